@@ -1,0 +1,52 @@
+# make demo   train mep_free and rotary at length 512 on the CPU and compare their perplexity up to 16384
+# make test   the whole test suite
+# Both create .venv and install into it first, if that has not been done or the requirements have changed.
+#
+# GPU: PyPI's torch for Linux is a CUDA build, nothing needs to be chosen. Another build of the same torch:
+#   PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cu126 make test         (or .../whl/cpu)
+# Another torch of the tested range: install without the exact versions,
+#   make test CONSTRAINTS=
+
+PYTHON ?= python3
+CONSTRAINTS ?= constraints.txt
+VENV := .venv
+PY := $(VENV)/bin/python
+INSTALLED := $(VENV)/installed
+
+# Subprocesses (DeepSpeed's launcher, ninja) must find the tools of the same environment.
+export PATH := $(CURDIR)/$(VENV)/bin:$(PATH)
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+
+.PHONY: demo test lint format docs clean
+
+demo: $(INSTALLED)
+	$(PY) tools/demo.py
+
+test: $(INSTALLED)
+	$(PY) -m pytest -q
+
+lint: $(INSTALLED)
+	$(PY) -m ruff format --check .
+	$(PY) -m ruff check .
+	$(PY) -m pyright
+	$(PY) -m codespell_lib
+
+format: $(INSTALLED)
+	$(PY) -m ruff check --fix-only .
+	$(PY) -m ruff format .
+
+docs: $(INSTALLED)
+	$(PY) -m megatron.config.document
+
+# The environment and the caches: what can be had again without training. Data and checkpoints stay.
+clean:
+	rm -rf $(VENV) .pytest_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# The stamp goes first and comes back last: a failed or interrupted installation is repeated by the next make.
+$(INSTALLED): requirements.txt requirements-dev.txt constraints.txt
+	@rm -f $@
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "make: $(PYTHON) is Python %d.%d - this project needs 3.11 or newer: make PYTHON=python3.12 ..." % sys.version_info[:2])'
+	@$(PY) -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv --clear $(VENV)
+	$(PY) -m pip install $(addprefix -c ,$(CONSTRAINTS)) -r requirements.txt -r requirements-dev.txt
+	@touch $@

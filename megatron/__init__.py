@@ -1,0 +1,1 @@
+"""A GPT-NeoX-style pretraining framework for research on positional encodings and length extrapolation."""

@@ -1,0 +1,37 @@
+"""Every test: no network, one thread per process, same seeds; what needs other hardware is skipped with a reason."""
+
+import os
+import random
+
+# Before torch and Hugging Face are imported; the subprocesses of tests inherit it.
+os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ["WANDB_MODE"] = "offline"
+os.environ["TOKENIZERS_PARALLELISM"] = "false"
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import numpy as np
+import pytest
+import torch
+
+
+def pytest_configure(config):
+    config.addinivalue_line("markers", "gpu: needs a CUDA device")
+    config.addinivalue_line("markers", "distributed: starts several processes that talk through gloo")
+
+
+def pytest_collection_modifyitems(items):
+    reasons = {}
+    if not torch.cuda.is_available():
+        reasons["gpu"] = "torch sees no CUDA device"
+    if not (torch.distributed.is_available() and torch.distributed.is_gloo_available()):
+        reasons["distributed"] = "this build of torch has no gloo"
+    for item in items:
+        for marker in reasons.keys() & item.keywords.keys():
+            item.add_marker(pytest.mark.skip(reason=reasons[marker]))
+
+
+@pytest.fixture(autouse=True)
+def same_seeds():
+    random.seed(1234)
+    np.random.seed(1234)
+    torch.manual_seed(1234)

@@ -1,0 +1,48 @@
+"""The installation rule of the Makefile, on a copy with a requirement that is already on this machine: none."""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+STAMP = Path(".venv/installed")
+
+
+@pytest.fixture
+def project(tmp_path):
+    shutil.copy(ROOT / "Makefile", tmp_path)
+    for name in ("requirements.txt", "requirements-dev.txt", "constraints.txt"):
+        (tmp_path / name).write_text("# nothing\n")
+    return tmp_path
+
+
+def make(folder, *words):
+    clean = {name: value for name, value in os.environ.items() if not name.startswith(("MAKE", "PIP_", "VIRTUAL_ENV"))}
+    command = ["make", f"PYTHON={sys.executable}", *words]
+    return subprocess.run(command, cwd=folder, env=clean, capture_output=True, text=True, timeout=120)
+
+
+def test_the_environment_is_made_once_and_again_when_the_requirements_change(project):
+    assert make(project, STAMP).returncode == 0
+    assert (project / STAMP).exists()
+    assert "up to date" in make(project, STAMP).stdout
+    changed = (project / STAMP).stat().st_mtime + 1
+    os.utime(project / "requirements.txt", (changed, changed))
+    assert "pip install" in make(project, STAMP).stdout
+
+
+def test_a_failed_installation_leaves_no_stamp(project):
+    (project / "requirements.txt").write_text("./no-such-folder\n")
+    assert make(project, STAMP).returncode != 0
+    assert not (project / STAMP).exists()
+
+
+def test_a_broken_environment_is_made_anew(project):
+    (project / ".venv/bin").mkdir(parents=True)
+    (project / ".venv/bin/python").write_text("not a program\n")
+    result = make(project, STAMP)
+    assert result.returncode == 0, result.stderr
