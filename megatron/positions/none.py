@@ -1,0 +1,8 @@
+"""No positional encoding: the causal mask alone tells the order (NoPE, arXiv 2305.19466)."""
+
+from megatron.positions.base import Position, register
+
+
+@register("none")
+class NoPosition(Position):
+    """Every hook does nothing."""

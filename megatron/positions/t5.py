@@ -1,0 +1,39 @@
+"""T5's relative bias: one learned number per head and bucket of distances (arXiv 1910.10683, section 2.1)."""
+
+import math
+
+import torch
+from torch import Tensor, nn
+
+from megatron.errors import UserError
+from megatron.positions.base import DistanceBias, Shape, positive, register
+
+
+@register("t5", aliases=("rpe",))
+class T5(DistanceBias):
+    """√head_dim · weight[bucket(d), head], Xavier-normal weights, as in GPT-NeoX (`rpe`).
+
+    num_buckets: half hold one distance each, half grow logarithmically; max_distance: where the last bucket begins
+    """
+
+    reference_names = {"weight": "weight"}
+
+    def __init__(self, shape: Shape, *, num_buckets: int = 32, max_distance: int = 128) -> None:
+        super().__init__(shape)
+        self.num_buckets = int(positive("num_buckets", num_buckets))
+        self.max_distance = int(positive("max_distance", max_distance))
+        if self.num_buckets < 2 or self.max_distance <= self.num_buckets // 2:
+            raise UserError(f"max_distance: {max_distance} is not beyond the {self.num_buckets // 2} exact buckets")
+        self.weight = nn.Parameter(nn.init.xavier_normal_(torch.empty(self.num_buckets, shape.heads)))
+
+    def log_kernel(self, distance: Tensor) -> Tensor:
+        rows = self.bounded("weight")[self.bucket(distance)]  # [length, heads]
+        return math.sqrt(self.shape.head_dim) * rows.t()
+
+    def bucket(self, distance: Tensor) -> Tensor:
+        """[length] float32 -> [length] int64 in 0 … num_buckets - 1."""
+        exact = self.num_buckets // 2
+        # Clamped below so that log(0) never becomes an integer; those entries take the exact branch.
+        octave = torch.log(distance.clamp(min=exact) / exact) / math.log(self.max_distance / exact)
+        far = exact + (octave * (self.num_buckets - exact)).long()
+        return torch.where(distance < exact, distance.long(), far.clamp(max=self.num_buckets - 1))
