@@ -1,0 +1,1 @@
+"""From text to samples: corpora, tokenizers, token files, splits, batches."""

@@ -1,0 +1,94 @@
+"""Corpora that are known by name: where their documents come from."""
+
+import difflib
+import hashlib
+import os
+import platform
+import random
+import sysconfig
+import tokenize
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, Protocol
+
+from megatron.errors import UserError
+
+FOREIGN = {"site-packages", "dist-packages", "__pycache__"}
+ORDER_SEED = 1234
+# GPT-NeoX downloads these; the addresses are gone.
+WITHDRAWN = ("openwebtext2", "arxiv", "github", "pile", "pile_subset", "enwik8", "pg19", "c4", "enron")
+
+
+class Corpus(Protocol):
+    """`skipped` counts the files that the last `documents()` could not decode; `sources()` names what it reads."""
+
+    name: str
+    skipped: int
+
+    def documents(self) -> Iterator[str]: ...
+    def sources(self) -> list[dict[str, Any]]: ...
+
+
+class StandardLibrary:
+    """The source code of the running Python's own standard library, one document per file; nothing is downloaded."""
+
+    name = "stdlib"
+
+    def __init__(self, root: Path | None = None, limit: int | None = None):
+        self.root = root or Path(sysconfig.get_paths()["stdlib"])
+        self.skipped = 0
+        files = sorted(_python_files(self.root))
+        if not files:
+            raise UserError(f"stdlib: {self.root} has no .py files - use a Python that comes with its library's source")
+        # A split takes documents by their place: in the order of names the valid part would be a few packages from
+        # the end of the alphabet, unlike the rest. The seed makes the order the same everywhere.
+        random.Random(ORDER_SEED).shuffle(files)
+        self.files = files[:limit]
+
+    def documents(self) -> Iterator[str]:
+        """The text of each file, decoded as Python does; files broken on purpose (tests of the parser) are left out."""
+        self.skipped = 0
+        for path in self.files:
+            try:
+                with tokenize.open(path) as file:
+                    text = file.read()
+            except (SyntaxError, UnicodeDecodeError):
+                self.skipped += 1
+                continue
+            yield text
+
+    def sources(self) -> list[dict[str, Any]]:
+        """One entry for the whole: its sha256 is over the names and contents of all files in their order."""
+        digest, size = hashlib.sha256(), 0
+        for path in self.files:
+            content = path.read_bytes()
+            size += len(content)
+            digest.update(f"{path.relative_to(self.root).as_posix()} {hashlib.sha256(content).hexdigest()}\n".encode())
+        facts = {"python": platform.python_version(), "files": len(self.files), "bytes": size}
+        return [{"path": str(self.root), **facts, "sha256": digest.hexdigest()}]
+
+
+def _python_files(root: Path) -> Iterator[Path]:
+    for folder, folders, names in os.walk(root):
+        folders[:] = set(folders) - FOREIGN
+        yield from (Path(folder, name) for name in names if name.endswith(".py"))
+
+
+CORPORA: dict[str, Callable[[], Corpus]] = {"stdlib": StandardLibrary}
+
+
+def named(name: str) -> Corpus:
+    """The corpus of a name; UserError for one that is not known."""
+    if name in CORPORA:
+        return CORPORA[name]()
+    if name in WITHDRAWN:
+        raise UserError(
+            f"{name}: is no longer offered for download anywhere that we know of - bring your own copy: "
+            f"python prepare_data.py --input FILE.jsonl.zst --name {name}"
+        )
+    near = difflib.get_close_matches(name, CORPORA, 1, 0.5)
+    guess = f"did you mean {near[0]}? " if near else ""
+    raise UserError(
+        f"{name}: there is no corpus of this name - {guess}Known are {', '.join(CORPORA)}; "
+        f"for your own text use --input FILE --name {name}"
+    )

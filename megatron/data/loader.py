@@ -1,0 +1,67 @@
+"""Batches of samples, each rank its share, from any point on."""
+
+import itertools
+import logging
+from collections.abc import Iterator
+from typing import Protocol, cast
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
+
+from megatron.errors import UserError
+
+log = logging.getLogger(__name__)
+
+
+class Indexable(Protocol):
+    def __len__(self) -> int: ...
+    def __getitem__(self, index: int, /) -> NDArray[np.int64]: ...
+
+
+def batches(
+    samples: Indexable,
+    micro_batch: int,
+    *,
+    rank: int = 0,
+    ranks: int = 1,
+    start: int = 0,
+    repeat: bool = False,
+    num_workers: int = 0,
+) -> Iterator[Tensor]:
+    """Batches [micro_batch, length + 1] int64: a step takes micro_batch * ranks samples, rank r their r-th share.
+
+    `start` is how many samples all ranks together have used before. The end is the last whole step; with `repeat` the
+    samples start over (said in the log). Raises UserError where there is not one whole step.
+    """
+    count = len(samples)
+    if count < micro_batch * ranks:
+        raise UserError(
+            f"data: {count} samples are too few for one step of {micro_batch} on each of {ranks} ranks "
+            f"- prepare more text, make train_micro_batch_size_per_gpu smaller, or samples shorter (seq_length)"
+        )
+    loader = DataLoader(
+        cast(Dataset, samples),
+        batch_sampler=_steps(count, micro_batch, rank, ranks, start, repeat),
+        collate_fn=_stack,
+        num_workers=num_workers,
+        generator=torch.Generator(),  # its own: the loader draws a seed, which must not shift the run's random numbers
+    )
+    return iter(loader)
+
+
+def _steps(count: int, micro_batch: int, rank: int, ranks: int, start: int, repeat: bool) -> Iterator[list[int]]:
+    step = micro_batch * ranks
+    for first in itertools.count(start, step):
+        if first + step > count and not repeat:
+            return
+        if (first - 1) // count < (first + step - 1) // count and first + step > count:
+            log.warning("all %d samples have been used: they start over", count)
+        mine = first + rank * micro_batch
+        yield [index % count for index in range(mine, mine + micro_batch)]
+
+
+def _stack(samples: list[NDArray]) -> Tensor:
+    return torch.from_numpy(np.stack(samples)).long()

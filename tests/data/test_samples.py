@@ -1,0 +1,239 @@
+import json
+import logging
+import multiprocessing
+import shutil
+import tempfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron.data.samples import build_split, split_documents
+from megatron.data.tokens import TokenFile, TokenWriter
+from megatron.errors import UserError
+
+GOLDEN = Path(__file__).parents[1] / "golden" / "data"
+RUNS = json.loads((GOLDEN / "expected.json").read_text())["runs"]
+TEST_SAMPLES = 10  # what the reference was asked for in the test part; expected.json does not say
+
+
+@pytest.fixture
+def corpus(tmp_path):
+    for suffix in (".bin", ".idx"):
+        shutil.copyfile(GOLDEN / f"corpus_text_document{suffix}", tmp_path / f"corpus{suffix}")
+    return TokenFile.open(tmp_path / "corpus")
+
+
+def write(prefix, sizes):
+    """Documents whose tokens count upwards, so that every token has its own value."""
+    first = np.concatenate([[0], np.cumsum(sizes)])
+    with TokenWriter(prefix, np.int32) as writer:
+        for start, size in zip(first, sizes, strict=False):
+            writer.add(np.arange(start, start + size))
+    return TokenFile.open(prefix)
+
+
+@pytest.mark.parametrize("run", RUNS, ids=lambda run: run["array"])
+def test_samples_are_those_of_the_reference_token_for_token(corpus, run):
+    part = run["split"]
+    length = run["train_seq_length"] if part == "train" else run["valid_seq_length"]
+    wanted = {"train": run["num_train"], "valid": run["num_valid"], "test": TEST_SAMPLES}[part]
+    expected = np.load(GOLDEN / "expected_samples.npz")[run["array"]]
+    for _ in ("built", "from the cache"):
+        samples = build_split(corpus, "949,50,1", part, length, 1235, wanted)
+        assert len(samples) == run["len"]
+        got = np.stack([samples[i] for i in range(len(expected))])
+        assert got.dtype == np.int64
+        np.testing.assert_array_equal(got, expected)
+
+
+def reference_samples(documents, sizes, length, seed, num_samples):
+    """GPT-NeoX's helpers.cpp (build_sample_idx) and gpt2_dataset.py, loop for loop: the samples as lists of tokens."""
+    total, epochs = sum(sizes[d] for d in documents), 0
+    while not epochs or (epochs * total - 1) // length < num_samples:
+        epochs += 1
+    random = np.random.RandomState(seed)
+    doc_idx = np.array(list(documents) * epochs, dtype=np.int32)
+    random.shuffle(doc_idx)
+    count = (epochs * total - 1) // length
+    sample_idx, doc_index, offset = [(0, 0)], 0, 0
+    while len(sample_idx) <= count:
+        remaining = length + 1
+        while remaining != 0:
+            doc_length = sizes[doc_idx[doc_index]] - offset
+            remaining -= doc_length
+            if remaining <= 0:
+                offset += remaining + doc_length - 1
+                remaining = 0
+            else:
+                doc_index += 1
+                offset = 0
+        sample_idx.append((doc_index, offset))
+    shuffle_idx = np.arange(count, dtype=np.uint32)
+    random.shuffle(shuffle_idx)
+    first = np.concatenate([[0], np.cumsum(sizes)])
+    samples = []
+    for k in shuffle_idx[:-1]:  # the dataset drops the last one
+        (start_doc, start), (end_doc, end) = sample_idx[k], sample_idx[k + 1]
+        text = []
+        for entry in range(start_doc, end_doc + 1):
+            document = doc_idx[entry]
+            low = start if entry == start_doc else 0
+            high = end + 1 if entry == end_doc else sizes[document]
+            text += range(first[document] + low, first[document] + high)
+        samples.append(text)
+    return samples
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    sizes=st.lists(st.integers(0, 12), min_size=1, max_size=30).filter(lambda sizes: sum(sizes) > 1),
+    length=st.integers(1, 20),
+    seed=st.integers(0, 2**31),
+    num_samples=st.integers(2, 40),
+)
+def test_samples_are_those_of_the_reference_loop_for_any_documents(sizes, length, seed, num_samples):
+    with tempfile.TemporaryDirectory() as folder:
+        tokens = write(Path(folder) / "c", sizes)
+        samples = build_split(tokens, "1,0,0", "train", length, seed, num_samples, cache=False)
+        got = [samples[i].tolist() for i in range(len(samples))]
+    assert got == reference_samples(range(len(sizes)), sizes, length, seed, num_samples)
+
+
+@pytest.mark.parametrize(
+    ("split", "count", "bounds"),
+    [  # GPT-NeoX's get_train_valid_test_split_, run by hand
+        ("949,50,1", 600, [0, 569, 599, 600]),
+        ("949,50,1", 1759, [0, 1669, 1757, 1759]),
+        ("969/30/1", 100, [0, 97, 100, 100]),
+        ("1", 5, [0, 5, 5, 5]),
+        ("1,1", 5, [0, 3, 5, 5]),  # 2.5 rounds to 2 twice; the missing document is added to every bound
+        ("1,1,1", 5, [0, 1, 3, 5]),  # 1.67 rounds to 2 three times; the surplus is taken from every bound
+        (" 8, 1, 1 ", 10, [0, 8, 9, 10]),
+    ],
+)
+def test_parts_are_cut_where_the_reference_cuts_them(tmp_path, split, count, bounds):
+    tokens = write(tmp_path / "c", [1] * count)
+    for part, start, stop in zip(("train", "valid", "test"), bounds, bounds[1:], strict=False):
+        if stop > start:
+            assert split_documents(tokens, split, part) == range(start, stop)
+        else:
+            with pytest.raises(UserError, match=f"of {count} documents leaves none for {part} - give {part} a larger"):
+                split_documents(tokens, split, part)
+
+
+@pytest.mark.parametrize("split", ["", "a,b,c", "1,2,3,4", "0,0,0", "-1,2,1", "nan,1,1", "inf,1,1"])
+def test_a_split_that_is_not_three_shares_is_explained(corpus, split):
+    with pytest.raises(UserError, match="is not train,valid,test shares - write three numbers, such as 949,50,1"):
+        split_documents(corpus, split, "train")
+
+
+def test_an_unknown_part_is_named(corpus):
+    with pytest.raises(UserError, match="part: there is no 'validation' - use one of train, valid, test"):
+        build_split(corpus, part="validation")
+
+
+def test_a_part_whose_documents_are_empty_is_refused(tmp_path):
+    with pytest.raises(UserError, match="the valid part has no tokens - give valid a larger share than split = 1,1"):
+        build_split(write(tmp_path / "c", [9, 0]), "1,1", "valid", 4)
+
+
+def test_a_part_shorter_than_a_sample_is_said_in_the_log(tmp_path, caplog):
+    with caplog.at_level(logging.WARNING):
+        samples = build_split(write(tmp_path / "c", [9, 5]), "1,1", "valid", 8, num_samples=2)
+    assert "the valid part has 5 tokens, samples of 8 repeat the same text" in caplog.text
+    assert len(samples[0]) == 9
+
+
+def test_samples_end_with_an_index_error_and_do_not_start_over(corpus):
+    samples = build_split(corpus, length=64, num_samples=40)
+    assert sum(1 for _ in samples) == len(samples)
+    for index in (len(samples), -1):
+        with pytest.raises(IndexError, match=f"sample {index} of {len(samples)}"):
+            samples[index]
+
+
+def maps_folder(corpus):
+    [folder] = (corpus.prefix.parent / "corpus_index_maps").iterdir()
+    return folder
+
+
+def first(corpus):
+    return build_split(corpus, length=64, seed=1235)[0].tolist()
+
+
+def test_index_maps_are_kept_and_used_again(corpus):
+    expected = first(corpus)
+    before = maps_folder(corpus).stat().st_mtime_ns
+    assert first(corpus) == expected
+    assert maps_folder(corpus).stat().st_mtime_ns == before
+    assert {path.name for path in maps_folder(corpus).iterdir()} == {"documents.npy", "ends.npy", "order.npy"}
+
+
+def test_every_plan_has_its_own_maps(corpus, tmp_path):
+    for changed in ({}, {"seed": 1}, {"length": 65}, {"part": "train"}, {"num_samples": 10_000}):
+        build_split(corpus, **{"length": 64} | changed)
+    assert len(list((tmp_path / "corpus_index_maps").iterdir())) == 5
+    other = np.array(corpus.sizes)
+    shutil.rmtree(tmp_path / "corpus_index_maps")
+    build_split(corpus, length=64)
+    other[[570, 571]] = other[[571, 570]]  # the same number of tokens, other documents under the same name
+    build_split(write_over(corpus, other), length=64)
+    assert len(list((tmp_path / "corpus_index_maps").iterdir())) == 2
+
+
+def write_over(corpus, sizes):
+    for suffix in (".bin", ".idx"):
+        corpus.prefix.with_suffix(suffix).unlink()
+    return write(corpus.prefix, sizes)
+
+
+DAMAGES = {
+    "cut off": lambda path: path.write_bytes(path.read_bytes()[:-8]),
+    "empty": lambda path: path.write_bytes(b""),
+    "zeros": lambda path: np.save(path, np.zeros_like(np.load(path))),
+    "another shape": lambda path: np.save(path, np.zeros(3, dtype=np.int64)),
+    "missing": lambda path: path.unlink(),
+    "pickled": lambda path: np.save(path, np.array([{}]), allow_pickle=True),
+}
+
+
+@pytest.mark.parametrize("name", ["documents", "ends", "order"])
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_damaged_index_maps_are_built_anew(corpus, caplog, name, damage):
+    expected = first(corpus)
+    DAMAGES[damage](maps_folder(corpus) / f"{name}.npy")
+    assert first(corpus) == expected
+    assert "are built anew" in caplog.text
+    caplog.clear()
+    assert first(corpus) == expected
+    assert not caplog.text
+
+
+def test_a_place_where_maps_cannot_be_kept_works_without(corpus, caplog):
+    (corpus.prefix.parent / "corpus_index_maps").write_text("a file where the folder should be")
+    expected = build_split(corpus, length=64, seed=1235, cache=False)[0].tolist()
+    assert first(corpus) == expected
+    assert "index maps are not kept, every start builds them anew" in caplog.text
+
+
+def _build(prefix, barrier, results):
+    tokens = TokenFile.open(prefix)
+    barrier.wait()
+    results.put(build_split(tokens, part="train", length=8, seed=1235)[5].tolist())
+
+
+def test_ranks_that_build_at_the_same_time_get_the_same_maps(corpus):
+    context = multiprocessing.get_context("fork")
+    barrier, results = context.Barrier(6), context.Queue()
+    ranks = [context.Process(target=_build, args=(corpus.prefix, barrier, results)) for _ in range(6)]
+    for rank in ranks:
+        rank.start()
+    got = [results.get(timeout=60) for _ in ranks]
+    for rank in ranks:
+        rank.join()
+        assert rank.exitcode == 0
+    assert got == [build_split(corpus, part="train", length=8, seed=1235, cache=False)[5].tolist()] * 6
+    assert len(list((corpus.prefix.parent / "corpus_index_maps").iterdir())) == 1
