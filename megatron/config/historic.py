@@ -1,0 +1,279 @@
+"""Spellings of GPT-NeoX and of the KERPLE and MEP forks: what they mean here, or why they mean nothing."""
+
+from typing import Any
+
+from megatron.config.read import Nested
+from megatron.positions import ALIASES
+
+SWITCHED_OFF = "_switched_off"
+RENAMED = {"checkpoint_factor": "save_interval", "bfloat16": "bf16"}
+
+PRECISIONS: dict[str, str] = {
+    **dict.fromkeys(("bf16", "bfloat16"), "bf16"),
+    **dict.fromkeys(("fp16", "float16", "half"), "fp16"),
+    **dict.fromkeys(("fp32", "float32", "float"), "fp32"),
+}
+
+_FUSED = "PyTorch's own kernels are used and nothing needs to be built"
+_RECOMPUTED = "checkpoint_activations recomputes every layer and has no variants"
+_TIMED = "time and tokens per second are logged every log_interval steps"
+_UNMEASURED = "this is not measured"
+NO_EFFECT: dict[str, str] = {
+    **dict.fromkeys(
+        (
+            "scaled_upper_triang_masked_softmax_fusion",
+            "scaled_masked_softmax_fusion",
+            "bias_gelu_fusion",
+            "bias_dropout_fusion",
+            "layernorm_fusion",
+            "rope_fusion",
+        ),
+        _FUSED,
+    ),
+    **dict.fromkeys(
+        (
+            "checkpoint_num_layers",
+            "partition_activations",
+            "synchronize_each_layer",
+            "contiguous_checkpointing",
+            "checkpoint_in_cpu",
+        ),
+        _RECOMPUTED,
+    ),
+    **dict.fromkeys(("wall_clock_breakdown", "steps_per_print"), _TIMED),
+    **dict.fromkeys(
+        ("log_param_norm", "log_grad_pct_zeros", "log_gradient_noise_scale", "log_optimizer_states"), _UNMEASURED
+    ),
+    "attention_softmax_in_fp32": "the softmax and the bias are computed in float32 anyway",
+    "apply_query_key_layer_scaling": "scores are scaled in float32 and the result does not depend on it",
+    "checkpoint_validation_with_forward_pass": "a saved checkpoint is not run through the model again",
+    "output_layer_parallelism": "there is no tensor parallelism",
+    "scale_factor_num": "it was read only by dead code of the MEP fork",
+}
+FIXED: dict[str, tuple[Any, str]] = {
+    "gpt_j_residual": (False, "parallel residual branches are not offered"),
+    "gpt_j_tied": (False, "parallel residual branches are not offered"),
+}
+FOLDED = {  # old key -> option of the encoding
+    "rotary_pct": "rotary_pct",
+    "rotary_emb_base": "base",
+    "rpe_num_buckets": "num_buckets",
+    "rpe_max_distance": "max_distance",
+}
+AFTER_MERGE = (*FOLDED, "alibi_scaling")  # their meaning depends on the pos_emb that wins
+
+ENCODINGS = {**ALIASES, "kerple_power_original": "alibi"}  # frozen ALiBi slopes and no exponent: -slope · d
+_NAME_HIDES_MIXTURE = "in the MEP fork many different mixtures carry this name, and only a file's name tells which; "
+_ENCODING_NOTES = {
+    "snope_norm_original_scaling__": _NAME_HIDES_MIXTURE + "for another, set pos_emb: mep and pos_emb_args.kernels",
+    "snope_norm_original_scaling_": _NAME_HIDES_MIXTURE + "for another, set pos_emb: mep and pos_emb_args.kernels",
+    "snope_kerplelog": "the released code mixes gaussian, exp, t5 and kerple_log; "
+    + _NAME_HIDES_MIXTURE
+    + "for gaussian and kerple_log alone, set pos_emb: mep_param",
+}
+_EXPERIMENT = (
+    "a single experiment of the MEP fork (normalised or clipped distances, scaled slopes or an MLP on distance)"
+)
+REFUSED_ENCODINGS = {
+    "kerple_power__ap": "a weight kernel without a bias; kerple_bias_wht has both",
+    "kerple_power_a_": "a linear bias with a learned slope; kerple_power learns the exponent too, alibi neither",
+    **dict.fromkeys(
+        (
+            "kerple_power_norm_a_",
+            "kerple_power_learned_norm",
+            "kerple_power_learned_norm_a_",
+            "kerple_power_learned_a_norm8",
+            "kerple_power_original__",
+            "kerple_power_norm_original__",
+            "kerple_power_norm_original_scaling__",
+            "kerple_power_norm_clip_original_scaling__",
+            "kerple_power_original_norm",
+            "kerple_power_norm_original",
+        ),
+        _EXPERIMENT,
+    ),
+}
+# The MEP fork chose between three encodings by this key: {encoding: {value: what it meant, None for the plain one}}.
+SCALING_CHOSE: dict[str, dict[Any, str | None]] = {"rotary": {0: None, 1: "NTK-by-parts"}}
+OTHER_SCALING = "YaRN with scale 2"
+NAMES = {*RENAMED, *NO_EFFECT, *FIXED, *AFTER_MERGE, "bf16"}
+
+
+class Report:
+    """Faults and notes as they are found; a note is said once."""
+
+    def __init__(self) -> None:
+        self.faults: list[str] = []
+        self.notes: list[str] = []
+
+    def fault(self, text: str) -> None:
+        if text not in self.faults:
+            self.faults.append(text)
+
+    def note(self, text: str) -> None:
+        if text not in self.notes:
+            self.notes.append(text)
+
+
+def translate(source: dict[str, Any], report: Report) -> dict[str, Any]:
+    """One source in today's spelling, so that a later source wins however either of them is spelled."""
+    given = dict(source)
+    for old, new in RENAMED.items():
+        if old in given:
+            _move(given, old, new, report)
+    _precision(given, report)
+    _weight_decay(given, report)
+    _zero(given, report)
+    _encoding(given, report)
+    for key in [key for key in given if key in NO_EFFECT]:
+        report.note(f"{key}: accepted, has no effect here: {NO_EFFECT[key]}")
+        del given[key]
+    for key in [key for key in given if key in FIXED]:
+        value, why = FIXED[key]
+        if given.pop(key) != value:
+            report.fault(f"{key}: {why}; set it to {str(value).lower()} or drop it")
+    return given
+
+
+def _move(given: dict[str, Any], old: str, new: str, report: Report) -> None:
+    value = given.pop(old)
+    if new in given and given[new] != value:
+        report.fault(f"{new}: {given[new]} and {old}: {value} contradict each other; keep one of them")
+    given[new] = value
+
+
+def _precision(given: dict[str, Any], report: Report) -> None:
+    """All historic ways to say it become `precision`; what is left of `fp16` is the loss scaling."""
+    said: dict[str, str] = {}
+    if isinstance(given.get("precision"), str):
+        word = str(given.pop("precision"))
+        said[f"precision: {word}"] = PRECISIONS.get(word, word)
+    if "bf16" in given:
+        _bf16(given, said, report)
+    if isinstance(given.get("fp16"), bool):
+        given["fp16"] = Nested(enabled=given["fp16"])
+    if isinstance(given.get("fp16"), dict):
+        _fp16(given, said, report)
+    if len(set(said.values())) > 1:
+        report.fault(f"precision: {' and '.join(said)} contradict each other; keep one of them")
+    elif said:
+        given["precision"] = next(iter(said.values()))
+
+
+def _bf16(given: dict[str, Any], said: dict[str, str], report: Report) -> None:
+    value = given.pop("bf16")
+    enabled = value.get("enabled", False) if isinstance(value, dict) else value
+    if not isinstance(enabled, bool):
+        report.fault(f"bf16: must be {{enabled: true}} or {{enabled: false}}, got {value!r}")
+    elif enabled:
+        said["bf16.enabled: true"] = "bf16"
+    else:
+        given.setdefault(SWITCHED_OFF, []).append("bf16")
+
+
+def _fp16(given: dict[str, Any], said: dict[str, str], report: Report) -> None:
+    rest = type(given["fp16"])(given["fp16"])
+    enabled, kind = rest.pop("enabled", None), rest.pop("type", None)
+    if enabled not in (None, True, False):
+        report.fault(f"fp16.enabled: must be true or false, got {enabled!r}")
+    elif kind is not None and PRECISIONS.get(str(kind)) not in ("bf16", "fp16"):
+        report.fault(f"fp16.type: must be fp16 or bfloat16, got {kind!r}")
+    elif kind is not None and enabled is not False:
+        said[f"fp16.type: {kind}"] = PRECISIONS[str(kind)]
+        if said[f"fp16.type: {kind}"] == "bf16":
+            report.note("fp16.type: bfloat16 means precision: bf16, as in GPT-NeoX of 2022")
+    elif enabled:
+        said["fp16.enabled: true"] = "fp16"
+    elif enabled is False:
+        given.setdefault(SWITCHED_OFF, []).append("fp16")
+    given["fp16"] = rest
+    if not rest:
+        del given["fp16"]
+
+
+def switch_off(merged: dict[str, Any], given: dict[str, Any], report: Report) -> None:
+    """`fp16.enabled: false` in a later source takes back the fp16 of an earlier one, and nothing else."""
+    off = given.pop(SWITCHED_OFF, [])
+    before = merged.get("precision")
+    if "precision" in given or before not in ("bf16", "fp16"):
+        return
+    if before in off:
+        merged["precision"] = "fp32"
+    elif off:
+        report.note(f"{off[0]}.enabled: false leaves precision at {before}; for float32 set precision: fp32")
+
+
+def _weight_decay(given: dict[str, Any], report: Report) -> None:
+    """optimizer.params.weight_decay is weight_decay."""
+    optimizer = given.get("optimizer")
+    params = optimizer.get("params") if isinstance(optimizer, dict) else None
+    if optimizer is None or not isinstance(params, dict) or "weight_decay" not in params:
+        return
+    params = type(params)(params)
+    value = params.pop("weight_decay")
+    given["optimizer"] = type(optimizer)({**optimizer, "params": params})
+    if given.setdefault("weight_decay", value) != value:
+        report.fault(
+            f"weight_decay: {given['weight_decay']} and optimizer.params.weight_decay: {value} contradict each other;"
+            " keep one of them"
+        )
+
+
+def _zero(given: dict[str, Any], report: Report) -> None:
+    zero = given.get("zero_optimization")
+    if not isinstance(zero, dict) or "cpu_offload" not in zero:
+        return
+    zero = type(zero)(zero)
+    if zero.pop("cpu_offload"):
+        report.fault("zero_optimization.cpu_offload: true is not offered; set it to false or drop it")
+    else:
+        report.note("zero_optimization.cpu_offload: accepted, has no effect here: nothing is moved to the CPU's memory")
+    given["zero_optimization"] = zero
+
+
+def _encoding(given: dict[str, Any], report: Report) -> None:
+    name = given.get("pos_emb")
+    if not isinstance(name, str):
+        return
+    if name in REFUSED_ENCODINGS:
+        report.fault(f"pos_emb: {name} is not offered: it was {REFUSED_ENCODINGS[name]}")
+        del given["pos_emb"]
+    elif name in ENCODINGS:
+        given["pos_emb"] = ENCODINGS[name]
+        more = f"; {_ENCODING_NOTES[name]}" if name in _ENCODING_NOTES else ""
+        report.note(f"pos_emb: {name} means {ENCODINGS[name]}{more}")
+
+
+def fold(merged: dict[str, Any], options: set[str], report: Report) -> None:
+    """Old keys of single encodings become options of the encoding that won; `options` are those it takes."""
+    name = merged["pos_emb"]
+    args = dict(merged["pos_emb_args"]) if isinstance(merged.get("pos_emb_args"), dict) else {}
+    for old, option in FOLDED.items():
+        if old not in merged:
+            continue
+        value = merged.pop(old)
+        if option not in options:
+            report.note(f"{old}: accepted, has no effect here: pos_emb {name} has no such option")
+        elif args.setdefault(option, value) != value:
+            report.fault(
+                f"{old}: {value} and pos_emb_args.{option}: {args[option]} contradict each other; keep one of them"
+            )
+    if args:
+        merged["pos_emb_args"] = args
+    _alibi_scaling(merged, report)
+
+
+def _alibi_scaling(merged: dict[str, Any], report: Report) -> None:
+    if "alibi_scaling" not in merged:
+        return
+    name, value = merged["pos_emb"], merged.pop("alibi_scaling")
+    meanings = SCALING_CHOSE.get(name) if isinstance(name, str) else None
+    if meanings is None:
+        report.note(f"alibi_scaling: accepted, has no effect here: the MEP fork does not use it for {name} either")
+    elif (meant := meanings.get(value, OTHER_SCALING) if isinstance(value, int) else OTHER_SCALING) is not None:
+        report.fault(
+            f"alibi_scaling: {value} with pos_emb {name} meant {meant} in the MEP fork, which is not offered yet;"
+            f" set alibi_scaling = 0 for plain {name}"
+        )
+    else:
+        report.note(f"alibi_scaling: {value} means plain {name}, which is what it is here")

@@ -1,0 +1,108 @@
+"""What the entry scripts share: `FILES… key=value… [options]`, one message per fault, notes said once."""
+
+import argparse
+import logging
+import os
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import NoReturn
+
+from megatron.config import Config, load
+from megatron.config.document import help_text
+from megatron.config.read import is_override
+from megatron.errors import UserError
+
+NOTES_SAID = "MEGATRON_NOTES_SAID"
+PATIENCE = 5  # seconds
+
+
+def run(
+    main: Callable[..., int | None],
+    *,
+    description: str | None = None,
+    purpose: str | None = None,
+    options: Callable[[argparse.ArgumentParser], None] | None = None,
+    config_needed: bool = True,
+    argv: Sequence[str] | None = None,
+) -> NoReturn:
+    """Parse, load the configuration, call main(config, options), exit with what it returns. A UserError is one message.
+
+    description: the docstring of main's file if not given; options adds the script's own arguments;
+    purpose: "train" or "evaluate", which keys are needed beyond a model's;
+    without config_needed, main gets None when neither a file nor key=value is given.
+    """
+    _log()
+    parser = parser_for(description or sys.modules[main.__module__].__doc__ or "", options)
+    try:
+        given = parser.parse_intermixed_args(argv)
+        config = None
+        if given.words or config_needed:
+            config = load(*split(given.words, given.conf_dir))
+            require(config, purpose, given)
+            say(config.notes)
+        sys.exit(main(config, given) or 0)
+    except UserError as fault:
+        complain(str(fault))
+        sys.exit(1)
+    except KeyboardInterrupt:
+        sys.exit(130)
+
+
+def parser_for(
+    description: str, options: Callable[[argparse.ArgumentParser], None] | None = None
+) -> argparse.ArgumentParser:
+    """`FILE… key=value… [-d DIR]` and the script's own options; --help lists every key."""
+    parser = argparse.ArgumentParser(
+        description=description, epilog=help_text(), formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "words", nargs="*", metavar="FILE | key=value", help="YAML files, merged in order, then settings"
+    )
+    add_conf_dir(parser)
+    parser.add_argument(
+        "--local_rank", "--local-rank", help=argparse.SUPPRESS
+    )  # launchers pass it; the environment says it too
+    if options:
+        options(parser)
+    return parser
+
+
+def add_conf_dir(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("-d", "--conf_dir", metavar="DIR", help="folder of the YAML files")
+
+
+def split(words: Sequence[str], folder: str | None = None) -> tuple[list[str], list[str]]:
+    """Words of the command line -> (files, overrides)."""
+    files = [word for word in words if not is_override(word)]
+    overrides = [word for word in words if is_override(word)]
+    return [str(Path(folder or "") / file) for file in files], overrides
+
+
+def require(config: Config, purpose: str | None, options: argparse.Namespace) -> None:
+    """Keys that this script needs; a checkpoint named as an option needs no key for it."""
+    if purpose and not getattr(options, "checkpoint", None):
+        config.require_for(purpose)
+
+
+def say(notes: Sequence[str]) -> None:
+    """Print notes to stderr, once: by deepy.py, or by the first process where there is no deepy.py."""
+    if int(os.environ.get("RANK", 0)) == 0 and NOTES_SAID not in os.environ:
+        for note in notes:
+            print(f"note: {note}", file=sys.stderr)
+
+
+def complain(text: str) -> None:
+    """Print a fault to stderr; other processes wait for the first one, so that a common fault appears once."""
+    rank = int(os.environ.get("RANK", 0))
+    if rank:
+        time.sleep(PATIENCE)  # the launcher ends this process meanwhile if the first one failed too
+        text = f"rank {rank}: {text}"
+    print(text, file=sys.stderr, flush=True)
+
+
+def _log() -> None:
+    """Messages of the package go to stderr, from the first process only."""
+    logging.basicConfig(format="%(message)s", level=logging.WARNING)
+    logging.getLogger("megatron").setLevel(logging.INFO if int(os.environ.get("RANK", 0)) == 0 else logging.ERROR)
