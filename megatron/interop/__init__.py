@@ -1,0 +1,1 @@
+"""Other formats: checkpoints of the reference forks."""

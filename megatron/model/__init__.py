@@ -1,0 +1,44 @@
+"""The language model, built from a configuration."""
+
+import torch
+
+from megatron.config import Config
+from megatron.model.gpt import GPT
+from megatron.positions import Position, Shape, build, options_of
+
+__all__ = ["GPT", "from_config", "padded_vocab", "position_from_config"]
+
+
+def from_config(config: Config, vocab: int) -> GPT:
+    """The model that the configuration describes, with `vocab` rows in its embedding and first values from its seed.
+
+    The encoding draws its first values apart: with one seed, models of every encoding start from the same weights.
+    """
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(config.training.seed)
+        position = position_from_config(config)
+        torch.manual_seed(config.training.seed)
+        model = GPT(config.model, position=position, vocab=vocab, backend=config.attention.attention_backend)
+    model.checkpoint_activations = config.training.checkpoint_activations
+    return model
+
+
+def position_from_config(config: Config) -> Position:
+    """The encoding that `pos_emb` and `pos_emb_args` describe."""
+    model, name = config.model, config.position.pos_emb
+    options = dict(config.position.pos_emb_args)
+    if "max_positions" in options_of(name):
+        options.setdefault("max_positions", model.max_position_embeddings)
+    return build(name, shape_of(config), **options)
+
+
+def shape_of(config: Config) -> Shape:
+    """The sizes that an encoding may depend on."""
+    model = config.model
+    heads = model.num_attention_heads
+    return Shape(heads, model.hidden_size // heads, model.hidden_size, model.seq_length)
+
+
+def padded_vocab(vocab: int, divisible_by: int) -> int:
+    """Rows of the embedding: the vocabulary rounded up (50257 -> 50304 with 128)."""
+    return -(-vocab // divisible_by) * divisible_by

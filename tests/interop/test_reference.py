@@ -1,0 +1,146 @@
+"""The forks' checkpoints load and give the forks' own logits, losses and gradients (tests/golden/README.md)."""
+
+import json
+from collections import defaultdict
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from megatron.config import load
+from megatron.errors import UserError
+from megatron.interop.reference import load_model
+
+GOLDEN = Path(__file__).parents[1] / "golden" / "model"
+CASES = sorted(json.loads((GOLDEN / "cases.json").read_text())["cases"])
+every_case = pytest.mark.parametrize("case", CASES)
+
+
+def write_checkpoint(case: str, folder: Path, **changes: torch.Tensor | None) -> Path:
+    """The case's files in the forks' own layout; `changes` replace ("layer_02/norm…": None removes) a tensor."""
+    own = {key: value for key, value in load_file(GOLDEN / f"{case}.safetensors").items() if key.startswith("weights/")}
+    shared = load_file(GOLDEN / "shared.safetensors")
+    shared.pop("kept")
+    layers = defaultdict(dict)
+    for key, tensor in (shared | {key.removeprefix("weights/"): value for key, value in own.items()} | changes).items():
+        if tensor is not None:
+            layers[key.split("/")[0]][key.split("/")[1]] = tensor
+    for layer, tensors in layers.items():
+        torch.save(tensors, folder / f"{layer}-model_00-model_states.pt")
+    return folder
+
+
+def golden_config(case: str, *more: str):
+    shape = ["num_layers=2", "hidden_size=72", "num_attention_heads=12", "seq_length=64", "max_position_embeddings=64"]
+    return load([], [*shape, f"pos_emb={case}", *more])
+
+
+def our_name(theirs: str, position: torch.nn.Module) -> str | None:
+    """Our parameter for a name in expected.pt."""
+    if theirs.startswith("rpe."):
+        pairs = {reference: id(tensor) for reference, tensor in position.reference()}
+        names = {id(parameter): name for name, parameter in position.named_parameters()}
+        return "position." + names[pairs[theirs.removeprefix("rpe.")]]
+    plain = {
+        "embedding.word_embeddings": "word_embeddings",
+        "final_norm": "norm",
+        "final_linear.final_linear": "final_linear",
+    }
+    for prefix, ours in plain.items():
+        theirs = theirs.replace(prefix, ours)
+    return theirs
+
+
+@every_case
+@pytest.mark.parametrize("backend", ["eager", "sdpa"])
+@pytest.mark.parametrize("length", [64, 256])
+def test_a_reference_checkpoint_gives_the_references_numbers(case, backend, length, tmp_path):
+    model = load_model(write_checkpoint(case, tmp_path), golden_config(case, f"attention_backend={backend}"))
+    expected = load_file(GOLDEN / f"{case}.safetensors")
+    ids = expected[f"ids_{length}"]
+    logits = model(ids[:, :-1])
+    kept = slice(None) if length == 64 else load_file(GOLDEN / "shared.safetensors")["kept"]
+    torch.testing.assert_close(logits[:, kept], expected[f"logits_{length}"], rtol=0, atol=2e-5)
+
+    loss = model(ids[:, :-1], labels=ids[:, 1:]).mean()
+    torch.testing.assert_close(loss, expected[f"loss_{length}"], rtol=0, atol=2e-5)
+
+    loss.backward()
+    gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
+    compared = set()
+    for key, value in expected.items():
+        kind, _, theirs = key.partition("/")
+        if kind == f"gradnorm_{length}":
+            name = our_name(theirs, model.position)
+            assert gradients[name].norm().item() == pytest.approx(value.item(), rel=1e-4), name
+        elif kind == f"grad_{length}":
+            name = our_name(theirs, model.position)
+            error = (gradients[name] - value.reshape(gradients[name].shape)).norm() / value.norm()
+            assert error < 1e-4, name
+        else:
+            continue
+        compared.add(name)
+    assert compared == gradients.keys()
+
+
+def test_the_forks_names_lead_to_the_same_model(tmp_path):
+    write_checkpoint("mep_param_t5", tmp_path)
+    ours, theirs = (load_model(tmp_path, golden_config(name)) for name in ("mep_param_t5", "snope_kerplelog"))
+    ids = torch.randint(160, (1, 50))
+    torch.testing.assert_close(theirs(ids), ours(ids), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("case", "settings", "changes", "message"),
+    [
+        ("alibi", ["num_layers=3"], {}, "do not belong to num_layers = 3 (unexpected [5], missing [4])"),
+        ("alibi", ["num_layers=1"], {}, "do not belong to num_layers = 1 (unexpected [3"),
+        ("alibi", ["hidden_size=144"], {}, "is [160, 72], the configuration says [160, 144]; check hidden_size"),
+        ("alibi", ["no_weight_tying=false"], {}, "unexpected ['final_linear.weight']); check no_weight_tying"),
+        ("alibi", ["pos_emb=kerple_log"], {}, "no bias_p in the files, which this pos_emb needs"),
+        ("kerple_log", ["pos_emb=alibi"], {}, "['bias_a', 'bias_p'] belong to another encoding; check pos_emb"),
+        ("mep_param_t5", ["pos_emb=kerple_log"], {}, "['slopes', 'weight'] belong to another encoding"),
+        ("kerple_log", [], {"layer_03/attention.rpe.bias_p": torch.ones(12, 1, 1)}, "copies of bias_p differ"),
+        ("alibi", [], {"layer_05/norm.bias": None}, "missing ['norm.bias']"),
+        (
+            "alibi",
+            [],
+            {f"layer_0{n}/attention.alibi_embed.slopes": torch.ones(12) for n in (2, 3)},
+            "slopes differs from what this pos_emb has; check pos_emb and pos_emb_args",
+        ),
+    ],
+)
+def test_files_that_disagree_with_the_configuration_are_refused(case, settings, changes, message, tmp_path):
+    write_checkpoint(case, tmp_path, **changes)
+    with pytest.raises(UserError) as fault:
+        load_model(tmp_path, golden_config(case, *settings))
+    assert message in str(fault.value)
+    assert str(tmp_path) in str(fault.value)
+
+
+def test_missing_sharded_and_damaged_files_are_named(tmp_path):
+    with pytest.raises(
+        UserError, match=r"no layer_NN-model_00-model_states.pt there; name the folder global_stepN itself"
+    ):
+        load_model(tmp_path, golden_config("alibi"))
+    write_checkpoint("alibi", tmp_path)
+    shard = tmp_path / "layer_02-model_01-model_states.pt"
+    shard.write_bytes(b"")
+    with pytest.raises(UserError, match="a shard of a model-parallel checkpoint"):
+        load_model(tmp_path, golden_config("alibi"))
+    shard.unlink()
+    (tmp_path / "layer_02-model_00-model_states.pt").write_bytes(b"PK nothing")
+    with pytest.raises(UserError, match=r"layer_02-model_00-model_states.pt: cannot be read as a checkpoint file"):
+        load_model(tmp_path, golden_config("alibi"))
+
+
+def test_a_file_that_would_run_code_is_refused(tmp_path):
+    class Harmful:
+        def __reduce__(self):
+            return (Path.touch, (tmp_path / "ran",))
+
+    torch.save({"x": Harmful()}, tmp_path / "layer_00-model_00-model_states.pt")
+    with pytest.raises(UserError, match="cannot be read as a checkpoint file"):
+        load_model(tmp_path, golden_config("alibi"))
+    assert not (tmp_path / "ran").exists()
