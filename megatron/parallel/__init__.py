@@ -1,0 +1,1 @@
+"""Who the processes are and how they reach each other."""

@@ -1,0 +1,72 @@
+"""The processes of a run: how many, which one this is, on which device; alone it needs no network."""
+
+import os
+import socket
+from dataclasses import dataclass
+
+import torch
+import torch.distributed
+from torch import Tensor
+
+CPU = torch.device("cpu")
+ALONE = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
+
+
+@dataclass(frozen=True)
+class Grid:
+    """rank of ranks, and its device. `Grid()` is one process that knows no other."""
+
+    rank: int = 0
+    ranks: int = 1
+    device: torch.device = CPU
+
+    @property
+    def first(self) -> bool:
+        """Whether this process is the one that writes files and logs."""
+        return self.rank == 0
+
+    def mean(self, value: Tensor) -> Tensor:
+        """The mean over all ranks of a tensor of any shape."""
+        if self.ranks == 1:
+            return value
+        total = value.clone()
+        torch.distributed.all_reduce(total)
+        return total / self.ranks
+
+    def wait(self) -> None:
+        """Until every rank has come here."""
+        if self.ranks > 1:
+            torch.distributed.barrier()
+
+
+def connect(backend: str | None = None) -> Grid:
+    """Join the other processes as the launcher (deepy.py, torchrun) says, or run alone where nobody launched.
+
+    backend: nccl or gloo; None takes nccl on CUDA and gloo on CPU.
+    """
+    cuda = torch.cuda.is_available()
+    if not cuda:
+        os.environ["DS_ACCELERATOR"] = "cpu"
+    if "WORLD_SIZE" not in os.environ:
+        os.environ.update(ALONE, MASTER_PORT=str(free_port()))
+    import deepspeed  # after DS_ACCELERATOR is known
+    import deepspeed.ops
+
+    # On CPU DeepSpeed would compile a shared-memory op at a first run: that needs g++ and ninja, takes half a minute,
+    # and a killed build leaves a lock on which every later run waits for ever. gloo does the same work.
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    local_rank = int(os.environ["LOCAL_RANK"])
+    device = torch.device("cuda", local_rank) if cuda else CPU
+    if cuda:
+        torch.cuda.set_device(device)
+    if not torch.distributed.is_initialized():
+        backend = "gloo" if not cuda else backend or "nccl"
+        deepspeed.init_distributed(dist_backend=backend, auto_mpi_discovery=False, verbose=False)
+    return Grid(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), device)
+
+
+def free_port() -> int:
+    """A TCP port that nobody uses at this moment."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]

@@ -1,0 +1,1 @@
+"""Training through the DeepSpeed engine: trainer, optimizer, schedule, checkpoints, metrics."""

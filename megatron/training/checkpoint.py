@@ -1,0 +1,198 @@
+"""Checkpoints: float32 weights and the configuration for everybody, the engine's own state for resuming.
+
+SAVE/latest                                 name of the newest folder
+SAVE/global_step100/model.safetensors       weights in float32, by our names
+                    config.yml              the merged configuration
+                    checkpoint.json         step, config_hash, vocab, tokenizer, corpus, code's commit
+                    mp_rank_*, *zero_*      DeepSpeed's engine state
+"""
+
+import json
+import logging
+import os
+import re
+import shutil
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from megatron.config import Config
+from megatron.errors import UserError
+from megatron.model import GPT, from_config
+from megatron.parallel.grid import Grid
+
+logger = logging.getLogger(__name__)
+
+FOLDER = re.compile(r"global_step(\d+)")
+
+
+def save(engine: Any, folder: Path, step: int, config: Config, facts: dict[str, Any], grid: Grid) -> Path:
+    """Write SAVE/global_step{step} beside and rename it, then point `latest` at it. Every rank calls this.
+
+    facts: what checkpoint.json says beyond step, hash and commit (vocab, tokenizer, corpus)
+    """
+    final, partial = folder / f"global_step{step}", folder / f"partial_step{step}"
+    if grid.first and partial.exists():
+        shutil.rmtree(partial)
+    grid.wait()
+    engine.save_checkpoint(str(folder), tag=partial.name, save_latest=False)
+    weights = full_weights(engine)
+    if grid.first:
+        save_file(weights, partial / "model.safetensors")
+        config.save(partial / "config.yml")
+        record = {"step": step, "config_hash": config.hash, "commit": commit(), **facts}
+        (partial / "checkpoint.json").write_text(json.dumps(record, indent=1) + "\n")
+        _remove(final)
+        partial.rename(final)
+        _write(folder / "latest", final.name)
+    grid.wait()
+    return final
+
+
+def resume(engine: Any, folder: Path, step: int) -> None:
+    """Load the engine's state of SAVE/global_step{step}, without running any code that its pickles may name."""
+    with _data_only():
+        path, _ = engine.load_checkpoint(str(folder), tag=f"global_step{step}")
+    if path is None:
+        raise UserError(f"{folder}/global_step{step}: no engine state there - only evaluation can use this checkpoint")
+
+
+def keep_last(folder: Path, count: int | None) -> None:
+    """Delete all but the newest `count` checkpoints (None: keep all)."""
+    if count is None:
+        return
+    for step in steps_in(folder)[:-count]:
+        _remove(folder / f"global_step{step}")
+
+
+def steps_in(folder: Path) -> list[int]:
+    """Steps of the whole checkpoints in a folder, ascending."""
+    found = (FOLDER.fullmatch(path.parent.name) for path in folder.glob("global_step*/checkpoint.json"))
+    return sorted(int(match[1]) for match in found if match)
+
+
+def latest_step(folder: Path) -> int | None:
+    """The step that `latest` names, or the newest one; None where there is no checkpoint."""
+    steps = steps_in(folder)
+    pointer = folder / "latest"
+    named = FOLDER.fullmatch(pointer.read_text().strip()) if pointer.exists() else None
+    if named and int(named[1]) in steps:
+        return int(named[1])
+    return steps[-1] if steps else None
+
+
+def find(folder: str | Path, step: int | None = None) -> Path:
+    """The folder global_stepN that `folder` is or holds; UserError says what was looked for."""
+    folder = Path(folder)
+    if FOLDER.fullmatch(folder.name) and (folder / "checkpoint.json").exists():
+        return folder
+    if not folder.is_dir():
+        raise UserError(
+            f"checkpoint: no folder {folder} - train first, or set load to the folder that training saved to"
+        )
+    found = step if step is not None else latest_step(folder)
+    if found is None or found not in steps_in(folder):
+        have = ", ".join(map(str, steps_in(folder))) or "none"
+        wanted = "global_stepN/checkpoint.json" if step is None else f"global_step{step}/checkpoint.json"
+        raise UserError(f"checkpoint: looked for {wanted} in {folder}, steps there: {have} - check load and the step")
+    return folder / f"global_step{found}"
+
+
+def read_meta(path: Path) -> tuple[Config, dict[str, Any]]:
+    """The configuration and checkpoint.json of a folder global_stepN; UserError where they are damaged or disagree."""
+    try:
+        meta = json.loads((path / "checkpoint.json").read_text())
+        step, config_hash, vocab = meta["step"], meta["config_hash"], meta["vocab"]
+    except (OSError, ValueError, KeyError) as fault:
+        raise UserError(f"{path}/checkpoint.json: not readable ({fault!r}) - copy the checkpoint again") from None
+    config = Config.from_saved(path / "config.yml")
+    if config.hash != config_hash:
+        raise UserError(
+            f"{path}/config.yml: its hash is {config.hash}, the checkpoint says {config_hash}"
+            " - it was edited after training"
+        )
+    logger.info("%s: step %d, %d rows of vocabulary, config %s", path, step, vocab, config_hash)
+    return config, meta
+
+
+def load_for_evaluation(folder: str | Path, step: int | None = None) -> tuple[GPT, Config, dict[str, Any]]:
+    """The trained model in float32 and eval mode, its own configuration, and checkpoint.json with `path` added.
+
+    UserError where there is no checkpoint or it does not hold the model that its configuration describes.
+    """
+    path = find(folder, step)
+    config, meta = read_meta(path)
+    model = from_config(config, vocab=meta["vocab"])
+    try:
+        weights = load_file(path / "model.safetensors")
+    except (OSError, SafetensorError) as fault:
+        raise UserError(f"{path}/model.safetensors: cannot be read ({fault}) - copy the checkpoint again") from None
+    try:
+        model.load_state_dict(weights)
+    except RuntimeError as fault:
+        raise UserError(f"{path}/model.safetensors: does not hold the model of its config.yml ({fault})") from None
+    return model.eval(), config, {**meta, "path": str(path)}
+
+
+def full_weights(engine: Any) -> dict[str, Tensor]:
+    """The whole model's weights in float32 on the CPU, from the optimizer's master copy where there is one.
+
+    Every rank calls this: with ZeRO each holds a part.
+    """
+    from deepspeed.utils import safe_get_full_fp32_param
+
+    weights = {}
+    for name, parameter in engine.module.named_parameters():
+        master = safe_get_full_fp32_param(parameter) if engine.zero_optimization() else None
+        weights[name] = (parameter if master is None else master).detach().float().cpu().contiguous()
+    return weights
+
+
+def commit() -> str | None:
+    """The commit of the code that runs, "+" behind it where files were changed; None outside a repository."""
+    here = Path(__file__).parent
+    try:
+        ask = ["git", "describe", "--always", "--dirty=+", "--abbrev=10", "--exclude=*"]
+        return subprocess.run(ask, cwd=here, capture_output=True, text=True, check=True, timeout=10).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        return None
+
+
+@contextmanager
+def _data_only() -> Iterator[None]:
+    """DeepSpeed reads its files with full unpickling; inside this block torch refuses all but plain data and the few
+    classes that DeepSpeed itself stores."""
+    from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
+    from deepspeed.runtime.zero.config import ZeroStageEnum
+    from deepspeed.utils.tensor_fragment import fragment_address
+
+    before = os.environ.get("TORCH_FORCE_WEIGHTS_ONLY_LOAD")
+    os.environ["TORCH_FORCE_WEIGHTS_ONLY_LOAD"] = "1"
+    try:
+        with torch.serialization.safe_globals([DynamicLossScaler, LossScaler, ZeroStageEnum, fragment_address]):
+            yield
+    finally:
+        os.environ.pop("TORCH_FORCE_WEIGHTS_ONLY_LOAD")
+        if before is not None:
+            os.environ["TORCH_FORCE_WEIGHTS_ONLY_LOAD"] = before
+
+
+def _remove(path: Path) -> None:
+    """Delete a checkpoint; it is renamed first, so that a half deleted one is never taken for whole."""
+    if path.exists():
+        doomed = path.with_name(f"removing_{path.name}")
+        path.rename(doomed)
+        shutil.rmtree(doomed)
+
+
+def _write(path: Path, text: str) -> None:
+    fresh = path.with_name(path.name + ".partial")
+    fresh.write_text(text)
+    fresh.replace(path)

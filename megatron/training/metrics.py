@@ -1,0 +1,112 @@
+"""What a run says about itself: a console line, JSON lines, tensorboard and Weights & Biases."""
+
+import json
+import logging
+import time
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from megatron.errors import UserError
+
+logger = logging.getLogger(__name__)
+
+
+class Metrics:
+    """Writes numbers by step to every place that the configuration asks for; meant for the first rank alone.
+
+    folder: where metrics.jsonl grows (None: nowhere); settings: the configuration's section `logging`;
+    config: all keys, for Weights & Biases
+    """
+
+    def __init__(self, folder: Path | None, settings: Any, config: dict[str, Any], *, resumed_at: int = 0) -> None:
+        self.path = None if folder is None else folder / "metrics.jsonl"
+        if self.path is not None:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            _forget_after(self.path, resumed_at)
+        self.tensorboard = _tensorboard(settings.tensorboard_dir, resumed_at) if settings.tensorboard_dir else None
+        self.wandb = _wandb(settings, config) if settings.use_wandb else None
+
+    def log(self, step: int, kind: str, numbers: dict[str, Any], learned: dict[str, Tensor] | None = None) -> None:
+        """One record: `kind` is train or valid; `learned` are the encoding's parameters, per head."""
+        if self.path is not None:
+            tables = {
+                name: [_rounded(value) for value in tensor.flatten().tolist()]
+                for name, tensor in (learned or {}).items()
+            }
+            record = {"step": step, "kind": kind, **numbers, **({"position": tables} if learned else {})}
+            with self.path.open("a") as file:
+                file.write(json.dumps(record) + "\n")
+        scalars = {f"{kind}/{name}": value for name, value in numbers.items() if value is not None}
+        for name, tensor in (learned or {}).items():
+            scalars |= {f"position/{name}/{word}": getattr(tensor, word)().item() for word in ("mean", "min", "max")}
+        if self.tensorboard is not None:
+            for name, value in scalars.items():
+                self.tensorboard.add_scalar(name, value, step)
+        if self.wandb is not None:
+            self.wandb.log(scalars, step=step)
+
+    def close(self) -> None:
+        """Write out what is still on the way."""
+        if self.tensorboard is not None:
+            self.tensorboard.close()
+        if self.wandb is not None:
+            self.wandb.finish()
+
+
+class Progress:
+    """Speed and remaining time from the steps since this object was made."""
+
+    def __init__(self, step: int, steps: int) -> None:
+        self.steps = steps
+        self.first, self.start = step, time.perf_counter()
+        self.last, self.moment = step, self.start
+
+    def advance(self, step: int) -> float:
+        """Seconds per step since the last call."""
+        now = time.perf_counter()
+        seconds, self.moment = now - self.moment, now
+        count, self.last = step - self.last, step
+        return seconds / max(1, count)
+
+    def remaining(self) -> str:
+        """h:mm:ss to the end at the mean speed so far."""
+        mean = (self.moment - self.start) / max(1, self.last - self.first)
+        return str(timedelta(seconds=round(mean * (self.steps - self.last))))
+
+
+def _rounded(value: float) -> float:
+    return float(f"{value:.6g}")
+
+
+def _forget_after(path: Path, step: int) -> None:
+    """Drop records of steps after `step`: they belong to a future that the resumed run will write again."""
+    if not path.exists():
+        return
+    lines = path.read_text().splitlines()
+    kept = [line for line in lines if line.endswith("}") and json.loads(line)["step"] <= step]
+    if len(kept) < len(lines):
+        fresh = path.with_suffix(".partial")
+        fresh.write_text("".join(line + "\n" for line in kept))
+        fresh.replace(path)
+
+
+def _tensorboard(folder: str, resumed_at: int) -> Any:
+    from torch.utils.tensorboard import SummaryWriter  # slow to import, and not everybody writes events
+
+    return SummaryWriter(folder, purge_step=resumed_at + 1 if resumed_at else None)
+
+
+def _wandb(settings: Any, config: dict[str, Any]) -> Any:
+    try:
+        import wandb
+    except ImportError:
+        raise UserError(
+            "use_wandb: the package wandb is not installed - pip install wandb, or use_wandb: false"
+        ) from None
+    host = {"base_url": settings.wandb_host} if settings.wandb_host else {}
+    return wandb.init(
+        project=settings.wandb_project, group=settings.wandb_group, config=config, settings=wandb.Settings(**host)
+    )

@@ -1,0 +1,51 @@
+"""The optimizer: Adam, fused where the machine has it."""
+
+import importlib
+import logging
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+logger = logging.getLogger(__name__)
+
+
+def build_optimizer(model: nn.Module, settings: Any, device: torch.device) -> torch.optim.Optimizer:
+    """Adam with decoupled weight decay; `settings` is the configuration's section `optimizer`.
+
+    Decay acts on matrices. Norms, biases and whatever an encoding learns are exempt.
+    """
+    decayed, exempt = [], []
+    for name, parameter in model.named_parameters():
+        matrix = parameter.dim() >= 2 and not name.startswith("position.")
+        (decayed if matrix else exempt).append(parameter)
+    groups = [{"params": decayed, "weight_decay": settings.weight_decay}, {"params": exempt, "weight_decay": 0.0}]
+    return adam(device)(groups, lr=settings.lr, betas=settings.betas, eps=settings.eps)
+
+
+def adam(device: torch.device) -> Callable[..., torch.optim.Optimizer]:
+    """NVIDIA apex's fused Adam on CUDA where the real apex is installed, else torch's fused AdamW."""
+    theirs = apex_fused_adam()
+    if theirs is not None and device.type == "cuda":
+        return theirs
+    return partial(torch.optim.AdamW, fused=True)
+
+
+def apex_fused_adam() -> Callable[..., torch.optim.Optimizer] | None:
+    """FusedAdam of NVIDIA apex, or None; says so where the package called apex is another one or lacks its kernels."""
+    try:
+        importlib.import_module("apex")
+    except ImportError:
+        return None
+    try:
+        optimizers = importlib.import_module("apex.optimizers")
+        importlib.import_module("amp_C")  # its kernels: an apex installed without them fails only when it is called
+        return optimizers.FusedAdam
+    except (ImportError, AttributeError):
+        logger.warning(
+            "apex: the installed package is not NVIDIA apex with its kernels (PyPI's apex is an unrelated web toolkit)"
+            " - torch's fused AdamW is used; pip uninstall apex to silence this"
+        )
+        return None

@@ -1,0 +1,117 @@
+"""What DeepSpeed's engine does to the model: precision, ZeRO, accumulation, clipping, floors."""
+
+import math
+
+import pytest
+import torch
+
+from megatron.config import load
+from megatron.errors import UserError
+from megatron.model import from_config
+from megatron.positions import REGISTRY
+from megatron.training.checkpoint import full_weights
+from megatron.training.trainer import Trainer
+from tests.training.conftest import tiny
+
+VOCAB = 61
+MIX = "pos_emb_args.kernels=[exp, kerple_log]"  # the one option without a default
+
+
+def trainer(grid, *settings: str) -> Trainer:
+    config = load([], tiny("train_iters=100", *settings))
+    return Trainer(config, from_config(config, VOCAB), grid)
+
+
+def text(count: int, batch: int = 4) -> list[torch.Tensor]:
+    """Batches [batch, 65] of a sequence with something to learn: each token follows from the one before, mostly."""
+    draw = torch.Generator().manual_seed(0)
+    out = torch.zeros(count, batch, 65, dtype=torch.long)
+    for i in range(1, 65):
+        out[:, :, i] = (out[:, :, i - 1] * 3 + 7 + (torch.rand(count, batch, generator=draw) < 0.1)) % VOCAB
+    out[:, :, 0] = torch.randint(VOCAB, (count, batch), generator=draw)
+    return list(out)
+
+
+def losses(run: Trainer, steps: int) -> list[float]:
+    return [run.train_step([batch])["loss"].item() for batch in text(steps)]
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_bfloat16_trains_like_float32_within_noise_at_every_zero_stage(grid, stage):
+    zero = f"zero_optimization.stage={stage}"
+    exact = losses(trainer(grid, "pos_emb=mep_param"), 25)
+    assert losses(trainer(grid, "pos_emb=mep_param", zero), 25) == pytest.approx(exact, rel=1e-4)
+    rounded = losses(trainer(grid, "pos_emb=mep_param", zero, "precision=bf16"), 25)
+    assert exact[-1] < 0.8 * exact[0]
+    assert rounded == pytest.approx(exact, rel=1e-2)
+
+
+def test_fp16_on_the_cpu_is_refused_with_the_cure(grid):
+    with pytest.raises(UserError, match="precision: fp16 needs a CUDA device - use bf16 or fp32 on the CPU"):
+        trainer(grid, "precision=fp16")
+
+
+@pytest.mark.parametrize("name", sorted(REGISTRY))
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_a_hundred_steps_leave_tables_float32_finite_and_above_their_floors(grid, name, precision):
+    run = trainer(grid, f"pos_emb={name}", f"precision={precision}", *([MIX] if name == "mep" else []))
+    before = [
+        table for hook in ("distance_bias", "distance_weight") for table in [getattr(run.model.position, hook)(512)]
+    ]
+    assert all(math.isfinite(loss) for loss in losses(run, 100))
+    position = run.model.position
+    for hook, old in zip(("distance_bias", "distance_weight"), before, strict=True):
+        table = getattr(position, hook)(16384)
+        if table is not None:
+            assert table.dtype == torch.float32
+            assert table.isfinite().all()
+            if not list(position.parameters()):
+                torch.testing.assert_close(table[:, :512], old, rtol=0, atol=0)  # the engine's cast rounded nothing
+    for key, value in position.learned().items():
+        owner = position.get_submodule(key.rpartition(".")[0])
+        low, high = owner.bounds.get(key.rpartition(".")[2], (-math.inf, math.inf))
+        assert value.dtype == torch.float32
+        assert (value >= low).all()
+        assert (value <= high).all()
+
+
+def test_accumulated_micro_batches_are_one_batch(grid):
+    batch = text(1, batch=8)[0]
+    whole, parts = trainer(grid, "pos_emb=t5"), trainer(grid, "pos_emb=t5", "gradient_accumulation_steps=2")
+    for _ in range(5):
+        first, second = whole.train_step([batch]), parts.train_step([batch[:4], batch[4:]])
+        assert second["loss"].item() == pytest.approx(first["loss"].item(), rel=1e-5)
+        assert float(second["grad_norm"]) == pytest.approx(float(first["grad_norm"]), rel=1e-4)
+    for name, weight in full_weights(whole.engine).items():
+        torch.testing.assert_close(full_weights(parts.engine)[name], weight, rtol=1e-3, atol=1e-5)
+
+
+def test_activation_checkpointing_changes_nothing_but_memory(grid):
+    plain = losses(trainer(grid, "pos_emb=kerple_log", "hidden_dropout=0.1"), 5)
+    again = losses(trainer(grid, "pos_emb=kerple_log", "hidden_dropout=0.1", "checkpoint_activations=true"), 5)
+    assert again == pytest.approx(plain, rel=1e-6)
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+def test_gradients_are_clipped_and_their_norm_before_it_is_reported(grid, stage):
+    settings = ["gradient_clipping=0.01", "optimizer.params.eps=1.0", "weight_decay=0"]
+    run = trainer(grid, f"zero_optimization.stage={stage}", *settings)
+    batch, model = text(1)[0], from_config(run.config, VOCAB)
+    model(batch[:, :-1], labels=batch[:, 1:]).mean().backward()
+    norm = torch.cat([p.grad.flatten() for p in model.parameters()]).norm().item()
+    assert norm > 0.01
+    before = {name: weight.clone() for name, weight in full_weights(run.engine).items()}
+    result = run.train_step([batch])
+    assert float(result["grad_norm"]) == pytest.approx(norm, rel=1e-4)
+    # With eps = 1 the first Adam step is lr · g / (|g| + 1), nearly lr · g: it shows the clipped gradient's length.
+    moved = torch.cat([(weight - before[name]).flatten() for name, weight in full_weights(run.engine).items()])
+    assert moved.norm().item() == pytest.approx(0.01 * result["lr"], rel=1e-2)
+
+
+def test_weight_decay_acts_on_matrices_and_spares_norms_biases_and_the_encoding(grid):
+    run = trainer(grid, "pos_emb=mep_param_t5", "optimizer.params.betas=[0.0, 0.0]", "weight_decay=0.5")
+    groups = run.engine.optimizer.param_groups
+    decay = {id(p): group["weight_decay"] for group in groups for p in group["params"]}
+    for name, parameter in run.model.named_parameters():
+        spared = name.startswith("position.") or name.endswith("bias") or "norm" in name
+        assert decay[id(parameter)] == (0.0 if spared else 0.5), name

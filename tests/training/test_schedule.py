@@ -1,0 +1,47 @@
+"""Both schedules at their ends and in between."""
+
+import pytest
+
+from megatron.config import load
+from megatron.training.schedule import learning_rate
+
+SHAPE = ["num_layers=1", "hidden_size=8", "num_attention_heads=1", "seq_length=8", "train_iters=1000"]
+
+
+def rates(*settings: str) -> list[float]:
+    config = load([], [*SHAPE, "optimizer.params.lr=1.0", "warmup=0.1", *settings])
+    return [learning_rate(step, config.optimizer) for step in range(1000)]
+
+
+@pytest.mark.parametrize("style", ["cosine", "linear"])
+def test_the_standard_schedule_never_wastes_a_step(style):
+    found = rates(f"lr_decay_style={style}", "min_lr=0.01")
+    assert found[0] == pytest.approx(0.01)
+    assert found[99] == pytest.approx(1.0) == max(found)
+    assert found[549] == pytest.approx(0.505, abs=2e-3)  # half way between peak and floor
+    assert found[-1] == pytest.approx(0.01, abs=2e-3)
+    assert found[100:] == sorted(found[100:], reverse=True)
+    assert len(set(found[100:])) == 900
+
+
+def test_the_old_schedule_starts_at_zero_and_stands_still_at_the_end():
+    found = rates("lr_schedule=neox-2022")
+    assert found[0] == 0.0
+    assert found[100] == 1.0
+    assert len(set(found[900:])) == 1
+    assert found[-1] == pytest.approx(0.0954915)  # (cos(0.8 π) + 1) / 2: it never gets to 0
+
+
+def test_kerples_published_recipe():
+    found = rates("lr_schedule=neox-2022", "optimizer.params.lr=6e-4", "warmup=0.01", "lr_decay_iters=50000")
+    assert found[500] == pytest.approx(6e-4)
+    config = load(
+        [], [*SHAPE, "lr_schedule=neox-2022", "optimizer.params.lr=6e-4", "warmup=0.01", "lr_decay_iters=50000"]
+    )
+    assert learning_rate(25000, config.optimizer) == pytest.approx(3.094e-4, rel=1e-3)
+    assert learning_rate(49999, config.optimizer) == pytest.approx(5.9e-7, rel=1e-2)
+
+
+def test_constant_stays_at_its_peak_and_the_floor_holds_everywhere():
+    assert set(rates("lr_decay_style=constant", "warmup=0")) == {1.0}
+    assert min(rates("lr_schedule=neox-2022", "min_lr=0.3")) == 0.3
