@@ -1,0 +1,119 @@
+"""Perplexity against length, as a picture."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, NullFormatter, NullLocator
+
+from megatron.errors import UserError
+from megatron.evaluation.report import PICTURES, Beside, Row, cell, runs, setting
+
+# Okabe and Ito's colours without the yellow, told apart with every kind of colour vision; the markers repeat it.
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#000000")
+MARKERS = ("o", "s", "^", "D", "v", "P", "X")
+GREY = "#666666"
+WIDE = 4  # a logarithmic axis from this ratio of largest to smallest perplexity on
+LABEL_HEIGHT = 0.05  # of the axes: labels stand at least this far apart
+
+
+def plot_perplexity(rows: Sequence[Row], path: Path, *, title: str = "Perplexity beyond the training length") -> None:
+    """Write the figure as PNG, SVG or PDF, by the suffix of `path`; UserError for another suffix."""
+    if path.suffix.lower() not in PICTURES:
+        raise UserError(f"{path}: a plot is written as .png, .svg or .pdf - name the file so")
+    figure = Figure(figsize=(7.2, 4.5), layout="constrained")
+    axes = figure.add_subplot()
+    curves = {label: _points(group) for label, group in runs(rows).items()}
+    for number, points in enumerate(curves.values()):
+        _curve(axes, points, number)
+    _axes(axes, rows)
+    _training_length(axes, rows)
+    _labels(axes, curves)
+    axes.set_title(title, loc="left", fontsize=12)
+    figure.supxlabel(setting(rows), x=0.01, ha="left", fontsize=8, color=GREY)
+    with Beside(path) as temporary:
+        figure.savefig(temporary, format=path.suffix.lower()[1:], dpi=160)
+
+
+def _points(group: Sequence[Row]) -> tuple[list[int], list[float]]:
+    known = [row for row in group if row["perplexity"] is not None]
+    return [row["length"] for row in known], [row["perplexity"] for row in known]
+
+
+def _style(number: int) -> dict[str, Any]:
+    """Colour, marker and, once the colours are used up, another kind of line."""
+    dashes = ("-", "--", ":", "-.")[number // len(COLOURS) % 4]
+    return {"color": COLOURS[number % len(COLOURS)], "marker": MARKERS[number % len(MARKERS)], "linestyle": dashes}
+
+
+def _curve(axes: Axes, points: tuple[list[int], list[float]], number: int) -> None:
+    axes.plot(*points, linewidth=2, markersize=6, clip_on=False, zorder=3, **_style(number))
+
+
+def _axes(axes: Axes, rows: Sequence[Row]) -> None:
+    lengths = sorted({row["length"] for row in rows})
+    values = [row["perplexity"] for row in rows if row["perplexity"] is not None]
+    axes.set_xscale("log", base=2)
+    axes.xaxis.set_major_locator(FixedLocator(lengths))
+    axes.xaxis.set_minor_locator(NullLocator())
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:.0f}"))
+    axes.set_xlabel("evaluation length (tokens)")
+    axes.set_ylabel("perplexity")
+    if values and max(values) > WIDE * min(values):
+        axes.set_yscale("log")
+        near = max(values) < 100 * min(values)  # few powers of ten: 2 and 5 help the eye
+        axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5) if near else (1,)))
+        axes.yaxis.set_major_formatter(FuncFormatter(lambda y, _: f"{y:g}" if y < 1e5 else f"{y:.0e}"))
+        axes.yaxis.set_minor_formatter(NullFormatter())
+    axes.grid(axis="y", color="#E3E3E3", linewidth=0.8)
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right"]].set_visible(False)
+
+
+def _training_length(axes: Axes, rows: Sequence[Row]) -> None:
+    for length in sorted({row["train_length"] for row in rows if row.get("train_length")}):
+        axes.axvline(length, color=GREY, linestyle=(0, (4, 3)), linewidth=1, zorder=1)
+        axes.annotate(
+            f"trained at {length}",
+            (length, 1),
+            xycoords=axes.get_xaxis_transform(),
+            xytext=(5, -2),
+            textcoords="offset points",
+            va="top",
+            fontsize=8,
+            color=GREY,
+        )
+
+
+def _labels(axes: Axes, curves: dict[str, tuple[list[int], list[float]]]) -> None:
+    """The name and last value of each curve to the right of all of them, pushed apart where they would overlap."""
+    ends = [
+        (number, label, *zip(*points, strict=True))
+        for number, (label, points) in enumerate(curves.items())
+        if points[0]
+    ]
+    longest = max((points[-1][0] for _, _, *points in ends), default=0)
+    to_axes = axes.transData + axes.transAxes.inverted()
+    heights = [float(to_axes.transform(points[-1])[1]) for _, _, *points in ends]
+    for (number, label, *points), height in zip(ends, _apart(heights, LABEL_HEIGHT), strict=True):
+        length, value = points[-1]
+        text = f"{label}  {cell(value)}" + (f" at {length}" if length < longest else "")
+        colour = _style(number)["color"]
+        axes.text(1.02, height, text, transform=axes.transAxes, va="center", fontsize=9, color=colour)
+
+
+def _apart(heights: Sequence[float], gap: float) -> list[float]:
+    """The heights, in the order given, moved as little as possible (least squares) to stand `gap` apart."""
+    order = sorted(range(len(heights)), key=lambda number: heights[number])
+    groups: list[tuple[float, int]] = []  # mean of height - rank * gap, members: neighbours that touch share one mean
+    for rank, number in enumerate(order):
+        mean, members = heights[number] - rank * gap, 1
+        while groups and groups[-1][0] > mean:
+            before, others = groups.pop()
+            mean, members = (mean * members + before * others) / (members + others), members + others
+        groups.append((mean, members))
+    means = [mean for mean, members in groups for _ in range(members)]
+    placed = {number: mean + rank * gap for rank, (number, mean) in enumerate(zip(order, means, strict=True))}
+    return [placed[number] for number in range(len(heights))]

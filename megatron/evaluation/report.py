@@ -1,0 +1,219 @@
+"""What the measurements of one or several checkpoints look like: JSON lines, a table."""
+
+import json
+import os
+from collections.abc import Collection, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from megatron.errors import UserError
+
+Row = dict[str, Any]  # one length of one checkpoint: a line of the results file
+PICTURES = (".png", ".svg", ".pdf")
+NEEDED = ("pos_emb", "length", "windows", "tokens", "loss", "perplexity", "step", "config_hash")
+# What must be equal for perplexities to be comparable, and how the note beneath a table calls it.
+SETTING = {"corpus": "corpus", "part": "part", "split": "split", "protocol": "protocol", "tokenizer": "tokenizer"}
+# What is said about a run beneath the table, in this order.
+FACTS = {
+    "step": "step",
+    "config_hash": "config",
+    "seed": "seed",
+    "dtype": "",
+    "attention_backend": "attention",
+    "device": "on",
+    "commit": "commit",
+}
+
+
+def check_output(path: Path) -> None:
+    """UserError, before anything is measured, where results could not be written or would replace something else."""
+    if path.suffix.lower() in PICTURES:
+        raise UserError(f"--output: {path} is the name of a picture - name the lines {path.with_suffix('.jsonl')}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as fault:
+        raise UserError(f"--output: {path.parent} cannot be made ({fault.strerror}) - choose another place") from None
+    if path.is_dir() or not os.access(path.parent, os.W_OK):
+        raise UserError(f"--output: {path} cannot be written - choose another place")
+    _check_replaceable(path)
+
+
+def write_results(path: Path, rows: Sequence[Row]) -> None:
+    """One JSON object per line, the whole file at once; UserError where another kind of file is in the way."""
+    _check_replaceable(path)
+    text = "".join(json.dumps(row, allow_nan=False) + "\n" for row in rows)
+    with Beside(path) as temporary:
+        temporary.write_text(text, encoding="utf-8")
+
+
+def _check_replaceable(path: Path) -> None:
+    if path.exists() and path.stat().st_size:
+        try:
+            read_results([path])
+        except UserError as fault:
+            raise UserError(
+                f"--output: {path} is there and holds something else - choose another name ({fault})"
+            ) from None
+
+
+class Beside:
+    """A temporary file in the same folder that takes `path`'s place when the `with` block ends well."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+
+    def __enter__(self) -> Path:
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        return self.temporary
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is None:
+            os.replace(self.temporary, self.path)
+        self.temporary.unlink(missing_ok=True)
+
+
+def read_results(paths: Iterable[str | Path]) -> list[Row]:
+    """The lines of several results files, in order; of two lines for the same run and length the later counts."""
+    rows: dict[tuple, Row] = {}
+    for path in map(Path, paths):
+        try:
+            lines = path.read_text(encoding="utf-8").splitlines()
+        except FileNotFoundError:
+            raise UserError(f"{path}: there is no such results file - evaluate.py writes one") from None
+        except (OSError, UnicodeDecodeError) as fault:
+            raise UserError(f"{path}: cannot be read as text ({fault})") from None
+        for number, line in enumerate(lines, 1):
+            row = _row(line, f"{path}, line {number}")
+            rows[(*run_of(row), row["length"])] = row
+    return list(rows.values())
+
+
+def _row(line: str, where: str) -> Row:
+    try:
+        row = json.loads(line)
+    except json.JSONDecodeError:
+        row = None
+    missing = [key for key in NEEDED if key not in row] if isinstance(row, dict) else list(NEEDED)
+    if not isinstance(row, dict) or missing:
+        raise UserError(f"{where}: is no result of evaluate.py, it lacks {', '.join(missing)}")
+    return row
+
+
+def run_of(row: Row) -> tuple:
+    """What makes two lines belong to the same row of a table."""
+    keys = ("pos_emb", "config_hash", "step", "seed", "checkpoint", *SETTING)
+    return tuple(row.get(key) for key in keys)
+
+
+def runs(rows: Sequence[Row]) -> dict[str, list[Row]]:
+    """Rows by a short label for each run: the encoding, and what else is needed to tell the runs apart."""
+    groups: dict[tuple, list[Row]] = {}
+    for row in rows:
+        groups.setdefault(run_of(row), []).append(row)
+    labels = [group[0]["pos_emb"] for group in groups.values()]
+    for key in ("seed", "step", *SETTING, "config_hash", "checkpoint"):
+        values = [group[0].get(key) for group in groups.values()]
+        twins = {
+            label for label in labels if len({v for v, other in zip(values, labels, strict=True) if other == label}) > 1
+        }
+        labels = [f"{label}, {key} {v}" if label in twins else label for label, v in zip(labels, values, strict=True)]
+    return {
+        label: sorted(group, key=lambda row: row["length"])
+        for label, group in zip(labels, groups.values(), strict=True)
+    }
+
+
+def table(rows: Sequence[Row], *, markdown: bool = False) -> str:
+    """Perplexity: one line per run, one column per length, and beneath it what was measured and why cells are empty."""
+    lengths = sorted({row["length"] for row in rows})
+    trained = {row.get("train_length") for row in rows}
+    head = ["pos_emb", *(f"{length}*" if length in trained else str(length) for length in lengths)]
+    body = []
+    for label, group in runs(rows).items():
+        cells = {row["length"]: cell(row["perplexity"]) for row in group}
+        body.append([label, *(cells.get(length, "") for length in lengths)])
+    lines = _markdown(head, body) if markdown else _aligned(head, body)
+    below = "  \n".join(notes(rows)).replace("*", "\\*") if markdown else "\n".join(notes(rows))
+    return "\n".join([*lines, "", below])
+
+
+def cell(perplexity: float | None) -> str:
+    """Three digits or more that matter, and no wider than a column."""
+    if perplexity is None:
+        return "n/a"
+    limits = {99.995: ".2f", 999.95: ".1f", 99999.5: ".0f"}
+    return format(perplexity, next((form for limit, form in limits.items() if perplexity < limit), ".1e"))
+
+
+def _aligned(head: list[str], body: list[list[str]]) -> list[str]:
+    widths = [max(map(len, column)) for column in zip(head, *body, strict=True)]
+    lines = [
+        "  ".join(
+            [line[0].ljust(widths[0]), *(text.rjust(width) for text, width in zip(line[1:], widths[1:], strict=True))]
+        )
+        for line in (head, *body)
+    ]
+    return [lines[0].rstrip(), "-" * len(lines[0]), *lines[1:]]
+
+
+def _markdown(head: list[str], body: list[list[str]]) -> list[str]:
+    rule = ["---", *["---:"] * (len(head) - 1)]
+    return ["| " + " | ".join(text.replace("*", "\\*") for text in line) + " |" for line in (head, rule, *body)]
+
+
+def notes(rows: Sequence[Row]) -> list[str]:
+    """The protocol of the measurements, what each run was, why cells are empty, and what makes rows incomparable."""
+    groups = runs(rows)
+    shared = {key for key in FACTS if len({row.get(key) for row in rows}) == 1}
+    lines = [f"perplexity on {setting(rows)}"]
+    lines += ["each: " + _facts(rows[0], shared)] if len(groups) > 1 and _facts(rows[0], shared) else []
+    lines += ["* training length"] if any(row["length"] == row.get("train_length") for row in rows) else []
+    for label, group in groups.items():
+        own = _facts(group[0], FACTS.keys() - shared if len(groups) > 1 else FACTS)
+        lines += [f"{label}: {own}"] if own else []
+        lines += _refusals(label, group)
+    return lines + _differences(rows)
+
+
+def _facts(row: Row, keys: Collection[str]) -> str:
+    return ", ".join(
+        f"{name} {row[key]}".strip() for key, name in FACTS.items() if key in keys and row.get(key) is not None
+    )
+
+
+def _differences(rows: Sequence[Row]) -> list[str]:
+    found = []
+    for key, name in SETTING.items():
+        values = list(dict.fromkeys(str(row.get(key)) for row in rows))
+        if len(values) > 1:
+            found.append(f"not comparable: {name} is {' for some and '.join(values)} for others")
+    for length in sorted({row["length"] for row in rows}):
+        counts = sorted({row["tokens"] for row in rows if row["length"] == length})
+        if len(counts) > 1:
+            found.append(f"not comparable: {counts[0]:,} to {counts[-1]:,} tokens were scored at length {length}")
+    return found
+
+
+def _refusals(label: str, group: Sequence[Row]) -> list[str]:
+    missing = [row for row in group if row["perplexity"] is None]
+    if not missing:
+        return []
+    lengths = ", ".join(str(row["length"]) for row in missing)
+    return [f"{label}: n/a at {lengths}: {missing[0].get('reason') or 'no reason given'}"]
+
+
+def setting(rows: Sequence[Row]) -> str:
+    """Corpus, part, protocol, tokens and windows in one line."""
+    first = rows[0]
+    tokens = sorted({row["tokens"] for row in rows})
+    windows = [f"{row['windows']} x {row['length']}" for row in (min(rows, key=_length), max(rows, key=_length))]
+    counted = " to ".join(f"{count:,}" for count in dict.fromkeys((tokens[0], tokens[-1])))
+    facts = [f"{counted} tokens ({' to '.join(dict.fromkeys(windows))})"]
+    facts += [f"protocol {first['protocol']}"] if first.get("protocol") else []
+    source = " ".join(str(first[key]) for key in ("corpus", "part") if first.get(key))
+    return ", ".join([source, *facts] if source else facts)
+
+
+def _length(row: Row) -> int:
+    return row["length"]

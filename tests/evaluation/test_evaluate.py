@@ -1,0 +1,182 @@
+"""evaluate.py on checkpoints with random weights: what matters here is the way from the files to the numbers."""
+
+import json
+import math
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from safetensors.torch import save_file
+
+from evaluate import add_options, main
+from megatron.config import load
+from megatron.data.tokens import TokenWriter
+from megatron.entry import run
+from megatron.evaluation.report import read_results
+from megatron.model import from_config
+
+ROOT = Path(__file__).resolve().parents[2]
+TOKENIZER = {"type": "HFTokenizer", "hash": "aaaa", "vocab_size": 60, "eod": 0}
+SHAPE = ["num_layers=2", "hidden_size=32", "num_attention_heads=4", "seq_length=16", "eval_lengths=16,32,64"]
+EVALUATION = ["eval_tokens=128", "eval_batch_tokens=64", "split=5,4,1", "pos_emb=mep_free"]
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A run with a corpus of 40 documents and checkpoints after 3 and 7 steps."""
+    generator = np.random.default_rng(3)
+    with TokenWriter(tmp_path / "text", np.uint16, meta={"corpus": "noise", "tokenizer": TOKENIZER}) as writer:
+        for size in generator.integers(20, 40, 40):
+            writer.add(generator.integers(0, 60, size))
+    for step in (3, 7):
+        save(tmp_path, step)
+    (tmp_path / "run/latest").write_text("global_step7")
+    return tmp_path
+
+
+def configuration(folder, *more):
+    return load([], [*SHAPE, *EVALUATION, f"data_path={folder}/text", f"save={folder}/run", *more])
+
+
+def save(folder, step, *more):
+    config = configuration(folder, f"seed={step}", *more)
+    checkpoint = folder / f"run/global_step{step}"
+    checkpoint.mkdir(parents=True)
+    torch.manual_seed(step)
+    save_file(model(config).state_dict(), checkpoint / "model.safetensors")
+    config.save(checkpoint / "config.yml")
+    facts = {"step": step, "config_hash": config.hash, "vocab": 128, "tokenizer": TOKENIZER, "commit": None}
+    (checkpoint / "checkpoint.json").write_text(json.dumps(facts))
+
+
+def model(config):
+    # Large first weights, so that the perplexity depends on the text and the context.
+    built = from_config(config, vocab=128)
+    for parameter in built.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    return built
+
+
+def evaluate(*words):
+    argv = [str(word) for word in words]
+    with pytest.raises(SystemExit) as ended:
+        run(main, purpose="evaluate", options=add_options, config_needed=False, argv=argv)
+    return ended.value.code
+
+
+def given(folder, *more):
+    path = folder / "given.yml"
+    configuration(folder, *more).save(path)
+    return path
+
+
+def test_every_length_gets_its_line_with_the_perplexity_of_the_plain_formula(folder, capsys):
+    assert evaluate(given(folder, "seed=7"), "--output", folder / "new/results.jsonl") == 0
+    rows = read_results([folder / "new/results.jsonl"])
+    config = configuration(folder, "seed=7")
+    torch.manual_seed(7)
+    reference = model(config).double().eval()
+    text = np.fromfile(folder / "text.bin", dtype=np.uint16).astype(np.int64)
+    sizes = np.random.default_rng(3).integers(20, 40, 40)
+    text = text[sizes[:20].sum() :][:129]  # documents 20 to 35 are the validation part of split 5,4,1
+    assert [row["length"] for row in rows] == [16, 32, 64]
+    for row in rows:
+        windows = torch.stack([torch.tensor(text[i : i + row["length"] + 1]) for i in range(0, 128, row["length"])])
+        logits = reference(windows[:, :-1])
+        loss = F.cross_entropy(logits.flatten(0, 1), windows[:, 1:].flatten()).item()
+        assert row["loss"] == pytest.approx(loss, abs=1e-5)
+        assert row["perplexity"] == pytest.approx(math.exp(loss), rel=1e-5)
+        assert (row["windows"], row["tokens"]) == (128 // row["length"], 128)
+        assert (row["pos_emb"], row["step"], row["config_hash"]) == ("mep_free", 7, config.hash)
+        assert (row["corpus"], row["part"], row["protocol"]) == ("noise", "valid", "equal_tokens")
+        assert (row["train_length"], row["tokenizer"], row["seed"]) == (16, "aaaa", 7)
+    printed = capsys.readouterr().out
+    assert printed.split()[:4] == ["pos_emb", "16*", "32", "64"]
+    assert "results.jsonl and" in printed
+    assert (folder / "new/results.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_checkpoint_needs_no_configuration_and_its_step_can_be_chosen(folder, capsys):
+    assert evaluate("--checkpoint", folder / "run", "--step", 3, "--lengths", 16) == 0
+    (row,) = read_results([folder / "run/evaluation/text-valid-global_step3.jsonl"])
+    assert (row["step"], row["seed"], row["length"]) == (3, 3, 16)
+    assert evaluate(folder / "run/global_step7/config.yml", "eval_part=test", "eval_tokens=64", "--lengths", 32) == 0
+    (row,) = read_results([folder / "run/evaluation/text-test-global_step7.jsonl"])
+    assert (row["step"], row["part"], row["tokens"]) == (7, "test", 64)
+
+
+def test_the_protocol_of_the_papers_is_named_in_the_results(folder):
+    assert evaluate("--checkpoint", folder / "run", "--protocol", "paper", "--windows", 5, "--lengths", 16, 32) == 0
+    rows = read_results([folder / "run/evaluation/text-valid-global_step7-paper.jsonl"])
+    assert [(row["protocol"], row["windows"], row["tokens"]) for row in rows] == [("paper", 5, 80), ("paper", 5, 160)]
+
+
+def test_learned_positions_say_where_they_end_instead_of_a_number(folder, capsys):
+    save(folder, 9, "pos_emb=learned")
+    assert evaluate("--checkpoint", folder / "run", "--step", 9) == 0
+    printed = capsys.readouterr().out
+    assert "learned: n/a at 32, 64: pos_emb: learned positions end at 16, so length 32 cannot be computed" in printed
+    rows = read_results([folder / "run/evaluation/text-valid-global_step9.jsonl"])
+    assert [row["perplexity"] is None for row in rows] == [False, True, True]
+    assert [row["tokens"] for row in rows] == [128, 128, 128]
+
+
+def test_of_load_and_save_the_one_with_a_checkpoint_is_measured(folder, capsys):
+    words = ["--lengths", "16", "--output", folder / "results.jsonl"]
+    assert evaluate(given(folder), f"load={folder}/nothing-yet", *words) == 0
+    assert evaluate(given(folder), f"load={folder}/run", f"save={folder}/nothing-yet", *words) == 0
+    assert evaluate(given(folder), f"load={folder}/run/global_step3", *words) == 1
+    assert re.search(r"load \(.*global_step3\) and save \(.*run\) both hold one - say which", capsys.readouterr().err)
+
+
+def test_both_backends_can_be_asked_for_and_agree(folder):
+    found = {}
+    for backend in ("eager", "sdpa"):
+        output = folder / f"{backend}.jsonl"
+        assert evaluate(given(folder, f"attention_backend={backend}"), "--output", output, "--lengths", 64) == 0
+        (found[backend],) = read_results([output])
+        assert found[backend]["attention_backend"] == backend
+    assert found["eager"]["loss"] == pytest.approx(found["sdpa"]["loss"], abs=1e-6)
+
+
+def test_what_cannot_be_evaluated_is_one_message_and_writes_nothing(folder, capsys):
+    with TokenWriter(folder / "other", np.uint16, meta={"tokenizer": {**TOKENIZER, "hash": "bbbb"}}) as writer:
+        writer.add(np.arange(60))
+    (folder / "notes.txt").write_text("my thesis\n")
+    cases = {
+        ("--output", "x.jsonl"): "checkpoint: none is named - give the configuration of a run, or --checkpoint DIR",
+        ("--checkpoint", folder / "nowhere"): "no folder .*nowhere - train first",
+        ("--checkpoint", folder / "run", "--step", 5): "looked for global_step5/checkpoint.json .* steps there: 3, 7",
+        (given(folder), "pos_emb=rotary"): r"pos_emb: 'rotary' is given, the checkpoint was trained with 'mep_free'",
+        (given(folder), "num_layers=3"): "num_layers: 3 is given, the checkpoint was trained with 2",
+        (given(folder), "split=9,1,0"): "split: '9,1,0' is given, the checkpoint was trained with '5,4,1'",
+        (given(folder), f"data_path={folder}/other"): "written by HFTokenizer bbbb .* learned with HFTokenizer aaaa",
+        (given(folder), f"data_path={folder}/none"): "there are no token files .*none.bin",
+        (given(folder), "eval_tokens=32"): "eval_tokens: 32 is less than one window of the longest length, 64",
+        (given(folder), "eval_tokens=9999", "--lengths", 16, 4096): "the valid part of the corpus has .* needs 4096",
+        (given(folder), "--output", folder / "notes.txt"): "notes.txt is there and holds something else",
+    }
+    for words, message in cases.items():
+        assert evaluate(*words) == 1, words
+        text = capsys.readouterr().err
+        assert "Traceback" not in text
+        assert re.search(message, text), (words, text)
+    assert not list(folder.rglob("*.jsonl"))
+    assert (folder / "notes.txt").read_text() == "my thesis\n"
+
+
+@pytest.mark.distributed
+def test_the_launcher_passes_options_on(folder):
+    command = [sys.executable, "deepy.py", "evaluate.py", given(folder), "--lengths", "16", "32"]
+    command += ["--output", folder / "results.jsonl"]
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
+    found = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120)
+    assert found.returncode == 0, found.stderr
+    assert [row["length"] for row in read_results([folder / "results.jsonl"])] == [16, 32]
+    assert "perplexity on noise valid, 128 tokens" in found.stdout
