@@ -23,7 +23,7 @@ demo: $(INSTALLED)
 	$(PY) tools/demo.py
 
 test: $(INSTALLED)
-	$(PY) -m pytest -q
+	$(PY) -m pytest -q -n auto --maxprocesses 8 --dist loadfile
 
 lint: $(INSTALLED)
 	$(PY) -m ruff format --check .

@@ -23,7 +23,6 @@ from megatron.evaluation.plot import plot_perplexity
 from megatron.evaluation.progress import progress
 from megatron.evaluation.report import Row, check_output, table, write_results
 from megatron.model import GPT
-from megatron.model.layers import SelfAttention
 from megatron.training.checkpoint import commit, find, load_for_evaluation
 
 
@@ -54,9 +53,7 @@ def main(config: Config | None, options: argparse.Namespace) -> None:
     windows = windows_of(tokens, given, trained.training.seed, options)
     check_known_tokens(windows, about["vocab"], about["path"])
     model.to("cuda" if torch.cuda.is_available() else "cpu")
-    for module in model.modules():
-        if isinstance(module, SelfAttention):
-            module.backend = given.attention.attention_backend
+    model.use_backend(given.attention.attention_backend)
     with progress() as advance:
         measured = measure(model, windows, batch_tokens=given.evaluation.eval_batch_tokens, advance=advance)
     facts = facts_of(model, given, trained, about) | facts_of_text(tokens, given, options.protocol)

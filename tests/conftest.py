@@ -13,6 +13,9 @@ import numpy as np
 import pytest
 import torch
 
+if not torch.cuda.is_available():  # DeepSpeed looks once, at its first import, which may be in a test that plays CUDA
+    os.environ["DS_ACCELERATOR"] = "cpu"
+
 
 def pytest_configure(config):
     config.addinivalue_line("markers", "gpu: needs a CUDA device")
@@ -35,3 +38,11 @@ def same_seeds():
     random.seed(1234)
     np.random.seed(1234)
     torch.manual_seed(1234)
+
+
+@pytest.fixture(scope="session")
+def corpus(tmp_path_factory):
+    """Prefix of a prepared token file in bytes, with the tokenizer CharLevelTokenizer."""
+    from tests.support import make_corpus
+
+    return make_corpus(tmp_path_factory.mktemp("corpus"))

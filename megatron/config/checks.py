@@ -117,12 +117,13 @@ CHECKS = (
 
 
 def _zero_for(precision: Any, parallel: Any, merged: dict[str, Any], report: Report) -> Any:
-    """bf16 needs ZeRO 1, and buckets mean something only from there on."""
+    """bf16 and fp16 need ZeRO 1, and buckets mean something only from there on."""
     zero = parallel.zero_optimization
-    if zero.stage == 0 and precision.dtype == "bf16":
+    if zero.stage == 0 and precision.dtype != "fp32":
         if isinstance(merged.get("zero_optimization"), dict) and "stage" in merged["zero_optimization"]:
             report.note(
-                "zero_optimization.stage: 0 runs as 1 with bf16, because only then DeepSpeed sums gradients in float32"
+                f"zero_optimization.stage: 0 runs as 1 with {precision.dtype}:"
+                " from there on DeepSpeed has float32 gradients for bf16 and hands out its float32 master weights"
             )
         return parallel.model_copy(update={"zero_optimization": zero.model_copy(update={"stage": 1})})
     unused = [key for key in type(zero).model_fields if key != "stage" and getattr(zero, key) is not None]

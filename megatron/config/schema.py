@@ -233,7 +233,7 @@ class Precision(Section):
 
 class ZeroOptimization(Section):
     stage: Annotated[Int, Field(ge=0, le=3)] = 0
-    """DeepSpeed's ZeRO stage. With bf16, 0 runs as 1: DeepSpeed keeps float32 gradients from stage 1 on."""
+    """DeepSpeed's ZeRO stage. With bf16 and fp16, 0 runs as 1: float32 gradients and masters are kept from there on."""
     allgather_partitions: bool | None = None
     """Passed on to DeepSpeed when the stage is at least 1; so are the five keys below."""
     allgather_bucket_size: Positive | None = None

@@ -146,7 +146,7 @@ def _same(corpus: Corpus, prefix: Path, choice: TokenizerChoice) -> TokenFile:
 def _summary(tokens: TokenFile, choice: TokenizerChoice) -> str:
     """What there is, and the lines for a YAML file."""
     known, skipped = tokens.meta["tokenizer"], tokens.meta["skipped"]
-    trained = f", trained on this text for {choice.vocab_size}" if choice.trained else ""
+    trained = ", trained on this text" if choice.trained else ""
     lines = [
         f"{tokens.meta['corpus']}: {len(tokens):,} documents, {tokens.tokens:,} tokens ({tokens.dtype})",
         f"tokenizer: {known['type']} {known['hash']}, {known['vocab_size']:,} entries{trained}",

@@ -1,6 +1,6 @@
 """The GPT of the papers: embedding, blocks, final norm, output matrix; the encoding enters through its hooks only."""
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -82,6 +82,11 @@ class GPT(nn.Module):
             for part, target in zip(rows.split(block), targets.split(block), strict=True)
         ]
         return torch.cat(parts).view_as(labels)
+
+    def use_backend(self, backend: str) -> None:
+        """Compute attention by another backend from now on."""
+        for block in self.layers:
+            cast(Block, block).attention.backend = backend
 
     @property
     def output_matrix(self) -> Tensor:

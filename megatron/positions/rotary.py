@@ -28,7 +28,7 @@ class Rotary(Position):
                 " change rotary_pct, hidden_size or num_attention_heads"
             )
         exponent = torch.arange(0, self.dim, 2, dtype=torch.float32) / self.dim
-        self.register_buffer("inv_freq", positive("base", base) ** -exponent, persistent=False)
+        self.register_buffer("inv_freq", 1.0 / positive("base", base) ** exponent, persistent=False)
 
     def on_queries_keys(self, q: Tensor, k: Tensor, start: int = 0) -> tuple[Tensor, Tensor]:
         """[batch, heads, length, head_dim] each -> same; angles and products in float32."""

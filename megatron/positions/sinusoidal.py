@@ -16,7 +16,7 @@ class Sinusoidal(Position):
     def __init__(self, shape: Shape, *, base: float = 10000.0) -> None:
         super().__init__(shape)
         exponent = torch.arange(0, shape.hidden, 2, dtype=torch.float32) / shape.hidden
-        self.register_buffer("inv_freq", positive("base", base) ** -exponent, persistent=False)
+        self.register_buffer("inv_freq", 1.0 / positive("base", base) ** exponent, persistent=False)
 
     def on_embeddings(self, x: Tensor, start: int = 0) -> Tensor:
         """[batch, length, hidden] -> same; the angles are float32 at every length."""

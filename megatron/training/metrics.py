@@ -27,7 +27,7 @@ class Metrics:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             _forget_after(self.path, resumed_at)
         self.tensorboard = _tensorboard(settings.tensorboard_dir, resumed_at) if settings.tensorboard_dir else None
-        self.wandb = _wandb(settings, config) if settings.use_wandb else None
+        self.wandb = _wandb(settings, config, folder) if settings.use_wandb else None
 
     def log(self, step: int, kind: str, numbers: dict[str, Any], learned: dict[str, Tensor] | None = None) -> None:
         """One record: `kind` is train or valid; `learned` are the encoding's parameters, per head."""
@@ -99,14 +99,16 @@ def _tensorboard(folder: str, resumed_at: int) -> Any:
     return SummaryWriter(folder, purge_step=resumed_at + 1 if resumed_at else None)
 
 
-def _wandb(settings: Any, config: dict[str, Any]) -> Any:
+def _wandb(settings: Any, config: dict[str, Any], folder: Path | None) -> Any:
     try:
         import wandb
     except ImportError:
-        raise UserError(
-            "use_wandb: the package wandb is not installed - pip install wandb, or use_wandb: false"
-        ) from None
-    host = {"base_url": settings.wandb_host} if settings.wandb_host else {}
+        cure = "pip install wandb, or use_wandb: false"
+        raise UserError(f"use_wandb: the package wandb is not installed - {cure}") from None
     return wandb.init(
-        project=settings.wandb_project, group=settings.wandb_group, config=config, settings=wandb.Settings(**host)
+        project=settings.wandb_project,
+        group=settings.wandb_group,
+        config=config,
+        dir=folder,
+        settings=wandb.Settings(base_url=settings.wandb_host) if settings.wandb_host else None,
     )

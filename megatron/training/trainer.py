@@ -95,6 +95,7 @@ class Trainer:
 
 def train(config: Config, grid: Grid) -> Path | None:
     """Train as the configuration says, from its checkpoint if there is one; returns the last checkpoint's folder."""
+    config.check_batch(grid.ranks)
     tokens = TokenFile.open(config.data.data_path or "")
     facts = check_vocabulary(config, tokens)
     start = starting_step(config)

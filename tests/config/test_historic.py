@@ -233,15 +233,17 @@ def test_rotary_that_was_another_encoding_in_the_mep_fork_is_refused(value, mean
     )
 
 
-def test_zero_stage_0_runs_as_1_with_bf16_only_and_says_so():
-    config = load([], [*TINY, "precision=bf16", "zero_optimization.stage=0"])
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_zero_stage_0_runs_as_1_in_half_precision_and_says_so(precision):
+    config = load([], [*TINY, f"precision={precision}", "zero_optimization.stage=0"])
     assert config.parallel.zero_stage == 1
     assert config.notes == (
-        "zero_optimization.stage: 0 runs as 1 with bf16, because only then DeepSpeed sums gradients in float32",
+        f"zero_optimization.stage: 0 runs as 1 with {precision}:"
+        " from there on DeepSpeed has float32 gradients for bf16 and hands out its float32 master weights",
     )
-    assert load([], [*TINY, "precision=bf16"]).parallel.zero_stage == 1
-    assert load([], [*TINY, "precision=fp16", "zero_optimization.stage=0"]).parallel.zero_stage == 0
-    assert load([], [*TINY, "precision=bf16", "zero_optimization.stage=2"]).parallel.zero_stage == 2
+    assert load([], [*TINY, f"precision={precision}"]).parallel.zero_stage == 1
+    assert load([], [*TINY, f"precision={precision}", "zero_optimization.stage=2"]).parallel.zero_stage == 2
+    assert load([], [*TINY, "zero_optimization.stage=0"]).parallel.zero_stage == 0
 
 
 def test_buckets_without_zero_have_no_effect_and_say_so():
@@ -281,7 +283,7 @@ def test_deepspeed_gets_loss_scaling_for_fp16_only():
         "hysteresis": 2,
         "min_loss_scale": 1.0,
     }
-    assert settings["zero_optimization"] == {"stage": 0}
+    assert settings["zero_optimization"] == {"stage": 1}
     assert {"fp16", "bf16", "data_types"}.isdisjoint(deepspeed_config(load([], TINY)))
 
 
@@ -297,7 +299,7 @@ def test_deepspeed_knows_every_key_it_gets(precision, stage, monkeypatch):
         "fp32_allreduce=true",
     ]
     theirs = DeepSpeedConfig(deepspeed_config(load([], [*TINY, *words])))
-    assert theirs.zero_optimization_stage == (stage or int(precision == "bf16"))
+    assert theirs.zero_optimization_stage == (stage or int(precision != "fp32"))
     assert (theirs.bfloat16_config.enabled, theirs.float16_config.enabled) == (precision == "bf16", precision == "fp16")
     assert theirs.gradient_clipping == 1.0
     assert str(theirs.communication_data_type) == "torch.float32"

@@ -59,7 +59,7 @@ def test_stdlib_becomes_token_files_with_a_tokenizer_and_a_sidecar(tmp_path, sma
     assert tokens.meta["sources"][0]["files"] == 12
     tokens.check_tokenizer(tokenizer)
     assert f"stdlib: {len(tokens):,} documents, {tokens.tokens:,} tokens (uint16)" in summary
-    assert "400 entries, trained on this text for 400" in summary
+    assert "400 entries, trained on this text" in summary
     assert yaml_lines(summary) == {
         "data_path": str(prefix),
         "tokenizer_type": "HFTokenizer",

@@ -240,3 +240,12 @@ class _Table(torch.nn.Module):
 
     def forward(self, length: int):
         return getattr(self.of, self.hook)(length)
+
+
+@pytest.mark.parametrize(
+    "name", ["alibi", "gaussian", "kerple_log", "kerple_power", "kerple_bias_wht", "mep_free", "mep_param"]
+)
+def test_a_decaying_bias_starts_at_zero_and_never_rises(name):
+    table = build(name, SHAPE).distance_bias(LENGTH)
+    torch.testing.assert_close(table[:, 0], torch.zeros(12), rtol=0, atol=1e-6)
+    assert (table.diff(dim=1) <= 1e-6).all()

@@ -1,16 +1,11 @@
-"""One process in a DeepSpeed engine, and a small real corpus in bytes."""
+"""One process in a DeepSpeed engine, and settings of a model of seconds."""
 
 import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
 from megatron.parallel.grid import Grid, connect
-
-ROOT = Path(__file__).parents[2]
-LAUNCHED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+from tests.support import LAUNCHED
 
 
 @pytest.fixture(scope="session")
@@ -18,19 +13,9 @@ def grid() -> Grid:
     """This process alone; what connect() tells a launched process is not passed on to the tests' subprocesses."""
     found = connect()
     for name in LAUNCHED:
-        os.environ.pop(name, None)
+        if name != "LOCAL_RANK":  # DeepSpeed asks for it whenever an engine is built
+            os.environ.pop(name, None)
     return found
-
-
-@pytest.fixture(scope="session")
-def corpus(tmp_path_factory) -> Path:
-    """Prefix of a prepared token file: the text of this project's own modules, in bytes."""
-    folder = tmp_path_factory.mktemp("corpus")
-    for number, path in enumerate(sorted((ROOT / "megatron").rglob("*.py"))):
-        (folder / f"{number:03}.txt").write_text(path.read_text())
-    command = [sys.executable, "prepare_data.py", "--input", folder, "--name", "tiny", "-t", "CharLevelTokenizer"]
-    subprocess.run([*command, "-d", folder / "data"], cwd=ROOT, check=True, capture_output=True)
-    return folder / "data" / "tiny" / "tiny_text_document"
 
 
 def tiny(*more: str) -> list[str]:

@@ -1,0 +1,134 @@
+"""The GPT against Hugging Face's GPT-NeoX, against arithmetic, and what its options do."""
+
+import math
+
+import pytest
+import torch
+from torch.nn import functional as F
+from transformers import GPTNeoXConfig, GPTNeoXForCausalLM
+
+from megatron.config import load
+from megatron.errors import UserError
+from megatron.model import GPT, from_config, gpt, padded_vocab, position_from_config
+
+SHAPE = ["num_layers=3", "hidden_size=48", "num_attention_heads=4", "seq_length=64", "pos_emb=rotary"]
+
+
+def small(*settings: str, vocab: int = 101) -> GPT:
+    return from_config(load([], [*SHAPE, *settings]), vocab)
+
+
+def hugging_face_twin(ours: GPT) -> GPTNeoXForCausalLM:
+    """The same weights in transformers' own model."""
+    rope = {"rope_theta": 10000.0, "partial_rotary_factor": 1.0, "rope_type": "default"}
+    config = GPTNeoXConfig(
+        vocab_size=101,
+        hidden_size=48,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        intermediate_size=192,
+        hidden_act="gelu",
+        rope_parameters=rope,
+        max_position_embeddings=512,
+        use_parallel_residual=False,
+        tie_word_embeddings=False,
+        attn_implementation="eager",
+    )
+    twin = GPTNeoXForCausalLM(config).eval()
+    names = {"word_embeddings.weight": "gpt_neox.embed_in.weight", "final_linear.weight": "lm_head.weight"}
+    names |= {f"norm.{kind}": f"gpt_neox.final_layer_norm.{kind}" for kind in ("weight", "bias")}
+    weights = {names.get(name, f"gpt_neox.{name}"): tensor for name, tensor in ours.state_dict().items()}
+    twin.load_state_dict(weights, strict=True)
+    return twin
+
+
+@pytest.mark.parametrize("backend", ["eager", "sdpa"])
+def test_logits_and_gradients_are_those_of_hugging_faces_gpt_neox(backend):
+    ours = small(f"attention_backend={backend}")
+    with torch.no_grad():
+        for parameter in ours.parameters():  # the first values are too small to show a slip
+            parameter.add_(0.1 * torch.randn_like(parameter))
+    twin, ids = hugging_face_twin(ours), torch.randint(101, (2, 301))
+    torch.testing.assert_close(ours(ids), twin(ids).logits, rtol=0, atol=2e-4)
+    loss = ours(ids[:, :-1], labels=ids[:, 1:]).mean()
+    theirs = twin(ids, labels=ids).loss
+    torch.testing.assert_close(loss, theirs, rtol=1e-5, atol=0)
+    loss.backward()
+    theirs.backward()
+    for layer, other in zip(ours.layers, twin.gpt_neox.layers, strict=True):
+        for name, parameter in layer.named_parameters():
+            expected = other.get_parameter(name).grad
+            torch.testing.assert_close(parameter.grad, expected, rtol=1e-3, atol=1e-5)
+
+
+def test_the_125m_shape_has_the_papers_162_million_parameters():
+    with torch.device("meta"):
+        config = load(["configs/125M.yml"])
+        position = position_from_config(config)
+        model = GPT(config.model, position=position, vocab=padded_vocab(50257, 128))
+    assert sum(parameter.numel() for parameter in model.parameters()) == 162_322_944
+
+
+def test_the_vocabulary_is_padded_to_a_multiple():
+    assert [padded_vocab(50257, 128), padded_vocab(128, 128), padded_vocab(1, 64)] == [50304, 128, 64]
+
+
+def test_first_values_are_normal_and_smaller_where_the_residual_stream_is_written():
+    wide = from_config(load([], ["num_layers=8", "hidden_size=256", "num_attention_heads=4", "seq_length=8"]), 1000)
+    spread = {name: parameter.std().item() for name, parameter in wide.named_parameters() if parameter.dim() == 2}
+    for name, std in spread.items():
+        residual = name.endswith(("attention.dense.weight", "dense_4h_to_h.weight"))
+        assert std == pytest.approx(0.02 / (math.sqrt(16) if residual else 1), rel=0.03), name
+    for name, parameter in wide.named_parameters():
+        if parameter.dim() == 1:
+            assert set(parameter.tolist()) == {1.0 if name.endswith("norm.weight") else 0.0}, name
+
+
+def test_tied_weights_are_one_matrix():
+    tied = small("no_weight_tying=false")
+    assert tied.final_linear is None
+    assert tied.output_matrix is tied.word_embeddings.weight
+    untied = small()
+    assert untied.output_matrix.data_ptr() != untied.word_embeddings.weight.data_ptr()
+
+
+def test_losses_are_the_cross_entropy_of_each_token_in_blocks_or_whole(monkeypatch):
+    ours, ids = small().eval(), torch.randint(101, (3, 51))
+    logits = ours(ids[:, :-1]).detach().double()
+    expected = -logits.log_softmax(dim=-1).gather(2, ids[:, 1:, None])[..., 0]
+    torch.testing.assert_close(ours(ids[:, :-1], labels=ids[:, 1:]).double(), expected, rtol=0, atol=2e-6)
+    monkeypatch.setattr(gpt, "HEAD_TOKENS", 7)
+    with torch.no_grad():
+        blocks = ours(ids[:, :-1], labels=ids[:, 1:])
+    assert blocks.shape == (3, 50)
+    torch.testing.assert_close(blocks.double(), expected, rtol=0, atol=2e-6)
+
+
+def test_losses_are_float32_in_a_bfloat16_model():
+    ours, ids = small().bfloat16(), torch.randint(101, (1, 20))
+    assert ours(ids).dtype == torch.bfloat16
+    assert ours(ids[:, :-1], labels=ids[:, 1:]).dtype == torch.float32
+
+
+def test_dropout_acts_in_training_only_and_on_every_residual():
+    ours, ids = small("hidden_dropout=0.5"), torch.randint(101, (2, 30))
+    with torch.no_grad():
+        assert not torch.equal(ours.train()(ids), ours(ids))
+        torch.testing.assert_close(ours.eval()(ids), ours(ids), rtol=0, atol=0)
+        torch.testing.assert_close(ours(ids), small().eval()(ids), rtol=0, atol=0)
+    x = torch.ones(1, 1000, 48)
+    kept = (F.dropout(x, ours.layers[0].dropout) != 0).float().mean().item()
+    assert kept == pytest.approx(0.5, abs=0.02)
+
+
+def test_the_seed_decides_the_weights_and_leaves_other_randomness_alone():
+    state = torch.get_rng_state()
+    first, again, other = small("seed=1"), small("seed=1"), small("seed=2")
+    assert torch.equal(torch.get_rng_state(), state)
+    assert torch.equal(first.word_embeddings.weight, again.word_embeddings.weight)
+    assert not torch.equal(first.word_embeddings.weight, other.word_embeddings.weight)
+
+
+def test_ids_of_the_wrong_shape_are_refused():
+    with pytest.raises(UserError, match=r"ids: \[5\] must be \[batch, length\]"):
+        small()(torch.zeros(5, dtype=torch.long))

@@ -1,0 +1,35 @@
+"""What several test files share: the project's root, commands in processes of their own, a corpus of bytes."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+LAUNCHED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+
+
+def run(
+    *words: object, env: dict[str, str] | None = None, cwd: Path = ROOT, timeout: float = 180
+) -> subprocess.CompletedProcess[str]:
+    """This Python with these arguments, outside whatever launched the tests."""
+    clean = {key: value for key, value in os.environ.items() if key not in LAUNCHED}
+    command = [sys.executable, *map(str, words)]
+    return subprocess.run(
+        command, cwd=cwd, env=clean | (env or {}), capture_output=True, text=True, timeout=timeout, check=False
+    )
+
+
+def modules() -> list[str]:
+    """A real text at hand: this project's own modules."""
+    return [path.read_text(encoding="utf-8") for path in sorted((ROOT / "megatron").rglob("*.py"))]
+
+
+def make_corpus(folder: Path) -> Path:
+    """Prefix of a token file of `modules`, in bytes."""
+    for number, text in enumerate(modules()):
+        (folder / f"{number:03}.txt").write_text(text, encoding="utf-8")
+    words = ["--input", folder, "--name", "tiny", "-t", "CharLevelTokenizer", "-d", folder / "data"]
+    done = run("prepare_data.py", *words)
+    assert done.returncode == 0, done.stderr
+    return folder / "data" / "tiny" / "tiny_text_document"
