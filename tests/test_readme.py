@@ -1,0 +1,135 @@
+"""The README's commands and its example run, in a copy of the project, with sizes cut down to seconds."""
+
+import json
+import os
+import re
+import shutil
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import zstandard
+from tokenizers import ByteLevelBPETokenizer
+
+from megatron.config import load
+from megatron.evaluation.report import read_results, table
+from megatron.model import from_config
+from megatron.positions import REGISTRY
+from tests.support import ROOT, modules, run
+
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+# What is appended to a command, so that it takes seconds: the last word wins.
+SMALL_MODEL = ["num_layers=1", "hidden_size=24", "num_attention_heads=12", "precision=fp32"]
+SMALLER = {
+    "train.py": ["train_iters=2", "lr_decay_iters=2", "train_batch_size=1", "train_micro_batch_size_per_gpu=1"],
+    "evaluate.py": ["eval_tokens=1024", "eval_lengths=512,1024"],
+}
+
+
+def blocks(language: str) -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", README, flags=re.DOTALL)
+
+
+def commands() -> list[str]:
+    """Every command of the README, without its comment."""
+    lines = [line.split("  #")[0].split("   ")[0].strip() for block in blocks("sh") for line in block.splitlines()]
+    return [line for line in lines if line]
+
+
+@pytest.fixture(scope="module")
+def project(tmp_path_factory) -> Path:
+    """What a clone holds, with small data where the README's user has put or made large ones."""
+    folder = tmp_path_factory.mktemp("readme") / "project"
+    listed = subprocess.run(
+        ["git", "ls-files", "-co", "--exclude-standard"], cwd=ROOT, capture_output=True, text=True, check=True
+    ).stdout.split("\n")
+    for name in filter(None, listed):
+        if not name.startswith("tests/") and (ROOT / name).exists():
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(ROOT / name, folder / name)
+    make_data(folder)
+    return folder
+
+
+def make_data(folder: Path) -> None:
+    texts = modules()
+    bpe = ByteLevelBPETokenizer()
+    bpe.train_from_iterator(texts, vocab_size=600, show_progress=False, special_tokens=["<|endoftext|>"])
+    (folder / "data").mkdir()
+    for path in bpe.save_model(str(folder)):
+        name = "vocab.json" if path.endswith(".json") else "merges.txt"
+        os.replace(path, folder / "data" / f"gpt2-{name}")
+    lines = "".join(json.dumps({"text": text, "meta": {}}) + "\n" for text in texts)
+    (folder / "openwebtext2.jsonl.zst").write_bytes(zstandard.compress(lines.encode()))
+    # make demo's corpus, from this project's own modules
+    (folder / "texts").mkdir()
+    for number, text in enumerate(texts):
+        (folder / "texts" / f"{number:03}.txt").write_text(text)
+    succeed(folder, "python prepare_data.py --input texts --name stdlib -t HFTokenizer --vocab-size 600 -d demo/data")
+
+
+def succeed(folder: Path, command: str, more: Sequence[str] = ()) -> str:
+    """What a command of the README prints, cut down by `more`."""
+    python, *words = command.split()
+    assert python == "python", command
+    done = run(*words, *more, cwd=folder, timeout=300)
+    assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
+    return done.stdout + done.stderr
+
+
+def test_the_readmes_commands_run_in_their_order(project):
+    ran = 0
+    for command in commands():
+        if command.startswith("make "):
+            assert re.search(rf"^{command.split()[1]}:", (ROOT / "Makefile").read_text(), flags=re.MULTILINE), command
+            continue
+        size = next((words for script, words in SMALLER.items() if script in command), [])
+        size = [*size, *SMALL_MODEL] if size and "demo.yml" not in command else size
+        output = succeed(project, command, size)
+        if "evaluate.py" in command:
+            assert re.search(r"512\*\s+1024", output), output
+        ran += 1
+    assert ran >= 5
+    assert (project / "runs" / "mep" / "global_step2" / "model.safetensors").exists()
+
+
+def test_the_readmes_mixture_is_a_configuration(project):
+    for number, block in enumerate(blocks("yaml")):
+        (project / f"block{number}.yml").write_text(block)
+        assert from_config(load([ROOT / "configs/demo.yml", project / f"block{number}.yml"]), 100)
+
+
+def test_the_readmes_encoding_works_after_dropping_it_in(project):
+    (example,) = blocks("python")
+    assert len(example.splitlines()) <= 26
+    path = project / "megatron" / "positions" / "bump.py"
+    path.write_text(example)
+    try:
+        settings = ["pos_emb=bump", "save=runs/bump", *SMALLER["train.py"], "eval_interval=0"]
+        assert " 4 of them in the encoding" in succeed(project, "python train.py configs/demo.yml", settings)
+        evaluated = succeed(project, "python evaluate.py --checkpoint runs/bump --lengths 512 1024")
+        assert "bump" in evaluated
+        wrong = run("train.py", "configs/demo.yml", "pos_emb=bump", "pos_emb_args.wdth=3", "save=x", cwd=project)
+        assert wrong.returncode == 1
+        assert "bump takes no option 'wdth'; did you mean width?" in wrong.stderr
+    finally:
+        path.unlink()
+
+
+def test_the_readmes_table_is_the_measured_one():
+    rows = read_results([ROOT / "docs" / "demo.jsonl"])
+    grid, _ = table(rows, markdown=True).split("\n\n", 1)
+    assert grid in README
+    by_name = {name: [row["perplexity"] for row in rows if row["pos_emb"] == name] for name in ("mep_free", "rotary")}
+    assert by_name["rotary"][-1] > 1.5 * by_name["rotary"][0], "rotary collapses"
+    assert by_name["mep_free"][-1] < by_name["mep_free"][0], "mep_free does not"
+
+
+def test_every_encoding_is_named_in_the_readme():
+    assert [name for name in REGISTRY if not re.search(rf"[` ]{name}[` \n]", README)] == []
+
+
+def test_the_files_that_the_readme_links_to_exist():
+    for target in re.findall(r"\]\((?!http)([^)]+)\)", README):
+        assert (ROOT / target).exists(), target
