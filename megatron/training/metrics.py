@@ -13,6 +13,8 @@ from megatron.errors import UserError
 
 logger = logging.getLogger(__name__)
 
+READABLE = 1024  # numbers of one parameter that are written out per head; a table of learned positions is not
+
 
 class Metrics:
     """Writes numbers by step to every place that the configuration asks for; meant for the first rank alone.
@@ -32,11 +34,8 @@ class Metrics:
     def log(self, step: int, kind: str, numbers: dict[str, Any], learned: dict[str, Tensor] | None = None) -> None:
         """One record: `kind` is train or valid; `learned` are the encoding's parameters, per head."""
         if self.path is not None:
-            tables = {
-                name: [_rounded(value) for value in tensor.flatten().tolist()]
-                for name, tensor in (learned or {}).items()
-            }
-            record = {"step": step, "kind": kind, **numbers, **({"position": tables} if learned else {})}
+            tables = {name: _rounded(tensor) for name, tensor in (learned or {}).items() if tensor.numel() <= READABLE}
+            record = {"step": step, "kind": kind, **numbers, **({"position": tables} if tables else {})}
             with self.path.open("a") as file:
                 file.write(json.dumps(record) + "\n")
         scalars = {f"{kind}/{name}": value for name, value in numbers.items() if value is not None}
@@ -77,8 +76,8 @@ class Progress:
         return str(timedelta(seconds=round(mean * (self.steps - self.last))))
 
 
-def _rounded(value: float) -> float:
-    return float(f"{value:.6g}")
+def _rounded(tensor: Tensor) -> list[float]:
+    return [float(f"{value:.6g}") for value in tensor.flatten().tolist()]
 
 
 def _forget_after(path: Path, step: int) -> None:

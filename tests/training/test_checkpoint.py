@@ -71,6 +71,12 @@ def test_the_console_and_the_files_tell_loss_rate_speed_norm_and_the_encodings_n
     assert seen.Scalars("train/loss")[-1].value == pytest.approx(record["loss"])
 
 
+def test_a_large_table_of_learned_positions_is_not_written_out_at_every_step(grid, corpus, tmp_path):
+    train(settings(corpus, tmp_path, "pos_emb=learned"), grid)
+    assert "position" not in records(tmp_path)[8]
+    assert (tmp_path / "metrics.jsonl").stat().st_size < 10_000
+
+
 def test_only_the_newest_checkpoints_stay(grid, corpus, tmp_path):
     train(settings(corpus, tmp_path, "save_interval=2", "keep_last_n_checkpoints=2"), grid)
     assert checkpoint.steps_in(tmp_path) == [6, 8]
