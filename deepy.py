@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 
 from megatron import entry
-from megatron.config import Config, load
+from megatron.config import Config
 from megatron.config.document import help_text
 from megatron.errors import UserError
 from megatron.parallel.grid import free_port
@@ -64,6 +64,7 @@ def checked_config(script: Path, words: Sequence[str]) -> Config | None:
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     entry.add_conf_dir(parser)
     parser.add_argument("--checkpoint")
+    parser.add_argument("--step")
     given, others = parser.parse_known_args(words)
     # Files come before the script's own options, whose values would look like files.
     first = next((index for index, word in enumerate(others) if word.startswith("-")), len(others))
@@ -71,7 +72,7 @@ def checked_config(script: Path, words: Sequence[str]) -> Config | None:
     overrides += entry.split(others[first:])[1]
     if not files and not overrides and script.name != "train.py":
         return None
-    config = load(files, overrides)
+    config = entry.load_given(files, overrides, given)
     entry.require(config, PURPOSES.get(script.name), given)
     entry.say(config.notes)
     return config

@@ -2,7 +2,7 @@
 
 python deepy.py evaluate.py configs/mep.yml [--lengths 512 1024] [--output results.jsonl]
 python evaluate.py --checkpoint runs/mep [--step 2000]
-python evaluate.py runs/mep/global_step2000/config.yml eval_tokens=65536
+python evaluate.py --checkpoint runs/mep eval_tokens=65536 eval_part=test
 """
 
 import argparse

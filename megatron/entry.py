@@ -13,6 +13,7 @@ from megatron.config import Config, load
 from megatron.config.document import help_text
 from megatron.config.read import is_override
 from megatron.errors import UserError
+from megatron.training.checkpoint import find
 
 NOTES_SAID = "MEGATRON_NOTES_SAID"
 PATIENCE = 5  # seconds
@@ -39,7 +40,7 @@ def run(
         given = parser.parse_intermixed_args(argv)
         config = None
         if given.words or config_needed:
-            config = load(*split(given.words, given.conf_dir))
+            config = load_given(*split(given.words, given.conf_dir), given)
             require(config, purpose, given)
             say(config.notes)
         sys.exit(main(config, given) or 0)
@@ -78,6 +79,14 @@ def split(words: Sequence[str], folder: str | None = None) -> tuple[list[str], l
     files = [word for word in words if not is_override(word)]
     overrides = [word for word in words if is_override(word)]
     return [str(Path(folder or "") / file) for file in files], overrides
+
+
+def load_given(files: list[str], overrides: list[str], options: argparse.Namespace) -> Config:
+    """The merged configuration; settings without a file are laid over that of the checkpoint named as an option."""
+    if overrides and not files and getattr(options, "checkpoint", None):
+        step = getattr(options, "step", None)
+        files = [str(find(options.checkpoint, None if step is None else int(step)) / "config.yml")]
+    return load(files, overrides)
 
 
 def require(config: Config, purpose: str | None, options: argparse.Namespace) -> None:

@@ -140,8 +140,19 @@ def test_help_explains_the_call_and_the_keys(capsys):
     assert "  num_gpus (whole number > 0; default: unset)" in shown
 
 
-def test_files_end_where_the_options_of_the_script_begin():
-    words = ["--checkpoint", "x", *TINY, "--lengths", "512", "1024", "--output", "out.jsonl", "seed=5"]
+def test_files_end_where_the_options_of_the_script_begin(tmp_path):
+    (tmp_path / "tiny.yml").write_text("\n".join(TINY).replace("=", ": "))
+    words = [
+        "--checkpoint",
+        "x",
+        str(tmp_path / "tiny.yml"),
+        "--lengths",
+        "512",
+        "1024",
+        "--output",
+        "out.jsonl",
+        "seed=5",
+    ]
     config = deepy.checked_config(Path("evaluate.py"), words)
     assert config is not None
     assert config.training.seed == 5

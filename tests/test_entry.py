@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from megatron import entry
+from megatron.config import load
 from megatron.config.schema import all_keys
 from megatron.errors import UserError
 
@@ -98,10 +99,25 @@ def test_other_processes_say_who_they_are_when_only_they_fail(capsys, monkeypatc
     assert capsys.readouterr().err.startswith("rank 3: bad configuration")
 
 
-def test_the_purpose_says_which_keys_are_needed(capsys):
+def test_the_purpose_says_which_keys_are_needed(tmp_path, capsys):
     assert status(lambda config, given: 0, *TINY, purpose="evaluate") == 1
     assert "load: not given" in capsys.readouterr().err
-    assert status(lambda config, given: 0, *TINY, "--checkpoint", "somewhere", purpose="evaluate") == 0
+    (tmp_path / "tiny.yml").write_text("\n".join(TINY).replace("=", ": "))
+    words = [str(tmp_path / "tiny.yml"), "--checkpoint", "somewhere"]
+    assert status(lambda config, given: 0, *words, purpose="evaluate") == 0
+
+
+def test_settings_alone_are_laid_over_the_configuration_of_the_named_checkpoint(tmp_path, capsys):
+    folder = tmp_path / "run" / "global_step3"
+    folder.mkdir(parents=True)
+    load([], [*TINY, "seed=5"]).save(folder / "config.yml")
+    (folder / "checkpoint.json").write_text("{}")
+    seen = []
+    words = ["--checkpoint", str(tmp_path / "run"), "eval_tokens=7"]
+    assert status(lambda config, given: seen.append(config), *words, purpose="evaluate", config_needed=False) == 0
+    assert [(seen[0].training.seed, seen[0].evaluation.eval_tokens)] == [(5, 7)]
+    assert status(lambda config, given: 0, "--checkpoint", str(tmp_path / "no"), "eval_tokens=7") == 1
+    assert "checkpoint: no folder" in capsys.readouterr().err
 
 
 def test_a_script_may_do_without_a_configuration():
