@@ -17,13 +17,17 @@ INSTALLED := $(VENV)/installed
 export PATH := $(CURDIR)/$(VENV)/bin:$(PATH)
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: demo test lint format docs clean
+.PHONY: demo test gpu-check lint format docs clean
 
 demo: $(INSTALLED)
 	$(PY) tools/demo.py
 
 test: $(INSTALLED)
 	$(PY) -m pytest -q -n auto --maxprocesses 8 --dist loadfile
+
+# On a machine with a GPU and the packages installed there: no .venv is made.
+gpu-check:
+	TEST_GPU=1 $(PYTHON) -m pytest -q -m gpu
 
 lint: $(INSTALLED)
 	$(PY) -m ruff format --check .

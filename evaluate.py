@@ -86,13 +86,8 @@ def holds_checkpoint(folder: str, step: int | None) -> bool:
 def what_must_agree(config: Config, trained: Config) -> dict[str, Any]:
     """Keys that make the model; on the data of the training the split too, or training text would be measured."""
     paths = [Path(one.data.data_path or trained.data.data_path or "").resolve() for one in (config, trained)]
-    flat = config.flat()
-    keys = [
-        *type(config.model).model_fields,
-        *type(config.position).model_fields,
-        *(["split"] if paths[0] == paths[1] else []),
-    ]
-    return {key: flat[key] for key in keys}
+    split = {"split": config.data.split} if paths[0] == paths[1] else {}
+    return config.model_keys() | split
 
 
 def default_output(checkpoint: Path, tokens: TokenFile, given: Config, protocol: str) -> Path:

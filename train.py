@@ -10,7 +10,7 @@ import argparse
 from megatron.config import Config
 from megatron.entry import run
 from megatron.parallel.grid import connect
-from megatron.training.trainer import train
+from megatron.training.run import train
 
 
 def main(config: Config, options: argparse.Namespace) -> None:

@@ -13,6 +13,8 @@ import numpy as np
 import pytest
 import torch
 
+if os.environ.get("TEST_GPU") != "1":  # `make gpu-check` sets it; other tests, and the commands they run, are for CPUs
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
 if not torch.cuda.is_available():  # DeepSpeed looks once, at its first import, which may be in a test that plays CUDA
     os.environ["DS_ACCELERATOR"] = "cpu"
 
@@ -25,7 +27,7 @@ def pytest_configure(config):
 def pytest_collection_modifyitems(items):
     reasons = {}
     if not torch.cuda.is_available():
-        reasons["gpu"] = "torch sees no CUDA device"
+        reasons["gpu"] = "needs a CUDA device and TEST_GPU=1, as make gpu-check sets it"
     if not (torch.distributed.is_available() and torch.distributed.is_gloo_available()):
         reasons["distributed"] = "this build of torch has no gloo"
     for item in items:

@@ -1,4 +1,4 @@
-"""What only a CUDA device can show: the CPU's numbers in every precision; `pytest -m gpu` runs these alone."""
+"""What only a CUDA device can show: the CPU's numbers in every precision; `make gpu-check` runs these alone."""
 
 import math
 

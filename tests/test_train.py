@@ -139,3 +139,17 @@ def test_bad_input_is_one_message_with_status_one_and_loses_nothing(name, corpus
     assert "Traceback" not in done.stderr
     assert len(done.stderr.strip().splitlines()) <= 3, done.stderr
     assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
+
+
+@pytest.mark.distributed
+def test_zero_3_takes_a_table_of_learned_positions_apart_and_still_counts_and_saves_it(corpus, tmp_path):
+    wide = ["hidden_size=256", "seq_length=512", "pos_emb=learned", "zero_optimization.stage=3", "eval_interval=0"]
+    settings = [f"data_path={corpus}", f"save={tmp_path}", "num_gpus=2", "train_micro_batch_size_per_gpu=1"]
+    done = run("deepy.py", "train.py", *TINY, *wide, *settings, "train_iters=2", "precision=bf16")
+    assert done.returncode == 0, done.stderr
+    assert "131,072 of them in the encoding" in done.stderr
+    from safetensors.torch import load_file
+
+    weights = load_file(tmp_path / "global_step2" / "model.safetensors")
+    assert weights["position.weight"].shape == (512, 256)
+    assert weights["position.weight"].std().item() == pytest.approx(0.02, rel=0.05)

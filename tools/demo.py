@@ -65,6 +65,7 @@ def side_by_side(commands: dict[str, list[str]]) -> None:
             process.terminate()
         for thread in relays:
             thread.join()
+    failed = failed or next((name for name, process in processes.items() if process.wait()), None)
     if failed:
         print(f"demo: {failed} failed; its message is above. Run make demo again to continue.", file=sys.stderr)
         sys.exit(1)

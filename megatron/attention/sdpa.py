@@ -10,8 +10,11 @@ from collections.abc import Iterator
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 BLOCK = 256
+# cuDNN's kernel has given NaN gradients under a mask (pytorch#196678).
+MASKED = [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 
 def sdpa(
@@ -98,6 +101,8 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: Tensor | None)
     if q.device.type != "cpu":
         # CUDA kernels want rows that are aligned and of q's dtype; copied first, so that gradients add up in float32.
         mask = mask.contiguous().to(q.dtype)
-    elif mask.dtype == torch.float32 and q.dtype == torch.float64:
+        with sdpa_kernel(MASKED):
+            return F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+    if mask.dtype == torch.float32 and q.dtype == torch.float64:
         mask = mask.double()
     return F.scaled_dot_product_attention(q, k, v, attn_mask=mask)

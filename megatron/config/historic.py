@@ -44,7 +44,7 @@ NO_EFFECT: dict[str, str] = {
     **dict.fromkeys(
         ("log_param_norm", "log_grad_pct_zeros", "log_gradient_noise_scale", "log_optimizer_states"), _UNMEASURED
     ),
-    "attention_softmax_in_fp32": "the softmax and the bias are computed in float32 anyway",
+    "attention_softmax_in_fp32": "the softmax and the encoding's tables are computed in float32 anyway",
     "apply_query_key_layer_scaling": "scores are scaled in float32 and the result does not depend on it",
     "checkpoint_validation_with_forward_pass": "a saved checkpoint is not run through the model again",
     "output_layer_parallelism": "there is no tensor parallelism",

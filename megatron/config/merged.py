@@ -76,6 +76,13 @@ class Config:
         text = json.dumps(_canonical({key: value for key, value in told.items() if value != {}}), sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:12]
 
+    def model_keys(self) -> dict[str, Any]:
+        """What makes two models one: the keys of the sections model and position, options at their default left out."""
+        flat, options = self.flat(), options_of(self.position.pos_emb)
+        keys = [*type(self.model).model_fields, *type(self.position).model_fields]
+        found = {key: flat[key] for key in keys if key != "max_position_embeddings" or "max_positions" in options}
+        return found | {"pos_emb_args": _canonical(plain(self._telling_args()))}
+
     def require_for(self, purpose: str) -> None:
         """Check what only `train` or `evaluate` need; UserError that names all missing keys at once."""
         faults = [f"{key}: not given; {what}" for key, what in NEEDED.get(purpose, {}).items() if not self[key]]

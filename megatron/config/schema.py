@@ -140,9 +140,9 @@ class Training(Section):
     """Windows in one forward pass on one device."""
     gradient_accumulation_steps: Positive = 1
     """Forward passes before each optimizer step."""
-    train_batch_size: Positive | None = None
+    train_batch_size: Positive | None = Field(None, json_schema_extra=FREE)
     """Windows per optimizer step over all devices, if you want it checked: micro batch * accumulation * devices."""
-    seed: Count = 1234
+    seed: Annotated[Count, Field(lt=2**32)] = 1234
     """Seeds the weights, the dropout and the order of the data."""
     eval_interval: Count = Field(1000, json_schema_extra=FREE)
     """Steps between validations; 0: never."""

@@ -37,7 +37,7 @@ def batches(
     samples start over (said in the log). Raises UserError where there is not one whole step.
     """
     count = len(samples)
-    if count < micro_batch * ranks:
+    if count < (1 if repeat else micro_batch * ranks):
         raise UserError(
             f"data: {count} samples are too few for one step of {micro_batch} on each of {ranks} ranks "
             f"- prepare more text, make train_micro_batch_size_per_gpu smaller, or samples shorter (seq_length)"

@@ -70,8 +70,8 @@ def _write(corpus: Corpus, prefix: Path, choice: TokenizerChoice, overwrite: boo
         with TokenWriter(prefix, dtype_for(tokenizer.vocab_size), overwrite=overwrite) as writer:
             _encode(corpus, tokenizer, writer)
             writer.meta = _facts(corpus, tokenizer, choice)
-            if choice.trained:
-                os.replace(beside, trained)
+        if choice.trained:
+            os.replace(beside, trained)
     finally:
         beside.unlink(missing_ok=True)
 

@@ -39,9 +39,12 @@ def check_output(path: Path) -> None:
 
 
 def write_results(path: Path, rows: Sequence[Row]) -> None:
-    """One JSON object per line, the whole file at once; UserError where another kind of file is in the way."""
+    """One JSON object per line, the whole file at once. Results that are there stay, but for the same measurement done
+    again; UserError where another kind of file is in the way."""
     _check_replaceable(path)
-    text = "".join(json.dumps(row, allow_nan=False) + "\n" for row in rows)
+    there = read_results([path]) if path.exists() and path.stat().st_size else []
+    merged = {measurement_of(row): row for row in [*there, *rows]}
+    text = "".join(json.dumps(row, allow_nan=False) + "\n" for row in merged.values())
     with Beside(path) as temporary:
         temporary.write_text(text, encoding="utf-8")
 
@@ -85,7 +88,7 @@ def read_results(paths: Iterable[str | Path]) -> list[Row]:
             raise UserError(f"{path}: cannot be read as text ({fault})") from None
         for number, line in enumerate(lines, 1):
             row = _row(line, f"{path}, line {number}")
-            rows[(*run_of(row), row["length"])] = row
+            rows[measurement_of(row)] = row
     return list(rows.values())
 
 
@@ -104,6 +107,11 @@ def run_of(row: Row) -> tuple:
     """What makes two lines belong to the same row of a table."""
     keys = ("pos_emb", "config_hash", "step", "seed", "checkpoint", *SETTING)
     return tuple(row.get(key) for key in keys)
+
+
+def measurement_of(row: Row) -> tuple:
+    """What makes one line the repetition of another: the same run, length and amount of text."""
+    return (*run_of(row), row["length"], row["tokens"])
 
 
 def runs(rows: Sequence[Row]) -> dict[str, list[Row]]:

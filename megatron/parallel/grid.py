@@ -8,7 +8,13 @@ import torch
 import torch.distributed
 from torch import Tensor
 
+from megatron.errors import UserError
+
 CPU = torch.device("cpu")
+SCHEDULERS = (
+    ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID"),
+    ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"),
+)
 ALONE = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
 
 
@@ -48,7 +54,7 @@ def connect(backend: str | None = None) -> Grid:
     if not cuda:
         os.environ["DS_ACCELERATOR"] = "cpu"
     if "WORLD_SIZE" not in os.environ:
-        os.environ.update(ALONE, MASTER_PORT=str(free_port()))
+        os.environ.update(_told_by_a_scheduler() or ALONE | {"MASTER_PORT": str(free_port())})
     import deepspeed  # after DS_ACCELERATOR is known
     import deepspeed.ops
 
@@ -63,6 +69,20 @@ def connect(backend: str | None = None) -> Grid:
         backend = "gloo" if not cuda else backend or "nccl"
         deepspeed.init_distributed(dist_backend=backend, auto_mpi_discovery=False, verbose=False)
     return Grid(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), device)
+
+
+def _told_by_a_scheduler() -> dict[str, str]:
+    """RANK, WORLD_SIZE and LOCAL_RANK where Slurm or Open MPI started several processes; else nothing."""
+    for names in SCHEDULERS:
+        rank, ranks, local = (os.environ.get(name) for name in names)
+        if rank is not None and ranks is not None and int(ranks) > 1:
+            if not {"MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys():
+                raise UserError(
+                    f"{names[1]}: {ranks} processes were started, and nothing says where they meet"
+                    " - export MASTER_ADDR (the first machine) and MASTER_PORT (a free port) before starting them"
+                )
+            return {"RANK": rank, "WORLD_SIZE": ranks, "LOCAL_RANK": local or "0"}
+    return {}
 
 
 def free_port() -> int:

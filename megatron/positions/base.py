@@ -39,6 +39,8 @@ class Position(nn.Module):
     def __init__(self, shape: Shape) -> None:
         super().__init__()
         self.shape = shape
+        # float32 values of parameters that an engine keeps rounded in half precision (training sets them after a step).
+        self.exact: dict[str, Tensor] = {}
         # Says on which device, and in float32 or float64, this encoding computes; it holds nothing else.
         self.register_buffer("origin", torch.zeros(()), persistent=False)
 
@@ -63,18 +65,27 @@ class Position(nn.Module):
         return torch.arange(length, device=self.origin.device).to(self.origin.dtype)
 
     def bounded(self, name: str) -> Tensor:
-        """The parameter `name` as it acts: within its bounds, and never in less than float32."""
-        return within(at_least_float32(getattr(self, name)), *self.bounds.get(name, (-math.inf, math.inf)))
+        """The parameter `name` as it acts: within its bounds, and in float32 although an engine may have rounded it."""
+        value = at_least_float32(getattr(self, name))
+        if name in self.exact:
+            value = value + (self.exact[name] - value).detach()
+        return within(value, *self.bounds.get(name, (-math.inf, math.inf)))
 
     def learned(self) -> dict[str, Tensor]:
         """The effective values of all learned numbers, by name, for logs and plots."""
+        names = {id(module): prefix for prefix, module in self.named_modules()}
         with torch.no_grad():
             return {
-                f"{prefix}.{name}".lstrip("."): module.bounded(name).detach().cpu()
-                for prefix, module in self.named_modules()
-                if isinstance(module, Position)
-                for name, _ in module.named_parameters(recurse=False)
+                f"{names[id(module)]}.{name}".lstrip("."): module.bounded(name).detach().cpu()
+                for module, name, parameter in self.own_parameters()
+                if parameter.numel()  # ZeRO 3 takes large ones apart between steps
             }
+
+    def own_parameters(self) -> Iterator[tuple["Position", str, nn.Parameter]]:
+        """(encoding, name, parameter) of this encoding and of those that it is made of."""
+        for module in self.modules():
+            if isinstance(module, Position):
+                yield from ((module, name, value) for name, value in module.named_parameters(recurse=False))
 
     def reference(self) -> Iterator[tuple[str, Tensor]]:
         """Pairs (name in the forks' checkpoints, our tensor): parameters are to be loaded, buffers to be compared."""
@@ -248,6 +259,8 @@ def _kernel(shape: Shape, item: Any) -> DistanceBias:
     known = {*_KERNEL_NAMES, *(key for key, encoding in REGISTRY.items() if issubclass(encoding, DistanceBias))}
     if name in REGISTRY and name not in known:
         raise UserError(f"kernels: {name} is not a function of the distance, so it cannot be mixed")
+    if name in REGISTRY and REGISTRY[name].distance_weight is not Position.distance_weight:
+        raise UserError(f"kernels: {name} multiplies scores, and only what is added to them can be mixed")
     if ALIASES.get(name, name) not in known:
         raise UserError(f"kernels: no kernel is called {name!r}; {_suggestion(name, known)}")
     return cast(DistanceBias, build(name, shape, **options))

@@ -26,29 +26,33 @@ from torch import Tensor
 from megatron.config import Config
 from megatron.errors import UserError
 from megatron.model import GPT, from_config
-from megatron.parallel.grid import Grid
+from megatron.training.trainer import Trainer
 
 logger = logging.getLogger(__name__)
 
 FOLDER = re.compile(r"global_step(\d+)")
 
 
-def save(engine: Any, folder: Path, step: int, config: Config, facts: dict[str, Any], grid: Grid) -> Path:
+def save(trainer: Trainer, folder: Path, facts: dict[str, Any]) -> Path:
     """Write SAVE/global_step{step} beside and rename it, then point `latest` at it. Every rank calls this.
 
-    facts: what checkpoint.json says beyond step, hash and commit (vocab, tokenizer, corpus)
+    facts: what checkpoint.json says beyond step, hash and commit
     """
+    step, grid, engine = trainer.step, trainer.grid, trainer.engine
     final, partial = folder / f"global_step{step}", folder / f"partial_step{step}"
-    if grid.first and partial.exists():
-        shutil.rmtree(partial)
+    if grid.first:
+        for leftover in [*folder.glob("partial_step*"), *folder.glob("removing_*")]:
+            shutil.rmtree(leftover)
     grid.wait()
     engine.save_checkpoint(str(folder), tag=partial.name, save_latest=False)
     weights = full_weights(engine)
     if grid.first:
         save_file(weights, partial / "model.safetensors")
-        config.save(partial / "config.yml")
-        record = {"step": step, "config_hash": config.hash, "commit": commit(), **facts}
+        trainer.config.save(partial / "config.yml")
+        record = {"step": step, "config_hash": trainer.config.hash, "commit": commit(), **facts}
         (partial / "checkpoint.json").write_text(json.dumps(record, indent=1) + "\n")
+        for path in partial.rglob("*"):
+            _sync(path)
         _remove(final)
         partial.rename(final)
         _write(folder / "latest", final.name)
@@ -56,20 +60,21 @@ def save(engine: Any, folder: Path, step: int, config: Config, facts: dict[str, 
     return final
 
 
-def resume(engine: Any, folder: Path, step: int) -> None:
-    """Load the engine's state of SAVE/global_step{step}, without running any code that its pickles may name."""
+def resume(trainer: Trainer, path: Path) -> None:
+    """Load the engine's state of a folder global_stepN, without running any code that its pickles may name."""
     with _data_only():
-        path, _ = engine.load_checkpoint(str(folder), tag=f"global_step{step}")
-    if path is None:
-        raise UserError(f"{folder}/global_step{step}: no engine state there - only evaluation can use this checkpoint")
+        found, _ = trainer.engine.load_checkpoint(str(path.parent), tag=path.name)
+    if found is None:
+        raise UserError(f"{path}: no engine state there - only evaluation can use this checkpoint")
+    trainer.step = int(path.name.removeprefix("global_step"))
+    trainer.restore_exact_positions()
 
 
-def keep_last(folder: Path, count: int | None) -> None:
-    """Delete all but the newest `count` checkpoints (None: keep all)."""
-    if count is None:
-        return
-    for step in steps_in(folder)[:-count]:
-        _remove(folder / f"global_step{step}")
+def keep_last(folder: Path, step: int, count: int | None) -> None:
+    """Delete checkpoints before `step`, the one just written, but for the newest count - 1 (None: keep all)."""
+    earlier = [other for other in steps_in(folder) if other < step]
+    for doomed in earlier[: max(0, len(earlier) + 1 - count)] if count else []:
+        _remove(folder / f"global_step{doomed}")
 
 
 def steps_in(folder: Path) -> list[int]:
@@ -195,4 +200,12 @@ def _remove(path: Path) -> None:
 def _write(path: Path, text: str) -> None:
     fresh = path.with_name(path.name + ".partial")
     fresh.write_text(text)
+    _sync(fresh)
     fresh.replace(path)
+
+
+def _sync(path: Path) -> None:
+    """Wait until a file is on the disk: a rename must not overtake what it names."""
+    if path.is_file():
+        with path.open("rb") as file:
+            os.fsync(file.fileno())

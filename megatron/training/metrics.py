@@ -1,7 +1,9 @@
 """What a run says about itself: a console line, JSON lines, tensorboard and Weights & Biases."""
 
+import itertools
 import json
 import logging
+import math
 import time
 from datetime import timedelta
 from pathlib import Path
@@ -20,19 +22,22 @@ class Metrics:
     """Writes numbers by step to every place that the configuration asks for; meant for the first rank alone.
 
     folder: where metrics.jsonl grows (None: nowhere); settings: the configuration's section `logging`;
-    config: all keys, for Weights & Biases
+    config: all keys, for Weights & Biases; resumed_at: the step to continue after, None for a new run
     """
 
-    def __init__(self, folder: Path | None, settings: Any, config: dict[str, Any], *, resumed_at: int = 0) -> None:
+    def __init__(
+        self, folder: Path | None, settings: Any, config: dict[str, Any], *, resumed_at: int | None = None
+    ) -> None:
         self.path = None if folder is None else folder / "metrics.jsonl"
         if self.path is not None:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            _forget_after(self.path, resumed_at)
+            _make_room(self.path, resumed_at)
         self.tensorboard = _tensorboard(settings.tensorboard_dir, resumed_at) if settings.tensorboard_dir else None
         self.wandb = _wandb(settings, config, folder) if settings.use_wandb else None
 
     def log(self, step: int, kind: str, numbers: dict[str, Any], learned: dict[str, Tensor] | None = None) -> None:
         """One record: `kind` is train or valid; `learned` are the encoding's parameters, per head."""
+        numbers = {name: _finite(value) for name, value in numbers.items()}
         if self.path is not None:
             tables = {name: _rounded(tensor) for name, tensor in (learned or {}).items() if tensor.numel() <= READABLE}
             record = {"step": step, "kind": kind, **numbers, **({"position": tables} if tables else {})}
@@ -80,19 +85,34 @@ def _rounded(tensor: Tensor) -> list[float]:
     return [float(f"{value:.6g}") for value in tensor.flatten().tolist()]
 
 
-def _forget_after(path: Path, step: int) -> None:
-    """Drop records of steps after `step`: they belong to a future that the resumed run will write again."""
+def _finite(value: Any) -> Any:
+    """JSON knows no infinity."""
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _make_room(path: Path, resumed_at: int | None) -> None:
+    """Drop records after the step that a run resumes at: it will write them again. A new run moves an old file away."""
     if not path.exists():
         return
-    lines = path.read_text().splitlines()
-    kept = [line for line in lines if line.endswith("}") and json.loads(line)["step"] <= step]
-    if len(kept) < len(lines):
-        fresh = path.with_suffix(".partial")
-        fresh.write_text("".join(line + "\n" for line in kept))
-        fresh.replace(path)
+    if resumed_at is None:
+        number = next(n for n in itertools.count(1) if not path.with_name(f"{path.stem}.{n}.jsonl").exists())
+        path.rename(path.with_name(f"{path.stem}.{number}.jsonl"))
+        return
+    kept = [line for line in path.read_text().splitlines() if _step(line) <= resumed_at]
+    fresh = path.with_suffix(".partial")
+    fresh.write_text("".join(line + "\n" for line in kept))
+    fresh.replace(path)
 
 
-def _tensorboard(folder: str, resumed_at: int) -> Any:
+def _step(line: str) -> float:
+    """The step of a record; infinite for a line that was cut off."""
+    try:
+        return json.loads(line)["step"]
+    except (ValueError, KeyError, TypeError):
+        return math.inf
+
+
+def _tensorboard(folder: str, resumed_at: int | None) -> Any:
     from torch.utils.tensorboard import SummaryWriter  # slow to import, and not everybody writes events
 
     return SummaryWriter(folder, purge_step=resumed_at + 1 if resumed_at else None)

@@ -10,7 +10,7 @@ def learning_rate(step: int, optimizer: Any) -> float:
     value = rule(
         step,
         peak=optimizer.lr,
-        steps=optimizer.lr_decay_iters,
+        steps=max(1, optimizer.lr_decay_iters),
         warmup=optimizer.warmup * optimizer.lr_decay_iters,
         style=optimizer.lr_decay_style,
         floor=optimizer.min_lr,

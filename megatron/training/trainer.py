@@ -1,33 +1,24 @@
-"""The training loop: data -> DeepSpeed engine -> metrics and checkpoints."""
+"""A model in the DeepSpeed engine: one optimizer step, one validation, exact numbers of its encoding."""
 
 import logging
-import math
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stdout
 from io import StringIO
-from pathlib import Path
 from typing import Any, cast
 
 import torch
 from torch import Tensor
 
-from megatron.attention import resolve
 from megatron.config import Config
 from megatron.config.deepspeed import deepspeed_config
-from megatron.data.loader import batches
-from megatron.data.samples import build_split
-from megatron.data.tokens import TokenFile
 from megatron.errors import UserError
-from megatron.model import GPT, from_config
+from megatron.model import GPT
 from megatron.parallel.grid import Grid
-from megatron.training import checkpoint
-from megatron.training.metrics import Metrics, Progress
 from megatron.training.optimizer import build_optimizer
 from megatron.training.schedule import learning_rate
-from megatron.training.vocabulary import check_vocabulary
 
-logger = logging.getLogger(__name__)
+SMALL = 4096  # numbers of one parameter that are kept exact in half precision: kernels, not tables of learned positions
 
 
 class Trainer:
@@ -49,12 +40,13 @@ class Trainer:
                 dist_init_required=False,
             )
         self.engine: Any = engine
+        self.restore_exact_positions()
 
     @property
     def model(self) -> GPT:
         return cast(GPT, self.engine.module)
 
-    def train_step(self, micro_batches: list[Tensor]) -> dict[str, Tensor | float | None]:
+    def train_step(self, micro_batches: list[Tensor]) -> dict[str, Any]:
         """One optimizer step over gradient_accumulation_steps batches [micro_batch, length + 1]: loss, lr, norm."""
         self.engine.train()
         # The randomness of a step depends on the seed, the step and the rank alone: a resumed run draws the same.
@@ -71,6 +63,7 @@ class Trainer:
             self.engine.step()
             total += loss.detach() / len(micro_batches)
         self.step += 1
+        self.restore_exact_positions()
         norm = self.engine.get_global_grad_norm() if norm is None else norm
         return {"loss": total, "lr": lr, "grad_norm": norm}
 
@@ -92,181 +85,28 @@ class Trainer:
             total += torch.stack(parts).sum() / (len(batch) * (batch.shape[1] - 1))
         return self.grid.mean(total / count).item()
 
-
-def train(config: Config, grid: Grid) -> Path | None:
-    """Train as the configuration says, from its checkpoint if there is one; returns the last checkpoint's folder."""
-    config.check_batch(grid.ranks)
-    tokens = TokenFile.open(config.data.data_path or "")
-    facts = check_vocabulary(config, tokens)
-    start = starting_step(config)
-    trainer = Trainer(config, from_config(config, facts["vocab"]), grid)
-    if start:
-        checkpoint.resume(trainer.engine, Path(config.checkpoint.load or ""), start)
-        trainer.step = start
-    if grid.first:
-        _announce(config, trainer, facts)
-    return Run(config, trainer, tokens, facts).to_the_end()
-
-
-class Run:
-    """A trainer with its data, its metrics and its checkpoints."""
-
-    def __init__(self, config: Config, trainer: Trainer, tokens: TokenFile, facts: dict[str, Any]) -> None:
-        self.config, self.trainer, self.tokens, self.facts = config, trainer, tokens, facts
-        training, self.grid = config.training, trainer.grid
-        self.steps = training.train_iters
-        self.windows_per_step = training.train_micro_batch_size_per_gpu * training.gradient_accumulation_steps
-        self.windows_per_step *= self.grid.ranks
-        self.tokens_per_step = self.windows_per_step * config.model.seq_length
-        self.folder = Path(config.checkpoint.save) if config.checkpoint.save else None
-        self.saved: Path | None = None
-        self.metrics: Metrics | None = None
-        if self.grid.first:
-            logs = Path(config.logging.log_dir) if config.logging.log_dir else self.folder
-            self.metrics = Metrics(logs, config.logging, config.flat(), resumed_at=trainer.step)
-
-    def to_the_end(self) -> Path | None:
-        """Steps, log lines, validations and checkpoints up to train_iters."""
-        training, logging_ = self.config.training, self.config.logging
-        if self.trainer.step >= self.steps:
-            logger.info("step %d of %d: nothing left to train", self.trainer.step, self.steps)
-        train = self._windows("train", self.config.model.seq_length, self.trainer.step)
-        progress, losses = Progress(self.trainer.step, self.steps), []
-        while self.trainer.step < self.steps:
-            result = self.trainer.train_step([next(train) for _ in range(training.gradient_accumulation_steps)])
-            losses.append(result.pop("loss"))
-            step = self.trainer.step
-            if step % logging_.log_interval == 0 or step == self.steps:
-                self._log(torch.stack(losses), result, progress)
-                losses.clear()
-            if training.eval_interval and (step % training.eval_interval == 0 or step == self.steps):
-                self._validate()
-            if self._due(step):
-                self._save()
-        if self.metrics is not None:
-            self.metrics.close()
-        return self.saved
-
-    def _windows(self, part: str, length: int, steps_done: int = 0) -> Iterator[Tensor]:
-        """Batches [micro_batch, length + 1] of a part, from where `steps_done` optimizer steps have left it."""
-        training = self.config.training
-        batch = training.train_micro_batch_size_per_gpu * self.grid.ranks
-        wanted = self.steps * self.windows_per_step if part == "train" else training.eval_iters * batch
-        samples = build_split(
-            self.tokens,
-            split=self.config.data.split,
-            part=part,
-            length=length,
-            seed=training.seed,
-            num_samples=wanted,
-        )
-        return batches(
-            samples,
-            training.train_micro_batch_size_per_gpu,
-            rank=self.grid.rank,
-            ranks=self.grid.ranks,
-            start=steps_done * self.windows_per_step,
-            repeat=True,
-            num_workers=self.config.data.num_workers,
-        )
-
-    def _log(self, losses: Tensor, result: dict[str, Any], progress: Progress) -> None:
-        step, loss = self.trainer.step, float(self.grid.mean(losses.mean()))
-        if not math.isfinite(loss):
-            cure = "lower optimizer.params.lr, raise warmup, or use precision: fp32"
-            raise UserError(f"loss: {loss} at step {step} - {cure}")
-        if self.metrics is None:
+    def restore_exact_positions(self) -> None:
+        """Give the encoding the optimizer's float32 values of its learned numbers, of which the engine holds rounded
+        copies in half precision: its tables are then those that a float32 evaluation computes."""
+        if self.config.precision.dtype == "fp32":
             return
-        seconds = progress.advance(step)
-        norm = result["grad_norm"] if self.config.logging.log_grad_norm else None
-        numbers = {
-            "loss": loss,
-            "lr": result["lr"],
-            "grad_norm": None if norm is None else float(norm),
-            "tokens_per_second": self.tokens_per_step / seconds,
-            "seconds_per_step": seconds,
-            "tokens": step * self.tokens_per_step,
-        }
-        self.metrics.log(step, "train", numbers, self.trainer.model.position.learned())
-        logger.info(
-            f"step {step}/{self.steps}  loss {loss:.4f}  lr {result['lr']:.2e}"
-            + ("" if norm is None else f"  grad norm {float(norm):.3f}")
-            + f"  {self.tokens_per_step / seconds:,.0f} tokens/s  {progress.remaining()} left"
-        )
+        from deepspeed.utils import safe_get_full_fp32_param
 
-    def _validate(self) -> None:
-        length, count = self.config.data.seq_length_val, self.config.training.eval_iters
-        loss = self.trainer.validate(self._windows("valid", length), count)
-        if self.metrics is not None:
-            step, perplexity = self.trainer.step, math.exp(loss)
-            self.metrics.log(step, "valid", {"loss": loss, "perplexity": perplexity, "length": length})
-            logger.info(f"step {step}: validation loss {loss:.4f}, perplexity {perplexity:.3f} at length {length}")
+        for module, name, parameter in self.model.position.own_parameters():
+            if _count(parameter) <= SMALL:
+                shape = getattr(parameter, "ds_shape", parameter.shape)  # ZeRO 3 leaves nothing in its place
+                module.exact[name] = cast(Tensor, safe_get_full_fp32_param(parameter)).detach().view(shape)
 
-    def _due(self, step: int) -> bool:
-        interval = self.config.checkpoint.save_interval
-        return self.folder is not None and (step == self.steps or bool(interval and step % interval == 0))
-
-    def _save(self) -> None:
-        assert self.folder is not None
-        self.saved = checkpoint.save(
-            self.trainer.engine, self.folder, self.trainer.step, self.config, self.facts, self.grid
-        )
-        if self.grid.first:
-            checkpoint.keep_last(self.folder, self.config.checkpoint.keep_last_n_checkpoints)
-            logger.info("saved %s", self.saved)
+    def parameter_counts(self) -> tuple[int, int]:
+        """Parameters of the whole model, and of the encoding."""
+        modules = (self.model, self.model.position)
+        whole, position = (sum(_count(parameter) for parameter in module.parameters()) for module in modules)
+        return whole, position
 
 
-def starting_step(config: Config) -> int:
-    """The step to continue from, 0 for a new run; UserError where a checkpoint would be lost, missed or mixed up."""
-    save, load = config.checkpoint.save, config.checkpoint.load
-    held = checkpoint.latest_step(Path(save)) if save else None
-    same = save is not None and load is not None and Path(load).resolve() == Path(save).resolve()
-    if held is not None and not same:
-        cure = f"set load: {save} to continue it, or save elsewhere"
-        raise UserError(f"save: {save} holds a checkpoint of step {held} already - {cure}")
-    if load is None:
-        return 0
-    step = checkpoint.latest_step(Path(load))
-    if step is None and same:
-        logger.info("no checkpoint in %s yet: starting at step 0", load)
-        return 0
-    path = checkpoint.find(load, step)
-    _check_same_model(config, checkpoint.read_meta(path)[0], path)
-    return int(step or 0)
-
-
-def _check_same_model(config: Config, trained: Config, path: Path) -> None:
-    """Refuse another model than the checkpoint's; name every other difference."""
-    now, then = config.flat(), trained.flat()
-    different = [key for key in now if now[key] != then.get(key)]
-    fixed = {*type(config.model).model_fields, *type(config.position).model_fields}
-    broken = [f"{key}: {then.get(key)!r} there, {now[key]!r} here" for key in different if key in fixed]
-    if broken:
-        raise UserError(
-            f"load: {path} is another model ({'; '.join(broken)}) - use its configuration, or save elsewhere"
-        )
-    for key in different:
-        logger.info("continuing with another %s: %r, was %r", key, now[key], then.get(key))
-
-
-def _announce(config: Config, trainer: Trainer, facts: dict[str, Any]) -> None:
-    parameters = sum(parameter.numel() for parameter in trainer.model.parameters())
-    learned = sum(parameter.numel() for parameter in trainer.model.position.parameters())
-    logger.info(
-        "%s: %s parameters, %d of them in the encoding; %d rows of vocabulary; config %s",
-        config.position.pos_emb,
-        f"{parameters:,}",
-        learned,
-        facts["vocab"],
-        config.hash,
-    )
-    logger.info(
-        "%d rank(s) on %s, %s, attention %s",
-        trainer.grid.ranks,
-        trainer.grid.device.type,
-        config.precision.dtype,
-        resolve(config.attention.attention_backend),
-    )
+def _count(parameter: Tensor) -> int:
+    """Numbers of a parameter, also of one that ZeRO 3 has taken apart."""
+    return getattr(parameter, "ds_numel", parameter.numel())
 
 
 def _gradient_norm(model: torch.nn.Module) -> Tensor:

@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from megatron.data import tokens
 from megatron.data.corpora import CORPORA, StandardLibrary
 from megatron.data.prepare import run
 from megatron.data.tokenizer import build_tokenizer, train_tokenizer
@@ -162,6 +163,22 @@ def test_a_fault_in_the_middle_leaves_everything_as_it_was(tmp_path, text, overw
     bad.unlink()
     assert everything(tmp_path) == before
     assert (tmp_path / "data").exists() == overwrite
+
+
+def test_a_full_disk_at_the_end_leaves_everything_as_it_was(tmp_path, text, monkeypatch):
+    own(text, tmp_path / "data")
+    before = everything(tmp_path)
+    other = tmp_path / "other.txt"
+    other.write_text("quite another text " * 50)
+
+    def full(file):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(tokens, "_sync", full)
+    with pytest.raises(UserError, match="No space left on device - check permissions and free space"):
+        own(other, tmp_path / "data", "--overwrite")
+    other.unlink()
+    assert everything(tmp_path) == before
 
 
 def test_a_wrong_tokenizer_is_found_before_anything_is_written(tmp_path, text):

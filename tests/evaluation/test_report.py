@@ -112,11 +112,14 @@ def test_of_two_lines_for_the_same_run_and_length_the_later_counts(tmp_path):
     assert [row["perplexity"] for row in read_results([tmp_path / "a.jsonl"])] == [8.0]
 
 
-def test_results_replace_results_and_nothing_else(tmp_path):
+def test_results_join_those_that_are_there_and_replace_the_same_measurement_only(tmp_path):
     path = tmp_path / "a.jsonl"
-    write_results(path, TWO)
-    write_results(path, TWO[:1])
-    assert read_results([path]) == TWO[:1]
+    write_results(path, rows("t5", {512: 9.0, 1024: 8.0}))
+    write_results(path, rows("t5", {512: 7.0}) + rows("alibi", {512: 6.0}))
+    assert [row["perplexity"] for row in read_results([path])] == [7.0, 8.0, 6.0]
+    smaller = [row | {"tokens": 512} for row in rows("t5", {512: 5.0})]
+    write_results(path, smaller)
+    assert [row["perplexity"] for row in read_results([path])] == [7.0, 8.0, 6.0, 5.0]
     notes = tmp_path / "notes.txt"
     notes.write_text("my thesis\n")
     with pytest.raises(

@@ -27,6 +27,7 @@ SHAPE = Shape(heads=4, head_dim=8, hidden=32, train_length=64)
         ("mep", {"kernels": [3]}, "kernels: 3 is not a kernel; write a name or {name: {option: value}}"),
         ("mep", {"kernels": ["expp"]}, "pos_emb_args: mep: kernels: no kernel is called 'expp'; did you mean exp?"),
         ("mep", {"kernels": ["rotary"]}, "kernels: rotary is not a function of the distance, so it cannot be mixed"),
+        ("mep", {"kernels": ["kerple_bias_wht"]}, "kernels: kerple_bias_wht multiplies scores, and only what is added"),
         ("mep_free", {"weights": [0.5, 0.5]}, "weights: 2 numbers for 3 kernels; give one weight per kernel"),
         ("mep_free", {"weights": [0.5, 0.5, 0.5]}, "weights: [0.5, 0.5, 0.5] sum to 1.5; make them sum to 1"),
         ("mep_free", {"weights": [0.5, 0.6, -0.1]}, "weights: -0.1 is not a positive number"),

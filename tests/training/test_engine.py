@@ -75,6 +75,22 @@ def test_a_hundred_steps_leave_tables_float32_finite_and_above_their_floors(grid
         assert (value <= high).all()
 
 
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("name", ["kerple_bias_wht", "mep_param_t5"])
+def test_learned_kernels_act_with_their_float32_values_although_the_engine_rounds_them(grid, name, stage):
+    run = trainer(grid, f"pos_emb={name}", "precision=bf16", f"zero_optimization.stage={stage}")
+    losses(run, 5)
+    exact = from_config(run.config, VOCAB)
+    exact.load_state_dict(full_weights(run.engine))
+    for hook in ("distance_bias", "distance_weight"):
+        trained, evaluated = getattr(run.model.position, hook)(16384), getattr(exact.position, hook)(16384)
+        assert (trained is None) == (evaluated is None)
+        if evaluated is not None:
+            torch.testing.assert_close(trained, evaluated, rtol=0, atol=0)
+    parameter = next(run.model.position.parameters())
+    assert parameter.dtype == torch.bfloat16  # the engine did cast it: the float32 value is not the stored one
+
+
 def test_accumulated_micro_batches_are_one_batch(grid):
     batch = text(1, batch=8)[0]
     whole, parts = trainer(grid, "pos_emb=t5"), trainer(grid, "pos_emb=t5", "gradient_accumulation_steps=2")

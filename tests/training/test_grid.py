@@ -1,0 +1,31 @@
+"""Who a process is, as launchers and schedulers say it."""
+
+import pytest
+
+from megatron.errors import UserError
+from megatron.parallel.grid import ALONE, SCHEDULERS, _told_by_a_scheduler
+
+
+@pytest.fixture(autouse=True)
+def nobody(monkeypatch):
+    for name in ("MASTER_ADDR", "MASTER_PORT", *(name for names in SCHEDULERS for name in names)):
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.mark.parametrize("names", SCHEDULERS)
+def test_a_process_of_a_scheduler_knows_its_place(names, monkeypatch):
+    for name, value in zip(names, ("3", "8", "1"), strict=True):
+        monkeypatch.setenv(name, value)
+    with pytest.raises(UserError, match=f"{names[1]}: 8 processes were started, and nothing says where they meet"):
+        _told_by_a_scheduler()
+    monkeypatch.setenv("MASTER_ADDR", "node1")
+    monkeypatch.setenv("MASTER_PORT", "29500")
+    assert _told_by_a_scheduler() == {"RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "1"}
+
+
+def test_one_process_alone_asks_nobody(monkeypatch):
+    assert _told_by_a_scheduler() == {}
+    monkeypatch.setenv("SLURM_PROCID", "0")
+    monkeypatch.setenv("SLURM_NTASKS", "1")
+    assert _told_by_a_scheduler() == {}
+    assert ALONE["WORLD_SIZE"] == "1"
