@@ -107,7 +107,8 @@ class Attention(Section):
     shapes_result: ClassVar[bool] = False
 
     attention_backend: Literal["auto", "eager", "sdpa"] = "auto"
-    """eager is the definition; sdpa works in blocks and needs little memory; auto chooses and says which it took."""
+    """eager is the definition; sdpa works in blocks and needs little memory; auto chooses and says which it took.
+    On CUDA sdpa gives the kernel biases in the model's dtype: in bf16 within 0.4 % of a bias; float32 is exact."""
 
 
 class Data(Section):
