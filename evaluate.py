@@ -1,8 +1,9 @@
-"""Perplexity of a checkpoint at several lengths, in one process, on the same text.
+"""Perplexity of a checkpoint at several lengths, in float32, in one process, on the same text.
 
 python deepy.py evaluate.py configs/mep.yml [--lengths 512 1024] [--output results.jsonl]
 python evaluate.py --checkpoint runs/mep [--step 2000]
 python evaluate.py --checkpoint runs/mep eval_tokens=65536 eval_part=test
+python evaluate.py --checkpoint runs/mine pos_emb_file=my_encoding.py
 """
 
 import argparse
@@ -18,7 +19,7 @@ from megatron.data.tokens import TokenFile
 from megatron.entry import run
 from megatron.errors import UserError
 from megatron.evaluation.agreement import check_known_tokens, check_same_model, check_same_tokenizer
-from megatron.evaluation.perplexity import Windows, equal_tokens, measure, paper
+from megatron.evaluation.perplexity import Windows, equal_tokens, measurements, paper
 from megatron.evaluation.plot import plot_perplexity
 from megatron.evaluation.progress import progress
 from megatron.evaluation.report import Row, check_output, table, write_results
@@ -53,18 +54,24 @@ def main(config: Config | None, options: argparse.Namespace) -> None:
     windows = windows_of(tokens, given, trained.training.seed, options)
     check_known_tokens(windows, about["vocab"], about["path"])
     model.to("cuda" if torch.cuda.is_available() else "cpu")
-    model.use_backend(given.attention.attention_backend)
-    with progress() as advance:
-        measured = measure(model, windows, batch_tokens=given.evaluation.eval_batch_tokens, advance=advance)
+    model.use_attention(given.attention)
     facts = facts_of(model, given, trained, about) | facts_of_text(tokens, given, options.protocol)
-    rows: list[Row] = [facts | dataclasses.asdict(one) for one in measured]
-    write_results(output, rows)
+    rows: list[Row] = []
+    with progress() as advance:
+        for one in measurements(model, windows, batch_tokens=given.evaluation.eval_batch_tokens, advance=advance):
+            rows.append(facts | dataclasses.asdict(one))
+            write_results(output, rows)  # at once: the longest length may be the one that fails
+    print(table(rows))
     plot_perplexity(rows, output.with_suffix(".png"), title=f"Perplexity of {facts['pos_emb']} at other lengths")
-    print(f"{table(rows)}\n\nwritten to {output} and {output.with_suffix('.png')}")
+    print(f"\nwritten to {output} and {output.with_suffix('.png')}")
 
 
 def folder_of(config: Config | None, step: int | None) -> str:
-    """load or save, whichever holds a checkpoint; UserError if two different ones do, or none is named."""
+    """The checkpoint whose own config.yml is given; else load or save, whichever holds one; UserError if two different
+    ones do, or none is named."""
+    own = Path(config.sources[0]).parent if config and config.sources else None
+    if own is not None and step is None and (own / "checkpoint.json").exists():
+        return str(own)
     named = [config.checkpoint.load, config.checkpoint.save] if config else []
     folders = list(dict.fromkeys(folder for folder in named if folder))
     if not folders:
@@ -84,7 +91,10 @@ def holds_checkpoint(folder: str, step: int | None) -> bool:
 
 
 def what_must_agree(config: Config, trained: Config) -> dict[str, Any]:
-    """Keys that make the model; on the data of the training the split too, or training text would be measured."""
+    """Keys that make the model; on the data of the training the split too, or training text would be measured.
+
+    Not the path of pos_emb_file: that its text is the checkpoint's was asked when the checkpoint's config was read.
+    """
     paths = [Path(one.data.data_path or trained.data.data_path or "").resolve() for one in (config, trained)]
     split = {"split": config.data.split} if paths[0] == paths[1] else {}
     return config.model_keys() | split
@@ -97,6 +107,7 @@ def default_output(checkpoint: Path, tokens: TokenFile, given: Config, protocol:
         given.evaluation.eval_part,
         checkpoint.name,
         *(["paper"] if protocol == "paper" else []),
+        *(f"{key}={value}" if value is not True else key for key, value in seen_as(given).items()),
     ]
     return checkpoint.parent / "evaluation" / ("-".join(words) + ".jsonl")
 
@@ -117,15 +128,24 @@ def facts_of(model: GPT, given: Config, trained: Config, about: dict[str, Any]) 
         "pos_emb_args": trained.flat()["pos_emb_args"],
         "train_length": trained.model.seq_length,
         "step": about["step"],
+        "windows_per_step": about.get("windows_per_step"),
         "config_hash": about["config_hash"],
         "seed": trained.training.seed,
         "checkpoint": about["path"],
         "tokenizer": (about.get("tokenizer") or {}).get("hash"),
         "dtype": str(weight.dtype).removeprefix("torch."),
-        "attention_backend": resolve(given.attention.attention_backend),
+        "attention_backend": resolve(given.attention.attention_backend, content=model.position.has("on_scores")),
+        **seen_as(given),
         "device": weight.device.type,
         "commit": commit(),
     }
+
+
+def seen_as(given: Config) -> dict[str, Any]:
+    """Changes to what a token sees, made for this evaluation or in training; nothing where there are none."""
+    attention = given.attention
+    changes = {"window": attention.window, "blockwise": attention.blockwise, "logn_scale": attention.logn_scale}
+    return {key: value for key, value in changes.items() if value}
 
 
 def facts_of_text(tokens: TokenFile, given: Config, protocol: str) -> dict[str, Any]:

@@ -37,7 +37,7 @@ def run(
     _log()
     parser = parser_for(description or sys.modules[main.__module__].__doc__ or "", options)
     try:
-        given = parser.parse_intermixed_args(argv)
+        given = parser.parse_intermixed_args(settings_first(sys.argv[1:] if argv is None else argv))
         config = None
         if given.words or config_needed:
             config = load_given(*split(given.words, given.conf_dir), given)
@@ -79,6 +79,16 @@ def split(words: Sequence[str], folder: str | None = None) -> tuple[list[str], l
     files = [word for word in words if not is_override(word)]
     overrides = [word for word in words if is_override(word)]
     return [str(Path(folder or "") / file) for file in files], overrides
+
+
+def settings_first(words: Sequence[str]) -> list[str]:
+    """key=value words before everything else, so that `--lengths 512 1024 eval_tokens=4096` is no third length."""
+    found = [
+        is_override(word) and not (before.startswith("-") and "=" not in before)
+        for before, word in zip(["", *words], words, strict=False)
+    ]
+    settings = [word for word, moves in zip(words, found, strict=True) if moves]
+    return settings + [word for word, moves in zip(words, found, strict=True) if not moves]
 
 
 def load_given(files: list[str], overrides: list[str], options: argparse.Namespace) -> Config:

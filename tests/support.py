@@ -13,11 +13,15 @@ def run(
     *words: object, env: dict[str, str] | None = None, cwd: Path = ROOT, timeout: float = 180
 ) -> subprocess.CompletedProcess[str]:
     """This Python with these arguments, outside whatever launched the tests."""
-    clean = {key: value for key, value in os.environ.items() if key not in LAUNCHED}
     command = [sys.executable, *map(str, words)]
     return subprocess.run(
-        command, cwd=cwd, env=clean | (env or {}), capture_output=True, text=True, timeout=timeout, check=False
+        command, cwd=cwd, env=unlaunched() | (env or {}), capture_output=True, text=True, timeout=timeout, check=False
     )
+
+
+def unlaunched() -> dict[str, str]:
+    """The environment without what a launcher says in it."""
+    return {key: value for key, value in os.environ.items() if key not in LAUNCHED}
 
 
 def modules() -> list[str]:

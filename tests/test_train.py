@@ -151,5 +151,28 @@ def test_zero_3_takes_a_table_of_learned_positions_apart_and_still_counts_and_sa
     from safetensors.torch import load_file
 
     weights = load_file(tmp_path / "global_step2" / "model.safetensors")
-    assert weights["position.weight"].shape == (512, 256)
-    assert weights["position.weight"].std().item() == pytest.approx(0.02, rel=0.05)
+    assert weights["positions.0.weight"].shape == (512, 256)
+    assert weights["positions.0.weight"].std().item() == pytest.approx(0.02, rel=0.05)
+
+
+def test_the_window_baseline_is_a_run_of_its_own_beside_the_plain_one(alone, corpus, tmp_path):
+    output = tmp_path / "results.jsonl"
+    words = ["evaluate.py", "--checkpoint", alone, "--lengths", 64, 256, "--output", output, "eval_tokens=2048"]
+    for more in ([], ["window=train_length"], ["logn_scale=true"], ["blockwise=true"]):
+        done = run(*words, *more)
+        assert done.returncode == 0, done.stderr
+    rows = [json.loads(line) for line in output.read_text().splitlines()]
+    assert [(row["length"], row.get("window")) for row in rows[:4]] == [
+        (64, None),
+        (256, None),
+        (64, "train_length"),
+        (256, "train_length"),
+    ]
+    assert len(rows) == 8
+    at_train_length = [row["loss"] for row in rows if row["length"] == 64]
+    assert at_train_length[1] == pytest.approx(at_train_length[0], abs=1e-6)  # the window is as long as the text
+    assert at_train_length[2] == pytest.approx(at_train_length[0], abs=1e-6)  # log n / log L is at most 1
+    further = [row["loss"] for row in rows if row["length"] == 256]
+    assert len(set(further)) == 4
+    shown = run("tools/show_results.py", output)
+    assert "mep_param, window train_length" in shown.stdout

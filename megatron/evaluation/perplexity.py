@@ -1,8 +1,9 @@
 """Perplexity of a model at several lengths, on the same text."""
 
+import logging
 import math
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -12,6 +13,8 @@ from torch import nn
 from megatron.data.samples import build_split, split_documents
 from megatron.data.tokens import TokenFile
 from megatron.errors import UserError
+
+logger = logging.getLogger(__name__)
 
 Windows = Sequence[np.ndarray]  # each [length + 1]: the inputs, and one token more as the last target
 Advance = Callable[[int, int, int], None]  # length, windows done, windows in all
@@ -34,7 +37,14 @@ class Measurement:
 def measure(
     model: nn.Module, windows_of: dict[int, Windows], *, batch_tokens: int = 16384, advance: Advance | None = None
 ) -> list[Measurement]:
-    """Perplexity on the windows of each length, shortest first.
+    """All that `measurements` gives."""
+    return list(measurements(model, windows_of, batch_tokens=batch_tokens, advance=advance))
+
+
+def measurements(
+    model: nn.Module, windows_of: dict[int, Windows], *, batch_tokens: int = 16384, advance: Advance | None = None
+) -> Iterator[Measurement]:
+    """Perplexity on the windows of each length, shortest first, each as soon as it is known.
 
     model: model(ids [batch, length], labels [batch, length]) -> losses [batch, length];
     windows_of: from `equal_tokens` or `paper`; batch_tokens: tokens per forward pass, one window at least
@@ -43,10 +53,8 @@ def measure(
     training = model.training
     model.eval()
     try:
-        return [
-            _measured(model, length, windows_of[length], max(1, batch_tokens // length), advance or _nothing)
-            for length in sorted(windows_of)
-        ]
+        for length in sorted(windows_of):
+            yield _measured(model, length, windows_of[length], max(1, batch_tokens // length), advance or _nothing)
     finally:
         model.train(training)
 
@@ -109,6 +117,10 @@ def equal_tokens(
             f" length {longest} needs {longest}; use a larger corpus, another split than {split}, or shorter lengths"
         )
     count = min(eval_tokens, available) // longest * longest
+    if available < eval_tokens:
+        logger.info(
+            "eval_tokens: %d are wanted, the %s part has %d: %d are measured", eval_tokens, part, available, count
+        )
     text = _text(tokens, documents, count + 1)
     return {
         length: [text[start : start + length + 1] for start in range(0, count - length + 1, length)]

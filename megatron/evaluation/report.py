@@ -13,6 +13,8 @@ PICTURES = (".png", ".svg", ".pdf")
 NEEDED = ("pos_emb", "length", "windows", "tokens", "loss", "perplexity", "step", "config_hash")
 # What must be equal for perplexities to be comparable, and how the note beneath a table calls it.
 SETTING = {"corpus": "corpus", "part": "part", "split": "split", "protocol": "protocol", "tokenizer": "tokenizer"}
+# What a token sees, where that was changed: a run of its own in every table.
+SEEN = ("window", "blockwise", "logn_scale")
 # What is said about a run beneath the table, in this order.
 FACTS = {
     "step": "step",
@@ -105,7 +107,7 @@ def _row(line: str, where: str) -> Row:
 
 def run_of(row: Row) -> tuple:
     """What makes two lines belong to the same row of a table."""
-    keys = ("pos_emb", "config_hash", "step", "seed", "checkpoint", *SETTING)
+    keys = ("pos_emb", "config_hash", "step", "seed", "checkpoint", *SEEN, *SETTING)
     return tuple(row.get(key) for key in keys)
 
 
@@ -120,7 +122,7 @@ def runs(rows: Sequence[Row]) -> dict[str, list[Row]]:
     for row in rows:
         groups.setdefault(run_of(row), []).append(row)
     labels = [group[0]["pos_emb"] for group in groups.values()]
-    for key in ("seed", "step", *SETTING, "config_hash", "checkpoint"):
+    for key in (*SEEN, "seed", "step", *SETTING, "config_hash", "checkpoint"):
         values = [group[0].get(key) for group in groups.values()]
         twins = {
             label for label in labels if len({v for v, other in zip(values, labels, strict=True) if other == label}) > 1

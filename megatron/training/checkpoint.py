@@ -3,6 +3,7 @@
 SAVE/latest                                 name of the newest folder
 SAVE/global_step100/model.safetensors       weights in float32, by our names
                     config.yml              the merged configuration
+                    pos_emb_file.py         the user's own encoding, if there is one: text, never run from here
                     checkpoint.json         step, config_hash, vocab, tokenizer, corpus, code's commit
                     mp_rank_*, *zero_*      DeepSpeed's engine state
 """
@@ -48,6 +49,7 @@ def save(trainer: Trainer, folder: Path, facts: dict[str, Any]) -> Path:
     weights = full_weights(engine)
     if grid.first:
         save_file(weights, partial / "model.safetensors")
+        (partial / "model.safetensors").chmod(0o666 & ~_umask())  # the library makes it the owner's alone
         trainer.config.save(partial / "config.yml")
         record = {"step": step, "config_hash": trainer.config.hash, "commit": commit(), **facts}
         (partial / "checkpoint.json").write_text(json.dumps(record, indent=1) + "\n")
@@ -119,8 +121,9 @@ def read_meta(path: Path) -> tuple[Config, dict[str, Any]]:
         raise UserError(f"{path}/checkpoint.json: not readable ({fault!r}) - copy the checkpoint again") from None
     config = Config.from_saved(path / "config.yml")
     if config.hash != config_hash:
+        files = "config.yml" if config.pos_emb_code is None else "config.yml with pos_emb_file.py"
         raise UserError(
-            f"{path}/config.yml: its hash is {config.hash}, the checkpoint says {config_hash}"
+            f"{path}/{files}: its hash is {config.hash}, the checkpoint says {config_hash}"
             " - it was edited after training"
         )
     logger.info("%s: step %d, %d rows of vocabulary, config %s", path, step, vocab, config_hash)
@@ -202,6 +205,12 @@ def _write(path: Path, text: str) -> None:
     fresh.write_text(text)
     _sync(fresh)
     fresh.replace(path)
+
+
+def _umask() -> int:
+    mask = os.umask(0o022)
+    os.umask(mask)
+    return mask
 
 
 def _sync(path: Path) -> None:

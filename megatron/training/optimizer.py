@@ -19,7 +19,7 @@ def build_optimizer(model: nn.Module, settings: Any, device: torch.device) -> to
     """
     decayed, exempt = [], []
     for name, parameter in model.named_parameters():
-        matrix = parameter.dim() >= 2 and not name.startswith("position.")
+        matrix = parameter.dim() >= 2 and not name.startswith("positions.")
         (decayed if matrix else exempt).append(parameter)
     groups = [{"params": decayed, "weight_decay": settings.weight_decay}, {"params": exempt, "weight_decay": 0.0}]
     return adam(device)(groups, lr=settings.lr, betas=settings.betas, eps=settings.eps)

@@ -2,6 +2,8 @@
 
 import logging
 import math
+import signal
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -20,6 +22,7 @@ from megatron.parallel.grid import Grid
 from megatron.training import checkpoint
 from megatron.training.metrics import Metrics, Progress
 from megatron.training.start import Start, starting_point
+from megatron.training.stop import Stop
 from megatron.training.trainer import Trainer
 from megatron.training.vocabulary import check_vocabulary
 
@@ -55,6 +58,8 @@ class Run:
         self.validates = bool(training.eval_interval and training.eval_iters)
         if self.validates:
             self._windows("valid", config.data.seq_length_val)
+        if self.folder is not None and grid.first:
+            _make(self.folder)
 
     def to_the_end(self, trainer: Trainer) -> Path | None:
         """Steps, log lines, checkpoints and validations up to train_iters; the last checkpoint's folder."""
@@ -73,12 +78,16 @@ class Run:
             logger.info("step %d of %d: nothing left to train", trainer.step, self.steps)
             return self.start.path
         metrics = self._metrics(trainer.step) if self.grid.first else None
-        saved = self._steps(trainer, metrics)
+        with Stop(self.grid) as stop:
+            saved = self._steps(trainer, metrics, stop)
         if metrics is not None:
             metrics.close()
+        if trainer.step < self.steps:
+            logger.warning(f"stopped at step {trainer.step} of {self.steps}, saved {saved}; load={saved} continues it")
+            sys.exit(128 + (stop.signal or signal.SIGTERM))
         return saved
 
-    def _steps(self, trainer: Trainer, metrics: Metrics | None) -> Path | None:
+    def _steps(self, trainer: Trainer, metrics: Metrics | None, stop: Stop) -> Path | None:
         training, saved = self.config.training, None
         progress = Progress(trainer.step, self.steps)
         losses = [torch.tensor(loss, device=self.grid.device) for loss in self.start.pending]
@@ -87,7 +96,8 @@ class Run:
             result = trainer.train_step([next(self.train_windows) for _ in steps])
             self.windows += self.windows_per_step
             losses.append(self.grid.mean(result.pop("loss")))
-            step, last = trainer.step, trainer.step == self.steps
+            step, stops = trainer.step, stop.wanted(trainer.step)
+            last = stops or step == self.steps
             saves = self.folder is not None and (last or _divides(self.config.checkpoint.save_interval, step))
             logs = last or _divides(self.config.logging.log_interval, step)
             if logs or saves:
@@ -97,6 +107,8 @@ class Run:
                 losses.clear()
             if saves:
                 saved = self._save(trainer, losses)
+            if stops:
+                break
             if self.validates and (last or _divides(training.eval_interval, step)):
                 self._validate(trainer, metrics)
         return saved
@@ -132,7 +144,7 @@ class Run:
     ) -> None:
         if metrics is None:
             return
-        learned = trainer.model.position.learned()
+        learned = trainer.model.learned()
         step, seconds = trainer.step, progress.advance(trainer.step)
         norm = result["grad_norm"] if self.config.logging.log_grad_norm else None
         norm = None if norm is None else float(norm)
@@ -173,6 +185,13 @@ class Run:
             checkpoint.keep_last(self.folder, trainer.step, self.config.checkpoint.keep_last_n_checkpoints)
             logger.info("saved %s", saved)
         return saved
+
+
+def _make(folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as fault:
+        raise UserError(f"save: {folder} cannot be made ({fault.strerror}) - choose another folder") from None
 
 
 def _divides(interval: int, step: int) -> bool:

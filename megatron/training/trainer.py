@@ -2,9 +2,10 @@
 
 import logging
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, redirect_stdout
 from io import StringIO
+from itertools import chain
 from typing import Any, cast
 
 import torch
@@ -15,6 +16,7 @@ from megatron.config.deepspeed import deepspeed_config
 from megatron.errors import UserError
 from megatron.model import GPT
 from megatron.parallel.grid import Grid
+from megatron.positions import Position
 from megatron.training.optimizer import build_optimizer
 from megatron.training.schedule import learning_rate
 
@@ -92,14 +94,15 @@ class Trainer:
             return
         from deepspeed.utils import safe_get_full_fp32_param
 
-        for module, name, parameter in self.model.position.own_parameters():
+        positions = cast(Iterable[Position], self.model.positions)
+        for module, name, parameter in chain.from_iterable(position.own_parameters() for position in positions):
             if _count(parameter) <= SMALL:
                 shape = getattr(parameter, "ds_shape", parameter.shape)  # ZeRO 3 leaves nothing in its place
                 module.exact[name] = cast(Tensor, safe_get_full_fp32_param(parameter)).detach().view(shape)
 
     def parameter_counts(self) -> tuple[int, int]:
         """Parameters of the whole model, and of the encoding."""
-        modules = (self.model, self.model.position)
+        modules = (self.model, self.model.positions)
         whole, position = (sum(_count(parameter) for parameter in module.parameters()) for module in modules)
         return whole, position
 

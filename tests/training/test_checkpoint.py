@@ -2,7 +2,11 @@
 
 import json
 import math
+import re
 import shutil
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -13,7 +17,7 @@ from megatron.config import load
 from megatron.errors import UserError
 from megatron.training import checkpoint
 from megatron.training.run import train
-from tests.support import ROOT, run
+from tests.support import ROOT, run, unlaunched
 from tests.training.conftest import tiny
 
 MODEL = ["pos_emb=mep_param", "hidden_dropout=0.1"]
@@ -305,3 +309,32 @@ def test_a_loss_that_is_not_a_number_stops_the_run(grid, corpus, tmp_path):
     )
     with pytest.raises(UserError, match=r"loss: nan by step \d+ - lower optimizer.params.lr"):
         train(config, grid)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_ends_a_run_after_its_step_with_a_checkpoint_to_continue_from(corpus, tmp_path, number):
+    words = [f"data_path={corpus}", f"save={tmp_path}", f"load={tmp_path}", "train_iters=100000", *MODEL]
+    process = subprocess.Popen(
+        [sys.executable, "train.py", *tiny(*words)], cwd=ROOT, stderr=subprocess.PIPE, text=True, env=unlaunched()
+    )
+    for line in process.stderr:
+        if line.startswith("step 3/"):
+            process.send_signal(number)
+            break
+    rest = process.stderr.read()
+    assert process.wait(timeout=60) == 128 + number
+    stopped = re.search(r"stopped at step (\d+) of 100000, saved (\S+); load=\S+ continues it", rest)
+    assert stopped, rest
+    assert checkpoint.latest_step(tmp_path) == int(stopped[1])
+    assert max(records(tmp_path)) == int(stopped[1])
+
+
+def test_a_save_folder_that_cannot_be_made_is_refused_before_training(grid, corpus, tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(UserError, match=r"save: .*file/run cannot be made \(Not a directory\) - choose another folder"):
+        train(load([], tiny(f"data_path={corpus}", f"save={tmp_path / 'file' / 'run'}", "train_iters=1")), grid)
+
+
+def test_a_checkpoint_can_be_read_by_whom_the_umask_lets(trained):
+    modes = {path.stat().st_mode & 0o777 for path in (trained / "global_step4").iterdir() if path.is_file()}
+    assert len(modes) == 1

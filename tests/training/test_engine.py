@@ -129,5 +129,5 @@ def test_weight_decay_acts_on_matrices_and_spares_norms_biases_and_the_encoding(
     groups = run.engine.optimizer.param_groups
     decay = {id(p): group["weight_decay"] for group in groups for p in group["params"]}
     for name, parameter in run.model.named_parameters():
-        spared = name.startswith("position.") or name.endswith("bias") or "norm" in name
+        spared = name.startswith("positions.") or name.endswith("bias") or "norm" in name
         assert decay[id(parameter)] == (0.0 if spared else 0.5), name
