@@ -48,3 +48,16 @@ def corpus(tmp_path_factory):
     from tests.support import make_corpus
 
     return make_corpus(tmp_path_factory.mktemp("corpus"))
+
+
+@pytest.fixture
+def own_registry():
+    """What a test registers is gone after it."""
+    from megatron.positions import ALIASES, FILES, REGISTRY
+
+    tables = (REGISTRY, ALIASES, FILES)
+    before = [dict(table) for table in tables]
+    yield
+    for table, old in zip(tables, before, strict=True):
+        table.clear()
+        table.update(old)

@@ -5,12 +5,14 @@ matrix, strides (·, 1, 1)): a block of queries reads its biases in place, and k
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from megatron.attention.eager import hidden
 
 BLOCK = 256
 # cuDNN's kernel has given NaN gradients under a mask (pytorch#196678).
@@ -21,15 +23,20 @@ def sdpa(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    bias: Tensor | None = None,
+    bias: Tensor | None,
     *,
-    weight: Tensor | None = None,
-    window: int | None = None,
-    segments: Tensor | None = None,
+    weight: Tensor | None,
+    window: int | None,
+    chunk: int | None,
+    segments: Tensor | None,
+    index_bias: Callable[[Tensor, Tensor], Tensor] | None,
 ) -> Tensor:
     """See megatron.attention.attention."""
     queries, keys = q.shape[2], k.shape[2]
-    if bias is None and weight is None and segments is None and (window is None or window >= keys):
+    window = None if window is not None and window >= keys else window
+    chunk = None if chunk is not None and 2 * chunk >= keys else chunk
+    narrowed = window is not None or chunk is not None or segments is not None
+    if bias is None and weight is None and index_bias is None and not narrowed:
         if queries == keys:
             return F.scaled_dot_product_attention(q, k, v, is_causal=True)
         if queries == 1:
@@ -40,21 +47,28 @@ def sdpa(
     reversed_weight = None if weight is None else _reversed(weight, keys, 0.0)
     k, v = k.flip(2), v.flip(2)
     outputs = []
-    for start, end, first, last in _blocks(queries, keys, window):
+    for start, end, first, last in _blocks(queries, keys, window, chunk):
         rows = slice(keys - last, keys - first)  # keys first … last - 1, in reversed order
         mask = _view(reversed_bias, start, end, keys - queries, rows)[None]  # [1, heads, end - start, last - first]
         scale = None if reversed_weight is None else _view(reversed_weight, start, end, keys - queries, rows)
-        mask = _hide(mask, (start, end), (first, last), keys - queries, window, segments)
+        query = keys - queries + torch.arange(start, end, device=q.device)
+        key = torch.arange(last - 1, first - 1, -1, device=q.device)
+        if index_bias is not None:
+            mask = mask + index_bias(query, key)
+        if narrowed:
+            mask = mask.masked_fill(hidden(query, key, window, chunk, segments), -math.inf)
         outputs.append(_attend(q[:, :, start:end], k[:, :, rows], v[:, :, rows], mask, scale))
     return torch.cat(outputs, dim=2)
 
 
-def _blocks(queries: int, keys: int, window: int | None) -> Iterator[tuple[int, int, int, int]]:
+def _blocks(queries: int, keys: int, window: int | None, chunk: int | None) -> Iterator[tuple[int, int, int, int]]:
     """(first query, last + 1, first key, last + 1): the keys that some query of the block sees."""
+    before = keys - queries
     for start in range(0, queries, BLOCK):
         end = min(start + BLOCK, queries)
-        before = keys - queries
         first = 0 if window is None else max(0, before + start - window + 1)
+        if chunk is not None:
+            first = max(first, ((before + start) // chunk - 1) * chunk)
         yield start, end, first, before + end
 
 
@@ -69,27 +83,6 @@ def _view(table: Tensor, start: int, end: int, before: int, rows: slice) -> Tens
     offset = table.storage_offset() + before + start + rows.start
     shape = (table.shape[0], end - start, rows.stop - rows.start)
     return table.as_strided(shape, (table.stride(0), 1, 1), offset)
-
-
-def _hide(
-    mask: Tensor,
-    block: tuple[int, int],
-    seen: tuple[int, int],
-    before: int,
-    window: int | None,
-    segments: Tensor | None,
-) -> Tensor:
-    """`mask` with -inf outside the window and outside the query's own document; columns are keys last - 1 … first."""
-    if window is None and segments is None:
-        return mask
-    query = before + torch.arange(*block, device=mask.device)
-    key = torch.arange(*seen, device=mask.device).flip(0)
-    hidden = torch.zeros(len(query), len(key), dtype=torch.bool, device=mask.device)
-    if window is not None:
-        hidden = query[:, None] - key >= window
-    if segments is not None:
-        hidden = hidden | (segments[:, query, None] != segments[:, None, key])[:, None]  # [batch, 1, queries, keys]
-    return mask.masked_fill(hidden, -math.inf)
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: Tensor | None) -> Tensor:

@@ -83,7 +83,7 @@ def _rows(section: str) -> str:
     found = [key for key in all_keys() if key.section == section]
     return "\n".join(
         f"| `{key.name}` | {type_text(key).replace('|', 'or')} | {default_text(key).removeprefix('default: ')} |"
-        f" {key.info.description} |"
+        f" {' '.join((key.info.description or '').split())} |"
         for key in found
     )
 

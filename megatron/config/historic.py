@@ -75,8 +75,7 @@ _EXPERIMENT = (
     "a single experiment of the MEP fork (normalised or clipped distances, scaled slopes or an MLP on distance)"
 )
 REFUSED_ENCODINGS = {
-    "kerple_power__ap": "a weight kernel without a bias; kerple_bias_wht has both",
-    "kerple_power_a_": "a linear bias with a learned slope; kerple_power learns the exponent too, alibi neither",
+    "kerple_power_a_": "a linear bias with a learned slope; write pos_emb: kerple_power and pos_emb_args: {p: 1}",
     **dict.fromkeys(
         (
             "kerple_power_norm_a_",
@@ -93,9 +92,9 @@ REFUSED_ENCODINGS = {
         _EXPERIMENT,
     ),
 }
-# The MEP fork chose between three encodings by this key: {encoding: {value: what it meant, None for the plain one}}.
-SCALING_CHOSE: dict[str, dict[Any, str | None]] = {"rotary": {0: None, 1: "NTK-by-parts"}}
-OTHER_SCALING = "YaRN with scale 2"
+# The MEP fork chose an encoding by this key: 0 plain, 1 NTK-by-parts with factor 1 (which is plain), else YaRN.
+SCALING_CHOSE: dict[str, dict[Any, dict[str, Any]]] = {"rotary": {0: {}, 1: {}}}
+OTHER_SCALING: dict[str, Any] = {"scaling": "yarn", "factor": 2.0}
 NAMES = {*RENAMED, *NO_EFFECT, *FIXED, *AFTER_MERGE, "bf16"}
 
 
@@ -238,10 +237,10 @@ def _encoding(given: dict[str, Any], report: Report) -> None:
     if name in REFUSED_ENCODINGS:
         report.fault(f"pos_emb: {name} is not offered: it was {REFUSED_ENCODINGS[name]}")
         del given["pos_emb"]
-    elif name in ENCODINGS:
-        given["pos_emb"] = ENCODINGS[name]
+    elif name in (meanings := {**ALIASES, **ENCODINGS}):  # pos_emb_file may have added aliases
+        given["pos_emb"] = meanings[name]
         more = f"; {_ENCODING_NOTES[name]}" if name in _ENCODING_NOTES else ""
-        report.note(f"pos_emb: {name} means {ENCODINGS[name]}{more}")
+        report.note(f"pos_emb: {name} means {meanings[name]}{more}")
 
 
 def fold(merged: dict[str, Any], options: set[str], report: Report) -> None:
@@ -270,10 +269,10 @@ def _alibi_scaling(merged: dict[str, Any], report: Report) -> None:
     meanings = SCALING_CHOSE.get(name) if isinstance(name, str) else None
     if meanings is None:
         report.note(f"alibi_scaling: accepted, has no effect here: the MEP fork does not use it for {name} either")
-    elif (meant := meanings.get(value, OTHER_SCALING) if isinstance(value, int) else OTHER_SCALING) is not None:
-        report.fault(
-            f"alibi_scaling: {value} with pos_emb {name} meant {meant} in the MEP fork, which is not offered yet;"
-            f" set alibi_scaling = 0 for plain {name}"
-        )
-    else:
-        report.note(f"alibi_scaling: {value} means plain {name}, which is what it is here")
+        return
+    meant = meanings.get(value, OTHER_SCALING) if isinstance(value, int) else OTHER_SCALING
+    args = merged.get("pos_emb_args") or {}
+    if meant and isinstance(args, dict):
+        merged["pos_emb_args"] = meant | args
+    told = ", ".join(f"{key}: {option}" for key, option in meant.items()) or f"plain {name}"
+    report.note(f"alibi_scaling: {value} meant {told} in the MEP fork, which is what it is here")

@@ -8,6 +8,7 @@ from pydantic import ValidationError
 
 from megatron.config import faults
 from megatron.config.checks import check_together
+from megatron.config.code import code_of
 from megatron.config.historic import NAMES, Report, fold, switch_off, translate
 from megatron.config.merged import Config, message
 from megatron.config.read import find_file, merge, read_file, read_overrides
@@ -20,6 +21,7 @@ def load(paths: Sequence[str | Path], overrides: Sequence[str] = ()) -> Config:
     """Merge YAML files from left to right, then `key=value` words; check all of it; UserError with every fault."""
     report = Report()
     sources, merged = _sources(paths, overrides, report), {}
+    code = code_of(sources, report.fault)  # first of all: what it registers may be what pos_emb names
     for _, given in sources:
         _take(merged, given, report)
     merged.setdefault("pos_emb", Position.model_fields["pos_emb"].default)
@@ -29,7 +31,8 @@ def load(paths: Sequence[str | Path], overrides: Sequence[str] = ()) -> Config:
     names = [name for name, _ in sources]
     if report.faults:
         raise UserError(message(names, report.faults))
-    return Config(**sections, sources=tuple(names), notes=tuple(report.notes))  # pyright: ignore[reportArgumentType]
+    said = {"sources": tuple(names), "notes": tuple(report.notes)}
+    return Config(**sections, pos_emb_code=code, **said)  # pyright: ignore[reportArgumentType]
 
 
 def _sources(paths: Sequence[str | Path], overrides: Sequence[str], report: Report) -> list[tuple[str, dict[str, Any]]]:

@@ -10,9 +10,10 @@ from typing import Any
 import yaml
 
 from megatron.config import schema
+from megatron.config.code import COPY
 from megatron.config.schema import KEYS, Key, Section, all_keys
 from megatron.errors import UserError
-from megatron.positions import options_of
+from megatron.positions import fingerprint, options_of
 
 NEEDED = {
     "train": {
@@ -39,6 +40,8 @@ class Config:
     evaluation: schema.Evaluation
     logging: schema.Logging
     launch: schema.Launch
+    pos_emb_code: str | None = None
+    """The text of the file that pos_emb_file names."""
     sources: tuple[str, ...] = field(default=(), compare=False)
     notes: tuple[str, ...] = field(default=(), compare=False)
 
@@ -54,11 +57,11 @@ class Config:
         return {key: plain(self[key]) for key in KEYS}
 
     def save(self, path: str | Path) -> None:
-        """Write every key as YAML; the file is there complete or not at all."""
+        """Write every key as YAML, and the text of pos_emb_file beside it; each is there complete or not at all."""
         path = Path(path)
-        beside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-        beside.write_text(yaml.safe_dump(self.flat(), sort_keys=False, allow_unicode=True), encoding="utf-8")
-        os.replace(beside, path)
+        if self.pos_emb_code is not None:
+            _write(path.with_name(COPY), self.pos_emb_code)
+        _write(path, yaml.safe_dump(self.flat(), sort_keys=False, allow_unicode=True))
 
     @property
     def hash(self) -> str:
@@ -73,14 +76,18 @@ class Config:
             if key.said.get("shapes_result", True) and value != default:
                 told[key.name] = Path(value).name if key.said.get("hash_by_file_name") else value
         told["pos_emb_args"] = self._telling_args()
+        if self.pos_emb_code is not None:
+            told["pos_emb_file"] = fingerprint(self.pos_emb_code)  # the text counts, not where it lies
         text = json.dumps(_canonical({key: value for key, value in told.items() if value != {}}), sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:12]
 
     def model_keys(self) -> dict[str, Any]:
         """What makes two models one: the keys of the sections model and position, options at their default left out."""
         flat, options = self.flat(), options_of(self.position.pos_emb)
-        keys = [*type(self.model).model_fields, *type(self.position).model_fields]
-        found = {key: flat[key] for key in keys if key != "max_position_embeddings" or "max_positions" in options}
+        keys = {*type(self.model).model_fields, *type(self.position).model_fields} - {"pos_emb_file"}  # its text counts
+        found = {key: flat[key] for key in flat if key in keys}
+        if "max_positions" not in options:
+            del found["max_position_embeddings"]
         return found | {"pos_emb_args": _canonical(plain(self._telling_args()))}
 
     def require_for(self, purpose: str) -> None:
@@ -130,6 +137,12 @@ class Config:
 def message(sources: tuple[str, ...] | list[str], faults: list[str]) -> str:
     """All faults in one text, under the sources they come from."""
     return "\n  ".join([f"bad configuration ({', '.join(sources) or 'nothing given'})", *faults])
+
+
+def _write(path: Path, text: str) -> None:
+    beside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    beside.write_text(text, encoding="utf-8", newline="")
+    os.replace(beside, path)
 
 
 def plain(value: Any) -> Any:

@@ -93,12 +93,17 @@ class Model(Section):
 
 
 class Position(Section):
-    """The positional encoding. Both keys go together: a later file that picks another pos_emb drops earlier args."""
+    """The positional encoding. pos_emb and pos_emb_args go together: a later pos_emb drops the args of an earlier."""
 
     pos_emb: str = "rotary"
     """Name of the encoding; configs/pos_emb/ has one file for each."""
     pos_emb_args: dict[str, Any] = Field(default_factory=dict)
     """Options of that encoding, for example `{base: 500000}` for rotary."""
+    pos_emb_shared: bool = True
+    """true: all layers share the encoding's learned numbers, as in KERPLE; false: each has its own, as in DAPE."""
+    pos_emb_file: str | None = None
+    """A Python file of yours that registers encodings (docs/add_an_encoding.md). Naming it runs it, as an import does;
+    its text counts for the hash and is kept with every checkpoint, and is never run from there unless you name it."""
 
 
 class Attention(Section):
@@ -109,6 +114,12 @@ class Attention(Section):
     attention_backend: Literal["auto", "eager", "sdpa"] = "auto"
     """eager is the definition; sdpa works in blocks and needs little memory; auto chooses and says which it took.
     On CUDA sdpa gives the kernel biases in the model's dtype: in bf16 within 0.4 % of a bias; float32 is exact."""
+    window: Positive | Literal["train_length"] | None = None
+    """Each token sees this many tokens up to itself; train_length: as many as in training (a baseline to evaluate)."""
+    blockwise: bool = False
+    """Blockwise causal attention (xPos): a token sees its own block of seq_length / 2 tokens and the one before."""
+    logn_scale: bool = False
+    """Multiply the scores of a query that sees n tokens by max(1, log n / log seq_length)."""
 
 
 class Data(Section):
@@ -312,7 +323,7 @@ class Logging(Section):
     log_interval: Positive = 10
     """Steps between log lines."""
     log_dir: str | None = None
-    """Folder for metrics.jsonl and the log; unset: inside save."""
+    """Folder for metrics.jsonl; unset: inside save."""
     tensorboard_dir: str | None = None
     """Folder for tensorboard events; unset: none are written."""
     log_grad_norm: bool = True

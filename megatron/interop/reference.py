@@ -3,7 +3,9 @@
 import logging
 import re
 from collections import defaultdict
+from collections.abc import Sequence
 from pathlib import Path
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -33,7 +35,9 @@ def load_model(folder: str | Path, config: Config) -> GPT:
         raise UserError(f"{folder}: no word embeddings in layer_00; is this a whole GPT-NeoX checkpoint?")
     model = from_config(config, vocab=len(embedding))
     _load_weights(model, ours, folder)
-    _load_position(model.position, copies, folder)
+    for layer, position in enumerate(cast(Sequence[Position], model.positions)):
+        own = {name: found[layer : layer + 1] for name, found in copies.items()}
+        _load_position(position, copies if len(model.positions) == 1 else own, folder)
     return model
 
 
@@ -80,7 +84,7 @@ def _translate(
 
 
 def _load_weights(model: nn.Module, ours: dict[str, Tensor], folder: Path) -> None:
-    wanted = {name: tensor for name, tensor in model.state_dict().items() if not name.startswith("position.")}
+    wanted = {name: tensor for name, tensor in model.state_dict().items() if not name.startswith("positions.")}
     absent, extra = sorted(wanted.keys() - ours.keys()), sorted(ours.keys() - wanted.keys())
     if absent or extra:
         raise UserError(

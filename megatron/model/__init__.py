@@ -3,10 +3,10 @@
 import torch
 
 from megatron.config import Config
-from megatron.model.gpt import GPT
+from megatron.model.gpt import GPT, Cache
 from megatron.positions import Position, Shape, build, options_of
 
-__all__ = ["GPT", "from_config", "padded_vocab", "position_from_config"]
+__all__ = ["GPT", "Cache", "from_config", "padded_vocab", "position_from_config"]
 
 
 def from_config(config: Config, vocab: int) -> GPT:
@@ -16,9 +16,11 @@ def from_config(config: Config, vocab: int) -> GPT:
     """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(config.training.seed)
-        position = position_from_config(config)
+        first = position_from_config(config)
+        own = first.per_layer or not config.position.pos_emb_shared
+        positions = [first, *(position_from_config(config) for _ in range(config.model.num_layers - 1) if own)]
         torch.manual_seed(config.training.seed)
-        model = GPT(config.model, position=position, vocab=vocab, backend=config.attention.attention_backend)
+        model = GPT(config.model, config.attention, positions=positions, vocab=vocab)
     model.checkpoint_activations = config.training.checkpoint_activations
     return model
 

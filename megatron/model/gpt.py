@@ -1,5 +1,7 @@
 """The GPT of the papers: embedding, blocks, final norm, output matrix; the encoding enters through its hooks only."""
 
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 import torch
@@ -10,33 +12,37 @@ from torch.utils.checkpoint import checkpoint
 from megatron.errors import UserError
 from megatron.model.block import Block
 from megatron.model.init import initialize
+from megatron.model.layers import Sight
 from megatron.positions import Position
 
 HEAD_TOKENS = 2048  # tokens whose logits exist at one time where no gradient is wanted
 
 
+@dataclass
+class Cache:
+    """What a model remembers of the text so far, for decoding in pieces: GPT.forward(ids, cache=cache)."""
+
+    length: int = 0
+    layers: list[dict[str, Tensor]] = field(default_factory=list)
+
+
 class GPT(nn.Module):
     """A decoder-only language model.
 
-    model: the configuration's section of that name; vocab: rows of the embedding, padding included;
-    position: the encoding, one for all layers; backend: which attention computes it
+    model, attention: the configuration's sections of these names; vocab: rows of the embedding, padding included;
+    positions: the encoding, one for all layers or one for each
     """
 
-    def __init__(self, model: Any, *, position: Position, vocab: int, backend: str = "auto") -> None:
+    def __init__(self, model: Any, attention: Any, *, positions: Sequence[Position], vocab: int) -> None:
         super().__init__()
         hidden = model.hidden_size
         self.vocab = vocab
+        self.train_length = model.seq_length
         self.dropout = model.hidden_dropout
         self.checkpoint_activations = False
         self.word_embeddings = nn.Embedding(vocab, hidden)
         self.layers = nn.ModuleList(
-            Block(
-                hidden,
-                model.num_attention_heads,
-                epsilon=model.layernorm_epsilon,
-                dropout=model.hidden_dropout,
-                backend=backend,
-            )
+            Block(hidden, model.num_attention_heads, epsilon=model.layernorm_epsilon, dropout=model.hidden_dropout)
             for _ in range(model.num_layers)
         )
         self.norm = nn.LayerNorm(hidden, eps=model.layernorm_epsilon)
@@ -47,28 +53,58 @@ class GPT(nn.Module):
             layers=model.num_layers,
             scaled=model.output_layer_init_method == "scaled_normal",
         )
-        self.position = position  # after initialize: an encoding sets its own first values
+        self.positions = nn.ModuleList(positions)  # after initialize: an encoding sets its own first values
+        self.use_attention(attention)
 
-    def forward(self, ids: Tensor, labels: Tensor | None = None) -> Tensor:
+    def forward(self, ids: Tensor, labels: Tensor | None = None, cache: Cache | None = None) -> Tensor:
         """ids [batch, length] -> logits [batch, length, vocab]; with labels [batch, length], the cross entropy of each
-        token instead: [batch, length] float32."""
-        x = self.features(ids)
+        token instead: [batch, length] float32. With a cache the ids continue the text that it remembers."""
+        x = self.features(ids, cache)
         return F.linear(x, self.output_matrix) if labels is None else self.losses(x, labels)
 
-    def features(self, ids: Tensor) -> Tensor:
+    def features(self, ids: Tensor, cache: Cache | None = None) -> Tensor:
         """ids [batch, length] -> [batch, length, hidden], after the final norm."""
         if ids.dim() != 2:
             raise UserError(f"ids: {list(ids.shape)} must be [batch, length]")
-        length = ids.shape[1]
-        bias, weight = self.position.distance_bias(length), self.position.distance_weight(length)  # once per step
-        x = self.position.on_embeddings(self.word_embeddings(ids))
+        start, length = (cache.length if cache else 0), ids.shape[1]
+        for position in cast(Sequence[Position], self.positions):
+            position.prepare(start + length)
+        x = self.position.on_embeddings(self.word_embeddings(ids), start)
         x = F.dropout(x, self.dropout, self.training)
-        for block in self.layers:
+        for block, sight in zip(self.layers, self._sights(start, length, cache), strict=True):
             if self.checkpoint_activations and torch.is_grad_enabled():
-                x = checkpoint(block, x, self.position, bias, weight, use_reentrant=False)
+                x = cast(Tensor, checkpoint(block, x, sight, use_reentrant=False))
             else:
-                x = block(x, self.position, bias, weight)
+                x = block(x, sight)
+        if cache:
+            cache.length += length
         return self.norm(x)
+
+    def _sights(self, start: int, length: int, cache: Cache | None) -> list[Sight]:
+        """What each layer needs beside its input; tables are computed once per step and encoding."""
+        keys = start + length
+        window = self.train_length if self.window == "train_length" else self.window
+        chunk = max(1, self.train_length // 2) if self.blockwise else None
+        scale = self.position.log_n_scale(start, length) if self.logn_scale else None
+        if cache is not None and not cache.layers:
+            cache.layers = [{} for _ in self.layers]
+        shared = [
+            Sight(
+                position,
+                position.distance_bias(keys),
+                position.distance_weight(keys),
+                start=start,
+                window=window,
+                chunk=chunk,
+                query_scale=scale,
+                backend=self.backend,
+            )
+            for position in cast(Sequence[Position], self.positions)
+        ]
+        sights = shared if len(shared) == len(self.layers) else shared * len(self.layers)
+        if cache is None:
+            return sights
+        return [replace(sight, memory=memory) for sight, memory in zip(sights, cache.layers, strict=True)]
 
     def losses(self, x: Tensor, labels: Tensor) -> Tensor:
         """Cross entropy of each token in float32: [batch, length, hidden], [batch, length] -> [batch, length].
@@ -83,10 +119,25 @@ class GPT(nn.Module):
         ]
         return torch.cat(parts).view_as(labels)
 
-    def use_backend(self, backend: str) -> None:
-        """Compute attention by another backend from now on."""
-        for block in self.layers:
-            cast(Block, block).attention.backend = backend
+    def use_attention(self, attention: Any) -> None:
+        """Compute attention as another section of that name says: backend, window, blocks and log-n scale."""
+        self.backend, self.window = attention.attention_backend, attention.window
+        self.blockwise, self.logn_scale = attention.blockwise, attention.logn_scale
+
+    def learned(self) -> dict[str, Tensor]:
+        """The effective values of the encoding's learned numbers, by name and, where layers differ, by layer."""
+        positions = list(enumerate(cast(Sequence[Position], self.positions)))
+        several = len(positions) > 1
+        return {
+            f"layer{layer}.{name}" if several else name: value
+            for layer, position in positions
+            for name, value in position.learned().items()
+        }
+
+    @property
+    def position(self) -> Position:
+        """The encoding of the first layer, and of all where it is shared; its hook on embeddings acts for all."""
+        return cast(Position, self.positions[0])
 
     @property
     def output_matrix(self) -> Tensor:

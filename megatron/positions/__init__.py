@@ -3,19 +3,18 @@
 import importlib
 import pkgutil
 
-from megatron.positions.base import (
+from megatron.positions.base import DistanceBias, Position, Shape, at_least, within
+from megatron.positions.mixture import Mixture
+from megatron.positions.registry import (
     ALIASES,
+    FILES,
     REGISTRY,
-    DistanceBias,
-    Mixture,
-    Position,
-    Shape,
-    at_least,
     build,
+    fingerprint,
+    load_file,
     options_of,
     positive,
     register,
-    within,
 )
 
 for _module in pkgutil.iter_modules(__path__):
@@ -23,6 +22,7 @@ for _module in pkgutil.iter_modules(__path__):
 
 __all__ = [
     "ALIASES",
+    "FILES",
     "REGISTRY",
     "DistanceBias",
     "Mixture",
@@ -30,6 +30,8 @@ __all__ = [
     "Shape",
     "at_least",
     "build",
+    "fingerprint",
+    "load_file",
     "options_of",
     "positive",
     "register",

@@ -1,16 +1,12 @@
-"""What every positional encoding is made of: the hooks, the float32 rule, mixtures and the registry."""
+"""What every positional encoding is made of: the hooks and the float32 rule."""
 
-import difflib
-import inspect
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, ClassVar, cast
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
-
-from megatron.errors import UserError
 
 
 @dataclass(frozen=True)
@@ -24,17 +20,22 @@ class Shape:
 
 
 class Position(nn.Module):
-    """A positional encoding: any of four optional hooks. Its numbers stay float32 whatever the model's dtype.
+    """A positional encoding: any of seven optional hooks. Its numbers stay float32 whatever the model's dtype.
 
+    `per_layer` says that every layer needs parameters of its own, whatever `pos_emb_shared` is.
+    `claims` may hold "zero_at_0" and "never_rises": tools/check_encoding.py then holds its bias to them.
     `bounds` names the learned parameters that live in an interval; `bounded` and `learned` give their effective values.
     `reference_names` says under which name the GPT-NeoX forks keep a parameter or fixed tensor of ours in checkpoints;
     `reference_unused` lists tensors that they store without using them.
     """
 
+    per_layer: bool = False
+    claims: ClassVar[tuple[str, ...]] = ()
     bounds: ClassVar[dict[str, tuple[float, float]]] = {}
     reference_names: ClassVar[dict[str, str]] = {}
     reference_unused: ClassVar[tuple[str, ...]] = ()
     origin: Tensor
+    drawn: Tensor | None = None  # [length] int64: positions to be used instead of 0, 1, …, as `randomized` draws them
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
@@ -43,6 +44,9 @@ class Position(nn.Module):
         self.exact: dict[str, Tensor] = {}
         # Says on which device, and in float32 or float64, this encoding computes; it holds nothing else.
         self.register_buffer("origin", torch.zeros(()), persistent=False)
+
+    def prepare(self, length: int) -> None:
+        """Once per forward pass, before every other hook and never again in a recomputation: the place to draw."""
 
     def on_embeddings(self, x: Tensor, start: int = 0) -> Tensor:
         """Once, before the first layer: [batch, length, hidden] -> same; `start` is the position of the first token."""
@@ -60,16 +64,80 @@ class Position(nn.Module):
         """-> [heads, length] float32 or None; multiplies q·k/√head_dim before the bias (KERPLE's weight kernels)."""
         return None
 
+    def index_bias(self, queries: Tensor, keys: Tensor) -> Tensor:
+        """For encodings that need the indices of query and key, not just their distance: [queries], [keys] int64
+        -> [heads, queries, keys] float32, added to the score. Asked block by block; keys after a query are hidden."""
+        raise NotImplementedError
+
+    def on_scores(self, scores: Tensor, x: Tensor, memory: dict[str, Tensor]) -> Tensor:
+        """For encodings that look at content: scaled scores with every bias [batch, heads, queries, keys], where keys
+        after a query hold any finite number, and the layer's input x [batch, queries, hidden] -> scores.
+
+        `memory` is this layer's own and lives as long as a cached text; what depends on earlier tokens is kept there.
+        Written for Cable, and enough for others: FoX is Cable with log sigmoid for its penalty; DAPE makes its table
+        here and adds it and an MLP over heads of scores and table; CoPE needs q too, which a layer of its own
+        (per_layer) can keep from on_queries_keys, called just before.
+        """
+        raise NotImplementedError
+
+    def has(self, hook: str) -> bool:
+        """Whether this encoding has the hook index_bias or on_scores."""
+        return getattr(type(self), hook) is not getattr(Position, hook)
+
     def distances(self, length: int) -> Tensor:
         """0, 1, …, length - 1: [length] float32, exact up to 2^24."""
         return torch.arange(length, device=self.origin.device).to(self.origin.dtype)
 
+    def indices(self, start: int, length: int) -> Tensor:
+        """Positions of `length` tokens from `start` on: [length] float32."""
+        if self.drawn is not None:
+            return self.drawn[start : start + length].to(self.origin.dtype)
+        return start + self.distances(length)
+
+    def table(self, function: Callable[[Tensor], Tensor], length: int) -> Tensor:
+        """`function` of the distances 0 … length - 1 outside autocast: -> [heads, length] float32."""
+        distance = self.distances(length)
+        with torch.autocast(distance.device.type, enabled=False):
+            table = self.in_float32(function, distance)
+        expected = (self.shape.heads, length)
+        if tuple(table.shape) != expected or table.dtype != distance.dtype:
+            raise TypeError(
+                f"{type(self).__name__}: a kernel must give {list(expected)} {distance.dtype},"
+                f" not {list(table.shape)} {table.dtype}"
+            )
+        return table
+
+    def in_float32(self, function: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
+        """`function` of the inputs with the parameters of modules in this encoding in float32 although an engine may
+        have rounded them, as `bounded` does for its own; gradients reach them."""
+        paths = {id(module): f"{path}." if path else "" for path, module in self.named_modules()}
+        rounded = {
+            paths[id(module)] + name: module.bounded_to(name, -math.inf, math.inf)
+            for module, name, value in self.own_parameters()
+            if "." in name and value.dtype in (torch.bfloat16, torch.float16)
+        }
+        return torch.func.functional_call(self, rounded, (function, *inputs)) if rounded else function(*inputs)
+
+    def forward(self, function: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
+        """What `in_float32` runs while other values stand in for the parameters."""
+        return function(*inputs)
+
+    def log_n_scale(self, start: int, length: int) -> Tensor:
+        """max(1, log n / log train_length) for a query that sees n tokens: [length] float32 (log-n attention scaling,
+        Su Jianlin 2021, kexue.fm/archives/8823, in its form without training)."""
+        seen = start + self.distances(length) + 1
+        return (seen.log() / math.log(self.shape.train_length)).clamp(min=1.0)
+
     def bounded(self, name: str) -> Tensor:
         """The parameter `name` as it acts: within its bounds, and in float32 although an engine may have rounded it."""
-        value = at_least_float32(getattr(self, name))
+        return self.bounded_to(name, *self.bounds.get(name, (-math.inf, math.inf)))
+
+    def bounded_to(self, name: str, low: float, high: float) -> Tensor:
+        """The same within other bounds; `name` may be a path into a module of this encoding."""
+        value = at_least_float32(self.get_parameter(name) if "." in name else getattr(self, name))
         if name in self.exact:
             value = value + (self.exact[name] - value).detach()
-        return within(value, *self.bounds.get(name, (-math.inf, math.inf)))
+        return within(value, low, high)
 
     def learned(self) -> dict[str, Tensor]:
         """The effective values of all learned numbers, by name, for logs and plots."""
@@ -82,10 +150,25 @@ class Position(nn.Module):
             }
 
     def own_parameters(self) -> Iterator[tuple["Position", str, nn.Parameter]]:
-        """(encoding, name, parameter) of this encoding and of those that it is made of."""
-        for module in self.modules():
-            if isinstance(module, Position):
-                yield from ((module, name, value) for name, value in module.named_parameters(recurse=False))
+        """(encoding, name, parameter) of this encoding and of those that it is made of; a name may be a path into a
+        module that is no encoding."""
+        for encoding in self.modules():
+            if isinstance(encoding, Position):
+                for path, module in encoding._own_modules():
+                    for name, value in module.named_parameters(recurse=False):
+                        yield encoding, f"{path}.{name}".lstrip("."), value
+
+    def _own_modules(self) -> Iterator[tuple[str, nn.Module]]:
+        """(path, module) of this encoding and of what is in it, but not of other encodings."""
+        waiting: list[tuple[str, nn.Module]] = [("", self)]
+        while waiting:
+            path, module = waiting.pop(0)
+            yield path, module
+            waiting += [
+                (f"{path}.{name}".lstrip("."), child)
+                for name, child in module.named_children()
+                if not isinstance(child, Position)
+            ]
 
     def reference(self) -> Iterator[tuple[str, Tensor]]:
         """Pairs (name in the forks' checkpoints, our tensor): parameters are to be loaded, buffers to be compared."""
@@ -106,8 +189,9 @@ class Position(nn.Module):
         return self
 
     def _own_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        yield from self.named_parameters(recurse=False)
-        yield from self.named_buffers(recurse=False)
+        for path, module in self._own_modules():
+            yield from ((f"{path}.{name}", value) for name, value in module.named_parameters(recurse=False))
+            yield from ((f"{path}.{name}", value) for name, value in module.named_buffers(recurse=False))
 
 
 class DistanceBias(Position):
@@ -120,55 +204,12 @@ class DistanceBias(Position):
     def distance_bias(self, length: int) -> Tensor:
         return self.table(self.log_kernel, length)
 
-    def table(self, function: Callable[[Tensor], Tensor], length: int) -> Tensor:
-        """`function` of the distances 0 … length - 1 outside autocast: -> [heads, length] float32."""
-        distance = self.distances(length)
-        with torch.autocast(distance.device.type, enabled=False):
-            table = function(distance)
-        expected = (self.shape.heads, length)
-        if tuple(table.shape) != expected or table.dtype != distance.dtype:
-            raise TypeError(
-                f"{type(self).__name__}: a kernel must give {list(expected)} {distance.dtype},"
-                f" not {list(table.shape)} {table.dtype}"
-            )
-        return table
-
-
-class Mixture(DistanceBias):
-    """log Σ_k w_k exp(table_k), the log of a weighted mean of kernels (MEP, arXiv 2403.17698).
-
-    kernels: a list of encodings, each a name, {name: {options}} or {name: slope_factor}
-    weights: "equal", a list of positive numbers that sum to 1, or "learned" (softmax over kernels, per head)
-    """
-
-    log_weights: Tensor
-
-    def __init__(self, shape: Shape, *, kernels: Sequence[Any], weights: str | Sequence[float] = "equal") -> None:
-        super().__init__(shape)
-        if not isinstance(kernels, Sequence) or isinstance(kernels, str) or not kernels:
-            raise UserError(f"kernels: {kernels!r} is not a list of kernels; write kernels: [exp, gaussian]")
-        self.kernels = nn.ModuleList(_kernel(shape, item) for item in kernels)
-        count = len(kernels)
-        fixed = [1 / count] * count if weights in ("equal", "learned") else _checked(weights, count)
-        self.register_buffer("log_weights", torch.tensor(fixed).log()[:, None], persistent=False)
-        self.weight_logits = nn.Parameter(torch.zeros(count, shape.heads)) if weights == "learned" else None
-
-    def log_kernel(self, distance: Tensor) -> Tensor:
-        if self.weight_logits is None:
-            log_weights = self.log_weights  # [kernels, 1]
-        else:
-            log_weights = self.bounded("weight_logits").log_softmax(dim=0)  # [kernels, heads]
-        kernels = cast(Iterable[DistanceBias], self.kernels)
-        tables = torch.stack([kernel.log_kernel(distance) for kernel in kernels])  # [kernels, heads, length]
-        # logsumexp, not log(mean(exp)): every kernel but the slowest underflows within the training window.
-        return torch.logsumexp(log_weights[:, :, None] + tables, dim=0)
-
 
 def within(x: Tensor, low: float, high: float) -> Tensor:
     """x held in [low, high] in the forward pass; the gradient passes, so a value outside can come back."""
     if low == -math.inf and high == math.inf:
         return x
-    return x + (x.clamp(low, high) - x).detach()
+    return x.detach().clamp(low, high) + (x - x.detach())  # 0 is added, so that the bound is met exactly
 
 
 def at_least(x: Tensor, low: float) -> Tensor:
@@ -179,102 +220,3 @@ def at_least(x: Tensor, low: float) -> Tensor:
 def at_least_float32(x: Tensor) -> Tensor:
     """Half precision becomes float32; float32 and float64 stay."""
     return x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
-
-
-REGISTRY: dict[str, type[Position]] = {}
-"""Every encoding by its name in the YAML key `pos_emb`."""
-
-ALIASES: dict[str, str] = {}
-"""Names used by the GPT-NeoX forks, and ours for the same thing."""
-
-
-def register(name: str, *, aliases: Sequence[str] = ()) -> Callable[[type], type]:
-    """Make a class known as `pos_emb: name`; `aliases` are the forks' spellings of it."""
-
-    def add(encoding: type) -> type:
-        taken = {name, *aliases} & (REGISTRY.keys() | ALIASES.keys())
-        if taken:
-            raise ValueError(f"{encoding.__name__}: the name {sorted(taken)[0]!r} is taken by another encoding")
-        REGISTRY[name] = encoding
-        ALIASES.update(dict.fromkeys(aliases, name))
-        return encoding
-
-    return add
-
-
-def options_of(name: str) -> dict[str, inspect.Parameter]:
-    """The keyword options that the encoding `name` takes."""
-    parameters = inspect.signature(encoding_called(name).__init__).parameters
-    return {key: value for key, value in parameters.items() if value.kind is inspect.Parameter.KEYWORD_ONLY}
-
-
-def build(name: str, shape: Shape, **options: Any) -> Position:
-    """The encoding `name` for a model of this shape; UserError for an unknown name, option or value."""
-    encoding, known = encoding_called(name), options_of(name)
-    for option in options:
-        if option not in known:
-            raise UserError(f"pos_emb_args: {name} takes no option {option!r}; {_suggestion(option, known)}")
-    missing = [key for key, value in known.items() if value.default is inspect.Parameter.empty and key not in options]
-    if missing:
-        raise UserError(f"pos_emb_args: {name} needs the option {missing[0]}; write pos_emb_args: {{{missing[0]}: …}}")
-    try:
-        return encoding(shape, **options)
-    except UserError as fault:
-        raise UserError(f"pos_emb_args: {name}: {fault}") from None
-
-
-def encoding_called(name: str) -> type[Position]:
-    """The class registered under `name` or under a fork's spelling of it."""
-    known = ALIASES.get(name, name)
-    if known not in REGISTRY:
-        raise UserError(f"pos_emb: no encoding is called {name!r}; {_suggestion(name, REGISTRY)}")
-    return REGISTRY[known]
-
-
-def positive(name: str, value: Any) -> float:
-    """`value` as a positive number, or a UserError that names the option."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
-        raise UserError(f"{name}: {value!r} is not a positive number")
-    return float(value)
-
-
-def _suggestion(wrong: Any, known: Any) -> str:
-    close = difflib.get_close_matches(str(wrong), list(known), n=1)
-    return f"did you mean {close[0]}?" if close else f"choose from {', '.join(sorted(known)) or 'none'}"
-
-
-_KERNEL_NAMES = {"exp": "alibi"}  # exp(-s·d) is ALiBi's kernel; the MEP paper calls it by its shape
-
-
-def _kernel(shape: Shape, item: Any) -> DistanceBias:
-    """One kernel of a mixture from its YAML form: a name, {name: {options}} or {name: slope_factor}."""
-    if isinstance(item, dict) and len(item) == 1:
-        ((name, options),) = item.items()
-        options = options if isinstance(options, dict) else {"slope_factor": options}
-    elif isinstance(item, str):
-        name, options = item, {}
-    else:
-        raise UserError(f"kernels: {item!r} is not a kernel; write a name or {{name: {{option: value}}}}")
-    name = _KERNEL_NAMES.get(name, name)
-    known = {*_KERNEL_NAMES, *(key for key, encoding in REGISTRY.items() if issubclass(encoding, DistanceBias))}
-    if name in REGISTRY and name not in known:
-        raise UserError(f"kernels: {name} is not a function of the distance, so it cannot be mixed")
-    if name in REGISTRY and REGISTRY[name].distance_weight is not Position.distance_weight:
-        raise UserError(f"kernels: {name} multiplies scores, and only what is added to them can be mixed")
-    if ALIASES.get(name, name) not in known:
-        raise UserError(f"kernels: no kernel is called {name!r}; {_suggestion(name, known)}")
-    return cast(DistanceBias, build(name, shape, **options))
-
-
-def _checked(weights: Any, kernels: int) -> list[float]:
-    """Given weights as positive numbers, one for each kernel, that sum to 1."""
-    if not isinstance(weights, Sequence) or isinstance(weights, str):
-        raise UserError(f"weights: {weights!r} is not equal, learned or a list of {kernels} numbers")
-    numbers = [positive("weights", weight) for weight in weights]
-    if len(numbers) != kernels:
-        raise UserError(f"weights: {len(numbers)} numbers for {kernels} kernels; give one weight per kernel")
-    if abs(sum(numbers) - 1) > 1e-6:
-        raise UserError(
-            f"weights: {list(weights)} sum to {sum(numbers):g}; make them sum to 1, or write weights: equal"
-        )
-    return numbers

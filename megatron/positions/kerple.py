@@ -1,71 +1,223 @@
-"""KERPLE: kernels with learned shape per head (arXiv 2205.09921, section 4), shared over layers.
+"""KERPLE: kernels with learned shape per head (arXiv 2205.09921, section 4), shared over layers (`pos_emb_shared`).
 
-The forks add the bias after the division by √head_dim, while equation 1 has it inside; the paper's results come from
-their code, and so does ours.
+The paper's equation 1 has the bias inside the division by √head_dim. The released code adds it after the division,
+the paper's results come from that code, and every encoding here follows it: q·k/√head_dim + bias. Log, power, bias+wht
+and 2-para-wht are in the released code, which initialises them as here; 3-para-log, 1-para-wht and the two forms with
+a positive bias are in the paper only (section 5.3, appendix A.3), and take the code's initial values for like numbers:
+exponents and the log kernels' first number from U(0, 2), all others from U(0, 1). What is learned is at least 0.01, and
+exponents are at most 2. Every number can be fixed instead: an option of its name takes one number or one per head.
 """
 
 import math
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from megatron.positions.base import DistanceBias, Shape, register
+from megatron.errors import UserError
+from megatron.positions.base import DistanceBias, Position, Shape
+from megatron.positions.per_head import Given, PerHead, numbers
+from megatron.positions.registry import register
 
 FLOOR = 0.01  # the forks' lower bound on every learned number
+POSITIVE = (FLOOR, math.inf)
+EXPONENT = (FLOOR, 2.0)  # beyond 2 the kernels are no longer conditionally positive definite
 
 
-def _uniform(heads: int, high: float) -> nn.Parameter:
-    return nn.Parameter(torch.rand(heads) * high)
+class Kerple(PerHead):
+    """What the forms have in common: numbers per head that are drawn and learned, or fixed by the user."""
+
+    def draw(self, high: float, **given: Given | None) -> None:
+        """Each is drawn from U(0, high) and learned, or has the values given."""
+        for name, values in given.items():
+            if values is None:
+                self.set_learned(name, torch.rand(self.shape.heads) * high)
+                continue
+            fixed, most = numbers(name, values, self.shape.heads), self.bounds[name][1]
+            if max(fixed) > most:
+                raise UserError(f"{name}: {max(fixed):g} is more than {most:g}")
+            self.set_fixed(name, fixed)
 
 
-@register("kerple_log")
-class KerpleLog(DistanceBias):
-    """-p · log(1 + a·d), p ~ U(0, 2), a ~ U(0, 1), both at least 0.01 (p and a are r1 and r2 of the paper)."""
+class WeightKernel(Position):
+    """A kernel that multiplies the scores q·k/√head_dim."""
 
-    bounds = {"p": (FLOOR, math.inf), "a": (FLOOR, math.inf)}
-    reference_names = {"p": "bias_p", "a": "bias_a"}
-
-    def __init__(self, shape: Shape) -> None:
-        super().__init__(shape)
-        self.p = _uniform(shape.heads, 2.0)
-        self.a = _uniform(shape.heads, 1.0)
-
-    def log_kernel(self, distance: Tensor) -> Tensor:
-        p, a = self.bounded("p")[:, None], self.bounded("a")[:, None]
-        return -p * torch.log1p(a * distance)
-
-
-@register("kerple_power", aliases=("kerple_power_ap_",))
-class KerplePower(DistanceBias):
-    """-a · d^p, a ~ U(0, 1) at least 0.01, p ~ U(0, 2) in [0.01, 2] (a and p are r1 and r2 of the paper)."""
-
-    bounds = {"a": (FLOOR, math.inf), "p": (FLOOR, 2.0)}
-    reference_names = {"a": "bias_a", "p": "bias_p"}
-
-    def __init__(self, shape: Shape) -> None:
-        super().__init__(shape)
-        self.a = _uniform(shape.heads, 1.0)
-        self.p = _uniform(shape.heads, 2.0)
-
-    def log_kernel(self, distance: Tensor) -> Tensor:
-        return -self.bounded("a")[:, None] * distance ** self.bounded("p")[:, None]
-
-
-@register("kerple_bias_wht", aliases=("kerple_power_ap_ap",))
-class KerpleBiasWeight(KerplePower):
-    """Scores q·k/√head_dim times exp(-weight_a · d^weight_p), plus the power bias (section 5.3, "bias+wht")."""
-
-    bounds = {**KerplePower.bounds, "weight_a": (FLOOR, math.inf), "weight_p": (FLOOR, 2.0)}
-    reference_names = {**KerplePower.reference_names, "weight_a": "wei_a", "weight_p": "wei_p"}
-
-    def __init__(self, shape: Shape) -> None:
-        super().__init__(shape)
-        self.weight_a = _uniform(shape.heads, 1.0)
-        self.weight_p = _uniform(shape.heads, 2.0)
+    def weight_kernel(self, distance: Tensor) -> Tensor:
+        """[length] float32 -> [heads, length] float32 in [0, 1]."""
+        raise NotImplementedError
 
     def distance_weight(self, length: int) -> Tensor:
         return self.table(self.weight_kernel, length)
 
+
+@register("kerple_log")
+class KerpleLog(Kerple, DistanceBias):
+    """-p · log(1 + a·d), p ~ U(0, 2), a ~ U(0, 1), both at least 0.01 (p and a are r1 and r2 of the paper).
+
+    p, a: learned where not given; one number for all heads, or a list of one per head, fixes them
+    """
+
+    claims = ("zero_at_0", "never_rises")
+    bounds = {"p": POSITIVE, "a": POSITIVE}
+    reference_names = {"p": "bias_p", "a": "bias_a"}
+
+    def __init__(self, shape: Shape, *, p: Given | None = None, a: Given | None = None) -> None:
+        super().__init__(shape)
+        self.draw(2.0, p=p)
+        self.draw(1.0, a=a)
+
+    def log_kernel(self, distance: Tensor) -> Tensor:
+        return -self.per_head("p") * torch.log1p(self.per_head("a") * distance)
+
+
+@register("kerple_log_3para")
+class KerpleLog3(Kerple, DistanceBias):
+    """-r1 · log(1 + r2·d^r3), r1 and r3 ~ U(0, 2), r2 ~ U(0, 1), all at least 0.01, r3 at most 2.
+
+    The paper's 3-para-log (section 5.3, table 5), not in the released code; with r3 = 1 it is kerple_log.
+
+    r1, r2, r3: learned where not given; one number for all heads, or a list of one per head, fixes them
+    """
+
+    claims = ("zero_at_0", "never_rises")
+    bounds = {"r1": POSITIVE, "r2": POSITIVE, "r3": EXPONENT}
+
+    def __init__(
+        self, shape: Shape, *, r1: Given | None = None, r2: Given | None = None, r3: Given | None = None
+    ) -> None:
+        super().__init__(shape)
+        self.draw(2.0, r1=r1)
+        self.draw(1.0, r2=r2)
+        self.draw(2.0, r3=r3)
+
+    def log_kernel(self, distance: Tensor) -> Tensor:
+        return -self.per_head("r1") * torch.log1p(self.per_head("r2") * distance ** self.per_head("r3"))
+
+
+@register("kerple_power", aliases=("kerple_power_ap_",))
+class KerplePower(Kerple, DistanceBias):
+    """-a · d^p, a ~ U(0, 1) at least 0.01, p ~ U(0, 2) in [0.01, 2] (a and p are r1 and r2 of the paper).
+
+    a, p: learned where not given; one number for all heads, or a list of one per head, fixes them
+    """
+
+    claims = ("zero_at_0", "never_rises")
+    bounds = {"a": POSITIVE, "p": EXPONENT}
+    reference_names = {"a": "bias_a", "p": "bias_p"}
+
+    def __init__(self, shape: Shape, *, a: Given | None = None, p: Given | None = None) -> None:
+        super().__init__(shape)
+        self.draw(1.0, a=a)
+        self.draw(2.0, p=p)
+
+    def log_kernel(self, distance: Tensor) -> Tensor:
+        return -self.per_head("a") * distance ** self.per_head("p")
+
+
+@register("kerple_wht_2para", aliases=("kerple_power__ap",))
+class KerpleWeight(Kerple, WeightKernel):
+    """Scores q·k/√head_dim times exp(-weight_a · d^weight_p), without a bias (2-para-wht of appendix A.3, table 6).
+
+    weight_a ~ U(0, 1) and weight_p ~ U(0, 2) are r1 and r2 of the paper.
+
+    weight_a, weight_p: learned where not given; one number for all heads, or a list of one per head, fixes them
+    """
+
+    bounds = {"weight_a": POSITIVE, "weight_p": EXPONENT}
+    reference_names = {"weight_a": "wei_a", "weight_p": "wei_p"}
+
+    def __init__(self, shape: Shape, *, weight_a: Given | None = None, weight_p: Given | None = None) -> None:
+        super().__init__(shape)
+        self.draw(1.0, weight_a=weight_a)
+        self.draw(2.0, weight_p=weight_p)
+
     def weight_kernel(self, distance: Tensor) -> Tensor:
-        """[length] float32 -> [heads, length] float32 in (0, 1]."""
-        return torch.exp(-self.bounded("weight_a")[:, None] * distance ** self.bounded("weight_p")[:, None])
+        return torch.exp(-self.per_head("weight_a") * distance ** self.per_head("weight_p"))
+
+
+@register("kerple_wht_1para")
+class KerpleWeight1(Kerple, WeightKernel):
+    """Scores q·k/√head_dim times exp(-weight_a · d²), weight_a ~ U(0, 1) (r1 of the paper).
+
+    The paper's 1-para-wht (appendix A.3, table 6), not in the released code.
+
+    weight_a: learned where not given; one number for all heads, or a list of one per head, fixes it
+    """
+
+    bounds = {"weight_a": POSITIVE}
+
+    def __init__(self, shape: Shape, *, weight_a: Given | None = None) -> None:
+        super().__init__(shape)
+        self.draw(1.0, weight_a=weight_a)
+
+    def weight_kernel(self, distance: Tensor) -> Tensor:
+        return torch.exp(-self.per_head("weight_a") * distance**2)
+
+
+@register("kerple_bias_wht", aliases=("kerple_power_ap_ap",))
+class KerpleBiasWeight(KerplePower, WeightKernel):
+    """Scores q·k/√head_dim times exp(-weight_a · d^weight_p), plus the power bias (section 5.3, "bias+wht").
+
+    a, p, weight_a, weight_p: learned where not given; one number for all heads, or a list of one per head, fixes them
+    """
+
+    bounds = {**KerplePower.bounds, **KerpleWeight.bounds}
+    reference_names = {**KerplePower.reference_names, **KerpleWeight.reference_names}
+
+    def __init__(
+        self,
+        shape: Shape,
+        *,
+        a: Given | None = None,
+        p: Given | None = None,
+        weight_a: Given | None = None,
+        weight_p: Given | None = None,
+    ) -> None:
+        super().__init__(shape, a=a, p=p)
+        self.draw(1.0, weight_a=weight_a)
+        self.draw(2.0, weight_p=weight_p)
+
+    def weight_kernel(self, distance: Tensor) -> Tensor:
+        return torch.exp(-self.per_head("weight_a") * distance ** self.per_head("weight_p"))
+
+
+@register("kerple_bias_2para")
+class KerpleBump(Kerple, DistanceBias):
+    """+r1 · exp(-r2 · d²), a positive bump near the token, r1 and r2 ~ U(0, 1).
+
+    The paper's 2-para-bias (appendix A.3, table 6), not in the released code; it does not extrapolate there.
+
+    r1, r2: learned where not given; one number for all heads, or a list of one per head, fixes them
+    """
+
+    claims = ("never_rises",)
+    bounds = {"r1": POSITIVE, "r2": POSITIVE}
+
+    def __init__(self, shape: Shape, *, r1: Given | None = None, r2: Given | None = None) -> None:
+        super().__init__(shape)
+        self.draw(1.0, r1=r1, r2=r2)
+
+    def log_kernel(self, distance: Tensor) -> Tensor:
+        return self.per_head("r1") * torch.exp(-self.per_head("r2") * distance**2)
+
+
+@register("kerple_bias_3para")
+class KerpleBump3(Kerple, DistanceBias):
+    """+r1 · exp(-r2 · d^r3), r1 and r2 ~ U(0, 1), r3 ~ U(0, 2) in [0.01, 2].
+
+    The paper's 3-para-bias (appendix A.3, table 6), not in the released code; it does not extrapolate there.
+
+    r1, r2, r3: learned where not given; one number for all heads, or a list of one per head, fixes them
+    """
+
+    claims = ("never_rises",)
+    bounds = {"r1": POSITIVE, "r2": POSITIVE, "r3": EXPONENT}
+
+    def __init__(
+        self, shape: Shape, *, r1: Given | None = None, r2: Given | None = None, r3: Given | None = None
+    ) -> None:
+        super().__init__(shape)
+        self.draw(1.0, r1=r1, r2=r2)
+        self.draw(2.0, r3=r3)
+
+    def log_kernel(self, distance: Tensor) -> Tensor:
+        return self.per_head("r1") * torch.exp(-self.per_head("r2") * distance ** self.per_head("r3"))

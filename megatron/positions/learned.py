@@ -4,7 +4,8 @@ import torch
 from torch import Tensor, nn
 
 from megatron.errors import UserError
-from megatron.positions.base import Position, Shape, positive, register
+from megatron.positions.base import Position, Shape
+from megatron.positions.registry import positive, register
 
 
 @register("learned")
@@ -31,4 +32,4 @@ class Learned(Position):
                 f"pos_emb: learned positions end at {len(self.weight)}, so length {end} cannot be computed;"
                 " choose a relative encoding or a shorter length"
             )
-        return x + self.weight[start:end].to(x.dtype)
+        return x + self.weight[self.indices(start, x.shape[1]).long()].to(x.dtype)

@@ -6,14 +6,21 @@ The authors' fork picks the mixture by commenting source lines; here it is an op
 from collections.abc import Sequence
 from typing import Any
 
-from megatron.positions.base import Mixture, Shape, register
+from megatron.positions.base import Shape
+from megatron.positions.mixture import Mixture
+from megatron.positions.registry import register
 
 register("mep")(Mixture)
 
 
 @register("mep_free", aliases=("snope_norm_original_scaling__", "snope_norm_original_scaling_"))
 class MepFree(Mixture):
-    """Without parameters: equal weights of exp(-s·d), exp(-s·d/2) and exp(-s·d²) on ALiBi's slopes s."""
+    """Without parameters: equal weights of exp(-s·d), exp(-s·d/2) and exp(-s·d²) on ALiBi's slopes s.
+
+    Far out it is -s·d/2 - log 3: ALiBi with half slopes (`alibi` with slope_factor 0.5 is the control).
+    """
+
+    reference_unused = ()
 
     def __init__(
         self,
@@ -29,8 +36,7 @@ class MepFree(Mixture):
 class MepParam(Mixture):
     """Parameterised, two kernels as in the paper's first version: equal weights of exp(-s·d²) and (1 + a·d)^-p."""
 
-    # The fork's one class for all parameterised mixtures always stores T5's table, used or not.
-    reference_unused = ("weight",)
+    reference_unused = ("weight",)  # T5's table: see Mixture
 
     def __init__(
         self,
@@ -45,6 +51,8 @@ class MepParam(Mixture):
 @register("mep_param_t5", aliases=("snope_kerplelog",))
 class MepParamT5(Mixture):
     """Parameterised, four kernels as in the released code: exp(-s·d²), exp(-s·d), T5's bias and (1 + a·d)^-p."""
+
+    reference_unused = ()
 
     def __init__(
         self,

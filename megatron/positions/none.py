@@ -1,6 +1,7 @@
 """No positional encoding: the causal mask alone tells the order (NoPE, arXiv 2305.19466)."""
 
-from megatron.positions.base import Position, register
+from megatron.positions.base import Position
+from megatron.positions.registry import register
 
 
 @register("none")

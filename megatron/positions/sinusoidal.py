@@ -3,7 +3,8 @@
 import torch
 from torch import Tensor
 
-from megatron.positions.base import Position, Shape, positive, register
+from megatron.positions.base import Position, Shape
+from megatron.positions.registry import positive, register
 
 
 @register("sinusoidal")
@@ -20,7 +21,7 @@ class Sinusoidal(Position):
 
     def on_embeddings(self, x: Tensor, start: int = 0) -> Tensor:
         """[batch, length, hidden] -> same; the angles are float32 at every length."""
-        position = start + self.distances(x.shape[1])
+        position = self.indices(start, x.shape[1])
         angle = position[:, None] * self.inv_freq  # [length, hidden / 2]
         table = torch.cat([angle.sin(), angle.cos()], dim=-1)[:, : self.shape.hidden]
         return x + table.to(x.dtype)

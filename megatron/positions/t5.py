@@ -6,7 +6,8 @@ import torch
 from torch import Tensor, nn
 
 from megatron.errors import UserError
-from megatron.positions.base import DistanceBias, Shape, positive, register
+from megatron.positions.base import DistanceBias, Shape
+from megatron.positions.registry import positive, register
 
 
 @register("t5", aliases=("rpe",))

@@ -52,6 +52,8 @@ def test_every_shipped_part_loads_over_a_model(path):
 
 def test_the_files_of_an_encoding_say_its_defaults():
     for path in (path for path in PARTS if path.parent.name == "pos_emb"):
+        if any(option.default is option.empty for option in options_of(path.stem).values()):
+            continue  # mep: its file is an example, because there is no default to say
         assert load([CONFIGS / "125M.yml", path]).hash == load([CONFIGS / "125M.yml"], [f"pos_emb={path.stem}"]).hash
 
 

@@ -202,6 +202,7 @@ def test_an_old_key_of_another_encoding_has_no_effect():
         ("rpe", "t5"),
         ("kerple_power_ap_", "kerple_power"),
         ("kerple_power_ap_ap", "kerple_bias_wht"),
+        ("kerple_power__ap", "kerple_wht_2para"),
         ("kerple_power_original", "alibi"),
         ("snope_norm_original_scaling__", "mep_free"),
         ("snope_norm_original_scaling_", "mep_free"),
@@ -222,15 +223,18 @@ def test_single_experiments_of_the_forks_are_refused_with_the_reason(name):
     assert fault(f"pos_emb={name}") == f"pos_emb: {name} is not offered: it was {REFUSED_ENCODINGS[name]}"
 
 
-@pytest.mark.parametrize(("value", "meant"), [(1, "NTK-by-parts"), (512, "YaRN with scale 2")])
-def test_rotary_that_was_another_encoding_in_the_mep_fork_is_refused(value, meant):
-    assert fault("pos_emb=rotary", f"alibi_scaling={value}") == (
-        f"alibi_scaling: {value} with pos_emb rotary meant {meant} in the MEP fork, which is not offered yet;"
-        " set alibi_scaling = 0 for plain rotary"
-    )
-    assert notes("pos_emb=rotary", "alibi_scaling=0") == (
-        "alibi_scaling: 0 means plain rotary, which is what it is here",
-    )
+@pytest.mark.parametrize(
+    ("value", "args", "meant"),
+    [
+        (0, {}, "plain rotary"),
+        (1, {}, "plain rotary"),
+        (512, {"scaling": "yarn", "factor": 2.0}, "scaling: yarn, factor: 2.0"),
+    ],
+)
+def test_rotary_is_the_encoding_that_the_mep_fork_made_of_it(value, args, meant):
+    words = [*TINY, "pos_emb=rotary", f"alibi_scaling={value}"]
+    assert load([], words).position.pos_emb_args == args
+    assert load([], words).notes == (f"alibi_scaling: {value} meant {meant} in the MEP fork, which is what it is here",)
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])

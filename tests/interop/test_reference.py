@@ -41,7 +41,7 @@ def our_name(theirs: str, position: torch.nn.Module) -> str | None:
     if theirs.startswith("rpe."):
         pairs = {reference: id(tensor) for reference, tensor in position.reference()}
         names = {id(parameter): name for name, parameter in position.named_parameters()}
-        return "position." + names[pairs[theirs.removeprefix("rpe.")]]
+        return "positions.0." + names[pairs[theirs.removeprefix("rpe.")]]
     plain = {
         "embedding.word_embeddings": "word_embeddings",
         "final_norm": "norm",
@@ -89,6 +89,20 @@ def test_the_forks_names_lead_to_the_same_model(tmp_path):
     ours, theirs = (load_model(tmp_path, golden_config(name)) for name in ("mep_param_t5", "snope_kerplelog"))
     ids = torch.randint(160, (1, 50))
     torch.testing.assert_close(theirs(ids), ours(ids), rtol=0, atol=0)
+
+
+def test_a_checkpoint_of_a_mixture_can_be_read_as_any_mixture_that_is_written_down(tmp_path, caplog):
+    """The fork's class stores what all its kernels need, and its file does not say which ones were mixed."""
+    write_checkpoint("mep_param_t5", tmp_path)
+    ids = torch.randint(160, (1, 50))
+    preset = load_model(tmp_path, golden_config("mep_param_t5"))
+    written = "pos_emb_args={kernels: [gaussian, exp, t5, kerple_log]}"
+    torch.testing.assert_close(load_model(tmp_path, golden_config("mep", written))(ids), preset(ids), rtol=0, atol=0)
+    with caplog.at_level("INFO"):
+        model = load_model(tmp_path, golden_config("mep", "pos_emb_args={kernels: [t5, {gaussian: {slopes: 0.01}}]}"))
+    assert "bias_p is stored there but this encoding does not use it" in caplog.text
+    expected = preset.position.kernels[2].weight
+    torch.testing.assert_close(model.position.kernels[0].weight, expected, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize(

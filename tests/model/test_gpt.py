@@ -65,7 +65,7 @@ def test_the_125m_shape_has_the_papers_162_million_parameters():
     with torch.device("meta"):
         config = load(["configs/125M.yml"])
         position = position_from_config(config)
-        model = GPT(config.model, position=position, vocab=padded_vocab(50257, 128))
+        model = GPT(config.model, config.attention, positions=[position], vocab=padded_vocab(50257, 128))
     assert sum(parameter.numel() for parameter in model.parameters()) == 162_322_944
 
 

@@ -26,12 +26,50 @@ SHAPE = Shape(heads=4, head_dim=8, hidden=32, train_length=64)
         ("mep", {"kernels": "exp"}, "kernels: 'exp' is not a list of kernels"),
         ("mep", {"kernels": [3]}, "kernels: 3 is not a kernel; write a name or {name: {option: value}}"),
         ("mep", {"kernels": ["expp"]}, "pos_emb_args: mep: kernels: no kernel is called 'expp'; did you mean exp?"),
-        ("mep", {"kernels": ["rotary"]}, "kernels: rotary is not a function of the distance, so it cannot be mixed"),
-        ("mep", {"kernels": ["kerple_bias_wht"]}, "kernels: kerple_bias_wht multiplies scores, and only what is added"),
+        ("mep", {"kernels": ["rotary"]}, "kernels: rotary is more than a bias by distance, so it cannot be mixed"),
+        ("mep", {"kernels": ["kerple_power_ap_ap"]}, "kernels: kerple_power_ap_ap is more than a bias by distance, so"),
+        ("mep", {"kernels": ["kerple_wht_2para"]}, "kernels: kerple_wht_2para is more than a bias by distance, so it"),
+        (
+            "mep",
+            {"kernels": [{"exp": -1}]},
+            "pos_emb_args: mep: kernels: exp: slope_factor: -1 is not a positive number",
+        ),
+        (
+            "mep",
+            {"kernels": [{"kerple_log": 0.5}]},
+            "mep: kernels: kerple_log takes no option 'slope_factor'; choose from",
+        ),
+        ("mep", {"kernels": [{"exp": {"slope": 2}}]}, "kernels: exp takes no option 'slope'; did you mean slopes?"),
+        (
+            "mep",
+            {"kernels": [{"mep": {"kernels": ["expp"]}}]},
+            "mep: kernels: mep: kernels: no kernel is called 'expp'",
+        ),
+        ("mep", {"kernels": ["mep"]}, "mep: kernels: mep needs the option kernels"),
+        ("alibi", {"slopes": [0.5, 0.25]}, "slopes: 2 numbers for 4 heads; give one per head, or one for all heads"),
+        ("alibi", {"slopes": [0.5, 0.25, 0.1, 0]}, "pos_emb_args: alibi: slopes: 0 is not a positive number"),
+        ("tanh", {"slopes": "steep"}, "pos_emb_args: tanh: slopes: 'steep' is not a positive number"),
+        ("gaussian", {"learned_slopes": "yes"}, "pos_emb_args: gaussian: learned_slopes: 'yes' is not true or false"),
+        ("kerple_log", {"p": -2}, "pos_emb_args: kerple_log: p: -2 is not a positive number"),
+        ("kerple_power", {"p": 2.5}, "pos_emb_args: kerple_power: p: 2.5 is more than 2"),
+        ("kerple_bias_wht", {"weight_p": [1, 1, 1, 3]}, "pos_emb_args: kerple_bias_wht: weight_p: 3 is more than 2"),
+        ("kerple_log_3para", {"r3": [1]}, "kerple_log_3para: r3: 1 numbers for 4 heads; give one per head, or one for"),
+        (
+            "sandwich",
+            {"dbar": 127},
+            "sandwich: dbar: 127 is not an even number of at least 2; each frequency counts twice",
+        ),
+        ("sandwich", {"dbar": 64.0}, "sandwich: dbar: 64.0 is not an even number of at least 2"),
+        ("sandwich", {"first_frequency": 2}, "pos_emb_args: sandwich: first_frequency: 2 is not 0 or 1"),
+        ("sandwich", {"base": 0}, "pos_emb_args: sandwich: base: 0 is not a positive number"),
         ("mep_free", {"weights": [0.5, 0.5]}, "weights: 2 numbers for 3 kernels; give one weight per kernel"),
         ("mep_free", {"weights": [0.5, 0.5, 0.5]}, "weights: [0.5, 0.5, 0.5] sum to 1.5; make them sum to 1"),
         ("mep_free", {"weights": [0.5, 0.6, -0.1]}, "weights: -0.1 is not a positive number"),
-        ("mep_free", {"weights": "even"}, "weights: 'even' is not equal, learned or a list of 3 numbers"),
+        (
+            "mep_free",
+            {"weights": "even"},
+            "weights: 'even' is not equal, learned, learned_shared or a list of 3 numbers",
+        ),
     ],
 )
 def test_a_slip_is_named_with_its_cure(name, options, message):
@@ -53,8 +91,8 @@ def test_a_name_is_given_once():
 
 
 def test_options_are_those_of_the_constructor():
-    assert list(options_of("rotary")) == ["rotary_pct", "base"]
-    assert options_of("rotary")["base"].default == 10000.0
+    assert list(options_of("xpos")) == ["base", "scale_base"]
+    assert options_of("xpos")["base"].default == 10000.0
 
 
 def test_a_kernel_of_the_wrong_shape_or_dtype_is_reported_by_its_class():
@@ -66,3 +104,25 @@ def test_a_kernel_of_the_wrong_shape_or_dtype_is_reported_by_its_class():
         TypeError, match=r"Half: a kernel must give \[4, 5\] torch.float32, not \[4, 5\] torch.bfloat16"
     ):
         Half(SHAPE).distance_bias(5)
+
+
+def test_modules_inside_an_encoding_compute_in_float32_whatever_an_engine_does_to_them():
+    class Net(DistanceBias):
+        def __init__(self, shape: Shape) -> None:
+            super().__init__(shape)
+            self.net = torch.nn.Sequential(torch.nn.Linear(1, 5), torch.nn.Tanh(), torch.nn.Linear(5, shape.heads))
+
+        def log_kernel(self, distance: torch.Tensor) -> torch.Tensor:
+            return self.net(distance[:, None] / 10).t()
+
+    position = Net(SHAPE)
+    exact = position.distance_bias(40)
+    torch.testing.assert_close(position.bfloat16().distance_bias(40), exact, rtol=0, atol=0)
+    assert position.learned().keys() == {"net.0.weight", "net.0.bias", "net.2.weight", "net.2.bias"}
+    for _, name, parameter in position.own_parameters():  # as DeepSpeed's bf16 engine and our trainer do
+        position.exact[name] = parameter.detach().clone()
+        parameter.data = parameter.data.bfloat16()
+    table = position.distance_bias(40)
+    torch.testing.assert_close(table, exact, rtol=0, atol=0)
+    table.sum().backward()
+    assert all(parameter.grad is not None for parameter in position.parameters())

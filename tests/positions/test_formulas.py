@@ -145,6 +145,8 @@ def test_bounds_hold_forward_and_let_the_gradient_pass():
     x = torch.tensor([-1.0, 0.5, 3.0], requires_grad=True)
     torch.testing.assert_close(within(x, 0.01, 2.0), torch.tensor([0.01, 0.5, 2.0]))
     torch.testing.assert_close(at_least(x, 0.01), torch.tensor([0.01, 0.5, 3.0]))
+    far = torch.tensor([-100.0, -3.0, 1e-7])
+    torch.testing.assert_close(at_least(far, 1e-6), torch.full((3,), 1e-6), rtol=0, atol=0)  # met exactly
     within(x, 0.01, 2.0).sum().backward()
     torch.testing.assert_close(x.grad, torch.ones(3))
 

@@ -1,0 +1,31 @@
+"""BAM: attention as a generalized Gaussian over distance, with learned shape (arXiv 2505.22842)."""
+
+import torch
+from torch import Tensor
+
+from megatron.positions.alibi import slopes
+from megatron.positions.base import DistanceBias, Shape
+from megatron.positions.per_head import PerHead
+from megatron.positions.registry import register
+
+EPSILON = 1e-5  # the authors': a distance of 0 to a negative power stays a number
+
+
+@register("bam")
+class Bam(PerHead, DistanceBias):
+    """-exp(log_scale) · (d + 1e-5)^exponent; exponent starts at 1 and log_scale at the log of ALiBi's slope.
+
+    The authors' code, with the paper's location mu at 0: at first it is ALiBi, up to the 1e-5. Unlike KERPLE's power
+    the exponent may grow beyond 2 and may become negative, which favours far tokens. The paper learns both for every
+    head of every layer: set pos_emb_shared: false. Both are held where float32 is finite up to a million tokens.
+    """
+
+    bounds = {"exponent": (-5.0, 5.0), "log_scale": (-20.0, 16.0)}
+
+    def __init__(self, shape: Shape) -> None:
+        super().__init__(shape)
+        self.set_learned("exponent", torch.ones(shape.heads))
+        self.set_learned("log_scale", torch.tensor(slopes(shape.heads)).log())
+
+    def log_kernel(self, distance: Tensor) -> Tensor:
+        return -self.per_head("log_scale").exp() * (distance + EPSILON) ** self.per_head("exponent")

@@ -1,0 +1,39 @@
+"""Numbers that an encoding has one of per head: learned, or fixed by the user."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from megatron.errors import UserError
+from megatron.positions.base import Position
+from megatron.positions.registry import positive
+
+Given = float | Sequence[float]
+"""How a user writes such numbers: one for all heads, or a list of one per head."""
+
+
+class PerHead(Position):
+    """Keeps numbers per head as parameters (learned) or as fixed tensors, and reads both in one way."""
+
+    def set_learned(self, name: str, start: Tensor) -> None:
+        """start [heads] float32; its bounds are those of the class."""
+        self.register_parameter(name, nn.Parameter(start))
+
+    def set_fixed(self, name: str, values: Sequence[float]) -> None:
+        self.register_buffer(name, torch.tensor(values), persistent=False)
+
+    def per_head(self, name: str) -> Tensor:
+        """The numbers as they act: [heads, 1]. Bounds are for learning: a fixed number acts as it was given."""
+        learned = name in dict(self.named_parameters(recurse=False))
+        return (self.bounded(name) if learned else getattr(self, name))[:, None]
+
+
+def numbers(name: str, given: Any, heads: int) -> list[float]:
+    """Positive numbers, one per head, or a UserError that names the option."""
+    if not isinstance(given, Sequence) or isinstance(given, str):
+        return [positive(name, given)] * heads
+    if len(given) != heads:
+        raise UserError(f"{name}: {len(given)} numbers for {heads} heads; give one per head, or one for all heads")
+    return [positive(name, value) for value in given]

@@ -1,0 +1,38 @@
+"""Sandwich: the inner products of sinusoidal positions (arXiv 2212.10356)."""
+
+import torch
+from torch import Tensor
+
+from megatron.errors import UserError
+from megatron.positions.base import DistanceBias, Shape
+from megatron.positions.registry import positive, register
+
+
+@register("sandwich")
+class Sandwich(DistanceBias):
+    """(Σ_i cos(d / base^(2i/dbar)) - dbar/2) / (8h/H), over dbar/2 frequencies, for head h = 1 … H.
+
+    dbar: twice the number of frequencies (the paper uses 128); a hyperparameter, whatever head_dim is
+    base: of the frequencies
+    first_frequency: i runs from 1 (NVIDIA NeMo's SandwichRelativePositionEmbedding) or from 0 (attention-gym)
+    """
+
+    claims = ("zero_at_0",)
+
+    def __init__(self, shape: Shape, *, dbar: int = 128, base: float = 10000.0, first_frequency: int = 1) -> None:
+        super().__init__(shape)
+        if isinstance(dbar, bool) or not isinstance(dbar, int) or dbar < 2 or dbar % 2:
+            raise UserError(f"dbar: {dbar!r} is not an even number of at least 2; each frequency counts twice")
+        if isinstance(first_frequency, bool) or first_frequency not in (0, 1):
+            raise UserError(f"first_frequency: {first_frequency!r} is not 0 or 1")
+        self.dbar, self.base, self.first_frequency = dbar, positive("base", base), first_frequency
+
+    def log_kernel(self, distance: Tensor) -> Tensor:
+        # In float64: an angle of 131072 in float32 is off by 0.004 already. One frequency at a time, to save memory.
+        exact, count = distance.double(), self.dbar // 2
+        total = torch.full_like(exact, -count)  # [length]
+        for i in range(self.first_frequency, self.first_frequency + count):
+            total += torch.cos(exact / self.base ** (2 * i / self.dbar))
+        heads = self.shape.heads
+        compression = 8 * torch.arange(1, heads + 1, device=distance.device, dtype=torch.float64) / heads
+        return (total / compression[:, None]).to(distance.dtype)

@@ -1,0 +1,122 @@
+"""Decoding with a cache gives what a whole forward pass gives, for every encoding and every option of attention."""
+
+import math
+
+import pytest
+import torch
+
+from megatron.config import load
+from megatron.model import GPT, Cache, from_config
+from megatron.positions import REGISTRY
+from tests.positions.test_every_encoding import NEEDED
+
+every_encoding = pytest.mark.parametrize("name", sorted(REGISTRY))
+OPTIONS = {
+    "plain": [],
+    "window": ["window=20"],
+    "window_train_length": ["window=train_length"],
+    "blockwise": ["blockwise=true"],
+    "logn_scale": ["logn_scale=true"],
+    "everything": ["window=40", "blockwise=true", "logn_scale=true"],
+}
+
+
+def model(name: str, *settings: str) -> GPT:
+    """Weights large enough for attention to be far from uniform."""
+    shape = ["num_layers=2", "hidden_size=32", "num_attention_heads=4", "seq_length=48", f"pos_emb={name}"]
+    args = [f"pos_emb_args={NEEDED[name]}".replace("'", "")] if name in NEEDED else []
+    longest = ["max_position_embeddings=256", "init_method_std=0.15"]
+    return from_config(load([], [*shape, *longest, *args, *settings]), vocab=50).eval()
+
+
+def in_pieces(gpt: GPT, ids: torch.Tensor, pieces: list[int]) -> torch.Tensor:
+    cache = Cache()
+    parts = [gpt(part, cache=cache) for part in ids.split(pieces, dim=1)]
+    assert cache.length == ids.shape[1]
+    return torch.cat(parts, dim=1)
+
+
+@every_encoding
+@pytest.mark.parametrize("options", OPTIONS)
+@torch.no_grad()
+def test_decoding_in_pieces_is_the_whole_pass(name, options):
+    gpt, ids = model(name, *OPTIONS[options]), torch.randint(50, (2, 141))
+    expected = gpt(ids)
+    assert expected.std() > 0.1
+    torch.testing.assert_close(in_pieces(gpt, ids, [1, 5, 64, 7, 64]), expected, rtol=0, atol=1e-4)
+
+
+@every_encoding
+@torch.no_grad()
+def test_decoding_step_by_step_is_the_whole_pass(name):
+    gpt, ids = model(name), torch.randint(50, (2, 70))
+    torch.testing.assert_close(in_pieces(gpt, ids, [1] * 70), gpt(ids), rtol=0, atol=1e-4)
+
+
+@every_encoding
+@torch.no_grad()
+def test_layers_of_their_own_decode_alike(name):
+    gpt, ids = model(name, "pos_emb_shared=false"), torch.randint(50, (2, 77))
+    torch.testing.assert_close(in_pieces(gpt, ids, [1, 5, 64, 7]), gpt(ids), rtol=0, atol=1e-4)
+
+
+@every_encoding
+@pytest.mark.parametrize("options", OPTIONS)
+@torch.no_grad()
+def test_backends_agree(name, options):
+    if REGISTRY[name].on_scores is not REGISTRY["none"].on_scores:
+        pytest.skip("an encoding that looks at content has one backend")
+    ids = torch.randint(50, (2, 300 if name != "learned" else 256))
+    eager, sdpa = (model(name, f"attention_backend={one}", *OPTIONS[options])(ids) for one in ("eager", "sdpa"))
+    torch.testing.assert_close(sdpa, eager, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("options", sorted(OPTIONS))
+@torch.no_grad()
+def test_an_option_changes_what_is_seen_beyond_the_training_length(options):
+    plain, other, ids = model("mep_free"), model("mep_free", *OPTIONS[options]), torch.randint(50, (1, 141))
+    assert torch.equal(plain(ids), other(ids)) == (options == "plain")
+
+
+@torch.no_grad()
+def test_a_window_of_the_training_length_changes_nothing_within_it():
+    plain, windowed = model("mep_free"), model("mep_free", "window=train_length")
+    ids = torch.randint(50, (2, 48))
+    torch.testing.assert_close(windowed(ids), plain(ids), rtol=0, atol=1e-6)
+    longer = torch.randint(50, (2, 96))
+    torch.testing.assert_close(windowed(longer)[:, :48], plain(longer)[:, :48], rtol=0, atol=1e-6)
+    assert (windowed(longer) - plain(longer))[:, 48:].abs().max() > 1e-4
+
+
+@torch.no_grad()
+def test_logn_scale_multiplies_the_scores_by_log_n_over_log_of_the_training_length():
+    plain, scaled = model("none"), model("none", "logn_scale=true")
+    scale = scaled.position.log_n_scale(0, 200).double()
+    expected = [max(1.0, math.log(n) / math.log(48)) for n in range(1, 201)]
+    torch.testing.assert_close(scale, torch.tensor(expected, dtype=torch.float64), rtol=1e-6, atol=0)
+    ids = torch.randint(50, (1, 141))
+    torch.testing.assert_close(scaled(ids[:, :48]), plain(ids[:, :48]), rtol=0, atol=1e-5)
+    # The last row by hand, in float64: one layer's attention with its queries multiplied.
+    seen = {}
+    layer = scaled.layers[0].attention
+    layer.register_forward_hook(lambda _, inputs, output: seen.update(x=inputs[0], out=output))
+    scaled(ids)
+    fused = torch.nn.functional.linear(
+        seen["x"].double(), layer.query_key_value.weight.double(), layer.query_key_value.bias.double()
+    )
+    q, k, v = fused.view(1, 141, 4, 3, 8).permute(3, 0, 2, 1, 4)
+    weights = (q[:, :, -1:] @ k.transpose(2, 3) / math.sqrt(8) * math.log(141) / math.log(48)).softmax(dim=-1)
+    mixed = (weights @ v).transpose(1, 2).reshape(1, 1, 32)
+    out = torch.nn.functional.linear(mixed, layer.dense.weight.double(), layer.dense.bias.double())
+    torch.testing.assert_close(seen["out"][:, -1:].double(), out, rtol=0, atol=1e-5)
+
+
+@torch.no_grad()
+def test_a_cache_belongs_to_one_text():
+    gpt, first, second = model("alibi"), torch.randint(50, (1, 20)), torch.randint(50, (1, 20))
+    expected = [gpt(ids) for ids in (first, second)]
+    caches = [Cache(), Cache()]
+    for start in (0, 10):
+        for ids, cache, whole in zip((first, second), caches, expected, strict=True):
+            found = gpt(ids[:, start : start + 10], cache=cache)
+            torch.testing.assert_close(found, whole[:, start : start + 10], rtol=0, atol=1e-5)

@@ -1,0 +1,165 @@
+"""Randomized positions: what training sees, what evaluation sees, and who may be inside."""
+
+import pytest
+import torch
+
+from megatron.config import load
+from megatron.errors import UserError
+from megatron.model import from_config
+from megatron.positions import REGISTRY, Position, Shape, build
+
+SHAPE = Shape(heads=4, head_dim=8, hidden=32, train_length=64)
+WITHIN = [
+    name
+    for name, encoding in sorted(REGISTRY.items())
+    if name not in ("randomized", "mep")
+    and encoding.on_scores is Position.on_scores
+    and encoding.distance_weight is Position.distance_weight
+]
+
+
+def drawn(of: str, **options) -> Position:
+    """In training, after a draw for 64 tokens."""
+    position = build("randomized", SHAPE, of=of, **options).train()
+    position.prepare(64)
+    return position
+
+
+def model(*settings: str):
+    shape = ["num_layers=2", "hidden_size=32", "num_attention_heads=4", "seq_length=64", "pos_emb=randomized"]
+    return from_config(load([], [*shape, *settings]), vocab=50)
+
+
+def test_positions_are_sorted_distinct_and_uniform_over_the_range():
+    position = build("randomized", SHAPE, range=200).train()
+    seen = torch.zeros(200)
+    for _ in range(2000):
+        position.prepare(64)
+        assert position.drawn.dtype == torch.int64
+        assert (position.drawn.diff() > 0).all()
+        seen[position.drawn] += 1
+    assert seen.sum() == 2000 * 64
+    expected = 2000 * 64 / 200
+    assert ((seen - expected).abs() < 6 * (expected * (1 - 64 / 200)) ** 0.5).all()
+
+
+def test_the_range_is_four_training_lengths_if_nothing_is_said():
+    assert build("randomized", SHAPE).range == 256
+
+
+def test_the_draw_comes_from_torchs_generator_and_differs_from_pass_to_pass():
+    draws = []
+    for seed in (1, 1, 2):
+        torch.manual_seed(seed)
+        draws.append([drawn("rotary").drawn.clone() for _ in range(2)])
+    assert torch.equal(draws[0][0], draws[1][0])
+    assert torch.equal(draws[0][1], draws[1][1])
+    assert not torch.equal(draws[0][0], draws[0][1])
+    assert not torch.equal(draws[0][0], draws[2][0])
+
+
+def test_rotary_turns_by_the_drawn_positions():
+    position, x = drawn("rotary"), torch.randn(1, 4, 64, 8)
+    sparse = torch.zeros(1, 4, 256, 8).index_copy(2, position.drawn, x)
+    whole = build("rotary", SHAPE).on_queries_keys(sparse, sparse)
+    for ours, theirs in zip(position.on_queries_keys(x, x), whole, strict=True):
+        torch.testing.assert_close(ours, theirs[:, :, position.drawn], rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("of", ["sinusoidal", "learned"])
+def test_absolute_encodings_take_the_drawn_rows(of):
+    position = drawn(of)
+    everywhere = position.inner
+    found = position.on_embeddings(torch.zeros(1, 64, 32))
+    rows = position.drawn
+    everywhere.drawn = None
+    torch.testing.assert_close(found, everywhere.on_embeddings(torch.zeros(1, 256, 32))[:, rows], rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("of", ["alibi", "kerple_log", "t5", "mep_param"])
+def test_biases_are_those_of_the_drawn_distances(of):
+    position = drawn(of)
+    assert position.distance_bias(64) is None
+    assert position.has("index_bias")
+    queries, keys = torch.arange(20, 64), torch.arange(63, -1, -1)
+    found = position.index_bias(queries, keys)
+    table, p = position.inner.distance_bias(256), position.drawn
+    for i in (20, 40, 63):
+        for j in (0, 7, i):
+            torch.testing.assert_close(found[:, i - 20, 63 - j], table[:, p[i] - p[j]], rtol=0, atol=0)
+
+
+def test_a_bias_of_indices_gets_the_drawn_indices():
+    position, queries, keys = drawn("fire"), torch.arange(64), torch.arange(64)
+    expected = position.inner.index_bias(position.drawn, position.drawn)
+    torch.testing.assert_close(position.index_bias(queries, keys), expected, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("of", WITHIN)
+def test_evaluation_is_the_encoding_inside(of):
+    gpt, plain = model(f"pos_emb_args.of={of}"), model(f"pos_emb={of}", "max_position_embeddings=256")
+    plain.load_state_dict({name.replace(".inner.", "."): value for name, value in gpt.state_dict().items()})
+    ids = torch.randint(50, (2, 150))
+    with torch.no_grad():
+        trained = gpt.train()(ids[:, :64])
+        assert of == "none" or not torch.equal(trained, plain(ids[:, :64]))
+        torch.testing.assert_close(gpt.eval()(ids), plain(ids), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("of", WITHIN)
+@pytest.mark.parametrize("shared", ["true", "false"])
+def test_backends_and_recomputation_see_one_draw(of, shared):
+    ids, results = torch.randint(50, (2, 65)), []
+    for settings, again in (("eager", False), ("sdpa", False), ("sdpa", True)):
+        gpt = model(f"pos_emb_args.of={of}", f"attention_backend={settings}", f"pos_emb_shared={shared}").train()
+        gpt.checkpoint_activations = again
+        torch.manual_seed(0)
+        loss = gpt(ids[:, :-1], labels=ids[:, 1:]).mean()
+        loss.backward()
+        results.append([loss, *(parameter.grad for parameter in gpt.parameters())])
+        assert all(position.drawn is not None for position in gpt.positions)
+    for other in results[1:]:
+        for found, expected in zip(other, results[0], strict=True):
+            torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-6)
+
+
+def test_learned_rows_beyond_the_training_length_are_trained():
+    gpt, ids = model("pos_emb_args.of=learned").train(), torch.randint(50, (2, 65))
+    gpt(ids[:, :-1], labels=ids[:, 1:]).mean().backward()
+    grad = gpt.position.inner.weight.grad
+    assert grad.shape == (256, 32)
+    assert torch.equal(grad.abs().sum(dim=1).nonzero()[:, 0], gpt.position.drawn)
+
+
+def test_the_log_n_scale_counts_tokens_not_drawn_positions():
+    expected = build("rotary", SHAPE).log_n_scale(0, 64)
+    torch.testing.assert_close(drawn("rotary").log_n_scale(0, 64), expected, rtol=0, atol=0)
+
+
+def test_a_training_window_longer_than_the_range_is_refused():
+    with pytest.raises(UserError, match="randomized: range: 256 holds no 300 positions; raise it"):
+        build("randomized", SHAPE).train().prepare(300)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"of": "rotery"}, "no encoding is called 'rotery'; did you mean rotary?"),
+        ({"of": 3}, "of: 3 is not the name of an encoding; write of: rotary"),
+        ({"of": "rotary", "args": {"bse": 3}}, "rotary takes no option 'bse'; did you mean base?"),
+        ({"args": "base"}, "args: 'base' are not options; write args: {option: value}"),
+        ({"range": 63}, "range: 63 is less than the training length 64"),
+        ({"range": 0}, "range: 0 is not a positive number"),
+        ({"of": "cable"}, "of: cable looks at content, not at positions, so there is nothing to randomize"),
+        (
+            {"of": "kerple_bias_wht"},
+            "of: kerple_bias_wht multiplies the scores by distance, which cannot be randomized",
+        ),
+        ({"of": "randomized"}, "of: randomized cannot be inside itself; name the encoding"),
+        ({"of": "learned", "args": {"max_positions": 100}}, "max_positions: 100 is less than range: 256; raise it"),
+    ],
+)
+def test_a_slip_is_named_with_its_cure(options, message):
+    with pytest.raises(UserError) as fault:
+        build("randomized", SHAPE, **options)
+    assert message in str(fault.value)
