@@ -62,6 +62,11 @@ def make_data(folder: Path) -> None:
         os.replace(path, folder / "data" / f"gpt2-{name}")
     lines = "".join(json.dumps({"text": text, "meta": {}}) + "\n" for text in texts)
     (folder / "openwebtext2.jsonl.zst").write_bytes(zstandard.compress(lines.encode()))
+    # make demo's results
+    for name in ("mep_free", "rotary"):
+        lines = (ROOT / "docs" / "demo.jsonl").read_text(encoding="utf-8").splitlines(keepends=True)
+        (folder / "demo").mkdir(exist_ok=True)
+        (folder / "demo" / f"{name}.jsonl").write_text("".join(line for line in lines if f'"{name}"' in line))
     # make demo's corpus, from this project's own modules
     (folder / "texts").mkdir()
     for number, text in enumerate(texts):

@@ -1,0 +1,77 @@
+"""Attention of a real text by layer and head, as in figure 2 of MEP (arXiv 2403.17698)."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from matplotlib.colors import LogNorm
+from matplotlib.figure import Figure
+from torch import Tensor
+
+from megatron.attention import BACKENDS, eager
+from megatron.evaluation.position_plot import style
+from megatron.model import GPT
+
+LOWEST = 1e-3  # probabilities below look the same
+
+
+@torch.no_grad()
+def attention_of(model: GPT, ids: Tensor) -> Tensor:
+    """ids [length] -> the probabilities of every layer and head: [layers, heads, length, length] float32."""
+    backend, model.backend = model.backend, "eager"
+    try:
+        with _recorded() as layers:
+            model(ids[None])
+    finally:
+        model.backend = backend
+    return torch.stack(layers).float().cpu()
+
+
+@contextmanager
+def _recorded() -> Iterator[list[Tensor]]:
+    """Inside the block the definition of attention also notes its probabilities, layer after layer."""
+    found: list[Tensor] = []
+
+    def recording(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, **more: Any) -> Tensor:
+        # What attention makes of the unit vectors are its probabilities, whatever bias, mask or hook there is.
+        units = torch.eye(k.shape[2], device=k.device, dtype=q.dtype).expand(*k.shape[:2], -1, -1)
+        found.append(eager(q, k, units, bias, **more)[0])
+        return found[-1][None] @ v
+
+    BACKENDS["eager"] = recording
+    try:
+        yield found
+    finally:
+        BACKENDS["eager"] = eager
+
+
+def draw_attention(probabilities: Tensor, title: str, text: str = "") -> Figure:
+    """Layers downward, heads to the right; in each map queries downward, keys to the right, on a logarithmic scale."""
+    layers, heads, length, _ = probabilities.shape
+    future = torch.ones(length, length, dtype=torch.bool).triu(1)
+    side = max(0.58, min(1.6, 7.2 / heads))
+    with style():
+        figure = Figure(figsize=(side * heads + 1.3, side * layers + 0.8), layout="constrained")
+        places = figure.subplots(layers, heads, squeeze=False)
+        norm, image = LogNorm(LOWEST, 1), None
+        for layer in range(layers):
+            for head in range(heads):
+                axes = places[layer, head]
+                shown = probabilities[layer, head].clamp(min=LOWEST).masked_fill(future, float("nan"))
+                image = axes.imshow(shown.numpy(), norm=norm, cmap="viridis", interpolation="nearest")
+                axes.set_xticks([])
+                axes.set_yticks([])
+                axes.spines[:].set_visible(False)
+                if layer == 0:
+                    axes.set_title(f"head {head}" if heads <= 6 else f"{head}", fontsize=8, pad=2)
+                if head == 0:
+                    axes.set_ylabel(f"layer {layer}" if layers <= 6 else f"{layer}", fontsize=8, labelpad=2)
+        assert image is not None
+        bar = figure.colorbar(image, ax=places, pad=0.01, aspect=30, shrink=0.9, label="attention probability")
+        bar.set_ticks([1, 0.1, 0.01, LOWEST], labels=["1", "0.1", "0.01", f"≤ {LOWEST:g}"])
+        figure.suptitle(title, x=0.01, ha="left", fontsize=10)
+        said = "layers downward, heads to the right; in each map queries downward, keys to the right"
+        said += f"\n{length} tokens" + (f": {text}" if text else "")
+        figure.supxlabel(said, x=0.01, ha="left", fontsize=7, color="#666666")
+    return figure

@@ -1,0 +1,189 @@
+"""The pictures: the numbers behind them, a PNG and an SVG of each, and one message where one cannot be drawn."""
+
+import json
+import math
+from xml.etree import ElementTree
+
+import pytest
+import torch
+from plot_positions import main
+from safetensors.torch import save_file
+
+from megatron.attention import BACKENDS, eager
+from megatron.config import load
+from megatron.evaluation.attention_plot import attention_of
+from megatron.evaluation.learned_plot import by_name, trajectory
+from megatron.evaluation.position_plot import draw, effective_length, panels, sampled, save
+from megatron.model import from_config
+from megatron.positions import REGISTRY, Shape, build
+
+SHAPE = [
+    "num_layers=2",
+    "hidden_size=32",
+    "num_attention_heads=4",
+    "seq_length=64",
+    "tokenizer_type=CharLevelTokenizer",
+]
+NEEDED = {"mep": {"kernels": ["exp", "kerple_log"]}}
+
+
+def checkpoint(folder, *words, steps=(5, 10)):
+    """What training leaves, with random weights: a checkpoint of step 10 and numbers on the way to it."""
+    config = load([], [*SHAPE, f"save={folder}", *words])
+    model, path = from_config(config, vocab=512), folder / "global_step10"
+    path.mkdir(parents=True)
+    save_file({name: tensor.contiguous() for name, tensor in model.state_dict().items()}, path / "model.safetensors")
+    config.save(path / "config.yml")
+    (path / "checkpoint.json").write_text(json.dumps({"step": 10, "config_hash": config.hash, "vocab": 512}))
+    learned = {name: tensor.flatten().tolist() for name, tensor in model.learned().items()}
+    records = [{"step": step, "kind": "train", **({"position": learned} if learned else {})} for step in steps]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    return model
+
+
+def test_the_effective_length_is_where_alibis_bias_falls_below_minus_two():
+    slopes = [2 ** (-8 * (head + 1) / 8) for head in range(8)]
+    bias = build("alibi", Shape(8, 8, 64, 512)).distance_bias(600)
+    assert effective_length(bias).tolist() == [math.floor(2 / slope) + 1 for slope in slopes[:8]]
+    assert effective_length(bias[:, :400]).tolist()[-1] == 400  # 513 lies beyond
+
+
+def test_the_sampled_distances_hold_every_near_one_and_both_ends():
+    at = sampled(16384, 100).tolist()
+    assert at[:6] == [0, 1, 2, 3, 4, 5]
+    assert at[-1] == 16383
+    assert at == sorted(set(at))
+    assert sampled(2, 100).tolist() == [0, 1]
+
+
+@pytest.mark.parametrize("name", sorted(REGISTRY))
+def test_every_encoding_can_be_drawn_or_does_nothing(name, tmp_path):
+    found = panels(build(name, Shape(4, 8, 32, 64), **NEEDED.get(name, {})).eval(), 512)
+    assert bool(found) == (name != "none")
+    assert all(panel.values.isfinite().all() for panel in found)
+    if found:
+        png, svg = save(draw(found, name), tmp_path / name)
+        assert png.read_bytes().startswith(b"\x89PNG")
+        words = "".join(ElementTree.fromstring(svg.read_text()).itertext())
+        assert name in words
+        assert "distance (tokens)" in words
+
+
+def test_the_panels_say_what_the_hooks_do():
+    shape = Shape(4, 8, 32, 64)
+    titles = {
+        name: [panel.title for panel in panels(build(name, shape).eval(), 512)] for name in ("alibi", "fire", "cable")
+    }
+    assert titles == {
+        "alibi": ["bias", "kernel exp(bias)", "effective length"],
+        "fire": ["bias of query 63", "bias of query 511"],
+        "cable": ["added to the scores of a random text"],
+    }
+    rotary = panels(build("rotary", shape), 512)[0].values[0]
+    angles = torch.arange(512, dtype=torch.float64)[:, None] * torch.tensor([1, 0.1, 0.01, 0.001], dtype=torch.float64)
+    torch.testing.assert_close(rotary, angles.cos().mean(dim=1), rtol=0, atol=1e-4)
+    bias, kernel, _ = panels(build("alibi", shape), 512)
+    torch.testing.assert_close(kernel.values, bias.values.exp())
+
+
+def test_the_tool_draws_what_is_named_with_its_options_and_says_what_cannot_be_drawn(tmp_path, capsys):
+    words = ["rotary", "none", "--output", str(tmp_path), "--length", "300", "--option", "base=500"]
+    assert main(words) == 1  # none has no option base
+    assert main([*words[:4], "--length", "300"]) == 0
+    assert "none: nothing to draw" in capsys.readouterr().out
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["rotary.png", "rotary.svg"]
+    assert main(["bias"]) == 1
+    assert "pos_emb: no encoding is called 'bias'" in capsys.readouterr().err
+
+
+def test_without_names_every_bias_by_distance_is_drawn(tmp_path, monkeypatch):
+    keep = {name: REGISTRY[name] for name in ("alibi", "rotary", "mep", "kerple_log")}
+    monkeypatch.setattr("plot_positions.REGISTRY", keep)
+    assert main(["--output", str(tmp_path), "--length", "100", "--heads", "2"]) == 0
+    assert {path.stem for path in tmp_path.iterdir()} == {"alibi", "kerple_log"}
+
+
+def test_a_checkpoint_gives_curves_numbers_their_way_and_attention(tmp_path, capsys):
+    checkpoint(tmp_path / "run", "pos_emb=mep_param_t5")
+    (tmp_path / "page.txt").write_text("The quick brown fox jumps over the lazy dog.")
+    words = ["--checkpoint", str(tmp_path / "run"), "--length", "200", "--tokens", "20"]
+    assert main([*words, "--text", str(tmp_path / "page.txt")]) == 0
+    pictures = sorted(path.name for path in (tmp_path / "run/plots/global_step10").iterdir())
+    stems = ("attention", "encoding", "learned", "trajectory")
+    assert pictures == [f"{stem}.{kind}" for stem in stems for kind in ("png", "svg")]
+    words_of = (tmp_path / "run/plots/global_step10/attention.svg").read_text()
+    assert "20 tokens: The quick brown fox" in words_of
+    assert capsys.readouterr().err == ""
+
+
+def test_held_out_text_is_the_default(corpus, tmp_path, capsys):
+    checkpoint(tmp_path / "run", "pos_emb=cable", f"data_path={corpus}", "split=5,4,1")
+    assert main(["--checkpoint", str(tmp_path / "run"), "--length", "100", "--output", str(tmp_path / "out")]) == 0
+    assert (tmp_path / "out/attention.png").exists()
+    assert capsys.readouterr().err == ""
+
+
+def test_what_a_picture_lacks_is_said_and_the_others_are_drawn(tmp_path, capsys):
+    checkpoint(tmp_path / "run", "pos_emb=none")
+    (tmp_path / "run/metrics.jsonl").unlink()
+    assert main(["--checkpoint", str(tmp_path / "run"), "--text", str(tmp_path / "nowhere.txt")]) == 0
+    told = capsys.readouterr()
+    assert "none, step 10: learns nothing" in told.out
+    assert "no attention: --text:" in told.err
+    checkpoint(tmp_path / "other", "pos_emb=kerple_log", steps=())
+    assert main(["--checkpoint", str(tmp_path / "other"), "--length", "100"]) == 0
+    told = capsys.readouterr()
+    assert "no trajectory:" in told.err
+    assert "no attention:" in told.err
+    assert (tmp_path / "other/plots/global_step10/learned.png").exists()
+    assert main(["--checkpoint", str(tmp_path / "nowhere")]) == 1
+
+
+@pytest.mark.parametrize(
+    "settings", [["pos_emb=mep_free", "window=10"], ["pos_emb=kerple_bias_wht"], ["pos_emb=fire"], ["pos_emb=cable"]]
+)
+def test_the_drawn_attention_is_the_models(settings):
+    """Against the model's output: probabilities times values, projected, is what each layer's attention gives."""
+    model = from_config(load([], [*SHAPE, *settings]), vocab=512).eval()
+    seen = []
+    for block in model.layers:
+        block.attention.register_forward_hook(lambda module, given, out: seen.append((module, given[0], out)))
+    ids = torch.randint(512, (24,))
+    found = attention_of(model, ids)
+    assert found.shape == (2, 4, 24, 24)
+    torch.testing.assert_close(found.sum(dim=-1), torch.ones(2, 4, 24))
+    assert (found.triu(1) == 0).all()
+    for layer, (module, x, out) in enumerate(seen):
+        v = module.query_key_value(x).view(1, 24, 4, 3, 8)[..., 2, :].transpose(1, 2)
+        mixed = (found[layer] @ v[0]).transpose(0, 1).reshape(1, 24, 32)
+        torch.testing.assert_close(module.dense(mixed), out, rtol=0, atol=1e-5)
+    assert BACKENDS["eager"] is eager
+    assert model.backend == "auto"
+
+
+def test_learned_numbers_are_rows_by_heads_and_layers_become_rows():
+    shared = by_name({"p": torch.arange(4.0), "weight": torch.ones(32, 4), "c": torch.tensor(0.1)}, heads=4)
+    assert {name: (tuple(table.shape), rows) for name, (table, rows) in shared.items()} == {
+        "p": ((1, 4), "row"),
+        "weight": ((32, 4), "row"),
+        "c": ((1, 1), "row"),
+    }
+    table, rows = by_name({f"layer{layer}.p": torch.full((4,), float(layer)) for layer in range(3)}, heads=4)["p"]
+    assert rows == "layer"
+    assert table.tolist() == [[0.0] * 4, [1.0] * 4, [2.0] * 4]
+
+
+def test_the_way_of_a_number_is_read_from_the_run(tmp_path):
+    model = checkpoint(tmp_path / "run", "pos_emb=t5", "pos_emb_shared=false", steps=(2, 4, 6))
+    found = trajectory(tmp_path / "run", model.learned())
+    assert set(found) == {"layer0.weight", "layer1.weight"}
+    steps, values = found["layer1.weight"]
+    assert steps == [2, 4, 6]
+    torch.testing.assert_close(values[2], model.positions[1].weight.detach())
+
+
+def test_layers_of_their_own_are_drawn_one_by_one(tmp_path):
+    checkpoint(tmp_path / "run", "pos_emb=kerple_log", "pos_emb_shared=false")
+    main(["--checkpoint", str(tmp_path / "run"), "--length", "100", "--output", str(tmp_path / "out")])
+    names = {path.name for path in (tmp_path / "out").glob("*.png")}
+    assert names == {"encoding-layer0.png", "encoding-layer1.png", "learned.png", "trajectory.png"}
