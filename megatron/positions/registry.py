@@ -106,9 +106,13 @@ def build(name: str, shape: Shape, **options: Any) -> Position:
     if missing:
         raise UserError(f"pos_emb_args: {name} needs the option {missing[0]}; write pos_emb_args: {{{missing[0]}: …}}")
     try:
-        return encoding(shape, **options)
+        position = encoding(shape, **options)
     except UserError as fault:
         raise UserError(f"pos_emb_args: {name}: {fault}") from None
+    single = [path for path, parameter in position.named_parameters() if parameter.dim() == 0]
+    if single:  # DeepSpeed's bf16 engine crashes on it
+        raise UserError(f"pos_emb: {name}: the parameter {single[0]} has no dimensions; give it the shape [1]")
+    return position
 
 
 def encoding_called(name: str) -> type[Position]:

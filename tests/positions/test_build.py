@@ -106,6 +106,17 @@ def test_a_kernel_of_the_wrong_shape_or_dtype_is_reported_by_its_class():
         Half(SHAPE).distance_bias(5)
 
 
+def test_a_parameter_without_dimensions_is_refused_before_deepspeed_crashes_on_it(own_registry):
+    @register("lonely")
+    class Lonely(DistanceBias):
+        def __init__(self, shape: Shape) -> None:
+            super().__init__(shape)
+            self.slope = torch.nn.Parameter(torch.tensor(0.5))
+
+    with pytest.raises(UserError, match=r"pos_emb: lonely: the parameter slope has no dimensions; give it the shape"):
+        build("lonely", SHAPE)
+
+
 def test_modules_inside_an_encoding_compute_in_float32_whatever_an_engine_does_to_them():
     class Net(DistanceBias):
         def __init__(self, shape: Shape) -> None:
