@@ -185,6 +185,8 @@ class Optimizer(Section):
     optimizer: OptimizerChoice = Field(default_factory=OptimizerChoice)
     weight_decay: Annotated[Float, Field(ge=0)] = 0.01
     """Decoupled weight decay of the matrices; also accepted as optimizer.params.weight_decay."""
+    pos_emb_weight_decay: bool = False
+    """true: weight_decay acts on the encoding's learned numbers too, as in DAPE, where KERPLE was seen to rise."""
     gradient_clipping: Annotated[Float, Field(ge=0)] = 1.0
     """Largest norm of the whole gradient; 0: no clipping."""
     min_lr: Annotated[Float, Field(ge=0)] = 0.0

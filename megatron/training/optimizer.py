@@ -15,12 +15,13 @@ logger = logging.getLogger(__name__)
 def build_optimizer(model: nn.Module, settings: Any, device: torch.device) -> torch.optim.Optimizer:
     """Adam with decoupled weight decay; `settings` is the configuration's section `optimizer`.
 
-    Decay acts on matrices. Norms, biases and whatever an encoding learns are exempt.
+    Decay acts on matrices; norms and biases are exempt, and so is what an encoding learns unless pos_emb_weight_decay.
     """
     decayed, exempt = [], []
     for name, parameter in model.named_parameters():
-        matrix = parameter.dim() >= 2 and not name.startswith("positions.")
-        (decayed if matrix else exempt).append(parameter)
+        learned = name.startswith("positions.")
+        decays = settings.pos_emb_weight_decay if learned else parameter.dim() >= 2
+        (decayed if decays else exempt).append(parameter)
     groups = [{"params": decayed, "weight_decay": settings.weight_decay}, {"params": exempt, "weight_decay": 0.0}]
     return adam(device)(groups, lr=settings.lr, betas=settings.betas, eps=settings.eps)
 

@@ -124,10 +124,11 @@ def test_gradients_are_clipped_and_their_norm_before_it_is_reported(grid, stage)
     assert moved.norm().item() == pytest.approx(0.01 * result["lr"], rel=1e-2)
 
 
-def test_weight_decay_acts_on_matrices_and_spares_norms_biases_and_the_encoding(grid):
-    run = trainer(grid, "pos_emb=mep_param_t5", "optimizer.params.betas=[0.0, 0.0]", "weight_decay=0.5")
+@pytest.mark.parametrize("too", [False, True])
+def test_weight_decay_acts_on_matrices_and_on_the_encoding_if_asked(grid, too):
+    run = trainer(grid, "pos_emb=mep_param_t5", "weight_decay=0.5", f"pos_emb_weight_decay={too}")
     groups = run.engine.optimizer.param_groups
     decay = {id(p): group["weight_decay"] for group in groups for p in group["params"]}
     for name, parameter in run.model.named_parameters():
-        spared = name.startswith("positions.") or name.endswith("bias") or "norm" in name
+        spared = not too if name.startswith("positions.") else name.endswith("bias") or "norm" in name
         assert decay[id(parameter)] == (0.0 if spared else 0.5), name
