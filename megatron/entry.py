@@ -17,6 +17,7 @@ from megatron.training.checkpoint import find
 
 NOTES_SAID = "MEGATRON_NOTES_SAID"
 PATIENCE = 5  # seconds
+NO_EFFECT, FEW = ": accepted, has no effect here: ", 3
 
 
 def run(
@@ -108,6 +109,10 @@ def require(config: Config, purpose: str | None, options: argparse.Namespace) ->
 def say(notes: Sequence[str]) -> None:
     """Print notes to stderr, once: by deepy.py, or by the first process where there is no deepy.py."""
     if int(os.environ.get("RANK", 0)) == 0 and NOTES_SAID not in os.environ:
+        idle = [note for note in notes if NO_EFFECT in note]
+        if len(idle) > FEW:  # a published file: one line instead of a dozen, or the notes that matter drown
+            keys = ", ".join(note.split(":")[0] for note in idle)
+            notes = [*(note for note in notes if note not in idle), f"accepted, have no effect here: {keys}"]
         for note in notes:
             print(f"note: {note}", file=sys.stderr)
 

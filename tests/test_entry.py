@@ -120,6 +120,17 @@ def test_settings_alone_are_laid_over_the_configuration_of_the_named_checkpoint(
     assert "checkpoint: no folder" in capsys.readouterr().err
 
 
+def test_many_keys_without_effect_are_one_note_after_those_that_matter(capsys):
+    idle = ["wall_clock_breakdown=true", "steps_per_print=10", "bias_gelu_fusion=false", "log_param_norm=true"]
+    assert status(lambda config, given: 0, *TINY, "pos_emb=rpe", *idle) == 0
+    assert capsys.readouterr().err.splitlines() == [
+        "note: pos_emb: rpe means t5",
+        "note: accepted, have no effect here: wall_clock_breakdown, steps_per_print, bias_gelu_fusion, log_param_norm",
+    ]
+    assert status(lambda config, given: 0, *TINY, *idle[:1]) == 0
+    assert "note: wall_clock_breakdown: accepted, has no effect here: time and tokens" in capsys.readouterr().err
+
+
 def test_a_script_may_do_without_a_configuration():
     seen = []
     assert status(lambda config, given: seen.append(config), "--checkpoint", "x", config_needed=False) == 0
