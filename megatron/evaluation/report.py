@@ -122,8 +122,8 @@ def runs(rows: Sequence[Row]) -> dict[str, list[Row]]:
     for row in rows:
         groups.setdefault(run_of(row), []).append(row)
     labels = [group[0]["pos_emb"] for group in groups.values()]
-    for key in (*SEEN, "seed", "step", *SETTING, "config_hash", "checkpoint"):
-        values = [group[0].get(key) for group in groups.values()]
+    for key in ("pos_emb_args", *SEEN, "seed", "step", *SETTING, "config_hash", "checkpoint"):
+        values = [_plain(group[0].get(key)) for group in groups.values()]
         twins = {
             label for label in labels if len({v for v, other in zip(values, labels, strict=True) if other == label}) > 1
         }
@@ -132,6 +132,13 @@ def runs(rows: Sequence[Row]) -> dict[str, list[Row]]:
         label: sorted(group, key=lambda row: row["length"])
         for label, group in zip(labels, groups.values(), strict=True)
     }
+
+
+def _plain(value: Any) -> Any:
+    """Options of an encoding as a short text, such as kernels [exp, gaussian]; anything else as it is."""
+    if not isinstance(value, dict):
+        return value
+    return " ".join(f"{key} {json.dumps(option)}" for key, option in value.items()).replace('"', "") or "defaults"
 
 
 def table(rows: Sequence[Row], *, markdown: bool = False) -> str:

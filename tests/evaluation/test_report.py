@@ -161,3 +161,13 @@ def test_a_place_that_cannot_be_written_is_named_before_anything_is_measured(tmp
     }.items():
         with pytest.raises(UserError, match=message):
             check_output(tmp_path / name)
+
+
+def test_two_mixtures_are_told_apart_by_their_kernels():
+    first = rows("mep", {512: 9.0}, pos_emb_args={"kernels": ["exp", "gaussian"]}, config_hash="a")
+    second = rows("mep", {512: 8.0}, pos_emb_args={"kernels": ["exp", {"exp": 0.5}]}, config_hash="b")
+    found = list(runs(first + second))
+    assert [label.split(", config")[0] for label in found] == [
+        "mep, pos_emb_args kernels [exp, gaussian]",
+        "mep, pos_emb_args kernels [exp, {exp: 0.5}]",
+    ]
