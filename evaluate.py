@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 
-from megatron.attention import resolve
 from megatron.config import Config
 from megatron.data.tokens import TokenFile
 from megatron.entry import run
@@ -134,7 +133,7 @@ def facts_of(model: GPT, given: Config, trained: Config, about: dict[str, Any]) 
         "checkpoint": about["path"],
         "tokenizer": (about.get("tokenizer") or {}).get("hash"),
         "dtype": str(weight.dtype).removeprefix("torch."),
-        "attention_backend": resolve(given.attention.attention_backend, content=model.position.has("on_scores")),
+        "attention_backend": model.resolved_backend,
         **seen_as(given),
         "device": weight.device.type,
         "commit": commit(),

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from megatron.attention import resolve
 from megatron.errors import UserError
 from megatron.model.block import Block
 from megatron.model.init import initialize
@@ -133,6 +134,11 @@ class GPT(nn.Module):
             for layer, position in positions
             for name, value in position.learned().items()
         }
+
+    @property
+    def resolved_backend(self) -> str:
+        """The attention backend that acts; UserError where the one asked for cannot compute this encoding."""
+        return resolve(self.backend, content=self.position.has("on_scores"))
 
     @property
     def position(self) -> Position:

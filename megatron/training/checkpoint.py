@@ -46,7 +46,7 @@ def save(trainer: Trainer, folder: Path, facts: dict[str, Any]) -> Path:
             shutil.rmtree(leftover)
     grid.wait()
     engine.save_checkpoint(str(folder), tag=partial.name, save_latest=False)
-    weights = full_weights(engine)
+    weights = full_weights(engine, keep=grid.first)
     if grid.first:
         save_file(weights, partial / "model.safetensors")
         (partial / "model.safetensors").chmod(0o666 & ~_umask())  # the library makes it the owner's alone
@@ -149,17 +149,18 @@ def load_for_evaluation(folder: str | Path, step: int | None = None) -> tuple[GP
     return model.eval(), config, {**meta, "path": str(path)}
 
 
-def full_weights(engine: Any) -> dict[str, Tensor]:
+def full_weights(engine: Any, *, keep: bool = True) -> dict[str, Tensor]:
     """The whole model's weights in float32 on the CPU, from the optimizer's master copy where there is one.
 
-    Every rank calls this: with ZeRO each holds a part.
+    Every rank calls this: with ZeRO each holds a part. Only those that `keep` them get them.
     """
     from deepspeed.utils import safe_get_full_fp32_param
 
     weights = {}
     for name, parameter in engine.module.named_parameters():
         master = safe_get_full_fp32_param(parameter) if engine.zero_optimization() else None
-        weights[name] = (parameter if master is None else master).detach().float().cpu().contiguous()
+        if keep:
+            weights[name] = (parameter if master is None else master).detach().float().cpu().contiguous()
     return weights
 
 

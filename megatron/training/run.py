@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.attention import resolve
 from megatron.config import Config
 from megatron.data.loader import batches
 from megatron.data.samples import build_split
@@ -72,7 +71,7 @@ class Run:
         )
         logger.info(
             f"{self.grid.ranks} rank(s) on {self.grid.device.type}, {self.config.precision.dtype},"
-            f" attention {resolve(self.config.attention.attention_backend)}"
+            f" attention {trainer.model.resolved_backend}"
         )
         if trainer.step >= self.steps:
             logger.info("step %d of %d: nothing left to train", trainer.step, self.steps)
@@ -95,12 +94,13 @@ class Run:
             steps = range(training.gradient_accumulation_steps)
             result = trainer.train_step([next(self.train_windows) for _ in steps])
             self.windows += self.windows_per_step
-            losses.append(self.grid.mean(result.pop("loss")))
+            losses.append(result.pop("loss"))
             step, stops = trainer.step, stop.wanted(trainer.step)
             last = stops or step == self.steps
             saves = self.folder is not None and (last or _divides(self.config.checkpoint.save_interval, step))
             logs = last or _divides(self.config.logging.log_interval, step)
-            if logs or saves:
+            if logs or saves:  # only now do the ranks, and the device and the host, wait for each other
+                losses = list(self.grid.mean(torch.stack(losses)))
                 _check_finite(losses, step)
             if logs:
                 self._log(trainer, torch.stack(losses).mean().item(), result, progress, metrics)

@@ -132,3 +132,10 @@ def test_the_seed_decides_the_weights_and_leaves_other_randomness_alone():
 def test_ids_of_the_wrong_shape_are_refused():
     with pytest.raises(UserError, match=r"ids: \[5\] must be \[batch, length\]"):
         small()(torch.zeros(5, dtype=torch.long))
+
+
+def test_a_model_says_which_attention_it_computes():
+    assert small().resolved_backend == "sdpa"
+    assert small("pos_emb=cable").resolved_backend == "eager"
+    with pytest.raises(UserError, match="sdpa cannot compute an encoding that looks at content; choose eager"):
+        _ = small("pos_emb=cable", "attention_backend=sdpa").resolved_backend
