@@ -68,24 +68,35 @@ def refusal(q: Tensor, *, index_bias: object = None) -> str | None:
     return None
 
 
+def columns(head_dim: int) -> int:
+    """head_dim as a tile holds it: a power of two, at least 16."""
+    return max(16, 1 << (head_dim - 1).bit_length())
+
+
 def forward_tiles(columns: int, itemsize: int) -> Tiles:
-    """Of the forward pass, by the rounded head_dim and the bytes of an element."""
-    return Tiles(64, 64, 4, 2)
+    """Of the forward pass, by the columns of a tile and the bytes of an element."""
+    return Tiles(64, 32, 8, 2) if itemsize == 4 else Tiles(128, 64, 8, 2)
 
 
 def query_tiles(columns: int, itemsize: int) -> Tiles:
     """Of the gradient of q."""
-    return Tiles(64, 64, 4, 2)
+    if itemsize == 4:
+        return Tiles(64, 32, 8, 2)
+    return Tiles(64, 64, 4, 2) if columns <= 64 else Tiles(128, 32, 8, 2)
 
 
 def key_tiles(columns: int, itemsize: int) -> Tiles:
     """Of the gradients of k and v."""
-    return Tiles(64, 64, 4, 2)
+    if itemsize == 4:
+        return Tiles(32, 64, 8, 1)
+    return Tiles(64, 64, 4, 2) if columns <= 64 else Tiles(64, 64, 8, 2)
 
 
 def table_tiles(columns: int, itemsize: int) -> Tiles:
     """Of the tables' gradients; as many queries as keys."""
-    return Tiles(64, 64, 4, 2)
+    if itemsize == 4:
+        return Tiles(32, 32, 4, 2)
+    return Tiles(64, 64, 4, 2) if columns <= 64 else Tiles(64, 64, 8, 2)
 
 
 class _Attention(torch.autograd.Function):
@@ -106,7 +117,7 @@ class _Attention(torch.autograd.Function):
         tables = _tables(q.shape[1], k.shape[2], bias, weight, window, q.device)
         out = _by_length(q)
         lse = q.new_empty(q.shape[:3], dtype=torch.float32)
-        tiles = forward_tiles(_columns(q), q.element_size())
+        tiles = forward_tiles(columns(q.shape[3]), q.element_size())
         reach = _first_keys(segments, q.shape[2], tiles)
         with torch.cuda.device_of(q):
             forward[(-(-q.shape[2] // tiles.queries), q.shape[0] * q.shape[1])](
@@ -134,14 +145,14 @@ class _Attention(torch.autograd.Function):
         sizes = _sizes(q, k, tables[0], ctx.window, ctx.chunk)
         flags = _flags(q, k, weight, ctx.chunk, segments)
         with torch.cuda.device_of(q):
-            tiles = query_tiles(_columns(q), q.element_size())
+            tiles = query_tiles(columns(q.shape[3]), q.element_size())
             query_gradient[(-(-queries // tiles.queries), batch * heads)](
                 *(q, k, v, *tables, *_pointers(segments, _first_keys(segments, queries, tiles), lse)),
                 *(out, lse, out_gradient, delta, dq, *strides, *sizes),
                 **flags,
                 **_launch(tiles),
             )
-            tiles = key_tiles(_columns(q), q.element_size())
+            tiles = key_tiles(columns(q.shape[3]), q.element_size())
             key_gradients[(-(-keys // tiles.keys), batch * heads)](
                 *(q, k, v, *tables, *_pointers(segments, _last_queries(segments, queries, tiles), lse)),
                 *(lse, out_gradient, delta, dk, dv, *strides, *sizes),
@@ -178,7 +189,7 @@ def _table_gradients(
     from megatron.attention.triton_programs import table_gradients
 
     batch, heads, queries, keys = *q.shape[:3], k.shape[2]
-    tiles = table_tiles(_columns(q), q.element_size())
+    tiles = table_tiles(columns(q.shape[3]), q.element_size())
     blocks = -(-keys // tiles.keys)
     offsets = min(blocks, (min(window, 2 * chunk) - 2) // tiles.keys + 2)  # a tile further back is out of sight
     splits = min(-(-PROGRAMS // (heads * offsets)), batch * blocks)
@@ -254,11 +265,6 @@ def _by_length(x: Tensor) -> Tensor:
     return x.new_empty(batch, length, heads, head_dim).transpose(1, 2)
 
 
-def _columns(q: Tensor) -> int:
-    """head_dim as a tile holds it: a power of two, at least 16."""
-    return max(16, 1 << (q.shape[3] - 1).bit_length())
-
-
 def _scale(q: Tensor) -> float:
     return math.log2(math.e) / math.sqrt(q.shape[3])
 
@@ -280,7 +286,7 @@ def _flags(q: Tensor, k: Tensor, weight: Tensor | None, chunk: int, segments: Te
     fast = q.dtype == torch.float32 and torch.get_float32_matmul_precision() != "highest"
     return {
         "HEAD_DIM": q.shape[3],
-        "COLUMNS": _columns(q),
+        "COLUMNS": columns(q.shape[3]),
         "WEIGHT": weight is not None,
         "CHUNK": chunk < k.shape[2],
         "SEGMENTS": segments is not None,

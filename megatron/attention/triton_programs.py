@@ -32,14 +32,13 @@ def _store(start, stride, row, valid, column, value, HEAD_DIM: tl.constexpr):
 
 @triton.jit
 def _logits(
-    product, position, key, query_segment, key_segment, bias, weight, chunk,
+    product, position, key, distance, query_segment, key_segment, bias, weight, chunk,
     WEIGHT: tl.constexpr, CHUNK: tl.constexpr, SEGMENTS: tl.constexpr,
 ):  # fmt: skip
     """Scores in base 2 with everything out of sight at -inf, and what the products were multiplied by.
 
     position, key and the segments may stand as [rows, 1] and [1, columns] or the other way round.
     """
-    distance = position - key
     factor = product
     if WEIGHT:
         factor = tl.load(weight + distance)
@@ -94,7 +93,9 @@ def forward(
     total = tl.zeros([BLOCK_Q], tl.float32)
     result = tl.zeros([BLOCK_Q, COLUMNS], tl.float32)
     first, end = _seen_keys(block, batch, reach, keys - queries, keys, window, chunk, BLOCK_Q, SEGMENTS)
+    distance = tl.arange(0, BLOCK_Q)[:, None] - tl.arange(0, BLOCK_K)[None, :]
     for start in range(first, end, BLOCK_K):
+        away = keys - queries + block * BLOCK_Q - start
         key = start + tl.arange(0, BLOCK_K)
         key_segment = key
         if SEGMENTS:
@@ -102,8 +103,8 @@ def forward(
         k_tile = _load(k, k_row, key, key < keys, column, HEAD_DIM)
         product = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION) * scale
         logits, _ = _logits(
-            product, position[:, None], key[None, :], query_segment[:, None], key_segment[None, :],
-            bias, weight, chunk, WEIGHT, CHUNK, SEGMENTS,
+            product, position[:, None], key[None, :], distance, query_segment[:, None], key_segment[None, :],
+            bias + away, weight + away, chunk, WEIGHT, CHUNK, SEGMENTS,
         )  # fmt: skip
         higher = tl.maximum(highest, tl.max(logits, 1))
         share = tl.exp2(logits - higher[:, None])
@@ -152,7 +153,9 @@ def query_gradient(
     row_lse = tl.load(lse + statistics, mask=valid, other=float("inf"))  # no share where there is no query
     result = tl.zeros([BLOCK_Q, COLUMNS], tl.float32)
     first, end = _seen_keys(block, batch, reach, keys - queries, keys, window, chunk, BLOCK_Q, SEGMENTS)
+    distance = tl.arange(0, BLOCK_Q)[:, None] - tl.arange(0, BLOCK_K)[None, :]
     for start in range(first, end, BLOCK_K):
+        away = keys - queries + block * BLOCK_Q - start
         key = start + tl.arange(0, BLOCK_K)
         key_segment = key
         if SEGMENTS:
@@ -161,8 +164,8 @@ def query_gradient(
         v_tile = _load(v, v_row, key, key < keys, column, HEAD_DIM)
         product = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION) * scale
         logits, factor = _logits(
-            product, position[:, None], key[None, :], query_segment[:, None], key_segment[None, :],
-            bias, weight, chunk, WEIGHT, CHUNK, SEGMENTS,
+            product, position[:, None], key[None, :], distance, query_segment[:, None], key_segment[None, :],
+            bias + away, weight + away, chunk, WEIGHT, CHUNK, SEGMENTS,
         )  # fmt: skip
         slope = tl.dot(do_tile, tl.trans(v_tile), input_precision=PRECISION)
         slope = tl.exp2(logits - row_lse[:, None]) * (slope - row_delta[:, None])
@@ -207,7 +210,9 @@ def key_gradients(
     end = tl.minimum(tl.minimum(last + window, (last // chunk + 2) * chunk) - before, queries)
     if SEGMENTS:
         end = tl.minimum(end, tl.load(reach + batch * tl.num_programs(0) + block))
+    distance = tl.arange(0, BLOCK_Q)[None, :] - tl.arange(0, BLOCK_K)[:, None]
     for start in range(tl.maximum(block * BLOCK_K - before, 0), end, BLOCK_Q):
+        away = before + start - block * BLOCK_K
         row = start + tl.arange(0, BLOCK_Q)
         inside = row < queries
         position = before + row
@@ -220,8 +225,8 @@ def key_gradients(
         row_delta = tl.load(delta + row, mask=inside, other=0.0)
         product = tl.dot(k_tile, tl.trans(q_tile), input_precision=PRECISION) * scale
         logits, factor = _logits(
-            product, position[None, :], key[:, None], query_segment[None, :], key_segment[:, None],
-            bias, weight, chunk, WEIGHT, CHUNK, SEGMENTS,
+            product, position[None, :], key[:, None], distance, query_segment[None, :], key_segment[:, None],
+            bias + away, weight + away, chunk, WEIGHT, CHUNK, SEGMENTS,
         )  # fmt: skip
         share = tl.exp2(logits - row_lse[None, :])
         v_result = tl.dot(share.to(do_tile.dtype), do_tile, v_result, input_precision=PRECISION)
@@ -265,6 +270,8 @@ def table_gradients(
     count = blocks - first
     slopes = tl.zeros([BLOCK, BLOCK], tl.float32)
     weighted = tl.zeros([BLOCK, BLOCK], tl.float32)
+    distance = tl.arange(0, BLOCK)[:, None] - tl.arange(0, BLOCK)[None, :]
+    away = offset * BLOCK
     for item in range(tl.program_id(2), batches * count, tl.num_programs(2)):
         block = first + item % count
         batch = (item // count).to(tl.int64)
@@ -281,8 +288,8 @@ def table_gradients(
         k_tile = _load(k + batch * k_batch, k_row, key, key < keys, column, HEAD_DIM)
         product = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION) * scale
         logits, _ = _logits(
-            product, position[:, None], key[None, :], query_segment[:, None], key_segment[None, :],
-            bias, weight, chunk, WEIGHT, CHUNK, SEGMENTS,
+            product, position[:, None], key[None, :], distance, query_segment[:, None], key_segment[None, :],
+            bias + away, weight + away, chunk, WEIGHT, CHUNK, SEGMENTS,
         )  # fmt: skip
         do_tile = _load(out_gradient + batch * out_gradient_batch, out_gradient_row, row, inside, column, HEAD_DIM)
         v_tile = _load(v + batch * v_batch, v_row, key, key < keys, column, HEAD_DIM)

@@ -1,0 +1,171 @@
+"""Our Triton programs give what the definition gives in float64: in Triton's interpreter on CPU, compiled on a GPU."""
+
+import json
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+
+from megatron.attention.eager import eager
+from megatron.attention.triton_kernel import refusal, triton_attention
+from tests.support import run
+
+pytest.importorskip("triton")
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+NARROW = {"window": None, "chunk": None, "segments": None, "index_bias": None}
+PRECISION = {torch.float32: 3e-6, torch.float16: 2e-3, torch.bfloat16: 2e-2}
+"""Largest error relative to the norm, or where that is less than 1; the interpreter does not know bfloat16."""
+
+
+def inputs(batch, heads, queries, keys, head_dim, *, bias=True, weight=False, dtype=torch.float32, documents=0):
+    """q, k, v, both tables, and segments that come back after others."""
+    draw = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(batch, heads, n, head_dim, generator=draw) for n in (queries, keys, keys))
+    tables = [torch.randn(heads, keys + 3, generator=draw) if given else None for given in (bias, weight)]
+    segments = torch.randint(documents, (batch, keys), generator=draw).sort(dim=1).values if documents else None
+    if documents > 2:
+        segments[segments == documents - 1] = 0
+    floats = [x.to(DEVICE, dtype) for x in (q, k, v)] + [None if x is None else x.to(DEVICE) for x in tables]
+    return floats, None if segments is None else segments.to(DEVICE)
+
+
+def values_and_gradients(function, tensors, *, double=False, **more):
+    """The output and the gradients of what is there of q, k, v, bias and weight, under a gradient that varies."""
+    leaves = [None if x is None else x.detach().clone() for x in tensors]
+    leaves = [x if x is None else (x.double() if double else x).requires_grad_() for x in leaves]
+    out = function(*leaves[:4], weight=leaves[4], **{**NARROW, **more})
+    slope = torch.linspace(-1, 1, out.numel(), device=out.device).sin().view_as(out).to(tensors[0].dtype)
+    return [out, *torch.autograd.grad(out, [x for x in leaves if x is not None], slope.to(out.dtype))]
+
+
+def assert_like_the_definition(tensors, **more):
+    ours = values_and_gradients(triton_attention, tensors, **more)
+    exact = values_and_gradients(eager, tensors, double=True, **more)
+    assert ours[0].dtype == tensors[0].dtype
+    for value, expected in zip(ours, exact, strict=True):
+        error = (value.double() - expected).norm() / expected.norm().clamp(min=1)
+        assert error < PRECISION[tensors[0].dtype]
+
+
+CASES = {
+    "bias": ((2, 2, 150, 150, 16), {}),
+    "weight": ((2, 2, 150, 150, 16), {"bias": False, "weight": True}),
+    "both": ((2, 1, 130, 130, 40), {"weight": True}),
+    "window": ((1, 2, 200, 200, 16), {"window": 37}),
+    "window_alone": ((1, 1, 150, 150, 16), {"bias": False, "window": 2}),
+    "chunk": ((1, 2, 200, 200, 16), {"weight": True, "chunk": 33}),
+    "documents": ((2, 1, 260, 260, 16), {"documents": 6, "weight": True}),
+    "some_queries": ((2, 2, 70, 203, 16), {"weight": True}),
+    "some_queries_of_all": ((2, 1, 90, 230, 24), {"weight": True, "window": 150, "chunk": 60, "documents": 4}),
+    "one_query": ((2, 2, 1, 130, 64), {"weight": True}),
+    "one_token": ((2, 2, 1, 1, 16), {}),
+    "large_heads": ((1, 1, 140, 140, 128), {"weight": True}),
+}
+
+
+@pytest.mark.parametrize(
+    ("case", "dtype"),
+    [*((case, torch.float32) for case in CASES), *((case, torch.float16) for case in ("both", "one_query"))],
+)
+def test_values_and_all_gradients_are_those_of_the_definition(case, dtype):
+    shape, options = CASES[case]
+    more = {name: options[name] for name in ("window", "chunk") if name in options}
+    drawn = {name: value for name, value in options.items() if name not in more}
+    tensors, segments = inputs(*shape, **drawn, dtype=dtype)
+    assert_like_the_definition(tensors, segments=segments, **more)
+
+
+def test_two_runs_give_the_same_bits():
+    tensors, _ = inputs(3, 2, 150, 150, 16, weight=True)
+    first, second = (values_and_gradients(triton_attention, tensors) for _ in range(2))
+    assert all(torch.equal(one, other) for one, other in zip(first, second, strict=True))
+
+
+def test_views_are_read_in_place_and_broadcast_gradients_too():
+    (q, k, v, bias, _), _ = inputs(2, 3, 80, 80, 16)
+    fused = torch.stack([q, k, v], dim=3).permute(0, 2, 1, 4, 3)  # as a model's projection: heads and length swapped
+    views = torch.stack([q, k, v]).transpose(2, 3).contiguous().transpose(2, 3).unbind(0)
+    expected = triton_attention(q, k, v, bias, weight=None, **NARROW)
+    for given in (views, fused.transpose(1, 2).unbind(-1)):
+        assert not any(x.is_contiguous() for x in given)
+        leaves = [x.detach().requires_grad_() for x in given]
+        out = triton_attention(*leaves, bias, weight=None, **NARROW)
+        assert torch.equal(out, expected)
+        ones = torch.autograd.grad(out.sum(), leaves)  # the gradient of a sum is one number seen many times
+        assert all(gradient.isfinite().all() for gradient in ones)
+
+
+def test_biases_that_underflowed_to_minus_infinity_leave_gradients_finite():
+    tensors, _ = inputs(1, 2, 200, 200, 16)
+    tensors[3][:, 40:] = -torch.inf
+    out, *gradients = values_and_gradients(triton_attention, tensors)
+    cut, *exact = values_and_gradients(triton_attention, tensors, window=40)
+    for ours, expected in zip([out, *gradients], [cut, *exact], strict=True):
+        torch.testing.assert_close(ours, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_frozen_tables_checkpoints_and_inference_work():
+    (q, k, v, bias, _), _ = inputs(1, 2, 70, 70, 16)
+    q.requires_grad_()
+
+    def attend(q):
+        return triton_attention(q, k, v, bias, weight=None, **NARROW)
+
+    (plain,) = torch.autograd.grad(attend(q).square().sum(), q)
+    (recomputed,) = torch.autograd.grad(checkpoint(attend, q, use_reentrant=False).square().sum(), q)
+    assert torch.equal(plain, recomputed)
+    with torch.inference_mode():
+        assert torch.equal(attend(q.detach()), attend(q).detach())
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"dtype": torch.float64}, "it knows float16, bfloat16 and float32, not float64"),
+        ({"head_dim": 136}, "head_dim 136 is more than 128"),
+        ({"index_bias": lambda *_: None}, "it reads biases from a table by distance, not by indices"),
+        ({"device": "meta"}, "it runs on CUDA devices, not on meta"),
+    ],
+)
+def test_what_it_cannot_compute_is_refused_with_the_reason(change, reason):
+    options = {"head_dim": 16, "dtype": torch.float32, "device": DEVICE, "index_bias": None, **change}
+    q = torch.zeros(1, 1, 4, options["head_dim"], dtype=options["dtype"], device=options["device"])
+    assert refusal(q, index_bias=options["index_bias"]) == reason
+    with pytest.raises(ValueError, match=f"attention_backend: triton cannot compute this: {reason}"):
+        triton_attention(q, q, q, None, weight=None, **{**NARROW, "index_bias": options["index_bias"]})
+
+
+@pytest.mark.skipif(DEVICE == "cuda", reason="the interpreter is for CPUs")
+def test_cpus_are_refused_without_the_interpreter(monkeypatch):
+    monkeypatch.delenv("TRITON_INTERPRET")
+    assert refusal(torch.zeros(1, 1, 4, 16)) == "it runs on CUDA devices, not on cpu"
+
+
+def test_every_program_compiles_for_gpus_and_fits_their_memory_and_registers(tmp_path):
+    env = {"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": "."}
+    done = run("tests/attention/compile_triton.py", env=env, timeout=600)
+    assert done.returncode == 0, done.stderr
+    for built in map(json.loads, done.stdout.splitlines()):
+        assert built["shared"] <= {80: 163, 90: 227}[built["arch"]] * 1024, built
+        assert built["spilled"] <= (128 if "CHUNK" in built["flags"] else 0), built  # bytes of a thread
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", list(PRECISION))
+@pytest.mark.parametrize("head_dim", [32, 64, 80, 128])
+@pytest.mark.parametrize("length", [512, 2048])
+def test_gpus_give_the_definition_at_the_lengths_of_training(length, head_dim, dtype):
+    for more in ({}, {"weight": True}, {"window": 300}, {"chunk": 200}, {"documents": 5}):
+        drawn = {name: value for name, value in more.items() if name not in ("window", "chunk")}
+        tensors, segments = inputs(2, 4, length, length, head_dim, **drawn, dtype=dtype)
+        narrow = {name: value for name, value in more.items() if name in ("window", "chunk")}
+        assert_like_the_definition(tensors, segments=segments, **narrow)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", list(PRECISION))
+def test_gpus_give_the_definition_at_8192_and_the_same_bits_twice(dtype):
+    tensors, _ = inputs(1, 2, 8192, 8192, 64, weight=True, dtype=dtype)
+    assert_like_the_definition(tensors)
+    first, second = (values_and_gradients(triton_attention, tensors) for _ in range(2))
+    assert all(torch.equal(one, other) for one, other in zip(first, second, strict=True))
