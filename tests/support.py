@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
+NEEDED = {"mep": {"kernels": ["exp", "kerple_log"]}, "fire": {"mlp_layers": [4]}}  # without a default, or for speed
 LAUNCHED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 
 

@@ -1,15 +1,20 @@
 """The one attention of the project, causal with a bias by head and distance, and the choice of its backend."""
 
 from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from megatron.attention.eager import eager
+from megatron.attention.flex import flex
+from megatron.attention.flex import refusal as flex_refusal
 from megatron.attention.sdpa import sdpa
+from megatron.attention.self_check import check
+from megatron.attention.triton_kernel import refusal as triton_refusal
+from megatron.attention.triton_kernel import triton_attention
 from megatron.errors import UserError
-
-BACKENDS: dict[str, Callable[..., Tensor]] = {"eager": eager, "sdpa": sdpa}
-"""What `attention_backend` may name, beside auto."""
 
 IndexBias = Callable[[Tensor, Tensor], Tensor]
 OnScores = Callable[[Tensor], Tensor]
@@ -28,6 +33,7 @@ def attention(
     index_bias: IndexBias | None = None,
     on_scores: OnScores | None = None,
     backend: str = "auto",
+    self_check: bool = True,
 ) -> Tensor:
     """Causal attention with a bias that depends on head and distance.
 
@@ -39,28 +45,104 @@ def attention(
     chunk: a query sees its own chunk of that many keys and the one before (blockwise causal attention, xPos);
     segments [batch, keys] int: a query sees only keys of its own document;
     index_bias(indices [queries], indices [keys]) -> [heads, queries, keys]: added, for a bias that depends on the
-    indices themselves; on_scores [batch, heads, queries, keys] -> same: after all biases, where content decides.
+    indices themselves; on_scores [batch, heads, queries, keys] -> same: after all biases, where content decides;
+    backend: see `choose`; self_check: compare a compiled backend with the definition at its first use of a kind.
     Returns [batch, heads, queries, head_dim] in q's dtype. ValueError where shapes disagree or the backend refuses.
     """
     _check(q, k, v, {"bias": bias, "weight": weight}, {"window": window, "chunk": chunk}, segments)
-    more = {"weight": weight, "window": window, "chunk": chunk, "segments": segments, "index_bias": index_bias}
+    needs = Needs(
+        q,
+        tables=bias is not None or weight is not None,
+        narrowed=window is not None or chunk is not None or segments is not None,
+        index_bias=index_bias is not None,
+        content=on_scores is not None,
+        gradient=torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (q, k, v, bias, weight)),
+    )
+    name = choose(backend, needs).backend
+    more: dict[str, Any] = {"weight": weight, "window": window, "chunk": chunk, "segments": segments}
+    if self_check and name not in TRUSTED and not torch.compiler.is_compiling():
+        check(name, BACKENDS[name], q, k, v, bias, **more)
+    more["index_bias"] = index_bias
     if on_scores is not None:
         more["on_scores"] = on_scores
-    return BACKENDS[resolve(backend, content=on_scores is not None)](q, k, v, bias, **more)
+    return BACKENDS[name](q, k, v, bias, **more)
 
 
-def resolve(backend: str, *, content: bool = False) -> str:
-    """The backend that `auto` stands for, or `backend` itself; UserError for an unknown name.
+@dataclass(frozen=True)
+class Needs:
+    """What decides which backends can compute an attention.
 
-    content: whether scores are rewritten by an encoding that looks at content, which eager alone computes
+    q [batch, heads, queries, head_dim]: any tensor of the device, dtype and head_dim that queries have;
+    tables: there is a bias or weight by distance; narrowed: a window, chunk or segments hide keys;
+    content: scores are rewritten by an encoding that looks at content; gradient: one is wanted
     """
+
+    q: Tensor
+    tables: bool = False
+    narrowed: bool = False
+    index_bias: bool = False
+    content: bool = False
+    gradient: bool = False
+
+
+class Choice(NamedTuple):
+    """A backend and, where `auto` chose it, why."""
+
+    backend: str
+    reason: str | None = None
+
+    def __str__(self) -> str:
+        return self.backend if self.reason is None else f"{self.backend} (auto: {self.reason})"
+
+
+def choose(backend: str, needs: Needs) -> Choice:
+    """The backend that `auto` stands for, or `backend` itself; UserError where it is unknown or cannot do it."""
     if backend == "auto":
-        return "eager" if content else "sdpa"
+        return _best(needs)
     if backend not in BACKENDS:
         raise UserError(f"attention_backend: {backend!r} is not known; choose from auto, {', '.join(BACKENDS)}")
-    if content and backend != "eager":
-        raise UserError(f"attention_backend: {backend} cannot compute an encoding that looks at content; choose eager")
-    return backend
+    reason = refusal(backend, needs)
+    if reason is not None:
+        other = "eager" if needs.content else "auto or sdpa"
+        raise UserError(f"attention_backend: {backend} cannot compute this: {reason}; choose {other}")
+    return Choice(backend)
+
+
+def _best(needs: Needs) -> Choice:
+    if needs.content:
+        return Choice("eager", "the encoding looks at content")
+    if needs.q.device.type != "cuda":
+        return Choice("sdpa", f"on the {needs.q.device.type.upper()}")
+    what = {"index bias": needs.index_bias, "distance table": needs.tables, "narrowed sight": needs.narrowed}
+    why = " and ".join(name for name, there in what.items() if there)
+    if not why:
+        return Choice("sdpa", "plain causal on CUDA")
+    why += " on CUDA"
+    for name in ("triton", "flex"):
+        reason = refusal(name, needs)
+        if reason is None:
+            return Choice(name, why)
+        why += f"; not {name}: {reason}"
+    return Choice("sdpa", why)
+
+
+def refusal(backend: str, needs: Needs) -> str | None:
+    """Why a backend cannot compute this, in one sentence, or None."""
+    if backend == "eager":
+        return None
+    if needs.content:
+        return "the encoding looks at content"
+    return REFUSALS[backend](needs) if backend in REFUSALS else None
+
+
+BACKENDS: dict[str, Callable[..., Tensor]] = {"eager": eager, "sdpa": sdpa, "flex": flex, "triton": triton_attention}
+"""What `attention_backend` may name, beside auto."""
+REFUSALS: dict[str, Callable[[Needs], str | None]] = {
+    "flex": lambda needs: flex_refusal(needs.q, index_bias=needs.index_bias, gradient=needs.gradient),
+    "triton": lambda needs: triton_refusal(needs.q, index_bias=needs.index_bias or None),
+}
+"""What some of them cannot compute, beside encodings that look at content."""
+TRUSTED = {"eager", "sdpa"}  # no compiler of ours stands between source and result
 
 
 def _check(

@@ -111,9 +111,11 @@ class Attention(Section):
 
     shapes_result: ClassVar[bool] = False
 
-    attention_backend: Literal["auto", "eager", "sdpa"] = "auto"
-    """eager is the definition; sdpa works in blocks and needs little memory; auto chooses and says which it took.
-    On CUDA sdpa gives the kernel biases in the model's dtype: in bf16 within 0.4 % of a bias; float32 is exact."""
+    attention_backend: Literal["auto", "eager", "sdpa", "flex", "triton"] = "auto"
+    """eager is the definition; sdpa works in blocks, on CUDA with biases in the model's dtype (in bf16 within 0.4 %);
+    triton (CUDA) reads float32 tables; flex is FlexAttention; auto takes what is fastest and right, and says which."""
+    attention_self_check: bool = True
+    """At its first use for a kind of input, compare a compiled backend (triton, flex) with eager on a small case."""
     window: Positive | Literal["train_length"] | None = None
     """Each token sees this many tokens up to itself; train_length: as many as in training (a baseline to evaluate)."""
     blockwise: bool = False

@@ -1,10 +1,16 @@
 """The language model, built from a configuration."""
 
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
 import torch
 
-from megatron.config import Config
 from megatron.model.gpt import GPT, Cache
 from megatron.positions import Position, Shape, build, options_of
+
+if TYPE_CHECKING:  # the model itself needs torch alone
+    from megatron.config import Config
 
 __all__ = ["GPT", "Cache", "from_config", "padded_vocab", "position_from_config"]
 

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from megatron.attention import resolve
+from megatron.attention import Choice, Needs, choose
 from megatron.errors import UserError
 from megatron.model.block import Block
 from megatron.model.init import initialize
@@ -99,6 +99,7 @@ class GPT(nn.Module):
                 chunk=chunk,
                 query_scale=scale,
                 backend=self.backend,
+                self_check=self.self_check,
             )
             for position in cast(Sequence[Position], self.positions)
         ]
@@ -124,6 +125,7 @@ class GPT(nn.Module):
         """Compute attention as another section of that name says: backend, window, blocks and log-n scale."""
         self.backend, self.window = attention.attention_backend, attention.window
         self.blockwise, self.logn_scale = attention.blockwise, attention.logn_scale
+        self.self_check = attention.attention_self_check
 
     def learned(self) -> dict[str, Tensor]:
         """The effective values of the encoding's learned numbers, by name and, where layers differ, by layer."""
@@ -136,9 +138,24 @@ class GPT(nn.Module):
         }
 
     @property
+    def attention_choice(self) -> Choice:
+        """The attention backend that acts where the model now is, and why; UserError where the one asked for cannot
+        compute this encoding."""
+        position, shape = self.position, self.position.shape
+        needs = Needs(
+            self.word_embeddings.weight.new_empty(0, shape.heads, 0, shape.head_dim),
+            tables=position.distance_bias(1) is not None or position.distance_weight(1) is not None,
+            narrowed=self.window is not None or self.blockwise,
+            index_bias=position.has("index_bias"),
+            content=position.has("on_scores"),
+            gradient=self.training and torch.is_grad_enabled(),
+        )
+        return choose(self.backend, needs)
+
+    @property
     def resolved_backend(self) -> str:
-        """The attention backend that acts; UserError where the one asked for cannot compute this encoding."""
-        return resolve(self.backend, content=self.position.has("on_scores"))
+        """The name of that backend."""
+        return self.attention_choice.backend
 
     @property
     def position(self) -> Position:

@@ -27,6 +27,7 @@ class Sight:
     chunk: int | None = None
     query_scale: Tensor | None = None
     backend: str = "auto"
+    self_check: bool = True
     memory: dict[str, Tensor] | None = field(default=None, compare=False)
 
 
@@ -62,6 +63,7 @@ class SelfAttention(nn.Module):
             index_bias=position.index_bias if position.has("index_bias") else None,
             on_scores=partial(position.on_scores, x=x, memory=memory) if position.has("on_scores") else None,
             backend=sight.backend,
+            self_check=sight.self_check,
         )
         return self.dense(out.transpose(1, 2).reshape(batch, length, hidden))
 

@@ -46,7 +46,9 @@ class Subject:
             init_method_std=0.2,  # large, so that attention looks somewhere
             output_layer_init_method="normal",
         )
-        how = SimpleNamespace(attention_backend=backend, window=None, blockwise=False, logn_scale=False)
+        how = SimpleNamespace(
+            attention_backend=backend, attention_self_check=True, window=None, blockwise=False, logn_scale=False
+        )
         torch.manual_seed(0)
         return GPT(model, how, positions=positions if positions[0].per_layer else positions[:1], vocab=VOCAB).eval()
 

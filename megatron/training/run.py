@@ -71,7 +71,7 @@ class Run:
         )
         logger.info(
             f"{self.grid.ranks} rank(s) on {self.grid.device.type}, {self.config.precision.dtype},"
-            f" attention {trainer.model.resolved_backend}"
+            f" attention {trainer.model.attention_choice}"
         )
         if trainer.step >= self.steps:
             logger.info("step %d of %d: nothing left to train", trainer.step, self.steps)

@@ -8,7 +8,7 @@ import torch
 from megatron.config import load
 from megatron.model import GPT, Cache, from_config
 from megatron.positions import REGISTRY
-from tests.positions.test_every_encoding import NEEDED
+from tests.support import NEEDED
 
 every_encoding = pytest.mark.parametrize("name", sorted(REGISTRY))
 OPTIONS = {

@@ -107,7 +107,7 @@ def test_auto_is_eager_and_sdpa_says_that_it_cannot():
     ids = torch.randint(50, (1, 40))
     with torch.no_grad():
         torch.testing.assert_close(model()(ids), model("attention_backend=eager")(ids), rtol=0, atol=0)
-        message = "attention_backend: sdpa cannot compute an encoding that looks at content; choose eager"
+        message = "attention_backend: sdpa cannot compute this: the encoding looks at content; choose eager"
         with pytest.raises(UserError, match=message):
             model("attention_backend=sdpa")(ids)
     q, k, v = torch.randn(3, 1, 3, 10, 8)

@@ -9,9 +9,9 @@ from megatron.config import load
 from megatron.errors import UserError
 from megatron.model import GPT, from_config
 from megatron.positions import REGISTRY, Position, Shape, build
+from tests.support import NEEDED
 
 LENGTHS = (512, 16384, 64)
-NEEDED = {"mep": {"kernels": ["exp", "kerple_log"]}, "fire": {"mlp_layers": [4]}}  # without a default, or for speed
 every_encoding = pytest.mark.parametrize("name", sorted(REGISTRY))
 
 
