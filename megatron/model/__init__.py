@@ -1,7 +1,5 @@
 """The language model, built from a configuration."""
 
-from __future__ import annotations
-
 from typing import TYPE_CHECKING
 
 import torch
@@ -9,13 +7,13 @@ import torch
 from megatron.model.gpt import GPT, Cache
 from megatron.positions import Position, Shape, build, options_of
 
-if TYPE_CHECKING:  # the model itself needs torch alone
+if TYPE_CHECKING:  # a model is built from plain settings too, without the packages that read a configuration
     from megatron.config import Config
 
 __all__ = ["GPT", "Cache", "from_config", "padded_vocab", "position_from_config"]
 
 
-def from_config(config: Config, vocab: int) -> GPT:
+def from_config(config: "Config", vocab: int) -> GPT:
     """The model that the configuration describes, with `vocab` rows in its embedding and first values from its seed.
 
     The encoding draws its first values apart: with one seed, models of every encoding start from the same weights.
@@ -31,7 +29,7 @@ def from_config(config: Config, vocab: int) -> GPT:
     return model
 
 
-def position_from_config(config: Config) -> Position:
+def position_from_config(config: "Config") -> Position:
     """The encoding that `pos_emb` and `pos_emb_args` describe."""
     model, name = config.model, config.position.pos_emb
     options = dict(config.position.pos_emb_args)
@@ -40,7 +38,7 @@ def position_from_config(config: Config) -> Position:
     return build(name, shape_of(config), **options)
 
 
-def shape_of(config: Config) -> Shape:
+def shape_of(config: "Config") -> Shape:
     """The sizes that an encoding may depend on."""
     model = config.model
     heads = model.num_attention_heads
