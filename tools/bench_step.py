@@ -133,7 +133,8 @@ def trunk(
 
 def attention(backend: str) -> SimpleNamespace:
     """The section of the configuration that chooses a backend."""
-    return SimpleNamespace(attention_backend=backend, window=None, blockwise=False, logn_scale=False)
+    settings = {"window": None, "blockwise": False, "logn_scale": False, "attention_self_check": True}
+    return SimpleNamespace(attention_backend=backend, **settings)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -83,11 +83,8 @@ class Bench:
         calls, reasons = ready(wanted)
         reference = next((name for name in references if name in calls), None)
         timings = interleaved(calls, reference, self.given)
-        memory = (
-            {}
-            if self.given.no_memory
-            else {one.name: peak(one, calls[one.name]) for one in wanted if one.name in calls}
-        )
+        measured = [] if self.given.no_memory else [one for one in wanted if one.name in calls]
+        memory = {one.name: peak(one, calls[one.name]) for one in measured}
         if dtype not in self.peaks:
             self.peaks[dtype] = peaks(self.given.device, getattr(torch, dtype))
         rows = []
@@ -106,30 +103,38 @@ class Bench:
         """Write what is known so far, beside and renamed, so that an interrupted run leaves whole files."""
         if self.given.output:
             found = {"title": self.title, "conditions": self.conditions, "peaks": self.peaks, "rows": self.rows}
-            for path, text in (
-                (self.given.output, json.dumps(found, indent=1)),
-                (self.given.output.with_suffix(".md"), markdown),
-            ):
+            texts = {self.given.output: json.dumps(found), self.given.output.with_suffix(".md"): markdown}
+            for path, text in texts.items():
                 fresh = path.with_name(path.name + ".partial")
                 fresh.write_text(text + "\n", encoding="utf-8")
                 fresh.replace(path)
 
 
 def ready(candidates: Sequence[Any]) -> tuple[dict[str, Callable[[], Any]], dict[str, str]]:
-    """What each candidate runs, called once, and why the others do not run, by name."""
-    calls, reasons = {}, {}
+    """What each candidate runs, called once, and why the others do not run, by name.
+
+    All inputs exist before the first call: what fits once fits in every round.
+    """
+    calls: dict[str, Callable[[], Any]] = {}
+    reasons: dict[str, str] = {}
+
+    def attempted(name: str, work: Callable[[], Any]) -> Any:
+        try:
+            return work()
+        except Exception as fault:
+            kind = "not run" if isinstance(fault, UserError) else f"failed: {type(fault).__name__}"
+            reasons[name] = f"{kind}: {(str(fault) or 'no message').splitlines()[0]}"
+
     for one in candidates:
         if one.needs > available(one.device):
             reasons[one.name] = f"not run: needs {one.needs / 2**30:.1f} GiB"
-            continue
-        try:
-            call = one.prepare()
-            call()
-        except Exception as fault:
-            kind = "not run" if isinstance(fault, UserError) else f"failed: {type(fault).__name__}"
-            reasons[one.name] = f"{kind}: {(str(fault) or 'no message').splitlines()[0]}"
         else:
-            calls[one.name] = call
+            calls[one.name] = attempted(one.name, one.prepare)
+    for name in list(calls):
+        if name not in reasons:
+            attempted(name, calls[name])
+        if name in reasons:
+            del calls[name]
     return calls, reasons
 
 
@@ -296,7 +301,7 @@ def commit() -> str | None:
 def heading(bench: Bench) -> str:
     """Title and conditions in Markdown."""
     facts = bench.conditions
-    said = [facts["hardware"], f"torch {facts['torch']}", f"{facts['threads']} threads", facts["clock"]]
+    said = [facts["hardware"], f"torch {facts['torch']}", f"threads {facts['threads']}", facts["clock"]]
     said += [f"commit {facts['commit']}", facts["date"][:10]]
     best = [
         f"{dtype} {found['flops_per_second'] / 1e9:,.0f} GFLOP/s in matrix products"
