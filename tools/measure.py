@@ -145,14 +145,14 @@ def interleaved(
     found: dict[str, list[dict[str, float]]] = {name: [] for name in calls}
     spent, repeats = {}, {}
     for name, call in calls.items():
-        seconds = clocked(call, 1, given.device)["wall_ms"] / 1000
+        seconds = clocked(call, 1, given.device)["ms"] / 1000
         spent[name], repeats[name] = seconds, max(1, min(100, round(SHORTEST / max(seconds, 1e-6))))
     live = list(calls)
     for number in range(given.rounds):
         order = live[number % len(live) :] + live[: number % len(live)] if live else []
         for name in order:
             found[name].append(clocked(calls[name], repeats[name], given.device))
-            spent[name] += found[name][-1]["wall_ms"] * repeats[name] / 1000
+            spent[name] += found[name][-1]["ms"] * repeats[name] / 1000
         live = [name for name in live if spent[name] < given.seconds]
         live = [reference, *(name for name in live if name != reference)] if reference and live else live
     return found
