@@ -3,6 +3,9 @@
 The tables' gradients are deterministic: no atomics, and every tile size is a fixed function of shape and dtype.
 """
 
+# A program is launched with more than its Python signature says.
+# pyright: reportCallIssue=false, reportArgumentType=false
+
 import importlib.util
 import math
 import os

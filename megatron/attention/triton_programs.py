@@ -10,6 +10,10 @@ block how far its segments go (see triton_kernel.py). What the programs write is
 head_dim]; row statistics as [batch, heads, queries]. The flags WEIGHT, CHUNK and SEGMENTS say which pointers count.
 """
 
+# The language of the programs only looks like Python.
+# pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportIndexIssue=false, reportCallIssue=false
+# pyright: reportOptionalMemberAccess=false, reportOperatorIssue=false
+
 import triton
 import triton.language as tl
 

@@ -147,7 +147,7 @@ def test_every_program_compiles_for_gpus_and_fits_their_memory_and_registers(tmp
     assert done.returncode == 0, done.stderr
     for built in map(json.loads, done.stdout.splitlines()):
         assert built["shared"] <= {80: 163, 90: 227}[built["arch"]] * 1024, built
-        assert built["spilled"] <= (128 if "CHUNK" in built["flags"] else 0), built  # bytes of a thread
+        assert built["spilled"] <= (160 if "CHUNK" in built["flags"] else 0), built  # bytes of a thread
 
 
 @pytest.mark.gpu
