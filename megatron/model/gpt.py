@@ -12,11 +12,10 @@ from torch.utils.checkpoint import checkpoint
 from megatron.attention import Choice, Needs, choose
 from megatron.errors import UserError
 from megatron.model.block import Block
+from megatron.model.head import mean_loss, token_losses
 from megatron.model.init import initialize
 from megatron.model.layers import Sight
 from megatron.positions import Position
-
-HEAD_TOKENS = 2048  # tokens whose logits exist at one time where no gradient is wanted
 
 
 @dataclass
@@ -57,11 +56,16 @@ class GPT(nn.Module):
         self.positions = nn.ModuleList(positions)  # after initialize: an encoding sets its own first values
         self.use_attention(attention)
 
-    def forward(self, ids: Tensor, labels: Tensor | None = None, cache: Cache | None = None) -> Tensor:
+    def forward(
+        self, ids: Tensor, labels: Tensor | None = None, cache: Cache | None = None, *, mean: bool = False
+    ) -> Tensor:
         """ids [batch, length] -> logits [batch, length, vocab]; with labels [batch, length], the cross entropy of each
-        token instead: [batch, length] float32. With a cache the ids continue the text that it remembers."""
+        token instead: [batch, length] float32, or with `mean` their mean, []. With a cache the ids continue the text
+        that it remembers."""
         x = self.features(ids, cache)
-        return F.linear(x, self.output_matrix) if labels is None else self.losses(x, labels)
+        if labels is None:
+            return F.linear(x, self.output_matrix)
+        return mean_loss(x.flatten(0, 1), self.output_matrix, labels.flatten()) if mean else self.losses(x, labels)
 
     def features(self, ids: Tensor, cache: Cache | None = None) -> Tensor:
         """ids [batch, length] -> [batch, length, hidden], after the final norm."""
@@ -109,17 +113,8 @@ class GPT(nn.Module):
         return [replace(sight, memory=memory) for sight, memory in zip(sights, cache.layers, strict=True)]
 
     def losses(self, x: Tensor, labels: Tensor) -> Tensor:
-        """Cross entropy of each token in float32: [batch, length, hidden], [batch, length] -> [batch, length].
-
-        Without gradients the logits exist for a block of tokens at a time: those of a 16384 window are 3.3 GB.
-        """
-        rows, targets = x.flatten(0, 1), labels.flatten()
-        block = len(rows) if torch.is_grad_enabled() else HEAD_TOKENS
-        parts = [
-            F.cross_entropy(F.linear(part, self.output_matrix).float(), target, reduction="none")
-            for part, target in zip(rows.split(block), targets.split(block), strict=True)
-        ]
-        return torch.cat(parts).view_as(labels)
+        """Cross entropy of each token in float32: [batch, length, hidden], [batch, length] -> [batch, length]."""
+        return token_losses(x.flatten(0, 1), self.output_matrix, labels.flatten()).view_as(labels)
 
     def use_attention(self, attention: Any) -> None:
         """Compute attention as another section of that name says: backend, window, blocks and log-n scale."""

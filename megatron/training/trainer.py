@@ -58,7 +58,7 @@ class Trainer:
             group["lr"] = lr
         total, norm = torch.zeros((), device=self.grid.device), None
         for batch in micro_batches:
-            loss = self.losses(batch).mean()
+            loss = self.losses(batch, mean=True)
             self.engine.backward(loss)
             if self.engine.is_gradient_accumulation_boundary() and not self.engine.zero_optimization():
                 norm = _gradient_norm(self.model)
@@ -69,10 +69,11 @@ class Trainer:
         norm = self.engine.get_global_grad_norm() if norm is None else norm
         return {"loss": total, "lr": lr, "grad_norm": norm}
 
-    def losses(self, batch: Tensor) -> Tensor:
-        """Cross entropy of each next token: batch [micro_batch, length + 1] int64 -> [micro_batch, length] float32."""
+    def losses(self, batch: Tensor, *, mean: bool = False) -> Tensor:
+        """Cross entropy of each next token: batch [micro_batch, length + 1] int64 -> [micro_batch, length] float32, or
+        their mean, []."""
         ids = batch.to(self.grid.device, non_blocking=True)
-        return self.engine(ids[:, :-1], labels=ids[:, 1:])
+        return self.engine(ids[:, :-1], labels=ids[:, 1:], mean=mean)
 
     @torch.no_grad()
     def validate(self, windows: Iterator[Tensor], count: int) -> float:

@@ -9,7 +9,7 @@ from transformers import GPTNeoXConfig, GPTNeoXForCausalLM
 
 from megatron.config import load
 from megatron.errors import UserError
-from megatron.model import GPT, from_config, gpt, padded_vocab, position_from_config
+from megatron.model import GPT, from_config, head, padded_vocab, position_from_config
 
 SHAPE = ["num_layers=3", "hidden_size=48", "num_attention_heads=4", "seq_length=64", "pos_emb=rotary"]
 
@@ -97,7 +97,7 @@ def test_losses_are_the_cross_entropy_of_each_token_in_blocks_or_whole(monkeypat
     logits = ours(ids[:, :-1]).detach().double()
     expected = -logits.log_softmax(dim=-1).gather(2, ids[:, 1:, None])[..., 0]
     torch.testing.assert_close(ours(ids[:, :-1], labels=ids[:, 1:]).double(), expected, rtol=0, atol=2e-6)
-    monkeypatch.setattr(gpt, "HEAD_TOKENS", 7)
+    monkeypatch.setattr(head, "HEAD_TOKENS", 7)
     with torch.no_grad():
         blocks = ours(ids[:, :-1], labels=ids[:, 1:])
     assert blocks.shape == (3, 50)

@@ -1,0 +1,59 @@
+"""The mean loss that never holds all logits: values, gradients and memory."""
+
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from megatron.model import head
+from tests.support import run
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 2e-6), (torch.bfloat16, 1e-2), (torch.float16, 2e-3)])
+@pytest.mark.parametrize("block", [7, 64])
+def test_the_mean_loss_and_its_gradients_are_those_of_the_cross_entropy_in_float64(
+    dtype, tolerance, block, monkeypatch
+):
+    monkeypatch.setattr(head, "HEAD_TOKENS", block)
+    x, matrix = torch.randn(50, 24).to(dtype), torch.randn(301, 24).to(dtype)
+    labels = torch.randint(301, (50,))
+    exact = [x.double().requires_grad_(), matrix.double().requires_grad_()]
+    expected = F.cross_entropy(exact[0] @ exact[1].T, labels)
+    ours = [x.requires_grad_(), matrix.requires_grad_()]
+    loss = head.mean_loss(*ours, labels)
+    assert loss.dtype == torch.float32
+    assert loss.item() == pytest.approx(expected.item(), rel=tolerance)
+    scale = 2.0**12  # a loss scale, as float16 needs it
+    for found, leaf, right in zip(
+        torch.autograd.grad(loss * scale, ours), ours, torch.autograd.grad(expected * scale, exact), strict=True
+    ):
+        assert found.dtype == leaf.dtype
+        assert (found.double() - right).norm() / right.norm() < tolerance
+
+
+PEAK = """
+import sys
+from pathlib import Path
+import torch
+from megatron.model import head
+
+def peak():
+    return next(int(line.split()[1]) for line in Path("/proc/self/status").read_text().splitlines() if "VmHWM" in line)
+
+head.HEAD_TOKENS = 256
+x, matrix = torch.randn(4096, 16, requires_grad=True), torch.randn(50304, 16, requires_grad=True)
+head.mean_loss(x[:8], matrix, torch.zeros(8, dtype=torch.long)).backward()
+Path("/proc/self/clear_refs").write_text("5")
+before = peak()
+head.mean_loss(x, matrix, torch.randint(50304, (4096,))).backward()
+print(peak() - before)
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="needs Linux's /proc")
+def test_the_mean_loss_needs_the_memory_of_a_block_not_of_all_logits():
+    found = run("-c", PEAK)
+    assert found.returncode == 0, found.stderr
+    block = 256 * 50304 * 4 / 1024  # KiB: all 4096 tokens' logits are 16 of these
+    assert int(found.stdout) < 4 * block
