@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 
+from megatron.data.loader import batches
 from megatron.model.subject import VOCAB, Subject
 from megatron.positions import REGISTRY
 from tests.support import NEEDED
@@ -54,3 +55,11 @@ def test_the_engine_trains_every_encoding_in_every_precision(name, precision):
     losses = [float(trainer.train_step([rows % 64])["loss"]) for _ in range(60)]
     assert all(math.isfinite(loss) for loss in losses)
     assert losses[-1] < 0.7 * losses[0]
+
+
+def test_batches_for_cuda_are_pinned():
+    samples = [torch.arange(5).numpy() + 10 * i for i in range(8)]
+    for workers in (0, 2):
+        batch = next(batches(samples, 2, num_workers=workers, pin_memory=True))
+        assert batch.is_pinned()
+        assert batch.tolist() == [[0, 1, 2, 3, 4], [10, 11, 12, 13, 14]]

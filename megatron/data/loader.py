@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from megatron.errors import UserError
 
+PREFETCH = 4  # batches that each worker reads ahead
 log = logging.getLogger(__name__)
 
 
@@ -30,11 +31,13 @@ def batches(
     start: int = 0,
     repeat: bool = False,
     num_workers: int = 0,
+    pin_memory: bool = False,
 ) -> Iterator[Tensor]:
     """Batches [micro_batch, length + 1] int64: a step takes micro_batch * ranks samples, rank r their r-th share.
 
     `start` is how many samples all ranks together have used before. The end is the last whole step; with `repeat` the
-    samples start over (said in the log). Raises UserError where there is not one whole step.
+    samples start over (said in the log). Workers read ahead; with pin_memory the host need not wait
+    for a copy to CUDA. Raises UserError where there is not one whole step.
     """
     count = len(samples)
     if count < (1 if repeat else micro_batch * ranks):
@@ -47,6 +50,8 @@ def batches(
         batch_sampler=_steps(count, micro_batch, rank, ranks, start, repeat),
         collate_fn=_stack,
         num_workers=num_workers,
+        prefetch_factor=PREFETCH if num_workers else None,
+        pin_memory=pin_memory,
         generator=torch.Generator(),  # its own: the loader draws a seed, which must not shift the run's random numbers
     )
     return iter(loader)

@@ -46,8 +46,10 @@ def test_with_repeat_the_samples_start_over_and_it_is_said_once_per_round(caplog
     assert caplog.messages == ["all 11 samples have been used: they start over"]
 
 
-def test_worker_processes_give_the_same_batches():
-    assert numbers(batches(SAMPLES, 3, num_workers=2)) == numbers(batches(SAMPLES, 3))
+@pytest.mark.parametrize("start", [0, 6])
+def test_worker_processes_that_read_ahead_give_the_same_batches(start):
+    alone, ahead = (batches(SAMPLES, 3, num_workers=workers, repeat=True, start=start) for workers in (0, 2))
+    assert [next(ahead).tolist() for _ in range(9)] == [next(alone).tolist() for _ in range(9)]
 
 
 def test_the_random_numbers_of_the_run_are_left_alone():
