@@ -27,7 +27,8 @@ TAKES_PLAIN_NUMBERS = {"data", "evaluation"}  # never the configuration
 MAY_SPEAK_DISTRIBUTED = {"parallel", "training"}
 MAY_SPEAK_DISTRIBUTED_FILES = {"megatron/model/pipeline.py", "deepy.py"}
 MAY_PRINT = {"megatron/entry.py"}
-LINES_IN_ALL, LINES_OF_A_FILE = 9000, 450
+TRITON_PROGRAMS = "megatron/attention/triton_programs.py"  # imported only where the backend is used
+LINES_IN_ALL, LINES_OF_A_FILE = 14000, 450
 # Names that are also ordinary words count only beside a word for the encoding.
 ORDINARY_WORDS = {"none", "learned", "window"}
 
@@ -89,7 +90,8 @@ def test_positions_and_attention_know_only_torch(file):
     if part(file) not in TORCH_ONLY:
         return
     tops = {name.split(".")[0] for name in imports(file)} - sys.stdlib_module_names
-    assert tops <= {"torch", "megatron"}, f"{file} imports {tops}"
+    known = {"torch", "megatron"} | ({"triton"} if file == TRITON_PROGRAMS else set())
+    assert tops <= known, f"{file} imports {tops}"
 
 
 @every_package_file
