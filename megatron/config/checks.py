@@ -71,6 +71,12 @@ def _batch(training: Any) -> list[str]:
     ]
 
 
+def _compiled(training: Any, parallel: Any) -> list[str]:
+    if not (training.torch_compile and parallel.zero_stage == 3):
+        return []
+    return ["torch_compile: compiles again for every hook of ZeRO stage 3 until it gives up; use stage 2, or set false"]
+
+
 def _rates(optimizer: Any) -> list[str]:
     if optimizer.min_lr <= optimizer.lr:
         return []
@@ -110,6 +116,7 @@ CHECKS = (
     (("position",), _name),
     (("model", "position"), _encoding),
     (("training",), _batch),
+    (("training", "parallel"), _compiled),
     (("optimizer",), _rates),
     (("data",), _data),
     (("launch",), _launch),

@@ -164,6 +164,8 @@ class Training(Section):
     """Batches per validation."""
     checkpoint_activations: bool = Field(False, json_schema_extra=FREE)
     """Compute activations again in the backward pass instead of keeping them: less memory, more time."""
+    torch_compile: bool = Field(False, json_schema_extra=FREE)
+    """Compile every layer with torch.compile: needs a compiler and a minute at the start; on the CPU it gains nothing."""
 
 
 class AdamParams(Section):
@@ -332,6 +334,8 @@ class Logging(Section):
     """Folder for tensorboard events; unset: none are written."""
     log_grad_norm: bool = True
     """Log the norm of the gradient."""
+    peak_theoretical_tflops: Annotated[Float, Field(gt=0)] | None = None
+    """Dense TFLOP/s of one device, to log the model FLOP utilisation; unset: known for common NVIDIA devices."""
     use_wandb: bool = False
     """Also log to Weights & Biases."""
     wandb_project: str | None = None

@@ -5,10 +5,13 @@ import json
 import logging
 import math
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from megatron.errors import UserError
@@ -65,20 +68,34 @@ class Progress:
 
     def __init__(self, step: int, steps: int) -> None:
         self.steps = steps
-        self.first, self.start = step, time.perf_counter()
-        self.last, self.moment = step, self.start
+        self.first, self.start = step, _now()
+        self.last, self.moment, self.elsewhere = step, self.start, 0.0
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """What happens inside, a validation or a checkpoint, is no part of a step; `remaining` still counts it."""
+        before = _now()
+        yield
+        self.elsewhere += _now() - before
 
     def advance(self, step: int) -> float:
         """Seconds per step since the last call."""
-        now = time.perf_counter()
-        seconds, self.moment = now - self.moment, now
-        count, self.last = step - self.last, step
+        now = _now()
+        seconds, self.moment = now - self.moment - self.elsewhere, now
+        count, self.last, self.elsewhere = step - self.last, step, 0.0
         return seconds / max(1, count)
 
     def remaining(self) -> str:
         """h:mm:ss to the end at the mean speed so far."""
         mean = (self.moment - self.start) / max(1, self.last - self.first)
         return str(timedelta(seconds=round(mean * (self.steps - self.last))))
+
+
+def _now() -> float:
+    """Seconds, when the device has done what it was given."""
+    if torch.cuda.is_initialized():
+        torch.cuda.synchronize()
+    return time.perf_counter()
 
 
 def _rounded(tensor: Tensor) -> list[float]:

@@ -22,6 +22,7 @@ from megatron.training import checkpoint
 from megatron.training.metrics import Metrics, Progress
 from megatron.training.start import Start, starting_point
 from megatron.training.stop import Stop
+from megatron.training.throughput import Throughput, flops_per_token, peak_memory, peak_tflops, said
 from megatron.training.trainer import Trainer
 from megatron.training.vocabulary import check_vocabulary
 
@@ -51,6 +52,8 @@ class Run:
         self.windows_per_step = training.train_micro_batch_size_per_gpu * training.gradient_accumulation_steps
         self.windows_per_step *= grid.ranks
         self.tokens_per_step = self.windows_per_step * config.model.seq_length
+        peak = config.logging.peak_theoretical_tflops or peak_tflops(grid.device, config.precision.dtype)
+        self.throughput = Throughput(*flops_per_token(config.model, facts["vocab"]), peak=peak)
         self.folder = Path(config.checkpoint.save) if config.checkpoint.save else None
         self.windows = start.windows
         self.train_windows = self._windows("train", config.model.seq_length, start.windows)
@@ -89,6 +92,7 @@ class Run:
     def _steps(self, trainer: Trainer, metrics: Metrics | None, stop: Stop) -> Path | None:
         training, saved = self.config.training, None
         progress = Progress(trainer.step, self.steps)
+        peak_memory(self.grid.device)  # building the engine is no part of the first line's peak
         losses = [torch.tensor(loss, device=self.grid.device) for loss in self.start.pending]
         while trainer.step < self.steps:
             steps = range(training.gradient_accumulation_steps)
@@ -106,11 +110,13 @@ class Run:
                 self._log(trainer, torch.stack(losses).mean().item(), result, progress, metrics)
                 losses.clear()
             if saves:
-                saved = self._save(trainer, losses)
+                with progress.aside():
+                    saved = self._save(trainer, losses)
             if stops:
                 break
             if self.validates and (last or _divides(training.eval_interval, step)):
-                self._validate(trainer, metrics)
+                with progress.aside():
+                    self._validate(trainer, metrics)
         return saved
 
     def _metrics(self, step: int) -> Metrics:
@@ -137,6 +143,7 @@ class Run:
             start=used,
             repeat=True,
             num_workers=self.config.data.num_workers,
+            pin_memory=self.grid.device.type == "cuda",
         )
 
     def _log(
@@ -148,19 +155,24 @@ class Run:
         step, seconds = trainer.step, progress.advance(trainer.step)
         norm = result["grad_norm"] if self.config.logging.log_grad_norm else None
         norm = None if norm is None else float(norm)
+        tokens_per_second = self.tokens_per_step / seconds
+        speed = self.throughput.numbers(tokens_per_second / self.grid.ranks)
+        memory = peak_memory(self.grid.device) / 2**30
         numbers = {
             "loss": loss,
             "lr": result["lr"],
             "grad_norm": norm,
-            "tokens_per_second": self.tokens_per_step / seconds,
+            "tokens_per_second": tokens_per_second,
             "seconds_per_step": seconds,
+            **speed,
+            "peak_memory_gib": memory,
             "tokens": self.windows * self.config.model.seq_length,
         }
         metrics.log(step, "train", numbers, learned)
         logger.info(
             f"step {step}/{self.steps}  loss {loss:.4f}  lr {result['lr']:.2e}"
             + ("" if norm is None else f"  grad norm {norm:.3f}")
-            + f"  {self.tokens_per_step / seconds:,.0f} tokens/s  {progress.remaining()} left"
+            + f"  {tokens_per_second:,.0f} tokens/s  {said(speed)}  peak {memory:.2f} GiB  {progress.remaining()} left"
             + "".join(f"  {name} {value.mean():.3f}" for name, value in list(learned.items())[:4])
         )
 

@@ -75,26 +75,35 @@ def test_a_resumed_run_repeats_the_uninterrupted_one_to_the_last_bit(grid, corpu
         assert torch.equal(weights[name], tensor), name
 
 
+SPEED = ("model_tflops_per_second", "mfu", "mfu_without_attention", "peak_memory_gib")
+PEAK = ["peak_theoretical_tflops=0.5"]
+
+
 def test_the_console_and_the_files_tell_loss_rate_speed_norm_and_the_encodings_numbers(grid, corpus, tmp_path, caplog):
     events = tmp_path / "events"
     with caplog.at_level("INFO"):
-        config = settings(corpus, tmp_path / "run", "eval_interval=4", "eval_iters=2", f"tensorboard_dir={events}")
+        config = settings(
+            corpus, tmp_path / "run", "eval_interval=4", "eval_iters=2", f"tensorboard_dir={events}", *PEAK
+        )
         train(config, grid)
     record = records(tmp_path / "run")[8]
-    assert record.keys() >= {"loss", "lr", "grad_norm", "tokens_per_second", "tokens", "position"}
+    assert record.keys() >= {"loss", "lr", "grad_norm", "tokens_per_second", "tokens", "position", *SPEED}
     assert record["tokens"] == 8 * 4 * 64
+    assert record["mfu"] == pytest.approx(record["model_tflops_per_second"] / 0.5)
     assert {name: len(values) for name, values in record["position"].items()} == {"kernels.1.p": 4, "kernels.1.a": 4}
     valid = records(tmp_path / "run", "valid")
     assert valid.keys() == {4, 8}
     assert valid[8]["perplexity"] == pytest.approx(math.exp(valid[8]["loss"]))
     lines = [message for message in caplog.messages if message.startswith("step 8/8")]
     assert len(lines) == 1
-    for word in ("loss", "lr", "grad norm", "tokens/s", "left"):
+    for word in ("loss", "lr", "grad norm", "tokens/s", "% without attention)", "GiB", "left"):
         assert word in lines[0]
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     seen = EventAccumulator(str(events)).Reload()
-    assert {"train/loss", "valid/perplexity", "position/kernels.1.p/mean"} <= set(seen.Tags()["scalars"])
+    assert {"train/loss", "train/mfu", "train/peak_memory_gib", "valid/perplexity", "position/kernels.1.p/mean"} <= set(
+        seen.Tags()["scalars"]
+    )
     assert seen.Scalars("train/loss")[-1].value == pytest.approx(record["loss"])
 
 
