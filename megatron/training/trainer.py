@@ -17,6 +17,7 @@ from megatron.errors import UserError
 from megatron.model import GPT
 from megatron.parallel.grid import Grid
 from megatron.positions import Position
+from megatron.training.compiled import compile_layers
 from megatron.training.optimizer import build_optimizer
 from megatron.training.schedule import learning_rate
 
@@ -32,6 +33,8 @@ class Trainer:
         self.config, self.grid = config, grid
         self.step = 0
         model.to(grid.device)
+        if config.training.torch_compile:
+            compile_layers(model, grid.device)
         with quiet_deepspeed():
             import deepspeed
 

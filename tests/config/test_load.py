@@ -157,6 +157,12 @@ def test_devices_are_chosen_in_one_way():
     ]
 
 
+def test_layers_are_not_compiled_under_zero_3():
+    assert faults(words=[*TINY, "torch_compile=true", "zero_optimization.stage=3"]) == [
+        "torch_compile: compiles again for every hook of ZeRO stage 3 until it gives up; use stage 2, or set false"
+    ]
+
+
 def test_missing_keys_are_named_and_a_misspelt_one_is_not_also_missing():
     assert faults(words=["num_layer=2", "hidden_size=72"]) == [
         "num_layer: no such key; did you mean num_layers?",

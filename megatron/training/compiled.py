@@ -1,0 +1,25 @@
+"""torch.compile for the layers of a model."""
+
+import torch
+
+from megatron.errors import UserError
+from megatron.model import GPT
+
+
+def compile_layers(model: GPT, device: torch.device) -> None:
+    """Compile every layer in place, for fixed shapes; names in the state dict stay.
+
+    UserError where this machine cannot compile: that is tried here, before any training.
+    """
+    try:
+        torch.compile(_trial, dynamic=False)(torch.ones(64, device=device, requires_grad=True)).backward()
+    except Exception as fault:  # no compiler, no headers, no Triton: each backend raises something of its own
+        reason = (str(fault).strip() or repr(fault)).splitlines()[0]
+        cure = "install a C++ compiler (g++) and Python's headers, or set torch_compile: false"
+        raise UserError(f"torch_compile: this machine cannot compile ({reason}) - {cure}") from None
+    for layer in model.layers:
+        layer.compile(dynamic=False)
+
+
+def _trial(x: torch.Tensor) -> torch.Tensor:
+    return (x.sin() + 1).sum()
