@@ -23,7 +23,8 @@ from megatron.errors import UserError
 from megatron.parallel.grid import free_port
 
 ROOT = Path(__file__).resolve().parent
-ONE_PROCESS = ("evaluate.py", "generate.py")
+ONE_PROCESS = ("generate.py",)
+ON_THIS_MACHINE = ("evaluate.py", *ONE_PROCESS)  # alone without a launcher, which takes seconds and words of its own
 PURPOSES = {"train.py": "train", "evaluate.py": "evaluate"}
 
 
@@ -86,7 +87,7 @@ def launch(script: Path, words: Sequence[str], config: Config | None) -> None:
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), environment.get("PYTHONPATH")]))
     if not torch.cuda.is_available():
         environment["DS_ACCELERATOR"] = "cpu"
-    if config is not None and config.launch.hostfile is not None and script.name not in ONE_PROCESS:
+    if config is not None and config.launch.hostfile is not None and script.name not in ON_THIS_MACHINE:
         command = _on_many_machines(script, words, config)
     else:
         devices = devices_for(script, config)
@@ -95,7 +96,7 @@ def launch(script: Path, words: Sequence[str], config: Config | None) -> None:
         if not torch.cuda.is_available():
             threads = max((os.cpu_count() or 1) // len(devices), 1)
             environment.setdefault("OMP_NUM_THREADS", str(threads))
-        if script.name in ONE_PROCESS:
+        if script.name in ON_THIS_MACHINE and len(devices) == 1:
             command = ["-u", str(script), *words]
             if torch.cuda.is_available():
                 environment["CUDA_VISIBLE_DEVICES"] = str(devices[0])
@@ -116,6 +117,8 @@ def devices_for(script: Path, config: Config | None) -> list[int | str]:
     if script.name in ONE_PROCESS or not (wanted or chosen or cuda):
         wanted = 1
     wanted = wanted or len(found)
+    if script.name in ON_THIS_MACHINE:
+        wanted = min(wanted, len(found))  # what was trained on eight devices is measured on those that are here
     if wanted <= len(found):
         return found[:wanted]
     if cuda:

@@ -1,29 +1,39 @@
-"""Perplexity of a checkpoint at several lengths, in float32, in one process, on the same text.
+"""Perplexity of a checkpoint at several lengths, in one process, on the same text; several GPUs share the windows.
 
 python deepy.py evaluate.py configs/mep.yml [--lengths 512 1024] [--output results.jsonl]
 python evaluate.py --checkpoint runs/mep [--step 2000]
 python evaluate.py --checkpoint runs/mep eval_tokens=65536 eval_part=test
+python evaluate.py --checkpoint runs/mep --protocol equal_tokens tail position --window none train_length
 python evaluate.py --checkpoint runs/mine pos_emb_file=my_encoding.py
+
+Killed and started again it continues: what was measured by the same code is not measured again.
 """
 
 import argparse
-import dataclasses
+from collections.abc import Iterator, Sequence
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from megatron.config import Config
+from megatron.config.schema import Attention
 from megatron.data.tokens import TokenFile
 from megatron.entry import run
 from megatron.errors import UserError
 from megatron.evaluation.agreement import check_known_tokens, check_same_model, check_same_tokenizer
-from megatron.evaluation.perplexity import Windows, equal_tokens, measurements, paper
+from megatron.evaluation.perplexity import Advance, measured
 from megatron.evaluation.plot import plot_perplexity
 from megatron.evaluation.progress import progress
-from megatron.evaluation.report import Row, check_output, table, write_results
+from megatron.evaluation.protocols import PROTOCOLS, Request, Windows
+from megatron.evaluation.report import Row, by_length, check_output, read_results, table, write_results
+from megatron.evaluation.resume import WindowFile, answered, code_fingerprint, file_fingerprint
 from megatron.model import GPT
+from megatron.parallel.grid import Grid, here
 from megatron.training.checkpoint import commit, find, load_for_evaluation
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -34,12 +44,21 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--lengths", type=int, nargs="+", metavar="L", help="context lengths; default: eval_lengths")
     parser.add_argument("--output", type=Path, metavar="FILE", help="JSON lines; the plot goes beside it as .png")
     parser.add_argument(
-        "--protocol", choices=("equal_tokens", "paper"), default="equal_tokens", help="default: equal_tokens"
+        "--protocol",
+        nargs="+",
+        choices=tuple(PROTOCOLS),
+        default=["equal_tokens"],
+        help="default: equal_tokens; docs/evaluation.md says what each answers",
     )
+    parser.add_argument("--windows", type=int, default=320, metavar="N", help="paper: windows per length (320)")
+    parser.add_argument("--start", type=int, default=0, metavar="N", help="paper: first window (0)")
+    parser.add_argument("--tail", type=int, default=256, metavar="N", help="tail: scored tokens of a window (256)")
+    parser.add_argument("--stride", type=int, metavar="N", help="sliding: tokens that windows move by (half of each)")
     parser.add_argument(
-        "--windows", type=int, default=320, metavar="N", help="windows per length of the protocol paper"
+        "--window", nargs="+", metavar="W", help="key window, each value on the same weights: N, train_length or none"
     )
-    parser.add_argument("--start", type=int, default=0, metavar="N", help="first window of the protocol paper")
+    parser.add_argument("--logn-scale", nargs="+", choices=("off", "on"), help="key logn_scale, likewise")
+    parser.add_argument("--dtype", choices=tuple(DTYPES), default="fp32", help="of the model; tables stay float32")
 
 
 def main(config: Config | None, options: argparse.Namespace) -> None:
@@ -48,21 +67,108 @@ def main(config: Config | None, options: argparse.Namespace) -> None:
     tokens = TokenFile.open(given.data.data_path or trained.data.data_path or "")
     check_same_model(what_must_agree(given, trained), what_must_agree(trained, trained), about["path"])
     check_same_tokenizer(tokens, about.get("tokenizer") or {}, about["path"])
-    output = options.output or default_output(Path(about["path"]), tokens, given, options.protocol)
-    check_output(output)
-    windows = windows_of(tokens, given, trained.training.seed, options)
-    check_known_tokens(windows, about["vocab"], about["path"])
-    model.to("cuda" if torch.cuda.is_available() else "cpu")
-    model.use_attention(given.attention)
-    facts = facts_of(model, given, trained, about) | facts_of_text(tokens, given, options.protocol)
+    asked = request(tokens, given, trained.training.seed, options)
+    windows_of = {protocol: PROTOCOLS[protocol](asked) for protocol in dict.fromkeys(options.protocol)}
+    for windows in windows_of.values():
+        check_known_tokens(windows, about["vocab"], about["path"])
+    grid = here()
+    model.to(grid.device, DTYPES[options.dtype])
+    rows: dict[Path, list[Row]] = {}
+    measuring = [*product(variants(given.attention, options), windows_of)]
+    outputs = [options.output or default_output(about["path"], tokens, given, *one, options.dtype) for one in measuring]
+    for output in outputs:
+        check_output(output)
+    facts = facts_of(model, trained, about)
+    for output, (attention, protocol) in zip(outputs, measuring, strict=True):
+        model.use_attention(attention)
+        more = {"attention_backend": model.resolved_backend, **seen_as(attention)}
+        question = facts | more | facts_of_text(tokens, given, protocol)
+        with progress(protocol, shown=grid.first) as advance:
+            found = answers(model, question, windows_of[protocol], output, given, grid, advance)
+        rows.setdefault(output, []).extend(found)
+    if grid.first:
+        show(rows, asked.checked_lengths)
+
+
+def request(tokens: TokenFile, given: Config, seed: int, options: argparse.Namespace) -> Request:
+    """The text and the lengths that configuration and options ask for."""
+    asked = given.evaluation
+    return Request(
+        tokens,
+        options.lengths or asked.eval_lengths,
+        given.data.split,
+        asked.eval_part,
+        asked.eval_tokens,
+        seed,
+        options.windows,
+        options.start,
+        options.tail,
+        options.stride,
+    )
+
+
+def variants(attention: Attention, options: argparse.Namespace) -> Iterator[Attention]:
+    """The section `attention` with each window and each log-n scale that the options ask for."""
+    windows = [window_of(text) for text in options.window or []] or [attention.window]
+    scales = [text == "on" for text in options.logn_scale or []] or [attention.logn_scale]
+    for window, scale in product(dict.fromkeys(windows), dict.fromkeys(scales)):
+        yield attention.model_copy(update={"window": window, "logn_scale": scale})
+
+
+def window_of(text: str) -> int | str | None:
+    if text in ("none", "train_length"):
+        return None if text == "none" else text
+    if not text.isdecimal() or int(text) < 1:
+        raise UserError(f"--window {text}: give a number of tokens of at least 1, train_length or none")
+    return int(text)
+
+
+def answers(
+    model: GPT,
+    question: Row,
+    windows_of: Sequence[Windows],
+    output: Path,
+    given: Config,
+    grid: Grid,
+    advance: Advance,
+) -> list[Row]:
+    """A row for each length, those that are there and those that are missing, which are written as soon as known."""
     rows: list[Row] = []
-    with progress() as advance:
-        for one in measurements(model, windows, batch_tokens=given.evaluation.eval_batch_tokens, advance=advance):
-            rows.append(facts | dataclasses.asdict(one))
-            write_results(output, rows)  # at once: the longest length may be the one that fails
-    print(table(rows))
-    plot_perplexity(rows, output.with_suffix(".png"), title=f"Perplexity of {facts['pos_emb']} at other lengths")
-    print(f"\nwritten to {output} and {output.with_suffix('.png')}")
+    there = grid.gather(read_results([output]) if output.exists() and output.stat().st_size else [])[0]
+    for windows in windows_of:
+        whole = question | windows.about | {"length": windows.length, "text": windows.text}
+        row = answered(whole, there)
+        if row is None:
+            journal = WindowFile(output, whole, grid.rank)
+            one = measured(
+                model,
+                windows,
+                batch_tokens=given.evaluation.eval_batch_tokens,
+                grid=grid,
+                journal=journal,
+                advance=advance,
+            )
+            row = whole | one.row()
+            if grid.first:
+                write_results(output, [row])  # at once: the longest length may be the one that fails
+                journal.remove()
+        rows.append(row)
+    return rows
+
+
+def show(rows: dict[Path, list[Row]], lengths: Sequence[int]) -> None:
+    """A table for each protocol on the terminal, and for each file and protocol a plot beside the file."""
+    shown = {output: by_length(found, lengths) for output, found in rows.items()}
+    together = [row for found in shown.values() for row in found]
+    for protocol in dict.fromkeys(row["protocol"] for row in together):
+        print(table([row for row in together if row["protocol"] == protocol]), end="\n\n")
+    for output, found in shown.items():
+        protocols = list(dict.fromkeys(row["protocol"] for row in found))
+        for protocol in protocols:
+            picture = output.with_suffix(".png" if len(protocols) == 1 else f".{protocol}.png")
+            own = [row for row in found if row["protocol"] == protocol]
+            plot_perplexity(own, picture, title=f"Perplexity of {own[0]['pos_emb']} at other lengths")
+            print(f"written to {output} and {picture}")
 
 
 def folder_of(config: Config | None, step: int | None) -> str:
@@ -99,28 +205,23 @@ def what_must_agree(config: Config, trained: Config) -> dict[str, Any]:
     return config.model_keys() | split
 
 
-def default_output(checkpoint: Path, tokens: TokenFile, given: Config, protocol: str) -> Path:
-    """In the run's folder, by what is measured: another corpus or part replaces nothing."""
+def default_output(
+    checkpoint: str, tokens: TokenFile, given: Config, attention: Attention, protocol: str, dtype: str
+) -> Path:
+    """In the run's folder, by what is measured: another corpus, part, protocol or variant replaces nothing."""
     words = [
         tokens.prefix.name,
         given.evaluation.eval_part,
-        checkpoint.name,
-        *(["paper"] if protocol == "paper" else []),
-        *(f"{key}={value}" if value is not True else key for key, value in seen_as(given).items()),
+        Path(checkpoint).name,
+        *([protocol] if protocol != "equal_tokens" else []),
+        *([dtype] if dtype != "fp32" else []),
+        *(f"{key}={value}" if value is not True else key for key, value in seen_as(attention).items()),
     ]
-    return checkpoint.parent / "evaluation" / ("-".join(words) + ".jsonl")
+    return Path(checkpoint).parent / "evaluation" / ("-".join(words) + ".jsonl")
 
 
-def windows_of(tokens: TokenFile, given: Config, seed: int, options: argparse.Namespace) -> dict[int, Windows]:
-    lengths = options.lengths or given.evaluation.eval_lengths
-    text = {"split": given.data.split, "part": given.evaluation.eval_part}
-    if options.protocol == "paper":
-        return paper(tokens, lengths, seed=seed, windows=options.windows, start=options.start, **text)
-    return equal_tokens(tokens, lengths, eval_tokens=given.evaluation.eval_tokens, **text)
-
-
-def facts_of(model: GPT, given: Config, trained: Config, about: dict[str, Any]) -> dict[str, Any]:
-    """What every result line says about the model."""
+def facts_of(model: GPT, trained: Config, about: dict[str, Any]) -> Row:
+    """What every result line says about the model and the code."""
     weight = next(model.parameters())
     return {
         "pos_emb": trained.position.pos_emb,
@@ -131,23 +232,22 @@ def facts_of(model: GPT, given: Config, trained: Config, about: dict[str, Any]) 
         "config_hash": about["config_hash"],
         "seed": trained.training.seed,
         "checkpoint": about["path"],
+        "weights": file_fingerprint(Path(about["path"]) / "model.safetensors"),
         "tokenizer": (about.get("tokenizer") or {}).get("hash"),
         "dtype": str(weight.dtype).removeprefix("torch."),
-        "attention_backend": model.resolved_backend,
-        **seen_as(given),
         "device": weight.device.type,
         "commit": commit(),
+        "code": code_fingerprint(),
     }
 
 
-def seen_as(given: Config) -> dict[str, Any]:
+def seen_as(attention: Attention) -> dict[str, Any]:
     """Changes to what a token sees, made for this evaluation or in training; nothing where there are none."""
-    attention = given.attention
     changes = {"window": attention.window, "blockwise": attention.blockwise, "logn_scale": attention.logn_scale}
     return {key: value for key, value in changes.items() if value}
 
 
-def facts_of_text(tokens: TokenFile, given: Config, protocol: str) -> dict[str, Any]:
+def facts_of_text(tokens: TokenFile, given: Config, protocol: str) -> Row:
     """What every result line says about the text."""
     corpus = tokens.meta.get("corpus") or tokens.prefix.name
     return {"corpus": corpus, "part": given.evaluation.eval_part, "split": given.data.split, "protocol": protocol}

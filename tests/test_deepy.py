@@ -177,7 +177,8 @@ def test_every_visible_cuda_device_gets_a_process(monkeypatch):
     assert devices(monkeypatch, 4, "num_gpus=2") == [0, 1]
     assert devices(monkeypatch, 2, visible="3,5") == [3, 5]
     assert devices(monkeypatch, 1, visible="MIG-0f") == ["MIG-0f"]
-    assert devices(monkeypatch, 4, script="evaluate.py") == [0]
+    assert devices(monkeypatch, 4, script="evaluate.py") == [0, 1, 2, 3]
+    assert devices(monkeypatch, 1, "num_gpus=8", script="evaluate.py") == [0]
     assert devices(monkeypatch, 4, "include=localhost:1,3") == [1, 3]
     assert devices(monkeypatch, 4, "exclude=localhost:0") == [1, 2, 3]
 
@@ -185,7 +186,7 @@ def test_every_visible_cuda_device_gets_a_process(monkeypatch):
 def test_the_cpu_gets_one_process_unless_more_are_asked_for(monkeypatch):
     assert devices(monkeypatch, 0) == [0]
     assert devices(monkeypatch, 0, "num_gpus=3") == [0, 1, 2]
-    assert devices(monkeypatch, 0, "num_gpus=3", script="evaluate.py") == [0]
+    assert devices(monkeypatch, 0, script="evaluate.py") == [0]
 
 
 def test_devices_that_are_not_there_are_refused(monkeypatch):

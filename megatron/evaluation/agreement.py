@@ -1,11 +1,11 @@
 """Is this the checkpoint, and are these the data, that the user means?"""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from megatron.data.tokens import TokenFile
 from megatron.errors import UserError
-from megatron.evaluation.perplexity import Windows
+from megatron.evaluation.protocols import Windows
 
 REMEDY = "prepare that text with the checkpoint's tokenizer"
 
@@ -35,9 +35,9 @@ def check_same_tokenizer(tokens: TokenFile, tokenizer: Mapping[str, Any], where:
         )
 
 
-def check_known_tokens(windows_of: Mapping[int, Windows], vocab: int, where: str) -> None:
+def check_known_tokens(windows_of: Iterable[Windows], vocab: int, where: str) -> None:
     """UserError where the text holds a token that the embedding, with `vocab` rows, does not have."""
-    highest = max(int(window.max()) for windows in windows_of.values() for window in windows)
+    highest = max(int(window.max()) for windows in windows_of for window in windows.ids)
     if highest >= vocab:
         raise UserError(f"data_path: holds token {highest}, {where} knows the tokens 0 to {vocab - 1} - {REMEDY}")
 

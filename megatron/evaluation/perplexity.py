@@ -1,28 +1,41 @@
-"""Perplexity of a model at several lengths, on the same text."""
+"""Perplexity of a model on the windows of a protocol: the one loop that measures."""
 
-import logging
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 from torch import nn
 
-from megatron.data.samples import build_split, split_documents
-from megatron.data.tokens import TokenFile
 from megatron.errors import UserError
+from megatron.evaluation.protocols import Windows
+from megatron.evaluation.statistics import mean_of, perplexity_of
+from megatron.parallel.grid import Grid
 
-logger = logging.getLogger(__name__)
-
-Windows = Sequence[np.ndarray]  # each [length + 1]: the inputs, and one token more as the last target
 Advance = Callable[[int, int, int], None]  # length, windows done, windows in all
+DIGITS = 6  # of the losses of windows and positions
+Sums = dict[int, list[float]]  # by window: the summed loss of each of its buckets
+
+
+class Journal(Protocol):
+    """Where finished windows are kept until their length is done."""
+
+    def read(self) -> Sums: ...
+    def add(self, sums: Sums) -> None: ...
 
 
 @dataclass(frozen=True)
 class Measurement:
-    """One length. loss is the mean over tokens in nats, perplexity its exp; both None where `reason` says why."""
+    """One length. loss is the mean over scored tokens in nats, perplexity its exp; both None where `reason` says why.
+
+    loss_stderr: its standard error from the windows, neighbours being alike (statistics.mean_of);
+    seconds, tokens_per_second: of this call, without windows that an earlier one had finished;
+    window_losses [windows]: the mean of each, and window_tokens what it is a mean of, where that differs;
+    position_losses [n]: the mean of the positions from position_edges[i] on, before position_edges[i + 1]
+    """
 
     length: int
     windows: int
@@ -32,142 +45,122 @@ class Measurement:
     seconds: float
     tokens_per_second: float | None
     reason: str | None = None
+    loss_stderr: float | None = None
+    window_losses: list[float] | None = None
+    window_tokens: list[int] | None = None
+    position_edges: list[int] | None = None
+    position_losses: list[float] | None = None
+
+    def row(self) -> dict[str, Any]:
+        """The fields, without those that this protocol does not have."""
+        optional = ("window_tokens", "position_edges", "position_losses")
+        found = asdict(self)
+        return {key: value for key, value in found.items() if value is not None or key not in optional}
 
 
 def measure(
-    model: nn.Module, windows_of: dict[int, Windows], *, batch_tokens: int = 16384, advance: Advance | None = None
+    model: nn.Module, windows: Iterable[Windows], *, batch_tokens: int = 16384, advance: Advance | None = None
 ) -> list[Measurement]:
-    """All that `measurements` gives."""
-    return list(measurements(model, windows_of, batch_tokens=batch_tokens, advance=advance))
+    """The measurement of each length, shortest first."""
+    by_length = sorted(windows, key=lambda one: one.length)
+    return [measured(model, one, batch_tokens=batch_tokens, advance=advance) for one in by_length]
 
 
-def measurements(
-    model: nn.Module, windows_of: dict[int, Windows], *, batch_tokens: int = 16384, advance: Advance | None = None
-) -> Iterator[Measurement]:
-    """Perplexity on the windows of each length, shortest first, each as soon as it is known.
+def measured(
+    model: nn.Module,
+    windows: Windows,
+    *,
+    batch_tokens: int = 16384,
+    grid: Grid | None = None,
+    journal: Journal | None = None,
+    advance: Advance | None = None,
+) -> Measurement:
+    """Perplexity on the windows of one length.
 
     model: model(ids [batch, length], labels [batch, length]) -> losses [batch, length];
-    windows_of: from `equal_tokens` or `paper`; batch_tokens: tokens per forward pass, one window at least
-    A length that the model cannot compute gets a measurement with the reason, and the others go on.
+    batch_tokens: tokens per forward pass, one window at least; grid: the processes that share the windows, each of
+    which calls this and gets the same; journal: what an earlier call had finished, and where this one notes its windows
+    A length that the model cannot compute gets a measurement with the reason.
     """
-    training = model.training
-    model.eval()
+    grid, batch, count = grid or Grid(), max(1, batch_tokens // windows.length), len(windows.ids)
+    started = time.perf_counter()
+    # Every process reads before any goes on, so that all agree on what is left.
+    known = _joined(grid.gather(journal.read() if journal else {}))
+    left = [index for index in range(count) if index not in known]
+    batches = [left[first : first + batch] for first in range(0, len(left), batch)]
+    found: Sums = {}
+    refusal = None
+    tell = advance or _nothing
+    tell(windows.length, len(known), count)
     try:
-        for length in sorted(windows_of):
-            yield _measured(model, length, windows_of[length], max(1, batch_tokens // length), advance or _nothing)
-    finally:
-        model.train(training)
+        for sums in _evaluated(model, windows, batches[grid.rank :: grid.ranks]):
+            found |= sums
+            if journal:
+                journal.add(sums)
+            tell(windows.length, min(len(known) + len(found) * grid.ranks, count), count)
+    except UserError as fault:
+        refusal = str(fault)
+    except torch.OutOfMemoryError:
+        cure = "make it smaller" if batch > 1 else "leave this length out with --lengths, or use a larger device"
+        size = f"{batch} x {windows.length} tokens do not fit into the device's memory"
+        raise UserError(f"eval_batch_tokens: {size}; {cure}") from None
+    everyone = grid.gather((found, refusal))
+    refusal = next((reason for _, reason in everyone if reason), None)
+    seconds = time.perf_counter() - started
+    speed = int(windows.counts[left].sum()) / seconds if left else None
+    sums = None if refusal else known | _joined(found for found, _ in everyone)
+    return _measurement(windows, sums, refusal, seconds, speed)
 
 
 def _nothing(length: int, done: int, windows: int) -> None:
     pass
 
 
-def _measured(model: nn.Module, length: int, windows: Windows, batch: int, advance: Advance) -> Measurement:
-    tokens, start = len(windows) * length, time.perf_counter()
+def _joined(parts: Iterable[Sums]) -> Sums:
+    return {index: sums for part in parts for index, sums in part.items()}
+
+
+def _evaluated(model: nn.Module, windows: Windows, batches: Iterable[list[int]]) -> Iterator[Sums]:
+    """The summed losses of the windows of each batch, added up in float64 window by window, so that neither the batch
+    nor the process that a window is in changes them."""
+    device, training = next(model.parameters()).device, model.training
+    model.eval()
     try:
-        loss = _summed_loss(model, length, windows, batch, advance) / tokens
-    except UserError as refusal:
-        return Measurement(length, len(windows), tokens, None, None, time.perf_counter() - start, None, str(refusal))
-    except torch.OutOfMemoryError:
-        raise UserError(
-            f"eval_batch_tokens: {batch} x {length} tokens do not fit into the device's memory;"
-            + (" make it smaller" if batch > 1 else " leave this length out with --lengths, or use a larger device")
-        ) from None
-    seconds = time.perf_counter() - start
+        for batch in batches:
+            ids = torch.from_numpy(np.stack([windows.ids[index] for index in batch]).astype(np.int64)).to(device)
+            with torch.inference_mode():
+                losses = model(ids[:, :-1], ids[:, 1:]).cpu().double().numpy()
+            yield {
+                index: np.add.reduceat(row, windows.edges[:-1] or (windows.first_scored[index],)).tolist()
+                for index, row in zip(batch, losses, strict=True)
+            }
+    finally:
+        model.train(training)
+
+
+def _measurement(
+    windows: Windows, sums: Sums | None, refusal: str | None, seconds: float, speed: float | None
+) -> Measurement:
+    """What the sums of every window come to; `sums` is None where the model refused this length."""
+    counts = windows.counts
+    tokens = int(counts.sum())
+    result = Measurement(windows.length, len(counts), tokens, None, None, seconds, speed, refusal)
+    if sums is None:
+        return result
+    table = np.array([sums[index] for index in range(len(counts))])  # [windows, buckets]
+    loss = float(table.sum()) / tokens
     if not math.isfinite(loss):
-        return Measurement(length, len(windows), tokens, None, None, seconds, tokens / seconds, f"the loss is {loss}")
-    perplexity = math.exp(loss) if loss < math.log(torch.finfo(torch.float64).max) else None
-    reason = None if perplexity is not None else f"exp({loss:g}) is too large for a number"
-    return Measurement(length, len(windows), tokens, loss, perplexity, seconds, tokens / seconds, reason)
-
-
-@torch.inference_mode()
-def _summed_loss(model: nn.Module, length: int, windows: Windows, batch: int, advance: Advance) -> float:
-    device = next(model.parameters()).device
-    total = torch.zeros((), dtype=torch.float64, device=device)
-    advance(length, 0, len(windows))
-    for first in range(0, len(windows), batch):
-        ids = torch.from_numpy(np.stack(windows[first : first + batch]).astype(np.int64)).to(device)
-        total += model(ids[:, :-1], ids[:, 1:]).sum(dtype=torch.float64)
-        advance(length, min(first + batch, len(windows)), len(windows))
-    return total.item()
-
-
-def equal_tokens(
-    tokens: TokenFile, lengths: Iterable[int], *, split: str, part: str = "valid", eval_tokens: int = 327680
-) -> dict[int, Windows]:
-    """Protocol equal_tokens: the first text of a part, the same for every length, cut into windows: {length: windows}.
-
-    The documents of the part in file order, with the EOD that ends each; a multiple of the longest length is used, so
-    lengths that divide it are scored on exactly the same targets.
-    """
-    lengths = checked_lengths(lengths)
-    documents = split_documents(tokens, split, part)
-    available = int(np.sum(tokens.sizes[documents.start : documents.stop], dtype=np.int64)) - 1
-    longest = lengths[-1]
-    if eval_tokens < longest:
-        raise UserError(
-            f"eval_tokens: {eval_tokens} is less than one window of the longest length, {longest};"
-            f" write eval_tokens={longest} or more, or leave that length out"
-        )
-    if available < longest:
-        raise UserError(
-            f"eval_part: the {part} part of the corpus has {max(available, 0)} tokens to predict, and one window of"
-            f" length {longest} needs {longest}; use a larger corpus, another split than {split}, or shorter lengths"
-        )
-    count = min(eval_tokens, available) // longest * longest
-    if available < eval_tokens:
-        logger.info(
-            "eval_tokens: %d are wanted, the %s part has %d: %d are measured", eval_tokens, part, available, count
-        )
-    text = _text(tokens, documents, count + 1)
-    return {
-        length: [text[start : start + length + 1] for start in range(0, count - length + 1, length)]
-        for length in lengths
-    }
-
-
-def _text(tokens: TokenFile, documents: range, count: int) -> np.ndarray:
-    """The first `count` tokens of some documents: [count]."""
-    pieces = []
-    for document in documents:
-        pieces.append(tokens.read(document, 0, min(count, int(tokens.sizes[document]))))
-        count -= len(pieces[-1])
-        if count == 0:
-            break
-    return np.concatenate(pieces)
-
-
-def paper(
-    tokens: TokenFile,
-    lengths: Iterable[int],
-    *,
-    split: str,
-    part: str = "valid",
-    seed: int,
-    windows: int = 320,
-    start: int = 0,
-) -> dict[int, Windows]:
-    """Protocol paper, as KERPLE and MEP evaluated: the same number of windows at every length, in the order of the
-    reference's dataset, so every length and every seed scores other text: {length: windows}.
-
-    start: first window; the reference resumes at (iteration // eval_interval) * eval_iters, that is 16000 after 50000
-    iterations, modulo the number of windows.
-    """
-    if windows < 1 or start < 0:
-        raise UserError(f"--windows {windows} --start {start}: give at least 1 window and a start of at least 0")
-    found: dict[int, Windows] = {}
-    for length in checked_lengths(lengths):
-        samples = build_split(tokens, split=split, part=part, length=length, seed=seed, num_samples=windows)
-        found[length] = [samples[(start + i) % len(samples)] for i in range(windows)]
-    return found
-
-
-def checked_lengths(lengths: Iterable[int]) -> list[int]:
-    """The lengths, each once, shortest first; UserError where one is no length."""
-    found = sorted(set(lengths))
-    wrong = [length for length in found if length < 1]
-    if wrong or not found:
-        raise UserError(f"eval_lengths: {wrong or 'none given'} - give one or more lengths of at least 1, as 512 1024")
-    return found
+        return replace(result, reason=f"the loss is {loss}")
+    means = table.sum(axis=1) / counts
+    perplexity = perplexity_of(loss)
+    return replace(
+        result,
+        loss=loss,
+        perplexity=perplexity,
+        reason=None if perplexity is not None else f"exp({loss:g}) is too large for a number",
+        loss_stderr=mean_of(means, counts).stderr,
+        window_losses=means.round(DIGITS).tolist(),
+        window_tokens=counts.tolist() if len(set(counts.tolist())) > 1 else None,
+        position_edges=list(windows.edges) or None,
+        position_losses=(table.mean(axis=0) / np.diff(windows.edges)).round(DIGITS).tolist() if windows.edges else None,
+    )

@@ -10,16 +10,16 @@ from megatron.evaluation.perplexity import Advance
 
 
 @contextmanager
-def progress() -> Iterator[Advance]:
-    """A bar for each length on stderr, as `measure(advance=...)` tells it; nothing where stderr is no terminal."""
+def progress(what: str, *, shown: bool = True) -> Iterator[Advance]:
+    """A bar for each length of `what` on stderr, as `measured(advance=...)` tells it; only on a terminal."""
     console = Console(stderr=True)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=console, disable=not console.is_terminal, transient=True) as bars:
+    with Progress(*columns, console=console, disable=not (shown and console.is_terminal), transient=True) as bars:
         tasks = {}
 
         def advance(length: int, done: int, windows: int) -> None:
             if length not in tasks:
-                tasks[length] = bars.add_task(f"length {length}", total=windows)
+                tasks[length] = bars.add_task(f"{what} {length}", total=windows)
             bars.update(tasks[length], completed=done)
 
         yield advance

@@ -3,18 +3,22 @@
 import json
 import os
 from collections.abc import Collection, Iterable, Sequence
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 from megatron.errors import UserError
+from megatron.evaluation.statistics import perplexity_of, prefix_curve
 
 Row = dict[str, Any]  # one length of one checkpoint: a line of the results file
 PICTURES = (".png", ".svg", ".pdf")
 NEEDED = ("pos_emb", "length", "windows", "tokens", "loss", "perplexity", "step", "config_hash")
 # What must be equal for perplexities to be comparable, and how the note beneath a table calls it.
 SETTING = {"corpus": "corpus", "part": "part", "split": "split", "protocol": "protocol", "tokenizer": "tokenizer"}
-# What a token sees, where that was changed: a run of its own in every table.
-SEEN = ("window", "blockwise", "logn_scale")
+# What a token sees, where that was changed, and how it is computed: a run of its own in every table.
+SEEN = ("window", "blockwise", "logn_scale", "dtype")
+# Numbers of a protocol: with another one the same length is another measurement.
+NUMBERS = ("tokens", "tail", "stride")
 # What is said about a run beneath the table, in this order.
 FACTS = {
     "step": "step",
@@ -113,7 +117,7 @@ def run_of(row: Row) -> tuple:
 
 def measurement_of(row: Row) -> tuple:
     """What makes one line the repetition of another: the same run, length and amount of text."""
-    return (*run_of(row), row["length"], row["tokens"])
+    return (*run_of(row), row["length"], *(row.get(key) for key in NUMBERS))
 
 
 def runs(rows: Sequence[Row]) -> dict[str, list[Row]]:
@@ -139,6 +143,20 @@ def _plain(value: Any) -> Any:
     if not isinstance(value, dict):
         return value
     return " ".join(f"{key} {json.dumps(option)}" for key, option in value.items()).replace('"', "") or "defaults"
+
+
+def by_length(rows: Sequence[Row], lengths: Iterable[int]) -> list[Row]:
+    """The rows, and instead of one with losses by position a row for each length that it covers: its prefix curve."""
+    found = []
+    for row in rows:
+        if row["loss"] is None or "position_edges" not in row:
+            found.append(row)
+            continue
+        curve = prefix_curve(row["position_edges"], row["position_losses"])
+        for length in lengths:
+            loss, tokens = curve[length], row["windows"] * length
+            found.append(row | {"length": length, "tokens": tokens, "loss": loss, "perplexity": perplexity_of(loss)})
+    return found
 
 
 def table(rows: Sequence[Row], *, markdown: bool = False) -> str:
@@ -205,10 +223,11 @@ def _differences(rows: Sequence[Row]) -> list[str]:
         values = list(dict.fromkeys(str(row.get(key)) for row in rows))
         if len(values) > 1:
             found.append(f"not comparable: {name} is {' for some and '.join(values)} for others")
-    for length in sorted({row["length"] for row in rows}):
-        counts = sorted({row["tokens"] for row in rows if row["length"] == length})
+    for length, key in product(sorted({row["length"] for row in rows}), NUMBERS):
+        counts = sorted({row.get(key, 0) for row in rows if row["length"] == length})
         if len(counts) > 1:
-            found.append(f"not comparable: {counts[0]:,} to {counts[-1]:,} tokens were scored at length {length}")
+            name = "tokens were scored" if key == "tokens" else f"is the {key}"
+            found.append(f"not comparable: {counts[0]:,} to {counts[-1]:,} {name} at length {length}")
     return found
 
 

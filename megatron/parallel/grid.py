@@ -3,6 +3,7 @@
 import os
 import socket
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed
@@ -39,10 +40,23 @@ class Grid:
         torch.distributed.all_reduce(total)
         return total / self.ranks
 
+    def gather(self, value: Any) -> list[Any]:
+        """What every rank gave, by rank, on every rank; plain data."""
+        found = [value] * self.ranks
+        if self.ranks > 1:
+            torch.distributed.all_gather_object(found, value)
+        return found
+
     def wait(self) -> None:
         """Until every rank has come here."""
         if self.ranks > 1:
             torch.distributed.barrier()
+
+
+def here() -> Grid:
+    """The processes where a launcher or a scheduler started several, else this one alone, which then asks nobody."""
+    several = int(os.environ.get("WORLD_SIZE", 1)) > 1 or ("WORLD_SIZE" not in os.environ and _told_by_a_scheduler())
+    return connect() if several else Grid(device=torch.device("cuda" if torch.cuda.is_available() else "cpu"))
 
 
 def connect(backend: str | None = None) -> Grid:

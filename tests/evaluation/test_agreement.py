@@ -4,6 +4,7 @@ import pytest
 from megatron.data.tokens import TokenFile, TokenWriter
 from megatron.errors import UserError
 from megatron.evaluation.agreement import check_known_tokens, check_same_model, check_same_tokenizer
+from megatron.evaluation.protocols import Windows
 
 OURS = {"type": "HFTokenizer", "hash": "aaaa", "vocab_size": 50}
 
@@ -44,7 +45,7 @@ def test_data_of_the_same_or_an_unnamed_tokenizer_are_accepted(tmp_path):
 
 
 def test_a_token_beyond_the_vocabulary_is_named():
-    windows = {2: [np.array([1, 2, 3]), np.array([3, 59, 5])], 4: [np.array([1, 2, 3, 59, 5])]}
+    windows = [Windows(2, [np.array([1, 2, 3]), np.array([3, 59, 5])], [0, 0])]
     check_known_tokens(windows, 60, "runs/a")
     with pytest.raises(
         UserError, match=r"data_path: holds token 59, runs/a knows the tokens 0 to 58 - prepare that text"

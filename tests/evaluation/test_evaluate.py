@@ -2,11 +2,7 @@
 
 import json
 import math
-import os
 import re
-import subprocess
-import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -18,10 +14,10 @@ from evaluate import add_options, main
 from megatron.config import load
 from megatron.data.tokens import TokenWriter
 from megatron.entry import run
-from megatron.evaluation.report import read_results
+from megatron.evaluation.report import by_length, read_results
 from megatron.model import from_config
+from tests.support import run as run_script
 
-ROOT = Path(__file__).resolve().parents[2]
 TOKENIZER = {"type": "HFTokenizer", "hash": "aaaa", "vocab_size": 60, "eod": 0}
 SHAPE = ["num_layers=2", "hidden_size=32", "num_attention_heads=4", "seq_length=16", "eval_lengths=16,32,64"]
 EVALUATION = ["eval_tokens=128", "eval_batch_tokens=64", "split=5,4,1", "pos_emb=mep_free"]
@@ -117,6 +113,49 @@ def test_the_protocol_of_the_papers_is_named_in_the_results(folder):
     assert [(row["protocol"], row["windows"], row["tokens"]) for row in rows] == [("paper", 5, 80), ("paper", 5, 160)]
 
 
+def test_several_protocols_and_variants_of_one_model_come_from_one_call(folder, capsys):
+    words = ["--protocol", "equal_tokens", "tail", "position", "--tail", 8, "--window", "none", "train_length"]
+    output = folder / "all.jsonl"
+    assert evaluate(given(folder), *words, "--logn-scale", "off", "on", "--output", output) == 0
+    rows = read_results([output])
+    found = {(row["protocol"], row.get("window"), row.get("logn_scale", False)) for row in rows}
+    assert len(found) == 3 * 2 * 2
+    assert len(rows) == 2 * 2 * (3 + 3 + 1)
+    loss = {(row["protocol"], row.get("window"), row["length"]): row["loss"] for row in rows if "logn_scale" not in row}
+    for protocol in ("equal_tokens", "tail"):
+        same, other = (loss[protocol, None, length] - loss[protocol, "train_length", length] for length in (16, 64))
+        assert abs(same) < 1e-6 < abs(other), "the window hides something only beyond the training length"
+    prefix = {row["length"]: row["perplexity"] for row in by_length([rows[-1]], [16, 32, 64])}
+    assert prefix[64] == pytest.approx(rows[-1]["perplexity"], rel=1e-5)
+    printed = capsys.readouterr().out
+    assert printed.count("pos_emb") == 3
+    assert "mep_free, window train_length, logn_scale True" in printed
+    assert sorted(path.name for path in folder.glob("all.*png")) == [
+        "all.equal_tokens.png",
+        "all.position.png",
+        "all.tail.png",
+    ]
+    assert evaluate(given(folder), "--window", "wide") == 1
+    assert "--window wide: give a number of tokens" in capsys.readouterr().err
+
+
+def test_what_is_there_is_not_measured_again_unless_weights_or_precision_are_others(folder):
+    words = (given(folder), "--output", folder / "a.jsonl")
+    assert evaluate(*words, "--lengths", 32) == 0
+    first = read_results([folder / "a.jsonl"])
+    assert evaluate(*words, "--lengths", 16, 32) == 0
+    assert read_results([folder / "a.jsonl"])[:1] == first, "with the seconds that it took"
+    assert evaluate(*words, "--lengths", 32, "--dtype", "bf16") == 0
+    exact, _, half = read_results([folder / "a.jsonl"])
+    assert half["dtype"] == "bfloat16"
+    assert 1e-6 < abs(half["loss"] - exact["loss"]) < 0.02 * exact["loss"]
+    assert half["text"] == exact["text"]
+    torch.manual_seed(0)
+    save_file(model(configuration(folder)).state_dict(), folder / "run/global_step7/model.safetensors")
+    assert evaluate(*words, "--lengths", 32) == 0
+    assert read_results([folder / "a.jsonl"])[0]["loss"] != exact["loss"]
+
+
 def test_learned_positions_say_where_they_end_instead_of_a_number(folder, capsys):
     save(folder, 9, "pos_emb=learned")
     assert evaluate("--checkpoint", folder / "run", "--step", 9) == 0
@@ -172,11 +211,18 @@ def test_what_cannot_be_evaluated_is_one_message_and_writes_nothing(folder, caps
 
 
 @pytest.mark.distributed
-def test_the_launcher_passes_options_on(folder):
-    command = [sys.executable, "deepy.py", "evaluate.py", given(folder), "--lengths", "16", "32"]
-    command += ["--output", folder / "results.jsonl"]
-    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
-    found = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120)
+def test_two_processes_share_the_windows_and_one_batch_or_process_gives_the_same(folder):
+    words = ["--lengths", "16", "32", "--protocol", "equal_tokens", "sliding", "--output"]
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+    found = run_script(*launcher, "evaluate.py", given(folder), *words, folder / "two.jsonl")
     assert found.returncode == 0, found.stderr
-    assert [row["length"] for row in read_results([folder / "results.jsonl"])] == [16, 32]
-    assert "perplexity on noise valid, 128 tokens" in found.stdout
+    assert found.stdout.count("perplexity on noise valid, 128 tokens") == 2
+    for size in (16, 128):
+        assert evaluate(given(folder), f"eval_batch_tokens={size}", *words, folder / f"{size}.jsonl") == 0
+    results = [read_results([folder / f"{name}.jsonl"]) for name in ("two", "16", "128")]
+    for two, *alone in zip(*results, strict=True):
+        for one in alone:
+            assert one["loss"] == pytest.approx(two["loss"], abs=1e-5)
+            assert one["window_losses"] == pytest.approx(two["window_losses"], abs=1e-5)
+            assert one["text"] == two["text"]
+    assert not list(folder.glob(".*.partial"))

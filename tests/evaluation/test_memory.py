@@ -17,6 +17,7 @@ from pathlib import Path
 import numpy as np, torch
 from megatron.config import load
 from megatron.evaluation.perplexity import measure
+from megatron.evaluation.protocols import Windows
 from megatron.model import from_config
 
 def peak():
@@ -37,13 +38,13 @@ for count in (2, 12):
     print(peak())
 
 model.layers = torch.nn.ModuleList(layers[:2])
-(result,) = measure(model, {16384: [np.random.default_rng(0).integers(0, 50304, 16385)]})
+(result,) = measure(model, [Windows(16384, [np.random.default_rng(0).integers(0, 50304, 16385)], [0])])
 assert result.reason is None and result.windows == 1, result
 print(peak())
 """
 
 
-def test_one_window_of_16384_tokens_with_the_125m_shape_needs_less_than_4_gib():
+def test_one_window_of_16384_tokens_with_the_125m_shape_needs_less_than_3_gib():
     # All twelve layers are in memory, two of them compute: a layer takes ten seconds at 16384, and at 2048 it is shown
     # that twelve need no more than two. Measured once with all twelve at 16384: 1.7 GiB in 132 s.
     found = subprocess.run([sys.executable, "-c", SCRIPT], cwd=ROOT, capture_output=True, text=True, timeout=400)
@@ -51,4 +52,4 @@ def test_one_window_of_16384_tokens_with_the_125m_shape_needs_less_than_4_gib():
     two, twelve, window = map(int, found.stdout.split())
     one_activation = 2048 * 768 * 4 / 1024  # KiB, what a layer would leave behind at the least
     assert twelve - two < 10 * one_activation, f"{two} and {twelve} KiB"
-    assert window < 4 * GIB, f"{window / GIB:.2f} GiB"
+    assert window < 3 * GIB, f"{window / GIB:.2f} GiB"

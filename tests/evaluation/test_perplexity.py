@@ -7,7 +7,8 @@ from torch import nn
 
 from megatron.data.tokens import TokenFile, TokenWriter
 from megatron.errors import UserError
-from megatron.evaluation.perplexity import checked_lengths, equal_tokens, measure, paper
+from megatron.evaluation.perplexity import measure
+from megatron.evaluation.protocols import Request, equal_tokens, paper
 
 VOCAB = 50
 SPLIT = "5,4,1"
@@ -75,7 +76,7 @@ def whole_text(tokens, documents):
 
 
 def test_the_loss_is_the_mean_over_every_target_of_the_text(tokens):
-    windows = equal_tokens(tokens, [64, 16], split=SPLIT, eval_tokens=1000)
+    windows = equal_tokens(Request(tokens, [64, 16], SPLIT, eval_tokens=1000))
     targets = whole_text(tokens, range(50, 90))[1 : 960 + 1]  # 960 = 15 · 64, the most that 1000 holds
     expected = Unigram().loss_of[targets].mean()
     for measured in measure(Unigram(), windows):
@@ -88,7 +89,7 @@ def test_the_loss_is_the_mean_over_every_target_of_the_text(tokens):
 
 
 def test_the_position_in_the_window_is_what_the_length_changes(tokens):
-    windows = equal_tokens(tokens, [16, 64], split=SPLIT, eval_tokens=640)
+    windows = equal_tokens(Request(tokens, [16, 64], SPLIT, eval_tokens=640))
     short, long = measure(LaterIsHarder(), windows)
     assert short.loss == pytest.approx((0 + 15) / 2 / 100)
     assert long.perplexity == pytest.approx(math.exp((0 + 63) / 2 / 100))
@@ -96,26 +97,28 @@ def test_the_position_in_the_window_is_what_the_length_changes(tokens):
 
 def test_every_length_scores_the_same_targets_once(tokens):
     text = whole_text(tokens, range(50, 90))
-    for length, windows in equal_tokens(tokens, [8, 16, 128], split=SPLIT, eval_tokens=512).items():
-        assert {len(window) for window in windows} == {length + 1}
-        np.testing.assert_array_equal(np.concatenate([window[1:] for window in windows]), text[1:513])
-        np.testing.assert_array_equal(np.concatenate([window[:-1] for window in windows]), text[:512])
+    found = equal_tokens(Request(tokens, [8, 16, 128], SPLIT, eval_tokens=512))
+    for windows in found:
+        assert {len(window) for window in windows.ids} == {windows.length + 1}
+        np.testing.assert_array_equal(np.concatenate([window[1:] for window in windows.ids]), text[1:513])
+        np.testing.assert_array_equal(np.concatenate([window[:-1] for window in windows.ids]), text[:512])
+    assert len({windows.text for windows in found}) == 1
 
 
 def test_a_length_that_does_not_divide_the_text_leaves_its_rest_out(tokens):
-    windows = equal_tokens(tokens, [100, 256], split=SPLIT, eval_tokens=600)
-    assert {length: len(found) for length, found in windows.items()} == {100: 5, 256: 2}
+    windows = equal_tokens(Request(tokens, [100, 256], SPLIT, eval_tokens=600))
+    assert {found.length: len(found.ids) for found in windows} == {100: 5, 256: 2}
 
 
 def test_a_small_part_is_used_as_far_as_whole_windows_go(tokens):
     available = len(whole_text(tokens, range(90, 100))) - 1
-    windows = equal_tokens(tokens, [100], split=SPLIT, part="test", eval_tokens=10**9)
-    assert len(windows[100]) == available // 100
-    np.testing.assert_array_equal(windows[100][0], whole_text(tokens, range(90, 100))[:101])
+    (windows,) = equal_tokens(Request(tokens, [100], SPLIT, part="test", eval_tokens=10**9))
+    assert len(windows.ids) == available // 100
+    np.testing.assert_array_equal(windows.ids[0], whole_text(tokens, range(90, 100))[:101])
 
 
 def test_batches_are_filled_to_the_token_budget_and_change_nothing(tokens):
-    windows = equal_tokens(tokens, [16, 64], split=SPLIT, eval_tokens=640)
+    windows = equal_tokens(Request(tokens, [16, 64], SPLIT, eval_tokens=640))
     small, large = Unigram(), Unigram()
     one_by_one = measure(small, windows, batch_tokens=1)
     together = measure(large, windows, batch_tokens=128)
@@ -126,20 +129,20 @@ def test_batches_are_filled_to_the_token_budget_and_change_nothing(tokens):
 
 def test_evaluation_leaves_the_model_as_it_was(tokens):
     model = Unigram().train()
-    measure(model, equal_tokens(tokens, [16], split=SPLIT, eval_tokens=16))
+    measure(model, equal_tokens(Request(tokens, [16], SPLIT, eval_tokens=16)))
     assert model.training
     assert model.logits.grad is None
 
 
 def test_progress_counts_windows_of_each_length(tokens):
     told = []
-    windows = equal_tokens(tokens, [16, 64], split=SPLIT, eval_tokens=128)
+    windows = equal_tokens(Request(tokens, [16, 64], SPLIT, eval_tokens=128))
     measure(Unigram(), windows, batch_tokens=64, advance=lambda *news: told.append(news))
     assert told == [(16, 0, 8), (16, 4, 8), (16, 8, 8), (64, 0, 2), (64, 1, 2), (64, 2, 2)]
 
 
 def test_a_length_that_the_model_refuses_says_why_and_the_others_are_measured(tokens):
-    windows = equal_tokens(tokens, [16, 32, 64], split=SPLIT, eval_tokens=64)
+    windows = equal_tokens(Request(tokens, [16, 32, 64], SPLIT, eval_tokens=64))
     short, fits, beyond = measure(EndsAt(32), windows)
     assert short.perplexity is not None
     assert fits.perplexity is not None
@@ -149,18 +152,18 @@ def test_a_length_that_the_model_refuses_says_why_and_the_others_are_measured(to
 
 @pytest.mark.parametrize(("loss", "reason"), [(math.nan, "the loss is nan"), (math.inf, "the loss is inf")])
 def test_a_loss_that_is_no_number_is_no_perplexity(tokens, loss, reason):
-    (row,) = measure(Always(loss), equal_tokens(tokens, [16], split=SPLIT, eval_tokens=16))
+    (row,) = measure(Always(loss), equal_tokens(Request(tokens, [16], SPLIT, eval_tokens=16)))
     assert (row.loss, row.perplexity, row.reason) == (None, None, reason)
 
 
 def test_a_perplexity_beyond_float64_is_left_out_and_the_loss_stays(tokens):
-    (row,) = measure(Always(800.0), equal_tokens(tokens, [16], split=SPLIT, eval_tokens=16))
+    (row,) = measure(Always(800.0), equal_tokens(Request(tokens, [16], SPLIT, eval_tokens=16)))
     assert (row.loss, row.perplexity, row.reason) == (800.0, None, "exp(800) is too large for a number")
 
 
 def test_too_large_a_batch_names_the_key_that_helps(tokens):
     full = Always(torch.OutOfMemoryError("CUDA out of memory"))
-    windows = equal_tokens(tokens, [16], split=SPLIT, eval_tokens=64)
+    windows = equal_tokens(Request(tokens, [16], SPLIT, eval_tokens=64))
     with pytest.raises(UserError, match=r"eval_batch_tokens: 4 x 16 tokens do not fit .* make it smaller"):
         measure(full, windows, batch_tokens=64)
     with pytest.raises(UserError, match=r"1 x 16 tokens do not fit .* leave this length out with --lengths"):
@@ -170,37 +173,37 @@ def test_too_large_a_batch_names_the_key_that_helps(tokens):
 def test_a_part_without_one_window_says_what_would_help(tokens):
     message = r"eval_part: the test part of the corpus has \d+ tokens to predict, .* needs 4096; use a larger corpus"
     with pytest.raises(UserError, match=message):
-        equal_tokens(tokens, [512, 4096], split=SPLIT, part="test", eval_tokens=10000)
+        equal_tokens(Request(tokens, [512, 4096], SPLIT, part="test", eval_tokens=10000))
 
 
 def test_eval_tokens_below_one_window_is_an_error(tokens):
     with pytest.raises(UserError, match=r"eval_tokens: 100 is less than one window .* write eval_tokens=512"):
-        equal_tokens(tokens, [16, 512], split=SPLIT, eval_tokens=100)
+        equal_tokens(Request(tokens, [16, 512], SPLIT, eval_tokens=100))
 
 
-def test_lengths_are_checked_sorted_and_counted_once():
-    assert checked_lengths([64, 16, 64]) == [16, 64]
-    with pytest.raises(UserError, match=r"eval_lengths: \[0, -3\]|eval_lengths: \[-3, 0\]"):
-        checked_lengths([16, 0, -3])
+def test_lengths_are_checked_sorted_and_counted_once(tokens):
+    assert Request(tokens, [64, 16, 64]).checked_lengths == [16, 64]
+    with pytest.raises(UserError, match=r"eval_lengths: \[-3, 0\]"):
+        equal_tokens(Request(tokens, [16, 0, -3]))
     with pytest.raises(UserError, match="eval_lengths: none given"):
-        checked_lengths([])
+        equal_tokens(Request(tokens, []))
 
 
 def test_the_protocol_of_the_papers_takes_as_many_windows_at_every_length(tokens):
-    windows = paper(tokens, [16, 32], split=SPLIT, seed=1235, windows=20)
-    assert {length: {len(window) for window in found} for length, found in windows.items()} == {16: {17}, 32: {33}}
-    assert [len(found) for found in windows.values()] == [20, 20]
+    windows = paper(Request(tokens, [16, 32], SPLIT, seed=1235, windows=20))
+    assert {one.length: {len(window) for window in one.ids} for one in windows} == {16: {17}, 32: {33}}
+    assert [len(one.ids) for one in windows] == [20, 20]
 
 
 def test_the_protocol_of_the_papers_starts_where_it_is_told_and_wraps(tokens):
-    first = np.stack(paper(tokens, [16], split=SPLIT, seed=1235, windows=20)[16])
-    later = np.stack(paper(tokens, [16], split=SPLIT, seed=1235, windows=20, start=5)[16])
+    first = np.stack(paper(Request(tokens, [16], SPLIT, seed=1235, windows=20))[0].ids)
+    later = np.stack(paper(Request(tokens, [16], SPLIT, seed=1235, windows=20, start=5))[0].ids)
     np.testing.assert_array_equal(first[5:], later[:-5])
-    other_seed = np.stack(paper(tokens, [16], split=SPLIT, seed=1236, windows=20)[16])
+    other_seed = np.stack(paper(Request(tokens, [16], SPLIT, seed=1236, windows=20))[0].ids)
     assert (first != other_seed).any()
 
 
 @pytest.mark.parametrize(("windows", "start"), [(0, 0), (20, -1)])
 def test_the_protocol_of_the_papers_wants_windows(tokens, windows, start):
     with pytest.raises(UserError, match=rf"--windows {windows} --start {start}: give at least 1 window"):
-        paper(tokens, [16], split=SPLIT, seed=1, windows=windows, start=start)
+        paper(Request(tokens, [16], SPLIT, seed=1, windows=windows, start=start))
