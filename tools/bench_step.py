@@ -73,7 +73,7 @@ class Candidate:
                     model(ids[:, :-1], labels=ids[:, 1:])
                 return
             optimizer.param_groups[1]["params"] = list(positions.parameters())
-            model(ids[:, :-1], labels=ids[:, 1:]).mean().backward()
+            model(ids[:, :-1], labels=ids[:, 1:], mean=True).backward()
             nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
             optimizer.zero_grad()
