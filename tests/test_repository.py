@@ -20,6 +20,7 @@ LEVELS = [
     {"config", "parallel"},
     {"model", "data"},
     {"training", "evaluation", "interop"},
+    {"sweeps"},
     {"entry", "entries"},  # megatron/entry.py; train.py, tools/ ... at the root
 ]
 TORCH_ONLY = {"positions", "attention"}

@@ -1,0 +1,148 @@
+"""tools/sweep.py as it is used: killed again and again, with a run that fails, through Slurm."""
+
+import contextlib
+import json
+import multiprocessing
+import os
+import random
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from megatron.sweeps.plan import load_sweep
+from megatron.sweeps.run import Runner, held
+from megatron.sweeps.state import collect, state_of
+from tests.support import run
+
+KILLS = {"metrics.jsonl": 8, "evaluation/*.jsonl": 3}  # how often, and after which file was written
+SWEEP = """
+settings: {{num_layers: 1, hidden_size: 16, num_attention_heads: 2, seq_length: 32, tokenizer_type: CharLevelTokenizer,
+  train_iters: {steps}, save_interval: 5, keep_last_n_checkpoints: 1, log_interval: 5, eval_interval: 0,
+  eval_lengths: [32, 64, 128], eval_tokens: 4096, pos_emb: kerple_log}}
+grid:
+  text: {{good: {{data_path: {corpus}}}, absent: {{data_path: {corpus}_of_nobody}}}}
+  seed: [1]
+evaluate: {{equal: {{protocol: equal_tokens}}, paper: {{protocol: paper, windows: 8}}}}
+"""
+
+
+@pytest.fixture(scope="module")
+def file(corpus, tmp_path_factory) -> Path:
+    path = tmp_path_factory.mktemp("sweep") / "tiny.yml"
+    path.write_text(SWEEP.format(corpus=corpus, steps=400))
+    return path
+
+
+@pytest.fixture(scope="module")
+def whole(file):
+    """The folder of the sweep that nobody disturbs, and what was printed."""
+    folder = file.parent / "whole"
+    done = run("tools/sweep.py", "run", file, "--folder", folder)
+    assert done.returncode == 1, done.stderr  # one cell cannot run
+    return folder, done
+
+
+def rows(folder: Path) -> list[dict]:
+    """results.jsonl without what depends on the clock and the place."""
+    found = [json.loads(line) for line in (folder / "results.jsonl").read_text().splitlines()]
+    clock = ("seconds", "tokens_per_second", "seconds_per_step", "checkpoint", "commit")
+    return [{key: value for key, value in row.items() if key not in clock} for row in found]
+
+
+def losses(folder: Path) -> list[tuple[int, float]]:
+    records = map(json.loads, (folder / "good-1/metrics.jsonl").read_text().splitlines())
+    return [(record["step"], record["loss"]) for record in records if record["kind"] == "train"]
+
+
+def test_a_run_that_fails_is_shown_with_its_reason_and_the_others_go_on(file, whole):
+    folder, done = whole
+    assert "good-1: done" in done.stdout
+    assert len(rows(folder)) == 6  # two protocols, three lengths
+    assert rows(folder)[0]["cell"] == {"text": "good", "seed": 1}
+    status = run("tools/sweep.py", "status", file, "--folder", folder)
+    assert status.returncode == 1
+    assert "good-1    done        step 400/400" in status.stdout
+    assert "_of_nobody" in status.stdout.splitlines()[-1]
+    assert "failed: absent-1" in done.stderr
+
+
+def test_a_sweep_killed_at_random_moments_has_the_results_of_an_undisturbed_one(file, whole):
+    folder = file.parent / "killed"
+    sweep, kills = load_sweep(file, folder), 0
+    for pattern, count in KILLS.items():
+        kills += sum(killed(sweep, folder / "good-1", pattern) for _ in range(count))
+        assert state_of(sweep.cells[0]).kind != "done" or "eval" in pattern, "too fast for this test"
+    assert kills >= 10
+    Runner([None], lambda text: None).run(sweep)
+    collect(sweep)
+    assert rows(folder) == rows(whole[0])
+    assert losses(folder) == losses(whole[0])
+
+
+def killed(sweep, folder: Path, pattern: str) -> bool:
+    """Run a sweep until a while after it has written such a file, then kill it and all it has started."""
+    before = written(folder, pattern)
+    process = multiprocessing.get_context("fork").Process(target=alone, args=(sweep,))
+    process.start()
+    while process.is_alive() and written(folder, pattern) == before:
+        time.sleep(0.005)
+    time.sleep(random.uniform(0, 0.1))
+    alive = process.is_alive()
+    if alive:
+        os.killpg(process.pid, signal.SIGKILL)
+    process.join()
+    while not free(folder):  # until what was killed is gone
+        time.sleep(0.005)
+    return alive
+
+
+def free(folder: Path) -> bool:
+    with held(folder) as lock:
+        return lock is not None
+
+
+def alone(sweep) -> None:
+    os.setsid()
+    Runner([None], lambda text: None).run(sweep)
+
+
+def written(folder: Path, pattern: str) -> set[tuple[str, int]]:
+    """Names and ages of files."""
+    ages = set()
+    for path in folder.glob(pattern):
+        with contextlib.suppress(FileNotFoundError):  # renamed meanwhile
+            ages.add((path.name, path.stat().st_mtime_ns))
+    return ages
+
+
+def test_a_folder_with_another_run_is_refused_and_a_cell_at_work_left_alone(file, whole, tmp_path):
+    other = tmp_path / "tiny.yml"
+    other.write_text(file.read_text().replace("hidden_size: 16", "hidden_size: 32"))
+    (cell, *_) = load_sweep(other, whole[0]).cells
+    state = state_of(cell)
+    assert (state.kind, state.step) == ("foreign", 400)
+    assert cell.config.hash in state.note
+    said: list[str] = []
+    sweep = load_sweep(file, tmp_path / "busy", only=["text=good"])
+    with held(sweep.cells[0].folder):
+        Runner([None], said.append).run(sweep)
+    assert said == ["good-1: another process is at work on it"]
+
+
+def test_slurm_gets_an_array_of_what_is_missing(file, whole, tmp_path):
+    sbatch = tmp_path / "sbatch"
+    sbatch.write_text(f'#!/bin/sh\ncp "$1" {tmp_path}/sent.sh\n')
+    sbatch.chmod(0o755)
+    words = ["run", file, "--folder", tmp_path / "runs", "--launcher", "slurm", "--sbatch=--partition=long"]
+    sent = run("tools/sweep.py", *words, env={"PATH": f"{tmp_path}:{os.environ['PATH']}"})
+    assert sent.returncode == 0, sent.stderr
+    script = (tmp_path / "sent.sh").read_text()
+    assert "#SBATCH --array=0-1\n" in script
+    assert "#SBATCH --partition=long\n" in script
+    script = script.replace(str(tmp_path / "runs"), str(whole[0]))
+    (tmp_path / "here.sh").write_text(script)
+    done = run("-c", f"import os; os.execvp('bash', ['bash', '{tmp_path}/here.sh'])", env={"SLURM_ARRAY_TASK_ID": "0"})
+    assert done.returncode == 0, done.stderr
+    assert "1 cells, 1 done" in done.stdout
