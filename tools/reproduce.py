@@ -1,0 +1,69 @@
+"""A paper's table beside ours: python tools/reproduce.py kerple-table3 [--run] [--folder runs/sweeps/kerple_table3]
+
+Without --run it takes what the sweep has collected so far; --run does what is missing first (see tools/sweep.py).
+A cell is compared only where its rows answer the table's question; all others are missing or refused, with the reason.
+"""
+
+import argparse
+import subprocess
+import sys
+from pathlib import Path
+
+from _path import ROOT
+
+from megatron.errors import UserError
+from megatron.evaluation.published import Published, published, tables
+from megatron.evaluation.report import read_results
+from megatron.evaluation.report import table as report_table
+from megatron.evaluation.reproduce import Asked, compare, render
+from megatron.sweeps.cost import windows_per_step
+from megatron.sweeps.plan import Sweep, load_sweep
+from megatron.sweeps.state import collect
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("table", help=", ".join(tables()))
+    parser.add_argument("--run", action="store_true", help="do what is missing of the sweep first")
+    parser.add_argument("--folder", type=Path, metavar="DIR", help="where the sweep's runs are")
+    parser.add_argument("--results", type=Path, nargs="+", metavar="FILE", help="take these rows, not the sweep's")
+    options = parser.parse_args(argv)
+    try:
+        table = published(options.table)
+        if table.said["sweep"] is None:
+            raise UserError(f"{options.table}: cannot be reproduced here: {table.said['why_not']}")
+        file = ROOT / "configs" / "sweeps" / table.said["sweep"]
+        folder = ["--folder", str(options.folder)] if options.folder else []
+        command = [sys.executable, str(ROOT / "tools" / "sweep.py"), "run", str(file), *folder]
+        if options.run and subprocess.run(command, check=False).returncode:
+            return 1
+        sweep = load_sweep(file, options.folder)
+        rows = read_results(options.results) if options.results else collect(sweep)
+        print(render(table, compare(table, rows, asked(table, sweep))))
+        if rows and not table.cells:
+            print(f"\nours alone:\n{report_table(rows)}")
+    except UserError as fault:
+        print(fault, file=sys.stderr)
+        return 1
+    return 0
+
+
+def asked(table: Published, sweep: Sweep) -> Asked:
+    """The question of a table: the cells of its sweep that it selects."""
+    wanted = table.said.get("select", {}).items()
+    cells = [cell for cell in sweep.cells if wanted <= cell.values.items()]
+    config = cells[0].config
+    hashes: dict[tuple[str, str], set[str]] = {}
+    for cell in cells:
+        key = (str(cell.values["data"]), cell.config.position.pos_emb)
+        hashes.setdefault(key, set()).add(cell.config.hash)
+    return Asked(
+        hashes={key: frozenset(found) for key, found in hashes.items()},
+        train_length=config.model.seq_length,
+        step=config.training.train_iters,
+        tokens=config.training.train_iters * windows_per_step(config) * config.model.seq_length,
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())
