@@ -1,9 +1,15 @@
 """What several test files share: the project's root, commands in processes of their own, a corpus of bytes."""
 
+import json
 import os
 import subprocess
 import sys
 from pathlib import Path
+
+from safetensors.torch import save_file
+
+from megatron.config import load
+from megatron.model import from_config, padded_vocab
 
 ROOT = Path(__file__).resolve().parents[1]
 NEEDED = {"mep": {"kernels": ["exp", "kerple_log"]}, "fire": {"mlp_layers": [4]}}  # without a default, or for speed
@@ -38,3 +44,18 @@ def make_corpus(folder: Path) -> Path:
     done = run("prepare_data.py", *words)
     assert done.returncode == 0, done.stderr
     return folder / "data" / "tiny" / "tiny_text_document"
+
+
+def make_checkpoint(folder: Path, corpus: Path, *settings: str, step: int = 5) -> Path:
+    """A run's folder with one checkpoint of random weights, written as training writes it."""
+    tokenizer = json.loads(corpus.with_name(corpus.name + ".json").read_text())["tokenizer"]
+    shape = ["num_layers=2", "hidden_size=32", "num_attention_heads=4", "seq_length=64", f"data_path={corpus}"]
+    config = load([], [*shape, "split=8,1,1", "eval_tokens=512", *settings])
+    vocab = padded_vocab(tokenizer["vocab_size"], 128)
+    path = folder / f"global_step{step}"
+    path.mkdir(parents=True)
+    save_file(from_config(config, vocab=vocab).state_dict(), path / "model.safetensors")
+    config.save(path / "config.yml")
+    facts = {"step": step, "config_hash": config.hash, "vocab": vocab, "tokenizer": tokenizer, "commit": None}
+    (path / "checkpoint.json").write_text(json.dumps(facts))
+    return folder

@@ -2,15 +2,21 @@
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
 
 
-def eager(
+def eager(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, **more: Any) -> Tensor:
+    """See megatron.attention.attention: memory grows with queries · keys."""
+    seen = probabilities(q, k, bias, **more)
+    return (seen @ v.to(seen.dtype)).to(q.dtype)
+
+
+def probabilities(
     q: Tensor,
     k: Tensor,
-    v: Tensor,
     bias: Tensor | None,
     *,
     weight: Tensor | None,
@@ -20,7 +26,7 @@ def eager(
     index_bias: Callable[[Tensor, Tensor], Tensor] | None,
     on_scores: Callable[[Tensor], Tensor] | None = None,
 ) -> Tensor:
-    """See megatron.attention.attention: memory grows with queries · keys."""
+    """How much of each key a query takes: [batch, heads, queries, keys], at least float32."""
     dtype = torch.promote_types(q.dtype, torch.float32)
     queries, keys = q.shape[2], k.shape[2]
     index = torch.arange(keys, device=q.device)
@@ -36,7 +42,7 @@ def eager(
     if on_scores is not None:
         scores = on_scores(scores)
     scores = scores.masked_fill(hidden(index[keys - queries :], index, window, chunk, segments), -math.inf)
-    return (scores.softmax(dim=-1) @ v.to(dtype)).to(q.dtype)
+    return scores.softmax(dim=-1)
 
 
 def hidden(query: Tensor, key: Tensor, window: int | None, chunk: int | None, segments: Tensor | None) -> Tensor:

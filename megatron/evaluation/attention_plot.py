@@ -1,6 +1,6 @@
 """Attention of a real text by layer and head, as in figure 2 of MEP (arXiv 2403.17698)."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -10,6 +10,7 @@ from matplotlib.figure import Figure
 from torch import Tensor
 
 from megatron.attention import BACKENDS, eager
+from megatron.attention.eager import probabilities
 from megatron.evaluation.position_plot import style
 from megatron.model import GPT
 
@@ -19,31 +20,28 @@ LOWEST = 1e-3  # probabilities below look the same
 @torch.no_grad()
 def attention_of(model: GPT, ids: Tensor) -> Tensor:
     """ids [length] -> the probabilities of every layer and head: [layers, heads, length, length] float32."""
-    backend, model.backend = model.backend, "eager"
-    try:
-        with _recorded() as layers:
-            model(ids[None])
-    finally:
-        model.backend = backend
+    layers: list[Tensor] = []
+
+    def recording(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, **more: Any) -> Tensor:
+        seen = probabilities(q, k, bias, **more)
+        layers.append(seen[0])
+        return (seen @ v.to(seen.dtype)).to(q.dtype)
+
+    with computed_by(model, recording):
+        model(ids[None])
     return torch.stack(layers).float().cpu()
 
 
 @contextmanager
-def _recorded() -> Iterator[list[Tensor]]:
-    """Inside the block the definition of attention also notes its probabilities, layer after layer."""
-    found: list[Tensor] = []
-
-    def recording(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, **more: Any) -> Tensor:
-        # What attention makes of the unit vectors are its probabilities, whatever bias, mask or hook there is.
-        units = torch.eye(k.shape[2], device=k.device, dtype=q.dtype).expand(*k.shape[:2], -1, -1)
-        found.append(eager(q, k, units, bias, **more)[0])
-        return found[-1][None] @ v
-
+def computed_by(model: GPT, recording: Callable[..., Tensor]) -> Iterator[None]:
+    """Inside the block `recording`, called as `eager` is, computes the attention of every layer."""
+    backend, model.backend = model.backend, "eager"
     BACKENDS["eager"] = recording
     try:
-        yield found
+        yield
     finally:
         BACKENDS["eager"] = eager
+        model.backend = backend
 
 
 def draw_attention(probabilities: Tensor, title: str, text: str = "") -> Figure:

@@ -1,0 +1,47 @@
+"""tools/probe.py on a checkpoint with random weights: from the files to rows and a picture."""
+
+import json
+
+import pytest
+
+from megatron.evaluation.probes.rows import read_probes
+from tests.support import make_checkpoint, run
+
+WORDS = ["--lengths", "64", "96", "--depths", "2", "--trials", "2"]
+
+
+@pytest.fixture(scope="module")
+def folder(corpus, tmp_path_factory):
+    return make_checkpoint(tmp_path_factory.mktemp("probed"), corpus, "pos_emb=learned", "max_position_embeddings=64")
+
+
+def test_every_probe_has_its_rows_and_a_length_without_an_answer_says_why(folder):
+    done = run("tools/probe.py", "--checkpoint", folder, *WORDS)
+    assert done.returncode == 0, done.stderr
+    (path,) = (folder / "evaluation").glob("*-probes.jsonl")
+    rows = read_probes([path])
+    assert (path.with_suffix(".png")).read_bytes().startswith(b"\x89PNG")
+    of = {(row["probe"], row["length"], row.get("depth")): row for row in rows}
+    assert len(of) == len(rows) == 2 * (3 * 2 + 2)
+    for row in rows:
+        assert (row["pos_emb"], row["step"], row["corpus"], row["part"]) == ("learned", 5, "tiny", "valid")
+        assert (row.get("reason") is None) == (row["length"] == 64)
+    assert 0 <= of["passkey", 64, 1.0]["accuracy"] <= 1
+    assert of["recall", 96, 0.0]["accuracy"] is None
+    assert "learned positions end at 64" in of["recall", 96, 0.0]["reason"]
+    assert of["receptive_field", 64, None]["cumulative"][-1] == pytest.approx(1)
+    assert sum(of["attention", 64, None]["mass"][0]) == pytest.approx(1, abs=1e-5)
+
+
+def test_another_kind_of_file_is_not_replaced(folder, tmp_path):
+    (tmp_path / "a.jsonl").write_text(json.dumps({"pos_emb": "mine"}) + "\n")
+    done = run("tools/probe.py", "--checkpoint", folder, *WORDS, "--output", tmp_path / "a.jsonl")
+    assert done.returncode == 1
+    assert "a.jsonl, line 1: is no result of tools/probe.py" in done.stderr
+    assert (tmp_path / "a.jsonl").read_text() == '{"pos_emb": "mine"}\n'
+
+
+def test_no_checkpoint_no_numbers(tmp_path):
+    done = run("tools/probe.py", "--checkpoint", tmp_path / "nowhere")
+    assert done.returncode == 1
+    assert "nowhere - train first" in done.stderr
