@@ -1,6 +1,7 @@
 """Perplexity against length, as a picture."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,27 +20,45 @@ WIDE = 4  # a logarithmic axis from this ratio of largest to smallest perplexity
 LABEL_HEIGHT = 0.05  # of the axes: labels stand at least this far apart
 
 
+@dataclass(frozen=True)
+class Curve:
+    """Values at rising places, and between which values each may lie; bands are left out where they say nothing."""
+
+    label: str
+    at: Sequence[float]
+    values: Sequence[float]
+    low: Sequence[float] | None = None
+    high: Sequence[float] | None = None
+
+
 def plot_perplexity(rows: Sequence[Row], path: Path, *, title: str = "Perplexity beyond the training length") -> None:
     """Write the figure as PNG, SVG or PDF, by the suffix of `path`; UserError for another suffix."""
     if path.suffix.lower() not in PICTURES:
         raise UserError(f"{path}: a plot is written as .png, .svg or .pdf - name the file so")
-    figure = Figure(figsize=(7.2, 4.5), layout="constrained")
-    axes = figure.add_subplot()
-    curves = {label: _points(group) for label, group in runs(rows).items()}
-    for number, points in enumerate(curves.values()):
-        _curve(axes, points, number)
-    _axes(axes, rows)
-    _training_length(axes, rows)
-    _labels(axes, curves)
-    axes.set_title(title, loc="left", fontsize=12)
-    figure.supxlabel(setting(rows), x=0.01, ha="left", fontsize=8, color=GREY)
+    figure = draw_perplexity([_curve_of(label, group) for label, group in runs(rows).items()], rows, title=title)
     with Beside(path) as temporary:
         figure.savefig(temporary, format=path.suffix.lower()[1:], dpi=160)
 
 
-def _points(group: Sequence[Row]) -> tuple[list[int], list[float]]:
+def _curve_of(label: str, group: Sequence[Row]) -> Curve:
     known = [row for row in group if row["perplexity"] is not None]
-    return [row["length"] for row in known], [row["perplexity"] for row in known]
+    return Curve(label, [row["length"] for row in known], [row["perplexity"] for row in known])
+
+
+def draw_perplexity(curves: Sequence[Curve], rows: Sequence[Row], *, title: str) -> Figure:
+    """Perplexity against length; rows: what was measured, for the lengths and the line beneath."""
+    figure = Figure(figsize=(7.2, 4.5), layout="constrained")
+    axes = figure.add_subplot()
+    for number, curve in enumerate(curves):
+        draw_curve(axes, curve, number, markersize=6)
+    lengths = sorted({row["length"] for row in rows})
+    length_axis(axes, lengths, "evaluation length (tokens)")
+    value_axis(axes, [value for curve in curves for value in curve.values], "perplexity")
+    training_lengths(axes, rows)
+    direct_labels(axes, curves)
+    axes.set_title(title, loc="left", fontsize=12)
+    figure.supxlabel(setting(rows), x=0.01, ha="left", fontsize=8, color=GREY)
+    return figure
 
 
 def _style(number: int) -> dict[str, Any]:
@@ -48,19 +67,26 @@ def _style(number: int) -> dict[str, Any]:
     return {"color": COLOURS[number % len(COLOURS)], "marker": MARKERS[number % len(MARKERS)], "linestyle": dashes}
 
 
-def _curve(axes: Axes, points: tuple[list[int], list[float]], number: int) -> None:
-    axes.plot(*points, linewidth=2, markersize=6, clip_on=False, zorder=3, **_style(number))
+def draw_curve(axes: Axes, curve: Curve, number: int, *, markersize: float = 0) -> None:
+    """A line with its band, in the colour of its number."""
+    look = _style(number)
+    axes.plot(curve.at, curve.values, linewidth=2, markersize=markersize, clip_on=False, zorder=3, **look)
+    if curve.low is not None and curve.high is not None:
+        axes.fill_between(curve.at, curve.low, curve.high, color=look["color"], alpha=0.2, linewidth=0, zorder=2)
 
 
-def _axes(axes: Axes, rows: Sequence[Row]) -> None:
-    lengths = sorted({row["length"] for row in rows})
-    values = [row["perplexity"] for row in rows if row["perplexity"] is not None]
+def length_axis(axes: Axes, ticks: Sequence[int], label: str) -> None:
+    """A logarithmic axis with these ticks."""
     axes.set_xscale("log", base=2)
-    axes.xaxis.set_major_locator(FixedLocator(lengths))
+    axes.xaxis.set_major_locator(FixedLocator(ticks))
     axes.xaxis.set_minor_locator(NullLocator())
     axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:.0f}"))
-    axes.set_xlabel("evaluation length (tokens)")
-    axes.set_ylabel("perplexity")
+    axes.set_xlabel(label)
+
+
+def value_axis(axes: Axes, values: Sequence[float], label: str) -> None:
+    """Logarithmic only where the values spread far."""
+    axes.set_ylabel(label)
     if values and max(values) > WIDE * min(values):
         axes.set_yscale("log")
         near = max(values) < 100 * min(values)  # few powers of ten: 2 and 5 help the eye
@@ -72,7 +98,8 @@ def _axes(axes: Axes, rows: Sequence[Row]) -> None:
     axes.spines[["top", "right"]].set_visible(False)
 
 
-def _training_length(axes: Axes, rows: Sequence[Row]) -> None:
+def training_lengths(axes: Axes, rows: Sequence[Row]) -> None:
+    """A dashed line at each length that was trained at."""
     for length in sorted({row["train_length"] for row in rows if row.get("train_length")}):
         axes.axvline(length, color=GREY, linestyle=(0, (4, 3)), linewidth=1, zorder=1)
         axes.annotate(
@@ -87,20 +114,15 @@ def _training_length(axes: Axes, rows: Sequence[Row]) -> None:
         )
 
 
-def _labels(axes: Axes, curves: dict[str, tuple[list[int], list[float]]]) -> None:
+def direct_labels(axes: Axes, curves: Sequence[Curve]) -> None:
     """The name and last value of each curve to the right of all of them, pushed apart where they would overlap."""
-    ends = [
-        (number, label, *zip(*points, strict=True))
-        for number, (label, points) in enumerate(curves.items())
-        if points[0]
-    ]
-    longest = max((points[-1][0] for _, _, *points in ends), default=0)
+    ends = [(number, curve) for number, curve in enumerate(curves) if len(curve.at)]
+    longest = max((curve.at[-1] for _, curve in ends), default=0)
     to_axes = axes.transData + axes.transAxes.inverted()
-    heights = [float(to_axes.transform(points[-1])[1]) for _, _, *points in ends]
-    for (number, label, *points), height in zip(ends, _apart(heights, LABEL_HEIGHT), strict=True):
-        length, value = points[-1]
-        text = f"{label}  {cell(value)}" + (f" at {length}" if length < longest else "")
-        colour = _style(number)["color"]
+    heights = [float(to_axes.transform((curve.at[-1], curve.values[-1]))[1]) for _, curve in ends]
+    for (number, curve), height in zip(ends, _apart(heights, LABEL_HEIGHT), strict=True):
+        short = f" at {curve.at[-1]:g}" if curve.at[-1] < longest else ""
+        text, colour = f"{curve.label}  {cell(curve.values[-1])}{short}", _style(number)["color"]
         axes.text(1.02, height, text, transform=axes.transAxes, va="center", fontsize=9, color=colour)
 
 

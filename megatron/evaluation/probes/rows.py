@@ -14,6 +14,7 @@ from megatron.evaluation.probes.receptive_field import MOST
 from megatron.evaluation.probes.retrieval import TASKS
 from megatron.evaluation.report import Beside, Row
 
+COLUMNS = 3
 NEEDED = ("pos_emb", "probe", "length", "step", "config_hash")
 
 
@@ -41,11 +42,16 @@ def read_probes(paths: Iterable[str | Path]) -> list[Row]:
     return rows
 
 
-def grid(rows: Sequence[Row], task: str) -> tuple[list[int], list[float], list[list[float | None]]]:
-    """Of one model and one task: lengths, depths, and accuracy [depths][lengths], None where nothing was measured."""
-    found = {(row["depth"], row["length"]): row["accuracy"] for row in rows if row["probe"] == task}
-    lengths, depths = sorted({length for _, length in found}), sorted({depth for depth, _ in found})
-    return lengths, depths, [[found.get((depth, length)) for length in lengths] for depth in depths]
+def cells(rows: Sequence[Row], task: str) -> dict[tuple[float, int], tuple[float, float] | None]:
+    """Of one model and one task, by depth and length: accuracy, and the log-probability that the answer in the context
+    gains the targets, in nats; None where nothing could be measured."""
+    return {
+        (row["depth"], row["length"]): None
+        if row["accuracy"] is None
+        else (row["accuracy"], row["log_probability"] - row["without"])
+        for row in rows
+        if row["probe"] == task
+    }
 
 
 def draw_probes(rows: Sequence[Row], title: str) -> Figure:
@@ -53,24 +59,34 @@ def draw_probes(rows: Sequence[Row], title: str) -> Figure:
     there = {row["probe"] for row in rows}
     panels = [probe for probe in (*TASKS, *OTHERS) if probe in there]
     with style():
-        figure = Figure(figsize=(2.9 * max(len(panels), 1) + 0.4, 2.6), layout="constrained")
-        places = figure.subplots(1, max(len(panels), 1), squeeze=False)[0]
-        for axes, probe in zip(places, panels, strict=True):
+        columns = min(max(len(panels), 1), COLUMNS)
+        lines = -(-max(len(panels), 1) // columns)
+        figure = Figure(figsize=(2.9 * columns + 0.4, 2.6 * lines + 0.3), layout="constrained")
+        places = figure.subplots(lines, columns, squeeze=False).flat
+        for axes, probe in zip(places, [*panels, *[""] * (lines * columns - len(panels))], strict=True):
+            if not probe:
+                axes.set_axis_off()
+                continue
             OTHERS[probe](axes, rows) if probe in OTHERS else _heatmap(axes, rows, probe)
-            axes.set_title(f"{probe.replace('_', ' ')}{': accuracy' if probe in TASKS else ''}", loc="left")
+            axes.set_title(
+                f"{probe.replace('_', ' ')}{': accuracy, gain in nats' if probe in TASKS else ''}", loc="left"
+            )
         figure.suptitle(title, x=0.01, ha="left", fontsize=10)
     return figure
 
 
 def _heatmap(axes: Axes, rows: Sequence[Row], task: str) -> None:
-    """Lengths to the right, depths downward from the start of the context; every cell says its number."""
-    lengths, depths, values = grid(rows, task)
-    table = [[float("nan") if value is None else value for value in line] for line in values]
-    axes.imshow(table, aspect="auto", cmap="viridis", norm=Normalize(0, 1), interpolation="nearest")
+    """Lengths to the right, depths downward from the start of the context; every cell says its accuracy and gain."""
+    found = cells(rows, task)
+    depths, lengths = (sorted(set(several)) for several in zip(*found, strict=True))
+    values = [[found.get((depth, length)) for length in lengths] for depth in depths]
+    shown = [[float("nan") if value is None else value[0] for value in of_depth] for of_depth in values]
+    axes.imshow(shown, aspect="auto", cmap="viridis", norm=Normalize(0, 1), interpolation="nearest")
     for line, of_depth in enumerate(values):
         for column, value in enumerate(of_depth):
-            text, light = ("n/a" if value is None else f"{value:.2f}"), value is not None and value < 0.6
-            axes.text(column, line, text, ha="center", va="center", fontsize=7, color="white" if light else "black")
+            text = "n/a" if value is None else f"{value[0]:.2f}\n{value[1]:+.2f}"
+            colour = "white" if value is not None and value[0] < 0.6 else "black"
+            axes.text(column, line, text, ha="center", va="center", fontsize=6, color=colour)
     axes.set_xticks(range(len(lengths)), [str(length) for length in lengths])
     axes.set_yticks(range(len(depths)), [f"{depth:g}" for depth in depths])
     axes.set_xlabel("length (tokens)")

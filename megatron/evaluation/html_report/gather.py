@@ -1,0 +1,191 @@
+"""Rows of several runs by what was measured, and runs that differ in their seed alone as one."""
+
+import json
+import math
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any
+
+from torch import Tensor
+
+from megatron.evaluation.plot import Curve
+from megatron.evaluation.report import SEEN, SETTING, Row, runs
+from megatron.positions import Position
+
+SAME = ("pos_emb", "pos_emb_args", "step", "train_length", "windows_per_step", "sweep", *SEEN, *SETTING)
+
+
+@dataclass
+class Evidence:
+    """What was found of a checkpoint beside its rows; empty where it was not, and `gaps` say so.
+
+    settings: the keys that shape the result; metrics: the lines of metrics.jsonl; positions: the encoding of each layer
+    """
+
+    settings: dict[str, Any] = field(default_factory=dict)
+    metrics: list[dict[str, Any]] = field(default_factory=list)
+    positions: list[Position] = field(default_factory=list)
+    learned: dict[str, Tensor] = field(default_factory=dict)
+    gaps: list[str] = field(default_factory=list)
+
+
+Found = Mapping[str, Evidence]  # by the checkpoint that rows name
+
+
+@dataclass(frozen=True)
+class Group:
+    """Runs of several seeds: a label, and the rows of every length in the order of the seeds."""
+
+    label: str
+    rows: dict[int, list[Row]]
+
+    @property
+    def first(self) -> Row:
+        return next(iter(self.rows.values()))[0]
+
+    @property
+    def checkpoints(self) -> list[str]:
+        return list(dict.fromkeys(row.get("checkpoint", "") for rows in self.rows.values() for row in rows))
+
+    @property
+    def seeds(self) -> list[int]:
+        return sorted({row["seed"] for rows in self.rows.values() for row in rows if row.get("seed") is not None})
+
+
+@dataclass(frozen=True)
+class Summary:
+    """Perplexity of a group at one length and between what it may lie: one standard deviation over seeds, or for one
+    seed the interval over its windows; None where nothing is known of it."""
+
+    mean: float
+    std: float | None
+    low: float | None
+    high: float | None
+
+
+def settings_of(rows: Sequence[Row]) -> dict[tuple, list[Row]]:
+    """Rows by corpus, part, split, protocol and tokenizer: only within one of these numbers can be compared."""
+    found: dict[tuple, list[Row]] = {}
+    for row in rows:
+        found.setdefault(tuple(row.get(key) for key in SETTING), []).append(row)
+    return found
+
+
+def groups(rows: Sequence[Row], evidence: Found) -> list[Group]:
+    """Runs that differ in their seed alone together. What a run was is read from its configuration, its cell of a sweep
+    or, where there is neither, taken from its row; two runs of one seed are never one group."""
+    by_key: dict[str, list[Row]] = {}
+    for row in rows:
+        by_key.setdefault(_key(row, evidence), []).append(row)
+    told: list[Row] = []
+    found: dict[str, list[Row]] = {}
+    for key, members in by_key.items():
+        hashes = {(row.get("seed"), row["config_hash"]) for row in members}
+        mixed = len({seed for seed, _ in hashes}) < len(hashes)
+        for row in members:
+            name = f"{key} {row['config_hash']}" if mixed else key
+            if name not in found:
+                told.append(row | {"seed": None, "checkpoint": name, "config_hash": row["config_hash"]})
+            found.setdefault(name, []).append(row)
+    labels = {group[0]["checkpoint"]: label for label, group in runs(told).items()}
+    return [Group(labels[name], _by_length(members)) for name, members in found.items()]
+
+
+def models(rows: Sequence[Row], evidence: Found) -> list[Group]:
+    """The same whatever text and protocol: what was trained, not what was measured."""
+    trained = {key: None for key in (*SETTING, *SEEN)}
+    return groups([row | trained for row in rows], evidence)
+
+
+def _key(row: Row, evidence: Found) -> str:
+    own = evidence[row["checkpoint"]].settings if row.get("checkpoint") in evidence else {}
+    what = own or row.get("cell") or {}
+    told = {key: row.get(key) for key in SAME} | {"what": {k: v for k, v in what.items() if k != "seed"}}
+    return json.dumps(told, sort_keys=True, default=str)
+
+
+def _by_length(rows: Sequence[Row]) -> dict[int, list[Row]]:
+    found: dict[int, list[Row]] = {}
+    for row in sorted(rows, key=lambda row: (row["length"], row.get("seed") or 0)):
+        found.setdefault(row["length"], []).append(row)
+    return found
+
+
+def summary(rows: Sequence[Row]) -> Summary | None:
+    """Of the rows of one length; None where a seed has no number, so that a mean is always over all of them."""
+    values = [row["perplexity"] for row in rows]
+    if not values or any(value is None for value in values):
+        return None
+    mean = statistics.fmean(values)
+    if len(values) > 1:
+        std = statistics.stdev(values)
+        # A logarithmic axis has no place for a band that reaches below zero.
+        return Summary(mean, std, max(mean - std, 0.01 * mean), mean + std)
+    return Summary(mean, None, *(interval(rows[0]) or (None, None)))
+
+
+def interval(row: Row) -> tuple[float, float] | None:
+    """95 % interval of one row's perplexity from the losses of its windows, taken as independent."""
+    losses = row.get("window_losses") or []
+    if len(losses) < 8:  # of fewer, the normal interval is too narrow
+        return None
+    half = 1.96 * statistics.stdev(losses) / math.sqrt(len(losses))
+    return math.exp(row["loss"] - half), math.exp(row["loss"] + half)
+
+
+def perplexity_curve(group: Group) -> Curve:
+    """Mean over seeds at each length, with a band where every length has one."""
+    known = [(length, one) for length, rows in group.rows.items() if (one := summary(rows))]
+    lengths, means = [length for length, _ in known], [one.mean for _, one in known]
+    low, high = [one.low for _, one in known if one.low], [one.high for _, one in known if one.high]
+    whole = len(low) == len(high) == len(known)
+    return Curve(group.label, lengths, means, low if whole else None, high if whole else None)
+
+
+def position_curve(group: Group) -> Curve | None:
+    """Loss by position from the longest row that has it, mean over seeds; None where no row does."""
+    for rows in reversed(group.rows.values()):
+        told = [row for row in rows if row.get("position_losses")]
+        edges = {tuple(row["position_edges"]) for row in told}
+        if len(edges) == 1 and len(told) == len(rows):
+            (at,) = edges
+            columns = [*zip(*(row["position_losses"] for row in told), strict=True)]
+            return _banded(group.label, [(low + high) / 2 for low, high in pairwise(at)], columns)
+    return None
+
+
+def training_curve(group: Group, evidence: Found, kind: str) -> Curve | None:
+    """Loss by step, mean over the seeds that logged the same steps; kind is train or valid."""
+    of_seeds = []
+    for name in group.checkpoints:
+        told = [one for one in evidence[name].metrics if one.get("kind") == kind] if name in evidence else []
+        of_seeds += [{one["step"]: one["loss"] for one in told if one.get("loss") is not None}] if told else []
+    steps = sorted(set.intersection(*map(set, of_seeds))) if of_seeds else []
+    return _banded(group.label, steps, [[one[step] for one in of_seeds] for step in steps]) if steps else None
+
+
+def _banded(label: str, at: Sequence[float], columns: Sequence[Sequence[float]]) -> Curve:
+    """Losses of every seed at every place: their mean, and one standard deviation to either side."""
+    means = [statistics.fmean(column) for column in columns]
+    if any(len(column) < 2 for column in columns):
+        return Curve(label, at, means)
+    ends = [(mean - std, mean + std) for mean, std in zip(means, map(statistics.stdev, columns), strict=True)]
+    return Curve(label, at, means, [low for low, _ in ends], [high for _, high in ends])
+
+
+def differing(
+    found: Sequence[Group], evidence: Found, of: Callable[[Evidence], dict[str, Any]]
+) -> dict[str, list[str]]:
+    """Keys in which groups differ: {key: value of each group as text}; "?" where a group's configuration is unknown."""
+    told = [
+        next((of(evidence[c]) for c in group.checkpoints if c in evidence and of(evidence[c])), {}) for group in found
+    ]
+    keys = dict.fromkeys(key for one in told for key in one if key != "seed")
+    table = {key: [_plain(one[key]) if key in one else "?" for one in told] for key in keys}
+    return {key: values for key, values in table.items() if len(set(values) - {"?"}) > 1}
+
+
+def _plain(value: Any) -> str:
+    return json.dumps(value, default=str).replace('"', "")

@@ -1,0 +1,167 @@
+"""The page of results, read by a parser: nothing from elsewhere, every number in its place, gaps named."""
+
+import math
+import re
+from html.parser import HTMLParser
+
+import pytest
+
+from megatron.evaluation.html_report.figures import svg
+from megatron.evaluation.html_report.gather import Evidence, groups, interval, perplexity_curve, position_curve, summary
+from megatron.evaluation.html_report.page import Page
+
+SHARED = {
+    "step": 10,
+    "train_length": 512,
+    "windows": 9,
+    "tokens": 4608,
+    "loss": 2.4,
+    "corpus": "stdlib",
+    "part": "valid",
+}
+SHARED |= {"protocol": "equal_tokens", "commit": "abc123", "device": "cpu", "tokens_per_second": 1234.5}
+VOID = {"meta", "link", "br", "img", "input", "hr"}
+
+
+def row(pos_emb, seed, length, perplexity, **more):
+    found = {"pos_emb": pos_emb, "seed": seed, "length": length, "perplexity": perplexity, "config_hash": f"h{seed}"}
+    return SHARED | found | {"checkpoint": f"runs/{pos_emb}-{seed}/global_step10"} | more
+
+
+ROWS = [
+    *(row("alibi", seed, n, p) for n, seed, p in ((512, 1, 10.0), (512, 2, 12.0), (1024, 1, 9.0), (1024, 2, 9.5))),
+    *(row("mep", 1, n, p, pos_emb_args={"kernels": ["exp", "<b>&"]}) for n, p in ((512, 11.25), (1024, 345678.0))),
+    row("learned", 1, 512, 13.5),
+    row("learned", 1, 1024, None, loss=None, reason="learned positions end at 512"),
+]
+
+
+class Reader(HTMLParser):
+    """Checks that every element is closed in its turn; keeps references, and the texts of cells by table."""
+
+    def __init__(self, page):
+        super().__init__()
+        self.open, self.references, self.ids, self.tables, self.texts = [], [], [], [], []
+        self.feed(page)
+        self.close()
+        assert self.open == []
+
+    def handle_starttag(self, tag, attributes):
+        told = dict(attributes)
+        self.references += [told[key] for key in ("src", "href", "xlink:href", "action") if key in told]
+        self.ids += [told["id"]] if "id" in told else []
+        if tag == "table":
+            self.tables.append([])
+        elif tag == "tr":
+            self.tables[-1].append([])
+        elif tag in ("td", "th"):
+            self.tables[-1][-1].append("")
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag, attributes):
+        self.handle_starttag(tag, attributes)
+        if tag not in VOID:
+            self.handle_endtag(tag)
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, text):
+        self.texts.append(text)
+        if "td" in self.open or "th" in self.open:
+            self.tables[-1][-1][-1] += text
+
+
+@pytest.fixture(scope="module")
+def page():
+    return Page(ROWS, [], {}).html("Results <of> mine")
+
+
+def test_the_page_is_well_formed_and_takes_nothing_from_elsewhere(page):
+    read = Reader(page)
+    assert all(reference.startswith("#") for reference in read.references), read.references
+    assert len(read.ids) == len(set(read.ids))
+    style = "".join(re.findall(r"<style.*?</style>", page, flags=re.DOTALL))
+    assert "@import" not in style
+    assert not re.search(r"url\((?!#)", style)
+    assert "Results &lt;of&gt; mine" in page
+    assert "<b>&" not in page
+
+
+def test_every_number_of_the_rows_is_in_the_table(page):
+    table = Reader(page).tables[0]
+    lines = {line[0]: line[1:] for line in table}
+    assert table[0] == ["pos_emb", "seeds", "512*", "1024"]
+    assert lines["alibi"] == ["2", "11.00 ± 1.4", "9.25 ± 0.35"]
+    assert lines["mep"] == ["1", "11.25", "3.5e+05"]
+    assert lines["learned"] == ["1", "13.50", "n/a"]
+    for one in ROWS:
+        if one["perplexity"] is not None:
+            assert f"seed {one['seed']}: {one['perplexity']:.6g} (loss 2.4)" in page
+    assert page.count('class="best"') == 2
+    assert re.search(r'class="best"[^>]*>11.00', page)
+    assert re.search(r'class="best"[^>]*>9.25', page)
+
+
+def test_what_is_missing_is_said(page):
+    missing = page[page.index("<h2>What is missing") :]
+    assert "stdlib valid, equal_tokens, learned at 1024: learned positions end at 512" in missing
+    assert "no rows of tools/probe.py were given" in missing
+    assert "No metrics.jsonl was found" in page
+    gap = Page(ROWS[:1], [], {ROWS[0]["checkpoint"]: Evidence(gaps=["runs/x: not found from here"])}).html("t")
+    assert "runs/x: not found from here" in gap
+
+
+def test_only_runs_that_differ_in_nothing_but_the_seed_are_one_line():
+    same = [row("mep", seed, 512, 10.0 + seed) for seed in (1, 2)]
+    assert [group.label for group in groups(same, {})] == ["mep"]
+    assert [group.seeds for group in groups(same, {})] == [[1, 2]]
+    evidence = {one["checkpoint"]: Evidence(settings={"lr": one["seed"], "seed": one["seed"]}) for one in same}
+    assert len(groups(same, evidence)) == 2, "their configurations say that the learning rate is another"
+    cells = [one | {"cell": {"corpus": "a", "size": one["seed"], "seed": one["seed"]}} for one in same]
+    assert len(groups(cells, {})) == 2, "their cells say that the size is another"
+    twins = [same[0], same[0] | {"config_hash": "other", "checkpoint": "elsewhere"}]
+    assert len(groups(twins, {})) == 2, "one seed, two configurations"
+
+
+def test_a_mean_over_seeds_is_over_all_of_them_or_none():
+    assert summary([row("mep", 1, 512, 10.0), row("mep", 2, 512, None)]) is None
+    found = summary([row("mep", 1, 512, 10.0), row("mep", 2, 512, 14.0)])
+    assert (found.mean, found.std) == (12.0, pytest.approx(math.sqrt(8)))
+    (group,) = groups(ROWS[:4], {})
+    curve = perplexity_curve(group)
+    assert list(curve.values) == [11.0, 9.25]
+    assert list(curve.low) == pytest.approx([11 - math.sqrt(2), 9.25 - math.sqrt(0.125)])
+
+
+def test_one_seed_has_the_interval_of_its_windows():
+    losses = [2.0, 2.2] * 8  # standard deviation 0.1 * sqrt(16 / 15)
+    half = 1.96 * 0.1 / math.sqrt(15)
+    found = interval(row("mep", 1, 512, math.exp(2.1), loss=2.1, window_losses=losses))
+    assert found == pytest.approx((math.exp(2.1 - half), math.exp(2.1 + half)))
+    assert interval(row("mep", 1, 512, 8.0, window_losses=losses[:7])) is None
+
+
+def test_losses_by_position_are_drawn_between_their_edges():
+    told = {"protocol": "position", "position_edges": [0, 1, 3, 512]}
+    rows = [row("mep", seed, 512, 9.0, position_losses=[5.0, 4.0, seed], **told) for seed in (1, 3)]
+    (group,) = groups(rows, {})
+    curve = position_curve(group)
+    assert (list(curve.at), list(curve.values)) == ([0.5, 2.0, 257.5], [5.0, 4.0, 2.0])
+    page = Page(rows, [], {})
+    assert "Loss by position" in page.html("t")
+    assert "position" in page.figures
+
+
+def test_a_figure_takes_the_colours_of_the_page_and_ids_of_its_own():
+    page = Page(ROWS, [], {})
+    page.html("t")
+    text = svg(page.figures["perplexity"], 7, "perplexity")
+    assert text.startswith('<svg role="img" aria-label="perplexity"')
+    assert "stroke: currentColor" in text
+    assert not re.search(r"(stroke|fill): #(000000|666666|e3e3e3)", text, flags=re.IGNORECASE)
+    for target in re.findall(r'(?:href="#|url\(#)([^")]+)', text):
+        assert f'id="{target}"' in text
+        assert target.startswith("f7-")
+    assert ">alibi" in text

@@ -1,0 +1,130 @@
+"""tools/report.py on what evaluation and probes leave, and its page in a browser where there is one."""
+
+import html
+import json
+import re
+import shutil
+import subprocess
+
+import pytest
+
+from tests.support import ROOT, make_checkpoint, run
+
+BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "chrome"))), None)
+# Clicks as a user would, and leaves what a user would get in the page.
+CLICKS = """<script>
+Object.defineProperty(navigator, "clipboard", { value: { writeText: async (text) => { copied.push(text); } } });
+const copied = [], [table, demo] = document.querySelectorAll("table"), orders = [];
+for (const one of [table, demo]) {
+  const heading = [...one.tHead.rows[0].cells].at(-1);
+  for (const _ of [1, 2]) {
+    heading.firstChild.click();
+    orders.push([heading.getAttribute("aria-sort"), ...[...one.tBodies[0].rows].map((r) => r.cells[0].textContent)]);
+  }
+}
+for (const kind of ["markdown", "latex"]) table.closest(".table").querySelector(`[data-copy=${kind}]`).click();
+const wide = document.documentElement.scrollWidth > innerWidth;
+document.body.insertAdjacentHTML("beforeend", "<pre id=found></pre>");
+found.textContent = JSON.stringify({ orders, copied, wide });
+</script></body>"""
+
+
+@pytest.fixture(scope="module")
+def folder(corpus, tmp_path_factory):
+    """Two checkpoints, one evaluated and probed, one with a line of training; and the demo's rows of other models."""
+    folder = tmp_path_factory.mktemp("reported")
+    for name in ("alibi", "learned"):
+        make_checkpoint(
+            folder / name, corpus, f"pos_emb={name}", "max_position_embeddings=64", f"log_dir={folder}/{name}"
+        )
+    log = {"step": 5, "kind": "train", "loss": 3.5, "tokens_per_second": 77.0}
+    (folder / "alibi/metrics.jsonl").write_text(json.dumps(log) + "\n" + json.dumps(log | {"step": 9}) + "\n")
+    for name in ("alibi", "learned"):
+        done = run(
+            "evaluate.py", "--checkpoint", folder / name, "--lengths", 64, 128, "--output", folder / f"{name}.jsonl"
+        )
+        assert done.returncode == 0, done.stderr
+    words = ["--lengths", 64, "--depths", 2, "--trials", 1, "--output", folder / "probes.jsonl"]
+    assert run("tools/probe.py", "--checkpoint", folder / "alibi", *words).returncode == 0
+    files = [folder / "alibi.jsonl", folder / "learned.jsonl", folder / "probes.jsonl", ROOT / "docs/demo.jsonl"]
+    done = run("tools/report.py", *files, "-o", folder / "report.html", "--plots", folder / "plots")
+    assert done.returncode == 0, done.stderr
+    return folder
+
+
+def test_the_page_shows_what_lies_beside_the_rows_and_names_what_does_not(folder):
+    page = html.unescape((folder / "report.html").read_text(encoding="utf-8"))
+    headings = re.findall(r"<h2>(.*?)</h2>", page)
+    assert headings[:2] == ["tiny valid: equal_tokens", "stdlib valid: equal_tokens"]
+    assert headings[2:] == [
+        "Probes", "Kernels", "Training", "Speed and memory", "Configuration differences", "Runs", "What is missing"
+    ]  # fmt: skip
+    for line in (folder / "alibi.jsonl").read_text().splitlines():
+        assert f"{json.loads(line)['perplexity']:.6g}" in page
+    assert re.search(r"<td>pos_emb</td><td[^>]*>alibi</td>", page)
+    assert "learned positions end at 64" in page
+    assert "demo/mep_free/global_step1300: not found from here" in page
+    assert f"{folder}/learned/metrics.jsonl: no training curve" in page
+    assert 'data-value="77.0"' in page
+
+
+def test_the_figures_are_files_too(folder):
+    starts = {".png": b"\x89PNG", ".svg": b"<?xml", ".pdf": b"%PDF"}
+    names = {path.stem for path in (folder / "plots").iterdir()}
+    assert {"perplexity", "2-perplexity", "probes-1", "1-kernel", "training-train"} <= names
+    for name in names:
+        for suffix, start in starts.items():
+            assert (folder / "plots" / f"{name}{suffix}").read_bytes().startswith(start)
+
+
+def test_results_that_moved_find_their_checkpoint_beside_them(folder, tmp_path):
+    shutil.copytree(folder / "alibi/global_step5", tmp_path / "sweep/alibi/global_step5")
+    text = (folder / "alibi.jsonl").read_text().replace(str(folder), "/gone")
+    (tmp_path / "sweep/results.jsonl").write_text(text)
+    assert run("tools/report.py", tmp_path / "sweep/results.jsonl", "-o", tmp_path / "a.html").returncode == 0
+    page = (tmp_path / "a.html").read_text()
+    assert "not found from here" not in page
+    assert "kernel exp(bias)" in page
+
+
+def test_a_bad_name_is_one_message_and_nothing_is_replaced(folder, tmp_path):
+    (tmp_path / "mine.html").write_text("mine")
+    for words, message in {
+        (
+            folder / "alibi.jsonl",
+            "-o",
+            tmp_path / "mine.html",
+        ): "is there and holds something else - choose another name",
+        (folder / "alibi.jsonl", "-o", tmp_path / "a.pdf"): "is no name of a page",
+        (tmp_path / "none.jsonl",): "there is no such results file",
+    }.items():
+        done = run("tools/report.py", *words)
+        assert done.returncode == 1
+        assert message in done.stderr
+        assert "Traceback" not in done.stderr
+    assert (tmp_path / "mine.html").read_text() == "mine"
+
+
+@pytest.mark.skipif(BROWSER is None, reason="needs Chromium or Chrome on the path")
+@pytest.mark.parametrize("width", [1280, 500])
+def test_in_a_browser_columns_sort_tables_are_copied_and_nothing_sticks_out(folder, tmp_path, width):
+    page = (folder / "report.html").read_text(encoding="utf-8")
+    (tmp_path / "page.html").write_text(page.replace("</body>", CLICKS), encoding="utf-8")
+    flags = ["--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path}/profile", "--dump-dom"]
+    shown = subprocess.run(
+        [BROWSER, *flags, f"--window-size={width},900", (tmp_path / "page.html").as_uri()],
+        capture_output=True, text=True, timeout=120, check=True,
+    ).stdout  # fmt: skip
+    found = json.loads(html.unescape(re.search(r'<pre id="found">(.*?)</pre>', shown)[1]))
+    # learned has no number at 128 and is last in either direction
+    assert found["orders"][:2] == [["ascending", "alibi", "learned"], ["descending", "alibi", "learned"]]
+    assert found["orders"][2:] == [["ascending", "mep_free", "rotary"], ["descending", "rotary", "mep_free"]]
+    markdown, latex = found["copied"]
+    number = re.search(r"\| alibi \| 1 \| ([0-9.]+)(?: \\?\[[^|]*)? \| ", markdown)[1]
+    assert markdown.startswith("| pos\\_emb | seeds | 64\\* | 128 |\n| --- | ---: | ---: | ---: |\n")
+    assert float(number) == pytest.approx(
+        json.loads((folder / "alibi.jsonl").read_text().split("\n")[0])["perplexity"], rel=1e-3
+    )
+    assert latex.startswith("\\begin{tabular}{lrrr}\n\\toprule\npos\\_emb & seeds & 64* & 128 \\\\\n\\midrule\n")
+    assert latex.rstrip().endswith("\\bottomrule\n\\end{tabular}")
+    assert not found["wide"], "the page scrolls sideways"
