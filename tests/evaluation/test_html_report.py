@@ -93,7 +93,7 @@ def test_every_number_of_the_rows_is_in_the_table(page):
     table = Reader(page).tables[0]
     lines = {line[0]: line[1:] for line in table}
     assert table[0] == ["pos_emb", "seeds", "512*", "1024"]
-    assert lines["alibi"] == ["2", "11.00 ± 1.4", "9.25 ± 0.35"]
+    assert lines["alibi"] == ["2", "11.00 ± 1.41", "9.25 ± 0.35"]
     assert lines["mep"] == ["1", "11.25", "3.5e+05"]
     assert lines["learned"] == ["1", "13.50", "n/a"]
     for one in ROWS:
@@ -152,6 +152,18 @@ def test_losses_by_position_are_drawn_between_their_edges():
     page = Page(rows, [], {})
     assert "Loss by position" in page.html("t")
     assert "position" in page.figures
+
+
+def test_curves_that_stay_low_are_drawn_once_more_in_the_same_colours():
+    rows = [*ROWS[:4], row("rotary", 1, 512, 11.0), row("rotary", 1, 1024, 10.0), row("mep", 1, 512, 9.0), ROWS[5]]
+    page = Page(rows, [], {})
+    page.html("t")
+    whole, near = page.figures["perplexity"].axes[0], page.figures["perplexity-near"].axes[0]
+    colours = {line.get_color(): list(line.get_ydata()) for line in whole.lines if len(line.get_ydata()) == 2}
+    again = {line.get_color(): list(line.get_ydata()) for line in near.lines if len(line.get_ydata()) == 2}
+    assert [11.0, 9.25] in again.values()
+    assert [9.0, 345678.0] not in again.values()
+    assert again.items() <= colours.items()
 
 
 def test_a_figure_takes_the_colours_of_the_page_and_ids_of_its_own():

@@ -1,6 +1,7 @@
 """The figures of the page, each under the name of its file."""
 
 import io
+import math
 import re
 from collections.abc import Sequence
 
@@ -18,6 +19,7 @@ from megatron.evaluation.html_report.gather import (
 from megatron.evaluation.learned_plot import draw_learned
 from megatron.evaluation.plot import (
     GREY,
+    Curve,
     direct_labels,
     draw_curve,
     draw_perplexity,
@@ -29,6 +31,7 @@ from megatron.evaluation.position_plot import draw, panels, style
 from megatron.evaluation.report import Row
 
 KERNEL_LENGTH = 16384
+NEAR = 2
 # Black, greys and grid take the page's colours, so that a figure can be read on a dark page too.
 INK = {"#000000": "currentColor", GREY: "var(--muted)", "#e3e3e3": "var(--line)", "#e8e8e8": "var(--line)"}
 
@@ -39,6 +42,17 @@ def perplexity(found: Sequence[Group], rows: Sequence[Row]) -> Figure | None:
         return None
     with style():
         return draw_perplexity([perplexity_curve(group) for group in found], rows, title="")
+
+
+def perplexity_near(found: Sequence[Group], rows: Sequence[Row]) -> Figure | None:
+    """The curves that stay below twice the lowest value, where others hide how they differ."""
+    curves = [perplexity_curve(group) for group in found]
+    lowest = min((value for curve in curves for value in curve.values), default=0.0)
+    near = [curve if max(curve.values, default=math.inf) < NEAR * lowest else Curve("", [], []) for curve in curves]
+    if not 2 <= sum(bool(curve.at) for curve in near) < len(curves) or len({row["length"] for row in rows}) < 2:
+        return None
+    with style():
+        return draw_perplexity(near, rows, title="")  # what is left out keeps its colour
 
 
 def by_position(found: Sequence[Group], rows: Sequence[Row]) -> Figure | None:

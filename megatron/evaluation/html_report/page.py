@@ -22,7 +22,7 @@ from megatron.evaluation.html_report.gather import (
 from megatron.evaluation.html_report.texts import GAIN, OVER_SEEDS, PROBES, PROTOCOLS, UNKNOWN
 from megatron.evaluation.probes.retrieval import TASKS
 from megatron.evaluation.probes.rows import cells, draw_probes
-from megatron.evaluation.report import Row, cell, notes
+from megatron.evaluation.report import Row, cell, notes, runs
 
 MISSING = Cell("-", kind="missing", title="not measured")
 
@@ -69,10 +69,12 @@ class Page:
         name = " ".join(str(first[key]) for key in ("corpus", "part") if first.get(key)) or "a text"
         parts = [paragraph(PROTOCOLS.get(protocol, UNKNOWN))]
         parts.append(self.draw(f"{prefix}perplexity", figures.perplexity(found, rows), OVER_SEEDS))
+        near = figures.perplexity_near(found, rows)
+        parts.append(self.draw(f"{prefix}perplexity-near", near, "The same without what rises far above the lowest."))
         parts.append(self.perplexities(found, rows, f"{name}, {protocol}"))
         caption = "Loss by position in the longest windows, mean over seeds."
         parts.append(self.draw(f"{prefix}position", figures.by_position(found, rows), caption))
-        parts.append(items(notes(rows)))
+        parts.append(items(line for line in notes(rows) if not of_one_run(line, rows)))
         self.add(f"{name}: {protocol}", "".join(parts))
 
     def perplexities(self, found: Sequence[Group], rows: Sequence[Row], where: str) -> str:
@@ -171,16 +173,23 @@ def lead(rows: Sequence[Row], trained: Sequence[Group]) -> str:
     return paragraph(" · ".join(told), "muted")
 
 
+def of_one_run(note: str, rows: Sequence[Row]) -> bool:
+    """Whether a note says which configuration and seed one run is; the table of runs has that."""
+    return ": n/a at" not in note and any(note.startswith(f"{label}: ") for label in runs(rows))
+
+
 def perplexity_cell(rows: Sequence[Row], best: float | None) -> Cell:
     one = summary(rows)
     if one is None:
         reasons = [str(row.get("reason") or "no number") for row in rows if row["perplexity"] is None]
         return Cell("n/a", kind="missing", title=reasons[0]) if reasons else MISSING
     exact = "; ".join(f"seed {row.get('seed')}: {row['perplexity']:.6g} (loss {row['loss']:.6g})" for row in rows)
-    spread = f"± {one.std:.2g}" if one.std is not None else ""
+    told = cell(one.mean)
+    form = ".2g" if "e" in told else f".{len(told.partition('.')[2])}f"
+    spread = f"± {one.std:{form}}" if one.std is not None else ""
     if one.low is not None and one.high is not None and one.std is None:
         spread = f"[{cell(one.low)}, {cell(one.high)}]"
-    return Cell(cell(one.mean), one.mean, spread, exact, "best" if one.mean == best else "")
+    return Cell(told, one.mean, spread, exact, "best" if one.mean == best else "")
 
 
 def mean_cell(values: Sequence[float | None]) -> Cell:
