@@ -1,0 +1,47 @@
+"""Peak memory of attention on the CPU beyond its inputs, in a process of its own, where a matrix would show."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.support import run
+
+HEADS, ALL_HEADS = 3, 12  # nothing is shared by heads, so that 12 need at most four times what 3 need
+pytestmark = pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="needs Linux's /proc")
+
+SCRIPT = """
+import sys
+from pathlib import Path
+import torch
+from megatron.attention import attention
+
+def kib(name):
+    return next(int(line.split()[1]) for line in Path("/proc/self/status").read_text().splitlines() if name in line)
+
+def extra(length, learned):
+    q, k, v = torch.randn(3, 1, HEADS, length, 64).requires_grad_(learned)
+    bias = torch.randn(HEADS, length, requires_grad=learned)
+    Path("/proc/self/clear_refs").write_text("5")  # VmHWM starts anew
+    before = kib("VmRSS")
+    out = attention(q, k, v, bias, backend="sdpa")
+    if learned:
+        torch.autograd.grad(out, [q, k, v, bias], out.detach())
+    return kib("VmHWM") - before
+
+torch.set_num_threads(1)
+extra(512, True)  # what is loaded and kept at the first call
+for length in (4096, 8192, 16384):
+    print(extra(length, False), extra(length, True))
+"""
+
+
+def test_memory_grows_with_length_and_16384_tokens_with_12_heads_need_less_than_256_mib():
+    # glibc would keep and reuse what was freed; above this size every piece is given back at once and counted anew.
+    env = {"MALLOC_MMAP_THRESHOLD_": "65536"}
+    found = run("-c", SCRIPT.replace("HEADS", str(HEADS)), env=env, timeout=400)
+    assert found.returncode == 0, found.stderr
+    forward, both = zip(*[map(int, line.split()) for line in found.stdout.splitlines()], strict=True)
+    for used in (forward, both):
+        assert used[2] < 2.2 * used[1] < 2.2**2 * used[0], f"{used} KiB"
+    assert forward[2] * ALL_HEADS / HEADS < 256 * 1024, f"{forward} KiB"
+    assert both[2] * ALL_HEADS / HEADS < 768 * 1024, f"{both} KiB"
