@@ -28,6 +28,7 @@ from megatron.evaluation.probes.attention import attention_by_distance, edges
 from megatron.evaluation.probes.receptive_field import reach, receptive_field
 from megatron.evaluation.probes.retrieval import TASKS, measured, scores_of
 from megatron.evaluation.probes.rows import PROBES, draw_probes, read_probes, thinned, write_probes
+from megatron.evaluation.protocols import Windows
 from megatron.evaluation.report import Row
 from megatron.model import GPT
 from megatron.training.checkpoint import load_for_evaluation
@@ -53,16 +54,17 @@ def main(config: Config | None, options: argparse.Namespace) -> None:
     check_same_model(what_must_agree(given, trained), what_must_agree(trained, trained), about["path"])
     check_same_tokenizer(tokens, about.get("tokenizer") or {}, about["path"])
     words = [tokens.prefix.name, given.evaluation.eval_part, Path(about["path"]).name]
-    words += [f"{key}={value}" for key, value in seen_as(given).items()] + ["probes.jsonl"]
+    words += [f"{key}={value}" for key, value in seen_as(given.attention).items()] + ["probes.jsonl"]
     output = options.output or Path(about["path"]).parent / "evaluation" / "-".join(words)
     if output.exists():
         read_probes([output])  # another kind of file is not replaced
     lengths = sorted(set(options.lengths or given.evaluation.eval_lengths))
     text = held_out(tokens, given, max(given.evaluation.eval_tokens, lengths[-1] + 1), lengths[-1] + 1)
-    check_known_tokens({len(text): [text]}, about["vocab"], about["path"])
+    check_known_tokens([Windows(len(text) - 1, [text], [0])], about["vocab"], about["path"])
     model.to("cuda" if torch.cuda.is_available() else "cpu")
     model.use_attention(given.attention)
-    facts = facts_of(model, given, trained, about) | facts_of_text(tokens, given, "probes")
+    seen = {"attention_backend": model.resolved_backend, **seen_as(given.attention)}
+    facts = facts_of(model, trained, about) | seen | facts_of_text(tokens, given, "probes")
     rows: list[Row] = []
     for row in probed(model, text, lengths, options):
         rows.append(facts | row)

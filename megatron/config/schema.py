@@ -165,7 +165,7 @@ class Training(Section):
     checkpoint_activations: bool = Field(False, json_schema_extra=FREE)
     """Compute activations again in the backward pass instead of keeping them: less memory, more time."""
     torch_compile: bool = Field(False, json_schema_extra=FREE)
-    """Compile every layer with torch.compile: needs a compiler and a minute at the start; on the CPU it gains nothing."""
+    """Compile every layer with torch.compile: needs a compiler and a minute; gains nothing on a CPU."""
 
 
 class AdamParams(Section):

@@ -135,11 +135,12 @@ def test_a_mean_over_seeds_is_over_all_of_them_or_none():
     assert list(curve.low) == pytest.approx([11 - math.sqrt(2), 9.25 - math.sqrt(0.125)])
 
 
-def test_one_seed_has_the_interval_of_its_windows():
-    losses = [2.0, 2.2] * 8  # standard deviation 0.1 * sqrt(16 / 15)
-    half = 1.96 * 0.1 / math.sqrt(15)
-    found = interval(row("mep", 1, 512, math.exp(2.1), loss=2.1, window_losses=losses))
-    assert found == pytest.approx((math.exp(2.1 - half), math.exp(2.1 + half)))
+def test_one_seed_has_the_interval_of_its_windows_which_is_wider_where_neighbours_are_alike():
+    losses = [2.0] * 8 + [2.2] * 8
+    low, high = map(math.log, interval(row("mep", 1, 512, math.exp(2.1), loss=2.1, window_losses=losses)))
+    independent = 1.96 * 0.1 / math.sqrt(15)  # of windows that know nothing of each other
+    assert (low + high) / 2 == pytest.approx(2.1)
+    assert 1.5 * independent < high - 2.1 < 5 * independent
     assert interval(row("mep", 1, 512, 8.0, window_losses=losses[:7])) is None
 
 

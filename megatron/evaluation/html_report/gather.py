@@ -12,6 +12,7 @@ from torch import Tensor
 
 from megatron.evaluation.plot import Curve
 from megatron.evaluation.report import SEEN, SETTING, Row, runs
+from megatron.evaluation.statistics import mean_of
 from megatron.positions import Position
 
 SAME = ("pos_emb", "pos_emb_args", "step", "train_length", "windows_per_step", "sweep", *SEEN, *SETTING)
@@ -127,12 +128,10 @@ def summary(rows: Sequence[Row]) -> Summary | None:
 
 
 def interval(row: Row) -> tuple[float, float] | None:
-    """95 % interval of one row's perplexity from the losses of its windows, taken as independent."""
+    """95 % interval of one row's perplexity from the losses of its windows; None of fewer than 8."""
     losses = row.get("window_losses") or []
-    if len(losses) < 8:  # of fewer, the normal interval is too narrow
-        return None
-    half = 1.96 * statistics.stdev(losses) / math.sqrt(len(losses))
-    return math.exp(row["loss"] - half), math.exp(row["loss"] + half)
+    ends = mean_of(losses, row.get("window_tokens")).interval() if len(losses) >= 8 else None
+    return ends and (math.exp(ends[0]), math.exp(ends[1]))
 
 
 def perplexity_curve(group: Group) -> Curve:

@@ -157,8 +157,8 @@ class Page:
 COSTS = {
     "tokens_per_second": "training",
     "seconds_per_step": "seconds per step",
+    "model_tflops_per_second": "model TFLOP/s",
     "mfu": "MFU",
-    "memory_gib": "memory (GiB)",
     "peak_memory_gib": "peak memory (GiB)",
 }
 

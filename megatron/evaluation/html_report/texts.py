@@ -27,5 +27,5 @@ GAIN = (
 )
 OVER_SEEDS = (
     "Mean over seeds ± standard deviation, which is the band of the figure. Of one seed: 95 % interval over its"
-    " windows, taken as independent; what another seed would change is not in it."
+    " windows, of which neighbours are alike; what another seed would change is not in it."
 )

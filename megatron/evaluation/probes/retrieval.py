@@ -16,7 +16,7 @@ from torch import Tensor
 
 from megatron.errors import UserError
 from megatron.model import GPT
-from megatron.model.gpt import HEAD_TOKENS
+from megatron.model.head import HEAD_TOKENS
 
 CUE, NEEDLE = 4, 8  # tokens that ask for the needle, and tokens of the needle
 PAIRS = 4  # pairs of key and value at each depth
