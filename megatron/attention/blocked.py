@@ -110,6 +110,8 @@ def in_blocks(
     table, weights = _tables(bias, weight, k, sight)
     whole = weight is not None or segments is not None or index_bias is not None
     rows = min(BLOCK, max(1, NUMBERS // (q.shape[0] * q.shape[1] * sight.keys))) if whole else BLOCK
+    if sight.queries > rows:  # read again by every block: a copy pays where they are views of a fused projection
+        k, v = k.contiguous(), v.contiguous()
     outputs = []
     for block in sight.blocks(rows):
         mask = block.view(table)[None]  # [1, heads, rows, columns]
