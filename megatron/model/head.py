@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 HEAD_TOKENS = 2048  # tokens whose logits exist at one time
+HEADROOM = 32  # sums over a block of tokens are formed smaller by this power of two: float16 ends at 65504
 
 
 def token_losses(x: Tensor, matrix: Tensor, labels: Tensor) -> Tensor:
@@ -43,7 +44,7 @@ class MeanLoss(torch.autograd.Function):
             grad[torch.arange(len(target), device=x.device), target] -= 1
             grad = grad.to(x.dtype)
             torch.mm(grad, matrix, out=part_grad)
-            matrix_grad += grad.T @ part
+            matrix_grad.add_(grad.T @ (part / HEADROOM), alpha=HEADROOM)
         ctx.save_for_backward(x_grad, matrix_grad)
         ctx.dtype = matrix.dtype
         return total / len(x)

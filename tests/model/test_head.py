@@ -32,6 +32,12 @@ def test_the_mean_loss_and_its_gradients_are_those_of_the_cross_entropy_in_float
         assert (found.double() - right).norm() / right.norm() < tolerance
 
 
+def test_one_token_many_times_does_not_overflow_in_float16():
+    x, matrix = torch.full((2048, 8), 40.0).half(), torch.zeros(100, 8).half().requires_grad_()
+    head.mean_loss(x, matrix, torch.zeros(2048, dtype=torch.long)).backward()
+    torch.testing.assert_close(matrix.grad[0].float(), torch.full((8,), -40 * 0.99), rtol=1e-3, atol=0.0)
+
+
 PEAK = """
 import sys
 from pathlib import Path
