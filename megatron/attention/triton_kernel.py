@@ -229,7 +229,7 @@ def _tables(
     if bias is None:
         padded[0][:, PAD : PAD + window] = 0.0
     else:
-        padded[0][:, PAD : PAD + window] = bias[:, :window] * math.log2(math.e)
+        padded[0][:, PAD : PAD + window] = bias[:, :window].float() * math.log2(math.e)
     if weight is not None:
         padded.append(F.pad(weight[:, :keys].float(), (PAD, PAD)))
     return [padded[0][:, PAD:], padded[-1][:, PAD:]]  # a weight that is absent is not read

@@ -104,6 +104,16 @@ def test_biases_that_underflowed_to_minus_infinity_leave_gradients_finite():
         torch.testing.assert_close(ours, expected, rtol=1e-5, atol=1e-6)
 
 
+def test_tables_in_half_precision_are_not_rounded_once_more():
+    (q, k, v, bias, weight), _ = inputs(1, 2, 50, 50, 16, weight=True)
+    tables = [x.bfloat16() for x in (bias, weight)]
+    half, full = (
+        triton_attention(q, k, v, bias, weight=weight, **NARROW)
+        for bias, weight in (tables, [x.float() for x in tables])
+    )
+    assert torch.equal(half, full)
+
+
 def test_frozen_tables_checkpoints_and_inference_work():
     (q, k, v, bias, _), _ = inputs(1, 2, 70, 70, 16)
     q.requires_grad_()
