@@ -87,7 +87,7 @@ def refusal(row: Row, table: Published, asked: Asked, hashes: frozenset[str]) ->
     for key, value in wanted.items():
         if row.get(key) != value:
             return f"{key} is {row.get(key)}, the table's is {value}"
-    changed = [f"{key} {row[key]}" for key in SEEN if row.get(key)]
+    changed = [f"{key} {row[key]}" for key in SEEN if key != "dtype" and row.get(key)]  # every row has a dtype
     if changed:
         return f"it was evaluated with {', '.join(changed)}"
     if row["config_hash"] not in hashes:

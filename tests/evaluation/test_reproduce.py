@@ -11,6 +11,7 @@ ASKED = Asked({("github", "alibi"): frozenset({"a1"})}, train_length=512, step=5
 ROW = {
     **{"pos_emb": "alibi", "length": 1024, "protocol": "paper", "part": "valid", "windows": 320, "train_length": 512},
     **{"step": 50000, "config_hash": "a1", "corpus_tokens": 10**10, "cell": {"data": "github"}},
+    "dtype": "float32",  # as evaluate.py writes it into every row
 }
 
 
