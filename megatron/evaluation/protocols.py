@@ -141,7 +141,7 @@ def paper(request: Request) -> list[Windows]:
     for length in request.checked_lengths:
         samples = build_split(request.tokens, request.split, request.part, length, request.seed, count)
         ids = [samples[(start + number) % len(samples)] for number in range(count)]
-        found.append(Windows(length, ids, [0] * count))
+        found.append(Windows(length, ids, [0] * count, (), {"start": start}))
     return found
 
 

@@ -18,7 +18,7 @@ SETTING = {"corpus": "corpus", "part": "part", "split": "split", "protocol": "pr
 # What a token sees, where that was changed, and how it is computed: a run of its own in every table.
 SEEN = ("window", "blockwise", "logn_scale", "dtype")
 # Numbers of a protocol: with another one the same length is another measurement.
-NUMBERS = ("tokens", "tail", "stride")
+NUMBERS = ("tokens", "tail", "stride", "start")
 # What is said about a run beneath the table, in this order.
 FACTS = {
     "step": "step",
