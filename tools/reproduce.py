@@ -18,7 +18,7 @@ from megatron.evaluation.report import table as report_table
 from megatron.evaluation.reproduce import Asked, compare, render
 from megatron.sweeps.cost import windows_per_step
 from megatron.sweeps.plan import Sweep, load_sweep
-from megatron.sweeps.state import collect
+from megatron.sweeps.state import finished_rows
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -38,7 +38,7 @@ def main(argv: list[str] | None = None) -> int:
         if options.run and subprocess.run(command, check=False).returncode:
             return 1
         sweep = load_sweep(file, options.folder)
-        rows = read_results(options.results) if options.results else collect(sweep)
+        rows = read_results(options.results) if options.results else finished_rows(sweep)
         print(render(table, compare(table, rows, asked(table, sweep))))
         if rows and not table.cells:
             print(f"\nours alone:\n{report_table(rows)}")

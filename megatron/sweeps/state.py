@@ -48,16 +48,27 @@ def rows_of(cell: Cell, evaluation: Evaluation) -> list[Row]:
     return rows if same else []
 
 
-def collect(sweep: Sweep) -> list[Row]:
-    """Write results.jsonl: rows of all finished evaluations with `sweep`, `cell`, what is known of the corpus' size and
-    the seconds of a training step."""
+def finished_rows(sweep: Sweep) -> list[Row]:
+    """Rows of all finished evaluations with `sweep`, `cell`, what is known of the corpus' size and the seconds of a
+    training step."""
     rows = []
     for cell in sweep.cells:
         about = {"sweep": sweep.name, "cell": cell.values, **_size(cell), "seconds_per_step": seconds_per_step(cell)}
         for evaluation in cell.evaluations:
             rows += [row | about for row in rows_of(cell, evaluation)]
+    return rows
+
+
+def collect(sweep: Sweep) -> list[Row]:
+    """Write results.jsonl, and return its rows; UserError where the rows of other cells would be lost."""
+    rows = finished_rows(sweep)
     if not sweep.folder.exists():
         return rows
+    if not rows and sweep.results.exists() and sweep.results.stat().st_size:
+        raise UserError(
+            f"{sweep.results}: holds rows, and {sweep.path} has none here - another sweep's, or brought from elsewhere;"
+            " move it away, or give another --folder"
+        )
     text = "".join(json.dumps(row, allow_nan=False) + "\n" for row in rows)
     with Beside(sweep.results) as temporary:
         temporary.write_text(text, encoding="utf-8")

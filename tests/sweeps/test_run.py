@@ -146,3 +146,13 @@ def test_slurm_gets_an_array_of_what_is_missing(file, whole, tmp_path):
     done = run("-c", f"import os; os.execvp('bash', ['bash', '{tmp_path}/here.sh'])", env={"SLURM_ARRAY_TASK_ID": "0"})
     assert done.returncode == 0, done.stderr
     assert "1 cells, 1 done" in done.stdout
+
+
+def test_results_of_another_sweep_are_neither_replaced_nor_emptied(file, tmp_path):
+    results = tmp_path / "results.jsonl"
+    results.write_text("rows\n")
+    for words in (("tools/sweep.py", "collect", file), ("tools/reproduce.py", "kerple-table5")):
+        done = run(*words, "--folder", tmp_path)
+        assert results.read_text() == "rows\n"
+    assert run("tools/sweep.py", "collect", file, "--folder", tmp_path).returncode == 1
+    assert done.stdout.count("missing") == 36
