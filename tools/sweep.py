@@ -53,7 +53,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--dry-run", action="store_true", help="say what run would do, and its cost")
     parser.add_argument("--jobs", type=int, metavar="N", help="runs at a time; default: one per GPU, or one")
     parser.add_argument("--launcher", choices=("local", "slurm"), default="local")
-    parser.add_argument("--sbatch", nargs="+", default=[], metavar="WORD", help="--sbatch=--partition=x: for Slurm")
+    parser.add_argument("--sbatch", action="append", default=[], metavar="WORD", help="--sbatch=--partition=x: for Slurm")
     return parser
 
 

@@ -12,7 +12,7 @@ SCRIPT = """#!/bin/bash
 #SBATCH --array=0-{last}
 #SBATCH --gpus-per-task=1
 #SBATCH --ntasks=1
-#SBATCH --signal=TERM@120
+#SBATCH --signal=B:TERM@120
 #SBATCH --output={folder}/slurm-%A_%a.log
 {options}CELLS=(
 {cells}

@@ -135,12 +135,22 @@ def test_slurm_gets_an_array_of_what_is_missing(file, whole, tmp_path):
     sbatch = tmp_path / "sbatch"
     sbatch.write_text(f'#!/bin/sh\ncp "$1" {tmp_path}/sent.sh\n')
     sbatch.chmod(0o755)
-    words = ["run", file, "--folder", tmp_path / "runs", "--launcher", "slurm", "--sbatch=--partition=long"]
+    words = [
+        "run",
+        file,
+        "--folder",
+        tmp_path / "runs",
+        "--launcher",
+        "slurm",
+        "--sbatch=--partition=long",
+        "--sbatch=--mem=1G",
+    ]
     sent = run("tools/sweep.py", *words, env={"PATH": f"{tmp_path}:{os.environ['PATH']}"})
     assert sent.returncode == 0, sent.stderr
     script = (tmp_path / "sent.sh").read_text()
     assert "#SBATCH --array=0-1\n" in script
-    assert "#SBATCH --partition=long\n" in script
+    assert "#SBATCH --partition=long\n#SBATCH --mem=1G\n" in script
+    assert "#SBATCH --signal=B:TERM@120\n" in script  # without B: the script, which has no steps, is not told
     script = script.replace(str(tmp_path / "runs"), str(whole[0]))
     (tmp_path / "here.sh").write_text(script)
     done = run("-c", f"import os; os.execvp('bash', ['bash', '{tmp_path}/here.sh'])", env={"SLURM_ARRAY_TASK_ID": "0"})
