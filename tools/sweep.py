@@ -8,6 +8,7 @@ python tools/sweep.py collect configs/sweeps/cpu.yml           results.jsonl of 
 
 import argparse
 import collections
+import os
 import shutil
 import subprocess
 import sys
@@ -53,15 +54,19 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--dry-run", action="store_true", help="say what run would do, and its cost")
     parser.add_argument("--jobs", type=int, metavar="N", help="runs at a time; default: one per GPU, or one")
     parser.add_argument("--launcher", choices=("local", "slurm"), default="local")
-    parser.add_argument("--sbatch", action="append", default=[], metavar="WORD", help="--sbatch=--partition=x: for Slurm")
+    parser.add_argument(
+        "--sbatch", action="append", default=[], metavar="WORD", help="--sbatch=--partition=x: for Slurm"
+    )
     return parser
 
 
 def places(jobs: int | None) -> list[str | None]:
     """One per GPU, or per job."""
     gpus = torch.cuda.device_count()
-    count = jobs or gpus or 1
-    return [str(place % gpus) if gpus else None for place in range(count)]
+    own = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name] or list(
+        map(str, range(gpus))
+    )
+    return [own[place % gpus] if gpus else None for place in range(jobs or gpus or 1)]
 
 
 def plan(sweep: Sweep, states: list[State], jobs: int | None) -> str:

@@ -1,6 +1,7 @@
 """tools/sweep.py as it is used: killed again and again, with a run that fails, through Slurm."""
 
 import contextlib
+import importlib
 import json
 import multiprocessing
 import os
@@ -156,6 +157,17 @@ def test_slurm_gets_an_array_of_what_is_missing(file, whole, tmp_path):
     done = run("-c", f"import os; os.execvp('bash', ['bash', '{tmp_path}/here.sh'])", env={"SLURM_ARRAY_TASK_ID": "0"})
     assert done.returncode == 0, done.stderr
     assert "1 cells, 1 done" in done.stdout
+
+
+def test_places_are_the_devices_that_this_process_may_use(monkeypatch):
+    monkeypatch.syspath_prepend("tools")
+    sweep = importlib.import_module("sweep")
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,3")
+    assert sweep.places(None) == ["2", "3"]
+    assert sweep.places(3) == ["2", "3", "2"]
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    assert sweep.places(None) == ["0", "1"]
 
 
 def test_results_of_another_sweep_are_neither_replaced_nor_emptied(file, tmp_path):
