@@ -10,6 +10,7 @@ Killed and started again it continues: what was measured by the same code is not
 """
 
 import argparse
+import logging
 from collections.abc import Iterator, Sequence
 from itertools import product
 from pathlib import Path
@@ -34,6 +35,8 @@ from megatron.parallel.grid import Grid, here
 from megatron.training.checkpoint import commit, find, load_for_evaluation
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+logger = logging.getLogger(__name__)
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -81,6 +84,7 @@ def main(config: Config | None, options: argparse.Namespace) -> None:
     facts = facts_of(model, trained, about)
     for output, (attention, protocol) in zip(outputs, measuring, strict=True):
         model.use_attention(attention)
+        logger.info("attention %s", model.attention_choice)
         more = {"attention_backend": model.resolved_backend, **seen_as(attention)}
         question = facts | more | facts_of_text(tokens, given, protocol)
         with progress(protocol, shown=grid.first) as advance:

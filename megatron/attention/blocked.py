@@ -26,7 +26,7 @@ MASKED = [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 
 @dataclass(frozen=True)
-class Sight:
+class Scope:
     """Which keys a query sees: see megatron.attention.attention."""
 
     queries: int
@@ -85,15 +85,15 @@ class Block:
         moved = padded.flatten(1)[:, : rows * distances].view(heads, rows, distances)
         table[:, self.offset : self.offset + distances].add_(moved.sum(1))
 
-    def indices(self, sight: Sight, device: torch.device) -> tuple[Tensor, Tensor]:
+    def indices(self, scope: Scope, device: torch.device) -> tuple[Tensor, Tensor]:
         """Of the queries, the last one first, and of the keys."""
-        before = sight.keys - sight.queries
+        before = scope.keys - scope.queries
         query = torch.arange(before + self.end - 1, before + self.start - 1, -1, device=device)
         return query, torch.arange(self.first, self.last, device=device)
 
-    def unseen(self, sight: Sight, segments: Tensor) -> Tensor:
+    def unseen(self, scope: Scope, segments: Tensor) -> Tensor:
         """What segments and causality hide, as `view` is ordered: [batch, 1, end - start, last - first] bool."""
-        return hidden(*self.indices(sight, segments.device), None, None, segments)
+        return hidden(*self.indices(scope, segments.device), None, None, segments)
 
 
 def in_blocks(
@@ -103,22 +103,22 @@ def in_blocks(
     bias: Tensor | None,
     weight: Tensor | None,
     segments: Tensor | None,
-    sight: Sight,
+    scope: Scope,
     index_bias: Callable[[Tensor, Tensor], Tensor] | None = None,
 ) -> Tensor:
     """See megatron.attention.attention; differentiable by autograd, which then keeps every block's scores."""
-    table, weights = _tables(bias, weight, k, sight)
+    table, weights = _tables(bias, weight, k, scope)
     whole = weight is not None or segments is not None or index_bias is not None
-    rows = min(BLOCK, max(1, NUMBERS // (q.shape[0] * q.shape[1] * sight.keys))) if whole else BLOCK
-    if sight.queries > rows:  # read again by every block: a copy pays where they are views of a fused projection
+    rows = min(BLOCK, max(1, NUMBERS // (q.shape[0] * q.shape[1] * scope.keys))) if whole else BLOCK
+    if scope.queries > rows:  # read again by every block: a copy pays where they are views of a fused projection
         k, v = k.contiguous(), v.contiguous()
     outputs = []
-    for block in sight.blocks(rows):
+    for block in scope.blocks(rows):
         mask = block.view(table)[None]  # [1, heads, rows, columns]
         if index_bias is not None:
-            mask = mask + index_bias(*block.indices(sight, q.device))
+            mask = mask + index_bias(*block.indices(scope, q.device))
         if segments is not None:
-            mask = mask.masked_fill(block.unseen(sight, segments), -math.inf)
+            mask = mask.masked_fill(block.unseen(scope, segments), -math.inf)
         scale = None if weights is None else block.view(weights)
         seen = slice(block.first, block.last)
         out = _attend(q[:, :, block.start : block.end].flip(2), k[:, :, seen], v[:, :, seen], mask, scale)
@@ -138,12 +138,12 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: Tensor | None)
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask.contiguous().to(q.dtype))
 
 
-def _tables(bias: Tensor | None, weight: Tensor | None, k: Tensor, sight: Sight) -> tuple[Tensor, Tensor | None]:
+def _tables(bias: Tensor | None, weight: Tensor | None, k: Tensor, scope: Scope) -> tuple[Tensor, Tensor | None]:
     """Bias, or zeros, and weight as `Block.view` reads them, in float32 or wider."""
     wide = torch.promote_types(k.dtype, torch.float32)
     if bias is None:
-        bias = torch.zeros(k.shape[1], sight.keys, device=k.device)
-    return sight.reversed(bias, -math.inf, wide), None if weight is None else sight.reversed(weight, 0.0, wide)
+        bias = torch.zeros(k.shape[1], scope.keys, device=k.device)
+    return scope.reversed(bias, -math.inf, wide), None if weight is None else scope.reversed(weight, 0.0, wide)
 
 
 class Blocked(torch.autograd.Function):
@@ -151,7 +151,7 @@ class Blocked(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> Tensor:
-        *tensors, ctx.sight = inputs
+        *tensors, ctx.scope = inputs
         ctx.save_for_backward(*tensors)
         return in_blocks(*inputs)
 
@@ -159,12 +159,12 @@ class Blocked(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, bias, weight, segments = ctx.saved_tensors
-        table, weights = _tables(bias, weight, k, ctx.sight)
+        table, weights = _tables(bias, weight, k, ctx.scope)
         sums = [torch.zeros_like(table) if wanted else None for wanted in ctx.needs_input_grad[3:5]]
         q, k, v, grad = (x.transpose(0, 1).contiguous() for x in (q.flip(2), k, v, grad.flip(2)))
-        d_q, d_k, d_v = _gradients(q, k, v, grad, table, weights, segments, ctx.sight, sums)
+        d_q, d_k, d_v = _gradients(q, k, v, grad, table, weights, segments, ctx.scope, sums)
         of_qkv = [x.transpose(0, 1).to(q.dtype) for x in (d_q.flip(2), d_k, d_v)]
-        return *of_qkv, *map(ctx.sight.restored, sums, (bias, weight)), None, None
+        return *of_qkv, *map(ctx.scope.restored, sums, (bias, weight)), None, None
 
 
 def _gradients(
@@ -175,7 +175,7 @@ def _gradients(
     table: Tensor,
     weights: Tensor | None,
     segments: Tensor | None,
-    sight: Sight,
+    scope: Scope,
     sums: list[Tensor | None],
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Of q, k, v [heads, batch, length, head_dim], the last query first; to sums, those of bias and weight."""
@@ -183,9 +183,9 @@ def _gradients(
     wide_q, wide_k, wide_v, wide_grad = q.to(wide) * scale, k.to(wide), v.to(wide), grad.to(wide)
     d_q, d_k, d_v = torch.empty_like(wide_q), torch.zeros_like(wide_k), torch.zeros_like(wide_v)
     d_table, d_weights = sums
-    for block in sight.blocks(BACKWARD_BLOCK):
-        unseen = None if segments is None else block.unseen(sight, segments).transpose(0, 1)
-        rows, seen = slice(sight.queries - block.end, sight.queries - block.start), slice(block.first, block.last)
+    for block in scope.blocks(BACKWARD_BLOCK):
+        unseen = None if segments is None else block.unseen(scope, segments).transpose(0, 1)
+        rows, seen = slice(scope.queries - block.end, scope.queries - block.start), slice(block.first, block.last)
         for some in _groups_of_heads(q, block):
             products = wide_q[some, :, rows] @ wide_k[some, :, seen].mT  # [heads, batch, rows, columns]
             factor = None if weights is None else block.view(weights[some])[:, None]

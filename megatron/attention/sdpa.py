@@ -2,10 +2,11 @@
 
 from collections.abc import Callable
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron.attention.blocked import Blocked, Sight, in_blocks
+from megatron.attention.blocked import Blocked, Scope, in_blocks
 
 
 def sdpa(
@@ -29,7 +30,10 @@ def sdpa(
             return F.scaled_dot_product_attention(q, k, v, is_causal=True)
         if queries == 1:
             return F.scaled_dot_product_attention(q, k, v)
-    sight = Sight(queries, keys, window, chunk)
-    if index_bias is not None:  # may hold parameters that autograd alone can find
-        return in_blocks(q, k, v, bias, weight, segments, sight, index_bias)
-    return Blocked.apply(q, k, v, bias, weight, segments, sight)
+    scope = Scope(queries, keys, window, chunk)
+    fused = weight is None and segments is None and not (bias is not None and bias.requires_grad)
+    # An index bias may hold parameters that autograd alone can find. Of a frozen table in half precision the gradients
+    # of torch's kernel take less time than ours: 1.1 times those without a bias at 2048 and 4096, not 1.3.
+    if index_bias is not None or (fused and q.dtype in (torch.float16, torch.bfloat16)):
+        return in_blocks(q, k, v, bias, weight, segments, scope, index_bias)
+    return Blocked.apply(q, k, v, bias, weight, segments, scope)

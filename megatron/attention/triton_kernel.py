@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 LARGEST_HEAD = 128
+MOST_PROGRAMS = 65535  # along the second dimension of CUDA's grid
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 PROGRAMS = 2048
 """How many programs the tables' gradients are split into at least, where there is that much to do."""
@@ -66,6 +67,8 @@ def refusal(q: Tensor, *, index_bias: object = None) -> str | None:
         return f"it knows float16, bfloat16 and float32, not {str(q.dtype).removeprefix('torch.')}"
     if q.shape[3] > LARGEST_HEAD:
         return f"head_dim {q.shape[3]} is more than {LARGEST_HEAD}"
+    if q.shape[0] * q.shape[1] > MOST_PROGRAMS:
+        return f"batch {q.shape[0]} times heads {q.shape[1]} is more than {MOST_PROGRAMS}"
     if index_bias is not None:
         return "it reads biases from a table by distance, not by indices"
     return None

@@ -5,6 +5,7 @@ from typing import Any, cast
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 HEAD_TOKENS = 2048  # tokens whose logits exist at one time
 HEADROOM = 32  # sums over a block of tokens are formed smaller by this power of two: float16 ends at 65504
@@ -50,6 +51,7 @@ class MeanLoss(torch.autograd.Function):
         return total / len(x)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None]:
         # Scaled only now: in float16 the loss scale comes with the gradient, and before it 1 / tokens underflows.
         x_grad, matrix_grad = ctx.saved_tensors

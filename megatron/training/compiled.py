@@ -21,5 +21,12 @@ def compile_layers(model: GPT, device: torch.device) -> None:
         layer.compile(dynamic=False)
 
 
+def check_attention(model: GPT, device: torch.device) -> None:
+    """One pass over a window without compilation, in which a backend checks itself: compiled code passes over that."""
+    ids = torch.zeros(1, model.train_length, dtype=torch.long, device=device)
+    with torch.compiler.set_stance("force_eager"):
+        model(ids, labels=ids, mean=True)
+
+
 def _trial(x: torch.Tensor) -> torch.Tensor:
     return (x.sin() + 1).sum()

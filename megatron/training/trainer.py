@@ -17,7 +17,7 @@ from megatron.errors import UserError
 from megatron.model import GPT
 from megatron.parallel.grid import Grid
 from megatron.positions import Position
-from megatron.training.compiled import compile_layers
+from megatron.training.compiled import check_attention, compile_layers
 from megatron.training.optimizer import build_optimizer
 from megatron.training.schedule import learning_rate
 
@@ -46,6 +46,8 @@ class Trainer:
             )
         self.engine: Any = engine
         self.restore_exact_positions()
+        if config.training.torch_compile:
+            check_attention(self.model, grid.device)
 
     @property
     def model(self) -> GPT:

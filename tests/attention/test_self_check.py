@@ -83,6 +83,9 @@ def test_a_right_kernel_is_checked_once_for_every_kind(plant):
         out = attention(**inputs(length))
     assert out.shape == (1, 2, 20, 16)
     assert lengths == [200, 20, 30, 20]
+    attention(**inputs(32))
+    assert lengths[4:] == [208, 32], "a multiple of 16 is another program"
+    del lengths[4:]
     attention(**inputs(20, window=7))
     learned = inputs(20)
     learned["q"].requires_grad_()

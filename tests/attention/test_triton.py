@@ -133,13 +133,14 @@ def test_frozen_tables_checkpoints_and_inference_work():
     [
         ({"dtype": torch.float64}, "it knows float16, bfloat16 and float32, not float64"),
         ({"head_dim": 136}, "head_dim 136 is more than 128"),
+        ({"batch": 65536}, "batch 65536 times heads 1 is more than 65535"),
         ({"index_bias": lambda *_: None}, "it reads biases from a table by distance, not by indices"),
         ({"device": "meta"}, "it runs on CUDA devices, not on meta"),
     ],
 )
 def test_what_it_cannot_compute_is_refused_with_the_reason(change, reason):
-    options = {"head_dim": 16, "dtype": torch.float32, "device": DEVICE, "index_bias": None, **change}
-    q = torch.zeros(1, 1, 4, options["head_dim"], dtype=options["dtype"], device=options["device"])
+    options = {"batch": 1, "head_dim": 16, "dtype": torch.float32, "device": DEVICE, "index_bias": None, **change}
+    q = torch.zeros(options["batch"], 1, 4, options["head_dim"], dtype=options["dtype"], device=options["device"])
     assert refusal(q, index_bias=options["index_bias"]) == reason
     with pytest.raises(ValueError, match=f"attention_backend: triton cannot compute this: {reason}"):
         triton_attention(q, q, q, None, weight=None, **{**NARROW, "index_bias": options["index_bias"]})
@@ -149,6 +150,17 @@ def test_what_it_cannot_compute_is_refused_with_the_reason(change, reason):
 def test_cpus_are_refused_without_the_interpreter(monkeypatch):
     monkeypatch.delenv("TRITON_INTERPRET")
     assert refusal(torch.zeros(1, 1, 4, 16)) == "it runs on CUDA devices, not on cpu"
+
+
+def test_tables_are_padded_by_more_than_any_tile_reaches_over():
+    from megatron.attention import triton_kernel as kernel
+    from megatron.attention.triton_programs import PAD
+
+    for tiles_of in (kernel.forward_tiles, kernel.query_tiles, kernel.key_tiles, kernel.table_tiles):
+        for columns in (16, 32, 64, 128):
+            for itemsize in (2, 4):
+                tiles = tiles_of(columns, itemsize)
+                assert tiles.queries + tiles.keys <= PAD
 
 
 def test_every_program_compiles_for_gpus_and_fits_their_memory_and_registers(tmp_path):

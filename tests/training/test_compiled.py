@@ -5,10 +5,12 @@ import shutil
 import pytest
 import torch
 
+from megatron.attention import BACKENDS
+from megatron.attention.eager import eager
 from megatron.config import load
 from megatron.errors import UserError
 from megatron.model import from_config
-from megatron.training.compiled import compile_layers
+from megatron.training.compiled import check_attention, compile_layers
 from tests.support import ROOT, run
 from tests.training.conftest import tiny
 
@@ -26,6 +28,19 @@ def test_compiled_layers_give_the_losses_gradients_and_names_of_plain_ones():
         loss.backward()
     for (name, ours), theirs in zip(compiled.named_parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-4, atol=1e-6, msg=name)
+
+
+def test_a_broken_backend_is_found_although_compiled_code_checks_nothing(monkeypatch):
+    def a_key_too_far(q, k, v, bias, **more):
+        return eager(q, k, v, bias.roll(1, dims=1), **more)
+
+    monkeypatch.setitem(BACKENDS, "planted", a_key_too_far)
+    model = from_config(load([], tiny("pos_emb=alibi")), 61)
+    model.backend = "planted"
+    for layer in model.layers:
+        layer.compile(backend="eager")
+    with pytest.raises(UserError, match="planted is wrong"):
+        check_attention(model, torch.device("cpu"))
 
 
 SCRIPT = """
