@@ -15,10 +15,10 @@ from megatron.errors import UserError
 from megatron.evaluation.published import Published, published, tables
 from megatron.evaluation.report import read_results
 from megatron.evaluation.report import table as report_table
-from megatron.evaluation.reproduce import Asked, compare, render
+from megatron.evaluation.reproduce import Asked, compare, render, unmatched
 from megatron.sweeps.cost import windows_per_step
 from megatron.sweeps.plan import Sweep, load_sweep
-from megatron.sweeps.state import finished_rows
+from megatron.sweeps.state import finished_rows, other_runs
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -40,6 +40,11 @@ def main(argv: list[str] | None = None) -> int:
         sweep = load_sweep(file, options.folder)
         rows = read_results(options.results) if options.results else finished_rows(sweep)
         print(render(table, compare(table, rows, asked(table, sweep))))
+        if options.results and table.cells and (count := unmatched(table, rows)):
+            print(f"{count} of {len(rows)} rows match no cell: another corpus, encoding, length or protocol")
+        if not rows and (others := other_runs(sweep)):
+            shown = ", ".join(others[:3]) + (f" and {len(others) - 3} more" if len(others) > 3 else "")
+            print(f"{sweep.folder}: holds other runs than {file.name}'s: {shown} - give their sweep's table or --folder")
         if rows and not table.cells:
             print(f"\nours alone:\n{report_table(rows)}")
     except UserError as fault:

@@ -62,6 +62,17 @@ def compare(table: Published, rows: Sequence[Row], asked: Asked) -> list[Compare
     return found
 
 
+def unmatched(table: Published, rows: Sequence[Row]) -> int:
+    """How many rows are of no cell of the table: of another corpus, encoding, length or protocol."""
+    cells = {
+        (corpus, encoding, length, table.said["protocol"])
+        for corpus, encodings in table.cells.items()
+        for encoding, numbers in encodings.items()
+        for length in numbers
+    }
+    return sum((corpus_of(row), row["pos_emb"], row["length"], row.get("protocol")) not in cells for row in rows)
+
+
 def corpus_of(row: Row) -> Any:
     return row.get("cell", {}).get("data", row.get("corpus"))
 

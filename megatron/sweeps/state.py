@@ -10,6 +10,8 @@ from megatron.evaluation.report import Beside, Row, read_results
 from megatron.sweeps.plan import Cell, Evaluation, Sweep
 from megatron.training.checkpoint import find, latest_step
 
+COLLECTED = ("corpus_documents", "corpus_tokens", "seconds_per_step")
+
 
 @dataclass(frozen=True)
 class State:
@@ -50,13 +52,30 @@ def rows_of(cell: Cell, evaluation: Evaluation) -> list[Row]:
 
 def finished_rows(sweep: Sweep) -> list[Row]:
     """Rows of all finished evaluations with `sweep`, `cell`, what is known of the corpus' size and the seconds of a
-    training step."""
-    rows = []
+    training step; what was known when they were collected before stays known away from the data."""
+    rows, known = [], _collected(sweep)
     for cell in sweep.cells:
-        about = {"sweep": sweep.name, "cell": cell.values, **_size(cell), "seconds_per_step": seconds_per_step(cell)}
+        about = {"sweep": sweep.name, "cell": cell.values, **known.get(cell.config.hash, {}), **_size(cell)}
+        about["seconds_per_step"] = seconds_per_step(cell) or about.get("seconds_per_step")
         for evaluation in cell.evaluations:
             rows += [row | about for row in rows_of(cell, evaluation)]
     return rows
+
+
+def _collected(sweep: Sweep) -> dict[str, Row]:
+    """Facts of the rows of results.jsonl that their evaluations do not hold, by the configuration's hash."""
+    try:
+        rows = read_results([sweep.results])
+    except UserError:  # none yet, or something else, which `collect` leaves alone
+        return {}
+    return {row["config_hash"]: {key: row[key] for key in COLLECTED if key in row} for row in rows}
+
+
+def other_runs(sweep: Sweep) -> list[str]:
+    """What else is in the sweep's folder: runs that are no cells, and cells that hold another configuration's run."""
+    cells = {cell.name: cell for cell in sweep.cells}
+    found = sorted(path.parent.name for path in sweep.folder.glob("*/cell.yml"))
+    return [name for name in found if name not in cells or state_of(cells[name]).kind == "foreign"]
 
 
 def collect(sweep: Sweep) -> list[Row]:

@@ -6,6 +6,7 @@ import json
 import multiprocessing
 import os
 import random
+import shutil
 import signal
 import time
 from pathlib import Path
@@ -168,6 +169,29 @@ def test_places_are_the_devices_that_this_process_may_use(monkeypatch):
     assert sweep.places(3) == ["2", "3", "2"]
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
     assert sweep.places(None) == ["0", "1"]
+
+
+def test_what_was_known_of_a_corpus_stays_known_where_the_data_are_not(file, whole, corpus, tmp_path):
+    folder, text = tmp_path / "runs", tmp_path / "text"
+    for end in (".idx", ".bin", ".json"):
+        if Path(f"{corpus}{end}").exists():
+            shutil.copy(f"{corpus}{end}", f"{text}{end}")
+    here = tmp_path / "tiny.yml"
+    here.write_text(SWEEP.format(corpus=text, steps=5))
+    assert run("tools/sweep.py", "run", here, "--folder", folder, "--only", "text=good").returncode == 0
+    before = rows(folder)
+    assert before[0]["corpus_tokens"] > 0
+    Path(f"{text}.idx").unlink()
+    (folder / "good-1/metrics.jsonl").unlink()
+    assert run("tools/sweep.py", "collect", here, "--folder", folder).returncode == 0
+    assert rows(folder) == before
+
+
+def test_a_folder_of_other_runs_and_rows_of_no_cell_are_said(whole):
+    shown = run("tools/reproduce.py", "kerple-table5", "--folder", whole[0])
+    assert f"{whole[0]}: holds other runs than kerple_table5.yml's: absent-1, good-1" in shown.stdout
+    shown = run("tools/reproduce.py", "kerple-table5", "--results", whole[0] / "results.jsonl")
+    assert "6 of 6 rows match no cell" in shown.stdout
 
 
 def test_results_of_another_sweep_are_neither_replaced_nor_emptied(file, tmp_path):
