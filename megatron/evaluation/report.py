@@ -83,7 +83,7 @@ class Beside:
 
 
 def read_results(paths: Iterable[str | Path]) -> list[Row]:
-    """The lines of several results files, in order; of two lines for the same run and length the later counts."""
+    """The lines of several results files, in order; of two lines for the same measurement the later counts."""
     rows: dict[tuple, Row] = {}
     for path in map(Path, paths):
         try:
@@ -116,8 +116,8 @@ def run_of(row: Row) -> tuple:
 
 
 def measurement_of(row: Row) -> tuple:
-    """What makes one line the repetition of another: the same run, length and amount of text."""
-    return (*run_of(row), row["length"], *(row.get(key) for key in NUMBERS))
+    """What makes one line the repetition of another: the same run and length, on the same scored targets."""
+    return (*run_of(row), row["length"], row.get("text"), *(row.get(key) for key in NUMBERS))
 
 
 def runs(rows: Sequence[Row]) -> dict[str, list[Row]]:
@@ -237,6 +237,10 @@ def _differences(rows: Sequence[Row]) -> list[str]:
         if len(counts) > 1:
             name = "tokens were scored" if key == "tokens" else f"is the {key}"
             found.append(f"not comparable: {counts[0]:,} to {counts[-1]:,} {name} at length {length}")
+    for label, group in runs(rows).items():
+        measured = [row["length"] for row in group]
+        twice = [length for length in dict.fromkeys(measured) if measured.count(length) > 1]
+        found += [f"{label}: several texts were scored at length {length}; the last is shown" for length in twice]
     return found
 
 

@@ -46,6 +46,15 @@ def test_the_table_has_a_line_per_encoding_a_column_per_length_and_the_protocol_
     )
 
 
+def test_a_measurement_of_another_text_stands_beside_the_first_and_is_said(tmp_path):
+    first, other = (rows("rotary", {512: value}, text=text)[0] for text, value in (("ab", 12.0), ("cd", 13.0)))
+    write_results(tmp_path / "a.jsonl", [first])
+    write_results(tmp_path / "a.jsonl", [other, first | {"perplexity": 12.5}])
+    found = read_results([tmp_path / "a.jsonl"])
+    assert sorted((row["text"], row["perplexity"]) for row in found) == [("ab", 12.5), ("cd", 13.0)]
+    assert "rotary: several texts were scored at length 512; the last is shown" in table(found)
+
+
 def test_the_markdown_table_says_the_same():
     assert table(TWO, markdown=True) == (
         "| pos_emb | 512\\* | 1024 |\n"
