@@ -44,7 +44,9 @@ def main(argv: list[str] | None = None) -> int:
             print(f"{count} of {len(rows)} rows match no cell: another corpus, encoding, length or protocol")
         if not rows and (others := other_runs(sweep)):
             shown = ", ".join(others[:3]) + (f" and {len(others) - 3} more" if len(others) > 3 else "")
-            print(f"{sweep.folder}: holds other runs than {file.name}'s: {shown} - give their sweep's table or --folder")
+            print(
+                f"{sweep.folder}: holds other runs than {file.name}'s: {shown} - give their sweep's table or --folder"
+            )
         if rows and not table.cells:
             print(f"\nours alone:\n{report_table(rows)}")
     except UserError as fault:

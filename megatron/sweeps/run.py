@@ -17,6 +17,7 @@ from megatron.sweeps.plan import ROOT, Cell, Sweep
 from megatron.sweeps.state import state_of
 
 Say = Callable[[str], None]
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 @dataclass
@@ -31,18 +32,23 @@ class Runner:
     failed: list[str] = field(default_factory=list)
     stopping: bool = False
     processes: set[subprocess.Popen] = field(default_factory=set)
+    told: set[subprocess.Popen] = field(default_factory=set)
 
     def run(self, sweep: Sweep) -> None:
         """Until nothing is left to begin; after a signal, until what runs has saved and ended."""
         waiting: queue.SimpleQueue[Cell] = queue.SimpleQueue()
         for cell in sweep.cells:
             waiting.put(cell)
-        before = {number: signal.signal(number, self._stop) for number in (signal.SIGINT, signal.SIGTERM)}
+        nohup = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+        caught = [number for number in SIGNALS if not (nohup and number == signal.SIGHUP)]
+        before = {number: signal.signal(number, self._stop) for number in caught}
         workers = [threading.Thread(target=self._work, args=(waiting, place)) for place in self.places]
         try:
             for worker in workers:
                 worker.start()
             while any(worker.is_alive() for worker in workers):
+                if self.stopping:
+                    self._terminate()
                 for worker in workers:
                     worker.join(0.2)
         finally:
@@ -51,12 +57,20 @@ class Runner:
 
     def _stop(self, number: int, frame: object) -> None:
         self.stopping = True
-        self.say(f"{signal.Signals(number).name}: what runs saves a checkpoint and ends; the same command continues")
-        if number == signal.SIGTERM:  # Ctrl-C reaches the processes of a terminal by itself, and twice would kill them
-            for process in list(self.processes):
-                process.terminate()
+        with contextlib.suppress(OSError):  # a terminal that is gone
+            self.say(
+                f"{signal.Signals(number).name}: what runs saves a checkpoint and ends; the same command continues"
+            )
+
+    def _terminate(self) -> None:
+        """Each process is told once: train.py takes a second signal at its word and saves nothing."""
+        for process in list(self.processes - self.told):
+            self.told.add(process)
+            process.terminate()
 
     def _work(self, waiting: "queue.SimpleQueue[Cell]", place: str | None) -> None:
+        # Processes inherit this: what a terminal sends to all of them comes once, from _terminate.
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGHUP})
         while not self.stopping:
             try:
                 cell = waiting.get_nowait()

@@ -8,6 +8,8 @@ import os
 import random
 import shutil
 import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -16,7 +18,7 @@ import pytest
 from megatron.sweeps.plan import load_sweep
 from megatron.sweeps.run import Runner, held
 from megatron.sweeps.state import collect, state_of
-from tests.support import run
+from tests.support import ROOT, run
 
 KILLS = {"metrics.jsonl": 8, "evaluation/*.jsonl": 3}  # how often, and after which file was written
 SWEEP = """
@@ -98,6 +100,30 @@ def killed(sweep, folder: Path, pattern: str) -> bool:
     while not free(folder):  # until what was killed is gone
         time.sleep(0.005)
     return alive
+
+
+@pytest.mark.parametrize(
+    ("number", "send"),
+    [(signal.SIGINT, os.kill), (signal.SIGINT, os.killpg), (signal.SIGHUP, os.killpg), (signal.SIGTERM, os.kill)],
+)
+def test_a_signal_to_a_sweep_or_its_terminal_ends_its_trainings_with_a_checkpoint(file, tmp_path, number, send):
+    here = tmp_path / "long.yml"
+    here.write_text(
+        file.read_text()
+        .replace("train_iters: 400", "train_iters: 100000")
+        .replace("save_interval: 5", "save_interval: 0")
+    )
+    words = ["tools/sweep.py", "run", here, "--folder", tmp_path / "runs", "--only", "text=good"]
+    folder = tmp_path / "runs/good-1"
+    with (tmp_path / "said").open("w") as said:
+        process = subprocess.Popen([sys.executable, *words], cwd=ROOT, stdout=said, start_new_session=True)
+        while process.poll() is None and not written(folder, "metrics.jsonl"):
+            time.sleep(0.05)
+        send(process.pid, number)
+        assert process.wait(timeout=60) == 130
+    assert free(folder), "a training outlived its sweep"
+    (state,) = [state_of(cell) for cell in load_sweep(here, tmp_path / "runs", ["text=good"]).cells]
+    assert (state.kind, 0 < state.step < 100000) == ("training", True)
 
 
 def free(folder: Path) -> bool:
