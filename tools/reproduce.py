@@ -56,19 +56,20 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def asked(table: Published, sweep: Sweep) -> Asked:
-    """The question of a table: the cells of its sweep that it selects."""
-    wanted = table.said.get("select", {}).items()
-    cells = [cell for cell in sweep.cells if wanted <= cell.values.items()]
-    config = cells[0].config
+    """The question of a table: the configurations of its sweep."""
+    config = sweep.cells[0].config
     hashes: dict[tuple[str, str], set[str]] = {}
-    for cell in cells:
+    for cell in sweep.cells:
         key = (str(cell.values["data"]), cell.config.position.pos_emb)
         hashes.setdefault(key, set()).add(cell.config.hash)
+    said = [one.options for one in sweep.cells[0].evaluations]
+    starts = {one["protocol"]: one.get("start", 0) for one in said if one.get("protocol") == "paper"}
     return Asked(
         hashes={key: frozenset(found) for key, found in hashes.items()},
         train_length=config.model.seq_length,
         step=config.training.train_iters,
         tokens=config.training.train_iters * windows_per_step(config) * config.model.seq_length,
+        start=starts.get(table.said["protocol"]),
     )
 
 

@@ -21,6 +21,8 @@ class Asked:
     train_length: int
     step: int
     tokens: int
+    start: int | None = None
+    """First window of the protocol `paper`."""
 
 
 @dataclass(frozen=True)
@@ -80,21 +82,25 @@ def corpus_of(row: Row) -> Any:
 def _compared(
     table: Published, corpus: str, encoding: str, length: int, number: Number, rows: Sequence[Row], asked: Asked
 ) -> Compared:
-    by_seed: dict[Any, float] = {}
+    by_seed: dict[Any, list[float]] = {}
     refused: list[str] = []
     for row in rows:
         reason = refusal(row, table, asked, asked.hashes.get((corpus, encoding), frozenset()))
         if reason:
             refused.append(reason)
         else:
-            by_seed[row["seed"]] = row[table.said["quantity"]]
-    return Compared(corpus, encoding, length, number, tuple(by_seed.values()), tuple(dict.fromkeys(refused)))
+            by_seed.setdefault(row["seed"], []).append(row[table.said["quantity"]])
+    for seed, values in by_seed.items():
+        if len(values) > 1:
+            refused.append(f"seed {seed} is there {len(values)} times: give the results of one run")
+    ours = tuple(values[0] for values in by_seed.values() if len(values) == 1)
+    return Compared(corpus, encoding, length, number, ours, tuple(dict.fromkeys(refused)))
 
 
 def refusal(row: Row, table: Published, asked: Asked, hashes: frozenset[str]) -> str | None:
     """Why a row does not answer the table's question; None where it does."""
     wanted = {"train_length": asked.train_length, "step": asked.step, "part": table.said["part"]}
-    wanted["windows"] = table.said["windows"]
+    wanted |= {"windows": table.said["windows"], "start": asked.start}
     for key, value in wanted.items():
         if row.get(key) != value:
             return f"{key} is {row.get(key)}, the table's is {value}"
@@ -134,11 +140,8 @@ def render(table: Published, cells: Sequence[Compared]) -> str:
 
 
 def _line(cell: Compared, seeds: int | None) -> list[str]:
-    paper = cell.paper.note if cell.paper.mean is None else _spread(cell.paper.mean, cell.paper.std)
-    if not cell.ours:
-        ours = "refused" if cell.refused else "missing"
-    else:
-        ours = _spread(statistics.mean(cell.ours), statistics.stdev(cell.ours) if len(cell.ours) > 1 else None)
+    paper = cell.paper.note if cell.paper.mean is None else " ± ".join(cell.paper.digits)
+    ours = _as_printed(cell.ours, cell.paper.digits) if cell.ours else "refused" if cell.refused else "missing"
     errors = cell.standard_errors(seeds)
     return [
         *(cell.corpus, cell.encoding, str(cell.length), paper, ours, str(len(cell.ours) or "")),
@@ -147,5 +150,8 @@ def _line(cell: Compared, seeds: int | None) -> list[str]:
     ]
 
 
-def _spread(mean: float, std: float | None) -> str:
-    return f"{mean:.4g}" + ("" if std is None else f" ± {std:.2g}")
+def _as_printed(values: Sequence[float], digits: Sequence[str]) -> str:
+    """Mean ± standard deviation with as many decimals as the paper's; without its std, those of its mean."""
+    decimals = [len(text.partition(".")[2]) for text in digits] or [2]
+    mean = f"{statistics.mean(values):.{decimals[0]}f}"
+    return mean + (f" ± {statistics.stdev(values):.{decimals[-1]}f}" if len(values) > 1 else "")

@@ -7,10 +7,11 @@ from megatron.evaluation.published import Number, published, tables
 from megatron.evaluation.reproduce import Asked, compare, render
 from tests.support import run
 
-ASKED = Asked({("github", "alibi"): frozenset({"a1"})}, train_length=512, step=50000, tokens=819_200_000)
+ASKED = Asked({("github", "alibi"): frozenset({"a1"})}, train_length=512, step=50000, tokens=819_200_000, start=16000)
 ROW = {
     **{"pos_emb": "alibi", "length": 1024, "protocol": "paper", "part": "valid", "windows": 320, "train_length": 512},
     **{"step": 50000, "config_hash": "a1", "corpus_tokens": 10**10, "cell": {"data": "github"}},
+    "start": 16000,
     "dtype": "float32",  # as evaluate.py writes it into every row
 }
 
@@ -56,8 +57,16 @@ def test_a_difference_is_counted_in_standard_errors():
     assert found.standard_errors(None) is None
     assert cell_of(rows[:1]).standard_errors(5) is None  # one seed has no spread
     text = render(published("kerple-table3"), compare(published("kerple-table3"), rows, ASKED))
-    assert "github        alibi         1024    3.15 ± 0.17          3.3 ± 0.1  3      +0.15       +1.6" in text
+    assert "github alibi 1024 3.15 ± 0.17 3.30 ± 0.10 3 +0.15 +1.6" in " ".join(text.split())
     assert "1 of 108 cells are there; none is filled in" in text
+    for digits in ("3.40 ± 0.20", "22.0 ± 0.6", "6674 ± 5696"):  # as the paper prints them
+        assert f"  {digits}  " in text
+
+
+def test_a_seed_that_is_there_twice_is_refused():
+    found = cell_of([ROW | {"seed": seed, "perplexity": value} for seed, value in ((1, 3.2), (1, 3.9), (2, 3.3))])
+    assert found.ours == (3.3,)
+    assert found.refused == ("seed 1 is there 2 times: give the results of one run",)
 
 
 @pytest.mark.parametrize(
@@ -67,6 +76,7 @@ def test_a_difference_is_counted_in_standard_errors():
         ({"step": 700}, "step is 700"),
         ({"windows": 8}, "windows is 8"),
         ({"part": "test"}, "part is test"),
+        ({"start": 0}, "start is 0, the table's is 16000"),
         ({"window": 512}, "evaluated with window 512"),
         ({"config_hash": "b2"}, "configuration b2 is none of the sweep's"),
         ({"corpus_tokens": 23_226_347}, "a stand-in"),

@@ -1,6 +1,6 @@
 """Numbers of papers, with where they were read; each .yml beside this file is one table."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +13,13 @@ HERE = Path(__file__).parent
 
 @dataclass(frozen=True)
 class Number:
-    """mean and, where it is known, standard deviation over seeds; `note` where the paper has no number."""
+    """mean and, where it is known, standard deviation over seeds; `note` where the paper has no number; `digits`: both
+    as the paper prints them."""
 
     mean: float | None
     std: float | None = None
     note: str = ""
+    digits: tuple[str, ...] = field(default=(), compare=False)
 
 
 @dataclass(frozen=True)
@@ -38,15 +40,17 @@ def published(name: str) -> Published:
     """One table by its name; UserError where there is none."""
     if name not in tables():
         raise UserError(f"{name}: no such table; there are {', '.join(tables())}")
-    said = yaml.safe_load((HERE / f"{name}.yml").read_text(encoding="utf-8"))
+    text = (HERE / f"{name}.yml").read_text(encoding="utf-8")
+    said, digits = yaml.safe_load(text), yaml.load(text, yaml.BaseLoader)["cells"]  # 3.40 stays "3.40" in the second
     cells = {
         corpus: {
-            encoding: {
-                length: Number(None, note=value) if isinstance(value, str) else Number(*value)
-                for length, value in row.items()
-            }
-            for encoding, row in table.items()
+            encoding: {int(length): _number(value) for length, value in row.items()} for encoding, row in table.items()
         }
-        for corpus, table in said.pop("cells").items()
+        for corpus, table in digits.items()
     }
+    del said["cells"]
     return Published(name, said, cells)
+
+
+def _number(value: str | list[str]) -> Number:
+    return Number(None, note=value) if isinstance(value, str) else Number(*map(float, value), digits=tuple(value))
