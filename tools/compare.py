@@ -6,6 +6,7 @@ Several seeds of an encoding are one line; from three common seeds on the runs a
 
 import argparse
 import json
+import signal
 import sys
 from pathlib import Path
 
@@ -44,4 +45,5 @@ def write(found: list[Comparison], path: Path) -> None:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` ends it without a word
     sys.exit(main())

@@ -5,6 +5,7 @@ A cell is compared only where its rows answer the table's question; all others a
 """
 
 import argparse
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -74,4 +75,5 @@ def asked(table: Published, sweep: Sweep) -> Asked:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` ends it without a word
     sys.exit(main())

@@ -137,7 +137,9 @@ def labels_of(rows: Sequence[Row], keys: Iterable[str]) -> list[str]:
     """A label for each of some rows: the encoding, and those of the keys that tell it from others of that name."""
     labels = [row["pos_emb"] for row in rows]
     for key in keys:
-        values = [_plain(row.get(key)) for row in rows]
+        said = [row.get(key) for row in rows]
+        switch = any(isinstance(value, bool) for value in said)  # a row without it has it off
+        values = [plain(bool(value) if switch else value) for value in said]
         twins = {
             label for label in labels if len({v for v, other in zip(values, labels, strict=True) if other == label}) > 1
         }
@@ -145,8 +147,10 @@ def labels_of(rows: Sequence[Row], keys: Iterable[str]) -> list[str]:
     return labels
 
 
-def _plain(value: Any) -> Any:
-    """Options of an encoding as a short text, such as kernels [exp, gaussian]; anything else as it is."""
+def plain(value: Any) -> Any:
+    """Options of an encoding as a short text, such as kernels [exp, gaussian]; none, off, on; all else as it is."""
+    if value is None or isinstance(value, bool):
+        return {None: "none", False: "off", True: "on"}[value]
     if not isinstance(value, dict):
         return value
     return " ".join(f"{key} {json.dumps(option)}" for key, option in value.items()).replace('"', "") or "defaults"

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron.evaluation.published import Number, Published
-from megatron.evaluation.report import SEEN, Row
+from megatron.evaluation.report import SEEN, Row, plain
 
 TABLE_HEAD = ("corpus", "pos_emb", "length", "paper", "ours", "seeds", "difference", "std errors")
 
@@ -104,7 +104,7 @@ def refusal(row: Row, table: Published, asked: Asked, hashes: frozenset[str]) ->
     for key, value in wanted.items():
         if row.get(key) != value:
             return f"{key} is {row.get(key)}, the table's is {value}"
-    changed = [f"{key} {row[key]}" for key in SEEN if key != "dtype" and row.get(key)]  # every row has a dtype
+    changed = [f"{key} {plain(row[key])}" for key in SEEN if key != "dtype" and row.get(key)]  # every row has a dtype
     if changed:
         return f"it was evaluated with {', '.join(changed)}"
     if row["config_hash"] not in hashes:

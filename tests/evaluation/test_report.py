@@ -55,6 +55,16 @@ def test_a_measurement_of_another_text_stands_beside_the_first_and_is_said(tmp_p
     assert "rotary: several texts were scored at length 512; the last is shown" in table(found)
 
 
+def test_labels_say_none_off_and_on():
+    found = rows("rotary", {512: 12.0})
+    found += rows("rotary", {512: 12.1}, window=512) + rows("rotary", {512: 12.2}, window=512, logn_scale=True)
+    assert list(runs(found)) == [
+        "rotary, window none",
+        "rotary, window 512, logn_scale off",
+        "rotary, window 512, logn_scale on",
+    ]
+
+
 def test_the_markdown_table_says_the_same():
     assert table(TWO, markdown=True) == (
         "| pos_emb | 512\\* | 1024 |\n"

@@ -1,13 +1,15 @@
 """Encodings against one of them, from results files to marks."""
 
 import json
+import subprocess
+import sys
 
 import numpy as np
 import pytest
 
 from megatron.errors import UserError
 from megatron.evaluation.comparison import compared, encodings
-from tests.support import run
+from tests.support import ROOT, run
 
 
 def row(pos_emb, losses, seed=1, **more):
@@ -99,6 +101,14 @@ def test_what_is_no_pair_is_refused_with_the_reason():
         encodings([row("b", hard, checkpoint="runs/x"), row("b", hard, checkpoint="runs/y")])
     with pytest.raises(UserError, match="--against: there is no 'c' - choose one of a, b"):
         compared([row("a", hard), row("b", hard)], "c")
+
+
+def test_a_reader_that_leaves_early_is_no_fault(tmp_path):
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(row(name, texts())) + "\n" for name in "ab"))
+    words = [sys.executable, "tools/compare.py", tmp_path / "a.jsonl"]
+    with subprocess.Popen(words, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        process.stdout.close()
+        assert process.stderr.read() == b""
 
 
 def test_the_tool_prints_a_table_for_each_length_and_writes_markdown_and_json(tmp_path):
