@@ -52,12 +52,18 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--folder", type=Path, metavar="DIR", help="where the runs are; default: runs/sweeps/NAME")
     parser.add_argument("--only", nargs="+", default=[], metavar="AXIS=VALUE[,VALUE]", help="some cells of the grid")
     parser.add_argument("--dry-run", action="store_true", help="say what run would do, and its cost")
-    parser.add_argument("--jobs", type=int, metavar="N", help="runs at a time; default: one per GPU, or one")
+    parser.add_argument("--jobs", type=_count, metavar="N", help="runs at a time; default: one per GPU, or one")
     parser.add_argument("--launcher", choices=("local", "slurm"), default="local")
     parser.add_argument(
         "--sbatch", action="append", default=[], metavar="WORD", help="--sbatch=--partition=x: for Slurm"
     )
     return parser
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal() or not int(text):
+        raise argparse.ArgumentTypeError(f"{text} is no number of runs: give 1 or more")
+    return int(text)
 
 
 def places(jobs: int | None) -> list[str | None]:
@@ -75,7 +81,7 @@ def plan(sweep: Sweep, states: list[State], jobs: int | None) -> str:
     kinds = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
     dtype = kinds[sweep.cells[0].config.precision.dtype] if gpu else torch.float32
     flops = speed_of(torch.device("cuda" if gpu else "cpu"), dtype)
-    asked, count = cost(sweep, states, flops), len(places(jobs))
+    asked, count = cost(sweep, states, flops), len(set(places(jobs)))  # runs on one device share its speed
     device = torch.cuda.get_device_name() if gpu else f"CPU, {torch.get_num_threads()} threads"
     basis = "as fast as this sweep's runs were" if asked.measured else f"assumed: 35 % of {flops / 1e12:.2g} TFLOP/s"
     folder = sweep.folder.resolve()

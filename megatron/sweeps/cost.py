@@ -2,8 +2,9 @@
 
 import statistics
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -98,13 +99,28 @@ def _evaluation_flops(evaluation: Evaluation, config: Config, vocab: int) -> flo
     lengths = _several(said.get("lengths", said.get("eval_lengths", config.evaluation.eval_lengths)))
     protocols = _several(said.get("protocol", "equal_tokens"))
     variants = len(_several(said.get("window", 0))) * len(_several(said.get("logn_scale", 0)))
-    text, windows = said.get("eval_tokens", config.evaluation.eval_tokens), said.get("windows", 320)
+    text = said.get("eval_tokens", config.evaluation.eval_tokens)
     total = 0.0
     for protocol in protocols:
-        for length in lengths:
-            tokens = windows * length if protocol == "paper" else max(text, length)
-            total += variants * tokens * forward_flops(config, vocab, length)
+        for length, count in window_counts(protocol, lengths, text, said).items():
+            total += variants * count * length * forward_flops(config, vocab, length)
     return total
+
+
+def window_counts(protocol: str, lengths: Sequence[int], text: int, said: Mapping[str, Any]) -> dict[int, int]:
+    """Windows of each length that a protocol computes on `text` tokens (see megatron.evaluation.protocols), at most."""
+    longest = max(lengths)
+    region = text // longest * longest
+    if protocol == "paper":
+        return dict.fromkeys(lengths, said.get("windows", 320))
+    if protocol == "tail":
+        return dict.fromkeys(lengths, len(range(longest, region + 1, max(said.get("tail", 256), longest // 4))))
+    if protocol == "position":
+        return {longest: region // longest}
+    stride = said.get("stride")
+    if protocol == "sliding":
+        return {length: len(range(0, region + 1 - length, stride or max(1, length // 2))) for length in lengths}
+    return {length: len(range(0, region + 1 - length, length)) for length in lengths}
 
 
 def _several(value: object) -> list:

@@ -1,5 +1,6 @@
 """A sweep file -> its cells: one checked configuration and its evaluations for each point of a grid."""
 
+import difflib
 import hashlib
 import itertools
 import json
@@ -117,7 +118,14 @@ def _points(given: dict[str, Any], path: Path) -> list[Values]:
 def _chosen(points: list[Values], only: Sequence[str], path: Path) -> list[Values]:
     for word in only:
         axis, _, wanted = word.partition("=")
-        known = {str(point.get(axis)) for point in points}
+        axes = list(points[0]) if points else []
+        if axis not in axes:
+            close = difflib.get_close_matches(axis, axes, 1)
+            raise UserError(
+                f"--only: {word}: {path} has no axis {axis}, it has {', '.join(axes)}"
+                + (f" - did you mean {close[0]}?" if close else "")
+            )
+        known = {str(point[axis]) for point in points}
         unknown = set(wanted.split(",")) - known
         if unknown:
             raise UserError(f"--only: {word}: {path} has {axis} = {', '.join(sorted(known))} at that place")

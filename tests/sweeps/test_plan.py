@@ -1,13 +1,16 @@
 """Sweep files: the shipped ones, what they become, what is wrong with a bad one, what the whole costs."""
 
+import numpy as np
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from megatron.config import load
+from megatron.data.tokens import TokenFile, TokenWriter
 from megatron.errors import UserError
+from megatron.evaluation.protocols import PROTOCOLS, Request
 from megatron.model import from_config
-from megatron.sweeps.cost import Cost, cost, forward_flops, parameters
+from megatron.sweeps.cost import Cost, cost, forward_flops, parameters, window_counts
 from megatron.sweeps.plan import load_sweep
 from megatron.sweeps.state import State
 from tests.support import ROOT
@@ -72,6 +75,8 @@ def test_a_bad_sweep_is_one_message(tmp_path, text, said):
 def test_only_names_what_there_is(tmp_path):
     with pytest.raises(UserError, match="seed = 1, 2"):
         sweep_of(tmp_path, f"settings: {{{TINY}}}\ngrid: {{seed: [1, 2]}}", only=["seed=3"])
+    with pytest.raises(UserError, match="no axis sed, it has seed - did you mean seed"):
+        sweep_of(tmp_path, f"settings: {{{TINY}}}\ngrid: {{seed: [1, 2]}}", only=["sed=1"])
 
 
 def test_operations_and_parameters_are_those_of_the_model():
@@ -85,6 +90,17 @@ def test_operations_and_parameters_are_those_of_the_model():
     assert parameters(config, vocab) == pytest.approx(sum(one.numel() for one in model.parameters()), rel=0.02)
     paper = load([ROOT / "configs/125M.yml"])
     assert parameters(paper, 50304) == pytest.approx(162_322_944, rel=0.01)
+
+
+@pytest.mark.parametrize("said", [{}, {"tail": 40, "stride": 24}])
+def test_windows_are_counted_as_the_protocols_cut_them(tmp_path, said):
+    with TokenWriter(tmp_path / "text", np.uint16, meta={}) as writer:
+        writer.add(np.zeros(5000, dtype=np.uint16))
+    lengths = [64, 96, 256] if said else [256, 512]
+    request = Request(TokenFile.open(tmp_path / "text"), lengths, "0,1,0", eval_tokens=4000, windows=7, **said)
+    for name, protocol in PROTOCOLS.items():
+        cut = {windows.length: len(windows.ids) for windows in protocol(request)}
+        assert window_counts(name, lengths, 4000, said | {"windows": 7}) == cut, name
 
 
 def test_the_cost_is_of_what_is_missing(tmp_path):

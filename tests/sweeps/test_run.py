@@ -186,6 +186,20 @@ def test_slurm_gets_an_array_of_what_is_missing(file, whole, tmp_path):
     assert "1 cells, 1 done" in done.stdout
 
 
+def test_a_number_of_jobs_is_at_least_one(file):
+    for jobs in ("0", "-1"):
+        wrong = run("tools/sweep.py", "run", file, f"--jobs={jobs}", "--dry-run")
+        assert wrong.returncode == 2
+        assert f"--jobs: {jobs} is no number of runs: give 1 or more" in wrong.stderr
+
+
+def test_runs_that_share_the_cpu_take_no_less_time_together(file, tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend("tools")
+    tool = importlib.import_module("sweep")
+    sweep = load_sweep(file, tmp_path)
+    assert "hours on 1 x" in tool.plan(sweep, [state_of(cell) for cell in sweep.cells], 2)
+
+
 def test_places_are_the_devices_that_this_process_may_use(monkeypatch):
     monkeypatch.syspath_prepend("tools")
     sweep = importlib.import_module("sweep")
