@@ -13,6 +13,7 @@ from megatron.evaluation.report import SEEN, SETTING, Row, aligned, cell, in_mar
 from megatron.evaluation.statistics import Estimate, holm, mean_of, mean_over_seeds, perplexity_of
 
 ALPHA = 0.05
+FEW = 20  # windows, below which an interval covers less than it says (docs/evaluation.md)
 SEEDS = 3  # from so many common seeds on, runs are compared by seed
 WORSE, BETTER = "†", "‡"
 # What makes runs the same encoding, trained and seen alike, that differ in their seed only.
@@ -237,6 +238,11 @@ def _notes(found: Sequence[Comparison]) -> list[str]:
             f" {' to '.join(map(str, _ends(blocks)))} neighbouring windows; about these weights: another seed may"
             " differ by more"
         )
+    counts = {(one.length, one.windows.n) for one in found if one.unit == "windows" and one.windows}
+    few = sorted(count for count in counts if count[1] < FEW)
+    if few:
+        places = ", ".join(f"{windows} at length {length}" for length, windows in few)
+        lines.append(f"few windows ({places}): where neighbours are alike, their intervals cover less than 95 %")
     if "seeds" in units:
         lines.append(f"differences of the same seeds, Student's t over seeds (from {SEEDS} common seeds on)")
     if tokens:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from megatron.errors import UserError
-from megatron.evaluation.comparison import compared, encodings
+from megatron.evaluation.comparison import compared, encodings, tables
 from tests.support import ROOT, run
 
 
@@ -83,6 +83,11 @@ def test_many_comparisons_make_each_less_significant():
     assert among.p > alone.p
 
 
+def test_rows_of_few_windows_are_noted():
+    rows = [row(name, texts(n) + 0.01 * texts(n, seed), length=n) for n in (19, 20) for seed, name in enumerate("ab")]
+    assert "few windows (19 at length 19): where neighbours" in tables(compared(rows))
+
+
 def test_what_is_no_pair_is_refused_with_the_reason():
     hard = texts()
     refused = {
@@ -123,6 +128,7 @@ def test_the_tool_prints_a_table_for_each_length_and_writes_markdown_and_json(tm
     assert "length 1024: stdlib valid" in done.stdout
     assert "Holm's correction for 2 comparisons" in done.stdout
     assert done.stdout.count("†") == 3  # two cells and the note
+    assert "few windows" not in done.stdout
     cells = json.loads((tmp_path / "a.json").read_text())
     assert [(cell["encoding"], cell["length"], cell["mark"]) for cell in cells] == [
         ("mep_free", 512, ""),
