@@ -112,14 +112,15 @@ def window_counts(protocol: str, lengths: Sequence[int], text: int, said: Mappin
     longest = max(lengths)
     region = text // longest * longest
     if protocol == "paper":
-        return dict.fromkeys(lengths, said.get("windows", 320))
+        return dict.fromkeys(lengths, int(said.get("windows", 320)))
     if protocol == "tail":
         return dict.fromkeys(lengths, len(range(longest, region + 1, max(said.get("tail", 256), longest // 4))))
     if protocol == "position":
         return {longest: region // longest}
-    stride = said.get("stride")
     if protocol == "sliding":
-        return {length: len(range(0, region + 1 - length, stride or max(1, length // 2))) for length in lengths}
+        return {
+            length: len(range(0, region + 1 - length, said.get("stride") or max(1, length // 2))) for length in lengths
+        }
     return {length: len(range(0, region + 1 - length, length)) for length in lengths}
 
 

@@ -53,4 +53,8 @@ def published(name: str) -> Published:
 
 
 def _number(value: str | list[str]) -> Number:
-    return Number(None, note=value) if isinstance(value, str) else Number(*map(float, value), digits=tuple(value))
+    """A note, or [mean] or [mean, standard deviation]."""
+    if isinstance(value, str):
+        return Number(None, note=value)
+    mean, *std = map(float, value)
+    return Number(mean, std[0] if std else None, digits=tuple(value))
