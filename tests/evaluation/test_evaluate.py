@@ -112,9 +112,8 @@ def test_the_protocol_of_the_papers_is_named_in_the_results(folder):
     rows = read_results([folder / "run/evaluation/text-valid-global_step7-paper.jsonl"])
     assert [(row["protocol"], row["windows"], row["tokens"]) for row in rows] == [("paper", 5, 80), ("paper", 5, 160)]
     first = {row["text"] for row in rows}
-    assert (
-        evaluate("--checkpoint", folder / "run", *["--protocol", "paper", "--windows", "5", "--start", "3", "--lengths", "16", "32"]) == 0
-    )
+    again = ["--protocol", "paper", "--windows", 5, "--start", 3, "--lengths", 16, 32]
+    assert evaluate("--checkpoint", folder / "run", *again) == 0
     rows = read_results([folder / "run/evaluation/text-valid-global_step7-paper.jsonl"])
     assert sorted((row["length"], row["start"]) for row in rows) == [(16, 0), (16, 3), (32, 0), (32, 3)]
     assert first < {row["text"] for row in rows}  # other windows replace nothing
