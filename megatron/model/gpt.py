@@ -139,7 +139,7 @@ class GPT(nn.Module):
         position, shape = self.position, self.position.shape
         needs = Needs(
             self.word_embeddings.weight.new_empty(0, shape.heads, 0, shape.head_dim),
-            tables=position.distance_bias(1) is not None or position.distance_weight(1) is not None,
+            tables=position.has("distance_bias") or position.has("distance_weight"),
             narrowed=self.window is not None or self.blockwise,
             index_bias=position.has("index_bias"),
             content=position.has("on_scores"),

@@ -81,7 +81,7 @@ class Position(nn.Module):
         raise NotImplementedError
 
     def has(self, hook: str) -> bool:
-        """Whether this encoding has the hook index_bias or on_scores."""
+        """Whether this encoding has a hook of its own: index_bias, on_scores, distance_bias …"""
         return getattr(type(self), hook) is not getattr(Position, hook)
 
     def distances(self, length: int) -> Tensor:
