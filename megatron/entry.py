@@ -13,6 +13,7 @@ from megatron.config import Config, load
 from megatron.config.document import help_text
 from megatron.config.read import is_override
 from megatron.errors import UserError
+from megatron.parallel.grid import left_at_the_end
 from megatron.training.checkpoint import find
 
 NOTES_SAID = "MEGATRON_NOTES_SAID"
@@ -44,7 +45,9 @@ def run(
             config = load_given(*split(given.words, given.conf_dir), given)
             require(config, purpose, given)
             say(config.notes)
-        sys.exit(main(config, given) or 0)
+        with left_at_the_end():
+            status = main(config, given) or 0
+        sys.exit(status)
     except UserError as fault:
         complain(str(fault))
         sys.exit(1)

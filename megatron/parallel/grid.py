@@ -2,6 +2,8 @@
 
 import os
 import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -83,6 +85,26 @@ def connect(backend: str | None = None) -> Grid:
         backend = "gloo" if not cuda else backend or "nccl"
         deepspeed.init_distributed(dist_backend=backend, auto_mpi_discovery=False, verbose=False)
     return Grid(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), device)
+
+
+@contextmanager
+def left_at_the_end() -> Iterator[None]:
+    """Processes joined inside are left at the end, before this one ends; those joined before stay.
+
+    gloo's threads may still hold tensors when the interpreter ends, and then abort it (pytorch#179291): status -6 after
+    all the work was done. After a fault nccl is not asked: it would wait for the others.
+    """
+    outside = torch.distributed.is_initialized()
+    orderly = False
+    try:
+        yield
+        orderly = True
+    finally:
+        joined = torch.distributed.is_initialized() and not outside
+        if joined and (orderly or torch.distributed.get_backend() == "gloo"):
+            import deepspeed  # connect() did so, and it keeps groups of its own
+
+            deepspeed.comm.destroy_process_group()
 
 
 def _told_by_a_scheduler() -> dict[str, str]:

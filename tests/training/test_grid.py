@@ -4,6 +4,25 @@ import pytest
 
 from megatron.errors import UserError
 from megatron.parallel.grid import ALONE, SCHEDULERS, _told_by_a_scheduler
+from tests.support import run
+
+ENDS = """
+import torch.distributed
+from megatron import entry
+from megatron.errors import UserError
+from megatron.parallel.grid import connect
+
+def main(config, options):
+    connect().mean(torch.ones(3))
+    if FAULT:
+        raise UserError("a fault")
+
+def end():
+    try:
+        entry.run(main, description="", config_needed=False, argv=[])
+    except SystemExit as ended:
+        print(ended.code, torch.distributed.is_initialized())
+"""
 
 
 @pytest.fixture(autouse=True)
@@ -29,3 +48,9 @@ def test_one_process_alone_asks_nobody(monkeypatch):
     monkeypatch.setenv("SLURM_NTASKS", "1")
     assert _told_by_a_scheduler() == {}
     assert ALONE["WORLD_SIZE"] == "1"
+
+
+@pytest.mark.parametrize(("fault", "status"), [(False, 0), (True, 1)])
+def test_a_script_leaves_the_processes_that_it_joined_and_no_others(fault, status):
+    found = run("-c", f"{ENDS}\nFAULT = {fault}\nend()\nend()\nconnect()\nend()")
+    assert found.stdout.splitlines() == [f"{status} False", f"{status} False", f"{status} True"], found.stderr
