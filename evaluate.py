@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from megatron.commit import commit
 from megatron.config import Config
 from megatron.config.schema import Attention
 from megatron.data.tokens import TokenFile
@@ -32,7 +33,7 @@ from megatron.evaluation.report import Row, by_length, check_output, read_result
 from megatron.evaluation.resume import WindowFile, answered, code_fingerprint, file_fingerprint
 from megatron.model import GPT
 from megatron.parallel.grid import Grid, here
-from megatron.training.checkpoint import commit, find, load_for_evaluation
+from megatron.training.checkpoint import find, load_for_evaluation
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 

@@ -15,7 +15,7 @@ from megatron.positions import ALIASES, REGISTRY
 ROOT = Path(__file__).resolve().parent.parent
 # Arrows only downward: a file may import from its own part and from parts further up in this list.
 LEVELS = [
-    {"errors"},
+    {"errors", "commit"},
     {"positions", "attention"},
     {"config", "parallel"},
     {"model", "data"},

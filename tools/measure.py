@@ -7,7 +7,6 @@ import os
 import platform
 import resource
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -18,9 +17,10 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
+import _path  # noqa: F401 - the project's root
 import torch
-from _path import ROOT
 
+from megatron.commit import commit
 from megatron.errors import UserError
 
 SHORTEST = 0.02  # seconds that one measurement lasts at least, by repeating the call
@@ -285,17 +285,6 @@ def processor() -> str:
             if line.startswith("model name"):
                 return line.split(":")[1].strip()
     return platform.machine()
-
-
-def commit() -> str | None:
-    """The commit of the code that runs, "+" behind it where files were changed; None outside a repository."""
-    done = subprocess.run(
-        ["git", "describe", "--always", "--abbrev=10", "--dirty=+", "--exclude=*"],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-    )
-    return done.stdout.strip() or None
 
 
 def heading(bench: Bench) -> str:

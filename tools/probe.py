@@ -28,7 +28,7 @@ from megatron.evaluation.probes.attention import attention_by_distance, edges
 from megatron.evaluation.probes.receptive_field import reach, receptive_field
 from megatron.evaluation.probes.retrieval import TASKS, measured, scores_of
 from megatron.evaluation.probes.rows import PROBES, draw_probes, read_probes, thinned, write_probes
-from megatron.evaluation.protocols import Windows
+from megatron.evaluation.protocols import Windows, first_tokens
 from megatron.evaluation.report import Row
 from megatron.model import GPT
 from megatron.training.checkpoint import load_for_evaluation
@@ -75,13 +75,8 @@ def main(config: Config | None, options: argparse.Namespace) -> None:
 
 def held_out(tokens: TokenFile, given: Config, wanted: int, needed: int) -> np.ndarray:
     """The first tokens of a part, `wanted` where it has them; UserError where it has fewer than `needed`."""
-    part, pieces = given.evaluation.eval_part, [np.empty(0, dtype=tokens.dtype)]
-    for document in split_documents(tokens, given.data.split, part):
-        pieces.append(tokens.read(document, 0, wanted))
-        wanted -= len(pieces[-1])
-        if not wanted:
-            break
-    text = np.concatenate(pieces)
+    part = given.evaluation.eval_part
+    text = first_tokens(tokens, split_documents(tokens, given.data.split, part), wanted)
     if len(text) < needed:
         raise UserError(f"--lengths: the {part} part has {len(text)} tokens, {needed} are needed; give shorter lengths")
     return text

@@ -2,7 +2,7 @@
 
 import hashlib
 import logging
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -105,16 +105,18 @@ class Request:
                 "eval_tokens: %d are wanted, the %s part has %d: %d are measured",
                 *(self.eval_tokens, self.part, available, count),
             )
-        return np.concatenate([*_pieces(self.tokens, self.documents, count + 1)])
+        return first_tokens(self.tokens, self.documents, count + 1)
 
 
-def _pieces(tokens: TokenFile, documents: range, count: int) -> Iterator[np.ndarray]:
-    """The first `count` tokens of some documents."""
+def first_tokens(tokens: TokenFile, documents: range, count: int) -> np.ndarray:
+    """The first `count` tokens of some documents, or all that they have."""
+    pieces = [np.empty(0, dtype=tokens.dtype)]
     for document in documents:
         if count <= 0:
-            return
-        yield tokens.read(document, 0, min(count, int(tokens.sizes[document])))
-        count -= int(tokens.sizes[document])
+            break
+        pieces.append(tokens.read(document, 0, min(count, int(tokens.sizes[document]))))
+        count -= len(pieces[-1])
+    return np.concatenate(pieces)
 
 
 def equal_tokens(request: Request) -> list[Windows]:

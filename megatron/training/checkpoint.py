@@ -13,7 +13,6 @@ import logging
 import os
 import re
 import shutil
-import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -24,6 +23,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from megatron.commit import commit
 from megatron.config import Config
 from megatron.errors import UserError
 from megatron.model import GPT, from_config
@@ -162,16 +162,6 @@ def full_weights(engine: Any, *, keep: bool = True) -> dict[str, Tensor]:
         if keep:
             weights[name] = (parameter if master is None else master).detach().float().cpu().contiguous()
     return weights
-
-
-def commit() -> str | None:
-    """The commit of the code that runs, "+" behind it where files were changed; None outside a repository."""
-    here = Path(__file__).parent
-    try:
-        ask = ["git", "describe", "--always", "--dirty=+", "--abbrev=10", "--exclude=*"]
-        return subprocess.run(ask, cwd=here, capture_output=True, text=True, check=True, timeout=10).stdout.strip()
-    except (OSError, subprocess.SubprocessError):
-        return None
 
 
 @contextmanager

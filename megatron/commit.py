@@ -1,0 +1,14 @@
+"""Which code runs."""
+
+import subprocess
+from pathlib import Path
+
+
+def commit() -> str | None:
+    """The commit of the code that runs, "+" behind it where files were changed; None outside a repository."""
+    here = Path(__file__).parent
+    try:
+        ask = ["git", "describe", "--always", "--dirty=+", "--abbrev=10", "--exclude=*"]
+        return subprocess.run(ask, cwd=here, capture_output=True, text=True, check=True, timeout=10).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        return None
