@@ -68,7 +68,9 @@ def _style(number: int) -> dict[str, Any]:
 
 
 def draw_curve(axes: Axes, curve: Curve, number: int, *, markersize: float = 0) -> None:
-    """A line with its band, in the colour of its number."""
+    """A line with its band, in the colour of its number; nothing of a curve without values."""
+    if not len(curve.at):  # an empty line that is not clipped has a place at the figure's corner, for which axes shrink
+        return
     look = _style(number)
     axes.plot(curve.at, curve.values, linewidth=2, markersize=markersize, clip_on=False, zorder=3, **look)
     if curve.low is not None and curve.high is not None:
