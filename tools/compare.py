@@ -13,7 +13,7 @@ from pathlib import Path
 import _path  # noqa: F401 - the project's root
 
 from megatron.errors import UserError
-from megatron.evaluation.comparison import Comparison, compared, tables
+from megatron.evaluation.comparison import Comparison, compared, encodings, tables
 from megatron.evaluation.report import Beside, read_results
 
 
@@ -24,7 +24,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("-o", "--output", type=Path, metavar="FILE", help="also as .md or .json")
     options = parser.parse_args(argv)
     try:
-        found = compared(read_results(options.results), options.against)
+        found = compared(encodings(read_results(options.results)), options.against)
         if options.output:
             write(found, options.output)
         print(tables(found))

@@ -6,6 +6,7 @@ python tools/report.py RESULTS.jsonl … [PROBES.jsonl …] -o report.html [--pl
 import argparse
 import json
 import logging
+import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -29,6 +30,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("-o", "--output", type=Path, default=Path("report.html"), metavar="PAGE")
     parser.add_argument("--plots", type=Path, metavar="FOLDER", help="the figures as PNG, SVG and PDF")
+    parser.add_argument(
+        "--against", metavar="NAME", help="the encoding that others are compared with; default: the lowest"
+    )
     parser.add_argument("--title", default="Perplexity beyond the training length")
     options = parser.parse_args(argv)
     logging.basicConfig(level=logging.ERROR)
@@ -37,7 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         rows = read_results(path for path, probes in files.items() if not probes)
         probes = read_probes(path for path, probes in files.items() if probes)
         check_page(options.output)
-        page = Page(rows, probes, gathered([*rows, *probes], options.results))
+        page = Page(rows, probes, gathered([*rows, *probes], options.results), against=options.against)
         text = page.html(options.title)
         with Beside(options.output) as temporary:
             temporary.write_text(text, encoding="utf-8")
@@ -104,4 +108,5 @@ def places(name: str, files: Sequence[Path]) -> list[Path]:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` ends it without a word
     sys.exit(main())

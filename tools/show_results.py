@@ -1,6 +1,7 @@
 """Results of several runs in one table and one plot: python tools/show_results.py A.jsonl B.jsonl … [-o plot.png]"""
 
 import argparse
+import signal
 import sys
 from pathlib import Path
 
@@ -30,4 +31,5 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` ends it without a word
     sys.exit(main())

@@ -1,7 +1,7 @@
 """Encodings against one of them, window by window and seed by seed: differences with intervals, and what they mean."""
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean
 from typing import Any
@@ -82,17 +82,15 @@ class Comparison:
         }
 
 
-def compared(rows: Sequence[Row], against: str | None = None) -> list[Comparison]:
-    """Every encoding at every length of every setting against one: `against` or the first.
-
-    UserError where an encoding has two runs of one seed, or nothing can be paired.
+def compared(kinds: Mapping[str, Sequence[Row]], against: str | None = None) -> list[Comparison]:
+    """Every encoding at every length of every setting against one: `against` or the first; UserError where nothing can
+    be paired. kinds: rows by encoding, as `encodings` finds them.
     """
-    kinds = encodings(rows)
     reference = against or next(iter(kinds))
     if reference not in kinds:
         raise UserError(f"--against: there is no '{reference}' - choose one of {', '.join(kinds)}")
     found = []
-    for place in dict.fromkeys(_place(row) for row in rows):
+    for place in dict.fromkeys(_place(row) for kind in kinds.values() for row in kind):
         here = {label: [row for row in kind if _place(row) == place] for label, kind in kinds.items()}
         found += [_compared(label, here[label], reference, here[reference]) for label in here if here[label]]
     others = [one for one in found if one.encoding != reference]
@@ -204,7 +202,7 @@ def tables(found: Sequence[Comparison], *, markdown: bool = False) -> str:
         lines = in_markdown(head, body) if markdown else aligned(head, body)
         reasons = [f"{one.encoding}: {one.reason}" for one in group if one.reason]
         parts.append("\n".join([f"length {place[1]}: {place[0]}", *([""] if markdown else []), *lines, *reasons]))
-    return "\n\n".join([*parts, ("  \n" if markdown else "\n").join(_notes(found))])
+    return "\n\n".join([*parts, ("  \n" if markdown else "\n").join(how_made(found))])
 
 
 def _cells(one: Comparison) -> list[str]:
@@ -226,8 +224,8 @@ def _ratio(difference: float) -> str:
     return "inf" if ratio is None else f"{ratio:.4f}" if ratio < 10 else f"{ratio:.3g}"
 
 
-def _notes(found: Sequence[Comparison]) -> list[str]:
-    """How the intervals and the marks were made."""
+def how_made(found: Sequence[Comparison]) -> list[str]:
+    """How the intervals and the marks were made, in sentences."""
     reference, units = found[0].reference, {one.unit for one in found}
     blocks = sorted({one.windows.block for one in found if one.windows})
     tokens = [one.windows.n_eff / one.windows.n * one.tokens for one in found if one.windows and one.windows.n_eff]

@@ -156,6 +156,9 @@ def plain(value: Any) -> Any:
     return " ".join(f"{key} {json.dumps(option)}" for key, option in value.items()).replace('"', "") or "defaults"
 
 
+OF_WINDOWS = ("window_losses", "window_tokens")  # of windows as long as they were measured
+
+
 def by_length(rows: Sequence[Row], lengths: Iterable[int]) -> list[Row]:
     """The rows, and instead of one with losses by position a row for each length that it covers: its prefix curve."""
     found = []
@@ -166,7 +169,8 @@ def by_length(rows: Sequence[Row], lengths: Iterable[int]) -> list[Row]:
         curve = prefix_curve(row["position_edges"], row["position_losses"])
         for length in lengths:
             loss, tokens = curve[length], row["windows"] * length
-            found.append(row | {"length": length, "tokens": tokens, "loss": loss, "perplexity": perplexity_of(loss)})
+            whole = {key: value for key, value in row.items() if length == row["length"] or key not in OF_WINDOWS}
+            found.append(whole | {"length": length, "tokens": tokens, "loss": loss, "perplexity": perplexity_of(loss)})
     return found
 
 

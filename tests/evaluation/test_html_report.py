@@ -4,8 +4,10 @@ import math
 import re
 from html.parser import HTMLParser
 
+import numpy as np
 import pytest
 
+from megatron.errors import UserError
 from megatron.evaluation.html_report.figures import svg
 from megatron.evaluation.html_report.gather import Evidence, groups, interval, perplexity_curve, position_curve, summary
 from megatron.evaluation.html_report.page import Page
@@ -99,9 +101,55 @@ def test_every_number_of_the_rows_is_in_the_table(page):
     for one in ROWS:
         if one["perplexity"] is not None:
             assert f"seed {one['seed']}: {one['perplexity']:.6g} (loss 2.4)" in page
-    assert page.count('class="best"') == 2
-    assert re.search(r'class="best"[^>]*>11.00', page)
-    assert re.search(r'class="best"[^>]*>9.25', page)
+    assert 'class="best"' not in page, "without losses by window nothing is known to be better"
+
+
+def texts(*encodings):
+    """Rows of 64 windows each: (pos_emb, length, what its loss has more than alibi's in every window)."""
+    hard = 3 + 0.5 * np.random.default_rng(0).standard_normal(64)
+    noise = 0.01 * np.random.default_rng(1).standard_normal((len(encodings), 64))
+    for (name, length, more), one in zip(encodings, noise - noise.mean(axis=1, keepdims=True), strict=True):
+        losses = hard + one + more
+        numbers = {"loss": losses.mean(), "window_losses": losses.tolist(), "text": f"t{length}", "windows": 64}
+        yield row(name, 1, length, math.exp(losses.mean()), **numbers)
+
+
+def test_bold_is_what_does_not_differ_significantly_from_the_lowest():
+    rows = texts(
+        *(("alibi", 512, 0.0), ("mep", 512, 0.0005), ("t5", 512, 0.05)),
+        *(("alibi", 1024, 0.05), ("mep", 1024, 0.0), ("t5", 1024, 0.5)),
+    )
+    found = Page([*rows], [], {}).html("t")
+    bold = re.findall(r'<tr><td>(\w+)</td><td[^>]*>1</td><td( class="best")?[^>]*>.*?</td><td( class="best")?', found)
+    assert [(name, bool(first), bool(second)) for name, first, second in bold] == [
+        *(("alibi", True, False), ("mep", True, True), ("t5", False, False)),
+    ]
+
+
+def test_differences_are_paired_against_the_lowest_at_the_longest_length_or_one_that_is_named():
+    rows = [
+        *texts(("alibi", 512, 0.0), ("mep", 512, -0.03), ("t5", 512, 0.1), ("alibi", 1024, 0.0), ("mep", 1024, 0.2))
+    ]
+    table = Reader(Page(rows, [], {}).html("t")).tables[1]
+    assert table[0] == ["loss - alibi", "512", "1024"]
+    assert [[text.split(" ")[0] for text in line] for line in table[1:]] == [
+        ["mep", "‡-0.030", "†+0.200"],
+        ["t5", "†+0.100", "-"],
+    ]
+    other = Reader(Page(rows, [], {}, against="mep").html("t")).tables[1]
+    assert other[0] == ["loss - mep", "512", "1024"]
+    assert other[1][0] == "alibi"
+    with pytest.raises(UserError, match="--against: there is no 'rope' - choose one of alibi, mep, t5"):
+        Page(rows, [], {}, against="rope").html("t")
+
+
+def test_a_pass_by_position_is_shown_at_the_shorter_lengths_that_it_holds():
+    told = {"protocol": "position", "position_edges": [0, 512, 1024, 1500, 2048], "windows": 1}
+    rows = [row("mep", 1, 2048, math.exp(2.0), loss=2.0, position_losses=[3.0, 2.0, 1.0, 2.0], **told)]
+    table = Reader(Page(rows, [], {}).html("t")).tables[0]
+    assert table[0] == ["pos_emb", "seeds", "512*", "1024", "2048"]
+    assert table[1][2:4] == [f"{math.exp(3.0):.2f}", f"{math.exp(2.5):.2f}"]
+    assert table[1][4].startswith("7.39")
 
 
 def test_what_is_missing_is_said(page):

@@ -20,6 +20,10 @@ def row(pos_emb, losses, seed=1, **more):
     return facts | {"perplexity": float(np.exp(losses.mean())), "window_losses": losses.tolist()} | more
 
 
+def against(rows, name=None):
+    return compared(encodings(rows), name)
+
+
 def texts(n=64, seed=0):
     """Losses of windows of a text, some much harder than others."""
     return 3 + 0.5 * np.random.default_rng(seed).standard_normal(n)
@@ -28,12 +32,12 @@ def texts(n=64, seed=0):
 def test_a_small_difference_shows_because_windows_are_pairs():
     hard, noise = texts(), 0.01 * np.random.default_rng(1).standard_normal((2, 64))
     rows = [row("mep_free", hard), row("t5", hard + 0.02 + noise[0]), row("alibi", hard + noise[1])]
-    reference, worse, same = compared(rows)
+    reference, worse, same = against(rows)
     assert (reference.mark, worse.mark, same.mark) == ("", "†", "")
     low, high = worse.interval
     assert low < 0.02 < high < 0.03, "windows alone spread by 0.5"
     assert worse.difference.mean == pytest.approx(worse.windows.mean) == pytest.approx(0.02, abs=0.005)
-    assert compared(rows, "t5")[0].mark == "‡"
+    assert against(rows, "t5")[0].mark == "‡"
 
 
 def test_the_interval_of_a_pair_covers_the_truth_at_its_nominal_rate():
@@ -42,7 +46,7 @@ def test_the_interval_of_a_pair_covers_the_truth_at_its_nominal_rate():
         hard, noise = texts(40), generator.standard_normal((2, 41))
         # Neighbours share half of their noise: a correlation of 0.2.
         first, second = (hard + 0.1 * (one[1:] + 0.21 * one[:-1]) for one in noise)
-        low, high = compared([row("a", first), row("b", second + 0.05)])[1].interval
+        low, high = against([row("a", first), row("b", second + 0.05)])[1].interval
         hits += low < 0.05 < high
     assert abs(hits / 400 - 0.95) < 3 * np.sqrt(0.95 * 0.05 / 400)
 
@@ -55,12 +59,12 @@ def test_three_seeds_are_compared_by_seed_and_two_by_window():
         for name in shifts
         for seed, shift in enumerate(shifts[name])
     ]
-    _, three = compared(rows)
+    _, three = against(rows)
     assert (three.unit, three.difference.n, three.seeds) == ("seeds", 3, (0, 1, 2))
     assert three.difference.mean == pytest.approx(0.05, abs=0.005)
     values = [one["perplexity"] for one in rows[3:]]
     assert (three.perplexity, three.std) == pytest.approx((np.mean(values), np.std(values, ddof=1)))
-    _, two = compared([one for one in rows if one["seed"] < 2])
+    _, two = against([one for one in rows if one["seed"] < 2])
     assert (two.unit, two.difference.n) == ("windows", 64)
     assert two.difference.mean == pytest.approx(0.055, abs=0.005)
 
@@ -68,8 +72,8 @@ def test_three_seeds_are_compared_by_seed_and_two_by_window():
 def test_several_seeds_with_a_text_each_are_paired_within_their_seed():
     rows = [row("a", texts(9, seed), seed, text=f"t{seed}", protocol="paper") for seed in range(2)]
     rows += [row("b", texts(9, seed) + 0.1, seed, text=f"t{seed}", protocol="paper") for seed in range(2)]
-    assert compared(rows)[1].difference.mean == pytest.approx(0.1)
-    assert compared(rows)[1].difference.n == 18
+    assert against(rows)[1].difference.mean == pytest.approx(0.1)
+    assert against(rows)[1].difference.n == 18
 
 
 def test_many_comparisons_make_each_less_significant():
@@ -78,14 +82,14 @@ def test_many_comparisons_make_each_less_significant():
     slight = 0.01 * (noise - noise.mean()) + 0.0033
     rows = [row("a", hard), row("b", hard + slight)]
     many = [row(f"c{number}", hard + 0.01 * generator.standard_normal(64)) for number in range(20)]
-    alone, among = compared(rows)[1], compared(rows + many)[1]
+    alone, among = against(rows)[1], against(rows + many)[1]
     assert (alone.mark, among.mark) == ("†", "")
     assert among.p > alone.p
 
 
 def test_rows_of_few_windows_are_noted():
     rows = [row(name, texts(n) + 0.01 * texts(n, seed), length=n) for n in (19, 20) for seed, name in enumerate("ab")]
-    assert "few windows (19 at length 19): where neighbours" in tables(compared(rows))
+    assert "few windows (19 at length 19): where neighbours" in tables(against(rows))
 
 
 def test_what_is_no_pair_is_refused_with_the_reason():
@@ -99,13 +103,13 @@ def test_what_is_no_pair_is_refused_with_the_reason():
     }
     for reason, other in refused.items():
         with pytest.raises(UserError, match=f"nothing can be compared with a:\n  b at .*{reason}"):
-            compared([row("a", hard), other])
-    both = compared([row("a", hard), row("b", hard, text="cd34"), row("c", hard + 1)])
+            against([row("a", hard), other])
+    both = against([row("a", hard), row("b", hard, text="cd34"), row("c", hard + 1)])
     assert [one.reason is None for one in both] == [True, False, True]
     with pytest.raises(UserError, match=r"b: seed 1 is there twice at length 512: runs/x .* and runs/y"):
         encodings([row("b", hard, checkpoint="runs/x"), row("b", hard, checkpoint="runs/y")])
     with pytest.raises(UserError, match="--against: there is no 'c' - choose one of a, b"):
-        compared([row("a", hard), row("b", hard)], "c")
+        against([row("a", hard), row("b", hard)], "c")
 
 
 def test_a_reader_that_leaves_early_is_no_fault(tmp_path):

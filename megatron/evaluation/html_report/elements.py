@@ -16,7 +16,7 @@ class Cell:
     value: float | None = None
     spread: str = ""
     title: str = ""
-    kind: str = ""  # best, missing, text, text long
+    kind: str = ""  # best, missing, pair, text, text long
 
     def html(self) -> str:
         marks = f' class="{self.kind}"' if self.kind else ""

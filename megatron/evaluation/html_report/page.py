@@ -7,6 +7,7 @@ from html import escape
 
 from matplotlib.figure import Figure
 
+from megatron.errors import UserError
 from megatron.evaluation.html_report import figures
 from megatron.evaluation.html_report.elements import Cell, document, figure, items, paragraph, table
 from megatron.evaluation.html_report.gather import (
@@ -19,10 +20,11 @@ from megatron.evaluation.html_report.gather import (
     settings_of,
     summary,
 )
-from megatron.evaluation.html_report.texts import GAIN, OVER_SEEDS, PROBES, PROTOCOLS, UNKNOWN
+from megatron.evaluation.html_report.paired import not_told_apart, paired
+from megatron.evaluation.html_report.texts import BOLD, GAIN, OVER_SEEDS, PROBES, PROTOCOLS, UNKNOWN
 from megatron.evaluation.probes.retrieval import TASKS
 from megatron.evaluation.probes.rows import cells, draw_probes
-from megatron.evaluation.report import Row, cell, notes, runs
+from megatron.evaluation.report import Row, by_length, cell, notes, runs
 
 MISSING = Cell("-", kind="missing", title="not measured")
 
@@ -30,16 +32,22 @@ MISSING = Cell("-", kind="missing", title="not measured")
 class Page:
     """Sections and figures as they come: `figures` by the name of their file."""
 
-    def __init__(self, rows: Sequence[Row], probes: Sequence[Row], evidence: Found) -> None:
-        self.rows, self.probes, self.evidence = rows, probes, evidence
+    def __init__(
+        self, rows: Sequence[Row], probes: Sequence[Row], evidence: Found, *, against: str | None = None
+    ) -> None:
+        self.rows, self.probes, self.evidence, self.against = rows, probes, evidence, against
         self.figures: dict[str, Figure] = {}
         self.missing: list[str] = []
+        self.labels: list[str] = []
         self.sections: list[tuple[str, str]] = []
 
     def html(self, title: str) -> str:
-        """The whole page; `figures` is full after it."""
+        """The whole page; `figures` is full after it. UserError where no text has the encoding to compare with."""
         for number, members in enumerate(settings_of(self.rows).values()):
-            self.measured(members, f"{number + 1}-" if number else "")
+            self.measured(with_prefixes(members), f"{number + 1}-" if number else "")
+        labels = dict.fromkeys(self.labels)
+        if self.against is not None and self.against not in labels:
+            raise UserError(f"--against: there is no '{self.against}' - choose one of {', '.join(labels)}")
         trained = models([*self.rows, *self.probes], self.evidence)
         self.add("Probes", self.probed())
         self.add("Kernels", self.kernels(trained))
@@ -72,26 +80,28 @@ class Page:
         near = figures.perplexity_near(found, rows)
         parts.append(self.draw(f"{prefix}perplexity-near", near, "The same without what rises far above the lowest."))
         parts.append(self.perplexities(found, rows, f"{name}, {protocol}"))
+        parts.append(paired(found, self.against))
+        self.labels += [group.label for group in found]
         caption = "Loss by position in the longest windows, mean over seeds."
         parts.append(self.draw(f"{prefix}position", figures.by_position(found, rows), caption))
         parts.append(items(line for line in notes(rows) if not of_one_run(line, rows)))
         self.add(f"{name}: {protocol}", "".join(parts))
 
     def perplexities(self, found: Sequence[Group], rows: Sequence[Row], where: str) -> str:
-        """One line per group, one column per length, the best of each in bold."""
+        """One line per group, one column per length; bold is what nothing tells from the lowest."""
         lengths = sorted({row["length"] for row in rows})
         trained = {row.get("train_length") for row in rows}
-        means = {(group.label, n): one.mean for group in found for n in group.rows if (one := summary(group.rows[n]))}
-        best = {n: min((mean for (_, at), mean in means.items() if at == n), default=None) for n in lengths}
+        bold = {n: not_told_apart(found, n) for n in lengths}
         body = []
         for group in found:
             line = [Cell(group.label), Cell(str(len(group.seeds) or 1), len(group.seeds) or 1)]
             for length in lengths:
-                line.append(perplexity_cell(group.rows.get(length, []), best[length]))
+                line.append(perplexity_cell(group.rows.get(length, []), best=group.label in bold[length]))
                 if line[-1].missing:
                     self.missing.append(f"{where}, {group.label} at {length}: {line[-1].title}")
             body.append(line)
-        return table(["pos_emb", "seeds", *(f"{n}*" if n in trained else str(n) for n in lengths)], body)
+        head = ["pos_emb", "seeds", *(f"{n}*" if n in trained else str(n) for n in lengths)]
+        return table(head, body) + paragraph(BOLD if any(bold.values()) else "", "muted")
 
     def probed(self) -> str:
         """A figure and a table for each model that was probed; models of several seeds one by one."""
@@ -173,12 +183,24 @@ def lead(rows: Sequence[Row], trained: Sequence[Group]) -> str:
     return paragraph(" · ".join(told), "muted")
 
 
+def with_prefixes(rows: Sequence[Row]) -> list[Row]:
+    """Rows with losses by position also at the shorter lengths that they hold: doublings of the training length."""
+    found = []
+    for row in rows:
+        trained, edges = row.get("train_length") or row["length"], row.get("position_edges") or []
+        doublings = [trained * 2**power for power in range(row["length"].bit_length())]
+        shorter = [length for length in doublings if length in edges and length < row["length"]]
+        found += by_length([row], shorter) if shorter and row["loss"] is not None else []
+        found.append(row)
+    return found
+
+
 def of_one_run(note: str, rows: Sequence[Row]) -> bool:
     """Whether a note says which configuration and seed one run is; the table of runs has that."""
     return ": n/a at" not in note and any(note.startswith(f"{label}: ") for label in runs(rows))
 
 
-def perplexity_cell(rows: Sequence[Row], best: float | None) -> Cell:
+def perplexity_cell(rows: Sequence[Row], *, best: bool) -> Cell:
     one = summary(rows)
     if one is None:
         reasons = [str(row.get("reason") or "no number") for row in rows if row["perplexity"] is None]
@@ -189,7 +211,7 @@ def perplexity_cell(rows: Sequence[Row], best: float | None) -> Cell:
     spread = f"± {one.std:{form}}" if one.std is not None else ""
     if one.low is not None and one.high is not None and one.std is None:
         spread = f"[{cell(one.low)}, {cell(one.high)}]"
-    return Cell(told, one.mean, spread, exact, "best" if one.mean == best else "")
+    return Cell(told, one.mean, spread, exact, "best" if best else "")
 
 
 def mean_cell(values: Sequence[float | None]) -> Cell:

@@ -29,3 +29,7 @@ OVER_SEEDS = (
     "Mean over seeds ± standard deviation, which is the band of the figure. Of one seed: 95 % interval over its"
     " windows, of which neighbours are alike; what another seed would change is not in it."
 )
+BOLD = (
+    "Bold: the lowest mean of a column and what does not differ significantly from it, paired by window or seed (0.05,"
+    " Holm's correction within the column)."
+)

@@ -1,0 +1,60 @@
+"""Encodings compared window by window: against one of them, and which of them nothing tells from the lowest."""
+
+from collections.abc import Sequence
+
+from megatron.errors import UserError
+from megatron.evaluation.comparison import Comparison, compared, how_made
+from megatron.evaluation.html_report.elements import Cell, items, paragraph, table
+from megatron.evaluation.html_report.gather import Group, summary
+from megatron.evaluation.statistics import perplexity_of
+
+ABOUT = (
+    "Loss minus that of {reference} on the same windows, in nats, with its 95 % interval; the pointer tells the ratio"
+    " of the perplexities, p and what the windows are worth."
+)
+
+
+def paired(found: Sequence[Group], against: str | None) -> str:
+    """A table of differences from one encoding, and how they were made; nothing where there is nothing to compare."""
+    kinds = {group.label: [row for rows in group.rows.values() for row in rows] for group in found}
+    reference = against if against in kinds else lowest(found, max(n for group in found for n in group.rows))
+    if len(kinds) < 2 or reference is None:
+        return ""
+    try:
+        told = compared(kinds, reference)
+    except UserError as fault:
+        return paragraph(str(fault))
+    lengths = sorted({one.length for one in told})
+    by_place = {(one.encoding, one.length): one for one in told}
+    body = [[Cell(label), *(_cell(by_place.get((label, n))) for n in lengths)] for label in kinds if label != reference]
+    head = [f"loss - {reference}", *map(str, lengths)]
+    return paragraph(ABOUT.format(reference=reference)) + table(head, body) + items(how_made(told))
+
+
+def lowest(found: Sequence[Group], length: int) -> str | None:
+    """The encoding with the lowest mean perplexity at a length."""
+    means = {group.label: one.mean for group in found if (one := summary(group.rows.get(length, [])))}
+    return min(means, key=lambda label: means[label], default=None)
+
+
+def not_told_apart(found: Sequence[Group], length: int) -> set[str]:
+    """The lowest at a length and all that do not differ significantly from it; nobody where nothing can be paired."""
+    best = lowest(found, length)
+    kinds = {group.label: group.rows[length] for group in found if length in group.rows}
+    if best is None or len(kinds) < 2:
+        return set()
+    try:
+        told = compared(kinds, best)
+    except UserError:
+        return set()
+    return {one.encoding for one in told if one.encoding == best or (one.p is not None and not one.mark)}
+
+
+def _cell(one: Comparison | None) -> Cell:
+    if one is None or one.difference is None:
+        return Cell("-", kind="missing", title=(one and one.reason) or "not measured")
+    interval = "[{:+.3f}, {:+.3f}]".format(*one.interval) if one.interval else ""
+    told = [f"ratio {perplexity_of(one.difference.mean) or float('inf'):.4f}"]
+    told += [f"p {one.p:.2g} over {one.unit}"] if one.p is not None else []
+    told += [f"{one.windows.n_eff:.0f} of {one.windows.n} windows" for _ in [0] if one.windows and one.windows.n_eff]
+    return Cell(f"{one.mark}{one.difference.mean:+.3f}", one.difference.mean, interval, "; ".join(told), "pair")
