@@ -1,5 +1,6 @@
 """A paper's table beside ours: python tools/reproduce.py kerple-table3 [--run] [--folder runs/sweeps/kerple_table3]
 
+A table of your own is a .yml as those in megatron/evaluation/published; its `sweep` is then looked for beside it.
 Without --run it takes what the sweep has collected so far; --run does what is missing first (see tools/sweep.py).
 A cell is compared only where its rows answer the table's question; all others are missing or refused, with the reason.
 """
@@ -24,7 +25,7 @@ from megatron.sweeps.state import finished_rows, other_runs
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("table", help=", ".join(tables()))
+    parser.add_argument("table", help="a .yml, or " + ", ".join(tables()))
     parser.add_argument("--run", action="store_true", help="do what is missing of the sweep first")
     parser.add_argument("--folder", type=Path, metavar="DIR", help="where the sweep's runs are")
     parser.add_argument("--results", type=Path, nargs="+", metavar="FILE", help="take these rows, not the sweep's")
@@ -32,8 +33,11 @@ def main(argv: list[str] | None = None) -> int:
     try:
         table = published(options.table)
         if table.said["sweep"] is None:
-            raise UserError(f"{options.table}: cannot be reproduced here: {table.said['why_not']}")
-        file = ROOT / "configs" / "sweeps" / table.said["sweep"]
+            raise UserError(
+                f"{options.table}: cannot be reproduced here: {table.said.get('why_not', 'it names no sweep')}"
+            )
+        own = options.table.endswith(".yml")
+        file = (Path(options.table).parent if own else ROOT / "configs" / "sweeps") / table.said["sweep"]
         folder = ["--folder", str(options.folder)] if options.folder else []
         command = [sys.executable, str(ROOT / "tools" / "sweep.py"), "run", str(file), *folder]
         if options.run and subprocess.run(command, check=False).returncode:

@@ -1,9 +1,11 @@
 """A paper's numbers beside ours: the numbers themselves, the difference, and what is not compared."""
 
+import re
+
 import pytest
 
 from megatron.errors import UserError
-from megatron.evaluation.published import Number, published, tables
+from megatron.evaluation.published import NEEDED, OF_ROWS, Number, published, tables
 from megatron.evaluation.reproduce import Asked, compare, render
 from tests.support import run
 
@@ -45,8 +47,30 @@ def test_every_table_says_where_it_was_read_and_only_seen_numbers_are_in_it():
         table = published(name)
         assert table.said["provenance"]
         assert bool(table.cells) == table.said["verified"]
-    with pytest.raises(UserError, match="kerple-table3"):
+    with pytest.raises(UserError, match=r"kerple-table33: no such table; give a .yml or one of .*kerple-table3"):
         published("kerple-table33")
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("paper: [", "is no YAML"),
+        (
+            "paper: mine\nsweep: a.yml\ncells: {}",
+            "lacks provenance, quantity, protocol, windows, part; take a table",
+        ),
+        ("- a", "lacks paper, provenance"),
+        ("cells: {github: {alibi: 3.4}}", "cells: give corpus: {encoding: {length: "),
+        ("cells: {github: {alibi: {512: [a, b]}}}", "cells: give corpus"),
+        ("cells: [github]", "cells: give corpus"),
+    ],
+)
+def test_a_faulty_table_of_ones_own_is_one_message(text, said, tmp_path):
+    if text.startswith("cells"):
+        text += "\n" + "\n".join(f"{key}: x" for key in NEEDED + OF_ROWS if key != "cells")
+    (tmp_path / "mine.yml").write_text(text)
+    with pytest.raises(UserError, match=rf"mine.yml: {re.escape(said)}"):
+        published(str(tmp_path / "mine.yml"))
 
 
 def test_a_difference_is_counted_in_standard_errors():

@@ -3,11 +3,13 @@
 import contextlib
 import importlib
 import json
+import math
 import multiprocessing
 import os
 import random
 import shutil
 import signal
+import statistics
 import subprocess
 import sys
 import time
@@ -26,9 +28,20 @@ settings: {{num_layers: 1, hidden_size: 16, num_attention_heads: 2, seq_length: 
   train_iters: {steps}, save_interval: 5, keep_last_n_checkpoints: 1, log_interval: 5, eval_interval: 0,
   eval_lengths: [32, 64, 128], eval_tokens: 4096, pos_emb: kerple_log}}
 grid:
-  text: {{good: {{data_path: {corpus}}}, absent: {{data_path: {corpus}_of_nobody}}}}
+  data: {{good: {{data_path: {corpus}}}, absent: {{data_path: {corpus}_of_nobody}}}}
   seed: [1]
 evaluate: {{equal: {{protocol: equal_tokens}}, paper: {{protocol: paper, windows: 8}}}}
+"""
+TABLE = """
+paper: a paper of nobody
+provenance: written for this test
+sweep: tiny.yml
+quantity: perplexity
+protocol: paper
+windows: 8
+part: valid
+seeds: 4
+cells: {good: {kerple_log: {32: [20.0, 1.5], 64: [20.00], 128: out of memory, 256: [1.0]}, alibi: {32: [3.0]}}}
 """
 
 
@@ -64,7 +77,7 @@ def test_a_run_that_fails_is_shown_with_its_reason_and_the_others_go_on(file, wh
     folder, done = whole
     assert "good-1: done" in done.stdout
     assert len(rows(folder)) == 6  # two protocols, three lengths
-    assert rows(folder)[0]["cell"] == {"text": "good", "seed": 1}
+    assert rows(folder)[0]["cell"] == {"data": "good", "seed": 1}
     status = run("tools/sweep.py", "status", file, "--folder", folder)
     assert status.returncode == 1
     assert "good-1    done        step 400/400" in status.stdout
@@ -113,7 +126,7 @@ def test_a_signal_to_a_sweep_or_its_terminal_ends_its_trainings_with_a_checkpoin
         .replace("train_iters: 400", "train_iters: 100000")
         .replace("save_interval: 5", "save_interval: 0")
     )
-    words = ["tools/sweep.py", "run", here, "--folder", tmp_path / "runs", "--only", "text=good"]
+    words = ["tools/sweep.py", "run", here, "--folder", tmp_path / "runs", "--only", "data=good"]
     folder = tmp_path / "runs/good-1"
     with (tmp_path / "said").open("w") as said:
         process = subprocess.Popen([sys.executable, *words], cwd=ROOT, stdout=said, start_new_session=True)
@@ -122,7 +135,7 @@ def test_a_signal_to_a_sweep_or_its_terminal_ends_its_trainings_with_a_checkpoin
         send(process.pid, number)
         assert process.wait(timeout=60) == 130
     assert free(folder), "a training outlived its sweep"
-    (state,) = [state_of(cell) for cell in load_sweep(here, tmp_path / "runs", ["text=good"]).cells]
+    (state,) = [state_of(cell) for cell in load_sweep(here, tmp_path / "runs", ["data=good"]).cells]
     assert (state.kind, 0 < state.step < 100000) == ("training", True)
 
 
@@ -153,7 +166,7 @@ def test_a_folder_with_another_run_is_refused_and_a_cell_at_work_left_alone(file
     assert (state.kind, state.step) == ("foreign", 400)
     assert cell.config.hash in state.note
     said: list[str] = []
-    sweep = load_sweep(file, tmp_path / "busy", only=["text=good"])
+    sweep = load_sweep(file, tmp_path / "busy", only=["data=good"])
     with held(sweep.cells[0].folder):
         Runner([None], said.append).run(sweep)
     assert said == ["good-1: another process is at work on it"]
@@ -218,7 +231,7 @@ def test_what_was_known_of_a_corpus_stays_known_where_the_data_are_not(file, who
             shutil.copy(f"{corpus}{end}", f"{text}{end}")
     here = tmp_path / "tiny.yml"
     here.write_text(SWEEP.format(corpus=text, steps=5))
-    assert run("tools/sweep.py", "run", here, "--folder", folder, "--only", "text=good").returncode == 0
+    assert run("tools/sweep.py", "run", here, "--folder", folder, "--only", "data=good").returncode == 0
     before = rows(folder)
     assert before[0]["corpus_tokens"] > 0
     Path(f"{text}.idx").unlink()
@@ -232,6 +245,36 @@ def test_a_folder_of_other_runs_and_rows_of_no_cell_are_said(whole):
     assert f"{whole[0]}: holds other runs than kerple_table5.yml's: absent-1, good-1" in shown.stdout
     shown = run("tools/reproduce.py", "kerple-table5", "--results", whole[0] / "results.jsonl")
     assert "6 of 6 rows match no cell" in shown.stdout
+
+
+def test_a_table_of_ones_own_stands_beside_what_its_sweep_measured(file, whole):
+    table = file.with_name("mine.table.yml")
+    table.write_text(TABLE)
+    shown = run("tools/reproduce.py", table, "--folder", whole[0])
+    assert shown.returncode == 0, shown.stderr
+    lines = [" ".join(line.split()) for line in shown.stdout.splitlines()]
+    measured = {row["length"]: row["perplexity"] for row in rows(whole[0]) if row["protocol"] == "paper"}
+    for length, paper, form in ((32, 20.0, "20.0 ± 1.5 {:.1f}"), (64, 20.0, "20.00 {:.2f}")):
+        ours = measured[length]
+        assert f"good kerple_log {length} {form.format(ours)} 1 {ours - paper:+.4g}" in lines
+    assert f"good kerple_log 128 out of memory {measured[128]:.2f} 1" in lines
+    assert "good kerple_log 256 1.0 missing" in lines
+    assert "good alibi 32 3.0 missing" in lines
+    assert "3 of 5 cells are there; none is filled in" in lines
+
+
+def test_what_a_table_needs_is_run_first_and_its_seeds_give_standard_errors(corpus, tmp_path):
+    absent = f"absent: {{data_path: {corpus}_of_nobody}}"
+    text = SWEEP.format(corpus=corpus, steps=5).replace(absent, "").replace("seed: [1]", "seed: [1, 2]")
+    (tmp_path / "tiny.yml").write_text(text)
+    (tmp_path / "mine.yml").write_text(TABLE)
+    shown = run("tools/reproduce.py", tmp_path / "mine.yml", "--folder", tmp_path / "runs", "--run")
+    assert shown.returncode == 0, shown.stderr
+    ours = [row["perplexity"] for row in rows(tmp_path / "runs") if (row["protocol"], row["length"]) == ("paper", 32)]
+    difference = statistics.mean(ours) - 20
+    errors = difference / math.sqrt(statistics.variance(ours) / 2 + 1.5**2 / 4)
+    spread = f"{statistics.mean(ours):.1f} ± {statistics.stdev(ours):.1f} 2 {difference:+.4g} {errors:+.1f}"
+    assert f"good kerple_log 32 20.0 ± 1.5 {spread}" in " ".join(shown.stdout.split())
 
 
 def test_results_of_another_sweep_are_neither_replaced_nor_emptied(file, tmp_path):

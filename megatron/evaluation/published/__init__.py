@@ -1,4 +1,4 @@
-"""Numbers of papers, with where they were read; each .yml beside this file is one table."""
+"""Numbers of papers, with where they were read; each .yml beside this file is one table, and a user may have others."""
 
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -9,6 +9,9 @@ import yaml
 from megatron.errors import UserError
 
 HERE = Path(__file__).parent
+NEEDED = ("paper", "provenance", "sweep", "quantity", "cells")
+OF_ROWS = ("protocol", "windows", "part")  # what rows of a sweep must have been measured by
+SHAPE = "cells: give corpus: {encoding: {length: [mean] or [mean, std] or a note}}"
 
 
 @dataclass(frozen=True)
@@ -37,19 +40,32 @@ def tables() -> list[str]:
 
 
 def published(name: str) -> Published:
-    """One table by its name; UserError where there is none."""
-    if name not in tables():
-        raise UserError(f"{name}: no such table; there are {', '.join(tables())}")
-    text = (HERE / f"{name}.yml").read_text(encoding="utf-8")
-    said, digits = yaml.safe_load(text), yaml.load(text, yaml.BaseLoader)["cells"]  # 3.40 stays "3.40" in the second
-    cells = {
-        corpus: {
-            encoding: {int(length): _number(value) for length, value in row.items()} for encoding, row in table.items()
+    """One table by its name, or by the path of a .yml; UserError where there is none or it lacks something."""
+    path = Path(name) if name.endswith(".yml") else HERE / f"{name}.yml"
+    if not path.is_file():
+        raise UserError(f"{name}: no such table; give a .yml or one of {', '.join(tables())}")
+    text = path.read_text(encoding="utf-8")
+    try:
+        said, digits = yaml.safe_load(text), yaml.load(text, yaml.BaseLoader)  # 3.40 stays "3.40" in the second
+    except yaml.YAMLError as fault:
+        raise UserError(f"{path}: is no YAML: {fault}") from None
+    said = said if isinstance(said, dict) else {}
+    needed = NEEDED + (OF_ROWS if said.get("sweep") else ())
+    missing = [key for key in needed if key not in said]
+    if missing:
+        raise UserError(f"{path}: lacks {', '.join(missing)}; take a table of {HERE} as an example")
+    try:
+        cells = {
+            corpus: {
+                encoding: {int(length): _number(value) for length, value in row.items()}
+                for encoding, row in table.items()
+            }
+            for corpus, table in digits["cells"].items()
         }
-        for corpus, table in digits.items()
-    }
+    except (AttributeError, ValueError, TypeError):
+        raise UserError(f"{path}: {SHAPE}") from None
     del said["cells"]
-    return Published(name, said, cells)
+    return Published(path.stem, {"caveats": [], "seeds": None, **said}, cells)
 
 
 def _number(value: str | list[str]) -> Number:
