@@ -128,12 +128,18 @@ def test_a_signal_to_a_sweep_or_its_terminal_ends_its_trainings_with_a_checkpoin
     )
     words = ["tools/sweep.py", "run", here, "--folder", tmp_path / "runs", "--only", "data=good"]
     folder = tmp_path / "runs/good-1"
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)  # or, where these tests run under nohup, it is ignored
     with (tmp_path / "said").open("w") as said:
         process = subprocess.Popen([sys.executable, *words], cwd=ROOT, stdout=said, start_new_session=True)
-        while process.poll() is None and not written(folder, "metrics.jsonl"):
-            time.sleep(0.05)
-        send(process.pid, number)
-        assert process.wait(timeout=60) == 130
+        signal.signal(signal.SIGHUP, before)
+        try:
+            while process.poll() is None and not written(folder, "metrics.jsonl"):
+                time.sleep(0.05)
+            send(process.pid, number)
+            assert process.wait(timeout=60) == 130
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
     assert free(folder), "a training outlived its sweep"
     (state,) = [state_of(cell) for cell in load_sweep(here, tmp_path / "runs", ["data=good"]).cells]
     assert (state.kind, 0 < state.step < 100000) == ("training", True)
