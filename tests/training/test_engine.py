@@ -53,13 +53,13 @@ def test_fp16_on_the_cpu_is_refused_with_the_cure(grid):
 
 @pytest.mark.parametrize("name", sorted(REGISTRY))
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_a_hundred_steps_leave_tables_float32_finite_and_above_their_floors(grid, name, precision):
+def test_training_leaves_tables_float32_finite_and_above_their_floors(grid, name, precision):
     run = trainer(grid, f"pos_emb={name}", f"precision={precision}", *([MIX] if name == "mep" else []))
     before = [
         table for hook in ("distance_bias", "distance_weight") for table in [getattr(run.model.position, hook)(512)]
     ]
-    assert all(math.isfinite(loss) for loss in losses(run, 100))
     position = run.model.position
+    assert all(math.isfinite(loss) for loss in losses(run, 100 if list(position.parameters()) else 10))
     for hook, old in zip(("distance_bias", "distance_weight"), before, strict=True):
         table = getattr(position, hook)(16384)
         if table is not None:
