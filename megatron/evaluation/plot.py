@@ -89,7 +89,7 @@ def length_axis(axes: Axes, ticks: Sequence[int], label: str) -> None:
 def value_axis(axes: Axes, values: Sequence[float], label: str) -> None:
     """Logarithmic only where the values spread far."""
     axes.set_ylabel(label)
-    if values and max(values) > WIDE * min(values):
+    if values and max(values) > WIDE * min(values) > 0:
         axes.set_yscale("log")
         near = max(values) < 100 * min(values)  # few powers of ten: 2 and 5 help the eye
         axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5) if near else (1,)))

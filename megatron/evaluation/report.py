@@ -156,6 +156,7 @@ def plain(value: Any) -> Any:
     return " ".join(f"{key} {json.dumps(option)}" for key, option in value.items()).replace('"', "") or "defaults"
 
 
+OTHER_TEXT = ("paper", "position")  # protocols whose lengths are not scored on the same targets
 OF_WINDOWS = ("window_losses", "window_tokens")  # of windows as long as they were measured
 
 
@@ -220,6 +221,8 @@ def notes(rows: Sequence[Row]) -> list[str]:
     shared = {key for key in FACTS if len({row.get(key) for row in rows}) == 1}
     lines = [f"perplexity on {setting(rows)}"]
     lines += ["each: " + _facts(rows[0], shared)] if len(groups) > 1 and _facts(rows[0], shared) else []
+    if rows[0].get("protocol") in OTHER_TEXT and len({row["length"] for row in rows}) > 1:
+        lines.append("every length has other text: compare encodings at a length, not one encoding at two")
     lines += ["* training length"] if any(row["length"] == row.get("train_length") for row in rows) else []
     for label, group in groups.items():
         own = _facts(group[0], FACTS.keys() - shared if len(groups) > 1 else FACTS)

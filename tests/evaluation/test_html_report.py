@@ -9,7 +9,15 @@ import pytest
 
 from megatron.errors import UserError
 from megatron.evaluation.html_report.figures import svg
-from megatron.evaluation.html_report.gather import Evidence, groups, interval, perplexity_curve, position_curve, summary
+from megatron.evaluation.html_report.gather import (
+    Evidence,
+    groups,
+    interval,
+    perplexity_curve,
+    position_curve,
+    position_differences,
+    summary,
+)
 from megatron.evaluation.html_report.page import Page
 
 SHARED = {
@@ -150,6 +158,30 @@ def test_a_pass_by_position_is_shown_at_the_shorter_lengths_that_it_holds():
     assert table[0] == ["pos_emb", "seeds", "512*", "1024", "2048"]
     assert table[1][2:4] == [f"{math.exp(3.0):.2f}", f"{math.exp(2.5):.2f}"]
     assert table[1][4].startswith("7.39")
+
+
+def test_differences_by_position_are_those_of_the_same_text_over_half_octaves():
+    told = {"protocol": "position", "position_edges": [0, 1, 2, 4, 5, 6, 8, 12], "text": "t"}
+    text = np.array([9.0, 3.0, 5.0, 1.0, 2.0, 4.0, 8.0])
+    more = {"alibi": 0.0, "mep": np.array([0.1, 0.2, 0.3, 0.4, 0.8, -0.2, 7.0]), "t5": 0.5, "other": 0.0}
+    rows = [
+        row(name, 1, 12, 9.0, position_losses=[*(text + one)], **told | ({"text": "u"} if name == "other" else {}))
+        for name, one in more.items()
+    ]
+    found = {curve.label: curve for curve in position_differences(groups(rows, {}), "alibi")}
+    assert list(found["mep"].at) == [
+        0.5,
+        1.5,
+        3.0,
+        5.0,
+    ]  # 5 is below 4 sqrt(2), 8 below 6 sqrt(2); the last is too far away
+    assert list(found["mep"].values) == pytest.approx([0.1, 0.2, 0.3, 0.6])
+    assert list(found["t5"].values) == pytest.approx([0.5] * 5)
+    assert not found["other"].at
+    assert not found["alibi"].at
+    page = Page(rows, [], {}, against="alibi")
+    page.html("t")
+    assert "position-differences" in page.figures
 
 
 def test_what_is_missing_is_said(page):

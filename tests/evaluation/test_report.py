@@ -110,6 +110,12 @@ def test_runs_of_one_encoding_are_told_apart_by_what_differs():
     assert list(runs(here + there)) == ["t5, checkpoint runs/a", "t5, checkpoint runs/b"]
 
 
+def test_lengths_of_a_protocol_that_scores_other_text_at_each_are_not_to_be_compared():
+    said = "every length has other text: compare encodings at a length, not one encoding at two"
+    for protocol, there in (("paper", True), ("position", True), ("tail", False), ("equal_tokens", False)):
+        assert (said in table([one | {"protocol": protocol} for one in TWO])) == there
+
+
 def test_rows_on_different_text_are_called_incomparable():
     assert "not comparable" not in table(TWO)
     mixed = TWO + rows("alibi", {512: 7.0}, corpus="arxiv")

@@ -14,6 +14,7 @@ from megatron.evaluation.html_report.gather import (
     Group,
     perplexity_curve,
     position_curve,
+    position_differences,
     training_curve,
 )
 from megatron.evaluation.learned_plot import draw_learned
@@ -56,16 +57,26 @@ def perplexity_near(found: Sequence[Group], rows: Sequence[Row]) -> Figure | Non
 
 
 def by_position(found: Sequence[Group], rows: Sequence[Row]) -> Figure | None:
+    """Loss against position, where rows have it."""
     curves = [curve for group in found if (curve := position_curve(group))]
-    if not curves:
+    return _against_position(curves, rows, "loss (nats per token)")
+
+
+def by_position_from(found: Sequence[Group], rows: Sequence[Row], reference: str) -> Figure | None:
+    """The same minus the reference's, where another encoding has it on the same text."""
+    return _against_position(position_differences(found, reference), rows, f"loss - {reference} (nats per token)")
+
+
+def _against_position(curves: Sequence[Curve], rows: Sequence[Row], label: str) -> Figure | None:
+    if not any(len(curve.at) for curve in curves):
         return None
     with style():
         figure, axes = _canvas()
         for number, curve in enumerate(curves):
             draw_curve(axes, curve, number)
-        last = int(max(curve.at[-1] for curve in curves))
+        last = int(max(curve.at[-1] for curve in curves if len(curve.at)))
         length_axis(axes, [2**power for power in range(4, 24, 2) if 2**power <= 2 * last], "position (tokens)")
-        value_axis(axes, [value for curve in curves for value in curve.values], "loss (nats per token)")
+        value_axis(axes, [value for curve in curves for value in curve.values], label)
         training_lengths(axes, rows)
         direct_labels(axes, curves)
     return figure

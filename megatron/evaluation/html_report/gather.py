@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
+import numpy as np
 from torch import Tensor
 
 from megatron.evaluation.plot import Curve
@@ -16,6 +17,8 @@ from megatron.evaluation.statistics import mean_of
 from megatron.positions import Position
 
 SAME = ("pos_emb", "pos_emb_args", "step", "train_length", "windows_per_step", "sweep", *SEEN, *SETTING)
+
+LARGE = 1.0  # nats: beyond it a difference by position is not drawn
 
 
 @dataclass
@@ -153,6 +156,45 @@ def position_curve(group: Group) -> Curve | None:
             columns = [*zip(*(row["position_losses"] for row in told), strict=True)]
             return _banded(group.label, [(low + high) / 2 for low, high in pairwise(at)], columns)
     return None
+
+
+def position_differences(found: Sequence[Group], reference: str) -> list[Curve]:
+    """Loss by position minus the reference's on the same text, without the text's own ups and downs: means over half
+    octaves, up to where it exceeds LARGE; empty where a group has no such losses."""
+    means = {group.label: _by_position(group) for group in found}
+    known = means.get(reference)
+    curves = []
+    for label, one in means.items():
+        if known is None or one is None or label == reference or one[:2] != known[:2]:
+            curves.append(Curve(label, [], []))
+            continue
+        at, values = _half_octaves(known[0], np.subtract(one[2], known[2]))
+        end = next((number for number, value in enumerate(values) if abs(value) > LARGE), len(values))
+        curves.append(Curve(label, at[:end], values[:end]))
+    return curves
+
+
+def _by_position(group: Group) -> tuple[list[int], list[Any], list[float]] | None:
+    """(edges, texts, losses by position as means over seeds) of the longest rows; None where a row has none."""
+    rows = group.rows[max(group.rows)]
+    edges = [row.get("position_edges") for row in rows]
+    texts = sorted({row.get("text") or "" for row in rows})
+    if not edges[0] or any(one != edges[0] for one in edges) or not texts[0]:
+        return None
+    return edges[0], texts, [*np.mean([row["position_losses"] for row in rows], axis=0)]
+
+
+def _half_octaves(edges: Sequence[int], values: Any) -> tuple[list[float], list[float]]:
+    """(middles, means) of the buckets between edges, taken together until a bin spans a factor of sqrt(2)."""
+    at, means, start = [], [], 0
+    for end in range(1, len(edges)):
+        if end < len(edges) - 1 and edges[end] < math.sqrt(2) * edges[start]:
+            continue
+        widths = np.diff(edges[start : end + 1])
+        at.append((edges[start] + edges[end]) / 2)
+        means.append(float(np.average(values[start:end], weights=widths)))
+        start = end
+    return at, means
 
 
 def training_curve(group: Group, evidence: Found, kind: str) -> Curve | None:

@@ -20,8 +20,8 @@ from megatron.evaluation.html_report.gather import (
     settings_of,
     summary,
 )
-from megatron.evaluation.html_report.paired import not_told_apart, paired
-from megatron.evaluation.html_report.texts import BOLD, GAIN, OVER_SEEDS, PROBES, PROTOCOLS, UNKNOWN
+from megatron.evaluation.html_report.paired import not_told_apart, paired, reference_of
+from megatron.evaluation.html_report.texts import BOLD, DIFFERENCES, GAIN, OVER_SEEDS, PROBES, PROTOCOLS, UNKNOWN
 from megatron.evaluation.probes.retrieval import TASKS
 from megatron.evaluation.probes.rows import cells, draw_probes
 from megatron.evaluation.report import Row, by_length, cell, notes, runs
@@ -84,6 +84,9 @@ class Page:
         self.labels += [group.label for group in found]
         caption = "Loss by position in the longest windows, mean over seeds."
         parts.append(self.draw(f"{prefix}position", figures.by_position(found, rows), caption))
+        reference = reference_of(found, self.against)
+        between = figures.by_position_from(found, rows, reference) if reference else None
+        parts.append(self.draw(f"{prefix}position-differences", between, DIFFERENCES.format(reference=reference)))
         parts.append(items(line for line in notes(rows) if not of_one_run(line, rows)))
         self.add(f"{name}: {protocol}", "".join(parts))
 

@@ -6,6 +6,7 @@ from megatron.errors import UserError
 from megatron.evaluation.comparison import Comparison, compared, how_made
 from megatron.evaluation.html_report.elements import Cell, items, paragraph, table
 from megatron.evaluation.html_report.gather import Group, summary
+from megatron.evaluation.report import Row
 from megatron.evaluation.statistics import perplexity_of
 
 ABOUT = (
@@ -16,8 +17,8 @@ ABOUT = (
 
 def paired(found: Sequence[Group], against: str | None) -> str:
     """A table of differences from one encoding, and how they were made; nothing where there is nothing to compare."""
-    kinds = {group.label: [row for rows in group.rows.values() for row in rows] for group in found}
-    reference = against if against in kinds else lowest(found, max(n for group in found for n in group.rows))
+    kinds = {group.label: [row for rows in group.rows.values() for row in rows if _whole(row)] for group in found}
+    reference = reference_of(found, against)
     if len(kinds) < 2 or reference is None:
         return ""
     try:
@@ -29,6 +30,17 @@ def paired(found: Sequence[Group], against: str | None) -> str:
     body = [[Cell(label), *(_cell(by_place.get((label, n))) for n in lengths)] for label in kinds if label != reference]
     head = [f"loss - {reference}", *map(str, lengths)]
     return paragraph(ABOUT.format(reference=reference)) + table(head, body) + items(how_made(told))
+
+
+def reference_of(found: Sequence[Group], against: str | None) -> str | None:
+    """`against` where it is there, else the lowest at the longest length."""
+    there = any(group.label == against for group in found)
+    return against if there else lowest(found, max(length for group in found for length in group.rows))
+
+
+def _whole(row: Row) -> bool:
+    """Whether a row is not the beginning of longer windows, whose losses by window it has not."""
+    return row["length"] == (row.get("position_edges") or [row["length"]])[-1]
 
 
 def lowest(found: Sequence[Group], length: int) -> str | None:

@@ -33,3 +33,7 @@ BOLD = (
     "Bold: the lowest mean of a column and what does not differ significantly from it, paired by window or seed (0.05,"
     " Holm's correction within the column)."
 )
+DIFFERENCES = (
+    "Loss by position minus that of {reference} on the same text, over half octaves of position, mean over seeds; below"
+    " zero is better. A curve ends where it is more than 1 nat away."
+)
