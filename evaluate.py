@@ -26,7 +26,7 @@ from megatron.entry import run
 from megatron.errors import UserError
 from megatron.evaluation.agreement import check_known_tokens, check_same_model, check_same_tokenizer
 from megatron.evaluation.perplexity import Advance, measured
-from megatron.evaluation.plot import plot_perplexity
+from megatron.evaluation.plot import plot_by_position, plot_perplexity
 from megatron.evaluation.progress import progress
 from megatron.evaluation.protocols import PROTOCOLS, Request, Windows
 from megatron.evaluation.report import Row, by_length, check_output, read_results, table, write_results
@@ -172,7 +172,11 @@ def show(rows: dict[Path, list[Row]], lengths: Sequence[int]) -> None:
         for protocol in protocols:
             picture = output.with_suffix(".png" if len(protocols) == 1 else f".{protocol}.png")
             own = [row for row in found if row["protocol"] == protocol]
-            plot_perplexity(own, picture, title=f"Perplexity of {own[0]['pos_emb']} at other lengths")
+            name, last = own[0]["pos_emb"], own[-1]
+            if last.get("position_losses"):
+                plot_by_position(last, picture, title=f"Perplexity of {name} by position")
+            else:
+                plot_perplexity(own, picture, title=f"Perplexity of {name} at other lengths")
             print(f"written to {output} and {picture}")
 
 

@@ -1,5 +1,6 @@
-"""Perplexity against length, as a picture."""
+"""Perplexity against length or position, as a picture."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +12,7 @@ from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, NullForma
 
 from megatron.errors import UserError
 from megatron.evaluation.report import PICTURES, Beside, Row, cell, runs, setting
+from megatron.evaluation.statistics import half_octaves, perplexity_of, prefix_curve
 
 # Okabe and Ito's colours without the yellow, told apart with every kind of colour vision; the markers repeat it.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#000000")
@@ -33,9 +35,34 @@ class Curve:
 
 def plot_perplexity(rows: Sequence[Row], path: Path, *, title: str = "Perplexity beyond the training length") -> None:
     """Write the figure as PNG, SVG or PDF, by the suffix of `path`; UserError for another suffix."""
+    _write(draw_perplexity([_curve_of(label, group) for label, group in runs(rows).items()], rows, title=title), path)
+
+
+def plot_by_position(row: Row, path: Path, *, title: str) -> None:
+    """Perplexity against position within the windows of one row, over half octaves, and that of all tokens before."""
+    edges, losses = row["position_edges"], row["position_losses"]
+    prefixes = prefix_curve(edges, losses)
+    curves = [
+        Curve("at the position", *half_octaves(edges, losses)),
+        Curve("of all before it", [*prefixes], [*prefixes.values()]),
+    ]
+    curves = [Curve(one.label, one.at, [perplexity_of(loss) or math.inf for loss in one.values]) for one in curves]
+    figure = Figure(figsize=(7.2, 4.5), layout="constrained")
+    axes = figure.add_subplot()
+    for number, curve in enumerate(curves):
+        draw_curve(axes, curve, number)
+    length_axis(axes, [2**power for power in range(0, row["length"].bit_length(), 2)], "position (tokens)")
+    value_axis(axes, [value for curve in curves for value in curve.values], "perplexity")
+    training_lengths(axes, [row])
+    direct_labels(axes, curves)
+    axes.set_title(title, loc="left", fontsize=12)
+    figure.supxlabel(setting([row]), x=0.01, ha="left", fontsize=8, color=GREY)
+    _write(figure, path)
+
+
+def _write(figure: Figure, path: Path) -> None:
     if path.suffix.lower() not in PICTURES:
         raise UserError(f"{path}: a plot is written as .png, .svg or .pdf - name the file so")
-    figure = draw_perplexity([_curve_of(label, group) for label, group in runs(rows).items()], rows, title=title)
     with Beside(path) as temporary:
         figure.savefig(temporary, format=path.suffix.lower()[1:], dpi=160)
 

@@ -115,3 +115,15 @@ def prefix_curve(edges: Sequence[int], losses: Sequence[float]) -> dict[int, flo
     """The mean loss over all positions before each edge but the first, from the mean losses between edges."""
     totals = np.cumsum(np.diff(edges) * np.asarray(losses))
     return {edge: float(total / edge) for edge, total in zip(edges[1:], totals, strict=True)}
+
+
+def half_octaves(edges: Sequence[int], values: ArrayLike) -> tuple[list[float], list[float]]:
+    """(middles, means) of the buckets between edges, taken together until a bin spans a factor of sqrt(2)."""
+    at, means, start, known = [], [], 0, np.asarray(values, dtype=np.float64)
+    for end in range(1, len(edges)):
+        if end < len(edges) - 1 and edges[end] < math.sqrt(2) * edges[start]:
+            continue
+        at.append((edges[start] + edges[end]) / 2)
+        means.append(float(np.average(known[start:end], weights=np.diff(edges[start : end + 1]))))
+        start = end
+    return at, means

@@ -1,10 +1,11 @@
+import math
 import re
 
 import matplotlib.image
 import pytest
 
 from megatron.errors import UserError
-from megatron.evaluation.plot import _apart, plot_perplexity
+from megatron.evaluation.plot import _apart, plot_by_position, plot_perplexity
 
 LENGTHS = (512, 1024, 2048)
 
@@ -31,6 +32,22 @@ def test_the_picture_names_curves_with_their_last_values_lengths_and_training_le
         assert text in found
     assert {"512", "1024", "2048", "evaluation length (tokens)", "perplexity"} <= set(found)
     assert any(text.startswith("stdlib") for text in found)
+
+
+def test_a_pass_by_position_is_drawn_by_position(tmp_path):
+    row = ROWS[0] | {"position_edges": [0, 1, 256, 512], "position_losses": [0.0, math.log(8), math.log(4)]}
+    plot_by_position(row, tmp_path / "position.svg", title="By position")
+    found = words(tmp_path / "position.svg")
+    whole = math.exp((255 * math.log(8) + 256 * math.log(4)) / 512)
+    for text in (
+        "at the position  4.00 at 384",
+        f"of all before it  {whole:.2f}",
+        "position (tokens)",
+        "trained at 512",
+    ):
+        assert text in found
+    with pytest.raises(UserError, match=r"is written as .png, .svg or .pdf"):
+        plot_by_position(row, tmp_path / "position.txt", title="")
 
 
 def test_the_axis_is_logarithmic_only_where_the_range_is_wide(tmp_path):

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from megatron.evaluation.plot import Curve
 from megatron.evaluation.report import SEEN, SETTING, Row, runs
-from megatron.evaluation.statistics import mean_of
+from megatron.evaluation.statistics import half_octaves, mean_of
 from megatron.positions import Position
 
 SAME = ("pos_emb", "pos_emb_args", "step", "train_length", "windows_per_step", "sweep", *SEEN, *SETTING)
@@ -168,7 +168,7 @@ def position_differences(found: Sequence[Group], reference: str) -> list[Curve]:
         if known is None or one is None or label == reference or one[:2] != known[:2]:
             curves.append(Curve(label, [], []))
             continue
-        at, values = _half_octaves(known[0], np.subtract(one[2], known[2]))
+        at, values = half_octaves(known[0], np.subtract(one[2], known[2]))
         end = next((number for number, value in enumerate(values) if abs(value) > LARGE), len(values))
         curves.append(Curve(label, at[:end], values[:end]))
     return curves
@@ -182,19 +182,6 @@ def _by_position(group: Group) -> tuple[list[int], list[Any], list[float]] | Non
     if not edges[0] or any(one != edges[0] for one in edges) or not texts[0]:
         return None
     return edges[0], texts, [*np.mean([row["position_losses"] for row in rows], axis=0)]
-
-
-def _half_octaves(edges: Sequence[int], values: Any) -> tuple[list[float], list[float]]:
-    """(middles, means) of the buckets between edges, taken together until a bin spans a factor of sqrt(2)."""
-    at, means, start = [], [], 0
-    for end in range(1, len(edges)):
-        if end < len(edges) - 1 and edges[end] < math.sqrt(2) * edges[start]:
-            continue
-        widths = np.diff(edges[start : end + 1])
-        at.append((edges[start] + edges[end]) / 2)
-        means.append(float(np.average(values[start:end], weights=widths)))
-        start = end
-    return at, means
 
 
 def training_curve(group: Group, evidence: Found, kind: str) -> Curve | None:
