@@ -8,6 +8,7 @@ from pathlib import Path
 import _path  # noqa: F401 - the project's root
 
 from megatron.errors import UserError
+from megatron.evaluation.comparison import over_seeds
 from megatron.evaluation.plot import plot_perplexity
 from megatron.evaluation.report import read_results, table
 
@@ -16,11 +17,12 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("results", type=Path, nargs="+", metavar="FILE", help="JSON lines that evaluate.py wrote")
     parser.add_argument("-o", "--output", type=Path, metavar="PLOT", help="a .png, .svg or .pdf")
+    parser.add_argument("--over-seeds", action="store_true", help="one line per encoding: mean ± standard deviation")
     parser.add_argument("--markdown", action="store_true", help="the table in Markdown")
     options = parser.parse_args(argv)
     try:
         rows = read_results(options.results)
-        print(table(rows, markdown=options.markdown))
+        print((over_seeds if options.over_seeds else table)(rows, markdown=options.markdown))
         if options.output:
             plot_perplexity(rows, options.output)
             print(f"\nplot: {options.output}")

@@ -9,7 +9,20 @@ from typing import Any
 import numpy as np
 
 from megatron.errors import UserError
-from megatron.evaluation.report import SEEN, SETTING, Row, aligned, cell, in_markdown, labels_of, setting
+from megatron.evaluation.report import (
+    SEEN,
+    SETTING,
+    Row,
+    aligned,
+    by_setting,
+    cell,
+    in_markdown,
+    labels_of,
+    notes,
+    setting,
+    spread,
+    with_notes,
+)
 from megatron.evaluation.statistics import Estimate, holm, mean_of, mean_over_seeds, perplexity_of
 
 ALPHA = 0.05
@@ -122,6 +135,32 @@ def encodings(rows: Sequence[Row]) -> dict[str, list[Row]]:
     return kinds
 
 
+def over_seeds(rows: Sequence[Row], *, markdown: bool = False) -> str:
+    """A table for each text and protocol: one line per encoding, perplexity as mean ± standard deviation over seeds.
+
+    n/a where a seed has no number: a mean is over all of them or none.
+    """
+    parts = []
+    for group in by_setting(rows).values():
+        lengths, trained = sorted({row["length"] for row in group}), {row.get("train_length") for row in group}
+        body = []
+        for label, kind in encodings(group).items():
+            cells = [_mean([row["perplexity"] for row in kind if row["length"] == length]) for length in lengths]
+            body.append([label, str(len({row.get("seed") for row in kind})), *cells])
+        head = ["pos_emb", "seeds", *(f"{length}*" if length in trained else str(length) for length in lengths)]
+        below = [*notes(group, each_run=False), "mean ± standard deviation over seeds"]
+        parts.append(with_notes(head, body, below, markdown=markdown))
+    return "\n\n".join(parts)
+
+
+def _mean(values: Sequence[float | None]) -> str:
+    known = [value for value in values if value is not None]
+    if len(known) < len(values):
+        return "n/a"
+    mean = cell(fmean(known)) if known else ""
+    return f"{mean} {spread(mean, float(np.std(known, ddof=1)))}" if len(known) > 1 else mean
+
+
 def _place(row: Row) -> tuple:
     """What must be one for two rows to be comparable, beside the text; several seeds of `paper` have several texts."""
     return (*(str(row.get(key)) for key in SETTING), row.get("tail"), row.get("stride"), row["length"])
@@ -206,7 +245,8 @@ def tables(found: Sequence[Comparison], *, markdown: bool = False) -> str:
 
 
 def _cells(one: Comparison) -> list[str]:
-    perplexity = cell(one.perplexity) + (f" ± {cell(one.std)}" if one.std is not None else "")
+    perplexity = cell(one.perplexity)
+    perplexity += f" {spread(perplexity, one.std)}" if one.std is not None else ""
     if one.difference is None:
         return [one.encoding, perplexity, "", "", "", ""]
     difference, ratio = f"{one.difference.mean:+.4f}", _ratio(one.difference.mean)

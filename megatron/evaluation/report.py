@@ -184,9 +184,22 @@ def table(rows: Sequence[Row], *, markdown: bool = False) -> str:
     for label, group in runs(rows).items():
         cells = {row["length"]: cell(row["perplexity"]) for row in group}
         body.append([label, *(cells.get(length, "") for length in lengths)])
+    return with_notes(head, body, notes(rows), markdown=markdown)
+
+
+def with_notes(head: list[str], body: list[list[str]], below: list[str], *, markdown: bool) -> str:
+    """A table and what is said beneath it."""
     lines = in_markdown(head, body) if markdown else aligned(head, body)
-    below = "  \n".join(notes(rows)).replace("*", "\\*") if markdown else "\n".join(notes(rows))
-    return "\n".join([*lines, "", below])
+    told = "  \n".join(below).replace("*", "\\*") if markdown else "\n".join(below)
+    return "\n".join([*lines, "", told])
+
+
+def by_setting(rows: Sequence[Row]) -> dict[tuple, list[Row]]:
+    """Rows by corpus, part, split, protocol and tokenizer: only within one of these numbers can be compared."""
+    found: dict[tuple, list[Row]] = {}
+    for row in rows:
+        found.setdefault(tuple(row.get(key) for key in SETTING), []).append(row)
+    return found
 
 
 def cell(perplexity: float | None) -> str:
@@ -195,6 +208,11 @@ def cell(perplexity: float | None) -> str:
         return "n/a"
     limits = {99.995: ".2f", 999.95: ".1f", 99999.5: ".0f"}
     return format(perplexity, next((form for limit, form in limits.items() if perplexity < limit), ".1e"))
+
+
+def spread(mean: str, std: float) -> str:
+    """± a standard deviation with the decimals of a mean that `cell` wrote."""
+    return f"± {std:.2g}" if "e" in mean else f"± {std:.{len(mean.partition('.')[2])}f}"
 
 
 def aligned(head: list[str], body: list[list[str]]) -> list[str]:
@@ -215,7 +233,7 @@ def in_markdown(head: list[str], body: list[list[str]]) -> list[str]:
     return ["| " + " | ".join(text.replace("*", "\\*") for text in line) + " |" for line in (head, rule, *body)]
 
 
-def notes(rows: Sequence[Row]) -> list[str]:
+def notes(rows: Sequence[Row], *, each_run: bool = True) -> list[str]:
     """The protocol of the measurements, what each run was, why cells are empty, and what makes rows incomparable."""
     groups = runs(rows)
     shared = {key for key in FACTS if len({row.get(key) for row in rows}) == 1}
@@ -226,7 +244,7 @@ def notes(rows: Sequence[Row]) -> list[str]:
     lines += ["* training length"] if any(row["length"] == row.get("train_length") for row in rows) else []
     for label, group in groups.items():
         own = _facts(group[0], FACTS.keys() - shared if len(groups) > 1 else FACTS)
-        lines += [f"{label}: {own}"] if own else []
+        lines += [f"{label}: {own}"] if own and each_run else []
         lines += _refusals(label, group)
     return lines + _differences(rows)
 

@@ -1,6 +1,12 @@
 """Several runs in one table and one plot."""
 
+import json
+
+from megatron.evaluation.comparison import over_seeds
+from megatron.evaluation.report import read_results
 from tests.support import ROOT, run
+
+RESULTS = ROOT / "docs" / "results"
 
 
 def test_results_of_several_files_come_in_one_table_and_one_plot(tmp_path):
@@ -21,3 +27,37 @@ def test_a_file_that_holds_something_else_is_one_message(tmp_path):
     assert done.returncode == 1
     assert "is no result of evaluate.py" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_seeds_of_an_encoding_are_one_line_and_texts_a_table_each(tmp_path):
+    shared = {"windows": 1, "tokens": 512, "loss": 1.0, "step": 9, "train_length": 512, "part": "valid"}
+    rows = [
+        shared | {"pos_emb": name, "seed": seed, "length": length, "perplexity": value, "corpus": corpus}
+        | {"config_hash": f"{name}{seed}", "protocol": "tail"}
+        for name, seed, length, value, corpus in (
+            *(("alibi", 1, 512, 10.0, "a"), ("alibi", 2, 512, 12.0, "a"), ("alibi", 1, 1024, 9.0, "a")),
+            *(("learned", 1, 512, 11.0, "a"), ("learned", 1, 1024, None, "a"), ("alibi", 1, 512, 70.0, "b")),
+        )
+    ]  # fmt: skip
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(row | {"reason": "it ends"}) + "\n" for row in rows))
+    shown = run("tools/show_results.py", tmp_path / "a.jsonl", "--over-seeds", "--markdown")
+    assert shown.returncode == 0, shown.stderr
+    assert [line for line in shown.stdout.splitlines() if line.startswith("|")] == [
+        "| pos_emb | seeds | 512\\* | 1024 |",
+        "| --- | ---: | ---: | ---: |",
+        "| alibi | 2 | 11.00 ± 1.41 | 9.00 |",
+        "| learned | 1 | 11.00 | n/a |",
+        "| pos_emb | seeds | 512\\* |",
+        "| --- | ---: | ---: |",
+        "| alibi | 1 | 70.00 |",
+    ]
+    assert "learned: n/a at 1024: it ends" in shown.stdout
+
+
+def test_the_tables_of_the_results_at_hand_are_those_of_their_files():
+    told = (RESULTS / "README.md").read_text(encoding="utf-8").splitlines()
+    files = [path for path in sorted(RESULTS.glob("*.jsonl")) if "probes" not in path.name]
+    measured = [over_seeds(read_results([path]), markdown=True).splitlines() for path in files]
+    lines = {line for table in measured for line in table if line.startswith("|")}
+    assert lines <= {*told}, lines - {*told}
+    assert {line for line in told if line.startswith("| ") and " ± " in line} <= lines

@@ -69,14 +69,6 @@ class Summary:
     high: float | None
 
 
-def settings_of(rows: Sequence[Row]) -> dict[tuple, list[Row]]:
-    """Rows by corpus, part, split, protocol and tokenizer: only within one of these numbers can be compared."""
-    found: dict[tuple, list[Row]] = {}
-    for row in rows:
-        found.setdefault(tuple(row.get(key) for key in SETTING), []).append(row)
-    return found
-
-
 def groups(rows: Sequence[Row], evidence: Found) -> list[Group]:
     """Runs that differ in their seed alone together. What a run was is read from its configuration, its cell of a sweep
     or, where there is neither, taken from its row; two runs of one seed are never one group."""

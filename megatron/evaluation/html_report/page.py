@@ -17,14 +17,13 @@ from megatron.evaluation.html_report.gather import (
     differing,
     groups,
     models,
-    settings_of,
     summary,
 )
 from megatron.evaluation.html_report.paired import not_told_apart, paired, reference_of
 from megatron.evaluation.html_report.texts import BOLD, DIFFERENCES, GAIN, OVER_SEEDS, PROBES, PROTOCOLS, UNKNOWN
 from megatron.evaluation.probes.retrieval import TASKS
 from megatron.evaluation.probes.rows import cells, draw_probes
-from megatron.evaluation.report import Row, by_length, cell, notes, runs
+from megatron.evaluation.report import Row, by_length, by_setting, cell, notes, spread
 
 MISSING = Cell("-", kind="missing", title="not measured")
 
@@ -43,7 +42,7 @@ class Page:
 
     def html(self, title: str) -> str:
         """The whole page; `figures` is full after it. UserError where no text has the encoding to compare with."""
-        for number, members in enumerate(settings_of(self.rows).values()):
+        for number, members in enumerate(by_setting(self.rows).values()):
             self.measured(with_prefixes(members), f"{number + 1}-" if number else "")
         labels = dict.fromkeys(self.labels)
         if self.against is not None and self.against not in labels:
@@ -87,7 +86,7 @@ class Page:
         reference = reference_of(found, self.against)
         between = figures.by_position_from(found, rows, reference) if reference else None
         parts.append(self.draw(f"{prefix}position-differences", between, DIFFERENCES.format(reference=reference)))
-        parts.append(items(line for line in notes(rows) if not of_one_run(line, rows)))
+        parts.append(items(notes(rows, each_run=False)))
         self.add(f"{name}: {protocol}", "".join(parts))
 
     def perplexities(self, found: Sequence[Group], rows: Sequence[Row], where: str) -> str:
@@ -198,11 +197,6 @@ def with_prefixes(rows: Sequence[Row]) -> list[Row]:
     return found
 
 
-def of_one_run(note: str, rows: Sequence[Row]) -> bool:
-    """Whether a note says which configuration and seed one run is; the table of runs has that."""
-    return ": n/a at" not in note and any(note.startswith(f"{label}: ") for label in runs(rows))
-
-
 def perplexity_cell(rows: Sequence[Row], *, best: bool) -> Cell:
     one = summary(rows)
     if one is None:
@@ -210,11 +204,10 @@ def perplexity_cell(rows: Sequence[Row], *, best: bool) -> Cell:
         return Cell("n/a", kind="missing", title=reasons[0]) if reasons else MISSING
     exact = "; ".join(f"seed {row.get('seed')}: {row['perplexity']:.6g} (loss {row['loss']:.6g})" for row in rows)
     told = cell(one.mean)
-    form = ".2g" if "e" in told else f".{len(told.partition('.')[2])}f"
-    spread = f"± {one.std:{form}}" if one.std is not None else ""
+    between = spread(told, one.std) if one.std is not None else ""
     if one.low is not None and one.high is not None and one.std is None:
-        spread = f"[{cell(one.low)}, {cell(one.high)}]"
-    return Cell(told, one.mean, spread, exact, "best" if best else "")
+        between = f"[{cell(one.low)}, {cell(one.high)}]"
+    return Cell(told, one.mean, between, exact, "best" if best else "")
 
 
 def mean_cell(values: Sequence[float | None]) -> Cell:
