@@ -147,6 +147,7 @@ def direct_labels(axes: Axes, curves: Sequence[Curve]) -> None:
     """The name and last value of each curve to the right of all of them, pushed apart where they would overlap."""
     ends = [(number, curve) for number, curve in enumerate(curves) if len(curve.at)]
     longest = max((curve.at[-1] for _, curve in ends), default=0)
+    axes.autoscale_view()  # the limits that heights depend on are not known before
     to_axes = axes.transData + axes.transAxes.inverted()
     heights = [float(to_axes.transform((curve.at[-1], curve.values[-1]))[1]) for _, curve in ends]
     for (number, curve), height in zip(ends, _apart(heights, LABEL_HEIGHT), strict=True):

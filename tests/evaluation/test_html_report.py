@@ -13,12 +13,14 @@ from megatron.evaluation.html_report.gather import (
     Evidence,
     groups,
     interval,
+    models,
     perplexity_curve,
     position_curve,
     position_differences,
     summary,
 )
 from megatron.evaluation.html_report.page import Page
+from megatron.evaluation.html_report.paired import comparisons, intervals
 
 SHARED = {
     "step": 10,
@@ -203,6 +205,42 @@ def test_only_runs_that_differ_in_nothing_but_the_seed_are_one_line():
     assert len(groups(cells, {})) == 2, "their cells say that the size is another"
     twins = [same[0], same[0] | {"config_hash": "other", "checkpoint": "elsewhere"}]
     assert len(groups(twins, {})) == 2, "one seed, two configurations"
+
+
+def test_a_model_that_a_sweep_and_a_user_measured_is_one_with_a_short_name():
+    cell = {"sweep": "cpu", "cell": {"pos_emb": "mep", "seed": 1}, "weights": "w1"}
+    of_sweep = [row("mep", 1, 512, 10.0, **cell), row("mep", 2, 512, 11.0, **(cell | {"weights": "w2"}))]
+    own = row("mep", 1, 512, 9.0, window="train_length", weights="w1", checkpoint="copied/step10")
+    evidence = {own["checkpoint"]: Evidence(settings={"lr": 1.0, "seed": 1})}
+    assert [group.label for group in models([*of_sweep, own], evidence)] == ["mep"]
+    labels = [group.label for group in groups([*of_sweep, own], evidence)]
+    assert labels == ["mep, window none", "mep, window train_length"]
+    other = [own | {"config_hash": "other", "weights": "w3", "window": None}]
+    assert [group.label for group in groups([*of_sweep, *other], evidence)] == [
+        "mep, config_hash h1", "mep, config_hash other"
+    ]  # fmt: skip
+
+
+def test_settings_that_differ_make_two_groups_of_one_cell_name():
+    cells = [row("mep", seed, 512, 10.0, cell={"seed": seed}, weights=f"w{seed}") for seed in (1, 2)]
+    evidence = {one["checkpoint"]: Evidence(settings={"lr": one["seed"], "seed": one["seed"]}) for one in cells}
+    assert len(groups(cells, {})) == 1
+    assert len(groups(cells, evidence)) == 2, "the sweep's file was edited between its runs"
+
+
+def test_the_band_of_one_seed_is_that_of_its_difference_where_another_has_the_same_text():
+    rows = [*texts(("alibi", 512, 0.0), ("mep", 512, 0.02))]
+    found = groups(rows, {})
+    told = comparisons(found, "alibi")
+    reference, other = (perplexity_curve(group, intervals(told)) for group in found)
+    (low, high) = told[1].interval
+    mean = told[1].difference.mean
+    assert reference.low is None
+    assert (other.low[0], other.high[0]) == pytest.approx(
+        (rows[1]["perplexity"] * math.exp(low - mean), rows[1]["perplexity"] * math.exp(high - mean))
+    )
+    alone = perplexity_curve(found[1])
+    assert alone.high[0] - alone.low[0] > 5 * (other.high[0] - other.low[0]), "windows differ by much more than models"
 
 
 def test_a_mean_over_seeds_is_over_all_of_them_or_none():

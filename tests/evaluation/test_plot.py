@@ -3,9 +3,10 @@ import re
 
 import matplotlib.image
 import pytest
+from matplotlib.figure import Figure
 
 from megatron.errors import UserError
-from megatron.evaluation.plot import _apart, plot_by_position, plot_perplexity
+from megatron.evaluation.plot import Curve, _apart, direct_labels, draw_curve, plot_by_position, plot_perplexity
 
 LENGTHS = (512, 1024, 2048)
 
@@ -48,6 +49,18 @@ def test_a_pass_by_position_is_drawn_by_position(tmp_path):
         assert text in found
     with pytest.raises(UserError, match=r"is written as .png, .svg or .pdf"):
         plot_by_position(row, tmp_path / "position.txt", title="")
+
+
+def test_labels_stand_beside_the_ends_of_their_curves_on_plain_axes_too():
+    axes = Figure().add_subplot()
+    curves = [Curve("upper", [0, 1000], [6.7, 3.9]), Curve("lower", [0, 1000], [6.7, 3.5])]
+    for number, curve in enumerate(curves):
+        draw_curve(axes, curve, number)
+    direct_labels(axes, curves)
+    upper, lower = (text.get_position()[1] for text in axes.texts)
+    low, high = axes.get_ylim()
+    assert upper == pytest.approx((3.9 - low) / (high - low), abs=0.05)
+    assert lower == pytest.approx((3.5 - low) / (high - low), abs=0.05)
 
 
 def test_the_axis_is_logarithmic_only_where_the_range_is_wide(tmp_path):

@@ -12,7 +12,6 @@ from matplotlib.ticker import MaxNLocator
 from megatron.evaluation.html_report.gather import (
     Found,
     Group,
-    perplexity_curve,
     position_curve,
     position_differences,
     training_curve,
@@ -37,17 +36,16 @@ NEAR = 2
 INK = {"#000000": "currentColor", GREY: "var(--muted)", "#e3e3e3": "var(--line)", "#e8e8e8": "var(--line)"}
 
 
-def perplexity(found: Sequence[Group], rows: Sequence[Row]) -> Figure | None:
-    """Mean over seeds against length, where there are two lengths or more."""
+def perplexity(curves: Sequence[Curve], rows: Sequence[Row]) -> Figure | None:
+    """Perplexity against length, where there are two lengths or more."""
     if len({row["length"] for row in rows}) < 2:
         return None
     with style():
-        return draw_perplexity([perplexity_curve(group) for group in found], rows, title="")
+        return draw_perplexity(curves, rows, title="")
 
 
-def perplexity_near(found: Sequence[Group], rows: Sequence[Row]) -> Figure | None:
+def perplexity_near(curves: Sequence[Curve], rows: Sequence[Row]) -> Figure | None:
     """The curves that stay below twice the lowest value, where others hide how they differ."""
-    curves = [perplexity_curve(group) for group in found]
     lowest = min((value for curve in curves for value in curve.values), default=0.0)
     near = [curve if max(curve.values, default=math.inf) < NEAR * lowest else Curve("", [], []) for curve in curves]
     if not 2 <= sum(bool(curve.at) for curve in near) < len(curves) or len({row["length"] for row in rows}) < 2:

@@ -5,20 +5,20 @@ import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from torch import Tensor
 
 from megatron.evaluation.plot import Curve
-from megatron.evaluation.report import SEEN, SETTING, Row, runs
+from megatron.evaluation.report import SEEN, SETTING, Row, labels_of
 from megatron.evaluation.statistics import half_octaves, mean_of
 from megatron.positions import Position
 
-SAME = ("pos_emb", "pos_emb_args", "step", "train_length", "windows_per_step", "sweep", *SEEN, *SETTING)
-
+SAME = ("pos_emb", "pos_emb_args", "step", "train_length", "windows_per_step", *SEEN, *SETTING)
+TELLING = ("pos_emb_args", *SEEN, "train_length", "step", "windows_per_step", *SETTING, "config_hash", "checkpoint")
 LARGE = 1.0  # nats: beyond it a difference by position is not drawn
+ENOUGH = 128  # targets at positions before the first that a difference is drawn of
 
 
 @dataclass
@@ -58,6 +58,13 @@ class Group:
         return sorted({row["seed"] for rows in self.rows.values() for row in rows if row.get("seed") is not None})
 
 
+class Interval(NamedTuple):
+    """Of a difference in loss, from its mean."""
+
+    low: float
+    high: float
+
+
 @dataclass(frozen=True)
 class Summary:
     """Perplexity of a group at one length and between what it may lie: one standard deviation over seeds, or for one
@@ -70,23 +77,21 @@ class Summary:
 
 
 def groups(rows: Sequence[Row], evidence: Found) -> list[Group]:
-    """Runs that differ in their seed alone together. What a run was is read from its configuration, its cell of a sweep
-    or, where there is neither, taken from its row; two runs of one seed are never one group."""
+    """Runs that differ in their seed alone together. What a run was is read from its cell of a sweep, its configuration
+    or, where there is neither, taken from its row; runs of one seed, or of other settings, are never one group."""
+    cells = {_model(row): (row.get("sweep"), row["cell"]) for row in rows if row.get("cell")}
     by_key: dict[str, list[Row]] = {}
     for row in rows:
-        by_key.setdefault(_key(row, evidence), []).append(row)
-    told: list[Row] = []
+        by_key.setdefault(_key(row, evidence, cells), []).append(row)
     found: dict[str, list[Row]] = {}
     for key, members in by_key.items():
         hashes = {(row.get("seed"), row["config_hash"]) for row in members}
-        mixed = len({seed for seed, _ in hashes}) < len(hashes)
+        known = [_without_seed(one) for row in members if (one := _settings(row, evidence))]
+        mixed = len({seed for seed, _ in hashes}) < len(hashes) or any(one != known[0] for one in known)
         for row in members:
-            name = f"{key} {row['config_hash']}" if mixed else key
-            if name not in found:
-                told.append(row | {"seed": None, "checkpoint": name, "config_hash": row["config_hash"]})
-            found.setdefault(name, []).append(row)
-    labels = {group[0]["checkpoint"]: label for label, group in runs(told).items()}
-    return [Group(labels[name], _by_length(members)) for name, members in found.items()]
+            found.setdefault(f"{key} {row['config_hash']}" if mixed else key, []).append(row)
+    labels = labels_of([members[0] for members in found.values()], TELLING)
+    return [Group(label, _by_length(members)) for label, members in zip(labels, found.values(), strict=True)]
 
 
 def models(rows: Sequence[Row], evidence: Found) -> list[Group]:
@@ -95,11 +100,24 @@ def models(rows: Sequence[Row], evidence: Found) -> list[Group]:
     return groups([row | trained for row in rows], evidence)
 
 
-def _key(row: Row, evidence: Found) -> str:
-    own = evidence[row["checkpoint"]].settings if row.get("checkpoint") in evidence else {}
-    what = own or row.get("cell") or {}
-    told = {key: row.get(key) for key in SAME} | {"what": {k: v for k, v in what.items() if k != "seed"}}
+def _model(row: Row) -> Any:
+    """The same for rows of one trained model, whether a sweep measured it or a user."""
+    return row.get("weights") or row.get("checkpoint")
+
+
+def _key(row: Row, evidence: Found, cells: Mapping[Any, tuple[Any, dict[str, Any]]]) -> str:
+    sweep, cell = cells.get(_model(row), (row.get("sweep"), None))
+    what = _without_seed(cell or _settings(row, evidence))
+    told = {key: row.get(key) for key in SAME} | {"sweep": sweep, "what": what}
     return json.dumps(told, sort_keys=True, default=str)
+
+
+def _settings(row: Row, evidence: Found) -> dict[str, Any]:
+    return evidence[row["checkpoint"]].settings if row.get("checkpoint") in evidence else {}
+
+
+def _without_seed(settings: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in settings.items() if key != "seed"}
 
 
 def _by_length(rows: Sequence[Row]) -> dict[int, list[Row]]:
@@ -129,30 +147,41 @@ def interval(row: Row) -> tuple[float, float] | None:
     return ends and (math.exp(ends[0]), math.exp(ends[1]))
 
 
-def perplexity_curve(group: Group) -> Curve:
-    """Mean over seeds at each length, with a band where every length has one."""
+def perplexity_curve(group: Group, paired: Mapping[tuple[str, int], Interval] | None = None) -> Curve:
+    """Mean over seeds at each length, with a band where every length has one.
+
+    It is a standard deviation over seeds or, of one seed, the interval over its windows; where `paired` is given, that
+    of the difference in loss for (label, length) instead.
+    """
     known = [(length, one) for length, rows in group.rows.items() if (one := summary(rows))]
     lengths, means = [length for length, _ in known], [one.mean for _, one in known]
-    low, high = [one.low for _, one in known if one.low], [one.high for _, one in known if one.high]
-    whole = len(low) == len(high) == len(known)
-    return Curve(group.label, lengths, means, low if whole else None, high if whole else None)
+    ends = []
+    for length, one in known:
+        low, high = one.low, one.high
+        if one.std is None and paired is not None:
+            told = paired.get((group.label, length))
+            low, high = (one.mean * math.exp(told.low), one.mean * math.exp(told.high)) if told else (None, None)
+        if low is not None and high is not None:
+            ends.append((low, high))
+    whole = len(ends) == len(known)
+    low, high = ([low for low, _ in ends], [high for _, high in ends]) if whole else (None, None)
+    return Curve(group.label, lengths, means, low, high)
 
 
 def position_curve(group: Group) -> Curve | None:
-    """Loss by position from the longest row that has it, mean over seeds; None where no row does."""
+    """Loss by position from the longest row that has it, over half octaves, mean over seeds; None where no row does."""
     for rows in reversed(group.rows.values()):
         told = [row for row in rows if row.get("position_losses")]
         edges = {tuple(row["position_edges"]) for row in told}
         if len(edges) == 1 and len(told) == len(rows):
-            (at,) = edges
-            columns = [*zip(*(row["position_losses"] for row in told), strict=True)]
-            return _banded(group.label, [(low + high) / 2 for low, high in pairwise(at)], columns)
+            found = [half_octaves(row["position_edges"], row["position_losses"]) for row in told]
+            return _banded(group.label, found[0][0], [*zip(*(losses for _, losses in found), strict=True)])
     return None
 
 
 def position_differences(found: Sequence[Group], reference: str) -> list[Curve]:
     """Loss by position minus the reference's on the same text, without the text's own ups and downs: means over half
-    octaves, up to where it exceeds LARGE; empty where a group has no such losses."""
+    octaves of ENOUGH targets, up to where it exceeds LARGE; empty where a group has no such losses."""
     means = {group.label: _by_position(group) for group in found}
     known = means.get(reference)
     curves = []
@@ -160,20 +189,22 @@ def position_differences(found: Sequence[Group], reference: str) -> list[Curve]:
         if known is None or one is None or label == reference or one[:2] != known[:2]:
             curves.append(Curve(label, [], []))
             continue
-        at, values = half_octaves(known[0], np.subtract(one[2], known[2]))
+        edges, _, losses, windows = one
+        first = next((n for n, at in enumerate(edges) if at * windows >= ENOUGH), 0)
+        at, values = half_octaves(edges[first:], np.subtract(losses, known[2])[first:])
         end = next((number for number, value in enumerate(values) if abs(value) > LARGE), len(values))
         curves.append(Curve(label, at[:end], values[:end]))
     return curves
 
 
-def _by_position(group: Group) -> tuple[list[int], list[Any], list[float]] | None:
-    """(edges, texts, losses by position as means over seeds) of the longest rows; None where a row has none."""
+def _by_position(group: Group) -> tuple[list[int], list[Any], list[float], int] | None:
+    """(edges, texts, losses by position as means over seeds, windows) of the longest rows; None where one has none."""
     rows = group.rows[max(group.rows)]
     edges = [row.get("position_edges") for row in rows]
     texts = sorted({row.get("text") or "" for row in rows})
     if not edges[0] or any(one != edges[0] for one in edges) or not texts[0]:
         return None
-    return edges[0], texts, [*np.mean([row["position_losses"] for row in rows], axis=0)]
+    return edges[0], texts, [*np.mean([row["position_losses"] for row in rows], axis=0)], rows[0]["windows"]
 
 
 def training_curve(group: Group, evidence: Found, kind: str) -> Curve | None:

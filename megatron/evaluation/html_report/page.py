@@ -17,10 +17,11 @@ from megatron.evaluation.html_report.gather import (
     differing,
     groups,
     models,
+    perplexity_curve,
     summary,
 )
-from megatron.evaluation.html_report.paired import not_told_apart, paired, reference_of
-from megatron.evaluation.html_report.texts import BOLD, DIFFERENCES, GAIN, OVER_SEEDS, PROBES, PROTOCOLS, UNKNOWN
+from megatron.evaluation.html_report.paired import comparisons, intervals, not_told_apart, paired, reference_of
+from megatron.evaluation.html_report.texts import BANDS, BOLD, DIFFERENCES, GAIN, OVER_SEEDS, PROBES, PROTOCOLS, UNKNOWN
 from megatron.evaluation.probes.retrieval import TASKS
 from megatron.evaluation.probes.rows import cells, draw_probes
 from megatron.evaluation.report import Row, by_length, by_setting, cell, notes, spread
@@ -74,16 +75,19 @@ class Page:
         found, first = groups(rows, self.evidence), rows[0]
         protocol = first.get("protocol") or "unknown protocol"
         name = " ".join(str(first[key]) for key in ("corpus", "part") if first.get(key)) or "a text"
+        reference = reference_of(found, self.against)
+        told = comparisons(found, reference)
+        curves = [perplexity_curve(group, intervals(told) if told else None) for group in found]
         parts = [paragraph(PROTOCOLS.get(protocol, UNKNOWN))]
-        parts.append(self.draw(f"{prefix}perplexity", figures.perplexity(found, rows), OVER_SEEDS))
-        near = figures.perplexity_near(found, rows)
+        bands = BANDS.format(reference=reference) if told else ""
+        parts.append(self.draw(f"{prefix}perplexity", figures.perplexity(curves, rows), f"{OVER_SEEDS} {bands}"))
+        near = figures.perplexity_near(curves, rows)
         parts.append(self.draw(f"{prefix}perplexity-near", near, "The same without what rises far above the lowest."))
         parts.append(self.perplexities(found, rows, f"{name}, {protocol}"))
-        parts.append(paired(found, self.against))
+        parts.append(paired(told))
         self.labels += [group.label for group in found]
-        caption = "Loss by position in the longest windows, mean over seeds."
+        caption = "Loss by position in the longest windows, over half octaves, mean over seeds."
         parts.append(self.draw(f"{prefix}position", figures.by_position(found, rows), caption))
-        reference = reference_of(found, self.against)
         between = figures.by_position_from(found, rows, reference) if reference else None
         parts.append(self.draw(f"{prefix}position-differences", between, DIFFERENCES.format(reference=reference)))
         parts.append(items(notes(rows, each_run=False)))

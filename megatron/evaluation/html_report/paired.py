@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from megatron.errors import UserError
 from megatron.evaluation.comparison import Comparison, compared, how_made
 from megatron.evaluation.html_report.elements import Cell, items, paragraph, table
-from megatron.evaluation.html_report.gather import Group, summary
+from megatron.evaluation.html_report.gather import Group, Interval, summary
 from megatron.evaluation.report import Row
 from megatron.evaluation.statistics import perplexity_of
 
@@ -15,19 +15,36 @@ ABOUT = (
 )
 
 
-def paired(found: Sequence[Group], against: str | None) -> str:
-    """A table of differences from one encoding, and how they were made; nothing where there is nothing to compare."""
+def comparisons(found: Sequence[Group], reference: str | None) -> list[Comparison]:
+    """Every encoding against the reference; empty where there is one alone or nothing can be paired."""
     kinds = {group.label: [row for rows in group.rows.values() for row in rows if _whole(row)] for group in found}
-    reference = reference_of(found, against)
     if len(kinds) < 2 or reference is None:
-        return ""
+        return []
     try:
-        told = compared(kinds, reference)
-    except UserError as fault:
-        return paragraph(str(fault))
+        return compared(kinds, reference)
+    except UserError:
+        return []
+
+
+def intervals(told: Sequence[Comparison]) -> dict[tuple[str, int], Interval]:
+    """Of each difference in loss, from its mean, by (encoding, length)."""
+    known = [(one, one.interval) for one in told]
+    return {
+        (one.encoding, one.length): Interval(low_high[0] - one.difference.mean, low_high[1] - one.difference.mean)
+        for one, low_high in known
+        if one.difference and low_high
+    }
+
+
+def paired(told: Sequence[Comparison]) -> str:
+    """A table of differences from one encoding, and how they were made; nothing where there are none."""
+    if not told:
+        return ""
+    reference = told[0].reference
     lengths = sorted({one.length for one in told})
     by_place = {(one.encoding, one.length): one for one in told}
-    body = [[Cell(label), *(_cell(by_place.get((label, n))) for n in lengths)] for label in kinds if label != reference]
+    others = [label for label in dict.fromkeys(one.encoding for one in told) if label != reference]
+    body = [[Cell(label), *(_cell(by_place.get((label, n))) for n in lengths)] for label in others]
     head = [f"loss - {reference}", *map(str, lengths)]
     return paragraph(ABOUT.format(reference=reference)) + table(head, body) + items(how_made(told))
 
@@ -50,16 +67,12 @@ def lowest(found: Sequence[Group], length: int) -> str | None:
 
 
 def not_told_apart(found: Sequence[Group], length: int) -> set[str]:
-    """The lowest at a length and all that do not differ significantly from it; nobody where nothing can be paired."""
+    """The lowest at a length and all whose interval of the difference from it holds 0; nobody where none is paired."""
     best = lowest(found, length)
-    kinds = {group.label: group.rows[length] for group in found if length in group.rows}
-    if best is None or len(kinds) < 2:
-        return set()
-    try:
-        told = compared(kinds, best)
-    except UserError:
-        return set()
-    return {one.encoding for one in told if one.encoding == best or (one.p is not None and not one.mark)}
+    told = comparisons(
+        [Group(group.label, {length: group.rows[length]}) for group in found if length in group.rows], best
+    )
+    return {one.encoding for one in told if one.encoding == best or (one.interval and one.interval[0] <= 0)}
 
 
 def _cell(one: Comparison | None) -> Cell:

@@ -29,9 +29,13 @@ OVER_SEEDS = (
     "Mean over seeds ± standard deviation, which is the band of the figure. Of one seed: 95 % interval over its"
     " windows, of which neighbours are alike; what another seed would change is not in it."
 )
+BANDS = (
+    "In the figure the band of one seed is the interval of its difference from {reference}, which has none: that some"
+    " windows are harder is the same for all."
+)
 BOLD = (
-    "Bold: the lowest mean of a column and what does not differ significantly from it, paired by window or seed (0.05,"
-    " Holm's correction within the column)."
+    "Bold: the lowest mean of a column, and those whose 95 % interval of the difference from it, paired by window or"
+    " seed, holds 0."
 )
 DIFFERENCES = (
     "Loss by position minus that of {reference} on the same text, over half octaves of position, mean over seeds; below"
