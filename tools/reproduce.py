@@ -65,8 +65,9 @@ def asked(table: Published, sweep: Sweep) -> Asked:
     config = sweep.cells[0].config
     hashes: dict[tuple[str, str], set[str]] = {}
     for cell in sweep.cells:
-        key = (str(cell.values["data"]), cell.config.position.pos_emb)
-        hashes.setdefault(key, set()).add(cell.config.hash)
+        # A sweep of one text need not have the axis `data`: its rows say themselves which corpus it is.
+        for corpus in [str(cell.values["data"])] if "data" in cell.values else table.cells:
+            hashes.setdefault((corpus, cell.config.position.pos_emb), set()).add(cell.config.hash)
     said = [one.options for one in sweep.cells[0].evaluations]
     starts = {one["protocol"]: one.get("start", 0) for one in said if one.get("protocol") == "paper"}
     return Asked(

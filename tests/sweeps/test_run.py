@@ -17,6 +17,7 @@ from pathlib import Path
 
 import pytest
 
+from megatron.data.tokens import TokenFile
 from megatron.sweeps.plan import load_sweep
 from megatron.sweeps.run import Runner, held
 from megatron.sweeps.state import collect, state_of
@@ -267,6 +268,17 @@ def test_a_table_of_ones_own_stands_beside_what_its_sweep_measured(file, whole):
     assert "good kerple_log 256 1.0 missing" in lines
     assert "good alibi 32 3.0 missing" in lines
     assert "3 of 5 cells are there; none is filled in" in lines
+
+
+def test_a_sweep_of_one_text_needs_no_axis_for_it(corpus, tmp_path):
+    text = SWEEP.format(corpus=corpus, steps=5).replace("[32, 64, 128]", f"[32, 64, 128], data_path: {corpus}")
+    text = "".join(line for line in text.splitlines(keepends=True) if not line.startswith("  data:"))
+    (tmp_path / "tiny.yml").write_text(text)
+    tokens = TokenFile.open(corpus)
+    (tmp_path / "mine.yml").write_text(TABLE.replace("good", tokens.meta.get("corpus") or tokens.prefix.name))
+    shown = run("tools/reproduce.py", tmp_path / "mine.yml", "--folder", tmp_path / "runs", "--run")
+    assert shown.returncode == 0, shown.stderr
+    assert "3 of 5 cells are there; none is filled in" in shown.stdout
 
 
 def test_what_a_table_needs_is_run_first_and_its_seeds_give_standard_errors(corpus, tmp_path):
