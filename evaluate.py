@@ -142,9 +142,11 @@ def answers(
     there = grid.gather(read_results([output]) if output.exists() and output.stat().st_size else [])[0]
     for windows in windows_of:
         whole = question | windows.about | {"length": windows.length, "text": windows.text}
-        row = answered(whole, there)
+        # Means between other positions are another answer: the lengths asked for are among the edges.
+        asked = whole | ({"position_edges": list(windows.edges)} if windows.edges else {})
+        row = answered(asked, there)
         if row is None:
-            journal = WindowFile(output, whole, grid.rank)
+            journal = WindowFile(output, asked, grid.rank)
             one = measured(
                 model,
                 windows,

@@ -145,6 +145,15 @@ def test_several_protocols_and_variants_of_one_model_come_from_one_call(folder, 
     assert "--window wide: give a number of tokens" in capsys.readouterr().err
 
 
+def test_a_pass_by_position_is_measured_again_for_lengths_that_its_row_has_no_mean_of(folder, capsys):
+    words = (given(folder), "--protocol", "position", "--output", folder / "a.jsonl", "--lengths", 64)
+    assert evaluate(*words) == 0
+    assert evaluate(*words, 20) == 0
+    assert "20 " in capsys.readouterr().out
+    (row,) = read_results([folder / "a.jsonl"])
+    assert 20 in row["position_edges"]
+
+
 def test_what_is_there_is_not_measured_again_unless_weights_or_precision_are_others(folder):
     words = (given(folder), "--output", folder / "a.jsonl")
     assert evaluate(*words, "--lengths", 32) == 0
