@@ -125,7 +125,7 @@ def runs(rows: Sequence[Row]) -> dict[str, list[Row]]:
     groups: dict[tuple, list[Row]] = {}
     for row in rows:
         groups.setdefault(run_of(row), []).append(row)
-    keys = ("pos_emb_args", *SEEN, "seed", "step", *SETTING, "config_hash", "checkpoint")
+    keys = ("pos_emb_args", "train_length", *SEEN, "seed", "step", *SETTING, "config_hash", "checkpoint")
     labels = labels_of([group[0] for group in groups.values()], keys)
     return {
         label: sorted(group, key=lambda row: row["length"])

@@ -106,6 +106,8 @@ def test_runs_of_one_encoding_are_told_apart_by_what_differs():
     assert list(runs(one + other)) == ["t5, seed 1235", "t5, seed 1236"]
     early, late = rows("t5", {512: 9.0}, step=100), rows("t5", {512: 8.0}, step=200)
     assert list(runs(early + late + rows("alibi", {512: 8.5}))) == ["t5, step 100", "t5, step 200", "alibi"]
+    short, long = rows("t5", {512: 9.0}), rows("t5", {512: 9.0}, train_length=1024, config_hash="0123456789ab")
+    assert list(runs(short + long)) == ["t5, train_length 512", "t5, train_length 1024"]
     here, there = rows("t5", {512: 9.0}, checkpoint="runs/a"), rows("t5", {512: 9.0}, checkpoint="runs/b")
     assert list(runs(here + there)) == ["t5, checkpoint runs/a", "t5, checkpoint runs/b"]
 
