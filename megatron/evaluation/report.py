@@ -92,6 +92,8 @@ def read_results(paths: Iterable[str | Path]) -> list[Row]:
             raise UserError(f"{path}: there is no such results file - evaluate.py writes one") from None
         except (OSError, UnicodeDecodeError) as fault:
             raise UserError(f"{path}: cannot be read as text ({fault})") from None
+        if not lines:
+            raise UserError(f"{path}: is empty - leave it out, or write results with evaluate.py")
         for number, line in enumerate(lines, 1):
             row = _row(line, f"{path}, line {number}")
             rows[measurement_of(row)] = row

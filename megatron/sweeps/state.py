@@ -45,7 +45,7 @@ def state_of(cell: Cell) -> State:
 def rows_of(cell: Cell, evaluation: Evaluation) -> list[Row]:
     """Rows of a finished evaluation of this configuration's last step; none where there are others."""
     path = cell.file(evaluation)
-    rows = read_results([path]) if path.exists() else []
+    rows = read_results([path]) if path.exists() and path.stat().st_size else []
     same = all(row["config_hash"] == cell.config.hash and row["step"] == cell.steps for row in rows)
     return rows if same else []
 

@@ -174,6 +174,9 @@ def test_what_is_no_results_file_is_named_with_its_line(tmp_path):
     path.write_bytes(b"\xff\xfe\x00")
     with pytest.raises(UserError, match=r"other.jsonl: cannot be read as text"):
         read_results([path])
+    path.write_text("")
+    with pytest.raises(UserError, match=r"other.jsonl: is empty - leave it out, or write results with evaluate.py"):
+        read_results([path])
 
 
 def test_a_place_that_cannot_be_written_is_named_before_anything_is_measured(tmp_path):
