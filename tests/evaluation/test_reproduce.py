@@ -1,6 +1,8 @@
 """A paper's numbers beside ours: the numbers themselves, the difference, and what is not compared."""
 
+import json
 import re
+from dataclasses import replace
 
 import pytest
 
@@ -62,6 +64,7 @@ def test_every_table_says_where_it_was_read_and_only_seen_numbers_are_in_it():
         ("- a", "lacks paper, provenance"),
         ("cells: {github: {alibi: 3.4}}", "cells: give corpus: {encoding: {length: "),
         ("cells: {github: {alibi: {512: [a, b]}}}", "cells: give corpus"),
+        ("cells: {github: {alibi: {512: 3.4}}}", "cells: give corpus"),
         ("cells: [github]", "cells: give corpus"),
     ],
 )
@@ -116,6 +119,21 @@ def test_a_row_that_answers_another_question_is_refused_with_the_reason(change, 
     text = render(published("kerple-table3"), compare(published("kerple-table3"), rows, ASKED))
     assert said in text
     assert "(github alibi 1024)" in text
+
+
+def test_a_table_may_leave_the_number_of_windows_open(tmp_path):
+    table = {"paper": "mine", "provenance": "here", "sweep": "a.yml", "quantity": "perplexity", "part": "valid"}
+    cells = {"github": {"alibi": {512: [3.0], 1024: [3.0]}}}
+    (tmp_path / "mine.yml").write_text(
+        json.dumps(table | {"protocol": "equal_tokens", "windows": None, "cells": cells})
+    )
+    rows = [
+        ROW | {"seed": 1, "perplexity": 3.2, "protocol": "equal_tokens", "length": length, "windows": 2048 // length}
+        for length in (512, 1024)
+    ]
+    asked = replace(ASKED, start=None)
+    found = compare(published(str(tmp_path / "mine.yml")), [{**row, "start": None} for row in rows], asked)
+    assert [cell.ours for cell in found] == [(3.2,), (3.2,)]
 
 
 def test_a_cell_without_rows_is_missing_and_another_protocol_is_no_answer():

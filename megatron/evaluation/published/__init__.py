@@ -10,7 +10,7 @@ from megatron.errors import UserError
 
 HERE = Path(__file__).parent
 NEEDED = ("paper", "provenance", "sweep", "quantity", "cells")
-OF_ROWS = ("protocol", "windows", "part")  # what rows of a sweep must have been measured by
+OF_ROWS = ("protocol", "windows", "part")  # what rows of a sweep must have been measured by; windows: null for any
 SHAPE = "cells: give corpus: {encoding: {length: [mean] or [mean, std] or a note}}"
 
 
@@ -71,6 +71,8 @@ def published(name: str) -> Published:
 def _number(value: str | list[str]) -> Number:
     """A note, or [mean] or [mean, standard deviation]."""
     if isinstance(value, str):
+        if value.replace(".", "", 1).isdecimal():
+            raise ValueError(f"{value} would be a note")
         return Number(None, note=value)
     mean, *std = map(float, value)
     return Number(mean, std[0] if std else None, digits=tuple(value))
