@@ -27,9 +27,9 @@ from megatron.evaluation.position_plot import write
 from megatron.evaluation.probes.attention import attention_by_distance, edges
 from megatron.evaluation.probes.receptive_field import reach, receptive_field
 from megatron.evaluation.probes.retrieval import TASKS, measured, scores_of
-from megatron.evaluation.probes.rows import PROBES, draw_probes, read_probes, thinned, write_probes
+from megatron.evaluation.probes.rows import PROBES, draw_probes, joined, read_probes, thinned, write_probes
 from megatron.evaluation.protocols import Windows, first_tokens
-from megatron.evaluation.report import Row
+from megatron.evaluation.report import Row, run_of
 from megatron.model import GPT
 from megatron.training.checkpoint import load_for_evaluation
 
@@ -56,8 +56,7 @@ def main(config: Config | None, options: argparse.Namespace) -> None:
     words = [tokens.prefix.name, given.evaluation.eval_part, Path(about["path"]).name]
     words += [f"{key}={value}" for key, value in seen_as(given.attention).items()] + ["probes.jsonl"]
     output = options.output or Path(about["path"]).parent / "evaluation" / "-".join(words)
-    if output.exists():
-        read_probes([output])  # another kind of file is not replaced
+    there = read_probes([output]) if output.exists() else []  # another kind of file is not replaced
     lengths = sorted(set(options.lengths or given.evaluation.eval_lengths))
     text = held_out(tokens, given, max(given.evaluation.eval_tokens, lengths[-1] + 1), lengths[-1] + 1)
     check_known_tokens([Windows(len(text) - 1, [text], [0])], about["vocab"], about["path"])
@@ -68,8 +67,9 @@ def main(config: Config | None, options: argparse.Namespace) -> None:
     rows: list[Row] = []
     for row in probed(model, text, lengths, options):
         rows.append(facts | row)
-        write_probes(output, rows)
-    write(draw_probes(rows, f"{facts['pos_emb']}, trained at {facts['train_length']}"), output.with_suffix(".png"))
+        write_probes(output, joined(there, rows))
+    own = [row for row in joined(there, rows) if run_of(row) == run_of(facts)]
+    write(draw_probes(own, f"{facts['pos_emb']}, trained at {facts['train_length']}"), output.with_suffix(".png"))
     print(f"\nwritten to {output} and {output.with_suffix('.png')}")
 
 

@@ -33,6 +33,17 @@ def test_every_probe_has_its_rows_and_a_length_without_an_answer_says_why(folder
     assert sum(of["attention", 64, None]["mass"][0]) == pytest.approx(1, abs=1e-5)
 
 
+def test_probes_of_other_lengths_and_kinds_stay_when_some_are_asked_again(folder, tmp_path):
+    words = ("--checkpoint", folder, "--output", tmp_path / "a.jsonl", "--depths", 2, "--trials", 1)
+    assert run("tools/probe.py", *words, "--lengths", 48, 64, "--probes", "copy", "attention").returncode == 0
+    first = read_probes([tmp_path / "a.jsonl"])
+    assert run("tools/probe.py", *words, "--lengths", 64, "--probes", "copy", "--probe_seed", 1).returncode == 0
+    rows = read_probes([tmp_path / "a.jsonl"])
+    again = [row for row in rows if (row["probe"], row["length"]) == ("copy", 64)]
+    assert [row["probe_seed"] for row in again] == [1, 1]
+    assert rows[:-2] == [row for row in first if (row["probe"], row["length"]) != ("copy", 64)]
+
+
 def test_another_kind_of_file_is_not_replaced(folder, tmp_path):
     (tmp_path / "a.jsonl").write_text(json.dumps({"pos_emb": "mine"}) + "\n")
     done = run("tools/probe.py", "--checkpoint", folder, *WORDS, "--output", tmp_path / "a.jsonl")

@@ -12,7 +12,7 @@ from megatron.errors import UserError
 from megatron.evaluation.position_plot import colours, distance_axis, sampled, style
 from megatron.evaluation.probes.receptive_field import MOST
 from megatron.evaluation.probes.retrieval import TASKS
-from megatron.evaluation.report import Beside, Row
+from megatron.evaluation.report import Beside, Row, run_of
 
 COLUMNS = 3
 NEEDED = ("pos_emb", "probe", "length", "step", "config_hash")
@@ -40,6 +40,16 @@ def read_probes(paths: Iterable[str | Path]) -> list[Row]:
             if not isinstance(rows[-1], dict) or any(key not in rows[-1] for key in NEEDED):
                 raise UserError(f"{path}, line {number}: is no result of tools/probe.py")
     return rows
+
+
+def joined(there: Sequence[Row], rows: Sequence[Row]) -> list[Row]:
+    """Rows that are there and new ones, which replace all of the same run, probe and length."""
+
+    def question(row: Row) -> tuple:
+        return (*run_of(row), row["probe"], row["length"])
+
+    asked = {question(row) for row in rows}
+    return [*(row for row in there if question(row) not in asked), *rows]
 
 
 def cells(rows: Sequence[Row], task: str) -> dict[tuple[float, int], tuple[float, float] | None]:
