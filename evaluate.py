@@ -174,9 +174,10 @@ def show(rows: dict[Path, list[Row]], lengths: Sequence[int]) -> None:
         for protocol in protocols:
             picture = output.with_suffix(".png" if len(protocols) == 1 else f".{protocol}.png")
             own = [row for row in found if row["protocol"] == protocol]
-            name, last = own[0]["pos_emb"], own[-1]
-            if last.get("position_losses"):
-                plot_by_position(last, picture, title=f"Perplexity of {name} by position")
+            name = own[0]["pos_emb"]
+            passes = [row for row in own if row.get("position_losses") and row["length"] == max(lengths)]
+            if passes:
+                plot_by_position(passes, picture, title=f"Perplexity of {name} by position")
             else:
                 plot_perplexity(own, picture, title=f"Perplexity of {name} at other lengths")
             print(f"written to {output} and {picture}")

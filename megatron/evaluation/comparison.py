@@ -20,6 +20,7 @@ from megatron.evaluation.report import (
     labels_of,
     notes,
     setting,
+    sight,
     spread,
     with_notes,
 )
@@ -105,7 +106,11 @@ def compared(kinds: Mapping[str, Sequence[Row]], against: str | None = None) -> 
     found = []
     for place in dict.fromkeys(_place(row) for kind in kinds.values() for row in kind):
         here = {label: [row for row in kind if _place(row) == place] for label, kind in kinds.items()}
-        found += [_compared(label, here[label], reference, here[reference]) for label in here if here[label]]
+        shared = sight([row for rows in here.values() for row in rows])
+        for label in here:
+            if here[label]:
+                one = _compared(label, here[label], reference, here[reference])
+                found.append(replace(one, setting=", ".join([one.setting, *shared])))
     others = [one for one in found if one.encoding != reference]
     if others and not any(one.difference for one in others):
         reasons = "\n  ".join(dict.fromkeys(f"{one.encoding} at {one.length}: {one.reason}" for one in others))
@@ -169,7 +174,7 @@ def _place(row: Row) -> tuple:
 def _compared(label: str, ours: list[Row], reference: str, theirs: list[Row]) -> Comparison:
     values = [row["perplexity"] for row in ours if row["perplexity"] is not None]
     shown = Comparison(
-        setting([ours[0]]),
+        setting([ours[0] | dict.fromkeys(SEEN)]),
         ours[0]["length"],
         label,
         reference,

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -38,25 +38,27 @@ def plot_perplexity(rows: Sequence[Row], path: Path, *, title: str = "Perplexity
     _write(draw_perplexity([_curve_of(label, group) for label, group in runs(rows).items()], rows, title=title), path)
 
 
-def plot_by_position(row: Row, path: Path, *, title: str) -> None:
-    """Perplexity against position within the windows of one row, over half octaves, and that of all tokens before."""
-    edges, losses = row["position_edges"], row["position_losses"]
-    prefixes = prefix_curve(edges, losses)
-    curves = [
-        Curve("at the position", *half_octaves(edges, losses)),
-        Curve("of all before it", [*prefixes], [*prefixes.values()]),
-    ]
+def plot_by_position(rows: Sequence[Row], path: Path, *, title: str) -> None:
+    """Perplexity against position within the windows of each row, over half octaves; of a single row also that of all
+    tokens before."""
+    told = {label: (row["position_edges"], row["position_losses"]) for label, (row, *_) in runs(rows).items()}
+    curves = [Curve(label, *half_octaves(*both)) for label, both in told.items()]
+    if len(rows) == 1:
+        (both,) = told.values()
+        prefixes = prefix_curve(*both)
+        curves = [replace(curves[0], label="at the position")]
+        curves.append(Curve("of all before it", [*prefixes], [*prefixes.values()]))
     curves = [Curve(one.label, one.at, [perplexity_of(loss) or math.inf for loss in one.values]) for one in curves]
     figure = Figure(figsize=(7.2, 4.5), layout="constrained")
     axes = figure.add_subplot()
     for number, curve in enumerate(curves):
         draw_curve(axes, curve, number)
-    length_axis(axes, [2**power for power in range(0, row["length"].bit_length(), 2)], "position (tokens)")
+    length_axis(axes, [2**power for power in range(0, rows[0]["length"].bit_length(), 2)], "position (tokens)")
     value_axis(axes, [value for curve in curves for value in curve.values], "perplexity")
-    training_lengths(axes, [row])
+    training_lengths(axes, rows)
     direct_labels(axes, curves)
     axes.set_title(title, loc="left", fontsize=12)
-    figure.supxlabel(setting([row]), x=0.01, ha="left", fontsize=8, color=GREY)
+    figure.supxlabel(setting(rows), x=0.01, ha="left", fontsize=8, color=GREY)
     _write(figure, path)
 
 

@@ -284,15 +284,22 @@ def _refusals(label: str, group: Sequence[Row]) -> list[str]:
 
 
 def setting(rows: Sequence[Row]) -> str:
-    """Corpus, part, protocol, tokens and windows in one line."""
+    """Corpus, part, protocol, tokens and windows in one line, and changes to what a token sees that all rows share."""
     first = rows[0]
     tokens = sorted({row["tokens"] for row in rows})
     windows = [f"{row['windows']} x {row['length']}" for row in (min(rows, key=_length), max(rows, key=_length))]
     counted = " to ".join(f"{count:,}" for count in dict.fromkeys((tokens[0], tokens[-1])))
     facts = [f"{counted} tokens ({' to '.join(dict.fromkeys(windows))})"]
     facts += [f"protocol {first['protocol']}"] if first.get("protocol") else []
+    facts += sight(rows)
     source = " ".join(str(first[key]) for key in ("corpus", "part") if first.get(key))
     return ", ".join([source, *facts] if source else facts)
+
+
+def sight(rows: Sequence[Row]) -> list[str]:
+    """What was changed in what a token sees, alike for all rows: labels say only what differs."""
+    shared = [key for key in SEEN if key != "dtype" and len({row.get(key) for row in rows}) == 1]
+    return [f"{key} {plain(rows[0][key])}" for key in shared if rows[0].get(key)]
 
 
 def _length(row: Row) -> int:

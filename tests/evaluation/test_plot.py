@@ -37,7 +37,7 @@ def test_the_picture_names_curves_with_their_last_values_lengths_and_training_le
 
 def test_a_pass_by_position_is_drawn_by_position(tmp_path):
     row = ROWS[0] | {"position_edges": [0, 1, 256, 512], "position_losses": [0.0, math.log(8), math.log(4)]}
-    plot_by_position(row, tmp_path / "position.svg", title="By position")
+    plot_by_position([row], tmp_path / "position.svg", title="By position")
     found = words(tmp_path / "position.svg")
     whole = math.exp((255 * math.log(8) + 256 * math.log(4)) / 512)
     for text in (
@@ -48,7 +48,12 @@ def test_a_pass_by_position_is_drawn_by_position(tmp_path):
     ):
         assert text in found
     with pytest.raises(UserError, match=r"is written as .png, .svg or .pdf"):
-        plot_by_position(row, tmp_path / "position.txt", title="")
+        plot_by_position([row], tmp_path / "position.txt", title="")
+    other = row | {"window": 256, "position_losses": [0.0, math.log(8), math.log(6)]}
+    plot_by_position([row, other], tmp_path / "two.svg", title="By position")
+    assert {f"mep_free, window {window}  {last}.00" for window, last in (("none", 4), (256, 6))} <= set(
+        words(tmp_path / "two.svg")
+    )
 
 
 def test_labels_stand_beside_the_ends_of_their_curves_on_plain_axes_too():

@@ -55,6 +55,13 @@ def test_a_measurement_of_another_text_stands_beside_the_first_and_is_said(tmp_p
     assert "rotary: several texts were scored at length 512; the last is shown" in table(found)
 
 
+def test_a_window_that_all_rows_share_is_said_beneath_the_table():
+    seen = {"window": "train_length", "logn_scale": True}
+    found = rows("rotary", {512: 12.0, 1024: 12.1}, **seen)
+    assert "protocol equal_tokens, window train_length, logn_scale on\n" in table(found)
+    assert "protocol equal_tokens\n" in table(found + rows("rotary", {512: 12.0}))
+
+
 def test_labels_say_none_off_and_on():
     found = rows("rotary", {512: 12.0})
     found += rows("rotary", {512: 12.1}, window=512) + rows("rotary", {512: 12.2}, window=512, logn_scale=True)

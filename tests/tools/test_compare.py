@@ -87,6 +87,15 @@ def test_many_comparisons_make_each_less_significant():
     assert among.p > alone.p
 
 
+def test_a_window_is_said_in_the_heading_or_where_it_differs_in_the_labels():
+    hard = texts()
+    rows = [row("a", hard, window=512), row("b", hard + 0.1, window=512)]
+    assert "protocol equal_tokens, window 512\n" in tables(against(rows))
+    both = tables(against([*rows, row("a", hard + 0.2)]))
+    assert "protocol equal_tokens\n" in both
+    assert "a, window none" in both
+
+
 def test_rows_of_few_windows_are_noted():
     rows = [row(name, texts(n) + 0.01 * texts(n, seed), length=n) for n in (19, 20) for seed, name in enumerate("ab")]
     assert "few windows (19 at length 19): where neighbours" in tables(against(rows))
