@@ -10,6 +10,7 @@ import numpy as np
 
 from megatron.errors import UserError
 from megatron.evaluation.report import (
+    NUMBERS,
     SEEN,
     SETTING,
     Row,
@@ -49,7 +50,7 @@ class Comparison:
     seeds: tuple[Any, ...]
     perplexity: float | None
     std: float | None
-    tokens: int
+    tokens_per_window: float
     difference: Estimate | None = None
     unit: str | None = None
     windows: Estimate | None = None
@@ -168,7 +169,7 @@ def _mean(values: Sequence[float | None]) -> str:
 
 def _place(row: Row) -> tuple:
     """What must be one for two rows to be comparable, beside the text; several seeds of `paper` have several texts."""
-    return (*(str(row.get(key)) for key in SETTING), row.get("tail"), row.get("stride"), row["length"])
+    return (*(str(row.get(key)) for key in SETTING), *(row.get(key) for key in NUMBERS), row["length"])
 
 
 def _compared(label: str, ours: list[Row], reference: str, theirs: list[Row]) -> Comparison:
@@ -181,7 +182,7 @@ def _compared(label: str, ours: list[Row], reference: str, theirs: list[Row]) ->
         tuple(row.get("seed") for row in ours),
         fmean(values) if len(values) == len(ours) else None,
         float(np.std(values, ddof=1)) if len(values) == len(ours) > 1 else None,
-        ours[0]["tokens"],
+        ours[0]["tokens"] / ours[0]["windows"],
     )
     if label == reference:
         return replace(shown, reason=next((row.get("reason") for row in ours if row["loss"] is None), None))
@@ -208,7 +209,7 @@ def _of_common_seeds(ours: list[Row], theirs: list[Row]) -> tuple[list[Row], lis
 def _unpaired(ours: list[Row], theirs: list[Row], reference: str) -> str | None:
     """Why these rows are no pairs, or None."""
     if not theirs:
-        return f"{reference} was not measured there"
+        return f"{reference} was not measured there, on as many tokens"
     for row in (*ours, *theirs):
         if row["loss"] is None:
             return f"{row['pos_emb']}: {row.get('reason') or 'no loss'}"
@@ -273,7 +274,7 @@ def how_made(found: Sequence[Comparison]) -> list[str]:
     """How the intervals and the marks were made, in sentences."""
     reference, units = found[0].reference, {one.unit for one in found}
     blocks = sorted({one.windows.block for one in found if one.windows})
-    tokens = [one.windows.n_eff / one.windows.n * one.tokens for one in found if one.windows and one.windows.n_eff]
+    tokens = [one.windows.n_eff * one.tokens_per_window for one in found if one.windows and one.windows.n_eff]
     lines = []
     if "windows" in units:
         lines.append(

@@ -291,7 +291,10 @@ def setting(rows: Sequence[Row]) -> str:
     counted = " to ".join(f"{count:,}" for count in dict.fromkeys((tokens[0], tokens[-1])))
     facts = [f"{counted} tokens ({' to '.join(dict.fromkeys(windows))})"]
     facts += [f"protocol {first['protocol']}"] if first.get("protocol") else []
-    facts += sight(rows)
+    numbers = [
+        key for key in NUMBERS if key != "tokens" and first.get(key) and len({row.get(key) for row in rows}) == 1
+    ]
+    facts += [*(f"{key} {first[key]}" for key in numbers), *sight(rows)]
     source = " ".join(str(first[key]) for key in ("corpus", "part") if first.get(key))
     return ", ".join([source, *facts] if source else facts)
 

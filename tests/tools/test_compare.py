@@ -74,6 +74,23 @@ def test_several_seeds_with_a_text_each_are_paired_within_their_seed():
     rows += [row("b", texts(9, seed) + 0.1, seed, text=f"t{seed}", protocol="paper") for seed in range(2)]
     assert against(rows)[1].difference.mean == pytest.approx(0.1)
     assert against(rows)[1].difference.n == 18
+    worth = against(rows)[1].windows.n_eff * 512  # windows of both texts
+    assert f"that would give the same error; {worth:,.0f} tokens" in tables(against(rows))
+
+
+def test_another_start_or_region_of_a_run_is_a_comparison_of_its_own():
+    hard, paper = texts(), {"protocol": "paper", "start": 16000, "text": "cd34"}
+    rows = [row(name, hard + shift, protocol="paper", start=0) for name, shift in (("a", 0.0), ("b", 0.1))]
+    rows += [row(name, hard + shift, **paper) for name, shift in (("a", 0.0), ("b", 0.2))]
+    rows += [row(name, hard[:32] + shift, text="ef56") for name, shift in (("a", 0.0), ("b", 0.3))]
+    found = against(rows)
+    assert [round(one.difference.mean, 6) for one in found if one.difference] == [0.1, 0.2, 0.3]
+    for heading in (
+        "protocol paper\n",
+        "protocol paper, start 16000\n",
+        "16,384 tokens (32 x 512), protocol equal_tokens\n",
+    ):
+        assert heading in tables(found)
 
 
 def test_many_comparisons_make_each_less_significant():
@@ -108,7 +125,7 @@ def test_what_is_no_pair_is_refused_with_the_reason():
         "no losses by window in its results - measure it again": row("b", hard) | {"window_losses": None},
         "b: positions end at 512": row("b", hard)
         | {"loss": None, "perplexity": None, "reason": "positions end at 512"},
-        "a was not measured there": row("b", hard, length=1024),
+        "a was not measured there, on as many tokens": row("b", hard, length=1024),
     }
     for reason, other in refused.items():
         with pytest.raises(UserError, match=f"nothing can be compared with a:\n  b at .*{reason}"):
