@@ -19,6 +19,7 @@ from megatron.evaluation.report import (
     cell,
     in_markdown,
     labels_of,
+    last_of_each,
     notes,
     setting,
     sight,
@@ -150,7 +151,7 @@ def over_seeds(rows: Sequence[Row], *, markdown: bool = False) -> str:
     for group in by_setting(rows).values():
         lengths, trained = sorted({row["length"] for row in group}), {row.get("train_length") for row in group}
         body = []
-        for label, kind in encodings(group).items():
+        for label, kind in encodings(last_of_each(group)).items():
             cells = [_mean([row["perplexity"] for row in kind if row["length"] == length]) for length in lengths]
             body.append([label, str(len({row.get("seed") for row in kind})), *cells])
         head = ["pos_emb", "seeds", *(f"{length}*" if length in trained else str(length) for length in lengths)]

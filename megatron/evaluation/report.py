@@ -111,6 +111,11 @@ def _row(line: str, where: str) -> Row:
     return row
 
 
+def last_of_each(rows: Iterable[Row]) -> list[Row]:
+    """Of a run that scored several texts of one length the last, so that a mean is over seeds alone."""
+    return [*{(run_of(row), row["length"]): row for row in rows}.values()]
+
+
 def run_of(row: Row) -> tuple:
     """What makes two lines belong to the same row of a table."""
     keys = ("pos_emb", "config_hash", "step", "seed", "checkpoint", *SEEN, *SETTING)

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from megatron.errors import UserError
+from megatron.evaluation.comparison import over_seeds
 from megatron.evaluation.html_report.figures import svg
 from megatron.evaluation.html_report.gather import (
     Evidence,
@@ -19,8 +20,9 @@ from megatron.evaluation.html_report.gather import (
     position_differences,
     summary,
 )
-from megatron.evaluation.html_report.page import Page
+from megatron.evaluation.html_report.page import Page, with_prefixes
 from megatron.evaluation.html_report.paired import comparisons, intervals
+from megatron.evaluation.report import last_of_each
 
 SHARED = {
     "step": 10,
@@ -160,6 +162,23 @@ def test_a_pass_by_position_is_shown_at_the_shorter_lengths_that_it_holds():
     assert table[0] == ["pos_emb", "seeds", "512*", "1024", "2048"]
     assert table[1][2:4] == [f"{math.exp(3.0):.2f}", f"{math.exp(2.5):.2f}"]
     assert table[1][4].startswith("7.39")
+
+
+def test_two_texts_of_one_run_are_no_two_seeds():
+    rows = [row("mep", 1, 512, 10.0, text="a"), row("mep", 1, 512, 20.0, text="b", tokens=9216)]
+    page = Page(rows, [], {}).html("t")
+    assert Reader(page).tables[0][1] == ["mep", "1", "20.00"]
+    assert "mep: several texts were scored at length 512; the last is shown" in page
+    assert "mep          1  20.00" in over_seeds(rows)
+
+
+def test_a_pass_by_position_that_was_measured_counts_more_than_the_beginning_of_a_longer_one():
+    rows = [
+        row("mep", 1, n, 9.0, loss=n / 1024, position_losses=[3.0] * len(edges[1:]), position_edges=edges, windows=1)
+        for n, edges in ((1024, [0, 512, 1024]), (2048, [0, 512, 1024, 2048]))
+    ]
+    shown = {one["length"]: one["loss"] for one in last_of_each(with_prefixes(rows))}
+    assert shown == {512: 3.0, 1024: 1.0, 2048: 2.0}
 
 
 def test_differences_by_position_are_those_of_the_same_text_over_half_octaves():

@@ -24,7 +24,7 @@ from megatron.evaluation.html_report.paired import comparisons, intervals, not_t
 from megatron.evaluation.html_report.texts import BANDS, BOLD, DIFFERENCES, GAIN, OVER_SEEDS, PROBES, PROTOCOLS, UNKNOWN
 from megatron.evaluation.probes.retrieval import TASKS
 from megatron.evaluation.probes.rows import cells, draw_probes
-from megatron.evaluation.report import Row, by_length, by_setting, cell, notes, spread
+from megatron.evaluation.report import Row, by_length, by_setting, cell, last_of_each, notes, spread
 
 MISSING = Cell("-", kind="missing", title="not measured")
 
@@ -72,6 +72,7 @@ class Page:
 
     def measured(self, rows: Sequence[Row], prefix: str) -> None:
         """One text and protocol: what it means, the curve, the table, notes."""
+        said, rows = notes(rows, each_run=False), last_of_each(rows)
         found, first = groups(rows, self.evidence), rows[0]
         protocol = first.get("protocol") or "unknown protocol"
         name = " ".join(str(first[key]) for key in ("corpus", "part") if first.get(key)) or "a text"
@@ -90,7 +91,7 @@ class Page:
         parts.append(self.draw(f"{prefix}position", figures.by_position(found, rows), caption))
         between = figures.by_position_from(found, rows, reference) if reference else None
         parts.append(self.draw(f"{prefix}position-differences", between, DIFFERENCES.format(reference=reference)))
-        parts.append(items(notes(rows, each_run=False)))
+        parts.append(items(said))
         self.add(f"{name}: {protocol}", "".join(parts))
 
     def perplexities(self, found: Sequence[Group], rows: Sequence[Row], where: str) -> str:
@@ -190,15 +191,15 @@ def lead(rows: Sequence[Row], trained: Sequence[Group]) -> str:
 
 
 def with_prefixes(rows: Sequence[Row]) -> list[Row]:
-    """Rows with losses by position also at the shorter lengths that they hold: doublings of the training length."""
+    """Rows with losses by position also at the shorter lengths that they hold: doublings of the training length. Those
+    come first: where a shorter pass was measured too, it counts."""
     found = []
     for row in rows:
         trained, edges = row.get("train_length") or row["length"], row.get("position_edges") or []
         doublings = [trained * 2**power for power in range(row["length"].bit_length())]
         shorter = [length for length in doublings if length in edges and length < row["length"]]
         found += by_length([row], shorter) if shorter and row["loss"] is not None else []
-        found.append(row)
-    return found
+    return [*found, *rows]
 
 
 def perplexity_cell(rows: Sequence[Row], *, best: bool) -> Cell:
