@@ -138,6 +138,24 @@ def test_bold_is_what_does_not_differ_significantly_from_the_lowest():
     ]
 
 
+@pytest.mark.parametrize(
+    "change", [{"window_losses": [3.0, 3.1], "windows": 2}, {"window_losses": None}, {"text": "u"}]
+)
+def test_nothing_is_bold_where_a_number_cannot_be_tested(change):
+    rows = [*texts(("alibi", 512, 0.0), ("mep", 512, 0.5), ("t5", 512, 0.1))]
+    several = change.get("windows") == 2  # two windows say nothing about their error
+    rows = [one | change if several or one["pos_emb"] == "t5" else one for one in rows]
+    assert 'class="best"' not in Page(rows, [], {}).html("t")
+    refused = [one | {"loss": None, "perplexity": None, "reason": "it ends before"} for one in rows[2:]]
+    assert several or 'class="best"' in Page([*rows[:2], *refused], [], {}).html("t")
+
+
+def test_differences_are_from_the_lowest_at_the_longest_length_that_has_a_number():
+    rows = [*texts(("alibi", 512, 0.0), ("mep", 512, 0.5))]
+    rows += [row(name, 1, 1024, None, loss=None, reason="out of memory") for name in ("alibi", "mep")]
+    assert Reader(Page(rows, [], {}).html("t")).tables[1][0] == ["loss - alibi", "512", "1024"]
+
+
 def test_differences_are_paired_against_the_lowest_at_the_longest_length_or_one_that_is_named():
     rows = [
         *texts(("alibi", 512, 0.0), ("mep", 512, -0.03), ("t5", 512, 0.1), ("alibi", 1024, 0.0), ("mep", 1024, 0.2))

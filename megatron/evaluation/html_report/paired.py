@@ -50,9 +50,11 @@ def paired(told: Sequence[Comparison]) -> str:
 
 
 def reference_of(found: Sequence[Group], against: str | None) -> str | None:
-    """`against` where it is there, else the lowest at the longest length."""
-    there = any(group.label == against for group in found)
-    return against if there else lowest(found, max(length for group in found for length in group.rows))
+    """`against` where it is there, else the lowest at the longest length that has a number."""
+    if any(group.label == against for group in found):
+        return against
+    lengths = sorted({length for group in found for length in group.rows}, reverse=True)
+    return next((label for length in lengths if (label := lowest(found, length))), None)
 
 
 def _whole(row: Row) -> bool:
@@ -67,12 +69,16 @@ def lowest(found: Sequence[Group], length: int) -> str | None:
 
 
 def not_told_apart(found: Sequence[Group], length: int) -> set[str]:
-    """The lowest at a length and all whose interval of the difference from it holds 0; nobody where none is paired."""
+    """The lowest at a length and all whose interval of the difference from it holds 0; nobody where a number cannot be
+    tested against the lowest: what is not bold would look worse."""
     best = lowest(found, length)
     told = comparisons(
         [Group(group.label, {length: group.rows[length]}) for group in found if length in group.rows], best
     )
-    return {one.encoding for one in told if one.encoding == best or (one.interval and one.interval[0] <= 0)}
+    others = [(one.encoding, one.interval) for one in told if one.encoding != best and one.perplexity is not None]
+    if best is None or not others or any(interval is None for _, interval in others):
+        return set()
+    return {best, *(label for label, interval in others if interval and interval[0] <= 0)}
 
 
 def _cell(one: Comparison | None) -> Cell:
