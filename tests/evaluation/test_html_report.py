@@ -182,6 +182,14 @@ def test_a_pass_by_position_is_shown_at_the_shorter_lengths_that_it_holds():
     assert table[1][4].startswith("7.39")
 
 
+def test_speed_is_of_all_tokens_that_pass_and_a_window_has_its_own():
+    rows = [row("mep", 1, 512, 9.0, tokens_per_second=1000.0)]
+    rows += [row("mep", 1, 512, 9.0, protocol="tail", tail=128, tokens=9 * 128, tokens_per_second=500.0)]
+    rows += [row("mep", 1, 512, 9.0, window=64, tokens_per_second=4000.0)]
+    (speed,) = [table for table in Reader(Page(rows, [], {}).html("t")).tables if table[0][:2] == ["pos_emb", "device"]]
+    assert speed[1:] == [["mep, window none", "cpu", "1,500"], ["mep, window 64", "cpu", "4,000"]]
+
+
 def test_two_texts_of_one_run_are_no_two_seeds():
     rows = [row("mep", 1, 512, 10.0, text="a"), row("mep", 1, 512, 20.0, text="b", tokens=9216)]
     page = Page(rows, [], {}).html("t")

@@ -94,9 +94,9 @@ def groups(rows: Sequence[Row], evidence: Found) -> list[Group]:
     return [Group(label, _by_length(members)) for label, members in zip(labels, found.values(), strict=True)]
 
 
-def models(rows: Sequence[Row], evidence: Found) -> list[Group]:
-    """The same whatever text and protocol: what was trained, not what was measured."""
-    trained = {key: None for key in (*SETTING, *SEEN)}
+def models(rows: Sequence[Row], evidence: Found, *, apart: Sequence[str] = ()) -> list[Group]:
+    """The same whatever text and protocol: what was trained, not what was measured; but for the keys `apart`."""
+    trained = {key: None for key in (*SETTING, *SEEN) if key not in apart}
     return groups([row | trained for row in rows], evidence)
 
 

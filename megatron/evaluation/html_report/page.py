@@ -24,7 +24,7 @@ from megatron.evaluation.html_report.paired import comparisons, intervals, not_t
 from megatron.evaluation.html_report.texts import BANDS, BOLD, DIFFERENCES, GAIN, OVER_SEEDS, PROBES, PROTOCOLS, UNKNOWN
 from megatron.evaluation.probes.retrieval import TASKS
 from megatron.evaluation.probes.rows import cells, draw_probes
-from megatron.evaluation.report import Row, by_length, by_setting, cell, last_of_each, notes, spread
+from megatron.evaluation.report import SEEN, Row, by_length, by_setting, cell, last_of_each, notes, spread
 
 MISSING = Cell("-", kind="missing", title="not measured")
 
@@ -52,7 +52,7 @@ class Page:
         self.add("Probes", self.probed())
         self.add("Kernels", self.kernels(trained))
         self.add("Training", self.training(trained))
-        self.add("Speed and memory", self.speed(trained))
+        self.add("Speed and memory", self.speed(models([*self.rows, *self.probes], self.evidence, apart=SEEN)))
         self.add("Configuration differences", self.differences(trained))
         self.add("Runs", runs_table([*self.rows, *self.probes]))
         gaps = [gap for one in self.evidence.values() for gap in one.gaps]
@@ -144,7 +144,8 @@ class Page:
         return "".join(parts) or paragraph("No metrics.jsonl was found beside the checkpoints.")
 
     def speed(self, trained: Sequence[Group]) -> str:
-        """Tokens per second of evaluation by length, and what training logged of itself."""
+        """Tokens per second of evaluation by length, and what training logged of itself. A window and another dtype
+        have a speed of their own."""
         lengths = sorted({row["length"] for row in self.rows})
         logged = [
             [one for c in group.checkpoints for one in self.evidence.get(c, Evidence()).metrics] for group in trained
@@ -154,12 +155,13 @@ class Page:
         for group, metrics in zip(trained, logged, strict=True):
             where = sorted({str(row.get("device")) for rows in group.rows.values() for row in rows})
             line = [Cell(group.label), Cell.of_text(", ".join(where))]
-            line += [mean_cell([row.get("tokens_per_second") for row in group.rows.get(n, [])]) for n in lengths]
+            line += [mean_cell([speed_of(row) for row in group.rows.get(n, [])]) for n in lengths]
             line += [median_cell([one.get(key) for one in metrics]) for key in keys]
             body.append(line)
         head = ["pos_emb", "device", *(f"eval {n}" for n in lengths), *(COSTS[key] for key in keys)]
         return paragraph(
-            "Tokens per second: mean over rows of evaluation at each length, median of what training logged."
+            "Tokens per second: all that pass through the model, scored or not, mean over rows of evaluation at each"
+            " length; median of what training logged."
         ) + table(head, body)
 
     def differences(self, trained: Sequence[Group]) -> str:
@@ -213,6 +215,12 @@ def perplexity_cell(rows: Sequence[Row], *, best: bool) -> Cell:
     if one.low is not None and one.high is not None and one.std is None:
         between = f"[{cell(one.low)}, {cell(one.high)}]"
     return Cell(told, one.mean, between, exact, "best" if best else "")
+
+
+def speed_of(row: Row) -> float | None:
+    """Tokens per second that passed through the model; a row's own are those that its protocol scores."""
+    scored = row.get("tokens_per_second")
+    return scored * row["windows"] * row["length"] / row["tokens"] if scored else None
 
 
 def mean_cell(values: Sequence[float | None]) -> Cell:
