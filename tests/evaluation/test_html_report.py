@@ -20,7 +20,7 @@ from megatron.evaluation.html_report.gather import (
     position_differences,
     summary,
 )
-from megatron.evaluation.html_report.page import Page, with_prefixes
+from megatron.evaluation.html_report.page import Page, by_checkpoint, with_prefixes
 from megatron.evaluation.html_report.paired import comparisons, intervals
 from megatron.evaluation.report import last_of_each
 
@@ -188,6 +188,18 @@ def test_speed_is_of_all_tokens_that_pass_and_a_window_has_its_own():
     rows += [row("mep", 1, 512, 9.0, window=64, tokens_per_second=4000.0)]
     (speed,) = [table for table in Reader(Page(rows, [], {}).html("t")).tables if table[0][:2] == ["pos_emb", "device"]]
     assert speed[1:] == [["mep, window none", "cpu", "1,500"], ["mep, window 64", "cpu", "4,000"]]
+
+
+def test_probes_of_two_variants_or_models_are_no_single_model():
+    one = {"pos_emb": "mep", "seed": 1, "step": 10, "corpus": "stdlib", "part": "valid", "config_hash": "a"}
+    one |= {"probe": "receptive_field", "length": 512, "reach": 500, "pos_emb_args": {"kernels": ["exp"]}}
+    assert [*by_checkpoint([one, one | {"length": 1024}])] == ["mep, seed 1, step 10, stdlib valid"]
+    others = [one | {"window": 64}, one | {"pos_emb_args": {"kernels": ["log"]}, "config_hash": "b"}]
+    assert [label.removeprefix("mep, seed 1, step 10, stdlib valid, ") for label in by_checkpoint([one, *others])] == [
+        "pos_emb_args kernels [exp], window none",
+        "pos_emb_args kernels [exp], window 64",
+        "pos_emb_args kernels [log]",
+    ]
 
 
 def test_two_texts_of_one_run_are_no_two_seeds():

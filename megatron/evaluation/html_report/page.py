@@ -24,7 +24,19 @@ from megatron.evaluation.html_report.paired import comparisons, intervals, not_t
 from megatron.evaluation.html_report.texts import BANDS, BOLD, DIFFERENCES, GAIN, OVER_SEEDS, PROBES, PROTOCOLS, UNKNOWN
 from megatron.evaluation.probes.retrieval import TASKS
 from megatron.evaluation.probes.rows import cells, draw_probes
-from megatron.evaluation.report import SEEN, Row, by_length, by_setting, cell, last_of_each, notes, spread
+from megatron.evaluation.report import (
+    SEEN,
+    SETTING,
+    Row,
+    by_length,
+    by_setting,
+    cell,
+    labels_of,
+    last_of_each,
+    notes,
+    run_of,
+    spread,
+)
 
 MISSING = Cell("-", kind="missing", title="not measured")
 
@@ -235,12 +247,16 @@ def median_cell(values: Sequence[float | None]) -> Cell:
 
 
 def by_checkpoint(rows: Sequence[Row]) -> dict[str, list[Row]]:
-    """Rows of probes by a label of their model, its seed and the text."""
-    found: dict[str, list[Row]] = {}
+    """Rows of probes by a label of their model, its seed and the text, and of what else tells one run from another."""
+    found: dict[tuple, list[Row]] = {}
     for row in rows:
-        label = f"{row['pos_emb']}, seed {row.get('seed')}, step {row['step']}, {row.get('corpus')} {row.get('part')}"
-        found.setdefault(label, []).append(row)
-    return found
+        found.setdefault(run_of(row), []).append(row)
+    told = []
+    for row, *_ in found.values():
+        text = f"{row.get('corpus')} {row.get('part')}"
+        told.append(row | {"pos_emb": f"{row['pos_emb']}, seed {row.get('seed')}, step {row['step']}, {text}"})
+    keys = ("pos_emb_args", "train_length", *SEEN, *SETTING, "config_hash", "checkpoint")
+    return dict(zip(labels_of(told, keys), found.values(), strict=True))
 
 
 def probe_table(rows: Sequence[Row]) -> str:
