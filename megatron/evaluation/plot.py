@@ -1,7 +1,7 @@
 """Perplexity against length or position, as a picture."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -145,7 +145,7 @@ def training_lengths(axes: Axes, rows: Sequence[Row]) -> None:
         )
 
 
-def direct_labels(axes: Axes, curves: Sequence[Curve]) -> None:
+def direct_labels(axes: Axes, curves: Sequence[Curve], form: Callable[[float], str] = cell) -> None:
     """The name and last value of each curve to the right of all of them, pushed apart where they would overlap."""
     ends = [(number, curve) for number, curve in enumerate(curves) if len(curve.at)]
     longest = max((curve.at[-1] for _, curve in ends), default=0)
@@ -154,7 +154,7 @@ def direct_labels(axes: Axes, curves: Sequence[Curve]) -> None:
     heights = [float(to_axes.transform((curve.at[-1], curve.values[-1]))[1]) for _, curve in ends]
     for (number, curve), height in zip(ends, _apart(heights, LABEL_HEIGHT), strict=True):
         short = f" at {curve.at[-1]:g}" if curve.at[-1] < longest else ""
-        text, colour = f"{curve.label}  {cell(curve.values[-1])}{short}", _style(number)["color"]
+        text, colour = f"{curve.label}  {form(curve.values[-1])}{short}", _style(number)["color"]
         axes.text(1.02, height, text, transform=axes.transAxes, va="center", fontsize=9, color=colour)
 
 

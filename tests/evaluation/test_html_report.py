@@ -243,6 +243,21 @@ def test_differences_by_position_are_those_of_the_same_text_over_half_octaves():
     assert "position-differences" in page.figures
 
 
+def test_differences_by_position_are_drawn_past_a_few_tokens_of_chance_and_on_a_linear_axis():
+    edges = [0, 1, 64, 128, 192, 320]
+    more = {"alibi": [0.0] * 5, "mep": [2.0, 0.5, 0.004, 0.006, 0.004], "t5": [3.0, 0.1, 0.2, 1.5, 0.1]}
+    told = {"protocol": "position", "position_edges": edges, "text": "t"}
+    rows = [row("learned", 1, 320, None, loss=None, reason="ends at 64", protocol="position")]
+    rows += [row(name, 1, 320, 9.0, position_losses=[3.0 + d for d in one], **told) for name, one in more.items()]
+    page = Page(rows, [], {}, against="alibi")
+    page.html("t")
+    axes, losses = (page.figures[name].axes[0] for name in ("position-differences", "position"))
+    assert axes.get_yscale() == "linear"
+    assert {text.get_text() for text in axes.texts} >= {"mep  +0.004", "t5  +0.200 at 96"}
+    colours = [{text.get_text().split()[0]: text.get_color() for text in one.texts} for one in (axes, losses)]
+    assert all(colours[0][name] == colours[1][name] for name in ("mep", "t5"))
+
+
 def test_what_is_missing_is_said(page):
     missing = page[page.index("<h2>What is missing") :]
     assert "stdlib valid, equal_tokens, learned at 1024: learned positions end at 512" in missing

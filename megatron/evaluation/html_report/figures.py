@@ -28,7 +28,7 @@ from megatron.evaluation.plot import (
     value_axis,
 )
 from megatron.evaluation.position_plot import draw, panels, style
-from megatron.evaluation.report import Row
+from megatron.evaluation.report import Row, cell
 
 KERNEL_LENGTH = 16384
 NEAR = 2
@@ -56,16 +56,18 @@ def perplexity_near(curves: Sequence[Curve], rows: Sequence[Row]) -> Figure | No
 
 def by_position(found: Sequence[Group], rows: Sequence[Row]) -> Figure | None:
     """Loss against position, where rows have it."""
-    curves = [curve for group in found if (curve := position_curve(group))]
-    return _against_position(curves, rows, "loss (nats per token)")
+    return _against_position([position_curve(group) for group in found], rows, "loss (nats per token)")
 
 
 def by_position_from(found: Sequence[Group], rows: Sequence[Row], reference: str) -> Figure | None:
     """The same minus the reference's, where another encoding has it on the same text."""
-    return _against_position(position_differences(found, reference), rows, f"loss - {reference} (nats per token)")
+    curves, label = position_differences(found, reference), f"loss - {reference} (nats per token)"
+    return _against_position(curves, rows, label, differences=True)
 
 
-def _against_position(curves: Sequence[Curve], rows: Sequence[Row], label: str) -> Figure | None:
+def _against_position(
+    curves: Sequence[Curve], rows: Sequence[Row], label: str, *, differences: bool = False
+) -> Figure | None:
     if not any(len(curve.at) for curve in curves):
         return None
     with style():
@@ -74,9 +76,12 @@ def _against_position(curves: Sequence[Curve], rows: Sequence[Row], label: str) 
             draw_curve(axes, curve, number)
         last = int(max(curve.at[-1] for curve in curves if len(curve.at)))
         length_axis(axes, [2**power for power in range(4, 24, 2) if 2**power <= 2 * last], "position (tokens)")
-        value_axis(axes, [value for curve in curves for value in curve.values], label)
+        # Differences are linear even where all are above zero, and smaller than the digits of a perplexity.
+        value_axis(axes, [] if differences else [value for curve in curves for value in curve.values], label)
+        if differences:
+            axes.axhline(0, color=GREY, linewidth=1, zorder=1)
         training_lengths(axes, rows)
-        direct_labels(axes, curves)
+        direct_labels(axes, curves, "{:+.3f}".format if differences else cell)
     return figure
 
 

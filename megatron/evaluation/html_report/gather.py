@@ -168,15 +168,15 @@ def perplexity_curve(group: Group, paired: Mapping[tuple[str, int], Interval] | 
     return Curve(group.label, lengths, means, low, high)
 
 
-def position_curve(group: Group) -> Curve | None:
-    """Loss by position from the longest row that has it, over half octaves, mean over seeds; None where no row does."""
+def position_curve(group: Group) -> Curve:
+    """Loss by position from the longest row that has it, over half octaves, mean over seeds; empty without one."""
     for rows in reversed(group.rows.values()):
         told = [row for row in rows if row.get("position_losses")]
         edges = {tuple(row["position_edges"]) for row in told}
         if len(edges) == 1 and len(told) == len(rows):
             found = [half_octaves(row["position_edges"], row["position_losses"]) for row in told]
             return _banded(group.label, found[0][0], [*zip(*(losses for _, losses in found), strict=True)])
-    return None
+    return Curve(group.label, [], [])
 
 
 def position_differences(found: Sequence[Group], reference: str) -> list[Curve]:
