@@ -24,6 +24,7 @@ from megatron.evaluation.report import (
     setting,
     sight,
     spread,
+    with_axes,
     with_notes,
 )
 from megatron.evaluation.statistics import Estimate, holm, mean_of, mean_over_seeds, perplexity_of
@@ -126,9 +127,11 @@ def compared(kinds: Mapping[str, Sequence[Row]], against: str | None = None) -> 
 def encodings(rows: Sequence[Row]) -> dict[str, list[Row]]:
     """Rows of one encoding, whatever the seed, by a short label; UserError where one seed is there twice."""
     groups: dict[str, list[Row]] = {}
-    for row in rows:
-        groups.setdefault(repr([row["pos_emb"], *(row.get(key) for key in KIND)]), []).append(row)
-    kinds = dict(zip(labels_of([group[0] for group in groups.values()], KIND), groups.values(), strict=True))
+    told, axes = with_axes(rows, without=("data",))  # of several corpora an encoding is compared on each
+    for row in told:
+        groups.setdefault(repr([row["pos_emb"], *(row.get(key) for key in (*KIND, *axes))]), []).append(row)
+    labels = labels_of([group[0] for group in groups.values()], (*KIND, *axes))
+    kinds = dict(zip(labels, groups.values(), strict=True))
     for label, group in kinds.items():
         runs: dict[tuple, Row] = {}
         for row in group:

@@ -154,6 +154,13 @@ def labels_of(rows: Sequence[Row], keys: Iterable[str]) -> list[str]:
     return labels
 
 
+def with_axes(rows: Sequence[Row], without: Collection[str] = ()) -> tuple[list[Row], list[str]]:
+    """Rows of a sweep with what their cells say beside them, such as size: wide, and the names of that."""
+    told = [{axis: str(value) for axis, value in (row.get("cell") or {}).items() if axis not in row} for row in rows]
+    axes = [axis for axis in dict.fromkeys(axis for one in told for axis in one) if axis not in without]
+    return [row | {axis: one.get(axis) for axis in axes} for row, one in zip(rows, told, strict=True)], axes
+
+
 def plain(value: Any) -> Any:
     """Options of an encoding as a short text, such as kernels [exp, gaussian]; none, off, on; all else as it is."""
     if value is None or isinstance(value, bool):

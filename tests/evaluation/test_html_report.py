@@ -315,6 +315,16 @@ def test_the_band_of_one_seed_is_that_of_its_difference_where_another_has_the_sa
     assert alone.high[0] - alone.low[0] > 5 * (other.high[0] - other.low[0]), "windows differ by much more than models"
 
 
+def test_runs_of_a_sweep_are_told_apart_by_its_axes():
+    cells = [("github", "small"), ("arxiv", "small"), ("arxiv", "wide")]
+    rows = [
+        row("mep", 1, 512, 9.0, cell={"data": data, "size": size, "pos_emb": "mep", "seed": 1}, config_hash=data + size)
+        for data, size in cells
+    ]
+    labels = ["mep, data github", "mep, data arxiv, size small", "mep, data arxiv, size wide"]
+    assert [group.label for group in groups(rows, {})] == labels
+
+
 def test_a_mean_over_seeds_is_over_all_of_them_or_none():
     assert summary([row("mep", 1, 512, 10.0), row("mep", 2, 512, None)]) is None
     found = summary([row("mep", 1, 512, 10.0), row("mep", 2, 512, 14.0)])

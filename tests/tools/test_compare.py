@@ -93,6 +93,15 @@ def test_another_start_or_region_of_a_run_is_a_comparison_of_its_own():
         assert heading in tables(found)
 
 
+def test_sizes_of_a_sweep_are_no_seeds_of_each_other():
+    hard = texts()
+    cells = [("small", 1), ("small", 2), ("wide", 3), ("wide", 4)]
+    rows = [row("a", hard + seed / 10, seed, cell={"data": "x", "size": size, "seed": seed}) for size, seed in cells]
+    assert [*encodings(rows)] == ["a, size small", "a, size wide"]
+    rows = [row("a", hard, corpus=name, cell={"data": name, "pos_emb": "a", "seed": 1}) for name in ("x", "y")]
+    assert [*encodings(rows)] == ["a"]
+
+
 def test_many_comparisons_make_each_less_significant():
     hard, generator = texts(), np.random.default_rng(4)
     noise = generator.standard_normal(64)

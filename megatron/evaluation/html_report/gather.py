@@ -11,7 +11,7 @@ import numpy as np
 from torch import Tensor
 
 from megatron.evaluation.plot import Curve
-from megatron.evaluation.report import SEEN, SETTING, Row, labels_of
+from megatron.evaluation.report import SEEN, SETTING, Row, labels_of, with_axes
 from megatron.evaluation.statistics import half_octaves, mean_of
 from megatron.positions import Position
 
@@ -90,7 +90,8 @@ def groups(rows: Sequence[Row], evidence: Found) -> list[Group]:
         mixed = len({seed for seed, _ in hashes}) < len(hashes) or any(one != known[0] for one in known)
         for row in members:
             found.setdefault(f"{key} {row['config_hash']}" if mixed else key, []).append(row)
-    labels = labels_of([members[0] for members in found.values()], TELLING)
+    told, axes = with_axes([members[0] for members in found.values()])
+    labels = labels_of(told, (*TELLING[:1], *axes, *TELLING[1:]))
     return [Group(label, _by_length(members)) for label, members in zip(labels, found.values(), strict=True)]
 
 
