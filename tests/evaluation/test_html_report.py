@@ -275,6 +275,8 @@ def test_only_runs_that_differ_in_nothing_but_the_seed_are_one_line():
     assert len(groups(same, evidence)) == 2, "their configurations say that the learning rate is another"
     cells = [one | {"cell": {"corpus": "a", "size": one["seed"], "seed": one["seed"]}} for one in same]
     assert len(groups(cells, {})) == 2, "their cells say that the size is another"
+    half = {same[0]["checkpoint"]: Evidence(settings={"lr": 1, "seed": 1}), same[1]["checkpoint"]: Evidence()}
+    assert len(groups(same, half)) == 1, "one checkpoint was found, the other was not"
     twins = [same[0], same[0] | {"config_hash": "other", "checkpoint": "elsewhere"}]
     assert len(groups(twins, {})) == 2, "one seed, two configurations"
 

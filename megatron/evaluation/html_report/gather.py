@@ -78,11 +78,18 @@ class Summary:
 
 def groups(rows: Sequence[Row], evidence: Found) -> list[Group]:
     """Runs that differ in their seed alone together. What a run was is read from its cell of a sweep, its configuration
-    or, where there is neither, taken from its row; runs of one seed, or of other settings, are never one group."""
+    or, where not all runs with such rows have one, taken from its row; runs of one seed, or of other settings, are
+    never one group."""
     cells = {_model(row): (row.get("sweep"), row["cell"]) for row in rows if row.get("cell")}
-    by_key: dict[str, list[Row]] = {}
+    twins: dict[str, list[Row]] = {}
     for row in rows:
-        by_key.setdefault(_key(row, evidence, cells), []).append(row)
+        twins.setdefault(_key(row, cells), []).append(row)
+    by_key: dict[str, list[Row]] = {}
+    for key, members in twins.items():
+        what = [_without_seed(_settings(row, evidence)) for row in members]
+        told = all(what) and not any(_model(row) in cells for row in members)
+        for row, one in zip(members, what, strict=True):
+            by_key.setdefault(key + json.dumps(one, sort_keys=True, default=str) * told, []).append(row)
     found: dict[str, list[Row]] = {}
     for key, members in by_key.items():
         hashes = {(row.get("seed"), row["config_hash"]) for row in members}
@@ -106,10 +113,9 @@ def _model(row: Row) -> Any:
     return row.get("weights") or row.get("checkpoint")
 
 
-def _key(row: Row, evidence: Found, cells: Mapping[Any, tuple[Any, dict[str, Any]]]) -> str:
-    sweep, cell = cells.get(_model(row), (row.get("sweep"), None))
-    what = _without_seed(cell or _settings(row, evidence))
-    told = {key: row.get(key) for key in SAME} | {"sweep": sweep, "what": what}
+def _key(row: Row, cells: Mapping[Any, tuple[Any, dict[str, Any]]]) -> str:
+    sweep, cell = cells.get(_model(row), (row.get("sweep"), {}))
+    told = {key: row.get(key) for key in SAME} | {"sweep": sweep, "what": _without_seed(cell)}
     return json.dumps(told, sort_keys=True, default=str)
 
 
