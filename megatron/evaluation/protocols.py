@@ -80,14 +80,18 @@ class Request:
     def documents(self) -> range:
         return split_documents(self.tokens, self.split, self.part)
 
+    @property
+    def available(self) -> int:
+        """Targets in the part."""
+        return int(np.sum(self.tokens.sizes[self.documents.start : self.documents.stop], dtype=np.int64)) - 1
+
     @cached_property
     def region(self) -> np.ndarray:
         """The first text of the part, the same for every length: [a multiple of the longest length, and one more].
 
         Documents in file order, with the EOD that ends each.
         """
-        available = int(np.sum(self.tokens.sizes[self.documents.start : self.documents.stop], dtype=np.int64)) - 1
-        longest = self.checked_lengths[-1]
+        available, longest = self.available, self.checked_lengths[-1]
         if self.eval_tokens < longest:
             raise UserError(
                 f"eval_tokens: {self.eval_tokens} is less than one window of the longest length, {longest};"
@@ -143,7 +147,9 @@ def paper(request: Request) -> list[Windows]:
     for length in request.checked_lengths:
         samples = build_split(request.tokens, request.split, request.part, length, request.seed, count)
         ids = [samples[(start + number) % len(samples)] for number in range(count)]
-        found.append(Windows(length, ids, [0] * count, (), {"start": start}))
+        epochs = -(-count * length // max(request.available, 1))
+        about = {"start": start} | ({"epochs": epochs} if epochs > 1 else {})
+        found.append(Windows(length, ids, [0] * count, (), about))
     return found
 
 

@@ -255,6 +255,9 @@ def notes(rows: Sequence[Row], *, each_run: bool = True) -> list[str]:
     lines += ["each: " + _facts(rows[0], shared)] if len(groups) > 1 and _facts(rows[0], shared) else []
     if rows[0].get("protocol") in OTHER_TEXT and len({row["length"] for row in rows}) > 1:
         lines.append("every length has other text: compare encodings at a length, not one encoding at two")
+    for length, epochs in sorted({(row["length"], row["epochs"]) for row in rows if row.get("epochs")}):
+        told = f"the part is short and was read up to {epochs} times: windows repeat text, intervals are too narrow"
+        lines.append(f"length {length}: {told}")
     lines += ["* training length"] if any(row["length"] == row.get("train_length") for row in rows) else []
     for label, group in groups.items():
         own = _facts(group[0], FACTS.keys() - shared if len(groups) > 1 else FACTS)

@@ -173,6 +173,11 @@ def test_differences_are_paired_against_the_lowest_at_the_longest_length_or_one_
         Page(rows, [], {}, against="rope").html("t")
 
 
+def test_where_nothing_can_be_paired_the_page_says_why():
+    rows = [row("alibi", 1, 512, 10.0), row("mep", 1, 512, 11.0)]
+    assert "mep at 512: mep: no losses by window in its results - measure it again" in Page(rows, [], {}).html("t")
+
+
 def test_a_pass_by_position_is_shown_at_the_shorter_lengths_that_it_holds():
     told = {"protocol": "position", "position_edges": [0, 512, 1024, 1500, 2048], "windows": 1}
     rows = [row("mep", 1, 2048, math.exp(2.0), loss=2.0, position_losses=[3.0, 2.0, 1.0, 2.0], **told)]
@@ -305,7 +310,7 @@ def test_settings_that_differ_make_two_groups_of_one_cell_name():
 def test_the_band_of_one_seed_is_that_of_its_difference_where_another_has_the_same_text():
     rows = [*texts(("alibi", 512, 0.0), ("mep", 512, 0.02))]
     found = groups(rows, {})
-    told = comparisons(found, "alibi")
+    told, _ = comparisons(found, "alibi")
     reference, other = (perplexity_curve(group, intervals(told)) for group in found)
     (low, high) = told[1].interval
     mean = told[1].difference.mean

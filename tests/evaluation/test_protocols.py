@@ -140,6 +140,14 @@ def test_the_protocol_of_the_papers_has_the_references_windows_token_for_token(t
     assert set(one.first_scored) == {0}
 
 
+def test_the_protocol_of_the_papers_says_how_often_it_reads_a_short_part(tokens):
+    available = int(tokens.sizes.sum()) - 1
+    windows = available // min(LENGTHS)
+    told = {one.length: one.about for one in PROTOCOLS["paper"](request(tokens, windows=windows))}
+    assert told.pop(min(LENGTHS)) == {"start": 0}
+    assert told == {length: {"start": 0, "epochs": -(-windows * length // available)} for length in told}
+
+
 def test_what_a_protocol_cannot_measure_is_one_message(tokens):
     cases = {
         ("tail", "tail", 17): r"--tail 17: the scored end of a window has 1 to 16 tokens, the least length",

@@ -125,6 +125,12 @@ def test_lengths_of_a_protocol_that_scores_other_text_at_each_are_not_to_be_comp
         assert (said in table([one | {"protocol": protocol} for one in TWO])) == there
 
 
+def test_windows_that_repeat_text_are_told():
+    assert "repeat text" not in table(TWO)
+    repeated = [one | {"epochs": 2} if one["length"] == 1024 else one for one in TWO]
+    assert "length 1024: the part is short and was read up to 2 times: windows repeat text" in table(repeated)
+
+
 def test_rows_on_different_text_are_called_incomparable():
     assert "not comparable" not in table(TWO)
     mixed = TWO + rows("alibi", {512: 7.0}, corpus="arxiv")

@@ -89,7 +89,7 @@ class Page:
         protocol = first.get("protocol") or "unknown protocol"
         name = " ".join(str(first[key]) for key in ("corpus", "part") if first.get(key)) or "a text"
         reference = reference_of(found, self.against)
-        told = comparisons(found, reference)
+        told, reason = comparisons(found, reference)
         curves = [perplexity_curve(group, intervals(told) if told else None) for group in found]
         parts = [paragraph(PROTOCOLS.get(protocol, UNKNOWN))]
         bands = BANDS.format(reference=reference) if told else ""
@@ -97,7 +97,7 @@ class Page:
         near = figures.perplexity_near(curves, rows)
         parts.append(self.draw(f"{prefix}perplexity-near", near, "The same without what rises far above the lowest."))
         parts.append(self.perplexities(found, rows, f"{name}, {protocol}"))
-        parts.append(paired(told))
+        parts.append(paired(told, reason))
         self.labels += [group.label for group in found]
         caption = "Loss by position in the longest windows, over half octaves, mean over seeds."
         parts.append(self.draw(f"{prefix}position", figures.by_position(found, rows), caption))

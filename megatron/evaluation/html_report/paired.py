@@ -15,15 +15,15 @@ ABOUT = (
 )
 
 
-def comparisons(found: Sequence[Group], reference: str | None) -> list[Comparison]:
-    """Every encoding against the reference; empty where there is one alone or nothing can be paired."""
+def comparisons(found: Sequence[Group], reference: str | None) -> tuple[list[Comparison], str]:
+    """Every encoding against the reference, and where there are several but nothing can be paired the reason."""
     kinds = {group.label: [row for rows in group.rows.values() for row in rows if _whole(row)] for group in found}
     if len(kinds) < 2 or reference is None:
-        return []
+        return [], ""
     try:
-        return compared(kinds, reference)
-    except UserError:
-        return []
+        return compared(kinds, reference), ""
+    except UserError as fault:
+        return [], str(fault)
 
 
 def intervals(told: Sequence[Comparison]) -> dict[tuple[str, int], Interval]:
@@ -36,10 +36,10 @@ def intervals(told: Sequence[Comparison]) -> dict[tuple[str, int], Interval]:
     }
 
 
-def paired(told: Sequence[Comparison]) -> str:
-    """A table of differences from one encoding, and how they were made; nothing where there are none."""
+def paired(told: Sequence[Comparison], reason: str) -> str:
+    """A table of differences from one encoding, and how they were made; where there are none the reason."""
     if not told:
-        return ""
+        return paragraph(reason) if reason else ""
     reference = told[0].reference
     lengths = sorted({one.length for one in told})
     by_place = {(one.encoding, one.length): one for one in told}
@@ -72,9 +72,8 @@ def not_told_apart(found: Sequence[Group], length: int) -> set[str]:
     """The lowest at a length and all whose interval of the difference from it holds 0; nobody where a number cannot be
     tested against the lowest: what is not bold would look worse."""
     best = lowest(found, length)
-    told = comparisons(
-        [Group(group.label, {length: group.rows[length]}) for group in found if length in group.rows], best
-    )
+    here = [Group(group.label, {length: group.rows[length]}) for group in found if length in group.rows]
+    told, _ = comparisons(here, best)
     others = [(one.encoding, one.interval) for one in told if one.encoding != best and one.perplexity is not None]
     if best is None or not others or any(interval is None for _, interval in others):
         return set()
