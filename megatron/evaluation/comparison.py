@@ -103,9 +103,9 @@ def compared(kinds: Mapping[str, Sequence[Row]], against: str | None = None) -> 
     """Every encoding at every length of every setting against one: `against` or the first; UserError where nothing can
     be paired. kinds: rows by encoding, as `encodings` finds them.
     """
-    reference = against or next(iter(kinds))
-    if reference not in kinds:
-        raise UserError(f"--against: there is no '{reference}' - choose one of {', '.join(kinds)}")
+    reference = next(iter(kinds)) if against is None else meant(against, kinds)
+    if reference is None:
+        raise UserError(f"--against: {unknown(against, kinds)}")
     found = []
     for place in dict.fromkeys(_place(row) for kind in kinds.values() for row in kind):
         here = {label: [row for row in kind if _place(row) == place] for label, kind in kinds.items()}
@@ -122,6 +122,18 @@ def compared(kinds: Mapping[str, Sequence[Row]], against: str | None = None) -> 
     for number, p in zip(known, holm([found[number].p or 0.0 for number in known]), strict=True):
         found[number] = replace(found[number], p=p)
     return found
+
+
+def meant(name: str, labels: Iterable[str]) -> str | None:
+    """The label that is a name, or the only one of that encoding: mep_free for 'mep_free, window none'."""
+    labels = [*labels]
+    same = [label for label in labels if label.startswith(f"{name}, ")]
+    return name if name in labels else same[0] if len(same) == 1 else None
+
+
+def unknown(name: str | None, labels: Iterable[str]) -> str:
+    """That no label, or more than one, is a name."""
+    return f"there is no '{name}', or several - choose one of {', '.join(map(repr, labels))}"
 
 
 def encodings(rows: Sequence[Row]) -> dict[str, list[Row]]:

@@ -169,7 +169,9 @@ def test_differences_are_paired_against_the_lowest_at_the_longest_length_or_one_
     other = Reader(Page(rows, [], {}, against="mep").html("t")).tables[1]
     assert other[0] == ["loss - mep", "512", "1024"]
     assert other[1][0] == "alibi"
-    with pytest.raises(UserError, match="--against: there is no 'rope' - choose one of alibi, mep, t5"):
+    with pytest.raises(
+        UserError, match="--against: there is no 'rope', or several - choose one of 'alibi', 'mep', 't5'"
+    ):
         Page(rows, [], {}, against="rope").html("t")
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from megatron.errors import UserError
-from megatron.evaluation.comparison import compared, encodings, tables
+from megatron.evaluation.comparison import compared, encodings, meant, tables
 from tests.support import ROOT, run
 
 
@@ -143,8 +143,10 @@ def test_what_is_no_pair_is_refused_with_the_reason():
     assert [one.reason is None for one in both] == [True, False, True]
     with pytest.raises(UserError, match=r"b: seed 1 is there twice at length 512: runs/x .* and runs/y"):
         encodings([row("b", hard, checkpoint="runs/x"), row("b", hard, checkpoint="runs/y")])
-    with pytest.raises(UserError, match="--against: there is no 'c' - choose one of a, b"):
+    with pytest.raises(UserError, match="--against: there is no 'c', or several - choose one of 'a', 'b'"):
         against([row("a", hard), row("b", hard)], "c")
+    kinds = ["a, window none", "a, window 64", "b, window none"]
+    assert [meant(name, kinds) for name in ("a, window 64", "b", "a")] == ["a, window 64", "b, window none", None]
 
 
 def test_a_reader_that_leaves_early_is_no_fault(tmp_path):

@@ -8,6 +8,7 @@ from html import escape
 from matplotlib.figure import Figure
 
 from megatron.errors import UserError
+from megatron.evaluation.comparison import unknown
 from megatron.evaluation.html_report import figures
 from megatron.evaluation.html_report.elements import Cell, document, figure, items, paragraph, table
 from megatron.evaluation.html_report.gather import (
@@ -20,7 +21,14 @@ from megatron.evaluation.html_report.gather import (
     perplexity_curve,
     summary,
 )
-from megatron.evaluation.html_report.paired import comparisons, intervals, not_told_apart, paired, reference_of
+from megatron.evaluation.html_report.paired import (
+    comparisons,
+    intervals,
+    named,
+    not_told_apart,
+    paired,
+    reference_of,
+)
 from megatron.evaluation.html_report.texts import BANDS, BOLD, DIFFERENCES, GAIN, OVER_SEEDS, PROBES, PROTOCOLS, UNKNOWN
 from megatron.evaluation.probes.retrieval import TASKS
 from megatron.evaluation.probes.rows import cells, draw_probes
@@ -51,15 +59,15 @@ class Page:
         self.figures: dict[str, Figure] = {}
         self.missing: list[str] = []
         self.labels: list[str] = []
+        self.named: list[str] = []
         self.sections: list[tuple[str, str]] = []
 
     def html(self, title: str) -> str:
         """The whole page; `figures` is full after it. UserError where no text has the encoding to compare with."""
         for number, members in enumerate(by_setting(self.rows).values()):
             self.measured(with_prefixes(members), f"{number + 1}-" if number else "")
-        labels = dict.fromkeys(self.labels)
-        if self.against is not None and self.against not in labels:
-            raise UserError(f"--against: there is no '{self.against}' - choose one of {', '.join(labels)}")
+        if self.against is not None and self.against not in self.named:
+            raise UserError(f"--against: {unknown(self.against, dict.fromkeys(self.labels))}")
         trained = models([*self.rows, *self.probes], self.evidence)
         self.add("Probes", self.probed())
         self.add("Kernels", self.kernels(trained))
@@ -99,6 +107,7 @@ class Page:
         parts.append(self.perplexities(found, rows, f"{name}, {protocol}"))
         parts.append(paired(told, reason))
         self.labels += [group.label for group in found]
+        self.named += [self.against] if self.against and named(found, self.against) else []
         caption = "Loss by position in the longest windows, over half octaves, mean over seeds."
         parts.append(self.draw(f"{prefix}position", figures.by_position(found, rows), caption))
         between = figures.by_position_from(found, rows, reference) if reference else None

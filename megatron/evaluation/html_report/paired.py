@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from megatron.errors import UserError
-from megatron.evaluation.comparison import Comparison, compared, how_made
+from megatron.evaluation.comparison import Comparison, compared, how_made, meant
 from megatron.evaluation.html_report.elements import Cell, items, paragraph, table
 from megatron.evaluation.html_report.gather import Group, Interval, summary
 from megatron.evaluation.report import Row
@@ -51,10 +51,15 @@ def paired(told: Sequence[Comparison], reason: str) -> str:
 
 def reference_of(found: Sequence[Group], against: str | None) -> str | None:
     """`against` where it is there, else the lowest at the longest length that has a number."""
-    if any(group.label == against for group in found):
-        return against
+    if against and (label := named(found, against)):
+        return label
     lengths = sorted({length for group in found for length in group.rows}, reverse=True)
     return next((label for length in lengths if (label := lowest(found, length))), None)
+
+
+def named(found: Sequence[Group], name: str) -> str | None:
+    """The label of the encoding that a name means here."""
+    return meant(name, [group.label for group in found])
 
 
 def _whole(row: Row) -> bool:
