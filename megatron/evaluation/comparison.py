@@ -258,7 +258,7 @@ def tables(found: Sequence[Comparison], *, markdown: bool = False) -> str:
     parts = []
     for place in dict.fromkeys((one.setting, one.length) for one in found):
         group = [one for one in found if (one.setting, one.length) == place]
-        head = ["encoding", "perplexity", f"loss - {group[0].reference} [95 %]", "ratio [95 %]", "p", "n_eff"]
+        head = ["encoding", "seeds", "perplexity", f"loss - {group[0].reference} [95 %]", "ratio [95 %]", "p", "n_eff"]
         body = [_cells(one) for one in group]
         lines = in_markdown(head, body) if markdown else aligned(head, body)
         reasons = [f"{one.encoding}: {one.reason}" for one in group if one.reason]
@@ -269,8 +269,9 @@ def tables(found: Sequence[Comparison], *, markdown: bool = False) -> str:
 def _cells(one: Comparison) -> list[str]:
     perplexity = cell(one.perplexity)
     perplexity += f" {spread(perplexity, one.std)}" if one.std is not None else ""
+    seeds = str(len({*one.seeds}))
     if one.difference is None:
-        return [one.encoding, perplexity, "", "", "", ""]
+        return [one.encoding, seeds, perplexity, "", "", "", ""]
     difference, ratio = f"{one.difference.mean:+.4f}", _ratio(one.difference.mean)
     if one.interval:
         difference += " [{:+.4f}, {:+.4f}]".format(*one.interval)
@@ -278,7 +279,7 @@ def _cells(one: Comparison) -> list[str]:
     p = "" if one.p is None else f"{one.p:.4f}" if one.p >= 1e-4 else "<0.0001"
     worth = one.windows.n_eff if one.windows else None
     n_eff = "" if worth is None or one.windows is None else f"{worth:.0f} of {one.windows.n} windows"
-    return [one.encoding, one.mark + perplexity, difference, ratio, p, n_eff]
+    return [one.encoding, seeds, one.mark + perplexity, difference, ratio, p, n_eff]
 
 
 def _ratio(difference: float) -> str:
@@ -311,6 +312,8 @@ def how_made(found: Sequence[Comparison]) -> list[str]:
     tests = sum(one.p is not None for one in found)
     lines.append(f"p: two-sided, Holm's correction for {tests} comparisons; {ALPHA:g} is significant")
     lines.append(f"{WORSE} {reference} is significantly better, {BETTER} significantly worse; ± std over seeds")
+    if len({one.seeds for one in found}) > 1:
+        lines.append("perplexity is the mean over the seeds of an encoding, the difference over those that both have")
     return lines
 
 

@@ -122,6 +122,13 @@ def test_a_window_is_said_in_the_heading_or_where_it_differs_in_the_labels():
     assert "a, window none" in both
 
 
+def test_the_table_says_how_many_seeds_a_mean_has():
+    rows = [row("a", texts(), 1), row("a", texts(seed=7), 2), row("b", texts() + 0.1, 1)]
+    told = tables(against(rows)).splitlines()
+    assert [line.split()[:2] for line in told[3:5]] == [["a", "2"], ["b", "1"]]
+    assert "the difference over those that both have" in "\n".join(told)
+
+
 def test_rows_of_few_windows_are_noted():
     rows = [row(name, texts(n) + 0.01 * texts(n, seed), length=n) for n in (19, 20) for seed, name in enumerate("ab")]
     assert "few windows (19 at length 19): where neighbours" in tables(against(rows))
@@ -181,7 +188,7 @@ def test_the_tool_prints_a_table_for_each_length_and_writes_markdown_and_json(tm
     assert low < np.exp(0.2) < high
     assert cells[1]["ratio"] == pytest.approx(np.exp(cells[1]["difference"]))
     assert run("tools/compare.py", *files, "-o", tmp_path / "a.md").returncode == 0
-    assert "| rotary | †" in (tmp_path / "a.md").read_text()
+    assert "| rotary | 1 | †" in (tmp_path / "a.md").read_text()
     wrong = run("tools/compare.py", *files, "-o", tmp_path / "a.txt")
     assert (wrong.returncode, wrong.stderr) == (
         1,

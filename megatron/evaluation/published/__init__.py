@@ -54,6 +54,8 @@ def published(name: str) -> Published:
     missing = [key for key in needed if key not in said]
     if missing:
         raise UserError(f"{path}: lacks {', '.join(missing)}; take a table of {HERE} as an example")
+    if not isinstance(said["sweep"], str | None):
+        raise UserError(f"{path}: sweep: {said['sweep']} is no name of a file beside it")
     try:
         cells = {
             corpus: {
