@@ -1,6 +1,7 @@
 """What the entry scripts share: `FILES… key=value… [options]`, one message per fault, notes said once."""
 
 import argparse
+import atexit
 import logging
 import os
 import sys
@@ -8,6 +9,8 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NoReturn
+
+import torch
 
 from megatron.config import Config, load
 from megatron.config.document import help_text
@@ -47,12 +50,27 @@ def run(
             say(config.notes)
         with left_at_the_end():
             status = main(config, given) or 0
-        sys.exit(status)
     except UserError as fault:
         complain(str(fault))
-        sys.exit(1)
+        status = 1
     except KeyboardInterrupt:
-        sys.exit(130)
+        status = 130
+    except SystemExit as ended:
+        if not isinstance(ended.code, int):
+            raise
+        status = ended.code
+    _end(status)
+
+
+def _end(status: int) -> NoReturn:
+    """Exit. Of several processes on CPU each ends without the interpreter's last part, which gloo's threads abort where
+    DeepSpeed still holds their group (see left_at_the_end); what is registered to run at the end has run."""
+    if int(os.environ.get("WORLD_SIZE", 1)) > 1 and not torch.cuda.is_available():
+        atexit._run_exitfuncs()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+    sys.exit(status)
 
 
 def parser_for(

@@ -10,6 +10,7 @@ from megatron import entry
 from megatron.config import load
 from megatron.config.schema import all_keys
 from megatron.errors import UserError
+from tests.support import run
 
 ROOT = Path(__file__).resolve().parents[1]
 TINY = ["num_layers=2", "hidden_size=72", "num_attention_heads=12", "seq_length=64", "max_position_embeddings=64"]
@@ -70,6 +71,15 @@ def test_other_errors_keep_their_traceback():
 
     with pytest.raises(RuntimeError, match="ours"):
         entry.run(main, argv=TINY)
+
+
+@pytest.mark.parametrize("ranks", ["1", "2"])
+@pytest.mark.parametrize("end", ["return 3", "raise SystemExit(3)"])
+def test_a_status_and_what_runs_at_the_end_survive_however_a_process_ends(ranks, end):
+    lines = ["import atexit", "from megatron import entry", "atexit.register(print, 'last')", "print('first')"]
+    lines += [f"def main(config, options): {end}", "entry.run(main, description='', config_needed=False, argv=[])"]
+    found = run("-c", "\n".join(lines), env={"WORLD_SIZE": ranks})
+    assert (found.returncode, found.stdout.split()) == (3, ["first", "last"]), found.stderr
 
 
 def test_an_interruption_ends_quietly():

@@ -291,11 +291,11 @@ def _differences(rows: Sequence[Row]) -> list[str]:
 
 
 def _refusals(label: str, group: Sequence[Row]) -> list[str]:
-    lengths: dict[str, list[str]] = {}
-    for row in group:
-        if row["perplexity"] is None:
-            lengths.setdefault(row.get("reason") or "no reason given", []).append(str(row["length"]))
-    return [f"{label}: n/a at {', '.join(at)}: {reason}" for reason, at in lengths.items()]
+    missing = [row for row in group if row["perplexity"] is None]
+    if not missing:
+        return []
+    lengths = ", ".join(str(row["length"]) for row in missing)
+    return [f"{label}: n/a at {lengths}: {missing[0].get('reason') or 'no reason given'}"]
 
 
 def setting(rows: Sequence[Row]) -> str:

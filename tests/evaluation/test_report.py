@@ -125,14 +125,6 @@ def test_lengths_of_a_protocol_that_scores_other_text_at_each_are_not_to_be_comp
         assert (said in table([one | {"protocol": protocol} for one in TWO])) == there
 
 
-def test_lengths_without_a_number_are_told_by_their_reason():
-    one = TWO[0] | {"loss": None, "perplexity": None}
-    rows = [one | {"length": n, "reason": why} for n, why in ((64, "it ends"), (128, "it ends"), (256, "nan"))]
-    told = table(rows)
-    assert "n/a at 64, 128: it ends" in told
-    assert "n/a at 256: nan" in told
-
-
 def test_windows_that_repeat_text_are_told():
     assert "repeat text" not in table(TWO)
     repeated = [one | {"epochs": 2} if one["length"] == 1024 else one for one in TWO]
