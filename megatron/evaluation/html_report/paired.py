@@ -28,11 +28,10 @@ def comparisons(found: Sequence[Group], reference: str | None) -> tuple[list[Com
 
 def intervals(told: Sequence[Comparison]) -> dict[tuple[str, int], Interval]:
     """Of each difference in loss, from its mean, by (encoding, length)."""
-    known = [(one, one.interval) for one in told]
     return {
-        (one.encoding, one.length): Interval(low_high[0] - one.difference.mean, low_high[1] - one.difference.mean)
-        for one, low_high in known
-        if one.difference and low_high
+        (one.encoding, one.length): Interval(*(end - one.difference.mean for end in one.interval))
+        for one in told
+        if one.difference and one.interval
     }
 
 
@@ -91,5 +90,6 @@ def _cell(one: Comparison | None) -> Cell:
     interval = "[{:+.3f}, {:+.3f}]".format(*one.interval) if one.interval else ""
     told = [f"ratio {perplexity_of(one.difference.mean) or float('inf'):.4f}"]
     told += [f"p {one.p:.2g} over {one.unit}"] if one.p is not None else []
-    told += [f"{one.windows.n_eff:.0f} of {one.windows.n} windows" for _ in [0] if one.windows and one.windows.n_eff]
+    if one.windows and one.windows.n_eff:
+        told.append(f"{one.windows.n_eff:.0f} of {one.windows.n} windows")
     return Cell(f"{one.mark}{one.difference.mean:+.3f}", one.difference.mean, interval, "; ".join(told), "pair")
