@@ -35,10 +35,10 @@ GPU_TESTS = $(sort $(shell grep -rl --include='test_*.py' 'pytest\.mark\.gpu' te
 
 gpu-check:
 	mkdir -p $(OUT)
-	failed=0; \
+	failed=0; export PYTHONPATH=$(CURDIR):$$PYTHONPATH; \
 	TEST_GPU=1 $(PYTHON) -m pytest -q -rs -o minversion=7.4 -m gpu $(GPU_TESTS) || failed=1; \
-	$(PYTHON) tools/bench_attention.py --quick --output $(OUT)/attention.json || failed=1; \
-	$(PYTHON) tools/bench_step.py --quick --output $(OUT)/step.json || failed=1; \
+	$(PYTHON) tools/bench/attention.py --quick --output $(OUT)/attention.json || failed=1; \
+	$(PYTHON) tools/bench/step.py --quick --output $(OUT)/step.json || failed=1; \
 	exit $$failed
 
 lint: $(INSTALLED)
@@ -61,9 +61,10 @@ clean:
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # The stamp goes first and comes back last: a failed or interrupted installation is repeated by the next make.
-$(INSTALLED): requirements.txt requirements-dev.txt constraints.txt
+$(INSTALLED): requirements.txt requirements-dev.txt constraints.txt pyproject.toml
 	@rm -f $@
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "make: $(PYTHON) is Python %d.%d - this project needs 3.11 or newer: make PYTHON=python3.12 ..." % sys.version_info[:2])'
 	@$(PY) -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv --clear $(VENV)
 	$(PY) -m pip install $(addprefix -c ,$(CONSTRAINTS)) -r requirements.txt -r requirements-dev.txt
+	$(PY) -m pip install --no-deps --no-build-isolation -e .
 	@touch $@

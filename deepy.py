@@ -24,7 +24,10 @@ from megatron.parallel.grid import free_port
 
 ROOT = Path(__file__).resolve().parent
 ONE_PROCESS = ("generate.py",)
-ON_THIS_MACHINE = ("evaluate.py", *ONE_PROCESS)  # alone without a launcher, which takes seconds and words of its own
+ON_THIS_MACHINE = (
+    "evaluate.py",
+    *ONE_PROCESS,
+)  # alone without a launcher, which takes seconds and words of its own
 PURPOSES = {"train.py": "train", "evaluate.py": "evaluate"}
 
 
@@ -33,7 +36,11 @@ def main(argv: Sequence[str]) -> None:
     words = list(argv)
     try:
         if words and _is_number(words[0]):
-            entry.say([f"the leading {words[0]} is accepted and has no effect: in the MEP fork only dead code used it"])
+            entry.say(
+                [
+                    f"the leading {words[0]} is accepted and has no effect: in the MEP fork only dead code used it"
+                ]
+            )
             words = words[1:]
         if not words or words[0] in ("-h", "--help"):
             signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `deepy.py --help | head`
@@ -84,10 +91,16 @@ def launch(script: Path, words: Sequence[str], config: Config | None) -> None:
     environment = dict(os.environ)
     if config is not None:
         environment[entry.NOTES_SAID] = "1"
-    environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), environment.get("PYTHONPATH")]))
+    environment["PYTHONPATH"] = os.pathsep.join(
+        filter(None, [str(ROOT), environment.get("PYTHONPATH")])
+    )
     if not torch.cuda.is_available():
         environment["DS_ACCELERATOR"] = "cpu"
-    if config is not None and config.launch.hostfile is not None and script.name not in ON_THIS_MACHINE:
+    if (
+        config is not None
+        and config.launch.hostfile is not None
+        and script.name not in ON_THIS_MACHINE
+    ):
         command = _on_many_machines(script, words, config)
     else:
         devices = devices_for(script, config)
@@ -112,17 +125,24 @@ def devices_for(script: Path, config: Config | None) -> list[int | str]:
     found: list[int | str] = _visible() if cuda else [*range(os.cpu_count() or 1)]
     wanted, chosen = None, False
     if config is not None:
-        wanted, chosen = config.launch.num_gpus, bool(config.launch.include or config.launch.exclude)
+        wanted, chosen = (
+            config.launch.num_gpus,
+            bool(config.launch.include or config.launch.exclude),
+        )
         found = _filtered(found, config) if chosen else found
     if script.name in ONE_PROCESS or not (wanted or chosen or cuda):
         wanted = 1
     wanted = wanted or len(found)
     if script.name in ON_THIS_MACHINE:
-        wanted = min(wanted, len(found))  # what was trained on eight devices is measured on those that are here
+        wanted = min(
+            wanted, len(found)
+        )  # what was trained on eight devices is measured on those that are here
     if wanted <= len(found):
         return found[:wanted]
     if cuda:
-        raise UserError(f"num_gpus: {wanted} devices are wanted and {len(found)} are visible; lower num_gpus")
+        raise UserError(
+            f"num_gpus: {wanted} devices are wanted and {len(found)} are visible; lower num_gpus"
+        )
     return [*range(wanted)]  # processes may share a core
 
 
@@ -139,7 +159,9 @@ def _filtered(found: list[int | str], config: Config) -> list[int | str]:
 
     include, exclude = config.launch.include or "", config.launch.exclude or ""
     try:
-        left = parse_resource_filter({"localhost": list(range(len(found)))}, include, exclude).get("localhost", [])
+        left = parse_resource_filter({"localhost": list(range(len(found)))}, include, exclude).get(
+            "localhost", []
+        )
     except ValueError as fault:
         raise UserError(
             f"include: {include or exclude!r} does not fit this machine: {fault}; write localhost:0,1"
@@ -149,21 +171,55 @@ def _filtered(found: list[int | str], config: Config) -> list[int | str]:
     return [found[slot] for slot in left]
 
 
-def _on_this_machine(script: Path, words: Sequence[str], devices: list[int | str], config: Config | None) -> list[str]:
+def _on_this_machine(
+    script: Path, words: Sequence[str], devices: list[int | str], config: Config | None
+) -> list[str]:
     """Straight to the part of the launcher that starts processes here: no ssh, and device names of any form."""
     world = base64.urlsafe_b64encode(json.dumps({"localhost": devices}).encode()).decode()
     port = (config.launch.master_port if config is not None else None) or free_port()
-    options = [f"--world_info={world}", "--master_addr=127.0.0.1", f"--master_port={port}", "--no_local_rank"]
-    return ["-u", "-m", "deepspeed.launcher.launch", *options, "--log_level=error", str(script), *words]
+    options = [
+        f"--world_info={world}",
+        "--master_addr=127.0.0.1",
+        f"--master_port={port}",
+        "--no_local_rank",
+    ]
+    return [
+        "-u",
+        "-m",
+        "deepspeed.launcher.launch",
+        *options,
+        "--log_level=error",
+        str(script),
+        *words,
+    ]
 
 
 def _on_many_machines(script: Path, words: Sequence[str], config: Config) -> list[str]:
     chosen = config.launch
     if not Path(str(chosen.hostfile)).is_file():
         raise UserError(f"hostfile: {chosen.hostfile} does not exist; it has lines `host slots=8`")
-    named = ("hostfile", "num_nodes", "num_gpus", "include", "exclude", "launcher", "master_addr", "master_port")
-    options = [f"--{name}={getattr(chosen, name)}" for name in named if getattr(chosen, name) is not None]
-    return ["-u", "-m", "deepspeed.launcher.runner", *options, "--no_local_rank", str(script), *words]
+    named = (
+        "hostfile",
+        "num_nodes",
+        "num_gpus",
+        "include",
+        "exclude",
+        "launcher",
+        "master_addr",
+        "master_port",
+    )
+    options = [
+        f"--{name}={getattr(chosen, name)}" for name in named if getattr(chosen, name) is not None
+    ]
+    return [
+        "-u",
+        "-m",
+        "deepspeed.launcher.runner",
+        *options,
+        "--no_local_rank",
+        str(script),
+        *words,
+    ]
 
 
 def _is_number(word: str) -> bool:

@@ -9,6 +9,8 @@ def commit() -> str | None:
     here = Path(__file__).parent
     try:
         ask = ["git", "describe", "--always", "--dirty=+", "--abbrev=10", "--exclude=*"]
-        return subprocess.run(ask, cwd=here, capture_output=True, text=True, check=True, timeout=10).stdout.strip()
+        return subprocess.run(
+            ask, cwd=here, capture_output=True, text=True, check=True, timeout=10
+        ).stdout.strip()
     except (OSError, subprocess.SubprocessError):
         return None

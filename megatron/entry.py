@@ -78,10 +78,15 @@ def parser_for(
 ) -> argparse.ArgumentParser:
     """`FILE… key=value… [-d DIR]` and the script's own options; --help lists every key."""
     parser = argparse.ArgumentParser(
-        description=description, epilog=help_text(), formatter_class=argparse.RawDescriptionHelpFormatter
+        description=description,
+        epilog=help_text(),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
-        "words", nargs="*", metavar="FILE | key=value", help="YAML files, merged in order, then settings"
+        "words",
+        nargs="*",
+        metavar="FILE | key=value",
+        help="YAML files, merged in order, then settings",
     )
     add_conf_dir(parser)
     parser.add_argument(
@@ -131,9 +136,14 @@ def say(notes: Sequence[str]) -> None:
     """Print notes to stderr, once: by deepy.py, or by the first process where there is no deepy.py."""
     if int(os.environ.get("RANK", 0)) == 0 and NOTES_SAID not in os.environ:
         idle = [note for note in notes if NO_EFFECT in note]
-        if len(idle) > FEW:  # a published file: one line instead of a dozen, or the notes that matter drown
+        if (
+            len(idle) > FEW
+        ):  # a published file: one line instead of a dozen, or the notes that matter drown
             keys = ", ".join(note.split(":")[0] for note in idle)
-            notes = [*(note for note in notes if note not in idle), f"accepted, have no effect here: {keys}"]
+            notes = [
+                *(note for note in notes if note not in idle),
+                f"accepted, have no effect here: {keys}",
+            ]
         for note in notes:
             print(f"note: {note}", file=sys.stderr)
 
@@ -150,4 +160,6 @@ def complain(text: str) -> None:
 def _log() -> None:
     """Messages of the package go to stderr, from the first process only."""
     logging.basicConfig(format="%(message)s", level=logging.WARNING)
-    logging.getLogger("megatron").setLevel(logging.INFO if int(os.environ.get("RANK", 0)) == 0 else logging.ERROR)
+    logging.getLogger("megatron").setLevel(
+        logging.INFO if int(os.environ.get("RANK", 0)) == 0 else logging.ERROR
+    )

@@ -15,15 +15,21 @@ import numpy as np
 import pytest
 import torch
 
-if os.environ.get("TEST_GPU") != "1":  # `make gpu-check` sets it; other tests, and the commands they run, are for CPUs
+if (
+    os.environ.get("TEST_GPU") != "1"
+):  # `make gpu-check` sets it; other tests, and the commands they run, are for CPUs
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
-if not torch.cuda.is_available():  # DeepSpeed looks once, at its first import, which may be in a test that plays CUDA
+if (
+    not torch.cuda.is_available()
+):  # DeepSpeed looks once, at its first import, which may be in a test that plays CUDA
     os.environ["DS_ACCELERATOR"] = "cpu"
 
 
 def pytest_configure(config):
     config.addinivalue_line("markers", "gpu: needs a CUDA device")
-    config.addinivalue_line("markers", "distributed: starts several processes that talk through gloo")
+    config.addinivalue_line(
+        "markers", "distributed: starts several processes that talk through gloo"
+    )
 
 
 def pytest_collection_modifyitems(items):

@@ -12,7 +12,10 @@ from megatron.config import load
 from megatron.model import from_config, padded_vocab
 
 ROOT = Path(__file__).resolve().parents[1]
-NEEDED = {"mep": {"kernels": ["exp", "kerple_log"]}, "fire": {"mlp_layers": [4]}}  # without a default, or for speed
+NEEDED = {
+    "mep": {"kernels": ["exp", "kerple_log"]},
+    "fire": {"mlp_layers": [4]},
+}  # without a default, or for speed
 LAUNCHED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -22,13 +25,20 @@ def run(
     """This Python with these arguments, outside whatever launched the tests."""
     command = [sys.executable, *map(str, words)]
     return subprocess.run(
-        command, cwd=cwd, env=unlaunched() | (env or {}), capture_output=True, text=True, timeout=timeout, check=False
+        command,
+        cwd=cwd,
+        env=unlaunched(cwd if (cwd / "megatron").is_dir() else ROOT) | (env or {}),
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        check=False,
     )
 
 
-def unlaunched() -> dict[str, str]:
-    """The environment without what a launcher says in it."""
-    return {key: value for key, value in os.environ.items() if key not in LAUNCHED}
+def unlaunched(root: Path = ROOT) -> dict[str, str]:
+    """The environment without what a launcher says in it, with the package of this folder."""
+    kept = {key: value for key, value in os.environ.items() if key not in LAUNCHED}
+    return kept | {"PYTHONPATH": str(root)}
 
 
 def modules() -> list[str]:
@@ -49,13 +59,25 @@ def make_corpus(folder: Path) -> Path:
 def make_checkpoint(folder: Path, corpus: Path, *settings: str, step: int = 5) -> Path:
     """A run's folder with one checkpoint of random weights, written as training writes it."""
     tokenizer = json.loads(corpus.with_name(corpus.name + ".json").read_text())["tokenizer"]
-    shape = ["num_layers=2", "hidden_size=32", "num_attention_heads=4", "seq_length=64", f"data_path={corpus}"]
+    shape = [
+        "num_layers=2",
+        "hidden_size=32",
+        "num_attention_heads=4",
+        "seq_length=64",
+        f"data_path={corpus}",
+    ]
     config = load([], [*shape, "split=8,1,1", "eval_tokens=512", *settings])
     vocab = padded_vocab(tokenizer["vocab_size"], 128)
     path = folder / f"global_step{step}"
     path.mkdir(parents=True)
     save_file(from_config(config, vocab=vocab).state_dict(), path / "model.safetensors")
     config.save(path / "config.yml")
-    facts = {"step": step, "config_hash": config.hash, "vocab": vocab, "tokenizer": tokenizer, "commit": None}
+    facts = {
+        "step": step,
+        "config_hash": config.hash,
+        "vocab": vocab,
+        "tokenizer": tokenizer,
+        "commit": None,
+    }
     (path / "checkpoint.json").write_text(json.dumps(facts))
     return folder

@@ -15,7 +15,13 @@ from megatron.config import load
 from megatron.errors import UserError
 
 ROOT = Path(__file__).resolve().parents[1]
-TINY = ["num_layers=2", "hidden_size=72", "num_attention_heads=12", "seq_length=64", "max_position_embeddings=64"]
+TINY = [
+    "num_layers=2",
+    "hidden_size=72",
+    "num_attention_heads=12",
+    "seq_length=64",
+    "max_position_embeddings=64",
+]
 SCRIPT = """
 import os, sys
 rank = os.environ["RANK"]
@@ -37,7 +43,11 @@ def script(tmp_path):
 
 
 def start(*words, cwd, **environment):
-    clean = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
+    clean = {
+        name: value
+        for name, value in os.environ.items()
+        if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")
+    }
     return subprocess.Popen(
         [sys.executable, str(ROOT / "deepy.py"), *map(str, words)],
         cwd=cwd,
@@ -82,7 +92,10 @@ def test_ending_the_launcher_ends_the_processes(script, tmp_path):
     process = start(script, *TINY, "num_gpus=2", cwd=tmp_path, WHAT="sleep")
     files = [tmp_path / "0.pid", tmp_path / "1.pid"]
     deadline = time.monotonic() + 60
-    while not all(file.exists() and file.read_text() for file in files) and time.monotonic() < deadline:
+    while (
+        not all(file.exists() and file.read_text() for file in files)
+        and time.monotonic() < deadline
+    ):
         time.sleep(0.1)
     process.terminate()
     status, *_ = finish(process)
@@ -159,7 +172,9 @@ def test_files_end_where_the_options_of_the_script_begin(tmp_path):
 
 
 def test_an_evaluation_of_a_named_checkpoint_needs_no_configuration():
-    assert deepy.checked_config(Path("evaluate.py"), ["--checkpoint", "x", "--lengths", "512"]) is None
+    assert (
+        deepy.checked_config(Path("evaluate.py"), ["--checkpoint", "x", "--lengths", "512"]) is None
+    )
 
 
 def devices(monkeypatch, count, *words, visible=None, script="train.py"):
@@ -190,9 +205,14 @@ def test_the_cpu_gets_one_process_unless_more_are_asked_for(monkeypatch):
 
 
 def test_devices_that_are_not_there_are_refused(monkeypatch):
-    with pytest.raises(UserError, match="num_gpus: 5 devices are wanted and 4 are visible; lower num_gpus"):
+    with pytest.raises(
+        UserError, match="num_gpus: 5 devices are wanted and 4 are visible; lower num_gpus"
+    ):
         devices(monkeypatch, 4, "num_gpus=5")
-    with pytest.raises(UserError, match=r"include: 'localhost:9' does not fit this machine: .*; write localhost:0,1"):
+    with pytest.raises(
+        UserError,
+        match=r"include: 'localhost:9' does not fit this machine: .*; write localhost:0,1",
+    ):
         devices(monkeypatch, 4, "include=localhost:9")
     with pytest.raises(UserError, match="exclude: 'localhost' leaves no device"):
         devices(monkeypatch, 4, "exclude=localhost")
@@ -200,7 +220,10 @@ def test_devices_that_are_not_there_are_refused(monkeypatch):
 
 def test_a_hostfile_that_is_not_there_is_named(capsys):
     words = [*TINY, "data_path=a", "save=b", "train_iters=1", "hostfile=/no/hosts"]
-    assert ended(capsys, "train.py", *words) == "hostfile: /no/hosts does not exist; it has lines `host slots=8`\n"
+    assert (
+        ended(capsys, "train.py", *words)
+        == "hostfile: /no/hosts does not exist; it has lines `host slots=8`\n"
+    )
 
 
 def test_other_machines_are_reached_with_the_options_that_deepspeed_knows(tmp_path):
@@ -208,10 +231,23 @@ def test_other_machines_are_reached_with_the_options_that_deepspeed_knows(tmp_pa
 
     hosts = tmp_path / "hosts"
     hosts.write_text("one slots=2\ntwo slots=2\n")
-    words = [f"hostfile={hosts}", "num_nodes=2", "num_gpus=1", "launcher=slurm", "master_port=29501", "master_addr=one"]
-    command = deepy._on_many_machines(Path("/x/train.py"), ["a.yml", "--flag"], load([], [*TINY, *words]))
+    words = [
+        f"hostfile={hosts}",
+        "num_nodes=2",
+        "num_gpus=1",
+        "launcher=slurm",
+        "master_port=29501",
+        "master_addr=one",
+    ]
+    command = deepy._on_many_machines(
+        Path("/x/train.py"), ["a.yml", "--flag"], load([], [*TINY, *words])
+    )
     assert command[:3] == ["-u", "-m", "deepspeed.launcher.runner"]
     understood = parse_args(command[3:])
     assert (understood.hostfile, understood.num_nodes, understood.num_gpus) == (str(hosts), 2, 1)
-    assert (understood.launcher, understood.master_port, understood.master_addr) == ("slurm", 29501, "one")
+    assert (understood.launcher, understood.master_port, understood.master_addr) == (
+        "slurm",
+        29501,
+        "one",
+    )
     assert (understood.user_script, understood.user_args) == ("/x/train.py", ["a.yml", "--flag"])

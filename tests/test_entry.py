@@ -13,7 +13,13 @@ from megatron.errors import UserError
 from tests.support import run
 
 ROOT = Path(__file__).resolve().parents[1]
-TINY = ["num_layers=2", "hidden_size=72", "num_attention_heads=12", "seq_length=64", "max_position_embeddings=64"]
+TINY = [
+    "num_layers=2",
+    "hidden_size=72",
+    "num_attention_heads=12",
+    "seq_length=64",
+    "max_position_embeddings=64",
+]
 
 
 @pytest.fixture(autouse=True)
@@ -40,7 +46,12 @@ def test_files_come_from_the_folder_and_words_and_options_may_mix(tmp_path):
     def main(config, given):
         seen.append((config.training.seed, config.position.pos_emb, given.lengths))
 
-    assert status(main, "tiny", "seed=7", "-d", str(tmp_path), "pos_emb=alibi", "--lengths", "64", "128") == 0
+    assert (
+        status(
+            main, "tiny", "seed=7", "-d", str(tmp_path), "pos_emb=alibi", "--lengths", "64", "128"
+        )
+        == 0
+    )
     assert seen == [(7, "alibi", [64, 128])]
 
 
@@ -54,7 +65,10 @@ def test_what_main_returns_is_the_exit_status():
 
 def test_a_fault_is_one_message_without_a_traceback(capsys):
     assert status(lambda config, given: 0, *TINY, "sed=1") == 1
-    assert capsys.readouterr().err == "bad configuration (command line)\n  sed: no such key; did you mean seed?\n"
+    assert (
+        capsys.readouterr().err
+        == "bad configuration (command line)\n  sed: no such key; did you mean seed?\n"
+    )
 
 
 def test_a_fault_inside_main_is_one_message_too(capsys):
@@ -76,8 +90,16 @@ def test_other_errors_keep_their_traceback():
 @pytest.mark.parametrize("ranks", ["1", "2"])
 @pytest.mark.parametrize("end", ["return 3", "raise SystemExit(3)"])
 def test_a_status_and_what_runs_at_the_end_survive_however_a_process_ends(ranks, end):
-    lines = ["import atexit", "from megatron import entry", "atexit.register(print, 'last')", "print('first')"]
-    lines += [f"def main(config, options): {end}", "entry.run(main, description='', config_needed=False, argv=[])"]
+    lines = [
+        "import atexit",
+        "from megatron import entry",
+        "atexit.register(print, 'last')",
+        "print('first')",
+    ]
+    lines += [
+        f"def main(config, options): {end}",
+        "entry.run(main, description='', config_needed=False, argv=[])",
+    ]
     found = run("-c", "\n".join(lines), env={"WORLD_SIZE": ranks})
     assert (found.returncode, found.stdout.split()) == (3, ["first", "last"]), found.stderr
 
@@ -92,7 +114,9 @@ def test_an_interruption_ends_quietly():
 def test_notes_are_said_once_and_only_by_the_first_process(capsys, monkeypatch):
     words = [*TINY, "steps_per_print=10"]
     status(lambda config, given: 0, *words)
-    assert capsys.readouterr().err.startswith("note: steps_per_print: accepted, has no effect here: ")
+    assert capsys.readouterr().err.startswith(
+        "note: steps_per_print: accepted, has no effect here: "
+    )
     monkeypatch.setenv("RANK", "1")
     status(lambda config, given: 0, *words)
     assert capsys.readouterr().err == ""
@@ -124,26 +148,47 @@ def test_settings_alone_are_laid_over_the_configuration_of_the_named_checkpoint(
     (folder / "checkpoint.json").write_text("{}")
     seen = []
     words = ["--checkpoint", str(tmp_path / "run"), "eval_tokens=7"]
-    assert status(lambda config, given: seen.append(config), *words, purpose="evaluate", config_needed=False) == 0
+    assert (
+        status(
+            lambda config, given: seen.append(config),
+            *words,
+            purpose="evaluate",
+            config_needed=False,
+        )
+        == 0
+    )
     assert [(seen[0].training.seed, seen[0].evaluation.eval_tokens)] == [(5, 7)]
-    assert status(lambda config, given: 0, "--checkpoint", str(tmp_path / "no"), "eval_tokens=7") == 1
+    assert (
+        status(lambda config, given: 0, "--checkpoint", str(tmp_path / "no"), "eval_tokens=7") == 1
+    )
     assert "checkpoint: no folder" in capsys.readouterr().err
 
 
 def test_many_keys_without_effect_are_one_note_after_those_that_matter(capsys):
-    idle = ["wall_clock_breakdown=true", "steps_per_print=10", "bias_gelu_fusion=false", "log_param_norm=true"]
+    idle = [
+        "wall_clock_breakdown=true",
+        "steps_per_print=10",
+        "bias_gelu_fusion=false",
+        "log_param_norm=true",
+    ]
     assert status(lambda config, given: 0, *TINY, "pos_emb=rpe", *idle) == 0
     assert capsys.readouterr().err.splitlines() == [
         "note: pos_emb: rpe means t5",
         "note: accepted, have no effect here: wall_clock_breakdown, steps_per_print, bias_gelu_fusion, log_param_norm",
     ]
     assert status(lambda config, given: 0, *TINY, *idle[:1]) == 0
-    assert "note: wall_clock_breakdown: accepted, has no effect here: time and tokens" in capsys.readouterr().err
+    assert (
+        "note: wall_clock_breakdown: accepted, has no effect here: time and tokens"
+        in capsys.readouterr().err
+    )
 
 
 def test_a_script_may_do_without_a_configuration():
     seen = []
-    assert status(lambda config, given: seen.append(config), "--checkpoint", "x", config_needed=False) == 0
+    assert (
+        status(lambda config, given: seen.append(config), "--checkpoint", "x", config_needed=False)
+        == 0
+    )
     assert seen == [None]
 
 

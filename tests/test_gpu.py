@@ -5,8 +5,8 @@ import math
 import pytest
 import torch
 
+from megatron.conformance.subject import VOCAB, Subject
 from megatron.data.loader import batches
-from megatron.model.subject import VOCAB, Subject
 from megatron.positions import REGISTRY
 from tests.support import NEEDED
 
@@ -46,9 +46,20 @@ def test_the_engine_trains_every_encoding_in_every_precision(name, precision):
     from megatron.parallel.grid import connect
     from megatron.training.trainer import Trainer
 
-    shape = ["num_layers=2", "hidden_size=256", "num_attention_heads=4", "seq_length=128", f"pos_emb={name}"]
+    shape = [
+        "num_layers=2",
+        "hidden_size=256",
+        "num_attention_heads=4",
+        "seq_length=128",
+        f"pos_emb={name}",
+    ]
     args = [f"pos_emb_args={NEEDED[name]}".replace("'", "")] if name in NEEDED else []
-    more = [f"precision={precision}", "train_iters=60", "optimizer.params.lr=2e-3", "train_micro_batch_size_per_gpu=8"]
+    more = [
+        f"precision={precision}",
+        "train_iters=60",
+        "optimizer.params.lr=2e-3",
+        "train_micro_batch_size_per_gpu=8",
+    ]
     config = load([], [*shape, *args, *more, "fp16.initial_scale_power=12"])
     trainer = Trainer(config, from_config(config, 64), connect())
     rows = torch.arange(129).repeat(8, 1) * torch.tensor([3, 5, 7, 9, 11, 13, 15, 17])[:, None]

@@ -12,18 +12,52 @@ ROOT = Path(__file__).resolve().parent.parent
 STAMP = Path(".venv/installed")
 
 
+PYPROJECT = """
+[build-system]
+requires = []
+build-backend = "backend"
+backend-path = ["."]
+
+[project]
+name = "nothing"
+version = "0"
+"""
+# The least that `pip install -e .` asks for, so that no setuptools is fetched.
+BACKEND = """
+import zipfile
+
+
+def build_editable(folder, config_settings=None, metadata_directory=None):
+    with zipfile.ZipFile(f"{folder}/nothing-0-py3-none-any.whl", "w") as wheel:
+        about = "nothing-0.dist-info"
+        wheel.writestr(f"{about}/METADATA", "Metadata-Version: 2.1\\nName: nothing\\nVersion: 0\\n")
+        kind = "Wheel-Version: 1.0\\nGenerator: test\\nRoot-Is-Purelib: true\\nTag: py3-none-any\\n"
+        wheel.writestr(f"{about}/WHEEL", kind)
+        wheel.writestr(f"{about}/RECORD", "")
+    return "nothing-0-py3-none-any.whl"
+"""
+
+
 @pytest.fixture
 def project(tmp_path):
     shutil.copy(ROOT / "Makefile", tmp_path)
     for name in ("requirements.txt", "requirements-dev.txt", "constraints.txt"):
         (tmp_path / name).write_text("# nothing\n")
+    (tmp_path / "pyproject.toml").write_text(PYPROJECT)
+    (tmp_path / "backend.py").write_text(BACKEND)
     return tmp_path
 
 
 def make(folder, *words):
-    clean = {name: value for name, value in os.environ.items() if not name.startswith(("MAKE", "PIP_", "VIRTUAL_ENV"))}
+    clean = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith(("MAKE", "PIP_", "VIRTUAL_ENV"))
+    }
     command = ["make", f"PYTHON={sys.executable}", *words]
-    return subprocess.run(command, cwd=folder, env=clean, capture_output=True, text=True, timeout=120)
+    return subprocess.run(
+        command, cwd=folder, env=clean, capture_output=True, text=True, timeout=120
+    )
 
 
 def test_the_environment_is_made_once_and_again_when_the_requirements_change(project):

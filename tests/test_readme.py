@@ -13,16 +13,22 @@ import zstandard
 from tokenizers import ByteLevelBPETokenizer
 
 from megatron.config import load
-from megatron.evaluation.report import read_results, table
 from megatron.model import from_config
 from megatron.positions import REGISTRY
+from megatron.results.files import read_results
+from megatron.results.table import table
 from tests.support import ROOT, modules, run
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 # What is appended to a command, so that it takes seconds: the last word wins.
 SMALL_MODEL = ["num_layers=1", "hidden_size=24", "num_attention_heads=12", "precision=fp32"]
 SMALLER = {
-    "train.py": ["train_iters=2", "lr_decay_iters=2", "train_batch_size=1", "train_micro_batch_size_per_gpu=1"],
+    "train.py": [
+        "train_iters=2",
+        "lr_decay_iters=2",
+        "train_batch_size=1",
+        "train_micro_batch_size_per_gpu=1",
+    ],
     "evaluate.py": ["eval_tokens=1024", "eval_lengths=512,1024"],
 }
 
@@ -33,7 +39,11 @@ def blocks(language: str) -> list[str]:
 
 def commands() -> list[str]:
     """Every command of the README, without its comment."""
-    lines = [line.split("  #")[0].split("   ")[0].strip() for block in blocks("sh") for line in block.splitlines()]
+    lines = [
+        line.split("  #")[0].split("   ")[0].strip()
+        for block in blocks("sh")
+        for line in block.splitlines()
+    ]
     return [line for line in lines if line]
 
 
@@ -42,7 +52,11 @@ def project(tmp_path_factory) -> Path:
     """What a clone holds, with small data where the README's user has put or made large ones."""
     folder = tmp_path_factory.mktemp("readme") / "project"
     listed = subprocess.run(
-        ["git", "ls-files", "-co", "--exclude-standard"], cwd=ROOT, capture_output=True, text=True, check=True
+        ["git", "ls-files", "-co", "--exclude-standard"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
     ).stdout.split("\n")
     for name in filter(None, listed):
         if not name.startswith("tests/") and (ROOT / name).exists():
@@ -55,7 +69,9 @@ def project(tmp_path_factory) -> Path:
 def make_data(folder: Path) -> None:
     texts = modules()
     bpe = ByteLevelBPETokenizer()
-    bpe.train_from_iterator(texts, vocab_size=600, show_progress=False, special_tokens=["<|endoftext|>"])
+    bpe.train_from_iterator(
+        texts, vocab_size=600, show_progress=False, special_tokens=["<|endoftext|>"]
+    )
     (folder / "data").mkdir()
     for path in bpe.save_model(str(folder)):
         name = "vocab.json" if path.endswith(".json") else "merges.txt"
@@ -66,12 +82,17 @@ def make_data(folder: Path) -> None:
     for name in ("mep_free", "rotary"):
         lines = (ROOT / "docs" / "demo.jsonl").read_text(encoding="utf-8").splitlines(keepends=True)
         (folder / "demo").mkdir(exist_ok=True)
-        (folder / "demo" / f"{name}.jsonl").write_text("".join(line for line in lines if f'"{name}"' in line))
+        (folder / "demo" / f"{name}.jsonl").write_text(
+            "".join(line for line in lines if f'"{name}"' in line)
+        )
     # make demo's corpus, from this project's own modules
     (folder / "texts").mkdir()
     for number, text in enumerate(texts):
         (folder / "texts" / f"{number:03}.txt").write_text(text)
-    succeed(folder, "python prepare_data.py --input texts --name stdlib -t HFTokenizer --vocab-size 600 -d demo/data")
+    succeed(
+        folder,
+        "python prepare_data.py --input texts --name stdlib -t HFTokenizer --vocab-size 600 -d demo/data",
+    )
 
 
 def succeed(folder: Path, command: str, more: Sequence[str] = ()) -> str:
@@ -87,7 +108,9 @@ def test_the_readmes_commands_run_in_their_order(project):
     ran = 0
     for command in commands():
         if command.startswith("make "):
-            assert re.search(rf"^{command.split()[1]}:", (ROOT / "Makefile").read_text(), flags=re.MULTILINE), command
+            assert re.search(
+                rf"^{command.split()[1]}:", (ROOT / "Makefile").read_text(), flags=re.MULTILINE
+            ), command
             continue
         size = next((words for script, words in SMALLER.items() if script in command), [])
         size = [*size, *SMALL_MODEL] if size and "demo.yml" not in command else size
@@ -112,10 +135,19 @@ def test_the_readmes_encoding_works_after_dropping_it_in(project):
     path.write_text(example)
     try:
         settings = ["pos_emb=bump", "save=runs/bump", *SMALLER["train.py"], "eval_interval=0"]
-        assert " 4 of them in the encoding" in succeed(project, "python train.py configs/demo.yml", settings)
+        assert " 4 of them in the encoding" in succeed(
+            project, "python train.py configs/demo.yml", settings
+        )
         evaluated = succeed(project, "python evaluate.py --checkpoint runs/bump --lengths 512 1024")
         assert "bump" in evaluated
-        wrong = run("train.py", "configs/demo.yml", "pos_emb=bump", "pos_emb_args.wdth=3", "save=x", cwd=project)
+        wrong = run(
+            "train.py",
+            "configs/demo.yml",
+            "pos_emb=bump",
+            "pos_emb_args.wdth=3",
+            "save=x",
+            cwd=project,
+        )
         assert wrong.returncode == 1
         assert "bump takes no option 'wdth'; did you mean width?" in wrong.stderr
     finally:
@@ -126,7 +158,10 @@ def test_the_readmes_table_is_the_measured_one():
     rows = read_results([ROOT / "docs" / "demo.jsonl"])
     grid, _ = table(rows, markdown=True).split("\n\n", 1)
     assert grid in README
-    by_name = {name: [row["perplexity"] for row in rows if row["pos_emb"] == name] for name in ("mep_free", "rotary")}
+    by_name = {
+        name: [row["perplexity"] for row in rows if row["pos_emb"] == name]
+        for name in ("mep_free", "rotary")
+    }
     assert by_name["rotary"][-1] > 1.5 * by_name["rotary"][0], "rotary collapses"
     assert by_name["mep_free"][-1] < by_name["mep_free"][0], "mep_free does not"
 

@@ -9,8 +9,20 @@ import pytest
 
 from tests.support import run
 
-SHAPE = ["num_layers=2", "hidden_size=32", "num_attention_heads=4", "seq_length=64", "pos_emb=mep_param"]
-RECIPE = ["train_iters=4", "log_interval=1", "eval_interval=4", "eval_iters=1", "optimizer.params.lr=3e-3"]
+SHAPE = [
+    "num_layers=2",
+    "hidden_size=32",
+    "num_attention_heads=4",
+    "seq_length=64",
+    "pos_emb=mep_param",
+]
+RECIPE = [
+    "train_iters=4",
+    "log_interval=1",
+    "eval_interval=4",
+    "eval_iters=1",
+    "optimizer.params.lr=3e-3",
+]
 TINY = [*SHAPE, *RECIPE, "tokenizer_type=CharLevelTokenizer"]
 
 
@@ -23,7 +35,13 @@ def losses(folder: Path, kind: str = "train") -> list[float]:
 def alone(corpus, tmp_path_factory) -> Path:
     """A run of plain `python train.py` with batches of four."""
     folder = tmp_path_factory.mktemp("alone")
-    done = run("train.py", *TINY, f"data_path={corpus}", f"save={folder}", "train_micro_batch_size_per_gpu=4")
+    done = run(
+        "train.py",
+        *TINY,
+        f"data_path={corpus}",
+        f"save={folder}",
+        "train_micro_batch_size_per_gpu=4",
+    )
     assert done.returncode == 0, done.stderr
     return folder
 
@@ -43,7 +61,9 @@ def test_two_ranks_train_as_one(command, settings, corpus, alone, tmp_path):
     done = run(*command, *TINY, f"data_path={corpus}", f"save={tmp_path}", batch, *settings)
     assert done.returncode == 0, done.stderr
     assert losses(tmp_path) == pytest.approx(losses(alone), rel=1e-5)
-    assert losses(tmp_path, "valid") == pytest.approx(losses(alone, "valid"), rel=0.05)  # other windows, same model
+    assert losses(tmp_path, "valid") == pytest.approx(
+        losses(alone, "valid"), rel=0.05
+    )  # other windows, same model
 
 
 def test_no_compiler_is_needed_and_a_stale_build_lock_blocks_nothing(corpus, tmp_path):
@@ -52,7 +72,12 @@ def test_no_compiler_is_needed_and_a_stale_build_lock_blocks_nothing(corpus, tmp
     for lock in locks:
         lock.parent.mkdir(parents=True, exist_ok=True)
         lock.touch()
-    environment = {"PATH": "/nonexistent", "TORCH_EXTENSIONS_DIR": str(build), "CC": "/none", "CXX": "/none"}
+    environment = {
+        "PATH": "/nonexistent",
+        "TORCH_EXTENSIONS_DIR": str(build),
+        "CC": "/none",
+        "CXX": "/none",
+    }
     settings = [f"data_path={corpus}", f"save={tmp_path / 'run'}"]
     done = run("train.py", *TINY, *settings, env=environment, timeout=90)
     assert done.returncode == 0, done.stderr
@@ -62,7 +87,9 @@ def test_no_compiler_is_needed_and_a_stale_build_lock_blocks_nothing(corpus, tmp
 
 def test_an_apex_that_is_not_nvidias_is_named_and_left_alone(corpus, tmp_path):
     (tmp_path / "apex").mkdir()
-    (tmp_path / "apex" / "__init__.py").write_text('"""Velruse, flash messages, CSRF, ReCaptcha and sessions."""\n')
+    (tmp_path / "apex" / "__init__.py").write_text(
+        '"""Velruse, flash messages, CSRF, ReCaptcha and sessions."""\n'
+    )
     settings = [f"data_path={corpus}", f"save={tmp_path / 'run'}"]
     done = run("train.py", *TINY, *settings, env={"PYTHONPATH": str(tmp_path)})
     assert done.returncode == 0, done.stderr
@@ -88,7 +115,9 @@ def test_evaluation_prints_a_table_and_writes_lines_and_a_plot(alone, corpus, tm
         (256, 8, 2048),
         (1024, 2, 2048),
     ]
-    assert {(row["pos_emb"], row["step"], row["corpus"]) for row in rows} == {("mep_param", 4, "tiny")}
+    assert {(row["pos_emb"], row["step"], row["corpus"]) for row in rows} == {
+        ("mep_param", 4, "tiny")
+    }
     assert {row["config_hash"] for row in rows} == {
         json.loads((alone / "global_step4/checkpoint.json").read_text())["config_hash"]
     }
@@ -98,14 +127,24 @@ def test_evaluation_prints_a_table_and_writes_lines_and_a_plot(alone, corpus, tm
 
 
 FAULTS = {
-    "unknown key": (["train.py", *TINY, "num_layer=3"], "num_layer: no such key; did you mean num_layers?"),
+    "unknown key": (
+        ["train.py", *TINY, "num_layer=3"],
+        "num_layer: no such key; did you mean num_layers?",
+    ),
     "wrong type": (["train.py", *TINY, "num_layers=two"], "num_layers: "),
     "missing file": (["train.py", "configs/nothing.yml"], "nothing.yml"),
     "no data": (["train.py", *TINY, "data_path=DIR/nowhere"], "there are no token files"),
     "truncated bin": (["train.py", *TINY, "data_path=DIR/short"], "short.bin"),
     "index of another format": (["train.py", *TINY, "data_path=DIR/foreign"], "foreign.idx"),
     "another vocabulary": (
-        ["train.py", *SHAPE, *RECIPE, "data_path=DIR/good", "tokenizer_type=HFTokenizer", "vocab_file=DIR/other.json"],
+        [
+            "train.py",
+            *SHAPE,
+            *RECIPE,
+            "data_path=DIR/good",
+            "tokenizer_type=HFTokenizer",
+            "vocab_file=DIR/other.json",
+        ],
         "DIR/good: was written by CharLevelTokenizer",
     ),
     "empty corpus": (
@@ -142,9 +181,22 @@ def test_bad_input_is_one_message_with_status_one_and_loses_nothing(name, corpus
 
 
 @pytest.mark.distributed
-def test_zero_3_takes_a_table_of_learned_positions_apart_and_still_counts_and_saves_it(corpus, tmp_path):
-    wide = ["hidden_size=256", "seq_length=512", "pos_emb=learned", "zero_optimization.stage=3", "eval_interval=0"]
-    settings = [f"data_path={corpus}", f"save={tmp_path}", "num_gpus=2", "train_micro_batch_size_per_gpu=1"]
+def test_zero_3_takes_a_table_of_learned_positions_apart_and_still_counts_and_saves_it(
+    corpus, tmp_path
+):
+    wide = [
+        "hidden_size=256",
+        "seq_length=512",
+        "pos_emb=learned",
+        "zero_optimization.stage=3",
+        "eval_interval=0",
+    ]
+    settings = [
+        f"data_path={corpus}",
+        f"save={tmp_path}",
+        "num_gpus=2",
+        "train_micro_batch_size_per_gpu=1",
+    ]
     done = run("deepy.py", "train.py", *TINY, *wide, *settings, "train_iters=2", "precision=bf16")
     assert done.returncode == 0, done.stderr
     assert "131,072 of them in the encoding" in done.stderr
@@ -157,7 +209,17 @@ def test_zero_3_takes_a_table_of_learned_positions_apart_and_still_counts_and_sa
 
 def test_the_window_baseline_is_a_run_of_its_own_beside_the_plain_one(alone, corpus, tmp_path):
     output = tmp_path / "results.jsonl"
-    words = ["evaluate.py", "--checkpoint", alone, "--lengths", 64, 256, "--output", output, "eval_tokens=2048"]
+    words = [
+        "evaluate.py",
+        "--checkpoint",
+        alone,
+        "--lengths",
+        64,
+        256,
+        "--output",
+        output,
+        "eval_tokens=2048",
+    ]
     for more in ([], ["window=train_length"], ["logn_scale=true"], ["blockwise=true"]):
         done = run(*words, *more)
         assert done.returncode == 0, done.stderr
@@ -170,8 +232,12 @@ def test_the_window_baseline_is_a_run_of_its_own_beside_the_plain_one(alone, cor
     ]
     assert len(rows) == 8
     at_train_length = [row["loss"] for row in rows if row["length"] == 64]
-    assert at_train_length[1] == pytest.approx(at_train_length[0], abs=1e-6)  # the window is as long as the text
-    assert at_train_length[2] == pytest.approx(at_train_length[0], abs=1e-6)  # log n / log L is at most 1
+    assert at_train_length[1] == pytest.approx(
+        at_train_length[0], abs=1e-6
+    )  # the window is as long as the text
+    assert at_train_length[2] == pytest.approx(
+        at_train_length[0], abs=1e-6
+    )  # log n / log L is at most 1
     further = [row["loss"] for row in rows if row["length"] == 256]
     assert len(set(further)) == 4
     shown = run("tools/show_results.py", output)

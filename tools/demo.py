@@ -10,10 +10,10 @@ import threading
 import time
 from pathlib import Path
 
-from _path import ROOT
-
-from megatron.evaluation.plot import plot_perplexity
-from megatron.evaluation.report import read_results, table
+from megatron.files import ROOT
+from megatron.report.figures.curves import plot_perplexity
+from megatron.results.files import read_results
+from megatron.results.table import table
 
 ENCODINGS = ("mep_free", "rotary")
 FOLDER = Path("demo")
@@ -22,7 +22,9 @@ FOLDER = Path("demo")
 def main() -> int:
     os.chdir(ROOT)
     start = time.monotonic()
-    side_by_side({"prepare": ["prepare_data.py", "stdlib", "-d", f"{FOLDER}/data", "--vocab-size", "1024"]})
+    side_by_side(
+        {"prepare": ["prepare_data.py", "stdlib", "-d", f"{FOLDER}/data", "--vocab-size", "1024"]}
+    )
     side_by_side({name: ["deepy.py", "train.py", *settings(name)] for name in ENCODINGS})
     results = {name: FOLDER / f"{name}.jsonl" for name in ENCODINGS}
     side_by_side(
@@ -32,7 +34,9 @@ def main() -> int:
         }
     )
     rows = read_results(list(results.values()))
-    plot_perplexity(rows, FOLDER / "perplexity.png", title="Trained at length 512: perplexity beyond it")
+    plot_perplexity(
+        rows, FOLDER / "perplexity.png", title="Trained at length 512: perplexity beyond it"
+    )
     minutes = (time.monotonic() - start) / 60
     print(f"\n{table(rows)}\n\nplot: {FOLDER}/perplexity.png   ({minutes:.1f} minutes)")
     return 0
@@ -52,7 +56,11 @@ def side_by_side(commands: dict[str, list[str]]) -> None:
     processes, relays, failed = {}, [], None
     for name, command in commands.items():
         processes[name] = subprocess.Popen(
-            [sys.executable, *command], env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+            [sys.executable, *command],
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
         )
         relays.append(threading.Thread(target=relay, args=(name, processes[name])))
         relays[-1].start()
@@ -67,7 +75,10 @@ def side_by_side(commands: dict[str, list[str]]) -> None:
             thread.join()
     failed = failed or next((name for name, process in processes.items() if process.wait()), None)
     if failed:
-        print(f"demo: {failed} failed; its message is above. Run make demo again to continue.", file=sys.stderr)
+        print(
+            f"demo: {failed} failed; its message is above. Run make demo again to continue.",
+            file=sys.stderr,
+        )
         sys.exit(1)
 
 

@@ -1,36 +1,9 @@
-"""Results of several runs in one table and one plot: python tools/show_results.py A.jsonl B.jsonl … [-o plot.png]"""
+"""Results of several runs in one table and one plot: see --help, or megatron/commands/show_results.py."""
 
-import argparse
 import signal
 import sys
-from pathlib import Path
 
-import _path  # noqa: F401 - the project's root
-
-from megatron.errors import UserError
-from megatron.evaluation.comparison import over_seeds
-from megatron.evaluation.plot import plot_perplexity
-from megatron.evaluation.report import read_results, table
-
-
-def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("results", type=Path, nargs="+", metavar="FILE", help="JSON lines that evaluate.py wrote")
-    parser.add_argument("-o", "--output", type=Path, metavar="PLOT", help="a .png, .svg or .pdf")
-    parser.add_argument("--over-seeds", action="store_true", help="one line per encoding: mean ± standard deviation")
-    parser.add_argument("--markdown", action="store_true", help="the table in Markdown")
-    options = parser.parse_args(argv)
-    try:
-        rows = read_results(options.results)
-        print((over_seeds if options.over_seeds else table)(rows, markdown=options.markdown))
-        if options.output:
-            plot_perplexity(rows, options.output)
-            print(f"\nplot: {options.output}")
-    except UserError as fault:
-        print(fault, file=sys.stderr)
-        return 1
-    return 0
-
+from megatron.commands.show_results import main
 
 if __name__ == "__main__":
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` ends it without a word

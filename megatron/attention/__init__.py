@@ -56,10 +56,16 @@ def attention(
         narrowed=window is not None or chunk is not None or segments is not None,
         index_bias=index_bias is not None,
         content=on_scores is not None,
-        gradient=torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (q, k, v, bias, weight)),
+        gradient=torch.is_grad_enabled()
+        and any(x is not None and x.requires_grad for x in (q, k, v, bias, weight)),
     )
     name = choose(backend, needs).backend
-    more: dict[str, Any] = {"weight": weight, "window": window, "chunk": chunk, "segments": segments}
+    more: dict[str, Any] = {
+        "weight": weight,
+        "window": window,
+        "chunk": chunk,
+        "segments": segments,
+    }
     if self_check and name not in TRUSTED and not torch.compiler.is_compiling():
         check(name, BACKENDS[name], q, k, v, bias, **more)
     more["index_bias"] = index_bias
@@ -100,11 +106,15 @@ def choose(backend: str, needs: Needs) -> Choice:
     if backend == "auto":
         return _best(needs)
     if backend not in BACKENDS:
-        raise UserError(f"attention_backend: {backend!r} is not known; choose from auto, {', '.join(BACKENDS)}")
+        raise UserError(
+            f"attention_backend: {backend!r} is not known; choose from auto, {', '.join(BACKENDS)}"
+        )
     reason = refusal(backend, needs)
     if reason is not None:
         other = "eager" if needs.content else "auto or sdpa"
-        raise UserError(f"attention_backend: {backend} cannot compute this: {reason}; choose {other}")
+        raise UserError(
+            f"attention_backend: {backend} cannot compute this: {reason}; choose {other}"
+        )
     return Choice(backend)
 
 
@@ -113,7 +123,11 @@ def _best(needs: Needs) -> Choice:
         return Choice("eager", "the encoding looks at content")
     if needs.q.device.type != "cuda":
         return Choice("sdpa", f"on the {needs.q.device.type.upper()}")
-    what = {"index bias": needs.index_bias, "distance table": needs.tables, "narrowed sight": needs.narrowed}
+    what = {
+        "index bias": needs.index_bias,
+        "distance table": needs.tables,
+        "narrowed sight": needs.narrowed,
+    }
     why = " and ".join(name for name, there in what.items() if there)
     if not why:
         return Choice("sdpa", "plain causal on CUDA")
@@ -135,10 +149,17 @@ def refusal(backend: str, needs: Needs) -> str | None:
     return REFUSALS[backend](needs) if backend in REFUSALS else None
 
 
-BACKENDS: dict[str, Callable[..., Tensor]] = {"eager": eager, "sdpa": sdpa, "flex": flex, "triton": triton_attention}
+BACKENDS: dict[str, Callable[..., Tensor]] = {
+    "eager": eager,
+    "sdpa": sdpa,
+    "flex": flex,
+    "triton": triton_attention,
+}
 """What `attention_backend` may name, beside auto."""
 REFUSALS: dict[str, Callable[[Needs], str | None]] = {
-    "flex": lambda needs: flex_refusal(needs.q, index_bias=needs.index_bias, gradient=needs.gradient),
+    "flex": lambda needs: flex_refusal(
+        needs.q, index_bias=needs.index_bias, gradient=needs.gradient
+    ),
     "triton": lambda needs: triton_refusal(needs.q, index_bias=needs.index_bias or None),
 }
 """What some of them cannot compute, beside encodings that look at content."""
@@ -153,12 +174,23 @@ def _check(
     reaches: dict[str, int | None],
     segments: Tensor | None,
 ) -> None:
-    if k.shape != v.shape or q.shape[:2] != k.shape[:2] or q.shape[3] != k.shape[3] or q.shape[2] > k.shape[2]:
-        raise ValueError(f"attention: q {list(q.shape)}, k {list(k.shape)} and v {list(v.shape)} do not fit together")
+    if (
+        k.shape != v.shape
+        or q.shape[:2] != k.shape[:2]
+        or q.shape[3] != k.shape[3]
+        or q.shape[2] > k.shape[2]
+    ):
+        raise ValueError(
+            f"attention: q {list(q.shape)}, k {list(k.shape)} and v {list(v.shape)} do not fit together"
+        )
     heads, keys = k.shape[1], k.shape[2]
     for name, table in tables.items():
-        if table is not None and (table.dim() != 2 or table.shape[0] != heads or table.shape[1] < keys):
-            raise ValueError(f"attention: {name} {list(table.shape)} must be [{heads}, at least {keys}]")
+        if table is not None and (
+            table.dim() != 2 or table.shape[0] != heads or table.shape[1] < keys
+        ):
+            raise ValueError(
+                f"attention: {name} {list(table.shape)} must be [{heads}, at least {keys}]"
+            )
     for name, reach in reaches.items():
         if reach is not None and reach < 1:
             raise UserError(f"{name}: {reach} must be at least 1, or left out")

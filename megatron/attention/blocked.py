@@ -19,8 +19,12 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from megatron.attention.eager import hidden
 
 BLOCK, BACKWARD_BLOCK = 256, 128  # queries
-TILE = 2**18  # scores of some heads that a CPU's core has at one time in the backward pass: 1 MiB, its cache
-NUMBERS = 2**23  # scores that exist at one time in the forward pass where a view of the table does not do: 32 MiB
+TILE = (
+    2**18
+)  # scores of some heads that a CPU's core has at one time in the backward pass: 1 MiB, its cache
+NUMBERS = (
+    2**23
+)  # scores that exist at one time in the forward pass where a view of the table does not do: 32 MiB
 # cuDNN's kernel has given NaN gradients under a mask (pytorch#196678).
 MASKED = [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
@@ -41,7 +45,10 @@ class Scope:
             start, end, first = end, min(end + size, self.queries), 0
             if self.chunk is not None:
                 own = (before + start) // self.chunk
-                end, first = min(end, (own + 1) * self.chunk - before), max(0, (own - 1) * self.chunk)
+                end, first = (
+                    min(end, (own + 1) * self.chunk - before),
+                    max(0, (own - 1) * self.chunk),
+                )
             if self.window is not None:
                 first = max(first, before + start - self.window + 1)
             yield Block(start, end, first, before + end, self.queries - end + first)
@@ -49,13 +56,17 @@ class Scope:
     def reversed(self, table: Tensor, beyond: float, dtype: torch.dtype) -> Tensor:
         """[heads, >= keys] -> [heads, keys + BLOCK - 1]: the farthest distance first, `beyond` for what is unseen."""
         reach = self.keys if self.window is None else min(self.window, self.keys)
-        return F.pad(table[:, :reach].to(dtype).flip(1), (self.keys - reach, BLOCK - 1), value=beyond)
+        return F.pad(
+            table[:, :reach].to(dtype).flip(1), (self.keys - reach, BLOCK - 1), value=beyond
+        )
 
     def restored(self, reversed: Tensor | None, table: Tensor | None) -> Tensor | None:
         """The adjoint of `reversed`: values of the same shape and dtype as `table`."""
         if reversed is None or table is None:
             return None
-        return F.pad(reversed[:, : self.keys].flip(1), (0, table.shape[1] - self.keys)).to(table.dtype)
+        return F.pad(reversed[:, : self.keys].flip(1), (0, table.shape[1] - self.keys)).to(
+            table.dtype
+        )
 
 
 @dataclass(frozen=True)
@@ -71,7 +82,9 @@ class Block:
     def view(self, table: Tensor) -> Tensor:
         """Of a reversed table, without a copy: [heads, end - start, last - first], the last query first."""
         shape = (table.shape[0], self.end - self.start, self.last - self.first)
-        return table.as_strided(shape, (table.stride(0), 1, 1), table.storage_offset() + self.offset)
+        return table.as_strided(
+            shape, (table.stride(0), 1, 1), table.storage_offset() + self.offset
+        )
 
     def add_diagonals(self, table: Tensor, scores: Tensor) -> None:
         """The adjoint of `view`: add scores [heads, batch, end - start, last - first] to a reversed table."""
@@ -110,7 +123,9 @@ def in_blocks(
     table, weights = _tables(bias, weight, k, scope)
     whole = weight is not None or segments is not None or index_bias is not None
     rows = min(BLOCK, max(1, NUMBERS // (q.shape[0] * q.shape[1] * scope.keys))) if whole else BLOCK
-    if scope.queries > rows:  # read again by every block: a copy pays where they are views of a fused projection
+    if (
+        scope.queries > rows
+    ):  # read again by every block: a copy pays where they are views of a fused projection
         k, v = k.contiguous(), v.contiguous()
     outputs = []
     for block in scope.blocks(rows):
@@ -121,7 +136,9 @@ def in_blocks(
             mask = mask.masked_fill(block.unseen(scope, segments), -math.inf)
         scale = None if weights is None else block.view(weights)
         seen = slice(block.first, block.last)
-        out = _attend(q[:, :, block.start : block.end].flip(2), k[:, :, seen], v[:, :, seen], mask, scale)
+        out = _attend(
+            q[:, :, block.start : block.end].flip(2), k[:, :, seen], v[:, :, seen], mask, scale
+        )
         outputs.append(out.flip(2))
     return torch.cat(outputs, dim=2)
 
@@ -129,7 +146,10 @@ def in_blocks(
 def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: Tensor | None) -> Tensor:
     """One block: [batch, heads, queries, head_dim]."""
     if scale is not None:  # not additive, so no fused kernel knows it
-        scores = q.to(mask.dtype) @ k.to(mask.dtype).transpose(-1, -2) / math.sqrt(q.shape[-1]) * scale + mask
+        scores = (
+            q.to(mask.dtype) @ k.to(mask.dtype).transpose(-1, -2) / math.sqrt(q.shape[-1]) * scale
+            + mask
+        )
         return (scores.softmax(dim=-1) @ v.to(mask.dtype)).to(q.dtype)
     if q.device.type == "cpu":
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
@@ -138,12 +158,16 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: Tensor | None)
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask.contiguous().to(q.dtype))
 
 
-def _tables(bias: Tensor | None, weight: Tensor | None, k: Tensor, scope: Scope) -> tuple[Tensor, Tensor | None]:
+def _tables(
+    bias: Tensor | None, weight: Tensor | None, k: Tensor, scope: Scope
+) -> tuple[Tensor, Tensor | None]:
     """Bias, or zeros, and weight as `Block.view` reads them, in float32 or wider."""
     wide = torch.promote_types(k.dtype, torch.float32)
     if bias is None:
         bias = torch.zeros(k.shape[1], scope.keys, device=k.device)
-    return scope.reversed(bias, -math.inf, wide), None if weight is None else scope.reversed(weight, 0.0, wide)
+    return scope.reversed(bias, -math.inf, wide), None if weight is None else scope.reversed(
+        weight, 0.0, wide
+    )
 
 
 class Blocked(torch.autograd.Function):
@@ -185,9 +209,14 @@ def _gradients(
     d_table, d_weights = sums
     for block in scope.blocks(BACKWARD_BLOCK):
         unseen = None if segments is None else block.unseen(scope, segments).transpose(0, 1)
-        rows, seen = slice(scope.queries - block.end, scope.queries - block.start), slice(block.first, block.last)
+        rows, seen = (
+            slice(scope.queries - block.end, scope.queries - block.start),
+            slice(block.first, block.last),
+        )
         for some in _groups_of_heads(q, block):
-            products = wide_q[some, :, rows] @ wide_k[some, :, seen].mT  # [heads, batch, rows, columns]
+            products = (
+                wide_q[some, :, rows] @ wide_k[some, :, seen].mT
+            )  # [heads, batch, rows, columns]
             factor = None if weights is None else block.view(weights[some])[:, None]
             shares = _shares(products, block.view(table[some])[:, None], factor, unseen)
             d_shares = wide_grad[some, :, rows] @ wide_v[some, :, seen].mT

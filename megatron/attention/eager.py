@@ -32,7 +32,9 @@ def probabilities(
     index = torch.arange(keys, device=q.device)
     distance = index[keys - queries :, None] - index  # [queries, keys]
     back = distance.clamp(min=0)
-    scores = q.to(dtype) @ k.to(dtype).transpose(-1, -2) / math.sqrt(q.shape[-1])  # [batch, heads, queries, keys]
+    scores = (
+        q.to(dtype) @ k.to(dtype).transpose(-1, -2) / math.sqrt(q.shape[-1])
+    )  # [batch, heads, queries, keys]
     if weight is not None:
         scores = scores * weight[:, back]
     if bias is not None:
@@ -41,11 +43,15 @@ def probabilities(
         scores = scores + index_bias(index[keys - queries :], index)
     if on_scores is not None:
         scores = on_scores(scores)
-    scores = scores.masked_fill(hidden(index[keys - queries :], index, window, chunk, segments), -math.inf)
+    scores = scores.masked_fill(
+        hidden(index[keys - queries :], index, window, chunk, segments), -math.inf
+    )
     return scores.softmax(dim=-1)
 
 
-def hidden(query: Tensor, key: Tensor, window: int | None, chunk: int | None, segments: Tensor | None) -> Tensor:
+def hidden(
+    query: Tensor, key: Tensor, window: int | None, chunk: int | None, segments: Tensor | None
+) -> Tensor:
     """What a query does not see, by indices [queries] and [keys]: [queries, keys] or [batch, 1, queries, keys] bool."""
     distance = query[:, None] - key
     unseen = distance < 0

@@ -34,16 +34,21 @@ def flex(
     queries, keys = q.shape[2], k.shape[2]
     q, k, v = _padded(q), _padded(k), _padded(v)
     bias, weight = (
-        None if table is None else F.pad(table[:, :keys], (0, k.shape[2] - keys)) for table in (bias, weight)
+        None if table is None else F.pad(table[:, :keys], (0, k.shape[2] - keys))
+        for table in (bias, weight)
     )
     before = torch.full((), keys - queries, dtype=torch.int32, device=q.device)
     if segments is None:
         mask = _cached_mask(q.shape[2], k.shape[2], keys - queries, window, chunk, q.device)
     else:
-        mask = _block_mask(q.shape[2], k.shape[2], keys - queries, window, chunk, q.device, segments)
+        mask = _block_mask(
+            q.shape[2], k.shape[2], keys - queries, window, chunk, q.device, segments
+        )
     run = _attend
     if q.device.type == "cuda":
-        run = _compiled(q.shape, k.shape, q.dtype, bias is None, weight is None, window, chunk, segments is None)
+        run = _compiled(
+            q.shape, k.shape, q.dtype, bias is None, weight is None, window, chunk, segments is None
+        )
     return run(q, k, v, bias, weight, before, mask)[:, :, :queries]
 
 
@@ -59,7 +64,13 @@ def refusal(q: Tensor, *, index_bias: bool, gradient: bool) -> str | None:
 
 
 def _attend(
-    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, weight: Tensor | None, before: Tensor, mask: BlockMask
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bias: Tensor | None,
+    weight: Tensor | None,
+    before: Tensor,
+    mask: BlockMask,
 ) -> Tensor:
     """Lengths that are multiples of BLOCK: [batch, heads, queries, head_dim]; `before` keys precede the queries."""
     last = k.shape[2] - 1
@@ -116,14 +127,22 @@ def _block_mask(
         longer = torch.cat([segments, segments[:, -1:].expand(-1, rest)], dim=1)
         # Cloned, so that strides say nothing about `before`: dynamo compiles again for each.
         exactly = {"memory_format": torch.contiguous_format}
-        of_query, of_key = longer[:, before : before + queries].clone(**exactly), longer[:, :keys].clone(**exactly)
+        of_query, of_key = (
+            longer[:, before : before + queries].clone(**exactly),
+            longer[:, :keys].clone(**exactly),
+        )
         low_query, high_query = of_query.unflatten(1, (-1, BLOCK)).aminmax(dim=2)  # [batch, blocks]
         low_key, high_key = of_key.unflatten(1, (-1, BLOCK)).aminmax(dim=2)
         some = (
             some
-            & ((low_query[:, :, None] <= high_key[:, None]) & (low_key[:, None] <= high_query[:, :, None]))[:, None]
+            & (
+                (low_query[:, :, None] <= high_key[:, None])
+                & (low_key[:, None] <= high_query[:, :, None])
+            )[:, None]
         )
-        same = (low_query[:, :, None] == high_key[:, None]) & (low_key[:, None] == high_query[:, :, None])
+        same = (low_query[:, :, None] == high_key[:, None]) & (
+            low_key[:, None] == high_query[:, :, None]
+        )
         whole = whole & same[:, None]
     offset = torch.full((), before, dtype=torch.int32, device=device)
 
@@ -139,7 +158,9 @@ def _block_mask(
         return found
 
     partly, wholly = _ordered(some & ~whole), _ordered(whole)
-    return BlockMask.from_kv_blocks(*partly, *wholly, BLOCK_SIZE=BLOCK, mask_mod=seen, seq_lengths=(queries, keys))
+    return BlockMask.from_kv_blocks(
+        *partly, *wholly, BLOCK_SIZE=BLOCK, mask_mod=seen, seq_lengths=(queries, keys)
+    )
 
 
 # Made in evaluation it is used in training too, which refuses tensors of inference mode.

@@ -64,7 +64,10 @@ def check(
     keys = _alike(k.shape[2], 200)  # no multiple of a kernel's blocks
     queries = keys if q.shape[2] == k.shape[2] else min(q.shape[2], FEW)
     wanted = [(q, k, v), (bias,), (weight,)]
-    learned = [torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in group) for group in wanted]
+    learned = [
+        torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in group)
+        for group in wanted
+    ]
     kind = Kind(
         q.device,
         q.dtype,
@@ -100,8 +103,12 @@ def _compare(name: str, backend: Callable[..., Tensor], kind: Kind) -> None:
     try:
         found = _results(backend, kind, kind.dtype)
     except Exception as error:
-        raise UserError(f"attention_backend: {name} fails on {kind}: {_first_line(error)} - {mend}") from error
-    for (what, ours), exact in zip(found.items(), _results(eager, kind, torch.float64).values(), strict=True):
+        raise UserError(
+            f"attention_backend: {name} fails on {kind}: {_first_line(error)} - {mend}"
+        ) from error
+    for (what, ours), exact in zip(
+        found.items(), _results(eager, kind, torch.float64).values(), strict=True
+    ):
         difference = ours.double() - exact
         error = float(difference.norm() / exact.norm())
         if not error <= TOLERANCE.get(kind.dtype, 0.0):  # NaN is an error too
@@ -122,20 +129,30 @@ def _results(backend: Callable[..., Tensor], kind: Kind, dtype: torch.dtype) -> 
     length = {"q": kind.queries, "k": kind.keys, "v": kind.keys}
     shapes = {x: (kind.batch, kind.heads, n, kind.head_dim) for x, n in length.items()}
     given = {x: torch.randn(shape, generator=draw).to(kind.dtype) for x, shape in shapes.items()}
-    given |= {x: torch.randn(kind.heads, kind.keys, generator=draw) for x in ("bias", "weight") if getattr(kind, x)}
+    given |= {
+        x: torch.randn(kind.heads, kind.keys, generator=draw)
+        for x in ("bias", "weight")
+        if getattr(kind, x)
+    }
     narrow = dtype if dtype == torch.float64 else None
     of_q, of_bias, of_weight = kind.gradients
     learned = {"q": of_q, "k": of_q, "v": of_q, "bias": of_bias, "weight": of_weight}
-    leaves = {x: value.to(kind.device, narrow).requires_grad_(learned[x]) for x, value in given.items()}
+    leaves = {
+        x: value.to(kind.device, narrow).requires_grad_(learned[x]) for x, value in given.items()
+    }
     out = backend(
         *(leaves.get(x) for x in ("q", "k", "v", "bias")),
         weight=leaves.get("weight"),
         window=kind.window,
         chunk=kind.chunk,
-        segments=(torch.arange(kind.keys, device=kind.device) // 90).expand(kind.batch, -1) if kind.segments else None,
+        segments=(torch.arange(kind.keys, device=kind.device) // 90).expand(kind.batch, -1)
+        if kind.segments
+        else None,
         index_bias=None,
     )
     wanted = [x for x in leaves if learned[x]]
     onto = torch.randn(out.shape, generator=draw).to(out)
     gradients = torch.autograd.grad(out, [leaves[x] for x in wanted], onto) if wanted else ()
-    return {"output": out.detach()} | {f"gradient of {x}": g for x, g in zip(wanted, gradients, strict=True)}
+    return {"output": out.detach()} | {
+        f"gradient of {x}": g for x, g in zip(wanted, gradients, strict=True)
+    }

@@ -61,7 +61,9 @@ def refusal(q: Tensor, *, index_bias: object = None) -> str | None:
     """Why these inputs are not for Triton, in one sentence, or None."""
     if importlib.util.find_spec("triton") is None:
         return "the package triton is not installed"
-    if q.device.type != "cuda" and not (q.device.type == "cpu" and os.environ.get("TRITON_INTERPRET") == "1"):
+    if q.device.type != "cuda" and not (
+        q.device.type == "cpu" and os.environ.get("TRITON_INTERPRET") == "1"
+    ):
         return f"it runs on CUDA devices, not on {q.device.type}"
     if q.dtype not in DTYPES:
         return f"it knows float16, bfloat16 and float32, not {str(q.dtype).removeprefix('torch.')}"
@@ -153,14 +155,26 @@ class _Attention(torch.autograd.Function):
         with torch.cuda.device_of(q):
             tiles = query_tiles(columns(q.shape[3]), q.element_size())
             query_gradient[(-(-queries // tiles.queries), batch * heads)](
-                *(q, k, v, *tables, *_pointers(segments, _first_keys(segments, queries, tiles), lse)),
+                *(
+                    q,
+                    k,
+                    v,
+                    *tables,
+                    *_pointers(segments, _first_keys(segments, queries, tiles), lse),
+                ),
                 *(out, lse, out_gradient, delta, dq, *strides, *sizes),
                 **flags,
                 **_launch(tiles),
             )
             tiles = key_tiles(columns(q.shape[3]), q.element_size())
             key_gradients[(-(-keys // tiles.keys), batch * heads)](
-                *(q, k, v, *tables, *_pointers(segments, _last_queries(segments, queries, tiles), lse)),
+                *(
+                    q,
+                    k,
+                    v,
+                    *tables,
+                    *_pointers(segments, _last_queries(segments, queries, tiles), lse),
+                ),
                 *(lse, out_gradient, delta, dk, dv, *strides, *sizes),
                 **flags,
                 **_launch(tiles),
@@ -197,13 +211,27 @@ def _table_gradients(
     batch, heads, queries, keys = *q.shape[:3], k.shape[2]
     tiles = table_tiles(columns(q.shape[3]), q.element_size())
     blocks = -(-keys // tiles.keys)
-    offsets = min(blocks, (min(window, 2 * chunk) - 2) // tiles.keys + 2)  # a tile further back is out of sight
+    offsets = min(
+        blocks, (min(window, 2 * chunk) - 2) // tiles.keys + 2
+    )  # a tile further back is out of sight
     splits = min(-(-PROGRAMS // (heads * offsets)), batch * blocks)
     shape = (splits, heads, offsets, 2, tiles.keys)
     bias_sums = q.new_empty(shape, dtype=torch.float32)
     weight_sums = q.new_empty(shape, dtype=torch.float32) if flags["WEIGHT"] else bias_sums
     table_gradients[(offsets, heads, splits)](
-        *(q, k, v, bias, weight, *_pointers(segments, None, lse), lse, out_gradient, delta, bias_sums, weight_sums),
+        *(
+            q,
+            k,
+            v,
+            bias,
+            weight,
+            *_pointers(segments, None, lse),
+            lse,
+            out_gradient,
+            delta,
+            bias_sums,
+            weight_sums,
+        ),
         *_strides(q, k, v, out_gradient),
         *(bias.stride(0), batch, heads, queries, keys, chunk, _scale(q)),
         **flags,
@@ -211,19 +239,28 @@ def _table_gradients(
         num_warps=tiles.warps,
         num_stages=tiles.stages,
     )
-    return _by_distance(bias_sums, keys), _by_distance(weight_sums, keys) if flags["WEIGHT"] else None
+    return _by_distance(bias_sums, keys), _by_distance(weight_sums, keys) if flags[
+        "WEIGHT"
+    ] else None
 
 
 def _by_distance(sums: Tensor, keys: int) -> Tensor:
     """[splits, heads, offsets, 2, block], as `table_gradients` writes them -> [heads, keys]."""
-    near, far = sums.sum(0).unbind(2)  # of distances offset · block + 0 …, and of those a block nearer
+    near, far = sums.sum(0).unbind(
+        2
+    )  # of distances offset · block + 0 …, and of those a block nearer
     near[:, :-1] += far[:, 1:]
     table = near.flatten(1)[:, :keys]
     return F.pad(table, (0, keys - table.shape[1]))
 
 
 def _tables(
-    heads: int, keys: int, bias: Tensor | None, weight: Tensor | None, window: int, device: torch.device
+    heads: int,
+    keys: int,
+    bias: Tensor | None,
+    weight: Tensor | None,
+    window: int,
+    device: torch.device,
 ) -> list[Tensor]:
     """Both tables at distance 0, of [heads, PAD + keys + PAD] float32: the bias in base 2, -inf out of sight."""
     from megatron.attention.triton_programs import PAD
@@ -275,7 +312,9 @@ def _scale(q: Tensor) -> float:
     return math.log2(math.e) / math.sqrt(q.shape[3])
 
 
-def _pointers(segments: Tensor | None, reach: Tensor | None, other: Tensor) -> tuple[Tensor, Tensor]:
+def _pointers(
+    segments: Tensor | None, reach: Tensor | None, other: Tensor
+) -> tuple[Tensor, Tensor]:
     """Something to point to where there is none; the programs do not read it."""
     return other if segments is None else segments, other if reach is None else reach
 
@@ -288,7 +327,9 @@ def _sizes(q: Tensor, k: Tensor, table: Tensor, window: int, chunk: int) -> tupl
     return table.stride(0), q.shape[1], q.shape[2], k.shape[2], window, chunk, _scale(q)
 
 
-def _flags(q: Tensor, k: Tensor, weight: Tensor | None, chunk: int, segments: Tensor | None) -> dict[str, Any]:
+def _flags(
+    q: Tensor, k: Tensor, weight: Tensor | None, chunk: int, segments: Tensor | None
+) -> dict[str, Any]:
     fast = q.dtype == torch.float32 and torch.get_float32_matmul_precision() != "highest"
     return {
         "HEAD_DIM": q.shape[3],
@@ -301,4 +342,9 @@ def _flags(q: Tensor, k: Tensor, weight: Tensor | None, chunk: int, segments: Te
 
 
 def _launch(tiles: Tiles) -> dict[str, int]:
-    return {"BLOCK_Q": tiles.queries, "BLOCK_K": tiles.keys, "num_warps": tiles.warps, "num_stages": tiles.stages}
+    return {
+        "BLOCK_Q": tiles.queries,
+        "BLOCK_K": tiles.keys,
+        "num_warps": tiles.warps,
+        "num_stages": tiles.stages,
+    }

@@ -24,7 +24,9 @@ PAD = 256  # at least the sum of both tile sizes
 def _load(start, stride, row, valid, column, HEAD_DIM: tl.constexpr):
     """Rows of a matrix, zero where they are not valid and beyond head_dim: [rows, COLUMNS]."""
     mask = valid[:, None] & (column < HEAD_DIM)[None, :]
-    return tl.load(start + row.to(tl.int64)[:, None] * stride + column[None, :], mask=mask, other=0.0)
+    return tl.load(
+        start + row.to(tl.int64)[:, None] * stride + column[None, :], mask=mask, other=0.0
+    )
 
 
 @triton.jit
@@ -96,7 +98,9 @@ def forward(
     highest = tl.full([BLOCK_Q], -3.0e38, tl.float32)
     total = tl.zeros([BLOCK_Q], tl.float32)
     result = tl.zeros([BLOCK_Q, COLUMNS], tl.float32)
-    first, end = _seen_keys(block, batch, reach, keys - queries, keys, window, chunk, BLOCK_Q, SEGMENTS)
+    first, end = _seen_keys(
+        block, batch, reach, keys - queries, keys, window, chunk, BLOCK_Q, SEGMENTS
+    )
     distance = tl.arange(0, BLOCK_Q)[:, None] - tl.arange(0, BLOCK_K)[None, :]
     for start in range(first, end, BLOCK_K):
         away = keys - queries + block * BLOCK_Q - start
@@ -115,7 +119,9 @@ def forward(
         decay = tl.exp2(highest - higher)
         total = total * decay + tl.sum(share, 1)
         v_tile = _load(v, v_row, key, key < keys, column, HEAD_DIM)
-        result = tl.dot(share.to(v_tile.dtype), v_tile, result * decay[:, None], input_precision=PRECISION)
+        result = tl.dot(
+            share.to(v_tile.dtype), v_tile, result * decay[:, None], input_precision=PRECISION
+        )
         highest = higher
     out += (batch * queries * heads + head) * HEAD_DIM
     _store(out, heads * HEAD_DIM, row, valid, column, result / total[:, None], HEAD_DIM)
@@ -154,9 +160,13 @@ def query_gradient(
     row_delta = tl.sum(out_tile.to(tl.float32) * do_tile.to(tl.float32), 1)
     statistics = (batch * heads + head) * queries + row
     tl.store(delta + statistics, row_delta, mask=valid)
-    row_lse = tl.load(lse + statistics, mask=valid, other=float("inf"))  # no share where there is no query
+    row_lse = tl.load(
+        lse + statistics, mask=valid, other=float("inf")
+    )  # no share where there is no query
     result = tl.zeros([BLOCK_Q, COLUMNS], tl.float32)
-    first, end = _seen_keys(block, batch, reach, keys - queries, keys, window, chunk, BLOCK_Q, SEGMENTS)
+    first, end = _seen_keys(
+        block, batch, reach, keys - queries, keys, window, chunk, BLOCK_Q, SEGMENTS
+    )
     distance = tl.arange(0, BLOCK_Q)[:, None] - tl.arange(0, BLOCK_K)[None, :]
     for start in range(first, end, BLOCK_K):
         away = keys - queries + block * BLOCK_Q - start
@@ -177,7 +187,15 @@ def query_gradient(
             slope = slope * factor
         result = tl.dot(slope.to(k_tile.dtype), k_tile, result, input_precision=PRECISION)
     # scale holds log2 e, which belongs to the scores alone.
-    _store(gradient + written, heads * HEAD_DIM, row, valid, column, result * (scale * 0.6931471805599453), HEAD_DIM)
+    _store(
+        gradient + written,
+        heads * HEAD_DIM,
+        row,
+        valid,
+        column,
+        result * (scale * 0.6931471805599453),
+        HEAD_DIM,
+    )
 
 
 @triton.jit
@@ -225,7 +243,9 @@ def key_gradients(
             query_segment = tl.load(segments + position, mask=inside, other=0)
         q_tile = _load(q, q_row, row, inside, column, HEAD_DIM)
         do_tile = _load(out_gradient, out_gradient_row, row, inside, column, HEAD_DIM)
-        row_lse = tl.load(lse + row, mask=inside, other=float("inf"))  # no share where there is no query
+        row_lse = tl.load(
+            lse + row, mask=inside, other=float("inf")
+        )  # no share where there is no query
         row_delta = tl.load(delta + row, mask=inside, other=0.0)
         product = tl.dot(k_tile, tl.trans(q_tile), input_precision=PRECISION) * scale
         logits, factor = _logits(
@@ -295,10 +315,19 @@ def table_gradients(
             product, position[:, None], key[None, :], distance, query_segment[:, None], key_segment[None, :],
             bias + away, weight + away, chunk, WEIGHT, CHUNK, SEGMENTS,
         )  # fmt: skip
-        do_tile = _load(out_gradient + batch * out_gradient_batch, out_gradient_row, row, inside, column, HEAD_DIM)
+        do_tile = _load(
+            out_gradient + batch * out_gradient_batch,
+            out_gradient_row,
+            row,
+            inside,
+            column,
+            HEAD_DIM,
+        )
         v_tile = _load(v + batch * v_batch, v_row, key, key < keys, column, HEAD_DIM)
         statistics = (batch * heads + head) * queries + row
-        row_lse = tl.load(lse + statistics, mask=inside, other=float("inf"))  # no share where there is no query
+        row_lse = tl.load(
+            lse + statistics, mask=inside, other=float("inf")
+        )  # no share where there is no query
         row_delta = tl.load(delta + statistics, mask=inside, other=0.0)
         slope = tl.dot(do_tile, tl.trans(v_tile), input_precision=PRECISION)
         slope = tl.exp2(logits - row_lse[:, None]) * (slope - row_delta[:, None])
@@ -308,7 +337,9 @@ def table_gradients(
     written = (tl.program_id(2) * heads + head) * tl.num_programs(0) + offset
     _write_sums(bias_sums + written * 2 * BLOCK, slopes, BLOCK)
     if WEIGHT:
-        _write_sums(weight_sums + written * 2 * BLOCK, weighted * 0.6931471805599453, BLOCK)  # products without log2 e
+        _write_sums(
+            weight_sums + written * 2 * BLOCK, weighted * 0.6931471805599453, BLOCK
+        )  # products without log2 e
 
 
 @triton.jit

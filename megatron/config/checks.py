@@ -16,7 +16,9 @@ def check_together(sections: dict[str, Any], merged: dict[str, Any], report: Rep
             for line in check(*(sections[name] for name in names)):
                 report.fault(line)
     if "parallel" in sections and "precision" in sections:
-        sections["parallel"] = _zero_for(sections["precision"], sections["parallel"], merged, report)
+        sections["parallel"] = _zero_for(
+            sections["precision"], sections["parallel"], merged, report
+        )
 
 
 def _heads(model: Any) -> list[str]:
@@ -24,7 +26,9 @@ def _heads(model: Any) -> list[str]:
     if hidden % heads == 0:
         return []
     fits = max(hidden // heads, 1) * heads
-    return [f"hidden_size: {hidden} cannot be split over num_attention_heads = {heads}; try hidden_size = {fits}"]
+    return [
+        f"hidden_size: {hidden} cannot be split over num_attention_heads = {heads}; try hidden_size = {fits}"
+    ]
 
 
 def _table(model: Any) -> list[str]:
@@ -32,7 +36,9 @@ def _table(model: Any) -> list[str]:
     return (
         []
         if rows >= length
-        else [f"max_position_embeddings: {rows} is less than seq_length = {length}; set it to {length} or more"]
+        else [
+            f"max_position_embeddings: {rows} is less than seq_length = {length}; set it to {length} or more"
+        ]
     )
 
 
@@ -51,7 +57,9 @@ def _encoding(model: Any, position: Any) -> list[str]:
         return []  # reported already
     shape = Shape(heads, model.hidden_size // heads, model.hidden_size, model.seq_length)
     try:
-        with torch.random.fork_rng(devices=[]):  # drawing first values must not move the caller's generator
+        with torch.random.fork_rng(
+            devices=[]
+        ):  # drawing first values must not move the caller's generator
             build(position.pos_emb, shape, **position.pos_emb_args)
     except UserError as fault:
         return [str(fault)]
@@ -74,20 +82,26 @@ def _batch(training: Any) -> list[str]:
 def _compiled(training: Any, parallel: Any) -> list[str]:
     if not (training.torch_compile and parallel.zero_stage == 3):
         return []
-    return ["torch_compile: compiles again for every hook of ZeRO stage 3 until it gives up; use stage 2, or set false"]
+    return [
+        "torch_compile: compiles again for every hook of ZeRO stage 3 until it gives up; use stage 2, or set false"
+    ]
 
 
 def _rates(optimizer: Any) -> list[str]:
     if optimizer.min_lr <= optimizer.lr:
         return []
-    return [f"min_lr: {optimizer.min_lr:g} is more than optimizer.params.lr = {optimizer.lr:g}; lower it"]
+    return [
+        f"min_lr: {optimizer.min_lr:g} is more than optimizer.params.lr = {optimizer.lr:g}; lower it"
+    ]
 
 
 def _data(data: Any) -> list[str]:
     found = []
     path = data.data_path or ""
     if "," in path:
-        found.append(f"data_path: {path!r} names several files; give one prefix, mixing corpora is not offered yet")
+        found.append(
+            f"data_path: {path!r} names several files; give one prefix, mixing corpora is not offered yet"
+        )
     if path.endswith((".bin", ".idx")):
         found.append(f"data_path: {path} is a file; give the prefix {path[:-4]}")
     try:
@@ -104,9 +118,13 @@ def _launch(launch: Any) -> list[str]:
     if launch.include and launch.exclude:
         found.append("exclude: cannot be combined with include; keep one of them")
     if (launch.include or launch.exclude) and (launch.num_gpus or launch.num_nodes):
-        found.append("num_gpus: num_gpus and num_nodes cannot be combined with include or exclude; keep one kind")
+        found.append(
+            "num_gpus: num_gpus and num_nodes cannot be combined with include or exclude; keep one kind"
+        )
     if (launch.num_nodes or 1) > 1 and not launch.hostfile:
-        found.append(f"num_nodes: {launch.num_nodes} machines need a hostfile with lines `host slots=8`; set hostfile")
+        found.append(
+            f"num_nodes: {launch.num_nodes} machines need a hostfile with lines `host slots=8`; set hostfile"
+        )
     return found
 
 
@@ -127,13 +145,22 @@ def _zero_for(precision: Any, parallel: Any, merged: dict[str, Any], report: Rep
     """bf16 and fp16 need ZeRO 1, and buckets mean something only from there on."""
     zero = parallel.zero_optimization
     if zero.stage == 0 and precision.dtype != "fp32":
-        if isinstance(merged.get("zero_optimization"), dict) and "stage" in merged["zero_optimization"]:
+        if (
+            isinstance(merged.get("zero_optimization"), dict)
+            and "stage" in merged["zero_optimization"]
+        ):
             report.note(
                 f"zero_optimization.stage: 0 runs as 1 with {precision.dtype}:"
                 " from there on DeepSpeed has float32 gradients for bf16 and hands out its float32 master weights"
             )
-        return parallel.model_copy(update={"zero_optimization": zero.model_copy(update={"stage": 1})})
-    unused = [key for key in type(zero).model_fields if key != "stage" and getattr(zero, key) is not None]
+        return parallel.model_copy(
+            update={"zero_optimization": zero.model_copy(update={"stage": 1})}
+        )
+    unused = [
+        key for key in type(zero).model_fields if key != "stage" and getattr(zero, key) is not None
+    ]
     if zero.stage == 0 and unused:
-        report.note(f"zero_optimization.{', '.join(unused)}: accepted, have no effect here: they act from stage 1 on")
+        report.note(
+            f"zero_optimization.{', '.join(unused)}: accepted, have no effect here: they act from stage 1 on"
+        )
     return parallel

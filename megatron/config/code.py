@@ -11,7 +11,9 @@ KEY = "pos_emb_file"
 COPY = "pos_emb_file.py"
 
 
-def code_of(sources: Sequence[tuple[str, dict[str, Any]]], complain: Callable[[str], None]) -> str | None:
+def code_of(
+    sources: Sequence[tuple[str, dict[str, Any]]], complain: Callable[[str], None]
+) -> str | None:
     """The text of the file that the last source with this key names, once its encodings are registered."""
     named = [(source, given[KEY]) for source, given in sources if KEY in given]
     if not named or not isinstance(named[-1][1], str):
@@ -30,7 +32,9 @@ def kept(folder: Path) -> str:
     try:
         text = copy.read_bytes().decode("utf-8")
     except (OSError, UnicodeDecodeError):
-        raise UserError(f"{KEY}: {copy} is missing or is not text; copy the checkpoint again") from None
+        raise UserError(
+            f"{KEY}: {copy} is missing or is not text; copy the checkpoint again"
+        ) from None
     if fingerprint(text) in FILES:
         return text
     other = f", and {', '.join(FILES.values())} says something else" if FILES else ""

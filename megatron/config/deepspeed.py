@@ -28,4 +28,8 @@ def deepspeed_config(config: Config) -> dict[str, Any]:
 
 def _zero(config: Config) -> dict[str, Any]:
     zero = plain(config.parallel.zero_optimization)
-    return {key: value for key, value in zero.items() if value is not None} if zero["stage"] else {"stage": 0}
+    return (
+        {key: value for key, value in zero.items() if value is not None}
+        if zero["stage"]
+        else {"stage": 0}
+    )

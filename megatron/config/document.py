@@ -61,7 +61,9 @@ def help_text(width: int = 100) -> str:
         lines += ["", f"{name}: {section.__doc__}"]
         for key in (key for key in all_keys() if key.section == name):
             lines.append(f"  {key.name} ({type_text(key)}; {default_text(key)})")
-            lines += textwrap.wrap(key.info.description or "", width, initial_indent=" " * 6, subsequent_indent=" " * 6)
+            lines += textwrap.wrap(
+                key.info.description or "", width, initial_indent=" " * 6, subsequent_indent=" " * 6
+            )
     return "\n".join(lines).strip()
 
 
@@ -90,7 +92,10 @@ def _rows(section: str) -> str:
 
 def _older() -> str:
     rows = [f"| `{old}` | `{new}` |" for old, new in RENAMED.items()]
-    rows += [f"| `{old}` | `pos_emb_args.{new}`, where the encoding has it |" for old, new in FOLDED.items()]
+    rows += [
+        f"| `{old}` | `pos_emb_args.{new}`, where the encoding has it |"
+        for old, new in FOLDED.items()
+    ]
     rows += [f"| `{key}` | only {_shown(value)}: {why} |" for key, (value, why) in FIXED.items()]
     rows += [f"| `{key}` | no effect: {why} |" for key, why in NO_EFFECT.items()]
     rows.append(

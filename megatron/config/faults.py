@@ -45,7 +45,9 @@ def unknown(key: str, known: Iterable[str]) -> str:
     names = list(known)
     nested = [name for name in names if name.endswith(f".{key}")]
     close = nested[0] if nested else suggestion(key, names)
-    return f"{key}: no such key" + (f"; did you mean {close}?" if close else "; configs/README.md lists all keys")
+    return f"{key}: no such key" + (
+        f"; did you mean {close}?" if close else "; configs/README.md lists all keys"
+    )
 
 
 def lines(section: type[BaseModel], found: ValidationError) -> list[str]:
@@ -60,7 +62,9 @@ def _line(section: type[BaseModel], error: Any) -> str:
         return f"{key}: not given, and every model needs it"
     if kind == "extra_forbidden":
         parent = ".".join(path[:-1])
-        return unknown(key, [f"{parent}.{name}" for name in _model_at(section, path[:-1]).model_fields])
+        return unknown(
+            key, [f"{parent}.{name}" for name in _model_at(section, path[:-1]).model_fields]
+        )
     why = f"; {WHY[key]}" if key in WHY else ""
     return f"{key}: must be {_expected(error)}, got {_shown(got)}{why}"
 
@@ -79,7 +83,13 @@ def _expected(error: Any) -> str:
 
 
 def _shown(value: Any) -> str:
-    return "nothing" if value is None else str(value).lower() if isinstance(value, bool) else repr(value)
+    return (
+        "nothing"
+        if value is None
+        else str(value).lower()
+        if isinstance(value, bool)
+        else repr(value)
+    )
 
 
 def _model_at(section: type[BaseModel], path: list[str]) -> type[BaseModel]:

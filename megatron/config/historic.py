@@ -42,7 +42,13 @@ NO_EFFECT: dict[str, str] = {
     ),
     **dict.fromkeys(("wall_clock_breakdown", "steps_per_print"), _TIMED),
     **dict.fromkeys(
-        ("log_param_norm", "log_grad_pct_zeros", "log_gradient_noise_scale", "log_optimizer_states"), _UNMEASURED
+        (
+            "log_param_norm",
+            "log_grad_pct_zeros",
+            "log_gradient_noise_scale",
+            "log_optimizer_states",
+        ),
+        _UNMEASURED,
     ),
     "attention_softmax_in_fp32": "the softmax and the encoding's tables are computed in float32 anyway",
     "apply_query_key_layer_scaling": "scores are scaled in float32 and the result does not depend on it",
@@ -62,18 +68,23 @@ FOLDED = {  # old key -> option of the encoding
 }
 AFTER_MERGE = (*FOLDED, "alibi_scaling")  # their meaning depends on the pos_emb that wins
 
-ENCODINGS = {**ALIASES, "kerple_power_original": "alibi"}  # frozen ALiBi slopes and no exponent: -slope · d
-_NAME_HIDES_MIXTURE = "in the MEP fork many different mixtures carry this name, and only a file's name tells which; "
+ENCODINGS = {
+    **ALIASES,
+    "kerple_power_original": "alibi",
+}  # frozen ALiBi slopes and no exponent: -slope · d
+_NAME_HIDES_MIXTURE = (
+    "in the MEP fork many different mixtures carry this name, and only a file's name tells which; "
+)
 _ENCODING_NOTES = {
-    "snope_norm_original_scaling__": _NAME_HIDES_MIXTURE + "for another, set pos_emb: mep and pos_emb_args.kernels",
-    "snope_norm_original_scaling_": _NAME_HIDES_MIXTURE + "for another, set pos_emb: mep and pos_emb_args.kernels",
+    "snope_norm_original_scaling__": _NAME_HIDES_MIXTURE
+    + "for another, set pos_emb: mep and pos_emb_args.kernels",
+    "snope_norm_original_scaling_": _NAME_HIDES_MIXTURE
+    + "for another, set pos_emb: mep and pos_emb_args.kernels",
     "snope_kerplelog": "the released code mixes gaussian, exp, t5 and kerple_log; "
     + _NAME_HIDES_MIXTURE
     + "for gaussian and kerple_log alone, set pos_emb: mep_param",
 }
-_EXPERIMENT = (
-    "a single experiment of the MEP fork (normalised or clipped distances, scaled slopes or an MLP on distance)"
-)
+_EXPERIMENT = "a single experiment of the MEP fork (normalised or clipped distances, scaled slopes or an MLP on distance)"
 REFUSED_ENCODINGS = {
     "kerple_power_a_": "a linear bias with a learned slope; write pos_emb: kerple_power and pos_emb_args: {p: 1}",
     **dict.fromkeys(
@@ -137,7 +148,9 @@ def translate(source: dict[str, Any], report: Report) -> dict[str, Any]:
 def _move(given: dict[str, Any], old: str, new: str, report: Report) -> None:
     value = given.pop(old)
     if new in given and given[new] != value:
-        report.fault(f"{new}: {given[new]} and {old}: {value} contradict each other; keep one of them")
+        report.fault(
+            f"{new}: {given[new]} and {old}: {value} contradict each other; keep one of them"
+        )
     given[new] = value
 
 
@@ -199,7 +212,9 @@ def switch_off(merged: dict[str, Any], given: dict[str, Any], report: Report) ->
     if before in off:
         merged["precision"] = "fp32"
     elif off:
-        report.note(f"{off[0]}.enabled: false leaves precision at {before}; for float32 set precision: fp32")
+        report.note(
+            f"{off[0]}.enabled: false leaves precision at {before}; for float32 set precision: fp32"
+        )
 
 
 def _weight_decay(given: dict[str, Any], report: Report) -> None:
@@ -224,9 +239,13 @@ def _zero(given: dict[str, Any], report: Report) -> None:
         return
     zero = type(zero)(zero)
     if zero.pop("cpu_offload"):
-        report.fault("zero_optimization.cpu_offload: true is not offered; set it to false or drop it")
+        report.fault(
+            "zero_optimization.cpu_offload: true is not offered; set it to false or drop it"
+        )
     else:
-        report.note("zero_optimization.cpu_offload: accepted, has no effect here: nothing is moved to the CPU's memory")
+        report.note(
+            "zero_optimization.cpu_offload: accepted, has no effect here: nothing is moved to the CPU's memory"
+        )
     given["zero_optimization"] = zero
 
 
@@ -268,7 +287,9 @@ def _alibi_scaling(merged: dict[str, Any], report: Report) -> None:
     name, value = merged["pos_emb"], merged.pop("alibi_scaling")
     meanings = SCALING_CHOSE.get(name) if isinstance(name, str) else None
     if meanings is None:
-        report.note(f"alibi_scaling: accepted, has no effect here: the MEP fork does not use it for {name} either")
+        report.note(
+            f"alibi_scaling: accepted, has no effect here: the MEP fork does not use it for {name} either"
+        )
         return
     meant = meanings.get(value, OTHER_SCALING) if isinstance(value, int) else OTHER_SCALING
     args = merged.get("pos_emb_args") or {}

@@ -21,7 +21,9 @@ def load(paths: Sequence[str | Path], overrides: Sequence[str] = ()) -> Config:
     """Merge YAML files from left to right, then `key=value` words; check all of it; UserError with every fault."""
     report = Report()
     sources, merged = _sources(paths, overrides, report), {}
-    code = code_of(sources, report.fault)  # first of all: what it registers may be what pos_emb names
+    code = code_of(
+        sources, report.fault
+    )  # first of all: what it registers may be what pos_emb names
     for _, given in sources:
         _take(merged, given, report)
     merged.setdefault("pos_emb", Position.model_fields["pos_emb"].default)
@@ -35,7 +37,9 @@ def load(paths: Sequence[str | Path], overrides: Sequence[str] = ()) -> Config:
     return Config(**sections, pos_emb_code=code, **said)  # pyright: ignore[reportArgumentType]
 
 
-def _sources(paths: Sequence[str | Path], overrides: Sequence[str], report: Report) -> list[tuple[str, dict[str, Any]]]:
+def _sources(
+    paths: Sequence[str | Path], overrides: Sequence[str], report: Report
+) -> list[tuple[str, dict[str, Any]]]:
     """(name, what it says) of each file and of the command line; what cannot be read is a fault."""
     if isinstance(paths, (str, Path)):
         raise TypeError(f"load takes a list of files, not {paths!r}")
@@ -57,14 +61,22 @@ def _take(merged: dict[str, Any], given: dict[str, Any], report: Report) -> None
     given = translate(given, report)
     switch_off(merged, given, report)
     before = merged.get("pos_emb")
-    if "pos_emb" in given and before not in (None, given["pos_emb"]) and merged.pop("pos_emb_args", None):
-        report.note(f"pos_emb_args of {before} are dropped, because a later source sets pos_emb: {given['pos_emb']}")
+    if (
+        "pos_emb" in given
+        and before not in (None, given["pos_emb"])
+        and merged.pop("pos_emb_args", None)
+    ):
+        report.note(
+            f"pos_emb_args of {before} are dropped, because a later source sets pos_emb: {given['pos_emb']}"
+        )
     for key, value in given.items():
         merged[key] = merge(merged.get(key), value)
 
 
 def _options(encoding: Any) -> set[str]:
-    return set(options_of(encoding)) if isinstance(encoding, str) and encoding in REGISTRY else set()
+    return (
+        set(options_of(encoding)) if isinstance(encoding, str) and encoding in REGISTRY else set()
+    )
 
 
 def _sections(merged: dict[str, Any], report: Report) -> dict[str, Any]:
@@ -78,7 +90,9 @@ def _sections(merged: dict[str, Any], report: Report) -> dict[str, Any]:
     sections = {}
     for name, section in SECTIONS.items():
         try:
-            sections[name] = section.model_validate({key: merged[key] for key in section.model_fields if key in merged})
+            sections[name] = section.model_validate(
+                {key: merged[key] for key in section.model_fields if key in merged}
+            )
         except ValidationError as found:
             for line, error in zip(faults.lines(section, found), found.errors(), strict=True):
                 key, missing = error["loc"][0], error["type"] == "missing"
@@ -90,7 +104,9 @@ def _sections(merged: dict[str, Any], report: Report) -> dict[str, Any]:
 
 def _follow(merged: dict[str, Any]) -> set[str]:
     """Fill in keys that are not given and whose default is the value of another key; give their names."""
-    followers = {key.name: key.follows for key in all_keys() if key.follows and merged.get(key.name) is None}
+    followers = {
+        key.name: key.follows for key in all_keys() if key.follows and merged.get(key.name) is None
+    }
     for name, leader in followers.items():
         merged[name] = merged.get(leader, _default(leader))
     return set(followers)

@@ -77,14 +77,20 @@ class Config:
                 told[key.name] = Path(value).name if key.said.get("hash_by_file_name") else value
         told["pos_emb_args"] = self._telling_args()
         if self.pos_emb_code is not None:
-            told["pos_emb_file"] = fingerprint(self.pos_emb_code)  # the text counts, not where it lies
-        text = json.dumps(_canonical({key: value for key, value in told.items() if value != {}}), sort_keys=True)
+            told["pos_emb_file"] = fingerprint(
+                self.pos_emb_code
+            )  # the text counts, not where it lies
+        text = json.dumps(
+            _canonical({key: value for key, value in told.items() if value != {}}), sort_keys=True
+        )
         return hashlib.sha256(text.encode()).hexdigest()[:12]
 
     def model_keys(self) -> dict[str, Any]:
         """What makes two models one: the keys of the sections model and position, options at their default left out."""
         flat, options = self.flat(), options_of(self.position.pos_emb)
-        keys = {*type(self.model).model_fields, *type(self.position).model_fields} - {"pos_emb_file"}  # its text counts
+        keys = {*type(self.model).model_fields, *type(self.position).model_fields} - {
+            "pos_emb_file"
+        }  # its text counts
         found = {key: flat[key] for key in flat if key in keys}
         if "max_positions" not in options:
             del found["max_position_embeddings"]
@@ -92,9 +98,15 @@ class Config:
 
     def require_for(self, purpose: str) -> None:
         """Check what only `train` or `evaluate` need; UserError that names all missing keys at once."""
-        faults = [f"{key}: not given; {what}" for key, what in NEEDED.get(purpose, {}).items() if not self[key]]
+        faults = [
+            f"{key}: not given; {what}"
+            for key, what in NEEDED.get(purpose, {}).items()
+            if not self[key]
+        ]
         if purpose == "evaluate" and not (self["load"] or self["save"]):
-            faults.append("load: not given; the folder with the checkpoint (save and --checkpoint are understood too)")
+            faults.append(
+                "load: not given; the folder with the checkpoint (save and --checkpoint are understood too)"
+            )
         if faults:
             raise UserError(message(self.sources, faults))
 

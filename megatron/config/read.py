@@ -19,7 +19,9 @@ class _Loader(yaml.SafeLoader):
 
 
 _Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:float", re.compile(r"[-+]?[0-9][0-9_]*(\.[0-9_]*)?[eE][-+]?[0-9]+$"), list("-+0123456789")
+    "tag:yaml.org,2002:float",
+    re.compile(r"[-+]?[0-9][0-9_]*(\.[0-9_]*)?[eE][-+]?[0-9]+$"),
+    list("-+0123456789"),
 )
 
 
@@ -54,7 +56,9 @@ def read_file(path: Path) -> dict[str, Any]:
     except yaml.YAMLError as fault:
         mark = getattr(fault, "problem_mark", None)
         where = f"{path}:{mark.line + 1}" if mark else str(path)
-        raise ValueError(f"{where}: not valid YAML: {getattr(fault, 'problem', None) or fault}") from None
+        raise ValueError(
+            f"{where}: not valid YAML: {getattr(fault, 'problem', None) or fault}"
+        ) from None
     if not isinstance(value, dict):
         raise ValueError(f"{path}: holds {_kind(value)} where `key: value` lines are expected")
     if isinstance(node, yaml.MappingNode):
@@ -74,7 +78,11 @@ def _refuse_duplicates(path: Path, node: yaml.MappingNode) -> None:
     for key, value in node.value:
         if isinstance(value, yaml.MappingNode):
             _refuse_duplicates(path, value)
-        name, line, content = str(key.value).replace("-", "_"), key.start_mark.line + 1, yaml.serialize(value)
+        name, line, content = (
+            str(key.value).replace("-", "_"),
+            key.start_mark.line + 1,
+            yaml.serialize(value),
+        )
         if name in seen and seen[name][1] != content:
             raise ValueError(
                 f"{path}:{line}: {name} is given twice, in lines {seen[name][0]} and {line}; keep one of them"
@@ -96,7 +104,11 @@ def read_overrides(words: Sequence[str], complain: Callable[[str], None]) -> dic
         except yaml.YAMLError as fault:
             complain(f"{word}: not valid YAML: {getattr(fault, 'problem', None) or fault}")
             continue
-        if len(path) == 1 and not isinstance(value, (str, list, dict, type(None))) and _is_text(path[0]):
+        if (
+            len(path) == 1
+            and not isinstance(value, (str, list, dict, type(None)))
+            and _is_text(path[0])
+        ):
             value = text  # save=1235 names a folder
         _place(given, path, value)
     return given

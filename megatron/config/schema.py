@@ -26,7 +26,9 @@ def _several(value: Any) -> Any:
     """A list, one value, or "512,1024" as it is handy on the command line -> tuple."""
     if isinstance(value, str):
         value = [part.strip() for part in value.split(",")]
-    return tuple(value) if isinstance(value, list) else value if isinstance(value, tuple) else (value,)
+    return (
+        tuple(value) if isinstance(value, list) else value if isinstance(value, tuple) else (value,)
+    )
 
 
 def _split(value: Any) -> Any:
@@ -53,7 +55,9 @@ class Section(BaseModel):
     """A group of keys. shapes_result: whether they count for the hash that names a trained model."""
 
     shapes_result: ClassVar[bool] = True
-    model_config = ConfigDict(strict=True, extra="forbid", frozen=True, use_attribute_docstrings=True)
+    model_config = ConfigDict(
+        strict=True, extra="forbid", frozen=True, use_attribute_docstrings=True
+    )
 
 
 class Model(Section):
@@ -133,7 +137,9 @@ class Data(Section):
     """Shares of the documents for training, validation and test, in file order."""
     seq_length_val: Positive = Field(json_schema_extra=follows("seq_length", shapes_result=False))
     """Context of the validation windows during training."""
-    tokenizer_type: Literal["GPT2BPETokenizer", "HFTokenizer", "CharLevelTokenizer"] = "GPT2BPETokenizer"
+    tokenizer_type: Literal["GPT2BPETokenizer", "HFTokenizer", "CharLevelTokenizer"] = (
+        "GPT2BPETokenizer"
+    )
     """GPT2BPETokenizer reads vocab_file and merge_file, HFTokenizer a tokenizer.json as vocab_file, CharLevel… none."""
     vocab_file: str | None = Field(None, json_schema_extra=FILE_NAME)
     """Vocabulary of the tokenizer."""
@@ -171,7 +177,9 @@ class Training(Section):
 class AdamParams(Section):
     lr: Annotated[Float, Field(ge=0)] = 6e-4
     """Peak learning rate."""
-    betas: Annotated[tuple[Fraction, ...], BeforeValidator(_several), Field(min_length=2, max_length=2)] = (0.9, 0.999)
+    betas: Annotated[
+        tuple[Fraction, ...], BeforeValidator(_several), Field(min_length=2, max_length=2)
+    ] = (0.9, 0.999)
     """Decay of Adam's two averages."""
     eps: Annotated[Float, Field(ge=0)] = 1e-8
     """Added to Adam's denominator."""
@@ -304,7 +312,9 @@ class Evaluation(Section):
 
     shapes_result: ClassVar[bool] = False
 
-    eval_lengths: Annotated[tuple[Positive, ...], BeforeValidator(_several), Field(min_length=1)] = (
+    eval_lengths: Annotated[
+        tuple[Positive, ...], BeforeValidator(_several), Field(min_length=1)
+    ] = (
         512,
         1024,
         2048,
@@ -383,7 +393,9 @@ SECTIONS: dict[str, type[Section]] = {
     "logging": Logging,
     "launch": Launch,
 }
-KEYS: dict[str, str] = {key: name for name, section in SECTIONS.items() for key in section.model_fields}
+KEYS: dict[str, str] = {
+    key: name for name, section in SECTIONS.items() for key in section.model_fields
+}
 
 
 class Key(NamedTuple):
@@ -407,7 +419,10 @@ def all_keys() -> Iterator[Key]:
 
 def _keys_of(name: str, section: type[Section], prefix: str, said: dict[str, Any]) -> Iterator[Key]:
     for field, info in section.model_fields.items():
-        extra = {**said, **(info.json_schema_extra if isinstance(info.json_schema_extra, dict) else {})}
+        extra = {
+            **said,
+            **(info.json_schema_extra if isinstance(info.json_schema_extra, dict) else {}),
+        }
         if isinstance(info.annotation, type) and issubclass(info.annotation, Section):
             yield from _keys_of(name, info.annotation, f"{prefix}{field}.", extra)
         else:

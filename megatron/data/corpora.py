@@ -16,7 +16,17 @@ from megatron.errors import UserError
 FOREIGN = {"site-packages", "dist-packages", "__pycache__"}
 ORDER_SEED = 1234
 # GPT-NeoX downloads these; the addresses are gone.
-WITHDRAWN = ("openwebtext2", "arxiv", "github", "pile", "pile_subset", "enwik8", "pg19", "c4", "enron")
+WITHDRAWN = (
+    "openwebtext2",
+    "arxiv",
+    "github",
+    "pile",
+    "pile_subset",
+    "enwik8",
+    "pg19",
+    "c4",
+    "enron",
+)
 
 
 class Corpus(Protocol):
@@ -39,7 +49,9 @@ class StandardLibrary:
         self.skipped = 0
         files = sorted(_python_files(self.root))
         if not files:
-            raise UserError(f"stdlib: {self.root} has no .py files - use a Python that comes with its library's source")
+            raise UserError(
+                f"stdlib: {self.root} has no .py files - use a Python that comes with its library's source"
+            )
         # A split takes documents by their place: in the order of names the valid part would be a few packages from
         # the end of the alphabet, unlike the rest. The seed makes the order the same everywhere.
         random.Random(ORDER_SEED).shuffle(files)
@@ -63,7 +75,9 @@ class StandardLibrary:
         for path in self.files:
             content = path.read_bytes()
             size += len(content)
-            digest.update(f"{path.relative_to(self.root).as_posix()} {hashlib.sha256(content).hexdigest()}\n".encode())
+            digest.update(
+                f"{path.relative_to(self.root).as_posix()} {hashlib.sha256(content).hexdigest()}\n".encode()
+            )
         facts = {"python": platform.python_version(), "files": len(self.files), "bytes": size}
         return [{"path": str(self.root), **facts, "sha256": digest.hexdigest()}]
 

@@ -47,7 +47,9 @@ def index_maps(tokens: TokenFile, plan: Plan, *, cache: bool = True) -> IndexMap
     """The maps of a plan, mapped from PREFIX_index_maps/<hash> where that can be read or written, else in memory."""
     if not cache:
         return build_maps(tokens.sizes, plan)
-    folder = tokens.prefix.with_name(tokens.prefix.name + "_index_maps") / _fingerprint(tokens, plan)
+    folder = tokens.prefix.with_name(tokens.prefix.name + "_index_maps") / _fingerprint(
+        tokens, plan
+    )
     damaged = folder.is_dir()
     if maps := _load(folder, plan):
         return maps
@@ -62,10 +64,14 @@ def build_maps(sizes: NDArray, plan: Plan) -> IndexMaps:
     """As GPT-NeoX: one stream shuffles the documents of all epochs together, then the samples. sizes [documents]."""
     # RandomState, not Generator: its stream is frozen, and the reference draws from it.
     random = np.random.RandomState(plan.seed)
-    documents = np.tile(np.arange(plan.documents.start, plan.documents.stop, dtype=np.int32), plan.epochs)
+    documents = np.tile(
+        np.arange(plan.documents.start, plan.documents.stop, dtype=np.int32), plan.epochs
+    )
     random.shuffle(documents)
     ends = np.cumsum(sizes[documents], dtype=np.int64)
-    order = np.arange(plan.samples, dtype=np.uint32 if plan.samples < np.iinfo(np.uint32).max - 1 else np.int64)
+    order = np.arange(
+        plan.samples, dtype=np.uint32 if plan.samples < np.iinfo(np.uint32).max - 1 else np.int64
+    )
     random.shuffle(order)
     return IndexMaps(documents, ends, order)
 
@@ -82,7 +88,10 @@ def _load(folder: Path, plan: Plan) -> IndexMaps | None:
         return None
     try:
         maps = IndexMaps(
-            *(np.load(folder / f"{f.name}.npy", mmap_mode="r", allow_pickle=False) for f in fields(IndexMaps))
+            *(
+                np.load(folder / f"{f.name}.npy", mmap_mode="r", allow_pickle=False)
+                for f in fields(IndexMaps)
+            )
         )
         if _whole(maps, plan):
             return maps
@@ -96,11 +105,23 @@ def _load(folder: Path, plan: Plan) -> IndexMaps | None:
 def _whole(maps: IndexMaps, plan: Plan) -> bool:
     """Both maps are permutations: their sums give away a file that was filled with zeros or cut by a crash."""
     count = len(plan.documents) * plan.epochs
-    if maps.documents.shape != (count,) or maps.ends.shape != (count,) or maps.order.shape != (plan.samples,):
+    if (
+        maps.documents.shape != (count,)
+        or maps.ends.shape != (count,)
+        or maps.order.shape != (plan.samples,)
+    ):
         return False
     documents = (plan.documents.start + plan.documents.stop - 1) * len(plan.documents) // 2
-    sums = int(maps.documents.sum(dtype=np.int64)), int(maps.order.sum(dtype=np.int64)), int(maps.ends[-1])
-    whole = plan.epochs * documents, plan.samples * (plan.samples - 1) // 2, plan.epochs * plan.tokens_per_epoch
+    sums = (
+        int(maps.documents.sum(dtype=np.int64)),
+        int(maps.order.sum(dtype=np.int64)),
+        int(maps.ends[-1]),
+    )
+    whole = (
+        plan.epochs * documents,
+        plan.samples * (plan.samples - 1) // 2,
+        plan.epochs * plan.tokens_per_epoch,
+    )
     return sums == whole
 
 

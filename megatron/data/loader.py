@@ -57,7 +57,9 @@ def batches(
     return iter(loader)
 
 
-def _steps(count: int, micro_batch: int, rank: int, ranks: int, start: int, repeat: bool) -> Iterator[list[int]]:
+def _steps(
+    count: int, micro_batch: int, rank: int, ranks: int, start: int, repeat: bool
+) -> Iterator[list[int]]:
     step = micro_batch * ranks
     for first in itertools.count(start, step):
         if first + step > count and not repeat:

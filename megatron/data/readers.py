@@ -30,7 +30,9 @@ class Files:
 
     def sources(self) -> list[dict[str, Any]]:
         """Path, bytes and sha256 of each file."""
-        return [{"path": str(p), "bytes": p.stat().st_size, "sha256": _sha256(p)} for p in self.paths]
+        return [
+            {"path": str(p), "bytes": p.stat().st_size, "sha256": _sha256(p)} for p in self.paths
+        ]
 
 
 def list_files(inputs: Sequence[str | Path]) -> list[Path]:
@@ -38,7 +40,9 @@ def list_files(inputs: Sequence[str | Path]) -> list[Path]:
     found: list[Path] = []
     for path in map(Path, inputs):
         if not path.exists():
-            raise UserError(f"--input: there is no {path} (looked from {Path.cwd()}) - give existing files or folders")
+            raise UserError(
+                f"--input: there is no {path} (looked from {Path.cwd()}) - give existing files or folders"
+            )
         inside = sorted(p for p in path.rglob("*") if p.is_file() and not p.name.startswith("."))
         if path.is_dir() and not inside:
             raise UserError(f"--input: the folder {path} is empty - give one with files in it")
@@ -79,13 +83,21 @@ def _entry_text(entry: Any, key: str, where: str) -> str:
     if isinstance(entry, str):
         return entry
     if not isinstance(entry, dict) or key not in entry:
-        there = f"has the keys {', '.join(entry) or '(none)'}" if isinstance(entry, dict) else "is not an object"
-        raise UserError(f'{where}: {there}, expected {{"{key}": "..."}} - say which one holds the text with --text-key')
+        there = (
+            f"has the keys {', '.join(entry) or '(none)'}"
+            if isinstance(entry, dict)
+            else "is not an object"
+        )
+        raise UserError(
+            f'{where}: {there}, expected {{"{key}": "..."}} - say which one holds the text with --text-key'
+        )
     text = entry[key]
     if isinstance(text, list) and all(isinstance(part, str) for part in text):
         text = "\n\n".join(text)
     if not isinstance(text, str):
-        raise UserError(f"{where}: '{key}' is {type(text).__name__}, not text - choose another with --text-key")
+        raise UserError(
+            f"{where}: '{key}' is {type(text).__name__}, not text - choose another with --text-key"
+        )
     return text
 
 
@@ -125,7 +137,9 @@ def _unpacked(path: Path) -> Iterator[bytes]:
             try:
                 yield frame.decompress(rest)
             except zstandard.ZstdError as error:
-                raise UserError(f"{path}: is damaged or not zstd ({error}) - copy it again") from None
+                raise UserError(
+                    f"{path}: is damaged or not zstd ({error}) - copy it again"
+                ) from None
             rest = frame.unused_data if frame.eof else b""
             frame = None if frame.eof else frame
     if frame:
@@ -143,13 +157,17 @@ def _table(path: Path, key: str) -> Iterator[str]:
     import datasets  # here, because it is slow to import and rarely needed
 
     try:
-        rows = datasets.load_dataset(path.suffix[1:], data_files=str(path), split="train", streaming=True)
+        rows = datasets.load_dataset(
+            path.suffix[1:], data_files=str(path), split="train", streaming=True
+        )
         for number, row in enumerate(rows, 1):
             yield _entry_text(row, key, f"{path}: row {number}")
     except UserError:
         raise
     except Exception as error:  # datasets and pyarrow have many
-        raise UserError(f"{path}: cannot be read as {path.suffix[1:]} ({error}) - copy it again") from None
+        raise UserError(
+            f"{path}: cannot be read as {path.suffix[1:]} ({error}) - copy it again"
+        ) from None
 
 
 READERS: dict[str, Callable[[Path, str], Iterator[str]]] = {

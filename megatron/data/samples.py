@@ -58,7 +58,9 @@ def build_split(
         raise UserError(
             f"{tokens.prefix}: the {part} part has no tokens - give {part} a larger share than split = {split}"
         )
-    if total <= length:  # as the reference does; in evaluation it flatters a model that can look back far enough
+    if (
+        total <= length
+    ):  # as the reference does; in evaluation it flatters a model that can look back far enough
         log.warning(
             "%s: the %s part has %d tokens, samples of %d repeat the same text - enlarge its share of split = %s",
             *(tokens.prefix, part, total, length, split),
@@ -78,7 +80,9 @@ def split_documents(tokens: TokenFile, split: str, part: str) -> range:
     bounds = [0]
     for weight in weights:
         bounds.append(bounds[-1] + round(weight / sum(weights) * float(count)))
-    surplus = bounds[-1] - count  # what rounding added: taken from every bound, as the reference does
+    surplus = (
+        bounds[-1] - count
+    )  # what rounding added: taken from every bound, as the reference does
     bounds = [0, *(max(0, bound - surplus) for bound in bounds[1:])]
     index = PARTS.index(part)
     documents = range(bounds[index], bounds[index + 1])
@@ -91,7 +95,9 @@ def split_documents(tokens: TokenFile, split: str, part: str) -> range:
 
 
 def _weights(split: str) -> list[float]:
-    fault = UserError(f"split: '{split}' is not train,valid,test shares - write three numbers, such as 949,50,1")
+    fault = UserError(
+        f"split: '{split}' is not train,valid,test shares - write three numbers, such as 949,50,1"
+    )
     try:
         weights = [float(share) for share in str(split).replace("/", ",").split(",")]
     except ValueError:

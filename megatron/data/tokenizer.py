@@ -30,7 +30,9 @@ class Tokenizer(Protocol):
     def decode(self, ids: Sequence[int]) -> str: ...
 
 
-def build_tokenizer(kind: str, vocab_file: str | Path | None = None, merge_file: str | Path | None = None) -> Tokenizer:
+def build_tokenizer(
+    kind: str, vocab_file: str | Path | None = None, merge_file: str | Path | None = None
+) -> Tokenizer:
     """The tokenizer of a tokenizer_type; UserError for files that are missing, empty, swapped or of another kind."""
     if kind == "GPT2BPETokenizer":
         return _gpt2(_given("vocab_file", vocab_file, kind), _given("merge_file", merge_file, kind))
@@ -39,7 +41,9 @@ def build_tokenizer(kind: str, vocab_file: str | Path | None = None, merge_file:
     if kind == "CharLevelTokenizer":
         return Bytes()
     near = difflib.get_close_matches(kind, KINDS, 1, 0.3) or KINDS[:1]
-    raise UserError(f"tokenizer_type: there is no '{kind}' - did you mean {near[0]}? There are {', '.join(KINDS)}")
+    raise UserError(
+        f"tokenizer_type: there is no '{kind}' - did you mean {near[0]}? There are {', '.join(KINDS)}"
+    )
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> str:
@@ -50,7 +54,9 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> str:
             f"vocab_size: {vocab_size} cannot hold the 256 bytes and {END_OF_DOCUMENT} - use at least {smallest}"
         )
     bpe = ByteLevelBPETokenizer()
-    bpe.train_from_iterator(texts, vocab_size=vocab_size, show_progress=False, special_tokens=[END_OF_DOCUMENT])
+    bpe.train_from_iterator(
+        texts, vocab_size=vocab_size, show_progress=False, special_tokens=[END_OF_DOCUMENT]
+    )
     return bpe.to_str(pretty=True)
 
 
@@ -70,7 +76,10 @@ class Subwords:
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """Ids of each text; the library works on all cores (RAYON_NUM_THREADS limits it)."""
-        return [encoding.ids for encoding in self._inner.encode_batch_fast(list(texts), add_special_tokens=False)]
+        return [
+            encoding.ids
+            for encoding in self._inner.encode_batch_fast(list(texts), add_special_tokens=False)
+        ]
 
     def decode(self, ids: Sequence[int]) -> str:
         return self._inner.decode(list(ids), skip_special_tokens=False)
@@ -97,10 +106,16 @@ def _gpt2(vocab_path: Path, merge_path: Path) -> Subwords:
     vocab = _json(vocab_text)
     if vocab is None:
         swapped = isinstance(_json(merges_text), dict)
-        fix = "vocab_file and merge_file are swapped" if swapped else "give GPT-2's vocab.json (gpt2-vocab.json)"
+        fix = (
+            "vocab_file and merge_file are swapped"
+            if swapped
+            else "give GPT-2's vocab.json (gpt2-vocab.json)"
+        )
         raise UserError(f"vocab_file: {vocab_path} is not JSON - {fix}")
     if isinstance(vocab.get("model"), dict):  # "model" is also a word of GPT-2's vocabulary
-        raise UserError(f"vocab_file: {vocab_path} is a whole tokenizer.json - use tokenizer_type: HFTokenizer for it")
+        raise UserError(
+            f"vocab_file: {vocab_path} is a whole tokenizer.json - use tokenizer_type: HFTokenizer for it"
+        )
     if _json(merges_text) is not None:
         raise UserError(
             f"merge_file: {merge_path} is JSON, not a list of merges - give GPT-2's merges.txt (gpt2-merges.txt)"
@@ -112,7 +127,9 @@ def _gpt2(vocab_path: Path, merge_path: Path) -> Subwords:
         raise UserError(
             f"merge_file: {merge_path} does not belong to {vocab_path}: {error} - give the pair that came together"
         ) from None
-    return Subwords("GPT2BPETokenizer", bpe._tokenizer, vocab[END_OF_DOCUMENT], _hash(vocab_text, merges_text))
+    return Subwords(
+        "GPT2BPETokenizer", bpe._tokenizer, vocab[END_OF_DOCUMENT], _hash(vocab_text, merges_text)
+    )
 
 
 def _check_vocab(vocab: dict[str, Any], path: Path) -> None:
@@ -140,7 +157,9 @@ def _hugging_face(path: Path) -> Subwords:
     content = _json(text)
     if content is None or not isinstance(content.get("model"), dict):
         found = (
-            "a bare vocabulary: it needs tokenizer_type: GPT2BPETokenizer and its merge_file" if content else "not one"
+            "a bare vocabulary: it needs tokenizer_type: GPT2BPETokenizer and its merge_file"
+            if content
+            else "not one"
         )
         raise UserError(f"vocab_file: HFTokenizer reads a tokenizer.json, {path} is {found}")
     try:
@@ -156,14 +175,18 @@ def _hugging_face(path: Path) -> Subwords:
         )
     built = Subwords("HFTokenizer", inner, eod, _hash(text))
     if not built.encode("Hello world"):
-        raise UserError(f"vocab_file: {path} turns 'Hello world' into nothing, its vocabulary is empty - copy it again")
+        raise UserError(
+            f"vocab_file: {path} turns 'Hello world' into nothing, its vocabulary is empty - copy it again"
+        )
     return built
 
 
 def _given(key: str, path: str | Path | None, kind: str) -> Path:
     if not path:
         what = (
-            "tokenizer.json" if kind == "HFTokenizer" else {"vocab_file": "vocab.json", "merge_file": "merges.txt"}[key]
+            "tokenizer.json"
+            if kind == "HFTokenizer"
+            else {"vocab_file": "vocab.json", "merge_file": "merges.txt"}[key]
         )
         raise UserError(f"{key}: {kind} needs one - give the path of its {what}")
     return Path(path)

@@ -16,7 +16,9 @@ from megatron.data.tokenizer import Tokenizer
 from megatron.errors import UserError
 
 MAGIC = b"MMIDIDX\x00\x00"
-HEADER = struct.Struct("<9sQBQQ")  # magic, version, dtype code, documents, entries of the document index
+HEADER = struct.Struct(
+    "<9sQBQQ"
+)  # magic, version, dtype code, documents, entries of the document index
 VERSION = 1
 DTYPES: dict[int, np.dtype] = {
     1: np.dtype(np.uint8),
@@ -38,7 +40,15 @@ def dtype_for(vocab_size: int) -> np.dtype:
 class TokenFile:
     """Documents of token ids, mapped: `sizes` [documents] int32, `tokens` their sum, `meta` the sidecar or {}."""
 
-    def __init__(self, prefix: Path, dtype: np.dtype, sizes: NDArray, pointers: NDArray, ids: NDArray, meta: dict):
+    def __init__(
+        self,
+        prefix: Path,
+        dtype: np.dtype,
+        sizes: NDArray,
+        pointers: NDArray,
+        ids: NDArray,
+        meta: dict,
+    ):
         self.prefix, self.dtype, self.sizes, self.meta = prefix, dtype, sizes, meta
         self._pointers, self._ids = pointers, ids
         self.tokens = len(ids)
@@ -87,7 +97,14 @@ class TokenFile:
 class TokenWriter:
     """Write PREFIX.bin/.idx/.json: beside, and renamed when the `with` block ends well; `meta` is read then."""
 
-    def __init__(self, prefix: str | Path, dtype: DTypeLike, *, meta: dict | None = None, overwrite: bool = False):
+    def __init__(
+        self,
+        prefix: str | Path,
+        dtype: DTypeLike,
+        *,
+        meta: dict | None = None,
+        overwrite: bool = False,
+    ):
         self.prefix, self.dtype = Path(prefix), np.dtype(dtype)
         self.meta: dict[str, Any] = dict(meta or {})
         self.documents = self.tokens = 0
@@ -96,8 +113,12 @@ class TokenWriter:
             raise UserError(
                 f"{prefix}: tokens cannot be stored as {self.dtype} - use one of {', '.join(map(str, DTYPES.values()))}"
             )
-        if not overwrite and (taken := [p for p in map(self._path, (".idx", ".bin")) if p.exists()]):
-            raise UserError(f"{taken[0]}: is there already - choose another name, or say --overwrite")
+        if not overwrite and (
+            taken := [p for p in map(self._path, (".idx", ".bin")) if p.exists()]
+        ):
+            raise UserError(
+                f"{taken[0]}: is there already - choose another name, or say --overwrite"
+            )
         self._sizes = array("i")  # four bytes a document: there may be many millions
 
     def __enter__(self) -> Self:
@@ -105,7 +126,10 @@ class TokenWriter:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         try:
             if kind is None:
@@ -132,12 +156,16 @@ class TokenWriter:
 
     def _finish(self) -> None:
         if not self.tokens:
-            raise UserError(f"{self.prefix}: no tokens to write - the input has no documents with text in them")
+            raise UserError(
+                f"{self.prefix}: no tokens to write - the input has no documents with text in them"
+            )
         _sync(self._bin)
         self._write_index()
         if self.meta:
             facts = self.meta | {"documents": self.documents, "tokens": self.tokens}
-            self._temporary(".json").write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
+            self._temporary(".json").write_text(
+                json.dumps(facts, indent=2) + "\n", encoding="utf-8"
+            )
         # The index goes first and comes last: there is no token file without it, so a crash cannot mix old and new.
         self._path(".idx").unlink(missing_ok=True)
         self._path(".json").unlink(missing_ok=True)
@@ -173,7 +201,11 @@ def _sync(file: BinaryIO) -> None:
 def _checked_prefix(prefix: str | Path) -> Path:
     text = str(prefix)
     path = Path(prefix)
-    missing = [p for p in (_with(path, ".idx"), _with(path, ".bin")) if not p.is_file()] if path.name else [path]
+    missing = (
+        [p for p in (_with(path, ".idx"), _with(path, ".bin")) if not p.is_file()]
+        if path.name
+        else [path]
+    )
     if not missing:
         return path
     if "," in text:
@@ -181,12 +213,16 @@ def _checked_prefix(prefix: str | Path) -> Path:
             f"data_path: '{text}' is a list, but one prefix is expected - give one, mixtures are not supported"
         )
     if path.suffix in (".bin", ".idx"):
-        raise UserError(f"data_path: '{text}' names one file of two - leave the suffix away: {path.with_suffix('')}")
+        raise UserError(
+            f"data_path: '{text}' names one file of two - leave the suffix away: {path.with_suffix('')}"
+        )
     if len(missing) == 1 and path.name:
         raise UserError(f"data_path: {missing[0]} is missing, its partner is there - {REMAKE}")
     inside = sorted(path.glob("*.idx")) if path.is_dir() else []
     if inside:
-        raise UserError(f"data_path: '{text}' is a folder - give the prefix in it, such as {inside[0].with_suffix('')}")
+        raise UserError(
+            f"data_path: '{text}' is a folder - give the prefix in it, such as {inside[0].with_suffix('')}"
+        )
     raise UserError(
         f"data_path: there are no token files {text}.bin and {text}.idx (looked from {Path.cwd()}) "
         f"- make them with prepare_data.py, for instance `python prepare_data.py stdlib`"
@@ -204,7 +240,9 @@ def _read_index(path: Path) -> tuple[np.dtype, NDArray, NDArray]:
         raise UserError(f"{path}: is cut off after {length} bytes, inside its header - {REMAKE}")
     _, version, code, documents, entries = HEADER.unpack(head)
     if version != VERSION:
-        raise UserError(f"{path}: has format version {version}, only version {VERSION} can be read - {REMAKE}")
+        raise UserError(
+            f"{path}: has format version {version}, only version {VERSION} can be read - {REMAKE}"
+        )
     if code not in DTYPES:
         raise UserError(
             f"{path}: dtype code {code} is not one of whole numbers ({', '.join(map(str, DTYPES))}) - {REMAKE}"
@@ -212,11 +250,15 @@ def _read_index(path: Path) -> tuple[np.dtype, NDArray, NDArray]:
     expected = HEADER.size + documents * 12 + entries * 8
     if length != expected:
         how = "is cut off" if length < expected else "is too long"
-        raise UserError(f"{path}: {how}: {length} bytes instead of the {expected} of {documents} documents - {REMAKE}")
+        raise UserError(
+            f"{path}: {how}: {length} bytes instead of the {expected} of {documents} documents - {REMAKE}"
+        )
     if not documents:
         raise UserError(f"{path}: has no documents - make it anew from an input with text in it")
     sizes = np.memmap(path, dtype=np.int32, mode="r", offset=HEADER.size, shape=(documents,))
-    pointers = np.memmap(path, dtype=np.int64, mode="r", offset=HEADER.size + 4 * documents, shape=(documents,))
+    pointers = np.memmap(
+        path, dtype=np.int64, mode="r", offset=HEADER.size + 4 * documents, shape=(documents,)
+    )
     return (
         DTYPES[code],
         sizes.view(np.ndarray),
@@ -228,20 +270,26 @@ def _foreign(head: bytes) -> str:
     if not head:
         return "is empty"
     if head.startswith(b"TNTIDX"):
-        return "is in the older TNTIDX format (data_impl: cached or lazy), only mmap files can be read"
+        return (
+            "is in the older TNTIDX format (data_impl: cached or lazy), only mmap files can be read"
+        )
     return f"is not a GPT-NeoX index file (it starts with {head[:9]!r} instead of {MAGIC!r})"
 
 
 def _check_extent(path: Path, dtype: np.dtype, sizes: NDArray, pointers: NDArray) -> None:
     ends = np.cumsum(sizes, dtype=np.int64) * dtype.itemsize
     if sizes.min() < 0 or pointers[0] != 0 or not np.array_equal(pointers[1:], ends[:-1]):
-        raise UserError(f"{path.with_suffix('.idx')}: its sizes and offsets disagree, the file is damaged - {REMAKE}")
+        raise UserError(
+            f"{path.with_suffix('.idx')}: its sizes and offsets disagree, the file is damaged - {REMAKE}"
+        )
     length, expected = path.stat().st_size, int(ends[-1])
     if not expected:
         raise UserError(f"{path}: has no tokens - make it anew from an input with text in it")
     if length != expected:
         how = "is cut off" if length < expected else "is too long"
-        raise UserError(f"{path}: {how}: {length} bytes, but its .idx speaks of {expected} - {REMAKE}")
+        raise UserError(
+            f"{path}: {how}: {length} bytes, but its .idx speaks of {expected} - {REMAKE}"
+        )
 
 
 def _read_sidecar(prefix: Path, documents: int, tokens: int) -> dict:

@@ -17,7 +17,10 @@ def check_same_model(given: Mapping[str, Any], trained: Mapping[str, Any], where
     """
     other = [key for key in trained if key in given and given[key] != trained[key]]
     if other:
-        lines = [f"{key}: {given[key]!r} is given, the checkpoint was trained with {trained[key]!r}" for key in other]
+        lines = [
+            f"{key}: {given[key]!r} is given, the checkpoint was trained with {trained[key]!r}"
+            for key in other
+        ]
         fix = "give that run's configuration, its folder as load, or --checkpoint DIR and no configuration"
         raise UserError("\n  ".join([f"{where}: is a checkpoint of another model - {fix}", *lines]))
 
@@ -39,7 +42,9 @@ def check_known_tokens(windows_of: Iterable[Windows], vocab: int, where: str) ->
     """UserError where the text holds a token that the embedding, with `vocab` rows, does not have."""
     highest = max(int(window.max()) for windows in windows_of for window in windows.ids)
     if highest >= vocab:
-        raise UserError(f"data_path: holds token {highest}, {where} knows the tokens 0 to {vocab - 1} - {REMEDY}")
+        raise UserError(
+            f"data_path: holds token {highest}, {where} knows the tokens 0 to {vocab - 1} - {REMEDY}"
+        )
 
 
 def _named(tokenizer: Mapping[str, Any]) -> str:

@@ -12,8 +12,8 @@ from torch import nn
 
 from megatron.errors import UserError
 from megatron.evaluation.protocols import Windows
-from megatron.evaluation.statistics import mean_of, perplexity_of
 from megatron.parallel.grid import Grid
+from megatron.results.statistics import mean_of, perplexity_of
 
 Advance = Callable[[int, int, int], None]  # length, windows done, windows in all
 DIGITS = 6  # of the losses of windows and positions
@@ -55,11 +55,17 @@ class Measurement:
         """The fields, without those that this protocol does not have."""
         optional = ("window_tokens", "position_edges", "position_losses")
         found = asdict(self)
-        return {key: value for key, value in found.items() if value is not None or key not in optional}
+        return {
+            key: value for key, value in found.items() if value is not None or key not in optional
+        }
 
 
 def measure(
-    model: nn.Module, windows: Iterable[Windows], *, batch_tokens: int = 16384, advance: Advance | None = None
+    model: nn.Module,
+    windows: Iterable[Windows],
+    *,
+    batch_tokens: int = 16384,
+    advance: Advance | None = None,
 ) -> list[Measurement]:
     """The measurement of each length, shortest first."""
     by_length = sorted(windows, key=lambda one: one.length)
@@ -101,7 +107,11 @@ def measured(
     except UserError as fault:
         refusal = str(fault)
     except torch.OutOfMemoryError:
-        cure = "make it smaller" if batch > 1 else "leave this length out with --lengths, or use a larger device"
+        cure = (
+            "make it smaller"
+            if batch > 1
+            else "leave this length out with --lengths, or use a larger device"
+        )
         size = f"{batch} x {windows.length} tokens do not fit into the device's memory"
         raise UserError(f"eval_batch_tokens: {size}; {cure}") from None
     everyone = grid.gather((found, refusal))
@@ -127,11 +137,15 @@ def _evaluated(model: nn.Module, windows: Windows, batches: Iterable[list[int]])
     model.eval()
     try:
         for batch in batches:
-            ids = torch.from_numpy(np.stack([windows.ids[index] for index in batch]).astype(np.int64)).to(device)
+            ids = torch.from_numpy(
+                np.stack([windows.ids[index] for index in batch]).astype(np.int64)
+            ).to(device)
             with torch.inference_mode():
                 losses = model(ids[:, :-1], ids[:, 1:]).cpu().double().numpy()
             yield {
-                index: np.add.reduceat(row, windows.edges[:-1] or (windows.first_scored[index],)).tolist()
+                index: np.add.reduceat(
+                    row, windows.edges[:-1] or (windows.first_scored[index],)
+                ).tolist()
                 for index, row in zip(batch, losses, strict=True)
             }
     finally:
@@ -162,5 +176,7 @@ def _measurement(
         window_losses=means.round(DIGITS).tolist(),
         window_tokens=counts.tolist() if len(set(counts.tolist())) > 1 else None,
         position_edges=list(windows.edges) or None,
-        position_losses=(table.mean(axis=0) / np.diff(windows.edges)).round(DIGITS).tolist() if windows.edges else None,
+        position_losses=(table.mean(axis=0) / np.diff(windows.edges)).round(DIGITS).tolist()
+        if windows.edges
+        else None,
     )

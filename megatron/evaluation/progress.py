@@ -13,8 +13,15 @@ from megatron.evaluation.perplexity import Advance
 def progress(what: str, *, shown: bool = True) -> Iterator[Advance]:
     """A bar for each length of `what` on stderr, as `measured(advance=...)` tells it; only on a terminal."""
     console = Console(stderr=True)
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=console, disable=not (shown and console.is_terminal), transient=True) as bars:
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(),
+    )
+    with Progress(
+        *columns, console=console, disable=not (shown and console.is_terminal), transient=True
+    ) as bars:
         tasks = {}
 
         def advance(length: int, done: int, windows: int) -> None:

@@ -83,7 +83,14 @@ class Request:
     @property
     def available(self) -> int:
         """Targets in the part."""
-        return int(np.sum(self.tokens.sizes[self.documents.start : self.documents.stop], dtype=np.int64)) - 1
+        return (
+            int(
+                np.sum(
+                    self.tokens.sizes[self.documents.start : self.documents.stop], dtype=np.int64
+                )
+            )
+            - 1
+        )
 
     @cached_property
     def region(self) -> np.ndarray:
@@ -130,7 +137,9 @@ def equal_tokens(request: Request) -> list[Windows]:
 
 def _cut(text: np.ndarray, length: int) -> Windows:
     starts = range(0, len(text) - length, length)
-    return Windows(length, [text[start : start + length + 1] for start in starts], [0] * len(starts))
+    return Windows(
+        length, [text[start : start + length + 1] for start in starts], [0] * len(starts)
+    )
 
 
 def paper(request: Request) -> list[Windows]:
@@ -142,10 +151,14 @@ def paper(request: Request) -> list[Windows]:
     """
     count, start = request.windows, request.start
     if count < 1 or start < 0:
-        raise UserError(f"--windows {count} --start {start}: give at least 1 window and a start of at least 0")
+        raise UserError(
+            f"--windows {count} --start {start}: give at least 1 window and a start of at least 0"
+        )
     found = []
     for length in request.checked_lengths:
-        samples = build_split(request.tokens, request.split, request.part, length, request.seed, count)
+        samples = build_split(
+            request.tokens, request.split, request.part, length, request.seed, count
+        )
         ids = [samples[(start + number) % len(samples)] for number in range(count)]
         epochs = -(-count * length // max(request.available, 1))
         about = {"start": start} | ({"epochs": epochs} if epochs > 1 else {})
@@ -165,7 +178,13 @@ def tail(request: Request) -> list[Windows]:
         )
     ends = range(longest, len(text), max(size, longest // 4))
     return [
-        Windows(length, [text[end - length : end + 1] for end in ends], [length - size] * len(ends), (), {"tail": size})
+        Windows(
+            length,
+            [text[end - length : end + 1] for end in ends],
+            [length - size] * len(ends),
+            (),
+            {"tail": size},
+        )
         for length in request.checked_lengths
     ]
 
@@ -176,7 +195,14 @@ def position(request: Request) -> list[Windows]:
     fine = [0, *(2**power for power in range(6))]
     edges = {*fine, *range(BUCKET, longest, BUCKET), *request.checked_lengths}
     cut = _cut(request.region, longest)
-    return [Windows(longest, cut.ids, cut.first_scored, tuple(sorted(edge for edge in edges if edge <= longest)))]
+    return [
+        Windows(
+            longest,
+            cut.ids,
+            cut.first_scored,
+            tuple(sorted(edge for edge in edges if edge <= longest)),
+        )
+    ]
 
 
 def sliding(request: Request) -> list[Windows]:
@@ -186,7 +212,9 @@ def sliding(request: Request) -> list[Windows]:
     for length in request.checked_lengths:
         stride = request.stride if request.stride is not None else max(1, length // 2)
         if not 1 <= stride <= length:
-            raise UserError(f"--stride {stride}: windows of length {length} must move by 1 to {length} tokens")
+            raise UserError(
+                f"--stride {stride}: windows of length {length} must move by 1 to {length} tokens"
+            )
         starts = range(0, len(text) - length, stride)
         ids = [text[start : start + length + 1] for start in starts]
         first_scored = [0, *[length - stride] * (len(starts) - 1)]

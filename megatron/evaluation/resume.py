@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.evaluation.perplexity import Sums
-from megatron.evaluation.report import Row
+from megatron.results.row import Row
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -15,7 +15,9 @@ ROOT = Path(__file__).resolve().parents[1]
 def answered(question: Mapping[str, Any], rows: Iterable[Row]) -> Row | None:
     """The row that says the same about model, code and text, or None."""
     wanted = _plain(question)
-    return next((row for row in rows if all(key in row and row[key] == wanted[key] for key in wanted)), None)
+    return next(
+        (row for row in rows if all(key in row and row[key] == wanted[key] for key in wanted)), None
+    )
 
 
 def code_fingerprint() -> str:
@@ -36,7 +38,9 @@ class WindowFile:
     """Finished windows of one question, a hidden file beside the results for each rank, JSON line by JSON line."""
 
     def __init__(self, output: Path, question: Mapping[str, Any], rank: int = 0) -> None:
-        name = hashlib.sha256(json.dumps(_plain(question), sort_keys=True).encode()).hexdigest()[:12]
+        name = hashlib.sha256(json.dumps(_plain(question), sort_keys=True).encode()).hexdigest()[
+            :12
+        ]
         self.folder, self.pattern = output.parent, f".{output.name}.{name}.*.partial"
         self.path = output.with_name(self.pattern.replace("*", str(rank)))
 

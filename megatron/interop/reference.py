@@ -18,7 +18,12 @@ from megatron.positions import Position
 logger = logging.getLogger(__name__)
 
 FILE_NAME = re.compile(r"layer_(\d+)-model_(\d+)-model_states\.pt")
-POSITION_PREFIXES = ("attention.rpe.", "attention.alibi_embed.", "attention.rotary_emb.", "position_embeddings.")
+POSITION_PREFIXES = (
+    "attention.rpe.",
+    "attention.alibi_embed.",
+    "attention.rotary_emb.",
+    "position_embeddings.",
+)
 ROUNDING = 2**-8  # the forks keep fixed tensors in bf16
 
 
@@ -32,7 +37,9 @@ def load_model(folder: str | Path, config: Config) -> GPT:
     ours, copies = _translate(_read_layers(folder), config.model.num_layers, folder)
     embedding = ours.get("word_embeddings.weight")
     if embedding is None:
-        raise UserError(f"{folder}: no word embeddings in layer_00; is this a whole GPT-NeoX checkpoint?")
+        raise UserError(
+            f"{folder}: no word embeddings in layer_00; is this a whole GPT-NeoX checkpoint?"
+        )
     model = from_config(config, vocab=len(embedding))
     _load_weights(model, ours, folder)
     for layer, position in enumerate(cast(Sequence[Position], model.positions)):
@@ -47,13 +54,19 @@ def _read_layers(folder: Path) -> dict[int, dict[str, Tensor]]:
     for path in sorted(folder.glob("layer_*-model_states.pt")):
         match = FILE_NAME.fullmatch(path.name)
         if match is None or match[2] != "00":
-            raise UserError(f"{path}: a shard of a model-parallel checkpoint; merge it with the fork's tools first")
+            raise UserError(
+                f"{path}: a shard of a model-parallel checkpoint; merge it with the fork's tools first"
+            )
         try:
             layers[int(match[1])] = torch.load(path, map_location="cpu", weights_only=True)
         except Exception as fault:
-            raise UserError(f"{path}: cannot be read as a checkpoint file ({fault}); copy it again") from fault
+            raise UserError(
+                f"{path}: cannot be read as a checkpoint file ({fault}); copy it again"
+            ) from fault
     if not layers:
-        raise UserError(f"{folder}: no layer_NN-model_00-model_states.pt there; name the folder global_stepN itself")
+        raise UserError(
+            f"{folder}: no layer_NN-model_00-model_states.pt there; name the folder global_stepN itself"
+        )
     return layers
 
 
@@ -66,7 +79,10 @@ def _translate(
     """
     prefixes = {0: "", **{number + 2: f"layers.{number}." for number in range(count)}}
     prefixes |= {count + 3: "", count + 4: ""}
-    unknown, missing = sorted(layers.keys() - prefixes.keys()), sorted(prefixes.keys() - {count + 4} - layers.keys())
+    unknown, missing = (
+        sorted(layers.keys() - prefixes.keys()),
+        sorted(prefixes.keys() - {count + 4} - layers.keys()),
+    )
     if unknown or missing:
         raise UserError(
             f"{folder}: layer files {sorted(layers)} do not belong to num_layers = {count}"
@@ -84,7 +100,11 @@ def _translate(
 
 
 def _load_weights(model: nn.Module, ours: dict[str, Tensor], folder: Path) -> None:
-    wanted = {name: tensor for name, tensor in model.state_dict().items() if not name.startswith("positions.")}
+    wanted = {
+        name: tensor
+        for name, tensor in model.state_dict().items()
+        if not name.startswith("positions.")
+    }
     absent, extra = sorted(wanted.keys() - ours.keys()), sorted(ours.keys() - wanted.keys())
     if absent or extra:
         raise UserError(
@@ -107,7 +127,9 @@ def _load_position(position: Position, copies: dict[str, list[Tensor]], folder: 
     for theirs, tensor in position.reference():
         found = copies.get(theirs)
         if found is None and id(tensor) in learned:
-            raise UserError(f"{folder}: no {theirs} in the files, which this pos_emb needs; check pos_emb")
+            raise UserError(
+                f"{folder}: no {theirs} in the files, which this pos_emb needs; check pos_emb"
+            )
         if found is None:
             continue
         used.add(theirs)
@@ -115,10 +137,16 @@ def _load_position(position: Position, copies: dict[str, list[Tensor]], folder: 
         if id(tensor) in learned:
             tensor.data.copy_(value)
         elif not torch.allclose(value, tensor, rtol=ROUNDING, atol=0):
-            raise UserError(f"{folder}: {theirs} differs from what this pos_emb has; check pos_emb and pos_emb_args")
+            raise UserError(
+                f"{folder}: {theirs} differs from what this pos_emb has; check pos_emb and pos_emb_args"
+            )
     if copies.keys() - used:
-        raise UserError(f"{folder}: {sorted(copies.keys() - used)} belong to another encoding; check pos_emb")
-    for name in sorted(copies.keys() & set(position.reference_unused) - {name for name, _ in position.reference()}):
+        raise UserError(
+            f"{folder}: {sorted(copies.keys() - used)} belong to another encoding; check pos_emb"
+        )
+    for name in sorted(
+        copies.keys() & set(position.reference_unused) - {name for name, _ in position.reference()}
+    ):
         logger.info("%s: %s is stored there but this encoding does not use it", folder, name)
 
 
@@ -129,5 +157,7 @@ def _one_value(name: str, found: list[Tensor], like: Tensor, folder: Path) -> Te
             f"{folder}: the layers' copies of {name} differ; it was trained with one copy per pipeline stage"
         )
     if found[0].numel() != like.numel():
-        raise UserError(f"{folder}: {name} has {found[0].numel()} numbers, the configuration says {like.numel()}")
+        raise UserError(
+            f"{folder}: {name} has {found[0].numel()} numbers, the configuration says {like.numel()}"
+        )
     return found[0].reshape(like.shape).to(like.dtype)

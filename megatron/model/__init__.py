@@ -7,7 +7,9 @@ import torch
 from megatron.model.gpt import GPT, Cache
 from megatron.positions import Position, Shape, build, options_of
 
-if TYPE_CHECKING:  # a model is built from plain settings too, without the packages that read a configuration
+if (
+    TYPE_CHECKING
+):  # a model is built from plain settings too, without the packages that read a configuration
     from megatron.config import Config
 
 __all__ = ["GPT", "Cache", "from_config", "padded_vocab", "position_from_config"]
@@ -22,7 +24,10 @@ def from_config(config: "Config", vocab: int) -> GPT:
         torch.manual_seed(config.training.seed)
         first = position_from_config(config)
         own = first.per_layer or not config.position.pos_emb_shared
-        positions = [first, *(position_from_config(config) for _ in range(config.model.num_layers - 1) if own)]
+        positions = [
+            first,
+            *(position_from_config(config) for _ in range(config.model.num_layers - 1) if own),
+        ]
         torch.manual_seed(config.training.seed)
         model = GPT(config.model, config.attention, positions=positions, vocab=vocab)
     model.checkpoint_activations = config.training.checkpoint_activations

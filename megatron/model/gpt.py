@@ -33,7 +33,9 @@ class GPT(nn.Module):
     positions: the encoding, one for all layers or one for each
     """
 
-    def __init__(self, model: Any, attention: Any, *, positions: Sequence[Position], vocab: int) -> None:
+    def __init__(
+        self, model: Any, attention: Any, *, positions: Sequence[Position], vocab: int
+    ) -> None:
         super().__init__()
         hidden = model.hidden_size
         self.vocab = vocab
@@ -42,7 +44,12 @@ class GPT(nn.Module):
         self.checkpoint_activations = False
         self.word_embeddings = nn.Embedding(vocab, hidden)
         self.layers = nn.ModuleList(
-            Block(hidden, model.num_attention_heads, epsilon=model.layernorm_epsilon, dropout=model.hidden_dropout)
+            Block(
+                hidden,
+                model.num_attention_heads,
+                epsilon=model.layernorm_epsilon,
+                dropout=model.hidden_dropout,
+            )
             for _ in range(model.num_layers)
         )
         self.norm = nn.LayerNorm(hidden, eps=model.layernorm_epsilon)
@@ -53,11 +60,18 @@ class GPT(nn.Module):
             layers=model.num_layers,
             scaled=model.output_layer_init_method == "scaled_normal",
         )
-        self.positions = nn.ModuleList(positions)  # after initialize: an encoding sets its own first values
+        self.positions = nn.ModuleList(
+            positions
+        )  # after initialize: an encoding sets its own first values
         self.use_attention(attention)
 
     def forward(
-        self, ids: Tensor, labels: Tensor | None = None, cache: Cache | None = None, *, mean: bool = False
+        self,
+        ids: Tensor,
+        labels: Tensor | None = None,
+        cache: Cache | None = None,
+        *,
+        mean: bool = False,
     ) -> Tensor:
         """ids [batch, length] -> logits [batch, length, vocab]; with labels [batch, length], the cross entropy of each
         token instead: [batch, length] float32, or with `mean` their mean, []. With a cache the ids continue the text
@@ -65,7 +79,11 @@ class GPT(nn.Module):
         x = self.features(ids, cache)
         if labels is None:
             return F.linear(x, self.output_matrix)
-        return mean_loss(x.flatten(0, 1), self.output_matrix, labels.flatten()) if mean else self.losses(x, labels)
+        return (
+            mean_loss(x.flatten(0, 1), self.output_matrix, labels.flatten())
+            if mean
+            else self.losses(x, labels)
+        )
 
     def features(self, ids: Tensor, cache: Cache | None = None) -> Tensor:
         """ids [batch, length] -> [batch, length, hidden], after the final norm."""
@@ -110,7 +128,10 @@ class GPT(nn.Module):
         sights = shared if len(shared) == len(self.layers) else shared * len(self.layers)
         if cache is None:
             return sights
-        return [replace(sight, memory=memory) for sight, memory in zip(sights, cache.layers, strict=True)]
+        return [
+            replace(sight, memory=memory)
+            for sight, memory in zip(sights, cache.layers, strict=True)
+        ]
 
     def losses(self, x: Tensor, labels: Tensor) -> Tensor:
         """Cross entropy of each token in float32: [batch, length, hidden], [batch, length] -> [batch, length]."""
@@ -160,4 +181,6 @@ class GPT(nn.Module):
     @property
     def output_matrix(self) -> Tensor:
         """[vocab, hidden]: the output's own matrix, or the embedding where they are tied."""
-        return self.word_embeddings.weight if self.final_linear is None else self.final_linear.weight
+        return (
+            self.word_embeddings.weight if self.final_linear is None else self.final_linear.weight
+        )

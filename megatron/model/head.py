@@ -8,7 +8,9 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 HEAD_TOKENS = 2048  # tokens whose logits exist at one time
-HEADROOM = 32  # sums over a block of tokens are formed smaller by this power of two: float16 ends at 65504
+HEADROOM = (
+    32  # sums over a block of tokens are formed smaller by this power of two: float16 ends at 65504
+)
 
 
 def token_losses(x: Tensor, matrix: Tensor, labels: Tensor) -> Tensor:
@@ -38,8 +40,12 @@ class MeanLoss(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, matrix: Tensor, labels: Tensor) -> Tensor:
         total, x_grad = x.new_zeros((), dtype=torch.float32), torch.empty_like(x)
         matrix_grad = torch.zeros_like(matrix, dtype=torch.float32)
-        for part, target, part_grad in zip(*(every.split(HEAD_TOKENS) for every in (x, labels, x_grad)), strict=True):
-            logs = F.log_softmax(F.linear(part, matrix), dim=1, dtype=torch.float32)  # [block, vocab]
+        for part, target, part_grad in zip(
+            *(every.split(HEAD_TOKENS) for every in (x, labels, x_grad)), strict=True
+        ):
+            logs = F.log_softmax(
+                F.linear(part, matrix), dim=1, dtype=torch.float32
+            )  # [block, vocab]
             total -= logs.gather(1, target[:, None]).sum()
             grad = logs.exp_()
             grad[torch.arange(len(target), device=x.device), target] -= 1

@@ -61,7 +61,9 @@ class SelfAttention(nn.Module):
             window=sight.window,
             chunk=sight.chunk,
             index_bias=position.index_bias if position.has("index_bias") else None,
-            on_scores=partial(position.on_scores, x=x, memory=memory) if position.has("on_scores") else None,
+            on_scores=partial(position.on_scores, x=x, memory=memory)
+            if position.has("on_scores")
+            else None,
             backend=sight.backend,
             self_check=sight.self_check,
         )

@@ -57,8 +57,14 @@ class Grid:
 
 def here() -> Grid:
     """The processes where a launcher or a scheduler started several, else this one alone, which then asks nobody."""
-    several = int(os.environ.get("WORLD_SIZE", 1)) > 1 or ("WORLD_SIZE" not in os.environ and _told_by_a_scheduler())
-    return connect() if several else Grid(device=torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+    several = int(os.environ.get("WORLD_SIZE", 1)) > 1 or (
+        "WORLD_SIZE" not in os.environ and _told_by_a_scheduler()
+    )
+    return (
+        connect()
+        if several
+        else Grid(device=torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+    )
 
 
 def connect(backend: str | None = None) -> Grid:

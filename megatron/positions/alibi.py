@@ -29,10 +29,17 @@ class Sloped(PerHead, DistanceBias):
     """
 
     bounds = {"slopes": (SLOPE_FLOOR, math.inf)}
-    reference_names = {"alibi_slopes": "slopes"}  # the forks store ALiBi's, whichever slopes a kernel uses
+    reference_names = {
+        "alibi_slopes": "slopes"
+    }  # the forks store ALiBi's, whichever slopes a kernel uses
 
     def __init__(
-        self, shape: Shape, *, slope_factor: float = 1.0, slopes: Given | None = None, learned_slopes: bool = False
+        self,
+        shape: Shape,
+        *,
+        slope_factor: float = 1.0,
+        slopes: Given | None = None,
+        learned_slopes: bool = False,
     ) -> None:
         super().__init__(shape)
         factor, heads = positive("slope_factor", slope_factor), shape.heads

@@ -35,7 +35,9 @@ class Position(nn.Module):
     reference_names: ClassVar[dict[str, str]] = {}
     reference_unused: ClassVar[tuple[str, ...]] = ()
     origin: Tensor
-    drawn: Tensor | None = None  # [length] int64: positions to be used instead of 0, 1, …, as `randomized` draws them
+    drawn: Tensor | None = (
+        None  # [length] int64: positions to be used instead of 0, 1, …, as `randomized` draws them
+    )
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
@@ -116,7 +118,11 @@ class Position(nn.Module):
             for module, name, value in self.own_parameters()
             if "." in name and value.dtype in (torch.bfloat16, torch.float16)
         }
-        return torch.func.functional_call(self, rounded, (function, *inputs)) if rounded else function(*inputs)
+        return (
+            torch.func.functional_call(self, rounded, (function, *inputs))
+            if rounded
+            else function(*inputs)
+        )
 
     def forward(self, function: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
         """What `in_float32` runs while other values stand in for the parameters."""
@@ -174,12 +180,17 @@ class Position(nn.Module):
         """Pairs (name in the forks' checkpoints, our tensor): parameters are to be loaded, buffers to be compared."""
         for module in self.modules():
             if isinstance(module, Position):
-                yield from ((theirs, getattr(module, ours)) for ours, theirs in module.reference_names.items())
+                yield from (
+                    (theirs, getattr(module, ours))
+                    for ours, theirs in module.reference_names.items()
+                )
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "Position":
         """Move as told but never round: `.bfloat16()` on these few numbers would spoil every far distance."""
         before = {
-            name: tensor for name, tensor in self._own_tensors() if tensor.dtype in (torch.float32, torch.float64)
+            name: tensor
+            for name, tensor in self._own_tensors()
+            if tensor.dtype in (torch.float32, torch.float64)
         }
         before = {name: tensor.detach().clone() for name, tensor in before.items()}
         super()._apply(fn, recurse)
@@ -190,8 +201,12 @@ class Position(nn.Module):
 
     def _own_tensors(self) -> Iterator[tuple[str, Tensor]]:
         for path, module in self._own_modules():
-            yield from ((f"{path}.{name}", value) for name, value in module.named_parameters(recurse=False))
-            yield from ((f"{path}.{name}", value) for name, value in module.named_buffers(recurse=False))
+            yield from (
+                (f"{path}.{name}", value) for name, value in module.named_parameters(recurse=False)
+            )
+            yield from (
+                (f"{path}.{name}", value) for name, value in module.named_buffers(recurse=False)
+            )
 
 
 class DistanceBias(Position):
@@ -209,7 +224,9 @@ def within(x: Tensor, low: float, high: float) -> Tensor:
     """x held in [low, high] in the forward pass; the gradient passes, so a value outside can come back."""
     if low == -math.inf and high == math.inf:
         return x
-    return x.detach().clamp(low, high) + (x - x.detach())  # 0 is added, so that the bound is met exactly
+    return x.detach().clamp(low, high) + (
+        x - x.detach()
+    )  # 0 is added, so that the bound is met exactly
 
 
 def at_least(x: Tensor, low: float) -> Tensor:

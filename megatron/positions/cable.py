@@ -23,8 +23,12 @@ class Cable(Position):
     def __init__(self, shape: Shape, *, init_std: float = 0.02) -> None:
         super().__init__(shape)
         std = positive("init_std", init_std)
-        self.step = nn.Parameter(torch.empty(shape.hidden, shape.heads).normal_(0.0, std))  # the paper's w_c
-        self.gain = nn.Parameter(torch.empty(shape.hidden, shape.heads).normal_(0.0, std))  # the paper's w_s
+        self.step = nn.Parameter(
+            torch.empty(shape.hidden, shape.heads).normal_(0.0, std)
+        )  # the paper's w_c
+        self.gain = nn.Parameter(
+            torch.empty(shape.hidden, shape.heads).normal_(0.0, std)
+        )  # the paper's w_s
 
     def on_scores(self, scores: Tensor, x: Tensor, memory: dict[str, Tensor]) -> Tensor:
         """scores [batch, heads, queries, keys], x [batch, queries, hidden] -> scores; memory keeps S of all keys."""
@@ -34,6 +38,10 @@ class Cable(Position):
             gain = F.softplus(x @ self.bounded("gain")).transpose(1, 2)
             path = step.cumsum(dim=-1)
             if "path" in memory:
-                path = torch.cat([memory["path"], memory["path"][..., -1:] + path], dim=-1)  # [batch, heads, keys]
+                path = torch.cat(
+                    [memory["path"], memory["path"][..., -1:] + path], dim=-1
+                )  # [batch, heads, keys]
             memory["path"] = path
-            return scores - gain[..., None] * (path[..., -step.shape[-1] :, None] - path[..., None, :])
+            return scores - gain[..., None] * (
+                path[..., -step.shape[-1] :, None] - path[..., None, :]
+            )

@@ -13,7 +13,9 @@ from megatron.errors import UserError
 from megatron.positions.base import Position, Shape
 from megatron.positions.registry import positive, register
 
-NUMBERS = 2**21  # hidden values of one layer of the MLP that exist at one time, where no gradient is wanted: 8 MB
+NUMBERS = (
+    2**21
+)  # hidden values of one layer of the MLP that exist at one time, where no gradient is wanted: 8 MB
 
 
 @register("fire")
@@ -38,24 +40,36 @@ class Fire(Position):
         length_multiplier: float = 1.0,
     ) -> None:
         super().__init__(shape)
-        self.threshold = max(1, shape.train_length // 2) if threshold is None else positive("threshold", threshold)
+        self.threshold = (
+            max(1, shape.train_length // 2)
+            if threshold is None
+            else positive("threshold", threshold)
+        )
         # [1], because DeepSpeed cannot broadcast a number without dimensions in half precision.
         self.c = nn.Parameter(torch.tensor([positive("c", c)]))
-        self.length_multiplier = nn.Parameter(torch.tensor([positive("length_multiplier", length_multiplier)]))
+        self.length_multiplier = nn.Parameter(
+            torch.tensor([positive("length_multiplier", length_multiplier)])
+        )
         widths = [1, *_widths(mlp_layers), shape.heads]
         self.depth = len(widths) - 1
         for number, (inputs, outputs) in enumerate(pairwise(widths)):
             layer = nn.Linear(inputs, outputs)  # for its first values
             self.register_parameter(f"weight_{number}", nn.Parameter(layer.weight.detach()))
-            if number < self.depth - 1:  # the softmax does not notice what is added to every score of a head
+            if (
+                number < self.depth - 1
+            ):  # the softmax does not notice what is added to every score of a head
                 self.register_parameter(f"bias_{number}", nn.Parameter(layer.bias.detach()))
 
     def index_bias(self, queries: Tensor, keys: Tensor) -> Tensor:
         """[queries], [keys] int64 -> [heads, queries, keys] float32; a few queries at a time through the MLP."""
-        widest = max(self.get_parameter(f"weight_{number}").shape[0] for number in range(self.depth))
+        widest = max(
+            self.get_parameter(f"weight_{number}").shape[0] for number in range(self.depth)
+        )
         rows = max(1, NUMBERS // (widest * len(keys)))
         with torch.autocast(self.origin.device.type, enabled=False):
-            return torch.cat([self._mlp(self.ratio(some, keys)) for some in queries.split(rows)], dim=1)
+            return torch.cat(
+                [self._mlp(self.ratio(some, keys)) for some in queries.split(rows)], dim=1
+            )
 
     def ratio(self, queries: Tensor, keys: Tensor) -> Tensor:
         """psi(distance) / psi(max(L, position of the query)): [queries, keys] float32 in [0, 1]."""
@@ -63,7 +77,9 @@ class Fire(Position):
         query = queries.to(self.origin.dtype)[:, None]
         distance = (query - keys.to(self.origin.dtype)).clamp(min=0)
         end = torch.maximum(query, self.bounded("length_multiplier") * self.threshold)
-        return torch.log1p(c * distance) / (torch.log1p(c * end) + 1e-6)  # 1e-6: as in the paper's appendix
+        return torch.log1p(c * distance) / (
+            torch.log1p(c * end) + 1e-6
+        )  # 1e-6: as in the paper's appendix
 
     def _mlp(self, x: Tensor) -> Tensor:
         """[queries, keys] -> [heads, queries, keys]"""
@@ -75,7 +91,11 @@ class Fire(Position):
 
 
 def _widths(mlp_layers: Sequence[int]) -> list[int]:
-    whole = isinstance(mlp_layers, Sequence) and not isinstance(mlp_layers, str) and len(mlp_layers) > 0
+    whole = (
+        isinstance(mlp_layers, Sequence) and not isinstance(mlp_layers, str) and len(mlp_layers) > 0
+    )
     if not whole or any(type(width) is not int or width < 1 for width in mlp_layers):
-        raise UserError(f"mlp_layers: {mlp_layers!r} is not a list of widths; write mlp_layers: [32] or [32, 32]")
+        raise UserError(
+            f"mlp_layers: {mlp_layers!r} is not a list of widths; write mlp_layers: [32] or [32, 32]"
+        )
     return list(mlp_layers)

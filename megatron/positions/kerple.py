@@ -82,7 +82,12 @@ class KerpleLog3(Kerple, DistanceBias):
     bounds = {"r1": POSITIVE, "r2": POSITIVE, "r3": EXPONENT}
 
     def __init__(
-        self, shape: Shape, *, r1: Given | None = None, r2: Given | None = None, r3: Given | None = None
+        self,
+        shape: Shape,
+        *,
+        r1: Given | None = None,
+        r2: Given | None = None,
+        r3: Given | None = None,
     ) -> None:
         super().__init__(shape)
         self.draw(2.0, r1=r1)
@@ -90,7 +95,9 @@ class KerpleLog3(Kerple, DistanceBias):
         self.draw(2.0, r3=r3)
 
     def log_kernel(self, distance: Tensor) -> Tensor:
-        return -self.per_head("r1") * torch.log1p(self.per_head("r2") * distance ** self.per_head("r3"))
+        return -self.per_head("r1") * torch.log1p(
+            self.per_head("r2") * distance ** self.per_head("r3")
+        )
 
 
 @register("kerple_power", aliases=("kerple_power_ap_",))
@@ -125,7 +132,9 @@ class KerpleWeight(Kerple, WeightKernel):
     bounds = {"weight_a": POSITIVE, "weight_p": EXPONENT}
     reference_names = {"weight_a": "wei_a", "weight_p": "wei_p"}
 
-    def __init__(self, shape: Shape, *, weight_a: Given | None = None, weight_p: Given | None = None) -> None:
+    def __init__(
+        self, shape: Shape, *, weight_a: Given | None = None, weight_p: Given | None = None
+    ) -> None:
         super().__init__(shape)
         self.draw(1.0, weight_a=weight_a)
         self.draw(2.0, weight_p=weight_p)
@@ -213,11 +222,18 @@ class KerpleBump3(Kerple, DistanceBias):
     bounds = {"r1": POSITIVE, "r2": POSITIVE, "r3": EXPONENT}
 
     def __init__(
-        self, shape: Shape, *, r1: Given | None = None, r2: Given | None = None, r3: Given | None = None
+        self,
+        shape: Shape,
+        *,
+        r1: Given | None = None,
+        r2: Given | None = None,
+        r3: Given | None = None,
     ) -> None:
         super().__init__(shape)
         self.draw(1.0, r1=r1, r2=r2)
         self.draw(2.0, r3=r3)
 
     def log_kernel(self, distance: Tensor) -> Tensor:
-        return self.per_head("r1") * torch.exp(-self.per_head("r2") * distance ** self.per_head("r3"))
+        return self.per_head("r1") * torch.exp(
+            -self.per_head("r2") * distance ** self.per_head("r3")
+        )

@@ -19,9 +19,15 @@ class Learned(Position):
 
     def __init__(self, shape: Shape, *, max_positions: int | None = None) -> None:
         super().__init__(shape)
-        rows = shape.train_length if max_positions is None else int(positive("max_positions", max_positions))
+        rows = (
+            shape.train_length
+            if max_positions is None
+            else int(positive("max_positions", max_positions))
+        )
         if rows < shape.train_length:
-            raise UserError(f"max_positions: {rows} is less than the training length {shape.train_length}")
+            raise UserError(
+                f"max_positions: {rows} is less than the training length {shape.train_length}"
+            )
         self.weight = nn.Parameter(torch.empty(rows, shape.hidden).normal_(0.0, 0.02))
 
     def on_embeddings(self, x: Tensor, start: int = 0) -> Tensor:

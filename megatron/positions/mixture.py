@@ -26,10 +26,14 @@ class Mixture(DistanceBias):
     reference_unused = ("slopes", "weight", "bias_p", "bias_a")
     log_weights: Tensor
 
-    def __init__(self, shape: Shape, *, kernels: Sequence[Any], weights: str | Sequence[float] = "equal") -> None:
+    def __init__(
+        self, shape: Shape, *, kernels: Sequence[Any], weights: str | Sequence[float] = "equal"
+    ) -> None:
         super().__init__(shape)
         if not isinstance(kernels, Sequence) or isinstance(kernels, str) or not kernels:
-            raise UserError(f"kernels: {kernels!r} is not a list of kernels; write kernels: [exp, gaussian]")
+            raise UserError(
+                f"kernels: {kernels!r} is not a list of kernels; write kernels: [exp, gaussian]"
+            )
         self.kernels = nn.ModuleList(_kernel(shape, item) for item in kernels)
         count, learned = len(kernels), weights in LEARNED
         fixed = [1 / count] * count if learned or weights == "equal" else _checked(weights, count)
@@ -43,7 +47,9 @@ class Mixture(DistanceBias):
         else:
             log_weights = self.bounded("weight_logits").log_softmax(dim=0)  # [kernels, heads or 1]
         kernels = cast(Iterable[DistanceBias], self.kernels)
-        tables = torch.stack([kernel.log_kernel(distance) for kernel in kernels])  # [kernels, heads, length]
+        tables = torch.stack(
+            [kernel.log_kernel(distance) for kernel in kernels]
+        )  # [kernels, heads, length]
         # logsumexp, not log(mean(exp)): every kernel but the slowest underflows within the training window.
         return torch.logsumexp(log_weights[:, :, None] + tables, dim=0)
 
@@ -59,7 +65,9 @@ def _kernel(shape: Shape, item: Any) -> DistanceBias:
     elif isinstance(item, str):
         name, options = item, {}
     else:
-        raise UserError(f"kernels: {item!r} is not a kernel; write a name or {{name: {{option: value}}}}")
+        raise UserError(
+            f"kernels: {item!r} is not a kernel; write a name or {{name: {{option: value}}}}"
+        )
     known = {*_KERNEL_NAMES, *(key for key, encoding in REGISTRY.items() if _mixable(encoding))}
     registered = _KERNEL_NAMES.get(name, ALIASES.get(name, name))
     if registered in REGISTRY and registered not in known:
@@ -69,22 +77,37 @@ def _kernel(shape: Shape, item: Any) -> DistanceBias:
     try:
         return cast(DistanceBias, build(registered, shape, **options))
     except UserError as fault:
-        raise UserError(str(fault).replace(f"pos_emb_args: {registered}", f"kernels: {name}", 1)) from None
+        raise UserError(
+            str(fault).replace(f"pos_emb_args: {registered}", f"kernels: {name}", 1)
+        ) from None
 
 
 def _mixable(encoding: type[Position]) -> bool:
     """Whether an encoding is a bias by distance and nothing else: any other hook would be lost in a mixture."""
-    others = ("prepare", "on_embeddings", "on_queries_keys", "distance_weight", "index_bias", "on_scores")
-    return issubclass(encoding, DistanceBias) and all(getattr(encoding, h) is getattr(Position, h) for h in others)
+    others = (
+        "prepare",
+        "on_embeddings",
+        "on_queries_keys",
+        "distance_weight",
+        "index_bias",
+        "on_scores",
+    )
+    return issubclass(encoding, DistanceBias) and all(
+        getattr(encoding, h) is getattr(Position, h) for h in others
+    )
 
 
 def _checked(weights: Any, kernels: int) -> list[float]:
     """Given weights as positive numbers, one for each kernel, that sum to 1."""
     if not isinstance(weights, Sequence) or isinstance(weights, str):
-        raise UserError(f"weights: {weights!r} is not equal, learned, learned_shared or a list of {kernels} numbers")
+        raise UserError(
+            f"weights: {weights!r} is not equal, learned, learned_shared or a list of {kernels} numbers"
+        )
     numbers = [positive("weights", weight) for weight in weights]
     if len(numbers) != kernels:
-        raise UserError(f"weights: {len(numbers)} numbers for {kernels} kernels; give one weight per kernel")
+        raise UserError(
+            f"weights: {len(numbers)} numbers for {kernels} kernels; give one weight per kernel"
+        )
     if abs(sum(numbers) - 1) > 1e-6:
         raise UserError(
             f"weights: {list(weights)} sum to {sum(numbers):g}; make them sum to 1, or write weights: equal"

@@ -35,5 +35,7 @@ def numbers(name: str, given: Any, heads: int) -> list[float]:
     if not isinstance(given, Sequence) or isinstance(given, str):
         return [positive(name, given)] * heads
     if len(given) != heads:
-        raise UserError(f"{name}: {len(given)} numbers for {heads} heads; give one per head, or one for all heads")
+        raise UserError(
+            f"{name}: {len(given)} numbers for {heads} heads; give one per head, or one for all heads"
+        )
     return [positive(name, value) for value in given]

@@ -37,7 +37,11 @@ class Randomized(Position):
         self.per_layer = self.inner.per_layer
 
     def has(self, hook: str) -> bool:
-        tables = hook == "index_bias" and self.drawn is not None and self.inner.distance_bias(1) is not None
+        tables = (
+            hook == "index_bias"
+            and self.drawn is not None
+            and self.inner.distance_bias(1) is not None
+        )
         return tables or self.inner.has(hook)
 
     def prepare(self, length: int) -> None:
@@ -45,8 +49,12 @@ class Randomized(Position):
         self.drawn = None
         if self.training:
             if length > self.range:
-                raise UserError(f"pos_emb_args: randomized: range: {self.range} holds no {length} positions; raise it")
-            self.drawn = torch.randperm(self.range, device=self.origin.device)[:length].sort().values
+                raise UserError(
+                    f"pos_emb_args: randomized: range: {self.range} holds no {length} positions; raise it"
+                )
+            self.drawn = (
+                torch.randperm(self.range, device=self.origin.device)[:length].sort().values
+            )
         self.inner.drawn = self.drawn
 
     def on_embeddings(self, x: Tensor, start: int = 0) -> Tensor:
@@ -56,16 +64,24 @@ class Randomized(Position):
         return self.inner.on_queries_keys(q, k, start)
 
     def distance_bias(self, length: int) -> Tensor | None:
-        return self.inner.distance_bias(length) if self.drawn is None else None  # else it is in index_bias
+        return (
+            self.inner.distance_bias(length) if self.drawn is None else None
+        )  # else it is in index_bias
 
     def index_bias(self, queries: Tensor, keys: Tensor) -> Tensor:
         """[queries], [keys] int64 -> [heads, queries, keys]: the bias of the positions drawn for these indices."""
         if self.drawn is not None:
             queries, keys = self.drawn[queries], self.drawn[keys]
-        bias = self.inner.index_bias(queries, keys) if self.inner.has("index_bias") else torch.zeros_like(self.origin)
+        bias = (
+            self.inner.index_bias(queries, keys)
+            if self.inner.has("index_bias")
+            else torch.zeros_like(self.origin)
+        )
         if self.drawn is not None:
             table = self.inner.distance_bias(self.range)
-            bias = bias if table is None else bias + table[:, (queries[:, None] - keys).clamp(min=0)]
+            bias = (
+                bias if table is None else bias + table[:, (queries[:, None] - keys).clamp(min=0)]
+            )
         return bias
 
 
@@ -76,15 +92,23 @@ def _inner(shape: Shape, of: str, args: Mapping[str, Any] | None, positions: int
     if args is not None and not isinstance(args, Mapping):
         raise UserError(f"args: {args!r} are not options; write args: {{option: value}}")
     if issubclass(encoding_called(of), Randomized):
-        raise UserError("of: randomized cannot be inside itself; name the encoding that is to see drawn positions")
+        raise UserError(
+            "of: randomized cannot be inside itself; name the encoding that is to see drawn positions"
+        )
     options = dict(args or {})
     if "max_positions" in options_of(of):
         options.setdefault("max_positions", positions)
     inner = build(of, shape, **options)
     if options.get("max_positions", positions) < positions:
-        raise UserError(f"max_positions: {options['max_positions']} is less than range: {positions}; raise it")
+        raise UserError(
+            f"max_positions: {options['max_positions']} is less than range: {positions}; raise it"
+        )
     if inner.has("on_scores"):
-        raise UserError(f"of: {of} looks at content, not at positions, so there is nothing to randomize")
+        raise UserError(
+            f"of: {of} looks at content, not at positions, so there is nothing to randomize"
+        )
     if inner.distance_weight(1) is not None:
-        raise UserError(f"of: {of} multiplies the scores by distance, which cannot be randomized; choose a bias")
+        raise UserError(
+            f"of: {of} multiplies the scores by distance, which cannot be randomized; choose a bias"
+        )
     return inner

@@ -49,17 +49,23 @@ def load_file(path: str | Path) -> str:
         text = Path(path).read_bytes().decode("utf-8")
     except (OSError, UnicodeDecodeError) as fault:
         why = getattr(fault, "strerror", None) or "it is not text"
-        raise UserError(f"pos_emb_file: {path} cannot be read ({why}); give the path of a Python file") from None
+        raise UserError(
+            f"pos_emb_file: {path} cannot be read ({why}); give the path of a Python file"
+        ) from None
     digest = fingerprint(text)
     if digest in FILES:
         return text
     if Path(path).resolve() in (Path(known).resolve() for known in FILES.values()):
-        raise UserError(f"pos_emb_file: {path} was changed after this process had loaded it; start again")
+        raise UserError(
+            f"pos_emb_file: {path} was changed after this process had loaded it; start again"
+        )
     before = dict(REGISTRY), dict(ALIASES)
     try:
         _run(text, str(path), f"pos_emb_file_{digest[:12]}")
         if REGISTRY.keys() == before[0].keys():
-            raise UserError(f'pos_emb_file: {path} registers no encoding; put @register("its_name") above the class')
+            raise UserError(
+                f'pos_emb_file: {path} registers no encoding; put @register("its_name") above the class'
+            )
     except UserError:
         REGISTRY.clear()
         REGISTRY.update(before[0])
@@ -83,17 +89,29 @@ def _run(text: str, path: str, name: str) -> None:
     try:
         exec(compile(text, path, "exec"), module.__dict__)
     except SyntaxError as fault:
-        raise UserError(f"pos_emb_file: {path}:{fault.lineno} is not valid Python ({fault.msg})") from None
+        raise UserError(
+            f"pos_emb_file: {path}:{fault.lineno} is not valid Python ({fault.msg})"
+        ) from None
     except Exception as fault:
-        lines = [frame.lineno for frame in traceback.extract_tb(fault.__traceback__) if frame.filename == path]
+        lines = [
+            frame.lineno
+            for frame in traceback.extract_tb(fault.__traceback__)
+            if frame.filename == path
+        ]
         where = f"{path}:{lines[-1]}" if lines else path
-        raise UserError(f"pos_emb_file: {where} stops with {type(fault).__name__}: {fault}") from None
+        raise UserError(
+            f"pos_emb_file: {where} stops with {type(fault).__name__}: {fault}"
+        ) from None
 
 
 def options_of(name: str) -> dict[str, inspect.Parameter]:
     """The keyword options that the encoding `name` takes."""
     parameters = inspect.signature(encoding_called(name).__init__).parameters
-    return {key: value for key, value in parameters.items() if value.kind is inspect.Parameter.KEYWORD_ONLY}
+    return {
+        key: value
+        for key, value in parameters.items()
+        if value.kind is inspect.Parameter.KEYWORD_ONLY
+    }
 
 
 def build(name: str, shape: Shape, **options: Any) -> Position:
@@ -101,17 +119,27 @@ def build(name: str, shape: Shape, **options: Any) -> Position:
     encoding, known = encoding_called(name), options_of(name)
     for option in options:
         if option not in known:
-            raise UserError(f"pos_emb_args: {name} takes no option {option!r}; {suggestion(option, known)}")
-    missing = [key for key, value in known.items() if value.default is inspect.Parameter.empty and key not in options]
+            raise UserError(
+                f"pos_emb_args: {name} takes no option {option!r}; {suggestion(option, known)}"
+            )
+    missing = [
+        key
+        for key, value in known.items()
+        if value.default is inspect.Parameter.empty and key not in options
+    ]
     if missing:
-        raise UserError(f"pos_emb_args: {name} needs the option {missing[0]}; write pos_emb_args: {{{missing[0]}: …}}")
+        raise UserError(
+            f"pos_emb_args: {name} needs the option {missing[0]}; write pos_emb_args: {{{missing[0]}: …}}"
+        )
     try:
         position = encoding(shape, **options)
     except UserError as fault:
         raise UserError(f"pos_emb_args: {name}: {fault}") from None
     single = [path for path, parameter in position.named_parameters() if parameter.dim() == 0]
     if single:  # DeepSpeed's bf16 engine crashes on it
-        raise UserError(f"pos_emb: {name}: the parameter {single[0]} has no dimensions; give it the shape [1]")
+        raise UserError(
+            f"pos_emb: {name}: the parameter {single[0]} has no dimensions; give it the shape [1]"
+        )
     return position
 
 
@@ -139,4 +167,8 @@ def switch(name: str, value: Any) -> bool:
 
 def suggestion(wrong: Any, known: Any) -> str:
     close = difflib.get_close_matches(str(wrong), list(known), n=1)
-    return f"did you mean {close[0]}?" if close else f"choose from {', '.join(sorted(known)) or 'none'}"
+    return (
+        f"did you mean {close[0]}?"
+        if close
+        else f"choose from {', '.join(sorted(known)) or 'none'}"
+    )

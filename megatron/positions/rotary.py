@@ -44,14 +44,23 @@ class Rotary(Position):
     ) -> None:
         super().__init__(shape)
         if positive("rotary_pct", rotary_pct) > 1:
-            raise UserError(f"rotary_pct: {rotary_pct} is more than 1; give the share of head_dim that turns")
-        self.dim = even(int(shape.head_dim * rotary_pct), f"rotary_pct: {rotary_pct} of head_dim = {shape.head_dim}")
+            raise UserError(
+                f"rotary_pct: {rotary_pct} is more than 1; give the share of head_dim that turns"
+            )
+        self.dim = even(
+            int(shape.head_dim * rotary_pct),
+            f"rotary_pct: {rotary_pct} of head_dim = {shape.head_dim}",
+        )
         if positive("base", base) <= 1:
             raise UserError(f"base: {base} is not more than 1; usual values are 10000 and above")
         _check_scaling(scaling, factor, self.dim)
         if positive("beta_fast", beta_fast) <= positive("beta_slow", beta_slow):
             raise UserError(f"beta_fast: {beta_fast} is not more than beta_slow: {beta_slow}")
-        length = shape.train_length if original_length is None else positive("original_length", original_length)
+        length = (
+            shape.train_length
+            if original_length is None
+            else positive("original_length", original_length)
+        )
         inv_freq = inverse_frequencies(self.dim, base)
         if scaling == "linear":
             inv_freq = inv_freq / factor  # the same as position / factor
@@ -104,9 +113,13 @@ def _check_scaling(scaling: str, factor: float, dim: int) -> None:
     if positive("factor", factor) < 1:
         raise UserError(f"factor: {factor} is less than 1; give how many times longer texts get")
     if scaling == "none" and factor != 1:
-        raise UserError(f"factor: {factor} has no effect with scaling: none; choose {', '.join(SCALINGS[1:])}")
+        raise UserError(
+            f"factor: {factor} has no effect with scaling: none; choose {', '.join(SCALINGS[1:])}"
+        )
     if scaling == "ntk" and dim < 4:
-        raise UserError(f"scaling: ntk stretches nothing with {dim} turning features; give at least 4")
+        raise UserError(
+            f"scaling: ntk stretches nothing with {dim} turning features; give at least 4"
+        )
 
 
 def _stretched(dim: int, base: float, length: float, beta_fast: float, beta_slow: float) -> Tensor:

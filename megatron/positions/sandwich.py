@@ -19,10 +19,14 @@ class Sandwich(DistanceBias):
 
     claims = ("zero_at_0",)
 
-    def __init__(self, shape: Shape, *, dbar: int = 128, base: float = 10000.0, first_frequency: int = 1) -> None:
+    def __init__(
+        self, shape: Shape, *, dbar: int = 128, base: float = 10000.0, first_frequency: int = 1
+    ) -> None:
         super().__init__(shape)
         if isinstance(dbar, bool) or not isinstance(dbar, int) or dbar < 2 or dbar % 2:
-            raise UserError(f"dbar: {dbar!r} is not an even number of at least 2; each frequency counts twice")
+            raise UserError(
+                f"dbar: {dbar!r} is not an even number of at least 2; each frequency counts twice"
+            )
         if isinstance(first_frequency, bool) or first_frequency not in (0, 1):
             raise UserError(f"first_frequency: {first_frequency!r} is not 0 or 1")
         self.dbar, self.base, self.first_frequency = dbar, positive("base", base), first_frequency
@@ -34,5 +38,7 @@ class Sandwich(DistanceBias):
         for i in range(self.first_frequency, self.first_frequency + count):
             total += torch.cos(exact / self.base ** (2 * i / self.dbar))
         heads = self.shape.heads
-        compression = 8 * torch.arange(1, heads + 1, device=distance.device, dtype=torch.float64) / heads
+        compression = (
+            8 * torch.arange(1, heads + 1, device=distance.device, dtype=torch.float64) / heads
+        )
         return (total / compression[:, None]).to(distance.dtype)

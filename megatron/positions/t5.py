@@ -24,8 +24,12 @@ class T5(DistanceBias):
         self.num_buckets = int(positive("num_buckets", num_buckets))
         self.max_distance = int(positive("max_distance", max_distance))
         if self.num_buckets < 2 or self.max_distance <= self.num_buckets // 2:
-            raise UserError(f"max_distance: {max_distance} is not beyond the {self.num_buckets // 2} exact buckets")
-        self.weight = nn.Parameter(nn.init.xavier_normal_(torch.empty(self.num_buckets, shape.heads)))
+            raise UserError(
+                f"max_distance: {max_distance} is not beyond the {self.num_buckets // 2} exact buckets"
+            )
+        self.weight = nn.Parameter(
+            nn.init.xavier_normal_(torch.empty(self.num_buckets, shape.heads))
+        )
 
     def log_kernel(self, distance: Tensor) -> Tensor:
         rows = self.bounded("weight")[self.bucket(distance)]  # [length, heads]

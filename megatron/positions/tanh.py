@@ -7,7 +7,20 @@ from megatron.positions.alibi import Sloped, slopes
 from megatron.positions.registry import register
 
 # The authors' list, for 12 heads. Over ALiBi's slopes it is 0.515 times the steep ones, 0.522 to 0.655 the last four.
-PUBLISHED = [0.25737, 0.12873, 0.06437, 0.03219, 0.0163, 0.00849, 0.00457, 0.00256, 0.36406, 0.18203, 0.09103, 0.04552]
+PUBLISHED = [
+    0.25737,
+    0.12873,
+    0.06437,
+    0.03219,
+    0.0163,
+    0.00849,
+    0.00457,
+    0.00256,
+    0.36406,
+    0.18203,
+    0.09103,
+    0.04552,
+]
 RATIO = 0.5148
 EPSILON = 1e-6  # the authors': far out the kernel is 1e-6 instead of 0
 

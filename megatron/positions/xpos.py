@@ -31,7 +31,9 @@ class XPos(Position):
         # A query carries zeta^n and a key zeta^-n, so any centre gives the same scores. torchscale takes the middle of
         # each text, which spoils cached keys; the middle of the training length is the same there, and stays.
         self.centre = shape.train_length // 2
-        self.register_buffer("inv_freq", inverse_frequencies(dim, positive("base", base)).float(), persistent=False)
+        self.register_buffer(
+            "inv_freq", inverse_frequencies(dim, positive("base", base)).float(), persistent=False
+        )
         zeta = (torch.arange(0, dim, 2, dtype=torch.float64) / dim + 0.4) / 1.4
         self.register_buffer("log_zeta", zeta.log().float(), persistent=False)
 
@@ -48,7 +50,10 @@ class XPos(Position):
 
     def _check_range(self, end: int, dtype: torch.dtype) -> None:
         """zeta_0, the smallest, decides: its scale at the last position, and room for the feature itself."""
-        fitting = math.log(torch.finfo(dtype).max / ROOM) / math.log(1.4 / 0.4) * self.scale_base + self.centre
+        fitting = (
+            math.log(torch.finfo(dtype).max / ROOM) / math.log(1.4 / 0.4) * self.scale_base
+            + self.centre
+        )
         if end > fitting:
             raise UserError(
                 f"pos_emb: xpos overflows {str(dtype).removeprefix('torch.')} beyond {int(fitting)} tokens, so length"

@@ -14,7 +14,9 @@ from megatron.errors import UserError
 from megatron.sweeps.plan import Evaluation, Sweep
 from megatron.sweeps.state import State, seconds_per_step
 
-UTILISATION = 0.35  # of a large matrix product's speed; assumed where no run of this shape was timed
+UTILISATION = (
+    0.35  # of a large matrix product's speed; assumed where no run of this shape was timed
+)
 VOCAB = 50304  # GPT-2's, where the data are not there to ask
 BYTES = 16  # per parameter of a checkpoint: float32 weights, the engine's copy, Adam's two averages
 
@@ -46,7 +48,9 @@ def cost(sweep: Sweep, states: Sequence[State], device_flops: float) -> Cost:
         rate = device_flops * UTILISATION if speed is None else speed
         seconds += (training + evaluating) / rate
         if state.kind != "done":
-            disk += BYTES * parameters(config, vocab) * (_kept(config) + 1)  # one more while the next is written
+            disk += (
+                BYTES * parameters(config, vocab) * (_kept(config) + 1)
+            )  # one more while the next is written
     return Cost(tokens, flops, seconds, disk, measured)
 
 
@@ -59,11 +63,16 @@ def forward_flops(config: Config, vocab: int, length: int) -> float:
 def parameters(config: Config, vocab: int) -> int:
     """Without biases and norms, which are less than a percent."""
     model = config.model
-    return 12 * model.num_layers * model.hidden_size**2 + (1 + model.no_weight_tying) * vocab * model.hidden_size
+    return (
+        12 * model.num_layers * model.hidden_size**2
+        + (1 + model.no_weight_tying) * vocab * model.hidden_size
+    )
 
 
 def windows_per_step(config: Config) -> int:
-    return config.training.train_micro_batch_size_per_gpu * config.training.gradient_accumulation_steps
+    return (
+        config.training.train_micro_batch_size_per_gpu * config.training.gradient_accumulation_steps
+    )
 
 
 def speed_of(device: torch.device, dtype: torch.dtype, size: int = 2048) -> float:
@@ -96,7 +105,9 @@ def _shape(config: Config) -> tuple:
 
 def _evaluation_flops(evaluation: Evaluation, config: Config, vocab: int) -> float:
     said = evaluation.options
-    lengths = _several(said.get("lengths", said.get("eval_lengths", config.evaluation.eval_lengths)))
+    lengths = _several(
+        said.get("lengths", said.get("eval_lengths", config.evaluation.eval_lengths))
+    )
     protocols = _several(said.get("protocol", "equal_tokens"))
     variants = len(_several(said.get("window", 0))) * len(_several(said.get("logn_scale", 0)))
     text = said.get("eval_tokens", config.evaluation.eval_tokens)
@@ -107,19 +118,24 @@ def _evaluation_flops(evaluation: Evaluation, config: Config, vocab: int) -> flo
     return total
 
 
-def window_counts(protocol: str, lengths: Sequence[int], text: int, said: Mapping[str, Any]) -> dict[int, int]:
+def window_counts(
+    protocol: str, lengths: Sequence[int], text: int, said: Mapping[str, Any]
+) -> dict[int, int]:
     """Windows of each length that a protocol computes on `text` tokens (see megatron.evaluation.protocols), at most."""
     longest = max(lengths)
     region = text // longest * longest
     if protocol == "paper":
         return dict.fromkeys(lengths, int(said.get("windows", 320)))
     if protocol == "tail":
-        return dict.fromkeys(lengths, len(range(longest, region + 1, max(said.get("tail", 256), longest // 4))))
+        return dict.fromkeys(
+            lengths, len(range(longest, region + 1, max(said.get("tail", 256), longest // 4)))
+        )
     if protocol == "position":
         return {longest: region // longest}
     if protocol == "sliding":
         return {
-            length: len(range(0, region + 1 - length, said.get("stride") or max(1, length // 2))) for length in lengths
+            length: len(range(0, region + 1 - length, said.get("stride") or max(1, length // 2)))
+            for length in lengths
         }
     return {length: len(range(0, region + 1 - length, length)) for length in lengths}
 

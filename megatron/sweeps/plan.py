@@ -14,8 +14,8 @@ from megatron.config import Config, load
 from megatron.config.read import find_file, read_file
 from megatron.config.schema import KEYS
 from megatron.errors import UserError
+from megatron.files import ROOT
 
-ROOT = Path(__file__).resolve().parents[2]
 PARTS = {"base", "settings", "grid", "exclude", "extra", "evaluate"}
 Values = dict[str, Any]  # a point of the grid: {axis: value}
 
@@ -45,7 +45,11 @@ class Cell:
 
     def file(self, evaluation: Evaluation, *, finished: bool = True) -> Path:
         """Rows of an evaluation; they lie under another name until evaluate.py has ended well."""
-        return self.folder / "evaluation" / f"{evaluation.label}{'' if finished else '.unfinished'}.jsonl"
+        return (
+            self.folder
+            / "evaluation"
+            / f"{evaluation.label}{'' if finished else '.unfinished'}.jsonl"
+        )
 
 
 @dataclass(frozen=True)
@@ -62,7 +66,9 @@ class Sweep:
         return self.folder / "results.jsonl"
 
 
-def load_sweep(path: str | Path, folder: str | Path | None = None, only: Sequence[str] = ()) -> Sweep:
+def load_sweep(
+    path: str | Path, folder: str | Path | None = None, only: Sequence[str] = ()
+) -> Sweep:
     """The sweep that a file describes; UserError with every fault of the file, or every bad cell.
 
     folder: where its runs are kept, unset: runs/sweeps/NAME; only: `axis=value,value` words that choose cells
@@ -81,21 +87,37 @@ def load_sweep(path: str | Path, folder: str | Path | None = None, only: Sequenc
         except UserError as fault:
             faults.append(f"{_name(values)}: {fault}")
     if faults:
-        raise UserError("\n".join([f"{path}: {len(faults)} cells cannot be run", *dict.fromkeys(faults)]))
+        raise UserError(
+            "\n".join([f"{path}: {len(faults)} cells cannot be run", *dict.fromkeys(faults)])
+        )
     return Sweep(path.stem, path, home, tuple(cells))
 
 
 def _check_parts(given: dict[str, Any], path: Path) -> None:
-    kinds = {"base": list, "settings": dict, "grid": dict, "exclude": list, "extra": list, "evaluate": dict}
-    faults = [f"{key}: no such part; a sweep has {', '.join(sorted(PARTS))}" for key in given.keys() - PARTS]
+    kinds = {
+        "base": list,
+        "settings": dict,
+        "grid": dict,
+        "exclude": list,
+        "extra": list,
+        "evaluate": dict,
+    }
+    faults = [
+        f"{key}: no such part; a sweep has {', '.join(sorted(PARTS))}"
+        for key in given.keys() - PARTS
+    ]
     for key in given.keys() & PARTS:
         if not isinstance(given[key], kinds[key]):
             faults.append(f"{key}: give a {'list' if kinds[key] is list else 'mapping'}")
     if not given.get("grid"):
-        faults.append("grid: not given; write axes with their values, such as pos_emb: [alibi, rotary]")
+        faults.append(
+            "grid: not given; write axes with their values, such as pos_emb: [alibi, rotary]"
+        )
     for axis, choices in (given.get("grid") or {}).items() if not faults else ():
         if not isinstance(choices, list | dict) or not choices:
-            faults.append(f"grid: {axis} has no values; give a list, or a mapping of names to settings")
+            faults.append(
+                f"grid: {axis} has no values; give a list, or a mapping of names to settings"
+            )
     if faults:
         raise UserError("\n  ".join([f"bad sweep ({path})", *faults]))
 
@@ -106,12 +128,20 @@ def _points(given: dict[str, Any], path: Path) -> list[Values]:
     axes = [list(choices) for choices in reversed(grid.values())]
     points = [dict(zip(grid, reversed(values), strict=True)) for values in itertools.product(*axes)]
     unlike = [
-        point for point in [*given.get("exclude", []), *given.get("extra", [])] if not point.keys() <= grid.keys()
+        point
+        for point in [*given.get("exclude", []), *given.get("extra", [])]
+        if not point.keys() <= grid.keys()
     ]
     unlike += [point for point in given.get("extra", []) if point.keys() != grid.keys()]
     if unlike:
-        raise UserError(f"{path}: {unlike[0]} is no point of the grid - use its axes {', '.join(grid)}")
-    kept = [one for one in points if not any(rule.items() <= one.items() for rule in given.get("exclude", []))]
+        raise UserError(
+            f"{path}: {unlike[0]} is no point of the grid - use its axes {', '.join(grid)}"
+        )
+    kept = [
+        one
+        for one in points
+        if not any(rule.items() <= one.items() for rule in given.get("exclude", []))
+    ]
     return kept + [one for one in given.get("extra", []) if one not in kept]
 
 
@@ -128,13 +158,18 @@ def _chosen(points: list[Values], only: Sequence[str], path: Path) -> list[Value
         known = {str(point[axis]) for point in points}
         unknown = set(wanted.split(",")) - known
         if unknown:
-            raise UserError(f"--only: {word}: {path} has {axis} = {', '.join(sorted(known))} at that place")
+            raise UserError(
+                f"--only: {word}: {path} has {axis} = {', '.join(sorted(known))} at that place"
+            )
         points = [point for point in points if str(point[axis]) in wanted.split(",")]
     return points
 
 
 def _cell(given: dict[str, Any], values: Values, home: Path, path: Path) -> Cell:
-    files, settings = [_beside(name, path) for name in given.get("base", [])], dict(given.get("settings", {}))
+    files, settings = (
+        [_beside(name, path) for name in given.get("base", [])],
+        dict(given.get("settings", {})),
+    )
     for axis, value in values.items():
         choices = given["grid"][axis]
         known = ROOT / "configs" / axis / f"{value}.yml"
@@ -148,7 +183,9 @@ def _cell(given: dict[str, Any], values: Values, home: Path, path: Path) -> Cell
     settings |= {"save": str(home / name), "load": str(home / name)}
     config = load(files, [f"{key}={json.dumps(value)}" for key, value in settings.items()])
     config.require_for("train")
-    evaluations = [_evaluation(label, said or {}, config) for label, said in given.get("evaluate", {}).items()]
+    evaluations = [
+        _evaluation(label, said or {}, config) for label, said in given.get("evaluate", {}).items()
+    ]
     return Cell(name, values, home / name, config, tuple(evaluations))
 
 
@@ -170,5 +207,9 @@ def _evaluation(label: str, said: dict[str, Any], config: Config) -> Evaluation:
         option = ["--" + key.replace("_", "-"), *map(str, several)]
         words += [f"{key}={json.dumps(value)}"] if key in KEYS else option
     measured = config.evaluation
-    text = json.dumps([config.hash, words, measured.eval_lengths, measured.eval_tokens, measured.eval_part])
-    return Evaluation(f"{label}-{hashlib.sha256(text.encode()).hexdigest()[:6]}", tuple(words), said)
+    text = json.dumps(
+        [config.hash, words, measured.eval_lengths, measured.eval_tokens, measured.eval_part]
+    )
+    return Evaluation(
+        f"{label}-{hashlib.sha256(text.encode()).hexdigest()[:6]}", tuple(words), said
+    )

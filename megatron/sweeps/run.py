@@ -13,7 +13,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from megatron.errors import UserError
-from megatron.sweeps.plan import ROOT, Cell, Sweep
+from megatron.files import ROOT
+from megatron.sweeps.plan import Cell, Sweep
 from megatron.sweeps.state import state_of
 
 Say = Callable[[str], None]
@@ -42,7 +43,9 @@ class Runner:
         nohup = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
         caught = [number for number in SIGNALS if not (nohup and number == signal.SIGHUP)]
         before = {number: signal.signal(number, self._stop) for number in caught}
-        workers = [threading.Thread(target=self._work, args=(waiting, place)) for place in self.places]
+        workers = [
+            threading.Thread(target=self._work, args=(waiting, place)) for place in self.places
+        ]
         try:
             for worker in workers:
                 worker.start()
@@ -82,7 +85,10 @@ class Runner:
                     continue
                 try:
                     self._do(cell, place, lock)
-                except (UserError, OSError) as fault:  # a damaged file, a full disk: the other cells go on
+                except (
+                    UserError,
+                    OSError,
+                ) as fault:  # a damaged file, a full disk: the other cells go on
                     self._fail(cell, str(fault))
 
     def _do(self, cell: Cell, place: str | None, lock: int) -> None:
@@ -95,12 +101,16 @@ class Runner:
         (cell.folder / "failure.txt").unlink(missing_ok=True)
         settings = cell.folder / "cell.yml"
         cell.config.save(settings)
-        if state.step < cell.steps and not self._call(cell, ["train.py", str(settings)], place, lock):
+        if state.step < cell.steps and not self._call(
+            cell, ["train.py", str(settings)], place, lock
+        ):
             return
         for one in state.missing:
             unfinished, finished = cell.file(one, finished=False), cell.file(one)
             words = ["--step", str(cell.steps), "--output", str(unfinished)]
-            if not self._call(cell, ["evaluate.py", str(settings), *one.words, *words], place, lock):
+            if not self._call(
+                cell, ["evaluate.py", str(settings), *one.words, *words], place, lock
+            ):
                 return
             for suffix in (".png", ".jsonl"):  # the rows last: they say that all is there
                 if unfinished.with_suffix(suffix).exists():
@@ -119,13 +129,17 @@ class Runner:
         with log.open("ab") as output:
             start = output.tell()
             command = [sys.executable, str(ROOT / words[0]), *words[1:]]
-            process = subprocess.Popen(command, env=environment, stdout=output, stderr=output, pass_fds=(lock,))
+            process = subprocess.Popen(
+                command, env=environment, stdout=output, stderr=output, pass_fds=(lock,)
+            )
         self.processes.add(process)
         status = process.wait()
         self.processes.discard(process)
         if status and not self.stopping:
             ended = f"killed by {signal.Signals(-status).name}; " if status < 0 else ""
-            self._fail(cell, ended + (_last_line(log, start) or f"{words[0]} ended with status {status}"))
+            self._fail(
+                cell, ended + (_last_line(log, start) or f"{words[0]} ended with status {status}")
+            )
         return status == 0
 
     def _fail(self, cell: Cell, note: str) -> None:

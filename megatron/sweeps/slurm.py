@@ -5,7 +5,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from megatron.sweeps.plan import ROOT, Cell, Sweep
+from megatron.files import ROOT
+from megatron.sweeps.plan import Cell, Sweep
 
 SCRIPT = """#!/bin/bash
 #SBATCH --job-name={name}
@@ -26,7 +27,9 @@ def write_script(sweep: Sweep, missing: Sequence[Cell], options: Sequence[str] =
     """SWEEP/slurm.sh; `options` are further words of sbatch. Each job resumes its cell, so it may be sent again."""
     folder = sweep.folder.resolve()
     folder.mkdir(parents=True, exist_ok=True)
-    chosen = [" ".join(f"{axis}={value}" for axis, value in cell.values.items()) for cell in missing]
+    chosen = [
+        " ".join(f"{axis}={value}" for axis, value in cell.values.items()) for cell in missing
+    ]
     text = SCRIPT.format(
         name=shlex.quote(sweep.name),
         last=len(missing) - 1,

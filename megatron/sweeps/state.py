@@ -6,7 +6,9 @@ from dataclasses import dataclass
 
 from megatron.data.tokens import TokenFile
 from megatron.errors import UserError
-from megatron.evaluation.report import Beside, Row, read_results
+from megatron.files import Beside
+from megatron.results.files import read_results
+from megatron.results.row import Row
 from megatron.sweeps.plan import Cell, Evaluation, Sweep
 from megatron.training.checkpoint import find, latest_step
 
@@ -30,7 +32,11 @@ def state_of(cell: Cell) -> State:
         meta = json.loads((find(cell.folder, step) / "checkpoint.json").read_text())
         if meta["config_hash"] != cell.config.hash:
             there, wanted = meta["config_hash"], cell.config.hash
-            return State("foreign", step, note=f"{cell.folder} holds a run of configuration {there}, not {wanted}")
+            return State(
+                "foreign",
+                step,
+                note=f"{cell.folder} holds a run of configuration {there}, not {wanted}",
+            )
     missing = tuple(one for one in cell.evaluations if not rows_of(cell, one))
     failure = cell.folder / "failure.txt"
     if step < cell.steps:
@@ -55,7 +61,12 @@ def finished_rows(sweep: Sweep) -> list[Row]:
     training step; what was known when they were collected before stays known away from the data."""
     rows, known = [], _collected(sweep)
     for cell in sweep.cells:
-        about = {"sweep": sweep.name, "cell": cell.values, **known.get(cell.config.hash, {}), **_size(cell)}
+        about = {
+            "sweep": sweep.name,
+            "cell": cell.values,
+            **known.get(cell.config.hash, {}),
+            **_size(cell),
+        }
         about["seconds_per_step"] = seconds_per_step(cell) or about.get("seconds_per_step")
         for evaluation in cell.evaluations:
             rows += [row | about for row in rows_of(cell, evaluation)]

@@ -49,7 +49,9 @@ def save(trainer: Trainer, folder: Path, facts: dict[str, Any]) -> Path:
     weights = full_weights(engine, keep=grid.first)
     if grid.first:
         save_file(weights, partial / "model.safetensors")
-        (partial / "model.safetensors").chmod(0o666 & ~_umask())  # the library makes it the owner's alone
+        (partial / "model.safetensors").chmod(
+            0o666 & ~_umask()
+        )  # the library makes it the owner's alone
         trainer.config.save(partial / "config.yml")
         record = {"step": step, "config_hash": trainer.config.hash, "commit": commit(), **facts}
         (partial / "checkpoint.json").write_text(json.dumps(record, indent=1) + "\n")
@@ -81,7 +83,9 @@ def keep_last(folder: Path, step: int, count: int | None) -> None:
 
 def steps_in(folder: Path) -> list[int]:
     """Steps of the whole checkpoints in a folder, ascending."""
-    found = (FOLDER.fullmatch(path.parent.name) for path in folder.glob("global_step*/checkpoint.json"))
+    found = (
+        FOLDER.fullmatch(path.parent.name) for path in folder.glob("global_step*/checkpoint.json")
+    )
     return sorted(int(match[1]) for match in found if match)
 
 
@@ -107,8 +111,12 @@ def find(folder: str | Path, step: int | None = None) -> Path:
     found = step if step is not None else latest_step(folder)
     if found is None or found not in steps_in(folder):
         have = ", ".join(map(str, steps_in(folder))) or "none"
-        wanted = "global_stepN/checkpoint.json" if step is None else f"global_step{step}/checkpoint.json"
-        raise UserError(f"checkpoint: looked for {wanted} in {folder}, steps there: {have} - check load and the step")
+        wanted = (
+            "global_stepN/checkpoint.json" if step is None else f"global_step{step}/checkpoint.json"
+        )
+        raise UserError(
+            f"checkpoint: looked for {wanted} in {folder}, steps there: {have} - check load and the step"
+        )
     return folder / f"global_step{found}"
 
 
@@ -118,7 +126,9 @@ def read_meta(path: Path) -> tuple[Config, dict[str, Any]]:
         meta = json.loads((path / "checkpoint.json").read_text())
         step, config_hash, vocab = meta["step"], meta["config_hash"], meta["vocab"]
     except (OSError, ValueError, KeyError) as fault:
-        raise UserError(f"{path}/checkpoint.json: not readable ({fault!r}) - copy the checkpoint again") from None
+        raise UserError(
+            f"{path}/checkpoint.json: not readable ({fault!r}) - copy the checkpoint again"
+        ) from None
     config = Config.from_saved(path / "config.yml")
     if config.hash != config_hash:
         files = "config.yml" if config.pos_emb_code is None else "config.yml with pos_emb_file.py"
@@ -130,7 +140,9 @@ def read_meta(path: Path) -> tuple[Config, dict[str, Any]]:
     return config, meta
 
 
-def load_for_evaluation(folder: str | Path, step: int | None = None) -> tuple[GPT, Config, dict[str, Any]]:
+def load_for_evaluation(
+    folder: str | Path, step: int | None = None
+) -> tuple[GPT, Config, dict[str, Any]]:
     """The trained model in float32 and eval mode, its own configuration, and checkpoint.json with `path` added.
 
     UserError where there is no checkpoint or it does not hold the model that its configuration describes.
@@ -141,11 +153,15 @@ def load_for_evaluation(folder: str | Path, step: int | None = None) -> tuple[GP
     try:
         weights = load_file(path / "model.safetensors")
     except (OSError, SafetensorError) as fault:
-        raise UserError(f"{path}/model.safetensors: cannot be read ({fault}) - copy the checkpoint again") from None
+        raise UserError(
+            f"{path}/model.safetensors: cannot be read ({fault}) - copy the checkpoint again"
+        ) from None
     try:
         model.load_state_dict(weights)
     except RuntimeError as fault:
-        raise UserError(f"{path}/model.safetensors: does not hold the model of its config.yml ({fault})") from None
+        raise UserError(
+            f"{path}/model.safetensors: does not hold the model of its config.yml ({fault})"
+        ) from None
     return model.eval(), config, {**meta, "path": str(path)}
 
 
@@ -160,7 +176,9 @@ def full_weights(engine: Any, *, keep: bool = True) -> dict[str, Tensor]:
     for name, parameter in engine.module.named_parameters():
         master = safe_get_full_fp32_param(parameter) if engine.zero_optimization() else None
         if keep:
-            weights[name] = (parameter if master is None else master).detach().float().cpu().contiguous()
+            weights[name] = (
+                (parameter if master is None else master).detach().float().cpu().contiguous()
+            )
     return weights
 
 
@@ -175,7 +193,9 @@ def _data_only() -> Iterator[None]:
     before = os.environ.get("TORCH_FORCE_WEIGHTS_ONLY_LOAD")
     os.environ["TORCH_FORCE_WEIGHTS_ONLY_LOAD"] = "1"
     try:
-        with torch.serialization.safe_globals([DynamicLossScaler, LossScaler, ZeroStageEnum, fragment_address]):
+        with torch.serialization.safe_globals(
+            [DynamicLossScaler, LossScaler, ZeroStageEnum, fragment_address]
+        ):
             yield
     finally:
         os.environ.pop("TORCH_FORCE_WEIGHTS_ONLY_LOAD")

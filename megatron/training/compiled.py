@@ -13,8 +13,12 @@ def compile_layers(model: GPT, device: torch.device) -> None:
     UserError where this machine cannot compile: that is tried here, before any training.
     """
     try:
-        torch.compile(_trial, dynamic=False)(torch.ones(64, device=device, requires_grad=True)).backward()
-    except Exception as fault:  # no compiler, no headers, no Triton: each backend raises something of its own
+        torch.compile(_trial, dynamic=False)(
+            torch.ones(64, device=device, requires_grad=True)
+        ).backward()
+    except (
+        Exception
+    ) as fault:  # no compiler, no headers, no Triton: each backend raises something of its own
         reason = (str(fault).strip() or repr(fault)).splitlines()[0]
         cure = "install a C++ compiler (g++) and Python's headers, or set torch_compile: false"
         raise UserError(f"torch_compile: this machine cannot compile ({reason}) - {cure}") from None

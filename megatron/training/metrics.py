@@ -29,26 +29,51 @@ class Metrics:
     """
 
     def __init__(
-        self, folder: Path | None, settings: Any, config: dict[str, Any], *, resumed_at: int | None = None
+        self,
+        folder: Path | None,
+        settings: Any,
+        config: dict[str, Any],
+        *,
+        resumed_at: int | None = None,
     ) -> None:
         self.path = None if folder is None else folder / "metrics.jsonl"
         if self.path is not None:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             _make_room(self.path, resumed_at)
-        self.tensorboard = _tensorboard(settings.tensorboard_dir, resumed_at) if settings.tensorboard_dir else None
+        self.tensorboard = (
+            _tensorboard(settings.tensorboard_dir, resumed_at) if settings.tensorboard_dir else None
+        )
         self.wandb = _wandb(settings, config, folder) if settings.use_wandb else None
 
-    def log(self, step: int, kind: str, numbers: dict[str, Any], learned: dict[str, Tensor] | None = None) -> None:
+    def log(
+        self,
+        step: int,
+        kind: str,
+        numbers: dict[str, Any],
+        learned: dict[str, Tensor] | None = None,
+    ) -> None:
         """One record: `kind` is train or valid; `learned` are the encoding's parameters, per head."""
         numbers = {name: _finite(value) for name, value in numbers.items()}
         if self.path is not None:
-            tables = {name: _rounded(tensor) for name, tensor in (learned or {}).items() if tensor.numel() <= READABLE}
-            record = {"step": step, "kind": kind, **numbers, **({"position": tables} if tables else {})}
+            tables = {
+                name: _rounded(tensor)
+                for name, tensor in (learned or {}).items()
+                if tensor.numel() <= READABLE
+            }
+            record = {
+                "step": step,
+                "kind": kind,
+                **numbers,
+                **({"position": tables} if tables else {}),
+            }
             with self.path.open("a") as file:
                 file.write(json.dumps(record) + "\n")
         scalars = {f"{kind}/{name}": value for name, value in numbers.items() if value is not None}
         for name, tensor in (learned or {}).items():
-            scalars |= {f"position/{name}/{word}": getattr(tensor, word)().item() for word in ("mean", "min", "max")}
+            scalars |= {
+                f"position/{name}/{word}": getattr(tensor, word)().item()
+                for word in ("mean", "min", "max")
+            }
         if self.tensorboard is not None:
             for name, value in scalars.items():
                 self.tensorboard.add_scalar(name, value, step)
@@ -112,7 +137,9 @@ def _make_room(path: Path, resumed_at: int | None) -> None:
     if not path.exists():
         return
     if resumed_at is None:
-        number = next(n for n in itertools.count(1) if not path.with_name(f"{path.stem}.{n}.jsonl").exists())
+        number = next(
+            n for n in itertools.count(1) if not path.with_name(f"{path.stem}.{n}.jsonl").exists()
+        )
         path.rename(path.with_name(f"{path.stem}.{number}.jsonl"))
         return
     kept = [line for line in path.read_text().splitlines() if _step(line) <= resumed_at]
@@ -130,7 +157,9 @@ def _step(line: str) -> float:
 
 
 def _tensorboard(folder: str, resumed_at: int | None) -> Any:
-    from torch.utils.tensorboard import SummaryWriter  # slow to import, and not everybody writes events
+    from torch.utils.tensorboard import (
+        SummaryWriter,  # slow to import, and not everybody writes events
+    )
 
     return SummaryWriter(folder, purge_step=resumed_at + 1 if resumed_at else None)
 

@@ -22,7 +22,10 @@ def build_optimizer(model: nn.Module, settings: Any, device: torch.device) -> to
         learned = name.startswith("positions.")
         decays = settings.pos_emb_weight_decay if learned else parameter.dim() >= 2
         (decayed if decays else exempt).append(parameter)
-    groups = [{"params": decayed, "weight_decay": settings.weight_decay}, {"params": exempt, "weight_decay": 0.0}]
+    groups = [
+        {"params": decayed, "weight_decay": settings.weight_decay},
+        {"params": exempt, "weight_decay": 0.0},
+    ]
     return adam(device)(groups, lr=settings.lr, betas=settings.betas, eps=settings.eps)
 
 
@@ -42,7 +45,9 @@ def apex_fused_adam() -> Callable[..., torch.optim.Optimizer] | None:
         return None
     try:
         optimizers = importlib.import_module("apex.optimizers")
-        importlib.import_module("amp_C")  # its kernels: an apex installed without them fails only when it is called
+        importlib.import_module(
+            "amp_C"
+        )  # its kernels: an apex installed without them fails only when it is called
         return optimizers.FusedAdam
     except (ImportError, AttributeError):
         logger.warning(

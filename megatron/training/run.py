@@ -36,8 +36,12 @@ def train(config: Config, grid: Grid) -> Path | None:
     facts = check_vocabulary(config, tokens)
     start = starting_point(config, facts, grid)
     model = from_config(config, facts["vocab"])
-    if config.training.eval_interval:  # a length that the encoding refuses is said now, not at the first validation
-        model.position.on_embeddings(torch.zeros(1, config.data.seq_length_val, config.model.hidden_size))
+    if (
+        config.training.eval_interval
+    ):  # a length that the encoding refuses is said now, not at the first validation
+        model.position.on_embeddings(
+            torch.zeros(1, config.data.seq_length_val, config.model.hidden_size)
+        )
     run = Run(config, grid, tokens, facts, start)
     return run.to_the_end(Trainer(config, model, grid))
 
@@ -45,14 +49,26 @@ def train(config: Config, grid: Grid) -> Path | None:
 class Run:
     """What surrounds a trainer: its data, its metrics and its checkpoints. Data that cannot be had are refused here."""
 
-    def __init__(self, config: Config, grid: Grid, tokens: TokenFile, facts: dict[str, Any], start: Start) -> None:
-        self.config, self.grid, self.tokens, self.facts, self.start = config, grid, tokens, facts, start
+    def __init__(
+        self, config: Config, grid: Grid, tokens: TokenFile, facts: dict[str, Any], start: Start
+    ) -> None:
+        self.config, self.grid, self.tokens, self.facts, self.start = (
+            config,
+            grid,
+            tokens,
+            facts,
+            start,
+        )
         training = config.training
         self.steps = training.train_iters
-        self.windows_per_step = training.train_micro_batch_size_per_gpu * training.gradient_accumulation_steps
+        self.windows_per_step = (
+            training.train_micro_batch_size_per_gpu * training.gradient_accumulation_steps
+        )
         self.windows_per_step *= grid.ranks
         self.tokens_per_step = self.windows_per_step * config.model.seq_length
-        peak = config.logging.peak_theoretical_tflops or peak_tflops(grid.device, config.precision.dtype)
+        peak = config.logging.peak_theoretical_tflops or peak_tflops(
+            grid.device, config.precision.dtype
+        )
         self.throughput = Throughput(*flops_per_token(config.model, facts["vocab"]), peak=peak)
         self.folder = Path(config.checkpoint.save) if config.checkpoint.save else None
         self.windows = start.windows
@@ -85,7 +101,9 @@ class Run:
         if metrics is not None:
             metrics.close()
         if trainer.step < self.steps:
-            logger.warning(f"stopped at step {trainer.step} of {self.steps}, saved {saved}; load={saved} continues it")
+            logger.warning(
+                f"stopped at step {trainer.step} of {self.steps}, saved {saved}; load={saved} continues it"
+            )
             sys.exit(128 + (stop.signal or signal.SIGTERM))
         return saved
 
@@ -101,9 +119,13 @@ class Run:
             losses.append(result.pop("loss"))
             step, stops = trainer.step, stop.wanted(trainer.step)
             last = stops or step == self.steps
-            saves = self.folder is not None and (last or _divides(self.config.checkpoint.save_interval, step))
+            saves = self.folder is not None and (
+                last or _divides(self.config.checkpoint.save_interval, step)
+            )
             logs = last or _divides(self.config.logging.log_interval, step)
-            if logs or saves:  # only now do the ranks, and the device and the host, wait for each other
+            if (
+                logs or saves
+            ):  # only now do the ranks, and the device and the host, wait for each other
                 losses = list(self.grid.mean(torch.stack(losses)))
                 _check_finite(losses, step)
             if logs:
@@ -121,7 +143,12 @@ class Run:
 
     def _metrics(self, step: int) -> Metrics:
         logs = Path(self.config.logging.log_dir) if self.config.logging.log_dir else self.folder
-        return Metrics(logs, self.config.logging, self.config.flat(), resumed_at=step if self.start.path else None)
+        return Metrics(
+            logs,
+            self.config.logging,
+            self.config.flat(),
+            resumed_at=step if self.start.path else None,
+        )
 
     def _windows(self, part: str, length: int, used: int = 0) -> Iterator[Tensor]:
         """Batches [micro_batch, length + 1] of a part, after `used` windows of all ranks together."""
@@ -133,7 +160,9 @@ class Run:
             part=part,
             length=length,
             seed=training.seed,
-            num_samples=self.steps * self.windows_per_step if part == "train" else training.eval_iters * batch,
+            num_samples=self.steps * self.windows_per_step
+            if part == "train"
+            else training.eval_iters * batch,
         )
         return batches(
             samples,
@@ -147,7 +176,12 @@ class Run:
         )
 
     def _log(
-        self, trainer: Trainer, loss: float, result: dict[str, Any], progress: Progress, metrics: Metrics | None
+        self,
+        trainer: Trainer,
+        loss: float,
+        result: dict[str, Any],
+        progress: Progress,
+        metrics: Metrics | None,
     ) -> None:
         if metrics is None:
             return
@@ -182,7 +216,9 @@ class Run:
         if metrics is not None:
             step, perplexity = trainer.step, math.exp(min(loss, 700.0))
             metrics.log(step, "valid", {"loss": loss, "perplexity": perplexity, "length": length})
-            logger.info(f"step {step}: validation loss {loss:.4f}, perplexity {perplexity:.3f} at length {length}")
+            logger.info(
+                f"step {step}: validation loss {loss:.4f}, perplexity {perplexity:.3f} at length {length}"
+            )
 
     def _save(self, trainer: Trainer, losses: list[Tensor]) -> Path:
         assert self.folder is not None
@@ -194,7 +230,9 @@ class Run:
         }
         saved = checkpoint.save(trainer, self.folder, facts)
         if self.grid.first:
-            checkpoint.keep_last(self.folder, trainer.step, self.config.checkpoint.keep_last_n_checkpoints)
+            checkpoint.keep_last(
+                self.folder, trainer.step, self.config.checkpoint.keep_last_n_checkpoints
+            )
             logger.info("saved %s", saved)
         return saved
 
@@ -203,7 +241,9 @@ def _make(folder: Path) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as fault:
-        raise UserError(f"save: {folder} cannot be made ({fault.strerror}) - choose another folder") from None
+        raise UserError(
+            f"save: {folder} cannot be made ({fault.strerror}) - choose another folder"
+        ) from None
 
 
 def _divides(interval: int, step: int) -> bool:

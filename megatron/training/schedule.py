@@ -18,7 +18,9 @@ def learning_rate(step: int, optimizer: Any) -> float:
     return max(value, optimizer.min_lr)
 
 
-def standard(step: int, *, peak: float, steps: int, warmup: float, style: str, floor: float) -> float:
+def standard(
+    step: int, *, peak: float, steps: int, warmup: float, style: str, floor: float
+) -> float:
     """Linear warm-up from the first step on, then a decay that would reach the floor one step after the last."""
     if step + 1 < warmup:
         return peak * (step + 1) / warmup
@@ -26,7 +28,9 @@ def standard(step: int, *, peak: float, steps: int, warmup: float, style: str, f
     return floor + (peak - floor) * _decay(style, progress)
 
 
-def neox_2022(step: int, *, peak: float, steps: int, warmup: float, style: str, floor: float) -> float:
+def neox_2022(
+    step: int, *, peak: float, steps: int, warmup: float, style: str, floor: float
+) -> float:
     """As GPT-NeoX computed it when KERPLE and MEP were made (learning_rates.py at 738b87e): the first step has rate 0,
     the decay is divided by the whole length instead of what the warm-up leaves, and the last `warmup` steps
     stand still."""

@@ -57,7 +57,11 @@ def _checkpoint_of(load: str | None, save: str | None) -> Path | None:
 def _check_same_model(config: Config, trained: Config, path: Path) -> None:
     """Refuse another model than the checkpoint's; name every other difference."""
     now, then = config.model_keys(), trained.model_keys()
-    broken = [f"{key}: {then.get(key)!r} there, {now[key]!r} here" for key in now if now[key] != then.get(key)]
+    broken = [
+        f"{key}: {then.get(key)!r} there, {now[key]!r} here"
+        for key in now
+        if now[key] != then.get(key)
+    ]
     if broken:
         raise UserError(
             f"load: {path} is another model ({'; '.join(broken)}) - use its configuration, or save elsewhere"
@@ -78,13 +82,19 @@ def _check_same_text(facts: dict[str, Any], meta: dict[str, Any], path: Path) ->
         )
 
 
-def _check_engine(config: Config, trained: Config, meta: dict[str, Any], grid: Grid, path: Path) -> None:
+def _check_engine(
+    config: Config, trained: Config, meta: dict[str, Any], grid: Grid, path: Path
+) -> None:
     """ZeRO's optimizer state fits only the stage, the precision and the number of ranks that wrote it."""
 
     def says(one: Config, ranks: int) -> str:
         stage = one.parallel.zero_stage
-        return f"{one.precision.dtype}, ZeRO stage {stage}" + (f", {ranks} rank(s)" if stage else "")
+        return f"{one.precision.dtype}, ZeRO stage {stage}" + (
+            f", {ranks} rank(s)" if stage else ""
+        )
 
     then, now = says(trained, meta["ranks"]), says(config, grid.ranks)
     if then != now:
-        raise UserError(f"load: {path} was written with {then}; the engine's state does not fit {now} - use the same")
+        raise UserError(
+            f"load: {path} was written with {then}; the engine's state does not fit {now} - use the same"
+        )

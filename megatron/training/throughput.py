@@ -79,7 +79,9 @@ def peak_tflops(device: torch.device, precision: str) -> float | None:
 def peak_of(name: str, precision: str) -> float | None:
     """The same by the name that CUDA gives the device: `NVIDIA A100-SXM4-80GB`, `Tesla V100-SXM2-16GB` …"""
     bare = re.sub(r"^(NVIDIA|Tesla) ", "", name)
-    return next((peaks.get(precision) for pattern, peaks in PEAKS if re.fullmatch(pattern, bare)), None)
+    return next(
+        (peaks.get(precision) for pattern, peaks in PEAKS if re.fullmatch(pattern, bare)), None
+    )
 
 
 def peak_memory(device: torch.device) -> int:
@@ -88,4 +90,6 @@ def peak_memory(device: torch.device) -> int:
         most = torch.cuda.max_memory_allocated(device)
         torch.cuda.reset_peak_memory_stats(device)
         return most
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (
+        1 if sys.platform == "darwin" else 1024
+    )

@@ -57,7 +57,9 @@ class Trainer:
         """One optimizer step over gradient_accumulation_steps batches [micro_batch, length + 1]: loss, lr, norm."""
         self.engine.train()
         # The randomness of a step depends on the seed, the step and the rank alone: a resumed run draws the same.
-        torch.manual_seed((self.config.training.seed * 1_000_003 + self.step) * self.grid.ranks + self.grid.rank)
+        torch.manual_seed(
+            (self.config.training.seed * 1_000_003 + self.step) * self.grid.ranks + self.grid.rank
+        )
         lr = learning_rate(self.step, self.config.optimizer)
         for group in self.engine.optimizer.param_groups:
             group["lr"] = lr
@@ -65,7 +67,10 @@ class Trainer:
         for batch in micro_batches:
             loss = self.losses(batch, mean=True)
             self.engine.backward(loss)
-            if self.engine.is_gradient_accumulation_boundary() and not self.engine.zero_optimization():
+            if (
+                self.engine.is_gradient_accumulation_boundary()
+                and not self.engine.zero_optimization()
+            ):
                 norm = _gradient_norm(self.model)
             self.engine.step()
             total += loss.detach() / len(micro_batches)
@@ -101,15 +106,23 @@ class Trainer:
         from deepspeed.utils import safe_get_full_fp32_param
 
         positions = cast(Iterable[Position], self.model.positions)
-        for module, name, parameter in chain.from_iterable(position.own_parameters() for position in positions):
+        for module, name, parameter in chain.from_iterable(
+            position.own_parameters() for position in positions
+        ):
             if _count(parameter) <= SMALL:
-                shape = getattr(parameter, "ds_shape", parameter.shape)  # ZeRO 3 leaves nothing in its place
-                module.exact[name] = cast(Tensor, safe_get_full_fp32_param(parameter)).detach().view(shape)
+                shape = getattr(
+                    parameter, "ds_shape", parameter.shape
+                )  # ZeRO 3 leaves nothing in its place
+                module.exact[name] = (
+                    cast(Tensor, safe_get_full_fp32_param(parameter)).detach().view(shape)
+                )
 
     def parameter_counts(self) -> tuple[int, int]:
         """Parameters of the whole model, and of the encoding."""
         modules = (self.model, self.model.positions)
-        whole, position = (sum(_count(parameter) for parameter in module.parameters()) for module in modules)
+        whole, position = (
+            sum(_count(parameter) for parameter in module.parameters()) for module in modules
+        )
         return whole, position
 
 
@@ -127,6 +140,8 @@ def _gradient_norm(model: torch.nn.Module) -> Tensor:
 def quiet_deepspeed() -> Iterator[None]:
     """Leave only DeepSpeed's warnings on the console; it also prints memory figures while it builds an engine."""
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
-    warnings.filterwarnings("ignore", category=FutureWarning, module=r"deepspeed|torch\.distributed")
+    warnings.filterwarnings(
+        "ignore", category=FutureWarning, module=r"deepspeed|torch\.distributed"
+    )
     with redirect_stdout(StringIO()):
         yield

@@ -19,9 +19,9 @@ def check_vocabulary(config: Config, tokens: TokenFile) -> dict[str, Any]:
     if data.vocab_file or data.tokenizer_type == "CharLevelTokenizer":
         tokenizer = build_tokenizer(data.tokenizer_type, data.vocab_file, data.merge_file)
         tokens.check_tokenizer(tokenizer)
-        found: dict[str, Any] = {key: getattr(tokenizer, key) for key in ("hash", "vocab_size", "eod")} | {
-            "type": tokenizer.name
-        }
+        found: dict[str, Any] = {
+            key: getattr(tokenizer, key) for key in ("hash", "vocab_size", "eod")
+        } | {"type": tokenizer.name}
     elif "tokenizer" in tokens.meta:
         found = tokens.meta["tokenizer"]
     else:

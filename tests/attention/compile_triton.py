@@ -45,23 +45,40 @@ def argument(name: str, constant: bool, dtype: str) -> str:
 def build(name: str, arch: int, dtype: torch.dtype, head_dim: int, flags: str) -> dict:
     """One cubin: its shared memory in bytes, registers, and the bytes of registers spilled."""
     program = getattr(triton_programs, name)
-    signature = {one.name: argument(one.name, one.is_constexpr, TYPES[dtype]) for one in program.params}
+    signature = {
+        one.name: argument(one.name, one.is_constexpr, TYPES[dtype]) for one in program.params
+    }
     columns = triton_kernel.columns(head_dim)
     tiles = TILES[name](columns, dtype.itemsize)
-    constants = {"BLOCK": tiles.keys, "BLOCK_Q": tiles.queries, "BLOCK_K": tiles.keys, "PRECISION": "ieee"}
+    constants = {
+        "BLOCK": tiles.keys,
+        "BLOCK_Q": tiles.queries,
+        "BLOCK_K": tiles.keys,
+        "PRECISION": "ieee",
+    }
     constants |= {"HEAD_DIM": head_dim, "COLUMNS": columns}
     constants |= {flag: flag in flags for flag in ("WEIGHT", "CHUNK", "SEGMENTS")}
     constants = {key: value for key, value in constants.items() if key in signature}
     aligned = [
         index
         for index, (key, kind) in enumerate(signature.items())
-        if kind.startswith("*") or key.endswith(("_batch", "_head", "_row")) or key in ("queries", "keys")
+        if kind.startswith("*")
+        or key.endswith(("_batch", "_head", "_row"))
+        or key in ("queries", "keys")
     ]
-    source = ASTSource(program, signature, constants, {(index,): [["tt.divisibility", 16]] for index in aligned})
+    source = ASTSource(
+        program, signature, constants, {(index,): [["tt.divisibility", 16]] for index in aligned}
+    )
     options = {"num_warps": tiles.warps, "num_stages": tiles.stages}
     built = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
     registers, stack = usage(built.asm["cubin"])
-    case = {"program": name, "arch": arch, "dtype": TYPES[dtype], "head_dim": head_dim, "flags": flags}
+    case = {
+        "program": name,
+        "arch": arch,
+        "dtype": TYPES[dtype],
+        "head_dim": head_dim,
+        "flags": flags,
+    }
     return case | {"shared": built.metadata.shared, "registers": registers, "spilled": stack}
 
 
@@ -71,7 +88,9 @@ def usage(cubin: bytes) -> tuple[int, int]:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
-        told = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
+        told = subprocess.run(
+            [tool, "-res-usage", file.name], capture_output=True, text=True, check=True
+        ).stdout
     found = dict(re.findall(r"(REG|STACK):(\d+)", told))
     return int(found["REG"]), int(found["STACK"])
 

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from torch.nn.attention import flex_attention as torch_flex
 
 from megatron.attention import BACKENDS, REFUSALS, Needs, attention, refusal
+from megatron.conformance.subject import VOCAB, Subject
 from megatron.errors import UserError
-from megatron.model.subject import VOCAB, Subject
 from megatron.positions import REGISTRY
 from tests.support import NEEDED
 
@@ -34,14 +34,20 @@ def _if_compiled(refuses: Callable[[Needs], str | None]) -> Callable[[Needs], st
 def here(backend: str):
     """The backend as a parameter of a test, skipped where this machine cannot run it."""
     reason = refusal(backend, Needs(torch.empty(1, 1, 1, 16)))
-    return pytest.param(backend, marks=pytest.mark.skip(reason=f"{backend}: {reason}") if reason else ())
+    return pytest.param(
+        backend, marks=pytest.mark.skip(reason=f"{backend}: {reason}") if reason else ()
+    )
 
 
 every_backend = pytest.mark.parametrize("backend", [here(name) for name in sorted(BACKENDS)])
-every_other_backend = pytest.mark.parametrize("backend", [here(name) for name in sorted(BACKENDS) if name != "eager"])
+every_other_backend = pytest.mark.parametrize(
+    "backend", [here(name) for name in sorted(BACKENDS) if name != "eager"]
+)
 
 
-def inputs(batch, heads, queries, keys, head_dim, *, bias=True, weight=False, dtype=torch.float32, seed=0):
+def inputs(
+    batch, heads, queries, keys, head_dim, *, bias=True, weight=False, dtype=torch.float32, seed=0
+):
     draw = torch.Generator().manual_seed(seed)
     q = torch.randn(batch, heads, queries, head_dim, generator=draw, dtype=dtype)
     k, v = torch.randn(2, batch, heads, keys, head_dim, generator=draw, dtype=dtype)
@@ -102,18 +108,27 @@ def test_every_backend_keeps_the_contract(backend, queries, case):
     segments = torch.tensor([[0] * 4 + [1] * 15, [0] * 17 + [1] * 2]) if documents else None
     more = {"weight": tables["weight"], **seen, "segments": segments}
     out = attention(q, k, v, tables["bias"], **more, backend=backend, self_check=False)
-    torch.testing.assert_close(out.double(), by_loop(q, k, v, tables["bias"], **more), rtol=0, atol=2e-6)
+    torch.testing.assert_close(
+        out.double(), by_loop(q, k, v, tables["bias"], **more), rtol=0, atol=2e-6
+    )
 
 
 @st.composite
 def cases(draw, longest: int):
     """Inputs of attention and what hides keys; lengths around the blocks of every backend, and any others."""
-    keys = draw(st.one_of(st.integers(1, longest), st.sampled_from([1, 2, 64, 65, 127, 128, 129, 255, 256, 257, 513])))
+    keys = draw(
+        st.one_of(
+            st.integers(1, longest),
+            st.sampled_from([1, 2, 64, 65, 127, 128, 129, 255, 256, 257, 513]),
+        )
+    )
     keys = min(keys, longest)
     queries = draw(st.one_of(st.just(keys), st.just(1), st.integers(1, keys)))
     batch, bias, weight = draw(st.integers(1, 4)), draw(st.booleans()), draw(st.booleans())
     tensors, tables = inputs(batch, 2, queries, keys, 8, bias=bias, weight=weight)
-    segments = torch.randint(0, 3, (batch, keys)).sort(dim=1).values if draw(st.booleans()) else None
+    segments = (
+        torch.randint(0, 3, (batch, keys)).sort(dim=1).values if draw(st.booleans()) else None
+    )
     reach = st.one_of(st.none(), st.integers(1, longest))
     return tensors, tables, {"window": draw(reach), "chunk": draw(reach), "segments": segments}
 
@@ -143,7 +158,9 @@ def test_every_backend_agrees_with_the_definition_in_values_and_gradients(backen
 def test_two_runs_give_the_same_bits(backend):
     tensors, tables = inputs(2, 1, 150, 150, 8, weight=True)
     more = {"window": 140, "segments": (torch.arange(150) // 80).expand(2, -1)}
-    for first, second in zip(*(results(backend, tensors, tables, more) for _ in range(2)), strict=True):
+    for first, second in zip(
+        *(results(backend, tensors, tables, more) for _ in range(2)), strict=True
+    ):
         assert torch.equal(first, second)
 
 
@@ -163,17 +180,23 @@ def test_a_learned_table_gets_an_exact_gradient(backend):
 @every_backend
 def test_bfloat16_inputs_keep_a_float32_table(backend):
     if backend == "triton":
-        pytest.skip("triton's interpreter cannot compute in bfloat16; tests/attention/test_cuda.py has it")
+        pytest.skip(
+            "triton's interpreter cannot compute in bfloat16; tests/attention/test_cuda.py has it"
+        )
     tensors, tables = inputs(1, 2, 400, 400, 16)
     expected = attention(*[x.double() for x in tensors], tables["bias"].double(), backend="eager")
-    out = attention(*[x.bfloat16() for x in tensors], tables["bias"], backend=backend, self_check=False)
+    out = attention(
+        *[x.bfloat16() for x in tensors], tables["bias"], backend=backend, self_check=False
+    )
     assert out.dtype == torch.bfloat16
     torch.testing.assert_close(out.double(), expected, rtol=0, atol=3e-2)
 
 
 @every_backend
 def test_what_comes_later_is_not_seen_far_out_under_the_steepest_slope(backend):
-    length = {"sdpa": 16384, "triton": 200}.get(backend, 2048)  # without their compilers the others hold the square
+    length = {"sdpa": 16384, "triton": 200}.get(
+        backend, 2048
+    )  # without their compilers the others hold the square
     (q, k, v), _ = inputs(1, 1, length, length, 8)
     bias = -0.7071 * torch.arange(length)[None]
     before = attention(q, k, v, bias, backend=backend, self_check=False)
@@ -191,7 +214,9 @@ def test_every_encoding_learns_alike_whatever_the_backend(name, backend):
     ids, found = torch.randint(VOCAB, (1, length + 1)), {}
     position = subject.position()
     if position.has("on_scores") or (position.has("index_bias") and backend != "sdpa"):
-        with pytest.raises(UserError, match=f"attention_backend: {backend} cannot compute this: .*; choose"):
+        with pytest.raises(
+            UserError, match=f"attention_backend: {backend} cannot compute this: .*; choose"
+        ):
             subject.gpt(backend, layers=1)(ids)
         return
     for one in ("eager", backend):
@@ -200,7 +225,10 @@ def test_every_encoding_learns_alike_whatever_the_backend(name, backend):
         torch.manual_seed(0)  # for encodings that draw positions
         losses = gpt(ids[:, :-1], labels=ids[:, 1:])
         losses.mean().backward()
-        found[one] = {"losses": losses, **{path: value.grad for path, value in gpt.named_parameters()}}
+        found[one] = {
+            "losses": losses,
+            **{path: value.grad for path, value in gpt.named_parameters()},
+        }
     for path, defined in found["eager"].items():
         torch.testing.assert_close(
             found[backend][path], defined, rtol=1e-3, atol=1e-6, msg=lambda m, p=path: f"{p}: {m}"

@@ -13,13 +13,21 @@ NAMES = ("q", "k", "v", "bias", "weight")
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 1e-2}
 
 
-def leaves(batch, heads, queries, keys, head_dim=8, *, bias=True, weight=False, dtype=torch.float32):
+def leaves(
+    batch, heads, queries, keys, head_dim=8, *, bias=True, weight=False, dtype=torch.float32
+):
     """q, k and v are views of one fused projection, as the model has them; tables are float32 or wider."""
     fused = torch.randn(batch, keys, heads, 3, head_dim).to(dtype)
     q, k, v = fused.permute(3, 0, 2, 1, 4)
     wide = torch.promote_types(dtype, torch.float32)
     tables = [torch.randn(heads, keys + 3, dtype=wide), torch.rand(heads, keys + 3, dtype=wide)]
-    return [q[:, :, keys - queries :], k, v, tables[0] if bias else None, tables[1] if weight else None]
+    return [
+        q[:, :, keys - queries :],
+        k,
+        v,
+        tables[0] if bias else None,
+        tables[1] if weight else None,
+    ]
 
 
 def towards(out, dtype):
@@ -43,12 +51,21 @@ def agree(tensors, learned, **more):
     """Errors are relative to a value's norm; one that cancels, as with one key or two, is held to the output's."""
     dtype = tensors[0].dtype
     ours = run(tensors, learned, dtype=dtype, **more)
-    truth = run([x if x is None else x.double() for x in tensors], learned, backend="eager", dtype=dtype, **more)
+    truth = run(
+        [x if x is None else x.double() for x in tensors],
+        learned,
+        backend="eager",
+        dtype=dtype,
+        **more,
+    )
     assert ours.keys() == truth.keys()
     for name, value in ours.items():
         like = tensors[0] if name == "out" else tensors[NAMES.index(name)]
         assert value.dtype == like.dtype
-        error, size = (value.double() - truth[name]).norm(), max(truth[name].norm(), 0.1 * truth["out"].norm())
+        error, size = (
+            (value.double() - truth[name]).norm(),
+            max(truth[name].norm(), 0.1 * truth["out"].norm()),
+        )
         tolerance = TOLERANCE[dtype] * (3 if name in ("q", "k", "v") else 1)
         assert error <= tolerance * size, f"{name}: {error / size:.2g}"
 
@@ -65,10 +82,14 @@ def test_values_and_gradients_are_those_of_the_definition_in_float64(data):
     more = {
         "window": data.draw(st.one_of(st.none(), st.integers(1, 600))),
         "chunk": data.draw(st.one_of(st.none(), st.sampled_from([1, 5, 64, 200, 300]))),
-        "segments": torch.randint(0, 3, (batch, keys)).sort(dim=1).values if data.draw(st.booleans()) else None,
+        "segments": torch.randint(0, 3, (batch, keys)).sort(dim=1).values
+        if data.draw(st.booleans())
+        else None,
     }
     learned = data.draw(st.sets(st.sampled_from(NAMES)))
-    agree(leaves(batch, heads, queries, keys, bias=bias, weight=weight, dtype=dtype), learned, **more)
+    agree(
+        leaves(batch, heads, queries, keys, bias=bias, weight=weight, dtype=dtype), learned, **more
+    )
 
 
 @pytest.mark.parametrize("dtype", list(TOLERANCE))
@@ -100,5 +121,7 @@ def test_checkpointing_and_inference_change_nothing():
         assert torch.equal(attention(*tensors[:4], backend="sdpa"), plain["out"])
     given = [x.detach().requires_grad_() for x in tensors[:4]]
     out = checkpoint(lambda *x: attention(*x, backend="sdpa"), *given, use_reentrant=False)
-    for name, grad in zip(NAMES, torch.autograd.grad(out, given, towards(out, torch.float32)), strict=False):
+    for name, grad in zip(
+        NAMES, torch.autograd.grad(out, given, towards(out, torch.float32)), strict=False
+    ):
         assert torch.equal(grad, plain[name])

@@ -5,11 +5,13 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from megatron.attention import BACKENDS, REFUSALS, Needs, attention, choose
+from megatron.conformance.subject import Subject
 from megatron.errors import UserError
-from megatron.model.subject import Subject
 
 
-def queries(device: str = "cuda", dtype: torch.dtype = torch.bfloat16, head_dim: int = 64) -> torch.Tensor:
+def queries(
+    device: str = "cuda", dtype: torch.dtype = torch.bfloat16, head_dim: int = 64
+) -> torch.Tensor:
     """A tensor that has no memory, so that a CUDA device can be asked about where there is none."""
     with FakeTensorMode():
         return torch.empty(1, 2, 8, head_dim, device=device, dtype=dtype)
@@ -20,12 +22,21 @@ def queries(device: str = "cuda", dtype: torch.dtype = torch.bfloat16, head_dim:
     [
         (Needs(queries("cpu"), tables=True, gradient=True), "sdpa (auto: on the CPU)"),
         (Needs(queries("cpu"), content=True), "eager (auto: the encoding looks at content)"),
-        (Needs(queries(), content=True, tables=True), "eager (auto: the encoding looks at content)"),
+        (
+            Needs(queries(), content=True, tables=True),
+            "eager (auto: the encoding looks at content)",
+        ),
         (Needs(queries(), gradient=True), "sdpa (auto: plain causal on CUDA)"),
         (Needs(queries(), tables=True, gradient=True), "triton (auto: distance table on CUDA)"),
         (Needs(queries(), narrowed=True), "triton (auto: narrowed sight on CUDA)"),
-        (Needs(queries(head_dim=256), tables=True), "flex (auto: distance table on CUDA; not triton: head_dim 256"),
-        (Needs(queries(), index_bias=True), "sdpa (auto: index bias on CUDA; not triton: it reads biases from a table"),
+        (
+            Needs(queries(head_dim=256), tables=True),
+            "flex (auto: distance table on CUDA; not triton: head_dim 256",
+        ),
+        (
+            Needs(queries(), index_bias=True),
+            "sdpa (auto: index bias on CUDA; not triton: it reads biases from a table",
+        ),
     ],
 )
 def test_auto_takes_the_best_and_says_why(needs, chosen):
@@ -36,23 +47,46 @@ def test_auto_takes_the_best_and_says_why(needs, chosen):
 def test_without_triton_flex_stands_in(monkeypatch):
     monkeypatch.setitem(REFUSALS, "triton", lambda needs: "the package triton is not installed")
     choice = choose("auto", Needs(queries(), tables=True, gradient=True))
-    assert str(choice) == "flex (auto: distance table on CUDA; not triton: the package triton is not installed)"
+    assert (
+        str(choice)
+        == "flex (auto: distance table on CUDA; not triton: the package triton is not installed)"
+    )
 
 
 @pytest.mark.parametrize(
     ("backend", "needs", "message"),
     [
         ("flash", {}, "'flash' is not known; choose from auto, eager, sdpa, flex, triton"),
-        ("sdpa", {"content": True}, "sdpa cannot compute this: the encoding looks at content; choose eager"),
-        ("flex", {"gradient": True}, "flex cannot compute this: it has no gradients on cpu; choose auto or sdpa"),
+        (
+            "sdpa",
+            {"content": True},
+            "sdpa cannot compute this: the encoding looks at content; choose eager",
+        ),
+        (
+            "flex",
+            {"gradient": True},
+            "flex cannot compute this: it has no gradients on cpu; choose auto or sdpa",
+        ),
         (
             "flex",
             {"index_bias": True},
             "flex cannot compute this: it reads biases from a table .*; choose auto or sdpa",
         ),
-        ("flex", {"q": queries(head_dim=8)}, "flex cannot compute this: head_dim 8 is less than 16; choose auto or"),
-        ("flex", {"q": queries(dtype=torch.float64)}, "flex cannot compute this: it does not know float64 on CUDA"),
-        ("triton", {"q": queries(head_dim=256)}, "triton cannot compute this: .*; choose auto or sdpa"),
+        (
+            "flex",
+            {"q": queries(head_dim=8)},
+            "flex cannot compute this: head_dim 8 is less than 16; choose auto or",
+        ),
+        (
+            "flex",
+            {"q": queries(dtype=torch.float64)},
+            "flex cannot compute this: it does not know float64 on CUDA",
+        ),
+        (
+            "triton",
+            {"q": queries(head_dim=256)},
+            "triton cannot compute this: .*; choose auto or sdpa",
+        ),
     ],
 )
 def test_a_backend_that_cannot_compute_something_says_why_and_what_can(backend, needs, message):

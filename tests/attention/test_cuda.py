@@ -23,15 +23,22 @@ def inputs(dtype, length, *, batch=2, queries=None, weighted=False):
     """q, k, v, bias and, if weighted, weight on the device; the biases fall with distance and are not smooth."""
     draw = torch.Generator().manual_seed(length)
     q, k, v = torch.randn(3, batch, 4, length, 64, generator=draw).to(dtype).cuda()
-    bias = torch.randn(4, length, generator=draw) - torch.rand(4, 1, generator=draw) * torch.arange(length) / 50
+    bias = (
+        torch.randn(4, length, generator=draw)
+        - torch.rand(4, 1, generator=draw) * torch.arange(length) / 50
+    )
     weight = [torch.rand(4, length, generator=draw).cuda()] if weighted else []
     return [q[:, :, length - (queries or length) :], k, v, bias.cuda(), *weight]
 
 
 def results(backend, given, *, precise=False, **more):
     """Output and all gradients."""
-    leaves = [x.detach().clone().to(torch.float64 if precise else x.dtype).requires_grad_() for x in given]
-    out = attention(*leaves[:4], weight=leaves[4] if len(leaves) > 4 else None, backend=backend, **more)
+    leaves = [
+        x.detach().clone().to(torch.float64 if precise else x.dtype).requires_grad_() for x in given
+    ]
+    out = attention(
+        *leaves[:4], weight=leaves[4] if len(leaves) > 4 else None, backend=backend, **more
+    )
     onto = torch.randn(out.shape, generator=torch.Generator().manual_seed(1)).to(out)
     return [out.detach(), *torch.autograd.grad(out, leaves, onto)]
 
@@ -44,7 +51,9 @@ def errors(found, exact):
 
 
 @pytest.mark.parametrize(("backend", "dtype", "length"), CASES)
-def test_values_and_gradients_at_real_lengths_are_those_of_the_definition_in_float64(backend, dtype, length):
+def test_values_and_gradients_at_real_lengths_are_those_of_the_definition_in_float64(
+    backend, dtype, length
+):
     given = inputs(dtype, length)
     found = errors(results(backend, given), results("eager", given, precise=True))
     assert max(found) < TOLERANCE[dtype], found
@@ -77,7 +86,11 @@ def test_auto_is_triton_with_a_table_and_flash_without(monkeypatch):
     acted = []
     for name in ("sdpa", "triton"):
         function = BACKENDS[name]
-        monkeypatch.setitem(BACKENDS, name, lambda *x, n=name, f=function, **more: (acted.append(n), f(*x, **more))[1])
+        monkeypatch.setitem(
+            BACKENDS,
+            name,
+            lambda *x, n=name, f=function, **more: (acted.append(n), f(*x, **more))[1],
+        )
     q, k, v, bias = inputs(torch.bfloat16, 512)
     attention(q, k, v, bias)
     assert set(acted) == {"triton"}

@@ -15,20 +15,30 @@ from megatron.attention.flex import _block_mask, flex
 @pytest.mark.parametrize("documents", [False, True])
 def test_blocks_are_those_that_torch_finds_in_the_whole_mask(before, window, chunk, documents):
     queries, keys = 512, 768
-    segments = (torch.arange(before + queries) // 150).expand(2, -1)[:, :keys] if documents else None
+    segments = (
+        (torch.arange(before + queries) // 150).expand(2, -1)[:, :keys] if documents else None
+    )
     ours = _block_mask(queries, keys, before, window, chunk, torch.device("cpu"), segments)
     index = torch.arange(max(before + queries, keys))
-    padded = None if segments is None else torch.cat([segments, segments[:, -1:].expand(-1, len(index))], dim=1)
+    padded = (
+        None
+        if segments is None
+        else torch.cat([segments, segments[:, -1:].expand(-1, len(index))], dim=1)
+    )
     unseen = hidden(index[before : before + queries], index[:keys], window, chunk, padded)
     unseen = unseen.expand(2 if documents else 1, 1, -1, -1)
-    theirs = create_block_mask(lambda b, h, i, j: ~unseen[b, 0, i, j], len(unseen), 1, queries, keys, device="cpu")
+    theirs = create_block_mask(
+        lambda b, h, i, j: ~unseen[b, 0, i, j], len(unseen), 1, queries, keys, device="cpu"
+    )
     assert torch.equal(ours.to_dense(), theirs.to_dense())
     for name in ("kv_num_blocks", "full_kv_num_blocks", "q_num_blocks", "full_q_num_blocks"):
         assert torch.equal(getattr(ours, name), getattr(theirs, name)), name
 
 
 def test_what_an_evaluation_leaves_behind_serves_a_training_step(monkeypatch):
-    monkeypatch.setattr(torch_flex, "_validate_device", lambda *_: None)  # torch refuses gradients on the CPU
+    monkeypatch.setattr(
+        torch_flex, "_validate_device", lambda *_: None
+    )  # torch refuses gradients on the CPU
     q, k, v = torch.randn(3, 1, 1, 33, 8)
     absent = {"weight": None, "window": None, "chunk": None, "segments": None}
     with torch.inference_mode():

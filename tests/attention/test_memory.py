@@ -6,8 +6,13 @@ import pytest
 
 from tests.support import run
 
-HEADS, ALL_HEADS = 3, 12  # nothing is shared by heads, so that 12 need at most four times what 3 need
-pytestmark = pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="needs Linux's /proc")
+HEADS, ALL_HEADS = (
+    3,
+    12,
+)  # nothing is shared by heads, so that 12 need at most four times what 3 need
+pytestmark = pytest.mark.skipif(
+    not Path("/proc/self/clear_refs").exists(), reason="needs Linux's /proc"
+)
 
 SCRIPT = """
 import sys
@@ -41,7 +46,9 @@ def test_memory_grows_with_length_and_16384_tokens_with_12_heads_need_less_than_
     env = {"MALLOC_MMAP_THRESHOLD_": "65536"}
     found = run("-c", SCRIPT.replace("HEADS", str(HEADS)), env=env, timeout=400)
     assert found.returncode == 0, found.stderr
-    forward, both = zip(*[map(int, line.split()) for line in found.stdout.splitlines()], strict=True)
+    forward, both = zip(
+        *[map(int, line.split()) for line in found.stdout.splitlines()], strict=True
+    )
     for used in (forward, both):
         assert used[2] < 2.2 * used[1] < 2.2**2 * used[0], f"{used} KiB"
     assert forward[2] * ALL_HEADS / HEADS < 256 * 1024, f"{forward} KiB"

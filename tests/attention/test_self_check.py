@@ -56,8 +56,16 @@ def crash(q, *rest, **more):
 @pytest.mark.parametrize(
     ("broken", "more", "message"),
     [
-        (a_key_too_far, {}, r"wrong on cpu \(float32, head_dim 16, bias\): its output differs .* by \d+\.\d%, at most"),
-        (half_a_gradient, {"learned": True}, r"\(.*, bias, with gradients\): its gradient of bias differs"),
+        (
+            a_key_too_far,
+            {},
+            r"wrong on cpu \(float32, head_dim 16, bias\): its output differs .* by \d+\.\d%, at most",
+        ),
+        (
+            half_a_gradient,
+            {"learned": True},
+            r"\(.*, bias, with gradients\): its gradient of bias differs",
+        ),
         (not_a_number_at_the_end, {}, "its output differs from the definition by nan%"),
         (no_window, {"window": 5}, r"bias and window\): its output differs"),
         (
@@ -110,7 +118,11 @@ def test_the_check_disturbs_nothing_around_it(plant):
     given["bias"].requires_grad_()
     after = torch.get_rng_state()
     for recomputed in (True, False):
-        out = checkpoint(attention, use_reentrant=False, **given) if recomputed else attention(**given)
+        out = (
+            checkpoint(attention, use_reentrant=False, **given)
+            if recomputed
+            else attention(**given)
+        )
         gradients += torch.autograd.grad(out.square().sum(), given["bias"])
     assert torch.equal(*gradients)
     assert torch.equal(torch.get_rng_state(), after)

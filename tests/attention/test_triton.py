@@ -17,15 +17,36 @@ PRECISION = {torch.float32: 3e-6, torch.float16: 2e-3, torch.bfloat16: 2e-2}
 """Largest error relative to the norm, or where that is less than 1; the interpreter does not know bfloat16."""
 
 
-def inputs(batch, heads, queries, keys, head_dim, *, bias=True, weight=False, dtype=torch.float32, documents=0):
+def inputs(
+    batch,
+    heads,
+    queries,
+    keys,
+    head_dim,
+    *,
+    bias=True,
+    weight=False,
+    dtype=torch.float32,
+    documents=0,
+):
     """q, k, v, both tables, and segments that come back after others."""
     draw = torch.Generator().manual_seed(0)
-    q, k, v = (torch.randn(batch, heads, n, head_dim, generator=draw) for n in (queries, keys, keys))
-    tables = [torch.randn(heads, keys + 3, generator=draw) if given else None for given in (bias, weight)]
-    segments = torch.randint(documents, (batch, keys), generator=draw).sort(dim=1).values if documents else None
+    q, k, v = (
+        torch.randn(batch, heads, n, head_dim, generator=draw) for n in (queries, keys, keys)
+    )
+    tables = [
+        torch.randn(heads, keys + 3, generator=draw) if given else None for given in (bias, weight)
+    ]
+    segments = (
+        torch.randint(documents, (batch, keys), generator=draw).sort(dim=1).values
+        if documents
+        else None
+    )
     if documents > 2:
         segments[segments == documents - 1] = 0
-    floats = [x.to(DEVICE, dtype) for x in (q, k, v)] + [None if x is None else x.to(DEVICE) for x in tables]
+    floats = [x.to(DEVICE, dtype) for x in (q, k, v)] + [
+        None if x is None else x.to(DEVICE) for x in tables
+    ]
     return floats, None if segments is None else segments.to(DEVICE)
 
 
@@ -34,8 +55,16 @@ def values_and_gradients(function, tensors, *, double=False, **more):
     leaves = [None if x is None else x.detach().clone() for x in tensors]
     leaves = [x if x is None else (x.double() if double else x).requires_grad_() for x in leaves]
     out = function(*leaves[:4], weight=leaves[4], **{**NARROW, **more})
-    slope = torch.linspace(-1, 1, out.numel(), device=out.device).sin().view_as(out).to(tensors[0].dtype)
-    return [out, *torch.autograd.grad(out, [x for x in leaves if x is not None], slope.to(out.dtype))]
+    slope = (
+        torch.linspace(-1, 1, out.numel(), device=out.device)
+        .sin()
+        .view_as(out)
+        .to(tensors[0].dtype)
+    )
+    return [
+        out,
+        *torch.autograd.grad(out, [x for x in leaves if x is not None], slope.to(out.dtype)),
+    ]
 
 
 def assert_like_the_definition(tensors, **more):
@@ -56,7 +85,10 @@ CASES = {
     "chunk": ((1, 2, 200, 200, 16), {"weight": True, "chunk": 33}),
     "documents": ((2, 1, 260, 260, 16), {"documents": 6, "weight": True}),
     "some_queries": ((2, 2, 70, 203, 16), {"weight": True}),
-    "some_queries_of_all": ((2, 1, 90, 230, 24), {"weight": True, "window": 150, "chunk": 60, "documents": 4}),
+    "some_queries_of_all": (
+        (2, 1, 90, 230, 24),
+        {"weight": True, "window": 150, "chunk": 60, "documents": 4},
+    ),
     "one_query": ((2, 2, 1, 130, 64), {"weight": True}),
     "one_token": ((2, 2, 1, 1, 16), {}),
     "large_heads": ((1, 1, 140, 140, 128), {"weight": True}),
@@ -65,7 +97,10 @@ CASES = {
 
 @pytest.mark.parametrize(
     ("case", "dtype"),
-    [*((case, torch.float32) for case in CASES), *((case, torch.float16) for case in ("both", "one_query"))],
+    [
+        *((case, torch.float32) for case in CASES),
+        *((case, torch.float16) for case in ("both", "one_query")),
+    ],
 )
 def test_values_and_all_gradients_are_those_of_the_definition(case, dtype):
     shape, options = CASES[case]
@@ -83,7 +118,9 @@ def test_two_runs_give_the_same_bits():
 
 def test_views_are_read_in_place_and_broadcast_gradients_too():
     (q, k, v, bias, _), _ = inputs(2, 3, 80, 80, 16)
-    fused = torch.stack([q, k, v], dim=3).permute(0, 2, 1, 4, 3)  # as a model's projection: heads and length swapped
+    fused = torch.stack([q, k, v], dim=3).permute(
+        0, 2, 1, 4, 3
+    )  # as a model's projection: heads and length swapped
     views = torch.stack([q, k, v]).transpose(2, 3).contiguous().transpose(2, 3).unbind(0)
     expected = triton_attention(q, k, v, bias, weight=None, **NARROW)
     for given in (views, fused.transpose(1, 2).unbind(-1)):
@@ -91,7 +128,9 @@ def test_views_are_read_in_place_and_broadcast_gradients_too():
         leaves = [x.detach().requires_grad_() for x in given]
         out = triton_attention(*leaves, bias, weight=None, **NARROW)
         assert torch.equal(out, expected)
-        ones = torch.autograd.grad(out.sum(), leaves)  # the gradient of a sum is one number seen many times
+        ones = torch.autograd.grad(
+            out.sum(), leaves
+        )  # the gradient of a sum is one number seen many times
         assert all(gradient.isfinite().all() for gradient in ones)
 
 
@@ -122,7 +161,9 @@ def test_frozen_tables_checkpoints_and_inference_work():
         return triton_attention(q, k, v, bias, weight=None, **NARROW)
 
     (plain,) = torch.autograd.grad(attend(q).square().sum(), q)
-    (recomputed,) = torch.autograd.grad(checkpoint(attend, q, use_reentrant=False).square().sum(), q)
+    (recomputed,) = torch.autograd.grad(
+        checkpoint(attend, q, use_reentrant=False).square().sum(), q
+    )
     assert torch.equal(plain, recomputed)
     with torch.inference_mode():
         assert torch.equal(attend(q.detach()), attend(q).detach())
@@ -134,16 +175,37 @@ def test_frozen_tables_checkpoints_and_inference_work():
         ({"dtype": torch.float64}, "it knows float16, bfloat16 and float32, not float64"),
         ({"head_dim": 136}, "head_dim 136 is more than 128"),
         ({"batch": 65536}, "batch 65536 times heads 1 is more than 65535"),
-        ({"index_bias": lambda *_: None}, "it reads biases from a table by distance, not by indices"),
+        (
+            {"index_bias": lambda *_: None},
+            "it reads biases from a table by distance, not by indices",
+        ),
         ({"device": "meta"}, "it runs on CUDA devices, not on meta"),
     ],
 )
 def test_what_it_cannot_compute_is_refused_with_the_reason(change, reason):
-    options = {"batch": 1, "head_dim": 16, "dtype": torch.float32, "device": DEVICE, "index_bias": None, **change}
-    q = torch.zeros(options["batch"], 1, 4, options["head_dim"], dtype=options["dtype"], device=options["device"])
+    options = {
+        "batch": 1,
+        "head_dim": 16,
+        "dtype": torch.float32,
+        "device": DEVICE,
+        "index_bias": None,
+        **change,
+    }
+    q = torch.zeros(
+        options["batch"],
+        1,
+        4,
+        options["head_dim"],
+        dtype=options["dtype"],
+        device=options["device"],
+    )
     assert refusal(q, index_bias=options["index_bias"]) == reason
-    with pytest.raises(ValueError, match=f"attention_backend: triton cannot compute this: {reason}"):
-        triton_attention(q, q, q, None, weight=None, **{**NARROW, "index_bias": options["index_bias"]})
+    with pytest.raises(
+        ValueError, match=f"attention_backend: triton cannot compute this: {reason}"
+    ):
+        triton_attention(
+            q, q, q, None, weight=None, **{**NARROW, "index_bias": options["index_bias"]}
+        )
 
 
 @pytest.mark.skipif(DEVICE == "cuda", reason="the interpreter is for CPUs")
@@ -156,7 +218,12 @@ def test_tables_are_padded_by_more_than_any_tile_reaches_over():
     from megatron.attention import triton_kernel as kernel
     from megatron.attention.triton_programs import PAD
 
-    for tiles_of in (kernel.forward_tiles, kernel.query_tiles, kernel.key_tiles, kernel.table_tiles):
+    for tiles_of in (
+        kernel.forward_tiles,
+        kernel.query_tiles,
+        kernel.key_tiles,
+        kernel.table_tiles,
+    ):
         for columns in (16, 32, 64, 128):
             for itemsize in (2, 4):
                 tiles = tiles_of(columns, itemsize)
@@ -169,7 +236,9 @@ def test_every_program_compiles_for_gpus_and_fits_their_memory_and_registers(tmp
     assert done.returncode == 0, done.stderr
     for built in map(json.loads, done.stdout.splitlines()):
         assert built["shared"] <= {80: 163, 90: 227}[built["arch"]] * 1024, built
-        assert built["spilled"] <= (160 if "CHUNK" in built["flags"] else 0), built  # bytes of a thread
+        assert built["spilled"] <= (160 if "CHUNK" in built["flags"] else 0), (
+            built
+        )  # bytes of a thread
 
 
 @pytest.mark.gpu

@@ -54,7 +54,10 @@ def test_the_files_of_an_encoding_say_its_defaults():
     for path in (path for path in PARTS if path.parent.name == "pos_emb"):
         if any(option.default is option.empty for option in options_of(path.stem).values()):
             continue  # mep: its file is an example, because there is no default to say
-        assert load([CONFIGS / "125M.yml", path]).hash == load([CONFIGS / "125M.yml"], [f"pos_emb={path.stem}"]).hash
+        assert (
+            load([CONFIGS / "125M.yml", path]).hash
+            == load([CONFIGS / "125M.yml"], [f"pos_emb={path.stem}"]).hash
+        )
 
 
 def test_mep_is_complete_and_the_recipe_of_the_papers():
@@ -70,8 +73,16 @@ def test_mep_is_complete_and_the_recipe_of_the_papers():
         (0.9, 0.999),
         0,
     )
-    assert (optimizer.lr_schedule, optimizer.warmup, optimizer.gradient_clipping) == ("neox-2022", 0.01, 1.0)
-    assert (config.precision.dtype, config.model.no_weight_tying, config.position.pos_emb) == ("bf16", True, "mep_free")
+    assert (optimizer.lr_schedule, optimizer.warmup, optimizer.gradient_clipping) == (
+        "neox-2022",
+        0.01,
+        1.0,
+    )
+    assert (config.precision.dtype, config.model.no_weight_tying, config.position.pos_emb) == (
+        "bf16",
+        True,
+        "mep_free",
+    )
     assert config.evaluation.eval_lengths == (512, 1024, 2048, 4096, 8192, 16384)
 
 

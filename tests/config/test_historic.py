@@ -7,7 +7,13 @@ from megatron.config.historic import REFUSED_ENCODINGS
 from megatron.errors import UserError
 from megatron.positions import REGISTRY
 
-TINY = ["num_layers=2", "hidden_size=72", "num_attention_heads=12", "seq_length=64", "max_position_embeddings=64"]
+TINY = [
+    "num_layers=2",
+    "hidden_size=72",
+    "num_attention_heads=12",
+    "seq_length=64",
+    "max_position_embeddings=64",
+]
 
 # In the form of the forks' training files: flow style, comments, True and true, trailing commas, dashed keys.
 RECIPE = """# comment
@@ -73,10 +79,25 @@ def fault(*words):
 def test_published_mep_files_load_as_they_are(published):
     config = load(published)
     config.require_for("train")
-    assert (config.model.seq_length, config.data.seq_length_val, config.training.seed) == (512, 2048, 1235)
-    assert (config.precision.dtype, config.position.pos_emb, config.model.no_weight_tying) == ("bf16", "mep_free", True)
-    assert (config.optimizer.lr, config.optimizer.betas, config.optimizer.eps) == (0.0006, (0.9, 0.999), 1e-8)
-    assert (config.checkpoint.save_interval, config.checkpoint.keep_last_n_checkpoints) == (10000, 1)
+    assert (config.model.seq_length, config.data.seq_length_val, config.training.seed) == (
+        512,
+        2048,
+        1235,
+    )
+    assert (config.precision.dtype, config.position.pos_emb, config.model.no_weight_tying) == (
+        "bf16",
+        "mep_free",
+        True,
+    )
+    assert (config.optimizer.lr, config.optimizer.betas, config.optimizer.eps) == (
+        0.0006,
+        (0.9, 0.999),
+        1e-8,
+    )
+    assert (config.checkpoint.save_interval, config.checkpoint.keep_last_n_checkpoints) == (
+        10000,
+        1,
+    )
     assert (config.checkpoint.save, config.logging.log_dir) == ("a_1235_checkpoints", "a_1235logs")
 
 
@@ -95,7 +116,9 @@ def test_what_has_no_effect_says_so(published):
         "alibi_scaling",
         "zero_optimization.cpu_offload",
     ):
-        assert [note for note in said if note.startswith(f"{key}: accepted, has no effect here: ")], key
+        assert [
+            note for note in said if note.startswith(f"{key}: accepted, has no effect here: ")
+        ], key
 
 
 def test_a_later_file_may_repeat_a_dashed_key(published, tmp_path):
@@ -106,7 +129,9 @@ def test_a_later_file_may_repeat_a_dashed_key(published, tmp_path):
 
 def test_an_evaluation_file_of_the_forks_loads_and_training_with_it_is_refused(published):
     config = load(published, ["train-iters=0"])
-    with pytest.raises(UserError, match=r"train_iters: not given; .* to measure a checkpoint use evaluate.py"):
+    with pytest.raises(
+        UserError, match=r"train_iters: not given; .* to measure a checkpoint use evaluate.py"
+    ):
         config.require_for("train")
 
 
@@ -170,7 +195,10 @@ def test_contradictions_within_one_source_are_faults(words, line):
 
 def test_a_later_source_decides_the_precision_however_it_is_spelled(published):
     assert load(published, ["precision=fp32"]).precision.dtype == "fp32"
-    assert load([*published], ["precision=fp16", "fp16.loss_scale=128"]).precision.fp16.loss_scale == 128
+    assert (
+        load([*published], ["precision=fp16", "fp16.loss_scale=128"]).precision.fp16.loss_scale
+        == 128
+    )
 
 
 def test_switching_fp16_off_takes_back_fp16_and_nothing_else(tmp_path, published):
@@ -178,14 +206,20 @@ def test_switching_fp16_off_takes_back_fp16_and_nothing_else(tmp_path, published
     assert load([tmp_path / "half.yml"], [*TINY, "fp16.enabled=false"]).precision.dtype == "fp32"
     config = load(published, ["fp16.enabled=false"])
     assert config.precision.dtype == "bf16"
-    assert "fp16.enabled: false leaves precision at bf16; for float32 set precision: fp32" in config.notes
+    assert (
+        "fp16.enabled: false leaves precision at bf16; for float32 set precision: fp32"
+        in config.notes
+    )
 
 
 def test_other_old_keys_become_ours():
     config = load([], [*TINY, "checkpoint-factor=7", "optimizer.params.weight_decay=0.3"])
     assert (config.checkpoint.save_interval, config.optimizer.weight_decay) == (7, 0.3)
     config = load([], [*TINY, "pos_emb=rpe", "rpe-num-buckets=16", "rpe_max_distance=64"])
-    assert (config.position.pos_emb, config.position.pos_emb_args) == ("t5", {"num_buckets": 16, "max_distance": 64})
+    assert (config.position.pos_emb, config.position.pos_emb_args) == (
+        "t5",
+        {"num_buckets": 16, "max_distance": 64},
+    )
     config = load([], [*TINY, "rotary_pct=1.0", "rotary_emb_base=5000"])
     assert config.position.pos_emb_args == {"rotary_pct": 1.0, "base": 5000}
 
@@ -220,7 +254,10 @@ def test_published_names_of_encodings_are_understood_and_said(theirs, ours):
 @pytest.mark.parametrize("name", sorted(REFUSED_ENCODINGS))
 def test_single_experiments_of_the_forks_are_refused_with_the_reason(name):
     assert name not in REGISTRY
-    assert fault(f"pos_emb={name}") == f"pos_emb: {name} is not offered: it was {REFUSED_ENCODINGS[name]}"
+    assert (
+        fault(f"pos_emb={name}")
+        == f"pos_emb: {name} is not offered: it was {REFUSED_ENCODINGS[name]}"
+    )
 
 
 @pytest.mark.parametrize(
@@ -234,7 +271,9 @@ def test_single_experiments_of_the_forks_are_refused_with_the_reason(name):
 def test_rotary_is_the_encoding_that_the_mep_fork_made_of_it(value, args, meant):
     words = [*TINY, "pos_emb=rotary", f"alibi_scaling={value}"]
     assert load([], words).position.pos_emb_args == args
-    assert load([], words).notes == (f"alibi_scaling: {value} meant {meant} in the MEP fork, which is what it is here",)
+    assert load([], words).notes == (
+        f"alibi_scaling: {value} meant {meant} in the MEP fork, which is what it is here",
+    )
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
@@ -246,7 +285,10 @@ def test_zero_stage_0_runs_as_1_in_half_precision_and_says_so(precision):
         " from there on DeepSpeed has float32 gradients for bf16 and hands out its float32 master weights",
     )
     assert load([], [*TINY, f"precision={precision}"]).parallel.zero_stage == 1
-    assert load([], [*TINY, f"precision={precision}", "zero_optimization.stage=2"]).parallel.zero_stage == 2
+    assert (
+        load([], [*TINY, f"precision={precision}", "zero_optimization.stage=2"]).parallel.zero_stage
+        == 2
+    )
     assert load([], [*TINY, "zero_optimization.stage=0"]).parallel.zero_stage == 0
 
 
@@ -304,7 +346,10 @@ def test_deepspeed_knows_every_key_it_gets(precision, stage, monkeypatch):
     ]
     theirs = DeepSpeedConfig(deepspeed_config(load([], [*TINY, *words])))
     assert theirs.zero_optimization_stage == (stage or int(precision != "fp32"))
-    assert (theirs.bfloat16_config.enabled, theirs.float16_config.enabled) == (precision == "bf16", precision == "fp16")
+    assert (theirs.bfloat16_config.enabled, theirs.float16_config.enabled) == (
+        precision == "bf16",
+        precision == "fp16",
+    )
     assert theirs.gradient_clipping == 1.0
     assert str(theirs.communication_data_type) == "torch.float32"
     assert theirs.grad_accum_dtype == ("fp32" if precision == "bf16" else None)

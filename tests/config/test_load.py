@@ -6,7 +6,13 @@ import torch
 from megatron.config import Config, load
 from megatron.errors import UserError
 
-TINY = ["num_layers=2", "hidden_size=72", "num_attention_heads=12", "seq_length=64", "max_position_embeddings=64"]
+TINY = [
+    "num_layers=2",
+    "hidden_size=72",
+    "num_attention_heads=12",
+    "seq_length=64",
+    "max_position_embeddings=64",
+]
 
 
 def write(folder, name, text):
@@ -25,13 +31,19 @@ def faults(paths=(), words=()):
 
 def test_a_model_needs_only_its_shape():
     config = load([], [*TINY, "pos_emb=alibi"])
-    assert (config.model.num_layers, config.model.hidden_size, config.position.pos_emb) == (2, 72, "alibi")
+    assert (config.model.num_layers, config.model.hidden_size, config.position.pos_emb) == (
+        2,
+        72,
+        "alibi",
+    )
     assert config.data.seq_length_val == 64  # follows seq_length
 
 
 def test_later_files_win_and_words_win_over_files(tmp_path):
     one = write(
-        tmp_path, "one.yml", "seq-length: 128\nseed: 1\nhidden-size: 64\nnum_layers: 2\nnum-attention-heads: 4\n"
+        tmp_path,
+        "one.yml",
+        "seq-length: 128\nseed: 1\nhidden-size: 64\nnum_layers: 2\nnum-attention-heads: 4\n",
     )
     two = write(tmp_path, "two.yml", "seq_length: 256\nseed: 2\n")
     config = load([one, two.with_suffix("")], ["seed=3"])
@@ -43,16 +55,30 @@ def test_python_words_trailing_commas_and_exponents_are_understood(tmp_path):
     text = '{ "no-weight-tying": True, "optimizer": {"params": {"lr": 6e-4, "eps": 1e-8,},}, "warmup": 1E-2, }'
     config = load([write(tmp_path, "flow.yml", text)], TINY)
     assert config.model.no_weight_tying is True
-    assert (config.optimizer.lr, config.optimizer.eps, config.optimizer.warmup) == (0.0006, 1e-8, 0.01)
+    assert (config.optimizer.lr, config.optimizer.eps, config.optimizer.warmup) == (
+        0.0006,
+        1e-8,
+        0.01,
+    )
 
 
 def test_a_file_replaces_a_mapping_and_a_word_with_dots_changes_one_entry(tmp_path):
-    first = write(tmp_path, "first.yml", "optimizer: {type: AdamW, params: {lr: 1.0, betas: [0.5, 0.6]}}")
+    first = write(
+        tmp_path, "first.yml", "optimizer: {type: AdamW, params: {lr: 1.0, betas: [0.5, 0.6]}}"
+    )
     second = write(tmp_path, "second.yml", "optimizer: {params: {lr: 2.0}}")
     config = load([first], [*TINY, "optimizer.params.lr=3e-4"])
-    assert (config.optimizer.type, config.optimizer.lr, config.optimizer.betas) == ("AdamW", 3e-4, (0.5, 0.6))
+    assert (config.optimizer.type, config.optimizer.lr, config.optimizer.betas) == (
+        "AdamW",
+        3e-4,
+        (0.5, 0.6),
+    )
     config = load([first, second], TINY)
-    assert (config.optimizer.type, config.optimizer.lr, config.optimizer.betas) == ("Adam", 2.0, (0.9, 0.999))
+    assert (config.optimizer.type, config.optimizer.lr, config.optimizer.betas) == (
+        "Adam",
+        2.0,
+        (0.9, 0.999),
+    )
 
 
 def test_options_of_an_encoding_can_be_set_by_a_word():
@@ -69,8 +95,22 @@ def test_another_encoding_drops_the_options_of_the_earlier_one(tmp_path):
 
 
 def test_a_word_for_a_text_key_is_taken_as_text():
-    config = load([], [*TINY, "save=1235", "wandb_group=1e5", "load=null", "split=[90,5,5]", "eval_lengths=64,128"])
-    assert (config.checkpoint.save, config.logging.wandb_group, config.checkpoint.load) == ("1235", "1e5", None)
+    config = load(
+        [],
+        [
+            *TINY,
+            "save=1235",
+            "wandb_group=1e5",
+            "load=null",
+            "split=[90,5,5]",
+            "eval_lengths=64,128",
+        ],
+    )
+    assert (config.checkpoint.save, config.logging.wandb_group, config.checkpoint.load) == (
+        "1235",
+        "1e5",
+        None,
+    )
     assert (config.data.split, config.evaluation.eval_lengths) == ("90,5,5", (64, 128))
 
 
@@ -78,7 +118,14 @@ def test_all_faults_come_in_one_message():
     with pytest.raises(UserError) as raised:
         load(
             ["configs/125M.yml"],
-            ["hidden_size=100", "pos_emb=rotery", "num_layer=2", "seed=x", "optimizer.params.lrr=1", "lr=1"],
+            [
+                "hidden_size=100",
+                "pos_emb=rotery",
+                "num_layer=2",
+                "seed=x",
+                "optimizer.params.lrr=1",
+                "lr=1",
+            ],
         )
     assert str(raised.value) == (
         "bad configuration (configs/125M.yml, command line)\n"
@@ -103,8 +150,14 @@ def test_all_faults_come_in_one_message():
         ("min_lr=.nan", "min_lr: must be a finite number, got nan"),
         ("min_lr=1", "min_lr: 1 is more than optimizer.params.lr = 0.0006; lower it"),
         ("optimizer=5", "optimizer: must be a mapping such as {key: value}, got 5"),
-        ("optimizer.type=SGD", "optimizer.type: must be Adam or AdamW, got 'SGD'; other optimizers are not offered"),
-        ("optimizer.params.betas=[0.9]", "optimizer.params.betas: must be a list of at least 2, got [0.9]"),
+        (
+            "optimizer.type=SGD",
+            "optimizer.type: must be Adam or AdamW, got 'SGD'; other optimizers are not offered",
+        ),
+        (
+            "optimizer.params.betas=[0.9]",
+            "optimizer.params.betas: must be a list of at least 2, got [0.9]",
+        ),
         ("eval_lengths=[]", "eval_lengths: must be a list of at least 1, got []"),
         ("save=[a]", "save: must be a text; put it in quotes, got ['a']"),
         ("precision=fp12", "precision: must be fp32, bf16 or fp16, got 'fp12'"),
@@ -112,9 +165,18 @@ def test_all_faults_come_in_one_message():
             "attention_dropout=0.1",
             "attention_dropout: must be <= 0, got 0.1; the attention backends compute no dropout on probabilities",
         ),
-        ("norm=rmsnorm", "norm: must be layernorm, got 'rmsnorm'; other normalisations are not offered"),
-        ("pipe_parallel_size=4", "pipe_parallel_size: must be <= 1, got 4; pipeline stages are not offered yet"),
-        ("model_parallel_size=2", "model_parallel_size: must be <= 1, got 2; tensor parallelism is not offered yet"),
+        (
+            "norm=rmsnorm",
+            "norm: must be layernorm, got 'rmsnorm'; other normalisations are not offered",
+        ),
+        (
+            "pipe_parallel_size=4",
+            "pipe_parallel_size: must be <= 1, got 4; pipeline stages are not offered yet",
+        ),
+        (
+            "model_parallel_size=2",
+            "model_parallel_size: must be <= 1, got 2; tensor parallelism is not offered yet",
+        ),
         ("zero_optimization.stage=4", "zero_optimization.stage: must be <= 3, got 4"),
         (
             "zero_optimization.cpu_offload=true",
@@ -134,9 +196,15 @@ def test_all_faults_come_in_one_message():
             " gradient_accumulation_steps = 4; try train_batch_size = 4",
         ),
         ("split=a,b", "split: 'a,b' is not up to three shares such as \"949,50,1\""),
-        ("data_path=a,b", "data_path: 'a,b' names several files; give one prefix, mixing corpora is not offered yet"),
+        (
+            "data_path=a,b",
+            "data_path: 'a,b' names several files; give one prefix, mixing corpora is not offered yet",
+        ),
         ("data_path=a/b.bin", "data_path: a/b.bin is a file; give the prefix a/b"),
-        ("num_nodes=2", "num_nodes: 2 machines need a hostfile with lines `host slots=8`; set hostfile"),
+        (
+            "num_nodes=2",
+            "num_nodes: 2 machines need a hostfile with lines `host slots=8`; set hostfile",
+        ),
         ("pos_emb_args.bse=1", "pos_emb_args: rotary takes no option 'bse'; did you mean base?"),
         ("pos_emb_args=1", "pos_emb_args: must be a mapping such as {key: value}, got 1"),
         ("flux_capacitor=1", "flux_capacitor: no such key; configs/README.md lists all keys"),
@@ -173,9 +241,13 @@ def test_missing_keys_are_named_and_a_misspelt_one_is_not_also_missing():
 
 def test_a_file_that_is_not_there_is_named_with_its_neighbour(tmp_path):
     write(tmp_path, "125M.yml", "")
-    assert faults([tmp_path / "152M"]) == [f"{tmp_path}/152M: no such file; did you mean {tmp_path}/125M.yml?"]
+    assert faults([tmp_path / "152M"]) == [
+        f"{tmp_path}/152M: no such file; did you mean {tmp_path}/125M.yml?"
+    ]
     assert faults([tmp_path / "zzz"]) == [f"{tmp_path}/zzz: no such file, nor {tmp_path}/zzz.yml"]
-    assert faults([tmp_path]) == [f"{tmp_path}: is a folder; name the files in it, or give it as -d {tmp_path}"]
+    assert faults([tmp_path]) == [
+        f"{tmp_path}: is a folder; name the files in it, or give it as -d {tmp_path}"
+    ]
 
 
 def test_a_file_that_cannot_be_read_is_named_with_its_line(tmp_path):
@@ -195,9 +267,13 @@ def test_objects_in_yaml_are_refused(tmp_path):
 
 def test_a_key_twice_in_one_file_is_a_fault_that_names_both_lines(tmp_path):
     file = write(tmp_path, "twice.yml", "seq-length: 64\nseed: 1\nseq_length: 128\n")
-    assert faults([file]) == [f"{file}:3: seq_length is given twice, in lines 1 and 3; keep one of them"]
+    assert faults([file]) == [
+        f"{file}:3: seq_length is given twice, in lines 1 and 3; keep one of them"
+    ]
     nested = write(tmp_path, "nested.yml", "optimizer:\n  params: {lr: 1, lr: 2}\n")
-    assert faults([nested]) == [f"{nested}:2: lr is given twice, in lines 2 and 2; keep one of them"]
+    assert faults([nested]) == [
+        f"{nested}:2: lr is given twice, in lines 2 and 2; keep one of them"
+    ]
     same = write(tmp_path, "same.yml", "seq-length: 64\nseq_length: 64\n")
     assert load([same], TINY).model.seq_length == 64
 
@@ -221,7 +297,11 @@ def test_loading_does_not_move_the_random_generator():
 def test_training_says_all_that_it_misses():
     with pytest.raises(UserError) as raised:
         load([], TINY).require_for("train")
-    assert [line.split(":")[0] for line in str(raised.value).split("\n  ")[1:]] == ["data_path", "train_iters", "save"]
+    assert [line.split(":")[0] for line in str(raised.value).split("\n  ")[1:]] == [
+        "data_path",
+        "train_iters",
+        "save",
+    ]
     load([], [*TINY, "data_path=a", "train_iters=1", "save=b"]).require_for("train")
 
 
@@ -234,8 +314,16 @@ def test_evaluation_needs_a_folder_with_a_checkpoint():
 @pytest.mark.parametrize(
     ("words", "devices", "hint"),
     [
-        (["train_batch_size=32", "train_micro_batch_size_per_gpu=32"], 2, "train_micro_batch_size_per_gpu = 16"),
-        (["train_batch_size=24", "gradient_accumulation_steps=3"], 3, "gradient_accumulation_steps = 2"),
+        (
+            ["train_batch_size=32", "train_micro_batch_size_per_gpu=32"],
+            2,
+            "train_micro_batch_size_per_gpu = 16",
+        ),
+        (
+            ["train_batch_size=24", "gradient_accumulation_steps=3"],
+            3,
+            "gradient_accumulation_steps = 2",
+        ),
         (["train_batch_size=4"], 3, "train_batch_size = 12"),
     ],
 )
@@ -287,6 +375,10 @@ def test_the_hash_is_of_what_shapes_the_model():
 
 
 def test_the_hash_knows_that_a_default_written_out_is_the_default():
-    written = ["pos_emb_args={base: 1e4, rotary_pct: 1}", "lr_decay_iters=0", "optimizer.params.eps=1e-8"]
+    written = [
+        "pos_emb_args={base: 1e4, rotary_pct: 1}",
+        "lr_decay_iters=0",
+        "optimizer.params.eps=1e-8",
+    ]
     assert load([], [*TINY, *written]).hash == load([], TINY).hash
     assert load([], [*TINY, "data_path=a/b"]).hash == load([], [*TINY, "data_path=/c/b"]).hash

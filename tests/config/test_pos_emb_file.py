@@ -58,7 +58,9 @@ def checkpoint(folder: Path, *words: str) -> Path:
     config = load([], [*SHAPE, *words])
     folder.mkdir(parents=True)
     config.save(folder / "config.yml")
-    (folder / "checkpoint.json").write_text(json.dumps({"step": 1, "config_hash": config.hash, "vocab": 128}))
+    (folder / "checkpoint.json").write_text(
+        json.dumps({"step": 1, "config_hash": config.hash, "vocab": 128})
+    )
     return folder
 
 
@@ -78,7 +80,9 @@ def test_a_file_is_run_once_and_its_encoding_has_options_messages_and_aliases(mi
     assert config.position.pos_emb_args == {"height": 2}
     assert mine.with_name("ran").read_text() == "x"
     assert load([], [*SHAPE, f"pos_emb_file={mine}", "pos_emb=level"]).position.pos_emb == "flat"
-    assert "flat takes no option 'heit'; did you mean height?" in fault_of("pos_emb=flat", "pos_emb_args.heit=2")
+    assert "flat takes no option 'heit'; did you mean height?" in fault_of(
+        "pos_emb=flat", "pos_emb_args.heit=2"
+    )
 
 
 def test_a_yaml_file_can_name_it_and_a_later_source_wins(mine, tmp_path):
@@ -103,14 +107,23 @@ def test_the_text_counts_for_the_hash_and_its_place_does_not(mine, tmp_path):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        (None, r"pos_emb_file: \S*mine.py cannot be read \(No such file or directory\); give the path of a Python"),
+        (
+            None,
+            r"pos_emb_file: \S*mine.py cannot be read \(No such file or directory\); give the path of a Python",
+        ),
         (
             b"\xff\xfe\x00",
             r"pos_emb_file: \S*mine.py cannot be read \(it is not text\); give the path of a Python file",
         ),
         (b"x = 1\ndef f(:\n", r"pos_emb_file: \S*mine.py:2 is not valid Python \(invalid syntax\)"),
-        (b"x = 1\n", r'pos_emb_file: \S*mine.py registers no encoding; put @register\("its_name"\) above the class'),
-        (b"import nowhere_at_all\n", r"pos_emb_file: \S*mine.py:1 stops with ModuleNotFoundError: No module named"),
+        (
+            b"x = 1\n",
+            r'pos_emb_file: \S*mine.py registers no encoding; put @register\("its_name"\) above the class',
+        ),
+        (
+            b"import nowhere_at_all\n",
+            r"pos_emb_file: \S*mine.py:1 stops with ModuleNotFoundError: No module named",
+        ),
         (
             CODE.replace("flat", "alibi").encode(),
             r"mine.py:9 stops with ValueError: Flat: the name 'alibi' is taken by another encoding; choose another",
@@ -137,7 +150,9 @@ def test_a_folder_or_a_list_is_no_file(tmp_path):
 def test_a_file_that_changed_in_the_same_process_is_not_half_loaded(mine):
     load([], [*SHAPE, f"pos_emb_file={mine}"])
     mine.write_text(CODE + "# edited\n")
-    assert "was changed after this process had loaded it; start again" in fault_of(f"pos_emb_file={mine}")
+    assert "was changed after this process had loaded it; start again" in fault_of(
+        f"pos_emb_file={mine}"
+    )
 
 
 def test_a_checkpoint_keeps_the_text_that_was_run_and_comes_back(mine, tmp_path):
@@ -161,8 +176,13 @@ def test_code_in_a_checkpoint_is_never_run_unasked(mine, tmp_path):
         for read in (lambda: read_meta(folder), lambda: load([folder / "config.yml"])):
             with pytest.raises(UserError) as raised:
                 read()
-            assert f"{copy} defines this checkpoint's encoding; code that lies in a checkpoint" in str(raised.value)
-            assert f"read it, then write pos_emb_file={copy} on the command line" in str(raised.value)
+            assert (
+                f"{copy} defines this checkpoint's encoding; code that lies in a checkpoint"
+                in str(raised.value)
+            )
+            assert f"read it, then write pos_emb_file={copy} on the command line" in str(
+                raised.value
+            )
     assert not list(tmp_path.rglob("ran"))
     load_file(copy)  # asked
     assert read_meta(folder)[0].position.pos_emb == "flat"
@@ -173,13 +193,17 @@ def test_a_checkpoint_takes_the_same_text_from_anywhere_and_no_other(mine, tmp_p
     forget(mine)
     mine.write_text(CODE + "# edited\n")
     load_file(mine)
-    with pytest.raises(UserError, match=r"defines this checkpoint's encoding, and \S*mine.py says something else"):
+    with pytest.raises(
+        UserError, match=r"defines this checkpoint's encoding, and \S*mine.py says something else"
+    ):
         read_meta(folder)
     forget(mine)
     load_file(write(tmp_path / "another/place.py", CODE))
     read_meta(folder)
     (folder / "pos_emb_file.py").unlink()
-    with pytest.raises(UserError, match=r"pos_emb_file.py is missing or is not text; copy the checkpoint again"):
+    with pytest.raises(
+        UserError, match=r"pos_emb_file.py is missing or is not text; copy the checkpoint again"
+    ):
         read_meta(folder)
 
 
@@ -188,6 +212,7 @@ def test_a_copy_that_was_edited_is_another_model_even_where_the_user_has_it_run(
     forget(mine)
     load_file(write(folder / "pos_emb_file.py", CODE.replace("0 * distance", "1 * distance")))
     with pytest.raises(
-        UserError, match=r"config.yml with pos_emb_file.py: its hash is .* it was edited after training"
+        UserError,
+        match=r"config.yml with pos_emb_file.py: its hash is .* it was edited after training",
     ):
         read_meta(folder)

@@ -12,13 +12,25 @@ from megatron.config.read import read_overrides
 from megatron.config.schema import all_keys
 from megatron.errors import UserError
 
-TINY = ["num_layers=2", "hidden_size=72", "num_attention_heads=12", "seq_length=64", "max_position_embeddings=64"]
+TINY = [
+    "num_layers=2",
+    "hidden_size=72",
+    "num_attention_heads=12",
+    "seq_length=64",
+    "max_position_embeddings=64",
+]
 
 keys = st.sampled_from(
-    sorted([key.name for key in all_keys()] + sorted(NAMES) + ["optimizer", "fp16", "optimizer.params"])
+    sorted(
+        [key.name for key in all_keys()] + sorted(NAMES) + ["optimizer", "fp16", "optimizer.params"]
+    )
 )
-plain = st.none() | st.booleans() | st.integers(-3, 2000) | st.floats(width=16) | st.text(max_size=4)
-words = st.sampled_from(["enabled", "type", "stage", "lr", "bfloat16", "rotary", "mep", "kernels", "0x1f", "1e-3", ""])
+plain = (
+    st.none() | st.booleans() | st.integers(-3, 2000) | st.floats(width=16) | st.text(max_size=4)
+)
+words = st.sampled_from(
+    ["enabled", "type", "stage", "lr", "bfloat16", "rotary", "mep", "kernels", "0x1f", "1e-3", ""]
+)
 values = st.recursive(
     plain | words,
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(words, inner, max_size=3),
@@ -29,7 +41,9 @@ values = st.recursive(
 @settings(max_examples=300, deadline=None)
 @given(st.dictionaries(keys, values, max_size=4))
 def test_any_value_of_any_key_loads_or_is_a_fault(drawn):
-    overrides = [f"{key}={yaml.safe_dump(value, default_flow_style=True)}" for key, value in drawn.items()]
+    overrides = [
+        f"{key}={yaml.safe_dump(value, default_flow_style=True)}" for key, value in drawn.items()
+    ]
     with contextlib.suppress(UserError):
         config = load([], [*TINY, *overrides])
         assert isinstance(config, Config)

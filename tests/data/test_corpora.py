@@ -62,20 +62,27 @@ def test_sources_change_with_any_file(library):
 
 def test_a_python_without_its_source_is_explained(tmp_path):
     with pytest.raises(
-        UserError, match=r"stdlib: .* has no \.py files - use a Python that comes with its library's source"
+        UserError,
+        match=r"stdlib: .* has no \.py files - use a Python that comes with its library's source",
     ):
         StandardLibrary(tmp_path)
 
 
 def test_a_corpus_that_can_no_longer_be_downloaded_is_explained():
-    with pytest.raises(UserError, match=r"no longer offered .* --input FILE\.jsonl\.zst --name openwebtext2"):
+    with pytest.raises(
+        UserError, match=r"no longer offered .* --input FILE\.jsonl\.zst --name openwebtext2"
+    ):
         named("openwebtext2")
 
 
 def test_an_unknown_corpus_is_answered_with_the_known_ones():
     with pytest.raises(
-        UserError, match=r"stdlb: there is no corpus of this name - did you mean stdlib\? Known are stdlib"
+        UserError,
+        match=r"stdlb: there is no corpus of this name - did you mean stdlib\? Known are stdlib",
     ):
         named("stdlb")
-    with pytest.raises(UserError, match=r"wiki: there is no corpus of this name - Known are stdlib; for your own text"):
+    with pytest.raises(
+        UserError,
+        match=r"wiki: there is no corpus of this name - Known are stdlib; for your own text",
+    ):
         named("wiki")

@@ -48,7 +48,9 @@ def test_with_repeat_the_samples_start_over_and_it_is_said_once_per_round(caplog
 
 @pytest.mark.parametrize("start", [0, 6])
 def test_worker_processes_that_read_ahead_give_the_same_batches(start):
-    alone, ahead = (batches(SAMPLES, 3, num_workers=workers, repeat=True, start=start) for workers in (0, 2))
+    alone, ahead = (
+        batches(SAMPLES, 3, num_workers=workers, repeat=True, start=start) for workers in (0, 2)
+    )
     assert [next(ahead).tolist() for _ in range(9)] == [next(alone).tolist() for _ in range(9)]
 
 
@@ -60,6 +62,7 @@ def test_the_random_numbers_of_the_run_are_left_alone():
 
 def test_too_few_samples_for_one_step_are_an_error():
     with pytest.raises(
-        UserError, match="11 samples are too few for one step of 4 on each of 3 ranks - prepare more text"
+        UserError,
+        match="11 samples are too few for one step of 4 on each of 3 ranks - prepare more text",
     ):
         batches(SAMPLES, 4, ranks=3)

@@ -32,7 +32,9 @@ def small_stdlib(monkeypatch):
 
 
 def own(text, folder, *more):
-    return run(["--input", str(text), "--name", "mine", "-d", str(folder), "--vocab-size", "300", *more])
+    return run(
+        ["--input", str(text), "--name", "mine", "-d", str(folder), "--vocab-size", "300", *more]
+    )
 
 
 def everything(folder):
@@ -40,7 +42,9 @@ def everything(folder):
 
 
 def yaml_lines(summary):
-    return dict(line.strip().split(": ") for line in summary.split("in your YAML:\n")[1].split("\n"))
+    return dict(
+        line.strip().split(": ") for line in summary.split("in your YAML:\n")[1].split("\n")
+    )
 
 
 def test_stdlib_becomes_token_files_with_a_tokenizer_and_a_sidecar(tmp_path, small_stdlib):
@@ -71,7 +75,9 @@ def test_stdlib_becomes_token_files_with_a_tokenizer_and_a_sidecar(tmp_path, sma
 def test_preparing_the_same_again_is_quick_and_changes_nothing(tmp_path, small_stdlib):
     first = run(["stdlib", "-d", str(tmp_path), "--vocab-size", "300"])
     before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}
-    assert run(["stdlib", "-d", str(tmp_path), "--vocab-size", "300"]) == "already prepared\n" + first
+    assert (
+        run(["stdlib", "-d", str(tmp_path), "--vocab-size", "300"]) == "already prepared\n" + first
+    )
     assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")} == before
 
 
@@ -91,7 +97,18 @@ def test_documents_keep_their_order_and_those_without_text_are_left_out(tmp_path
         zstandard = pytest.importorskip("zstandard")
         inputs = [tmp_path / "in.jsonl.zst"]
         inputs[0].write_bytes(zstandard.compress(text.read_bytes()))
-    run(["--input", *map(str, inputs), "--name", "m", "-d", str(tmp_path), "-t", "CharLevelTokenizer"])
+    run(
+        [
+            "--input",
+            *map(str, inputs),
+            "--name",
+            "m",
+            "-d",
+            str(tmp_path),
+            "-t",
+            "CharLevelTokenizer",
+        ]
+    )
     tokens = TokenFile.open(tmp_path / "m" / "m_text_document")
     got = [tokens.read(index).astype(np.uint8).tobytes() for index in range(len(tokens))]
     assert got == [document.encode() + b"\0" for document in TEXTS if document]
@@ -101,8 +118,18 @@ def test_gpt2_files_are_used_as_given_with_gpt_neox_spellings(tmp_path, text):
     model = json.loads(train_tokenizer(TEXTS, 270))["model"]
     vocab, merges = tmp_path / "vocab.json", tmp_path / "merges.txt"
     vocab.write_text(json.dumps(model["vocab"]))
-    merges.write_text("#version: 0.2\n" + "\n".join(" ".join(pair) for pair in model["merges"]) + "\n")
-    options = ["-d", str(tmp_path), "-t", "GPT2BPETokenizer", "--vocab_file", str(vocab), f"--merge_file={merges}"]
+    merges.write_text(
+        "#version: 0.2\n" + "\n".join(" ".join(pair) for pair in model["merges"]) + "\n"
+    )
+    options = [
+        "-d",
+        str(tmp_path),
+        "-t",
+        "GPT2BPETokenizer",
+        "--vocab_file",
+        str(vocab),
+        f"--merge_file={merges}",
+    ]
     summary = run([*options, "--input", str(text), "--name", "my_text", "--workers", "2"])
     assert yaml_lines(summary) == {
         "data_path": str(tmp_path / "my_text" / "my_text_text_document"),
@@ -118,12 +145,27 @@ def test_what_was_prepared_from_something_else_is_kept_unless_overwritten(tmp_pa
     before = everything(tmp_path / "data")
     other = tmp_path / "other.txt"
     other.write_text("other text")
-    with pytest.raises(UserError, match="there already, prepared from other sources - take another --name or -d"):
+    with pytest.raises(
+        UserError, match="there already, prepared from other sources - take another --name or -d"
+    ):
         own(other, tmp_path / "data")
     with pytest.raises(UserError, match="there already, prepared with another tokenizer - take"):
         own(text, tmp_path / "data", "--vocab-size", "290")
-    with pytest.raises(UserError, match="prepared with another tokenizer and from other sources - take"):
-        run(["--input", str(other), "--name", "mine", "-d", str(tmp_path / "data"), "-t", "CharLevelTokenizer"])
+    with pytest.raises(
+        UserError, match="prepared with another tokenizer and from other sources - take"
+    ):
+        run(
+            [
+                "--input",
+                str(other),
+                "--name",
+                "mine",
+                "-d",
+                str(tmp_path / "data"),
+                "-t",
+                "CharLevelTokenizer",
+            ]
+        )
     assert everything(tmp_path / "data") == before
     own(other, tmp_path / "data", "--overwrite")
     assert len(TokenFile.open(tmp_path / "data" / "mine" / "mine_text_document")) == 1
@@ -133,7 +175,9 @@ def test_a_damaged_earlier_result_is_named_and_made_anew_with_overwrite(tmp_path
     own(text, tmp_path)
     path = tmp_path / "mine" / "mine_text_document.bin"
     os.truncate(path, 10)
-    with pytest.raises(UserError, match=r"mine_text_document\.bin: is cut off: 10 bytes.*\(with --overwrite\)"):
+    with pytest.raises(
+        UserError, match=r"mine_text_document\.bin: is cut off: 10 bytes.*\(with --overwrite\)"
+    ):
         own(text, tmp_path)
     own(text, tmp_path, "--overwrite")
     assert path.stat().st_size > 10
@@ -144,8 +188,21 @@ def test_a_damaged_earlier_result_is_named_and_made_anew_with_overwrite(tmp_path
 def test_an_input_without_text_is_an_error_that_leaves_nothing(tmp_path, content, kind):
     (tmp_path / "in.jsonl").write_text(content)
     before = everything(tmp_path)
-    with pytest.raises(UserError, match="mine: the input has no documents with text in them - nothing was written"):
-        run(["--input", str(tmp_path / "in.jsonl"), "--name", "mine", "-d", str(tmp_path / "a" / "b"), "-t", kind])
+    with pytest.raises(
+        UserError, match="mine: the input has no documents with text in them - nothing was written"
+    ):
+        run(
+            [
+                "--input",
+                str(tmp_path / "in.jsonl"),
+                "--name",
+                "mine",
+                "-d",
+                str(tmp_path / "a" / "b"),
+                "-t",
+                kind,
+            ]
+        )
     assert everything(tmp_path) == before
     assert not (tmp_path / "a").exists()
 
@@ -159,7 +216,19 @@ def test_a_fault_in_the_middle_leaves_everything_as_it_was(tmp_path, text, overw
     bad.write_text('{"text": "fine"}\n{"text": \n')
     for kind in ("HFTokenizer", "CharLevelTokenizer"):
         with pytest.raises(UserError, match=r"bad\.jsonl:2: is not JSON"):
-            run(["--input", str(bad), "--name", "mine", "-d", str(tmp_path / "data"), "-t", kind, "--overwrite"])
+            run(
+                [
+                    "--input",
+                    str(bad),
+                    "--name",
+                    "mine",
+                    "-d",
+                    str(tmp_path / "data"),
+                    "-t",
+                    kind,
+                    "--overwrite",
+                ]
+            )
     bad.unlink()
     assert everything(tmp_path) == before
     assert (tmp_path / "data").exists() == overwrite
@@ -175,7 +244,9 @@ def test_a_full_disk_at_the_end_leaves_everything_as_it_was(tmp_path, text, monk
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(tokens, "_sync", full)
-    with pytest.raises(UserError, match="No space left on device - check permissions and free space"):
+    with pytest.raises(
+        UserError, match="No space left on device - check permissions and free space"
+    ):
         own(other, tmp_path / "data", "--overwrite")
     other.unlink()
     assert everything(tmp_path) == before
@@ -185,14 +256,26 @@ def test_a_wrong_tokenizer_is_found_before_anything_is_written(tmp_path, text):
     empty = tmp_path / "empty.json"
     empty.write_text("")
     with pytest.raises(UserError, match=r"vocab_file: .*empty\.json is empty"):
-        run(["--input", str(text), "--name", "m", "-d", str(tmp_path / "d"), "--vocab-file", str(empty)])
+        run(
+            [
+                "--input",
+                str(text),
+                "--name",
+                "m",
+                "-d",
+                str(tmp_path / "d"),
+                "--vocab-file",
+                str(empty),
+            ]
+        )
     assert not (tmp_path / "d").exists()
 
 
 def test_a_folder_that_cannot_be_made_is_explained(tmp_path, text):
     (tmp_path / "file").write_text("")
     with pytest.raises(
-        UserError, match=r"file.*: Not a directory - check permissions and free space, or choose -d DIR"
+        UserError,
+        match=r"file.*: Not a directory - check permissions and free space, or choose -d DIR",
     ):
         own(text, tmp_path / "file")
 
@@ -214,7 +297,10 @@ def test_a_folder_that_cannot_be_made_is_explained(tmp_path, text):
             ["stdlib", "-t", "CharLevelTokenizer", "--vocab-size", "9"],
             "--vocab-size: is for a tokenizer that is trained",
         ),
-        (["stdlib", "-t", "HFTokenizer", "--merge-file", "m"], "--merge-file: HFTokenizer has none - leave it away"),
+        (
+            ["stdlib", "-t", "HFTokenizer", "--merge-file", "m"],
+            "--merge-file: HFTokenizer has none - leave it away",
+        ),
         (["stdlib", "--vocab-size", "100"], "vocab_size: 100 cannot hold the 256 bytes"),
         (["enwik8"], "enwik8: is no longer offered"),
     ],

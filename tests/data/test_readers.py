@@ -13,7 +13,9 @@ TEXTS = ["first\ndocument", "", "zweites Dokument: äöü", "x" * 3_000_000]
 
 
 def lines(texts, key="text"):
-    return "".join(json.dumps({key: text, "meta": {}}, ensure_ascii=False) + "\n" for text in texts).encode()
+    return "".join(
+        json.dumps({key: text, "meta": {}}, ensure_ascii=False) + "\n" for text in texts
+    ).encode()
 
 
 def read(*paths, key="text"):
@@ -59,14 +61,21 @@ def test_every_frame_of_a_zst_file_is_read(tmp_path):
 
 
 def test_folders_are_read_in_the_order_of_their_names(tmp_path):
-    for name, text in (("b.txt", "2"), ("a.txt", "1"), ("deep/c.jsonl", '{"text": "3"}\n'), (".hidden", "0")):
+    for name, text in (
+        ("b.txt", "2"),
+        ("a.txt", "1"),
+        ("deep/c.jsonl", '{"text": "3"}\n'),
+        (".hidden", "0"),
+    ):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(text)
     assert read(tmp_path) == ["1", "2", "3"]
 
 
 def test_json_lines_may_hold_bare_strings_paragraphs_blank_lines_and_no_last_newline(tmp_path):
-    (tmp_path / "c.jsonl").write_text('\ufeff"bare"\n\n{"text": ["one", "two"]}\r\n{"text": "end"}', encoding="utf-8")
+    (tmp_path / "c.jsonl").write_text(
+        '\ufeff"bare"\n\n{"text": ["one", "two"]}\r\n{"text": "end"}', encoding="utf-8"
+    )
     assert read(tmp_path / "c.jsonl") == ["bare", "one\n\ntwo", "end"]
 
 
@@ -83,9 +92,15 @@ def test_half_a_surrogate_pair_becomes_a_replacement_character(tmp_path):
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        (b'{"text": "a"', "c.jsonl:2: is not JSON (Expecting ',' delimiter, column 13) - mend or remove the line"),
+        (
+            b'{"text": "a"',
+            "c.jsonl:2: is not JSON (Expecting ',' delimiter, column 13) - mend or remove the line",
+        ),
         (b'{"text": "\xff"}', "c.jsonl:2: is not UTF-8 - convert the file"),
-        (b'{"txt": "a", "id": 1}', 'c.jsonl:2: has the keys txt, id, expected {"text": "..."} - say which one holds'),
+        (
+            b'{"txt": "a", "id": 1}',
+            'c.jsonl:2: has the keys txt, id, expected {"text": "..."} - say which one holds',
+        ),
         (b"{}", "c.jsonl:2: has the keys (none), expected"),
         (b"[1]", "c.jsonl:2: is not an object, expected"),
         (b'{"text": 7}', "c.jsonl:2: 'text' is int, not text - choose another with --text-key"),
@@ -102,9 +117,17 @@ def test_a_broken_line_is_named_by_file_and_number(tmp_path, line, message):
 @pytest.mark.parametrize(
     ("name", "damage", "message"),
     [
-        ("c.jsonl.gz", lambda data: data[:-20], "is cut off or damaged (Compressed file ended before"),
+        (
+            "c.jsonl.gz",
+            lambda data: data[:-20],
+            "is cut off or damaged (Compressed file ended before",
+        ),
         ("c.jsonl.gz", lambda data: b"plain", "is cut off or damaged (Not a gzipped file"),
-        ("c.jsonl.zst", lambda data: data[:-20], "is cut off inside its last zstd frame - copy it again"),
+        (
+            "c.jsonl.zst",
+            lambda data: data[:-20],
+            "is cut off inside its last zstd frame - copy it again",
+        ),
         ("c.jsonl.zst", lambda data: b"plain text", "is damaged or not zstd"),
         ("c.parquet", lambda data: data[:-20], "cannot be read as parquet"),
     ],
@@ -131,13 +154,18 @@ def test_a_table_without_the_column_says_which_it_has(tmp_path):
 
 
 def test_files_that_cannot_be_read_are_refused_before_anything_is_read(tmp_path):
-    with pytest.raises(UserError, match=r"there is no .*none\.txt \(looked from .* - give existing files or folders"):
+    with pytest.raises(
+        UserError,
+        match=r"there is no .*none\.txt \(looked from .* - give existing files or folders",
+    ):
         Files("mine", [tmp_path / "none.txt"])
     with pytest.raises(UserError, match="is empty - give one with files in it"):
         Files("mine", [tmp_path])
     (tmp_path / "c.csv").write_text("a,b")
     for given in (tmp_path, tmp_path / "c.csv"):
-        with pytest.raises(UserError, match=r"c\.csv is of a kind that is not read - use \.jsonl, \.jsonl\.gz"):
+        with pytest.raises(
+            UserError, match=r"c\.csv is of a kind that is not read - use \.jsonl, \.jsonl\.gz"
+        ):
             Files("mine", [given])
 
 

@@ -89,12 +89,16 @@ def reference_samples(documents, sizes, length, seed, num_samples):
 
 @settings(max_examples=150, deadline=None)
 @given(
-    sizes=st.lists(st.integers(0, 12), min_size=1, max_size=30).filter(lambda sizes: sum(sizes) > 1),
+    sizes=st.lists(st.integers(0, 12), min_size=1, max_size=30).filter(
+        lambda sizes: sum(sizes) > 1
+    ),
     length=st.integers(1, 20),
     seed=st.integers(0, 2**31),
     num_samples=st.integers(2, 40),
 )
-def test_samples_are_those_of_the_reference_loop_for_any_documents(sizes, length, seed, num_samples):
+def test_samples_are_those_of_the_reference_loop_for_any_documents(
+    sizes, length, seed, num_samples
+):
     with tempfile.TemporaryDirectory() as folder:
         tokens = write(Path(folder) / "c", sizes)
         samples = build_split(tokens, "1,0,0", "train", length, seed, num_samples, cache=False)
@@ -109,8 +113,16 @@ def test_samples_are_those_of_the_reference_loop_for_any_documents(sizes, length
         ("949,50,1", 1759, [0, 1669, 1757, 1759]),
         ("969/30/1", 100, [0, 97, 100, 100]),
         ("1", 5, [0, 5, 5, 5]),
-        ("1,1", 5, [0, 3, 5, 5]),  # 2.5 rounds to 2 twice; the missing document is added to every bound
-        ("1,1,1", 5, [0, 1, 3, 5]),  # 1.67 rounds to 2 three times; the surplus is taken from every bound
+        (
+            "1,1",
+            5,
+            [0, 3, 5, 5],
+        ),  # 2.5 rounds to 2 twice; the missing document is added to every bound
+        (
+            "1,1,1",
+            5,
+            [0, 1, 3, 5],
+        ),  # 1.67 rounds to 2 three times; the surplus is taken from every bound
         (" 8, 1, 1 ", 10, [0, 8, 9, 10]),
     ],
 )
@@ -120,23 +132,32 @@ def test_parts_are_cut_where_the_reference_cuts_them(tmp_path, split, count, bou
         if stop > start:
             assert split_documents(tokens, split, part) == range(start, stop)
         else:
-            with pytest.raises(UserError, match=f"of {count} documents leaves none for {part} - give {part} a larger"):
+            with pytest.raises(
+                UserError,
+                match=f"of {count} documents leaves none for {part} - give {part} a larger",
+            ):
                 split_documents(tokens, split, part)
 
 
 @pytest.mark.parametrize("split", ["", "a,b,c", "1,2,3,4", "0,0,0", "-1,2,1", "nan,1,1", "inf,1,1"])
 def test_a_split_that_is_not_three_shares_is_explained(corpus, split):
-    with pytest.raises(UserError, match="is not train,valid,test shares - write three numbers, such as 949,50,1"):
+    with pytest.raises(
+        UserError, match="is not train,valid,test shares - write three numbers, such as 949,50,1"
+    ):
         split_documents(corpus, split, "train")
 
 
 def test_an_unknown_part_is_named(corpus):
-    with pytest.raises(UserError, match="part: there is no 'validation' - use one of train, valid, test"):
+    with pytest.raises(
+        UserError, match="part: there is no 'validation' - use one of train, valid, test"
+    ):
         build_split(corpus, part="validation")
 
 
 def test_a_part_whose_documents_are_empty_is_refused(tmp_path):
-    with pytest.raises(UserError, match="the valid part has no tokens - give valid a larger share than split = 1,1"):
+    with pytest.raises(
+        UserError, match="the valid part has no tokens - give valid a larger share than split = 1,1"
+    ):
         build_split(write(tmp_path / "c", [9, 0]), "1,1", "valid", 4)
 
 
@@ -169,7 +190,11 @@ def test_index_maps_are_kept_and_used_again(corpus):
     before = maps_folder(corpus).stat().st_mtime_ns
     assert first(corpus) == expected
     assert maps_folder(corpus).stat().st_mtime_ns == before
-    assert {path.name for path in maps_folder(corpus).iterdir()} == {"documents.npy", "ends.npy", "order.npy"}
+    assert {path.name for path in maps_folder(corpus).iterdir()} == {
+        "documents.npy",
+        "ends.npy",
+        "order.npy",
+    }
 
 
 def test_every_plan_has_its_own_maps(corpus, tmp_path):
@@ -179,7 +204,9 @@ def test_every_plan_has_its_own_maps(corpus, tmp_path):
     other = np.array(corpus.sizes)
     shutil.rmtree(tmp_path / "corpus_index_maps")
     build_split(corpus, length=64)
-    other[[570, 571]] = other[[571, 570]]  # the same number of tokens, other documents under the same name
+    other[[570, 571]] = other[
+        [571, 570]
+    ]  # the same number of tokens, other documents under the same name
     build_split(write_over(corpus, other), length=64)
     assert len(list((tmp_path / "corpus_index_maps").iterdir())) == 2
 
@@ -228,12 +255,16 @@ def _build(prefix, barrier, results):
 def test_ranks_that_build_at_the_same_time_get_the_same_maps(corpus):
     context = multiprocessing.get_context("fork")
     barrier, results = context.Barrier(6), context.Queue()
-    ranks = [context.Process(target=_build, args=(corpus.prefix, barrier, results)) for _ in range(6)]
+    ranks = [
+        context.Process(target=_build, args=(corpus.prefix, barrier, results)) for _ in range(6)
+    ]
     for rank in ranks:
         rank.start()
     got = [results.get(timeout=60) for _ in ranks]
     for rank in ranks:
         rank.join()
         assert rank.exitcode == 0
-    assert got == [build_split(corpus, part="train", length=8, seed=1235, cache=False)[5].tolist()] * 6
+    assert (
+        got == [build_split(corpus, part="train", length=8, seed=1235, cache=False)[5].tolist()] * 6
+    )
     assert len(list((corpus.prefix.parent / "corpus_index_maps").iterdir())) == 1

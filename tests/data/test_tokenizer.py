@@ -10,7 +10,9 @@ from megatron.data.tokenizer import build_tokenizer, train_tokenizer
 from megatron.errors import UserError
 
 SHARED = Path(__file__).parents[3] / "shared" / "data"
-needs_gpt2 = pytest.mark.skipif(not (SHARED / "gpt2-vocab.json").exists(), reason=f"no GPT-2 files in {SHARED}")
+needs_gpt2 = pytest.mark.skipif(
+    not (SHARED / "gpt2-vocab.json").exists(), reason=f"no GPT-2 files in {SHARED}"
+)
 TEXTS = ["the cat sat on the mat\n", "the dog sat on the cat\n", "def cat(): return 'mat'\n"] * 5
 
 
@@ -60,7 +62,12 @@ def test_both_forms_of_one_tokenizer_give_the_same_ids(files):
 def test_a_vocabulary_may_have_the_word_model(files, tmp_path):
     vocab = json.loads((files / "vocab.json").read_text())
     (tmp_path / "vocab.json").write_text(json.dumps(vocab | {"model": len(vocab)}))
-    assert build_tokenizer("GPT2BPETokenizer", tmp_path / "vocab.json", files / "merges.txt").vocab_size == 281
+    assert (
+        build_tokenizer(
+            "GPT2BPETokenizer", tmp_path / "vocab.json", files / "merges.txt"
+        ).vocab_size
+        == 281
+    )
 
 
 def test_the_hash_names_the_contents(files, tmp_path):
@@ -80,11 +87,15 @@ def test_training_gives_the_same_tokenizer_every_time():
 
 
 def test_training_needs_room_for_the_bytes():
-    with pytest.raises(UserError, match=r"vocab_size: 256 cannot hold the 256 bytes and .* - use at least 257"):
+    with pytest.raises(
+        UserError, match=r"vocab_size: 256 cannot hold the 256 bytes and .* - use at least 257"
+    ):
         train_tokenizer(TEXTS, 256)
 
 
-def test_truncation_padding_and_frames_that_a_tokenizer_json_asks_for_are_not_applied(files, tmp_path):
+def test_truncation_padding_and_frames_that_a_tokenizer_json_asks_for_are_not_applied(
+    files, tmp_path
+):
     asking = Tokenizer.from_file(str(files / "tokenizer.json"))
     asking.enable_truncation(2)
     asking.enable_padding(length=50)
@@ -103,7 +114,10 @@ def test_bytes_are_those_of_gpt_neox():
 @needs_gpt2
 @pytest.mark.parametrize("kind", ["GPT2BPETokenizer", "HFTokenizer"])
 def test_gpt2_is_gpt2(kind):
-    names = {"GPT2BPETokenizer": ["gpt2-vocab.json", "gpt2-merges.txt"], "HFTokenizer": ["gpt2-tokenizer.json"]}
+    names = {
+        "GPT2BPETokenizer": ["gpt2-vocab.json", "gpt2-merges.txt"],
+        "HFTokenizer": ["gpt2-tokenizer.json"],
+    }
     tokenizer = build_tokenizer(kind, *(SHARED / name for name in names[kind]))
     assert (tokenizer.vocab_size, tokenizer.eod) == (50257, 50256)
     assert tokenizer.encode("Hello world") == [15496, 995]
@@ -144,40 +158,100 @@ def faults(files, tmp_path):
 @pytest.mark.parametrize(
     ("kind", "names", "message"),
     [
-        ("GPT2BPETokenizer", [], "vocab_file: GPT2BPETokenizer needs one - give the path of its vocab.json"),
+        (
+            "GPT2BPETokenizer",
+            [],
+            "vocab_file: GPT2BPETokenizer needs one - give the path of its vocab.json",
+        ),
         (
             "GPT2BPETokenizer",
             ["vocab.json"],
             "merge_file: GPT2BPETokenizer needs one - give the path of its merges.txt",
         ),
-        ("GPT2BPETokenizer", ["gone", "merges.txt"], "vocab_file: there is no file {}/gone (looked from"),
-        ("GPT2BPETokenizer", ["vocab.json", "gone"], "merge_file: there is no file {}/gone (looked from"),
-        ("GPT2BPETokenizer", ["empty", "merges.txt"], "vocab_file: {}/empty is empty - copy it again"),
-        ("GPT2BPETokenizer", ["vocab.json", "blank"], "merge_file: {}/blank is empty - copy it again"),
+        (
+            "GPT2BPETokenizer",
+            ["gone", "merges.txt"],
+            "vocab_file: there is no file {}/gone (looked from",
+        ),
+        (
+            "GPT2BPETokenizer",
+            ["vocab.json", "gone"],
+            "merge_file: there is no file {}/gone (looked from",
+        ),
+        (
+            "GPT2BPETokenizer",
+            ["empty", "merges.txt"],
+            "vocab_file: {}/empty is empty - copy it again",
+        ),
+        (
+            "GPT2BPETokenizer",
+            ["vocab.json", "blank"],
+            "merge_file: {}/blank is empty - copy it again",
+        ),
         ("GPT2BPETokenizer", ["binary", "merges.txt"], "vocab_file: {}/binary is not text"),
-        ("GPT2BPETokenizer", ["merges.txt", "vocab.json"], "is not JSON - vocab_file and merge_file are swapped"),
+        (
+            "GPT2BPETokenizer",
+            ["merges.txt", "vocab.json"],
+            "is not JSON - vocab_file and merge_file are swapped",
+        ),
         ("GPT2BPETokenizer", ["merges.txt", "merges.txt"], "is not JSON - give GPT-2's vocab.json"),
-        ("GPT2BPETokenizer", ["vocab.json", "vocab.json"], "merge_file: {}/vocab.json is JSON, not a list of merges"),
+        (
+            "GPT2BPETokenizer",
+            ["vocab.json", "vocab.json"],
+            "merge_file: {}/vocab.json is JSON, not a list of merges",
+        ),
         (
             "GPT2BPETokenizer",
             ["tokenizer.json", "merges.txt"],
             "is a whole tokenizer.json - use tokenizer_type: HFToken",
         ),
-        ("GPT2BPETokenizer", ["braces", "merges.txt"], "vocab_file: {}/braces has no entries - copy it again"),
+        (
+            "GPT2BPETokenizer",
+            ["braces", "merges.txt"],
+            "vocab_file: {}/braces has no entries - copy it again",
+        ),
         ("GPT2BPETokenizer", ["numbers", "merges.txt"], "does not give every token its own number"),
-        ("GPT2BPETokenizer", ["endless", "merges.txt"], "has no <|endoftext|>, which ends every document"),
+        (
+            "GPT2BPETokenizer",
+            ["endless", "merges.txt"],
+            "has no <|endoftext|>, which ends every document",
+        ),
         ("GPT2BPETokenizer", ["words", "merges.txt"], "lacks 256 of the 256 bytes"),
-        ("GPT2BPETokenizer", ["vocab.json", "foreign"], "merge_file: {}/foreign does not belong to {}/vocab.json"),
-        ("HFTokenizer", [], "vocab_file: HFTokenizer needs one - give the path of its tokenizer.json"),
+        (
+            "GPT2BPETokenizer",
+            ["vocab.json", "foreign"],
+            "merge_file: {}/foreign does not belong to {}/vocab.json",
+        ),
+        (
+            "HFTokenizer",
+            [],
+            "vocab_file: HFTokenizer needs one - give the path of its tokenizer.json",
+        ),
         ("HFTokenizer", ["gone"], "vocab_file: there is no file {}/gone"),
         ("HFTokenizer", ["empty"], "vocab_file: {}/empty is empty"),
-        ("HFTokenizer", ["vocab.json"], "is a bare vocabulary: it needs tokenizer_type: GPT2BPETokenizer"),
-        ("HFTokenizer", ["merges.txt"], "HFTokenizer reads a tokenizer.json, {}/merges.txt is not one"),
+        (
+            "HFTokenizer",
+            ["vocab.json"],
+            "is a bare vocabulary: it needs tokenizer_type: GPT2BPETokenizer",
+        ),
+        (
+            "HFTokenizer",
+            ["merges.txt"],
+            "HFTokenizer reads a tokenizer.json, {}/merges.txt is not one",
+        ),
         ("HFTokenizer", ["newer"], "vocab_file: {}/newer cannot be read by tokenizers 0."),
-        ("HFTokenizer", ["no_end"], "has no <|endoftext|>, which ends every document - add it to its special tokens"),
+        (
+            "HFTokenizer",
+            ["no_end"],
+            "has no <|endoftext|>, which ends every document - add it to its special tokens",
+        ),
         ("HFTokenizer", ["hollow"], "turns 'Hello world' into nothing, its vocabulary is empty"),
         ("GPT2BPE", [], "tokenizer_type: there is no 'GPT2BPE' - did you mean GPT2BPETokenizer?"),
-        ("charlevel", [], "tokenizer_type: there is no 'charlevel' - did you mean CharLevelTokenizer?"),
+        (
+            "charlevel",
+            [],
+            "tokenizer_type: there is no 'charlevel' - did you mean CharLevelTokenizer?",
+        ),
     ],
 )
 def test_wrong_files_are_explained(files, tmp_path, kind, names, message):

@@ -54,7 +54,9 @@ def test_a_document_is_read_from_any_token_on(tmp_path):
     assert tokens.read(2, 1, 10).tolist() == [5]
 
 
-@pytest.mark.parametrize(("vocab", "dtype"), [(65499, np.uint16), (65500, np.int32), (50257, np.uint16)])
+@pytest.mark.parametrize(
+    ("vocab", "dtype"), [(65499, np.uint16), (65500, np.int32), (50257, np.uint16)]
+)
 def test_the_number_type_is_the_one_the_reference_chooses(vocab, dtype):
     assert dtype_for(vocab) == dtype
 
@@ -90,12 +92,17 @@ def fault(prefix):
 
 def test_a_missing_corpus_says_where_it_looked_and_how_to_make_one(tmp_path):
     message = fault(tmp_path / "none")
-    assert f"there are no token files {tmp_path}/none.bin and {tmp_path}/none.idx (looked from {Path.cwd()})" in message
+    assert (
+        f"there are no token files {tmp_path}/none.bin and {tmp_path}/none.idx (looked from {Path.cwd()})"
+        in message
+    )
     assert "python prepare_data.py stdlib" in message
 
 
 def test_a_list_of_prefixes_is_explained(tmp_path):
-    assert "is a list, but one prefix is expected" in fault("1.0,data/a_text_document,2.0,data/b_text_document")
+    assert "is a list, but one prefix is expected" in fault(
+        "1.0,data/a_text_document,2.0,data/b_text_document"
+    )
 
 
 @pytest.mark.parametrize("suffix", [".bin", ".idx"])
@@ -115,7 +122,9 @@ def test_half_a_pair_is_named(golden, suffix):
 
 DAMAGES = {
     "is empty": lambda idx: b"",
-    "is not a GPT-NeoX index file (it starts with b'\\x80PICKLE..'": lambda idx: b"\x80PICKLE.." + idx,
+    "is not a GPT-NeoX index file (it starts with b'\\x80PICKLE..'": lambda idx: (
+        b"\x80PICKLE.." + idx
+    ),
     "is in the older TNTIDX format": lambda idx: b"TNTIDX\x00\x00" + idx[8:],
     "is cut off after 20 bytes, inside its header": lambda idx: idx[:20],
     "has format version 2, only version 1": lambda idx: idx[:9] + struct.pack("<Q", 2) + idx[17:],
@@ -134,7 +143,9 @@ def test_a_damaged_index_is_recognised(golden, message):
     assert f"{path}: {message}" in fault(golden)
 
 
-@pytest.mark.parametrize(("change", "message"), [(-10, "is cut off: 342208"), (2, "is too long: 342220")])
+@pytest.mark.parametrize(
+    ("change", "message"), [(-10, "is cut off: 342208"), (2, "is too long: 342220")]
+)
 def test_a_bin_file_of_another_length_than_the_index_says_is_refused(golden, change, message):
     path = golden.with_suffix(".bin")
     os.truncate(path, path.stat().st_size + change)
@@ -166,7 +177,8 @@ def test_the_tokenizer_that_wrote_a_file_is_told_from_another(tmp_path):
         write(tmp_path / name, [[1, 2]], meta=meta)
     TokenFile.open(tmp_path / "same").check_tokenizer(ours)
     with pytest.raises(
-        UserError, match="written by HFTokenizer 123456789abc with a vocabulary of 4096, but the config"
+        UserError,
+        match="written by HFTokenizer 123456789abc with a vocabulary of 4096, but the config",
     ):
         TokenFile.open(tmp_path / "other").check_tokenizer(ours)
 
@@ -175,13 +187,17 @@ def test_a_file_without_a_sidecar_must_fit_the_vocabulary(tmp_path):
     write(tmp_path / "fits", [[511]])
     write(tmp_path / "over", [[512]])
     TokenFile.open(tmp_path / "fits").check_tokenizer(build_tokenizer("CharLevelTokenizer"))
-    with pytest.raises(UserError, match="holds token 512, but the vocabulary of CharLevelTokenizer ends at 511"):
+    with pytest.raises(
+        UserError, match="holds token 512, but the vocabulary of CharLevelTokenizer ends at 511"
+    ):
         TokenFile.open(tmp_path / "over").check_tokenizer(build_tokenizer("CharLevelTokenizer"))
 
 
 def test_nothing_is_written_over_unless_asked(tmp_path):
     write(tmp_path / "c", [[1, 2]], meta={"corpus": "old"})
-    with pytest.raises(UserError, match=r"c\.idx: is there already - choose another name, or say --overwrite"):
+    with pytest.raises(
+        UserError, match=r"c\.idx: is there already - choose another name, or say --overwrite"
+    ):
         TokenWriter(tmp_path / "c", np.uint16)
     write(tmp_path / "c", [[3]], overwrite=True)
     tokens = TokenFile.open(tmp_path / "c")

@@ -20,7 +20,9 @@ def test_a_configuration_of_another_model_is_refused_with_every_key_and_both_val
     trained = {"pos_emb": "mep_free", "num_layers": 12, "hidden_size": 768}
     check_same_model({"pos_emb": "mep_free", "num_layers": 12, "lr": 1}, trained, "runs/a")
     with pytest.raises(UserError) as caught:
-        check_same_model({"pos_emb": "rotary", "num_layers": 24, "hidden_size": 768}, trained, "runs/a")
+        check_same_model(
+            {"pos_emb": "rotary", "num_layers": 24, "hidden_size": 768}, trained, "runs/a"
+        )
     assert str(caught.value) == (
         "runs/a: is a checkpoint of another model - give that run's configuration, its folder as load,"
         " or --checkpoint DIR and no configuration\n"
@@ -48,6 +50,7 @@ def test_a_token_beyond_the_vocabulary_is_named():
     windows = [Windows(2, [np.array([1, 2, 3]), np.array([3, 59, 5])], [0, 0])]
     check_known_tokens(windows, 60, "runs/a")
     with pytest.raises(
-        UserError, match=r"data_path: holds token 59, runs/a knows the tokens 0 to 58 - prepare that text"
+        UserError,
+        match=r"data_path: holds token 59, runs/a knows the tokens 0 to 58 - prepare that text",
     ):
         check_known_tokens(windows, 59, "runs/a")

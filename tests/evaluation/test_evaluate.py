@@ -10,16 +10,23 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import save_file
 
-from evaluate import add_options, main
+from megatron.commands.evaluate import add_options, main
 from megatron.config import load
 from megatron.data.tokens import TokenWriter
 from megatron.entry import run
-from megatron.evaluation.report import by_length, read_results
 from megatron.model import from_config
+from megatron.results.files import read_results
+from megatron.results.table import by_length
 from tests.support import run as run_script
 
 TOKENIZER = {"type": "HFTokenizer", "hash": "aaaa", "vocab_size": 60, "eod": 0}
-SHAPE = ["num_layers=2", "hidden_size=32", "num_attention_heads=4", "seq_length=16", "eval_lengths=16,32,64"]
+SHAPE = [
+    "num_layers=2",
+    "hidden_size=32",
+    "num_attention_heads=4",
+    "seq_length=16",
+    "eval_lengths=16,32,64",
+]
 EVALUATION = ["eval_tokens=128", "eval_batch_tokens=64", "split=5,4,1", "pos_emb=mep_free"]
 
 
@@ -27,7 +34,9 @@ EVALUATION = ["eval_tokens=128", "eval_batch_tokens=64", "split=5,4,1", "pos_emb
 def folder(tmp_path):
     """A run with a corpus of 40 documents and checkpoints after 3 and 7 steps."""
     generator = np.random.default_rng(3)
-    with TokenWriter(tmp_path / "text", np.uint16, meta={"corpus": "noise", "tokenizer": TOKENIZER}) as writer:
+    with TokenWriter(
+        tmp_path / "text", np.uint16, meta={"corpus": "noise", "tokenizer": TOKENIZER}
+    ) as writer:
         for size in generator.integers(20, 40, 40):
             writer.add(generator.integers(0, 60, size))
     for step in (3, 7):
@@ -47,7 +56,13 @@ def save(folder, step, *more):
     torch.manual_seed(step)
     save_file(model(config).state_dict(), checkpoint / "model.safetensors")
     config.save(checkpoint / "config.yml")
-    facts = {"step": step, "config_hash": config.hash, "vocab": 128, "tokenizer": TOKENIZER, "commit": None}
+    facts = {
+        "step": step,
+        "config_hash": config.hash,
+        "vocab": 128,
+        "tokenizer": TOKENIZER,
+        "commit": None,
+    }
     (checkpoint / "checkpoint.json").write_text(json.dumps(facts))
 
 
@@ -80,10 +95,14 @@ def test_every_length_gets_its_line_with_the_perplexity_of_the_plain_formula(fol
     reference = model(config).double().eval()
     text = np.fromfile(folder / "text.bin", dtype=np.uint16).astype(np.int64)
     sizes = np.random.default_rng(3).integers(20, 40, 40)
-    text = text[sizes[:20].sum() :][:129]  # documents 20 to 35 are the validation part of split 5,4,1
+    text = text[sizes[:20].sum() :][
+        :129
+    ]  # documents 20 to 35 are the validation part of split 5,4,1
     assert [row["length"] for row in rows] == [16, 32, 64]
     for row in rows:
-        windows = torch.stack([torch.tensor(text[i : i + row["length"] + 1]) for i in range(0, 128, row["length"])])
+        windows = torch.stack(
+            [torch.tensor(text[i : i + row["length"] + 1]) for i in range(0, 128, row["length"])]
+        )
         logits = reference(windows[:, :-1])
         loss = F.cross_entropy(logits.flatten(0, 1), windows[:, 1:].flatten()).item()
         assert row["loss"] == pytest.approx(loss, abs=1e-5)
@@ -102,35 +121,84 @@ def test_a_checkpoint_needs_no_configuration_and_its_step_can_be_chosen(folder, 
     assert evaluate("--checkpoint", folder / "run", "--step", 3, "--lengths", 16) == 0
     (row,) = read_results([folder / "run/evaluation/text-valid-global_step3.jsonl"])
     assert (row["step"], row["seed"], row["length"]) == (3, 3, 16)
-    assert evaluate(folder / "run/global_step7/config.yml", "eval_part=test", "eval_tokens=64", "--lengths", 32) == 0
+    assert (
+        evaluate(
+            folder / "run/global_step7/config.yml",
+            "eval_part=test",
+            "eval_tokens=64",
+            "--lengths",
+            32,
+        )
+        == 0
+    )
     (row,) = read_results([folder / "run/evaluation/text-test-global_step7.jsonl"])
     assert (row["step"], row["part"], row["tokens"]) == (7, "test", 64)
 
 
 def test_the_protocol_of_the_papers_is_named_in_the_results(folder):
-    assert evaluate("--checkpoint", folder / "run", "--protocol", "paper", "--windows", 5, "--lengths", 16, 32) == 0
+    assert (
+        evaluate(
+            "--checkpoint",
+            folder / "run",
+            "--protocol",
+            "paper",
+            "--windows",
+            5,
+            "--lengths",
+            16,
+            32,
+        )
+        == 0
+    )
     rows = read_results([folder / "run/evaluation/text-valid-global_step7-paper.jsonl"])
-    assert [(row["protocol"], row["windows"], row["tokens"]) for row in rows] == [("paper", 5, 80), ("paper", 5, 160)]
+    assert [(row["protocol"], row["windows"], row["tokens"]) for row in rows] == [
+        ("paper", 5, 80),
+        ("paper", 5, 160),
+    ]
     first = {row["text"] for row in rows}
     again = ["--protocol", "paper", "--windows", 5, "--start", 3, "--lengths", 16, 32]
     assert evaluate("--checkpoint", folder / "run", *again) == 0
     rows = read_results([folder / "run/evaluation/text-valid-global_step7-paper.jsonl"])
-    assert sorted((row["length"], row["start"]) for row in rows) == [(16, 0), (16, 3), (32, 0), (32, 3)]
+    assert sorted((row["length"], row["start"]) for row in rows) == [
+        (16, 0),
+        (16, 3),
+        (32, 0),
+        (32, 3),
+    ]
     assert first < {row["text"] for row in rows}  # other windows replace nothing
 
 
 def test_several_protocols_and_variants_of_one_model_come_from_one_call(folder, capsys):
-    words = ["--protocol", "equal_tokens", "tail", "position", "--tail", 8, "--window", "none", "train_length"]
+    words = [
+        "--protocol",
+        "equal_tokens",
+        "tail",
+        "position",
+        "--tail",
+        8,
+        "--window",
+        "none",
+        "train_length",
+    ]
     output = folder / "all.jsonl"
     assert evaluate(given(folder), *words, "--logn-scale", "off", "on", "--output", output) == 0
     rows = read_results([output])
     found = {(row["protocol"], row.get("window"), row.get("logn_scale", False)) for row in rows}
     assert len(found) == 3 * 2 * 2
     assert len(rows) == 2 * 2 * (3 + 3 + 1)
-    loss = {(row["protocol"], row.get("window"), row["length"]): row["loss"] for row in rows if "logn_scale" not in row}
+    loss = {
+        (row["protocol"], row.get("window"), row["length"]): row["loss"]
+        for row in rows
+        if "logn_scale" not in row
+    }
     for protocol in ("equal_tokens", "tail"):
-        same, other = (loss[protocol, None, length] - loss[protocol, "train_length", length] for length in (16, 64))
-        assert abs(same) < 1e-6 < abs(other), "the window hides something only beyond the training length"
+        same, other = (
+            loss[protocol, None, length] - loss[protocol, "train_length", length]
+            for length in (16, 64)
+        )
+        assert abs(same) < 1e-6 < abs(other), (
+            "the window hides something only beyond the training length"
+        )
     prefix = {row["length"]: row["perplexity"] for row in by_length([rows[-1]], [16, 32, 64])}
     assert prefix[64] == pytest.approx(rows[-1]["perplexity"], rel=1e-5)
     printed = capsys.readouterr().out
@@ -145,8 +213,18 @@ def test_several_protocols_and_variants_of_one_model_come_from_one_call(folder, 
     assert "--window wide: give a number of tokens" in capsys.readouterr().err
 
 
-def test_a_pass_by_position_is_measured_again_for_lengths_that_its_row_has_no_mean_of(folder, capsys):
-    words = (given(folder), "--protocol", "position", "--output", folder / "a.jsonl", "--lengths", 64)
+def test_a_pass_by_position_is_measured_again_for_lengths_that_its_row_has_no_mean_of(
+    folder, capsys
+):
+    words = (
+        given(folder),
+        "--protocol",
+        "position",
+        "--output",
+        folder / "a.jsonl",
+        "--lengths",
+        64,
+    )
     assert evaluate(*words) == 0
     assert evaluate(*words, 20) == 0
     assert "20 " in capsys.readouterr().out
@@ -166,7 +244,9 @@ def test_what_is_there_is_not_measured_again_unless_weights_or_precision_are_oth
     assert 1e-6 < abs(half["loss"] - exact["loss"]) < 0.02 * exact["loss"]
     assert half["text"] == exact["text"]
     torch.manual_seed(0)
-    save_file(model(configuration(folder)).state_dict(), folder / "run/global_step7/model.safetensors")
+    save_file(
+        model(configuration(folder)).state_dict(), folder / "run/global_step7/model.safetensors"
+    )
     assert evaluate(*words, "--lengths", 32) == 0
     assert read_results([folder / "a.jsonl"])[0]["loss"] != exact["loss"]
 
@@ -175,7 +255,10 @@ def test_learned_positions_say_where_they_end_instead_of_a_number(folder, capsys
     save(folder, 9, "pos_emb=learned")
     assert evaluate("--checkpoint", folder / "run", "--step", 9) == 0
     printed = capsys.readouterr().out
-    assert "learned: n/a at 32, 64: pos_emb: learned positions end at 16, so length 32 cannot be computed" in printed
+    assert (
+        "learned: n/a at 32, 64: pos_emb: learned positions end at 16, so length 32 cannot be computed"
+        in printed
+    )
     rows = read_results([folder / "run/evaluation/text-valid-global_step9.jsonl"])
     assert [row["perplexity"] is None for row in rows] == [False, True, True]
     assert [row["tokens"] for row in rows] == [128, 128, 128]
@@ -186,35 +269,78 @@ def test_of_load_and_save_the_one_with_a_checkpoint_is_measured(folder, capsys):
     assert evaluate(given(folder), f"load={folder}/nothing-yet", *words) == 0
     assert evaluate(given(folder), f"load={folder}/run", f"save={folder}/nothing-yet", *words) == 0
     assert evaluate(given(folder), f"load={folder}/run/global_step3", *words) == 1
-    assert re.search(r"load \(.*global_step3\) and save \(.*run\) both hold one - say which", capsys.readouterr().err)
+    assert re.search(
+        r"load \(.*global_step3\) and save \(.*run\) both hold one - say which",
+        capsys.readouterr().err,
+    )
 
 
 def test_both_backends_can_be_asked_for_and_agree(folder):
     found = {}
     for backend in ("eager", "sdpa"):
         output = folder / f"{backend}.jsonl"
-        assert evaluate(given(folder, f"attention_backend={backend}"), "--output", output, "--lengths", 64) == 0
+        assert (
+            evaluate(
+                given(folder, f"attention_backend={backend}"), "--output", output, "--lengths", 64
+            )
+            == 0
+        )
         (found[backend],) = read_results([output])
         assert found[backend]["attention_backend"] == backend
     assert found["eager"]["loss"] == pytest.approx(found["sdpa"]["loss"], abs=1e-6)
 
 
 def test_what_cannot_be_evaluated_is_one_message_and_writes_nothing(folder, capsys):
-    with TokenWriter(folder / "other", np.uint16, meta={"tokenizer": {**TOKENIZER, "hash": "bbbb"}}) as writer:
+    with TokenWriter(
+        folder / "other", np.uint16, meta={"tokenizer": {**TOKENIZER, "hash": "bbbb"}}
+    ) as writer:
         writer.add(np.arange(60))
     (folder / "notes.txt").write_text("my thesis\n")
     cases = {
-        ("--output", "x.jsonl"): "checkpoint: none is named - give the configuration of a run, or --checkpoint DIR",
+        (
+            "--output",
+            "x.jsonl",
+        ): "checkpoint: none is named - give the configuration of a run, or --checkpoint DIR",
         ("--checkpoint", folder / "nowhere"): "no folder .*nowhere - train first",
-        ("--checkpoint", folder / "run", "--step", 5): "looked for global_step5/checkpoint.json .* steps there: 3, 7",
-        (given(folder), "pos_emb=rotary"): r"pos_emb: 'rotary' is given, the checkpoint was trained with 'mep_free'",
-        (given(folder), "num_layers=3"): "num_layers: 3 is given, the checkpoint was trained with 2",
-        (given(folder), "split=9,1,0"): "split: '9,1,0' is given, the checkpoint was trained with '5,4,1'",
-        (given(folder), f"data_path={folder}/other"): "written by HFTokenizer bbbb .* learned with HFTokenizer aaaa",
+        (
+            "--checkpoint",
+            folder / "run",
+            "--step",
+            5,
+        ): "looked for global_step5/checkpoint.json .* steps there: 3, 7",
+        (
+            given(folder),
+            "pos_emb=rotary",
+        ): r"pos_emb: 'rotary' is given, the checkpoint was trained with 'mep_free'",
+        (
+            given(folder),
+            "num_layers=3",
+        ): "num_layers: 3 is given, the checkpoint was trained with 2",
+        (
+            given(folder),
+            "split=9,1,0",
+        ): "split: '9,1,0' is given, the checkpoint was trained with '5,4,1'",
+        (
+            given(folder),
+            f"data_path={folder}/other",
+        ): "written by HFTokenizer bbbb .* learned with HFTokenizer aaaa",
         (given(folder), f"data_path={folder}/none"): "there are no token files .*none.bin",
-        (given(folder), "eval_tokens=32"): "eval_tokens: 32 is less than one window of the longest length, 64",
-        (given(folder), "eval_tokens=9999", "--lengths", 16, 4096): "the valid part of the corpus has .* needs 4096",
-        (given(folder), "--output", folder / "notes.txt"): "notes.txt is there and holds something else",
+        (
+            given(folder),
+            "eval_tokens=32",
+        ): "eval_tokens: 32 is less than one window of the longest length, 64",
+        (
+            given(folder),
+            "eval_tokens=9999",
+            "--lengths",
+            16,
+            4096,
+        ): "the valid part of the corpus has .* needs 4096",
+        (
+            given(folder),
+            "--output",
+            folder / "notes.txt",
+        ): "notes.txt is there and holds something else",
     }
     for words, message in cases.items():
         assert evaluate(*words) == 1, words
@@ -233,7 +359,10 @@ def test_two_processes_share_the_windows_and_one_batch_or_process_gives_the_same
     assert found.returncode == 0, found.stderr
     assert found.stdout.count("perplexity on noise valid, 128 tokens") == 2
     for size in (16, 128):
-        assert evaluate(given(folder), f"eval_batch_tokens={size}", *words, folder / f"{size}.jsonl") == 0
+        assert (
+            evaluate(given(folder), f"eval_batch_tokens={size}", *words, folder / f"{size}.jsonl")
+            == 0
+        )
     results = [read_results([folder / f"{name}.jsonl"]) for name in ("two", "16", "128")]
     for two, *alone in zip(*results, strict=True):
         for one in alone:

@@ -9,7 +9,9 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 GIB = 2**20  # in KiB, as /proc counts
 
-pytestmark = pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="needs Linux's /proc")
+pytestmark = pytest.mark.skipif(
+    not Path("/proc/self/clear_refs").exists(), reason="needs Linux's /proc"
+)
 
 SCRIPT = """
 import sys
@@ -47,7 +49,9 @@ print(peak())
 def test_one_window_of_16384_tokens_with_the_125m_shape_needs_less_than_3_gib():
     # All twelve layers are in memory, two of them compute: a layer takes ten seconds at 16384, and at 2048 it is shown
     # that twelve need no more than two. Measured once with all twelve at 16384: 1.7 GiB in 132 s.
-    found = subprocess.run([sys.executable, "-c", SCRIPT], cwd=ROOT, capture_output=True, text=True, timeout=400)
+    found = subprocess.run(
+        [sys.executable, "-c", SCRIPT], cwd=ROOT, capture_output=True, text=True, timeout=400
+    )
     assert found.returncode == 0, found.stderr
     two, twelve, window = map(int, found.stdout.split())
     one_activation = 2048 * 768 * 4 / 1024  # KiB, what a layer would leave behind at the least

@@ -77,7 +77,9 @@ def whole_text(tokens, documents):
 
 def test_the_loss_is_the_mean_over_every_target_of_the_text(tokens):
     windows = equal_tokens(Request(tokens, [64, 16], SPLIT, eval_tokens=1000))
-    targets = whole_text(tokens, range(50, 90))[1 : 960 + 1]  # 960 = 15 · 64, the most that 1000 holds
+    targets = whole_text(tokens, range(50, 90))[
+        1 : 960 + 1
+    ]  # 960 = 15 · 64, the most that 1000 holds
     expected = Unigram().loss_of[targets].mean()
     for measured in measure(Unigram(), windows):
         assert measured.tokens == 960
@@ -100,8 +102,12 @@ def test_every_length_scores_the_same_targets_once(tokens):
     found = equal_tokens(Request(tokens, [8, 16, 128], SPLIT, eval_tokens=512))
     for windows in found:
         assert {len(window) for window in windows.ids} == {windows.length + 1}
-        np.testing.assert_array_equal(np.concatenate([window[1:] for window in windows.ids]), text[1:513])
-        np.testing.assert_array_equal(np.concatenate([window[:-1] for window in windows.ids]), text[:512])
+        np.testing.assert_array_equal(
+            np.concatenate([window[1:] for window in windows.ids]), text[1:513]
+        )
+        np.testing.assert_array_equal(
+            np.concatenate([window[:-1] for window in windows.ids]), text[:512]
+        )
     assert len({windows.text for windows in found}) == 1
 
 
@@ -124,7 +130,9 @@ def test_batches_are_filled_to_the_token_budget_and_change_nothing(tokens):
     together = measure(large, windows, batch_tokens=128)
     assert {tuple(ids.shape) for ids, _ in small.asked} == {(1, 16), (1, 64)}
     assert [tuple(ids.shape) for ids, _ in large.asked] == [(8, 16)] * 5 + [(2, 64)] * 5
-    assert [row.loss for row in one_by_one] == pytest.approx([row.loss for row in together], abs=1e-12)
+    assert [row.loss for row in one_by_one] == pytest.approx(
+        [row.loss for row in together], abs=1e-12
+    )
 
 
 def test_evaluation_leaves_the_model_as_it_was(tokens):
@@ -150,7 +158,9 @@ def test_a_length_that_the_model_refuses_says_why_and_the_others_are_measured(to
     assert beyond.reason == "pos_emb: positions end at 32"
 
 
-@pytest.mark.parametrize(("loss", "reason"), [(math.nan, "the loss is nan"), (math.inf, "the loss is inf")])
+@pytest.mark.parametrize(
+    ("loss", "reason"), [(math.nan, "the loss is nan"), (math.inf, "the loss is inf")]
+)
 def test_a_loss_that_is_no_number_is_no_perplexity(tokens, loss, reason):
     (row,) = measure(Always(loss), equal_tokens(Request(tokens, [16], SPLIT, eval_tokens=16)))
     assert (row.loss, row.perplexity, row.reason) == (None, None, reason)
@@ -158,15 +168,23 @@ def test_a_loss_that_is_no_number_is_no_perplexity(tokens, loss, reason):
 
 def test_a_perplexity_beyond_float64_is_left_out_and_the_loss_stays(tokens):
     (row,) = measure(Always(800.0), equal_tokens(Request(tokens, [16], SPLIT, eval_tokens=16)))
-    assert (row.loss, row.perplexity, row.reason) == (800.0, None, "exp(800) is too large for a number")
+    assert (row.loss, row.perplexity, row.reason) == (
+        800.0,
+        None,
+        "exp(800) is too large for a number",
+    )
 
 
 def test_too_large_a_batch_names_the_key_that_helps(tokens):
     full = Always(torch.OutOfMemoryError("CUDA out of memory"))
     windows = equal_tokens(Request(tokens, [16], SPLIT, eval_tokens=64))
-    with pytest.raises(UserError, match=r"eval_batch_tokens: 4 x 16 tokens do not fit .* make it smaller"):
+    with pytest.raises(
+        UserError, match=r"eval_batch_tokens: 4 x 16 tokens do not fit .* make it smaller"
+    ):
         measure(full, windows, batch_tokens=64)
-    with pytest.raises(UserError, match=r"1 x 16 tokens do not fit .* leave this length out with --lengths"):
+    with pytest.raises(
+        UserError, match=r"1 x 16 tokens do not fit .* leave this length out with --lengths"
+    ):
         measure(full, windows, batch_tokens=1)
 
 
@@ -177,7 +195,9 @@ def test_a_part_without_one_window_says_what_would_help(tokens):
 
 
 def test_eval_tokens_below_one_window_is_an_error(tokens):
-    with pytest.raises(UserError, match=r"eval_tokens: 100 is less than one window .* write eval_tokens=512"):
+    with pytest.raises(
+        UserError, match=r"eval_tokens: 100 is less than one window .* write eval_tokens=512"
+    ):
         equal_tokens(Request(tokens, [16, 512], SPLIT, eval_tokens=100))
 
 
@@ -191,7 +211,10 @@ def test_lengths_are_checked_sorted_and_counted_once(tokens):
 
 def test_the_protocol_of_the_papers_takes_as_many_windows_at_every_length(tokens):
     windows = paper(Request(tokens, [16, 32], SPLIT, seed=1235, windows=20))
-    assert {one.length: {len(window) for window in one.ids} for one in windows} == {16: {17}, 32: {33}}
+    assert {one.length: {len(window) for window in one.ids} for one in windows} == {
+        16: {17},
+        32: {33},
+    }
     assert [len(one.ids) for one in windows] == [20, 20]
 
 
@@ -205,5 +228,7 @@ def test_the_protocol_of_the_papers_starts_where_it_is_told_and_wraps(tokens):
 
 @pytest.mark.parametrize(("windows", "start"), [(0, 0), (20, -1)])
 def test_the_protocol_of_the_papers_wants_windows(tokens, windows, start):
-    with pytest.raises(UserError, match=rf"--windows {windows} --start {start}: give at least 1 window"):
+    with pytest.raises(
+        UserError, match=rf"--windows {windows} --start {start}: give at least 1 window"
+    ):
         paper(Request(tokens, [16], SPLIT, seed=1, windows=windows, start=start))

@@ -71,7 +71,9 @@ def test_contexts_differ_only_in_the_answers_and_ask_for_what_they_tell(task):
         assert 0 < len(changed) <= 64
         assert set(trial.targets) <= set(told[changed])
         asked = trial.at[trial.at < 127]
-        np.testing.assert_array_equal(told[asked + 1], trial.targets[trial.at < 127])  # read on, as in generation
+        np.testing.assert_array_equal(
+            told[asked + 1], trial.targets[trial.at < 127]
+        )  # read on, as in generation
         seen |= set(trial.cell)
     assert seen == {0, 1, 2}
 
@@ -131,7 +133,9 @@ def test_the_gradient_is_that_of_central_differences():
                     sides.append(model(window[None, :-1], window[None, 1:])[0, -1].double())
                 weight[window[position], column] -= sign * step
             expected[position, column] = (sides[0] - sides[1]) / (2 * step)
-    torch.testing.assert_close(gradient_norms(model, window), expected.norm(dim=1), rtol=5e-3, atol=1e-3)
+    torch.testing.assert_close(
+        gradient_norms(model, window), expected.norm(dim=1), rtol=5e-3, atol=1e-3
+    )
     cumulative = receptive_field(model, [window.numpy()])
     shares = gradient_norms(model, window).flip(0).numpy()
     np.testing.assert_allclose(cumulative, np.cumsum(shares) / shares.sum())
@@ -150,7 +154,9 @@ def test_attention_without_content_has_the_entropy_of_its_bias(pos_emb):
         block.attention.query_key_value.weight.data.zero_()
         block.attention.query_key_value.bias.data.zero_()
     length, count = 300, 256  # several blocks; the first 44 queries are not looked at
-    entropy, mass = attention_by_distance(model, [np.random.default_rng(0).integers(0, 64, length + 1)])
+    entropy, mass = attention_by_distance(
+        model, [np.random.default_rng(0).integers(0, 64, length + 1)]
+    )
     entropies, masses = [], []
     for query in range(length - count, length):
         logits = bias_of(model.position, query)  # [heads, query + 1] by distance
@@ -160,14 +166,18 @@ def test_attention_without_content_has_the_entropy_of_its_bias(pos_emb):
         padded = np.pad(p, ((0, 0), (0, length - query - 1)))
         masses.append(np.add.reduceat(padded, edges(length)[:-1], axis=1).mean(axis=0))
     assert edges(length) == [0, 1, 2, 4, 8, 16, 32, 64, 128, 256, 300]
-    np.testing.assert_allclose(entropy, np.mean(entropies, axis=0)[None].repeat(2, axis=0), rtol=1e-4)
+    np.testing.assert_allclose(
+        entropy, np.mean(entropies, axis=0)[None].repeat(2, axis=0), rtol=1e-4
+    )
     np.testing.assert_allclose(mass, np.mean(masses, axis=0)[None].repeat(2, axis=0), atol=1e-5)
 
 
 def bias_of(position, query):
     if position.has("index_bias"):
         keys = torch.arange(query + 1)
-        return position.index_bias(torch.tensor([query]), keys)[:, 0].flip(1).detach().double().numpy()
+        return (
+            position.index_bias(torch.tensor([query]), keys)[:, 0].flip(1).detach().double().numpy()
+        )
     bias = position.distance_bias(query + 1)
     return np.zeros((4, query + 1)) if bias is None else bias.detach().double().numpy()
 

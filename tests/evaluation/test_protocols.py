@@ -13,11 +13,15 @@ from megatron.data.tokens import TokenFile, TokenWriter
 from megatron.errors import UserError
 from megatron.evaluation.perplexity import measure
 from megatron.evaluation.protocols import PROTOCOLS, Request
-from megatron.evaluation.report import by_length
-from megatron.evaluation.statistics import prefix_curve
+from megatron.results.statistics import prefix_curve
+from megatron.results.table import by_length
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "data"
-VALID = [run for run in json.loads((GOLDEN / "expected.json").read_text())["runs"] if run["split"] == "valid"]
+VALID = [
+    run
+    for run in json.loads((GOLDEN / "expected.json").read_text())["runs"]
+    if run["split"] == "valid"
+]
 SIZES = [30, 200, 7, 64, 65, 300, 40, 129, 1, 90]
 LENGTHS = [16, 32, 64]
 
@@ -49,7 +53,9 @@ def request(tokens, **more):
 
 def by_hand(targets, contexts):
     """The mean of token / 1000 + 1 / (1 + position), a token being its own index in the text; both one by one."""
-    losses = [target / 1000 + 1 / (1 + context) for target, context in zip(targets, contexts, strict=True)]
+    losses = [
+        target / 1000 + 1 / (1 + context) for target, context in zip(targets, contexts, strict=True)
+    ]
     return sum(losses) / len(losses)
 
 
@@ -61,12 +67,19 @@ def scored(protocol, length):
     if protocol == "tail":
         ends = [64 + 16 * number for number in range(29)]
         return [(end - back, length - 1 - back) for end in ends for back in reversed(range(8))]
-    if protocol == "sliding":  # half a window each time: the first has its own positions, the others the later half
+    if (
+        protocol == "sliding"
+    ):  # half a window each time: the first has its own positions, the others the later half
         half = length // 2
-        return [(target, target - 1 if target <= length else half + (target - 1) % half) for target in region]
+        return [
+            (target, target - 1 if target <= length else half + (target - 1) % half)
+            for target in region
+        ]
     starts = np.cumsum([0, *SIZES])
     pieces = [(start, (size - 1) // 64 * 64) for start, size in zip(starts, SIZES, strict=False)]
-    found = [(start + 1 + offset, offset % length) for start, count in pieces for offset in range(count)]
+    found = [
+        (start + 1 + offset, offset % length) for start, count in pieces for offset in range(count)
+    ]
     return found[:512]
 
 
@@ -79,7 +92,9 @@ def test_a_protocol_gives_the_value_computed_by_hand_at_every_length(tokens, pro
         assert result.loss == pytest.approx(by_hand(targets, contexts), abs=1e-6)
         assert len(result.window_losses) == result.windows == len(one.ids)
         weights = result.window_tokens or np.ones(result.windows)
-        assert np.average(result.window_losses, weights=weights) == pytest.approx(result.loss, abs=1e-6)
+        assert np.average(result.window_losses, weights=weights) == pytest.approx(
+            result.loss, abs=1e-6
+        )
     assert len({one.text for one in windows}) == 1, "every length scores the same targets"
     assert [one.length for one in windows] == ([64] if protocol == "position" else LENGTHS)
 
@@ -88,7 +103,9 @@ def test_losses_by_position_are_those_of_the_buckets_and_their_prefix_curve(toke
     (result,) = measure(Known(), PROTOCOLS["position"](request(tokens)))
     assert result.position_edges == [0, 1, 2, 4, 8, 16, 32, 64]
     by_position = [by_hand(range(1 + position, 513, 64), [position] * 8) for position in range(64)]
-    for start, end, loss in zip(result.position_edges, result.position_edges[1:], result.position_losses, strict=False):
+    for start, end, loss in zip(
+        result.position_edges, result.position_edges[1:], result.position_losses, strict=False
+    ):
         assert loss == pytest.approx(np.mean(by_position[start:end]), abs=2e-6)
     curve = prefix_curve(result.position_edges, result.position_losses)
     rows = by_length([result.row() | {"length": 64}], LENGTHS)
@@ -104,7 +121,9 @@ def test_the_tail_sees_the_text_right_before_it_at_every_length(tokens):
     for one in (short, middle, long):
         assert set(one.counts) == {8}
         assert one.about == {"tail": 8}
-    for end, (a, b, c) in zip(range(64, 513, 16), zip(short.ids, middle.ids, long.ids, strict=True), strict=True):
+    for end, (a, b, c) in zip(
+        range(64, 513, 16), zip(short.ids, middle.ids, long.ids, strict=True), strict=True
+    ):
         np.testing.assert_array_equal(c, np.arange(end - 64, end + 1))
         np.testing.assert_array_equal(b, c[-33:])
         np.testing.assert_array_equal(a, c[-17:])
@@ -132,7 +151,11 @@ def test_the_protocol_of_the_papers_has_the_references_windows_token_for_token(t
         shutil.copyfile(GOLDEN / f"corpus_text_document{suffix}", tmp_path / f"corpus{suffix}")
     expected = np.load(GOLDEN / "expected_samples.npz")[run["array"]]
     asked = Request(
-        TokenFile.open(tmp_path / "corpus"), [run["valid_seq_length"]], "949,50,1", seed=1235, windows=run["num_valid"]
+        TokenFile.open(tmp_path / "corpus"),
+        [run["valid_seq_length"]],
+        "949,50,1",
+        seed=1235,
+        windows=run["num_valid"],
     )
     (one,) = PROTOCOLS["paper"](asked)
     assert len(one.ids) == run["num_valid"]
@@ -145,15 +168,25 @@ def test_the_protocol_of_the_papers_says_how_often_it_reads_a_short_part(tokens)
     windows = available // min(LENGTHS)
     told = {one.length: one.about for one in PROTOCOLS["paper"](request(tokens, windows=windows))}
     assert told.pop(min(LENGTHS)) == {"start": 0}
-    assert told == {length: {"start": 0, "epochs": -(-windows * length // available)} for length in told}
+    assert told == {
+        length: {"start": 0, "epochs": -(-windows * length // available)} for length in told
+    }
 
 
 def test_what_a_protocol_cannot_measure_is_one_message(tokens):
     cases = {
-        ("tail", "tail", 17): r"--tail 17: the scored end of a window has 1 to 16 tokens, the least length",
+        (
+            "tail",
+            "tail",
+            17,
+        ): r"--tail 17: the scored end of a window has 1 to 16 tokens, the least length",
         ("sliding", "stride", 17): r"--stride 17: windows of length 16 must move by 1 to 16 tokens",
         ("sliding", "stride", 0): r"--stride 0: windows of length 16 must move by 1 to 16 tokens",
-        ("within_document", "lengths", (512,)): r"no document of the valid part has 513 tokens, the longest has 300,"
+        (
+            "within_document",
+            "lengths",
+            (512,),
+        ): r"no document of the valid part has 513 tokens, the longest has 300,"
         r" and eval_tokens is 512; give lengths up to 299",
     }
     for (protocol, option, value), message in cases.items():

@@ -47,7 +47,9 @@ def test_a_killed_measurement_goes_on_where_it_was_and_ends_with_the_same_number
     found = measured(last, WINDOWS, batch_tokens=16, journal=journal)
     assert asked + last.asked == 10
     assert (asked, found.loss, found.window_losses) == (8, plain.loss, plain.window_losses)
-    assert found.tokens_per_second == pytest.approx(2 * 6 / found.seconds), "only what this call measured"
+    assert found.tokens_per_second == pytest.approx(2 * 6 / found.seconds), (
+        "only what this call measured"
+    )
     journal.remove()
     assert list(tmp_path.iterdir()) == []
 

@@ -19,11 +19,17 @@ every_case = pytest.mark.parametrize("case", CASES)
 
 def write_checkpoint(case: str, folder: Path, **changes: torch.Tensor | None) -> Path:
     """The case's files in the forks' own layout; `changes` replace ("layer_02/norm…": None removes) a tensor."""
-    own = {key: value for key, value in load_file(GOLDEN / f"{case}.safetensors").items() if key.startswith("weights/")}
+    own = {
+        key: value
+        for key, value in load_file(GOLDEN / f"{case}.safetensors").items()
+        if key.startswith("weights/")
+    }
     shared = load_file(GOLDEN / "shared.safetensors")
     shared.pop("kept")
     layers = defaultdict(dict)
-    for key, tensor in (shared | {key.removeprefix("weights/"): value for key, value in own.items()} | changes).items():
+    for key, tensor in (
+        shared | {key.removeprefix("weights/"): value for key, value in own.items()} | changes
+    ).items():
         if tensor is not None:
             layers[key.split("/")[0]][key.split("/")[1]] = tensor
     for layer, tensors in layers.items():
@@ -32,7 +38,13 @@ def write_checkpoint(case: str, folder: Path, **changes: torch.Tensor | None) ->
 
 
 def golden_config(case: str, *more: str):
-    shape = ["num_layers=2", "hidden_size=72", "num_attention_heads=12", "seq_length=64", "max_position_embeddings=64"]
+    shape = [
+        "num_layers=2",
+        "hidden_size=72",
+        "num_attention_heads=12",
+        "seq_length=64",
+        "max_position_embeddings=64",
+    ]
     return load([], [*shape, f"pos_emb={case}", *more])
 
 
@@ -56,7 +68,9 @@ def our_name(theirs: str, position: torch.nn.Module) -> str | None:
 @pytest.mark.parametrize("backend", ["eager", "sdpa"])
 @pytest.mark.parametrize("length", [64, 256])
 def test_a_reference_checkpoint_gives_the_references_numbers(case, backend, length, tmp_path):
-    model = load_model(write_checkpoint(case, tmp_path), golden_config(case, f"attention_backend={backend}"))
+    model = load_model(
+        write_checkpoint(case, tmp_path), golden_config(case, f"attention_backend={backend}")
+    )
     expected = load_file(GOLDEN / f"{case}.safetensors")
     ids = expected[f"ids_{length}"]
     logits = model(ids[:, :-1])
@@ -86,20 +100,29 @@ def test_a_reference_checkpoint_gives_the_references_numbers(case, backend, leng
 
 def test_the_forks_names_lead_to_the_same_model(tmp_path):
     write_checkpoint("mep_param_t5", tmp_path)
-    ours, theirs = (load_model(tmp_path, golden_config(name)) for name in ("mep_param_t5", "snope_kerplelog"))
+    ours, theirs = (
+        load_model(tmp_path, golden_config(name)) for name in ("mep_param_t5", "snope_kerplelog")
+    )
     ids = torch.randint(160, (1, 50))
     torch.testing.assert_close(theirs(ids), ours(ids), rtol=0, atol=0)
 
 
-def test_a_checkpoint_of_a_mixture_can_be_read_as_any_mixture_that_is_written_down(tmp_path, caplog):
+def test_a_checkpoint_of_a_mixture_can_be_read_as_any_mixture_that_is_written_down(
+    tmp_path, caplog
+):
     """The fork's class stores what all its kernels need, and its file does not say which ones were mixed."""
     write_checkpoint("mep_param_t5", tmp_path)
     ids = torch.randint(160, (1, 50))
     preset = load_model(tmp_path, golden_config("mep_param_t5"))
     written = "pos_emb_args={kernels: [gaussian, exp, t5, kerple_log]}"
-    torch.testing.assert_close(load_model(tmp_path, golden_config("mep", written))(ids), preset(ids), rtol=0, atol=0)
+    torch.testing.assert_close(
+        load_model(tmp_path, golden_config("mep", written))(ids), preset(ids), rtol=0, atol=0
+    )
     with caplog.at_level("INFO"):
-        model = load_model(tmp_path, golden_config("mep", "pos_emb_args={kernels: [t5, {gaussian: {slopes: 0.01}}]}"))
+        model = load_model(
+            tmp_path,
+            golden_config("mep", "pos_emb_args={kernels: [t5, {gaussian: {slopes: 0.01}}]}"),
+        )
     assert "bias_p is stored there but this encoding does not use it" in caplog.text
     expected = preset.position.kernels[2].weight
     torch.testing.assert_close(model.position.kernels[0].weight, expected, rtol=0, atol=0)
@@ -108,14 +131,44 @@ def test_a_checkpoint_of_a_mixture_can_be_read_as_any_mixture_that_is_written_do
 @pytest.mark.parametrize(
     ("case", "settings", "changes", "message"),
     [
-        ("alibi", ["num_layers=3"], {}, "do not belong to num_layers = 3 (unexpected [5], missing [4])"),
+        (
+            "alibi",
+            ["num_layers=3"],
+            {},
+            "do not belong to num_layers = 3 (unexpected [5], missing [4])",
+        ),
         ("alibi", ["num_layers=1"], {}, "do not belong to num_layers = 1 (unexpected [3"),
-        ("alibi", ["hidden_size=144"], {}, "is [160, 72], the configuration says [160, 144]; check hidden_size"),
-        ("alibi", ["no_weight_tying=false"], {}, "unexpected ['final_linear.weight']); check no_weight_tying"),
+        (
+            "alibi",
+            ["hidden_size=144"],
+            {},
+            "is [160, 72], the configuration says [160, 144]; check hidden_size",
+        ),
+        (
+            "alibi",
+            ["no_weight_tying=false"],
+            {},
+            "unexpected ['final_linear.weight']); check no_weight_tying",
+        ),
         ("alibi", ["pos_emb=kerple_log"], {}, "no bias_p in the files, which this pos_emb needs"),
-        ("kerple_log", ["pos_emb=alibi"], {}, "['bias_a', 'bias_p'] belong to another encoding; check pos_emb"),
-        ("mep_param_t5", ["pos_emb=kerple_log"], {}, "['slopes', 'weight'] belong to another encoding"),
-        ("kerple_log", [], {"layer_03/attention.rpe.bias_p": torch.ones(12, 1, 1)}, "copies of bias_p differ"),
+        (
+            "kerple_log",
+            ["pos_emb=alibi"],
+            {},
+            "['bias_a', 'bias_p'] belong to another encoding; check pos_emb",
+        ),
+        (
+            "mep_param_t5",
+            ["pos_emb=kerple_log"],
+            {},
+            "['slopes', 'weight'] belong to another encoding",
+        ),
+        (
+            "kerple_log",
+            [],
+            {"layer_03/attention.rpe.bias_p": torch.ones(12, 1, 1)},
+            "copies of bias_p differ",
+        ),
         ("alibi", [], {"layer_05/norm.bias": None}, "missing ['norm.bias']"),
         (
             "alibi",
@@ -125,7 +178,9 @@ def test_a_checkpoint_of_a_mixture_can_be_read_as_any_mixture_that_is_written_do
         ),
     ],
 )
-def test_files_that_disagree_with_the_configuration_are_refused(case, settings, changes, message, tmp_path):
+def test_files_that_disagree_with_the_configuration_are_refused(
+    case, settings, changes, message, tmp_path
+):
     write_checkpoint(case, tmp_path, **changes)
     with pytest.raises(UserError) as fault:
         load_model(tmp_path, golden_config(case, *settings))
@@ -135,7 +190,8 @@ def test_files_that_disagree_with_the_configuration_are_refused(case, settings, 
 
 def test_missing_sharded_and_damaged_files_are_named(tmp_path):
     with pytest.raises(
-        UserError, match=r"no layer_NN-model_00-model_states.pt there; name the folder global_stepN itself"
+        UserError,
+        match=r"no layer_NN-model_00-model_states.pt there; name the folder global_stepN itself",
     ):
         load_model(tmp_path, golden_config("alibi"))
     write_checkpoint("alibi", tmp_path)
@@ -145,7 +201,9 @@ def test_missing_sharded_and_damaged_files_are_named(tmp_path):
         load_model(tmp_path, golden_config("alibi"))
     shard.unlink()
     (tmp_path / "layer_02-model_00-model_states.pt").write_bytes(b"PK nothing")
-    with pytest.raises(UserError, match=r"layer_02-model_00-model_states.pt: cannot be read as a checkpoint file"):
+    with pytest.raises(
+        UserError, match=r"layer_02-model_00-model_states.pt: cannot be read as a checkpoint file"
+    ):
         load_model(tmp_path, golden_config("alibi"))
 
 

@@ -23,7 +23,13 @@ OPTIONS = {
 
 def model(name: str, *settings: str) -> GPT:
     """Weights large enough for attention to be far from uniform."""
-    shape = ["num_layers=2", "hidden_size=32", "num_attention_heads=4", "seq_length=48", f"pos_emb={name}"]
+    shape = [
+        "num_layers=2",
+        "hidden_size=32",
+        "num_attention_heads=4",
+        "seq_length=48",
+        f"pos_emb={name}",
+    ]
     args = [f"pos_emb_args={NEEDED[name]}".replace("'", "")] if name in NEEDED else []
     longest = ["max_position_embeddings=256", "init_method_std=0.15"]
     return from_config(load([], [*shape, *longest, *args, *settings]), vocab=50).eval()
@@ -67,14 +73,20 @@ def test_backends_agree(name, options):
     if REGISTRY[name].on_scores is not REGISTRY["none"].on_scores:
         pytest.skip("an encoding that looks at content has one backend")
     ids = torch.randint(50, (2, 300 if name != "learned" else 256))
-    eager, sdpa = (model(name, f"attention_backend={one}", *OPTIONS[options])(ids) for one in ("eager", "sdpa"))
+    eager, sdpa = (
+        model(name, f"attention_backend={one}", *OPTIONS[options])(ids) for one in ("eager", "sdpa")
+    )
     torch.testing.assert_close(sdpa, eager, rtol=0, atol=1e-4)
 
 
 @pytest.mark.parametrize("options", sorted(OPTIONS))
 @torch.no_grad()
 def test_an_option_changes_what_is_seen_beyond_the_training_length(options):
-    plain, other, ids = model("mep_free"), model("mep_free", *OPTIONS[options]), torch.randint(50, (1, 141))
+    plain, other, ids = (
+        model("mep_free"),
+        model("mep_free", *OPTIONS[options]),
+        torch.randint(50, (1, 141)),
+    )
     assert torch.equal(plain(ids), other(ids)) == (options == "plain")
 
 
@@ -93,7 +105,9 @@ def test_logn_scale_multiplies_the_scores_by_log_n_over_log_of_the_training_leng
     plain, scaled = model("none"), model("none", "logn_scale=true")
     scale = scaled.position.log_n_scale(0, 200).double()
     expected = [max(1.0, math.log(n) / math.log(48)) for n in range(1, 201)]
-    torch.testing.assert_close(scale, torch.tensor(expected, dtype=torch.float64), rtol=1e-6, atol=0)
+    torch.testing.assert_close(
+        scale, torch.tensor(expected, dtype=torch.float64), rtol=1e-6, atol=0
+    )
     ids = torch.randint(50, (1, 141))
     torch.testing.assert_close(scaled(ids[:, :48]), plain(ids[:, :48]), rtol=0, atol=1e-5)
     # The last row by hand, in float64: one layer's attention with its queries multiplied.
@@ -102,10 +116,14 @@ def test_logn_scale_multiplies_the_scores_by_log_n_over_log_of_the_training_leng
     layer.register_forward_hook(lambda _, inputs, output: seen.update(x=inputs[0], out=output))
     scaled(ids)
     fused = torch.nn.functional.linear(
-        seen["x"].double(), layer.query_key_value.weight.double(), layer.query_key_value.bias.double()
+        seen["x"].double(),
+        layer.query_key_value.weight.double(),
+        layer.query_key_value.bias.double(),
     )
     q, k, v = fused.view(1, 141, 4, 3, 8).permute(3, 0, 2, 1, 4)
-    weights = (q[:, :, -1:] @ k.transpose(2, 3) / math.sqrt(8) * math.log(141) / math.log(48)).softmax(dim=-1)
+    weights = (
+        q[:, :, -1:] @ k.transpose(2, 3) / math.sqrt(8) * math.log(141) / math.log(48)
+    ).softmax(dim=-1)
     mixed = (weights @ v).transpose(1, 2).reshape(1, 1, 32)
     out = torch.nn.functional.linear(mixed, layer.dense.weight.double(), layer.dense.bias.double())
     torch.testing.assert_close(seen["out"][:, -1:].double(), out, rtol=0, atol=1e-5)

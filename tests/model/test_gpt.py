@@ -11,7 +11,13 @@ from megatron.config import load
 from megatron.errors import UserError
 from megatron.model import GPT, from_config, head, padded_vocab, position_from_config
 
-SHAPE = ["num_layers=3", "hidden_size=48", "num_attention_heads=4", "seq_length=64", "pos_emb=rotary"]
+SHAPE = [
+    "num_layers=3",
+    "hidden_size=48",
+    "num_attention_heads=4",
+    "seq_length=64",
+    "pos_emb=rotary",
+]
 
 
 def small(*settings: str, vocab: int = 101) -> GPT:
@@ -35,9 +41,14 @@ def hugging_face_twin(ours: GPT) -> GPTNeoXForCausalLM:
         attn_implementation="eager",
     )
     twin = GPTNeoXForCausalLM(config).eval()
-    names = {"word_embeddings.weight": "gpt_neox.embed_in.weight", "final_linear.weight": "lm_head.weight"}
+    names = {
+        "word_embeddings.weight": "gpt_neox.embed_in.weight",
+        "final_linear.weight": "lm_head.weight",
+    }
     names |= {f"norm.{kind}": f"gpt_neox.final_layer_norm.{kind}" for kind in ("weight", "bias")}
-    weights = {names.get(name, f"gpt_neox.{name}"): tensor for name, tensor in ours.state_dict().items()}
+    weights = {
+        names.get(name, f"gpt_neox.{name}"): tensor for name, tensor in ours.state_dict().items()
+    }
     twin.load_state_dict(weights, strict=True)
     return twin
 
@@ -65,17 +76,29 @@ def test_the_125m_shape_has_the_papers_162_million_parameters():
     with torch.device("meta"):
         config = load(["configs/125M.yml"])
         position = position_from_config(config)
-        model = GPT(config.model, config.attention, positions=[position], vocab=padded_vocab(50257, 128))
+        model = GPT(
+            config.model, config.attention, positions=[position], vocab=padded_vocab(50257, 128)
+        )
     assert sum(parameter.numel() for parameter in model.parameters()) == 162_322_944
 
 
 def test_the_vocabulary_is_padded_to_a_multiple():
-    assert [padded_vocab(50257, 128), padded_vocab(128, 128), padded_vocab(1, 64)] == [50304, 128, 64]
+    assert [padded_vocab(50257, 128), padded_vocab(128, 128), padded_vocab(1, 64)] == [
+        50304,
+        128,
+        64,
+    ]
 
 
 def test_first_values_are_normal_and_smaller_where_the_residual_stream_is_written():
-    wide = from_config(load([], ["num_layers=8", "hidden_size=256", "num_attention_heads=4", "seq_length=8"]), 1000)
-    spread = {name: parameter.std().item() for name, parameter in wide.named_parameters() if parameter.dim() == 2}
+    wide = from_config(
+        load([], ["num_layers=8", "hidden_size=256", "num_attention_heads=4", "seq_length=8"]), 1000
+    )
+    spread = {
+        name: parameter.std().item()
+        for name, parameter in wide.named_parameters()
+        if parameter.dim() == 2
+    }
     for name, std in spread.items():
         residual = name.endswith(("attention.dense.weight", "dense_4h_to_h.weight"))
         assert std == pytest.approx(0.02 / (math.sqrt(16) if residual else 1), rel=0.03), name
@@ -96,7 +119,9 @@ def test_losses_are_the_cross_entropy_of_each_token_in_blocks_or_whole(monkeypat
     ours, ids = small().eval(), torch.randint(101, (3, 51))
     logits = ours(ids[:, :-1]).detach().double()
     expected = -logits.log_softmax(dim=-1).gather(2, ids[:, 1:, None])[..., 0]
-    torch.testing.assert_close(ours(ids[:, :-1], labels=ids[:, 1:]).double(), expected, rtol=0, atol=2e-6)
+    torch.testing.assert_close(
+        ours(ids[:, :-1], labels=ids[:, 1:]).double(), expected, rtol=0, atol=2e-6
+    )
     monkeypatch.setattr(head, "HEAD_TOKENS", 7)
     with torch.no_grad():
         blocks = ours(ids[:, :-1], labels=ids[:, 1:])
@@ -130,12 +155,16 @@ def test_the_seed_decides_the_weights_and_leaves_other_randomness_alone():
 
 
 @pytest.mark.parametrize("again", [False, True])
-def test_tables_are_computed_once_per_step_also_where_activations_are_computed_again(again, monkeypatch):
+def test_tables_are_computed_once_per_step_also_where_activations_are_computed_again(
+    again, monkeypatch
+):
     ours, asked = small("pos_emb=mep_param"), []
     ours.checkpoint_activations = again
     kernel = type(ours.position).distance_bias
     monkeypatch.setattr(
-        type(ours.position), "distance_bias", lambda self, keys: [asked.append(keys), kernel(self, keys)][1]
+        type(ours.position),
+        "distance_bias",
+        lambda self, keys: [asked.append(keys), kernel(self, keys)][1],
     )
     ids = torch.randint(101, (2, 65))
     ours(ids[:, :-1], labels=ids[:, 1:], mean=True).backward()
@@ -150,5 +179,7 @@ def test_ids_of_the_wrong_shape_are_refused():
 def test_a_model_says_which_attention_it_computes():
     assert small().resolved_backend == "sdpa"
     assert small("pos_emb=cable").resolved_backend == "eager"
-    with pytest.raises(UserError, match="sdpa cannot compute this: the encoding looks at content; choose eager"):
+    with pytest.raises(
+        UserError, match="sdpa cannot compute this: the encoding looks at content; choose eager"
+    ):
         _ = small("pos_emb=cable", "attention_backend=sdpa").resolved_backend

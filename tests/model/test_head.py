@@ -10,7 +10,9 @@ from megatron.model import head
 from tests.support import run
 
 
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 2e-6), (torch.bfloat16, 1e-2), (torch.float16, 2e-3)])
+@pytest.mark.parametrize(
+    ("dtype", "tolerance"), [(torch.float32, 2e-6), (torch.bfloat16, 1e-2), (torch.float16, 2e-3)]
+)
 @pytest.mark.parametrize("block", [7, 64])
 def test_the_mean_loss_and_its_gradients_are_those_of_the_cross_entropy_in_float64(
     dtype, tolerance, block, monkeypatch
@@ -26,7 +28,10 @@ def test_the_mean_loss_and_its_gradients_are_those_of_the_cross_entropy_in_float
     assert loss.item() == pytest.approx(expected.item(), rel=tolerance)
     scale = 2.0**12  # a loss scale, as float16 needs it
     for found, leaf, right in zip(
-        torch.autograd.grad(loss * scale, ours), ours, torch.autograd.grad(expected * scale, exact), strict=True
+        torch.autograd.grad(loss * scale, ours),
+        ours,
+        torch.autograd.grad(expected * scale, exact),
+        strict=True,
     ):
         assert found.dtype == leaf.dtype
         assert (found.double() - right).norm() / right.norm() < tolerance
@@ -35,7 +40,9 @@ def test_the_mean_loss_and_its_gradients_are_those_of_the_cross_entropy_in_float
 def test_one_token_many_times_does_not_overflow_in_float16():
     x, matrix = torch.full((2048, 8), 40.0).half(), torch.zeros(100, 8).half().requires_grad_()
     head.mean_loss(x, matrix, torch.zeros(2048, dtype=torch.long)).backward()
-    torch.testing.assert_close(matrix.grad[0].float(), torch.full((8,), -40 * 0.99), rtol=1e-3, atol=0.0)
+    torch.testing.assert_close(
+        matrix.grad[0].float(), torch.full((8,), -40 * 0.99), rtol=1e-3, atol=0.0
+    )
 
 
 PEAK = """

@@ -73,7 +73,10 @@ def test_half_precision_rounds_its_inputs_only():
 
 def test_gradients_equal_finite_differences():
     position = cable().double()
-    x, scores = torch.randn(1, 6, 24, dtype=torch.float64), torch.randn(1, 3, 6, 6, dtype=torch.float64)
+    x, scores = (
+        torch.randn(1, 6, 24, dtype=torch.float64),
+        torch.randn(1, 3, 6, 6, dtype=torch.float64),
+    )
 
     def on_scores(step, gain):
         module = _Hook(position)
@@ -94,7 +97,13 @@ class _Hook(torch.nn.Module):
 
 
 def model(*settings: str):
-    shape = ["num_layers=2", "hidden_size=24", "num_attention_heads=3", "seq_length=64", "pos_emb=cable"]
+    shape = [
+        "num_layers=2",
+        "hidden_size=24",
+        "num_attention_heads=3",
+        "seq_length=64",
+        "pos_emb=cable",
+    ]
     return from_config(load([], [*shape, *settings]), vocab=50)
 
 
@@ -106,7 +115,9 @@ def test_every_layer_has_its_own_whatever_is_shared():
 def test_auto_is_eager_and_sdpa_says_that_it_cannot():
     ids = torch.randint(50, (1, 40))
     with torch.no_grad():
-        torch.testing.assert_close(model()(ids), model("attention_backend=eager")(ids), rtol=0, atol=0)
+        torch.testing.assert_close(
+            model()(ids), model("attention_backend=eager")(ids), rtol=0, atol=0
+        )
         message = "attention_backend: sdpa cannot compute this: the encoding looks at content; choose eager"
         with pytest.raises(UserError, match=message):
             model("attention_backend=sdpa")(ids)
@@ -135,7 +146,11 @@ class Fox(Position):
 
     def on_scores(self, scores, x, memory):
         path = torch.nn.functional.logsigmoid(x @ self.gate).transpose(1, 2).cumsum(dim=-1)
-        path = torch.cat([memory["path"], memory["path"][..., -1:] + path], dim=-1) if "path" in memory else path
+        path = (
+            torch.cat([memory["path"], memory["path"][..., -1:] + path], dim=-1)
+            if "path" in memory
+            else path
+        )
         memory["path"] = path
         return scores + path[..., -x.shape[1] :, None] - path[..., None, :]
 
@@ -147,13 +162,17 @@ class Dape(Position):
         super().__init__(shape)
         self.table_of = build("kerple_log", shape)
         self.mlp = torch.nn.Sequential(
-            torch.nn.Linear(2 * shape.heads, 32), torch.nn.LeakyReLU(), torch.nn.Linear(32, shape.heads)
+            torch.nn.Linear(2 * shape.heads, 32),
+            torch.nn.LeakyReLU(),
+            torch.nn.Linear(32, shape.heads),
         )
 
     def on_scores(self, scores, x, memory):
         queries, keys = scores.shape[-2:]
         query = torch.arange(keys - queries, keys)
-        bias = self.table_of.distance_bias(keys)[:, (query[:, None] - torch.arange(keys)).clamp(min=0)]
+        bias = self.table_of.distance_bias(keys)[
+            :, (query[:, None] - torch.arange(keys)).clamp(min=0)
+        ]
         both = torch.cat([scores, bias.expand_as(scores)], dim=1).movedim(1, -1)
         return scores + bias + self.mlp(both).movedim(-1, 1)
 

@@ -16,7 +16,9 @@ every_encoding = pytest.mark.parametrize("name", sorted(REGISTRY))
 
 
 def encoding(name: str, heads: int = 4, head_dim: int = 8, train_length: int = 512) -> Position:
-    return build(name, Shape(heads, head_dim, heads * head_dim, train_length), **NEEDED.get(name, {}))
+    return build(
+        name, Shape(heads, head_dim, heads * head_dim, train_length), **NEEDED.get(name, {})
+    )
 
 
 def sees_content(name: str) -> bool:
@@ -25,14 +27,24 @@ def sees_content(name: str) -> bool:
 
 
 def model(name: str, backend: str = "auto", layers: int = 2) -> GPT:
-    settings = [f"num_layers={layers}", "hidden_size=32", "num_attention_heads=4", "seq_length=64", f"pos_emb={name}"]
+    settings = [
+        f"num_layers={layers}",
+        "hidden_size=32",
+        "num_attention_heads=4",
+        "seq_length=64",
+        f"pos_emb={name}",
+    ]
     longest = ["max_position_embeddings=4096", f"attention_backend={backend}"]
     args = [f"pos_emb_args={NEEDED[name]}".replace("'", "")] if name in NEEDED else []
     return from_config(load([], settings + longest + args), vocab=50).eval()
 
 
 def tables(position: Position, length: int) -> list[torch.Tensor]:
-    return [table for table in (position.distance_bias(length), position.distance_weight(length)) if table is not None]
+    return [
+        table
+        for table in (position.distance_bias(length), position.distance_weight(length))
+        if table is not None
+    ]
 
 
 def biases(position: Position, length: int) -> list[torch.Tensor]:
@@ -69,7 +81,9 @@ def test_casting_the_module_to_bfloat16_rounds_nothing(name):
     for before, after in zip(biases(position, 16384), biases(cast, 16384), strict=True):
         torch.testing.assert_close(after, before, rtol=0, atol=0)
     q, k = torch.randn(2, 1, 4, 300, 8)
-    for before, after in zip(position.on_queries_keys(q, k), cast.on_queries_keys(q, k), strict=True):
+    for before, after in zip(
+        position.on_queries_keys(q, k), cast.on_queries_keys(q, k), strict=True
+    ):
         torch.testing.assert_close(after, before, rtol=0, atol=0)
     x = torch.randn(1, 300, 32)
     torch.testing.assert_close(cast.on_embeddings(x), position.on_embeddings(x), rtol=0, atol=0)
@@ -106,10 +120,15 @@ def test_the_first_tokens_do_not_notice_what_follows(name):
 @every_encoding
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_losses_are_finite_at_16384_or_the_encoding_says_why_not(name, dtype):
-    gpt, ids = model(name, layers=1).to(dtype), torch.randint(50, (1, 2049 if sees_content(name) else 16385))
+    gpt, ids = (
+        model(name, layers=1).to(dtype),
+        torch.randint(50, (1, 2049 if sees_content(name) else 16385)),
+    )
     with torch.no_grad():
         if name == "learned":
-            with pytest.raises(UserError, match="learned positions end at 4096, so length 16384 cannot be computed"):
+            with pytest.raises(
+                UserError, match="learned positions end at 4096, so length 16384 cannot be computed"
+            ):
                 gpt(ids[:, :-1])
         else:
             assert gpt(ids[:, :-1], labels=ids[:, 1:]).isfinite().all()

@@ -33,7 +33,9 @@ def by_formula(position: Position, i: int, j: int) -> list[float]:
 @pytest.mark.parametrize("mlp_layers", [[32], [32, 32], [5]])
 @pytest.mark.parametrize("threshold", [None, 100.0])
 def test_the_bias_is_the_papers_formula(mlp_layers, threshold):
-    position = build("fire", SHAPE, mlp_layers=mlp_layers, threshold=threshold, c=0.3, length_multiplier=1.5)
+    position = build(
+        "fire", SHAPE, mlp_layers=mlp_layers, threshold=threshold, c=0.3, length_multiplier=1.5
+    )
     assert position.threshold == (threshold or 32)
     for i, j in ((0, 0), (1, 0), (31, 5), (63, 63), (64, 0), (500, 499), (16383, 0), (131071, 7)):
         found = position.index_bias(torch.tensor([i]), torch.tensor([j]))[:, 0, 0]
@@ -43,7 +45,13 @@ def test_the_bias_is_the_papers_formula(mlp_layers, threshold):
 def test_it_starts_as_the_papers_do():
     position = build("fire", SHAPE)
     assert (position.c.item(), position.length_multiplier.item()) == (pytest.approx(0.1), 1.0)
-    assert [tuple(value.shape) for _, value in position.named_parameters()] == [(1,), (1,), (32, 1), (32,), (3, 32)]
+    assert [tuple(value.shape) for _, value in position.named_parameters()] == [
+        (1,),
+        (1,),
+        (32, 1),
+        (32,),
+        (3, 32),
+    ]
 
 
 def test_keys_may_come_in_any_order_and_queries_in_any_portion(monkeypatch):
@@ -52,7 +60,9 @@ def test_keys_may_come_in_any_order_and_queries_in_any_portion(monkeypatch):
     whole = position.index_bias(queries, keys)
     assert whole.shape == (3, 60, 100)
     assert whole.dtype == torch.float32
-    torch.testing.assert_close(position.index_bias(queries, keys.flip(0)), whole.flip(2), rtol=0, atol=1e-6)
+    torch.testing.assert_close(
+        position.index_bias(queries, keys.flip(0)), whole.flip(2), rtol=0, atol=1e-6
+    )
     monkeypatch.setattr(fire, "NUMBERS", 10_000)
     torch.testing.assert_close(position.index_bias(queries, keys), whole, rtol=0, atol=1e-6)
 
@@ -61,7 +71,9 @@ def test_neither_a_cast_nor_autocast_rounds_it():
     position = build("fire", SHAPE)
     queries, keys = torch.arange(16000, 16010), torch.arange(16010)
     whole = position.index_bias(queries, keys)
-    torch.testing.assert_close(copy.deepcopy(position).bfloat16().index_bias(queries, keys), whole, rtol=0, atol=0)
+    torch.testing.assert_close(
+        copy.deepcopy(position).bfloat16().index_bias(queries, keys), whole, rtol=0, atol=0
+    )
     with torch.autocast("cpu", dtype=torch.bfloat16):
         torch.testing.assert_close(position.index_bias(queries, keys), whole, rtol=0, atol=0)
 
@@ -83,7 +95,9 @@ def test_gradients_equal_finite_differences():
     names = [name for name, _ in position.named_parameters()]
 
     def bias(*values):
-        return torch.func.functional_call(_Hook(position), {f"of.{n}": v for n, v in zip(names, values, strict=True)})
+        return torch.func.functional_call(
+            _Hook(position), {f"of.{n}": v for n, v in zip(names, values, strict=True)}
+        )
 
     assert torch.autograd.gradcheck(bias, tuple(position.parameters()))
 
@@ -107,7 +121,9 @@ def test_backends_agree_in_values_and_gradients(queries):
     for backend in ("eager", "sdpa"):
         leaves = [x.clone().requires_grad_() for x in (q, k, v)]
         out = attention(*leaves, index_bias=position.index_bias, backend=backend)
-        results.append([out, *torch.autograd.grad(out.square().sum(), [*leaves, *position.parameters()])])
+        results.append(
+            [out, *torch.autograd.grad(out.square().sum(), [*leaves, *position.parameters()])]
+        )
     for eager, sdpa in zip(*results, strict=True):
         torch.testing.assert_close(sdpa, eager, rtol=1e-3, atol=1e-4)
 
@@ -127,7 +143,10 @@ def test_16384_tokens_need_no_square_of_memory():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"mlp_layers": []}, "mlp_layers: [] is not a list of widths; write mlp_layers: [32] or [32, 32]"),
+        (
+            {"mlp_layers": []},
+            "mlp_layers: [] is not a list of widths; write mlp_layers: [32] or [32, 32]",
+        ),
         ({"mlp_layers": 32}, "mlp_layers: 32 is not a list of widths"),
         ({"mlp_layers": [32, 0]}, "mlp_layers: [32, 0] is not a list of widths"),
         ({"threshold": 0}, "threshold: 0 is not a positive number"),

@@ -5,7 +5,10 @@ import math
 import pytest
 import torch
 from transformers.models.gpt_neox.configuration_gpt_neox import GPTNeoXConfig
-from transformers.models.gpt_neox.modeling_gpt_neox import GPTNeoXRotaryEmbedding, apply_rotary_pos_emb
+from transformers.models.gpt_neox.modeling_gpt_neox import (
+    GPTNeoXRotaryEmbedding,
+    apply_rotary_pos_emb,
+)
 from transformers.models.t5.modeling_t5 import T5Attention
 
 from megatron.positions import Position, Shape, at_least, build, within
@@ -27,7 +30,9 @@ def parameter(position: Position, name: str) -> torch.Tensor:
 
 def assert_table(position: Position, expected: torch.Tensor) -> None:
     """Within float32's resolution of the value, everywhere."""
-    torch.testing.assert_close(position.distance_bias(LENGTH).double(), expected, rtol=3e-6, atol=1e-6)
+    torch.testing.assert_close(
+        position.distance_bias(LENGTH).double(), expected, rtol=3e-6, atol=1e-6
+    )
 
 
 def s() -> torch.Tensor:
@@ -70,17 +75,24 @@ def test_mep_free_is_the_log_of_the_mean_kernel():
     near = torch.log((torch.exp(-s() * d) + torch.exp(-s() * d / 2) + torch.exp(-s() * d**2)) / 3)[
         :, :200
     ]  # as printed
-    torch.testing.assert_close(build("mep_free", SHAPE).distance_bias(200).double(), near, rtol=3e-6, atol=1e-6)
+    torch.testing.assert_close(
+        build("mep_free", SHAPE).distance_bias(200).double(), near, rtol=3e-6, atol=1e-6
+    )
 
 
 def test_mep_free_ends_as_alibi_with_half_slopes():
     far = build("mep_free", SHAPE).distance_bias(LENGTH)[:, -1].double()
-    torch.testing.assert_close(far, (-s()[:, 0] * (LENGTH - 1) / 2 - math.log(3)), rtol=1e-6, atol=1e-4)
+    torch.testing.assert_close(
+        far, (-s()[:, 0] * (LENGTH - 1) / 2 - math.log(3)), rtol=1e-6, atol=1e-4
+    )
 
 
 def test_mep_param_is_the_log_of_the_mean_kernel():
     position, d = build("mep_param", SHAPE), distances()
-    a, p = parameter(position, "kernels.1.a").clamp(min=0.01), parameter(position, "kernels.1.p").clamp(min=0.01)
+    a, p = (
+        parameter(position, "kernels.1.a").clamp(min=0.01),
+        parameter(position, "kernels.1.p").clamp(min=0.01),
+    )
     assert_table(position, torch.log((torch.exp(-s() * d**2) + (1 + a * d) ** -p) / 2))
 
 
@@ -92,9 +104,13 @@ def test_a_mixture_weighs_its_kernels_as_told():
 
 
 def test_learned_weights_are_a_softmax_over_the_kernels_of_each_head():
-    position, d = build("mep", SHAPE, kernels=["exp", "gaussian"], weights="learned"), distances()[:100]
+    position, d = (
+        build("mep", SHAPE, kernels=["exp", "gaussian"], weights="learned"),
+        distances()[:100],
+    )
     torch.testing.assert_close(
-        position.distance_bias(100), build("mep", SHAPE, kernels=["exp", "gaussian"]).distance_bias(100)
+        position.distance_bias(100),
+        build("mep", SHAPE, kernels=["exp", "gaussian"]).distance_bias(100),
     )
     with torch.no_grad():
         position.weight_logits.normal_()
@@ -119,7 +135,10 @@ def test_kerple_power_and_its_multiplicative_weight():
     position, d = build("kerple_bias_wht", SHAPE), distances()
     a, p = parameter(position, "a").clamp(min=0.01), parameter(position, "p").clamp(0.01, 2)
     assert_table(position, -a * d**p)
-    a, p = parameter(position, "weight_a").clamp(min=0.01), parameter(position, "weight_p").clamp(0.01, 2)
+    a, p = (
+        parameter(position, "weight_a").clamp(min=0.01),
+        parameter(position, "weight_p").clamp(0.01, 2),
+    )
     torch.testing.assert_close(
         position.distance_weight(LENGTH).double(), torch.exp(-a * d**p), rtol=2e-4, atol=1e-6
     )  # exp turns an absolute error of the exponent, 1e-6 of up to 90, into a relative one
@@ -135,7 +154,10 @@ def test_kerple_power_with_exponent_one_is_alibi():
 
 
 def test_kerple_starts_in_the_papers_ranges():
-    log, power = build("kerple_log", Shape(4096, 64, 768, 512)), build("kerple_power", Shape(4096, 64, 768, 512))
+    log, power = (
+        build("kerple_log", Shape(4096, 64, 768, 512)),
+        build("kerple_power", Shape(4096, 64, 768, 512)),
+    )
     for parameter_, high in ((log.p, 2), (log.a, 1), (power.p, 2), (power.a, 1)):
         assert 0 <= parameter_.min() < 0.01 * high
         assert 0.99 * high < parameter_.max() <= high
@@ -146,7 +168,9 @@ def test_bounds_hold_forward_and_let_the_gradient_pass():
     torch.testing.assert_close(within(x, 0.01, 2.0), torch.tensor([0.01, 0.5, 2.0]))
     torch.testing.assert_close(at_least(x, 0.01), torch.tensor([0.01, 0.5, 3.0]))
     far = torch.tensor([-100.0, -3.0, 1e-7])
-    torch.testing.assert_close(at_least(far, 1e-6), torch.full((3,), 1e-6), rtol=0, atol=0)  # met exactly
+    torch.testing.assert_close(
+        at_least(far, 1e-6), torch.full((3,), 1e-6), rtol=0, atol=0
+    )  # met exactly
     within(x, 0.01, 2.0).sum().backward()
     torch.testing.assert_close(x.grad, torch.ones(3))
 
@@ -160,16 +184,24 @@ def test_t5_buckets_are_those_of_hugging_face():
     assert torch.equal(found, expected)
     assert found[[15, 16, 17, 127, 128, 16383]].tolist() == [15, 16, 16, 31, 31, 31]
     bias = position.distance_bias(LENGTH)
-    torch.testing.assert_close(bias, 8 * position.weight.detach()[expected].t())  # √64, as GPT-NeoX scales it
+    torch.testing.assert_close(
+        bias, 8 * position.weight.detach()[expected].t()
+    )  # √64, as GPT-NeoX scales it
 
 
 @pytest.mark.parametrize("share", [1.0, 0.25])
-@pytest.mark.parametrize(("start", "tolerance"), [(0, 2e-4), (16000, 5e-3)])  # float32 angles: 1e-3 apart at 16384
+@pytest.mark.parametrize(
+    ("start", "tolerance"), [(0, 2e-4), (16000, 5e-3)]
+)  # float32 angles: 1e-3 apart at 16384
 def test_rotary_turns_as_hugging_face_does(share, start, tolerance):
     length = 300
     rope = {"rope_theta": 10000.0, "partial_rotary_factor": share, "rope_type": "default"}
     config = GPTNeoXConfig(
-        hidden_size=768, num_attention_heads=12, max_position_embeddings=32768, rope_parameters=rope, rotary_pct=share
+        hidden_size=768,
+        num_attention_heads=12,
+        max_position_embeddings=32768,
+        rope_parameters=rope,
+        rotary_pct=share,
     )
     q, k = torch.randn(2, 2, 12, length, 64)
     ids = torch.arange(start, start + length)[None]
@@ -187,11 +219,16 @@ def test_rotary_angles_keep_single_positions_apart_in_bfloat16(position):
     turned = rotary.on_queries_keys(ones, ones, start=position)[0][0, 0, 0]
     frequency = 10000.0 ** -(torch.arange(32, dtype=torch.float64) / 32)
     expected = torch.cos(position * frequency) - torch.sin(position * frequency)
-    torch.testing.assert_close(turned[:32].double(), expected, rtol=0, atol=3e-3)  # float32 angles near 16384
+    torch.testing.assert_close(
+        turned[:32].double(), expected, rtol=0, atol=3e-3
+    )  # float32 angles near 16384
 
 
 def test_sinusoidal_is_the_papers_table_with_the_halves_side_by_side():
-    t, i = torch.arange(LENGTH, dtype=torch.float64)[:, None], torch.arange(384, dtype=torch.float64)
+    t, i = (
+        torch.arange(LENGTH, dtype=torch.float64)[:, None],
+        torch.arange(384, dtype=torch.float64),
+    )
     angle = t * 10000.0 ** (-2 * i / 768)
     expected = torch.cat([angle.sin(), angle.cos()], dim=1)
     found = build("sinusoidal", SHAPE).on_embeddings(torch.zeros(1, LENGTH, 768))[0].double()
@@ -213,7 +250,14 @@ def test_learned_positions_are_a_table_of_their_own():
 
 
 def test_gradients_of_learned_numbers_equal_finite_differences():
-    for name in ("kerple_log", "kerple_power", "kerple_bias_wht", "t5", "mep_param", "mep_param_t5"):
+    for name in (
+        "kerple_log",
+        "kerple_power",
+        "kerple_bias_wht",
+        "t5",
+        "mep_param",
+        "mep_param_t5",
+    ):
         position = build(name, Shape(3, 4, 12, 16)).double()
         with torch.no_grad():
             for value in position.parameters():
@@ -228,7 +272,9 @@ def test_gradients_of_learned_numbers_equal_finite_differences():
             if position.distance_weight(1) is None:
                 return bias
             table = _Table(position, "distance_weight")
-            return bias, torch.func.functional_call(table, {f"of.{k}": v for k, v in named.items()}, 40)
+            return bias, torch.func.functional_call(
+                table, {f"of.{k}": v for k, v in named.items()}, 40
+            )
 
         assert torch.autograd.gradcheck(tables, inputs)
 
@@ -245,7 +291,8 @@ class _Table(torch.nn.Module):
 
 
 @pytest.mark.parametrize(
-    "name", ["alibi", "gaussian", "kerple_log", "kerple_power", "kerple_bias_wht", "mep_free", "mep_param"]
+    "name",
+    ["alibi", "gaussian", "kerple_log", "kerple_power", "kerple_bias_wht", "mep_free", "mep_param"],
 )
 def test_a_decaying_bias_starts_at_zero_and_never_rises(name):
     table = build(name, SHAPE).distance_bias(LENGTH)

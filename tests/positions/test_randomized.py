@@ -26,7 +26,13 @@ def drawn(of: str, **options) -> Position:
 
 
 def model(*settings: str):
-    shape = ["num_layers=2", "hidden_size=32", "num_attention_heads=4", "seq_length=64", "pos_emb=randomized"]
+    shape = [
+        "num_layers=2",
+        "hidden_size=32",
+        "num_attention_heads=4",
+        "seq_length=64",
+        "pos_emb=randomized",
+    ]
     return from_config(load([], [*shape, *settings]), vocab=50)
 
 
@@ -73,7 +79,9 @@ def test_absolute_encodings_take_the_drawn_rows(of):
     found = position.on_embeddings(torch.zeros(1, 64, 32))
     rows = position.drawn
     everywhere.drawn = None
-    torch.testing.assert_close(found, everywhere.on_embeddings(torch.zeros(1, 256, 32))[:, rows], rtol=0, atol=1e-6)
+    torch.testing.assert_close(
+        found, everywhere.on_embeddings(torch.zeros(1, 256, 32))[:, rows], rtol=0, atol=1e-6
+    )
 
 
 @pytest.mark.parametrize("of", ["alibi", "kerple_log", "t5", "mep_param"])
@@ -86,7 +94,9 @@ def test_biases_are_those_of_the_drawn_distances(of):
     table, p = position.inner.distance_bias(256), position.drawn
     for i in (20, 40, 63):
         for j in (0, 7, i):
-            torch.testing.assert_close(found[:, i - 20, 63 - j], table[:, p[i] - p[j]], rtol=0, atol=0)
+            torch.testing.assert_close(
+                found[:, i - 20, 63 - j], table[:, p[i] - p[j]], rtol=0, atol=0
+            )
 
 
 def test_a_bias_of_indices_gets_the_drawn_indices():
@@ -97,8 +107,13 @@ def test_a_bias_of_indices_gets_the_drawn_indices():
 
 @pytest.mark.parametrize("of", WITHIN)
 def test_evaluation_is_the_encoding_inside(of):
-    gpt, plain = model(f"pos_emb_args.of={of}"), model(f"pos_emb={of}", "max_position_embeddings=256")
-    plain.load_state_dict({name.replace(".inner.", "."): value for name, value in gpt.state_dict().items()})
+    gpt, plain = (
+        model(f"pos_emb_args.of={of}"),
+        model(f"pos_emb={of}", "max_position_embeddings=256"),
+    )
+    plain.load_state_dict(
+        {name.replace(".inner.", "."): value for name, value in gpt.state_dict().items()}
+    )
     ids = torch.randint(50, (2, 150))
     with torch.no_grad():
         trained = gpt.train()(ids[:, :64])
@@ -111,7 +126,9 @@ def test_evaluation_is_the_encoding_inside(of):
 def test_backends_and_recomputation_see_one_draw(of, shared):
     ids, results = torch.randint(50, (2, 65)), []
     for settings, again in (("eager", False), ("sdpa", False), ("sdpa", True)):
-        gpt = model(f"pos_emb_args.of={of}", f"attention_backend={settings}", f"pos_emb_shared={shared}").train()
+        gpt = model(
+            f"pos_emb_args.of={of}", f"attention_backend={settings}", f"pos_emb_shared={shared}"
+        ).train()
         gpt.checkpoint_activations = again
         torch.manual_seed(0)
         loss = gpt(ids[:, :-1], labels=ids[:, 1:]).mean()
@@ -150,13 +167,19 @@ def test_a_training_window_longer_than_the_range_is_refused():
         ({"args": "base"}, "args: 'base' are not options; write args: {option: value}"),
         ({"range": 63}, "range: 63 is less than the training length 64"),
         ({"range": 0}, "range: 0 is not a positive number"),
-        ({"of": "cable"}, "of: cable looks at content, not at positions, so there is nothing to randomize"),
+        (
+            {"of": "cable"},
+            "of: cable looks at content, not at positions, so there is nothing to randomize",
+        ),
         (
             {"of": "kerple_bias_wht"},
             "of: kerple_bias_wht multiplies the scores by distance, which cannot be randomized",
         ),
         ({"of": "randomized"}, "of: randomized cannot be inside itself; name the encoding"),
-        ({"of": "learned", "args": {"max_positions": 100}}, "max_positions: 100 is less than range: 256; raise it"),
+        (
+            {"of": "learned", "args": {"max_positions": 100}},
+            "max_positions: 100 is less than range: 256; raise it",
+        ),
     ],
 )
 def test_a_slip_is_named_with_its_cure(options, message):

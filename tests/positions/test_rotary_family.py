@@ -14,14 +14,23 @@ SHAPE = Shape(heads=4, head_dim=64, hidden=256, train_length=512)
 HUGGING_FACE = {"linear": "linear", "ntk": "dynamic", "yarn": "yarn"}
 
 
-def hugging_face(scaling: str, factor: float, base: float, share: float) -> tuple[torch.Tensor, float]:
+def hugging_face(
+    scaling: str, factor: float, base: float, share: float
+) -> tuple[torch.Tensor, float]:
     """Frequencies and the factor on cos and sin. What they call dynamic is NTK-aware with factor length / original."""
-    rope = {"rope_type": HUGGING_FACE[scaling], "rope_theta": base, "partial_rotary_factor": share, "factor": factor}
+    rope = {
+        "rope_type": HUGGING_FACE[scaling],
+        "rope_theta": base,
+        "partial_rotary_factor": share,
+        "factor": factor,
+    }
     if scaling == "yarn":
         rope["original_max_position_embeddings"] = 512
     if scaling == "ntk":
         rope["factor"] = 1.0
-    config = LlamaConfig(hidden_size=256, num_attention_heads=4, max_position_embeddings=512, rope_parameters=rope)
+    config = LlamaConfig(
+        hidden_size=256, num_attention_heads=4, max_position_embeddings=512, rope_parameters=rope
+    )
     length = int(512 * factor) if scaling == "ntk" else None
     return ROPE_INIT_FUNCTIONS[rope["rope_type"]](config, None, seq_len=length)
 
@@ -50,12 +59,16 @@ def test_position_interpolation_is_the_plain_rotation_at_position_over_factor(fa
         angle = position / factor * plain()
         x = torch.complex(q[:, :, position, :32].double(), q[:, :, position, 32:].double())
         turned = x * torch.exp(1j * angle)
-        torch.testing.assert_close(found.double(), torch.cat([turned.real, turned.imag], dim=-1), rtol=0, atol=1e-5)
+        torch.testing.assert_close(
+            found.double(), torch.cat([turned.real, turned.imag], dim=-1), rtol=0, atol=1e-5
+        )
 
 
 def test_ntk_keeps_the_fastest_feature_and_interpolates_the_slowest():
     inv_freq = build("rotary", SHAPE, scaling="ntk", factor=8.0).inv_freq.double()
-    expected = torch.tensor([(10000 * 8 ** (64 / 62)) ** (-2 * j / 64) for j in range(32)], dtype=torch.float64)
+    expected = torch.tensor(
+        [(10000 * 8 ** (64 / 62)) ** (-2 * j / 64) for j in range(32)], dtype=torch.float64
+    )
     torch.testing.assert_close(inv_freq, expected, rtol=1e-6, atol=0)
     assert inv_freq[0] == 1
     assert inv_freq[-1].item() == pytest.approx(plain()[-1].item() / 8, rel=1e-6)
@@ -63,25 +76,49 @@ def test_ntk_keeps_the_fastest_feature_and_interpolates_the_slowest():
 
 @pytest.mark.parametrize("original", [None, 2048])
 def test_by_parts_stretches_slow_features_and_leaves_fast_ones_alone(original):
-    ours = build("rotary", SHAPE, scaling="by_parts", factor=4.0, original_length=original, beta_fast=16, beta_slow=2)
+    ours = build(
+        "rotary",
+        SHAPE,
+        scaling="by_parts",
+        factor=4.0,
+        original_length=original,
+        beta_fast=16,
+        beta_slow=2,
+    )
     length = original or 512
     turns = length * plain() / (2 * math.pi)  # in the original length
-    low = math.floor(next(j / 100 for j in range(3200) if length * 10000 ** (-j / 3200) <= 16 * 2 * math.pi) - 0.005)
-    high = math.ceil(next(j / 100 for j in range(3200) if length * 10000 ** (-j / 3200) <= 2 * 2 * math.pi) - 0.005)
+    low = math.floor(
+        next(j / 100 for j in range(3200) if length * 10000 ** (-j / 3200) <= 16 * 2 * math.pi)
+        - 0.005
+    )
+    high = math.ceil(
+        next(j / 100 for j in range(3200) if length * 10000 ** (-j / 3200) <= 2 * 2 * math.pi)
+        - 0.005
+    )
     share = ((torch.arange(32, dtype=torch.float64) - low) / (high - low)).clamp(0, 1)
-    torch.testing.assert_close(ours.inv_freq.double(), plain() * (1 - share + share / 4), rtol=1e-6, atol=0)
+    torch.testing.assert_close(
+        ours.inv_freq.double(), plain() * (1 - share + share / 4), rtol=1e-6, atol=0
+    )
     # Whole features bound the ramp: one of them may lie just inside it.
-    assert (ours.inv_freq.double() / plain())[turns > 16 * 1.4].min().item() == pytest.approx(1, rel=1e-6)
-    assert (ours.inv_freq.double() / plain())[turns < 2 / 1.4].max().item() == pytest.approx(1 / 4, rel=1e-6)
+    assert (ours.inv_freq.double() / plain())[turns > 16 * 1.4].min().item() == pytest.approx(
+        1, rel=1e-6
+    )
+    assert (ours.inv_freq.double() / plain())[turns < 2 / 1.4].max().item() == pytest.approx(
+        1 / 4, rel=1e-6
+    )
     assert ours.amplitude == 1
 
 
 def test_yarn_is_by_parts_with_larger_scores():
     q, k = torch.randn(2, 1, 4, 300, 64)
-    yarn, parts = (build("rotary", SHAPE, scaling=name, factor=4.0) for name in ("yarn", "by_parts"))
+    yarn, parts = (
+        build("rotary", SHAPE, scaling=name, factor=4.0) for name in ("yarn", "by_parts")
+    )
     torch.testing.assert_close(yarn.inv_freq, parts.inv_freq, rtol=0, atol=0)
     scores = [torch.einsum("bhqd,bhkd->bhqk", *one.on_queries_keys(q, k)) for one in (yarn, parts)]
-    torch.testing.assert_close(scores[0], scores[1] * (0.1 * math.log(4) + 1) ** 2, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(
+        scores[0], scores[1] * (0.1 * math.log(4) + 1) ** 2, rtol=1e-4, atol=1e-4
+    )
 
 
 @pytest.mark.parametrize("scaling", ["linear", "ntk", "by_parts", "yarn"])
@@ -109,7 +146,9 @@ def halves(x: torch.Tensor) -> torch.Tensor:
     return torch.cat([x[..., 0::2], x[..., 1::2]], dim=-1)
 
 
-@pytest.mark.parametrize(("start", "tolerance"), [(0, 1e-4), (1000, 5e-3)])  # float32 angles times 1 / scale = 20
+@pytest.mark.parametrize(
+    ("start", "tolerance"), [(0, 1e-4), (1000, 5e-3)]
+)  # float32 angles times 1 / scale = 20
 def test_xpos_is_torchscales_up_to_the_order_of_features(start, tolerance):
     q, k = torch.randn(2, 1, 4, 512, 64)
     ours = build("xpos", SHAPE).on_queries_keys(halves(q), halves(k), start=start)
@@ -122,12 +161,17 @@ def test_xpos_is_torchscales_up_to_the_order_of_features(start, tolerance):
 def test_xpos_scores_decay_by_zeta_and_depend_on_the_distance_alone_to_16384(dtype):
     xpos = build("xpos", SHAPE).to(dtype)
     q, k = torch.randn(2, 1, 4, 1, 64).to(dtype)
-    x = torch.complex(*q.double().chunk(2, dim=-1)) * torch.complex(*k.double().chunk(2, dim=-1)).conj()
+    x = (
+        torch.complex(*q.double().chunk(2, dim=-1))
+        * torch.complex(*k.double().chunk(2, dim=-1)).conj()
+    )
     zeta = (torch.arange(0, 64, 2, dtype=torch.float64) / 64 + 0.4) / 1.4
     for start, distance in ((0, 100), (15000, 100), (15000, 1000), (16383, 16383)):
         turn = torch.exp(1j * distance * plain())
         expected = (x * turn * zeta ** (distance / 512)).real.sum(dim=-1)
-        query = xpos.on_queries_keys(q, q, start=start if start > distance else distance)[0].double()
+        query = xpos.on_queries_keys(q, q, start=start if start > distance else distance)[
+            0
+        ].double()
         key = xpos.on_queries_keys(k, k, start=max(start, distance) - distance)[1].double()
         tolerance = 5e-3 if dtype == torch.float32 else 0.2
         torch.testing.assert_close((query * key).sum(dim=-1), expected, rtol=0, atol=tolerance)
@@ -136,10 +180,16 @@ def test_xpos_scores_decay_by_zeta_and_depend_on_the_distance_alone_to_16384(dty
 def test_xpos_says_where_it_would_overflow():
     xpos, x = build("xpos", SHAPE), torch.ones(1, 4, 1, 64)
     assert all(side.isfinite().all() for side in xpos.on_queries_keys(x, x, start=34000))
-    with pytest.raises(UserError, match=r"xpos overflows float32 beyond 34[0-9]* tokens, so length 65536 cannot be"):
+    with pytest.raises(
+        UserError, match=r"xpos overflows float32 beyond 34[0-9]* tokens, so length 65536 cannot be"
+    ):
         xpos.on_queries_keys(x, x, start=65535)
-    assert all(side.isfinite().all() for side in xpos.on_queries_keys(x.half(), x.half(), start=3000))
-    with pytest.raises(UserError, match=r"overflows float16 beyond 30[0-9]* tokens.*larger scale_base"):
+    assert all(
+        side.isfinite().all() for side in xpos.on_queries_keys(x.half(), x.half(), start=3000)
+    )
+    with pytest.raises(
+        UserError, match=r"overflows float16 beyond 30[0-9]* tokens.*larger scale_base"
+    ):
         xpos.on_queries_keys(x.half(), x.half(), start=4095)
     wide = build("xpos", SHAPE, scale_base=4096)
     assert all(side.isfinite().all() for side in wide.on_queries_keys(x, x, start=131071))
@@ -149,15 +199,31 @@ def test_xpos_says_where_it_would_overflow():
     ("name", "options", "message"),
     [
         ("rotary", {"scaling": "yarm"}, "scaling: 'yarm' is not known; did you mean yarn?"),
-        ("rotary", {"scaling": 3}, "scaling: 3 is not known; choose from by_parts, linear, none, ntk, yarn"),
-        ("rotary", {"scaling": "yarn", "factor": 0.5}, "factor: 0.5 is less than 1; give how many times longer"),
-        ("rotary", {"factor": 4}, "factor: 4 has no effect with scaling: none; choose linear, ntk, by_parts, yarn"),
+        (
+            "rotary",
+            {"scaling": 3},
+            "scaling: 3 is not known; choose from by_parts, linear, none, ntk, yarn",
+        ),
+        (
+            "rotary",
+            {"scaling": "yarn", "factor": 0.5},
+            "factor: 0.5 is less than 1; give how many times longer",
+        ),
+        (
+            "rotary",
+            {"factor": 4},
+            "factor: 4 has no effect with scaling: none; choose linear, ntk, by_parts, yarn",
+        ),
         (
             "rotary",
             {"scaling": "ntk", "factor": 2, "rotary_pct": 0.04},
             "ntk stretches nothing with 2 turning features",
         ),
-        ("rotary", {"scaling": "yarn", "original_length": 0}, "original_length: 0 is not a positive number"),
+        (
+            "rotary",
+            {"scaling": "yarn", "original_length": 0},
+            "original_length: 0 is not a positive number",
+        ),
         ("rotary", {"beta_fast": 1, "beta_slow": 2}, "beta_fast: 1 is not more than beta_slow: 2"),
         ("rotary", {"base": 1}, "base: 1 is not more than 1; usual values are 10000 and above"),
         ("xpos", {"scale_base": -1}, "pos_emb_args: xpos: scale_base: -1 is not a positive number"),

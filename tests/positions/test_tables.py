@@ -10,20 +10,63 @@ from megatron.positions.alibi import slopes
 
 SHAPE = Shape(heads=12, head_dim=64, hidden=768, train_length=512)
 LONG = 131072
-S = torch.tensor([2.0**-n for n in range(1, 9)] + [2**-0.5, 2**-1.5, 2**-2.5, 2**-3.5], dtype=torch.float64)[:, None]
-TANH_S = [0.25737, 0.12873, 0.06437, 0.03219, 0.0163, 0.00849, 0.00457, 0.00256, 0.36406, 0.18203, 0.09103, 0.04552]
-OLD_GAUSSIAN_S = [0.01064, 0.00269, 0.00068, 0.00017, 6e-05, 3e-05, 2e-05, 1e-05, 0.02143, 0.00536, 0.00135, 0.00034]
+S = torch.tensor(
+    [2.0**-n for n in range(1, 9)] + [2**-0.5, 2**-1.5, 2**-2.5, 2**-3.5], dtype=torch.float64
+)[:, None]
+TANH_S = [
+    0.25737,
+    0.12873,
+    0.06437,
+    0.03219,
+    0.0163,
+    0.00849,
+    0.00457,
+    0.00256,
+    0.36406,
+    0.18203,
+    0.09103,
+    0.04552,
+]
+OLD_GAUSSIAN_S = [
+    0.01064,
+    0.00269,
+    0.00068,
+    0.00017,
+    6e-05,
+    3e-05,
+    2e-05,
+    1e-05,
+    0.02143,
+    0.00536,
+    0.00135,
+    0.00034,
+]
 HALF = {"exp": 0.5}
 LOG3, WHT1, WHT2 = "kerple_log_3para", "kerple_wht_1para", "kerple_wht_2para"
 # Every encoding of these families, and every option that makes a number learned.
 FAMILY = {
-    **{name: (name, {}) for name in ("alibi", "gaussian", "tanh", "sandwich", "bam", "kerple_log", "kerple_power")},
-    **{name: (name, {}) for name in (LOG3, WHT1, WHT2, "kerple_bias_wht", "kerple_bias_2para", "kerple_bias_3para")},
+    **{
+        name: (name, {})
+        for name in ("alibi", "gaussian", "tanh", "sandwich", "bam", "kerple_log", "kerple_power")
+    },
+    **{
+        name: (name, {})
+        for name in (LOG3, WHT1, WHT2, "kerple_bias_wht", "kerple_bias_2para", "kerple_bias_3para")
+    },
     **{name: (name, {}) for name in ("mep_free", "mep_param", "mep_param_t5")},
-    **{f"learned {name}": (name, {"learned_slopes": True}) for name in ("alibi", "gaussian", "tanh")},
+    **{
+        f"learned {name}": (name, {"learned_slopes": True})
+        for name in ("alibi", "gaussian", "tanh")
+    },
     "learned weights": ("mep", {"kernels": ["exp", "gaussian", "tanh"], "weights": "learned"}),
-    "shared weights": ("mep", {"kernels": ["t5", "kerple_log", "sandwich"], "weights": "learned_shared"}),
-    "all learned": ("mep", {"kernels": [{"exp": {"learned_slopes": True}}, "bam"], "weights": "learned"}),
+    "shared weights": (
+        "mep",
+        {"kernels": ["t5", "kerple_log", "sandwich"], "weights": "learned_shared"},
+    ),
+    "all learned": (
+        "mep",
+        {"kernels": [{"exp": {"learned_slopes": True}}, "bam"], "weights": "learned"},
+    ),
 }
 every_one = pytest.mark.parametrize(("name", "options"), FAMILY.values(), ids=list(FAMILY))
 
@@ -41,10 +84,16 @@ def column(values: list[float]) -> torch.Tensor:
 
 
 def tables(position: Position, length: int) -> list[torch.Tensor]:
-    return [table for table in (position.distance_bias(length), position.distance_weight(length)) if table is not None]
+    return [
+        table
+        for table in (position.distance_bias(length), position.distance_weight(length))
+        if table is not None
+    ]
 
 
-def assert_bias(position: Position, expected: torch.Tensor, rtol: float = 3e-6, atol: float = 1e-6) -> None:
+def assert_bias(
+    position: Position, expected: torch.Tensor, rtol: float = 3e-6, atol: float = 1e-6
+) -> None:
     found = position.distance_bias(expected.shape[1])
     torch.testing.assert_close(found.double(), expected, rtol=rtol, atol=atol)
 
@@ -69,11 +118,16 @@ def kerple(position: Position, kernel: int, distance: torch.Tensor) -> torch.Ten
 def test_kerple_log_with_three_parameters():
     position = build(LOG3, SHAPE)
     assert_bias(
-        position, -number(position, "r1") * torch.log(1 + number(position, "r2") * d() ** number(position, "r3", 2))
+        position,
+        -number(position, "r1")
+        * torch.log(1 + number(position, "r2") * d() ** number(position, "r3", 2)),
     )
     two = build("kerple_log", SHAPE, p=0.7, a=0.3)
     torch.testing.assert_close(
-        build(LOG3, SHAPE, r1=0.7, r2=0.3, r3=1).distance_bias(LONG), two.distance_bias(LONG), rtol=0, atol=0
+        build(LOG3, SHAPE, r1=0.7, r2=0.3, r3=1).distance_bias(LONG),
+        two.distance_bias(LONG),
+        rtol=0,
+        atol=0,
     )
 
 
@@ -83,7 +137,9 @@ def test_kerple_weights_multiply_and_add_nothing(name):
     exponent = number(position, "weight_p", 2) if name == WHT2 else 2
     expected = torch.exp(-number(position, "weight_a") * d() ** exponent)
     # exp turns an absolute error of the exponent, 1e-6 of up to 90, into a relative one
-    torch.testing.assert_close(position.distance_weight(LONG).double(), expected, rtol=2e-4, atol=1e-6)
+    torch.testing.assert_close(
+        position.distance_weight(LONG).double(), expected, rtol=2e-4, atol=1e-6
+    )
     assert position.distance_bias(5) is None
 
 
@@ -116,7 +172,15 @@ def test_kerple_numbers_start_uniform(name, twos):
 
 
 def test_kerple_numbers_act_within_their_bounds():
-    for name in ("kerple_log", LOG3, "kerple_power", "kerple_bias_wht", WHT1, WHT2, "kerple_bias_2para"):
+    for name in (
+        "kerple_log",
+        LOG3,
+        "kerple_power",
+        "kerple_bias_wht",
+        WHT1,
+        WHT2,
+        "kerple_bias_2para",
+    ):
         position = build(name, SHAPE)
         with torch.no_grad():
             for value in position.parameters():
@@ -132,7 +196,9 @@ def test_kerple_numbers_act_within_their_bounds():
 def test_kerple_power_with_exponent_one_is_alibi_without_any_learning():
     position = build("kerple_power", SHAPE, p=1, a=S[:, 0].tolist())  # fixed numbers know no floor
     assert list(position.parameters()) == []
-    torch.testing.assert_close(position.distance_bias(LONG), build("alibi", SHAPE).distance_bias(LONG))
+    torch.testing.assert_close(
+        position.distance_bias(LONG), build("alibi", SHAPE).distance_bias(LONG)
+    )
 
 
 def test_a_number_of_kerple_can_be_fixed_and_the_others_learned():
@@ -172,7 +238,9 @@ def test_tanh_of_other_head_counts_takes_alibis_slopes_in_the_published_ratio(he
     assert_bias(position, tanh(0.5148 * column(slopes(heads)), d(4096)), rtol=1e-6, atol=2e-7)
     published, alibi = torch.tensor(TANH_S, dtype=torch.float64), S[:, 0]
     steep = alibi > 0.04  # the docstring's ratio is that of the steeper ones
-    torch.testing.assert_close(published[steep] / alibi[steep], torch.full((8,), 0.5148).double(), rtol=1e-3, atol=0)
+    torch.testing.assert_close(
+        published[steep] / alibi[steep], torch.full((8,), 0.5148).double(), rtol=1e-3, atol=0
+    )
     assert 0.52 < (published / alibi)[~steep].min() < (published / alibi)[~steep].max() < 0.656
 
 
@@ -191,7 +259,12 @@ def test_tanh_on_half_slopes_is_the_sigmoid_kernel_up_to_a_constant():
         ("ali", ["exp"], "equal", lambda d: -S * d),
         ("ali05", [HALF], "equal", lambda d: -S * d / 2),
         ("ali_ali05", ["exp", HALF], "equal", lambda d: mean(-S * d, -S * d / 2)),
-        ("ali05_gaussian_all002", [HALF, "gaussian"], [0.5, 0.5], lambda d: mean(-S * d / 2, -S * d**2)),
+        (
+            "ali05_gaussian_all002",
+            [HALF, "gaussian"],
+            [0.5, 0.5],
+            lambda d: mean(-S * d / 2, -S * d**2),
+        ),
         (
             "ali_ali05_gaussian_all003",
             ["exp", HALF, "gaussian"],
@@ -235,7 +308,12 @@ def test_tanh_on_half_slopes_is_the_sigmoid_kernel_up_to_a_constant():
             lambda d: mean(-S * d, -S * d / 2, -column(OLD_GAUSSIAN_S) * d**2),
         ),
         ("tanh hall", ["tanh"], "equal", lambda d: tanh(column(TANH_S), d)),
-        ("tanh h1", [{"tanh": {"slopes": 0.25737}}], "equal", lambda d: tanh(torch.full((12, 1), 0.25737).double(), d)),
+        (
+            "tanh h1",
+            [{"tanh": {"slopes": 0.25737}}],
+            "equal",
+            lambda d: tanh(torch.full((12, 1), 0.25737).double(), d),
+        ),
         (
             "gaussian h1",
             [{"gaussian": {"slopes": 0.01064}}],
@@ -290,11 +368,19 @@ def test_published_mixtures_with_parameters_can_be_written(name, kernels):
             logs.append(kerple(position, index, distance))
         elif kernel == "t5":
             weight = position.get_parameter(f"kernels.{index}.weight").detach().double()
-            octave = (distance.clamp(min=16) / 16).log2() / math.log2(128 / 16)  # exact at powers of two
-            bucket = torch.where(distance < 16, distance, (16 + (octave * 16).floor()).clamp(max=31)).long()
+            octave = (distance.clamp(min=16) / 16).log2() / math.log2(
+                128 / 16
+            )  # exact at powers of two
+            bucket = torch.where(
+                distance < 16, distance, (16 + (octave * 16).floor()).clamp(max=31)
+            ).long()
             logs.append(math.sqrt(64) * weight[bucket].t())
         else:
-            fixed = {"exp": -S * distance, "gaussian": -S * distance**2, "tanh": tanh(column(TANH_S), distance)}
+            fixed = {
+                "exp": -S * distance,
+                "gaussian": -S * distance**2,
+                "tanh": tanh(column(TANH_S), distance),
+            }
             logs.append(-S * distance / 2 if kernel == HALF else fixed[kernel])
     assert_bias(position, mean(*logs), atol=2e-6)
 
@@ -309,7 +395,8 @@ def test_learned_weights_may_be_one_softmax_for_all_heads():
 
 
 @pytest.mark.parametrize(
-    "name", [name for name, _ in FAMILY.values() if name not in ("mep", WHT1, WHT2, "kerple_bias_wht")]
+    "name",
+    [name for name, _ in FAMILY.values() if name not in ("mep", WHT1, WHT2, "kerple_bias_wht")],
 )
 def test_a_mixture_of_one_kernel_is_that_kernel_whichever_it_is(name):
     mixture, alone = build("mep", SHAPE, kernels=[name]), build(name, SHAPE)
@@ -324,19 +411,26 @@ def test_a_mixture_of_one_kernel_is_that_kernel_whichever_it_is(name):
 @pytest.mark.parametrize(("dbar", "base"), [(128, 10000.0), (64, 500.0)])
 @pytest.mark.parametrize("heads", [1, 12, 32])
 def test_sandwich(heads, dbar, base, first):
-    position = build("sandwich", Shape(heads, 64, 64 * heads, 512), dbar=dbar, base=base, first_frequency=first)
+    position = build(
+        "sandwich", Shape(heads, 64, 64 * heads, 512), dbar=dbar, base=base, first_frequency=first
+    )
     i = torch.arange(first, first + dbar // 2, dtype=torch.float64)[:, None]
     distance = torch.cat([d(2000), LONG - 1 - d(2000).flip(0)])
     cosines = torch.cos(distance / base ** (2 * i / dbar)).sum(dim=0) - dbar / 2
     h = torch.arange(1, heads + 1, dtype=torch.float64)[:, None]
     found = position.distance_bias(LONG)[:, distance.long()].double()
-    torch.testing.assert_close(found, cosines / (8 * h / heads), rtol=1e-6, atol=1e-6)  # to 131072, in float32
+    torch.testing.assert_close(
+        found, cosines / (8 * h / heads), rtol=1e-6, atol=1e-6
+    )  # to 131072, in float32
 
 
 def test_bam_starts_as_alibi():
     assert_bias(build("bam", SHAPE), -S * (d() + 1e-5))
     torch.testing.assert_close(
-        build("bam", SHAPE).distance_bias(LONG), build("alibi", SHAPE).distance_bias(LONG), rtol=1e-6, atol=1e-5
+        build("bam", SHAPE).distance_bias(LONG),
+        build("alibi", SHAPE).distance_bias(LONG),
+        rtol=1e-6,
+        atol=1e-5,
     )
 
 
@@ -346,7 +440,8 @@ def test_bam_with_other_shapes_is_the_authors_formula():
         position.exponent.copy_(torch.linspace(-0.5, 3, 12))
         position.log_scale.copy_(torch.linspace(-3, 3, 12))
     exponent, log_scale = (
-        position.get_parameter(name).detach().double()[:, None] for name in ("exponent", "log_scale")
+        position.get_parameter(name).detach().double()[:, None]
+        for name in ("exponent", "log_scale")
     )
     assert_bias(position, -((d() + 1e-5) ** exponent) * torch.exp(log_scale))
 
@@ -373,7 +468,9 @@ def test_tables_are_finite_at_131072_and_a_shorter_one_is_its_beginning(name, op
         assert long.dtype == torch.float32
         assert long.isfinite().all()
         torch.testing.assert_close(long[:, :768], short[:, :768], rtol=0, atol=0)
-        torch.testing.assert_close(long[:, :777], short, rtol=1e-5, atol=0)  # its last few by scalar code
+        torch.testing.assert_close(
+            long[:, :777], short, rtol=1e-5, atol=0
+        )  # its last few by scalar code
 
 
 @every_one
@@ -410,7 +507,9 @@ def test_gradients_are_finite_at_131072(name, options):
     position = build(name, SHAPE, **options)
     values = list(position.parameters())
     if values:
-        sum((table / table.detach().abs().clamp(min=1)).mean() for table in tables(position, LONG)).backward()
+        sum(
+            (table / table.detach().abs().clamp(min=1)).mean() for table in tables(position, LONG)
+        ).backward()
         assert all(value.grad.isfinite().all() for value in values)
 
 
@@ -427,15 +526,22 @@ def test_a_hundred_steps_keep_learned_numbers_within_bounds(name, options, dtype
         for value, master in zip(position.parameters(), masters, strict=True):
             value.data = master.detach().to(dtype)
             value.grad = None
-        loss = sum((table - table.detach().clamp(-1e4, 1e4) - 1).square().mean() for table in tables(position, 300))
+        loss = sum(
+            (table - table.detach().clamp(-1e4, 1e4) - 1).square().mean()
+            for table in tables(position, 300)
+        )
         (loss + sum(value.float().square().mean() for value in position.parameters())).backward()
         for value, master in zip(position.parameters(), masters, strict=True):
             master.grad = value.grad.float()
         optimizer.step()
     for key, value in position.learned().items():
-        low, high = position.get_submodule(key.rpartition(".")[0]).bounds.get(key.rpartition(".")[2], (-1e9, 1e9))
+        low, high = position.get_submodule(key.rpartition(".")[0]).bounds.get(
+            key.rpartition(".")[2], (-1e9, 1e9)
+        )
         assert value.dtype == torch.float32
         assert value.isfinite().all()
         assert (value >= low).all()
         assert (value <= high).all()
-    assert all(table.dtype == torch.float32 and table.isfinite().all() for table in tables(position, LONG))
+    assert all(
+        table.dtype == torch.float32 and table.isfinite().all() for table in tables(position, LONG)
+    )

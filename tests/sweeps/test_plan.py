@@ -29,15 +29,25 @@ def sweep_of(tmp_path, text, **chosen):
 def test_every_cell_of_every_shipped_sweep_is_a_training_of_its_own(path):
     cells = load_sweep(path).cells
     assert cells[0].evaluations
-    assert len({cell.config.hash for cell in cells}) == len({cell.name for cell in cells}) == len(cells)
+    assert (
+        len({cell.config.hash for cell in cells})
+        == len({cell.name for cell in cells})
+        == len(cells)
+    )
 
 
 def test_the_sweep_of_table_3_is_its_grid_by_its_recipe():
     cells = load_sweep(ROOT / "configs/sweeps/kerple_table3.yml").cells
     assert len(cells) == 3 * 6 * 5  # corpora, encodings, seeds
     config = cells[0].config
-    assert (config.training.train_iters, config.optimizer.lr, config.model.seq_length) == (50000, 6e-4, 512)
-    assert [cell.values["seed"] for cell in cells[:19]] == [1235] * 18 + [1236]  # the first seed is whole first
+    assert (config.training.train_iters, config.optimizer.lr, config.model.seq_length) == (
+        50000,
+        6e-4,
+        512,
+    )
+    assert [cell.values["seed"] for cell in cells[:19]] == [1235] * 18 + [
+        1236
+    ]  # the first seed is whole first
     assert "--start" in cells[0].evaluations[0].words
 
 
@@ -63,7 +73,10 @@ def test_axes_are_settings_files_or_settings_under_a_name(tmp_path):
         ("axes: {}", "axes: no such part"),
         ("base: x", "base: give a list"),
         (f"settings: {{{TINY}}}\ngrid: {{pos_emb: [alibi, rotery]}}", "did you mean rotary"),
-        (f"settings: {{{TINY}}}\ngrid: {{seed: [1]}}\nexclude: [{{sead: 1}}]", "is no point of the grid"),
+        (
+            f"settings: {{{TINY}}}\ngrid: {{seed: [1]}}\nexclude: [{{sead: 1}}]",
+            "is no point of the grid",
+        ),
         ("grid: {seed: [1]}\nbase: [configs/126M.yml]", "did you mean"),
     ],
 )
@@ -86,8 +99,12 @@ def test_operations_and_parameters_are_those_of_the_model():
         model(torch.zeros(1, length, dtype=torch.long), torch.zeros(1, length, dtype=torch.long))
     # The definition of attention also computes what the mask then hides: as much again.
     hidden_half = 2 * config.model.num_layers * config.model.hidden_size * length
-    assert counter.get_total_flops() == length * (forward_flops(config, vocab, length) + hidden_half)
-    assert parameters(config, vocab) == pytest.approx(sum(one.numel() for one in model.parameters()), rel=0.02)
+    assert counter.get_total_flops() == length * (
+        forward_flops(config, vocab, length) + hidden_half
+    )
+    assert parameters(config, vocab) == pytest.approx(
+        sum(one.numel() for one in model.parameters()), rel=0.02
+    )
     paper = load([ROOT / "configs/125M.yml"])
     assert parameters(paper, 50304) == pytest.approx(162_322_944, rel=0.01)
 
@@ -97,7 +114,9 @@ def test_windows_are_counted_as_the_protocols_cut_them(tmp_path, said):
     with TokenWriter(tmp_path / "text", np.uint16, meta={}) as writer:
         writer.add(np.zeros(5000, dtype=np.uint16))
     lengths = [64, 96, 256] if said else [256, 512]
-    request = Request(TokenFile.open(tmp_path / "text"), lengths, "0,1,0", eval_tokens=4000, windows=7, **said)
+    request = Request(
+        TokenFile.open(tmp_path / "text"), lengths, "0,1,0", eval_tokens=4000, windows=7, **said
+    )
     for name, protocol in PROTOCOLS.items():
         cut = {windows.length: len(windows.ids) for windows in protocol(request)}
         assert window_counts(name, lengths, 4000, said | {"windows": 7}) == cut, name
@@ -107,7 +126,11 @@ def test_the_cost_is_of_what_is_missing(tmp_path):
     sweep = sweep_of(tmp_path, f"settings: {{{TINY}}}\ngrid: {{seed: [1, 2]}}")
     half, done = State("training", step=5), State("done", step=10)
     asked = cost(sweep, [half, done], 1e9)
-    flops = 3 * 5 * 4 * 32 * forward_flops(sweep.cells[0].config, 50304, 32)  # steps, windows, tokens
+    flops = (
+        3 * 5 * 4 * 32 * forward_flops(sweep.cells[0].config, 50304, 32)
+    )  # steps, windows, tokens
     assert asked == Cost(5 * 4 * 32, flops, flops / 0.35e9, asked.disk, measured=False)
-    assert asked.disk == 2 * 16 * (12 * 2 * 64**2 + 2 * 50304 * 64)  # the last checkpoint, and room for the next
+    assert asked.disk == 2 * 16 * (
+        12 * 2 * 64**2 + 2 * 50304 * 64
+    )  # the last checkpoint, and room for the next
     assert cost(sweep, [done, done], 1e9).seconds == 0

@@ -91,7 +91,9 @@ def test_a_sweep_killed_at_random_moments_has_the_results_of_an_undisturbed_one(
     sweep, kills = load_sweep(file, folder), 0
     for pattern, count in KILLS.items():
         kills += sum(killed(sweep, folder / "good-1", pattern) for _ in range(count))
-        assert state_of(sweep.cells[0]).kind != "done" or "eval" in pattern, "too fast for this test"
+        assert state_of(sweep.cells[0]).kind != "done" or "eval" in pattern, (
+            "too fast for this test"
+        )
     assert kills >= 10
     Runner([None], lambda text: None).run(sweep)
     collect(sweep)
@@ -118,9 +120,16 @@ def killed(sweep, folder: Path, pattern: str) -> bool:
 
 @pytest.mark.parametrize(
     ("number", "send"),
-    [(signal.SIGINT, os.kill), (signal.SIGINT, os.killpg), (signal.SIGHUP, os.killpg), (signal.SIGTERM, os.kill)],
+    [
+        (signal.SIGINT, os.kill),
+        (signal.SIGINT, os.killpg),
+        (signal.SIGHUP, os.killpg),
+        (signal.SIGTERM, os.kill),
+    ],
 )
-def test_a_signal_to_a_sweep_or_its_terminal_ends_its_trainings_with_a_checkpoint(file, tmp_path, number, send):
+def test_a_signal_to_a_sweep_or_its_terminal_ends_its_trainings_with_a_checkpoint(
+    file, tmp_path, number, send
+):
     here = tmp_path / "long.yml"
     here.write_text(
         file.read_text()
@@ -129,9 +138,13 @@ def test_a_signal_to_a_sweep_or_its_terminal_ends_its_trainings_with_a_checkpoin
     )
     words = ["tools/sweep.py", "run", here, "--folder", tmp_path / "runs", "--only", "data=good"]
     folder = tmp_path / "runs/good-1"
-    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)  # or, where these tests run under nohup, it is ignored
+    before = signal.signal(
+        signal.SIGHUP, signal.SIG_DFL
+    )  # or, where these tests run under nohup, it is ignored
     with (tmp_path / "said").open("w") as said:
-        process = subprocess.Popen([sys.executable, *words], cwd=ROOT, stdout=said, start_new_session=True)
+        process = subprocess.Popen(
+            [sys.executable, *words], cwd=ROOT, stdout=said, start_new_session=True
+        )
         signal.signal(signal.SIGHUP, before)
         try:
             while process.poll() is None and not written(folder, "metrics.jsonl"):
@@ -198,10 +211,16 @@ def test_slurm_gets_an_array_of_what_is_missing(file, whole, tmp_path):
     script = (tmp_path / "sent.sh").read_text()
     assert "#SBATCH --array=0-1\n" in script
     assert "#SBATCH --partition=long\n#SBATCH --mem=1G\n" in script
-    assert "#SBATCH --signal=B:TERM@120\n" in script  # without B: the script, which has no steps, is not told
+    assert (
+        "#SBATCH --signal=B:TERM@120\n" in script
+    )  # without B: the script, which has no steps, is not told
     script = script.replace(str(tmp_path / "runs"), str(whole[0]))
     (tmp_path / "here.sh").write_text(script)
-    done = run("-c", f"import os; os.execvp('bash', ['bash', '{tmp_path}/here.sh'])", env={"SLURM_ARRAY_TASK_ID": "0"})
+    done = run(
+        "-c",
+        f"import os; os.execvp('bash', ['bash', '{tmp_path}/here.sh'])",
+        env={"SLURM_ARRAY_TASK_ID": "0"},
+    )
     assert done.returncode == 0, done.stderr
     assert "1 cells, 1 done" in done.stdout
 
@@ -214,15 +233,13 @@ def test_a_number_of_jobs_is_at_least_one(file):
 
 
 def test_runs_that_share_the_cpu_take_no_less_time_together(file, tmp_path, monkeypatch):
-    monkeypatch.syspath_prepend("tools")
-    tool = importlib.import_module("sweep")
+    tool = importlib.import_module("megatron.commands.sweep")
     sweep = load_sweep(file, tmp_path)
     assert "hours on 1 x" in tool.plan(sweep, [state_of(cell) for cell in sweep.cells], 2)
 
 
 def test_places_are_the_devices_that_this_process_may_use(monkeypatch):
-    monkeypatch.syspath_prepend("tools")
-    sweep = importlib.import_module("sweep")
+    sweep = importlib.import_module("megatron.commands.sweep")
     monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,3")
     assert sweep.places(None) == ["2", "3"]
@@ -231,14 +248,19 @@ def test_places_are_the_devices_that_this_process_may_use(monkeypatch):
     assert sweep.places(None) == ["0", "1"]
 
 
-def test_what_was_known_of_a_corpus_stays_known_where_the_data_are_not(file, whole, corpus, tmp_path):
+def test_what_was_known_of_a_corpus_stays_known_where_the_data_are_not(
+    file, whole, corpus, tmp_path
+):
     folder, text = tmp_path / "runs", tmp_path / "text"
     for end in (".idx", ".bin", ".json"):
         if Path(f"{corpus}{end}").exists():
             shutil.copy(f"{corpus}{end}", f"{text}{end}")
     here = tmp_path / "tiny.yml"
     here.write_text(SWEEP.format(corpus=text, steps=5))
-    assert run("tools/sweep.py", "run", here, "--folder", folder, "--only", "data=good").returncode == 0
+    assert (
+        run("tools/sweep.py", "run", here, "--folder", folder, "--only", "data=good").returncode
+        == 0
+    )
     before = rows(folder)
     assert before[0]["corpus_tokens"] > 0
     Path(f"{text}.idx").unlink()
@@ -249,7 +271,9 @@ def test_what_was_known_of_a_corpus_stays_known_where_the_data_are_not(file, who
 
 def test_a_folder_of_other_runs_and_rows_of_no_cell_are_said(whole):
     shown = run("tools/reproduce.py", "kerple-table5", "--folder", whole[0])
-    assert f"{whole[0]}: holds other runs than kerple_table5.yml's: absent-1, good-1" in shown.stdout
+    assert (
+        f"{whole[0]}: holds other runs than kerple_table5.yml's: absent-1, good-1" in shown.stdout
+    )
     shown = run("tools/reproduce.py", "kerple-table5", "--results", whole[0] / "results.jsonl")
     assert "6 of 6 rows match no cell" in shown.stdout
 
@@ -260,7 +284,9 @@ def test_a_table_of_ones_own_stands_beside_what_its_sweep_measured(file, whole):
     shown = run("tools/reproduce.py", table, "--folder", whole[0])
     assert shown.returncode == 0, shown.stderr
     lines = [" ".join(line.split()) for line in shown.stdout.splitlines()]
-    measured = {row["length"]: row["perplexity"] for row in rows(whole[0]) if row["protocol"] == "paper"}
+    measured = {
+        row["length"]: row["perplexity"] for row in rows(whole[0]) if row["protocol"] == "paper"
+    }
     for length, paper, form in ((32, 20.0, "20.0 ± 1.5 {:.1f}"), (64, 20.0, "20.00 {:.2f}")):
         ours = measured[length]
         assert f"good kerple_log {length} {form.format(ours)} 1 {ours - paper:+.4g}" in lines
@@ -271,11 +297,17 @@ def test_a_table_of_ones_own_stands_beside_what_its_sweep_measured(file, whole):
 
 
 def test_a_sweep_of_one_text_needs_no_axis_for_it(corpus, tmp_path):
-    text = SWEEP.format(corpus=corpus, steps=5).replace("[32, 64, 128]", f"[32, 64, 128], data_path: {corpus}")
-    text = "".join(line for line in text.splitlines(keepends=True) if not line.startswith("  data:"))
+    text = SWEEP.format(corpus=corpus, steps=5).replace(
+        "[32, 64, 128]", f"[32, 64, 128], data_path: {corpus}"
+    )
+    text = "".join(
+        line for line in text.splitlines(keepends=True) if not line.startswith("  data:")
+    )
     (tmp_path / "tiny.yml").write_text(text)
     tokens = TokenFile.open(corpus)
-    (tmp_path / "mine.yml").write_text(TABLE.replace("good", tokens.meta.get("corpus") or tokens.prefix.name))
+    (tmp_path / "mine.yml").write_text(
+        TABLE.replace("good", tokens.meta.get("corpus") or tokens.prefix.name)
+    )
     shown = run("tools/reproduce.py", tmp_path / "mine.yml", "--folder", tmp_path / "runs", "--run")
     assert shown.returncode == 0, shown.stderr
     assert "3 of 5 cells are there; none is filled in" in shown.stdout
@@ -283,12 +315,20 @@ def test_a_sweep_of_one_text_needs_no_axis_for_it(corpus, tmp_path):
 
 def test_what_a_table_needs_is_run_first_and_its_seeds_give_standard_errors(corpus, tmp_path):
     absent = f"absent: {{data_path: {corpus}_of_nobody}}"
-    text = SWEEP.format(corpus=corpus, steps=5).replace(absent, "").replace("seed: [1]", "seed: [1, 2]")
+    text = (
+        SWEEP.format(corpus=corpus, steps=5)
+        .replace(absent, "")
+        .replace("seed: [1]", "seed: [1, 2]")
+    )
     (tmp_path / "tiny.yml").write_text(text)
     (tmp_path / "mine.yml").write_text(TABLE)
     shown = run("tools/reproduce.py", tmp_path / "mine.yml", "--folder", tmp_path / "runs", "--run")
     assert shown.returncode == 0, shown.stderr
-    ours = [row["perplexity"] for row in rows(tmp_path / "runs") if (row["protocol"], row["length"]) == ("paper", 32)]
+    ours = [
+        row["perplexity"]
+        for row in rows(tmp_path / "runs")
+        if (row["protocol"], row["length"]) == ("paper", 32)
+    ]
     difference = statistics.mean(ours) - 20
     errors = difference / math.sqrt(statistics.variance(ours) / 2 + 1.5**2 / 4)
     spread = f"{statistics.mean(ours):.1f} ± {statistics.stdev(ours):.1f} 2 {difference:+.4g} {errors:+.1f}"

@@ -9,8 +9,20 @@ import pytest
 from tests.support import ROOT, run
 
 GUIDE = (ROOT / "docs" / "add_an_encoding.md").read_text(encoding="utf-8")
-SMALL = ["num_layers=1", "hidden_size=24", "seq_length=64", "train_iters=2", "lr_decay_iters=2", "eval_interval=0"]
-SMALL += ["train_micro_batch_size_per_gpu=1", "tokenizer_type=CharLevelTokenizer", "vocab_file=null", "log_interval=1"]
+SMALL = [
+    "num_layers=1",
+    "hidden_size=24",
+    "seq_length=64",
+    "train_iters=2",
+    "lr_decay_iters=2",
+    "eval_interval=0",
+]
+SMALL += [
+    "train_micro_batch_size_per_gpu=1",
+    "tokenizer_type=CharLevelTokenizer",
+    "vocab_file=null",
+    "log_interval=1",
+]
 SMALLER = {
     "train.py": SMALL,
     "evaluate.py": ["--lengths", "64", "128"],
@@ -59,8 +71,13 @@ def test_the_commands_run_in_their_order_without_any_other_edit(folder, corpus):
     assert "soft_window: " in trained
     assert " 4 of them in the encoding" in trained
     assert re.search(r"64\*\s+128", evaluated)
-    assert all(f"{stem}.svg" in learned for stem in ("encoding", "learned", "trajectory", "attention"))
-    assert "| [soft_window](#soft_window) | -height · sigmoid((d - width) / softness), height ~ U(1, 4)" in documented
+    assert all(
+        f"{stem}.svg" in learned for stem in ("encoding", "learned", "trajectory", "attention")
+    )
+    assert (
+        "| [soft_window](#soft_window) | -height · sigmoid((d - width) / softness), height ~ U(1, 4)"
+        in documented
+    )
     run_folder = folder / "runs/soft_window"
     assert (run_folder / "global_step2/pos_emb_file.py").read_text() == block("python")
     record = json.loads((run_folder / "metrics.jsonl").read_text().splitlines()[-1])
@@ -71,12 +88,22 @@ def test_the_commands_run_in_their_order_without_any_other_edit(folder, corpus):
     assert "code that lies in a checkpoint is not run unasked" in refused.stderr
     assert "Traceback" not in refused.stderr
 
-    again = [*SMALL, "train_iters=3", f"data_path={corpus}", "save=runs/soft_window", "load=runs/soft_window"]
+    again = [
+        *SMALL,
+        "train_iters=3",
+        f"data_path={corpus}",
+        "save=runs/soft_window",
+        "load=runs/soft_window",
+    ]
     (folder / "renamed.py").write_text(block("python"))
-    resumed = succeed(folder, ["train.py", "configs/demo.yml", "mine.yml", *again, "pos_emb_file=renamed.py"])
+    resumed = succeed(
+        folder, ["train.py", "configs/demo.yml", "mine.yml", *again, "pos_emb_file=renamed.py"]
+    )
     assert "step 3/3" in resumed
     (folder / "edited.py").write_text(block("python") + "# edited\n")
-    other = run("train.py", "configs/demo.yml", "mine.yml", *again, "pos_emb_file=edited.py", cwd=folder)
+    other = run(
+        "train.py", "configs/demo.yml", "mine.yml", *again, "pos_emb_file=edited.py", cwd=folder
+    )
     assert other.returncode == 1
     assert "and edited.py says something else" in other.stderr
 
@@ -89,7 +116,16 @@ def test_dropped_into_the_project_it_gets_tests_a_plot_and_a_row(tmp_path):
         shutil.copy(ROOT / name, tmp_path)
     (tmp_path / "megatron/positions/soft_window.py").write_text(block("python"))
     quick = "soft_window and (table or learned or gradients or cast or docstring)"
-    words = ["-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/positions/test_every_encoding.py", "-k", quick]
+    words = [
+        "-m",
+        "pytest",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        "tests/positions/test_every_encoding.py",
+        "-k",
+        quick,
+    ]
     tested = succeed(tmp_path, words)
     assert int(re.search(r"(\d+) passed", tested)[1]) >= 5
     succeed(tmp_path, ["tools/plot_positions.py", "soft_window", "--length", "300"])

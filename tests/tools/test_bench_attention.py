@@ -6,21 +6,34 @@ from argparse import Namespace
 from itertools import groupby
 from statistics import median
 
-import bench_attention
-import bench_step
+import attention as bench_attention
 import pytest
+import step as bench_step
 import torch
-from bench_attention import DENSE_COPIES, Candidate, forks
+from attention import DENSE_COPIES, Candidate, forks
 from measure import interleaved, ready, table
 
 from tests.support import run
 
-SIZE = ["--device", "cpu", "--threads", "1", "--heads", "2", "--head_dim", "8", "--rounds", "3", "--seconds", "9"]
+SIZE = [
+    "--device",
+    "cpu",
+    "--threads",
+    "1",
+    "--heads",
+    "2",
+    "--head_dim",
+    "8",
+    "--rounds",
+    "3",
+    "--seconds",
+    "9",
+]
 
 
 def bench(folder, *words):
     """The tool's process and what it wrote."""
-    done = run("tools/bench_attention.py", *SIZE, "--output", folder / "found.json", *words)
+    done = run("tools/bench/attention.py", *SIZE, "--output", folder / "found.json", *words)
     assert done.returncode == 0, done.stderr
     return done, json.loads((folder / "found.json").read_text())
 
@@ -28,9 +41,15 @@ def bench(folder, *words):
 def test_every_candidate_of_every_pass_is_measured_with_its_conditions(tmp_path):
     words = ["--lengths", "5", "24", "--tokens", "48", "--dtypes", "bfloat16", "--no-memory"]
     done, found = bench(tmp_path, *words, "--only", "rotary", "forks", "eager", "sdpa")
-    assert {"command", "date", "commit", "hardware", "clock", "threads", "torch"} <= found["conditions"].keys()
+    assert {"command", "date", "commit", "hardware", "clock", "threads", "torch"} <= found[
+        "conditions"
+    ].keys()
     rows = {(row["candidate"], row["length"], row["backward"]): row for row in found["rows"]}
-    ours = {f"{backend}, {kind}" for backend in ("eager", "sdpa") for kind in ("frozen", "learned", "weight", "window")}
+    ours = {
+        f"{backend}, {kind}"
+        for backend in ("eager", "sdpa")
+        for kind in ("frozen", "learned", "weight", "window")
+    }
     names = {"plain", "rotary", "forks", "forks, rounded distances"} | ours
     assert {name for name, length, backward in rows if backward and length == 24} == names
     assert {name for name, length, backward in rows if not backward and length == 5} == {
@@ -42,7 +61,9 @@ def test_every_candidate_of_every_pass_is_measured_with_its_conditions(tmp_path)
         assert row["batch"] * length <= 48
         assert (row["reference"], len(row["ms"]), len(row["wall_ms"])) == ("plain", 3, 3)
         assert row["median_ms"] == median(row["ms"])
-        assert row["ratio"] == median(mine / theirs for mine, theirs in zip(row["ms"], plain["ms"], strict=True))
+        assert row["ratio"] == median(
+            mine / theirs for mine, theirs in zip(row["ms"], plain["ms"], strict=True)
+        )
         assert row["quartiles_ms"][0] <= row["median_ms"] <= row["quartiles_ms"][1]
         assert row["times_floor"] == pytest.approx(row["median_ms"] / row["floor_ms"])
     assert (tmp_path / "found.md").read_text() == done.stdout
@@ -51,7 +72,18 @@ def test_every_candidate_of_every_pass_is_measured_with_its_conditions(tmp_path)
 
 
 def test_a_dense_way_takes_its_matrices_and_only_those_asked_for_run(tmp_path):
-    words = ["--lengths", "1024", "--passes", "forward", "--tables", "frozen", "--dtypes", "float32", "--only", "eager"]
+    words = [
+        "--lengths",
+        "1024",
+        "--passes",
+        "forward",
+        "--tables",
+        "frozen",
+        "--dtypes",
+        "float32",
+        "--only",
+        "eager",
+    ]
     _, found = bench(tmp_path, *words)
     peaks = {row["candidate"]: row["peak_bytes"] for row in found["rows"]}
     matrix = 2 * 1024**2 * 4
@@ -80,7 +112,9 @@ def test_the_forks_way_is_the_papers_formula():
         for query in range(length):
             back = torch.arange(query, -1, -1, dtype=torch.float64)
             kernel = -p[head, 0] * torch.log1p(a[head, 0] * back)
-            scores = torch.einsum("bd,bkd->bk", q[:, head, query], k[:, head, : query + 1]) / math.sqrt(8)
+            scores = torch.einsum(
+                "bd,bkd->bk", q[:, head, query], k[:, head, : query + 1]
+            ) / math.sqrt(8)
             expected[:, head, query] = torch.einsum(
                 "bk,bkd->bd", (scores + kernel).softmax(-1), v[:, head, : query + 1]
             )
@@ -93,8 +127,12 @@ def test_what_cannot_run_is_told_with_its_reason():
     unknown = Candidate("no_such_backend", "frozen", False, "float32", 8, 1, 2, 8, "cpu")
     calls, reasons = ready([huge, unknown])
     assert not calls
-    assert reasons[huge.name] == f"not run: needs {DENSE_COPIES[False] * 12 * 2**42 / 2**30:.1f} GiB"
-    assert reasons[unknown.name].startswith("not run: attention_backend: 'no_such_backend' is not known")
+    assert (
+        reasons[huge.name] == f"not run: needs {DENSE_COPIES[False] * 12 * 2**42 / 2**30:.1f} GiB"
+    )
+    assert reasons[unknown.name].startswith(
+        "not run: attention_backend: 'no_such_backend' is not known"
+    )
     assert "a / b" in table(["name"], [["a | b"]])
 
 

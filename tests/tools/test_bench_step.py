@@ -6,7 +6,7 @@ from statistics import median
 
 import pytest
 import torch
-from bench_step import Candidate, trunk
+from step import Candidate, trunk
 from torch.utils.flop_counter import FlopCounterMode
 
 from tests.support import ROOT, run
@@ -15,30 +15,51 @@ SHAPE = {"hidden": 24, "layers": 2, "heads": 3, "vocab": 40, "train_length": 16}
 
 
 def candidate(**more):
-    values = {"pos_emb": "kerple_log", "backend": "eager", "training": True, "length": 16, "batch": 3}
+    values = {
+        "pos_emb": "kerple_log",
+        "backend": "eager",
+        "training": True,
+        "length": 16,
+        "batch": 3,
+    }
     values |= {"dtype": "float32", "device": "cpu", **SHAPE, **more}
     return Candidate(**{field.name: values[field.name] for field in fields(Candidate)})
 
 
 def test_steps_and_evaluations_are_measured_against_rotary(tmp_path):
     words = [word for name, size in SHAPE.items() for word in (f"--{name}", size)]
-    words += ["--encodings", "rotary", "kerple_log", "learned", "cable", "--backend", "auto", "--lengths", 32]
+    words += [
+        "--encodings",
+        "rotary",
+        "kerple_log",
+        "learned",
+        "cable",
+        "--backend",
+        "auto",
+        "--lengths",
+        32,
+    ]
     words += ["--device", "cpu", "--threads", "1", "--rounds", "3", "--batch", "2", "--no-memory"]
-    done = run("tools/bench_step.py", *words, "--output", tmp_path / "found.json")
+    done = run("tools/bench/step.py", *words, "--output", tmp_path / "found.json")
     assert done.returncode == 0, done.stderr
     found = json.loads((tmp_path / "found.json").read_text())
     rows = {(row["candidate"], row["training"]): row for row in found["rows"]}
-    assert {name for name, _ in rows} == {f"{name}, auto" for name in ("rotary", "kerple_log", "learned", "cable")} | {
-        "kerple_log, eager"
-    }
+    assert {name for name, _ in rows} == {
+        f"{name}, auto" for name in ("rotary", "kerple_log", "learned", "cable")
+    } | {"kerple_log, eager"}
     refused = rows.pop(("learned, auto", False))
     assert (refused["ms"], refused["ratio"], refused["tokens_per_second"]) == ([], None, None)
     assert refused["reason"].startswith("not run: ")
     assert f"| {refused['reason']} |" in done.stdout
     for (_, training), row in rows.items():
         rotary = rows["rotary, auto", training]
-        assert (row["reason"], row["batch"], row["length"]) == (None, *((2, 16) if training else (1, 32)))
-        assert row["ratio"] == median(mine / theirs for mine, theirs in zip(row["ms"], rotary["ms"], strict=True))
+        assert (row["reason"], row["batch"], row["length"]) == (
+            None,
+            *((2, 16) if training else (1, 32)),
+        )
+        assert row["ratio"] == median(
+            mine / theirs for mine, theirs in zip(row["ms"], rotary["ms"], strict=True)
+        )
         assert row["tokens_per_second"] == pytest.approx(32 / median(row["ms"]) * 1000)
         seconds_at_best = row["palm_flops"] / found["peaks"]["float32"]["flops_per_second"]
         assert row["mfu"] == pytest.approx(seconds_at_best / median(row["ms"]) * 1000)
@@ -65,19 +86,24 @@ def test_a_step_trains_the_weights_and_the_encoding_whose_turn_it_is_alone():
         encodings.append(model.positions)
 
     def state():
-        return [[p.detach().clone() for p in part.parameters()] for part in (model.layers, *encodings)]
+        return [
+            [p.detach().clone() for p in part.parameters()] for part in (model.layers, *encodings)
+        ]
 
     before = state()
     calls[0]()
     changed = [
-        any(not torch.equal(*pair) for pair in zip(*parts, strict=True)) for parts in zip(before, state(), strict=True)
+        any(not torch.equal(*pair) for pair in zip(*parts, strict=True))
+        for parts in zip(before, state(), strict=True)
     ]
     assert changed == [True, True, False]
     assert model.positions is encodings[0]
 
 
 def test_the_tools_need_neither_deepspeed_nor_pydantic():
-    blocked = "import sys; sys.modules.update(dict.fromkeys(['deepspeed', 'pydantic', 'yaml', 'rich'])); "
-    code = f"{blocked} sys.path.insert(0, {str(ROOT / 'tools')!r}); import bench_attention, bench_step"
+    blocked = (
+        "import sys; sys.modules.update(dict.fromkeys(['deepspeed', 'pydantic', 'yaml', 'rich'])); "
+    )
+    code = f"{blocked} sys.path.insert(0, {str(ROOT / 'tools/bench')!r}); import attention, step"
     done = run("-c", code)
     assert done.returncode == 0, done.stderr

@@ -2,12 +2,12 @@
 
 import pytest
 import torch
-from check_encoding import main
 from torch import nn
 
-from megatron.model import properties
-from megatron.model.properties import CHECKS, FACT, FAILS, HOLDS, NOT_APPLICABLE, Finding, examine
-from megatron.model.subject import Subject
+from megatron.commands.check_encoding import main
+from megatron.conformance import checks as properties
+from megatron.conformance.checks import CHECKS, FACT, FAILS, HOLDS, NOT_APPLICABLE, Finding, examine
+from megatron.conformance.subject import Subject
 from megatron.positions import DistanceBias, Position, register
 from megatron.positions.rotary import Rotary
 
@@ -24,10 +24,16 @@ def verdicts(name: str) -> dict[str, Finding]:
 
 def failing(encoding: type[Position], *more) -> list[str]:
     register("planted")(encoding)
-    return [found.check for found in examine(Subject("planted"), [*QUICK, *more]) if found.verdict == FAILS]
+    return [
+        found.check
+        for found in examine(Subject("planted"), [*QUICK, *more])
+        if found.verdict == FAILS
+    ]
 
 
-@pytest.mark.parametrize("name", ["kerple_log", "rotary", "sinusoidal", "learned", "none", "fire", "cable"])
+@pytest.mark.parametrize(
+    "name", ["kerple_log", "rotary", "sinusoidal", "learned", "none", "fire", "cable"]
+)
 def test_encodings_with_every_kind_of_hook_keep_what_they_must(name):
     found = examine(Subject(name), CHECKS if name == "kerple_log" else QUICK)
     assert [f"{one.check}: {one.detail}" for one in found if one.verdict == FAILS] == []
@@ -39,7 +45,10 @@ def test_what_does_not_apply_says_why_and_what_is_no_fault_is_a_fact():
     found = verdicts("learned")
     assert found["Scores depend on the distance alone"].verdict == FACT
     assert found["The bias is 0 at distance 0"].detail == "it has no bias by distance"
-    assert "learned positions end at 64" in found["Everything is finite at 16384 and at 131072 tokens"].detail
+    assert (
+        "learned positions end at 64"
+        in found["Everything is finite at 16384 and at 131072 tokens"].detail
+    )
     found = verdicts("t5")
     assert found["The bias never rises with distance"].verdict == FACT
     assert "rises by" in found["The bias never rises with distance"].detail
@@ -67,9 +76,10 @@ def test_a_kernel_that_depends_on_the_length_is_found():
             return super().log_kernel(distance / len(distance))
 
     found = failing(Normalised, properties.prefix_consistent)
-    assert {"Lengths 512, 16384, 64 after each other agree", "The first tokens do not notice what follows"} <= set(
-        found
-    )
+    assert {
+        "Lengths 512, 16384, 64 after each other agree",
+        "The first tokens do not notice what follows",
+    } <= set(found)
 
 
 def test_a_logarithm_of_zero_is_found():
@@ -130,7 +140,9 @@ def test_a_number_that_runs_out_of_its_domain_is_found():
         def log_kernel(self, distance):
             return -(0.01 * (self.slope[:, None] - 0.9) * (distance - 3)).sqrt()
 
-    assert "100 optimizer steps leave all finite and within bounds" in failing(Root, properties.bounds_hold)
+    assert "100 optimizer steps leave all finite and within bounds" in failing(
+        Root, properties.bounds_hold
+    )
 
 
 def test_a_tensor_that_is_saved_for_nothing_is_found():
@@ -176,7 +188,10 @@ def test_a_failure_is_shown_and_is_the_exit_status(tmp_path, capsys):
     ("words", "message"),
     [
         (["kerple_lag"], "pos_emb: no encoding is called 'kerple_lag'; did you mean kerple_log?"),
-        (["alibi", "--option", "slope=1"], "pos_emb_args: alibi takes no option 'slope'; did you mean slopes?"),
+        (
+            ["alibi", "--option", "slope=1"],
+            "pos_emb_args: alibi takes no option 'slope'; did you mean slopes?",
+        ),
         (
             ["alibi", "--option", "slope_factor"],
             "--option: slope_factor: is neither a file nor key=value; write --option",

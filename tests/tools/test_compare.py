@@ -8,16 +8,36 @@ import numpy as np
 import pytest
 
 from megatron.errors import UserError
-from megatron.evaluation.comparison import compared, encodings, meant, tables
+from megatron.results.comparison import compared, encodings, meant, tables
 from tests.support import ROOT, run
 
 
 def row(pos_emb, losses, seed=1, **more):
     losses = np.asarray(losses)
-    facts = {"pos_emb": pos_emb, "config_hash": f"{pos_emb}{seed}", "step": 10, "seed": seed, "corpus": "stdlib"}
-    facts |= {"part": "valid", "protocol": "equal_tokens", "checkpoint": f"runs/{pos_emb}-{seed}", "text": "ab12"}
-    facts |= {"length": 512, "windows": len(losses), "tokens": 512 * len(losses), "loss": float(losses.mean())}
-    return facts | {"perplexity": float(np.exp(losses.mean())), "window_losses": losses.tolist()} | more
+    facts = {
+        "pos_emb": pos_emb,
+        "config_hash": f"{pos_emb}{seed}",
+        "step": 10,
+        "seed": seed,
+        "corpus": "stdlib",
+    }
+    facts |= {
+        "part": "valid",
+        "protocol": "equal_tokens",
+        "checkpoint": f"runs/{pos_emb}-{seed}",
+        "text": "ab12",
+    }
+    facts |= {
+        "length": 512,
+        "windows": len(losses),
+        "tokens": 512 * len(losses),
+        "loss": float(losses.mean()),
+    }
+    return (
+        facts
+        | {"perplexity": float(np.exp(losses.mean())), "window_losses": losses.tolist()}
+        | more
+    )
 
 
 def against(rows, name=None):
@@ -36,7 +56,9 @@ def test_a_small_difference_shows_because_windows_are_pairs():
     assert (reference.mark, worse.mark, same.mark) == ("", "†", "")
     low, high = worse.interval
     assert low < 0.02 < high < 0.03, "windows alone spread by 0.5"
-    assert worse.difference.mean == pytest.approx(worse.windows.mean) == pytest.approx(0.02, abs=0.005)
+    assert (
+        worse.difference.mean == pytest.approx(worse.windows.mean) == pytest.approx(0.02, abs=0.005)
+    )
     assert against(rows, "t5")[0].mark == "‡"
 
 
@@ -71,7 +93,9 @@ def test_three_seeds_are_compared_by_seed_and_two_by_window():
 
 def test_several_seeds_with_a_text_each_are_paired_within_their_seed():
     rows = [row("a", texts(9, seed), seed, text=f"t{seed}", protocol="paper") for seed in range(2)]
-    rows += [row("b", texts(9, seed) + 0.1, seed, text=f"t{seed}", protocol="paper") for seed in range(2)]
+    rows += [
+        row("b", texts(9, seed) + 0.1, seed, text=f"t{seed}", protocol="paper") for seed in range(2)
+    ]
     assert against(rows)[1].difference.mean == pytest.approx(0.1)
     assert against(rows)[1].difference.n == 18
     worth = against(rows)[1].windows.n_eff * 512  # windows of both texts
@@ -80,7 +104,10 @@ def test_several_seeds_with_a_text_each_are_paired_within_their_seed():
 
 def test_another_start_or_region_of_a_run_is_a_comparison_of_its_own():
     hard, paper = texts(), {"protocol": "paper", "start": 16000, "text": "cd34"}
-    rows = [row(name, hard + shift, protocol="paper", start=0) for name, shift in (("a", 0.0), ("b", 0.1))]
+    rows = [
+        row(name, hard + shift, protocol="paper", start=0)
+        for name, shift in (("a", 0.0), ("b", 0.1))
+    ]
     rows += [row(name, hard + shift, **paper) for name, shift in (("a", 0.0), ("b", 0.2))]
     rows += [row(name, hard[:32] + shift, text="ef56") for name, shift in (("a", 0.0), ("b", 0.3))]
     found = against(rows)
@@ -96,9 +123,15 @@ def test_another_start_or_region_of_a_run_is_a_comparison_of_its_own():
 def test_sizes_of_a_sweep_are_no_seeds_of_each_other():
     hard = texts()
     cells = [("small", 1), ("small", 2), ("wide", 3), ("wide", 4)]
-    rows = [row("a", hard + seed / 10, seed, cell={"data": "x", "size": size, "seed": seed}) for size, seed in cells]
+    rows = [
+        row("a", hard + seed / 10, seed, cell={"data": "x", "size": size, "seed": seed})
+        for size, seed in cells
+    ]
     assert [*encodings(rows)] == ["a, size small", "a, size wide"]
-    rows = [row("a", hard, corpus=name, cell={"data": name, "pos_emb": "a", "seed": 1}) for name in ("x", "y")]
+    rows = [
+        row("a", hard, corpus=name, cell={"data": name, "pos_emb": "a", "seed": 1})
+        for name in ("x", "y")
+    ]
     assert [*encodings(rows)] == ["a"]
 
 
@@ -130,7 +163,11 @@ def test_the_table_says_how_many_seeds_a_mean_has():
 
 
 def test_rows_of_few_windows_are_noted():
-    rows = [row(name, texts(n) + 0.01 * texts(n, seed), length=n) for n in (19, 20) for seed, name in enumerate("ab")]
+    rows = [
+        row(name, texts(n) + 0.01 * texts(n, seed), length=n)
+        for n in (19, 20)
+        for seed, name in enumerate("ab")
+    ]
     assert "few windows (19 at length 19): where neighbours" in tables(against(rows))
 
 
@@ -138,7 +175,8 @@ def test_what_is_no_pair_is_refused_with_the_reason():
     hard = texts()
     refused = {
         "other text than a": row("b", hard, text="cd34"),
-        "no losses by window in its results - measure it again": row("b", hard) | {"window_losses": None},
+        "no losses by window in its results - measure it again": row("b", hard)
+        | {"window_losses": None},
         "b: positions end at 512": row("b", hard)
         | {"loss": None, "perplexity": None, "reason": "positions end at 512"},
         "a was not measured there, on as many tokens": row("b", hard, length=1024),
@@ -148,18 +186,30 @@ def test_what_is_no_pair_is_refused_with_the_reason():
             against([row("a", hard), other])
     both = against([row("a", hard), row("b", hard, text="cd34"), row("c", hard + 1)])
     assert [one.reason is None for one in both] == [True, False, True]
-    with pytest.raises(UserError, match=r"b: seed 1 is there twice at length 512: runs/x .* and runs/y"):
+    with pytest.raises(
+        UserError, match=r"b: seed 1 is there twice at length 512: runs/x .* and runs/y"
+    ):
         encodings([row("b", hard, checkpoint="runs/x"), row("b", hard, checkpoint="runs/y")])
-    with pytest.raises(UserError, match="--against: there is no 'c', or several - choose one of 'a', 'b'"):
+    with pytest.raises(
+        UserError, match="--against: there is no 'c', or several - choose one of 'a', 'b'"
+    ):
         against([row("a", hard), row("b", hard)], "c")
     kinds = ["a, window none", "a, window 64", "b, window none"]
-    assert [meant(name, kinds) for name in ("a, window 64", "b", "a")] == ["a, window 64", "b, window none", None]
+    assert [meant(name, kinds) for name in ("a, window 64", "b", "a")] == [
+        "a, window 64",
+        "b, window none",
+        None,
+    ]
 
 
 def test_a_reader_that_leaves_early_is_no_fault(tmp_path):
-    (tmp_path / "a.jsonl").write_text("".join(json.dumps(row(name, texts())) + "\n" for name in "ab"))
+    (tmp_path / "a.jsonl").write_text(
+        "".join(json.dumps(row(name, texts())) + "\n" for name in "ab")
+    )
     words = [sys.executable, "tools/compare.py", tmp_path / "a.jsonl"]
-    with subprocess.Popen(words, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+    with subprocess.Popen(
+        words, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    ) as process:
         process.stdout.close()
         assert process.stderr.read() == b""
 
@@ -167,7 +217,10 @@ def test_a_reader_that_leaves_early_is_no_fault(tmp_path):
 def test_the_tool_prints_a_table_for_each_length_and_writes_markdown_and_json(tmp_path):
     generator = np.random.default_rng(0)
     for name, worse in (("mep_free", 0.0), ("rotary", 0.2)):
-        lines = [row(name, texts(n) + worse + generator.normal(0, 0.01, n), length=32768 // n) for n in (64, 32)]
+        lines = [
+            row(name, texts(n) + worse + generator.normal(0, 0.01, n), length=32768 // n)
+            for n in (64, 32)
+        ]
         (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     files = [tmp_path / "mep_free.jsonl", tmp_path / "rotary.jsonl"]
     done = run("tools/compare.py", *files, "-o", tmp_path / "a.json")

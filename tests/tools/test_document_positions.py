@@ -2,8 +2,14 @@
 
 import re
 
-from document_positions import PAGE, first_sentence, has_picture, main, page, paragraph
-
+from megatron.commands.document_positions import (
+    PAGE,
+    first_sentence,
+    has_picture,
+    main,
+    page,
+    paragraph,
+)
 from megatron.positions import REGISTRY, options_of
 
 
@@ -18,7 +24,9 @@ def test_every_picture_exists_and_none_is_left_over():
 
 
 def test_every_encoding_says_its_formula_paper_options_numbers_and_cost():
-    sections = dict(re.findall(r"^## (\w+)\n(.*?)(?=^## |\Z)", page(), flags=re.DOTALL | re.MULTILINE))
+    sections = dict(
+        re.findall(r"^## (\w+)\n(.*?)(?=^## |\Z)", page(), flags=re.DOTALL | re.MULTILINE)
+    )
     assert set(sections) == set(REGISTRY)
     for name, text in sections.items():
         assert len(paragraph(REGISTRY[name].__doc__)) > 10, name

@@ -6,16 +6,16 @@ from xml.etree import ElementTree
 
 import pytest
 import torch
-from plot_positions import main
 from safetensors.torch import save_file
 
 from megatron.attention import BACKENDS, eager
+from megatron.commands.plot_positions import main
 from megatron.config import load
-from megatron.evaluation.attention_plot import attention_of
-from megatron.evaluation.learned_plot import by_name, trajectory
-from megatron.evaluation.position_plot import draw, effective_length, panels, sampled, save
+from megatron.evaluation.probes.recorded import attention_of
 from megatron.model import from_config
 from megatron.positions import REGISTRY, Shape, build
+from megatron.report.figures.learned import by_name, trajectory
+from megatron.report.figures.positions import draw, effective_length, panels, sampled, save
 
 SHAPE = [
     "num_layers=2",
@@ -32,11 +32,19 @@ def checkpoint(folder, *words, steps=(5, 10)):
     config = load([], [*SHAPE, f"save={folder}", *words])
     model, path = from_config(config, vocab=512), folder / "global_step10"
     path.mkdir(parents=True)
-    save_file({name: tensor.contiguous() for name, tensor in model.state_dict().items()}, path / "model.safetensors")
+    save_file(
+        {name: tensor.contiguous() for name, tensor in model.state_dict().items()},
+        path / "model.safetensors",
+    )
     config.save(path / "config.yml")
-    (path / "checkpoint.json").write_text(json.dumps({"step": 10, "config_hash": config.hash, "vocab": 512}))
+    (path / "checkpoint.json").write_text(
+        json.dumps({"step": 10, "config_hash": config.hash, "vocab": 512})
+    )
     learned = {name: tensor.flatten().tolist() for name, tensor in model.learned().items()}
-    records = [{"step": step, "kind": "train", **({"position": learned} if learned else {})} for step in steps]
+    records = [
+        {"step": step, "kind": "train", **({"position": learned} if learned else {})}
+        for step in steps
+    ]
     (folder / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
     return model
 
@@ -72,7 +80,8 @@ def test_every_encoding_can_be_drawn_or_does_nothing(name, tmp_path):
 def test_the_panels_say_what_the_hooks_do():
     shape = Shape(4, 8, 32, 64)
     titles = {
-        name: [panel.title for panel in panels(build(name, shape).eval(), 512)] for name in ("alibi", "fire", "cable")
+        name: [panel.title for panel in panels(build(name, shape).eval(), 512)]
+        for name in ("alibi", "fire", "cable")
     }
     assert titles == {
         "alibi": ["bias", "kernel exp(bias)", "effective length"],
@@ -80,13 +89,17 @@ def test_the_panels_say_what_the_hooks_do():
         "cable": ["added to the scores of a random text"],
     }
     rotary = panels(build("rotary", shape), 512)[0].values[0]
-    angles = torch.arange(512, dtype=torch.float64)[:, None] * torch.tensor([1, 0.1, 0.01, 0.001], dtype=torch.float64)
+    angles = torch.arange(512, dtype=torch.float64)[:, None] * torch.tensor(
+        [1, 0.1, 0.01, 0.001], dtype=torch.float64
+    )
     torch.testing.assert_close(rotary, angles.cos().mean(dim=1), rtol=0, atol=1e-4)
     bias, kernel, _ = panels(build("alibi", shape), 512)
     torch.testing.assert_close(kernel.values, bias.values.exp())
 
 
-def test_the_tool_draws_what_is_named_with_its_options_and_says_what_cannot_be_drawn(tmp_path, capsys):
+def test_the_tool_draws_what_is_named_with_its_options_and_says_what_cannot_be_drawn(
+    tmp_path, capsys
+):
     words = ["rotary", "none", "--output", str(tmp_path), "--length", "300", "--option", "base=500"]
     assert main(words) == 1  # none has no option base
     assert main([*words[:4], "--length", "300"]) == 0
@@ -98,7 +111,7 @@ def test_the_tool_draws_what_is_named_with_its_options_and_says_what_cannot_be_d
 
 def test_without_names_every_bias_by_distance_is_drawn(tmp_path, monkeypatch):
     keep = {name: REGISTRY[name] for name in ("alibi", "rotary", "mep", "kerple_log")}
-    monkeypatch.setattr("plot_positions.REGISTRY", keep)
+    monkeypatch.setattr("megatron.commands.plot_positions.REGISTRY", keep)
     assert main(["--output", str(tmp_path), "--length", "100", "--heads", "2"]) == 0
     assert {path.stem for path in tmp_path.iterdir()} == {"alibi", "kerple_log"}
 
@@ -118,7 +131,19 @@ def test_a_checkpoint_gives_curves_numbers_their_way_and_attention(tmp_path, cap
 
 def test_held_out_text_is_the_default(corpus, tmp_path, capsys):
     checkpoint(tmp_path / "run", "pos_emb=cable", f"data_path={corpus}", "split=5,4,1")
-    assert main(["--checkpoint", str(tmp_path / "run"), "--length", "100", "--output", str(tmp_path / "out")]) == 0
+    assert (
+        main(
+            [
+                "--checkpoint",
+                str(tmp_path / "run"),
+                "--length",
+                "100",
+                "--output",
+                str(tmp_path / "out"),
+            ]
+        )
+        == 0
+    )
     assert (tmp_path / "out/attention.png").exists()
     assert capsys.readouterr().err == ""
 
@@ -126,7 +151,9 @@ def test_held_out_text_is_the_default(corpus, tmp_path, capsys):
 def test_what_a_picture_lacks_is_said_and_the_others_are_drawn(tmp_path, capsys):
     checkpoint(tmp_path / "run", "pos_emb=none")
     (tmp_path / "run/metrics.jsonl").unlink()
-    assert main(["--checkpoint", str(tmp_path / "run"), "--text", str(tmp_path / "nowhere.txt")]) == 0
+    assert (
+        main(["--checkpoint", str(tmp_path / "run"), "--text", str(tmp_path / "nowhere.txt")]) == 0
+    )
     told = capsys.readouterr()
     assert "none, step 10: learns nothing" in told.out
     assert "no attention: --text:" in told.err
@@ -140,14 +167,22 @@ def test_what_a_picture_lacks_is_said_and_the_others_are_drawn(tmp_path, capsys)
 
 
 @pytest.mark.parametrize(
-    "settings", [["pos_emb=mep_free", "window=10"], ["pos_emb=kerple_bias_wht"], ["pos_emb=fire"], ["pos_emb=cable"]]
+    "settings",
+    [
+        ["pos_emb=mep_free", "window=10"],
+        ["pos_emb=kerple_bias_wht"],
+        ["pos_emb=fire"],
+        ["pos_emb=cable"],
+    ],
 )
 def test_the_drawn_attention_is_the_models(settings):
     """Against the model's output: probabilities times values, projected, is what each layer's attention gives."""
     model = from_config(load([], [*SHAPE, *settings]), vocab=512).eval()
     seen = []
     for block in model.layers:
-        block.attention.register_forward_hook(lambda module, given, out: seen.append((module, given[0], out)))
+        block.attention.register_forward_hook(
+            lambda module, given, out: seen.append((module, given[0], out))
+        )
     ids = torch.randint(512, (24,))
     found = attention_of(model, ids)
     assert found.shape == (2, 4, 24, 24)
@@ -162,13 +197,17 @@ def test_the_drawn_attention_is_the_models(settings):
 
 
 def test_learned_numbers_are_rows_by_heads_and_layers_become_rows():
-    shared = by_name({"p": torch.arange(4.0), "weight": torch.ones(32, 4), "c": torch.tensor(0.1)}, heads=4)
+    shared = by_name(
+        {"p": torch.arange(4.0), "weight": torch.ones(32, 4), "c": torch.tensor(0.1)}, heads=4
+    )
     assert {name: (tuple(table.shape), rows) for name, (table, rows) in shared.items()} == {
         "p": ((1, 4), "row"),
         "weight": ((32, 4), "row"),
         "c": ((1, 1), "row"),
     }
-    table, rows = by_name({f"layer{layer}.p": torch.full((4,), float(layer)) for layer in range(3)}, heads=4)["p"]
+    table, rows = by_name(
+        {f"layer{layer}.p": torch.full((4,), float(layer)) for layer in range(3)}, heads=4
+    )["p"]
     assert rows == "layer"
     assert table.tolist() == [[0.0] * 4, [1.0] * 4, [2.0] * 4]
 
@@ -184,6 +223,15 @@ def test_the_way_of_a_number_is_read_from_the_run(tmp_path):
 
 def test_layers_of_their_own_are_drawn_one_by_one(tmp_path):
     checkpoint(tmp_path / "run", "pos_emb=kerple_log", "pos_emb_shared=false")
-    main(["--checkpoint", str(tmp_path / "run"), "--length", "100", "--output", str(tmp_path / "out")])
+    main(
+        [
+            "--checkpoint",
+            str(tmp_path / "run"),
+            "--length",
+            "100",
+            "--output",
+            str(tmp_path / "out"),
+        ]
+    )
     names = {path.name for path in (tmp_path / "out").glob("*.png")}
     assert names == {"encoding-layer0.png", "encoding-layer1.png", "learned.png", "trajectory.png"}

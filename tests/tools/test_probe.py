@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from megatron.evaluation.probes.rows import read_probes
+from megatron.results.probes import read_probes
 from tests.support import make_checkpoint, run
 
 WORDS = ["--lengths", "64", "96", "--depths", "2", "--trials", "2"]
@@ -12,7 +12,9 @@ WORDS = ["--lengths", "64", "96", "--depths", "2", "--trials", "2"]
 
 @pytest.fixture(scope="module")
 def folder(corpus, tmp_path_factory):
-    return make_checkpoint(tmp_path_factory.mktemp("probed"), corpus, "pos_emb=learned", "max_position_embeddings=64")
+    return make_checkpoint(
+        tmp_path_factory.mktemp("probed"), corpus, "pos_emb=learned", "max_position_embeddings=64"
+    )
 
 
 def test_every_probe_has_its_rows_and_a_length_without_an_answer_says_why(folder):
@@ -24,7 +26,12 @@ def test_every_probe_has_its_rows_and_a_length_without_an_answer_says_why(folder
     of = {(row["probe"], row["length"], row.get("depth")): row for row in rows}
     assert len(of) == len(rows) == 2 * (3 * 2 + 2)
     for row in rows:
-        assert (row["pos_emb"], row["step"], row["corpus"], row["part"]) == ("learned", 5, "tiny", "valid")
+        assert (row["pos_emb"], row["step"], row["corpus"], row["part"]) == (
+            "learned",
+            5,
+            "tiny",
+            "valid",
+        )
         assert (row.get("reason") is None) == (row["length"] == 64)
     assert 0 <= of["passkey", 64, 1.0]["accuracy"] <= 1
     assert of["recall", 96, 0.0]["accuracy"] is None
@@ -35,9 +42,19 @@ def test_every_probe_has_its_rows_and_a_length_without_an_answer_says_why(folder
 
 def test_probes_of_other_lengths_and_kinds_stay_when_some_are_asked_again(folder, tmp_path):
     words = ("--checkpoint", folder, "--output", tmp_path / "a.jsonl", "--depths", 2, "--trials", 1)
-    assert run("tools/probe.py", *words, "--lengths", 48, 64, "--probes", "copy", "attention").returncode == 0
+    assert (
+        run(
+            "tools/probe.py", *words, "--lengths", 48, 64, "--probes", "copy", "attention"
+        ).returncode
+        == 0
+    )
     first = read_probes([tmp_path / "a.jsonl"])
-    assert run("tools/probe.py", *words, "--lengths", 64, "--probes", "copy", "--probe_seed", 1).returncode == 0
+    assert (
+        run(
+            "tools/probe.py", *words, "--lengths", 64, "--probes", "copy", "--probe_seed", 1
+        ).returncode
+        == 0
+    )
     rows = read_probes([tmp_path / "a.jsonl"])
     again = [row for row in rows if (row["probe"], row["length"]) == ("copy", 64)]
     assert [row["probe_seed"] for row in again] == [1, 1]

@@ -10,7 +10,10 @@ import pytest
 
 from tests.support import ROOT, make_checkpoint, run
 
-BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "chrome"))), None)
+BROWSER = next(
+    filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "chrome"))),
+    None,
+)
 # Clicks as a user would, and leaves what a user would get in the page.
 CLICKS = """<script>
 Object.defineProperty(navigator, "clipboard", { value: { writeText: async (text) => { copied.push(text); } } });
@@ -35,13 +38,26 @@ def folder(corpus, tmp_path_factory):
     folder = tmp_path_factory.mktemp("reported")
     for name in ("alibi", "learned"):
         make_checkpoint(
-            folder / name, corpus, f"pos_emb={name}", "max_position_embeddings=64", f"log_dir={folder}/{name}"
+            folder / name,
+            corpus,
+            f"pos_emb={name}",
+            "max_position_embeddings=64",
+            f"log_dir={folder}/{name}",
         )
     log = {"step": 5, "kind": "train", "loss": 3.5, "tokens_per_second": 77.0}
-    (folder / "alibi/metrics.jsonl").write_text(json.dumps(log) + "\n" + json.dumps(log | {"step": 9}) + "\n")
+    (folder / "alibi/metrics.jsonl").write_text(
+        json.dumps(log) + "\n" + json.dumps(log | {"step": 9}) + "\n"
+    )
     for name in ("alibi", "learned"):
         done = run(
-            "evaluate.py", "--checkpoint", folder / name, "--lengths", 64, 128, "--output", folder / f"{name}.jsonl"
+            "evaluate.py",
+            "--checkpoint",
+            folder / name,
+            "--lengths",
+            64,
+            128,
+            "--output",
+            folder / f"{name}.jsonl",
         )
         assert done.returncode == 0, done.stderr
     words = ["--lengths", 64, "--depths", 2, "--trials", 1, "--output", folder / "probes.jsonl"]
@@ -84,7 +100,12 @@ def test_results_that_moved_find_their_checkpoint_beside_them(folder, tmp_path):
     shutil.copytree(folder / "alibi/global_step5", tmp_path / "sweep/alibi/global_step5")
     text = (folder / "alibi.jsonl").read_text().replace(str(folder), "/gone")
     (tmp_path / "sweep/results.jsonl").write_text(text)
-    assert run("tools/report.py", tmp_path / "sweep/results.jsonl", "-o", tmp_path / "a.html").returncode == 0
+    assert (
+        run(
+            "tools/report.py", tmp_path / "sweep/results.jsonl", "-o", tmp_path / "a.html"
+        ).returncode
+        == 0
+    )
     page = (tmp_path / "a.html").read_text()
     assert "not found from here" not in page
     assert "kernel exp(bias)" in page
@@ -110,24 +131,42 @@ def test_a_bad_name_is_one_message_and_nothing_is_replaced(folder, tmp_path):
 
 @pytest.mark.skipif(BROWSER is None, reason="needs Chromium or Chrome on the path")
 @pytest.mark.parametrize("width", [1280, 500])
-def test_in_a_browser_columns_sort_tables_are_copied_and_nothing_sticks_out(folder, tmp_path, width):
+def test_in_a_browser_columns_sort_tables_are_copied_and_nothing_sticks_out(
+    folder, tmp_path, width
+):
     page = (folder / "report.html").read_text(encoding="utf-8")
     (tmp_path / "page.html").write_text(page.replace("</body>", CLICKS), encoding="utf-8")
-    flags = ["--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path}/profile", "--dump-dom"]
+    flags = [
+        "--headless",
+        "--no-sandbox",
+        "--disable-gpu",
+        f"--user-data-dir={tmp_path}/profile",
+        "--dump-dom",
+    ]
     shown = subprocess.run(
         [BROWSER, *flags, f"--window-size={width},900", (tmp_path / "page.html").as_uri()],
         capture_output=True, text=True, timeout=120, check=True,
     ).stdout  # fmt: skip
     found = json.loads(html.unescape(re.search(r'<pre id="found">(.*?)</pre>', shown)[1]))
     # learned has no number at 128 and is last in either direction
-    assert found["orders"][:2] == [["ascending", "alibi", "learned"], ["descending", "alibi", "learned"]]
-    assert found["orders"][2:] == [["ascending", "mep_free", "rotary"], ["descending", "rotary", "mep_free"]]
+    assert found["orders"][:2] == [
+        ["ascending", "alibi", "learned"],
+        ["descending", "alibi", "learned"],
+    ]
+    assert found["orders"][2:] == [
+        ["ascending", "mep_free", "rotary"],
+        ["descending", "rotary", "mep_free"],
+    ]
     markdown, latex = found["copied"]
     number = re.search(r"\| alibi \| 1 \| ([0-9.]+)(?: \\?\[[^|]*)? \| ", markdown)[1]
-    assert markdown.startswith("| pos\\_emb | seeds | 64\\* | 128 |\n| --- | ---: | ---: | ---: |\n")
+    assert markdown.startswith(
+        "| pos\\_emb | seeds | 64\\* | 128 |\n| --- | ---: | ---: | ---: |\n"
+    )
     assert float(number) == pytest.approx(
         json.loads((folder / "alibi.jsonl").read_text().split("\n")[0])["perplexity"], rel=1e-3
     )
-    assert latex.startswith("\\begin{tabular}{lrrr}\n\\toprule\npos\\_emb & seeds & 64* & 128 \\\\\n\\midrule\n")
+    assert latex.startswith(
+        "\\begin{tabular}{lrrr}\n\\toprule\npos\\_emb & seeds & 64* & 128 \\\\\n\\midrule\n"
+    )
     assert latex.rstrip().endswith("\\bottomrule\n\\end{tabular}")
     assert not found["wide"], "the page scrolls sideways"

@@ -2,8 +2,8 @@
 
 import json
 
-from megatron.evaluation.comparison import over_seeds
-from megatron.evaluation.report import read_results
+from megatron.results.comparison import over_seeds
+from megatron.results.files import read_results
 from tests.support import ROOT, run
 
 RESULTS = ROOT / "docs" / "results"
@@ -13,9 +13,13 @@ def test_results_of_several_files_come_in_one_table_and_one_plot(tmp_path):
     demo = ROOT / "docs" / "demo.jsonl"
     lines = demo.read_text().splitlines(keepends=True)
     for name in ("mep_free", "rotary"):
-        (tmp_path / f"{name}.jsonl").write_text("".join(line for line in lines if f'"{name}"' in line))
+        (tmp_path / f"{name}.jsonl").write_text(
+            "".join(line for line in lines if f'"{name}"' in line)
+        )
     plot = tmp_path / "plot.svg"
-    done = run("tools/show_results.py", tmp_path / "mep_free.jsonl", tmp_path / "rotary.jsonl", "-o", plot)
+    done = run(
+        "tools/show_results.py", tmp_path / "mep_free.jsonl", tmp_path / "rotary.jsonl", "-o", plot
+    )
     assert done.returncode == 0, done.stderr
     assert [line.split()[0] for line in done.stdout.splitlines()[2:4]] == ["mep_free", "rotary"]
     assert "mep_free" in plot.read_text()
@@ -30,7 +34,14 @@ def test_a_file_that_holds_something_else_is_one_message(tmp_path):
 
 
 def test_seeds_of_an_encoding_are_one_line_and_texts_a_table_each(tmp_path):
-    shared = {"windows": 1, "tokens": 512, "loss": 1.0, "step": 9, "train_length": 512, "part": "valid"}
+    shared = {
+        "windows": 1,
+        "tokens": 512,
+        "loss": 1.0,
+        "step": 9,
+        "train_length": 512,
+        "part": "valid",
+    }
     rows = [
         shared | {"pos_emb": name, "seed": seed, "length": length, "perplexity": value, "corpus": corpus}
         | {"config_hash": f"{name}{seed}", "protocol": "tail"}
@@ -39,7 +50,9 @@ def test_seeds_of_an_encoding_are_one_line_and_texts_a_table_each(tmp_path):
             *(("learned", 1, 512, 11.0, "a"), ("learned", 1, 1024, None, "a"), ("alibi", 1, 512, 70.0, "b")),
         )
     ]  # fmt: skip
-    (tmp_path / "a.jsonl").write_text("".join(json.dumps(row | {"reason": "it ends"}) + "\n" for row in rows))
+    (tmp_path / "a.jsonl").write_text(
+        "".join(json.dumps(row | {"reason": "it ends"}) + "\n" for row in rows)
+    )
     shown = run("tools/show_results.py", tmp_path / "a.jsonl", "--over-seeds", "--markdown")
     assert shown.returncode == 0, shown.stderr
     assert [line for line in shown.stdout.splitlines() if line.startswith("|")] == [

@@ -33,7 +33,9 @@ def records(folder: Path, kind: str = "train") -> dict[int, dict]:
     return {line["step"]: line for line in lines if line["kind"] == kind}
 
 
-def test_a_resumed_run_logs_the_uninterrupted_ones_means_between_checkpoints(grid, corpus, tmp_path):
+def test_a_resumed_run_logs_the_uninterrupted_ones_means_between_checkpoints(
+    grid, corpus, tmp_path
+):
     straight, broken = tmp_path / "straight", tmp_path / "broken"
     every = ["save_interval=3", "log_interval=4"]
     train(settings(corpus, straight, *every), grid)
@@ -42,10 +44,14 @@ def test_a_resumed_run_logs_the_uninterrupted_ones_means_between_checkpoints(gri
         shutil.rmtree(broken / f"global_step{step}")
     train(settings(corpus, broken, *every), grid)
     assert records(straight).keys() == {4, 8}
-    assert [records(broken)[step]["loss"] for step in (4, 8)] == [records(straight)[step]["loss"] for step in (4, 8)]
+    assert [records(broken)[step]["loss"] for step in (4, 8)] == [
+        records(straight)[step]["loss"] for step in (4, 8)
+    ]
 
 
-def test_a_resumed_run_with_larger_batches_goes_on_with_text_it_has_not_seen(grid, corpus, tmp_path):
+def test_a_resumed_run_with_larger_batches_goes_on_with_text_it_has_not_seen(
+    grid, corpus, tmp_path
+):
     train(settings(corpus, tmp_path, "train_iters=4"), grid)
     train(settings(corpus, tmp_path, "train_micro_batch_size_per_gpu=8"), grid)
     _, _, meta = checkpoint.load_for_evaluation(tmp_path)
@@ -55,7 +61,12 @@ def test_a_resumed_run_with_larger_batches_goes_on_with_text_it_has_not_seen(gri
 
 @pytest.mark.parametrize(
     "how",
-    [[], ["precision=bf16"], ["zero_optimization.stage=2"], ["precision=bf16", "zero_optimization.stage=3"]],
+    [
+        [],
+        ["precision=bf16"],
+        ["zero_optimization.stage=2"],
+        ["precision=bf16", "zero_optimization.stage=3"],
+    ],
     ids=["fp32", "bf16", "zero2", "bf16-zero3"],
 )
 def test_a_resumed_run_repeats_the_uninterrupted_one_to_the_last_bit(grid, corpus, tmp_path, how):
@@ -79,18 +90,36 @@ SPEED = ("model_tflops_per_second", "mfu", "mfu_without_attention", "peak_memory
 PEAK = ["peak_theoretical_tflops=0.5"]
 
 
-def test_the_console_and_the_files_tell_loss_rate_speed_norm_and_the_encodings_numbers(grid, corpus, tmp_path, caplog):
+def test_the_console_and_the_files_tell_loss_rate_speed_norm_and_the_encodings_numbers(
+    grid, corpus, tmp_path, caplog
+):
     events = tmp_path / "events"
     with caplog.at_level("INFO"):
         config = settings(
-            corpus, tmp_path / "run", "eval_interval=4", "eval_iters=2", f"tensorboard_dir={events}", *PEAK
+            corpus,
+            tmp_path / "run",
+            "eval_interval=4",
+            "eval_iters=2",
+            f"tensorboard_dir={events}",
+            *PEAK,
         )
         train(config, grid)
     record = records(tmp_path / "run")[8]
-    assert record.keys() >= {"loss", "lr", "grad_norm", "tokens_per_second", "tokens", "position", *SPEED}
+    assert record.keys() >= {
+        "loss",
+        "lr",
+        "grad_norm",
+        "tokens_per_second",
+        "tokens",
+        "position",
+        *SPEED,
+    }
     assert record["tokens"] == 8 * 4 * 64
     assert record["mfu"] == pytest.approx(record["model_tflops_per_second"] / 0.5)
-    assert {name: len(values) for name, values in record["position"].items()} == {"kernels.1.p": 4, "kernels.1.a": 4}
+    assert {name: len(values) for name, values in record["position"].items()} == {
+        "kernels.1.p": 4,
+        "kernels.1.a": 4,
+    }
     valid = records(tmp_path / "run", "valid")
     assert valid.keys() == {4, 8}
     assert valid[8]["perplexity"] == pytest.approx(math.exp(valid[8]["loss"]))
@@ -101,13 +130,19 @@ def test_the_console_and_the_files_tell_loss_rate_speed_norm_and_the_encodings_n
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     seen = EventAccumulator(str(events)).Reload()
-    assert {"train/loss", "train/mfu", "train/peak_memory_gib", "valid/perplexity", "position/kernels.1.p/mean"} <= set(
-        seen.Tags()["scalars"]
-    )
+    assert {
+        "train/loss",
+        "train/mfu",
+        "train/peak_memory_gib",
+        "valid/perplexity",
+        "position/kernels.1.p/mean",
+    } <= set(seen.Tags()["scalars"])
     assert seen.Scalars("train/loss")[-1].value == pytest.approx(record["loss"])
 
 
-def test_a_large_table_of_learned_positions_is_not_written_out_at_every_step(grid, corpus, tmp_path):
+def test_a_large_table_of_learned_positions_is_not_written_out_at_every_step(
+    grid, corpus, tmp_path
+):
     train(settings(corpus, tmp_path, "pos_emb=learned"), grid)
     assert "position" not in records(tmp_path)[8]
     assert (tmp_path / "metrics.jsonl").stat().st_size < 10_000
@@ -132,9 +167,17 @@ def test_a_record_that_was_cut_off_does_not_stop_a_resumed_run(grid, corpus, tmp
 
 def test_weights_that_are_no_numbers_never_replace_good_ones(grid, corpus, tmp_path):
     train(settings(corpus, tmp_path, "train_iters=2"), grid)
-    broken = ["optimizer.params.lr=1e30", "gradient_clipping=0", "warmup=0", "log_interval=50", "save_interval=1"]
+    broken = [
+        "optimizer.params.lr=1e30",
+        "gradient_clipping=0",
+        "warmup=0",
+        "log_interval=50",
+        "save_interval=1",
+    ]
     with pytest.raises(UserError, match=r"loss: nan by step \d+ - lower optimizer.params.lr"):
-        train(settings(corpus, tmp_path, *broken, "keep_last_n_checkpoints=1", "train_iters=40"), grid)
+        train(
+            settings(corpus, tmp_path, *broken, "keep_last_n_checkpoints=1", "train_iters=40"), grid
+        )
     weights = load_file(checkpoint.find(tmp_path) / "model.safetensors")
     assert all(tensor.isfinite().all() for tensor in weights.values())
 
@@ -158,11 +201,18 @@ def test_only_the_newest_checkpoints_stay(grid, corpus, tmp_path):
     ]
 
 
-def test_a_checkpoint_gives_back_the_trained_model_and_its_own_configuration(grid, corpus, tmp_path):
+def test_a_checkpoint_gives_back_the_trained_model_and_its_own_configuration(
+    grid, corpus, tmp_path
+):
     config = settings(corpus, tmp_path, "precision=bf16")
     train(config, grid)
     model, saved, meta = checkpoint.load_for_evaluation(tmp_path)
-    assert (meta["step"], meta["config_hash"], meta["vocab"], meta["corpus"]) == (8, config.hash, 512, "tiny")
+    assert (meta["step"], meta["config_hash"], meta["vocab"], meta["corpus"]) == (
+        8,
+        config.hash,
+        512,
+        "tiny",
+    )
     assert saved.flat() == config.flat()
     assert not model.training
     assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
@@ -185,11 +235,18 @@ def copy_of(trained: Path, tmp_path: Path) -> Path:
 
 
 def test_an_absent_checkpoint_says_what_was_looked_for(trained, tmp_path):
-    with pytest.raises(UserError, match=rf"checkpoint: no folder {tmp_path}/no - train first, or set load"):
+    with pytest.raises(
+        UserError, match=rf"checkpoint: no folder {tmp_path}/no - train first, or set load"
+    ):
         checkpoint.load_for_evaluation(tmp_path / "no")
-    with pytest.raises(UserError, match=r"looked for global_stepN/checkpoint.json in .*, steps there: none"):
+    with pytest.raises(
+        UserError, match=r"looked for global_stepN/checkpoint.json in .*, steps there: none"
+    ):
         checkpoint.load_for_evaluation(tmp_path)
-    with pytest.raises(UserError, match=r"looked for global_step9/checkpoint.json in .*, steps there: 4 - check load"):
+    with pytest.raises(
+        UserError,
+        match=r"looked for global_step9/checkpoint.json in .*, steps there: 4 - check load",
+    ):
         checkpoint.load_for_evaluation(trained, step=9)
 
 
@@ -211,14 +268,19 @@ def test_a_damaged_checkpoint_is_named(trained, tmp_path, name, content, message
 def test_an_edited_configuration_is_noticed(trained, tmp_path):
     path = copy_of(trained, tmp_path) / "global_step4" / "config.yml"
     path.write_text(path.read_text().replace("pos_emb: mep_param", "pos_emb: mep_free"))
-    with pytest.raises(UserError, match=r"its hash is \w+, the checkpoint says \w+ - it was edited after training"):
+    with pytest.raises(
+        UserError, match=r"its hash is \w+, the checkpoint says \w+ - it was edited after training"
+    ):
         checkpoint.load_for_evaluation(path.parent)
 
 
 def test_a_new_run_never_overwrites_an_old_one(grid, corpus, trained, tmp_path):
     folder = copy_of(trained, tmp_path)
     config = load([], tiny(f"data_path={corpus}", f"save={folder}", "train_iters=4"))
-    with pytest.raises(UserError, match=r"save: .* holds a checkpoint of step 4 already - set load: .* to continue it"):
+    with pytest.raises(
+        UserError,
+        match=r"save: .* holds a checkpoint of step 4 already - set load: .* to continue it",
+    ):
         train(config, grid)
 
 
@@ -226,13 +288,26 @@ def test_another_model_is_not_continued(grid, corpus, trained, tmp_path):
     config = settings(corpus, copy_of(trained, tmp_path), "pos_emb=alibi", "num_layers=3")
     with pytest.raises(UserError) as fault:
         train(config, grid)
-    for part in ("is another model", "num_layers: 2 there, 3 here", "pos_emb: 'mep_param' there, 'alibi' here"):
+    for part in (
+        "is another model",
+        "num_layers: 2 there, 3 here",
+        "pos_emb: 'mep_param' there, 'alibi' here",
+    ):
         assert part in str(fault.value)
 
 
 def test_a_folder_of_one_step_can_be_continued_elsewhere(grid, corpus, trained, tmp_path):
     start = copy_of(trained, tmp_path) / "global_step4"
-    config = load([], tiny(f"data_path={corpus}", f"load={start}", f"save={tmp_path / 'new'}", "train_iters=6", *MODEL))
+    config = load(
+        [],
+        tiny(
+            f"data_path={corpus}",
+            f"load={start}",
+            f"save={tmp_path / 'new'}",
+            "train_iters=6",
+            *MODEL,
+        ),
+    )
     train(config, grid)
     assert records(tmp_path / "new").keys() == {5, 6}
 
@@ -246,23 +321,39 @@ def test_defaults_written_out_are_the_same_model(grid, corpus, trained, tmp_path
 
 def test_text_of_another_tokenizer_is_not_continued_with(grid, corpus, trained, tmp_path):
     (tmp_path / "text.txt").write_text((ROOT / "README.md").read_text() * 30)
-    words = ["--input", tmp_path / "text.txt", "--name", "other", "-t", "HFTokenizer", "--vocab-size", 300]
+    words = [
+        "--input",
+        tmp_path / "text.txt",
+        "--name",
+        "other",
+        "-t",
+        "HFTokenizer",
+        "--vocab-size",
+        300,
+    ]
     assert run("prepare_data.py", *words, "-d", tmp_path).returncode == 0
     other = tmp_path / "other" / "other_text_document"
     more = ["tokenizer_type=HFTokenizer", "split=[1, 0, 0]"]
     config = settings(other, copy_of(trained, tmp_path), *more)
-    with pytest.raises(UserError, match=r"load: .* learned with CharLevelTokenizer .* written by HFTokenizer"):
+    with pytest.raises(
+        UserError, match=r"load: .* learned with CharLevelTokenizer .* written by HFTokenizer"
+    ):
         train(config, grid)
 
 
 @pytest.mark.parametrize(
     ("how", "message"),
     [
-        (["precision=bf16"], "was written with fp32, ZeRO stage 0; the engine's state does not fit bf16, ZeRO stage 1"),
+        (
+            ["precision=bf16"],
+            "was written with fp32, ZeRO stage 0; the engine's state does not fit bf16, ZeRO stage 1",
+        ),
         (["zero_optimization.stage=2"], "does not fit fp32, ZeRO stage 2, 1 rank"),
     ],
 )
-def test_another_kind_of_engine_is_not_continued_with(grid, corpus, trained, tmp_path, how, message):
+def test_another_kind_of_engine_is_not_continued_with(
+    grid, corpus, trained, tmp_path, how, message
+):
     with pytest.raises(UserError) as fault:
         train(settings(corpus, copy_of(trained, tmp_path), *how), grid)
     assert message in str(fault.value)
@@ -271,23 +362,43 @@ def test_another_kind_of_engine_is_not_continued_with(grid, corpus, trained, tmp
 @pytest.mark.parametrize(
     ("how", "message"),
     [
-        (["pos_emb=learned", "seq_length_val=128"], "learned positions end at 64, so length 128 cannot be computed"),
+        (
+            ["pos_emb=learned", "seq_length_val=128"],
+            "learned positions end at 64, so length 128 cannot be computed",
+        ),
         (["split=[100, 0, 0]"], "leaves none for valid"),
     ],
 )
-def test_a_validation_that_cannot_be_is_refused_before_the_first_step(grid, corpus, tmp_path, how, message):
+def test_a_validation_that_cannot_be_is_refused_before_the_first_step(
+    grid, corpus, tmp_path, how, message
+):
     with pytest.raises(UserError, match=message):
         train(settings(corpus, tmp_path, "eval_interval=4", *how), grid)
     assert list(tmp_path.iterdir()) == []
 
 
 def test_a_validation_part_of_few_windows_starts_over(grid, corpus, tmp_path):
-    train(settings(corpus, tmp_path, "eval_interval=4", "eval_iters=1", "seq_length_val=4096", "train_iters=4"), grid)
+    train(
+        settings(
+            corpus,
+            tmp_path,
+            "eval_interval=4",
+            "eval_iters=1",
+            "seq_length_val=4096",
+            "train_iters=4",
+        ),
+        grid,
+    )
     assert math.isfinite(records(tmp_path, "valid")[4]["loss"])
 
 
 def test_a_checkpoint_to_start_from_must_be_there(grid, corpus, tmp_path):
-    config = load([], tiny(f"data_path={corpus}", f"load={tmp_path / 'gone'}", f"save={tmp_path}", "train_iters=4"))
+    config = load(
+        [],
+        tiny(
+            f"data_path={corpus}", f"load={tmp_path / 'gone'}", f"save={tmp_path}", "train_iters=4"
+        ),
+    )
     with pytest.raises(UserError, match=r"checkpoint: no folder .*gone"):
         train(config, grid)
 
@@ -314,17 +425,34 @@ def test_a_planted_half_written_checkpoint_is_not_taken_for_one(grid, corpus, tr
 
 def test_a_loss_that_is_not_a_number_stops_the_run(grid, corpus, tmp_path):
     config = settings(
-        corpus, tmp_path, "optimizer.params.lr=1e30", "gradient_clipping=0", "warmup=0", "lr_decay_style=constant"
+        corpus,
+        tmp_path,
+        "optimizer.params.lr=1e30",
+        "gradient_clipping=0",
+        "warmup=0",
+        "lr_decay_style=constant",
     )
     with pytest.raises(UserError, match=r"loss: nan by step \d+ - lower optimizer.params.lr"):
         train(config, grid)
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_ends_a_run_after_its_step_with_a_checkpoint_to_continue_from(corpus, tmp_path, number):
-    words = [f"data_path={corpus}", f"save={tmp_path}", f"load={tmp_path}", "train_iters=100000", *MODEL]
+def test_a_signal_ends_a_run_after_its_step_with_a_checkpoint_to_continue_from(
+    corpus, tmp_path, number
+):
+    words = [
+        f"data_path={corpus}",
+        f"save={tmp_path}",
+        f"load={tmp_path}",
+        "train_iters=100000",
+        *MODEL,
+    ]
     process = subprocess.Popen(
-        [sys.executable, "train.py", *tiny(*words)], cwd=ROOT, stderr=subprocess.PIPE, text=True, env=unlaunched()
+        [sys.executable, "train.py", *tiny(*words)],
+        cwd=ROOT,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=unlaunched(),
     )
     for line in process.stderr:
         if line.startswith("step 3/"):
@@ -332,7 +460,9 @@ def test_a_signal_ends_a_run_after_its_step_with_a_checkpoint_to_continue_from(c
             break
     rest = process.stderr.read()
     assert process.wait(timeout=60) == 128 + number
-    stopped = re.search(r"stopped at step (\d+) of 100000, saved (\S+); load=\S+ continues it", rest)
+    stopped = re.search(
+        r"stopped at step (\d+) of 100000, saved (\S+); load=\S+ continues it", rest
+    )
     assert stopped, rest
     assert checkpoint.latest_step(tmp_path) == int(stopped[1])
     assert max(records(tmp_path)) == int(stopped[1])
@@ -340,10 +470,23 @@ def test_a_signal_ends_a_run_after_its_step_with_a_checkpoint_to_continue_from(c
 
 def test_a_save_folder_that_cannot_be_made_is_refused_before_training(grid, corpus, tmp_path):
     (tmp_path / "file").touch()
-    with pytest.raises(UserError, match=r"save: .*file/run cannot be made \(Not a directory\) - choose another folder"):
-        train(load([], tiny(f"data_path={corpus}", f"save={tmp_path / 'file' / 'run'}", "train_iters=1")), grid)
+    with pytest.raises(
+        UserError,
+        match=r"save: .*file/run cannot be made \(Not a directory\) - choose another folder",
+    ):
+        train(
+            load(
+                [],
+                tiny(f"data_path={corpus}", f"save={tmp_path / 'file' / 'run'}", "train_iters=1"),
+            ),
+            grid,
+        )
 
 
 def test_a_checkpoint_can_be_read_by_whom_the_umask_lets(trained):
-    modes = {path.stat().st_mode & 0o777 for path in (trained / "global_step4").iterdir() if path.is_file()}
+    modes = {
+        path.stat().st_mode & 0o777
+        for path in (trained / "global_step4").iterdir()
+        if path.is_file()
+    }
     assert len(modes) == 1

@@ -54,8 +54,14 @@ compile_layers(from_config(load([], tiny()), 61), torch.device("cpu"))
 
 
 def test_a_machine_without_a_compiler_is_told_so_before_training(tmp_path):
-    nowhere = {"PATH": str(tmp_path), "CXX": "no-such-compiler", "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache")}
+    nowhere = {
+        "PATH": str(tmp_path),
+        "CXX": "no-such-compiler",
+        "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache"),
+    }
     found = run("-c", SCRIPT, env=nowhere | {"PYTHONPATH": str(ROOT)})
     last = found.stderr.strip().splitlines()[-1]
     assert f"{UserError.__name__}: torch_compile: this machine cannot compile (" in last
-    assert last.endswith(" - install a C++ compiler (g++) and Python's headers, or set torch_compile: false")
+    assert last.endswith(
+        " - install a C++ compiler (g++) and Python's headers, or set torch_compile: false"
+    )

@@ -27,7 +27,9 @@ def text(count: int, batch: int = 4) -> list[torch.Tensor]:
     draw = torch.Generator().manual_seed(0)
     out = torch.zeros(count, batch, 65, dtype=torch.long)
     for i in range(1, 65):
-        out[:, :, i] = (out[:, :, i - 1] * 3 + 7 + (torch.rand(count, batch, generator=draw) < 0.1)) % VOCAB
+        out[:, :, i] = (
+            out[:, :, i - 1] * 3 + 7 + (torch.rand(count, batch, generator=draw) < 0.1)
+        ) % VOCAB
     out[:, :, 0] = torch.randint(VOCAB, (count, batch), generator=draw)
     return list(out)
 
@@ -47,26 +49,36 @@ def test_bfloat16_trains_like_float32_within_noise_at_every_zero_stage(grid, sta
 
 
 def test_fp16_on_the_cpu_is_refused_with_the_cure(grid):
-    with pytest.raises(UserError, match="precision: fp16 needs a CUDA device - use bf16 or fp32 on the CPU"):
+    with pytest.raises(
+        UserError, match="precision: fp16 needs a CUDA device - use bf16 or fp32 on the CPU"
+    ):
         trainer(grid, "precision=fp16")
 
 
 @pytest.mark.parametrize("name", sorted(REGISTRY))
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_training_leaves_tables_float32_finite_and_above_their_floors(grid, name, precision):
-    run = trainer(grid, f"pos_emb={name}", f"precision={precision}", *([MIX] if name == "mep" else []))
+    run = trainer(
+        grid, f"pos_emb={name}", f"precision={precision}", *([MIX] if name == "mep" else [])
+    )
     before = [
-        table for hook in ("distance_bias", "distance_weight") for table in [getattr(run.model.position, hook)(512)]
+        table
+        for hook in ("distance_bias", "distance_weight")
+        for table in [getattr(run.model.position, hook)(512)]
     ]
     position = run.model.position
-    assert all(math.isfinite(loss) for loss in losses(run, 100 if list(position.parameters()) else 10))
+    assert all(
+        math.isfinite(loss) for loss in losses(run, 100 if list(position.parameters()) else 10)
+    )
     for hook, old in zip(("distance_bias", "distance_weight"), before, strict=True):
         table = getattr(position, hook)(16384)
         if table is not None:
             assert table.dtype == torch.float32
             assert table.isfinite().all()
             if not list(position.parameters()):
-                torch.testing.assert_close(table[:, :512], old, rtol=0, atol=0)  # the engine's cast rounded nothing
+                torch.testing.assert_close(
+                    table[:, :512], old, rtol=0, atol=0
+                )  # the engine's cast rounded nothing
     for key, value in position.learned().items():
         owner = position.get_submodule(key.rpartition(".")[0])
         low, high = owner.bounds.get(key.rpartition(".")[2], (-math.inf, math.inf))
@@ -77,23 +89,33 @@ def test_training_leaves_tables_float32_finite_and_above_their_floors(grid, name
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.parametrize("name", ["kerple_bias_wht", "mep_param_t5"])
-def test_learned_kernels_act_with_their_float32_values_although_the_engine_rounds_them(grid, name, stage):
+def test_learned_kernels_act_with_their_float32_values_although_the_engine_rounds_them(
+    grid, name, stage
+):
     run = trainer(grid, f"pos_emb={name}", "precision=bf16", f"zero_optimization.stage={stage}")
     losses(run, 5)
     exact = from_config(run.config, VOCAB)
     exact.load_state_dict(full_weights(run.engine))
     for hook in ("distance_bias", "distance_weight"):
-        trained, evaluated = getattr(run.model.position, hook)(16384), getattr(exact.position, hook)(16384)
+        trained, evaluated = (
+            getattr(run.model.position, hook)(16384),
+            getattr(exact.position, hook)(16384),
+        )
         assert (trained is None) == (evaluated is None)
         if evaluated is not None:
             torch.testing.assert_close(trained, evaluated, rtol=0, atol=0)
     parameter = next(run.model.position.parameters())
-    assert parameter.dtype == torch.bfloat16  # the engine did cast it: the float32 value is not the stored one
+    assert (
+        parameter.dtype == torch.bfloat16
+    )  # the engine did cast it: the float32 value is not the stored one
 
 
 def test_accumulated_micro_batches_are_one_batch(grid):
     batch = text(1, batch=8)[0]
-    whole, parts = trainer(grid, "pos_emb=t5"), trainer(grid, "pos_emb=t5", "gradient_accumulation_steps=2")
+    whole, parts = (
+        trainer(grid, "pos_emb=t5"),
+        trainer(grid, "pos_emb=t5", "gradient_accumulation_steps=2"),
+    )
     for _ in range(5):
         first, second = whole.train_step([batch]), parts.train_step([batch[:4], batch[4:]])
         assert second["loss"].item() == pytest.approx(first["loss"].item(), rel=1e-5)
@@ -104,7 +126,9 @@ def test_accumulated_micro_batches_are_one_batch(grid):
 
 def test_activation_checkpointing_changes_nothing_but_memory(grid):
     plain = losses(trainer(grid, "pos_emb=kerple_log", "hidden_dropout=0.1"), 5)
-    again = losses(trainer(grid, "pos_emb=kerple_log", "hidden_dropout=0.1", "checkpoint_activations=true"), 5)
+    again = losses(
+        trainer(grid, "pos_emb=kerple_log", "hidden_dropout=0.1", "checkpoint_activations=true"), 5
+    )
     assert again == pytest.approx(plain, rel=1e-6)
 
 
@@ -120,7 +144,9 @@ def test_gradients_are_clipped_and_their_norm_before_it_is_reported(grid, stage)
     result = run.train_step([batch])
     assert float(result["grad_norm"]) == pytest.approx(norm, rel=1e-4)
     # With eps = 1 the first Adam step is lr · g / (|g| + 1), nearly lr · g: it shows the clipped gradient's length.
-    moved = torch.cat([(weight - before[name]).flatten() for name, weight in full_weights(run.engine).items()])
+    moved = torch.cat(
+        [(weight - before[name]).flatten() for name, weight in full_weights(run.engine).items()]
+    )
     assert moved.norm().item() == pytest.approx(0.01 * result["lr"], rel=1e-2)
 
 
@@ -130,5 +156,7 @@ def test_weight_decay_acts_on_matrices_and_on_the_encoding_if_asked(grid, too):
     groups = run.engine.optimizer.param_groups
     decay = {id(p): group["weight_decay"] for group in groups for p in group["params"]}
     for name, parameter in run.model.named_parameters():
-        spared = not too if name.startswith("positions.") else name.endswith("bias") or "norm" in name
+        spared = (
+            not too if name.startswith("positions.") else name.endswith("bias") or "norm" in name
+        )
         assert decay[id(parameter)] == (0.0 if spared else 0.5), name

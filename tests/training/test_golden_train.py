@@ -45,8 +45,12 @@ def test_training_follows_the_reference(case, grid, tmp_path):
         final = golden.get(f"final/{case}/rpe.{theirs}")
         if id(ours) in names and final is not None:
             compared.add(names[id(ours)])
-            torch.testing.assert_close(learned[names[id(ours)]], final.reshape(ours.shape), rtol=2e-2, atol=2e-3)
-    assert compared == (set(names.values()) if any(f"final/{case}/" in key for key in golden) else set())
+            torch.testing.assert_close(
+                learned[names[id(ours)]], final.reshape(ours.shape), rtol=2e-2, atol=2e-3
+            )
+    assert compared == (
+        set(names.values()) if any(f"final/{case}/" in key for key in golden) else set()
+    )
 
 
 def test_the_schedule_is_the_references():

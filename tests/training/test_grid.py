@@ -35,7 +35,9 @@ def nobody(monkeypatch):
 def test_a_process_of_a_scheduler_knows_its_place(names, monkeypatch):
     for name, value in zip(names, ("3", "8", "1"), strict=True):
         monkeypatch.setenv(name, value)
-    with pytest.raises(UserError, match=f"{names[1]}: 8 processes were started, and nothing says where they meet"):
+    with pytest.raises(
+        UserError, match=f"{names[1]}: 8 processes were started, and nothing says where they meet"
+    ):
         _told_by_a_scheduler()
     monkeypatch.setenv("MASTER_ADDR", "node1")
     monkeypatch.setenv("MASTER_PORT", "29500")
@@ -53,4 +55,6 @@ def test_one_process_alone_asks_nobody(monkeypatch):
 @pytest.mark.parametrize(("fault", "status"), [(False, 0), (True, 1)])
 def test_a_script_leaves_the_processes_that_it_joined_and_no_others(fault, status):
     found = run("-c", f"{ENDS}\nFAULT = {fault}\nend()\nend()\nconnect()\nend()")
-    assert found.stdout.splitlines() == [f"{status} False", f"{status} False", f"{status} True"], found.stderr
+    assert found.stdout.splitlines() == [f"{status} False", f"{status} False", f"{status} True"], (
+        found.stderr
+    )

@@ -5,7 +5,13 @@ import pytest
 from megatron.config import load
 from megatron.training.schedule import learning_rate
 
-SHAPE = ["num_layers=1", "hidden_size=8", "num_attention_heads=1", "seq_length=8", "train_iters=1000"]
+SHAPE = [
+    "num_layers=1",
+    "hidden_size=8",
+    "num_attention_heads=1",
+    "seq_length=8",
+    "train_iters=1000",
+]
 
 
 def rates(*settings: str) -> list[float]:
@@ -33,10 +39,19 @@ def test_the_old_schedule_starts_at_zero_and_stands_still_at_the_end():
 
 
 def test_kerples_published_recipe():
-    found = rates("lr_schedule=neox-2022", "optimizer.params.lr=6e-4", "warmup=0.01", "lr_decay_iters=50000")
+    found = rates(
+        "lr_schedule=neox-2022", "optimizer.params.lr=6e-4", "warmup=0.01", "lr_decay_iters=50000"
+    )
     assert found[500] == pytest.approx(6e-4)
     config = load(
-        [], [*SHAPE, "lr_schedule=neox-2022", "optimizer.params.lr=6e-4", "warmup=0.01", "lr_decay_iters=50000"]
+        [],
+        [
+            *SHAPE,
+            "lr_schedule=neox-2022",
+            "optimizer.params.lr=6e-4",
+            "warmup=0.01",
+            "lr_decay_iters=50000",
+        ],
     )
     assert learning_rate(25000, config.optimizer) == pytest.approx(3.094e-4, rel=1e-3)
     assert learning_rate(49999, config.optimizer) == pytest.approx(5.9e-7, rel=1e-2)

@@ -7,7 +7,14 @@ import torch
 
 from megatron.config import load
 from megatron.model import from_config
-from megatron.training.throughput import Throughput, flops_per_token, peak_memory, peak_of, peak_tflops, said
+from megatron.training.throughput import (
+    Throughput,
+    flops_per_token,
+    peak_memory,
+    peak_of,
+    peak_tflops,
+    said,
+)
 from tests.support import ROOT
 from tests.training.conftest import tiny
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from megatron.attention import BACKENDS
 from megatron.attention.eager import probabilities
 from megatron.errors import UserError
-from megatron.evaluation.attention_plot import computed_by
+from megatron.evaluation.probes.recorded import computed_by
 from megatron.model import GPT
 
 QUERIES, BLOCK = 256, 64  # queries of a window that are looked at, and how many at a time
@@ -28,7 +28,9 @@ def attention_by_distance(model: GPT, windows: Sequence[np.ndarray]) -> tuple[Te
     over the last queries of all windows; mass also over heads, and its rows sum to 1."""
     length = len(windows[0]) - 1
     if model.position.has("on_scores") and length > LONGEST:
-        raise UserError(f"attention of an encoding that looks at content is measured up to length {LONGEST}")
+        raise UserError(
+            f"attention of an encoding that looks at content is measured up to length {LONGEST}"
+        )
     device = model.word_embeddings.weight.device
     starts = torch.tensor(edges(length)[1:-1], device=device)
     entropy: list[Tensor] = []
@@ -49,7 +51,10 @@ def attention_by_distance(model: GPT, windows: Sequence[np.ndarray]) -> tuple[Te
         for window in windows:
             model.features(torch.from_numpy(window[None, :-1].astype(np.int64)).to(device))
     layers = len(model.layers)
-    by_layer = [torch.stack(found).view(len(windows), layers, -1).double().mean(0).cpu() for found in (entropy, mass)]
+    by_layer = [
+        torch.stack(found).view(len(windows), layers, -1).double().mean(0).cpu()
+        for found in (entropy, mass)
+    ]
     return by_layer[0], by_layer[1]
 
 
@@ -71,6 +76,8 @@ def _mass(seen: Tensor, starts: Tensor) -> Tensor:
     [bins - 1]: the distances at which all bins but the first begin."""
     heads, queries, keys = seen.shape
     index = torch.arange(keys, device=seen.device)
-    distance = (index[keys - queries :, None] - index).clamp(min=0)  # what comes later has no probability
+    distance = (index[keys - queries :, None] - index).clamp(
+        min=0
+    )  # what comes later has no probability
     bins = torch.bucketize(distance, starts, right=True).expand(heads, -1, -1)
     return seen.new_zeros(heads, queries, len(starts) + 1).scatter_add_(2, bins, seen)

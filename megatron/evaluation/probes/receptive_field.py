@@ -50,3 +50,15 @@ def gradient_norms(model: GPT, window: Tensor) -> Tensor:
 def reach(cumulative: Tensor) -> int:
     """The number of last tokens that hold 99 % of the gradient; cumulative [length]."""
     return int((cumulative < MOST).sum()) + 1
+
+
+def thinned(cumulative: Sequence[float], count: int = 200) -> tuple[list[int], list[float]]:
+    """Distances that look evenly spread on a logarithmic axis, and the values there."""
+    at = sampled(len(cumulative), count).tolist()
+    return at, [round(cumulative[distance], 6) for distance in at]
+
+
+def sampled(length: int, count: int) -> Tensor:
+    """Distances that look evenly spread on the axis: 0, 1, 2, … and then fewer: [count or less] int64."""
+    spread = torch.logspace(0, torch.log10(torch.tensor(float(max(length - 1, 1)))).item(), count)
+    return torch.cat([torch.zeros(1), spread]).round().long().clamp(max=length - 1).unique()

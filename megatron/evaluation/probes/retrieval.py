@@ -56,21 +56,29 @@ class Retrieval:
     reason: str | None = None
 
 
-def passkey(random: np.random.Generator, text: np.ndarray, length: int, depths: Sequence[float]) -> Iterator[Trial]:
+def passkey(
+    random: np.random.Generator, text: np.ndarray, length: int, depths: Sequence[float]
+) -> Iterator[Trial]:
     """A cue and a needle once in the text, at one depth; at its end the cue again: what comes next?"""
     filler, words = _filler(random, text, length), _words(text)
-    cue, needle, other = (random.choice(words, size, replace=False) for size in (CUE, NEEDLE, NEEDLE))
+    cue, needle, other = (
+        random.choice(words, size, replace=False) for size in (CUE, NEEDLE, NEEDLE)
+    )
     question = np.concatenate([cue, needle[:-1]])
     before = length - len(question)
     for cell, depth in enumerate(depths):
         start = round(depth * (before - CUE - NEEDLE))
         ids = np.stack([filler, filler])
         ids[:, before:] = question
-        ids[:, start : start + CUE + NEEDLE] = np.stack([np.append(cue, needle), np.append(cue, other)])
+        ids[:, start : start + CUE + NEEDLE] = np.stack(
+            [np.append(cue, needle), np.append(cue, other)]
+        )
         yield Trial(ids, np.arange(length - NEEDLE, length), needle, np.full(NEEDLE, cell))
 
 
-def copy(random: np.random.Generator, text: np.ndarray, length: int, depths: Sequence[float]) -> Iterator[Trial]:
+def copy(
+    random: np.random.Generator, text: np.ndarray, length: int, depths: Sequence[float]
+) -> Iterator[Trial]:
     """A random string and the same again, length / 2 later; the depths are equal parts of the string."""
     half = length // 2
     string, other = random.choice(_words(text), (2, half))
@@ -80,7 +88,9 @@ def copy(random: np.random.Generator, text: np.ndarray, length: int, depths: Seq
     yield Trial(ids, half + place - 1, string[1:], place * len(depths) // half)
 
 
-def recall(random: np.random.Generator, text: np.ndarray, length: int, depths: Sequence[float]) -> Iterator[Trial]:
+def recall(
+    random: np.random.Generator, text: np.ndarray, length: int, depths: Sequence[float]
+) -> Iterator[Trial]:
     """Pairs of a key and its value at every depth of the text; at its end each key again, in another order: its value?
     (multi-query associative recall, arXiv 2312.04927)"""
     count = PAIRS * len(depths)
@@ -91,7 +101,10 @@ def recall(random: np.random.Generator, text: np.ndarray, length: int, depths: S
             f" {4 * count} or more - ask for fewer depths or longer lengths"
         )
     keys, values = words[:count], words[count : 2 * count]
-    others, order = np.roll(values, 1), random.permutation(count)  # without: each key has another's value
+    others, order = (
+        np.roll(values, 1),
+        random.permutation(count),
+    )  # without: each key has another's value
     filler = _filler(random, text, length)
     asked = np.isin(filler, keys)  # a key stands before its value and nowhere else
     filler[asked] = random.choice(words[count:], asked.sum())
@@ -117,7 +130,9 @@ def scores_of(model: GPT) -> Scores:
         x = model.features(ids)[:, at]
         parts = [
             scored(F.linear(some, model.output_matrix), wanted)
-            for some, wanted in zip(x.split(HEAD_TOKENS, dim=1), targets.split(HEAD_TOKENS), strict=True)
+            for some, wanted in zip(
+                x.split(HEAD_TOKENS, dim=1), targets.split(HEAD_TOKENS), strict=True
+            )
         ]
         correct, chances = zip(*parts, strict=True)
         return torch.cat(correct, dim=1), torch.cat(chances, dim=1)
@@ -148,22 +163,35 @@ def measured(
 ) -> list[Retrieval]:
     """One task at one length: a result for each depth. text [tokens >= length] is the held-out filler."""
     if length < 4 * (CUE + NEEDLE):
-        raise UserError(f"--lengths: {length} is too short for {task} - give {4 * (CUE + NEEDLE)} or more")
+        raise UserError(
+            f"--lengths: {length} is too short for {task} - give {4 * (CUE + NEEDLE)} or more"
+        )
     text = text.astype(np.int64)
     chance = 1 / len(_words(text))
-    found: list[list[Tensor]] = [[] for _ in depths]  # of every trial: correct, and both log-probabilities, [3, count]
+    found: list[list[Tensor]] = [
+        [] for _ in depths
+    ]  # of every trial: correct, and both log-probabilities, [3, count]
     try:
         for number in range(trials):
-            random = np.random.default_rng([seed, length, number])  # the same questions for every model
+            random = np.random.default_rng(
+                [seed, length, number]
+            )  # the same questions for every model
             for trial in TASKS[task](random, text, length, depths):
-                ids, at, targets = (torch.from_numpy(part).to(device) for part in (trial.ids, trial.at, trial.targets))
+                ids, at, targets = (
+                    torch.from_numpy(part).to(device)
+                    for part in (trial.ids, trial.at, trial.targets)
+                )
                 correct, chances = scores(ids, at, targets)
                 table = torch.stack([correct[0], chances[0], chances[1]]).double().cpu()
                 for cell in np.unique(trial.cell):
                     found[cell].append(table[:, torch.from_numpy(trial.cell == cell)])
     except UserError as refusal:
-        return [Retrieval(length, depth, trials, 0, chance, reason=str(refusal)) for depth in depths]
-    return [_summary(tables, length, depth, chance) for tables, depth in zip(found, depths, strict=True)]
+        return [
+            Retrieval(length, depth, trials, 0, chance, reason=str(refusal)) for depth in depths
+        ]
+    return [
+        _summary(tables, length, depth, chance) for tables, depth in zip(found, depths, strict=True)
+    ]
 
 
 def _summary(tables: Sequence[Tensor], length: int, depth: float, chance: float) -> Retrieval:
@@ -172,7 +200,9 @@ def _summary(tables: Sequence[Tensor], length: int, depth: float, chance: float)
     error = accuracies.std().item() / math.sqrt(trials) if trials > 1 else None
     whole = torch.cat([*tables], dim=1)
     accuracy, log_probability, without = whole.mean(dim=1).tolist()
-    return Retrieval(length, depth, trials, whole.shape[1], chance, accuracy, error, log_probability, without)
+    return Retrieval(
+        length, depth, trials, whole.shape[1], chance, accuracy, error, log_probability, without
+    )
 
 
 def _words(text: np.ndarray) -> np.ndarray:

@@ -1,0 +1,1 @@
+"""The commands: each module parses its options and calls the package."""

@@ -1,0 +1,34 @@
+"""Results of several runs in one table and one plot: python tools/show_results.py A.jsonl B.jsonl … [-o plot.png]"""
+
+import argparse
+import sys
+from pathlib import Path
+
+from megatron.errors import UserError
+from megatron.report.figures.curves import plot_perplexity
+from megatron.results.comparison import over_seeds
+from megatron.results.files import read_results
+from megatron.results.table import table
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument(
+        "results", type=Path, nargs="+", metavar="FILE", help="JSON lines that evaluate.py wrote"
+    )
+    parser.add_argument("-o", "--output", type=Path, metavar="PLOT", help="a .png, .svg or .pdf")
+    parser.add_argument(
+        "--over-seeds", action="store_true", help="one line per encoding: mean ± standard deviation"
+    )
+    parser.add_argument("--markdown", action="store_true", help="the table in Markdown")
+    options = parser.parse_args(argv)
+    try:
+        rows = read_results(options.results)
+        print((over_seeds if options.over_seeds else table)(rows, markdown=options.markdown))
+        if options.output:
+            plot_perplexity(rows, options.output)
+            print(f"\nplot: {options.output}")
+    except UserError as fault:
+        print(fault, file=sys.stderr)
+        return 1
+    return 0

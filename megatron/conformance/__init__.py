@@ -1,0 +1,1 @@
+"""What every encoding must keep: checks that `tools/check_encoding.py` and the tests share."""

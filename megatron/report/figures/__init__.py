@@ -1,0 +1,1 @@
+"""Figures of results, encodings, attention and probes."""

@@ -1,0 +1,1 @@
+"""Results: the row, its files, statistics, comparisons and tables. Needs numpy, not torch."""

@@ -1,0 +1,144 @@
+import math
+import re
+
+import matplotlib.image
+import pytest
+from matplotlib.figure import Figure
+
+from megatron.errors import UserError
+from megatron.report.figures.curves import (
+    Curve,
+    _apart,
+    direct_labels,
+    draw_curve,
+    plot_by_position,
+    plot_perplexity,
+)
+
+LENGTHS = (512, 1024, 2048)
+
+
+def rows(pos_emb, perplexities):
+    shared = {
+        "pos_emb": pos_emb,
+        "step": 10,
+        "config_hash": "ab",
+        "train_length": 512,
+        "corpus": "stdlib",
+    }
+    return [
+        {
+            **shared,
+            "length": length,
+            "windows": 1,
+            "tokens": length,
+            "loss": 1.0,
+            "perplexity": perplexity,
+        }
+        for length, perplexity in zip(LENGTHS, perplexities, strict=True)
+    ]
+
+
+ROWS = (
+    rows("mep_free", [12.3, 12.1, 12.0])
+    + rows("rotary", [12.4, 80.0, 900.0])
+    + rows("learned", [13.0, None, None])
+)
+
+
+def words(path):
+    return re.findall(r"<!-- (.*?) -->", path.read_text())
+
+
+def test_the_picture_names_curves_with_their_last_values_lengths_and_training_length(tmp_path):
+    plot_perplexity(ROWS, tmp_path / "curves.svg", title="Perplexity of three")
+    found = words(tmp_path / "curves.svg")
+    for text in (
+        "mep_free  12.00",
+        "rotary  900.0",
+        "learned  13.00 at 512",
+        "trained at 512",
+        "Perplexity of three",
+    ):
+        assert text in found
+    assert {"512", "1024", "2048", "evaluation length (tokens)", "perplexity"} <= set(found)
+    assert any(text.startswith("stdlib") for text in found)
+
+
+def test_a_pass_by_position_is_drawn_by_position(tmp_path):
+    row = ROWS[0] | {
+        "position_edges": [0, 1, 256, 512],
+        "position_losses": [0.0, math.log(8), math.log(4)],
+    }
+    plot_by_position([row], tmp_path / "position.svg", title="By position")
+    found = words(tmp_path / "position.svg")
+    whole = math.exp((255 * math.log(8) + 256 * math.log(4)) / 512)
+    for text in (
+        "at the position  4.00 at 384",
+        f"of all before it  {whole:.2f}",
+        "position (tokens)",
+        "trained at 512",
+    ):
+        assert text in found
+    with pytest.raises(UserError, match=r"is written as .png, .svg or .pdf"):
+        plot_by_position([row], tmp_path / "position.txt", title="")
+    other = row | {"window": 256, "position_losses": [0.0, math.log(8), math.log(6)]}
+    plot_by_position([row, other], tmp_path / "two.svg", title="By position")
+    assert {
+        f"mep_free, window {window}  {last}.00" for window, last in (("none", 4), (256, 6))
+    } <= set(words(tmp_path / "two.svg"))
+
+
+def test_labels_stand_beside_the_ends_of_their_curves_on_plain_axes_too():
+    axes = Figure().add_subplot()
+    curves = [Curve("upper", [0, 1000], [6.7, 3.9]), Curve("lower", [0, 1000], [6.7, 3.5])]
+    for number, curve in enumerate(curves):
+        draw_curve(axes, curve, number)
+    direct_labels(axes, curves)
+    upper, lower = (text.get_position()[1] for text in axes.texts)
+    low, high = axes.get_ylim()
+    assert upper == pytest.approx((3.9 - low) / (high - low), abs=0.05)
+    assert lower == pytest.approx((3.5 - low) / (high - low), abs=0.05)
+
+
+def test_the_axis_is_logarithmic_only_where_the_range_is_wide(tmp_path):
+    plot_perplexity(ROWS, tmp_path / "wide.svg")
+    plot_perplexity(rows("alibi", [12.3, 12.2, 12.25]), tmp_path / "narrow.svg")
+    assert "100" in words(tmp_path / "wide.svg")
+    assert "100" not in words(tmp_path / "narrow.svg")
+    assert "12.25" in words(tmp_path / "narrow.svg") or "12.26" in words(tmp_path / "narrow.svg")
+
+
+def test_a_png_is_a_picture_of_some_size(tmp_path):
+    plot_perplexity(ROWS, tmp_path / "curves.png")
+    height, width, _ = matplotlib.image.imread(tmp_path / "curves.png").shape
+    assert (width, height) == (1152, 720)
+    assert [file.name for file in tmp_path.iterdir()] == ["curves.png"]
+
+
+def test_a_run_without_any_number_still_gives_a_picture(tmp_path):
+    plot_perplexity(rows("learned", [None, None, None]), tmp_path / "empty.svg")
+    assert "trained at 512" in words(tmp_path / "empty.svg")
+
+
+def test_more_runs_than_colours_are_drawn_with_other_lines(tmp_path):
+    many = [
+        row
+        for number in range(9)
+        for row in rows(f"kernel_{number}", [10, 11 + number, 12 + number])
+    ]
+    plot_perplexity(many, tmp_path / "many.svg")
+    assert "stroke-dasharray" in (tmp_path / "many.svg").read_text()
+
+
+def test_another_suffix_is_refused_with_the_known_ones(tmp_path):
+    with pytest.raises(
+        UserError, match=r"curves.docx: a plot is written as .png, .svg or .pdf - name the file so"
+    ):
+        plot_perplexity(ROWS, tmp_path / "curves.docx")
+
+
+def test_labels_that_would_touch_are_moved_apart_and_others_stay():
+    placed = _apart([0.9, 0.1, 0.1, 0.5], 0.05)
+    assert placed == pytest.approx([0.9, 0.075, 0.125, 0.5])
+    assert _apart([], 0.05) == []

@@ -1,0 +1,196 @@
+"""A paper's numbers beside ours: the numbers themselves, the difference, and what is not compared."""
+
+import json
+import re
+from dataclasses import replace
+
+import pytest
+
+from megatron.errors import UserError
+from megatron.results.published import NEEDED, OF_ROWS, Number, published, tables
+from megatron.results.reproduce import Asked, compare, render
+from tests.support import run
+
+ASKED = Asked(
+    {("github", "alibi"): frozenset({"a1"})},
+    train_length=512,
+    step=50000,
+    tokens=819_200_000,
+    start=16000,
+)
+ROW = {
+    **{
+        "pos_emb": "alibi",
+        "length": 1024,
+        "protocol": "paper",
+        "part": "valid",
+        "windows": 320,
+        "train_length": 512,
+    },
+    **{"step": 50000, "config_hash": "a1", "corpus_tokens": 10**10, "cell": {"data": "github"}},
+    "start": 16000,
+    "dtype": "float32",  # as evaluate.py writes it into every row
+}
+
+
+def cell_of(rows, encoding="alibi"):
+    cells = compare(published("kerple-table3"), rows, ASKED)
+    (found,) = [
+        cell
+        for cell in cells
+        if (cell.corpus, cell.encoding, cell.length) == ("github", encoding, 1024)
+    ]
+    return found
+
+
+@pytest.mark.parametrize(  # typed from the paper once more
+    ("table", "corpus", "encoding", "length", "number"),
+    [
+        ("kerple-table3", "openwebtext2", "kerple_log", 16384, Number(21.4, 0.6)),
+        ("kerple-table3", "arxiv", "rotary", 4096, Number(30.1, 4.32)),
+        ("kerple-table4", "github", "t5", 512, Number(0.340)),
+        ("kerple-table5", "github", "kerple_log_3para", 8192, Number(2.68, 0.04)),
+        ("kerple-table5", "arxiv", "kerple_bias_wht", 16384, Number(None, note="out of memory")),
+        ("kerple-table6", "openwebtext2", "kerple_bias_2para", 512, Number(58.4, 71.6)),
+        ("kerple-table9-len1024", "arxiv", "t5", 16384, Number(16.0)),
+        ("kerple-table9-1.3b", "openwebtext2", "kerple_log", 8192, Number(16.9)),
+        ("kerple-table10", "wikitext103", "alibi", 3072, Number(18.40)),
+    ],
+)
+def test_published_numbers_are_the_papers(table, corpus, encoding, length, number):
+    assert published(table).cells[corpus][encoding][length] == number
+
+
+def test_every_table_says_where_it_was_read_and_only_seen_numbers_are_in_it():
+    for name in tables():
+        table = published(name)
+        assert table.said["provenance"]
+        assert bool(table.cells) == table.said["verified"]
+    with pytest.raises(
+        UserError, match=r"kerple-table33: no such table; give a .yml or one of .*kerple-table3"
+    ):
+        published("kerple-table33")
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("paper: [", "is no YAML"),
+        (
+            "paper: mine\nsweep: a.yml\ncells: {}",
+            "lacks provenance, quantity, protocol, windows, part; take a table",
+        ),
+        ("- a", "lacks paper, provenance"),
+        ("cells: {github: {alibi: 3.4}}", "cells: give corpus: {encoding: {length: "),
+        ("cells: {github: {alibi: {512: [a, b]}}}", "cells: give corpus"),
+        ("cells: {github: {alibi: {512: 3.4}}}", "cells: give corpus"),
+        ("cells: [github]", "cells: give corpus"),
+        ("cells: {}\nsweep: 5", "sweep: 5 is no name of a file beside it"),
+    ],
+)
+def test_a_faulty_table_of_ones_own_is_one_message(text, said, tmp_path):
+    if text.startswith("cells"):
+        text += "\n" + "\n".join(f"{key}: x" for key in NEEDED + OF_ROWS if f"{key}:" not in text)
+    (tmp_path / "mine.yml").write_text(text)
+    with pytest.raises(UserError, match=rf"mine.yml: {re.escape(said)}"):
+        published(str(tmp_path / "mine.yml"))
+
+
+def test_a_difference_is_counted_in_standard_errors():
+    rows = [
+        ROW | {"seed": seed, "perplexity": value}
+        for seed, value in ((1, 3.20), (2, 3.30), (3, 3.40))
+    ]
+    found = cell_of(rows)  # the paper: 3.15 ± 0.17 of five seeds; ours: 3.3 ± 0.1 of three
+    assert found.difference == pytest.approx(0.15)
+    assert found.standard_errors(5) == pytest.approx(0.15 / (0.1**2 / 3 + 0.17**2 / 5) ** 0.5)
+    assert found.standard_errors(None) is None
+    assert cell_of(rows[:1]).standard_errors(5) is None  # one seed has no spread
+    text = render(published("kerple-table3"), compare(published("kerple-table3"), rows, ASKED))
+    assert "github alibi 1024 3.15 ± 0.17 3.30 ± 0.10 3 +0.15 +1.6" in " ".join(text.split())
+    assert "1 of 108 cells are there; none is filled in" in text
+    for digits in ("3.40 ± 0.20", "22.0 ± 0.6", "6674 ± 5696"):  # as the paper prints them
+        assert f"  {digits}  " in text
+
+
+def test_a_seed_that_is_there_twice_is_refused():
+    found = cell_of(
+        [
+            ROW | {"seed": seed, "perplexity": value}
+            for seed, value in ((1, 3.2), (1, 3.9), (2, 3.3))
+        ]
+    )
+    assert found.ours == (3.3,)
+    assert found.refused == ("seed 1 is there 2 times: give the results of one run",)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"train_length": 256}, "train_length is 256, the table's is 512"),
+        ({"step": 700}, "step is 700"),
+        ({"windows": 8}, "windows is 8"),
+        ({"part": "test"}, "part is test"),
+        ({"start": 0}, "start is 0, the table's is 16000"),
+        ({"window": 512}, "evaluated with window 512"),
+        ({"config_hash": "b2"}, "configuration b2 is none of the sweep's"),
+        ({"corpus_tokens": 23_226_347}, "a stand-in"),
+        ({"corpus_tokens": None}, "not known"),
+        ({"perplexity": None, "reason": "the loss is nan"}, "the loss is nan"),
+    ],
+)
+def test_a_row_that_answers_another_question_is_refused_with_the_reason(change, said):
+    rows = [ROW | {"seed": 1, "perplexity": 3.2} | change]
+    found = cell_of(rows)
+    assert found.ours == ()
+    assert said in found.refused[0]
+    text = render(published("kerple-table3"), compare(published("kerple-table3"), rows, ASKED))
+    assert said in text
+    assert "(github alibi 1024)" in text
+
+
+def test_a_table_may_leave_the_number_of_windows_open(tmp_path):
+    table = {
+        "paper": "mine",
+        "provenance": "here",
+        "sweep": "a.yml",
+        "quantity": "perplexity",
+        "part": "valid",
+    }
+    cells = {"github": {"alibi": {512: [3.0], 1024: [3.0]}}}
+    (tmp_path / "mine.yml").write_text(
+        json.dumps(table | {"protocol": "equal_tokens", "windows": None, "cells": cells})
+    )
+    rows = [
+        ROW
+        | {
+            "seed": 1,
+            "perplexity": 3.2,
+            "protocol": "equal_tokens",
+            "length": length,
+            "windows": 2048 // length,
+        }
+        for length in (512, 1024)
+    ]
+    asked = replace(ASKED, start=None)
+    found = compare(
+        published(str(tmp_path / "mine.yml")), [{**row, "start": None} for row in rows], asked
+    )
+    assert [cell.ours for cell in found] == [(3.2,), (3.2,)]
+
+
+def test_a_cell_without_rows_is_missing_and_another_protocol_is_no_answer():
+    assert cell_of([ROW | {"seed": 1, "perplexity": 3.2, "protocol": "equal_tokens"}]).ours == ()
+    assert cell_of([ROW | {"seed": 1, "perplexity": 3.2}], "t5").ours == ()
+
+
+def test_the_command_shows_what_is_there_and_what_cannot_be_had(tmp_path):
+    shown = run("tools/reproduce.py", "kerple-table5", "--folder", tmp_path / "none")
+    assert shown.returncode == 0, shown.stderr
+    assert shown.stdout.count("missing") == 36
+    assert "0 of 36 cells are there" in shown.stdout
+    assert "NOT FOUND" in run("tools/reproduce.py", "mep", "--folder", tmp_path / "none").stdout
+    refused = run("tools/reproduce.py", "kerple-table10")
+    assert refused.returncode == 1
+    assert "cannot be reproduced here: the paper used ALiBi's fairseq code" in refused.stderr
+    assert not (tmp_path / "none").exists()
