@@ -18,4 +18,5 @@ COPY --chown=researcher requirements.txt constraints.txt ./
 RUN python3 -m venv /venv && pip install --no-cache-dir -r requirements.txt -c constraints.txt
 
 COPY --chown=researcher . .
+RUN pip install --no-cache-dir --no-deps --no-build-isolation -e .
 CMD ["python", "deepy.py", "--help"]
