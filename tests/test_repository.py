@@ -94,6 +94,32 @@ def test_imports_point_only_downward(file):
     assert not upward, f"{file} (megatron/{part(file)}) may not import {upward}"
 
 
+def module_of(file: str) -> str:
+    return file.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
+
+
+def imported_modules(file: str) -> set[str]:
+    """The modules of the package that a file imports: of `from a.b import c`, a.b.c if that is one, else a.b."""
+    modules = {module_of(name) for name in PACKAGE}
+    found = set()
+    for name in imports(file):
+        parent = name.rpartition(".")[0]
+        found.add(name if name in modules else parent)
+    return found & modules
+
+
+def test_no_module_imports_itself_by_a_detour():
+    remaining = {module_of(file): imported_modules(file) for file in PACKAGE}
+    while True:  # take away what imports nothing that is left; only circles stay
+        free = [name for name, needs in remaining.items() if not needs & remaining.keys()]
+        if not free:
+            break
+        for name in free:
+            del remaining[name]
+    circle = {name: sorted(needs & remaining.keys()) for name, needs in remaining.items()}
+    assert not circle, f"modules that import each other, inside functions too: {circle}"
+
+
 @every_package_file
 def test_positions_and_attention_know_only_torch(file):
     if part(file) not in TORCH_ONLY:

@@ -1,7 +1,7 @@
 """One flat YAML configuration: merged from files and words, checked as a whole, kept with every checkpoint."""
 
+from megatron.config.config import Config
 from megatron.config.deepspeed import deepspeed_config
 from megatron.config.load import load
-from megatron.config.merged import Config
 
 __all__ = ["Config", "deepspeed_config", "load"]

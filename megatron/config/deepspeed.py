@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from megatron.config.merged import Config, plain
+from megatron.config.config import Config, plain
 
 
 def deepspeed_config(config: Config) -> dict[str, Any]:

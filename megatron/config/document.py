@@ -8,8 +8,8 @@ from typing import Any
 
 import annotated_types
 
-from megatron.config.historic import FIXED, FOLDED, NO_EFFECT, RENAMED
-from megatron.config.merged import plain
+from megatron.config.config import plain
+from megatron.config.legacy import FIXED, FOLDED, NO_EFFECT, RENAMED
 from megatron.config.schema import SECTIONS, Key, all_keys
 
 README = Path(__file__).resolve().parents[2] / "configs" / "README.md"

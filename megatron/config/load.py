@@ -7,12 +7,12 @@ from typing import Any
 from pydantic import ValidationError
 
 from megatron.config import faults
-from megatron.config.checks import check_together
-from megatron.config.code import code_of
-from megatron.config.historic import NAMES, Report, fold, switch_off, translate
-from megatron.config.merged import Config, message
+from megatron.config.config import Config, message
+from megatron.config.cross_checks import check_together
+from megatron.config.legacy import NAMES, Report, fold, switch_off, translate
 from megatron.config.read import find_file, merge, read_file, read_overrides
 from megatron.config.schema import KEYS, SECTIONS, Position, all_keys
+from megatron.config.user_file import code_of
 from megatron.errors import UserError
 from megatron.positions import REGISTRY, options_of
 

@@ -24,7 +24,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from megatron.commit import commit
-from megatron.config import Config
+from megatron.config import Config, load
 from megatron.errors import UserError
 from megatron.model import GPT, from_config
 from megatron.training.trainer import Trainer
@@ -129,7 +129,7 @@ def read_meta(path: Path) -> tuple[Config, dict[str, Any]]:
         raise UserError(
             f"{path}/checkpoint.json: not readable ({fault!r}) - copy the checkpoint again"
         ) from None
-    config = Config.from_saved(path / "config.yml")
+    config = load([path / "config.yml"])
     if config.hash != config_hash:
         files = "config.yml" if config.pos_emb_code is None else "config.yml with pos_emb_file.py"
         raise UserError(

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from megatron.config import Config, load
+from megatron.config import load
 from megatron.errors import UserError
 
 TINY = [
@@ -344,7 +344,7 @@ def test_a_saved_configuration_comes_back_exactly(tmp_path):
     ]
     config = load([], words)
     config.save(tmp_path / "config.yml")
-    again = Config.from_saved(tmp_path / "config.yml")
+    again = load([tmp_path / "config.yml"])
     assert (again, again.hash, again.flat()) == (config, config.hash, config.flat())
     assert again.notes == ()
     assert [path.name for path in tmp_path.iterdir()] == ["config.yml"]

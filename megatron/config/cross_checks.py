@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-from megatron.config.historic import Report
+from megatron.config.legacy import Report
 from megatron.errors import UserError
 from megatron.positions import REGISTRY, Shape, build, options_of
 

@@ -3,7 +3,7 @@
 import pytest
 
 from megatron.config import deepspeed_config, load
-from megatron.config.historic import REFUSED_ENCODINGS
+from megatron.config.legacy import REFUSED_ENCODINGS
 from megatron.errors import UserError
 from megatron.positions import REGISTRY
 

@@ -9,9 +9,25 @@ from typing import Any
 
 import yaml
 
-from megatron.config import schema
-from megatron.config.code import COPY
-from megatron.config.schema import KEYS, Key, Section, all_keys
+from megatron.config.schema import (
+    KEYS,
+    Attention,
+    Checkpoint,
+    Data,
+    Evaluation,
+    Key,
+    Launch,
+    Logging,
+    Model,
+    Optimizer,
+    Parallel,
+    Position,
+    Precision,
+    Section,
+    Training,
+    all_keys,
+)
+from megatron.config.user_file import COPY
 from megatron.errors import UserError
 from megatron.positions import fingerprint, options_of
 
@@ -28,29 +44,22 @@ NEEDED = {
 class Config:
     """A complete and checked configuration. Sections are immutable; `notes` are to be said once at the start."""
 
-    model: schema.Model
-    position: schema.Position
-    attention: schema.Attention
-    data: schema.Data
-    training: schema.Training
-    optimizer: schema.Optimizer
-    precision: schema.Precision
-    parallel: schema.Parallel
-    checkpoint: schema.Checkpoint
-    evaluation: schema.Evaluation
-    logging: schema.Logging
-    launch: schema.Launch
+    model: Model
+    position: Position
+    attention: Attention
+    data: Data
+    training: Training
+    optimizer: Optimizer
+    precision: Precision
+    parallel: Parallel
+    checkpoint: Checkpoint
+    evaluation: Evaluation
+    logging: Logging
+    launch: Launch
     pos_emb_code: str | None = None
     """The text of the file that pos_emb_file names."""
     sources: tuple[str, ...] = field(default=(), compare=False)
     notes: tuple[str, ...] = field(default=(), compare=False)
-
-    @classmethod
-    def from_saved(cls, path: str | Path) -> "Config":
-        """The configuration that `save` wrote; UserError if it is missing or was edited into something wrong."""
-        from megatron.config.load import load
-
-        return load([path])
 
     def flat(self) -> dict[str, Any]:
         """Every key and its value, in the order of the documentation; plain numbers, texts, lists and dictionaries."""
