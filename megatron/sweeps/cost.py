@@ -11,6 +11,7 @@ import torch
 from megatron.config import Config
 from megatron.data.tokens import TokenFile
 from megatron.errors import UserError
+from megatron.model import flops
 from megatron.sweeps.plan import Evaluation, Sweep
 from megatron.sweeps.state import State, seconds_per_step
 
@@ -55,18 +56,16 @@ def cost(sweep: Sweep, states: Sequence[State], device_flops: float) -> Cost:
 
 
 def forward_flops(config: Config, vocab: int, length: int) -> float:
-    """Of one token in a window of `length`: two per weight of a matrix, and attention over half the window."""
-    hidden, layers = config.model.hidden_size, config.model.num_layers
-    return 2 * (12 * layers * hidden**2 + vocab * hidden) + 2 * layers * hidden * length
+    """Operations of one token in a causal window of `length`: it attends to half of it."""
+    model = config.model
+    return flops.forward_flops(model.num_layers, model.hidden_size, vocab, keys=length / 2)
 
 
 def parameters(config: Config, vocab: int) -> int:
-    """Without biases and norms, which are less than a percent."""
+    """Numbers in the model's matrices; biases and norms are less than a percent more."""
     model = config.model
-    return (
-        12 * model.num_layers * model.hidden_size**2
-        + (1 + model.no_weight_tying) * vocab * model.hidden_size
-    )
+    looked_up = vocab * model.hidden_size if model.no_weight_tying else 0
+    return flops.matrix_weights(model.num_layers, model.hidden_size, vocab) + looked_up
 
 
 def windows_per_step(config: Config) -> int:

@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from megatron.model.flops import BACKWARD, attention_flops, palm_weights
+
 PEAKS: tuple[tuple[str, dict[str, float]], ...] = (
     (r"V100-SXM2-\d+GB", {"fp16": 125, "fp32": 15.7}),
     (r"V100-PCIE-\d+GB", {"fp16": 112, "fp32": 14}),
@@ -58,10 +60,10 @@ def flops_per_token(model: Any, vocab: int) -> tuple[float, float]:
     encoding. Attention counts all pairs, as PaLM does, although a causal token sees half of them; nothing that is
     computed again counts.
     """
-    hidden = model.hidden_size
-    block = 12 * hidden**2 + 13 * hidden
-    weights = model.num_layers * block + 2 * hidden + vocab * hidden
-    return 6.0 * weights, 12.0 * model.num_layers * hidden * model.seq_length
+    layers, hidden = model.num_layers, model.hidden_size
+    products = 2.0 * palm_weights(layers, hidden, vocab)
+    attention = attention_flops(layers, hidden, keys=float(model.seq_length))
+    return BACKWARD * products, BACKWARD * attention
 
 
 def said(numbers: dict[str, float]) -> str:
