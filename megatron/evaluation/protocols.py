@@ -3,7 +3,7 @@
 import hashlib
 import logging
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import numpy as np
@@ -21,37 +21,51 @@ BUCKET = 64  # positions that share one mean in the protocol position; the first
 class Windows:
     """Windows of one length, in the order of the text.
 
-    ids: of each window [length + 1] tokens, mostly views: the inputs, and one token more as the last target;
-    first_scored: of each window the position from which on its targets count;
-    edges: positions [n + 1] between which a mean of its own is wanted; about: the protocol's own numbers, for the row
+    length: inputs of a window, in tokens
+    ids: [windows] of [length + 1] tokens, mostly views of the text. The last token is a target only.
+    first_scored: [windows], the position from which on a window's targets are scored
+    stretches: [windows], the number of the stretch of text that a window's scored targets are in.
+        The scored targets of one stretch follow each other. Empty where all windows are one stretch.
+    edges: [buckets + 1] positions between which a mean loss of its own is wanted; empty for none
+    about: keys of the protocol for the row, such as {"tail": 256}
     """
 
     length: int
     ids: Sequence[np.ndarray]
     first_scored: Sequence[int]
+    stretches: Sequence[int] = ()
     edges: tuple[int, ...] = ()
     about: dict[str, int] = field(default_factory=dict)
 
     @property
     def counts(self) -> np.ndarray:
-        """Targets that count, by window: [windows] int64."""
+        """The scored targets of each window: [windows] int64."""
         return self.length - np.asarray(self.first_scored, dtype=np.int64)
 
     @cached_property
     def text(self) -> str:
-        """16 hex digits that name the scored targets: losses of two models are pairs only where these are the same."""
+        """16 hex digits of the scored targets: two rows can be paired only where these agree."""
         digest = hashlib.sha256()
         for ids, first in zip(self.ids, self.first_scored, strict=True):
-            digest.update(ids[1 + first :].astype("<i8").tobytes())
+            targets = ids[1 + first :]
+            digest.update(targets.astype("<i8").tobytes())
         return digest.hexdigest()[:16]
 
 
 @dataclass(frozen=True)
 class Request:
-    """What is to be measured: a part of some documents at several lengths, and what single protocols ask beside that.
+    """What to measure: a part of some documents at several lengths, and the options of the protocols.
 
-    eval_tokens: size of the text region; seed, windows, start: paper; tail: tokens of a block; stride: None for half
-    of each length
+    tokens: the corpus
+    lengths: inputs of a window, in tokens; `checked_lengths` has them in order
+    split: shares of the parts, such as "949,50,1"
+    part: train, valid or test
+    eval_tokens: targets of the region, at most
+    seed: of the training. Protocol paper: it shuffles documents and windows
+    windows: protocol paper, windows of each length
+    start: protocol paper, number of the first window
+    tail: protocol tail, scored targets at the end of a window
+    stride: protocol sliding, tokens from one window to the next; None for half of each length
     """
 
     tokens: TokenFile
@@ -67,182 +81,204 @@ class Request:
 
     @cached_property
     def checked_lengths(self) -> list[int]:
-        """The lengths, each once, shortest first; UserError where one is no length."""
-        found = sorted(set(self.lengths))
-        wrong = [length for length in found if length < 1]
-        if wrong or not found:
+        """The lengths, each once, shortest first; UserError where there is none or one is below 1."""
+        lengths = sorted(set(self.lengths))
+        wrong = [length for length in lengths if length < 1]
+        if wrong or not lengths:
             raise UserError(
-                f"eval_lengths: {wrong or 'none given'} - give one or more lengths of at least 1, as 512 1024"
+                f"eval_lengths: {wrong or 'none given'}"
+                " - give one or more lengths of at least 1, as 512 1024"
             )
-        return found
+        return lengths
 
     @cached_property
     def documents(self) -> range:
+        """Numbers of the documents of the part."""
         return split_documents(self.tokens, self.split, self.part)
 
     @property
     def available(self) -> int:
-        """Targets in the part."""
-        return (
-            int(
-                np.sum(
-                    self.tokens.sizes[self.documents.start : self.documents.stop], dtype=np.int64
-                )
-            )
-            - 1
-        )
+        """Targets in the part: all of its tokens but the first."""
+        sizes = self.tokens.sizes[self.documents.start : self.documents.stop]
+        return int(np.sum(sizes, dtype=np.int64)) - 1
 
     @cached_property
     def region(self) -> np.ndarray:
-        """The first text of the part, the same for every length: [a multiple of the longest length, and one more].
+        """The first text of the part, the same for every length: [targets + 1] tokens.
 
-        Documents in file order, with the EOD that ends each.
+        Documents stand in file order, each with the EOD that ends it. The number of targets is a
+        multiple of the longest length. UserError where there is not one window of that length.
         """
-        available, longest = self.available, self.checked_lengths[-1]
+        available = self.available
+        longest = self.checked_lengths[-1]
         if self.eval_tokens < longest:
             raise UserError(
-                f"eval_tokens: {self.eval_tokens} is less than one window of the longest length, {longest};"
-                f" write eval_tokens={longest} or more, or leave that length out"
+                f"eval_tokens: {self.eval_tokens} is less than one window of the longest length,"
+                f" {longest}; write eval_tokens={longest} or more, or leave that length out"
             )
         if available < longest:
             raise UserError(
-                f"eval_part: the {self.part} part of the corpus has {max(available, 0)} tokens to predict, and one"
-                f" window of length {longest} needs {longest}; use a larger corpus, another split than {self.split},"
-                " or shorter lengths"
+                f"eval_part: the {self.part} part of the corpus has {max(available, 0)} tokens to"
+                f" predict, and one window of length {longest} needs {longest}; use a larger corpus,"
+                f" another split than {self.split}, or shorter lengths"
             )
-        count = min(self.eval_tokens, available) // longest * longest
+        targets = _whole_windows(min(self.eval_tokens, available), longest)
         if available < self.eval_tokens:
             logger.info(
                 "eval_tokens: %d are wanted, the %s part has %d: %d are measured",
-                *(self.eval_tokens, self.part, available, count),
+                self.eval_tokens,
+                self.part,
+                available,
+                targets,
             )
-        return first_tokens(self.tokens, self.documents, count + 1)
+        return first_tokens(self.tokens, self.documents, targets + 1)
 
 
 def first_tokens(tokens: TokenFile, documents: range, count: int) -> np.ndarray:
-    """The first `count` tokens of some documents, or all that they have."""
+    """The first `count` tokens of some documents, or all where they have fewer: [count or fewer]."""
     pieces = [np.empty(0, dtype=tokens.dtype)]
+    remaining = count
     for document in documents:
-        if count <= 0:
+        if remaining <= 0:
             break
-        pieces.append(tokens.read(document, 0, min(count, int(tokens.sizes[document]))))
-        count -= len(pieces[-1])
+        size = int(tokens.sizes[document])
+        pieces.append(tokens.read(document, 0, min(remaining, size)))
+        remaining -= len(pieces[-1])
     return np.concatenate(pieces)
 
 
 def equal_tokens(request: Request) -> list[Windows]:
-    """The region cut into windows: lengths that divide the longest are scored on exactly the same targets."""
+    """Cut the region into windows. Lengths that divide the longest score exactly the same targets."""
     return [_cut(request.region, length) for length in request.checked_lengths]
 
 
-def _cut(text: np.ndarray, length: int) -> Windows:
-    starts = range(0, len(text) - length, length)
-    return Windows(
-        length, [text[start : start + length + 1] for start in starts], [0] * len(starts)
-    )
-
-
 def paper(request: Request) -> list[Windows]:
-    """As KERPLE and MEP evaluated: the same number of windows at every length, across documents, in the order of the
-    reference's dataset, so that every length and every seed scores other text.
+    """Measure as KERPLE and MEP did: the same number of windows at every length, across documents.
 
-    start: first window; the reference resumes at (iteration // eval_interval) * eval_iters, that is 16000 after 50000
-    iterations, modulo the number of windows.
+    The windows are those of the reference's dataset, in its order. So every length and every seed
+    scores other text. The reference starts at window (iteration // eval_interval) * eval_iters,
+    which is 16000 after 50000 iterations, modulo the number of windows.
     """
     count, start = request.windows, request.start
     if count < 1 or start < 0:
         raise UserError(
             f"--windows {count} --start {start}: give at least 1 window and a start of at least 0"
         )
-    found = []
+    by_length = []
     for length in request.checked_lengths:
         samples = build_split(
             request.tokens, request.split, request.part, length, request.seed, count
         )
         ids = [samples[(start + number) % len(samples)] for number in range(count)]
+        about = {"start": start}
         epochs = -(-count * length // max(request.available, 1))
-        about = {"start": start} | ({"epochs": epochs} if epochs > 1 else {})
-        found.append(Windows(length, ids, [0] * count, (), about))
-    return found
+        if epochs > 1:
+            about["epochs"] = epochs
+        windows = Windows(length, ids, [0] * count, stretches=range(count), about=about)
+        by_length.append(windows)
+    return by_length
 
 
 def tail(request: Request) -> list[Windows]:
-    """The same blocks of `tail` targets at every length, each at the end of its window: what more context gives.
+    """Score the same ends of windows at every length: what more context gives these targets.
 
-    Blocks end at each quarter of the longest length, from the longest length on: there all have that much context.
+    Ends lie a quarter of the longest length apart, from the longest length on: there every length
+    has all of its context.
     """
-    size, text, longest = request.tail, request.region, request.checked_lengths[-1]
-    if not 1 <= size <= request.checked_lengths[0]:
+    size = request.tail
+    shortest, longest = request.checked_lengths[0], request.checked_lengths[-1]
+    if not 1 <= size <= shortest:
         raise UserError(
-            f"--tail {size}: the scored end of a window has 1 to {request.checked_lengths[0]} tokens, the least length"
+            f"--tail {size}: the scored end of a window has 1 to {shortest} tokens,"
+            " the least length"
         )
-    ends = range(longest, len(text), max(size, longest // 4))
-    return [
-        Windows(
-            length,
-            [text[end - length : end + 1] for end in ends],
-            [length - size] * len(ends),
-            (),
-            {"tail": size},
-        )
-        for length in request.checked_lengths
-    ]
+    text = request.region
+    ends = _tail_ends(len(text) - 1, longest, size)
+    by_length = []
+    for length in request.checked_lengths:
+        ids = [text[end - length : end + 1] for end in ends]
+        first_scored = [length - size] * len(ends)
+        about = {"tail": size}
+        windows = Windows(length, ids, first_scored, stretches=range(len(ends)), about=about)
+        by_length.append(windows)
+    return by_length
 
 
 def position(request: Request) -> list[Windows]:
-    """Windows of the longest length alone; their losses are also kept by position."""
+    """Cut the region by the longest length alone, and ask for the losses by position."""
     longest = request.checked_lengths[-1]
     fine = [0, *(2**power for power in range(6))]
     edges = {*fine, *range(BUCKET, longest, BUCKET), *request.checked_lengths}
-    cut = _cut(request.region, longest)
-    return [
-        Windows(
-            longest,
-            cut.ids,
-            cut.first_scored,
-            tuple(sorted(edge for edge in edges if edge <= longest)),
-        )
-    ]
+    edges_in_window = sorted(edge for edge in edges if edge <= longest)
+    windows = _cut(request.region, longest)
+    return [replace(windows, edges=tuple(edges_in_window))]
 
 
 def sliding(request: Request) -> list[Windows]:
-    """Windows that move by `stride`; each scores its last `stride` targets, the first one all: every later target sees
-    length - stride tokens or more."""
-    found, text = [], request.region
+    """Move windows by `stride` and score the last `stride` targets of each; the first scores all.
+
+    Every target after the first window has a context of length - stride tokens or more.
+    """
+    text = request.region
+    by_length = []
     for length in request.checked_lengths:
-        stride = request.stride if request.stride is not None else max(1, length // 2)
+        stride = _stride(length, request.stride)
         if not 1 <= stride <= length:
             raise UserError(
                 f"--stride {stride}: windows of length {length} must move by 1 to {length} tokens"
             )
-        starts = range(0, len(text) - length, stride)
+        starts = _starts(len(text) - 1, length, stride)
         ids = [text[start : start + length + 1] for start in starts]
-        first_scored = [0, *[length - stride] * (len(starts) - 1)]
-        found.append(Windows(length, ids, first_scored, (), {"stride": stride}))
-    return found
+        first_scored = [0] + [length - stride] * (len(starts) - 1)
+        by_length.append(Windows(length, ids, first_scored, about={"stride": stride}))
+    return by_length
 
 
 def within_document(request: Request) -> list[Windows]:
-    """No window crosses documents: those with a window of the longest length, each from its start as far as such
-    windows go, cut by every length, until eval_tokens are reached."""
-    longest, sizes = request.checked_lengths[-1], request.tokens.sizes
-    chunks, left = [], request.eval_tokens // longest
+    """Cut single documents, so that no window crosses from one to the next.
+
+    Documents with at least one window of the longest length count, each from its start as far as
+    such windows go, until eval_tokens are reached. Every length scores the same targets.
+    """
+    longest = request.checked_lengths[-1]
+    chunks = _chunks(request, longest)
+    if not chunks:
+        size = max(int(request.tokens.sizes[document]) for document in request.documents)
+        raise UserError(
+            f"within_document: no document of the {request.part} part has {longest + 1} tokens, the"
+            f" longest has {size}, and eval_tokens is {request.eval_tokens};"
+            f" give lengths up to {max(size - 1, 1)} and as many tokens"
+        )
+    by_length = []
+    for length in request.checked_lengths:
+        ids: list[np.ndarray] = []
+        stretches: list[int] = []
+        for number, chunk in enumerate(chunks):
+            windows = _cut(chunk, length)
+            ids += windows.ids
+            stretches += [number] * len(windows.ids)
+        by_length.append(Windows(length, ids, [0] * len(ids), stretches=stretches))
+    return by_length
+
+
+def _chunks(request: Request, longest: int) -> list[np.ndarray]:
+    """Starts of long documents, each [a multiple of the longest length, and one more] tokens."""
+    chunks = []
+    wanted = request.eval_tokens // longest  # windows of the longest length
     for document in request.documents:
-        count = min(left, (int(sizes[document]) - 1) // longest)
+        in_document = (int(request.tokens.sizes[document]) - 1) // longest
+        count = min(wanted, in_document)
         if count > 0:
             chunks.append(request.tokens.read(document, 0, count * longest + 1))
-            left -= count
-    if not chunks:
-        size = max(int(sizes[document]) for document in request.documents)
-        raise UserError(
-            f"within_document: no document of the {request.part} part has {longest + 1} tokens, the longest has {size},"
-            f" and eval_tokens is {request.eval_tokens}; give lengths up to {max(size - 1, 1)} and as many tokens"
-        )
-    found = []
-    for length in request.checked_lengths:
-        ids = [window for chunk in chunks for window in _cut(chunk, length).ids]
-        found.append(Windows(length, ids, [0] * len(ids)))
-    return found
+            wanted -= count
+    return chunks
+
+
+def _cut(text: np.ndarray, length: int) -> Windows:
+    """Windows one after another, as far as whole ones go; text [targets + 1]."""
+    starts = _starts(len(text) - 1, length, length)
+    ids = [text[start : start + length + 1] for start in starts]
+    return Windows(length, ids, [0] * len(ids))
 
 
 PROTOCOLS: dict[str, Callable[[Request], list[Windows]]] = {
@@ -253,3 +289,52 @@ PROTOCOLS: dict[str, Callable[[Request], list[Windows]]] = {
     "sliding": sliding,
     "within_document": within_document,
 }
+
+
+def window_counts(
+    protocol: str,
+    lengths: Sequence[int],
+    eval_tokens: int,
+    *,
+    windows: int = 320,
+    tail: int = 256,
+    stride: int | None = None,
+) -> dict[int, int]:
+    """The number of windows of each length that a protocol computes, without reading any text.
+
+    At most as many: a small part has less than eval_tokens, and within_document takes long
+    documents only. The other arguments are those of `Request`.
+    """
+    longest = max(lengths)
+    region = _whole_windows(eval_tokens, longest)
+    if protocol == "paper":
+        return dict.fromkeys(lengths, windows)
+    if protocol == "tail":
+        return dict.fromkeys(lengths, len(_tail_ends(region, longest, tail)))
+    if protocol == "position":
+        return {longest: region // longest}
+    counts = {}
+    for length in lengths:
+        step = _stride(length, stride) if protocol == "sliding" else length
+        counts[length] = len(_starts(region, length, step))
+    return counts
+
+
+def _whole_windows(targets: int, length: int) -> int:
+    """The targets that whole windows hold."""
+    return targets // length * length
+
+
+def _starts(targets: int, length: int, step: int) -> range:
+    """Where whole windows begin that lie `step` tokens apart."""
+    return range(0, targets - length + 1, step)
+
+
+def _tail_ends(targets: int, longest: int, size: int) -> range:
+    """Where the windows of the protocol tail end."""
+    return range(longest, targets + 1, max(size, longest // 4))
+
+
+def _stride(length: int, stride: int | None) -> int:
+    """Tokens that windows move by: half of the length where none is given."""
+    return stride if stride is not None else max(1, length // 2)

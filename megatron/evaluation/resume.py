@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from megatron.evaluation.perplexity import Sums
+from megatron.evaluation.perplexity import Sums, WindowSums
 from megatron.results.row import Row
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -50,15 +50,16 @@ class WindowFile:
         for path in sorted(self.folder.glob(self.pattern)):
             for line in path.read_text(encoding="utf-8").splitlines():
                 try:
-                    index, sums = json.loads(line)
+                    index, buckets, parts = json.loads(line)
                 except ValueError:  # cut off where the process was killed
                     continue
-                found[index] = sums
+                found[index] = WindowSums(buckets, parts)
         return found
 
     def add(self, sums: Sums) -> None:
         with self.path.open("a", encoding="utf-8") as file:
-            file.writelines(json.dumps([index, values]) + "\n" for index, values in sums.items())
+            for index, window in sums.items():
+                file.write(json.dumps([index, window.buckets, window.parts]) + "\n")
 
     def remove(self) -> None:
         """The files of all ranks: their length has its row."""

@@ -63,10 +63,8 @@ class Row(TypedDict, total=False):
     reason: str | None
     window_losses: list[float]  # [windows], the mean loss of each window
     window_tokens: list[int]  # [windows], scored targets of each, where these differ
-    block_losses: list[
-        float
-    ]  # [blocks], the mean loss of consecutive blocks of `block_tokens` targets
-    block_tokens: int
+    block_losses: list[float]  # [blocks], the mean loss of consecutive blocks of 512 targets
+    block_tokens: list[int]  # [blocks], targets of each, where not all have 512
     position_edges: list[int]  # [n + 1], positions between which a mean is taken
     position_losses: list[float]  # [n], mean over positions edges[i] to edges[i + 1] - 1
     seconds: float

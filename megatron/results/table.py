@@ -19,7 +19,8 @@ FACTS = {
 }
 
 OTHER_TEXT = ("paper", "position")  # protocols whose lengths are not scored on the same targets
-OF_WINDOWS = ("window_losses", "window_tokens")  # of windows as long as they were measured
+# Losses of windows as long as they were measured.
+OF_WINDOWS = ("window_losses", "window_tokens", "block_losses", "block_tokens")
 
 
 def by_length(rows: Sequence[Row], lengths: Iterable[int]) -> list[Row]:

@@ -5,13 +5,14 @@ import pytest
 import torch
 from torch import nn
 
-from megatron.evaluation.perplexity import measured
+from megatron.evaluation.perplexity import WindowSums, measured
 from megatron.evaluation.protocols import Windows
 from megatron.evaluation.resume import WindowFile, answered
 
 QUESTION = {"pos_emb": "t5", "pos_emb_args": {"kernels": ["exp"]}, "length": 8, "text": "ab"}
 IDS = [np.arange(start, start + 9) for start in range(0, 80, 8)]
 WINDOWS = Windows(8, IDS, [2] * 10)
+ONE = WindowSums([1.0], [0.25, 0.75])
 
 
 class Killed(Exception):
@@ -47,6 +48,7 @@ def test_a_killed_measurement_goes_on_where_it_was_and_ends_with_the_same_number
     found = measured(last, WINDOWS, batch_tokens=16, journal=journal)
     assert asked + last.asked == 10
     assert (asked, found.loss, found.window_losses) == (8, plain.loss, plain.window_losses)
+    assert found.block_losses == plain.block_losses
     assert found.tokens_per_second == pytest.approx(2 * 6 / found.seconds), (
         "only what this call measured"
     )
@@ -55,8 +57,8 @@ def test_a_killed_measurement_goes_on_where_it_was_and_ends_with_the_same_number
 
 
 def test_windows_of_another_question_are_not_used(tmp_path):
-    WindowFile(tmp_path / "a.jsonl", QUESTION).add({0: [1.0]})
-    assert WindowFile(tmp_path / "a.jsonl", QUESTION, rank=1).read() == {0: [1.0]}
+    WindowFile(tmp_path / "a.jsonl", QUESTION).add({0: ONE})
+    assert WindowFile(tmp_path / "a.jsonl", QUESTION, rank=1).read() == {0: ONE}
     assert WindowFile(tmp_path / "a.jsonl", QUESTION | {"text": "ac"}).read() == {}
     assert WindowFile(tmp_path / "b.jsonl", QUESTION).read() == {}
 
