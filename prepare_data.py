@@ -1,13 +1,8 @@
-"""Turn text into token files: python prepare_data.py stdlib, or --input FILE --name NAME (see --help)."""
+"""Turn text into token files: see --help, or megatron/commands/prepare_data.py."""
 
 import sys
 
-from megatron.data.prepare import run
-from megatron.errors import UserError
+from megatron.commands.prepare_data import main
 
 if __name__ == "__main__":
-    try:
-        print(run(sys.argv[1:]))
-    except UserError as error:
-        print(error, file=sys.stderr)
-        sys.exit(1)
+    sys.exit(main())

@@ -1,4 +1,4 @@
-"""Files that appear whole or not at all: written beside their place, kept safe on disk, then renamed."""
+"""Files that appear whole or not at all: written beside their place, synced to disk, renamed."""
 
 import os
 import shutil
@@ -11,7 +11,7 @@ ROOT = Path(__file__).resolve().parents[1]  # the project's folder: entry script
 
 
 class Beside:
-    """A temporary file in the same folder that takes `path`'s place when the `with` block ends well.
+    """A temporary file in the same folder; it replaces `path` when the `with` block ends well.
 
     with Beside(path) as temporary:
         numpy.save(temporary, array)

@@ -30,7 +30,10 @@ WITHDRAWN = (
 
 
 class Corpus(Protocol):
-    """`skipped` counts the files that the last `documents()` could not decode; `sources()` names what it reads."""
+    """Where documents come from.
+
+    skipped: files that the last `documents()` could not decode; sources(): what it reads
+    """
 
     name: str
     skipped: int
@@ -40,7 +43,7 @@ class Corpus(Protocol):
 
 
 class StandardLibrary:
-    """The source code of the running Python's own standard library, one document per file; nothing is downloaded."""
+    """The source code of this Python's standard library, one document per file, no download."""
 
     name = "stdlib"
 
@@ -50,15 +53,19 @@ class StandardLibrary:
         files = sorted(_python_files(self.root))
         if not files:
             raise UserError(
-                f"stdlib: {self.root} has no .py files - use a Python that comes with its library's source"
+                f"stdlib: {self.root} has no .py files - use a Python that comes with its "
+                "library's source"
             )
-        # A split takes documents by their place: in the order of names the valid part would be a few packages from
-        # the end of the alphabet, unlike the rest. The seed makes the order the same everywhere.
+        # A split takes documents by their place. In the order of names the valid part would be a
+        # few packages from the end of the alphabet. With the seed the order is the same everywhere.
         random.Random(ORDER_SEED).shuffle(files)
         self.files = files[:limit]
 
     def documents(self) -> Iterator[str]:
-        """The text of each file, decoded as Python does; files broken on purpose (tests of the parser) are left out."""
+        """The text of each file, decoded as Python does.
+
+        Files that are broken on purpose, for tests of the parser, are left out.
+        """
         self.skipped = 0
         for path in self.files:
             try:
@@ -70,16 +77,23 @@ class StandardLibrary:
             yield text
 
     def sources(self) -> list[dict[str, Any]]:
-        """One entry for the whole: its sha256 is over the names and contents of all files in their order."""
-        digest, size = hashlib.sha256(), 0
+        """One entry, whose sha256 is over the names and contents of all files in their order."""
+        digest = hashlib.sha256()
+        size = 0
         for path in self.files:
             content = path.read_bytes()
             size += len(content)
-            digest.update(
-                f"{path.relative_to(self.root).as_posix()} {hashlib.sha256(content).hexdigest()}\n".encode()
-            )
-        facts = {"python": platform.python_version(), "files": len(self.files), "bytes": size}
-        return [{"path": str(self.root), **facts, "sha256": digest.hexdigest()}]
+            name = path.relative_to(self.root).as_posix()
+            line = f"{name} {hashlib.sha256(content).hexdigest()}\n"
+            digest.update(line.encode())
+        entry = {
+            "path": str(self.root),
+            "python": platform.python_version(),
+            "files": len(self.files),
+            "bytes": size,
+            "sha256": digest.hexdigest(),
+        }
+        return [entry]
 
 
 def _python_files(root: Path) -> Iterator[Path]:
@@ -97,8 +111,8 @@ def named(name: str) -> Corpus:
         return CORPORA[name]()
     if name in WITHDRAWN:
         raise UserError(
-            f"{name}: is no longer offered for download anywhere that we know of - bring your own copy: "
-            f"python prepare_data.py --input FILE.jsonl.zst --name {name}"
+            f"{name}: is no longer offered for download anywhere that we know of - bring your own "
+            f"copy: python prepare_data.py --input FILE.jsonl.zst --name {name}"
         )
     near = difflib.get_close_matches(name, CORPORA, 1, 0.5)
     guess = f"did you mean {near[0]}? " if near else ""

@@ -1,10 +1,8 @@
-"""Which document comes when, and in which order samples are drawn: built with numpy, kept on disk beside the data."""
+"""The order of documents and of samples: built with numpy, kept on disk beside the data."""
 
 import hashlib
 import logging
-import os
 import shutil
-import tempfile
 from dataclasses import dataclass, fields
 from pathlib import Path
 
@@ -12,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron.data.tokens import TokenFile
+from megatron.files import folder_beside
 
 log = logging.getLogger(__name__)
 FORMAT = 1  # part of the cache's name: raise it when the maps below change
@@ -35,8 +34,12 @@ class Plan:
 
 @dataclass(frozen=True)
 class IndexMaps:
-    """documents [epochs * documents] int32: in the order they are read; ends, same shape, int64: tokens up to the end
-    of each; order [samples]: the samples, shuffled."""
+    """Three arrays.
+
+    documents: [epochs * documents] int32, in the order in which they are read;
+    ends: [epochs * documents] int64, tokens up to the end of each;
+    order: [samples], the samples, shuffled
+    """
 
     documents: NDArray
     ends: NDArray
@@ -44,34 +47,39 @@ class IndexMaps:
 
 
 def index_maps(tokens: TokenFile, plan: Plan, *, cache: bool = True) -> IndexMaps:
-    """The maps of a plan, mapped from PREFIX_index_maps/<hash> where that can be read or written, else in memory."""
+    """The maps of a plan.
+
+    They are mapped from PREFIX_index_maps/<hash> where that can be read or written, else they are
+    in memory.
+    """
     if not cache:
         return build_maps(tokens.sizes, plan)
-    folder = tokens.prefix.with_name(tokens.prefix.name + "_index_maps") / _fingerprint(
-        tokens, plan
-    )
+    home = tokens.prefix.with_name(tokens.prefix.name + "_index_maps")
+    folder = home / _fingerprint(tokens, plan)
     damaged = folder.is_dir()
-    if maps := _load(folder, plan):
-        return maps
+    if kept := _load(folder, plan):
+        return kept
     maps = build_maps(tokens.sizes, plan)
     if damaged:
         shutil.rmtree(folder, ignore_errors=True)
     _save(folder, maps)
-    return _load(folder, plan) or maps  # mapped, so that the ranks of a machine share the memory
+    # Mapped, so that the ranks of a machine share the memory.
+    return _load(folder, plan) or maps
 
 
 def build_maps(sizes: NDArray, plan: Plan) -> IndexMaps:
-    """As GPT-NeoX: one stream shuffles the documents of all epochs together, then the samples. sizes [documents]."""
+    """As GPT-NeoX: one stream shuffles the documents of all epochs together, then the samples.
+
+    sizes: [documents]
+    """
     # RandomState, not Generator: its stream is frozen, and the reference draws from it.
     random = np.random.RandomState(plan.seed)
-    documents = np.tile(
-        np.arange(plan.documents.start, plan.documents.stop, dtype=np.int32), plan.epochs
-    )
+    one_epoch = np.arange(plan.documents.start, plan.documents.stop, dtype=np.int32)
+    documents = np.tile(one_epoch, plan.epochs)
     random.shuffle(documents)
     ends = np.cumsum(sizes[documents], dtype=np.int64)
-    order = np.arange(
-        plan.samples, dtype=np.uint32 if plan.samples < np.iinfo(np.uint32).max - 1 else np.int64
-    )
+    fits_in_32_bits = plan.samples < np.iinfo(np.uint32).max - 1
+    order = np.arange(plan.samples, dtype=np.uint32 if fits_in_32_bits else np.int64)
     random.shuffle(order)
     return IndexMaps(documents, ends, order)
 
@@ -83,16 +91,12 @@ def _fingerprint(tokens: TokenFile, plan: Plan) -> str:
 
 
 def _load(folder: Path, plan: Plan) -> IndexMaps | None:
-    """The maps in a folder, or None if they are not there or not whole."""
+    """The maps in a folder, or None where there are none or not whole ones."""
     if not folder.is_dir():
         return None
     try:
-        maps = IndexMaps(
-            *(
-                np.load(folder / f"{f.name}.npy", mmap_mode="r", allow_pickle=False)
-                for f in fields(IndexMaps)
-            )
-        )
+        arrays = {field.name: _mapped(folder, field.name) for field in fields(IndexMaps)}
+        maps = IndexMaps(**arrays)
         if _whole(maps, plan):
             return maps
         reason = "their contents are not what they should be"
@@ -102,41 +106,40 @@ def _load(folder: Path, plan: Plan) -> IndexMaps | None:
     return None
 
 
+def _mapped(folder: Path, name: str) -> NDArray:
+    return np.load(folder / f"{name}.npy", mmap_mode="r", allow_pickle=False)
+
+
 def _whole(maps: IndexMaps, plan: Plan) -> bool:
-    """Both maps are permutations: their sums give away a file that was filled with zeros or cut by a crash."""
+    """Whether the shapes and sums are right.
+
+    Both maps are permutations, so a sum detects a file that a crash filled with zeros or cut.
+    """
     count = len(plan.documents) * plan.epochs
-    if (
-        maps.documents.shape != (count,)
-        or maps.ends.shape != (count,)
-        or maps.order.shape != (plan.samples,)
-    ):
+    shapes = (maps.documents.shape, maps.ends.shape, maps.order.shape)
+    if shapes != ((count,), (count,), (plan.samples,)):
         return False
-    documents = (plan.documents.start + plan.documents.stop - 1) * len(plan.documents) // 2
-    sums = (
-        int(maps.documents.sum(dtype=np.int64)),
-        int(maps.order.sum(dtype=np.int64)),
-        int(maps.ends[-1]),
-    )
-    whole = (
-        plan.epochs * documents,
-        plan.samples * (plan.samples - 1) // 2,
-        plan.epochs * plan.tokens_per_epoch,
-    )
-    return sums == whole
+    if int(maps.ends[-1]) != plan.epochs * plan.tokens_per_epoch:
+        return False
+    documents = int(maps.documents.sum(dtype=np.int64))
+    samples = int(maps.order.sum(dtype=np.int64))
+    all_documents = plan.epochs * _sum_of(plan.documents)
+    all_samples = _sum_of(range(plan.samples))
+    return documents == all_documents and samples == all_samples
+
+
+def _sum_of(numbers: range) -> int:
+    """first + … + last, without a loop."""
+    return (numbers.start + numbers.stop - 1) * len(numbers) // 2
 
 
 def _save(folder: Path, maps: IndexMaps) -> None:
-    """Write beside and rename the whole folder, so that ranks which build at the same time never see half of it."""
-    beside = None
+    """Keep the maps: the whole folder at once, since several ranks may build at the same time."""
     try:
-        folder.parent.mkdir(exist_ok=True)
-        beside = Path(tempfile.mkdtemp(dir=folder.parent, prefix=f"{folder.name}.", suffix=".tmp"))
-        beside.chmod(folder.parent.stat().st_mode & 0o777)  # mkdtemp's folder is for its owner only
-        for field in fields(IndexMaps):
-            np.save(beside / f"{field.name}.npy", getattr(maps, field.name), allow_pickle=False)
-        os.replace(beside, folder)  # fails where another rank was first
+        with folder_beside(folder) as temporary:  # fails where another rank was first
+            for field in fields(IndexMaps):
+                path = temporary / f"{field.name}.npy"
+                np.save(path, getattr(maps, field.name), allow_pickle=False)
     except OSError as error:
         if not folder.is_dir():
             log.warning("index maps are not kept, every start builds them anew: %s", error)
-        if beside:
-            shutil.rmtree(beside, ignore_errors=True)

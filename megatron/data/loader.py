@@ -1,4 +1,4 @@
-"""Batches of samples, each rank its share, from any point on."""
+"""Batches of samples for each rank, from any point on."""
 
 import itertools
 import logging
@@ -33,17 +33,21 @@ def batches(
     num_workers: int = 0,
     pin_memory: bool = False,
 ) -> Iterator[Tensor]:
-    """Batches [micro_batch, length + 1] int64: a step takes micro_batch * ranks samples, rank r their r-th share.
+    """Batches [micro_batch, length + 1] int64.
 
-    `start` is how many samples all ranks together have used before. The end is the last whole step; with `repeat` the
-    samples start over (said in the log). Workers read ahead; with pin_memory the host need not wait
-    for a copy to CUDA. Raises UserError where there is not one whole step.
+    A step takes micro_batch * ranks samples; rank r gets the r-th micro_batch of them.
+    start: samples that all ranks together have used before;
+    repeat: start over after the last whole step, with a line in the log, instead of ending there;
+    num_workers: processes that read ahead; pin_memory: copies to CUDA need not wait for the host.
+    Raises UserError where there is not one whole step.
     """
     count = len(samples)
-    if count < (1 if repeat else micro_batch * ranks):
+    needed = 1 if repeat else micro_batch * ranks
+    if count < needed:
         raise UserError(
-            f"data: {count} samples are too few for one step of {micro_batch} on each of {ranks} ranks "
-            f"- prepare more text, make train_micro_batch_size_per_gpu smaller, or samples shorter (seq_length)"
+            f"data: {count} samples are too few for one step of {micro_batch} on each of {ranks} "
+            "ranks - prepare more text, make train_micro_batch_size_per_gpu smaller, or samples "
+            "shorter (seq_length)"
         )
     loader = DataLoader(
         cast(Dataset, samples),
@@ -52,7 +56,8 @@ def batches(
         num_workers=num_workers,
         prefetch_factor=PREFETCH if num_workers else None,
         pin_memory=pin_memory,
-        generator=torch.Generator(),  # its own: the loader draws a seed, which must not shift the run's random numbers
+        # The loader draws a seed, which must not shift the run's random numbers.
+        generator=torch.Generator(),
     )
     return iter(loader)
 
@@ -60,11 +65,14 @@ def batches(
 def _steps(
     count: int, micro_batch: int, rank: int, ranks: int, start: int, repeat: bool
 ) -> Iterator[list[int]]:
+    """The indices of each step for one rank."""
     step = micro_batch * ranks
     for first in itertools.count(start, step):
-        if first + step > count and not repeat:
+        last = first + step - 1
+        if last >= count and not repeat:
             return
-        if (first - 1) // count < (first + step - 1) // count and first + step > count:
+        epoch_before = (first - 1) // count
+        if last >= count and last // count > epoch_before:
             log.warning("all %d samples have been used: they start over", count)
         mine = first + rank * micro_batch
         yield [index % count for index in range(mine, mine + micro_batch)]

@@ -1,8 +1,10 @@
-"""Documents from files: JSON lines (plain, .gz, .zst as in the Pile), text, Parquet and Arrow tables."""
+"""Documents from files: JSON lines (plain, .gz, .zst as in the Pile), text, Parquet and Arrow."""
 
+import codecs
 import gzip
 import hashlib
 import json
+import logging
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
@@ -12,54 +14,106 @@ import zstandard
 
 from megatron.errors import UserError
 
+log = logging.getLogger(__name__)
+
 CHUNK = 1 << 20
 WINDOW = 1 << 31  # zstd's largest: the Pile was compressed with long windows
 
 
 class Files:
-    """A corpus of the user's files. `documents()` reads them anew; `sources()` tells what was read."""
+    """A corpus of the user's files.
+
+    inputs: files and folders; key: what holds the text in JSON lines and tables.
+    Raises UserError for what is missing or cannot be read as text.
+    """
 
     def __init__(self, name: str, inputs: Sequence[str | Path], key: str = "text"):
-        self.name, self.key, self.skipped = name, key, 0
+        self.name = name
+        self.key = key
+        self.skipped = 0
         self.paths = list_files(inputs)
+        _check_kinds(self.paths)
 
     def documents(self) -> Iterator[str]:
-        """The text of every document, files as given, folders by name; UserError at the first fault."""
+        """The text of every document: files as given, folders by name.
+
+        Raises UserError at the first fault.
+        """
         for path in self.paths:
-            yield from map(_encodable, READERS[_kind(path)](path, self.key))
+            read = _reader(path) or _whole_text
+            for text in read(path, self.key):
+                yield _encodable(text)
 
     def sources(self) -> list[dict[str, Any]]:
         """Path, bytes and sha256 of each file."""
-        return [
-            {"path": str(p), "bytes": p.stat().st_size, "sha256": _sha256(p)} for p in self.paths
-        ]
+        entries = []
+        for path in self.paths:
+            size = path.stat().st_size
+            entries.append({"path": str(path), "bytes": size, "sha256": _sha256(path)})
+        return entries
 
 
 def list_files(inputs: Sequence[str | Path]) -> list[Path]:
-    """The files that inputs name, folders opened up; UserError for what is missing or of a kind that is not read."""
-    found: list[Path] = []
+    """The files that inputs name, folders opened up. Raises UserError for what is missing."""
+    files: list[Path] = []
     for path in map(Path, inputs):
         if not path.exists():
             raise UserError(
-                f"--input: there is no {path} (looked from {Path.cwd()}) - give existing files or folders"
+                f"--input: there is no {path} (looked from {Path.cwd()}) - give existing files or "
+                "folders"
             )
+        if not path.is_dir():
+            files.append(path)
+            continue
         inside = sorted(p for p in path.rglob("*") if p.is_file() and not p.name.startswith("."))
-        if path.is_dir() and not inside:
+        if not inside:
             raise UserError(f"--input: the folder {path} is empty - give one with files in it")
-        found += inside if path.is_dir() else [path]
-    for path in found:
-        _kind(path)
-    return found
+        files += inside
+    return files
 
 
-def _kind(path: Path) -> str:
-    for kind in READERS:
-        if path.name.endswith(kind):
-            return kind
-    raise UserError(
-        f"--input: {path} is of a kind that is not read - use {', '.join(READERS)} "
-        f"(name the files one by one where a folder holds others too)"
-    )
+def _check_kinds(paths: Sequence[Path]) -> None:
+    """Raise UserError for a file of unknown kind that is not text; say which are taken as text."""
+    unknown = [path for path in paths if _reader(path) is None]
+    for path in unknown:
+        if not is_text(path):
+            raise UserError(
+                f"--input: {path} is of a kind that is not read - use {', '.join(READERS)} "
+                "(name the files one by one where a folder holds others too)"
+            )
+    if unknown:
+        suffixes = sorted({path.suffix or "no suffix" for path in unknown})
+        log.warning(
+            "--input: %d files (%s) are read as plain text, one document each, such as %s",
+            *(len(unknown), ", ".join(suffixes), unknown[0]),
+        )
+
+
+def is_text(path: Path) -> bool:
+    """Whether the whole file is UTF-8 without NUL bytes."""
+    decoder = codecs.getincrementaldecoder("utf-8")()
+    try:
+        with path.open("rb") as file:
+            while chunk := file.read(CHUNK):
+                if b"\0" in chunk:
+                    return False
+                decoder.decode(chunk)
+        decoder.decode(b"", final=True)
+    except UnicodeDecodeError:
+        return False
+    except OSError as error:
+        raise UserError(
+            f"--input: {path} cannot be read ({error.strerror}) - check its permissions"
+        ) from None
+    return True
+
+
+def _reader(path: Path) -> "Reader | None":
+    """What reads files of this kind; None for a kind that is not known."""
+    for suffix, reader in READERS.items():
+        if path.name.endswith(suffix):
+            return reader
+    return None
 
 
 def _json_lines(path: Path, key: str) -> Iterator[str]:
@@ -73,23 +127,26 @@ def _json_lines(path: Path, key: str) -> Iterator[str]:
             raise UserError(f"{where}: is not UTF-8 - convert the file") from None
         except json.JSONDecodeError as error:
             raise UserError(
-                f"{where}: is not JSON ({error.msg}, column {error.colno}) - mend or remove the line"
+                f"{where}: is not JSON ({error.msg}, column {error.colno}) "
+                "- mend or remove the line"
             ) from None
         yield _entry_text(entry, key, where)
 
 
 def _entry_text(entry: Any, key: str, where: str) -> str:
-    """As lm_dataformat: an object with the key, whose value is text or a list of paragraphs, or a bare string."""
+    """The text of one entry, as lm_dataformat stores it.
+
+    An entry is a bare string, or an object whose `key` holds text or a list of paragraphs.
+    """
     if isinstance(entry, str):
         return entry
     if not isinstance(entry, dict) or key not in entry:
-        there = (
-            f"has the keys {', '.join(entry) or '(none)'}"
-            if isinstance(entry, dict)
-            else "is not an object"
-        )
+        fault = "is not an object"
+        if isinstance(entry, dict):
+            fault = f"has the keys {', '.join(entry) or '(none)'}"
         raise UserError(
-            f'{where}: {there}, expected {{"{key}": "..."}} - say which one holds the text with --text-key'
+            f'{where}: {fault}, expected {{"{key}": "..."}} - say which one holds the text with '
+            "--text-key"
         )
     text = entry[key]
     if isinstance(text, list) and all(isinstance(part, str) for part in text):
@@ -115,7 +172,10 @@ def _lines(chunks: Iterable[bytes]) -> Iterator[bytes]:
 
 
 def _chunks(path: Path) -> Iterator[bytes]:
-    """The contents of a file, unpacked by its suffix. A file that is cut off is a UserError, never a shorter corpus."""
+    """The contents of a file, unpacked by its suffix.
+
+    A file that is cut off is a UserError, never a shorter corpus.
+    """
     if path.suffix == ".zst":
         yield from _unpacked(path)
         return
@@ -128,21 +188,24 @@ def _chunks(path: Path) -> Iterator[bytes]:
 
 
 def _unpacked(path: Path) -> Iterator[bytes]:
-    # Not zstandard's stream_reader: it ends after the first frame and takes a cut-off one for whole.
-    packed = zstandard.ZstdDecompressor(max_window_size=WINDOW)
-    frame, rest = None, b""
+    # Not zstandard's stream_reader: it ends after the first frame, also where that is cut off.
+    decompressor = zstandard.ZstdDecompressor(max_window_size=WINDOW)
+    frame = None
+    packed = b""
     with path.open("rb") as file:
-        while rest or (rest := file.read(CHUNK)):
-            frame = frame or packed.decompressobj()
+        while packed or (packed := file.read(CHUNK)):
+            if frame is None:
+                frame = decompressor.decompressobj()
             try:
-                yield frame.decompress(rest)
+                yield frame.decompress(packed)
             except zstandard.ZstdError as error:
                 raise UserError(
                     f"{path}: is damaged or not zstd ({error}) - copy it again"
                 ) from None
-            rest = frame.unused_data if frame.eof else b""
-            frame = None if frame.eof else frame
-    if frame:
+            packed = frame.unused_data if frame.eof else b""
+            if frame.eof:
+                frame = None
+    if frame is not None:
         raise UserError(f"{path}: is cut off inside its last zstd frame - copy it again")
 
 
@@ -156,21 +219,19 @@ def _whole_text(path: Path, key: str) -> Iterator[str]:
 def _table(path: Path, key: str) -> Iterator[str]:
     import datasets  # here, because it is slow to import and rarely needed
 
+    kind = path.suffix.removeprefix(".")
     try:
-        rows = datasets.load_dataset(
-            path.suffix[1:], data_files=str(path), split="train", streaming=True
-        )
+        rows = datasets.load_dataset(kind, data_files=str(path), split="train", streaming=True)
         for number, row in enumerate(rows, 1):
             yield _entry_text(row, key, f"{path}: row {number}")
     except UserError:
         raise
     except Exception as error:  # datasets and pyarrow have many
-        raise UserError(
-            f"{path}: cannot be read as {path.suffix[1:]} ({error}) - copy it again"
-        ) from None
+        raise UserError(f"{path}: cannot be read as {kind} ({error}) - copy it again") from None
 
 
-READERS: dict[str, Callable[[Path, str], Iterator[str]]] = {
+Reader = Callable[[Path, str], Iterator[str]]  # (file, key) -> documents
+READERS: dict[str, Reader] = {
     ".jsonl": _json_lines,
     ".jsonl.gz": _json_lines,
     ".jsonl.zst": _json_lines,

@@ -1,4 +1,4 @@
-"""Train, valid and test samples of a token file, token for token those of GPT-NeoX (2022), without its C++ helper."""
+"""Train, valid and test samples of a token file, token for token those of GPT-NeoX (2022)."""
 
 import logging
 
@@ -14,14 +14,16 @@ PARTS = ("train", "valid", "test")
 
 
 class Samples:
-    """Windows of length + 1 tokens over shuffled documents; sample k of the stream starts at token k * length.
+    """Windows of length + 1 tokens over shuffled documents.
 
-    `len` is one less than there are samples, as in the reference. An index past the end is an IndexError; the reference
-    starts over in silence.
+    Sample k of the stream starts at token k * length. `len` is one less than there are samples, as
+    in the reference. An index past the end is an IndexError; the reference starts over in silence.
     """
 
     def __init__(self, tokens: TokenFile, maps: IndexMaps, length: int):
-        self.tokens, self.maps, self.length = tokens, maps, length
+        self.tokens = tokens
+        self.maps = maps
+        self.length = length
 
     def __len__(self) -> int:
         return len(self.maps.order) - 1
@@ -30,15 +32,24 @@ class Samples:
         """[length + 1] int64."""
         if not 0 <= index < len(self):
             raise IndexError(f"sample {index} of {len(self)}")
-        position, ends = int(self.maps.order[index]) * self.length, self.maps.ends
-        entry = int(np.searchsorted(ends, position, side="right"))
-        start = position - int(ends[entry - 1]) if entry else position
-        sample, filled = np.empty(self.length + 1, dtype=np.int64), 0
+        entry, start = self._place(int(self.maps.order[index]) * self.length)
+        sample = np.empty(self.length + 1, dtype=np.int64)
+        filled = 0
         while filled < len(sample):
-            piece = self.tokens.read(int(self.maps.documents[entry]), start, len(sample) - filled)
+            document = int(self.maps.documents[entry])
+            piece = self.tokens.read(document, start, len(sample) - filled)
             sample[filled : filled + len(piece)] = piece
-            filled, entry, start = filled + len(piece), entry + 1, 0
+            filled += len(piece)
+            entry += 1
+            start = 0
         return sample
+
+    def _place(self, token: int) -> tuple[int, int]:
+        """Which entry of maps.documents holds that token of the stream, and where in it."""
+        ends = self.maps.ends
+        entry = int(np.searchsorted(ends, token, side="right"))
+        before = int(ends[entry - 1]) if entry else 0
+        return entry, token - before
 
 
 def build_split(
@@ -51,18 +62,22 @@ def build_split(
     *,
     cache: bool = True,
 ) -> Samples:
-    """The samples of one part, over as many epochs as num_samples need; raises UserError where the part is empty."""
+    """The samples of one part, over as many epochs as num_samples need.
+
+    Raises UserError where the part is empty.
+    """
     documents = split_documents(tokens, split, part)
     total = int(tokens.sizes[documents.start : documents.stop].sum(dtype=np.int64))
     if not total:
         raise UserError(
-            f"{tokens.prefix}: the {part} part has no tokens - give {part} a larger share than split = {split}"
+            f"{tokens.prefix}: the {part} part has no tokens - give {part} a larger share than "
+            f"split = {split}"
         )
-    if (
-        total <= length
-    ):  # as the reference does; in evaluation it flatters a model that can look back far enough
+    if total <= length:
+        # As the reference does. In evaluation it flatters a model that uses distant tokens.
         log.warning(
-            "%s: the %s part has %d tokens, samples of %d repeat the same text - enlarge its share of split = %s",
+            "%s: the %s part has %d tokens, samples of %d repeat the same text "
+            "- enlarge its share of split = %s",
             *(tokens.prefix, part, total, length, split),
         )
     wanted = max(num_samples, 2)  # two, because the last is not counted
@@ -72,18 +87,14 @@ def build_split(
 
 
 def split_documents(tokens: TokenFile, split: str, part: str) -> range:
-    """Documents of a part, in file order, with the reference's rounding; raises UserError for a part without any."""
+    """Documents of a part, in file order, with the reference's rounding.
+
+    Raises UserError for a part without any.
+    """
     if part not in PARTS:
         raise UserError(f"part: there is no '{part}' - use one of {', '.join(PARTS)}")
-    weights = _weights(split)
     count = len(tokens)
-    bounds = [0]
-    for weight in weights:
-        bounds.append(bounds[-1] + round(weight / sum(weights) * float(count)))
-    surplus = (
-        bounds[-1] - count
-    )  # what rounding added: taken from every bound, as the reference does
-    bounds = [0, *(max(0, bound - surplus) for bound in bounds[1:])]
+    bounds = _bounds(_weights(split), count)
     index = PARTS.index(part)
     documents = range(bounds[index], bounds[index + 1])
     if not documents:
@@ -94,6 +105,16 @@ def split_documents(tokens: TokenFile, split: str, part: str) -> range:
     return documents
 
 
+def _bounds(weights: list[float], count: int) -> list[int]:
+    """Where each part begins, and the end."""
+    bounds = [0]
+    for weight in weights:
+        bounds.append(bounds[-1] + round(weight / sum(weights) * float(count)))
+    surplus = bounds[-1] - count  # what rounding added
+    # The reference takes the surplus from every bound but the first.
+    return [0, *(max(0, bound - surplus) for bound in bounds[1:])]
+
+
 def _weights(split: str) -> list[float]:
     fault = UserError(
         f"split: '{split}' is not train,valid,test shares - write three numbers, such as 949,50,1"
@@ -102,7 +123,6 @@ def _weights(split: str) -> list[float]:
         weights = [float(share) for share in str(split).replace("/", ",").split(",")]
     except ValueError:
         raise fault from None
-    weights = [*weights, 0.0, 0.0][: max(3, len(weights))]
     if len(weights) > 3 or min(weights) < 0 or not 0 < sum(weights) < float("inf"):
         raise fault
-    return weights
+    return weights + [0.0] * (3 - len(weights))

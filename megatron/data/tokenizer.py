@@ -18,7 +18,10 @@ KINDS = ("GPT2BPETokenizer", "HFTokenizer", "CharLevelTokenizer")
 
 
 class Tokenizer(Protocol):
-    """`eod` is the id that ends a document, `hash` names the contents, `vocab_size` is the highest id + 1."""
+    """Text to ids and back.
+
+    eod: the id that ends a document; hash: names the contents; vocab_size: the highest id + 1
+    """
 
     name: str
     hash: str
@@ -33,7 +36,10 @@ class Tokenizer(Protocol):
 def build_tokenizer(
     kind: str, vocab_file: str | Path | None = None, merge_file: str | Path | None = None
 ) -> Tokenizer:
-    """The tokenizer of a tokenizer_type; UserError for files that are missing, empty, swapped or of another kind."""
+    """The tokenizer of a tokenizer_type.
+
+    Raises UserError for files that are missing, empty, swapped or of another kind.
+    """
     if kind == "GPT2BPETokenizer":
         return _gpt2(_given("vocab_file", vocab_file, kind), _given("merge_file", merge_file, kind))
     if kind == "HFTokenizer":
@@ -42,16 +48,21 @@ def build_tokenizer(
         return Bytes()
     near = difflib.get_close_matches(kind, KINDS, 1, 0.3) or KINDS[:1]
     raise UserError(
-        f"tokenizer_type: there is no '{kind}' - did you mean {near[0]}? There are {', '.join(KINDS)}"
+        f"tokenizer_type: there is no '{kind}' - did you mean {near[0]}? "
+        f"There are {', '.join(KINDS)}"
     )
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> str:
-    """Train a byte-level BPE with <|endoftext|> as id 0: the text of a tokenizer.json, the same for the same texts."""
+    """Train a byte-level BPE with <|endoftext|> as id 0: the text of a tokenizer.json.
+
+    The same texts give the same tokenizer.
+    """
     smallest = len(pre_tokenizers.ByteLevel.alphabet()) + 1
     if vocab_size < smallest:
         raise UserError(
-            f"vocab_size: {vocab_size} cannot hold the 256 bytes and {END_OF_DOCUMENT} - use at least {smallest}"
+            f"vocab_size: {vocab_size} cannot hold the 256 bytes and {END_OF_DOCUMENT} "
+            f"- use at least {smallest}"
         )
     bpe = ByteLevelBPETokenizer()
     bpe.train_from_iterator(
@@ -64,31 +75,34 @@ class Subwords:
     """A tokenizer of the Hugging Face `tokenizers` library."""
 
     def __init__(self, name: str, inner: tokenizers.Tokenizer, eod: int, fingerprint: str):
-        # A tokenizer.json may ask for these; documents are never cut or padded here, and never contain their own end.
+        # A tokenizer.json may ask for these. Documents are never cut or padded here.
         inner.no_truncation()
         inner.no_padding()
-        inner.encode_special_tokens = True
-        self.name, self.eod, self.hash, self._inner = name, eod, fingerprint, inner
+        inner.encode_special_tokens = True  # a document never contains its own end
+        self.name = name
+        self.eod = eod
+        self.hash = fingerprint
         self.vocab_size = max(inner.get_vocab(with_added_tokens=True).values()) + 1
+        self._inner = inner
 
     def encode(self, text: str) -> list[int]:
         return self._inner.encode(text, add_special_tokens=False).ids
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """Ids of each text; the library works on all cores (RAYON_NUM_THREADS limits it)."""
-        return [
-            encoding.ids
-            for encoding in self._inner.encode_batch_fast(list(texts), add_special_tokens=False)
-        ]
+        encodings = self._inner.encode_batch_fast(list(texts), add_special_tokens=False)
+        return [encoding.ids for encoding in encodings]
 
     def decode(self, ids: Sequence[int]) -> str:
         return self._inner.decode(list(ids), skip_special_tokens=False)
 
 
 class Bytes:
-    """GPT-NeoX's CharLevelTokenizer: the bytes of UTF-8 in a vocabulary of 512, with 0 as the end of a document."""
+    """GPT-NeoX's CharLevelTokenizer: bytes of UTF-8, a vocabulary of 512, 0 ends a document."""
 
-    name, vocab_size, eod = "CharLevelTokenizer", 512, 0
+    name = "CharLevelTokenizer"
+    vocab_size = 512
+    eod = 0
     hash = hashlib.sha256(b"CharLevelTokenizer 512").hexdigest()[:12]
 
     def encode(self, text: str) -> list[int]:
@@ -102,53 +116,57 @@ class Bytes:
 
 
 def _gpt2(vocab_path: Path, merge_path: Path) -> Subwords:
-    vocab_text, merges_text = _text(vocab_path, "vocab_file"), _text(merge_path, "merge_file")
+    vocab_text = _text(vocab_path, "vocab_file")
+    merges_text = _text(merge_path, "merge_file")
     vocab = _json(vocab_text)
     if vocab is None:
-        swapped = isinstance(_json(merges_text), dict)
-        fix = (
-            "vocab_file and merge_file are swapped"
-            if swapped
-            else "give GPT-2's vocab.json (gpt2-vocab.json)"
-        )
+        fix = "give GPT-2's vocab.json (gpt2-vocab.json)"
+        if isinstance(_json(merges_text), dict):
+            fix = "vocab_file and merge_file are swapped"
         raise UserError(f"vocab_file: {vocab_path} is not JSON - {fix}")
     if isinstance(vocab.get("model"), dict):  # "model" is also a word of GPT-2's vocabulary
         raise UserError(
-            f"vocab_file: {vocab_path} is a whole tokenizer.json - use tokenizer_type: HFTokenizer for it"
+            f"vocab_file: {vocab_path} is a whole tokenizer.json - use tokenizer_type: HFTokenizer "
+            "for it"
         )
     if _json(merges_text) is not None:
         raise UserError(
-            f"merge_file: {merge_path} is JSON, not a list of merges - give GPT-2's merges.txt (gpt2-merges.txt)"
+            f"merge_file: {merge_path} is JSON, not a list of merges - give GPT-2's merges.txt "
+            "(gpt2-merges.txt)"
         )
     _check_vocab(vocab, vocab_path)
     try:
         bpe = ByteLevelBPETokenizer.from_file(str(vocab_path), str(merge_path))
     except Exception as error:  # the library raises bare Exceptions
         raise UserError(
-            f"merge_file: {merge_path} does not belong to {vocab_path}: {error} - give the pair that came together"
+            f"merge_file: {merge_path} does not belong to {vocab_path}: {error} - give the pair "
+            "that came together"
         ) from None
-    return Subwords(
-        "GPT2BPETokenizer", bpe._tokenizer, vocab[END_OF_DOCUMENT], _hash(vocab_text, merges_text)
-    )
+    fingerprint = _hash(vocab_text, merges_text)
+    return Subwords("GPT2BPETokenizer", bpe._tokenizer, vocab[END_OF_DOCUMENT], fingerprint)
 
 
 def _check_vocab(vocab: dict[str, Any], path: Path) -> None:
     if not vocab:
         raise UserError(f"vocab_file: {path} has no entries - copy it again")
     ids = set(vocab.values())
-    if not all(isinstance(number, int) and number >= 0 for number in ids) or len(ids) < len(vocab):
+    are_numbers = all(isinstance(number, int) and number >= 0 for number in ids)
+    if not are_numbers or len(ids) < len(vocab):
         raise UserError(
-            f"vocab_file: {path} does not give every token its own number - it is not a GPT-2 vocabulary, copy it again"
+            f"vocab_file: {path} does not give every token its own number - it is not a GPT-2 "
+            "vocabulary, copy it again"
         )
     if END_OF_DOCUMENT not in vocab:
         raise UserError(
-            f"vocab_file: {path} has no {END_OF_DOCUMENT}, which ends every document - add it to the vocabulary"
+            f"vocab_file: {path} has no {END_OF_DOCUMENT}, which ends every document - add it to "
+            "the vocabulary"
         )
     # The library drops letters that it does not know without a word.
     missing = set(pre_tokenizers.ByteLevel.alphabet()) - vocab.keys()
     if missing:
         raise UserError(
-            f"vocab_file: {path} lacks {len(missing)} of the 256 bytes - it is not a byte-level GPT-2 vocabulary"
+            f"vocab_file: {path} lacks {len(missing)} of the 256 bytes - it is not a byte-level "
+            "GPT-2 vocabulary, copy it again"
         )
 
 
@@ -156,46 +174,47 @@ def _hugging_face(path: Path) -> Subwords:
     text = _text(path, "vocab_file")
     content = _json(text)
     if content is None or not isinstance(content.get("model"), dict):
-        found = (
-            "a bare vocabulary: it needs tokenizer_type: GPT2BPETokenizer and its merge_file"
-            if content
-            else "not one"
-        )
-        raise UserError(f"vocab_file: HFTokenizer reads a tokenizer.json, {path} is {found}")
+        what = "not one"
+        if content:
+            what = "a bare vocabulary: it needs tokenizer_type: GPT2BPETokenizer and its merge_file"
+        raise UserError(f"vocab_file: HFTokenizer reads a tokenizer.json, {path} is {what}")
     try:
         inner = tokenizers.Tokenizer.from_str(text)
     except Exception as error:  # the library raises bare Exceptions
         raise UserError(
-            f"vocab_file: {path} cannot be read by tokenizers {tokenizers.__version__}: {error} - copy it again"
+            f"vocab_file: {path} cannot be read by tokenizers {tokenizers.__version__}: {error} "
+            "- copy it again"
         ) from None
     eod = inner.token_to_id(END_OF_DOCUMENT)
     if eod is None:
         raise UserError(
-            f"vocab_file: {path} has no {END_OF_DOCUMENT}, which ends every document - add it to its special tokens"
+            f"vocab_file: {path} has no {END_OF_DOCUMENT}, which ends every document - add it to "
+            "its special tokens"
         )
     built = Subwords("HFTokenizer", inner, eod, _hash(text))
     if not built.encode("Hello world"):
         raise UserError(
-            f"vocab_file: {path} turns 'Hello world' into nothing, its vocabulary is empty - copy it again"
+            f"vocab_file: {path} turns 'Hello world' into nothing, its vocabulary is empty "
+            "- copy it again"
         )
     return built
 
 
 def _given(key: str, path: str | Path | None, kind: str) -> Path:
-    if not path:
-        what = (
-            "tokenizer.json"
-            if kind == "HFTokenizer"
-            else {"vocab_file": "vocab.json", "merge_file": "merges.txt"}[key]
-        )
-        raise UserError(f"{key}: {kind} needs one - give the path of its {what}")
-    return Path(path)
+    """The path of a file that this tokenizer needs; UserError where none is given."""
+    if path:
+        return Path(path)
+    what = {"vocab_file": "vocab.json", "merge_file": "merges.txt"}[key]
+    if kind == "HFTokenizer":
+        what = "tokenizer.json"
+    raise UserError(f"{key}: {kind} needs one - give the path of its {what}")
 
 
 def _text(path: Path, key: str) -> str:
     if not path.is_file():
         raise UserError(
-            f"{key}: there is no file {path} (looked from {Path.cwd()}) - give the path of an existing file"
+            f"{key}: there is no file {path} (looked from {Path.cwd()}) - give the path of an "
+            "existing file"
         )
     try:
         text = path.read_text(encoding="utf-8")

@@ -1,24 +1,24 @@
-"""Token files in GPT-NeoX's memory-mapped format: PREFIX.bin (ids), .idx (documents), .json (what they are)."""
+"""Token files in GPT-NeoX's mapped format: PREFIX.bin (ids), .idx (documents), .json (meta)."""
 
 import json
-import os
 import struct
 from array import array
 from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
-from typing import Any, BinaryIO, Self
+from typing import Any, Self
 
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 from megatron.data.tokenizer import Tokenizer
 from megatron.errors import UserError
+from megatron.files import Together
 
 MAGIC = b"MMIDIDX\x00\x00"
-HEADER = struct.Struct(
-    "<9sQBQQ"
-)  # magic, version, dtype code, documents, entries of the document index
+# magic, version, dtype code, documents, entries of the document index
+HEADER = struct.Struct("<9sQBQQ")
 VERSION = 1
 DTYPES: dict[int, np.dtype] = {
     1: np.dtype(np.uint8),
@@ -29,7 +29,7 @@ DTYPES: dict[int, np.dtype] = {
     8: np.dtype(np.uint16),
 }
 REMAKE = "copy both files again, or make them anew with prepare_data.py"
-PROBE = 1 << 22  # ids looked at when a file does not say which vocabulary it was written with
+PROBE = 1 << 22  # ids that are checked against the vocabulary, from the file's start
 
 
 def dtype_for(vocab_size: int) -> np.dtype:
@@ -38,7 +38,11 @@ def dtype_for(vocab_size: int) -> np.dtype:
 
 
 class TokenFile:
-    """Documents of token ids, mapped: `sizes` [documents] int32, `tokens` their sum, `meta` the sidecar or {}."""
+    """Documents of token ids, memory-mapped.
+
+    sizes: tokens of each document, [documents] int32; tokens: their sum;
+    meta: the contents of PREFIX.json, {} where there is none
+    """
 
     def __init__(
         self,
@@ -47,21 +51,29 @@ class TokenFile:
         sizes: NDArray,
         pointers: NDArray,
         ids: NDArray,
-        meta: dict,
+        meta: dict[str, Any],
     ):
-        self.prefix, self.dtype, self.sizes, self.meta = prefix, dtype, sizes, meta
-        self._pointers, self._ids = pointers, ids
+        self.prefix = prefix
+        self.dtype = dtype
+        self.sizes = sizes
+        self.meta = meta
         self.tokens = len(ids)
+        self._pointers = pointers  # byte offset of each document
+        self._ids = ids
 
     @classmethod
     def open(cls, prefix: str | Path) -> Self:
-        """Map PREFIX.bin and PREFIX.idx; raises UserError where they are missing, damaged or do not belong together."""
+        """Map PREFIX.bin and PREFIX.idx.
+
+        Raises UserError where they are missing, damaged or do not belong together.
+        """
         prefix = _checked_prefix(prefix)
         dtype, sizes, pointers = _read_index(_with(prefix, ".idx"))
         path = _with(prefix, ".bin")
         _check_extent(path, dtype, sizes, pointers)
         ids = np.memmap(path, dtype=dtype, mode="r").view(np.ndarray)
-        return cls(prefix, dtype, sizes, pointers, ids, _read_sidecar(prefix, len(sizes), len(ids)))
+        meta = _read_sidecar(prefix, len(sizes), len(ids))
+        return cls(prefix, dtype, sizes, pointers, ids, meta)
 
     def __len__(self) -> int:
         return len(self.sizes)
@@ -71,58 +83,86 @@ class TokenFile:
         return type(self).open, (self.prefix,)
 
     def read(self, document: int, start: int = 0, count: int | None = None) -> NDArray:
-        """Up to `count` ids of a document from `start` on: [count] in the file's dtype, a view, fewer at its end."""
+        """Up to `count` ids of a document from `start` on: a view [count] in the file's dtype.
+
+        It is shorter where the document ends before.
+        """
         size = int(self.sizes[document])
         stop = size if count is None else min(size, start + count)
         first = int(self._pointers[document]) // self.dtype.itemsize
         return self._ids[first + start : first + stop]
 
     def check_tokenizer(self, tokenizer: Tokenizer) -> None:
-        """Raise UserError unless that tokenizer wrote these ids or, where nothing is known, they fit its vocabulary."""
-        written = self.meta.get("tokenizer")
-        if written and written.get("hash") != tokenizer.hash:
+        """Raise UserError unless that tokenizer can have written these ids.
+
+        With PREFIX.json the tokenizers' hashes must agree, else the ids must fit the vocabulary.
+        """
+        writer = self.meta.get("tokenizer")
+        if writer and writer.get("hash") != tokenizer.hash:
+            theirs = f"{writer.get('type')} {writer.get('hash')}"
+            ours = f"{tokenizer.name} {tokenizer.hash}"
             raise UserError(
-                f"{self.prefix}: was written by {written.get('type')} {written.get('hash')} with a vocabulary of "
-                f"{written.get('vocab_size')}, but the configuration has {tokenizer.name} {tokenizer.hash} with "
-                f"{tokenizer.vocab_size} - give the tokenizer_type, vocab_file and merge_file of the data"
+                f"{self.prefix}: was written by {theirs} with a vocabulary of "
+                f"{writer.get('vocab_size')}, but the configuration has {ours} with "
+                f"{tokenizer.vocab_size} - give the tokenizer_type, vocab_file and merge_file "
+                "of the data"
             )
         highest = int(self._ids[:PROBE].max())
         if highest >= tokenizer.vocab_size:
             raise UserError(
-                f"{self.prefix}: holds token {highest}, but the vocabulary of {tokenizer.name} ends at "
-                f"{tokenizer.vocab_size - 1} - give the tokenizer that the data was prepared with"
+                f"{self.prefix}: holds token {highest}, but the vocabulary of {tokenizer.name} "
+                f"ends at {tokenizer.vocab_size - 1} - give the tokenizer that the data was "
+                "prepared with"
             )
 
 
 class TokenWriter:
-    """Write PREFIX.bin/.idx/.json: beside, and renamed when the `with` block ends well; `meta` is read then."""
+    """Write PREFIX.bin, .idx and .json, which replace earlier ones when the `with` block ends well.
+
+    meta: what PREFIX.json says beside the numbers of documents and tokens. It may be changed inside
+    the block. Without it no .json is written.
+    """
 
     def __init__(
         self,
         prefix: str | Path,
         dtype: DTypeLike,
         *,
-        meta: dict | None = None,
+        meta: dict[str, Any] | None = None,
         overwrite: bool = False,
     ):
-        self.prefix, self.dtype = Path(prefix), np.dtype(dtype)
+        self.prefix = Path(prefix)
+        self.dtype = np.dtype(dtype)
         self.meta: dict[str, Any] = dict(meta or {})
-        self.documents = self.tokens = 0
-        self._code = next((code for code, known in DTYPES.items() if known == self.dtype), None)
-        if self._code is None:
-            raise UserError(
-                f"{prefix}: tokens cannot be stored as {self.dtype} - use one of {', '.join(map(str, DTYPES.values()))}"
-            )
-        if not overwrite and (
-            taken := [p for p in map(self._path, (".idx", ".bin")) if p.exists()]
-        ):
-            raise UserError(
-                f"{taken[0]}: is there already - choose another name, or say --overwrite"
-            )
+        self.documents = 0
+        self.tokens = 0
+        self._code = self._dtype_code()
         self._sizes = array("i")  # four bytes a document: there may be many millions
+        if not overwrite:
+            self._refuse_to_replace()
+
+    def _dtype_code(self) -> int:
+        for code, dtype in DTYPES.items():
+            if dtype == self.dtype:
+                return code
+        known = ", ".join(map(str, DTYPES.values()))
+        raise UserError(
+            f"{self.prefix}: tokens cannot be stored as {self.dtype} - use one of {known}"
+        )
+
+    def _refuse_to_replace(self) -> None:
+        for suffix in (".idx", ".bin"):
+            path = _with(self.prefix, suffix)
+            if path.exists():
+                raise UserError(f"{path}: exists already - choose another name, or add --overwrite")
 
     def __enter__(self) -> Self:
-        self._bin: BinaryIO = self._temporary(".bin").open("wb")
+        # The index comes last. Without it there is no token file: a crash cannot mix old and new.
+        files = Together(*(_with(self.prefix, suffix) for suffix in (".bin", ".json", ".idx")))
+        with ExitStack() as stack:
+            self._paths = stack.enter_context(files)
+            self._bin = stack.enter_context(self._paths[0].open("wb"))
+            self._open = stack.pop_all()
         return self
 
     def __exit__(
@@ -131,106 +171,103 @@ class TokenWriter:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        try:
-            if kind is None:
-                self._finish()
-        finally:
-            self._bin.close()
-            for suffix in (".bin", ".json", ".idx"):
-                self._temporary(suffix).unlink(missing_ok=True)
+        if kind is not None:
+            self._open.__exit__(kind, error, trace)
+            return
+        with self._open:
+            self._finish()
 
     def add(self, ids: Sequence[int] | NDArray) -> None:
-        """Append one document: ids [tokens]. Raises UserError for an id that the file's dtype cannot hold."""
+        """Append one document: ids [tokens].
+
+        Raises UserError for an id that the file's dtype cannot hold.
+        """
         wide = np.asarray(ids, dtype=np.int64)
-        limits = np.iinfo(self.dtype.name)
-        if len(wide) and (wide.max() > limits.max or wide.min() < limits.min):
-            worst = wide.max() if wide.max() > limits.max else wide.min()
-            raise UserError(
-                f"{self.prefix}: token {worst} does not fit {self.dtype} ({limits.min} to {limits.max}) "
-                f"- the vocabulary is too large for this file: int32 holds any"
-            )
+        if len(wide):
+            self._check_range(int(wide.min()), int(wide.max()))
         self._bin.write(wide.astype(self.dtype).tobytes())
         self._sizes.append(len(wide))
         self.documents += 1
         self.tokens += len(wide)
+
+    def _check_range(self, lowest: int, highest: int) -> None:
+        limits = np.iinfo(self.dtype.name)
+        if lowest >= limits.min and highest <= limits.max:
+            return
+        misfit = highest if highest > limits.max else lowest
+        raise UserError(
+            f"{self.prefix}: token {misfit} does not fit {self.dtype} ({limits.min} to "
+            f"{limits.max}) - the vocabulary is too large for this file: int32 holds any"
+        )
 
     def _finish(self) -> None:
         if not self.tokens:
             raise UserError(
                 f"{self.prefix}: no tokens to write - the input has no documents with text in them"
             )
-        _sync(self._bin)
-        self._write_index()
+        _, sidecar, index = self._paths
+        self._write_index(index)
         if self.meta:
             facts = self.meta | {"documents": self.documents, "tokens": self.tokens}
-            self._temporary(".json").write_text(
-                json.dumps(facts, indent=2) + "\n", encoding="utf-8"
-            )
-        # The index goes first and comes last: there is no token file without it, so a crash cannot mix old and new.
-        self._path(".idx").unlink(missing_ok=True)
-        self._path(".json").unlink(missing_ok=True)
-        for suffix in (".bin", ".json", ".idx") if self.meta else (".bin", ".idx"):
-            os.replace(self._temporary(suffix), self._path(suffix))
+            sidecar.write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
 
-    def _write_index(self) -> None:
+    def _write_index(self, path: Path) -> None:
+        count = len(self._sizes)
         sizes = np.asarray(self._sizes, dtype=np.int32)
-        pointers = np.zeros(len(sizes), dtype=np.int64)
-        np.cumsum(sizes[:-1] * np.int64(self.dtype.itemsize), out=pointers[1:])
-        with self._temporary(".idx").open("wb") as file:
-            file.write(HEADER.pack(MAGIC, VERSION, self._code, len(sizes), len(sizes) + 1))
-            for part in (sizes, pointers, np.arange(len(sizes) + 1, dtype=np.int64)):
-                file.write(part.tobytes())
-            _sync(file)
-
-    def _path(self, suffix: str) -> Path:
-        return _with(self.prefix, suffix)
-
-    def _temporary(self, suffix: str) -> Path:
-        return _with(self.prefix, f"{suffix}.{os.getpid()}.tmp")
+        byte_sizes = sizes * np.int64(self.dtype.itemsize)
+        pointers = np.zeros(count, dtype=np.int64)
+        np.cumsum(byte_sizes[:-1], out=pointers[1:])
+        document_index = np.arange(count + 1, dtype=np.int64)
+        with path.open("wb") as file:
+            file.write(HEADER.pack(MAGIC, VERSION, self._code, count, count + 1))
+            file.write(sizes.tobytes())
+            file.write(pointers.tobytes())
+            file.write(document_index.tobytes())
 
 
 def _with(prefix: Path, suffix: str) -> Path:
     return prefix.with_name(prefix.name + suffix)
 
 
-def _sync(file: BinaryIO) -> None:
-    file.flush()
-    os.fsync(file.fileno())
-
-
 def _checked_prefix(prefix: str | Path) -> Path:
+    """The prefix, where both files exist; else a UserError that says what is wrong with it."""
     text = str(prefix)
     path = Path(prefix)
-    missing = (
-        [p for p in (_with(path, ".idx"), _with(path, ".bin")) if not p.is_file()]
-        if path.name
-        else [path]
-    )
+    missing = [path]
+    if path.name:
+        pair = (_with(path, ".idx"), _with(path, ".bin"))
+        missing = [file for file in pair if not file.is_file()]
     if not missing:
         return path
     if "," in text:
         raise UserError(
-            f"data_path: '{text}' is a list, but one prefix is expected - give one, mixtures are not supported"
+            f"data_path: '{text}' is a list, but one prefix is expected - give one, mixtures are "
+            "not supported"
         )
     if path.suffix in (".bin", ".idx"):
         raise UserError(
-            f"data_path: '{text}' names one file of two - leave the suffix away: {path.with_suffix('')}"
+            f"data_path: '{text}' names one file of two - leave the suffix away: "
+            f"{path.with_suffix('')}"
         )
     if len(missing) == 1 and path.name:
-        raise UserError(f"data_path: {missing[0]} is missing, its partner is there - {REMAKE}")
+        raise UserError(f"data_path: {missing[0]} is missing, its partner exists - {REMAKE}")
     inside = sorted(path.glob("*.idx")) if path.is_dir() else []
     if inside:
         raise UserError(
-            f"data_path: '{text}' is a folder - give the prefix in it, such as {inside[0].with_suffix('')}"
+            f"data_path: '{text}' is a folder - give the prefix in it, such as "
+            f"{inside[0].with_suffix('')}"
         )
     raise UserError(
         f"data_path: there are no token files {text}.bin and {text}.idx (looked from {Path.cwd()}) "
-        f"- make them with prepare_data.py, for instance `python prepare_data.py stdlib`"
+        "- make them with prepare_data.py, for instance `python prepare_data.py stdlib`"
     )
 
 
 def _read_index(path: Path) -> tuple[np.dtype, NDArray, NDArray]:
-    """The file's dtype, sizes [documents] int32 and byte offsets [documents] int64, both mapped."""
+    """The file's dtype, sizes [documents] int32 and byte offsets [documents] int64, both mapped.
+
+    The document index that follows is not used, as in GPT-NeoX.
+    """
     length = path.stat().st_size
     with path.open("rb") as file:
         head = file.read(HEADER.size)
@@ -244,68 +281,72 @@ def _read_index(path: Path) -> tuple[np.dtype, NDArray, NDArray]:
             f"{path}: has format version {version}, only version {VERSION} can be read - {REMAKE}"
         )
     if code not in DTYPES:
+        known = ", ".join(map(str, DTYPES))
         raise UserError(
-            f"{path}: dtype code {code} is not one of whole numbers ({', '.join(map(str, DTYPES))}) - {REMAKE}"
+            f"{path}: dtype code {code} is not one of whole numbers ({known}) - {REMAKE}"
         )
     expected = HEADER.size + documents * 12 + entries * 8
     if length != expected:
-        how = "is cut off" if length < expected else "is too long"
         raise UserError(
-            f"{path}: {how}: {length} bytes instead of the {expected} of {documents} documents - {REMAKE}"
+            f"{path}: {_misfit(length, expected)}: {length} bytes instead of the {expected} of "
+            f"{documents} documents - {REMAKE}"
         )
     if not documents:
         raise UserError(f"{path}: has no documents - make it anew from an input with text in it")
+    after_sizes = HEADER.size + 4 * documents
     sizes = np.memmap(path, dtype=np.int32, mode="r", offset=HEADER.size, shape=(documents,))
-    pointers = np.memmap(
-        path, dtype=np.int64, mode="r", offset=HEADER.size + 4 * documents, shape=(documents,)
-    )
-    return (
-        DTYPES[code],
-        sizes.view(np.ndarray),
-        pointers.view(np.ndarray),
-    )  # the document index that follows is not used, as in GPT-NeoX
+    pointers = np.memmap(path, dtype=np.int64, mode="r", offset=after_sizes, shape=(documents,))
+    return DTYPES[code], sizes.view(np.ndarray), pointers.view(np.ndarray)
 
 
 def _foreign(head: bytes) -> str:
     if not head:
         return "is empty"
     if head.startswith(b"TNTIDX"):
-        return (
-            "is in the older TNTIDX format (data_impl: cached or lazy), only mmap files can be read"
-        )
+        older = "is in the older TNTIDX format (data_impl: cached or lazy)"
+        return f"{older}, only mmap files can be read"
     return f"is not a GPT-NeoX index file (it starts with {head[:9]!r} instead of {MAGIC!r})"
 
 
+def _misfit(length: int, expected: int) -> str:
+    return "is cut off" if length < expected else "is too long"
+
+
 def _check_extent(path: Path, dtype: np.dtype, sizes: NDArray, pointers: NDArray) -> None:
+    """Raise UserError unless PREFIX.bin is as long as its index says."""
     ends = np.cumsum(sizes, dtype=np.int64) * dtype.itemsize
-    if sizes.min() < 0 or pointers[0] != 0 or not np.array_equal(pointers[1:], ends[:-1]):
+    starts_where_the_last_ends = np.array_equal(pointers[1:], ends[:-1])
+    if sizes.min() < 0 or pointers[0] != 0 or not starts_where_the_last_ends:
         raise UserError(
-            f"{path.with_suffix('.idx')}: its sizes and offsets disagree, the file is damaged - {REMAKE}"
+            f"{path.with_suffix('.idx')}: its sizes and offsets disagree, the file is damaged "
+            f"- {REMAKE}"
         )
-    length, expected = path.stat().st_size, int(ends[-1])
+    length = path.stat().st_size
+    expected = int(ends[-1])
     if not expected:
         raise UserError(f"{path}: has no tokens - make it anew from an input with text in it")
     if length != expected:
-        how = "is cut off" if length < expected else "is too long"
         raise UserError(
-            f"{path}: {how}: {length} bytes, but its .idx speaks of {expected} - {REMAKE}"
+            f"{path}: {_misfit(length, expected)}: {length} bytes, but its .idx expects {expected} "
+            f"- {REMAKE}"
         )
 
 
-def _read_sidecar(prefix: Path, documents: int, tokens: int) -> dict:
+def _read_sidecar(prefix: Path, documents: int, tokens: int) -> dict[str, Any]:
     path = _with(prefix, ".json")
     if not path.is_file():
         return {}
     try:
         meta = json.loads(path.read_text(encoding="utf-8", errors="replace"))
-        said = (meta["documents"], meta["tokens"])
+        described = (meta["documents"], meta["tokens"])
     except (json.JSONDecodeError, KeyError, TypeError):
         raise UserError(
-            f"{path}: does not describe a token file - remove it (the .bin and .idx work without), or {REMAKE}"
+            f"{path}: does not describe a token file - remove it (the .bin and .idx work without), "
+            f"or {REMAKE}"
         ) from None
-    if said != (documents, tokens):
+    if described != (documents, tokens):
         raise UserError(
-            f"{path}: speaks of {said[0]} documents and {said[1]} tokens, the .idx of {documents} and {tokens} "
-            f"- it belongs to another file: remove it, or {REMAKE}"
+            f"{path}: describes {described[0]} documents and {described[1]} tokens, the .idx "
+            f"{documents} and {tokens} - it belongs to another file: remove it, or {REMAKE}"
         )
     return meta

@@ -1,10 +1,10 @@
 """Floating point operations of the model, as PaLM counts them (arXiv 2204.02311, appendix B).
 
 A product of an [m, k] and a [k, n] matrix is 2 m k n operations: a multiplication and an addition
-for each term. Norms, softmax, activations, the encoding and whatever is computed again do not count.
-PaLM lets every token attend to the whole window; a causal token attends to half of it. Both are here:
-`keys` is how many keys a token attends to, the window's `length` for PaLM, `causal_keys(length)` for
-the work that is needed.
+for each term. Norms, softmax, activations, the encoding and recomputation do not count.
+PaLM lets every token attend to the whole window; a causal token attends to half of it.
+`keys` is how many keys a token attends to: the window's `length` for PaLM's count,
+`causal_keys(length)` for the work that a causal mask leaves.
 """
 
 BACKWARD = 3  # a training step in forward passes: gradients of inputs and of weights cost one each

@@ -8,9 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron.data import tokens
+from megatron import files
+from megatron.commands.prepare_data import run
 from megatron.data.corpora import CORPORA, StandardLibrary
-from megatron.data.prepare import run
 from megatron.data.tokenizer import build_tokenizer, train_tokenizer
 from megatron.data.tokens import TokenFile
 from megatron.errors import UserError
@@ -97,21 +97,13 @@ def test_documents_keep_their_order_and_those_without_text_are_left_out(tmp_path
         zstandard = pytest.importorskip("zstandard")
         inputs = [tmp_path / "in.jsonl.zst"]
         inputs[0].write_bytes(zstandard.compress(text.read_bytes()))
-    run(
-        [
-            "--input",
-            *map(str, inputs),
-            "--name",
-            "m",
-            "-d",
-            str(tmp_path),
-            "-t",
-            "CharLevelTokenizer",
-        ]
-    )
+    words = ["--input", *map(str, inputs), "--name", "m", "-d", str(tmp_path)]
+    summary = run([*words, "-t", "CharLevelTokenizer"])
     tokens = TokenFile.open(tmp_path / "m" / "m_text_document")
     got = [tokens.read(index).astype(np.uint8).tobytes() for index in range(len(tokens))]
     assert got == [document.encode() + b"\0" for document in TEXTS if document]
+    assert "left out: 1 blank documents\n" in summary
+    assert tokens.meta["blank"] == 1
 
 
 def test_gpt2_files_are_used_as_given_with_gpt_neox_spellings(tmp_path, text):
@@ -146,10 +138,10 @@ def test_what_was_prepared_from_something_else_is_kept_unless_overwritten(tmp_pa
     other = tmp_path / "other.txt"
     other.write_text("other text")
     with pytest.raises(
-        UserError, match="there already, prepared from other sources - take another --name or -d"
+        UserError, match="exists already, prepared from other sources - take another --name or -d"
     ):
         own(other, tmp_path / "data")
-    with pytest.raises(UserError, match="there already, prepared with another tokenizer - take"):
+    with pytest.raises(UserError, match="exists already, prepared with another tokenizer - take"):
         own(text, tmp_path / "data", "--vocab-size", "290")
     with pytest.raises(
         UserError, match="prepared with another tokenizer and from other sources - take"
@@ -243,7 +235,7 @@ def test_a_full_disk_at_the_end_leaves_everything_as_it_was(tmp_path, text, monk
     def full(file):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(tokens, "_sync", full)
+    monkeypatch.setattr(files, "sync", full)
     with pytest.raises(
         UserError, match="No space left on device - check permissions and free space"
     ):

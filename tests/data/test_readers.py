@@ -1,12 +1,13 @@
 import gzip
 import json
+from pathlib import Path
 
 import pytest
 import zstandard
 from datasets import Dataset
 from lm_dataformat import Archive
 
-from megatron.data.readers import Files
+from megatron.data.readers import CHUNK, Files, is_text
 from megatron.errors import UserError
 
 TEXTS = ["first\ndocument", "", "zweites Dokument: äöü", "x" * 3_000_000]
@@ -161,16 +162,56 @@ def test_files_that_cannot_be_read_are_refused_before_anything_is_read(tmp_path)
         Files("mine", [tmp_path / "none.txt"])
     with pytest.raises(UserError, match="is empty - give one with files in it"):
         Files("mine", [tmp_path])
-    (tmp_path / "c.csv").write_text("a,b")
-    for given in (tmp_path, tmp_path / "c.csv"):
+    (tmp_path / "c.bin").write_bytes(b"\x93NUMPY\x00")
+    for given in (tmp_path, tmp_path / "c.bin"):
         with pytest.raises(
-            UserError, match=r"c\.csv is of a kind that is not read - use \.jsonl, \.jsonl\.gz"
+            UserError, match=r"c\.bin is of a kind that is not read - use \.jsonl, \.jsonl\.gz"
         ):
             Files("mine", [given])
+
+
+def test_text_of_an_unknown_kind_is_one_document_and_the_log_says_so(tmp_path, caplog):
+    (tmp_path / "a.rst").write_text("Title\n=====\nnaïve", encoding="utf-8")
+    (tmp_path / "b.rst").write_text("")
+    (tmp_path / "LICENSE").write_text("free")
+    (tmp_path / "c.txt").write_text("plain")
+    assert read(tmp_path) == ["free", "Title\n=====\nnaïve", "", "plain"]
+    assert caplog.messages == [
+        "--input: 3 files (.rst, no suffix) are read as plain text, one document each, "
+        f"such as {tmp_path}/LICENSE"
+    ]
+
+
+@pytest.mark.parametrize(
+    "content",
+    [b"\xff\xfea\x00", b"text\x00text", "ü".encode()[:1], b"a" * CHUNK + b"\xff"],
+    ids=["UTF-16", "NUL", "cut inside a letter", "Latin-1 far inside"],
+)
+def test_what_is_not_utf8_text_is_not_taken_for_text(tmp_path, content):
+    (tmp_path / "a.rst").write_bytes(content)
+    with pytest.raises(UserError, match=r"a\.rst is of a kind that is not read - use \.jsonl"):
+        Files("mine", [tmp_path])
+
+
+def test_a_letter_across_two_chunks_is_text(tmp_path):
+    path = tmp_path / "a.rst"
+    path.write_bytes(b"a" * (CHUNK - 1) + "ü".encode())
+    assert is_text(path)
+
+
+def test_a_file_that_may_not_be_read_is_named(tmp_path, monkeypatch):
+    def refuse(*args):
+        raise PermissionError(13, "Permission denied")
+
+    (tmp_path / "a.rst").write_text("a")
+    monkeypatch.setattr(Path, "open", refuse)
+    with pytest.raises(UserError, match=r"a\.rst cannot be read \(Permission denied\) - check its"):
+        Files("mine", [tmp_path / "a.rst"])
 
 
 def test_sources_tell_what_was_read(tmp_path):
     path = tmp_path / "c.txt"
     path.write_bytes(b"abc")
-    abc = "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad"  # FIPS 180-2, appendix B.1
+    # FIPS 180-2, appendix B.1
+    abc = "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad"
     assert Files("mine", [path]).sources() == [{"path": str(path), "bytes": 3, "sha256": abc}]

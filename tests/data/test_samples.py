@@ -50,7 +50,10 @@ def test_samples_are_those_of_the_reference_token_for_token(corpus, run):
 
 
 def reference_samples(documents, sizes, length, seed, num_samples):
-    """GPT-NeoX's helpers.cpp (build_sample_idx) and gpt2_dataset.py, loop for loop: the samples as lists of tokens."""
+    """GPT-NeoX's helpers.cpp (build_sample_idx) and gpt2_dataset.py, loop for loop.
+
+    Returns the samples as lists of tokens.
+    """
     total, epochs = sum(sizes[d] for d in documents), 0
     while not epochs or (epochs * total - 1) // length < num_samples:
         epochs += 1

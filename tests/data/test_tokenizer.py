@@ -18,7 +18,10 @@ TEXTS = ["the cat sat on the mat\n", "the dog sat on the cat\n", "def cat(): ret
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory):
-    """A tokenizer trained here, in both forms: tokenizer.json, and vocab.json with merges.txt as OpenAI wrote them."""
+    """A tokenizer trained here, in both forms.
+
+    One is tokenizer.json, the other vocab.json with merges.txt, as OpenAI wrote them.
+    """
     folder = tmp_path_factory.mktemp("tokenizer")
     text = train_tokenizer(TEXTS, 280)
     (folder / "tokenizer.json").write_text(text)

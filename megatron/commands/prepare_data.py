@@ -1,0 +1,140 @@
+"""Turn text into token files: DIR/NAME/NAME_text_document.bin, .idx and .json.
+
+python prepare_data.py stdlib
+python prepare_data.py --input texts more.jsonl.zst --name mytext --vocab-size 8192
+"""
+
+import argparse
+import os
+import re
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from megatron.data.corpora import CORPORA, Corpus, named
+from megatron.data.prepare import TokenizerChoice, prepare
+from megatron.data.readers import READERS, Files
+from megatron.data.tokenizer import KINDS
+from megatron.errors import UserError
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    try:
+        print(run(sys.argv[1:] if argv is None else argv))
+    except UserError as fault:
+        print(fault, file=sys.stderr)
+        return 1
+    return 0
+
+
+def run(words: Sequence[str]) -> str:
+    """Prepare what the words of a command line ask for; returns the summary to print.
+
+    Raises UserError for what the user can mend.
+    """
+    options = _parser().parse_args([_dashed(word) for word in words])
+    if options.workers is not None:
+        _limit_workers(options.workers)
+    choice = _choice(options)
+    corpus = _corpus(options)
+    return prepare(corpus, Path(options.data_dir), choice, overwrite=options.overwrite)
+
+
+def _dashed(word: str) -> str:
+    """GPT-NeoX spells its options with underscores: --vocab_file=x means --vocab-file=x."""
+    return re.sub(r"^--\w+", lambda match: match[0].replace("_", "-"), word)
+
+
+def _limit_workers(count: int) -> None:
+    if count < 1:
+        raise UserError(
+            f"--workers: {count} cannot work - use 1 or more, or leave it away for all cores"
+        )
+    # The library reads this when it starts its threads, at first use.
+    os.environ["RAYON_NUM_THREADS"] = str(count)
+
+
+def _corpus(options: argparse.Namespace) -> Corpus:
+    if bool(options.corpus) == bool(options.input):
+        raise UserError(
+            "prepare_data.py: what is to be prepared? - name a corpus (stdlib), or give "
+            "--input FILE --name NAME"
+        )
+    if options.corpus:
+        if options.name:
+            raise UserError(
+                f"--name: the corpus {options.corpus} has its name already - leave --name away"
+            )
+        return named(options.corpus)
+    if not options.name:
+        raise UserError(
+            "--name: is missing - with --input give the corpus a name, such as --name mytext"
+        )
+    if not re.fullmatch(r"[\w.-]*\w[\w.-]*", options.name):
+        raise UserError(
+            f"--name: '{options.name}' cannot be a folder's name - use letters, digits, '_', '-' "
+            "and '.'"
+        )
+    return Files(options.name, options.input, options.text_key)
+
+
+def _choice(options: argparse.Namespace) -> TokenizerChoice:
+    default = "GPT2BPETokenizer" if options.merge_file else "HFTokenizer"
+    choice = TokenizerChoice(
+        kind=options.tokenizer_type or default,
+        vocab_file=options.vocab_file,
+        merge_file=options.merge_file,
+        vocab_size=options.vocab_size or TokenizerChoice.vocab_size,
+    )
+    if options.vocab_size and not choice.trained:
+        raise UserError(
+            f"--vocab-size: is for a tokenizer that is trained here, {choice.kind} has its own "
+            "- leave it away"
+        )
+    if options.merge_file and choice.kind != "GPT2BPETokenizer":
+        raise UserError(
+            f"--merge-file: {choice.kind} has none - leave it away, or use "
+            "--tokenizer-type GPT2BPETokenizer"
+        )
+    return choice
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="prepare_data.py",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    add = parser.add_argument
+    add("corpus", nargs="?", help=f"a corpus known by name: {', '.join(CORPORA)}")
+    add("-d", "--data-dir", default="data", metavar="DIR", help="where data goes (default: data)")
+    kinds = ", ".join(READERS)
+    add(
+        "--input",
+        nargs="+",
+        metavar="FILE",
+        help=f"your own text, or folders of it: {kinds}; other UTF-8 files are one document each",
+    )
+    add("--name", help="how your own corpus is called")
+    add(
+        "--text-key",
+        default="text",
+        help="what holds the text in JSON lines and tables (default: text)",
+    )
+    add("-t", "--tokenizer-type", metavar="TYPE", help=f"one of {', '.join(KINDS)}")
+    add(
+        "--vocab-file",
+        type=Path,
+        help="vocab.json (GPT2BPETokenizer) or tokenizer.json (HFTokenizer)",
+    )
+    add("--merge-file", type=Path, help="merges.txt (GPT2BPETokenizer)")
+    size = TokenizerChoice.vocab_size
+    add(
+        "--vocab-size",
+        type=int,
+        help=f"entries of the BPE trained where no file is given (default: {size})",
+    )
+    add("--workers", type=int, help="threads that encode (default: all cores)")
+    add("--overwrite", action="store_true", help="replace an earlier corpus of this name")
+    return parser
