@@ -25,7 +25,7 @@ from megatron.evaluation.probes.receptive_field import reach, receptive_field, t
 from megatron.evaluation.probes.retrieval import TASKS, measured, scores_of
 from megatron.evaluation.protocols import Windows, first_tokens
 from megatron.evaluation.run import facts_of, facts_of_text, folder_of, seen_as, what_must_agree
-from megatron.model import GPT
+from megatron.model import GPT, AttentionSettings
 from megatron.report.figures.positions import write
 from megatron.report.figures.probes import draw_probes
 from megatron.results.probes import PROBES, joined, read_probes, write_probes
@@ -93,7 +93,7 @@ def main(config: Config | None, options: argparse.Namespace) -> None:
     )
     check_known_tokens([Windows(len(text) - 1, [text], [0])], about["vocab"], about["path"])
     model.to("cuda" if torch.cuda.is_available() else "cpu")
-    model.use_attention(given.attention)
+    model.use_attention(AttentionSettings.of(given.attention))
     seen = {"attention_backend": model.resolved_backend, **seen_as(given.attention)}
     facts = facts_of(model, trained, about) | seen | facts_of_text(tokens, given, "probes")
     rows: list[Row] = []

@@ -2,7 +2,6 @@
 
 import math
 from dataclasses import dataclass, field
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -10,6 +9,7 @@ from torch import Tensor
 
 from megatron.errors import UserError
 from megatron.model.gpt import GPT
+from megatron.model.settings import Architecture, AttentionSettings
 from megatron.positions import Position, Shape, build
 
 VOCAB = 61
@@ -35,28 +35,18 @@ class Subject:
     def gpt(self, backend: str = "auto", layers: int = 2) -> GPT:
         """A small model with the encoding, one object for every layer or one for each as it needs."""
         positions = [self.position(seed) for seed in range(layers)]
-        model = SimpleNamespace(
+        model = Architecture(
             hidden_size=self.heads * self.head_dim,
             num_layers=layers,
             num_attention_heads=self.heads,
             seq_length=self.train_length,
-            layernorm_epsilon=1e-5,
-            no_weight_tying=True,
-            hidden_dropout=0.0,
             init_method_std=0.2,  # large, so that attention looks somewhere
             output_layer_init_method="normal",
-        )
-        how = SimpleNamespace(
-            attention_backend=backend,
-            attention_self_check=True,
-            window=None,
-            blockwise=False,
-            logn_scale=False,
         )
         torch.manual_seed(0)
         return GPT(
             model,
-            how,
+            AttentionSettings(attention_backend=backend),
             positions=positions if positions[0].per_layer else positions[:1],
             vocab=VOCAB,
         ).eval()

@@ -19,7 +19,7 @@ from megatron.evaluation.perplexity import Advance, measured
 from megatron.evaluation.progress import progress
 from megatron.evaluation.protocols import PROTOCOLS, Request, Windows
 from megatron.evaluation.resume import WindowFile, answered, code_fingerprint, file_fingerprint
-from megatron.model import GPT
+from megatron.model import GPT, AttentionSettings
 from megatron.parallel.grid import Grid, here
 from megatron.results.files import check_output, read_results, write_results
 from megatron.results.row import Row
@@ -61,7 +61,7 @@ def evaluate(
         check_output(output)
     facts = facts_of(model, trained, about)
     for output, (attention, protocol) in zip(outputs, measuring, strict=True):
-        model.use_attention(attention)
+        model.use_attention(AttentionSettings.of(attention))
         logger.info("attention %s", model.attention_choice)
         more = {"attention_backend": model.resolved_backend, **seen_as(attention)}
         question = facts | more | facts_of_text(tokens, given, protocol)

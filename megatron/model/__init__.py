@@ -5,14 +5,21 @@ from typing import TYPE_CHECKING
 import torch
 
 from megatron.model.gpt import GPT, Cache
+from megatron.model.settings import Architecture, AttentionSettings
 from megatron.positions import Position, Shape, build, options_of
 
-if (
-    TYPE_CHECKING
-):  # a model is built from plain settings too, without the packages that read a configuration
+if TYPE_CHECKING:  # a model is built without the packages that read a configuration
     from megatron.config import Config
 
-__all__ = ["GPT", "Cache", "from_config", "padded_vocab", "position_from_config"]
+__all__ = [
+    "GPT",
+    "Architecture",
+    "AttentionSettings",
+    "Cache",
+    "from_config",
+    "padded_vocab",
+    "position_from_config",
+]
 
 
 def from_config(config: "Config", vocab: int) -> GPT:
@@ -29,7 +36,12 @@ def from_config(config: "Config", vocab: int) -> GPT:
             *(position_from_config(config) for _ in range(config.model.num_layers - 1) if own),
         ]
         torch.manual_seed(config.training.seed)
-        model = GPT(config.model, config.attention, positions=positions, vocab=vocab)
+        model = GPT(
+            Architecture.of(config.model),
+            AttentionSettings.of(config.attention),
+            positions=positions,
+            vocab=vocab,
+        )
     model.checkpoint_activations = config.training.checkpoint_activations
     return model
 

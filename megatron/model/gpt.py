@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, cast
+from typing import cast
 
 import torch
 import torch.nn.functional as F
@@ -15,6 +15,7 @@ from megatron.model.block import Block
 from megatron.model.head import mean_loss, token_losses
 from megatron.model.init import initialize
 from megatron.model.layers import Sight
+from megatron.model.settings import Architecture, AttentionSettings
 from megatron.positions import Position
 
 
@@ -29,12 +30,18 @@ class Cache:
 class GPT(nn.Module):
     """A decoder-only language model.
 
-    model, attention: the configuration's sections of these names; vocab: rows of the embedding, padding included;
-    positions: the encoding, one for all layers or one for each
+    model: sizes and first values; attention: how it is computed, which may change later;
+    positions: the encoding, one for all layers or one for each;
+    vocab: rows of the embedding, padding included
     """
 
     def __init__(
-        self, model: Any, attention: Any, *, positions: Sequence[Position], vocab: int
+        self,
+        model: Architecture,
+        attention: AttentionSettings,
+        *,
+        positions: Sequence[Position],
+        vocab: int,
     ) -> None:
         super().__init__()
         hidden = model.hidden_size
@@ -106,7 +113,6 @@ class GPT(nn.Module):
     def _sights(self, start: int, length: int, cache: Cache | None) -> list[Sight]:
         """What each layer needs beside its input; tables are computed once per step and encoding."""
         keys = start + length
-        window = self.train_length if self.window == "train_length" else self.window
         chunk = max(1, self.train_length // 2) if self.blockwise else None
         scale = self.position.log_n_scale(start, length) if self.logn_scale else None
         if cache is not None and not cache.layers:
@@ -117,7 +123,7 @@ class GPT(nn.Module):
                 position.distance_bias(keys),
                 position.distance_weight(keys),
                 start=start,
-                window=window,
+                window=self.window,
                 chunk=chunk,
                 query_scale=scale,
                 backend=self.backend,
@@ -137,9 +143,11 @@ class GPT(nn.Module):
         """Cross entropy of each token in float32: [batch, length, hidden], [batch, length] -> [batch, length]."""
         return token_losses(x.flatten(0, 1), self.output_matrix, labels.flatten()).view_as(labels)
 
-    def use_attention(self, attention: Any) -> None:
-        """Compute attention as another section of that name says: backend, window, blocks and log-n scale."""
-        self.backend, self.window = attention.attention_backend, attention.window
+    def use_attention(self, attention: AttentionSettings) -> None:
+        """Compute attention with other settings: backend, window, blocks and log-n scale."""
+        self.backend = attention.attention_backend
+        window = attention.window
+        self.window = self.train_length if window == "train_length" else window
         self.blockwise, self.logn_scale = attention.blockwise, attention.logn_scale
         self.self_check = attention.attention_self_check
 

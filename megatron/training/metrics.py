@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron.config.schema import Logging
 from megatron.errors import UserError
 
 logger = logging.getLogger(__name__)
@@ -31,7 +32,7 @@ class Metrics:
     def __init__(
         self,
         folder: Path | None,
-        settings: Any,
+        settings: Logging,
         config: dict[str, Any],
         *,
         resumed_at: int | None = None,
@@ -164,7 +165,7 @@ def _tensorboard(folder: str, resumed_at: int | None) -> Any:
     return SummaryWriter(folder, purge_step=resumed_at + 1 if resumed_at else None)
 
 
-def _wandb(settings: Any, config: dict[str, Any], folder: Path | None) -> Any:
+def _wandb(settings: Logging, config: dict[str, Any], folder: Path | None) -> Any:
     try:
         import wandb
     except ImportError:

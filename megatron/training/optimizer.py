@@ -4,15 +4,18 @@ import importlib
 import logging
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import torch
 from torch import nn
 
+from megatron.config.schema import Optimizer
+
 logger = logging.getLogger(__name__)
 
 
-def build_optimizer(model: nn.Module, settings: Any, device: torch.device) -> torch.optim.Optimizer:
+def build_optimizer(
+    model: nn.Module, settings: Optimizer, device: torch.device
+) -> torch.optim.Optimizer:
     """Adam with decoupled weight decay; `settings` is the configuration's section `optimizer`.
 
     Decay acts on matrices; norms and biases are exempt, and so is what an encoding learns unless pos_emb_weight_decay.

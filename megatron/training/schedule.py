@@ -1,10 +1,11 @@
 """Learning rate by step."""
 
 import math
-from typing import Any
+
+from megatron.config.schema import Optimizer
 
 
-def learning_rate(step: int, optimizer: Any) -> float:
+def learning_rate(step: int, optimizer: Optimizer) -> float:
     """The learning rate of step `step` (the first is 0); `optimizer` is the configuration's section of that name."""
     rule = neox_2022 if optimizer.lr_schedule == "neox-2022" else standard
     value = rule(

@@ -4,10 +4,10 @@ import re
 import resource
 import sys
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
+from megatron.config.schema import Model
 from megatron.model.flops import BACKWARD, attention_flops, palm_weights
 
 PEAKS: tuple[tuple[str, dict[str, float]], ...] = (
@@ -52,7 +52,7 @@ class Throughput:
         return found
 
 
-def flops_per_token(model: Any, vocab: int) -> tuple[float, float]:
+def flops_per_token(model: Model, vocab: int) -> tuple[float, float]:
     """(6 N, 12 layers hidden length): FLOPs of one token forward and backward (PaLM, arXiv 2204.02311, appendix B).
 
     `model` is the configuration's section. N counts the weights that multiply: blocks, final norm and output matrix,

@@ -9,7 +9,15 @@ from transformers import GPTNeoXConfig, GPTNeoXForCausalLM
 
 from megatron.config import load
 from megatron.errors import UserError
-from megatron.model import GPT, from_config, head, padded_vocab, position_from_config
+from megatron.model import (
+    GPT,
+    Architecture,
+    AttentionSettings,
+    from_config,
+    head,
+    padded_vocab,
+    position_from_config,
+)
 
 SHAPE = [
     "num_layers=3",
@@ -77,7 +85,10 @@ def test_the_125m_shape_has_the_papers_162_million_parameters():
         config = load(["configs/125M.yml"])
         position = position_from_config(config)
         model = GPT(
-            config.model, config.attention, positions=[position], vocab=padded_vocab(50257, 128)
+            Architecture.of(config.model),
+            AttentionSettings.of(config.attention),
+            positions=[position],
+            vocab=padded_vocab(50257, 128),
         )
     assert sum(parameter.numel() for parameter in model.parameters()) == 162_322_944
 

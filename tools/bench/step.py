@@ -15,7 +15,6 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -35,7 +34,7 @@ from measure import (
 from torch import nn
 
 from megatron.errors import UserError
-from megatron.model import GPT
+from megatron.model import GPT, Architecture, AttentionSettings
 from megatron.positions import Shape, build
 
 ENCODINGS = ["rotary", "none", "alibi", "kerple_log", "mep_free", "mep_param_t5", "t5"]
@@ -89,7 +88,7 @@ class Candidate:
         ]
         positions = nn.ModuleList(positions).to(self.device)
         ids = torch.randint(self.vocab, (self.batch, self.length + 1), device=self.device)
-        settings = attention(self.backend)
+        settings = AttentionSettings(attention_backend=self.backend)
 
         def call() -> None:
             model.positions = positions
@@ -141,34 +140,18 @@ def trunk(
     hidden: int, layers: int, heads: int, vocab: int, train_length: int, dtype: str, device: str
 ) -> tuple[GPT, torch.optim.Optimizer]:
     """The model without an encoding, and its optimizer with a second group for what an encoding learns."""
-    shape = SimpleNamespace(
+    shape = Architecture(
         hidden_size=hidden,
         num_layers=layers,
         num_attention_heads=heads,
         seq_length=train_length,
-        layernorm_epsilon=1e-5,
-        no_weight_tying=True,
-        hidden_dropout=0.0,
-        init_method_std=0.02,
-        output_layer_init_method="scaled_normal",
     )
     torch.manual_seed(0)
-    model = GPT(shape, attention("auto"), positions=[], vocab=vocab).to(
+    model = GPT(shape, AttentionSettings(), positions=[], vocab=vocab).to(
         device, getattr(torch, dtype)
     )
     groups = [{"params": list(model.parameters())}, {"params": [torch.zeros(1, device=device)]}]
     return model, torch.optim.AdamW(groups, lr=1e-4, weight_decay=0.0, fused=True)
-
-
-def attention(backend: str) -> SimpleNamespace:
-    """The section of the configuration that chooses a backend."""
-    settings = {
-        "window": None,
-        "blockwise": False,
-        "logn_scale": False,
-        "attention_self_check": True,
-    }
-    return SimpleNamespace(attention_backend=backend, **settings)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -1,0 +1,42 @@
+"""The plain values that a GPT is built from: the configuration has the same names and the same defaults."""
+
+from dataclasses import MISSING, fields
+
+import pytest
+
+from megatron.config import load, schema
+from megatron.model import Architecture, AttentionSettings
+
+PAIRS = [(Architecture, schema.Model), (AttentionSettings, schema.Attention)]
+TINY = ["num_layers=2", "hidden_size=32", "num_attention_heads=4", "seq_length=64"]
+
+
+@pytest.mark.parametrize(("settings", "section"), PAIRS)
+def test_every_setting_has_the_default_of_its_key(settings, section):
+    for field in fields(settings):
+        key = section.model_fields[field.name]
+        assert key.is_required() == (field.default is MISSING), field.name
+        if not key.is_required():
+            assert key.default == field.default, field.name
+
+
+def test_settings_come_from_the_sections_of_a_configuration():
+    words = ["hidden_dropout=0.1", "no_weight_tying=false", "window=train_length"]
+    config = load([], [*TINY, *words, "logn_scale=true", "attention_backend=eager"])
+    assert Architecture.of(config.model) == Architecture(
+        hidden_size=32,
+        num_layers=2,
+        num_attention_heads=4,
+        seq_length=64,
+        no_weight_tying=False,
+        hidden_dropout=0.1,
+    )
+    assert AttentionSettings.of(config.attention) == AttentionSettings(
+        attention_backend="eager", window="train_length", logn_scale=True
+    )
+
+
+def test_the_key_attention_has_no_setting_that_a_model_does_not_take():
+    assert schema.Attention.model_fields.keys() == {
+        field.name for field in fields(AttentionSettings)
+    }
