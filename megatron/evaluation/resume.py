@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.evaluation.perplexity import Sums, WindowSums
-from megatron.results.row import Row
+from megatron.results.row import Row, agrees
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -15,9 +15,7 @@ ROOT = Path(__file__).resolve().parents[1]
 def answered(question: Mapping[str, Any], rows: Iterable[Row]) -> Row | None:
     """The row that says the same about model, code and text, or None."""
     wanted = _plain(question)
-    return next(
-        (row for row in rows if all(key in row and row[key] == wanted[key] for key in wanted)), None
-    )
+    return next((row for row in rows if agrees(row, wanted)), None)
 
 
 def code_fingerprint() -> str:

@@ -11,19 +11,10 @@ import numpy as np
 
 from megatron.report.evidence import Evidence, Found
 from megatron.report.figures.curves import Curve
-from megatron.results.row import (
-    KIND,
-    SETTING,
-    VARIANT,
-    Row,
-    label_keys,
-    labels_of,
-    model_of,
-    with_axes,
-)
+from megatron.results.labels import axes_of, labels_of, with_sweeps
+from megatron.results.row import SETTING, VARIANT, Row, kind_of, setting_of, with_facts
 from megatron.results.statistics import half_octaves, mean_of
 
-SAME = (*KIND, *SETTING)
 LARGE = 1.0  # nats: beyond it a difference by position is not drawn
 ENOUGH = 128  # targets at positions before the first that a difference is drawn of
 
@@ -38,6 +29,10 @@ class Group:
     @property
     def first(self) -> Row:
         return next(iter(self.rows.values()))[0]
+
+    @property
+    def all_rows(self) -> list[Row]:
+        return [row for rows in self.rows.values() for row in rows]
 
     @property
     def checkpoints(self) -> list[str]:
@@ -79,29 +74,27 @@ def groups(rows: Sequence[Row], evidence: Found) -> list[Group]:
     """Runs that differ in their seed alone together. What a run was is read from its cell of a sweep, its configuration
     or, where not all runs with such rows have one, taken from its row; runs of one seed, or of other settings, are
     never one group."""
-    cells = {model_of(row): (row.get("sweep"), row["cell"]) for row in rows if row.get("cell")}
-    twins: dict[str, list[Row]] = {}
+    rows = with_sweeps(rows)
+    axes = axes_of(rows)
+    by_kind: dict[str, list[Row]] = {}
     for row in rows:
-        twins.setdefault(_key(row, cells), []).append(row)
-    by_key: dict[str, list[Row]] = {}
-    for key, members in twins.items():
-        what = [_without_seed(_settings(row, evidence)) for row in members]
-        told = all(what) and not any(model_of(row) in cells for row in members)
-        for row, one in zip(members, what, strict=True):
-            by_key.setdefault(key + json.dumps(one, sort_keys=True, default=str) * told, []).append(
-                row
-            )
+        by_kind.setdefault(repr((kind_of(row, axes), setting_of(row))), []).append(row)
+    by_settings: dict[str, list[Row]] = {}
+    for kind, members in by_kind.items():
+        settings = [_without_seed(_settings(row, evidence)) for row in members]
+        use_settings = all(settings) and not any(row.get("cell") for row in members)
+        for row, one in zip(members, settings, strict=True):
+            key = kind + json.dumps(one, sort_keys=True, default=str) if use_settings else kind
+            by_settings.setdefault(key, []).append(row)
     found: dict[str, list[Row]] = {}
-    for key, members in by_key.items():
+    for key, members in by_settings.items():
         hashes = {(row.get("seed"), row["config_hash"]) for row in members}
         known = [_without_seed(one) for row in members if (one := _settings(row, evidence))]
-        mixed = len({seed for seed, _ in hashes}) < len(hashes) or any(
-            one != known[0] for one in known
-        )
+        seeds_repeat = len({seed for seed, _ in hashes}) < len(hashes)
+        mixed = seeds_repeat or any(one != known[0] for one in known)
         for row in members:
             found.setdefault(f"{key} {row['config_hash']}" if mixed else key, []).append(row)
-    told, axes = with_axes([members[0] for members in found.values()])
-    labels = labels_of(told, label_keys(axes))
+    labels = labels_of([members[0] for members in found.values()])
     return [
         Group(label, _by_length(members))
         for label, members in zip(labels, found.values(), strict=True)
@@ -110,14 +103,8 @@ def groups(rows: Sequence[Row], evidence: Found) -> list[Group]:
 
 def models(rows: Sequence[Row], evidence: Found, *, apart: Sequence[str] = ()) -> list[Group]:
     """The same whatever text and protocol: what was trained, not what was measured; but for the keys `apart`."""
-    trained = {key: None for key in (*SETTING, *VARIANT) if key not in apart}
-    return groups([row | trained for row in rows], evidence)
-
-
-def _key(row: Row, cells: Mapping[Any, tuple[Any, dict[str, Any]]]) -> str:
-    sweep, cell = cells.get(model_of(row), (row.get("sweep"), {}))
-    told = {key: row.get(key) for key in SAME} | {"sweep": sweep, "what": _without_seed(cell)}
-    return json.dumps(told, sort_keys=True, default=str)
+    measured = {key: None for key in (*SETTING, *VARIANT) if key not in apart}
+    return groups([with_facts(row, measured) for row in rows], evidence)
 
 
 def _settings(row: Row, evidence: Found) -> dict[str, Any]:

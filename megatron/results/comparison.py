@@ -9,21 +9,12 @@ from typing import Any
 import numpy as np
 
 from megatron.errors import UserError
-from megatron.results.row import (
-    VARIANT,
-    Row,
-    identity,
-    kind_of,
-    label_keys,
-    labels_of,
-    last_of_each,
-    place_of,
-    with_axes,
-)
+from megatron.results.labels import kinds as rows_by_kind
+from megatron.results.labels import select
+from megatron.results.row import VARIANT, Row, by_setting, last_of_each, place_of
 from megatron.results.statistics import Estimate, holm, mean_of, mean_over_seeds, perplexity_of
 from megatron.results.table import (
     aligned,
-    by_setting,
     cell,
     in_markdown,
     notes,
@@ -105,9 +96,7 @@ def compared(kinds: Mapping[str, Sequence[Row]], against: str | None = None) -> 
     """Every encoding at every length of every setting against one: `against` or the first; UserError where nothing can
     be paired. kinds: rows by encoding, as `encodings` finds them.
     """
-    reference = next(iter(kinds)) if against is None else meant(against, kinds)
-    if reference is None:
-        raise UserError(f"--against: {unknown(against, kinds)}")
+    reference = next(iter(kinds)) if against is None else select(against, kinds)
     found = []
     for place in dict.fromkeys(place_of(row) for kind in kinds.values() for row in kind):
         here = {
@@ -130,28 +119,9 @@ def compared(kinds: Mapping[str, Sequence[Row]], against: str | None = None) -> 
     return found
 
 
-def meant(name: str, labels: Iterable[str]) -> str | None:
-    """The label that is a name, or the only one of that encoding: mep_free for 'mep_free, window none'."""
-    labels = [*labels]
-    same = [label for label in labels if label.startswith(f"{name}, ")]
-    return name if name in labels else same[0] if len(same) == 1 else None
-
-
-def unknown(name: str | None, labels: Iterable[str]) -> str:
-    """That no label, or more than one, is a name."""
-    return f"there is no '{name}', or several - choose one of {', '.join(map(repr, labels))}"
-
-
 def encodings(rows: Sequence[Row]) -> dict[str, list[Row]]:
-    """Rows of one encoding, whatever the seed, by a short label; UserError where one seed is there twice."""
-    groups: dict[tuple, list[Row]] = {}
-    told, axes = with_axes(
-        rows, without=("data",)
-    )  # of several corpora an encoding is compared on each
-    for row in told:
-        groups.setdefault((*kind_of(row), *identity(row, axes)), []).append(row)
-    labels = labels_of([group[0] for group in groups.values()], label_keys(axes))
-    kinds = dict(zip(labels, groups.values(), strict=True))
+    """Rows of each kind by label, whatever the seed; UserError where a seed was measured twice."""
+    kinds = rows_by_kind(rows)
     for label, group in kinds.items():
         runs: dict[tuple, Row] = {}
         for row in group:

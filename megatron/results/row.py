@@ -1,21 +1,28 @@
-"""The result row: what each key of a line means, its role, and what makes two rows the same."""
+"""The result row: what each key means, its role, and what makes two rows the same.
+
+A line of a results file is a `Row`. `KEYS` gives each of its keys a role. Identity, labels
+(labels.py), notes and columns are derived from that table, and from nothing else.
+"""
 
 import json
-from collections.abc import Collection, Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any, Required, TypedDict
+from typing import Any, Required, TypedDict, TypeVar, cast
+
+Facts = dict[str, Any]  # some keys of a row
+CORPUS_AXIS = "data"  # the axis of a sweep that names the corpus to train on
 
 
-class Row(TypedDict, total=False):
-    """One length of one checkpoint: a line of a results file. Losses are means over targets, in nats.
+class Question(TypedDict, total=False):
+    """What is known of a line before anything is measured: model, text and manner.
 
-    A key may be absent: older files lack later keys, and most protocols have no numbers of their own.
+    A key may be absent: older files lack later keys.
     """
 
-    # The model: what was trained.
+    # The model.
     pos_emb: Required[str]
-    pos_emb_args: dict[str, Any]  # the options of the encoding, as in YAML
+    pos_emb_args: dict[str, Any]  # options of the encoding, as in YAML
     train_length: int  # tokens of a training window
     windows_per_step: int | None  # windows that one update reads, over all devices
     seed: int | None
@@ -23,52 +30,62 @@ class Row(TypedDict, total=False):
     config_hash: Required[str]  # 12 hex digits of the keys that shape the result
     checkpoint: str  # folder of the checkpoint
     weights: str  # 12 hex digits of the file of weights
-    sweep: str  # name of the sweep
+    sweep: str  # name of the sweep that trained the model
     cell: dict[str, Any]  # the point of the sweep's grid: {axis: value}
 
-    # The setting: what was asked.
+    # The variant: how these weights were evaluated.
+    window: int | str | None  # keys that a query attends to, or train_length; None: all
+    blockwise: bool  # queries attend to their own block of keys and the one before
+    logn_scale: bool  # scores are scaled by the logarithm of the number of visible keys
+    dtype: str  # of the model's matrices
+
+    # The setting: text and protocol.
     corpus: str
     part: str  # train, valid or test
     split: str  # shares of the parts, such as "949,50,1"
     protocol: str
     tokenizer: str | None  # hash of the tokenizer
-    length: Required[int]  # tokens of a window
-    text: str  # 16 hex digits of the scored targets
-    windows: Required[int]
-    tokens: Required[int]  # scored targets
-    tail: int  # tail: scored targets of a window
-    stride: int  # sliding: tokens from one window to the next
-    start: int  # paper: first window
-    epochs: int  # paper: how often the part was read, where more than once
-
-    # The variant: how these weights were evaluated.
-    window: int | str | None  # keys that a query sees, or train_length; None: all
-    blockwise: bool  # whether queries see the keys of their own and the previous block only
-    logn_scale: bool  # whether scores are scaled by the logarithm of the keys that a query sees
-    dtype: str  # of the model's matrices
 
     # The circumstances: they change speed, not the question.
     attention_backend: str
     device: str
-    commit: str
+    commit: str | None
     code: str  # 12 hex digits of the code that shapes a loss
-    corpus_documents: int
-    corpus_tokens: int
-    seconds_per_step: float | None  # of training, median
 
-    # The numbers: what was found.
+
+class Row(Question, total=False):
+    """One length of one checkpoint. Losses are means over targets, in nats."""
+
+    # The place: which measurement of the setting.
+    length: Required[int]  # tokens of a window
+    text: str  # 16 hex digits of the scored targets
+    tokens: Required[int]  # scored targets
+    tail: int  # tail: scored targets of a window
+    stride: int  # sliding: tokens from one window to the next
+    start: int  # paper: first window
+
+    # The numbers.
+    windows: Required[int]
+    epochs: int  # paper: how often the part was read, where more than once
     loss: Required[float | None]  # None where `reason` says why
     perplexity: Required[float | None]  # exp(loss)
     loss_stderr: float | None  # from the windows, allowing for correlated neighbours
     reason: str | None
-    window_losses: list[float]  # [windows], the mean loss of each window
-    window_tokens: list[int]  # [windows], scored targets of each, where these differ
-    block_losses: list[float]  # [blocks], the mean loss of consecutive blocks of 512 targets
-    block_tokens: list[int]  # [blocks], targets of each, where not all have 512
     position_edges: list[int]  # [n + 1], positions between which a mean is taken
     position_losses: list[float]  # [n], mean over positions edges[i] to edges[i + 1] - 1
     seconds: float
     tokens_per_second: float | None  # scored targets
+
+    # The pieces: numbers of parts of the text, in text order.
+    window_losses: list[float]  # [windows], mean loss of each window
+    window_tokens: list[int]  # [windows], scored targets of each, where these differ
+    block_losses: list[float]  # [blocks], mean loss of consecutive blocks of up to 512 targets
+    block_tokens: list[int]  # [blocks], scored targets of each, where not every block has 512
+
+    # What a sweep adds when it collects its rows.
+    corpus_documents: int
+    corpus_tokens: int
+    seconds_per_step: float | None  # of training, median
 
 
 class Role(Enum):
@@ -78,54 +95,88 @@ class Role(Enum):
     VARIANT = "how these weights were evaluated"
     SETTING = "which text and protocol"
     PLACE = "which measurement of that setting"
+    CIRCUMSTANCE = "where and by which code"
+    NUMBER = "what came out"
+    PIECE = "what came out for each part of the text"
+    COLLECTED = "what a sweep adds"
 
 
 @dataclass(frozen=True)
 class Key:
-    """One key that identifies a row.
+    """The use of one key.
 
-    run: whether it tells one run from another; kind: whether runs that differ in it are not seeds of one kind;
-    label: whether it may stand in a label; default: its value in a row without it, where that is known
+    run: rows with different values are different runs
+    kind: runs with different values are not seeds of one kind
+    label: it may stand in a label
+    default: its value in a row without it, where that is known
+    column: its heading in a table of runs; empty: no column
+    note: how the notes beneath a table write it, such as "step {}"; empty: not at all
     """
 
     role: Role
     run: bool = False
     kind: bool = False
-    label: bool = True
+    label: bool = False
     default: Any = None
+    column: str = ""
+    note: str = ""
 
 
-# In the order in which labels name what differs: what was measured first, bookkeeping last.
+# Labels, columns and notes keep this order. What was measured stands first, bookkeeping last.
 KEYS: dict[str, Key] = {
-    "pos_emb": Key(Role.MODEL, run=True, kind=True, label=False),  # every label begins with it
-    "pos_emb_args": Key(Role.MODEL, kind=True),
-    "window": Key(Role.VARIANT, run=True, kind=True, default="none"),
-    "blockwise": Key(Role.VARIANT, run=True, kind=True, default="off"),
-    "logn_scale": Key(Role.VARIANT, run=True, kind=True, default="off"),
-    "dtype": Key(Role.VARIANT, run=True, kind=True),
-    "train_length": Key(Role.MODEL, kind=True),
-    "step": Key(Role.MODEL, run=True, kind=True),
-    "windows_per_step": Key(Role.MODEL, kind=True),
-    "seed": Key(Role.MODEL, run=True),
-    "corpus": Key(Role.SETTING, run=True),
-    "part": Key(Role.SETTING, run=True),
-    "split": Key(Role.SETTING, run=True),
-    "protocol": Key(Role.SETTING, run=True),
-    "tokenizer": Key(Role.SETTING, run=True),
-    "config_hash": Key(Role.MODEL, run=True),
-    "checkpoint": Key(Role.MODEL, run=True),
-    "length": Key(Role.PLACE, label=False),
-    "text": Key(Role.PLACE, label=False),
-    "tokens": Key(Role.PLACE, label=False),
-    "tail": Key(Role.PLACE, label=False),
-    "stride": Key(Role.PLACE, label=False),
-    "start": Key(Role.PLACE, label=False),
+    "pos_emb": Key(Role.MODEL, run=True, kind=True, column="pos_emb"),  # every label begins with it
+    "pos_emb_args": Key(Role.MODEL, kind=True, label=True, column="options"),
+    "window": Key(Role.VARIANT, run=True, kind=True, label=True, default="none"),
+    "blockwise": Key(Role.VARIANT, run=True, kind=True, label=True, default="off"),
+    "logn_scale": Key(Role.VARIANT, run=True, kind=True, label=True, default="off"),
+    "dtype": Key(Role.VARIANT, run=True, kind=True, label=True, column="dtype", note="{}"),
+    "train_length": Key(Role.MODEL, kind=True, label=True, column="trained at"),
+    "step": Key(Role.MODEL, run=True, kind=True, label=True, column="step", note="step {}"),
+    "windows_per_step": Key(Role.MODEL, kind=True, label=True),
+    "seed": Key(Role.MODEL, run=True, label=True, column="seed", note="seed {}"),
+    "corpus": Key(Role.SETTING, run=True, label=True),
+    "part": Key(Role.SETTING, run=True, label=True),
+    "split": Key(Role.SETTING, run=True, label=True),
+    "protocol": Key(Role.SETTING, run=True, label=True),
+    "tokenizer": Key(Role.SETTING, run=True, label=True, column="tokenizer"),
+    # The axes of sweeps stand here in a label.
+    "config_hash": Key(Role.MODEL, run=True, label=True, column="config", note="config {}"),
+    "checkpoint": Key(Role.MODEL, run=True, label=True, column="checkpoint"),
+    "sweep": Key(Role.MODEL, kind=True, label=True),
+    "weights": Key(Role.MODEL),
+    "cell": Key(Role.MODEL),
+    "attention_backend": Key(Role.CIRCUMSTANCE, note="attention {}"),
+    "device": Key(Role.CIRCUMSTANCE, note="on {}"),
+    "commit": Key(Role.CIRCUMSTANCE, column="commit", note="commit {}"),
+    "code": Key(Role.CIRCUMSTANCE),
+    "length": Key(Role.PLACE),
+    "text": Key(Role.PLACE),
+    "tokens": Key(Role.PLACE),
+    "tail": Key(Role.PLACE),
+    "stride": Key(Role.PLACE),
+    "start": Key(Role.PLACE),
+    "windows": Key(Role.NUMBER),
+    "epochs": Key(Role.NUMBER),
+    "loss": Key(Role.NUMBER),
+    "perplexity": Key(Role.NUMBER),
+    "loss_stderr": Key(Role.NUMBER),
+    "reason": Key(Role.NUMBER),
+    "position_edges": Key(Role.NUMBER),
+    "position_losses": Key(Role.NUMBER),
+    "seconds": Key(Role.NUMBER),
+    "tokens_per_second": Key(Role.NUMBER),
+    "window_losses": Key(Role.PIECE),
+    "window_tokens": Key(Role.PIECE),
+    "block_losses": Key(Role.PIECE),
+    "block_tokens": Key(Role.PIECE),
+    "corpus_documents": Key(Role.COLLECTED),
+    "corpus_tokens": Key(Role.COLLECTED),
+    "seconds_per_step": Key(Role.COLLECTED),
 }
-BOOKKEEPING = ("config_hash", "checkpoint")  # axes of a sweep stand before these in a label
 
 
 def keys_of(role: Role) -> tuple[str, ...]:
-    """The keys with a role, in the order of labels."""
+    """The keys with a role."""
     return tuple(name for name, key in KEYS.items() if key.role is role)
 
 
@@ -134,20 +185,59 @@ KIND = tuple(name for name, key in KEYS.items() if key.kind)
 VARIANT = keys_of(Role.VARIANT)
 SETTING = keys_of(Role.SETTING)
 PLACE = keys_of(Role.PLACE)
+PIECES = keys_of(Role.PIECE)
+COLLECTED = keys_of(Role.COLLECTED)
+# What widens or narrows attention. Every row has a dtype, so it is no change to report.
+ATTENTION_INPUTS = tuple(key for key in VARIANT if key != "dtype")
+NEEDED = tuple(key for key in Row.__annotations__ if key in Row.__required_keys__)
+COLUMNS = {name: key.column for name, key in KEYS.items() if key.column}
+NOTES = {name: key.note for name, key in KEYS.items() if key.note}
+BOOKKEEPING = ("config_hash", "checkpoint", "sweep")
+LABELS = tuple(name for name, key in KEYS.items() if key.label)
+KIND_LABELS = tuple(
+    name for name, key in KEYS.items() if key.label and (key.kind or name in BOOKKEEPING)
+)
+
+AnyQuestion = TypeVar("AnyQuestion", bound=Question)
 
 
-def value_of(row: Row, key: str) -> Any:
-    """The value that a row has in fact: a window of train_length is that many tokens; None where it is unknown."""
+# --- Values and identity ---
+
+
+def value_of(row: Question, key: str) -> Any:
+    """The value that a row has in fact, of a key or of an axis of its sweep; None: unknown.
+
+    A window of train_length is that many tokens. An axis that repeats the corpus has no value.
+    """
+    if key not in KEYS:
+        return _value_on_axis(row, key)
     value = row.get(key)
     if key == "window" and value == "train_length":
         return row.get("train_length") or value
     if value is None or value is False:
-        return KEYS[key].default if key in KEYS else None
+        return KEYS[key].default
     return value
 
 
-def identity(row: Row, keys: Iterable[str]) -> tuple[Hashable, ...]:
-    """The values of some keys; two rows with the same identity are the same in these."""
+def _value_on_axis(row: Question, axis: str) -> str | None:
+    value = (row.get("cell") or {}).get(axis)
+    if value is None or value == row.get("corpus"):
+        return None
+    return str(value)
+
+
+def plain(value: Any) -> str:
+    """A value as a label has it: options as kernels [exp, gaussian], switches as on and off."""
+    if isinstance(value, bool):
+        return "on" if value else "off"
+    if not isinstance(value, dict):
+        return str(value)
+    options = [f"{key} {json.dumps(option)}" for key, option in value.items()]
+    return " ".join(options).replace('"', "") or "defaults"
+
+
+def identity(row: Question, keys: Iterable[str]) -> tuple[Hashable, ...]:
+    """The values of some keys or axes. Two rows with equal identity are the same in these."""
     return tuple(_hashable(value_of(row, key)) for key in keys)
 
 
@@ -155,103 +245,71 @@ def _hashable(value: Any) -> Hashable:
     return json.dumps(value, sort_keys=True) if isinstance(value, dict | list) else value
 
 
-def run_of(row: Row) -> tuple[Hashable, ...]:
+def run_of(row: Question) -> tuple[Hashable, ...]:
     """What makes two rows belong to the same line of a table: model, variant and setting."""
     return identity(row, RUN)
 
 
 def measurement_of(row: Row) -> tuple[Hashable, ...]:
-    """What makes one row the repetition of another: the same run, on the same scored targets."""
+    """What makes one row the repetition of another: the same run on the same scored targets."""
     return identity(row, (*RUN, *PLACE))
 
 
-def kind_of(row: Row) -> tuple[Hashable, ...]:
-    """What runs share that differ in nothing but their seed and their text."""
-    return identity(row, KIND)
+def kind_of(row: Question, axes: Iterable[str] = ()) -> tuple[Hashable, ...]:
+    """What runs share that differ in seed and text alone; `axes` as `axes_of` returns them."""
+    return identity(row, (*KIND, *axes))
 
 
-def setting_of(row: Row) -> tuple[Hashable, ...]:
-    """Corpus, part, split, protocol and tokenizer: only within one setting numbers can be compared."""
+def setting_of(row: Question) -> tuple[Hashable, ...]:
+    """Corpus, part, split, protocol, tokenizer: numbers are comparable within one setting only."""
     return identity(row, SETTING)
 
 
 def place_of(row: Row) -> tuple[Hashable, ...]:
-    """What must agree for two rows to be compared, beside the text: runs of several seeds may have several texts."""
-    return identity(row, (*SETTING, *(key for key in PLACE if key != "text")))
+    """What must agree for two rows to be compared, beside the text.
+
+    Runs of several seeds may have a text each.
+    """
+    place = [key for key in PLACE if key != "text"]
+    return identity(row, (*SETTING, *place))
 
 
-def model_of(row: Row) -> Hashable:
-    """The same for all rows of one trained model, whether a sweep measured it or a user."""
+def model_of(row: Question) -> Hashable:
+    """The same for all rows of one trained model, whoever measured it; None: unknown."""
     return row.get("weights") or row.get("checkpoint")
 
 
+def agrees(row: Mapping[str, Any], question: Mapping[str, Any]) -> bool:
+    """Whether a row has every fact of a question, so that it is its answer."""
+    return all(key in row and _same(row, question, key) for key in question)
+
+
+def _same(row: Any, question: Any, key: str) -> bool:
+    if key in VARIANT:
+        return value_of(row, key) == value_of(question, key)
+    return row[key] == question[key]
+
+
+def with_facts(row: AnyQuestion, facts: Mapping[str, Any]) -> AnyQuestion:
+    """The row with other values of some keys."""
+    return cast("AnyQuestion", {**row, **facts})
+
+
+# --- Rows together ---
+
+
+def by_setting(rows: Iterable[AnyQuestion]) -> dict[tuple[Hashable, ...], list[AnyQuestion]]:
+    """Rows by corpus, part, split, protocol and tokenizer."""
+    groups: dict[tuple[Hashable, ...], list[AnyQuestion]] = {}
+    for row in rows:
+        groups.setdefault(setting_of(row), []).append(row)
+    return groups
+
+
 def last_of_each(rows: Iterable[Row]) -> list[Row]:
-    """Of a run that scored several texts of one length the last, so that a mean is over seeds alone."""
-    return [*{(run_of(row), row["length"]): row for row in rows}.values()]
+    """The last row of each run at each length, so that a mean is over seeds alone.
 
-
-def runs(rows: Sequence[Row]) -> dict[str, list[Row]]:
-    """Rows by a label for each run, shortest length first."""
-    groups: dict[tuple[Hashable, ...], list[Row]] = {}
-    for row in rows:
-        groups.setdefault(run_of(row), []).append(row)
-    labels = labels_of([group[0] for group in groups.values()], label_keys(with_seed=True))
-    return {
-        label: sorted(group, key=lambda row: row["length"])
-        for label, group in zip(labels, groups.values(), strict=True)
-    }
-
-
-def label_keys(axes: Iterable[str] = (), *, with_seed: bool = False) -> tuple[str, ...]:
-    """Keys that may tell two labels apart, the most telling first; `axes` are those of sweeps."""
-    measured = [
-        name
-        for name, key in KEYS.items()
-        if key.label and name not in BOOKKEEPING and (with_seed or name != "seed")
-    ]
-    return (*measured, *axes, *BOOKKEEPING)
-
-
-def labels_of(rows: Sequence[Row], keys: Iterable[str]) -> list[str]:
-    """A label for each of some rows: the encoding, and those of the keys that tell it from others of that name.
-
-    A row in which a key is unknown gets no word for it.
+    A run may have scored several texts of one length.
     """
-    labels = [row["pos_emb"] for row in rows]
-    for key in keys:
-        values = [plain(value_of(row, key)) for row in rows]
-        known: dict[str, set[Any]] = {}
-        for label, value in zip(labels, values, strict=True):
-            if value is not None:
-                known.setdefault(label, set()).add(value)
-        for number, value in enumerate(values):
-            label = labels[number]
-            if value is not None and len(known[label]) > 1:
-                labels[number] = f"{label}, {key} {value}"
-    return labels
-
-
-def with_axes(rows: Sequence[Row], without: Collection[str] = ()) -> tuple[list[Row], list[str]]:
-    """Rows of a sweep with what their cells say beside them, such as size: wide, and the names of these axes."""
-    points: list[dict[str, str]] = []
-    for row in rows:
-        cell = row.get("cell") or {}
-        points.append(
-            {
-                axis: str(value)
-                for axis, value in cell.items()
-                if axis not in row and axis not in without
-            }
-        )
-    axes = [*dict.fromkeys(axis for point in points for axis in point)]
-    return [{**row, **point} for row, point in zip(rows, points, strict=True)], axes  # pyright: ignore[reportReturnType]
-
-
-def plain(value: Any) -> Any:
-    """Options of an encoding as a short text, such as kernels [exp, gaussian]; on, off; all else as it is."""
-    if isinstance(value, bool):
-        return "on" if value else "off"
-    if not isinstance(value, dict):
-        return value
-    options = [f"{key} {json.dumps(option)}" for key, option in value.items()]
-    return " ".join(options).replace('"', "") or "defaults"
+    last = {(run_of(row), row["length"]): row for row in rows}
+    return list(last.values())

@@ -3,7 +3,8 @@
 from collections.abc import Collection, Iterable, Sequence
 from itertools import product
 
-from megatron.results.row import PLACE, SETTING, VARIANT, Row, plain, runs, setting_of, value_of
+from megatron.results.labels import runs
+from megatron.results.row import PIECES, PLACE, SETTING, VARIANT, Row, plain, value_of
 from megatron.results.statistics import perplexity_of, prefix_curve
 
 NUMBERS = tuple(key for key in PLACE if key not in ("length", "text"))
@@ -19,8 +20,6 @@ FACTS = {
 }
 
 OTHER_TEXT = ("paper", "position")  # protocols whose lengths are not scored on the same targets
-# Losses of windows as long as they were measured.
-OF_WINDOWS = ("window_losses", "window_tokens", "block_losses", "block_tokens")
 
 
 def by_length(rows: Sequence[Row], lengths: Iterable[int]) -> list[Row]:
@@ -36,7 +35,7 @@ def by_length(rows: Sequence[Row], lengths: Iterable[int]) -> list[Row]:
             whole = {
                 key: value
                 for key, value in row.items()
-                if length == row["length"] or key not in OF_WINDOWS
+                if length == row["length"] or key not in PIECES
             }
             found.append(
                 whole
@@ -67,14 +66,6 @@ def with_notes(head: list[str], body: list[list[str]], below: list[str], *, mark
     lines = in_markdown(head, body) if markdown else aligned(head, body)
     told = "  \n".join(below).replace("*", "\\*") if markdown else "\n".join(below)
     return "\n".join([*lines, "", told])
-
-
-def by_setting(rows: Sequence[Row]) -> dict[tuple, list[Row]]:
-    """Rows by corpus, part, split, protocol and tokenizer: only within one of these numbers can be compared."""
-    found: dict[tuple, list[Row]] = {}
-    for row in rows:
-        found.setdefault(setting_of(row), []).append(row)
-    return found
 
 
 def cell(perplexity: float | None) -> str:

@@ -8,11 +8,9 @@ from megatron.data.tokens import TokenFile
 from megatron.errors import UserError
 from megatron.files import Beside
 from megatron.results.files import read_results
-from megatron.results.row import Row
+from megatron.results.row import COLLECTED, Row
 from megatron.sweeps.plan import Cell, Evaluation, Sweep
 from megatron.training.checkpoint import find, latest_step
-
-COLLECTED = ("corpus_documents", "corpus_tokens", "seconds_per_step")
 
 
 @dataclass(frozen=True)

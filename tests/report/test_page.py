@@ -210,7 +210,7 @@ def test_differences_are_paired_against_the_lowest_at_the_longest_length_or_one_
     assert other[1][0] == "alibi"
     with pytest.raises(
         UserError,
-        match="--against: there is no 'rope', or several - choose one of 'alibi', 'mep', 't5'",
+        match="--against: 'rope' is no encoding of these results - choose one of 'alibi', 'mep', 't5'",
     ):
         Page(rows, [], {}, against="rope").html("t")
 

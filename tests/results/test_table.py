@@ -4,7 +4,7 @@ import pytest
 
 from megatron.errors import UserError
 from megatron.results.files import check_output, read_results, write_results
-from megatron.results.row import runs
+from megatron.results.labels import runs
 from megatron.results.table import cell, table
 
 BEYOND = "pos_emb: learned positions end at 512, so length 1024 cannot be computed"

@@ -13,7 +13,8 @@ from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, NullForma
 from megatron.errors import UserError
 from megatron.files import Beside
 from megatron.results.files import PICTURES
-from megatron.results.row import Row, runs
+from megatron.results.labels import runs
+from megatron.results.row import Row
 from megatron.results.statistics import half_octaves, perplexity_of, prefix_curve
 from megatron.results.table import cell, setting
 

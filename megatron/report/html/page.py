@@ -7,7 +7,6 @@ from html import escape
 
 from matplotlib.figure import Figure
 
-from megatron.errors import UserError
 from megatron.report.figures.probes import draw_probes
 from megatron.report.groups import (
     Evidence,
@@ -24,7 +23,6 @@ from megatron.report.html.elements import Cell, document, figure, items, paragra
 from megatron.report.html.paired import (
     comparisons,
     intervals,
-    named,
     not_told_apart,
     paired,
     reference_of,
@@ -39,10 +37,10 @@ from megatron.report.html.texts import (
     PROTOCOLS,
     UNKNOWN,
 )
-from megatron.results.comparison import unknown
+from megatron.results.labels import kinds, labels_of, select, with_sweeps
 from megatron.results.probes import TASKS, cells
-from megatron.results.row import VARIANT, Row, label_keys, labels_of, last_of_each, run_of
-from megatron.results.table import by_length, by_setting, cell, notes, spread
+from megatron.results.row import COLUMNS, VARIANT, Row, by_setting, last_of_each, run_of, with_facts
+from megatron.results.table import by_length, cell, notes, spread
 
 MISSING = Cell("-", kind="missing", title="not measured")
 
@@ -58,19 +56,18 @@ class Page:
         *,
         against: str | None = None,
     ) -> None:
-        self.rows, self.probes, self.evidence, self.against = rows, probes, evidence, against
+        self.rows, self.probes = with_sweeps(rows), probes
+        self.evidence, self.against = evidence, against
         self.figures: dict[str, Figure] = {}
         self.missing: list[str] = []
-        self.labels: list[str] = []
-        self.named: list[str] = []
         self.sections: list[tuple[str, str]] = []
 
     def html(self, title: str) -> str:
-        """The whole page; `figures` is full after it. UserError where no text has the encoding to compare with."""
+        """The whole page; `figures` is full after it. UserError where `against` means no encoding, or several."""
+        if self.against is not None:
+            select(self.against, kinds(self.rows))
         for number, members in enumerate(by_setting(self.rows).values()):
             self.measured(with_prefixes(members), f"{number + 1}-" if number else "")
-        if self.against is not None and self.against not in self.named:
-            raise UserError(f"--against: {unknown(self.against, dict.fromkeys(self.labels))}")
         trained = models([*self.rows, *self.probes], self.evidence)
         self.add("Probes", self.probed())
         self.add("Kernels", self.kernels(trained))
@@ -124,8 +121,6 @@ class Page:
         )
         parts.append(self.perplexities(found, rows, f"{name}, {protocol}"))
         parts.append(paired(told, reason))
-        self.labels += [group.label for group in found]
-        self.named += [self.against] if self.against and named(found, self.against) else []
         caption = "Loss by position in the longest windows, over half octaves, mean over seeds."
         parts.append(self.draw(f"{prefix}position", figures.by_position(found, rows), caption))
         between = figures.by_position_from(found, rows, reference) if reference else None
@@ -312,11 +307,9 @@ def by_checkpoint(rows: Sequence[Row]) -> dict[str, list[Row]]:
     told = []
     for row, *_ in found.values():
         text = f"{row.get('corpus')} {row.get('part')}"
-        told.append(
-            row
-            | {"pos_emb": f"{row['pos_emb']}, seed {row.get('seed')}, step {row['step']}, {text}"}
-        )
-    return dict(zip(labels_of(told, label_keys()), found.values(), strict=True))
+        name = f"{row['pos_emb']}, seed {row.get('seed')}, step {row['step']}, {text}"
+        told.append(with_facts(row, {"pos_emb": name}))
+    return dict(zip(labels_of(told), found.values(), strict=True))
 
 
 def probe_table(rows: Sequence[Row]) -> str:
@@ -349,32 +342,8 @@ def probe_table(rows: Sequence[Row]) -> str:
 
 def runs_table(rows: Sequence[Row]) -> str:
     """Every checkpoint that rows name, with what identifies it."""
-    head = [
-        "checkpoint",
-        "pos_emb",
-        "options",
-        "seed",
-        "step",
-        "trained at",
-        "config",
-        "tokenizer",
-        "dtype",
-        "commit",
-    ]
-    keys = (
-        "pos_emb",
-        "pos_emb_args",
-        "seed",
-        "step",
-        "train_length",
-        "config_hash",
-        "tokenizer",
-        "dtype",
-        "commit",
-    )
-    told = dict.fromkeys(
-        tuple(str(row.get(key) or "-") for key in ("checkpoint", *keys)) for row in rows
-    )
-    return table(
-        head, ([Cell(first), *(Cell.of_text(text) for text in rest)] for first, *rest in told)
-    )
+    keys = ["checkpoint", *(key for key in COLUMNS if key != "checkpoint")]
+    lines = dict.fromkeys(tuple(str(row.get(key) or "-") for key in keys) for row in rows)
+    head = [COLUMNS[key] for key in keys]
+    body = [[Cell(first), *map(Cell.of_text, rest)] for first, *rest in lines]
+    return table(head, body)

@@ -5,7 +5,8 @@ from collections.abc import Sequence
 from megatron.errors import UserError
 from megatron.report.groups import Group, Interval, summary
 from megatron.report.html.elements import Cell, items, paragraph, table
-from megatron.results.comparison import Comparison, compared, how_made, meant
+from megatron.results.comparison import Comparison, compared, how_made
+from megatron.results.labels import matching, select
 from megatron.results.row import Row
 from megatron.results.statistics import perplexity_of
 
@@ -52,16 +53,15 @@ def paired(told: Sequence[Comparison], reason: str) -> str:
 
 
 def reference_of(found: Sequence[Group], against: str | None) -> str | None:
-    """`against` where it is there, else the lowest at the longest length that has a number."""
-    if against and (label := named(found, against)):
-        return label
+    """What `--against` means among these groups; without it or a match, the lowest of them.
+
+    The lowest at the longest length that has a number. UserError where several groups match.
+    """
+    rows = {group.label: group.all_rows for group in found}
+    if against is not None and matching(against, rows):
+        return select(against, rows)
     lengths = sorted({length for group in found for length in group.rows}, reverse=True)
     return next((label for length in lengths if (label := lowest(found, length))), None)
-
-
-def named(found: Sequence[Group], name: str) -> str | None:
-    """The label of the encoding that a name means here."""
-    return meant(name, [group.label for group in found])
 
 
 def _whole(row: Row) -> bool:
