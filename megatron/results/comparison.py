@@ -15,11 +15,11 @@ from megatron.results.row import VARIANT, Row, by_setting, last_of_each, place_o
 from megatron.results.statistics import Estimate, holm, mean_of, mean_over_seeds, perplexity_of
 from megatron.results.table import (
     aligned,
+    attention_inputs,
     cell,
     in_markdown,
     notes,
     setting,
-    sight,
     spread,
     with_notes,
 )
@@ -102,7 +102,7 @@ def compared(kinds: Mapping[str, Sequence[Row]], against: str | None = None) -> 
         here = {
             label: [row for row in kind if place_of(row) == place] for label, kind in kinds.items()
         }
-        shared = sight([row for rows in here.values() for row in rows])
+        shared = attention_inputs([row for rows in here.values() for row in rows])
         for label in here:
             if here[label]:
                 one = _compared(label, here[label], reference, here[reference])

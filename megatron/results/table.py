@@ -1,208 +1,295 @@
-"""Tables of perplexity with what was measured beneath them."""
+"""Tables of perplexity, and the notes beneath them."""
 
 from collections.abc import Collection, Iterable, Sequence
-from itertools import product
+from typing import cast
 
 from megatron.results.labels import runs
-from megatron.results.row import PIECES, PLACE, SETTING, VARIANT, Row, plain, value_of
+from megatron.results.row import (
+    ATTENTION_INPUTS,
+    KEYS,
+    NOTES,
+    PIECES,
+    PLACE,
+    SETTING,
+    Row,
+    by_setting,
+    plain,
+    value_of,
+    with_facts,
+)
 from megatron.results.statistics import perplexity_of, prefix_curve
 
-NUMBERS = tuple(key for key in PLACE if key not in ("length", "text"))
-# What is said about a run beneath the table, in this order.
-FACTS = {
-    "step": "step",
-    "config_hash": "config",
-    "seed": "seed",
-    "dtype": "",
-    "attention_backend": "attention",
-    "device": "on",
-    "commit": "commit",
-}
+# Protocols that score other text at each length.
+OTHER_TEXT = ("paper", "position")
+OTHER_TEXT_NOTE = (
+    "every length has other text: compare encodings at a length, not one encoding at two"
+)
+REPEATED_TEXT = (
+    "the part is short and was read up to {epochs} times:"
+    " windows repeat text, intervals are too narrow"
+)
+COUNTS = tuple(key for key in PLACE if key not in ("length", "text"))  # what a protocol counts
+OPTIONS = tuple(key for key in COUNTS if key != "tokens")  # options of a protocol
 
-OTHER_TEXT = ("paper", "position")  # protocols whose lengths are not scored on the same targets
+
+# --- Rows ---
 
 
 def by_length(rows: Sequence[Row], lengths: Iterable[int]) -> list[Row]:
-    """The rows, and instead of one with losses by position a row for each length that it covers: its prefix curve."""
+    """The rows, where a row with losses by position becomes one row for each of `lengths`.
+
+    Such a row measured all shorter lengths, too: the mean over the first positions of its windows.
+    """
+    lengths = list(lengths)
     found = []
     for row in rows:
         if row["loss"] is None or "position_edges" not in row:
             found.append(row)
             continue
-        curve = prefix_curve(row["position_edges"], row["position_losses"])
-        for length in lengths:
-            loss, tokens = curve[length], row["windows"] * length
-            whole = {
-                key: value
-                for key, value in row.items()
-                if length == row["length"] or key not in PIECES
-            }
-            found.append(
-                whole
-                | {
-                    "length": length,
-                    "tokens": tokens,
-                    "loss": loss,
-                    "perplexity": perplexity_of(loss),
-                }
-            )
+        curve = prefix_curve(row["position_edges"], row.get("position_losses", []))
+        found += [_prefix(row, length, curve[length]) for length in lengths]
     return found
 
 
+def _prefix(row: Row, length: int, loss: float) -> Row:
+    """A row for the first `length` positions of each window."""
+    kept = row
+    if length < row["length"]:
+        # Losses of windows and blocks are those of the whole windows.
+        kept = cast("Row", {key: value for key, value in row.items() if key not in PIECES})
+    tokens = row["windows"] * length
+    perplexity = perplexity_of(loss)
+    numbers = {"length": length, "tokens": tokens, "loss": loss, "perplexity": perplexity}
+    return with_facts(kept, numbers)
+
+
+# --- Tables ---
+
+
 def table(rows: Sequence[Row], *, markdown: bool = False) -> str:
-    """Perplexity: one line per run, one column per length, and beneath it what was measured and why cells are empty."""
+    """A table for each setting: one line per run, one column per length, notes beneath."""
+    parts = []
+    for group in by_setting(rows).values():
+        parts.append(_table_of_setting(group, markdown=markdown))
+    why_apart = _differences_of_settings(rows)
+    if why_apart:
+        parts.append("\n".join(why_apart))
+    return "\n\n".join(parts)
+
+
+def _table_of_setting(rows: Sequence[Row], *, markdown: bool) -> str:
     lengths = sorted({row["length"] for row in rows})
-    trained = {row.get("train_length") for row in rows}
-    head = ["pos_emb", *(f"{length}*" if length in trained else str(length) for length in lengths)]
     body = []
     for label, group in runs(rows).items():
         cells = {row["length"]: cell(row["perplexity"]) for row in group}
         body.append([label, *(cells.get(length, "") for length in lengths)])
+    head = ["pos_emb", *length_headings(rows)]
     return with_notes(head, body, notes(rows), markdown=markdown)
 
 
+def length_headings(rows: Sequence[Row]) -> list[str]:
+    """The lengths of the rows, shortest first; those that were trained at have a star."""
+    trained = {row.get("train_length") for row in rows}
+    headings = []
+    for length in sorted({row["length"] for row in rows}):
+        star = "*" if length in trained else ""
+        headings.append(f"{length}{star}")
+    return headings
+
+
 def with_notes(head: list[str], body: list[list[str]], below: list[str], *, markdown: bool) -> str:
-    """A table and what is said beneath it."""
-    lines = in_markdown(head, body) if markdown else aligned(head, body)
-    told = "  \n".join(below).replace("*", "\\*") if markdown else "\n".join(below)
-    return "\n".join([*lines, "", told])
+    """A table and the notes beneath it."""
+    if markdown:
+        lines = in_markdown(head, body)
+        text = "  \n".join(below).replace("*", "\\*")
+    else:
+        lines = aligned(head, body)
+        text = "\n".join(below)
+    return "\n".join([*lines, "", text])
 
 
 def cell(perplexity: float | None) -> str:
-    """Three digits or more that matter, and no wider than a column."""
+    """A perplexity with three significant digits or more, no wider than a column."""
     if perplexity is None:
         return "n/a"
-    limits = {99.995: ".2f", 999.95: ".1f", 99999.5: ".0f"}
-    return format(
-        perplexity, next((form for limit, form in limits.items() if perplexity < limit), ".1e")
-    )
+    if perplexity < 99.995:
+        return f"{perplexity:.2f}"
+    if perplexity < 999.95:
+        return f"{perplexity:.1f}"
+    if perplexity < 99999.5:
+        return f"{perplexity:.0f}"
+    return f"{perplexity:.1e}"
 
 
 def spread(mean: str, std: float) -> str:
-    """± a standard deviation with the decimals of a mean that `cell` wrote."""
-    return f"± {std:.2g}" if "e" in mean else f"± {std:.{len(mean.partition('.')[2])}f}"
+    """± a standard deviation, with as many decimals as a mean that `cell` wrote."""
+    if "e" in mean:
+        return f"± {std:.2g}"
+    decimals = len(mean.partition(".")[2])
+    return f"± {std:.{decimals}f}"
 
 
 def aligned(head: list[str], body: list[list[str]]) -> list[str]:
-    """Lines of a table for the terminal."""
+    """The lines of a table for the terminal: the first column to the left, others to the right."""
     widths = [max(map(len, column)) for column in zip(head, *body, strict=True)]
-    lines = [
-        "  ".join(
-            [
-                line[0].ljust(widths[0]),
-                *(text.rjust(width) for text, width in zip(line[1:], widths[1:], strict=True)),
-            ]
-        )
-        for line in (head, *body)
-    ]
-    return [lines[0].rstrip(), "-" * len(lines[0]), *lines[1:]]
+    lines = []
+    for first, *rest in (head, *body):
+        words = [first.ljust(widths[0])]
+        words += [text.rjust(width) for text, width in zip(rest, widths[1:], strict=True)]
+        lines.append("  ".join(words))
+    rule = "-" * len(lines[0])
+    return [lines[0].rstrip(), rule, *lines[1:]]
 
 
 def in_markdown(head: list[str], body: list[list[str]]) -> list[str]:
-    """The same in Markdown."""
-    rule = ["---", *["---:"] * (len(head) - 1)]
-    return [
-        "| " + " | ".join(text.replace("*", "\\*") for text in line) + " |"
-        for line in (head, rule, *body)
-    ]
+    """The lines of the same table in Markdown."""
+    rule = ["---"] + ["---:"] * (len(head) - 1)
+    lines = []
+    for words in (head, rule, *body):
+        text = " | ".join(words).replace("*", "\\*")
+        lines.append(f"| {text} |")
+    return lines
+
+
+# --- Notes ---
 
 
 def notes(rows: Sequence[Row], *, each_run: bool = True) -> list[str]:
-    """The protocol of the measurements, what each run was, why cells are empty, and what makes rows incomparable."""
+    """What was measured, what each run was, why cells are empty, and what cannot be compared.
+
+    rows: of one setting, as `by_setting` groups them; each_run: a line for the facts of each run
+    """
     groups = runs(rows)
-    shared = {key for key in FACTS if len({row.get(key) for row in rows}) == 1}
+    shared = _shared_notes(rows) if len(groups) > 1 else []
     lines = [f"perplexity on {setting(rows)}"]
-    lines += (
-        ["each: " + _facts(rows[0], shared)] if len(groups) > 1 and _facts(rows[0], shared) else []
-    )
-    if rows[0].get("protocol") in OTHER_TEXT and len({row["length"] for row in rows}) > 1:
-        lines.append(
-            "every length has other text: compare encodings at a length, not one encoding at two"
-        )
-    for length, epochs in sorted(
-        {(row["length"], row["epochs"]) for row in rows if row.get("epochs")}
-    ):
-        told = f"the part is short and was read up to {epochs} times: windows repeat text, intervals are too narrow"
-        lines.append(f"length {length}: {told}")
-    lines += (
-        ["* training length"]
-        if any(row["length"] == row.get("train_length") for row in rows)
-        else []
-    )
+    facts = _facts(rows[0], shared)
+    if facts:
+        lines.append(f"each: {facts}")
+    lines += _notes_of_protocol(rows)
+    if any(row["length"] == row.get("train_length") for row in rows):
+        lines.append("* training length")
     for label, group in groups.items():
-        own = _facts(group[0], FACTS.keys() - shared if len(groups) > 1 else FACTS)
-        lines += [f"{label}: {own}"] if own and each_run else []
+        own = _facts(group[0], NOTES.keys() - shared)
+        if own and each_run:
+            lines.append(f"{label}: {own}")
         lines += _refusals(label, group)
-    return lines + _differences(rows)
+    lines += _differences_of_counts(rows)
+    for label, group in groups.items():
+        lines += _repeated_lengths(label, group)
+    return lines
+
+
+def _shared_notes(rows: Sequence[Row]) -> list[str]:
+    """The noted keys that have one value in all rows."""
+    return [key for key in NOTES if len({row.get(key) for row in rows}) == 1]
 
 
 def _facts(row: Row, keys: Collection[str]) -> str:
-    return ", ".join(
-        f"{name} {row[key]}".strip()
-        for key, name in FACTS.items()
-        if key in keys and row.get(key) is not None
-    )
+    """Some of the noted keys of a row, such as "float32, step 1000, seed 1234"."""
+    facts = []
+    for key, form in NOTES.items():
+        if key in keys and row.get(key) is not None:
+            facts.append(form.format(row.get(key)))
+    return ", ".join(facts)
 
 
-def _differences(rows: Sequence[Row]) -> list[str]:
-    found = []
-    for key in SETTING:
-        values = list(dict.fromkeys(str(row.get(key)) for row in rows))
-        if len(values) > 1:
-            found.append(f"not comparable: {key} is {' for some and '.join(values)} for others")
-    for length, key in product(sorted({row["length"] for row in rows}), NUMBERS):
-        counts = sorted({row.get(key, 0) for row in rows if row["length"] == length})
-        if len(counts) > 1:
-            name = "tokens were scored" if key == "tokens" else f"is the {key}"
-            found.append(
-                f"not comparable: {counts[0]:,} to {counts[-1]:,} {name} at length {length}"
-            )
-    for label, group in runs(rows).items():
-        measured = [row["length"] for row in group]
-        twice = [length for length in dict.fromkeys(measured) if measured.count(length) > 1]
-        found += [
-            f"{label}: several texts were scored at length {length}; the last is shown"
-            for length in twice
-        ]
-    return found
+def _notes_of_protocol(rows: Sequence[Row]) -> list[str]:
+    lines = []
+    lengths = {row["length"] for row in rows}
+    if rows[0].get("protocol") in OTHER_TEXT and len(lengths) > 1:
+        lines.append(OTHER_TEXT_NOTE)
+    epochs_of = {row["length"]: row.get("epochs") for row in rows if row.get("epochs")}
+    for length, epochs in sorted(epochs_of.items()):
+        lines.append(f"length {length}: {REPEATED_TEXT.format(epochs=epochs)}")
+    return lines
 
 
-def _refusals(label: str, group: Sequence[Row]) -> list[str]:
-    missing = [row for row in group if row["perplexity"] is None]
-    if not missing:
+def _refusals(label: str, rows: Sequence[Row]) -> list[str]:
+    """Why a run has no number at some lengths."""
+    refused = [row for row in rows if row["perplexity"] is None]
+    if not refused:
         return []
-    lengths = ", ".join(str(row["length"]) for row in missing)
-    return [f"{label}: n/a at {lengths}: {missing[0].get('reason') or 'no reason given'}"]
+    lengths = ", ".join(str(row["length"]) for row in refused)
+    reason = refused[0].get("reason") or "no reason given"
+    return [f"{label}: n/a at {lengths}: {reason}"]
+
+
+def _differences_of_counts(rows: Sequence[Row]) -> list[str]:
+    """Where rows of one length counted differently, such as fewer scored tokens."""
+    lines = []
+    for length in sorted({row["length"] for row in rows}):
+        for key in COUNTS:
+            counts = sorted({row.get(key) or 0 for row in rows if row["length"] == length})
+            if len(counts) == 1:
+                continue
+            what = "tokens were scored" if key == "tokens" else f"is the {key}"
+            between = f"{counts[0]:,} to {counts[-1]:,}"
+            lines.append(f"not comparable: {between} {what} at length {length}")
+    return lines
+
+
+def _repeated_lengths(label: str, rows: Sequence[Row]) -> list[str]:
+    measured = [row["length"] for row in rows]
+    repeated = sorted({length for length in measured if measured.count(length) > 1})
+    return [
+        f"{label}: several texts were scored at length {length}; the last is shown"
+        for length in repeated
+    ]
+
+
+def _differences_of_settings(rows: Sequence[Row]) -> list[str]:
+    """Why rows stand in several tables."""
+    lines = []
+    for key in SETTING:
+        values = dict.fromkeys(str(row.get(key)) for row in rows)
+        if len(values) > 1:
+            lines.append(f"not comparable: {key} is {' for some and '.join(values)} for others")
+    return lines
 
 
 def setting(rows: Sequence[Row]) -> str:
-    """Corpus, part, protocol, tokens and windows in one line, and changes to what a token sees that all rows share."""
+    """Text, tokens, windows and protocol of each setting, and the attention inputs of its rows."""
+    return "; ".join(_one_setting(group) for group in by_setting(rows).values())
+
+
+def _one_setting(rows: Sequence[Row]) -> str:
     first = rows[0]
-    tokens = sorted({row["tokens"] for row in rows})
-    windows = [
-        f"{row['windows']} x {row['length']}"
-        for row in (min(rows, key=_length), max(rows, key=_length))
-    ]
-    counted = " to ".join(f"{count:,}" for count in dict.fromkeys((tokens[0], tokens[-1])))
-    facts = [f"{counted} tokens ({' to '.join(dict.fromkeys(windows))})"]
-    facts += [f"protocol {first['protocol']}"] if first.get("protocol") else []
-    numbers = [
-        key
-        for key in NUMBERS
-        if key != "tokens" and first.get(key) and len({row.get(key) for row in rows}) == 1
-    ]
-    facts += [*(f"{key} {first[key]}" for key in numbers), *sight(rows)]
-    source = " ".join(str(first[key]) for key in ("corpus", "part") if first.get(key))
-    return ", ".join([source, *facts] if source else facts)
+    facts = [_amount(rows)]
+    source = [first.get("corpus"), first.get("part")]
+    text = " ".join(word for word in source if word)
+    if text:
+        facts.insert(0, text)
+    if first.get("protocol"):
+        facts.append(f"protocol {first.get('protocol')}")
+    for key in OPTIONS:
+        values = {row.get(key) for row in rows}
+        if len(values) == 1 and first.get(key):
+            facts.append(f"{key} {first.get(key)}")
+    return ", ".join([*facts, *attention_inputs(rows)])
 
 
-def sight(rows: Sequence[Row]) -> list[str]:
-    """What was changed in what a token sees, alike for all rows: labels say only what differs."""
-    shared = [
-        key for key in VARIANT if key != "dtype" and len({value_of(row, key) for row in rows}) == 1
-    ]
-    return [f"{key} {plain(value_of(rows[0], key))}" for key in shared if rows[0].get(key)]
+def _amount(rows: Sequence[Row]) -> str:
+    """Scored tokens and windows, such as "8,192 tokens (16 x 512 to 8 x 1024)"."""
+    tokens = [row["tokens"] for row in rows]
+    counts = _from_to(f"{min(tokens):,}", f"{max(tokens):,}")
+    ordered = sorted(rows, key=lambda row: row["length"])
+    ends = [f"{row['windows']} x {row['length']}" for row in (ordered[0], ordered[-1])]
+    return f"{counts} tokens ({_from_to(*ends)})"
 
 
-def _length(row: Row) -> int:
-    return row["length"]
+def _from_to(first: str, last: str) -> str:
+    return first if first == last else f"{first} to {last}"
+
+
+def attention_inputs(rows: Sequence[Row]) -> list[str]:
+    """What was changed for the attention of all rows, such as "window 512".
+
+    Labels contain only what differs between rows.
+    """
+    changes = []
+    for key in ATTENTION_INPUTS:
+        values = {value_of(row, key) for row in rows}
+        value = values.pop()
+        if not values and value != KEYS[key].default:
+            changes.append(f"{key} {plain(value)}")
+    return changes
