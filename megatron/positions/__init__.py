@@ -1,10 +1,11 @@
-"""Positional encodings: one small file per family, found by being here."""
+"""Positional encodings: one small file per family; every file in this folder is imported here."""
 
 import importlib
 import pkgutil
 
-from megatron.positions.base import DistanceBias, Position, Shape, at_least, within
+from megatron.positions.base import DistanceBias, Position, Shape
 from megatron.positions.mixture import Mixture
+from megatron.positions.precision import at_least, at_least_float32, within, without_autocast
 from megatron.positions.registry import (
     ALIASES,
     FILES,
@@ -29,6 +30,7 @@ __all__ = [
     "Position",
     "Shape",
     "at_least",
+    "at_least_float32",
     "build",
     "fingerprint",
     "load_file",
@@ -36,4 +38,5 @@ __all__ = [
     "positive",
     "register",
     "within",
+    "without_autocast",
 ]

@@ -1,4 +1,7 @@
-"""ALiBi: a linear penalty on distance (Train Short, Test Long, arXiv 2108.12409), and what shares its slopes."""
+"""ALiBi: a linear penalty on distance (Train Short, Test Long, arXiv 2108.12409).
+
+The Gaussian kernel of MEP is here too, because it uses ALiBi's slopes.
+"""
 
 import math
 
@@ -13,25 +16,30 @@ SLOPE_FLOOR = 1e-6  # of learned slopes; the smallest slope ever published is 1e
 
 
 def slopes(heads: int) -> list[float]:
-    """The official slopes, in the official order: 2^(-8h/heads) for a power of two, else those of the next lower
-    power followed by every second one of the next higher (attention_with_linear_biases, `get_slopes`)."""
+    """The official slopes in the official order (attention_with_linear_biases, `get_slopes`).
+
+    2^(-8h/heads) for a power of two. Else the slopes of the next lower power of two, followed by
+    every second slope of the next higher one.
+    """
     lower = 2 ** math.floor(math.log2(heads))
     ladder = [2 ** (-8 * (head + 1) / lower) for head in range(lower)]
-    return ladder if lower == heads else ladder + slopes(2 * lower)[0::2][: heads - lower]
+    if lower == heads:
+        return ladder
+    in_between = slopes(2 * lower)[0::2]
+    return ladder + in_between[: heads - lower]
 
 
 class Sloped(PerHead, DistanceBias):
     """A kernel with one slope s per head.
 
     slope_factor: multiplies every slope
-    slopes: where not given, the kernel's published ones; else one number for all heads, or a list of one per head
-    learned_slopes: whether the slopes are only where learning starts; learned ones are at least 1e-6
+    slopes: by default the published ones; else one number for all heads, or a list of one per head
+    learned_slopes: learn the slopes, starting from the given ones; learned slopes are at least 1e-6
     """
 
     bounds = {"slopes": (SLOPE_FLOOR, math.inf)}
-    reference_names = {
-        "alibi_slopes": "slopes"
-    }  # the forks store ALiBi's, whichever slopes a kernel uses
+    # The forks store ALiBi's slopes for every kernel, whichever slopes it uses.
+    reference_names = {"alibi_slopes": "slopes"}
 
     def __init__(
         self,
@@ -42,16 +50,21 @@ class Sloped(PerHead, DistanceBias):
         learned_slopes: bool = False,
     ) -> None:
         super().__init__(shape)
-        factor, heads = positive("slope_factor", slope_factor), shape.heads
-        start = self.published_slopes(heads) if slopes is None else numbers("slopes", slopes, heads)
-        start = [factor * slope for slope in start]
+        factor = positive("slope_factor", slope_factor)
+        if slopes is None:
+            unscaled = self.published_slopes(shape.heads)
+        else:
+            unscaled = numbers("slopes", slopes, shape.heads)
+        start = [factor * slope for slope in unscaled]
         if switch("learned_slopes", learned_slopes):
             self.set_learned("slopes", torch.tensor(start))
         else:
             self.set_fixed("slopes", start)
-        self.register_buffer("alibi_slopes", torch.tensor(_official(heads)), persistent=False)
+        official = torch.tensor(_official(shape.heads))
+        self.register_buffer("alibi_slopes", official, persistent=False)
 
     def published_slopes(self, heads: int) -> list[float]:
+        """The slopes of the paper for this number of heads."""
         return _official(heads)
 
 
@@ -70,7 +83,7 @@ class Alibi(Sloped):
 
 @register("gaussian")
 class Gaussian(Sloped):
-    """-s · d²; as a kernel, the Gaussian exp(-s · d²) of MEP (arXiv 2403.17698), on ALiBi's slopes."""
+    """-s · d²; as a kernel, MEP's Gaussian exp(-s · d²) (arXiv 2403.17698), with ALiBi's slopes."""
 
     claims = ("zero_at_0", "never_rises")
 

@@ -8,16 +8,17 @@ from megatron.positions.base import DistanceBias, Shape
 from megatron.positions.per_head import PerHead
 from megatron.positions.registry import register
 
-EPSILON = 1e-5  # the authors': a distance of 0 to a negative power stays a number
+EPSILON = 1e-5  # the authors': it keeps a distance of 0 to a negative power finite
 
 
 @register("bam")
 class Bam(PerHead, DistanceBias):
-    """-exp(log_scale) · (d + 1e-5)^exponent; exponent starts at 1 and log_scale at the log of ALiBi's slope.
+    """-exp(log_scale) · (d + 1e-5)^exponent; exponent starts at 1, exp(log_scale) at ALiBi's slope.
 
-    The authors' code, with the paper's location mu at 0: at first it is ALiBi, up to the 1e-5. Unlike KERPLE's power
-    the exponent may grow beyond 2 and may become negative, which favours far tokens. The paper learns both for every
-    head of every layer: set pos_emb_shared: false. Both are held where float32 is finite up to a million tokens.
+    This is the authors' code with the paper's location mu at 0. It starts as ALiBi, up to the 1e-5.
+    Unlike KERPLE's power, the exponent may exceed 2, and it may become negative, which favours far
+    tokens. The paper learns both numbers for every head of every layer: set pos_emb_shared: false.
+    Bounds keep the bias finite in float32 up to a million tokens.
     """
 
     bounds = {"exponent": (-5.0, 5.0), "log_scale": (-20.0, 16.0)}
@@ -28,4 +29,5 @@ class Bam(PerHead, DistanceBias):
         self.set_learned("log_scale", torch.tensor(slopes(shape.heads)).log())
 
     def log_kernel(self, distance: Tensor) -> Tensor:
-        return -self.per_head("log_scale").exp() * (distance + EPSILON) ** self.per_head("exponent")
+        scale = self.per_head("log_scale").exp()
+        return -scale * (distance + EPSILON) ** self.per_head("exponent")

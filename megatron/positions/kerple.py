@@ -1,11 +1,17 @@
-"""KERPLE: kernels with learned shape per head (arXiv 2205.09921, section 4), shared over layers (`pos_emb_shared`).
+"""KERPLE: kernels with learned shape per head (arXiv 2205.09921, section 4).
 
-The paper's equation 1 has the bias inside the division by √head_dim. The released code adds it after the division,
-the paper's results come from that code, and every encoding here follows it: q·k/√head_dim + bias. Log, power, bias+wht
-and 2-para-wht are in the released code, which initialises them as here; 3-para-log, 1-para-wht and the two forms with
-a positive bias are in the paper only (section 5.3, appendix A.3), and take the code's initial values for like numbers:
-exponents and the log kernels' first number from U(0, 2), all others from U(0, 1). What is learned is at least 0.01, and
-exponents are at most 2. Every number can be fixed instead: an option of its name takes one number or one per head.
+Where the bias goes: the paper's equation 1 has it inside the division by √head_dim. The released
+code adds it after the division, and the paper's results come from that code. Every encoding here
+follows the code: q·k/√head_dim + bias.
+
+First values: log, power, bias+wht and 2-para-wht are in the released code and start as there.
+3-para-log, 1-para-wht and the two forms with a positive bias are in the paper only (section 5.3,
+appendix A.3). They take the code's values for similar numbers: exponents and the first number of a
+log kernel from U(0, 2), all others from U(0, 1).
+
+Learned numbers are at least 0.01, and exponents at most 2. Every number can be fixed instead: an
+option of its name takes one number, or a list of one per head. Layers share them if
+`pos_emb_shared` is true, as in the released code.
 """
 
 import math
@@ -24,18 +30,22 @@ EXPONENT = (FLOOR, 2.0)  # beyond 2 the kernels are no longer conditionally posi
 
 
 class Kerple(PerHead):
-    """What the forms have in common: numbers per head that are drawn and learned, or fixed by the user."""
+    """Numbers per head that are drawn at random and learned, or fixed by the user."""
 
-    def draw(self, high: float, **given: Given | None) -> None:
-        """Each is drawn from U(0, high) and learned, or has the values given."""
-        for name, values in given.items():
-            if values is None:
+    def draw(self, high: float, **options: Given | None) -> None:
+        """Draw each number from U(0, high) and learn it, or fix it where its option has a value."""
+        for name, value in options.items():
+            if value is None:
                 self.set_learned(name, torch.rand(self.shape.heads) * high)
-                continue
-            fixed, most = numbers(name, values, self.shape.heads), self.bounds[name][1]
-            if max(fixed) > most:
-                raise UserError(f"{name}: {max(fixed):g} is more than {most:g}")
-            self.set_fixed(name, fixed)
+            else:
+                self.set_fixed(name, self._checked(name, value))
+
+    def _checked(self, name: str, value: Given) -> list[float]:
+        fixed = numbers(name, value, self.shape.heads)
+        _, most = self.bounds[name]
+        if max(fixed) > most:
+            raise UserError(f"{name}: {max(fixed):g} is more than {most:g}")
+        return fixed
 
 
 class WeightKernel(Position):
@@ -51,9 +61,9 @@ class WeightKernel(Position):
 
 @register("kerple_log")
 class KerpleLog(Kerple, DistanceBias):
-    """-p · log(1 + a·d), p ~ U(0, 2), a ~ U(0, 1), both at least 0.01 (p and a are r1 and r2 of the paper).
+    """-p · log(1 + a·d), p ~ U(0, 2), a ~ U(0, 1), both at least 0.01 (the paper's r1 and r2).
 
-    p, a: learned where not given; one number for all heads, or a list of one per head, fixes them
+    p, a: learned by default; one number for all heads, or a list of one per head, fixes them
     """
 
     claims = ("zero_at_0", "never_rises")
@@ -73,9 +83,10 @@ class KerpleLog(Kerple, DistanceBias):
 class KerpleLog3(Kerple, DistanceBias):
     """-r1 · log(1 + r2·d^r3), r1 and r3 ~ U(0, 2), r2 ~ U(0, 1), all at least 0.01, r3 at most 2.
 
-    The paper's 3-para-log (section 5.3, table 5), not in the released code; with r3 = 1 it is kerple_log.
+    The paper's 3-para-log (section 5.3, table 5), not in the released code. With r3 = 1 it is
+    kerple_log.
 
-    r1, r2, r3: learned where not given; one number for all heads, or a list of one per head, fixes them
+    r1, r2, r3: learned by default; one number for all heads, or a list of one per head, fixes them
     """
 
     claims = ("zero_at_0", "never_rises")
@@ -95,16 +106,15 @@ class KerpleLog3(Kerple, DistanceBias):
         self.draw(2.0, r3=r3)
 
     def log_kernel(self, distance: Tensor) -> Tensor:
-        return -self.per_head("r1") * torch.log1p(
-            self.per_head("r2") * distance ** self.per_head("r3")
-        )
+        power = distance ** self.per_head("r3")
+        return -self.per_head("r1") * torch.log1p(self.per_head("r2") * power)
 
 
 @register("kerple_power", aliases=("kerple_power_ap_",))
 class KerplePower(Kerple, DistanceBias):
-    """-a · d^p, a ~ U(0, 1) at least 0.01, p ~ U(0, 2) in [0.01, 2] (a and p are r1 and r2 of the paper).
+    """-a · d^p, a ~ U(0, 1) at least 0.01, p ~ U(0, 2) in [0.01, 2] (the paper's r1 and r2).
 
-    a, p: learned where not given; one number for all heads, or a list of one per head, fixes them
+    a, p: learned by default; one number for all heads, or a list of one per head, fixes them
     """
 
     claims = ("zero_at_0", "never_rises")
@@ -122,11 +132,12 @@ class KerplePower(Kerple, DistanceBias):
 
 @register("kerple_wht_2para", aliases=("kerple_power__ap",))
 class KerpleWeight(Kerple, WeightKernel):
-    """Scores q·k/√head_dim times exp(-weight_a · d^weight_p), without a bias (2-para-wht of appendix A.3, table 6).
+    """Scores q·k/√head_dim times exp(-weight_a · d^weight_p), without a bias.
 
-    weight_a ~ U(0, 1) and weight_p ~ U(0, 2) are r1 and r2 of the paper.
+    The paper's 2-para-wht (appendix A.3, table 6): weight_a ~ U(0, 1) is r1, weight_p ~ U(0, 2) r2.
 
-    weight_a, weight_p: learned where not given; one number for all heads, or a list of one per head, fixes them
+    weight_a, weight_p: learned by default; one number for all heads, or a list of one per head,
+        fixes them
     """
 
     bounds = {"weight_a": POSITIVE, "weight_p": EXPONENT}
@@ -145,11 +156,11 @@ class KerpleWeight(Kerple, WeightKernel):
 
 @register("kerple_wht_1para")
 class KerpleWeight1(Kerple, WeightKernel):
-    """Scores q·k/√head_dim times exp(-weight_a · d²), weight_a ~ U(0, 1) (r1 of the paper).
+    """Scores q·k/√head_dim times exp(-weight_a · d²), weight_a ~ U(0, 1) (the paper's r1).
 
     The paper's 1-para-wht (appendix A.3, table 6), not in the released code.
 
-    weight_a: learned where not given; one number for all heads, or a list of one per head, fixes it
+    weight_a: learned by default; one number for all heads, or a list of one per head, fixes it
     """
 
     bounds = {"weight_a": POSITIVE}
@@ -164,9 +175,12 @@ class KerpleWeight1(Kerple, WeightKernel):
 
 @register("kerple_bias_wht", aliases=("kerple_power_ap_ap",))
 class KerpleBiasWeight(KerplePower, WeightKernel):
-    """Scores q·k/√head_dim times exp(-weight_a · d^weight_p), plus the power bias (section 5.3, "bias+wht").
+    """Scores q·k/√head_dim times exp(-weight_a · d^weight_p), plus the power bias -a · d^p.
 
-    a, p, weight_a, weight_p: learned where not given; one number for all heads, or a list of one per head, fixes them
+    The paper's "bias+wht" (section 5.3).
+
+    a, p, weight_a, weight_p: learned by default; one number for all heads, or a list of one per
+        head, fixes them
     """
 
     bounds = {**KerplePower.bounds, **KerpleWeight.bounds}
@@ -193,9 +207,10 @@ class KerpleBiasWeight(KerplePower, WeightKernel):
 class KerpleBump(Kerple, DistanceBias):
     """+r1 · exp(-r2 · d²), a positive bump near the token, r1 and r2 ~ U(0, 1).
 
-    The paper's 2-para-bias (appendix A.3, table 6), not in the released code; it does not extrapolate there.
+    The paper's 2-para-bias (appendix A.3, table 6), not in the released code. It does not
+    extrapolate in the paper.
 
-    r1, r2: learned where not given; one number for all heads, or a list of one per head, fixes them
+    r1, r2: learned by default; one number for all heads, or a list of one per head, fixes them
     """
 
     claims = ("never_rises",)
@@ -213,9 +228,10 @@ class KerpleBump(Kerple, DistanceBias):
 class KerpleBump3(Kerple, DistanceBias):
     """+r1 · exp(-r2 · d^r3), r1 and r2 ~ U(0, 1), r3 ~ U(0, 2) in [0.01, 2].
 
-    The paper's 3-para-bias (appendix A.3, table 6), not in the released code; it does not extrapolate there.
+    The paper's 3-para-bias (appendix A.3, table 6), not in the released code. It does not
+    extrapolate in the paper.
 
-    r1, r2, r3: learned where not given; one number for all heads, or a list of one per head, fixes them
+    r1, r2, r3: learned by default; one number for all heads, or a list of one per head, fixes them
     """
 
     claims = ("never_rises",)
@@ -234,6 +250,5 @@ class KerpleBump3(Kerple, DistanceBias):
         self.draw(2.0, r3=r3)
 
     def log_kernel(self, distance: Tensor) -> Tensor:
-        return self.per_head("r1") * torch.exp(
-            -self.per_head("r2") * distance ** self.per_head("r3")
-        )
+        power = distance ** self.per_head("r3")
+        return self.per_head("r1") * torch.exp(-self.per_head("r2") * power)

@@ -1,4 +1,4 @@
-"""Learned absolute positions, as in GPT-2: one vector per position, and no position beyond the last."""
+"""Learned absolute positions, as in GPT-2: one vector per position, and none beyond the last."""
 
 import torch
 from torch import Tensor, nn
@@ -12,18 +12,18 @@ from megatron.positions.registry import positive, register
 class Learned(Position):
     """x_t + weight[t], weight ~ N(0, 0.02²).
 
-    max_positions: rows of the table; the training length where it is not given (YAML: max_position_embeddings)
+    max_positions: rows of the table, by default the training length; in YAML also
+        max_position_embeddings
     """
 
     reference_names = {"weight": "weight"}
 
     def __init__(self, shape: Shape, *, max_positions: int | None = None) -> None:
         super().__init__(shape)
-        rows = (
-            shape.train_length
-            if max_positions is None
-            else int(positive("max_positions", max_positions))
-        )
+        if max_positions is None:
+            rows = shape.train_length
+        else:
+            rows = int(positive("max_positions", max_positions))
         if rows < shape.train_length:
             raise UserError(
                 f"max_positions: {rows} is less than the training length {shape.train_length}"
@@ -31,11 +31,13 @@ class Learned(Position):
         self.weight = nn.Parameter(torch.empty(rows, shape.hidden).normal_(0.0, 0.02))
 
     def on_embeddings(self, x: Tensor, start: int = 0) -> Tensor:
-        """[batch, length, hidden] -> same; UserError beyond the table, where nothing was learned."""
-        end = start + x.shape[1]
-        if end > len(self.weight):
+        """[batch, length, hidden] -> same; UserError beyond the last learned position."""
+        length = x.shape[1]
+        end, rows = start + length, len(self.weight)
+        if end > rows:
             raise UserError(
-                f"pos_emb: learned positions end at {len(self.weight)}, so length {end} cannot be computed;"
+                f"pos_emb: learned positions end at {rows}, so length {end} cannot be computed;"
                 " choose a relative encoding or a shorter length"
             )
-        return x + self.weight[self.indices(start, x.shape[1]).long()].to(x.dtype)
+        indices = self.indices(start, length).long()
+        return x + self.weight[indices].to(x.dtype)

@@ -1,6 +1,7 @@
 """MEP: the log of a mean of kernels (arXiv 2403.17698), and its published mixtures as presets.
 
-The authors' fork picks the mixture by commenting source lines; here it is an option, kept with the checkpoint.
+The authors' fork chooses the mixture by commenting source lines in and out. Here it is an option,
+and the checkpoint keeps it.
 """
 
 from collections.abc import Sequence
@@ -15,9 +16,10 @@ register("mep")(Mixture)
 
 @register("mep_free", aliases=("snope_norm_original_scaling__", "snope_norm_original_scaling_"))
 class MepFree(Mixture):
-    """Without parameters: equal weights of exp(-s·d), exp(-s·d/2) and exp(-s·d²) on ALiBi's slopes s.
+    """log of the mean of exp(-s·d), exp(-s·d/2) and exp(-s·d²), with ALiBi's slopes s.
 
-    Far out it is -s·d/2 - log 3: ALiBi with half slopes (`alibi` with slope_factor 0.5 is the control).
+    The paper's mixture without parameters. At large distances it is -s·d/2 - log 3, which is ALiBi
+    with half slopes: `alibi` with slope_factor 0.5 is the control.
     """
 
     reference_unused = ()
@@ -34,7 +36,10 @@ class MepFree(Mixture):
 
 @register("mep_param")
 class MepParam(Mixture):
-    """Parameterised, two kernels as in the paper's first version: equal weights of exp(-s·d²) and (1 + a·d)^-p."""
+    """log of the mean of exp(-s·d²) and (1 + a·d)^-p, with ALiBi's slopes s and learned a and p.
+
+    The parameterised mixture of the paper's first version.
+    """
 
     reference_unused = ("weight",)  # T5's table: see Mixture
 
@@ -50,7 +55,10 @@ class MepParam(Mixture):
 
 @register("mep_param_t5", aliases=("snope_kerplelog",))
 class MepParamT5(Mixture):
-    """Parameterised, four kernels as in the released code: exp(-s·d²), exp(-s·d), T5's bias and (1 + a·d)^-p."""
+    """log of the mean of exp(-s·d²), exp(-s·d), exp(T5's bias) and (1 + a·d)^-p.
+
+    The parameterised mixture of the released code, with ALiBi's slopes s and learned a, p and bias.
+    """
 
     reference_unused = ()
 

@@ -1,4 +1,4 @@
-"""A mixture of kernels: the log of a weighted mean (MEP, arXiv 2403.17698), as a language for the YAML."""
+"""A mixture of kernels: the log of a weighted mean (MEP, arXiv 2403.17698), written in the YAML."""
 
 from collections.abc import Iterable, Sequence
 from typing import Any, cast
@@ -12,34 +12,55 @@ from megatron.positions.registry import ALIASES, REGISTRY, build, positive, sugg
 
 LEARNED = ("learned", "learned_shared")
 
+# exp(-s·d) is ALiBi's kernel. The MEP paper names it by its form.
+KERNEL_NAMES = {"exp": "alibi"}
+
+# A mixture asks its kernels for their bias by distance only.
+OTHER_HOOKS = (
+    "prepare",
+    "on_embeddings",
+    "on_queries_keys",
+    "distance_weight",
+    "index_bias",
+    "on_scores",
+)
+
 
 class Mixture(DistanceBias):
     """log Σ_k w_k exp(table_k), the log of a weighted mean of kernels (MEP, arXiv 2403.17698).
 
-    kernels: a list of encodings that are functions of the distance, each a name, {name: {options}} or
-        {name: slope_factor}; exp is alibi by the paper's name, and a mixture may hold another (mep)
-    weights: "equal", a list of positive numbers that sum to 1, "learned" (softmax over kernels, per head) or
-        "learned_shared" (one softmax for all heads); learned ones start equal
+    kernels: a list of encodings that are functions of the distance, each a name, {name: {options}}
+        or {name: slope_factor}; exp is the paper's name for alibi; mep nests a mixture
+    weights: "equal", a list of positive numbers that sum to 1, "learned" (a softmax over kernels
+        for each head) or "learned_shared" (one softmax for all heads); learned weights start equal
     """
 
-    # The authors' class for parameterised mixtures stores what any of its kernels needs, used or not.
+    # The authors' class stores what any parameterised mixture needs, used or not.
     reference_unused = ("slopes", "weight", "bias_p", "bias_a")
     log_weights: Tensor
 
     def __init__(
-        self, shape: Shape, *, kernels: Sequence[Any], weights: str | Sequence[float] = "equal"
+        self,
+        shape: Shape,
+        *,
+        kernels: Sequence[Any],
+        weights: str | Sequence[float] = "equal",
     ) -> None:
         super().__init__(shape)
         if not isinstance(kernels, Sequence) or isinstance(kernels, str) or not kernels:
             raise UserError(
                 f"kernels: {kernels!r} is not a list of kernels; write kernels: [exp, gaussian]"
             )
-        self.kernels = nn.ModuleList(_kernel(shape, item) for item in kernels)
-        count, learned = len(kernels), weights in LEARNED
-        fixed = [1 / count] * count if learned or weights == "equal" else _checked(weights, count)
+        self.kernels = nn.ModuleList(_build_kernel(shape, item) for item in kernels)
+        count = len(kernels)
+        learned = weights in LEARNED
+        if learned or weights == "equal":
+            fixed = [1 / count] * count
+        else:
+            fixed = _checked_weights(weights, count)
         self.register_buffer("log_weights", torch.tensor(fixed).log()[:, None], persistent=False)
-        start = torch.zeros(count, 1 if weights == "learned_shared" else shape.heads)
-        self.weight_logits = nn.Parameter(start) if learned else None
+        columns = 1 if weights == "learned_shared" else shape.heads
+        self.weight_logits = nn.Parameter(torch.zeros(count, columns)) if learned else None
 
     def log_kernel(self, distance: Tensor) -> Tensor:
         if self.weight_logits is None:
@@ -47,61 +68,55 @@ class Mixture(DistanceBias):
         else:
             log_weights = self.bounded("weight_logits").log_softmax(dim=0)  # [kernels, heads or 1]
         kernels = cast(Iterable[DistanceBias], self.kernels)
-        tables = torch.stack(
-            [kernel.log_kernel(distance) for kernel in kernels]
-        )  # [kernels, heads, length]
-        # logsumexp, not log(mean(exp)): every kernel but the slowest underflows within the training window.
-        return torch.logsumexp(log_weights[:, :, None] + tables, dim=0)
+        tables = [kernel.log_kernel(distance) for kernel in kernels]
+        log_terms = log_weights[:, :, None] + torch.stack(tables)  # [kernels, heads, length]
+        # Not log(mean(exp)): all kernels but the slowest underflow within the training length.
+        return torch.logsumexp(log_terms, dim=0)
 
 
-_KERNEL_NAMES = {"exp": "alibi"}  # exp(-s·d) is ALiBi's kernel; the MEP paper calls it by its shape
-
-
-def _kernel(shape: Shape, item: Any) -> DistanceBias:
-    """One kernel of a mixture from its YAML form: a name, {name: {options}} or {name: slope_factor}."""
-    if isinstance(item, dict) and len(item) == 1:
-        ((name, options),) = item.items()
-        options = options if isinstance(options, dict) else {"slope_factor": options}
-    elif isinstance(item, str):
-        name, options = item, {}
-    else:
-        raise UserError(
-            f"kernels: {item!r} is not a kernel; write a name or {{name: {{option: value}}}}"
-        )
-    known = {*_KERNEL_NAMES, *(key for key, encoding in REGISTRY.items() if _mixable(encoding))}
-    registered = _KERNEL_NAMES.get(name, ALIASES.get(name, name))
-    if registered in REGISTRY and registered not in known:
+def _build_kernel(shape: Shape, item: Any) -> DistanceBias:
+    """One kernel of a mixture from its YAML form: a name, {name: {options}} or {name: factor}."""
+    name, options = _name_and_options(item)
+    registered = KERNEL_NAMES.get(name, ALIASES.get(name, name))
+    mixable = [key for key, encoding in REGISTRY.items() if _is_mixable(encoding)]
+    if registered in REGISTRY and registered not in mixable:
         raise UserError(f"kernels: {name} is more than a bias by distance, so it cannot be mixed")
-    if registered not in known:
-        raise UserError(f"kernels: no kernel is called {name!r}; {suggestion(name, known)}")
+    if registered not in mixable:
+        names = [*KERNEL_NAMES, *mixable]
+        raise UserError(f"kernels: no kernel is called {name!r}; {suggestion(name, names)}")
     try:
         return cast(DistanceBias, build(registered, shape, **options))
     except UserError as fault:
+        message = str(fault).replace(f"pos_emb_args: {registered}", f"kernels: {name}", 1)
+        raise UserError(message) from None
+
+
+def _name_and_options(item: Any) -> tuple[str, dict[str, Any]]:
+    if isinstance(item, str):
+        return item, {}
+    if not isinstance(item, dict) or len(item) != 1:
         raise UserError(
-            str(fault).replace(f"pos_emb_args: {registered}", f"kernels: {name}", 1)
-        ) from None
+            f"kernels: {item!r} is not a kernel; write a name or {{name: {{option: value}}}}"
+        )
+    ((name, options),) = item.items()
+    if not isinstance(options, dict):
+        options = {"slope_factor": options}
+    return name, options
 
 
-def _mixable(encoding: type[Position]) -> bool:
-    """Whether an encoding is a bias by distance and nothing else: any other hook would be lost in a mixture."""
-    others = (
-        "prepare",
-        "on_embeddings",
-        "on_queries_keys",
-        "distance_weight",
-        "index_bias",
-        "on_scores",
-    )
-    return issubclass(encoding, DistanceBias) and all(
-        getattr(encoding, h) is getattr(Position, h) for h in others
-    )
+def _is_mixable(encoding: type[Position]) -> bool:
+    """Whether an encoding is a bias by distance and nothing else."""
+    if not issubclass(encoding, DistanceBias):
+        return False
+    return all(getattr(encoding, hook) is getattr(Position, hook) for hook in OTHER_HOOKS)
 
 
-def _checked(weights: Any, kernels: int) -> list[float]:
+def _checked_weights(weights: Any, kernels: int) -> list[float]:
     """Given weights as positive numbers, one for each kernel, that sum to 1."""
     if not isinstance(weights, Sequence) or isinstance(weights, str):
         raise UserError(
-            f"weights: {weights!r} is not equal, learned, learned_shared or a list of {kernels} numbers"
+            f"weights: {weights!r} is not equal, learned, learned_shared"
+            f" or a list of {kernels} numbers"
         )
     numbers = [positive("weights", weight) for weight in weights]
     if len(numbers) != kernels:
@@ -110,6 +125,7 @@ def _checked(weights: Any, kernels: int) -> list[float]:
         )
     if abs(sum(numbers) - 1) > 1e-6:
         raise UserError(
-            f"weights: {list(weights)} sum to {sum(numbers):g}; make them sum to 1, or write weights: equal"
+            f"weights: {list(weights)} sum to {sum(numbers):g};"
+            " make them sum to 1, or write weights: equal"
         )
     return numbers

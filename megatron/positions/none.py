@@ -1,4 +1,4 @@
-"""No positional encoding: the causal mask alone tells the order (NoPE, arXiv 2305.19466)."""
+"""No positional encoding: the causal mask alone gives the order (NoPE, arXiv 2305.19466)."""
 
 from megatron.positions.base import Position
 from megatron.positions.registry import register
@@ -6,4 +6,4 @@ from megatron.positions.registry import register
 
 @register("none")
 class NoPosition(Position):
-    """Every hook does nothing."""
+    """Nothing is added: every hook is the identity."""

@@ -15,19 +15,21 @@ Given = float | Sequence[float]
 
 
 class PerHead(Position):
-    """Keeps numbers per head as parameters (learned) or as fixed tensors, and reads both in one way."""
+    """Keeps numbers per head as parameters (learned) or buffers (fixed); both are read one way."""
 
     def set_learned(self, name: str, start: Tensor) -> None:
         """start [heads] float32; its bounds are those of the class."""
         self.register_parameter(name, nn.Parameter(start))
 
     def set_fixed(self, name: str, values: Sequence[float]) -> None:
+        """Bounds do not apply: they are for learning."""
         self.register_buffer(name, torch.tensor(values), persistent=False)
 
     def per_head(self, name: str) -> Tensor:
-        """The numbers as they act: [heads, 1]. Bounds are for learning: a fixed number acts as it was given."""
-        learned = name in dict(self.named_parameters(recurse=False))
-        return (self.bounded(name) if learned else getattr(self, name))[:, None]
+        """The numbers as they act: [heads, 1]."""
+        is_learned = name in dict(self.named_parameters(recurse=False))
+        values = self.bounded(name) if is_learned else getattr(self, name)
+        return values[:, None]
 
 
 def numbers(name: str, given: Any, heads: int) -> list[float]:
@@ -36,6 +38,7 @@ def numbers(name: str, given: Any, heads: int) -> list[float]:
         return [positive(name, given)] * heads
     if len(given) != heads:
         raise UserError(
-            f"{name}: {len(given)} numbers for {heads} heads; give one per head, or one for all heads"
+            f"{name}: {len(given)} numbers for {heads} heads;"
+            " give one per head, or one for all heads"
         )
     return [positive(name, value) for value in given]

@@ -7,7 +7,7 @@ import math
 import sys
 import traceback
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ REGISTRY: dict[str, type[Position]] = {}
 """Every encoding by its name in the YAML key `pos_emb`."""
 
 ALIASES: dict[str, str] = {}
-"""Names used by the GPT-NeoX forks, and ours for the same thing."""
+"""Our name for each spelling of the GPT-NeoX forks."""
 
 FILES: dict[str, str] = {}
 """The users' own files that were loaded: path by fingerprint of the text."""
@@ -31,46 +31,43 @@ def register(name: str, *, aliases: Sequence[str] = ()) -> Callable[[type], type
         taken = {name, *aliases} & (REGISTRY.keys() | ALIASES.keys())
         if taken:
             raise ValueError(
-                f"{encoding.__name__}: the name {sorted(taken)[0]!r} is taken by another encoding; choose another"
+                f"{encoding.__name__}: the name {sorted(taken)[0]!r} is taken by another encoding;"
+                " choose another"
             )
         REGISTRY[name] = encoding
-        ALIASES.update(dict.fromkeys(aliases, name))
+        for alias in aliases:
+            ALIASES[alias] = name
         return encoding
 
     return add
 
 
 def load_file(path: str | Path) -> str:
-    """Register the encodings of a user's own Python file by running it, as an import would: its text.
+    """Run a user's own Python file, which registers its encodings, and return its text.
 
-    UserError where it cannot be read or run, registers nothing, or takes a name that is taken. A text runs once.
+    A text runs once in a process. UserError if the file cannot be read or run, if it registers
+    nothing or a name that is taken, or if it has changed since it was loaded.
     """
-    try:
-        text = Path(path).read_bytes().decode("utf-8")
-    except (OSError, UnicodeDecodeError) as fault:
-        why = getattr(fault, "strerror", None) or "it is not text"
-        raise UserError(
-            f"pos_emb_file: {path} cannot be read ({why}); give the path of a Python file"
-        ) from None
+    text = _read(path)
     digest = fingerprint(text)
     if digest in FILES:
         return text
-    if Path(path).resolve() in (Path(known).resolve() for known in FILES.values()):
+    loaded = [Path(known).resolve() for known in FILES.values()]
+    if Path(path).resolve() in loaded:
         raise UserError(
             f"pos_emb_file: {path} was changed after this process had loaded it; start again"
         )
-    before = dict(REGISTRY), dict(ALIASES)
+    encodings, aliases = dict(REGISTRY), dict(ALIASES)
     try:
         _run(text, str(path), f"pos_emb_file_{digest[:12]}")
-        if REGISTRY.keys() == before[0].keys():
+        if REGISTRY.keys() == encodings.keys():
             raise UserError(
-                f'pos_emb_file: {path} registers no encoding; put @register("its_name") above the class'
+                f"pos_emb_file: {path} registers no encoding;"
+                ' put @register("its_name") above the class'
             )
     except UserError:
-        REGISTRY.clear()
-        REGISTRY.update(before[0])
-        ALIASES.clear()
-        ALIASES.update(before[1])
+        _restore(REGISTRY, encodings)
+        _restore(ALIASES, aliases)
         raise
     FILES[digest] = str(path)
     return text
@@ -81,11 +78,28 @@ def fingerprint(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
+def _read(path: str | Path) -> str:
+    try:
+        return Path(path).read_bytes().decode("utf-8")
+    except UnicodeDecodeError:
+        reason = "it is not text"
+    except OSError as fault:
+        reason = fault.strerror or "it is not text"
+    raise UserError(
+        f"pos_emb_file: {path} cannot be read ({reason}); give the path of a Python file"
+    )
+
+
+def _restore(table: dict[str, Any], before: dict[str, Any]) -> None:
+    table.clear()
+    table.update(before)
+
+
 def _run(text: str, path: str, name: str) -> None:
-    """Run a file's text as the module `name`; UserError with the line of the file where it fails."""
+    """Run a file's text as the module `name`; UserError with the line of the file that fails."""
     module = types.ModuleType(name)
     module.__file__ = path
-    sys.modules[name] = module  # where dataclasses and inspect look for the names of a class
+    sys.modules[name] = module  # dataclasses and inspect look up the names of a class there
     try:
         exec(compile(text, path, "exec"), module.__dict__)
     except SyntaxError as fault:
@@ -93,11 +107,8 @@ def _run(text: str, path: str, name: str) -> None:
             f"pos_emb_file: {path}:{fault.lineno} is not valid Python ({fault.msg})"
         ) from None
     except Exception as fault:
-        lines = [
-            frame.lineno
-            for frame in traceback.extract_tb(fault.__traceback__)
-            if frame.filename == path
-        ]
+        frames = traceback.extract_tb(fault.__traceback__)
+        lines = [frame.lineno for frame in frames if frame.filename == path]
         where = f"{path}:{lines[-1]}" if lines else path
         raise UserError(
             f"pos_emb_file: {where} stops with {type(fault).__name__}: {fault}"
@@ -105,55 +116,58 @@ def _run(text: str, path: str, name: str) -> None:
 
 
 def options_of(name: str) -> dict[str, inspect.Parameter]:
-    """The keyword options that the encoding `name` takes."""
+    """The options of the encoding `name`: the keyword-only arguments of its constructor."""
     parameters = inspect.signature(encoding_called(name).__init__).parameters
     return {
-        key: value
-        for key, value in parameters.items()
-        if value.kind is inspect.Parameter.KEYWORD_ONLY
+        key: parameter
+        for key, parameter in parameters.items()
+        if parameter.kind is inspect.Parameter.KEYWORD_ONLY
     }
 
 
 def build(name: str, shape: Shape, **options: Any) -> Position:
-    """The encoding `name` for a model of this shape; UserError for an unknown name, option or value."""
-    encoding, known = encoding_called(name), options_of(name)
+    """The encoding `name` for a model of this shape; UserError for a bad name, option or value."""
+    encoding = encoding_called(name)
+    _check_options(name, options)
+    try:
+        position = encoding(shape, **options)
+    except UserError as fault:
+        raise UserError(f"pos_emb_args: {name}: {fault}") from None
+    for path, parameter in position.named_parameters():
+        if parameter.dim() == 0:  # DeepSpeed's bf16 engine crashes on it
+            raise UserError(
+                f"pos_emb: {name}: the parameter {path} has no dimensions; give it the shape [1]"
+            )
+    return position
+
+
+def _check_options(name: str, options: dict[str, Any]) -> None:
+    known = options_of(name)
     for option in options:
         if option not in known:
             raise UserError(
                 f"pos_emb_args: {name} takes no option {option!r}; {suggestion(option, known)}"
             )
-    missing = [
-        key
-        for key, value in known.items()
-        if value.default is inspect.Parameter.empty and key not in options
-    ]
-    if missing:
-        raise UserError(
-            f"pos_emb_args: {name} needs the option {missing[0]}; write pos_emb_args: {{{missing[0]}: …}}"
-        )
-    try:
-        position = encoding(shape, **options)
-    except UserError as fault:
-        raise UserError(f"pos_emb_args: {name}: {fault}") from None
-    single = [path for path, parameter in position.named_parameters() if parameter.dim() == 0]
-    if single:  # DeepSpeed's bf16 engine crashes on it
-        raise UserError(
-            f"pos_emb: {name}: the parameter {single[0]} has no dimensions; give it the shape [1]"
-        )
-    return position
+    for option, parameter in known.items():
+        if parameter.default is parameter.empty and option not in options:
+            raise UserError(
+                f"pos_emb_args: {name} needs the option {option};"
+                f" write pos_emb_args: {{{option}: …}}"
+            )
 
 
 def encoding_called(name: str) -> type[Position]:
     """The class registered under `name` or under a fork's spelling of it."""
-    known = ALIASES.get(name, name)
-    if known not in REGISTRY:
+    registered = ALIASES.get(name, name)
+    if registered not in REGISTRY:
         raise UserError(f"pos_emb: no encoding is called {name!r}; {suggestion(name, REGISTRY)}")
-    return REGISTRY[known]
+    return REGISTRY[registered]
 
 
 def positive(name: str, value: Any) -> float:
     """`value` as a positive number, or a UserError that names the option."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if not is_number or not 0 < value < math.inf:
         raise UserError(f"{name}: {value!r} is not a positive number")
     return float(value)
 
@@ -165,10 +179,9 @@ def switch(name: str, value: Any) -> bool:
     return value
 
 
-def suggestion(wrong: Any, known: Any) -> str:
+def suggestion(wrong: Any, known: Collection[str]) -> str:
+    """The end of a message about a wrong name: the closest known one, or all of them."""
     close = difflib.get_close_matches(str(wrong), list(known), n=1)
-    return (
-        f"did you mean {close[0]}?"
-        if close
-        else f"choose from {', '.join(sorted(known)) or 'none'}"
-    )
+    if close:
+        return f"did you mean {close[0]}?"
+    return f"choose from {', '.join(sorted(known)) or 'none'}"

@@ -1,8 +1,10 @@
-"""Rotary positions (RoFormer, arXiv 2104.09864, equation 34), in GPT-NeoX's layout of feature pairs, and the scalings
-that stretch them to longer texts.
+"""Rotary positions (RoFormer, arXiv 2104.09864, equation 34), and scalings for longer texts.
 
-`dynamic` scaling is not offered: its angles depend on the length of the whole text, so that an early token would notice
-what follows and cached keys would be wrong. At one length it is `scaling: ntk` with factor = length / train length.
+Feature pairs are laid out as in GPT-NeoX: feature j turns with feature j + dim/2.
+
+There is no `dynamic` scaling. Its angles depend on the length of the whole text, so the scores of
+an early token would depend on what follows, and cached keys would be wrong. At one length it equals
+`scaling: ntk` with factor = length / train length.
 """
 
 import math
@@ -17,14 +19,17 @@ from megatron.positions.registry import positive, register, suggestion
 
 @register("rotary")
 class Rotary(Position):
-    """Queries and keys turn by position · base^(-2j/dim), so that q·k depends on their distance alone.
+    """Rotate queries and keys by position · base^(-2j/dim), so that q·k depends on distance alone.
 
-    rotary_pct: share of head_dim that turns; base: slowest wavelength / 2π
-    scaling: none, linear (position interpolation, arXiv 2306.15595), ntk (a larger base), by_parts (slow features as
-        linear, fast ones as none) or yarn (by_parts, and larger scores; arXiv 2309.00071)
-    factor: how many times longer texts get; original_length: the length that is stretched, by default seq_length
-    beta_fast, beta_slow: by_parts and yarn leave alone what turns more often than beta_fast times in original_length,
-        stretch fully what turns less often than beta_slow times, and blend in between
+    rotary_pct: part of head_dim that turns; base: slowest wavelength / 2π
+    scaling: none, linear (position interpolation, arXiv 2306.15595), ntk (a larger base),
+        by_parts (slow features as linear, fast ones as none) or yarn (by_parts with larger scores,
+        arXiv 2309.00071)
+    factor: how many times longer texts get
+    original_length: the length that is stretched, by default seq_length
+    beta_fast, beta_slow: for by_parts and yarn; features that turn more than beta_fast times within
+        original_length stay as they are, features that turn less than beta_slow times are stretched
+        fully, and features in between are stretched in part
     """
 
     reference_names = {"inv_freq": "inv_freq"}
@@ -45,31 +50,28 @@ class Rotary(Position):
         super().__init__(shape)
         if positive("rotary_pct", rotary_pct) > 1:
             raise UserError(
-                f"rotary_pct: {rotary_pct} is more than 1; give the share of head_dim that turns"
+                f"rotary_pct: {rotary_pct} is more than 1; give the part of head_dim that turns"
             )
-        self.dim = even(
-            int(shape.head_dim * rotary_pct),
-            f"rotary_pct: {rotary_pct} of head_dim = {shape.head_dim}",
-        )
+        described = f"rotary_pct: {rotary_pct} of head_dim = {shape.head_dim}"
+        self.dim = even(int(shape.head_dim * rotary_pct), described)
         if positive("base", base) <= 1:
             raise UserError(f"base: {base} is not more than 1; usual values are 10000 and above")
         _check_scaling(scaling, factor, self.dim)
         if positive("beta_fast", beta_fast) <= positive("beta_slow", beta_slow):
             raise UserError(f"beta_fast: {beta_fast} is not more than beta_slow: {beta_slow}")
-        length = (
-            shape.train_length
-            if original_length is None
-            else positive("original_length", original_length)
-        )
+        length: float = shape.train_length
+        if original_length is not None:
+            length = positive("original_length", original_length)
         inv_freq = inverse_frequencies(self.dim, base)
         if scaling == "linear":
             inv_freq = inv_freq / factor  # the same as position / factor
         elif scaling == "ntk":
-            inv_freq = inverse_frequencies(self.dim, base * factor ** (self.dim / (self.dim - 2)))
+            larger_base = base * factor ** (self.dim / (self.dim - 2))
+            inv_freq = inverse_frequencies(self.dim, larger_base)
         elif scaling in ("by_parts", "yarn"):
-            share = _stretched(self.dim, base, length, beta_fast, beta_slow)
-            inv_freq = share * inv_freq / factor + (1 - share) * inv_freq
-        # YaRN's section 3.4: √(1/t) = 0.1 ln(factor) + 1 on q and on k, for a softmax of temperature t.
+            stretched = _stretched_part(self.dim, base, length, beta_fast, beta_slow)
+            inv_freq = stretched * inv_freq / factor + (1 - stretched) * inv_freq
+        # YaRN's section 3.4: temperature t is √(1/t) = 0.1 ln(factor) + 1 on queries and on keys.
         self.amplitude = 0.1 * math.log(factor) + 1 if scaling == "yarn" else 1.0
         self.register_buffer("inv_freq", inv_freq.float(), persistent=False)
 
@@ -82,11 +84,18 @@ class Rotary(Position):
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turn the feature pairs (j, j + dim/2) of x [..., length, head_dim] by angles [length, dim / 2]: -> same as x."""
+    """Turn the feature pairs (j, j + dim/2) of x: [..., length, head_dim] -> same.
+
+    cos, sin [length, dim / 2] are those of the angles; features from dim on stay as they are.
+    """
     half = cos.shape[-1]
     first, second, rest = x.split([half, half, x.shape[-1] - 2 * half], dim=-1)
-    turned = torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1).to(x.dtype)
-    return torch.cat([turned, rest], dim=-1) if rest.shape[-1] else turned
+    turned_first = first * cos - second * sin
+    turned_second = second * cos + first * sin
+    turned = torch.cat([turned_first, turned_second], dim=-1).to(x.dtype)
+    if not rest.shape[-1]:
+        return turned
+    return torch.cat([turned, rest], dim=-1)
 
 
 def inverse_frequencies(dim: int, base: float) -> Tensor:
@@ -122,17 +131,21 @@ def _check_scaling(scaling: str, factor: float, dim: int) -> None:
         )
 
 
-def _stretched(dim: int, base: float, length: float, beta_fast: float, beta_slow: float) -> Tensor:
-    """How far each feature is stretched, from 0 to 1: [dim / 2] float64.
+def _stretched_part(
+    dim: int, base: float, length: float, beta_fast: float, beta_slow: float
+) -> Tensor:
+    """How much of the stretching each feature gets, from 0 to 1: [dim / 2] float64.
 
-    The ramp is linear in the feature's number between whole numbers, as in YaRN's code and every published checkpoint;
-    the paper's section 3.2 has it linear in the number of turns.
+    The ramp is linear in the feature's number between whole numbers, as in YaRN's code and every
+    published checkpoint; the paper's section 3.2 has it linear in the number of turns.
     """
 
     def feature(turns: float) -> float:
-        """Which feature turns that often within `length`: the solution of length · base^(-2j/dim) = 2π · turns."""
+        """The j that turns so often within `length`: length · base^(-2j/dim) = 2π · turns."""
         return dim * math.log(length / (turns * 2 * math.pi)) / (2 * math.log(base))
 
-    low, high = max(math.floor(feature(beta_fast)), 0), min(math.ceil(feature(beta_slow)), dim - 1)
-    ramp = (torch.arange(dim // 2, dtype=torch.float64) - low) / (high - low or 0.001)
+    low = max(math.floor(feature(beta_fast)), 0)
+    high = min(math.ceil(feature(beta_slow)), dim - 1)
+    width = high - low or 0.001
+    ramp = (torch.arange(dim // 2, dtype=torch.float64) - low) / width
     return ramp.clamp(0, 1)

@@ -12,9 +12,10 @@ from megatron.positions.registry import positive, register
 class Sandwich(DistanceBias):
     """(Σ_i cos(d / base^(2i/dbar)) - dbar/2) / (8h/H), over dbar/2 frequencies, for head h = 1 … H.
 
-    dbar: twice the number of frequencies (the paper uses 128); a hyperparameter, whatever head_dim is
+    dbar: twice the number of frequencies, 128 in the paper; it need not be head_dim
     base: of the frequencies
-    first_frequency: i runs from 1 (NVIDIA NeMo's SandwichRelativePositionEmbedding) or from 0 (attention-gym)
+    first_frequency: the first i, 1 as in NVIDIA NeMo (SandwichRelativePositionEmbedding) or 0 as in
+        attention-gym
     """
 
     claims = ("zero_at_0",)
@@ -29,16 +30,19 @@ class Sandwich(DistanceBias):
             )
         if isinstance(first_frequency, bool) or first_frequency not in (0, 1):
             raise UserError(f"first_frequency: {first_frequency!r} is not 0 or 1")
-        self.dbar, self.base, self.first_frequency = dbar, positive("base", base), first_frequency
+        self.dbar = dbar
+        self.base = positive("base", base)
+        self.first_frequency = first_frequency
 
     def log_kernel(self, distance: Tensor) -> Tensor:
-        # In float64: an angle of 131072 in float32 is off by 0.004 already. One frequency at a time, to save memory.
-        exact, count = distance.double(), self.dbar // 2
-        total = torch.full_like(exact, -count)  # [length]
-        for i in range(self.first_frequency, self.first_frequency + count):
+        # In float64: an angle of 131072 in float32 is off by 0.004.
+        exact = distance.double()
+        frequencies = self.dbar // 2
+        total = torch.full_like(exact, -frequencies)  # [length]
+        first = self.first_frequency
+        for i in range(first, first + frequencies):  # one at a time, to save memory
             total += torch.cos(exact / self.base ** (2 * i / self.dbar))
         heads = self.shape.heads
-        compression = (
-            8 * torch.arange(1, heads + 1, device=distance.device, dtype=torch.float64) / heads
-        )
+        head = torch.arange(1, heads + 1, device=distance.device, dtype=torch.float64)
+        compression = 8 * head / heads
         return (total / compression[:, None]).to(distance.dtype)

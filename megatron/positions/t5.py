@@ -1,4 +1,4 @@
-"""T5's relative bias: one learned number per head and bucket of distances (arXiv 1910.10683, section 2.1)."""
+"""T5's bias: a learned number per head and bucket of distances (arXiv 1910.10683, section 2.1)."""
 
 import math
 
@@ -14,7 +14,8 @@ from megatron.positions.registry import positive, register
 class T5(DistanceBias):
     """√head_dim · weight[bucket(d), head], Xavier-normal weights, as in GPT-NeoX (`rpe`).
 
-    num_buckets: half hold one distance each, half grow logarithmically; max_distance: where the last bucket begins
+    num_buckets: half hold one distance each, the others grow logarithmically
+    max_distance: where the last bucket begins
     """
 
     reference_names = {"weight": "weight"}
@@ -23,13 +24,14 @@ class T5(DistanceBias):
         super().__init__(shape)
         self.num_buckets = int(positive("num_buckets", num_buckets))
         self.max_distance = int(positive("max_distance", max_distance))
-        if self.num_buckets < 2 or self.max_distance <= self.num_buckets // 2:
+        exact = self.num_buckets // 2
+        if exact < 1 or self.max_distance <= exact:
             raise UserError(
-                f"max_distance: {max_distance} is not beyond the {self.num_buckets // 2} exact buckets"
+                f"max_distance: {max_distance} is not beyond the {exact} exact buckets;"
+                " make it larger, or num_buckets smaller"
             )
-        self.weight = nn.Parameter(
-            nn.init.xavier_normal_(torch.empty(self.num_buckets, shape.heads))
-        )
+        weight = torch.empty(self.num_buckets, shape.heads)
+        self.weight = nn.Parameter(nn.init.xavier_normal_(weight))
 
     def log_kernel(self, distance: Tensor) -> Tensor:
         rows = self.bounded("weight")[self.bucket(distance)]  # [length, heads]
@@ -38,7 +40,10 @@ class T5(DistanceBias):
     def bucket(self, distance: Tensor) -> Tensor:
         """[length] float32 -> [length] int64 in 0 … num_buckets - 1."""
         exact = self.num_buckets // 2
-        # Clamped below so that log(0) never becomes an integer; those entries take the exact branch.
-        octave = torch.log(distance.clamp(min=exact) / exact) / math.log(self.max_distance / exact)
-        far = exact + (octave * (self.num_buckets - exact)).long()
+        # log(0) must never become an integer: smaller distances take the exact branch anyway.
+        ratio = distance.clamp(min=exact) / exact
+        part = torch.log(ratio) / math.log(
+            self.max_distance / exact
+        )  # 0 at exact, 1 at the maximum
+        far = exact + (part * (self.num_buckets - exact)).long()
         return torch.where(distance < exact, distance.long(), far.clamp(max=self.num_buckets - 1))

@@ -15,8 +15,10 @@ ROOM = 64  # a scaled feature may be this much larger than its scale before it o
 
 @register("xpos")
 class XPos(Position):
-    """The rotary score, feature pair i times zeta_i^(distance / scale_base), zeta_i = (2i/head_dim + 0.4) / 1.4
-    (algorithm 1, with gamma and scale_base as in torchscale). Evaluate it with blockwise: true, as the paper does.
+    """Rotary with pair i times zeta_i^(d / scale_base), zeta_i = (2i/head_dim + 0.4) / 1.4.
+
+    Algorithm 1 of the paper, with gamma and scale_base as in torchscale. Evaluate it with
+    blockwise: true, as the paper does.
 
     base: slowest wavelength / 2π; scale_base: tokens over which zeta_i acts once
     """
@@ -28,34 +30,40 @@ class XPos(Position):
         super().__init__(shape)
         dim = even(shape.head_dim, "head_dim:")
         self.scale_base = positive("scale_base", scale_base)
-        # A query carries zeta^n and a key zeta^-n, so any centre gives the same scores. torchscale takes the middle of
-        # each text, which spoils cached keys; the middle of the training length is the same there, and stays.
+        # A query carries zeta^n and a key zeta^-n, so any centre gives the same scores. torchscale
+        # takes the middle of each text. That would make cached keys wrong, so we take the middle of
+        # the training length for every text.
         self.centre = shape.train_length // 2
-        self.register_buffer(
-            "inv_freq", inverse_frequencies(dim, positive("base", base)).float(), persistent=False
-        )
+        inv_freq = inverse_frequencies(dim, positive("base", base)).float()
+        self.register_buffer("inv_freq", inv_freq, persistent=False)
         zeta = (torch.arange(0, dim, 2, dtype=torch.float64) / dim + 0.4) / 1.4
         self.register_buffer("log_zeta", zeta.log().float(), persistent=False)
 
     def on_queries_keys(self, q: Tensor, k: Tensor, start: int = 0) -> tuple[Tensor, Tensor]:
         """[batch, heads, length, head_dim] each -> same; angles, scales and products in float32.
-        UserError where a far key's scale would overflow: beyond some 3000 tokens in fp16, 34000 in bf16 and fp32."""
-        position = self.indices(start, q.shape[-2])
-        self._check_range(start + q.shape[-2], q.dtype)
+
+        UserError where the scale of a far key would overflow: beyond about 3000 tokens in fp16, and
+        34000 in bf16 and fp32.
+        """
+        length = q.shape[-2]
+        self._check_length(start + length, q.dtype)
+        position = self.indices(start, length)
         angle = position[:, None] * self.inv_freq  # [length, head_dim / 2]
         exponent = (position - self.centre) / self.scale_base
         scale = torch.exp(exponent[:, None] * self.log_zeta)
         cos, sin = angle.cos(), angle.sin()
-        return rotate(q, cos * scale, sin * scale), rotate(k, cos / scale, sin / scale)
+        turned_q = rotate(q, cos * scale, sin * scale)
+        turned_k = rotate(k, cos / scale, sin / scale)
+        return turned_q, turned_k
 
-    def _check_range(self, end: int, dtype: torch.dtype) -> None:
-        """zeta_0, the smallest, decides: its scale at the last position, and room for the feature itself."""
-        fitting = (
-            math.log(torch.finfo(dtype).max / ROOM) / math.log(1.4 / 0.4) * self.scale_base
-            + self.centre
-        )
-        if end > fitting:
+    def _check_length(self, end: int, dtype: torch.dtype) -> None:
+        """UserError where the largest scale, 1 / zeta_0 at the last position, overflows `dtype`."""
+        largest = torch.finfo(dtype).max / ROOM
+        exponent = math.log(largest) / math.log(1.4 / 0.4)
+        most = int(exponent * self.scale_base + self.centre)
+        if end > most:
+            name = str(dtype).removeprefix("torch.")
             raise UserError(
-                f"pos_emb: xpos overflows {str(dtype).removeprefix('torch.')} beyond {int(fitting)} tokens, so length"
-                f" {end} cannot be computed; use bf16 or fp32, a shorter length or a larger scale_base"
+                f"pos_emb: xpos overflows {name} beyond {most} tokens, so length {end} cannot be"
+                " computed; use bf16 or fp32, a shorter length or a larger scale_base"
             )

@@ -175,7 +175,7 @@ def test_a_training_window_longer_than_the_range_is_refused():
             {"of": "kerple_bias_wht"},
             "of: kerple_bias_wht multiplies the scores by distance, which cannot be randomized",
         ),
-        ({"of": "randomized"}, "of: randomized cannot be inside itself; name the encoding"),
+        ({"of": "randomized"}, "of: randomized cannot be inside itself; name another encoding"),
         (
             {"of": "learned", "args": {"max_positions": 100}},
             "max_positions: 100 is less than range: 256; raise it",
