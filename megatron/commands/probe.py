@@ -28,7 +28,7 @@ from megatron.evaluation.run import facts_of, facts_of_text, folder_of, seen_as,
 from megatron.model import GPT, AttentionSettings
 from megatron.report.figures.positions import write
 from megatron.report.figures.probes import draw_probes
-from megatron.results.probes import PROBES, joined, read_probes, write_probes
+from megatron.results.probes import PROBES, existing_probes, joined, write_probes
 from megatron.results.row import Row, run_of
 from megatron.training.checkpoint import load_for_evaluation
 
@@ -86,7 +86,7 @@ def main(config: Config | None, options: argparse.Namespace) -> None:
         "probes.jsonl"
     ]
     output = options.output or Path(about["path"]).parent / "evaluation" / "-".join(words)
-    there = read_probes([output]) if output.exists() else []  # another kind of file is not replaced
+    existing = existing_probes(output)  # a UserError for another kind of file
     lengths = sorted(set(options.lengths or given.evaluation.eval_lengths))
     text = held_out(
         tokens, given, max(given.evaluation.eval_tokens, lengths[-1] + 1), lengths[-1] + 1
@@ -99,8 +99,8 @@ def main(config: Config | None, options: argparse.Namespace) -> None:
     rows: list[Row] = []
     for row in probed(model, text, lengths, options):
         rows.append(facts | row)
-        write_probes(output, joined(there, rows))
-    own = [row for row in joined(there, rows) if run_of(row) == run_of(facts)]
+        write_probes(output, joined(existing, rows))
+    own = [row for row in joined(existing, rows) if run_of(row) == run_of(facts)]
     write(
         draw_probes(own, f"{facts['pos_emb']}, trained at {facts['train_length']}"),
         output.with_suffix(".png"),

@@ -21,7 +21,7 @@ from megatron.evaluation.protocols import PROTOCOLS, Request, Windows
 from megatron.evaluation.resume import WindowFile, answered, code_fingerprint, file_fingerprint
 from megatron.model import GPT, AttentionSettings
 from megatron.parallel.grid import Grid, here
-from megatron.results.files import check_output, read_results, write_results
+from megatron.results.files import check_output, existing_results, write_results
 from megatron.results.row import Row
 from megatron.training.checkpoint import find, load_for_evaluation
 
@@ -117,9 +117,7 @@ def answers(
 ) -> list[Row]:
     """A row for each length, those that are there and those that are missing, which are written as soon as known."""
     rows: list[Row] = []
-    there = grid.gather(
-        read_results([output]) if output.exists() and output.stat().st_size else []
-    )[0]
+    there = grid.gather(existing_results(output))[0]
     for windows in windows_of:
         whole = question | windows.about | {"length": windows.length, "text": windows.text}
         # Means between other positions are another answer: the lengths asked for are among the edges.

@@ -1,58 +1,98 @@
-"""What probes leave behind: JSON lines, one for each probe, length and depth."""
+"""What probes measured: JSON lines, one for each probe, length and depth."""
 
-import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from pathlib import Path
+from typing import Required, cast
 
-from megatron.errors import UserError
-from megatron.files import write_text
-from megatron.results.row import Row, run_of
+from megatron.results.files import has_lines, read_lines, write_lines
+from megatron.results.row import Question, run_of
 
 TASKS = ("passkey", "copy", "recall")  # of retrieval
 PROBES = (*TASKS, "receptive_field", "attention")
-NEEDED = ("pos_emb", "probe", "length", "step", "config_hash")
 
 
-def write_probes(path: Path, rows: Sequence[Row]) -> None:
-    """The whole file at once."""
-    write_text(path, "".join(json.dumps(row, allow_nan=False) + "\n" for row in rows))
+class ProbeRow(Question, total=False):
+    """One probe of one checkpoint at one length and, for retrieval, one depth."""
+
+    probe: Required[str]
+    length: Required[int]  # tokens of the context
+    windows: int  # contexts
+    seconds: float
+    reason: str | None  # why there are no numbers
+
+    # Retrieval.
+    depth: float  # of the answer: 0 is the start of the context, 1 just before the question
+    trials: int
+    tokens: int  # targets
+    probe_seed: int
+    chance: float  # accuracy of guessing
+    accuracy: float | None  # share of targets that are the argmax
+    error: float | None  # standard error of the accuracy, over trials
+    log_probability: float | None  # mean over targets, in nats
+    without: float | None  # the same where the context has another answer
+
+    # The receptive field.
+    reach: int  # tokens that hold 99 % of the gradient
+    distances: list[int]
+    cumulative: list[float]  # share of the gradient up to each distance
+
+    # Attention.
+    edges: list[int]  # [n + 1], distances between which the mass is summed
+    mass: list[list[float]]  # [layers, n]
+    entropy: list[list[float]]  # [layers, heads], in nats
+    mean_entropy: float
 
 
-def read_probes(paths: Iterable[str | Path]) -> list[Row]:
-    """The lines of several files of probes; UserError for a line that is none."""
-    rows = []
-    for path in map(Path, paths):
-        try:
-            lines = path.read_text(encoding="utf-8").splitlines()
-        except (OSError, UnicodeDecodeError) as fault:
-            raise UserError(f"{path}: cannot be read as text ({fault})") from None
-        for number, line in enumerate(lines, 1):
-            try:
-                rows.append(json.loads(line))
-            except json.JSONDecodeError:
-                rows.append(None)
-            if not isinstance(rows[-1], dict) or any(key not in rows[-1] for key in NEEDED):
-                raise UserError(f"{path}, line {number}: is no result of tools/probe.py")
+NEEDED = tuple(key for key in ProbeRow.__annotations__ if key in ProbeRow.__required_keys__)
+
+
+def write_probes(path: Path, rows: Sequence[ProbeRow]) -> None:
+    """Write the whole file at once."""
+    write_lines(path, rows)
+
+
+def existing_probes(path: Path) -> list[ProbeRow]:
+    """The rows of a file; none where it is absent or empty."""
+    return read_probes([path]) if has_lines(path) else []
+
+
+def read_probes(paths: Iterable[str | Path]) -> list[ProbeRow]:
+    """The rows of several files, in order; UserError for a line of another kind."""
+    rows: list[ProbeRow] = []
+    for path in paths:
+        lines = read_lines(Path(path), needed=NEEDED, writer="tools/probe.py")
+        rows += [cast("ProbeRow", line) for line in lines]
     return rows
 
 
-def joined(there: Sequence[Row], rows: Sequence[Row]) -> list[Row]:
-    """Rows that are there and new ones, which replace all of the same run, probe and length."""
-
-    def question(row: Row) -> tuple:
-        return (*run_of(row), row["probe"], row["length"])
-
-    asked = {question(row) for row in rows}
-    return [*(row for row in there if question(row) not in asked), *rows]
+def joined(existing: Sequence[ProbeRow], rows: Sequence[ProbeRow]) -> list[ProbeRow]:
+    """Existing rows and new ones, which replace all of the same run, probe and length."""
+    measured = {_measurement_of(row) for row in rows}
+    return [*(row for row in existing if _measurement_of(row) not in measured), *rows]
 
 
-def cells(rows: Sequence[Row], task: str) -> dict[tuple[float, int], tuple[float, float] | None]:
-    """Of one model and one task, by depth and length: accuracy, and the log-probability that the answer in the context
-    gains the targets, in nats; None where nothing could be measured."""
-    return {
-        (row["depth"], row["length"]): None
-        if row["accuracy"] is None
-        else (row["accuracy"], row["log_probability"] - row["without"])
-        for row in rows
-        if row["probe"] == task
-    }
+def _measurement_of(row: ProbeRow) -> tuple[Hashable, ...]:
+    return (*run_of(row), row["probe"], row["length"])
+
+
+def cells(
+    rows: Sequence[ProbeRow], task: str
+) -> dict[tuple[float, int], tuple[float, float] | None]:
+    """Results of one model in one task by (depth, length): (accuracy, gain), or None.
+
+    The gain is the log-probability of the targets, in nats, minus that with another answer in the
+    context.
+    """
+    found = {}
+    for row in rows:
+        if row["probe"] == task:
+            found[row.get("depth", 0.0), row["length"]] = _accuracy_and_gain(row)
+    return found
+
+
+def _accuracy_and_gain(row: ProbeRow) -> tuple[float, float] | None:
+    accuracy = row.get("accuracy")
+    with_answer, without = row.get("log_probability"), row.get("without")
+    if accuracy is None or with_answer is None or without is None:
+        return None
+    return accuracy, with_answer - without

@@ -6,8 +6,7 @@ from dataclasses import dataclass
 
 from megatron.data.tokens import TokenFile
 from megatron.errors import UserError
-from megatron.files import Beside
-from megatron.results.files import read_results
+from megatron.results.files import existing_results, read_results, write_lines
 from megatron.results.row import COLLECTED, Row
 from megatron.sweeps.plan import Cell, Evaluation, Sweep
 from megatron.training.checkpoint import find, latest_step
@@ -49,7 +48,7 @@ def state_of(cell: Cell) -> State:
 def rows_of(cell: Cell, evaluation: Evaluation) -> list[Row]:
     """Rows of a finished evaluation of this configuration's last step; none where there are others."""
     path = cell.file(evaluation)
-    rows = read_results([path]) if path.exists() and path.stat().st_size else []
+    rows = existing_results(path)
     same = all(row["config_hash"] == cell.config.hash and row["step"] == cell.steps for row in rows)
     return rows if same else []
 
@@ -97,9 +96,7 @@ def collect(sweep: Sweep) -> list[Row]:
             f"{sweep.results}: holds rows, and {sweep.path} has none here - another sweep's, or brought from elsewhere;"
             " move it away, or give another --folder"
         )
-    text = "".join(json.dumps(row, allow_nan=False) + "\n" for row in rows)
-    with Beside(sweep.results) as temporary:
-        temporary.write_text(text, encoding="utf-8")
+    write_lines(sweep.results, rows)
     return rows
 
 

@@ -340,7 +340,7 @@ def test_what_cannot_be_evaluated_is_one_message_and_writes_nothing(folder, caps
             given(folder),
             "--output",
             folder / "notes.txt",
-        ): "notes.txt is there and holds something else",
+        ): "notes.txt exists and holds something else",
     }
     for words, message in cases.items():
         assert evaluate(*words) == 1, words

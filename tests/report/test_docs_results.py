@@ -1,0 +1,96 @@
+"""The page of docs/results: every label says what differs, and nothing else."""
+
+from html.parser import HTMLParser
+
+import pytest
+
+from megatron.report.html.page import Page
+from megatron.results.files import read_results
+from megatron.results.labels import kinds
+from megatron.results.probes import read_probes
+from tests.support import ROOT
+
+ENCODINGS = [
+    "sinusoidal",
+    "rotary",
+    "t5",
+    "alibi",
+    "kerple_log",
+    "kerple_power",
+    "mep_free",
+    "mep_param",
+]
+FILES = sorted((ROOT / "docs" / "results").glob("*.jsonl"))
+PROBES = [path for path in FILES if "probes" in path.name]
+ROWS = [path for path in FILES if path not in PROBES]
+
+
+class Labels(HTMLParser):
+    """The first cell of every line of the first table under each heading."""
+
+    def __init__(self, page):
+        super().__init__()
+        self.of: dict[str, list[str]] = {}
+        self.heading, self.tables, self.cells = "", 0, 0
+        self.reading = ""
+        self.feed(page)
+
+    def handle_starttag(self, tag, attributes):
+        if tag == "h2":
+            self.heading, self.tables, self.reading = "", 0, "heading"
+        elif tag == "table":
+            self.tables += 1
+        elif tag == "tr":
+            self.cells = 0
+        elif tag in ("th", "td"):
+            self.cells += 1
+            if self.cells == 1 and self.tables == 1:
+                self.of.setdefault(self.heading, []).append("")
+                self.reading = "label"
+
+    def handle_endtag(self, tag):
+        if tag in ("h2", "th", "td"):
+            self.reading = ""
+
+    def handle_data(self, data):
+        if self.reading == "heading":
+            self.heading += data
+        elif self.reading == "label":
+            self.of[self.heading][-1] += data
+
+
+@pytest.fixture(scope="module")
+def labels():
+    page = Page(read_results(ROWS), read_probes(PROBES), {}).html("t")
+    return {heading: found[1:] for heading, found in Labels(page).of.items()}
+
+
+def test_a_windowed_row_says_so_where_others_have_no_window(labels):
+    (heading,) = [name for name in labels if "github" in name and "equal_tokens" in name]
+    windowed = {f"{name}, window 512" for name in ENCODINGS}
+    without = {f"{name}, window none" for name in ENCODINGS}
+    assert {*labels[heading]} == windowed | without
+    assert len(labels[heading]) == 16
+
+
+def test_all_other_sections_need_no_more_than_the_encoding(labels):
+    sections = {
+        name: found
+        for name, found in labels.items()
+        if " valid" in name and not ("github" in name and "equal_tokens" in name)
+    }
+    assert len(sections) == 5
+    for name, found in sections.items():
+        assert sorted(found) == sorted(ENCODINGS), name
+
+
+def test_models_of_several_corpora_say_what_was_measured_before_what_they_were_trained_on(labels):
+    speed = labels["Speed and memory"]
+    assert "rotary, window 512" in speed
+    assert "rotary, window none, data arxiv" in speed
+    assert not any("data none" in label for label in speed)
+
+
+def test_the_tools_that_compare_have_the_labels_of_the_page(labels):
+    found = kinds(read_results(ROWS))
+    assert {*found} == {f"{name}, window {n}" for name in ENCODINGS for n in ("none", "512")}

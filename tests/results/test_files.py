@@ -1,0 +1,119 @@
+"""Results files: what is written, read, replaced and refused."""
+
+import json
+
+import pytest
+
+from megatron.errors import UserError
+from megatron.results.files import check_output, existing_results, read_results, write_results
+from megatron.results.probes import existing_probes, read_probes
+from tests.results.rows import TWO, rows
+
+
+def test_results_survive_the_way_to_the_file_and_back(tmp_path):
+    write_results(tmp_path / "new/a.jsonl", TWO[:2])
+    write_results(tmp_path / "b.jsonl", TWO[2:])
+    assert read_results([tmp_path / "new/a.jsonl", tmp_path / "b.jsonl"]) == TWO
+    lines = (tmp_path / "b.jsonl").read_text().splitlines()
+    assert [json.loads(line)["length"] for line in lines] == [512, 1024]
+
+
+def test_of_two_lines_for_the_same_run_and_length_the_later_counts(tmp_path):
+    write_results(tmp_path / "a.jsonl", rows("t5", {512: 9.0}) + rows("t5", {512: 8.0}))
+    assert [row["perplexity"] for row in read_results([tmp_path / "a.jsonl"])] == [8.0]
+
+
+def test_results_join_those_that_are_there_and_replace_the_same_measurement_only(tmp_path):
+    path = tmp_path / "a.jsonl"
+    write_results(path, rows("t5", {512: 9.0, 1024: 8.0}))
+    write_results(path, rows("t5", {512: 7.0}) + rows("alibi", {512: 6.0}))
+    assert [row["perplexity"] for row in read_results([path])] == [7.0, 8.0, 6.0]
+    smaller = [row | {"tokens": 512} for row in rows("t5", {512: 5.0})]
+    write_results(path, smaller)
+    assert [row["perplexity"] for row in read_results([path])] == [7.0, 8.0, 6.0, 5.0]
+    notes = tmp_path / "notes.txt"
+    notes.write_text("my thesis\n")
+    with pytest.raises(
+        UserError,
+        match=r"--output: .*notes.txt exists and holds something else - choose another name",
+    ):
+        write_results(notes, TWO)
+    assert notes.read_text() == "my thesis\n"
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["a.jsonl", "notes.txt"]
+
+
+def test_a_fault_while_writing_leaves_the_old_results(tmp_path):
+    write_results(tmp_path / "a.jsonl", TWO)
+    with pytest.raises(ValueError, match="not JSON compliant"):
+        write_results(tmp_path / "a.jsonl", rows("t5", {512: float("nan")}))
+    assert read_results([tmp_path / "a.jsonl"]) == TWO
+
+
+def test_what_is_no_results_file_is_named_with_its_line(tmp_path):
+    with pytest.raises(
+        UserError, match=r"absent.jsonl: there is no such results file - evaluate.py writes one"
+    ):
+        read_results([tmp_path / "absent.jsonl"])
+    path = tmp_path / "other.jsonl"
+    path.write_text(json.dumps(TWO[0]) + "\n" + '{"pos_emb": "t5", "length": 512}\n')
+    with pytest.raises(
+        UserError,
+        match=r"other.jsonl, line 2: is no result of evaluate.py, it lacks step, config_hash,"
+        r" tokens, windows, loss, perplexity - give files of evaluate.py",
+    ):
+        read_results([path])
+    path.write_text("[1, 2]\n")
+    with pytest.raises(UserError, match=r"line 1: is no result of evaluate.py, it lacks pos_emb"):
+        read_results([path])
+    path.write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(UserError, match=r"other.jsonl: cannot be read as text"):
+        read_results([path])
+    path.write_text("")
+    with pytest.raises(
+        UserError, match=r"other.jsonl: is empty - leave it out, or write results with evaluate.py"
+    ):
+        read_results([path])
+
+
+def test_a_place_that_cannot_be_written_is_named_before_anything_is_measured(tmp_path):
+    check_output(tmp_path / "new/results.jsonl")
+    assert list(tmp_path.rglob("*.*")) == []
+    (tmp_path / "notes.txt").write_text("my thesis\n")
+    for name, message in {
+        "curve.png": "curve.png is the name of a picture - name the lines .*curve.jsonl",
+        "new": "new cannot be written - choose another place",
+        "notes.txt/results.jsonl": r"notes.txt cannot be made \(.*\) - choose another place",
+        "notes.txt": "notes.txt exists and holds something else - choose another name",
+    }.items():
+        with pytest.raises(UserError, match=f"--output: .*{message}"):
+            check_output(tmp_path / name)
+
+
+def test_an_absent_or_empty_file_has_no_rows_yet(tmp_path):
+    (tmp_path / "empty.jsonl").touch()
+    for name in ("absent.jsonl", "empty.jsonl"):
+        assert existing_results(tmp_path / name) == []
+        assert existing_probes(tmp_path / name) == []
+    write_results(tmp_path / "empty.jsonl", TWO)
+    assert existing_results(tmp_path / "empty.jsonl") == TWO
+
+
+def test_probes_have_the_same_reader_with_messages_of_their_own(tmp_path):
+    path = tmp_path / "a.jsonl"
+    write_results(path, TWO)
+    with pytest.raises(
+        UserError,
+        match=r"a.jsonl, line 1: is no result of tools/probe.py, it lacks probe"
+        r" - give files of tools/probe.py",
+    ):
+        read_probes([path])
+    with pytest.raises(UserError, match=r"no such results file - tools/probe.py writes one"):
+        read_probes([tmp_path / "absent.jsonl"])
+
+
+def test_a_window_by_its_name_and_by_its_number_is_one_measurement(tmp_path):
+    by_name = rows("t5", {512: 9.0}, window="train_length")
+    by_number = rows("t5", {512: 8.0}, window=512)
+    write_results(tmp_path / "a.jsonl", by_name)
+    write_results(tmp_path / "a.jsonl", by_number)
+    assert read_results([tmp_path / "a.jsonl"]) == by_number
