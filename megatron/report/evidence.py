@@ -1,77 +1,162 @@
-"""What can be found of a checkpoint beside its rows."""
+"""What lies beside the rows of a checkpoint: its configuration, its training log, its encoding."""
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import yaml
 from torch import Tensor
 
+from megatron.config import Config, load
 from megatron.config.schema import all_keys
+from megatron.config.user_file import COPY
 from megatron.errors import UserError
-from megatron.positions import Position
+from megatron.positions import FILES, REGISTRY, Position, fingerprint
 from megatron.results.row import Row
-from megatron.training.checkpoint import find, load_for_evaluation, read_meta
+from megatron.training.checkpoint import load_model, read_meta
+
+NOT_FOUND = "not found from here, so configuration, training curve and kernels are not shown"
+OWN_CODE = (
+    "the encoding is defined in a file of yours, so its kernels are not shown; name the file with"
+    f" --from FILE (the checkpoint's own copy {COPY} is never run unasked)"
+)
+
+OTHER_CODE = (
+    "its kernels are not shown: the file that --from names is not the text that the checkpoint was"
+    f" trained with; name that text (the checkpoint has a copy, {COPY})"
+)
+
+
+class Gap(NamedTuple):
+    """Something that the page lacks: what it belongs to, and why."""
+
+    where: str
+    cause: str
 
 
 @dataclass
 class Evidence:
-    """What was found of a checkpoint beside its rows; empty where it was not, and `gaps` say so.
+    """What is known of a checkpoint beside its rows; parts that could not be read are empty.
 
-    settings: the keys that shape the result; metrics: the lines of metrics.jsonl; positions: the encoding of each layer
+    settings: the keys that shape the result; metrics: the lines of metrics.jsonl;
+    positions: the encoding of each layer; learned: what `GPT.learned` gives; gaps: what is missing
     """
 
     settings: dict[str, Any] = field(default_factory=dict)
     metrics: list[dict[str, Any]] = field(default_factory=list)
     positions: list[Position] = field(default_factory=list)
     learned: dict[str, Tensor] = field(default_factory=dict)
-    gaps: list[str] = field(default_factory=list)
+    gaps: list[Gap] = field(default_factory=list)
 
 
 Found = Mapping[str, Evidence]  # by the checkpoint that rows name
 
 
 def gathered(rows: Sequence[Row], files: Sequence[Path]) -> dict[str, Evidence]:
-    """What can be found of every checkpoint that rows name; whatever is not there is a gap, not a fault."""
-    names = dict.fromkeys(row["checkpoint"] for row in rows if row.get("checkpoint"))
-    return {name: evidence_of(name, files) for name in names}
+    """The evidence of every checkpoint in some rows. What cannot be read is a gap, no error."""
+    names = dict.fromkeys(row.get("checkpoint") for row in rows)
+    return {name: evidence_of(name, files) for name in names if name}
 
 
 def evidence_of(name: str, files: Sequence[Path]) -> Evidence:
+    """Read what is at hand of one checkpoint; `files` are the results files that name it."""
     found = Evidence()
-    folder = next(
-        (place for place in places(name, files) if (place / "checkpoint.json").exists()), None
-    )
+    folder = folder_of(name, files)
     if folder is None:
-        found.gaps.append(
-            f"{name}: not found from here, so its configuration, training and kernel are not shown"
-        )
+        found.gaps.append(Gap(name, NOT_FOUND))
         return found
+    saved = _saved(folder)
+    found.settings = _settings(saved)
     try:
-        config, _ = read_meta(folder)
-        flat = config.flat()
-        keys = [key.name for key in all_keys() if key.said.get("shapes_result", True)]
-        found.settings = {key: flat[key] for key in keys if key in flat}
-        model, _, _ = load_for_evaluation(find(folder))
-        found.positions, found.learned = [one.cpu() for one in model.positions], model.learned()
+        config, vocab = _configuration(folder, saved)
+        found.settings = _settings(config.flat())
+        model = load_model(folder, config, vocab)
+        found.positions = [position.cpu() for position in model.positions]
+        found.learned = model.learned()
     except UserError as fault:
-        found.gaps.append(str(fault))
-    logs = found.settings and config.logging.log_dir
-    path = (Path(logs) if logs else folder.parent) / "metrics.jsonl"
+        found.gaps.append(Gap(name, _cause(fault, folder, saved)))
+    logs = Path(saved.get("log_dir") or folder.parent)
     try:
-        found.metrics = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+        found.metrics = _metrics(logs / "metrics.jsonl")
     except (OSError, ValueError) as fault:
-        found.gaps.append(f"{path}: no training curve ({fault})")
+        found.gaps.append(Gap(str(logs / "metrics.jsonl"), f"no training curve ({_why(fault)})"))
     return found
 
 
-def places(name: str, files: Sequence[Path]) -> list[Path]:
-    """Where a checkpoint may lie: where its row says, or beside the results, of a run or of a sweep."""
+def folder_of(name: str, files: Sequence[Path]) -> Path | None:
+    """The folder of a checkpoint: where its row says, or beside the results."""
     path = Path(name)
-    moved = [
-        root
-        for file in files
-        for root in (file.parent.parent / path.name, file.parent / Path(*path.parts[-2:]))
-    ]
-    return [path, *moved]
+    places = [path]
+    for file in files:
+        places.append(file.parent.parent / path.name)
+        places.append(file.parent / Path(*path.parts[-2:]))
+    return next((place for place in places if (place / "checkpoint.json").exists()), None)
+
+
+def _saved(folder: Path) -> dict[str, Any]:
+    """config.yml as it was saved, which needs no encoding; empty where it cannot be read."""
+    try:
+        saved = yaml.safe_load((folder / "config.yml").read_text(encoding="utf-8"))
+    except (OSError, ValueError, yaml.YAMLError):
+        return {}
+    return saved if isinstance(saved, dict) else {}
+
+
+def _settings(flat: Mapping[str, Any]) -> dict[str, Any]:
+    """The keys of a configuration that shape the result."""
+    keys = [key.name for key in all_keys() if key.said.get("shapes_result", True)]
+    return {key: flat[key] for key in keys if key in flat}
+
+
+def _configuration(folder: Path, saved: Mapping[str, Any]) -> tuple[Config, int]:
+    """(configuration, rows of vocabulary) of a checkpoint.
+
+    A run may name a file of the user's own and still have an encoding of the project. Such a
+    configuration is loaded without the file: only its hash needs the text.
+    """
+    if not (_needs_own_code(folder) and _is_of_the_project(saved.get("pos_emb"))):
+        config, meta = read_meta(folder)
+        return config, meta["vocab"]
+    config = load([folder / "config.yml"], ["pos_emb_file=null"])
+    code = (folder / COPY).read_bytes().decode("utf-8")
+    try:
+        meta = json.loads((folder / "checkpoint.json").read_text(encoding="utf-8"))
+        config_hash, vocab = meta["config_hash"], meta["vocab"]
+    except (OSError, ValueError, KeyError) as fault:
+        raise UserError(f"{folder}/checkpoint.json: not readable ({fault!r})") from None
+    if replace(config, pos_emb_code=code).hash != config_hash:
+        raise UserError(f"{folder}/config.yml: it was edited after training")
+    return config, vocab
+
+
+def _cause(fault: UserError, folder: Path, saved: Mapping[str, Any]) -> str:
+    """Why a checkpoint could not be loaded: the same words for the same reason."""
+    if not _needs_own_code(folder) or _is_of_the_project(saved.get("pos_emb")):
+        return str(fault)
+    return OTHER_CODE if FILES else OWN_CODE
+
+
+def _needs_own_code(folder: Path) -> bool:
+    """Whether the checkpoint keeps a file of encodings that this process has not run."""
+    try:
+        text = (folder / COPY).read_bytes().decode("utf-8")
+    except (OSError, UnicodeDecodeError):
+        return False
+    return fingerprint(text) not in FILES
+
+
+def _is_of_the_project(name: object) -> bool:
+    """Whether the package itself registers an encoding of this name."""
+    encoding = REGISTRY.get(name) if isinstance(name, str) else None
+    return encoding is not None and encoding.__module__.startswith("megatron.")
+
+
+def _metrics(path: Path) -> list[dict[str, Any]]:
+    lines = path.read_text(encoding="utf-8").splitlines()
+    return [json.loads(line) for line in lines]
+
+
+def _why(fault: Exception) -> str:
+    return getattr(fault, "strerror", None) or str(fault)

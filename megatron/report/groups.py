@@ -1,22 +1,25 @@
-"""Rows of several runs by what was measured, and runs that differ in their seed alone as one."""
+"""Rows as groups: runs that differ in nothing but their seed."""
 
 import json
-import math
-import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
-
-import numpy as np
+from typing import Any, TypeVar
 
 from megatron.report.evidence import Evidence, Found
-from megatron.report.figures.curves import Curve
+from megatron.report.figures.curves import variant_of
 from megatron.results.labels import axes_of, labels_of, with_sweeps
-from megatron.results.row import SETTING, VARIANT, Row, kind_of, setting_of, with_facts
-from megatron.results.statistics import half_octaves, mean_of
+from megatron.results.row import (
+    SETTING,
+    VARIANT,
+    Row,
+    kind_of,
+    plain,
+    setting_of,
+    with_facts,
+)
 
-LARGE = 1.0  # nats: beyond it a difference by position is not drawn
-ENOUGH = 128  # targets at positions before the first that a difference is drawn of
+UNKNOWN = "?"
+Member = TypeVar("Member")
 
 
 @dataclass(frozen=True)
@@ -28,241 +31,135 @@ class Group:
 
     @property
     def first(self) -> Row:
-        return next(iter(self.rows.values()))[0]
+        return self.all_rows[0]
 
     @property
     def all_rows(self) -> list[Row]:
         return [row for rows in self.rows.values() for row in rows]
 
     @property
+    def encoding(self) -> str:
+        return self.first["pos_emb"]
+
+    @property
+    def variant(self) -> str:
+        """How the weights were evaluated, where not in the plain way."""
+        return variant_of(self.first)
+
+    @property
     def checkpoints(self) -> list[str]:
-        return list(
-            dict.fromkeys(row.get("checkpoint", "") for rows in self.rows.values() for row in rows)
-        )
+        names = dict.fromkeys(row.get("checkpoint", "") for row in self.all_rows)
+        return list(names)
 
     @property
     def seeds(self) -> list[int]:
-        return sorted(
-            {
-                row["seed"]
-                for rows in self.rows.values()
-                for row in rows
-                if row.get("seed") is not None
-            }
-        )
+        seeds = {row.get("seed") for row in self.all_rows}
+        return sorted(seed for seed in seeds if seed is not None)
 
-
-class Interval(NamedTuple):
-    """Of a difference in loss, from its mean."""
-
-    low: float
-    high: float
-
-
-@dataclass(frozen=True)
-class Summary:
-    """Perplexity of a group at one length and between what it may lie: one standard deviation over seeds, or for one
-    seed the interval over its windows; None where nothing is known of it."""
-
-    mean: float
-    std: float | None
-    low: float | None
-    high: float | None
+    def evidence(self, evidence: Found) -> list[Evidence]:
+        """What is known of the checkpoints of this group, where anything is."""
+        return [evidence[name] for name in self.checkpoints if name in evidence]
 
 
 def groups(rows: Sequence[Row], evidence: Found) -> list[Group]:
-    """Runs that differ in their seed alone together. What a run was is read from its cell of a sweep, its configuration
-    or, where not all runs with such rows have one, taken from its row; runs of one seed, or of other settings, are
-    never one group."""
+    """Put runs together that differ in nothing but their seed.
+
+    Runs of one group have the same encoding, variant and setting. They also share the cell of
+    their sweep, but for the seed, or the settings of their configurations where all are known. A
+    group never holds two runs of one seed.
+    """
     rows = with_sweeps(rows)
     axes = axes_of(rows)
-    by_kind: dict[str, list[Row]] = {}
-    for row in rows:
-        by_kind.setdefault(repr((kind_of(row, axes), setting_of(row))), []).append(row)
-    by_settings: dict[str, list[Row]] = {}
-    for kind, members in by_kind.items():
-        settings = [_without_seed(_settings(row, evidence)) for row in members]
-        use_settings = all(settings) and not any(row.get("cell") for row in members)
-        for row, one in zip(members, settings, strict=True):
-            key = kind + json.dumps(one, sort_keys=True, default=str) if use_settings else kind
-            by_settings.setdefault(key, []).append(row)
-    found: dict[str, list[Row]] = {}
-    for key, members in by_settings.items():
-        hashes = {(row.get("seed"), row["config_hash"]) for row in members}
-        known = [_without_seed(one) for row in members if (one := _settings(row, evidence))]
-        seeds_repeat = len({seed for seed, _ in hashes}) < len(hashes)
-        mixed = seeds_repeat or any(one != known[0] for one in known)
-        for row in members:
-            found.setdefault(f"{key} {row['config_hash']}" if mixed else key, []).append(row)
-    labels = labels_of([members[0] for members in found.values()])
-    return [
-        Group(label, _by_length(members))
-        for label, members in zip(labels, found.values(), strict=True)
-    ]
+    found: list[list[Row]] = []
+    for members in _gathered(rows, lambda row: (kind_of(row, axes), setting_of(row))):
+        of_a_sweep = any(row.get("cell") for row in members)
+        parts = [members] if of_a_sweep else _by_settings(members, evidence)
+        for part in parts:
+            found += _by_configuration(part, evidence)
+    labels = labels_of([members[0] for members in found])
+    pairs = zip(labels, found, strict=True)
+    return [Group(label, _by_length(members)) for label, members in pairs]
 
 
 def models(rows: Sequence[Row], evidence: Found, *, apart: Sequence[str] = ()) -> list[Group]:
-    """The same whatever text and protocol: what was trained, not what was measured; but for the keys `apart`."""
-    measured = {key: None for key in (*SETTING, *VARIANT) if key not in apart}
-    return groups([with_facts(row, measured) for row in rows], evidence)
+    """Group by what was trained, whatever was measured; keys in `apart` still tell groups apart."""
+    ignored = [key for key in (*SETTING, *VARIANT) if key not in apart]
+    facts = dict.fromkeys(ignored)
+    return groups([with_facts(row, facts) for row in rows], evidence)
+
+
+def _gathered(members: Iterable[Member], key: Callable[[Member], Hashable]) -> list[list[Member]]:
+    """Lists of the members with the same key, in the order of their first members."""
+    found: dict[Hashable, list[Member]] = {}
+    for member in members:
+        found.setdefault(key(member), []).append(member)
+    return [*found.values()]
+
+
+def _by_settings(members: Sequence[Row], evidence: Found) -> list[list[Row]]:
+    """Apart by the settings of their configurations, if all of these are known."""
+    settings = [_settings(row, evidence) for row in members]
+    if not all(settings):
+        return [[*members]]
+    keys = [_canonical(one) for one in settings]
+    pairs = _gathered(zip(keys, members, strict=True), lambda pair: pair[0])
+    return [[row for _, row in part] for part in pairs]
+
+
+def _by_configuration(members: list[Row], evidence: Found) -> list[list[Row]]:
+    """Apart by configuration where one seed has two, or where known settings differ."""
+    runs = {(row.get("seed"), row["config_hash"]) for row in members}
+    seeds = {seed for seed, _ in runs}
+    known = {_canonical(_settings(row, evidence)) for row in members if _settings(row, evidence)}
+    if len(seeds) == len(runs) and len(known) <= 1:
+        return [members]
+    return _gathered(members, lambda row: row["config_hash"])
 
 
 def _settings(row: Row, evidence: Found) -> dict[str, Any]:
-    return evidence[row["checkpoint"]].settings if row.get("checkpoint") in evidence else {}
+    """The settings of a row's configuration without the seed; empty where they are not known."""
+    one = evidence.get(row.get("checkpoint", ""))
+    return _without_seed(one.settings) if one else {}
 
 
 def _without_seed(settings: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in settings.items() if key != "seed"}
 
 
-def _by_length(rows: Sequence[Row]) -> dict[int, list[Row]]:
-    found: dict[int, list[Row]] = {}
-    for row in sorted(rows, key=lambda row: (row["length"], row.get("seed") or 0)):
-        found.setdefault(row["length"], []).append(row)
-    return found
+def _canonical(value: Any) -> str:
+    return json.dumps(value, sort_keys=True, default=str)
 
 
-def summary(rows: Sequence[Row]) -> Summary | None:
-    """Of the rows of one length; None where a seed has no number, so that a mean is always over all of them."""
-    values = [row["perplexity"] for row in rows]
-    if not values or any(value is None for value in values):
-        return None
-    mean = statistics.fmean(values)
-    if len(values) > 1:
-        std = statistics.stdev(values)
-        # A logarithmic axis has no place for a band that reaches below zero.
-        return Summary(mean, std, max(mean - std, 0.01 * mean), mean + std)
-    return Summary(mean, None, *(interval(rows[0]) or (None, None)))
+def _by_length(members: Sequence[Row]) -> dict[int, list[Row]]:
+    by_length: dict[int, list[Row]] = {}
+    for row in sorted(members, key=lambda row: (row["length"], row.get("seed") or 0)):
+        by_length.setdefault(row["length"], []).append(row)
+    return by_length
 
 
-def interval(row: Row) -> tuple[float, float] | None:
-    """95 % interval of one row's perplexity from the losses of its windows; None of fewer than 8."""
-    losses = row.get("window_losses") or []
-    ends = mean_of(losses, row.get("window_tokens")).interval() if len(losses) >= 8 else None
-    return ends and (math.exp(ends[0]), math.exp(ends[1]))
+def settings_of(group: Group, evidence: Found) -> dict[str, Any]:
+    """The settings of the first checkpoint of a group whose configuration could be read."""
+    for one in group.evidence(evidence):
+        if one.settings:
+            return one.settings
+    return {}
 
 
-def perplexity_curve(
-    group: Group, paired: Mapping[tuple[str, int], Interval] | None = None
-) -> Curve:
-    """Mean over seeds at each length, with a band where every length has one.
+def differing(trained: Sequence[Group], evidence: Found) -> dict[str, list[str]]:
+    """Settings in which groups differ, but for seeds: {key: the value of each group as text}.
 
-    It is a standard deviation over seeds or, of one seed, the interval over its windows; where `paired` is given, that
-    of the difference in loss for (label, length) instead.
+    "?" stands for the value of a group whose configuration is not known.
     """
-    known = [(length, one) for length, rows in group.rows.items() if (one := summary(rows))]
-    lengths, means = [length for length, _ in known], [one.mean for _, one in known]
-    ends = []
-    for length, one in known:
-        low, high = one.low, one.high
-        if one.std is None and paired is not None:
-            told = paired.get((group.label, length))
-            low, high = (
-                (one.mean * math.exp(told.low), one.mean * math.exp(told.high))
-                if told
-                else (None, None)
-            )
-        if low is not None and high is not None:
-            ends.append((low, high))
-    whole = len(ends) == len(known)
-    low, high = ([low for low, _ in ends], [high for _, high in ends]) if whole else (None, None)
-    return Curve(group.label, lengths, means, low, high)
+    settings = [settings_of(group, evidence) for group in trained]
+    keys = dict.fromkeys(key for one in settings for key in one if key != "seed")
+    table = {}
+    for key in keys:
+        values = [text_of(one[key]) if key in one else UNKNOWN for one in settings]
+        if len({*values} - {UNKNOWN}) > 1:
+            table[key] = values
+    return table
 
 
-def position_curve(group: Group) -> Curve:
-    """Loss by position from the longest row that has it, over half octaves, mean over seeds; empty without one."""
-    for rows in reversed(group.rows.values()):
-        told = [row for row in rows if row.get("position_losses")]
-        edges = {tuple(row["position_edges"]) for row in told}
-        if len(edges) == 1 and len(told) == len(rows):
-            found = [half_octaves(row["position_edges"], row["position_losses"]) for row in told]
-            return _banded(
-                group.label, found[0][0], [*zip(*(losses for _, losses in found), strict=True)]
-            )
-    return Curve(group.label, [], [])
-
-
-def position_differences(found: Sequence[Group], reference: str) -> list[Curve]:
-    """Loss by position minus the reference's on the same text, without the text's own ups and downs: means over half
-    octaves of ENOUGH targets, up to where it exceeds LARGE; empty where a group has no such losses."""
-    means = {group.label: _by_position(group) for group in found}
-    known = means.get(reference)
-    curves = []
-    for label, one in means.items():
-        if known is None or one is None or label == reference or one[:2] != known[:2]:
-            curves.append(Curve(label, [], []))
-            continue
-        edges, _, losses, windows = one
-        first = next((n for n, at in enumerate(edges) if at * windows >= ENOUGH), 0)
-        at, values = half_octaves(edges[first:], np.subtract(losses, known[2])[first:])
-        end = next(
-            (number for number, value in enumerate(values) if abs(value) > LARGE), len(values)
-        )
-        curves.append(Curve(label, at[:end], values[:end]))
-    return curves
-
-
-def _by_position(group: Group) -> tuple[list[int], list[Any], list[float], int] | None:
-    """(edges, texts, losses by position as means over seeds, windows) of the longest rows; None where one has none."""
-    rows = group.rows[max(group.rows)]
-    edges = [row.get("position_edges") for row in rows]
-    texts = sorted({row.get("text") or "" for row in rows})
-    if not edges[0] or any(one != edges[0] for one in edges) or not texts[0]:
-        return None
-    return (
-        edges[0],
-        texts,
-        [*np.mean([row["position_losses"] for row in rows], axis=0)],
-        rows[0]["windows"],
-    )
-
-
-def training_curve(group: Group, evidence: Found, kind: str) -> Curve | None:
-    """Loss by step, mean over the seeds that logged the same steps; kind is train or valid."""
-    of_seeds = []
-    for name in group.checkpoints:
-        told = (
-            [one for one in evidence[name].metrics if one.get("kind") == kind]
-            if name in evidence
-            else []
-        )
-        of_seeds += (
-            [{one["step"]: one["loss"] for one in told if one.get("loss") is not None}]
-            if told
-            else []
-        )
-    steps = sorted(set.intersection(*map(set, of_seeds))) if of_seeds else []
-    return (
-        _banded(group.label, steps, [[one[step] for one in of_seeds] for step in steps])
-        if steps
-        else None
-    )
-
-
-def _banded(label: str, at: Sequence[float], columns: Sequence[Sequence[float]]) -> Curve:
-    """Losses of every seed at every place: their mean, and one standard deviation to either side."""
-    means = [statistics.fmean(column) for column in columns]
-    if any(len(column) < 2 for column in columns):
-        return Curve(label, at, means)
-    ends = [
-        (mean - std, mean + std)
-        for mean, std in zip(means, map(statistics.stdev, columns), strict=True)
-    ]
-    return Curve(label, at, means, [low for low, _ in ends], [high for _, high in ends])
-
-
-def differing(
-    found: Sequence[Group], evidence: Found, of: Callable[[Evidence], dict[str, Any]]
-) -> dict[str, list[str]]:
-    """Keys in which groups differ: {key: value of each group as text}; "?" where a group's configuration is unknown."""
-    told = [
-        next((of(evidence[c]) for c in group.checkpoints if c in evidence and of(evidence[c])), {})
-        for group in found
-    ]
-    keys = dict.fromkeys(key for one in told for key in one if key != "seed")
-    table = {key: [_plain(one[key]) if key in one else "?" for one in told] for key in keys}
-    return {key: values for key, values in table.items() if len(set(values) - {"?"}) > 1}
-
-
-def _plain(value: Any) -> str:
-    return json.dumps(value, default=str).replace('"', "")
+def text_of(value: Any) -> str:
+    """A value of a configuration for people: options as labels have them."""
+    return _canonical(value).replace('"', "") if isinstance(value, list) else plain(value)

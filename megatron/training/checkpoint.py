@@ -149,20 +149,26 @@ def load_for_evaluation(
     """
     path = find(folder, step)
     config, meta = read_meta(path)
-    model = from_config(config, vocab=meta["vocab"])
+    model = load_model(path, config, meta["vocab"])
+    return model, config, {**meta, "path": str(path)}
+
+
+def load_model(path: Path, config: Config, vocab: int) -> GPT:
+    """The model of a configuration with the weights of a folder global_stepN, in eval mode.
+
+    UserError where the weights cannot be read or are those of another model.
+    """
+    model = from_config(config, vocab=vocab)
+    file = path / "model.safetensors"
     try:
-        weights = load_file(path / "model.safetensors")
+        weights = load_file(file)
     except (OSError, SafetensorError) as fault:
-        raise UserError(
-            f"{path}/model.safetensors: cannot be read ({fault}) - copy the checkpoint again"
-        ) from None
+        raise UserError(f"{file}: cannot be read ({fault}) - copy the checkpoint again") from None
     try:
         model.load_state_dict(weights)
     except RuntimeError as fault:
-        raise UserError(
-            f"{path}/model.safetensors: does not hold the model of its config.yml ({fault})"
-        ) from None
-    return model.eval(), config, {**meta, "path": str(path)}
+        raise UserError(f"{file}: does not hold the model of its config.yml ({fault})") from None
+    return model.eval()
 
 
 def full_weights(engine: Any, *, keep: bool = True) -> dict[str, Tensor]:

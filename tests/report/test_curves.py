@@ -10,7 +10,7 @@ from megatron.report.figures.curves import (
     Curve,
     _apart,
     direct_labels,
-    draw_curve,
+    draw_curves,
     plot_by_position,
     plot_perplexity,
 )
@@ -61,7 +61,8 @@ def test_the_picture_names_curves_with_their_last_values_lengths_and_training_le
         "Perplexity of three",
     ):
         assert text in found
-    assert {"512", "1024", "2048", "evaluation length (tokens)", "perplexity"} <= set(found)
+    ticks = {"512", "1024", "2048"}
+    assert ticks | {"evaluation length (tokens)", "perplexity, log scale"} <= set(found)
     assert any(text.startswith("stdlib") for text in found)
 
 
@@ -92,8 +93,7 @@ def test_a_pass_by_position_is_drawn_by_position(tmp_path):
 def test_labels_stand_beside_the_ends_of_their_curves_on_plain_axes_too():
     axes = Figure().add_subplot()
     curves = [Curve("upper", [0, 1000], [6.7, 3.9]), Curve("lower", [0, 1000], [6.7, 3.5])]
-    for number, curve in enumerate(curves):
-        draw_curve(axes, curve, number)
+    draw_curves(axes, curves)
     direct_labels(axes, curves)
     upper, lower = (text.get_position()[1] for text in axes.texts)
     low, high = axes.get_ylim()

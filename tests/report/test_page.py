@@ -1,109 +1,18 @@
-"""The page of results, read by a parser: nothing from elsewhere, every number in its place, gaps named."""
+"""The page of results, read by a parser: every number in its place, gaps named, no links."""
 
 import math
 import re
-from html.parser import HTMLParser
 
-import numpy as np
 import pytest
 
 from megatron.errors import UserError
-from megatron.report.groups import (
-    Evidence,
-    groups,
-    interval,
-    models,
-    perplexity_curve,
-    position_curve,
-    position_differences,
-    summary,
-)
+from megatron.report.evidence import Evidence, Gap
+from megatron.report.html.drawn import grouped
 from megatron.report.html.figures import svg
-from megatron.report.html.page import Page, by_checkpoint, with_prefixes
-from megatron.report.html.paired import comparisons, intervals
+from megatron.report.html.page import Page
+from megatron.report.html.probed import by_checkpoint
 from megatron.results.comparison import over_seeds
-from megatron.results.row import last_of_each
-
-SHARED = {
-    "step": 10,
-    "train_length": 512,
-    "windows": 9,
-    "tokens": 4608,
-    "loss": 2.4,
-    "corpus": "stdlib",
-    "part": "valid",
-}
-SHARED |= {
-    "protocol": "equal_tokens",
-    "commit": "abc123",
-    "device": "cpu",
-    "tokens_per_second": 1234.5,
-}
-VOID = {"meta", "link", "br", "img", "input", "hr"}
-
-
-def row(pos_emb, seed, length, perplexity, **more):
-    found = {
-        "pos_emb": pos_emb,
-        "seed": seed,
-        "length": length,
-        "perplexity": perplexity,
-        "config_hash": f"h{seed}",
-    }
-    return SHARED | found | {"checkpoint": f"runs/{pos_emb}-{seed}/global_step10"} | more
-
-
-ROWS = [
-    *(
-        row("alibi", seed, n, p)
-        for n, seed, p in ((512, 1, 10.0), (512, 2, 12.0), (1024, 1, 9.0), (1024, 2, 9.5))
-    ),
-    *(
-        row("mep", 1, n, p, pos_emb_args={"kernels": ["exp", "<b>&"]})
-        for n, p in ((512, 11.25), (1024, 345678.0))
-    ),
-    row("learned", 1, 512, 13.5),
-    row("learned", 1, 1024, None, loss=None, reason="learned positions end at 512"),
-]
-
-
-class Reader(HTMLParser):
-    """Checks that every element is closed in its turn; keeps references, and the texts of cells by table."""
-
-    def __init__(self, page):
-        super().__init__()
-        self.open, self.references, self.ids, self.tables, self.texts = [], [], [], [], []
-        self.feed(page)
-        self.close()
-        assert self.open == []
-
-    def handle_starttag(self, tag, attributes):
-        told = dict(attributes)
-        self.references += [
-            told[key] for key in ("src", "href", "xlink:href", "action") if key in told
-        ]
-        self.ids += [told["id"]] if "id" in told else []
-        if tag == "table":
-            self.tables.append([])
-        elif tag == "tr":
-            self.tables[-1].append([])
-        elif tag in ("td", "th"):
-            self.tables[-1][-1].append("")
-        if tag not in VOID:
-            self.open.append(tag)
-
-    def handle_startendtag(self, tag, attributes):
-        self.handle_starttag(tag, attributes)
-        if tag not in VOID:
-            self.handle_endtag(tag)
-
-    def handle_endtag(self, tag):
-        assert self.open.pop() == tag
-
-    def handle_data(self, text):
-        self.texts.append(text)
-        if "td" in self.open or "th" in self.open:
-            self.tables[-1][-1][-1] += text
+from tests.report.support import ROWS, Reader, row, texts
 
 
 @pytest.fixture(scope="module")
@@ -133,23 +42,6 @@ def test_every_number_of_the_rows_is_in_the_table(page):
         if one["perplexity"] is not None:
             assert f"seed {one['seed']}: {one['perplexity']:.6g} (loss 2.4)" in page
     assert 'class="best"' not in page, "without losses by window nothing is known to be better"
-
-
-def texts(*encodings):
-    """Rows of 64 windows each: (pos_emb, length, what its loss has more than alibi's in every window)."""
-    hard = 3 + 0.5 * np.random.default_rng(0).standard_normal(64)
-    noise = 0.01 * np.random.default_rng(1).standard_normal((len(encodings), 64))
-    for (name, length, more), one in zip(
-        encodings, noise - noise.mean(axis=1, keepdims=True), strict=True
-    ):
-        losses = hard + one + more
-        numbers = {
-            "loss": losses.mean(),
-            "window_losses": losses.tolist(),
-            "text": f"t{length}",
-            "windows": 64,
-        }
-        yield row(name, 1, length, math.exp(losses.mean()), **numbers)
 
 
 def test_bold_is_what_does_not_differ_significantly_from_the_lowest():
@@ -210,7 +102,8 @@ def test_differences_are_paired_against_the_lowest_at_the_longest_length_or_one_
     assert other[1][0] == "alibi"
     with pytest.raises(
         UserError,
-        match="--against: 'rope' is no encoding of these results - choose one of 'alibi', 'mep', 't5'",
+        match="--against: 'rope' is no encoding of these results"
+        " - choose one of 'alibi', 'mep', 't5'",
     ):
         Page(rows, [], {}, against="rope").html("t")
 
@@ -285,216 +178,66 @@ def test_two_texts_of_one_run_are_no_two_seeds():
     assert "mep          1  20.00" in over_seeds(rows)
 
 
-def test_a_pass_by_position_that_was_measured_counts_more_than_the_beginning_of_a_longer_one():
-    rows = [
-        row(
-            "mep",
-            1,
-            n,
-            9.0,
-            loss=n / 1024,
-            position_losses=[3.0] * len(edges[1:]),
-            position_edges=edges,
-            windows=1,
-        )
-        for n, edges in ((1024, [0, 512, 1024]), (2048, [0, 512, 1024, 2048]))
-    ]
-    shown = {one["length"]: one["loss"] for one in last_of_each(with_prefixes(rows))}
-    assert shown == {512: 3.0, 1024: 1.0, 2048: 2.0}
-
-
-def test_differences_by_position_are_those_of_the_same_text_over_half_octaves():
-    told = {"protocol": "position", "position_edges": [0, 1, 2, 4, 5, 6, 8, 12], "text": "t"}
-    text = np.array([9.0, 3.0, 5.0, 1.0, 2.0, 4.0, 8.0])
-    more = {
-        "alibi": 0.0,
-        "mep": np.array([0.1, 0.2, 0.3, 0.4, 0.8, -0.2, 7.0]),
-        "t5": 0.5,
-        "other": 0.0,
-    }
-    rows = [
-        row(
-            name,
-            1,
-            12,
-            9.0,
-            position_losses=[*(text + one)],
-            **told | ({"text": "u"} if name == "other" else {}),
-        )
-        for name, one in more.items()
-    ]
-    found = {curve.label: curve for curve in position_differences(groups(rows, {}), "alibi")}
-    assert list(found["mep"].at) == [
-        0.5,
-        1.5,
-        3.0,
-        5.0,
-    ]  # 5 is below 4 sqrt(2), 8 below 6 sqrt(2); the last is too far away
-    assert list(found["mep"].values) == pytest.approx([0.1, 0.2, 0.3, 0.6])
-    assert list(found["t5"].values) == pytest.approx([0.5] * 5)
-    assert not found["other"].at
-    assert not found["alibi"].at
-    page = Page(rows, [], {}, against="alibi")
-    page.html("t")
-    assert "position-differences" in page.figures
-
-
-def test_differences_by_position_are_drawn_past_a_few_tokens_of_chance_and_on_a_linear_axis():
-    edges = [0, 1, 64, 128, 192, 320]
-    more = {
-        "alibi": [0.0] * 5,
-        "mep": [2.0, 0.5, 0.004, 0.006, 0.004],
-        "t5": [3.0, 0.1, 0.2, 1.5, 0.1],
-    }
-    told = {"protocol": "position", "position_edges": edges, "text": "t"}
-    rows = [row("learned", 1, 320, None, loss=None, reason="ends at 64", protocol="position")]
-    rows += [
-        row(name, 1, 320, 9.0, position_losses=[3.0 + d for d in one], **told)
-        for name, one in more.items()
-    ]
-    page = Page(rows, [], {}, against="alibi")
-    page.html("t")
-    axes, losses = (page.figures[name].axes[0] for name in ("position-differences", "position"))
-    assert axes.get_yscale() == "linear"
-    assert {text.get_text() for text in axes.texts} >= {"mep  +0.004", "t5  +0.200 at 96"}
-    colours = [
-        {text.get_text().split()[0]: text.get_color() for text in one.texts}
-        for one in (axes, losses)
-    ]
-    assert all(colours[0][name] == colours[1][name] for name in ("mep", "t5"))
-
-
 def test_what_is_missing_is_said(page):
     missing = page[page.index("<h2>What is missing") :]
     assert "stdlib valid, equal_tokens, learned at 1024: learned positions end at 512" in missing
     assert "no rows of tools/probe.py were given" in missing
     assert "No metrics.jsonl was found" in page
-    gap = Page(
-        ROWS[:1], [], {ROWS[0]["checkpoint"]: Evidence(gaps=["runs/x: not found from here"])}
-    ).html("t")
-    assert "runs/x: not found from here" in gap
+    evidence = {ROWS[0]["checkpoint"]: Evidence(gaps=[Gap("runs/x", "not found from here")])}
+    assert "runs/x: not found from here" in Page(ROWS[:1], [], evidence).html("t")
 
 
-def test_only_runs_that_differ_in_nothing_but_the_seed_are_one_line():
-    same = [row("mep", seed, 512, 10.0 + seed) for seed in (1, 2)]
-    assert [group.label for group in groups(same, {})] == ["mep"]
-    assert [group.seeds for group in groups(same, {})] == [[1, 2]]
-    evidence = {
-        one["checkpoint"]: Evidence(settings={"lr": one["seed"], "seed": one["seed"]})
-        for one in same
-    }
-    assert len(groups(same, evidence)) == 2, (
-        "their configurations say that the learning rate is another"
-    )
-    cells = [
-        one | {"cell": {"corpus": "a", "size": one["seed"], "seed": one["seed"]}} for one in same
+def test_gaps_of_one_cause_are_one_line_with_their_number():
+    gaps = [Gap(f"runs/{name}", "not found") for name in "abcde"] + [Gap("probes", "none given")]
+    assert grouped([*gaps, gaps[0]]) == [
+        "5 times: runs/a, runs/b, runs/c and 2 more: not found",
+        "probes: none given",
     ]
-    assert len(groups(cells, {})) == 2, "their cells say that the size is another"
-    half = {
-        same[0]["checkpoint"]: Evidence(settings={"lr": 1, "seed": 1}),
-        same[1]["checkpoint"]: Evidence(),
-    }
-    assert len(groups(same, half)) == 1, "one checkpoint was found, the other was not"
-    twins = [same[0], same[0] | {"config_hash": "other", "checkpoint": "elsewhere"}]
-    assert len(groups(twins, {})) == 2, "one seed, two configurations"
 
 
-def test_a_model_that_a_sweep_and_a_user_measured_is_one_with_a_short_name():
-    cell = {"sweep": "cpu", "cell": {"pos_emb": "mep", "seed": 1}, "weights": "w1"}
-    of_sweep = [
-        row("mep", 1, 512, 10.0, **cell),
-        row("mep", 2, 512, 11.0, **(cell | {"weights": "w2"})),
-    ]
-    own = row("mep", 1, 512, 9.0, window="train_length", weights="w1", checkpoint="copied/step10")
-    evidence = {own["checkpoint"]: Evidence(settings={"lr": 1.0, "seed": 1})}
-    assert [group.label for group in models([*of_sweep, own], evidence)] == ["mep"]
-    labels = [group.label for group in groups([*of_sweep, own], evidence)]
-    assert labels == ["mep, window none", "mep, window 512"]
-    other = [own | {"config_hash": "other", "weights": "w3", "window": None}]
-    assert [group.label for group in groups([*of_sweep, *other], evidence)] == [
-        "mep, config_hash h1", "mep, config_hash other"
-    ]  # fmt: skip
-
-
-def test_settings_that_differ_make_two_groups_of_one_cell_name():
-    cells = [
-        row("mep", seed, 512, 10.0, cell={"seed": seed}, weights=f"w{seed}") for seed in (1, 2)
-    ]
-    evidence = {
-        one["checkpoint"]: Evidence(settings={"lr": one["seed"], "seed": one["seed"]})
-        for one in cells
-    }
-    assert len(groups(cells, {})) == 1
-    assert len(groups(cells, evidence)) == 2, "the sweep's file was edited between its runs"
-
-
-def test_the_band_of_one_seed_is_that_of_its_difference_where_another_has_the_same_text():
-    rows = [*texts(("alibi", 512, 0.0), ("mep", 512, 0.02))]
-    found = groups(rows, {})
-    told, _ = comparisons(found, "alibi")
-    reference, other = (perplexity_curve(group, intervals(told)) for group in found)
-    (low, high) = told[1].interval
-    mean = told[1].difference.mean
-    assert reference.low is None
-    assert (other.low[0], other.high[0]) == pytest.approx(
-        (
-            rows[1]["perplexity"] * math.exp(low - mean),
-            rows[1]["perplexity"] * math.exp(high - mean),
-        )
+def test_differences_say_when_no_configuration_could_be_read():
+    unknown = Page(ROWS, [], {}).html("t")
+    assert "Unknown: no configuration could be read." in unknown
+    evidence = {ROWS[0]["checkpoint"]: Evidence(settings={"lr": 1.0, "seed": 1})}
+    some = Page(ROWS, [], evidence).html("t")
+    assert "Configurations of 1 of 3 models were read." in some
+    assert "They differ in nothing but their seeds." in some
+    options = [{"kernels": ["exp"]}, {"kernels": ["exp", "gaussian"], "normalise": True}]
+    for one, args in zip((ROWS[4], ROWS[6]), options, strict=True):
+        evidence[one["checkpoint"]] = Evidence(settings={"lr": 2.0, "pos_emb_args": args})
+    table = next(
+        table for table in Reader(Page(ROWS, [], evidence).html("t")).tables if table[0][0] == "key"
     )
-    alone = perplexity_curve(found[1])
-    assert alone.high[0] - alone.low[0] > 5 * (other.high[0] - other.low[0]), (
-        "windows differ by much more than models"
-    )
-
-
-def test_runs_of_a_sweep_are_told_apart_by_its_axes():
-    cells = [("github", "small"), ("arxiv", "small"), ("arxiv", "wide")]
-    rows = [
-        row(
-            "mep",
-            1,
-            512,
-            9.0,
-            cell={"data": data, "size": size, "pos_emb": "mep", "seed": 1},
-            config_hash=data + size,
-        )
-        for data, size in cells
+    assert table[0] == ["key", "value", "models"]
+    assert table[1:] == [
+        ["lr", "1.0", "alibi"],
+        ["lr", "2.0", "mep; learned"],
+        ["pos_emb_args", "kernels [exp]", "mep"],
+        ["pos_emb_args", "kernels [exp, gaussian] normalise true", "learned"],
     ]
-    labels = ["mep, data github", "mep, data arxiv, size small", "mep, data arxiv, size wide"]
-    assert [group.label for group in groups(rows, {})] == labels
 
 
-def test_a_mean_over_seeds_is_over_all_of_them_or_none():
-    assert summary([row("mep", 1, 512, 10.0), row("mep", 2, 512, None)]) is None
-    found = summary([row("mep", 1, 512, 10.0), row("mep", 2, 512, 14.0)])
-    assert (found.mean, found.std) == (12.0, pytest.approx(math.sqrt(8)))
-    (group,) = groups(ROWS[:4], {})
-    curve = perplexity_curve(group)
-    assert list(curve.values) == [11.0, 9.25]
-    assert list(curve.low) == pytest.approx([11 - math.sqrt(2), 9.25 - math.sqrt(0.125)])
+def test_options_in_the_table_of_runs_are_written_as_in_labels(page):
+    (runs,) = [table for table in Reader(page).tables if table[0][0] == "checkpoint"]
+    assert runs[0][2] == "options"
+    assert [line[2] for line in runs[1:]] == ["-", "-", "kernels [exp, <b>&]", "-"]
 
 
-def test_one_seed_has_the_interval_of_its_windows_which_is_wider_where_neighbours_are_alike():
-    losses = [2.0] * 8 + [2.2] * 8
-    low, high = map(
-        math.log, interval(row("mep", 1, 512, math.exp(2.1), loss=2.1, window_losses=losses))
-    )
-    independent = 1.96 * 0.1 / math.sqrt(15)  # of windows that know nothing of each other
-    assert (low + high) / 2 == pytest.approx(2.1)
-    assert 1.5 * independent < high - 2.1 < 5 * independent
-    assert interval(row("mep", 1, 512, 8.0, window_losses=losses[:7])) is None
+def test_a_caption_describes_the_bands_that_the_figure_has():
+    def caption(rows):
+        found = re.search("<figcaption>(.*?)</figcaption>", Page([*rows], [], {}).html("t"))
+        return found[1] if found else ""
 
-
-def test_losses_by_position_are_drawn_between_their_edges():
-    told = {"protocol": "position", "position_edges": [0, 1, 3, 512]}
-    rows = [row("mep", seed, 512, 9.0, position_losses=[5.0, 4.0, seed], **told) for seed in (1, 3)]
-    (group,) = groups(rows, {})
-    curve = position_curve(group)
-    assert (list(curve.at), list(curve.values)) == ([0.5, 2.0, 257.5], [5.0, 4.0, 2.0])
-    page = Page(rows, [], {})
-    assert "Loss by position" in page.html("t")
-    assert "position" in page.figures
+    lengths = (512, 1024)
+    plain = [row(name, 1, n, 10.0) for name in ("alibi", "mep") for n in lengths]
+    assert caption(plain) == ""
+    both = [row("alibi", seed, n, 9.0 + seed) for seed in (1, 2) for n in lengths]
+    assert caption(both) == "Means over seeds. Bands: one standard deviation over seeds."
+    one = texts(*(("alibi", n, 0.0) for n in lengths))
+    assert caption(one).startswith("Bands of single seeds: 95 % interval over the windows")
+    two = texts(*((name, n, 0.0) for name in ("alibi", "mep") for n in lengths))
+    assert "has no band" in caption(two)
+    assert "standard deviation" not in caption(two)
 
 
 def test_curves_that_stay_low_are_drawn_once_more_in_the_same_colours():

@@ -4,7 +4,6 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -12,75 +11,95 @@ from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, NullForma
 
 from megatron.errors import UserError
 from megatron.files import Beside
+from megatron.report.figures.look import Look, looks
 from megatron.results.files import PICTURES
 from megatron.results.labels import runs
-from megatron.results.row import Row
+from megatron.results.row import ATTENTION_INPUTS, Row, by_setting, plain, value_of
 from megatron.results.statistics import half_octaves, perplexity_of, prefix_curve
 from megatron.results.table import cell, setting
 
-# Okabe and Ito's colours without the yellow, told apart with every kind of colour vision; the markers repeat it.
-COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#000000")
-MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 GREY = "#666666"
 WIDE = 4  # a logarithmic axis from this ratio of largest to smallest perplexity on
 LABEL_HEIGHT = 0.05  # of the axes: labels stand at least this far apart
+MARKERS_OF_A_CURVE = 8  # a curve of many points has a marker at about so many of them
 
 
 @dataclass(frozen=True)
 class Curve:
-    """Values at rising places, and between which values each may lie; bands are left out where they say nothing."""
+    """Values at rising places, and the band around them where there is one.
+
+    encoding, variant: what the colour, marker and dashes stand for;
+    band: what low and high are, such as "seeds"
+    """
 
     label: str
     at: Sequence[float]
     values: Sequence[float]
     low: Sequence[float] | None = None
     high: Sequence[float] | None = None
+    encoding: str = ""
+    variant: str = ""
+    band: str = ""
+
+    def without_values(self) -> "Curve":
+        """The same curve where it is not drawn; it still counts for the looks of the others."""
+        return replace(self, at=[], values=[], low=None, high=None)
+
+
+def variant_of(row: Row) -> str:
+    """How the weights of a row were evaluated, where not in the plain way: such as "window 512"."""
+    active = [key for key in ATTENTION_INPUTS if row.get(key)]
+    return ", ".join(f"{key} {plain(value_of(row, key))}" for key in active)
+
+
+def looks_of(curves: Sequence[Curve]) -> list[Look]:
+    """The looks of the curves of one figure."""
+    return looks([(curve.encoding or curve.label, curve.variant) for curve in curves])
 
 
 def plot_perplexity(
     rows: Sequence[Row], path: Path, *, title: str = "Perplexity beyond the training length"
 ) -> None:
-    """Write the figure as PNG, SVG or PDF, by the suffix of `path`; UserError for another suffix."""
-    _write(
-        draw_perplexity(
-            [_curve_of(label, group) for label, group in runs(rows).items()], rows, title=title
-        ),
-        path,
-    )
+    """Write the figure as PNG, SVG or PDF, by the suffix of `path`; UserError for another."""
+    curves = [_curve_of(label, group) for label, group in runs(rows).items()]
+    _write(draw_perplexity(curves, rows, title=title), path)
 
 
 def plot_by_position(rows: Sequence[Row], path: Path, *, title: str) -> None:
-    """Perplexity against position within the windows of each row, over half octaves; of a single row also that of all
-    tokens before."""
-    told = {
-        label: (row["position_edges"], row["position_losses"])
-        for label, (row, *_) in runs(rows).items()
-    }
-    curves = [Curve(label, *half_octaves(*both)) for label, both in told.items()]
+    """Draw perplexity against the position within the windows of each row, over half octaves.
+
+    For a single row, also draw the perplexity of all tokens up to a position.
+    """
+    curves = []
+    for label, (row, *_) in runs(rows).items():
+        at, losses = half_octaves(row["position_edges"], row["position_losses"])
+        perplexities = [_finite_perplexity(loss) for loss in losses]
+        encoding, variant = row["pos_emb"], variant_of(row)
+        curves.append(Curve(label, at, perplexities, encoding=encoding, variant=variant))
     if len(rows) == 1:
-        (both,) = told.values()
-        prefixes = prefix_curve(*both)
-        curves = [replace(curves[0], label="at the position")]
-        curves.append(Curve("of all before it", [*prefixes], [*prefixes.values()]))
-    curves = [
-        Curve(one.label, one.at, [perplexity_of(loss) or math.inf for loss in one.values])
-        for one in curves
-    ]
+        curves = [replace(curves[0], label="at the position"), _of_prefixes(rows[0])]
     figure = Figure(figsize=(7.2, 4.5), layout="constrained")
     axes = figure.add_subplot()
-    for number, curve in enumerate(curves):
-        draw_curve(axes, curve, number)
-    length_axis(
-        axes,
-        [2**power for power in range(0, rows[0]["length"].bit_length(), 2)],
-        "position (tokens)",
-    )
-    value_axis(axes, [value for curve in curves for value in curve.values], "perplexity")
+    draw_curves(axes, curves)
+    powers = range(0, rows[0]["length"].bit_length(), 2)
+    length_axis(axes, [2**power for power in powers], "position (tokens)")
+    value_axis(axes, _all_values(curves), "perplexity")
     training_lengths(axes, rows)
     direct_labels(axes, curves)
     axes.set_title(title, loc="left", fontsize=12)
-    figure.supxlabel(setting(rows), x=0.01, ha="left", fontsize=8, color=GREY)
+    footer(figure, rows)
     _write(figure, path)
+
+
+def _of_prefixes(row: Row) -> Curve:
+    """The perplexity of all tokens up to a position, from the losses by position."""
+    losses = prefix_curve(row["position_edges"], row["position_losses"])
+    perplexities = [_finite_perplexity(loss) for loss in losses.values()]
+    return Curve("of all before it", [*losses], perplexities, encoding=row["pos_emb"])
+
+
+def _finite_perplexity(loss: float) -> float:
+    return perplexity_of(loss) or math.inf
 
 
 def _write(figure: Figure, path: Path) -> None:
@@ -91,50 +110,65 @@ def _write(figure: Figure, path: Path) -> None:
 
 
 def _curve_of(label: str, group: Sequence[Row]) -> Curve:
-    known = [row for row in group if row["perplexity"] is not None]
-    return Curve(label, [row["length"] for row in known], [row["perplexity"] for row in known])
+    lengths, perplexities = [], []
+    for row in group:
+        if row["perplexity"] is not None:
+            lengths.append(row["length"])
+            perplexities.append(row["perplexity"])
+    first = group[0]
+    encoding, variant = first["pos_emb"], variant_of(first)
+    return Curve(label, lengths, perplexities, encoding=encoding, variant=variant)
 
 
 def draw_perplexity(curves: Sequence[Curve], rows: Sequence[Row], *, title: str) -> Figure:
-    """Perplexity against length; rows: what was measured, for the lengths and the line beneath."""
+    """Draw perplexity against length. `rows` give the lengths and the line beneath."""
     figure = Figure(figsize=(7.2, 4.5), layout="constrained")
     axes = figure.add_subplot()
-    for number, curve in enumerate(curves):
-        draw_curve(axes, curve, number, markersize=6)
+    draw_curves(axes, curves, markersize=6)
     lengths = sorted({row["length"] for row in rows})
     length_axis(axes, lengths, "evaluation length (tokens)")
-    value_axis(axes, [value for curve in curves for value in curve.values], "perplexity")
+    value_axis(axes, _all_values(curves), "perplexity")
     training_lengths(axes, rows)
     direct_labels(axes, curves)
     axes.set_title(title, loc="left", fontsize=12)
-    figure.supxlabel(setting(rows), x=0.01, ha="left", fontsize=8, color=GREY)
+    footer(figure, rows)
     return figure
 
 
-def _style(number: int) -> dict[str, Any]:
-    """Colour, marker and, once the colours are used up, another kind of line."""
-    dashes = ("-", "--", ":", "-.")[number // len(COLOURS) % 4]
-    return {
-        "color": COLOURS[number % len(COLOURS)],
-        "marker": MARKERS[number % len(MARKERS)],
-        "linestyle": dashes,
-    }
+def footer(figure: Figure, rows: Sequence[Row]) -> None:
+    """One line beneath the figure for each text and protocol of its rows."""
+    settings = [setting(members) for members in by_setting(rows).values()]
+    text = "\n".join(dict.fromkeys(settings))
+    figure.supxlabel(text, x=0.01, ha="left", fontsize=8, color=GREY)
 
 
-def draw_curve(axes: Axes, curve: Curve, number: int, *, markersize: float = 0) -> None:
-    """A line with its band, in the colour of its number; nothing of a curve without values."""
-    if not len(
-        curve.at
-    ):  # an empty line that is not clipped has a place at the figure's corner, for which axes shrink
-        return
-    look = _style(number)
+def draw_curves(axes: Axes, curves: Sequence[Curve], *, markersize: float = 4) -> None:
+    """Lines with their bands; nothing for a curve without values."""
+    for curve, look in zip(curves, looks_of(curves), strict=True):
+        # An empty line that is not clipped lies at the corner, and the axes would shrink for it.
+        if len(curve.at):
+            _draw_curve(axes, curve, look, markersize)
+
+
+def _draw_curve(axes: Axes, curve: Curve, look: Look, markersize: float) -> None:
     axes.plot(
-        curve.at, curve.values, linewidth=2, markersize=markersize, clip_on=False, zorder=3, **look
+        curve.at,
+        curve.values,
+        linewidth=2,
+        markersize=markersize,
+        markevery=max(1, len(curve.at) // MARKERS_OF_A_CURVE),
+        clip_on=False,
+        zorder=3,
+        **look.line(),
     )
     if curve.low is not None and curve.high is not None:
         axes.fill_between(
-            curve.at, curve.low, curve.high, color=look["color"], alpha=0.2, linewidth=0, zorder=2
+            curve.at, curve.low, curve.high, color=look.colour, alpha=0.2, linewidth=0, zorder=2
         )
+
+
+def _all_values(curves: Sequence[Curve]) -> list[float]:
+    return [value for curve in curves for value in curve.values]
 
 
 def length_axis(axes: Axes, ticks: Sequence[int], label: str) -> None:
@@ -147,24 +181,28 @@ def length_axis(axes: Axes, ticks: Sequence[int], label: str) -> None:
 
 
 def value_axis(axes: Axes, values: Sequence[float], label: str) -> None:
-    """Logarithmic only where the values spread far."""
+    """A linear axis, or a logarithmic one where the values spread far; then the label says so."""
     axes.set_ylabel(label)
     if values and max(values) > WIDE * min(values) > 0:
+        axes.set_ylabel(f"{label}, log scale")
         axes.set_yscale("log")
-        near = max(values) < 100 * min(values)  # few powers of ten: 2 and 5 help the eye
-        axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5) if near else (1,)))
-        axes.yaxis.set_major_formatter(
-            FuncFormatter(lambda y, _: f"{y:g}" if y < 1e5 else f"{y:.0e}")
-        )
+        few_powers = max(values) < 100 * min(values)  # then 2 and 5 help the eye
+        axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5) if few_powers else (1,)))
+        axes.yaxis.set_major_formatter(FuncFormatter(_tick))
         axes.yaxis.set_minor_formatter(NullFormatter())
     axes.grid(axis="y", color="#E3E3E3", linewidth=0.8)
     axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)
 
 
+def _tick(value: float, _: object) -> str:
+    return f"{value:g}" if value < 1e5 else f"{value:.0e}"
+
+
 def training_lengths(axes: Axes, rows: Sequence[Row]) -> None:
-    """A dashed line at each length that was trained at."""
-    for length in sorted({row["train_length"] for row in rows if row.get("train_length")}):
+    """A dashed line at each training length."""
+    lengths = {row.get("train_length") for row in rows}
+    for length in sorted(length for length in lengths if length):
         axes.axvline(length, color=GREY, linestyle=(0, (4, 3)), linewidth=1, zorder=1)
         axes.annotate(
             f"trained at {length}",
@@ -179,38 +217,54 @@ def training_lengths(axes: Axes, rows: Sequence[Row]) -> None:
 
 
 def direct_labels(axes: Axes, curves: Sequence[Curve], form: Callable[[float], str] = cell) -> None:
-    """The name and last value of each curve to the right of all of them, pushed apart where they would overlap."""
-    ends = [(number, curve) for number, curve in enumerate(curves) if len(curve.at)]
-    longest = max((curve.at[-1] for _, curve in ends), default=0)
+    """Write the look, name and last value of each curve to the right, without overlaps."""
+    styled = zip(curves, looks_of(curves), strict=True)
+    shown = [(curve, look) for curve, look in styled if len(curve.at)]
+    longest = max((curve.at[-1] for curve, _ in shown), default=0)
     axes.autoscale_view()  # the limits that heights depend on are not known before
     to_axes = axes.transData + axes.transAxes.inverted()
-    heights = [float(to_axes.transform((curve.at[-1], curve.values[-1]))[1]) for _, curve in ends]
-    for (number, curve), height in zip(ends, _apart(heights, LABEL_HEIGHT), strict=True):
-        short = f" at {curve.at[-1]:g}" if curve.at[-1] < longest else ""
-        text, colour = f"{curve.label}  {form(curve.values[-1])}{short}", _style(number)["color"]
-        axes.text(
-            1.02, height, text, transform=axes.transAxes, va="center", fontsize=9, color=colour
-        )
+    heights = []
+    for curve, _ in shown:
+        _, height = to_axes.transform((curve.at[-1], curve.values[-1]))
+        heights.append(float(height))
+    for (curve, look), height in zip(shown, _apart(heights, LABEL_HEIGHT), strict=True):
+        text = f"{curve.label}  {form(curve.values[-1])}"
+        if curve.at[-1] < longest:
+            text += f" at {curve.at[-1]:g}"
+        _label(axes, text, look, height)
+
+
+def _label(axes: Axes, text: str, look: Look, height: float) -> None:
+    """A piece of the line with its marker, and the text beside it."""
+    axes.plot(
+        [1.02, 1.05, 1.08],
+        [height] * 3,
+        transform=axes.transAxes,
+        clip_on=False,
+        linewidth=1.5,
+        markersize=4,
+        markevery=[1],
+        **look.line(),
+    )
+    axes.text(
+        1.10, height, text, transform=axes.transAxes, va="center", fontsize=9, color=look.colour
+    )
 
 
 def _apart(heights: Sequence[float], gap: float) -> list[float]:
-    """The heights, in the order given, moved as little as possible (least squares) to stand `gap` apart."""
+    """The heights, moved as little as possible (least squares) to stand `gap` apart."""
     order = sorted(range(len(heights)), key=lambda number: heights[number])
-    groups: list[
-        tuple[float, int]
-    ] = []  # mean of height - rank * gap, members: neighbours that touch share one mean
+    # Neighbours that touch share one mean of (height - rank * gap): (that mean, how many share it).
+    groups: list[tuple[float, int]] = []
     for rank, number in enumerate(order):
         mean, members = heights[number] - rank * gap, 1
         while groups and groups[-1][0] > mean:
-            before, others = groups.pop()
-            mean, members = (
-                (mean * members + before * others) / (members + others),
-                members + others,
-            )
+            other_mean, others = groups.pop()
+            mean = (mean * members + other_mean * others) / (members + others)
+            members += others
         groups.append((mean, members))
     means = [mean for mean, members in groups for _ in range(members)]
-    placed = {
-        number: mean + rank * gap
-        for rank, (number, mean) in enumerate(zip(order, means, strict=True))
-    }
-    return [placed[number] for number in range(len(heights))]
+    placed = [0.0] * len(heights)
+    for rank, (number, mean) in enumerate(zip(order, means, strict=True)):
+        placed[number] = mean + rank * gap
+    return placed

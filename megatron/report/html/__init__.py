@@ -1,1 +1,1 @@
-"""Results as one HTML page that needs no network: gathered over seeds (gather), drawn (figures), written (page)."""
+"""Results as one HTML page that needs no network."""

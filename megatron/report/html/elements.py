@@ -6,33 +6,40 @@ from html import escape
 from pathlib import Path
 
 HERE = Path(__file__).parent
+LONG = 24  # letters, from which a text may break
 
 
 @dataclass(frozen=True)
 class Cell:
-    """One cell: what is read, the number that it is sorted by, its spread, and what the pointer tells."""
+    """One cell of a table.
+
+    value: what the column is sorted by; spread: shown beneath the text; title: shown while the
+    pointer is on the cell; kind: classes of the style sheet: best, missing, text, long
+    """
 
     text: str
     value: float | None = None
     spread: str = ""
     title: str = ""
-    kind: str = ""  # best, missing, pair, text, text long
+    kind: str = ""
 
     def html(self) -> str:
-        marks = f' class="{self.kind}"' if self.kind else ""
-        marks += (
-            f' data-value="{self.value!r}"'
-            if self.value is not None
-            else ' data-value="NaN"' * self.missing
-        )
-        marks += f' title="{escape(self.title)}"' if self.title else ""
+        marks = ""
+        if self.kind:
+            marks += f' class="{self.kind}"'
+        if self.value is not None:
+            marks += f' data-value="{self.value!r}"'
+        elif self.missing:
+            marks += ' data-value="NaN"'
+        if self.title:
+            marks += f' title="{escape(self.title)}"'
         spread = f' <span class="spread">{escape(self.spread)}</span>' if self.spread else ""
         return f"<td{marks}>{escape(self.text)}{spread}</td>"
 
     @classmethod
     def of_text(cls, text: str) -> "Cell":
         """Words instead of a number; long ones may break."""
-        return cls(text, kind="text long" if len(text) > 24 else "text")
+        return cls(text, kind="text long" if len(text) > LONG else "text")
 
     @property
     def missing(self) -> bool:
@@ -41,57 +48,69 @@ class Cell:
 
 def table(head: Sequence[str], body: Iterable[Sequence[Cell]]) -> str:
     """A table whose columns sort at a click, with buttons that copy it."""
-    body = [*body]
-    marks = (
-        [' class="text"' if "text" in cell.kind else "" for cell in body[0]]
-        if body
-        else [""] * len(head)
-    )
-    headings = "".join(
-        f'<th scope="col"{mark}><button type="button">{escape(text)}</button></th>'
-        for text, mark in zip(head, marks, strict=True)
-    )
-    lines = "\n".join("<tr>" + "".join(cell.html() for cell in line) + "</tr>" for line in body)
-    buttons = "".join(
-        f'<button type="button" data-copy="{kind}">copy as {name}</button>'
-        for kind, name in (("markdown", "Markdown"), ("latex", "LaTeX"))
-    )
+    lines = [*body]
+    first = lines[0] if lines else []
+    text_columns = {number for number, cell in enumerate(first) if "text" in cell.kind}
+    headings = [_heading(text, number in text_columns) for number, text in enumerate(head)]
+    rows = ["<tr>" + "".join(cell.html() for cell in line) + "</tr>" for line in lines]
+    thead = f"<thead><tr>{''.join(headings)}</tr></thead>"
+    tbody = "<tbody>" + "\n".join(rows) + "</tbody>"
     return (
-        f'<div class="table"><div class="scroll"><table><thead><tr>{headings}</tr></thead>\n<tbody>{lines}</tbody>'
-        f'</table></div><div class="copy">{buttons}</div></div>'
+        f'<div class="table"><div class="scroll"><table>{thead}\n{tbody}</table></div>'
+        '<div class="copy">'
+        '<button type="button" data-copy="markdown">copy as Markdown</button>'
+        '<button type="button" data-copy="latex">copy as LaTeX</button>'
+        "</div></div>"
     )
+
+
+def _heading(text: str, of_words: bool) -> str:
+    mark = ' class="text"' if of_words else ""
+    return f'<th scope="col"{mark}><button type="button">{escape(text)}</button></th>'
 
 
 def figure(svg: str, caption: str = "", *, wide: bool = False) -> str:
-    """A drawing with what is said beneath it."""
-    said = f"<figcaption>{escape(caption)}</figcaption>" if caption else ""
+    """A drawing with its caption."""
+    below = f"<figcaption>{escape(caption)}</figcaption>" if caption else ""
     opening = '<figure class="wide">' if wide else "<figure>"
-    return f"{opening}{svg}{said}</figure>"
+    return f"{opening}{svg}{below}</figure>"
 
 
 def paragraph(text: str, kind: str = "") -> str:
+    """A paragraph; nothing without text."""
     mark = f' class="{kind}"' if kind else ""
-    return f"<p{mark}>{escape(text)}</p>"
+    return f"<p{mark}>{escape(text)}</p>" if text else ""
 
 
 def items(texts: Iterable[str]) -> str:
-    told = "".join(f"<li>{escape(text)}</li>" for text in texts)
-    return f'<ul class="notes">{told}</ul>' if told else ""
+    """A list; nothing without texts."""
+    entries = [f"<li>{escape(text)}</li>" for text in texts]
+    return f'<ul class="notes">{"".join(entries)}</ul>' if entries else ""
 
 
 def document(title: str, lead: str, sections: Sequence[tuple[str, str]]) -> str:
     """A whole page of (heading, content), with its style and script inside."""
-    style, script = ((HERE / name).read_text(encoding="utf-8") for name in ("page.css", "page.js"))
-    links = "".join(
-        f'<a href="#s{number}">{escape(name)}</a>' for number, (name, _) in enumerate(sections)
+    style = (HERE / "page.css").read_text(encoding="utf-8")
+    script = (HERE / "page.js").read_text(encoding="utf-8")
+    links, parts = [], []
+    for number, (name, content) in enumerate(sections):
+        links.append(f'<a href="#s{number}">{escape(name)}</a>')
+        parts.append(f'<section id="s{number}"><h2>{escape(name)}</h2>\n{content}</section>')
+    head = (
+        '<meta charset="utf-8">\n'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
+        f"<title>{escape(title)}</title>\n<style>\n{style}</style>"
     )
-    parts = "\n".join(
-        f'<section id="s{number}"><h2>{escape(name)}</h2>\n{content}</section>'
-        for number, (name, content) in enumerate(sections)
+    body = "\n".join(
+        [
+            f"<h1>{escape(title)}</h1>",
+            lead,
+            f"<nav>{''.join(links)}</nav>",
+            *parts,
+            f"<script>\n{script}</script>",
+        ]
     )
     return (
-        '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-        f"<title>{escape(title)}</title>\n<style>\n{style}</style>\n</head>\n<body>\n"
-        f"<h1>{escape(title)}</h1>\n{lead}\n<nav>{links}</nav>\n{parts}\n<script>\n{script}</script>\n</body>\n</html>\n"
+        f'<!DOCTYPE html>\n<html lang="en">\n<head>\n{head}\n</head>\n'
+        f"<body>\n{body}\n</body>\n</html>\n"
     )

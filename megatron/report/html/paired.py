@@ -1,55 +1,59 @@
-"""Encodings compared window by window: against one of them, and which of them nothing tells from the lowest."""
+"""Encodings compared on the same text: with a reference, and with the lowest of a column."""
 
+import math
 from collections.abc import Sequence
 
 from megatron.errors import UserError
-from megatron.report.groups import Group, Interval, summary
+from megatron.report.groups import Group
 from megatron.report.html.elements import Cell, items, paragraph, table
+from megatron.report.html.texts import PAIRED
+from megatron.report.series import Interval, summary
 from megatron.results.comparison import Comparison, compared, how_made
 from megatron.results.labels import matching, select
 from megatron.results.row import Row
 from megatron.results.statistics import perplexity_of
 
-ABOUT = (
-    "Loss minus that of {reference} on the same windows, in nats, with its 95 % interval; the pointer tells the ratio"
-    " of the perplexities, p and what the windows are worth."
-)
-
 
 def comparisons(found: Sequence[Group], reference: str | None) -> tuple[list[Comparison], str]:
-    """Every encoding against the reference, and where there are several but nothing can be paired the reason."""
-    kinds = {
-        group.label: [row for rows in group.rows.values() for row in rows if _whole(row)]
-        for group in found
-    }
-    if len(kinds) < 2 or reference is None:
+    """(every encoding against the reference, ""), or ([], why nothing can be paired).
+
+    The reason is empty where there is nothing to compare.
+    """
+    if len(found) < 2 or reference is None:
         return [], ""
+    kinds = {group.label: [row for row in group.all_rows if _is_whole(row)] for group in found}
     try:
         return compared(kinds, reference), ""
     except UserError as fault:
         return [], str(fault)
 
 
-def intervals(told: Sequence[Comparison]) -> dict[tuple[str, int], Interval]:
-    """Of each difference in loss, from its mean, by (encoding, length)."""
-    return {
-        (one.encoding, one.length): Interval(*(end - one.difference.mean for end in one.interval))
-        for one in told
-        if one.difference and one.interval
-    }
+def intervals(compared_with: Sequence[Comparison]) -> dict[tuple[str, int], Interval]:
+    """The interval of each difference in loss, from its mean: {(encoding, length): interval}."""
+    found = {}
+    for one in compared_with:
+        if one.difference and one.interval:
+            low, high = one.interval
+            mean = one.difference.mean
+            found[one.encoding, one.length] = Interval(low - mean, high - mean)
+    return found
 
 
-def paired(told: Sequence[Comparison], reason: str) -> str:
-    """A table of differences from one encoding, and how they were made; where there are none the reason."""
-    if not told:
-        return paragraph(reason) if reason else ""
-    reference = told[0].reference
-    lengths = sorted({one.length for one in told})
-    by_place = {(one.encoding, one.length): one for one in told}
-    others = [label for label in dict.fromkeys(one.encoding for one in told) if label != reference]
-    body = [[Cell(label), *(_cell(by_place.get((label, n))) for n in lengths)] for label in others]
+def paired(compared_with: Sequence[Comparison], reason: str) -> str:
+    """A table of differences from the reference and how they were made, or the reason for none."""
+    if not compared_with:
+        return paragraph(reason)
+    reference = compared_with[0].reference
+    lengths = sorted({one.length for one in compared_with})
+    by_place = {(one.encoding, one.length): one for one in compared_with}
+    body = []
+    for label in dict.fromkeys(one.encoding for one in compared_with):
+        if label != reference:
+            cells = [difference_cell(by_place.get((label, length))) for length in lengths]
+            body.append([Cell(label), *cells])
     head = [f"loss - {reference}", *map(str, lengths)]
-    return paragraph(ABOUT.format(reference=reference)) + table(head, body) + items(how_made(told))
+    about = paragraph(PAIRED.format(reference=reference))
+    return about + table(head, body) + items(how_made(compared_with))
 
 
 def reference_of(found: Sequence[Group], against: str | None) -> str | None:
@@ -60,53 +64,61 @@ def reference_of(found: Sequence[Group], against: str | None) -> str | None:
     rows = {group.label: group.all_rows for group in found}
     if against is not None and matching(against, rows):
         return select(against, rows)
-    lengths = sorted({length for group in found for length in group.rows}, reverse=True)
-    return next((label for length in lengths if (label := lowest(found, length))), None)
+    lengths = {length for group in found for length in group.rows}
+    for length in sorted(lengths, reverse=True):
+        label = lowest(found, length)
+        if label is not None:
+            return label
+    return None
 
 
-def _whole(row: Row) -> bool:
-    """Whether a row is not the beginning of longer windows, whose losses by window it has not."""
-    return row["length"] == (row.get("position_edges") or [row["length"]])[-1]
+def _is_whole(row: Row) -> bool:
+    """Whether a row is of whole windows: the beginnings of longer ones have no window losses."""
+    edges = row.get("position_edges") or [row["length"]]
+    return row["length"] == edges[-1]
 
 
 def lowest(found: Sequence[Group], length: int) -> str | None:
     """The encoding with the lowest mean perplexity at a length."""
-    means = {
-        group.label: one.mean for group in found if (one := summary(group.rows.get(length, [])))
-    }
+    means = {}
+    for group in found:
+        one = summary(group.rows.get(length, []))
+        if one is not None:
+            means[group.label] = one.mean
     return min(means, key=lambda label: means[label], default=None)
 
 
-def not_told_apart(found: Sequence[Group], length: int) -> set[str]:
-    """The lowest at a length and all whose interval of the difference from it holds 0; nobody where a number cannot be
-    tested against the lowest: what is not bold would look worse."""
+def as_low_as_the_lowest(found: Sequence[Group], length: int) -> set[str]:
+    """The lowest at a length, and all whose interval of the difference from it contains 0.
+
+    Empty where a number cannot be tested against the lowest: without bold it would look worse.
+    """
     best = lowest(found, length)
-    here = [
-        Group(group.label, {length: group.rows[length]}) for group in found if length in group.rows
-    ]
-    told, _ = comparisons(here, best)
-    others = [
-        (one.encoding, one.interval)
-        for one in told
-        if one.encoding != best and one.perplexity is not None
-    ]
-    if best is None or not others or any(interval is None for _, interval in others):
+    here = []
+    for group in found:
+        if length in group.rows:
+            here.append(Group(group.label, {length: group.rows[length]}))
+    compared_with, _ = comparisons(here, best)
+    others = []
+    for one in compared_with:
+        if one.encoding != best and one.perplexity is not None:
+            others.append(one)
+    if best is None or not others or any(one.interval is None for one in others):
         return set()
-    return {best, *(label for label, interval in others if interval and interval[0] <= 0)}
+    close = {one.encoding for one in others if one.interval and one.interval[0] <= 0}
+    return {best, *close}
 
 
-def _cell(one: Comparison | None) -> Cell:
+def difference_cell(one: Comparison | None) -> Cell:
+    """A difference with its mark and interval; ratio, p and worth of the windows on hover."""
     if one is None or one.difference is None:
-        return Cell("-", kind="missing", title=(one and one.reason) or "not measured")
+        reason = one.reason if one is not None else None
+        return Cell("-", kind="missing", title=reason or "not measured")
+    mean = one.difference.mean
     interval = "[{:+.3f}, {:+.3f}]".format(*one.interval) if one.interval else ""
-    told = [f"ratio {perplexity_of(one.difference.mean) or float('inf'):.4f}"]
-    told += [f"p {one.p:.2g} over {one.unit}"] if one.p is not None else []
+    facts = [f"ratio {perplexity_of(mean) or math.inf:.4f}"]
+    if one.p is not None:
+        facts.append(f"p {one.p:.2g} over {one.unit}")
     if one.windows and one.windows.n_eff:
-        told.append(f"{one.windows.n_eff:.0f} of {one.windows.n} windows")
-    return Cell(
-        f"{one.mark}{one.difference.mean:+.3f}",
-        one.difference.mean,
-        interval,
-        "; ".join(told),
-        "pair",
-    )
+        facts.append(f"{one.windows.n_eff:.0f} of {one.windows.n} windows")
+    return Cell(f"{one.mark}{mean:+.3f}", mean, interval, "; ".join(facts))

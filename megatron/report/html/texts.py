@@ -1,43 +1,68 @@
-"""What the page says about protocols and probes."""
+"""The captions of the page."""
 
 PROTOCOLS = {
-    "equal_tokens": "The same stretch of held-out text for every model and length, cut into windows of each length:"
-    " every length is scored on the same targets, and a target near the start of its window sees little before it.",
-    "paper": "As KERPLE and MEP evaluated: the same number of windows at every length, in the order of their training"
-    " code's dataset, shuffled by the seed of the run. Every length and every seed scores other text.",
-    "tail": "Loss on the last tokens of each window only: the same targets see a longer context at each length.",
-    "position": "Loss by position, from one pass over the longest windows; shorter lengths are prefixes of these.",
-    "sliding": "Windows that overlap: each scores only the tokens that the one before has not, so that every target has"
-    " most of a window before it.",
-    "within_document": "Windows that lie inside one document: what is far away belongs to the same text.",
+    "equal_tokens": "Every model and every length is scored on the same held-out tokens, cut into"
+    " windows of that length. A token near the start of its window has little context.",
+    "paper": "The procedure of the KERPLE and MEP papers: the same number of windows at every"
+    " length, shuffled with the run's seed. Each length and each seed is scored on other text.",
+    "tail": "Only the last tokens of each window are scored. They are the same tokens at every"
+    " length; longer windows give them more context.",
+    "position": "Loss by position, from one pass over the longest windows. Shorter lengths are the"
+    " beginnings of these windows.",
+    "sliding": "Windows overlap. Each scores only the tokens that no earlier window scored, so"
+    " nearly every token has a long context.",
+    "within_document": "Every window lies inside one document, so all context belongs to the same"
+    " text.",
 }
-UNKNOWN = "A protocol that this page has no description of; the code that wrote the rows has."
-PROBES = {
-    "passkey": "A cue and a needle of random tokens once in held-out text; the cue again at the end: what comes next?",
-    "copy": "A random string and the same string again; depth is the place in the string.",
-    "recall": "Pairs of key and value spread over held-out text; at the end every key again: what was its value?",
-    "receptive_field": "Share of the gradient of the last token's loss that falls on the tokens up to a distance"
-    " (Sandwich, arXiv 2212.10356).",
-    "attention": "Share of attention that goes to a distance or further, over the last 256 queries and all heads.",
+UNKNOWN = "This page has no description of this protocol."
+
+# What the band of a curve is, by `Curve.band`.
+BANDS = {
+    "seeds": "Bands: one standard deviation over seeds.",
+    "windows": "Bands of single seeds: 95 % interval over the windows of the text. Other seeds"
+    " would differ by more.",
+    "paired": "Bands of single seeds: 95 % interval of the difference from {reference} on the same"
+    " text. {reference} has no band. Other seeds would differ by more.",
 }
-GAIN = (
-    "Accuracy is the share of answers that are the argmax (guessing: {chance:.2g}). Gain is how much more"
-    " log-probability an answer has than in the same context with another answer in its place, in nats; 0 is what a"
-    " model gets that retrieves nothing."
-)
-OVER_SEEDS = (
-    "Mean over seeds ± standard deviation, which is the band of the figure. Of one seed: 95 % interval over its"
-    " windows, of which neighbours are alike; what another seed would change is not in it."
-)
-BANDS = (
-    "In the figure the band of one seed is the interval of its difference from {reference}, which has none: that some"
-    " windows are harder is the same for all."
+MEANS = "Means over seeds."
+NEAR = "Only the curves that stay below twice the lowest value."
+OF_SEEDS = "Mean ± standard deviation over seeds."
+OF_WINDOWS = (
+    "In brackets, for a single seed: 95 % interval over the windows of the text. Other seeds would"
+    " differ by more."
 )
 BOLD = (
-    "Bold: the lowest mean of a column, and those whose 95 % interval of the difference from it, paired by window or"
-    " seed, holds 0."
+    "Bold: the lowest mean of a column, and those whose 95 % interval of the difference from it"
+    " contains 0."
 )
+PAIRED = (
+    "Loss minus the loss of {reference} on the same text, in nats, with its 95 % interval. Hover"
+    " for the ratio of perplexities and p."
+)
+POSITIONS = "Loss by position in the longest windows, averaged over half octaves of position."
 DIFFERENCES = (
-    "Loss by position minus that of {reference} on the same text, over half octaves of position, mean over seeds; below"
-    " zero is better. A curve ends where it is more than 1 nat away."
+    "Loss by position minus the loss of {reference} on the same text, averaged over half octaves."
+    " Below zero is better. A curve ends where the difference exceeds 1 nat."
+)
+
+PROBES = {
+    "passkey": "A cue and random tokens stand once in held-out text. The cue is repeated at the"
+    " end: does the model continue with these tokens?",
+    "copy": "A random string, then the same string again: does the model predict the repetition?"
+    " Depth is the place in the string.",
+    "recall": "Pairs of key and value are spread over held-out text. Each key is repeated at the"
+    " end: does the model continue with its value?",
+    "receptive_field": "How much of the gradient of the last token's loss falls on tokens within a"
+    " distance (Sandwich, arXiv 2212.10356).",
+    "attention": "How much attention goes to a distance or further, averaged over the last 256"
+    " queries and all heads.",
+}
+GAIN = (
+    "Accuracy: the fraction of answers that are the model's first choice (guessing: {chance:.2g})."
+    " Gain: log-probability of the answer minus that in a context with another answer, in nats; 0"
+    " where nothing is retrieved."
+)
+SPEED = (
+    "Tokens per second. Evaluation: all tokens that pass through the model, scored or not, mean"
+    " over rows. Training: median of the log."
 )

@@ -1,0 +1,208 @@
+"""Curves of groups: means over seeds with their bands, by length, position and step."""
+
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import numpy as np
+
+from megatron.report.evidence import Found
+from megatron.report.figures.curves import Curve
+from megatron.report.groups import Group
+from megatron.results.row import Row
+from megatron.results.statistics import half_octaves, mean_of
+
+LARGE = 1.0  # nats: beyond it a difference by position is not drawn
+ENOUGH = 128  # targets at positions before the first at which a difference is drawn
+FEW_WINDOWS = 8  # with fewer a row has no interval
+SEEDS, WINDOWS, PAIRED = "seeds", "windows", "paired"  # what the band of a curve is
+
+
+class Interval(NamedTuple):
+    """The ends of the interval of a difference in loss, measured from its mean."""
+
+    low: float
+    high: float
+
+
+@dataclass(frozen=True)
+class Summary:
+    """The mean perplexity of a group at one length, and the band around it.
+
+    The band is one standard deviation over seeds or, for one seed, the interval over its windows;
+    low and high are None where neither is known.
+    """
+
+    mean: float
+    std: float | None
+    low: float | None
+    high: float | None
+
+
+class ByPosition(NamedTuple):
+    """Losses by position of one group: means over seeds between edges."""
+
+    edges: list[int]
+    texts: list[str]
+    losses: list[float]
+    windows: int
+
+
+def summary(rows: Sequence[Row]) -> Summary | None:
+    """Of the rows of one length; None where a seed has no number: a mean is over all seeds."""
+    values = [row["perplexity"] for row in rows]
+    known = [value for value in values if value is not None]
+    if not known or len(known) < len(values):
+        return None
+    mean = statistics.fmean(known)
+    if len(known) > 1:
+        std = statistics.stdev(known)
+        # A logarithmic axis has no place for a band that goes below zero.
+        return Summary(mean, std, max(mean - std, 0.01 * mean), mean + std)
+    low, high = interval(rows[0]) or (None, None)
+    return Summary(mean, None, low, high)
+
+
+def interval(row: Row) -> tuple[float, float] | None:
+    """95 % interval of a row's perplexity over its windows; None for fewer than 8 windows."""
+    losses = row.get("window_losses") or []
+    if len(losses) < FEW_WINDOWS:
+        return None
+    ends = mean_of(losses, row.get("window_tokens")).interval()
+    return (math.exp(ends[0]), math.exp(ends[1])) if ends else None
+
+
+def perplexity_curve(
+    group: Group, paired: Mapping[tuple[str, int], Interval] | None = None
+) -> Curve:
+    """Mean over seeds at each length, with a band where every length has one.
+
+    The band is a standard deviation over seeds or, for one seed, the interval over its windows. If
+    `paired` is given, it is for one seed the interval of the difference in loss at (label, length).
+    """
+    lengths, means, bands = [], [], []
+    for length, rows in group.rows.items():
+        one = summary(rows)
+        if one is None:
+            continue
+        lengths.append(length)
+        means.append(one.mean)
+        difference = None if paired is None else paired.get((group.label, length))
+        bands.append(_band(one, difference, compared=paired is not None))
+    kinds = {kind for kind, _, _ in bands}
+    low = high = None
+    if "" not in kinds:
+        low, high = [low for _, low, _ in bands], [high for _, _, high in bands]
+    return Curve(
+        group.label,
+        lengths,
+        means,
+        low,
+        high,
+        group.encoding,
+        group.variant,
+        band=" ".join(sorted(kinds)),
+    )
+
+
+def _band(one: Summary, difference: Interval | None, *, compared: bool) -> tuple[str, float, float]:
+    """(what the band is, low, high) at one length; "" where there is none."""
+    if one.std is None and compared:
+        if difference is None:
+            return "", math.nan, math.nan
+        low, high = math.exp(difference.low), math.exp(difference.high)
+        return PAIRED, one.mean * low, one.mean * high
+    if one.low is None or one.high is None:
+        return "", math.nan, math.nan
+    return (WINDOWS if one.std is None else SEEDS), one.low, one.high
+
+
+def position_curve(group: Group) -> Curve:
+    """Loss by position from the longest row that has it, over half octaves, mean over seeds."""
+    for rows in reversed(group.rows.values()):
+        complete = all(row.get("position_losses") for row in rows)
+        if not complete or len({tuple(row["position_edges"]) for row in rows}) > 1:
+            continue
+        of_seeds = [half_octaves(row["position_edges"], row["position_losses"]) for row in rows]
+        at, _ = of_seeds[0]
+        columns = [*zip(*(losses for _, losses in of_seeds), strict=True)]
+        return _mean_curve(group, at, columns)
+    return _empty(group)
+
+
+def position_differences(found: Sequence[Group], reference: str) -> list[Curve]:
+    """Loss by position minus the reference's on the same text, mean over seeds.
+
+    Values are means over half octaves of ENOUGH targets or more. A curve ends where it exceeds
+    LARGE; it is empty for the reference and for a group without losses on the same text.
+    """
+    by_label = {group.label: _by_position(group) for group in found}
+    base = by_label.get(reference)
+    curves = []
+    for group in found:
+        one = by_label[group.label]
+        comparable = base is not None and one is not None and group.label != reference
+        if comparable and (one.edges, one.texts) == (base.edges, base.texts):
+            curves.append(_difference(group, one, base))
+        else:
+            curves.append(_empty(group))
+    return curves
+
+
+def _difference(group: Group, one: ByPosition, base: ByPosition) -> Curve:
+    filled = (number for number, edge in enumerate(one.edges) if edge * one.windows >= ENOUGH)
+    first = next(filled, 0)
+    differences = np.subtract(one.losses, base.losses)[first:]
+    at, values = half_octaves(one.edges[first:], differences)
+    far = (number for number, value in enumerate(values) if abs(value) > LARGE)
+    end = next(far, len(values))
+    return Curve(
+        group.label, at[:end], values[:end], encoding=group.encoding, variant=group.variant
+    )
+
+
+def _by_position(group: Group) -> ByPosition | None:
+    """Losses by position of the longest rows; None where one of these has none, or no text."""
+    rows = group.rows[max(group.rows)]
+    edges = [row.get("position_edges") for row in rows]
+    texts = sorted({row.get("text") or "" for row in rows})
+    if not edges[0] or any(one != edges[0] for one in edges) or not texts[0]:
+        return None
+    losses = np.mean([row["position_losses"] for row in rows], axis=0)
+    return ByPosition(edges[0], texts, losses.tolist(), rows[0]["windows"])
+
+
+def training_curve(group: Group, evidence: Found, kind: str) -> Curve | None:
+    """Loss by step, mean over the seeds, at steps that all logged; kind is train or valid."""
+    of_seeds = []
+    for one in group.evidence(evidence):
+        logged = {}
+        for record in one.metrics:
+            if record.get("kind") == kind and record.get("loss") is not None:
+                logged[record["step"]] = record["loss"]
+        if logged:
+            of_seeds.append(logged)
+    if not of_seeds:
+        return None
+    steps = sorted(set.intersection(*map(set, of_seeds)))
+    if not steps:
+        return None
+    return _mean_curve(group, steps, [[one[step] for one in of_seeds] for step in steps])
+
+
+def _mean_curve(group: Group, at: Sequence[float], columns: Sequence[Sequence[float]]) -> Curve:
+    """Means and standard deviations of columns; each column has the losses of the seeds."""
+    means = [statistics.fmean(column) for column in columns]
+    curve = Curve(group.label, at, means, encoding=group.encoding, variant=group.variant)
+    if any(len(column) < 2 for column in columns):
+        return curve
+    deviations = [statistics.stdev(column) for column in columns]
+    low = [mean - std for mean, std in zip(means, deviations, strict=True)]
+    high = [mean + std for mean, std in zip(means, deviations, strict=True)]
+    return replace(curve, low=low, high=high, band=SEEDS)
+
+
+def _empty(group: Group) -> Curve:
+    return Curve(group.label, [], [], encoding=group.encoding, variant=group.variant)
