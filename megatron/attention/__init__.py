@@ -1,4 +1,4 @@
-"""The one attention of the project, causal with a bias by head and distance, and the choice of its backend."""
+"""Causal attention with a bias by head and distance, and the choice of its backend."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -37,55 +37,69 @@ def attention(
 ) -> Tensor:
     """Causal attention with a bias that depends on head and distance.
 
-    q [batch, heads, queries, head_dim] are the last `queries` of the keys' positions;
+    q [batch, heads, queries, head_dim]: the queries of the last `queries` keys' positions;
     k, v [batch, heads, keys, head_dim];
-    bias [heads, >= keys] float32: bias[h, d] is added to q·k/√head_dim where the key stands d tokens back;
-    weight, same shape: multiplies q·k/√head_dim before the bias (KERPLE's weight kernels only);
-    window: a query sees the last `window` keys up to its own; keys further back are out of sight;
-    chunk: a query sees its own chunk of that many keys and the one before (blockwise causal attention, xPos);
-    segments [batch, keys] int: a query sees only keys of its own document;
-    index_bias(indices [queries], indices [keys]) -> [heads, queries, keys]: added, for a bias that depends on the
-    indices themselves; on_scores [batch, heads, queries, keys] -> same: after all biases, where content decides;
-    backend: see `choose`; self_check: compare a compiled backend with the definition at its first use of a kind.
-    Returns [batch, heads, queries, head_dim] in q's dtype. ValueError where shapes disagree or the backend refuses.
+    bias [heads, >= keys] float32: bias[h, d] is added to q·k/√head_dim of the key d tokens back;
+    weight [heads, >= keys]: multiplies q·k/√head_dim before the bias (KERPLE's weight kernels);
+    window: a query attends to the last `window` keys up to its own, all others are masked;
+    chunk: a query attends to its own chunk of that many keys and to the one before (blockwise
+    causal attention, xPos);
+    segments [batch, keys] int: a query attends only to keys of its own document;
+    index_bias(indices [queries], indices [keys]) -> [heads, queries, keys]: added, for a bias that
+    depends on the indices themselves;
+    on_scores [batch, heads, queries, keys] -> same: after all biases, where content decides;
+    backend: see `choose`;
+    self_check: compare a compiled backend with the definition at its first use of a kind.
+
+    Returns [batch, heads, queries, head_dim] in q's dtype. ValueError where shapes disagree or the
+    backend refuses.
     """
-    _check(q, k, v, {"bias": bias, "weight": weight}, {"window": window, "chunk": chunk}, segments)
+    _check_shapes(q, k, v)
+    _check_table("bias", bias, k)
+    _check_table("weight", weight, k)
+    _check_window("window", window)
+    _check_window("chunk", chunk)
+    _check_segments(segments, k)
+
+    learned = [x is not None and x.requires_grad for x in (q, k, v, bias, weight)]
     needs = Needs(
         q,
         tables=bias is not None or weight is not None,
-        narrowed=window is not None or chunk is not None or segments is not None,
+        masked=window is not None or chunk is not None or segments is not None,
         index_bias=index_bias is not None,
         content=on_scores is not None,
-        gradient=torch.is_grad_enabled()
-        and any(x is not None and x.requires_grad for x in (q, k, v, bias, weight)),
+        gradient=torch.is_grad_enabled() and any(learned),
     )
     name = choose(backend, needs).backend
-    more: dict[str, Any] = {
+    options: dict[str, Any] = {
         "weight": weight,
         "window": window,
         "chunk": chunk,
         "segments": segments,
     }
     if self_check and name not in TRUSTED and not torch.compiler.is_compiling():
-        check(name, BACKENDS[name], q, k, v, bias, **more)
-    more["index_bias"] = index_bias
+        check(name, BACKENDS[name], q, k, v, bias, **options)
+    options["index_bias"] = index_bias
     if on_scores is not None:
-        more["on_scores"] = on_scores
-    return BACKENDS[name](q, k, v, bias, **more)
+        options["on_scores"] = on_scores
+    return BACKENDS[name](q, k, v, bias, **options)
 
 
 @dataclass(frozen=True)
 class Needs:
     """What decides which backends can compute an attention.
 
-    q [batch, heads, queries, head_dim]: any tensor of the device, dtype and head_dim that queries have;
-    tables: there is a bias or weight by distance; narrowed: a window, chunk or segments hide keys;
-    content: scores are rewritten by an encoding that looks at content; gradient: one is wanted
+    q [batch, heads, queries, head_dim]: any tensor of the queries' device, dtype and head_dim;
+    tables: there is a bias or weight by distance;
+    masked: a window, chunk or segments mask keys before the query;
+    index_bias: a bias depends on indices;
+    content: the encoding changes scores by content;
+    gradient: one is wanted
     """
 
     q: Tensor
     tables: bool = False
-    narrowed: bool = False
+    masked: bool = False
     index_bias: bool = False
     content: bool = False
     gradient: bool = False
@@ -102,13 +116,15 @@ class Choice(NamedTuple):
 
 
 def choose(backend: str, needs: Needs) -> Choice:
-    """The backend that `auto` stands for, or `backend` itself; UserError where it is unknown or cannot do it."""
+    """The backend that `auto` stands for, or `backend` itself.
+
+    UserError where it is unknown or cannot compute this.
+    """
     if backend == "auto":
         return _best(needs)
     if backend not in BACKENDS:
-        raise UserError(
-            f"attention_backend: {backend!r} is not known; choose from auto, {', '.join(BACKENDS)}"
-        )
+        known = ", ".join(["auto", *BACKENDS])
+        raise UserError(f"attention_backend: {backend!r} is not known; choose from {known}")
     reason = refusal(backend, needs)
     if reason is not None:
         other = "eager" if needs.content else "auto or sdpa"
@@ -123,21 +139,22 @@ def _best(needs: Needs) -> Choice:
         return Choice("eager", "the encoding looks at content")
     if needs.q.device.type != "cuda":
         return Choice("sdpa", f"on the {needs.q.device.type.upper()}")
-    what = {
-        "index bias": needs.index_bias,
-        "distance table": needs.tables,
-        "narrowed sight": needs.narrowed,
-    }
-    why = " and ".join(name for name, there in what.items() if there)
-    if not why:
+    reasons = []
+    if needs.index_bias:
+        reasons.append("index bias")
+    if needs.tables:
+        reasons.append("distance table")
+    if needs.masked:
+        reasons.append("window, chunks or documents")
+    if not reasons:
         return Choice("sdpa", "plain causal on CUDA")
-    why += " on CUDA"
+    reason = " and ".join(reasons) + " on CUDA"
     for name in ("triton", "flex"):
-        reason = refusal(name, needs)
-        if reason is None:
-            return Choice(name, why)
-        why += f"; not {name}: {reason}"
-    return Choice("sdpa", why)
+        obstacle = refusal(name, needs)
+        if obstacle is None:
+            return Choice(name, reason)
+        reason += f"; not {name}: {obstacle}"
+    return Choice("sdpa", reason)
 
 
 def refusal(backend: str, needs: Needs) -> str | None:
@@ -146,7 +163,17 @@ def refusal(backend: str, needs: Needs) -> str | None:
         return None
     if needs.content:
         return "the encoding looks at content"
-    return REFUSALS[backend](needs) if backend in REFUSALS else None
+    if backend in REFUSALS:
+        return REFUSALS[backend](needs)
+    return None
+
+
+def _refusal_of_flex(needs: Needs) -> str | None:
+    return flex_refusal(needs.q, index_bias=needs.index_bias, gradient=needs.gradient)
+
+
+def _refusal_of_triton(needs: Needs) -> str | None:
+    return triton_refusal(needs.q, index_bias=needs.index_bias)
 
 
 BACKENDS: dict[str, Callable[..., Tensor]] = {
@@ -155,44 +182,42 @@ BACKENDS: dict[str, Callable[..., Tensor]] = {
     "flex": flex,
     "triton": triton_attention,
 }
-"""What `attention_backend` may name, beside auto."""
+"""What `attention_backend` may name, besides auto."""
 REFUSALS: dict[str, Callable[[Needs], str | None]] = {
-    "flex": lambda needs: flex_refusal(
-        needs.q, index_bias=needs.index_bias, gradient=needs.gradient
-    ),
-    "triton": lambda needs: triton_refusal(needs.q, index_bias=needs.index_bias or None),
+    "flex": _refusal_of_flex,
+    "triton": _refusal_of_triton,
 }
-"""What some of them cannot compute, beside encodings that look at content."""
-TRUSTED = {"eager", "sdpa"}  # no compiler of ours stands between source and result
+"""What some of them cannot compute, besides encodings that look at content."""
+TRUSTED = {"eager", "sdpa"}  # these need no compiler of ours
 
 
-def _check(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    tables: dict[str, Tensor | None],
-    reaches: dict[str, int | None],
-    segments: Tensor | None,
-) -> None:
-    if (
-        k.shape != v.shape
-        or q.shape[:2] != k.shape[:2]
-        or q.shape[3] != k.shape[3]
-        or q.shape[2] > k.shape[2]
-    ):
+def _check_shapes(q: Tensor, k: Tensor, v: Tensor) -> None:
+    same_batch_and_heads = q.shape[:2] == k.shape[:2]
+    same_head_dim = q.shape[3] == k.shape[3]
+    enough_keys = q.shape[2] <= k.shape[2]
+    if k.shape == v.shape and same_batch_and_heads and same_head_dim and enough_keys:
+        return
+    raise ValueError(
+        f"attention: q {list(q.shape)}, k {list(k.shape)} and v {list(v.shape)} do not fit together"
+    )
+
+
+def _check_table(name: str, table: Tensor | None, k: Tensor) -> None:
+    if table is None:
+        return
+    heads, keys = k.shape[1:3]
+    if table.dim() != 2 or table.shape[0] != heads or table.shape[1] < keys:
         raise ValueError(
-            f"attention: q {list(q.shape)}, k {list(k.shape)} and v {list(v.shape)} do not fit together"
+            f"attention: {name} {list(table.shape)} must be [{heads}, at least {keys}]"
         )
-    heads, keys = k.shape[1], k.shape[2]
-    for name, table in tables.items():
-        if table is not None and (
-            table.dim() != 2 or table.shape[0] != heads or table.shape[1] < keys
-        ):
-            raise ValueError(
-                f"attention: {name} {list(table.shape)} must be [{heads}, at least {keys}]"
-            )
-    for name, reach in reaches.items():
-        if reach is not None and reach < 1:
-            raise UserError(f"{name}: {reach} must be at least 1, or left out")
-    if segments is not None and segments.shape != (k.shape[0], keys):
-        raise ValueError(f"attention: segments {list(segments.shape)} must be {[k.shape[0], keys]}")
+
+
+def _check_window(name: str, window: int | None) -> None:
+    if window is not None and window < 1:
+        raise UserError(f"{name}: {window} must be at least 1, or left out")
+
+
+def _check_segments(segments: Tensor | None, k: Tensor) -> None:
+    expected = (k.shape[0], k.shape[2])
+    if segments is not None and segments.shape != expected:
+        raise ValueError(f"attention: segments {list(segments.shape)} must be {list(expected)}")

@@ -1,4 +1,4 @@
-"""The definition of attention with distance tables: the whole score matrix, in float32 or float64."""
+"""The definition of attention with distance tables: all scores at once, in float32 or float64."""
 
 import math
 from collections.abc import Callable
@@ -10,8 +10,8 @@ from torch import Tensor
 
 def eager(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, **more: Any) -> Tensor:
     """See megatron.attention.attention: memory grows with queries · keys."""
-    seen = probabilities(q, k, bias, **more)
-    return (seen @ v.to(seen.dtype)).to(q.dtype)
+    attended = probabilities(q, k, bias, **more)
+    return (attended @ v.to(attended.dtype)).to(q.dtype)
 
 
 def probabilities(
@@ -29,36 +29,39 @@ def probabilities(
     """How much of each key a query takes: [batch, heads, queries, keys], at least float32."""
     dtype = torch.promote_types(q.dtype, torch.float32)
     queries, keys = q.shape[2], k.shape[2]
-    index = torch.arange(keys, device=q.device)
-    distance = index[keys - queries :, None] - index  # [queries, keys]
-    back = distance.clamp(min=0)
-    scores = (
-        q.to(dtype) @ k.to(dtype).transpose(-1, -2) / math.sqrt(q.shape[-1])
-    )  # [batch, heads, queries, keys]
+    key = torch.arange(keys, device=q.device)
+    query = key[keys - queries :]
+    distance = (query[:, None] - key).clamp(min=0)  # [queries, keys]
+
+    products = q.to(dtype) @ k.to(dtype).transpose(-1, -2)  # [batch, heads, queries, keys]
+    scores = products / math.sqrt(q.shape[-1])
     if weight is not None:
-        scores = scores * weight[:, back]
+        scores = scores * weight[:, distance]
     if bias is not None:
-        scores = scores + bias[:, back]
+        scores = scores + bias[:, distance]
     if index_bias is not None:
-        scores = scores + index_bias(index[keys - queries :], index)
+        scores = scores + index_bias(query, key)
     if on_scores is not None:
         scores = on_scores(scores)
-    scores = scores.masked_fill(
-        hidden(index[keys - queries :], index, window, chunk, segments), -math.inf
-    )
+    scores = scores.masked_fill(mask(query, key, window, chunk, segments), -math.inf)
     return scores.softmax(dim=-1)
 
 
-def hidden(
+def mask(
     query: Tensor, key: Tensor, window: int | None, chunk: int | None, segments: Tensor | None
 ) -> Tensor:
-    """What a query does not see, by indices [queries] and [keys]: [queries, keys] or [batch, 1, queries, keys] bool."""
+    """True where a query may not attend to a key, by indices [queries] and [keys].
+
+    Returns [queries, keys] bool; with segments [batch, 1, queries, keys].
+    """
     distance = query[:, None] - key
-    unseen = distance < 0
+    masked = distance < 0
     if window is not None:
-        unseen = unseen | (distance >= window)
+        masked = masked | (distance >= window)
     if chunk is not None:
-        unseen = unseen | (query[:, None] // chunk - key // chunk > 1)
+        chunks_between = query[:, None] // chunk - key // chunk
+        masked = masked | (chunks_between > 1)
     if segments is not None:
-        unseen = unseen | (segments[:, query, None] != segments[:, None, key])[:, None]
-    return unseen
+        other_document = segments[:, query, None] != segments[:, None, key]
+        masked = masked | other_document[:, None]
+    return masked

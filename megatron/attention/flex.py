@@ -1,7 +1,8 @@
-"""Attention through torch's FlexAttention: scores change by tables that it reads itself, hidden blocks are skipped.
+"""Attention through torch's FlexAttention, which reads the tables itself and skips masked blocks.
 
-On CUDA it is compiled once for each shape; on the CPU it runs uncompiled, holds all scores, and serves as a check.
-Gradients of tables are summed by atomic additions on CUDA: the last bits may differ from run to run.
+On CUDA it is compiled once for each shape. On the CPU it runs uncompiled, holds all scores, and
+serves as a check. On CUDA atomic additions sum the gradients of tables: the last bits may differ
+from run to run.
 """
 
 from collections.abc import Callable
@@ -32,24 +33,18 @@ def flex(
 ) -> Tensor:
     """See megatron.attention.attention."""
     queries, keys = q.shape[2], k.shape[2]
+    before = keys - queries
     q, k, v = _padded(q), _padded(k), _padded(v)
-    bias, weight = (
-        None if table is None else F.pad(table[:, :keys], (0, k.shape[2] - keys))
-        for table in (bias, weight)
-    )
-    before = torch.full((), keys - queries, dtype=torch.int32, device=q.device)
-    if segments is None:
-        mask = _cached_mask(q.shape[2], k.shape[2], keys - queries, window, chunk, q.device)
-    else:
-        mask = _block_mask(
-            q.shape[2], k.shape[2], keys - queries, window, chunk, q.device, segments
-        )
-    run = _attend
+    bias = _padded_table(bias, keys, k.shape[2])
+    weight = _padded_table(weight, keys, k.shape[2])
+    kind = (q.shape[2], k.shape[2], before, window, chunk, q.device)
+    mask = _cached_mask(*kind) if segments is None else _block_mask(*kind, segments)
+    attend = _attend
     if q.device.type == "cuda":
-        run = _compiled(
-            q.shape, k.shape, q.dtype, bias is None, weight is None, window, chunk, segments is None
-        )
-    return run(q, k, v, bias, weight, before, mask)[:, :, :queries]
+        absent = (bias is None, weight is None, segments is None)
+        attend = _compiled(q.shape, k.shape, q.dtype, window, chunk, *absent)
+    before_tensor = torch.full((), before, dtype=torch.int32, device=q.device)
+    return attend(q, k, v, bias, weight, before_tensor, mask)[:, :, :queries]
 
 
 def refusal(q: Tensor, *, index_bias: bool, gradient: bool) -> str | None:
@@ -72,32 +67,44 @@ def _attend(
     before: Tensor,
     mask: BlockMask,
 ) -> Tensor:
-    """Lengths that are multiples of BLOCK: [batch, heads, queries, head_dim]; `before` keys precede the queries."""
+    """Attention of lengths that are multiples of BLOCK: [batch, heads, queries, head_dim].
+
+    before: how many keys precede the queries, [] int32
+    """
     last = k.shape[2] - 1
 
     def score(score: Tensor, batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        back = (before + query - key).clamp(0, last)
+        distance = (before + query - key).clamp(0, last)
         if weight is not None:
-            score = score * weight[head, back]
+            score = score * weight[head, distance]
         if bias is not None:
-            score = score + bias[head, back]
+            score = score + bias[head, distance]
         return score
 
     return flex_attention(q, k, v, score_mod=score, block_mask=mask)  # pyright: ignore[reportReturnType]
 
 
 @lru_cache(MOST_SHAPES)
-def _compiled(*shape: Any) -> Callable[..., Tensor]:
-    """`_attend` for one shape. Code of its own for each, because dynamo counts recompilations by code and gives up
-    after a few; the guards of a shape then see one shape only."""
+def _compiled(*kind: Any) -> Callable[..., Tensor]:
+    """`_attend`, compiled for one kind of shapes, dtype and options.
+
+    Each kind gets code of its own: dynamo counts recompilations by code and gives up after a few.
+    """
     fresh = FunctionType(_attend.__code__.replace(), _attend.__globals__, _attend.__name__)
     return torch.compile(fresh, dynamic=False, fullgraph=True)
 
 
 def _padded(x: Tensor) -> Tensor:
-    """[batch, heads, length, head_dim] -> length up to a multiple of BLOCK, so that few shapes are compiled."""
-    more = -x.shape[2] % BLOCK
-    return F.pad(x, (0, 0, 0, more)) if more else x
+    """[batch, heads, length, head_dim] -> length up to a multiple of BLOCK: few shapes compile."""
+    missing = -x.shape[2] % BLOCK
+    return F.pad(x, (0, 0, 0, missing)) if missing else x
+
+
+def _padded_table(table: Tensor | None, keys: int, padded_keys: int) -> Tensor | None:
+    """[heads, >= keys] -> [heads, padded_keys], zero beyond `keys`."""
+    if table is None:
+        return None
+    return F.pad(table[:, :keys], (0, padded_keys - keys))
 
 
 def _block_mask(
@@ -109,65 +116,88 @@ def _block_mask(
     device: torch.device,
     segments: Tensor | None = None,
 ) -> BlockMask:
-    """What is seen, from the edges of the blocks: no matrix of queries · keys is made."""
+    """The mask by blocks, from the edges of the blocks: no matrix of queries · keys is made."""
     first_query = before + torch.arange(0, queries, BLOCK, device=device)[:, None]
+    last_query = first_query + BLOCK - 1
     first_key = torch.arange(0, keys, BLOCK, device=device)
-    last_query, last_key = first_query + BLOCK - 1, first_key + BLOCK - 1
-    some, whole = first_key <= last_query, last_key <= first_query  # [query blocks, key blocks]
+    last_key = first_key + BLOCK - 1
+
+    partly = first_key <= last_query  # [query blocks, key blocks]: some pair is visible
+    wholly = last_key <= first_query  # every pair is
     if window is not None:
-        some = some & (first_query - last_key < window)
-        whole = whole & (last_query - first_key < window)
+        partly = partly & (first_query - last_key < window)
+        wholly = wholly & (last_query - first_key < window)
     if chunk is not None:
-        some = some & (first_query // chunk - last_key // chunk <= 1)
-        whole = whole & (last_query // chunk - first_key // chunk <= 1)
-    some, whole = some[None, None], whole[None, None]
-    of_query = of_key = None
+        partly = partly & (first_query // chunk - last_key // chunk <= 1)
+        wholly = wholly & (last_query // chunk - first_key // chunk <= 1)
+    partly, wholly = partly[None, None], wholly[None, None]
+
+    query_segments = key_segments = None
     if segments is not None:
-        rest = max(before + queries, keys) - segments.shape[1]
-        longer = torch.cat([segments, segments[:, -1:].expand(-1, rest)], dim=1)
-        # Cloned, so that strides say nothing about `before`: dynamo compiles again for each.
-        exactly = {"memory_format": torch.contiguous_format}
-        of_query, of_key = (
-            longer[:, before : before + queries].clone(**exactly),
-            longer[:, :keys].clone(**exactly),
-        )
-        low_query, high_query = of_query.unflatten(1, (-1, BLOCK)).aminmax(dim=2)  # [batch, blocks]
-        low_key, high_key = of_key.unflatten(1, (-1, BLOCK)).aminmax(dim=2)
-        some = (
-            some
-            & (
-                (low_query[:, :, None] <= high_key[:, None])
-                & (low_key[:, None] <= high_query[:, :, None])
-            )[:, None]
-        )
-        same = (low_query[:, :, None] == high_key[:, None]) & (
-            low_key[:, None] == high_query[:, :, None]
-        )
-        whole = whole & same[:, None]
+        query_segments, key_segments = _padded_segments(segments, queries, keys, before)
+        overlap, same = _segments_of_blocks(query_segments, key_segments)
+        partly, wholly = partly & overlap, wholly & same
     offset = torch.full((), before, dtype=torch.int32, device=device)
 
-    def seen(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+    def visible(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         index = offset + query
-        found = index >= key
+        result = index >= key
         if window is not None:
-            found = found & (index - key < window)
+            result = result & (index - key < window)
         if chunk is not None:
-            found = found & (index // chunk - key // chunk <= 1)
-        if of_query is not None and of_key is not None:
-            found = found & (of_query[batch, query] == of_key[batch, key])
-        return found
+            result = result & (index // chunk - key // chunk <= 1)
+        if query_segments is not None and key_segments is not None:
+            same_document = query_segments[batch, query] == key_segments[batch, key]
+            result = result & same_document
+        return result
 
-    partly, wholly = _ordered(some & ~whole), _ordered(whole)
+    partial_blocks = _ordered(partly & ~wholly)
+    whole_blocks = _ordered(wholly)
     return BlockMask.from_kv_blocks(
-        *partly, *wholly, BLOCK_SIZE=BLOCK, mask_mod=seen, seq_lengths=(queries, keys)
+        *partial_blocks,
+        *whole_blocks,
+        BLOCK_SIZE=BLOCK,
+        mask_mod=visible,
+        seq_lengths=(queries, keys),
     )
 
 
-# Made in evaluation it is used in training too, which refuses tensors of inference mode.
+def _padded_segments(
+    segments: Tensor, queries: int, keys: int, before: int
+) -> tuple[Tensor, Tensor]:
+    """The segments of queries and keys, the last one repeated: [batch, queries], [batch, keys]."""
+    missing = max(before + queries, keys) - segments.shape[1]
+    last = segments[:, -1:].expand(-1, missing)
+    longer = torch.cat([segments, last], dim=1)
+    # Cloned, so that strides do not depend on `before`: dynamo compiles again for each.
+    query_segments = longer[:, before : before + queries]
+    key_segments = longer[:, :keys]
+    return (
+        query_segments.clone(memory_format=torch.contiguous_format),
+        key_segments.clone(memory_format=torch.contiguous_format),
+    )
+
+
+def _segments_of_blocks(query_segments: Tensor, key_segments: Tensor) -> tuple[Tensor, Tensor]:
+    """Whether two blocks' ranges of segments overlap, and whether both hold the same one segment.
+
+    Returns [batch, 1, query blocks, key blocks] bool twice.
+    """
+    lowest_query, highest_query = query_segments.unflatten(1, (-1, BLOCK)).aminmax(dim=2)
+    lowest_key, highest_key = key_segments.unflatten(1, (-1, BLOCK)).aminmax(dim=2)
+    lowest_query, highest_query = lowest_query[:, :, None], highest_query[:, :, None]
+    lowest_key, highest_key = lowest_key[:, None], highest_key[:, None]
+    overlap = (lowest_query <= highest_key) & (lowest_key <= highest_query)
+    same = (lowest_query == highest_key) & (lowest_key == highest_query)
+    return overlap[:, None], same[:, None]
+
+
+# A mask made in evaluation serves training too, which refuses tensors of inference mode.
 _cached_mask = lru_cache(MOST_SHAPES)(torch.inference_mode(False)(_block_mask))
 
 
 def _ordered(blocks: Tensor) -> tuple[Tensor, Tensor]:
-    """bool [batch, 1, query blocks, key blocks] -> how many are set in each row, and their indices first: int32."""
+    """bool [batch, 1, query blocks, key blocks] -> int32: how many are set in each row, and the
+    indices of all blocks of a row, those that are set first."""
     indices = blocks.byte().argsort(dim=-1, descending=True, stable=True)
     return blocks.sum(dim=-1, dtype=torch.int32), indices.to(torch.int32)

@@ -1,5 +1,6 @@
-"""The first use of a compiled backend: a small case of the same kind must give what the definition gives."""
+"""The check of a compiled backend at its first use: a small case must agree with the definition."""
 
+import math
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -10,17 +11,18 @@ from torch import Tensor
 from megatron.attention.eager import eager
 from megatron.errors import UserError
 
-FEW = 70  # queries at most, where there are fewer than keys
-PARTS = ("bias", "weight", "window", "chunk", "segments")
-# Relative to the definition in float64; rounding stays below a quarter of these, a wrong mask or distance far above.
+FEW_QUERIES = 70  # where there are fewer queries than keys
+OPTIONS = ("bias", "weight", "window", "chunk", "segments")
+# Relative to the definition in float64. Rounding errors stay below a quarter of these; a wrong
+# mask or distance is far above.
 TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3, torch.float16: 1e-2, torch.bfloat16: 4e-2}
 
 
 @dataclass(frozen=True)
 class Kind:
-    """What may make a difference to a compiler, and the sizes that stand for all of the same kind.
+    """What may change the compiled program, with small sizes in place of the true ones.
 
-    gradients: of q, k and v together, of bias, of weight
+    gradients: whether those of q, k and v together, of bias and of weight are wanted
     """
 
     device: torch.device
@@ -38,10 +40,12 @@ class Kind:
     segments: bool
 
     def __str__(self) -> str:
-        parts = [part for part in PARTS if getattr(self, part)]
-        learned = ", with gradients" if any(self.gradients) else ""
+        options = [option for option in OPTIONS if getattr(self, option)]
+        tables = " and ".join(options) or "no table"
+        if any(self.gradients):
+            tables += ", with gradients"
         dtype = str(self.dtype).removeprefix("torch.")
-        return f"{self.device.type} ({dtype}, head_dim {self.head_dim}, {' and '.join(parts) or 'no table'}{learned})"
+        return f"{self.device.type} ({dtype}, head_dim {self.head_dim}, {tables})"
 
 
 _passed: set[tuple[Callable[..., Tensor], Kind]] = set()
@@ -60,99 +64,141 @@ def check(
     chunk: int | None,
     segments: Tensor | None,
 ) -> None:
-    """UserError if `backend` errs on its first use for inputs of this kind; nothing is done at later uses."""
-    keys = _alike(k.shape[2], 200)  # no multiple of a kernel's blocks
-    queries = keys if q.shape[2] == k.shape[2] else min(q.shape[2], FEW)
-    wanted = [(q, k, v), (bias,), (weight,)]
-    learned = [
-        torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in group)
-        for group in wanted
-    ]
-    kind = Kind(
-        q.device,
-        q.dtype,
-        min(q.shape[0], 2),
-        _alike(q.shape[1], 2),
-        queries,
-        keys,
-        q.shape[3],
-        (learned[0], learned[1], learned[2]),
-        bias is not None,
-        weight is not None,
-        None if window is None else _alike(window, 60),
-        None if chunk is None else _alike(chunk, 50),
-        segments is not None,
-    )
+    """Compare a backend with the definition at its first use for inputs of this kind.
+
+    UserError if it is wrong or fails. Later uses cost nothing.
+    """
+    kind = _kind_of(q, k, v, bias, weight, window, chunk, segments)
     if (backend, kind) in _passed:
         return
-    # A thread of its own has no autocast, inference mode, hooks of checkpointing or other state of the caller.
+    # A fresh thread has none of the caller's state: autocast, inference mode, checkpointing hooks.
     with ThreadPoolExecutor(1) as thread:
         thread.submit(_compare, name, backend, kind).result()
     _passed.add((backend, kind))
 
 
-def _alike(size: int, few: int) -> int:
-    """A small size for which Triton makes the same program: it has one each for 1, multiples of 16, and others."""
-    return 1 if size == 1 else -(-few // 16) * 16 if size % 16 == 0 else few
+def _kind_of(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bias: Tensor | None,
+    weight: Tensor | None,
+    window: int | None,
+    chunk: int | None,
+    segments: Tensor | None,
+) -> Kind:
+    keys = _small_size(k.shape[2], 200)  # no multiple of a kernel's blocks
+    queries = keys
+    if q.shape[2] != k.shape[2]:
+        queries = min(q.shape[2], FEW_QUERIES)
+    return Kind(
+        device=q.device,
+        dtype=q.dtype,
+        batch=min(q.shape[0], 2),
+        heads=_small_size(q.shape[1], 2),
+        queries=queries,
+        keys=keys,
+        head_dim=q.shape[3],
+        gradients=(_learns(q, k, v), _learns(bias), _learns(weight)),
+        bias=bias is not None,
+        weight=weight is not None,
+        window=None if window is None else _small_size(window, 60),
+        chunk=None if chunk is None else _small_size(chunk, 50),
+        segments=segments is not None,
+    )
+
+
+def _learns(*tensors: Tensor | None) -> bool:
+    """Whether a gradient of any of them is wanted."""
+    if not torch.is_grad_enabled():
+        return False
+    return any(tensor is not None and tensor.requires_grad for tensor in tensors)
+
+
+def _small_size(size: int, small: int) -> int:
+    """A size near `small` for which Triton compiles the same program as for `size`.
+
+    It compiles one program each for 1, for multiples of 16, and for other sizes.
+    """
+    if size == 1:
+        return 1
+    if size % 16 == 0:
+        return math.ceil(small / 16) * 16
+    return small
 
 
 def _compare(name: str, backend: Callable[..., Tensor], kind: Kind) -> None:
-    mend = "choose attention_backend: sdpa"
+    cure = "choose attention_backend: sdpa"
     if kind.device.type == "cuda":
-        torch.cuda.set_device(kind.device)  # a fresh thread stands at the first
+        torch.cuda.set_device(kind.device)  # a fresh thread starts on the first device
     try:
-        found = _results(backend, kind, kind.dtype)
+        results = _results(backend, kind, kind.dtype)
     except Exception as error:
         raise UserError(
-            f"attention_backend: {name} fails on {kind}: {_first_line(error)} - {mend}"
+            f"attention_backend: {name} fails on {kind}: {_first_line(error)} - {cure}"
         ) from error
-    for (what, ours), exact in zip(
-        found.items(), _results(eager, kind, torch.float64).values(), strict=True
-    ):
-        difference = ours.double() - exact
-        error = float(difference.norm() / exact.norm())
+    exact = _results(eager, kind, torch.float64)
+    for quantity, result in results.items():
+        difference = result.double() - exact[quantity]
+        error = float(difference.norm() / exact[quantity].norm())
         if not error <= TOLERANCE.get(kind.dtype, 0.0):  # NaN is an error too
+            largest = float(difference.abs().max())
             raise UserError(
-                f"attention_backend: {name} is wrong on {kind}: its {what} differs from the definition by"
-                f" {error:.1%}, at most {float(difference.abs().max()):.2g} - {mend}, or trust it all the same with"
-                " attention_self_check: false"
+                f"attention_backend: {name} is wrong on {kind}: its {quantity} differs from the"
+                f" definition by {error:.1%}, at most {largest:.2g} - {cure}, or trust it all the"
+                " same with attention_self_check: false"
             )
 
 
 def _first_line(error: Exception) -> str:
-    return f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}"
+    lines = str(error).strip().splitlines() or [""]
+    return f"{type(error).__name__}: {lines[0]}"
 
 
 def _results(backend: Callable[..., Tensor], kind: Kind, dtype: torch.dtype) -> dict[str, Tensor]:
-    """Output and the gradients that are wanted, of the same numbers in every dtype."""
+    """Output and the gradients that are wanted, computed from the same numbers in every dtype."""
     draw = torch.Generator().manual_seed(0)  # the global generators stay as they are
-    length = {"q": kind.queries, "k": kind.keys, "v": kind.keys}
-    shapes = {x: (kind.batch, kind.heads, n, kind.head_dim) for x, n in length.items()}
-    given = {x: torch.randn(shape, generator=draw).to(kind.dtype) for x, shape in shapes.items()}
-    given |= {
-        x: torch.randn(kind.heads, kind.keys, generator=draw)
-        for x in ("bias", "weight")
-        if getattr(kind, x)
-    }
-    narrow = dtype if dtype == torch.float64 else None
-    of_q, of_bias, of_weight = kind.gradients
-    learned = {"q": of_q, "k": of_q, "v": of_q, "bias": of_bias, "weight": of_weight}
-    leaves = {
-        x: value.to(kind.device, narrow).requires_grad_(learned[x]) for x, value in given.items()
-    }
+    inputs = _inputs(kind, draw)
+    qkv_learn, bias_learns, weight_learns = kind.gradients
+    learns = {"q": qkv_learn, "k": qkv_learn, "v": qkv_learn}
+    learns |= {"bias": bias_learns, "weight": weight_learns}
+    exact_dtype = dtype if dtype == torch.float64 else None
+    leaves = {}
+    for name, value in inputs.items():
+        leaves[name] = value.to(kind.device, exact_dtype).requires_grad_(learns[name])
+
+    segments = None
+    if kind.segments:
+        segments = (torch.arange(kind.keys, device=kind.device) // 90).expand(kind.batch, -1)
     out = backend(
-        *(leaves.get(x) for x in ("q", "k", "v", "bias")),
+        leaves["q"],
+        leaves["k"],
+        leaves["v"],
+        leaves.get("bias"),
         weight=leaves.get("weight"),
         window=kind.window,
         chunk=kind.chunk,
-        segments=(torch.arange(kind.keys, device=kind.device) // 90).expand(kind.batch, -1)
-        if kind.segments
-        else None,
+        segments=segments,
         index_bias=None,
     )
-    wanted = [x for x in leaves if learned[x]]
-    onto = torch.randn(out.shape, generator=draw).to(out)
-    gradients = torch.autograd.grad(out, [leaves[x] for x in wanted], onto) if wanted else ()
-    return {"output": out.detach()} | {
-        f"gradient of {x}": g for x, g in zip(wanted, gradients, strict=True)
-    }
+
+    results = {"output": out.detach()}
+    wanted = [name for name in leaves if learns[name]]
+    dout = torch.randn(out.shape, generator=draw).to(out)
+    if wanted:
+        gradients = torch.autograd.grad(out, [leaves[name] for name in wanted], dout)
+        for name, gradient in zip(wanted, gradients, strict=True):
+            results[f"gradient of {name}"] = gradient
+    return results
+
+
+def _inputs(kind: Kind, draw: torch.Generator) -> dict[str, Tensor]:
+    """q, k and v in the kind's dtype and its tables in float32, on the CPU."""
+    inputs = {}
+    for name, length in {"q": kind.queries, "k": kind.keys, "v": kind.keys}.items():
+        shape = (kind.batch, kind.heads, length, kind.head_dim)
+        inputs[name] = torch.randn(shape, generator=draw).to(kind.dtype)
+    for name, exists in {"bias": kind.bias, "weight": kind.weight}.items():
+        if exists:
+            inputs[name] = torch.randn(kind.heads, kind.keys, generator=draw)
+    return inputs

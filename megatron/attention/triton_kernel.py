@@ -1,6 +1,6 @@
-"""Attention on CUDA by our own Triton programs, which read the distance tables and give them exact gradients.
+"""Attention on CUDA by our own Triton programs, with exact gradients of the distance tables.
 
-The tables' gradients are deterministic: no atomics, and every tile size is a fixed function of shape and dtype.
+These gradients are deterministic: no atomics, and tile sizes depend on shape and dtype alone.
 """
 
 # A program is launched with more than its Python signature says.
@@ -21,11 +21,11 @@ LARGEST_HEAD = 128
 MOST_PROGRAMS = 65535  # along the second dimension of CUDA's grid
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 PROGRAMS = 2048
-"""How many programs the tables' gradients are split into at least, where there is that much to do."""
+"""Into how many programs at least the tables' gradients are split, where there are enough tiles."""
 
 
 class Tiles(NamedTuple):
-    """How a program is cut: queries and keys of a tile, warps, and stages of loads in flight."""
+    """Queries and keys of a program's tile, its warps, and its stages of loads in flight."""
 
     queries: int
     keys: int
@@ -46,24 +46,24 @@ def triton_attention(
     index_bias: Callable[[Tensor, Tensor], Tensor] | None,
 ) -> Tensor:
     """See megatron.attention.attention; ValueError with the reason where `refusal` gives one."""
-    reason = refusal(q, index_bias=index_bias)
+    reason = refusal(q, index_bias=index_bias is not None)
     if reason is not None:
         raise ValueError(f"attention_backend: triton cannot compute this: {reason}")
     keys = k.shape[2]
-    window, chunk = min(window or keys, keys), min(chunk or keys, keys)
+    window = min(window or keys, keys)
+    chunk = min(chunk or keys, keys)
     if segments is not None:
         segments = segments.to(torch.int32).contiguous()
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
     return _Attention.apply(q, k, v, bias, weight, segments, window, chunk)  # pyright: ignore[reportReturnType]
 
 
-def refusal(q: Tensor, *, index_bias: object = None) -> str | None:
+def refusal(q: Tensor, *, index_bias: bool = False) -> str | None:
     """Why these inputs are not for Triton, in one sentence, or None."""
     if importlib.util.find_spec("triton") is None:
         return "the package triton is not installed"
-    if q.device.type != "cuda" and not (
-        q.device.type == "cpu" and os.environ.get("TRITON_INTERPRET") == "1"
-    ):
+    interpreted = q.device.type == "cpu" and os.environ.get("TRITON_INTERPRET") == "1"
+    if q.device.type != "cuda" and not interpreted:
         return f"it runs on CUDA devices, not on {q.device.type}"
     if q.dtype not in DTYPES:
         return f"it knows float16, bfloat16 and float32, not {str(q.dtype).removeprefix('torch.')}"
@@ -71,7 +71,7 @@ def refusal(q: Tensor, *, index_bias: object = None) -> str | None:
         return f"head_dim {q.shape[3]} is more than {LARGEST_HEAD}"
     if q.shape[0] * q.shape[1] > MOST_PROGRAMS:
         return f"batch {q.shape[0]} times heads {q.shape[1]} is more than {MOST_PROGRAMS}"
-    if index_bias is not None:
+    if index_bias:
         return "it reads biases from a table by distance, not by indices"
     return None
 
@@ -122,14 +122,18 @@ class _Attention(torch.autograd.Function):
     ) -> Tensor:
         from megatron.attention.triton_programs import forward
 
-        tables = _tables(q.shape[1], k.shape[2], bias, weight, window, q.device)
-        out = _by_length(q)
+        batch, heads, queries, head_dim = q.shape
+        tables = _tables(heads, k.shape[2], bias, weight, window, q.device)
+        out = _empty_by_length(q)
         lse = q.new_empty(q.shape[:3], dtype=torch.float32)
-        tiles = forward_tiles(columns(q.shape[3]), q.element_size())
-        reach = _first_keys(segments, q.shape[2], tiles)
+        tiles = forward_tiles(columns(head_dim), q.element_size())
+        bounds = _first_keys(segments, queries, tiles)
+        grid = (_blocks(queries, tiles.queries), batch * heads)
         with torch.cuda.device_of(q):
-            forward[(-(-q.shape[2] // tiles.queries), q.shape[0] * q.shape[1])](
-                *(q, k, v, *tables, *_pointers(segments, reach, lse), out, lse),
+            forward[grid](
+                *(q, k, v, *tables),
+                *(_pointer(segments, lse), _pointer(bounds, lse)),
+                *(out, lse),
                 *_strides(q, k, v),
                 *_sizes(q, k, tables[0], window, chunk),
                 **_flags(q, k, weight, chunk, segments),
@@ -141,54 +145,54 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, out_gradient: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
         from megatron.attention.triton_programs import key_gradients, query_gradient
 
         q, k, v, bias, weight, segments, *tables, out, lse = ctx.saved_tensors
-        if out_gradient.stride(-1) != 1:
-            out_gradient = out_gradient.contiguous()
-        batch, heads, queries, keys = *q.shape[:3], k.shape[2]
-        dq, dk, dv, delta = _by_length(q), _by_length(k), _by_length(v), torch.empty_like(lse)
-        strides = _strides(q, k, v, out_gradient)
+        if dout.stride(-1) != 1:
+            dout = dout.contiguous()
+        batch, heads, queries, head_dim = q.shape
+        keys = k.shape[2]
+        dq, dk, dv = _empty_by_length(q), _empty_by_length(k), _empty_by_length(v)
+        delta = torch.empty_like(lse)
+        inputs = (q, k, v, *tables, _pointer(segments, lse))
+        strides = _strides(q, k, v, dout)
         sizes = _sizes(q, k, tables[0], ctx.window, ctx.chunk)
         flags = _flags(q, k, weight, ctx.chunk, segments)
+        wants_dbias, wants_dweight = ctx.needs_input_grad[3:5]
+        dbias = dweight = None
         with torch.cuda.device_of(q):
-            tiles = query_tiles(columns(q.shape[3]), q.element_size())
-            query_gradient[(-(-queries // tiles.queries), batch * heads)](
-                *(
-                    q,
-                    k,
-                    v,
-                    *tables,
-                    *_pointers(segments, _first_keys(segments, queries, tiles), lse),
-                ),
-                *(out, lse, out_gradient, delta, dq, *strides, *sizes),
+            tiles = query_tiles(columns(head_dim), q.element_size())
+            bounds = _pointer(_first_keys(segments, queries, tiles), lse)
+            query_gradient[(_blocks(queries, tiles.queries), batch * heads)](
+                *(*inputs, bounds, out, lse, dout, delta, dq),
+                *strides,
+                *sizes,
                 **flags,
                 **_launch(tiles),
             )
-            tiles = key_tiles(columns(q.shape[3]), q.element_size())
-            key_gradients[(-(-keys // tiles.keys), batch * heads)](
-                *(
-                    q,
-                    k,
-                    v,
-                    *tables,
-                    *_pointers(segments, _last_queries(segments, queries, tiles), lse),
-                ),
-                *(lse, out_gradient, delta, dk, dv, *strides, *sizes),
+            tiles = key_tiles(columns(head_dim), q.element_size())
+            bounds = _pointer(_last_queries(segments, queries, tiles), lse)
+            key_gradients[(_blocks(keys, tiles.keys), batch * heads)](
+                *(*inputs, bounds, lse, dout, delta, dk, dv),
+                *strides,
+                *sizes,
                 **flags,
                 **_launch(tiles),
             )
-            wanted = ctx.needs_input_grad[3:5]
-            sums = (None, None)
-            if any(wanted):
-                rows = (q, k, v, *tables, segments, lse, out_gradient, delta)
-                sums = _table_gradients(*rows, ctx.window, ctx.chunk, flags)
-        d_bias, d_weight = (
-            F.pad(total, (0, table.shape[1] - keys)).to(table.dtype) if asked else None
-            for total, table, asked in zip(sums, (bias, weight), wanted, strict=True)
-        )
-        return dq, dk, dv, d_bias, d_weight, None, None, None
+            if wants_dbias or wants_dweight:
+                rows = (*inputs, lse, dout, delta)
+                dbias, dweight = _table_gradients(*rows, ctx.window, ctx.chunk, flags)
+        dbias = _as_table(dbias, bias) if wants_dbias else None
+        dweight = _as_table(dweight, weight) if wants_dweight else None
+        return dq, dk, dv, dbias, dweight, None, None, None
+
+
+def _as_table(gradient: Tensor | None, table: Tensor) -> Tensor:
+    """[heads, keys] float32 -> the shape and dtype of a table [heads, >= keys]."""
+    assert gradient is not None
+    longer = table.shape[1] - gradient.shape[1]
+    return F.pad(gradient, (0, longer)).to(table.dtype)
 
 
 def _table_gradients(
@@ -197,58 +201,48 @@ def _table_gradients(
     v: Tensor,
     bias: Tensor,
     weight: Tensor,
-    segments: Tensor | None,
+    segments: Tensor,
     lse: Tensor,
-    out_gradient: Tensor,
+    dout: Tensor,
     delta: Tensor,
     window: int,
     chunk: int,
     flags: dict[str, Any],
 ) -> tuple[Tensor, Tensor | None]:
-    """Sums over batch and along diagonals for bias and weight: [heads, keys] float32."""
+    """dbias and dweight, summed over batch and along diagonals: [heads, keys] float32."""
     from megatron.attention.triton_programs import table_gradients
 
-    batch, heads, queries, keys = *q.shape[:3], k.shape[2]
-    tiles = table_tiles(columns(q.shape[3]), q.element_size())
-    blocks = -(-keys // tiles.keys)
-    offsets = min(
-        blocks, (min(window, 2 * chunk) - 2) // tiles.keys + 2
-    )  # a tile further back is out of sight
-    splits = min(-(-PROGRAMS // (heads * offsets)), batch * blocks)
+    batch, heads, queries, head_dim = q.shape
+    keys = k.shape[2]
+    tiles = table_tiles(columns(head_dim), q.element_size())
+    blocks = _blocks(keys, tiles.keys)
+    # Tiles further back than the window or two chunks are masked.
+    visible_offsets = (min(window, 2 * chunk) - 2) // tiles.keys + 2
+    offsets = min(blocks, visible_offsets)
+    splits = min(_blocks(PROGRAMS, heads * offsets), batch * blocks)
     shape = (splits, heads, offsets, 2, tiles.keys)
     bias_sums = q.new_empty(shape, dtype=torch.float32)
-    weight_sums = q.new_empty(shape, dtype=torch.float32) if flags["WEIGHT"] else bias_sums
+    weight_sums = bias_sums  # not written without WEIGHT
+    if flags["WEIGHT"]:
+        weight_sums = q.new_empty(shape, dtype=torch.float32)
     table_gradients[(offsets, heads, splits)](
-        *(
-            q,
-            k,
-            v,
-            bias,
-            weight,
-            *_pointers(segments, None, lse),
-            lse,
-            out_gradient,
-            delta,
-            bias_sums,
-            weight_sums,
-        ),
-        *_strides(q, k, v, out_gradient),
+        *(q, k, v, bias, weight, segments, lse, dout, delta, bias_sums, weight_sums),
+        *_strides(q, k, v, dout),
         *(bias.stride(0), batch, heads, queries, keys, chunk, _scale(q)),
         **flags,
         BLOCK=tiles.keys,
         num_warps=tiles.warps,
         num_stages=tiles.stages,
     )
-    return _by_distance(bias_sums, keys), _by_distance(weight_sums, keys) if flags[
-        "WEIGHT"
-    ] else None
+    dbias = _by_distance(bias_sums, keys)
+    dweight = _by_distance(weight_sums, keys) if flags["WEIGHT"] else None
+    return dbias, dweight
 
 
 def _by_distance(sums: Tensor, keys: int) -> Tensor:
     """[splits, heads, offsets, 2, block], as `table_gradients` writes them -> [heads, keys]."""
-    near, far = sums.sum(0).unbind(
-        2
-    )  # of distances offset · block + 0 …, and of those a block nearer
+    # near: distances from offset · block on; far: those of the offset before it.
+    near, far = sums.sum(0).unbind(2)
     near[:, :-1] += far[:, 1:]
     table = near.flatten(1)[:, :keys]
     return F.pad(table, (0, keys - table.shape[1]))
@@ -262,48 +256,75 @@ def _tables(
     window: int,
     device: torch.device,
 ) -> list[Tensor]:
-    """Both tables at distance 0, of [heads, PAD + keys + PAD] float32: the bias in base 2, -inf out of sight."""
+    """Both tables from distance 0 on, views of [heads, PAD + keys + PAD] float32.
+
+    The bias is in base 2, with -inf where masked.
+    """
     from megatron.attention.triton_programs import PAD
 
-    padded = [torch.full((heads, keys + 2 * PAD), -math.inf, device=device)]
+    padded_bias = torch.full((heads, keys + 2 * PAD), -math.inf, device=device)
+    inside = slice(PAD, PAD + window)
     if bias is None:
-        padded[0][:, PAD : PAD + window] = 0.0
+        padded_bias[:, inside] = 0.0
     else:
-        padded[0][:, PAD : PAD + window] = bias[:, :window].float() * math.log2(math.e)
+        padded_bias[:, inside] = bias[:, :window].float() * math.log2(math.e)
+    padded_weight = padded_bias  # an absent weight is not read
     if weight is not None:
-        padded.append(F.pad(weight[:, :keys].float(), (PAD, PAD)))
-    return [padded[0][:, PAD:], padded[-1][:, PAD:]]  # a weight that is absent is not read
+        padded_weight = F.pad(weight[:, :keys].float(), (PAD, PAD))
+    return [padded_bias[:, PAD:], padded_weight[:, PAD:]]
 
 
 def _first_keys(segments: Tensor | None, queries: int, tiles: Tiles) -> Tensor | None:
-    """For every block of queries the first key that may be of one of its documents: [batch, blocks] int32."""
+    """For every block of queries, the first key of its documents: [batch, blocks] int32.
+
+    Rounded down to a block of keys.
+    """
     if segments is None:
         return None
-    return (_meet(segments, queries, tiles).byte().argmax(2) * tiles.keys).to(torch.int32)
+    overlap = _documents_overlap(segments, queries, tiles)
+    first_block = overlap.byte().argmax(2)
+    return (first_block * tiles.keys).to(torch.int32)
 
 
 def _last_queries(segments: Tensor | None, queries: int, tiles: Tiles) -> Tensor | None:
-    """For every block of keys the end of the queries that may be of one of its documents: [batch, blocks] int32."""
+    """For every block of keys, the end of the queries of its documents: [batch, blocks] int32.
+
+    Rounded up to a block of queries.
+    """
     if segments is None:
         return None
-    meet = _meet(segments, queries, tiles)
-    return ((meet.shape[1] - meet.byte().flip(1).argmax(1)) * tiles.queries).to(torch.int32)
+    overlap = _documents_overlap(segments, queries, tiles)
+    blocks_after = overlap.byte().flip(1).argmax(1)
+    end_block = overlap.shape[1] - blocks_after
+    return (end_block * tiles.queries).to(torch.int32)
 
 
-def _meet(segments: Tensor, queries: int, tiles: Tiles) -> Tensor:
-    """Whether the ranges of documents in a block of queries and one of keys overlap: [batch, queries', keys'] bool."""
+def _documents_overlap(segments: Tensor, queries: int, tiles: Tiles) -> Tensor:
+    """Whether the ranges of documents in two blocks overlap: [batch, query blocks, key blocks]."""
     keys = segments.shape[1]
-    bounds = []
-    for first, size in ((keys - queries, tiles.queries), (0, tiles.keys)):
-        count = -(-(keys - first) // size) * size
-        index = (first + torch.arange(count, device=segments.device)).clamp(max=keys - 1)
-        bounds.append(segments[:, index].unflatten(1, (-1, size)).aminmax(dim=2))
-    query, key = bounds
-    return (query.min[:, :, None] <= key.max[:, None]) & (key.min[:, None] <= query.max[:, :, None])
+    first_document, last_document = _document_ranges(segments, keys - queries, tiles.queries)
+    first_of_keys, last_of_keys = _document_ranges(segments, 0, tiles.keys)
+    starts_before_end = first_document[:, :, None] <= last_of_keys[:, None]
+    ends_after_start = first_of_keys[:, None] <= last_document[:, :, None]
+    return starts_before_end & ends_after_start
 
 
-def _by_length(x: Tensor) -> Tensor:
-    """Empty, of the same shape [batch, heads, length, head_dim], laid out as [batch, length, heads, head_dim]."""
+def _document_ranges(segments: Tensor, first: int, size: int) -> tuple[Tensor, Tensor]:
+    """Lowest and highest document of every block of tokens from `first` on: [batch, blocks]."""
+    keys = segments.shape[1]
+    count = _blocks(keys - first, size) * size
+    index = first + torch.arange(count, device=segments.device)
+    in_blocks = segments[:, index.clamp(max=keys - 1)].unflatten(1, (-1, size))
+    return in_blocks.aminmax(dim=2)
+
+
+def _blocks(length: int, size: int) -> int:
+    """How many blocks of `size` cover a length."""
+    return -(-length // size)
+
+
+def _empty_by_length(x: Tensor) -> Tensor:
+    """Empty [batch, heads, length, head_dim], laid out as [batch, length, heads, head_dim]."""
     batch, heads, length, head_dim = x.shape
     return x.new_empty(batch, length, heads, head_dim).transpose(1, 2)
 
@@ -312,11 +333,9 @@ def _scale(q: Tensor) -> float:
     return math.log2(math.e) / math.sqrt(q.shape[3])
 
 
-def _pointers(
-    segments: Tensor | None, reach: Tensor | None, other: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Something to point to where there is none; the programs do not read it."""
-    return other if segments is None else segments, other if reach is None else reach
+def _pointer(tensor: Tensor | None, other: Tensor) -> Tensor:
+    """The tensor, or another one that the program does not read."""
+    return other if tensor is None else tensor
 
 
 def _strides(*tensors: Tensor) -> list[int]:

@@ -169,7 +169,7 @@ class GPT(nn.Module):
         needs = Needs(
             self.word_embeddings.weight.new_empty(0, shape.heads, 0, shape.head_dim),
             tables=position.has("distance_bias") or position.has("distance_weight"),
-            narrowed=self.window is not None or self.blockwise,
+            masked=self.window is not None or self.blockwise,
             index_bias=position.has("index_bias"),
             content=position.has("on_scores"),
             gradient=self.training and torch.is_grad_enabled(),

@@ -28,7 +28,8 @@ BUILDS = [  # compute capability, dtype, head_dim, flags
 ]
 TYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 TABLES = {"bias", "weight", "lse", "delta", "bias_sums", "weight_sums"}
-INDICES = {"segments", "reach"}
+INDICES = {"segments", "bounds"}
+MATRICES = {"q", "k", "v", "out", "dout", "dq", "dk", "dv"}
 
 
 def argument(name: str, constant: bool, dtype: str) -> str:
@@ -37,7 +38,7 @@ def argument(name: str, constant: bool, dtype: str) -> str:
         return "constexpr"
     if name in TABLES | INDICES:
         return "*i32" if name in INDICES else "*fp32"
-    if name in {"q", "k", "v", "out"} or name.endswith("gradient"):
+    if name in MATRICES:
         return f"*{dtype}"
     return "fp32" if name == "scale" else "i32"
 
@@ -88,11 +89,10 @@ def usage(cubin: bytes) -> tuple[int, int]:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
-        told = subprocess.run(
-            [tool, "-res-usage", file.name], capture_output=True, text=True, check=True
-        ).stdout
-    found = dict(re.findall(r"(REG|STACK):(\d+)", told))
-    return int(found["REG"]), int(found["STACK"])
+        command = [tool, "-res-usage", file.name]
+        report = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    usage = dict(re.findall(r"(REG|STACK):(\d+)", report))
+    return int(usage["REG"]), int(usage["STACK"])
 
 
 if __name__ == "__main__":

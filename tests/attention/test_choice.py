@@ -28,7 +28,10 @@ def queries(
         ),
         (Needs(queries(), gradient=True), "sdpa (auto: plain causal on CUDA)"),
         (Needs(queries(), tables=True, gradient=True), "triton (auto: distance table on CUDA)"),
-        (Needs(queries(), narrowed=True), "triton (auto: narrowed sight on CUDA)"),
+        (
+            Needs(queries(), masked=True),
+            "triton (auto: window, chunks or documents on CUDA)",
+        ),
         (
             Needs(queries(head_dim=256), tables=True),
             "flex (auto: distance table on CUDA; not triton: head_dim 256",

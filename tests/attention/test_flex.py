@@ -5,7 +5,7 @@ import torch
 from torch.nn.attention import flex_attention as torch_flex
 from torch.nn.attention.flex_attention import create_block_mask
 
-from megatron.attention.eager import hidden
+from megatron.attention.eager import mask
 from megatron.attention.flex import _block_mask, flex
 
 
@@ -25,10 +25,10 @@ def test_blocks_are_those_that_torch_finds_in_the_whole_mask(before, window, chu
         if segments is None
         else torch.cat([segments, segments[:, -1:].expand(-1, len(index))], dim=1)
     )
-    unseen = hidden(index[before : before + queries], index[:keys], window, chunk, padded)
-    unseen = unseen.expand(2 if documents else 1, 1, -1, -1)
+    masked = mask(index[before : before + queries], index[:keys], window, chunk, padded)
+    masked = masked.expand(2 if documents else 1, 1, -1, -1)
     theirs = create_block_mask(
-        lambda b, h, i, j: ~unseen[b, 0, i, j], len(unseen), 1, queries, keys, device="cpu"
+        lambda b, h, i, j: ~masked[b, 0, i, j], len(masked), 1, queries, keys, device="cpu"
     )
     assert torch.equal(ours.to_dense(), theirs.to_dense())
     for name in ("kv_num_blocks", "full_kv_num_blocks", "q_num_blocks", "full_q_num_blocks"):
