@@ -28,7 +28,11 @@ LEVELS = [
 ]
 TORCH_ONLY = {"positions", "attention"}
 TAKES_PLAIN_NUMBERS = {"data", "evaluation", "results"}  # never the configuration, but for
-TAKES_THE_CONFIGURATION = {"megatron/evaluation/run.py"}
+TAKES_THE_CONFIGURATION = {
+    "megatron/evaluation/opened.py",
+    "megatron/evaluation/run.py",
+    "megatron/evaluation/probes/run.py",
+}
 MAY_SPEAK_DISTRIBUTED = {"parallel", "training"}
 MAY_SPEAK_DISTRIBUTED_FILES = {"megatron/model/pipeline.py", "deepy.py"}
 MAY_PRINT = {"entry", "commands"}

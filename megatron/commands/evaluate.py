@@ -1,12 +1,14 @@
-"""Perplexity of a checkpoint at several lengths, in one process, on the same text; several GPUs share the windows.
+"""Perplexity of a checkpoint at several lengths, in one process and on the same text.
+
+Several GPUs share the windows.
 
 python deepy.py evaluate.py configs/mep.yml [--lengths 512 1024] [--output results.jsonl]
 python evaluate.py --checkpoint runs/mep [--step 2000]
 python evaluate.py --checkpoint runs/mep eval_tokens=65536 eval_part=test
-python evaluate.py --checkpoint runs/mep --protocol equal_tokens tail position --window none train_length
+python evaluate.py --checkpoint runs/mep --protocol equal_tokens tail --window none train_length
 python evaluate.py --checkpoint runs/mine pos_emb_file=my_encoding.py
 
-Killed and started again it continues: what was measured by the same code is not measured again.
+A call that was interrupted goes on where it was when it is given again.
 """
 
 import argparse
@@ -16,8 +18,9 @@ from typing import NoReturn
 
 from megatron.config import Config
 from megatron.entry import run
+from megatron.errors import UserError
 from megatron.evaluation.protocols import PROTOCOLS
-from megatron.evaluation.run import DTYPES, evaluate
+from megatron.evaluation.run import DTYPES, AttentionWindow, Evaluation, Options, evaluate
 from megatron.parallel.grid import here
 from megatron.report.figures.curves import plot_by_position, plot_perplexity
 from megatron.results.row import Row
@@ -73,32 +76,73 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def main(config: Config | None, options: argparse.Namespace) -> None:
-    rows, lengths = evaluate(config, options)
+def main(config: Config | None, arguments: argparse.Namespace) -> None:
+    """Measure, and from the first process show what was measured."""
+    evaluation = evaluate(config, options_of(arguments))
     if here().first:
-        show(rows, lengths)
+        show(evaluation)
 
 
-def show(rows: dict[Path, list[Row]], lengths: Sequence[int]) -> None:
-    """A table for each protocol on the terminal, and for each file and protocol a plot beside the file."""
-    shown = {output: by_length(found, lengths) for output, found in rows.items()}
-    together = [row for found in shown.values() for row in found]
-    for protocol in dict.fromkeys(row["protocol"] for row in together):
-        print(table([row for row in together if row["protocol"] == protocol]), end="\n\n")
-    for output, found in shown.items():
-        protocols = list(dict.fromkeys(row["protocol"] for row in found))
-        for protocol in protocols:
-            picture = output.with_suffix(".png" if len(protocols) == 1 else f".{protocol}.png")
-            own = [row for row in found if row["protocol"] == protocol]
-            name = own[0]["pos_emb"]
-            passes = [
-                row for row in own if row.get("position_losses") and row["length"] == max(lengths)
-            ]
-            if passes:
-                plot_by_position(passes, picture, title=f"Perplexity of {name} by position")
-            else:
-                plot_perplexity(own, picture, title=f"Perplexity of {name} at other lengths")
-            print(f"written to {output} and {picture}")
+def options_of(arguments: argparse.Namespace) -> Options:
+    """The words of the command line; UserError for a window that is none."""
+    return Options(
+        checkpoint=arguments.checkpoint,
+        step=arguments.step,
+        lengths=arguments.lengths or (),
+        output=arguments.output,
+        protocols=arguments.protocol,
+        attention_windows=[window_of(text) for text in arguments.window or ()],
+        logn_scales=[text == "on" for text in arguments.logn_scale or ()],
+        dtype=arguments.dtype,
+        windows=arguments.windows,
+        start=arguments.start,
+        tail=arguments.tail,
+        stride=arguments.stride,
+    )
+
+
+def window_of(text: str) -> AttentionWindow:
+    """The value of the key `window` that a word names; UserError for any other word."""
+    if text == "none":
+        return None
+    if text == "train_length":
+        return "train_length"
+    if not text.isdecimal() or int(text) < 1:
+        raise UserError(
+            f"--window {text}: give a number of tokens of at least 1, train_length or none"
+        )
+    return int(text)
+
+
+def show(evaluation: Evaluation) -> None:
+    """Print a table for each protocol; draw a plot for each file and protocol beside the file."""
+    lengths = evaluation.lengths
+    rows_of_files = {file: by_length(rows, lengths) for file, rows in evaluation.rows.items()}
+    by_protocol: dict[str, list[Row]] = {}
+    for rows in rows_of_files.values():
+        for row in rows:
+            by_protocol.setdefault(row.get("protocol", ""), []).append(row)
+    for rows in by_protocol.values():
+        print(table(rows), end="\n\n")
+    for file, rows in rows_of_files.items():
+        draw(file, rows, max(lengths))
+
+
+def draw(file: Path, rows: Sequence[Row], longest: int) -> None:
+    """Draw each protocol of a results file beside it."""
+    protocols = list(dict.fromkeys(row.get("protocol") for row in rows))
+    for protocol in protocols:
+        picture = file.with_suffix(".png" if len(protocols) == 1 else f".{protocol}.png")
+        own = [row for row in rows if row.get("protocol") == protocol]
+        by_position = [
+            row for row in own if row.get("position_losses") and row["length"] == longest
+        ]
+        name = own[0]["pos_emb"]
+        if by_position:
+            plot_by_position(by_position, picture, title=f"Perplexity of {name} by position")
+        else:
+            plot_perplexity(own, picture, title=f"Perplexity of {name} at other lengths")
+        print(f"written to {file} and {picture}")
 
 
 def command() -> NoReturn:

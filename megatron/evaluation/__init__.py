@@ -1,1 +1,1 @@
-"""Perplexity beyond the training length: what is measured (perplexity), and how it is shown (report)."""
+"""Perplexity beyond the training length, and probes of what a model does with far context."""

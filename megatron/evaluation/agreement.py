@@ -1,51 +1,67 @@
-"""Is this the checkpoint, and are these the data, that the user means?"""
+"""Checks that checkpoint, configuration and data belong together."""
 
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Any
 
 from megatron.data.tokens import TokenFile
 from megatron.errors import UserError
 from megatron.evaluation.protocols import Windows
 
-REMEDY = "prepare that text with the checkpoint's tokenizer"
+PREPARE = "prepare that text with the checkpoint's tokenizer"
+FIT = "give that run's configuration, its folder as load, or --checkpoint DIR and no configuration"
 
 
-def check_same_model(given: Mapping[str, Any], trained: Mapping[str, Any], where: str) -> None:
-    """UserError that names every key with both values, where the configuration given is not of the trained model.
+def check_same_model(
+    given: Mapping[str, Any], trained: Mapping[str, Any], checkpoint: Path | str
+) -> None:
+    """UserError where the configuration given is not that of the trained model.
 
-    given, trained: flat keys that describe the model; where: the checkpoint
+    The message names every differing key with both values.
+
+    given, trained: the keys that describe a model, such as {"num_layers": 12}
     """
-    other = [key for key in trained if key in given and given[key] != trained[key]]
-    if other:
-        lines = [
+    differing = [key for key in trained if key in given and given[key] != trained[key]]
+    if not differing:
+        return
+    lines = [f"{checkpoint}: is a checkpoint of another model - {FIT}"]
+    for key in differing:
+        lines.append(
             f"{key}: {given[key]!r} is given, the checkpoint was trained with {trained[key]!r}"
-            for key in other
-        ]
-        fix = "give that run's configuration, its folder as load, or --checkpoint DIR and no configuration"
-        raise UserError("\n  ".join([f"{where}: is a checkpoint of another model - {fix}", *lines]))
+        )
+    raise UserError("\n  ".join(lines))
 
 
-def check_same_tokenizer(tokens: TokenFile, tokenizer: Mapping[str, Any], where: str) -> None:
+def check_same_tokenizer(
+    tokens: TokenFile, tokenizer: Mapping[str, Any], checkpoint: Path | str
+) -> None:
     """UserError where the data were written by another tokenizer than the checkpoint learned with.
 
-    tokenizer: {type, hash, vocab_size} of the checkpoint; where one side does not name its own, nothing is known
+    tokenizer: {type, hash, vocab_size} of the checkpoint
+    Where one side has no hash, nothing is checked.
     """
-    written = tokens.meta.get("tokenizer") or {}
-    if written.get("hash") and tokenizer.get("hash") and written["hash"] != tokenizer["hash"]:
+    writer = tokens.meta.get("tokenizer") or {}
+    written_with, learned_with = writer.get("hash"), tokenizer.get("hash")
+    if written_with and learned_with and written_with != learned_with:
         raise UserError(
-            f"data_path: {tokens.prefix} was written by {_named(written)}, {where} learned with {_named(tokenizer)};"
-            f" its perplexity there would mean nothing - {REMEDY}"
+            f"data_path: {tokens.prefix} was written by {_described(writer)},"
+            f" {checkpoint} learned with {_described(tokenizer)};"
+            f" its perplexity there would mean nothing - {PREPARE}"
         )
 
 
-def check_known_tokens(windows_of: Iterable[Windows], vocab: int, where: str) -> None:
-    """UserError where the text holds a token that the embedding, with `vocab` rows, does not have."""
-    highest = max(int(window.max()) for windows in windows_of for window in windows.ids)
+def check_known_tokens(several: Iterable[Windows], vocab: int, checkpoint: Path | str) -> None:
+    """UserError where the text holds a token that an embedding of `vocab` rows does not have."""
+    highest = 0
+    for windows in several:
+        for ids in windows.ids:
+            highest = max(highest, int(ids.max()))
     if highest >= vocab:
         raise UserError(
-            f"data_path: holds token {highest}, {where} knows the tokens 0 to {vocab - 1} - {REMEDY}"
+            f"data_path: holds token {highest}, {checkpoint} knows the tokens 0 to {vocab - 1}"
+            f" - {PREPARE}"
         )
 
 
-def _named(tokenizer: Mapping[str, Any]) -> str:
+def _described(tokenizer: Mapping[str, Any]) -> str:
     return f"{tokenizer.get('type')} {tokenizer['hash']} ({tokenizer.get('vocab_size')} tokens)"

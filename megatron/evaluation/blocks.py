@@ -1,4 +1,4 @@
-"""Blocks of scored targets: pieces of text that stay the same when the length of the windows changes."""
+"""Blocks of scored targets: the same pieces of text at every length of the windows."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -39,7 +39,7 @@ class Blocks:
 
 
 def blocks_of(windows: Windows) -> Blocks:
-    """Cut the scored targets into blocks, in the order of the text; a new stretch begins a new block."""
+    """Cut the scored targets into blocks, in text order; a new stretch begins a new block."""
     starts: list[list[int]] = []
     numbers: list[list[int]] = []
     tokens: list[int] = []

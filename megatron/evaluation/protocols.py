@@ -1,4 +1,4 @@
-"""Protocols of evaluation: which windows of which text, and which of their targets count (docs/evaluation.md)."""
+"""Protocols of evaluation: which windows, and which of their targets count (docs/evaluation.md)."""
 
 import hashlib
 import logging
@@ -22,10 +22,10 @@ class Windows:
     """Windows of one length, in the order of the text.
 
     length: inputs of a window, in tokens
-    ids: [windows] of [length + 1] tokens, mostly views of the text. The last token is a target only.
+    ids: [windows] of [length + 1] tokens, mostly views of the text; the last is a target only
     first_scored: [windows], the position from which on a window's targets are scored
-    stretches: [windows], the number of the stretch of text that a window's scored targets are in.
-        The scored targets of one stretch follow each other. Empty where all windows are one stretch.
+    stretches: [windows], the number of the stretch of text that a window's scored targets are in;
+        the scored targets of one stretch follow each other. Empty where all are one stretch.
     edges: [buckets + 1] positions between which a mean loss of its own is wanted; empty for none
     about: keys of the protocol for the row, such as {"tail": 256}
     """
@@ -54,7 +54,7 @@ class Windows:
 
 @dataclass(frozen=True)
 class Request:
-    """What to measure: a part of some documents at several lengths, and the options of the protocols.
+    """What to measure: a part of a corpus at several lengths, and the options of protocols.
 
     tokens: the corpus
     lengths: inputs of a window, in tokens; `checked_lengths` has them in order
@@ -81,7 +81,7 @@ class Request:
 
     @cached_property
     def checked_lengths(self) -> list[int]:
-        """The lengths, each once, shortest first; UserError where there is none or one is below 1."""
+        """The lengths, each once, shortest first; UserError for none, or one below 1."""
         lengths = sorted(set(self.lengths))
         wrong = [length for length in lengths if length < 1]
         if wrong or not lengths:
@@ -119,8 +119,8 @@ class Request:
         if available < longest:
             raise UserError(
                 f"eval_part: the {self.part} part of the corpus has {max(available, 0)} tokens to"
-                f" predict, and one window of length {longest} needs {longest}; use a larger corpus,"
-                f" another split than {self.split}, or shorter lengths"
+                f" predict, and one window of length {longest} needs {longest};"
+                f" use a larger corpus, another split than {self.split}, or shorter lengths"
             )
         targets = _whole_windows(min(self.eval_tokens, available), longest)
         if available < self.eval_tokens:
@@ -135,7 +135,7 @@ class Request:
 
 
 def first_tokens(tokens: TokenFile, documents: range, count: int) -> np.ndarray:
-    """The first `count` tokens of some documents, or all where they have fewer: [count or fewer]."""
+    """The first `count` tokens of some documents: [count], or fewer where they have fewer."""
     pieces = [np.empty(0, dtype=tokens.dtype)]
     remaining = count
     for document in documents:
@@ -148,7 +148,7 @@ def first_tokens(tokens: TokenFile, documents: range, count: int) -> np.ndarray:
 
 
 def equal_tokens(request: Request) -> list[Windows]:
-    """Cut the region into windows. Lengths that divide the longest score exactly the same targets."""
+    """Cut the region into windows. Lengths that divide the longest score the same targets."""
     return [_cut(request.region, length) for length in request.checked_lengths]
 
 

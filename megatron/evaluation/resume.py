@@ -1,29 +1,67 @@
-"""What a killed evaluation had finished: rows that answer the same question, and windows of an unfinished length."""
+"""What an interrupted evaluation had finished: rows of lengths, and windows of the next length."""
 
 import hashlib
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from megatron.evaluation.perplexity import Sums, WindowSums
-from megatron.results.row import Row, agrees
+from megatron.results.row import ATTENTION_INPUTS, Question, Row, agrees, identity
 
-ROOT = Path(__file__).resolve().parents[1]
+PACKAGE = Path(__file__).resolve().parents[1]
+
+# The code that a loss depends on, whole packages and single files. Figures, pages, tables and
+# commands are not among it: their changes need no new measurement.
+SHAPES_LOSSES = (
+    "attention",
+    "config",
+    "data",
+    "model",
+    "parallel",
+    "positions",
+    "evaluation/blocks.py",
+    "evaluation/opened.py",
+    "evaluation/perplexity.py",
+    "evaluation/protocols.py",
+    "evaluation/run.py",
+    "results/statistics.py",
+    "training/checkpoint.py",
+)
 
 
 def answered(question: Mapping[str, Any], rows: Iterable[Row]) -> Row | None:
-    """The row that says the same about model, code and text, or None."""
-    wanted = _plain(question)
-    return next((row for row in rows if agrees(row, wanted)), None)
+    """The first row that has every fact of the question and the same attention inputs, or None.
+
+    A question without a window is not answered by a row with one.
+    """
+    wanted = _as_read_back(question)
+    inputs = identity(cast(Question, wanted), ATTENTION_INPUTS)
+    for row in rows:
+        if agrees(row, wanted) and identity(row, ATTENTION_INPUTS) == inputs:
+            return row
+    return None
 
 
 def code_fingerprint() -> str:
-    """12 hex digits of the package's own text: results of other code are no answer, committed or not."""
+    """12 hex digits of the code that shapes a loss, committed or not.
+
+    A row of other code is measured again.
+    """
     digest = hashlib.sha256()
-    for path in sorted(ROOT.rglob("*.py")):
+    for path in loss_shaping_files():
         digest.update(path.read_bytes())
     return digest.hexdigest()[:12]
+
+
+def loss_shaping_files() -> Iterator[Path]:
+    """The files of `SHAPES_LOSSES`, always in the same order."""
+    for name in SHAPES_LOSSES:
+        path = PACKAGE / name
+        if path.is_dir():
+            yield from sorted(path.rglob("*.py"))
+        else:
+            yield path
 
 
 def file_fingerprint(path: Path) -> str:
@@ -33,38 +71,47 @@ def file_fingerprint(path: Path) -> str:
 
 
 class WindowFile:
-    """Finished windows of one question, a hidden file beside the results for each rank, JSON line by JSON line."""
+    """Finished windows of one question, on disk until their length is done.
+
+    Each rank writes a hidden file of its own beside the results: a JSON line for each window.
+    """
 
     def __init__(self, output: Path, question: Mapping[str, Any], rank: int = 0) -> None:
-        name = hashlib.sha256(json.dumps(_plain(question), sort_keys=True).encode()).hexdigest()[
-            :12
-        ]
-        self.folder, self.pattern = output.parent, f".{output.name}.{name}.*.partial"
-        self.path = output.with_name(self.pattern.replace("*", str(rank)))
+        text = json.dumps(_as_read_back(question), sort_keys=True)
+        name = hashlib.sha256(text.encode()).hexdigest()[:12]
+        self.folder = output.parent
+        self.prefix = f".{output.name}.{name}"
+        self.path = self.folder / f"{self.prefix}.{rank}.partial"
 
     def read(self) -> Sums:
-        """What all ranks of an earlier call had noted, as far as it is whole."""
-        found: Sums = {}
-        for path in sorted(self.folder.glob(self.pattern)):
+        """The windows that all ranks of an earlier call finished."""
+        windows: Sums = {}
+        for path in self._files():
             for line in path.read_text(encoding="utf-8").splitlines():
                 try:
                     index, buckets, parts = json.loads(line)
                 except ValueError:  # cut off where the process was killed
                     continue
-                found[index] = WindowSums(buckets, parts)
-        return found
+                windows[index] = WindowSums(buckets, parts)
+        return windows
 
     def add(self, sums: Sums) -> None:
+        """Write down more windows of this rank."""
+        lines = [
+            json.dumps([index, window.buckets, window.parts]) for index, window in sums.items()
+        ]
         with self.path.open("a", encoding="utf-8") as file:
-            for index, window in sums.items():
-                file.write(json.dumps([index, window.buckets, window.parts]) + "\n")
+            file.write("".join(line + "\n" for line in lines))
 
     def remove(self) -> None:
-        """The files of all ranks: their length has its row."""
-        for path in self.folder.glob(self.pattern):
+        """Delete the files of all ranks: their length has its row."""
+        for path in self._files():
             path.unlink(missing_ok=True)
 
+    def _files(self) -> list[Path]:
+        return sorted(self.folder.glob(f"{self.prefix}.*.partial"))
 
-def _plain(question: Mapping[str, Any]) -> dict[str, Any]:
-    """As it comes back from a file."""
+
+def _as_read_back(question: Mapping[str, Any]) -> dict[str, Any]:
+    """The question as JSON gives it back: tuples are lists."""
     return json.loads(json.dumps(question))

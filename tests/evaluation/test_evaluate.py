@@ -203,7 +203,7 @@ def test_several_protocols_and_variants_of_one_model_come_from_one_call(folder, 
     assert prefix[64] == pytest.approx(rows[-1]["perplexity"], rel=1e-5)
     printed = capsys.readouterr().out
     assert printed.count("pos_emb") == 3
-    assert "mep_free, window train_length, logn_scale on" in printed
+    assert "mep_free, window 16, logn_scale on" in printed
     assert sorted(path.name for path in folder.glob("all.*png")) == [
         "all.equal_tokens.png",
         "all.position.png",

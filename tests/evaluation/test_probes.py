@@ -10,7 +10,11 @@ from torch.nn.functional import cross_entropy
 from megatron.config import load
 from megatron.errors import UserError
 from megatron.evaluation.probes.attention import attention_by_distance, edges
-from megatron.evaluation.probes.receptive_field import gradient_norms, reach, receptive_field
+from megatron.evaluation.probes.receptive_field import (
+    gradient_norms,
+    receptive_field,
+    receptive_field_tokens,
+)
 from megatron.evaluation.probes.retrieval import CUE, NEEDLE, TASKS, measured, scored, scores_of
 from megatron.model import from_config
 
@@ -142,9 +146,9 @@ def test_the_gradient_is_that_of_central_differences():
     assert not model.checkpoint_activations
 
 
-def test_the_reach_is_the_number_of_tokens_that_hold_99_percent():
-    assert reach(torch.tensor([0.5, 0.98, 0.99, 1.0])) == 3
-    assert reach(torch.tensor([1.0])) == 1
+def test_the_field_is_the_number_of_tokens_that_hold_99_percent():
+    assert receptive_field_tokens(torch.tensor([0.5, 0.98, 0.99, 1.0])) == 3
+    assert receptive_field_tokens(torch.tensor([1.0])) == 1
 
 
 @pytest.mark.parametrize("pos_emb", ["alibi", "kerple_log", "none", "fire"])

@@ -68,3 +68,11 @@ def test_a_row_answers_only_the_question_that_it_was_measured_for():
     assert answered(QUESTION, [row | {"length": 16}, row]) == row
     assert answered(QUESTION | {"code": "other"}, [row]) is None
     assert answered(QUESTION | {"pos_emb_args": {}}, [row]) is None
+
+
+def test_a_question_without_a_window_is_not_answered_by_a_row_with_one():
+    question = QUESTION | {"train_length": 512}
+    windowed = question | {"window": 512}
+    assert answered(question, [windowed]) is None
+    assert answered(question, [windowed, question]) == question
+    assert answered(question | {"window": "train_length"}, [windowed]) == windowed

@@ -1,2 +1,5 @@
-"""What perplexity hides: whether far tokens are found again (retrieval), which of them act (receptive_field) and where
-attention looks (attention)."""
+"""Probes: what a perplexity does not show.
+
+retrieval asks whether a model can use far tokens, receptive_field which tokens change its output,
+attention how far back it attends.
+"""

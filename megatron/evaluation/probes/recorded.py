@@ -14,13 +14,16 @@ from megatron.model import GPT
 
 @torch.no_grad()
 def attention_of(model: GPT, ids: Tensor) -> Tensor:
-    """ids [length] -> the probabilities of every layer and head: [layers, heads, length, length] float32."""
+    """The probabilities of every layer and head, float32 on the CPU.
+
+    ids [length] -> [layers, heads, length, length]
+    """
     layers: list[Tensor] = []
 
     def recording(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, **more: Any) -> Tensor:
-        seen = probabilities(q, k, bias, **more)
-        layers.append(seen[0])
-        return (seen @ v.to(seen.dtype)).to(q.dtype)
+        p = probabilities(q, k, bias, **more)
+        layers.append(p[0])
+        return (p @ v.to(p.dtype)).to(q.dtype)
 
     with computed_by(model, recording):
         model(ids[None])
@@ -28,10 +31,11 @@ def attention_of(model: GPT, ids: Tensor) -> Tensor:
 
 
 @contextmanager
-def computed_by(model: GPT, recording: Callable[..., Tensor]) -> Iterator[None]:
-    """Inside the block `recording`, called as `eager` is, computes the attention of every layer."""
-    backend, model.backend = model.backend, "eager"
-    BACKENDS["eager"] = recording
+def computed_by(model: GPT, attention: Callable[..., Tensor]) -> Iterator[None]:
+    """Inside the block every layer computes attention by this function, called as `eager` is."""
+    backend = model.backend
+    model.backend = "eager"
+    BACKENDS["eager"] = attention
     try:
         yield
     finally:

@@ -1,0 +1,159 @@
+"""A checkpoint together with the configuration and the text to measure it with."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megatron.commit import commit
+from megatron.config import Config
+from megatron.data.tokens import TokenFile
+from megatron.errors import UserError
+from megatron.evaluation.agreement import check_same_model, check_same_tokenizer
+from megatron.evaluation.resume import code_fingerprint, file_fingerprint
+from megatron.model import GPT, AttentionSettings
+from megatron.results.row import ATTENTION_INPUTS, Facts
+from megatron.training.checkpoint import find, load_for_evaluation
+
+
+@dataclass(frozen=True)
+class Opened:
+    """A checkpoint that was found to fit its configuration and its text.
+
+    model: the trained weights, float32, on the CPU, in eval mode
+    trained: the configuration of the training
+    config: the configuration of the measurement; `trained` where none was given
+    tokens: the text
+    path: folder of the checkpoint, such as runs/mep/global_step2000
+    record: its checkpoint.json: step, config_hash, vocab and more
+    """
+
+    model: GPT
+    trained: Config
+    config: Config
+    tokens: TokenFile
+    path: Path
+    record: dict[str, Any]
+
+    @property
+    def vocab(self) -> int:
+        """Rows of the embedding."""
+        return self.record["vocab"]
+
+    @property
+    def default_folder(self) -> Path:
+        """Where results go unless the user names a place."""
+        return self.path.parent / "evaluation"
+
+    def facts(self) -> Facts:
+        """What every row says about the model, where it now is, and about the code."""
+        weight = next(self.model.parameters())
+        tokenizer = self.record.get("tokenizer") or {}
+        return {
+            "pos_emb": self.trained.position.pos_emb,
+            "pos_emb_args": self.trained.flat()["pos_emb_args"],
+            "train_length": self.trained.model.seq_length,
+            "step": self.record["step"],
+            "windows_per_step": self.record.get("windows_per_step"),
+            "config_hash": self.record["config_hash"],
+            "seed": self.trained.training.seed,
+            "checkpoint": str(self.path),
+            "weights": file_fingerprint(self.path / "model.safetensors"),
+            "tokenizer": tokenizer.get("hash"),
+            "dtype": str(weight.dtype).removeprefix("torch."),
+            "device": weight.device.type,
+            "commit": commit(),
+            "code": code_fingerprint(),
+        }
+
+    def facts_of_text(self, protocol: str) -> Facts:
+        """What every row says about the text."""
+        return {
+            "corpus": self.tokens.meta.get("corpus") or self.tokens.prefix.name,
+            "part": self.config.evaluation.eval_part,
+            "split": self.config.data.split,
+            "protocol": protocol,
+        }
+
+    def facts_of_attention(self, attention: AttentionSettings) -> Facts:
+        """What every row says about attention, after the model was made to use it."""
+        return {"attention_backend": self.model.resolved_backend, **variant(attention)}
+
+
+def opened(config: Config | None, folder: str | Path | None, step: int | None) -> Opened:
+    """Open a checkpoint and its text, and check that they agree.
+
+    config: the configuration given; None for that of the training
+    folder: of a run or of one checkpoint; None for `load` or `save` of the configuration
+    step: which checkpoint of a run; None for the latest
+    UserError where there is no checkpoint or no text, or where they do not belong together.
+    """
+    chosen = folder or checkpoint_folder(config, step)
+    model, trained, record = load_for_evaluation(chosen, step)
+    path = Path(record["path"])
+    given = config or trained
+    tokens = TokenFile.open(data_path(given, trained))
+    check_same_model(what_must_agree(given, trained), what_must_agree(trained, trained), path)
+    check_same_tokenizer(tokens, record.get("tokenizer") or {}, path)
+    return Opened(model, trained, given, tokens, path, record)
+
+
+def variant(attention: AttentionSettings) -> Facts:
+    """The keys that change which keys a query sees or how; only those that are on.
+
+    They may have been set in training or for this measurement.
+    """
+    values = {key: getattr(attention, key) for key in ATTENTION_INPUTS}
+    return {key: value for key, value in values.items() if value}
+
+
+def data_path(given: Config, trained: Config) -> str:
+    """The prefix of the token files: the one given, else that of the training; "" for none."""
+    return given.data.data_path or trained.data.data_path or ""
+
+
+def what_must_agree(config: Config, trained: Config) -> Facts:
+    """Keys of a configuration that must be those of the training.
+
+    They are the keys that make the model. On the data of the training the split is one too:
+    with another split, text of the training would be measured. The path of pos_emb_file is none:
+    its text was compared when the checkpoint's configuration was read.
+    """
+    keys = config.model_keys()
+    own = Path(data_path(config, trained)).resolve()
+    of_training = Path(data_path(trained, trained)).resolve()
+    if own == of_training:
+        keys["split"] = config.data.split
+    return keys
+
+
+def checkpoint_folder(config: Config | None, step: int | None) -> str:
+    """The folder of the checkpoint that a configuration means.
+
+    That is the one whose own config.yml is given; else load or save, whichever holds a checkpoint.
+    UserError where both hold different ones, or none is named.
+    """
+    if config and config.sources and step is None:
+        own = Path(config.sources[0]).parent
+        if (own / "checkpoint.json").exists():
+            return str(own)
+    named = [config.checkpoint.load, config.checkpoint.save] if config else []
+    folders = list(dict.fromkeys(folder for folder in named if folder))
+    if not folders:
+        raise UserError(
+            "checkpoint: none is named - give the configuration of a run, or --checkpoint DIR"
+        )
+    holding = [folder for folder in folders if holds_checkpoint(folder, step)]
+    if len(holding) == 2:
+        raise UserError(
+            f"checkpoint: load ({folders[0]}) and save ({folders[1]}) both hold one"
+            " - say which with --checkpoint"
+        )
+    return holding[0] if holding else folders[0]
+
+
+def holds_checkpoint(folder: str, step: int | None) -> bool:
+    """Whether a folder is or has a checkpoint, of that step where one is given."""
+    try:
+        return find(folder, step).is_dir()
+    except UserError:
+        return False
