@@ -1,21 +1,39 @@
-"""Are encodings different, and how sure is that? python tools/compare.py A.jsonl B.jsonl … [--against NAME] [-o out.md]
+"""Are encodings different, and how sure is that?
 
-Pairs the losses of the same windows of the same text, as evaluate.py wrote them; the first encoding is the reference.
-Several seeds of an encoding are one line; from three common seeds on the runs are compared by seed.
+python tools/compare.py A.jsonl B.jsonl … [--against NAME] [-o out.md]
+
+Pairs the losses of the same text, as evaluate.py wrote them; the first encoding is the reference.
+From three common seeds on a difference is tested over seeds. With fewer, its interval is about
+these weights on this text, and nothing is marked as significant.
 """
 
 import argparse
 import json
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 from megatron.errors import UserError
-from megatron.files import Beside
-from megatron.results.comparison import Comparison, compared, encodings, tables
+from megatron.files import write_text
+from megatron.results.comparison import Comparison, compared, encodings
+from megatron.results.comparison_table import tables
 from megatron.results.files import read_results
 
 
 def main(argv: list[str] | None = None) -> int:
+    options = _parser().parse_args(argv)
+    try:
+        comparisons = compared(encodings(read_results(options.results)), options.against)
+        if options.output:
+            write(comparisons, options.output)
+    except UserError as fault:
+        print(fault, file=sys.stderr)
+        return 1
+    print(tables(comparisons))
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -26,27 +44,15 @@ def main(argv: list[str] | None = None) -> int:
         "--against", metavar="NAME", help="the encoding to compare with; default: the first"
     )
     parser.add_argument("-o", "--output", type=Path, metavar="FILE", help="also as .md or .json")
-    options = parser.parse_args(argv)
-    try:
-        found = compared(encodings(read_results(options.results)), options.against)
-        if options.output:
-            write(found, options.output)
-        print(tables(found))
-    except UserError as fault:
-        print(fault, file=sys.stderr)
-        return 1
-    return 0
+    return parser
 
 
-def write(found: list[Comparison], path: Path) -> None:
+def write(comparisons: Sequence[Comparison], path: Path) -> None:
     """As Markdown or JSON, by the suffix."""
-    if path.suffix not in (".md", ".json"):
+    if path.suffix == ".md":
+        text = tables(comparisons, markdown=True)
+    elif path.suffix == ".json":
+        text = json.dumps([one.plain() for one in comparisons], indent=1)
+    else:
         raise UserError(f"--output: {path} is neither .md nor .json - name it so")
-    markdown = path.suffix == ".md"
-    text = (
-        tables(found, markdown=True)
-        if markdown
-        else json.dumps([one.plain() for one in found], indent=1)
-    )
-    with Beside(path) as temporary:
-        temporary.write_text(text + "\n", encoding="utf-8")
+    write_text(path, text + "\n")

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from megatron.errors import UserError
 from megatron.report.figures.curves import plot_perplexity
-from megatron.results.comparison import over_seeds
+from megatron.results.comparison_table import over_seeds
 from megatron.results.files import read_results
 from megatron.results.table import table
 

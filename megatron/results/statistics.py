@@ -69,43 +69,48 @@ def mean_of(values: ArrayLike, weights: ArrayLike | None = None) -> Estimate:
     return Estimate(mean, math.sqrt(long_run / n), df, n, block, n_eff)
 
 
-def mean_of_blocks(values: ArrayLike, weights: ArrayLike | None = None) -> Estimate:
-    """The weighted mean of differences of blocks [windows, blocks of a window], in text order.
+def mean_of_blocks(
+    values: ArrayLike, sizes: Sequence[int], weights: ArrayLike | None = None
+) -> Estimate:
+    """The weighted mean of values of blocks [blocks] in text order, such as differences in loss.
+
+    sizes: blocks of each window [windows]
 
     The error is the larger of two, each with the interval of its own degrees of freedom. One allows
     for neighbours that correlate: slow cosine waves over the whole text measure how much its mean
     fluctuates (Lazarus, Lewis, Stock and Watson 2018). The other allows for what all blocks of a
-    window share: the spread of the windows' means. A difference that depends on the position
-    within the window is no error and counts in neither.
+    window share: the spread of the sums of windows. A difference that depends on the position
+    within the window is no error; it counts in neither where all windows have the same size.
     """
     x = np.asarray(values, dtype=np.float64)
     w = np.ones_like(x) if weights is None else np.asarray(weights, dtype=np.float64)
-    windows, in_window = x.shape
-    n = windows * in_window
+    n = len(x)
     mean = float((w * x).sum() / w.sum())
     if n < FEWEST:
         return Estimate(mean, None, 0, n, 1, None)
     deviation = _linearised(x, w, mean)
+    windows, in_window = _shape(sizes)
     waves = slow_waves(windows, in_window)
-    amplitudes = waves.T @ deviation.ravel()
+    amplitudes = waves.T @ deviation  # [waves]
     long_run = float((amplitudes**2).mean())
     df = len(amplitudes)
-    if windows > 1 and in_window > 1:
-        between = in_window * float(deviation.mean(axis=1).var(ddof=1))
-        if _half_width(between, windows - 1) > _half_width(long_run, df):
-            long_run = between
-            df = windows - 1
-    n_eff = _worth(n, _own_variance(deviation), long_run)
-    return Estimate(mean, math.sqrt(long_run / n), df, n, 1, n_eff)
+    if 1 < len(sizes) < n:
+        between, between_df = _between_windows(deviation, sizes)
+        if _half_width(between, between_df) > _half_width(long_run, df):
+            long_run, df = between, between_df
+    own = _own_variance(deviation.reshape(windows, in_window))
+    return Estimate(mean, math.sqrt(long_run / n), df, n, 1, _worth(n, own, long_run))
 
 
 @lru_cache(maxsize=16)
 def slow_waves(windows: int, in_window: int) -> Array:
-    """Slow cosine waves over n blocks: [windows · blocks of a window, waves].
+    """Slow cosine waves over n blocks: [n = windows · in_window, waves].
+
+    in_window: blocks of a window
 
     The waves are orthogonal to each other, to a constant and, with several windows, to everything
     that repeats from window to window. Their number is 0.3 n^(2/3), and all are slower than a
-    window: Lazarus et al. recommend 0.4 n^(2/3); differences between encodings correlate over
+    window. Lazarus et al. recommend 0.4 n^(2/3); differences between encodings correlate over
     several blocks, for which 0.3 covers better (docs/evaluation.md).
     """
     n = windows * in_window
@@ -119,8 +124,15 @@ def slow_waves(windows: int, in_window: int) -> Array:
         by_window = waves.reshape(windows, in_window, count)
         waves = (by_window - by_window.mean(axis=0)).reshape(n, count)
     orthogonal, _ = np.linalg.qr(waves)
-    orthogonal.flags.writeable = False  # shared by all who ask
+    orthogonal.flags.writeable = False  # shared by all callers
     return orthogonal
+
+
+def _shape(sizes: Sequence[int]) -> tuple[int, int]:
+    """(windows, blocks of a window); one window of all blocks where the sizes differ."""
+    if len(set(sizes)) == 1:
+        return len(sizes), sizes[0]
+    return 1, sum(sizes)
 
 
 def _linearised(x: Array, w: Array, mean: float) -> Array:
@@ -128,8 +140,17 @@ def _linearised(x: Array, w: Array, mean: float) -> Array:
     return w * (x - mean) / w.mean()
 
 
+def _between_windows(deviation: Array, sizes: Sequence[int]) -> tuple[float, int]:
+    """n times the variance of the mean, from independent windows, and its degrees of freedom."""
+    windows = len(sizes)
+    starts = np.cumsum([0, *sizes[:-1]])
+    sums = np.add.reduceat(deviation, starts)  # [windows]
+    variance = windows / (windows - 1) * (sums**2).sum() / len(deviation)
+    return float(variance), windows - 1
+
+
 def _own_variance(deviation: Array) -> float:
-    """The variance of single blocks, around the profile of a window where there are several."""
+    """The variance of single blocks, around the mean of their position where windows repeat it."""
     windows, in_window = deviation.shape
     if windows == 1 or in_window == 1:
         return float(deviation.var(ddof=1))
@@ -202,10 +223,9 @@ def t_distribution(t: float, df: int) -> float:
         total += term
         ratio = (2 * k + 1 + odd) / (2 * k + 2 + odd)
         term *= cosine**2 * ratio
+    inside = sine * total
     if odd:
         inside = 2 / math.pi * (angle + sine * cosine * total)
-    else:
-        inside = sine * total
     return 0.5 + math.copysign(inside, t) / 2
 
 

@@ -5,13 +5,12 @@ import re
 
 import pytest
 
-from megatron.errors import UserError
 from megatron.report.evidence import Evidence, Gap
 from megatron.report.html.drawn import grouped
 from megatron.report.html.figures import svg
 from megatron.report.html.page import Page
 from megatron.report.html.probed import by_checkpoint
-from megatron.results.comparison import over_seeds
+from megatron.results.comparison_table import over_seeds
 from tests.report.support import ROWS, Reader, row, texts
 
 
@@ -42,77 +41,6 @@ def test_every_number_of_the_rows_is_in_the_table(page):
         if one["perplexity"] is not None:
             assert f"seed {one['seed']}: {one['perplexity']:.6g} (loss 2.4)" in page
     assert 'class="best"' not in page, "without losses by window nothing is known to be better"
-
-
-def test_bold_is_what_does_not_differ_significantly_from_the_lowest():
-    rows = texts(
-        *(("alibi", 512, 0.0), ("mep", 512, 0.0005), ("t5", 512, 0.05)),
-        *(("alibi", 1024, 0.05), ("mep", 1024, 0.0), ("t5", 1024, 0.5)),
-    )
-    found = Page([*rows], [], {}).html("t")
-    bold = re.findall(
-        r'<tr><td>(\w+)</td><td[^>]*>1</td><td( class="best")?[^>]*>.*?</td><td( class="best")?',
-        found,
-    )
-    assert [(name, bool(first), bool(second)) for name, first, second in bold] == [
-        *(("alibi", True, False), ("mep", True, True), ("t5", False, False)),
-    ]
-
-
-@pytest.mark.parametrize(
-    "change", [{"window_losses": [3.0, 3.1], "windows": 2}, {"window_losses": None}, {"text": "u"}]
-)
-def test_nothing_is_bold_where_a_number_cannot_be_tested(change):
-    rows = [*texts(("alibi", 512, 0.0), ("mep", 512, 0.5), ("t5", 512, 0.1))]
-    several = change.get("windows") == 2  # two windows say nothing about their error
-    rows = [one | change if several or one["pos_emb"] == "t5" else one for one in rows]
-    assert 'class="best"' not in Page(rows, [], {}).html("t")
-    refused = [
-        one | {"loss": None, "perplexity": None, "reason": "it ends before"} for one in rows[2:]
-    ]
-    assert several or 'class="best"' in Page([*rows[:2], *refused], [], {}).html("t")
-
-
-def test_differences_are_from_the_lowest_at_the_longest_length_that_has_a_number():
-    rows = [*texts(("alibi", 512, 0.0), ("mep", 512, 0.5))]
-    rows += [
-        row(name, 1, 1024, None, loss=None, reason="out of memory") for name in ("alibi", "mep")
-    ]
-    assert Reader(Page(rows, [], {}).html("t")).tables[1][0] == ["loss - alibi", "512", "1024"]
-
-
-def test_differences_are_paired_against_the_lowest_at_the_longest_length_or_one_that_is_named():
-    rows = [
-        *texts(
-            ("alibi", 512, 0.0),
-            ("mep", 512, -0.03),
-            ("t5", 512, 0.1),
-            ("alibi", 1024, 0.0),
-            ("mep", 1024, 0.2),
-        )
-    ]
-    table = Reader(Page(rows, [], {}).html("t")).tables[1]
-    assert table[0] == ["loss - alibi", "512", "1024"]
-    assert [[text.split(" ")[0] for text in line] for line in table[1:]] == [
-        ["mep", "‡-0.030", "†+0.200"],
-        ["t5", "†+0.100", "-"],
-    ]
-    other = Reader(Page(rows, [], {}, against="mep").html("t")).tables[1]
-    assert other[0] == ["loss - mep", "512", "1024"]
-    assert other[1][0] == "alibi"
-    with pytest.raises(
-        UserError,
-        match="--against: 'rope' is no encoding of these results"
-        " - choose one of 'alibi', 'mep', 't5'",
-    ):
-        Page(rows, [], {}, against="rope").html("t")
-
-
-def test_where_nothing_can_be_paired_the_page_says_why():
-    rows = [row("alibi", 1, 512, 10.0), row("mep", 1, 512, 11.0)]
-    assert "mep at 512: mep: no losses by window in its results - measure it again" in Page(
-        rows, [], {}
-    ).html("t")
 
 
 def test_a_pass_by_position_is_shown_at_the_shorter_lengths_that_it_holds():

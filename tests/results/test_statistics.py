@@ -3,7 +3,14 @@
 import numpy as np
 import pytest
 
-from megatron.results.statistics import holm, mean_of, t_distribution, t_quantile
+from megatron.results.statistics import (
+    holm,
+    mean_of,
+    mean_of_blocks,
+    slow_waves,
+    t_distribution,
+    t_quantile,
+)
 
 
 def correlated(generator, count, n, rho):
@@ -47,6 +54,61 @@ def test_windows_that_are_alike_count_less():
 def test_two_windows_say_nothing_about_their_error():
     assert mean_of([1.0, 2.0]).interval() is None
     assert mean_of([1.0, 2.0]).p is None
+
+
+def test_what_the_blocks_of_a_window_share_gives_the_error_of_independent_windows():
+    windows = np.random.default_rng(3).standard_normal(6)
+    shared = mean_of_blocks(np.repeat(windows, 32), [32] * 6)
+    assert shared.mean == pytest.approx(windows.mean())
+    assert shared.stderr == pytest.approx(windows.std(ddof=1) / np.sqrt(6))
+    assert (shared.df, shared.n) == (5, 192)
+    assert shared.n_eff == pytest.approx(6, rel=0.01)
+
+
+def test_windows_of_other_sizes_have_the_error_of_independent_clusters():
+    sizes = [64, 32, 32, 32]
+    windows = np.array([0.5, -1.0, 0.2, 0.8])
+    blocks = np.repeat(windows, sizes)
+    estimate = mean_of_blocks(blocks, sizes)
+    # Cluster-robust variance of a mean, with the usual correction for few clusters.
+    sums = sizes * (windows - blocks.mean())
+    assert estimate.stderr == pytest.approx(np.sqrt(4 / 3 * (sums**2).sum()) / 160)
+    assert estimate.df == 3
+
+
+def test_neighbouring_blocks_that_correlate_count_less():
+    for rho in (0.0, 0.5):
+        (values,) = correlated(np.random.default_rng(2), 1, 20000, rho)
+        n_eff = mean_of_blocks(values, [20000]).n_eff
+        assert n_eff == pytest.approx(20000 * (1 - rho) / (1 + rho), rel=0.2)
+
+
+def test_a_profile_that_every_window_repeats_changes_the_mean_and_not_its_error():
+    noise = np.random.default_rng(5).standard_normal((8, 32))
+    profile = np.log1p(np.arange(32))
+    flat, rising = (mean_of_blocks(one.ravel(), [32] * 8) for one in (noise, noise + profile))
+    assert rising.mean - flat.mean == pytest.approx(profile.mean())
+    assert (rising.stderr, rising.df) == (pytest.approx(flat.stderr), flat.df)
+    assert rising.n_eff == pytest.approx(flat.n_eff)
+
+
+def test_slow_waves_are_orthogonal_to_each_other_and_to_every_profile():
+    waves = slow_waves(8, 32)
+    assert waves.shape == (256, 12)  # 0.3 n^(2/3)
+    np.testing.assert_allclose(waves.T @ waves, np.eye(12), atol=1e-12)
+    np.testing.assert_allclose(waves.reshape(8, 32, 12).sum(axis=0), 0, atol=1e-12)
+    assert slow_waves(2, 32).shape[1] == 3, "slower than a window"
+
+
+def test_blocks_weigh_as_much_as_their_targets():
+    values, weights = [2.0, *[1.0] * 30], [488, *[512] * 30]
+    mean = mean_of_blocks(values, [1] * 31, weights).mean
+    assert mean == pytest.approx((2 * 488 + 30 * 512) / (488 + 30 * 512))
+
+
+def test_two_blocks_say_nothing_about_their_error():
+    assert mean_of_blocks([1.0, 2.0], [1, 1]).interval() is None
+    assert mean_of_blocks([1.0, 1.0, 1.0], [3]).interval() == (1.0, 1.0)
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,7 @@
 
 import json
 
-from megatron.results.comparison import over_seeds
+from megatron.results.comparison_table import over_seeds
 from megatron.results.files import read_results
 from tests.support import ROOT, run
 

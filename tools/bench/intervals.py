@@ -95,7 +95,7 @@ def coverage(noise: Noise, windows: int, in_window: int, *, runs: int, seed: int
     means: list[float] = []
     ends: list[tuple[float, float]] = []
     for differences in simulated(generator, noise, runs, windows, in_window):
-        estimate = mean_of_blocks(differences)
+        estimate = mean_of_blocks(differences.ravel(), [in_window] * windows)
         interval = estimate.interval()
         assert interval is not None
         means.append(estimate.mean)

@@ -10,6 +10,7 @@ from megatron.report.html import figures
 from megatron.report.html.drawn import Drawn
 from megatron.report.html.elements import Cell, items, paragraph, table
 from megatron.report.html.paired import (
+    about_bold,
     as_low_as_the_lowest,
     comparisons,
     intervals,
@@ -18,7 +19,6 @@ from megatron.report.html.paired import (
 )
 from megatron.report.html.texts import (
     BANDS,
-    BOLD,
     DIFFERENCES,
     MEANS,
     NEAR,
@@ -140,11 +140,10 @@ def perplexities(found: Sequence[Group], rows: Sequence[Row], where: str, drawn:
         below.append(OF_SEEDS)
     if any(text.startswith("[") for text in spreads):
         below.append(OF_WINDOWS)
-    if any(bold.values()):
-        below.append(BOLD)
-    return table(["pos_emb", "seeds", *length_headings(rows)], body) + paragraph(
-        " ".join(below), "muted"
-    )
+    below.append(about_bold(found, bold))
+    head = ["pos_emb", "seeds", *length_headings(rows)]
+    caption = " ".join(sentence for sentence in below if sentence)
+    return table(head, body) + paragraph(caption, "muted")
 
 
 def perplexity_cell(rows: Sequence[Row], *, best: bool) -> Cell:

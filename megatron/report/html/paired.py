@@ -1,14 +1,15 @@
 """Encodings compared on the same text: with a reference, and with the lowest of a column."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from megatron.errors import UserError
 from megatron.report.groups import Group
 from megatron.report.html.elements import Cell, items, paragraph, table
-from megatron.report.html.texts import PAIRED
+from megatron.report.html.texts import BOLD, NOT_BOLD, PAIRED
 from megatron.report.series import Interval, summary
-from megatron.results.comparison import Comparison, compared, how_made
+from megatron.results.comparison import SEEDS, Comparison, about, compared
+from megatron.results.comparison_table import by_seed_text, how_made
 from megatron.results.labels import matching, select
 from megatron.results.row import Row
 from megatron.results.statistics import perplexity_of
@@ -52,8 +53,9 @@ def paired(compared_with: Sequence[Comparison], reason: str) -> str:
             cells = [difference_cell(by_place.get((label, length))) for length in lengths]
             body.append([Cell(label), *cells])
     head = [f"loss - {reference}", *map(str, lengths)]
-    about = paragraph(PAIRED.format(reference=reference))
-    return about + table(head, body) + items(how_made(compared_with))
+    subjects = dict.fromkeys(about(one.is_claim) for one in compared_with if one.difference)
+    caption = PAIRED.format(reference=reference, about=" or ".join(subjects))
+    return paragraph(caption) + table(head, body) + items(how_made(compared_with))
 
 
 def reference_of(found: Sequence[Group], against: str | None) -> str | None:
@@ -91,7 +93,8 @@ def lowest(found: Sequence[Group], length: int) -> str | None:
 def as_low_as_the_lowest(found: Sequence[Group], length: int) -> set[str]:
     """The lowest at a length, and all whose interval of the difference from it contains 0.
 
-    Empty where a number cannot be tested against the lowest: without bold it would look worse.
+    Empty where one has too few seeds for a claim, or no number that can be tested against the
+    lowest: without bold it would look worse.
     """
     best = lowest(found, length)
     here = []
@@ -103,22 +106,35 @@ def as_low_as_the_lowest(found: Sequence[Group], length: int) -> set[str]:
     for one in compared_with:
         if one.encoding != best and one.perplexity is not None:
             others.append(one)
-    if best is None or not others or any(one.interval is None for one in others):
+    if best is None or not others or not all(one.is_claim for one in others):
         return set()
     close = {one.encoding for one in others if one.interval and one.interval[0] <= 0}
     return {best, *close}
 
 
+def about_bold(found: Sequence[Group], bold: Mapping[int, set[str]]) -> str:
+    """What bold means in a table of perplexities, or why nothing is bold. bold: by length"""
+    if any(bold.values()):
+        return BOLD
+    too_few = any(len(group.seeds) < SEEDS for group in found)
+    return NOT_BOLD.format(seeds=SEEDS) if too_few and len(found) > 1 else ""
+
+
 def difference_cell(one: Comparison | None) -> Cell:
-    """A difference with its mark and interval; ratio, p and worth of the windows on hover."""
+    """A difference with its mark and interval; on hover its ratio, p, seeds and n_eff."""
     if one is None or one.difference is None:
         reason = one.reason if one is not None else None
         return Cell("-", kind="missing", title=reason or "not measured")
     mean = one.difference.mean
-    interval = "[{:+.3f}, {:+.3f}]".format(*one.interval) if one.interval else ""
+    around = "[{:+.3f}, {:+.3f}]".format(*one.interval) if one.interval else ""
+    if one.seeds_disagree:
+        around = f"{around} seeds disagree in sign".strip()
     facts = [f"ratio {perplexity_of(mean) or math.inf:.4f}"]
     if one.p is not None:
         facts.append(f"p {one.p:.2g} over {one.unit}")
-    if one.windows and one.windows.n_eff:
-        facts.append(f"{one.windows.n_eff:.0f} of {one.windows.n} windows")
-    return Cell(f"{one.mark}{mean:+.3f}", mean, interval, "; ".join(facts))
+    if len(one.by_seed) > 1:
+        facts.append(f"by seed: {by_seed_text(one)}")
+    if one.over_text and one.over_text.estimate.n_eff:
+        estimate = one.over_text.estimate
+        facts.append(f"{estimate.n_eff:.0f} of {estimate.n} independent {one.over_text.unit}")
+    return Cell(f"{one.mark}{mean:+.3f}", mean, around, "; ".join(facts))

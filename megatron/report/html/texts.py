@@ -33,11 +33,15 @@ OF_WINDOWS = (
 )
 BOLD = (
     "Bold: the lowest mean of a column, and those whose 95 % interval of the difference from it"
-    " contains 0."
+    " (over seeds) contains 0."
+)
+NOT_BOLD = (
+    "Nothing is bold: which encoding is lower is a claim about training, and needs at least"
+    " {seeds} seeds of each."
 )
 PAIRED = (
-    "Loss minus the loss of {reference} on the same text, in nats, with its 95 % interval. Hover"
-    " for the ratio of perplexities and p."
+    "Loss minus the loss of {reference} on the same text, in nats. In brackets: 95 % interval,"
+    " {about}. Hover for the ratio of perplexities and each seed's difference."
 )
 POSITIONS = "Loss by position in the longest windows, averaged over half octaves of position."
 DIFFERENCES = (
