@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -10,6 +11,8 @@ from megatron.results.row import Row
 from megatron.results.statistics import Estimate, mean_of, mean_of_blocks
 
 Losses = NDArray[np.float64]
+RowsByText = dict[str, list[Row]]
+Pieces = Literal["window_losses", "block_losses"]
 
 BLOCK = 512  # scored targets of a block, where a row does not say otherwise
 
@@ -89,40 +92,45 @@ def over_text(ours: Sequence[Row], theirs: Sequence[Row]) -> TextEstimate:
     return _over_windows(our_runs, their_runs)
 
 
-def _by_text(rows: Iterable[Row]) -> dict[str, list[Row]]:
-    by_text: dict[str, list[Row]] = {}
+def _by_text(rows: Iterable[Row]) -> RowsByText:
+    by_text: RowsByText = {}
     for row in rows:
         by_text.setdefault(row.get("text", ""), []).append(row)
     return by_text
 
 
-def _over_blocks(ours: dict[str, list[Row]], theirs: dict[str, list[Row]]) -> TextEstimate:
-    differences: list[Losses] = []
+def _over_blocks(ours: RowsByText, theirs: RowsByText) -> TextEstimate:
+    first_rows = [rows[0] for rows in ours.values()]
     sizes: list[int] = []
     weights: list[int] = []
-    for text, rows in ours.items():
-        our_mean = np.mean([row.get("block_losses", []) for row in rows], axis=0)
-        their_mean = np.mean([row.get("block_losses", []) for row in theirs[text]], axis=0)
-        differences.append(our_mean - their_mean)
-        sizes += blocks_of_windows(rows[0])
-        weights += tokens_of_blocks(rows[0])
-    estimate = mean_of_blocks(np.concatenate(differences), sizes, weights)
-    windows = sum(rows[0]["windows"] for rows in ours.values())
+    for row in first_rows:
+        sizes += blocks_of_windows(row)
+        weights += tokens_of_blocks(row)
+    differences = _differences(ours, theirs, "block_losses")
+    estimate = mean_of_blocks(differences, sizes, weights)
+    windows = sum(row["windows"] for row in first_rows)
     return TextEstimate(estimate, "blocks", windows, tokens=float(np.mean(weights)))
 
 
-def _over_windows(ours: dict[str, list[Row]], theirs: dict[str, list[Row]]) -> TextEstimate:
-    differences: list[Losses] = []
+def _over_windows(ours: RowsByText, theirs: RowsByText) -> TextEstimate:
+    first_rows = [rows[0] for rows in ours.values()]
     weights: list[float] = []
-    for text, rows in ours.items():
-        our_mean = np.mean([row.get("window_losses", []) for row in rows], axis=0)
-        their_mean = np.mean([row.get("window_losses", []) for row in theirs[text]], axis=0)
-        differences.append(our_mean - their_mean)
-        weights += tokens_of_windows(rows[0])
-    estimate = mean_of(np.concatenate(differences), weights)
-    first = next(iter(ours.values()))[0]
-    tokens = first["tokens"] / first["windows"]
+    for row in first_rows:
+        weights += tokens_of_windows(row)
+    differences = _differences(ours, theirs, "window_losses")
+    estimate = mean_of(differences, weights)
+    tokens = first_rows[0]["tokens"] / first_rows[0]["windows"]
     return TextEstimate(estimate, "windows", windows=estimate.n, tokens=tokens)
+
+
+def _differences(ours: RowsByText, theirs: RowsByText, key: Pieces) -> Losses:
+    """The difference of each piece of each text, averaged over the runs of a text: [pieces]"""
+    parts = []
+    for text in ours:
+        our_mean = np.mean([row.get(key, []) for row in ours[text]], axis=0)
+        their_mean = np.mean([row.get(key, []) for row in theirs[text]], axis=0)
+        parts.append(our_mean - their_mean)
+    return np.concatenate(parts)
 
 
 def tokens_of_windows(row: Row) -> list[float]:

@@ -52,21 +52,21 @@ def mean_of(values: ArrayLike, weights: ArrayLike | None = None) -> Estimate:
     n b / ((n - b + 1) (n - b)) times the squared means of the batches' deviations, with
     1.5 (n / b - 1) degrees of freedom.
     """
-    x = np.asarray(values, dtype=np.float64)
-    w = np.ones_like(x) if weights is None else np.asarray(weights, dtype=np.float64)
+    x, w = _as_arrays(values, weights)
     n = len(x)
     block = block_length(n)
     mean = float((w * x).sum() / w.sum())
     if n < FEWEST:
         return Estimate(mean, None, 0, n, block, None)
     deviation = _linearised(x, w, mean)
-    batches = np.convolve(deviation, np.ones(block), mode="valid") / block  # their means
+    sums = np.convolve(deviation, np.ones(block), mode="valid")  # of overlapping batches
+    batches = sums / block
     scale = n * block / ((n - block + 1) * (n - block))
     long_run = float(scale * (batches**2).sum())
-    n_eff = _worth(n, float(deviation.var(ddof=1)), long_run)
+    own = float(deviation.var(ddof=1))
     df = math.floor(1.5 * (n / block - 1))
     df = max(1, min(n - 1, df))
-    return Estimate(mean, math.sqrt(long_run / n), df, n, block, n_eff)
+    return Estimate(mean, math.sqrt(long_run / n), df, n, block, _worth(n, own, long_run))
 
 
 def mean_of_blocks(
@@ -82,8 +82,7 @@ def mean_of_blocks(
     window share: the spread of the sums of windows. A difference that depends on the position
     within the window is no error; it counts in neither where all windows have the same size.
     """
-    x = np.asarray(values, dtype=np.float64)
-    w = np.ones_like(x) if weights is None else np.asarray(weights, dtype=np.float64)
+    x, w = _as_arrays(values, weights)
     n = len(x)
     mean = float((w * x).sum() / w.sum())
     if n < FEWEST:
@@ -133,6 +132,13 @@ def _shape(sizes: Sequence[int]) -> tuple[int, int]:
     if len(set(sizes)) == 1:
         return len(sizes), sizes[0]
     return 1, sum(sizes)
+
+
+def _as_arrays(values: ArrayLike, weights: ArrayLike | None) -> tuple[Array, Array]:
+    x = np.asarray(values, dtype=np.float64)
+    if weights is None:
+        return x, np.ones_like(x)
+    return x, np.asarray(weights, dtype=np.float64)
 
 
 def _linearised(x: Array, w: Array, mean: float) -> Array:

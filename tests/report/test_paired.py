@@ -52,14 +52,24 @@ def test_nothing_is_bold_or_marked_with_two_seeds_and_the_page_says_why():
     assert not {"†", "‡"} & set(page)
     assert "by seed: +0.2040 (seed 1), +0.2080 (seed 2)" in page
     assert "disagree" not in page
+    each_seed = Reader(page).tables[2]
+    assert each_seed == [
+        ["each seed's loss - alibi", "512"],
+        ["mep", "+0.204, +0.208"],
+        ["t5", "+0.102, +0.104"],
+    ]
+    one_seed = [one for one in rows if one["seed"] == 1]
+    heads = [table[0][0] for table in Reader(Page(one_seed, [], {}).html("t")).tables]
+    assert heads[:2] == ["pos_emb", "loss - alibi"]
+    assert "each seed's loss - alibi" not in heads
 
 
 def test_seeds_that_disagree_in_sign_are_said_to_beside_their_difference():
     rows = seeds_of(("alibi", 512, 0.0), ("mep", 512, 0.2), seeds=2)
     losses = [one - 0.5 for one in rows[1]["window_losses"]]
     rows[1] |= {"loss": rows[1]["loss"] - 0.5, "window_losses": losses}
-    table = Reader(Page(rows, [], {}, against="alibi").html("t")).tables[1]
-    assert table[1][1].endswith("seeds disagree in sign")
+    table = Reader(Page(rows, [], {}, against="alibi").html("t")).tables[2]
+    assert table[1][1] == "-0.296, +0.208 seeds disagree in sign"
 
 
 def test_an_encoding_with_fewer_seeds_than_the_others_leaves_nothing_bold():

@@ -1,12 +1,12 @@
 """Encodings compared on the same text: with a reference, and with the lowest of a column."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from megatron.errors import UserError
 from megatron.report.groups import Group
 from megatron.report.html.elements import Cell, items, paragraph, table
-from megatron.report.html.texts import BOLD, NOT_BOLD, PAIRED
+from megatron.report.html.texts import BOLD, BY_SEED, NOT_BOLD, PAIRED
 from megatron.report.series import Interval, summary
 from megatron.results.comparison import SEEDS, Comparison, about, compared
 from megatron.results.comparison_table import by_seed_text, how_made
@@ -45,17 +45,29 @@ def paired(compared_with: Sequence[Comparison], reason: str) -> str:
     if not compared_with:
         return paragraph(reason)
     reference = compared_with[0].reference
+    subjects = dict.fromkeys(about(one.is_claim) for one in compared_with if one.difference)
+    caption = PAIRED.format(reference=reference, about=" or ".join(subjects))
+    differences = _table(f"loss - {reference}", compared_with, difference_cell)
+    parts = [paragraph(caption), differences]
+    if any(len(one.by_seed) > 1 and not one.is_claim for one in compared_with):
+        by_seed = _table(f"each seed's loss - {reference}", compared_with, seeds_cell)
+        parts += [paragraph(BY_SEED), by_seed]
+    parts.append(items(how_made(compared_with)))
+    return "".join(parts)
+
+
+def _table(
+    heading: str, compared_with: Sequence[Comparison], cell: Callable[[Comparison | None], Cell]
+) -> str:
+    """A line for each encoding but the reference, a column for each length."""
     lengths = sorted({one.length for one in compared_with})
     by_place = {(one.encoding, one.length): one for one in compared_with}
     body = []
     for label in dict.fromkeys(one.encoding for one in compared_with):
-        if label != reference:
-            cells = [difference_cell(by_place.get((label, length))) for length in lengths]
+        if label != compared_with[0].reference:
+            cells = [cell(by_place.get((label, length))) for length in lengths]
             body.append([Cell(label), *cells])
-    head = [f"loss - {reference}", *map(str, lengths)]
-    subjects = dict.fromkeys(about(one.is_claim) for one in compared_with if one.difference)
-    caption = PAIRED.format(reference=reference, about=" or ".join(subjects))
-    return paragraph(caption) + table(head, body) + items(how_made(compared_with))
+    return table([heading, *map(str, lengths)], body)
 
 
 def reference_of(found: Sequence[Group], against: str | None) -> str | None:
@@ -127,8 +139,6 @@ def difference_cell(one: Comparison | None) -> Cell:
         return Cell("-", kind="missing", title=reason or "not measured")
     mean = one.difference.mean
     around = "[{:+.3f}, {:+.3f}]".format(*one.interval) if one.interval else ""
-    if one.seeds_disagree:
-        around = f"{around} seeds disagree in sign".strip()
     facts = [f"ratio {perplexity_of(mean) or math.inf:.4f}"]
     if one.p is not None:
         facts.append(f"p {one.p:.2g} over {one.unit}")
@@ -138,3 +148,13 @@ def difference_cell(one: Comparison | None) -> Cell:
         estimate = one.over_text.estimate
         facts.append(f"{estimate.n_eff:.0f} of {estimate.n} independent {one.over_text.unit}")
     return Cell(f"{one.mark}{mean:+.3f}", mean, around, "; ".join(facts))
+
+
+def seeds_cell(one: Comparison | None) -> Cell:
+    """The difference of each seed, and whether they disagree in sign; hover for the seeds."""
+    if one is None or not one.by_seed:
+        return Cell("-", kind="missing", title="no seed that both have")
+    text = ", ".join(f"{difference:+.3f}" for difference in one.by_seed.values())
+    note = "seeds disagree in sign" if one.seeds_disagree else ""
+    mean = one.difference.mean if one.difference else None
+    return Cell(text, mean, note, by_seed_text(one))

@@ -43,6 +43,7 @@ PAIRED = (
     "Loss minus the loss of {reference} on the same text, in nats. In brackets: 95 % interval,"
     " {about}. Hover for the ratio of perplexities and each seed's difference."
 )
+BY_SEED = "The same difference for each training seed. Hover for the seed."
 POSITIONS = "Loss by position in the longest windows, averaged over half octaves of position."
 DIFFERENCES = (
     "Loss by position minus the loss of {reference} on the same text, averaged over half octaves."
