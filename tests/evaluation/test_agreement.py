@@ -24,8 +24,8 @@ def test_a_configuration_of_another_model_is_refused_with_every_key_and_both_val
             {"pos_emb": "rotary", "num_layers": 24, "hidden_size": 768}, trained, "runs/a"
         )
     assert str(caught.value) == (
-        "runs/a: is a checkpoint of another model - give that run's configuration, its folder as load,"
-        " or --checkpoint DIR and no configuration\n"
+        "runs/a: is a checkpoint of another model - give that run's configuration, its folder as"
+        " load, or --checkpoint DIR and no configuration\n"
         "  pos_emb: 'rotary' is given, the checkpoint was trained with 'mep_free'\n"
         "  num_layers: 24 is given, the checkpoint was trained with 12"
     )
@@ -33,7 +33,10 @@ def test_a_configuration_of_another_model_is_refused_with_every_key_and_both_val
 
 def test_data_of_another_tokenizer_are_refused_with_both_names(tmp_path):
     tokens = token_file(tmp_path, {**OURS, "hash": "bbbb"})
-    message = r"c was written by HFTokenizer bbbb \(50 tokens\), runs/a learned with HFTokenizer aaaa \(50 tokens\)"
+    message = (
+        r"c was written by HFTokenizer bbbb \(50 tokens\),"
+        r" runs/a learned with HFTokenizer aaaa \(50 tokens\)"
+    )
     with pytest.raises(UserError, match=message):
         check_same_tokenizer(tokens, OURS, "runs/a")
 

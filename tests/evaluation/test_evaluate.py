@@ -1,4 +1,4 @@
-"""evaluate.py on checkpoints with random weights: what matters here is the way from the files to the numbers."""
+"""evaluate.py on checkpoints with random weights: the way from the files to the numbers."""
 
 import json
 import math
@@ -87,7 +87,9 @@ def given(folder, *more):
     return path
 
 
-def test_every_length_gets_its_line_with_the_perplexity_of_the_plain_formula(folder, capsys):
+def test_every_length_gets_its_line_with_the_perplexity_of_the_plain_formula(
+    folder, capsys, caplog
+):
     assert evaluate(given(folder, "seed=7"), "--output", folder / "new/results.jsonl") == 0
     rows = read_results([folder / "new/results.jsonl"])
     config = configuration(folder, "seed=7")
@@ -111,6 +113,8 @@ def test_every_length_gets_its_line_with_the_perplexity_of_the_plain_formula(fol
         assert (row["pos_emb"], row["step"], row["config_hash"]) == ("mep_free", 7, config.hash)
         assert (row["corpus"], row["part"], row["protocol"]) == ("noise", "valid", "equal_tokens")
         assert (row["train_length"], row["tokenizer"], row["seed"]) == (16, "aaaa", 7)
+        logged = f"equal_tokens {row['length']}: perplexity {row['perplexity']:.2f}, "
+        assert sum(message.startswith(logged) for message in caplog.messages) == 1
     printed = capsys.readouterr().out
     assert printed.split()[:4] == ["pos_emb", "16*", "32", "64"]
     assert "results.jsonl and" in printed
@@ -213,6 +217,25 @@ def test_several_protocols_and_variants_of_one_model_come_from_one_call(folder, 
     assert "--window wide: give a number of tokens" in capsys.readouterr().err
 
 
+def test_the_variants_of_one_call_are_not_taken_for_each_other(folder):
+    words = [given(folder), "--lengths", 64, "--output", folder / "a.jsonl"]
+    assert evaluate(*words, "--window", "train_length") == 0
+    assert evaluate(*words, "--window", 8, "none", 16) == 0
+    rows = {row.get("window"): row for row in read_results([folder / "a.jsonl"])}
+    assert set(rows) == {None, 8, "train_length"}, "16 tokens are the length of the training"
+    assert len({row["loss"] for row in rows.values()}) == 3
+
+
+def test_a_file_is_named_by_the_window_as_it_was_asked_for(folder):
+    assert evaluate(given(folder), "--lengths", 16, "--window", "none", "train_length", 8) == 0
+    names = {path.name for path in (folder / "run/evaluation").glob("*.jsonl")}
+    assert names == {
+        "text-valid-global_step7.jsonl",
+        "text-valid-global_step7-window=train_length.jsonl",
+        "text-valid-global_step7-window=8.jsonl",
+    }
+
+
 def test_a_pass_by_position_is_measured_again_for_lengths_that_its_row_has_no_mean_of(
     folder, capsys
 ):
@@ -255,10 +278,8 @@ def test_learned_positions_say_where_they_end_instead_of_a_number(folder, capsys
     save(folder, 9, "pos_emb=learned")
     assert evaluate("--checkpoint", folder / "run", "--step", 9) == 0
     printed = capsys.readouterr().out
-    assert (
-        "learned: n/a at 32, 64: pos_emb: learned positions end at 16, so length 32 cannot be computed"
-        in printed
-    )
+    reason = "pos_emb: learned positions end at 16, so length 32 cannot be computed"
+    assert f"learned: n/a at 32, 64: {reason}" in printed
     rows = read_results([folder / "run/evaluation/text-valid-global_step9.jsonl"])
     assert [row["perplexity"] is None for row in rows] == [False, True, True]
     assert [row["tokens"] for row in rows] == [128, 128, 128]
@@ -353,20 +374,24 @@ def test_what_cannot_be_evaluated_is_one_message_and_writes_nothing(folder, caps
 
 @pytest.mark.distributed
 def test_two_processes_share_the_windows_and_one_batch_or_process_gives_the_same(folder):
-    words = ["--lengths", "16", "32", "--protocol", "equal_tokens", "sliding", "--output"]
+    words = ["--lengths", "16", "32", "--windows", "5"]
+    words += ["--protocol", "equal_tokens", "sliding", "paper", "--output"]
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
     found = run_script(*launcher, "evaluate.py", given(folder), *words, folder / "two.jsonl")
     assert found.returncode == 0, found.stderr
     assert found.stdout.count("perplexity on noise valid, 128 tokens") == 2
-    for size in (16, 128):
+    for size in (16, 64, 128):  # the two processes have batches of 64
         assert (
             evaluate(given(folder), f"eval_batch_tokens={size}", *words, folder / f"{size}.jsonl")
             == 0
         )
-    results = [read_results([folder / f"{name}.jsonl"]) for name in ("two", "16", "128")]
-    for two, *alone in zip(*results, strict=True):
-        for one in alone:
+    results = [read_results([folder / f"{name}.jsonl"]) for name in ("two", "16", "64", "128")]
+    for two, small, same, large in zip(*results, strict=True):
+        for one in (small, same, large):
             assert one["loss"] == pytest.approx(two["loss"], abs=1e-5)
             assert one["window_losses"] == pytest.approx(two["window_losses"], abs=1e-5)
+            assert one["block_losses"] == pytest.approx(two["block_losses"], abs=1e-5)
             assert one["text"] == two["text"]
+        for key in ("loss", "window_losses", "block_losses"):
+            assert same[key] == two[key], "the same batches give the same bits"
     assert not list(folder.glob(".*.partial"))

@@ -1,4 +1,4 @@
-"""Peak memory of evaluation on the CPU, in a process of its own; random weights, since memory is all it is about."""
+"""Peak memory of evaluation on the CPU, in a process of its own, with random weights."""
 
 import subprocess
 import sys
@@ -23,10 +23,11 @@ from megatron.evaluation.protocols import Windows
 from megatron.model import from_config
 
 def peak():
-    return next(int(line.split()[1]) for line in Path("/proc/self/status").read_text().splitlines() if "VmHWM" in line)
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if "VmHWM" in line)
 
-shape = ["num_layers=12", "hidden_size=768", "num_attention_heads=12", "seq_length=512", "no_weight_tying=true"]
-config = load([], [*shape, "pos_emb=mep_free"])
+shape = ["num_layers=12", "hidden_size=768", "num_attention_heads=12", "seq_length=512"]
+config = load([], [*shape, "no_weight_tying=true", "pos_emb=mep_free"])
 torch.set_num_threads(2)
 model = from_config(config, vocab=50304).eval()
 layers = list(model.layers)
@@ -40,15 +41,16 @@ for count in (2, 12):
     print(peak())
 
 model.layers = torch.nn.ModuleList(layers[:2])
-(result,) = measure(model, [Windows(16384, [np.random.default_rng(0).integers(0, 50304, 16385)], [0])])
+ids = np.random.default_rng(0).integers(0, 50304, 16385)
+(result,) = measure(model, [Windows(16384, [ids], [0])])
 assert result.reason is None and result.windows == 1, result
 print(peak())
 """
 
 
 def test_one_window_of_16384_tokens_with_the_125m_shape_needs_less_than_3_gib():
-    # All twelve layers are in memory, two of them compute: a layer takes ten seconds at 16384, and at 2048 it is shown
-    # that twelve need no more than two. Measured once with all twelve at 16384: 1.7 GiB in 132 s.
+    # All twelve layers are in memory. At 2048 tokens twelve may need no more than two do; so at
+    # 16384, where a layer takes ten seconds, two compute. With all twelve: 1.7 GiB in 132 s, once.
     found = subprocess.run(
         [sys.executable, "-c", SCRIPT], cwd=ROOT, capture_output=True, text=True, timeout=400
     )

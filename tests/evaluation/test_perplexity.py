@@ -189,7 +189,10 @@ def test_too_large_a_batch_names_the_key_that_helps(tokens):
 
 
 def test_a_part_without_one_window_says_what_would_help(tokens):
-    message = r"eval_part: the test part of the corpus has \d+ tokens to predict, .* needs 4096; use a larger corpus"
+    message = (
+        r"eval_part: the test part of the corpus has \d+ tokens to predict, .* needs 4096;"
+        r" use a larger corpus"
+    )
     with pytest.raises(UserError, match=message):
         equal_tokens(Request(tokens, [512, 4096], SPLIT, part="test", eval_tokens=10000))
 

@@ -1,4 +1,4 @@
-"""Probes against models whose answers are known without them: a copier, a guesser, a window, a table."""
+"""Probes of models whose answers are known: a copier, a guesser, a window, a table."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""Every protocol, on a model whose loss is known for each token and position, against sums by hand."""
+"""Every protocol on a model whose loss is known for each token and position: sums by hand."""
 
 import json
 import shutil
@@ -12,7 +12,7 @@ from torch import nn
 from megatron.data.tokens import TokenFile, TokenWriter
 from megatron.errors import UserError
 from megatron.evaluation.perplexity import measure
-from megatron.evaluation.protocols import PROTOCOLS, Request
+from megatron.evaluation.protocols import PROTOCOLS, Request, window_counts
 from megatron.results.statistics import prefix_curve
 from megatron.results.table import by_length
 
@@ -39,7 +39,7 @@ class Known(nn.Module):
 
 @pytest.fixture
 def tokens(tmp_path):
-    """Ten documents, all of them in the valid part; the tokens count upwards through the whole file."""
+    """Ten documents, all in the valid part; the tokens count upwards through the whole file."""
     first = np.concatenate([[0], np.cumsum(SIZES)])
     with TokenWriter(tmp_path / "corpus", np.uint16) as writer:
         for start, size in zip(first, SIZES, strict=False):
@@ -52,7 +52,7 @@ def request(tokens, **more):
 
 
 def by_hand(targets, contexts):
-    """The mean of token / 1000 + 1 / (1 + position), a token being its own index in the text; both one by one."""
+    """The mean of token / 1000 + 1 / (1 + position); a token is its index in the text."""
     losses = [
         target / 1000 + 1 / (1 + context) for target, context in zip(targets, contexts, strict=True)
     ]
@@ -60,16 +60,14 @@ def by_hand(targets, contexts):
 
 
 def scored(protocol, length):
-    """Targets and their positions in the window, from the definition of the protocol, token by token."""
+    """Targets and their positions in the window, token by token, as the protocol is defined."""
     region = range(1, 513)
     if protocol in ("equal_tokens", "position"):
         return [(target, (target - 1) % length) for target in region]
     if protocol == "tail":
         ends = [64 + 16 * number for number in range(29)]
         return [(end - back, length - 1 - back) for end in ends for back in reversed(range(8))]
-    if (
-        protocol == "sliding"
-    ):  # half a window each time: the first has its own positions, the others the later half
+    if protocol == "sliding":  # half a window each time: after the first the later half
         half = length // 2
         return [
             (target, target - 1 if target <= length else half + (target - 1) % half)
@@ -143,6 +141,19 @@ def test_no_window_leaves_its_document(tokens):
         assert all(not ends & set(window[:-1].tolist()) for window in one.ids)
     few = PROTOCOLS["within_document"](request(tokens, eval_tokens=130))
     assert [one.counts.sum() for one in few] == [128, 128, 128]
+
+
+@pytest.mark.parametrize("options", [{}, {"tail": 8, "stride": 3, "windows": 7}])
+@pytest.mark.parametrize("lengths", [LENGTHS, [10, 33, 63], [64]])
+@pytest.mark.parametrize("protocol", PROTOCOLS)
+def test_windows_are_counted_as_they_are_cut(tokens, protocol, lengths, options):
+    asked = Request(tokens, lengths, "0,1,0", eval_tokens=500, **({"tail": 10} | options))
+    cut = {windows.length: len(windows.ids) for windows in PROTOCOLS[protocol](asked)}
+    counted = window_counts(protocol, lengths, 500, **({"tail": 10} | options))
+    if protocol == "within_document":  # short documents are left out
+        assert all(cut[length] <= counted[length] for length in lengths)
+    else:
+        assert counted == cut
 
 
 @pytest.mark.parametrize("run", VALID, ids=lambda run: run["array"])

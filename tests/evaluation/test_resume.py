@@ -1,17 +1,23 @@
-"""Killed and started again: nothing is measured twice or mixed up, and the numbers are the uninterrupted ones."""
+"""Killed and started again: nothing is measured twice or mixed up, and no number changes."""
+
+import ast
+import shutil
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from torch import nn
 
+from megatron.evaluation import resume
 from megatron.evaluation.perplexity import WindowSums, measured
 from megatron.evaluation.protocols import Windows
-from megatron.evaluation.resume import WindowFile, answered
+from megatron.evaluation.resume import WindowFile, answered, code_fingerprint, loss_shaping_files
+from megatron.positions import REGISTRY
 
 QUESTION = {"pos_emb": "t5", "pos_emb_args": {"kernels": ["exp"]}, "length": 8, "text": "ab"}
 IDS = [np.arange(start, start + 9) for start in range(0, 80, 8)]
-WINDOWS = Windows(8, IDS, [2] * 10)
+WINDOWS = Windows(8, IDS, [2] * 10, stretches=[0] * 4 + [1] * 6)
 ONE = WindowSums([1.0], [0.25, 0.75])
 
 
@@ -20,7 +26,7 @@ class Killed(Exception):
 
 
 class Mortal(nn.Module):
-    """The loss of a target is a third of its token; ends after some passes; counts the windows it was asked."""
+    """The loss of a target is a third of its token. Ends after some passes, counts its windows."""
 
     def __init__(self, passes):
         super().__init__()
@@ -48,7 +54,7 @@ def test_a_killed_measurement_goes_on_where_it_was_and_ends_with_the_same_number
     found = measured(last, WINDOWS, batch_tokens=16, journal=journal)
     assert asked + last.asked == 10
     assert (asked, found.loss, found.window_losses) == (8, plain.loss, plain.window_losses)
-    assert found.block_losses == plain.block_losses
+    assert (found.block_losses, found.block_tokens) == (plain.block_losses, [24, 36])
     assert found.tokens_per_second == pytest.approx(2 * 6 / found.seconds), (
         "only what this call measured"
     )
@@ -76,3 +82,68 @@ def test_a_question_without_a_window_is_not_answered_by_a_row_with_one():
     assert answered(question, [windowed]) is None
     assert answered(question, [windowed, question]) == question
     assert answered(question | {"window": "train_length"}, [windowed]) == windowed
+
+
+# What a measurement imports and a loss does not depend on.
+SHAPES_NO_LOSS = {
+    "commit.py",
+    "errors.py",
+    "files.py",
+    "evaluation/agreement.py",
+    "evaluation/progress.py",
+    "evaluation/resume.py",
+    "results/files.py",
+    "results/row.py",
+    "training/compiled.py",
+    "training/optimizer.py",
+    "training/schedule.py",
+    "training/trainer.py",
+}
+PACKAGE = Path(resume.__file__).parents[1]
+
+
+def imported_files(first):
+    """All files of the package that one of them imports, directly or not."""
+    files, waiting = set(), [first]
+    while waiting:
+        name = waiting.pop()
+        path = PACKAGE.parent / name.replace(".", "/")
+        path = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
+        if path in files or not path.exists():
+            continue
+        files.add(path)
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Import):
+                waiting += [alias.name for alias in node.names]
+            elif isinstance(node, ast.ImportFrom):
+                waiting += [f"{node.module}.{alias.name}" for alias in node.names]
+                waiting.append(node.module)
+    return {str(path.relative_to(PACKAGE)) for path in files if path.is_relative_to(PACKAGE)}
+
+
+def test_the_fingerprint_covers_all_that_a_measurement_imports_but_for_a_known_rest():
+    covered = {str(path.relative_to(PACKAGE)) for path in loss_shaping_files()}
+    imported = imported_files("megatron.evaluation.run")
+    assert imported - covered == SHAPES_NO_LOSS, (
+        "name it in SHAPES_LOSSES of evaluation/resume.py if a loss depends on it, else here"
+    )
+    for encoding in REGISTRY.values():  # found by being in their folder, not by an import
+        assert encoding.__module__.replace("megatron.", "").replace(".", "/") + ".py" in covered
+    rooms = {name.split("/")[0] for name in covered}
+    assert not rooms & {"report", "commands", "sweeps", "interop", "conformance"}
+
+
+def test_only_code_that_shapes_a_loss_changes_the_fingerprint(tmp_path, monkeypatch):
+    shutil.copytree(PACKAGE, tmp_path / "megatron", ignore=shutil.ignore_patterns("__pycache__"))
+    before = code_fingerprint()
+    monkeypatch.setattr(resume, "PACKAGE", tmp_path / "megatron")
+    assert code_fingerprint() == before
+    for name in ("report/html/page.py", "commands/evaluate.py", "results/table.py"):
+        with (tmp_path / "megatron" / name).open("a") as file:
+            file.write("changed = True\n")
+        assert code_fingerprint() == before, name
+    for name in ("attention/eager.py", "positions/alibi.py", "evaluation/protocols.py"):
+        with (tmp_path / "megatron" / name).open("a") as file:
+            file.write("changed = True\n")
+        assert code_fingerprint() != before, name
+        before = code_fingerprint()
