@@ -121,14 +121,12 @@ def test_a_run_without_any_number_still_gives_a_picture(tmp_path):
     assert "trained at 512" in words(tmp_path / "empty.svg")
 
 
-def test_more_runs_than_colours_are_drawn_with_other_lines(tmp_path):
-    many = [
-        row
-        for number in range(9)
-        for row in rows(f"kernel_{number}", [10, 11 + number, 12 + number])
-    ]
-    plot_perplexity(many, tmp_path / "many.svg")
-    assert "stroke-dasharray" in (tmp_path / "many.svg").read_text()
+def test_a_footer_names_the_protocol_of_every_row(tmp_path):
+    whole, tail = ({"protocol": name} for name in ("equal_tokens", "tail"))
+    mixed = [ROWS[0] | whole, ROWS[1] | whole, ROWS[3] | tail, ROWS[4] | tail]
+    plot_perplexity(mixed, tmp_path / "mixed.svg")
+    footers = [text for text in words(tmp_path / "mixed.svg") if text.startswith("stdlib")]
+    assert [text.split(", ")[-1] for text in footers] == ["protocol equal_tokens", "protocol tail"]
 
 
 def test_another_suffix_is_refused_with_the_known_ones(tmp_path):

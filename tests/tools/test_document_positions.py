@@ -2,15 +2,9 @@
 
 import re
 
-from megatron.commands.document_positions import (
-    PAGE,
-    first_sentence,
-    has_picture,
-    main,
-    page,
-    paragraph,
-)
+from megatron.commands.document_positions import main
 from megatron.positions import REGISTRY, options_of
+from megatron.report.catalogue import PAGE, first_sentence, has_picture, page, paragraph
 
 
 def test_the_page_is_up_to_date():
@@ -46,7 +40,7 @@ def test_a_sentence_ends_outside_parentheses():
     assert first_sentence(None) == ""
 
 
-def test_a_file_of_ones_own_gets_its_section(tmp_path, capsys, own_registry):
+def test_a_file_of_the_users_own_prints_its_sections_and_no_others(tmp_path, capsys, own_registry):
     (tmp_path / "mine.py").write_text(
         "from megatron.positions import Position, register\n\n\n"
         "@register('mine')\nclass Mine(Position):\n    '''Nothing | at all (arXiv 1234.56789).'''\n"
@@ -54,6 +48,9 @@ def test_a_file_of_ones_own_gets_its_section(tmp_path, capsys, own_registry):
     assert main(["--from", str(tmp_path / "mine.py")]) == 0
     printed = capsys.readouterr().out
     assert "| [mine](#mine) | Nothing \\| at all (arXiv 1234.56789) | 0 |" in printed
+    assert re.findall(r"^## (\w+)", printed, flags=re.MULTILINE) == ["mine"]
+    assert "# Positional encodings" not in printed.splitlines()
+    assert "alibi" not in printed
     assert "[arXiv 1234.56789](https://arxiv.org/abs/1234.56789)" in printed
     assert main(["--from", str(tmp_path / "nowhere.py")]) == 1
     assert "cannot be read" in capsys.readouterr().err

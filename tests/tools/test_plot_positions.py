@@ -74,7 +74,7 @@ def test_every_encoding_can_be_drawn_or_does_nothing(name, tmp_path):
         assert png.read_bytes().startswith(b"\x89PNG")
         words = "".join(ElementTree.fromstring(svg.read_text()).itertext())
         assert name in words
-        assert "distance (tokens)" in words
+        assert "distance d (tokens), scale log(1 + d)" in words
 
 
 def test_the_panels_say_what_the_hooks_do():
@@ -97,6 +97,28 @@ def test_the_panels_say_what_the_hooks_do():
     torch.testing.assert_close(kernel.values, bias.values.exp())
 
 
+def test_every_picture_has_the_same_scales_which_its_axes_name():
+    for name in ("alibi", "t5", "rotary", "fire"):
+        found = panels(build(name, Shape(4, 8, 32, 64)).eval(), 16384)
+        figure = draw(found, name)
+        for axes, panel in zip(figure.axes, found, strict=False):
+            if panel.effective is None:
+                assert (axes.get_xscale(), axes.get_yscale()) == ("function", "linear")
+                assert axes.get_xlabel() == "distance d (tokens), scale log(1 + d)"
+                place = axes.get_xaxis_transform().transform
+                ends = [float(place((distance, 0))[0]) for distance in (0, 1, 3)]
+                assert ends[2] - ends[0] == pytest.approx(
+                    2 * (ends[1] - ends[0])
+                )  # log 4 = 2 log 2
+            else:
+                assert axes.get_ylabel() == "tokens, scale log(1 + n)"
+    bias = draw(panels(build("alibi", Shape(4, 8, 32, 64)), 16384), "alibi").axes[0]
+    assert bias.get_title(loc="left") == "bias, cut at -12"
+    assert bias.get_ylim()[0] == -12
+    near = draw(panels(build("alibi", Shape(4, 8, 32, 64)), 20), "alibi").axes[0]
+    assert near.get_title(loc="left") == "bias", "nothing is cut at distances below 20"
+
+
 def test_the_tool_draws_what_is_named_with_its_options_and_says_what_cannot_be_drawn(
     tmp_path, capsys
 ):
@@ -111,7 +133,7 @@ def test_the_tool_draws_what_is_named_with_its_options_and_says_what_cannot_be_d
 
 def test_without_names_every_bias_by_distance_is_drawn(tmp_path, monkeypatch):
     keep = {name: REGISTRY[name] for name in ("alibi", "rotary", "mep", "kerple_log")}
-    monkeypatch.setattr("megatron.commands.plot_positions.REGISTRY", keep)
+    monkeypatch.setattr("megatron.report.pictures.REGISTRY", keep)
     assert main(["--output", str(tmp_path), "--length", "100", "--heads", "2"]) == 0
     assert {path.stem for path in tmp_path.iterdir()} == {"alibi", "kerple_log"}
 

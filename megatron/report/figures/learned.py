@@ -1,9 +1,10 @@
-"""What a checkpoint has learned of its encoding: each number by head, and on the way there."""
+"""What a checkpoint has learned of its encoding: each number by head, and over training."""
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from matplotlib.axes import Axes
@@ -16,76 +17,93 @@ from megatron.report.figures.positions import colours, head_bar, style
 
 LAYER = re.compile(r"layer(\d+)\.(.*)")
 COLUMNS = 3
+GRID = "#E8E8E8"
+
+
+class Table(NamedTuple):
+    """The values of one learned number: [rows, heads], and what the rows are: "row" or "layer".
+
+    A number that is not learned by head has its entries in the place of heads.
+    """
+
+    values: Tensor
+    rows: str
+
+
+class Trace(NamedTuple):
+    """A learned number over training: the steps, and its values at each."""
+
+    steps: list[int]
+    values: list[Tensor]
 
 
 def draw_learned(learned: Mapping[str, Tensor], heads: int, title: str) -> Figure:
-    """One panel for each learned number: a dot for each head, or a map where it has rows or layers beside heads."""
+    """One panel for each learned number: a dot for each head, or a map of rows by head."""
     tables = by_name(learned, heads)
     with style():
         figure, places = _grid(len(tables), title)
-        for axes, (name, (table, rows)) in zip(places, tables.items(), strict=False):
+        for axes, (name, table) in zip(places, tables.items(), strict=False):
+            rows, columns = table.values.shape
+            by_head = columns == heads
             axes.set_title(name, loc="left")
-            if len(table) == 1:
-                _dots(axes, table[0], by_head=table.shape[1] == heads)
+            if rows == 1:
+                _dots(axes, table.values[0], by_head=by_head)
             else:
-                image = axes.imshow(
-                    table.numpy(),
-                    aspect="auto",
-                    cmap="viridis",
-                    interpolation="nearest",
-                    origin="lower",
-                )
-                figure.colorbar(image, ax=axes, pad=0.02)
-                axes.set_ylabel(rows)
-                axes.yaxis.set_major_locator(MaxNLocator(6, integer=True, min_n_ticks=1))
-            axes.set_xlabel("head" if table.shape[1] == heads else "entry")
+                _map(figure, axes, table)
+            axes.set_xlabel("head" if by_head else "entry")
             axes.xaxis.set_major_locator(MaxNLocator(6, integer=True, min_n_ticks=1))
     return figure
 
 
 def _dots(axes: Axes, values: Tensor, *, by_head: bool) -> None:
-    palette = colours(len(values))
-    colour = [palette(head) if by_head else colours(2)(0) for head in range(len(values))]
-    axes.scatter(range(len(values)), values.tolist(), c=colour, s=16, zorder=3)
+    palette = colours(len(values)) if by_head else colours(2)
+    inks = [palette(head if by_head else 0) for head in range(len(values))]
+    axes.scatter(range(len(values)), values.tolist(), c=inks, s=16, zorder=3)
     axes.set_xlim(-0.5, len(values) - 0.5)
-    axes.grid(axis="y", color="#E8E8E8", linewidth=0.5)
+    axes.set_ylabel("value")
+    axes.grid(axis="y", color=GRID, linewidth=0.5)
     axes.spines[["top", "right"]].set_visible(False)
 
 
-def by_name(learned: Mapping[str, Tensor], heads: int) -> dict[str, tuple[Tensor, str]]:
-    """Learned numbers without their layer: {name: ([rows, heads], what the rows are)}; layers become rows.
+def _map(figure: Figure, axes: Axes, table: Table) -> None:
+    look = {"cmap": "viridis", "interpolation": "nearest", "origin": "lower"}
+    image = axes.imshow(table.values.numpy(), aspect="auto", **look)
+    figure.colorbar(image, ax=axes, pad=0.02, label="value")
+    axes.set_ylabel(table.rows)
+    axes.yaxis.set_major_locator(MaxNLocator(6, integer=True, min_n_ticks=1))
 
-    A number without heads keeps its entries in place of them; of layers with a table each, the mean over its rows.
+
+def by_name(learned: Mapping[str, Tensor], heads: int) -> dict[str, Table]:
+    """Learned numbers by their name without the layer.
+
+    Where each layer has its own, layers are the rows; of several rows of a layer it is the mean.
     """
-    layers: dict[str, list[Tensor]] = {}
+    tables_of: dict[str, list[Tensor]] = {}
     for key, value in learned.items():
-        match = LAYER.fullmatch(key)
-        table = (
-            value.reshape(-1, heads)
-            if value.dim() and value.shape[-1] == heads
-            else value.reshape(1, -1)
-        )
-        layers.setdefault(match[2] if match else key, []).append(table.float())
+        by_head = value.dim() > 0 and value.shape[-1] == heads
+        rows = value.reshape(-1, heads) if by_head else value.reshape(1, -1)
+        tables_of.setdefault(_without_layer(key), []).append(rows.float())
     found = {}
-    for name, tables in layers.items():
-        several = len(tables) > 1
-        table = (
-            torch.cat([one.mean(dim=0, keepdim=True) for one in tables]) if several else tables[0]
-        )
-        averaged = several and len(tables[0]) > 1
-        found[f"{name} (mean over rows)" if averaged else name] = (
-            table,
-            "layer" if several else "row",
-        )
+    for name, tables in tables_of.items():
+        first = tables[0]
+        if len(tables) == 1:
+            found[name] = Table(first, "row")
+            continue
+        means = torch.cat([table.mean(dim=0, keepdim=True) for table in tables])
+        averaged = f"{name} (mean over rows)" if len(first) > 1 else name
+        found[averaged] = Table(means, "layer")
     return found
 
 
-def trajectory(
-    folder: Path, learned: Mapping[str, Tensor]
-) -> dict[str, tuple[list[int], list[Tensor]]]:
-    """From metrics.jsonl, {name: (steps, values at each step, shaped as in `learned`)}; UserError where there is none.
+def _without_layer(key: str) -> str:
+    match = LAYER.fullmatch(key)
+    return match[2] if match else key
 
-    Numbers too large for the file are not in it.
+
+def trajectory(folder: Path, learned: Mapping[str, Tensor]) -> dict[str, Trace]:
+    """Each learned number over training, from metrics.jsonl, in the shape that it has in `learned`.
+
+    Numbers too large for the file are not in it. UserError where there is no such file.
     """
     path = folder / "metrics.jsonl"
     try:
@@ -94,72 +112,71 @@ def trajectory(
         raise UserError(
             f"{path}: cannot be read ({fault}); training writes it beside its checkpoints"
         ) from None
-    found: dict[str, tuple[list[int], list[Tensor]]] = {}
+    found: dict[str, Trace] = {}
     for record in records:
         for name, values in record.get("position", {}).items():
             if name in learned and len(values) == learned[name].numel():
-                steps, tensors = found.setdefault(name, ([], []))
-                steps.append(record["step"])
-                tensors.append(torch.tensor(values).view_as(learned[name]))
+                trace = found.setdefault(name, Trace([], []))
+                trace.steps.append(record["step"])
+                trace.values.append(torch.tensor(values).view_as(learned[name]))
     return found
 
 
-def draw_trajectory(
-    found: Mapping[str, tuple[list[int], list[Tensor]]], heads: int, title: str
-) -> Figure:
-    """One panel for each learned number over the steps: a line per head, per layer, or the spread of its entries."""
-    names: dict[str, list[tuple[list[int], Tensor]]] = {}
-    for key, (steps, tensors) in found.items():
-        match = LAYER.fullmatch(key)
-        names.setdefault(match[2] if match else key, []).append((steps, torch.stack(tensors)))
+def draw_trajectory(found: Mapping[str, Trace], heads: int, title: str) -> Figure:
+    """One panel for each learned number over the steps.
+
+    It has a line for each head or layer, or the median and range of all entries.
+    """
+    layers_of: dict[str, list[Trace]] = {}
+    for key, trace in found.items():
+        layers_of.setdefault(_without_layer(key), []).append(trace)
     with style():
-        figure, places = _grid(len(names), title)
-        shown: dict[
-            str, tuple[int, list[Axes]]
-        ] = {}  # what the colours of these panels number, and how many
-        for axes, (name, layers) in zip(places, names.items(), strict=False):
-            axes.set_title(name, loc="left")
+        figure, places = _grid(len(layers_of), title)
+        panels_of: dict[tuple[str, int], list[Axes]] = {}  # by what their colours number
+        for axes, (name, layers) in zip(places, layers_of.items(), strict=False):
             axes.set_xlabel("step")
             axes.xaxis.set_major_locator(MaxNLocator(4, integer=True))
             axes.spines[["top", "right"]].set_visible(False)
-            axes.grid(color="#E8E8E8", linewidth=0.5)
-            kind, count = _over_steps(axes, layers, heads)
-            if kind:
-                shown.setdefault(kind, (count, []))[1].append(axes)
-        for kind, (count, panels) in shown.items():
+            axes.grid(color=GRID, linewidth=0.5)
+            values = torch.stack(layers[0].values)  # [steps, ...]
+            by_head = values.dim() > 1 and values.shape[-1] == heads
+            if len(layers) > 1:
+                _layers_over_steps(axes, layers, name)
+                panels_of.setdefault(("layer", len(layers)), []).append(axes)
+            elif by_head:
+                _heads_over_steps(axes, layers[0].steps, values, name)
+                panels_of.setdefault(("head", heads), []).append(axes)
+            else:
+                _range_over_steps(axes, layers[0].steps, values, name)
+        for (kind, count), panels in panels_of.items():
             head_bar(figure, panels, count, kind)
     return figure
 
 
-def _over_steps(axes: Axes, layers: list[tuple[list[int], Tensor]], heads: int) -> tuple[str, int]:
-    """Draw one number; what its colours number ("" for none), and how many."""
-    steps, values = layers[0]  # [steps, ...]
-    if len(layers) > 1:
-        palette = colours(len(layers))
-        for layer, (at, several) in enumerate(layers):
-            axes.plot(at, several.flatten(1).mean(dim=1), color=palette(layer), linewidth=1.1)
-        axes.set_title(axes.get_title(loc="left") + " (mean over heads)", loc="left")
-        return "layer", len(layers)
-    if values.dim() > 1 and values.shape[-1] == heads:
-        palette, by_head = colours(heads), values.reshape(len(steps), -1, heads).mean(dim=1)
-        for head in range(heads):
-            axes.plot(steps, by_head[:, head], color=palette(head), linewidth=1.1)
-        if values.dim() > 2:
-            axes.set_title(axes.get_title(loc="left") + " (mean over rows)", loc="left")
-        return "head", heads
-    flat = values.reshape(len(steps), -1)
-    axes.fill_between(
-        steps,
-        flat.min(dim=1).values,
-        flat.max(dim=1).values,
-        color=colours(2)(0),
-        alpha=0.2,
-        linewidth=0,
-    )
-    axes.plot(steps, flat.median(dim=1).values, color=colours(2)(0), linewidth=1.1)
-    if flat.shape[1] > 1:
-        axes.set_title(axes.get_title(loc="left") + " (median, range)", loc="left")
-    return "", 0
+def _layers_over_steps(axes: Axes, layers: Sequence[Trace], name: str) -> None:
+    palette = colours(len(layers))
+    for layer, trace in enumerate(layers):
+        means = torch.stack(trace.values).flatten(1).mean(dim=1)
+        axes.plot(trace.steps, means, color=palette(layer), linewidth=1.1)
+    axes.set_title(f"{name} (mean over heads)", loc="left")
+
+
+def _heads_over_steps(axes: Axes, steps: Sequence[int], values: Tensor, name: str) -> None:
+    heads = values.shape[-1]
+    palette = colours(heads)
+    by_head = values.reshape(len(steps), -1, heads).mean(dim=1)
+    for head in range(heads):
+        axes.plot(steps, by_head[:, head], color=palette(head), linewidth=1.1)
+    axes.set_title(f"{name} (mean over rows)" if values.dim() > 2 else name, loc="left")
+
+
+def _range_over_steps(axes: Axes, steps: Sequence[int], values: Tensor, name: str) -> None:
+    ink = colours(2)(0)
+    entries = values.reshape(len(steps), -1)
+    low, high = entries.min(dim=1).values, entries.max(dim=1).values
+    axes.fill_between(steps, low, high, color=ink, alpha=0.2, linewidth=0)
+    axes.plot(steps, entries.median(dim=1).values, color=ink, linewidth=1.1)
+    axes.set_title(f"{name} (median, range)" if entries.shape[1] > 1 else name, loc="left")
 
 
 def _grid(count: int, title: str) -> tuple[Figure, list[Axes]]:

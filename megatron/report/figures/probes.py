@@ -1,101 +1,127 @@
-"""What probes found of one model, as one figure."""
+"""The results of the probes of one model, as one figure."""
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from matplotlib.axes import Axes
+from matplotlib.cm import ScalarMappable
 from matplotlib.colors import Normalize
 from matplotlib.figure import Figure
 
 from megatron.evaluation.probes.receptive_field import MOST
-from megatron.report.figures.positions import colours, distance_axis, style
+from megatron.report.figures.positions import GREY, colours, distance_axis, style
 from megatron.results.probes import TASKS, cells
-from megatron.results.row import Row
 
 COLUMNS = 3
+DARK = 0.6  # accuracies below have a dark colour, on which text is white
+MANY = 6  # layers, from which on there is no legend
+
+Probe = Mapping[str, Any]
 
 
-def draw_probes(rows: Sequence[Row], title: str) -> Figure:
-    """Of one model: a heatmap of accuracy for each task, the receptive field and the attention, as far as measured."""
-    there = {row["probe"] for row in rows}
-    panels = [probe for probe in (*TASKS, *OTHERS) if probe in there]
+def draw_probes(rows: Sequence[Probe], title: str) -> Figure:
+    """For one model: a map of accuracy for each task, the receptive field and the attention.
+
+    Only what was measured has a panel.
+    """
+    measured = {row["probe"] for row in rows}
+    names = [probe for probe in (*TASKS, *OTHERS) if probe in measured]
+    columns = min(max(len(names), 1), COLUMNS)
+    lines = -(-max(len(names), 1) // columns)
     with style():
-        columns = min(max(len(panels), 1), COLUMNS)
-        lines = -(-max(len(panels), 1) // columns)
-        figure = Figure(figsize=(2.9 * columns + 0.4, 2.6 * lines + 0.3), layout="constrained")
-        places = figure.subplots(lines, columns, squeeze=False).flat
-        for axes, probe in zip(
-            places, [*panels, *[""] * (lines * columns - len(panels))], strict=True
-        ):
-            if not probe:
-                axes.set_axis_off()
-                continue
-            OTHERS[probe](axes, rows) if probe in OTHERS else _heatmap(axes, rows, probe)
-            axes.set_title(
-                f"{probe.replace('_', ' ')}{': accuracy, gain in nats' if probe in TASKS else ''}",
-                loc="left",
-            )
+        size = (2.9 * columns + 0.9, 2.6 * lines + 0.3)
+        figure = Figure(figsize=size, layout="constrained")
+        places = list(figure.subplots(lines, columns, squeeze=False).flat)
+        maps = []
+        for axes, name in zip(places, names, strict=False):
+            axes.set_title(name.replace("_", " "), loc="left")
+            if name in OTHERS:
+                OTHERS[name](axes, rows)
+            else:
+                _map(axes, rows, name)
+                maps.append(axes)
+        for unused in places[len(names) :]:
+            unused.set_axis_off()
+        if maps:
+            _accuracy_bar(figure, maps)
         figure.suptitle(title, x=0.01, ha="left", fontsize=10)
     return figure
 
 
-def _heatmap(axes: Axes, rows: Sequence[Row], task: str) -> None:
-    """Lengths to the right, depths downward from the start of the context; every cell says its accuracy and gain."""
-    found = cells(rows, task)
-    depths, lengths = (sorted(set(several)) for several in zip(*found, strict=True))
-    values = [[found.get((depth, length)) for length in lengths] for depth in depths]
-    shown = [
-        [float("nan") if value is None else value[0] for value in of_depth] for of_depth in values
-    ]
-    axes.imshow(shown, aspect="auto", cmap="viridis", norm=Normalize(0, 1), interpolation="nearest")
-    for line, of_depth in enumerate(values):
-        for column, value in enumerate(of_depth):
-            text = "n/a" if value is None else f"{value[0]:.2f}\n{value[1]:+.2f}"
-            colour = "white" if value is not None and value[0] < 0.6 else "black"
-            axes.text(column, line, text, ha="center", va="center", fontsize=6, color=colour)
+def _accuracy_bar(figure: Figure, maps: Sequence[Axes]) -> None:
+    scale = ScalarMappable(Normalize(0, 1), "viridis")
+    label = "accuracy (in a cell: accuracy, gain in nats)"
+    bar = figure.colorbar(scale, ax=list(maps), label=label, pad=0.01, aspect=30)
+    bar.ax.yaxis.label.set_fontsize(7)
+
+
+def _map(axes: Axes, rows: Sequence[Probe], task: str) -> None:
+    """Lengths to the right, depths downward; the text of a cell is its accuracy and its gain."""
+    by_place = cells(rows, task)
+    depths = sorted({depth for depth, _ in by_place})
+    lengths = sorted({length for _, length in by_place})
+    accuracies = []
+    for line, depth in enumerate(depths):
+        accuracies.append([])
+        for column, length in enumerate(lengths):
+            pair = by_place.get((depth, length))
+            accuracies[-1].append(math.nan if pair is None else pair[0])
+            _write_cell(axes, line, column, pair)
+    norm = Normalize(0, 1)
+    axes.imshow(accuracies, aspect="auto", cmap="viridis", norm=norm, interpolation="nearest")
     axes.set_xticks(range(len(lengths)), [str(length) for length in lengths])
     axes.set_yticks(range(len(depths)), [f"{depth:g}" for depth in depths])
     axes.set_xlabel("length (tokens)")
     axes.set_ylabel("depth (0: start)")
 
 
-def _receptive_field(axes: Axes, rows: Sequence[Row]) -> None:
-    found = [row for row in rows if row["probe"] == "receptive_field" and row.get("cumulative")]
-    palette = colours(len(found))
-    for number, row in enumerate(found):
+def _write_cell(axes: Axes, line: int, column: int, pair: tuple[float, float] | None) -> None:
+    text, colour = "n/a", "black"
+    if pair is not None:
+        accuracy, gain = pair
+        text = f"{accuracy:.2f}\n{gain:+.2f}"
+        colour = "white" if accuracy < DARK else "black"
+    axes.text(column, line, text, ha="center", va="center", fontsize=6, color=colour)
+
+
+def _receptive_field(axes: Axes, rows: Sequence[Probe]) -> None:
+    """For each length, the fraction of the gradient within a distance."""
+    measured = [row for row in rows if row["probe"] == "receptive_field" and row.get("cumulative")]
+    palette = colours(len(measured))
+    for number, row in enumerate(measured):
         label = f"{row['length']}: {row['reach']} tokens"
-        axes.plot(
-            row["distances"], row["cumulative"], color=palette(number), linewidth=1.1, label=label
-        )
-    axes.axhline(MOST, color="#666666", linewidth=0.5, linestyle=(0, (4, 3)))
+        look = {"color": palette(number), "linewidth": 1.1}
+        axes.plot(row["distances"], row["cumulative"], label=label, **look)
+    axes.axhline(MOST, color=GREY, linewidth=0.5, linestyle=(0, (4, 3)))
     axes.set_ylim(0, 1.02)
-    axes.set_ylabel("share of the gradient up to there")
-    if found:
-        distance_axis(axes, max(row["length"] for row in found))
-        axes.legend(title=f"length: {MOST:.0%} within", frameon=False, fontsize=7, title_fontsize=7)
+    axes.set_ylabel("fraction of the gradient within d")
+    if measured:
+        distance_axis(axes, max(row["length"] for row in measured))
+        _legend(axes, f"length: {MOST:.0%} within")
 
 
-def _attention(axes: Axes, rows: Sequence[Row]) -> None:
-    """For each layer at the longest length, the share of attention that goes further back than a distance."""
-    found = [row for row in rows if row["probe"] == "attention" and row.get("mass")]
-    if not found:
+def _attention(axes: Axes, rows: Sequence[Probe]) -> None:
+    """For each layer at the longest length, the fraction of attention at a distance or further."""
+    measured = [row for row in rows if row["probe"] == "attention" and row.get("mass")]
+    if not measured:
         return
-    row = max(found, key=lambda one: one["length"])
-    palette = colours(len(row["mass"]))
-    for layer, mass in enumerate(row["mass"]):
-        beyond = [sum(mass[start:]) for start in range(len(mass))]
-        axes.plot(
-            row["edges"][:-1],
-            beyond,
-            color=palette(layer),
-            linewidth=1.1,
-            marker=".",
-            label=f"layer {layer}",
-        )
+    row = max(measured, key=lambda one: one["length"])
+    layers = row["mass"]
+    palette = colours(len(layers))
+    for layer, mass in enumerate(layers):
+        further = [sum(mass[start:]) for start in range(len(mass))]
+        look = {"color": palette(layer), "linewidth": 1.1, "marker": "."}
+        axes.plot(row["edges"][:-1], further, label=f"layer {layer}", **look)
     distance_axis(axes, row["length"])
     axes.set_ylim(0, 1.02)
-    axes.set_ylabel("share this far or further")
-    if len(row["mass"]) <= 6:
-        axes.legend(title=f"length {row['length']}", frameon=False, fontsize=7, title_fontsize=7)
+    axes.set_ylabel("fraction of attention at d or further")
+    if len(layers) <= MANY:
+        _legend(axes, f"length {row['length']}")
+
+
+def _legend(axes: Axes, title: str) -> None:
+    axes.legend(title=title, frameon=False, fontsize=7, title_fontsize=7)
 
 
 OTHERS = {"receptive_field": _receptive_field, "attention": _attention}
