@@ -1,48 +1,47 @@
-"""Many runs from one file: encodings x corpora x seeds x sizes, trained, evaluated, collected in one results.jsonl.
+"""Many runs from one file: encodings x corpora x seeds x sizes, trained, evaluated, collected.
 
-python tools/sweep.py run configs/sweeps/cpu.yml --dry-run     the plan and what it costs
-python tools/sweep.py run configs/sweeps/cpu.yml               does what is missing; interrupted, it continues
+python tools/sweep.py run configs/sweeps/cpu.yml --dry-run   the plan and what it costs
+python tools/sweep.py run kerple-table3 --dry-run --device a100 --jobs 8   on eight A100
+python tools/sweep.py run configs/sweeps/cpu.yml             do what is missing; it may be repeated
 python tools/sweep.py status configs/sweeps/cpu.yml
-python tools/sweep.py collect configs/sweeps/cpu.yml           results.jsonl of what is done
+python tools/sweep.py collect configs/sweeps/cpu.yml         results.jsonl of what is done
 """
 
 import argparse
 import collections
-import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
-import torch
-
 from megatron.errors import UserError
-from megatron.sweeps.cost import cost, speed_of
+from megatron.sweeps.cost import DEVICES, UTILISATION, Cost, Device, cost, named_device, this_device
 from megatron.sweeps.plan import Sweep, load_sweep
-from megatron.sweeps.run import Runner
+from megatron.sweeps.run import Runner, places_of
 from megatron.sweeps.slurm import write_script
-from megatron.sweeps.state import State, collect, state_of
+from megatron.sweeps.state import State, absent_data, collect, described, state_of, unfinished
 
 
 def main(argv: list[str] | None = None) -> int:
     options = _parser().parse_args(argv)
     try:
-        sweep = load_sweep(
-            options.file, options.folder, options.only if options.what != "collect" else ()
-        )
         if options.what == "collect":
-            print(f"{len(collect(sweep))} rows in {sweep.results}")
-            return 0
+            return _collect(options)
+        sweep = load_sweep(options.file, options.folder, options.only)
+        if options.keep_states:
+            sweep = replace(sweep, keep_states=True)
         states = [state_of(cell) for cell in sweep.cells]
         if options.what == "status":
             print(status(sweep, states))
             return int(any(state.kind in ("failed", "foreign") for state in states))
-        print(plan(sweep, states, options.jobs), flush=True)
+        print(plan(sweep, states, options.jobs, options.device), flush=True)
         if options.dry_run or all(state.kind == "done" for state in states):
             return 0
-        return (
-            submit(sweep, states, options) if options.launcher == "slurm" else run(sweep, options)
-        )
+        if options.launcher == "slurm":
+            return _submit(sweep, options.sbatch)
+        return _run(sweep, options)
     except UserError as fault:
         print(fault, file=sys.stderr)
         return 1
@@ -52,22 +51,24 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("what", choices=("run", "status", "collect"))
-    parser.add_argument("file", type=Path, help="a file as in configs/sweeps")
-    parser.add_argument(
-        "--folder", type=Path, metavar="DIR", help="where the runs are; default: runs/sweeps/NAME"
-    )
-    parser.add_argument(
+    add = parser.add_argument
+    add("what", choices=("run", "status", "collect"))
+    add("file", help="a file as in configs/sweeps, or the name of one there")
+    add("--folder", type=Path, metavar="DIR", help="where the runs are; default: runs/sweeps/NAME")
+    add(
         "--only", nargs="+", default=[], metavar="AXIS=VALUE[,VALUE]", help="some cells of the grid"
     )
-    parser.add_argument(
-        "--dry-run", action="store_true", help="say what run would do, and its cost"
+    add("--dry-run", action="store_true", help="say what run would do, and its cost")
+    add("--jobs", type=_count, metavar="N", help="runs at a time; default: one per GPU, or one")
+    devices = ", ".join(DEVICES)
+    add("--device", metavar="NAME", help=f"give the cost for another device: cpu, {devices}")
+    add(
+        "--keep-states",
+        action="store_true",
+        help="keep the optimizer's states of finished cells (four times the disk), to train on",
     )
-    parser.add_argument(
-        "--jobs", type=_count, metavar="N", help="runs at a time; default: one per GPU, or one"
-    )
-    parser.add_argument("--launcher", choices=("local", "slurm"), default="local")
-    parser.add_argument(
+    add("--launcher", choices=("local", "slurm"), default="local")
+    add(
         "--sbatch",
         action="append",
         default=[],
@@ -83,86 +84,103 @@ def _count(text: str) -> int:
     return int(text)
 
 
-def places(jobs: int | None) -> list[str | None]:
-    """One per GPU, or per job."""
-    gpus = torch.cuda.device_count()
-    own = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name] or list(
-        map(str, range(gpus))
-    )
-    return [own[place % gpus] if gpus else None for place in range(jobs or gpus or 1)]
-
-
-def plan(sweep: Sweep, states: list[State], jobs: int | None) -> str:
+def plan(
+    sweep: Sweep, states: Sequence[State], jobs: int | None, device_name: str | None = None
+) -> str:
     """What will be done and what it costs."""
-    gpu = torch.cuda.is_available()
-    kinds = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-    dtype = kinds[sweep.cells[0].config.precision.dtype] if gpu else torch.float32
-    flops = speed_of(torch.device("cuda" if gpu else "cpu"), dtype)
-    asked, count = (
-        cost(sweep, states, flops),
-        len(set(places(jobs))),
-    )  # runs on one device share its speed
-    device = torch.cuda.get_device_name() if gpu else f"CPU, {torch.get_num_threads()} threads"
-    basis = (
-        "as fast as this sweep's runs were"
-        if asked.measured
-        else f"assumed: 35 % of {flops / 1e12:.2g} TFLOP/s"
-    )
-    folder = sweep.folder.resolve()
-    free = shutil.disk_usage(next(path for path in (folder, *folder.parents) if path.exists())).free
+    places = places_of(jobs)
+    precision = sweep.cells[0].config.precision.dtype
+    if device_name is None:
+        device = this_device(precision)
+        count = len(set(places))  # runs on one device share its speed
+    else:
+        device = named_device(device_name, precision)
+        count = 1 if device_name == "cpu" else (jobs or 1)
+    price = cost(sweep, states, device, max(count, jobs or 1))
     lines = [
         f"{sweep.name}: {len(sweep.cells)} cells, {_counted(states)}; runs in {sweep.folder}",
-        f"to do: {asked.tokens / 1e6:,.1f} million tokens of training, {asked.flops:.2e} FLOP with evaluation",
-        f"time: {asked.seconds / 3600 / count:,.1f} hours on {count} x {device} ({basis})",
-        f"disk: {asked.disk / 1e9:,.1f} GB of {free / 1e9:,.0f} GB free"
-        + ("" if asked.disk < free else " - NOT ENOUGH"),
+        f"to do: {price.tokens / 1e6:,.1f} million tokens of training, "
+        f"{price.flops:.2e} FLOP with evaluation",
+        f"time: {duration(price.seconds / count)} on {count} x {device.name} "
+        f"({_basis(price, device)})",
+        _disk(sweep, price),
     ]
-    absent = sorted(
-        {
-            path
-            for cell in sweep.cells
-            if not Path(f"{(path := cell.config.data.data_path)}.idx").exists()
-        }
-    )
-    return "\n".join(
-        [*lines, *(f"data are not there: {path} (prepare_data.py)" for path in absent)]
-    )
-
-
-def status(sweep: Sweep, states: list[State]) -> str:
-    width = max(len(cell.name) for cell in sweep.cells)
-    lines = [f"{sweep.name}: {len(sweep.cells)} cells, {_counted(states)}; runs in {sweep.folder}"]
-    for cell, state in zip(sweep.cells, states, strict=True):
-        steps = f"step {state.step}/{cell.steps}"
-        lines.append(f"{cell.name:<{width}}  {state.kind:<10}  {steps}  {state.note}".rstrip())
+    lines += [f"data are absent: {path} (prepare_data.py)" for path in absent_data(sweep)]
     return "\n".join(lines)
 
 
-def _counted(states: list[State]) -> str:
+def _basis(price: Cost, device: Device) -> str:
+    if price.measured:
+        return "as fast as this sweep's runs were"
+    speed = f"{device.flops_per_second / 1e12:.3g} TFLOP/s"
+    return f"assumed: {UTILISATION:.0%} of {speed}, {device.basis}"
+
+
+def _disk(sweep: Sweep, price: Cost) -> str:
+    folder = sweep.folder.resolve()
+    existing = next(path for path in (folder, *folder.parents) if path.exists())
+    free = shutil.disk_usage(existing).free
+    warning = "" if price.disk < free else " - NOT ENOUGH"
+    kept = "optimizer's states are kept" if sweep.keep_states else "finished cells keep weights"
+    return f"disk: {price.disk / 1e9:,.1f} GB of {free / 1e9:,.0f} GB free ({kept}){warning}"
+
+
+def duration(seconds: float) -> str:
+    """In the unit in which it has one to three digits: 40 seconds, 12 minutes, 3.4 hours."""
+    if seconds < 90:
+        return f"{seconds:.0f} seconds"
+    if seconds < 90 * 60:
+        return f"{seconds / 60:.0f} minutes"
+    return f"{seconds / 3600:,.1f} hours"
+
+
+def status(sweep: Sweep, states: Sequence[State]) -> str:
+    """One line for each cell."""
+    width = max(len(cell.name) for cell in sweep.cells)
+    lines = [f"{sweep.name}: {len(sweep.cells)} cells, {_counted(states)}; runs in {sweep.folder}"]
+    for cell, state in zip(sweep.cells, states, strict=True):
+        lines.append(f"{cell.name:<{width}}  {described(cell, state)}")
+    return "\n".join(lines)
+
+
+def _counted(states: Sequence[State]) -> str:
     counts = collections.Counter(state.kind for state in states)
     return ", ".join(f"{count} {kind}" for kind, count in counts.items())
 
 
-def run(sweep: Sweep, options: argparse.Namespace) -> int:
-    runner = Runner(places(options.jobs), lambda text: print(text, flush=True))
+def _run(sweep: Sweep, options: argparse.Namespace) -> int:
+    """Do what is missing. Returns 1 where cells are missing afterwards, 130 after a signal."""
+    runner = Runner(places_of(options.jobs), lambda text: print(text, flush=True))
     runner.run(sweep)
-    whole = load_sweep(
-        options.file, options.folder
-    )  # a part of the cells must not replace the rows of the others
+    # All cells, not some of --only: rows of the others must stay.
+    whole = load_sweep(options.file, options.folder)
     print(f"{len(collect(whole))} rows in {sweep.results}")
-    if runner.failed:
-        print(f"failed: {', '.join(runner.failed)}", file=sys.stderr)
-    return int(bool(runner.failed)) or (130 if runner.stopping else 0)
+    missing = unfinished(sweep)
+    if missing:
+        print(f"{len(missing)} of {len(sweep.cells)} cells are missing:", file=sys.stderr)
+    for cell, state in missing:
+        print(f"  {cell.name}: {described(cell, state)}", file=sys.stderr)
+    if runner.stopping:
+        return 130
+    return int(bool(missing))
 
 
-def submit(sweep: Sweep, states: list[State], options: argparse.Namespace) -> int:
-    missing = [
-        cell for cell, state in zip(sweep.cells, states, strict=True) if state.kind != "done"
-    ]
-    script = write_script(sweep, missing, options.sbatch)
+def _submit(sweep: Sweep, options: Sequence[str]) -> int:
+    missing = [cell for cell, _ in unfinished(sweep)]
+    script = write_script(sweep, missing, options)
     if shutil.which("sbatch") is None:
-        print(
-            f"sbatch is not on this machine; the array of {len(missing)} jobs is in {script}: sbatch {script}"
-        )
+        jobs = f"the array of {len(missing)} jobs is in {script}"
+        print(f"sbatch is not on this machine; {jobs}: sbatch {script}")
         return 0
     return subprocess.run(["sbatch", str(script)], check=False).returncode
+
+
+def _collect(options: argparse.Namespace) -> int:
+    """Write results.jsonl of the whole sweep, whatever --only says."""
+    sweep = load_sweep(options.file, options.folder)
+    rows = collect(sweep)
+    missing = len(unfinished(sweep))
+    print(f"{len(rows)} rows in {sweep.results}")
+    if missing:
+        print(f"{missing} of {len(sweep.cells)} cells are missing: see status")
+    return 0

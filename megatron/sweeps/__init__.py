@@ -1,1 +1,1 @@
-"""Sweeps: many runs from one file (plan), their price (cost), what is done (state), doing the rest (run, slurm)."""
+"""Many runs from one file: plan (its cells), cost, state (what is done), run, slurm, lock."""

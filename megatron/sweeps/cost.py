@@ -1,8 +1,8 @@
-"""What a sweep will cost: tokens, floating point operations, hours on this machine's device, disk."""
+"""What a sweep will cost: tokens, floating point operations, time on a device, disk."""
 
 import statistics
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,48 +11,87 @@ import torch
 from megatron.config import Config
 from megatron.data.tokens import TokenFile
 from megatron.errors import UserError
+from megatron.evaluation.protocols import window_counts
 from megatron.model import flops
-from megatron.sweeps.plan import Evaluation, Sweep
+from megatron.sweeps.plan import Cell, Evaluation, Sweep
 from megatron.sweeps.state import State, seconds_per_step
+from megatron.training.throughput import peak_of
 
-UTILISATION = (
-    0.35  # of a large matrix product's speed; assumed where no run of this shape was timed
-)
-VOCAB = 50304  # GPT-2's, where the data are not there to ask
-BYTES = 16  # per parameter of a checkpoint: float32 weights, the engine's copy, Adam's two averages
+UTILISATION = 0.35  # of a device's speed in large products; assumed where no such run was timed
+VOCAB = 50304  # GPT-2's, where the data are not at hand
+WEIGHTS = 4  # bytes of a parameter: float32
+TRAINED = 16  # bytes of a parameter in a whole checkpoint: with the engine's copy and Adam's two
+
+# --device NAME -> as CUDA names the device, for its peak in training/throughput.py
+DEVICES = {
+    "v100": "V100-SXM2-32GB",
+    "a100": "A100-SXM4-80GB",
+    "h100": "H100 80GB HBM3",
+    "h200": "H200",
+    "b200": "B200",
+    "l40s": "L40S",
+    "rtx3090": "GeForce RTX 3090",
+    "rtx4090": "GeForce RTX 4090",
+}
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+
+
+@dataclass(frozen=True)
+class Device:
+    """Where a plan would run.
+
+    flops_per_second: of large matrix products; basis: where that number comes from;
+    here: whether runs of the sweep on this machine were on such a device
+    """
+
+    name: str
+    flops_per_second: float
+    basis: str
+    here: bool
 
 
 @dataclass(frozen=True)
 class Cost:
-    """What is still to be done; seconds of one device."""
+    """What is still to be done.
+
+    tokens: of training; flops: of training and evaluation; seconds: on one device; disk: bytes;
+    measured: whether all speeds were measured in this sweep rather than assumed
+    """
 
     tokens: int
     flops: float
     seconds: float
     disk: int
     measured: bool
-    """Whether every training's speed was measured in this sweep rather than assumed."""
 
 
-def cost(sweep: Sweep, states: Sequence[State], device_flops: float) -> Cost:
-    """Of all that is missing. device_flops: of a large matrix product, see `speed_of`."""
-    tokens, flops, seconds, disk, measured = 0, 0.0, 0.0, 0, True
-    timed = _timed(sweep)
+def cost(sweep: Sweep, states: Sequence[State], device: Device, jobs: int = 1) -> Cost:
+    """The cost of all that is missing. jobs: how many cells train at a time."""
+    timed = _timed(sweep) if device.here else {}
+    total_flops = 0.0
+    tokens, seconds, measured = 0, 0.0, True
     for cell, state in zip(sweep.cells, states, strict=True):
-        config, vocab = cell.config, _vocab(cell.config)
-        trained = (cell.steps - state.step) * windows_per_step(config) * config.model.seq_length
-        training = trained * 3 * forward_flops(config, vocab, config.model.seq_length)
-        evaluating = sum(_evaluation_flops(one, config, vocab) for one in state.missing)
-        speed = timed.get(_shape(config))
-        measured = measured and (speed is not None or not trained)
-        tokens, flops = tokens + trained, flops + training + evaluating
-        rate = device_flops * UTILISATION if speed is None else speed
-        seconds += (training + evaluating) / rate
-        if state.kind != "done":
-            disk += (
-                BYTES * parameters(config, vocab) * (_kept(config) + 1)
-            )  # one more while the next is written
-    return Cost(tokens, flops, seconds, disk, measured)
+        untrained, training, evaluating = _missing(cell, state)
+        speed = timed.get(_shape(cell.config))
+        if speed is None:
+            speed = device.flops_per_second * UTILISATION
+            measured = measured and training + evaluating == 0
+        tokens += untrained
+        total_flops += training + evaluating
+        seconds += (training + evaluating) / speed
+    return Cost(tokens, total_flops, seconds, _disk(sweep, states, jobs), measured)
+
+
+def _missing(cell: Cell, state: State) -> tuple[int, float, float]:
+    """Of one cell: tokens to train on, operations of training and of evaluation."""
+    config = cell.config
+    vocab = _vocab(config)
+    length = config.model.seq_length
+    steps = max(0, cell.steps - state.step)
+    tokens = steps * windows_per_step(config) * length
+    training = tokens * flops.BACKWARD * forward_flops(config, vocab, length)
+    evaluating = sum(_evaluation_flops(one, config, vocab) for one in state.missing)
+    return tokens, training, evaluating
 
 
 def forward_flops(config: Config, vocab: int, length: int) -> float:
@@ -69,13 +108,72 @@ def parameters(config: Config, vocab: int) -> int:
 
 
 def windows_per_step(config: Config) -> int:
-    return (
-        config.training.train_micro_batch_size_per_gpu * config.training.gradient_accumulation_steps
-    )
+    training = config.training
+    return training.train_micro_batch_size_per_gpu * training.gradient_accumulation_steps
 
 
-def speed_of(device: torch.device, dtype: torch.dtype, size: int = 2048) -> float:
+def _disk(sweep: Sweep, states: Sequence[State], jobs: int) -> int:
+    """Bytes that cells without training need: what stays of each, and more while some train."""
+    stays = 0
+    peaks = []
+    for cell, state in zip(sweep.cells, states, strict=True):
+        if state.step >= cell.steps:
+            continue
+        numbers = parameters(cell.config, _vocab(cell.config))
+        checkpoints = _kept(cell.config)
+        final = (TRAINED if sweep.keep_states else WEIGHTS) * numbers * checkpoints
+        # One more while the next is written.
+        peaks.append(TRAINED * numbers * (checkpoints + 1) - final)
+        stays += final
+    peaks.sort(reverse=True)
+    return stays + sum(peaks[:jobs])
+
+
+def _kept(config: Config) -> int:
+    """Checkpoints that a run keeps."""
+    interval = config.checkpoint.save_interval
+    keep = config.checkpoint.keep_last_n_checkpoints
+    written = -(-config.training.train_iters // interval) if interval else 1
+    return min(written, keep) if keep else written
+
+
+def this_device(precision: str) -> Device:
+    """The device that runs would use here, as fast as a matrix product that is timed now."""
+    if not torch.cuda.is_available():
+        return this_cpu()
+    name = torch.cuda.get_device_name()
+    speed = speed_of(torch.device("cuda"), DTYPES[precision])
+    return Device(name, speed, "a matrix product timed here", here=True)
+
+
+def this_cpu() -> Device:
+    """This machine's CPU, as fast as a float32 matrix product that is timed now."""
+    name = f"CPU, {torch.get_num_threads()} threads"
+    speed = speed_of(torch.device("cpu"), torch.float32)
+    here = not torch.cuda.is_available()
+    return Device(name, speed, "a matrix product timed here", here)
+
+
+def named_device(name: str, precision: str) -> Device:
+    """A device by its name in DEVICES, as fast as its data sheet says; `cpu` is this machine's.
+
+    Raises UserError for another name.
+    """
+    if name == "cpu":
+        return this_cpu()
+    if name not in DEVICES:
+        raise UserError(f"--device: {name} is not known - use one of cpu, {', '.join(DEVICES)}")
+    # A V100 has no bf16: what it would run in its place is fp16.
+    for kind in (precision, "fp16"):
+        peak = peak_of(DEVICES[name], kind)
+        if peak is not None:
+            return Device(name, peak * 1e12, f"its data sheet's {kind} peak", here=False)
+    raise AssertionError(f"{name} has no peak in training/throughput.py")
+
+
+def speed_of(device: torch.device, dtype: torch.dtype) -> float:
     """Operations per second of a square matrix product, the best of five."""
+    size = 1024 if device.type == "cpu" else 4096
     a = torch.ones(size, size, dtype=dtype, device=device)
     seconds = []
     for _ in range(5):
@@ -87,14 +185,17 @@ def speed_of(device: torch.device, dtype: torch.dtype, size: int = 2048) -> floa
 
 def _timed(sweep: Sweep) -> dict[tuple, float]:
     """Operations per second that this sweep's own runs reached in training, by shape."""
-    found: dict[tuple, list[float]] = {}
+    speeds: dict[tuple, list[float]] = {}
     for cell in sweep.cells:
-        if seconds := seconds_per_step(cell):
-            length = cell.config.model.seq_length
-            per_step = 3 * windows_per_step(cell.config) * length
-            per_step *= forward_flops(cell.config, _vocab(cell.config), length)
-            found.setdefault(_shape(cell.config), []).append(per_step / seconds)
-    return {shape: statistics.median(values) for shape, values in found.items()}
+        seconds = seconds_per_step(cell)
+        if not seconds:
+            continue
+        config = cell.config
+        length = config.model.seq_length
+        tokens = windows_per_step(config) * length
+        step = flops.BACKWARD * tokens * forward_flops(config, _vocab(config), length)
+        speeds.setdefault(_shape(config), []).append(step / seconds)
+    return {shape: statistics.median(values) for shape, values in speeds.items()}
 
 
 def _shape(config: Config) -> tuple:
@@ -103,56 +204,32 @@ def _shape(config: Config) -> tuple:
 
 
 def _evaluation_flops(evaluation: Evaluation, config: Config, vocab: int) -> float:
-    said = evaluation.options
-    lengths = _several(
-        said.get("lengths", said.get("eval_lengths", config.evaluation.eval_lengths))
-    )
-    protocols = _several(said.get("protocol", "equal_tokens"))
-    variants = len(_several(said.get("window", 0))) * len(_several(said.get("logn_scale", 0)))
-    text = said.get("eval_tokens", config.evaluation.eval_tokens)
+    options = evaluation.options
+    defaults = config.evaluation
+    lengths = _several(options.get("lengths", options.get("eval_lengths", defaults.eval_lengths)))
+    eval_tokens = options.get("eval_tokens", defaults.eval_tokens)
+    asked = {key: options[key] for key in ("windows", "tail", "stride") if key in options}
+    variants = len(_several(options.get("window"))) * len(_several(options.get("logn_scale")))
     total = 0.0
-    for protocol in protocols:
-        for length, count in window_counts(protocol, lengths, text, said).items():
+    for protocol in _several(options.get("protocol", "equal_tokens")):
+        for length, count in window_counts(protocol, lengths, eval_tokens, **asked).items():
             total += variants * count * length * forward_flops(config, vocab, length)
     return total
 
 
-def window_counts(
-    protocol: str, lengths: Sequence[int], text: int, said: Mapping[str, Any]
-) -> dict[int, int]:
-    """Windows of each length that a protocol computes on `text` tokens (see megatron.evaluation.protocols), at most."""
-    longest = max(lengths)
-    region = text // longest * longest
-    if protocol == "paper":
-        return dict.fromkeys(lengths, int(said.get("windows", 320)))
-    if protocol == "tail":
-        return dict.fromkeys(
-            lengths, len(range(longest, region + 1, max(said.get("tail", 256), longest // 4)))
-        )
-    if protocol == "position":
-        return {longest: region // longest}
-    if protocol == "sliding":
-        return {
-            length: len(range(0, region + 1 - length, said.get("stride") or max(1, length // 2)))
-            for length in lengths
-        }
-    return {length: len(range(0, region + 1 - length, length)) for length in lengths}
-
-
-def _several(value: object) -> list:
-    return list(value) if isinstance(value, Iterable) and not isinstance(value, str) else [value]
-
-
-def _kept(config: Config) -> int:
-    interval, keep = config.checkpoint.save_interval, config.checkpoint.keep_last_n_checkpoints
-    written = -(-config.training.train_iters // interval) if interval else 1
-    return min(written, keep) if keep else written
+def _several(value: Any) -> list[Any]:
+    if isinstance(value, Iterable) and not isinstance(value, str):
+        return list(value)
+    return [value]
 
 
 def _vocab(config: Config) -> int:
+    """Rows of the embedding: by the data where they are at hand, else GPT-2's."""
+    rows = VOCAB
     try:
-        known = TokenFile.open(config.data.data_path or "").meta.get("tokenizer", {})
+        tokenizer = TokenFile.open(config.data.data_path or "").meta.get("tokenizer", {})
+        rows = tokenizer.get("vocab_size", VOCAB)
     except UserError:
-        known = {}
-    rows, multiple = known.get("vocab_size", VOCAB), config.model.make_vocab_size_divisible_by
+        pass
+    multiple = config.model.make_vocab_size_divisible_by
     return -(-rows // multiple) * multiple

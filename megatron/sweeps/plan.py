@@ -1,4 +1,4 @@
-"""A sweep file -> its cells: one checked configuration and its evaluations for each point of a grid."""
+"""A sweep file -> its cells: a checked configuration and evaluations for each point of a grid."""
 
 import difflib
 import hashlib
@@ -16,7 +16,17 @@ from megatron.config.schema import KEYS
 from megatron.errors import UserError
 from megatron.files import ROOT
 
-PARTS = {"base", "settings", "grid", "exclude", "extra", "evaluate"}
+SHIPPED = ROOT / "configs" / "sweeps"
+PARTS: dict[str, type] = {
+    "base": list,
+    "settings": dict,
+    "grid": dict,
+    "exclude": list,
+    "extra": list,
+    "evaluate": dict,
+    "keep_optimizer_states": bool,
+}
+KINDS = {list: "a list", dict: "a mapping", bool: "true or false"}
 Values = dict[str, Any]  # a point of the grid: {axis: value}
 
 
@@ -44,22 +54,23 @@ class Cell:
         return self.config.training.train_iters
 
     def file(self, evaluation: Evaluation, *, finished: bool = True) -> Path:
-        """Rows of an evaluation; they lie under another name until evaluate.py has ended well."""
-        return (
-            self.folder
-            / "evaluation"
-            / f"{evaluation.label}{'' if finished else '.unfinished'}.jsonl"
-        )
+        """Rows of an evaluation. They have another name until evaluate.py has ended well."""
+        suffix = ".jsonl" if finished else ".unfinished.jsonl"
+        return self.folder / "evaluation" / f"{evaluation.label}{suffix}"
 
 
 @dataclass(frozen=True)
 class Sweep:
-    """All cells of a file, in the order in which they run."""
+    """All cells of a file, in the order in which they run.
+
+    keep_states: whether finished cells keep the optimizer's states beside their weights
+    """
 
     name: str
     path: Path
     folder: Path
     cells: tuple[Cell, ...]
+    keep_states: bool = False
 
     @property
     def results(self) -> Path:
@@ -69,124 +80,157 @@ class Sweep:
 def load_sweep(
     path: str | Path, folder: str | Path | None = None, only: Sequence[str] = ()
 ) -> Sweep:
-    """The sweep that a file describes; UserError with every fault of the file, or every bad cell.
+    """The sweep that a file describes.
 
-    folder: where its runs are kept, unset: runs/sweeps/NAME; only: `axis=value,value` words that choose cells
+    path: the file, or the name of a shipped sweep with `-` or `_`;
+    folder: where its runs are kept, by default runs/sweeps/NAME;
+    only: `axis=value,value` words that choose cells.
+    Raises UserError with every fault of the file, or every bad cell.
     """
     try:
-        path = find_file(path)
-        given = read_file(path)
+        file = find_sweep(path)
+        parts = read_file(file)
     except ValueError as fault:
         raise UserError(f"sweep: {fault}") from None
-    _check_parts(given, path)
-    home = Path(folder) if folder else Path("runs/sweeps") / path.stem
-    cells, faults = [], []
-    for values in _chosen(_points(given, path), only, path):
+    _check_parts(parts, file)
+    home = Path(folder) if folder else Path("runs/sweeps") / file.stem
+    cells: list[Cell] = []
+    faults: list[str] = []
+    for values in _chosen(_points(parts, file), only, file):
         try:
-            cells.append(_cell(given, values, home, path))
+            cells.append(_cell(parts, values, home, file))
         except UserError as fault:
             faults.append(f"{_name(values)}: {fault}")
     if faults:
-        raise UserError(
-            "\n".join([f"{path}: {len(faults)} cells cannot be run", *dict.fromkeys(faults)])
-        )
-    return Sweep(path.stem, path, home, tuple(cells))
+        title = f"{file}: {len(faults)} cells cannot be run"
+        raise UserError("\n".join([title, *dict.fromkeys(faults)]))
+    keep_states = parts.get("keep_optimizer_states", False)
+    return Sweep(file.stem, file, home, tuple(cells), keep_states)
 
 
-def _check_parts(given: dict[str, Any], path: Path) -> None:
-    kinds = {
-        "base": list,
-        "settings": dict,
-        "grid": dict,
-        "exclude": list,
-        "extra": list,
-        "evaluate": dict,
-    }
-    faults = [
-        f"{key}: no such part; a sweep has {', '.join(sorted(PARTS))}"
-        for key in given.keys() - PARTS
-    ]
-    for key in given.keys() & PARTS:
-        if not isinstance(given[key], kinds[key]):
-            faults.append(f"{key}: give a {'list' if kinds[key] is list else 'mapping'}")
-    if not given.get("grid"):
+def find_sweep(name: str | Path) -> Path:
+    """The file that a path or the bare name of a shipped sweep means.
+
+    kerple-table3, kerple_table3 and configs/sweeps/kerple-table3.yml are one file.
+    Raises ValueError that says what was looked for.
+    """
+    path = Path(name)
+    folders = [path.parent]
+    if path.parent == Path("."):
+        folders.append(SHIPPED)
+    spellings = (path.name, path.name.replace("-", "_"), path.name.replace("_", "-"))
+    for folder, spelling in itertools.product(folders, spellings):
+        for suffix in ("", ".yml", ".yaml"):
+            candidate = folder / f"{spelling}{suffix}"
+            if candidate.is_file():
+                return candidate
+    if len(folders) == 1 or path.is_dir():
+        return find_file(path)  # raises
+    known = sorted(file.stem for file in SHIPPED.glob("*.yml"))
+    raise ValueError(
+        f"{name}: no such file (looked in {Path.cwd()} and {SHIPPED}) - give a file, or one of "
+        f"{', '.join(known)}"
+    )
+
+
+def _check_parts(parts: Mapping[str, Any], path: Path) -> None:
+    """Raise UserError with all that is wrong with the form of a sweep file."""
+    names = ", ".join(sorted(PARTS))
+    faults = [f"{key}: no such part; a sweep has {names}" for key in parts.keys() - PARTS.keys()]
+    for key, kind in PARTS.items():
+        if key in parts and not isinstance(parts[key], kind):
+            faults.append(f"{key}: give {KINDS[kind]}")
+    if not parts.get("grid"):
         faults.append(
             "grid: not given; write axes with their values, such as pos_emb: [alibi, rotary]"
         )
-    for axis, choices in (given.get("grid") or {}).items() if not faults else ():
-        if not isinstance(choices, list | dict) or not choices:
-            faults.append(
-                f"grid: {axis} has no values; give a list, or a mapping of names to settings"
-            )
+    if not faults:
+        faults = _faults_of_axes(parts["grid"])
     if faults:
         raise UserError("\n  ".join([f"bad sweep ({path})", *faults]))
 
 
-def _points(given: dict[str, Any], path: Path) -> list[Values]:
-    """The grid, its first axis changing fastest, so that what is cut short is whole in the last one (the seeds)."""
-    grid = given["grid"]
-    axes = [list(choices) for choices in reversed(grid.values())]
-    points = [dict(zip(grid, reversed(values), strict=True)) for values in itertools.product(*axes)]
-    unlike = [
-        point
-        for point in [*given.get("exclude", []), *given.get("extra", [])]
-        if not point.keys() <= grid.keys()
-    ]
-    unlike += [point for point in given.get("extra", []) if point.keys() != grid.keys()]
-    if unlike:
-        raise UserError(
-            f"{path}: {unlike[0]} is no point of the grid - use its axes {', '.join(grid)}"
-        )
-    kept = [
-        one
-        for one in points
-        if not any(rule.items() <= one.items() for rule in given.get("exclude", []))
-    ]
-    return kept + [one for one in given.get("extra", []) if one not in kept]
+def _faults_of_axes(grid: Mapping[str, Any]) -> list[str]:
+    faults = []
+    for axis, choices in grid.items():
+        if not isinstance(choices, list | dict) or not choices:
+            faults.append(
+                f"grid: {axis} has no values; give a list, or a mapping of names to settings"
+            )
+    return faults
+
+
+def _points(parts: Mapping[str, Any], path: Path) -> list[Values]:
+    """The grid with its first axis changing fastest, without `exclude`, and `extra`.
+
+    A sweep that is cut short is then whole in the first values of the last axis, the seeds.
+    """
+    grid = parts["grid"]
+    excluded: list[Values] = parts.get("exclude", [])
+    extra: list[Values] = parts.get("extra", [])
+    _check_points(grid, excluded, extra, path)
+    slowest_first = [list(choices) for choices in reversed(grid.values())]
+    points = []
+    for values in itertools.product(*slowest_first):
+        point = dict(zip(grid, reversed(values), strict=True))
+        if not any(rule.items() <= point.items() for rule in excluded):
+            points.append(point)
+    return points + [point for point in extra if point not in points]
+
+
+def _check_points(
+    grid: Mapping[str, Any], excluded: Sequence[Values], extra: Sequence[Values], path: Path
+) -> None:
+    unknown = [point for point in [*excluded, *extra] if not point.keys() <= grid.keys()]
+    partial = [point for point in extra if point.keys() != grid.keys()]
+    for point in unknown + partial:
+        raise UserError(f"{path}: {point} is no point of the grid - use its axes {', '.join(grid)}")
 
 
 def _chosen(points: list[Values], only: Sequence[str], path: Path) -> list[Values]:
+    """The points that agree with all of the `axis=value,value` words."""
     for word in only:
-        axis, _, wanted = word.partition("=")
+        axis, _, text = word.partition("=")
+        wanted = text.split(",")
         axes = list(points[0]) if points else []
         if axis not in axes:
             close = difflib.get_close_matches(axis, axes, 1)
+            guess = f" - did you mean {close[0]}?" if close else ""
             raise UserError(
-                f"--only: {word}: {path} has no axis {axis}, it has {', '.join(axes)}"
-                + (f" - did you mean {close[0]}?" if close else "")
+                f"--only: {word}: {path} has no axis {axis}, it has {', '.join(axes)}{guess}"
             )
         known = {str(point[axis]) for point in points}
-        unknown = set(wanted.split(",")) - known
-        if unknown:
+        if not known.issuperset(wanted):
             raise UserError(
                 f"--only: {word}: {path} has {axis} = {', '.join(sorted(known))} at that place"
             )
-        points = [point for point in points if str(point[axis]) in wanted.split(",")]
+        points = [point for point in points if str(point[axis]) in wanted]
     return points
 
 
-def _cell(given: dict[str, Any], values: Values, home: Path, path: Path) -> Cell:
-    files, settings = (
-        [_beside(name, path) for name in given.get("base", [])],
-        dict(given.get("settings", {})),
-    )
+def _cell(parts: Mapping[str, Any], values: Values, home: Path, path: Path) -> Cell:
+    files = [_beside(name, path) for name in parts.get("base", [])]
+    settings = dict(parts.get("settings", {}))
     for axis, value in values.items():
-        choices = given["grid"][axis]
-        known = ROOT / "configs" / axis / f"{value}.yml"
+        choices = parts["grid"][axis]
+        file_of_value = ROOT / "configs" / axis / f"{value}.yml"
         if isinstance(choices, dict) and value in choices:
             settings |= choices[value] or {}
-        elif known.exists():
-            files.append(known)
+        elif file_of_value.exists():
+            files.append(file_of_value)
         else:
             settings[axis] = value
     name = _name(values)
-    settings |= {"save": str(home / name), "load": str(home / name)}
-    config = load(files, [f"{key}={json.dumps(value)}" for key, value in settings.items()])
+    folder = home / name
+    settings |= {"save": str(folder), "load": str(folder)}
+    words = [f"{key}={json.dumps(value)}" for key, value in settings.items()]
+    config = load(files, words)
     config.require_for("train")
     evaluations = [
-        _evaluation(label, said or {}, config) for label, said in given.get("evaluate", {}).items()
+        _evaluation(label, options or {}, config)
+        for label, options in parts.get("evaluate", {}).items()
     ]
-    return Cell(name, values, home / name, config, tuple(evaluations))
+    return Cell(name, values, folder, config, tuple(evaluations))
 
 
 def _beside(name: str, path: Path) -> Path:
@@ -199,17 +243,18 @@ def _name(values: Mapping[str, Any]) -> str:
     return "-".join(re.sub(r"[^\w.+]+", "_", str(value)) for value in values.values())
 
 
-def _evaluation(label: str, said: dict[str, Any], config: Config) -> Evaluation:
-    """Keys of the configuration become settings, others options: {eval_tokens: 4096, protocol: tail}."""
+def _evaluation(label: str, options: dict[str, Any], config: Config) -> Evaluation:
+    """Keys of the configuration become settings, others options: {eval_tokens: 4096, tail: 64}."""
     words = []
-    for key, value in said.items():
+    for key, value in options.items():
+        if key in KEYS:
+            words.append(f"{key}={json.dumps(value)}")
+            continue
         several = value if isinstance(value, list) else [value]
-        option = ["--" + key.replace("_", "-"), *map(str, several)]
-        words += [f"{key}={json.dumps(value)}"] if key in KEYS else option
+        words += ["--" + key.replace("_", "-"), *map(str, several)]
     measured = config.evaluation
     text = json.dumps(
         [config.hash, words, measured.eval_lengths, measured.eval_tokens, measured.eval_part]
     )
-    return Evaluation(
-        f"{label}-{hashlib.sha256(text.encode()).hexdigest()[:6]}", tuple(words), said
-    )
+    digits = hashlib.sha256(text.encode()).hexdigest()[:6]
+    return Evaluation(f"{label}-{digits}", tuple(words), options)

@@ -1,31 +1,45 @@
-"""Do what is missing of a sweep: one process per device, each cell locked while somebody works on it."""
+"""Do what is missing of a sweep: one process per device, each cell locked while it is worked on."""
 
 import contextlib
-import fcntl
 import os
 import queue
 import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import torch
+
 from megatron.errors import UserError
-from megatron.files import ROOT
-from megatron.sweeps.plan import Cell, Sweep
+from megatron.files import ROOT, write_text
+from megatron.sweeps.lock import held
+from megatron.sweeps.plan import Cell, Evaluation, Sweep
 from megatron.sweeps.state import state_of
+from megatron.training.checkpoint import keep_weights_only
 
 Say = Callable[[str], None]
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
+def places_of(jobs: int | None) -> list[str | None]:
+    """CUDA_VISIBLE_DEVICES for each of `jobs` runs at a time; by default one per GPU, or one."""
+    count = torch.cuda.device_count()
+    if not count:
+        return [None] * (jobs or 1)
+    visible = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
+    names = visible or [str(number) for number in range(count)]
+    return [names[place % count] for place in range(jobs or count)]
+
+
 @dataclass
 class Runner:
-    """Works on cells from several threads, one for each place; `failed` are the names of cells that did not end well.
+    """Works on cells from several threads, one for each place.
 
-    places: what CUDA_VISIBLE_DEVICES says to the processes of each; None leaves it as it is
+    places: CUDA_VISIBLE_DEVICES of the processes of each place; None leaves it as it is;
+    failed: names of cells that did not end well
     """
 
     places: Sequence[str | None]
@@ -33,18 +47,19 @@ class Runner:
     failed: list[str] = field(default_factory=list)
     stopping: bool = False
     processes: set[subprocess.Popen] = field(default_factory=set)
-    told: set[subprocess.Popen] = field(default_factory=set)
+    terminated: set[subprocess.Popen] = field(default_factory=set)
 
     def run(self, sweep: Sweep) -> None:
-        """Until nothing is left to begin; after a signal, until what runs has saved and ended."""
+        """Until nothing is left to begin; after a signal, until running cells have saved."""
         waiting: queue.SimpleQueue[Cell] = queue.SimpleQueue()
         for cell in sweep.cells:
             waiting.put(cell)
-        nohup = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
-        caught = [number for number in SIGNALS if not (nohup and number == signal.SIGHUP)]
-        before = {number: signal.signal(number, self._stop) for number in caught}
+        under_nohup = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+        caught = [number for number in SIGNALS if not (under_nohup and number == signal.SIGHUP)]
+        handlers_before = {number: signal.signal(number, self._stop) for number in caught}
         workers = [
-            threading.Thread(target=self._work, args=(waiting, place)) for place in self.places
+            threading.Thread(target=self._work, args=(waiting, place, sweep.keep_states))
+            for place in self.places
         ]
         try:
             for worker in workers:
@@ -55,24 +70,25 @@ class Runner:
                 for worker in workers:
                     worker.join(0.2)
         finally:
-            for number, handler in before.items():
+            for number, handler in handlers_before.items():
                 signal.signal(number, handler)
 
     def _stop(self, number: int, frame: object) -> None:
         self.stopping = True
+        name = signal.Signals(number).name
         with contextlib.suppress(OSError):  # a terminal that is gone
-            self.say(
-                f"{signal.Signals(number).name}: what runs saves a checkpoint and ends; the same command continues"
-            )
+            self.say(f"{name}: what runs saves a checkpoint and ends; the same command continues")
 
     def _terminate(self) -> None:
-        """Each process is told once: train.py takes a second signal at its word and saves nothing."""
-        for process in list(self.processes - self.told):
-            self.told.add(process)
+        """Signal each process once: at a second signal train.py ends without saving."""
+        for process in list(self.processes - self.terminated):
+            self.terminated.add(process)
             process.terminate()
 
-    def _work(self, waiting: "queue.SimpleQueue[Cell]", place: str | None) -> None:
-        # Processes inherit this: what a terminal sends to all of them comes once, from _terminate.
+    def _work(
+        self, waiting: "queue.SimpleQueue[Cell]", place: str | None, keep_states: bool
+    ) -> None:
+        # Processes inherit this. A terminal signals all of them; each gets it once, by _terminate.
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGHUP})
         while not self.stopping:
             try:
@@ -84,14 +100,13 @@ class Runner:
                     self.say(f"{cell.name}: another process is at work on it")
                     continue
                 try:
-                    self._do(cell, place, lock)
-                except (
-                    UserError,
-                    OSError,
-                ) as fault:  # a damaged file, a full disk: the other cells go on
+                    self._do(cell, place, lock, keep_states)
+                except (UserError, OSError) as fault:
+                    # A damaged file or a full disk: the other cells go on.
                     self._fail(cell, str(fault))
 
-    def _do(self, cell: Cell, place: str | None, lock: int) -> None:
+    def _do(self, cell: Cell, place: str | None, lock: int, keep_states: bool) -> None:
+        """Train a cell and evaluate it, as far as that is missing."""
         state = state_of(cell)
         if state.kind == "done":
             return
@@ -101,69 +116,83 @@ class Runner:
         (cell.folder / "failure.txt").unlink(missing_ok=True)
         settings = cell.folder / "cell.yml"
         cell.config.save(settings)
-        if state.step < cell.steps and not self._call(
-            cell, ["train.py", str(settings)], place, lock
-        ):
-            return
-        for one in state.missing:
-            unfinished, finished = cell.file(one, finished=False), cell.file(one)
-            words = ["--step", str(cell.steps), "--output", str(unfinished)]
-            if not self._call(
-                cell, ["evaluate.py", str(settings), *one.words, *words], place, lock
-            ):
+        if state.step < cell.steps:
+            trained = self._call(cell, ["train.py", str(settings)], place, lock)
+            if not trained:
                 return
-            for suffix in (".png", ".jsonl"):  # the rows last: they say that all is there
-                if unfinished.with_suffix(suffix).exists():
-                    os.replace(unfinished.with_suffix(suffix), finished.with_suffix(suffix))
+        if not keep_states:
+            keep_weights_only(cell.folder)
+        for evaluation in state.missing:
+            unfinished = cell.file(evaluation, finished=False)
+            words = ["--step", str(cell.steps), "--output", str(unfinished)]
+            command = ["evaluate.py", str(settings), *evaluation.words, *words]
+            if not self._call(cell, command, place, lock):
+                return
+            _finish(cell, evaluation)
         self.say(f"{cell.name}: done")
 
     def _call(self, cell: Cell, words: list[str], place: str | None, lock: int) -> bool:
-        """Whether one of our scripts ended well. Its process holds the lock too, and may outlive a killed sweep."""
+        """Whether one of our scripts ended well.
+
+        Its process holds the lock too, and may outlive a killed sweep.
+        """
         if self.stopping:
             return False
-        self.say(f"{cell.name}: {words[0]}" + ("" if place is None else f" on device {place}"))
-        threads = max(1, len(os.sched_getaffinity(0)) // len(self.places))
-        environment = {"OMP_NUM_THREADS": str(threads)} | os.environ
-        environment |= {} if place is None else {"CUDA_VISIBLE_DEVICES": place}
+        where = "" if place is None else f" on device {place}"
+        self.say(f"{cell.name}: {words[0]}{where}")
         log = cell.folder / "sweep.log"
+        command = [sys.executable, str(ROOT / words[0]), *words[1:]]
         with log.open("ab") as output:
             start = output.tell()
-            command = [sys.executable, str(ROOT / words[0]), *words[1:]]
             process = subprocess.Popen(
-                command, env=environment, stdout=output, stderr=output, pass_fds=(lock,)
+                command,
+                env=self._environment(place),
+                stdout=output,
+                stderr=output,
+                pass_fds=(lock,),
             )
         self.processes.add(process)
         status = process.wait()
         self.processes.discard(process)
         if status and not self.stopping:
-            ended = f"killed by {signal.Signals(-status).name}; " if status < 0 else ""
-            self._fail(
-                cell, ended + (_last_line(log, start) or f"{words[0]} ended with status {status}")
-            )
+            self._fail(cell, _reason(words[0], status, _last_line(log, start)))
         return status == 0
+
+    def _environment(self, place: str | None) -> dict[str, str]:
+        threads = max(1, len(os.sched_getaffinity(0)) // len(self.places))
+        environment = {"OMP_NUM_THREADS": str(threads), **os.environ}
+        if place is not None:
+            environment["CUDA_VISIBLE_DEVICES"] = place
+        return environment
 
     def _fail(self, cell: Cell, note: str) -> None:
         self.failed.append(cell.name)
-        with contextlib.suppress(OSError):  # a full disk; it is said below
-            (cell.folder / "failure.txt").write_text(note + "\n", encoding="utf-8")
+        with contextlib.suppress(OSError):  # a full disk; the next line says it
+            write_text(cell.folder / "failure.txt", note + "\n")
         self.say(f"{cell.name}: failed: {note} (all of it: {cell.folder / 'sweep.log'})")
 
 
-@contextlib.contextmanager
-def held(folder: Path) -> Iterator[int | None]:
-    """The lock of a cell as a file descriptor, or None while another process has it."""
-    folder.mkdir(parents=True, exist_ok=True)
-    with (folder / "lock").open("w") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            yield None
-        else:
-            yield file.fileno()
+def _finish(cell: Cell, evaluation: Evaluation) -> None:
+    """Give the files of an evaluation their names, last the rows: they say that it is whole."""
+    unfinished = cell.file(evaluation, finished=False)
+    finished = cell.file(evaluation)
+    for suffix in (".png", ".jsonl"):
+        if unfinished.with_suffix(suffix).exists():
+            os.replace(unfinished.with_suffix(suffix), finished.with_suffix(suffix))
+
+
+def _reason(script: str, status: int, last_line: str) -> str:
+    """Why a script failed, from its exit status and the last line of its log."""
+    reason = last_line or f"{script} ended with status {status}"
+    if status < 0:
+        return f"killed by {signal.Signals(-status).name}; {reason}"
+    return reason
 
 
 def _last_line(log: Path, start: int) -> str:
+    """The last line with text that was written from byte `start` on."""
     with log.open("rb") as file:
         file.seek(start)
-        lines = [line for line in file.read().decode(errors="replace").splitlines() if line.strip()]
-    return lines[-1].strip() if lines else ""
+        text = file.read().decode(errors="replace")
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    return lines[-1] if lines else ""

@@ -5,7 +5,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from megatron.files import ROOT
+from megatron.files import ROOT, Beside
 from megatron.sweeps.plan import Cell, Sweep
 
 SCRIPT = """#!/bin/bash
@@ -19,29 +19,36 @@ SCRIPT = """#!/bin/bash
 {cells}
 )
 cd {here}
-exec {python} {tool} run {file} --folder {folder} --only ${{CELLS[$SLURM_ARRAY_TASK_ID]}}
+exec {python} {tool} run {file} --folder {folder}{flags} --only ${{CELLS[$SLURM_ARRAY_TASK_ID]}}
 """
 
 
 def write_script(sweep: Sweep, missing: Sequence[Cell], options: Sequence[str] = ()) -> Path:
-    """SWEEP/slurm.sh; `options` are further words of sbatch. Each job resumes its cell, so it may be sent again."""
+    """Write SWEEP/slurm.sh and return its path.
+
+    Each job resumes its cell, so the script may be sent again. options: further words of sbatch
+    """
     folder = sweep.folder.resolve()
-    folder.mkdir(parents=True, exist_ok=True)
-    chosen = [
-        " ".join(f"{axis}={value}" for axis, value in cell.values.items()) for cell in missing
-    ]
+    tool = ROOT / "tools" / "sweep.py"
     text = SCRIPT.format(
         name=shlex.quote(sweep.name),
         last=len(missing) - 1,
         folder=shlex.quote(str(folder)),
         options="".join(f"#SBATCH {option}\n" for option in options),
-        cells="\n".join(f"  {shlex.quote(words)}" for words in chosen),
+        cells="\n".join(f"  {shlex.quote(_words(cell))}" for cell in missing),
         here=shlex.quote(str(Path.cwd())),
         python=shlex.quote(sys.executable),
-        tool=shlex.quote(str(ROOT / "tools" / "sweep.py")),
+        tool=shlex.quote(str(tool)),
         file=shlex.quote(str(sweep.path.resolve())),
+        flags=" --keep-states" if sweep.keep_states else "",
     )
     path = folder / "slurm.sh"
-    path.write_text(text, encoding="utf-8")
-    path.chmod(0o755)
+    with Beside(path) as temporary:
+        temporary.write_text(text, encoding="utf-8")
+        temporary.chmod(0o755)
     return path
+
+
+def _words(cell: Cell) -> str:
+    """The cell in the words of --only."""
+    return " ".join(f"{axis}={value}" for axis, value in cell.values.items())

@@ -1,20 +1,35 @@
-"""What of a sweep is done, by the configuration's hash in checkpoints and result rows; all rows in one file."""
+"""How far the cells of a sweep are, by the configuration's hash in checkpoints and result rows."""
 
 import json
 import statistics
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
 
 from megatron.data.tokens import TokenFile
 from megatron.errors import UserError
 from megatron.results.files import existing_results, read_results, write_lines
 from megatron.results.row import COLLECTED, Row
+from megatron.sweeps.lock import at_work
 from megatron.sweeps.plan import Cell, Evaluation, Sweep
 from megatron.training.checkpoint import find, latest_step
 
 
 @dataclass(frozen=True)
 class State:
-    """kind: waiting, training, evaluating, done, failed (the last attempt), foreign (another run is in the folder)."""
+    """How far a cell is.
+
+    kind:
+        waiting     nothing was kept of it, and nobody works on it
+        training    a process holds its lock; likewise `evaluating`
+        stopped     a checkpoint before the last step, and nobody works on it
+        trained     evaluations are missing, and nobody works on it
+        done        the last checkpoint and all evaluations
+        failed      the last attempt; `note` is its last line
+        foreign     the folder holds a run of another configuration
+    step: of the last checkpoint, 0 for none
+    missing: evaluations without rows
+    """
 
     kind: str
     step: int = 0
@@ -23,84 +38,128 @@ class State:
 
 
 def state_of(cell: Cell) -> State:
-    """How far a cell is; a failure is said until the next attempt begins."""
+    """How far a cell is. A failure is shown until the next attempt begins."""
     step = latest_step(cell.folder) or 0
     if step:
-        meta = json.loads((find(cell.folder, step) / "checkpoint.json").read_text())
-        if meta["config_hash"] != cell.config.hash:
-            there, wanted = meta["config_hash"], cell.config.hash
-            return State(
-                "foreign",
-                step,
-                note=f"{cell.folder} holds a run of configuration {there}, not {wanted}",
-            )
-    missing = tuple(one for one in cell.evaluations if not rows_of(cell, one))
+        kept = _hash_of_checkpoint(cell.folder, step)
+        if kept != cell.config.hash:
+            note = f"{cell.folder} holds a run of configuration {kept}, not {cell.config.hash}"
+            return State("foreign", step, note=note)
+    missing = cell.evaluations
+    if step >= cell.steps:
+        missing = tuple(one for one in cell.evaluations if not rows_of(cell, one))
+        if not missing:
+            return State("done", step)
     failure = cell.folder / "failure.txt"
-    if step < cell.steps:
-        kind, missing = "training" if step else "waiting", cell.evaluations
-    else:
-        kind = "evaluating" if missing else "done"
-    if failure.exists() and kind != "done":
+    if failure.exists():
         return State("failed", step, missing, failure.read_text(encoding="utf-8").strip())
-    return State(kind, step, missing)
+    busy = at_work(cell.folder)
+    return State(_unfinished_kind(cell, step, busy), step, missing)
+
+
+def _hash_of_checkpoint(folder: Path, step: int) -> str:
+    text = (find(folder, step) / "checkpoint.json").read_text(encoding="utf-8")
+    return json.loads(text)["config_hash"]
+
+
+def _unfinished_kind(cell: Cell, step: int, busy: bool) -> str:
+    if step >= cell.steps:
+        return "evaluating" if busy else "trained"
+    if busy:
+        return "training"
+    return "stopped" if step else "waiting"
+
+
+def described(cell: Cell, state: State) -> str:
+    """A state in words: `stopped at step 200 of 1000`."""
+    if state.kind in ("waiting", "done"):
+        return state.kind
+    if state.kind in ("trained", "evaluating"):
+        count = f"{len(state.missing)} of {len(cell.evaluations)}"
+        return f"{state.kind}, {count} evaluations are missing"
+    if state.kind == "training":
+        return f"training, checkpoint at step {state.step} of {cell.steps}"
+    text = f"{state.kind} at step {state.step} of {cell.steps}"
+    return f"{text}: {state.note}" if state.note else text
 
 
 def rows_of(cell: Cell, evaluation: Evaluation) -> list[Row]:
-    """Rows of a finished evaluation of this configuration's last step; none where there are others."""
-    path = cell.file(evaluation)
-    rows = existing_results(path)
-    same = all(row["config_hash"] == cell.config.hash and row["step"] == cell.steps for row in rows)
+    """Rows of a finished evaluation of this configuration's last step; else none."""
+    rows = existing_results(cell.file(evaluation))
+    wanted = (cell.config.hash, cell.steps)
+    same = all((row["config_hash"], row["step"]) == wanted for row in rows)
     return rows if same else []
 
 
 def finished_rows(sweep: Sweep) -> list[Row]:
-    """Rows of all finished evaluations with `sweep`, `cell`, what is known of the corpus' size and the seconds of a
-    training step; what was known when they were collected before stays known away from the data."""
-    rows, known = [], _collected(sweep)
+    """Rows of all finished evaluations.
+
+    Each has also `sweep`, `cell`, the size of the corpus and the seconds of a training step. If the
+    data are absent, facts of the corpus in an earlier results.jsonl are used again.
+    """
+    earlier = _collected(sweep)
+    rows: list[Row] = []
     for cell in sweep.cells:
-        about = {
-            "sweep": sweep.name,
-            "cell": cell.values,
-            **known.get(cell.config.hash, {}),
-            **_size(cell),
-        }
-        about["seconds_per_step"] = seconds_per_step(cell) or about.get("seconds_per_step")
+        facts: dict[str, Any] = {"sweep": sweep.name, "cell": cell.values}
+        facts |= earlier.get(cell.config.hash, {})
+        facts |= _corpus_size(cell)
+        facts["seconds_per_step"] = seconds_per_step(cell) or facts.get("seconds_per_step")
         for evaluation in cell.evaluations:
-            rows += [row | about for row in rows_of(cell, evaluation)]
+            for row in rows_of(cell, evaluation):
+                rows.append(cast(Row, {**row, **facts}))
     return rows
 
 
-def _collected(sweep: Sweep) -> dict[str, Row]:
-    """Facts of the rows of results.jsonl that their evaluations do not hold, by the configuration's hash."""
+def _collected(sweep: Sweep) -> dict[str, dict[str, Any]]:
+    """Facts in results.jsonl that the evaluations do not hold, by the configuration's hash."""
     try:
         rows = read_results([sweep.results])
-    except UserError:  # none yet, or something else, which `collect` leaves alone
+    except UserError:  # none yet, or another kind of file, which `collect` leaves alone
         return {}
-    return {row["config_hash"]: {key: row[key] for key in COLLECTED if key in row} for row in rows}
+    facts = {}
+    for row in rows:
+        kept = {key: value for key, value in row.items() if key in COLLECTED}
+        facts[row["config_hash"]] = kept
+    return facts
 
 
 def other_runs(sweep: Sweep) -> list[str]:
-    """What else is in the sweep's folder: runs that are no cells, and cells that hold another configuration's run."""
+    """Other runs in the sweep's folder: those of no cell, and of another configuration."""
     cells = {cell.name: cell for cell in sweep.cells}
-    found = sorted(path.parent.name for path in sweep.folder.glob("*/cell.yml"))
-    return [name for name in found if name not in cells or state_of(cells[name]).kind == "foreign"]
+    names = sorted(path.parent.name for path in sweep.folder.glob("*/cell.yml"))
+    return [name for name in names if name not in cells or state_of(cells[name]).kind == "foreign"]
 
 
 def collect(sweep: Sweep) -> list[Row]:
-    """Write results.jsonl, and return its rows; UserError where the rows of other cells would be lost."""
+    """Write results.jsonl and return its rows.
+
+    Raises UserError where the rows of other cells would be lost.
+    """
     rows = finished_rows(sweep)
     if not sweep.folder.exists():
         return rows
     if not rows and sweep.results.exists() and sweep.results.stat().st_size:
         raise UserError(
-            f"{sweep.results}: holds rows, and {sweep.path} has none here - another sweep's, or brought from elsewhere;"
-            " move it away, or give another --folder"
+            f"{sweep.results}: holds rows, and {sweep.path} has none here - another sweep's, or "
+            "brought from elsewhere; move it away, or give another --folder"
         )
     write_lines(sweep.results, rows)
     return rows
 
 
-def _size(cell: Cell) -> dict[str, int]:
+def unfinished(sweep: Sweep) -> list[tuple[Cell, State]]:
+    """The cells that are not done, each with its state."""
+    states = [(cell, state_of(cell)) for cell in sweep.cells]
+    return [(cell, state) for cell, state in states if state.kind != "done"]
+
+
+def absent_data(sweep: Sweep) -> list[str]:
+    """The data_path of cells whose token files do not exist."""
+    paths = {str(cell.config.data.data_path) for cell in sweep.cells}
+    return sorted(path for path in paths if not Path(f"{path}.idx").exists())
+
+
+def _corpus_size(cell: Cell) -> dict[str, int]:
     try:
         tokens = TokenFile.open(cell.config.data.data_path or "")
     except UserError:
@@ -109,7 +168,10 @@ def _size(cell: Cell) -> dict[str, int]:
 
 
 def seconds_per_step(cell: Cell) -> float | None:
-    """Median over the log lines of a run, without the first, which starts the machine up; None where there are none."""
+    """Median over the log lines of a run; None where there are none.
+
+    The first line is left out: it contains the start of the machine.
+    """
     path = cell.folder / "metrics.jsonl"
     if not path.exists():
         return None

@@ -32,6 +32,7 @@ from megatron.training.trainer import Trainer
 logger = logging.getLogger(__name__)
 
 FOLDER = re.compile(r"global_step(\d+)")
+ENGINE_STATE = "*_states.pt"  # DeepSpeed's files in a checkpoint, for resuming alone
 
 
 def save(trainer: Trainer, folder: Path, facts: dict[str, Any]) -> Path:
@@ -66,6 +67,11 @@ def save(trainer: Trainer, folder: Path, facts: dict[str, Any]) -> Path:
 
 def resume(trainer: Trainer, path: Path) -> None:
     """Load the engine's state of a folder global_stepN, without running any code that its pickles may name."""
+    if not any(path.glob(ENGINE_STATE)):
+        raise UserError(
+            f"{path}: holds weights only, training cannot continue from it - a sweep removes the "
+            "optimizer's states of a finished run: train anew, or sweep with --keep-states"
+        )
     with _data_only():
         found, _ = trainer.engine.load_checkpoint(str(path.parent), tag=path.name)
     if found is None:
@@ -79,6 +85,12 @@ def keep_last(folder: Path, step: int, count: int | None) -> None:
     earlier = [other for other in steps_in(folder) if other < step]
     for doomed in earlier[: max(0, len(earlier) + 1 - count)] if count else []:
         _remove(folder / f"global_step{doomed}")
+
+
+def keep_weights_only(folder: Path) -> None:
+    """Delete the engine's state of every checkpoint in a run's folder; evaluation needs none."""
+    for path in folder.glob(f"global_step*/{ENGINE_STATE}"):
+        path.unlink()
 
 
 def steps_in(folder: Path) -> list[int]:

@@ -20,7 +20,8 @@ def test_stdlib_is_the_running_pythons_own_source():
 def test_stdlib_documents_are_the_files_in_an_order_that_is_mixed_and_always_the_same():
     corpus = StandardLibrary(limit=20)
     assert list(corpus.documents())[3] == corpus.files[3].read_text(encoding="utf-8")
-    code = "from megatron.data.corpora import StandardLibrary as S; print(*S(limit=20).files, sep='\\n')"
+    code = "from megatron.data.corpora import StandardLibrary; "
+    code += "print(*StandardLibrary(limit=20).files, sep='\\n')"
     again = subprocess.run(
         [sys.executable, "-c", code],
         capture_output=True,

@@ -1,0 +1,80 @@
+"""A sweep of seconds, trained once for all tests of a file, and the command in this process."""
+
+import io
+import json
+from contextlib import redirect_stderr, redirect_stdout
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from megatron.commands import reproduce, sweep
+from tests.support import run
+
+SWEEP = """
+settings: {{num_layers: 1, hidden_size: 16, num_attention_heads: 2, seq_length: 32,
+  tokenizer_type: CharLevelTokenizer, train_iters: {steps}, save_interval: 5,
+  keep_last_n_checkpoints: 1, log_interval: 5, eval_interval: 0, eval_lengths: [32, 64, 128],
+  eval_tokens: 4096, pos_emb: kerple_log}}
+grid:
+  data: {{good: {{data_path: {corpus}}}, absent: {{data_path: {corpus}_of_nobody}}}}
+  seed: [1]
+evaluate: {{equal: {{protocol: equal_tokens}}, paper: {{protocol: paper, windows: 8}}}}
+"""
+TABLE = """
+paper: a paper of nobody
+provenance: written for this test
+sweep: tiny.yml
+quantity: perplexity
+protocol: paper
+windows: 8
+part: valid
+seeds: 4
+cells:
+  good:
+    kerple_log: {32: [20.0, 1.5], 64: [20.00], 128: out of memory, 256: [1.0]}
+    alibi: {32: [3.0]}
+"""
+
+
+@dataclass(frozen=True)
+class Done:
+    """What a command did."""
+
+    returncode: int
+    stdout: str
+    stderr: str
+
+
+def command(name: str, *words: object) -> Done:
+    """`sweep` or `reproduce` in this process."""
+    main = {"sweep": sweep.main, "reproduce": reproduce.main}[name]
+    with redirect_stdout(io.StringIO()) as stdout, redirect_stderr(io.StringIO()) as stderr:
+        try:
+            status = main([str(word) for word in words])
+        except SystemExit as end:
+            status = end.code
+    return Done(int(status or 0), stdout.getvalue(), stderr.getvalue())
+
+
+def rows(folder: Path) -> list[dict]:
+    """results.jsonl without what depends on the clock and the place."""
+    clock = ("seconds", "tokens_per_second", "seconds_per_step", "checkpoint", "commit")
+    rows = [json.loads(line) for line in (folder / "results.jsonl").read_text().splitlines()]
+    return [{key: value for key, value in row.items() if key not in clock} for row in rows]
+
+
+@pytest.fixture(scope="module")
+def file(corpus, tmp_path_factory) -> Path:
+    path = tmp_path_factory.mktemp("sweep") / "tiny.yml"
+    path.write_text(SWEEP.format(corpus=corpus, steps=400))
+    return path
+
+
+@pytest.fixture(scope="module")
+def whole(file):
+    """The folder of the sweep that nobody disturbs, and what was printed."""
+    folder = file.parent / "whole"
+    done = run("tools/sweep.py", "run", file, "--folder", folder)
+    assert done.returncode == 1, done.stderr  # one cell cannot run
+    return folder, done

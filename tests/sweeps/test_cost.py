@@ -1,0 +1,117 @@
+"""What a sweep costs: operations of the model, windows of the protocols, time, disk."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from megatron.commands.sweep import duration, plan
+from megatron.config import load
+from megatron.errors import UserError
+from megatron.model import from_config
+from megatron.sweeps.cost import (
+    DEVICES,
+    Cost,
+    Device,
+    cost,
+    forward_flops,
+    named_device,
+    parameters,
+)
+from megatron.sweeps.plan import load_sweep
+from megatron.sweeps.state import State
+from megatron.training.throughput import peak_of
+from tests.support import ROOT
+
+SLOW = Device("slow", 1e9, "by hand", here=True)
+TEXT = """
+settings: {num_layers: 2, hidden_size: 64, num_attention_heads: 4, seq_length: 32,
+  data_path: text, train_iters: 10, precision: bf16}
+grid: {seed: [1, 2]}
+"""
+HALF, TRAINED, DONE = State("stopped", step=5), State("trained", step=10), State("done", step=10)
+NUMBERS = 12 * 2 * 64**2 + 2 * 50304 * 64  # two layers, and two matrices of the vocabulary
+
+
+@pytest.fixture
+def sweep(tmp_path):
+    path = tmp_path / "mine.yml"
+    path.write_text(TEXT)
+    return load_sweep(path, tmp_path / "runs")
+
+
+def test_operations_and_parameters_are_those_of_the_model():
+    config = load([ROOT / "configs/demo.yml"], ["pos_emb=none", "attention_backend=eager"])
+    length, vocab, model = 64, 256, from_config(config, vocab=256)
+    ids = torch.zeros(1, length, dtype=torch.long)
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        model(ids, ids)
+    # The definition of attention also computes what the mask removes: as much again.
+    masked = 2 * config.model.num_layers * config.model.hidden_size * length
+    assert counter.get_total_flops() == length * (forward_flops(config, vocab, length) + masked)
+    numbers = sum(one.numel() for one in model.parameters())
+    assert parameters(config, vocab) == pytest.approx(numbers, rel=0.02)
+    paper = load([ROOT / "configs/125M.yml"])
+    assert parameters(paper, 50304) == pytest.approx(162_322_944, rel=0.01)
+
+
+def test_the_cost_is_of_what_is_missing(sweep):
+    price = cost(sweep, [HALF, DONE], SLOW)
+    tokens = 5 * 4 * 32  # steps, windows, length
+    flops = 3 * tokens * forward_flops(sweep.cells[0].config, 50304, 32)
+    assert price == Cost(tokens, flops, flops / 0.35e9, price.disk, measured=False)
+    assert cost(sweep, [DONE, DONE], SLOW).seconds == 0
+
+
+def test_finished_cells_need_the_disk_of_their_weights_and_running_ones_more(sweep):
+    # float32 weights for each, and for the one that trains 16 bytes, twice while it saves.
+    one_at_a_time = cost(sweep, [HALF, HALF], SLOW, jobs=1).disk
+    assert one_at_a_time == 4 * NUMBERS + 2 * 16 * NUMBERS
+    assert cost(sweep, [HALF, HALF], SLOW, jobs=2).disk == 2 * 2 * 16 * NUMBERS
+    assert cost(sweep, [TRAINED, DONE], SLOW).disk == 0
+    keeping = replace(sweep, keep_states=True)
+    assert cost(keeping, [HALF, HALF], SLOW).disk == 16 * NUMBERS + 2 * 16 * NUMBERS
+
+
+def test_a_plan_can_be_priced_for_another_device(sweep):
+    text = plan(sweep, [HALF, DONE], None, "a100")
+    assert "on 1 x a100 (assumed: 35% of 312 TFLOP/s, its data sheet's bf16 peak)" in text
+    assert "on 4 x h200 (assumed: 35% of 989 TFLOP/s" in plan(sweep, [HALF, DONE], 4, "h200")
+    # A V100 has no bf16.
+    assert "35% of 125 TFLOP/s, its data sheet's fp16 peak" in plan(sweep, [HALF, DONE], 1, "v100")
+    assert "on 1 x CPU, 1 threads (assumed: 35% of" in plan(sweep, [HALF, DONE], 2, "cpu")
+
+
+@pytest.mark.parametrize("name", DEVICES)
+def test_every_device_that_can_be_named_has_a_peak_in_the_table_of_training(name):
+    assert peak_of(DEVICES[name], "fp16")
+    assert named_device(name, "fp32").flops_per_second == peak_of(DEVICES[name], "fp32") * 1e12
+
+
+def test_an_unknown_device_is_one_message():
+    with pytest.raises(UserError, match="--device: a1000 is not known - use one of cpu, v100"):
+        named_device("a1000", "bf16")
+
+
+def test_runs_that_share_the_cpu_take_no_less_time_together(sweep):
+    assert "seconds on 1 x" in plan(sweep, [HALF, DONE], 2)
+
+
+def test_the_plan_names_data_that_are_absent(sweep):
+    assert plan(sweep, [HALF, DONE], 1).endswith("data are absent: text (prepare_data.py)")
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [
+        (0.4, "0 seconds"),
+        (40, "40 seconds"),
+        (100, "2 minutes"),
+        (3600, "60 minutes"),
+        (12_240, "3.4 hours"),
+        (3_600_000, "1,000.0 hours"),
+    ],
+)
+def test_durations_are_in_a_unit_that_fits(seconds, text):
+    assert duration(seconds) == text
