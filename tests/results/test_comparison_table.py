@@ -18,7 +18,7 @@ def test_an_interval_of_fewer_than_three_seeds_is_headed_these_weights_on_this_t
     assert "95 %, these weights on this text" in head
     assert "over seeds" not in head
     assert head.split()[-1] == "n_eff", "and no p"
-    for mark in ("†", "‡", "significan", "Holm"):
+    for mark in ("†", "‡", "significant", "Holm"):
         assert mark not in text
     assert (
         "these weights on this text: 2 common seeds; an interval does not cover how other seeds"

@@ -1,6 +1,5 @@
 """Encodings compared on the same text: with a reference, and with the lowest of a column."""
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 
 from megatron.errors import UserError
@@ -138,16 +137,26 @@ def difference_cell(one: Comparison | None) -> Cell:
         reason = one.reason if one is not None else None
         return Cell("-", kind="missing", title=reason or "not measured")
     mean = one.difference.mean
-    around = "[{:+.3f}, {:+.3f}]".format(*one.interval) if one.interval else ""
-    facts = [f"ratio {perplexity_of(mean) or math.inf:.4f}"]
+    around = ""
+    if one.interval is not None:
+        low, high = one.interval
+        around = f"[{low:+.3f}, {high:+.3f}]"
+    return Cell(f"{one.mark}{mean:+.3f}", mean, around, "; ".join(_details(one, mean)))
+
+
+def _details(one: Comparison, mean: float) -> list[str]:
+    """What hovering over a difference shows."""
+    ratio = perplexity_of(mean)
+    details = ["ratio inf" if ratio is None else f"ratio {ratio:.4f}"]
     if one.p is not None:
-        facts.append(f"p {one.p:.2g} over {one.unit}")
+        details.append(f"p {one.p:.2g} over {one.unit}")
     if len(one.by_seed) > 1:
-        facts.append(f"by seed: {by_seed_text(one)}")
+        details.append(f"by seed: {by_seed_text(one)}")
     if one.over_text and one.over_text.estimate.n_eff:
-        estimate = one.over_text.estimate
-        facts.append(f"{estimate.n_eff:.0f} of {estimate.n} independent {one.over_text.unit}")
-    return Cell(f"{one.mark}{mean:+.3f}", mean, around, "; ".join(facts))
+        n = one.over_text.estimate.n
+        n_eff = one.over_text.estimate.n_eff
+        details.append(f"{n_eff:.0f} of {n} independent {one.over_text.unit}")
+    return details
 
 
 def seeds_cell(one: Comparison | None) -> Cell:
