@@ -87,8 +87,7 @@ def summary(rows: Sequence[dict[str, Any]]) -> str:
     (row,) = rows
     if row.get("reason"):
         return row["reason"]
-    numbers = {key: value for key, value in row.items() if isinstance(value, int | float)}
-    return str(numbers)
+    return str({key: value for key, value in row.items() if isinstance(value, int | float)})
 
 
 def command() -> NoReturn:

@@ -87,14 +87,17 @@ def opened(config: Config | None, folder: str | Path | None, step: int | None) -
     step: which checkpoint of a run; None for the latest
     UserError where there is no checkpoint or no text, or where they do not belong together.
     """
-    chosen = folder or checkpoint_folder(config, step)
-    model, trained, record = load_for_evaluation(chosen, step)
+    folder = folder or checkpoint_folder(config, step)
+    model, trained, record = load_for_evaluation(folder, step)
     path = Path(record["path"])
-    given = config or trained
-    tokens = TokenFile.open(data_path(given, trained))
-    check_same_model(what_must_agree(given, trained), what_must_agree(trained, trained), path)
+    config = config or trained
+    tokens = TokenFile.open(data_path(config, trained))
+
+    wanted = what_must_agree(config, trained)
+    of_training = what_must_agree(trained, trained)
+    check_same_model(wanted, of_training, path)
     check_same_tokenizer(tokens, record.get("tokenizer") or {}, path)
-    return Opened(model, trained, given, tokens, path, record)
+    return Opened(model, trained, config, tokens, path, record)
 
 
 def variant(attention: AttentionSettings) -> Facts:

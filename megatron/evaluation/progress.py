@@ -52,7 +52,7 @@ def progress(protocol: str, *, shown: bool = True) -> Iterator[Display]:
 
 
 def bars_on(console: Console) -> Progress:
-    """A bar, a count and the remaining time for each length; they disappear at the end."""
+    """A bar, a count and the time left for each length; they disappear at the end."""
     return Progress(
         TextColumn("{task.description}"),
         BarColumn(),
@@ -60,6 +60,7 @@ def bars_on(console: Console) -> Progress:
         TimeRemainingColumn(),
         console=console,
         transient=True,
+        speed_estimate_period=RECENT,
     )
 
 

@@ -51,10 +51,10 @@ def attention_by_distance(model: GPT, windows: Sequence[np.ndarray]) -> tuple[Te
         else:
             out = BACKENDS["sdpa"](q, k, v, bias, **more)
             blocks = list(_blocks(q, k, bias, **more))
-        entropy = torch.cat([_entropy(block) for block in blocks], dim=1)  # [heads, queries]
-        mass = torch.cat([_mass(block, inner_edges) for block in blocks], dim=1)
-        entropies.append(entropy.mean(dim=1))
-        masses.append(mass.mean(dim=(0, 1)))
+        entropy = [_entropy(block) for block in blocks]  # [heads, queries] each
+        mass = [_mass(block, inner_edges) for block in blocks]  # [heads, queries, bins] each
+        entropies.append(torch.cat(entropy, dim=1).mean(dim=1))
+        masses.append(torch.cat(mass, dim=1).mean(dim=(0, 1)))
         return out
 
     with computed_by(model, recording):

@@ -176,13 +176,14 @@ def scored(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
     Where n tokens share the highest logit, each counts 1 / n. So a model without a preference has
     the accuracy of chance.
     """
-    wanted = targets.expand(len(logits), -1)[..., None]  # [batch, count, 1]
-    own = logits.gather(2, wanted)
+    index = targets.expand(len(logits), -1)[..., None]  # [batch, count, 1]
+    own = logits.gather(2, index)
     best = logits.amax(dim=2, keepdim=True)
-    is_best = (own == best)[..., 0]
     number_of_best = (logits == best).sum(dim=2)
+    correct = (own == best)[..., 0] / number_of_best
     log_probabilities = logits.float().log_softmax(dim=2)
-    return is_best / number_of_best, log_probabilities.gather(2, wanted)[..., 0]
+    log_probability = log_probabilities.gather(2, index)[..., 0]
+    return correct, log_probability
 
 
 def measured(
