@@ -1,4 +1,4 @@
-"""The benchmark of attention on tiny sizes: what it computes, writes and says, never how fast it was."""
+"""The benchmark of attention on tiny sizes: what it computes and writes, never how fast it was."""
 
 import json
 import math
@@ -11,7 +11,8 @@ import pytest
 import step as bench_step
 import torch
 from attention import DENSE_COPIES, Candidate, forks
-from measure import interleaved, ready, table
+from bench_tables import table
+from measure import interleaved, ready
 
 from tests.support import run
 
@@ -31,19 +32,14 @@ SIZE = [
 ]
 
 
-def bench(folder, *words):
-    """The tool's process and what it wrote."""
-    done = run("tools/bench/attention.py", *SIZE, "--output", folder / "found.json", *words)
-    assert done.returncode == 0, done.stderr
-    return done, json.loads((folder / "found.json").read_text())
-
-
 def test_every_candidate_of_every_pass_is_measured_with_its_conditions(tmp_path):
     words = ["--lengths", "5", "24", "--tokens", "48", "--dtypes", "bfloat16", "--no-memory"]
-    done, found = bench(tmp_path, *words, "--only", "rotary", "forks", "eager", "sdpa")
-    assert {"command", "date", "commit", "hardware", "clock", "threads", "torch"} <= found[
-        "conditions"
-    ].keys()
+    words += ["--only", "rotary", "forks", "eager", "sdpa", "--output", tmp_path / "found.json"]
+    done = run("tools/bench/attention.py", *SIZE, *words)
+    assert done.returncode == 0, done.stderr
+    found = json.loads((tmp_path / "found.json").read_text())
+    named = {"command", "date", "commit", "hardware", "clock", "threads", "torch"}
+    assert named <= found["conditions"].keys()
     rows = {(row["candidate"], row["length"], row["backward"]): row for row in found["rows"]}
     ours = {
         f"{backend}, {kind}"
@@ -84,7 +80,9 @@ def test_a_dense_way_takes_its_matrices_and_only_those_asked_for_run(tmp_path):
         "--only",
         "eager",
     ]
-    _, found = bench(tmp_path, *words)
+    output = tmp_path / "found.json"
+    assert bench_attention.main([*SIZE, *words, "--output", str(output)]) == 0
+    found = json.loads(output.read_text())
     peaks = {row["candidate"]: row["peak_bytes"] for row in found["rows"]}
     matrix = 2 * 1024**2 * 4
     assert peaks.keys() == {"plain", "eager, frozen"}
@@ -122,7 +120,7 @@ def test_the_forks_way_is_the_papers_formula():
     torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-10)
 
 
-def test_what_cannot_run_is_told_with_its_reason():
+def test_what_cannot_run_is_shown_with_its_reason():
     huge = Candidate("eager", "frozen", False, "float32", 2**20, 1, 12, 64, "cpu")
     unknown = Candidate("no_such_backend", "frozen", False, "float32", 8, 1, 2, 8, "cpu")
     calls, reasons = ready([huge, unknown])
@@ -154,7 +152,7 @@ def test_rounds_rotate_and_the_reference_runs_as_long_as_anybody():
             ["--output", "/no/folder/a.json"],
             "--output: /no/folder/a.json must end in .json and lie in a folder that exists",
         ),
-        (["--device", "cuda"], "--device: torch sees no CUDA device; use --device cpu"),
+        (["--device", "cuda"], "--device: torch finds no CUDA device; use --device cpu"),
         (["--rounds", "0"], "argument --rounds: '0' is not a whole number of at least 1"),
         (["--lengths", "12.5"], "argument --lengths: '12.5' is not a whole number of at least 1"),
     ],

@@ -6,7 +6,7 @@ from statistics import median
 
 import pytest
 import torch
-from step import Candidate, trunk
+from step import Candidate, main, trunk
 from torch.utils.flop_counter import FlopCounterMode
 
 from tests.support import ROOT, run
@@ -26,9 +26,8 @@ def candidate(**more):
     return Candidate(**{field.name: values[field.name] for field in fields(Candidate)})
 
 
-def test_steps_and_evaluations_are_measured_against_rotary(tmp_path):
-    words = [word for name, size in SHAPE.items() for word in (f"--{name}", size)]
-    words += [
+def test_steps_and_evaluations_are_measured_against_rotary(tmp_path, capsys):
+    words = [
         "--encodings",
         "rotary",
         "kerple_log",
@@ -37,11 +36,13 @@ def test_steps_and_evaluations_are_measured_against_rotary(tmp_path):
         "--backend",
         "auto",
         "--lengths",
-        32,
+        "32",
     ]
     words += ["--device", "cpu", "--threads", "1", "--rounds", "3", "--batch", "2", "--no-memory"]
-    done = run("tools/bench/step.py", *words, "--output", tmp_path / "found.json")
-    assert done.returncode == 0, done.stderr
+    for name, size in SHAPE.items():
+        words += [f"--{name}", str(size)]
+    assert main([*words, "--output", str(tmp_path / "found.json")]) == 0
+    printed = capsys.readouterr().out
     found = json.loads((tmp_path / "found.json").read_text())
     rows = {(row["candidate"], row["training"]): row for row in found["rows"]}
     assert {name for name, _ in rows} == {
@@ -50,7 +51,7 @@ def test_steps_and_evaluations_are_measured_against_rotary(tmp_path):
     refused = rows.pop(("learned, auto", False))
     assert (refused["ms"], refused["ratio"], refused["tokens_per_second"]) == ([], None, None)
     assert refused["reason"].startswith("not run: ")
-    assert f"| {refused['reason']} |" in done.stdout
+    assert f"| {refused['reason']} |" in printed
     for (_, training), row in rows.items():
         rotary = rows["rotary, auto", training]
         assert (row["reason"], row["batch"], row["length"]) == (
@@ -63,7 +64,7 @@ def test_steps_and_evaluations_are_measured_against_rotary(tmp_path):
         assert row["tokens_per_second"] == pytest.approx(32 / median(row["ms"]) * 1000)
         seconds_at_best = row["palm_flops"] / found["peaks"]["float32"]["flops_per_second"]
         assert row["mfu"] == pytest.approx(seconds_at_best / median(row["ms"]) * 1000)
-    assert (tmp_path / "found.md").read_text() == done.stdout
+    assert (tmp_path / "found.md").read_text() == printed
 
 
 @pytest.mark.parametrize("training", [False, True])

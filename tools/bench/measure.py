@@ -1,4 +1,4 @@
-"""What the benchmarks share: interleaved timing, peak memory, floors, and results in JSON and Markdown."""
+"""What the benchmarks share: interleaved timing, peak memory, floors, and results on disk."""
 
 import argparse
 import contextlib
@@ -21,17 +21,22 @@ import torch
 
 from megatron.commit import commit
 from megatron.errors import UserError
+from megatron.files import write_text
 
 SHORTEST = 0.02  # seconds that one measurement lasts at least, by repeating the call
-WARM_LENGTH = (
-    64  # what a process does once before its memory is measured, so that libraries are loaded
-)
+# A process does so much before its memory is measured, so that libraries are loaded.
+WARM_LENGTH = 64
 MEMORY = "/proc/meminfo"
 DTYPES = ("float32", "bfloat16", "float16")
+Call = Callable[[], Any]
+Timing = dict[str, float]  # ms, wall_ms
 
 
 def arguments(description: str, quick: dict[str, Any]) -> argparse.ArgumentParser:
-    """The options that the benchmarks share; `quick` is what --quick sets where an option is not given."""
+    """The options that the benchmarks share.
+
+    quick: what --quick sets where an option is not given
+    """
     parser = argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -71,11 +76,8 @@ def arguments(description: str, quick: dict[str, Any]) -> argparse.ArgumentParse
         metavar="FILE.json",
         help="write JSON there, and Markdown beside it as FILE.md",
     )
-    add(
-        "--quick",
-        action="store_true",
-        help=f"a run of minutes: {', '.join(f'{k}={v}' for k, v in quick.items())}",
-    )
+    settings = ", ".join(f"{key}={value}" for key, value in quick.items())
+    add("--quick", action="store_true", help=f"a run of minutes: {settings}")
     return parser
 
 
@@ -83,18 +85,18 @@ def parsed(
     parser: argparse.ArgumentParser, quick: dict[str, Any], argv: Sequence[str] | None
 ) -> argparse.Namespace:
     """The options, checked; UserError where the output cannot be written."""
-    if "--quick" in (sys.argv[1:] if argv is None else argv):
+    words = sys.argv[1:] if argv is None else argv
+    if "--quick" in words:
         parser.set_defaults(**quick)
-    given = parser.parse_args(argv)
-    if given.device == "cuda" and not torch.cuda.is_available():
-        raise UserError("--device: torch sees no CUDA device; use --device cpu")
-    if given.output and (given.output.suffix != ".json" or not given.output.parent.is_dir()):
-        raise UserError(
-            f"--output: {given.output} must end in .json and lie in a folder that exists"
-        )
-    if given.threads:
-        torch.set_num_threads(given.threads)
-    return given
+    options = parser.parse_args(words)
+    if options.device == "cuda" and not torch.cuda.is_available():
+        raise UserError("--device: torch finds no CUDA device; use --device cpu")
+    output = options.output
+    if output and (output.suffix != ".json" or not output.parent.is_dir()):
+        raise UserError(f"--output: {output} must end in .json and lie in a folder that exists")
+    if options.threads:
+        torch.set_num_threads(options.threads)
+    return options
 
 
 def positive(text: str) -> int:
@@ -107,141 +109,184 @@ def positive(text: str) -> int:
 class Bench:
     """Runs groups of candidates and keeps their rows.
 
-    A candidate is a frozen dataclass with `length` and `device`, a property `name`, prepare() -> the call to be timed,
-    and flops, bytes (what the work surely takes) and needs (bytes of memory without which it cannot run). Its fields
-    begin its row.
+    A candidate is a frozen dataclass with
+
+    * `length` and `device`, and a property `name`;
+    * prepare() -> the call to be timed;
+    * flops and bytes, which the work takes at least;
+    * needs: bytes of memory without which it cannot run.
+
+    Its fields begin its row.
     """
 
-    def __init__(self, given: argparse.Namespace, title: str) -> None:
-        self.given, self.title, self.rows, self.peaks = given, title, [], {}
-        self.conditions = conditions(given)
+    def __init__(self, options: argparse.Namespace, title: str) -> None:
+        self.options = options
+        self.title = title
+        self.rows: list[dict[str, Any]] = []
+        self.peaks: dict[str, dict[str, float]] = {}
+        self.conditions = conditions(options)
 
     def group(
         self, candidates: Sequence[Any], references: Sequence[str], dtype: str
     ) -> list[dict[str, Any]]:
-        """Measure candidates against each other: one row each; ratios are to the first of `references` that runs."""
-        wanted = [one for one in candidates if self._wanted(one.name) or one.name in references]
+        """Measure candidates against each other: one row each.
+
+        Ratios are to the first of `references` that runs.
+        """
+        wanted = [one for one in candidates if one.name in references or self._wanted(one.name)]
         calls, reasons = ready(wanted)
-        reference = next((name for name in references if name in calls), None)
-        timings = interleaved(calls, reference, self.given)
-        measured = [] if self.given.no_memory else [one for one in wanted if one.name in calls]
-        memory = {one.name: peak(one, calls[one.name]) for one in measured}
+        running = [name for name in references if name in calls]
+        reference = running[0] if running else None
+        timings = interleaved(calls, reference, self.options)
+        memory = {} if self.options.no_memory else _memory(wanted, calls)
         if dtype not in self.peaks:
-            self.peaks[dtype] = peaks(self.given.device, getattr(torch, dtype))
+            self.peaks[dtype] = peaks(self.options.device, getattr(torch, dtype))
         rows = []
         for one in wanted:
-            row = asdict(one) | {
-                "candidate": one.name,
-                "reason": reasons.get(one.name),
-                "flops": one.flops,
-            }
-            row |= {"bytes": one.bytes, "peak_bytes": memory.get(one.name), "reference": reference}
-            row |= summary(timings.get(one.name, []), timings.get(reference, []))
-            rows.append(row | floor(one, self.peaks[dtype], row["median_ms"]))
+            row = asdict(one)
+            row["candidate"] = one.name
+            row["reason"] = reasons.get(one.name)
+            row["flops"] = one.flops
+            row["bytes"] = one.bytes
+            row["peak_bytes"] = memory.get(one.name)
+            row["reference"] = reference
+            row |= summary(timings.get(one.name, []), timings.get(reference or "", []))
+            row |= floor(one, self.peaks[dtype], row["median_ms"])
+            rows.append(row)
         self.rows += rows
         return rows
 
     def _wanted(self, name: str) -> bool:
-        return not self.given.only or any(word in name for word in self.given.only)
+        words = self.options.only
+        return not words or any(word in name for word in words)
 
     def save(self, markdown: str) -> None:
-        """Write what is known so far, beside and renamed, so that an interrupted run leaves whole files."""
-        if self.given.output:
-            found = {
-                "title": self.title,
-                "conditions": self.conditions,
-                "peaks": self.peaks,
-                "rows": self.rows,
-            }
-            texts = {
-                self.given.output: json.dumps(found),
-                self.given.output.with_suffix(".md"): markdown,
-            }
-            for path, text in texts.items():
-                fresh = path.with_name(path.name + ".partial")
-                fresh.write_text(text + "\n", encoding="utf-8")
-                fresh.replace(path)
+        """Write what is known so far; an interrupted run leaves whole files."""
+        output = self.options.output
+        if not output:
+            return
+        record = {
+            "title": self.title,
+            "conditions": self.conditions,
+            "peaks": self.peaks,
+            "rows": self.rows,
+        }
+        write_text(output, json.dumps(record) + "\n")
+        write_text(output.with_suffix(".md"), markdown + "\n")
 
 
-def ready(candidates: Sequence[Any]) -> tuple[dict[str, Callable[[], Any]], dict[str, str]]:
+def ready(candidates: Sequence[Any]) -> tuple[dict[str, Call], dict[str, str]]:
     """What each candidate runs, called once, and why the others do not run, by name.
 
     All inputs exist before the first call: what fits once fits in every round.
     """
-    calls: dict[str, Callable[[], Any]] = {}
+    calls: dict[str, Call] = {}
     reasons: dict[str, str] = {}
-
-    def attempted(name: str, work: Callable[[], Any]) -> Any:
-        try:
-            return work()
-        except Exception as fault:
-            kind = "not run" if isinstance(fault, UserError) else f"failed: {type(fault).__name__}"
-            reasons[name] = f"{kind}: {(str(fault) or 'no message').splitlines()[0]}"
-
     for one in candidates:
         if one.needs > available(one.device):
             reasons[one.name] = f"not run: needs {one.needs / 2**30:.1f} GiB"
-        else:
-            calls[one.name] = attempted(one.name, one.prepare)
-    for name in list(calls):
-        if name not in reasons:
-            attempted(name, calls[name])
-        if name in reasons:
+            continue
+        try:
+            calls[one.name] = one.prepare()
+        except Exception as fault:
+            reasons[one.name] = _reason(fault)
+    for name, call in list(calls.items()):
+        try:
+            call()
+        except Exception as fault:
+            reasons[name] = _reason(fault)
             del calls[name]
     return calls, reasons
 
 
+def _reason(fault: Exception) -> str:
+    """One line on why a candidate does not run."""
+    kind = "not run" if isinstance(fault, UserError) else f"failed: {type(fault).__name__}"
+    message = str(fault) or "no message"
+    return f"{kind}: {message.splitlines()[0]}"
+
+
 def interleaved(
-    calls: dict[str, Callable[[], Any]], reference: str | None, given: argparse.Namespace
-) -> dict[str, list[dict[str, float]]]:
-    """One timing for each round that a candidate took part in, by name; the reference takes part in all."""
-    found: dict[str, list[dict[str, float]]] = {name: [] for name in calls}
-    spent, repeats = {}, {}
+    calls: dict[str, Call], reference: str | None, options: argparse.Namespace
+) -> dict[str, list[Timing]]:
+    """One timing for each round that a candidate took part in, by name.
+
+    The reference takes part as long as anybody does.
+    """
+    timings: dict[str, list[Timing]] = {name: [] for name in calls}
+    spent: dict[str, float] = {}
+    repeats: dict[str, int] = {}
     for name, call in calls.items():
-        seconds = clocked(call, 1, given.device)["ms"] / 1000
-        spent[name], repeats[name] = seconds, max(1, min(100, round(SHORTEST / max(seconds, 1e-6))))
+        seconds = clocked(call, 1, options.device)["ms"] / 1000
+        spent[name] = seconds
+        repeats[name] = max(1, min(100, round(SHORTEST / max(seconds, 1e-6))))
     live = list(calls)
-    for number in range(given.rounds):
-        order = live[number % len(live) :] + live[: number % len(live)] if live else []
-        for name in order:
-            found[name].append(clocked(calls[name], repeats[name], given.device))
-            spent[name] += found[name][-1]["ms"] * repeats[name] / 1000
-        live = [name for name in live if spent[name] < given.seconds]
-        live = (
-            [reference, *(name for name in live if name != reference)]
-            if reference and live
-            else live
-        )
-    return found
+    for number in range(options.rounds):
+        for name in _rotated(live, number):
+            timing = clocked(calls[name], repeats[name], options.device)
+            timings[name].append(timing)
+            spent[name] += timing["ms"] * repeats[name] / 1000
+        unspent = [name for name in live if spent[name] < options.seconds]
+        live = _with_reference(unspent, reference)
+    return timings
 
 
-def clocked(call: Callable[[], Any], repeats: int, device: str) -> dict[str, float]:
-    """Milliseconds of one call, the mean of `repeats`: ms is CPU time of all threads, on CUDA time between events."""
-    if device == "cuda":
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        torch.cuda.synchronize()
-        wall = time.perf_counter()
-        start.record()
-        for _ in range(repeats):
-            call()
-        end.record()
-        end.synchronize()
-        busy = start.elapsed_time(end)
-    else:
-        wall, cpu = time.perf_counter(), time.process_time()
-        for _ in range(repeats):
-            call()
-        busy = (time.process_time() - cpu) * 1000
-    return {"ms": busy / repeats, "wall_ms": (time.perf_counter() - wall) * 1000 / repeats}
+def _rotated(names: list[str], number: int) -> list[str]:
+    """The same names, beginning with another one in each round."""
+    if not names:
+        return []
+    first = number % len(names)
+    return names[first:] + names[:first]
 
 
-def summary(timings: list[dict[str, float]], reference: list[dict[str, float]]) -> dict[str, Any]:
-    """Every round's time and its ratio to the reference's time of the same round; medians and quartiles of both."""
-    times, others = [one["ms"] for one in timings], [one["ms"] for one in reference]
-    ratios = [mine / theirs for mine, theirs in zip(times, others, strict=False)]
+def _with_reference(names: list[str], reference: str | None) -> list[str]:
+    if not names or reference is None:
+        return names
+    return [reference, *(name for name in names if name != reference)]
+
+
+def clocked(call: Call, repeats: int, device: str) -> Timing:
+    """Milliseconds of one call, the mean of `repeats`.
+
+    ms is CPU time of all threads, on CUDA the time between two events; wall_ms is the clock's.
+    """
+    measure = _events if device == "cuda" else _cpu_time
+    start = time.perf_counter()
+    busy = measure(call, repeats)
+    wall = (time.perf_counter() - start) * 1000
+    return {"ms": busy / repeats, "wall_ms": wall / repeats}
+
+
+def _events(call: Call, repeats: int) -> float:
+    """Milliseconds between two CUDA events around the calls."""
+    start = torch.cuda.Event(enable_timing=True)
+    end = torch.cuda.Event(enable_timing=True)
+    torch.cuda.synchronize()
+    start.record()
+    for _ in range(repeats):
+        call()
+    end.record()
+    end.synchronize()
+    return start.elapsed_time(end)
+
+
+def _cpu_time(call: Call, repeats: int) -> float:
+    """Milliseconds of CPU time of all threads."""
+    start = time.process_time()
+    for _ in range(repeats):
+        call()
+    return (time.process_time() - start) * 1000
+
+
+def summary(timings: list[Timing], reference: list[Timing]) -> dict[str, Any]:
+    """Times and ratios to the reference in the same round, with their medians and quartiles."""
+    times = [timing["ms"] for timing in timings]
+    reference_times = [timing["ms"] for timing in reference]
+    pairs = zip(times, reference_times, strict=False)
+    ratios = [mine / theirs for mine, theirs in pairs]
     return {
         "ms": times,
-        "wall_ms": [one["wall_ms"] for one in timings],
+        "wall_ms": [timing["wall_ms"] for timing in timings],
         "median_ms": statistics.median(times) if times else None,
         "quartiles_ms": quartiles(times),
         "ratio": statistics.median(ratios) if ratios else None,
@@ -257,8 +302,16 @@ def quartiles(numbers: list[float]) -> list[float] | None:
     return [first, third]
 
 
-def peak(candidate: Any, call: Callable[[], Any]) -> int | None:
-    """Bytes that one call takes beyond its inputs; None where they were not to be had."""
+def _memory(candidates: Sequence[Any], calls: dict[str, Call]) -> dict[str, int | None]:
+    memory = {}
+    for one in candidates:
+        if one.name in calls:
+            memory[one.name] = peak(one, calls[one.name])
+    return memory
+
+
+def peak(candidate: Any, call: Call) -> int | None:
+    """Bytes that one call takes beyond its inputs; None where there was not enough memory."""
     if candidate.device == "cuda":
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
@@ -277,71 +330,84 @@ def peak(candidate: Any, call: Callable[[], Any]) -> int | None:
 def peak_of_process(candidate: Any, threads: int) -> int:
     """How far the resident memory of this process rises during one call, in bytes."""
     torch.set_num_threads(threads)
-    replace(candidate, length=min(WARM_LENGTH, candidate.length)).prepare()()
+    short = replace(candidate, length=min(WARM_LENGTH, candidate.length))
+    short.prepare()()
     call = candidate.prepare()
     with contextlib.suppress(OSError):  # Linux: the peak so far is forgotten
         Path("/proc/self/clear_refs").write_text("5")
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    before = _resident_peak()
     call()
-    return (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024
+    return _resident_peak() - before
+
+
+def _resident_peak() -> int:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def available(device: str) -> float:
     """Bytes of memory that are free; unlimited where the system does not say."""
     if device == "cuda":
-        return (
-            torch.cuda.mem_get_info()[0]
-            + torch.cuda.memory_reserved()
-            - torch.cuda.memory_allocated()
-        )
+        free, _ = torch.cuda.mem_get_info()
+        unused_by_torch = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
+        return free + unused_by_torch
     if not os.path.exists(MEMORY):
         return float("inf")
-    found = dict(line.split(":") for line in Path(MEMORY).read_text().splitlines())
-    return int(found["MemAvailable"].split()[0]) * 1024
+    for line in Path(MEMORY).read_text().splitlines():
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) * 1024
+    return float("inf")
 
 
 def peaks(device: str, dtype: torch.dtype) -> dict[str, float]:
-    """What this machine does at best, measured: matrix products (flops per second), copies (bytes per second, read and
-    written); on CPU per second of CPU time, as candidates are timed."""
-    size, count = (4096, 2**29) if device == "cuda" else (1024, 2**26)
-    a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
+    """What this machine does at best, measured.
+
+    flops_per_second: of matrix products; bytes_per_second: of copies, read and written.
+    On the CPU they are per second of CPU time, as candidates are timed.
+    """
+    cuda = device == "cuda"
+    size = 4096 if cuda else 1024
+    count = 2**29 if cuda else 2**26
+    a = torch.randn(size, size, device=device).to(dtype)
+    b = torch.randn(size, size, device=device).to(dtype)
     source = torch.ones(count, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
-
-    def best(call: Callable[[], Any]) -> float:
-        clocked(call, 3, device)
-        return statistics.median(clocked(call, 3, device)["ms"] for _ in range(5)) / 1000
-
     return {
-        "flops_per_second": 2 * size**3 / best(lambda: a @ b),
-        "bytes_per_second": 2 * count / best(lambda: target.copy_(source)),
+        "flops_per_second": 2 * size**3 / _median_seconds(lambda: a @ b, device),
+        "bytes_per_second": 2 * count / _median_seconds(lambda: target.copy_(source), device),
     }
+
+
+def _median_seconds(call: Call, device: str) -> float:
+    clocked(call, 3, device)  # to warm up
+    times = [clocked(call, 3, device)["ms"] for _ in range(5)]
+    return statistics.median(times) / 1000
 
 
 def floor(
     candidate: Any, best: dict[str, float], median_ms: float | None
 ) -> dict[str, float | None]:
     """The time below which this machine cannot do the work, and how many times that was taken."""
-    seconds = max(
-        candidate.flops / best["flops_per_second"], candidate.bytes / best["bytes_per_second"]
-    )
-    return {
-        "floor_ms": seconds * 1000,
-        "times_floor": median_ms / (seconds * 1000) if median_ms is not None else None,
-    }
+    computing = candidate.flops / best["flops_per_second"]
+    moving = candidate.bytes / best["bytes_per_second"]
+    floor_ms = max(computing, moving) * 1000
+    times_floor = None if median_ms is None else median_ms / floor_ms
+    return {"floor_ms": floor_ms, "times_floor": times_floor}
 
 
-def conditions(given: argparse.Namespace) -> dict[str, Any]:
+def conditions(options: argparse.Namespace) -> dict[str, Any]:
     """Where, when and with what the figures were taken."""
-    cuda = given.device == "cuda"
+    if options.device == "cuda":
+        hardware = torch.cuda.get_device_name()
+        clock = "CUDA events"
+    else:
+        hardware = f"{processor()}, {os.cpu_count()} cores"
+        clock = "CPU time of all threads"
     return {
         "command": " ".join(["python", *sys.argv]),
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "commit": commit(),
-        "hardware": torch.cuda.get_device_name()
-        if cuda
-        else f"{processor()}, {os.cpu_count()} cores",
-        "clock": "CUDA events" if cuda else "CPU time of all threads",
+        "hardware": hardware,
+        "clock": clock,
         "threads": torch.get_num_threads(),
         "torch": torch.__version__,
         "python": platform.python_version(),
@@ -357,53 +423,6 @@ def processor() -> str:
     return platform.machine()
 
 
-def heading(bench: Bench) -> str:
-    """Title and conditions in Markdown."""
-    facts = bench.conditions
-    said = [
-        facts["hardware"],
-        f"torch {facts['torch']}",
-        f"threads {facts['threads']}",
-        facts["clock"],
-    ]
-    said += [f"commit {facts['commit']}", facts["date"][:10]]
-    best = [
-        f"{dtype} {found['flops_per_second'] / 1e9:,.0f} GFLOP/s in matrix products"
-        f" and {found['bytes_per_second'] / 1e9:,.0f} GB/s in copies"
-        for dtype, found in bench.peaks.items()
-    ]
-    return f"`{facts['command']}`  \n{', '.join(said)}  \nmeasured peaks: {'; '.join(best)}\n"
-
-
-def figures(row: dict[str, Any]) -> list[str]:
-    """A row's times and what they are compared with, for a table with the columns FIGURES."""
-    if row["median_ms"] is None:
-        return ["-", "-", "-", shown(row["floor_ms"]), "-"]
-    spent = shown(row["median_ms"]) + spread(row["quartiles_ms"])
-    ratio = "-" if row["ratio"] is None else shown(row["ratio"]) + spread(row["quartiles_ratio"])
-    megabytes = "-" if row["peak_bytes"] is None else f"{row['peak_bytes'] / 2**20:,.0f}"
-    return [spent, ratio, megabytes, shown(row["floor_ms"]), f"{row['times_floor']:.1f}"]
-
-
-FIGURES = ["ms (quartiles)", "ratio (quartiles)", "peak MiB", "floor ms", "x floor"]
-
-
-def shown(number: float) -> str:
-    """Three significant digits, without an exponent."""
-    return f"{number:,.0f}" if number >= 100 else f"{number:.3g}"
-
-
-def spread(ends: list[float]) -> str:
-    return f" ({shown(ends[0])}-{shown(ends[1])})"
-
-
-def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A Markdown table; all columns but the first are numbers."""
-    cells = [[cell.replace("|", "/") for cell in row] for row in [header, *rows]]
-    lines = [cells[0], ["---", *["---:"] * (len(header) - 1)], *cells[1:]]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines) + "\n"
-
-
-def told(text: str) -> None:
+def report_progress(text: str) -> None:
     """Progress, apart from the result."""
     print(text, file=sys.stderr, flush=True)

@@ -1,40 +1,33 @@
-"""Time, memory and throughput of a whole training step and of evaluation, for several encodings of one GPT.
+"""Time, memory and throughput of a training step and of evaluation, for encodings of one GPT.
 
 python tools/bench/step.py --quick
-python tools/bench/step.py --threads 1 --encodings rotary kerple_log --layers 4 --batch 1 --output step.json
+python tools/bench/step.py --threads 1 --encodings rotary kerple_log --layers 4 --output step.json
 
-A step is forward, backward, clipping and torch's fused AdamW on the weights in their own dtype: DeepSpeed's engine, its
-float32 masters and the loader are not in it. Evaluation is the losses of one window. Every round runs each encoding
-once in rotated order; ratios are to rotary in the same round. The eager backend is what the forks do, in float32.
-Floors are the operations of every matrix product and of the pairs that attention sees, three times for a step, or the
-bytes of weights, gradients and optimizer state. MFU follows PaLM (6 N + 12 layers · hidden · length for each token of a
-step, with N the weights in products), against the product speed that was measured.
+A step is forward, backward, clipping and torch's fused AdamW on the weights in their own dtype.
+DeepSpeed's engine, its float32 masters and the loader are not in it. Evaluation is the losses of
+one window. Every round runs each encoding once in rotated order; ratios are to rotary in the same
+round. The eager backend is what the forks do, in float32. Floors are the operations of every matrix
+product and of the visible pairs of attention, three times for a step, or the bytes of weights,
+gradients and optimizer state. MFU follows PaLM (megatron/model/flops.py), against the measured
+speed of matrix products.
 """
 
 import sys
+from argparse import Namespace
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
 import torch
-from measure import (
-    DTYPES,
-    FIGURES,
-    Bench,
-    arguments,
-    figures,
-    heading,
-    parsed,
-    positive,
-    shown,
-    table,
-    told,
-)
+from bench_tables import FIGURES, figures, heading, shown, table
+from measure import DTYPES, Bench, arguments, parsed, positive, report_progress
 from torch import nn
 
 from megatron.errors import UserError
-from megatron.model import GPT, Architecture, AttentionSettings
+from megatron.model import GPT
+from megatron.model.flops import BACKWARD, causal_keys, forward_flops, matrix_weights
+from megatron.model.settings import Architecture, AttentionSettings
 from megatron.positions import Shape, build
 
 ENCODINGS = ["rotary", "none", "alibi", "kerple_log", "mep_free", "mep_param_t5", "t5"]
@@ -49,7 +42,10 @@ QUICK = {
 
 @dataclass(frozen=True)
 class Candidate:
-    """A GPT with an encoding and an attention backend, which trains on random tokens or only computes their losses."""
+    """A GPT with an encoding and an attention backend, on random tokens.
+
+    training: whether it takes a step or only computes losses
+    """
 
     pos_emb: str
     backend: str
@@ -69,25 +65,15 @@ class Candidate:
         return f"{self.pos_emb}, {self.backend}"
 
     def prepare(self) -> Callable[[], Any]:
-        """The call to be timed; candidates share the weights and put their encoding into the model in turn."""
-        model, optimizer = trunk(
-            self.hidden,
-            self.layers,
-            self.heads,
-            self.vocab,
-            self.train_length,
-            self.dtype,
-            self.device,
-        )
-        shape = Shape(self.heads, self.hidden // self.heads, self.hidden, self.train_length)
-        torch.manual_seed(0)
-        first = build(self.pos_emb, shape)
-        positions = [
-            first,
-            *(build(self.pos_emb, shape) for _ in range(self.layers - 1) if first.per_layer),
-        ]
-        positions = nn.ModuleList(positions).to(self.device)
+        """The call to be timed.
+
+        Candidates share the weights and put their encoding into the model in turn.
+        """
+        sizes = (self.hidden, self.layers, self.heads, self.vocab, self.train_length)
+        model, optimizer = trunk(*sizes, self.dtype, self.device)
+        positions = self._positions()
         ids = torch.randint(self.vocab, (self.batch, self.length + 1), device=self.device)
+        inputs, labels = ids[:, :-1], ids[:, 1:]
         settings = AttentionSettings(attention_backend=self.backend)
 
         def call() -> None:
@@ -95,62 +81,82 @@ class Candidate:
             model.use_attention(settings)
             if not self.training:
                 with torch.inference_mode():
-                    model(ids[:, :-1], labels=ids[:, 1:])
+                    model(inputs, labels=labels)
                 return
             optimizer.param_groups[1]["params"] = list(positions.parameters())
-            model(ids[:, :-1], labels=ids[:, 1:], mean=True).backward()
+            model(inputs, labels=labels, mean=True).backward()
             nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
             optimizer.zero_grad()
 
         return call
 
+    def _positions(self) -> nn.ModuleList:
+        """The encoding, one for all layers or one for each."""
+        shape = Shape(self.heads, self.hidden // self.heads, self.hidden, self.train_length)
+        torch.manual_seed(0)
+        positions = [build(self.pos_emb, shape)]
+        if positions[0].per_layer:
+            positions += [build(self.pos_emb, shape) for _ in range(self.layers - 1)]
+        return nn.ModuleList(positions).to(self.device)
+
     @property
     def weights(self) -> int:
-        """Numbers in matrices that multiply every token: layers and output."""
-        return 12 * self.layers * self.hidden**2 + self.vocab * self.hidden
+        return matrix_weights(self.layers, self.hidden, self.vocab)
 
     @property
     def flops(self) -> float:
-        pairs = self.length * (self.length + 1) // 2
-        forward = 2 * self.weights * self.length + 4 * self.layers * self.hidden * pairs
-        return (3 if self.training else 1) * self.batch * forward
-
-    @property
-    def bytes(self) -> float:
-        """Weights read once; in a step read twice, and AdamW reads weights, gradients and moments and writes three."""
-        return (10 if self.training else 1) * self.weights * getattr(torch, self.dtype).itemsize
-
-    @property
-    def needs(self) -> float:
-        """Memory of eager's matrices on CPU, where too much ends the process: what the other backends need is small."""
-        copies = 4 * self.layers + 8 if self.training else 4
-        dense = self.device == "cpu" and self.backend == "eager"
-        return copies * self.batch * self.heads * self.length**2 * 4 if dense else 0
+        """Of a step or window, with the visible pairs of attention."""
+        return self._flops(causal_keys(self.length))
 
     @property
     def palm_flops(self) -> float:
-        """Of a step or window by PaLM's appendix B, which counts every pair of tokens; a third without backward."""
-        forward = 2 * self.weights + 4 * self.layers * self.hidden * self.length
-        return (3 if self.training else 1) * self.batch * self.length * forward
+        """Of a step or window as PaLM counts, with every pair of tokens."""
+        return self._flops(self.length)
+
+    def _flops(self, keys: float) -> float:
+        token = forward_flops(self.layers, self.hidden, self.vocab, keys)
+        forward = self.batch * self.length * token
+        return BACKWARD * forward if self.training else forward
+
+    @property
+    def bytes(self) -> float:
+        """Moved at least.
+
+        Evaluation reads the weights once, a step twice. AdamW reads weights, gradients and two
+        moments, and writes weights, gradients (zeros) and moments.
+        """
+        times = 10 if self.training else 1
+        return times * self.weights * getattr(torch, self.dtype).itemsize
+
+    @property
+    def needs(self) -> float:
+        """Memory of eager's matrices on the CPU, where too much ends the process; else 0."""
+        if self.device != "cpu" or self.backend != "eager":
+            return 0
+        copies = 4 * self.layers + 8 if self.training else 4
+        return copies * self.batch * self.heads * self.length**2 * 4
 
 
 @cache
 def trunk(
     hidden: int, layers: int, heads: int, vocab: int, train_length: int, dtype: str, device: str
 ) -> tuple[GPT, torch.optim.Optimizer]:
-    """The model without an encoding, and its optimizer with a second group for what an encoding learns."""
-    shape = Architecture(
+    """The model without an encoding, and its optimizer.
+
+    The optimizer's second group is for what an encoding learns.
+    """
+    architecture = Architecture(
         hidden_size=hidden,
         num_layers=layers,
         num_attention_heads=heads,
         seq_length=train_length,
     )
     torch.manual_seed(0)
-    model = GPT(shape, AttentionSettings(), positions=[], vocab=vocab).to(
-        device, getattr(torch, dtype)
-    )
-    groups = [{"params": list(model.parameters())}, {"params": [torch.zeros(1, device=device)]}]
+    model = GPT(architecture, AttentionSettings(), positions=[], vocab=vocab)
+    model = model.to(device, getattr(torch, dtype))
+    placeholder = torch.zeros(1, device=device)
+    groups = [{"params": list(model.parameters())}, {"params": [placeholder]}]
     return model, torch.optim.AdamW(groups, lr=1e-4, weight_decay=0.0, fused=True)
 
 
@@ -169,45 +175,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("--dtype", choices=DTYPES, help="default: bfloat16, on CPU float32")
     add("--batch", type=positive, help="windows of a step; default: 32, on CPU 1")
     add("--train_length", type=positive, default=512, metavar="L")
-    add(
-        "--lengths",
-        nargs="*",
-        type=positive,
-        default=[512, 1024, 2048, 4096, 8192, 16384],
-        metavar="L",
-        help="to evaluate",
-    )
+    lengths = [512, 1024, 2048, 4096, 8192, 16384]
+    add("--lengths", nargs="*", type=positive, default=lengths, metavar="L", help="to evaluate")
     for name, size in (("hidden", 768), ("layers", 12), ("heads", 12), ("vocab", 50304)):
         add(f"--{name}", type=positive, default=size, help="default: 125M's")
     try:
-        given = parsed(parser, QUICK, argv)
-        if given.hidden % given.heads:
-            raise UserError(f"--hidden: {given.hidden} cannot be split over --heads {given.heads}")
-        bench = Bench(given, "Whole steps")
-        cuda = given.device == "cuda"
-        dtype = given.dtype or ("bfloat16" if cuda else "float32")
-        training = (True, given.train_length, given.batch or (32 if cuda else 1))
-        chosen = [
-            *((name, given.backend) for name in given.encodings),
-            *((name, "eager") for name in given.eager),
-        ]
-        shape = (
-            dtype,
-            given.hidden,
-            given.layers,
-            given.heads,
-            given.vocab,
-            given.train_length,
-            given.device,
-        )
-        for work in (training, *((False, length, 1) for length in given.lengths)):
-            told(f"{'training' if work[0] else 'evaluation'}, {work[1]}")
-            candidates = [Candidate(*one, *work, *shape) for one in chosen]
-            for row, one in zip(
-                bench.group(candidates, REFERENCES, dtype), candidates, strict=True
-            ):
-                row |= rates(one, row, bench.peaks[dtype]["flops_per_second"])
-            bench.save(markdown(bench))
+        options = parsed(parser, QUICK, argv)
+        bench = run(options)
     except UserError as fault:
         print(fault, file=sys.stderr)
         return 1
@@ -215,34 +189,78 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
+def run(options: Namespace) -> Bench:
+    """A training step, then an evaluation of each length; what is known is saved after each."""
+    if options.hidden % options.heads:
+        raise UserError(f"--hidden: {options.hidden} cannot be split over --heads {options.heads}")
+    bench = Bench(options, "Whole steps")
+    on_gpu = options.device == "cuda"
+    dtype = options.dtype or ("bfloat16" if on_gpu else "float32")
+    batch = options.batch or (32 if on_gpu else 1)
+    works = [(True, options.train_length, batch)]
+    works += [(False, length, 1) for length in options.lengths]
+    for training, length, windows in works:
+        report_progress(f"{'training' if training else 'evaluation'}, {length}")
+        chosen = candidates(options, dtype, training, length, windows)
+        rows = bench.group(chosen, REFERENCES, dtype)
+        for row, candidate in zip(rows, chosen, strict=True):
+            row |= rates(candidate, row, bench.peaks[dtype]["flops_per_second"])
+        bench.save(markdown(bench))
+    return bench
+
+
+def candidates(
+    options: Namespace, dtype: str, training: bool, length: int, batch: int
+) -> list[Candidate]:
+    """Every encoding with the chosen backend, and some with eager."""
+    pairs = [(name, options.backend) for name in options.encodings]
+    pairs += [(name, "eager") for name in options.eager]
+    return [
+        Candidate(
+            pos_emb=name,
+            backend=backend,
+            training=training,
+            length=length,
+            batch=batch,
+            dtype=dtype,
+            hidden=options.hidden,
+            layers=options.layers,
+            heads=options.heads,
+            vocab=options.vocab,
+            train_length=options.train_length,
+            device=options.device,
+        )
+        for name, backend in pairs
+    ]
+
+
 def rates(candidate: Candidate, row: dict[str, Any], best: float) -> dict[str, float | None]:
-    """What the median time means in tokens and operations."""
-    seconds = None if row["median_ms"] is None else row["median_ms"] / 1000
+    """What the median time means in tokens and operations. best: operations per second"""
+    operations = candidate.palm_flops
+    if row["median_ms"] is None:
+        return {"tokens_per_second": None, "palm_flops": operations, "mfu": None}
+    seconds = row["median_ms"] / 1000
     return {
-        "tokens_per_second": seconds and candidate.batch * candidate.length / seconds,
-        "palm_flops": candidate.palm_flops,
-        "mfu": seconds and candidate.palm_flops / seconds / best,
+        "tokens_per_second": candidate.batch * candidate.length / seconds,
+        "palm_flops": operations,
+        "mfu": operations / seconds / best,
     }
 
 
 def markdown(bench: Bench) -> str:
     """One table of training steps, one of evaluation."""
+    header = ["", "batch x length", *FIGURES, "tokens/s", "MFU %", "reason"]
     parts = [heading(bench)]
     for title, training in (("Training step", True), ("Evaluation of one window", False)):
-        rows = [row for row in bench.rows if row["training"] == training]
-        lines = [
-            [
-                row["candidate"],
-                f"{row['batch']} x {row['length']}",
-                *figures(row),
-                *speed(row),
-                row["reason"] or "",
-            ]
-            for row in rows
-        ]
-        header = ["", "batch x length", *FIGURES, "tokens/s", "MFU %", "reason"]
-        parts += [f"#### {title}\n", table(header, lines)] if lines else []
+        lines = [line(row) for row in bench.rows if row["training"] == training]
+        if lines:
+            parts += [f"#### {title}\n", table(header, lines)]
     return "\n".join(parts)
+
+
+def line(row: dict[str, Any]) -> list[str]:
+    size = f"{row['batch']} x {row['length']}"
+    return [row["candidate"], size, *figures(row), *speed(row), row["reason"] or ""]
 
 
 def speed(row: dict[str, Any]) -> list[str]:
