@@ -1,4 +1,4 @@
-"""The forks' checkpoints load and give the forks' own logits, losses and gradients (tests/golden/README.md)."""
+"""The forks' checkpoints give the forks' logits, losses and gradients (tests/golden/README.md)."""
 
 import json
 from collections import defaultdict
@@ -18,7 +18,10 @@ every_case = pytest.mark.parametrize("case", CASES)
 
 
 def write_checkpoint(case: str, folder: Path, **changes: torch.Tensor | None) -> Path:
-    """The case's files in the forks' own layout; `changes` replace ("layer_02/norm…": None removes) a tensor."""
+    """The case's files in the forks' own layout.
+
+    changes: tensors in place of the case's ("layer_02/norm…"), None to leave one out
+    """
     own = {
         key: value
         for key, value in load_file(GOLDEN / f"{case}.safetensors").items()
@@ -110,7 +113,7 @@ def test_the_forks_names_lead_to_the_same_model(tmp_path):
 def test_a_checkpoint_of_a_mixture_can_be_read_as_any_mixture_that_is_written_down(
     tmp_path, caplog
 ):
-    """The fork's class stores what all its kernels need, and its file does not say which ones were mixed."""
+    """The fork's class stores what all its kernels need, not which of them were mixed."""
     write_checkpoint("mep_param_t5", tmp_path)
     ids = torch.randint(160, (1, 50))
     preset = load_model(tmp_path, golden_config("mep_param_t5"))
@@ -142,20 +145,20 @@ def test_a_checkpoint_of_a_mixture_can_be_read_as_any_mixture_that_is_written_do
             "alibi",
             ["hidden_size=144"],
             {},
-            "is [160, 72], the configuration says [160, 144]; check hidden_size",
+            "is [160, 72], the configuration says [160, 144] - check hidden_size",
         ),
         (
             "alibi",
             ["no_weight_tying=false"],
             {},
-            "unexpected ['final_linear.weight']); check no_weight_tying",
+            "unexpected ['final_linear.weight']) - check no_weight_tying",
         ),
         ("alibi", ["pos_emb=kerple_log"], {}, "no bias_p in the files, which this pos_emb needs"),
         (
             "kerple_log",
             ["pos_emb=alibi"],
             {},
-            "['bias_a', 'bias_p'] belong to another encoding; check pos_emb",
+            "['bias_a', 'bias_p'] belong to another encoding - check pos_emb",
         ),
         (
             "mep_param_t5",
@@ -174,7 +177,7 @@ def test_a_checkpoint_of_a_mixture_can_be_read_as_any_mixture_that_is_written_do
             "alibi",
             [],
             {f"layer_0{n}/attention.alibi_embed.slopes": torch.ones(12) for n in (2, 3)},
-            "slopes differs from what this pos_emb has; check pos_emb and pos_emb_args",
+            "slopes differs from what this pos_emb has - check pos_emb and pos_emb_args",
         ),
     ],
 )
@@ -191,13 +194,13 @@ def test_files_that_disagree_with_the_configuration_are_refused(
 def test_missing_sharded_and_damaged_files_are_named(tmp_path):
     with pytest.raises(
         UserError,
-        match=r"no layer_NN-model_00-model_states.pt there; name the folder global_stepN itself",
+        match=r"no layer_NN-model_00-model_states.pt in it - give the folder global_stepN itself",
     ):
         load_model(tmp_path, golden_config("alibi"))
     write_checkpoint("alibi", tmp_path)
     shard = tmp_path / "layer_02-model_01-model_states.pt"
     shard.write_bytes(b"")
-    with pytest.raises(UserError, match="a shard of a model-parallel checkpoint"):
+    with pytest.raises(UserError, match="is a shard of a model-parallel checkpoint - merge it"):
         load_model(tmp_path, golden_config("alibi"))
     shard.unlink()
     (tmp_path / "layer_02-model_00-model_states.pt").write_bytes(b"PK nothing")
