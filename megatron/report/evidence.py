@@ -13,8 +13,9 @@ from megatron.config import Config, load
 from megatron.config.schema import all_keys
 from megatron.config.user_file import COPY
 from megatron.errors import UserError
+from megatron.model import GPT
 from megatron.positions import FILES, REGISTRY, Position, fingerprint
-from megatron.results.row import Row
+from megatron.results.row import Question
 from megatron.training.checkpoint import load_model, read_meta
 
 NOT_FOUND = "not found from here, so configuration, training curve and kernels are not shown"
@@ -54,7 +55,7 @@ class Evidence:
 Found = Mapping[str, Evidence]  # by the checkpoint that rows name
 
 
-def gathered(rows: Sequence[Row], files: Sequence[Path]) -> dict[str, Evidence]:
+def gathered(rows: Sequence[Question], files: Sequence[Path]) -> dict[str, Evidence]:
     """The evidence of every checkpoint in some rows. What cannot be read is a gap, no error."""
     names = dict.fromkeys(row.get("checkpoint") for row in rows)
     return {name: evidence_of(name, files) for name in names if name}
@@ -73,7 +74,7 @@ def evidence_of(name: str, files: Sequence[Path]) -> Evidence:
         config, vocab = _configuration(folder, saved)
         found.settings = _settings(config.flat())
         model = load_model(folder, config, vocab)
-        found.positions = [position.cpu() for position in model.positions]
+        found.positions = positions_of(model)
         found.learned = model.learned()
     except UserError as fault:
         found.gaps.append(Gap(name, _cause(fault, folder, saved)))
@@ -83,6 +84,11 @@ def evidence_of(name: str, files: Sequence[Path]) -> Evidence:
     except (OSError, ValueError) as fault:
         found.gaps.append(Gap(str(logs / "metrics.jsonl"), f"no training curve ({_why(fault)})"))
     return found
+
+
+def positions_of(model: GPT) -> list[Position]:
+    """The encoding of each layer, or the one that all share."""
+    return [module.cpu() for module in model.positions if isinstance(module, Position)]
 
 
 def folder_of(name: str, files: Sequence[Path]) -> Path | None:

@@ -17,6 +17,7 @@ from megatron.errors import UserError
 from megatron.evaluation.probes.recorded import attention_of
 from megatron.model import GPT
 from megatron.positions import REGISTRY, DistanceBias, Shape, build, options_of
+from megatron.report.evidence import positions_of
 from megatron.report.figures.attention import draw_attention
 from megatron.report.figures.learned import draw_learned, draw_trajectory, trajectory
 from megatron.report.figures.positions import draw, panels
@@ -104,7 +105,7 @@ def of_checkpoint(
 
 def _encodings(trained: Trained, length: int) -> Iterator[Picture]:
     """One picture, or one for each layer where each has an encoding of its own."""
-    positions = trained.model.positions
+    positions = positions_of(trained.model)
     for layer, position in enumerate(positions):
         found = panels(position, length)
         if not found:

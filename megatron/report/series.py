@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 
 from megatron.report.evidence import Found
-from megatron.report.figures.curves import Curve
+from megatron.report.figures.curves import Curve, by_position
 from megatron.report.groups import Group
 from megatron.results.row import Row
 from megatron.results.statistics import half_octaves, mean_of
@@ -122,13 +122,13 @@ def _band(one: Summary, difference: Interval | None, *, compared: bool) -> tuple
 def position_curve(group: Group) -> Curve:
     """Loss by position from the longest row that has it, over half octaves, mean over seeds."""
     for rows in reversed(group.rows.values()):
-        complete = all(row.get("position_losses") for row in rows)
-        if not complete or len({tuple(row["position_edges"]) for row in rows}) > 1:
-            continue
-        of_seeds = [half_octaves(row["position_edges"], row["position_losses"]) for row in rows]
-        at, _ = of_seeds[0]
-        columns = [*zip(*(losses for _, losses in of_seeds), strict=True)]
-        return _mean_curve(group, at, columns)
+        pairs = [by_position(row) for row in rows]
+        edges, _ = pairs[0]
+        if all(losses for _, losses in pairs) and all(other == edges for other, _ in pairs):
+            of_seeds = [half_octaves(edges, losses) for _, losses in pairs]
+            at, _ = of_seeds[0]
+            columns = [*zip(*(means for _, means in of_seeds), strict=True)]
+            return _mean_curve(group, at, columns)
     return _empty(group)
 
 
@@ -143,11 +143,11 @@ def position_differences(found: Sequence[Group], reference: str) -> list[Curve]:
     curves = []
     for group in found:
         one = by_label[group.label]
-        comparable = base is not None and one is not None and group.label != reference
-        if comparable and (one.edges, one.texts) == (base.edges, base.texts):
-            curves.append(_difference(group, one, base))
-        else:
-            curves.append(_empty(group))
+        curve = _empty(group)
+        if one is not None and base is not None and group.label != reference:
+            same_text = (one.edges, one.texts) == (base.edges, base.texts)
+            curve = _difference(group, one, base) if same_text else curve
+        curves.append(curve)
     return curves
 
 
@@ -166,12 +166,13 @@ def _difference(group: Group, one: ByPosition, base: ByPosition) -> Curve:
 def _by_position(group: Group) -> ByPosition | None:
     """Losses by position of the longest rows; None where one of these has none, or no text."""
     rows = group.rows[max(group.rows)]
-    edges = [row.get("position_edges") for row in rows]
+    pairs = [by_position(row) for row in rows]
+    edges, _ = pairs[0]
     texts = sorted({row.get("text") or "" for row in rows})
-    if not edges[0] or any(one != edges[0] for one in edges) or not texts[0]:
+    if not edges or any(other != edges for other, _ in pairs) or not texts[0]:
         return None
-    losses = np.mean([row["position_losses"] for row in rows], axis=0)
-    return ByPosition(edges[0], texts, losses.tolist(), rows[0]["windows"])
+    losses = np.mean([losses for _, losses in pairs], axis=0)
+    return ByPosition(edges, texts, losses.tolist(), rows[0]["windows"])
 
 
 def training_curve(group: Group, evidence: Found, kind: str) -> Curve | None:

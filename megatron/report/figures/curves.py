@@ -52,6 +52,11 @@ def variant_of(row: Row) -> str:
     return ", ".join(f"{key} {plain(value_of(row, key))}" for key in active)
 
 
+def by_position(row: Row) -> tuple[list[int], list[float]]:
+    """(edges, mean losses between them) by position; empty where a row has none."""
+    return row.get("position_edges") or [], row.get("position_losses") or []
+
+
 def looks_of(curves: Sequence[Curve]) -> list[Look]:
     """The looks of the curves of one figure."""
     return looks([(curve.encoding or curve.label, curve.variant) for curve in curves])
@@ -72,7 +77,7 @@ def plot_by_position(rows: Sequence[Row], path: Path, *, title: str) -> None:
     """
     curves = []
     for label, (row, *_) in runs(rows).items():
-        at, losses = half_octaves(row["position_edges"], row["position_losses"])
+        at, losses = half_octaves(*by_position(row))
         perplexities = [_finite_perplexity(loss) for loss in losses]
         encoding, variant = row["pos_emb"], variant_of(row)
         curves.append(Curve(label, at, perplexities, encoding=encoding, variant=variant))
@@ -93,7 +98,7 @@ def plot_by_position(rows: Sequence[Row], path: Path, *, title: str) -> None:
 
 def _of_prefixes(row: Row) -> Curve:
     """The perplexity of all tokens up to a position, from the losses by position."""
-    losses = prefix_curve(row["position_edges"], row["position_losses"])
+    losses = prefix_curve(*by_position(row))
     perplexities = [_finite_perplexity(loss) for loss in losses.values()]
     return Curve("of all before it", [*losses], perplexities, encoding=row["pos_emb"])
 

@@ -66,8 +66,9 @@ def _dots(axes: Axes, values: Tensor, *, by_head: bool) -> None:
 
 
 def _map(figure: Figure, axes: Axes, table: Table) -> None:
-    look = {"cmap": "viridis", "interpolation": "nearest", "origin": "lower"}
-    image = axes.imshow(table.values.numpy(), aspect="auto", **look)
+    image = axes.imshow(
+        table.values.numpy(), aspect="auto", cmap="viridis", interpolation="nearest", origin="lower"
+    )
     figure.colorbar(image, ax=axes, pad=0.02, label="value")
     axes.set_ylabel(table.rows)
     axes.yaxis.set_major_locator(MaxNLocator(6, integer=True, min_n_ticks=1))

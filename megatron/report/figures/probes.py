@@ -1,8 +1,7 @@
 """The results of the probes of one model, as one figure."""
 
 import math
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 from matplotlib.axes import Axes
 from matplotlib.cm import ScalarMappable
@@ -11,16 +10,14 @@ from matplotlib.figure import Figure
 
 from megatron.evaluation.probes.receptive_field import MOST
 from megatron.report.figures.positions import GREY, colours, distance_axis, style
-from megatron.results.probes import TASKS, cells
+from megatron.results.probes import TASKS, ProbeRow, cells
 
 COLUMNS = 3
 DARK = 0.6  # accuracies below have a dark colour, on which text is white
 MANY = 6  # layers, from which on there is no legend
 
-Probe = Mapping[str, Any]
 
-
-def draw_probes(rows: Sequence[Probe], title: str) -> Figure:
+def draw_probes(rows: Sequence[ProbeRow], title: str) -> Figure:
     """For one model: a map of accuracy for each task, the receptive field and the attention.
 
     Only what was measured has a panel.
@@ -56,7 +53,7 @@ def _accuracy_bar(figure: Figure, maps: Sequence[Axes]) -> None:
     bar.ax.yaxis.label.set_fontsize(7)
 
 
-def _map(axes: Axes, rows: Sequence[Probe], task: str) -> None:
+def _map(axes: Axes, rows: Sequence[ProbeRow], task: str) -> None:
     """Lengths to the right, depths downward; the text of a cell is its accuracy and its gain."""
     by_place = cells(rows, task)
     depths = sorted({depth for depth, _ in by_place})
@@ -85,14 +82,14 @@ def _write_cell(axes: Axes, line: int, column: int, pair: tuple[float, float] | 
     axes.text(column, line, text, ha="center", va="center", fontsize=6, color=colour)
 
 
-def _receptive_field(axes: Axes, rows: Sequence[Probe]) -> None:
+def _receptive_field(axes: Axes, rows: Sequence[ProbeRow]) -> None:
     """For each length, the fraction of the gradient within a distance."""
     measured = [row for row in rows if row["probe"] == "receptive_field" and row.get("cumulative")]
     palette = colours(len(measured))
     for number, row in enumerate(measured):
-        label = f"{row['length']}: {row['reach']} tokens"
+        label = f"{row['length']}: {row.get('reach')} tokens"
         look = {"color": palette(number), "linewidth": 1.1}
-        axes.plot(row["distances"], row["cumulative"], label=label, **look)
+        axes.plot(row.get("distances", []), row.get("cumulative", []), label=label, **look)
     axes.axhline(MOST, color=GREY, linewidth=0.5, linestyle=(0, (4, 3)))
     axes.set_ylim(0, 1.02)
     axes.set_ylabel("fraction of the gradient within d")
@@ -101,18 +98,18 @@ def _receptive_field(axes: Axes, rows: Sequence[Probe]) -> None:
         _legend(axes, f"length: {MOST:.0%} within")
 
 
-def _attention(axes: Axes, rows: Sequence[Probe]) -> None:
+def _attention(axes: Axes, rows: Sequence[ProbeRow]) -> None:
     """For each layer at the longest length, the fraction of attention at a distance or further."""
     measured = [row for row in rows if row["probe"] == "attention" and row.get("mass")]
     if not measured:
         return
     row = max(measured, key=lambda one: one["length"])
-    layers = row["mass"]
+    layers, edges = row.get("mass", []), row.get("edges", [])
     palette = colours(len(layers))
     for layer, mass in enumerate(layers):
         further = [sum(mass[start:]) for start in range(len(mass))]
         look = {"color": palette(layer), "linewidth": 1.1, "marker": "."}
-        axes.plot(row["edges"][:-1], further, label=f"layer {layer}", **look)
+        axes.plot(edges[:-1], further, label=f"layer {layer}", **look)
     distance_axis(axes, row["length"])
     axes.set_ylim(0, 1.02)
     axes.set_ylabel("fraction of attention at d or further")

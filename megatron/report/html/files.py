@@ -3,7 +3,6 @@
 import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
 
 from megatron.errors import UserError
 from megatron.files import write_text
@@ -11,7 +10,7 @@ from megatron.report.evidence import gathered
 from megatron.report.figures.positions import write
 from megatron.report.html.page import Page
 from megatron.results.files import PICTURES, read_results
-from megatron.results.probes import read_probes
+from megatron.results.probes import ProbeRow, read_probes
 from megatron.results.row import Row
 
 OPENING = b"<!DOCTYPE html>"
@@ -24,7 +23,7 @@ def page_of(paths: Sequence[Path], *, against: str | None = None) -> Page:
     return Page(rows, probes, evidence, against=against)
 
 
-def read_files(paths: Iterable[Path]) -> tuple[list[Row], list[Any]]:
+def read_files(paths: Iterable[Path]) -> tuple[list[Row], list[ProbeRow]]:
     """(rows of results, rows of probes); UserError for a file that holds neither."""
     results, probes = [], []
     for path in paths:

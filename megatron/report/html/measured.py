@@ -29,7 +29,7 @@ from megatron.report.html.texts import (
     UNKNOWN,
 )
 from megatron.report.series import perplexity_curve, summary
-from megatron.results.row import Row, last_of_each
+from megatron.results.row import Question, Row, last_of_each
 from megatron.results.table import by_length, cell, length_headings, notes, spread
 
 MISSING = Cell("-", kind="missing", title="not measured")
@@ -82,7 +82,7 @@ def measured(
     return Section(f"{text}: {protocol}", "".join(parts), labels)
 
 
-def text_of(row: Row) -> str:
+def text_of(row: Question) -> str:
     """The name of the text that was scored, such as "github valid"."""
     words = [row.get("corpus"), row.get("part")]
     return " ".join(word for word in words if word) or "a text"

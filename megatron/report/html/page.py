@@ -1,7 +1,6 @@
 """The page: a section for every text and protocol, then what was trained, and what is missing."""
 
 from collections.abc import Sequence
-from typing import Any
 
 from matplotlib.figure import Figure
 
@@ -13,6 +12,7 @@ from megatron.report.html.measured import Section, measured
 from megatron.report.html.models import differences, kernels, lead, runs_table, speed, training
 from megatron.report.html.probed import probed
 from megatron.results.labels import kinds, select, with_sweeps
+from megatron.results.probes import ProbeRow
 from megatron.results.row import VARIANT, Row, by_setting
 
 COMPLETE = "Nothing that this page asks for."
@@ -24,7 +24,7 @@ class Page:
     def __init__(
         self,
         rows: Sequence[Row],
-        probes: Sequence[Any],
+        probes: Sequence[ProbeRow],
         evidence: Found,
         *,
         against: str | None = None,

@@ -4,7 +4,6 @@ import math
 import statistics
 from collections.abc import Hashable, Sequence
 from html import escape
-from typing import Any
 
 from megatron.report.evidence import Gap
 from megatron.report.figures.probes import draw_probes
@@ -13,7 +12,7 @@ from megatron.report.html.elements import Cell, items, paragraph, table
 from megatron.report.html.measured import MISSING, text_of
 from megatron.report.html.texts import GAIN, PROBES
 from megatron.results.labels import labels_of
-from megatron.results.probes import TASKS, cells
+from megatron.results.probes import TASKS, ProbeRow, cells
 from megatron.results.row import run_of, with_facts
 
 NO_PROBES = "No rows of tools/probe.py were given."
@@ -24,7 +23,7 @@ OTHERS = {
 }
 
 
-def probed(rows: Sequence[Any], drawn: Drawn) -> str:
+def probed(rows: Sequence[ProbeRow], drawn: Drawn) -> str:
     """A figure and a table for each model that was probed; seeds are models of their own."""
     if not rows:
         drawn.missing.append(Gap("probes", "no rows of tools/probe.py were given"))
@@ -32,22 +31,24 @@ def probed(rows: Sequence[Any], drawn: Drawn) -> str:
     measured = {row["probe"] for row in rows}
     parts = [items(f"{name}: {text}" for name, text in PROBES.items() if name in measured)]
     if measured & {*TASKS}:
-        chances = [row["chance"] for row in rows if row.get("chance")]
-        parts.append(paragraph(GAIN.format(chance=chances[0] if chances else math.nan)))
+        chances = [row.get("chance") for row in rows]
+        known = [chance for chance in chances if chance]
+        parts.append(paragraph(GAIN.format(chance=known[0] if known else math.nan)))
     for number, (label, members) in enumerate(by_checkpoint(rows).items(), 1):
         parts.append(f"<h3>{escape(label)}</h3>")
         parts.append(drawn.add(f"probes-{number}", draw_probes(members, label), wide=True))
         parts.append(probe_table(members))
         for row in members:
-            if row.get("reason"):
+            reason = row.get("reason")
+            if reason:
                 where = f"{row['probe']} of {label} at {row['length']}"
-                drawn.missing.append(Gap(where, row["reason"]))
+                drawn.missing.append(Gap(where, reason))
     return "".join(parts)
 
 
-def by_checkpoint(rows: Sequence[Any]) -> dict[str, list[Any]]:
+def by_checkpoint(rows: Sequence[ProbeRow]) -> dict[str, list[ProbeRow]]:
     """Rows of probes by a label: model, seed, step and text, and what else tells runs apart."""
-    by_run: dict[tuple[Hashable, ...], list[Any]] = {}
+    by_run: dict[tuple[Hashable, ...], list[ProbeRow]] = {}
     for row in rows:
         by_run.setdefault(run_of(row), []).append(row)
     first_rows = []
@@ -58,7 +59,7 @@ def by_checkpoint(rows: Sequence[Any]) -> dict[str, list[Any]]:
     return dict(zip(labels, by_run.values(), strict=True))
 
 
-def probe_table(rows: Sequence[Any]) -> str:
+def probe_table(rows: Sequence[ProbeRow]) -> str:
     """Accuracy and gain of the tasks by length, means over depths; numbers of other probes."""
     lengths = sorted({row["length"] for row in rows})
     body = []
@@ -72,7 +73,7 @@ def probe_table(rows: Sequence[Any]) -> str:
     return table(["mean over depths", *map(str, lengths)], body)
 
 
-def _of_task(rows: Sequence[Any], task: str, lengths: Sequence[int]) -> list[list[Cell]]:
+def _of_task(rows: Sequence[ProbeRow], task: str, lengths: Sequence[int]) -> list[list[Cell]]:
     """A line for accuracy and a line for gain."""
     by_place = cells(rows, task)
     lines = []
