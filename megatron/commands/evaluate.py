@@ -8,7 +8,7 @@ python evaluate.py --checkpoint runs/mep eval_tokens=65536 eval_part=test
 python evaluate.py --checkpoint runs/mep --protocol equal_tokens tail --window none train_length
 python evaluate.py --checkpoint runs/mine pos_emb_file=my_encoding.py
 
-A call that was interrupted goes on where it was when it is given again.
+Give the same call again after an interruption: it goes on where it was.
 """
 
 import argparse
@@ -28,51 +28,39 @@ from megatron.results.table import by_length, table
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--checkpoint",
-        metavar="DIR",
-        help="folder of a run or of one checkpoint; default: load, else save",
-    )
-    parser.add_argument(
-        "--step", type=int, metavar="N", help="which checkpoint of the run; default: the latest"
-    )
-    parser.add_argument(
-        "--lengths", type=int, nargs="+", metavar="L", help="context lengths; default: eval_lengths"
-    )
-    parser.add_argument(
-        "--output", type=Path, metavar="FILE", help="JSON lines; the plot goes beside it as .png"
-    )
-    parser.add_argument(
+    """The words of evaluate.py beside files and settings; their defaults are those of Options."""
+    add = parser.add_argument
+    folder = "folder of a run or of one checkpoint; default: load, else save"
+    add("--checkpoint", metavar="DIR", help=folder)
+    add("--step", type=int, metavar="N", help="which checkpoint of the run; default: the latest")
+    lengths = "context lengths; default: eval_lengths"
+    add("--lengths", type=int, nargs="+", metavar="L", help=lengths)
+    output = "JSON lines; the plot goes beside it as .png"
+    add("--output", type=Path, metavar="FILE", help=output)
+    protocols = "default: equal_tokens; docs/evaluation.md says what each answers"
+    add(
         "--protocol",
         nargs="+",
         choices=tuple(PROTOCOLS),
-        default=["equal_tokens"],
-        help="default: equal_tokens; docs/evaluation.md says what each answers",
+        default=Options.protocols,
+        help=protocols,
     )
+    add_number(parser, "--windows", Options.windows, "paper: windows per length")
+    add_number(parser, "--start", Options.start, "paper: first window")
+    add_number(parser, "--tail", Options.tail, "tail: scored tokens of a window")
+    stride = "sliding: tokens that windows move by; default: half of each"
+    add("--stride", type=int, metavar="N", help=stride)
+    window = "key window, each value on the same weights: N, train_length or none"
+    add("--window", nargs="+", metavar="W", help=window)
+    add("--logn-scale", nargs="+", choices=("off", "on"), help="key logn_scale, likewise")
+    dtype = "of the model; tables stay float32"
+    add("--dtype", choices=tuple(DTYPES), default=Options.dtype, help=dtype)
+
+
+def add_number(parser: argparse.ArgumentParser, name: str, default: int, what: str) -> None:
+    """An option for a whole number; its help names the default."""
     parser.add_argument(
-        "--windows", type=int, default=320, metavar="N", help="paper: windows per length (320)"
-    )
-    parser.add_argument("--start", type=int, default=0, metavar="N", help="paper: first window (0)")
-    parser.add_argument(
-        "--tail", type=int, default=256, metavar="N", help="tail: scored tokens of a window (256)"
-    )
-    parser.add_argument(
-        "--stride",
-        type=int,
-        metavar="N",
-        help="sliding: tokens that windows move by (half of each)",
-    )
-    parser.add_argument(
-        "--window",
-        nargs="+",
-        metavar="W",
-        help="key window, each value on the same weights: N, train_length or none",
-    )
-    parser.add_argument(
-        "--logn-scale", nargs="+", choices=("off", "on"), help="key logn_scale, likewise"
-    )
-    parser.add_argument(
-        "--dtype", choices=tuple(DTYPES), default="fp32", help="of the model; tables stay float32"
+        name, type=int, default=default, metavar="N", help=f"{what}; default: {default}"
     )
 
 

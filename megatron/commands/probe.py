@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
+from megatron.commands.evaluate import add_number
 from megatron.config import Config
 from megatron.entry import run
 from megatron.evaluation.probes.run import Answer, Options, probe
@@ -18,37 +19,25 @@ from megatron.results.probes import PROBES
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--checkpoint", metavar="DIR", help="folder of a run or of one checkpoint")
-    parser.add_argument(
-        "--step", type=int, metavar="N", help="which checkpoint of the run; default: the latest"
-    )
-    parser.add_argument(
-        "--lengths", type=int, nargs="+", metavar="L", help="context lengths; default: eval_lengths"
-    )
-    parser.add_argument(
+    """The words of probe.py beside files and settings; their defaults are those of Options."""
+    add = parser.add_argument
+    add("--checkpoint", metavar="DIR", help="folder of a run or of one checkpoint")
+    add("--step", type=int, metavar="N", help="which checkpoint of the run; default: the latest")
+    lengths = "context lengths; default: eval_lengths"
+    add("--lengths", type=int, nargs="+", metavar="L", help=lengths)
+    add(
         "--probes",
         nargs="+",
         choices=PROBES,
-        default=PROBES,
+        default=Options.probes,
         metavar="NAME",
         help=", ".join(PROBES),
     )
-    parser.add_argument(
-        "--depths", type=int, default=5, metavar="N", help="places in the context; default: 5"
-    )
-    parser.add_argument(
-        "--trials",
-        type=int,
-        default=8,
-        metavar="N",
-        help="contexts per length and depth; default: 8",
-    )
-    parser.add_argument(
-        "--probe_seed", type=int, default=0, metavar="N", help="of the questions; default: 0"
-    )
-    parser.add_argument(
-        "--output", type=Path, metavar="FILE", help="JSON lines; the picture goes beside it as .png"
-    )
+    add_number(parser, "--depths", Options.depths, "places in the context")
+    add_number(parser, "--trials", Options.trials, "contexts per length and depth")
+    add_number(parser, "--probe_seed", Options.seed, "of the questions")
+    output = "JSON lines; the picture goes beside it as .png"
+    add("--output", type=Path, metavar="FILE", help=output)
 
 
 def main(config: Config | None, arguments: argparse.Namespace) -> None:

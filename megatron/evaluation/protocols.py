@@ -296,9 +296,9 @@ def window_counts(
     lengths: Sequence[int],
     eval_tokens: int,
     *,
-    windows: int = 320,
-    tail: int = 256,
-    stride: int | None = None,
+    windows: int = Request.windows,
+    tail: int = Request.tail,
+    stride: int | None = Request.stride,
 ) -> dict[int, int]:
     """The number of windows of each length that a protocol computes, without reading any text.
 

@@ -51,10 +51,10 @@ class Options:
     attention_windows: Sequence[AttentionWindow] = ()
     logn_scales: Sequence[bool] = ()
     dtype: str = "fp32"
-    windows: int = 320
-    start: int = 0
-    tail: int = 256
-    stride: int | None = None
+    windows: int = Request.windows
+    start: int = Request.start
+    tail: int = Request.tail
+    stride: int | None = Request.stride
 
 
 @dataclass(frozen=True)
