@@ -8,7 +8,7 @@ import pytest
 
 from megatron import entry
 from megatron.config import load
-from megatron.config.schema import all_keys
+from megatron.config.keys import all_keys
 from megatron.errors import UserError
 from tests.support import run
 

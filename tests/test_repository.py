@@ -16,7 +16,7 @@ ROOT = Path(__file__).resolve().parent.parent
 # Arrows only downward: a file may import from its own part and from parts further up in this list.
 LEVELS = [
     {"errors", "commit", "files"},
-    {"positions", "attention", "results"},
+    {"positions", "attention", "results", "splits"},
     {"config", "parallel"},
     {"model", "data"},
     {"training", "interop", "conformance"},
@@ -103,7 +103,7 @@ def module_of(file: str) -> str:
 
 
 def imported_modules(file: str) -> set[str]:
-    """The modules of the package that a file imports: of `from a.b import c`, a.b.c if that is one, else a.b."""
+    """Modules of the package that a file imports; `from a.b import c` means a.b.c if that is one."""
     modules = {module_of(name) for name in PACKAGE}
     found = set()
     for name in imports(file):

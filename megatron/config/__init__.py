@@ -1,4 +1,4 @@
-"""One flat YAML configuration: merged from files and words, checked as a whole, kept with every checkpoint."""
+"""One flat YAML configuration: merged, checked as a whole, kept with every checkpoint."""
 
 from megatron.config.config import Config
 from megatron.config.deepspeed import deepspeed_config

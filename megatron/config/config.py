@@ -2,20 +2,23 @@
 
 import hashlib
 import json
-import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import yaml
 
+from megatron.config.faults import bad_configuration
+from megatron.config.keys import Key, all_keys, default_of
+from megatron.config.paths import exists, is_relative, places
 from megatron.config.schema import (
     KEYS,
     Attention,
     Checkpoint,
     Data,
     Evaluation,
-    Key,
     Launch,
     Logging,
     Model,
@@ -25,10 +28,10 @@ from megatron.config.schema import (
     Precision,
     Section,
     Training,
-    all_keys,
 )
 from megatron.config.user_file import COPY
 from megatron.errors import UserError
+from megatron.files import write_text
 from megatron.positions import fingerprint, options_of
 
 NEEDED = {
@@ -42,7 +45,7 @@ NEEDED = {
 
 @dataclass(frozen=True)
 class Config:
-    """A complete and checked configuration. Sections are immutable; `notes` are to be said once at the start."""
+    """A complete and checked configuration. Sections cannot be changed."""
 
     model: Model
     position: Position
@@ -60,82 +63,96 @@ class Config:
     """The text of the file that pos_emb_file names."""
     sources: tuple[str, ...] = field(default=(), compare=False)
     notes: tuple[str, ...] = field(default=(), compare=False)
+    """What the user should know at the start, such as keys without effect."""
+    named_in: dict[str, str | None] = field(default_factory=dict, compare=False)
+    """The YAML file that names each input, beside which it is looked for; None: nowhere else."""
 
     def flat(self) -> dict[str, Any]:
-        """Every key and its value, in the order of the documentation; plain numbers, texts, lists and dictionaries."""
+        """Every key and its plain value (number, text, list, dictionary), in documented order."""
         return {key: plain(self[key]) for key in KEYS}
 
     def save(self, path: str | Path) -> None:
-        """Write every key as YAML, and the text of pos_emb_file beside it; each is there complete or not at all."""
+        """Write every key as YAML, and the text of pos_emb_file beside it, whole or not at all."""
         path = Path(path)
         if self.pos_emb_code is not None:
-            _write(path.with_name(COPY), self.pos_emb_code)
-        _write(path, yaml.safe_dump(self.flat(), sort_keys=False, allow_unicode=True))
+            write_text(path.with_name(COPY), self.pos_emb_code)
+        write_text(path, yaml.safe_dump(self.flat(), sort_keys=False, allow_unicode=True))
 
     @property
     def hash(self) -> str:
-        """12 hex digits that name the trained model: keys that shape it and differ from their default.
+        """12 hex digits that name the trained model: keys that shape it and are not at their
+        default.
 
-        A new key with a default changes no old hash. Folders, logging, launching and evaluation do not count.
+        A new key with a default changes no old hash. Folders, logging, launching and evaluation do
+        not count.
         """
-        told = {}
+        shaping = {}
         for key in all_keys():
             value = plain(self[key.name])
-            default = self[key.follows] if key.follows else plain(_default(key))
-            if key.said.get("shapes_result", True) and value != default:
-                told[key.name] = Path(value).name if key.said.get("hash_by_file_name") else value
-        told["pos_emb_args"] = self._telling_args()
-        if self.pos_emb_code is not None:
-            told["pos_emb_file"] = fingerprint(
-                self.pos_emb_code
-            )  # the text counts, not where it lies
-        text = json.dumps(
-            _canonical({key: value for key, value in told.items() if value != {}}), sort_keys=True
-        )
+            if key.shapes_result and value != self._default(key):
+                shaping[key.name] = Path(value).name if key.hash_by_file_name else value
+        shaping["pos_emb_args"] = self._chosen_options()
+        if self.pos_emb_code is not None:  # the text counts, not where the file is
+            shaping["pos_emb_file"] = fingerprint(self.pos_emb_code)
+        not_empty = {key: value for key, value in shaping.items() if value != {}}
+        text = json.dumps(_canonical(not_empty), sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:12]
 
     def model_keys(self) -> dict[str, Any]:
-        """What makes two models one: the keys of the sections model and position, options at their default left out."""
-        flat, options = self.flat(), options_of(self.position.pos_emb)
-        keys = {*type(self.model).model_fields, *type(self.position).model_fields} - {
-            "pos_emb_file"
-        }  # its text counts
-        found = {key: flat[key] for key in flat if key in keys}
-        if "max_positions" not in options:
-            del found["max_position_embeddings"]
-        return found | {"pos_emb_args": _canonical(plain(self._telling_args()))}
+        """What makes two models the same: sections model and position, without default options."""
+        names = {*type(self.model).model_fields, *type(self.position).model_fields}
+        names.remove("pos_emb_file")  # its text counts
+        if "max_positions" not in options_of(self.position.pos_emb):
+            names.remove("max_position_embeddings")
+        keys = {key: value for key, value in self.flat().items() if key in names}
+        keys["pos_emb_args"] = _canonical(plain(self._chosen_options()))
+        return keys
 
     def require_for(self, purpose: str) -> None:
-        """Check what only `train` or `evaluate` need; UserError that names all missing keys at once."""
-        faults = [
-            f"{key}: not given; {what}"
-            for key, what in NEEDED.get(purpose, {}).items()
-            if not self[key]
-        ]
+        """Check what only `train` or `evaluate` needs; UserError with all keys that are missing."""
+        needed = NEEDED.get(purpose, {})
+        faults = [f"{key}: not given; {what}" for key, what in needed.items() if not self[key]]
         if purpose == "evaluate" and not (self["load"] or self["save"]):
             faults.append(
-                "load: not given; the folder with the checkpoint (save and --checkpoint are understood too)"
+                "load: not given; the folder with the checkpoint"
+                " (save and --checkpoint are understood too)"
             )
         if faults:
-            raise UserError(message(self.sources, faults))
+            raise bad_configuration(self.sources, faults)
 
     def check_batch(self, devices: int) -> None:
         """UserError if train_batch_size is given and is not what this many devices make."""
-        training, wanted = self.training, self.training.train_batch_size
-        micro, steps = training.train_micro_batch_size_per_gpu, training.gradient_accumulation_steps
-        if wanted is None or wanted == micro * steps * devices:
+        whole = self.training.train_batch_size
+        micro = self.training.train_micro_batch_size_per_gpu
+        steps = self.training.gradient_accumulation_steps
+        if whole is None or whole == micro * steps * devices:
             return
-        if wanted % (steps * devices) == 0:
-            hint = f"train_micro_batch_size_per_gpu = {wanted // (steps * devices)}"
-        elif wanted % (micro * devices) == 0:
-            hint = f"gradient_accumulation_steps = {wanted // (micro * devices)}"
+        if whole % (steps * devices) == 0:
+            hint = f"train_micro_batch_size_per_gpu = {whole // (steps * devices)}"
+        elif whole % (micro * devices) == 0:
+            hint = f"gradient_accumulation_steps = {whole // (micro * devices)}"
         else:
             hint = f"train_batch_size = {micro * steps * devices}"
         fault = (
-            f"train_batch_size: {wanted} is not train_micro_batch_size_per_gpu {micro} *"
+            f"train_batch_size: {whole} is not train_micro_batch_size_per_gpu {micro} *"
             f" gradient_accumulation_steps {steps} * {devices} devices; try {hint}"
         )
-        raise UserError(message(self.sources, [fault]))
+        raise bad_configuration(self.sources, [fault])
+
+    @contextmanager
+    def naming_places(self, *keys: str) -> Iterator[None]:
+        """Add to a UserError where a file of these keys was looked for, if it does not exist."""
+        try:
+            yield
+        except UserError as fault:
+            lines = [
+                places(key, self[key], self.named_in.get(key))
+                for key in keys
+                if is_relative(self[key]) and not exists(key, self[key])
+            ]
+            if not lines:
+                raise
+            raise UserError("\n  ".join([str(fault), *lines])) from None
 
     def __getitem__(self, name: str) -> Any:
         """The value of a key by its YAML name, with dots for nested ones."""
@@ -145,25 +162,18 @@ class Config:
             value = getattr(value, part)
         return value
 
-    def _telling_args(self) -> dict[str, Any]:
+    def _default(self, key: Key) -> Any:
+        """The value that a key has here if nobody sets it."""
+        return self[key.follows] if key.follows else plain(default_of(key.info))
+
+    def _chosen_options(self) -> dict[str, Any]:
         """The options of the encoding that differ from the encoding's own defaults."""
         options = options_of(self.position.pos_emb)
-        return {
-            key: value
-            for key, value in self.position.pos_emb_args.items()
-            if key not in options or plain(value) != plain(options[key].default)
-        }
-
-
-def message(sources: tuple[str, ...] | list[str], faults: list[str]) -> str:
-    """All faults in one text, under the sources they come from."""
-    return "\n  ".join([f"bad configuration ({', '.join(sources) or 'nothing given'})", *faults])
-
-
-def _write(path: Path, text: str) -> None:
-    beside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    beside.write_text(text, encoding="utf-8", newline="")
-    os.replace(beside, path)
+        chosen = {}
+        for name, value in self.position.pos_emb_args.items():
+            if name not in options or plain(value) != plain(options[name].default):
+                chosen[name] = value
+        return chosen
 
 
 def plain(value: Any) -> Any:
@@ -172,11 +182,9 @@ def plain(value: Any) -> Any:
         return {key: plain(getattr(value, key)) for key in type(value).model_fields}
     if isinstance(value, dict):
         return {key: plain(inner) for key, inner in value.items()}
-    return [plain(inner) for inner in value] if isinstance(value, (list, tuple)) else value
-
-
-def _default(key: Key) -> Any:
-    return None if key.info.is_required() else key.info.get_default(call_default_factory=True)
+    if isinstance(value, (list, tuple)):
+        return [plain(inner) for inner in value]
+    return value
 
 
 def _canonical(value: Any) -> Any:
@@ -185,4 +193,6 @@ def _canonical(value: Any) -> Any:
         return {key: _canonical(inner) for key, inner in value.items()}
     if isinstance(value, list):
         return [_canonical(inner) for inner in value]
-    return int(value) if isinstance(value, float) and value.is_integer() else value
+    if isinstance(value, float) and value.is_integer():
+        return int(value)
+    return value

@@ -6,7 +6,7 @@ from megatron.config.config import Config, plain
 
 
 def deepspeed_config(config: Config) -> dict[str, Any]:
-    """The dictionary for `deepspeed.initialize(config=…)`; optimizer and schedule are ours and not in it."""
+    """The dictionary for `deepspeed.initialize(config=…)`, without our optimizer and schedule."""
     training = config.training
     settings: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": training.train_micro_batch_size_per_gpu,
@@ -17,7 +17,7 @@ def deepspeed_config(config: Config) -> dict[str, Any]:
     }
     if config.precision.dtype == "bf16":
         settings["bf16"] = {"enabled": True}
-        # Gradients of accumulated batches are summed in float32; stage 0 cannot, which is why bf16 never runs there.
+        # Gradients of accumulated batches are summed in float32. Stage 0 cannot, so bf16 needs 1.
         settings["data_types"] = {"grad_accum_dtype": "fp32"}
     if config.precision.dtype == "fp16":
         settings["fp16"] = {"enabled": True, **plain(config.precision.fp16)}
@@ -28,8 +28,6 @@ def deepspeed_config(config: Config) -> dict[str, Any]:
 
 def _zero(config: Config) -> dict[str, Any]:
     zero = plain(config.parallel.zero_optimization)
-    return (
-        {key: value for key, value in zero.items() if value is not None}
-        if zero["stage"]
-        else {"stage": 0}
-    )
+    if zero["stage"] == 0:  # buckets act from stage 1 on
+        return {"stage": 0}
+    return {key: value for key, value in zero.items() if value is not None}

@@ -1,10 +1,11 @@
-"""From pydantic's findings to lines that say what to write instead."""
+"""Faults and notes of a configuration, in words that say what to write instead."""
 
-import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from pydantic import BaseModel, ValidationError
+
+from megatron.errors import UserError, closest
 
 WHY = {
     "attention_dropout": "the attention backends compute no dropout on probabilities",
@@ -34,65 +35,83 @@ BOUNDS = {
 }
 
 
-def suggestion(wrong: str, known: Iterable[str]) -> str:
-    """The known name that looks most like the wrong one, or nothing."""
-    close = difflib.get_close_matches(wrong, list(known), n=1, cutoff=0.7)
-    return close[0] if close else ""
+class Report:
+    """Faults and notes, each once and in the order in which they come up."""
+
+    def __init__(self) -> None:
+        self.faults: list[str] = []
+        self.notes: list[str] = []
+
+    def fault(self, text: str) -> None:
+        if text not in self.faults:
+            self.faults.append(text)
+
+    def note(self, text: str) -> None:
+        if text not in self.notes:
+            self.notes.append(text)
+
+
+def bad_configuration(sources: Sequence[str], faults: Sequence[str]) -> UserError:
+    """One error for all faults, under the sources they come from."""
+    head = f"bad configuration ({', '.join(sources) or 'nothing given'})"
+    return UserError("\n  ".join([head, *faults]))
 
 
 def unknown(key: str, known: Iterable[str]) -> str:
     """The line about a key that does not exist."""
     names = list(known)
     nested = [name for name in names if name.endswith(f".{key}")]
-    close = nested[0] if nested else suggestion(key, names)
-    return f"{key}: no such key" + (
-        f"; did you mean {close}?" if close else "; configs/README.md lists all keys"
-    )
+    match = nested[0] if nested else closest(key, names)
+    if match is None:
+        return f"{key}: no such key; configs/README.md lists all keys"
+    return f"{key}: no such key; did you mean {match}?"
 
 
-def lines(section: type[BaseModel], found: ValidationError) -> list[str]:
-    """One line per finding, with the key as it is written in YAML."""
-    return [_line(section, error) for error in found.errors(include_url=False)]
+def lines(section: type[BaseModel], error: ValidationError) -> list[str]:
+    """One line for each of pydantic's errors, with the key as it is written in YAML."""
+    return [_line(section, detail) for detail in error.errors(include_url=False)]
 
 
-def _line(section: type[BaseModel], error: Any) -> str:
-    path = [str(part) for part in error["loc"] if not isinstance(part, int)]
-    key, kind, got = ".".join(path), error["type"], error.get("input")
-    if kind == "missing":
+def _line(section: type[BaseModel], detail: Any) -> str:
+    """detail: one of pydantic's `ErrorDetails`."""
+    path = [str(part) for part in detail["loc"] if not isinstance(part, int)]
+    key = ".".join(path)
+    if detail["type"] == "missing":
         return f"{key}: not given, and every model needs it"
-    if kind == "extra_forbidden":
-        parent = ".".join(path[:-1])
-        return unknown(
-            key, [f"{parent}.{name}" for name in _model_at(section, path[:-1]).model_fields]
-        )
+    if detail["type"] == "extra_forbidden":
+        parents = path[:-1]
+        siblings = _section_at(section, parents).model_fields
+        return unknown(key, [".".join([*parents, name]) for name in siblings])
+    given = _as_written(detail.get("input"))
     why = f"; {WHY[key]}" if key in WHY else ""
-    return f"{key}: must be {_expected(error)}, got {_shown(got)}{why}"
+    return f"{key}: must be {_expected(detail)}, got {given}{why}"
 
 
-def _expected(error: Any) -> str:
-    kind, context = error["type"], error.get("ctx", {})
+def _expected(detail: Any) -> str:
+    kind = detail["type"]
+    context = detail.get("ctx", {})
     if kind == "literal_error":
         return str(context["expected"]).replace("'", "")
     if kind in BOUNDS:
         name, sign = BOUNDS[kind]
         return f"{sign} {context[name]:g}"
-    if kind in ("too_short", "too_long"):
-        bound = context.get("min_length", context.get("max_length"))
-        return f"a list of {'at least' if kind == 'too_short' else 'at most'} {bound}"
-    return EXPECTED.get(kind, str(error["msg"]))
+    if kind == "too_short":
+        return f"a list of at least {context['min_length']}"
+    if kind == "too_long":
+        return f"a list of at most {context['max_length']}"
+    return EXPECTED.get(kind, str(detail["msg"]))
 
 
-def _shown(value: Any) -> str:
-    return (
-        "nothing"
-        if value is None
-        else str(value).lower()
-        if isinstance(value, bool)
-        else repr(value)
-    )
+def _as_written(value: Any) -> str:
+    """A value in YAML's spelling."""
+    if value is None:
+        return "nothing"
+    if isinstance(value, bool):
+        return str(value).lower()
+    return repr(value)
 
 
-def _model_at(section: type[BaseModel], path: list[str]) -> type[BaseModel]:
+def _section_at(section: type[BaseModel], path: list[str]) -> type[BaseModel]:
     """The pydantic model of a nested key such as optimizer.params."""
     for key in path:
         inner = section.model_fields[key].annotation

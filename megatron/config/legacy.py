@@ -1,7 +1,8 @@
-"""Spellings of GPT-NeoX and of the KERPLE and MEP forks: what they mean here, or why they mean nothing."""
+"""Spellings of GPT-NeoX, KERPLE and MEP: what each means here, or why it has no effect."""
 
 from typing import Any
 
+from megatron.config.faults import Report
 from megatron.config.read import Nested
 from megatron.positions import ALIASES
 
@@ -14,10 +15,6 @@ PRECISIONS: dict[str, str] = {
     **dict.fromkeys(("fp32", "float32", "float"), "fp32"),
 }
 
-_FUSED = "PyTorch's own kernels are used and nothing needs to be built"
-_RECOMPUTED = "checkpoint_activations recomputes every layer and has no variants"
-_TIMED = "time and tokens per second are logged every log_interval steps"
-_UNMEASURED = "this is not measured"
 NO_EFFECT: dict[str, str] = {
     **dict.fromkeys(
         (
@@ -28,7 +25,7 @@ NO_EFFECT: dict[str, str] = {
             "layernorm_fusion",
             "rope_fusion",
         ),
-        _FUSED,
+        "PyTorch's own kernels are used and nothing needs to be built",
     ),
     **dict.fromkeys(
         (
@@ -38,9 +35,12 @@ NO_EFFECT: dict[str, str] = {
             "contiguous_checkpointing",
             "checkpoint_in_cpu",
         ),
-        _RECOMPUTED,
+        "checkpoint_activations recomputes every layer and has no variants",
     ),
-    **dict.fromkeys(("wall_clock_breakdown", "steps_per_print"), _TIMED),
+    **dict.fromkeys(
+        ("wall_clock_breakdown", "steps_per_print"),
+        "time and tokens per second are logged every log_interval steps",
+    ),
     **dict.fromkeys(
         (
             "log_param_norm",
@@ -48,11 +48,17 @@ NO_EFFECT: dict[str, str] = {
             "log_gradient_noise_scale",
             "log_optimizer_states",
         ),
-        _UNMEASURED,
+        "this is not measured",
     ),
-    "attention_softmax_in_fp32": "the softmax and the encoding's tables are computed in float32 anyway",
-    "apply_query_key_layer_scaling": "scores are scaled in float32 and the result does not depend on it",
-    "checkpoint_validation_with_forward_pass": "a saved checkpoint is not run through the model again",
+    "attention_softmax_in_fp32": (
+        "the softmax and the encoding's tables are computed in float32 anyway"
+    ),
+    "apply_query_key_layer_scaling": (
+        "scores are scaled in float32 and the result does not depend on it"
+    ),
+    "checkpoint_validation_with_forward_pass": (
+        "a saved checkpoint is not run through the model again"
+    ),
     "output_layer_parallelism": "there is no tensor parallelism",
     "scale_factor_num": "it was read only by dead code of the MEP fork",
 }
@@ -68,25 +74,24 @@ FOLDED = {  # old key -> option of the encoding
 }
 AFTER_MERGE = (*FOLDED, "alibi_scaling")  # their meaning depends on the pos_emb that wins
 
-ENCODINGS = {
-    **ALIASES,
-    "kerple_power_original": "alibi",
-}  # frozen ALiBi slopes and no exponent: -slope · d
+# kerple_power_original has frozen ALiBi slopes and no exponent: -slope · distance.
+ENCODINGS = {**ALIASES, "kerple_power_original": "alibi"}
 _NAME_HIDES_MIXTURE = (
     "in the MEP fork many different mixtures carry this name, and only a file's name tells which; "
 )
+_OTHER_MIXTURE = _NAME_HIDES_MIXTURE + "for another, set pos_emb: mep and pos_emb_args.kernels"
 _ENCODING_NOTES = {
-    "snope_norm_original_scaling__": _NAME_HIDES_MIXTURE
-    + "for another, set pos_emb: mep and pos_emb_args.kernels",
-    "snope_norm_original_scaling_": _NAME_HIDES_MIXTURE
-    + "for another, set pos_emb: mep and pos_emb_args.kernels",
-    "snope_kerplelog": "the released code mixes gaussian, exp, t5 and kerple_log; "
-    + _NAME_HIDES_MIXTURE
-    + "for gaussian and kerple_log alone, set pos_emb: mep_param",
+    "snope_norm_original_scaling__": _OTHER_MIXTURE,
+    "snope_norm_original_scaling_": _OTHER_MIXTURE,
+    "snope_kerplelog": (
+        f"the released code mixes gaussian, exp, t5 and kerple_log; {_NAME_HIDES_MIXTURE}"
+        "for gaussian and kerple_log alone, set pos_emb: mep_param"
+    ),
 }
-_EXPERIMENT = "a single experiment of the MEP fork (normalised or clipped distances, scaled slopes or an MLP on distance)"
 REFUSED_ENCODINGS = {
-    "kerple_power_a_": "a linear bias with a learned slope; write pos_emb: kerple_power and pos_emb_args: {p: 1}",
+    "kerple_power_a_": (
+        "a linear bias with a learned slope; write pos_emb: kerple_power and pos_emb_args: {p: 1}"
+    ),
     **dict.fromkeys(
         (
             "kerple_power_norm_a_",
@@ -100,33 +105,19 @@ REFUSED_ENCODINGS = {
             "kerple_power_original_norm",
             "kerple_power_norm_original",
         ),
-        _EXPERIMENT,
+        "a single experiment of the MEP fork"
+        " (normalised or clipped distances, scaled slopes or an MLP on distance)",
     ),
 }
-# The MEP fork chose an encoding by this key: 0 plain, 1 NTK-by-parts with factor 1 (which is plain), else YaRN.
+# The MEP fork chose an encoding by the key alibi_scaling: 0 plain, 1 NTK-by-parts with factor 1
+# (which is plain), else YaRN.
 SCALING_CHOSE: dict[str, dict[Any, dict[str, Any]]] = {"rotary": {0: {}, 1: {}}}
 OTHER_SCALING: dict[str, Any] = {"scaling": "yarn", "factor": 2.0}
 NAMES = {*RENAMED, *NO_EFFECT, *FIXED, *AFTER_MERGE, "bf16"}
 
 
-class Report:
-    """Faults and notes as they are found; a note is said once."""
-
-    def __init__(self) -> None:
-        self.faults: list[str] = []
-        self.notes: list[str] = []
-
-    def fault(self, text: str) -> None:
-        if text not in self.faults:
-            self.faults.append(text)
-
-    def note(self, text: str) -> None:
-        if text not in self.notes:
-            self.notes.append(text)
-
-
 def translate(source: dict[str, Any], report: Report) -> dict[str, Any]:
-    """One source in today's spelling, so that a later source wins however either of them is spelled."""
+    """One source in today's spelling, so that a later source wins whatever the spelling."""
     given = dict(source)
     for old, new in RENAMED.items():
         if old in given:
@@ -135,76 +126,88 @@ def translate(source: dict[str, Any], report: Report) -> dict[str, Any]:
     _weight_decay(given, report)
     _zero(given, report)
     _encoding(given, report)
-    for key in [key for key in given if key in NO_EFFECT]:
-        report.note(f"{key}: accepted, has no effect here: {NO_EFFECT[key]}")
-        del given[key]
-    for key in [key for key in given if key in FIXED]:
-        value, why = FIXED[key]
-        if given.pop(key) != value:
-            report.fault(f"{key}: {why}; set it to {str(value).lower()} or drop it")
+    for key in list(given):
+        if key in NO_EFFECT:
+            del given[key]
+            report.note(f"{key}: accepted, has no effect here: {NO_EFFECT[key]}")
+        elif key in FIXED:
+            only, why = FIXED[key]
+            if given.pop(key) != only:
+                report.fault(f"{key}: {why}; set it to {str(only).lower()} or drop it")
     return given
 
 
 def _move(given: dict[str, Any], old: str, new: str, report: Report) -> None:
     value = given.pop(old)
     if new in given and given[new] != value:
-        report.fault(
-            f"{new}: {given[new]} and {old}: {value} contradict each other; keep one of them"
-        )
+        report.fault(_contradiction(f"{new}: {given[new]}", f"{old}: {value}"))
     given[new] = value
 
 
+def _contradiction(*settings: str) -> str:
+    return f"{' and '.join(settings)} contradict each other; keep one of them"
+
+
 def _precision(given: dict[str, Any], report: Report) -> None:
-    """All historic ways to say it become `precision`; what is left of `fp16` is the loss scaling."""
-    said: dict[str, str] = {}
-    if isinstance(given.get("precision"), str):
-        word = str(given.pop("precision"))
-        said[f"precision: {word}"] = PRECISIONS.get(word, word)
+    """All older ways to choose a precision become `precision`; `fp16` keeps the loss scaling."""
+    chosen: dict[str, str] = {}  # precision by the setting that chooses it
+    word = given.get("precision")
+    if isinstance(word, str):
+        del given["precision"]
+        chosen[f"precision: {word}"] = PRECISIONS.get(word, word)
     if "bf16" in given:
-        _bf16(given, said, report)
+        chosen |= _bf16(given, report)
     if isinstance(given.get("fp16"), bool):
         given["fp16"] = Nested(enabled=given["fp16"])
     if isinstance(given.get("fp16"), dict):
-        _fp16(given, said, report)
-    if len(set(said.values())) > 1:
-        report.fault(f"precision: {' and '.join(said)} contradict each other; keep one of them")
-    elif said:
-        given["precision"] = next(iter(said.values()))
+        chosen |= _fp16(given, report)
+    different = set(chosen.values())
+    if len(different) > 1:
+        report.fault(f"precision: {_contradiction(*chosen)}")
+    elif different:
+        given["precision"] = different.pop()
 
 
-def _bf16(given: dict[str, Any], said: dict[str, str], report: Report) -> None:
+def _bf16(given: dict[str, Any], report: Report) -> dict[str, str]:
+    """{setting: bf16} if the key `bf16`, which is taken away, chooses it."""
     value = given.pop("bf16")
     enabled = value.get("enabled", False) if isinstance(value, dict) else value
     if not isinstance(enabled, bool):
         report.fault(f"bf16: must be {{enabled: true}} or {{enabled: false}}, got {value!r}")
-    elif enabled:
-        said["bf16.enabled: true"] = "bf16"
-    else:
+        return {}
+    if not enabled:
         given.setdefault(SWITCHED_OFF, []).append("bf16")
+        return {}
+    return {"bf16.enabled: true": "bf16"}
 
 
-def _fp16(given: dict[str, Any], said: dict[str, str], report: Report) -> None:
-    rest = type(given["fp16"])(given["fp16"])
-    enabled, kind = rest.pop("enabled", None), rest.pop("type", None)
+def _fp16(given: dict[str, Any], report: Report) -> dict[str, str]:
+    """{setting: precision} if the mapping `fp16`, which keeps its loss scaling, chooses one."""
+    same_kind = type(given["fp16"])  # dict, or Nested from dotted words
+    scaling = same_kind(given.pop("fp16"))
+    enabled = scaling.pop("enabled", None)
+    kind = scaling.pop("type", None)
+    if scaling:
+        given["fp16"] = scaling
     if enabled not in (None, True, False):
         report.fault(f"fp16.enabled: must be true or false, got {enabled!r}")
-    elif kind is not None and PRECISIONS.get(str(kind)) not in ("bf16", "fp16"):
+        return {}
+    meaning = "fp16" if kind is None else PRECISIONS.get(str(kind))
+    if meaning not in ("bf16", "fp16"):
         report.fault(f"fp16.type: must be fp16 or bfloat16, got {kind!r}")
-    elif kind is not None and enabled is not False:
-        said[f"fp16.type: {kind}"] = PRECISIONS[str(kind)]
-        if said[f"fp16.type: {kind}"] == "bf16":
-            report.note("fp16.type: bfloat16 means precision: bf16, as in GPT-NeoX of 2022")
-    elif enabled:
-        said["fp16.enabled: true"] = "fp16"
-    elif enabled is False:
+        return {}
+    if enabled is False:
         given.setdefault(SWITCHED_OFF, []).append("fp16")
-    given["fp16"] = rest
-    if not rest:
-        del given["fp16"]
+        return {}
+    if kind is not None:
+        if meaning == "bf16":
+            report.note("fp16.type: bfloat16 means precision: bf16, as in GPT-NeoX of 2022")
+        return {f"fp16.type: {kind}": meaning}
+    return {"fp16.enabled: true": "fp16"} if enabled else {}
 
 
 def switch_off(merged: dict[str, Any], given: dict[str, Any], report: Report) -> None:
-    """`fp16.enabled: false` in a later source takes back the fp16 of an earlier one, and nothing else."""
+    """`fp16.enabled: false` in a later source cancels the fp16 of an earlier one only."""
     off = given.pop(SWITCHED_OFF, [])
     before = merged.get("precision")
     if "precision" in given or before not in ("bf16", "fp16"):
@@ -223,13 +226,13 @@ def _weight_decay(given: dict[str, Any], report: Report) -> None:
     params = optimizer.get("params") if isinstance(optimizer, dict) else None
     if optimizer is None or not isinstance(params, dict) or "weight_decay" not in params:
         return
-    params = type(params)(params)
-    value = params.pop("weight_decay")
-    given["optimizer"] = type(optimizer)({**optimizer, "params": params})
-    if given.setdefault("weight_decay", value) != value:
+    rest = type(params)(params)  # dict, or Nested from dotted words
+    value = rest.pop("weight_decay")
+    given["optimizer"] = type(optimizer)({**optimizer, "params": rest})
+    kept = given.setdefault("weight_decay", value)
+    if kept != value:
         report.fault(
-            f"weight_decay: {given['weight_decay']} and optimizer.params.weight_decay: {value} contradict each other;"
-            " keep one of them"
+            _contradiction(f"weight_decay: {kept}", f"optimizer.params.weight_decay: {value}")
         )
 
 
@@ -237,16 +240,18 @@ def _zero(given: dict[str, Any], report: Report) -> None:
     zero = given.get("zero_optimization")
     if not isinstance(zero, dict) or "cpu_offload" not in zero:
         return
-    zero = type(zero)(zero)
-    if zero.pop("cpu_offload"):
+    rest = type(zero)(zero)  # dict, or Nested from dotted words
+    offload = rest.pop("cpu_offload")
+    given["zero_optimization"] = rest
+    if offload:
         report.fault(
             "zero_optimization.cpu_offload: true is not offered; set it to false or drop it"
         )
-    else:
-        report.note(
-            "zero_optimization.cpu_offload: accepted, has no effect here: nothing is moved to the CPU's memory"
-        )
-    given["zero_optimization"] = zero
+        return
+    report.note(
+        "zero_optimization.cpu_offload: accepted, has no effect here:"
+        " nothing is moved to the CPU's memory"
+    )
 
 
 def _encoding(given: dict[str, Any], report: Report) -> None:
@@ -254,28 +259,31 @@ def _encoding(given: dict[str, Any], report: Report) -> None:
     if not isinstance(name, str):
         return
     if name in REFUSED_ENCODINGS:
-        report.fault(f"pos_emb: {name} is not offered: it was {REFUSED_ENCODINGS[name]}")
         del given["pos_emb"]
-    elif name in (meanings := {**ALIASES, **ENCODINGS}):  # pos_emb_file may have added aliases
+        report.fault(f"pos_emb: {name} is not offered: it was {REFUSED_ENCODINGS[name]}")
+        return
+    meanings = {**ALIASES, **ENCODINGS}  # pos_emb_file may have added aliases
+    if name in meanings:
         given["pos_emb"] = meanings[name]
         more = f"; {_ENCODING_NOTES[name]}" if name in _ENCODING_NOTES else ""
         report.note(f"pos_emb: {name} means {meanings[name]}{more}")
 
 
 def fold(merged: dict[str, Any], options: set[str], report: Report) -> None:
-    """Old keys of single encodings become options of the encoding that won; `options` are those it takes."""
+    """Old keys of single encodings become options of the chosen one, which takes `options`."""
     name = merged["pos_emb"]
-    args = dict(merged["pos_emb_args"]) if isinstance(merged.get("pos_emb_args"), dict) else {}
+    given_args = merged.get("pos_emb_args")
+    args = dict(given_args) if isinstance(given_args, dict) else {}
     for old, option in FOLDED.items():
         if old not in merged:
             continue
         value = merged.pop(old)
         if option not in options:
             report.note(f"{old}: accepted, has no effect here: pos_emb {name} has no such option")
-        elif args.setdefault(option, value) != value:
-            report.fault(
-                f"{old}: {value} and pos_emb_args.{option}: {args[option]} contradict each other; keep one of them"
-            )
+            continue
+        kept = args.setdefault(option, value)
+        if kept != value:
+            report.fault(_contradiction(f"{old}: {value}", f"pos_emb_args.{option}: {kept}"))
     if args:
         merged["pos_emb_args"] = args
     _alibi_scaling(merged, report)
@@ -284,16 +292,19 @@ def fold(merged: dict[str, Any], options: set[str], report: Report) -> None:
 def _alibi_scaling(merged: dict[str, Any], report: Report) -> None:
     if "alibi_scaling" not in merged:
         return
-    name, value = merged["pos_emb"], merged.pop("alibi_scaling")
+    value = merged.pop("alibi_scaling")
+    name = merged["pos_emb"]
     meanings = SCALING_CHOSE.get(name) if isinstance(name, str) else None
     if meanings is None:
         report.note(
-            f"alibi_scaling: accepted, has no effect here: the MEP fork does not use it for {name} either"
+            "alibi_scaling: accepted, has no effect here:"
+            f" the MEP fork does not use it for {name} either"
         )
         return
     meant = meanings.get(value, OTHER_SCALING) if isinstance(value, int) else OTHER_SCALING
     args = merged.get("pos_emb_args") or {}
     if meant and isinstance(args, dict):
         merged["pos_emb_args"] = meant | args
-    told = ", ".join(f"{key}: {option}" for key, option in meant.items()) or f"plain {name}"
-    report.note(f"alibi_scaling: {value} meant {told} in the MEP fork, which is what it is here")
+    words = [f"{option}: {setting}" for option, setting in meant.items()]
+    meaning = ", ".join(words) or f"plain {name}"
+    report.note(f"alibi_scaling: {value} meant {meaning} in the MEP fork, which is what it is here")

@@ -7,111 +7,156 @@ from typing import Any
 from pydantic import ValidationError
 
 from megatron.config import faults
-from megatron.config.config import Config, message
-from megatron.config.cross_checks import check_together
-from megatron.config.legacy import NAMES, Report, fold, switch_off, translate
+from megatron.config.config import Config
+from megatron.config.cross_checks import check_together, zero_that_runs
+from megatron.config.faults import Report, bad_configuration
+from megatron.config.keys import all_keys, default_of
+from megatron.config.legacy import NAMES, fold, switch_off, translate
+from megatron.config.paths import INPUTS, exists, is_relative, places, resolve_inputs
 from megatron.config.read import find_file, merge, read_file, read_overrides
-from megatron.config.schema import KEYS, SECTIONS, Position, all_keys
-from megatron.config.user_file import code_of
-from megatron.errors import UserError
+from megatron.config.schema import KEYS, SECTIONS, Position, Section
+from megatron.config.user_file import KEY as USER_FILE
+from megatron.config.user_file import is_checkpoint, run_user_file
+from megatron.errors import UserError, closest
 from megatron.positions import REGISTRY, options_of
+
+COMMAND_LINE = "command line"
+Source = tuple[str, dict[str, Any]]  # the name of a file or COMMAND_LINE, and what it sets
 
 
 def load(paths: Sequence[str | Path], overrides: Sequence[str] = ()) -> Config:
-    """Merge YAML files from left to right, then `key=value` words; check all of it; UserError with every fault."""
+    """Merge YAML files from left to right and lay `key=value` words over them.
+
+    Raises UserError with every fault at once.
+    """
     report = Report()
-    sources, merged = _sources(paths, overrides, report), {}
-    code = code_of(
-        sources, report.fault
-    )  # first of all: what it registers may be what pos_emb names
+    sources = _sources(paths, overrides, report)
+    named_in = _named_in(sources)
+    # First of all: what the user's file registers may be what pos_emb names.
+    code = _user_file(sources, named_in, report)
+    merged: dict[str, Any] = {}
     for _, given in sources:
-        _take(merged, given, report)
+        _lay_over(merged, given, report)
     merged.setdefault("pos_emb", Position.model_fields["pos_emb"].default)
     fold(merged, _options(merged["pos_emb"]), report)
     sections = _sections(merged, report)
-    check_together(sections, merged, report)
-    names = [name for name, _ in sources]
+    check_together(sections, report)
+    names = tuple(name for name, _ in sources)
     if report.faults:
-        raise UserError(message(names, report.faults))
-    said = {"sources": tuple(names), "notes": tuple(report.notes)}
-    return Config(**sections, pos_emb_code=code, **said)  # pyright: ignore[reportArgumentType]
+        raise bad_configuration(names, report.faults)
+    typed: dict[str, Any] = dict(sections)
+    typed["parallel"] = zero_that_runs(typed["precision"], typed["parallel"], merged, report)
+    return Config(
+        **typed,
+        pos_emb_code=code,
+        sources=names,
+        notes=tuple(report.notes),
+        named_in=named_in,
+    )
 
 
-def _sources(
-    paths: Sequence[str | Path], overrides: Sequence[str], report: Report
-) -> list[tuple[str, dict[str, Any]]]:
-    """(name, what it says) of each file and of the command line; what cannot be read is a fault."""
+def _sources(paths: Sequence[str | Path], overrides: Sequence[str], report: Report) -> list[Source]:
+    """Each file and the command line with what it sets; what cannot be read is a fault."""
     if isinstance(paths, (str, Path)):
         raise TypeError(f"load takes a list of files, not {paths!r}")
     sources = []
     for path in paths:
         try:
             file = find_file(path)
-            sources.append((str(file), read_file(file)))
+            given = read_file(file)
         except ValueError as fault:
             report.fault(str(fault))
             sources.append((str(path), {}))
+            continue
+        if not is_checkpoint(str(file)):
+            given = resolve_inputs(given, file, report)
+        sources.append((str(file), given))
     if overrides:
-        sources.append(("command line", read_overrides(overrides, report.fault)))
+        sources.append((COMMAND_LINE, read_overrides(overrides, report.fault)))
     return sources
 
 
-def _take(merged: dict[str, Any], given: dict[str, Any], report: Report) -> None:
-    """Let one source speak over the earlier ones."""
+def _named_in(sources: Sequence[Source]) -> dict[str, str | None]:
+    """The YAML file that sets each input; None for the command line and for a checkpoint."""
+    named_in: dict[str, str | None] = {}
+    for source, given in sources:
+        has_no_folder = source == COMMAND_LINE or is_checkpoint(source)
+        for key in INPUTS & given.keys():
+            named_in[key] = None if has_no_folder else source
+    return named_in
+
+
+def _user_file(
+    sources: Sequence[Source], named_in: dict[str, str | None], report: Report
+) -> str | None:
+    """The text of the user's file of encodings; None if there is none or if it has a fault."""
+    try:
+        return run_user_file(sources)
+    except UserError as fault:
+        report.fault(str(fault))
+    naming = [(source, given[USER_FILE]) for source, given in sources if USER_FILE in given]
+    source, path = naming[-1]
+    if not is_checkpoint(source) and is_relative(path) and not exists(USER_FILE, path):
+        report.fault(places(USER_FILE, path, named_in[USER_FILE]))
+    return None
+
+
+def _lay_over(merged: dict[str, Any], given: dict[str, Any], report: Report) -> None:
+    """Let one source win over the earlier ones."""
     given = translate(given, report)
     switch_off(merged, given, report)
-    before = merged.get("pos_emb")
-    if (
-        "pos_emb" in given
-        and before not in (None, given["pos_emb"])
-        and merged.pop("pos_emb_args", None)
-    ):
+    earlier = merged.get("pos_emb")
+    later = given.get("pos_emb", earlier)
+    changed = earlier is not None and later != earlier
+    if changed and merged.pop("pos_emb_args", None):
         report.note(
-            f"pos_emb_args of {before} are dropped, because a later source sets pos_emb: {given['pos_emb']}"
+            f"pos_emb_args of {earlier} are dropped, because a later source sets pos_emb: {later}"
         )
     for key, value in given.items():
         merged[key] = merge(merged.get(key), value)
 
 
 def _options(encoding: Any) -> set[str]:
-    return (
-        set(options_of(encoding)) if isinstance(encoding, str) and encoding in REGISTRY else set()
-    )
+    """The options of an encoding; none if it is unknown."""
+    known = isinstance(encoding, str) and encoding in REGISTRY
+    return set(options_of(encoding)) if known else set()
 
 
-def _sections(merged: dict[str, Any], report: Report) -> dict[str, Any]:
-    """Every section that is right in itself; the faults of the others are reported."""
-    incomplete = bool(report.faults)  # a key may stand in what could not be read
-    wrong = [key for key in merged if key not in KEYS]
-    meant = {faults.suggestion(key, KEYS) for key in wrong}
-    for key in wrong:
-        report.fault(faults.unknown(key, [*KEYS, *(key.name for key in all_keys()), *NAMES]))
+def _sections(merged: dict[str, Any], report: Report) -> dict[str, Section]:
+    """The sections that have no fault in themselves; the faults of the others are reported."""
+    # Where a source could not be read, its keys are not missing.
+    incomplete = bool(report.faults)
+    unknown = [key for key in merged if key not in KEYS]
+    known = [*KEYS, *(key.name for key in all_keys()), *NAMES]
+    for key in unknown:
+        report.fault(faults.unknown(key, known))
     followers = _follow(merged)
+    # A misspelt key is not also missing, and a follower is wrong only because its leader is.
+    not_missing = {closest(key, KEYS) for key in unknown}
     sections = {}
     for name, section in SECTIONS.items():
+        given = {key: merged[key] for key in section.model_fields if key in merged}
         try:
-            sections[name] = section.model_validate(
-                {key: merged[key] for key in section.model_fields if key in merged}
-            )
-        except ValidationError as found:
-            for line, error in zip(faults.lines(section, found), found.errors(), strict=True):
-                key, missing = error["loc"][0], error["type"] == "missing"
-                # A follower is wrong only because its leader is, and a misspelt key is not also missing.
-                if key not in followers and not (missing and (incomplete or key in meant)):
-                    report.fault(line)
+            sections[name] = section.model_validate(given)
+        except ValidationError as error:
+            lines = faults.lines(section, error)
+            for line, detail in zip(lines, error.errors(), strict=True):
+                key = detail["loc"][0]
+                excused = incomplete or key in not_missing
+                if key in followers or (detail["type"] == "missing" and excused):
+                    continue
+                report.fault(line)
     return sections
 
 
 def _follow(merged: dict[str, Any]) -> set[str]:
-    """Fill in keys that are not given and whose default is the value of another key; give their names."""
-    followers = {
-        key.name: key.follows for key in all_keys() if key.follows and merged.get(key.name) is None
-    }
-    for name, leader in followers.items():
-        merged[name] = merged.get(leader, _default(leader))
-    return set(followers)
-
-
-def _default(name: str) -> Any:
-    info = SECTIONS[KEYS[name]].model_fields[name]
-    return None if info.is_required() else info.get_default()
+    """Give each key that is not set and follows another the other's value; return their names."""
+    followers = set()
+    for key in all_keys():
+        leader = key.follows
+        if leader is None or merged.get(key.name) is not None:
+            continue
+        info = SECTIONS[KEYS[leader]].model_fields[leader]
+        merged[key.name] = merged.get(leader, default_of(info))
+        followers.add(key.name)
+    return followers

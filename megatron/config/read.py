@@ -1,6 +1,5 @@
 """From files and `key=value` words to plain dictionaries with underscored keys."""
 
-import difflib
 import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -9,9 +8,11 @@ from typing import Any
 import yaml
 
 from megatron.config.schema import KEYS, SECTIONS
+from megatron.errors import closest
 
 OVERRIDE = re.compile(r"([A-Za-z_][\w.-]*)=(.*)", re.DOTALL)
 SUFFIXES = ("", ".yml", ".yaml")
+TEXT = (str, str | None)  # annotations of keys that hold a text
 
 
 class _Loader(yaml.SafeLoader):
@@ -31,17 +32,22 @@ def is_override(word: str) -> bool:
 
 
 def find_file(path: str | Path) -> Path:
-    """The configuration file that `path` means, with or without its .yml; ValueError says what was looked for."""
+    """The configuration file that `path` means, with or without its .yml.
+
+    Raises ValueError with the names that were tried.
+    """
     tried = [Path(f"{path}{suffix}") for suffix in SUFFIXES]
     for candidate in tried:
         if candidate.is_file():
             return candidate
-    if tried[0].is_dir():
+    plain, with_suffix = tried[:2]
+    if plain.is_dir():
         raise ValueError(f"{path}: is a folder; name the files in it, or give it as -d {path}")
-    known = [file.name for file in sorted(tried[0].parent.glob("*.y*ml"))]
-    close = difflib.get_close_matches(tried[1].name, known, n=1)
-    hint = f"; did you mean {tried[0].parent / close[0]}?" if close else f", nor {tried[1]}"
-    raise ValueError(f"{path}: no such file{hint}")
+    neighbours = [file.name for file in sorted(plain.parent.glob("*.y*ml"))]
+    match = closest(with_suffix.name, neighbours)
+    if match is None:
+        raise ValueError(f"{path}: no such file, nor {with_suffix}")
+    raise ValueError(f"{path}: no such file; did you mean {plain.parent / match}?")
 
 
 def read_file(path: Path) -> dict[str, Any]:
@@ -56,9 +62,7 @@ def read_file(path: Path) -> dict[str, Any]:
     except yaml.YAMLError as fault:
         mark = getattr(fault, "problem_mark", None)
         where = f"{path}:{mark.line + 1}" if mark else str(path)
-        raise ValueError(
-            f"{where}: not valid YAML: {getattr(fault, 'problem', None) or fault}"
-        ) from None
+        raise ValueError(f"{where}: not valid YAML: {_problem(fault)}") from None
     if not isinstance(value, dict):
         raise ValueError(f"{path}: holds {_kind(value)} where `key: value` lines are expected")
     if isinstance(node, yaml.MappingNode):
@@ -73,49 +77,49 @@ def parse(text: str) -> Any:
 
 
 def _refuse_duplicates(path: Path, node: yaml.MappingNode) -> None:
-    """The same key twice with different values in one mapping is a slip; YAML would keep the last in silence."""
-    seen: dict[str, tuple[int, str]] = {}
+    """ValueError if one mapping gives a key two values; YAML would keep the last in silence."""
+    earlier: dict[str, tuple[int, str]] = {}
     for key, value in node.value:
         if isinstance(value, yaml.MappingNode):
             _refuse_duplicates(path, value)
-        name, line, content = (
-            str(key.value).replace("-", "_"),
-            key.start_mark.line + 1,
-            yaml.serialize(value),
-        )
-        if name in seen and seen[name][1] != content:
+        name = str(key.value).replace("-", "_")
+        line = key.start_mark.line + 1
+        content = yaml.serialize(value)
+        if name in earlier and earlier[name][1] != content:
+            first_line = earlier[name][0]
             raise ValueError(
-                f"{path}:{line}: {name} is given twice, in lines {seen[name][0]} and {line}; keep one of them"
+                f"{path}:{line}: {name} is given twice, in lines {first_line} and {line};"
+                " keep one of them"
             )
-        seen[name] = (line, content)
+        earlier[name] = (line, content)
 
 
-def read_overrides(words: Sequence[str], complain: Callable[[str], None]) -> dict[str, Any]:
-    """`key=value` words as one dictionary; `a.b=1` reaches into a and makes it a Nested."""
+def read_overrides(words: Sequence[str], add_fault: Callable[[str], None]) -> dict[str, Any]:
+    """`key=value` words as one dictionary; `a.b=1` makes `a` a Nested with the entry `b`.
+
+    add_fault takes a message for each word that cannot be read.
+    """
     given: dict[str, Any] = {}
     for word in words:
         match = OVERRIDE.fullmatch(word)
         if match is None:
-            complain(f"{word}: is neither a file nor key=value")
+            add_fault(f"{word}: is neither a file nor key=value")
             continue
         path, text = match[1].replace("-", "_").split("."), match[2]
         try:
             value = underscored(parse(text))
         except yaml.YAMLError as fault:
-            complain(f"{word}: not valid YAML: {getattr(fault, 'problem', None) or fault}")
+            add_fault(f"{word}: not valid YAML: {_problem(fault)}")
             continue
-        if (
-            len(path) == 1
-            and not isinstance(value, (str, list, dict, type(None)))
-            and _is_text(path[0])
-        ):
+        is_scalar = not isinstance(value, (str, list, dict, type(None)))
+        if len(path) == 1 and is_scalar and _holds_text(path[0]):
             value = text  # save=1235 names a folder
         _place(given, path, value)
     return given
 
 
 class Nested(dict):
-    """A dictionary made of dotted words: it changes single entries of what earlier sources said."""
+    """A dictionary made of dotted words: it changes single entries of earlier sources."""
 
 
 def _place(given: dict[str, Any], path: list[str], value: Any) -> None:
@@ -141,13 +145,22 @@ def underscored(value: Any) -> Any:
     """Keys with `-` become keys with `_`, at every depth."""
     if isinstance(value, dict):
         return {str(key).replace("-", "_"): underscored(inner) for key, inner in value.items()}
-    return [underscored(inner) for inner in value] if isinstance(value, list) else value
+    if isinstance(value, list):
+        return [underscored(inner) for inner in value]
+    return value
 
 
-def _is_text(key: str) -> bool:
-    field = SECTIONS[KEYS[key]].model_fields[key] if key in KEYS else None
-    return field is not None and field.annotation in (str, str | None) and key != "split"
+def _holds_text(key: str) -> bool:
+    return key in KEYS and SECTIONS[KEYS[key]].model_fields[key].annotation in TEXT
+
+
+def _problem(fault: yaml.YAMLError) -> str:
+    return str(getattr(fault, "problem", None) or fault)
 
 
 def _kind(value: Any) -> str:
-    return {list: "a list", str: "a text"}.get(type(value), f"the value {value!r}")
+    if isinstance(value, list):
+        return "a list"
+    if isinstance(value, str):
+        return "a text"
+    return f"the value {value!r}"

@@ -1,38 +1,43 @@
-"""Every key of the configuration, declared once: its section, its type, its default and the text under it."""
+"""Every key of the configuration, declared once: section, type, default and description."""
 
-from collections.abc import Iterator
-from typing import Annotated, Any, ClassVar, Literal, NamedTuple
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
-from pydantic.fields import FieldInfo
+
+from megatron.splits import canonical_split
 
 
 def _number(value: Any) -> Any:
     """YAML 1.1 reads 6e-4 and 1e-8 as text; give the number that was meant."""
-    if isinstance(value, str):
-        try:
-            value = float(value)
-        except ValueError:
-            return value
-    return value
+    if not isinstance(value, str):
+        return value
+    try:
+        return float(value)
+    except ValueError:
+        return value
 
 
 def _whole(value: Any) -> Any:
-    value = _number(value)
-    return int(value) if isinstance(value, float) and value.is_integer() else value
+    number = _number(value)
+    if isinstance(number, float) and number.is_integer():
+        return int(number)
+    return number
 
 
 def _several(value: Any) -> Any:
     """A list, one value, or "512,1024" as it is handy on the command line -> tuple."""
     if isinstance(value, str):
-        value = [part.strip() for part in value.split(",")]
-    return (
-        tuple(value) if isinstance(value, list) else value if isinstance(value, tuple) else (value,)
-    )
+        return tuple(part.strip() for part in value.split(","))
+    if isinstance(value, (list, tuple)):
+        return tuple(value)
+    return (value,)
 
 
 def _split(value: Any) -> Any:
-    return ",".join(str(part) for part in value) if isinstance(value, list) else value
+    """A list of shares, or a text with `,` or `/` between them -> text with `,`."""
+    if isinstance(value, list):
+        return ",".join(str(part) for part in value)
+    return canonical_split(value) if isinstance(value, str) else value
 
 
 Int = Annotated[int, BeforeValidator(_whole)]
@@ -41,18 +46,19 @@ Positive = Annotated[Int, Field(gt=0)]
 Count = Annotated[Int, Field(ge=0)]
 Fraction = Annotated[Float, Field(ge=0, le=1)]
 
-# What a field says about itself beyond its type (read by load, the hash and the generated documentation):
-FREE: dict[str, Any] = {"shapes_result": False}  # does not count for the hash
-FILE_NAME: dict[str, Any] = {"hash_by_file_name": True}  # the folder does not count for the hash
+# What is known of a field beyond its type; see Key in keys.py for the meanings and defaults.
+FREE: dict[str, Any] = {"shapes_result": False}
+INPUT: dict[str, Any] = {"names_input": True}
+INPUT_BY_NAME: dict[str, Any] = {"names_input": True, "hash_by_file_name": True}
 
 
 def follows(key: str, shapes_result: bool = True) -> dict[str, Any]:
-    """The default is whatever another key says."""
+    """The default is the value of another key."""
     return {"follows": key, "shapes_result": shapes_result}
 
 
 class Section(BaseModel):
-    """A group of keys. shapes_result: whether they count for the hash that names a trained model."""
+    """A group of keys. shapes_result: whether they count for the hash that names a model."""
 
     shapes_result: ClassVar[bool] = True
     model_config = ConfigDict(
@@ -76,20 +82,22 @@ class Model(Section):
     layernorm_epsilon: Annotated[Float, Field(gt=0)] = 1e-5
     """Added to the variance in layer norm."""
     no_weight_tying: bool = True
-    """true: the output matrix has weights of its own, as in KERPLE's and MEP's files; false: it is the input embedding.
-    (GPT-NeoX's default is false.)"""
+    """true: the output matrix has weights of its own, as in KERPLE's and MEP's files; false: it is
+    the input embedding. (GPT-NeoX's default is false.)"""
     hidden_dropout: Annotated[Float, Field(ge=0, lt=1)] = 0.0
     """Dropout after the embedding, the attention and the MLP. (GPT-NeoX's default is 0.1.)"""
     attention_dropout: Annotated[Float, Field(ge=0, le=0)] = 0.0
-    """Only 0.0: the attention backends compute no dropout on probabilities. (GPT-NeoX's default is 0.1.)"""
+    """Only 0.0: the attention backends compute no dropout on probabilities. (GPT-NeoX's default is
+    0.1.)"""
     init_method_std: Annotated[Float, Field(gt=0)] = 0.02
     """Standard deviation of the initial weights."""
     init_method: Literal["normal"] = "normal"
     """Initial weights: normal with init_method_std."""
     output_layer_init_method: Literal["scaled_normal", "normal"] = "scaled_normal"
-    """Initial weights of the layers that write into the residual stream; scaled_normal: std / sqrt(2 * num_layers)."""
+    """Initial weights of the layers that write into the residual stream; scaled_normal: std /
+    sqrt(2 * num_layers)."""
     make_vocab_size_divisible_by: Positive = 128
-    """The embedding gets rows up to the next multiple of this (GPT-2: 50257 -> 50304)."""
+    """The rows of the embedding are rounded up to a multiple of this (GPT-2: 50257 -> 50304)."""
     norm: Literal["layernorm"] = "layernorm"
     """Kind of normalisation."""
     activation: Literal["gelu"] = "gelu"
@@ -97,81 +105,91 @@ class Model(Section):
 
 
 class Position(Section):
-    """The positional encoding. pos_emb and pos_emb_args go together: a later pos_emb drops the args of an earlier."""
+    """The positional encoding. pos_emb and pos_emb_args go together: a later file with another
+    pos_emb drops earlier pos_emb_args."""
 
     pos_emb: str = "rotary"
     """Name of the encoding; configs/pos_emb/ has one file for each."""
     pos_emb_args: dict[str, Any] = Field(default_factory=dict)
     """Options of that encoding, for example `{base: 500000}` for rotary."""
     pos_emb_shared: bool = True
-    """true: all layers share the encoding's learned numbers, as in KERPLE; false: each has its own, as in DAPE."""
-    pos_emb_file: str | None = None
-    """A Python file of yours that registers encodings (docs/add_an_encoding.md). Naming it runs it, as an import does;
-    its text counts for the hash and is kept with every checkpoint, and is never run from there unless you name it."""
+    """true: all layers share the encoding's learned numbers, as in KERPLE; false: each layer has
+    its own, as in DAPE."""
+    pos_emb_file: str | None = Field(default=None, json_schema_extra=INPUT)
+    """A Python file of yours that registers encodings (docs/add_an_encoding.md). Naming it runs it,
+    as an import does. Its text counts for the hash and is kept with every checkpoint; that copy is
+    not run unless you name it."""
 
 
 class Attention(Section):
-    """How attention is computed; every backend has the same meaning."""
+    """How attention is computed. Every backend computes the same function."""
 
     shapes_result: ClassVar[bool] = False
 
     attention_backend: Literal["auto", "eager", "sdpa", "flex", "triton"] = "auto"
-    """eager is the definition; sdpa works in blocks, on CUDA with biases in the model's dtype (in bf16 within 0.4 %);
-    triton (CUDA) reads float32 tables; flex is FlexAttention; auto takes what is fastest and right, and says which."""
+    """eager is the definition; sdpa works in blocks, on CUDA with biases in the model's dtype (in
+    bf16 within 0.4 %); triton (CUDA) reads float32 tables; flex is FlexAttention; auto chooses the
+    fastest that is exact enough and logs its choice."""
     attention_self_check: bool = True
-    """At its first use for a kind of input, compare a compiled backend (triton, flex) with eager on a small case."""
+    """Compare a compiled backend (triton, flex) with eager on a small case, at its first use for a
+    kind of input."""
     window: Positive | Literal["train_length"] | None = None
-    """Each token sees this many tokens up to itself; train_length: as many as in training (a baseline to evaluate)."""
+    """A token attends to this many tokens, itself included; train_length: to as many as in training
+    (a baseline for evaluation); unset: to all before it."""
     blockwise: bool = False
-    """Blockwise causal attention (xPos): a token sees its own block of seq_length / 2 tokens and the one before."""
+    """Blockwise causal attention (xPos): a token attends to its own block of seq_length / 2 tokens
+    and to the block before."""
     logn_scale: bool = False
-    """Multiply the scores of a query that sees n tokens by max(1, log n / log seq_length)."""
+    """Multiply the scores of a query that attends to n tokens by max(1, log n / log seq_length)."""
 
 
 class Data(Section):
     """Token files and the tokenizer they were made with."""
 
-    data_path: str | None = Field(None, json_schema_extra=FILE_NAME)
+    data_path: str | None = Field(default=None, json_schema_extra=INPUT_BY_NAME)
     """Prefix of the .bin and .idx files, as `prepare_data.py` prints it."""
     split: Annotated[str, BeforeValidator(_split)] = "949,50,1"
-    """Shares of the documents for training, validation and test, in file order."""
+    """Shares of the documents for training, validation and test, in file order, with `,` or `/`
+    between them."""
     seq_length_val: Positive = Field(json_schema_extra=follows("seq_length", shapes_result=False))
     """Context of the validation windows during training."""
     tokenizer_type: Literal["GPT2BPETokenizer", "HFTokenizer", "CharLevelTokenizer"] = (
         "GPT2BPETokenizer"
     )
-    """GPT2BPETokenizer reads vocab_file and merge_file, HFTokenizer a tokenizer.json as vocab_file, CharLevel… none."""
-    vocab_file: str | None = Field(None, json_schema_extra=FILE_NAME)
+    """GPT2BPETokenizer reads vocab_file and merge_file, HFTokenizer a tokenizer.json as vocab_file,
+    CharLevelTokenizer no file."""
+    vocab_file: str | None = Field(default=None, json_schema_extra=INPUT_BY_NAME)
     """Vocabulary of the tokenizer."""
-    merge_file: str | None = Field(None, json_schema_extra=FILE_NAME)
+    merge_file: str | None = Field(default=None, json_schema_extra=INPUT_BY_NAME)
     """Merges of GPT2BPETokenizer."""
-    data_impl: Literal["mmap", "infer"] = Field("mmap", json_schema_extra=FREE)
-    """Format of the token files: memory-mapped GPT-NeoX files, whichever of the two is written."""
-    num_workers: Count = Field(0, json_schema_extra=FREE)
-    """Processes that read samples; 0: the training process reads them itself."""
+    data_impl: Literal["mmap", "infer"] = Field(default="mmap", json_schema_extra=FREE)
+    """Format of the token files. Both values mean memory-mapped GPT-NeoX files."""
+    num_workers: Count = Field(default=0, json_schema_extra=FREE)
+    """Processes that read samples; 0: the training process reads them."""
 
 
 class Training(Section):
-    """How long and in what portions."""
+    """Length of the training, batch size and seed."""
 
     train_iters: Count = 0
-    """Optimizer steps. Training needs at least 1; the forks evaluate with 0, here `evaluate.py` does that."""
+    """Optimizer steps; at least 1. (The forks evaluate with 0; use `evaluate.py` for that.)"""
     train_micro_batch_size_per_gpu: Positive = 4
     """Windows in one forward pass on one device."""
     gradient_accumulation_steps: Positive = 1
     """Forward passes before each optimizer step."""
-    train_batch_size: Positive | None = Field(None, json_schema_extra=FREE)
-    """Windows per optimizer step over all devices, if you want it checked: micro batch * accumulation * devices."""
+    train_batch_size: Positive | None = Field(default=None, json_schema_extra=FREE)
+    """Windows per optimizer step over all devices. Only a check: it must be micro batch *
+    accumulation * devices."""
     seed: Annotated[Count, Field(lt=2**32)] = 1234
-    """Seeds the weights, the dropout and the order of the data."""
-    eval_interval: Count = Field(1000, json_schema_extra=FREE)
+    """Seed of the weights, the dropout and the order of the data."""
+    eval_interval: Count = Field(default=1000, json_schema_extra=FREE)
     """Steps between validations; 0: never."""
-    eval_iters: Count = Field(10, json_schema_extra=FREE)
+    eval_iters: Count = Field(default=10, json_schema_extra=FREE)
     """Batches per validation."""
-    checkpoint_activations: bool = Field(False, json_schema_extra=FREE)
-    """Compute activations again in the backward pass instead of keeping them: less memory, more time."""
-    torch_compile: bool = Field(False, json_schema_extra=FREE)
-    """Compile every layer with torch.compile: needs a compiler and a minute; gains nothing on a CPU."""
+    checkpoint_activations: bool = Field(default=False, json_schema_extra=FREE)
+    """Recompute activations in the backward pass: less memory, more time."""
+    torch_compile: bool = Field(default=False, json_schema_extra=FREE)
+    """Compile every layer with torch.compile. Needs a compiler and a minute; no gain on a CPU."""
 
 
 class AdamParams(Section):
@@ -187,20 +205,21 @@ class AdamParams(Section):
 
 class OptimizerChoice(Section):
     type: Literal["Adam", "AdamW"] = "Adam"
-    """Adam and AdamW are one here, with decoupled weight decay: so DeepSpeed, and with it the forks, read Adam."""
+    """Both mean Adam with decoupled weight decay, because DeepSpeed and the forks read Adam so."""
     params: AdamParams = Field(default_factory=AdamParams)
 
 
 class Optimizer(Section):
-    """The optimizer and the learning rate schedule. `.type`, `.lr`, `.betas`, `.eps` are read from `optimizer`."""
+    """The optimizer and the learning rate schedule."""
 
     optimizer: OptimizerChoice = Field(default_factory=OptimizerChoice)
     weight_decay: Annotated[Float, Field(ge=0)] = 0.01
-    """Decoupled weight decay of the matrices; also accepted as optimizer.params.weight_decay."""
+    """Decoupled weight decay of the matrices. Also accepted: optimizer.params.weight_decay."""
     pos_emb_weight_decay: bool = False
-    """true: weight_decay acts on the encoding's learned numbers too, as in DAPE, where KERPLE was seen to rise."""
+    """true: weight_decay acts on the encoding's learned numbers too, as in DAPE (in whose setting
+    KERPLE's perplexity rises with length)."""
     gradient_clipping: Annotated[Float, Field(ge=0)] = 1.0
-    """Largest norm of the whole gradient; 0: no clipping."""
+    """Largest norm of the whole gradient, to which a larger one is scaled. 0: no clipping."""
     min_lr: Annotated[Float, Field(ge=0)] = 0.0
     """The learning rate never falls below this."""
     lr_decay_style: Literal["cosine", "linear", "constant"] = "cosine"
@@ -210,7 +229,8 @@ class Optimizer(Section):
     warmup: Fraction = 0.01
     """Share of lr_decay_iters with a rising learning rate."""
     lr_schedule: Literal["standard", "neox-2022"] = "standard"
-    """neox-2022: as in KERPLE and MEP (first step at 0, decay over the full length); standard: without those slips."""
+    """neox-2022: as in KERPLE and MEP (the first step has rate 0, the decay is stretched over all
+    steps); standard: without these two flaws."""
 
     @property
     def type(self) -> str:
@@ -244,10 +264,11 @@ class LossScale(Section):
 
 
 class Precision(Section):
-    """Number format of weights and activations. Positions and losses are float32 in each of them."""
+    """Number format of weights and activations. Positions and losses are always float32."""
 
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"
-    """Older spellings are accepted: bfloat16, `bf16: {enabled: true}`, `fp16: {enabled: true, type: bfloat16}` …"""
+    """Older spellings are accepted: bfloat16, `bf16: {enabled: true}`,
+    `fp16: {enabled: true, type: bfloat16}` …"""
     fp16: LossScale = Field(default_factory=LossScale)
     fp32_allreduce: bool = False
     """Exchange gradients between devices in float32 whatever the precision."""
@@ -259,7 +280,8 @@ class Precision(Section):
 
 class ZeroOptimization(Section):
     stage: Annotated[Int, Field(ge=0, le=3)] = 0
-    """DeepSpeed's ZeRO stage. With bf16 and fp16, 0 runs as 1: float32 gradients and masters are kept from there on."""
+    """DeepSpeed's ZeRO stage. With bf16 and fp16, 0 runs as 1, where gradients and master weights
+    are float32."""
     allgather_partitions: bool | None = None
     """Passed on to DeepSpeed when the stage is at least 1; so are the five keys below."""
     allgather_bucket_size: Positive | None = None
@@ -275,7 +297,7 @@ class ZeroOptimization(Section):
 
 
 class Parallel(Section):
-    """Several devices. Data parallel only, so far."""
+    """Several devices; data parallel only."""
 
     shapes_result: ClassVar[bool] = False
 
@@ -285,7 +307,7 @@ class Parallel(Section):
     model_parallel_size: Annotated[Int, Field(ge=1, le=1)] = 1
     """Tensor parallel ways: only 1."""
     distributed_backend: Literal["nccl", "gloo"] | None = None
-    """Unset: nccl on CUDA. Without CUDA it is gloo whatever is set."""
+    """Unset: nccl on CUDA. Without CUDA always gloo."""
 
     @property
     def zero_stage(self) -> int:
@@ -293,14 +315,14 @@ class Parallel(Section):
 
 
 class Checkpoint(Section):
-    """Where the run is kept. None of these count for the hash."""
+    """Where the run is kept. No key here counts for the hash."""
 
     shapes_result: ClassVar[bool] = False
 
     save: str | None = None
     """Folder for checkpoints."""
     load: str | None = None
-    """Folder to continue from; the forks set it to the same folder as save."""
+    """Folder of the checkpoint to continue from. The forks set it to the folder of save."""
     save_interval: Count = 0
     """Steps between checkpoints; 0: only at the end. Also accepted: checkpoint_factor."""
     keep_last_n_checkpoints: Positive | None = None
@@ -308,7 +330,7 @@ class Checkpoint(Section):
 
 
 class Evaluation(Section):
-    """What `evaluate.py` measures. None of these count for the hash; every result line states them itself."""
+    """What `evaluate.py` measures. No key here counts for the hash; a result row states them."""
 
     shapes_result: ClassVar[bool] = False
 
@@ -324,7 +346,7 @@ class Evaluation(Section):
     )
     """Context lengths."""
     eval_tokens: Positive = 327680
-    """Size of the stretch of text that is measured at every length, in tokens."""
+    """Tokens of the text that is measured at every length."""
     eval_batch_tokens: Positive = 16384
     """Tokens per forward pass, at least one window."""
     eval_part: Literal["valid", "test"] = "valid"
@@ -332,7 +354,7 @@ class Evaluation(Section):
 
 
 class Logging(Section):
-    """What is written down on the way. None of these count for the hash."""
+    """What is logged during training. No key here counts for the hash."""
 
     shapes_result: ClassVar[bool] = False
 
@@ -345,19 +367,20 @@ class Logging(Section):
     log_grad_norm: bool = True
     """Log the norm of the gradient."""
     peak_theoretical_tflops: Annotated[Float, Field(gt=0)] | None = None
-    """Dense TFLOP/s of one device, to log the model FLOP utilisation; unset: known for common NVIDIA devices."""
+    """Dense TFLOP/s of one device, for the model FLOP utilisation (MFU) in the log; unset: the data
+    sheet's for common NVIDIA devices."""
     use_wandb: bool = False
     """Also log to Weights & Biases."""
     wandb_project: str | None = None
-    """Project there."""
+    """Project of Weights & Biases."""
     wandb_group: str | None = None
-    """Group of runs there."""
+    """Group of runs in Weights & Biases."""
     wandb_host: str | None = None
-    """Address of a server of your own."""
+    """Address of your own Weights & Biases server."""
 
 
 class Launch(Section):
-    """How `deepy.py` starts processes. None of these count for the hash."""
+    """How `deepy.py` starts processes. No key here counts for the hash."""
 
     shapes_result: ClassVar[bool] = False
 
@@ -365,18 +388,18 @@ class Launch(Section):
     """Processes per machine; unset: one for each visible CUDA device, or one on CPU."""
     num_nodes: Positive | None = None
     """Machines of the hostfile to use; unset: all."""
-    hostfile: str | None = None
+    hostfile: str | None = Field(default=None, json_schema_extra=INPUT)
     """File with lines `host slots=8`; unset: this machine alone, without ssh."""
     include: str | None = None
     """Devices to use: `host:0,2@other` with a hostfile, `localhost:0,2` without."""
     exclude: str | None = None
-    """Devices to leave alone, written like include."""
+    """Devices not to use, written like include."""
     launcher: Literal["pdsh", "openmpi", "mvapich", "slurm", "mpich", "impi"] = "pdsh"
     """How other machines are reached."""
     master_addr: str | None = None
     """Address of the first machine."""
     master_port: Annotated[Int, Field(gt=0, lt=65536)] | None = None
-    """Port for the processes to meet; unset: a free one."""
+    """Port through which the processes connect; unset: a free one."""
 
 
 SECTIONS: dict[str, type[Section]] = {
@@ -396,34 +419,3 @@ SECTIONS: dict[str, type[Section]] = {
 KEYS: dict[str, str] = {
     key: name for name, section in SECTIONS.items() for key in section.model_fields
 }
-
-
-class Key(NamedTuple):
-    """One setting: its name with dots for nested ones, its section and what pydantic knows of it."""
-
-    name: str
-    section: str
-    info: FieldInfo
-    said: dict[str, Any]
-
-    @property
-    def follows(self) -> str | None:
-        return self.said.get("follows")
-
-
-def all_keys() -> Iterator[Key]:
-    """Every setting in the order of the documentation; `optimizer.params.lr` is one, `optimizer` is not."""
-    for name, section in SECTIONS.items():
-        yield from _keys_of(name, section, "", {"shapes_result": section.shapes_result})
-
-
-def _keys_of(name: str, section: type[Section], prefix: str, said: dict[str, Any]) -> Iterator[Key]:
-    for field, info in section.model_fields.items():
-        extra = {
-            **said,
-            **(info.json_schema_extra if isinstance(info.json_schema_extra, dict) else {}),
-        }
-        if isinstance(info.annotation, type) and issubclass(info.annotation, Section):
-            yield from _keys_of(name, info.annotation, f"{prefix}{field}.", extra)
-        else:
-            yield Key(prefix + field, name, info, extra)

@@ -1,6 +1,6 @@
-"""The user's own file of encodings: run where the user names it, kept with every checkpoint, never run from there."""
+"""The user's own file of encodings: run where the user names it, kept with every checkpoint."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,23 +11,25 @@ KEY = "pos_emb_file"
 COPY = "pos_emb_file.py"
 
 
-def code_of(
-    sources: Sequence[tuple[str, dict[str, Any]]], complain: Callable[[str], None]
-) -> str | None:
-    """The text of the file that the last source with this key names, once its encodings are registered."""
-    named = [(source, given[KEY]) for source, given in sources if KEY in given]
-    if not named or not isinstance(named[-1][1], str):
+def run_user_file(sources: Sequence[tuple[str, dict[str, Any]]]) -> str | None:
+    """Register the encodings of the file that the last source with this key names; return its text.
+
+    None if no source names a file. Raises UserError if the file cannot be run or, for a source that
+    is a checkpoint's config.yml, if the user has not had the same text run.
+    """
+    naming = [(source, given[KEY]) for source, given in sources if KEY in given]
+    if not naming:
         return None
-    source, path = named[-1]
-    try:
-        return kept(Path(source).parent) if _of_checkpoint(source) else load_file(path)
-    except UserError as fault:
-        complain(str(fault))
+    source, path = naming[-1]
+    if not isinstance(path, str):  # the section `position` refuses what is not text
         return None
+    if is_checkpoint(source):
+        return kept(Path(source).parent)
+    return load_file(path)
 
 
 def kept(folder: Path) -> str:
-    """The text in a checkpoint's folder; UserError unless the user has had the same text run, from wherever."""
+    """The text in a checkpoint's folder; UserError unless the user has had the same text run."""
     copy = folder / COPY
     try:
         text = copy.read_bytes().decode("utf-8")
@@ -37,13 +39,14 @@ def kept(folder: Path) -> str:
         ) from None
     if fingerprint(text) in FILES:
         return text
-    other = f", and {', '.join(FILES.values())} says something else" if FILES else ""
+    other = f", and {', '.join(FILES.values())} has another text" if FILES else ""
     raise UserError(
-        f"{KEY}: {copy} defines this checkpoint's encoding{other}; code that lies in a checkpoint is not run unasked:"
-        f" read it, then write {KEY}={copy} on the command line (to a tool --from {copy}),"
-        " or name your own file with the same text"
+        f"{KEY}: {copy} defines this checkpoint's encoding{other}; code that lies in a checkpoint"
+        f" is not run unasked: read it, then write {KEY}={copy} on the command line"
+        f" (to a tool --from {copy}), or name your own file with the same text"
     )
 
 
-def _of_checkpoint(source: str) -> bool:
+def is_checkpoint(source: str) -> bool:
+    """Whether a source is the config.yml of a checkpoint."""
     return Path(source).is_file() and (Path(source).parent / "checkpoint.json").exists()

@@ -1,6 +1,5 @@
 """Corpora that are known by name: where their documents come from."""
 
-import difflib
 import hashlib
 import os
 import platform
@@ -11,7 +10,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Protocol
 
-from megatron.errors import UserError
+from megatron.errors import UserError, did_you_mean
 
 FOREIGN = {"site-packages", "dist-packages", "__pycache__"}
 ORDER_SEED = 1234
@@ -114,9 +113,9 @@ def named(name: str) -> Corpus:
             f"{name}: is no longer offered for download anywhere that we know of - bring your own "
             f"copy: python prepare_data.py --input FILE.jsonl.zst --name {name}"
         )
-    near = difflib.get_close_matches(name, CORPORA, 1, 0.5)
-    guess = f"did you mean {near[0]}? " if near else ""
+    guess = did_you_mean(name, CORPORA)
+    hint = f"{guess} " if guess else ""
     raise UserError(
-        f"{name}: there is no corpus of this name - {guess}Known are {', '.join(CORPORA)}; "
+        f"{name}: there is no corpus of this name - {hint}Known are {', '.join(CORPORA)}; "
         f"for your own text use --input FILE --name {name}"
     )

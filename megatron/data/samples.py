@@ -1,6 +1,7 @@
 """Train, valid and test samples of a token file, token for token those of GPT-NeoX (2022)."""
 
 import logging
+from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -8,9 +9,9 @@ from numpy.typing import NDArray
 from megatron.data.index_maps import IndexMaps, Plan, index_maps
 from megatron.data.tokens import TokenFile
 from megatron.errors import UserError
+from megatron.splits import PARTS, parse_split
 
 log = logging.getLogger(__name__)
-PARTS = ("train", "valid", "test")
 
 
 class Samples:
@@ -94,7 +95,7 @@ def split_documents(tokens: TokenFile, split: str, part: str) -> range:
     if part not in PARTS:
         raise UserError(f"part: there is no '{part}' - use one of {', '.join(PARTS)}")
     count = len(tokens)
-    bounds = _bounds(_weights(split), count)
+    bounds = _bounds(parse_split(split), count)
     index = PARTS.index(part)
     documents = range(bounds[index], bounds[index + 1])
     if not documents:
@@ -105,7 +106,7 @@ def split_documents(tokens: TokenFile, split: str, part: str) -> range:
     return documents
 
 
-def _bounds(weights: list[float], count: int) -> list[int]:
+def _bounds(weights: Sequence[float], count: int) -> list[int]:
     """Where each part begins, and the end."""
     bounds = [0]
     for weight in weights:
@@ -113,16 +114,3 @@ def _bounds(weights: list[float], count: int) -> list[int]:
     surplus = bounds[-1] - count  # what rounding added
     # The reference takes the surplus from every bound but the first.
     return [0, *(max(0, bound - surplus) for bound in bounds[1:])]
-
-
-def _weights(split: str) -> list[float]:
-    fault = UserError(
-        f"split: '{split}' is not train,valid,test shares - write three numbers, such as 949,50,1"
-    )
-    try:
-        weights = [float(share) for share in str(split).replace("/", ",").split(",")]
-    except ValueError:
-        raise fault from None
-    if len(weights) > 3 or min(weights) < 0 or not 0 < sum(weights) < float("inf"):
-        raise fault
-    return weights + [0.0] * (3 - len(weights))

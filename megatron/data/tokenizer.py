@@ -1,6 +1,5 @@
 """Text to token ids and back: GPT-2 style BPE, any Hugging Face tokenizer.json, bytes."""
 
-import difflib
 import hashlib
 import json
 from collections.abc import Iterable, Sequence
@@ -11,7 +10,7 @@ import numpy as np
 import tokenizers
 from tokenizers import ByteLevelBPETokenizer, pre_tokenizers
 
-from megatron.errors import UserError
+from megatron.errors import UserError, did_you_mean
 
 END_OF_DOCUMENT = "<|endoftext|>"
 KINDS = ("GPT2BPETokenizer", "HFTokenizer", "CharLevelTokenizer")
@@ -46,11 +45,9 @@ def build_tokenizer(
         return _hugging_face(_given("vocab_file", vocab_file, kind))
     if kind == "CharLevelTokenizer":
         return Bytes()
-    near = difflib.get_close_matches(kind, KINDS, 1, 0.3) or KINDS[:1]
-    raise UserError(
-        f"tokenizer_type: there is no '{kind}' - did you mean {near[0]}? "
-        f"There are {', '.join(KINDS)}"
-    )
+    guess = did_you_mean(kind, KINDS)
+    hint = f"{guess} " if guess else ""
+    raise UserError(f"tokenizer_type: there is no '{kind}' - {hint}There are {', '.join(KINDS)}")
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> str:

@@ -1,17 +1,16 @@
 """Every encoding by its name in the YAML key `pos_emb`, and how one is built from its options."""
 
-import difflib
 import hashlib
 import inspect
 import math
 import sys
 import traceback
 import types
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron.errors import UserError
+from megatron.errors import UserError, did_you_mean
 from megatron.positions.base import Position, Shape
 
 REGISTRY: dict[str, type[Position]] = {}
@@ -179,9 +178,7 @@ def switch(name: str, value: Any) -> bool:
     return value
 
 
-def suggestion(wrong: Any, known: Collection[str]) -> str:
-    """The end of a message about a wrong name: the closest known one, or all of them."""
-    close = difflib.get_close_matches(str(wrong), list(known), n=1)
-    if close:
-        return f"did you mean {close[0]}?"
-    return f"choose from {', '.join(sorted(known)) or 'none'}"
+def suggestion(wrong: Any, known: Iterable[str]) -> str:
+    """`did you mean X?` if a known name is close, else all names to choose from."""
+    names = sorted(known)
+    return did_you_mean(str(wrong), names) or f"choose from {', '.join(names) or 'none'}"

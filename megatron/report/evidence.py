@@ -10,7 +10,7 @@ import yaml
 from torch import Tensor
 
 from megatron.config import Config, load
-from megatron.config.schema import all_keys
+from megatron.config.keys import all_keys
 from megatron.config.user_file import COPY
 from megatron.errors import UserError
 from megatron.model import GPT
@@ -112,7 +112,7 @@ def _saved(folder: Path) -> dict[str, Any]:
 
 def _settings(flat: Mapping[str, Any]) -> dict[str, Any]:
     """The keys of a configuration that shape the result."""
-    keys = [key.name for key in all_keys() if key.said.get("shapes_result", True)]
+    keys = [key.name for key in all_keys() if key.shapes_result]
     return {key: flat[key] for key in keys if key in flat}
 
 

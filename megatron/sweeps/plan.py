@@ -1,6 +1,5 @@
 """A sweep file -> its cells: a checked configuration and evaluations for each point of a grid."""
 
-import difflib
 import hashlib
 import itertools
 import json
@@ -13,7 +12,7 @@ from typing import Any
 from megatron.config import Config, load
 from megatron.config.read import find_file, read_file
 from megatron.config.schema import KEYS
-from megatron.errors import UserError
+from megatron.errors import UserError, did_you_mean
 from megatron.files import ROOT
 
 SHIPPED = ROOT / "configs" / "sweeps"
@@ -194,10 +193,10 @@ def _chosen(points: list[Values], only: Sequence[str], path: Path) -> list[Value
         wanted = text.split(",")
         axes = list(points[0]) if points else []
         if axis not in axes:
-            close = difflib.get_close_matches(axis, axes, 1)
-            guess = f" - did you mean {close[0]}?" if close else ""
+            guess = did_you_mean(axis, axes)
+            hint = f" - {guess}" if guess else ""
             raise UserError(
-                f"--only: {word}: {path} has no axis {axis}, it has {', '.join(axes)}{guess}"
+                f"--only: {word}: {path} has no axis {axis}, it has {', '.join(axes)}{hint}"
             )
         known = {str(point[axis]) for point in points}
         if not known.issuperset(wanted):

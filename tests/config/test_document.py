@@ -6,7 +6,8 @@ import pytest
 
 from megatron.config import load
 from megatron.config.document import README, help_text, readme
-from megatron.config.schema import KEYS, all_keys
+from megatron.config.keys import all_keys
+from megatron.config.schema import KEYS
 from megatron.positions import options_of
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"

@@ -195,7 +195,11 @@ def test_all_faults_come_in_one_message():
             "train_batch_size: 7 is not a multiple of train_micro_batch_size_per_gpu *"
             " gradient_accumulation_steps = 4; try train_batch_size = 4",
         ),
-        ("split=a,b", "split: 'a,b' is not up to three shares such as \"949,50,1\""),
+        (
+            "split=a/b",
+            "split: 'a,b' is not a list of shares for train, valid, test"
+            " - write up to three numbers, such as 949,50,1",
+        ),
         (
             "data_path=a,b",
             "data_path: 'a,b' names several files; give one prefix, mixing corpora is not offered yet",

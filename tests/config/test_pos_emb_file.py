@@ -194,7 +194,7 @@ def test_a_checkpoint_takes_the_same_text_from_anywhere_and_no_other(mine, tmp_p
     mine.write_text(CODE + "# edited\n")
     load_file(mine)
     with pytest.raises(
-        UserError, match=r"defines this checkpoint's encoding, and \S*mine.py says something else"
+        UserError, match=r"defines this checkpoint's encoding, and \S*mine.py has another text"
     ):
         read_meta(folder)
     forget(mine)

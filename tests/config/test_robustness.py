@@ -7,9 +7,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron.config import Config, load
+from megatron.config.keys import all_keys
 from megatron.config.legacy import NAMES
 from megatron.config.read import read_overrides
-from megatron.config.schema import all_keys
 from megatron.errors import UserError
 
 TINY = [

@@ -143,10 +143,8 @@ def test_parts_are_cut_where_the_reference_cuts_them(tmp_path, split, count, bou
 
 
 @pytest.mark.parametrize("split", ["", "a,b,c", "1,2,3,4", "0,0,0", "-1,2,1", "nan,1,1", "inf,1,1"])
-def test_a_split_that_is_not_three_shares_is_explained(corpus, split):
-    with pytest.raises(
-        UserError, match="is not train,valid,test shares - write three numbers, such as 949,50,1"
-    ):
+def test_a_split_that_is_no_list_of_shares_is_explained(corpus, split):
+    with pytest.raises(UserError, match="is not a list of shares for train, valid, test - write"):
         split_documents(corpus, split, "train")
 
 

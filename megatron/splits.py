@@ -1,0 +1,32 @@
+"""The shares of a corpus for training, validation and test, as the key `split` gives them."""
+
+import math
+
+from megatron.errors import UserError
+
+PARTS = ("train", "valid", "test")
+
+
+def parse_split(split: str) -> tuple[float, float, float]:
+    """The shares of train, valid and test; a share that is not given is 0. They need not sum to 1.
+
+    Up to three numbers, separated by `,` or, as in GPT-NeoX, by `/`: "949,50,1", "90/10".
+    Raises UserError for anything else.
+    """
+    try:
+        shares = [float(share) for share in canonical_split(split).split(",")]
+    except ValueError:
+        shares = []
+    total = sum(shares)
+    if not 1 <= len(shares) <= 3 or min(shares) < 0 or not 0 < total < math.inf:
+        raise UserError(
+            f"split: {split!r} is not a list of shares for {', '.join(PARTS)}"
+            " - write up to three numbers, such as 949,50,1"
+        )
+    train, valid, test = [*shares, 0.0, 0.0][:3]
+    return train, valid, test
+
+
+def canonical_split(split: str) -> str:
+    """The same shares, separated by `,`."""
+    return split.replace("/", ",")
