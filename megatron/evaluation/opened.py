@@ -91,7 +91,9 @@ def opened(config: Config | None, folder: str | Path | None, step: int | None) -
     model, trained, record = load_for_evaluation(folder, step)
     path = Path(record["path"])
     config = config or trained
-    tokens = TokenFile.open(data_path(config, trained))
+    names_data = config if config.data.data_path else trained
+    with names_data.naming_places("data_path"):
+        tokens = TokenFile.open(data_path(config, trained))
 
     wanted = what_must_agree(config, trained)
     of_training = what_must_agree(trained, trained)

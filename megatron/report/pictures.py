@@ -144,7 +144,8 @@ def on_text(trained: Trained, text: Path | None, tokens: int) -> Figure:
     data = trained.config.data
     tokenizer = None
     try:
-        tokenizer = build_tokenizer(data.tokenizer_type, data.vocab_file, data.merge_file)
+        with trained.config.naming_places("vocab_file", "merge_file"):
+            tokenizer = build_tokenizer(data.tokenizer_type, data.vocab_file, data.merge_file)
     except UserError:
         if text is not None:
             raise
@@ -172,7 +173,8 @@ def _text_of(path: Path) -> str:
 def _held_out(config: Config, count: int) -> list[int]:
     """The first tokens of the first document of the validation part that has so many."""
     data = config.data
-    tokens = TokenFile.open(data.data_path or "")
+    with config.naming_places("data_path"):
+        tokens = TokenFile.open(data.data_path or "")
     for document in split_documents(tokens, data.split, "valid"):
         if tokens.sizes[document] >= count:
             return tokens.read(document, 0, count).astype("int64").tolist()

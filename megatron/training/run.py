@@ -32,7 +32,8 @@ logger = logging.getLogger(__name__)
 def train(config: Config, grid: Grid) -> Path | None:
     """Train as the configuration says, from its checkpoint if there is one; returns the last checkpoint's folder."""
     config.check_batch(grid.ranks)
-    tokens = TokenFile.open(config.data.data_path or "")
+    with config.naming_places("data_path"):
+        tokens = TokenFile.open(config.data.data_path or "")
     facts = check_vocabulary(config, tokens)
     start = starting_point(config, facts, grid)
     model = from_config(config, facts["vocab"])

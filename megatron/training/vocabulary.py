@@ -17,7 +17,8 @@ def check_vocabulary(config: Config, tokens: TokenFile) -> dict[str, Any]:
     """
     data = config.data
     if data.vocab_file or data.tokenizer_type == "CharLevelTokenizer":
-        tokenizer = build_tokenizer(data.tokenizer_type, data.vocab_file, data.merge_file)
+        with config.naming_places("vocab_file", "merge_file"):
+            tokenizer = build_tokenizer(data.tokenizer_type, data.vocab_file, data.merge_file)
         tokens.check_tokenizer(tokenizer)
         found: dict[str, Any] = {
             key: getattr(tokenizer, key) for key in ("hash", "vocab_size", "eod")
