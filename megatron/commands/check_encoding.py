@@ -1,8 +1,8 @@
-"""Try on one encoding what every encoding must keep, and report it; exit status 1 where something fails.
+"""Try on one encoding what every encoding must keep; exit status 1 if something fails.
 
 python tools/check_encoding.py kerple_log
 python tools/check_encoding.py mep --option "kernels=[exp, kerple_log]" --option weights=learned
-python tools/check_encoding.py bump --from my_encoding.py
+python tools/check_encoding.py bump --from my_encoding.py --heads 12 --head_dim 64
 """
 
 import argparse
@@ -16,13 +16,17 @@ from rich.markup import escape
 from rich.table import Table
 
 from megatron.config.read import read_overrides
-from megatron.conformance.checks import FACT, FAILS, HOLDS, NOT_APPLICABLE, Finding, examine
+from megatron.conformance.checks import examine
+from megatron.conformance.finding import FACT, FAILS, HOLDS, NOT_APPLICABLE, Finding
 from megatron.conformance.subject import Subject
 from megatron.errors import UserError
 from megatron.positions import load_file
 
 COLOURS = {HOLDS: "green", FAILS: "bold red", FACT: "yellow", NOT_APPLICABLE: "dim"}
-MEANING = "ok: holds · FAIL: must hold and does not · no: a fact, not a fault · n/a: does not apply, and why"
+LEGEND = (
+    f"{HOLDS}: holds · {FAILS}: must hold and does not"
+    f" · {FACT}: does not hold, which is no fault · {NOT_APPLICABLE}: does not apply"
+)
 
 
 def add_encoding_options(parser: argparse.ArgumentParser) -> None:
@@ -34,64 +38,100 @@ def add_encoding_options(parser: argparse.ArgumentParser) -> None:
         help="a Python file of yours that registers encodings",
     )
     parser.add_argument(
-        "--option", action="append", default=[], metavar="KEY=VALUE", help="an option, as in YAML"
+        "--option",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="an option of the encoding, as in pos_emb_args; may be repeated",
     )
 
 
 def options_in(words: Sequence[str]) -> dict[str, Any]:
     """pos_emb_args from KEY=VALUE words; UserError for a word of another form."""
     faults: list[str] = []
-    found = read_overrides(words, faults.append)
+    options = read_overrides(words, faults.append)
     if faults:
         raise UserError(f"--option: {faults[0]}; write --option key=value")
-    return found
+    return options
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("name", help="the encoding, as in pos_emb")
-    add_encoding_options(parser)
-    parser.add_argument("--heads", type=int, default=4)
-    parser.add_argument("--head_dim", type=int, default=8)
-    given = parser.parse_args(argv)
+    arguments = _parser().parse_args(argv)
     logging.basicConfig(level=logging.ERROR)
     try:
-        if min(given.heads, given.head_dim) < 1:
-            raise UserError("--heads and --head_dim are at least 1")
-        if given.file:
-            load_file(given.file)
-        subject = Subject(given.name, options_in(given.option), given.heads, given.head_dim)
+        subject = _subject(arguments)
         findings = examine(subject)
     except UserError as fault:
         print(fault, file=sys.stderr)
         return 1
     report(subject, findings)
-    return int(any(found.verdict == FAILS for found in findings))
+    failed = any(finding.verdict == FAILS for finding in findings)
+    return int(failed)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("name", help="the encoding, as in pos_emb")
+    add_encoding_options(parser)
+    parser.add_argument("--heads", type=int, default=Subject.heads, help="number of heads")
+    parser.add_argument("--head_dim", type=int, default=Subject.head_dim, help="features per head")
+    parser.add_argument(
+        "--train_length",
+        type=int,
+        default=Subject.train_length,
+        help="seq_length of the model; most checks use texts of this length",
+    )
+    return parser
+
+
+def _subject(arguments: argparse.Namespace) -> Subject:
+    if min(arguments.heads, arguments.head_dim) < 1:
+        raise UserError("--heads and --head_dim are at least 1")
+    if arguments.train_length < 32:
+        raise UserError(f"--train_length: {arguments.train_length} is less than 32; make it longer")
+    if arguments.file:
+        load_file(arguments.file)
+    return Subject(
+        arguments.name,
+        options_in(arguments.option),
+        heads=arguments.heads,
+        head_dim=arguments.head_dim,
+        train_length=arguments.train_length,
+    )
 
 
 def report(subject: Subject, findings: Sequence[Finding]) -> None:
-    """A table on the terminal, and one line of summary."""
+    """Print a table of the findings, what the verdicts mean, and one line of summary."""
     console = Console()
-    console = console if console.is_terminal else Console(width=120)
-    options = ", ".join(f"{key}: {value}" for key, value in subject.options.items())
-    shape = f"{subject.heads} heads of {subject.head_dim}"
-    table = Table(
-        title=escape(
-            f"{subject.name} {{{options}}}, {shape}" if options else f"{subject.name}, {shape}"
-        )
-    )
-    table.add_column("what must hold")
+    if not console.is_terminal:
+        console = Console(width=120)
+    table = Table(title=escape(_heading(subject)))
+    table.add_column("what must hold", no_wrap=True)
     table.add_column("", justify="center", no_wrap=True)
-    table.add_column("found")
-    for found in findings:
-        colour = COLOURS[found.verdict]
-        table.add_row(escape(found.check), f"[{colour}]{found.verdict}[/]", escape(found.detail))
+    table.add_column("details")
+    for finding in findings:
+        colour = COLOURS[finding.verdict]
+        verdict = f"[{colour}]{finding.verdict}[/]"
+        table.add_row(escape(finding.check), verdict, escape(finding.detail))
     console.print(table)
-    console.print(MEANING, style="dim")
-    failed = [found for found in findings if found.verdict == FAILS]
-    held = sum(found.verdict == HOLDS for found in findings)
-    console.print(
-        f"{held} hold, {len(failed)} fail" + ("" if failed else ": the encoding keeps what it must")
-    )
+    console.print(LEGEND, style="dim")
+    console.print(_summary(findings))
+
+
+def _heading(subject: Subject) -> str:
+    shape = f"{subject.heads} heads of {subject.head_dim}, trained at {subject.train_length} tokens"
+    if not subject.options:
+        return f"{subject.name}, {shape}"
+    options = ", ".join(f"{key}: {value}" for key, value in subject.options.items())
+    return f"{subject.name} {{{options}}}, {shape}"
+
+
+def _summary(findings: Sequence[Finding]) -> str:
+    verdicts = [finding.verdict for finding in findings]
+    failed = verdicts.count(FAILS)
+    summary = f"{verdicts.count(HOLDS)} hold, {failed} fail"
+    if failed:
+        return summary
+    return f"{summary}: the encoding keeps what it must"

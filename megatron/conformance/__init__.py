@@ -1,1 +1,1 @@
-"""What every encoding must keep: checks that `tools/check_encoding.py` and the tests share."""
+"""What every encoding must keep: one set of checks for tools/check_encoding.py and the tests."""

@@ -1,0 +1,77 @@
+"""Checks of the encoding in a small model: text in pieces, backends, long texts."""
+
+import torch
+from torch import Tensor
+
+from megatron.conformance.effects import FAR, longest_length
+from megatron.conformance.finding import (
+    Finding,
+    at_most,
+    fails,
+    holds,
+    largest_difference,
+    largest_difference_in,
+    not_applicable,
+)
+from megatron.conformance.subject import Subject, random_ids
+from megatron.model.gpt import GPT, Cache
+
+
+@torch.no_grad()
+def later_tokens_change_nothing(subject: Subject) -> Finding:
+    """Later tokens do not change the logits of earlier ones."""
+    gpt = subject.gpt()
+    most = 1024 if gpt.position.has("on_scores") else 4096  # content: memory grows with length²
+    ids = random_ids(min(longest_length(gpt.position), most))
+    first = min(512, ids.shape[1] // 2)
+    whole, alone = gpt(ids)[:, :first], gpt(ids[:, :first])
+    return at_most(1e-4, largest_difference(whole, alone))
+
+
+@torch.no_grad()
+def cached_is_full(subject: Subject) -> Finding:
+    """Decoding with a cache gives the logits of the full pass."""
+    gpt = subject.gpt()
+    ids = random_ids(3 * subject.train_length // 4, batch=2)
+    whole, worst = gpt(ids), 0.0
+    for piece in (1, 7):
+        cache = Cache()
+        parts = [gpt(part, cache=cache) for part in ids.split(piece, dim=1)]
+        worst = max(worst, largest_difference(torch.cat(parts, dim=1), whole))
+    return at_most(1e-4, worst)
+
+
+def backends_agree(subject: Subject) -> Finding:
+    """eager and sdpa give the same loss and gradients."""
+    position = subject.position()
+    if position.has("on_scores"):
+        return not_applicable("scores that look at content exist in eager only")
+    ids = random_ids(min(longest_length(position), 300) + 1, batch=2)
+    eager = _loss_and_gradients(subject.gpt("eager"), ids)
+    sdpa = _loss_and_gradients(subject.gpt("sdpa"), ids)
+    return at_most(1e-4, largest_difference_in(eager, sdpa))
+
+
+def _loss_and_gradients(gpt: GPT, ids: Tensor) -> dict[str, Tensor]:
+    losses = gpt(ids[:, :-1], labels=ids[:, 1:])
+    losses.mean().backward()
+    results = {"loss": losses.detach()}
+    for name, parameter in gpt.named_parameters():
+        if parameter.grad is not None:
+            results[name] = parameter.grad
+    return results
+
+
+@torch.no_grad()
+def finite_losses(subject: Subject) -> Finding:
+    """Losses are finite at 16384 tokens, in float32 and bfloat16."""
+    content = subject.position().has("on_scores")
+    length = 2048 if content else FAR
+    ids = random_ids(length + 1)
+    for dtype in (torch.float32, torch.bfloat16):
+        gpt = subject.gpt(layers=1).to(dtype)
+        if not gpt(ids[:, :-1], labels=ids[:, 1:]).isfinite().all():
+            return fails(f"not finite in {dtype}")
+    if content:
+        return holds(f"at {length}: content needs memory for length²")
+    return holds()
