@@ -75,7 +75,8 @@ def model(config):
 
 
 def evaluate(*words):
-    argv = [str(word) for word in words]
+    """Exit status of evaluate.py; a text may hold several words."""
+    argv = [part for word in words for part in str(word).split()]
     with pytest.raises(SystemExit) as ended:
         run(main, purpose="evaluate", options=add_options, config_needed=False, argv=argv)
     return ended.value.code
@@ -97,14 +98,11 @@ def test_every_length_gets_its_line_with_the_perplexity_of_the_plain_formula(
     reference = model(config).double().eval()
     text = np.fromfile(folder / "text.bin", dtype=np.uint16).astype(np.int64)
     sizes = np.random.default_rng(3).integers(20, 40, 40)
-    text = text[sizes[:20].sum() :][
-        :129
-    ]  # documents 20 to 35 are the validation part of split 5,4,1
+    valid = sizes[:20].sum()  # documents 20 to 35 are the validation part of split 5,4,1
+    text = torch.from_numpy(text[valid : valid + 129])
     assert [row["length"] for row in rows] == [16, 32, 64]
     for row in rows:
-        windows = torch.stack(
-            [torch.tensor(text[i : i + row["length"] + 1]) for i in range(0, 128, row["length"])]
-        )
+        windows = text.unfold(0, row["length"] + 1, row["length"])
         logits = reference(windows[:, :-1])
         loss = F.cross_entropy(logits.flatten(0, 1), windows[:, 1:].flatten()).item()
         assert row["loss"] == pytest.approx(loss, abs=1e-5)
@@ -125,67 +123,32 @@ def test_a_checkpoint_needs_no_configuration_and_its_step_can_be_chosen(folder, 
     assert evaluate("--checkpoint", folder / "run", "--step", 3, "--lengths", 16) == 0
     (row,) = read_results([folder / "run/evaluation/text-valid-global_step3.jsonl"])
     assert (row["step"], row["seed"], row["length"]) == (3, 3, 16)
-    assert (
-        evaluate(
-            folder / "run/global_step7/config.yml",
-            "eval_part=test",
-            "eval_tokens=64",
-            "--lengths",
-            32,
-        )
-        == 0
-    )
+    own_config = folder / "run/global_step7/config.yml"
+    assert evaluate(own_config, "eval_part=test eval_tokens=64 --lengths 32") == 0
     (row,) = read_results([folder / "run/evaluation/text-test-global_step7.jsonl"])
     assert (row["step"], row["part"], row["tokens"]) == (7, "test", 64)
 
 
 def test_the_protocol_of_the_papers_is_named_in_the_results(folder):
-    assert (
-        evaluate(
-            "--checkpoint",
-            folder / "run",
-            "--protocol",
-            "paper",
-            "--windows",
-            5,
-            "--lengths",
-            16,
-            32,
-        )
-        == 0
-    )
-    rows = read_results([folder / "run/evaluation/text-valid-global_step7-paper.jsonl"])
-    assert [(row["protocol"], row["windows"], row["tokens"]) for row in rows] == [
-        ("paper", 5, 80),
-        ("paper", 5, 160),
-    ]
+    words = ["--checkpoint", folder / "run", "--protocol paper --windows 5 --lengths 16 32"]
+    output = folder / "run/evaluation/text-valid-global_step7-paper.jsonl"
+    assert evaluate(*words) == 0
+    rows = read_results([output])
+    numbers = [(row["protocol"], row["windows"], row["tokens"]) for row in rows]
+    assert numbers == [("paper", 5, 80), ("paper", 5, 160)]
     first = {row["text"] for row in rows}
-    again = ["--protocol", "paper", "--windows", 5, "--start", 3, "--lengths", 16, 32]
-    assert evaluate("--checkpoint", folder / "run", *again) == 0
-    rows = read_results([folder / "run/evaluation/text-valid-global_step7-paper.jsonl"])
-    assert sorted((row["length"], row["start"]) for row in rows) == [
-        (16, 0),
-        (16, 3),
-        (32, 0),
-        (32, 3),
-    ]
+    assert evaluate(*words, "--start 3") == 0
+    rows = read_results([output])
+    starts = sorted((row["length"], row["start"]) for row in rows)
+    assert starts == [(16, 0), (16, 3), (32, 0), (32, 3)]
     assert first < {row["text"] for row in rows}  # other windows replace nothing
 
 
 def test_several_protocols_and_variants_of_one_model_come_from_one_call(folder, capsys):
-    words = [
-        "--protocol",
-        "equal_tokens",
-        "tail",
-        "position",
-        "--tail",
-        8,
-        "--window",
-        "none",
-        "train_length",
-    ]
+    protocols = "--protocol equal_tokens tail position --tail 8"
+    variants = "--window none train_length --logn-scale off on"
     output = folder / "all.jsonl"
-    assert evaluate(given(folder), *words, "--logn-scale", "off", "on", "--output", output) == 0
+    assert evaluate(given(folder), protocols, variants, "--output", output) == 0
     rows = read_results([output])
     found = {(row["protocol"], row.get("window"), row.get("logn_scale", False)) for row in rows}
     assert len(found) == 3 * 2 * 2
@@ -196,13 +159,9 @@ def test_several_protocols_and_variants_of_one_model_come_from_one_call(folder, 
         if "logn_scale" not in row
     }
     for protocol in ("equal_tokens", "tail"):
-        same, other = (
-            loss[protocol, None, length] - loss[protocol, "train_length", length]
-            for length in (16, 64)
-        )
-        assert abs(same) < 1e-6 < abs(other), (
-            "the window hides something only beyond the training length"
-        )
+        at_16 = loss[protocol, None, 16] - loss[protocol, "train_length", 16]
+        at_64 = loss[protocol, None, 64] - loss[protocol, "train_length", 64]
+        assert abs(at_16) < 1e-6 < abs(at_64), "a window matters beyond the training length only"
     prefix = {row["length"]: row["perplexity"] for row in by_length([rows[-1]], [16, 32, 64])}
     assert prefix[64] == pytest.approx(rows[-1]["perplexity"], rel=1e-5)
     printed = capsys.readouterr().out
@@ -239,15 +198,7 @@ def test_a_file_is_named_by_the_window_as_it_was_asked_for(folder):
 def test_a_pass_by_position_is_measured_again_for_lengths_that_its_row_has_no_mean_of(
     folder, capsys
 ):
-    words = (
-        given(folder),
-        "--protocol",
-        "position",
-        "--output",
-        folder / "a.jsonl",
-        "--lengths",
-        64,
-    )
+    words = (given(folder), "--protocol position --output", folder / "a.jsonl", "--lengths 64")
     assert evaluate(*words) == 0
     assert evaluate(*words, 20) == 0
     assert "20 " in capsys.readouterr().out
@@ -300,12 +251,8 @@ def test_both_backends_can_be_asked_for_and_agree(folder):
     found = {}
     for backend in ("eager", "sdpa"):
         output = folder / f"{backend}.jsonl"
-        assert (
-            evaluate(
-                given(folder, f"attention_backend={backend}"), "--output", output, "--lengths", 64
-            )
-            == 0
-        )
+        config = given(folder, f"attention_backend={backend}")
+        assert evaluate(config, "--lengths 64 --output", output) == 0
         (found[backend],) = read_results([output])
         assert found[backend]["attention_backend"] == backend
     assert found["eager"]["loss"] == pytest.approx(found["sdpa"]["loss"], abs=1e-6)
@@ -317,54 +264,26 @@ def test_what_cannot_be_evaluated_is_one_message_and_writes_nothing(folder, caps
     ) as writer:
         writer.add(np.arange(60))
     (folder / "notes.txt").write_text("my thesis\n")
+    own, run_folder = given(folder), f"--checkpoint {folder}/run"
+    trained = "is given, the checkpoint was trained with"
+    none_named = "give the configuration of a run, or --checkpoint DIR"
     cases = {
-        (
-            "--output",
-            "x.jsonl",
-        ): "checkpoint: none is named - give the configuration of a run, or --checkpoint DIR",
-        ("--checkpoint", folder / "nowhere"): "no folder .*nowhere - train first",
-        (
-            "--checkpoint",
-            folder / "run",
-            "--step",
-            5,
-        ): "looked for global_step5/checkpoint.json .* steps there: 3, 7",
-        (
-            given(folder),
-            "pos_emb=rotary",
-        ): r"pos_emb: 'rotary' is given, the checkpoint was trained with 'mep_free'",
-        (
-            given(folder),
-            "num_layers=3",
-        ): "num_layers: 3 is given, the checkpoint was trained with 2",
-        (
-            given(folder),
-            "split=9,1,0",
-        ): "split: '9,1,0' is given, the checkpoint was trained with '5,4,1'",
-        (
-            given(folder),
-            f"data_path={folder}/other",
-        ): "written by HFTokenizer bbbb .* learned with HFTokenizer aaaa",
-        (given(folder), f"data_path={folder}/none"): "there are no token files .*none.bin",
-        (
-            given(folder),
-            "eval_tokens=32",
-        ): "eval_tokens: 32 is less than one window of the longest length, 64",
-        (
-            given(folder),
-            "eval_tokens=9999",
-            "--lengths",
-            16,
-            4096,
-        ): "the valid part of the corpus has .* needs 4096",
-        (
-            given(folder),
-            "--output",
-            folder / "notes.txt",
-        ): "notes.txt exists and holds something else",
+        "--output x.jsonl": f"checkpoint: none is named - {none_named}",
+        f"--checkpoint {folder}/nowhere": "no folder .*nowhere - train first",
+        f"{run_folder} --step 5": "looked for global_step5/checkpoint.json .* steps there: 3, 7",
+        f"{own} pos_emb=rotary": f"pos_emb: 'rotary' {trained} 'mep_free'",
+        f"{own} num_layers=3": f"num_layers: 3 {trained} 2",
+        f"{own} split=9,1,0": f"split: '9,1,0' {trained} '5,4,1'",
+        f"{own} data_path={folder}/other": (
+            "written by HFTokenizer bbbb .* learned with HFTokenizer aaaa"
+        ),
+        f"{own} data_path={folder}/none": "there are no token files .*none.bin",
+        f"{own} eval_tokens=32": "eval_tokens: 32 is less than one window .* longest length, 64",
+        f"{own} eval_tokens=9999 --lengths 16 4096": "the valid part of the .* needs 4096",
+        f"{own} --output {folder}/notes.txt": "notes.txt exists and holds something else",
     }
     for words, message in cases.items():
-        assert evaluate(*words) == 1, words
+        assert evaluate(words) == 1, words
         text = capsys.readouterr().err
         assert "Traceback" not in text
         assert re.search(message, text), (words, text)
@@ -381,10 +300,8 @@ def test_two_processes_share_the_windows_and_one_batch_or_process_gives_the_same
     assert found.returncode == 0, found.stderr
     assert found.stdout.count("perplexity on noise valid, 128 tokens") == 2
     for size in (16, 64, 128):  # the two processes have batches of 64
-        assert (
-            evaluate(given(folder), f"eval_batch_tokens={size}", *words, folder / f"{size}.jsonl")
-            == 0
-        )
+        batches = f"eval_batch_tokens={size}"
+        assert evaluate(given(folder), batches, *words, folder / f"{size}.jsonl") == 0
     results = [read_results([folder / f"{name}.jsonl"]) for name in ("two", "16", "64", "128")]
     for two, small, same, large in zip(*results, strict=True):
         for one in (small, same, large):
