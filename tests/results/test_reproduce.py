@@ -1,4 +1,4 @@
-"""A paper's numbers beside ours: the numbers themselves, the difference, and what is not compared."""
+"""A paper's numbers beside ours: the numbers, the difference, and what is not compared."""
 
 import json
 import re
@@ -8,10 +8,10 @@ import pytest
 
 from megatron.errors import UserError
 from megatron.results.published import NEEDED, OF_ROWS, Number, published, tables
-from megatron.results.reproduce import Asked, compare, render
+from megatron.results.reproduce import Requirements, compare, render
 from tests.support import run
 
-ASKED = Asked(
+REQUIRED = Requirements(
     {("github", "alibi"): frozenset({"a1"})},
     train_length=512,
     step=50000,
@@ -34,7 +34,7 @@ ROW = {
 
 
 def cell_of(rows, encoding="alibi"):
-    cells = compare(published("kerple-table3"), rows, ASKED)
+    cells = compare(published("kerple-table3"), rows, REQUIRED)
     (found,) = [
         cell
         for cell in cells
@@ -64,12 +64,22 @@ def test_published_numbers_are_the_papers(table, corpus, encoding, length, numbe
 def test_every_table_says_where_it_was_read_and_only_seen_numbers_are_in_it():
     for name in tables():
         table = published(name)
-        assert table.said["provenance"]
-        assert bool(table.cells) == table.said["verified"]
-    with pytest.raises(
-        UserError, match=r"kerple-table33: no such table; give a .yml or one of .*kerple-table3"
-    ):
-        published("kerple-table33")
+        assert table.provenance
+        assert bool(table.cells) == table.verified
+
+
+def test_a_table_has_one_name_in_both_spellings_and_a_misspelt_one_is_suggested():
+    assert published("kerple-table3") == published("kerple_table3")
+    assert published("kerple-table9-len1024").name == "kerple_table9_len1024"
+    for name in ("kerple-table33", "Kerple_tabel3"):
+        with pytest.raises(
+            UserError,
+            match=rf"{name}: no such table; did you mean kerple_table3\? - give a .yml or one of"
+            " .*kerple_table10, kerple_table3, ",
+        ):
+            published(name)
+    with pytest.raises(UserError, match=r"absent.yml: no such table - give a .yml or one of"):
+        published("absent.yml")
 
 
 @pytest.mark.parametrize(
@@ -106,14 +116,14 @@ def test_a_difference_is_counted_in_standard_errors():
     assert found.standard_errors(5) == pytest.approx(0.15 / (0.1**2 / 3 + 0.17**2 / 5) ** 0.5)
     assert found.standard_errors(None) is None
     assert cell_of(rows[:1]).standard_errors(5) is None  # one seed has no spread
-    text = render(published("kerple-table3"), compare(published("kerple-table3"), rows, ASKED))
+    text = render(published("kerple-table3"), compare(published("kerple-table3"), rows, REQUIRED))
     assert "github alibi 1024 3.15 ± 0.17 3.30 ± 0.10 3 +0.15 +1.6" in " ".join(text.split())
-    assert "1 of 108 cells are there; none is filled in" in text
+    assert "1 of 108 cells have our numbers" in text
     for digits in ("3.40 ± 0.20", "22.0 ± 0.6", "6674 ± 5696"):  # as the paper prints them
         assert f"  {digits}  " in text
 
 
-def test_a_seed_that_is_there_twice_is_refused():
+def test_a_seed_that_has_two_rows_is_refused():
     found = cell_of(
         [
             ROW | {"seed": seed, "perplexity": value}
@@ -121,7 +131,7 @@ def test_a_seed_that_is_there_twice_is_refused():
         ]
     )
     assert found.ours == (3.3,)
-    assert found.refused == ("seed 1 is there 2 times: give the results of one run",)
+    assert found.refused == ("seed 1 has 2 rows: give the results of one run",)
 
 
 @pytest.mark.parametrize(
@@ -144,7 +154,7 @@ def test_a_row_that_answers_another_question_is_refused_with_the_reason(change, 
     found = cell_of(rows)
     assert found.ours == ()
     assert said in found.refused[0]
-    text = render(published("kerple-table3"), compare(published("kerple-table3"), rows, ASKED))
+    text = render(published("kerple-table3"), compare(published("kerple-table3"), rows, REQUIRED))
     assert said in text
     assert "(github alibi 1024)" in text
 
@@ -172,9 +182,9 @@ def test_a_table_may_leave_the_number_of_windows_open(tmp_path):
         }
         for length in (512, 1024)
     ]
-    asked = replace(ASKED, start=None)
+    required = replace(REQUIRED, start=None)
     found = compare(
-        published(str(tmp_path / "mine.yml")), [{**row, "start": None} for row in rows], asked
+        published(str(tmp_path / "mine.yml")), [{**row, "start": None} for row in rows], required
     )
     assert [cell.ours for cell in found] == [(3.2,), (3.2,)]
 
@@ -188,9 +198,29 @@ def test_the_command_shows_what_is_there_and_what_cannot_be_had(tmp_path):
     shown = run("tools/reproduce.py", "kerple-table5", "--folder", tmp_path / "none")
     assert shown.returncode == 0, shown.stderr
     assert shown.stdout.count("missing") == 36
-    assert "0 of 36 cells are there" in shown.stdout
+    assert "0 of 36 cells have our numbers" in shown.stdout
+    folder = tmp_path / "none"
+    assert (
+        f"36 of 36 cells have no rows: looked for runs of kerple_table5.yml in {folder}"
+        " (no such folder)\ngive --folder where the runs are, or --run\n"
+    ) in shown.stdout
     assert "NOT FOUND" in run("tools/reproduce.py", "mep", "--folder", tmp_path / "none").stdout
     refused = run("tools/reproduce.py", "kerple-table10")
     assert refused.returncode == 1
     assert "cannot be reproduced here: the paper used ALiBi's fairseq code" in refused.stderr
     assert not (tmp_path / "none").exists()
+
+
+def test_a_collected_file_beside_no_runs_is_named(tmp_path):
+    results = tmp_path / "results.jsonl"
+    results.write_text("rows of elsewhere\n")
+    shown = run("tools/reproduce.py", "kerple_table5", "--folder", tmp_path)
+    assert f"looked for runs of kerple_table5.yml in {tmp_path}\n" in shown.stdout
+    assert f"give --folder where the runs are, or --results {results}\n" in shown.stdout
+
+
+def test_rows_that_a_user_gave_are_named_where_cells_have_none():
+    demo = "docs/demo.jsonl"
+    shown = run("tools/reproduce.py", "kerple_table5", "--results", demo)
+    assert f"36 of 36 cells have no rows: looked in {demo}\n" in shown.stdout
+    assert "12 of 12 rows match no cell: another corpus, encoding, length" in shown.stdout

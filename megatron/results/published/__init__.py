@@ -1,27 +1,27 @@
-"""Numbers of papers, with where they were read; each .yml beside this file is one table, and a user may have others."""
+"""Numbers of papers, with where they were read. Each .yml in this folder is one table."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from megatron.errors import UserError
+from megatron.errors import UserError, did_you_mean
 
 HERE = Path(__file__).parent
 NEEDED = ("paper", "provenance", "sweep", "quantity", "cells")
-OF_ROWS = (
-    "protocol",
-    "windows",
-    "part",
-)  # what rows of a sweep must have been measured by; windows: null for any
+OF_ROWS = ("protocol", "windows", "part")  # also needed where there is a sweep
 SHAPE = "cells: give corpus: {encoding: {length: [mean] or [mean, std] or a note}}"
 
 
 @dataclass(frozen=True)
 class Number:
-    """mean and, where it is known, standard deviation over seeds; `note` where the paper has no number; `digits`: both
-    as the paper prints them."""
+    """One number of a paper.
+
+    std: over seeds, where it is known; note: why the paper has no number; digits: mean and std as
+    the paper prints them
+    """
 
     mean: float | None
     std: float | None = None
@@ -29,56 +29,94 @@ class Number:
     digits: tuple[str, ...] = field(default=(), compare=False)
 
 
+Cells = dict[str, dict[str, dict[int, Number]]]  # cells[corpus][encoding][length]
+
+
 @dataclass(frozen=True)
 class Published:
-    """A table: cells[corpus][encoding][length]; `said` is all else that its file says."""
+    """A table of a paper, and what rows must have been measured by to be compared with it.
+
+    sweep: file of the sweep that measures it here, None where there is none, and `why_not` says
+    why; quantity: key of a row; windows: None for any number
+    """
 
     name: str
-    said: dict[str, Any]
-    cells: dict[str, dict[str, dict[int, Number]]]
+    paper: str
+    provenance: str
+    cells: Cells
+    sweep: str | None
+    quantity: str
+    protocol: str | None = None
+    part: str | None = None
+    windows: int | None = None
+    seeds: int | None = None
+    caveats: tuple[str, ...] = ()
+    verified: bool = False
+    why_not: str = "it names no sweep"
 
 
 def tables() -> list[str]:
-    """Names of the tables at hand."""
+    """Names of the tables of this folder."""
     return sorted(path.stem for path in HERE.glob("*.yml"))
 
 
 def published(name: str) -> Published:
-    """One table by its name, or by the path of a .yml; UserError where there is none or it lacks something."""
-    path = Path(name) if name.endswith(".yml") else HERE / f"{name}.yml"
-    if not path.is_file():
-        raise UserError(f"{name}: no such table; give a .yml or one of {', '.join(tables())}")
+    """A table by its name, with - or _, or by the path of a .yml.
+
+    UserError where there is none or it lacks something.
+    """
+    path = _file_of(name)
     text = path.read_text(encoding="utf-8")
     try:
-        said, digits = (
-            yaml.safe_load(text),
-            yaml.load(text, yaml.BaseLoader),
-        )  # 3.40 stays "3.40" in the second
+        facts = yaml.safe_load(text)
+        # All values as text: 3.40 stays "3.40".
+        texts = yaml.load(text, yaml.BaseLoader)
     except yaml.YAMLError as fault:
         raise UserError(f"{path}: is no YAML: {fault}") from None
-    said = said if isinstance(said, dict) else {}
-    needed = NEEDED + (OF_ROWS if said.get("sweep") else ())
-    missing = [key for key in needed if key not in said]
+    if not isinstance(facts, dict):
+        facts = {}
+    needed = NEEDED + OF_ROWS if facts.get("sweep") else NEEDED
+    missing = [key for key in needed if key not in facts]
     if missing:
         raise UserError(f"{path}: lacks {', '.join(missing)}; take a table of {HERE} as an example")
-    if not isinstance(said["sweep"], str | None):
-        raise UserError(f"{path}: sweep: {said['sweep']} is no name of a file beside it")
+    if not isinstance(facts["sweep"], str | None):
+        raise UserError(f"{path}: sweep: {facts['sweep']} is no name of a file beside it")
     try:
-        cells = {
-            corpus: {
-                encoding: {int(length): _number(value) for length, value in row.items()}
-                for encoding, row in table.items()
-            }
-            for corpus, table in digits["cells"].items()
-        }
+        cells = _cells(texts["cells"])
     except (AttributeError, ValueError, TypeError):
         raise UserError(f"{path}: {SHAPE}") from None
-    del said["cells"]
-    return Published(path.stem, {"caveats": [], "seeds": None, **said}, cells)
+    known = {key: facts[key] for key in Published.__dataclass_fields__ if key in facts}
+    known["caveats"] = tuple(facts.get("caveats", ()))
+    return Published(**{**known, "name": path.stem, "cells": cells})
+
+
+def _file_of(name: str) -> Path:
+    if name.endswith(".yml"):
+        path = Path(name)
+        hint = ""
+    else:
+        path = HERE / f"{name.replace('-', '_')}.yml"
+        hint = did_you_mean(path.stem, tables())
+    if path.is_file():
+        return path
+    message = f"{name}: no such table"
+    if hint:
+        message += f"; {hint}"
+    raise UserError(f"{message} - give a .yml or one of {', '.join(tables())}")
+
+
+def _cells(texts: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> Cells:
+    cells: Cells = {}
+    for corpus, encodings in texts.items():
+        cells[corpus] = {}
+        for encoding, lengths in encodings.items():
+            numbers = {int(length): _number(value) for length, value in lengths.items()}
+            cells[corpus][encoding] = numbers
+    return cells
 
 
 def _number(value: str | list[str]) -> Number:
-    """A note, or [mean] or [mean, standard deviation]."""
+    """A note, or [mean] or [mean, standard deviation]; ValueError for anything else."""
     if isinstance(value, str):
         if value.replace(".", "", 1).isdecimal():
             raise ValueError(f"{value} would be a note")
