@@ -1,4 +1,7 @@
-"""Results of several runs in one table and one plot: python tools/show_results.py A.jsonl B.jsonl … [-o plot.png]"""
+"""Results of several runs as tables and one plot: python tools/show_results.py A.jsonl … [-o PLOT]
+
+Each corpus, part and protocol has a table of its own: only there numbers can be compared.
+"""
 
 import argparse
 import sys
@@ -12,7 +15,24 @@ from megatron.results.table import table
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
+    options = _parser().parse_args(argv)
+    try:
+        rows = read_results(options.results)
+        show = over_seeds if options.over_seeds else table
+        print(show(rows, markdown=options.markdown))
+        if options.output:
+            plot_perplexity(rows, options.output)
+            print(f"\nplot: {options.output}")
+    except UserError as fault:
+        print(fault, file=sys.stderr)
+        return 1
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument(
         "results", type=Path, nargs="+", metavar="FILE", help="JSON lines that evaluate.py wrote"
     )
@@ -21,14 +41,4 @@ def main(argv: list[str] | None = None) -> int:
         "--over-seeds", action="store_true", help="one line per encoding: mean ± standard deviation"
     )
     parser.add_argument("--markdown", action="store_true", help="the table in Markdown")
-    options = parser.parse_args(argv)
-    try:
-        rows = read_results(options.results)
-        print((over_seeds if options.over_seeds else table)(rows, markdown=options.markdown))
-        if options.output:
-            plot_perplexity(rows, options.output)
-            print(f"\nplot: {options.output}")
-    except UserError as fault:
-        print(fault, file=sys.stderr)
-        return 1
-    return 0
+    return parser

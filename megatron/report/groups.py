@@ -76,7 +76,7 @@ def groups(rows: Sequence[Row], evidence: Found) -> list[Group]:
         parts = [members] if of_a_sweep else _by_settings(members, evidence)
         for part in parts:
             found += _by_configuration(part, evidence)
-    labels = labels_of([members[0] for members in found])
+    labels = labels_of([members[0] for members in found], axes=axes)
     pairs = zip(labels, found, strict=True)
     return [Group(label, _by_length(members)) for label, members in pairs]
 

@@ -52,13 +52,26 @@ def axes_of(rows: Sequence[Question]) -> tuple[str, ...]:
 
 def _repeats_a_key(axis: str, rows: Sequence[Question]) -> bool:
     """Whether an axis is a key of the rows under another name, such as seq_length: train_length."""
-    with_axis = [row for row in rows if axis in (row.get("cell") or {})]
-    points = [str(row.get("cell", {})[axis]) for row in with_axis]
+    with_axis: list[Question] = []
+    points: list[str] = []
+    for row in rows:
+        cell = row.get("cell") or {}
+        if axis in cell:
+            with_axis.append(row)
+            points.append(str(cell[axis]))
     if axis == CORPUS_AXIS:
         corpora = [row.get("corpus") for row in with_axis]
-        pairs = set(zip(points, corpora, strict=True))
-        return len(pairs) == len(set(points)) == len(set(corpora))
-    return any(points == [plain(value_of(row, key)) for row in with_axis] for key in KIND)
+        return _one_to_one(points, corpora)
+    for key in KIND:
+        values = [plain(value_of(row, key)) for row in with_axis]
+        if values == points:
+            return True
+    return False
+
+
+def _one_to_one(first: Sequence[Hashable], second: Sequence[Hashable]) -> bool:
+    pairs = set(zip(first, second, strict=True))
+    return len(pairs) == len(set(first)) == len(set(second))
 
 
 def runs(rows: Sequence[Row]) -> dict[str, list[Row]]:
@@ -78,34 +91,41 @@ def kinds(rows: Sequence[Row]) -> dict[str, list[Row]]:
     groups: dict[tuple[Hashable, ...], list[Row]] = {}
     for row in rows:
         groups.setdefault(kind_of(row, axes), []).append(row)
-    labels = labels_of([group[0] for group in groups.values()], KIND_LABELS)
+    labels = labels_of([group[0] for group in groups.values()], KIND_LABELS, axes)
     return dict(zip(labels, groups.values(), strict=True))
 
 
-def labels_of(rows: Sequence[Question], keys: Sequence[str] = KIND_LABELS) -> list[str]:
+def labels_of(
+    rows: Sequence[Question],
+    keys: Sequence[str] = KIND_LABELS,
+    axes: Sequence[str] | None = None,
+) -> list[str]:
     """A label for each row: the encoding, then what distinguishes it from others of that name.
 
     keys: those that may stand in a label: `LABELS` for runs, `KIND_LABELS` where seeds are one.
-    Axes of sweeps follow the measured keys. An unknown value adds no word.
+    axes: of sweeps, by default `axes_of` these rows. They follow the measured keys.
+    An unknown value adds no word.
     """
+    if axes is None:
+        axes = axes_of(rows)
     measured = [key for key in keys if key not in BOOKKEEPING]
     bookkeeping = [key for key in keys if key in BOOKKEEPING]
     labels = [row["pos_emb"] for row in rows]
-    for key in (*measured, *axes_of(rows), *bookkeeping):
+    for key in (*measured, *axes, *bookkeeping):
         labels = _with_words(labels, key, [value_of(row, key) for row in rows])
     return labels
 
 
 def _with_words(labels: Sequence[str], key: str, values: Sequence[Any]) -> list[str]:
-    """The labels, with `key value` added to those that several values share."""
-    texts = [None if value is None else plain(value) for value in values]
-    texts_of: dict[str, set[str | None]] = {}
-    for label, text in zip(labels, texts, strict=True):
-        texts_of.setdefault(label, set()).add(text)
+    """The labels, with `key value` added to those that rows with several values share."""
+    values_of: dict[str, set[str]] = {}
+    for label, value in zip(labels, values, strict=True):
+        values_of.setdefault(label, set()).add(plain(value))
     longer = []
-    for label, text in zip(labels, texts, strict=True):
-        ambiguous = len(texts_of[label]) > 1
-        longer.append(f"{label}, {key} {text}" if ambiguous and text is not None else label)
+    for label, value in zip(labels, values, strict=True):
+        words = f", {key} {plain(value)}"
+        is_shared = len(values_of[label]) > 1
+        longer.append(label + words if is_shared and value is not None else label)
     return longer
 
 

@@ -82,7 +82,8 @@ def _table_of_setting(rows: Sequence[Row], *, markdown: bool) -> str:
     body = []
     for label, group in runs(rows).items():
         cells = {row["length"]: cell(row["perplexity"]) for row in group}
-        body.append([label, *(cells.get(length, "") for length in lengths)])
+        numbers = [cells.get(length, "") for length in lengths]
+        body.append([label, *numbers])
     head = ["pos_emb", *length_headings(rows)]
     return with_notes(head, body, notes(rows), markdown=markdown)
 
@@ -132,13 +133,15 @@ def spread(mean: str, std: float) -> str:
 def aligned(head: list[str], body: list[list[str]]) -> list[str]:
     """The lines of a table for the terminal: the first column to the left, others to the right."""
     widths = [max(map(len, column)) for column in zip(head, *body, strict=True)]
-    lines = []
-    for first, *rest in (head, *body):
-        words = [first.ljust(widths[0])]
-        words += [text.rjust(width) for text, width in zip(rest, widths[1:], strict=True)]
-        lines.append("  ".join(words))
+    lines = [_aligned_line(words, widths) for words in (head, *body)]
     rule = "-" * len(lines[0])
     return [lines[0].rstrip(), rule, *lines[1:]]
+
+
+def _aligned_line(words: list[str], widths: list[int]) -> str:
+    first = words[0].ljust(widths[0])
+    others = [word.rjust(width) for word, width in zip(words[1:], widths[1:], strict=True)]
+    return "  ".join([first, *others])
 
 
 def in_markdown(head: list[str], body: list[list[str]]) -> list[str]:

@@ -106,6 +106,12 @@ def test_a_model_that_was_trained_on_another_corpus_says_so():
     assert list(kinds(trained)) == ["rotary", "rotary, data arxiv"]
 
 
+def test_axes_count_for_all_rows_even_if_the_first_of_each_kind_would_not_need_them():
+    places = (("a", "a_text"), ("b", "b_text"), ("a", "b_text"))
+    found = [one(corpus=corpus, cell={"data": data}) for data, corpus in places]
+    assert list(kinds(found)) == ["rotary, data a", "rotary, data b"]
+
+
 def test_an_axis_that_is_a_key_under_another_name_is_left_to_the_key():
     lengths = [one(train_length=n, cell={"seq_length": n}, config_hash=str(n)) for n in (512, 2048)]
     assert axes_of(lengths) == ()
