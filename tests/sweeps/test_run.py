@@ -225,48 +225,6 @@ def test_a_table_of_ones_own_stands_beside_what_its_sweep_measured(file, whole):
     assert "3 of 5 cells have our numbers" in lines
 
 
-<<<<<<< HEAD
-=======
-def test_a_sweep_of_one_text_needs_no_axis_for_it(corpus, tmp_path):
-    text = SWEEP.format(corpus=corpus, steps=5).replace(
-        "[32, 64, 128]", f"[32, 64, 128], data_path: {corpus}"
-    )
-    text = "".join(
-        line for line in text.splitlines(keepends=True) if not line.startswith("  data:")
-    )
-    (tmp_path / "tiny.yml").write_text(text)
-    tokens = TokenFile.open(corpus)
-    (tmp_path / "mine.yml").write_text(
-        TABLE.replace("good", tokens.meta.get("corpus") or tokens.prefix.name)
-    )
-    shown = run("tools/reproduce.py", tmp_path / "mine.yml", "--folder", tmp_path / "runs", "--run")
-    assert shown.returncode == 0, shown.stderr
-    assert "3 of 5 cells have our numbers" in shown.stdout
-
-
-def test_what_a_table_needs_is_run_first_and_its_seeds_give_standard_errors(corpus, tmp_path):
-    absent = f"absent: {{data_path: {corpus}_of_nobody}}"
-    text = (
-        SWEEP.format(corpus=corpus, steps=5)
-        .replace(absent, "")
-        .replace("seed: [1]", "seed: [1, 2]")
-    )
-    (tmp_path / "tiny.yml").write_text(text)
-    (tmp_path / "mine.yml").write_text(TABLE)
-    shown = run("tools/reproduce.py", tmp_path / "mine.yml", "--folder", tmp_path / "runs", "--run")
-    assert shown.returncode == 0, shown.stderr
-    ours = [
-        row["perplexity"]
-        for row in rows(tmp_path / "runs")
-        if (row["protocol"], row["length"]) == ("paper", 32)
-    ]
-    difference = statistics.mean(ours) - 20
-    errors = difference / math.sqrt(statistics.variance(ours) / 2 + 1.5**2 / 4)
-    spread = f"{statistics.mean(ours):.1f} ± {statistics.stdev(ours):.1f} 2 {difference:+.4g} {errors:+.1f}"
-    assert f"good kerple_log 32 20.0 ± 1.5 {spread}" in " ".join(shown.stdout.split())
-
-
->>>>>>> c617a1e (Say where a paper's cells were looked for, under one name for table and sweep)
 def test_results_of_another_sweep_are_neither_replaced_nor_emptied(file, tmp_path):
     results = tmp_path / "results.jsonl"
     results.write_text("rows\n")
