@@ -45,7 +45,7 @@ def check_same_tokenizer(
     if written_with and learned_with and written_with != learned_with:
         raise UserError(
             f"data_path: {tokens.prefix} was written by {_described(writer)},"
-            f" {checkpoint} learned with {_described(tokenizer)};"
+            f" {checkpoint} learned with {_described(tokenizer)}:"
             f" its perplexity there would mean nothing - {PREPARE}"
         )
 

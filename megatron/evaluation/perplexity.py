@@ -171,8 +171,8 @@ def _too_large(batch_size: int, length: int) -> str:
     else:
         remedy = "leave this length out with --lengths, or use a larger device"
     return (
-        f"eval_batch_tokens: {batch_size} x {length} tokens do not fit into the device's memory;"
-        f" {remedy}"
+        f"eval_batch_tokens: {batch_size} x {length} tokens do not fit into the device's memory"
+        f" - {remedy}"
     )
 
 

@@ -114,13 +114,13 @@ class Request:
         if self.eval_tokens < longest:
             raise UserError(
                 f"eval_tokens: {self.eval_tokens} is less than one window of the longest length,"
-                f" {longest}; write eval_tokens={longest} or more, or leave that length out"
+                f" {longest} - write eval_tokens={longest} or more, or leave that length out"
             )
         if available < longest:
             raise UserError(
                 f"eval_part: the {self.part} part of the corpus has {max(available, 0)} tokens to"
-                f" predict, and one window of length {longest} needs {longest};"
-                f" use a larger corpus, another split than {self.split}, or shorter lengths"
+                f" predict, and one window of length {longest} needs {longest}"
+                f" - use a larger corpus, another split than {self.split}, or shorter lengths"
             )
         targets = _whole_windows(min(self.eval_tokens, available), longest)
         if available < self.eval_tokens:
@@ -189,8 +189,8 @@ def tail(request: Request) -> list[Windows]:
     shortest, longest = request.checked_lengths[0], request.checked_lengths[-1]
     if not 1 <= size <= shortest:
         raise UserError(
-            f"--tail {size}: the scored end of a window has 1 to {shortest} tokens,"
-            " the least length"
+            f"--tail {size}: must be 1 to {shortest}, the shortest length"
+            " - give another number, or longer lengths"
         )
     text = request.region
     ends = _tail_ends(len(text) - 1, longest, size)
@@ -225,7 +225,8 @@ def sliding(request: Request) -> list[Windows]:
         stride = _stride(length, request.stride)
         if not 1 <= stride <= length:
             raise UserError(
-                f"--stride {stride}: windows of length {length} must move by 1 to {length} tokens"
+                f"--stride {stride}: must be 1 to {length}, the length of a window"
+                " - give another number, or longer lengths"
             )
         starts = _starts(len(text) - 1, length, stride)
         ids = [text[start : start + length + 1] for start in starts]
@@ -246,8 +247,8 @@ def within_document(request: Request) -> list[Windows]:
         size = max(int(request.tokens.sizes[document]) for document in request.documents)
         raise UserError(
             f"within_document: no document of the {request.part} part has {longest + 1} tokens, the"
-            f" longest has {size}, and eval_tokens is {request.eval_tokens};"
-            f" give lengths up to {max(size - 1, 1)} and as many tokens"
+            f" longest has {size}, and eval_tokens is {request.eval_tokens}"
+            f" - give lengths up to {max(size - 1, 1)} and as many tokens"
         )
     by_length = []
     for length in request.checked_lengths:

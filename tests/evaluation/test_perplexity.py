@@ -179,18 +179,18 @@ def test_too_large_a_batch_names_the_key_that_helps(tokens):
     full = Always(torch.OutOfMemoryError("CUDA out of memory"))
     windows = equal_tokens(Request(tokens, [16], SPLIT, eval_tokens=64))
     with pytest.raises(
-        UserError, match=r"eval_batch_tokens: 4 x 16 tokens do not fit .* make it smaller"
+        UserError, match=r"eval_batch_tokens: 4 x 16 tokens do not fit .* - make it smaller"
     ):
         measure(full, windows, batch_tokens=64)
     with pytest.raises(
-        UserError, match=r"1 x 16 tokens do not fit .* leave this length out with --lengths"
+        UserError, match=r"1 x 16 tokens do not fit .* - leave this length out with --lengths"
     ):
         measure(full, windows, batch_tokens=1)
 
 
 def test_a_part_without_one_window_says_what_would_help(tokens):
     message = (
-        r"eval_part: the test part of the corpus has \d+ tokens to predict, .* needs 4096;"
+        r"eval_part: the test part of the corpus has \d+ tokens to predict, .* needs 4096 -"
         r" use a larger corpus"
     )
     with pytest.raises(UserError, match=message):
@@ -199,7 +199,7 @@ def test_a_part_without_one_window_says_what_would_help(tokens):
 
 def test_eval_tokens_below_one_window_is_an_error(tokens):
     with pytest.raises(
-        UserError, match=r"eval_tokens: 100 is less than one window .* write eval_tokens=512"
+        UserError, match=r"eval_tokens: 100 is less than one window .* - write eval_tokens=512"
     ):
         equal_tokens(Request(tokens, [16, 512], SPLIT, eval_tokens=100))
 

@@ -125,8 +125,8 @@ def held_out(checkpoint: Opened, longest: int) -> np.ndarray:
     text = first_tokens(checkpoint.tokens, documents, max(config.evaluation.eval_tokens, needed))
     if len(text) < needed:
         raise UserError(
-            f"--lengths: the {part} part has {len(text)} tokens, {needed} are needed;"
-            " give shorter lengths"
+            f"--lengths: the {part} part has {len(text)} tokens, {needed} are needed"
+            " - give shorter lengths"
         )
     window = Windows(len(text) - 1, [text], [0])
     check_known_tokens([window], checkpoint.vocab, checkpoint.path)
