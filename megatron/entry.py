@@ -1,4 +1,4 @@
-"""What the entry scripts share: `FILES… key=value… [options]`, one message per fault, notes said once."""
+"""What entry scripts share: `FILE… key=value… [options]`, one message per fault, notes once."""
 
 import argparse
 import atexit
@@ -19,9 +19,13 @@ from megatron.errors import UserError
 from megatron.parallel.grid import left_at_the_end
 from megatron.training.checkpoint import find
 
-NOTES_SAID = "MEGATRON_NOTES_SAID"
-PATIENCE = 5  # seconds
-NO_EFFECT, FEW = ": accepted, has no effect here: ", 3
+NOTES_PRINTED = "MEGATRON_NOTES_PRINTED"  # set by deepy.py for the processes that it starts
+HEAD_START = 5  # seconds in which the first process may report a fault that all have
+NO_EFFECT = ": accepted, has no effect here: "
+FEW = 3  # notes about keys without effect that are printed in full
+INTERRUPTED = 130  # the shell's exit status after ctrl-C
+
+AddOptions = Callable[[argparse.ArgumentParser], None]
 
 
 def run(
@@ -29,43 +33,53 @@ def run(
     *,
     description: str | None = None,
     purpose: str | None = None,
-    options: Callable[[argparse.ArgumentParser], None] | None = None,
+    options: AddOptions | None = None,
     config_needed: bool = True,
     argv: Sequence[str] | None = None,
 ) -> NoReturn:
-    """Parse, load the configuration, call main(config, options), exit with what it returns. A UserError is one message.
+    """Parse, load the configuration, call main(config, options) and exit with what it returns.
 
-    description: the docstring of main's file if not given; options adds the script's own arguments;
-    purpose: "train" or "evaluate", which keys are needed beyond a model's;
-    without config_needed, main gets None when neither a file nor key=value is given.
+    description: for --help; the docstring of main's file if not given
+    purpose: "train" or "evaluate", which need more keys than a model does
+    options: adds the script's own arguments
+    config_needed: False: main gets None if neither a file nor key=value is given
+    argv: the command line's words if not given
+    A UserError is printed as one message and exits with status 1.
     """
-    _log()
-    parser = parser_for(description or sys.modules[main.__module__].__doc__ or "", options)
+    _start_logging()
+    words = sys.argv[1:] if argv is None else argv
+    description = description or sys.modules[main.__module__].__doc__ or ""
+    parser = parser_for(description, options)
     try:
-        given = parser.parse_intermixed_args(settings_first(sys.argv[1:] if argv is None else argv))
+        given = parser.parse_intermixed_args(settings_first(words))
         config = None
         if given.words or config_needed:
-            config = load_given(*split(given.words, given.conf_dir), given)
-            require(config, purpose, given)
-            say(config.notes)
+            files, overrides = split_words(given.words, given.conf_dir)
+            config = load_configuration(files, overrides, given)
+            require_keys(config, purpose, given)
+            print_notes(config.notes)
         with left_at_the_end():
             status = main(config, given) or 0
     except UserError as fault:
-        complain(str(fault))
+        print_fault(str(fault))
         status = 1
     except KeyboardInterrupt:
-        status = 130
+        status = INTERRUPTED
     except SystemExit as ended:
         if not isinstance(ended.code, int):
             raise
         status = ended.code
-    _end(status)
+    _exit(status)
 
 
-def _end(status: int) -> NoReturn:
-    """Exit. Of several processes on CPU each ends without the interpreter's last part, which gloo's threads abort where
-    DeepSpeed still holds their group (see left_at_the_end); what is registered to run at the end has run."""
-    if int(os.environ.get("WORLD_SIZE", 1)) > 1 and not torch.cuda.is_available():
+def _exit(status: int) -> NoReturn:
+    """Exit; several processes on the CPU skip the interpreter's last part.
+
+    There gloo's threads abort while DeepSpeed still holds their group (see left_at_the_end).
+    Functions that are registered to run at the end have run.
+    """
+    several = int(os.environ.get("WORLD_SIZE", 1)) > 1
+    if several and not torch.cuda.is_available():
         atexit._run_exitfuncs()
         sys.stdout.flush()
         sys.stderr.flush()
@@ -73,9 +87,7 @@ def _end(status: int) -> NoReturn:
     sys.exit(status)
 
 
-def parser_for(
-    description: str, options: Callable[[argparse.ArgumentParser], None] | None = None
-) -> argparse.ArgumentParser:
+def parser_for(description: str, options: AddOptions | None = None) -> argparse.ArgumentParser:
     """`FILE… key=value… [-d DIR]` and the script's own options; --help lists every key."""
     parser = argparse.ArgumentParser(
         description=description,
@@ -89,77 +101,93 @@ def parser_for(
         help="YAML files, merged in order, then settings",
     )
     add_conf_dir(parser)
-    parser.add_argument(
-        "--local_rank", "--local-rank", help=argparse.SUPPRESS
-    )  # launchers pass it; the environment says it too
+    # Launchers give this option; the environment has the number too.
+    parser.add_argument("--local_rank", "--local-rank", help=argparse.SUPPRESS)
     if options:
         options(parser)
     return parser
 
 
 def add_conf_dir(parser: argparse.ArgumentParser) -> None:
+    """Add the option that names the folder of the YAML files."""
     parser.add_argument("-d", "--conf_dir", metavar="DIR", help="folder of the YAML files")
 
 
-def split(words: Sequence[str], folder: str | None = None) -> tuple[list[str], list[str]]:
-    """Words of the command line -> (files, overrides)."""
-    files = [word for word in words if not is_override(word)]
+def split_words(words: Sequence[str], folder: str | None = None) -> tuple[list[str], list[str]]:
+    """Words of the command line -> (files in `folder`, overrides)."""
+    files = [str(Path(folder or "") / word) for word in words if not is_override(word)]
     overrides = [word for word in words if is_override(word)]
-    return [str(Path(folder or "") / file) for file in files], overrides
+    return files, overrides
 
 
 def settings_first(words: Sequence[str]) -> list[str]:
-    """key=value words before everything else, so that `--lengths 512 1024 eval_tokens=4096` is no third length."""
-    found = [
-        is_override(word) and not (before.startswith("-") and "=" not in before)
-        for before, word in zip(["", *words], words, strict=False)
-    ]
-    settings = [word for word, moves in zip(words, found, strict=True) if moves]
-    return settings + [word for word, moves in zip(words, found, strict=True) if not moves]
+    """Words with `key=value` before all others: `--lengths 512 1024 seed=1` is no third length.
+
+    The word after an option such as `--text` stays with it.
+    """
+    settings, others = [], []
+    before = ""
+    for word in words:
+        is_value_of_option = before.startswith("-") and "=" not in before
+        if is_override(word) and not is_value_of_option:
+            settings.append(word)
+        else:
+            others.append(word)
+        before = word
+    return settings + others
 
 
-def load_given(files: list[str], overrides: list[str], options: argparse.Namespace) -> Config:
-    """The merged configuration; settings without a file are laid over that of the checkpoint named as an option."""
-    if overrides and not files and getattr(options, "checkpoint", None):
+def load_configuration(
+    files: list[str], overrides: list[str], options: argparse.Namespace
+) -> Config:
+    """The merged configuration.
+
+    Settings without a file are laid over the configuration of the checkpoint in the options.
+    """
+    checkpoint = getattr(options, "checkpoint", None)
+    if overrides and not files and checkpoint:
         step = getattr(options, "step", None)
-        files = [str(find(options.checkpoint, None if step is None else int(step)) / "config.yml")]
+        folder = find(checkpoint, None if step is None else int(step))
+        files = [str(folder / "config.yml")]
     return load(files, overrides)
 
 
-def require(config: Config, purpose: str | None, options: argparse.Namespace) -> None:
-    """Keys that this script needs; a checkpoint named as an option needs no key for it."""
+def require_keys(config: Config, purpose: str | None, options: argparse.Namespace) -> None:
+    """Check the keys that a script needs; with a checkpoint in the options it needs none."""
     if purpose and not getattr(options, "checkpoint", None):
         config.require_for(purpose)
 
 
-def say(notes: Sequence[str]) -> None:
-    """Print notes to stderr, once: by deepy.py, or by the first process where there is no deepy.py."""
-    if int(os.environ.get("RANK", 0)) == 0 and NOTES_SAID not in os.environ:
-        idle = [note for note in notes if NO_EFFECT in note]
-        if (
-            len(idle) > FEW
-        ):  # a published file: one line instead of a dozen, or the notes that matter drown
-            keys = ", ".join(note.split(":")[0] for note in idle)
-            notes = [
-                *(note for note in notes if note not in idle),
-                f"accepted, have no effect here: {keys}",
-            ]
-        for note in notes:
-            print(f"note: {note}", file=sys.stderr)
+def print_notes(notes: Sequence[str]) -> None:
+    """Print notes to stderr once: by deepy.py, or by the first process if it was not used."""
+    if NOTES_PRINTED in os.environ or not _is_first():
+        return
+    without_effect = [note for note in notes if NO_EFFECT in note]
+    if len(without_effect) > FEW:  # a published file: a dozen lines would hide the other notes
+        keys = [note.split(":")[0] for note in without_effect]
+        others = [note for note in notes if note not in without_effect]
+        notes = [*others, f"accepted, have no effect here: {', '.join(keys)}"]
+    for note in notes:
+        print(f"note: {note}", file=sys.stderr)
 
 
-def complain(text: str) -> None:
-    """Print a fault to stderr; other processes wait for the first one, so that a common fault appears once."""
-    rank = int(os.environ.get("RANK", 0))
-    if rank:
-        time.sleep(PATIENCE)  # the launcher ends this process meanwhile if the first one failed too
-        text = f"rank {rank}: {text}"
+def print_fault(text: str) -> None:
+    """Print a fault to stderr; a fault that all processes have is printed once.
+
+    Other processes wait for the first one. If it failed too, the launcher ends them meanwhile.
+    """
+    if not _is_first():
+        time.sleep(HEAD_START)
+        text = f"rank {os.environ['RANK']}: {text}"
     print(text, file=sys.stderr, flush=True)
 
 
-def _log() -> None:
+def _is_first() -> bool:
+    return int(os.environ.get("RANK", 0)) == 0
+
+
+def _start_logging() -> None:
     """Messages of the package go to stderr, from the first process only."""
     logging.basicConfig(format="%(message)s", level=logging.WARNING)
-    logging.getLogger("megatron").setLevel(
-        logging.INFO if int(os.environ.get("RANK", 0)) == 0 else logging.ERROR
-    )
+    level = logging.INFO if _is_first() else logging.ERROR
+    logging.getLogger("megatron").setLevel(level)

@@ -1,4 +1,4 @@
-"""The launcher: checks first, then as many processes as there are devices, and their exit status."""
+"""The launcher: checks first, then a process for each device, and their exit status."""
 
 import os
 import subprocess
@@ -10,7 +10,7 @@ import psutil
 import pytest
 import torch
 
-import deepy
+from megatron.commands import deepy
 from megatron.config import load
 from megatron.errors import UserError
 
@@ -220,10 +220,25 @@ def test_devices_that_are_not_there_are_refused(monkeypatch):
 
 def test_a_hostfile_that_is_not_there_is_named(capsys):
     words = [*TINY, "data_path=a", "save=b", "train_iters=1", "hostfile=/no/hosts"]
-    assert (
-        ended(capsys, "train.py", *words)
-        == "hostfile: /no/hosts does not exist; it has lines `host slots=8`\n"
+    message = "hostfile: /no/hosts does not exist; it has lines `host slots=8`\n"
+    assert ended(capsys, "train.py", *words) == message
+
+
+def test_a_relative_hostfile_that_is_not_there_names_the_places(capsys, tmp_path):
+    (tmp_path / "run.yml").write_text("hostfile: no/hosts\n")
+    words = [*TINY, "data_path=a", "save=b", "train_iters=1"]
+    message = ended(capsys, "train.py", str(tmp_path / "run.yml"), *words)
+    assert message == (
+        "hostfile: no/hosts does not exist; it has lines `host slots=8`\n"
+        "  hostfile: no/hosts is a relative path; it was looked for in"
+        f" {Path.cwd()} and, beside run.yml, in {tmp_path}\n"
     )
+
+
+def test_the_script_at_the_root_is_the_command(tmp_path):
+    status, out, err = finish(start("--help", cwd=tmp_path))
+    assert (status, err) == (0, "")
+    assert out.startswith("usage: deepy.py SCRIPT FILE… key=value…")
 
 
 def test_other_machines_are_reached_with_the_options_that_deepspeed_knows(tmp_path):
@@ -239,7 +254,7 @@ def test_other_machines_are_reached_with_the_options_that_deepspeed_knows(tmp_pa
         "master_port=29501",
         "master_addr=one",
     ]
-    command = deepy._on_many_machines(
+    command = deepy.on_many_machines(
         Path("/x/train.py"), ["a.yml", "--flag"], load([], [*TINY, *words])
     )
     assert command[:3] == ["-u", "-m", "deepspeed.launcher.runner"]

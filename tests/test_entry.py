@@ -25,7 +25,7 @@ TINY = [
 @pytest.fixture(autouse=True)
 def alone(monkeypatch):
     monkeypatch.delenv("RANK", raising=False)
-    monkeypatch.delenv(entry.NOTES_SAID, raising=False)
+    monkeypatch.delenv(entry.NOTES_PRINTED, raising=False)
 
 
 def options(parser):
@@ -56,7 +56,10 @@ def test_files_come_from_the_folder_and_words_and_options_may_mix(tmp_path):
 
 
 def test_a_path_with_an_equals_sign_in_a_folder_is_a_file():
-    assert entry.split(["runs/lr=1/config.yml", "seed=1"]) == (["runs/lr=1/config.yml"], ["seed=1"])
+    assert entry.split_words(["runs/lr=1/config.yml", "seed=1"]) == (
+        ["runs/lr=1/config.yml"],
+        ["seed=1"],
+    )
 
 
 def test_what_main_returns_is_the_exit_status():
@@ -111,7 +114,7 @@ def test_an_interruption_ends_quietly():
     assert status(main, *TINY) == 130
 
 
-def test_notes_are_said_once_and_only_by_the_first_process(capsys, monkeypatch):
+def test_notes_are_printed_once_and_only_by_the_first_process(capsys, monkeypatch):
     words = [*TINY, "steps_per_print=10"]
     status(lambda config, given: 0, *words)
     assert capsys.readouterr().err.startswith(
@@ -121,14 +124,14 @@ def test_notes_are_said_once_and_only_by_the_first_process(capsys, monkeypatch):
     status(lambda config, given: 0, *words)
     assert capsys.readouterr().err == ""
     monkeypatch.setenv("RANK", "0")
-    monkeypatch.setenv(entry.NOTES_SAID, "1")
+    monkeypatch.setenv(entry.NOTES_PRINTED, "1")
     status(lambda config, given: 0, *words)
     assert capsys.readouterr().err == ""
 
 
 def test_other_processes_say_who_they_are_when_only_they_fail(capsys, monkeypatch):
     monkeypatch.setenv("RANK", "3")
-    monkeypatch.setattr(entry, "PATIENCE", 0)
+    monkeypatch.setattr(entry, "HEAD_START", 0)
     assert status(lambda config, given: 0, "num_layers=2") == 1
     assert capsys.readouterr().err.startswith("rank 3: bad configuration")
 
@@ -174,7 +177,8 @@ def test_many_keys_without_effect_are_one_note_after_those_that_matter(capsys):
     assert status(lambda config, given: 0, *TINY, "pos_emb=rpe", *idle) == 0
     assert capsys.readouterr().err.splitlines() == [
         "note: pos_emb: rpe means t5",
-        "note: accepted, have no effect here: wall_clock_breakdown, steps_per_print, bias_gelu_fusion, log_param_norm",
+        "note: accepted, have no effect here: wall_clock_breakdown, steps_per_print,"
+        " bias_gelu_fusion, log_param_norm",
     ]
     assert status(lambda config, given: 0, *TINY, *idle[:1]) == 0
     assert (

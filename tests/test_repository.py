@@ -34,7 +34,7 @@ TAKES_THE_CONFIGURATION = {
     "megatron/evaluation/probes/run.py",
 }
 MAY_SPEAK_DISTRIBUTED = {"parallel", "training"}
-MAY_SPEAK_DISTRIBUTED_FILES = {"megatron/model/pipeline.py", "deepy.py"}
+MAY_SPEAK_DISTRIBUTED_FILES = {"megatron/model/pipeline.py", "megatron/commands/deepy.py"}
 MAY_PRINT = {"entry", "commands"}
 TRITON_PROGRAMS = "megatron/attention/triton_programs.py"  # imported only where the backend is used
 LINES_OF_A_FILE = 450
