@@ -189,7 +189,8 @@ def test_the_protocol_of_the_papers_says_how_often_it_reads_a_short_part(tokens)
         (
             "tail",
             {"tail": 17},
-            "--tail 17: must be 1 to 16, the shortest length - give another number, or longer lengths",
+            "--tail 17: must be 1 to 16, the shortest length"
+            " - give another number, or longer lengths",
         ),
         (
             "sliding",

@@ -1,9 +1,12 @@
 """tools/probe.py on a checkpoint with random weights: from the files to rows and a picture."""
 
 import json
+from dataclasses import replace
 
 import pytest
 
+from megatron.errors import UserError
+from megatron.evaluation.probes.run import Options, probe
 from megatron.results.probes import read_probes
 from tests.support import make_checkpoint, run
 
@@ -41,35 +44,48 @@ def test_every_probe_has_its_rows_and_a_length_without_an_answer_says_why(folder
 
 
 def test_probes_of_other_lengths_and_kinds_stay_when_some_are_asked_again(folder, tmp_path):
-    words = ("--checkpoint", folder, "--output", tmp_path / "a.jsonl", "--depths", 2, "--trials", 1)
-    assert (
-        run(
-            "tools/probe.py", *words, "--lengths", 48, 64, "--probes", "copy", "attention"
-        ).returncode
-        == 0
-    )
-    first = read_probes([tmp_path / "a.jsonl"])
-    assert (
-        run(
-            "tools/probe.py", *words, "--lengths", 64, "--probes", "copy", "--probe_seed", 1
-        ).returncode
-        == 0
-    )
-    rows = read_probes([tmp_path / "a.jsonl"])
-    again = [row for row in rows if (row["probe"], row["length"]) == ("copy", 64)]
-    assert [row["probe_seed"] for row in again] == [1, 1]
+    output = tmp_path / "a.jsonl"
+    asked = Options(str(folder), output=output, depths=2, trials=1)
+    probe(None, replace(asked, lengths=[48, 64], probes=["copy", "attention"]))
+    first = read_probes([output])
+    answers = []
+    again = replace(asked, lengths=[64], probes=["copy"], seed=1)
+    probed = probe(None, again, report=answers.append)
+    rows = read_probes([output])
+    assert probed.rows == rows, "earlier rows of this model too"
+    assert [(answer.probe, answer.length, len(answer.rows)) for answer in answers] == [
+        ("copy", 64, 2)
+    ]
+    renewed = [row for row in rows if (row["probe"], row["length"]) == ("copy", 64)]
+    assert [row["probe_seed"] for row in renewed] == [1, 1]
     assert rows[:-2] == [row for row in first if (row["probe"], row["length"]) != ("copy", 64)]
 
 
 def test_another_kind_of_file_is_not_replaced(folder, tmp_path):
-    (tmp_path / "a.jsonl").write_text(json.dumps({"pos_emb": "mine"}) + "\n")
-    done = run("tools/probe.py", "--checkpoint", folder, *WORDS, "--output", tmp_path / "a.jsonl")
-    assert done.returncode == 1
-    assert "a.jsonl, line 1: is no result of tools/probe.py" in done.stderr
-    assert (tmp_path / "a.jsonl").read_text() == '{"pos_emb": "mine"}\n'
+    output = tmp_path / "a.jsonl"
+    output.write_text(json.dumps({"pos_emb": "mine"}) + "\n")
+    with pytest.raises(UserError, match=r"a.jsonl, line 1: is no result of tools/probe.py"):
+        probe(None, Options(str(folder), output=output, lengths=[64]))
+    assert output.read_text() == '{"pos_emb": "mine"}\n'
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"depths": 0}, r"--depths 0 --trials 8: give at least 1 of each"),
+        ({"trials": 0}, r"--depths 5 --trials 0: give at least 1 of each"),
+        (
+            {"lengths": [10**8]},
+            r"--lengths: the valid part has \d+ tokens, 100000001 are needed - give shorter",
+        ),
+    ],
+)
+def test_what_cannot_be_probed_is_one_message(folder, tmp_path, options, message):
+    with pytest.raises(UserError, match=message):
+        probe(None, Options(str(folder), output=tmp_path / "a.jsonl", **options))
+    assert not (tmp_path / "a.jsonl").exists()
 
 
 def test_no_checkpoint_no_numbers(tmp_path):
-    done = run("tools/probe.py", "--checkpoint", tmp_path / "nowhere")
-    assert done.returncode == 1
-    assert "nowhere - train first" in done.stderr
+    with pytest.raises(UserError, match="nowhere - train first"):
+        probe(None, Options(str(tmp_path / "nowhere")))
