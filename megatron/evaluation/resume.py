@@ -29,6 +29,7 @@ SHAPES_LOSSES = (
     "evaluation/run.py",
     "parallel/grid.py",
     "results/statistics.py",
+    "splits.py",
     "training/checkpoint.py",
 )
 

@@ -13,6 +13,7 @@ from megatron.evaluation import resume
 from megatron.evaluation.perplexity import WindowSums, measured
 from megatron.evaluation.protocols import Windows
 from megatron.evaluation.resume import WindowFile, answered, code_fingerprint, loss_shaping_files
+from megatron.parallel.grid import Grid
 from megatron.positions import REGISTRY
 
 QUESTION = {"pos_emb": "t5", "pos_emb_args": {"kernels": ["exp"]}, "length": 8, "text": "ab"}
@@ -60,6 +61,20 @@ def test_a_killed_measurement_goes_on_where_it_was_and_ends_with_the_same_number
     )
     journal.remove()
     assert list(tmp_path.iterdir()) == []
+
+
+def test_windows_of_two_killed_processes_are_finished_by_one(tmp_path, monkeypatch):
+    plain = measured(Mortal(100), WINDOWS, batch_tokens=16)
+    output = tmp_path / "a.jsonl"
+    monkeypatch.setattr(Grid, "gather", lambda self, value: [value])
+    for rank in (0, 1):
+        journal, grid = WindowFile(output, QUESTION, rank), Grid(rank, ranks=2)
+        with pytest.raises(Killed):
+            measured(Mortal(1), WINDOWS, batch_tokens=16, grid=grid, journal=journal)
+    last = Mortal(100)
+    found = measured(last, WINDOWS, batch_tokens=16, journal=WindowFile(output, QUESTION))
+    assert last.asked == 10 - 2 - 2
+    assert (found.loss, found.block_losses) == (plain.loss, plain.block_losses)
 
 
 def test_windows_of_another_question_are_not_used(tmp_path):
