@@ -1,4 +1,4 @@
-"""Files in the spelling of GPT-NeoX, KERPLE and MEP mean here what they meant there, or say that they do not."""
+"""Files in the spelling of GPT-NeoX, KERPLE and MEP mean here what they meant there."""
 
 import pytest
 
@@ -15,7 +15,8 @@ TINY = [
     "max_position_embeddings=64",
 ]
 
-# In the form of the forks' training files: flow style, comments, True and true, trailing commas, dashed keys.
+# In the form of the forks' training files: flow style, comments, True and true, trailing commas,
+# dashed keys.
 RECIPE = """# comment
 {
    "pipe-parallel-size": 1,
@@ -27,10 +28,12 @@ RECIPE = """# comment
 
    "optimizer": {"type": "Adam", "params": {"lr": 0.0006, "betas": [0.9, 0.999], "eps": 1.0e-8, }},
    "zero_optimization": {
-    "stage": 0, "allgather_partitions": True, "allgather_bucket_size": 500000000, "overlap_comm": True,
-    "reduce_scatter": True, "reduce_bucket_size": 500000000, "contiguous_gradients": True, "cpu_offload": False
+    "stage": 0, "allgather_partitions": True, "allgather_bucket_size": 500000000,
+    "overlap_comm": True, "reduce_scatter": True, "reduce_bucket_size": 500000000,
+    "contiguous_gradients": True, "cpu_offload": False
    },
-   "train_micro_batch_size_per_gpu": 16, "gradient_accumulation_steps": 2, "data-impl": "mmap", "split": "949,50,1",
+   "train_micro_batch_size_per_gpu": 16, "gradient_accumulation_steps": 2,
+   "data-impl": "mmap", "split": "949,50,1",
    "checkpoint-activations": true, "checkpoint-num-layers": 1, "partition-activations": true,
    "synchronize-each-layer": true,
    "gradient_clipping": 1.0, "weight-decay": 0.0, "hidden-dropout": 0.0, "attention-dropout": 0.0,
@@ -38,22 +41,26 @@ RECIPE = """# comment
      "enabled": True, "type": "bfloat16", # bf16 of 2022
      "loss_scale": 0, "loss_scale_window": 1000, "hysteresis": 2, "min_loss_scale": 1
    },
-   "fp32_allreduce": True, "train-iters": 50000, "lr-decay-iters": 50000, "distributed-backend": "nccl",
-   "lr-decay-style": "cosine", "warmup": 0.01, "save-interval": 10000, "eval-interval": 1000, "eval-iters": 10,
-   "log-interval": 100, "steps_per_print": 10, "keep-last-n-checkpoints": 1, "wall_clock_breakdown": true,
+   "fp32_allreduce": True, "train-iters": 50000, "lr-decay-iters": 50000,
+   "distributed-backend": "nccl", "lr-decay-style": "cosine", "warmup": 0.01,
+   "save-interval": 10000, "eval-interval": 1000, "eval-iters": 10,
+   "log-interval": 100, "steps_per_print": 10, "keep-last-n-checkpoints": 1,
+   "wall_clock_breakdown": true,
    "log_grad_norm": true,
 }
 """
 PATHS = """{
   "vocab-file": "data/gpt2-vocab.json", "merge-file": "data/gpt2-merges.txt",
   "checkpoint_validation_with_forward_pass": False,
-  "tensorboard-dir": "tensorboard", "use_wandb": False, "wandb_host": "https://api.wandb.ai", "wandb_project": "neox"
+  "tensorboard-dir": "tensorboard", "use_wandb": False, "wandb_host": "https://api.wandb.ai",
+  "wandb_project": "neox"
 }
 """
 EXPERIMENT = """{
-    "save": "a_1235_checkpoints", "load": "a_1235_checkpoints", "log-dir": "a_1235logs", "seed": 1235,
-    "attention_softmax_in_fp32": True, "alibi_scaling": 160,
-    "data-path": "data/openwebtext2/openwebtext2_text_document", "pos-emb": "snope_norm_original_scaling__"
+    "save": "a_1235_checkpoints", "load": "a_1235_checkpoints", "log-dir": "a_1235logs",
+    "seed": 1235, "attention_softmax_in_fp32": True, "alibi_scaling": 160,
+    "data-path": "data/openwebtext2/openwebtext2_text_document",
+    "pos-emb": "snope_norm_original_scaling__"
 }
 """
 
@@ -102,7 +109,7 @@ def test_published_mep_files_load_as_they_are(published):
 
 
 def test_what_has_no_effect_says_so(published):
-    said = load(published).notes
+    notes = load(published).notes
     for key in (
         "scaled_upper_triang_masked_softmax_fusion",
         "bias_gelu_fusion",
@@ -116,9 +123,7 @@ def test_what_has_no_effect_says_so(published):
         "alibi_scaling",
         "zero_optimization.cpu_offload",
     ):
-        assert [
-            note for note in said if note.startswith(f"{key}: accepted, has no effect here: ")
-        ], key
+        assert any(note.startswith(f"{key}: accepted, has no effect here: ") for note in notes), key
 
 
 def test_a_later_file_may_repeat_a_dashed_key(published, tmp_path):
@@ -165,11 +170,13 @@ def test_every_historic_way_to_choose_a_precision(words, dtype):
     [
         (
             ["bf16={enabled: true}", "fp16={enabled: true}"],
-            "precision: bf16.enabled: true and fp16.enabled: true contradict each other; keep one of them",
+            "precision: bf16.enabled: true and fp16.enabled: true contradict each other;"
+            " keep one of them",
         ),
         (
             ["precision=fp32", "fp16={enabled: true, type: bfloat16}"],
-            "precision: precision: fp32 and fp16.type: bfloat16 contradict each other; keep one of them",
+            "precision: precision: fp32 and fp16.type: bfloat16 contradict each other;"
+            " keep one of them",
         ),
         (["fp16={enabled: true, type: bf17}"], "fp16.type: must be fp16 or bfloat16, got 'bf17'"),
         (["fp16={enabled: maybe}"], "fp16.enabled: must be true or false, got 'maybe'"),
@@ -181,11 +188,13 @@ def test_every_historic_way_to_choose_a_precision(words, dtype):
         ),
         (
             ["weight_decay=0.1", "optimizer.params.weight_decay=0.2"],
-            "weight_decay: 0.1 and optimizer.params.weight_decay: 0.2 contradict each other; keep one of them",
+            "weight_decay: 0.1 and optimizer.params.weight_decay: 0.2 contradict each other;"
+            " keep one of them",
         ),
         (
             ["rotary_pct=0.5", "pos_emb_args.rotary_pct=1.0"],
-            "rotary_pct: 0.5 and pos_emb_args.rotary_pct: 1.0 contradict each other; keep one of them",
+            "rotary_pct: 0.5 and pos_emb_args.rotary_pct: 1.0 contradict each other;"
+            " keep one of them",
         ),
     ],
 )
@@ -281,8 +290,8 @@ def test_zero_stage_0_runs_as_1_in_half_precision_and_says_so(precision):
     config = load([], [*TINY, f"precision={precision}", "zero_optimization.stage=0"])
     assert config.parallel.zero_stage == 1
     assert config.notes == (
-        f"zero_optimization.stage: 0 runs as 1 with {precision}:"
-        " from there on DeepSpeed has float32 gradients for bf16 and hands out its float32 master weights",
+        f"zero_optimization.stage: 0 runs as 1 with {precision}: from there on DeepSpeed has"
+        " float32 gradients for bf16 and hands out its float32 master weights",
     )
     assert load([], [*TINY, f"precision={precision}"]).parallel.zero_stage == 1
     assert (

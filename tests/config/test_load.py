@@ -1,4 +1,4 @@
-"""Files and words become one checked configuration, and every fault is said at once."""
+"""Files and words become one checked configuration, and every fault is in one message."""
 
 import pytest
 import torch
@@ -52,7 +52,10 @@ def test_later_files_win_and_words_win_over_files(tmp_path):
 
 
 def test_python_words_trailing_commas_and_exponents_are_understood(tmp_path):
-    text = '{ "no-weight-tying": True, "optimizer": {"params": {"lr": 6e-4, "eps": 1e-8,},}, "warmup": 1E-2, }'
+    text = (
+        '{ "no-weight-tying": True, "optimizer": {"params": {"lr": 6e-4, "eps": 1e-8,},},'
+        ' "warmup": 1E-2, }'
+    )
     config = load([write(tmp_path, "flow.yml", text)], TINY)
     assert config.model.no_weight_tying is True
     assert (config.optimizer.lr, config.optimizer.eps, config.optimizer.warmup) == (
@@ -163,7 +166,8 @@ def test_all_faults_come_in_one_message():
         ("precision=fp12", "precision: must be fp32, bf16 or fp16, got 'fp12'"),
         (
             "attention_dropout=0.1",
-            "attention_dropout: must be <= 0, got 0.1; the attention backends compute no dropout on probabilities",
+            "attention_dropout: must be <= 0, got 0.1;"
+            " the attention backends compute no dropout on probabilities",
         ),
         (
             "norm=rmsnorm",
@@ -184,7 +188,8 @@ def test_all_faults_come_in_one_message():
         ),
         (
             "gpt_j_residual=true",
-            "gpt_j_residual: parallel residual branches are not offered; set it to false or drop it",
+            "gpt_j_residual: parallel residual branches are not offered;"
+            " set it to false or drop it",
         ),
         (
             "max_position_embeddings=32",
@@ -202,7 +207,8 @@ def test_all_faults_come_in_one_message():
         ),
         (
             "data_path=a,b",
-            "data_path: 'a,b' names several files; give one prefix, mixing corpora is not offered yet",
+            "data_path: 'a,b' names several files; give one prefix,"
+            " mixing corpora is not offered yet",
         ),
         ("data_path=a/b.bin", "data_path: a/b.bin is a file; give the prefix a/b"),
         (
@@ -231,7 +237,8 @@ def test_devices_are_chosen_in_one_way():
 
 def test_layers_are_not_compiled_under_zero_3():
     assert faults(words=[*TINY, "torch_compile=true", "zero_optimization.stage=3"]) == [
-        "torch_compile: compiles again for every hook of ZeRO stage 3 until it gives up; use stage 2, or set false"
+        "torch_compile: compiles again for every hook of ZeRO stage 3 until it gives up;"
+        " use stage 2, or set false"
     ]
 
 
@@ -298,7 +305,7 @@ def test_loading_does_not_move_the_random_generator():
     assert torch.equal(torch.rand(3), expected)
 
 
-def test_training_says_all_that_it_misses():
+def test_training_names_all_keys_that_are_missing():
     with pytest.raises(UserError) as raised:
         load([], TINY).require_for("train")
     assert [line.split(":")[0] for line in str(raised.value).split("\n  ")[1:]] == [
@@ -356,7 +363,7 @@ def test_a_saved_configuration_comes_back_exactly(tmp_path):
 
 def test_the_hash_is_of_what_shapes_the_model():
     base = load([], TINY)
-    # This value stands in published result lines: it may change only together with a note in docs/experiments.md.
+    # This value is in published result rows: change it only with a note in docs/experiments.md.
     assert base.hash == "a60ccbb0de77"
     for word in (
         "save=x",

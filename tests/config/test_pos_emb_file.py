@@ -1,4 +1,4 @@
-"""A user's own file of encodings: run where it is named, hashed by its text, kept, never run from where it is kept."""
+"""A user's own file of encodings: run where it is named, hashed by its text, kept with checkpoints."""
 
 import json
 import shutil
@@ -109,16 +109,19 @@ def test_the_text_counts_for_the_hash_and_its_place_does_not(mine, tmp_path):
     [
         (
             None,
-            r"pos_emb_file: \S*mine.py cannot be read \(No such file or directory\); give the path of a Python",
+            r"pos_emb_file: \S*mine.py cannot be read \(No such file or directory\);"
+            " give the path of a Python",
         ),
         (
             b"\xff\xfe\x00",
-            r"pos_emb_file: \S*mine.py cannot be read \(it is not text\); give the path of a Python file",
+            r"pos_emb_file: \S*mine.py cannot be read \(it is not text\);"
+            " give the path of a Python file",
         ),
         (b"x = 1\ndef f(:\n", r"pos_emb_file: \S*mine.py:2 is not valid Python \(invalid syntax\)"),
         (
             b"x = 1\n",
-            r'pos_emb_file: \S*mine.py registers no encoding; put @register\("its_name"\) above the class',
+            r"pos_emb_file: \S*mine.py registers no encoding;"
+            r' put @register\("its_name"\) above the class',
         ),
         (
             b"import nowhere_at_all\n",
@@ -126,7 +129,8 @@ def test_the_text_counts_for_the_hash_and_its_place_does_not(mine, tmp_path):
         ),
         (
             CODE.replace("flat", "alibi").encode(),
-            r"mine.py:9 stops with ValueError: Flat: the name 'alibi' is taken by another encoding; choose another",
+            r"mine.py:9 stops with ValueError: Flat: the name 'alibi' is taken by another encoding;"
+            " choose another",
         ),
     ],
     ids=["missing", "binary", "syntax", "empty", "import", "taken"],
