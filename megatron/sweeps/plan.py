@@ -3,6 +3,7 @@
 import hashlib
 import itertools
 import json
+import logging
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -10,10 +11,14 @@ from pathlib import Path
 from typing import Any
 
 from megatron.config import Config, load
+from megatron.config.faults import Report
+from megatron.config.paths import resolve_inputs
 from megatron.config.read import find_file, read_file
 from megatron.config.schema import KEYS
 from megatron.errors import UserError, did_you_mean
 from megatron.files import ROOT
+
+logger = logging.getLogger(__name__)
 
 SHIPPED = ROOT / "configs" / "sweeps"
 PARTS: dict[str, type] = {
@@ -95,14 +100,17 @@ def load_sweep(
     home = Path(folder) if folder else Path("runs/sweeps") / file.stem
     cells: list[Cell] = []
     faults: list[str] = []
+    report = Report()
     for values in _chosen(_points(parts, file), only, file):
         try:
-            cells.append(_cell(parts, values, home, file))
+            cells.append(_cell(parts, values, home, file, report))
         except UserError as fault:
             faults.append(f"{_name(values)}: {fault}")
     if faults:
         title = f"{file}: {len(faults)} cells cannot be run"
         raise UserError("\n".join([title, *dict.fromkeys(faults)]))
+    for note in report.notes:
+        logger.warning("%s: %s", file, note)
     keep_states = parts.get("keep_optimizer_states", False)
     return Sweep(file.stem, file, home, tuple(cells), keep_states)
 
@@ -207,7 +215,8 @@ def _chosen(points: list[Values], only: Sequence[str], path: Path) -> list[Value
     return points
 
 
-def _cell(parts: Mapping[str, Any], values: Values, home: Path, path: Path) -> Cell:
+def _cell(parts: Mapping[str, Any], values: Values, home: Path, path: Path, report: Report) -> Cell:
+    """One point of the grid; notes about the sweep's own paths go to the report."""
     files = [_beside(name, path) for name in parts.get("base", [])]
     settings = dict(parts.get("settings", {}))
     for axis, value in values.items():
@@ -219,6 +228,7 @@ def _cell(parts: Mapping[str, Any], values: Values, home: Path, path: Path) -> C
             files.append(file_of_value)
         else:
             settings[axis] = value
+    settings = resolve_inputs(settings, path, report)
     name = _name(values)
     folder = home / name
     settings |= {"save": str(folder), "load": str(folder)}

@@ -1,4 +1,4 @@
-"""A user's own file of encodings: run where it is named, hashed by its text, kept with checkpoints."""
+"""A user's file of encodings: run where it is named, hashed by its text, kept with checkpoints."""
 
 import json
 import shutil

@@ -125,3 +125,19 @@ def test_a_sweep_may_keep_optimizer_states(tmp_path):
     text = f"settings: {{{TINY}}}\ngrid: {{seed: [1]}}"
     assert not sweep_of(tmp_path, text).keep_states
     assert sweep_of(tmp_path, text + "\nkeep_optimizer_states: true").keep_states
+
+
+def test_an_input_is_looked_for_beside_the_sweep_file_too(tmp_path, monkeypatch, caplog):
+    here = tmp_path / "here"
+    here.mkdir()
+    monkeypatch.chdir(here)
+    (tmp_path / "text.idx").touch()
+    text = f"settings: {{{TINY}}}\ngrid: {{seed: [1, 2]}}"
+    for cell in sweep_of(tmp_path, text).cells:
+        assert cell.config.data.data_path == str(tmp_path / "text")
+    assert caplog.messages == []
+    (here / "text.idx").touch()
+    for cell in sweep_of(tmp_path, text).cells:
+        assert cell.config.data.data_path == "text"
+    (note,) = caplog.messages
+    assert f"data_path: text of the current folder is used, and not {tmp_path}/text" in note
