@@ -1,19 +1,49 @@
-"""Make the compact copy of the reference forks' numbers that the tests use: python tests/golden/compact.py FOLDER."""
+"""Make the compact copy of reference numbers that the tests use.
+
+python tests/golden/compact.py FOLDER    where FOLDER holds model/, train/ and encodings/
+"""
 
 import json
 import sys
 from pathlib import Path
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 HERE = Path(__file__).parent
-KEPT = torch.cat(
-    [torch.arange(0, 256, 8), torch.arange(248, 256)]
-).unique()  # positions whose logits are kept at 256
+# Positions whose logits are kept at length 256.
+KEPT = torch.cat([torch.arange(0, 256, 8), torch.arange(248, 256)]).unique()
+
+# What is kept of other encodings' numbers, beside the inputs that they belong to.
+ENCODINGS = {
+    "fox": [
+        "param.gate_weight",
+        "param.gate_bias",
+        *[f"L16.{name}" for name in ("bias", "out", "grad_q", "grad_k")],
+        *[f"L16.{name}" for name in ("grad_gate_weight", "grad_gate_bias")],
+        "L48.bias",
+    ],
+    "p_rope": ["p0.25.inv_freq", "p0.75.inv_freq", "p0.25.L16.scores", "p0.75.L16.out"],
+}
+INPUTS = [*[f"L16.{name}" for name in ("q", "k", "v", "x", "dout")], "L48.x"]
 
 
 def main(source: Path) -> None:
+    forks(source)
+    encodings(source / "encodings")
+
+
+def encodings(source: Path) -> None:
+    """Numbers of the authors' own code, for the examples of docs/add_an_encoding.md."""
+    folder = HERE / "encodings"
+    folder.mkdir(exist_ok=True)
+    for name, keys in {"inputs": INPUTS, **ENCODINGS}.items():
+        tensors = load_file(source / f"{name}.safetensors")
+        save_file({key: tensors[key] for key in keys}, folder / f"{name}.safetensors")
+
+
+def forks(source: Path) -> None:
+    """Numbers of the GPT-NeoX forks of KERPLE and MEP."""
     cases = json.loads((source / "model" / "cases.json").read_text())
     shared: dict[str, torch.Tensor] = {}
     for case in cases["cases"]:

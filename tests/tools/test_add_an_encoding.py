@@ -1,14 +1,24 @@
-"""docs/add_an_encoding.md is carried out: its file, its YAML, its commands, and dropping the file into the project."""
+"""docs/add_an_encoding.md is carried out: its files, its YAML, its commands, and its examples."""
 
 import json
 import re
+import runpy
 import shutil
+import sys
 
 import pytest
+import torch
+from safetensors.torch import load_file as load_tensors
 
+from megatron.conformance import gradients, model
+from megatron.conformance.checks import CHECKS, examine
+from megatron.conformance.finding import FAILS
+from megatron.conformance.subject import Subject
+from megatron.positions import FILES, REGISTRY, Position, Shape, build, load_file
 from tests.support import ROOT, run
 
 GUIDE = (ROOT / "docs" / "add_an_encoding.md").read_text(encoding="utf-8")
+GOLDEN = ROOT / "tests" / "golden" / "encodings"
 SMALL = [
     "num_layers=1",
     "hidden_size=24",
@@ -16,8 +26,6 @@ SMALL = [
     "train_iters=2",
     "lr_decay_iters=2",
     "eval_interval=0",
-]
-SMALL += [
     "train_micro_batch_size_per_gpu=1",
     "tokenizer_type=CharLevelTokenizer",
     "vocab_file=null",
@@ -28,19 +36,35 @@ SMALLER = {
     "evaluate.py": ["--lengths", "64", "128"],
     "plot_positions.py": ["--length", "300", "--tokens", "16"],
 }
+SLOW = (
+    model.finite_losses,
+    model.later_tokens_change_nothing,
+    gradients.training_stays_finite,
+)
 
 
-def block(language: str) -> str:
-    (found,) = re.findall(rf"```{language}\n(.*?)```", GUIDE, flags=re.DOTALL)
-    return found
+def blocks(language: str) -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", GUIDE, flags=re.DOTALL)
+
+
+def file_of(name: str) -> str:
+    """The example that registers this encoding."""
+    (text,) = [text for text in blocks("python") if f'@register("{name}")' in text]
+    return text
+
+
+def code_lines(text: str) -> int:
+    return len([line for line in text.splitlines() if line.strip()])
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """A user's folder: the two files of the guide, and the project by its names."""
+    """A user's folder: the files of the guide, and the project by its names."""
     path = tmp_path_factory.mktemp("guide")
-    (path / "my_encoding.py").write_text(block("python"))
-    (path / "mine.yml").write_text(block("yaml"))
+    (path / "my_encoding.py").write_text(file_of("soft_window"))
+    (path / "p_rope.py").write_text(file_of("p_rope"))
+    (path / "fox.py").write_text(file_of("fox"))
+    (path / "mine.yml").write_text(blocks("yaml")[0])
     for name in ("train.py", "evaluate.py", "tools", "configs"):
         (path / name).symlink_to(ROOT / name)
     return path
@@ -52,18 +76,56 @@ def succeed(folder, words) -> str:
     return done.stdout + done.stderr
 
 
-def test_the_example_is_short():
-    assert len([line for line in block("python").splitlines() if line.strip()]) <= 22
+@pytest.fixture
+def tool(folder, monkeypatch, capsys, own_registry):
+    """Run a tool of the guide in this process, as the user's command would: its output."""
+    tables = (REGISTRY, FILES)
+    fresh = [dict(table) for table in tables]
+
+    def output(words) -> str:
+        for table, entries in zip(tables, fresh, strict=True):
+            table.clear()
+            table.update(entries)
+        monkeypatch.chdir(folder)
+        monkeypatch.setattr(sys, "argv", words)
+        with pytest.raises(SystemExit) as end:
+            runpy.run_path(words[0], run_name="__main__")
+        printed = capsys.readouterr()
+        assert not end.value.code, f"{words}\n{printed.out}\n{printed.err}"
+        return printed.out + printed.err
+
+    return output
 
 
-def test_the_commands_run_in_their_order_without_any_other_edit(folder, corpus):
+def test_the_examples_are_short():
+    assert code_lines(file_of("soft_window")) <= 22
+    assert code_lines(file_of("p_rope")) <= 25
+    assert code_lines(file_of("fox")) <= 25
+
+
+def test_every_hook_is_in_the_table():
+    rows = re.findall(
+        r"^\| `(\w+)\(.*?\)` \| (.*?) \| .*? \| `(\w+)` \|$", GUIDE, flags=re.MULTILINE
+    )
+    hooks = {hook: name for hook, _, name in rows}
+    ours = {name for name, value in vars(Position).items() if callable(value)}
+    helpers = {"has", "distances", "indices", "table", "log_n_scale", "reference", "__init__"}
+    assert hooks.keys() == ours - helpers
+    for hook, name in hooks.items():
+        overridden = getattr(REGISTRY[name], hook) is not getattr(Position, hook)
+        assert overridden, f"{name} does not have {hook}"
+
+
+def test_the_commands_run_in_their_order_without_any_other_edit(folder, tool, corpus):
     outputs = []
-    for command in block("sh").splitlines():
+    for command in blocks("sh")[0].splitlines():
         python, *words = command.split()
         assert python == "python"
-        more = next((small for script, small in SMALLER.items() if script in command), [])
-        more = [*more, f"data_path={corpus}"] if "train.py" in command else more
-        outputs.append(succeed(folder, [*words, *more]))
+        script = words[0].rpartition("/")[2]
+        words += SMALLER.get(script, [])
+        if script == "train.py":
+            words.append(f"data_path={corpus}")
+        outputs.append(tool(words) if words[0].startswith("tools/") else succeed(folder, words))
     checked, plotted, trained, evaluated, learned, documented = outputs
     assert "0 fail: the encoding keeps what it must" in checked
     assert (folder / "plots/soft_window.png").exists()
@@ -71,15 +133,13 @@ def test_the_commands_run_in_their_order_without_any_other_edit(folder, corpus):
     assert "soft_window: " in trained
     assert " 4 of them in the encoding" in trained
     assert re.search(r"64\*\s+128", evaluated)
-    assert all(
-        f"{stem}.svg" in learned for stem in ("encoding", "learned", "trajectory", "attention")
-    )
-    assert (
-        "| [soft_window](#soft_window) | -height · sigmoid((d - width) / softness), height ~ U(1, 4)"
-        in documented
-    )
+    for stem in ("encoding", "learned", "trajectory", "attention"):
+        assert f"{stem}.svg" in learned
+    formula = "-height · sigmoid((d - width) / softness), height ~ U(1, 4)"
+    assert f"| [soft_window](#soft_window) | {formula}" in documented
     run_folder = folder / "runs/soft_window"
-    assert (run_folder / "global_step2/pos_emb_file.py").read_text() == block("python")
+    kept = run_folder / "global_step2/pos_emb_file.py"
+    assert kept.read_text() == file_of("soft_window")
     record = json.loads((run_folder / "metrics.jsonl").read_text().splitlines()[-1])
     assert len(record["position"]["height"]) == 4
 
@@ -88,24 +148,15 @@ def test_the_commands_run_in_their_order_without_any_other_edit(folder, corpus):
     assert "code that lies in a checkpoint is not run unasked" in refused.stderr
     assert "Traceback" not in refused.stderr
 
-    again = [
-        *SMALL,
-        "train_iters=3",
-        f"data_path={corpus}",
-        "save=runs/soft_window",
-        "load=runs/soft_window",
-    ]
-    (folder / "renamed.py").write_text(block("python"))
-    resumed = succeed(
-        folder, ["train.py", "configs/demo.yml", "mine.yml", *again, "pos_emb_file=renamed.py"]
-    )
-    assert "step 3/3" in resumed
-    (folder / "edited.py").write_text(block("python") + "# edited\n")
-    other = run(
-        "train.py", "configs/demo.yml", "mine.yml", *again, "pos_emb_file=edited.py", cwd=folder
-    )
+    run_name = "runs/soft_window"
+    again = [*SMALL, "train_iters=3", f"data_path={corpus}", f"save={run_name}", f"load={run_name}"]
+    train = ["train.py", "configs/demo.yml", "mine.yml", *again]
+    (folder / "renamed.py").write_text(file_of("soft_window"))
+    assert "step 3/3" in succeed(folder, [*train, "pos_emb_file=renamed.py"])
+    (folder / "edited.py").write_text(file_of("soft_window") + "# edited\n")
+    other = run(*train, "pos_emb_file=edited.py", cwd=folder)
     assert other.returncode == 1
-    assert "and edited.py says something else" in other.stderr
+    assert "edited.py has another text" in other.stderr
 
 
 def test_dropped_into_the_project_it_gets_tests_a_plot_and_a_row(tmp_path):
@@ -114,20 +165,88 @@ def test_dropped_into_the_project_it_gets_tests_a_plot_and_a_row(tmp_path):
         shutil.copytree(ROOT / name, tmp_path / name, ignore=ignore)
     for name in ("train.py", "evaluate.py", "pyproject.toml"):
         shutil.copy(ROOT / name, tmp_path)
-    (tmp_path / "megatron/positions/soft_window.py").write_text(block("python"))
+    (tmp_path / "megatron/positions/soft_window.py").write_text(file_of("soft_window"))
     quick = "soft_window and not (finite_losses or later_tokens or training)"
-    words = [
-        "-m",
-        "pytest",
-        "-q",
-        "-p",
-        "no:cacheprovider",
-        "tests/positions/test_every_encoding.py",
-        "-k",
-        quick,
-    ]
-    tested = succeed(tmp_path, words)
-    assert int(re.search(r"(\d+) passed", tested)[1]) >= 5
+    pytest_words = ["-m", "pytest", "-q", "-p", "no:cacheprovider", "-n", "0"]
+    tested = succeed(
+        tmp_path, [*pytest_words, "tests/positions/test_every_encoding.py", "-k", quick]
+    )
+    (passed,) = re.findall(r"(\d+) passed", tested)
+    assert int(passed) >= len(CHECKS) - 3
     succeed(tmp_path, ["tools/plot_positions.py", "soft_window", "--length", "300"])
     assert (tmp_path / "plots/soft_window.svg").exists()
     assert "\n## soft_window\n" in succeed(tmp_path, ["tools/document_positions.py"])
+
+
+@pytest.mark.parametrize(("name", "options"), [("p_rope", {"p": 0.25}), ("fox", {})])
+def test_the_other_examples_keep_what_they_must(name, options, folder, own_registry):
+    command = next(line for line in blocks("sh")[1].splitlines() if f" {name} " in line)
+    assert f"tools/check_encoding.py {name} --from {name}.py" in command
+    load_file(folder / f"{name}.py")
+    findings = examine(Subject(name, options), [check for check in CHECKS if check not in SLOW])
+    failed = [
+        f"{finding.check}: {finding.detail}" for finding in findings if finding.verdict == FAILS
+    ]
+    assert failed == []
+
+
+INPUTS = load_tensors(GOLDEN / "inputs.safetensors")
+LOWER = torch.ones(16, 16).tril().bool()
+
+
+def attend(scores: torch.Tensor) -> torch.Tensor:
+    """Causal attention by its definition: the output [batch, heads, length, head_dim]."""
+    return scores.masked_fill(~LOWER, -torch.inf).softmax(dim=-1) @ INPUTS["L16.v"].double()
+
+
+@pytest.fixture
+def example(folder, own_registry):
+    """An example of the guide in the shape of the golden values, in float64."""
+
+    def built(name: str, **options) -> Position:
+        load_file(folder / f"{name}.py")
+        shape = Shape(heads=3, head_dim=8, hidden=24, train_length=16)
+        return build(name, shape, **options).double()
+
+    return built
+
+
+def test_fox_has_the_bias_output_and_gradients_of_the_authors_code(example):
+    golden = load_tensors(GOLDEN / "fox.safetensors")
+    fox = example("fox")
+    with torch.no_grad():
+        fox.weight.copy_(golden["param.gate_weight"])
+        fox.bias.copy_(golden["param.gate_bias"])
+    x = INPUTS["L16.x"].double()
+    bias = fox.on_scores(torch.zeros(2, 3, 16, 16, dtype=torch.float64), x, {})
+    torch.testing.assert_close(bias[:, :, LOWER], golden["L16.bias"].double(), rtol=0, atol=1e-5)
+    longer = INPUTS["L48.x"][:1].double()
+    bias = fox.on_scores(torch.zeros(1, 3, 48, 48, dtype=torch.float64), longer, {})
+    lower = torch.ones(48, 48).tril().bool()
+    torch.testing.assert_close(bias[:, :, lower], golden["L48.bias"].double(), rtol=1e-6, atol=1e-5)
+
+    q = INPUTS["L16.q"].double().requires_grad_()
+    k = INPUTS["L16.k"].double().requires_grad_()
+    out = attend(fox.on_scores(q @ k.transpose(-1, -2) / 8**0.5, x, {}))
+    torch.testing.assert_close(out, golden["L16.out"].double(), rtol=0, atol=1e-6)
+    leaves = {"q": q, "k": k, "gate_weight": fox.weight, "gate_bias": fox.bias}
+    found = torch.autograd.grad((out * INPUTS["L16.dout"]).sum(), list(leaves.values()))
+    for name, gradient in zip(leaves, found, strict=True):
+        expected = golden[f"L16.grad_{name}"].double()
+        torch.testing.assert_close(gradient, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_p_rope_has_the_frequencies_scores_and_output_of_hugging_face(example):
+    golden = load_tensors(GOLDEN / "p_rope.safetensors")
+    q, k = INPUTS["L16.q"].double(), INPUTS["L16.k"].double()
+    scores = {}
+    for p in (0.25, 0.75):
+        p_rope = example("p_rope", p=p)
+        expected = golden[f"p{p}.inv_freq"]
+        torch.testing.assert_close(p_rope.inv_freq.float(), expected, rtol=1e-6, atol=0)
+        turned_q, turned_k = p_rope.on_queries_keys(q, k)
+        scores[p] = turned_q @ turned_k.transpose(-1, -2) / 8**0.5
+    packed = scores[0.25][:, :, LOWER].float()
+    torch.testing.assert_close(packed, golden["p0.25.L16.scores"], rtol=0, atol=2e-6)
+    out = attend(scores[0.75]).float()
+    torch.testing.assert_close(out, golden["p0.75.L16.out"], rtol=0, atol=2e-6)
