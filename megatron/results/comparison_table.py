@@ -13,6 +13,7 @@ from megatron.results.comparison import (
     encodings,
     mean_and_std,
 )
+from megatron.results.labels import with_sweeps
 from megatron.results.row import Row, by_setting, last_of_each
 from megatron.results.statistics import perplexity_of
 from megatron.results.table import (
@@ -33,7 +34,9 @@ def over_seeds(rows: Sequence[Row], *, markdown: bool = False) -> str:
 
     n/a where a seed has no number: a mean is over all seeds or none.
     """
-    tables = [_over_seeds(group, markdown=markdown) for group in by_setting(rows).values()]
+    tables = [
+        _over_seeds(group, markdown=markdown) for group in by_setting(with_sweeps(rows)).values()
+    ]
     return "\n\n".join(tables)
 
 

@@ -89,7 +89,7 @@ class Row(Question, total=False):
 
 
 class Role(Enum):
-    """Why a row has a key."""
+    """Why a row has a key. Notes keep this order."""
 
     MODEL = "what was trained"
     VARIANT = "how these weights were evaluated"
@@ -122,7 +122,7 @@ class Key:
     note: str = ""
 
 
-# Labels, columns and notes keep this order. What was measured stands first, bookkeeping last.
+# Labels and columns keep this order: what was measured stands first, bookkeeping last.
 KEYS: dict[str, Key] = {
     "pos_emb": Key(Role.MODEL, run=True, kind=True, column="pos_emb"),  # every label begins with it
     "pos_emb_args": Key(Role.MODEL, kind=True, label=True, column="options"),
@@ -191,7 +191,7 @@ COLLECTED = keys_of(Role.COLLECTED)
 ATTENTION_INPUTS = tuple(key for key in VARIANT if key != "dtype")
 NEEDED = tuple(key for key in Row.__annotations__ if key in Row.__required_keys__)
 COLUMNS = {name: key.column for name, key in KEYS.items() if key.column}
-NOTES = {name: key.note for name, key in KEYS.items() if key.note}
+NOTES = {name: KEYS[name].note for role in Role for name in keys_of(role) if KEYS[name].note}
 BOOKKEEPING = ("config_hash", "checkpoint", "sweep")
 LABELS = tuple(name for name, key in KEYS.items() if key.label)
 KIND_LABELS = tuple(

@@ -3,7 +3,7 @@
 from collections.abc import Collection, Iterable, Sequence
 from typing import cast
 
-from megatron.results.labels import runs
+from megatron.results.labels import runs, with_sweeps
 from megatron.results.row import (
     ATTENTION_INPUTS,
     KEYS,
@@ -68,6 +68,7 @@ def _prefix(row: Row, length: int, loss: float) -> Row:
 
 def table(rows: Sequence[Row], *, markdown: bool = False) -> str:
     """A table for each setting: one line per run, one column per length, notes beneath."""
+    rows = with_sweeps(rows)
     parts = []
     for group in by_setting(rows).values():
         parts.append(_table_of_setting(group, markdown=markdown))
@@ -246,7 +247,7 @@ def _differences_of_settings(rows: Sequence[Row]) -> list[str]:
     for key in SETTING:
         values = dict.fromkeys(str(row.get(key)) for row in rows)
         if len(values) > 1:
-            lines.append(f"not comparable: {key} is {' for some and '.join(values)} for others")
+            lines.append(f"not comparable across tables: {key} is {' or '.join(values)}")
     return lines
 
 

@@ -4,7 +4,11 @@ from html.parser import HTMLParser
 
 import pytest
 
+from megatron.errors import UserError
+from megatron.report.groups import groups
 from megatron.report.html.page import Page
+from megatron.report.html.paired import lowest, reference_of
+from megatron.results.comparison import compared, encodings
 from megatron.results.files import read_results
 from megatron.results.labels import kinds
 from megatron.results.probes import read_probes
@@ -94,3 +98,34 @@ def test_models_of_several_corpora_say_what_was_measured_before_what_they_were_t
 def test_the_tools_that_compare_have_the_labels_of_the_page(labels):
     found = kinds(read_results(ROWS))
     assert {*found} == {f"{name}, window {n}" for name in ENCODINGS for n in ("none", "512")}
+
+
+@pytest.mark.parametrize(
+    ("against", "label", "in_section"),
+    [
+        ("mep_free, window none", "mep_free, window none", "mep_free"),
+        ("alibi, protocol tail", "alibi, window none", "alibi"),
+        ("t5, window none, seed 1235", "t5, window none", "t5"),
+        # The protocol `tail` has neither windows nor this seed: the page takes the lowest there.
+        ("mep_free, window 512", "mep_free, window 512", None),
+        ("t5, window train_length", "t5, window 512", None),
+        ("mep_free, window none, seed 1236", "mep_free, window none", None),
+    ],
+)
+def test_against_means_the_same_in_compare_and_on_the_page(against, label, in_section):
+    rows = read_results(ROWS)
+    assert compared(encodings(rows), against)[0].reference == label
+    tail = [row for row in rows if row["corpus"] == "github" and row["protocol"] == "tail"]
+    found = groups(tail, {})
+    assert reference_of(found, against) == (in_section or lowest(found, 16384))
+
+
+def test_against_is_refused_by_compare_and_the_page_alike():
+    rows = read_results(ROWS)
+    for against, problem in {"alibi": "means several", "rope": "is no encoding"}.items():
+        for ask in (
+            lambda name: compared(encodings(rows), name),
+            lambda name: Page(rows, [], {}, against=name).html("t"),
+        ):
+            with pytest.raises(UserError, match=f"--against: '{against}' {problem}"):
+                ask(against)

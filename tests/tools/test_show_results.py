@@ -4,6 +4,7 @@ import json
 
 from megatron.results.comparison_table import over_seeds
 from megatron.results.files import read_results
+from megatron.results.table import table
 from tests.support import ROOT, run
 
 RESULTS = ROOT / "docs" / "results"
@@ -41,15 +42,20 @@ def test_seeds_of_an_encoding_are_one_line_and_texts_a_table_each(tmp_path):
         "step": 9,
         "train_length": 512,
         "part": "valid",
+        "protocol": "tail",
     }
-    rows = [
-        shared | {"pos_emb": name, "seed": seed, "length": length, "perplexity": value, "corpus": corpus}
-        | {"config_hash": f"{name}{seed}", "protocol": "tail"}
-        for name, seed, length, value, corpus in (
-            *(("alibi", 1, 512, 10.0, "a"), ("alibi", 2, 512, 12.0, "a"), ("alibi", 1, 1024, 9.0, "a")),
-            *(("learned", 1, 512, 11.0, "a"), ("learned", 1, 1024, None, "a"), ("alibi", 1, 512, 70.0, "b")),
-        )
-    ]  # fmt: skip
+    measured = [
+        ("alibi", 1, 512, 10.0, "a"),
+        ("alibi", 2, 512, 12.0, "a"),
+        ("alibi", 1, 1024, 9.0, "a"),
+        ("learned", 1, 512, 11.0, "a"),
+        ("learned", 1, 1024, None, "a"),
+        ("alibi", 1, 512, 70.0, "b"),
+    ]
+    rows = []
+    for name, seed, length, value, corpus in measured:
+        model = {"pos_emb": name, "seed": seed, "config_hash": f"{name}{seed}"}
+        rows.append(shared | model | {"length": length, "perplexity": value, "corpus": corpus})
     (tmp_path / "a.jsonl").write_text(
         "".join(json.dumps(row | {"reason": "it ends"}) + "\n" for row in rows)
     )
@@ -68,9 +74,14 @@ def test_seeds_of_an_encoding_are_one_line_and_texts_a_table_each(tmp_path):
 
 
 def test_the_tables_of_the_results_at_hand_are_those_of_their_files():
-    told = (RESULTS / "README.md").read_text(encoding="utf-8").splitlines()
+    page = (RESULTS / "README.md").read_text(encoding="utf-8").splitlines()
     files = [path for path in sorted(RESULTS.glob("*.jsonl")) if "probes" not in path.name]
     measured = [over_seeds(read_results([path]), markdown=True).splitlines() for path in files]
     lines = {line for table in measured for line in table if line.startswith("|")}
-    assert lines <= {*told}, lines - {*told}
-    assert {line for line in told if line.startswith("| ") and " ± " in line} <= lines
+    assert lines <= {*page}, lines - {*page}
+    assert {line for line in page if line.startswith("| ") and " ± " in line} <= lines
+
+
+def test_the_table_of_the_demo_is_that_of_its_file():
+    experiments = (ROOT / "docs" / "experiments.md").read_text(encoding="utf-8")
+    assert table(read_results([ROOT / "docs" / "demo.jsonl"]), markdown=True) in experiments
