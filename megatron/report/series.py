@@ -2,7 +2,7 @@
 
 import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -109,26 +109,32 @@ def perplexity_curve(
 
 def _band(one: Summary, difference: Interval | None, *, compared: bool) -> tuple[str, float, float]:
     """(what the band is, low, high) at one length; "" where there is none."""
+    nothing = "", math.nan, math.nan
     if one.std is None and compared:
         if difference is None:
-            return "", math.nan, math.nan
-        low, high = math.exp(difference.low), math.exp(difference.high)
-        return PAIRED, one.mean * low, one.mean * high
+            return nothing
+        low = one.mean * math.exp(difference.low)
+        high = one.mean * math.exp(difference.high)
+        return PAIRED, low, high
     if one.low is None or one.high is None:
-        return "", math.nan, math.nan
-    return (WINDOWS if one.std is None else SEEDS), one.low, one.high
+        return nothing
+    kind = WINDOWS if one.std is None else SEEDS
+    return kind, one.low, one.high
 
 
 def position_curve(group: Group) -> Curve:
     """Loss by position from the longest row that has it, over half octaves, mean over seeds."""
     for rows in reversed(group.rows.values()):
-        pairs = [by_position(row) for row in rows]
-        edges, _ = pairs[0]
-        if all(losses for _, losses in pairs) and all(other == edges for other, _ in pairs):
-            of_seeds = [half_octaves(edges, losses) for _, losses in pairs]
-            at, _ = of_seeds[0]
-            columns = [*zip(*(means for _, means in of_seeds), strict=True)]
-            return _mean_curve(group, at, columns)
+        edges, losses = _common_losses(rows)
+        if not edges:
+            continue
+        at, _ = half_octaves(edges, losses[0])
+        of_seeds = []
+        for of_seed in losses:
+            _, means = half_octaves(edges, of_seed)
+            of_seeds.append(means)
+        columns = [*zip(*of_seeds, strict=True)]
+        return _mean_curve(group, at, columns)
     return _empty(group)
 
 
@@ -152,27 +158,43 @@ def position_differences(found: Sequence[Group], reference: str) -> list[Curve]:
 
 
 def _difference(group: Group, one: ByPosition, base: ByPosition) -> Curve:
-    filled = (number for number, edge in enumerate(one.edges) if edge * one.windows >= ENOUGH)
-    first = next(filled, 0)
-    differences = np.subtract(one.losses, base.losses)[first:]
-    at, values = half_octaves(one.edges[first:], differences)
-    far = (number for number, value in enumerate(values) if abs(value) > LARGE)
-    end = next(far, len(values))
-    return Curve(
-        group.label, at[:end], values[:end], encoding=group.encoding, variant=group.variant
-    )
+    targets_before = [edge * one.windows for edge in one.edges]
+    first = _first(targets_before, lambda count: count >= ENOUGH, otherwise=0)
+    differences = np.subtract(one.losses, base.losses)
+    at, values = half_octaves(one.edges[first:], differences[first:])
+    end = _first(values, lambda value: abs(value) > LARGE, otherwise=len(values))
+    return replace(_empty(group), at=at[:end], values=values[:end])
+
+
+def _first(values: Sequence[float], suits: Callable[[float], bool], *, otherwise: int) -> int:
+    """The index of the first value that suits."""
+    for number, value in enumerate(values):
+        if suits(value):
+            return number
+    return otherwise
 
 
 def _by_position(group: Group) -> ByPosition | None:
     """Losses by position of the longest rows; None where one of these has none, or no text."""
     rows = group.rows[max(group.rows)]
-    pairs = [by_position(row) for row in rows]
-    edges, _ = pairs[0]
+    edges, losses = _common_losses(rows)
     texts = sorted({row.get("text") or "" for row in rows})
-    if not edges or any(other != edges for other, _ in pairs) or not texts[0]:
+    if not edges or not texts[0]:
         return None
-    losses = np.mean([losses for _, losses in pairs], axis=0)
-    return ByPosition(edges, texts, losses.tolist(), rows[0]["windows"])
+    means = np.mean(losses, axis=0)
+    return ByPosition(edges, texts, means.tolist(), rows[0]["windows"])
+
+
+def _common_losses(rows: Sequence[Row]) -> tuple[list[int], list[list[float]]]:
+    """(edges, the losses of each row between them); empty where rows have none or other edges."""
+    edges, _ = by_position(rows[0])
+    losses = []
+    for row in rows:
+        own_edges, own_losses = by_position(row)
+        if own_edges != edges or not own_losses:
+            return [], []
+        losses.append(own_losses)
+    return edges, losses
 
 
 def training_curve(group: Group, evidence: Found, kind: str) -> Curve | None:
@@ -195,13 +217,16 @@ def training_curve(group: Group, evidence: Found, kind: str) -> Curve | None:
 
 def _mean_curve(group: Group, at: Sequence[float], columns: Sequence[Sequence[float]]) -> Curve:
     """Means and standard deviations of columns; each column has the losses of the seeds."""
-    means = [statistics.fmean(column) for column in columns]
-    curve = Curve(group.label, at, means, encoding=group.encoding, variant=group.variant)
+    means, low, high = [], [], []
+    for column in columns:
+        mean = statistics.fmean(column)
+        std = statistics.stdev(column) if len(column) > 1 else 0.0
+        means.append(mean)
+        low.append(mean - std)
+        high.append(mean + std)
+    curve = replace(_empty(group), at=at, values=means)
     if any(len(column) < 2 for column in columns):
         return curve
-    deviations = [statistics.stdev(column) for column in columns]
-    low = [mean - std for mean, std in zip(means, deviations, strict=True)]
-    high = [mean + std for mean, std in zip(means, deviations, strict=True)]
     return replace(curve, low=low, high=high, band=SEEDS)
 
 

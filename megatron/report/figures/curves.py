@@ -223,19 +223,21 @@ def training_lengths(axes: Axes, rows: Sequence[Row]) -> None:
 
 def direct_labels(axes: Axes, curves: Sequence[Curve], form: Callable[[float], str] = cell) -> None:
     """Write the look, name and last value of each curve to the right, without overlaps."""
-    styled = zip(curves, looks_of(curves), strict=True)
-    shown = [(curve, look) for curve, look in styled if len(curve.at)]
-    longest = max((curve.at[-1] for curve, _ in shown), default=0)
     axes.autoscale_view()  # the limits that heights depend on are not known before
     to_axes = axes.transData + axes.transAxes.inverted()
-    heights = []
-    for curve, _ in shown:
-        _, height = to_axes.transform((curve.at[-1], curve.values[-1]))
+    ends, shown, heights = [], [], []
+    for curve, look in zip(curves, looks_of(curves), strict=True):
+        if not len(curve.at):
+            continue
+        end, value = curve.at[-1], curve.values[-1]
+        _, height = to_axes.transform((end, value))
+        ends.append(end)
+        shown.append((f"{curve.label}  {form(value)}", look))
         heights.append(float(height))
-    for (curve, look), height in zip(shown, _apart(heights, LABEL_HEIGHT), strict=True):
-        text = f"{curve.label}  {form(curve.values[-1])}"
-        if curve.at[-1] < longest:
-            text += f" at {curve.at[-1]:g}"
+    placed = _apart(heights, LABEL_HEIGHT)
+    for (text, look), end, height in zip(shown, ends, placed, strict=True):
+        if end < max(ends):
+            text = f"{text} at {end:g}"
         _label(axes, text, look, height)
 
 

@@ -1,6 +1,7 @@
 """What a checkpoint has learned of its encoding: each number by head, and over training."""
 
 import json
+import math
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -56,10 +57,11 @@ def draw_learned(learned: Mapping[str, Tensor], heads: int, title: str) -> Figur
 
 
 def _dots(axes: Axes, values: Tensor, *, by_head: bool) -> None:
-    palette = colours(len(values)) if by_head else colours(2)
-    inks = [palette(head if by_head else 0) for head in range(len(values))]
-    axes.scatter(range(len(values)), values.tolist(), c=inks, s=16, zorder=3)
-    axes.set_xlim(-0.5, len(values) - 0.5)
+    count = len(values)
+    palette = colours(count)
+    inks = [palette(head) for head in range(count)] if by_head else [colours(2)(0)] * count
+    axes.scatter(range(count), values, c=inks, s=16, zorder=3)
+    axes.set_xlim(-0.5, count - 0.5)
     axes.set_ylabel("value")
     axes.grid(axis="y", color=GRID, linewidth=0.5)
     axes.spines[["top", "right"]].set_visible(False)
@@ -82,17 +84,18 @@ def by_name(learned: Mapping[str, Tensor], heads: int) -> dict[str, Table]:
     tables_of: dict[str, list[Tensor]] = {}
     for key, value in learned.items():
         by_head = value.dim() > 0 and value.shape[-1] == heads
-        rows = value.reshape(-1, heads) if by_head else value.reshape(1, -1)
-        tables_of.setdefault(_without_layer(key), []).append(rows.float())
+        shape = (-1, heads) if by_head else (1, -1)
+        table = value.reshape(shape).float()
+        tables_of.setdefault(_without_layer(key), []).append(table)
     found = {}
     for name, tables in tables_of.items():
         first = tables[0]
         if len(tables) == 1:
             found[name] = Table(first, "row")
             continue
-        means = torch.cat([table.mean(dim=0, keepdim=True) for table in tables])
+        means = [table.mean(dim=0) for table in tables]
         averaged = f"{name} (mean over rows)" if len(first) > 1 else name
-        found[averaged] = Table(means, "layer")
+        found[averaged] = Table(torch.stack(means), "layer")
     return found
 
 
@@ -183,8 +186,9 @@ def _range_over_steps(axes: Axes, steps: Sequence[int], values: Tensor, name: st
 def _grid(count: int, title: str) -> tuple[Figure, list[Axes]]:
     """A figure with `count` panels, three in a row."""
     columns = min(max(count, 1), COLUMNS)
-    rows = -(-max(count, 1) // columns)
-    figure = Figure(figsize=(2.4 * max(columns, 2) + 0.6, 2.1 * rows + 0.3), layout="constrained")
+    rows = max(1, math.ceil(count / columns))
+    size = (2.4 * max(columns, 2) + 0.6, 2.1 * rows + 0.3)
+    figure = Figure(figsize=size, layout="constrained")
     places = list(figure.subplots(rows, columns, squeeze=False).flat)
     for unused in places[count:]:
         unused.set_axis_off()

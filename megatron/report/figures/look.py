@@ -85,8 +85,9 @@ def _inks(encodings: set[str]) -> dict[str, tuple[str, str]]:
         digest = hashlib.sha256(name.encode()).digest()
         start = int.from_bytes(digest[:4], "big") % len(OWN)
         candidates = (*OWN[start:], *OWN[:start])
-        free = (ink for ink in candidates if ink not in inks.values())
-        inks[name] = next(free, OWN[start])
+        used = set(inks.values())
+        free = [ink for ink in candidates if ink not in used]
+        inks[name] = free[0] if free else OWN[start]
     return inks
 
 

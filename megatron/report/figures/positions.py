@@ -4,6 +4,7 @@ All pictures have the same scales. Distances are on the scale log(1 + distance),
 at 0. Values are linear; a bias is cut at -12, where a key gets no attention any more.
 """
 
+import math
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -100,9 +101,11 @@ def _by_query(position: Position, length: int) -> list[Panel]:
     near = min(position.shape.train_length, length)
     found = []
     for count in dict.fromkeys((near, length)):
-        bias = position.index_bias(torch.tensor([count - 1]), torch.arange(count))
-        by_distance = bias[:, 0].flip(1)  # [heads, count]
-        found.append(Panel(f"bias of query {count - 1}", by_distance, is_bias=True))
+        query, keys = torch.tensor([count - 1]), torch.arange(count)
+        bias = position.index_bias(query, keys)[:, 0]  # [heads, count]
+        by_distance = bias.flip(1)
+        title = f"bias of query {count - 1}"
+        found.append(Panel(title, by_distance, is_bias=True))
     return found
 
 
@@ -187,29 +190,39 @@ def colours(count: int) -> ListedColormap:
 
 def head_bar(figure: Figure, axes: Sequence[Axes], heads: int, label: str = "head") -> None:
     """The colour of each head, numbered from 0 as in the tensors."""
-    norm = BoundaryNorm([head - 0.5 for head in range(heads + 1)], heads)
-    scale = ScalarMappable(norm, colours(heads))
-    aspect = 30 if len(axes) <= 3 else 60
-    bar = figure.colorbar(scale, ax=list(axes), label=label, pad=0.01, aspect=aspect)
-    step = max(1, -(-heads // 6))
-    bar.ax.yaxis.set_major_locator(FixedLocator([*range(0, heads, step)]))
+    borders = [head - 0.5 for head in range(heads + 1)]
+    norm = BoundaryNorm(borders, heads)
+    bar = figure.colorbar(
+        ScalarMappable(norm, colours(heads)),
+        ax=list(axes),
+        label=label,
+        pad=0.01,
+        aspect=30 if len(axes) <= 3 else 60,
+    )
+    step = math.ceil(heads / 6)
+    ticks = [*range(0, heads, step)]
+    bar.ax.yaxis.set_major_locator(FixedLocator(ticks))
     bar.ax.yaxis.set_minor_locator(NullLocator())
 
 
 def _lines(axes: Axes, panel: Panel) -> None:
     length = panel.values.shape[1]
-    at = sampled(length, 100 if panel.by_head else 500)
-    palette = colours(len(panel.values))
-    for head, values in enumerate(panel.values[:, at].tolist()):
+    count = 100 if panel.by_head else 500
+    distances = sampled(length, count)
+    lines = panel.values[:, distances]
+    palette = colours(len(lines))
+    for head, values in enumerate(lines):
         colour = palette(head) if panel.by_head else "black"
-        axes.plot(at.tolist(), values, color=colour, linewidth=1.1)
+        axes.plot(distances, values, color=colour, linewidth=1.1)
     distance_axis(axes, length)
     axes.set_title(panel.title, loc="left")
     axes.grid(color="#E8E8E8", linewidth=0.5)
     axes.axhline(0, color=GREY, linewidth=0.5, zorder=1)
-    if panel.is_bias and float(panel.values.min()) < CUT:
-        highest = max(float(panel.values.max()), 0.0)
-        axes.set_ylim(CUT, highest + 0.05 * (highest - CUT))
+    lowest = float(panel.values.min())
+    highest = max(float(panel.values.max()), 0.0)
+    if panel.is_bias and lowest < CUT:
+        margin = 0.05 * (highest - CUT)
+        axes.set_ylim(CUT, highest + margin)
         axes.set_title(f"{panel.title}, cut at {CUT:g}", loc="left")
 
 

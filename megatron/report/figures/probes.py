@@ -3,6 +3,7 @@
 import math
 from collections.abc import Sequence
 
+import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.cm import ScalarMappable
 from matplotlib.colors import Normalize
@@ -25,7 +26,7 @@ def draw_probes(rows: Sequence[ProbeRow], title: str) -> Figure:
     measured = {row["probe"] for row in rows}
     names = [probe for probe in (*TASKS, *OTHERS) if probe in measured]
     columns = min(max(len(names), 1), COLUMNS)
-    lines = -(-max(len(names), 1) // columns)
+    lines = max(1, math.ceil(len(names) / columns))
     with style():
         size = (2.9 * columns + 0.9, 2.6 * lines + 0.3)
         figure = Figure(figsize=size, layout="constrained")
@@ -58,15 +59,20 @@ def _map(axes: Axes, rows: Sequence[ProbeRow], task: str) -> None:
     by_place = cells(rows, task)
     depths = sorted({depth for depth, _ in by_place})
     lengths = sorted({length for _, length in by_place})
-    accuracies = []
+    accuracies = np.full((len(depths), len(lengths)), np.nan)
     for line, depth in enumerate(depths):
-        accuracies.append([])
         for column, length in enumerate(lengths):
             pair = by_place.get((depth, length))
-            accuracies[-1].append(math.nan if pair is None else pair[0])
+            if pair is not None:
+                accuracies[line, column] = pair[0]
             _write_cell(axes, line, column, pair)
-    norm = Normalize(0, 1)
-    axes.imshow(accuracies, aspect="auto", cmap="viridis", norm=norm, interpolation="nearest")
+    axes.imshow(
+        accuracies,
+        aspect="auto",
+        cmap="viridis",
+        norm=Normalize(0, 1),
+        interpolation="nearest",
+    )
     axes.set_xticks(range(len(lengths)), [str(length) for length in lengths])
     axes.set_yticks(range(len(depths)), [f"{depth:g}" for depth in depths])
     axes.set_xlabel("length (tokens)")
@@ -87,9 +93,13 @@ def _receptive_field(axes: Axes, rows: Sequence[ProbeRow]) -> None:
     measured = [row for row in rows if row["probe"] == "receptive_field" and row.get("cumulative")]
     palette = colours(len(measured))
     for number, row in enumerate(measured):
-        label = f"{row['length']}: {row.get('reach')} tokens"
-        look = {"color": palette(number), "linewidth": 1.1}
-        axes.plot(row.get("distances", []), row.get("cumulative", []), label=label, **look)
+        axes.plot(
+            row.get("distances", []),
+            row.get("cumulative", []),
+            color=palette(number),
+            linewidth=1.1,
+            label=f"{row['length']}: {row.get('reach')} tokens",
+        )
     axes.axhline(MOST, color=GREY, linewidth=0.5, linestyle=(0, (4, 3)))
     axes.set_ylim(0, 1.02)
     axes.set_ylabel("fraction of the gradient within d")
@@ -108,8 +118,14 @@ def _attention(axes: Axes, rows: Sequence[ProbeRow]) -> None:
     palette = colours(len(layers))
     for layer, mass in enumerate(layers):
         further = [sum(mass[start:]) for start in range(len(mass))]
-        look = {"color": palette(layer), "linewidth": 1.1, "marker": "."}
-        axes.plot(edges[:-1], further, label=f"layer {layer}", **look)
+        axes.plot(
+            edges[:-1],
+            further,
+            color=palette(layer),
+            linewidth=1.1,
+            marker=".",
+            label=f"layer {layer}",
+        )
     distance_axis(axes, row["length"])
     axes.set_ylim(0, 1.02)
     axes.set_ylabel("fraction of attention at d or further")
@@ -118,7 +134,8 @@ def _attention(axes: Axes, rows: Sequence[ProbeRow]) -> None:
 
 
 def _legend(axes: Axes, title: str) -> None:
-    axes.legend(title=title, frameon=False, fontsize=7, title_fontsize=7)
+    box = axes.legend(title=title, fontsize=7, title_fontsize=7)
+    box.get_frame().set(edgecolor="none", alpha=0.8)
 
 
 OTHERS = {"receptive_field": _receptive_field, "attention": _attention}

@@ -144,9 +144,13 @@ def _canvas() -> tuple[Figure, Axes]:
 def svg(figure: Figure, number: int, title: str) -> str:
     """A figure as an element of the page, in its colours; `number` keeps its ids its own."""
     file = io.StringIO()
-    metadata = {"Date": None, "Creator": None}
     with style():
-        figure.savefig(file, format="svg", transparent=True, metadata=metadata)
+        figure.savefig(
+            file,
+            format="svg",
+            transparent=True,
+            metadata={"Date": None, "Creator": None},
+        )
     text = file.getvalue()
     text = text[text.index("<svg") :]
     text = re.sub(r"<metadata>.*?</metadata>", "", text, flags=re.DOTALL)

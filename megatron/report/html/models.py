@@ -62,15 +62,18 @@ def speed(trained: Sequence[Group], evidence: Found, lengths: Sequence[int]) -> 
     keys = [key for key in COSTS if key in recorded]
     body = []
     for group, metrics in zip(trained, logged, strict=True):
-        devices = sorted({str(row.get("device")) for row in group.all_rows})
-        line = [Cell(group.label), Cell.of_text(", ".join(devices))]
+        devices = {str(row.get("device")) for row in group.all_rows}
+        line = [Cell(group.label), Cell.of_text(", ".join(sorted(devices)))]
         for length in lengths:
-            line.append(mean_cell([speed_of(row) for row in group.rows.get(length, [])]))
+            speeds = [speed_of(row) for row in group.rows.get(length, [])]
+            line.append(mean_cell(speeds))
         for key in keys:
-            line.append(median_cell([one.get(key) for one in metrics]))
+            values = [one.get(key) for one in metrics]
+            line.append(median_cell(values))
         body.append(line)
     of_evaluation = [f"eval {length}" for length in lengths]
-    head = ["pos_emb", "device", *of_evaluation, *(COSTS[key] for key in keys)]
+    of_training = [COSTS[key] for key in keys]
+    head = ["pos_emb", "device", *of_evaluation, *of_training]
     return paragraph(SPEED) + table(head, body)
 
 

@@ -35,9 +35,12 @@ def probed(rows: Sequence[ProbeRow], drawn: Drawn) -> str:
         known = [chance for chance in chances if chance]
         parts.append(paragraph(GAIN.format(chance=known[0] if known else math.nan)))
     for number, (label, members) in enumerate(by_checkpoint(rows).items(), 1):
-        parts.append(f"<h3>{escape(label)}</h3>")
-        parts.append(drawn.add(f"probes-{number}", draw_probes(members, label), wide=True))
-        parts.append(probe_table(members))
+        figure = draw_probes(members, label)
+        parts += [
+            f"<h3>{escape(label)}</h3>",
+            drawn.add(f"probes-{number}", figure, wide=True),
+            probe_table(members),
+        ]
         for row in members:
             reason = row.get("reason")
             if reason:
@@ -52,8 +55,10 @@ def by_checkpoint(rows: Sequence[ProbeRow]) -> dict[str, list[ProbeRow]]:
     for row in rows:
         by_run.setdefault(run_of(row), []).append(row)
     first_rows = []
-    for row, *_ in by_run.values():
-        name = f"{row['pos_emb']}, seed {row.get('seed')}, step {row['step']}, {text_of(row)}"
+    for members in by_run.values():
+        row = members[0]
+        model = f"{row['pos_emb']}, seed {row.get('seed')}, step {row['step']}"
+        name = f"{model}, {text_of(row)}"
         first_rows.append(with_facts(row, {"pos_emb": name}))
     labels = labels_of(first_rows)
     return dict(zip(labels, by_run.values(), strict=True))
@@ -68,8 +73,12 @@ def probe_table(rows: Sequence[ProbeRow]) -> str:
             body += _of_task(rows, task, lengths)
     for key, name in OTHERS.items():
         values = {row["length"]: row[key] for row in rows if row.get(key) is not None}
-        if values:
-            body.append([Cell(name), *(_number(values.get(n), ".4g") for n in lengths)])
+        if not values:
+            continue
+        line = [Cell(name)]
+        for length in lengths:
+            line.append(_number(values.get(length), ".4g"))
+        body.append(line)
     return table(["mean over depths", *map(str, lengths)], body)
 
 
@@ -82,7 +91,8 @@ def _of_task(rows: Sequence[ProbeRow], task: str, lengths: Sequence[int]) -> lis
         for length in lengths:
             pairs = [pair for (_, at), pair in by_place.items() if at == length]
             known = [pair[number] for pair in pairs if pair is not None]
-            line.append(_number(statistics.fmean(known) if known else None, ".3f"))
+            mean = statistics.fmean(known) if known else None
+            line.append(_number(mean, ".3f"))
         lines.append(line)
     return lines
 
