@@ -1,13 +1,8 @@
 """Rows as groups: what is one line of a table, and its label."""
 
-import pytest
-
 from megatron.report.evidence import Evidence
 from megatron.report.groups import groups, models
-from megatron.report.html.files import read_files
-from megatron.report.html.page import Page
 from tests.report.support import row
-from tests.support import ROOT
 
 
 def test_only_runs_that_differ_in_nothing_but_the_seed_are_one_line():
@@ -78,25 +73,3 @@ def test_runs_of_a_sweep_are_told_apart_by_its_axes():
     ]
     labels = ["mep, data github", "mep, data arxiv, size small", "mep, data arxiv, size wide"]
     assert [group.label for group in groups(rows, {})] == labels
-
-
-@pytest.fixture(scope="module")
-def published():
-    """The labels of every section of the page of docs/results, by its heading."""
-    files = sorted((ROOT / "docs" / "results").glob("*.jsonl"))
-    rows, probes = read_files(files)
-    sections = Page(rows, probes, {}).results()
-    return {section.heading: section.labels for section in sections}
-
-
-def test_every_label_of_the_published_page_says_window_where_a_window_was_used(published):
-    for heading, labels in published.items():
-        assert len(set(labels)) == len(labels), heading
-        assert not any("data" in label for label in labels), heading
-    both = published["github valid: equal_tokens"]
-    plain = {label.removesuffix(", window none") for label in both if label.endswith("none")}
-    baseline = {label.removesuffix(", window 512") for label in both if label.endswith("512")}
-    assert plain == baseline
-    assert len(both) == len(plain) + len(baseline)
-    assert {"mep_free", "rotary", "alibi", "t5"} <= plain
-    assert published["arxiv valid: equal_tokens"][:2] == ["sinusoidal", "rotary"]

@@ -1,4 +1,4 @@
-"""The pictures: the numbers behind them, a PNG and an SVG of each, and one message where one cannot be drawn."""
+"""The pictures: the numbers behind them, their files, and a message where one is missing."""
 
 import json
 import math
@@ -28,7 +28,7 @@ NEEDED = {"mep": {"kernels": ["exp", "kerple_log"]}}
 
 
 def checkpoint(folder, *words, steps=(5, 10)):
-    """What training leaves, with random weights: a checkpoint of step 10 and numbers on the way to it."""
+    """As training leaves it, with random weights: a checkpoint of step 10 and the log before it."""
     config = load([], [*SHAPE, f"save={folder}", *words])
     model, path = from_config(config, vocab=512), folder / "global_step10"
     path.mkdir(parents=True)
@@ -198,7 +198,7 @@ def test_what_a_picture_lacks_is_said_and_the_others_are_drawn(tmp_path, capsys)
     ],
 )
 def test_the_drawn_attention_is_the_models(settings):
-    """Against the model's output: probabilities times values, projected, is what each layer's attention gives."""
+    """Probabilities times values, projected, are the output of each layer's attention."""
     model = from_config(load([], [*SHAPE, *settings]), vocab=512).eval()
     seen = []
     for block in model.layers:

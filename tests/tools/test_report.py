@@ -1,4 +1,4 @@
-"""tools/report.py on what evaluation and probes leave, and its page in a browser where there is one."""
+"""tools/report.py on what evaluation and probes leave, and its page in a browser."""
 
 import html
 import json
@@ -8,6 +8,7 @@ import subprocess
 
 import pytest
 
+from megatron.commands.report import main
 from tests.support import ROOT, make_checkpoint, run
 
 BROWSER = next(
@@ -16,16 +17,21 @@ BROWSER = next(
 )
 # Clicks as a user would, and leaves what a user would get in the page.
 CLICKS = """<script>
-Object.defineProperty(navigator, "clipboard", { value: { writeText: async (text) => { copied.push(text); } } });
-const copied = [], [table, demo] = document.querySelectorAll("section table:not(.table ~ .table table)"), orders = [];
+const copied = [], orders = [];
+const writeText = async (text) => { copied.push(text); };
+Object.defineProperty(navigator, "clipboard", { value: { writeText } });
+const [table, demo] = document.querySelectorAll("section table:not(.table ~ .table table)");
 for (const one of [table, demo]) {
   const heading = [...one.tHead.rows[0].cells].at(-1);
   for (const _ of [1, 2]) {
     heading.firstChild.click();
-    orders.push([heading.getAttribute("aria-sort"), ...[...one.tBodies[0].rows].map((r) => r.cells[0].textContent)]);
+    const labels = [...one.tBodies[0].rows].map((row) => row.cells[0].textContent);
+    orders.push([heading.getAttribute("aria-sort"), ...labels]);
   }
 }
-for (const kind of ["markdown", "latex"]) table.closest(".table").querySelector(`[data-copy=${kind}]`).click();
+for (const kind of ["markdown", "latex"]) {
+  table.closest(".table").querySelector(`[data-copy=${kind}]`).click();
+}
 const wide = document.documentElement.scrollWidth > innerWidth;
 document.body.insertAdjacentHTML("beforeend", "<pre id=found></pre>");
 found.textContent = JSON.stringify({ orders, copied, wide });
@@ -34,7 +40,7 @@ found.textContent = JSON.stringify({ orders, copied, wide });
 
 @pytest.fixture(scope="module")
 def folder(corpus, tmp_path_factory):
-    """Two checkpoints, one evaluated and probed, one with a line of training; and the demo's rows of other models."""
+    """Two checkpoints, one probed, one with a log of training; and the demo's rows of others."""
     folder = tmp_path_factory.mktemp("reported")
     for name in ("alibi", "learned"):
         make_checkpoint(
@@ -75,8 +81,14 @@ def test_the_page_shows_what_lies_beside_the_rows_and_names_what_does_not(folder
     headings = re.findall(r"<h2>(.*?)</h2>", page)
     assert headings[:2] == ["tiny valid: equal_tokens", "stdlib valid: equal_tokens"]
     assert headings[2:] == [
-        "Probes", "Kernels", "Training", "Speed and memory", "Configuration differences", "Runs", "What is missing"
-    ]  # fmt: skip
+        "Probes",
+        "Kernels",
+        "Training",
+        "Speed and memory",
+        "Configuration differences",
+        "Runs",
+        "What is missing",
+    ]
     for line in (folder / "alibi.jsonl").read_text().splitlines():
         assert f"{json.loads(line)['perplexity']:.6g}" in page
     assert re.search(r"<td>pos_emb</td><td[^>]*>alibi</td>", page)
@@ -99,34 +111,26 @@ def test_the_figures_are_files_too(folder):
 def test_results_that_moved_find_their_checkpoint_beside_them(folder, tmp_path):
     shutil.copytree(folder / "alibi/global_step5", tmp_path / "sweep/alibi/global_step5")
     text = (folder / "alibi.jsonl").read_text().replace(str(folder), "/gone")
-    (tmp_path / "sweep/results.jsonl").write_text(text)
-    assert (
-        run(
-            "tools/report.py", tmp_path / "sweep/results.jsonl", "-o", tmp_path / "a.html"
-        ).returncode
-        == 0
-    )
-    page = (tmp_path / "a.html").read_text()
-    assert "not found from here" not in page
-    assert "kernel exp(bias)" in page
+    results, page = tmp_path / "sweep/results.jsonl", tmp_path / "a.html"
+    results.write_text(text)
+    assert main([str(results), "-o", str(page)]) == 0
+    assert "not found from here" not in page.read_text(encoding="utf-8")
+    assert "kernel exp(bias)" in page.read_text(encoding="utf-8")
 
 
-def test_a_bad_name_is_one_message_and_nothing_is_replaced(folder, tmp_path):
-    (tmp_path / "mine.html").write_text("mine")
-    for words, message in {
-        (
-            folder / "alibi.jsonl",
-            "-o",
-            tmp_path / "mine.html",
-        ): "exists and is no page - choose another name",
-        (folder / "alibi.jsonl", "-o", tmp_path / "a.pdf"): "is no name of a page",
-        (tmp_path / "none.jsonl",): "there is no such results file",
-    }.items():
-        done = run("tools/report.py", *words)
-        assert done.returncode == 1
-        assert message in done.stderr
-        assert "Traceback" not in done.stderr
-    assert (tmp_path / "mine.html").read_text() == "mine"
+def test_a_bad_name_is_one_message_and_nothing_is_replaced(folder, tmp_path, capsys):
+    mine, results = tmp_path / "mine.html", folder / "alibi.jsonl"
+    mine.write_text("mine")
+    messages = {
+        (results, "-o", mine): "mine.html exists and is no page - choose another name",
+        (results, "-o", tmp_path / "a.pdf"): "a.pdf is no name of a page - name it",
+        (tmp_path / "none.jsonl", "-o", tmp_path / "a.html"): "there is no such results file",
+    }
+    for words, message in messages.items():
+        assert main([*map(str, words)]) == 1
+        assert message in capsys.readouterr().err
+    assert mine.read_text() == "mine"
+    assert not (tmp_path / "a.html").exists()
 
 
 @pytest.mark.skipif(BROWSER is None, reason="needs Chromium or Chrome on the path")
