@@ -241,4 +241,4 @@ def test_the_window_baseline_is_a_run_of_its_own_beside_the_plain_one(alone, cor
     further = [row["loss"] for row in rows if row["length"] == 256]
     assert len(set(further)) == 4
     shown = run("tools/show_results.py", output)
-    assert "mep_param, window train_length" in shown.stdout
+    assert "mep_param, window 64" in shown.stdout
