@@ -59,7 +59,7 @@ def test_runs_of_one_encoding_differ_in_the_first_thing_that_differs(first, othe
     assert list(runs(found)) == [*expected, "alibi"]
 
 
-def test_two_mixtures_are_told_apart_by_their_kernels():
+def test_two_mixtures_differ_in_their_kernels():
     first = one("mep", pos_emb_args={"kernels": ["exp", "gaussian"]}, config_hash="a")
     second = one("mep", pos_emb_args={"kernels": ["exp", {"exp": 0.5}]}, config_hash="b")
     assert list(runs([first, second])) == [
@@ -86,7 +86,7 @@ def test_labels_of_different_runs_are_different():
 # --- Sweeps ---
 
 
-def test_an_axis_that_names_the_corpus_tells_no_labels_apart():
+def test_an_axis_that_names_the_corpus_is_in_no_label():
     cell = {"pos_emb": "rotary", "seed": 1234}
     of_sweep = one(corpus="github", cell=cell | {"data": "github"}, weights="w1", sweep="cpu")
     windowed = one(corpus="github", window="train_length", weights="w2")

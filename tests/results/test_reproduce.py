@@ -61,7 +61,7 @@ def test_published_numbers_are_the_papers(table, corpus, encoding, length, numbe
     assert published(table).cells[corpus][encoding][length] == number
 
 
-def test_every_table_says_where_it_was_read_and_only_seen_numbers_are_in_it():
+def test_every_table_says_where_it_was_read_and_holds_only_numbers_that_were_read():
     for name in tables():
         table = published(name)
         assert table.provenance
@@ -83,7 +83,7 @@ def test_a_table_has_one_name_in_both_spellings_and_a_misspelt_one_is_suggested(
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "fault"),
     [
         ("paper: [", "is no YAML"),
         (
@@ -98,11 +98,11 @@ def test_a_table_has_one_name_in_both_spellings_and_a_misspelt_one_is_suggested(
         ("cells: {}\nsweep: 5", "sweep: 5 is no name of a file beside it"),
     ],
 )
-def test_a_faulty_table_of_ones_own_is_one_message(text, said, tmp_path):
+def test_a_faulty_table_of_ones_own_is_one_message(text, fault, tmp_path):
     if text.startswith("cells"):
         text += "\n" + "\n".join(f"{key}: x" for key in NEEDED + OF_ROWS if f"{key}:" not in text)
     (tmp_path / "mine.yml").write_text(text)
-    with pytest.raises(UserError, match=rf"mine.yml: {re.escape(said)}"):
+    with pytest.raises(UserError, match=rf"mine.yml: {re.escape(fault)}"):
         published(str(tmp_path / "mine.yml"))
 
 
@@ -135,7 +135,7 @@ def test_a_seed_that_has_two_rows_is_refused():
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "reason"),
     [
         ({"train_length": 256}, "train_length is 256, the table's is 512"),
         ({"step": 700}, "step is 700"),
@@ -149,13 +149,13 @@ def test_a_seed_that_has_two_rows_is_refused():
         ({"perplexity": None, "reason": "the loss is nan"}, "the loss is nan"),
     ],
 )
-def test_a_row_that_answers_another_question_is_refused_with_the_reason(change, said):
+def test_a_row_that_answers_another_question_is_refused_with_the_reason(change, reason):
     rows = [ROW | {"seed": 1, "perplexity": 3.2} | change]
     found = cell_of(rows)
     assert found.ours == ()
-    assert said in found.refused[0]
+    assert reason in found.refused[0]
     text = render(published("kerple-table3"), compare(published("kerple-table3"), rows, REQUIRED))
-    assert said in text
+    assert reason in text
     assert "(github alibi 1024)" in text
 
 

@@ -26,7 +26,7 @@ def test_the_table_has_a_line_per_encoding_a_column_per_length_and_the_protocol_
     )
 
 
-def test_a_measurement_of_another_text_stands_beside_the_first_and_is_said(tmp_path):
+def test_a_measurement_of_another_text_stands_beside_the_first_and_has_a_note(tmp_path):
     first, other = (
         rows("rotary", {512: value}, text=text)[0] for text, value in (("ab", 12.0), ("cd", 13.0))
     )
@@ -37,7 +37,7 @@ def test_a_measurement_of_another_text_stands_beside_the_first_and_is_said(tmp_p
     assert "rotary: several texts were scored at length 512; the last is shown" in table(found)
 
 
-def test_a_window_that_all_rows_share_is_said_beneath_the_table():
+def test_a_window_that_all_rows_share_stands_beneath_the_table():
     seen = {"window": "train_length", "logn_scale": True}
     found = rows("rotary", {512: 12.0, 1024: 12.1}, **seen)
     assert "protocol equal_tokens, window 512, logn_scale on\n" in table(found)
@@ -83,17 +83,17 @@ def test_numbers_keep_what_matters_and_stay_narrow():
 
 
 def test_lengths_of_a_protocol_that_scores_other_text_at_each_are_not_to_be_compared():
-    said = "every length has other text: compare encodings at a length, not one encoding at two"
-    for protocol, there in (
+    note = "every length has other text: compare encodings at a length, not one encoding at two"
+    for protocol, noted in (
         ("paper", True),
         ("position", True),
         ("tail", False),
         ("equal_tokens", False),
     ):
-        assert (said in table([one | {"protocol": protocol} for one in TWO])) == there
+        assert (note in table([one | {"protocol": protocol} for one in TWO])) == noted
 
 
-def test_windows_that_repeat_text_are_told():
+def test_windows_that_repeat_text_have_a_note():
     assert "repeat text" not in table(TWO)
     repeated = [one | {"epochs": 2} if one["length"] == 1024 else one for one in TWO]
     assert (
