@@ -111,9 +111,6 @@ def launch(script: Path, words: Sequence[str], config: Config | None) -> None:
     devices = devices_for(script, config)
     if config is not None and script.name == "train.py":
         config.check_batch(len(devices))
-    if not torch.cuda.is_available():
-        threads = max((os.cpu_count() or 1) // len(devices), 1)
-        environment.setdefault("OMP_NUM_THREADS", str(threads))
     if on_this_machine and len(devices) == 1:
         if torch.cuda.is_available():
             environment["CUDA_VISIBLE_DEVICES"] = str(devices[0])

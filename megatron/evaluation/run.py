@@ -18,6 +18,7 @@ from megatron.evaluation.protocols import PROTOCOLS, Request, Windows
 from megatron.evaluation.resume import WindowFile, answered
 from megatron.model import AttentionSettings
 from megatron.parallel.grid import Grid, here
+from megatron.parallel.threads import count_parameters, use_threads
 from megatron.results.files import check_output, existing_results, write_results
 from megatron.results.row import Facts, Row
 
@@ -90,6 +91,7 @@ def evaluate(config: Config | None, options: Options) -> Evaluation:
     jobs = planned(checkpoint, request, options)
     grid = here()
     checkpoint.model.to(grid.device, DTYPES[options.dtype])
+    use_threads(count_parameters(checkpoint.model), grid.device)
     facts = checkpoint.facts()
     rows: dict[Path, list[Row]] = {}
     for job in jobs:

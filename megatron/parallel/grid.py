@@ -1,4 +1,4 @@
-"""The processes of a run: how many, which one this is, on which device; alone it needs no network."""
+"""The processes of a run: how many, which one this is, its device. One alone needs no network."""
 
 import os
 import socket
@@ -18,12 +18,13 @@ SCHEDULERS = (
     ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID"),
     ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"),
 )
+"""Where Slurm and Open MPI give rank, number of ranks and rank on this machine."""
 ALONE = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
 
 
 @dataclass(frozen=True)
 class Grid:
-    """rank of ranks, and its device. `Grid()` is one process that knows no other."""
+    """This process's rank, the number of ranks, and its device. `Grid()` is a process alone."""
 
     rank: int = 0
     ranks: int = 1
@@ -31,11 +32,11 @@ class Grid:
 
     @property
     def first(self) -> bool:
-        """Whether this process is the one that writes files and logs."""
+        """Whether this process writes files and logs."""
         return self.rank == 0
 
     def mean(self, value: Tensor) -> Tensor:
-        """The mean over all ranks of a tensor of any shape."""
+        """The mean of a tensor over all ranks; any shape, kept."""
         if self.ranks == 1:
             return value
         total = value.clone()
@@ -43,92 +44,109 @@ class Grid:
         return total / self.ranks
 
     def gather(self, value: Any) -> list[Any]:
-        """What every rank gave, by rank, on every rank; plain data."""
-        found = [value] * self.ranks
+        """The values of all ranks, ordered by rank, on every rank; plain data only."""
+        values = [value] * self.ranks
         if self.ranks > 1:
-            torch.distributed.all_gather_object(found, value)
-        return found
+            torch.distributed.all_gather_object(values, value)
+        return values
 
     def wait(self) -> None:
-        """Until every rank has come here."""
+        """Wait until every rank calls this."""
         if self.ranks > 1:
             torch.distributed.barrier()
 
 
 def here() -> Grid:
-    """The processes where a launcher or a scheduler started several, else this one alone, which then asks nobody."""
-    several = int(os.environ.get("WORLD_SIZE", 1)) > 1 or (
-        "WORLD_SIZE" not in os.environ and _told_by_a_scheduler()
-    )
-    return (
-        connect()
-        if several
-        else Grid(device=torch.device("cuda" if torch.cuda.is_available() else "cpu"))
-    )
+    """The processes that a launcher or a scheduler started, or this one alone without a network."""
+    if "WORLD_SIZE" in os.environ:
+        several = int(os.environ["WORLD_SIZE"]) > 1
+    else:
+        several = bool(_environment_of_scheduler())
+    if several:
+        return connect()
+    return Grid(device=torch.device("cuda" if torch.cuda.is_available() else "cpu"))
 
 
 def connect(backend: str | None = None) -> Grid:
-    """Join the other processes as the launcher (deepy.py, torchrun) says, or run alone where nobody launched.
+    """Join the processes that a launcher (deepy.py, torchrun) or scheduler started; one runs alone.
 
-    backend: nccl or gloo; None takes nccl on CUDA and gloo on CPU.
+    backend: nccl or gloo; None takes nccl on CUDA and gloo on the CPU
     """
     cuda = torch.cuda.is_available()
     if not cuda:
         os.environ["DS_ACCELERATOR"] = "cpu"
     if "WORLD_SIZE" not in os.environ:
-        os.environ.update(_told_by_a_scheduler() or ALONE | {"MASTER_PORT": str(free_port())})
-    import deepspeed  # after DS_ACCELERATOR is known
-    import deepspeed.ops
+        alone = ALONE | {"MASTER_PORT": str(free_port())}
+        os.environ.update(_environment_of_scheduler() or alone)
+    _import_deepspeed()
 
-    # On CPU DeepSpeed would compile a shared-memory op at a first run: that needs g++ and ninja, takes half a minute,
-    # and a killed build leaves a lock on which every later run waits for ever. gloo does the same work.
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    local_rank = int(os.environ["LOCAL_RANK"])
-    device = torch.device("cuda", local_rank) if cuda else CPU
+    device = CPU
     if cuda:
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(device)
     if not torch.distributed.is_initialized():
-        backend = "gloo" if not cuda else backend or "nccl"
-        deepspeed.init_distributed(dist_backend=backend, auto_mpi_discovery=False, verbose=False)
+        if not cuda:
+            backend = "gloo"
+        _join(backend or "nccl")
     return Grid(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), device)
+
+
+def _import_deepspeed() -> None:
+    """Import DeepSpeed without its shared-memory operation for the CPU.
+
+    DeepSpeed would compile that at a first run, which needs g++ and ninja and takes half a minute;
+    after a killed build, every later run waits for its lock for ever. gloo does the same work.
+    """
+    import deepspeed.ops  # only now: it reads DS_ACCELERATOR when it is imported
+
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+
+
+def _join(backend: str) -> None:
+    import deepspeed
+
+    deepspeed.init_distributed(dist_backend=backend, auto_mpi_discovery=False, verbose=False)
 
 
 @contextmanager
 def left_at_the_end() -> Iterator[None]:
-    """Processes joined inside are left at the end, before this one ends; those joined before stay.
+    """Leave the group of processes that was joined inside this block; one joined before stays.
 
-    gloo's threads may still hold tensors when the interpreter ends, and then abort it (pytorch#179291): status -6 after
-    all the work was done. After a fault nccl is not asked: it would wait for the others.
+    Otherwise gloo's threads may still hold tensors when the interpreter ends, and abort it with
+    status -6 (pytorch#179291). After a fault nccl's group stays: leaving would wait for the others.
     """
-    outside = torch.distributed.is_initialized()
-    orderly = False
+    joined_before = torch.distributed.is_initialized()
+    completed = False
     try:
         yield
-        orderly = True
+        completed = True
     finally:
-        joined = torch.distributed.is_initialized() and not outside
-        if joined and (orderly or torch.distributed.get_backend() == "gloo"):
-            import deepspeed  # connect() did so, and it keeps groups of its own
+        joined_inside = torch.distributed.is_initialized() and not joined_before
+        if joined_inside and (completed or torch.distributed.get_backend() == "gloo"):
+            import deepspeed  # its own groups must be destroyed too
 
             deepspeed.comm.destroy_process_group()
 
 
-def _told_by_a_scheduler() -> dict[str, str]:
-    """RANK, WORLD_SIZE and LOCAL_RANK where Slurm or Open MPI started several processes; else nothing."""
-    for names in SCHEDULERS:
-        rank, ranks, local = (os.environ.get(name) for name in names)
-        if rank is not None and ranks is not None and int(ranks) > 1:
-            if not {"MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys():
-                raise UserError(
-                    f"{names[1]}: {ranks} processes were started, and nothing says where they meet"
-                    " - export MASTER_ADDR (the first machine) and MASTER_PORT (a free port) before starting them"
-                )
-            return {"RANK": rank, "WORLD_SIZE": ranks, "LOCAL_RANK": local or "0"}
+def _environment_of_scheduler() -> dict[str, str]:
+    """RANK, WORLD_SIZE and LOCAL_RANK by Slurm or Open MPI; {} where they started one process."""
+    for rank_name, ranks_name, local_name in SCHEDULERS:
+        rank = os.environ.get(rank_name)
+        ranks = os.environ.get(ranks_name)
+        if rank is None or ranks is None or int(ranks) <= 1:
+            continue
+        if "MASTER_ADDR" not in os.environ or "MASTER_PORT" not in os.environ:
+            raise UserError(
+                f"{ranks_name}: {ranks} processes were started, but no MASTER_ADDR and MASTER_PORT"
+                " to meet at - export them (the first machine, a free port) before starting them"
+            )
+        local_rank = os.environ.get(local_name) or "0"
+        return {"RANK": rank, "WORLD_SIZE": ranks, "LOCAL_RANK": local_rank}
     return {}
 
 
 def free_port() -> int:
-    """A TCP port that nobody uses at this moment."""
+    """A TCP port that nothing uses at this moment."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]

@@ -3,7 +3,7 @@
 import pytest
 
 from megatron.errors import UserError
-from megatron.parallel.grid import ALONE, SCHEDULERS, _told_by_a_scheduler
+from megatron.parallel.grid import ALONE, SCHEDULERS, _environment_of_scheduler
 from tests.support import run
 
 ENDS = """
@@ -36,19 +36,19 @@ def test_a_process_of_a_scheduler_knows_its_place(names, monkeypatch):
     for name, value in zip(names, ("3", "8", "1"), strict=True):
         monkeypatch.setenv(name, value)
     with pytest.raises(
-        UserError, match=f"{names[1]}: 8 processes were started, and nothing says where they meet"
+        UserError, match=f"{names[1]}: 8 processes were started, but no MASTER_ADDR and MASTER_PORT"
     ):
-        _told_by_a_scheduler()
+        _environment_of_scheduler()
     monkeypatch.setenv("MASTER_ADDR", "node1")
     monkeypatch.setenv("MASTER_PORT", "29500")
-    assert _told_by_a_scheduler() == {"RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "1"}
+    assert _environment_of_scheduler() == {"RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "1"}
 
 
 def test_one_process_alone_asks_nobody(monkeypatch):
-    assert _told_by_a_scheduler() == {}
+    assert _environment_of_scheduler() == {}
     monkeypatch.setenv("SLURM_PROCID", "0")
     monkeypatch.setenv("SLURM_NTASKS", "1")
-    assert _told_by_a_scheduler() == {}
+    assert _environment_of_scheduler() == {}
     assert ALONE["WORLD_SIZE"] == "1"
 
 
