@@ -23,18 +23,17 @@ __all__ = [
 
 
 def from_config(config: "Config", vocab: int) -> GPT:
-    """The model that the configuration describes, with `vocab` rows in its embedding and first values from its seed.
+    """The model that the configuration describes, with `vocab` rows in its embedding.
 
-    The encoding draws its first values apart: with one seed, models of every encoding start from the same weights.
+    Its seed gives the first values. The encoding draws its own separately: with one seed, models of
+    every encoding start from the same weights.
     """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(config.training.seed)
-        first = position_from_config(config)
-        own = first.per_layer or not config.position.pos_emb_shared
-        positions = [
-            first,
-            *(position_from_config(config) for _ in range(config.model.num_layers - 1) if own),
-        ]
+        positions = [position_from_config(config)]
+        if positions[0].per_layer or not config.position.pos_emb_shared:
+            for _ in range(config.model.num_layers - 1):
+                positions.append(position_from_config(config))
         torch.manual_seed(config.training.seed)
         model = GPT(
             Architecture.of(config.model),

@@ -3,7 +3,7 @@
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megatron.model.layers import MLP, SelfAttention, Sight
+from megatron.model.layers import MLP, AttentionInputs, SelfAttention
 
 
 class Block(nn.Module):
@@ -17,10 +17,12 @@ class Block(nn.Module):
         self.post_attention_layernorm = nn.LayerNorm(hidden, eps=epsilon)
         self.mlp = MLP(hidden)
 
-    def forward(self, x: Tensor, sight: Sight) -> Tensor:
+    def forward(self, x: Tensor, inputs: AttentionInputs) -> Tensor:
         """x [batch, length, hidden] -> same."""
-        x = x + self._drop(self.attention(self.input_layernorm(x), sight))
-        return x + self._drop(self.mlp(self.post_attention_layernorm(x)))
+        attended = self.attention(self.input_layernorm(x), inputs)
+        x = x + self._drop(attended)
+        transformed = self.mlp(self.post_attention_layernorm(x))
+        return x + self._drop(transformed)
 
     def _drop(self, x: Tensor) -> Tensor:
         return F.dropout(x, self.dropout, self.training)

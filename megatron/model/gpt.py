@@ -1,4 +1,4 @@
-"""The GPT of the papers: embedding, blocks, final norm, output matrix; the encoding enters through its hooks only."""
+"""The GPT of the papers. The encoding takes part through its hooks only."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -14,14 +14,17 @@ from megatron.errors import UserError
 from megatron.model.block import Block
 from megatron.model.head import mean_loss, token_losses
 from megatron.model.init import initialize
-from megatron.model.layers import Sight
+from megatron.model.layers import AttentionInputs
 from megatron.model.settings import Architecture, AttentionSettings
 from megatron.positions import Position
 
 
 @dataclass
 class Cache:
-    """What a model remembers of the text so far, for decoding in pieces: GPT.forward(ids, cache=cache)."""
+    """Keys, values and more of the text so far, for decoding in pieces.
+
+    GPT.forward(ids, cache=cache) continues that text.
+    """
 
     length: int = 0
     layers: list[dict[str, Tensor]] = field(default_factory=list)
@@ -50,15 +53,15 @@ class GPT(nn.Module):
         self.dropout = model.hidden_dropout
         self.checkpoint_activations = False
         self.word_embeddings = nn.Embedding(vocab, hidden)
-        self.layers = nn.ModuleList(
-            Block(
+        self.layers = nn.ModuleList()
+        for _ in range(model.num_layers):
+            block = Block(
                 hidden,
                 model.num_attention_heads,
                 epsilon=model.layernorm_epsilon,
                 dropout=model.hidden_dropout,
             )
-            for _ in range(model.num_layers)
-        )
+            self.layers.append(block)
         self.norm = nn.LayerNorm(hidden, eps=model.layernorm_epsilon)
         self.final_linear = nn.Linear(hidden, vocab, bias=False) if model.no_weight_tying else None
         initialize(
@@ -67,9 +70,8 @@ class GPT(nn.Module):
             layers=model.num_layers,
             scaled=model.output_layer_init_method == "scaled_normal",
         )
-        self.positions = nn.ModuleList(
-            positions
-        )  # after initialize: an encoding sets its own first values
+        # After `initialize`: an encoding sets its own first values.
+        self.positions = nn.ModuleList(positions)
         self.use_attention(attention)
 
     def forward(
@@ -80,45 +82,50 @@ class GPT(nn.Module):
         *,
         mean: bool = False,
     ) -> Tensor:
-        """ids [batch, length] -> logits [batch, length, vocab]; with labels [batch, length], the cross entropy of each
-        token instead: [batch, length] float32, or with `mean` their mean, []. With a cache the ids continue the text
-        that it remembers."""
+        """Logits, or with labels the cross entropy of each token.
+
+        ids [batch, length] -> logits [batch, length, vocab];
+        with labels [batch, length] -> losses [batch, length] float32, or with `mean` their mean [];
+        with a cache, ids continue its text.
+        """
         x = self.features(ids, cache)
         if labels is None:
             return F.linear(x, self.output_matrix)
-        return (
-            mean_loss(x.flatten(0, 1), self.output_matrix, labels.flatten())
-            if mean
-            else self.losses(x, labels)
-        )
+        if mean:
+            return mean_loss(x.flatten(0, 1), self.output_matrix, labels.flatten())
+        return self.losses(x, labels)
 
     def features(self, ids: Tensor, cache: Cache | None = None) -> Tensor:
         """ids [batch, length] -> [batch, length, hidden], after the final norm."""
         if ids.dim() != 2:
             raise UserError(f"ids: {list(ids.shape)} must be [batch, length]")
-        start, length = (cache.length if cache else 0), ids.shape[1]
-        for position in cast(Sequence[Position], self.positions):
+        start = 0 if cache is None else cache.length
+        length = ids.shape[1]
+        for position in self._positions:
             position.prepare(start + length)
         x = self.position.on_embeddings(self.word_embeddings(ids), start)
         x = F.dropout(x, self.dropout, self.training)
-        for block, sight in zip(self.layers, self._sights(start, length, cache), strict=True):
-            if self.checkpoint_activations and torch.is_grad_enabled():
-                x = cast(Tensor, checkpoint(block, x, sight, use_reentrant=False))
+        inputs_of_layers = self._attention_inputs(start, length, cache)
+        recompute = self.checkpoint_activations and torch.is_grad_enabled()
+        for block, inputs in zip(self.layers, inputs_of_layers, strict=True):
+            if recompute:
+                x = cast(Tensor, checkpoint(block, x, inputs, use_reentrant=False))
             else:
-                x = block(x, sight)
-        if cache:
+                x = block(x, inputs)
+        if cache is not None:
             cache.length += length
         return self.norm(x)
 
-    def _sights(self, start: int, length: int, cache: Cache | None) -> list[Sight]:
-        """What each layer needs beside its input; tables are computed once per step and encoding."""
+    def _attention_inputs(
+        self, start: int, length: int, cache: Cache | None
+    ) -> list[AttentionInputs]:
+        """What each layer's attention needs beside x; tables are computed once per encoding."""
         keys = start + length
         chunk = max(1, self.train_length // 2) if self.blockwise else None
         scale = self.position.log_n_scale(start, length) if self.logn_scale else None
-        if cache is not None and not cache.layers:
-            cache.layers = [{} for _ in self.layers]
-        shared = [
-            Sight(
+        inputs = []
+        for position in self._positions:
+            inputs_of_position = AttentionInputs(
                 position,
                 position.distance_bias(keys),
                 position.distance_weight(keys),
@@ -129,19 +136,23 @@ class GPT(nn.Module):
                 backend=self.backend,
                 self_check=self.self_check,
             )
-            for position in cast(Sequence[Position], self.positions)
-        ]
-        sights = shared if len(shared) == len(self.layers) else shared * len(self.layers)
+            inputs.append(inputs_of_position)
+        if len(inputs) < len(self.layers):  # one encoding for all layers
+            inputs = inputs * len(self.layers)
         if cache is None:
-            return sights
-        return [
-            replace(sight, memory=memory)
-            for sight, memory in zip(sights, cache.layers, strict=True)
-        ]
+            return inputs
+        if not cache.layers:
+            cache.layers = [{} for _ in self.layers]
+        layers = zip(inputs, cache.layers, strict=True)
+        return [replace(inputs_of_layer, memory=memory) for inputs_of_layer, memory in layers]
 
     def losses(self, x: Tensor, labels: Tensor) -> Tensor:
-        """Cross entropy of each token in float32: [batch, length, hidden], [batch, length] -> [batch, length]."""
-        return token_losses(x.flatten(0, 1), self.output_matrix, labels.flatten()).view_as(labels)
+        """Cross entropy of each token in float32.
+
+        x [batch, length, hidden], labels [batch, length] -> [batch, length]
+        """
+        losses = token_losses(x.flatten(0, 1), self.output_matrix, labels.flatten())
+        return losses.view_as(labels)
 
     def use_attention(self, attention: AttentionSettings) -> None:
         """Compute attention with other settings: backend, window, blocks and log-n scale."""
@@ -152,19 +163,24 @@ class GPT(nn.Module):
         self.self_check = attention.attention_self_check
 
     def learned(self) -> dict[str, Tensor]:
-        """The effective values of the encoding's learned numbers, by name and, where layers differ, by layer."""
-        positions = list(enumerate(cast(Sequence[Position], self.positions)))
-        several = len(positions) > 1
-        return {
-            f"layer{layer}.{name}" if several else name: value
-            for layer, position in positions
-            for name, value in position.learned().items()
-        }
+        """The effective values of the encoding's learned numbers, by name.
+
+        Where layers have encodings of their own, names begin with the layer.
+        """
+        if len(self.positions) == 1:
+            return self.position.learned()
+        values = {}
+        for layer, position in enumerate(self._positions):
+            for name, value in position.learned().items():
+                values[f"layer{layer}.{name}"] = value
+        return values
 
     @property
     def attention_choice(self) -> Choice:
-        """The attention backend that acts where the model now is, and why; UserError where the one asked for cannot
-        compute this encoding."""
+        """The attention backend on the model's device, and why.
+
+        UserError where the configured one cannot compute this encoding.
+        """
         position, shape = self.position, self.position.shape
         needs = Needs(
             self.word_embeddings.weight.new_empty(0, shape.heads, 0, shape.head_dim),
@@ -183,12 +199,16 @@ class GPT(nn.Module):
 
     @property
     def position(self) -> Position:
-        """The encoding of the first layer, and of all where it is shared; its hook on embeddings acts for all."""
-        return cast(Position, self.positions[0])
+        """The encoding of the first layer, whose hook on embeddings acts for all layers."""
+        return self._positions[0]
+
+    @property
+    def _positions(self) -> Sequence[Position]:
+        return cast(Sequence[Position], self.positions)
 
     @property
     def output_matrix(self) -> Tensor:
         """[vocab, hidden]: the output's own matrix, or the embedding where they are tied."""
-        return (
-            self.word_embeddings.weight if self.final_linear is None else self.final_linear.weight
-        )
+        if self.final_linear is None:
+            return self.word_embeddings.weight
+        return self.final_linear.weight

@@ -1,4 +1,4 @@
-"""The two halves of a transformer block: self-attention and the MLP, with GPT-NeoX's parameter names and layout."""
+"""Self-attention and MLP of a transformer block, with GPT-NeoX's parameter names and layout."""
 
 from dataclasses import dataclass, field
 from functools import partial
@@ -12,11 +12,12 @@ from megatron.positions import Position
 
 
 @dataclass(frozen=True)
-class Sight:
-    """What a layer's attention needs beside its input, the same for every token of a step.
+class AttentionInputs:
+    """What a layer's attention needs beside x, the same for every token of a step.
 
-    bias, weight [heads, keys] or None; start: index of the first query; window, chunk: see `attention`;
-    query_scale [queries]: multiplies the queries; memory: keys, values and more of earlier tokens, or None
+    bias, weight [heads, keys] or None; start: index of the first query;
+    window, chunk: see `attention`; query_scale [queries]: multiplies the queries;
+    memory: keys, values and more of earlier tokens; None to keep nothing
     """
 
     position: Position
@@ -32,7 +33,7 @@ class Sight:
 
 
 class SelfAttention(nn.Module):
-    """Multi-head causal self-attention; the fused projection is ordered [heads, (q, k, v), head_dim]."""
+    """Causal self-attention; its fused projection is ordered [heads, (q, k, v), head_dim]."""
 
     def __init__(self, hidden: int, heads: int) -> None:
         super().__init__()
@@ -40,40 +41,45 @@ class SelfAttention(nn.Module):
         self.query_key_value = nn.Linear(hidden, 3 * hidden)
         self.dense = nn.Linear(hidden, hidden)
 
-    def forward(self, x: Tensor, sight: Sight) -> Tensor:
+    def forward(self, x: Tensor, inputs: AttentionInputs) -> Tensor:
         """x [batch, length, hidden] -> same."""
         batch, length, hidden = x.shape
+        position = inputs.position
         fused = self.query_key_value(x).view(batch, length, self.heads, 3, -1)
         q, k, v = fused.permute(3, 0, 2, 1, 4)  # [batch, heads, length, head_dim] each
-        q, k = sight.position.on_queries_keys(q, k, sight.start)
-        if sight.query_scale is not None:
-            q = (q * sight.query_scale[:, None]).to(q.dtype)
-        memory = {} if sight.memory is None else sight.memory
-        if sight.memory is not None:
-            k, v = _remember(memory, "k", k), _remember(memory, "v", v)
-        position = sight.position
+        q, k = position.on_queries_keys(q, k, inputs.start)
+        if inputs.query_scale is not None:
+            q = (q * inputs.query_scale[:, None]).to(q.dtype)
+        memory = {}
+        if inputs.memory is not None:
+            memory = inputs.memory
+            k = _remember(memory, "k", k)
+            v = _remember(memory, "v", v)
+        on_scores = None
+        if position.has("on_scores"):
+            on_scores = partial(position.on_scores, x=x, memory=memory)
         out = attention(
             q,
             k,
             v,
-            sight.bias,
-            weight=sight.weight,
-            window=sight.window,
-            chunk=sight.chunk,
+            inputs.bias,
+            weight=inputs.weight,
+            window=inputs.window,
+            chunk=inputs.chunk,
             index_bias=position.index_bias if position.has("index_bias") else None,
-            on_scores=partial(position.on_scores, x=x, memory=memory)
-            if position.has("on_scores")
-            else None,
-            backend=sight.backend,
-            self_check=sight.self_check,
+            on_scores=on_scores,
+            backend=inputs.backend,
+            self_check=inputs.self_check,
         )
         return self.dense(out.transpose(1, 2).reshape(batch, length, hidden))
 
 
 def _remember(memory: dict[str, Tensor], name: str, new: Tensor) -> Tensor:
-    """Earlier tokens and these: [batch, heads, keys, head_dim]."""
-    memory[name] = torch.cat([memory[name], new], dim=2) if name in memory else new
-    return memory[name]
+    """Append new tokens to those in memory: [batch, heads, keys, head_dim]."""
+    if name in memory:
+        new = torch.cat([memory[name], new], dim=2)
+    memory[name] = new
+    return new
 
 
 class MLP(nn.Module):

@@ -1,4 +1,4 @@
-"""What a GPT is built from, in plain values: a model needs no package that reads a configuration."""
+"""What a GPT is built from, in plain values: it needs no package that reads a configuration."""
 
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Literal

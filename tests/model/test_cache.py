@@ -1,4 +1,4 @@
-"""Decoding with a cache gives what a whole forward pass gives, for every encoding and every option of attention."""
+"""Decoding with a cache agrees with a whole pass, for every encoding and option of attention."""
 
 import math
 

@@ -52,7 +52,8 @@ import torch
 from megatron.model import head
 
 def peak():
-    return next(int(line.split()[1]) for line in Path("/proc/self/status").read_text().splitlines() if "VmHWM" in line)
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if "VmHWM" in line)
 
 head.HEAD_TOKENS = 256
 x, matrix = torch.randn(4096, 16, requires_grad=True), torch.randn(50304, 16, requires_grad=True)

@@ -1,4 +1,4 @@
-"""The plain values that a GPT is built from: the configuration has the same names and the same defaults."""
+"""The plain values that a GPT is built from have the configuration's names and defaults."""
 
 from dataclasses import MISSING, fields
 
