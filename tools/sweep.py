@@ -1,4 +1,4 @@
-"""Many runs from one file: encodings x corpora x seeds x sizes, trained, evaluated, collected in one results.jsonl: see --help, or megatron/commands/sweep.py."""
+"""Many runs from one file, trained, evaluated, collected: see --help, or commands/sweep.py."""
 
 import sys
 

@@ -2,6 +2,10 @@
 
 import io
 import json
+import select
+import subprocess
+import sys
+from collections.abc import Iterator
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,11 +13,12 @@ from pathlib import Path
 import pytest
 
 from megatron.commands import reproduce, sweep
-from tests.support import run
+from tests.support import ROOT, run, unlaunched
 
+STEPS = 300  # enough for eight kills in training
 SWEEP = """
 settings: {{num_layers: 1, hidden_size: 16, num_attention_heads: 2, seq_length: 32,
-  tokenizer_type: CharLevelTokenizer, train_iters: {steps}, save_interval: 5,
+  tokenizer_type: CharLevelTokenizer, train_iters: {steps}, save_interval: 15,
   keep_last_n_checkpoints: 1, log_interval: 5, eval_interval: 0, eval_lengths: [32, 64, 128],
   eval_tokens: 4096, pos_emb: kerple_log}}
 grid:
@@ -64,10 +69,49 @@ def rows(folder: Path) -> list[dict]:
     return [{key: value for key, value in row.items() if key not in clock} for row in rows]
 
 
+class Warm:
+    """Starts sweeps through tests/sweeps/warm.py, one at a time."""
+
+    def __init__(self) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "tests.sweeps.warm"],
+            cwd=ROOT,
+            env=unlaunched(),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            bufsize=1,
+        )
+
+    def start(self, *words: object) -> int:
+        """Run tools/sweep.py with these words; the id of its process, which leads its group."""
+        assert self.process.stdin
+        assert self.process.stdout
+        self.status: int | None = None
+        self.process.stdin.write(json.dumps([str(word) for word in words]) + "\n")
+        self.process.stdin.flush()
+        return int(self.process.stdout.readline())
+
+    def poll(self, timeout: float = 0) -> int | None:
+        """The exit status of the sweep; None while it runs."""
+        assert self.process.stdout
+        if self.status is None and select.select([self.process.stdout], [], [], timeout)[0]:
+            self.status = int(self.process.stdout.readline())
+        return self.status
+
+
+@pytest.fixture(scope="module")
+def warm() -> Iterator[Warm]:
+    warm = Warm()
+    yield warm
+    warm.process.stdin.close()
+    warm.process.wait(60)
+
+
 @pytest.fixture(scope="module")
 def file(corpus, tmp_path_factory) -> Path:
     path = tmp_path_factory.mktemp("sweep") / "tiny.yml"
-    path.write_text(SWEEP.format(corpus=corpus, steps=400))
+    path.write_text(SWEEP.format(corpus=corpus, steps=STEPS))
     return path
 
 

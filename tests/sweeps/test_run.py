@@ -2,7 +2,6 @@
 
 import contextlib
 import json
-import multiprocessing
 import os
 import random
 import shutil
@@ -17,7 +16,7 @@ from megatron.sweeps.plan import load_sweep
 from megatron.sweeps.run import Runner, places_of
 from megatron.sweeps.state import collect, state_of
 from tests.support import run
-from tests.sweeps.conftest import SWEEP, TABLE, command, rows
+from tests.sweeps.conftest import STEPS, SWEEP, TABLE, command, rows
 
 KILLS = {"metrics.jsonl": 8, "evaluation/*.jsonl": 3}  # how often, and after which file was written
 
@@ -36,7 +35,7 @@ def test_a_run_that_fails_is_shown_with_its_reason_and_the_others_go_on(file, wh
     assert status.returncode == 1
     _, good, absent = status.stdout.splitlines()
     assert good == "good-1    done"
-    assert absent.startswith("absent-1  failed at step 0 of 400: ")
+    assert absent.startswith(f"absent-1  failed at step 0 of {STEPS}: ")
     assert "_of_nobody" in absent
 
 
@@ -45,20 +44,21 @@ def test_a_run_that_ends_with_missing_cells_says_which_and_has_status_1(whole):
     assert done.returncode == 1
     missing, absent = done.stderr.splitlines()[-2:]
     assert missing == "1 of 2 cells are missing:"
-    assert absent.startswith("  absent-1: failed at step 0 of 400: ")
+    assert absent.startswith(f"  absent-1: failed at step 0 of {STEPS}: ")
 
 
 def test_a_finished_cell_keeps_its_weights_and_no_optimizer_states(whole):
     folder, _ = whole
-    kept = {path.name for path in (folder / "good-1/global_step400").iterdir()}
+    kept = {path.name for path in (folder / f"good-1/global_step{STEPS}").iterdir()}
     assert kept == {"checkpoint.json", "config.yml", "model.safetensors"}
 
 
-def test_a_sweep_killed_at_random_moments_has_the_results_of_an_undisturbed_one(file, whole):
+def test_a_sweep_killed_at_random_moments_has_the_results_of_an_undisturbed_one(file, whole, warm):
     folder = file.parent / "killed"
+    words = ["run", file, "--folder", folder]
     sweep, kills = load_sweep(file, folder), 0
     for pattern, count in KILLS.items():
-        kills += sum(killed(sweep, folder / "good-1", pattern) for _ in range(count))
+        kills += sum(killed(warm, words, folder / "good-1", pattern) for _ in range(count))
         in_time = state_of(sweep.cells[0]).kind != "done" or "eval" in pattern
         assert in_time, "too fast for this test"
     assert kills >= 10
@@ -68,18 +68,17 @@ def test_a_sweep_killed_at_random_moments_has_the_results_of_an_undisturbed_one(
     assert losses(folder) == losses(whole[0])
 
 
-def killed(sweep, folder: Path, pattern: str) -> bool:
+def killed(warm, words: list, folder: Path, pattern: str) -> bool:
     """Run a sweep until a while after it has written such a file, then kill it with its scripts."""
     before = written(folder, pattern)
-    process = multiprocessing.get_context("fork").Process(target=alone, args=(sweep,))
-    process.start()
-    while process.is_alive() and written(folder, pattern) == before:
+    pid = warm.start(*words)
+    while warm.poll() is None and written(folder, pattern) == before:
         time.sleep(0.005)
     time.sleep(random.uniform(0, 0.1))
-    alive = process.is_alive()
+    alive = warm.poll() is None
     if alive:
-        os.killpg(process.pid, signal.SIGKILL)
-    process.join()
+        os.killpg(pid, signal.SIGKILL)
+    assert warm.poll(60) is not None
     while not free(folder):  # until what was killed is gone
         time.sleep(0.005)
     return alive
@@ -88,11 +87,6 @@ def killed(sweep, folder: Path, pattern: str) -> bool:
 def free(folder: Path) -> bool:
     with held(folder) as lock:
         return lock is not None
-
-
-def alone(sweep) -> None:
-    os.setsid()
-    Runner([None], lambda text: None).run(sweep)
 
 
 def written(folder: Path, pattern: str) -> set[tuple[str, int]]:
@@ -109,7 +103,7 @@ def test_a_folder_with_another_run_is_refused_and_a_cell_at_work_left_alone(file
     other.write_text(file.read_text().replace("hidden_size: 16", "hidden_size: 32"))
     (cell, *_) = load_sweep(other, whole[0]).cells
     state = state_of(cell)
-    assert (state.kind, state.step) == ("foreign", 400)
+    assert (state.kind, state.step) == ("foreign", STEPS)
     assert cell.config.hash in state.note
     messages: list[str] = []
     sweep = load_sweep(file, tmp_path / "busy", only=["data=good"])
@@ -176,7 +170,7 @@ def test_facts_of_an_absent_corpus_are_those_of_earlier_results(corpus, file, wh
         if Path(f"{corpus}{end}").exists():
             shutil.copy(f"{corpus}{end}", f"{text}{end}")
     here = tmp_path / "tiny.yml"
-    here.write_text(SWEEP.format(corpus=text, steps=400))
+    here.write_text(SWEEP.format(corpus=text, steps=STEPS))
     folder = tmp_path / "runs"
     adopt(load_sweep(file, whole[0], ["data=good"]), load_sweep(here, folder, ["data=good"]))
     assert command("sweep", "collect", here, "--folder", folder).returncode == 0
