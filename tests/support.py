@@ -1,10 +1,14 @@
-"""What several test files share: the project's root, commands in processes of their own, a corpus of bytes."""
+"""What several test files share: the project's root, commands, a corpus of bytes, a checkpoint."""
 
 import json
 import os
+import runpy
 import subprocess
 import sys
+from contextlib import redirect_stderr, redirect_stdout
+from io import StringIO
 from pathlib import Path
+from unittest import mock
 
 from safetensors.torch import save_file
 
@@ -33,6 +37,27 @@ def run(
         timeout=timeout,
         check=False,
     )
+
+
+def call(script: str, *words: object) -> subprocess.CompletedProcess[str]:
+    """The same in this process, which has imported the packages already; logs are left out.
+
+    An exception other than SystemExit is the test's.
+    """
+    command = [str(ROOT / script), *map(str, words)]
+    out, err = StringIO(), StringIO()
+    status = 0
+    with (
+        mock.patch.object(sys, "argv", command),
+        mock.patch.dict(os.environ),
+        redirect_stdout(out),
+        redirect_stderr(err),
+    ):
+        try:
+            runpy.run_path(command[0], run_name="__main__")
+        except SystemExit as ended:
+            status = ended.code
+    return subprocess.CompletedProcess(command, status, out.getvalue(), err.getvalue())
 
 
 def unlaunched(root: Path = ROOT) -> dict[str, str]:

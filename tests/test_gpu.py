@@ -1,4 +1,4 @@
-"""What only a CUDA device can show of the model and the engine; `make gpu-check` runs all gpu tests alone."""
+"""Model and engine on a CUDA device; `make gpu-check` runs all gpu tests alone."""
 
 import math
 

@@ -178,7 +178,8 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, added: Tensor, factor: Tensor | Non
         wide = added.dtype
         products = q.to(wide) @ k.to(wide).transpose(-1, -2) / math.sqrt(q.shape[-1])
         scores = products * factor + added
-        return (scores.softmax(dim=-1) @ v.to(wide)).to(q.dtype)
+        out = scores.softmax(dim=-1) @ v.to(wide)
+        return out.to(q.dtype)
     if q.device.type == "cpu":
         return F.scaled_dot_product_attention(q, k, v, attn_mask=added)
     # CUDA's kernels need aligned rows in q's dtype. Copy first: then gradients add up in float32.

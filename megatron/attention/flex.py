@@ -183,10 +183,10 @@ def _segments_of_blocks(query_segments: Tensor, key_segments: Tensor) -> tuple[T
 
     Returns [batch, 1, query blocks, key blocks] bool twice.
     """
-    lowest_query, highest_query = query_segments.unflatten(1, (-1, BLOCK)).aminmax(dim=2)
-    lowest_key, highest_key = key_segments.unflatten(1, (-1, BLOCK)).aminmax(dim=2)
-    lowest_query, highest_query = lowest_query[:, :, None], highest_query[:, :, None]
-    lowest_key, highest_key = lowest_key[:, None], highest_key[:, None]
+    query_blocks = query_segments.unflatten(1, (-1, BLOCK))[:, :, None]
+    key_blocks = key_segments.unflatten(1, (-1, BLOCK))[:, None]
+    lowest_query, highest_query = query_blocks.aminmax(dim=-1)
+    lowest_key, highest_key = key_blocks.aminmax(dim=-1)
     overlap = (lowest_query <= highest_key) & (lowest_key <= highest_query)
     same = (lowest_query == highest_key) & (lowest_key == highest_query)
     return overlap[:, None], same[:, None]

@@ -1,10 +1,10 @@
-"""Checkpoints: float32 weights and the configuration for everybody, the engine's own state for resuming.
+"""Checkpoints: float32 weights and the configuration, and the engine's own state for resuming.
 
 SAVE/latest                                 name of the newest folder
 SAVE/global_step100/model.safetensors       weights in float32, by our names
-                    config.yml              the merged configuration
-                    pos_emb_file.py         the user's own encoding, if there is one: text, never run from here
-                    checkpoint.json         step, config_hash, vocab, tokenizer, corpus, code's commit
+                    config.yml              the complete configuration
+                    pos_emb_file.py         the text of the user's own encoding; never run from here
+                    checkpoint.json         step, config_hash, vocab, tokenizer, corpus, commit
                     mp_rank_*, *zero_*      DeepSpeed's engine state
 """
 
@@ -26,6 +26,7 @@ from torch import Tensor
 from megatron.commit import commit
 from megatron.config import Config, load
 from megatron.errors import UserError
+from megatron.files import sync, write_text
 from megatron.model import GPT, from_config
 from megatron.training.trainer import Trainer
 
@@ -36,12 +37,13 @@ ENGINE_STATE = "*_states.pt"  # DeepSpeed's files in a checkpoint, for resuming 
 
 
 def save(trainer: Trainer, folder: Path, facts: dict[str, Any]) -> Path:
-    """Write SAVE/global_step{step} beside and rename it, then point `latest` at it. Every rank calls this.
+    """Write partial_step{step}, rename it to global_step{step}, then point `latest` at it.
 
-    facts: what checkpoint.json says beyond step, hash and commit
+    Every rank calls this. facts: entries of checkpoint.json beyond step, hash and commit
     """
     step, grid, engine = trainer.step, trainer.grid, trainer.engine
-    final, partial = folder / f"global_step{step}", folder / f"partial_step{step}"
+    final = folder / f"global_step{step}"
+    partial = folder / f"partial_step{step}"
     if grid.first:
         for leftover in [*folder.glob("partial_step*"), *folder.glob("removing_*")]:
             shutil.rmtree(leftover)
@@ -49,42 +51,49 @@ def save(trainer: Trainer, folder: Path, facts: dict[str, Any]) -> Path:
     engine.save_checkpoint(str(folder), tag=partial.name, save_latest=False)
     weights = full_weights(engine, keep=grid.first)
     if grid.first:
-        save_file(weights, partial / "model.safetensors")
-        (partial / "model.safetensors").chmod(
-            0o666 & ~_umask()
-        )  # the library makes it the owner's alone
+        weights_file = partial / "model.safetensors"
+        save_file(weights, weights_file)
+        weights_file.chmod(0o666 & ~_umask())  # safetensors lets only the owner read it
         trainer.config.save(partial / "config.yml")
         record = {"step": step, "config_hash": trainer.config.hash, "commit": commit(), **facts}
         (partial / "checkpoint.json").write_text(json.dumps(record, indent=1) + "\n")
         for path in partial.rglob("*"):
-            _sync(path)
+            if path.is_file():
+                sync(path)
         _remove(final)
         partial.rename(final)
-        _write(folder / "latest", final.name)
+        write_text(folder / "latest", final.name)
     grid.wait()
     return final
 
 
 def resume(trainer: Trainer, path: Path) -> None:
-    """Load the engine's state of a folder global_stepN, without running any code that its pickles may name."""
+    """Load the engine's state of a folder global_stepN; code that its pickles name is not run."""
     if not any(path.glob(ENGINE_STATE)):
         raise UserError(
-            f"{path}: holds weights only, training cannot continue from it - a sweep removes the "
-            "optimizer's states of a finished run: train anew, or sweep with --keep-states"
+            f"{path}: holds weights only, training cannot continue from it"
+            " - a sweep removes the optimizer's states of a finished run:"
+            " train anew, or sweep with --keep-states"
         )
     with _data_only():
-        found, _ = trainer.engine.load_checkpoint(str(path.parent), tag=path.name)
-    if found is None:
-        raise UserError(f"{path}: no engine state there - only evaluation can use this checkpoint")
+        loaded, _ = trainer.engine.load_checkpoint(str(path.parent), tag=path.name)
+    if loaded is None:
+        raise UserError(f"{path}: has no engine state - only evaluation can use this checkpoint")
     trainer.step = int(path.name.removeprefix("global_step"))
     trainer.restore_exact_positions()
 
 
 def keep_last(folder: Path, step: int, count: int | None) -> None:
-    """Delete checkpoints before `step`, the one just written, but for the newest count - 1 (None: keep all)."""
+    """Keep `count` checkpoints: `step`, the one just written, and the newest before it.
+
+    count: None keeps all
+    """
+    if not count:
+        return
     earlier = [other for other in steps_in(folder) if other < step]
-    for doomed in earlier[: max(0, len(earlier) + 1 - count)] if count else []:
-        _remove(folder / f"global_step{doomed}")
+    too_many = max(0, len(earlier) + 1 - count)
+    for old in earlier[:too_many]:
+        _remove(folder / f"global_step{old}")
 
 
 def keep_weights_only(folder: Path) -> None:
@@ -95,19 +104,22 @@ def keep_weights_only(folder: Path) -> None:
 
 def steps_in(folder: Path) -> list[int]:
     """Steps of the whole checkpoints in a folder, ascending."""
-    found = (
-        FOLDER.fullmatch(path.parent.name) for path in folder.glob("global_step*/checkpoint.json")
-    )
-    return sorted(int(match[1]) for match in found if match)
+    steps = []
+    for path in folder.glob("global_step*/checkpoint.json"):
+        match = FOLDER.fullmatch(path.parent.name)
+        if match:
+            steps.append(int(match[1]))
+    return sorted(steps)
 
 
 def latest_step(folder: Path) -> int | None:
     """The step that `latest` names, or the newest one; None where there is no checkpoint."""
     steps = steps_in(folder)
     pointer = folder / "latest"
-    named = FOLDER.fullmatch(pointer.read_text().strip()) if pointer.exists() else None
-    if named and int(named[1]) in steps:
-        return int(named[1])
+    if pointer.exists():
+        named = FOLDER.fullmatch(pointer.read_text().strip())
+        if named and int(named[1]) in steps:
+            return int(named[1])
     return steps[-1] if steps else None
 
 
@@ -118,22 +130,26 @@ def find(folder: str | Path, step: int | None = None) -> Path:
         return folder
     if not folder.is_dir():
         raise UserError(
-            f"checkpoint: no folder {folder} - train first, or set load to the folder that training saved to"
+            f"checkpoint: no folder {folder}"
+            " - train first, or set load to the folder that training saved to"
         )
-    found = step if step is not None else latest_step(folder)
-    if found is None or found not in steps_in(folder):
-        have = ", ".join(map(str, steps_in(folder))) or "none"
-        wanted = (
-            "global_stepN/checkpoint.json" if step is None else f"global_step{step}/checkpoint.json"
-        )
+    chosen = latest_step(folder) if step is None else step
+    existing = steps_in(folder)
+    if chosen is None or chosen not in existing:
+        number = "N" if step is None else step
+        steps = ", ".join(map(str, existing)) or "none"
         raise UserError(
-            f"checkpoint: looked for {wanted} in {folder}, steps there: {have} - check load and the step"
+            f"checkpoint: looked for global_step{number}/checkpoint.json in {folder},"
+            f" steps there: {steps} - check load and the step"
         )
-    return folder / f"global_step{found}"
+    return folder / f"global_step{chosen}"
 
 
 def read_meta(path: Path) -> tuple[Config, dict[str, Any]]:
-    """The configuration and checkpoint.json of a folder global_stepN; UserError where they are damaged or disagree."""
+    """The configuration and checkpoint.json of a folder global_stepN.
+
+    UserError where they are damaged or disagree.
+    """
     try:
         meta = json.loads((path / "checkpoint.json").read_text())
         step, config_hash, vocab = meta["step"], meta["config_hash"], meta["vocab"]
@@ -155,9 +171,10 @@ def read_meta(path: Path) -> tuple[Config, dict[str, Any]]:
 def load_for_evaluation(
     folder: str | Path, step: int | None = None
 ) -> tuple[GPT, Config, dict[str, Any]]:
-    """The trained model in float32 and eval mode, its own configuration, and checkpoint.json with `path` added.
+    """The trained model in float32 and eval mode, its configuration, and checkpoint.json.
 
-    UserError where there is no checkpoint or it does not hold the model that its configuration describes.
+    To the latter `path` is added, the folder global_stepN. UserError where there is no checkpoint,
+    or where it does not hold the model that its configuration describes.
     """
     path = find(folder, step)
     config, meta = read_meta(path)
@@ -184,9 +201,9 @@ def load_model(path: Path, config: Config, vocab: int) -> GPT:
 
 
 def full_weights(engine: Any, *, keep: bool = True) -> dict[str, Tensor]:
-    """The whole model's weights in float32 on the CPU, from the optimizer's master copy where there is one.
+    """The whole model's weights in float32 on the CPU, from the optimizer's master copy if any.
 
-    Every rank calls this: with ZeRO each holds a part. Only those that `keep` them get them.
+    Every rank calls this, as with ZeRO each holds a part; ranks without `keep` get none.
     """
     from deepspeed.utils import safe_get_full_fp32_param
 
@@ -194,16 +211,17 @@ def full_weights(engine: Any, *, keep: bool = True) -> dict[str, Tensor]:
     for name, parameter in engine.module.named_parameters():
         master = safe_get_full_fp32_param(parameter) if engine.zero_optimization() else None
         if keep:
-            weights[name] = (
-                (parameter if master is None else master).detach().float().cpu().contiguous()
-            )
+            weight = parameter if master is None else master
+            weights[name] = weight.detach().float().cpu().contiguous()
     return weights
 
 
 @contextmanager
 def _data_only() -> Iterator[None]:
-    """DeepSpeed reads its files with full unpickling; inside this block torch refuses all but plain data and the few
-    classes that DeepSpeed itself stores."""
+    """Let torch load plain data alone, and the few classes that DeepSpeed itself stores.
+
+    DeepSpeed otherwise unpickles its files in full, which would run code that they name.
+    """
     from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
     from deepspeed.runtime.zero.config import ZeroStageEnum
     from deepspeed.utils.tensor_fragment import fragment_address
@@ -211,9 +229,8 @@ def _data_only() -> Iterator[None]:
     before = os.environ.get("TORCH_FORCE_WEIGHTS_ONLY_LOAD")
     os.environ["TORCH_FORCE_WEIGHTS_ONLY_LOAD"] = "1"
     try:
-        with torch.serialization.safe_globals(
-            [DynamicLossScaler, LossScaler, ZeroStageEnum, fragment_address]
-        ):
+        classes = [DynamicLossScaler, LossScaler, ZeroStageEnum, fragment_address]
+        with torch.serialization.safe_globals(classes):
             yield
     finally:
         os.environ.pop("TORCH_FORCE_WEIGHTS_ONLY_LOAD")
@@ -222,28 +239,14 @@ def _data_only() -> Iterator[None]:
 
 
 def _remove(path: Path) -> None:
-    """Delete a checkpoint; it is renamed first, so that a half deleted one is never taken for whole."""
+    """Delete a checkpoint. It is renamed first, so that a half deleted one never looks complete."""
     if path.exists():
-        doomed = path.with_name(f"removing_{path.name}")
-        path.rename(doomed)
-        shutil.rmtree(doomed)
-
-
-def _write(path: Path, text: str) -> None:
-    fresh = path.with_name(path.name + ".partial")
-    fresh.write_text(text)
-    _sync(fresh)
-    fresh.replace(path)
+        renamed = path.with_name(f"removing_{path.name}")
+        path.rename(renamed)
+        shutil.rmtree(renamed)
 
 
 def _umask() -> int:
     mask = os.umask(0o022)
     os.umask(mask)
     return mask
-
-
-def _sync(path: Path) -> None:
-    """Wait until a file is on the disk: a rename must not overtake what it names."""
-    if path.is_file():
-        with path.open("rb") as file:
-            os.fsync(file.fileno())

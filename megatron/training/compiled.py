@@ -10,24 +10,26 @@ from megatron.model import GPT
 def compile_layers(model: GPT, device: torch.device) -> None:
     """Compile every layer in place, for fixed shapes; names in the state dict stay.
 
-    UserError where this machine cannot compile: that is tried here, before any training.
+    UserError where this machine cannot compile. That is tried here, before any training.
     """
     try:
-        torch.compile(_trial, dynamic=False)(
-            torch.ones(64, device=device, requires_grad=True)
-        ).backward()
-    except (
-        Exception
-    ) as fault:  # no compiler, no headers, no Triton: each backend raises something of its own
-        reason = (str(fault).strip() or repr(fault)).splitlines()[0]
+        trial = torch.compile(_trial, dynamic=False)
+        trial(torch.ones(64, device=device, requires_grad=True)).backward()
+    except Exception as fault:  # without compiler, headers or Triton: each raises its own kind
+        lines = (str(fault).strip() or repr(fault)).splitlines()
         cure = "install a C++ compiler (g++) and Python's headers, or set torch_compile: false"
-        raise UserError(f"torch_compile: this machine cannot compile ({reason}) - {cure}") from None
+        raise UserError(
+            f"torch_compile: this machine cannot compile ({lines[0]}) - {cure}"
+        ) from None
     for layer in model.layers:
         layer.compile(dynamic=False)
 
 
 def check_attention(model: GPT, device: torch.device) -> None:
-    """One pass over a window without compilation, in which a backend checks itself: compiled code passes over that."""
+    """Compute one window without compilation, so that a backend is checked at its first use.
+
+    Compiled code leaves this check out.
+    """
     if model.resolved_backend in TRUSTED:
         return
     ids = torch.zeros(1, model.train_length, dtype=torch.long, device=device)

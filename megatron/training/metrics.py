@@ -1,10 +1,11 @@
-"""What a run says about itself: a console line, JSON lines, tensorboard and Weights & Biases."""
+"""Numbers of a run by step (JSON lines, tensorboard, Weights & Biases) and the time left."""
 
 import itertools
 import json
 import logging
 import math
 import time
+from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -16,17 +17,20 @@ from torch import Tensor
 
 from megatron.config.schema import Logging
 from megatron.errors import UserError
+from megatron.files import write_text
 
 logger = logging.getLogger(__name__)
 
-READABLE = 1024  # numbers of one parameter that are written out per head; a table of learned positions is not
+LARGEST_TABLE = 1024
+"""Numbers of one parameter that a record may hold: kernels, not a table of learned positions."""
+RECENT = 5  # log lines whose speed predicts the time that is left
 
 
 class Metrics:
-    """Writes numbers by step to every place that the configuration asks for; meant for the first rank alone.
+    """Writes numbers by step to every place that the configuration names; for the first rank alone.
 
-    folder: where metrics.jsonl grows (None: nowhere); settings: the configuration's section `logging`;
-    config: all keys, for Weights & Biases; resumed_at: the step to continue after, None for a new run
+    folder: where metrics.jsonl grows (None: nowhere); settings: the section `logging`;
+    config: all keys, for Weights & Biases; resumed_at: the step to continue after, None if new
     """
 
     def __init__(
@@ -41,9 +45,9 @@ class Metrics:
         if self.path is not None:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             _make_room(self.path, resumed_at)
-        self.tensorboard = (
-            _tensorboard(settings.tensorboard_dir, resumed_at) if settings.tensorboard_dir else None
-        )
+        self.tensorboard = None
+        if settings.tensorboard_dir:
+            self.tensorboard = _tensorboard(settings.tensorboard_dir, resumed_at)
         self.wandb = _wandb(settings, config, folder) if settings.use_wandb else None
 
     def log(
@@ -53,28 +57,17 @@ class Metrics:
         numbers: dict[str, Any],
         learned: dict[str, Tensor] | None = None,
     ) -> None:
-        """One record: `kind` is train or valid; `learned` are the encoding's parameters, per head."""
+        """Write one record. kind: train or valid; learned: the encoding's parameters, per head."""
+        learned = learned or {}
         numbers = {name: _finite(value) for name, value in numbers.items()}
         if self.path is not None:
-            tables = {
-                name: _rounded(tensor)
-                for name, tensor in (learned or {}).items()
-                if tensor.numel() <= READABLE
-            }
-            record = {
-                "step": step,
-                "kind": kind,
-                **numbers,
-                **({"position": tables} if tables else {}),
-            }
+            record = {"step": step, "kind": kind, **numbers}
+            tables = _small_tables(learned)
+            if tables:
+                record["position"] = tables
             with self.path.open("a") as file:
                 file.write(json.dumps(record) + "\n")
-        scalars = {f"{kind}/{name}": value for name, value in numbers.items() if value is not None}
-        for name, tensor in (learned or {}).items():
-            scalars |= {
-                f"position/{name}/{word}": getattr(tensor, word)().item()
-                for word in ("mean", "min", "max")
-            }
+        scalars = _scalars(kind, numbers, learned)
         if self.tensorboard is not None:
             for name, value in scalars.items():
                 self.tensorboard.add_scalar(name, value, step)
@@ -82,7 +75,7 @@ class Metrics:
             self.wandb.log(scalars, step=step)
 
     def close(self) -> None:
-        """Write out what is still on the way."""
+        """Write what is still buffered."""
         if self.tensorboard is not None:
             self.tensorboard.close()
         if self.wandb is not None:
@@ -90,42 +83,74 @@ class Metrics:
 
 
 class Progress:
-    """Speed and remaining time from the steps since this object was made."""
+    """Speed of the last steps and the time that is left."""
 
     def __init__(self, step: int, steps: int) -> None:
         self.steps = steps
-        self.first, self.start = step, _now()
-        self.last, self.moment, self.elsewhere = step, self.start, 0.0
+        self.first_step = self.last_step = step
+        self.moment = _now()
+        self.pause = 0.0  # seconds since the last call of `advance`
+        self.pauses = 0.0  # seconds since the start
+        self.recent: deque[tuple[int, float]] = deque(maxlen=RECENT)  # steps and their seconds
 
     @contextmanager
-    def aside(self) -> Iterator[None]:
-        """What happens inside, a validation or a checkpoint, is no part of a step; `remaining` still counts it."""
+    def paused(self) -> Iterator[None]:
+        """A validation or a checkpoint: no part of a step's time, but `remaining` counts it."""
         before = _now()
         yield
-        self.elsewhere += _now() - before
+        seconds = _now() - before
+        self.pause += seconds
+        self.pauses += seconds
 
     def advance(self, step: int) -> float:
         """Seconds per step since the last call."""
         now = _now()
-        seconds, self.moment = now - self.moment - self.elsewhere, now
-        count, self.last, self.elsewhere = step - self.last, step, 0.0
-        return seconds / max(1, count)
+        seconds = now - self.moment - self.pause
+        count = max(1, step - self.last_step)
+        self.recent.append((count, seconds))
+        self.last_step, self.moment, self.pause = step, now, 0.0
+        return seconds / count
 
     def remaining(self) -> str:
-        """h:mm:ss to the end at the mean speed so far."""
-        mean = (self.moment - self.start) / max(1, self.last - self.first)
-        return str(timedelta(seconds=round(mean * (self.steps - self.last))))
+        """h:mm:ss to the end: steps at their recent speed, pauses at their mean since the start."""
+        recent_steps = sum(count for count, _ in self.recent)
+        recent_seconds = sum(seconds for _, seconds in self.recent)
+        step = recent_seconds / max(1, recent_steps)
+        pause = self.pauses / max(1, self.last_step - self.first_step)
+        left = (step + pause) * (self.steps - self.last_step)
+        return str(timedelta(seconds=round(left)))
 
 
 def _now() -> float:
-    """Seconds, when the device has done what it was given."""
+    """Seconds, after the device has finished its work."""
     if torch.cuda.is_initialized():
         torch.cuda.synchronize()
     return time.perf_counter()
 
 
-def _rounded(tensor: Tensor) -> list[float]:
-    return [float(f"{value:.6g}") for value in tensor.flatten().tolist()]
+def _small_tables(learned: dict[str, Tensor]) -> dict[str, list[float]]:
+    """Parameters with few numbers, to six digits."""
+    tables = {}
+    for name, tensor in learned.items():
+        if tensor.numel() <= LARGEST_TABLE:
+            values = tensor.flatten().tolist()
+            tables[name] = [float(f"{value:.6g}") for value in values]
+    return tables
+
+
+def _scalars(
+    kind: str, numbers: dict[str, Any], learned: dict[str, Tensor]
+) -> dict[str, float | int]:
+    """What a chart can show: every number, and of every parameter its mean and range."""
+    scalars = {}
+    for name, value in numbers.items():
+        if value is not None:
+            scalars[f"{kind}/{name}"] = value
+    for name, tensor in learned.items():
+        scalars[f"position/{name}/mean"] = tensor.mean().item()
+        scalars[f"position/{name}/min"] = tensor.min().item()
+        scalars[f"position/{name}/max"] = tensor.max().item()
+    return scalars
 
 
 def _finite(value: Any) -> Any:
@@ -134,19 +159,23 @@ def _finite(value: Any) -> Any:
 
 
 def _make_room(path: Path, resumed_at: int | None) -> None:
-    """Drop records after the step that a run resumes at: it will write them again. A new run moves an old file away."""
+    """Drop the records that a resumed run writes again; a new run renames an old file instead."""
     if not path.exists():
         return
     if resumed_at is None:
-        number = next(
-            n for n in itertools.count(1) if not path.with_name(f"{path.stem}.{n}.jsonl").exists()
-        )
-        path.rename(path.with_name(f"{path.stem}.{number}.jsonl"))
+        path.rename(_free_name(path))
         return
     kept = [line for line in path.read_text().splitlines() if _step(line) <= resumed_at]
-    fresh = path.with_suffix(".partial")
-    fresh.write_text("".join(line + "\n" for line in kept))
-    fresh.replace(path)
+    write_text(path, "".join(line + "\n" for line in kept))
+
+
+def _free_name(path: Path) -> Path:
+    """metrics.1.jsonl, metrics.2.jsonl, …: the first that does not exist."""
+    for number in itertools.count(1):
+        candidate = path.with_name(f"{path.stem}.{number}.jsonl")
+        if not candidate.exists():
+            return candidate
+    raise AssertionError("numbers do not end")
 
 
 def _step(line: str) -> float:
@@ -158,11 +187,10 @@ def _step(line: str) -> float:
 
 
 def _tensorboard(folder: str, resumed_at: int | None) -> Any:
-    from torch.utils.tensorboard import (
-        SummaryWriter,  # slow to import, and not everybody writes events
-    )
+    from torch.utils.tensorboard import SummaryWriter  # slow to import
 
-    return SummaryWriter(folder, purge_step=resumed_at + 1 if resumed_at else None)
+    purge_step = resumed_at + 1 if resumed_at else None
+    return SummaryWriter(folder, purge_step=purge_step)
 
 
 def _wandb(settings: Logging, config: dict[str, Any], folder: Path | None) -> Any:
@@ -171,10 +199,13 @@ def _wandb(settings: Logging, config: dict[str, Any], folder: Path | None) -> An
     except ImportError:
         cure = "pip install wandb, or use_wandb: false"
         raise UserError(f"use_wandb: the package wandb is not installed - {cure}") from None
+    server = None
+    if settings.wandb_host:
+        server = wandb.Settings(base_url=settings.wandb_host)
     return wandb.init(
         project=settings.wandb_project,
         group=settings.wandb_group,
         config=config,
         dir=folder,
-        settings=wandb.Settings(base_url=settings.wandb_host) if settings.wandb_host else None,
+        settings=server,
     )

@@ -18,13 +18,17 @@ def build_optimizer(
 ) -> torch.optim.Optimizer:
     """Adam with decoupled weight decay; `settings` is the configuration's section `optimizer`.
 
-    Decay acts on matrices; norms and biases are exempt, and so is what an encoding learns unless pos_emb_weight_decay.
+    Weight decay acts on matrices, not on norms and biases. On what an encoding learns it acts
+    only with pos_emb_weight_decay.
     """
     decayed, exempt = [], []
     for name, parameter in model.named_parameters():
-        learned = name.startswith("positions.")
-        decays = settings.pos_emb_weight_decay if learned else parameter.dim() >= 2
-        (decayed if decays else exempt).append(parameter)
+        if name.startswith("positions."):
+            decays = settings.pos_emb_weight_decay
+        else:
+            decays = parameter.dim() >= 2
+        group = decayed if decays else exempt
+        group.append(parameter)
     groups = [
         {"params": decayed, "weight_decay": settings.weight_decay},
         {"params": exempt, "weight_decay": 0.0},
@@ -33,15 +37,18 @@ def build_optimizer(
 
 
 def adam(device: torch.device) -> Callable[..., torch.optim.Optimizer]:
-    """NVIDIA apex's fused Adam on CUDA where the real apex is installed, else torch's fused AdamW."""
-    theirs = apex_fused_adam()
-    if theirs is not None and device.type == "cuda":
-        return theirs
+    """NVIDIA apex's fused Adam on CUDA where it is installed, else torch's fused AdamW."""
+    fused_adam = apex_fused_adam()
+    if fused_adam is not None and device.type == "cuda":
+        return fused_adam
     return partial(torch.optim.AdamW, fused=True)
 
 
 def apex_fused_adam() -> Callable[..., torch.optim.Optimizer] | None:
-    """FusedAdam of NVIDIA apex, or None; says so where the package called apex is another one or lacks its kernels."""
+    """FusedAdam of NVIDIA apex, or None.
+
+    Warns where the package called apex is another one or lacks its kernels.
+    """
     try:
         importlib.import_module("apex")
     except ImportError:
@@ -50,11 +57,12 @@ def apex_fused_adam() -> Callable[..., torch.optim.Optimizer] | None:
         optimizers = importlib.import_module("apex.optimizers")
         importlib.import_module(
             "amp_C"
-        )  # its kernels: an apex installed without them fails only when it is called
+        )  # its kernels: without them it fails only when it is called
         return optimizers.FusedAdam
     except (ImportError, AttributeError):
         logger.warning(
-            "apex: the installed package is not NVIDIA apex with its kernels (PyPI's apex is an unrelated web toolkit)"
+            "apex: the installed package is not NVIDIA apex with its kernels"
+            " (PyPI's apex is an unrelated web toolkit)"
             " - torch's fused AdamW is used; pip uninstall apex to silence this"
         )
         return None

@@ -16,61 +16,73 @@ from megatron.data.loader import batches
 from megatron.data.samples import build_split
 from megatron.data.tokens import TokenFile
 from megatron.errors import UserError
-from megatron.model import from_config
+from megatron.model import GPT, from_config
 from megatron.parallel.grid import Grid
+from megatron.parallel.threads import count_parameters, use_threads
 from megatron.training import checkpoint
 from megatron.training.metrics import Metrics, Progress
 from megatron.training.start import Start, starting_point
 from megatron.training.stop import Stop
-from megatron.training.throughput import Throughput, flops_per_token, peak_memory, peak_tflops, said
+from megatron.training.throughput import (
+    Throughput,
+    flops_per_token,
+    peak_memory,
+    peak_tflops,
+    speed_text,
+)
 from megatron.training.trainer import Trainer
 from megatron.training.vocabulary import check_vocabulary
 
 logger = logging.getLogger(__name__)
 
+SHOWN = 4  # learned numbers of the encoding in a line of the console
+
 
 def train(config: Config, grid: Grid) -> Path | None:
-    """Train as the configuration says, from its checkpoint if there is one; returns the last checkpoint's folder."""
+    """Train as the configuration says, from its checkpoint if there is one.
+
+    Returns the last checkpoint's folder. Everything that can be refused is refused before the
+    engine is built.
+    """
     config.check_batch(grid.ranks)
     with config.naming_places("data_path"):
         tokens = TokenFile.open(config.data.data_path or "")
     facts = check_vocabulary(config, tokens)
     start = starting_point(config, facts, grid)
     model = from_config(config, facts["vocab"])
-    if (
-        config.training.eval_interval
-    ):  # a length that the encoding refuses is said now, not at the first validation
-        model.position.on_embeddings(
-            torch.zeros(1, config.data.seq_length_val, config.model.hidden_size)
-        )
+    if config.training.eval_interval:
+        _check_validation_length(model, config)
     run = Run(config, grid, tokens, facts, start)
+    use_threads(count_parameters(model), grid.device)
     return run.to_the_end(Trainer(config, model, grid))
 
 
 class Run:
-    """What surrounds a trainer: its data, its metrics and its checkpoints. Data that cannot be had are refused here."""
+    """What surrounds a trainer: its data, metrics and checkpoints.
+
+    UserError where the data do not suffice or `save` cannot be made.
+    """
 
     def __init__(
         self, config: Config, grid: Grid, tokens: TokenFile, facts: dict[str, Any], start: Start
     ) -> None:
-        self.config, self.grid, self.tokens, self.facts, self.start = (
-            config,
-            grid,
-            tokens,
-            facts,
-            start,
-        )
+        self.config = config
+        self.grid = grid
+        self.tokens = tokens
+        self.facts = facts
+        self.start = start
+
         training = config.training
         self.steps = training.train_iters
-        self.windows_per_step = (
-            training.train_micro_batch_size_per_gpu * training.gradient_accumulation_steps
-        )
-        self.windows_per_step *= grid.ranks
+        micro_batches = training.gradient_accumulation_steps * grid.ranks
+        self.windows_per_step = training.train_micro_batch_size_per_gpu * micro_batches
         self.tokens_per_step = self.windows_per_step * config.model.seq_length
-        peak = config.logging.peak_theoretical_tflops or peak_tflops(
-            grid.device, config.precision.dtype
-        )
-        self.throughput = Throughput(*flops_per_token(config.model, facts["vocab"]), peak=peak)
+
+        peak = config.logging.peak_theoretical_tflops
+        peak = peak or peak_tflops(grid.device, config.precision.dtype)
+        linear, attention = flops_per_token(config.model, facts["vocab"])
+        self.throughput = Throughput(linear, attention, peak)
+
         self.folder = Path(config.checkpoint.save) if config.checkpoint.save else None
         self.windows = start.windows
         self.train_windows = self._windows("train", config.model.seq_length, start.windows)
@@ -81,18 +93,13 @@ class Run:
             _make(self.folder)
 
     def to_the_end(self, trainer: Trainer) -> Path | None:
-        """Steps, log lines, checkpoints and validations up to train_iters; the last checkpoint's folder."""
+        """Train up to train_iters with log lines, checkpoints and validations.
+
+        Returns the last checkpoint's folder. A signal ends the process after its step.
+        """
         if self.start.path is not None:
             checkpoint.resume(trainer, self.start.path)
-        whole, position = trainer.parameter_counts()
-        logger.info(
-            f"{self.config.position.pos_emb}: {whole:,} parameters, {position:,} of them in the encoding;"
-            f" {self.facts['vocab']} rows of vocabulary; config {self.config.hash}"
-        )
-        logger.info(
-            f"{self.grid.ranks} rank(s) on {self.grid.device.type}, {self.config.precision.dtype},"
-            f" attention {trainer.model.attention_choice}"
-        )
+        self._log_start(trainer)
         if trainer.step >= self.steps:
             logger.info("step %d of %d: nothing left to train", trainer.step, self.steps)
             return self.start.path
@@ -103,71 +110,91 @@ class Run:
             metrics.close()
         if trainer.step < self.steps:
             logger.warning(
-                f"stopped at step {trainer.step} of {self.steps}, saved {saved}; load={saved} continues it"
+                f"stopped at step {trainer.step} of {self.steps}, saved {saved};"
+                f" load={saved} continues it"
             )
             sys.exit(128 + (stop.signal or signal.SIGTERM))
         return saved
 
+    def _log_start(self, trainer: Trainer) -> None:
+        whole, position = trainer.parameter_counts()
+        logger.info(
+            f"{self.config.position.pos_emb}: {whole:,} parameters,"
+            f" {position:,} of them in the encoding;"
+            f" {self.facts['vocab']} rows of vocabulary; config {self.config.hash}"
+        )
+        logger.info(
+            f"{self.grid.ranks} rank(s) on {self.grid.device.type}, {self.config.precision.dtype},"
+            f" attention {trainer.model.attention_choice}"
+        )
+
     def _steps(self, trainer: Trainer, metrics: Metrics | None, stop: Stop) -> Path | None:
-        training, saved = self.config.training, None
+        config = self.config
+        saved = None
         progress = Progress(trainer.step, self.steps)
-        peak_memory(self.grid.device)  # building the engine is no part of the first line's peak
+        peak_memory(self.grid.device)  # so that the first line's peak leaves out the engine's start
         losses = [torch.tensor(loss, device=self.grid.device) for loss in self.start.pending]
         while trainer.step < self.steps:
-            steps = range(training.gradient_accumulation_steps)
-            result = trainer.train_step([next(self.train_windows) for _ in steps])
+            result = trainer.train_step(self._micro_batches())
             self.windows += self.windows_per_step
             losses.append(result.pop("loss"))
-            step, stops = trainer.step, stop.wanted(trainer.step)
+
+            step = trainer.step
+            stops = stop.wanted(step)
             last = stops or step == self.steps
-            saves = self.folder is not None and (
-                last or _divides(self.config.checkpoint.save_interval, step)
-            )
-            logs = last or _divides(self.config.logging.log_interval, step)
-            if (
-                logs or saves
-            ):  # only now do the ranks, and the device and the host, wait for each other
+            saves = last or _divides(config.checkpoint.save_interval, step)
+            saves = saves and self.folder is not None
+            logs = last or _divides(config.logging.log_interval, step)
+            validates = last or _divides(config.training.eval_interval, step)
+
+            if logs or saves:
+                # Only now do the ranks wait for each other, and the host for the device.
                 losses = list(self.grid.mean(torch.stack(losses)))
                 _check_finite(losses, step)
             if logs:
-                self._log(trainer, torch.stack(losses).mean().item(), result, progress, metrics)
+                loss = torch.stack(losses).mean().item()
+                self._log(trainer, loss, result, progress, metrics)
                 losses.clear()
             if saves:
-                with progress.aside():
+                with progress.paused():
                     saved = self._save(trainer, losses)
             if stops:
                 break
-            if self.validates and (last or _divides(training.eval_interval, step)):
-                with progress.aside():
+            if self.validates and validates:
+                with progress.paused():
                     self._validate(trainer, metrics)
         return saved
 
+    def _micro_batches(self) -> list[Tensor]:
+        """The next step's batches of this rank: [micro_batch, length + 1] each."""
+        count = self.config.training.gradient_accumulation_steps
+        return [next(self.train_windows) for _ in range(count)]
+
     def _metrics(self, step: int) -> Metrics:
-        logs = Path(self.config.logging.log_dir) if self.config.logging.log_dir else self.folder
-        return Metrics(
-            logs,
-            self.config.logging,
-            self.config.flat(),
-            resumed_at=step if self.start.path else None,
-        )
+        log_dir = self.config.logging.log_dir
+        folder = Path(log_dir) if log_dir else self.folder
+        resumed_at = step if self.start.path else None
+        return Metrics(folder, self.config.logging, self.config.flat(), resumed_at=resumed_at)
 
     def _windows(self, part: str, length: int, used: int = 0) -> Iterator[Tensor]:
-        """Batches [micro_batch, length + 1] of a part, after `used` windows of all ranks together."""
+        """Batches [micro_batch, length + 1] of a part, after `used` windows of all ranks."""
         training = self.config.training
-        batch = training.train_micro_batch_size_per_gpu * self.grid.ranks
+        micro_batch = training.train_micro_batch_size_per_gpu
+        if part == "train":
+            num_samples = self.steps * self.windows_per_step
+        else:
+            num_samples = training.eval_iters * micro_batch * self.grid.ranks
         samples = build_split(
             self.tokens,
             split=self.config.data.split,
             part=part,
             length=length,
             seed=training.seed,
-            num_samples=self.steps * self.windows_per_step
-            if part == "train"
-            else training.eval_iters * batch,
+            num_samples=num_samples,
         )
         return batches(
             samples,
-            training.train_micro_batch_size_per_gpu,
+            micro_batch,
             rank=self.grid.rank,
             ranks=self.grid.ranks,
             start=used,
@@ -184,15 +211,18 @@ class Run:
         progress: Progress,
         metrics: Metrics | None,
     ) -> None:
+        """One record of the mean loss since the last one, and of speed and memory."""
         if metrics is None:
             return
-        learned = trainer.model.learned()
-        step, seconds = trainer.step, progress.advance(trainer.step)
-        norm = result["grad_norm"] if self.config.logging.log_grad_norm else None
-        norm = None if norm is None else float(norm)
+        step = trainer.step
+        seconds = progress.advance(step)
         tokens_per_second = self.tokens_per_step / seconds
         speed = self.throughput.numbers(tokens_per_second / self.grid.ranks)
+        norm = None
+        if self.config.logging.log_grad_norm and result["grad_norm"] is not None:
+            norm = float(result["grad_norm"])
         memory = peak_memory(self.grid.device) / 2**30
+        learned = trainer.model.learned()
         numbers = {
             "loss": loss,
             "lr": result["lr"],
@@ -204,24 +234,32 @@ class Run:
             "tokens": self.windows * self.config.model.seq_length,
         }
         metrics.log(step, "train", numbers, learned)
-        logger.info(
-            f"step {step}/{self.steps}  loss {loss:.4f}  lr {result['lr']:.2e}"
-            + ("" if norm is None else f"  grad norm {norm:.3f}")
-            + f"  {tokens_per_second:,.0f} tokens/s  {said(speed)}  peak {memory:.2f} GiB  {progress.remaining()} left"
-            + "".join(f"  {name} {value.mean():.3f}" for name, value in list(learned.items())[:4])
-        )
+
+        words = [f"step {step}/{self.steps}", f"loss {loss:.4f}", f"lr {result['lr']:.2e}"]
+        if norm is not None:
+            words.append(f"grad norm {norm:.3f}")
+        words += [f"{tokens_per_second:,.0f} tokens/s", speed_text(speed)]
+        words += [f"peak {memory:.2f} GiB", f"{progress.remaining()} left"]
+        for name, value in list(learned.items())[:SHOWN]:
+            words.append(f"{name} {value.mean():.3f}")
+        logger.info("  ".join(words))
 
     def _validate(self, trainer: Trainer, metrics: Metrics | None) -> None:
-        length, count = self.config.data.seq_length_val, self.config.training.eval_iters
+        length = self.config.data.seq_length_val
+        count = self.config.training.eval_iters
         loss = trainer.validate(self._windows("valid", length), count)
-        if metrics is not None:
-            step, perplexity = trainer.step, math.exp(min(loss, 700.0))
-            metrics.log(step, "valid", {"loss": loss, "perplexity": perplexity, "length": length})
-            logger.info(
-                f"step {step}: validation loss {loss:.4f}, perplexity {perplexity:.3f} at length {length}"
-            )
+        if metrics is None:
+            return
+        perplexity = math.exp(min(loss, 700.0))
+        numbers = {"loss": loss, "perplexity": perplexity, "length": length}
+        metrics.log(trainer.step, "valid", numbers)
+        logger.info(
+            f"step {trainer.step}: validation loss {loss:.4f},"
+            f" perplexity {perplexity:.3f} at length {length}"
+        )
 
     def _save(self, trainer: Trainer, losses: list[Tensor]) -> Path:
+        """Write a checkpoint; `losses` are those not yet logged."""
         assert self.folder is not None
         facts = self.facts | {
             "windows": self.windows,
@@ -231,11 +269,16 @@ class Run:
         }
         saved = checkpoint.save(trainer, self.folder, facts)
         if self.grid.first:
-            checkpoint.keep_last(
-                self.folder, trainer.step, self.config.checkpoint.keep_last_n_checkpoints
-            )
+            count = self.config.checkpoint.keep_last_n_checkpoints
+            checkpoint.keep_last(self.folder, trainer.step, count)
             logger.info("saved %s", saved)
         return saved
+
+
+def _check_validation_length(model: GPT, config: Config) -> None:
+    """Refuse a length that the encoding cannot compute now, not at the first validation."""
+    one_window = torch.zeros(1, config.data.seq_length_val, config.model.hidden_size)
+    model.position.on_embeddings(one_window)
 
 
 def _make(folder: Path) -> None:
@@ -252,7 +295,10 @@ def _divides(interval: int, step: int) -> bool:
 
 
 def _check_finite(losses: list[Tensor], step: int) -> None:
-    """Before anything is saved over: weights that a loss that is no number came from are worth nothing."""
-    if losses and not torch.stack(losses).isfinite().all():
+    """Stop before NaN weights replace a good checkpoint."""
+    if not losses:
+        return
+    stacked = torch.stack(losses)
+    if not stacked.isfinite().all():
         cure = "lower optimizer.params.lr, raise warmup, or use precision: fp32"
-        raise UserError(f"loss: {torch.stack(losses).mean().item()} by step {step} - {cure}")
+        raise UserError(f"loss: {stacked.mean().item()} by step {step} - {cure}")

@@ -6,7 +6,7 @@ from megatron.config.schema import Optimizer
 
 
 def learning_rate(step: int, optimizer: Optimizer) -> float:
-    """The learning rate of step `step` (the first is 0); `optimizer` is the configuration's section of that name."""
+    """The learning rate of a step (the first is 0) by the configuration's section `optimizer`."""
     rule = neox_2022 if optimizer.lr_schedule == "neox-2022" else standard
     value = rule(
         step,
@@ -22,7 +22,7 @@ def learning_rate(step: int, optimizer: Optimizer) -> float:
 def standard(
     step: int, *, peak: float, steps: int, warmup: float, style: str, floor: float
 ) -> float:
-    """Linear warm-up from the first step on, then a decay that would reach the floor one step after the last."""
+    """Linear warm-up, then a decay that would reach the floor one step after the last."""
     if step + 1 < warmup:
         return peak * (step + 1) / warmup
     progress = min(1.0, (step + 1 - warmup) / (steps + 1 - warmup))
@@ -32,9 +32,11 @@ def standard(
 def neox_2022(
     step: int, *, peak: float, steps: int, warmup: float, style: str, floor: float
 ) -> float:
-    """As GPT-NeoX computed it when KERPLE and MEP were made (learning_rates.py at 738b87e): the first step has rate 0,
-    the decay is divided by the whole length instead of what the warm-up leaves, and the last `warmup` steps
-    stand still."""
+    """As GPT-NeoX computed it when KERPLE and MEP were made (learning_rates.py at 738b87e).
+
+    The first step has rate 0. The decay is divided by the whole length, not by what the warm-up
+    leaves, so the rate stays constant in the last `warmup` steps.
+    """
     reached = min(step, steps - warmup)
     if warmup > 0 and reached <= warmup:
         return peak * reached / warmup
@@ -42,7 +44,7 @@ def neox_2022(
 
 
 def _decay(style: str, progress: float) -> float:
-    """Share of the peak after `progress` (0 … 1) of the decay."""
+    """The rate as a fraction of its peak after `progress` (0 … 1) of the decay."""
     if style == "cosine":
         return (math.cos(math.pi * progress) + 1) / 2
     return 1 - progress if style == "linear" else 1.0

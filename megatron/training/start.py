@@ -1,4 +1,4 @@
-"""Where a run starts: at step 0, or at a checkpoint that fits; what would be lost, missed or mixed up is refused."""
+"""Where a run starts: at step 0, or at a checkpoint that fits. All else is refused."""
 
 import logging
 from dataclasses import dataclass
@@ -15,7 +15,10 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Start:
-    """step and windows used so far, losses not yet logged, and the checkpoint's folder (None: a new run)."""
+    """step, windows used so far, losses not yet logged, and the checkpoint's folder.
+
+    path: None for a new run
+    """
 
     step: int = 0
     windows: int = 0
@@ -24,16 +27,15 @@ class Start:
 
 
 def starting_point(config: Config, facts: dict[str, Any], grid: Grid) -> Start:
-    """Where this configuration starts; UserError where a checkpoint would be lost, missed or mixed up.
+    """Where this configuration starts.
 
-    facts: what `check_vocabulary` says about the data
+    facts: those of `check_vocabulary`. UserError where `save` holds another run's checkpoint, or
+    where the checkpoint to load does not fit.
     """
     save, load = config.checkpoint.save, config.checkpoint.load
-    held = checkpoint.latest_step(Path(save)) if save else None
     path = _checkpoint_of(load, save)
-    if held is not None and (path is None or path.parent.resolve() != Path(save or "").resolve()):
-        cure = f"set load: {save} to continue it, or save elsewhere"
-        raise UserError(f"save: {save} holds a checkpoint of step {held} already - {cure}")
+    if save:
+        _check_nothing_lost(Path(save), path)
     if path is None:
         return Start()
     trained, meta = checkpoint.read_meta(path)
@@ -43,8 +45,22 @@ def starting_point(config: Config, facts: dict[str, Any], grid: Grid) -> Start:
     return Start(meta["step"], meta["windows"], tuple(meta["pending_losses"]), path)
 
 
+def _check_nothing_lost(save: Path, path: Path | None) -> None:
+    """Refuse to start into a folder of checkpoints that the run does not continue."""
+    step = checkpoint.latest_step(save)
+    if step is None:
+        return
+    continues = path is not None and path.parent.resolve() == save.resolve()
+    if not continues:
+        cure = f"set load: {save} to continue it, or save elsewhere"
+        raise UserError(f"save: {save} holds a checkpoint of step {step} already - {cure}")
+
+
 def _checkpoint_of(load: str | None, save: str | None) -> Path | None:
-    """The folder global_stepN to continue from; None for a new run, also where load and save are one empty folder."""
+    """The folder global_stepN to continue from, or None for a new run.
+
+    A run is new too where load and save are one folder without checkpoints.
+    """
     if load is None:
         return None
     same = save is not None and Path(load).resolve() == Path(save).resolve()
@@ -55,46 +71,53 @@ def _checkpoint_of(load: str | None, save: str | None) -> Path | None:
 
 
 def _check_same_model(config: Config, trained: Config, path: Path) -> None:
-    """Refuse another model than the checkpoint's; name every other difference."""
+    """Refuse another model than the checkpoint's; log every other difference."""
     now, then = config.model_keys(), trained.model_keys()
-    broken = [
-        f"{key}: {then.get(key)!r} there, {now[key]!r} here"
-        for key in now
-        if now[key] != then.get(key)
-    ]
-    if broken:
+    differences = []
+    for key, value in now.items():
+        if value != then.get(key):
+            differences.append(f"{key}: {then.get(key)!r} there, {value!r} here")
+    if differences:
         raise UserError(
-            f"load: {path} is another model ({'; '.join(broken)}) - use its configuration, or save elsewhere"
+            f"load: {path} is another model ({'; '.join(differences)})"
+            " - use its configuration, or save elsewhere"
         )
-    now, then = config.flat(), trained.flat()
-    for key in [key for key in now if key not in config.model_keys() and now[key] != then.get(key)]:
-        logger.info("continuing with another %s: %r, was %r", key, now[key], then.get(key))
+    then = trained.flat()
+    for key, value in config.flat().items():
+        if key not in now and value != then.get(key):
+            logger.info("continuing with another %s: %r, was %r", key, value, then.get(key))
 
 
 def _check_same_text(facts: dict[str, Any], meta: dict[str, Any], path: Path) -> None:
     """Refuse a vocabulary or tokenizer other than the checkpoint's."""
     now, then = facts["tokenizer"], meta["tokenizer"]
-    if now["hash"] != then["hash"] or facts["vocab"] != meta["vocab"]:
-        raise UserError(
-            f"load: {path} learned with {then['type']} {then['hash']} ({meta['vocab']} rows of vocabulary),"
-            f" the data are written by {now['type']} {now['hash']} ({facts['vocab']} rows)"
-            " - prepare them with that tokenizer"
-        )
+    if now["hash"] == then["hash"] and facts["vocab"] == meta["vocab"]:
+        return
+    raise UserError(
+        f"load: {path} learned with {then['type']} {then['hash']}"
+        f" ({meta['vocab']} rows of vocabulary),"
+        f" the data are written by {now['type']} {now['hash']} ({facts['vocab']} rows)"
+        " - prepare them with that tokenizer"
+    )
 
 
 def _check_engine(
     config: Config, trained: Config, meta: dict[str, Any], grid: Grid, path: Path
 ) -> None:
-    """ZeRO's optimizer state fits only the stage, the precision and the number of ranks that wrote it."""
+    """Refuse another kind of engine.
 
-    def says(one: Config, ranks: int) -> str:
-        stage = one.parallel.zero_stage
-        return f"{one.precision.dtype}, ZeRO stage {stage}" + (
-            f", {ranks} rank(s)" if stage else ""
-        )
-
-    then, now = says(trained, meta["ranks"]), says(config, grid.ranks)
+    ZeRO's optimizer state fits only the stage, precision and number of ranks that wrote it.
+    """
+    then = _engine_kind(trained, meta["ranks"])
+    now = _engine_kind(config, grid.ranks)
     if then != now:
         raise UserError(
-            f"load: {path} was written with {then}; the engine's state does not fit {now} - use the same"
+            f"load: {path} was written with {then};"
+            f" the engine's state does not fit {now} - use the same"
         )
+
+
+def _engine_kind(config: Config, ranks: int) -> str:
+    stage = config.parallel.zero_stage
+    kind = f"{config.precision.dtype}, ZeRO stage {stage}"
+    return f"{kind}, {ranks} rank(s)" if stage else kind

@@ -1,4 +1,4 @@
-"""How fast training is: model FLOP/s by PaLM's formula, the share of the device's peak, and peak memory."""
+"""Speed of training: model FLOP/s by PaLM's formula, utilisation of the device, peak memory."""
 
 import re
 import resource
@@ -24,13 +24,16 @@ PEAKS: tuple[tuple[str, dict[str, float]], ...] = (
     (r"GeForce RTX 4090", {"fp16": 165.2, "bf16": 165.2, "fp32": 82.6}),
     (r"GeForce RTX 3090", {"fp16": 71, "bf16": 71, "fp32": 35.6}),
 )
-"""Dense TFLOP/s by device name (the whole of it) and precision, from NVIDIA's data sheets and, for GeForce, the
-architecture's white papers with float32 accumulation; data sheets often print twice this, "with sparsity"."""
+"""Dense TFLOP/s by the device's full name and precision.
+
+From NVIDIA's data sheets, and for GeForce from the architecture's white papers with float32
+accumulation. Data sheets often print twice this, "with sparsity".
+"""
 
 
 @dataclass(frozen=True)
 class Throughput:
-    """FLOPs of one trained token: `linear` in matrix products with weights, `attention` in scores and their sums.
+    """FLOPs of one trained token: `linear` with weights, `attention` in scores and their sums.
 
     peak: TFLOP/s of one device, None where unknown
     """
@@ -40,25 +43,26 @@ class Throughput:
     peak: float | None = None
 
     def numbers(self, tokens_per_second: float) -> dict[str, float]:
-        """What one device achieves at that many tokens/s: model TFLOP/s, and shares of its peak where that is known.
+        """Model TFLOP/s of one device at that speed, and its utilisation where the peak is known.
 
-        mfu is PaLM's model FLOP utilisation, mfu_without_attention the one that counts weights alone.
+        mfu is PaLM's model FLOP utilisation; mfu_without_attention counts weights alone.
         """
-        tera = tokens_per_second / 1e12
-        found = {"model_tflops_per_second": (self.linear + self.attention) * tera}
+        teratokens = tokens_per_second / 1e12
+        tflops = (self.linear + self.attention) * teratokens
+        numbers = {"model_tflops_per_second": tflops}
         if self.peak is not None:
-            found["mfu"] = found["model_tflops_per_second"] / self.peak
-            found["mfu_without_attention"] = self.linear * tera / self.peak
-        return found
+            numbers["mfu"] = tflops / self.peak
+            numbers["mfu_without_attention"] = self.linear * teratokens / self.peak
+        return numbers
 
 
 def flops_per_token(model: Model, vocab: int) -> tuple[float, float]:
-    """(6 N, 12 layers hidden length): FLOPs of one token forward and backward (PaLM, arXiv 2204.02311, appendix B).
+    """(6 N, 12 layers hidden length): FLOPs of one token, forward and backward.
 
-    `model` is the configuration's section. N counts the weights that multiply: blocks, final norm and output matrix,
-    not the rows looked up in the input embedding (PaLM's two are one matrix, which its N counts once), and not the
-    encoding. Attention counts all pairs, as PaLM does, although a causal token sees half of them; nothing that is
-    computed again counts.
+    By PaLM (arXiv 2204.02311, appendix B). `model` is the configuration's section. N counts the
+    weights that multiply: blocks, final norm and output matrix, not the looked-up input embedding
+    and not the encoding. Attention counts all pairs of tokens, as PaLM does, although a causal
+    token attends to half of them. Recomputation does not count.
     """
     layers, hidden = model.num_layers, model.hidden_size
     products = 2.0 * palm_weights(layers, hidden, vocab)
@@ -66,32 +70,34 @@ def flops_per_token(model: Model, vocab: int) -> tuple[float, float]:
     return BACKWARD * products, BACKWARD * attention
 
 
-def said(numbers: dict[str, float]) -> str:
-    """`Throughput.numbers` on the console; without a peak the model FLOP/s stand for themselves."""
+def speed_text(numbers: dict[str, float]) -> str:
+    """`Throughput.numbers` for the console: utilisation, or without a peak model FLOP/s."""
     if "mfu" not in numbers:
         return f"{numbers['model_tflops_per_second']:.3g} model TFLOP/s"
     return f"MFU {numbers['mfu']:.1%} ({numbers['mfu_without_attention']:.1%} without attention)"
 
 
 def peak_tflops(device: torch.device, precision: str) -> float | None:
-    """Dense TFLOP/s of this device by its data sheet; None for a CPU and for what the table does not know."""
-    return peak_of(torch.cuda.get_device_name(device), precision) if device.type == "cuda" else None
+    """Dense TFLOP/s of this device by its data sheet; None for a CPU or an unknown device."""
+    if device.type != "cuda":
+        return None
+    return peak_of(torch.cuda.get_device_name(device), precision)
 
 
 def peak_of(name: str, precision: str) -> float | None:
-    """The same by the name that CUDA gives the device: `NVIDIA A100-SXM4-80GB`, `Tesla V100-SXM2-16GB` …"""
+    """The same by CUDA's name of the device: `NVIDIA A100-SXM4-80GB`, `Tesla V100-SXM2-16GB` …"""
     bare = re.sub(r"^(NVIDIA|Tesla) ", "", name)
-    return next(
-        (peaks.get(precision) for pattern, peaks in PEAKS if re.fullmatch(pattern, bare)), None
-    )
+    for pattern, peaks in PEAKS:
+        if re.fullmatch(pattern, bare):
+            return peaks.get(precision)
+    return None
 
 
 def peak_memory(device: torch.device) -> int:
-    """Bytes: on CUDA the most that tensors took since the last call, on the CPU the most this process ever took."""
+    """Bytes: on CUDA the most since the last call, on the CPU the most this process ever used."""
     if device.type == "cuda":
-        most = torch.cuda.max_memory_allocated(device)
+        peak = torch.cuda.max_memory_allocated(device)
         torch.cuda.reset_peak_memory_stats(device)
-        return most
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (
-        1 if sys.platform == "darwin" else 1024
-    )
+        return peak
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit

@@ -1,11 +1,11 @@
-"""A model in the DeepSpeed engine: one optimizer step, one validation, exact numbers of its encoding."""
+"""A model in the DeepSpeed engine: optimizer steps, validations, exact numbers of its encoding."""
 
+import gc
 import logging
 import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, redirect_stdout
 from io import StringIO
-from itertools import chain
 from typing import Any, cast
 
 import torch
@@ -21,7 +21,8 @@ from megatron.training.compiled import check_attention, compile_layers
 from megatron.training.optimizer import build_optimizer
 from megatron.training.schedule import learning_rate
 
-SMALL = 4096  # numbers of one parameter that are kept exact in half precision: kernels, not tables of learned positions
+SMALL = 4096
+"""Numbers of a parameter that is kept exact in half precision: kernels, not learned positions."""
 
 
 class Trainer:
@@ -54,75 +55,84 @@ class Trainer:
         return cast(GPT, self.engine.module)
 
     def train_step(self, micro_batches: list[Tensor]) -> dict[str, Any]:
-        """One optimizer step over gradient_accumulation_steps batches [micro_batch, length + 1]: loss, lr, norm."""
+        """One optimizer step over gradient_accumulation_steps batches [micro_batch, length + 1].
+
+        Returns loss, lr and grad_norm.
+        """
         self.engine.train()
-        # The randomness of a step depends on the seed, the step and the rank alone: a resumed run draws the same.
-        torch.manual_seed(
-            (self.config.training.seed * 1_000_003 + self.step) * self.grid.ranks + self.grid.rank
-        )
+        self._seed_step()
         lr = learning_rate(self.step, self.config.optimizer)
         for group in self.engine.optimizer.param_groups:
             group["lr"] = lr
-        total, norm = torch.zeros((), device=self.grid.device), None
+        total = torch.zeros((), device=self.grid.device)
+        norm = None
         for batch in micro_batches:
             loss = self.losses(batch, mean=True)
             self.engine.backward(loss)
-            if (
-                self.engine.is_gradient_accumulation_boundary()
-                and not self.engine.zero_optimization()
-            ):
+            last_batch = self.engine.is_gradient_accumulation_boundary()
+            if last_batch and not self.engine.zero_optimization():
                 norm = _gradient_norm(self.model)
             self.engine.step()
             total += loss.detach() / len(micro_batches)
         self.step += 1
         self.restore_exact_positions()
-        norm = self.engine.get_global_grad_norm() if norm is None else norm
+        if norm is None:
+            norm = self.engine.get_global_grad_norm()
         return {"loss": total, "lr": lr, "grad_norm": norm}
 
+    def _seed_step(self) -> None:
+        """Seed this step by configuration, step and rank alone: a resumed run draws the same."""
+        step = self.config.training.seed * 1_000_003 + self.step
+        torch.manual_seed(step * self.grid.ranks + self.grid.rank)
+
     def losses(self, batch: Tensor, *, mean: bool = False) -> Tensor:
-        """Cross entropy of each next token: batch [micro_batch, length + 1] int64 -> [micro_batch, length] float32, or
-        their mean, []."""
+        """Cross entropy of each next token in float32, or with `mean` their mean, [].
+
+        batch [micro_batch, length + 1] int64 -> [micro_batch, length]
+        """
         ids = batch.to(self.grid.device, non_blocking=True)
         return self.engine(ids[:, :-1], labels=ids[:, 1:], mean=mean)
 
     @torch.no_grad()
     def validate(self, windows: Iterator[Tensor], count: int) -> float:
-        """Mean loss over `count` batches of validation windows [micro_batch, length + 1], over all ranks."""
+        """Mean loss over `count` batches of windows [micro_batch, length + 1], over all ranks."""
         self.engine.eval()
         total = torch.zeros((), dtype=torch.float64, device=self.grid.device)
         for _ in range(count):
             batch = next(windows)
-            # A longer window gets a smaller batch, so that validation never needs more memory than training.
-            share = max(1, len(batch) * self.config.model.seq_length // (batch.shape[1] - 1))
-            parts = [self.losses(part).double().sum() for part in batch.split(share)]
-            total += torch.stack(parts).sum() / (len(batch) * (batch.shape[1] - 1))
+            length = batch.shape[1] - 1
+            # A longer window gets a smaller batch: validation needs no more memory than training.
+            part_size = max(1, len(batch) * self.config.model.seq_length // length)
+            sums = []
+            for part in batch.split(part_size):
+                sums.append(self.losses(part).double().sum())
+            tokens = len(batch) * length
+            total += torch.stack(sums).sum() / tokens
         return self.grid.mean(total / count).item()
 
     def restore_exact_positions(self) -> None:
-        """Give the encoding the optimizer's float32 values of its learned numbers, of which the engine holds rounded
-        copies in half precision: its tables are then those that a float32 evaluation computes."""
+        """Give the encoding the optimizer's float32 values of its learned numbers.
+
+        In half precision the engine holds rounded copies of them. With these values the tables are
+        those that an evaluation in float32 computes.
+        """
         if self.config.precision.dtype == "fp32":
             return
         from deepspeed.utils import safe_get_full_fp32_param
 
-        positions = cast(Iterable[Position], self.model.positions)
-        for module, name, parameter in chain.from_iterable(
-            position.own_parameters() for position in positions
-        ):
-            if _count(parameter) <= SMALL:
-                shape = getattr(
-                    parameter, "ds_shape", parameter.shape
-                )  # ZeRO 3 leaves nothing in its place
-                module.exact[name] = (
-                    cast(Tensor, safe_get_full_fp32_param(parameter)).detach().view(shape)
-                )
+        for position in cast(Iterable[Position], self.model.positions):
+            for module, name, parameter in position.own_parameters():
+                if _count(parameter) > SMALL:
+                    continue
+                exact = cast(Tensor, safe_get_full_fp32_param(parameter)).detach()
+                # ZeRO 3 leaves an empty parameter, which remembers its shape.
+                shape = getattr(parameter, "ds_shape", parameter.shape)
+                module.exact[name] = exact.view(shape)
 
     def parameter_counts(self) -> tuple[int, int]:
         """Parameters of the whole model, and of the encoding."""
-        modules = (self.model, self.model.positions)
-        whole, position = (
-            sum(_count(parameter) for parameter in module.parameters()) for module in modules
-        )
+        whole = sum(_count(parameter) for parameter in self.model.parameters())
+        position = sum(_count(parameter) for parameter in self.model.positions.parameters())
         return whole, position
 
 
@@ -133,15 +143,24 @@ def _count(parameter: Tensor) -> int:
 
 def _gradient_norm(model: torch.nn.Module) -> Tensor:
     """The norm of the whole gradient, before clipping."""
-    return torch.nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
+    gradients = [p.grad for p in model.parameters() if p.grad is not None]
+    return torch.nn.utils.get_total_norm(gradients)
 
 
 @contextmanager
 def quiet_deepspeed() -> Iterator[None]:
-    """Leave only DeepSpeed's warnings on the console; it also prints memory figures while it builds an engine."""
+    """Build an engine without DeepSpeed's reports of memory, which cost time and lines.
+
+    Each report collects garbage, and an engine in half precision makes six: two seconds of a small
+    run. So existing objects are set aside meanwhile. Warnings stay.
+    """
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
     warnings.filterwarnings(
         "ignore", category=FutureWarning, module=r"deepspeed|torch\.distributed"
     )
-    with redirect_stdout(StringIO()):
-        yield
+    gc.freeze()
+    try:
+        with redirect_stdout(StringIO()):
+            yield
+    finally:
+        gc.unfreeze()

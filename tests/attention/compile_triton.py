@@ -1,4 +1,4 @@
-"""Compiles our Triton programs for GPUs that need not be there; prints what each takes, one JSON line per build."""
+"""Compiles our Triton programs for GPUs that need not exist; prints a line of JSON per build."""
 
 import json
 import re

@@ -1,4 +1,4 @@
-"""Attention in blocks gives the values and gradients of the definition in float64, on any path and twice the same."""
+"""Attention in blocks agrees with the definition in float64, on any path and twice the same."""
 
 import pytest
 import torch
@@ -9,14 +9,15 @@ from torch.utils.checkpoint import checkpoint
 from megatron.attention import attention
 
 NAMES = ("q", "k", "v", "bias", "weight")
-# Of tables' gradients; three times as much of q, k and v, where half precision rounds scores that nearly cancel.
+# Of tables' gradients; three times as much of q, k and v, where half precision rounds scores that
+# nearly cancel.
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 1e-2}
 
 
 def leaves(
     batch, heads, queries, keys, head_dim=8, *, bias=True, weight=False, dtype=torch.float32
 ):
-    """q, k and v are views of one fused projection, as the model has them; tables are float32 or wider."""
+    """Views q, k, v of one fused projection, as the model has them; tables in float32 or wider."""
     fused = torch.randn(batch, keys, heads, 3, head_dim).to(dtype)
     q, k, v = fused.permute(3, 0, 2, 1, 4)
     wide = torch.promote_types(dtype, torch.float32)
@@ -48,7 +49,7 @@ def run(tensors, learned, *, backend="sdpa", dtype=torch.float32, **more):
 
 
 def agree(tensors, learned, **more):
-    """Errors are relative to a value's norm; one that cancels, as with one key or two, is held to the output's."""
+    """Errors are relative to a value's norm, or to the output's where it nearly cancels."""
     dtype = tensors[0].dtype
     ours = run(tensors, learned, dtype=dtype, **more)
     truth = run(

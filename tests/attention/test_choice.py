@@ -1,4 +1,4 @@
-"""Which backend acts, and why: by device, by what an encoding needs, and by what the user asked for."""
+"""Which backend computes, and why: by device, the encoding's needs and the configuration."""
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ from megatron.errors import UserError
 def queries(
     device: str = "cuda", dtype: torch.dtype = torch.bfloat16, head_dim: int = 64
 ) -> torch.Tensor:
-    """A tensor that has no memory, so that a CUDA device can be asked about where there is none."""
+    """A tensor without memory, for questions about CUDA on a machine without it."""
     with FakeTensorMode():
         return torch.empty(1, 2, 8, head_dim, device=device, dtype=dtype)
 

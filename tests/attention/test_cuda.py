@@ -1,4 +1,4 @@
-"""Every backend on a CUDA device, compiled as it is used: at real sizes, against the definition in float64."""
+"""Every backend on CUDA, compiled, at real sizes, against the definition in float64."""
 
 from itertools import product
 
@@ -20,7 +20,7 @@ CASES = [
 
 
 def inputs(dtype, length, *, batch=2, queries=None, weighted=False):
-    """q, k, v, bias and, if weighted, weight on the device; the biases fall with distance and are not smooth."""
+    """q, k, v, bias and weight (or None) on the device; biases fall with distance, not smoothly."""
     draw = torch.Generator().manual_seed(length)
     q, k, v = torch.randn(3, batch, 4, length, 64, generator=draw).to(dtype).cuda()
     bias = (

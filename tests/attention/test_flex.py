@@ -1,4 +1,4 @@
-"""FlexAttention's mask of blocks, made without a matrix of queries and keys, against torch's own from that matrix."""
+"""FlexAttention's mask of blocks, made without the whole mask, against torch's from the whole."""
 
 import pytest
 import torch

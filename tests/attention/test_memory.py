@@ -1,4 +1,4 @@
-"""Peak memory of attention on the CPU beyond its inputs, in a process of its own, where a matrix would show."""
+"""Peak memory of attention on the CPU beyond its inputs, in a process where a matrix would show."""
 
 from pathlib import Path
 
@@ -21,7 +21,8 @@ import torch
 from megatron.attention import attention
 
 def kib(name):
-    return next(int(line.split()[1]) for line in Path("/proc/self/status").read_text().splitlines() if name in line)
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if name in line)
 
 def extra(length, learned):
     fused = torch.randn(1, length, HEADS, 3, 64).permute(3, 0, 2, 1, 4)  # as the model has them
@@ -42,7 +43,7 @@ for length in (4096, 8192, 16384):
 
 
 def test_memory_grows_with_length_and_16384_tokens_with_12_heads_need_less_than_256_mib():
-    # glibc would keep and reuse what was freed; above this size every piece is given back at once and counted anew.
+    # glibc would keep and reuse freed memory; above this size it returns every piece at once.
     env = {"MALLOC_MMAP_THRESHOLD_": "65536"}
     found = run("-c", SCRIPT.replace("HEADS", str(HEADS)), env=env, timeout=400)
     assert found.returncode == 0, found.stderr

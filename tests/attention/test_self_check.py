@@ -11,7 +11,7 @@ from megatron.errors import UserError
 
 @pytest.fixture
 def plant(monkeypatch):
-    """Put a function among the backends, as `planted`; gives the list of the lengths that it was called with."""
+    """Add a function to the backends as `planted`; returns the lengths that it is called with."""
 
     def put(function):
         lengths = []
@@ -59,7 +59,8 @@ def crash(q, *rest, **more):
         (
             a_key_too_far,
             {},
-            r"wrong on cpu \(float32, head_dim 16, bias\): its output differs .* by \d+\.\d%, at most",
+            r"wrong on cpu \(float32, head_dim 16, bias\): its output differs .* by \d+\.\d%, at "
+            "most",
         ),
         (
             half_a_gradient,
@@ -71,7 +72,8 @@ def crash(q, *rest, **more):
         (
             crash,
             {},
-            r"on cpu \(float32, head_dim 16, bias\): RuntimeError: ptxas: unsupported - choose attention_backend: sdpa",
+            r"on cpu \(float32, head_dim 16, bias\): RuntimeError: ptxas: unsupported"
+            " - choose attention_backend: sdpa",
         ),
     ],
 )

@@ -1,16 +1,23 @@
-"""One process in a DeepSpeed engine, and settings of a model of seconds."""
+"""One process in a DeepSpeed engine, a model of seconds, and what its runs leave behind."""
 
+import json
 import os
+import shutil
+from pathlib import Path
 
 import pytest
 
+from megatron.config import Config, load
 from megatron.parallel.grid import Grid, connect
+from megatron.training.run import train
 from tests.support import LAUNCHED
+
+MODEL = ["pos_emb=mep_param", "hidden_dropout=0.1"]
 
 
 @pytest.fixture(scope="session")
 def grid() -> Grid:
-    """This process alone; what connect() tells a launched process is not passed on to the tests' subprocesses."""
+    """This process alone. Subprocesses of tests do not inherit what connect() sets."""
     found = connect()
     for name in LAUNCHED:
         if name != "LOCAL_RANK":  # DeepSpeed asks for it whenever an engine is built
@@ -28,3 +35,27 @@ def tiny(*more: str) -> list[str]:
         "log_interval=1",
     ]
     return [*shape, *recipe, "tokenizer_type=CharLevelTokenizer", *more]
+
+
+def settings(corpus: Path, folder: Path, *more: str) -> Config:
+    """Eight steps with two checkpoints; the run continues one that the folder holds."""
+    paths = [f"data_path={corpus}", f"save={folder}", f"load={folder}"]
+    return load([], tiny(*paths, "train_iters=8", "save_interval=4", *MODEL, *more))
+
+
+def records(folder: Path, kind: str = "train") -> dict[int, dict]:
+    """Records of metrics.jsonl by step."""
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return {line["step"]: line for line in lines if line["kind"] == kind}
+
+
+@pytest.fixture(scope="session")
+def trained(grid, corpus, tmp_path_factory) -> Path:
+    """The folder of a run of four steps; not to be changed, see `copy_of`."""
+    folder = tmp_path_factory.mktemp("trained")
+    train(settings(corpus, folder, "train_iters=4"), grid)
+    return folder
+
+
+def copy_of(trained: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(trained, tmp_path / "copy"))

@@ -1,4 +1,4 @@
-"""Forty steps through our engine give the reference forks' losses and kernel parameters (tests/golden/README.md)."""
+"""Forty steps give the forks' losses and kernel parameters (tests/golden/README.md)."""
 
 import json
 from pathlib import Path

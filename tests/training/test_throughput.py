@@ -13,14 +13,15 @@ from megatron.training.throughput import (
     peak_memory,
     peak_of,
     peak_tflops,
-    said,
+    speed_text,
 )
 from tests.support import ROOT
 from tests.training.conftest import tiny
 
 
 def test_a_token_of_the_125m_model_costs_742_and_57_megaflops():
-    # 12 layers of 12 * 768² + 13 * 768 weights, a norm of 2 * 768, 50304 rows of 768: 123,689,472 weights.
+    # 12 layers of 12 * 768² + 13 * 768 weights, a norm of 2 * 768, 50304 rows of 768:
+    # 123,689,472 weights.
     linear, attention = flops_per_token(load([ROOT / "configs" / "125M.yml"]).model, 50304)
     assert linear == 6 * 123_689_472
     assert attention == 12 * 12 * 768 * 512
@@ -41,10 +42,10 @@ def test_utilisation_is_the_share_of_the_peak_and_is_left_out_where_that_is_unkn
     assert known["model_tflops_per_second"] == pytest.approx(124.8)
     assert known["mfu"] == pytest.approx(0.4)
     assert known["mfu_without_attention"] == pytest.approx(0.3)
-    assert said(known) == "MFU 40.0% (30.0% without attention)"
+    assert speed_text(known) == "MFU 40.0% (30.0% without attention)"
     unknown = Throughput(6e9, 2e9).numbers(tokens_per_second=1000)
     assert unknown == {"model_tflops_per_second": pytest.approx(8)}
-    assert said(unknown) == "8 model TFLOP/s"
+    assert speed_text(unknown) == "8 model TFLOP/s"
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,110 @@
+"""A resumed run repeats the uninterrupted one: its numbers, text, records and averages."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from megatron.config import load
+from megatron.training import checkpoint
+from megatron.training.run import train
+from tests.training.conftest import MODEL, copy_of, records, settings, tiny
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        [],
+        ["precision=bf16"],
+        ["zero_optimization.stage=2"],
+        ["precision=bf16", "zero_optimization.stage=3"],
+    ],
+    ids=["fp32", "bf16", "zero2", "bf16-zero3"],
+)
+def test_a_resumed_run_repeats_the_uninterrupted_one_to_the_last_bit(grid, corpus, tmp_path, how):
+    straight, broken = tmp_path / "straight", tmp_path / "broken"
+    train(settings(corpus, straight, *how), grid)
+    shutil.copytree(straight, broken)
+    shutil.rmtree(broken / "global_step8")
+    (broken / "latest").write_text("global_step4")
+    train(settings(corpus, broken, *how), grid)
+    first, second = records(straight), records(broken)
+    assert first.keys() == second.keys() == set(range(1, 9))
+    for step in first:
+        for key in ("loss", "grad_norm", "lr", "position"):
+            assert first[step][key] == second[step][key], (step, key)
+    weights = load_file(broken / "global_step8" / "model.safetensors")
+    for name, tensor in load_file(straight / "global_step8" / "model.safetensors").items():
+        assert torch.equal(weights[name], tensor), name
+
+
+def test_a_resumed_run_logs_the_uninterrupted_ones_means_between_checkpoints(
+    grid, corpus, tmp_path
+):
+    straight, broken = tmp_path / "straight", tmp_path / "broken"
+    every = ["save_interval=3", "log_interval=4"]
+    train(settings(corpus, straight, *every), grid)
+    shutil.copytree(straight, broken)
+    for step in (6, 8):
+        shutil.rmtree(broken / f"global_step{step}")
+    train(settings(corpus, broken, *every), grid)
+    assert records(straight).keys() == {4, 8}
+    assert [records(broken)[step]["loss"] for step in (4, 8)] == [
+        records(straight)[step]["loss"] for step in (4, 8)
+    ]
+
+
+def test_a_resumed_run_with_larger_batches_goes_on_with_text_it_has_not_seen(
+    grid, corpus, tmp_path
+):
+    train(settings(corpus, tmp_path, "train_iters=4"), grid)
+    train(settings(corpus, tmp_path, "train_micro_batch_size_per_gpu=8"), grid)
+    _, _, meta = checkpoint.load_for_evaluation(tmp_path)
+    assert (meta["step"], meta["windows"], meta["windows_per_step"]) == (8, 4 * 4 + 4 * 8, 8)
+    assert records(tmp_path)[8]["tokens"] == (4 * 4 + 4 * 8) * 64
+
+
+def test_a_record_that_was_cut_off_does_not_stop_a_resumed_run(grid, corpus, tmp_path):
+    train(settings(corpus, tmp_path, "train_iters=4"), grid)
+    path = tmp_path / "metrics.jsonl"
+    path.write_text(path.read_text()[:-2])
+    train(settings(corpus, tmp_path), grid)
+    assert records(tmp_path).keys() == {1, 2, 3, 5, 6, 7, 8}
+
+
+def test_a_folder_of_one_step_can_be_continued_elsewhere(grid, corpus, trained, tmp_path):
+    start = copy_of(trained, tmp_path) / "global_step4"
+    config = load(
+        [],
+        tiny(
+            f"data_path={corpus}",
+            f"load={start}",
+            f"save={tmp_path / 'new'}",
+            "train_iters=6",
+            *MODEL,
+        ),
+    )
+    train(config, grid)
+    assert records(tmp_path / "new").keys() == {5, 6}
+
+
+def test_defaults_written_out_are_the_same_model(grid, corpus, trained, tmp_path):
+    folder = copy_of(trained, tmp_path)
+    written = ["pos_emb_args.kernels=[gaussian, kerple_log]", "pos_emb_args.weights=equal"]
+    train(settings(corpus, folder, *written, "max_position_embeddings=99", "train_iters=5"), grid)
+    assert checkpoint.latest_step(folder) == 5
+
+
+def test_pickles_that_would_run_code_are_not_loaded(grid, corpus, trained, tmp_path):
+    class Harmful:
+        def __reduce__(self):
+            return (Path.touch, (tmp_path / "ran",))
+
+    folder = copy_of(trained, tmp_path)
+    state = folder / "global_step4" / "mp_rank_00_model_states.pt"
+    torch.save({"module": Harmful()}, state)
+    with pytest.raises(Exception, match=r"[Ww]eights.only"):
+        train(settings(corpus, folder), grid)
+    assert not (tmp_path / "ran").exists()
