@@ -199,31 +199,3 @@ def test_a_parameter_without_dimensions_is_refused_before_deepspeed_crashes_on_i
         match=r"pos_emb: lonely: the parameter slope has no dimensions; give it the shape",
     ):
         build("lonely", SHAPE)
-
-
-def test_modules_inside_an_encoding_compute_in_float32_whatever_an_engine_does_to_them():
-    class Net(DistanceBias):
-        def __init__(self, shape: Shape) -> None:
-            super().__init__(shape)
-            self.net = torch.nn.Sequential(
-                torch.nn.Linear(1, 5), torch.nn.Tanh(), torch.nn.Linear(5, shape.heads)
-            )
-
-        def log_kernel(self, distance: torch.Tensor) -> torch.Tensor:
-            return self.net(distance[:, None] / 10).t()
-
-    position = Net(SHAPE)
-    exact = position.distance_bias(40)
-    torch.testing.assert_close(position.bfloat16().distance_bias(40), exact, rtol=0, atol=0)
-    assert position.learned().keys() == {"net.0.weight", "net.0.bias", "net.2.weight", "net.2.bias"}
-    for (
-        _,
-        name,
-        parameter,
-    ) in position.own_parameters():  # as DeepSpeed's bf16 engine and our trainer do
-        position.exact[name] = parameter.detach().clone()
-        parameter.data = parameter.data.bfloat16()
-    table = position.distance_bias(40)
-    torch.testing.assert_close(table, exact, rtol=0, atol=0)
-    table.sum().backward()
-    assert all(parameter.grad is not None for parameter in position.parameters())

@@ -1,6 +1,5 @@
 """FIRE against its formula in float64, finite differences, and itself in pieces."""
 
-import copy
 import math
 import resource
 import sys
@@ -45,13 +44,8 @@ def test_the_bias_is_the_papers_formula(mlp_layers, threshold):
 def test_it_starts_as_the_papers_do():
     position = build("fire", SHAPE)
     assert (position.c.item(), position.length_multiplier.item()) == (pytest.approx(0.1), 1.0)
-    assert [tuple(value.shape) for _, value in position.named_parameters()] == [
-        (1,),
-        (1,),
-        (32, 1),
-        (32,),
-        (3, 32),
-    ]
+    shapes = [tuple(value.shape) for value in position.parameters()]
+    assert shapes == [(1,), (1,), (32, 1), (32,), (3, 32)]
 
 
 def test_keys_may_come_in_any_order_and_queries_in_any_portion(monkeypatch):
@@ -67,17 +61,6 @@ def test_keys_may_come_in_any_order_and_queries_in_any_portion(monkeypatch):
     torch.testing.assert_close(position.index_bias(queries, keys), whole, rtol=0, atol=1e-6)
 
 
-def test_neither_a_cast_nor_autocast_rounds_it():
-    position = build("fire", SHAPE)
-    queries, keys = torch.arange(16000, 16010), torch.arange(16010)
-    whole = position.index_bias(queries, keys)
-    torch.testing.assert_close(
-        copy.deepcopy(position).bfloat16().index_bias(queries, keys), whole, rtol=0, atol=0
-    )
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        torch.testing.assert_close(position.index_bias(queries, keys), whole, rtol=0, atol=0)
-
-
 def test_parameters_that_deepspeed_made_bfloat16_act_in_float32():
     position = build("fire", SHAPE)
     with torch.no_grad():
@@ -88,29 +71,6 @@ def test_parameters_that_deepspeed_made_bfloat16_act_in_float32():
         value.data = value.data.bfloat16()
     found = position.index_bias(torch.arange(900, 910), torch.arange(910))
     torch.testing.assert_close(found, expected, rtol=0, atol=0)
-
-
-def test_gradients_equal_finite_differences():
-    position = build("fire", SHAPE, mlp_layers=[4, 3]).double()
-    names = [name for name, _ in position.named_parameters()]
-
-    def bias(*values):
-        return torch.func.functional_call(
-            _Hook(position), {f"of.{n}": v for n, v in zip(names, values, strict=True)}
-        )
-
-    assert torch.autograd.gradcheck(bias, tuple(position.parameters()))
-
-
-class _Hook(torch.nn.Module):
-    """index_bias as a module's forward, so that functional_call can feed it parameters."""
-
-    def __init__(self, of: Position):
-        super().__init__()
-        self.of = of
-
-    def forward(self):
-        return self.of.index_bias(torch.tensor([3, 33, 90]), torch.tensor([0, 2, 3, 31]))
 
 
 @pytest.mark.parametrize("queries", [700, 300, 1])
@@ -128,16 +88,17 @@ def test_backends_agree_in_values_and_gradients(queries):
         torch.testing.assert_close(sdpa, eager, rtol=1e-3, atol=1e-4)
 
 
-def test_16384_tokens_need_no_square_of_memory():
+def test_long_texts_need_no_square_of_memory():
     position = build("fire", Shape(1, 4, 4, 64), mlp_layers=[4])
-    q, k, v = torch.randn(3, 1, 1, 16384, 4)
+    q, k, v = torch.randn(3, 1, 1, 8192, 4)
     unit = 1 if sys.platform == "darwin" else 1024
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
     with torch.no_grad():
         out = attention(q, k, v, index_bias=position.index_bias, backend="sdpa")
     assert out.isfinite().all()
-    # The square alone is 1.07 GB for one head; a block of 256 queries is 17 MB, a few of which exist at one time.
-    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit - before < 400e6
+    # The square alone is 268 MB for one head, and the MLP's values four times that. A block of 256
+    # queries is 8 MB, and a few exist at a time.
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit - before < 200e6
 
 
 @pytest.mark.parametrize(

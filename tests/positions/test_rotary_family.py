@@ -1,4 +1,4 @@
-"""Rotary's scalings against Hugging Face and the papers' formulas, xPos against torchscale's arithmetic in float64."""
+"""Rotary's scalings against Hugging Face and the papers, xPos against torchscale in float64."""
 
 import math
 
@@ -17,7 +17,10 @@ HUGGING_FACE = {"linear": "linear", "ntk": "dynamic", "yarn": "yarn"}
 def hugging_face(
     scaling: str, factor: float, base: float, share: float
 ) -> tuple[torch.Tensor, float]:
-    """Frequencies and the factor on cos and sin. What they call dynamic is NTK-aware with factor length / original."""
+    """Frequencies, and the factor on cos and sin.
+
+    Their `dynamic` is our ntk with factor = length / original length.
+    """
     rope = {
         "rope_type": HUGGING_FACE[scaling],
         "rope_theta": base,
@@ -131,7 +134,10 @@ def test_a_factor_of_one_changes_nothing(scaling):
 
 
 def torchscale(x: torch.Tensor, start: int, *, downscale: bool) -> torch.Tensor:
-    """XPOS.forward of torchscale for a text of 512 tokens, in float64; x [..., length, 64] has neighbours as pairs."""
+    """XPOS.forward of torchscale for a text of 512 tokens, in float64.
+
+    x [..., length, 64] has neighbouring features as pairs.
+    """
     position = torch.arange(start, start + x.shape[-2], dtype=torch.float64)
     zeta = (torch.arange(0, 64, 2, dtype=torch.float64) + 0.4 * 64) / (1.4 * 64)
     scale = zeta ** ((position - 512 // 2) / 512)[:, None]
