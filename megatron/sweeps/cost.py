@@ -205,11 +205,13 @@ def _shape(config: Config) -> tuple:
 
 def _evaluation_flops(evaluation: Evaluation, config: Config, vocab: int) -> float:
     options = evaluation.options
-    defaults = config.evaluation
-    lengths = _several(options.get("lengths", options.get("eval_lengths", defaults.eval_lengths)))
-    eval_tokens = options.get("eval_tokens", defaults.eval_tokens)
+    eval_lengths = options.get("eval_lengths", config.evaluation.eval_lengths)
+    lengths = _several(options.get("lengths", eval_lengths))
+    eval_tokens = options.get("eval_tokens", config.evaluation.eval_tokens)
     asked = {key: options[key] for key in ("windows", "tail", "stride") if key in options}
-    variants = len(_several(options.get("window"))) * len(_several(options.get("logn_scale")))
+    windows = _several(options.get("window"))
+    scales = _several(options.get("logn_scale"))
+    variants = len(windows) * len(scales)
     total = 0.0
     for protocol in _several(options.get("protocol", "equal_tokens")):
         for length, count in window_counts(protocol, lengths, eval_tokens, **asked).items():

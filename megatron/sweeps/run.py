@@ -34,6 +34,19 @@ def places_of(jobs: int | None) -> list[str | None]:
     return [names[place % count] for place in range(jobs or count)]
 
 
+def environment_at(place: str | None, places: int) -> dict[str, str]:
+    """The environment of a script at one of several places."""
+    environment = dict(os.environ)
+    if places > 1:
+        # A script chooses its threads by the load, but runs that start together do not notice
+        # each other.
+        cores = len(os.sched_getaffinity(0))
+        environment.setdefault("OMP_NUM_THREADS", str(max(1, cores // places)))
+    if place is not None:
+        environment["CUDA_VISIBLE_DEVICES"] = place
+    return environment
+
+
 @dataclass
 class Runner:
     """Works on cells from several threads, one for each place.
@@ -146,7 +159,7 @@ class Runner:
             start = output.tell()
             process = subprocess.Popen(
                 command,
-                env=self._environment(place),
+                env=environment_at(place, len(self.places)),
                 stdout=output,
                 stderr=output,
                 pass_fds=(lock,),
@@ -157,13 +170,6 @@ class Runner:
         if status and not self.stopping:
             self._fail(cell, _reason(words[0], status, _last_line(log, start)))
         return status == 0
-
-    def _environment(self, place: str | None) -> dict[str, str]:
-        threads = max(1, len(os.sched_getaffinity(0)) // len(self.places))
-        environment = {"OMP_NUM_THREADS": str(threads), **os.environ}
-        if place is not None:
-            environment["CUDA_VISIBLE_DEVICES"] = place
-        return environment
 
     def _fail(self, cell: Cell, note: str) -> None:
         self.failed.append(cell.name)

@@ -13,7 +13,7 @@ import pytest
 
 from megatron.sweeps.lock import held
 from megatron.sweeps.plan import load_sweep
-from megatron.sweeps.run import Runner, places_of
+from megatron.sweeps.run import Runner, environment_at, places_of
 from megatron.sweeps.state import collect, state_of
 from tests.support import run
 from tests.sweeps.conftest import STEPS, SWEEP, TABLE, command, rows
@@ -163,6 +163,17 @@ def test_places_are_the_devices_that_this_process_may_use(monkeypatch):
     assert places_of(None) == [None]
 
 
+def test_runs_that_share_the_cores_are_given_threads_and_a_single_one_chooses(monkeypatch):
+    monkeypatch.setattr("os.sched_getaffinity", lambda number: set(range(8)))
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    assert "OMP_NUM_THREADS" not in environment_at(None, 1)
+    assert environment_at("3", 2)["OMP_NUM_THREADS"] == "4"
+    assert environment_at("3", 2)["CUDA_VISIBLE_DEVICES"] == "3"
+    assert environment_at(None, 20)["OMP_NUM_THREADS"] == "1"
+    monkeypatch.setenv("OMP_NUM_THREADS", "5")
+    assert environment_at(None, 2)["OMP_NUM_THREADS"] == "5"
+
+
 def test_facts_of_an_absent_corpus_are_those_of_earlier_results(corpus, file, whole, tmp_path):
     # The same configurations but for the place of the text, which is then removed.
     text = tmp_path / "text"
@@ -183,14 +194,17 @@ def test_facts_of_an_absent_corpus_are_those_of_earlier_results(corpus, file, wh
 
 
 def adopt(there, here) -> None:
-    """Make one sweep's finished cells another's, whose configurations have other hashes."""
-    for old, new in zip(there.cells, here.cells, strict=True):
-        shutil.copytree(old.folder, new.folder)
-        record = new.folder / f"global_step{new.steps}" / "checkpoint.json"
-        record.write_text(record.read_text().replace(old.config.hash, new.config.hash))
-        for before, after in zip(old.evaluations, new.evaluations, strict=True):
-            lines = old.file(before).read_text().replace(old.config.hash, new.config.hash)
-            new.file(after).write_text(lines)
+    """Make one sweep's only cell another's, whose configuration may have another hash."""
+    (old,), (new,) = there.cells, here.cells
+    shutil.copytree(old.folder, new.folder)
+    record = f"global_step{new.steps}/checkpoint.json"
+    replace_hash(old, new, old.folder / record, new.folder / record)
+    for before, after in zip(old.evaluations, new.evaluations, strict=True):
+        replace_hash(old, new, old.file(before), new.file(after))
+
+
+def replace_hash(old, new, source: Path, target: Path) -> None:
+    target.write_text(source.read_text().replace(old.config.hash, new.config.hash))
 
 
 def test_a_folder_of_other_runs_and_rows_of_no_cell_are_named(whole):

@@ -298,14 +298,19 @@ def markdown(bench: Bench) -> str:
 
 def overview(rows: list[dict[str, Any]]) -> str:
     """Ratios to plain attention: one line for each candidate, one column for each length."""
-    lengths = list(dict.fromkeys(row["length"] for row in rows))
-    names = list(dict.fromkeys(row["candidate"] for row in rows))
-    ratios = {(row["candidate"], row["length"]): row["ratio"] for row in rows}
+    lengths: list[int] = []
+    ratios: dict[str, dict[int, float | None]] = {}
+    for row in rows:
+        length = row["length"]
+        if length not in lengths:
+            lengths.append(length)
+        ratios.setdefault(row["candidate"], {})[length] = row["ratio"]
     lines = []
-    for name in names:
-        cells = [_two_decimals(ratios[name, length]) for length in lengths]
+    for name, by_length in ratios.items():
+        cells = [_two_decimals(by_length[length]) for length in lengths]
         lines.append([name, *cells])
-    return table(["ratio", *map(str, lengths)], lines)
+    header = ["ratio", *map(str, lengths)]
+    return table(header, lines)
 
 
 def _two_decimals(number: float | None) -> str:
