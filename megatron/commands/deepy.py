@@ -104,15 +104,19 @@ def checked_config(script: Path, words: Sequence[str]) -> Config | None:
 
 def launch(script: Path, words: Sequence[str], config: Config | None) -> None:
     """Become DeepSpeed's launcher: its exit status and its handling of signals are ours."""
+    cuda = torch.cuda.is_available()
     environment = _environment(config)
     on_this_machine = script.name in ON_THIS_MACHINE
-    if config is not None and config.launch.hostfile is not None and not on_this_machine:
+    hostfile = config.launch.hostfile if config is not None else None
+    if config is not None and hostfile is not None and not on_this_machine:
         _become(on_many_machines(script, words, config), environment)
+
     devices = devices_for(script, config)
     if config is not None and script.name == "train.py":
         config.check_batch(len(devices))
+
     if on_this_machine and len(devices) == 1:
-        if torch.cuda.is_available():
+        if cuda:
             environment["CUDA_VISIBLE_DEVICES"] = str(devices[0])
         _become(["-u", str(script), *words], environment)
     _become(_several_processes(script, words, devices, config), environment)

@@ -21,6 +21,8 @@ SIGNS = {
     annotated_types.Lt: ("lt", "<"),
     annotated_types.Le: ("le", "≤"),
 }
+KEY_TABLE = ("| key | type | default | |", "|---|---|---|---|")
+OLDER_TABLE = ("| key | here |", "|---|---|")
 README = Path(__file__).resolve().parents[2] / "configs" / "README.md"
 INTRODUCTION = """\
 # Configuration
@@ -63,10 +65,11 @@ def readme() -> str:
     parts = [INTRODUCTION]
     for name, section in SECTIONS.items():
         rows = [_row(key) for key in all_keys() if key.section == name]
-        parts.append(f"## {name}\n\n{_one_line(section.__doc__)}\n")
-        parts.append("\n".join(["| key | type | default | |", "|---|---|---|---|", *rows, ""]))
-    older = [f"| `{key}` | {meaning} |" for key, meaning in _older()]
-    parts.append("\n".join(["## Older spellings\n", "| key | here |", "|---|---|", *older, ""]))
+        table = "\n".join([*KEY_TABLE, *rows])
+        parts.append(f"## {name}\n\n{_one_line(section.__doc__)}\n\n{table}\n")
+    rows = [f"| `{key}` | {meaning} |" for key, meaning in _older()]
+    table = "\n".join([*OLDER_TABLE, *rows])
+    parts.append(f"## Older spellings\n\n{table}\n")
     return "\n".join(parts)
 
 

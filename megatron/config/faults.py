@@ -76,15 +76,18 @@ def _line(section: type[BaseModel], detail: Any) -> str:
     """detail: one of pydantic's `ErrorDetails`."""
     path = [str(part) for part in detail["loc"] if not isinstance(part, int)]
     key = ".".join(path)
-    if detail["type"] == "missing":
+    kind = detail["type"]
+    if kind == "missing":
         return f"{key}: not given, and every model needs it"
-    if detail["type"] == "extra_forbidden":
+    if kind == "extra_forbidden":
         parents = path[:-1]
-        siblings = _section_at(section, parents).model_fields
-        return unknown(key, [".".join([*parents, name]) for name in siblings])
+        names = _section_at(section, parents).model_fields
+        siblings = [".".join([*parents, name]) for name in names]
+        return unknown(key, siblings)
+    expected = _expected(detail)
     given = _as_written(detail.get("input"))
-    why = f"; {WHY[key]}" if key in WHY else ""
-    return f"{key}: must be {_expected(detail)}, got {given}{why}"
+    line = f"{key}: must be {expected}, got {given}"
+    return f"{line}; {WHY[key]}" if key in WHY else line
 
 
 def _expected(detail: Any) -> str:
