@@ -82,7 +82,7 @@ def groups(rows: Sequence[Row], evidence: Found) -> list[Group]:
 
 
 def models(rows: Sequence[Row], evidence: Found, *, apart: Sequence[str] = ()) -> list[Group]:
-    """Group by what was trained, whatever was measured; keys in `apart` still tell groups apart."""
+    """Group by what was trained, not by what was measured, but for the keys in `apart`."""
     ignored = [key for key in (*SETTING, *VARIANT) if key not in apart]
     facts = dict.fromkeys(ignored)
     return groups([with_facts(row, facts) for row in rows], evidence)

@@ -59,11 +59,11 @@ class Reader(HTMLParser):
         assert self.open == []
 
     def handle_starttag(self, tag, attributes):
-        told = dict(attributes)
+        given = dict(attributes)
         self.references += [
-            told[key] for key in ("src", "href", "xlink:href", "action") if key in told
+            given[key] for key in ("src", "href", "xlink:href", "action") if key in given
         ]
-        self.ids += [told["id"]] if "id" in told else []
+        self.ids += [given["id"]] if "id" in given else []
         if tag == "table":
             self.tables.append([])
         elif tag == "tr":

@@ -1,5 +1,10 @@
-"""The page of docs/results: every label says what differs, and nothing else."""
+"""The page of docs/results: every label says what differs, and every table fits."""
 
+import html
+import json
+import re
+import shutil
+import subprocess
 from html.parser import HTMLParser
 
 import pytest
@@ -27,6 +32,17 @@ ENCODINGS = [
 FILES = sorted((ROOT / "docs" / "results").glob("*.jsonl"))
 PROBES = [path for path in FILES if "probes" in path.name]
 ROWS = [path for path in FILES if path not in PROBES]
+
+NAMES = ("chromium", "chromium-browser", "google-chrome", "chrome")
+BROWSER = next(filter(None, map(shutil.which, NAMES)), None)
+# Leaves in the page how wide each table is, and how much of it is shown.
+MEASURE = """<script>
+const boxes = [...document.querySelectorAll(".scroll")];
+const tables = boxes.map((one) => [one.scrollWidth, one.clientWidth]);
+const page = document.documentElement.scrollWidth;
+document.body.insertAdjacentHTML("beforeend", "<pre id=found></pre>");
+found.textContent = JSON.stringify({ tables, page, width: innerWidth });
+</script></body>"""
 
 
 class Labels(HTMLParser):
@@ -64,8 +80,12 @@ class Labels(HTMLParser):
 
 
 @pytest.fixture(scope="module")
-def labels():
-    page = Page(read_results(ROWS), read_probes(PROBES), {}).html("t")
+def page():
+    return Page(read_results(ROWS), read_probes(PROBES), {}).html("t")
+
+
+@pytest.fixture(scope="module")
+def labels(page):
     return {heading: found[1:] for heading, found in Labels(page).of.items()}
 
 
@@ -129,3 +149,26 @@ def test_against_is_refused_by_compare_and_the_page_alike():
         ):
             with pytest.raises(UserError, match=f"--against: '{against}' {problem}"):
                 ask(against)
+
+
+@pytest.mark.skipif(BROWSER is None, reason="needs Chromium or Chrome on the path")
+def test_at_1200_pixels_no_table_scrolls_sideways(page, tmp_path):
+    file = tmp_path / "page.html"
+    file.write_text(page.replace("</body>", MEASURE), encoding="utf-8")
+    words = [
+        "--headless",
+        "--no-sandbox",
+        "--disable-gpu",
+        f"--user-data-dir={tmp_path}/profile",
+        "--dump-dom",
+        "--window-size=1200,900",
+    ]
+    done = subprocess.run(
+        [BROWSER, *words, file.as_uri()], capture_output=True, text=True, timeout=120, check=True
+    )
+    (text,) = re.findall(r'<pre id="found">(.*?)</pre>', done.stdout)
+    found = json.loads(html.unescape(text))
+    assert found["width"] == 1200
+    assert len(found["tables"]) >= 10
+    assert all(whole <= shown for whole, shown in found["tables"])
+    assert found["page"] <= found["width"]

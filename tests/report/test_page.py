@@ -44,9 +44,17 @@ def test_every_number_of_the_rows_is_in_the_table(page):
 
 
 def test_a_pass_by_position_is_shown_at_the_shorter_lengths_that_it_holds():
-    told = {"protocol": "position", "position_edges": [0, 512, 1024, 1500, 2048], "windows": 1}
+    measured = {"protocol": "position", "position_edges": [0, 512, 1024, 1500, 2048], "windows": 1}
     rows = [
-        row("mep", 1, 2048, math.exp(2.0), loss=2.0, position_losses=[3.0, 2.0, 1.0, 2.0], **told)
+        row(
+            "mep",
+            1,
+            2048,
+            math.exp(2.0),
+            loss=2.0,
+            position_losses=[3.0, 2.0, 1.0, 2.0],
+            **measured,
+        )
     ]
     table = Reader(Page(rows, [], {}).html("t")).tables[0]
     assert table[0] == ["pos_emb", "seeds", "512*", "1024", "2048"]

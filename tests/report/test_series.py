@@ -39,7 +39,7 @@ def test_a_pass_by_position_that_was_measured_counts_more_than_the_beginning_of_
 
 
 def test_differences_by_position_are_those_of_the_same_text_over_half_octaves():
-    told = {"protocol": "position", "position_edges": [0, 1, 2, 4, 5, 6, 8, 12], "text": "t"}
+    measured = {"protocol": "position", "position_edges": [0, 1, 2, 4, 5, 6, 8, 12], "text": "t"}
     text = np.array([9.0, 3.0, 5.0, 1.0, 2.0, 4.0, 8.0])
     more = {
         "alibi": 0.0,
@@ -54,7 +54,7 @@ def test_differences_by_position_are_those_of_the_same_text_over_half_octaves():
             12,
             9.0,
             position_losses=[*(text + one)],
-            **told | ({"text": "u"} if name == "other" else {}),
+            **measured | ({"text": "u"} if name == "other" else {}),
         )
         for name, one in more.items()
     ]
@@ -81,10 +81,10 @@ def test_differences_by_position_are_drawn_past_a_few_tokens_of_chance_and_on_a_
         "mep": [2.0, 0.5, 0.004, 0.006, 0.004],
         "t5": [3.0, 0.1, 0.2, 1.5, 0.1],
     }
-    told = {"protocol": "position", "position_edges": edges, "text": "t"}
+    measured = {"protocol": "position", "position_edges": edges, "text": "t"}
     rows = [row("learned", 1, 320, None, loss=None, reason="ends at 64", protocol="position")]
     rows += [
-        row(name, 1, 320, 9.0, position_losses=[3.0 + d for d in one], **told)
+        row(name, 1, 320, 9.0, position_losses=[3.0 + d for d in one], **measured)
         for name, one in more.items()
     ]
     page = Page(rows, [], {}, against="alibi")
@@ -102,10 +102,10 @@ def test_differences_by_position_are_drawn_past_a_few_tokens_of_chance_and_on_a_
 def test_the_band_of_one_seed_is_that_of_its_difference_where_another_has_the_same_text():
     rows = [*texts(("alibi", 512, 0.0), ("mep", 512, 0.02))]
     found = groups(rows, {})
-    told, _ = comparisons(found, "alibi")
-    reference, other = (perplexity_curve(group, intervals(told)) for group in found)
-    (low, high) = told[1].interval
-    mean = told[1].difference.mean
+    compared_with, _ = comparisons(found, "alibi")
+    reference, other = (perplexity_curve(group, intervals(compared_with)) for group in found)
+    (low, high) = compared_with[1].interval
+    mean = compared_with[1].difference.mean
     assert reference.low is None
     assert (other.low[0], other.high[0]) == pytest.approx(
         (
@@ -141,8 +141,8 @@ def test_one_seed_has_the_interval_of_its_windows_which_is_wider_where_neighbour
 
 
 def test_losses_by_position_are_drawn_between_their_edges():
-    told = {"protocol": "position", "position_edges": [0, 1, 3, 512]}
-    rows = [row("mep", seed, 512, 9.0, position_losses=[5.0, 4.0, seed], **told) for seed in (1, 3)]
+    measured = {"protocol": "position", "position_edges": [0, 1, 3, 512]}
+    rows = [row("mep", seed, 512, 9.0, position_losses=[5.0, 4.0, seed], **how) for seed in (1, 3)]
     (group,) = groups(rows, {})
     curve = position_curve(group)
     assert (list(curve.at), list(curve.values)) == ([0.5, 2.0, 257.5], [5.0, 4.0, 2.0])

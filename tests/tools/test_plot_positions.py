@@ -176,14 +176,14 @@ def test_what_a_picture_lacks_is_said_and_the_others_are_drawn(tmp_path, capsys)
     assert (
         main(["--checkpoint", str(tmp_path / "run"), "--text", str(tmp_path / "nowhere.txt")]) == 0
     )
-    told = capsys.readouterr()
-    assert "none, step 10: learns nothing" in told.out
-    assert "no attention: --text:" in told.err
+    printed = capsys.readouterr()
+    assert "none, step 10: learns nothing" in printed.out
+    assert "no attention: --text:" in printed.err
     checkpoint(tmp_path / "other", "pos_emb=kerple_log", steps=())
     assert main(["--checkpoint", str(tmp_path / "other"), "--length", "100"]) == 0
-    told = capsys.readouterr()
-    assert "no trajectory:" in told.err
-    assert "no attention:" in told.err
+    printed = capsys.readouterr()
+    assert "no trajectory:" in printed.err
+    assert "no attention:" in printed.err
     assert (tmp_path / "other/plots/global_step10/learned.png").exists()
     assert main(["--checkpoint", str(tmp_path / "nowhere")]) == 1
 

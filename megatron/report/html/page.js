@@ -51,11 +51,11 @@ async function copy(text) {
 
 for (const button of document.querySelectorAll("th button")) button.addEventListener("click", () => sortBy(button.closest("th")));
 for (const button of document.querySelectorAll("button[data-copy]")) {
-  const said = button.textContent;
+  const label = button.textContent;
   button.addEventListener("click", async () => {
     const table = button.closest(".table").querySelector("table");
     await copy(button.dataset.copy === "latex" ? latex(table) : markdown(table));
     button.textContent = "copied";
-    setTimeout(() => (button.textContent = said), 1500);
+    setTimeout(() => (button.textContent = label), 1500);
   });
 }

@@ -50,7 +50,7 @@ def probed(rows: Sequence[ProbeRow], drawn: Drawn) -> str:
 
 
 def by_checkpoint(rows: Sequence[ProbeRow]) -> dict[str, list[ProbeRow]]:
-    """Rows of probes by a label: model, seed, step and text, and what else tells runs apart."""
+    """Rows of probes by a label: model, seed, step and text, and what else distinguishes runs."""
     by_run: dict[tuple[Hashable, ...], list[ProbeRow]] = {}
     for row in rows:
         by_run.setdefault(run_of(row), []).append(row)
