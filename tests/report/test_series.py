@@ -142,7 +142,10 @@ def test_one_seed_has_the_interval_of_its_windows_which_is_wider_where_neighbour
 
 def test_losses_by_position_are_drawn_between_their_edges():
     measured = {"protocol": "position", "position_edges": [0, 1, 3, 512]}
-    rows = [row("mep", seed, 512, 9.0, position_losses=[5.0, 4.0, seed], **how) for seed in (1, 3)]
+    rows = []
+    for seed in (1, 3):
+        losses = [5.0, 4.0, seed]
+        rows.append(row("mep", seed, 512, 9.0, position_losses=losses, **measured))
     (group,) = groups(rows, {})
     curve = position_curve(group)
     assert (list(curve.at), list(curve.values)) == ([0.5, 2.0, 257.5], [5.0, 4.0, 2.0])
