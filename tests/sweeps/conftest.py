@@ -2,6 +2,7 @@
 
 import io
 import json
+import os
 import select
 import subprocess
 import sys
@@ -13,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from megatron.commands import reproduce, sweep
-from tests.support import ROOT, run, unlaunched
+from tests.support import ROOT, unlaunched
 
 STEPS = 300  # enough for eight kills in training
 SWEEP = """
@@ -69,6 +70,9 @@ def rows(folder: Path) -> list[dict]:
     return [{key: value for key, value in row.items() if key not in clock} for row in rows]
 
 
+DEV_NULL = Path(os.devnull)
+
+
 class Warm:
     """Starts sweeps through tests/sweeps/warm.py, one at a time."""
 
@@ -83,12 +87,13 @@ class Warm:
             bufsize=1,
         )
 
-    def start(self, *words: object) -> int:
+    def start(self, *words: object, output: Path = DEV_NULL, errors: Path = DEV_NULL) -> int:
         """Run tools/sweep.py with these words; the id of its process, which leads its group."""
         assert self.process.stdin
         assert self.process.stdout
         self.status: int | None = None
-        self.process.stdin.write(json.dumps([str(word) for word in words]) + "\n")
+        line = json.dumps([str(word) for word in (output, errors, *words)])
+        self.process.stdin.write(line + "\n")
         self.process.stdin.flush()
         return int(self.process.stdout.readline())
 
@@ -116,9 +121,11 @@ def file(corpus, tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def whole(file):
+def whole(file, warm):
     """The folder of the sweep that nobody disturbs, and what was printed."""
     folder = file.parent / "whole"
-    done = run("tools/sweep.py", "run", file, "--folder", folder)
-    assert done.returncode == 1, done.stderr  # one cell cannot run
-    return folder, done
+    printed = file.with_name("output"), file.with_name("errors")
+    warm.start("run", file, "--folder", folder, output=printed[0], errors=printed[1])
+    status = warm.poll(180)
+    assert status == 1, printed[1].read_text()  # one cell cannot run
+    return folder, Done(status, *(path.read_text() for path in printed))

@@ -1,8 +1,9 @@
 """A process that imports once what a sweep and its scripts need, and then starts sweeps at once.
 
-For each line of its standard input, a JSON list of words for tools/sweep.py, it forks a process in
-a session of its own, prints the id, waits, and prints the exit status. The scripts of such a sweep
-are forks too, with the lock, the group and the signals that subprocess.Popen would give them.
+For each line of its standard input, a JSON list, it forks a process in a session of its own, prints
+the id, waits, and prints the exit status. The list has two files, for what the sweep prints and for
+its errors, and the words of tools/sweep.py. The scripts of such a sweep are forks too, with the
+lock, the group and the signals that subprocess.Popen would give them.
 """
 
 import json
@@ -71,21 +72,24 @@ def _become(words: Sequence[str], env: dict[str, str], log: BinaryIO) -> None:
         os._exit(status)
 
 
-def _sweep(words: Sequence[str]) -> None:
+def _sweep(output: str, errors: str, words: Sequence[str]) -> None:
     """Run tools/sweep.py in this process, and end it."""
     os.setsid()
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
-    silence = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(silence, 1)
+    for descriptor, path in ((1, output), (2, errors)):
+        os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT), descriptor)
     runner.subprocess = SimpleNamespace(Popen=Forked)  # the scripts' own subprocesses are real
-    os._exit(sweep.main(list(words)))
+    status = sweep.main(list(words))
+    sys.stdout.flush()
+    os._exit(status)
 
 
 def main() -> None:
     for line in sys.stdin:
         pid = os.fork()
         if not pid:
-            _sweep(json.loads(line))
+            output, errors, *words = json.loads(line)
+            _sweep(output, errors, words)
         print(pid, flush=True)
         _, status = os.waitpid(pid, 0)
         print(os.waitstatus_to_exitcode(status), flush=True)
