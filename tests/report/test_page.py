@@ -43,6 +43,13 @@ def test_every_number_of_the_rows_is_in_the_table(page):
     assert 'class="best"' not in page, "without losses by window nothing is known to be better"
 
 
+def test_a_reason_that_holds_at_several_lengths_is_one_line():
+    rows = [row(name, 1, n, 10.0) for name in ("alibi", "mep") for n in (512, 1024)]
+    page = Page(rows, [], {}).html("t")
+    assert "<p>nothing can be compared with alibi:</p>" in page
+    assert "<li>2 times: mep at 512, mep at 1024: mep: no losses by window" in page
+
+
 def test_a_pass_by_position_is_shown_at_the_shorter_lengths_that_it_holds():
     measured = {"protocol": "position", "position_edges": [0, 512, 1024, 1500, 2048], "windows": 1}
     rows = [

@@ -9,7 +9,7 @@ from megatron.report.html import figures
 from megatron.report.html.drawn import Drawn
 from megatron.report.html.elements import Cell, paragraph, table
 from megatron.report.html.measured import MISSING
-from megatron.report.html.texts import SPEED
+from megatron.report.html.texts import BANDS, MEANS, SPEED, TRAINING
 from megatron.results.row import COLUMNS, Row, plain
 
 NO_KERNELS = "No checkpoint was found whose encoding could be drawn."
@@ -45,10 +45,13 @@ def kernels(trained: Sequence[Group], evidence: Found, drawn: Drawn) -> str:
 
 def training(trained: Sequence[Group], evidence: Found, drawn: Drawn) -> str:
     """The curves of training and validation loss."""
+    several = any(len(group.seeds) > 1 for group in trained)
     parts = []
-    for kind in ("train", "valid"):
+    for kind, caption in TRAINING.items():
+        if several:
+            caption = f"{caption} {MEANS} {BANDS['seeds']}"
         one = figures.training(trained, evidence, kind)
-        parts.append(drawn.add(f"training-{kind}", one, f"{kind} loss, mean over seeds."))
+        parts.append(drawn.add(f"training-{kind}", one, caption))
     return "".join(parts) or paragraph(NO_TRAINING)
 
 
@@ -62,7 +65,7 @@ def speed(trained: Sequence[Group], evidence: Found, lengths: Sequence[int]) -> 
     keys = [key for key in COSTS if key in recorded]
     body = []
     for group, metrics in zip(trained, logged, strict=True):
-        devices = {str(row.get("device")) for row in group.all_rows}
+        devices = {row.get("device") or "-" for row in group.all_rows}
         line = [Cell(group.label), Cell.of_text(", ".join(sorted(devices)))]
         for length in lengths:
             speeds = [speed_of(row) for row in group.rows.get(length, [])]

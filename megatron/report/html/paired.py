@@ -3,7 +3,9 @@
 from collections.abc import Callable, Mapping, Sequence
 
 from megatron.errors import UserError
+from megatron.report.evidence import Gap
 from megatron.report.groups import Group
+from megatron.report.html.drawn import grouped
 from megatron.report.html.elements import Cell, items, paragraph, table
 from megatron.report.html.texts import BOLD, BY_SEED, NOT_BOLD, PAIRED
 from megatron.report.series import Interval, summary
@@ -42,7 +44,7 @@ def intervals(compared_with: Sequence[Comparison]) -> dict[tuple[str, int], Inte
 def paired(compared_with: Sequence[Comparison], reason: str) -> str:
     """A table of differences from the reference and how they were made, or the reason for none."""
     if not compared_with:
-        return paragraph(reason)
+        return _explained(reason)
     reference = compared_with[0].reference
     subjects = dict.fromkeys(about(one.is_claim) for one in compared_with if one.difference)
     caption = PAIRED.format(reference=reference, about=" or ".join(subjects))
@@ -53,6 +55,16 @@ def paired(compared_with: Sequence[Comparison], reason: str) -> str:
         parts += [paragraph(BY_SEED), by_seed]
     parts.append(items(how_made(compared_with)))
     return "".join(parts)
+
+
+def _explained(reason: str) -> str:
+    """Why nothing could be paired: the first line, then one line for each cause."""
+    first, *lines = reason.splitlines() or [""]
+    gaps = []
+    for line in lines:
+        where, _, cause = line.strip().partition(": ")
+        gaps.append(Gap(where, cause))
+    return paragraph(first) + items(grouped(gaps))
 
 
 def _table(

@@ -50,6 +50,11 @@ DIFFERENCES = (
     " Below zero is better. A curve ends where the difference exceeds 1 nat."
 )
 
+TRAINING = {
+    "train": "Training loss by step.",
+    "valid": "Validation loss by step.",
+}
+
 PROBES = {
     "passkey": "A cue and random tokens stand once in held-out text. The cue is repeated at the"
     " end: does the model continue with these tokens?",
