@@ -5,7 +5,7 @@ from pathlib import Path
 
 
 def commit() -> str | None:
-    """The commit of the code that runs, "+" behind it where files were changed; None outside a repository."""
+    """The commit of the code that runs, with "+" where files were changed; None outside git."""
     here = Path(__file__).parent
     try:
         ask = ["git", "describe", "--always", "--dirty=+", "--abbrev=10", "--exclude=*"]

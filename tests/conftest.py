@@ -1,4 +1,4 @@
-"""Every test: no network, one thread per process, same seeds; what needs other hardware is skipped with a reason."""
+"""Every test: no network, one thread per process, same seeds, a reason for each skipped test."""
 
 import os
 import random

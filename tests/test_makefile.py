@@ -1,4 +1,4 @@
-"""The installation rule of the Makefile, on a copy with a requirement that is already on this machine: none."""
+"""The installation rule of the Makefile, on a copy that requires nothing."""
 
 import os
 import shutil

@@ -1,4 +1,4 @@
-"""The README's commands and its example run, in a copy of the project, with sizes cut down to seconds."""
+"""The README's commands and its example run, in a copy of the project, with small sizes."""
 
 import json
 import os
@@ -89,10 +89,8 @@ def make_data(folder: Path) -> None:
     (folder / "texts").mkdir()
     for number, text in enumerate(texts):
         (folder / "texts" / f"{number:03}.txt").write_text(text)
-    succeed(
-        folder,
-        "python prepare_data.py --input texts --name stdlib -t HFTokenizer --vocab-size 600 -d demo/data",
-    )
+    words = "--input texts --name stdlib -t HFTokenizer --vocab-size 600 -d demo/data"
+    succeed(folder, f"python prepare_data.py {words}")
 
 
 def succeed(folder: Path, command: str, more: Sequence[str] = ()) -> str:

@@ -83,9 +83,8 @@ def part(name: str) -> str:
 
 def level(name: str) -> int:
     places = [height for height, parts in enumerate(LEVELS) if part(name) in parts]
-    assert places, (
-        f"{name}: megatron/{part(name)} has no place in LEVELS of {Path(__file__).name}; give it one"
-    )
+    file = Path(__file__).name
+    assert places, f"{name}: megatron/{part(name)} has no place in LEVELS of {file}; give it one"
     return places[0]
 
 
@@ -103,7 +102,7 @@ def module_of(file: str) -> str:
 
 
 def imported_modules(file: str) -> set[str]:
-    """Modules of the package that a file imports; `from a.b import c` means a.b.c if that is one."""
+    """Modules of the package that a file imports; `from a.b import c` may mean a.b.c."""
     modules = {module_of(name) for name in PACKAGE}
     found = set()
     for name in imports(file):

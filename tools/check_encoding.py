@@ -1,4 +1,4 @@
-"""Try on one encoding what every encoding must keep, and report it; exit status 1 where something fails: see --help, or megatron/commands/check_encoding.py."""
+"""Check what every encoding must keep, for one encoding. See --help, or megatron/commands/check_encoding.py."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""Are encodings different, and how sure is that? python tools/compare.py A.jsonl B.jsonl … [--against NAME] [-o out.md]: see --help, or megatron/commands/compare.py."""
+"""Compare encodings with intervals. See --help, or megatron/commands/compare.py."""
 
 import signal
 import sys

@@ -1,4 +1,4 @@
-"""Print docs/positions.md from the registry; --write renews it and its pictures (`make docs`): see --help, or megatron/commands/document_positions.py."""
+"""Write docs/positions.md and its pictures. See --help, or megatron/commands/document_positions.py."""
 
 import sys
 

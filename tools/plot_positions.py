@@ -1,4 +1,4 @@
-"""Draw encodings, or what a checkpoint has learned of its encoding, as PNG and SVG: see --help, or megatron/commands/plot_positions.py."""
+"""Draw encodings, what they learned and attention. See --help, or megatron/commands/plot_positions.py."""
 
 import sys
 

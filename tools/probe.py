@@ -1,4 +1,4 @@
-"""What perplexity hides, asked of one checkpoint: see --help, or megatron/commands/probe.py."""
+"""Ask a checkpoint what perplexity hides. See --help, or megatron/commands/probe.py."""
 
 from megatron.commands.probe import command
 

@@ -1,4 +1,4 @@
-"""Results as one HTML page that needs no network, and its figures as files: see --help, or megatron/commands/report.py."""
+"""Make one HTML page of results. See --help, or megatron/commands/report.py."""
 
 import signal
 import sys

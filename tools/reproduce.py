@@ -1,4 +1,4 @@
-"""A paper's table beside ours: see --help, or megatron/commands/reproduce.py."""
+"""Set a paper's table beside ours. See --help, or megatron/commands/reproduce.py."""
 
 import signal
 import sys

@@ -1,4 +1,4 @@
-"""Results of several runs in one table and one plot: see --help, or megatron/commands/show_results.py."""
+"""Show results in one table and one plot. See --help, or megatron/commands/show_results.py."""
 
 import signal
 import sys

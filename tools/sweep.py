@@ -1,4 +1,4 @@
-"""Many runs from one file, trained, evaluated, collected: see --help, or commands/sweep.py."""
+"""Run many trainings and evaluations from one file. See --help, or megatron/commands/sweep.py."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""The benchmarks are scripts beside each other: they find each other when their folder is on the path."""
+"""The benchmarks import each other: their folder must be on the path."""
 
 import sys
 
