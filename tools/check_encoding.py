@@ -1,4 +1,4 @@
-"""Check what every encoding must keep, for one encoding. See --help, or megatron/commands/check_encoding.py."""
+"""Check what every encoding must keep, for one encoding: see --help."""
 
 import sys
 

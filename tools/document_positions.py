@@ -1,4 +1,4 @@
-"""Write docs/positions.md and its pictures. See --help, or megatron/commands/document_positions.py."""
+"""Write docs/positions.md and its pictures: see --help."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""Draw encodings, what they learned and attention. See --help, or megatron/commands/plot_positions.py."""
+"""Draw encodings, what they learned and attention: see --help."""
 
 import sys
 

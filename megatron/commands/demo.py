@@ -1,5 +1,4 @@
-"""make demo: train the same small GPT with mep_free and with rotary at length 512, then measure both
-up to 16384.
+"""make demo: train a small GPT with mep_free and with rotary at 512, measure both up to 16384.
 
 Everything goes through the commands that a user types. The results are in demo/. An interrupted
 demo continues where it was.
