@@ -177,9 +177,9 @@ def test_a_caption_describes_the_bands_that_the_figure_has():
     both = [row("alibi", seed, n, 9.0 + seed) for seed in (1, 2) for n in lengths]
     assert caption(both) == "Means over seeds. Bands: one standard deviation over seeds."
     one = texts(*(("alibi", n, 0.0) for n in lengths))
-    assert caption(one).startswith("Bands of single seeds: 95 % interval over the windows")
+    assert caption(one).startswith("Bands of single seeds: 95 % interval over windows")
     two = texts(*((name, n, 0.0) for name in ("alibi", "mep") for n in lengths))
-    assert "has no band" in caption(two)
+    assert "difference from alibi, which has no band" in caption(two)
     assert "standard deviation" not in caption(two)
 
 
