@@ -88,7 +88,7 @@ class Randomized(Position):
 
 
 def _build_inner(shape: Shape, of: str, args: Mapping[str, Any] | None, positions: int) -> Position:
-    """The encoding at drawn positions; UserError for one that positions do not reach."""
+    """The encoding at drawn positions; UserError for one that uses none."""
     if not isinstance(of, str):
         raise UserError(f"of: {of!r} is not the name of an encoding; write of: rotary")
     if args is not None and not isinstance(args, Mapping):
