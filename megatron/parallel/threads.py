@@ -59,18 +59,27 @@ def count_parameters(model: nn.Module) -> int:
     return sum(parameter.numel() for parameter in model.parameters())
 
 
-def use_threads(parameters: int, device: torch.device) -> None:
+def use_threads(parameters: int, device: torch.device, *, before: int | None = None) -> None:
     """Set the number of torch's threads for a model of this size, and log it with its reason.
 
+    before: the threads of the run that is continued. The order in which threads add up numbers
+    changes their last digits, so a resumed run keeps its number where the cores allow it.
     On a GPU nothing changes. OMP_NUM_THREADS comes first: then a busy machine only gets a warning.
     """
     if device.type != "cpu":
         return
     machine = this_machine()
     if "OMP_NUM_THREADS" in os.environ:
-        warning = too_many(torch.get_num_threads(), machine)
+        threads = torch.get_num_threads()
+        warning = too_many(threads, machine)
         if warning is not None:
             logger.warning(warning)
+        if before is not None and before != threads:
+            logger.warning(f"OMP_NUM_THREADS: {threads}, was {before} - last digits will differ")
+        return
+    if before is not None and before <= machine.cores:
+        torch.set_num_threads(before)
+        logger.info(f"{before} thread(s), as before; OMP_NUM_THREADS sets another number")
         return
     threads, reason = threads_for(parameters, machine)
     torch.set_num_threads(threads)

@@ -53,7 +53,7 @@ def train(config: Config, grid: Grid) -> Path | None:
     if config.training.eval_interval:
         _check_validation_length(model, config)
     run = Run(config, grid, tokens, facts, start)
-    use_threads(count_parameters(model), grid.device)
+    use_threads(count_parameters(model), grid.device, before=start.threads)
     return run.to_the_end(Trainer(config, model, grid))
 
 
@@ -265,6 +265,7 @@ class Run:
             "windows": self.windows,
             "windows_per_step": self.windows_per_step,
             "ranks": self.grid.ranks,
+            "threads": torch.get_num_threads(),
             "pending_losses": [loss.item() for loss in losses],
         }
         saved = checkpoint.save(trainer, self.folder, facts)

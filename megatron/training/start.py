@@ -18,12 +18,14 @@ class Start:
     """step, windows used so far, losses not yet logged, and the checkpoint's folder.
 
     path: None for a new run
+    threads: of the CPU that computed before; None where that is unknown
     """
 
     step: int = 0
     windows: int = 0
     pending: tuple[float, ...] = ()
     path: Path | None = None
+    threads: int | None = None
 
 
 def starting_point(config: Config, facts: dict[str, Any], grid: Grid) -> Start:
@@ -42,7 +44,8 @@ def starting_point(config: Config, facts: dict[str, Any], grid: Grid) -> Start:
     _check_same_model(config, trained, path)
     _check_same_text(facts, meta, path)
     _check_engine(config, trained, meta, grid, path)
-    return Start(meta["step"], meta["windows"], tuple(meta["pending_losses"]), path)
+    pending_losses = tuple(meta["pending_losses"])
+    return Start(meta["step"], meta["windows"], pending_losses, path, meta.get("threads"))
 
 
 def _check_nothing_lost(save: Path, path: Path | None) -> None:

@@ -73,6 +73,30 @@ def test_the_users_number_is_kept_and_a_busy_machine_gets_a_warning(monkeypatch,
 
 
 @pytest.mark.usefixtures("busy_machine")
+def test_a_resumed_run_keeps_its_number_whatever_the_load(monkeypatch, caplog):
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    with caplog.at_level("INFO"):
+        use_threads(LARGE, CPU, before=4)
+    assert torch.get_num_threads() == 4
+    assert caplog.messages == ["4 thread(s), as before; OMP_NUM_THREADS sets another number"]
+
+
+@pytest.mark.usefixtures("busy_machine")
+def test_a_machine_with_fewer_cores_than_the_run_had_chooses_anew(monkeypatch):
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    use_threads(LARGE, CPU, before=5)
+    assert torch.get_num_threads() == 3
+
+
+@pytest.mark.usefixtures("busy_machine")
+def test_another_number_of_the_users_than_before_is_named(monkeypatch, caplog):
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    torch.set_num_threads(3)
+    use_threads(LARGE, CPU, before=2)
+    assert caplog.messages == ["OMP_NUM_THREADS: 3, was 2 - last digits will differ"]
+
+
+@pytest.mark.usefixtures("busy_machine")
 def test_on_a_gpu_threads_stay_as_they_are(monkeypatch, caplog):
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     before = torch.get_num_threads()

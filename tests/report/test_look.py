@@ -7,8 +7,9 @@ from megatron.positions import REGISTRY
 from megatron.report.figures.look import ENCODINGS, looks
 
 
-def test_every_registered_encoding_has_a_colour_and_marker_of_its_own():
-    assert set(ENCODINGS) == set(REGISTRY)
+def test_every_encoding_of_the_table_has_a_colour_and_marker_of_its_own():
+    # A new encoding needs no line there: its name gives it a look.
+    assert set(ENCODINGS) <= set(REGISTRY)
     assert len(set(ENCODINGS.values())) == len(ENCODINGS)
 
 

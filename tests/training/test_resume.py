@@ -40,6 +40,18 @@ def test_a_resumed_run_repeats_the_uninterrupted_one_to_the_last_bit(grid, corpu
         assert torch.equal(weights[name], tensor), name
 
 
+def test_a_resumed_run_computes_with_the_threads_that_it_had(grid, corpus, tmp_path, monkeypatch):
+    train(settings(corpus, tmp_path, "train_iters=4"), grid)
+    path = tmp_path / "global_step4"
+    assert checkpoint.read_meta(path)[1]["threads"] == torch.get_num_threads()
+    asked = []
+    monkeypatch.setattr(
+        "megatron.training.run.use_threads", lambda *_, before: asked.append(before)
+    )
+    train(settings(corpus, tmp_path), grid)
+    assert asked == [torch.get_num_threads()]
+
+
 def test_a_resumed_run_logs_the_uninterrupted_ones_means_between_checkpoints(
     grid, corpus, tmp_path
 ):
