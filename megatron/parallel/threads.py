@@ -111,8 +111,13 @@ def too_many(threads: int, machine: Machine) -> str | None:
 
 
 def this_machine() -> Machine:
-    """Cores, load and processes at this moment."""
-    return Machine(available_cores(), _load(), _local_processes())
+    """Cores, load and processes at this moment.
+
+    The other processes of this run start now too. They share the free cores, so they are no load.
+    """
+    processes = _local_processes()
+    load = max(0.0, _load() - (processes - 1))
+    return Machine(available_cores(), load, processes)
 
 
 def available_cores() -> int:

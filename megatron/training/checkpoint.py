@@ -67,14 +67,18 @@ def save(trainer: Trainer, folder: Path, facts: dict[str, Any]) -> Path:
     return final
 
 
-def resume(trainer: Trainer, path: Path) -> None:
-    """Load the engine's state of a folder global_stepN; code that its pickles name is not run."""
+def check_engine_state(path: Path) -> None:
+    """UserError where a folder global_stepN has weights, but nothing to resume with."""
     if not any(path.glob(ENGINE_STATE)):
         raise UserError(
             f"{path}: holds weights only, training cannot continue from it"
             " - a sweep removes the optimizer's states of a finished run:"
             " train anew, or sweep with --keep-states"
         )
+
+
+def resume(trainer: Trainer, path: Path) -> None:
+    """Load the engine's state of a folder global_stepN; code that its pickles name is not run."""
     with _data_only():
         loaded, _ = trainer.engine.load_checkpoint(str(path.parent), tag=path.name)
     if loaded is None:

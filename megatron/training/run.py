@@ -97,12 +97,12 @@ class Run:
 
         Returns the last checkpoint's folder. A signal ends the process after its step.
         """
+        self._log_start(trainer)
+        if self.start.step >= self.steps:
+            logger.info("step %d of %d: nothing left to train", self.start.step, self.steps)
+            return self.start.path
         if self.start.path is not None:
             checkpoint.resume(trainer, self.start.path)
-        self._log_start(trainer)
-        if trainer.step >= self.steps:
-            logger.info("step %d of %d: nothing left to train", trainer.step, self.steps)
-            return self.start.path
         metrics = self._metrics(trainer.step) if self.grid.first else None
         with Stop(self.grid) as stop:
             saved = self._steps(trainer, metrics, stop)

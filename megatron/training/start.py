@@ -44,6 +44,8 @@ def starting_point(config: Config, facts: dict[str, Any], grid: Grid) -> Start:
     _check_same_model(config, trained, path)
     _check_same_text(facts, meta, path)
     _check_engine(config, trained, meta, grid, path)
+    if meta["step"] < config.training.train_iters:
+        checkpoint.check_engine_state(path)
     pending_losses = tuple(meta["pending_losses"])
     return Start(meta["step"], meta["windows"], pending_losses, path, meta.get("threads"))
 
