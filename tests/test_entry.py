@@ -41,10 +41,10 @@ def status(main, *words, **settings):
 
 def test_files_come_from_the_folder_and_words_and_options_may_mix(tmp_path):
     (tmp_path / "tiny.yml").write_text("\n".join(TINY).replace("=", ": "))
-    seen = []
+    calls = []
 
     def main(config, given):
-        seen.append((config.training.seed, config.position.pos_emb, given.lengths))
+        calls.append((config.training.seed, config.position.pos_emb, given.lengths))
 
     assert (
         status(
@@ -52,7 +52,7 @@ def test_files_come_from_the_folder_and_words_and_options_may_mix(tmp_path):
         )
         == 0
     )
-    assert seen == [(7, "alibi", [64, 128])]
+    assert calls == [(7, "alibi", [64, 128])]
 
 
 def test_a_path_with_an_equals_sign_in_a_folder_is_a_file():
@@ -149,18 +149,18 @@ def test_settings_alone_are_laid_over_the_configuration_of_the_named_checkpoint(
     folder.mkdir(parents=True)
     load([], [*TINY, "seed=5"]).save(folder / "config.yml")
     (folder / "checkpoint.json").write_text("{}")
-    seen = []
+    calls = []
     words = ["--checkpoint", str(tmp_path / "run"), "eval_tokens=7"]
     assert (
         status(
-            lambda config, given: seen.append(config),
+            lambda config, given: calls.append(config),
             *words,
             purpose="evaluate",
             config_needed=False,
         )
         == 0
     )
-    assert [(seen[0].training.seed, seen[0].evaluation.eval_tokens)] == [(5, 7)]
+    assert [(calls[0].training.seed, calls[0].evaluation.eval_tokens)] == [(5, 7)]
     assert (
         status(lambda config, given: 0, "--checkpoint", str(tmp_path / "no"), "eval_tokens=7") == 1
     )
@@ -188,12 +188,12 @@ def test_many_keys_without_effect_are_one_note_after_those_that_matter(capsys):
 
 
 def test_a_script_may_do_without_a_configuration():
-    seen = []
+    calls = []
     assert (
-        status(lambda config, given: seen.append(config), "--checkpoint", "x", config_needed=False)
+        status(lambda config, given: calls.append(config), "--checkpoint", "x", config_needed=False)
         == 0
     )
-    assert seen == [None]
+    assert calls == [None]
 
 
 def test_help_names_every_key_and_the_options_of_the_script(capsys):

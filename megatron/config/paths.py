@@ -17,7 +17,7 @@ THIS_FILE = ("",)
 
 
 def resolve_inputs(given: dict[str, Any], file: Path, report: Report) -> dict[str, Any]:
-    """The settings of one YAML file, with relative paths as seen from the current folder.
+    """The settings of one YAML file, with relative paths made relative to the current folder.
 
     Adds a note to the report if a path names one file in the current folder and another beside
     the YAML file.

@@ -1,1 +1,1 @@
-"""Who the processes are and how they reach each other."""
+"""The processes of a run, and the CPU threads of each."""

@@ -102,11 +102,11 @@ CASES = {
 @pytest.mark.parametrize("case", sorted(CASES))
 def test_every_backend_keeps_the_contract(backend, queries, case):
     options = dict(CASES[case])
-    seen = {name: options.pop(name, None) for name in ("window", "chunk")}
+    masks = {name: options.pop(name, None) for name in ("window", "chunk")}
     documents = options.pop("documents", False)
     (q, k, v), tables = inputs(2, 3, queries, 19, 4, **options)
     segments = torch.tensor([[0] * 4 + [1] * 15, [0] * 17 + [1] * 2]) if documents else None
-    more = {"weight": tables["weight"], **seen, "segments": segments}
+    more = {"weight": tables["weight"], **masks, "segments": segments}
     out = attention(q, k, v, tables["bias"], **more, backend=backend, self_check=False)
     torch.testing.assert_close(
         out.double(), by_loop(q, k, v, tables["bias"], **more), rtol=0, atol=2e-6

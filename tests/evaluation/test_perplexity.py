@@ -143,10 +143,10 @@ def test_evaluation_leaves_the_model_as_it_was(tokens):
 
 
 def test_progress_counts_windows_of_each_length(tokens):
-    told = []
+    calls = []
     windows = equal_tokens(Request(tokens, [16, 64], SPLIT, eval_tokens=128))
-    measure(Unigram(), windows, batch_tokens=64, advance=lambda *news: told.append(news))
-    assert told == [(16, 0, 8), (16, 4, 8), (16, 8, 8), (64, 0, 2), (64, 1, 2), (64, 2, 2)]
+    measure(Unigram(), windows, batch_tokens=64, advance=lambda *news: calls.append(news))
+    assert calls == [(16, 0, 8), (16, 4, 8), (16, 8, 8), (64, 0, 2), (64, 1, 2), (64, 2, 2)]
 
 
 def test_a_length_that_the_model_refuses_says_why_and_the_others_are_measured(tokens):

@@ -25,7 +25,7 @@ every_task = pytest.mark.parametrize("task", TASKS)
 
 
 def copier(ids, at, targets):
-    """Says what stood behind the longest earlier repetition of what stands at the end."""
+    """Continue as the longest earlier repetition of the end went on."""
     logits = torch.zeros(len(ids), len(at), WORDS)
     for line, text in enumerate(ids.tolist()):
         for place, end in enumerate(at.tolist()):
@@ -66,20 +66,20 @@ def test_a_model_without_preferences_has_the_accuracy_of_chance(task):
 
 
 @every_task
-def test_contexts_differ_only_in_the_answers_and_ask_for_what_they_tell(task):
-    seen = set()
+def test_contexts_differ_only_in_the_answers_and_ask_for_what_they_contain(task):
+    cells = set()
     for trial in TASKS[task](np.random.default_rng(4), TEXT, 128, DEPTHS):
-        told, other = trial.ids
+        context, other = trial.ids
         assert trial.ids.shape == (2, 128)
-        changed = np.flatnonzero(told != other)
+        changed = np.flatnonzero(context != other)
         assert 0 < len(changed) <= 64
-        assert set(trial.targets) <= set(told[changed])
+        assert set(trial.targets) <= set(context[changed])
         asked = trial.at[trial.at < 127]
         np.testing.assert_array_equal(
-            told[asked + 1], trial.targets[trial.at < 127]
+            context[asked + 1], trial.targets[trial.at < 127]
         )  # read on, as in generation
-        seen |= set(trial.cell)
-    assert seen == {0, 1, 2}
+        cells |= set(trial.cell)
+    assert cells == {0, 1, 2}
 
 
 def test_depth_0_is_the_start_of_the_context_and_depth_1_just_before_the_question():

@@ -111,12 +111,12 @@ def test_logn_scale_multiplies_the_scores_by_log_n_over_log_of_the_training_leng
     ids = torch.randint(50, (1, 141))
     torch.testing.assert_close(scaled(ids[:, :48]), plain(ids[:, :48]), rtol=0, atol=1e-5)
     # The last row by hand, in float64: one layer's attention with its queries multiplied.
-    seen = {}
+    recorded = {}
     layer = scaled.layers[0].attention
-    layer.register_forward_hook(lambda _, inputs, output: seen.update(x=inputs[0], out=output))
+    layer.register_forward_hook(lambda _, inputs, output: recorded.update(x=inputs[0], out=output))
     scaled(ids)
     fused = torch.nn.functional.linear(
-        seen["x"].double(),
+        recorded["x"].double(),
         layer.query_key_value.weight.double(),
         layer.query_key_value.bias.double(),
     )
@@ -126,7 +126,7 @@ def test_logn_scale_multiplies_the_scores_by_log_n_over_log_of_the_training_leng
     ).softmax(dim=-1)
     mixed = (weights @ v).transpose(1, 2).reshape(1, 1, 32)
     out = torch.nn.functional.linear(mixed, layer.dense.weight.double(), layer.dense.bias.double())
-    torch.testing.assert_close(seen["out"][:, -1:].double(), out, rtol=0, atol=1e-5)
+    torch.testing.assert_close(recorded["out"][:, -1:].double(), out, rtol=0, atol=1e-5)
 
 
 @torch.no_grad()

@@ -38,15 +38,15 @@ def model(*settings: str):
 
 def test_positions_are_sorted_distinct_and_uniform_over_the_range():
     position = build("randomized", SHAPE, range=200).train()
-    seen = torch.zeros(200)
+    counts = torch.zeros(200)
     for _ in range(2000):
         position.prepare(64)
         assert position.drawn.dtype == torch.int64
         assert (position.drawn.diff() > 0).all()
-        seen[position.drawn] += 1
-    assert seen.sum() == 2000 * 64
+        counts[position.drawn] += 1
+    assert counts.sum() == 2000 * 64
     expected = 2000 * 64 / 200
-    assert ((seen - expected).abs() < 6 * (expected * (1 - 64 / 200)) ** 0.5).all()
+    assert ((counts - expected).abs() < 6 * (expected * (1 - 64 / 200)) ** 0.5).all()
 
 
 def test_the_range_is_four_training_lengths_if_nothing_is_said():

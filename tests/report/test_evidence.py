@@ -1,4 +1,4 @@
-"""What is read beside the rows of a checkpoint, and what is said where it cannot be read."""
+"""What is read beside the rows of a checkpoint, and the message where it cannot be read."""
 
 import json
 

@@ -38,8 +38,8 @@ def test_a_measurement_of_another_text_stands_beside_the_first_and_has_a_note(tm
 
 
 def test_a_window_that_all_rows_share_stands_beneath_the_table():
-    seen = {"window": "train_length", "logn_scale": True}
-    found = rows("rotary", {512: 12.0, 1024: 12.1}, **seen)
+    variant = {"window": "train_length", "logn_scale": True}
+    found = rows("rotary", {512: 12.0, 1024: 12.1}, **variant)
     assert "protocol equal_tokens, window 512, logn_scale on\n" in table(found)
     assert "protocol equal_tokens\n" in table(found + rows("rotary", {512: 12.0}))
 

@@ -200,17 +200,17 @@ def test_what_a_picture_lacks_is_said_and_the_others_are_drawn(tmp_path, capsys)
 def test_the_drawn_attention_is_the_models(settings):
     """Probabilities times values, projected, are the output of each layer's attention."""
     model = from_config(load([], [*SHAPE, *settings]), vocab=512).eval()
-    seen = []
+    recorded = []
     for block in model.layers:
         block.attention.register_forward_hook(
-            lambda module, given, out: seen.append((module, given[0], out))
+            lambda module, given, out: recorded.append((module, given[0], out))
         )
     ids = torch.randint(512, (24,))
     found = attention_of(model, ids)
     assert found.shape == (2, 4, 24, 24)
     torch.testing.assert_close(found.sum(dim=-1), torch.ones(2, 4, 24))
     assert (found.triu(1) == 0).all()
-    for layer, (module, x, out) in enumerate(seen):
+    for layer, (module, x, out) in enumerate(recorded):
         v = module.query_key_value(x).view(1, 24, 4, 3, 8)[..., 2, :].transpose(1, 2)
         mixed = (found[layer] @ v[0]).transpose(0, 1).reshape(1, 24, 32)
         torch.testing.assert_close(module.dense(mixed), out, rtol=0, atol=1e-5)

@@ -60,15 +60,15 @@ def test_the_console_and_the_files_tell_loss_rate_speed_norm_and_the_encodings_n
         assert word in lines[0]
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    seen = EventAccumulator(str(events)).Reload()
+    events_read = EventAccumulator(str(events)).Reload()
     assert {
         "train/loss",
         "train/mfu",
         "train/peak_memory_gib",
         "valid/perplexity",
         "position/kernels.1.p/mean",
-    } <= set(seen.Tags()["scalars"])
-    assert seen.Scalars("train/loss")[-1].value == pytest.approx(record["loss"])
+    } <= set(events_read.Tags()["scalars"])
+    assert events_read.Scalars("train/loss")[-1].value == pytest.approx(record["loss"])
 
 
 def test_a_large_table_of_learned_positions_is_not_written_out_at_every_step(
