@@ -27,6 +27,8 @@ LOCAL_PROCESSES = (
     "OMPI_COMM_WORLD_LOCAL_SIZE",
     "WORLD_SIZE",
 )
+BY_USER = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
+"""Variables by which users set torch's threads."""
 SAMPLES, BETWEEN_SAMPLES = 5, 0.02  # of the programs that run now; seconds
 
 
@@ -64,18 +66,19 @@ def use_threads(parameters: int, device: torch.device, *, before: int | None = N
 
     before: the threads of the run that is continued. The order in which threads add up numbers
     changes their last digits, so a resumed run keeps its number where the cores allow it.
-    On a GPU nothing changes. OMP_NUM_THREADS comes first: then a busy machine only gets a warning.
+    On a GPU nothing changes. The user's number is kept; a busy machine then gets a warning.
     """
     if device.type != "cpu":
         return
     machine = this_machine()
-    if "OMP_NUM_THREADS" in os.environ:
+    by_user = next((name for name in BY_USER if name in os.environ), None)
+    if by_user is not None:
         threads = torch.get_num_threads()
-        warning = too_many(threads, machine)
+        warning = too_many(threads, machine, by_user)
         if warning is not None:
             logger.warning(warning)
         if before is not None and before != threads:
-            logger.warning(f"OMP_NUM_THREADS: {threads}, was {before} - last digits will differ")
+            logger.warning(f"{by_user}: {threads}, was {before} - last digits will differ")
         return
     if before is not None and before <= machine.cores:
         torch.set_num_threads(before)
@@ -99,14 +102,14 @@ def threads_for(parameters: int, machine: Machine) -> tuple[int, str]:
     return machine.share, reason
 
 
-def too_many(threads: int, machine: Machine) -> str | None:
+def too_many(threads: int, machine: Machine, name: str = "OMP_NUM_THREADS") -> str | None:
     """A warning where so many threads would wait for each other; None where the cores suffice."""
     if threads == 1 or threads <= machine.share:
         return None
     return (
-        f"OMP_NUM_THREADS: {threads} threads in each of {machine.processes} process(es), but"
+        f"{name}: {threads} threads in each of {machine.processes} process(es), but"
         f" {machine.busy} of {machine.cores} core(s) are busy - threads will wait for each other;"
-        f" set OMP_NUM_THREADS={machine.share}, or unset it to let the load decide"
+        f" set {name}={machine.share}, or unset it to let the load decide"
     )
 
 

@@ -140,9 +140,9 @@ KEYS: dict[str, Key] = {
     "protocol": Key(Role.SETTING, run=True, label=True),
     "tokenizer": Key(Role.SETTING, run=True, label=True, column="tokenizer"),
     # The axes of sweeps stand here in a label.
+    "sweep": Key(Role.MODEL, kind=True, label=True),
     "config_hash": Key(Role.MODEL, run=True, label=True, column="config", note="config {}"),
     "checkpoint": Key(Role.MODEL, run=True, label=True, column="checkpoint"),
-    "sweep": Key(Role.MODEL, kind=True, label=True),
     "weights": Key(Role.MODEL),
     "cell": Key(Role.MODEL),
     "attention_backend": Key(Role.CIRCUMSTANCE, note="attention {}"),
@@ -192,7 +192,7 @@ ATTENTION_INPUTS = tuple(key for key in VARIANT if key != "dtype")
 NEEDED = tuple(key for key in Row.__annotations__ if key in Row.__required_keys__)
 COLUMNS = {name: key.column for name, key in KEYS.items() if key.column}
 NOTES = {name: KEYS[name].note for role in Role for name in keys_of(role) if KEYS[name].note}
-BOOKKEEPING = ("config_hash", "checkpoint", "sweep")
+BOOKKEEPING = ("sweep", "config_hash", "checkpoint")
 LABELS = tuple(name for name, key in KEYS.items() if key.label)
 KIND_LABELS = tuple(
     name for name, key in KEYS.items() if key.label and (key.kind or name in BOOKKEEPING)

@@ -63,13 +63,15 @@ def test_without_a_number_of_the_users_the_load_decides_and_the_log_says_so(monk
 
 
 @pytest.mark.usefixtures("busy_machine")
-def test_the_users_number_is_kept_and_a_busy_machine_gets_a_warning(monkeypatch, caplog):
-    monkeypatch.setenv("OMP_NUM_THREADS", "4")
+@pytest.mark.parametrize("name", threads.BY_USER)
+def test_the_users_number_is_kept_and_a_busy_machine_gets_a_warning(name, monkeypatch, caplog):
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setenv(name, "4")
     torch.set_num_threads(4)
     use_threads(LARGE, CPU)
     assert torch.get_num_threads() == 4
     assert [record.levelname for record in caplog.records] == ["WARNING"]
-    assert caplog.messages[0].startswith("OMP_NUM_THREADS: 4 threads in each of 1 process(es)")
+    assert caplog.messages[0].startswith(f"{name}: 4 threads in each of 1 process(es)")
 
 
 @pytest.mark.usefixtures("busy_machine")

@@ -42,7 +42,7 @@ def test_a_model_that_a_sweep_and_a_user_measured_is_one_with_a_short_name():
     assert labels == ["mep, window none", "mep, window 512"]
     other = [own | {"config_hash": "other", "weights": "w3", "window": None}]
     assert [group.label for group in groups([*of_sweep, *other], evidence)] == [
-        "mep, config_hash h1", "mep, config_hash other"
+        "mep, sweep cpu", "mep"
     ]  # fmt: skip
 
 

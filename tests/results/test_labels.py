@@ -50,6 +50,12 @@ def test_labels_say_none_off_and_on():
             {"cell": {"size": "wide"}, "config_hash": "b"},
             ["size small", "size wide"],
         ),
+        # The name of a sweep says more than a hash.
+        (
+            {"sweep": "cpu", "config_hash": "a"},
+            {"sweep": "gpu", "config_hash": "b"},
+            ["sweep cpu", "sweep gpu"],
+        ),
     ],
     ids=lambda value: "",
 )
