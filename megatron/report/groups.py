@@ -161,5 +161,17 @@ def differing(trained: Sequence[Group], evidence: Found) -> dict[str, list[str]]
 
 
 def text_of(value: Any) -> str:
-    """A value of a configuration for people: options as labels have them."""
-    return _canonical(value).replace('"', "") if isinstance(value, list) else plain(value)
+    """A value of a configuration for people: width 64, slopes none, kernels [exp, gaussian]."""
+    if value is None:
+        return "none"
+    if isinstance(value, list):
+        return _canonical(value).replace('"', "")
+    if isinstance(value, dict):
+        options = [f"{key} {_inside(option)}" for key, option in value.items()]
+        return ", ".join(options) or "defaults"
+    return plain(value)
+
+
+def _inside(option: Any) -> str:
+    text = text_of(option)
+    return f"({text})" if isinstance(option, dict) else text

@@ -92,19 +92,11 @@ def perplexity_curve(
         difference = None if paired is None else paired.get((group.label, length))
         bands.append(_band(one, difference, compared=paired is not None))
     kinds = {kind for kind, _, _ in bands}
-    low = high = None
-    if "" not in kinds:
-        low, high = [low for _, low, _ in bands], [high for _, _, high in bands]
-    return Curve(
-        group.label,
-        lengths,
-        means,
-        low,
-        high,
-        group.encoding,
-        group.variant,
-        band=" ".join(sorted(kinds)),
-    )
+    curve = replace(_empty(group), at=lengths, values=means)
+    if "" in kinds:
+        return curve
+    low, high = [low for _, low, _ in bands], [high for _, _, high in bands]
+    return replace(curve, low=low, high=high, band=" ".join(sorted(kinds)))
 
 
 def _band(one: Summary, difference: Interval | None, *, compared: bool) -> tuple[str, float, float]:

@@ -212,16 +212,14 @@ def _how_over_windows(comparisons: Sequence[Comparison]) -> list[str]:
     if not estimates:
         return []
     batches = _range(sorted({one.block for one in estimates.values()}))
-    lines = [
-        "differences of the same windows; Student's t over overlapping batches of"
-        f" {batches} neighbouring windows"
-    ]
+    sample = "windows" if batches == "1" else f"overlapping batches of {batches} windows"
+    lines = [f"differences of the same windows; Student's t over {sample}"]
     few = {length: one.n for length, one in estimates.items() if one.n < FEW}
     if few:
         places = ", ".join(f"{windows} at length {length}" for length, windows in few.items())
         lines.append(
             f"few windows ({places}): where neighbours correlate, their intervals cover less than"
-            " 95 %; evaluate.py now writes losses by block, which say more: measure again"
+            " 95 %; measure again: evaluate.py now writes losses by block, a larger sample"
         )
     return lines
 
@@ -247,8 +245,8 @@ def _how_n_eff(comparisons: Iterable[Comparison]) -> list[str]:
     units = " or ".join(dict.fromkeys(text.unit for text in texts))
     counts = [f"{math.floor(count):,}" for count in (min(tokens), max(tokens))]
     return [
-        f"n_eff: independent {units} that would give the same error;"
-        f" {' to '.join(dict.fromkeys(counts))} tokens"
+        f"n_eff: the number of independent {units} that would give the same error"
+        f" ({' to '.join(dict.fromkeys(counts))} tokens)"
     ]
 
 

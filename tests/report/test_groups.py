@@ -1,7 +1,7 @@
 """Rows as groups: what is one line of a table, and its label."""
 
 from megatron.report.evidence import Evidence
-from megatron.report.groups import groups, models
+from megatron.report.groups import groups, models, text_of
 from tests.report.support import row
 
 
@@ -73,3 +73,11 @@ def test_runs_of_a_sweep_are_told_apart_by_its_axes():
     ]
     labels = ["mep, data github", "mep, data arxiv, size small", "mep, data arxiv, size wide"]
     assert [group.label for group in groups(rows, {})] == labels
+
+
+def test_options_are_a_list_with_commas():
+    options = {"base": 10000, "scaling": None, "learned": False, "kernels": ["exp", "bam"]}
+    assert text_of(options) == "base 10000, scaling none, learned off, kernels [exp, bam]"
+    nested = {"type": "Adam", "params": {"lr": 0.1, "eps": 1e-08}}
+    assert text_of(nested) == "type Adam, params (lr 0.1, eps 1e-08)"
+    assert (text_of(None), text_of({})) == ("none", "defaults")

@@ -47,7 +47,7 @@ def test_a_reason_that_holds_at_several_lengths_is_one_line():
     rows = [row(name, 1, n, 10.0) for name in ("alibi", "mep") for n in (512, 1024)]
     page = Page(rows, [], {}).html("t")
     assert "<p>nothing can be compared with alibi:</p>" in page
-    assert "<li>2 times: mep at 512, mep at 1024: mep: no losses by window" in page
+    assert "<li>2 times: mep at 512; mep at 1024: mep: no losses by window" in page
 
 
 def test_a_pass_by_position_is_shown_at_the_shorter_lengths_that_it_holds():
@@ -133,7 +133,7 @@ def test_what_is_missing_is_said(page):
 def test_gaps_of_one_cause_are_one_line_with_their_number():
     gaps = [Gap(f"runs/{name}", "not found") for name in "abcde"] + [Gap("probes", "none given")]
     assert grouped([*gaps, gaps[0]]) == [
-        "5 times: runs/a, runs/b, runs/c and 2 more: not found",
+        "5 times: runs/a; runs/b; runs/c; and 2 more: not found",
         "probes: none given",
     ]
 
@@ -156,7 +156,7 @@ def test_differences_say_when_no_configuration_could_be_read():
         ["lr", "1.0", "alibi"],
         ["lr", "2.0", "mep; learned"],
         ["pos_emb_args", "kernels [exp]", "mep"],
-        ["pos_emb_args", "kernels [exp, gaussian] normalise true", "learned"],
+        ["pos_emb_args", "kernels [exp, gaussian], normalise on", "learned"],
     ]
 
 

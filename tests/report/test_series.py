@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from megatron.report.groups import groups
-from megatron.report.html.measured import with_prefixes
+from megatron.report.html.measured import caption_of, with_prefixes
 from megatron.report.html.page import Page
 from megatron.report.html.paired import comparisons, intervals
 from megatron.report.series import (
@@ -152,3 +152,15 @@ def test_losses_by_position_are_drawn_between_their_edges():
     page = Page(rows, [], {})
     assert "Loss by position" in page.html("t")
     assert "position" in page.figures
+
+
+def test_a_curve_with_an_interval_at_some_lengths_only_has_no_band_and_no_caption_of_one():
+    rows = [
+        row("mep", 1, 512, 9.0),
+        row("mep", 1, 1024, 9.0, window_losses=[2.0, 2.1] * 8, window_tokens=1024),
+    ]
+    (group,) = groups(rows, {})
+    assert interval(rows[1]) is not None
+    curve = perplexity_curve(group)
+    assert (curve.values, curve.low, curve.high, curve.band) == ([9.0, 9.0], None, None, "")
+    assert caption_of([curve], [group], None) == ""

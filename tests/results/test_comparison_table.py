@@ -68,7 +68,7 @@ def test_the_unit_is_blocks_where_rows_have_them_and_one_window_is_noted():
     text = tables(against(rows))
     assert "differences of the same blocks of up to 512 targets; the error allows" in text
     assert "of 256 blocks" in text
-    assert "n_eff: independent blocks that would give the same error" in text
+    assert "n_eff: the number of independent blocks that would give the same error" in text
     assert "one window" not in text
     rows = [row_of_blocks(name, blocks(1, 32, seed)) for seed, name in enumerate("ab")]
     text = tables(against(rows))
@@ -84,7 +84,7 @@ def test_rows_of_few_windows_are_noted():
             rows.append(row(name, texts(n) + 0.01 * texts(n, seed), length=n))
     text = tables(against(rows))
     assert "few windows (19 at length 19): where neighbours" in text
-    assert "Student's t over overlapping batches of 4 to 5 neighbouring windows" in text
+    assert "Student's t over overlapping batches of 4 to 5 windows" in text
 
 
 def test_the_effective_number_of_windows_is_of_all_texts():
@@ -95,7 +95,7 @@ def test_the_effective_number_of_windows_is_of_all_texts():
             rows.append(row(name, losses, seed, text=f"t{seed}", protocol="paper"))
     paired = against(rows)
     worth = paired[1].over_text.estimate.n_eff * 512
-    assert f"that would give the same error; {int(worth):,} tokens" in tables(paired)
+    assert f"that would give the same error ({int(worth):,} tokens)" in tables(paired)
 
 
 def test_another_start_or_region_of_a_run_is_a_comparison_of_its_own():

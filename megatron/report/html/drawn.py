@@ -35,10 +35,10 @@ def grouped(gaps: Sequence[Gap]) -> list[str]:
         by_cause.setdefault(gap.cause, []).append(gap.where)
     lines = []
     for cause, places in by_cause.items():
-        named = ", ".join(places[:SHOWN])
+        named = "; ".join(places[:SHOWN])
         others = len(places) - SHOWN
         if others > 0:
-            named += f" and {others} more"
+            named += f"; and {others} more"
         count = f"{len(places)} times: " if len(places) > 1 else ""
         lines.append(f"{count}{named}: {cause}")
     return lines

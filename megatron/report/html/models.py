@@ -4,13 +4,13 @@ import statistics
 from collections.abc import Sequence
 
 from megatron.report.evidence import Found
-from megatron.report.groups import UNKNOWN, Group, differing, settings_of
+from megatron.report.groups import UNKNOWN, Group, differing, settings_of, text_of
 from megatron.report.html import figures
 from megatron.report.html.drawn import Drawn
 from megatron.report.html.elements import Cell, paragraph, table
 from megatron.report.html.measured import MISSING
 from megatron.report.html.texts import BANDS, MEANS, SPEED, TRAINING
-from megatron.results.row import COLUMNS, Row, plain
+from megatron.results.row import COLUMNS, Row
 
 NO_KERNELS = "No checkpoint was found whose encoding could be drawn."
 NO_TRAINING = "No metrics.jsonl was found beside the checkpoints."
@@ -145,4 +145,4 @@ def _long(text: str) -> Cell:
 
 
 def _text(value: object) -> str:
-    return "-" if value in (None, "", {}) else str(plain(value))
+    return "-" if value in (None, "", {}) else text_of(value)

@@ -5,9 +5,10 @@ PROTOCOLS = {
     " near the start of a window have little context.",
     "paper": "As in the KERPLE and MEP papers: equally many windows at every length, shuffled by"
     " the run's seed. The text differs between lengths and between seeds.",
-    "tail": "Only the last tokens of each window are scored: the same tokens with more context at"
-    " longer lengths.",
-    "position": "One pass over the longest windows. Shorter lengths are their beginnings.",
+    "tail": "Only the last tokens of each window are scored: the same tokens at every length, with"
+    " more context at longer ones.",
+    "position": "One pass over the longest windows. A shorter length is the mean over their first"
+    " tokens.",
     "sliding": "Windows overlap. Each scores only new tokens, so nearly all have a long context.",
     "within_document": "Every window lies inside one document.",
 }
@@ -39,10 +40,12 @@ PAIRED = (
     " {about}. Hover for the ratio of perplexities and each seed's difference."
 )
 BY_SEED = "The same difference for each training seed. Hover for the seed."
-POSITIONS = "Loss by position in the longest windows, mean over half octaves."
+POSITIONS = (
+    "Loss by position in the longest windows. Each point is a mean from position p to about 1.4 p."
+)
 DIFFERENCES = (
-    "Loss minus the loss of {reference} on the same text: below zero is better. Means over half"
-    " octaves; a curve ends beyond 1 nat."
+    "Loss minus the loss of {reference} on the same text: below zero is better. Each point is a"
+    " mean from position p to about 1.4 p. A curve ends where it exceeds 1 nat."
 )
 
 TRAINING = {
@@ -51,21 +54,22 @@ TRAINING = {
 }
 
 PROBES = {
-    "passkey": "A cue and random tokens stand in held-out text; the cue is repeated at the end. Do"
-    " the tokens follow?",
-    "copy": "A random string twice: is the repetition predicted? Depth: place in the string.",
-    "recall": "Keys with values stand in held-out text; each key is repeated at the end. Does its"
-    " value follow?",
-    "receptive_field": "The gradient of the last token's loss: the fraction within a distance"
+    "passkey": "Held-out text contains a cue and random tokens after it; the cue is repeated at"
+    " the end. Does the model repeat the tokens?",
+    "copy": "A random string stands twice. Does the model predict the second one? Depth: position"
+    " in the string.",
+    "recall": "Held-out text contains keys with values; each key is repeated at the end. Does the"
+    " model repeat its value?",
+    "receptive_field": "The gradient of the last token's loss: its fraction within a distance"
     " (Sandwich, arXiv 2212.10356).",
-    "attention": "The fraction of attention at a distance or further, mean over heads and the last"
-    " 256 queries.",
+    "attention": "The probability of attention at a distance or further, mean over heads and the"
+    " last 256 queries.",
 }
 GAIN = (
-    "Accuracy: the fraction of answers that are the first choice (guessing: {chance:.2g}). Gain:"
-    " log-probability minus that with another answer in the context, in nats."
+    "Accuracy: the fraction of answer tokens with the highest logit (guessing: {chance:.2g})."
+    " Gain: how much the answer in the context raises their log-probability, in nats."
 )
 SPEED = (
-    "Tokens per second: all that pass through the model, mean over rows of evaluation; median of"
-    " the training log."
+    "Tokens per second through the model. Evaluation (eval): mean over rows. Training: median of"
+    " the log."
 )
