@@ -72,28 +72,30 @@ def _write_tokens(
 ) -> None:
     dtype = dtype_for(tokenizer.vocab_size)
     with TokenWriter(prefix, dtype, overwrite=overwrite) as writer:
-        blank = _encode(corpus, tokenizer, writer)
-        writer.meta = _facts(corpus, tokenizer, choice) | {"blank": blank}
+        counts = _encode(corpus, tokenizer, writer)
+        writer.meta = _facts(corpus, tokenizer, choice) | counts
 
 
 def _trained_tokenizer(prefix: Path) -> Path:
     return prefix.with_name("tokenizer.json")
 
 
-def _encode(corpus: Corpus, tokenizer: Tokenizer, writer: TokenWriter) -> int:
-    """Add every document and the token that ends it. Returns how many were blank.
+def _encode(corpus: Corpus, tokenizer: Tokenizer, writer: TokenWriter) -> dict[str, int]:
+    """Add every document and the token that ends it. Returns how many documents were odd.
 
-    Documents without text are left out, as in GPT-NeoX.
+    As in GPT-NeoX, documents without text are left out ("blank"), and documents of white space
+    are kept ("only_space").
     """
     columns = (
         SpinnerColumn(),
         TextColumn(f"{corpus.name}: {{task.completed}} documents, {{task.fields[tokens]}} tokens"),
         TimeElapsedColumn(),
     )
-    blank = 0
+    blank = only_space = 0
     with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
         task = progress.add_task("", total=None, tokens="0")
         for texts in _batches(corpus.documents(), BATCH_CHARACTERS):
+            only_space += sum(text.isspace() for text in texts)
             for ids in tokenizer.encode_batch(texts):
                 if ids:
                     writer.add([*ids, tokenizer.eod])
@@ -104,7 +106,7 @@ def _encode(corpus: Corpus, tokenizer: Tokenizer, writer: TokenWriter) -> int:
         raise UserError(
             f"{corpus.name}: the input has no documents with text in them - nothing was written"
         )
-    return blank
+    return {"blank": blank, "only_space": only_space}
 
 
 def _batches(texts: Iterable[str], characters: int) -> Iterator[list[str]]:
@@ -190,9 +192,11 @@ def _summary(tokens: TokenFile, choice: TokenizerChoice) -> str:
         f"tokenizer: {writer['type']} {writer['hash']}, {writer['vocab_size']:,} entries{trained}",
     ]
     if meta.get("blank"):
-        lines.append(f"left out: {meta['blank']:,} blank documents")
+        lines.append(f"blank documents, left out: {meta['blank']:,}")
+    if meta.get("only_space"):
+        lines.append(f"documents of white space only, kept: {meta['only_space']:,}")
     if meta["skipped"]:
-        lines.append(f"left out: {meta['skipped']:,} files that cannot be decoded")
+        lines.append(f"files that cannot be decoded, left out: {meta['skipped']:,}")
     vocab_file = _trained_tokenizer(tokens.prefix) if choice.trained else choice.vocab_file
     settings = {
         "data_path": tokens.prefix,

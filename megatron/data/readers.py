@@ -78,13 +78,14 @@ def _check_kinds(paths: Sequence[Path]) -> None:
     for path in unknown:
         if not is_text(path):
             raise UserError(
-                f"--input: {path} is of a kind that is not read - use {', '.join(READERS)} "
-                "(name the files one by one where a folder holds others too)"
+                f"--input: {path} is neither UTF-8 text nor of a kind that is read - use "
+                f"{', '.join(READERS)} (if a folder holds other files too, name yours one by one)"
             )
     if unknown:
         suffixes = sorted({path.suffix or "no suffix" for path in unknown})
         log.warning(
-            "--input: %d files (%s) are read as plain text, one document each, such as %s",
+            "--input: files of other kinds are read as plain text, one document each: %d (%s),"
+            " such as %s",
             *(len(unknown), ", ".join(suffixes), unknown[0]),
         )
 

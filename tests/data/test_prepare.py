@@ -102,8 +102,19 @@ def test_documents_keep_their_order_and_those_without_text_are_left_out(tmp_path
     tokens = TokenFile.open(tmp_path / "m" / "m_text_document")
     got = [tokens.read(index).astype(np.uint8).tobytes() for index in range(len(tokens))]
     assert got == [document.encode() + b"\0" for document in TEXTS if document]
-    assert "left out: 1 blank documents\n" in summary
+    assert "blank documents, left out: 1\n" in summary
     assert tokens.meta["blank"] == 1
+
+
+def test_documents_of_white_space_are_kept_and_counted(tmp_path):
+    paths = [tmp_path / name for name in ("a.rst", "b.rst", "c.rst")]
+    for path, content in zip(paths, ("text", " \n\n", ""), strict=True):
+        path.write_text(content)
+    words = ["--input", *map(str, paths), "--name", "m", "-d", str(tmp_path)]
+    summary = run([*words, "-t", "CharLevelTokenizer"])
+    assert "m: 2 documents" in summary
+    assert "blank documents, left out: 1\n" in summary
+    assert "documents of white space only, kept: 1\n" in summary
 
 
 def test_gpt2_files_are_used_as_given_with_gpt_neox_spellings(tmp_path, text):

@@ -165,7 +165,8 @@ def test_files_that_cannot_be_read_are_refused_before_anything_is_read(tmp_path)
     (tmp_path / "c.bin").write_bytes(b"\x93NUMPY\x00")
     for given in (tmp_path, tmp_path / "c.bin"):
         with pytest.raises(
-            UserError, match=r"c\.bin is of a kind that is not read - use \.jsonl, \.jsonl\.gz"
+            UserError,
+            match=r"c\.bin is neither UTF-8 text nor of a kind .* - use \.jsonl, \.jsonl\.gz",
         ):
             Files("mine", [given])
 
@@ -177,8 +178,8 @@ def test_text_of_an_unknown_kind_is_one_document_and_the_log_says_so(tmp_path, c
     (tmp_path / "c.txt").write_text("plain")
     assert read(tmp_path) == ["free", "Title\n=====\nnaïve", "", "plain"]
     assert caplog.messages == [
-        "--input: 3 files (.rst, no suffix) are read as plain text, one document each, "
-        f"such as {tmp_path}/LICENSE"
+        "--input: files of other kinds are read as plain text, one document each: 3 "
+        f"(.rst, no suffix), such as {tmp_path}/LICENSE"
     ]
 
 
@@ -189,7 +190,9 @@ def test_text_of_an_unknown_kind_is_one_document_and_the_log_says_so(tmp_path, c
 )
 def test_what_is_not_utf8_text_is_not_taken_for_text(tmp_path, content):
     (tmp_path / "a.rst").write_bytes(content)
-    with pytest.raises(UserError, match=r"a\.rst is of a kind that is not read - use \.jsonl"):
+    with pytest.raises(
+        UserError, match=r"a\.rst is neither UTF-8 text nor of a kind .* - use \.jsonl"
+    ):
         Files("mine", [tmp_path])
 
 
