@@ -40,6 +40,9 @@ def load(paths: Sequence[str | Path], overrides: Sequence[str] = ()) -> Config:
     merged.setdefault("pos_emb", Position.model_fields["pos_emb"].default)
     fold(merged, _options(merged["pos_emb"]), report)
     sections = _sections(merged, report)
+    if code is None and merged.get(USER_FILE) and merged["pos_emb"] not in REGISTRY:
+        # The user's file has a fault, which is reported. What it would register is unknown.
+        sections.pop("position", None)
     check_together(sections, report)
     names = tuple(name for name, _ in sources)
     if report.faults:

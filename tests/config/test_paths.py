@@ -118,6 +118,13 @@ def test_a_missing_file_of_encodings_names_both_places(here, tmp_path):
     )
 
 
+def test_a_missing_file_of_encodings_is_the_only_fault(here, tmp_path):
+    with pytest.raises(UserError) as raised:
+        loaded(tmp_path, "{pos_emb_file: none.py, pos_emb: not_registered}")
+    _, *faults = str(raised.value).split("\n  ")
+    assert [fault.split(" ")[0] for fault in faults] == ["pos_emb_file:", "pos_emb_file:"]
+
+
 def test_a_fault_of_a_missing_input_names_the_places(here, tmp_path):
     config = loaded(tmp_path, "data_path: sub/text")
     with pytest.raises(UserError) as raised, config.naming_places("data_path", "vocab_file"):
