@@ -36,7 +36,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     lengths = "context lengths; default: eval_lengths"
     add("--lengths", type=int, nargs="+", metavar="L", help=lengths)
     output = "JSON lines; the plot goes beside it as .png"
-    add("--output", type=Path, metavar="FILE", help=output)
+    add("-o", "--output", type=Path, metavar="FILE", help=output)
     protocols = "default: equal_tokens; docs/evaluation.md says what each answers"
     add(
         "--protocol",

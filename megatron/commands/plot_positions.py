@@ -64,7 +64,11 @@ def parsed(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--tokens", type=int, default=64, metavar="N", help="its first tokens")
     parser.add_argument(
-        "--output", type=Path, metavar="DIR", help="default: plots, or plots in the run's folder"
+        "-o",
+        "--output",
+        type=Path,
+        metavar="DIR",
+        help="default: plots, or plots in the run's folder",
     )
     given = parser.parse_args(argv)
     if min(given.heads, given.head_dim, given.train_length, given.tokens) < 1 or given.length < 2:

@@ -37,7 +37,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add_number(parser, "--trials", Options.trials, "contexts per length and depth")
     add_number(parser, "--probe_seed", Options.seed, "of the questions")
     output = "JSON lines; the picture goes beside it as .png"
-    add("--output", type=Path, metavar="FILE", help=output)
+    add("-o", "--output", type=Path, metavar="FILE", help=output)
 
 
 def main(config: Config | None, arguments: argparse.Namespace) -> None:

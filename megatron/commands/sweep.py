@@ -121,8 +121,9 @@ def _disk(sweep: Sweep, price: Cost) -> str:
     existing = next(path for path in (folder, *folder.parents) if path.exists())
     free = shutil.disk_usage(existing).free
     warning = "" if price.disk < free else " - NOT ENOUGH"
-    kept = "optimizer's states are kept" if sweep.keep_states else "finished cells keep weights"
-    return f"disk: {price.disk / 1e9:,.1f} GB of {free / 1e9:,.0f} GB free ({kept}){warning}"
+    kept = "optimizer's states" if sweep.keep_states else "weights only"
+    needed = f"{price.disk / 1e9:,.1f} GB (finished cells keep {kept})"
+    return f"disk: needs {needed}, {free / 1e9:,.0f} GB are free{warning}"
 
 
 def duration(seconds: float) -> str:
