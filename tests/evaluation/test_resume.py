@@ -107,6 +107,7 @@ SHAPES_NO_LOSS = {
     "evaluation/agreement.py",
     "evaluation/progress.py",
     "evaluation/resume.py",
+    "parallel/threads.py",  # last digits only
     "results/files.py",
     "results/row.py",
     "training/compiled.py",
