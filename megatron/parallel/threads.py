@@ -117,10 +117,15 @@ def this_machine() -> Machine:
     """Cores, load and processes at this moment.
 
     The other processes of this run start now too. They share the free cores, so they are no load.
+    The load is that of the whole machine. A scheduler or a container that gives us some of its
+    cores keeps most others off them, so there it does not count.
     """
+    cores = available_cores()
     processes = _local_processes()
-    load = max(0.0, _load() - (processes - 1))
-    return Machine(available_cores(), load, processes)
+    load = 0.0
+    if cores == os.cpu_count():
+        load = max(0.0, _load() - (processes - 1))
+    return Machine(cores, load, processes)
 
 
 def available_cores() -> int:
