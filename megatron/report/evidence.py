@@ -57,14 +57,17 @@ Found = Mapping[str, Evidence]  # by the checkpoint that rows name
 
 def gathered(rows: Sequence[Question], files: Sequence[Path]) -> dict[str, Evidence]:
     """The evidence of every checkpoint in some rows. What cannot be read is a gap, no error."""
-    names = dict.fromkeys(row.get("checkpoint") for row in rows)
-    return {name: evidence_of(name, files) for name in names if name}
+    hashes = {row.get("checkpoint"): row.get("config_hash") for row in rows}
+    return {name: evidence_of(name, files, of_rows) for name, of_rows in hashes.items() if name}
 
 
-def evidence_of(name: str, files: Sequence[Path]) -> Evidence:
-    """Read what is at hand of one checkpoint; `files` are the results files that name it."""
+def evidence_of(name: str, files: Sequence[Path], config_hash: str | None = None) -> Evidence:
+    """Read what is at hand of one checkpoint.
+
+    files: the results files that name it; config_hash: the one of its rows
+    """
     found = Evidence()
-    folder = folder_of(name, files)
+    folder = folder_of(name, files, config_hash)
     if folder is None:
         found.gaps.append(Gap(name, NOT_FOUND))
         return found
@@ -91,14 +94,29 @@ def positions_of(model: GPT) -> list[Position]:
     return [module.cpu() for module in model.positions if isinstance(module, Position)]
 
 
-def folder_of(name: str, files: Sequence[Path]) -> Path | None:
-    """The folder of a checkpoint: where its row says, or beside the results."""
+def folder_of(name: str, files: Sequence[Path], config_hash: str | None = None) -> Path | None:
+    """The folder of a checkpoint: where its row says, or beside the results.
+
+    Beside the results of several models lie checkpoints of the same step. There the hash of the
+    configuration must be equal.
+    """
     path = Path(name)
-    places = [path]
+    if (path / "checkpoint.json").exists():
+        return path
     for file in files:
-        places.append(file.parent.parent / path.name)
-        places.append(file.parent / Path(*path.parts[-2:]))
-    return next((place for place in places if (place / "checkpoint.json").exists()), None)
+        for place in (file.parent.parent / path.name, file.parent / Path(*path.parts[-2:])):
+            if _is_of(place, config_hash):
+                return place
+    return None
+
+
+def _is_of(folder: Path, config_hash: str | None) -> bool:
+    """Whether a folder is a checkpoint of a configuration, or of any if the hash is not known."""
+    try:
+        meta = json.loads((folder / "checkpoint.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return False
+    return config_hash is None or meta.get("config_hash") == config_hash
 
 
 def _saved(folder: Path) -> dict[str, Any]:

@@ -115,6 +115,20 @@ def test_a_checkpoint_that_lies_nowhere_is_a_gap(tmp_path):
     assert not one.settings
 
 
+def test_beside_the_results_each_model_finds_its_own_checkpoint(tmp_path):
+    rows, files = [], []
+    for name in ("alibi", "rotary", "none"):
+        folder = tmp_path / "runs" / name
+        path = checkpoint(folder, f"pos_emb={name}")
+        config_hash = load([f"{path}/config.yml"]).hash
+        rows.append(row(name, 1, 512, 9.0, config_hash=config_hash))
+        rows[-1]["checkpoint"] = f"elsewhere/{name}/global_step10"
+        files.append(folder / "evaluation" / "results.jsonl")
+    found = gathered(rows, files[:2])
+    assert [one.settings.get("pos_emb") for one in found.values()] == ["alibi", "rotary", None]
+    assert found[rows[2]["checkpoint"]].gaps == [(rows[2]["checkpoint"], NOT_FOUND)]
+
+
 def test_a_page_of_a_sweep_says_once_what_its_own_encodings_need(sweep):
     _, paths = sweep
     rows = [row(name, 1, 512, 9.0, checkpoint=path) for name, path in paths.items()]
