@@ -97,9 +97,9 @@ def read_lines(path: Path, *, needed: Sequence[str], writer: str) -> list[Facts]
         facts = _object(line)
         missing = [key for key in needed if key not in facts]
         if missing:
-            lacking = ", ".join(missing)
+            fault = f"it lacks {', '.join(missing)}" if facts else "it is no JSON object"
             raise UserError(
-                f"{path}, line {number}: is no result of {writer}, it lacks {lacking}"
+                f"{path}, line {number}: is no result of {writer}, {fault}"
                 f" - give files of {writer}"
             )
         found.append(facts)

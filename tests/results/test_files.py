@@ -63,7 +63,7 @@ def test_what_is_no_results_file_is_named_with_its_line(tmp_path):
     ):
         read_results([path])
     path.write_text("[1, 2]\n")
-    with pytest.raises(UserError, match=r"line 1: is no result of evaluate.py, it lacks pos_emb"):
+    with pytest.raises(UserError, match=r"line 1: is no result of evaluate.py, it is no JSON obj"):
         read_results([path])
     path.write_bytes(b"\xff\xfe\x00")
     with pytest.raises(UserError, match=r"other.jsonl: cannot be read as text"):
