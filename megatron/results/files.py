@@ -8,7 +8,7 @@ from typing import Any, cast
 
 from megatron.errors import UserError
 from megatron.files import write_text
-from megatron.results.row import NEEDED, Facts, Row, measurement_of
+from megatron.results.row import NEEDED, Facts, Row, measurement_of, with_facts
 
 PICTURES = (".png", ".svg", ".pdf")
 
@@ -61,8 +61,16 @@ def read_results(paths: Iterable[str | Path]) -> list[Row]:
     for path in paths:
         for line in read_lines(Path(path), needed=NEEDED, writer="evaluate.py"):
             row = cast("Row", line)
-            rows[measurement_of(row)] = row
+            measurement = measurement_of(row)
+            rows[measurement] = _in_cell_of(rows.get(measurement), row)
     return list(rows.values())
+
+
+def _in_cell_of(replaced: Row | None, row: Row) -> Row:
+    """A row that was measured again outside of its sweep still belongs to the sweep's cell."""
+    if replaced is None or not replaced.get("cell") or row.get("cell"):
+        return row
+    return with_facts(row, {"sweep": replaced.get("sweep"), "cell": replaced.get("cell")})
 
 
 # --- Lines of any kind ---
@@ -99,8 +107,7 @@ def read_lines(path: Path, *, needed: Sequence[str], writer: str) -> list[Facts]
         if missing:
             fault = f"it lacks {', '.join(missing)}" if facts else "it is no JSON object"
             raise UserError(
-                f"{path}, line {number}: is no result of {writer}, {fault}"
-                f" - give files of {writer}"
+                f"{path}, line {number}: is no result of {writer}, {fault} - give files of {writer}"
             )
         found.append(facts)
     return found

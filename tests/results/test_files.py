@@ -117,3 +117,11 @@ def test_a_window_by_its_name_and_by_its_number_is_one_measurement(tmp_path):
     write_results(tmp_path / "a.jsonl", by_name)
     write_results(tmp_path / "a.jsonl", by_number)
     assert read_results([tmp_path / "a.jsonl"]) == by_number
+
+
+def test_a_row_measured_again_stays_in_the_cell_of_its_sweep(tmp_path):
+    cell = {"sweep": "small", "cell": {"pos_emb": "t5"}}
+    write_results(tmp_path / "sweep.jsonl", [TWO[0] | cell])
+    write_results(tmp_path / "again.jsonl", [TWO[0] | {"seconds": 7.0}])
+    (row,) = read_results([tmp_path / "sweep.jsonl", tmp_path / "again.jsonl"])
+    assert row == TWO[0] | {"seconds": 7.0} | cell
