@@ -84,14 +84,17 @@ def _table(
 def reference_of(found: Sequence[Group], against: str | None) -> str | None:
     """What `--against` means among these groups; without it or a match, the lowest of them.
 
-    The lowest at the longest length that has a number. UserError where several groups match.
+    The lowest at the longest length that has a number, of the groups with most seeds: only against
+    several seeds can there be a claim about an encoding. UserError where several groups match.
     """
     rows = {group.label: group.all_rows for group in found}
     if against is not None and matching(against, rows):
         return select(against, rows)
-    lengths = {length for group in found for length in group.rows}
+    most = max((len(group.seeds) for group in found), default=0)
+    trained_most = [group for group in found if len(group.seeds) == most]
+    lengths = {length for group in trained_most for length in group.rows}
     for length in sorted(lengths, reverse=True):
-        label = lowest(found, length)
+        label = lowest(trained_most, length)
         if label is not None:
             return label
     return None
