@@ -16,14 +16,13 @@ from megatron.errors import UserError
 from megatron.model import GPT
 from megatron.positions import FILES, REGISTRY, Position, fingerprint
 from megatron.results.row import Question
-from megatron.training.checkpoint import load_model, read_meta
+from megatron.training.checkpoint import load_model, read_meta, read_record
 
 NOT_FOUND = "not found from here, so configuration, training curve and kernels are not shown"
 OWN_CODE = (
     "the encoding is defined in a file of yours, so its kernels are not shown; name the file with"
     f" --from FILE (the checkpoint's own copy {COPY} is never run unasked)"
 )
-
 OTHER_CODE = (
     "its kernels are not shown: the file that --from names is not the text that the checkpoint was"
     f" trained with; name that text (the checkpoint has a copy, {COPY})"
@@ -113,10 +112,10 @@ def folder_of(name: str, files: Sequence[Path], config_hash: str | None = None) 
 def _is_of(folder: Path, config_hash: str | None) -> bool:
     """Whether a folder is a checkpoint of a configuration, or of any if the hash is not known."""
     try:
-        meta = json.loads((folder / "checkpoint.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        record = read_record(folder)
+    except UserError:
         return False
-    return config_hash is None or meta.get("config_hash") == config_hash
+    return config_hash is None or record["config_hash"] == config_hash
 
 
 def _saved(folder: Path) -> dict[str, Any]:
@@ -145,14 +144,10 @@ def _configuration(folder: Path, saved: Mapping[str, Any]) -> tuple[Config, int]
         return config, meta["vocab"]
     config = load([folder / "config.yml"], ["pos_emb_file=null"])
     code = (folder / COPY).read_bytes().decode("utf-8")
-    try:
-        meta = json.loads((folder / "checkpoint.json").read_text(encoding="utf-8"))
-        config_hash, vocab = meta["config_hash"], meta["vocab"]
-    except (OSError, ValueError, KeyError) as fault:
-        raise UserError(f"{folder}/checkpoint.json: not readable ({fault!r})") from None
-    if replace(config, pos_emb_code=code).hash != config_hash:
+    record = read_record(folder)
+    if replace(config, pos_emb_code=code).hash != record["config_hash"]:
         raise UserError(f"{folder}/config.yml: it was edited after training")
-    return config, vocab
+    return config, record["vocab"]
 
 
 def _cause(fault: UserError, folder: Path, saved: Mapping[str, Any]) -> str:

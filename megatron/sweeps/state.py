@@ -12,7 +12,7 @@ from megatron.results.files import existing_results, read_results, write_lines
 from megatron.results.row import COLLECTED, Row
 from megatron.sweeps.lock import at_work
 from megatron.sweeps.plan import Cell, Evaluation, Sweep
-from megatron.training.checkpoint import find, latest_step
+from megatron.training.checkpoint import find, latest_step, read_record
 
 
 @dataclass(frozen=True)
@@ -58,8 +58,7 @@ def state_of(cell: Cell) -> State:
 
 
 def _hash_of_checkpoint(folder: Path, step: int) -> str:
-    text = (find(folder, step) / "checkpoint.json").read_text(encoding="utf-8")
-    return json.loads(text)["config_hash"]
+    return read_record(find(folder, step))["config_hash"]
 
 
 def _unfinished_kind(cell: Cell, step: int, busy: bool) -> str:

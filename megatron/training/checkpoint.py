@@ -33,6 +33,7 @@ from megatron.training.trainer import Trainer
 logger = logging.getLogger(__name__)
 
 FOLDER = re.compile(r"global_step(\d+)")
+NEEDED = ("step", "config_hash", "vocab")  # what every checkpoint.json says
 ENGINE_STATE = "*_states.pt"  # DeepSpeed's files in a checkpoint, for resuming alone
 
 
@@ -149,18 +150,27 @@ def find(folder: str | Path, step: int | None = None) -> Path:
     return folder / f"global_step{chosen}"
 
 
+def read_record(path: Path) -> dict[str, Any]:
+    """checkpoint.json of a folder global_stepN; UserError where it is damaged."""
+    try:
+        record = json.loads((path / "checkpoint.json").read_text(encoding="utf-8"))
+        for key in NEEDED:
+            if key not in record:
+                raise KeyError(key)
+    except (OSError, ValueError, KeyError, TypeError) as fault:
+        raise UserError(
+            f"{path}/checkpoint.json: not readable ({fault!r}) - copy the checkpoint again"
+        ) from None
+    return record
+
+
 def read_meta(path: Path) -> tuple[Config, dict[str, Any]]:
     """The configuration and checkpoint.json of a folder global_stepN.
 
     UserError where they are damaged or disagree.
     """
-    try:
-        meta = json.loads((path / "checkpoint.json").read_text())
-        step, config_hash, vocab = meta["step"], meta["config_hash"], meta["vocab"]
-    except (OSError, ValueError, KeyError) as fault:
-        raise UserError(
-            f"{path}/checkpoint.json: not readable ({fault!r}) - copy the checkpoint again"
-        ) from None
+    meta = read_record(path)
+    step, config_hash, vocab = meta["step"], meta["config_hash"], meta["vocab"]
     config = load([path / "config.yml"])
     if config.hash != config_hash:
         files = "config.yml" if config.pos_emb_code is None else "config.yml with pos_emb_file.py"

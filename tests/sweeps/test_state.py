@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from megatron.errors import UserError
 from megatron.sweeps.lock import at_work, held
 from megatron.sweeps.plan import load_sweep
 from megatron.sweeps.state import described, state_of, unfinished
@@ -26,7 +27,8 @@ def checkpoint(cell, step):
     """As much of a checkpoint as says how far a cell is."""
     folder = cell.folder / f"global_step{step}"
     folder.mkdir(parents=True)
-    (folder / "checkpoint.json").write_text(json.dumps({"config_hash": cell.config.hash}))
+    record = {"step": step, "config_hash": cell.config.hash, "vocab": 64}
+    (folder / "checkpoint.json").write_text(json.dumps(record))
 
 
 def evaluated(cell, evaluation):
@@ -110,3 +112,10 @@ def test_collect_says_how_many_cells_are_missing(path, cell, tmp_path):
         f"2 rows in {tmp_path / 'runs/results.jsonl'}",
         "1 of 2 cells are missing: see status",
     ]
+
+
+def test_a_damaged_checkpoint_of_a_cell_is_named(cell):
+    checkpoint(cell, 5)
+    (cell.folder / "global_step5" / "checkpoint.json").write_text("{")
+    with pytest.raises(UserError, match=r"good-.*global_step5/checkpoint.json: not readable"):
+        state_of(cell)
