@@ -100,7 +100,7 @@ def default_text(key: Key) -> str:
         return f"default: {key.follows}"
     if key.info.is_required():
         return "required"
-    return f"default: {_as_yaml(plain(default_of(key.info)))}"
+    return f"default: {as_yaml(plain(default_of(key.info)))}"
 
 
 def _row(key: Key) -> str:
@@ -124,7 +124,7 @@ def _older() -> Iterator[tuple[str, str]]:
     for old, option in FOLDED.items():
         yield old, f"`pos_emb_args.{option}`, where the encoding has it"
     for key, (value, why) in FIXED.items():
-        yield key, f"only {_as_yaml(value)}: {why}"
+        yield key, f"only {as_yaml(value)}: {why}"
     for key, why in NO_EFFECT.items():
         yield key, f"no effect: {why}"
     yield (
@@ -173,7 +173,7 @@ def _constraints(metadata: Sequence[Any]) -> list[Any]:
     return constraints
 
 
-def _as_yaml(value: Any) -> str:
+def as_yaml(value: Any) -> str:
     """A plain value in YAML's spelling, and `unset` for null."""
     if value is None:
         return "unset"
@@ -182,7 +182,7 @@ def _as_yaml(value: Any) -> str:
     if isinstance(value, float):
         return f"{value:g}"
     if isinstance(value, list):
-        return ", ".join(_as_yaml(part) for part in value)
+        return ", ".join(as_yaml(part) for part in value)
     return str(value)
 
 

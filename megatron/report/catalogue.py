@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from megatron.config.document import as_yaml
 from megatron.conformance.effects import adds_to_embeddings
 from megatron.files import ROOT, write_text
 from megatron.positions import ALIASES, REGISTRY, Position, Shape, build, options_of
@@ -187,19 +188,13 @@ def _shown(value: Any) -> str:
     """The default of an option as YAML has it."""
     if value is inspect.Parameter.empty:
         return "required"
-    if value is None:
-        return "unset"
-    if isinstance(value, bool):
-        return str(value).lower()
-    if isinstance(value, float):
-        return f"{value:g}"
     if isinstance(value, tuple):
         parts = ", ".join(_shown(part) for part in value)
         return _escaped(f"[{parts}]")
     if isinstance(value, dict):
         parts = ", ".join(f"{key}: {_shown(part)}" for key, part in value.items())
         return f"{{{parts}}}"
-    return str(value)
+    return as_yaml(value)
 
 
 def renew() -> None:
