@@ -6,8 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from megatron.evaluation.protocols import Windows
-
-BLOCK = 512  # scored targets
+from megatron.results.row import BLOCK
 
 
 @dataclass(frozen=True)

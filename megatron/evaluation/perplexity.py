@@ -11,9 +11,10 @@ import torch
 from torch import nn
 
 from megatron.errors import UserError
-from megatron.evaluation.blocks import BLOCK, Blocks, blocks_of
+from megatron.evaluation.blocks import Blocks, blocks_of
 from megatron.evaluation.protocols import Windows
 from megatron.parallel.grid import Grid
+from megatron.results.row import BLOCK
 from megatron.results.statistics import mean_of, perplexity_of
 
 Advance = Callable[[int, int, int], None]  # length, finished windows, all windows

@@ -7,14 +7,12 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron.results.row import Row
+from megatron.results.row import BLOCK, Row
 from megatron.results.statistics import Estimate, mean_of, mean_of_blocks
 
 Losses = NDArray[np.float64]
 RowsByText = dict[str, list[Row]]
 Pieces = Literal["window_losses", "block_losses"]
-
-BLOCK = 512  # scored targets of a block, where a row does not say otherwise
 
 
 @dataclass(frozen=True)

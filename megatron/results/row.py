@@ -13,6 +13,9 @@ from typing import Any, Required, TypedDict, TypeVar, cast
 Facts = dict[str, Any]  # some keys of a row
 CORPUS_AXIS = "data"  # the axis of a sweep that names the corpus to train on
 
+# Scored targets of a block, where a row does not say otherwise. Files rely on it: never change it.
+BLOCK = 512
+
 
 class Question(TypedDict, total=False):
     """What is known of a line before anything is measured: model, text and manner.
