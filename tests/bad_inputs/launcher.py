@@ -1,0 +1,5 @@
+"""Bad sweeps, words of deepy.py and environments of processes."""
+
+from tests.bad_inputs.case import Case
+
+CASES: list[Case] = []
