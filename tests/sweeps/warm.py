@@ -38,7 +38,7 @@ class Forked:
     ) -> None:
         self.pid = os.fork()
         if not self.pid:
-            _become(command[1:], env, stdout)
+            become(command[1:], env, stdout)
 
     def wait(self) -> int:
         _, status = os.waitpid(self.pid, 0)
@@ -48,7 +48,7 @@ class Forked:
         os.kill(self.pid, signal.SIGTERM)
 
 
-def _become(words: Sequence[str], env: dict[str, str], log: BinaryIO) -> None:
+def become(words: Sequence[str], env: dict[str, str], log: BinaryIO) -> None:
     """Run a script in this process, and end it."""
     status = 1
     try:
