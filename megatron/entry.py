@@ -5,7 +5,6 @@ import atexit
 import logging
 import os
 import sys
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NoReturn
@@ -15,15 +14,13 @@ import torch
 from megatron.config import Config, load
 from megatron.config.document import help_text
 from megatron.config.read import is_override
-from megatron.errors import UserError
+from megatron.last_resort import LastResort
 from megatron.parallel.grid import left_at_the_end
 from megatron.training.checkpoint import find
 
 NOTES_PRINTED = "MEGATRON_NOTES_PRINTED"  # set by deepy.py for the processes that it starts
-HEAD_START = 5  # seconds in which the first process may report a fault that all have
 NO_EFFECT = ": accepted, has no effect here: "
 FEW = 3  # notes about keys without effect that are printed in full
-INTERRUPTED = 130  # the shell's exit status after ctrl-C
 
 AddOptions = Callable[[argparse.ArgumentParser], None]
 
@@ -44,13 +41,15 @@ def run(
     options: adds the script's own arguments
     config_needed: False: main gets None if neither a file nor key=value is given
     argv: the command line's words if not given
-    A UserError is printed as one message and exits with status 1.
+    Any fault is printed as one message and exits with status 1; see LastResort.
     """
     _start_logging()
     words = sys.argv[1:] if argv is None else argv
     description = description or sys.modules[main.__module__].__doc__ or ""
     parser = parser_for(description, options)
-    try:
+    last_resort = LastResort()
+
+    def command() -> int | None:
         given = parser.parse_intermixed_args(settings_first(words))
         config = None
         if given.words or config_needed:
@@ -58,13 +57,12 @@ def run(
             config = load_configuration(files, overrides, given)
             require_keys(config, purpose, given)
             print_notes(config.notes)
+            last_resort.folder = Path(config.checkpoint.save or "")
         with left_at_the_end():
-            status = main(config, given) or 0
-    except UserError as fault:
-        print_fault(str(fault))
-        status = 1
-    except KeyboardInterrupt:
-        status = INTERRUPTED
+            return main(config, given)
+
+    try:
+        status = last_resort.status_of(command)
     except SystemExit as ended:
         if not isinstance(ended.code, int):
             raise
@@ -81,8 +79,9 @@ def _exit(status: int) -> NoReturn:
     several = int(os.environ.get("WORLD_SIZE", 1)) > 1
     if several and not torch.cuda.is_available():
         atexit._run_exitfuncs()
-        sys.stdout.flush()
-        sys.stderr.flush()
+        for stream in (sys.stdout, sys.stderr):
+            if stream is not None:
+                stream.flush()
         os._exit(status)
     sys.exit(status)
 
@@ -169,17 +168,6 @@ def print_notes(notes: Sequence[str]) -> None:
         notes = [*others, f"accepted, have no effect here: {', '.join(keys)}"]
     for note in notes:
         print(f"note: {note}", file=sys.stderr)
-
-
-def print_fault(text: str) -> None:
-    """Print a fault to stderr; a fault that all processes have is printed once.
-
-    Other processes wait for the first one. If it failed too, the launcher ends them meanwhile.
-    """
-    if not _is_first():
-        time.sleep(HEAD_START)
-        text = f"rank {os.environ['RANK']}: {text}"
-    print(text, file=sys.stderr, flush=True)
 
 
 def _is_first() -> bool:

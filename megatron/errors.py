@@ -1,7 +1,32 @@
-"""The error that a user can cause and mend, and the name that a misspelt one probably means."""
+"""The error that a user can cause and mend, what to do about a disk's, and names nearly right."""
 
 import difflib
+import errno
 from collections.abc import Iterable
+from pathlib import Path
+
+SPACE = "free some space, or choose another disk"
+RIGHTS = "check who may read and write there, or choose another place"
+LIMIT = "raise the limit of open files (ulimit -n)"
+DEVICE = "the disk or its connection failed: see the system's log"
+CURES = {
+    errno.ENOSPC: SPACE,
+    errno.EDQUOT: SPACE,
+    errno.EFBIG: "raise the limit of a file's size (ulimit -f)",
+    errno.EROFS: "choose a place that can be written",
+    errno.EACCES: RIGHTS,
+    errno.EPERM: RIGHTS,
+    errno.ENOTDIR: "a part of this path is a file: choose another place",
+    errno.EEXIST: "it is in the way: move it, or choose another place",
+    errno.EISDIR: "name a file, not a folder",
+    errno.ENOENT: "check the path; it may have been removed meanwhile",
+    errno.ENAMETOOLONG: "choose a shorter name",
+    errno.EMFILE: LIMIT,
+    errno.ENFILE: LIMIT,
+    errno.EIO: DEVICE,
+    errno.ESTALE: DEVICE,
+}
+"""What to do about a fault of a disk or a path, by its errno."""
 
 
 class UserError(ValueError):
@@ -10,6 +35,21 @@ class UserError(ValueError):
     Entries print it as one message, without a traceback, and exit with status 1.
     The text says where, what, and how to fix it.
     """
+
+
+def cure(fault: OSError) -> str | None:
+    """What to do about a fault of a disk or a path; None for any other fault."""
+    return CURES.get(fault.errno or 0)
+
+
+def cannot_write(place: str | Path, fault: OSError) -> UserError:
+    """The error that names what cannot be written, why, and what to do.
+
+    place: the file or folder, after its key or option: `save: runs/mep`
+    """
+    reason = fault.strerror or str(fault)
+    what_to_do = cure(fault) or "choose another place"
+    return UserError(f"{place}: cannot be written ({reason}) - {what_to_do}")
 
 
 def closest(name: str, names: Iterable[str]) -> str | None:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron import entry
+from megatron import entry, last_resort
 from megatron.config import load
 from megatron.config.keys import all_keys
 from megatron.errors import UserError
@@ -82,12 +82,16 @@ def test_a_fault_inside_main_is_one_message_too(capsys):
     assert capsys.readouterr().err == "save: is full - free some space\n"
 
 
-def test_other_errors_keep_their_traceback():
+def test_a_fault_of_ours_leaves_its_traceback_in_the_runs_folder(tmp_path, capsys):
     def main(config, given):
         raise RuntimeError("ours")
 
-    with pytest.raises(RuntimeError, match="ours"):
-        entry.run(main, argv=TINY)
+    assert status(main, *TINY, f"save={tmp_path}") == 1
+    (file,) = tmp_path.iterdir()
+    assert 'raise RuntimeError("ours")' in file.read_text()
+    assert capsys.readouterr().err.startswith(
+        f"internal error: RuntimeError: ours - the traceback is in {file};"
+    )
 
 
 @pytest.mark.parametrize("ranks", ["1", "2"])
@@ -131,7 +135,7 @@ def test_notes_are_printed_once_and_only_by_the_first_process(capsys, monkeypatc
 
 def test_other_processes_say_who_they_are_when_only_they_fail(capsys, monkeypatch):
     monkeypatch.setenv("RANK", "3")
-    monkeypatch.setattr(entry, "HEAD_START", 0)
+    monkeypatch.setattr(last_resort, "HEAD_START", 0)
     assert status(lambda config, given: 0, "num_layers=2") == 1
     assert capsys.readouterr().err.startswith("rank 3: bad configuration")
 

@@ -7,7 +7,6 @@ python tools/check_encoding.py bump --from my_encoding.py --heads 12 --head_dim 
 
 import argparse
 import logging
-import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -20,6 +19,7 @@ from megatron.conformance.checks import examine
 from megatron.conformance.finding import FACT, FAILS, HOLDS, NOT_APPLICABLE, Finding
 from megatron.conformance.subject import Subject
 from megatron.errors import UserError
+from megatron.last_resort import guarded
 from megatron.positions import load_file
 
 COLOURS = {HOLDS: "green", FAILS: "bold red", FACT: "yellow", NOT_APPLICABLE: "dim"}
@@ -55,15 +55,12 @@ def options_in(words: Sequence[str]) -> dict[str, Any]:
     return options
 
 
+@guarded
 def main(argv: Sequence[str] | None = None) -> int:
     arguments = _parser().parse_args(argv)
     logging.basicConfig(level=logging.ERROR)
-    try:
-        subject = _subject(arguments)
-        findings = examine(subject)
-    except UserError as fault:
-        print(fault, file=sys.stderr)
-        return 1
+    subject = _subject(arguments)
+    findings = examine(subject)
     report(subject, findings)
     failed = any(finding.verdict == FAILS for finding in findings)
     return int(failed)

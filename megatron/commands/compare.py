@@ -9,26 +9,23 @@ these weights on this text, and nothing is marked as significant.
 
 import argparse
 import json
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from megatron.errors import UserError
 from megatron.files import write_text
+from megatron.last_resort import guarded
 from megatron.results.comparison import Comparison, compared, encodings
 from megatron.results.comparison_table import tables
 from megatron.results.files import read_results
 
 
+@guarded
 def main(argv: list[str] | None = None) -> int:
     options = _parser().parse_args(argv)
-    try:
-        comparisons = compared(encodings(read_results(options.results)), options.against)
-        if options.output:
-            write(comparisons, options.output)
-    except UserError as fault:
-        print(fault, file=sys.stderr)
-        return 1
+    comparisons = compared(encodings(read_results(options.results)), options.against)
+    if options.output:
+        write(comparisons, options.output)
     print(tables(comparisons))
     return 0
 

@@ -22,6 +22,7 @@ from megatron.config.document import help_text
 from megatron.config.schema import Launch
 from megatron.errors import UserError
 from megatron.files import ROOT
+from megatron.last_resort import LastResort
 from megatron.parallel.grid import free_port
 
 LAUNCHER = "deepy.py"
@@ -48,11 +49,9 @@ def main(argv: Sequence[str]) -> None:
 
     SystemExit(1) with one message where something is wrong.
     """
-    try:
-        _start(list(argv))
-    except UserError as fault:
-        entry.print_fault(str(fault))
-        sys.exit(1)
+    status = LastResort().status_of(lambda: _start(list(argv)))
+    if status:
+        sys.exit(status)
 
 
 def _start(words: list[str]) -> None:

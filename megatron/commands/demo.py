@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 
 from megatron.files import ROOT
+from megatron.last_resort import guarded
 from megatron.report.figures.curves import plot_perplexity
 from megatron.results.files import read_results
 from megatron.results.table import table
@@ -20,6 +21,7 @@ ENCODINGS = ("mep_free", "rotary")
 FOLDER = Path("demo")
 
 
+@guarded
 def main() -> int:
     os.chdir(ROOT)
     start = time.monotonic()

@@ -4,14 +4,14 @@ python tools/document_positions.py --from my_encoding.py    the sections of a fi
 """
 
 import argparse
-import sys
 from collections.abc import Sequence
 
-from megatron.errors import UserError
+from megatron.last_resort import guarded
 from megatron.positions import REGISTRY, load_file
 from megatron.report.catalogue import page, renew, sections
 
 
+@guarded
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -33,11 +33,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not given.file:
         print(page())
         return 0
-    try:
-        known = set(REGISTRY)
-        load_file(given.file)
-    except UserError as fault:
-        print(fault, file=sys.stderr)
-        return 1
+    known = set(REGISTRY)
+    load_file(given.file)
     print(sections(REGISTRY.keys() - known))
     return 0

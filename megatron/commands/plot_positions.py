@@ -13,25 +13,22 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from megatron.commands.check_encoding import add_encoding_options, options_in
-from megatron.errors import UserError
+from megatron.last_resort import guarded
 from megatron.positions import Shape, load_file
 from megatron.report.figures.positions import save
 from megatron.report.pictures import Picture, Trained, drawable, of_checkpoint, of_encoding
 
 
+@guarded
 def main(argv: Sequence[str] | None = None) -> int:
     given = parsed(argv)
     logging.basicConfig(level=logging.ERROR)
-    try:
-        if given.file:
-            load_file(given.file)
-        if given.checkpoint:
-            draw_checkpoint(given)
-        else:
-            draw_encodings(given)
-    except UserError as fault:
-        print(fault, file=sys.stderr)
-        return 1
+    if given.file:
+        load_file(given.file)
+    if given.checkpoint:
+        draw_checkpoint(given)
+    else:
+        draw_encodings(given)
     return 0
 
 

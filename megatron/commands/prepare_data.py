@@ -16,14 +16,12 @@ from megatron.data.prepare import TokenizerChoice, prepare
 from megatron.data.readers import READERS, Files
 from megatron.data.tokenizer import KINDS
 from megatron.errors import UserError
+from megatron.last_resort import guarded
 
 
+@guarded
 def main(argv: Sequence[str] | None = None) -> int:
-    try:
-        print(run(sys.argv[1:] if argv is None else argv))
-    except UserError as fault:
-        print(fault, file=sys.stderr)
-        return 1
+    print(run(sys.argv[1:] if argv is None else argv))
     return 0
 
 

@@ -6,27 +6,23 @@ python tools/report.py RESULTS.jsonl … --from my_encoding.py      draws an enc
 
 import argparse
 import logging
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from megatron.errors import UserError
+from megatron.last_resort import guarded
 from megatron.positions import load_file
 from megatron.report.html.files import check_page, page_of, write_page
 
 
+@guarded
 def main(argv: Sequence[str] | None = None) -> int:
     given = parsed(argv)
     logging.basicConfig(level=logging.ERROR)
-    try:
-        check_page(given.output)
-        for file in given.files:
-            load_file(file)
-        page = page_of(given.results, against=given.against)
-        write_page(page, given.output, title=given.title, plots=given.plots)
-    except UserError as fault:
-        print(fault, file=sys.stderr)
-        return 1
+    check_page(given.output)
+    for file in given.files:
+        load_file(file)
+    page = page_of(given.results, against=given.against)
+    write_page(page, given.output, title=given.title, plots=given.plots)
     counts = f"{len(page.rows)} rows, {len(page.probes)} of probes, {len(page.figures)} figures"
     print(f"{given.output}: {counts}")
     return 0

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from megatron.errors import UserError
 from megatron.files import ROOT
+from megatron.last_resort import guarded
 from megatron.results.files import has_lines, read_results
 from megatron.results.published import Published, published, tables
 from megatron.results.reproduce import (
@@ -31,18 +32,15 @@ from megatron.sweeps.plan import Cell, Sweep, load_sweep
 from megatron.sweeps.state import finished_rows, other_runs
 
 
+@guarded
 def main(argv: list[str] | None = None) -> int:
     options = _parser().parse_args(argv)
-    try:
-        table = published(options.table)
-        file = _sweep_file(options.table, table)
-        if options.run and not _run(file, options.folder):
-            return 1
-        sweep = load_sweep(file, options.folder)
-        _show(table, sweep, options.results)
-    except UserError as fault:
-        print(fault, file=sys.stderr)
+    table = published(options.table)
+    file = _sweep_file(options.table, table)
+    if options.run and not _run(file, options.folder):
         return 1
+    sweep = load_sweep(file, options.folder)
+    _show(table, sweep, options.results)
     return 0
 
 

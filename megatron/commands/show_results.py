@@ -4,28 +4,24 @@ Each corpus, part and protocol has a table of its own: only there numbers can be
 """
 
 import argparse
-import sys
 from pathlib import Path
 
-from megatron.errors import UserError
+from megatron.last_resort import guarded
 from megatron.report.figures.curves import plot_perplexity
 from megatron.results.comparison_table import over_seeds
 from megatron.results.files import read_results
 from megatron.results.table import table
 
 
+@guarded
 def main(argv: list[str] | None = None) -> int:
     options = _parser().parse_args(argv)
-    try:
-        rows = read_results(options.results)
-        show = over_seeds if options.over_seeds else table
-        print(show(rows, markdown=options.markdown))
-        if options.output:
-            plot_perplexity(rows, options.output)
-            print(f"\nplot: {options.output}")
-    except UserError as fault:
-        print(fault, file=sys.stderr)
-        return 1
+    rows = read_results(options.results)
+    show = over_seeds if options.over_seeds else table
+    print(show(rows, markdown=options.markdown))
+    if options.output:
+        plot_perplexity(rows, options.output)
+        print(f"\nplot: {options.output}")
     return 0
 
 

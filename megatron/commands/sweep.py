@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from megatron.errors import UserError
+from megatron.last_resort import guarded
 from megatron.sweeps.cost import DEVICES, UTILISATION, Cost, Device, cost, named_device, this_device
 from megatron.sweeps.plan import Sweep, load_sweep
 from megatron.sweeps.run import Runner, places_of
@@ -24,27 +24,24 @@ from megatron.sweeps.slurm import write_script
 from megatron.sweeps.state import State, absent_data, collect, described, state_of, unfinished
 
 
+@guarded
 def main(argv: list[str] | None = None) -> int:
     options = _parser().parse_args(argv)
-    try:
-        if options.what == "collect":
-            return _collect(options)
-        sweep = load_sweep(options.file, options.folder, options.only)
-        if options.keep_states:
-            sweep = replace(sweep, keep_states=True)
-        states = [state_of(cell) for cell in sweep.cells]
-        if options.what == "status":
-            print(status(sweep, states))
-            return int(any(state.kind in ("failed", "foreign") for state in states))
-        print(plan(sweep, states, options.jobs, options.device), flush=True)
-        if options.dry_run or all(state.kind == "done" for state in states):
-            return 0
-        if options.launcher == "slurm":
-            return _submit(sweep, options.sbatch)
-        return _run(sweep, options)
-    except UserError as fault:
-        print(fault, file=sys.stderr)
-        return 1
+    if options.what == "collect":
+        return _collect(options)
+    sweep = load_sweep(options.file, options.folder, options.only)
+    if options.keep_states:
+        sweep = replace(sweep, keep_states=True)
+    states = [state_of(cell) for cell in sweep.cells]
+    if options.what == "status":
+        print(status(sweep, states))
+        return int(any(state.kind in ("failed", "foreign") for state in states))
+    print(plan(sweep, states, options.jobs, options.device), flush=True)
+    if options.dry_run or all(state.kind == "done" for state in states):
+        return 0
+    if options.launcher == "slurm":
+        return _submit(sweep, options.sbatch)
+    return _run(sweep, options)
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -26,7 +26,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from megatron.attention import BACKENDS, attention
-from megatron.errors import UserError
+from megatron.last_resort import guarded
 from megatron.model.flops import PER_PAIR, causal_pairs
 from megatron.positions import Position, Shape, build
 
@@ -229,6 +229,7 @@ def ways(
             yield name, None
 
 
+@guarded
 def main(argv: Sequence[str] | None = None) -> int:
     parser = arguments(__doc__ or "", QUICK)
     add = parser.add_argument
@@ -245,18 +246,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("--tables", nargs="+", choices=TABLES, default=list(TABLES))
     add("--heads", type=positive, default=12)
     add("--head_dim", type=positive, default=64)
-    try:
-        options = parsed(parser, QUICK, argv)
-        bench = Bench(options, "Attention")
-        for dtype in options.dtypes:
-            for direction in options.passes:
-                for length in options.lengths:
-                    report_progress(f"{dtype}, {direction}, {length}")
-                    bench.group(candidates(options, dtype, direction, length), REFERENCES, dtype)
-                    bench.save(markdown(bench))
-    except UserError as fault:
-        print(fault, file=sys.stderr)
-        return 1
+    options = parsed(parser, QUICK, argv)
+    bench = Bench(options, "Attention")
+    for dtype in options.dtypes:
+        for direction in options.passes:
+            for length in options.lengths:
+                report_progress(f"{dtype}, {direction}, {length}")
+                bench.group(candidates(options, dtype, direction, length), REFERENCES, dtype)
+                bench.save(markdown(bench))
     print(markdown(bench))
     return 0
 

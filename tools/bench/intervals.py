@@ -16,6 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from megatron.last_resort import guarded
 from megatron.results.statistics import mean_of_blocks
 
 Blocks = NDArray[np.float64]
@@ -67,6 +68,7 @@ class Rate:
     width: float
 
 
+@guarded
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter

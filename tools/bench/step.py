@@ -25,6 +25,7 @@ from measure import DTYPES, Bench, arguments, parsed, positive, report_progress
 from torch import nn
 
 from megatron.errors import UserError
+from megatron.last_resort import guarded
 from megatron.model import GPT
 from megatron.model.flops import BACKWARD, causal_keys, forward_flops, matrix_weights
 from megatron.model.settings import Architecture, AttentionSettings
@@ -160,6 +161,7 @@ def trunk(
     return model, torch.optim.AdamW(groups, lr=1e-4, weight_decay=0.0, fused=True)
 
 
+@guarded
 def main(argv: Sequence[str] | None = None) -> int:
     parser = arguments(__doc__ or "", QUICK)
     add = parser.add_argument
@@ -179,12 +181,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("--lengths", nargs="*", type=positive, default=lengths, metavar="L", help="to evaluate")
     for name, size in (("hidden", 768), ("layers", 12), ("heads", 12), ("vocab", 50304)):
         add(f"--{name}", type=positive, default=size, help="default: 125M's")
-    try:
-        options = parsed(parser, QUICK, argv)
-        bench = run(options)
-    except UserError as fault:
-        print(fault, file=sys.stderr)
-        return 1
+    bench = run(parsed(parser, QUICK, argv))
     print(markdown(bench))
     return 0
 
