@@ -27,6 +27,9 @@ EXPECTED = {
     "tuple_type": "a list",
     "finite_number": "a finite number",
 }
+LONGEST_VALUE = 80  # characters of a value or a word that a message repeats
+LONGEST_LINE = 1500  # characters of one fault: several long paths fit
+MOST_LINES = 25  # faults in one message
 BOUNDS = {
     "greater_than": ("gt", ">"),
     "greater_than_equal": ("ge", ">="),
@@ -43,22 +46,41 @@ class Report:
         self.notes: list[str] = []
 
     def fault(self, text: str) -> None:
+        text = shortened(text, LONGEST_LINE)
         if text not in self.faults:
             self.faults.append(text)
 
     def note(self, text: str) -> None:
+        text = shortened(text, LONGEST_LINE)
         if text not in self.notes:
             self.notes.append(text)
 
 
 def bad_configuration(sources: Sequence[str], faults: Sequence[str]) -> UserError:
     """One error for all faults, under the sources they come from."""
-    head = f"bad configuration ({', '.join(sources) or 'nothing given'})"
-    return UserError("\n  ".join([head, *faults]))
+    names = ", ".join(sources) or "nothing given"
+    head = f"bad configuration ({shortened(names, LONGEST_LINE)})"
+    shown = list(faults[:MOST_LINES])
+    if len(faults) > len(shown):
+        shown.append(f"and {len(faults) - len(shown)} more")
+    return UserError("\n  ".join([head, *shown]))
+
+
+def shortened(text: str, most: int = LONGEST_VALUE) -> str:
+    """A text that a message can repeat: printable, on one line, and cut in its middle."""
+    if len(text) > most:
+        half = (most - 1) // 2
+        text = f"{text[:half]}…{text[-half:]}"
+    if text.isprintable():
+        return text
+    visible = [sign if sign.isprintable() else repr(sign)[1:-1] for sign in text]
+    return "".join(visible)
 
 
 def unknown(key: str, known: Iterable[str]) -> str:
     """The line about a key that does not exist."""
+    if len(key) > LONGEST_VALUE:
+        return f"{shortened(key)}: no such key; configs/README.md lists all keys"
     names = list(known)
     nested = [name for name in names if name.endswith(f".{key}")]
     match = nested[0] if nested else closest(key, names)
@@ -111,7 +133,7 @@ def _as_written(value: Any) -> str:
         return "nothing"
     if isinstance(value, bool):
         return str(value).lower()
-    return repr(value)
+    return shortened(repr(value))
 
 
 def _section_at(section: type[BaseModel], path: list[str]) -> type[BaseModel]:

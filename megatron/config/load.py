@@ -130,6 +130,9 @@ def _sections(merged: dict[str, Any], report: Report) -> dict[str, Section]:
     # Where a source could not be read, its keys are not missing.
     incomplete = bool(report.faults)
     unknown = [key for key in merged if key not in KEYS]
+    if len(unknown) > faults.MOST_LINES:
+        report.fault(f"{len(unknown)} keys do not exist; the first of them follow")
+        del unknown[faults.MOST_LINES :]
     known = [*KEYS, *(key.name for key in all_keys()), *NAMES]
     for key in unknown:
         report.fault(faults.unknown(key, known))

@@ -1,5 +1,6 @@
 """From files and `key=value` words to plain dictionaries with underscored keys."""
 
+import os
 import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -7,23 +8,21 @@ from typing import Any
 
 import yaml
 
+from megatron.config.faults import shortened
+from megatron.config.safe_yaml import (
+    DEEPEST,
+    MOST_BYTES,
+    line,
+    parse,
+    parse_with_keys,
+    problem,
+)
 from megatron.config.schema import KEYS, SECTIONS
 from megatron.errors import closest
 
 OVERRIDE = re.compile(r"([A-Za-z_][\w.-]*)=(.*)", re.DOTALL)
 SUFFIXES = ("", ".yml", ".yaml")
 TEXT = (str, str | None)  # annotations of keys that hold a text
-
-
-class _Loader(yaml.SafeLoader):
-    """SafeLoader that also reads 6e-4 as a number, which YAML 1.1 takes for text."""
-
-
-_Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:float",
-    re.compile(r"[-+]?[0-9][0-9_]*(\.[0-9_]*)?[eE][-+]?[0-9]+$"),
-    list("-+0123456789"),
-)
 
 
 def is_override(word: str) -> bool:
@@ -36,62 +35,71 @@ def find_file(path: str | Path) -> Path:
 
     Raises ValueError with the names that were tried.
     """
+    # os.path, not Path's methods: these raise for a name that is too long.
     tried = [Path(f"{path}{suffix}") for suffix in SUFFIXES]
     for candidate in tried:
-        if candidate.is_file():
+        if os.path.isfile(candidate):
             return candidate
     plain, with_suffix = tried[:2]
-    if plain.is_dir():
+    if os.path.isdir(plain):
         raise ValueError(f"{path}: is a folder; name the files in it, or give it as -d {path}")
-    neighbours = [file.name for file in sorted(plain.parent.glob("*.y*ml"))]
-    match = closest(with_suffix.name, neighbours)
+    if os.path.exists(plain):
+        raise ValueError(f"{path}: is a pipe or a device; give a file on a disk")
+    match = closest(with_suffix.name, _neighbours(plain))
     if match is None:
         raise ValueError(f"{path}: no such file, nor {with_suffix}")
     raise ValueError(f"{path}: no such file; did you mean {plain.parent / match}?")
 
 
+def _neighbours(path: Path) -> list[str]:
+    """YAML files in the folder of a path."""
+    try:
+        names = sorted(os.listdir(path.parent))
+    except (OSError, ValueError):
+        return []
+    yaml_names = [name for name in names if name.endswith((".yml", ".yaml"))]
+    return [name for name in yaml_names if os.path.isfile(path.parent / name)]
+
+
 def read_file(path: Path) -> dict[str, Any]:
     """One YAML file as a dictionary; ValueError with the line where it cannot be read."""
     try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as fault:
-        raise ValueError(f"{path}: cannot be read: {fault}") from None
-    try:
-        node = yaml.compose(text, Loader=_Loader)
-        value = {} if node is None else parse(text)
+        value, twice = parse_with_keys(read_text(path))
     except yaml.YAMLError as fault:
-        mark = getattr(fault, "problem_mark", None)
-        where = f"{path}:{mark.line + 1}" if mark else str(path)
-        raise ValueError(f"{where}: not valid YAML: {_problem(fault)}") from None
+        number = line(fault)
+        where = str(path) if number is None else f"{path}:{number}"
+        raise ValueError(f"{where}: not valid YAML: {problem(fault)}") from None
+    if value is None:
+        return {}
     if not isinstance(value, dict):
         raise ValueError(f"{path}: holds {_kind(value)} where `key: value` lines are expected")
-    if isinstance(node, yaml.MappingNode):
-        _refuse_duplicates(path, node)
+    if twice is not None:
+        raise ValueError(
+            f"{path}:{twice.line}: {twice.key} is given twice, in lines {twice.first_line} and"
+            f" {twice.line}; keep one of them"
+        )
     return underscored(value)
 
 
-def parse(text: str) -> Any:
-    """The value of one YAML text."""
-    # Our loader is a SafeLoader: it makes numbers, texts, lists and mappings, never objects.
-    return yaml.load(text, Loader=_Loader)
-
-
-def _refuse_duplicates(path: Path, node: yaml.MappingNode) -> None:
-    """ValueError if one mapping gives a key two values; YAML would keep the last in silence."""
-    earlier: dict[str, tuple[int, str]] = {}
-    for key, value in node.value:
-        if isinstance(value, yaml.MappingNode):
-            _refuse_duplicates(path, value)
-        name = str(key.value).replace("-", "_")
-        line = key.start_mark.line + 1
-        content = yaml.serialize(value)
-        if name in earlier and earlier[name][1] != content:
-            first_line = earlier[name][0]
-            raise ValueError(
-                f"{path}:{line}: {name} is given twice, in lines {first_line} and {line};"
-                " keep one of them"
-            )
-        earlier[name] = (line, content)
+def read_text(path: Path) -> str:
+    """A configuration file's text; ValueError where it is not a file of text, or a huge one."""
+    try:
+        with open(path, "rb") as file:
+            content = file.read(MOST_BYTES + 1)
+    except OSError as fault:
+        reason = fault.strerror
+        raise ValueError(f"{path}: cannot be read ({reason}); name another file") from None
+    if len(content) > MOST_BYTES:
+        raise ValueError(
+            f"{path}: has more than {MOST_BYTES:,} bytes; is it the configuration that you mean?"
+        )
+    try:
+        return content.decode("utf-8")
+    except UnicodeDecodeError as fault:
+        raise ValueError(
+            f"{path}: cannot be read: byte {fault.start} is not text in UTF-8;"
+            " name a YAML file, or save it as UTF-8"
+        ) from None
 
 
 def read_overrides(words: Sequence[str], add_fault: Callable[[str], None]) -> dict[str, Any]:
@@ -103,13 +111,16 @@ def read_overrides(words: Sequence[str], add_fault: Callable[[str], None]) -> di
     for word in words:
         match = OVERRIDE.fullmatch(word)
         if match is None:
-            add_fault(f"{word}: is neither a file nor key=value")
+            add_fault(f"{shortened(word)}: is neither a file nor key=value")
             continue
         path, text = match[1].replace("-", "_").split("."), match[2]
+        if len(path) > DEEPEST:
+            add_fault(f"{shortened(match[1])}: has {len(path)} parts; no key has that many")
+            continue
         try:
             value = underscored(parse(text))
         except yaml.YAMLError as fault:
-            add_fault(f"{word}: not valid YAML: {_problem(fault)}")
+            add_fault(f"{shortened(word)}: not valid YAML: {problem(fault)}")
             continue
         is_scalar = not isinstance(value, (str, list, dict, type(None)))
         if len(path) == 1 and is_scalar and _holds_text(path[0]):
@@ -152,10 +163,6 @@ def underscored(value: Any) -> Any:
 
 def _holds_text(key: str) -> bool:
     return key in KEYS and SECTIONS[KEYS[key]].model_fields[key].annotation in TEXT
-
-
-def _problem(fault: yaml.YAMLError) -> str:
-    return str(getattr(fault, "problem", None) or fault)
 
 
 def _kind(value: Any) -> str:

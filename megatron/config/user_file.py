@@ -1,5 +1,6 @@
 """The user's own file of encodings: run where the user names it, kept with every checkpoint."""
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -49,4 +50,6 @@ def kept(folder: Path) -> str:
 
 def is_checkpoint(source: str) -> bool:
     """Whether a source is the config.yml of a checkpoint."""
-    return Path(source).is_file() and (Path(source).parent / "checkpoint.json").exists()
+    # os.path, not Path's methods: these raise for a name that is too long.
+    beside = Path(source).parent / "checkpoint.json"
+    return os.path.isfile(source) and os.path.exists(beside)

@@ -268,7 +268,10 @@ def test_a_file_that_cannot_be_read_is_named_with_its_line(tmp_path):
     assert faults([listing]) == [f"{listing}: holds a list where `key: value` lines are expected"]
     binary = tmp_path / "binary.yml"
     binary.write_bytes(b"\xff\xfe\x00")
-    assert faults([binary])[0].startswith(f"{binary}: cannot be read: 'utf-8' codec")
+    assert faults([binary]) == [
+        f"{binary}: cannot be read: byte 0 is not text in UTF-8;"
+        " name a YAML file, or save it as UTF-8"
+    ]
 
 
 def test_objects_in_yaml_are_refused(tmp_path):
