@@ -1,6 +1,8 @@
 """The launcher: checks first, then a process for each device, and their exit status."""
 
 import os
+import signal
+import socket
 import subprocess
 import sys
 import time
@@ -83,8 +85,25 @@ def test_two_processes_run_the_script_with_its_own_arguments(script, tmp_path):
 
 @pytest.mark.distributed
 def test_a_failing_process_gives_its_status(script, tmp_path):
-    status, *_ = finish(start(script, *TINY, "num_gpus=2", cwd=tmp_path, WHAT="fail=1"))
-    assert status == 7
+    status, _, err = finish(start(script, *TINY, "num_gpus=2", cwd=tmp_path, WHAT="fail=1"))
+    assert (status, err) == (7, "rank 1: ended with status 7; the others were ended\n")
+
+
+@pytest.mark.distributed
+def test_ctrl_c_on_two_ranks_saves_and_prints_one_line(corpus, tmp_path):
+    settings = ["train_iters=100000", "log_interval=10", "eval_interval=0"]
+    words = [*TINY, *settings, "tokenizer_type=CharLevelTokenizer", f"data_path={corpus}"]
+    process = start("train.py", *words, "save=run", "num_gpus=2", cwd=tmp_path)
+    deadline = time.monotonic() + 120
+    while not (tmp_path / "run" / "metrics.jsonl").exists() and time.monotonic() < deadline:
+        time.sleep(0.1)
+    process.send_signal(signal.SIGINT)
+    status, _, err = finish(process)
+    assert status == 130, err
+    assert "Traceback" not in err
+    told = [line for line in err.splitlines() if line.startswith("stopped at step")]
+    assert len(told) == 1
+    assert (tmp_path / "run" / "latest").exists()
 
 
 @pytest.mark.distributed
@@ -98,8 +117,8 @@ def test_ending_the_launcher_ends_the_processes(script, tmp_path):
     ):
         time.sleep(0.1)
     process.terminate()
-    status, *_ = finish(process)
-    assert status != 0
+    status, _, err = finish(process)
+    assert (status, err) == (143, "")
     assert not [file for file in files if psutil.pid_exists(int(file.read_text()))]
 
 
@@ -232,6 +251,18 @@ def test_a_relative_hostfile_that_is_not_there_names_the_places(capsys, tmp_path
         "hostfile: no/hosts does not exist; it has lines `host slots=8`\n"
         "  hostfile: no/hosts is a relative path; it was looked for in"
         f" {Path.cwd()} and, beside run.yml, in {tmp_path}\n"
+    )
+
+
+def test_a_port_in_use_is_named_before_anything_starts(capsys, tmp_path):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        words = [*TINY, "data_path=a", "save=b", "train_iters=1", f"master_port={port}"]
+        message = ended(capsys, "train.py", *words)
+    assert message == (
+        f"master_port: another program uses {port} - choose another, or leave it unset\n"
     )
 
 

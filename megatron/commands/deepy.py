@@ -1,12 +1,15 @@
-"""Start a script on all devices: check its configuration, then become DeepSpeed's launcher.
+"""Start a script on all devices: check its configuration, then start one process for each device.
 
 python deepy.py train.py configs/mep.yml seed=1235
 python deepy.py evaluate.py configs/mep.yml --lengths 512 1024
+
+Exit status: 0; 1 for a fault in what was given; 128 + N after signal N (130 after ctrl-C, 143 after
+SIGTERM: training has saved) and where a process was killed by signal N; else that of the first
+process that failed. With a hostfile DeepSpeed's launcher starts the processes: after a signal it
+kills them within 30 seconds and exits with 1.
 """
 
 import argparse
-import base64
-import json
 import os
 import signal
 import sys
@@ -22,11 +25,12 @@ from megatron.config.document import help_text
 from megatron.config.schema import Launch
 from megatron.errors import UserError
 from megatron.files import ROOT
-from megatron.last_resort import LastResort
-from megatron.parallel.grid import free_port
+from megatron.last_resort import LastResort, print_line
+from megatron.parallel.grid import free_port, is_free
+from megatron.parallel.launcher import Launcher, environments
 
 LAUNCHER = "deepy.py"
-# Without a launcher when it is one process: the launcher takes seconds and prints messages.
+# Without a network when it is one process.
 ON_THIS_MACHINE = ("evaluate.py",)
 PURPOSES = {"train.py": "train", "evaluate.py": "evaluate"}
 HELP = {"-h", "--help"}
@@ -45,7 +49,7 @@ Device = int | str  # as CUDA_VISIBLE_DEVICES names it: a number, or an identifi
 
 
 def main(argv: Sequence[str]) -> None:
-    """Check everything that can be checked, then become the launcher.
+    """Check everything that can be checked, then start the processes and exit with their status.
 
     SystemExit(1) with one message where something is wrong.
     """
@@ -101,8 +105,8 @@ def checked_config(script: Path, words: Sequence[str]) -> Config | None:
     return config
 
 
-def launch(script: Path, words: Sequence[str], config: Config | None) -> None:
-    """Become DeepSpeed's launcher: its exit status and its handling of signals are ours."""
+def launch(script: Path, words: Sequence[str], config: Config | None) -> NoReturn:
+    """Become the script where one process does, else start one for each device and wait."""
     cuda = torch.cuda.is_available()
     environment = _environment(config)
     on_this_machine = script.name in ON_THIS_MACHINE
@@ -113,12 +117,31 @@ def launch(script: Path, words: Sequence[str], config: Config | None) -> None:
     devices = devices_for(script, config)
     if config is not None and script.name == "train.py":
         config.check_batch(len(devices))
+    if cuda:
+        environment["CUDA_VISIBLE_DEVICES"] = ",".join(str(device) for device in devices)
 
+    command = ["-u", str(script), *words]
     if on_this_machine and len(devices) == 1:
-        if cuda:
-            environment["CUDA_VISIBLE_DEVICES"] = str(devices[0])
-        _become(["-u", str(script), *words], environment)
-    _become(_several_processes(script, words, devices, config), environment)
+        _become(command, environment)
+    ranks = environments(environment, len(devices), _port(config))
+    if len(ranks) == 1:
+        _become(command, ranks[0])
+    ending = Launcher().run([sys.executable, *command], ranks)
+    if ending.message:
+        print_line(ending.message)
+    sys.exit(ending.status)
+
+
+def _port(config: Config | None) -> int:
+    """The port at which the processes meet; UserError where the one asked for is in use."""
+    port = config.launch.master_port if config is not None else None
+    if port is None:
+        return free_port()
+    if not is_free(port):
+        raise UserError(
+            f"master_port: another program uses {port} - choose another, or leave it unset"
+        )
+    return port
 
 
 def _environment(config: Config | None) -> dict[str, str]:
@@ -198,22 +221,6 @@ def _filtered(devices: list[Device], options: Launch) -> list[Device]:
     if not slots:
         raise UserError(f"exclude: {exclude!r} leaves no device")
     return [devices[slot] for slot in slots]
-
-
-def _several_processes(
-    script: Path, words: Sequence[str], devices: Sequence[Device], config: Config | None
-) -> list[str]:
-    """The part of the launcher that starts processes here: no ssh, and device names of any form."""
-    world = base64.urlsafe_b64encode(json.dumps({"localhost": devices}).encode()).decode()
-    port = config.launch.master_port if config is not None else None
-    options = [
-        f"--world_info={world}",
-        "--master_addr=127.0.0.1",
-        f"--master_port={port or free_port()}",
-        "--no_local_rank",
-        "--log_level=error",
-    ]
-    return ["-u", "-m", "deepspeed.launcher.launch", *options, str(script), *words]
 
 
 def on_many_machines(script: Path, words: Sequence[str], config: Config) -> list[str]:

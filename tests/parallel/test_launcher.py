@@ -1,0 +1,161 @@
+"""The launcher: whom a signal reaches, who ends with whom, and what the exit status says."""
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from megatron.errors import UserError
+from megatron.parallel import launcher
+from megatron.parallel.launcher import Ending, Launcher, environments
+from megatron.parallel.tied import tied
+from tests.support import unlaunched
+
+WORKS = "touch ready$RANK; while :; do sleep 0.02; done"
+SAVES = f"trap 'sleep 0.2; touch saved$RANK; exit 143' TERM; {WORKS}"
+FROZEN = f"trap '' TERM; {WORKS}"
+OTHERS_ENDED = "; the others were ended"
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(launcher, "AFTER_A_FAULT", 0.2)
+    monkeypatch.setattr(launcher, "PATIENCE", 0.2)
+
+
+def ending(script: str, ranks: int = 2) -> Ending:
+    return Launcher().run(["/bin/sh", "-c", script], environments(os.environ, ranks, 1))
+
+
+def signalled(script: str, *numbers: int) -> Ending:
+    """The same, with signals to the launcher as soon as both processes are ready."""
+
+    def send() -> None:
+        wait_for(Path("ready0"), Path("ready1"))
+        for number in numbers:
+            os.kill(os.getpid(), number)
+            time.sleep(0.1)
+
+    sender = threading.Thread(target=send)
+    sender.start()
+    try:
+        return ending(script)
+    finally:
+        sender.join()
+
+
+def wait_for(*files: Path) -> None:
+    deadline = time.monotonic() + 30
+    while not all(file.exists() for file in files):
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def test_each_process_knows_its_place():
+    first, second = environments({"A": "b", "RANK": "7"}, 2, 29500)
+    assert first["A"] == "b"
+    assert (first["RANK"], second["RANK"], second["LOCAL_RANK"]) == ("0", "1", "1")
+    assert (first["WORLD_SIZE"], first["LOCAL_SIZE"], first["MASTER_PORT"]) == ("2", "2", "29500")
+
+
+@pytest.mark.parametrize(
+    ("script", "status", "message"),
+    [
+        ("exit 0", 0, ""),
+        ("[ $RANK = 0 ] || exit 7; sleep 60", 7, f"rank 1: ended with status 7{OTHERS_ENDED}"),
+        ("[ $RANK = 1 ] || exit 7; sleep 60", 7, ""),  # the first process reports its own faults
+        (
+            "[ $RANK = 0 ] || kill -9 $$; sleep 60",
+            137,
+            f"rank 1: was killed by SIGKILL (out of memory? dmesg says it){OTHERS_ENDED}",
+        ),
+        (
+            "[ $RANK = 1 ] || kill -SEGV $$; sleep 60",
+            139,
+            f"rank 0: was killed by SIGSEGV{OTHERS_ENDED}",
+        ),
+    ],
+)
+def test_the_end_of_one_process_ends_the_others_and_names_it(script, status, message):
+    begin = time.monotonic()
+    assert ending(script) == Ending(status, message)
+    assert time.monotonic() - begin < 10
+
+
+@pytest.mark.parametrize(
+    ("number", "status"), [(signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGHUP, 129)]
+)
+def test_a_signal_reaches_every_process_which_has_time_to_save(number, status, monkeypatch):
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)  # also where tests run under nohup
+    try:
+        assert signalled(SAVES, number) == Ending(status)
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    assert Path("saved0").exists()
+    assert Path("saved1").exists()
+
+
+def test_a_process_that_cannot_save_after_a_signal_is_a_fault():
+    script = "[ $RANK = 1 ] && code=5 || code=143; trap 'exit '$code TERM;"
+    assert signalled(f"{script} {WORKS}", signal.SIGTERM).status == 5
+
+
+def test_a_second_signal_ends_processes_that_do_not_react():
+    assert signalled(FROZEN, signal.SIGTERM, signal.SIGTERM) == Ending(143)
+
+
+def test_processes_that_cannot_be_started_are_one_message(monkeypatch):
+    def refuse(*words: object, **options: object) -> None:
+        raise BlockingIOError(11, "Resource temporarily unavailable")
+
+    monkeypatch.setattr(subprocess, "Popen", refuse)
+    with pytest.raises(UserError) as fault:
+        ending("exit 0")
+    assert str(fault.value) == (
+        "num_gpus: process 1 of 2 cannot be started (Resource temporarily unavailable)"
+        " - lower num_gpus, or end other programs"
+    )
+
+
+KILLED = """
+    import os
+    from megatron.parallel.launcher import Launcher, environments
+    script = "echo $$ > pid$RANK; touch ready$RANK; sleep 60"
+    Launcher().run(["/bin/sh", "-c", script], environments(os.environ, 2, 1))
+"""
+
+
+def test_no_process_outlives_a_killed_launcher():
+    words = [sys.executable, "-c", textwrap.dedent(KILLED)]
+    process = subprocess.Popen(words, env=unlaunched())
+    wait_for(Path("ready0"), Path("ready1"))
+    pids = [int(Path(f"pid{rank}").read_text()) for rank in range(2)]
+    process.kill()
+    process.wait(30)
+    deadline = time.monotonic() + 10
+    while any(is_alive(pid) for pid in pids):
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def is_alive(pid: int) -> bool:
+    """Whether a process runs; one that has ended may wait for its new parent to notice."""
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def test_a_process_whose_parent_has_ended_before_it_is_tied_does_not_start():
+    words = tied(["/bin/sh", "-c", "touch started"])
+    words[4] = str(os.getpid() + 1)  # as if another process had been its parent
+    assert subprocess.run(words, check=False).returncode == -signal.SIGKILL
+    assert not Path("started").exists()
