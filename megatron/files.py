@@ -1,13 +1,21 @@
 """Files that appear whole or not at all: written beside their place, synced to disk, renamed."""
 
+import hashlib
 import os
+import re
 import shutil
-import tempfile
+import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 
+from megatron.process import Process, this_process
+
 ROOT = Path(__file__).resolve().parents[1]  # the project's folder: entry scripts, configs, tools
+# What a process writes before it gets its name: .NAME.PID.TICKS.PLACE.tmp
+TEMPORARY = re.compile(r"\.(?P<name>.+)\.(?P<pid>\d+)\.(?P<ticks>\d+)\.(?P<place>[0-9a-f]{8})\.tmp")
+DAY = 24 * 3600  # seconds; no file is written for so long without a change
 
 
 class Beside:
@@ -23,6 +31,7 @@ class Beside:
 
     def __enter__(self) -> Path:
         self.path.parent.mkdir(parents=True, exist_ok=True)
+        remove_litter(self.path.parent, self.path.name)
         return self.temporary
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
@@ -49,6 +58,7 @@ class Together:
     def __enter__(self) -> list[Path]:
         for path in self.paths:
             path.parent.mkdir(parents=True, exist_ok=True)
+            remove_litter(path.parent, path.name)
         return self.temporaries
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
@@ -78,9 +88,11 @@ def folder_beside(path: Path) -> Iterator[Path]:
     Raises OSError where another process has put a folder there meanwhile; that one stays.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = Path(tempfile.mkdtemp(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp"))
+    remove_litter(path.parent, path.name)
+    temporary = _temporary(path)
+    temporary.mkdir()
     try:
-        temporary.chmod(path.parent.stat().st_mode & 0o777)  # mkdtemp's is for its owner only
+        temporary.chmod(path.parent.stat().st_mode & 0o777)
         yield temporary
         os.replace(temporary, path)
     finally:
@@ -99,5 +111,45 @@ def sync(path: Path) -> None:
         os.fsync(file.fileno())
 
 
+def remove_litter(folder: Path, name: str = "") -> None:
+    """Remove from a folder what dead processes were writing there, before it got its name.
+
+    name: only what was to become this file or folder
+    What a process of another machine or container was writing stays for a day. It cannot be known
+    whether that process still runs.
+    """
+    with suppress(OSError), os.scandir(folder) as entries:
+        for entry in entries:
+            match = TEMPORARY.fullmatch(entry.name)
+            if match is None or name not in ("", match["name"]):
+                continue
+            path = Path(entry.path)
+            with suppress(OSError):  # another process may remove it at the same time
+                if _is_dead(path, match):
+                    remove(path)
+
+
+def _is_dead(path: Path, match: re.Match[str]) -> bool:
+    """Whether the process that a temporary file is named after has ended."""
+    here = this_process()
+    if match["place"] != _place(here):
+        return time.time() - path.lstat().st_mtime > DAY
+    return not replace(here, pid=int(match["pid"]), ticks=int(match["ticks"])).is_running()
+
+
+def remove(path: Path) -> None:
+    """Delete a file, or a folder with all that is in it; a link is deleted, not what it names."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
 def _temporary(path: Path) -> Path:
-    return path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    here = this_process()
+    return path.with_name(f".{path.name}.{here.pid}.{here.ticks}.{_place(here)}.tmp")
+
+
+def _place(process: Process) -> str:
+    """Eight digits for the machine, its start and the container: there a number is one process."""
+    return hashlib.sha256(f"{process.kernel} {process.namespace}".encode()).hexdigest()[:8]

@@ -14,6 +14,7 @@ from megatron.data.tokenizer import Tokenizer, build_tokenizer, train_tokenizer
 from megatron.data.tokens import TokenFile, TokenWriter, dtype_for
 from megatron.errors import UserError
 from megatron.files import Beside
+from megatron.owner import owned_folder
 
 # Encoded at once: the library holds some 150 bytes per token meanwhile.
 BATCH_CHARACTERS = 4_000_000
@@ -47,11 +48,12 @@ def prepare(
     folder = data_dir / corpus.name
     prefix = folder / f"{corpus.name}_text_document"
     index = prefix.with_name(prefix.name + ".idx")
-    if index.exists() and not overwrite:
-        return "already prepared\n" + _summary(_same(corpus, prefix, choice), choice)
-    with _new_folder(folder):
-        _write(corpus, prefix, choice, overwrite)
-    return _summary(TokenFile.open(prefix), choice)
+    if not index.exists() or overwrite:
+        with _new_folder(folder), owned_folder(folder, "-d"):
+            if not index.exists() or overwrite:  # another preparation may have ended meanwhile
+                _write(corpus, prefix, choice, overwrite)
+                return _summary(TokenFile.open(prefix), choice)
+    return "already prepared\n" + _summary(_same(corpus, prefix, choice), choice)
 
 
 def _write(corpus: Corpus, prefix: Path, choice: TokenizerChoice, overwrite: bool) -> None:

@@ -138,8 +138,8 @@ class TokenWriter:
         self.tokens = 0
         self._code = self._dtype_code()
         self._sizes = array("i")  # four bytes a document: there may be many millions
-        if not overwrite:
-            self._refuse_to_replace()
+        self._overwrite = overwrite
+        self._refuse_to_replace()
 
     def _dtype_code(self) -> int:
         for code, dtype in DTYPES.items():
@@ -151,6 +151,8 @@ class TokenWriter:
         )
 
     def _refuse_to_replace(self) -> None:
+        if self._overwrite:
+            return
         for suffix in (".idx", ".bin"):
             path = _with(self.prefix, suffix)
             if path.exists():
@@ -176,6 +178,7 @@ class TokenWriter:
             return
         with self._open:
             self._finish()
+            self._refuse_to_replace()  # a corpus may have appeared meanwhile
 
     def add(self, ids: Sequence[int] | NDArray) -> None:
         """Append one document: ids [tokens].

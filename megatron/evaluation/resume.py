@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, cast
@@ -32,6 +33,9 @@ SHAPES_LOSSES = (
     "splits.py",
     "training/checkpoint.py",
 )
+
+
+NO_CODE = "0" * 12
 
 
 def answered(question: Mapping[str, Any], rows: Iterable[Row]) -> Row | None:
@@ -84,7 +88,7 @@ class WindowFile:
         text = json.dumps(_as_read_back(question), sort_keys=True)
         name = hashlib.sha256(text.encode()).hexdigest()[:12]
         self.folder = output.parent
-        self.prefix = f".{output.name}.{name}"
+        self.prefix = f".{output.name}.{question.get('code', NO_CODE)}.{name}"
         self.path = self.folder / f"{self.prefix}.{rank}.partial"
 
     def read(self) -> Sums:
@@ -114,6 +118,18 @@ class WindowFile:
 
     def _files(self) -> list[Path]:
         return sorted(self.folder.glob(f"{self.prefix}.*.partial"))
+
+
+def remove_unusable(output: Path) -> None:
+    """Remove windows that other code measured for a file: they answer no question any more."""
+    form = re.compile(
+        rf"\.{re.escape(output.name)}\.([0-9a-f]{{12}})(\.[0-9a-f]{{12}})?\.\d+\.partial"
+    )
+    code = code_fingerprint()
+    for path in output.parent.iterdir():
+        match = form.fullmatch(path.name)
+        if match and (match[2] is None or match[1] != code):
+            path.unlink(missing_ok=True)
 
 
 def _as_read_back(question: Mapping[str, Any]) -> dict[str, Any]:

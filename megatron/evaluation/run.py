@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
@@ -15,9 +16,11 @@ from megatron.evaluation.opened import Opened, opened, variant
 from megatron.evaluation.perplexity import Advance, measured
 from megatron.evaluation.progress import progress
 from megatron.evaluation.protocols import PROTOCOLS, Request, Windows
-from megatron.evaluation.resume import WindowFile, answered
+from megatron.evaluation.resume import WindowFile, answered, remove_unusable
 from megatron.model import AttentionSettings
+from megatron.owner import owned_file
 from megatron.parallel.grid import Grid, here
+from megatron.parallel.owned import owned_by_first
 from megatron.parallel.threads import count_parameters, use_threads
 from megatron.results.files import check_output, existing_results, write_results
 from megatron.results.row import Facts, Row
@@ -90,6 +93,24 @@ def evaluate(config: Config | None, options: Options) -> Evaluation:
     request = request_of(checkpoint, options)
     jobs = planned(checkpoint, request, options)
     grid = here()
+    outputs = dict.fromkeys(job.output for job in jobs)
+    with owned_by_first(grid, *(_owned(output) for output in outputs)):
+        rows = _measured(jobs, checkpoint, grid, options)
+    return Evaluation(rows, request.checked_lengths)
+
+
+@contextmanager
+def _owned(output: Path) -> Iterator[None]:
+    """An output that no other evaluation writes meanwhile."""
+    with owned_file(output, "--output"):
+        remove_unusable(output)
+        yield
+
+
+def _measured(
+    jobs: Sequence[Job], checkpoint: Opened, grid: Grid, options: Options
+) -> dict[Path, list[Row]]:
+    """The rows of all jobs, by the file that holds them."""
     checkpoint.model.to(grid.device, DTYPES[options.dtype])
     use_threads(count_parameters(checkpoint.model), grid.device)
     facts = checkpoint.facts()
@@ -97,7 +118,7 @@ def evaluate(config: Config | None, options: Options) -> Evaluation:
     for job in jobs:
         job_rows = rows_of(job, checkpoint, facts, grid)
         rows.setdefault(job.output, []).extend(job_rows)
-    return Evaluation(rows, request.checked_lengths)
+    return rows
 
 
 def request_of(checkpoint: Opened, options: Options) -> Request:
@@ -184,12 +205,13 @@ def rows_of(job: Job, checkpoint: Opened, facts: Facts, grid: Grid) -> list[Row]
             edges = {"position_edges": list(windows.edges)} if windows.edges else {}
             row = answered(question | edges, existing)
             kept = row is not None
+            journal = WindowFile(job.output, question | edges, grid.rank)
             if row is None:
-                journal = WindowFile(job.output, question | edges, grid.rank)
                 row = measured_row(question, windows, checkpoint, grid, journal, display.advance)
                 if grid.first:
                     write_results(job.output, [row])
-                    journal.remove()
+            if grid.first:
+                journal.remove()  # of a kept row too: a kill may have come before this line
             display.done(row, kept=kept)
             rows.append(row)
     return rows

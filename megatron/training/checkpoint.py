@@ -26,7 +26,7 @@ from torch import Tensor
 from megatron.commit import commit
 from megatron.config import Config, load
 from megatron.errors import UserError
-from megatron.files import sync, write_text
+from megatron.files import remove, sync, write_text
 from megatron.model import GPT, from_config
 from megatron.training.trainer import Trainer
 
@@ -46,8 +46,7 @@ def save(trainer: Trainer, folder: Path, facts: dict[str, Any]) -> Path:
     final = folder / f"global_step{step}"
     partial = folder / f"partial_step{step}"
     if grid.first:
-        for leftover in [*folder.glob("partial_step*"), *folder.glob("removing_*")]:
-            shutil.rmtree(leftover)
+        remove_unfinished(folder)
     grid.wait()
     engine.save_checkpoint(str(folder), tag=partial.name, save_latest=False)
     weights = full_weights(engine, keep=grid.first)
@@ -66,6 +65,12 @@ def save(trainer: Trainer, folder: Path, facts: dict[str, Any]) -> Path:
         write_text(folder / "latest", final.name)
     grid.wait()
     return final
+
+
+def remove_unfinished(folder: Path) -> None:
+    """Remove what killed runs left half written or half deleted; for the folder's owner alone."""
+    for leftover in [*folder.glob("partial_step*"), *folder.glob("removing_*")]:
+        remove(leftover)
 
 
 def check_engine_state(path: Path) -> None:

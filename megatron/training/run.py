@@ -18,8 +18,10 @@ from megatron.data.tokens import TokenFile
 from megatron.errors import UserError
 from megatron.model import GPT, from_config
 from megatron.parallel.grid import Grid
+from megatron.parallel.owned import owned_by_first
 from megatron.parallel.threads import count_parameters, use_threads
 from megatron.training import checkpoint
+from megatron.training.folders import folders_of
 from megatron.training.metrics import Metrics, Progress
 from megatron.training.start import Start, starting_point
 from megatron.training.stop import Stop
@@ -42,8 +44,13 @@ def train(config: Config, grid: Grid) -> Path | None:
     """Train as the configuration says, from its checkpoint if there is one.
 
     Returns the last checkpoint's folder. Everything that can be refused is refused before the
-    engine is built.
+    engine is built. The first rank owns the folders that are written.
     """
+    with owned_by_first(grid, *folders_of(config)):
+        return _train(config, grid)
+
+
+def _train(config: Config, grid: Grid) -> Path | None:
     config.check_batch(grid.ranks)
     with config.naming_places("data_path"):
         tokens = TokenFile.open(config.data.data_path or "")
@@ -60,7 +67,7 @@ def train(config: Config, grid: Grid) -> Path | None:
 class Run:
     """What surrounds a trainer: its data, metrics and checkpoints.
 
-    UserError where the data do not suffice or `save` cannot be made.
+    UserError where the data do not suffice.
     """
 
     def __init__(
@@ -89,8 +96,6 @@ class Run:
         self.validates = bool(training.eval_interval and training.eval_iters)
         if self.validates:
             self._windows("valid", config.data.seq_length_val)
-        if self.folder is not None and grid.first:
-            _make(self.folder)
 
     def to_the_end(self, trainer: Trainer) -> Path | None:
         """Train up to train_iters with log lines, checkpoints and validations.
@@ -280,15 +285,6 @@ def _check_validation_length(model: GPT, config: Config) -> None:
     """Refuse a length that the encoding cannot compute now, not at the first validation."""
     one_window = torch.zeros(1, config.data.seq_length_val, config.model.hidden_size)
     model.position.on_embeddings(one_window)
-
-
-def _make(folder: Path) -> None:
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as fault:
-        raise UserError(
-            f"save: {folder} cannot be made ({fault.strerror}) - choose another folder"
-        ) from None
 
 
 def _divides(interval: int, step: int) -> bool:

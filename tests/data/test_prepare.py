@@ -10,10 +10,12 @@ import pytest
 
 from megatron import files
 from megatron.commands.prepare_data import run
+from megatron.data import prepare
 from megatron.data.corpora import CORPORA, StandardLibrary
 from megatron.data.tokenizer import build_tokenizer, train_tokenizer
 from megatron.data.tokens import TokenFile
 from megatron.errors import UserError
+from megatron.owner import owned_folder
 
 ROOT = Path(__file__).parents[2]
 TEXTS = ["the cat sat on the mat\n", "", "naïve — 日本語 🙂", "def f(x):\n    return x\n" * 50]
@@ -329,3 +331,45 @@ def test_the_command_prints_its_summary_and_its_faults_as_one_line(tmp_path, tex
     assert bad.stderr.startswith("--input: there is no gone.jsonl (looked from ")
     assert bad.stderr.count("\n") == 1
     assert not (tmp_path / "data").exists()
+
+
+def test_a_second_preparation_of_one_name_is_refused_while_the_first_works(tmp_path, text):
+    folder = tmp_path / "data" / "mine"
+    message = rf"-d: {folder} is in use by process \d+ on .* - wait .* or choose another folder"
+    with owned_folder(folder, "-d"):
+        before = everything(tmp_path)
+        with pytest.raises(UserError, match=message):
+            own(text, tmp_path / "data")
+        with pytest.raises(UserError, match=message):
+            own(text, tmp_path / "data", "--overwrite")
+        assert everything(tmp_path) == before
+    own(text, tmp_path / "data")
+    names = {path.name for path in folder.iterdir()}
+    assert names == {
+        "mine_text_document.bin",
+        "mine_text_document.idx",
+        "mine_text_document.json",
+        "tokenizer.json",
+    }
+
+
+def test_a_corpus_that_appears_meanwhile_is_not_replaced(tmp_path, text, monkeypatch):
+    data = tmp_path / "data"
+    own(text, tmp_path / "other")
+    encode = prepare._encode
+
+    def slow(*words):
+        counts = encode(*words)
+        shutil.copytree(tmp_path / "other" / "mine", data / "mine", dirs_exist_ok=True)
+        (data / "mine" / "tokenizer.json").write_text("theirs")
+        return counts
+
+    monkeypatch.setattr(prepare, "_encode", slow)
+    with pytest.raises(
+        UserError, match=r"mine_text_document\.idx: exists already - choose another"
+    ):
+        own(text, data, "--vocab-size", "290")
+    expected = everything(tmp_path / "other" / "mine") | {"tokenizer.json": b"theirs"}
+    assert everything(data / "mine") == expected
+    own(text, data, "--overwrite")
+    assert (data / "mine" / "tokenizer.json").read_text() != "theirs"

@@ -14,7 +14,9 @@ from megatron.commands.evaluate import add_options, main
 from megatron.config import load
 from megatron.data.tokens import TokenWriter
 from megatron.entry import run
+from megatron.evaluation.resume import WindowFile
 from megatron.model import from_config
+from megatron.owner import owned_file
 from megatron.results.files import read_results
 from megatron.results.table import by_length
 from tests.support import run as run_script
@@ -289,6 +291,33 @@ def test_what_cannot_be_evaluated_is_one_message_and_writes_nothing(folder, caps
         assert re.search(message, text), (words, text)
     assert not list(folder.rglob("*.jsonl"))
     assert (folder / "notes.txt").read_text() == "my thesis\n"
+
+
+def test_a_second_evaluation_into_one_file_is_refused_before_it_measures(folder, capsys):
+    output = folder / "a.jsonl"
+    words = [given(folder), "--lengths 16", "--output", output]
+    with owned_file(output, "--output"):
+        assert evaluate(*words) == 1
+    message = rf"--output: {output} is in use by process \d+ on .*, end it, or choose another file"
+    assert re.search(message, capsys.readouterr().err)
+    assert not output.exists()
+    assert evaluate(*words, "--protocol tail equal_tokens --tail 8") == 0
+    assert not list(folder.glob(".*"))
+
+
+def test_windows_that_no_call_will_use_are_removed(folder, monkeypatch):
+    """Those of other code, and those of a row that a killed call had just written."""
+    output = folder / "a.jsonl"
+    words = [given(folder), "--lengths 16", "--output", output]
+    with monkeypatch.context() as killed:
+        killed.setattr(WindowFile, "remove", lambda self: None)
+        assert evaluate(*words) == 0
+    assert list(folder.glob(".a.jsonl.*.partial"))
+    others = ["a.jsonl.000000000000.111111111111.0", "a.jsonl.111111111111.0", "b.jsonl.0"]
+    for name in others:
+        (folder / f".{name}.partial").touch()
+    assert evaluate(*words) == 0
+    assert [path.name for path in folder.glob(".*")] == [".b.jsonl.0.partial"]
 
 
 @pytest.mark.distributed

@@ -104,9 +104,12 @@ SHAPES_NO_LOSS = {
     "commit.py",
     "errors.py",
     "files.py",
+    "owner.py",
+    "process.py",
     "evaluation/agreement.py",
     "evaluation/progress.py",
     "evaluation/resume.py",
+    "parallel/owned.py",
     "parallel/threads.py",  # last digits only
     "results/files.py",
     "results/row.py",

@@ -23,6 +23,7 @@ from megatron.evaluation.probes.receptive_field import (
 from megatron.evaluation.probes.retrieval import TASKS, Retrieval, measured, scores_of
 from megatron.evaluation.protocols import Windows, first_tokens
 from megatron.model import GPT, AttentionSettings
+from megatron.owner import owned_file
 from megatron.parallel.grid import here
 from megatron.results.probes import PROBES, ProbeRow, existing_probes, joined, write_probes
 from megatron.results.row import Facts, run_of
@@ -85,7 +86,6 @@ def probe(
         )
     checkpoint = opened(config, options.checkpoint, options.step)
     output = options.output or default_output(checkpoint)
-    existing = existing_probes(output)
     lengths = sorted(set(options.lengths or checkpoint.config.evaluation.eval_lengths))
     text = held_out(checkpoint, lengths[-1])
     model = checkpoint.model
@@ -96,10 +96,12 @@ def probe(
     facts = checkpoint.facts() | about_attention | checkpoint.facts_of_text("probes")
 
     rows: list[ProbeRow] = []
-    for answer in answers(model, text, lengths, options):
-        rows += rows_of(answer, facts)
-        write_probes(output, joined(existing, rows))
-        report(answer)
+    with owned_file(output, "--output"):
+        existing = existing_probes(output)
+        for answer in answers(model, text, lengths, options):
+            rows += rows_of(answer, facts)
+            write_probes(output, joined(existing, rows))
+            report(answer)
     run = run_of(rows[0])
     return Probed([row for row in joined(existing, rows) if run_of(row) == run], output)
 
