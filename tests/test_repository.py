@@ -15,7 +15,7 @@ from megatron.positions import ALIASES, REGISTRY
 ROOT = Path(__file__).resolve().parent.parent
 # Arrows only downward: a file may import from its own part and from parts further up in this list.
 LEVELS = [
-    {"errors", "commit", "process"},
+    {"errors", "commit", "process", "strict_json"},
     {"files"},
     {"owner", "last_resort"},
     {"positions", "attention", "results", "splits"},

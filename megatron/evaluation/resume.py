@@ -3,10 +3,12 @@
 import hashlib
 import json
 import re
+import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, cast
 
+from megatron.errors import UserError
 from megatron.evaluation.perplexity import Sums, WindowSums
 from megatron.results.row import ATTENTION_INPUTS, Question, Row, agrees, identity
 
@@ -81,7 +83,8 @@ def file_fingerprint(path: Path) -> str:
 class WindowFile:
     """Finished windows of one question, on disk until their length is done.
 
-    Each rank writes a hidden file of its own beside the results: a JSON line for each window.
+    Each rank writes a hidden file of its own beside the results: a line for each window, with a
+    checksum before it. A line that a kill cut off or that was damaged is measured again.
     """
 
     def __init__(self, output: Path, question: Mapping[str, Any], rank: int = 0) -> None:
@@ -95,19 +98,19 @@ class WindowFile:
         """The windows that all ranks of an earlier call finished."""
         windows: Sums = {}
         for path in self._files():
-            for line in path.read_text(encoding="utf-8").splitlines():
-                try:
-                    index, buckets, parts = json.loads(line)
-                except ValueError:  # cut off where the process was killed
-                    continue
-                windows[index] = WindowSums(buckets, parts)
+            for line in _readable(path).split(b"\n"):
+                found = _window_of(line)
+                if found is not None:
+                    index, window = found
+                    windows[index] = window
         return windows
 
     def add(self, sums: Sums) -> None:
         """Write down more windows of this rank."""
-        lines = [
-            json.dumps([index, window.buckets, window.parts]) for index, window in sums.items()
-        ]
+        lines = []
+        for index, window in sums.items():
+            text = json.dumps([index, window.buckets, window.parts])
+            lines.append(f"{_checksum(text.encode())} {text}")
         with self.path.open("a", encoding="utf-8") as file:
             file.write("".join(line + "\n" for line in lines))
 
@@ -130,6 +133,29 @@ def remove_unusable(output: Path) -> None:
         match = form.fullmatch(path.name)
         if match and (match[2] is None or match[1] != code):
             path.unlink(missing_ok=True)
+
+
+def _readable(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as fault:
+        raise UserError(
+            f"{path}: cannot be read ({fault.strerror}) - it holds finished windows: make it"
+            " readable, or remove it and they are measured again"
+        ) from None
+
+
+def _window_of(line: bytes) -> tuple[int, WindowSums] | None:
+    """(number, sums) of a window, as `add` wrote it; None for a damaged line."""
+    checksum, _, text = line.partition(b" ")
+    if checksum != _checksum(text).encode():
+        return None
+    index, buckets, parts = json.loads(text)
+    return index, WindowSums(buckets, parts)
+
+
+def _checksum(text: bytes) -> str:
+    return f"{zlib.crc32(text):08x}"
 
 
 def _as_read_back(question: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,6 +1,5 @@
 """What lies beside the rows of a checkpoint: its configuration, its training log, its encoding."""
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -15,6 +14,7 @@ from megatron.config.user_file import COPY
 from megatron.errors import UserError
 from megatron.model import GPT
 from megatron.positions import FILES, REGISTRY, Position, fingerprint
+from megatron.results.log import Record, training_log
 from megatron.results.row import Question
 from megatron.training.checkpoint import load_model, read_meta, read_record
 
@@ -45,7 +45,7 @@ class Evidence:
     """
 
     settings: dict[str, Any] = field(default_factory=dict)
-    metrics: list[dict[str, Any]] = field(default_factory=list)
+    metrics: list[Record] = field(default_factory=list)
     positions: list[Position] = field(default_factory=list)
     learned: dict[str, Tensor] = field(default_factory=dict)
     gaps: list[Gap] = field(default_factory=list)
@@ -82,7 +82,7 @@ def evidence_of(name: str, files: Sequence[Path], config_hash: str | None = None
         found.gaps.append(Gap(name, _cause(fault, folder, saved)))
     logs = Path(saved.get("log_dir") or folder.parent)
     try:
-        found.metrics = _metrics(logs / "metrics.jsonl")
+        found.metrics = training_log(logs / "metrics.jsonl")
     except (OSError, ValueError) as fault:
         found.gaps.append(Gap(str(logs / "metrics.jsonl"), f"no training curve ({_why(fault)})"))
     return found
@@ -170,11 +170,6 @@ def _is_of_the_project(name: object) -> bool:
     """Whether the package itself registers an encoding of this name."""
     encoding = REGISTRY.get(name) if isinstance(name, str) else None
     return encoding is not None and encoding.__module__.startswith("megatron.")
-
-
-def _metrics(path: Path) -> list[dict[str, Any]]:
-    lines = path.read_text(encoding="utf-8").splitlines()
-    return [json.loads(line) for line in lines]
 
 
 def _why(fault: Exception) -> str:

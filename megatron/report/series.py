@@ -195,8 +195,9 @@ def training_curve(group: Group, evidence: Found, kind: str) -> Curve | None:
     for one in group.evidence(evidence):
         logged = {}
         for record in one.metrics:
-            if record.get("kind") == kind and record.get("loss") is not None:
-                logged[record["step"]] = record["loss"]
+            loss = record.get("loss")
+            if record.get("kind") == kind and loss is not None:
+                logged[record["step"]] = loss
         if logged:
             of_seeds.append(logged)
     if not of_seeds:

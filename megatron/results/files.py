@@ -1,16 +1,22 @@
 """Files of results: JSON lines, written whole, read with the file and line of every fault."""
 
+import itertools
 import json
 import os
-from collections.abc import Iterable, Mapping, Sequence
+import zlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
 from megatron.errors import UserError
 from megatron.files import write_text
+from megatron.results.check import fault_of
 from megatron.results.row import NEEDED, Facts, Row, measurement_of, with_facts
+from megatron.strict_json import parse
 
 PICTURES = (".png", ".svg", ".pdf")
+CHECKSUM = "checksum"  # the last key of a line: part of the file, not of the row
+LONGEST = 1 << 26  # bytes of a line: a row of a million blocks has 10 MB
 
 
 def check_output(path: Path) -> None:
@@ -59,7 +65,7 @@ def read_results(paths: Iterable[str | Path]) -> list[Row]:
     """The rows of several files, in order; a later row replaces that of the same measurement."""
     rows: dict[tuple, Row] = {}
     for path in paths:
-        for line in read_lines(Path(path), needed=NEEDED, writer="evaluate.py"):
+        for line in read_lines(Path(path), kind=Row, needed=NEEDED, writer="evaluate.py"):
             row = cast("Row", line)
             measurement = measurement_of(row)
             rows[measurement] = _in_cell_of(rows.get(measurement), row)
@@ -82,41 +88,93 @@ def has_lines(path: Path) -> bool:
 
 
 def write_lines(path: Path, lines: Iterable[Mapping[str, Any]]) -> None:
-    """Write one JSON object per line, the whole file at once; ValueError for nan and infinity."""
-    texts = [json.dumps(line, allow_nan=False) + "\n" for line in lines]
+    """Write one JSON object per line, the whole file at once; ValueError for nan and infinity.
+
+    Each line ends with a checksum of its facts, so that one damaged digit is noticed.
+    """
+    texts = []
+    for line in lines:
+        text = json.dumps({**line, CHECKSUM: checksum(line)}, allow_nan=False)
+        texts.append(text + "\n")
     write_text(path, "".join(texts))
 
 
-def read_lines(path: Path, *, needed: Sequence[str], writer: str) -> list[Facts]:
-    """The objects of a file; UserError for a fault.
+def checksum(line: Mapping[str, Any]) -> str:
+    """8 hex digits of the facts of a line, whatever their order."""
+    text = json.dumps(line, sort_keys=True, allow_nan=False)
+    return f"{zlib.crc32(text.encode()):08x}"
 
+
+def read_lines(path: Path, *, kind: type, needed: Sequence[str], writer: str) -> list[Facts]:
+    """The objects of a file, without their checksums; UserError for a fault.
+
+    kind: the TypedDict that describes a line
     needed: the keys that every line has; writer: the tool that writes such files
     """
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except FileNotFoundError:
-        raise UserError(f"{path}: there is no such results file - {writer} writes one") from None
-    except (OSError, UnicodeDecodeError) as fault:
-        raise UserError(f"{path}: cannot be read as text ({fault})") from None
-    if not lines:
-        raise UserError(f"{path}: is empty - leave it out, or write results with {writer}")
     found = []
-    for number, line in enumerate(lines, 1):
-        facts = _object(line)
+    for number, text in enumerate(_raw_lines(path, writer), 1):
+        where = f"{path}, line {number}"
+        facts = _parsed(text, where, writer)
         missing = [key for key in needed if key not in facts]
         if missing:
-            fault = f"it lacks {', '.join(missing)}" if facts else "it is no JSON object"
             raise UserError(
-                f"{path}, line {number}: is no result of {writer}, {fault} - give files of {writer}"
+                f"{where}: is no result of {writer}, it lacks {', '.join(missing)}"
+                f" - give files of {writer}"
             )
+        if fault := fault_of(facts, kind):
+            raise UserError(f"{where}: {fault} - {_again(writer)}")
         found.append(facts)
+    if not found:
+        raise UserError(f"{path}: is empty - leave it out, or write results with {writer}")
     return found
 
 
-def _object(line: str) -> Facts:
-    """A line as an object; empty where it is anything else."""
+def _raw_lines(path: Path, writer: str) -> Iterator[bytes]:
+    """The lines of a file without their ends; none is longer than LONGEST."""
+    if path.exists() and not path.is_file() and not path.is_dir():
+        raise UserError(f"{path}: is no regular file - give files of {writer}")
     try:
-        value = json.loads(line)
-    except json.JSONDecodeError:
-        return {}
-    return value if isinstance(value, dict) else {}
+        with path.open("rb") as file:
+            for number in itertools.count(1):
+                line = file.readline(LONGEST + 1)
+                if not line:
+                    return
+                if len(line) > LONGEST:
+                    raise UserError(
+                        f"{path}, line {number}: is longer than {LONGEST >> 20} MiB, it is no"
+                        f" result of {writer} - give files of {writer}"
+                    )
+                yield line.rstrip(b"\r\n")
+    except FileNotFoundError:
+        raise UserError(f"{path}: there is no such results file - {writer} writes one") from None
+    except OSError as fault:
+        raise UserError(
+            f"{path}: cannot be read ({fault.strerror}) - give a file of {writer} that is yours to"
+            " read"
+        ) from None
+
+
+def _parsed(text: bytes, where: str, writer: str) -> Facts:
+    """The facts of a line that is what was written."""
+    try:
+        facts = parse(text)
+    except ValueError as fault:
+        raise UserError(
+            f"{where}: is no result of {writer}, {fault} - give files of {writer}, or remove a"
+            " damaged line and measure it again"
+        ) from None
+    if not isinstance(facts, dict):
+        raise UserError(
+            f"{where}: is no result of {writer}, it is no JSON object - give files of {writer}"
+        )
+    written = facts.pop(CHECKSUM, None)
+    if written not in (None, checksum(facts)):
+        raise UserError(
+            f"{where}: does not agree with its checksum, it was damaged or edited"
+            f" - {_again(writer)} (if you edited it, remove its key checksum)"
+        )
+    return facts
+
+
+def _again(writer: str) -> str:
+    return f"remove the line, and measure it again with {writer}"

@@ -60,7 +60,7 @@ def read_probes(paths: Iterable[str | Path]) -> list[ProbeRow]:
     """The rows of several files, in order; UserError for a line of another kind."""
     rows: list[ProbeRow] = []
     for path in paths:
-        lines = read_lines(Path(path), needed=NEEDED, writer="tools/probe.py")
+        lines = read_lines(Path(path), kind=ProbeRow, needed=NEEDED, writer="tools/probe.py")
         rows += [cast("ProbeRow", line) for line in lines]
     return rows
 

@@ -1,6 +1,5 @@
 """How far the cells of a sweep are, by the configuration's hash in checkpoints and result rows."""
 
-import json
 import statistics
 from dataclasses import dataclass
 from pathlib import Path
@@ -8,7 +7,8 @@ from typing import Any, cast
 
 from megatron.data.tokens import TokenFile
 from megatron.errors import UserError
-from megatron.results.files import existing_results, read_results, write_lines
+from megatron.results.files import existing_results, write_lines
+from megatron.results.log import training_log
 from megatron.results.row import COLLECTED, Row
 from megatron.sweeps.lock import at_work
 from megatron.sweeps.plan import Cell, Evaluation, Sweep
@@ -112,8 +112,8 @@ def finished_rows(sweep: Sweep) -> list[Row]:
 def _collected(sweep: Sweep) -> dict[str, dict[str, Any]]:
     """Facts in results.jsonl that the evaluations do not hold, by the configuration's hash."""
     try:
-        rows = read_results([sweep.results])
-    except UserError:  # none yet, or another kind of file, which `collect` leaves alone
+        rows = existing_results(sweep.results)
+    except UserError:  # another kind of file, or a damaged one: `collect` says so
         return {}
     facts = {}
     for row in rows:
@@ -142,6 +142,7 @@ def collect(sweep: Sweep) -> list[Row]:
             f"{sweep.results}: holds rows, and {sweep.path} has none here - another sweep's, or "
             "brought from elsewhere; move it away, or give another --folder"
         )
+    existing_results(sweep.results)  # a damaged file is named, not replaced
     write_lines(sweep.results, rows)
     return rows
 
@@ -174,12 +175,13 @@ def seconds_per_step(cell: Cell) -> float | None:
     path = cell.folder / "metrics.jsonl"
     if not path.exists():
         return None
-    seconds = []
-    for line in path.read_text(encoding="utf-8").splitlines():
-        try:
-            record = json.loads(line)
-        except ValueError:  # a line that a kill cut off
-            continue
-        if record.get("kind") == "train" and record.get("seconds_per_step"):
-            seconds.append(record["seconds_per_step"])
+    try:
+        records = training_log(path)
+    except (OSError, ValueError) as fault:
+        raise UserError(
+            f"{path}: is damaged ({fault}) - remove that line, or the file: then the page lacks"
+            " the speed of this training"
+        ) from None
+    logged = [record.get("seconds_per_step") for record in records if record.get("kind") == "train"]
+    seconds = [value for value in logged if value]
     return statistics.median(seconds[1:]) if len(seconds) > 1 else None

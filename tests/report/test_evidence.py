@@ -1,6 +1,7 @@
 """What is read beside the rows of a checkpoint, and the message where it cannot be read."""
 
 import json
+import math
 
 import pytest
 from safetensors.torch import save_file
@@ -145,7 +146,8 @@ def test_a_page_of_a_sweep_says_once_what_its_own_encodings_need(sweep):
 def test_the_tool_takes_the_users_file(sweep, tmp_path, capsys):
     file, paths = sweep
     results = tmp_path / "results.jsonl"
-    results.write_text(json.dumps(row("bump", 1, 512, 9.0, checkpoint=paths["bump"])) + "\n")
+    facts = {"loss": math.log(9.0), "checkpoint": paths["bump"]}
+    results.write_text(json.dumps(row("bump", 1, 512, 9.0, **facts)) + "\n")
     words = [str(results), "-o", str(tmp_path / "page.html")]
     assert main(words) == 0
     assert "kernel exp(bias)" not in (tmp_path / "page.html").read_text(encoding="utf-8")

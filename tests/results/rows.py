@@ -1,11 +1,12 @@
 """Rows as evaluate.py writes them, as far as tables and labels need them."""
 
+import math
+
 
 def rows(pos_emb, perplexities, **facts):
     """One row for each length: {length: perplexity}; each scores the same 8,192 tokens."""
     shared = {
         "pos_emb": pos_emb,
-        "loss": 1.0,
         "step": 2000,
         "config_hash": "ab12cd34ef56",
         "train_length": 512,
@@ -16,7 +17,8 @@ def rows(pos_emb, perplexities, **facts):
     }
     found = []
     for length, perplexity in perplexities.items():
-        numbers = {"length": length, "windows": 8192 // length, "tokens": 8192}
+        loss = None if perplexity is None else math.log(perplexity)
+        numbers = {"length": length, "windows": 8192 // length, "tokens": 8192, "loss": loss}
         found.append({**shared, **numbers, "perplexity": perplexity, **facts})
     return found
 

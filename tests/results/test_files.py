@@ -66,7 +66,7 @@ def test_what_is_no_results_file_is_named_with_its_line(tmp_path):
     with pytest.raises(UserError, match=r"line 1: is no result of evaluate.py, it is no JSON obj"):
         read_results([path])
     path.write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(UserError, match=r"other.jsonl: cannot be read as text"):
+    with pytest.raises(UserError, match=r"line 1: is no result of evaluate.py, it is no UTF-8"):
         read_results([path])
     path.write_text("")
     with pytest.raises(
@@ -125,3 +125,90 @@ def test_a_row_measured_again_stays_in_the_cell_of_its_sweep(tmp_path):
     write_results(tmp_path / "again.jsonl", [TWO[0] | {"seconds": 7.0}])
     (row,) = read_results([tmp_path / "sweep.jsonl", tmp_path / "again.jsonl"])
     assert row == TWO[0] | {"seconds": 7.0} | cell
+
+
+def test_every_flipped_byte_of_a_line_is_noticed_or_changes_no_fact(tmp_path):
+    path = tmp_path / "a.jsonl"
+    write_results(path, rows("t5", {512: 9.0}))
+    (row,) = read_results([path])
+    whole = path.read_bytes()
+    noticed = 0
+    for place in range(len(whole) - 1):
+        flipped = bytearray(whole)
+        flipped[place] ^= 1
+        path.write_bytes(flipped)
+        try:
+            (found,) = read_results([path])
+        except UserError:
+            noticed += 1
+            continue
+        assert {key: found[key] for key in row} == row
+    # The key "checksum" under another name, and a digit beyond the precision of a number.
+    assert noticed >= len(whole) - 10
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"loss": "abc"}, "its loss is 'abc', not a number or null"),
+        ({"loss": True}, "its loss is True, not a number or null"),
+        ({"step": 1.5}, "its step is 1.5, not a whole number"),
+        ({"step": 10**400}, "its step is a number of too many digits, not a whole number"),
+        ({"pos_emb": None}, "its pos_emb is None, not text"),
+        ({"cell": [1]}, "its cell is a list, not an object"),
+        ({"window_losses": "x" * 99}, r"its window_losses is 'x{39}…, not a list of numbers"),
+        ({"window": []}, "its window is an empty list, not a whole number or text or null"),
+        ({"windows": 0}, "its windows is 0, not 1 or more"),
+        ({"perplexity": 9.1}, r"its perplexity is 9.1, but exp\(loss\) is 9.0000"),
+        ({"loss": None}, "its loss is null, its perplexity 9"),
+        ({"loss": -1.0}, "its loss is -1, below 0"),
+        ({"window_losses": [2.0]}, "it has 1 window_losses of 16 windows"),
+        ({"window_losses": [2.0] * 16}, "its loss is 2.197225, but the mean of its window_losses"),
+        ({"window_losses": [2.0] * 16, "window_tokens": [1]}, "it has 1 window_tokens and 16 wind"),
+        ({"block_losses": [2.0] * 15}, "its blocks have 7680 tokens, the row 8192"),
+        ({"block_losses": [2.0] * 16}, "its loss is 2.197225, but the mean of its block_losses"),
+        ({"position_edges": [0, 1], "position_losses": []}, "its 2 position_edges do not enclose"),
+        ({"position_edges": [0, 1], "position_losses": [1.0]}, "the mean of its position_losses"),
+    ],
+)
+def test_facts_of_another_type_or_that_disagree_are_named(tmp_path, change, message):
+    (row,) = rows("t5", {512: 9.0})
+    path = tmp_path / "a.jsonl"
+    write_results(path, [row | change])
+    with pytest.raises(UserError, match=f"a.jsonl, line 1: .*{message}.* - remove the line, and"):
+        read_results([path])
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('{"loss": NaN}', "it has NaN, which is no number in JSON"),
+        ('{"loss": -Infinity}', "it has -Infinity, which is no number in JSON"),
+        ('{"loss": 1e999}', "it has 1e999, which is too large for a number"),
+        ('{"loss": 1' + "0" * 5000 + "}", "it has a number of thousands of digits"),
+        ('{"loss": 1, "loss": 2}', "it has the key 'loss' twice"),
+        ("[" * 100_000, "it is nested too deeply"),
+        ("[" * 70 + "]" * 70, "it is nested too deeply"),
+        ('{"pos_emb": "\\ud800"}', "it has half a character"),
+        ("{", "it is no JSON (Expecting property name enclosed in double quotes, column 2)"),
+        ("[]", "it is no JSON object"),
+    ],
+)
+def test_what_python_would_read_and_json_does_not_have_is_refused(tmp_path, text, message):
+    path = tmp_path / "a.jsonl"
+    path.write_text(text + "\n")
+    with pytest.raises(UserError) as caught:
+        read_results([path])
+    assert f"{path}, line 1: is no result of evaluate.py, {message}" in str(caught.value)
+
+
+def test_a_line_may_be_edited_without_its_checksum(tmp_path):
+    path = tmp_path / "a.jsonl"
+    write_results(path, rows("t5", {512: 9.0}))
+    line = json.loads(path.read_text())
+    path.write_text(json.dumps(line | {"corpus": "renamed"}) + "\n")
+    with pytest.raises(UserError, match=r"\(if you edited it, remove its key checksum\)"):
+        read_results([path])
+    del line["checksum"]
+    path.write_text(json.dumps(line | {"corpus": "renamed"}) + "\n")
+    assert read_results([path])[0]["corpus"] == "renamed"

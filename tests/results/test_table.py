@@ -31,7 +31,8 @@ def test_a_measurement_of_another_text_stands_beside_the_first_and_has_a_note(tm
         rows("rotary", {512: value}, text=text)[0] for text, value in (("ab", 12.0), ("cd", 13.0))
     )
     write_results(tmp_path / "a.jsonl", [first])
-    write_results(tmp_path / "a.jsonl", [other, first | {"perplexity": 12.5}])
+    again = first | {"loss": math.log(12.5), "perplexity": 12.5}
+    write_results(tmp_path / "a.jsonl", [other, again])
     found = read_results([tmp_path / "a.jsonl"])
     assert sorted((row["text"], row["perplexity"]) for row in found) == [("ab", 12.5), ("cd", 13.0)]
     assert "rotary: several texts were scored at length 512; the last is shown" in table(found)

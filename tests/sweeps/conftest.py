@@ -65,7 +65,7 @@ def command(name: str, *words: object) -> Done:
 
 def rows(folder: Path) -> list[dict]:
     """results.jsonl without what depends on the clock and the place."""
-    clock = ("seconds", "tokens_per_second", "seconds_per_step", "checkpoint", "commit")
+    clock = ("seconds", "tokens_per_second", "seconds_per_step", "checkpoint", "commit", "checksum")
     rows = [json.loads(line) for line in (folder / "results.jsonl").read_text().splitlines()]
     return [{key: value for key, value in row.items() if key not in clock} for row in rows]
 

@@ -1,6 +1,7 @@
 """Several runs in one table and one plot."""
 
 import json
+import math
 
 from megatron.results.comparison_table import over_seeds
 from megatron.results.files import read_results
@@ -38,7 +39,6 @@ def test_seeds_of_an_encoding_are_one_line_and_texts_a_table_each(tmp_path):
     shared = {
         "windows": 1,
         "tokens": 512,
-        "loss": 1.0,
         "step": 9,
         "train_length": 512,
         "part": "valid",
@@ -55,7 +55,8 @@ def test_seeds_of_an_encoding_are_one_line_and_texts_a_table_each(tmp_path):
     rows = []
     for name, seed, length, value, corpus in measured:
         model = {"pos_emb": name, "seed": seed, "config_hash": f"{name}{seed}"}
-        rows.append(shared | model | {"length": length, "perplexity": value, "corpus": corpus})
+        numbers = {"loss": value and math.log(value), "perplexity": value}
+        rows.append(shared | model | numbers | {"length": length, "corpus": corpus})
     (tmp_path / "a.jsonl").write_text(
         "".join(json.dumps(row | {"reason": "it ends"}) + "\n" for row in rows)
     )

@@ -1,6 +1,5 @@
 """What a checkpoint has learned of its encoding: each number by head, and over training."""
 
-import json
 import math
 import re
 from collections.abc import Mapping, Sequence
@@ -15,6 +14,7 @@ from torch import Tensor
 
 from megatron.errors import UserError
 from megatron.report.figures.positions import colours, head_bar, style
+from megatron.results.log import training_log
 
 LAYER = re.compile(r"layer(\d+)\.(.*)")
 COLUMNS = 3
@@ -111,7 +111,7 @@ def trajectory(folder: Path, learned: Mapping[str, Tensor]) -> dict[str, Trace]:
     """
     path = folder / "metrics.jsonl"
     try:
-        records = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+        records = training_log(path)
     except (OSError, ValueError) as fault:
         raise UserError(
             f"{path}: cannot be read ({fault}); training writes it beside its checkpoints"

@@ -1,6 +1,5 @@
 """The files that a page is made of, and those that it is written to."""
 
-import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
@@ -9,9 +8,10 @@ from megatron.files import write_text
 from megatron.report.evidence import gathered
 from megatron.report.figures.positions import write
 from megatron.report.html.page import Page
-from megatron.results.files import PICTURES, read_results
+from megatron.results.files import LONGEST, PICTURES, read_results
 from megatron.results.probes import ProbeRow, read_probes
 from megatron.results.row import Row
+from megatron.strict_json import parse
 
 OPENING = b"<!DOCTYPE html>"
 
@@ -33,11 +33,14 @@ def read_files(paths: Iterable[Path]) -> tuple[list[Row], list[ProbeRow]]:
 
 def is_of_probes(path: Path) -> bool:
     """Whether the first line of a file is of tools/probe.py."""
-    try:
-        with path.open(encoding="utf-8") as file:
-            return "probe" in json.loads(file.readline() or "{}")
-    except (OSError, ValueError, TypeError):
+    if not path.is_file():
         return False  # read_results says what is wrong with it
+    try:
+        with path.open("rb") as file:
+            first = parse(file.readline(LONGEST))
+    except (OSError, ValueError):
+        return False
+    return isinstance(first, dict) and "probe" in first
 
 
 def check_page(path: Path) -> None:

@@ -10,6 +10,7 @@ from megatron.report.html.drawn import Drawn
 from megatron.report.html.elements import Cell, paragraph, table
 from megatron.report.html.measured import MISSING
 from megatron.report.html.texts import BANDS, MEANS, SPEED, TRAINING
+from megatron.results.log import Record
 from megatron.results.row import COLUMNS, Row
 
 NO_KERNELS = "No checkpoint was found whose encoding could be drawn."
@@ -80,7 +81,7 @@ def speed(trained: Sequence[Group], evidence: Found, lengths: Sequence[int]) -> 
     return paragraph(SPEED) + table(head, body)
 
 
-def _metrics(group: Group, evidence: Found) -> list[dict]:
+def _metrics(group: Group, evidence: Found) -> list[Record]:
     return [record for one in group.evidence(evidence) for record in one.metrics]
 
 
