@@ -7,6 +7,7 @@ import torch
 
 from megatron.config.faults import Report
 from megatron.config.schema import (
+    Checkpoint,
     Data,
     Launch,
     Model,
@@ -96,6 +97,15 @@ def _compiled(training: Training, parallel: Parallel) -> list[str]:
     ]
 
 
+def _saves(checkpoint: Checkpoint) -> list[str]:
+    if checkpoint.checkpoint_scale == "linear" or checkpoint.save_interval >= 2:
+        return []
+    return [
+        f"checkpoint_scale: log saves at the powers of save_interval = {checkpoint.save_interval};"
+        " set save_interval to 2 or more"
+    ]
+
+
 def _rates(optimizer: Optimizer) -> list[str]:
     if optimizer.min_lr <= optimizer.lr:
         return []
@@ -149,6 +159,7 @@ CHECKS: tuple[tuple[tuple[str, ...], Callable[..., list[str]]], ...] = (
     (("model", "position"), _encoding),
     (("training",), _batch),
     (("training", "parallel"), _compiled),
+    (("checkpoint",), _saves),
     (("optimizer",), _rates),
     (("data",), _data),
     (("launch",), _launch),

@@ -7,7 +7,11 @@ from megatron.config.read import Nested
 from megatron.positions import ALIASES
 
 SWITCHED_OFF = "_switched_off"
-RENAMED = {"checkpoint_factor": "save_interval", "bfloat16": "bf16"}
+RENAMED = {
+    "checkpoint_factor": "save_interval",
+    "exit_duration_in_mins": "exit_duration",
+    "bfloat16": "bf16",
+}
 
 PRECISIONS: dict[str, str] = {
     **dict.fromkeys(("bf16", "bfloat16"), "bf16"),

@@ -190,6 +190,17 @@ class Training(Section):
     """Recompute activations in the backward pass: less memory, more time."""
     torch_compile: bool = Field(default=False, json_schema_extra=FREE)
     """Compile every layer with torch.compile. Needs a compiler and a minute; no gain on a CPU."""
+    skip_nonfinite: Count = 0
+    """A step whose loss or gradient is not finite is skipped and logged with its documents; one
+    more than this many of them stop the run. 0: the first one stops it."""
+    exit_interval: Count = Field(default=0, json_schema_extra=FREE)
+    """Save and stop, with exit status 0, after every step that is a multiple of this; 0: never. The
+    same command continues, if load is save."""
+    exit_duration: Annotated[Float, Field(gt=0)] | None = Field(
+        default=None, json_schema_extra=FREE
+    )
+    """Save and stop, with exit status 0, this many minutes after the process started. Also
+    accepted: exit_duration_in_mins."""
 
 
 class AdamParams(Section):
@@ -325,8 +336,14 @@ class Checkpoint(Section):
     """Folder of the checkpoint to continue from. The forks set it to the folder of save."""
     save_interval: Count = 0
     """Steps between checkpoints; 0: only at the end. Also accepted: checkpoint_factor."""
+    checkpoint_scale: Literal["linear", "log"] = "linear"
+    """log: save at step 1 and at the powers of save_interval, so 2 means 1, 2, 4, 8 …; linear: at
+    its multiples."""
+    extra_save_iters: Annotated[tuple[Count, ...], BeforeValidator(_several)] = ()
+    """Further steps to save at, for example [0, 10, 100]; 0: the initial weights.
+    keep_last_n_checkpoints never deletes these."""
     keep_last_n_checkpoints: Positive | None = None
-    """Older checkpoints are deleted; unset: all stay."""
+    """Older checkpoints are deleted, except those of extra_save_iters; unset: all stay."""
 
 
 class Evaluation(Section):

@@ -2,6 +2,7 @@
 
 import itertools
 import logging
+import signal
 from collections.abc import Iterator
 from typing import Protocol, cast
 
@@ -50,16 +51,47 @@ def batches(
             "shorter (seq_length)"
         )
     loader = DataLoader(
-        cast(Dataset, samples),
+        cast(Dataset, _Readable(samples)),
         batch_sampler=_steps(count, micro_batch, rank, ranks, start, repeat),
         collate_fn=_stack,
         num_workers=num_workers,
         prefetch_factor=PREFETCH if num_workers else None,
         pin_memory=pin_memory,
+        worker_init_fn=_ignore_signals,
         # The loader draws a seed, which must not shift the run's random numbers.
         generator=torch.Generator(),
     )
-    return iter(loader)
+    # Workers start now, not with the first batch.
+    return _raising(iter(loader))
+
+
+def _raising(found: Iterator[Tensor | UserError]) -> Iterator[Tensor]:
+    for batch in found:
+        if isinstance(batch, UserError):
+            raise batch
+        yield batch
+
+
+class _Readable:
+    """Samples that give a UserError as a value: torch would add a worker's traceback to it."""
+
+    def __init__(self, samples: Indexable) -> None:
+        self.samples = samples
+
+    def __getitem__(self, index: int) -> NDArray[np.int64] | UserError:
+        try:
+            return self.samples[index]
+        except UserError as fault:
+            return fault
+
+
+def _ignore_signals(worker: int) -> None:
+    """Ctrl-C and a scheduler signal every process of a run; the training process must still save.
+
+    A worker ends with the training process.
+    """
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+        signal.signal(number, signal.SIG_IGN)
 
 
 def _steps(
@@ -78,5 +110,11 @@ def _steps(
         yield [index % count for index in range(mine, mine + micro_batch)]
 
 
-def _stack(samples: list[NDArray]) -> Tensor:
-    return torch.from_numpy(np.stack(samples)).long()
+def _stack(samples: list[NDArray | UserError]) -> Tensor | UserError:
+    """[batch, length + 1] int64, or the first fault."""
+    arrays = []
+    for sample in samples:
+        if isinstance(sample, UserError):
+            return sample
+        arrays.append(sample)
+    return torch.from_numpy(np.stack(arrays)).long()

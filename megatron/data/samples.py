@@ -45,6 +45,13 @@ class Samples:
             start = 0
         return sample
 
+    def documents_of(self, index: int) -> list[int]:
+        """The documents of a sample, by their numbers in the token file."""
+        first_token = int(self.maps.order[index]) * self.length
+        first, _ = self._place(first_token)
+        last, _ = self._place(first_token + self.length)
+        return [int(document) for document in self.maps.documents[first : last + 1]]
+
     def _place(self, token: int) -> tuple[int, int]:
         """Which entry of maps.documents holds that token of the stream, and where in it."""
         ends = self.maps.ends

@@ -13,7 +13,7 @@ import logging
 import os
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -93,16 +93,16 @@ def resume(trainer: Trainer, path: Path) -> None:
     trainer.restore_exact_positions()
 
 
-def keep_last(folder: Path, step: int, count: int | None) -> None:
+def keep_last(folder: Path, step: int, count: int | None, *, kept: Collection[int] = ()) -> None:
     """Keep `count` checkpoints: `step`, the one just written, and the newest before it.
 
-    count: None keeps all
+    count: None keeps all; kept: steps whose checkpoints stay and are not counted
     """
     if not count:
         return
-    earlier = [other for other in steps_in(folder) if other < step]
-    too_many = max(0, len(earlier) + 1 - count)
-    for old in earlier[:too_many]:
+    counted = [other for other in steps_in(folder) if other <= step and other not in kept]
+    too_many = max(0, len(counted) - count)
+    for old in counted[:too_many]:
         _remove(folder / f"global_step{old}")
 
 

@@ -56,12 +56,17 @@ class Metrics:
         kind: str,
         numbers: dict[str, Any],
         learned: dict[str, Tensor] | None = None,
+        details: dict[str, Any] | None = None,
     ) -> None:
-        """Write one record. kind: train or valid; learned: the encoding's parameters, per head."""
+        """Write one record.
+
+        kind: train, valid or skipped; learned: the encoding's parameters, per head;
+        details: plain data for metrics.jsonl alone
+        """
         learned = learned or {}
         numbers = {name: _finite(value) for name, value in numbers.items()}
         if self.path is not None:
-            record = {"step": step, "kind": kind, **numbers}
+            record = {"step": step, "kind": kind, **numbers, **(details or {})}
             tables = _small_tables(learned)
             if tables:
                 record["position"] = tables

@@ -2,18 +2,13 @@
 
 import logging
 import math
-import signal
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from megatron.config import Config
-from megatron.data.loader import batches
-from megatron.data.samples import build_split
 from megatron.data.tokens import TokenFile
 from megatron.errors import UserError
 from megatron.model import GPT, from_config
@@ -23,8 +18,10 @@ from megatron.parallel.threads import count_parameters, use_threads
 from megatron.training import checkpoint
 from megatron.training.folders import folders_of
 from megatron.training.metrics import Metrics, Progress
+from megatron.training.saves import is_saved
 from megatron.training.start import Start, starting_point
 from megatron.training.stop import Stop
+from megatron.training.text import Text, lost_worker
 from megatron.training.throughput import (
     Throughput,
     flops_per_token,
@@ -34,10 +31,13 @@ from megatron.training.throughput import (
 )
 from megatron.training.trainer import Trainer
 from megatron.training.vocabulary import check_vocabulary
+from megatron.training.watch import Watch
 
 logger = logging.getLogger(__name__)
 
 SHOWN = 4  # learned numbers of the encoding in a line of the console
+STATE_BYTES = 16  # of a parameter in a checkpoint, with the optimizer's state
+SLOW_DISK = 100e6  # bytes per second, until a save has been measured
 
 
 def train(config: Config, grid: Grid) -> Path | None:
@@ -75,15 +75,10 @@ class Run:
     ) -> None:
         self.config = config
         self.grid = grid
-        self.tokens = tokens
         self.facts = facts
         self.start = start
-
         training = config.training
         self.steps = training.train_iters
-        micro_batches = training.gradient_accumulation_steps * grid.ranks
-        self.windows_per_step = training.train_micro_batch_size_per_gpu * micro_batches
-        self.tokens_per_step = self.windows_per_step * config.model.seq_length
 
         peak = config.logging.peak_theoretical_tflops
         peak = peak or peak_tflops(grid.device, config.precision.dtype)
@@ -91,16 +86,17 @@ class Run:
         self.throughput = Throughput(linear, attention, peak)
 
         self.folder = Path(config.checkpoint.save) if config.checkpoint.save else None
-        self.windows = start.windows
-        self.train_windows = self._windows("train", config.model.seq_length, start.windows)
+        self.text = Text(config, grid, tokens, start.windows)
         self.validates = bool(training.eval_interval and training.eval_iters)
         if self.validates:
-            self._windows("valid", config.data.seq_length_val)
+            self.text.validation()
 
     def to_the_end(self, trainer: Trainer) -> Path | None:
         """Train up to train_iters with log lines, checkpoints and validations.
 
-        Returns the last checkpoint's folder. A signal ends the process after its step.
+        Returns the last checkpoint's folder, also where exit_interval or exit_duration ends the run
+        early. A signal ends the process with 128 + its number. UserError where a loss is not
+        finite, or where a process that reads samples is lost.
         """
         self._log_start(trainer)
         if self.start.step >= self.steps:
@@ -109,17 +105,33 @@ class Run:
         if self.start.path is not None:
             checkpoint.resume(trainer, self.start.path)
         metrics = self._metrics(trainer.step) if self.grid.first else None
-        with Stop(self.grid) as stop:
-            saved = self._steps(trainer, metrics, stop)
-        if metrics is not None:
-            metrics.close()
-        if trainer.step < self.steps:
+        try:
+            saved, stop = self._until_stopped(trainer, metrics)
+        except RuntimeError as fault:
+            raise lost_worker(fault) or fault from None
+        finally:
+            if metrics is not None:
+                metrics.close()
+        if stop.reason is not None and trainer.step < self.steps:
+            words, status = stop.reason
             logger.warning(
-                f"stopped at step {trainer.step} of {self.steps}, saved {saved};"
+                f"stopped at step {trainer.step} of {self.steps} ({words}), saved {saved};"
                 f" load={saved} continues it"
             )
-            sys.exit(128 + (stop.signal or signal.SIGTERM))
+            if status:
+                sys.exit(status)
         return saved
+
+    def _until_stopped(self, trainer: Trainer, metrics: Metrics | None) -> tuple[Path | None, Stop]:
+        whole, _ = trainer.parameter_counts()
+        stop = Stop(
+            self.grid,
+            steps=self.config.training.exit_interval,
+            minutes=self.config.training.exit_duration,
+            saving=whole * STATE_BYTES / SLOW_DISK,
+        )
+        with stop:
+            return self._steps(trainer, metrics, stop), stop
 
     def _log_start(self, trainer: Trainer) -> None:
         whole, position = trainer.parameter_counts()
@@ -135,78 +147,52 @@ class Run:
 
     def _steps(self, trainer: Trainer, metrics: Metrics | None, stop: Stop) -> Path | None:
         config = self.config
-        saved = None
         progress = Progress(trainer.step, self.steps)
+        watch = Watch(
+            config,
+            self.grid,
+            self.text,
+            metrics,
+            pending=self.start.pending,
+            skipped=self.start.skipped,
+        )
+        saved = None
+        if self.start.path is None and is_saved(0, config.checkpoint):
+            saved = self._save(trainer, watch, progress, stop)
         peak_memory(self.grid.device)  # so that the first line's peak leaves out the engine's start
-        losses = [torch.tensor(loss, device=self.grid.device) for loss in self.start.pending]
         while trainer.step < self.steps:
-            result = trainer.train_step(self._micro_batches())
-            self.windows += self.windows_per_step
-            losses.append(result.pop("loss"))
-
+            used = self.text.used
+            result = trainer.train_step(self.text.next_step())
             step = trainer.step
-            stops = stop.wanted(step)
+            watch.add(step, used, result)
+
+            stops = step < self.steps and stop.wanted(step)
             last = stops or step == self.steps
-            saves = last or _divides(config.checkpoint.save_interval, step)
-            saves = saves and self.folder is not None
             logs = last or _divides(config.logging.log_interval, step)
             validates = last or _divides(config.training.eval_interval, step)
+            validates = validates and self.validates and not stops
+            saves = last or is_saved(step, config.checkpoint)
 
-            if logs or saves:
-                # Only now do the ranks wait for each other, and the host for the device.
-                losses = list(self.grid.mean(torch.stack(losses)))
-                _check_finite(losses, step)
+            if logs or validates or saves:
+                watch.check()
             if logs:
-                loss = torch.stack(losses).mean().item()
-                self._log(trainer, loss, result, progress, metrics)
-                losses.clear()
-            if saves:
+                self._log(trainer, watch.take_mean(), result, progress, metrics)
+            if validates:
+                # Before the checkpoint: after a validation that is not finite none is written.
                 with progress.paused():
-                    saved = self._save(trainer, losses)
+                    self._validate(trainer, metrics, stop)
+                stops = stop.reason is not None
+            if saves or stops:
+                saved = self._save(trainer, watch, progress, stop)
             if stops:
                 break
-            if self.validates and validates:
-                with progress.paused():
-                    self._validate(trainer, metrics)
         return saved
-
-    def _micro_batches(self) -> list[Tensor]:
-        """The next step's batches of this rank: [micro_batch, length + 1] each."""
-        count = self.config.training.gradient_accumulation_steps
-        return [next(self.train_windows) for _ in range(count)]
 
     def _metrics(self, step: int) -> Metrics:
         log_dir = self.config.logging.log_dir
         folder = Path(log_dir) if log_dir else self.folder
         resumed_at = step if self.start.path else None
         return Metrics(folder, self.config.logging, self.config.flat(), resumed_at=resumed_at)
-
-    def _windows(self, part: str, length: int, used: int = 0) -> Iterator[Tensor]:
-        """Batches [micro_batch, length + 1] of a part, after `used` windows of all ranks."""
-        training = self.config.training
-        micro_batch = training.train_micro_batch_size_per_gpu
-        if part == "train":
-            num_samples = self.steps * self.windows_per_step
-        else:
-            num_samples = training.eval_iters * micro_batch * self.grid.ranks
-        samples = build_split(
-            self.tokens,
-            split=self.config.data.split,
-            part=part,
-            length=length,
-            seed=training.seed,
-            num_samples=num_samples,
-        )
-        return batches(
-            samples,
-            micro_batch,
-            rank=self.grid.rank,
-            ranks=self.grid.ranks,
-            start=used,
-            repeat=True,
-            num_workers=self.config.data.num_workers,
-            pin_memory=self.grid.device.type == "cuda",
-        )
 
     def _log(
         self,
@@ -221,7 +207,8 @@ class Run:
             return
         step = trainer.step
         seconds = progress.advance(step)
-        tokens_per_second = self.tokens_per_step / seconds
+        length = self.config.model.seq_length
+        tokens_per_second = self.text.windows_per_step * length / seconds
         speed = self.throughput.numbers(tokens_per_second / self.grid.ranks)
         norm = None
         if self.config.logging.log_grad_norm and result["grad_norm"] is not None:
@@ -236,7 +223,7 @@ class Run:
             "seconds_per_step": seconds,
             **speed,
             "peak_memory_gib": memory,
-            "tokens": self.windows * self.config.model.seq_length,
+            "tokens": self.text.used * length,
         }
         metrics.log(step, "train", numbers, learned)
 
@@ -249,10 +236,18 @@ class Run:
             words.append(f"{name} {value.mean():.3f}")
         logger.info("  ".join(words))
 
-    def _validate(self, trainer: Trainer, metrics: Metrics | None) -> None:
+    def _validate(self, trainer: Trainer, metrics: Metrics | None, stop: Stop) -> None:
+        """Measure and log the validation loss, unless a reason to stop comes up meanwhile."""
         length = self.config.data.seq_length_val
         count = self.config.training.eval_iters
-        loss = trainer.validate(self._windows("valid", length), count)
+        loss = trainer.validate(self.text.validation(), count, stops=stop.wanted)
+        if loss is None:
+            return
+        if not math.isfinite(loss):
+            raise UserError(
+                f"validation: its loss is {loss} at step {trainer.step}, no checkpoint of this step"
+                " is written - continue from an earlier one with a lower optimizer.params.lr"
+            )
         if metrics is None:
             return
         perplexity = math.exp(min(loss, 700.0))
@@ -263,21 +258,27 @@ class Run:
             f" perplexity {perplexity:.3f} at length {length}"
         )
 
-    def _save(self, trainer: Trainer, losses: list[Tensor]) -> Path:
-        """Write a checkpoint; `losses` are those not yet logged."""
-        assert self.folder is not None
+    def _save(self, trainer: Trainer, watch: Watch, progress: Progress, stop: Stop) -> Path | None:
+        """Write a checkpoint and return its folder; None where the run has no folder."""
+        if self.folder is None:
+            return None
         facts = self.facts | {
-            "windows": self.windows,
-            "windows_per_step": self.windows_per_step,
+            "windows": self.text.used,
+            "windows_per_step": self.text.windows_per_step,
             "ranks": self.grid.ranks,
             "threads": torch.get_num_threads(),
-            "pending_losses": [loss.item() for loss in losses],
+            "pending_losses": watch.pending(),
+            "skipped": watch.skipped,
         }
-        saved = checkpoint.save(trainer, self.folder, facts)
-        if self.grid.first:
-            count = self.config.checkpoint.keep_last_n_checkpoints
-            checkpoint.keep_last(self.folder, trainer.step, count)
-            logger.info("saved %s", saved)
+        settings = self.config.checkpoint
+        with progress.paused(), stop.saving():
+            saved = checkpoint.save(trainer, self.folder, facts)
+            if self.grid.first:
+                count = settings.keep_last_n_checkpoints
+                checkpoint.keep_last(
+                    self.folder, trainer.step, count, kept=settings.extra_save_iters
+                )
+                logger.info("saved %s", saved)
         return saved
 
 
@@ -289,13 +290,3 @@ def _check_validation_length(model: GPT, config: Config) -> None:
 
 def _divides(interval: int, step: int) -> bool:
     return bool(interval) and step % interval == 0
-
-
-def _check_finite(losses: list[Tensor], step: int) -> None:
-    """Stop before NaN weights replace a good checkpoint."""
-    if not losses:
-        return
-    stacked = torch.stack(losses)
-    if not stacked.isfinite().all():
-        cure = "lower optimizer.params.lr, raise warmup, or use precision: fp32"
-        raise UserError(f"loss: {stacked.mean().item()} by step {step} - {cure}")

@@ -15,7 +15,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Start:
-    """step, windows used so far, losses not yet logged, and the checkpoint's folder.
+    """step, windows used so far, losses not yet logged, steps skipped, and the checkpoint's folder.
 
     path: None for a new run
     threads: of the CPU that computed before; None where that is unknown
@@ -26,6 +26,7 @@ class Start:
     pending: tuple[float, ...] = ()
     path: Path | None = None
     threads: int | None = None
+    skipped: int = 0
 
 
 def starting_point(config: Config, facts: dict[str, Any], grid: Grid) -> Start:
@@ -47,7 +48,14 @@ def starting_point(config: Config, facts: dict[str, Any], grid: Grid) -> Start:
     if meta["step"] < config.training.train_iters:
         checkpoint.check_engine_state(path)
     pending_losses = tuple(meta["pending_losses"])
-    return Start(meta["step"], meta["windows"], pending_losses, path, meta.get("threads"))
+    return Start(
+        step=meta["step"],
+        windows=meta["windows"],
+        pending=pending_losses,
+        path=path,
+        threads=meta.get("threads"),
+        skipped=meta.get("skipped", 0),
+    )
 
 
 def _check_nothing_lost(save: Path, path: Path | None) -> None:

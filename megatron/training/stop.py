@@ -1,26 +1,62 @@
-"""Ctrl-C and SIGTERM (a scheduler stops the job) end a run after its step, with a checkpoint."""
+"""What ends a run before its last step: signals, a set duration, and the end of a Slurm job."""
 
 import logging
+import os
 import signal
 import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import FrameType
-from typing import Self
+from typing import NamedTuple, Self
 
-import torch
+import psutil
 
 from megatron.parallel.grid import Grid
 
 logger = logging.getLogger(__name__)
 
-SIGNALS = (signal.SIGTERM, signal.SIGINT)
-EVERY = 10  # steps between two exchanges with the other ranks
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+APART = 2.0  # seconds between two exchanges with the other ranks
+MOST = 100  # ticks between two exchanges, in case later ones take longer
+ONE_SIGNAL = 1.0  # seconds in which a terminal and a launcher may both deliver one ctrl-C
+RESERVE = 5.0  # seconds that a stop takes besides steps and saving
+SLURM_END = "SLURM_JOB_END_TIME"  # set by Slurm: seconds since 1970
+
+
+class Reason(NamedTuple):
+    """Why a run ends early, in words, and its exit status."""
+
+    words: str
+    status: int
 
 
 class Stop:
-    """Inside this block the first signal is only recorded; a second one acts as always."""
+    """Inside this block signals are recorded, and all ranks agree when to stop.
 
-    def __init__(self, grid: Grid) -> None:
-        self.grid, self.signal = grid, 0
+    A second ctrl-C, a second after the first signal or later, interrupts at once. Other signals
+    that follow the first change nothing: schedulers and launchers send several, and the checkpoint
+    is being written.
+
+    steps: whose multiples end the run; 0: none
+    minutes: of the process's life after which it stops; None: no limit
+    saving: seconds that a checkpoint is expected to take, until one has been measured
+    """
+
+    def __init__(
+        self, grid: Grid, *, steps: int = 0, minutes: float | None = None, saving: float = 0.0
+    ) -> None:
+        self.grid, self.steps = grid, steps
+        self.reason: Reason | None = None
+        self.signal, self.signalled_at = 0, 0.0
+        self.minutes = minutes
+        self.started = psutil.Process().create_time()
+        self.job_end = _end_of_slurm_job()
+        self.saving_seconds = saving
+        self.measured = False
+        self.ticks = self.last_tick = 0
+        self.next_tick = 1
+        self.moment = time.monotonic()
 
     def __enter__(self) -> Self:
         self.before = {}
@@ -32,17 +68,87 @@ class Stop:
         for number, handler in self.before.items():
             signal.signal(number, handler)
 
-    def wanted(self, step: int) -> bool:
-        """Whether any rank got a signal: all ranks get the same answer at the same step."""
-        if self.grid.ranks == 1:
-            return bool(self.signal)
-        if step % EVERY:
+    def wanted(self, step: int = 0) -> bool:
+        """Whether any rank has a reason to stop; `reason` says it.
+
+        step: the one that has ended, 0 within a validation
+        All ranks call this equally often, after each step and each batch of a validation, and get
+        the same answers. They exchange their reasons at a call on which they have agreed in the
+        exchange before, about two seconds after it.
+        """
+        self.ticks += 1
+        if self.reason is not None:
+            return True
+        if step and self.steps and step % self.steps == 0:
+            self.reason = Reason(f"exit_interval: {self.steps}", 0)
+            return True
+        alone = self.grid.ranks == 1
+        if self.ticks < self.next_tick and not (alone and self.signal):
             return False
-        signal_number = torch.tensor(float(self.signal), device=self.grid.device)
-        return bool(self.grid.mean(signal_number) > 0)
+        now = time.monotonic()
+        seconds = (now - self.moment) / (self.ticks - self.last_tick)
+        everyone = self.grid.gather((self._own_reason(seconds), seconds))
+        reasons = [reason for reason, _ in everyone if reason is not None]
+        slowest = max(seconds for _, seconds in everyone)
+        ticks_apart = min(MOST, max(1, int(APART / max(slowest, 1e-6))))
+        self.next_tick = self.ticks + ticks_apart
+        self.last_tick, self.moment = self.ticks, now
+        if reasons:
+            self.reason = Reason(*reasons[0])
+        return self.reason is not None
+
+    @contextmanager
+    def saving(self) -> Iterator[None]:
+        """A checkpoint is written: measured for the next one, and no part of a step's time."""
+        before = time.monotonic()
+        yield
+        seconds = time.monotonic() - before
+        longest = self.saving_seconds if self.measured else 0.0
+        self.saving_seconds, self.measured = max(longest, seconds), True
+        self.moment += seconds
+
+    def _own_reason(self, seconds: float) -> tuple[str, int] | None:
+        """This rank's reason; plain data, because ranks exchange it.
+
+        seconds: of a step
+        """
+        if self.signal:
+            return signal.Signals(self.signal).name, 128 + self.signal
+        now = time.time()
+        if self.minutes is not None and now - self.started > 60 * self.minutes:
+            return f"exit_duration: {self.minutes:g}", 0
+        if self.job_end is not None:
+            margin = APART + 2 * seconds + 1.5 * self.saving_seconds + RESERVE
+            if now + margin > self.job_end:
+                # As if the signal had come that Slurm sends then: the run is not complete.
+                return "the end of the Slurm job", 128 + signal.SIGTERM
+        return None
 
     def _record(self, number: int, frame: FrameType | None) -> None:
-        self.signal = number
-        logger.warning("%s: stopping after this step", signal.Signals(number).name)
-        for known, handler in self.before.items():
-            signal.signal(known, handler)
+        now = time.monotonic()
+        name = signal.Signals(number).name
+        if not self.signal:
+            self.signal, self.signalled_at = number, now
+            logger.warning("%s: stopping after this step", name)
+        elif number != signal.SIGINT:
+            logger.warning("%s: already stopping; ctrl-C or SIGKILL ends without saving", name)
+        elif now - self.signalled_at > ONE_SIGNAL:
+            raise KeyboardInterrupt
+
+
+def _end_of_slurm_job() -> float | None:
+    """Seconds since 1970 at which Slurm ends this job; None where that is unknown or past."""
+    text = os.environ.get(SLURM_END)
+    if not text:
+        return None
+    try:
+        end = float(text)
+    except ValueError:
+        logger.warning("%s: %r is no time and is ignored", SLURM_END, text)
+        return None
+    minutes = (end - time.time()) / 60
+    if minutes <= 0:
+        logger.warning("%s: %s is past and is ignored", SLURM_END, text)
+        return None
+    logger.info("Slurm ends this job in %.0f minutes: the run is saved and stops before", minutes)
+    return end

@@ -3,7 +3,7 @@
 import gc
 import logging
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, redirect_stdout
 from io import StringIO
 from typing import Any, cast
@@ -23,6 +23,8 @@ from megatron.training.schedule import learning_rate
 
 SMALL = 4096
 """Numbers of a parameter that is kept exact in half precision: kernels, not learned positions."""
+SMALLEST_SCALE = "loss scale already at minimum"
+"""In DeepSpeed's message when fp16 gradients overflow at the smallest scale."""
 
 
 class Trainer:
@@ -33,6 +35,7 @@ class Trainer:
             raise UserError("precision: fp16 needs a CUDA device - use bf16 or fp32 on the CPU")
         self.config, self.grid = config, grid
         self.step = 0
+        self.skips = config.training.skip_nonfinite > 0
         model.to(grid.device)
         if config.training.torch_compile:
             compile_layers(model, grid.device)
@@ -57,7 +60,8 @@ class Trainer:
     def train_step(self, micro_batches: list[Tensor]) -> dict[str, Any]:
         """One optimizer step over gradient_accumulation_steps batches [micro_batch, length + 1].
 
-        Returns loss, lr and grad_norm.
+        Returns loss, lr, grad_norm, and skipped: whether nothing changed, because the loss or the
+        gradient of some rank is not finite and skip_nonfinite allows it. All ranks skip together.
         """
         self.engine.train()
         self._seed_step()
@@ -68,17 +72,59 @@ class Trainer:
         norm = None
         for batch in micro_batches:
             loss = self.losses(batch, mean=True)
-            self.engine.backward(loss)
+            total += loss.detach() / len(micro_batches)
+            self.engine.backward(_spoiled_if_not_finite(loss) if self.skips else loss)
             last_batch = self.engine.is_gradient_accumulation_boundary()
             if last_batch and not self.engine.zero_optimization():
                 norm = _gradient_norm(self.model)
-            self.engine.step()
-            total += loss.detach() / len(micro_batches)
+            if last_batch and norm is not None and self.skips and not norm.isfinite():
+                self._skip_without_zero()
+            else:
+                self._engine_step()
         self.step += 1
         self.restore_exact_positions()
         if norm is None:
             norm = self.engine.get_global_grad_norm()
-        return {"loss": total, "lr": lr, "grad_norm": norm}
+        skipped = self.skips and self._has_skipped(total, norm)
+        return {"loss": total, "lr": lr, "grad_norm": norm, "skipped": skipped}
+
+    def _engine_step(self) -> None:
+        """DeepSpeed's step; UserError where fp16 has no smaller loss scale."""
+        try:
+            self.engine.step()
+        except Exception as fault:  # DeepSpeed raises no narrower kind
+            if SMALLEST_SCALE not in str(fault):
+                raise
+            raise UserError(
+                f"fp16: the gradient at step {self.step + 1} is not finite at the smallest loss"
+                " scale - lower optimizer.params.lr, raise warmup, or use precision: bf16"
+            ) from None
+
+    def _skip_without_zero(self) -> None:
+        """Let the engine count a step in which its optimizer finds no gradients."""
+        optimizer = self.engine.optimizer
+        groups = optimizer.param_groups
+        before = [dict(group) for group in groups]
+        # Not earlier: DeepSpeed's clipping needs gradients.
+        hook = optimizer.register_step_pre_hook(lambda *_: self.engine.zero_grad())
+        self._engine_step()
+        hook.remove()
+        for group, values in zip(groups, before, strict=True):
+            group.update(values)  # apex counts its steps here
+
+    def _has_skipped(self, loss: Tensor, norm: Tensor | float | None) -> bool:
+        """Whether this step was skipped, for the loss or the gradient and not for the loss scale.
+
+        From ZeRO stage 1 on the engine itself skips a step whose gradient is not finite.
+        """
+        if not self.engine.zero_optimization():
+            assert isinstance(norm, Tensor)
+            return not norm.isfinite().item()
+        if not self.engine.optimizer.overflow:
+            return False
+        if self.config.precision.dtype != "fp16":
+            return True
+        return not self.grid.mean(loss).isfinite().item()
 
     def _seed_step(self) -> None:
         """Seed this step by configuration, step and rank alone: a resumed run draws the same."""
@@ -94,8 +140,13 @@ class Trainer:
         return self.engine(ids[:, :-1], labels=ids[:, 1:], mean=mean)
 
     @torch.no_grad()
-    def validate(self, windows: Iterator[Tensor], count: int) -> float:
-        """Mean loss over `count` batches of windows [micro_batch, length + 1], over all ranks."""
+    def validate(
+        self, windows: Iterator[Tensor], count: int, *, stops: Callable[[], bool] = lambda: False
+    ) -> float | None:
+        """Mean loss over `count` batches of windows [micro_batch, length + 1], over all ranks.
+
+        stops: asked after each batch; None is returned where it says so
+        """
         self.engine.eval()
         total = torch.zeros((), dtype=torch.float64, device=self.grid.device)
         for _ in range(count):
@@ -108,6 +159,8 @@ class Trainer:
                 sums.append(self.losses(part).double().sum())
             tokens = len(batch) * length
             total += torch.stack(sums).sum() / tokens
+            if stops():
+                return None
         return self.grid.mean(total / count).item()
 
     def restore_exact_positions(self) -> None:
@@ -139,6 +192,16 @@ class Trainer:
 def _count(parameter: Tensor) -> int:
     """Numbers of a parameter, also of one that ZeRO 3 has taken apart."""
     return getattr(parameter, "ds_numel", parameter.numel())
+
+
+def _spoiled_if_not_finite(loss: Tensor) -> Tensor:
+    """The same loss; where it is not finite, its gradient is NaN.
+
+    An infinite loss may have finite gradients. A NaN reaches every rank with the gradients, so all
+    of them skip without another exchange.
+    """
+    factor = torch.where(loss.detach().isfinite(), 1.0, torch.nan)
+    return loss * factor
 
 
 def _gradient_norm(model: torch.nn.Module) -> Tensor:

@@ -112,7 +112,7 @@ def test_weights_that_are_no_numbers_never_replace_good_ones(grid, corpus, tmp_p
         "log_interval=50",
         "save_interval=1",
     ]
-    with pytest.raises(UserError, match=r"loss: nan by step \d+ - lower optimizer.params.lr"):
+    with pytest.raises(UserError, match=r"loss: nan at step \d+ - lower optimizer.params.lr"):
         train(
             settings(corpus, tmp_path, *broken, "keep_last_n_checkpoints=1", "train_iters=40"), grid
         )
@@ -129,7 +129,7 @@ def test_a_loss_that_is_not_a_number_stops_the_run(grid, corpus, tmp_path):
         "warmup=0",
         "lr_decay_style=constant",
     )
-    with pytest.raises(UserError, match=r"loss: nan by step \d+ - lower optimizer.params.lr"):
+    with pytest.raises(UserError, match=r"loss: nan at step \d+ - lower optimizer.params.lr"):
         train(config, grid)
 
 
@@ -155,7 +155,7 @@ def test_a_signal_ends_a_run_after_its_step_with_a_checkpoint_to_continue_from(c
     rest = process.stderr.read()
     assert process.wait(timeout=60) == 128 + signal.SIGTERM
     stopped = re.search(
-        r"stopped at step (\d+) of 100000, saved (\S+); load=\S+ continues it", rest
+        r"stopped at step (\d+) of 100000 \(SIGTERM\), saved (\S+); load=\S+ continues it", rest
     )
     assert stopped, rest
     assert checkpoint.latest_step(tmp_path) == int(stopped[1])
@@ -178,6 +178,6 @@ def test_ctrl_c_ends_a_run_after_its_step_with_a_checkpoint_too(
         train(settings(corpus, tmp_path, "train_iters=100"), grid)
     assert ended.value.code == 128 + signal.SIGINT
     assert "SIGINT: stopping after this step" in caplog.messages
-    stopped = f"stopped at step 3 of 100, saved {tmp_path}/global_step3; load="
+    stopped = f"stopped at step 3 of 100 (SIGINT), saved {tmp_path}/global_step3; load="
     assert caplog.messages[-1].startswith(stopped)
     assert checkpoint.latest_step(tmp_path) == max(records(tmp_path)) == 3
