@@ -15,6 +15,7 @@ from megatron.data.corpora import CORPORA, Corpus, named
 from megatron.data.prepare import TokenizerChoice, prepare
 from megatron.data.readers import READERS, Files
 from megatron.data.tokenizer import KINDS
+from megatron.data.tokens import verify
 from megatron.errors import UserError
 from megatron.last_resort import guarded
 
@@ -31,6 +32,8 @@ def run(words: Sequence[str]) -> str:
     Raises UserError for what the user can mend.
     """
     options = _parser().parse_args([_dashed(word) for word in words])
+    if options.verify:
+        return verify(options.verify)
     if options.workers is not None:
         _limit_workers(options.workers)
     choice = _choice(options)
@@ -134,5 +137,10 @@ def _parser() -> argparse.ArgumentParser:
         help=f"entries of the BPE trained where no file is given (default: {size})",
     )
     add("--workers", type=int, help="threads that encode (default: all cores)")
+    add(
+        "--verify",
+        metavar="PREFIX",
+        help="prepare nothing: compare these token files with their sha256 and their vocabulary",
+    )
     add("--overwrite", action="store_true", help="replace an earlier corpus of this name")
     return parser

@@ -3,16 +3,19 @@
 import hashlib
 import logging
 import shutil
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
+from megatron.data.stored import Stored
 from megatron.data.tokens import TokenFile
 from megatron.files import folder_beside
 
 log = logging.getLogger(__name__)
+PIECE = 1 << 20  # documents that are checked at a time
+ARRAYS = ("documents", "ends", "order")
 FORMAT = 1  # part of the cache's name: raise it when the maps below change
 
 
@@ -34,7 +37,7 @@ class Plan:
 
 @dataclass(frozen=True)
 class IndexMaps:
-    """Three arrays.
+    """Three arrays, and the files that they are mapped from.
 
     documents: [epochs * documents] int32, in the order in which they are read;
     ends: [epochs * documents] int64, tokens up to the end of each;
@@ -44,6 +47,12 @@ class IndexMaps:
     documents: NDArray
     ends: NDArray
     order: NDArray
+    stored: tuple[Stored, ...] = ()
+
+    def check(self) -> None:
+        """Raise UserError where a file of the maps was cut or lengthened since it was mapped."""
+        for file in self.stored:
+            file.check()
 
 
 def index_maps(tokens: TokenFile, plan: Plan, *, cache: bool = True) -> IndexMaps:
@@ -57,14 +66,14 @@ def index_maps(tokens: TokenFile, plan: Plan, *, cache: bool = True) -> IndexMap
     home = tokens.prefix.with_name(tokens.prefix.name + "_index_maps")
     folder = home / _fingerprint(tokens, plan)
     damaged = folder.is_dir()
-    if kept := _load(folder, plan):
+    if kept := _load(folder, plan, tokens.sizes):
         return kept
     maps = build_maps(tokens.sizes, plan)
     if damaged:
         shutil.rmtree(folder, ignore_errors=True)
     _save(folder, maps)
     # Mapped, so that the ranks of a machine share the memory.
-    return _load(folder, plan) or maps
+    return _load(folder, plan, tokens.sizes) or maps
 
 
 def build_maps(sizes: NDArray, plan: Plan) -> IndexMaps:
@@ -90,14 +99,15 @@ def _fingerprint(tokens: TokenFile, plan: Plan) -> str:
     return hashlib.sha256(facts + hashlib.sha256(part.tobytes()).digest()).hexdigest()[:16]
 
 
-def _load(folder: Path, plan: Plan) -> IndexMaps | None:
+def _load(folder: Path, plan: Plan, sizes: NDArray) -> IndexMaps | None:
     """The maps in a folder, or None where there are none or not whole ones."""
     if not folder.is_dir():
         return None
     try:
-        arrays = {field.name: _mapped(folder, field.name) for field in fields(IndexMaps)}
-        maps = IndexMaps(**arrays)
-        if _whole(maps, plan):
+        arrays = {name: _mapped(folder, name) for name in ARRAYS}
+        stored = tuple(Stored(folder / f"{name}.npy") for name in ARRAYS)
+        maps = IndexMaps(**arrays, stored=stored)
+        if _whole(maps, plan) and _ends_are_right(maps, sizes):
             return maps
         reason = "their contents are not what they should be"
     except (OSError, ValueError, EOFError) as error:
@@ -128,6 +138,20 @@ def _whole(maps: IndexMaps, plan: Plan) -> bool:
     return documents == all_documents and samples == all_samples
 
 
+def _ends_are_right(maps: IndexMaps, sizes: NDArray) -> bool:
+    """Whether `ends` is where the documents end, of `sizes` [all documents]; piece by piece."""
+    before = 0
+    for first in range(0, len(maps.documents), PIECE):
+        documents = maps.documents[first : first + PIECE]
+        if documents.min() < 0 or documents.max() >= len(sizes):
+            return False
+        ends = before + np.cumsum(sizes[documents], dtype=np.int64)
+        if not np.array_equal(ends, maps.ends[first : first + PIECE]):
+            return False
+        before = int(ends[-1])
+    return True
+
+
 def _sum_of(numbers: range) -> int:
     """first + … + last, without a loop."""
     return (numbers.start + numbers.stop - 1) * len(numbers) // 2
@@ -137,9 +161,8 @@ def _save(folder: Path, maps: IndexMaps) -> None:
     """Keep the maps: the whole folder at once, since several ranks may build at the same time."""
     try:
         with folder_beside(folder) as temporary:  # fails where another rank was first
-            for field in fields(IndexMaps):
-                path = temporary / f"{field.name}.npy"
-                np.save(path, getattr(maps, field.name), allow_pickle=False)
+            for name in ARRAYS:
+                np.save(temporary / f"{name}.npy", getattr(maps, name), allow_pickle=False)
     except OSError as error:
         if not folder.is_dir():
             log.warning("index maps are not kept, every start builds them anew: %s", error)

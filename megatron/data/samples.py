@@ -33,6 +33,7 @@ class Samples:
         """[length + 1] int64."""
         if not 0 <= index < len(self):
             raise IndexError(f"sample {index} of {len(self)}")
+        self.maps.check()
         entry, start = self._place(int(self.maps.order[index]) * self.length)
         sample = np.empty(self.length + 1, dtype=np.int64)
         filled = 0

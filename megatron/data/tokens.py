@@ -1,6 +1,8 @@
 """Token files in GPT-NeoX's mapped format: PREFIX.bin (ids), .idx (documents), .json (meta)."""
 
+import hashlib
 import json
+import os
 import struct
 from array import array
 from collections.abc import Sequence
@@ -12,6 +14,8 @@ from typing import Any, Self
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
+from megatron.data.sidecar import check_sha256, read_sidecar, vocab_of
+from megatron.data.stored import REMAKE, Stored, sha256_of
 from megatron.data.tokenizer import Tokenizer
 from megatron.errors import UserError
 from megatron.files import Together
@@ -28,8 +32,10 @@ DTYPES: dict[int, np.dtype] = {
     5: np.dtype(np.int64),
     8: np.dtype(np.uint16),
 }
-REMAKE = "copy both files again, or make them anew with prepare_data.py"
-PROBE = 1 << 22  # ids that are checked against the vocabulary, from the file's start
+PROBE = 1 << 22  # ids that are checked at the start of a run; others, when they are read
+HASHED = (".bin", ".idx")
+LONGEST = 2**31 - 1  # tokens of a document
+QUICK = 1 << 24  # bytes of a file that is compared with its sha256 whenever it is opened
 
 
 def dtype_for(vocab_size: int) -> np.dtype:
@@ -38,9 +44,9 @@ def dtype_for(vocab_size: int) -> np.dtype:
 
 
 class TokenFile:
-    """Documents of token ids, memory-mapped.
+    """Documents of token ids, read from the disk as they are asked for.
 
-    sizes: tokens of each document, [documents] int32; tokens: their sum;
+    sizes: tokens of each document, [documents] int32, mapped; tokens: their sum;
     meta: the contents of PREFIX.json, {} where there is none
     """
 
@@ -50,47 +56,77 @@ class TokenFile:
         dtype: np.dtype,
         sizes: NDArray,
         pointers: NDArray,
-        ids: NDArray,
+        stored: tuple[Stored, Stored],
         meta: dict[str, Any],
+        vocab: int | None = None,
     ):
         self.prefix = prefix
         self.dtype = dtype
         self.sizes = sizes
         self.meta = meta
-        self.tokens = len(ids)
+        self._bin, self._index = stored
+        self.tokens = self._bin.size // dtype.itemsize
         self._pointers = pointers  # byte offset of each document
-        self._ids = ids
+        # Ids are compared as unsigned numbers: a negative one is then too large.
+        self._unsigned = np.dtype(f"u{dtype.itemsize}")
+        self._vocab = min(np.iinfo(dtype).max + 1, vocab or vocab_of(meta))
 
     @classmethod
-    def open(cls, prefix: str | Path) -> Self:
-        """Map PREFIX.bin and PREFIX.idx.
+    def open(cls, prefix: str | Path, *, vocab: int | None = None) -> Self:
+        """Open PREFIX.bin and PREFIX.idx.
 
-        Raises UserError where they are missing, damaged or do not belong together.
+        vocab: ids from here on are refused when they are read; None: PREFIX.json says so
+        Raises UserError where they are missing, damaged or do not belong together. Small files are
+        compared with the sha256 in PREFIX.json, `verify` does it with any.
         """
         prefix = _checked_prefix(prefix)
-        dtype, sizes, pointers = _read_index(_with(prefix, ".idx"))
+        index = Stored(_with(prefix, ".idx"))
+        dtype, sizes, pointers = _read_index(index.path)
         path = _with(prefix, ".bin")
         _check_extent(path, dtype, sizes, pointers)
-        ids = np.memmap(path, dtype=dtype, mode="r").view(np.ndarray)
-        meta = _read_sidecar(prefix, len(sizes), len(ids))
-        return cls(prefix, dtype, sizes, pointers, ids, meta)
+        stored = Stored(path)
+        meta = read_sidecar(_with(prefix, ".json"), len(sizes), stored.size // dtype.itemsize)
+        for file in (stored, index):
+            if file.size <= QUICK:
+                check_sha256(file.path, meta)
+        return cls(prefix, dtype, sizes, pointers, (stored, index), meta, vocab)
 
     def __len__(self) -> int:
         return len(self.sizes)
 
     def __reduce__(self) -> tuple:
-        # A worker process maps the files itself: pickling a memmap would copy all of it.
-        return type(self).open, (self.prefix,)
+        # A worker process opens the files itself: pickling a memmap would copy all of it.
+        return _opened_again, (type(self), self.prefix, self._vocab)
 
     def read(self, document: int, start: int = 0, count: int | None = None) -> NDArray:
-        """Up to `count` ids of a document from `start` on: a view [count] in the file's dtype.
+        """Up to `count` ids of a document from `start` on: [count] in the file's dtype.
 
-        It is shorter where the document ends before.
+        It is shorter where the document ends before. Raises UserError for an id beyond the
+        vocabulary, and where the files are cut or gone since they were opened.
         """
+        self._index.check()
         size = int(self.sizes[document])
         stop = size if count is None else min(size, start + count)
-        first = int(self._pointers[document]) // self.dtype.itemsize
-        return self._ids[first + start : first + stop]
+        if stop <= start:
+            return np.empty(0, dtype=self.dtype)
+        width = self.dtype.itemsize
+        content = self._bin.read(
+            int(self._pointers[document]) + start * width, (stop - start) * width
+        )
+        ids = np.frombuffer(content, dtype=self.dtype)
+        self._check_ids(ids, f"document {document}", self._vocab)
+        return ids
+
+    def _check_ids(self, ids: NDArray, where: str, vocab: int) -> None:
+        if int(ids.view(self._unsigned).max()) < vocab:
+            return
+        highest, lowest = int(ids.max()), int(ids.min())
+        misfit = lowest if lowest < 0 else highest
+        raise UserError(
+            f"{self._bin.path}: {where} holds token {misfit}, but the vocabulary ends at"
+            f" {vocab - 1} - the file is damaged or was prepared with another tokenizer:"
+            f" {REMAKE}"
+        )
 
     def check_tokenizer(self, tokenizer: Tokenizer) -> None:
         """Raise UserError unless that tokenizer can have written these ids.
@@ -107,13 +143,34 @@ class TokenFile:
                 f"{tokenizer.vocab_size} - give the tokenizer_type, vocab_file and merge_file "
                 "of the data"
             )
-        highest = int(self._ids[:PROBE].max())
+        self._vocab = min(self._vocab, tokenizer.vocab_size)
+        first = min(PROBE, self.tokens)
+        content = self._bin.read(0, first * self.dtype.itemsize)
+        highest = int(np.frombuffer(content, dtype=self.dtype).max())
         if highest >= tokenizer.vocab_size:
             raise UserError(
                 f"{self.prefix}: holds token {highest}, but the vocabulary of {tokenizer.name} "
                 f"ends at {tokenizer.vocab_size - 1} - give the tokenizer that the data was "
                 "prepared with"
             )
+
+
+def _opened_again(kind: type[TokenFile], prefix: Path, vocab: int) -> TokenFile:
+    return kind.open(prefix, vocab=vocab)
+
+
+def verify(prefix: str | Path) -> str:
+    """Compare both files with PREFIX.json and every id with the vocabulary; one line of summary.
+
+    Raises UserError for the first fault.
+    """
+    tokens = TokenFile.open(prefix)
+    for document in range(len(tokens)):
+        tokens.read(document)
+    paths = [_with(tokens.prefix, suffix) for suffix in HASHED]
+    checked = [check_sha256(path, tokens.meta) for path in paths]
+    how = "sha256 and vocabulary" if all(checked) else "vocabulary; PREFIX.json has no sha256"
+    return f"{tokens.prefix}: {len(tokens):,} documents, {tokens.tokens:,} tokens are whole ({how})"
 
 
 class TokenWriter:
@@ -138,6 +195,8 @@ class TokenWriter:
         self.tokens = 0
         self._code = self._dtype_code()
         self._sizes = array("i")  # four bytes a document: there may be many millions
+        self._pending = 0  # ids of the document that is being written
+        self._digest = hashlib.sha256()
         self._overwrite = overwrite
         self._refuse_to_replace()
 
@@ -185,13 +244,35 @@ class TokenWriter:
 
         Raises UserError for an id that the file's dtype cannot hold.
         """
+        self.extend(ids)
+        self.end_document()
+
+    def extend(self, ids: Sequence[int] | NDArray) -> None:
+        """Append ids to the document that is being written; errors as of `add`."""
         wide = np.asarray(ids, dtype=np.int64)
         if len(wide):
             self._check_range(int(wide.min()), int(wide.max()))
-        self._bin.write(wide.astype(self.dtype).tobytes())
-        self._sizes.append(len(wide))
-        self.documents += 1
+        content = wide.astype(self.dtype).tobytes()
+        self._bin.write(content)
+        self._digest.update(content)
+        self._pending += len(wide)
         self.tokens += len(wide)
+        if self._pending > LONGEST:
+            raise UserError(
+                f"{self.prefix}: document {self.documents} has more than {LONGEST} tokens, which"
+                " the format cannot count - cut it into several"
+            )
+
+    @property
+    def in_document(self) -> int:
+        """Ids of the document that is being written."""
+        return self._pending
+
+    def end_document(self) -> None:
+        """What was appended since the last document is a document."""
+        self._sizes.append(self._pending)
+        self._pending = 0
+        self.documents += 1
 
     def _check_range(self, lowest: int, highest: int) -> None:
         limits = np.iinfo(self.dtype.name)
@@ -212,6 +293,7 @@ class TokenWriter:
         self._write_index(index)
         if self.meta:
             facts = self.meta | {"documents": self.documents, "tokens": self.tokens}
+            facts["sha256"] = {"bin": self._digest.hexdigest(), "idx": sha256_of(index)}
             sidecar.write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
 
     def _write_index(self, path: Path) -> None:
@@ -239,7 +321,9 @@ def _checked_prefix(prefix: str | Path) -> Path:
     missing = [path]
     if path.name:
         pair = (_with(path, ".idx"), _with(path, ".bin"))
-        missing = [file for file in pair if not file.is_file()]
+        missing = [
+            file for file in pair if not os.path.isfile(file)
+        ]  # also where names are too long
     if not missing:
         return path
     if "," in text:
@@ -254,7 +338,7 @@ def _checked_prefix(prefix: str | Path) -> Path:
         )
     if len(missing) == 1 and path.name:
         raise UserError(f"data_path: {missing[0]} is missing, its partner exists - {REMAKE}")
-    inside = sorted(path.glob("*.idx")) if path.is_dir() else []
+    inside = sorted(path.glob("*.idx")) if os.path.isdir(path) else []
     if inside:
         raise UserError(
             f"data_path: '{text}' is a folder - give the prefix in it, such as "
@@ -333,23 +417,3 @@ def _check_extent(path: Path, dtype: np.dtype, sizes: NDArray, pointers: NDArray
             f"{path}: {_misfit(length, expected)}: {length} bytes, but its .idx expects {expected} "
             f"- {REMAKE}"
         )
-
-
-def _read_sidecar(prefix: Path, documents: int, tokens: int) -> dict[str, Any]:
-    path = _with(prefix, ".json")
-    if not path.is_file():
-        return {}
-    try:
-        meta = json.loads(path.read_text(encoding="utf-8", errors="replace"))
-        described = (meta["documents"], meta["tokens"])
-    except (json.JSONDecodeError, KeyError, TypeError):
-        raise UserError(
-            f"{path}: does not describe a token file - remove it (the .bin and .idx work without), "
-            f"or {REMAKE}"
-        ) from None
-    if described != (documents, tokens):
-        raise UserError(
-            f"{path}: describes {described[0]} documents and {described[1]} tokens, the .idx "
-            f"{documents} and {tokens} - it belongs to another file: remove it, or {REMAKE}"
-        )
-    return meta

@@ -23,6 +23,7 @@ SHAPES_LOSSES = (
     "positions",
     "data/index_maps.py",
     "data/samples.py",
+    "data/stored.py",
     "data/tokenizer.py",
     "data/tokens.py",
     "evaluation/blocks.py",

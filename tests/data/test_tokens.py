@@ -1,3 +1,4 @@
+import hashlib
 import json
 import os
 import pickle
@@ -9,7 +10,7 @@ import numpy as np
 import pytest
 
 from megatron.data.tokenizer import build_tokenizer
-from megatron.data.tokens import TokenFile, TokenWriter, dtype_for
+from megatron.data.tokens import TokenFile, TokenWriter, dtype_for, verify
 from megatron.errors import UserError
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "data" / "corpus_text_document"
@@ -78,7 +79,10 @@ def test_a_worker_process_maps_the_files_itself(tmp_path):
 
 def test_the_sidecar_keeps_what_the_writer_was_told(tmp_path):
     write(tmp_path / "c", [[1, 2], [3]], meta={"corpus": "mine"})
-    assert TokenFile.open(tmp_path / "c").meta == {"corpus": "mine", "documents": 2, "tokens": 3}
+    meta = TokenFile.open(tmp_path / "c").meta
+    content = {suffix: (tmp_path / f"c.{suffix}").read_bytes() for suffix in ("bin", "idx")}
+    digests = {suffix: hashlib.sha256(data).hexdigest() for suffix, data in content.items()}
+    assert meta == {"corpus": "mine", "documents": 2, "tokens": 3, "sha256": digests}
 
 
 def fault(prefix):
@@ -232,3 +236,88 @@ def test_an_interrupted_writer_leaves_nothing(tmp_path):
 def test_tokens_are_whole_numbers(tmp_path):
     with pytest.raises(UserError, match="tokens cannot be stored as float32 - use one of uint8"):
         TokenWriter(tmp_path / "c", np.float32)
+
+
+def test_a_flipped_byte_in_either_file_is_noticed(tmp_path):
+    write(tmp_path / "c", [[1, 2], [3]], meta={"corpus": "mine"})
+    for suffix in (".bin", ".idx"):
+        path = tmp_path / f"c{suffix}"
+        whole = path.read_bytes()
+        for place in range(len(whole)):
+            flipped = bytearray(whole)
+            flipped[place] ^= 1
+            path.write_bytes(flipped)
+            with pytest.raises(UserError, match=r"c\.(bin|idx|json): "):
+                TokenFile.open(tmp_path / "c")
+        path.write_bytes(whole)
+
+
+def test_verify_says_what_was_compared(golden, tmp_path):
+    assert verify(golden) == (
+        f"{golden}: 600 documents, 171,109 tokens are whole (vocabulary; PREFIX.json has no sha256)"
+    )
+    write(tmp_path / "c", [[1, 2], [3]], meta={"corpus": "mine"})
+    assert verify(tmp_path / "c").endswith(
+        "c: 2 documents, 3 tokens are whole (sha256 and vocabulary)"
+    )
+
+
+@pytest.mark.parametrize(
+    ("dtype", "misfit", "meta"),
+    [(np.int32, -1, {}), (np.uint16, 7, {"tokenizer": {"vocab_size": 7}})],
+)
+def test_an_id_that_no_vocabulary_has_is_refused_wherever_it_stands(tmp_path, dtype, misfit, meta):
+    write(tmp_path / "c", [[1, 2], [3, 4], [5, misfit]], dtype, meta=meta or {"corpus": "c"})
+    tokens = TokenFile.open(tmp_path / "c")
+    assert tokens.read(1).tolist() == [3, 4]
+    assert tokens.read(2, 0, 1).tolist() == [5]
+    with pytest.raises(UserError, match=rf"c\.bin: document 2 holds token {misfit}, but the voc"):
+        tokens.read(2)
+    again = pickle.loads(pickle.dumps(tokens))
+    with pytest.raises(UserError, match=rf"c\.bin: document 2 holds token {misfit}, but the voc"):
+        again.read(2)
+
+
+@pytest.mark.parametrize("suffix", [".bin", ".idx"])
+def test_a_file_that_is_cut_while_it_is_read_is_an_error_and_no_signal(tmp_path, suffix):
+    write(tmp_path / "c", [np.arange(60_000)])
+    tokens = TokenFile.open(tmp_path / "c")
+    os.truncate(tmp_path / f"c{suffix}", 20)
+    with pytest.raises(UserError, match=rf"c\{suffix}: was changed while it was read: it has 20 b"):
+        tokens.read(0)
+
+
+def test_a_file_that_is_deleted_while_it_is_read_stays_readable(tmp_path):
+    write(tmp_path / "c", [[1, 2]])
+    tokens = TokenFile.open(tmp_path / "c")
+    for suffix in (".bin", ".idx"):
+        os.remove(tmp_path / f"c{suffix}")
+    assert tokens.read(0).tolist() == [1, 2]
+
+
+@pytest.mark.parametrize(
+    ("documents", "entries"), [(2**63, 2**64 - 1), (2**64 - 1, 0), (600, 2**63), (601, 600)]
+)
+def test_counts_that_no_file_can_have_are_refused(golden, documents, entries):
+    path = golden.with_suffix(".idx")
+    content = path.read_bytes()
+    path.write_bytes(content[:18] + struct.pack("<QQ", documents, entries) + content[34:])
+    assert f"{path}: " in fault(golden)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"tokenizer": 3},
+        {"tokenizer": {"vocab_size": 1e9}},
+        {"tokenizer": {"vocab_size": -1}},
+        {"tokenizer": {"hash": []}},
+        {"sources": [3]},
+        {"corpus": None},
+        {"sha256": "ab"},
+    ],
+)
+def test_a_sidecar_with_values_of_another_type_is_refused(golden, change):
+    facts = {"documents": 600, "tokens": 171109} | change
+    golden.with_suffix(".json").write_text(json.dumps(facts))
+    assert "does not describe a token file - remove it" in fault(golden)

@@ -118,6 +118,7 @@ SHAPES_NO_LOSS = {
     "owner.py",
     "process.py",
     "strict_json.py",
+    "data/sidecar.py",
     "evaluation/agreement.py",
     "evaluation/progress.py",
     "evaluation/resume.py",
