@@ -18,7 +18,7 @@ from pathlib import Path
 
 from megatron.last_resort import guarded
 from megatron.sweeps.cost import DEVICES, UTILISATION, Cost, Device, cost, named_device, this_device
-from megatron.sweeps.plan import Sweep, load_sweep
+from megatron.sweeps.plan import Sweep, described_faults, load_sweep
 from megatron.sweeps.run import Runner, places_of
 from megatron.sweeps.slurm import write_script
 from megatron.sweeps.state import State, absent_data, collect, described, state_of, unfinished
@@ -35,10 +35,12 @@ def main(argv: list[str] | None = None) -> int:
     states = [state_of(cell) for cell in sweep.cells]
     if options.what == "status":
         print(status(sweep, states))
-        return int(any(state.kind in ("failed", "foreign") for state in states))
+        bad = any(state.kind in ("failed", "foreign", "damaged") for state in states)
+        return int(bad or bool(sweep.broken))
     print(plan(sweep, states, options.jobs, options.device), flush=True)
+    print_broken(sweep)
     if options.dry_run or all(state.kind == "done" for state in states):
-        return 0
+        return int(bool(sweep.broken))
     if options.launcher == "slurm":
         return _submit(sweep, options.sbatch)
     return _run(sweep, options)
@@ -138,7 +140,19 @@ def status(sweep: Sweep, states: Sequence[State]) -> str:
     lines = [f"{sweep.name}: {len(sweep.cells)} cells, {_counted(states)}; runs in {sweep.folder}"]
     for cell, state in zip(sweep.cells, states, strict=True):
         lines.append(f"{cell.name:<{width}}  {described(cell, state)}")
+    for name, fault in sweep.broken.items():
+        lines.append(f"{name:<{width}}  cannot be run: {' '.join(fault.split())}")
     return "\n".join(lines)
+
+
+def print_broken(sweep: Sweep) -> None:
+    """Print to stderr which cells have a bad configuration; the others run all the same."""
+    if not sweep.broken:
+        return
+    count = len(sweep.broken) + len(sweep.cells)
+    print(f"{len(sweep.broken)} of {count} cells cannot be run:", file=sys.stderr)
+    for line in described_faults(sweep.broken):
+        print(f"  {line}", file=sys.stderr)
 
 
 def _counted(states: Sequence[State]) -> str:
@@ -147,30 +161,33 @@ def _counted(states: Sequence[State]) -> str:
 
 
 def _run(sweep: Sweep, options: argparse.Namespace) -> int:
-    """Do what is missing. Returns 1 where cells are missing afterwards, 130 after a signal."""
+    """Do what is missing. Returns 1 where cells are missing or broken, 130 after a signal."""
     runner = Runner(places_of(options.jobs), lambda text: print(text, flush=True))
     runner.run(sweep)
     # All cells, not some of --only: rows of the others must stay.
     whole = load_sweep(options.file, options.folder)
     print(f"{len(collect(whole))} rows in {sweep.results}")
-    missing = unfinished(sweep)
+    missing = [f"{cell.name}: {described(cell, state)}" for cell, state in unfinished(sweep)]
+    missing += [f"{name}: its configuration is bad, see above" for name in sweep.broken]
     if missing:
-        print(f"{len(missing)} of {len(sweep.cells)} cells are missing:", file=sys.stderr)
-    for cell, state in missing:
-        print(f"  {cell.name}: {described(cell, state)}", file=sys.stderr)
+        count = len(sweep.cells) + len(sweep.broken)
+        print(f"{len(missing)} of {count} cells are missing:", file=sys.stderr)
+    for line in missing:
+        print(f"  {line}", file=sys.stderr)
     if runner.stopping:
         return 130
-    return int(bool(missing))
+    return int(bool(missing or runner.failed))
 
 
 def _submit(sweep: Sweep, options: Sequence[str]) -> int:
     missing = [cell for cell, _ in unfinished(sweep)]
+    broken = int(bool(sweep.broken))
     script = write_script(sweep, missing, options)
     if shutil.which("sbatch") is None:
         jobs = f"the array of {len(missing)} jobs is in {script}"
         print(f"sbatch is not on this machine; {jobs}: sbatch {script}")
-        return 0
-    return subprocess.run(["sbatch", str(script)], check=False).returncode
+        return broken
+    return subprocess.run(["sbatch", str(script)], check=False).returncode or broken
 
 
 def _collect(options: argparse.Namespace) -> int:

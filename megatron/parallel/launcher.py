@@ -1,8 +1,8 @@
 """One process for each device of this machine: signals reach all, the end of one ends the others.
 
-A signal is passed on once, and the processes have all the time that a checkpoint takes. Processes
-have groups of their own, so that ctrl-C in a terminal reaches them through the launcher alone: at a
-second signal they would end without saving. They are killed when the launcher is killed.
+The first signal is passed on, and the processes have all the time that a checkpoint takes; only a
+second ctrl-C ends them without saving. Processes have groups of their own, so that ctrl-C in a
+terminal reaches them through the launcher alone. They are killed when the launcher is killed.
 """
 
 import os
@@ -25,7 +25,8 @@ PASSED_ON = {
 }
 """Which signal the processes get for one that the launcher gets."""
 STOPS = {signal.SIGINT, *PASSED_ON}
-PATIENCE = 5.0  # seconds from a second signal to the end
+ONE_SIGNAL = 1.0  # seconds in which a terminal and a shell may both deliver one ctrl-C
+PATIENCE = 5.0  # seconds from a second ctrl-C to the end
 AFTER_A_FAULT = 2.0  # seconds in which the others may print their own faults
 AFTER_A_STOP = 60.0  # seconds in which the others may close what they write after the last save
 PAUSE = 0.05  # seconds between two looks at the processes
@@ -62,12 +63,13 @@ class Ending(NamedTuple):
 class Launcher:
     """The processes of a run, ordered by rank.
 
-    received: the first signal, 0 for none; ended: the status of each rank that ended by itself;
+    received: the first signal, 0 for none, and when it came; ended: the status of each rank that ended by itself;
     deadline: when those that still run are killed, on the monotonic clock
     """
 
     processes: list[subprocess.Popen] = field(default_factory=list)
     received: int = 0
+    received_at: float = 0.0
     ended: dict[int, int] = field(default_factory=dict)
     deadline: float = float("inf")
 
@@ -142,10 +144,13 @@ class Launcher:
             process.send_signal(number)  # does nothing to one that has ended
 
     def _pass_on(self, number: int, frame: object) -> None:
-        if self.received:
+        now = time.monotonic()
+        if not self.received:
+            self.received, self.received_at = number, now
+            self._send(PASSED_ON[signal.Signals(number)])
+        elif number == signal.SIGINT and now - self.received_at > ONE_SIGNAL:
+            self._send(signal.SIGINT)
             self._end_in(PATIENCE)
-        self.received = self.received or number
-        self._send(PASSED_ON[signal.Signals(number)])
 
     def _pause(self, number: int, frame: object) -> None:
         """Ctrl-Z stops the processes too, until the shell lets this one go on."""

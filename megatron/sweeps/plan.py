@@ -1,12 +1,14 @@
 """A sweep file -> its cells: a checked configuration and evaluations for each point of a grid."""
 
+import collections
 import hashlib
 import itertools
 import json
 import logging
+import math
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,7 @@ from megatron.config.read import find_file, read_file
 from megatron.config.schema import KEYS
 from megatron.errors import UserError, did_you_mean
 from megatron.files import ROOT
+from megatron.results.reproduce import first_of
 
 logger = logging.getLogger(__name__)
 
@@ -30,6 +33,7 @@ PARTS: dict[str, type] = {
     "evaluate": dict,
     "keep_optimizer_states": bool,
 }
+MOST_CELLS = 10_000
 KINDS = {list: "a list", dict: "a mapping", bool: "true or false"}
 Values = dict[str, Any]  # a point of the grid: {axis: value}
 
@@ -68,6 +72,7 @@ class Sweep:
     """All cells of a file, in the order in which they run.
 
     keep_states: whether finished cells keep the optimizer's states beside their weights
+    broken: what is wrong with the configurations of cells that cannot be run, by their names
     """
 
     name: str
@@ -75,6 +80,7 @@ class Sweep:
     folder: Path
     cells: tuple[Cell, ...]
     keep_states: bool = False
+    broken: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def results(self) -> Path:
@@ -89,7 +95,7 @@ def load_sweep(
     path: the file, or the name of a shipped sweep with `-` or `_`;
     folder: where its runs are kept, by default runs/sweeps/NAME;
     only: `axis=value,value` words that choose cells.
-    Raises UserError with every fault of the file, or every bad cell.
+    Raises UserError with every fault of the file, and where every cell is broken.
     """
     try:
         file = find_sweep(path)
@@ -99,20 +105,28 @@ def load_sweep(
     _check_parts(parts, file)
     home = Path(folder) if folder else Path("runs/sweeps") / file.stem
     cells: list[Cell] = []
-    faults: list[str] = []
+    broken: dict[str, str] = {}
     report = Report()
     for values in _chosen(_points(parts, file), only, file):
         try:
             cells.append(_cell(parts, values, home, file, report))
         except UserError as fault:
-            faults.append(f"{_name(values)}: {fault}")
-    if faults:
-        title = f"{file}: {len(faults)} cells cannot be run"
-        raise UserError("\n".join([title, *dict.fromkeys(faults)]))
+            broken[_name(values)] = str(fault)
+    if not cells:
+        title = f"{file}: none of its {len(broken)} cells can be run"
+        raise UserError("\n".join([title, *described_faults(broken)]))
     for note in report.notes:
         logger.warning("%s: %s", file, note)
     keep_states = parts.get("keep_optimizer_states", False)
-    return Sweep(file.stem, file, home, tuple(cells), keep_states)
+    return Sweep(file.stem, file, home, tuple(cells), keep_states, broken)
+
+
+def described_faults(broken: Mapping[str, str]) -> list[str]:
+    """A line for each broken cell; a fault that several have is written once."""
+    names_of: dict[str, list[str]] = {}
+    for name, fault in broken.items():
+        names_of.setdefault(fault, []).append(name)
+    return [f"{first_of(names)}: {fault}" for fault, names in names_of.items()]
 
 
 def find_sweep(name: str | Path) -> Path:
@@ -134,10 +148,9 @@ def find_sweep(name: str | Path) -> Path:
     if len(folders) == 1 or path.is_dir():
         return find_file(path)  # raises
     known = sorted(file.stem for file in SHIPPED.glob("*.yml"))
-    raise ValueError(
-        f"{name}: no such file (looked in {Path.cwd()} and {SHIPPED}) - give a file, or one of "
-        f"{', '.join(known)}"
-    )
+    guess = did_you_mean(path.stem, known)
+    hint = guess or f"give a file, or one of {', '.join(known)}"
+    raise ValueError(f"{name}: no such file (looked in {Path.cwd()} and {SHIPPED}) - {hint}")
 
 
 def _check_parts(parts: Mapping[str, Any], path: Path) -> None:
@@ -152,7 +165,7 @@ def _check_parts(parts: Mapping[str, Any], path: Path) -> None:
             "grid: not given; write axes with their values, such as pos_emb: [alibi, rotary]"
         )
     if not faults:
-        faults = _faults_of_axes(parts["grid"])
+        faults = _faults_of_axes(parts["grid"]) + _faults_of_lists(parts)
     if faults:
         raise UserError("\n  ".join([f"bad sweep ({path})", *faults]))
 
@@ -164,7 +177,33 @@ def _faults_of_axes(grid: Mapping[str, Any]) -> list[str]:
             faults.append(
                 f"grid: {axis} has no values; give a list, or a mapping of names to settings"
             )
+        elif isinstance(choices, dict):
+            faults += _not_mappings(f"grid: {axis}: ", choices)
+    count = math.prod(len(choices) for choices in grid.values() if isinstance(choices, list | dict))
+    if count > MOST_CELLS:
+        faults.append(f"grid: {count:,} cells; a sweep has at most {MOST_CELLS:,} - split it")
     return faults
+
+
+def _faults_of_lists(parts: Mapping[str, Any]) -> list[str]:
+    """Entries of another kind than base, exclude, extra and evaluate take."""
+    faults = []
+    for name in parts.get("base", []):
+        if not isinstance(name, str):
+            faults.append(f"base: {name} is not the name of a file")
+    for key in ("exclude", "extra"):
+        for point in parts.get(key, []):
+            if not isinstance(point, dict):
+                faults.append(f"{key}: {point} is no point of the grid; write {{axis: value}}")
+    return faults + _not_mappings("evaluate: ", parts.get("evaluate", {}))
+
+
+def _not_mappings(where: str, of_names: Mapping[str, Any]) -> list[str]:
+    return [
+        f"{where}{name}: give a mapping of settings"
+        for name, settings in of_names.items()
+        if settings is not None and not isinstance(settings, dict)
+    ]
 
 
 def _points(parts: Mapping[str, Any], path: Path) -> list[Values]:
@@ -182,7 +221,22 @@ def _points(parts: Mapping[str, Any], path: Path) -> list[Values]:
         point = dict(zip(grid, reversed(values), strict=True))
         if not any(rule.items() <= point.items() for rule in excluded):
             points.append(point)
-    return points + [point for point in extra if point not in points]
+    points += [point for point in extra if point not in points]
+    if not points:
+        raise UserError(f"{path}: no cell is left - exclude takes out the whole grid")
+    _check_names(points, path)
+    return points
+
+
+def _check_names(points: Sequence[Values], path: Path) -> None:
+    """Refuse two cells with one folder: they would train into each other."""
+    counts = collections.Counter(map(_name, points))
+    for name, count in counts.items():
+        if count > 1:
+            raise UserError(
+                f"{path}: {count} cells are called {name}, which names their folder - give every"
+                " value once, and values that differ in more than their punctuation"
+            )
 
 
 def _check_points(

@@ -1,12 +1,15 @@
 """Do what is missing of a sweep: one process per device, each cell locked while it is worked on."""
 
 import contextlib
+import errno
 import os
 import queue
+import shutil
 import signal
 import subprocess
 import sys
 import threading
+import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,12 +18,14 @@ import torch
 
 from megatron.errors import UserError
 from megatron.files import ROOT, write_text
+from megatron.parallel.tied import tied
 from megatron.sweeps.lock import held
 from megatron.sweeps.plan import Cell, Evaluation, Sweep
 from megatron.sweeps.state import state_of
 from megatron.training.checkpoint import keep_weights_only
 
 Say = Callable[[str], None]
+FULL = 2**20  # bytes that are left: less than the files of a small run
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -52,13 +57,15 @@ class Runner:
     """Works on cells from several threads, one for each place.
 
     places: CUDA_VISIBLE_DEVICES of the processes of each place; None leaves it as it is;
-    failed: names of cells that did not end well
+    failed: names of cells that did not end well; stopping: whether a signal has come
+    disk_full: whether a cell failed for that: then no other is begun
     """
 
     places: Sequence[str | None]
     say: Say
     failed: list[str] = field(default_factory=list)
     stopping: bool = False
+    disk_full: bool = False
     processes: set[subprocess.Popen] = field(default_factory=set)
     terminated: set[subprocess.Popen] = field(default_factory=set)
 
@@ -89,8 +96,11 @@ class Runner:
     def _stop(self, number: int, frame: object) -> None:
         self.stopping = True
         name = signal.Signals(number).name
+        self._tell(f"{name}: what runs saves a checkpoint and ends; the same command continues")
+
+    def _tell(self, text: str) -> None:
         with contextlib.suppress(OSError):  # a terminal that is gone
-            self.say(f"{name}: what runs saves a checkpoint and ends; the same command continues")
+            self.say(text)
 
     def _terminate(self) -> None:
         """Signal each process once: at a second signal train.py ends without saving."""
@@ -103,20 +113,27 @@ class Runner:
     ) -> None:
         # Processes inherit this. A terminal signals all of them; each gets it once, by _terminate.
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGHUP})
-        while not self.stopping:
+        while not (self.stopping or self.disk_full):
             try:
                 cell = waiting.get_nowait()
             except queue.Empty:
                 return
-            with held(cell.folder) as lock:
-                if lock is None:
-                    self.say(f"{cell.name}: another process is at work on it")
-                    continue
-                try:
-                    self._do(cell, place, lock, keep_states)
-                except (UserError, OSError) as fault:
-                    # A damaged file or a full disk: the other cells go on.
-                    self._fail(cell, str(fault))
+            try:
+                self._take(cell, place, keep_states)
+            except (UserError, OSError) as fault:
+                # A damaged file or a full disk: the other cells go on.
+                self._fail(cell, str(fault))
+            except BaseException as fault:  # as a user's own file may raise
+                last = traceback.extract_tb(fault.__traceback__)[-1]
+                where = f"{Path(last.filename).name}:{last.lineno}"
+                self._fail(cell, f"internal error: {type(fault).__name__}: {fault} ({where})")
+
+    def _take(self, cell: Cell, place: str | None, keep_states: bool) -> None:
+        with held(cell.folder) as lock:
+            if lock is None:
+                self._tell(f"{cell.name}: another process is at work on it")
+            else:
+                self._do(cell, place, lock, keep_states)
 
     def _do(self, cell: Cell, place: str | None, lock: int, keep_states: bool) -> None:
         """Train a cell and evaluate it, as far as that is missing."""
@@ -125,6 +142,9 @@ class Runner:
             return
         if state.kind == "foreign":
             self._fail(cell, f"{state.note} - move it away, or give another --folder")
+            return
+        if state.kind == "damaged":
+            self._fail(cell, state.note)
             return
         (cell.folder / "failure.txt").unlink(missing_ok=True)
         settings = cell.folder / "cell.yml"
@@ -142,23 +162,24 @@ class Runner:
             if not self._call(cell, command, place, lock):
                 return
             _finish(cell, evaluation)
-        self.say(f"{cell.name}: done")
+        self._tell(f"{cell.name}: done")
 
     def _call(self, cell: Cell, words: list[str], place: str | None, lock: int) -> bool:
         """Whether one of our scripts ended well.
 
-        Its process holds the lock too, and may outlive a killed sweep.
+        Its process holds the lock too: after a kill -9 of the sweep, which ends it, the cell is
+        free when it is gone.
         """
         if self.stopping:
             return False
         where = "" if place is None else f" on device {place}"
-        self.say(f"{cell.name}: {words[0]}{where}")
+        self._tell(f"{cell.name}: {words[0]}{where}")
         log = cell.folder / "sweep.log"
         command = [sys.executable, str(ROOT / words[0]), *words[1:]]
         with log.open("ab") as output:
             start = output.tell()
             process = subprocess.Popen(
-                command,
+                tied(command),
                 env=environment_at(place, len(self.places)),
                 stdout=output,
                 stderr=output,
@@ -173,9 +194,23 @@ class Runner:
 
     def _fail(self, cell: Cell, note: str) -> None:
         self.failed.append(cell.name)
+        if _disk_is_full(cell.folder, note):
+            self.disk_full = True
+            full = (
+                f"no space is left for {cell.folder} - free some, and give the same command again"
+            )
+            note = note if os.strerror(errno.ENOSPC) in note else f"{note}; {full}"
         with contextlib.suppress(OSError):  # a full disk; the next line says it
             write_text(cell.folder / "failure.txt", note + "\n")
-        self.say(f"{cell.name}: failed: {note} (all of it: {cell.folder / 'sweep.log'})")
+        self._tell(f"{cell.name}: failed: {note} (all of it: {cell.folder / 'sweep.log'})")
+
+
+def _disk_is_full(folder: Path, note: str) -> bool:
+    """Whether a cell failed because its disk is full, which the log of its script may not say."""
+    if os.strerror(errno.ENOSPC) in note:
+        return True
+    existing = next(path for path in (folder, *folder.resolve().parents) if path.exists())
+    return shutil.disk_usage(existing).free < FULL
 
 
 def _finish(cell: Cell, evaluation: Evaluation) -> None:

@@ -1,5 +1,6 @@
 """How far the cells of a sweep are, by the configuration's hash in checkpoints and result rows."""
 
+import logging
 import statistics
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +15,8 @@ from megatron.sweeps.lock import at_work
 from megatron.sweeps.plan import Cell, Evaluation, Sweep
 from megatron.training.checkpoint import find, latest_step, read_record
 
+logger = logging.getLogger(__name__)
+
 
 @dataclass(frozen=True)
 class State:
@@ -27,6 +30,7 @@ class State:
         done        the last checkpoint and all evaluations
         failed      the last attempt; `note` is its last line
         foreign     the folder holds a run of another configuration
+        damaged     a file in the folder cannot be read; `note` names it
     step: of the last checkpoint, 0 for none
     missing: evaluations without rows
     """
@@ -39,6 +43,13 @@ class State:
 
 def state_of(cell: Cell) -> State:
     """How far a cell is. A failure is shown until the next attempt begins."""
+    try:
+        return _state_of(cell)
+    except (UserError, OSError) as fault:
+        return State("damaged", note=str(fault))
+
+
+def _state_of(cell: Cell) -> State:
     step = latest_step(cell.folder) or 0
     if step:
         kept = _hash_of_checkpoint(cell.folder, step)
@@ -78,6 +89,8 @@ def described(cell: Cell, state: State) -> str:
         return f"{state.kind}, {count} evaluations are missing"
     if state.kind == "training":
         return f"training, checkpoint at step {state.step} of {cell.steps}"
+    if state.kind == "damaged":
+        return f"damaged: {state.note}"
     text = f"{state.kind} at step {state.step} of {cell.steps}"
     return f"{text}: {state.note}" if state.note else text
 
@@ -104,7 +117,12 @@ def finished_rows(sweep: Sweep) -> list[Row]:
         facts |= _corpus_size(cell)
         facts["seconds_per_step"] = seconds_per_step(cell) or facts.get("seconds_per_step")
         for evaluation in cell.evaluations:
-            for row in rows_of(cell, evaluation):
+            try:
+                of_evaluation = rows_of(cell, evaluation)
+            except UserError as fault:
+                logger.warning("%s: left out: %s", cell.name, fault)
+                continue
+            for row in of_evaluation:
                 rows.append(cast(Row, {**row, **facts}))
     return rows
 

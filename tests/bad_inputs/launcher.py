@@ -1,5 +1,131 @@
 """Bad sweeps, words of deepy.py and environments of processes."""
 
-from tests.bad_inputs.case import Case
+from tests.bad_inputs.case import MODEL, TRAIN, Case
+from tests.support import ROOT
 
-CASES: list[Case] = []
+SWEEP = ["tools/sweep.py", "run", "mine.yml", "--dry-run"]
+SHIPPED = str(ROOT / "configs" / "sweeps")
+SETTINGS = (
+    "settings: {num_layers: 1, hidden_size: 16, num_attention_heads: 2, seq_length: 32,"
+    " data_path: text, train_iters: 4}\n"
+)
+
+
+def sweep(name: str, text: str, message: str, *words: str) -> Case:
+    """A sweep file that cannot be run."""
+    return Case(f"sweep {name}", [*SWEEP, *words], message, {"mine.yml": text})
+
+
+def form(name: str, text: str, *faults: str) -> Case:
+    """A sweep file of a wrong form."""
+    return sweep(name, text, "\n  ".join(["bad sweep (mine.yml)", *faults]))
+
+
+SWEEPS = [
+    Case(
+        "sweep misspelt",
+        ["tools/sweep.py", "status", "kerple-tabel3"],
+        "sweep: kerple-tabel3: no such file (looked in {here} and " + SHIPPED + ")"
+        " - did you mean kerple_table3?",
+    ),
+    form(
+        "without a grid",
+        SETTINGS,
+        "grid: not given; write axes with their values, such as pos_emb: [alibi, rotary]",
+    ),
+    form(
+        "with an axis of one value",
+        "grid: {seed: 1}",
+        "grid: seed has no values; give a list, or a mapping of names to settings",
+    ),
+    form(
+        "of a billion cells",
+        "grid: {" + ", ".join(f"axis{n}: [0,1,2,3,4,5,6,7,8,9]" for n in range(9)) + "}",
+        "grid: 1,000,000,000 cells; a sweep has at most 10,000 - split it",
+    ),
+    form(
+        "whose axis has a text for settings",
+        "grid: {size: {small: tiny}}",
+        "grid: size: small: give a mapping of settings",
+    ),
+    form(
+        "whose base is a number",
+        "grid: {seed: [1]}\nbase: [7]",
+        "base: 7 is not the name of a file",
+    ),
+    form(
+        "whose evaluation is a text",
+        "grid: {seed: [1]}\nevaluate: {a: paper}",
+        "evaluate: a: give a mapping of settings",
+    ),
+    form(
+        "that excludes a number",
+        "grid: {seed: [1]}\nexclude: [3]",
+        "exclude: 3 is no point of the grid; write {axis: value}",
+    ),
+    sweep(
+        "inside itself",
+        "&a {grid: *a}",
+        "sweep: mine.yml:1: not valid YAML: *a stands inside &a itself",
+    ),
+    sweep(
+        "that is a list",
+        "[1, 2]",
+        "sweep: mine.yml: holds a list where `key: value` lines are expected",
+    ),
+    sweep(
+        "with one value twice",
+        SETTINGS + "grid: {seed: [1, 1]}",
+        "mine.yml: 2 cells are called 1, which names their folder - give every value once, and"
+        " values that differ in more than their punctuation",
+    ),
+    sweep(
+        "that excludes everything",
+        SETTINGS + "grid: {seed: [1]}\nexclude: [{seed: 1}]",
+        "mine.yml: no cell is left - exclude takes out the whole grid",
+    ),
+    sweep(
+        "without an axis of --only",
+        SETTINGS + "grid: {seed: [1, 2]}",
+        "--only: sed=1: mine.yml has no axis sed, it has seed - did you mean seed?",
+        "--only",
+        "sed=1",
+    ),
+    sweep(
+        "without a value of --only",
+        SETTINGS + "grid: {seed: [1, 2]}",
+        "--only: seed=3: mine.yml has seed = 1, 2 at that place",
+        "--only",
+        "seed=3",
+    ),
+    sweep(
+        "for a device that is not known",
+        SETTINGS + "grid: {seed: [1]}",
+        "--device: a1000 is not known - use one of"
+        " cpu, v100, a100, h100, h200, b200, l40s, rtx3090, rtx4090",
+        "--device",
+        "a1000",
+    ),
+]
+
+DEEPY = [
+    Case(
+        "script misspelt",
+        ["deepy.py", "trian.py", *MODEL],
+        "deepy.py: trian.py is not a script; write deepy.py SCRIPT FILE… key=value…,"
+        " SCRIPT one of evaluate.py, prepare_data.py, train.py",
+    ),
+    Case(
+        "key misspelt for the launcher",
+        ["deepy.py", *TRAIN, "num_gpu=2"],
+        "bad configuration (command line)\n  num_gpu: no such key; did you mean num_gpus?",
+    ),
+    Case(
+        "hostfile absent",
+        ["deepy.py", *TRAIN, "hostfile=nowhere"],
+        "hostfile: nowhere does not exist; it has lines `host slots=8`\n"
+        "  hostfile: nowhere is a relative path; it was looked for in {here}",
+    ),
+]
+
+CASES: list[Case] = [*SWEEPS, *DEEPY]

@@ -108,8 +108,14 @@ def test_a_process_that_cannot_save_after_a_signal_is_a_fault():
     assert signalled(f"{script} {WORKS}", signal.SIGTERM).status == 5
 
 
-def test_a_second_signal_ends_processes_that_do_not_react():
-    assert signalled(FROZEN, signal.SIGTERM, signal.SIGTERM) == Ending(143)
+def test_a_second_ctrl_c_ends_processes_that_do_not_react(monkeypatch):
+    monkeypatch.setattr(launcher, "ONE_SIGNAL", 0.05)
+    assert signalled(FROZEN, signal.SIGINT, signal.SIGINT) == Ending(130)
+
+
+def test_a_second_sigterm_leaves_the_time_to_save():
+    assert signalled(SAVES, signal.SIGTERM, signal.SIGTERM) == Ending(143)
+    assert Path("saved1").exists()
 
 
 def test_processes_that_cannot_be_started_are_one_message(monkeypatch):

@@ -3,7 +3,7 @@
 import pytest
 
 from megatron.errors import UserError
-from megatron.sweeps.plan import find_sweep, load_sweep
+from megatron.sweeps.plan import described_faults, find_sweep, load_sweep
 from tests.support import ROOT
 
 SWEEPS = sorted((ROOT / "configs/sweeps").glob("*.yml"))
@@ -69,7 +69,7 @@ def test_axes_are_settings_files_or_settings_under_a_name(tmp_path):
         ("axes: {}", "axes: no such part"),
         ("base: x", "base: give a list"),
         ("keep_optimizer_states: yes please", "keep_optimizer_states: give true or false"),
-        (f"settings: {{{TINY}}}\ngrid: {{pos_emb: [alibi, rotery]}}", "did you mean rotary"),
+        (f"settings: {{{TINY}}}\ngrid: {{pos_emb: [rotery]}}", "did you mean rotary"),
         (
             f"settings: {{{TINY}}}\ngrid: {{seed: [1]}}\nexclude: [{{sead: 1}}]",
             "is no point of the grid",
@@ -113,10 +113,12 @@ def test_a_file_in_the_current_folder_comes_before_a_shipped_sweep(tmp_path, mon
 def test_an_unknown_sweep_says_where_it_looked_and_what_there_is(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(UserError) as fault:
-        load_sweep("table3")
+        load_sweep("xyz")
     shipped = ROOT / "configs/sweeps"
-    assert f"sweep: table3: no such file (looked in {tmp_path} and {shipped})" in str(fault.value)
+    assert f"sweep: xyz: no such file (looked in {tmp_path} and {shipped})" in str(fault.value)
     assert "give a file, or one of cpu, dape, kerple_table10, kerple_table3," in str(fault.value)
+    with pytest.raises(UserError, match=r"did you mean kerple_table3\?"):
+        load_sweep("kerple-tabel3")
     with pytest.raises(UserError, match=r"did you mean .*kerple_table3\.yml"):
         load_sweep(shipped / "kerple_tabel3.yml")
 
@@ -141,3 +143,13 @@ def test_an_input_is_looked_for_beside_the_sweep_file_too(tmp_path, monkeypatch,
         assert cell.config.data.data_path == "text"
     (note,) = caplog.messages
     assert f"data_path: text of the current folder is used, and not {tmp_path}/text" in note
+
+
+def test_a_cell_with_a_bad_configuration_is_kept_apart_from_those_that_can_run(tmp_path):
+    text = f"settings: {{{TINY}}}\ngrid: {{pos_emb: [alibi, rotery], seed: [1, 2]}}"
+    sweep = sweep_of(tmp_path, text)
+    assert [cell.name for cell in sweep.cells] == ["alibi-1", "alibi-2"]
+    assert list(sweep.broken) == ["rotery-1", "rotery-2"]
+    (line,) = described_faults(sweep.broken)
+    assert line.startswith("rotery-1, rotery-2: bad configuration")
+    assert "did you mean rotary?" in line

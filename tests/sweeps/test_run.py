@@ -1,6 +1,7 @@
 """tools/sweep.py as it is used: killed again and again, with a run that fails, through Slurm."""
 
 import contextlib
+import errno
 import json
 import os
 import random
@@ -110,6 +111,76 @@ def test_a_folder_with_another_run_is_refused_and_a_cell_at_work_left_alone(file
     with held(sweep.cells[0].folder):
         Runner([None], messages.append).run(sweep)
     assert messages == ["good-1: another process is at work on it"]
+
+
+class Exits(Runner):
+    """A runner whose work on one cell ends as a user's own file may end it."""
+
+    def _do(self, cell, place, lock, keep_states) -> None:
+        if cell.name == "good-1":
+            raise SystemExit(0)
+        super()._do(cell, place, lock, keep_states)
+
+
+def test_a_cell_that_ends_its_thread_is_named_and_the_others_are_tried(file, tmp_path):
+    messages: list[str] = []
+    sweep = load_sweep(file, tmp_path / "runs")
+    runner = Exits([None], messages.append)
+    with held(sweep.cells[1].folder):
+        runner.run(sweep)
+    assert runner.failed == ["good-1"]
+    assert messages[0].startswith("good-1: failed: internal error: SystemExit: 0 (test_run.py:")
+    assert messages[1] == "absent-1: another process is at work on it"
+    assert state_of(sweep.cells[0]).kind == "failed"
+
+
+def test_a_damaged_checkpoint_fails_its_cell_alone(file, tmp_path):
+    folder = tmp_path / "runs"
+    checkpoint = folder / "good-1" / "global_step5"
+    checkpoint.mkdir(parents=True)
+    (checkpoint / "checkpoint.json").write_text("{")
+    with held(folder / "absent-1"):
+        done = command("sweep", "run", file, "--folder", folder)
+    assert done.returncode == 1
+    assert "good-1: failed: " in done.stdout
+    assert "absent-1: another process is at work on it" in done.stdout
+    _, good, _ = done.stderr.splitlines()
+    assert good.startswith(f"  good-1: damaged: {checkpoint}/checkpoint.json: ")
+
+
+def test_a_full_disk_stops_a_sweep_with_one_message(file, tmp_path, monkeypatch):
+    messages: list[str] = []
+    sweep = load_sweep(file, tmp_path / "runs")
+    full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "cell.yml")
+    monkeypatch.setattr("megatron.sweeps.run.state_of", raises(full))
+    runner = Runner([None], messages.append)
+    runner.run(sweep)
+    assert len(messages) == 1
+    assert "good-1: failed: [Errno 28] No space left on device: 'cell.yml'" in messages[0]
+    assert runner.failed == ["good-1"]
+
+
+def raises(fault: Exception):
+    def function(*_: object) -> None:
+        raise fault
+
+    return function
+
+
+def test_a_training_does_not_outlive_a_killed_sweep(file, warm, tmp_path):
+    folder = tmp_path / "runs" / "good-1"
+    pid = warm.start("run", file, "--folder", tmp_path / "runs", "--only", "data=good")
+    deadline = time.monotonic() + 120
+    while not (folder / "metrics.jsonl").exists():
+        assert time.monotonic() < deadline
+        assert warm.poll() is None
+        time.sleep(0.01)
+    os.kill(pid, signal.SIGKILL)
+    assert warm.poll(60) == -signal.SIGKILL
+    end = time.monotonic() + 10
+    while not free(folder):
+        assert time.monotonic() < end, "a training goes on"
+        time.sleep(0.01)
 
 
 def test_slurm_gets_an_array_of_what_is_missing(file, whole, tmp_path, monkeypatch):

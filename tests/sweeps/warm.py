@@ -21,6 +21,7 @@ import deepspeed  # noqa: F401 - the scripts import it when they train
 import megatron.commands.evaluate
 import megatron.training.run  # noqa: F401
 from megatron.commands import sweep
+from megatron.parallel.tied import end_with
 from megatron.sweeps import run as runner
 
 
@@ -36,8 +37,10 @@ class Forked:
         stderr: BinaryIO,
         pass_fds: Sequence[int],
     ) -> None:
+        parent = os.getpid()
         self.pid = os.fork()
         if not self.pid:
+            end_with(parent)
             become(command[1:], env, stdout)
 
     def wait(self) -> int:
@@ -79,6 +82,7 @@ def _sweep(output: str, errors: str, words: Sequence[str]) -> None:
     for descriptor, path in ((1, output), (2, errors)):
         os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT), descriptor)
     runner.subprocess = SimpleNamespace(Popen=Forked)  # the scripts' own subprocesses are real
+    runner.tied = list  # a fork ties itself
     status = sweep.main(list(words))
     sys.stdout.flush()
     os._exit(status)
