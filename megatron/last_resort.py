@@ -7,14 +7,15 @@ import errno
 import faulthandler
 import functools
 import os
-import platform
 import select
 import signal
 import sys
 import tempfile
+import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import datetime
 from pathlib import Path
 from typing import IO, ParamSpec
@@ -60,7 +61,8 @@ class LastResort:
         """The exit status of a command, which is 1 after any message."""
         watch_for_crashes()
         try:
-            return _with_whole_output(command)
+            with self._reporting_threads():
+                return _with_whole_output(command)
         except KeyboardInterrupt:
             return INTERRUPTED
         except UserError as fault:
@@ -72,6 +74,21 @@ class LastResort:
             self._report(fault)
         _forget_lost_output()
         return FAILED
+
+    @contextmanager
+    def _reporting_threads(self) -> Iterator[None]:
+        """What ends a thread inside the block is reported too; the process goes on."""
+
+        def report(ended: threading.ExceptHookArgs) -> None:
+            if isinstance(ended.exc_value, Exception):
+                self._report(ended.exc_value)
+
+        before = threading.excepthook
+        threading.excepthook = report
+        try:
+            yield
+        finally:
+            threading.excepthook = before
 
     def _report(self, fault: Exception) -> None:
         explained = _file_fault(fault)
@@ -223,7 +240,7 @@ def _file_name() -> str:
 
 def _described(fault: Exception) -> str:
     """The traceback without values of variables, and the versions that it belongs to."""
-    versions = [f"python {platform.python_version()}"]
+    versions = [f"python {sys.version.split()[0]}"]
     for name in ("torch", "deepspeed", "numpy"):
         module = sys.modules.get(name)
         if module is not None:

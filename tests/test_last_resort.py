@@ -6,6 +6,7 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -151,6 +152,27 @@ def test_a_gpu_that_is_full_says_what_to_lower(tmp_path, capsys):
     fault = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nmore")
     assert ended(fault, tmp_path) == 1
     assert "the GPU's memory does not suffice (CUDA out of memory." in capsys.readouterr().err
+
+
+def test_what_ends_a_thread_is_reported_and_the_command_goes_on(tmp_path, capsys):
+    def command() -> int:
+        def work() -> None:
+            raise RuntimeError("in a thread")
+
+        thread = threading.Thread(target=work)
+        thread.start()
+        thread.join()
+        return 3
+
+    handler = LastResort()
+    handler.folder = tmp_path
+    before = threading.excepthook
+    assert handler.status_of(command) == 3
+    assert threading.excepthook is before
+    (file,) = tmp_path.iterdir()
+    assert capsys.readouterr().err.startswith(
+        f"internal error: RuntimeError: in a thread - the traceback is in {file};"
+    )
 
 
 def test_an_interruption_is_quiet_and_a_status_passes(capsys):

@@ -7,16 +7,21 @@ from pathlib import Path
 from megatron.config import Config
 from megatron.owner import owned_folder
 from megatron.training.checkpoint import remove_unfinished
+from megatron.training.metric_logs import checked_logs
 
 
 def folders_of(config: Config) -> list[AbstractContextManager[None]]:
-    """`save`, and `log_dir` where that is another folder: entered, they are owned."""
+    """`save`, and `log_dir` where that is another folder: entered, they are owned.
+
+    The folder of tensorboard, which several runs may share, is only tried.
+    """
     save, log_dir = config.checkpoint.save, config.logging.log_dir
     folders: list[AbstractContextManager[None]] = []
     if save:
         folders.append(_folder_of_checkpoints(Path(save)))
     if log_dir and not (save and _same(save, log_dir)):
         folders.append(owned_folder(Path(log_dir), "log_dir"))
+    folders.append(checked_logs(config.logging))
     return folders
 
 

@@ -1,8 +1,5 @@
-"""Numbers of a run by step (JSON lines, tensorboard, Weights & Biases) and the time left."""
+"""Numbers of a run by step, and the time left."""
 
-import itertools
-import json
-import logging
 import math
 import time
 from collections import deque
@@ -16,13 +13,8 @@ import torch
 from torch import Tensor
 
 from megatron.config.schema import Logging
-from megatron.errors import UserError
-from megatron.files import write_text
+from megatron.training.metric_logs import Record, logs_of
 
-logger = logging.getLogger(__name__)
-
-LARGEST_TABLE = 1024
-"""Numbers of one parameter that a record may hold: kernels, not a table of learned positions."""
 RECENT = 5  # log lines whose speed predicts the time that is left
 
 
@@ -31,6 +23,7 @@ class Metrics:
 
     folder: where metrics.jsonl grows (None: nowhere); settings: the section `logging`;
     config: all keys, for Weights & Biases; resumed_at: the step to continue after, None if new
+    UserError where a place cannot be written at the start; later that is a warning.
     """
 
     def __init__(
@@ -41,14 +34,7 @@ class Metrics:
         *,
         resumed_at: int | None = None,
     ) -> None:
-        self.path = None if folder is None else folder / "metrics.jsonl"
-        if self.path is not None:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            _make_room(self.path, resumed_at)
-        self.tensorboard = None
-        if settings.tensorboard_dir:
-            self.tensorboard = _tensorboard(settings.tensorboard_dir, resumed_at)
-        self.wandb = _wandb(settings, config, folder) if settings.use_wandb else None
+        self.logs = logs_of(folder, settings, config, resumed_at)
 
     def log(
         self,
@@ -63,28 +49,15 @@ class Metrics:
         kind: train, valid or skipped; learned: the encoding's parameters, per head;
         details: plain data for metrics.jsonl alone
         """
-        learned = learned or {}
-        numbers = {name: _finite(value) for name, value in numbers.items()}
-        if self.path is not None:
-            record = {"step": step, "kind": kind, **numbers, **(details or {})}
-            tables = _small_tables(learned)
-            if tables:
-                record["position"] = tables
-            with self.path.open("a") as file:
-                file.write(json.dumps(record) + "\n")
-        scalars = _scalars(kind, numbers, learned)
-        if self.tensorboard is not None:
-            for name, value in scalars.items():
-                self.tensorboard.add_scalar(name, value, step)
-        if self.wandb is not None:
-            self.wandb.log(scalars, step=step)
+        finite = {name: _finite(value) for name, value in numbers.items()}
+        record = Record(step, kind, finite, learned or {}, details or {})
+        for log in self.logs:
+            log.write(record)
 
     def close(self) -> None:
-        """Write what is still buffered."""
-        if self.tensorboard is not None:
-            self.tensorboard.close()
-        if self.wandb is not None:
-            self.wandb.finish()
+        """Write what is still buffered, and warn of what was lost."""
+        for log in self.logs:
+            log.close()
 
 
 class Progress:
@@ -133,84 +106,6 @@ def _now() -> float:
     return time.perf_counter()
 
 
-def _small_tables(learned: dict[str, Tensor]) -> dict[str, list[float]]:
-    """Parameters with few numbers, to six digits."""
-    tables = {}
-    for name, tensor in learned.items():
-        if tensor.numel() <= LARGEST_TABLE:
-            values = tensor.flatten().tolist()
-            tables[name] = [float(f"{value:.6g}") for value in values]
-    return tables
-
-
-def _scalars(
-    kind: str, numbers: dict[str, Any], learned: dict[str, Tensor]
-) -> dict[str, float | int]:
-    """What a chart can show: every number, and of every parameter its mean and range."""
-    scalars = {}
-    for name, value in numbers.items():
-        if value is not None:
-            scalars[f"{kind}/{name}"] = value
-    for name, tensor in learned.items():
-        scalars[f"position/{name}/mean"] = tensor.mean().item()
-        scalars[f"position/{name}/min"] = tensor.min().item()
-        scalars[f"position/{name}/max"] = tensor.max().item()
-    return scalars
-
-
 def _finite(value: Any) -> Any:
     """JSON knows no infinity."""
     return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def _make_room(path: Path, resumed_at: int | None) -> None:
-    """Drop the records that a resumed run writes again; a new run renames an old file instead."""
-    if not path.exists():
-        return
-    if resumed_at is None:
-        path.rename(_free_name(path))
-        return
-    kept = [line for line in path.read_text().splitlines() if _step(line) <= resumed_at]
-    write_text(path, "".join(line + "\n" for line in kept))
-
-
-def _free_name(path: Path) -> Path:
-    """metrics.1.jsonl, metrics.2.jsonl, …: the first that does not exist."""
-    for number in itertools.count(1):
-        candidate = path.with_name(f"{path.stem}.{number}.jsonl")
-        if not candidate.exists():
-            return candidate
-    raise AssertionError("numbers do not end")
-
-
-def _step(line: str) -> float:
-    """The step of a record; infinite for a line that was cut off."""
-    try:
-        return json.loads(line)["step"]
-    except (ValueError, KeyError, TypeError):
-        return math.inf
-
-
-def _tensorboard(folder: str, resumed_at: int | None) -> Any:
-    from torch.utils.tensorboard import SummaryWriter  # slow to import
-
-    purge_step = resumed_at + 1 if resumed_at else None
-    return SummaryWriter(folder, purge_step=purge_step)
-
-
-def _wandb(settings: Logging, config: dict[str, Any], folder: Path | None) -> Any:
-    try:
-        import wandb
-    except ImportError:
-        cure = "pip install wandb, or use_wandb: false"
-        raise UserError(f"use_wandb: the package wandb is not installed - {cure}") from None
-    server = None
-    if settings.wandb_host:
-        server = wandb.Settings(base_url=settings.wandb_host)
-    return wandb.init(
-        project=settings.wandb_project,
-        group=settings.wandb_group,
-        config=config,
-        dir=folder,
-        settings=server,
-    )
