@@ -319,6 +319,8 @@ class Parallel(Section):
     """Tensor parallel ways: only 1."""
     distributed_backend: Literal["nccl", "gloo"] | None = None
     """Unset: nccl on CUDA. Without CUDA always gloo."""
+    hang_timeout: Count = 1200
+    """Seconds without a step after which a run of several processes ends; 0: it waits for ever."""
 
     @property
     def zero_stage(self) -> int:

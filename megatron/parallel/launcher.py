@@ -63,7 +63,8 @@ class Ending(NamedTuple):
 class Launcher:
     """The processes of a run, ordered by rank.
 
-    received: the first signal, 0 for none, and when it came; ended: the status of each rank that ended by itself;
+    received: the first signal, 0 for none, and when it came
+    ended: the status of each rank that ended by itself
     deadline: when those that still run are killed, on the monotonic clock
     """
 

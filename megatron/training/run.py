@@ -15,6 +15,7 @@ from megatron.model import GPT, from_config
 from megatron.parallel.grid import Grid
 from megatron.parallel.owned import owned_by_first
 from megatron.parallel.threads import count_parameters, use_threads
+from megatron.parallel.watchdog import Watchdog
 from megatron.training import checkpoint
 from megatron.training.folders import folders_of
 from megatron.training.metrics import Metrics, Progress
@@ -77,6 +78,7 @@ class Run:
         self.grid = grid
         self.facts = facts
         self.start = start
+        self.watchdog = Watchdog(grid, config.parallel.hang_timeout)
         training = config.training
         self.steps = training.train_iters
 
@@ -130,7 +132,7 @@ class Run:
             minutes=self.config.training.exit_duration,
             saving=whole * STATE_BYTES / SLOW_DISK,
         )
-        with stop:
+        with stop, self.watchdog:
             return self._steps(trainer, metrics, stop), stop
 
     def _log_start(self, trainer: Trainer) -> None:
@@ -164,6 +166,7 @@ class Run:
             used = self.text.used
             result = trainer.train_step(self.text.next_step())
             step = trainer.step
+            self.watchdog.advance(step)
             watch.add(step, used, result)
 
             stops = step < self.steps and stop.wanted(step)
@@ -179,7 +182,7 @@ class Run:
                 self._log(trainer, watch.take_mean(), result, progress, metrics)
             if validates:
                 # Before the checkpoint: after a validation that is not finite none is written.
-                with progress.paused():
+                with progress.paused(), self.watchdog.slow():
                     self._validate(trainer, metrics, stop)
                 stops = stop.reason is not None
             if saves or stops:
@@ -271,7 +274,7 @@ class Run:
             "skipped": watch.skipped,
         }
         settings = self.config.checkpoint
-        with progress.paused(), stop.saving():
+        with progress.paused(), stop.saving(), self.watchdog.slow():
             saved = checkpoint.save(trainer, self.folder, facts)
             if self.grid.first:
                 count = settings.keep_last_n_checkpoints

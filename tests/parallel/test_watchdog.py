@@ -1,0 +1,88 @@
+"""A rank that is stopped or stuck is named, and the run ends."""
+
+import os
+import signal
+import time
+
+import pytest
+
+from megatron.parallel import watchdog
+from megatron.parallel.grid import Grid, free_port
+from megatron.parallel.watchdog import Watchdog
+from tests.bad_inputs.case import MODEL
+from tests.faults.forks import Forks
+
+SECONDS = 2
+
+
+@pytest.mark.distributed
+def test_a_frozen_rank_is_named_and_the_others_end(corpus, tmp_path):
+    words = [*MODEL, "train_iters=100000", "log_interval=5", "eval_interval=0"]
+    words += [f"data_path={corpus}", f"hang_timeout={SECONDS}"]
+    with Forks() as forks:
+        for frozen, other in ((1, 0), (0, 1)):
+            folder = tmp_path / f"run{frozen}"
+            meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+            pids = []
+            for rank in range(2):
+                place = {"WORLD_SIZE": "2", "RANK": str(rank), "LOCAL_RANK": str(rank)}
+                log = tmp_path / f"log{frozen}"
+                env = meeting | place
+                pids.append(forks.start("train.py", *words, f"save={folder}", log=log, env=env))
+            deadline = time.monotonic() + 120
+            while not (folder / "metrics.jsonl").exists():
+                assert time.monotonic() < deadline
+                time.sleep(0.1)
+            time.sleep(1)  # until steps have been exchanged
+            os.kill(pids[frozen], signal.SIGSTOP)
+            try:
+                assert forks.wait(pids[other]) == 1
+            finally:
+                os.kill(pids[frozen], signal.SIGKILL)
+                forks.wait(pids[frozen])
+            text = log.read_text()
+            start = f"hang_timeout: no step has ended for {SECONDS} seconds: "
+            (line,) = [line for line in text.splitlines() if line.startswith(start)]
+            assert f"rank {frozen} does not answer (its last known step is " in line
+            assert f"rank {other} is at step " in line
+            assert f"rank {other} does not answer" not in line
+            assert "Traceback" not in text
+
+
+@pytest.fixture
+def dog(monkeypatch):
+    """A watchdog of three ranks whose threads do not run."""
+    dog = Watchdog(Grid(rank=0, ranks=3), 100.0)
+    dog.exchanged_at = 1000.0
+    for seen in dog.seen:
+        seen.at = 1000.0
+    return dog
+
+
+def test_only_a_rank_without_news_is_silent(dog):
+    assert dog._silent(1010.0) == []
+    dog.exchanged_at = dog.seen[0].at = dog.seen[2].at = 1090.0
+    assert dog._silent(1095.0) == [1]
+
+
+def test_a_store_that_does_not_answer_is_the_first_ranks(dog):
+    assert dog._silent(1060.0) == [0]
+
+
+def test_where_ranks_that_answer_are_is_said(dog, monkeypatch):
+    monkeypatch.setattr(dog, "_place", lambda: "training/trainer.py:86 (train_step)")
+    dog.step = 58
+    watchdog._note(dog.seen[1], '{"beat": 3, "step": 57, "place": "data/loader.py:9 (next)"}', 7.0)
+    assert dog._message([2]) == (
+        "hang_timeout: no step has ended for 100 seconds: rank 0 is at step 58 in"
+        " training/trainer.py:86 (train_step); rank 1 is at step 57 in data/loader.py:9 (next);"
+        " rank 2 does not answer (its last known step is 0) - the checkpoints are whole: look at"
+        " that process or its machine and start again; hang_timeout: 0 waits for ever"
+    )
+
+
+@pytest.mark.parametrize(("ranks", "seconds"), [(1, 100), (2, 0)])
+def test_a_process_alone_and_a_run_without_a_limit_are_not_watched(ranks, seconds, monkeypatch):
+    monkeypatch.setattr(watchdog.threading, "Thread", None)  # starting one would fail
+    with Watchdog(Grid(ranks=ranks), seconds) as dog:
+        dog.advance(1)
