@@ -29,6 +29,7 @@ from megatron.errors import UserError
 from megatron.files import remove, sync, write_text
 from megatron.model import GPT, from_config
 from megatron.training.trainer import Trainer
+from megatron.training.universal import Engine, restore
 
 logger = logging.getLogger(__name__)
 
@@ -83,10 +84,19 @@ def check_engine_state(path: Path) -> None:
         )
 
 
-def resume(trainer: Trainer, path: Path) -> None:
-    """Load the engine's state of a folder global_stepN; code that its pickles name is not run."""
+def resume(trainer: Trainer, path: Path, written_by: Engine) -> None:
+    """Load the engine's state of a folder global_stepN; code that its pickles name is not run.
+
+    written_by: the engine that wrote it; the state of another one than this is converted
+    """
+    now = Engine.of(trainer.config, trainer.grid.ranks)
     with _data_only():
-        loaded, _ = trainer.engine.load_checkpoint(str(path.parent), tag=path.name)
+        if written_by == now:
+            loaded, _ = trainer.engine.load_checkpoint(str(path.parent), tag=path.name)
+        else:
+            logger.info("%s was written with %s; continuing with %s", path, written_by, now)
+            restore(trainer.engine, trainer.config, path, written_by)
+            loaded = path
     if loaded is None:
         raise UserError(f"{path}: has no engine state - only evaluation can use this checkpoint")
     trainer.step = int(path.name.removeprefix("global_step"))

@@ -21,19 +21,34 @@ def build_optimizer(
     Weight decay acts on matrices, not on norms and biases. On what an encoding learns it acts
     only with pos_emb_weight_decay.
     """
-    decayed, exempt = [], []
-    for name, parameter in model.named_parameters():
-        if name.startswith("positions."):
-            decays = settings.pos_emb_weight_decay
-        else:
-            decays = parameter.dim() >= 2
-        group = decayed if decays else exempt
-        group.append(parameter)
+    decayed, exempt = named_groups(model, encoding_decays=settings.pos_emb_weight_decay)
     groups = [
-        {"params": decayed, "weight_decay": settings.weight_decay},
-        {"params": exempt, "weight_decay": 0.0},
+        {"params": [parameter for _, parameter in decayed], "weight_decay": settings.weight_decay},
+        {"params": [parameter for _, parameter in exempt], "weight_decay": 0.0},
     ]
     return adam(device)(groups, lr=settings.lr, betas=settings.betas, eps=settings.eps)
+
+
+Named = list[tuple[str, nn.Parameter]]
+
+
+def named_groups(model: nn.Module, *, encoding_decays: bool) -> tuple[Named, Named]:
+    """Parameters with weight decay and those without, in the optimizer's order, with their names.
+
+    encoding_decays: whether weight decay acts on what an encoding learns
+    """
+    decayed: Named = []
+    exempt: Named = []
+    for name, parameter in model.named_parameters():
+        if name.startswith("positions."):
+            decays = encoding_decays
+        else:
+            # ZeRO 3 leaves an empty parameter, which remembers its shape.
+            shape = getattr(parameter, "ds_shape", parameter.shape)
+            decays = len(shape) >= 2
+        group = decayed if decays else exempt
+        group.append((name, parameter))
+    return decayed, exempt
 
 
 def adam(device: torch.device) -> Callable[..., torch.optim.Optimizer]:

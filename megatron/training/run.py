@@ -104,8 +104,8 @@ class Run:
         if self.start.step >= self.steps:
             logger.info("step %d of %d: nothing left to train", self.start.step, self.steps)
             return self.start.path
-        if self.start.path is not None:
-            checkpoint.resume(trainer, self.start.path)
+        if self.start.path is not None and self.start.written_by is not None:
+            checkpoint.resume(trainer, self.start.path, self.start.written_by)
         metrics = self._metrics(trainer.step) if self.grid.first else None
         try:
             saved, stop = self._until_stopped(trainer, metrics)

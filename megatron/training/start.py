@@ -9,6 +9,7 @@ from megatron.config import Config
 from megatron.errors import UserError
 from megatron.parallel.grid import Grid
 from megatron.training import checkpoint
+from megatron.training.universal import Engine
 
 logger = logging.getLogger(__name__)
 
@@ -18,6 +19,7 @@ class Start:
     """step, windows used so far, losses not yet logged, steps skipped, and the checkpoint's folder.
 
     path: None for a new run
+    written_by: the engine whose state the folder holds
     threads: of the CPU that computed before; None where that is unknown
     """
 
@@ -25,6 +27,7 @@ class Start:
     windows: int = 0
     pending: tuple[float, ...] = ()
     path: Path | None = None
+    written_by: Engine | None = None
     threads: int | None = None
     skipped: int = 0
 
@@ -44,7 +47,7 @@ def starting_point(config: Config, facts: dict[str, Any], grid: Grid) -> Start:
     trained, meta = checkpoint.read_meta(path)
     _check_same_model(config, trained, path)
     _check_same_text(facts, meta, path)
-    _check_engine(config, trained, meta, grid, path)
+    _check_batch(config, meta, grid, path)
     if meta["step"] < config.training.train_iters:
         checkpoint.check_engine_state(path)
     pending_losses = tuple(meta["pending_losses"])
@@ -53,6 +56,7 @@ def starting_point(config: Config, facts: dict[str, Any], grid: Grid) -> Start:
         windows=meta["windows"],
         pending=pending_losses,
         path=path,
+        written_by=Engine.of(trained, meta["ranks"]),
         threads=meta.get("threads"),
         skipped=meta.get("skipped", 0),
     )
@@ -114,23 +118,24 @@ def _check_same_text(facts: dict[str, Any], meta: dict[str, Any], path: Path) ->
     )
 
 
-def _check_engine(
-    config: Config, trained: Config, meta: dict[str, Any], grid: Grid, path: Path
-) -> None:
-    """Refuse another kind of engine.
+def _check_batch(config: Config, meta: dict[str, Any], grid: Grid, path: Path) -> None:
+    """Refuse another number of ranks where it changes the windows of a step.
 
-    ZeRO's optimizer state fits only the stage, precision and number of ranks that wrote it.
+    A train_batch_size that fits the new number says that the change is meant.
     """
-    then = _engine_kind(trained, meta["ranks"])
-    now = _engine_kind(config, grid.ranks)
-    if then != now:
-        raise UserError(
-            f"load: {path} was written with {then};"
-            f" the engine's state does not fit {now} - use the same"
-        )
-
-
-def _engine_kind(config: Config, ranks: int) -> str:
-    stage = config.parallel.zero_stage
-    kind = f"{config.precision.dtype}, ZeRO stage {stage}"
-    return f"{kind}, {ranks} rank(s)" if stage else kind
+    training = config.training
+    ranks, windows = meta.get("ranks", grid.ranks), meta.get("windows_per_step")
+    rows = training.train_micro_batch_size_per_gpu * grid.ranks
+    now = rows * training.gradient_accumulation_steps
+    if ranks == grid.ranks or windows in (None, now) or training.train_batch_size is not None:
+        return
+    cure = f"train_batch_size={now} if that is meant"
+    if windows % rows == 0:
+        cure = f"gradient_accumulation_steps={windows // rows} to keep it, or {cure}"
+    elif windows % grid.ranks == 0:
+        keeping = f"train_micro_batch_size_per_gpu={windows // grid.ranks}"
+        cure = f"{keeping} gradient_accumulation_steps=1 to keep it, or {cure}"
+    raise UserError(
+        f"load: a step of {path} took {windows} windows on {ranks} rank(s), here it would take"
+        f" {now} on {grid.ranks} - set {cure}"
+    )

@@ -14,6 +14,7 @@ MODULES = (
     "configuration",
     "data",
     "checkpoints",
+    "engines",
     "results",
     "launcher",
     "training",

@@ -57,25 +57,6 @@ def test_text_of_another_tokenizer_is_not_continued_with(grid, corpus, trained, 
     ("how", "message"),
     [
         (
-            ["precision=bf16"],
-            "was written with fp32, ZeRO stage 0; the engine's state does not fit bf16, ZeRO"
-            " stage 1",
-        ),
-        (["zero_optimization.stage=2"], "does not fit fp32, ZeRO stage 2, 1 rank"),
-    ],
-)
-def test_another_kind_of_engine_is_not_continued_with(
-    grid, corpus, trained, tmp_path, how, message
-):
-    with pytest.raises(UserError) as fault:
-        train(settings(corpus, copy_of(trained, tmp_path), *how), grid)
-    assert message in str(fault.value)
-
-
-@pytest.mark.parametrize(
-    ("how", "message"),
-    [
-        (
             ["pos_emb=learned", "seq_length_val=128"],
             "learned positions end at 64, so length 128 cannot be computed",
         ),

@@ -1,0 +1,265 @@
+"""Resume a checkpoint with another engine: other ranks, another ZeRO stage or precision.
+
+DeepSpeed's files fit the engine that wrote them. Here Adam's averages are read from them by the
+names of the parameters and cut anew; the weights are those of model.safetensors, in float32.
+Nothing is written. The files are mapped, so that only one parameter at a time is in memory twice.
+
+DeepSpeed's own conversion (ds_to_universal) is not used: it has none for stage 0, it unpickles in
+full, and its loading at stage 3 gives every group of parameters the weight decay of the first.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor, nn
+
+from megatron.config import Config
+from megatron.errors import UserError
+from megatron.training.optimizer import named_groups
+
+AVERAGES = ("exp_avg", "exp_avg_sq")
+"""Names of Adam's two averages, in torch and in NVIDIA's apex."""
+
+
+@dataclass(frozen=True)
+class Engine:
+    """What DeepSpeed's files of a checkpoint depend on.
+
+    ranks: 1 at stage 0, whose files do not depend on it
+    encoding_decays: pos_emb_weight_decay, which decides the order of parameters
+    """
+
+    precision: str
+    stage: int
+    ranks: int
+    encoding_decays: bool
+
+    @classmethod
+    def of(cls, config: Config, ranks: int) -> "Engine":
+        """The engine of a configuration on so many ranks."""
+        stage = config.parallel.zero_stage
+        decays = config.optimizer.pos_emb_weight_decay
+        return cls(config.precision.dtype, stage, ranks if stage else 1, decays)
+
+    def __str__(self) -> str:
+        text = f"{self.precision}, ZeRO stage {self.stage}"
+        return f"{text}, {self.ranks} rank(s)" if self.stage else text
+
+
+@dataclass
+class AdamState:
+    """Adam's averages by name of the parameter, in flat pieces in the order of ranks.
+
+    step: how many updates it has made
+    """
+
+    step: float = 0.0
+    pieces: dict[str, dict[str, list[Tensor]]] = field(default_factory=dict)
+
+    def add(self, name: str, state: dict[str, Any], part: slice) -> None:
+        """Add the piece of a parameter that a flat state of the optimizer holds."""
+        of_parameter = self.pieces.setdefault(name, {key: [] for key in AVERAGES})
+        for key in AVERAGES:
+            of_parameter[key].append(state[key].flatten()[part])
+
+    def whole(self, name: str, key: str, numel: int) -> Tensor:
+        """One average of one parameter, float32: [numel]. ValueError where a piece is missing."""
+        average = torch.cat(self.pieces[name][key])
+        if average.numel() != numel:
+            raise ValueError(f"{name}: {average.numel()} of {numel} numbers of {key}")
+        return average
+
+
+@torch.no_grad()
+def restore(engine: Any, config: Config, path: Path, written_by: Engine) -> None:
+    """Give an engine the weights and Adam's state of a folder global_stepN.
+
+    Every rank calls this, inside a context where torch loads plain data alone.
+    engine: of a model that has not been trained yet
+    config: what the engine was built from
+    written_by: the engine that wrote the folder
+    UserError where DeepSpeed's files are damaged or incomplete.
+    """
+    try:
+        adam = _read(path, written_by, engine.module)
+        for name, parameter in engine.module.named_parameters():
+            for key in AVERAGES:
+                adam.whole(name, key, _numel(parameter))
+    except (OSError, EOFError, RuntimeError, ValueError, TypeError, LookupError) as fault:
+        raise UserError(
+            f"{path}: the engine's state cannot be read ({_short(fault)})"
+            " - copy the checkpoint again, or load an earlier one"
+        ) from None
+    with safe_open(path / "model.safetensors", framework="pt") as weights:
+        GIVE[config.parallel.zero_stage](engine, weights.get_tensor, adam)
+
+
+def _short(fault: Exception) -> str:
+    if isinstance(fault, OSError) and fault.filename:
+        return f"{Path(fault.filename).name}: {fault.strerror}"
+    first_line, *_ = str(fault).splitlines() or [""]
+    return f"{type(fault).__name__}: {first_line[:120]}"
+
+
+def _numel(parameter: Tensor) -> int:
+    """Numbers of a parameter, also of one that ZeRO 3 has taken apart."""
+    return getattr(parameter, "ds_numel", parameter.numel())
+
+
+# --- reading the files of an engine ---------------------------------------------------------------
+
+
+def _read(path: Path, written_by: Engine, model: nn.Module) -> AdamState:
+    if written_by.stage == 0:
+        return _read_whole(path, written_by, model)
+    adam = AdamState()
+    for rank in range(written_by.ranks):
+        prefix = "bf16_" if written_by.precision == "bf16" else ""
+        name = f"{prefix}zero_pp_rank_{rank}_mp_rank_00_optim_states.pt"
+        saved = _load(path / name)["optimizer_state_dict"]
+        if written_by.stage == 3:
+            shapes = _load(path / f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt")["param_shapes"]
+            optimizer = saved["optimizer_state_dict"]
+            pieces = _pieces_of_stage_3(shapes, rank, written_by.ranks)
+        else:
+            optimizer = saved["base_optimizer_state"]
+            pieces = _pieces_of_stage_2(saved["param_slice_mappings"])
+        for group, parameter, part in pieces:
+            adam.add(parameter, optimizer["state"][group], part)
+        adam.step = _step(optimizer)
+    return adam
+
+
+def _read_whole(path: Path, written_by: Engine, model: nn.Module) -> AdamState:
+    """Stage 0: one file with the optimizer's own state, whose parameters have numbers, no names."""
+    optimizer = _load(path / "mp_rank_00_model_states.pt")["optimizer"]
+    adam = AdamState(_step(optimizer))
+    decayed, exempt = named_groups(model, encoding_decays=written_by.encoding_decays)
+    for number, (name, _) in enumerate([*decayed, *exempt]):
+        adam.add(name, optimizer["state"][number], slice(None))
+    return adam
+
+
+def _pieces_of_stage_2(mappings: list[dict[str, Any]]) -> Iterator[tuple[int, str, slice]]:
+    """(group, parameter, where it is in the flat group) of one rank; also for stage 1."""
+    for group, addresses in enumerate(mappings):
+        for name, address in addresses.items():
+            yield group, name, slice(address.start, address.start + address.numel)
+
+
+def _pieces_of_stage_3(
+    shapes: list[dict[str, torch.Size]], rank: int, ranks: int
+) -> Iterator[tuple[int, str, slice]]:
+    """The same: each parameter is cut in equal pieces, the last ones padded."""
+    for group, of_group in enumerate(shapes):
+        start = 0
+        for name, shape in of_group.items():
+            size = -(-shape.numel() // ranks)
+            filled = min(size, max(0, shape.numel() - rank * size))
+            yield group, name, slice(start, start + filled)
+            start += size
+
+
+def _step(optimizer: dict[str, Any]) -> float:
+    """Updates that an optimizer has made: of each parameter in torch, of each group in apex."""
+    first_state = next(iter(optimizer["state"].values()))
+    step = first_state["step"] if "step" in first_state else optimizer["param_groups"][0]["step"]
+    return float(step)
+
+
+def _load(file: Path) -> Any:
+    return torch.load(file, map_location="cpu", weights_only=True, mmap=True)
+
+
+# --- giving them to an engine ---------------------------------------------------------------------
+
+
+def _give_whole(engine: Any, weight: Callable[[str], Tensor], adam: AdamState) -> None:
+    """Stage 0: the optimizer's parameters are the model's."""
+    for name, parameter in engine.module.named_parameters():
+        parameter.data.copy_(weight(name))
+        averages = {}
+        for key in AVERAGES:
+            average = adam.whole(name, key, parameter.numel())
+            averages[key] = average.view(parameter.shape).to(parameter.device)
+        _set_state(engine.optimizer, parameter, averages, adam.step)
+
+
+def _give_to_stage_2(engine: Any, weight: Callable[[str], Tensor], adam: AdamState) -> None:
+    """Stages 1 and 2: this rank's part of each flat group of float32 numbers."""
+    optimizer = engine.optimizer.optimizer
+    flat_groups = [group["params"][0] for group in optimizer.param_groups]
+    averages = [{key: torch.zeros_like(flat) for key in AVERAGES} for flat in flat_groups]
+    for name, parameter in engine.module.named_parameters():
+        mapping = parameter._hp_mapping
+        if mapping is None:
+            continue  # all of it is on other ranks
+        source = mapping.lp_fragment_address
+        target = mapping.get_hp_fragment_address()
+        part = slice(source.start, source.start + source.numel)
+        mapping.get_hp_fragment().copy_(weight(name).flatten()[part])
+        for key in AVERAGES:
+            average = averages[mapping.param_group_index][key]
+            piece = adam.whole(name, key, parameter.numel())[part]
+            average.narrow(0, target.start, target.numel).copy_(piece)
+    for flat, of_group in zip(flat_groups, averages, strict=True):
+        _set_state(optimizer, flat, of_group, adam.step)
+    engine.optimizer.update_lp_params()
+
+
+def _give_to_stage_3(engine: Any, weight: Callable[[str], Tensor], adam: AdamState) -> None:
+    """Stage 3: this rank's piece of every parameter."""
+    import deepspeed
+    from deepspeed.utils import safe_set_local_fp32_param, safe_set_local_optimizer_state
+
+    zero = engine.optimizer
+    for flat in zero.fp32_partitioned_groups_flat:
+        averages = {key: torch.zeros_like(flat) for key in AVERAGES}
+        _set_state(zero.optimizer, flat, averages, adam.step)
+    for name, parameter in engine.module.named_parameters():
+        with deepspeed.zero.GatheredParameters([parameter], modifier_rank=0):
+            parameter.data.copy_(weight(name))
+        piece = _Piece(parameter.ds_tensor.numel(), engine.global_rank)
+        safe_set_local_fp32_param(parameter, piece.of(weight(name)))
+        for key in AVERAGES:
+            average = adam.whole(name, key, _numel(parameter))
+            safe_set_local_optimizer_state(parameter, piece.of(average), key)
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """A rank's piece of a parameter in stage 3; `size` numbers, padded with zeros."""
+
+    size: int
+    rank: int
+
+    def of(self, whole: Tensor) -> Tensor:
+        piece = whole.flatten()[self.rank * self.size : (self.rank + 1) * self.size]
+        return nn.functional.pad(piece, (0, self.size - piece.numel()))
+
+
+def _set_state(
+    optimizer: torch.optim.Optimizer, parameter: Tensor, averages: dict[str, Tensor], step: float
+) -> None:
+    """Give torch's or apex's Adam its state of one parameter."""
+    state: dict[str, Any] = dict(averages)
+    if isinstance(optimizer, torch.optim.AdamW):
+        # A tensor of its own for every parameter, as torch counts in place.
+        state["step"] = torch.tensor(step, dtype=torch.float32, device=parameter.device)
+    else:
+        for group in optimizer.param_groups:
+            group["step"] = int(step)
+    optimizer.state[parameter] = state
+
+
+GIVE: dict[int, Callable[[Any, Callable[[str], Tensor], AdamState], None]] = {
+    0: _give_whole,
+    1: _give_to_stage_2,
+    2: _give_to_stage_2,
+    3: _give_to_stage_3,
+}
+"""How an engine of each ZeRO stage gets its numbers."""

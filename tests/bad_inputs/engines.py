@@ -1,0 +1,44 @@
+"""Checkpoints of another engine than the one that would continue them."""
+
+import json
+from pathlib import Path
+
+from tests.bad_inputs.case import MODEL, Case
+
+RESUME = [
+    "train.py",
+    *MODEL,
+    "train_iters=8",
+    "eval_interval=0",
+    "data_path={corpus}",
+    "save=copy",
+    "load=copy",
+]
+
+
+def _of_two_ranks(here: Path) -> None:
+    """Let the checkpoint say that two ranks wrote it, with eight windows a step."""
+    file = here / "copy" / "global_step4" / "checkpoint.json"
+    record = json.loads(file.read_text())
+    file.write_text(json.dumps(record | {"ranks": 2, "windows_per_step": 8}))
+
+
+CASES = [
+    Case(
+        "other-ranks-halve-the-batch",
+        RESUME,
+        "load: a step of copy/global_step4 took 8 windows on 2 rank(s), here it would take 4 on 1"
+        " - set gradient_accumulation_steps=2 to keep it, or train_batch_size=4 if that is meant",
+        prepare=_of_two_ranks,
+        copies_run=True,
+    ),
+    Case(
+        "other-ranks-cannot-keep-the-batch-by-accumulation",
+        [*RESUME, "train_micro_batch_size_per_gpu=3"],
+        "load: a step of copy/global_step4 took 8 windows on 2 rank(s), here it would take 3 on 1"
+        " - set train_micro_batch_size_per_gpu=8 gradient_accumulation_steps=1 to keep it,"
+        " or train_batch_size=3 if that is meant",
+        prepare=_of_two_ranks,
+        copies_run=True,
+    ),
+]
