@@ -16,6 +16,7 @@ from megatron.data.prepare import TokenizerChoice, prepare
 from megatron.data.readers import READERS, Files
 from megatron.data.tokenizer import KINDS
 from megatron.data.tokens import verify
+from megatron.data.unpack import MB, Limits
 from megatron.errors import UserError
 from megatron.last_resort import guarded
 
@@ -76,7 +77,17 @@ def _corpus(options: argparse.Namespace) -> Corpus:
             f"--name: '{options.name}' cannot be a folder's name - use letters, digits, '_', '-' "
             "and '.'"
         )
-    return Files(options.name, options.input, options.text_key)
+    return Files(options.name, options.input, options.text_key, _limits(options))
+
+
+def _limits(options: argparse.Namespace) -> Limits:
+    for name in ("max_document_mb", "max_unpack_ratio"):
+        if getattr(options, name) < 1:
+            spelling = name.replace("_", "-")
+            raise UserError(
+                f"--{spelling}: {getattr(options, name)} lets nothing in - use 1 or more"
+            )
+    return Limits(options.max_document_mb * MB, options.max_unpack_ratio)
 
 
 def _choice(options: argparse.Namespace) -> TokenizerChoice:
@@ -122,6 +133,21 @@ def _parser() -> argparse.ArgumentParser:
         "--text-key",
         default="text",
         help="what holds the text in JSON lines and tables (default: text)",
+    )
+    add(
+        "--max-document-mb",
+        type=int,
+        metavar="MB",
+        default=Limits.document // MB,
+        help="refuse longer documents and lines of JSON: they must fit into memory several times"
+        " (default: %(default)s)",
+    )
+    add(
+        "--max-unpack-ratio",
+        type=int,
+        metavar="N",
+        default=Limits.ratio,
+        help="refuse a packed file that grows by more than this (default: %(default)s)",
     )
     add("-t", "--tokenizer-type", metavar="TYPE", help=f"one of {', '.join(KINDS)}")
     add(

@@ -4,12 +4,14 @@ import contextlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from megatron.data.corpora import Corpus
+from megatron.data.encoding import encoded
+from megatron.data.pieces import pieces
 from megatron.data.tokenizer import Tokenizer, build_tokenizer, train_tokenizer
 from megatron.data.tokens import TokenFile, TokenWriter, dtype_for
 from megatron.errors import UserError
@@ -63,7 +65,7 @@ def _write(corpus: Corpus, prefix: Path, choice: TokenizerChoice, overwrite: boo
         _write_tokens(corpus, prefix, tokenizer, choice, overwrite)
         return
     with Beside(_trained_tokenizer(prefix)) as temporary:
-        texts = _first(corpus.documents(), TRAINING_CHARACTERS)
+        texts = _training_texts(corpus)
         temporary.write_text(train_tokenizer(texts, choice.vocab_size), encoding="utf-8")
         tokenizer = build_tokenizer(choice.kind, temporary)
         _write_tokens(corpus, prefix, tokenizer, choice, overwrite)
@@ -96,14 +98,20 @@ def _encode(corpus: Corpus, tokenizer: Tokenizer, writer: TokenWriter) -> dict[s
     blank = only_space = 0
     with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
         task = progress.add_task("", total=None, tokens="0")
-        for texts in _batches(corpus.documents(), BATCH_CHARACTERS):
-            only_space += sum(text.isspace() for text in texts)
-            for ids in tokenizer.encode_batch(texts):
-                if ids:
-                    writer.add([*ids, tokenizer.eod])
+        for batch in _batches(_pieces(corpus, tokenizer.cuttable), BATCH_CHARACTERS):
+            of_batch = encoded(tokenizer, [piece.text for piece in batch])
+            for piece, ids in zip(batch, of_batch, strict=True):
+                writer.extend(ids)
+                only_space += piece.only_space
+                if not piece.last:
+                    continue
+                if writer.in_document:
+                    writer.extend([tokenizer.eod])
+                    writer.end_document()
                 else:
                     blank += 1
-            progress.update(task, advance=len(texts), tokens=f"{writer.tokens:,}")
+            ended = sum(piece.last for piece in batch)
+            progress.update(task, advance=ended, tokens=f"{writer.tokens:,}")
     if not writer.documents:
         raise UserError(
             f"{corpus.name}: the input has no documents with text in them - nothing was written"
@@ -111,12 +119,36 @@ def _encode(corpus: Corpus, tokenizer: Tokenizer, writer: TokenWriter) -> dict[s
     return {"blank": blank, "only_space": only_space}
 
 
-def _batches(texts: Iterable[str], characters: int) -> Iterator[list[str]]:
-    batch: list[str] = []
+class Piece(NamedTuple):
+    """A part of a document; only_space is said with its last one."""
+
+    text: str
+    last: bool
+    only_space: bool
+
+
+def _pieces(corpus: Corpus, cuttable: bool) -> Iterator[Piece]:
+    """The documents of a corpus in pieces that can be encoded one by one."""
+    for number, document in enumerate(corpus.documents(), 1):
+        where = f"{corpus.name}: document {number}"
+        texts = list(pieces(document, where=where, cuttable=cuttable))
+        for text in texts[:-1]:
+            yield Piece(text, last=False, only_space=False)
+        yield Piece(texts[-1], last=True, only_space=document.isspace())
+
+
+def _training_texts(corpus: Corpus) -> Iterator[str]:
+    """What a tokenizer is trained on: the first text of a corpus, in pieces."""
+    texts = (piece.text for piece in _pieces(corpus, cuttable=True))
+    return _first(texts, TRAINING_CHARACTERS)
+
+
+def _batches(texts: Iterable[Piece], characters: int) -> Iterator[list[Piece]]:
+    batch: list[Piece] = []
     size = 0
-    for text in texts:
-        batch.append(text)
-        size += len(text)
+    for piece in texts:
+        batch.append(piece)
+        size += len(piece.text)
         if size >= characters:
             yield batch
             batch, size = [], 0
@@ -177,7 +209,7 @@ def _same_tokenizer(tokens: TokenFile, choice: TokenizerChoice) -> bool:
     path = _trained_tokenizer(tokens.prefix)
     if not path.is_file() or writer.get("trained_for") != choice.vocab_size:
         return False
-    return build_tokenizer("HFTokenizer", path).hash == writer["hash"]
+    return build_tokenizer("HFTokenizer", path).hash == writer.get("hash")
 
 
 def _checksums(sources: Iterable[dict[str, Any]]) -> list[str]:

@@ -1,35 +1,42 @@
 """Documents from files: JSON lines (plain, .gz, .zst as in the Pile), text, Parquet and Arrow."""
 
 import codecs
-import gzip
-import hashlib
 import json
 import logging
-import zlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import zstandard
-
+from megatron.data.stored import sha256_of
+from megatron.data.unpack import CHUNK, Limits, check_size, lines, whole
 from megatron.errors import UserError
 
 log = logging.getLogger(__name__)
 
-CHUNK = 1 << 20
-WINDOW = 1 << 31  # zstd's largest: the Pile was compressed with long windows
+ROWS = 16  # of a Parquet file that are in memory at a time
 
 
 class Files:
     """A corpus of the user's files.
 
-    inputs: files and folders; key: what holds the text in JSON lines and tables.
+    inputs: files and folders; key: what holds the text in JSON lines and tables;
+    limits: of memory and disk
     Raises UserError for what is missing or cannot be read as text.
     """
 
-    def __init__(self, name: str, inputs: Sequence[str | Path], key: str = "text"):
+    def __init__(
+        self,
+        name: str,
+        inputs: Sequence[str | Path],
+        key: str = "text",
+        limits: Limits | None = None,
+    ):
         self.name = name
         self.key = key
+        self.limits = limits or Limits()
+        self._read: dict[Path, os.stat_result] = {}
         self.skipped = 0
         self.paths = list_files(inputs)
         _check_kinds(self.paths)
@@ -41,30 +48,62 @@ class Files:
         """
         for path in self.paths:
             read = _reader(path) or _whole_text
-            for text in read(path, self.key):
-                yield _encodable(text)
+            with _readable(path):
+                self._read[path] = path.stat()
+                for text in read(path, self.key, self.limits):
+                    yield _encodable(text)
+                self._check_unchanged(path)
 
     def sources(self) -> list[dict[str, Any]]:
         """Path, bytes and sha256 of each file."""
         entries = []
         for path in self.paths:
-            size = path.stat().st_size
-            entries.append({"path": str(path), "bytes": size, "sha256": _sha256(path)})
+            with _readable(path):
+                size = path.stat().st_size
+                entries.append({"path": str(path), "bytes": size, "sha256": sha256_of(path)})
+                self._check_unchanged(path)
         return entries
+
+    def _check_unchanged(self, path: Path) -> None:
+        """Raise UserError where a file is not the one whose documents were read."""
+        before = self._read.get(path)
+        now = path.stat()
+        if before and (before.st_size, before.st_mtime_ns) != (now.st_size, now.st_mtime_ns):
+            raise UserError(
+                f"--input: {path} was changed while it was read - wait until nothing writes to it,"
+                " and start again"
+            )
+
+
+@contextmanager
+def _readable(path: Path) -> Iterator[None]:
+    """Name the input where the system refuses to read it."""
+    try:
+        yield
+    except OSError as error:
+        raise UserError(
+            f"--input: {path} cannot be read ({error.strerror or error}) - check that it is still "
+            "there, its permissions and its disk"
+        ) from None
 
 
 def list_files(inputs: Sequence[str | Path]) -> list[Path]:
     """The files that inputs name, folders opened up. Raises UserError for what is missing."""
     files: list[Path] = []
     for path in map(Path, inputs):
-        if not path.exists():
+        if not os.path.exists(path):  # also for a loop of links, or a name that is too long
             raise UserError(
                 f"--input: there is no {path} (looked from {Path.cwd()}) - give existing files or "
                 "folders"
             )
-        if not path.is_dir():
+        if path.is_file():
             files.append(path)
             continue
+        if not path.is_dir():
+            raise UserError(
+                f"--input: {path} is neither a file nor a folder (a pipe or device) - write it to "
+                "a file first"
+            )
         inside = sorted(p for p in path.rglob("*") if p.is_file() and not p.name.startswith("."))
         if not inside:
             raise UserError(f"--input: the folder {path} is empty - give one with files in it")
@@ -117,8 +156,8 @@ def _reader(path: Path) -> "Reader | None":
     return None
 
 
-def _json_lines(path: Path, key: str) -> Iterator[str]:
-    for number, line in enumerate(_lines(_chunks(path)), 1):
+def _json_lines(path: Path, key: str, limits: Limits) -> Iterator[str]:
+    for number, line in enumerate(lines(path, limits), 1):
         if not line.strip():
             continue
         where = f"{path}:{number}"
@@ -129,6 +168,11 @@ def _json_lines(path: Path, key: str) -> Iterator[str]:
         except json.JSONDecodeError as error:
             raise UserError(
                 f"{where}: is not JSON ({error.msg}, column {error.colno}) "
+                "- mend or remove the line"
+            ) from None
+        except (ValueError, RecursionError):  # numbers of thousands of digits, deep nesting
+            raise UserError(
+                f"{where}: has a number of thousands of digits, or is nested too deeply "
                 "- mend or remove the line"
             ) from None
         yield _entry_text(entry, key, where)
@@ -159,79 +203,54 @@ def _entry_text(entry: Any, key: str, where: str) -> str:
     return text
 
 
-def _lines(chunks: Iterable[bytes]) -> Iterator[bytes]:
-    rest: list[bytes] = []
-    for chunk in chunks:
-        *whole, last = chunk.split(b"\n")
-        if whole:
-            yield b"".join([*rest, whole[0]])
-            yield from whole[1:]
-            rest = []
-        rest.append(last)
-    if tail := b"".join(rest):
-        yield tail
-
-
-def _chunks(path: Path) -> Iterator[bytes]:
-    """The contents of a file, unpacked by its suffix.
-
-    A file that is cut off is a UserError, never a shorter corpus.
-    """
-    if path.suffix == ".zst":
-        yield from _unpacked(path)
-        return
+def _whole_text(path: Path, key: str, limits: Limits) -> Iterator[str]:
     try:
-        with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
-            while chunk := file.read(CHUNK):
-                yield chunk
-    except (EOFError, gzip.BadGzipFile, zlib.error) as error:
-        raise UserError(f"{path}: is cut off or damaged ({error}) - copy it again") from None
-
-
-def _unpacked(path: Path) -> Iterator[bytes]:
-    # Not zstandard's stream_reader: it ends after the first frame, also where that is cut off.
-    decompressor = zstandard.ZstdDecompressor(max_window_size=WINDOW)
-    frame = None
-    packed = b""
-    with path.open("rb") as file:
-        while packed or (packed := file.read(CHUNK)):
-            if frame is None:
-                frame = decompressor.decompressobj()
-            try:
-                yield frame.decompress(packed)
-            except zstandard.ZstdError as error:
-                raise UserError(
-                    f"{path}: is damaged or not zstd ({error}) - copy it again"
-                ) from None
-            packed = frame.unused_data if frame.eof else b""
-            if frame.eof:
-                frame = None
-    if frame is not None:
-        raise UserError(f"{path}: is cut off inside its last zstd frame - copy it again")
-
-
-def _whole_text(path: Path, key: str) -> Iterator[str]:
-    try:
-        yield path.read_text(encoding="utf-8-sig")
+        yield whole(path, limits).decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise UserError(f"{path}: is not UTF-8 (byte {error.start}) - convert the file") from None
 
 
-def _table(path: Path, key: str) -> Iterator[str]:
-    import datasets  # here, because it is slow to import and rarely needed
+def _batches(path: Path, key: str) -> Iterator[Any]:
+    """A few rows at a time, checked: an Arrow file may claim places outside of itself."""
+    import pyarrow  # here, because it is slow to import and rarely needed
+    from pyarrow import parquet
 
-    kind = path.suffix.removeprefix(".")
+    with path.open("rb") as file:
+        if path.suffix == ".parquet":
+            table = parquet.ParquetFile(file)
+            columns = [key] if key in table.schema_arrow.names else []
+            # As a dictionary a value that many rows repeat is in memory once.
+            table = parquet.ParquetFile(file, read_dictionary=columns)
+            batches = table.iter_batches(ROWS, columns=columns or None)
+        else:
+            batches = pyarrow.ipc.open_stream(file)
+        for batch in batches:
+            batch.validate(full=True)
+            yield batch
+
+
+def _table(path: Path, key: str, limits: Limits) -> Iterator[str]:
+    number = 0
     try:
-        rows = datasets.load_dataset(kind, data_files=str(path), split="train", streaming=True)
-        for number, row in enumerate(rows, 1):
-            yield _entry_text(row, key, f"{path}: row {number}")
+        for batch in _batches(path, key):
+            for row in range(batch.num_rows):
+                number += 1
+                where = f"{path}: row {number}"
+                entry = dict.fromkeys(batch.schema.names)
+                if key in entry:
+                    entry[key] = batch.column(key)[row].as_py()
+                text = _entry_text(entry, key, where)
+                check_size(f"{where}: the text", len(text), limits)
+                yield text
     except UserError:
         raise
-    except Exception as error:  # datasets and pyarrow have many
-        raise UserError(f"{path}: cannot be read as {kind} ({error}) - copy it again") from None
+    except Exception as error:  # pyarrow has many
+        kind = path.suffix.removeprefix(".")
+        reason = str(error).split("\n")[0][:200]
+        raise UserError(f"{path}: cannot be read as {kind} ({reason}) - copy it again") from None
 
 
-Reader = Callable[[Path, str], Iterator[str]]  # (file, key) -> documents
+Reader = Callable[[Path, str, Limits], Iterator[str]]  # (file, key, limits) -> documents
 READERS: dict[str, Reader] = {
     ".jsonl": _json_lines,
     ".jsonl.gz": _json_lines,
@@ -249,8 +268,3 @@ def _encodable(text: str) -> str:
     except UnicodeEncodeError:
         return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
     return text
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()

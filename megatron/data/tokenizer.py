@@ -2,6 +2,9 @@
 
 import hashlib
 import json
+import math
+import os
+import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -10,22 +13,31 @@ import numpy as np
 import tokenizers
 from tokenizers import ByteLevelBPETokenizer, pre_tokenizers
 
+from megatron.data.pieces import BREAK
 from megatron.errors import UserError, did_you_mean
 
 END_OF_DOCUMENT = "<|endoftext|>"
+LARGEST = 1 << 28  # bytes of a tokenizer's file: the largest known has 35 MB
+SPARSE = 16  # ids for each entry: none of the known leaves more than a few free
+LONGEST_PATTERN = 1 << 16
+UNROLLED = 100_000  # copies of a part of a pattern
+REPEATED = re.compile(r"\{\d*,?(\d+)\}")  # the upper count of `{2,5}`
+INTERRUPTS = (KeyboardInterrupt, SystemExit)
 KINDS = ("GPT2BPETokenizer", "HFTokenizer", "CharLevelTokenizer")
 
 
 class Tokenizer(Protocol):
     """Text to ids and back.
 
-    eod: the id that ends a document; hash: names the contents; vocab_size: the highest id + 1
+    eod: the id that ends a document; hash: names the contents; vocab_size: the highest id + 1;
+    cuttable: texts that are cut as in pieces.py have the same ids, one after another
     """
 
     name: str
     hash: str
     vocab_size: int
     eod: int
+    cuttable: bool
 
     def encode(self, text: str) -> list[int]: ...
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]: ...
@@ -68,6 +80,28 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> str:
     return bpe.to_str(pretty=True)
 
 
+def cuts_are_safe(inner: tokenizers.Tokenizer) -> bool:
+    """Whether this tokenizer gives a text cut as in pieces.py the ids of the whole text.
+
+    So it is for byte-level BPE with GPT-2's pattern: there no token joins what is no space to a
+    space after it. NFC does not either. Added tokens must not, nor look at their neighbours.
+    """
+    parts = json.loads(inner.to_str())
+    before = parts["pre_tokenizer"] or {}
+    is_gpt2 = before.get("type") == "ByteLevel" and before.get("use_regex", True)
+    normalizer = (parts["normalizer"] or {"type": None})["type"]
+    if not is_gpt2 or before.get("add_prefix_space") or normalizer not in (None, "NFC"):
+        return False
+    if parts["model"]["type"] != "BPE" or parts["model"].get("dropout"):
+        return False
+    # Special tokens are not looked for in documents.
+    added = [token for token in parts["added_tokens"] if not token["special"]]
+    return not any(
+        token["lstrip"] or token["rstrip"] or token["single_word"] or BREAK.search(token["content"])
+        for token in added
+    )
+
+
 class Subwords:
     """A tokenizer of the Hugging Face `tokenizers` library."""
 
@@ -79,6 +113,7 @@ class Subwords:
         self.name = name
         self.eod = eod
         self.hash = fingerprint
+        self.cuttable = cuts_are_safe(inner)
         self.vocab_size = max(inner.get_vocab(with_added_tokens=True).values()) + 1
         self._inner = inner
 
@@ -100,6 +135,7 @@ class Bytes:
     name = "CharLevelTokenizer"
     vocab_size = 512
     eod = 0
+    cuttable = True
     hash = hashlib.sha256(b"CharLevelTokenizer 512").hexdigest()[:12]
 
     def encode(self, text: str) -> list[int]:
@@ -134,9 +170,12 @@ def _gpt2(vocab_path: Path, merge_path: Path) -> Subwords:
     _check_vocab(vocab, vocab_path)
     try:
         bpe = ByteLevelBPETokenizer.from_file(str(vocab_path), str(merge_path))
-    except Exception as error:  # the library raises bare Exceptions
+    except INTERRUPTS:
+        raise
+    except BaseException as error:  # bare Exceptions, and panics, which are none
+        reason = str(error)[:200]
         raise UserError(
-            f"merge_file: {merge_path} does not belong to {vocab_path}: {error} - give the pair "
+            f"merge_file: {merge_path} does not belong to {vocab_path}: {reason} - give the pair "
             "that came together"
         ) from None
     fingerprint = _hash(vocab_text, merges_text)
@@ -146,13 +185,13 @@ def _gpt2(vocab_path: Path, merge_path: Path) -> Subwords:
 def _check_vocab(vocab: dict[str, Any], path: Path) -> None:
     if not vocab:
         raise UserError(f"vocab_file: {path} has no entries - copy it again")
-    ids = set(vocab.values())
-    are_numbers = all(isinstance(number, int) and number >= 0 for number in ids)
-    if not are_numbers or len(ids) < len(vocab):
+    are_numbers = all(type(number) is int and number >= 0 for number in vocab.values())
+    if not are_numbers or len(set(vocab.values())) < len(vocab):
         raise UserError(
             f"vocab_file: {path} does not give every token its own number - it is not a GPT-2 "
             "vocabulary, copy it again"
         )
+    _check_highest(max(vocab.values()), len(vocab), path)
     if END_OF_DOCUMENT not in vocab:
         raise UserError(
             f"vocab_file: {path} has no {END_OF_DOCUMENT}, which ends every document - add it to "
@@ -175,13 +214,19 @@ def _hugging_face(path: Path) -> Subwords:
         if content:
             what = "a bare vocabulary: it needs tokenizer_type: GPT2BPETokenizer and its merge_file"
         raise UserError(f"vocab_file: HFTokenizer reads a tokenizer.json, {path} is {what}")
+    check_patterns(content, path)
     try:
         inner = tokenizers.Tokenizer.from_str(text)
-    except Exception as error:  # the library raises bare Exceptions
+    except INTERRUPTS:
+        raise
+    except BaseException as error:  # bare Exceptions, and panics, which are none
+        reason = str(error)[:200]
         raise UserError(
-            f"vocab_file: {path} cannot be read by tokenizers {tokenizers.__version__}: {error} "
+            f"vocab_file: {path} cannot be read by tokenizers {tokenizers.__version__}: {reason} "
             "- copy it again"
         ) from None
+    ids = inner.get_vocab(with_added_tokens=True).values()
+    _check_highest(max(ids, default=0), len(ids), path)
     eod = inner.token_to_id(END_OF_DOCUMENT)
     if eod is None:
         raise UserError(
@@ -197,6 +242,36 @@ def _hugging_face(path: Path) -> Subwords:
     return built
 
 
+def _check_highest(highest: int, entries: int, path: Path) -> None:
+    """Raise UserError where ids are far beyond the number of entries: rows of the embedding."""
+    if highest >= SPARSE * entries + 1000:
+        raise UserError(
+            f"vocab_file: {path} gives a token the number {highest}, but has only {entries} entries"
+            " - it is damaged, copy it again"
+        )
+
+
+def check_patterns(content: dict[str, Any], path: Path) -> None:
+    """Raise UserError where a pattern of a tokenizer.json alone could fill the memory.
+
+    Repetitions are unrolled when a pattern is read, also those of repetitions.
+    """
+    waiting: list[Any] = [content.get("normalizer"), content.get("pre_tokenizer")]
+    while waiting:
+        one = waiting.pop()
+        if isinstance(one, dict):
+            waiting += one.values()
+        elif isinstance(one, list):
+            waiting += one
+        elif isinstance(one, str):
+            counts = [int(digits[:9]) for digits in REPEATED.findall(one)]
+            if len(one) > LONGEST_PATTERN or math.prod(counts) > UNROLLED:
+                raise UserError(
+                    f"vocab_file: {path} has a pattern that is too large ({one[:40]!r}…) - use a"
+                    " tokenizer with simpler Split or Replace patterns"
+                )
+
+
 def _given(key: str, path: str | Path | None, kind: str) -> Path:
     """The path of a file that this tokenizer needs; UserError where none is given."""
     if path:
@@ -208,15 +283,24 @@ def _given(key: str, path: str | Path | None, kind: str) -> Path:
 
 
 def _text(path: Path, key: str) -> str:
-    if not path.is_file():
+    if not os.path.isfile(path):
         raise UserError(
             f"{key}: there is no file {path} (looked from {Path.cwd()}) - give the path of an "
             "existing file"
         )
     try:
-        text = path.read_text(encoding="utf-8")
+        size = path.stat().st_size
+        text = path.read_text(encoding="utf-8") if size <= LARGEST else ""
     except UnicodeDecodeError:
         raise UserError(f"{key}: {path} is not text - give a tokenizer's file") from None
+    except OSError as error:
+        raise UserError(
+            f"{key}: {path} cannot be read ({error.strerror}) - check its permissions"
+        ) from None
+    if size > LARGEST:
+        raise UserError(
+            f"{key}: {path} has {size >> 20} MiB, more than any tokenizer - give a tokenizer's file"
+        )
     if not text.strip():
         raise UserError(f"{key}: {path} is empty - copy it again")
     return text
@@ -225,7 +309,7 @@ def _text(path: Path, key: str) -> str:
 def _json(text: str) -> dict[str, Any] | None:
     try:
         content = json.loads(text)
-    except json.JSONDecodeError:
+    except (ValueError, RecursionError):
         return None
     return content if isinstance(content, dict) else None
 

@@ -22,6 +22,7 @@ SHAPES_LOSSES = (
     "model",
     "positions",
     "data/index_maps.py",
+    "data/pieces.py",
     "data/samples.py",
     "data/stored.py",
     "data/tokenizer.py",
