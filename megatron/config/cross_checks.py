@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from typing import Any
+from urllib.parse import urlsplit
 
 import torch
 
@@ -10,6 +11,7 @@ from megatron.config.schema import (
     Checkpoint,
     Data,
     Launch,
+    Logging,
     Model,
     Optimizer,
     Parallel,
@@ -152,6 +154,17 @@ def _launch(launch: Launch) -> list[str]:
     return faults
 
 
+def _secrets(logging: Logging) -> list[str]:
+    address = urlsplit(logging.wandb_host or "")
+    if address.username is None and address.password is None:
+        return []
+    # The value is not repeated: a message goes into logs.
+    return [
+        "wandb_host: holds a name or password, which every checkpoint would keep;"
+        " write the address alone, and give the key in WANDB_API_KEY"
+    ]
+
+
 CHECKS: tuple[tuple[tuple[str, ...], Callable[..., list[str]]], ...] = (
     (("model",), _heads),
     (("model",), _table),
@@ -163,6 +176,7 @@ CHECKS: tuple[tuple[tuple[str, ...], Callable[..., list[str]]], ...] = (
     (("optimizer",), _rates),
     (("data",), _data),
     (("launch",), _launch),
+    (("logging",), _secrets),
 )
 
 

@@ -12,6 +12,7 @@ import torch.distributed
 from torch import Tensor
 
 from megatron.errors import UserError
+from megatron.parallel.loopback import stay_inside, store
 
 CPU = torch.device("cpu")
 SCHEDULERS = (
@@ -87,7 +88,7 @@ def connect(backend: str | None = None) -> Grid:
     if not torch.distributed.is_initialized():
         if not cuda:
             backend = "gloo"
-        _join(backend or "nccl")
+        _join(backend or "nccl", device)
     return Grid(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), device)
 
 
@@ -102,9 +103,22 @@ def _import_deepspeed() -> None:
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
 
 
-def _join(backend: str) -> None:
+def _join(backend: str, device: torch.device) -> None:
     import deepspeed
 
+    stay_inside()
+    place = store()
+    if place is not None:
+        ranks = int(os.environ["WORLD_SIZE"])
+        torch.distributed.init_process_group(
+            backend,
+            store=place,
+            rank=int(os.environ["RANK"]),
+            world_size=ranks,
+            # As DeepSpeed does; it takes over a group that exists.
+            timeout=deepspeed.comm.default_pg_timeout,
+            device_id=device if device.type == "cuda" and ranks > 1 else None,
+        )
     deepspeed.init_distributed(dist_backend=backend, auto_mpi_discovery=False, verbose=False)
 
 
