@@ -76,7 +76,7 @@ def _exit(status: int) -> NoReturn:
     There gloo's threads abort while DeepSpeed still holds their group (see left_at_the_end).
     Functions that are registered to run at the end have run.
     """
-    several = int(os.environ.get("WORLD_SIZE", 1)) > 1
+    several = os.environ.get("WORLD_SIZE", "1") != "1"
     if several and not torch.cuda.is_available():
         atexit._run_exitfuncs()
         for stream in (sys.stdout, sys.stderr):
@@ -171,7 +171,7 @@ def print_notes(notes: Sequence[str]) -> None:
 
 
 def _is_first() -> bool:
-    return int(os.environ.get("RANK", 0)) == 0
+    return os.environ.get("RANK", "0") == "0"
 
 
 def _start_logging() -> None:

@@ -213,7 +213,7 @@ def _is_out_of_memory(fault: Exception) -> bool:
 
 
 def _lost_another_rank(fault: Exception) -> bool:
-    several = int(os.environ.get("WORLD_SIZE", 1)) > 1
+    several = os.environ.get("WORLD_SIZE", "1") != "1"
     text = str(fault)
     return several and any(words in text for words in LOST)
 
@@ -261,7 +261,8 @@ def _command() -> str:
 
 
 def _rank() -> int:
-    return int(os.environ.get("RANK", 0))
+    text = os.environ.get("RANK", "")
+    return int(text) if text.isdecimal() else 0
 
 
 # --- Standard output ---

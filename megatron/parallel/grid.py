@@ -1,7 +1,9 @@
 """The processes of a run: how many, which one this is, its device. One alone needs no network."""
 
+import logging
 import os
 import socket
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -14,12 +16,20 @@ from torch import Tensor
 from megatron.errors import UserError
 from megatron.parallel.loopback import stay_inside, store
 
+logger = logging.getLogger(__name__)
+
 CPU = torch.device("cpu")
 SCHEDULERS = (
     ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID"),
     ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"),
 )
 """Where Slurm and Open MPI give rank, number of ranks and rank on this machine."""
+LOST = ("Connection closed by peer", "Connection reset by peer", "Broken pipe")
+"""How gloo says that another rank has ended."""
+HEAD_START = 3.0  # seconds in which a launcher that knows more ends this process
+MEETING = 300.0  # seconds in which the first process must be reached
+SILENT = 10.0  # seconds after which a process says that it waits
+PAUSE = 0.2  # seconds between two attempts
 ALONE = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
 
 
@@ -60,7 +70,7 @@ class Grid:
 def here() -> Grid:
     """The processes that a launcher or a scheduler started, or this one alone without a network."""
     if "WORLD_SIZE" in os.environ:
-        several = int(os.environ["WORLD_SIZE"]) > 1
+        several = number("WORLD_SIZE", least=1) > 1
     else:
         several = bool(_environment_of_scheduler())
     if several:
@@ -72,6 +82,7 @@ def connect(backend: str | None = None) -> Grid:
     """Join the processes that a launcher (deepy.py, torchrun) or scheduler started; one runs alone.
 
     backend: nccl or gloo; None takes nccl on CUDA and gloo on the CPU
+    UserError where the environment is wrong or the others do not come.
     """
     cuda = torch.cuda.is_available()
     if not cuda:
@@ -79,17 +90,85 @@ def connect(backend: str | None = None) -> Grid:
     if "WORLD_SIZE" not in os.environ:
         alone = ALONE | {"MASTER_PORT": str(free_port())}
         os.environ.update(_environment_of_scheduler() or alone)
+    check_environment()
     _import_deepspeed()
 
+    rank, ranks = number("RANK"), number("WORLD_SIZE")
     device = CPU
     if cuda:
-        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        device = torch.device("cuda", number("LOCAL_RANK"))
         torch.cuda.set_device(device)
     if not torch.distributed.is_initialized():
         if not cuda:
             backend = "gloo"
+        if ranks > 1:
+            _meet(rank)
         _join(backend or "nccl", device)
-    return Grid(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), device)
+    return Grid(rank, ranks, device)
+
+
+def number(name: str, least: int = 0) -> int:
+    """An environment variable as a whole number; UserError where it is none or too small."""
+    text = os.environ.get(name, "")
+    if not text.isdecimal() or int(text) < least:
+        raise UserError(
+            f"{name}: {text!r} is not a whole number of at least {least} - launchers set it;"
+            " start with deepy.py or torchrun, or unset WORLD_SIZE to run one process alone"
+        )
+    return int(text)
+
+
+def check_environment() -> None:
+    """Check what says who this process is; UserError with the variable that is wrong."""
+    ranks = number("WORLD_SIZE", least=1)
+    for name in ("RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
+        if not os.environ.get(name):
+            raise UserError(
+                f"{name}: not set, but WORLD_SIZE is {ranks} - start with deepy.py or torchrun, or"
+                " unset WORLD_SIZE to run one process alone"
+            )
+    if number("RANK") >= ranks:
+        raise UserError(
+            f"RANK: {os.environ['RANK']} is not below WORLD_SIZE = {ranks} - ranks begin at 0"
+        )
+    devices = torch.cuda.device_count()
+    if torch.cuda.is_available() and number("LOCAL_RANK") >= devices:
+        raise UserError(
+            f"LOCAL_RANK: {os.environ['LOCAL_RANK']}, but this process sees {devices} CUDA devices"
+            " - start at most one process for each"
+        )
+    if not 0 < number("MASTER_PORT", least=1) < 65536:
+        raise UserError(f"MASTER_PORT: {os.environ['MASTER_PORT']} is no port; give 1 to 65535")
+
+
+def _meet(rank: int) -> None:
+    """Wait, but not for ever, until the first process can be reached; UserError says that not."""
+    host, port = os.environ["MASTER_ADDR"], number("MASTER_PORT")
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":  # torchrun has met already
+        return
+    if rank == 0:
+        if not is_free(port):
+            raise UserError(f"MASTER_PORT: another program uses {port} here - choose another port")
+        return
+    begin = time.monotonic()
+    announced = False
+    while True:
+        try:
+            socket.create_connection((host, port), timeout=5).close()
+            return
+        except OSError as fault:
+            reason = fault.strerror or str(fault)
+        waited = time.monotonic() - begin
+        place = f"MASTER_ADDR: nobody answers at {host}:{port} ({reason})"
+        if waited > MEETING:
+            raise UserError(
+                f"{place} after {MEETING:g} seconds - start rank 0 there, or export its address and"
+                " port as MASTER_ADDR and MASTER_PORT"
+            )
+        if waited > SILENT and not announced:
+            logger.error(f"rank {rank}: {place}; waiting up to {MEETING:g} seconds")
+            announced = True
+        time.sleep(PAUSE)
 
 
 def _import_deepspeed() -> None:
@@ -134,6 +213,14 @@ def left_at_the_end() -> Iterator[None]:
     try:
         yield
         completed = True
+    except RuntimeError as fault:
+        if not (torch.distributed.is_initialized() and _lost_another(fault)):
+            raise
+        time.sleep(HEAD_START)
+        raise UserError(
+            "ranks: another process of this run has ended, see its message or its launcher's -"
+            " the checkpoints are whole; start again"
+        ) from fault
     finally:
         joined_inside = torch.distributed.is_initialized() and not joined_before
         if joined_inside and (completed or torch.distributed.get_backend() == "gloo"):
@@ -142,12 +229,16 @@ def left_at_the_end() -> Iterator[None]:
             deepspeed.comm.destroy_process_group()
 
 
+def _lost_another(fault: RuntimeError) -> bool:
+    return any(words in str(fault) for words in LOST)
+
+
 def _environment_of_scheduler() -> dict[str, str]:
     """RANK, WORLD_SIZE and LOCAL_RANK by Slurm or Open MPI; {} where they started one process."""
     for rank_name, ranks_name, local_name in SCHEDULERS:
         rank = os.environ.get(rank_name)
         ranks = os.environ.get(ranks_name)
-        if rank is None or ranks is None or int(ranks) <= 1:
+        if rank is None or ranks is None or number(ranks_name) <= 1:
             continue
         if "MASTER_ADDR" not in os.environ or "MASTER_PORT" not in os.environ:
             raise UserError(

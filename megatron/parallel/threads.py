@@ -178,6 +178,6 @@ def _running_now() -> float | None:
 def _local_processes() -> int:
     """Processes of this run on this machine, as their launcher says."""
     for name in LOCAL_PROCESSES:
-        if name in os.environ:
+        if os.environ.get(name, "").isdecimal():  # parallel/grid.py refuses other texts
             return int(os.environ[name])
     return 1

@@ -45,7 +45,8 @@ def load_file(path: str | Path) -> str:
     """Run a user's own Python file, which registers its encodings, and return its text.
 
     A text runs once in a process. UserError if the file cannot be read or run, if it registers
-    nothing or a name that is taken, or if it has changed since it was loaded.
+    nothing or a name that is taken, or if it has changed since it was loaded. sys.exit in it is
+    such a fault; os._exit cannot be caught.
     """
     text = _read(path)
     digest = fingerprint(text)
@@ -105,7 +106,7 @@ def _run(text: str, path: str, name: str) -> None:
         raise UserError(
             f"pos_emb_file: {path}:{fault.lineno} is not valid Python ({fault.msg})"
         ) from None
-    except Exception as fault:
+    except BaseException as fault:  # sys.exit(0) would end the command as if it had succeeded
         frames = traceback.extract_tb(fault.__traceback__)
         lines = [frame.lineno for frame in frames if frame.filename == path]
         where = f"{path}:{lines[-1]}" if lines else path

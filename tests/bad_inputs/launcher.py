@@ -128,4 +128,25 @@ DEEPY = [
     ),
 ]
 
-CASES: list[Case] = [*SWEEPS, *DEEPY]
+
+def own_file(name: str, text: str, message: str) -> Case:
+    """A user's own encoding that ends the process, or tries to, when it is loaded."""
+    words = [*TRAIN, "pos_emb=mine", "pos_emb_file=mine.py"]
+    return Case(f"own file {name}", words, message, {"mine.py": text})
+
+
+OWN_FILES = [
+    own_file(
+        "that exits",
+        "import sys\nsys.exit(0)\n",
+        "bad configuration (command line)\n  pos_emb_file: mine.py:2 stops with SystemExit: 0",
+    ),
+    own_file(
+        "that interrupts",
+        "raise KeyboardInterrupt('x')\n",
+        "bad configuration (command line)\n"
+        "  pos_emb_file: mine.py:1 stops with KeyboardInterrupt: x",
+    ),
+]
+
+CASES: list[Case] = [*SWEEPS, *DEEPY, *OWN_FILES]

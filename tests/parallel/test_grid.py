@@ -1,9 +1,18 @@
 """Who a process is, as launchers and schedulers say it."""
 
+import socket
+
 import pytest
 
 from megatron.errors import UserError
-from megatron.parallel.grid import ALONE, SCHEDULERS, _environment_of_scheduler
+from megatron.parallel import grid
+from megatron.parallel.grid import (
+    ALONE,
+    SCHEDULERS,
+    _environment_of_scheduler,
+    connect,
+    free_port,
+)
 from tests.support import run
 
 ENDS = """
@@ -50,6 +59,71 @@ def test_one_process_alone_asks_nobody(monkeypatch):
     monkeypatch.setenv("SLURM_NTASKS", "1")
     assert _environment_of_scheduler() == {}
     assert ALONE["WORLD_SIZE"] == "1"
+
+
+PLACE = {
+    "WORLD_SIZE": "2",
+    "RANK": "1",
+    "LOCAL_RANK": "1",
+    "MASTER_ADDR": "127.0.0.1",
+    "MASTER_PORT": "29500",
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("WORLD_SIZE", "abc", "WORLD_SIZE: 'abc' is not a whole number of at least 1 - launchers"),
+        ("WORLD_SIZE", "0", "WORLD_SIZE: '0' is not a whole number of at least 1 - launchers"),
+        ("RANK", "-1", "RANK: '-1' is not a whole number of at least 0 - launchers set it"),
+        ("RANK", None, "RANK: not set, but WORLD_SIZE is 2 - start with deepy.py or torchrun"),
+        ("RANK", "2", "RANK: 2 is not below WORLD_SIZE = 2 - ranks begin at 0"),
+        ("LOCAL_RANK", "", "LOCAL_RANK: not set, but WORLD_SIZE is 2 - start with deepy.py"),
+        ("MASTER_ADDR", None, "MASTER_ADDR: not set, but WORLD_SIZE is 2 - start with deepy.py"),
+        ("MASTER_PORT", "no", "MASTER_PORT: 'no' is not a whole number of at least 1 - launchers"),
+        ("MASTER_PORT", "70000", "MASTER_PORT: 70000 is no port; give 1 to 65535"),
+    ],
+)
+def test_a_wrong_environment_is_one_message(name, value, message, monkeypatch):
+    for key, usual in PLACE.items():
+        monkeypatch.setenv(key, usual)
+    if value is None:
+        monkeypatch.delenv(name)
+    else:
+        monkeypatch.setenv(name, value)
+    with pytest.raises(UserError) as fault:
+        connect()
+    assert str(fault.value).startswith(message)
+
+
+def test_a_first_process_that_is_not_there_is_waited_for_and_named(monkeypatch, caplog):
+    port = free_port()
+    for key, usual in PLACE.items():
+        monkeypatch.setenv(key, usual)
+    monkeypatch.setenv("MASTER_PORT", str(port))
+    monkeypatch.setattr(grid, "MEETING", 0.5)
+    monkeypatch.setattr(grid, "SILENT", 0.1)
+    with pytest.raises(UserError) as fault:
+        grid._meet(1)
+    place = f"MASTER_ADDR: nobody answers at 127.0.0.1:{port} (Connection refused)"
+    assert str(fault.value) == (
+        f"{place} after 0.5 seconds - start rank 0 there, or export its address and port as"
+        " MASTER_ADDR and MASTER_PORT"
+    )
+    assert caplog.messages == [f"rank 1: {place}; waiting up to 0.5 seconds"]
+
+
+def test_a_first_process_whose_port_is_in_use_says_so(monkeypatch):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+        monkeypatch.setenv("MASTER_PORT", str(port))
+        with pytest.raises(UserError) as fault:
+            grid._meet(0)
+    message = f"MASTER_PORT: another program uses {port} here - choose another port"
+    assert str(fault.value) == message
 
 
 @pytest.mark.parametrize(("fault", "status"), [(False, 0), (True, 1)])
