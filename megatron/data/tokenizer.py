@@ -21,7 +21,7 @@ LARGEST = 1 << 28  # bytes of a tokenizer's file: the largest known has 35 MB
 SPARSE = 16  # ids for each entry: none of the known leaves more than a few free
 LONGEST_PATTERN = 1 << 16
 UNROLLED = 100_000  # copies of a part of a pattern
-REPEATED = re.compile(r"\{\d*,?(\d+)\}")  # the upper count of `{2,5}`
+REPEATED = re.compile(r"\{([\d,]+)\}")  # the counts of `{2,5}`
 INTERRUPTS = (KeyboardInterrupt, SystemExit)
 KINDS = ("GPT2BPETokenizer", "HFTokenizer", "CharLevelTokenizer")
 
@@ -251,6 +251,10 @@ def _check_highest(highest: int, entries: int, path: Path) -> None:
         )
 
 
+def _count(digits: str) -> int:
+    return int(digits[:9] or 1)
+
+
 def check_patterns(content: dict[str, Any], path: Path) -> None:
     """Raise UserError where a pattern of a tokenizer.json alone could fill the memory.
 
@@ -264,7 +268,7 @@ def check_patterns(content: dict[str, Any], path: Path) -> None:
         elif isinstance(one, list):
             waiting += one
         elif isinstance(one, str):
-            counts = [int(digits[:9]) for digits in REPEATED.findall(one)]
+            counts = [max(map(_count, found.split(","))) for found in REPEATED.findall(one)]
             if len(one) > LONGEST_PATTERN or math.prod(counts) > UNROLLED:
                 raise UserError(
                     f"vocab_file: {path} has a pattern that is too large ({one[:40]!r}…) - use a"

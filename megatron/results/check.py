@@ -32,13 +32,19 @@ def fault_of(line: Mapping[str, Any], kind: type) -> str | None:
     """
     for key, expected in _types(kind).items():
         if key in line and not _fits(line[key], expected):
-            return f"its {key} is {_shown(line[key])}, not {_words(expected)}"
+            return _misfit(key, line[key], _words(expected))
     for key in COUNTS:
         if key in line and line[key] < 1:
             return f"its {key} is {line[key]}, not 1 or more"
     if kind is Row:
         return next(_disagreements(line), None)
     return None
+
+
+def _misfit(key: str, value: Any, expected: str) -> str:
+    if isinstance(value, list) and expected.startswith("a list"):
+        return f"its {key} is not {expected}"
+    return f"its {key} is {_shown(value)}, not {expected}"
 
 
 @cache
@@ -84,8 +90,8 @@ def _words(expected: Any) -> str:
 
 def _shown(value: Any) -> str:
     """A wrong value in a message: short, on one line."""
-    if isinstance(value, dict | list):
-        return WORDS[type(value)] if value else f"an empty {type(value).__name__}"
+    if value is None or isinstance(value, dict | list):
+        return WORDS[type(value)]
     if isinstance(value, int) and abs(value) >= LARGEST:
         return "a number of too many digits"
     text = ascii(value)
@@ -106,7 +112,8 @@ def _disagreements(row: Mapping[str, Any]) -> Iterator[str]:
         yield f"its loss is {loss:g}, below 0"
     expected = perplexity_of(loss)
     if not _same_perplexity(perplexity, expected):
-        yield f"its perplexity is {perplexity}, but exp(loss) is {expected}"
+        shown = "null" if perplexity is None else perplexity
+        yield f"its perplexity is {shown}, but exp(loss) is {expected}"
     yield from _pieces(row, "window", 1, row["windows"])
     yield from _pieces(row, "block", BLOCK, None)
     yield from _positions(row)

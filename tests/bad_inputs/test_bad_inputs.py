@@ -13,6 +13,7 @@ from tests.support import call, run
 MODULES = (
     "configuration",
     "data",
+    "token_files",
     "checkpoints",
     "engines",
     "results",

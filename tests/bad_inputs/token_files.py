@@ -1,0 +1,174 @@
+"""Damaged and hostile token files: every field of the index, the ids, PREFIX.json."""
+
+import struct
+from typing import Any
+
+from tests.bad_inputs.case import Case
+
+REMAKE = "copy both files again, or make them anew with prepare_data.py"
+REMOVE = "remove it (the .bin and .idx work without), or " + REMAKE
+
+
+def head(*numbers: int) -> bytes:
+    """Version, code of the number type, documents, entries of the document index."""
+    return b"MMIDIDX\x00\x00" + struct.pack("<QBQQ", *numbers)
+
+
+def rest(*numbers: int) -> bytes:
+    """Of one document: its size and offset, and two entries of the document index."""
+    return struct.pack("<iqqq", *numbers)
+
+
+IDS = b"\x01\x00\x02\x00"
+ONE = rest(2, 0, 0, 1)
+GOOD = head(1, 8, 1, 2) + ONE
+# PREFIX.idx, .bin and, where there is one, .json, and what is said of them.
+TOKEN_FILES: dict[str, tuple[Any, ...]] = {
+    "index-is-empty": (b"", IDS, "c.idx: is empty - " + REMAKE),
+    "index-is-cut-in-its-header": (
+        GOOD[:20],
+        IDS,
+        "c.idx: is cut off after 20 bytes, inside its header - " + REMAKE,
+    ),
+    "index-of-another-format": (
+        b"TNTIDX\x00\x00" + b"\x00" * 40,
+        IDS,
+        (
+            "c.idx: is in the older TNTIDX format (data_impl: cached or lazy), "
+            "only mmap files can be read - "
+        )
+        + REMAKE,
+    ),
+    "index-is-a-pickle": (
+        b"\x80\x04" + b"x" * 40,
+        IDS,
+        (
+            "c.idx: is not a GPT-NeoX index file (it starts with "
+            "b'\\x80\\x04xxxxxxx' instead of b'MMIDIDX\\x00\\x00') - "
+        )
+        + REMAKE,
+    ),
+    "index-of-version-2": (
+        head(2, 8, 1, 2) + ONE,
+        IDS,
+        "c.idx: has format version 2, only version 1 can be read - " + REMAKE,
+    ),
+    "index-of-floats": (
+        head(1, 6, 1, 2) + ONE,
+        IDS,
+        "c.idx: dtype code 6 is not one of whole numbers (1, 2, 3, 4, 5, 8) - " + REMAKE,
+    ),
+    "index-of-too-many-documents": (
+        head(1, 8, 2**63, 2) + ONE,
+        IDS,
+        (
+            "c.idx: is cut off: 62 bytes instead of the 110680464442257309746 of "
+            "9223372036854775808 documents - "
+        )
+        + REMAKE,
+    ),
+    "index-of-too-many-entries": (
+        head(1, 8, 1, 2**64 - 1) + ONE,
+        IDS,
+        ("c.idx: is cut off: 62 bytes instead of the 147573952589676412966 of 1 documents - ")
+        + REMAKE,
+    ),
+    "index-without-documents": (
+        head(1, 8, 0, 0),
+        IDS,
+        "c.idx: has no documents - make it anew from an input with text in it",
+    ),
+    "index-is-cut": (
+        GOOD[:-1],
+        IDS,
+        "c.idx: is cut off: 61 bytes instead of the 62 of 1 documents - " + REMAKE,
+    ),
+    "index-is-too-long": (
+        GOOD + b"x",
+        IDS,
+        "c.idx: is too long: 63 bytes instead of the 62 of 1 documents - " + REMAKE,
+    ),
+    "index-with-a-negative-size": (
+        head(1, 8, 1, 2) + rest(-2, 0, 0, 1),
+        IDS,
+        "c.idx: its sizes and offsets disagree, the file is damaged - " + REMAKE,
+    ),
+    "index-with-a-wrong-offset": (
+        head(1, 8, 1, 2) + rest(2, 4, 0, 1),
+        IDS,
+        "c.idx: its sizes and offsets disagree, the file is damaged - " + REMAKE,
+    ),
+    "index-with-overlapping-documents": (
+        head(1, 8, 2, 3) + struct.pack("<iiqqqqq", 1, 1, 0, 0, 0, 1, 2),
+        IDS,
+        "c.idx: its sizes and offsets disagree, the file is damaged - " + REMAKE,
+    ),
+    "tokens-are-cut": (
+        GOOD,
+        b"\x01\x00",
+        "c.bin: is cut off: 2 bytes, but its .idx expects 4 - " + REMAKE,
+    ),
+    "tokens-are-too-long": (
+        GOOD,
+        b"\x01\x00" * 3,
+        "c.bin: is too long: 6 bytes, but its .idx expects 4 - " + REMAKE,
+    ),
+    "tokens-are-missing-letters": (
+        GOOD,
+        b"",
+        "c.bin: is cut off: 0 bytes, but its .idx expects 4 - " + REMAKE,
+    ),
+    "token-is-negative": (
+        head(1, 3, 1, 2) + ONE,
+        b"\x01\x00\xff\xff",
+        (
+            "c.bin: document 0 holds token -1, but the vocabulary ends at 32767 - "
+            "the file is damaged or was prepared with another tokenizer: "
+        )
+        + REMAKE,
+    ),
+    "token-beyond-the-vocabulary": (
+        GOOD,
+        IDS,
+        '{"documents": 1, "tokens": 2, "tokenizer": {"vocab_size": 2}}',
+        (
+            "c.bin: document 0 holds token 2, but the vocabulary ends at 1 - the "
+            "file is damaged or was prepared with another tokenizer: "
+        )
+        + REMAKE,
+    ),
+    "sidecar-is-no-json": (GOOD, IDS, "{", "c.json: does not describe a token file - " + REMOVE),
+    "sidecar-of-another-file": (
+        GOOD,
+        IDS,
+        '{"documents": 2, "tokens": 2}',
+        (
+            "c.json: describes 2 documents and 2 tokens, the .idx 1 and 2 - it "
+            "belongs to another file: remove it, or "
+        )
+        + REMAKE,
+    ),
+    "sidecar-with-nan": (
+        GOOD,
+        IDS,
+        '{"documents": NaN, "tokens": 2}',
+        "c.json: does not describe a token file - " + REMOVE,
+    ),
+    "sidecar-with-a-wrong-tokenizer": (
+        GOOD,
+        IDS,
+        '{"documents": 1, "tokens": 2, "tokenizer": []}',
+        "c.json: does not describe a token file - " + REMOVE,
+    ),
+    "sidecar-with-another-sha256": (
+        GOOD,
+        IDS,
+        '{"documents": 1, "tokens": 2, "sha256": {"bin": "00"}}',
+        ("c.bin: does not agree with the sha256 in its .json, the file was damaged or changed - ")
+        + REMAKE,
+    ),
+}
+CASES: list[Case] = []
+for name, (*contents, message) in TOKEN_FILES.items():
+    files = dict(zip(("c.idx", "c.bin", "c.json"), contents, strict=False))
+    CASES.append(Case(name, ["prepare_data.py", "--verify", "c"], message, files=files))
