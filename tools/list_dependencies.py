@@ -100,8 +100,8 @@ def licence_of(installed: Distribution) -> str:
 
 
 def _entry(installed: Distribution, key: str) -> str:
-    about = installed.metadata
-    return about[key] if key in about else ""
+    entries = installed.metadata.get_all(key) or [""]
+    return entries[0]
 
 
 def _classified(classifiers: list[str]) -> str:
