@@ -4,6 +4,9 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch import nn
+
 from megatron.data.tokens import TokenFile
 from megatron.errors import UserError
 from megatron.evaluation.protocols import Windows
@@ -30,6 +33,16 @@ def check_same_model(
             f"{key}: {given[key]!r} is given, the checkpoint was trained with {trained[key]!r}"
         )
     raise UserError("\n  ".join(lines))
+
+
+def check_finite(model: nn.Module, checkpoint: Path | str) -> None:
+    """UserError where a weight is nan or infinite: every loss would be so too."""
+    for name, weights in model.named_parameters():
+        if not torch.isfinite(weights).all():
+            raise UserError(
+                f"{checkpoint}: {name} holds numbers that are not finite - the training diverged"
+                " before it was saved; give an earlier --step, or train with a lower lr"
+            )
 
 
 def check_same_tokenizer(

@@ -8,7 +8,7 @@ from megatron.commit import commit
 from megatron.config import Config
 from megatron.data.tokens import TokenFile
 from megatron.errors import UserError
-from megatron.evaluation.agreement import check_same_model, check_same_tokenizer
+from megatron.evaluation.agreement import check_finite, check_same_model, check_same_tokenizer
 from megatron.evaluation.resume import code_fingerprint, file_fingerprint
 from megatron.model import GPT, AttentionSettings
 from megatron.results.row import ATTENTION_INPUTS, Facts
@@ -90,6 +90,7 @@ def opened(config: Config | None, folder: str | Path | None, step: int | None) -
     folder = folder or checkpoint_folder(config, step)
     model, trained, record = load_for_evaluation(folder, step)
     path = Path(record["path"])
+    check_finite(model, path)
     config = config or trained
     names_data = config if config.data.data_path else trained
     with names_data.naming_places("data_path"):

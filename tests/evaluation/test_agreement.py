@@ -1,9 +1,15 @@
 import numpy as np
 import pytest
+import torch
 
 from megatron.data.tokens import TokenFile, TokenWriter
 from megatron.errors import UserError
-from megatron.evaluation.agreement import check_known_tokens, check_same_model, check_same_tokenizer
+from megatron.evaluation.agreement import (
+    check_finite,
+    check_known_tokens,
+    check_same_model,
+    check_same_tokenizer,
+)
 from megatron.evaluation.protocols import Windows
 
 OURS = {"type": "HFTokenizer", "hash": "aaaa", "vocab_size": 50}
@@ -14,6 +20,20 @@ def token_file(folder, tokenizer):
     with TokenWriter(folder / "c", np.uint16, meta=meta) as writer:
         writer.add(np.arange(60))
     return TokenFile.open(folder / "c")
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_weights_that_are_not_finite_are_refused_by_name(value):
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
+    check_finite(model, "runs/a")
+    with torch.no_grad():
+        model[1].bias[1] = value
+    with pytest.raises(UserError) as fault:
+        check_finite(model, "runs/a/global_step5")
+    assert str(fault.value) == (
+        "runs/a/global_step5: 1.bias holds numbers that are not finite - the training diverged"
+        " before it was saved; give an earlier --step, or train with a lower lr"
+    )
 
 
 def test_a_configuration_of_another_model_is_refused_with_every_key_and_both_values():
