@@ -103,7 +103,7 @@ class Runner:
             self.say(text)
 
     def _terminate(self) -> None:
-        """Signal each process once: at a second signal train.py ends without saving."""
+        """Signal each process once: a second ctrl-C would end train.py without saving."""
         for process in list(self.processes - self.terminated):
             self.terminated.add(process)
             process.terminate()
@@ -152,6 +152,9 @@ class Runner:
         if state.step < cell.steps:
             trained = self._call(cell, ["train.py", str(settings)], place, lock)
             if not trained:
+                return
+            if state_of(cell).step < cell.steps:  # only then may the optimizer's state go
+                self._fail(cell, "training ended early, as exit_interval or exit_duration says")
                 return
         if not keep_states:
             keep_weights_only(cell.folder)

@@ -1,5 +1,6 @@
 """The text of a run: batches for each step and validation, and the documents they come from."""
 
+import time
 from collections.abc import Iterator, Sequence
 
 from torch import Tensor
@@ -12,6 +13,7 @@ from megatron.errors import UserError
 from megatron.parallel.grid import Grid
 
 NAMED = 8  # samples or documents of a rank that a message lists
+WAIT_FOR_REPORT = 1.0  # seconds
 LOST_WORKER = "DataLoader worker"  # how torch's message begins
 
 
@@ -35,7 +37,12 @@ class Text:
 
     def next_step(self) -> list[Tensor]:
         """The next step's batches of this rank: [micro_batch, length + 1] each."""
-        micro_batches = [next(self.train_windows) for _ in range(self.accumulated)]
+        try:
+            micro_batches = [next(self.train_windows) for _ in range(self.accumulated)]
+        except (OSError, EOFError):
+            # The connection to a worker breaks a moment before torch reports which one was lost.
+            time.sleep(WAIT_FOR_REPORT)
+            raise
         self.used += self.windows_per_step
         return micro_batches
 

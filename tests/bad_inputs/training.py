@@ -1,40 +1,22 @@
 """Training that cannot start: folders, logging, signals and the optimizer."""
 
-from pathlib import Path
-
 from tests.bad_inputs.case import TRAIN, Case
 
 
-def link_in_the_place_of_the_lock(here: Path) -> None:
-    (here / "precious").write_text("text")
-    (here / "run").mkdir()
-    (here / "run" / ".owner").symlink_to(here / "precious")
+def of_word(word: str, line: str) -> Case:
+    """A training with one more word; line: the fault."""
+    return Case(word, [*TRAIN, word], f"bad configuration (command line)\n  {line}")
 
 
 CASES: list[Case] = [
-    Case(
-        "save-names-a-file",
-        [*TRAIN, "save=run/deep"],
-        "save: run/deep cannot be made (Not a directory) - choose another folder",
-        files={"run": "a file"},
-    ),
-    Case(
-        "log-dir-names-a-file",
-        [*TRAIN, "log_dir=logs"],
-        "log_dir: logs cannot be made (File exists) - choose another folder",
-        files={"logs": "a file"},
-    ),
-    Case(
-        "link-in-the-place-of-the-lock",
-        TRAIN,
-        "save: run cannot be written (Too many levels of symbolic links) - choose another folder",
-        prepare=link_in_the_place_of_the_lock,
-    ),
-    Case(
-        "wandb-password",
-        [*TRAIN, "use_wandb=true", "wandb_host=https://me:secret@wandb.example"],
-        "bad configuration (command line)\n"
-        "  wandb_host: holds a name or password, which every checkpoint would keep;"
-        " write the address alone, and give the key in WANDB_API_KEY",
+    of_word("exit_interval=-1", "exit_interval: must be >= 0, got -1"),
+    of_word("exit_duration=0", "exit_duration: must be > 0, got 0"),
+    of_word("skip_nonfinite=-1", "skip_nonfinite: must be >= 0, got -1"),
+    of_word("extra_save_iters=[5,-1]", "extra_save_iters: must be >= 0, got -1"),
+    of_word("checkpoint_scale=exp", "checkpoint_scale: must be linear or log, got 'exp'"),
+    of_word(
+        "checkpoint_scale=log",
+        "checkpoint_scale: log saves at the powers of save_interval = 0;"
+        " set save_interval to 2 or more",
     ),
 ]

@@ -10,7 +10,7 @@ import pytest
 from megatron.config import Config, load
 from megatron.parallel.grid import Grid, connect
 from megatron.training.run import train
-from tests.support import LAUNCHED
+from tests.support import LAUNCHED, call
 
 MODEL = ["pos_emb=mep_param", "hidden_dropout=0.1"]
 
@@ -59,3 +59,20 @@ def trained(grid, corpus, tmp_path_factory) -> Path:
 
 def copy_of(trained: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(trained, tmp_path / "copy"))
+
+
+@pytest.fixture(scope="session")
+def letters(tmp_path_factory) -> Path:
+    """Prefix of 12 documents of letters; documents 3 and 7 have `<`, which is token 60."""
+    folder = tmp_path_factory.mktemp("letters")
+    lines = []
+    for number in range(12):
+        text = "the quick brown fox jumps over the lazy dog, and again. " * 4
+        if number in (3, 7):
+            text = text.replace("fox", "<ox")
+        lines.append(json.dumps({"text": text}))
+    (folder / "text.jsonl").write_text("\n".join(lines))
+    words = ["--input", folder / "text.jsonl", "--name", "x", "-t", "CharLevelTokenizer"]
+    done = call("prepare_data.py", *words, "-d", folder)
+    assert done.returncode == 0, done.stderr
+    return folder / "x" / "x_text_document"

@@ -1,7 +1,5 @@
 """A loss or a gradient that is not finite: skipped where that is allowed, else the run stops."""
 
-import json
-
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -12,7 +10,6 @@ from megatron.model import from_config
 from megatron.training import checkpoint, run
 from megatron.training.checkpoint import full_weights
 from megatron.training.trainer import Trainer
-from tests.support import call
 from tests.training.conftest import MODEL, records, tiny
 
 VOCAB = 61
@@ -89,23 +86,6 @@ def test_without_skip_nonfinite_no_step_reports_that_it_was_skipped(grid):
     result = trainer.train_step([bad])
     assert not result["skipped"]
     assert not result["loss"].isfinite()
-
-
-@pytest.fixture(scope="module")
-def letters(tmp_path_factory):
-    """Prefix of 12 documents of letters; documents 3 and 7 have the letter of POISON, `<`."""
-    folder = tmp_path_factory.mktemp("letters")
-    lines = []
-    for number in range(12):
-        text = "the quick brown fox jumps over the lazy dog, and again. " * 4
-        if number in (3, 7):
-            text = text.replace("fox", "<ox")
-        lines.append(json.dumps({"text": text}))
-    (folder / "text.jsonl").write_text("\n".join(lines))
-    words = ["--input", folder / "text.jsonl", "--name", "x", "-t", "CharLevelTokenizer"]
-    done = call("prepare_data.py", *words, "-d", folder)
-    assert done.returncode == 0, done.stderr
-    return folder / "x" / "x_text_document"
 
 
 def settings(letters, folder, *more: str):
