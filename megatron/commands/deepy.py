@@ -11,6 +11,7 @@ kills them within 30 seconds and exits with 1.
 
 import argparse
 import os
+import re
 import signal
 import sys
 from collections.abc import Mapping, Sequence
@@ -44,6 +45,8 @@ FOR_OTHER_MACHINES = (
     "master_addr",
     "master_port",
 )
+
+HOST = re.compile(r"[\w.:-]+\s+slots=[1-9]\d*")
 
 Device = int | str  # as CUDA_VISIBLE_DEVICES names it: a number, or an identifier of a MIG slice
 
@@ -226,13 +229,14 @@ def _filtered(devices: list[Device], options: Launch) -> list[Device]:
 def on_many_machines(script: Path, words: Sequence[str], config: Config) -> list[str]:
     """The launcher that starts processes on the machines of a hostfile.
 
-    Raises UserError where the hostfile does not exist.
+    Raises UserError where the hostfile does not exist or is none.
     """
     if not Path(str(config.launch.hostfile)).is_file():
         with config.naming_places("hostfile"):
             raise UserError(
                 f"hostfile: {config.launch.hostfile} does not exist; it has lines `host slots=8`"
             )
+    _check_hosts(Path(str(config.launch.hostfile)))
     options = []
     for name in FOR_OTHER_MACHINES:
         value = getattr(config.launch, name)
@@ -240,6 +244,17 @@ def on_many_machines(script: Path, words: Sequence[str], config: Config) -> list
             options.append(f"--{name}={value}")
     runner = ["-u", "-m", "deepspeed.launcher.runner", *options, "--no_local_rank"]
     return [*runner, str(script), *words]
+
+
+def _check_hosts(path: Path) -> None:
+    """Read a hostfile as the launcher will; UserError for a line that names no host."""
+    for number, line in enumerate(path.read_bytes().split(b"\n"), 1):
+        text = line.decode("utf-8", errors="replace").split("#")[0].strip()
+        if text and not HOST.fullmatch(text):
+            raise UserError(
+                f"hostfile: {path}:{number}: {text[:80]!r} is no line `host slots=8` - one machine"
+                " in each line, with its number of devices"
+            )
 
 
 def _is_number(word: str) -> bool:

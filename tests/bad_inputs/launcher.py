@@ -126,6 +126,20 @@ DEEPY = [
         "hostfile: nowhere does not exist; it has lines `host slots=8`\n"
         "  hostfile: nowhere is a relative path; it was looked for in {here}",
     ),
+    Case(
+        "hostfile of a table",
+        ["deepy.py", *TRAIN, "hostfile=hosts"],
+        "hostfile: hosts:2: 'two' is no line `host slots=8` - one machine in each line, with its"
+        " number of devices",
+        {"hosts": "one slots=2 # first\ntwo\n"},
+    ),
+    Case(
+        "hostfile of bytes",
+        ["deepy.py", *TRAIN, "hostfile=hosts"],
+        "hostfile: hosts:1: '\\x00\\x01' is no line `host slots=8` - one machine in each line, with"
+        " its number of devices",
+        {"hosts": b"\x00\x01"},
+    ),
 ]
 
 
