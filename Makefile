@@ -17,7 +17,7 @@ INSTALLED := $(VENV)/installed
 export PATH := $(CURDIR)/$(VENV)/bin:$(PATH)
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: demo test gpu-check lint format docs clean
+.PHONY: demo test gpu-check fuzz lint format docs clean
 
 demo: $(INSTALLED)
 	$(PY) tools/demo.py
@@ -40,6 +40,13 @@ gpu-check:
 	$(PYTHON) tools/bench/attention.py --quick --output $(OUT)/attention.json || failed=1; \
 	$(PYTHON) tools/bench/step.py --quick --output $(OUT)/step.json || failed=1; \
 	exit $$failed
+
+# Random and damaged input until something is neither read nor refused: make fuzz FUZZ_EXAMPLES=20000.
+# A failure is printed as an example that can be run again.
+FUZZ_EXAMPLES ?= 5000
+
+fuzz: $(INSTALLED)
+	FUZZ_EXAMPLES=$(FUZZ_EXAMPLES) $(PY) -m pytest -q -n auto --maxprocesses 8 --dist load tests/fuzz
 
 lint: $(INSTALLED)
 	$(PY) -m ruff format --check .

@@ -1,0 +1,84 @@
+"""Token files, archives and tables from random and damaged bytes."""
+
+import gzip
+import struct
+from itertools import count
+
+import pytest
+import zstandard
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron.data.readers import Files
+from megatron.data.tokens import verify
+from megatron.data.unpack import Limits
+from tests.fuzz.settings import fuzzed, works_or_says_why
+
+NUMBERS = st.one_of(st.integers(0, 5), st.sampled_from([2**31, 2**32, 2**63, 2**64 - 1]))
+SIZES = st.lists(st.integers(-3, 5), max_size=4)
+LINE = b'{"text": "some text", "meta": {"a": [1, 2.5, null]}}\n'
+LIMITS = Limits(document=100_000)
+numbered = count()
+
+
+@fuzzed
+@given(
+    numbers=st.tuples(NUMBERS, st.integers(0, 255), NUMBERS, NUMBERS),
+    sizes=SIZES,
+    offsets=st.lists(st.integers(-8, 16), max_size=4),
+    ids=st.binary(max_size=24),
+    sidecar=st.one_of(st.none(), st.binary(max_size=30)),
+)
+def test_an_index_of_any_fields(tmp_path, numbers, sizes, offsets, ids, sidecar):
+    prefix = tmp_path / f"c{next(numbered)}"
+    index = b"MMIDIDX\x00\x00" + struct.pack("<QBQQ", *numbers)
+    index += struct.pack(f"<{len(sizes)}i", *sizes) + struct.pack(f"<{len(offsets)}q", *offsets)
+    prefix.with_suffix(".idx").write_bytes(index)
+    prefix.with_suffix(".bin").write_bytes(ids)
+    if sidecar is not None:
+        prefix.with_suffix(".json").write_bytes(sidecar)
+    works_or_says_why(lambda: verify(prefix))
+
+
+@fuzzed
+@given(place=st.integers(0, 89), value=st.integers(0, 255), kept=st.integers(0, 90))
+def test_an_index_with_a_changed_byte_and_a_cut(tmp_path, place, value, kept):
+    whole = b"MMIDIDX\x00\x00" + struct.pack("<QBQQ", 1, 8, 2, 3)
+    whole += struct.pack("<iiqqqqq", 1, 1, 0, 2, 0, 1, 2)
+    changed = bytearray(whole)
+    changed[place % len(whole)] = value
+    prefix = tmp_path / "c"
+    prefix.with_suffix(".idx").write_bytes(changed[: kept or None])
+    prefix.with_suffix(".bin").write_bytes(b"\x01\x00\x02\x00")
+    works_or_says_why(lambda: verify(prefix))
+
+
+PACKED = {
+    ".jsonl": LINE * 3,
+    ".jsonl.gz": gzip.compress(LINE * 3),
+    ".jsonl.zst": zstandard.compress(LINE * 3) * 2,
+}
+
+
+@pytest.mark.parametrize("suffix", PACKED)
+@fuzzed
+@given(
+    changes=st.dictionaries(st.integers(0, 200), st.integers(0, 255), max_size=3),
+    kept=st.integers(0, 200),
+)
+def test_an_archive_with_changed_bytes_and_a_cut(tmp_path, suffix, changes, kept):
+    content = bytearray(PACKED[suffix])
+    for place, value in changes.items():
+        content[place % len(content)] = value
+    path = tmp_path / f"c{suffix}"
+    path.write_bytes(content[: kept or None])
+    works_or_says_why(lambda: list(Files("c", [path], limits=LIMITS).documents()))
+
+
+@pytest.mark.parametrize("suffix", [*PACKED, ".txt", ".parquet", ".arrow"])
+@fuzzed
+@given(content=st.binary(max_size=200))
+def test_any_bytes_as_text(tmp_path, suffix, content):
+    path = tmp_path / f"c{suffix}"
+    path.write_bytes(content)
+    works_or_says_why(lambda: list(Files("c", [path], limits=LIMITS).documents()))

@@ -1,0 +1,95 @@
+"""Rows of results, tokenizers, configurations and checkpoints' facts from random JSON and YAML."""
+
+import json
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron.config import load
+from megatron.data.tokenizer import build_tokenizer, train_tokenizer
+from megatron.report.html.files import read_files
+from megatron.results.comparison import compared, encodings
+from megatron.results.files import read_results
+from megatron.results.row import Row
+from megatron.results.table import table
+from megatron.training.checkpoint import read_record
+from tests.fuzz.settings import fuzzed, works_or_says_why
+from tests.results.rows import rows
+
+SCALARS = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.integers(),
+    st.floats(),
+    st.text(max_size=9),
+    st.sampled_from([10**400, -1, 0, "train_length", "\ud800"]),
+)
+VALUES = st.recursive(
+    SCALARS,
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3)
+    ),
+    max_leaves=6,
+)
+KEYS = st.sampled_from(sorted(Row.__annotations__))
+
+
+def shown(path):
+    found = read_results([path])
+    table(found)
+    compared(encodings(found), None)
+
+
+@fuzzed
+@given(changes=st.dictionaries(KEYS, VALUES, max_size=3), removed=st.sets(KEYS, max_size=1))
+def test_a_row_of_any_values(tmp_path, changes, removed):
+    row = rows("t5", {512: 9.0})[0] | changes
+    kept = {key: value for key, value in row.items() if key not in removed}
+    path = tmp_path / "a.jsonl"
+    path.write_text(json.dumps(kept) + "\n")
+    works_or_says_why(lambda: shown(path))
+
+
+@fuzzed
+@given(content=st.binary(max_size=200))
+def test_any_bytes_as_results(tmp_path, content):
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(content)
+    works_or_says_why(lambda: read_files([path]))
+
+
+TOKENIZER = json.loads(train_tokenizer(["a b"], 257))
+PARTS = st.sampled_from(
+    ["normalizer", "pre_tokenizer", "post_processor", "decoder", "added_tokens"]
+)
+
+
+@fuzzed
+@given(
+    changes=st.dictionaries(PARTS, VALUES, max_size=2),
+    model=st.dictionaries(
+        st.sampled_from(["type", "vocab", "merges", "dropout", "unk_token"]), VALUES, max_size=2
+    ),
+)
+def test_a_tokenizer_of_any_parts(tmp_path, changes, model):
+    content = TOKENIZER | changes | {"model": TOKENIZER["model"] | model}
+    path = tmp_path / "tokenizer.json"
+    path.write_text(json.dumps(content))
+    works_or_says_why(lambda: build_tokenizer("HFTokenizer", path).encode("a b"))
+
+
+@fuzzed
+@given(
+    text=st.one_of(st.text(max_size=60), VALUES.map(lambda value: json.dumps({"pos_emb": value})))
+)
+def test_any_text_as_a_configuration(tmp_path, text):
+    path = tmp_path / "c.yml"
+    path.write_bytes(text.encode(errors="replace"))
+    works_or_says_why(lambda: load([path]))
+
+
+@fuzzed
+@given(record=VALUES)
+def test_any_facts_of_a_checkpoint(tmp_path, record):
+    (tmp_path / "checkpoint.json").write_text(json.dumps(record))
+    works_or_says_why(lambda: read_record(tmp_path))
