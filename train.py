@@ -10,10 +10,13 @@ import argparse
 from megatron.config import Config
 from megatron.entry import run
 from megatron.parallel.grid import connect
+from megatron.training.deterministic import use_deterministic_algorithms
 from megatron.training.run import train
 
 
 def main(config: Config, options: argparse.Namespace) -> None:
+    if config.training.deterministic:
+        use_deterministic_algorithms()
     train(config, connect(config.parallel.distributed_backend))
 
 

@@ -8,6 +8,7 @@ import torch
 
 from megatron.config.faults import Report
 from megatron.config.schema import (
+    Attention,
     Checkpoint,
     Data,
     Launch,
@@ -88,6 +89,18 @@ def _batch(training: Training) -> list[str]:
         f"train_batch_size: {whole} is not a multiple of train_micro_batch_size_per_gpu *"
         f" gradient_accumulation_steps = {part}; try train_batch_size = {fitting}"
     ]
+
+
+FLEX_VARIES = (
+    "flex sums gradients of tables in an order that changes;"
+    " set attention_backend to triton, sdpa or eager, or deterministic to false"
+)
+
+
+def _repeats(training: Training, attention: Attention) -> list[str]:
+    if training.deterministic and attention.attention_backend == "flex":
+        return [f"attention_backend: {FLEX_VARIES}"]
+    return []
 
 
 def _compiled(training: Training, parallel: Parallel) -> list[str]:
@@ -172,6 +185,7 @@ CHECKS: tuple[tuple[tuple[str, ...], Callable[..., list[str]]], ...] = (
     (("model", "position"), _encoding),
     (("training",), _batch),
     (("training", "parallel"), _compiled),
+    (("training", "attention"), _repeats),
     (("checkpoint",), _saves),
     (("optimizer",), _rates),
     (("data",), _data),

@@ -188,6 +188,9 @@ class Training(Section):
     """Batches per validation."""
     checkpoint_activations: bool = Field(default=False, json_schema_extra=FREE)
     """Recompute activations in the backward pass: less memory, more time."""
+    deterministic: bool = Field(default=False, json_schema_extra=FREE)
+    """The same losses, bit for bit, whenever the run is repeated on the same hardware. Slower on
+    CUDA."""
     torch_compile: bool = Field(default=False, json_schema_extra=FREE)
     """Compile every layer with torch.compile. Needs a compiler and a minute; no gain on a CPU."""
     skip_nonfinite: Count = 0

@@ -8,7 +8,7 @@ machine is too busy for it.
 import logging
 import os
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -61,16 +61,21 @@ def count_parameters(model: nn.Module) -> int:
     return sum(parameter.numel() for parameter in model.parameters())
 
 
-def use_threads(parameters: int, device: torch.device, *, before: int | None = None) -> None:
+def use_threads(
+    parameters: int, device: torch.device, *, before: int | None = None, by_load: bool = True
+) -> None:
     """Set the number of torch's threads for a model of this size, and log it with its reason.
 
     before: the threads of the run that is continued. The order in which threads add up numbers
     changes their last digits, so a resumed run keeps its number where the cores allow it.
+    by_load: False: other programs do not count, so that every run here has the same number
     On a GPU nothing changes. The user's number is kept; a busy machine then gets a warning.
     """
     if device.type != "cpu":
         return
     machine = this_machine()
+    if not by_load:
+        machine = replace(machine, load=0.0)
     by_user = next((name for name in BY_USER if name in os.environ), None)
     if by_user is not None:
         threads = torch.get_num_threads()

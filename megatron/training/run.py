@@ -17,6 +17,7 @@ from megatron.parallel.owned import owned_by_first
 from megatron.parallel.threads import count_parameters, use_threads
 from megatron.parallel.watchdog import Watchdog
 from megatron.training import checkpoint
+from megatron.training.deterministic import naming_operations
 from megatron.training.folders import folders_of
 from megatron.training.metrics import Metrics, Progress
 from megatron.training.saves import is_saved
@@ -61,8 +62,12 @@ def _train(config: Config, grid: Grid) -> Path | None:
     if config.training.eval_interval:
         _check_validation_length(model, config)
     run = Run(config, grid, tokens, facts, start)
-    use_threads(count_parameters(model), grid.device, before=start.threads)
-    return run.to_the_end(Trainer(config, model, grid))
+    deterministic = config.training.deterministic
+    use_threads(
+        count_parameters(model), grid.device, before=start.threads, by_load=not deterministic
+    )
+    with naming_operations():
+        return run.to_the_end(Trainer(config, model, grid))
 
 
 class Run:

@@ -18,6 +18,7 @@ from megatron.model import GPT
 from megatron.parallel.grid import Grid
 from megatron.positions import Position
 from megatron.training.compiled import check_attention, compile_layers
+from megatron.training.deterministic import check_attention_repeats
 from megatron.training.optimizer import build_optimizer
 from megatron.training.schedule import learning_rate
 
@@ -37,6 +38,8 @@ class Trainer:
         self.step = 0
         self.skips = config.training.skip_nonfinite > 0
         model.to(grid.device)
+        if config.training.deterministic:
+            check_attention_repeats(model)
         if config.training.torch_compile:
             compile_layers(model, grid.device)
         with quiet_deepspeed():

@@ -3,7 +3,7 @@
 import json
 from pathlib import Path
 
-from tests.bad_inputs.case import MODEL, Case
+from tests.bad_inputs.case import MODEL, TRAIN, Case
 
 RESUME = [
     "train.py",
@@ -40,5 +40,12 @@ CASES = [
         " or train_batch_size=3 if that is meant",
         prepare=_of_two_ranks,
         copies_run=True,
+    ),
+    Case(
+        "deterministic-flex",
+        [*TRAIN, "deterministic=true", "attention_backend=flex"],
+        "bad configuration (command line)\n  attention_backend: flex sums gradients of tables in an"
+        " order that changes; set attention_backend to triton, sdpa or eager, or deterministic to"
+        " false",
     ),
 ]

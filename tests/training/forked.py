@@ -16,6 +16,7 @@ import torch._inductor.lowering  # noqa: F401 - so do the parts of torch that se
 
 from megatron.config import load
 from megatron.parallel.grid import connect, free_port
+from megatron.training.deterministic import use_deterministic_algorithms
 from megatron.training.run import train
 
 
@@ -39,8 +40,11 @@ def _start(rank: int, ranks: int, settings: list[str]) -> int:
         if rank == 0:
             logging.basicConfig(level=logging.INFO, format="%(message)s")
         os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks)}
+        config = load([], settings)
+        if config.training.deterministic:
+            use_deterministic_algorithms()
         grid = connect()
-        train(load([], settings), grid)
+        train(config, grid)
         grid.wait()
         status = 0
     except BaseException:

@@ -13,17 +13,26 @@ from megatron.training.run import train
 from tests.training.conftest import MODEL, copy_of, records, settings, tiny
 
 
+def valid_losses(folder: Path) -> dict[int, float]:
+    return {step: record["loss"] for step, record in records(folder, "valid").items()}
+
+
 @pytest.mark.parametrize(
     "how",
     [
         [],
         ["precision=bf16"],
-        ["zero_optimization.stage=2"],
+        ["zero_optimization.stage=1", "gradient_accumulation_steps=2"],
+        ["zero_optimization.stage=2", "num_workers=1"],
+        ["zero_optimization.stage=3"],
+        ["precision=bf16", "zero_optimization.stage=2", "gradient_accumulation_steps=2"],
         ["precision=bf16", "zero_optimization.stage=3"],
     ],
-    ids=["fp32", "bf16", "zero2", "bf16-zero3"],
+    ids=["fp32", "bf16", "zero1", "zero2", "zero3", "bf16-zero2", "bf16-zero3"],
 )
 def test_a_resumed_run_repeats_the_uninterrupted_one_to_the_last_bit(grid, corpus, tmp_path, how):
+    """Each way has dropout and a learned encoding, and a validation at every fourth step."""
+    how = [*how, "eval_interval=4", "eval_iters=1"]
     straight, broken = tmp_path / "straight", tmp_path / "broken"
     train(settings(corpus, straight, *how), grid)
     shutil.copytree(straight, broken)
@@ -35,6 +44,8 @@ def test_a_resumed_run_repeats_the_uninterrupted_one_to_the_last_bit(grid, corpu
     for step in first:
         for key in ("loss", "grad_norm", "lr", "position"):
             assert first[step][key] == second[step][key], (step, key)
+    assert valid_losses(broken) == valid_losses(straight)
+    assert valid_losses(straight).keys() == {4, 8}
     weights = load_file(broken / "global_step8" / "model.safetensors")
     for name, tensor in load_file(straight / "global_step8" / "model.safetensors").items():
         assert torch.equal(weights[name], tensor), name
