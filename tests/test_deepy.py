@@ -169,7 +169,7 @@ def test_help_explains_the_call_and_the_keys(capsys):
     deepy.main(["--help"])
     shown = capsys.readouterr().out
     assert shown.startswith("usage: deepy.py SCRIPT FILE… key=value…")
-    assert "  num_gpus (whole number > 0; default: unset)" in shown
+    assert "  num_gpus (whole number > 0 ≤ 4096; default: unset)" in shown
 
 
 def test_files_end_where_the_options_of_the_script_begin(tmp_path):

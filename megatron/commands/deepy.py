@@ -29,6 +29,8 @@ from megatron.files import ROOT
 from megatron.last_resort import LastResort, print_line
 from megatron.parallel.grid import free_port, is_free
 from megatron.parallel.launcher import Launcher, environments
+from megatron.training.fits import check_fits
+from megatron.training.vocabulary import likely_rows
 
 LAUNCHER = "deepy.py"
 # Without a network when it is one process.
@@ -122,6 +124,11 @@ def launch(script: Path, words: Sequence[str], config: Config | None) -> NoRetur
         config.check_batch(len(devices))
     if cuda:
         environment["CUDA_VISIBLE_DEVICES"] = ",".join(str(device) for device in devices)
+
+    if config is not None and script.name == "train.py":
+        kind = torch.device("cuda" if cuda else "cpu")
+        rows, count = likely_rows(config), len(devices)
+        check_fits(config, rows, ranks=count, ranks_here=count, device=kind)
 
     command = ["-u", str(script), *words]
     if on_this_machine and len(devices) == 1:

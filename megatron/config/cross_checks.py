@@ -23,6 +23,7 @@ from megatron.config.schema import (
 )
 from megatron.errors import UserError
 from megatron.positions import REGISTRY, Shape, build, options_of
+from megatron.positions.outline import Outline
 from megatron.splits import parse_split
 
 
@@ -72,10 +73,13 @@ def _encoding(model: Model, position: Position) -> list[str]:
     shape = Shape(heads, hidden // heads, hidden, model.seq_length)
     try:
         # Drawing first values must not move the caller's generator.
-        with torch.random.fork_rng(devices=[]):
+        with torch.random.fork_rng(devices=[]), Outline():
             build(position.pos_emb, shape, **position.pos_emb_args)
     except UserError as fault:
         return [str(fault)]
+    except RuntimeError as fault:  # a tensor that no memory holds
+        reason = str(fault).splitlines()[0]
+        return [f"pos_emb: {position.pos_emb} cannot be built: {reason}"]
     return []
 
 

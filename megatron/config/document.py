@@ -160,7 +160,8 @@ def _bounds(metadata: Sequence[Any]) -> list[str]:
     for constraint in _constraints(metadata):
         if type(constraint) in SIGNS:
             name, sign = SIGNS[type(constraint)]
-            bounds.append(f"{sign} {getattr(constraint, name):g}")
+            bound = getattr(constraint, name)
+            bounds.append(f"{sign} {bound}" if isinstance(bound, int) else f"{sign} {bound:g}")
     return bounds
 
 

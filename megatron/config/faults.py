@@ -30,6 +30,7 @@ EXPECTED = {
 LONGEST_VALUE = 80  # characters of a value or a word that a message repeats
 LONGEST_LINE = 1500  # characters of one fault: several long paths fit
 MOST_LINES = 25  # faults in one message
+MOST_DETAILS = 200  # of one section that are looked at
 BOUNDS = {
     "greater_than": ("gt", ">"),
     "greater_than_equal": ("ge", ">="),
@@ -89,14 +90,40 @@ def unknown(key: str, known: Iterable[str]) -> str:
     return f"{key}: no such key; did you mean {match}?"
 
 
-def lines(section: type[BaseModel], error: ValidationError) -> list[str]:
-    """One line for each of pydantic's errors, with the key as it is written in YAML."""
-    return [_line(section, detail) for detail in error.errors(include_url=False)]
+def lines(section: type[BaseModel], error: ValidationError) -> list[tuple[str, Any, str]]:
+    """(key of the section, pydantic's kind of error, line) of each fault.
+
+    A line has the key as it is written in YAML. A key that takes values of two kinds has one line.
+    """
+    details: dict[str, list[Any]] = {}
+    for detail in error.errors(include_url=False)[:MOST_DETAILS]:
+        place = ".".join(map(str, detail["loc"]))
+        key = ".".join(_path(detail))
+        # Branches of a union differ in their labels alone.
+        is_branch = any(_is_label(part) for part in detail["loc"])
+        details.setdefault(key if is_branch else place, []).append(detail)
+    found = []
+    for alternatives in details.values():
+        first = alternatives[0]
+        expected = [_expected(detail) for detail in alternatives]
+        line = _line(section, first, " or ".join(dict.fromkeys(expected)))
+        found.append((first["loc"][0], first["type"], line))
+    return found
 
 
-def _line(section: type[BaseModel], detail: Any) -> str:
-    """detail: one of pydantic's `ErrorDetails`."""
-    path = [str(part) for part in detail["loc"] if not isinstance(part, int)]
+def _is_label(part: Any) -> bool:
+    """Whether a part of a place is pydantic's name of a branch, such as literal['a']."""
+    return isinstance(part, str) and "[" in part
+
+
+def _path(detail: Any) -> list[str]:
+    """The key of a fault, part by part; without the places in a list."""
+    return [part for part in detail["loc"] if isinstance(part, str) and not _is_label(part)]
+
+
+def _line(section: type[BaseModel], detail: Any, expected: str) -> str:
+    """detail: one of pydantic's `ErrorDetails`; expected: what the key takes."""
+    path = _path(detail)
     key = ".".join(path)
     kind = detail["type"]
     if kind == "missing":
@@ -106,7 +133,6 @@ def _line(section: type[BaseModel], detail: Any) -> str:
         names = _section_at(section, parents).model_fields
         siblings = [".".join([*parents, name]) for name in names]
         return unknown(key, siblings)
-    expected = _expected(detail)
     given = _as_written(detail.get("input"))
     line = f"{key}: must be {expected}, got {given}"
     return f"{line}; {WHY[key]}" if key in WHY else line
@@ -119,7 +145,8 @@ def _expected(detail: Any) -> str:
         return str(context["expected"]).replace("'", "")
     if kind in BOUNDS:
         name, sign = BOUNDS[kind]
-        return f"{sign} {context[name]:g}"
+        bound = context[name]
+        return f"{sign} {bound}" if isinstance(bound, int) else f"{sign} {bound:g}"
     if kind == "too_short":
         return f"a list of at least {context['min_length']}"
     if kind == "too_long":

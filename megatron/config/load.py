@@ -145,11 +145,9 @@ def _sections(merged: dict[str, Any], report: Report) -> dict[str, Section]:
         try:
             sections[name] = section.model_validate(given)
         except ValidationError as error:
-            lines = faults.lines(section, error)
-            for line, detail in zip(lines, error.errors(), strict=True):
-                key = detail["loc"][0]
+            for key, kind, line in faults.lines(section, error):
                 excused = incomplete or key in not_missing
-                if key in followers or (detail["type"] == "missing" and excused):
+                if key in followers or (kind == "missing" and excused):
                     continue
                 report.fault(line)
     return sections

@@ -42,9 +42,13 @@ def _split(value: Any) -> Any:
 
 Int = Annotated[int, BeforeValidator(_whole)]
 Float = Annotated[float, BeforeValidator(_number), Field(allow_inf_nan=False)]
-Positive = Annotated[Int, Field(gt=0)]
-Count = Annotated[Int, Field(ge=0)]
+# Bounds keep sums and products of keys within 64 bits, and numbers within float32.
+Positive = Annotated[Int, Field(gt=0, le=10**9)]
+Count = Annotated[Int, Field(ge=0, le=10**9)]
+Length = Annotated[Int, Field(gt=0, le=2**24)]  # beyond, positions are not exact in float32
 Fraction = Annotated[Float, Field(ge=0, le=1)]
+Scale = Annotated[Float, Field(ge=0, le=1e30)]
+Decay = Annotated[Float, Field(ge=0, lt=1)]
 
 # What is known of a field beyond its type; see Key in keys.py for the meanings and defaults.
 FREE: dict[str, Any] = {"shapes_result": False}
@@ -71,15 +75,15 @@ class Model(Section):
 
     num_layers: Positive
     """Transformer layers."""
-    hidden_size: Positive
+    hidden_size: Annotated[Int, Field(gt=0, le=2**20)]
     """Width of the residual stream."""
-    num_attention_heads: Positive
+    num_attention_heads: Annotated[Int, Field(gt=0, le=4096)]
     """Attention heads; they share hidden_size equally."""
-    seq_length: Positive
+    seq_length: Length
     """Training context in tokens."""
-    max_position_embeddings: Positive = Field(json_schema_extra=follows("seq_length"))
+    max_position_embeddings: Length = Field(json_schema_extra=follows("seq_length"))
     """Rows of the table of `pos_emb: learned`; limits no other encoding. At least seq_length."""
-    layernorm_epsilon: Annotated[Float, Field(gt=0)] = 1e-5
+    layernorm_epsilon: Annotated[Float, Field(ge=1e-12, le=1)] = 1e-5
     """Added to the variance in layer norm."""
     no_weight_tying: bool = True
     """true: the output matrix has weights of its own, as in KERPLE's and MEP's files; false: it is
@@ -89,7 +93,7 @@ class Model(Section):
     attention_dropout: Annotated[Float, Field(ge=0, le=0)] = 0.0
     """Only 0.0: the attention backends compute no dropout on probabilities. (GPT-NeoX's default is
     0.1.)"""
-    init_method_std: Annotated[Float, Field(gt=0)] = 0.02
+    init_method_std: Annotated[Float, Field(ge=1e-12, le=10)] = 0.02
     """Standard deviation of the initial weights."""
     init_method: Literal["normal"] = "normal"
     """Initial weights: normal with init_method_std."""
@@ -133,7 +137,7 @@ class Attention(Section):
     attention_self_check: bool = True
     """Compare a compiled backend (triton, flex) with eager on a small case, at its first use for a
     kind of input."""
-    window: Positive | Literal["train_length"] | None = None
+    window: Length | Literal["train_length"] | None = None
     """A token attends to this many tokens, itself included; train_length: to as many as in training
     (a baseline for evaluation); unset: to all before it."""
     blockwise: bool = False
@@ -151,7 +155,7 @@ class Data(Section):
     split: Annotated[str, BeforeValidator(_split)] = "949,50,1"
     """Shares of the documents for training, validation and test, in file order, with `,` or `/`
     between them."""
-    seq_length_val: Positive = Field(json_schema_extra=follows("seq_length", shapes_result=False))
+    seq_length_val: Length = Field(json_schema_extra=follows("seq_length", shapes_result=False))
     """Context of the validation windows during training."""
     tokenizer_type: Literal["GPT2BPETokenizer", "HFTokenizer", "CharLevelTokenizer"] = (
         "GPT2BPETokenizer"
@@ -164,7 +168,7 @@ class Data(Section):
     """Merges of GPT2BPETokenizer."""
     data_impl: Literal["mmap", "infer"] = Field(default="mmap", json_schema_extra=FREE)
     """Format of the token files. Both values mean memory-mapped GPT-NeoX files."""
-    num_workers: Count = Field(default=0, json_schema_extra=FREE)
+    num_workers: Annotated[Int, Field(ge=0, le=1024)] = Field(default=0, json_schema_extra=FREE)
     """Processes that read samples; 0: the training process reads them."""
 
 
@@ -180,7 +184,7 @@ class Training(Section):
     train_batch_size: Positive | None = Field(default=None, json_schema_extra=FREE)
     """Windows per optimizer step over all devices. Only a check: it must be micro batch *
     accumulation * devices."""
-    seed: Annotated[Count, Field(lt=2**32)] = 1234
+    seed: Annotated[Int, Field(ge=0, lt=2**32)] = 1234
     """Seed of the weights, the dropout and the order of the data."""
     eval_interval: Count = Field(default=1000, json_schema_extra=FREE)
     """Steps between validations; 0: never."""
@@ -207,13 +211,13 @@ class Training(Section):
 
 
 class AdamParams(Section):
-    lr: Annotated[Float, Field(ge=0)] = 6e-4
+    lr: Scale = 6e-4
     """Peak learning rate."""
     betas: Annotated[
-        tuple[Fraction, ...], BeforeValidator(_several), Field(min_length=2, max_length=2)
+        tuple[Decay, ...], BeforeValidator(_several), Field(min_length=2, max_length=2)
     ] = (0.9, 0.999)
     """Decay of Adam's two averages."""
-    eps: Annotated[Float, Field(ge=0)] = 1e-8
+    eps: Annotated[Float, Field(ge=1e-30, le=1)] = 1e-8
     """Added to Adam's denominator."""
 
 
@@ -227,14 +231,14 @@ class Optimizer(Section):
     """The optimizer and the learning rate schedule."""
 
     optimizer: OptimizerChoice = Field(default_factory=OptimizerChoice)
-    weight_decay: Annotated[Float, Field(ge=0)] = 0.01
+    weight_decay: Annotated[Float, Field(ge=0, le=100)] = 0.01
     """Decoupled weight decay of the matrices. Also accepted: optimizer.params.weight_decay."""
     pos_emb_weight_decay: bool = False
     """true: weight_decay acts on the encoding's learned numbers too, as in DAPE (in whose setting
     KERPLE's perplexity rises with length)."""
-    gradient_clipping: Annotated[Float, Field(ge=0)] = 1.0
+    gradient_clipping: Scale = 1.0
     """Largest norm of the whole gradient, to which a larger one is scaled. 0: no clipping."""
-    min_lr: Annotated[Float, Field(ge=0)] = 0.0
+    min_lr: Scale = 0.0
     """The learning rate never falls below this."""
     lr_decay_style: Literal["cosine", "linear", "constant"] = "cosine"
     """Shape of the decay after the warm-up. (GPT-NeoX's default is linear.)"""
@@ -265,15 +269,15 @@ class Optimizer(Section):
 
 
 class LossScale(Section):
-    loss_scale: Annotated[Float, Field(ge=0)] = 0.0
+    loss_scale: Scale = 0.0
     """Fixed loss scale for fp16; 0: dynamic."""
-    initial_scale_power: Count = 16
+    initial_scale_power: Annotated[Int, Field(ge=0, le=100)] = 16
     """Dynamic scaling starts at 2 to this power."""
     loss_scale_window: Positive = 1000
     """Steps without overflow before the scale doubles."""
     hysteresis: Positive = 2
     """Overflows before the scale halves."""
-    min_loss_scale: Annotated[Float, Field(gt=0)] = 1.0
+    min_loss_scale: Annotated[Float, Field(ge=1e-6, le=1e30)] = 1.0
     """The scale never falls below this."""
 
 
@@ -357,7 +361,7 @@ class Evaluation(Section):
     shapes_result: ClassVar[bool] = False
 
     eval_lengths: Annotated[
-        tuple[Positive, ...], BeforeValidator(_several), Field(min_length=1)
+        tuple[Length, ...], BeforeValidator(_several), Field(min_length=1, max_length=100)
     ] = (
         512,
         1024,
@@ -367,7 +371,7 @@ class Evaluation(Section):
         16384,
     )
     """Context lengths."""
-    eval_tokens: Positive = 327680
+    eval_tokens: Annotated[Int, Field(gt=0, le=10**12)] = 327680
     """Tokens of the text that is measured at every length."""
     eval_batch_tokens: Positive = 16384
     """Tokens per forward pass, at least one window."""
@@ -388,7 +392,7 @@ class Logging(Section):
     """Folder for tensorboard events; unset: none are written."""
     log_grad_norm: bool = True
     """Log the norm of the gradient."""
-    peak_theoretical_tflops: Annotated[Float, Field(gt=0)] | None = None
+    peak_theoretical_tflops: Annotated[Float, Field(ge=1e-6, le=1e9)] | None = None
     """Dense TFLOP/s of one device, for the model FLOP utilisation (MFU) in the log; unset: the data
     sheet's for common NVIDIA devices."""
     use_wandb: bool = False
@@ -406,7 +410,7 @@ class Launch(Section):
 
     shapes_result: ClassVar[bool] = False
 
-    num_gpus: Positive | None = None
+    num_gpus: Annotated[Int, Field(gt=0, le=4096)] | None = None
     """Processes per machine; unset: one for each visible CUDA device, or one on CPU."""
     num_nodes: Positive | None = None
     """Machines of the hostfile to use; unset: all."""

@@ -126,7 +126,7 @@ def this_machine() -> Machine:
     cores keeps most others off them, so there it does not count.
     """
     cores = available_cores()
-    processes = _local_processes()
+    processes = local_processes()
     load = 0.0
     if cores == os.cpu_count():
         load = max(0.0, _load() - (processes - 1))
@@ -180,7 +180,7 @@ def _running_now() -> float | None:
     return total / SAMPLES
 
 
-def _local_processes() -> int:
+def local_processes() -> int:
     """Processes of this run on this machine, as their launcher says."""
     for name in LOCAL_PROCESSES:
         if os.environ.get(name, "").isdecimal():  # parallel/grid.py refuses other texts

@@ -57,6 +57,7 @@ class Sloped(PerHead, DistanceBias):
             unscaled = numbers("slopes", slopes, shape.heads)
         start = [factor * slope for slope in unscaled]
         if switch("learned_slopes", learned_slopes):
+            positive("learned_slopes", min(start), least=SLOPE_FLOOR)
             self.set_learned("slopes", torch.tensor(start))
         else:
             self.set_fixed("slopes", start)

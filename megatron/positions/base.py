@@ -10,6 +10,9 @@ from torch import Tensor
 
 from megatron.positions.precision import Float32Module, without_autocast
 
+EXACT = 2**24
+"""Positions from here on are no longer exact in float32."""
+
 
 @dataclass(frozen=True)
 class Shape:

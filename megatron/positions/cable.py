@@ -25,7 +25,7 @@ class Cable(Position):
 
     def __init__(self, shape: Shape, *, init_std: float = 0.02) -> None:
         super().__init__(shape)
-        std = positive("init_std", init_std)
+        std = positive("init_std", init_std, most=10.0)
         size = (shape.hidden, shape.heads)
         self.step = nn.Parameter(torch.empty(size).normal_(0.0, std))  # the paper's w_c
         self.gain = nn.Parameter(torch.empty(size).normal_(0.0, std))  # the paper's w_s

@@ -13,10 +13,11 @@ from torch import Tensor, nn
 from megatron.errors import UserError
 from megatron.positions.base import Position, Shape
 from megatron.positions.precision import without_autocast
-from megatron.positions.registry import positive, register
+from megatron.positions.registry import positive, register, whole
 
 # Values of one MLP layer that exist at a time, where no gradient is needed: 8 MB of float32.
 NUMBERS = 2**21
+MOST_LAYERS, MOST_WIDTH = 16, 4096
 
 
 @register("fire")
@@ -46,8 +47,9 @@ class Fire(Position):
         else:
             self.threshold = positive("threshold", threshold)
         # [1], because DeepSpeed cannot broadcast a number without dimensions in half precision.
-        self.c = nn.Parameter(torch.tensor([positive("c", c)]))
-        multiplier = positive("length_multiplier", length_multiplier)
+        self.c = nn.Parameter(torch.tensor([positive("c", c, least=self.bounds["c"][0])]))
+        floor, _ = self.bounds["length_multiplier"]
+        multiplier = positive("length_multiplier", length_multiplier, least=floor)
         self.length_multiplier = nn.Parameter(torch.tensor([multiplier]))
         widths = [1, *_checked_widths(mlp_layers), shape.heads]
         self.depth = len(widths) - 1
@@ -91,8 +93,12 @@ class Fire(Position):
 def _checked_widths(mlp_layers: Sequence[int]) -> list[int]:
     is_list = isinstance(mlp_layers, Sequence) and not isinstance(mlp_layers, str)
     # type, not isinstance: True is an int
-    if is_list and mlp_layers and all(type(width) is int and width > 0 for width in mlp_layers):
-        return list(mlp_layers)
-    raise UserError(
-        f"mlp_layers: {mlp_layers!r} is not a list of widths; write mlp_layers: [32] or [32, 32]"
-    )
+    are_widths = is_list and all(type(width) is int and width > 0 for width in mlp_layers)
+    if not are_widths or not mlp_layers:
+        raise UserError(
+            f"mlp_layers: {mlp_layers!r} is not a list of widths;"
+            " write mlp_layers: [32] or [32, 32]"
+        )
+    if len(mlp_layers) > MOST_LAYERS:
+        raise UserError(f"mlp_layers: {len(mlp_layers)} layers are more than {MOST_LAYERS}")
+    return [whole("mlp_layers", width, most=MOST_WIDTH) for width in mlp_layers]

@@ -4,8 +4,8 @@ import torch
 from torch import Tensor, nn
 
 from megatron.errors import UserError
-from megatron.positions.base import Position, Shape
-from megatron.positions.registry import positive, register
+from megatron.positions.base import EXACT, Position, Shape
+from megatron.positions.registry import register, whole
 
 
 @register("learned")
@@ -23,7 +23,7 @@ class Learned(Position):
         if max_positions is None:
             rows = shape.train_length
         else:
-            rows = int(positive("max_positions", max_positions))
+            rows = whole("max_positions", max_positions, most=EXACT)
         if rows < shape.train_length:
             raise UserError(
                 f"max_positions: {rows} is less than the training length {shape.train_length}"

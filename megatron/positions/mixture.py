@@ -11,6 +11,7 @@ from megatron.positions.base import DistanceBias, Position, Shape
 from megatron.positions.registry import ALIASES, REGISTRY, build, positive, suggestion
 
 LEARNED = ("learned", "learned_shared")
+MOST_KERNELS = 64
 
 # exp(-s·d) is ALiBi's kernel. The MEP paper names it by its form.
 KERNEL_NAMES = {"exp": "alibi"}
@@ -51,6 +52,8 @@ class Mixture(DistanceBias):
             raise UserError(
                 f"kernels: {kernels!r} is not a list of kernels; write kernels: [exp, gaussian]"
             )
+        if len(kernels) > MOST_KERNELS:
+            raise UserError(f"kernels: {len(kernels)} kernels are more than {MOST_KERNELS}")
         self.kernels = nn.ModuleList(_build_kernel(shape, item) for item in kernels)
         count = len(kernels)
         learned = weights in LEARNED

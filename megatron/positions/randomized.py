@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from megatron.errors import UserError
-from megatron.positions.base import Position, Shape
-from megatron.positions.registry import build, encoding_called, options_of, positive, register
+from megatron.positions.base import EXACT, Position, Shape
+from megatron.positions.registry import build, encoding_called, options_of, register, whole
 
 
 @register("randomized")
@@ -32,7 +32,9 @@ class Randomized(Position):
         range: int | None = None,
     ) -> None:
         super().__init__(shape)
-        self.range = 4 * shape.train_length if range is None else int(positive("range", range))
+        self.range = 4 * shape.train_length
+        if range is not None:
+            self.range = whole("range", range, most=EXACT)
         if self.range < shape.train_length:
             raise UserError(f"range: {range} is less than the training length {shape.train_length}")
         self.inner = _build_inner(shape, of, args, self.range)

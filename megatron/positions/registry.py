@@ -19,6 +19,9 @@ REGISTRY: dict[str, type[Position]] = {}
 ALIASES: dict[str, str] = {}
 """Our name for each spelling of the GPT-NeoX forks."""
 
+LEAST, MOST = 1e-12, 1e12  # what `positive` takes
+"""Numbers of an encoding. A slope of 1e12 at distance 2^24 squared still is a float32 number."""
+
 FILES: dict[str, str] = {}
 """The users' own files that were loaded: path by fingerprint of the text."""
 
@@ -164,12 +167,26 @@ def encoding_called(name: str) -> type[Position]:
     return REGISTRY[registered]
 
 
-def positive(name: str, value: Any) -> float:
-    """`value` as a positive number, or a UserError that names the option."""
+def positive(name: str, value: Any, *, least: float = LEAST, most: float = MOST) -> float:
+    """`value` as a positive number from `least` to `most`, or a UserError that names the option."""
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
     if not is_number or not 0 < value < math.inf:
         raise UserError(f"{name}: {value!r} is not a positive number")
+    if not least <= value <= most:
+        raise UserError(f"{name}: {value} is not between {_short(least)} and {_short(most)}")
     return float(value)
+
+
+def _short(bound: float) -> str:
+    return str(bound) if isinstance(bound, int) else f"{bound:g}"
+
+
+def whole(name: str, value: Any, *, most: int) -> int:
+    """`value` as a whole number from 1 to `most`, or a UserError that names the option."""
+    number = positive(name, value, least=1, most=most)
+    if not number.is_integer():
+        raise UserError(f"{name}: {value!r} is not a whole number")
+    return int(number)
 
 
 def switch(name: str, value: Any) -> bool:

@@ -7,6 +7,8 @@ from megatron.errors import UserError
 from megatron.positions.base import DistanceBias, Shape
 from megatron.positions.registry import positive, register
 
+MOST_DBAR = 4096  # frequencies are computed one at a time
+
 
 @register("sandwich")
 class Sandwich(DistanceBias):
@@ -28,7 +30,9 @@ class Sandwich(DistanceBias):
             raise UserError(
                 f"dbar: {dbar!r} is not an even number of at least 2; each frequency counts twice"
             )
-        if isinstance(first_frequency, bool) or first_frequency not in (0, 1):
+        if dbar > MOST_DBAR:
+            raise UserError(f"dbar: {dbar} is more than {MOST_DBAR}")
+        if type(first_frequency) is not int or first_frequency not in (0, 1):
             raise UserError(f"first_frequency: {first_frequency!r} is not 0 or 1")
         self.dbar = dbar
         self.base = positive("base", base)

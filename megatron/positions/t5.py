@@ -6,8 +6,8 @@ import torch
 from torch import Tensor, nn
 
 from megatron.errors import UserError
-from megatron.positions.base import DistanceBias, Shape
-from megatron.positions.registry import positive, register
+from megatron.positions.base import EXACT, DistanceBias, Shape
+from megatron.positions.registry import register, whole
 
 
 @register("t5", aliases=("rpe",))
@@ -22,8 +22,8 @@ class T5(DistanceBias):
 
     def __init__(self, shape: Shape, *, num_buckets: int = 32, max_distance: int = 128) -> None:
         super().__init__(shape)
-        self.num_buckets = int(positive("num_buckets", num_buckets))
-        self.max_distance = int(positive("max_distance", max_distance))
+        self.num_buckets = whole("num_buckets", num_buckets, most=EXACT)
+        self.max_distance = whole("max_distance", max_distance, most=EXACT)
         exact = self.num_buckets // 2
         if exact < 1 or self.max_distance <= exact:
             raise UserError(

@@ -34,6 +34,7 @@ class XPos(Position):
         # takes the middle of each text. That would make cached keys wrong, so we take the middle of
         # the training length for every text.
         self.centre = shape.train_length // 2
+        self._check_length(shape.train_length, torch.float32)
         inv_freq = inverse_frequencies(dim, positive("base", base)).float()
         self.register_buffer("inv_freq", inv_freq, persistent=False)
         zeta = (torch.arange(0, dim, 2, dtype=torch.float64) / dim + 0.4) / 1.4

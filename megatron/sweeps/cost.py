@@ -9,18 +9,17 @@ from typing import Any
 import torch
 
 from megatron.config import Config
-from megatron.data.tokens import TokenFile
 from megatron.errors import UserError
 from megatron.evaluation.protocols import window_counts
 from megatron.model import flops
+from megatron.model.size import parameters
 from megatron.sweeps.plan import Cell, Evaluation, Sweep
 from megatron.sweeps.state import State, seconds_per_step
+from megatron.training.fits import CHECKPOINT, FLOAT32, kept_checkpoints, windows_per_step
 from megatron.training.throughput import peak_of
+from megatron.training.vocabulary import likely_rows
 
 UTILISATION = 0.35  # of a device's speed in large products; assumed where no such run was timed
-VOCAB = 50304  # GPT-2's, where the data are not at hand
-WEIGHTS = 4  # bytes of a parameter: float32
-TRAINED = 16  # bytes of a parameter in a whole checkpoint: with the engine's copy and Adam's two
 
 # --device NAME -> as CUDA names the device, for its peak in training/throughput.py
 DEVICES = {
@@ -85,7 +84,7 @@ def cost(sweep: Sweep, states: Sequence[State], device: Device, jobs: int = 1) -
 def _missing(cell: Cell, state: State) -> tuple[int, float, float]:
     """Of one cell: tokens to train on, operations of training and of evaluation."""
     config = cell.config
-    vocab = _vocab(config)
+    vocab = likely_rows(config)
     length = config.model.seq_length
     steps = max(0, cell.steps - state.step)
     tokens = steps * windows_per_step(config) * length
@@ -100,18 +99,6 @@ def forward_flops(config: Config, vocab: int, length: int) -> float:
     return flops.forward_flops(model.num_layers, model.hidden_size, vocab, keys=length / 2)
 
 
-def parameters(config: Config, vocab: int) -> int:
-    """Numbers in the model's matrices; biases and norms are less than a percent more."""
-    model = config.model
-    looked_up = vocab * model.hidden_size if model.no_weight_tying else 0
-    return flops.matrix_weights(model.num_layers, model.hidden_size, vocab) + looked_up
-
-
-def windows_per_step(config: Config) -> int:
-    training = config.training
-    return training.train_micro_batch_size_per_gpu * training.gradient_accumulation_steps
-
-
 def _disk(sweep: Sweep, states: Sequence[State], jobs: int) -> int:
     """Bytes that cells without training need: what stays of each, and more while some train."""
     stays = 0
@@ -119,22 +106,14 @@ def _disk(sweep: Sweep, states: Sequence[State], jobs: int) -> int:
     for cell, state in zip(sweep.cells, states, strict=True):
         if state.step >= cell.steps:
             continue
-        numbers = parameters(cell.config, _vocab(cell.config))
-        checkpoints = _kept(cell.config)
-        final = (TRAINED if sweep.keep_states else WEIGHTS) * numbers * checkpoints
+        numbers = parameters(cell.config, likely_rows(cell.config)).whole
+        checkpoints = kept_checkpoints(cell.config)
+        final = (CHECKPOINT if sweep.keep_states else FLOAT32) * numbers * checkpoints
         # One more while the next is written.
-        peaks.append(TRAINED * numbers * (checkpoints + 1) - final)
+        peaks.append(CHECKPOINT * numbers * (checkpoints + 1) - final)
         stays += final
     peaks.sort(reverse=True)
     return stays + sum(peaks[:jobs])
-
-
-def _kept(config: Config) -> int:
-    """Checkpoints that a run keeps."""
-    interval = config.checkpoint.save_interval
-    keep = config.checkpoint.keep_last_n_checkpoints
-    written = -(-config.training.train_iters // interval) if interval else 1
-    return min(written, keep) if keep else written
 
 
 def this_device(precision: str) -> Device:
@@ -193,7 +172,7 @@ def _timed(sweep: Sweep) -> dict[tuple, float]:
         config = cell.config
         length = config.model.seq_length
         tokens = windows_per_step(config) * length
-        step = flops.BACKWARD * tokens * forward_flops(config, _vocab(config), length)
+        step = flops.BACKWARD * tokens * forward_flops(config, likely_rows(config), length)
         speeds.setdefault(_shape(config), []).append(step / seconds)
     return {shape: statistics.median(values) for shape, values in speeds.items()}
 
@@ -223,15 +202,3 @@ def _several(value: Any) -> list[Any]:
     if isinstance(value, Iterable) and not isinstance(value, str):
         return list(value)
     return [value]
-
-
-def _vocab(config: Config) -> int:
-    """Rows of the embedding: by the data where they are at hand, else GPT-2's."""
-    rows = VOCAB
-    try:
-        tokenizer = TokenFile.open(config.data.data_path or "").meta.get("tokenizer", {})
-        rows = tokenizer.get("vocab_size", VOCAB)
-    except UserError:
-        pass
-    multiple = config.model.make_vocab_size_divisible_by
-    return -(-rows // multiple) * multiple

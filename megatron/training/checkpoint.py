@@ -28,6 +28,7 @@ from megatron.config import Config, load
 from megatron.errors import UserError
 from megatron.files import remove, sync, write_text
 from megatron.model import GPT, from_config
+from megatron.training.fits import check_weights_fit
 from megatron.training.trainer import Trainer
 from megatron.training.universal import Engine, restore
 
@@ -216,6 +217,7 @@ def load_model(path: Path, config: Config, vocab: int) -> GPT:
 
     UserError where the weights cannot be read or are those of another model.
     """
+    check_weights_fit(config, vocab)
     model = from_config(config, vocab=vocab)
     file = path / "model.safetensors"
     try:

@@ -14,10 +14,11 @@ from megatron.errors import UserError
 from megatron.model import GPT, from_config
 from megatron.parallel.grid import Grid
 from megatron.parallel.owned import owned_by_first
-from megatron.parallel.threads import count_parameters, use_threads
+from megatron.parallel.threads import count_parameters, local_processes, use_threads
 from megatron.parallel.watchdog import Watchdog
 from megatron.training import checkpoint
 from megatron.training.deterministic import naming_operations
+from megatron.training.fits import check_fits, warn_if_tight
 from megatron.training.folders import folders_of
 from megatron.training.metrics import Metrics, Progress
 from megatron.training.saves import is_saved
@@ -57,7 +58,11 @@ def _train(config: Config, grid: Grid) -> Path | None:
     with config.naming_places("data_path"):
         tokens = TokenFile.open(config.data.data_path or "")
     facts = check_vocabulary(config, tokens)
+    here = {"ranks_here": local_processes(), "device": grid.device}
+    need = check_fits(config, facts["vocab"], ranks=grid.ranks, **here)
     start = starting_point(config, facts, grid)
+    logger.info(f"{need.parameters.whole:,} parameters: {need}")
+    warn_if_tight(config, need, **here)
     model = from_config(config, facts["vocab"])
     if config.training.eval_interval:
         _check_validation_length(model, config)

@@ -8,6 +8,19 @@ from megatron.data.tokens import TokenFile
 from megatron.errors import UserError
 from megatron.model import padded_vocab
 
+VOCAB = 50257  # GPT-2's
+
+
+def likely_rows(config: Config) -> int:
+    """Rows of the embedding: by the data where they are at hand, else GPT-2's."""
+    size = VOCAB
+    try:
+        tokens = TokenFile.open(config.data.data_path or "")
+        size = tokens.meta.get("tokenizer", {}).get("vocab_size", VOCAB)
+    except UserError:
+        pass
+    return padded_vocab(size, config.model.make_vocab_size_divisible_by)
+
 
 def check_vocabulary(config: Config, tokens: TokenFile) -> dict[str, Any]:
     """Facts of data and configuration: {vocab, tokenizer, corpus}.

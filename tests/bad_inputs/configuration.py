@@ -244,4 +244,86 @@ WORDS = [
     of_word("empty part", "a..b=1", f"a: {NO_SUCH_KEY}"),
 ]
 
-CASES: list[Case] = [*FILES, *WORDS]
+BOUNDS = {
+    "num_layers=1e10": "num_layers: must be <= 1000000000, got 10000000000.0",
+    "hidden_size=1e9": "hidden_size: must be <= 1048576, got 1000000000.0",
+    "num_attention_heads=1000000": "num_attention_heads: must be <= 4096, got 1000000",
+    "seq_length=1e12": "seq_length: must be <= 16777216, got 1000000000000.0",
+    "max_position_embeddings=1e12": (
+        "max_position_embeddings: must be <= 16777216, got 1000000000000.0"
+    ),
+    "layernorm_epsilon=1e-50": "layernorm_epsilon: must be >= 1e-12, got 1e-50",
+    "init_method_std=1e30": "init_method_std: must be <= 10, got 1e+30",
+    "make_vocab_size_divisible_by=1e10": (
+        "make_vocab_size_divisible_by: must be <= 1000000000, got 10000000000.0"
+    ),
+    "window=1000000000000000000": (
+        "window: must be <= 16777216 or train_length, got 1000000000000000000"
+    ),
+    "window=all": "window: must be a whole number or train_length, got 'all'",
+    "seq_length_val=1e12": "seq_length_val: must be <= 16777216, got 1000000000000.0",
+    "num_workers=1e6": "num_workers: must be <= 1024, got 1000000.0",
+    "train_iters=1e12": "train_iters: must be <= 1000000000, got 1000000000000.0",
+    "train_micro_batch_size_per_gpu=1e12": (
+        "train_micro_batch_size_per_gpu: must be <= 1000000000, got 1000000000000.0"
+    ),
+    "seed=18446744073709551616": "seed: must be < 4294967296, got 18446744073709551616",
+    "optimizer.params.lr=1e31": "optimizer.params.lr: must be <= 1e+30, got 1e+31",
+    "optimizer.params.lr=.nan": "optimizer.params.lr: must be a finite number, got nan",
+    "optimizer.params.betas=[1, 1]": "optimizer.params.betas: must be < 1, got 1",
+    "optimizer.params.betas=[0.9, .inf]": (
+        "optimizer.params.betas: must be a finite number, got inf"
+    ),
+    "optimizer.params.betas=[0.9, 0.9, 0.9]": (
+        "optimizer.params.betas: must be a list of at most 2, got [0.9, 0.9, 0.9]"
+    ),
+    "optimizer.params.eps=0": "optimizer.params.eps: must be >= 1e-30, got 0",
+    "weight_decay=.inf": "weight_decay: must be a finite number, got inf",
+    "weight_decay=1e6": "weight_decay: must be <= 100, got 1000000.0",
+    "warmup=-0.1": "warmup: must be >= 0, got -0.1",
+    "gradient_clipping=1e38": "gradient_clipping: must be <= 1e+30, got 1e+38",
+    "fp16.loss_scale=1e38": "fp16.loss_scale: must be <= 1e+30, got 1e+38",
+    "fp16.initial_scale_power=1000": "fp16.initial_scale_power: must be <= 100, got 1000",
+    "log_interval=1e12": "log_interval: must be <= 1000000000, got 1000000000000.0",
+    "peak_theoretical_tflops=1e300": "peak_theoretical_tflops: must be <= 1e+09, got 1e+300",
+    "eval_lengths=[1e12]": "eval_lengths: must be <= 16777216, got 1000000000000.0",
+    "eval_tokens=1e15": "eval_tokens: must be <= 1000000000000, got 1000000000000000.0",
+    "num_gpus=1e6": "num_gpus: must be <= 4096, got 1000000.0",
+    "pos_emb_args.base=1e308": (
+        "pos_emb_args: rotary: base: 1e+308 is not between 1e-12 and 1e+12"
+    ),
+    "pos_emb_args.base=.nan": "pos_emb_args: rotary: base: nan is not a positive number",
+    "pos_emb_args.factor=[1]": "pos_emb_args: rotary: factor: [1] is not a positive number",
+}
+ENCODINGS = {
+    "alibi slope_factor=1e308": "alibi: slope_factor: 1e+308 is not between 1e-12 and 1e+12",
+    "t5 num_buckets=10.5": "t5: num_buckets: 10.5 is not a whole number",
+    "t5 max_distance=1e9": "t5: max_distance: 1000000000.0 is not between 1 and 16777216",
+    "sandwich dbar=1000000000": "sandwich: dbar: 1000000000 is more than 4096",
+    "sandwich first_frequency=1.0": "sandwich: first_frequency: 1.0 is not 0 or 1",
+    "randomized range=1e12": ("randomized: range: 1000000000000.0 is not between 1 and 16777216"),
+    "learned max_positions=1e12": (
+        "learned: max_positions: 1000000000000.0 is not between 1 and 16777216"
+    ),
+    "fire mlp_layers=[1000000000]": ("fire: mlp_layers: 1000000000 is not between 1 and 4096"),
+    "fire c=1e-9": "fire: c: 1e-09 is not between 0.0001 and 1e+12",
+    "cable init_std=100": "cable: init_std: 100 is not between 1e-12 and 10",
+    "xpos scale_base=1e-9": (
+        "xpos: pos_emb: xpos overflows float32 beyond 32 tokens, so length 64 cannot be computed;"
+        " use bf16 or fp32, a shorter length or a larger scale_base"
+    ),
+    "mep kernels=[randomized]": (
+        "mep: kernels: randomized is more than a bias by distance, so it cannot be mixed"
+    ),
+}
+SETTINGS = [of_word(word, word, line) for word, line in BOUNDS.items()]
+for words, line in ENCODINGS.items():
+    name, option = words.split(" ")
+    case = Case(
+        words,
+        [*TRAIN, f"pos_emb={name}", f"pos_emb_args.{option}"],
+        f"bad configuration (command line)\n  pos_emb_args: {line}",
+    )
+    SETTINGS.append(case)
+
+CASES: list[Case] = [*FILES, *WORDS, *SETTINGS]

@@ -121,7 +121,7 @@ def test_only_a_program_that_ran_and_still_runs_counts_as_load(monkeypatch, aver
 def test_the_processes_of_the_run_are_no_load_for_each_other(monkeypatch):
     monkeypatch.setattr(threads, "available_cores", lambda: 8)
     monkeypatch.setattr(os, "cpu_count", lambda: 8)
-    monkeypatch.setattr(threads, "_local_processes", lambda: 4)
+    monkeypatch.setattr(threads, "local_processes", lambda: 4)
     for load, others in ((0.4, 0.0), (3.0, 0.0), (5.0, 2.0)):
         monkeypatch.setattr(threads, "_load", lambda load=load: load)
         assert threads.this_machine() == Machine(8, others, 4)
@@ -129,7 +129,7 @@ def test_the_processes_of_the_run_are_no_load_for_each_other(monkeypatch):
 
 def test_the_load_of_a_large_machine_does_not_count_on_the_few_cores_of_a_job(monkeypatch):
     monkeypatch.setattr(threads, "_load", lambda: 100.0)
-    monkeypatch.setattr(threads, "_local_processes", lambda: 1)
+    monkeypatch.setattr(threads, "local_processes", lambda: 1)
     monkeypatch.setattr(os, "cpu_count", lambda: 128)
     for cores, load in ((8, 0.0), (128, 100.0)):
         monkeypatch.setattr(threads, "available_cores", lambda cores=cores: cores)
@@ -148,11 +148,11 @@ def test_a_containers_quota_limits_the_cores(tmp_path):
 def test_launchers_say_how_many_processes_share_the_machine(monkeypatch):
     for name in threads.LOCAL_PROCESSES:
         monkeypatch.delenv(name, raising=False)
-    assert threads._local_processes() == 1
+    assert threads.local_processes() == 1
     monkeypatch.setenv("WORLD_SIZE", "16")
-    assert threads._local_processes() == 16
+    assert threads.local_processes() == 16
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
-    assert threads._local_processes() == 8
+    assert threads.local_processes() == 8
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="libgomp prints its settings on Linux")

@@ -1,0 +1,53 @@
+"""What this machine has: memory with its container's limit, free disk, memory of devices."""
+
+import os
+import shutil
+from pathlib import Path
+
+import torch
+
+CGROUP_LIMITS = (  # version 2, version 1
+    Path("/sys/fs/cgroup/memory.max"),
+    Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"),
+)
+UNITS = ("bytes", "KB", "MB", "GB", "TB", "PB", "EB")
+
+
+def total_memory() -> int:
+    """Bytes of memory that processes here may use together: the machine's or the container's."""
+    total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    limits = [_limit(path) for path in CGROUP_LIMITS]
+    return min([total, *(limit for limit in limits if limit)])
+
+
+def _limit(path: Path) -> int | None:
+    """Bytes in a file of a control group; None without a limit (`max`) or without the file."""
+    try:
+        return int(path.read_text())
+    except (OSError, ValueError):
+        return None
+
+
+def device_memory(device: torch.device) -> int:
+    """Bytes of memory of one device; on the CPU all processes share them."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).total_memory
+    return total_memory()
+
+
+def free_disk(folder: Path) -> int | None:
+    """Free bytes where a folder is or will be; None where that is not known."""
+    try:
+        existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+        return shutil.disk_usage(existing).free
+    except (OSError, ValueError):
+        return None
+
+
+def in_bytes(count: float) -> str:
+    """A number of bytes for people: 1.5 GB, in powers of 1000."""
+    power = 0
+    while count >= 999.5 and power < len(UNITS) - 1:
+        count /= 1000
+        power += 1
+    return f"{count:.3g} {UNITS[power]}"

@@ -1,0 +1,224 @@
+"""What a training will need of memory and disk, held against what the machine has.
+
+Per device, for P learned numbers, N ranks and e bytes of a number (4 in fp32, else 2):
+
+    state         weights e P, gradients e P, Adam's averages 8 P, in bf16 and fp16 float32 masters
+                  4 P; ZeRO 1 divides Adam and masters by N, 2 also gradients, 3 also weights
+    activations   e tokens hidden (17 layers + 4), with checkpoint_activations e tokens hidden
+                  (layers + 21)
+    head          4 vocab hidden for the gradient of the output matrix, and three blocks of logits
+
+The state is a lower bound: what is beyond the memory even so is refused. The rest is an estimate,
+and only warns.
+"""
+
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from megatron.config import Config
+from megatron.errors import UserError
+from megatron.model.head import HEAD_TOKENS
+from megatron.model.size import Parameters, parameters
+from megatron.parallel.machine import device_memory, free_disk, in_bytes, total_memory
+from megatron.parallel.threads import available_cores
+
+logger = logging.getLogger(__name__)
+
+ADAM = 8  # bytes of a number: two float32 averages
+FLOAT32 = 4
+CHECKPOINT = 16  # bytes of a number in a checkpoint: float32 weights, the engine's copy, Adam's two
+PER_LAYER = 17  # numbers that backward needs, per token and feature: 5 of attention's inputs and
+# outputs, 4 of norms and sums, 8 of the MLP
+PROCESS = 500_000_000  # of Python with its packages
+INDEX = 4  # bytes of a sample in the index maps, at least
+SMALLEST_DEVICE = 2_000_000_000  # bytes; asking a CUDA device takes a second
+
+
+@dataclass(frozen=True)
+class Needs:
+    """Of one training. state, activations: bytes per device; disk: of its checkpoints, at most."""
+
+    parameters: Parameters
+    state: int
+    activations: int
+    index: int
+    disk: int
+
+    @property
+    def memory(self) -> int:
+        """Bytes per device."""
+        return self.state + self.activations
+
+    def __str__(self) -> str:
+        memory, disk = in_bytes(self.memory), in_bytes(self.disk)
+        return f"about {memory} of memory per device, {disk} of disk for checkpoints"
+
+
+def needs(config: Config, vocab: int, ranks: int) -> Needs:
+    """What a training on so many ranks needs."""
+    counted = parameters(config, vocab)
+    windows = windows_per_step(config) * ranks
+    samples = config.training.train_iters * windows
+    return Needs(
+        counted,
+        state=_state(config, counted.whole, ranks),
+        activations=_activations(config, vocab),
+        index=INDEX * samples,
+        disk=CHECKPOINT * counted.whole * (kept_checkpoints(config) + 1),
+    )
+
+
+def windows_per_step(config: Config) -> int:
+    """Windows of one rank in an optimizer step."""
+    training = config.training
+    return training.train_micro_batch_size_per_gpu * training.gradient_accumulation_steps
+
+
+def kept_checkpoints(config: Config) -> int:
+    """Checkpoints that a run keeps."""
+    interval = config.checkpoint.save_interval
+    keep = config.checkpoint.keep_last_n_checkpoints
+    written = -(-config.training.train_iters // interval) if interval else 1
+    return min(written, keep) if keep else written
+
+
+def _number(config: Config) -> int:
+    """Bytes of a weight or an activation."""
+    return FLOAT32 if config.precision.dtype == "fp32" else 2
+
+
+def _state(config: Config, count: int, ranks: int) -> int:
+    """Bytes of weights, gradients and the optimizer on one device."""
+    stage = config.parallel.zero_stage
+    number = _number(config)
+    masters = 0 if config.precision.dtype == "fp32" else FLOAT32
+    weights = number * count // (ranks if stage == 3 else 1)
+    gradients = number * count // (ranks if stage >= 2 else 1)
+    optimizer = (ADAM + masters) * count // (ranks if stage >= 1 else 1)
+    return weights + gradients + optimizer
+
+
+def _activations(config: Config, vocab: int) -> int:
+    """Bytes of a forward and backward pass of one micro batch."""
+    model = config.model
+    tokens = config.training.train_micro_batch_size_per_gpu * model.seq_length
+    if config.training.checkpoint_activations:
+        numbers = tokens * model.hidden_size * (model.num_layers + PER_LAYER + 4)
+    else:
+        numbers = tokens * model.hidden_size * (PER_LAYER * model.num_layers + 4)
+    logits = 3 * FLOAT32 * min(tokens, HEAD_TOKENS) * vocab
+    return _number(config) * numbers + FLOAT32 * vocab * model.hidden_size + logits
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a training runs. memory: bytes; sharing: how many ranks of this machine share them."""
+
+    memory: int
+    sharing: int
+
+
+def place(need: Needs, device: torch.device, ranks_here: int) -> Place:
+    """The memory that counts for a training: the machine's on the CPU, else a device's."""
+    if device.type == "cpu":
+        return Place(total_memory(), ranks_here)
+    if need.memory < SMALLEST_DEVICE:
+        return Place(SMALLEST_DEVICE, 1)
+    return Place(device_memory(device), 1)
+
+
+def check_fits(
+    config: Config, vocab: int, *, ranks: int, ranks_here: int, device: torch.device
+) -> Needs:
+    """What a training needs; UserError where it cannot fit.
+
+    ranks: of the whole run; ranks_here: those on this machine, whose memory they share on the CPU
+    """
+    need = needs(config, vocab, ranks)
+    where = place(need, device, ranks_here)
+    faults = [
+        *_beyond_memory(config, need, where),
+        *_beyond_index(config, need),
+        *_beyond_disk(config, need),
+    ]
+    if faults:
+        raise UserError("\n  ".join(["this machine is too small for the training", *faults]))
+    return need
+
+
+def warn_if_tight(config: Config, need: Needs, *, ranks_here: int, device: torch.device) -> None:
+    """Log a warning where memory, disk or cores will hardly suffice."""
+    where = place(need, device, ranks_here)
+    wanted = (need.memory + PROCESS) * where.sharing
+    if wanted > where.memory:
+        logger.warning(
+            f"memory: about {in_bytes(wanted)} are needed and there are {in_bytes(where.memory)};"
+            " if they do not suffice, lower train_micro_batch_size_per_gpu or seq_length,"
+            " or set checkpoint_activations: true"
+        )
+    folder = config.checkpoint.save
+    free = free_disk(Path(folder)) if folder else None
+    if free is not None and need.disk > free:
+        kept = kept_checkpoints(config)
+        logger.warning(
+            f"save: {kept} checkpoint(s) and the one that is written need about"
+            f" {in_bytes(need.disk)}, and {folder} has {in_bytes(free)} free;"
+            " set keep_last_n_checkpoints, or raise save_interval"
+        )
+    workers = config.data.num_workers * ranks_here
+    if workers > available_cores():
+        logger.warning(
+            f"num_workers: {workers} processes would share {available_cores()} core(s);"
+            " lower num_workers"
+        )
+
+
+def check_weights_fit(config: Config, vocab: int) -> None:
+    """UserError where the weights of a checkpoint alone are more than this machine's memory."""
+    wanted = FLOAT32 * parameters(config, vocab).whole
+    if wanted > total_memory():
+        raise UserError(
+            f"num_layers = {config.model.num_layers}, hidden_size = {config.model.hidden_size}:"
+            f" the weights need {in_bytes(wanted)}, and there are {in_bytes(total_memory())} of"
+            " memory; measure this checkpoint on a larger machine"
+        )
+
+
+def _beyond_memory(config: Config, need: Needs, where: Place) -> list[str]:
+    wanted = need.state * where.sharing
+    if wanted <= where.memory:
+        return []
+    model = config.model
+    processes = f" in {where.sharing} processes" if where.sharing > 1 else ""
+    return [
+        f"num_layers = {model.num_layers}, hidden_size = {model.hidden_size}:"
+        f" {need.parameters.whole:,} parameters need {in_bytes(wanted)} for weights, gradients and"
+        f" Adam{processes}, and there are {in_bytes(where.memory)} of memory; lower them,"
+        " make_vocab_size_divisible_by or the encoding's options"
+    ]
+
+
+def _beyond_index(config: Config, need: Needs) -> list[str]:
+    memory = total_memory()
+    if need.index <= memory:
+        return []
+    return [
+        f"train_iters: {config.training.train_iters} steps need {in_bytes(need.index)} for the"
+        f" order of their samples, and there are {in_bytes(memory)} of memory; lower train_iters"
+    ]
+
+
+def _beyond_disk(config: Config, need: Needs) -> list[str]:
+    """A fault where not even one checkpoint fits."""
+    folder = config.checkpoint.save
+    free = free_disk(Path(folder)) if folder else None
+    one = CHECKPOINT * need.parameters.whole
+    if free is None or one <= free:
+        return []
+    return [
+        f"save: one checkpoint needs {in_bytes(one)}, and {folder} has {in_bytes(free)} free;"
+        " choose another folder, or free some space"
+    ]

@@ -1,0 +1,117 @@
+"""Any value of any option is refused in one message, or gives an encoding without NaN."""
+
+import math
+
+import pytest
+import torch
+
+from megatron.errors import UserError
+from megatron.positions import REGISTRY, Shape, build, options_of
+from megatron.positions.outline import Outline
+from tests.support import NEEDED
+
+SHAPE = Shape(heads=4, head_dim=8, hidden=32, train_length=16)
+LENGTH = 24  # beyond the training length
+VALUES = [
+    0,
+    -1,
+    1,
+    7,
+    2.5,
+    1e-12,
+    1e-5,
+    1e-308,
+    1e5,
+    1e12,
+    1e38,
+    1e308,
+    10**9,
+    2**24,
+    10**400,
+    math.inf,
+    -math.inf,
+    math.nan,
+    True,
+    None,
+    "",
+    "yarn",
+    "learned",
+    "ntk",
+    [],
+    [1],
+    [math.nan] * 4,
+    [1e12] * 4,
+    [[1]] * 4,
+    ["alibi"] * 65,
+    [None],
+    {},
+    {"base": math.nan},
+    {"alibi": 1e308},
+]
+PARTNERS = [
+    {},
+    {"scaling": "yarn", "factor": 2.0},
+    {"learned_slopes": True},
+    {"weights": "learned"},
+]
+
+
+def tables(position, length):
+    """Everything that an encoding makes for a text of this length."""
+    with torch.no_grad():
+        x = torch.ones(1, length, SHAPE.hidden)
+        q = torch.ones(1, SHAPE.heads, length, SHAPE.head_dim)
+        indices = torch.arange(length)
+        yield position.on_embeddings(x)
+        yield from position.on_queries_keys(q, q)
+        yield from (position.distance_bias(length), position.distance_weight(length))
+        if position.has("index_bias"):
+            yield position.index_bias(indices, indices)
+        if position.has("on_scores"):
+            yield position.on_scores(torch.zeros(1, SHAPE.heads, length, length), x, {})
+
+
+def options():
+    for name in REGISTRY:
+        for option in options_of(name):
+            yield pytest.param(name, option, id=f"{name}-{option}")
+
+
+@pytest.mark.parametrize(("name", "option"), list(options()))
+def test_an_absurd_option_is_a_message_or_a_sane_encoding(name, option):
+    known = options_of(name)
+    partners = [partner for partner in PARTNERS if partner.keys() <= known.keys()]
+    for partner in partners:
+        for value in VALUES:
+            chosen = {**NEEDED.get(name, {}), **partner, option: value}
+            try:
+                with Outline():  # as a configuration is checked
+                    build(name, SHAPE, **chosen)
+                huge = isinstance(value, (int, float)) and value and value > 2**20
+                if huge and option in ("max_positions", "num_buckets", "range"):
+                    continue
+                position = build(name, SHAPE, **chosen).eval()
+                made = list(tables(position, LENGTH))
+            except UserError:
+                continue
+            for tensor in [*position.parameters(), *position.buffers()]:
+                assert tensor.isfinite().all(), (chosen, tensor)
+            for tensor in made:
+                assert tensor is None or not tensor.isnan().any(), (chosen, tensor)
+
+
+@pytest.mark.parametrize("name", REGISTRY)
+def test_an_outline_has_the_shapes_of_the_encoding(name):
+    chosen = NEEDED.get(name, {})
+    with Outline():
+        outline = build(name, SHAPE, **chosen)
+    real = build(name, SHAPE, **chosen)
+    shapes = {key: value.shape for key, value in real.state_dict().items()}
+    assert {key: value.shape for key, value in outline.state_dict().items()} == shapes
+
+
+def test_an_outline_takes_no_memory():
+    with Outline():
+        position = build("learned", Shape(4096, 256, 2**20, 2**24))
+    assert position.weight.numel() == 2**44
+    assert position.weight.untyped_storage().nbytes() == 4
