@@ -16,7 +16,7 @@ from megatron.config.document import help_text
 from megatron.config.read import is_override
 from megatron.last_resort import LastResort
 from megatron.parallel.grid import left_at_the_end
-from megatron.training.checkpoint import find
+from megatron.training.saved import find
 
 NOTES_PRINTED = "MEGATRON_NOTES_PRINTED"  # set by deepy.py for the processes that it starts
 NO_EFFECT = ": accepted, has no effect here: "

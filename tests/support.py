@@ -14,6 +14,7 @@ from safetensors.torch import save_file
 
 from megatron.config import load
 from megatron.model import from_config, padded_vocab
+from megatron.training.manifest import entry_of, write_record
 
 ROOT = Path(__file__).resolve().parents[1]
 NEEDED = {
@@ -104,5 +105,6 @@ def make_checkpoint(folder: Path, corpus: Path, *settings: str, step: int = 5) -
         "tokenizer": tokenizer,
         "commit": None,
     }
-    (path / "checkpoint.json").write_text(json.dumps(facts))
+    files = {file.name: entry_of(file) for file in path.iterdir()}
+    write_record(path, {**facts, "files": files})
     return folder

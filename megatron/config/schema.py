@@ -343,6 +343,8 @@ class Checkpoint(Section):
     """Folder for checkpoints."""
     load: str | None = None
     """Folder of the checkpoint to continue from. The forks set it to the folder of save."""
+    load_fallback: bool = False
+    """Where the checkpoint to load is damaged, continue from the newest good one of its run."""
     save_interval: Count = 0
     """Steps between checkpoints; 0: only at the end. Also accepted: checkpoint_factor."""
     checkpoint_scale: Literal["linear", "log"] = "linear"
@@ -352,7 +354,8 @@ class Checkpoint(Section):
     """Further steps to save at, for example [0, 10, 100]; 0: the initial weights.
     keep_last_n_checkpoints never deletes these."""
     keep_last_n_checkpoints: Positive | None = None
-    """Older checkpoints are deleted, except those of extra_save_iters; unset: all stay."""
+    """Older checkpoints are deleted, except those of extra_save_iters and the newest one after
+    which a loss was as usual; unset: all stay."""
 
 
 class Evaluation(Section):

@@ -12,7 +12,9 @@ from megatron.evaluation.agreement import check_finite, check_same_model, check_
 from megatron.evaluation.resume import code_fingerprint, file_fingerprint
 from megatron.model import GPT, AttentionSettings
 from megatron.results.row import ATTENTION_INPUTS, Facts
-from megatron.training.checkpoint import find, load_for_evaluation
+from megatron.training.checkpoint import load_for_evaluation
+from megatron.training.manifest import WEIGHTS
+from megatron.training.saved import find
 
 
 @dataclass(frozen=True)
@@ -57,13 +59,18 @@ class Opened:
             "config_hash": self.record["config_hash"],
             "seed": self.trained.training.seed,
             "checkpoint": str(self.path),
-            "weights": file_fingerprint(self.path / "model.safetensors"),
+            "weights": self._weights(),
             "tokenizer": tokenizer.get("hash"),
             "dtype": str(weight.dtype).removeprefix("torch."),
             "device": weight.device.type,
             "commit": commit(),
             "code": code_fingerprint(),
         }
+
+    def _weights(self) -> str:
+        """12 hex digits of the weights' file; a verified checkpoint has been hashed already."""
+        listed = self.record.get("files", {}).get(WEIGHTS)
+        return listed["sha256"][:12] if listed else file_fingerprint(self.path / WEIGHTS)
 
     def facts_of_text(self, protocol: str) -> Facts:
         """What every row says about the text."""

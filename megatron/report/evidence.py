@@ -16,7 +16,8 @@ from megatron.model import GPT
 from megatron.positions import FILES, REGISTRY, Position, fingerprint
 from megatron.results.log import Record, training_log
 from megatron.results.row import Question
-from megatron.training.checkpoint import load_model, read_meta, read_record
+from megatron.training.checkpoint import load_model, read_meta
+from megatron.training.manifest import read_record
 
 NOT_FOUND = "not found from here, so configuration, training curve and kernels are not shown"
 OWN_CODE = (

@@ -13,7 +13,8 @@ from megatron.results.log import training_log
 from megatron.results.row import COLLECTED, Row
 from megatron.sweeps.lock import at_work
 from megatron.sweeps.plan import Cell, Evaluation, Sweep
-from megatron.training.checkpoint import find, latest_step, read_record
+from megatron.training.manifest import read_record
+from megatron.training.saved import find, latest_step
 
 logger = logging.getLogger(__name__)
 

@@ -4,16 +4,15 @@ SAVE/latest                                 name of the newest folder
 SAVE/global_step100/model.safetensors       weights in float32, by our names
                     config.yml              the complete configuration
                     pos_emb_file.py         the text of the user's own encoding; never run from here
-                    checkpoint.json         step, config_hash, vocab, tokenizer, corpus, commit
+                    checkpoint.json         step, config_hash, vocab, tokenizer, corpus, commit,
+                                            size and SHA-256 of every other file
                     mp_rank_*, *zero_*      DeepSpeed's engine state
 """
 
-import json
 import logging
 import os
-import re
-import shutil
-from collections.abc import Collection, Iterator
+import pickle
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -25,59 +24,112 @@ from torch import Tensor
 
 from megatron.commit import commit
 from megatron.config import Config, load
+from megatron.config.user_file import COPY
 from megatron.errors import UserError
-from megatron.files import remove, sync, write_text
+from megatron.files import write_text
 from megatron.model import GPT, from_config
+from megatron.training.finite import check_finite
 from megatron.training.fits import check_weights_fit
+from megatron.training.manifest import (
+    ENGINE_STATE,
+    SETTINGS,
+    WEIGHTS,
+    Damaged,
+    Stamps,
+    check_unchanged,
+    engine_files,
+    faults_of,
+    is_verifiable,
+    note_if_old,
+    read_record,
+    verified,
+    write_record,
+)
+from megatron.training.saved import (
+    chosen,
+    folder_of,
+    newest_good,
+    remove_checkpoint,
+    remove_unfinished,
+    step_of,
+    steps_in,
+)
 from megatron.training.trainer import Trainer
 from megatron.training.universal import Engine, restore
+from megatron.training.writing import Writing
 
 logger = logging.getLogger(__name__)
 
-FOLDER = re.compile(r"global_step(\d+)")
-NEEDED = ("step", "config_hash", "vocab")  # what every checkpoint.json says
-ENGINE_STATE = "*_states.pt"  # DeepSpeed's files in a checkpoint, for resuming alone
+READ_BY_EVALUATION = (SETTINGS, COPY, WEIGHTS)
+UNREADABLE = (
+    pickle.UnpicklingError,
+    RuntimeError,
+    OSError,
+    EOFError,
+    LookupError,
+    ValueError,
+    TypeError,
+    AttributeError,
+    AssertionError,
+)
+"""What torch and DeepSpeed raise for files that are damaged, hostile or of another program."""
 
 
 def save(trainer: Trainer, folder: Path, facts: dict[str, Any]) -> Path:
     """Write partial_step{step}, rename it to global_step{step}, then point `latest` at it.
 
-    Every rank calls this. facts: entries of checkpoint.json beyond step, hash and commit
+    Every rank calls this. facts: entries of checkpoint.json beyond step, hash, commit and files
+    UserError on every rank where a number to be saved is not finite or a file cannot be written.
+    Then nothing of this step is left, and earlier checkpoints stay.
     """
     step, grid, engine = trainer.step, trainer.grid, trainer.engine
-    final = folder / f"global_step{step}"
+    final = folder_of(folder, step)
     partial = folder / f"partial_step{step}"
+    kept = _what_stays(folder)
+    check_finite(engine, grid, step, kept)
     if grid.first:
         remove_unfinished(folder)
     grid.wait()
-    engine.save_checkpoint(str(folder), tag=partial.name, save_latest=False)
+    writing = Writing()
+    with writing.files_of(engine):
+        engine.save_checkpoint(str(folder), tag=partial.name, save_latest=False)
     weights = full_weights(engine, keep=grid.first)
     if grid.first:
-        weights_file = partial / "model.safetensors"
-        save_file(weights, weights_file)
-        weights_file.chmod(0o666 & ~_umask())  # safetensors lets only the owner read it
-        trainer.config.save(partial / "config.yml")
+        _write_own_files(partial, weights, trainer.config, writing)
+    files = writing.finished(grid, partial, kept)
+    if grid.first:
         record = {"step": step, "config_hash": trainer.config.hash, "commit": commit(), **facts}
-        (partial / "checkpoint.json").write_text(json.dumps(record, indent=1) + "\n")
-        for path in partial.rglob("*"):
-            if path.is_file():
-                sync(path)
-        _remove(final)
+        write_record(partial, {**record, "files": files})
+        remove_checkpoint(final)
         partial.rename(final)
         write_text(folder / "latest", final.name)
     grid.wait()
     return final
 
 
-def remove_unfinished(folder: Path) -> None:
-    """Remove what killed runs left half written or half deleted; for the folder's owner alone."""
-    for leftover in [*folder.glob("partial_step*"), *folder.glob("removing_*")]:
-        remove(leftover)
+def _what_stays(folder: Path) -> str:
+    steps = steps_in(folder)
+    return f"{folder_of(folder, steps[-1])} stays" if steps else "there is no earlier checkpoint"
 
 
-def check_engine_state(path: Path) -> None:
+def _write_own_files(
+    partial: Path, weights: dict[str, Tensor], config: Config, writing: Writing
+) -> None:
+    """Write what evaluation reads."""
+
+    def write_weights(file: Path) -> None:
+        save_file(weights, file)
+        file.chmod(0o666 & ~_umask())  # safetensors lets only the owner read it
+
+    writing.write(partial / WEIGHTS, write_weights)
+    writing.write(partial / SETTINGS, config.save)
+    if config.pos_emb_code is not None:
+        writing.write(partial / COPY, lambda _: None)  # config.save wrote it
+
+
+def check_engine_state(path: Path, record: dict[str, Any]) -> None:
     """UserError where a folder global_stepN has weights, but nothing to resume with."""
-    if not any(path.glob(ENGINE_STATE)):
+    if not engine_files(path, record):
         raise UserError(
             f"{path}: holds weights only, training cannot continue from it"
             " - a sweep removes the optimizer's states of a finished run:"
@@ -85,99 +137,67 @@ def check_engine_state(path: Path) -> None:
         )
 
 
-def resume(trainer: Trainer, path: Path, written_by: Engine) -> None:
+def resume(trainer: Trainer, path: Path, written_by: Engine, before: Stamps) -> None:
     """Load the engine's state of a folder global_stepN; code that its pickles name is not run.
 
     written_by: the engine that wrote it; the state of another one than this is converted
+    before: stamps of the folder's files when they were verified
+    UserError where the state cannot be loaded, is of another step or was changed meanwhile.
     """
     now = Engine.of(trainer.config, trainer.grid.ranks)
+    expected = int(path.name.removeprefix("global_step"))
     with _data_only():
         if written_by == now:
-            loaded, _ = trainer.engine.load_checkpoint(str(path.parent), tag=path.name)
+            loaded = _load_engine(trainer.engine, path)
         else:
             logger.info("%s was written with %s; continuing with %s", path, written_by, now)
             restore(trainer.engine, trainer.config, path, written_by)
+            trainer.engine.global_steps = expected
             loaded = path
+    check_unchanged(path, before)
     if loaded is None:
         raise UserError(f"{path}: has no engine state - only evaluation can use this checkpoint")
-    trainer.step = int(path.name.removeprefix("global_step"))
+    step = trainer.engine.global_steps
+    if step != expected:
+        raise Damaged([f"{path}: the engine's state is that of step {step}"])
+    trainer.step = expected
     trainer.restore_exact_positions()
 
 
-def keep_last(folder: Path, step: int, count: int | None, *, kept: Collection[int] = ()) -> None:
-    """Keep `count` checkpoints: `step`, the one just written, and the newest before it.
-
-    count: None keeps all; kept: steps whose checkpoints stay and are not counted
-    """
-    if not count:
-        return
-    counted = [other for other in steps_in(folder) if other <= step and other not in kept]
-    too_many = max(0, len(counted) - count)
-    for old in counted[:too_many]:
-        _remove(folder / f"global_step{old}")
+def _load_engine(engine: Any, path: Path) -> Any:
+    """What DeepSpeed's own loading returns; UserError where it fails."""
+    try:
+        loaded, _ = engine.load_checkpoint(str(path.parent), tag=path.name)
+    except torch.OutOfMemoryError:
+        raise
+    except UNREADABLE as fault:
+        reason = str(fault).partition("\n")[0] or type(fault).__name__
+        raise UserError(
+            f"{path}: the engine's state cannot be loaded ({reason:.200})"
+            " - continue from another checkpoint"
+        ) from fault
+    return loaded
 
 
 def keep_weights_only(folder: Path) -> None:
-    """Delete the engine's state of every checkpoint in a run's folder; evaluation needs none."""
-    for path in folder.glob(f"global_step*/{ENGINE_STATE}"):
-        path.unlink()
+    """Delete the engine's state of every checkpoint in a run's folder; evaluation needs none.
 
-
-def steps_in(folder: Path) -> list[int]:
-    """Steps of the whole checkpoints in a folder, ascending."""
-    steps = []
-    for path in folder.glob("global_step*/checkpoint.json"):
-        match = FOLDER.fullmatch(path.parent.name)
-        if match:
-            steps.append(int(match[1]))
-    return sorted(steps)
-
-
-def latest_step(folder: Path) -> int | None:
-    """The step that `latest` names, or the newest one; None where there is no checkpoint."""
-    steps = steps_in(folder)
-    pointer = folder / "latest"
-    if pointer.exists():
-        named = FOLDER.fullmatch(pointer.read_text().strip())
-        if named and int(named[1]) in steps:
-            return int(named[1])
-    return steps[-1] if steps else None
-
-
-def find(folder: str | Path, step: int | None = None) -> Path:
-    """The folder global_stepN that `folder` is or holds; UserError says what was looked for."""
-    folder = Path(folder)
-    if FOLDER.fullmatch(folder.name) and (folder / "checkpoint.json").exists():
-        return folder
-    if not folder.is_dir():
-        raise UserError(
-            f"checkpoint: no folder {folder}"
-            " - train first, or set load to the folder that training saved to"
-        )
-    chosen = latest_step(folder) if step is None else step
-    existing = steps_in(folder)
-    if chosen is None or chosen not in existing:
-        number = "N" if step is None else step
-        steps = ", ".join(map(str, existing)) or "none"
-        raise UserError(
-            f"checkpoint: looked for global_step{number}/checkpoint.json in {folder},"
-            f" steps there: {steps} - check load and the step"
-        )
-    return folder / f"global_step{chosen}"
-
-
-def read_record(path: Path) -> dict[str, Any]:
-    """checkpoint.json of a folder global_stepN; UserError where it is damaged."""
-    try:
-        record = json.loads((path / "checkpoint.json").read_text(encoding="utf-8"))
-        for key in NEEDED:
-            if key not in record:
-                raise KeyError(key)
-    except (OSError, ValueError, KeyError, TypeError) as fault:
-        raise UserError(
-            f"{path}/checkpoint.json: not readable ({fault!r}) - copy the checkpoint again"
-        ) from None
-    return record
+    checkpoint.json stops listing the files before they go: whenever this is interrupted, what is
+    listed is there. A checkpoint whose record is damaged is left as it is.
+    """
+    for step in steps_in(folder):
+        path = folder_of(folder, step)
+        try:
+            record = read_record(path)
+        except Damaged as damage:
+            logger.warning("%s", damage)
+            continue
+        if is_verifiable(record) and engine_files(path, record):
+            states = engine_files(path, record)
+            files = {name: one for name, one in record["files"].items() if name not in states}
+            write_record(path, {**record, "files": files})
+        for state in path.glob(ENGINE_STATE):
+            state.unlink()
 
 
 def read_meta(path: Path) -> tuple[Config, dict[str, Any]]:
@@ -187,9 +207,10 @@ def read_meta(path: Path) -> tuple[Config, dict[str, Any]]:
     """
     meta = read_record(path)
     step, config_hash, vocab = meta["step"], meta["config_hash"], meta["vocab"]
-    config = load([path / "config.yml"])
+    with verified(path, SETTINGS, COPY):
+        config = load([path / SETTINGS])
     if config.hash != config_hash:
-        files = "config.yml" if config.pos_emb_code is None else "config.yml with pos_emb_file.py"
+        files = SETTINGS if config.pos_emb_code is None else f"{SETTINGS} with {COPY}"
         raise UserError(
             f"{path}/{files}: its hash is {config.hash}, the checkpoint says {config_hash}"
             " - it was edited after training"
@@ -206,28 +227,48 @@ def load_for_evaluation(
     To the latter `path` is added, the folder global_stepN. UserError where there is no checkpoint,
     or where it does not hold the model that its configuration describes.
     """
-    path = find(folder, step)
-    config, meta = read_meta(path)
-    model = load_model(path, config, meta["vocab"])
+    path = chosen(folder, step)
+    try:
+        config, meta = read_meta(path)
+        note_if_old(path, meta)
+        model = load_model(path, config, meta["vocab"])
+    except Damaged as damage:
+        raise _with_a_better_one(path, damage) from None
     return model, config, {**meta, "path": str(path)}
+
+
+def _with_a_better_one(path: Path, damage: Damaged) -> Damaged:
+    """The same fault, and the checkpoint of the run that could be evaluated instead."""
+    good = newest_good(path, lambda other: not faults_of(other, READ_BY_EVALUATION))
+    return replaced(damage.faults, good, f"--step {step_of(good)} takes it" if good else "")
+
+
+def replaced(faults: list[str], good: Path | None, how: str) -> Damaged:
+    """What is wrong with a checkpoint, and the newest good one of the run."""
+    if good is None:
+        return Damaged(faults, "no other checkpoint of the run is good: copy it again")
+    return Damaged(faults, f"the newest good checkpoint of the run is {good}: {how}")
 
 
 def load_model(path: Path, config: Config, vocab: int) -> GPT:
     """The model of a configuration with the weights of a folder global_stepN, in eval mode.
 
-    UserError where the weights cannot be read or are those of another model.
+    UserError where the weights cannot be read, were changed or are those of another model.
     """
     check_weights_fit(config, vocab)
-    model = from_config(config, vocab=vocab)
-    file = path / "model.safetensors"
-    try:
-        weights = load_file(file)
-    except (OSError, SafetensorError) as fault:
-        raise UserError(f"{file}: cannot be read ({fault}) - copy the checkpoint again") from None
-    try:
-        model.load_state_dict(weights)
-    except RuntimeError as fault:
-        raise UserError(f"{file}: does not hold the model of its config.yml ({fault})") from None
+    file = path / WEIGHTS
+    with verified(path, WEIGHTS):
+        model = from_config(config, vocab=vocab)
+        try:
+            weights = load_file(file)
+        except (OSError, SafetensorError) as fault:
+            raise Damaged([f"{file}: cannot be read ({fault})"]) from None
+        try:
+            model.load_state_dict(weights)
+        except RuntimeError as fault:
+            raise UserError(
+                f"{file}: does not hold the model of its config.yml ({fault})"
+            ) from None
     return model.eval()
 
 
@@ -267,14 +308,6 @@ def _data_only() -> Iterator[None]:
         os.environ.pop("TORCH_FORCE_WEIGHTS_ONLY_LOAD")
         if before is not None:
             os.environ["TORCH_FORCE_WEIGHTS_ONLY_LOAD"] = before
-
-
-def _remove(path: Path) -> None:
-    """Delete a checkpoint. It is renamed first, so that a half deleted one never looks complete."""
-    if path.exists():
-        renamed = path.with_name(f"removing_{path.name}")
-        path.rename(renamed)
-        shutil.rmtree(renamed)
 
 
 def _umask() -> int:

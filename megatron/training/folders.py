@@ -6,8 +6,8 @@ from pathlib import Path
 
 from megatron.config import Config
 from megatron.owner import owned_folder
-from megatron.training.checkpoint import remove_unfinished
 from megatron.training.metric_logs import checked_logs
+from megatron.training.saved import remove_unfinished
 
 
 def folders_of(config: Config) -> list[AbstractContextManager[None]]:

@@ -20,6 +20,7 @@ from megatron.training import checkpoint
 from megatron.training.deterministic import naming_operations
 from megatron.training.fits import check_fits, warn_if_tight
 from megatron.training.folders import folders_of
+from megatron.training.keep import Keeper
 from megatron.training.metrics import Metrics, Progress
 from megatron.training.saves import is_saved
 from megatron.training.start import Start, starting_point
@@ -99,6 +100,7 @@ class Run:
 
         self.folder = Path(config.checkpoint.save) if config.checkpoint.save else None
         self.text = Text(config, grid, tokens, start.windows)
+        self.keeper = self._keeper()
         self.validates = bool(training.eval_interval and training.eval_iters)
         if self.validates:
             self.text.validation()
@@ -114,8 +116,9 @@ class Run:
         if self.start.step >= self.steps:
             logger.info("step %d of %d: nothing left to train", self.start.step, self.steps)
             return self.start.path
-        if self.start.path is not None and self.start.written_by is not None:
-            checkpoint.resume(trainer, self.start.path, self.start.written_by)
+        start = self.start
+        if start.path is not None and start.written_by is not None:
+            checkpoint.resume(trainer, start.path, start.written_by, start.stamps)
         metrics = self._metrics(trainer.step) if self.grid.first else None
         try:
             saved, stop = self._until_stopped(trainer, metrics)
@@ -187,7 +190,7 @@ class Run:
             saves = last or is_saved(step, config.checkpoint)
 
             if logs or validates or saves:
-                watch.check()
+                self.keeper.follow(watch.check())
             if logs:
                 self._log(trainer, watch.take_mean(), result, progress, metrics)
             if validates:
@@ -200,6 +203,17 @@ class Run:
             if stops:
                 break
         return saved
+
+    def _keeper(self) -> Keeper:
+        """What deletes checkpoints: of the first rank alone."""
+        settings = self.config.checkpoint
+        return Keeper(
+            self.folder if self.grid.first else None,
+            settings.keep_last_n_checkpoints,
+            started_at=self.start.step if self.start.path else None,
+            record=self.start.record,
+            stay=settings.extra_save_iters,
+        )
 
     def _metrics(self, step: int) -> Metrics:
         log_dir = self.config.logging.log_dir
@@ -283,15 +297,10 @@ class Run:
             "pending_losses": watch.pending(),
             "skipped": watch.skipped,
         }
-        settings = self.config.checkpoint
         with progress.paused(), stop.saving(), self.watchdog.slow():
-            saved = checkpoint.save(trainer, self.folder, facts)
-            if self.grid.first:
-                count = settings.keep_last_n_checkpoints
-                checkpoint.keep_last(
-                    self.folder, trainer.step, count, kept=settings.extra_save_iters
-                )
-                logger.info("saved %s", saved)
+            saved = checkpoint.save(trainer, self.folder, facts | self.keeper.facts())
+            self.keeper.wrote(trainer.step)
+            logger.info("saved %s", saved)
         return saved
 
 

@@ -1,14 +1,23 @@
 """Where a run starts: at step 0, or at a checkpoint that fits. All else is refused."""
 
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from megatron.config import Config
 from megatron.errors import UserError
 from megatron.parallel.grid import Grid
-from megatron.training import checkpoint
+from megatron.training.checkpoint import check_engine_state, read_meta, replaced
+from megatron.training.manifest import (
+    Stamps,
+    engine_files,
+    faults_of,
+    note_if_old,
+    read_record,
+    stamps,
+)
+from megatron.training.saved import chosen, latest_step, newest_good
 from megatron.training.universal import Engine
 
 logger = logging.getLogger(__name__)
@@ -20,6 +29,8 @@ class Start:
 
     path: None for a new run
     written_by: the engine whose state the folder holds
+    record: checkpoint.json there
+    stamps: of its files when they were verified
     threads: of the CPU that computed before; None where that is unknown
     """
 
@@ -28,15 +39,17 @@ class Start:
     pending: tuple[float, ...] = ()
     path: Path | None = None
     written_by: Engine | None = None
+    record: dict[str, Any] = field(default_factory=dict)
+    stamps: Stamps = field(default_factory=dict)
     threads: int | None = None
     skipped: int = 0
 
 
 def starting_point(config: Config, facts: dict[str, Any], grid: Grid) -> Start:
-    """Where this configuration starts.
+    """Where this configuration starts. Every rank calls this.
 
     facts: those of `check_vocabulary`. UserError where `save` holds another run's checkpoint, or
-    where the checkpoint to load does not fit.
+    where the checkpoint to load is damaged or does not fit.
     """
     save, load = config.checkpoint.save, config.checkpoint.load
     path = _checkpoint_of(load, save)
@@ -44,27 +57,65 @@ def starting_point(config: Config, facts: dict[str, Any], grid: Grid) -> Start:
         _check_nothing_lost(Path(save), path)
     if path is None:
         return Start()
-    trained, meta = checkpoint.read_meta(path)
+    path, seen = _undamaged(path, grid, fallback=config.checkpoint.load_fallback)
+    trained, meta = read_meta(path)
+    note_if_old(path, meta)
     _check_same_model(config, trained, path)
     _check_same_text(facts, meta, path)
     _check_batch(config, meta, grid, path)
     if meta["step"] < config.training.train_iters:
-        checkpoint.check_engine_state(path)
-    pending_losses = tuple(meta["pending_losses"])
+        check_engine_state(path, meta)
     return Start(
         step=meta["step"],
-        windows=meta["windows"],
-        pending=pending_losses,
+        windows=meta.get("windows", _windows_before(trained, meta)),
+        pending=tuple(meta.get("pending_losses", ())),
         path=path,
-        written_by=Engine.of(trained, meta["ranks"]),
+        written_by=Engine.of(trained, meta.get("ranks", grid.ranks)),
+        record=meta,
+        stamps=seen,
         threads=meta.get("threads"),
         skipped=meta.get("skipped", 0),
     )
 
 
+def _undamaged(path: Path, grid: Grid, *, fallback: bool) -> tuple[Path, Stamps]:
+    """A verified checkpoint and the stamps of its files: this one, or with `fallback` another.
+
+    Damaged on every rank where there is none. Each rank hashes its share of the files.
+    """
+    seen = stamps(path)
+    faults = _faults(path, grid)
+    if not faults:
+        return path, seen
+    good = newest_good(path, lambda other: _can_be_resumed(other, grid))
+    damage = replaced(faults, good, f"load={good} or load_fallback=true takes it")
+    if good is None or not fallback:
+        raise damage
+    logger.warning("%s; load_fallback: continuing from %s", "; ".join(damage.faults), good)
+    return good, stamps(good)
+
+
+def _faults(path: Path, grid: Grid) -> list[str]:
+    """What any rank finds wrong with a checkpoint; every rank gets the same."""
+    own = faults_of(path, part=grid.rank, parts=grid.ranks)
+    every = [fault for faults in grid.gather(own) for fault in faults]
+    return list(dict.fromkeys(every))
+
+
+def _can_be_resumed(path: Path, grid: Grid) -> bool:
+    return not _faults(path, grid) and bool(engine_files(path, read_record(path)))
+
+
+def _windows_before(trained: Config, meta: dict[str, Any]) -> int:
+    """Windows used up to a checkpoint, where an old record does not say it."""
+    training = trained.training
+    micro_batches = training.gradient_accumulation_steps * meta.get("ranks", 1)
+    return meta["step"] * training.train_micro_batch_size_per_gpu * micro_batches
+
+
 def _check_nothing_lost(save: Path, path: Path | None) -> None:
     """Refuse to start into a folder of checkpoints that the run does not continue."""
-    step = checkpoint.latest_step(save)
+    step = latest_step(save)
     if step is None:
         return
     continues = path is not None and path.parent.resolve() == save.resolve()
@@ -81,10 +132,10 @@ def _checkpoint_of(load: str | None, save: str | None) -> Path | None:
     if load is None:
         return None
     same = save is not None and Path(load).resolve() == Path(save).resolve()
-    if same and checkpoint.latest_step(Path(load)) is None:
+    if same and latest_step(Path(load)) is None:
         logger.info("no checkpoint in %s yet: starting at step 0", load)
         return None
-    return checkpoint.find(load)
+    return chosen(load)
 
 
 def _check_same_model(config: Config, trained: Config, path: Path) -> None:
@@ -107,11 +158,12 @@ def _check_same_model(config: Config, trained: Config, path: Path) -> None:
 
 def _check_same_text(facts: dict[str, Any], meta: dict[str, Any], path: Path) -> None:
     """Refuse a vocabulary or tokenizer other than the checkpoint's."""
-    now, then = facts["tokenizer"], meta["tokenizer"]
-    if now["hash"] == then["hash"] and facts["vocab"] == meta["vocab"]:
+    now, then = facts["tokenizer"], meta.get("tokenizer") or {}
+    same = then.get("hash", now["hash"]) == now["hash"]  # an old record may not say it
+    if same and facts["vocab"] == meta["vocab"]:
         return
     raise UserError(
-        f"load: {path} learned with {then['type']} {then['hash']}"
+        f"load: {path} learned with {then.get('type')} {then.get('hash')}"
         f" ({meta['vocab']} rows of vocabulary),"
         f" the data are written by {now['type']} {now['hash']} ({facts['vocab']} rows)"
         " - prepare them with that tokenizer"

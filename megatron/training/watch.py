@@ -65,13 +65,14 @@ class Watch:
         else:
             self.unchecked.append(step)
 
-    def check(self) -> None:
-        """UserError where a loss or a norm since the last check is not finite on any rank.
+    def check(self) -> list[tuple[int, float]]:
+        """Steps since the last check with their mean losses over all ranks.
 
-        Only here the ranks wait for each other, and the host for the device.
+        UserError where a loss or a norm of any rank is not finite. Only here the ranks wait for
+        each other, and the host for the device.
         """
         if not self.unchecked:
-            return
+            return []
         own = torch.stack([step.numbers for step in self.unchecked])
         means = self.grid.mean(own)  # [steps, 2]
         finite = means.isfinite().all(dim=1).tolist()
@@ -80,7 +81,9 @@ class Watch:
             what, batch = self._describe(step)
             raise UserError(f"{what} - {self._cure()}, or set skip_nonfinite\n  {batch}")
         self.losses += list(means[:, 0])
+        numbers = [step.number for step in self.unchecked]
         self.unchecked.clear()
+        return list(zip(numbers, means[:, 0].tolist(), strict=True))
 
     def take_mean(self) -> float:
         """The mean of the checked losses, which are then forgotten; NaN where there are none."""

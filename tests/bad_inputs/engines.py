@@ -1,8 +1,8 @@
 """Checkpoints of another engine than the one that would continue them."""
 
-import json
 from pathlib import Path
 
+from megatron.training.manifest import read_record, write_record
 from tests.bad_inputs.case import MODEL, TRAIN, Case
 
 RESUME = [
@@ -18,9 +18,8 @@ RESUME = [
 
 def _of_two_ranks(here: Path) -> None:
     """Let the checkpoint say that two ranks wrote it, with eight windows a step."""
-    file = here / "copy" / "global_step4" / "checkpoint.json"
-    record = json.loads(file.read_text())
-    file.write_text(json.dumps(record | {"ranks": 2, "windows_per_step": 8}))
+    path = here / "copy" / "global_step4"
+    write_record(path, read_record(path) | {"ranks": 2, "windows_per_step": 8})
 
 
 CASES = [

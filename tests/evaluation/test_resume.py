@@ -128,9 +128,18 @@ SHAPES_NO_LOSS = {
     "results/files.py",
     "results/row.py",
     "training/compiled.py",
+    "training/finite.py",
+    "training/saved.py",
+    "training/manifest.py",
     "training/optimizer.py",
     "training/schedule.py",
     "training/trainer.py",
+    "training/fits.py",
+    "parallel/machine.py",
+    "training/writing.py",
+    "training/universal.py",
+    "training/deterministic.py",
+    "parallel/loopback.py",
 }
 PACKAGE = Path(resume.__file__).parents[1]
 

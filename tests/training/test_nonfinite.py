@@ -7,8 +7,10 @@ from safetensors.torch import load_file
 from megatron.config import load
 from megatron.errors import UserError
 from megatron.model import from_config
-from megatron.training import checkpoint, run
+from megatron.training import run
 from megatron.training.checkpoint import full_weights
+from megatron.training.manifest import read_record
+from megatron.training.saved import latest_step
 from megatron.training.trainer import Trainer
 from tests.training.conftest import MODEL, records, tiny
 
@@ -112,7 +114,7 @@ def test_the_message_names_step_and_documents_and_nothing_is_saved_from_there(
     samples, documents = message.split("rank 0 had samples ")[1].split(" of documents ")
     assert samples == f"{2 * step - 2}, {2 * step - 1}"
     assert {"3", "7"} & set(documents.split(", "))
-    last = checkpoint.latest_step(tmp_path)
+    last = latest_step(tmp_path)
     assert last is None or last < step
 
 
@@ -130,7 +132,7 @@ def test_skipped_steps_are_counted_and_recorded_and_the_count_survives_resuming(
         assert {3, 7} & set(batch["documents"])
     counts = [record["skipped"] for record in skipped.values()]
     assert counts == list(range(1, len(skipped) + 1))
-    meta = checkpoint.read_record(straight / "global_step24")
+    meta = read_record(straight / "global_step24")
     assert meta["skipped"] == len(skipped)
     assert all(record["loss"] is not None for record in records(straight).values())
 
@@ -141,7 +143,7 @@ def test_skipped_steps_are_counted_and_recorded_and_the_count_survives_resuming(
     weights = load_file(broken / "global_step24" / "model.safetensors")
     for name, weight in load_file(straight / "global_step24" / "model.safetensors").items():
         assert torch.equal(weights[name], weight), name
-    assert checkpoint.read_record(broken / "global_step24")["skipped"] == len(skipped)
+    assert read_record(broken / "global_step24")["skipped"] == len(skipped)
 
 
 def test_more_skipped_steps_than_allowed_stop_the_run(grid, letters, tmp_path, monkeypatch):
@@ -164,4 +166,4 @@ def test_a_validation_that_is_not_finite_stops_the_run_before_anything_is_overwr
         "validation: its loss is nan at step 4, no checkpoint of this step is written"
         " - continue from an earlier one with a lower optimizer.params.lr"
     )
-    assert checkpoint.latest_step(tmp_path) == 2
+    assert latest_step(tmp_path) == 2

@@ -8,8 +8,11 @@ import torch
 from safetensors.torch import load_file
 
 from megatron.config import load
+from megatron.errors import UserError
 from megatron.training import checkpoint
+from megatron.training.manifest import entry_of, read_record, write_record
 from megatron.training.run import train
+from megatron.training.saved import latest_step
 from tests.training.conftest import MODEL, copy_of, records, settings, tiny
 
 
@@ -117,7 +120,7 @@ def test_defaults_written_out_are_the_same_model(grid, corpus, trained, tmp_path
     folder = copy_of(trained, tmp_path)
     written = ["pos_emb_args.kernels=[gaussian, kerple_log]", "pos_emb_args.weights=equal"]
     train(settings(corpus, folder, *written, "max_position_embeddings=99", "train_iters=5"), grid)
-    assert checkpoint.latest_step(folder) == 5
+    assert latest_step(folder) == 5
 
 
 def test_pickles_that_would_run_code_are_not_loaded(grid, corpus, trained, tmp_path):
@@ -128,6 +131,11 @@ def test_pickles_that_would_run_code_are_not_loaded(grid, corpus, trained, tmp_p
     folder = copy_of(trained, tmp_path)
     state = folder / "global_step4" / "mp_rank_00_model_states.pt"
     torch.save({"module": Harmful()}, state)
-    with pytest.raises(Exception, match=r"[Ww]eights.only"):
+    record = read_record(state.parent)  # of whoever wrote this file
+    record["files"][state.name] = entry_of(state)
+    write_record(state.parent, record)
+    with pytest.raises(
+        UserError, match=r"global_step4: the engine's state cannot be loaded \(Weights only load"
+    ):
         train(settings(corpus, folder), grid)
     assert not (tmp_path / "ran").exists()

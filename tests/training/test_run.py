@@ -11,8 +11,8 @@ import pytest
 from safetensors.torch import load_file
 
 from megatron.errors import UserError
-from megatron.training import checkpoint
 from megatron.training.run import train
+from megatron.training.saved import find, latest_step
 from megatron.training.trainer import Trainer
 from tests.support import ROOT, unlaunched
 from tests.training.conftest import MODEL, records, settings, tiny
@@ -116,7 +116,7 @@ def test_weights_that_are_no_numbers_never_replace_good_ones(grid, corpus, tmp_p
         train(
             settings(corpus, tmp_path, *broken, "keep_last_n_checkpoints=1", "train_iters=40"), grid
         )
-    weights = load_file(checkpoint.find(tmp_path) / "model.safetensors")
+    weights = load_file(find(tmp_path) / "model.safetensors")
     assert all(tensor.isfinite().all() for tensor in weights.values())
 
 
@@ -158,7 +158,7 @@ def test_a_signal_ends_a_run_after_its_step_with_a_checkpoint_to_continue_from(c
         r"stopped at step (\d+) of 100000 \(SIGTERM\), saved (\S+); load=\S+ continues it", rest
     )
     assert stopped, rest
-    assert checkpoint.latest_step(tmp_path) == int(stopped[1])
+    assert latest_step(tmp_path) == int(stopped[1])
     assert max(records(tmp_path)) == int(stopped[1])
 
 
@@ -180,4 +180,4 @@ def test_ctrl_c_ends_a_run_after_its_step_with_a_checkpoint_too(
     assert "SIGINT: stopping after this step" in caplog.messages
     stopped = f"stopped at step 3 of 100 (SIGINT), saved {tmp_path}/global_step3; load="
     assert caplog.messages[-1].startswith(stopped)
-    assert checkpoint.latest_step(tmp_path) == max(records(tmp_path)) == 3
+    assert latest_step(tmp_path) == max(records(tmp_path)) == 3

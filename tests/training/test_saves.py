@@ -4,8 +4,8 @@ import pytest
 
 from megatron.config import load
 from megatron.errors import UserError
-from megatron.training import checkpoint
 from megatron.training.run import train
+from megatron.training.saved import steps_in
 from megatron.training.saves import is_saved
 from tests.training.conftest import records, settings, tiny
 
@@ -40,7 +40,7 @@ def test_a_log_scale_needs_a_factor():
 def test_extra_checkpoints_stay_and_the_initial_one_can_be_continued(grid, corpus, tmp_path, how):
     words = ["extra_save_iters=[0, 3]", "save_interval=2", "keep_last_n_checkpoints=2", how]
     train(settings(corpus, tmp_path / "a", *words), grid)
-    assert checkpoint.steps_in(tmp_path / "a") == [0, 3, 6, 8]
+    assert steps_in(tmp_path / "a") == [0, 3, 6, 8]
     start = f"load={tmp_path / 'a' / 'global_step0'}"
     train(settings(corpus, tmp_path / "b", *words, start), grid)
     first, second = records(tmp_path / "a"), records(tmp_path / "b")

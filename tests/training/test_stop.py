@@ -13,7 +13,9 @@ from megatron.errors import UserError
 from megatron.parallel.grid import Grid, free_port
 from megatron.parallel.launcher import environments
 from megatron.training import checkpoint, stop
+from megatron.training.manifest import read_record
 from megatron.training.run import train
+from megatron.training.saved import latest_step, steps_in
 from megatron.training.stop import Stop
 from megatron.training.trainer import Trainer
 from tests.support import ROOT, unlaunched
@@ -57,7 +59,7 @@ def test_a_run_of_a_set_length_is_saved_and_ends_well(
     grid, corpus, tmp_path, caplog, setting, reason
 ):
     saved = train(settings(corpus, tmp_path, setting), grid)
-    step = checkpoint.latest_step(tmp_path)
+    step = latest_step(tmp_path)
     assert step == (3 if setting == "exit_interval=3" else 1)
     assert saved == tmp_path / f"global_step{step}"
     assert caplog.messages[-1] == (
@@ -78,7 +80,7 @@ def test_a_run_ends_before_its_slurm_job_with_the_status_of_sigterm(
     with pytest.raises(SystemExit) as ended, caplog.at_level("INFO"):
         train(settings(corpus, tmp_path, "train_iters=5000", "log_interval=5000"), grid)
     assert ended.value.code == 128 + signal.SIGTERM
-    assert checkpoint.latest_step(tmp_path) is not None
+    assert latest_step(tmp_path) is not None
     assert "Slurm ends this job in 0 minutes: the run is saved and stops before" in caplog.messages
     assert "(the end of the Slurm job), saved" in caplog.messages[-1]
 
@@ -121,7 +123,7 @@ def test_a_preempted_run_finishes_the_checkpoint_that_a_second_signal_interrupts
         train(settings(corpus, tmp_path), grid)
     assert ended.value.code == 128 + signal.SIGUSR1
     assert "SIGTERM: already stopping; ctrl-C or SIGKILL ends without saving" in caplog.messages
-    assert checkpoint.steps_in(tmp_path) == [3]
+    assert steps_in(tmp_path) == [3]
     monkeypatch.undo()
     train(settings(corpus, tmp_path, "train_iters=4"), grid)
 
@@ -135,10 +137,10 @@ def test_a_late_second_ctrl_c_interrupts_a_checkpoint_and_leaves_the_one_before(
     monkeypatch.setattr(checkpoint, "full_weights", lambda *_, **__: signals(signal.SIGINT)())
     with pytest.raises(KeyboardInterrupt):
         train(settings(corpus, tmp_path), grid)
-    assert checkpoint.steps_in(tmp_path) == [2]
+    assert steps_in(tmp_path) == [2]
     monkeypatch.undo()
     train(settings(corpus, tmp_path, "train_iters=4"), grid)
-    assert checkpoint.steps_in(tmp_path) == [2, 4]
+    assert steps_in(tmp_path) == [2, 4]
     assert not list(tmp_path.glob("partial_*"))
 
 
@@ -153,7 +155,7 @@ def test_a_validation_is_given_up_for_a_signal(grid, corpus, tmp_path, monkeypat
     monkeypatch.setattr(Trainer, "losses", interrupted)
     with pytest.raises(SystemExit):
         train(settings(corpus, tmp_path, "eval_interval=2", "eval_iters=10000"), grid)
-    assert checkpoint.latest_step(tmp_path) == 2
+    assert latest_step(tmp_path) == 2
     assert not records(tmp_path, "valid")
 
 
@@ -179,7 +181,7 @@ def test_a_signal_to_all_processes_of_a_run_lets_it_save(grid, corpus, tmp_path,
     with pytest.raises(SystemExit) as ended:
         train(settings(corpus, tmp_path, "num_workers=1", "train_iters=5000"), grid)
     assert ended.value.code == 128 + signal.SIGTERM
-    assert checkpoint.latest_step(tmp_path) == 3
+    assert latest_step(tmp_path) == 3
 
 
 TWO_RANKS = """
@@ -219,9 +221,9 @@ def test_two_ranks_skip_and_stop_together_although_one_alone_has_the_reason(lett
     messages = [process.communicate(timeout=120)[1] for process in processes]
     statuses = [process.returncode for process in processes]
     assert statuses == [128 + signal.SIGUSR1] * 2, messages
-    step = checkpoint.latest_step(tmp_path)
+    step = latest_step(tmp_path)
     assert 10 <= step <= 110  # at the exchange after the signal, at most 100 steps later
     skipped = records(tmp_path, "skipped")
     assert [batch["rank"] for batch in skipped[min(skipped)]["batch"]] == [0, 1]
-    meta = checkpoint.read_record(tmp_path / f"global_step{step}")
+    meta = read_record(tmp_path / f"global_step{step}")
     assert meta["skipped"] == len(skipped)

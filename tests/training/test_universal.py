@@ -11,7 +11,9 @@ from megatron.config import load
 from megatron.errors import UserError
 from megatron.model import from_config
 from megatron.training import checkpoint
+from megatron.training.manifest import read_record, write_record
 from megatron.training.run import train
+from megatron.training.saved import latest_step
 from megatron.training.trainer import Trainer
 from megatron.training.universal import AVERAGES, Engine
 from tests.support import ROOT, run
@@ -92,7 +94,7 @@ def test_conversion_carries_weights_and_averages_over_to_the_last_bit(grid, corp
         config = load([], recipe(corpus, tmp_path, stage, f"precision={precision}"))
         _, record = checkpoint.read_meta(path)
         trainer = Trainer(config, from_config(config, record["vocab"]), grid)
-        checkpoint.resume(trainer, path, written_by)
+        checkpoint.resume(trainer, path, written_by, {})
         state = adam_state(trainer)
         expected = expected or state
         for name, tensors in expected.items():
@@ -144,9 +146,8 @@ def test_weight_decay_of_the_encoding_can_change(grid, corpus, tmp_path):
 
 def test_another_number_of_ranks_must_keep_the_windows_of_a_step(grid, corpus, trained, tmp_path):
     folder = copy_of(trained, tmp_path)
-    file = folder / "global_step4" / "checkpoint.json"
-    record = json.loads(file.read_text())
-    file.write_text(json.dumps(record | {"ranks": 2, "windows_per_step": 8}))
+    path = folder / "global_step4"
+    write_record(path, read_record(path) | {"ranks": 2, "windows_per_step": 8})
     with pytest.raises(UserError) as fault:
         train(settings(corpus, folder), grid)
     assert str(fault.value) == (
@@ -155,7 +156,7 @@ def test_another_number_of_ranks_must_keep_the_windows_of_a_step(grid, corpus, t
         " meant"
     )
     train(settings(corpus, folder, "train_batch_size=4", "train_iters=5"), grid)
-    assert checkpoint.latest_step(folder) == 5
+    assert latest_step(folder) == 5
 
 
 def test_a_missing_file_of_another_engine_is_one_message(grid, corpus, folder, tmp_path):

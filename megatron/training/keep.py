@@ -1,0 +1,99 @@
+"""Which checkpoints of a run stay: the newest ones, and the newest that proved good.
+
+A loss is computed from the weights of the step before. So a checkpoint is good once a loss after
+it is no worse than usual. Without this rule a run that explodes would delete its last good weights.
+"""
+
+import logging
+import math
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from megatron.training.saved import folder_of, remove_checkpoint, steps_in
+
+logger = logging.getLogger(__name__)
+
+EXPLODED = 1.0  # nats above the usual loss: e times the perplexity
+FALLS, RISES = 0.5, 0.1  # weight of a lower and of a higher loss in the usual one
+
+
+class Keeper:
+    """Follows a run's losses, and deletes checkpoints that are not needed.
+
+    folder: of the run; None deletes nothing
+    count: how many checkpoints stay; None keeps all
+    started_at: the step whose checkpoint the run continues; None for a new run
+    record: checkpoint.json of that step
+    stay: steps whose checkpoints are never deleted and not counted
+    """
+
+    def __init__(
+        self,
+        folder: Path | None,
+        count: int | None,
+        *,
+        started_at: int | None = None,
+        record: Mapping[str, Any] | None = None,
+        stay: Collection[int] = (),
+    ) -> None:
+        record = record or {}
+        self.folder = folder
+        self.count = count
+        self.saved = started_at
+        self.stay = stay
+        self.proven: int | None = record.get("proven")
+        self.usual_loss: float | None = record.get("usual_loss")
+        if self.usual_loss is None and "vocab" in record:
+            self.usual_loss = math.log(record["vocab"])  # that of guessing, which is no explosion
+
+    def facts(self) -> dict[str, Any]:
+        """What the next checkpoint's record must remember."""
+        return {"proven": self.proven, "usual_loss": self.usual_loss}
+
+    def follow(self, losses: Sequence[tuple[int, float]]) -> None:
+        """Steps and their finite losses, each once; deletes what a proof made needless."""
+        before = self.proven
+        for step, loss in losses:
+            self._follow_one(step, loss)
+        if self.proven != before:
+            self.clean()
+
+    def _follow_one(self, step: int, loss: float) -> None:
+        usual = self.usual_loss
+        if usual is not None and loss > usual + EXPLODED:
+            if self.saved == step - 1:
+                logger.warning(
+                    f"step {step}: loss {loss:.4g} after {usual:.4g}:"
+                    f" global_step{self.saved} follows an exploded update,"
+                    " the checkpoint before it is kept too"
+                )
+            return
+        self.usual_loss = loss if usual is None else _usual(usual, loss)
+        if self.saved is not None and self.saved < step:
+            self.proven = self.saved
+
+    def wrote(self, step: int) -> None:
+        """A checkpoint of this step was written."""
+        self.saved = step
+        self.clean()
+
+    def clean(self) -> None:
+        """Delete all but the newest `count` checkpoints up to the last one written.
+
+        The newest proven one stays, and everything while none is proven.
+        """
+        if self.folder is None or not self.count or self.saved is None or self.proven is None:
+            return
+        steps = [step for step in steps_in(self.folder) if step <= self.saved]
+        written = [step for step in steps if step not in self.stay]
+        kept = {*written[-self.count :], self.proven}
+        for step in written:
+            if step not in kept:
+                remove_checkpoint(folder_of(self.folder, step))
+
+
+def _usual(before: float, loss: float) -> float:
+    """The usual loss after one more; it follows a fall quickly, so that its bound stays tight."""
+    weight = FALLS if loss < before else RISES
+    return before + weight * (loss - before)

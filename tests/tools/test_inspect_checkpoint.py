@@ -1,0 +1,82 @@
+"""The tool that verifies and shows checkpoints."""
+
+import shutil
+
+import pytest
+
+from megatron.training.checkpoint import keep_weights_only
+from megatron.training.manifest import read_record
+from tests.support import call, make_checkpoint
+
+
+@pytest.fixture(scope="module")
+def made(corpus, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("inspect") / "run"
+    for step in (5, 10):
+        make_checkpoint(folder, corpus, step=step)
+    (folder / "latest").write_text("global_step10")
+    return folder
+
+
+def inspect(*words):
+    done = call("tools/inspect_checkpoint.py", *words)
+    assert done.stderr == ""
+    return done.returncode, done.stdout
+
+
+def test_whole_checkpoints_are_verified_and_shown(made):
+    status, shown = inspect(made)
+    config_hash = read_record(made / "global_step5")["config_hash"]
+    lines = [line.split() for line in shown.splitlines()]
+    assert lines[0] == ["step", "size", "files", "config", "engine", "ranks", "state"]
+    assert [line[0] for line in lines[1:3]] == ["5", "10"]
+    assert lines[1][2:] == ["KiB", "3", config_hash, "weights", "only", "?", "verified"]
+    assert shown.splitlines()[3:] == ["latest: step 10"]
+    assert status == 0
+    status, shown = inspect(made / "global_step5", "--quick")
+    assert (status, shown.splitlines()[1].endswith("sizes as written")) == (0, True)
+
+
+def test_damage_is_named_and_the_status_is_1(made, tmp_path):
+    run = shutil.copytree(made, tmp_path / "run")
+    weights = run / "global_step5" / "model.safetensors"
+    content = bytearray(weights.read_bytes())
+    content[-1] ^= 1
+    weights.write_bytes(content)
+    assert inspect(run, "--quick")[0] == 0, "sizes alone do not show it"
+    (run / "global_step10" / "checkpoint.json").write_text("{")
+    (run / "latest").write_text("global_step7")
+    (run / "partial_step12").mkdir()
+    status, shown = inspect(run)
+    assert status == 1
+    assert shown.count("damaged") == 2
+    for line in (
+        f"{weights}: was changed after it was written",
+        f"left over by a process that died: {run}/partial_step12",
+        f"latest: step 10 ({run}/latest names global_step7, which is not there)",
+    ):
+        assert line in shown.splitlines()
+    assert f"{run}/global_step10/checkpoint.json: not readable (" in shown
+
+
+def test_a_checkpoint_without_its_record_is_damaged(made, tmp_path):
+    run = shutil.copytree(made, tmp_path / "run")
+    (run / "global_step10" / "checkpoint.json").unlink()
+    status, shown = inspect(run)
+    assert status == 1
+    assert f"{run}/global_step10/checkpoint.json: is missing" in shown.splitlines()
+
+
+def test_weights_that_lost_their_states_on_purpose_are_whole(made, tmp_path):
+    run = shutil.copytree(made, tmp_path / "run")
+    keep_weights_only(run)
+    assert inspect(run)[0] == 0
+
+
+def test_a_folder_without_checkpoints_is_one_message(tmp_path):
+    for name, what in (("", "holds no checkpoint"), ("gone", "no such folder")):
+        done = call("tools/inspect_checkpoint.py", tmp_path / name)
+        assert done.returncode == 1
+        assert done.stderr == (
+            f"{tmp_path / name}: {what} - name a run's folder or one checkpoint\n"
+        )
