@@ -1,5 +1,6 @@
 """Files that appear whole or not at all: written beside their place, synced to disk, renamed."""
 
+import errno
 import hashlib
 import os
 import re
@@ -15,6 +16,7 @@ from megatron.process import Process, this_process
 ROOT = Path(__file__).resolve().parents[1]  # the project's folder: entry scripts, configs, tools
 # What a process writes before it gets its name: .NAME.PID.TICKS.PLACE.tmp
 TEMPORARY = re.compile(r"\.(?P<name>.+)\.(?P<pid>\d+)\.(?P<ticks>\d+)\.(?P<place>[0-9a-f]{8})\.tmp")
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 DAY = 24 * 3600  # seconds; no file is written for so long without a change
 
 
@@ -34,7 +36,11 @@ class Beside:
         remove_litter(self.path.parent, self.path.name)
         return self.temporary
 
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, fault: BaseException | None, *_: object
+    ) -> None:
+        if isinstance(fault, OSError) and fault.errno in FULL and fault.filename is None:
+            fault.filename = str(self.path)  # the system does not name the file of a full disk
         try:
             if kind is None:
                 sync(self.temporary)

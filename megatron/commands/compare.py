@@ -9,6 +9,7 @@ these weights on this text, and nothing is marked as significant.
 
 import argparse
 import json
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -18,12 +19,14 @@ from megatron.last_resort import guarded
 from megatron.results.comparison import Comparison, compared, encodings
 from megatron.results.comparison_table import tables
 from megatron.results.files import read_results
+from megatron.results.probes import is_of_probes
 
 
 @guarded
 def main(argv: list[str] | None = None) -> int:
     options = _parser().parse_args(argv)
-    comparisons = compared(encodings(read_results(options.results)), options.against)
+    rows = read_results(of_evaluation(options.results))
+    comparisons = compared(encodings(rows), options.against)
     if options.output:
         write(comparisons, options.output)
     print(tables(comparisons))
@@ -42,6 +45,17 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("-o", "--output", type=Path, metavar="FILE", help="also as .md or .json")
     return parser
+
+
+def of_evaluation(paths: Sequence[Path]) -> list[Path]:
+    """The files that do not hold probes, with a note for each that does; UserError without any."""
+    kept = [path for path in paths if not is_of_probes(path)]
+    if not kept:
+        raise UserError("compare.py: every file holds probes - give files of evaluate.py")
+    for path in paths:
+        if path not in kept:
+            print(f"note: {path} holds probes, left out", file=sys.stderr)
+    return kept
 
 
 def write(comparisons: Sequence[Comparison], path: Path) -> None:

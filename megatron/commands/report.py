@@ -18,7 +18,7 @@ from megatron.report.html.files import check_page, page_of, write_page
 def main(argv: Sequence[str] | None = None) -> int:
     given = parsed(argv)
     logging.basicConfig(level=logging.ERROR)
-    check_page(given.output)
+    check_page(given.output, given.plots)
     for file in given.files:
         load_file(file)
     page = page_of(given.results, against=given.against)

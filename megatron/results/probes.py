@@ -4,8 +4,9 @@ from collections.abc import Hashable, Iterable, Sequence
 from pathlib import Path
 from typing import Required, cast
 
-from megatron.results.files import has_lines, read_lines, write_lines
+from megatron.results.files import LONGEST, has_lines, read_lines, write_lines
 from megatron.results.row import Question, run_of
+from megatron.strict_json import parse
 
 TASKS = ("passkey", "copy", "recall")  # of retrieval
 PROBES = (*TASKS, "receptive_field", "attention")
@@ -44,6 +45,18 @@ class ProbeRow(Question, total=False):
 
 
 NEEDED = tuple(key for key in ProbeRow.__annotations__ if key in ProbeRow.__required_keys__)
+
+
+def is_of_probes(path: Path) -> bool:
+    """Whether the first line of a file is of tools/probe.py."""
+    if not path.is_file():
+        return False  # read_results says what is wrong with it
+    try:
+        with path.open("rb") as file:
+            first = parse(file.readline(LONGEST))
+    except (OSError, ValueError):
+        return False
+    return isinstance(first, dict) and "probe" in first
 
 
 def write_probes(path: Path, rows: Sequence[ProbeRow]) -> None:

@@ -240,6 +240,28 @@ CASES: list[Case] = [
     ),
 ]
 
+IN_THE_WAY = "{}: File exists - it is in the way: move it, or choose another place"
+OUTPUTS = {
+    "plot-below-a-file": (
+        ["tools/show_results.py", "a.jsonl", "-o", "file/plot.png"],
+        IN_THE_WAY.format("file"),
+    ),
+    "plots-of-encodings-in-a-file": (
+        ["tools/plot_positions.py", "alibi", "-o", "file"],
+        IN_THE_WAY.format("file"),
+    ),
+    "plots-of-a-page-in-a-file": (
+        ["tools/report.py", "a.jsonl", "--plots", "file"],
+        "--plots: file is a file - name a folder",
+    ),
+    "probes-alone": (
+        ["tools/compare.py", "probes.jsonl"],
+        "compare.py: every file holds probes - give files of evaluate.py",
+    ),
+}
+for name, (words, message) in OUTPUTS.items():
+    files = {"a.jsonl": two_rows(), "file": "text", "probes.jsonl": '{"probe": "copy"}\n'}
+    CASES.append(Case(name, words, message, files=files))
 for name, (change, fault) in CHANGES.items():
     message = f"a.jsonl, line 2: {fault} - remove the line, and measure it again with evaluate.py"
     words = ["tools/show_results.py", "a.jsonl"]

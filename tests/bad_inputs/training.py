@@ -1,6 +1,14 @@
 """Training that cannot start: folders, logging, signals and the optimizer."""
 
+from pathlib import Path
+
 from tests.bad_inputs.case import TRAIN, Case
+
+
+def link_in_the_place_of_the_lock(here: Path) -> None:
+    (here / "precious").write_text("text")
+    (here / "run").mkdir()
+    (here / "run" / ".owner").symlink_to(here / "precious")
 
 
 def of_word(word: str, line: str) -> Case:
@@ -18,5 +26,37 @@ CASES: list[Case] = [
         "checkpoint_scale=log",
         "checkpoint_scale: log saves at the powers of save_interval = 0;"
         " set save_interval to 2 or more",
+    ),
+    Case(
+        "save-names-a-file",
+        [*TRAIN, "save=run/deep"],
+        "save: run/deep cannot be made (Not a directory) - choose another folder",
+        files={"run": "a file"},
+    ),
+    Case(
+        "log-dir-names-a-file",
+        [*TRAIN, "log_dir=logs"],
+        "log_dir: logs cannot be made (File exists) - choose another folder",
+        files={"logs": "a file"},
+    ),
+    Case(
+        "link-in-the-place-of-the-lock",
+        TRAIN,
+        "save: run cannot be written (Too many levels of symbolic links) - choose another folder",
+        prepare=link_in_the_place_of_the_lock,
+    ),
+    Case(
+        "tensorboard-names-a-file",
+        [*TRAIN, "tensorboard_dir=events"],
+        "tensorboard_dir: events: cannot be written (Not a directory)"
+        " - a part of this path is a file: choose another place",
+        files={"events": "a file"},
+    ),
+    Case(
+        "wandb-password",
+        [*TRAIN, "use_wandb=true", "wandb_host=https://me:secret@wandb.example"],
+        "bad configuration (command line)\n"
+        "  wandb_host: holds a name or password, which every checkpoint would keep;"
+        " write the address alone, and give the key in WANDB_API_KEY",
     ),
 ]

@@ -3,6 +3,7 @@
 import ctypes
 import json
 import os
+import signal
 import traceback
 from collections.abc import Callable
 from functools import cache
@@ -13,14 +14,16 @@ import pytest
 
 NEW_MOUNTS, NEW_USER = 0x20000, 0x10000000  # CLONE_NEWNS, CLONE_NEWUSER
 READ_ONLY, REMOUNT, RECURSIVE, PRIVATE = 1, 32, 0x4000, 1 << 18  # MS_…
+LONGEST = 120  # seconds
 libc = ctypes.CDLL(None, use_errno=True)
 
 
 def on_small_disk(folder: Path, kib: int, function: Callable[[], Any]) -> Any:
     """What a function returns in a process that has a disk of `kib` KiB mounted at a folder.
 
-    The function runs in a fork, so what is imported stays imported; it returns plain data. The disk
-    is gone afterwards. pytest.skip with the reason where nothing can be mounted.
+    The function runs in a fork, so what is imported stays imported; it returns plain data. A group
+    of processes that was joined before does not work in it: start training by `run`. The disk is
+    gone afterwards. pytest.skip with the reason where nothing can be mounted.
     """
     reason = impossible()
     if reason:
@@ -82,6 +85,7 @@ def _forked(function: Callable[[], Any]) -> Any:
     reading, writing = os.pipe()
     child = os.fork()
     if not child:
+        signal.alarm(LONGEST)  # a fork that hangs must not hang the tests
         try:
             answer = {"returned": function()}
         except BaseException:
@@ -94,7 +98,7 @@ def _forked(function: Callable[[], Any]) -> Any:
         text = pipe.read()
     os.waitpid(child, 0)
     if not text:
-        raise RuntimeError("the process died without a word")
+        raise RuntimeError(f"the process died without a word, or took {LONGEST} seconds")
     answer = json.loads(text)
     if "fault" in answer:
         raise RuntimeError(answer["fault"])

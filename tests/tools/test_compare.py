@@ -7,6 +7,7 @@ import sys
 import numpy as np
 import pytest
 
+from megatron.commands.compare import main
 from tests.results.paired_rows import row, seeds_of, texts
 from tests.support import ROOT, run
 
@@ -75,3 +76,18 @@ def test_two_seeds_that_disagree_in_sign_have_no_mark_in_any_output(tmp_path):
         assert "these weights on this text" in text
         assert "seeds disagree in sign" in text
         assert not {"†", "‡"} & set(text)
+
+
+def test_files_of_probes_are_named_and_left_out(capsys, tmp_path):
+    probes = tmp_path / "probes.jsonl"
+    probes.write_text('{"probe": "copy"}\n')
+    results = str(ROOT / "docs/results/cpu-arxiv.jsonl")
+    assert main([results]) == 0
+    alone = capsys.readouterr().out
+    assert main([str(probes), results]) == 0
+    shown = capsys.readouterr()
+    assert shown.out == alone
+    assert shown.err == f"note: {probes} holds probes, left out\n"
+    assert main([str(probes)]) == 1
+    message = "compare.py: every file holds probes - give files of evaluate.py\n"
+    assert capsys.readouterr().err == message

@@ -8,10 +8,9 @@ from megatron.files import write_text
 from megatron.report.evidence import gathered
 from megatron.report.figures.positions import write
 from megatron.report.html.page import Page
-from megatron.results.files import LONGEST, PICTURES, read_results
-from megatron.results.probes import ProbeRow, read_probes
+from megatron.results.files import PICTURES, read_results
+from megatron.results.probes import ProbeRow, is_of_probes, read_probes
 from megatron.results.row import Row
-from megatron.strict_json import parse
 
 OPENING = b"<!DOCTYPE html>"
 
@@ -31,25 +30,18 @@ def read_files(paths: Iterable[Path]) -> tuple[list[Row], list[ProbeRow]]:
     return read_results(results), read_probes(probes)
 
 
-def is_of_probes(path: Path) -> bool:
-    """Whether the first line of a file is of tools/probe.py."""
-    if not path.is_file():
-        return False  # read_results says what is wrong with it
-    try:
-        with path.open("rb") as file:
-            first = parse(file.readline(LONGEST))
-    except (OSError, ValueError):
-        return False
-    return isinstance(first, dict) and "probe" in first
+def check_page(path: Path, plots: Path | None = None) -> None:
+    """UserError where a page has no name of a page, or something else is in the way.
 
-
-def check_page(path: Path) -> None:
-    """UserError where a page has no name of a page, or would replace a file that is none."""
+    plots: the folder for its figures
+    """
     if path.suffix != ".html":
         page = path.with_suffix(".html")
         raise UserError(f"--output: {path} is no name of a page - name it {page}")
     if path.exists() and not path.read_bytes().startswith(OPENING):
         raise UserError(f"--output: {path} exists and is no page - choose another name")
+    if plots is not None and plots.exists() and not plots.is_dir():
+        raise UserError(f"--plots: {plots} is a file - name a folder")
 
 
 def write_page(page: Page, path: Path, *, title: str, plots: Path | None = None) -> None:

@@ -1,0 +1,75 @@
+"""A disk that is full costs what does not fit, and nothing that was there."""
+
+import json
+
+import pytest
+
+from megatron.files import write_text
+from tests.faults.full_disk import fill, make_read_only, on_small_disk
+from tests.support import ROOT, call, run
+
+TINY = [
+    "num_layers=2",
+    "hidden_size=32",
+    "num_attention_heads=4",
+    "seq_length=64",
+    "eval_interval=0",
+    "tokenizer_type=CharLevelTokenizer",
+    "save_interval=1",
+    "train_iters=100",
+]
+
+
+def test_a_run_whose_checkpoint_does_not_fit_ends_with_the_one_before(corpus, tmp_path):
+    def trained() -> dict:
+        done = run("train.py", *TINY, f"data_path={corpus}", f"save={tmp_path}")
+        return {
+            "status": done.returncode,
+            "message": done.stderr.splitlines()[-1],
+            "files": sorted(path.name for path in tmp_path.iterdir()),
+            "latest": (tmp_path / "latest").read_text(),
+            "whole": "Traceback" not in done.stderr,
+        }
+
+    found = on_small_disk(tmp_path, 3 * 1024, trained)
+    assert found["whole"], found
+    assert found["status"] == 1
+    step = int(found["latest"].removeprefix("global_step"))
+    assert step >= 1
+    steps = [name for name in found["files"] if name.startswith("global_step")]
+    assert len(steps) == step
+    assert set(found["files"]) == {*steps, "latest"}
+    assert found["message"].startswith(
+        f"save: {tmp_path}/partial_step{step + 1} cannot be written ("
+    )
+    assert found["message"].endswith(
+        f" - make room or save elsewhere; {tmp_path}/global_step{step} stays"
+    )
+
+
+@pytest.mark.parametrize(
+    ("prepare", "reason"),
+    [
+        (fill, "No space left on device - free some space, or choose another disk"),
+        (make_read_only, "Read-only file system - choose a place that can be written"),
+    ],
+    ids=["full", "read-only"],
+)
+def test_a_command_names_the_file_that_a_disk_refused_and_keeps_the_old_one(
+    prepare, reason, tmp_path
+):
+    rows = ROOT / "docs/results/cpu-arxiv.jsonl"
+    path = tmp_path / "table.md"
+
+    def compared() -> list:
+        write_text(path, "old")
+        prepare(tmp_path)
+        done = call("tools/compare.py", rows, "-o", path)
+        return [done.returncode, done.stderr, path.read_text(), len(list(tmp_path.iterdir()))]
+
+    status, message, kept, _ = on_small_disk(tmp_path, 64, compared)
+    assert (status, kept) == (1, "old")
+    assert json.dumps(message).count("Traceback") == 0
+    assert reason in message
+    assert str(path.parent) in message
+    assert message.count("\n") == 1
