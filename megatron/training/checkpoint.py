@@ -45,6 +45,7 @@ from megatron.training.manifest import (
     verified,
     write_record,
 )
+from megatron.training.optimizer import keeping_settings
 from megatron.training.saved import (
     chosen,
     folder_of,
@@ -167,7 +168,8 @@ def resume(trainer: Trainer, path: Path, written_by: Engine, before: Stamps) -> 
 def _load_engine(engine: Any, path: Path) -> Any:
     """What DeepSpeed's own loading returns; UserError where it fails."""
     try:
-        loaded, _ = engine.load_checkpoint(str(path.parent), tag=path.name)
+        with keeping_settings(engine):
+            loaded, _ = engine.load_checkpoint(str(path.parent), tag=path.name)
     except torch.OutOfMemoryError:
         raise
     except UNREADABLE as fault:

@@ -2,8 +2,10 @@
 
 import importlib
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
@@ -49,6 +51,44 @@ def named_groups(model: nn.Module, *, encoding_decays: bool) -> tuple[Named, Nam
         group = decayed if decays else exempt
         group.append((name, parameter))
     return decayed, exempt
+
+
+STATE_OF_GROUP = ("params", "step")
+"""Keys of an optimizer's group of parameters that are no settings; apex counts its steps there."""
+STATE_OF_SCALE = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
+"""Attributes of DeepSpeed's dynamic loss scale that are no settings."""
+
+
+@contextmanager
+def keeping_settings(engine: Any) -> Iterator[None]:
+    """Let an engine load its state, but no settings: those of its own configuration stay.
+
+    DeepSpeed's files also hold weight decay, betas, eps, clipping and how the loss scale moves.
+    """
+    optimizer = engine.optimizer
+    settings = []
+    for group in optimizer.param_groups:
+        kept = {key: value for key, value in group.items() if key not in STATE_OF_GROUP}
+        settings.append(kept)
+    scaler = getattr(optimizer, "loss_scaler", None)
+    yield
+    for group, kept in zip(optimizer.param_groups, settings, strict=True):
+        group.update(kept)
+    if engine.zero_optimization():
+        optimizer.clip_grad = engine.gradient_clipping()
+    if scaler is not None:
+        continue_scale(scaler, optimizer.loss_scaler)
+        optimizer.loss_scaler = scaler
+
+
+def continue_scale(scaler: Any, loaded: Any) -> None:
+    """Let a dynamic loss scale go on from where a loaded one stands; a fixed one stays."""
+    if not (scaler.dynamic and loaded.dynamic):
+        return
+    for name in STATE_OF_SCALE:
+        setattr(scaler, name, getattr(loaded, name))
+    scaler.cur_scale = max(scaler.cur_scale, scaler.min_scale)
+    scaler.cur_hysteresis = min(scaler.cur_hysteresis, scaler.delayed_shift)
 
 
 def adam(device: torch.device) -> Callable[..., torch.optim.Optimizer]:
