@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from megatron.results.files import existing_results, write_results
 from megatron.sweeps.lock import held
 from megatron.sweeps.plan import load_sweep
 from megatron.sweeps.run import Runner, environment_at, places_of
@@ -268,14 +269,11 @@ def adopt(there, here) -> None:
     """Make one sweep's only cell another's, whose configuration may have another hash."""
     (old,), (new,) = there.cells, here.cells
     shutil.copytree(old.folder, new.folder)
-    record = f"global_step{new.steps}/checkpoint.json"
-    replace_hash(old, new, old.folder / record, new.folder / record)
+    record = new.folder / f"global_step{new.steps}/checkpoint.json"
+    record.write_text(record.read_text().replace(old.config.hash, new.config.hash))
     for before, after in zip(old.evaluations, new.evaluations, strict=True):
-        replace_hash(old, new, old.file(before), new.file(after))
-
-
-def replace_hash(old, new, source: Path, target: Path) -> None:
-    target.write_text(source.read_text().replace(old.config.hash, new.config.hash))
+        measured = existing_results(old.file(before))
+        write_results(new.file(after), [row | {"config_hash": new.config.hash} for row in measured])
 
 
 def test_a_folder_of_other_runs_and_rows_of_no_cell_are_named(whole):
