@@ -17,7 +17,7 @@ INSTALLED := $(VENV)/installed
 export PATH := $(CURDIR)/$(VENV)/bin:$(PATH)
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: demo test gpu-check fuzz lint format docs clean
+.PHONY: demo test gpu-check fuzz faults lint format docs clean
 
 demo: $(INSTALLED)
 	$(PY) tools/demo.py
@@ -47,6 +47,11 @@ FUZZ_EXAMPLES ?= 5000
 
 fuzz: $(INSTALLED)
 	FUZZ_EXAMPLES=$(FUZZ_EXAMPLES) $(PY) -m pytest -q -n auto --maxprocesses 8 --dist load tests/fuzz
+
+# Kills, damaged checkpoints, full disks, other engines and bad input, with a table of what happened: under 15 minutes on
+# two idle cores. `make test` has a short version of each.
+faults: $(INSTALLED)
+	$(PY) -m tests.faults -o faults.md
 
 lint: $(INSTALLED)
 	$(PY) -m ruff format --check .

@@ -12,9 +12,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.faults import restarts, universal
+from megatron.parallel.grid import connect
+from tests.faults import damage, restarts, universal
 from tests.faults.forks import Forks
-from tests.faults.kills import KINDS, Campaign, Tally
+from tests.faults.kills import KINDS, Campaign, Tally, environments
 from tests.support import make_checkpoint, make_corpus, modules, run
 
 KILLS_OF_OTHERS = 10  # in evaluation, and in preparing data
@@ -75,6 +76,7 @@ def campaign(folder: Path, kills: int, seed: int) -> Iterator[Line]:
     with Forks() as forks:
         yield from _kills(forks, corpus, folder, kills, seed)
         yield from _restarts(forks, corpus, folder, seed)
+        yield from _damage(forks, corpus, folder / "damage")
     yield _other_engines(corpus, _made(folder / "engines"))
     for fault, (files, outcome) in PARTS_OF_SUITE.items():
         yield _part_of_suite(fault, files, outcome)
@@ -112,6 +114,36 @@ def _restarts(forks: Forks, corpus: Path, folder: Path, seed: int) -> Iterator[L
         outcome = "started again, the files are the same"
         seconds = time.monotonic() - begin
         yield Line(f"kill -9 in {name}", tally.kills, outcome, tally.faults, seconds)
+
+
+def _damage(forks: Forks, corpus: Path, folder: Path) -> Iterator[Line]:
+    """Every file of a checkpoint damaged in every way, for every kind of engine."""
+    for kind in damage.KINDS:
+        yield _damaged(forks, corpus, _made(folder / kind), kind, ranks=1)
+    yield _damaged(forks, corpus, _made(folder / "ranks"), "zero2", ranks=2)
+
+
+def _damaged(forks: Forks, corpus: Path, here: Path, kind: str, *, ranks: int) -> Line:
+    begin = time.monotonic()
+    with damage.own_encoding(here):
+        words = damage.words(corpus, here, kind)
+        log = here / "log"
+        pids = [forks.start("train.py", *words, log=log, env=env) for env in environments(ranks)]
+        statuses = [forks.wait(pid) for pid in pids]
+        assert not any(statuses), log.read_text()
+        # One rank resumes them all: with as many windows in a step.
+        same_batch = f"train_micro_batch_size_per_gpu={4 * ranks}"
+        found = damage.found_by_use(corpus, here, kind, connect(), same_batch)
+    faults = []
+    for one in found:
+        if one.message is None:
+            faults.append(f"{one.use}: {one.file} {one.damage} was not noticed")
+        elif not one.named:
+            faults.append(f"{one.use}: {one.file} {one.damage} is not named: {one.message}")
+    files = len({one.file for one in found})
+    outcome = f"{files} files; each is noticed and named, on resume and evaluation"
+    name = f"damaged checkpoint: {kind}, {ranks} rank(s)"
+    return Line(name, len(found), outcome, faults, time.monotonic() - begin)
 
 
 def _other_engines(corpus: Path, folder: Path) -> Line:

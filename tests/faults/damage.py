@@ -6,7 +6,32 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from megatron.config import Config, load
 from megatron.errors import UserError
+from megatron.parallel.grid import Grid
+from megatron.positions import FILES, REGISTRY
+from megatron.training.checkpoint import READ_BY_EVALUATION, load_for_evaluation
+from megatron.training.manifest import RECORD
+from megatron.training.run import train
+from tests.training.conftest import tiny
+
+OWN = """
+from megatron.positions import DistanceBias, register
+
+@register("slanted")
+class Slanted(DistanceBias):
+    def log_kernel(self, distance):
+        return (-distance.float() / 4).expand(self.shape.heads, -1)
+"""
+KINDS = {
+    "fp32": ["pos_emb=slanted", "pos_emb_file={here}/slanted.py"],
+    "bf16": ["precision=bf16"],
+    "zero1": ["zero_optimization.stage=1"],
+    "zero2": ["zero_optimization.stage=2"],
+    "zero3": ["zero_optimization.stage=3"],
+}
+SMALL = ["num_layers=1", "hidden_size=16", "num_attention_heads=2", "seq_length=16"]
+READS = {"evaluation": {RECORD, *READ_BY_EVALUATION}}
 
 Use = Callable[[], object]  # a resume or an evaluation, which raises UserError where it refuses
 
@@ -23,6 +48,44 @@ class Outcome:
     damage: str
     message: str | None
     named: bool
+
+
+@contextmanager
+def own_encoding(here: Path) -> Iterator[None]:
+    """The file of an encoding of the user's own in a folder; forgotten after the block."""
+    (here / "slanted.py").write_text(OWN)
+    try:
+        yield
+    finally:
+        REGISTRY.pop("slanted", None)
+        FILES.clear()
+
+
+def words(corpus: Path, here: Path, kind: str, *more: str) -> list[str]:
+    """Settings of a run in {here}/run with checkpoints of steps 1 and 2."""
+    own = [word.format(here=here) for word in KINDS[kind]]
+    paths = [f"data_path={corpus}", f"save={here}/run", f"load={here}/run"]
+    return tiny(*SMALL, *paths, "train_iters=2", "save_interval=1", *own, *more)
+
+
+def settings(corpus: Path, here: Path, kind: str, *more: str) -> Config:
+    """The configuration of `words`."""
+    return load([], words(corpus, here, kind, *more))
+
+
+def found_by_use(corpus: Path, here: Path, kind: str, grid: Grid, *more: str) -> list[Outcome]:
+    """Damage the checkpoint of step 2 of a run in every way, resume it and evaluate it.
+
+    more: settings of the resumed run
+    """
+    run = here / "run"
+    config = settings(corpus, here, kind, "train_iters=3", *more)
+    uses = {
+        "resume": lambda: train(config, grid),
+        "evaluation": lambda: load_for_evaluation(run),
+    }
+    load_for_evaluation(run)  # undamaged it can be used
+    return outcomes(run / "global_step2", run / "global_step1", uses, READS)
 
 
 def truncated(content: bytes, other: bytes | None) -> bytes:

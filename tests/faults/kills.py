@@ -180,18 +180,21 @@ class Campaign:
         words += [f"data_path={self.corpus}", f"save={run}", f"load={run}"]
         micro_batch = 4 // self.kind.ranks
         words.append(f"train_micro_batch_size_per_gpu={micro_batch}")
-        environments: list[dict[str, str]] = [{}]
-        if self.kind.ranks > 1:
-            meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-            meeting["WORLD_SIZE"] = str(self.kind.ranks)
-            environments = []
-            for rank in range(self.kind.ranks):
-                environments.append(meeting | {"RANK": str(rank), "LOCAL_RANK": str(rank)})
         log = self._log(run)
-        return [self.forks.start("train.py", *words, log=log, env=env) for env in environments]
+        ranks = environments(self.kind.ranks)
+        return [self.forks.start("train.py", *words, log=log, env=env) for env in ranks]
 
     def _log(self, run: Path) -> Path:
         return run.with_suffix(".log")
+
+
+def environments(ranks: int) -> list[dict[str, str]]:
+    """The variables of each process of a run, by which they find each other."""
+    if ranks == 1:
+        return [{}]
+    meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    meeting["WORLD_SIZE"] = str(ranks)
+    return [{**meeting, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(ranks)]
 
 
 def _is_saving(chain: Path) -> bool:

@@ -4,64 +4,30 @@ import shutil
 
 import pytest
 
-from megatron.config import load
 from megatron.errors import UserError
-from megatron.positions import FILES, REGISTRY
-from megatron.training.checkpoint import READ_BY_EVALUATION, load_for_evaluation
+from megatron.training.checkpoint import load_for_evaluation
 from megatron.training.manifest import RECORD, read_record
 from megatron.training.run import train
 from megatron.training.saved import latest_step
 from megatron.training.start import starting_point
-from tests.faults.damage import changed, outcomes
-from tests.training.conftest import tiny
+from tests.faults.damage import KINDS, changed, found_by_use, own_encoding, settings
 
-OWN = """
-from megatron.positions import DistanceBias, register
-
-@register("slanted")
-class Slanted(DistanceBias):
-    def log_kernel(self, distance):
-        return (-distance.float() / 4).expand(self.shape.heads, -1)
-"""
-KINDS = {
-    "fp32": ["pos_emb=slanted", "pos_emb_file={here}/slanted.py"],
-    "bf16": ["precision=bf16"],
-    "zero1": ["zero_optimization.stage=1"],
-    "zero2": ["zero_optimization.stage=2"],
-    "zero3": ["zero_optimization.stage=3"],
-}
-READS = {"evaluation": {RECORD, *READ_BY_EVALUATION}}
 ENGINE_FILES = {"fp32": 1, "bf16": 2, "zero1": 2, "zero2": 2, "zero3": 2}
-
-
-def settings(corpus, here, kind, *more):
-    words = [word.format(here=here) for word in KINDS[kind]]
-    paths = [f"data_path={corpus}", f"save={here}/run", f"load={here}/run"]
-    small = ["num_layers=1", "hidden_size=16", "num_attention_heads=2", "seq_length=16"]
-    return load([], tiny(*small, *paths, "train_iters=2", "save_interval=1", *words, *more))
 
 
 @pytest.fixture(scope="module", params=KINDS)
 def run_of(request, grid, corpus, tmp_path_factory):
     """(kind, folder): a run with checkpoints of steps 1 and 2."""
     here = tmp_path_factory.mktemp(request.param)
-    (here / "slanted.py").write_text(OWN)
-    train(settings(corpus, here, request.param), grid)
-    yield request.param, here
-    REGISTRY.pop("slanted", None)
-    FILES.clear()
+    with own_encoding(here):
+        train(settings(corpus, here, request.param), grid)
+        yield request.param, here
 
 
 def test_no_damage_to_any_file_is_used(run_of, grid, corpus):
     kind, here = run_of
     run = here / "run"
-    config = settings(corpus, here, kind, "train_iters=3")
-    uses = {
-        "resume": lambda: train(config, grid),
-        "evaluation": lambda: load_for_evaluation(run),
-    }
-    load_for_evaluation(run)
-    found = outcomes(run / "global_step2", run / "global_step1", uses, READS)
+    found = found_by_use(corpus, here, kind, grid)
     silent = [one for one in found if one.message is None]
     assert not silent
     assert all(one.named for one in found), [one for one in found if not one.named]
