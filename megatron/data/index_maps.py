@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron.data.stored import Stored
+from megatron.data.stored import SMALL, Stored
 from megatron.data.tokens import TokenFile
 from megatron.files import folder_beside
 
@@ -58,8 +58,8 @@ class IndexMaps:
 def index_maps(tokens: TokenFile, plan: Plan, *, cache: bool = True) -> IndexMaps:
     """The maps of a plan.
 
-    They are mapped from PREFIX_index_maps/<hash> where that can be read or written, else they are
-    in memory.
+    They are read from PREFIX_index_maps/<hash> where that can be read or written. Large ones are
+    mapped, so that the ranks of a machine share the memory.
     """
     if not cache:
         return build_maps(tokens.sizes, plan)
@@ -72,7 +72,6 @@ def index_maps(tokens: TokenFile, plan: Plan, *, cache: bool = True) -> IndexMap
     if damaged:
         shutil.rmtree(folder, ignore_errors=True)
     _save(folder, maps)
-    # Mapped, so that the ranks of a machine share the memory.
     return _load(folder, plan, tokens.sizes) or maps
 
 
@@ -104,7 +103,7 @@ def _load(folder: Path, plan: Plan, sizes: NDArray) -> IndexMaps | None:
     if not folder.is_dir():
         return None
     try:
-        arrays = {name: _mapped(folder, name) for name in ARRAYS}
+        arrays = {name: _array(folder / f"{name}.npy") for name in ARRAYS}
         stored = tuple(Stored(folder / f"{name}.npy") for name in ARRAYS)
         maps = IndexMaps(**arrays, stored=stored)
         if _whole(maps, plan) and _ends_are_right(maps, sizes):
@@ -116,8 +115,10 @@ def _load(folder: Path, plan: Plan, sizes: NDArray) -> IndexMaps | None:
     return None
 
 
-def _mapped(folder: Path, name: str) -> NDArray:
-    return np.load(folder / f"{name}.npy", mmap_mode="r", allow_pickle=False)
+def _array(path: Path) -> NDArray:
+    """An array in memory where it is small, else mapped."""
+    mode = None if path.stat().st_size <= SMALL else "r"
+    return np.load(path, mmap_mode=mode, allow_pickle=False)
 
 
 def _whole(maps: IndexMaps, plan: Plan) -> bool:

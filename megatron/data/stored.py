@@ -1,8 +1,9 @@
 """Files of a corpus while they are read: what changes, shrinks or fails is named, never a signal.
 
 A mapped file that is cut while it is in use ends the process with SIGBUS, which Python cannot
-catch. So token ids are read with pread, which returns less, and files that stay mapped are asked
-for their size before each access. Between that question and the access a cut is still fatal.
+catch. So token ids are read with pread, which returns less, and small files are read into memory.
+Larger ones, of which only .idx and index maps are mapped, are asked for their size before each
+access. Between that question and the access a cut is still fatal.
 """
 
 import hashlib
@@ -14,6 +15,8 @@ from megatron.errors import UserError
 
 REMAKE = "copy both files again, or make them anew with prepare_data.py"
 AGAIN = "copy the files again, and start again: training resumes from its last checkpoint"
+
+SMALL = 1 << 26  # bytes of a file that is read into memory: an .idx of 5 million documents
 
 
 class Stored:

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 from megatron.data.sidecar import check_sha256, read_sidecar, vocab_of
-from megatron.data.stored import REMAKE, Stored, sha256_of
+from megatron.data.stored import REMAKE, SMALL, Stored, sha256_of
 from megatron.data.tokenizer import Tokenizer
 from megatron.errors import UserError
 from megatron.files import Together
@@ -46,7 +46,8 @@ def dtype_for(vocab_size: int) -> np.dtype:
 class TokenFile:
     """Documents of token ids, read from the disk as they are asked for.
 
-    sizes: tokens of each document, [documents] int32, mapped; tokens: their sum;
+    sizes: tokens of each document, [documents] int32, mapped where the .idx is large
+    tokens: their sum
     meta: the contents of PREFIX.json, {} where there is none
     """
 
@@ -81,7 +82,7 @@ class TokenFile:
         """
         prefix = _checked_prefix(prefix)
         index = Stored(_with(prefix, ".idx"))
-        dtype, sizes, pointers = _read_index(index.path)
+        dtype, sizes, pointers = _read_index(index)
         path = _with(prefix, ".bin")
         _check_extent(path, dtype, sizes, pointers)
         stored = Stored(path)
@@ -350,14 +351,13 @@ def _checked_prefix(prefix: str | Path) -> Path:
     )
 
 
-def _read_index(path: Path) -> tuple[np.dtype, NDArray, NDArray]:
-    """The file's dtype, sizes [documents] int32 and byte offsets [documents] int64, both mapped.
+def _read_index(index: Stored) -> tuple[np.dtype, NDArray, NDArray]:
+    """The file's dtype, sizes [documents] int32 and byte offsets [documents] int64.
 
     The document index that follows is not used, as in GPT-NeoX.
     """
-    length = path.stat().st_size
-    with path.open("rb") as file:
-        head = file.read(HEADER.size)
+    path, length = index.path, index.size
+    head = index.read(0, min(length, HEADER.size))
     if not head.startswith(MAGIC):
         raise UserError(f"{path}: {_foreign(head)} - {REMAKE}")
     if len(head) < HEADER.size:
@@ -380,10 +380,20 @@ def _read_index(path: Path) -> tuple[np.dtype, NDArray, NDArray]:
         )
     if not documents:
         raise UserError(f"{path}: has no documents - make it anew from an input with text in it")
-    after_sizes = HEADER.size + 4 * documents
-    sizes = np.memmap(path, dtype=np.int32, mode="r", offset=HEADER.size, shape=(documents,))
-    pointers = np.memmap(path, dtype=np.int64, mode="r", offset=after_sizes, shape=(documents,))
-    return DTYPES[code], sizes.view(np.ndarray), pointers.view(np.ndarray)
+    sizes = _numbers(index, np.dtype(np.int32), HEADER.size, documents)
+    pointers = _numbers(index, np.dtype(np.int64), HEADER.size + 4 * documents, documents)
+    return DTYPES[code], sizes, pointers
+
+
+def _numbers(index: Stored, dtype: np.dtype, offset: int, count: int) -> NDArray:
+    """[count] numbers of an index, in memory where it is small, else mapped.
+
+    What is in memory cannot end the process with SIGBUS when the file is cut.
+    """
+    if index.size <= SMALL:
+        return np.frombuffer(index.read(offset, count * dtype.itemsize), dtype=dtype)
+    mapped = np.memmap(index.path, dtype=dtype, mode="r", offset=offset, shape=(count,))
+    return mapped.view(np.ndarray)
 
 
 def _foreign(head: bytes) -> str:
