@@ -85,6 +85,7 @@ class Trainer:
             else:
                 self._engine_step()
         self.step += 1
+        self._gather_after_skip()
         self.restore_exact_positions()
         if norm is None:
             norm = self.engine.get_global_grad_norm()
@@ -114,6 +115,13 @@ class Trainer:
         hook.remove()
         for group, values in zip(groups, before, strict=True):
             group.update(values)  # apex counts its steps here
+
+    def _gather_after_skip(self) -> None:
+        """Make small parameters whole again, as ZeRO 3 itself does only after a step it takes."""
+        optimizer = self.engine.optimizer
+        small = getattr(optimizer, "persistent_parameters", [])
+        if small and optimizer.overflow:
+            small[0].all_gather(small)
 
     def _has_skipped(self, loss: Tensor, norm: Tensor | float | None) -> bool:
         """Whether this step was skipped, for the loss or the gradient and not for the loss scale.

@@ -33,8 +33,10 @@ def batches(count: int) -> list[torch.Tensor]:
 
 
 def state(trainer: Trainer) -> dict[str, torch.Tensor]:
-    """Weights, exact numbers of the encoding, and the optimizer's averages."""
+    """Weights, exact and logged numbers of the encoding, and the optimizer's averages."""
     found = {name: weight.clone() for name, weight in full_weights(trainer.engine).items()}
+    for name, values in trainer.model.learned().items():
+        found[f"learned {name}"] = values.clone()
     for module, name, _ in trainer.model.position.own_parameters():
         if name in module.exact:
             found[f"exact {name}"] = module.exact[name].clone()
