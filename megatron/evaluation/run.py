@@ -112,7 +112,8 @@ def _measured(
 ) -> dict[Path, list[Row]]:
     """The rows of all jobs, by the file that holds them."""
     checkpoint.model.to(grid.device, DTYPES[options.dtype])
-    use_threads(count_parameters(checkpoint.model), grid.device)
+    deterministic = checkpoint.config.training.deterministic
+    use_threads(count_parameters(checkpoint.model), grid.device, by_load=not deterministic)
     facts = checkpoint.facts()
     rows: dict[Path, list[Row]] = {}
     for job in jobs:

@@ -17,6 +17,7 @@ from megatron.entry import run
 from megatron.evaluation.resume import WindowFile
 from megatron.model import from_config
 from megatron.owner import owned_file
+from megatron.parallel import threads
 from megatron.results.files import read_results
 from megatron.results.table import by_length
 from tests.support import run as run_script
@@ -119,6 +120,32 @@ def test_every_length_gets_its_line_with_the_perplexity_of_the_plain_formula(
     assert printed.split()[:4] == ["pos_emb", "16*", "32", "64"]
     assert "results.jsonl and" in printed
     assert (folder / "new/results.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_an_evaluation_repeats_bit_for_bit(folder):
+    protocols = "--protocol equal_tokens tail position --tail 8 --windows 3 --stride 16"
+    runs = []
+    for name in ("first", "second"):
+        output = folder / f"{name}.jsonl"
+        assert evaluate("--checkpoint", folder / "run", protocols, "--output", output) == 0
+        clock = {"seconds": 0.0, "tokens_per_second": 0.0}
+        runs.append([row | clock for row in read_results([output])])
+    assert len(runs[0]) == 7
+    assert runs[0] == runs[1]
+
+
+@pytest.mark.parametrize(("deterministic", "number"), [("false", 1), ("true", 8)])
+def test_the_threads_of_a_deterministic_evaluation_do_not_follow_the_load(
+    folder, monkeypatch, deterministic, number
+):
+    for name in threads.BY_USER:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(threads, "this_machine", lambda: threads.Machine(8, load=7.0))
+    monkeypatch.setattr(threads, "PARAMETERS_PER_THREAD", 10)
+    chosen = []
+    monkeypatch.setattr(torch, "set_num_threads", chosen.append)
+    assert evaluate(given(folder, "seed=7", f"deterministic={deterministic}")) == 0
+    assert chosen == [number]
 
 
 def test_a_checkpoint_needs_no_configuration_and_its_step_can_be_chosen(folder, capsys):
