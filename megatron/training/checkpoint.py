@@ -265,6 +265,7 @@ def load_model(path: Path, config: Config, vocab: int) -> GPT:
             weights = load_file(file)
         except (OSError, SafetensorError) as fault:
             raise Damaged([f"{file}: cannot be read ({fault})"]) from None
+        _check_float32(file, weights)
         try:
             model.load_state_dict(weights)
         except RuntimeError as fault:
@@ -272,6 +273,14 @@ def load_model(path: Path, config: Config, vocab: int) -> GPT:
                 f"{file}: does not hold the model of its config.yml ({fault})"
             ) from None
     return model.eval()
+
+
+def _check_float32(file: Path, weights: dict[str, Tensor]) -> None:
+    """UserError for other numbers, which torch would convert without a word."""
+    for name, weight in weights.items():
+        if weight.dtype != torch.float32:
+            kind = str(weight.dtype).removeprefix("torch.")
+            raise UserError(f"{file}: {name} is {kind}, not float32 - copy the checkpoint again")
 
 
 def full_weights(engine: Any, *, keep: bool = True) -> dict[str, Tensor]:

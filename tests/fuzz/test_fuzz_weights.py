@@ -1,0 +1,108 @@
+"""Weights of a checkpoint from hostile headers: the model of its configuration, or one message."""
+
+import json
+import struct
+import time
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors.torch import save
+
+from megatron.config import load
+from megatron.errors import UserError
+from megatron.model import from_config
+from megatron.training.checkpoint import load_model
+from tests.fuzz.settings import fuzzed, in_time, works_or_says_why
+
+VOCAB = 8
+SHAPE = ["num_layers=1", "hidden_size=4", "num_attention_heads=1", "seq_length=8"]
+CONFIG = load([], [*SHAPE, "pos_emb=mep_param"])
+WHOLE = save(from_config(CONFIG, vocab=VOCAB).state_dict())
+START = 8 + struct.unpack("<Q", WHOLE[:8])[0]
+HEADER = json.loads(WHOLE[8:START])
+CONTENT = WHOLE[START:]
+
+NUMBERS = st.one_of(st.integers(-9, 999), st.sampled_from([2**31, 2**63 - 1, 2**64 - 1, 2**70]))
+DTYPES = st.sampled_from(
+    ["F64", "F32", "F16", "BF16", "F8_E4M3", "I64", "I8", "BOOL", "F4", "x", 7]
+)
+CHANGES = st.fixed_dictionaries(
+    {},
+    optional={
+        "dtype": DTYPES,
+        "shape": st.lists(NUMBERS, max_size=4),
+        "data_offsets": st.lists(NUMBERS, max_size=3),
+        "more": st.just("x"),
+    },
+)
+NAMES = st.sampled_from([*sorted(HEADER), "another", "__metadata__"])
+
+
+def place(folder, content: bytes) -> None:
+    """A checkpoint with these weights and no hashes, as earlier versions wrote them."""
+    (folder / "model.safetensors").write_bytes(content)
+    record = {"step": 1, "config_hash": CONFIG.hash, "vocab": VOCAB}
+    (folder / "checkpoint.json").write_text(json.dumps(record))
+
+
+def loaded(folder, content: bytes) -> None:
+    place(folder, content)
+    works_or_says_why(lambda: load_model(folder, CONFIG, VOCAB))
+
+
+def packed(header: bytes, content: bytes = CONTENT) -> bytes:
+    return struct.pack("<Q", len(header)) + header + content
+
+
+@fuzzed
+@given(
+    changes=st.dictionaries(NAMES, CHANGES, max_size=3),
+    removed=st.sets(NAMES, max_size=1),
+    kept=st.sampled_from([len(CONTENT), 100, 0]),
+)
+def test_a_header_of_any_entries(tmp_path, changes, removed, kept):
+    header = {name: dict(entry) for name, entry in HEADER.items() if name not in removed}
+    for name, change in changes.items():
+        header[name] = header.get(name, {}) | change
+    loaded(tmp_path, packed(json.dumps(header).encode(), CONTENT[:kept]))
+
+
+@fuzzed
+@given(where=st.integers(0, START), value=st.integers(0, 255), kept=st.integers(0, len(WHOLE)))
+def test_weights_with_a_changed_byte_and_a_cut(tmp_path, where, value, kept):
+    changed = bytearray(WHOLE)
+    changed[where] = value
+    loaded(tmp_path, bytes(changed[: kept or None]))
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        packed(b"[" * 100_000 + b"]" * 100_000),
+        packed(b'{"a":' * 100_000 + b"1" + b"}" * 100_000),
+        struct.pack("<Q", 2**64 - 1) + b"{}",
+        struct.pack("<Q", 10**8) + b"{}",
+        b"",
+    ],
+    ids=["deep list", "deep objects", "endless header", "long header", "nothing"],
+)
+def test_a_hostile_header_is_refused(tmp_path, content):
+    place(tmp_path, content)
+    with (
+        in_time(5),
+        pytest.raises(UserError, match=r"model\.safetensors: (cannot be read|is empty)"),
+    ):
+        load_model(tmp_path, CONFIG, VOCAB)
+
+
+def test_numbers_of_another_type_are_refused(tmp_path):
+    weights = from_config(CONFIG, vocab=VOCAB).half().state_dict()
+    place(tmp_path, save(weights))
+    with pytest.raises(UserError, match="weight is float16, not float32 - copy the che"):
+        load_model(tmp_path, CONFIG, VOCAB)
+
+
+def test_an_input_that_takes_too_long_is_an_error():
+    with pytest.raises(TimeoutError, match="more than 1 seconds"), in_time(1):
+        time.sleep(3)
