@@ -149,6 +149,22 @@ def test_a_damaged_checkpoint_fails_its_cell_alone(file, tmp_path):
     assert good.startswith(f"  good-1: damaged: {checkpoint}/checkpoint.json: ")
 
 
+def test_a_cell_that_ends_early_and_well_has_failed_and_keeps_its_optimizer_state(
+    file, warm, tmp_path
+):
+    early = tmp_path / "tiny.yml"
+    early.write_text(file.read_text().replace("settings: {", "settings: {exit_interval: 5, "))
+    folder, printed = tmp_path / "runs", tmp_path / "printed"
+    warm.start("run", early, "--folder", folder, "--only", "data=good", output=printed)
+    assert warm.poll(120) == 1
+    note = "good-1: failed: training ended early, as exit_interval or exit_duration says"
+    assert note in printed.read_text()
+    (cell,) = load_sweep(early, folder, only=["data=good"]).cells
+    assert (state_of(cell).kind, state_of(cell).step) == ("failed", 5)
+    assert list(cell.folder.glob("global_step5/*_states.pt"))
+    assert not (cell.folder / "evaluation").exists()
+
+
 def test_a_full_disk_stops_a_sweep_with_one_message(file, tmp_path, monkeypatch):
     messages: list[str] = []
     sweep = load_sweep(file, tmp_path / "runs")
