@@ -80,7 +80,7 @@ class Row(Question, total=False):
     tokens_per_second: float | None  # scored targets
 
     # The pieces: numbers of parts of the text, in text order.
-    window_losses: list[float]  # [windows], mean loss of each window
+    window_losses: list[float] | None  # [windows], mean loss of each; None where loss is None
     window_tokens: list[int]  # [windows], scored targets of each, where these differ
     block_losses: list[float]  # [blocks], mean loss of consecutive blocks of up to 512 targets
     block_tokens: list[int]  # [blocks], scored targets of each, where not every block has 512

@@ -48,11 +48,11 @@ CHANGES = {
     "blockwise-is-a-number": (dict(blockwise=1), "its blockwise is 1, not true or false"),
     "losses-are-text": (
         dict(window_losses="1.0"),
-        "its window_losses is '1.0', not a list of numbers",
+        "its window_losses is '1.0', not a list of numbers or null",
     ),
     "a-loss-of-many-is-null": (
         dict(window_losses=[1.0, None]),
-        "its window_losses is not a list of numbers",
+        "its window_losses is not a list of numbers or null",
     ),
     "too-few-windows": (dict(window_losses=[1.0]), "it has 1 window_losses of 2 windows"),
     "windows-of-another-loss": (
