@@ -14,6 +14,7 @@ import torch
 from megatron.config import Config, load
 from megatron.config.document import help_text
 from megatron.config.read import is_override
+from megatron.errors import visible
 from megatron.last_resort import LastResort
 from megatron.parallel.grid import left_at_the_end
 from megatron.training.saved import find
@@ -167,15 +168,24 @@ def print_notes(notes: Sequence[str]) -> None:
         others = [note for note in notes if note not in without_effect]
         notes = [*others, f"accepted, have no effect here: {', '.join(keys)}"]
     for note in notes:
-        print(f"note: {note}", file=sys.stderr)
+        print(f"note: {visible(note)}", file=sys.stderr)
 
 
 def _is_first() -> bool:
     return os.environ.get("RANK", "0") == "0"
 
 
+class _Visible(logging.Formatter):
+    """The message alone; names in it cannot control the terminal."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return visible(super().format(record))
+
+
 def _start_logging() -> None:
     """Messages of the package go to stderr, from the first process only."""
-    logging.basicConfig(format="%(message)s", level=logging.WARNING)
+    handler = logging.StreamHandler()
+    handler.setFormatter(_Visible("%(message)s"))
+    logging.basicConfig(handlers=[handler], level=logging.WARNING)
     level = logging.INFO if _is_first() else logging.ERROR
     logging.getLogger("megatron").setLevel(level)

@@ -2,6 +2,7 @@
 
 import difflib
 import errno
+import re
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -27,6 +28,8 @@ CURES = {
     errno.ESTALE: DEVICE,
 }
 """What to do about a fault of a disk or a path, by its errno."""
+CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069]")
+"""Characters that tell a terminal what to do or turn the direction of a line."""
 
 
 class UserError(ValueError):
@@ -50,6 +53,19 @@ def cannot_write(place: str | Path, fault: OSError) -> UserError:
     reason = fault.strerror or str(fault)
     what_to_do = cure(fault) or "choose another place"
     return UserError(f"{place}: cannot be written ({reason}) - {what_to_do}")
+
+
+def visible(text: str) -> str:
+    """The text with its control characters written out as \\x1b, without those that end lines.
+
+    A name of a file from elsewhere must not colour, clear or rewrite the screen.
+    """
+    return CONTROL.sub(_written_out, text)
+
+
+def _written_out(match: re.Match[str]) -> str:
+    character = match[0]
+    return character if character in "\n\t" else ascii(character)[1:-1]
 
 
 def closest(name: str, names: Iterable[str]) -> str | None:

@@ -111,6 +111,22 @@ def write_text(path: Path, text: str) -> None:
         temporary.write_text(text, encoding="utf-8", newline="")
 
 
+def read_small(path: Path, most: int) -> bytes:
+    """The contents of a regular file that may come from anywhere.
+
+    OSError where it cannot be read, is a pipe or a device, which may never end, or has more than
+    `most` bytes.
+    """
+    if os.path.exists(path) and not os.path.isfile(path):
+        raise OSError(errno.EINVAL, "it is no regular file", str(path))
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    with open(descriptor, "rb") as file:
+        content = file.read(most + 1)
+    if len(content) > most:
+        raise OSError(errno.EFBIG, f"it has more than {most:,} bytes", str(path))
+    return content
+
+
 def sync(path: Path) -> None:
     """Wait until a file is on the disk: a rename must not overtake the contents."""
     with path.open("rb") as file:

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import IO, ParamSpec
 
 from megatron.commit import commit
-from megatron.errors import UserError, cannot_write, cure
+from megatron.errors import UserError, cannot_write, cure, visible
 
 HEAD_START = 5  # seconds in which the first process may report a fault that all have
 FAILED = 1
@@ -141,9 +141,9 @@ def print_fault(text: str, *, consequence: bool = False) -> None:
 
 
 def print_line(text: str) -> None:
-    """Print to stderr, where there is one."""
+    """Print to stderr, where there is one; names in the text cannot control the terminal."""
     try:
-        print(text, file=sys.stderr, flush=True)
+        print(visible(text), file=sys.stderr, flush=True)
     except OSError:  # closed, full, or without a reader: the exit status still tells
         _forget(sys.stderr)
 

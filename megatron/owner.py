@@ -16,7 +16,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
 
-from megatron.errors import UserError
+from megatron.errors import UserError, cannot_write
 from megatron.files import remove_litter
 from megatron.process import Process, this_process
 
@@ -90,11 +90,11 @@ class _Lock:
         try:
             self.file.parent.mkdir(parents=True, exist_ok=True)
         except OSError as fault:
-            raise UserError(self._impossible("made", fault)) from None
+            raise cannot_write(f"{self.key}: {self.path}", fault) from None
         try:
             self.descriptor, locked = self._open()
         except OSError as fault:
-            raise UserError(self._impossible("written", fault)) from None
+            raise cannot_write(f"{self.key}: {self.path}", fault) from None
         # A forked process must not keep the lock when this one is killed.
         os.register_at_fork(after_in_child=self._forget)
         before = _read(self.descriptor)
@@ -141,10 +141,6 @@ class _Lock:
         if self.descriptor is not None:
             os.close(self.descriptor)
             self.descriptor = None
-
-    def _impossible(self, what: str, fault: OSError) -> str:
-        reason = fault.strerror or str(fault)
-        return f"{self.key}: {self.path} cannot be {what} ({reason}) - choose another {self.kind}"
 
     def _in_use(self, owner: Process | None) -> str:
         who = "another process" if owner is None else _who(owner)

@@ -259,11 +259,3 @@ def test_litter_of_folders_and_of_files_that_belong_together_is_removed_too(tmp_
     with folder_beside(tmp_path / "maps"):
         pass
     assert names(tmp_path) == ["a.bin", "a.idx", "maps"]
-
-
-def test_owning_a_folder_takes_no_time(tmp_path):
-    start = time.perf_counter()
-    for _ in range(20):
-        with owned_folder(tmp_path, "save"):
-            pass
-    assert (time.perf_counter() - start) / 20 < 0.02

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.config.read import read_file
-from megatron.errors import UserError
+from megatron.errors import UserError, visible
 from megatron.last_resort import guarded
 from megatron.training.manifest import (
     SETTINGS,
@@ -55,7 +55,7 @@ def main(argv: list[str] | None = None) -> int:
     if step_of(folder) is None:
         return _show_run(folder, quick=options.quick)
     line = line_of(folder, quick=options.quick)
-    print(table([line.cells]))
+    print(visible(table([line.cells])))
     return _end(line.faults)
 
 
@@ -68,7 +68,7 @@ def _show_run(run: Path, *, quick: bool) -> int:
     lines = [line_of(folder_of(run, step), quick=quick) for step in steps]
     faults = [fault for line in lines for fault in line.faults]
     if lines:
-        print(table([line.cells for line in lines]))
+        print(visible(table([line.cells for line in lines])))
     step, note = pointed(run)
     if steps:
         print(f"latest: step {step}" + (f" ({run / 'latest'} {note})" if note else ""))
@@ -81,8 +81,8 @@ def _show_run(run: Path, *, quick: bool) -> int:
 
 
 def _end(faults: Sequence[str]) -> int:
-    for fault in faults:
-        print(fault)
+    for line in faults:
+        print(visible(line))
     return 1 if faults else 0
 
 

@@ -1,5 +1,6 @@
 """From files and `key=value` words to plain dictionaries with underscored keys."""
 
+import errno
 import os
 import re
 from collections.abc import Callable, Sequence
@@ -19,6 +20,7 @@ from megatron.config.safe_yaml import (
 )
 from megatron.config.schema import KEYS, SECTIONS
 from megatron.errors import closest
+from megatron.files import read_small
 
 OVERRIDE = re.compile(r"([A-Za-z_][\w.-]*)=(.*)", re.DOTALL)
 SUFFIXES = ("", ".yml", ".yaml")
@@ -84,15 +86,15 @@ def read_file(path: Path) -> dict[str, Any]:
 def read_text(path: Path) -> str:
     """A configuration file's text; ValueError where it is not a file of text, or a huge one."""
     try:
-        with open(path, "rb") as file:
-            content = file.read(MOST_BYTES + 1)
+        content = read_small(path, MOST_BYTES)
     except OSError as fault:
+        if fault.errno == errno.EFBIG:
+            raise ValueError(
+                f"{path}: has more than {MOST_BYTES:,} bytes;"
+                " is it the configuration that you mean?"
+            ) from None
         reason = fault.strerror
         raise ValueError(f"{path}: cannot be read ({reason}); name another file") from None
-    if len(content) > MOST_BYTES:
-        raise ValueError(
-            f"{path}: has more than {MOST_BYTES:,} bytes; is it the configuration that you mean?"
-        )
     try:
         return content.decode("utf-8")
     except UnicodeDecodeError as fault:

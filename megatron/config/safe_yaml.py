@@ -5,6 +5,8 @@ from typing import Any, NamedTuple
 
 import yaml
 
+from megatron.errors import visible
+
 MOST_BYTES = 200_000  # of one file; the largest shipped one has 5,000
 MOST_VALUES = 5_000  # of one text, with every alias written out
 DEEPEST = 50
@@ -77,6 +79,8 @@ class _Loader(yaml.SafeLoader):
         text = self.construct_yaml_str(node)
         if any("\ud800" <= character <= "\udfff" for character in text):
             raise _refused(node, "half of a surrogate pair, which is no character")
+        if visible(text) != text:
+            raise _refused(node, f"a control character in {ascii(text)[:60]}")
         return text
 
 

@@ -6,10 +6,12 @@ from pathlib import Path
 from typing import Any
 
 from megatron.errors import UserError
+from megatron.files import read_small
 from megatron.positions import FILES, fingerprint, load_file
 
 KEY = "pos_emb_file"
 COPY = "pos_emb_file.py"
+LARGEST = 1 << 24  # bytes of such a file
 
 
 def run_user_file(sources: Sequence[tuple[str, dict[str, Any]]]) -> str | None:
@@ -33,7 +35,7 @@ def kept(folder: Path) -> str:
     """The text in a checkpoint's folder; UserError unless the user has had the same text run."""
     copy = folder / COPY
     try:
-        text = copy.read_bytes().decode("utf-8")
+        text = read_small(copy, LARGEST).decode("utf-8")
     except (OSError, UnicodeDecodeError):
         raise UserError(
             f"{KEY}: {copy} is missing or is not text; copy the checkpoint again"

@@ -4,8 +4,11 @@ from pathlib import Path
 from typing import Any
 
 from megatron.data.stored import REMAKE, sha256_of
-from megatron.errors import UserError
+from megatron.errors import CONTROL, UserError
+from megatron.files import read_small
 from megatron.strict_json import parse
+
+LARGEST = 1 << 28  # bytes; a list of a million sources has 200 MB
 
 
 def read_sidecar(path: Path, documents: int, tokens: int) -> dict[str, Any]:
@@ -16,7 +19,7 @@ def read_sidecar(path: Path, documents: int, tokens: int) -> dict[str, Any]:
     if not path.is_file():
         return {}
     try:
-        meta = parse(path.read_bytes())
+        meta = parse(read_small(path, LARGEST))
         described = (meta["documents"], meta["tokens"])
         _check_sidecar(meta)
     except OSError as fault:
@@ -42,6 +45,8 @@ def _check_sidecar(meta: dict[str, Any]) -> None:
     wrong = [key for key, kind in kinds.items() if not isinstance(meta.get(key, kind()), kind)]
     if wrong:
         raise TypeError(wrong[0])
+    if CONTROL.search(meta.get("corpus", "")):  # every row of results repeats it
+        raise ValueError("corpus")
     for source in meta.get("sources", []):
         if not isinstance(source["sha256"], str):
             raise TypeError("sources")

@@ -7,7 +7,7 @@ from typing import Any
 from megatron.commit import commit
 from megatron.config import Config
 from megatron.data.tokens import TokenFile
-from megatron.errors import UserError
+from megatron.errors import CONTROL, UserError
 from megatron.evaluation.agreement import check_finite, check_same_model, check_same_tokenizer
 from megatron.evaluation.resume import code_fingerprint, file_fingerprint
 from megatron.model import GPT, AttentionSettings
@@ -97,6 +97,8 @@ def opened(config: Config | None, folder: str | Path | None, step: int | None) -
     folder = folder or checkpoint_folder(config, step)
     model, trained, record = load_for_evaluation(folder, step)
     path = Path(record["path"])
+    if CONTROL.search(str(path)):  # every row repeats it
+        raise UserError(f"checkpoint: {path} has a control character in its name - rename it")
     check_finite(model, path)
     config = config or trained
     names_data = config if config.data.data_path else trained

@@ -1,17 +1,19 @@
 """What lies beside the rows of a checkpoint: its configuration, its training log, its encoding."""
 
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import yaml
 from torch import Tensor
 
 from megatron.config import Config, load
 from megatron.config.keys import all_keys
-from megatron.config.user_file import COPY
+from megatron.config.read import read_file
+from megatron.config.user_file import COPY, LARGEST
 from megatron.errors import UserError
+from megatron.files import read_small
 from megatron.model import GPT
 from megatron.positions import FILES, REGISTRY, Position, fingerprint
 from megatron.results.log import Record, training_log
@@ -81,7 +83,8 @@ def evidence_of(name: str, files: Sequence[Path], config_hash: str | None = None
         found.learned = model.learned()
     except UserError as fault:
         found.gaps.append(Gap(name, _cause(fault, folder, saved)))
-    logs = Path(saved.get("log_dir") or folder.parent)
+    log_dir = saved.get("log_dir")
+    logs = Path(log_dir) if isinstance(log_dir, str) and log_dir else folder.parent
     try:
         found.metrics = training_log(logs / "metrics.jsonl")
     except (OSError, ValueError) as fault:
@@ -101,7 +104,7 @@ def folder_of(name: str, files: Sequence[Path], config_hash: str | None = None) 
     configuration must be equal.
     """
     path = Path(name)
-    if (path / "checkpoint.json").exists():
+    if os.path.exists(path / "checkpoint.json"):  # Path's method raises for a name too long
         return path
     for file in files:
         for place in (file.parent.parent / path.name, file.parent / Path(*path.parts[-2:])):
@@ -122,10 +125,9 @@ def _is_of(folder: Path, config_hash: str | None) -> bool:
 def _saved(folder: Path) -> dict[str, Any]:
     """config.yml as it was saved, which needs no encoding; empty where it cannot be read."""
     try:
-        saved = yaml.safe_load((folder / "config.yml").read_text(encoding="utf-8"))
-    except (OSError, ValueError, yaml.YAMLError):
+        return read_file(folder / "config.yml")
+    except ValueError:
         return {}
-    return saved if isinstance(saved, dict) else {}
 
 
 def _settings(flat: Mapping[str, Any]) -> dict[str, Any]:
@@ -144,7 +146,7 @@ def _configuration(folder: Path, saved: Mapping[str, Any]) -> tuple[Config, int]
         config, meta = read_meta(folder)
         return config, meta["vocab"]
     config = load([folder / "config.yml"], ["pos_emb_file=null"])
-    code = (folder / COPY).read_bytes().decode("utf-8")
+    code = read_small(folder / COPY, LARGEST).decode("utf-8")
     record = read_record(folder)
     if replace(config, pos_emb_code=code).hash != record["config_hash"]:
         raise UserError(f"{folder}/config.yml: it was edited after training")
@@ -161,7 +163,7 @@ def _cause(fault: UserError, folder: Path, saved: Mapping[str, Any]) -> str:
 def _needs_own_code(folder: Path) -> bool:
     """Whether the checkpoint keeps a file of encodings that this process has not run."""
     try:
-        text = (folder / COPY).read_bytes().decode("utf-8")
+        text = read_small(folder / COPY, LARGEST).decode("utf-8")
     except (OSError, UnicodeDecodeError):
         return False
     return fingerprint(text) not in FILES

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from typing import Any, Required, Union, get_args, get_origin, get_type_hints
 
+from megatron.errors import CONTROL
 from megatron.results.row import BLOCK, Row
 from megatron.results.statistics import perplexity_of
 
@@ -30,6 +31,9 @@ def fault_of(line: Mapping[str, Any], kind: type) -> str | None:
     kind: the TypedDict that describes such lines
     Keys that it does not know may hold anything.
     """
+    for text in _texts(line):
+        if CONTROL.search(text):
+            return f"it has a control character in {ascii(text)[:60]}"
     for key, expected in _types(kind).items():
         if key in line and not _fits(line[key], expected):
             return _misfit(key, line[key], _words(expected))
@@ -39,6 +43,18 @@ def fault_of(line: Mapping[str, Any], kind: type) -> str | None:
     if kind is Row:
         return next(_disagreements(line), None)
     return None
+
+
+def _texts(value: Any) -> Iterator[str]:
+    """Every text in a value, keys included. Tables repeat them on the terminal."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, list):
+        for one in value:
+            yield from _texts(one)
+    elif isinstance(value, Mapping):
+        yield from _texts(list(value))
+        yield from _texts(list(value.values()))
 
 
 def _misfit(key: str, value: Any, expected: str) -> str:

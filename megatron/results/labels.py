@@ -11,6 +11,8 @@ from megatron.results.row import (
     KIND,
     KIND_LABELS,
     LABELS,
+    TRAINED,
+    VARIANT,
     AnyQuestion,
     Facts,
     Question,
@@ -45,9 +47,26 @@ def with_sweeps(rows: Sequence[AnyQuestion]) -> list[AnyQuestion]:
 
 
 def axes_of(rows: Sequence[Question]) -> tuple[str, ...]:
-    """The axes of the rows' sweeps that say more than the keys of the rows do."""
-    axes = dict.fromkeys(axis for row in rows for axis in row.get("cell") or {})
-    return tuple(axis for axis in axes if axis not in KEYS and not _repeats_a_key(axis, rows))
+    """The axes of the rows' sweeps that say more than the keys of the rows do.
+
+    An axis such as window is called `trained window` if a model was evaluated with another one.
+    """
+    names: list[str] = []
+    for axis in dict.fromkeys(axis for row in rows for axis in row.get("cell") or {}):
+        if axis in VARIANT and any(_was_changed(axis, row) for row in rows):
+            names.append(f"{TRAINED}{axis}")
+        elif axis not in KEYS and not _repeats_a_key(axis, rows):
+            names.append(axis)
+    return tuple(names)
+
+
+def _was_changed(axis: str, row: Question) -> bool:
+    """Whether a row was evaluated with another value than that of its cell."""
+    cell = row.get("cell") or {}
+    if axis not in cell:
+        return False
+    as_trained = with_facts(row, {axis: cell[axis]})
+    return value_of(row, axis) != value_of(as_trained, axis)
 
 
 def _repeats_a_key(axis: str, rows: Sequence[Question]) -> bool:

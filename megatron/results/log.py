@@ -3,8 +3,11 @@
 from pathlib import Path
 from typing import Required, TypedDict, cast
 
+from megatron.files import read_small
 from megatron.results.check import fault_of
 from megatron.strict_json import parse
+
+LARGEST = 1 << 30  # bytes of a log: a record of every step of a million has 250 MB
 
 
 class Record(TypedDict, total=False):
@@ -27,7 +30,7 @@ def training_log(path: Path) -> list[Record]:
     OSError where it cannot be read; ValueError, with the number of the line, where it is damaged.
     A last line without its end was cut off by a kill: it is left out.
     """
-    *lines, _ = path.read_bytes().split(b"\n")
+    *lines, _ = read_small(path, LARGEST).split(b"\n")
     records = []
     for number, line in enumerate(lines, 1):
         try:

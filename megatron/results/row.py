@@ -12,6 +12,7 @@ from typing import Any, Required, TypedDict, TypeVar, cast
 
 Facts = dict[str, Any]  # some keys of a row
 CORPUS_AXIS = "data"  # the axis of a sweep that names the corpus to train on
+TRAINED = "trained "  # before the name of an axis that evaluation may change, such as window
 
 # Scored targets of a block, where a row does not say otherwise. Files rely on it: never change it.
 BLOCK = 512
@@ -223,7 +224,7 @@ def value_of(row: Question, key: str) -> Any:
 
 
 def _value_on_axis(row: Question, axis: str) -> str | None:
-    value = (row.get("cell") or {}).get(axis)
+    value = (row.get("cell") or {}).get(axis.removeprefix(TRAINED))
     if value is None or value == row.get("corpus"):
         return None
     return str(value)

@@ -17,7 +17,7 @@ from megatron.config.faults import Report
 from megatron.config.paths import resolve_inputs
 from megatron.config.read import find_file, read_file
 from megatron.config.schema import KEYS
-from megatron.errors import UserError, did_you_mean
+from megatron.errors import CONTROL, UserError, did_you_mean
 from megatron.files import ROOT
 from megatron.results.reproduce import first_of
 
@@ -177,6 +177,8 @@ def _faults_of_axes(grid: Mapping[str, Any]) -> list[str]:
             faults.append(
                 f"grid: {axis} has no values; give a list, or a mapping of names to settings"
             )
+        elif any(CONTROL.search(str(choice)) for choice in choices):
+            faults.append(f"grid: a value of {axis} has a control character; write it without")
         elif isinstance(choices, dict):
             faults += _not_mappings(f"grid: {axis}: ", choices)
     count = math.prod(len(choices) for choices in grid.values() if isinstance(choices, list | dict))
@@ -195,6 +197,11 @@ def _faults_of_lists(parts: Mapping[str, Any]) -> list[str]:
         for point in parts.get(key, []):
             if not isinstance(point, dict):
                 faults.append(f"{key}: {point} is no point of the grid; write {{axis: value}}")
+    for label in parts.get("evaluate", {}):
+        if re.fullmatch(r"[\w.+-]+", label) is None:
+            faults.append(
+                f"evaluate: {label!a} names a file - use letters, digits and . _ + - alone"
+            )
     return faults + _not_mappings("evaluate: ", parts.get("evaluate", {}))
 
 
@@ -229,9 +236,14 @@ def _points(parts: Mapping[str, Any], path: Path) -> list[Values]:
 
 
 def _check_names(points: Sequence[Values], path: Path) -> None:
-    """Refuse two cells with one folder: they would train into each other."""
+    """Refuse two cells with one folder: they would train into each other; and none of its own."""
     counts = collections.Counter(map(_name, points))
     for name, count in counts.items():
+        if name.strip(".") == "":
+            raise UserError(
+                f"{path}: a cell would be called '{name}', which names no folder of its own"
+                " - give its value a name of letters and digits"
+            )
         if count > 1:
             raise UserError(
                 f"{path}: {count} cells are called {name}, which names their folder - give every"

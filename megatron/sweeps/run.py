@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 
-from megatron.errors import UserError
+from megatron.errors import UserError, visible
 from megatron.files import ROOT, write_text
 from megatron.parallel.tied import tied
 from megatron.sweeps.lock import held
@@ -227,7 +227,7 @@ def _finish(cell: Cell, evaluation: Evaluation) -> None:
 
 def _reason(script: str, status: int, last_line: str) -> str:
     """Why a script failed, from its exit status and the last line of its log."""
-    reason = last_line or f"{script} ended with status {status}"
+    reason = visible(last_line) or f"{script} ended with status {status}"
     if status < 0:
         return f"killed by {signal.Signals(-status).name}; {reason}"
     return reason

@@ -189,6 +189,8 @@ def keep_weights_only(folder: Path) -> None:
     """
     for step in steps_in(folder):
         path = folder_of(folder, step)
+        if path.is_symlink():  # it belongs to another run
+            continue
         try:
             record = read_record(path)
         except Damaged as damage:

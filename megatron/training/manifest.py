@@ -8,6 +8,7 @@ import hashlib
 import json
 import logging
 import math
+import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -16,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.errors import UserError
-from megatron.files import write_text
+from megatron.files import read_small, write_text
 
 logger = logging.getLogger(__name__)
 
@@ -72,7 +73,7 @@ def _sum_of(text: bytes) -> str:
 def read_record(path: Path) -> dict[str, Any]:
     """checkpoint.json of a folder global_stepN; Damaged where it is not as it was written."""
     file = path / RECORD
-    if not file.exists():
+    if not os.path.exists(file):  # Path's method raises for a name that is too long
         raise Damaged([f"{file}: is missing"])
     record = _parsed(file)
     wrong = [key for key, is_right in KINDS.items() if key in record and not is_right(record[key])]
@@ -90,9 +91,7 @@ def read_record(path: Path) -> dict[str, Any]:
 def _parsed(file: Path) -> dict[str, Any]:
     """The record in a file whose text has the sum that it says, or says none at all."""
     try:
-        if file.stat().st_size > LARGEST_RECORD:
-            raise ValueError(f"more than {LARGEST_RECORD:,} bytes")
-        text = file.read_bytes()
+        text = read_small(file, LARGEST_RECORD)
         record = json.loads(text.decode("utf-8"))
     except (OSError, ValueError, RecursionError) as fault:
         raise Damaged([f"{file}: not readable ({_short(fault)})"]) from None
@@ -219,6 +218,8 @@ def _absent(path: Path, names: Iterable[str]) -> list[str]:
             faults.append(f"{file}: is missing")
         elif not file.stat().st_size:
             faults.append(f"{file}: is empty")
+    pipes = [file for file in path.glob(ENGINE_STATE) if not file.is_file()]
+    faults += [f"{file}: is no file" for file in pipes]
     return sorted(faults)
 
 

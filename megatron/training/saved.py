@@ -2,16 +2,16 @@
 
 import logging
 import os
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 
 from megatron.errors import UserError
-from megatron.files import remove
+from megatron.files import read_small, remove
 from megatron.training.manifest import FOLDER, RECORD
 
 logger = logging.getLogger(__name__)
 
+LONGEST_POINTER = 4096  # bytes of `latest`
 LEFTOVERS = ("partial_step*", "removing_*")  # of a process that died while it saved or deleted
 
 
@@ -80,8 +80,7 @@ def pointed(run: Path) -> tuple[int | None, str | None]:
 def _named(pointer: Path) -> tuple[int | None, str | None]:
     """(the step that the file `latest` names, what is wrong with the file)."""
     try:
-        with pointer.open("rb") as file:
-            content = file.read(100)
+        content = read_small(pointer, LONGEST_POINTER)
     except OSError as fault:
         return None, f"cannot be read ({fault.strerror})"
     if not content.strip():
@@ -157,8 +156,11 @@ def remove_unfinished(run: Path) -> None:
 
 
 def remove_checkpoint(path: Path) -> None:
-    """Delete a checkpoint. It is renamed first, so that a half deleted one never looks complete."""
-    if path.exists():
+    """Delete a checkpoint. It is renamed first, so that a half deleted one never looks complete.
+
+    Of a link to another run's checkpoint the link is deleted.
+    """
+    if os.path.lexists(path):
         renamed = path.with_name(f"removing_{path.name}")
         path.rename(renamed)
-        shutil.rmtree(renamed)
+        remove(renamed)

@@ -117,11 +117,16 @@ FILES = [
         'save: "\\ud800"',
         "bad.yml:1: not valid YAML: half of a surrogate pair, which is no character",
     ),
-    of_file("escapes in a key", '"\\e[31mred\\nkey": 1', f"\\x1b[31mred\\nkey: {NO_SUCH_KEY}"),
+    of_file(
+        "escapes in a key",
+        '"\\e[31mred\\nkey": 1',
+        "bad.yml:1: not valid YAML: a control character in '\\x1b[31mred\\nkey'",
+    ),
+    of_file("line end in a key", '"red\\nkey": 1', f"red\\nkey: {NO_SUCH_KEY}"),
     of_file(
         "escapes in a value",
         'seed: "\\e[31mred"',
-        "seed: must be a whole number, got '\\x1b[31mred'",
+        "bad.yml:1: not valid YAML: a control character in '\\x1b[31mred'",
     ),
     of_file(
         "long value",

@@ -30,19 +30,21 @@ CASES: list[Case] = [
     Case(
         "save-names-a-file",
         [*TRAIN, "save=run/deep"],
-        "save: run/deep cannot be made (Not a directory) - choose another folder",
+        "save: run/deep: cannot be written (Not a directory)"
+        " - a part of this path is a file: choose another place",
         files={"run": "a file"},
     ),
     Case(
         "log-dir-names-a-file",
         [*TRAIN, "log_dir=logs"],
-        "log_dir: logs cannot be made (File exists) - choose another folder",
+        "log_dir: logs: cannot be written (File exists)"
+        " - it is in the way: move it, or choose another place",
         files={"logs": "a file"},
     ),
     Case(
         "link-in-the-place-of-the-lock",
         TRAIN,
-        "save: run cannot be written (Too many levels of symbolic links) - choose another folder",
+        "save: run: cannot be written (Too many levels of symbolic links) - choose another place",
         prepare=link_in_the_place_of_the_lock,
     ),
     Case(

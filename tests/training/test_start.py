@@ -86,7 +86,7 @@ def test_a_save_folder_that_cannot_be_made_is_refused_before_training(grid, corp
     (tmp_path / "file").touch()
     with pytest.raises(
         UserError,
-        match=r"save: .*file/run cannot be made \(Not a directory\) - choose another folder",
+        match=r"save: .*file/run: cannot be written \(Not a directory\)",
     ):
         train(
             load(

@@ -1,0 +1,221 @@
+"""Files of a stranger: they make nothing hang, reach nothing else, and control no terminal."""
+
+import json
+import logging
+import os
+import signal
+import struct
+
+import pytest
+
+from megatron.data.sidecar import read_sidecar
+from megatron.entry import _Visible
+from megatron.errors import UserError, visible
+from megatron.evaluation.opened import opened
+from megatron.files import read_small
+from megatron.last_resort import print_line
+from megatron.report.evidence import NOT_FOUND, evidence_of
+from megatron.results.files import read_results
+from megatron.results.labels import kinds
+from megatron.sweeps.plan import load_sweep
+from megatron.training.checkpoint import keep_weights_only
+from megatron.training.manifest import faults_of
+from megatron.training.saved import chosen, pointed, remove_checkpoint
+from tests.results.rows import rows
+from tests.support import make_checkpoint
+
+ESCAPE = "\x1b[2J"  # clears a terminal
+READ_BY_PAGES = ("checkpoint.json", "config.yml", "model.safetensors", "pos_emb_file.py")
+
+
+@pytest.fixture(autouse=True)
+def soon():
+    """What waits for a pipe is ended by TimeoutError."""
+
+    def late(number, frame):
+        raise TimeoutError("it waits")
+
+    before = signal.signal(signal.SIGALRM, late)
+    signal.alarm(30)
+    yield
+    signal.alarm(0)
+    signal.signal(signal.SIGALRM, before)
+
+
+@pytest.fixture
+def step(corpus, tmp_path):
+    """A checkpoint's folder without sums, as a stranger may write it."""
+    folder = make_checkpoint(tmp_path / "run", corpus) / "global_step5"
+    file = folder / "checkpoint.json"
+    record = json.loads(file.read_text())
+    file.write_text(json.dumps({key: record[key] for key in ("step", "config_hash", "vocab")}))
+    return folder
+
+
+@pytest.mark.parametrize("name", [*READ_BY_PAGES, "../metrics.jsonl"])
+@pytest.mark.parametrize("kind", ["pipe", "device"])
+def test_a_page_waits_for_no_pipe_and_reads_no_device(name, kind, step):
+    place = step / name
+    place.unlink(missing_ok=True)
+    if kind == "pipe":
+        os.mkfifo(place)
+    else:
+        place.symlink_to("/dev/zero")
+    evidence = evidence_of(str(step), [])
+    assert evidence.metrics == []
+    assert evidence.gaps
+
+
+@pytest.mark.parametrize("name", ["x" * 5000, "a/" * 3000, "a\0b", "/", "..", "../" * 50])
+def test_the_name_of_a_checkpoint_in_a_row_may_be_anything(name, tmp_path):
+    (gap,) = evidence_of(name, [tmp_path / "rows.jsonl"]).gaps
+    assert gap.cause == NOT_FOUND
+
+
+def test_a_row_that_names_another_file_shows_nothing_of_it(step, tmp_path):
+    """Only keys of the configuration and records of training are taken."""
+    secret = tmp_path / "secret"
+    secret.write_text("token: hunter2\n")
+    for name in ("config.yml", "model.safetensors"):
+        (step / name).unlink()
+        (step / name).symlink_to(secret)
+    (step.parent / "metrics.jsonl").symlink_to(secret)
+    for name in (str(secret), str(step)):
+        assert "hunter2" not in repr(evidence_of(name, []))
+
+
+@pytest.mark.parametrize("value", ["5", "[a]", "{a: b}"])
+def test_a_log_dir_that_is_no_text_is_no_folder(value, step):
+    with (step / "config.yml").open("a") as file:
+        file.write(f"\nlog_dir: {value}\n")
+    assert evidence_of(str(step), []).gaps
+
+
+@pytest.mark.parametrize("text", ["&a [*a]", "a: " + "[" * 100, "a: !!python/name:os.system"])
+def test_a_hostile_configuration_of_a_checkpoint_is_a_gap(text, step):
+    (step / "config.yml").write_text(text)
+    evidence = evidence_of(str(step), [])
+    assert evidence.settings == {}
+    assert any("config.yml" in gap.cause for gap in evidence.gaps)
+
+
+@pytest.mark.parametrize("size", [2**63, 10**8, 2**40])
+def test_a_header_of_weights_of_absurd_size_is_refused(size, step):
+    (step / "model.safetensors").write_bytes(struct.pack("<Q", size) + b"{}" * 50)
+    (gap, _) = evidence_of(str(step), []).gaps
+    assert "model.safetensors: cannot be read" in gap.cause
+
+
+def test_latest_and_the_state_of_the_engine_may_be_pipes(step):
+    os.mkfifo(step.parent / "latest")
+    assert pointed(step.parent) == (5, "cannot be read (it is no regular file)")
+    assert chosen(step.parent) == step
+    os.mkfifo(step / "mp_rank_00_model_states.pt")
+    assert faults_of(step) == [f"{step}/mp_rank_00_model_states.pt: is no file"]
+
+
+def test_links_in_the_place_of_checkpoints_reach_no_other_run(step, tmp_path):
+    state = step / "mp_rank_00_model_states.pt"
+    state.write_text("another run's")
+    record = (step / "checkpoint.json").read_text()
+    mine = tmp_path / "mine"
+    mine.mkdir()
+    link = mine / "global_step5"
+    for target in (step, tmp_path / "nowhere"):
+        link.symlink_to(target)
+        keep_weights_only(mine)
+        remove_checkpoint(link)
+        assert list(mine.iterdir()) == []
+    assert state.exists()
+    assert (step / "checkpoint.json").read_text() == record
+
+
+def test_links_inside_a_checkpoint_go_without_what_they_name(step, tmp_path):
+    precious = tmp_path / "precious"
+    precious.mkdir()
+    (precious / "text").write_text("text")
+    (step / "folder").symlink_to(precious)
+    (step / "x_states.pt").symlink_to(precious / "text")
+    keep_weights_only(step.parent)
+    assert not (step / "x_states.pt").is_symlink()
+    remove_checkpoint(step)
+    assert (precious / "text").read_text() == "text"
+
+
+def test_messages_and_logs_control_no_terminal(capsys):
+    print_line(f"{ESCAPE}a\r\nb\u202e")
+    assert capsys.readouterr().err == "\\x1b[2Ja\\r\nb\\u202e\n"
+    record = logging.LogRecord("megatron", logging.INFO, "", 0, "%s", (ESCAPE,), None)
+    assert _Visible("%(message)s").format(record) == "\\x1b[2J"
+    assert visible("perplexité 漢字 ± …\tü") == "perplexité 漢字 ± …\tü"
+
+
+@pytest.mark.parametrize(
+    "facts",
+    [
+        {"pos_emb": ESCAPE},
+        {"cell": {"a\nb": 1}},
+        {"pos_emb_args": {"kernels": ["\u202e"]}},
+        {"anything": {"deep": [["\x9b2J"]]}},
+    ],
+)
+def test_rows_control_no_terminal(facts, tmp_path):
+    path = tmp_path / "rows.jsonl"
+    (row,) = rows("t5", {512: 9.0})
+    path.write_text(json.dumps(row | facts) + "\n")
+    with pytest.raises(UserError, match=r"line 1: it has a control character in '.*\\.*'") as fault:
+        read_results([path])
+    assert visible(str(fault.value)) == str(fault.value)
+
+
+def test_what_rows_will_repeat_has_no_control_characters(step, tmp_path):
+    sidecar = tmp_path / "text.json"
+    facts = {"documents": 1, "tokens": 2, "corpus": "wiki"}
+    sidecar.write_text(json.dumps(facts))
+    assert read_sidecar(sidecar, 1, 2)["corpus"] == "wiki"
+    sidecar.write_text(json.dumps(facts | {"corpus": ESCAPE}))
+    with pytest.raises(UserError, match="does not describe a token file"):
+        read_sidecar(sidecar, 1, 2)
+    odd = step.parent.rename(tmp_path / ESCAPE)
+    with pytest.raises(UserError, match="has a control character in its name - rename it"):
+        opened(None, str(odd), None)
+
+
+@pytest.mark.parametrize(
+    ("part", "message"),
+    [
+        ("grid: {size: {'..': {hidden_size: 32}}}", "a cell would be called '..', which names"),
+        ("grid: {size: {'.': {hidden_size: 32}}}", "a cell would be called '.', which names"),
+        ("grid: {size: {'': {hidden_size: 32}}}", "a cell would be called '', which names"),
+        ('grid: {size: {"a\\nb": {hidden_size: 32}}}', "a value of size has a control character"),
+        ("grid: {seed: [1]}\nevaluate: {../../x: {}}", "evaluate: '../../x' names a file - use"),
+        ('grid: {seed: [1]}\nevaluate: {"\\e[2J": {}}', "a control character in '.x1b.2J'"),
+        ("grid: {seed: [1]}\nevaluate: {1: {}, 'a b': {}}", "evaluate: 'a b' names a file - use"),
+    ],
+)
+def test_a_sweep_writes_in_its_own_folder_alone(part, message, tmp_path):
+    path = tmp_path / "sweep.yml"
+    path.write_text(part + "\n")
+    with pytest.raises(UserError, match=message):
+        load_sweep(path, tmp_path / "runs")
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_small_file_is_read_whole_and_no_larger_one(tmp_path):
+    path = tmp_path / "file"
+    path.write_bytes(b"1234")
+    assert read_small(path, 4) == b"1234"
+    with pytest.raises(OSError, match="it has more than 3 bytes"):
+        read_small(path, 3)
+    with pytest.raises(OSError, match="it is no regular file"):
+        read_small(tmp_path, 3)
+
+
+def test_models_of_two_windows_stay_two_when_both_are_evaluated_with_a_third():
+    found = []
+    for window in (64, 128):
+        cell = {"window": window, "seed": 1}
+        found += rows("t5", {512: 9.0}, window=256, cell=cell, seed=1, config_hash=str(window))
+    assert list(kinds(found)) == ["t5, trained window 64", "t5, trained window 128"]
+    as_trained = [row | {"window": row["cell"]["window"]} for row in found]
+    assert list(kinds(as_trained)) == ["t5, window 64", "t5, window 128"]
