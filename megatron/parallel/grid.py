@@ -4,7 +4,7 @@ import logging
 import os
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed
 from torch import Tensor
+from torch.distributed import Store  # pyright: ignore[reportPrivateImportUsage]
 
 from megatron.errors import UserError
 from megatron.parallel.loopback import stay_inside, store
@@ -29,6 +30,7 @@ LOST = ("Connection closed by peer", "Connection reset by peer", "Broken pipe")
 HEAD_START = 3.0  # seconds in which a launcher that knows more ends this process
 MEETING = 300.0  # seconds in which the first process must be reached
 SILENT = 10.0  # seconds after which a process says that it waits
+SHOWN = 8  # absent ranks in one message
 PAUSE = 0.2  # seconds between two attempts
 ALONE = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
 
@@ -189,6 +191,8 @@ def _join(backend: str, device: torch.device) -> None:
     place = store()
     if place is not None:
         ranks = int(os.environ["WORLD_SIZE"])
+        if ranks > 1:
+            _call_the_roll(place, number("RANK"), ranks)
         torch.distributed.init_process_group(
             backend,
             store=place,
@@ -199,6 +203,43 @@ def _join(backend: str, device: torch.device) -> None:
             device_id=device if device.type == "cuda" and ranks > 1 else None,
         )
     deepspeed.init_distributed(dist_backend=backend, auto_mpi_discovery=False, verbose=False)
+
+
+def _call_the_roll(place: Store, rank: int, ranks: int) -> None:
+    """Wait, but not for ever, until every rank has come; UserError names those that have not.
+
+    torch would wait for 30 minutes without a word.
+    """
+    place.set(f"here/{rank}", "")
+    begin = time.monotonic()
+    announced = False
+    while not _are_there(place, range(ranks)):
+        waited = time.monotonic() - begin
+        if waited > MEETING:
+            raise UserError(
+                f"{_who_came(place, ranks)} after {MEETING:g} seconds - start all of them with"
+                " this address and port, or let WORLD_SIZE be the number that you start"
+            )
+        if waited > SILENT and rank == 0 and not announced:
+            logger.warning(f"{_who_came(place, ranks)}; waiting up to {MEETING:g} seconds")
+            announced = True
+        time.sleep(PAUSE)
+
+
+def _who_came(place: Store, ranks: int) -> str:
+    absent = [str(rank) for rank in range(ranks) if not _are_there(place, [rank])]
+    shown = ", ".join(absent[:SHOWN])
+    if len(absent) > SHOWN:
+        shown += ", …"
+    meeting_point = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+    return f"ranks: {ranks - len(absent)} of {ranks} have come to {meeting_point}, not {shown}"
+
+
+def _are_there(place: Store, ranks: Iterable[int]) -> bool:
+    try:
+        return place.check([f"here/{rank}" for rank in ranks])
+    except RuntimeError:  # the first has gone, and its store with it
+        raise UserError("ranks: rank 0 has ended, see its message - start all again") from None
 
 
 @contextmanager

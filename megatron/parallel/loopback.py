@@ -25,20 +25,20 @@ def stay_inside() -> None:
 
 
 def store() -> Store | None:
-    """Where the ranks of one machine meet; None where torch or a launcher makes the place.
+    """Where the ranks meet; None where a launcher makes the place. One alone needs no port.
 
-    One rank alone needs no port.
+    It waits for nobody: the first rank has it at once, others if the first can be reached.
     """
     ranks = int(os.environ["WORLD_SIZE"])
     if ranks == 1:
         return HashStore()
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     made_by_launcher = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    if made_by_launcher or not _is_loopback(host):
+    if made_by_launcher:
         return None
     first = os.environ["RANK"] == "0"
-    if not first:
-        return TCPStore(host, port, ranks, is_master=False)
+    if not (first and _is_loopback(host)):
+        return TCPStore(host, port, ranks, is_master=first, wait_for_workers=False)
     listening = socket.create_server((host, port))  # torch closes it
     return TCPStore(
         host,

@@ -1,12 +1,16 @@
 """A disk that is full costs what does not fit, and nothing that was there."""
 
 import json
+import os
+import subprocess
+import sys
 
 import pytest
 
-from megatron.files import write_text
+from megatron.files import Beside, write_text
+from megatron.owner import owned_folder
 from tests.faults.full_disk import fill, make_read_only, on_small_disk
-from tests.support import ROOT, call, run
+from tests.support import ROOT, call, make_checkpoint, run
 
 TINY = [
     "num_layers=2",
@@ -73,3 +77,40 @@ def test_a_command_names_the_file_that_a_disk_refused_and_keeps_the_old_one(
     assert reason in message
     assert str(path.parent) in message
     assert message.count("\n") == 1
+
+
+def test_a_checkpoint_that_cannot_be_written_is_evaluated_into_another_folder(corpus, tmp_path):
+    disk, rows = tmp_path / "disk", tmp_path / "rows.jsonl"
+    disk.mkdir()
+
+    def evaluated() -> list:
+        make_checkpoint(disk / "run", corpus)
+        make_read_only(disk)
+        words = ["evaluate.py", "--checkpoint", disk / "run", "--lengths", "64"]
+        inside = call(*words)
+        outside = call(*words, "--output", rows)
+        return [inside.returncode, inside.stderr, outside.returncode, outside.stderr]
+
+    refused, message, status, errors = on_small_disk(disk, 4 * 1024, evaluated)
+    assert (refused, message.count("\n")) == (1, 1)
+    assert "Traceback" not in message
+    assert status == 0, errors
+    assert json.loads(rows.read_text())["length"] == 64
+
+
+def test_litter_goes_before_anything_is_written_where_the_disk_is_full(tmp_path):
+    dead = subprocess.Popen([sys.executable, "-c", "pass"])
+    dead.wait()
+
+    def owned() -> list:
+        with Beside(tmp_path / "weights") as temporary:
+            litter = temporary.name.replace(f".{os.getpid()}.", f".{dead.pid}.")
+            temporary.touch()
+        (tmp_path / litter).write_bytes(bytes(200 * 1024))
+        fill(tmp_path)
+        with owned_folder(tmp_path, "save"):
+            names = sorted(path.name for path in tmp_path.iterdir())
+            (tmp_path / "weights").write_bytes(bytes(100 * 1024))
+        return names
+
+    assert on_small_disk(tmp_path, 512, owned) == [".owner", "ballast", "weights"]

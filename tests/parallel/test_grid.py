@@ -5,7 +5,7 @@ import socket
 import pytest
 
 from megatron.errors import UserError
-from megatron.parallel import grid
+from megatron.parallel import grid, loopback
 from megatron.parallel.grid import (
     ALONE,
     SCHEDULERS,
@@ -124,6 +124,37 @@ def test_a_first_process_whose_port_is_in_use_says_so(monkeypatch):
             grid._meet(0)
     message = f"MASTER_PORT: another program uses {port} here - choose another port"
     assert str(fault.value) == message
+
+
+def test_the_first_process_says_who_is_missing_and_ends(monkeypatch, caplog):
+    port = free_port()
+    for key, usual in PLACE.items():
+        monkeypatch.setenv(key, usual)
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    monkeypatch.setenv("MASTER_PORT", str(port))
+    monkeypatch.setattr(grid, "MEETING", 0.5)
+    monkeypatch.setattr(grid, "SILENT", 0.1)
+    place = loopback.store()
+    place.set("here/2", "")
+    came = f"ranks: 2 of 3 have come to 127.0.0.1:{port}, not 1"
+    with pytest.raises(UserError) as fault:
+        grid._call_the_roll(place, 0, 3)
+    assert str(fault.value) == (
+        f"{came} after 0.5 seconds - start all of them with this address and port, or let"
+        " WORLD_SIZE be the number that you start"
+    )
+    assert caplog.messages == [f"{came}; waiting up to 0.5 seconds"]
+    place.set("here/1", "")
+    grid._call_the_roll(place, 0, 3)  # all are there
+
+
+def test_the_others_end_with_the_first():
+    place = loopback.TCPStore("127.0.0.1", 0, 2, is_master=True, wait_for_workers=False)
+    other = loopback.TCPStore("127.0.0.1", place.port, 2, is_master=False, wait_for_workers=False)
+    del place
+    with pytest.raises(UserError, match="ranks: rank 0 has ended, see its message - start all"):
+        grid._are_there(other, [0])
 
 
 @pytest.mark.parametrize(("fault", "status"), [(False, 0), (True, 1)])
