@@ -37,14 +37,14 @@ def check(tokenizer, text, size):
     return parts
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(parts=TEXTS, size=st.integers(1, 9))
 def test_pieces_have_the_tokens_of_the_whole(trained, parts, size):
     check(trained, "".join(parts), size)
 
 
 @needs_gpt2
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(parts=TEXTS, size=st.integers(1, 9))
 def test_pieces_have_the_tokens_of_the_whole_with_gpt2(parts, size):
     check(gpt2(), "".join(parts), size)

@@ -1,8 +1,6 @@
 """`deterministic: true` repeats a run bit for bit, and refuses what cannot be repeated."""
 
 import json
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -29,7 +27,7 @@ def deterministic(monkeypatch):
     cudnn.deterministic, cudnn.benchmark = before
 
 
-def test_two_processes_have_the_same_losses_whatever_else_runs(corpus, tmp_path, monkeypatch):
+def test_two_processes_have_the_same_losses(corpus, tmp_path, monkeypatch):
     for name in threads.BY_USER:
         monkeypatch.delenv(name, raising=False)
     words = []
@@ -38,15 +36,8 @@ def test_two_processes_have_the_same_losses_whatever_else_runs(corpus, tmp_path,
         model = ["pos_emb=mep_param", "precision=bf16", "hidden_dropout=0.1", "hidden_size=192"]
         steps = ["train_iters=4", "deterministic=true"]
         words.append(json.dumps([1, tiny(*paths, *model, *steps)]))
-    busy = [subprocess.Popen([sys.executable, "-c", "while True: pass"])]
-    try:
-        done = [run(ROOT / "tests/training/forked.py", words[0])]
-    finally:
-        for process in busy:
-            process.kill()
-            process.wait()
-    done.append(run(ROOT / "tests/training/forked.py", words[1]))
-    assert [one.returncode for one in done] == [0, 0], done
+    done = run(ROOT / "tests/training/forked.py", *words)
+    assert done.returncode == 0, done.stderr
     first, second = records(tmp_path / "first"), records(tmp_path / "second")
     for step in (1, 2, 3, 4):
         for key in ("loss", "grad_norm", "position"):
