@@ -5,7 +5,7 @@ import hashlib
 import itertools
 import json
 import logging
-import math
+import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -13,28 +13,18 @@ from pathlib import Path
 from typing import Any
 
 from megatron.config import Config, load
-from megatron.config.faults import Report
+from megatron.config.faults import Report, shortened
 from megatron.config.paths import resolve_inputs
 from megatron.config.read import find_file, read_file
 from megatron.config.schema import KEYS
-from megatron.errors import CONTROL, UserError, did_you_mean
+from megatron.errors import UserError, did_you_mean
 from megatron.files import ROOT
 from megatron.results.reproduce import first_of
+from megatron.sweeps.form import LONGEST_NAME, check_form
 
 logger = logging.getLogger(__name__)
 
 SHIPPED = ROOT / "configs" / "sweeps"
-PARTS: dict[str, type] = {
-    "base": list,
-    "settings": dict,
-    "grid": dict,
-    "exclude": list,
-    "extra": list,
-    "evaluate": dict,
-    "keep_optimizer_states": bool,
-}
-MOST_CELLS = 10_000
-KINDS = {list: "a list", dict: "a mapping", bool: "true or false"}
 Values = dict[str, Any]  # a point of the grid: {axis: value}
 
 
@@ -102,7 +92,7 @@ def load_sweep(
         parts = read_file(file)
     except ValueError as fault:
         raise UserError(f"sweep: {fault}") from None
-    _check_parts(parts, file)
+    check_form(parts, file)
     home = Path(folder) if folder else Path("runs/sweeps") / file.stem
     cells: list[Cell] = []
     broken: dict[str, str] = {}
@@ -153,66 +143,6 @@ def find_sweep(name: str | Path) -> Path:
     raise ValueError(f"{name}: no such file (looked in {Path.cwd()} and {SHIPPED}) - {hint}")
 
 
-def _check_parts(parts: Mapping[str, Any], path: Path) -> None:
-    """Raise UserError with all that is wrong with the form of a sweep file."""
-    names = ", ".join(sorted(PARTS))
-    faults = [f"{key}: no such part; a sweep has {names}" for key in parts.keys() - PARTS.keys()]
-    for key, kind in PARTS.items():
-        if key in parts and not isinstance(parts[key], kind):
-            faults.append(f"{key}: give {KINDS[kind]}")
-    if not parts.get("grid"):
-        faults.append(
-            "grid: not given; write axes with their values, such as pos_emb: [alibi, rotary]"
-        )
-    if not faults:
-        faults = _faults_of_axes(parts["grid"]) + _faults_of_lists(parts)
-    if faults:
-        raise UserError("\n  ".join([f"bad sweep ({path})", *faults]))
-
-
-def _faults_of_axes(grid: Mapping[str, Any]) -> list[str]:
-    faults = []
-    for axis, choices in grid.items():
-        if not isinstance(choices, list | dict) or not choices:
-            faults.append(
-                f"grid: {axis} has no values; give a list, or a mapping of names to settings"
-            )
-        elif any(CONTROL.search(str(choice)) for choice in choices):
-            faults.append(f"grid: a value of {axis} has a control character; write it without")
-        elif isinstance(choices, dict):
-            faults += _not_mappings(f"grid: {axis}: ", choices)
-    count = math.prod(len(choices) for choices in grid.values() if isinstance(choices, list | dict))
-    if count > MOST_CELLS:
-        faults.append(f"grid: {count:,} cells; a sweep has at most {MOST_CELLS:,} - split it")
-    return faults
-
-
-def _faults_of_lists(parts: Mapping[str, Any]) -> list[str]:
-    """Entries of another kind than base, exclude, extra and evaluate take."""
-    faults = []
-    for name in parts.get("base", []):
-        if not isinstance(name, str):
-            faults.append(f"base: {name} is not the name of a file")
-    for key in ("exclude", "extra"):
-        for point in parts.get(key, []):
-            if not isinstance(point, dict):
-                faults.append(f"{key}: {point} is no point of the grid; write {{axis: value}}")
-    for label in parts.get("evaluate", {}):
-        if re.fullmatch(r"[\w.+-]+", label) is None:
-            faults.append(
-                f"evaluate: {label!a} names a file - use letters, digits and . _ + - alone"
-            )
-    return faults + _not_mappings("evaluate: ", parts.get("evaluate", {}))
-
-
-def _not_mappings(where: str, of_names: Mapping[str, Any]) -> list[str]:
-    return [
-        f"{where}{name}: give a mapping of settings"
-        for name, settings in of_names.items()
-        if settings is not None and not isinstance(settings, dict)
-    ]
-
-
 def _points(parts: Mapping[str, Any], path: Path) -> list[Values]:
     """The grid with its first axis changing fastest, without `exclude`, and `extra`.
 
@@ -243,6 +173,11 @@ def _check_names(points: Sequence[Values], path: Path) -> None:
             raise UserError(
                 f"{path}: a cell would be called '{name}', which names no folder of its own"
                 " - give its value a name of letters and digits"
+            )
+        if len(name) > LONGEST_NAME:
+            raise UserError(
+                f"{path}: a cell would be called '{shortened(name)}', of {len(name)} characters"
+                f" - give shorter values, together at most {LONGEST_NAME}"
             )
         if count > 1:
             raise UserError(
@@ -288,9 +223,10 @@ def _cell(parts: Mapping[str, Any], values: Values, home: Path, path: Path, repo
     for axis, value in values.items():
         choices = parts["grid"][axis]
         file_of_value = ROOT / "configs" / axis / f"{value}.yml"
-        if isinstance(choices, dict) and value in choices:
+        named = isinstance(choices, dict) and isinstance(value, str) and value in choices
+        if named:
             settings |= choices[value] or {}
-        elif file_of_value.exists():
+        elif os.path.isfile(file_of_value):  # no error for a name that is too long
             files.append(file_of_value)
         else:
             settings[axis] = value
@@ -311,7 +247,7 @@ def _cell(parts: Mapping[str, Any], values: Values, home: Path, path: Path, repo
 def _beside(name: str, path: Path) -> Path:
     """A file named in a sweep: from the sweep's own folder, else from the project's root."""
     own = path.parent / name
-    return own if own.is_file() else ROOT / name
+    return own if os.path.isfile(own) else ROOT / name
 
 
 def _name(values: Mapping[str, Any]) -> str:

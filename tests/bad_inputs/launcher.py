@@ -21,7 +21,90 @@ def form(name: str, text: str, *faults: str) -> Case:
     return sweep(name, text, "\n  ".join(["bad sweep (mine.yml)", *faults]))
 
 
+def evaluation(name: str, text: str, fault: str) -> Case:
+    """A sweep whose evaluations cannot be run."""
+    return form(f"whose {name}", f"{SETTINGS}grid: {{seed: [1]}}\nevaluate: {text}", fault)
+
+
+NO_NAME = (
+    "mine.yml: a cell would be called '{}', which names no folder of its own - give its value a"
+    " name of letters and digits"
+)
+LABEL = "evaluate: '{}' names a file - use letters, digits and . _ + - alone, at most 100"
+EVALUATIONS = [
+    evaluation("label is a path", "{../x: {protocol: paper}}", LABEL.format("../x")),
+    evaluation("label is empty", "{'': {protocol: paper}}", LABEL.format("")),
+    evaluation(
+        "label is long",
+        "{" + "c" * 400 + ": {}}",
+        LABEL.format("c" * 39 + r"\u2026" + "c" * 39),
+    ),
+    evaluation(
+        "option is misspelt",
+        "{a: {strid: 3}}",
+        "evaluate: a: strid: no such option of an evaluation; did you mean stride?",
+    ),
+    evaluation(
+        "option chooses the output",
+        "{a: {output: x}}",
+        "evaluate: a: output: no such option of an evaluation; use protocol, lengths, windows,"
+        " start, tail, stride, dtype, eval_lengths, eval_tokens, eval_batch_tokens, eval_part",
+    ),
+    evaluation(
+        "option is a mapping",
+        "{a: {tail: {b: 3}}}",
+        "evaluate: a: tail: must be a whole number, got {'b': 3}",
+    ),
+    evaluation(
+        "option is huge",
+        "{a: {windows: 1000000000000}}",
+        "evaluate: a: windows: 1000000000000 is beyond its bounds - give 1 to 1,000,000",
+    ),
+    evaluation(
+        "protocol is misspelt",
+        "{a: {protocol: papr}}",
+        "evaluate: a: protocol: papr is not known; use equal_tokens, paper, tail, position,"
+        " sliding, within_document",
+    ),
+    evaluation(
+        "setting is negative",
+        "{a: {eval_tokens: -3}}",
+        "evaluate: a: eval_tokens: must be > 0, got -3",
+    ),
+]
+
 SWEEPS = [
+    *EVALUATIONS,
+    sweep(
+        "whose cell is its parent's folder",
+        SETTINGS + "grid: {pos_emb: [..]}",
+        NO_NAME.format(".."),
+    ),
+    sweep(
+        "whose cell has no name",
+        SETTINGS + "grid: {pos_emb: ['']}",
+        NO_NAME.format(""),
+    ),
+    sweep(
+        "whose cell has a long name",
+        SETTINGS + "grid: {pos_emb: [" + "a" * 400 + "]}",
+        f"mine.yml: a cell would be called '{'a' * 39}…{'a' * 39}', of 400 characters - give"
+        " shorter values, together at most 200",
+    ),
+    sweep(
+        "whose values become one name",
+        SETTINGS + "grid: {size: {a b: {seed: 1}, a_b: {seed: 2}}}",
+        "mine.yml: 2 cells are called a_b, which names their folder - give every value once, and"
+        " values that differ in more than their punctuation",
+    ),
+    Case(
+        "sweep whose extra cell is a list, its status",
+        ["tools/sweep.py", "status", "mine.yml"],
+        "mine.yml: none of its 2 cells can be run\n"
+        "small, _1_: bad configuration (command line)\n  size: no such key; configs/README.md lists"
+        " all keys",
+        {"mine.yml": SETTINGS + "grid: {size: {small: {size: 1}}}\nextra: [{size: [1]}]"},
+    ),
     Case(
         "sweep misspelt",
         ["tools/sweep.py", "status", "kerple-tabel3"],

@@ -1,8 +1,12 @@
 """Sweep files: the shipped ones, what they become, what is wrong with a bad one."""
 
+import argparse
+
 import pytest
 
+from megatron.commands.evaluate import add_options
 from megatron.errors import UserError
+from megatron.sweeps.form import OPTIONS
 from megatron.sweeps.plan import described_faults, find_sweep, load_sweep
 from tests.support import ROOT
 
@@ -153,3 +157,10 @@ def test_a_cell_with_a_bad_configuration_is_kept_apart_from_those_that_can_run(t
     (line,) = described_faults(sweep.broken)
     assert line.startswith("rotery-1, rotery-2: bad configuration")
     assert "did you mean rotary?" in line
+
+
+def test_every_option_of_a_sweep_is_one_of_evaluate():
+    parser = argparse.ArgumentParser()
+    add_options(parser)
+    for option in OPTIONS:
+        assert f"--{option.replace('_', '-')}" in parser.format_help()

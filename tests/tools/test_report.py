@@ -9,6 +9,8 @@ import subprocess
 import pytest
 
 from megatron.commands.report import main
+from megatron.results.files import read_results, write_results
+from megatron.results.row import with_facts
 from tests.support import ROOT, make_checkpoint, run
 
 BROWSER = next(
@@ -110,9 +112,10 @@ def test_the_figures_are_files_too(folder):
 
 def test_results_that_moved_find_their_checkpoint_beside_them(folder, tmp_path):
     shutil.copytree(folder / "alibi/global_step5", tmp_path / "sweep/alibi/global_step5")
-    text = (folder / "alibi.jsonl").read_text().replace(str(folder), "/gone")
     results, page = tmp_path / "sweep/results.jsonl", tmp_path / "a.html"
-    results.write_text(text)
+    rows = read_results([folder / "alibi.jsonl"])
+    moved = [with_facts(row, {"checkpoint": "/gone/alibi/global_step5"}) for row in rows]
+    write_results(results, moved)
     assert main([str(results), "-o", str(page)]) == 0
     assert "not found from here" not in page.read_text(encoding="utf-8")
     assert "kernel exp(bias)" in page.read_text(encoding="utf-8")
