@@ -7,6 +7,7 @@ python train.py configs/mep.yml
 
 import argparse
 
+import megatron.commands  # noqa: F401  # ctrl-C ends quietly while packages load
 from megatron.config import Config
 from megatron.entry import run
 from megatron.parallel.grid import connect

@@ -175,6 +175,18 @@ def test_what_ends_a_thread_is_reported_and_the_command_goes_on(tmp_path, capsys
     )
 
 
+def test_ctrl_c_while_packages_load_is_quiet_and_other_faults_are_not():
+    def ended(exception):
+        words = [sys.executable, "-c", f"import megatron.commands; raise {exception}"]
+        done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True)
+        return done.returncode, done.stderr
+
+    assert ended("KeyboardInterrupt") == (-signal.SIGINT, "")
+    status, text = ended("ValueError('loud')")
+    assert status == 1
+    assert text.endswith("ValueError: loud\n")
+
+
 def test_an_interruption_is_quiet_and_a_status_passes(capsys):
     assert ended(KeyboardInterrupt()) == 130
     with pytest.raises(SystemExit) as raised:

@@ -50,6 +50,8 @@ class Line:
 def main(argv: list[str] | None = None) -> int:
     options = _parser().parse_args(argv)
     folder: Path = options.folder
+    if folder.exists() and not folder.is_dir():
+        raise UserError(f"{folder}: is no folder - name a run's folder or one checkpoint")
     if not folder.is_dir():
         raise UserError(f"{folder}: no such folder - name a run's folder or one checkpoint")
     if step_of(folder) is None:

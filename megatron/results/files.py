@@ -33,7 +33,9 @@ def check_output(path: Path) -> None:
         raise UserError(
             f"--output: {path.parent} cannot be made ({fault.strerror}) - choose another place"
         ) from None
-    if path.is_dir() or not os.access(path.parent, os.W_OK):
+    if path.is_dir():
+        raise UserError(f"--output: {path} is a folder - name a file in it, as in {path}/a.jsonl")
+    if not os.access(path.parent, os.W_OK):
         raise UserError(f"--output: {path} cannot be written - choose another place")
     _existing_output(path)
 
@@ -147,6 +149,8 @@ def _raw_lines(path: Path, writer: str) -> Iterator[bytes]:
                 yield line.rstrip(b"\r\n")
     except FileNotFoundError:
         raise UserError(f"{path}: there is no such results file - {writer} writes one") from None
+    except IsADirectoryError:
+        raise UserError(f"{path}: is a folder - give a file of {writer}") from None
     except OSError as fault:
         raise UserError(
             f"{path}: cannot be read ({fault.strerror}) - give a file of {writer} that is yours to"

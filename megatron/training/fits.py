@@ -8,8 +8,9 @@ Per device, for P learned numbers, N ranks and e bytes of a number (4 in fp32, e
                   (layers + 21)
     head          4 vocab hidden for the gradient of the output matrix, and three blocks of logits
 
-The state is a lower bound: what is beyond the memory even so is refused. The rest is an estimate,
-and only warns: the peaks of four small fp32 steps on the CPU (292 to 760 MB estimated) were 1.2 to
+The state is a lower bound, and so are the inputs of the layers, e tokens hidden layers: backward
+needs them in any case. What is beyond the memory even so is refused. The rest is an estimate, and
+only warns: the peaks of four small fp32 steps on the CPU (292 to 760 MB estimated) were 1.2 to
 1.6 times it, most with checkpoint_activations.
 """
 
@@ -40,10 +41,14 @@ SMALLEST_DEVICE = 2_000_000_000  # bytes; asking a CUDA device takes a second
 
 @dataclass(frozen=True)
 class Needs:
-    """Of one training. state, activations: bytes per device; disk: of its checkpoints, at most."""
+    """Of one training. state, inputs, activations: bytes per device; disk: of checkpoints, at most.
+
+    inputs: those of all layers, which are a part of the activations
+    """
 
     parameters: Parameters
     state: int
+    inputs: int
     activations: int
     index: int
     disk: int
@@ -66,6 +71,7 @@ def needs(config: Config, vocab: int, ranks: int) -> Needs:
     return Needs(
         counted,
         state=_state(config, counted.whole, ranks),
+        inputs=_inputs(config),
         activations=_activations(config, vocab),
         index=INDEX * samples,
         disk=CHECKPOINT * counted.whole * (kept_checkpoints(config) + 1),
@@ -102,10 +108,21 @@ def _state(config: Config, count: int, ranks: int) -> int:
     return weights + gradients + optimizer
 
 
+def _tokens(config: Config) -> int:
+    """Tokens of one micro batch."""
+    return config.training.train_micro_batch_size_per_gpu * config.model.seq_length
+
+
+def _inputs(config: Config) -> int:
+    """Bytes of the layers' inputs for one micro batch."""
+    model = config.model
+    return _number(config) * _tokens(config) * model.hidden_size * model.num_layers
+
+
 def _activations(config: Config, vocab: int) -> int:
     """Bytes of a forward and backward pass of one micro batch."""
     model = config.model
-    tokens = config.training.train_micro_batch_size_per_gpu * model.seq_length
+    tokens = _tokens(config)
     if config.training.checkpoint_activations:
         numbers = tokens * model.hidden_size * (model.num_layers + PER_LAYER + 4)
     else:
@@ -141,7 +158,7 @@ def check_fits(
     need = needs(config, vocab, ranks)
     where = place(need, device, ranks_here)
     faults = [
-        *_beyond_memory(config, need, where),
+        *(_beyond_memory(config, need, where) or _batch_beyond_memory(config, need, where)),
         *_beyond_index(config, need),
         *_beyond_disk(config, need),
     ]
@@ -199,6 +216,18 @@ def _beyond_memory(config: Config, need: Needs, where: Place) -> list[str]:
         f" {need.parameters.whole:,} parameters need {in_bytes(wanted)} for weights, gradients and"
         f" Adam{processes}, and there are {in_bytes(where.memory)} of memory; lower them,"
         " make_vocab_size_divisible_by or the encoding's options"
+    ]
+
+
+def _batch_beyond_memory(config: Config, need: Needs, where: Place) -> list[str]:
+    wanted = (need.state + need.inputs) * where.sharing
+    if wanted <= where.memory:
+        return []
+    micro_batch = config.training.train_micro_batch_size_per_gpu
+    return [
+        f"train_micro_batch_size_per_gpu = {micro_batch}, seq_length = {config.model.seq_length}:"
+        f" weights, gradients, Adam and the inputs of the layers alone need"
+        f" {in_bytes(wanted)}, and there are {in_bytes(where.memory)} of memory; lower them"
     ]
 
 

@@ -225,6 +225,12 @@ CASES: list[Case] = [
         lambda here: (here / "empty").mkdir(),
     ),
     case(
+        "inspect-a-file",
+        [*INSPECT, "notes"],
+        "notes: is no folder - name a run's folder or one checkpoint",
+        lambda here: (here / "notes").touch(),
+    ),
+    case(
         "inspect-absent",
         [*INSPECT, "gone"],
         "gone: no such folder - name a run's folder or one checkpoint",

@@ -236,7 +236,7 @@ CASES: list[Case] = [
     Case(
         "a-folder",
         ["tools/show_results.py", "."],
-        (".: cannot be read (Is a directory) - give a file of evaluate.py that is yours to read"),
+        ".: is a folder - give a file of evaluate.py",
     ),
 ]
 

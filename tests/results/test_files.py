@@ -81,7 +81,7 @@ def test_a_place_that_cannot_be_written_is_named_before_anything_is_measured(tmp
     (tmp_path / "notes.txt").write_text("my thesis\n")
     for name, message in {
         "curve.png": "curve.png is the name of a picture - name the lines .*curve.jsonl",
-        "new": "new cannot be written - choose another place",
+        "new": "new is a folder - name a file in it, as in .*new/a.jsonl",
         "notes.txt/results.jsonl": r"notes.txt cannot be made \(.*\) - choose another place",
         "notes.txt": "notes.txt exists and holds something else - choose another name",
     }.items():

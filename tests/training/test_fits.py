@@ -43,6 +43,13 @@ def test_a_model_beyond_the_memory_is_refused_with_its_numbers():
     ]
 
 
+def test_a_micro_batch_beyond_the_memory_is_refused_with_its_numbers():
+    assert fault("train_micro_batch_size_per_gpu=100000000") == [
+        "train_micro_batch_size_per_gpu = 100000000, seq_length = 64: weights, gradients, Adam and"
+        " the inputs of the layers alone need 1.64 TB, and there are 16 GB of memory; lower them"
+    ]
+
+
 def test_processes_of_a_machine_share_its_memory():
     words = ["num_layers=40000", "hidden_size=128"]  # 7.9e9 numbers: 126 GB
     line = fault(*words, ranks=2)[0]
