@@ -34,7 +34,14 @@ class Outline(TorchDispatchMode):
         if func in MAKERS and math.prod(args[0]) > LARGE:
             one = func([1], *args[1:], **kwargs)
             return one.expand(args[0])
-        changes_in_place = func._schema.is_mutable and args and isinstance(args[0], Tensor)
-        if changes_in_place and args[0].numel() > LARGE:
-            return args[0]
+        written = kwargs.get("out", args[0] if args else None) if func._schema.is_mutable else None
+        if isinstance(written, Tensor) and (written.numel() > LARGE or _is_repeated(written)):
+            return written
         return func(*args, **kwargs)
+
+
+def _is_repeated(tensor: Tensor) -> bool:
+    """Whether a tensor is, or was cut from, one number that is repeated: torch cannot fill it."""
+    return any(
+        stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True)
+    )

@@ -115,3 +115,14 @@ def test_an_outline_takes_no_memory():
         position = build("learned", Shape(4096, 256, 2**20, 2**24))
     assert position.weight.numel() == 2**44
     assert position.weight.untyped_storage().nbytes() == 4
+
+
+def test_an_outline_lets_an_encoding_fill_a_large_table_in_parts():
+    length, width = 1024, 128
+    with Outline():
+        table = torch.zeros(length, width)
+        angles = torch.ones(length, width // 2)
+        table[:, 0::2] = angles
+        table[0] = 1.0
+        assert torch.sin(angles, out=table[:, 1::2]).shape == angles.shape
+    assert table.shape == (length, width)
