@@ -26,7 +26,7 @@ from megatron.commit import commit
 from megatron.config import Config, load
 from megatron.config.user_file import COPY
 from megatron.errors import UserError
-from megatron.files import write_text
+from megatron.files import remove, write_text
 from megatron.model import GPT, from_config
 from megatron.training.finite import check_finite
 from megatron.training.fits import check_weights_fit
@@ -57,7 +57,7 @@ from megatron.training.saved import (
 )
 from megatron.training.trainer import Trainer
 from megatron.training.universal import Engine, restore
-from megatron.training.writing import Writing
+from megatron.training.writing import Writing, writable
 
 logger = logging.getLogger(__name__)
 
@@ -88,9 +88,10 @@ def save(trainer: Trainer, folder: Path, facts: dict[str, Any]) -> Path:
     partial = folder / f"partial_step{step}"
     kept = _what_stays(folder)
     check_finite(engine, grid, step, kept)
-    if grid.first:
-        remove_unfinished(folder)
-    grid.wait()
+    with writable(grid, partial, kept):
+        if grid.first:
+            remove_unfinished(folder)
+            remove(partial)  # if only this cannot be removed, what it holds must not be mixed in
     writing = Writing()
     with writing.files_of(engine):
         engine.save_checkpoint(str(folder), tag=partial.name, save_latest=False)
@@ -98,13 +99,13 @@ def save(trainer: Trainer, folder: Path, facts: dict[str, Any]) -> Path:
     if grid.first:
         _write_own_files(partial, weights, trainer.config, writing)
     files = writing.finished(grid, partial, kept)
-    if grid.first:
-        record = {"step": step, "config_hash": trainer.config.hash, "commit": commit(), **facts}
-        write_record(partial, {**record, "files": files})
-        remove_checkpoint(final)
-        partial.rename(final)
-        write_text(folder / "latest", final.name)
-    grid.wait()
+    with writable(grid, partial, kept):
+        if grid.first:
+            record = {"step": step, "config_hash": trainer.config.hash, "commit": commit(), **facts}
+            write_record(partial, {**record, "files": files})
+            remove_checkpoint(final)
+            partial.rename(final)
+            write_text(folder / "latest", final.name)
     return final
 
 

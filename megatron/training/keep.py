@@ -90,7 +90,14 @@ class Keeper:
         kept = {*written[-self.count :], self.proven}
         for step in written:
             if step not in kept:
-                remove_checkpoint(folder_of(self.folder, step))
+                self._remove(folder_of(self.folder, step))
+
+    def _remove(self, path: Path) -> None:
+        """Delete a checkpoint; one that stays is no reason to end a run."""
+        try:
+            remove_checkpoint(path)
+        except OSError as fault:
+            logger.warning("%s: cannot be deleted (%s)", path, fault.strerror)
 
 
 def _usual(before: float, loss: float) -> float:

@@ -150,17 +150,27 @@ def newest_good(path: Path, is_good: Callable[[Path], bool]) -> Path | None:
 
 
 def remove_unfinished(run: Path) -> None:
-    """Remove what killed runs left half written or half deleted; for the folder's owner alone."""
+    """Remove what killed runs left half written or half deleted; for the folder's owner alone.
+
+    What cannot be removed, as where NFS keeps a file that somebody reads, is a warning.
+    """
     for leftover in leftovers(run):
-        remove(leftover)
+        _remove_if_possible(leftover)
 
 
 def remove_checkpoint(path: Path) -> None:
     """Delete a checkpoint. It is renamed first, so that a half deleted one never looks complete.
 
-    Of a link to another run's checkpoint the link is deleted.
+    OSError where it cannot be renamed; what then cannot be deleted is a warning.
     """
-    if os.path.lexists(path):
+    if path.exists():
         renamed = path.with_name(f"removing_{path.name}")
         path.rename(renamed)
-        remove(renamed)
+        _remove_if_possible(renamed)
+
+
+def _remove_if_possible(path: Path) -> None:
+    try:
+        remove(path)
+    except OSError as fault:
+        logger.warning("%s: cannot be removed now (%s)", path, fault.strerror)

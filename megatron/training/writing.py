@@ -1,7 +1,7 @@
 """A checkpoint while it is written: files are hashed and synced, faults are kept to the end."""
 
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -51,13 +51,22 @@ class Writing:
         def save_and_hash(state_dict: Any, path: str) -> None:
             self.write(Path(path), lambda file: save(state_dict, str(file)))
 
+        copy_scripts = engine._copy_recovery_script
+
+        def copy_or_keep_the_fault(folder: str) -> None:
+            try:
+                copy_scripts(folder)
+            except OSError as fault:  # the first rank must not miss the barrier that follows
+                self.fault = self.fault or fault
+
         writer.save = save_and_hash
+        engine._copy_recovery_script = copy_or_keep_the_fault
         try:
             yield
-        except OSError as fault:  # of the scripts that DeepSpeed copies beside
+        except OSError as fault:  # of the folder
             self.fault = self.fault or fault
         finally:
-            del writer.save
+            del writer.save, engine._copy_recovery_script
 
     def finished(self, grid: Grid, partial: Path, kept: str) -> Entries:
         """The files of all ranks, on the disk. Every rank calls this.
@@ -73,19 +82,40 @@ class Writing:
                 entries = {name: entry.result() for name, entry in self._entries.items()}
             except OSError as fault:
                 self.fault = self.fault or fault
-        reason = None if self.fault is None else _reason(self.fault)
-        ranks = grid.gather((entries, reason))
-        reasons = [reason for _, reason in ranks if reason]
-        if reasons:
-            free = shutil.disk_usage(partial.parent).free
-            if grid.first:
-                shutil.rmtree(partial, ignore_errors=True)
-            raise UserError(
-                f"save: {partial} cannot be written ({reasons[0]}; {free / 2**30:.2f} GiB were"
-                f" free) - make room or save elsewhere; {kept}"
-            )
+        ranks = grid.gather((entries, _reason(self.fault)))
+        _check([reason for _, reason in ranks], grid, partial, kept)
         return {name: entry for entries, _ in ranks for name, entry in entries.items()}
 
 
-def _reason(fault: Exception) -> str:
+@contextmanager
+def writable(grid: Grid, partial: Path, kept: str) -> Iterator[None]:
+    """Let all ranks wait for each other; UserError on every rank where a disk refused one's part.
+
+    Arguments are those of `Writing.finished`.
+    """
+    found = None
+    try:
+        yield
+    except OSError as fault:
+        found = fault
+    _check(grid.gather(_reason(found)), grid, partial, kept)
+
+
+def _check(reasons: Sequence[str | None], grid: Grid, partial: Path, kept: str) -> None:
+    """UserError with the first reason of any rank; then the folder `partial` is removed."""
+    reason = next(filter(None, reasons), None)
+    if reason is None:
+        return
+    free = shutil.disk_usage(partial.parent).free
+    if grid.first:
+        shutil.rmtree(partial, ignore_errors=True)
+    raise UserError(
+        f"save: {partial} cannot be written ({reason}; {free / 2**30:.2f} GiB were"
+        f" free) - make room or save elsewhere; {kept}"
+    )
+
+
+def _reason(fault: Exception | None) -> str | None:
+    if fault is None:
+        return None
     return getattr(fault, "strerror", None) or str(fault).partition("\n")[0]

@@ -1,10 +1,13 @@
 """Weights that exploded or are no numbers never cost a run its last good checkpoint."""
 
+import errno
 import logging
 import math
+import shutil
 
 import pytest
 import torch
+from deepspeed.runtime import engine as engine_module
 
 from megatron.errors import UserError
 from megatron.training import checkpoint
@@ -158,3 +161,34 @@ def test_a_file_that_cannot_be_written_leaves_the_earlier_checkpoint(grid, tmp_p
     ):
         checkpoint.save(run, tmp_path, {"vocab": 61})
     assert sorted(path.name for path in tmp_path.iterdir()) == before
+
+
+def unremovable(path, *, strict=True, **_):
+    raise OSError(errno.EBUSY, "Device or resource busy", str(path))
+
+
+def test_a_checkpoint_that_cannot_be_deleted_ends_no_run(tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(shutil, "rmtree", unremovable)  # as NFS, while somebody reads a file
+    follow(Keeper(tmp_path, 1), dict.fromkeys(range(1, 6), 3.0), {2, 4})
+    assert steps_in(tmp_path) == [4]
+    assert f"{tmp_path}/removing_global_step2: cannot be removed now (" in caplog.text
+
+
+@pytest.mark.parametrize("name", ["copyfile", "write_record", "write_text"])
+def test_what_the_first_rank_alone_cannot_write_ends_all_ranks(grid, tmp_path, monkeypatch, name):
+    run = trainer(grid, "pos_emb=alibi", "zero_optimization.stage=1")
+    run.train_step([text(1)[0]])
+    barriers = []
+    monkeypatch.setattr(engine_module.dist, "barrier", lambda *_, **__: barriers.append(1))
+    checkpoint.save(run, tmp_path / "whole", {"vocab": 61})
+    expected = len(barriers)
+
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    where = engine_module if name == "copyfile" else checkpoint
+    monkeypatch.setattr(where, name, full)
+    barriers.clear()
+    with pytest.raises(UserError, match=r"partial_step1 cannot be written \(No space left on dev"):
+        checkpoint.save(run, tmp_path / "full", {"vocab": 61})
+    assert len(barriers) == expected, "the others wait in the barrier that this rank left out"
