@@ -1,4 +1,12 @@
-"""What the numbers of an evaluation may be."""
+"""What the numbers of an evaluation may be, and what its longest window needs of memory."""
+
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from megatron.errors import UserError
+from megatron.model import GPT
+from megatron.parallel.machine import device_memory, in_bytes
 
 BOUNDS = {
     "step": (0, 10**12),
@@ -24,3 +32,37 @@ def number_fault(option: str, value: int) -> str | None:
     if len(text) > LONGEST_SHOWN:
         text = f"{text[:LONGEST_SHOWN]}…"
     return f"{text} is beyond its bounds - give {least} to {largest:,}"
+
+
+def check_numbers(options: Mapping[str, int | Sequence[int] | None]) -> None:
+    """UserError that names every option whose number is out of bounds; None is not given."""
+    faults = []
+    for option, given in options.items():
+        values = [given] if isinstance(given, int) else given or []
+        for value in values:
+            fault = number_fault(option, value)
+            if fault is not None:
+                faults.append(f"--{option}: {fault}")
+    if faults:
+        raise UserError("\n".join(faults))
+
+
+def check_fits(model: GPT, length: int, device: torch.device) -> None:
+    """UserError where one window of so many tokens is certainly too large for the device.
+
+    Counted are the weights, and of one window what exists at the same time in any case: the
+    input of a block, its queries, keys and values, and with the eager backend the scores.
+    """
+    weight = next(model.parameters())
+    weights = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
+    hidden = model.word_embeddings.embedding_dim
+    window = 4 * length * hidden * weight.element_size()
+    if model.resolved_backend == "eager":
+        window += 4 * model.position.shape.heads * length**2  # float32
+    memory = device_memory(device)
+    if weights + window > memory:
+        raise UserError(
+            f"eval_lengths: one window of {length} tokens needs {in_bytes(window)} beside"
+            f" {in_bytes(weights)} of weights, and there are {in_bytes(memory)} of memory"
+            " - give shorter lengths"
+        )

@@ -12,6 +12,7 @@ import torch
 
 from megatron.config import Config
 from megatron.evaluation.agreement import check_known_tokens
+from megatron.evaluation.bounds import check_fits, check_numbers
 from megatron.evaluation.opened import Opened, opened, variant
 from megatron.evaluation.perplexity import Advance, measured
 from megatron.evaluation.progress import progress
@@ -89,6 +90,16 @@ def evaluate(config: Config | None, options: Options) -> Evaluation:
 
     UserError, before anything is measured, for what cannot be measured or written.
     """
+    check_numbers(
+        {
+            "step": options.step,
+            "lengths": options.lengths,
+            "windows": options.windows,
+            "start": options.start,
+            "tail": options.tail,
+            "stride": options.stride,
+        }
+    )
     checkpoint = opened(config, options.checkpoint, options.step)
     request = request_of(checkpoint, options)
     jobs = planned(checkpoint, request, options)
@@ -114,6 +125,9 @@ def _measured(
     checkpoint.model.to(grid.device, DTYPES[options.dtype])
     deterministic = checkpoint.config.training.deterministic
     use_threads(count_parameters(checkpoint.model), grid.device, by_load=not deterministic)
+    for job in jobs:
+        checkpoint.model.use_attention(job.attention)
+        check_fits(checkpoint.model, job.windows[-1].length, grid.device)
     facts = checkpoint.facts()
     rows: dict[Path, list[Row]] = {}
     for job in jobs:

@@ -38,7 +38,8 @@ def fault_of(line: Mapping[str, Any], kind: type) -> str | None:
         if key in line and not _fits(line[key], expected):
             return _misfit(key, line[key], _words(expected))
     for key in COUNTS:
-        if key in line and line[key] < 1:
+        unanswered = key == "tokens" and line.get("reason")  # retrieval: no target was asked
+        if key in line and line[key] < (0 if unanswered else 1):
             return f"its {key} is {line[key]}, not 1 or more"
     if kind is Row:
         return next(_disagreements(line), None)

@@ -72,11 +72,11 @@ def test_another_kind_of_file_is_not_replaced(folder, tmp_path):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"depths": 0}, r"--depths 0 --trials 8: give at least 1 of each"),
-        ({"trials": 0}, r"--depths 5 --trials 0: give at least 1 of each"),
+        ({"depths": 0}, r"--depths: 0 is beyond its bounds - give 1 to 1,000"),
+        ({"trials": 0}, r"--trials: 0 is beyond its bounds - give 1 to 1,000,000"),
         (
-            {"lengths": [10**8]},
-            r"--lengths: the valid part has \d+ tokens, 100000001 are needed - give shorter",
+            {"lengths": [10**7]},
+            r"--lengths: the valid part has \d+ tokens, 10000001 are needed - give shorter",
         ),
     ],
 )

@@ -13,6 +13,7 @@ from megatron.config import Config
 from megatron.data.samples import split_documents
 from megatron.errors import UserError
 from megatron.evaluation.agreement import check_known_tokens
+from megatron.evaluation.bounds import check_fits, check_numbers
 from megatron.evaluation.opened import Opened, opened, variant
 from megatron.evaluation.probes.attention import attention_by_distance, edges
 from megatron.evaluation.probes.receptive_field import (
@@ -80,10 +81,15 @@ def probe(
     report: called with each answer
     UserError, before anything is computed, for what cannot be asked or written.
     """
-    if min(options.depths, options.trials) < 1:
-        raise UserError(
-            f"--depths {options.depths} --trials {options.trials}: give at least 1 of each"
-        )
+    check_numbers(
+        {
+            "step": options.step,
+            "lengths": options.lengths,
+            "depths": options.depths,
+            "trials": options.trials,
+            "probe_seed": options.seed,
+        }
+    )
     checkpoint = opened(config, options.checkpoint, options.step)
     output = options.output or default_output(checkpoint)
     lengths = sorted(set(options.lengths or checkpoint.config.evaluation.eval_lengths))
@@ -92,6 +98,7 @@ def probe(
     attention = AttentionSettings.of(checkpoint.config.attention)
     model.to(here().device)
     model.use_attention(attention)
+    check_fits(model, lengths[-1], here().device)
     about_attention = checkpoint.facts_of_attention(attention)
     facts = checkpoint.facts() | about_attention | checkpoint.facts_of_text("probes")
 
