@@ -39,9 +39,10 @@ def free_disk(folder: Path) -> int | None:
     """Free bytes where a folder is or will be; None where that is not known."""
     try:
         existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
-        return shutil.disk_usage(existing).free
+        usage = shutil.disk_usage(existing)
     except (OSError, ValueError):
         return None
+    return usage.free if usage.total else None  # some network file systems do not tell
 
 
 def in_bytes(count: float) -> str:

@@ -81,23 +81,28 @@ class Watchdog:
 
     def _exchange(self) -> None:
         """Write this rank's step and read those of the others, again and again."""
+        while not self.ended.is_set():
+            try:
+                self._exchange_until_the_end()
+            except RuntimeError as fault:  # a lost connection, or the first rank has ended
+                logger.debug("watchdog: %s", fault)
+                self.ended.wait(self.beat)
+
+    def _exchange_until_the_end(self) -> None:
         host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
         patience = timedelta(seconds=max(1.0, self.seconds))
         keys = [f"megatron/step_of_rank_{rank}" for rank in range(self.grid.ranks)]
-        try:
-            store = torch.distributed.TCPStore(  # pyright: ignore[reportPrivateImportUsage]
-                host, port, is_master=False, wait_for_workers=False, timeout=patience
-            )
-            while not self.ended.wait(self.beat):
-                self.beats += 1
-                own = {"beat": self.beats, "step": self.step, "place": self._place()}
-                store.set(keys[self.grid.rank], json.dumps(own))
-                texts = store.multi_get(keys)
-                self.exchanged_at = time.monotonic()
-                for seen, text in zip(self.seen, texts, strict=True):
-                    _note(seen, text.decode(), self.exchanged_at)
-        except RuntimeError as fault:  # the first rank has ended: its launcher ends this one
-            logger.debug("watchdog: %s", fault)
+        store = torch.distributed.TCPStore(  # pyright: ignore[reportPrivateImportUsage]
+            host, port, is_master=False, wait_for_workers=False, timeout=patience
+        )
+        while not self.ended.wait(self.beat):
+            self.beats += 1
+            own = {"beat": self.beats, "step": self.step, "place": self._place()}
+            store.set(keys[self.grid.rank], json.dumps(own))
+            texts = store.multi_get(keys)
+            self.exchanged_at = time.monotonic()
+            for seen, text in zip(self.seen, texts, strict=True):
+                _note(seen, text.decode(), self.exchanged_at)
 
     def _look(self) -> None:
         looked_at = time.monotonic()

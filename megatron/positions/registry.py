@@ -109,6 +109,8 @@ def _run(text: str, path: str, name: str) -> None:
         raise UserError(
             f"pos_emb_file: {path}:{fault.lineno} is not valid Python ({fault.msg})"
         ) from None
+    except KeyboardInterrupt:
+        raise
     except BaseException as fault:  # sys.exit(0) would end the command as if it had succeeded
         frames = traceback.extract_tb(fault.__traceback__)
         lines = [frame.lineno for frame in frames if frame.filename == path]

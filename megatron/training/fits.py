@@ -26,6 +26,7 @@ from megatron.model.head import HEAD_TOKENS
 from megatron.model.size import Parameters, parameters
 from megatron.parallel.machine import device_memory, free_disk, in_bytes, total_memory
 from megatron.parallel.threads import available_cores
+from megatron.training.saved import leftovers
 
 logger = logging.getLogger(__name__)
 
@@ -244,7 +245,7 @@ def _beyond_index(config: Config, need: Needs) -> list[str]:
 def _beyond_disk(config: Config, need: Needs) -> list[str]:
     """A fault where not even one checkpoint fits."""
     folder = config.checkpoint.save
-    free = free_disk(Path(folder)) if folder else None
+    free = _room(Path(folder)) if folder else None
     one = CHECKPOINT * need.parameters.whole
     if free is None or one <= free:
         return []
@@ -252,3 +253,15 @@ def _beyond_disk(config: Config, need: Needs) -> list[str]:
         f"save: one checkpoint needs {in_bytes(one)}, and {folder} has {in_bytes(free)} free;"
         " choose another folder, or free some space"
     ]
+
+
+def _room(folder: Path) -> int | None:
+    """Free bytes, with those of what a killed run left there: training removes that first."""
+    free = free_disk(folder)
+    if free is None:
+        return None
+    files = (file for leftover in leftovers(folder) for file in leftover.rglob("*"))
+    try:
+        return free + sum(file.lstat().st_size for file in files)
+    except OSError:  # another run is still at work there; its lock is asked later
+        return free

@@ -220,3 +220,10 @@ def test_a_copy_that_was_edited_is_another_model_even_where_the_user_has_it_run(
         match=r"config.yml with pos_emb_file.py: its hash is .* it was edited after training",
     ):
         read_meta(folder)
+
+
+def test_ctrl_c_while_a_file_runs_is_no_fault_of_the_file(tmp_path):
+    path = tmp_path / "mine.py"
+    path.write_text("raise KeyboardInterrupt\n")
+    with pytest.raises(KeyboardInterrupt):
+        load_file(path)

@@ -2,9 +2,11 @@
 
 import os
 import signal
+import threading
 import time
 
 import pytest
+import torch.distributed
 
 from megatron.parallel import watchdog
 from megatron.parallel.grid import Grid, free_port
@@ -86,3 +88,32 @@ def test_a_process_alone_and_a_run_without_a_limit_are_not_watched(ranks, second
     monkeypatch.setattr(watchdog.threading, "Thread", None)  # starting one would fail
     with Watchdog(Grid(ranks=ranks), seconds) as dog:
         dog.advance(1)
+
+
+def test_a_lost_connection_to_the_store_is_made_again(monkeypatch):
+    """Else the first save that takes longer than hang_timeout would end a healthy run."""
+
+    class Store:
+        made = 0
+
+        def __init__(self, *_, **__):
+            Store.made += 1
+
+        def set(self, key, text):
+            self.text = text
+
+        def multi_get(self, keys):
+            if Store.made == 1:
+                raise torch.distributed.DistNetworkError("Connection was reset")
+            dog.ended.set()
+            return [self.text.encode() for _ in keys]
+
+    monkeypatch.setattr(torch.distributed, "TCPStore", Store)
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", "1")
+    dog = Watchdog(Grid(rank=0, ranks=2), 0.05)
+    dog.main_thread = threading.get_ident()
+    exchange = threading.Thread(target=dog._exchange, daemon=True)
+    exchange.start()
+    exchange.join(10)
+    assert [Store.made, dog.seen[1].text != ""] == [2, True]

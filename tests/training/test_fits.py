@@ -1,6 +1,7 @@
 """What cannot fit is refused with its number; what hardly fits is a warning."""
 
 import logging
+import shutil
 
 import pytest
 import torch
@@ -122,3 +123,19 @@ def test_bytes_for_people():
 def test_the_machine_is_read(tmp_path):
     assert total_memory() > 10**8
     assert free_disk(tmp_path / "not" / "yet") > 0
+
+
+def test_what_a_killed_run_left_is_no_lack_of_space(tmp_path, monkeypatch):
+    one = fits.CHECKPOINT * needs().parameters.whole
+    monkeypatch.setattr(fits, "free_disk", lambda folder: one // 2)
+    assert "one checkpoint needs" in fault(f"save={tmp_path}")[0]
+    (tmp_path / "partial_step3").mkdir()
+    (tmp_path / "partial_step3/model.safetensors").write_bytes(bytes(one))
+    config = load([], [*TINY, f"save={tmp_path}"])
+    fits.check_fits(config, 512, ranks=1, ranks_here=1, device=CPU)
+
+
+def test_a_file_system_that_does_not_tell_its_size_is_not_full(tmp_path, monkeypatch):
+    empty = type(shutil.disk_usage(tmp_path))(total=0, used=0, free=0)
+    monkeypatch.setattr(shutil, "disk_usage", lambda folder: empty)
+    assert free_disk(tmp_path) is None
