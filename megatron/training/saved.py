@@ -110,6 +110,11 @@ def find(folder: str | Path, step: int | None = None) -> Path:
     """
     folder = Path(folder)
     if FOLDER.fullmatch(folder.name) and ((folder / RECORD).exists() or lost_its_record(folder)):
+        if step not in (None, step_of(folder)):
+            raise UserError(
+                f"checkpoint: {folder} is the one of step {step_of(folder)}, not of step {step}"
+                " - name the run's folder, or leave the step out"
+            )
         return folder
     if not folder.is_dir():
         raise UserError(

@@ -212,6 +212,12 @@ CASES: list[Case] = [
         " and the step",
     ),
     case(
+        "evaluate-a-checkpoint-and-another-step",
+        ["evaluate.py", "--checkpoint", STEP, "--step", "7"],
+        f"checkpoint: {STEP} is the one of step 4, not of step 7 - name the run's folder, or leave"
+        " the step out",
+    ),
+    case(
         "load-is-not-there",
         [*TRAIN, "save=run", "load=gone"],
         "checkpoint: no folder gone - train first, or set load to the folder that training saved"
