@@ -46,10 +46,15 @@ class Keeper:
         self.usual_loss: float | None = record.get("usual_loss")
         if self.usual_loss is None and "vocab" in record:
             self.usual_loss = math.log(record["vocab"])  # that of guessing, which is no explosion
+        self.last_loss: float | None = record.get("last_loss")
 
     def facts(self) -> dict[str, Any]:
         """What the next checkpoint's record must remember."""
-        return {"proven": self.proven, "usual_loss": self.usual_loss}
+        return {
+            "proven": self.proven,
+            "usual_loss": self.usual_loss,
+            "last_loss": self.last_loss,
+        }
 
     def follow(self, losses: Sequence[tuple[int, float]]) -> None:
         """Steps and their finite losses, each once; deletes what a proof made needless."""
@@ -61,6 +66,8 @@ class Keeper:
 
     def _follow_one(self, step: int, loss: float) -> None:
         usual = self.usual_loss
+        last = self.last_loss
+        self.last_loss = loss
         if usual is not None and loss > usual + EXPLODED:
             if self.saved == step - 1:
                 logger.warning(
@@ -69,7 +76,7 @@ class Keeper:
                     " the checkpoint before it is kept too"
                 )
             return
-        self.usual_loss = loss if usual is None else _usual(usual, loss)
+        self.usual_loss = loss if usual is None else _usual(usual, loss, last)
         if self.saved is not None and self.saved < step:
             self.proven = self.saved
 
@@ -100,7 +107,14 @@ class Keeper:
             logger.warning("%s: cannot be deleted (%s)", path, fault.strerror)
 
 
-def _usual(before: float, loss: float) -> float:
-    """The usual loss after one more; it follows a fall quickly, so that its bound stays tight."""
-    weight = FALLS if loss < before else RISES
-    return before + weight * (loss - before)
+def _usual(before: float, loss: float, last: float | None) -> float:
+    """The usual loss after one more; it follows a fall quickly, so that its bound stays tight.
+
+    last: the loss of the step before. Only two low losses in a row are a fall: after one alone,
+    every later loss would look exploded.
+    """
+    if loss >= before:
+        return before + RISES * (loss - before)
+    if last is None or last >= before:
+        return before
+    return before + FALLS * (max(loss, last) - before)

@@ -125,12 +125,16 @@ def _is_count_or_none(value: Any) -> bool:
     return value is None or _is_count(value)
 
 
+def _is_number(value: Any) -> bool:
+    return type(value) in (int, float) and math.isfinite(value)
+
+
 def _is_number_or_none(value: Any) -> bool:
-    return value is None or (type(value) in (int, float) and math.isfinite(value))
+    return value is None or _is_number(value)
 
 
 def _are_losses(value: Any) -> bool:
-    return isinstance(value, list) and all(_is_number_or_none(loss) for loss in value)
+    return isinstance(value, list) and all(_is_number(loss) for loss in value)
 
 
 def _is_text(value: Any) -> bool:
@@ -167,6 +171,7 @@ KINDS: dict[str, Callable[[Any], bool]] = {
     "tokenizer": _is_tokenizer,
     "proven": _is_count_or_none,
     "usual_loss": _is_number_or_none,
+    "last_loss": _is_number_or_none,
     "files": _are_entries,
 }
 """What each entry of checkpoint.json may be; a hand or an old program may have written it."""

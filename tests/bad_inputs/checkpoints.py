@@ -125,6 +125,7 @@ RECORDS: dict[str, tuple[str | bytes | dict, str]] = {
         {"pending_losses": [float("nan")]},
         "pending_losses is [nan], which cannot be",
     ),
+    "losses-are-null": ({"pending_losses": [None]}, "pending_losses is [None], which cannot be"),
     "threads-are-half": ({"threads": 0.5}, "threads is 0.5, which cannot be"),
     "tokenizer-is-text": ({"tokenizer": "char"}, "tokenizer is 'char', which cannot be"),
     "files-are-a-list": ({"files": []}, CHANGED),

@@ -44,7 +44,23 @@ def test_an_explosion_never_deletes_the_last_good_checkpoint(tmp_path, caplog, c
     # Step 5 exploded: the loss after it is the first bad one.
     assert steps_in(tmp_path) == [3, *[6, 7, 9][-count:]][-count - 1 :]
     assert keeper.facts()["proven"] == 3
-    assert "step 6: loss 9e+04 after 3.95: global_step5 follows an exploded update" in caplog.text
+    assert "step 6: loss 9e+04 after 4.05: global_step5 follows an exploded update" in caplog.text
+
+
+@pytest.mark.parametrize("usual", [3.0, 3.2])
+def test_one_low_loss_freezes_no_proof(tmp_path, usual):
+    keeper = Keeper(tmp_path, 1)
+    follow(keeper, {1: usual, 2: 3.0, 3: 0.4, 4: 3.0, 5: 3.0, 6: 0.4, 7: 3.0, 8: 3.0}, {2, 4, 7})
+    assert keeper.facts()["proven"] == 7
+    assert steps_in(tmp_path) == [7]
+
+
+def test_a_real_fall_lowers_the_bound_also_across_a_resumption(tmp_path):
+    before = Keeper(tmp_path, 1)
+    follow(before, {1: 3.0, 2: 1.0}, {2})
+    resumed = Keeper(tmp_path, 1, started_at=2, record=before.facts())
+    follow(resumed, {3: 1.0}, {})
+    assert resumed.facts() == {"proven": 2, "usual_loss": 2.0, "last_loss": 1.0}
 
 
 def test_a_resumed_run_remembers_what_was_proven(tmp_path):
