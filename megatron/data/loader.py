@@ -2,8 +2,11 @@
 
 import itertools
 import logging
+import multiprocessing
+import multiprocessing.util
 import signal
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from multiprocessing.process import BaseProcess
 from typing import Protocol, cast
 
 import numpy as np
@@ -61,8 +64,23 @@ def batches(
         # The loader draws a seed, which must not shift the run's random numbers.
         generator=torch.Generator(),
     )
-    # Workers start now, not with the first batch.
-    return _raising(iter(loader))
+    before = set(multiprocessing.active_children())
+    found = iter(loader)  # workers start now, not with the first batch
+    workers = set(multiprocessing.active_children()) - before
+    multiprocessing.util.Finalize(None, _kill, args=(workers,), exitpriority=1)
+    return _raising(found)
+
+
+def _kill(workers: Iterable[BaseProcess]) -> None:
+    """End the workers that are left when this process ends.
+
+    Python would send them SIGTERM, which they ignore, and wait for them for ever.
+    """
+    left = [worker for worker in workers if worker.is_alive()]
+    if left:
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's handler would raise
+    for worker in left:
+        worker.kill()
 
 
 def _raising(found: Iterator[Tensor | UserError]) -> Iterator[Tensor]:

@@ -6,6 +6,7 @@ import torch
 
 from megatron.data.loader import batches
 from megatron.errors import UserError
+from tests.support import run
 
 SAMPLES = [np.arange(5) + 10 * i for i in range(11)]
 
@@ -66,3 +67,15 @@ def test_too_few_samples_for_one_step_are_an_error():
         match="11 samples are too few for one step of 4 on each of 3 ranks - prepare more text",
     ):
         batches(SAMPLES, 4, ranks=3)
+
+
+def test_a_process_ends_although_its_iterator_is_still_held():
+    program = """
+import numpy
+from megatron.data.loader import batches
+held = batches([numpy.arange(5)] * 99, 2, num_workers=1)
+next(held)
+print("done")
+"""
+    done = run("-c", program, timeout=60)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "done\n", "")
