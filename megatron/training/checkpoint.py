@@ -28,7 +28,6 @@ from megatron.config.user_file import COPY
 from megatron.errors import UserError
 from megatron.files import remove, write_text
 from megatron.model import GPT, from_config
-from megatron.training.finite import check_finite
 from megatron.training.fits import check_weights_fit
 from megatron.training.manifest import (
     ENGINE_STATE,
@@ -87,17 +86,17 @@ def save(trainer: Trainer, folder: Path, facts: dict[str, Any]) -> Path:
     final = folder_of(folder, step)
     partial = folder / f"partial_step{step}"
     kept = _what_stays(folder)
-    check_finite(engine, grid, step, kept)
     with writable(grid, partial, kept):
         if grid.first:
             remove_unfinished(folder)
             remove(partial)  # if only this cannot be removed, what it holds must not be mixed in
-    writing = Writing()
-    with writing.files_of(engine):
-        engine.save_checkpoint(str(folder), tag=partial.name, save_latest=False)
+    writing = Writing(engine)
     weights = full_weights(engine, keep=grid.first)
     if grid.first:
+        # First, so that they are hashed while the engine writes its larger files.
         _write_own_files(partial, weights, trainer.config, writing)
+    del weights
+    writing.files_of_engine(folder, partial.name)
     files = writing.finished(grid, partial, kept)
     with writable(grid, partial, kept):
         if grid.first:
@@ -120,6 +119,7 @@ def _write_own_files(
     """Write what evaluation reads."""
 
     def write_weights(file: Path) -> None:
+        partial.mkdir(parents=True)
         save_file(weights, file)
         file.chmod(0o666 & ~_umask())  # safetensors lets only the owner read it
 

@@ -1,41 +1,27 @@
 """Whether an engine's weights and averages are numbers: what is not must not replace what is."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from megatron.errors import UserError
-from megatron.parallel.grid import Grid
-
-CURE = "lower optimizer.params.lr, raise warmup, or use precision: fp32"
-SHOWN = 3  # names in the message
+Numbers = Sequence[tuple[str, Tensor]]
 
 
-def check_finite(engine: Any, grid: Grid, step: int, kept: str) -> None:
-    """UserError on every rank where any of them holds NaN or infinity after `step`.
+def saved_numbers(engine: Any) -> Numbers:
+    """What this rank saves: weights, float32 masters and the optimizer's averages, by name.
 
-    The weights, the float32 masters and the optimizer's averages are looked at, one reduction each,
-    on the device. kept: the checkpoint that stays, for the message
+    ZeRO has flat parts of all weights, which have numbers for names.
     """
-    bad = not_finite(engine)
-    for names in grid.gather(bad):
-        if names:
-            shown = ", ".join(names[:SHOWN])
-            more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
-            raise UserError(
-                f"save: not finite after step {step}: {shown}{more}"
-                f" - nothing was saved, {kept}; {CURE}"
-            )
+    return [(name, tensor.detach()) for name, tensor in _tensors(engine) if tensor.numel()]
 
 
-def not_finite(engine: Any) -> list[str]:
-    """Names of the tensors that this rank would save and that hold NaN or infinity."""
-    named = [(name, tensor.detach()) for name, tensor in _numbers(engine) if tensor.numel()]
-    if _are_finite([tensor for _, tensor in named]):
+def not_finite(numbers: Numbers) -> list[str]:
+    """Names of the tensors that hold NaN or infinity; one reduction each, on their device."""
+    if _are_finite([tensor for _, tensor in numbers]):
         return []
-    return [name for name, tensor in named if not _are_finite([tensor])]
+    return [name for name, tensor in numbers if not _are_finite([tensor])]
 
 
 def _are_finite(tensors: list[Tensor]) -> bool:
@@ -44,8 +30,7 @@ def _are_finite(tensors: list[Tensor]) -> bool:
     return not extremes or bool(torch.stack(extremes).isfinite().all())
 
 
-def _numbers(engine: Any) -> Iterator[tuple[str, Tensor]]:
-    """Weights by name; of the optimizer, which ZeRO gives flat parts of all weights, by number."""
+def _tensors(engine: Any) -> Iterator[tuple[str, Tensor]]:
     yield from engine.module.named_parameters()
     optimizer = engine.optimizer
     while hasattr(optimizer, "optimizer"):  # the engine wraps torch's own

@@ -166,9 +166,10 @@ def remove_unfinished(run: Path) -> None:
 def remove_checkpoint(path: Path) -> None:
     """Delete a checkpoint. It is renamed first, so that a half deleted one never looks complete.
 
-    OSError where it cannot be renamed; what then cannot be deleted is a warning.
+    Of a link to another run's checkpoint the link is deleted. OSError where it cannot be renamed;
+    what then cannot be deleted is a warning.
     """
-    if path.exists():
+    if os.path.lexists(path):
         renamed = path.with_name(f"removing_{path.name}")
         path.rename(renamed)
         _remove_if_possible(renamed)

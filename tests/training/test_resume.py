@@ -60,7 +60,7 @@ def test_a_resumed_run_computes_with_the_threads_that_it_had(grid, corpus, tmp_p
     assert checkpoint.read_meta(path)[1]["threads"] == torch.get_num_threads()
     asked = []
     monkeypatch.setattr(
-        "megatron.training.run.use_threads", lambda *_, before: asked.append(before)
+        "megatron.training.run.use_threads", lambda *_, before, **__: asked.append(before)
     )
     train(settings(corpus, tmp_path), grid)
     assert asked == [torch.get_num_threads()]
