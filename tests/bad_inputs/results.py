@@ -240,6 +240,33 @@ CASES: list[Case] = [
     ),
 ]
 
+TABLE = """paper: mine
+provenance: measured here
+sweep: null
+quantity: perplexity
+cells: {github: {alibi: {512: [3.4]}}}
+"""
+TABLES = {
+    "caveats-are-a-number": (
+        TABLE + "caveats: 3\n",
+        "caveats: give a list of sentences, or leave them out",
+    ),
+    "caveats-hold-a-mapping": (
+        TABLE + "caveats: [{a: b}]\n",
+        "caveats: give a list of sentences, or leave them out",
+    ),
+    "no-utf8": (b"paper: \xff\n", "is no UTF-8 - convert the file"),
+    "provenance-is-a-mapping": (
+        TABLE.replace("measured here", "{page: 7}"),
+        "provenance: is no text - put it in quotes",
+    ),
+    "too-large": ("#" * (1 << 20) + "\n", "cannot be read (it has more than 1,048,576 bytes)"),
+}
+for name, (content, fault) in TABLES.items():
+    words = ["tools/reproduce.py", "mine.yml", "--results", "a.jsonl"]
+    files = {"mine.yml": content, "a.jsonl": two_rows()}
+    CASES.append(Case(f"table-{name}", words, f"mine.yml: {fault}", files=files))
+
 IN_THE_WAY = "{}: File exists - it is in the way: move it, or choose another place"
 OUTPUTS = {
     "plot-below-a-file": (

@@ -8,10 +8,13 @@ from typing import Any
 import yaml
 
 from megatron.errors import UserError, did_you_mean
+from megatron.files import read_small
 
 HERE = Path(__file__).parent
+LARGEST = 1 << 20  # bytes; the largest table here has a few thousand
 NEEDED = ("paper", "provenance", "sweep", "quantity", "cells")
 OF_ROWS = ("protocol", "windows", "part")  # also needed where there is a sweep
+WORDS = {"paper", "provenance", "quantity", "why_not"}  # keys whose value is text
 SHAPE = "cells: give corpus: {encoding: {length: [mean] or [mean, std] or a note}}"
 
 
@@ -66,7 +69,7 @@ def published(name: str) -> Published:
     UserError where there is none or it lacks something.
     """
     path = _file_of(name)
-    text = path.read_text(encoding="utf-8")
+    text = _text_of(path)
     try:
         facts = yaml.safe_load(text)
         # All values as text: 3.40 stays "3.40".
@@ -81,12 +84,18 @@ def published(name: str) -> Published:
         raise UserError(f"{path}: lacks {', '.join(missing)}; take a table of {HERE} as an example")
     if not isinstance(facts["sweep"], str | None):
         raise UserError(f"{path}: sweep: {facts['sweep']} is no name of a file beside it")
+    for key in sorted(WORDS & facts.keys()):
+        if not isinstance(facts[key], str):
+            raise UserError(f"{path}: {key}: is no text - put it in quotes")
+    caveats = facts.get("caveats", [])
+    if not isinstance(caveats, list) or not all(isinstance(line, str) for line in caveats):
+        raise UserError(f"{path}: caveats: give a list of sentences, or leave them out")
     try:
         cells = _cells(texts["cells"])
     except (AttributeError, ValueError, TypeError):
         raise UserError(f"{path}: {SHAPE}") from None
     known = {key: facts[key] for key in Published.__dataclass_fields__ if key in facts}
-    known["caveats"] = tuple(facts.get("caveats", ()))
+    known["caveats"] = tuple(caveats)
     return Published(**{**known, "name": path.stem, "cells": cells})
 
 
@@ -103,6 +112,15 @@ def _file_of(name: str) -> Path:
     if hint:
         message += f"; {hint}"
     raise UserError(f"{message} - give a .yml or one of {', '.join(tables())}")
+
+
+def _text_of(path: Path) -> str:
+    try:
+        return read_small(path, LARGEST).decode()
+    except OSError as fault:
+        raise UserError(f"{path}: cannot be read ({fault.strerror})") from None
+    except UnicodeDecodeError:
+        raise UserError(f"{path}: is no UTF-8 - convert the file") from None
 
 
 def _cells(texts: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> Cells:
