@@ -25,6 +25,7 @@ from megatron.training.manifest import (
     wrong_sizes,
 )
 from megatron.training.saved import (
+    MISSING,
     folder_of,
     leftovers,
     lost_its_record,
@@ -77,7 +78,7 @@ def _show_run(run: Path, *, quick: bool) -> int:
     for path in unfinished:
         print(f"left over by a process that died: {path}")
     pointer = run / "latest"
-    if note and not note.startswith("is older"):
+    if note and not note.startswith(("is older", MISSING)):
         faults.append(f"{pointer}: {note}")
     return _end(faults)
 

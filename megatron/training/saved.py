@@ -12,6 +12,7 @@ from megatron.training.manifest import FOLDER, RECORD
 logger = logging.getLogger(__name__)
 
 LONGEST_POINTER = 4096  # bytes of `latest`
+MISSING = "is missing"  # said of `latest`; whoever copies checkpoints may leave it behind
 LEFTOVERS = ("partial_step*", "removing_*")  # of a process that died while it saved or deleted
 
 
@@ -67,8 +68,8 @@ def pointed(run: Path) -> tuple[int | None, str | None]:
     pointer = run / "latest"
     if not os.path.lexists(pointer):
         newer = [step for step in damaged if whole and step > whole[-1]]
-        note = f"global_step{newer[-1]} has no {RECORD}" if newer else None
-        return newest, note
+        lost = f"global_step{newer[-1]} has no {RECORD}" if newer else None
+        return newest, lost or (MISSING if whole else None)
     step, fault = _named(pointer)
     if step is None or step not in (*whole, *damaged):
         return newest, fault or f"names global_step{step}, which is not there"

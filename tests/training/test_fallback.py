@@ -95,9 +95,10 @@ def test_a_run_whose_only_checkpoint_lost_its_record_does_not_start_anew(
         (b"", "is empty", 3),
         (b"\xff\x00\x80", "is damaged (it holds b'\\xff\\x00\\x80')", 3),
         (b"global_step2", "is older than other checkpoints there (3)", 2),
-        (None, "cannot be read (Is a directory)", 3),
+        ("a folder", "cannot be read (it is no regular file)", 3),
+        (None, "is missing", 3),
     ],
-    ids=["dangling", "empty", "binary", "older", "folder"],
+    ids=["dangling", "empty", "binary", "older", "folder", "missing"],
 )
 def test_an_odd_latest_is_a_warning_with_the_step_that_is_used(
     grid, corpus, three, tmp_path, caplog, content, note, step
@@ -105,9 +106,9 @@ def test_an_odd_latest_is_a_warning_with_the_step_that_is_used(
     folder = copy_of(three, tmp_path)
     pointer = folder / "latest"
     pointer.unlink()
-    if content is None:
+    if content == "a folder":
         pointer.mkdir()
-    else:
+    elif content is not None:
         pointer.write_bytes(content)
     warning = f"{pointer}: {note}; step {step} is used"
     assert starting_point(settings(corpus, folder), facts(folder), grid).step == step
