@@ -150,18 +150,25 @@ def place(need: Needs, device: torch.device, ranks_here: int) -> Place:
 
 
 def check_fits(
-    config: Config, vocab: int, *, ranks: int, ranks_here: int, device: torch.device
+    config: Config,
+    vocab: int,
+    *,
+    ranks: int,
+    ranks_here: int,
+    device: torch.device,
+    disk: bool = True,
 ) -> Needs:
     """What a training needs; UserError where it cannot fit.
 
     ranks: of the whole run; ranks_here: those on this machine, whose memory they share on the CPU
+    disk: whether this process asks for the room in `save`
     """
     need = needs(config, vocab, ranks)
     where = place(need, device, ranks_here)
     faults = [
         *(_beyond_memory(config, need, where) or _batch_beyond_memory(config, need, where)),
         *_beyond_index(config, need),
-        *_beyond_disk(config, need),
+        *(_beyond_disk(config, need) if disk else []),
     ]
     if faults:
         raise UserError("\n  ".join(["this machine is too small for the training", *faults]))

@@ -13,7 +13,7 @@ from megatron.data.tokens import TokenFile
 from megatron.errors import UserError
 from megatron.model import GPT, from_config
 from megatron.parallel.grid import Grid
-from megatron.parallel.owned import owned_by_first
+from megatron.parallel.owned import owned_by_first, shared_faults
 from megatron.parallel.threads import count_parameters, local_processes, use_threads
 from megatron.parallel.watchdog import Watchdog
 from megatron.training import checkpoint
@@ -60,7 +60,8 @@ def _train(config: Config, grid: Grid) -> Path | None:
         tokens = TokenFile.open(config.data.data_path or "")
     facts = check_vocabulary(config, tokens)
     here = {"ranks_here": local_processes(), "device": grid.device}
-    need = check_fits(config, facts["vocab"], ranks=grid.ranks, **here)
+    with shared_faults(grid):
+        need = check_fits(config, facts["vocab"], ranks=grid.ranks, **here, disk=grid.first)
     start = starting_point(config, facts, grid)
     logger.info(f"{need.parameters.whole:,} parameters: {need}")
     warn_if_tight(config, need, **here)
@@ -119,7 +120,7 @@ class Run:
         start = self.start
         if start.path is not None and start.written_by is not None:
             checkpoint.resume(trainer, start.path, start.written_by, start.stamps)
-        metrics = self._metrics(trainer.step) if self.grid.first else None
+        metrics = self._metrics(trainer.step)
         try:
             saved, stop = self._until_stopped(trainer, metrics)
         except RuntimeError as fault:
@@ -129,10 +130,11 @@ class Run:
                 metrics.close()
         if stop.reason is not None and trainer.step < self.steps:
             words, status = stop.reason
-            logger.warning(
-                f"stopped at step {trainer.step} of {self.steps} ({words}), saved {saved};"
-                f" load={saved} continues it"
-            )
+            if saved is None:
+                outcome = "nothing was saved, for save is not set"
+            else:
+                outcome = f"saved {saved}; load={saved} continues it"
+            logger.warning(f"stopped at step {trainer.step} of {self.steps} ({words}), {outcome}")
             if status:
                 sys.exit(status)
         return saved
@@ -215,11 +217,16 @@ class Run:
             stay=settings.extra_save_iters,
         )
 
-    def _metrics(self, step: int) -> Metrics:
+    def _metrics(self, step: int) -> Metrics | None:
+        """The logs, on the first rank alone; UserError on every rank where they cannot be had."""
         log_dir = self.config.logging.log_dir
         folder = Path(log_dir) if log_dir else self.folder
         resumed_at = step if self.start.path else None
-        return Metrics(folder, self.config.logging, self.config.flat(), resumed_at=resumed_at)
+        with shared_faults(self.grid):
+            if self.grid.first:
+                settings = self.config.flat()
+                return Metrics(folder, self.config.logging, settings, resumed_at=resumed_at)
+        return None
 
     def _log(
         self,

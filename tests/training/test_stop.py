@@ -9,6 +9,7 @@ import time
 import psutil
 import pytest
 
+from megatron.config import load
 from megatron.errors import UserError
 from megatron.parallel.grid import Grid, free_port
 from megatron.parallel.launcher import environments
@@ -19,7 +20,7 @@ from megatron.training.saved import latest_step, steps_in
 from megatron.training.stop import Stop
 from megatron.training.trainer import Trainer
 from tests.support import ROOT, unlaunched
-from tests.training.conftest import records, settings
+from tests.training.conftest import records, settings, tiny
 
 
 def at_step(monkeypatch, number: int, act) -> None:
@@ -64,6 +65,14 @@ def test_a_run_of_a_set_length_is_saved_and_ends_well(
     assert saved == tmp_path / f"global_step{step}"
     assert caplog.messages[-1] == (
         f"stopped at step {step} of 8 ({reason}), saved {saved}; load={saved} continues it"
+    )
+
+
+def test_a_stopped_run_without_save_says_that_nothing_was_saved(grid, corpus, caplog):
+    config = load([], tiny(f"data_path={corpus}", "train_iters=8", "exit_interval=1"))
+    assert train(config, grid) is None
+    assert caplog.messages[-1] == (
+        "stopped at step 1 of 8 (exit_interval: 1), nothing was saved, for save is not set"
     )
 
 

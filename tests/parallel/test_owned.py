@@ -1,0 +1,138 @@
+"""A fault of one rank ends all ranks with one message; none waits for another.
+
+The ranks are threads of this process, which meet where processes would.
+"""
+
+import errno
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from threading import Barrier, get_ident
+
+import pytest
+
+from megatron.config import load
+from megatron.errors import UserError
+from megatron.parallel.grid import Grid
+from megatron.parallel.owned import owned_by_first, shared_faults
+from megatron.training import fits
+from megatron.training.run import Run, _train
+from megatron.training.start import Start
+from tests.training.conftest import tiny
+
+PATIENCE = 5  # seconds; a rank that is left alone raises BrokenBarrierError then
+
+
+@dataclass(frozen=True)
+class Thread(Grid):
+    ranks: int = 2
+    barrier: Barrier = field(default_factory=lambda: Barrier(2, timeout=PATIENCE))
+    values: dict = field(default_factory=dict)
+
+    def gather(self, value):
+        self.values[self.rank] = value
+        self.barrier.wait()
+        return [self.values[rank] for rank in range(self.ranks)]
+
+
+def messages(act):
+    """What `act(grid)` raises on each of two ranks; None where it raises nothing."""
+    barrier, values = Barrier(2, timeout=PATIENCE), {}
+    grids = [Thread(rank, barrier=barrier, values=values) for rank in range(2)]
+
+    def one(grid):
+        try:
+            act(grid)
+        except UserError as fault:
+            return str(fault)
+
+    with ThreadPoolExecutor(2) as pool:
+        return list(pool.map(one, grids))
+
+
+def test_the_first_ranks_fault_of_a_disk_ends_all_before_the_block():
+    left = []
+
+    @contextmanager
+    def owned():
+        yield
+        left.append("no")
+
+    @contextmanager
+    def full():
+        raise OSError(errno.ENOSPC, "No space left on device", "runs/a")
+        yield
+
+    @contextmanager
+    def before():
+        try:
+            yield
+        finally:
+            left.append("given back")
+
+    def act(grid):
+        with owned_by_first(grid, before(), full(), owned()):
+            left.append("never")
+
+    message = (
+        "runs/a: cannot be written (No space left on device) - free some space, or choose another"
+        " disk"
+    )
+    assert messages(act) == [message, message]
+    assert left == ["given back"]
+
+
+def test_the_message_of_the_first_rank_with_a_fault_is_everybodys():
+    def act(grid):
+        with shared_faults(grid):
+            if grid.rank == 1:
+                raise UserError("memory: too small - take more")
+
+    assert messages(act) == ["memory: too small - take more"] * 2
+
+
+def test_a_log_that_the_first_rank_cannot_open_ends_all(tmp_path):
+    (tmp_path / "metrics.jsonl").mkdir()  # a resumed run reads it
+
+    def act(grid):
+        resumed = Start(step=4, path=tmp_path / "global_step4")
+        run = Run.__new__(Run)
+        run.config, run.grid = load([], tiny()), grid
+        run.folder, run.start = tmp_path, resumed
+        run._metrics(4)
+
+    message = (
+        f"{tmp_path}/metrics.jsonl: cannot be written (Is a directory) - name a file, not a folder"
+    )
+    assert messages(act) == [message, message]
+
+
+def test_a_machine_that_is_too_small_ends_the_ranks_of_all_machines(corpus, monkeypatch):
+    small = []
+    monkeypatch.setattr(fits, "total_memory", lambda: 1000 if get_ident() in small else 10**11)
+    config = load([], tiny(f"data_path={corpus}"))
+
+    def act(grid):
+        if grid.rank == 1:
+            small.append(get_ident())
+        _train(config, grid)
+
+    first, second = messages(act)
+    assert first == second
+    assert str(first).startswith("this machine is too small for the training\n  num_layers = 2, ")
+
+
+@pytest.mark.parametrize("disk", [True, False])
+def test_only_who_writes_checkpoints_asks_for_their_room(tmp_path, monkeypatch, disk):
+    monkeypatch.setattr(fits, "free_disk", lambda folder: 1)
+    config = load([], tiny(f"save={tmp_path}"))
+    device = Grid().device
+
+    def check():
+        fits.check_fits(config, 512, ranks=2, ranks_here=1, device=device, disk=disk)
+
+    if disk:
+        with pytest.raises(UserError, match="save: one checkpoint needs "):
+            check()
+    else:
+        check()
