@@ -66,6 +66,8 @@ class Config:
     """What the user should know at the start, such as keys without effect."""
     named_in: dict[str, str | None] = field(default_factory=dict, compare=False)
     """The YAML file that names each input, beside which it is looked for; None: nowhere else."""
+    given: frozenset[str] = field(default=frozenset(), compare=False)
+    """Keys that somebody chose, also where the value is the default."""
 
     def flat(self) -> dict[str, Any]:
         """Every key and its plain value (number, text, list, dictionary), in documented order."""

@@ -55,6 +55,7 @@ def load(paths: Sequence[str | Path], overrides: Sequence[str] = ()) -> Config:
         sources=names,
         notes=tuple(report.notes),
         named_in=named_in,
+        given=_given(sources),
     )
 
 
@@ -87,6 +88,15 @@ def _named_in(sources: Sequence[Source]) -> dict[str, str | None]:
         for key in INPUTS & given.keys():
             named_in[key] = None if has_no_folder else source
     return named_in
+
+
+def _given(sources: Sequence[Source]) -> frozenset[str]:
+    """Keys that somebody chose. A file of Config.save names every key, so it is left out."""
+    chosen: set[str] = set()
+    for source, given in sources:
+        if not is_checkpoint(source) and not given.keys() >= KEYS.keys():
+            chosen.update(given)
+    return frozenset(chosen)
 
 
 def _user_file(

@@ -42,6 +42,12 @@ def check_vocabulary(config: Config, tokens: TokenFile) -> dict[str, Any]:
         }
     elif "tokenizer" in tokens.meta:
         description = tokens.meta["tokenizer"]
+        writer = description.get("type", data.tokenizer_type)
+        if "tokenizer_type" in config.given and data.tokenizer_type != writer:
+            raise UserError(
+                f"tokenizer_type: {data.tokenizer_type} is not what {tokens.prefix} was written by,"
+                f" {writer} - leave tokenizer_type out, or give the data that it wrote"
+            )
     else:
         raise UserError(
             f"vocab_file: not set, and {tokens.prefix} has no sidecar {tokens.prefix}.json"

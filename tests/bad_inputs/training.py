@@ -28,6 +28,12 @@ CASES: list[Case] = [
         " set save_interval to 2 or more",
     ),
     Case(
+        "tokenizer-of-other-data",
+        [*TRAIN, "tokenizer_type=GPT2BPETokenizer"],
+        "tokenizer_type: GPT2BPETokenizer is not what {corpus} was written by, CharLevelTokenizer"
+        " - leave tokenizer_type out, or give the data that it wrote",
+    ),
+    Case(
         "save-names-a-file",
         [*TRAIN, "save=run/deep"],
         "save: run/deep: cannot be written (Not a directory)"

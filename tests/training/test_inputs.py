@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from megatron.config import load
+from megatron.data.tokens import TokenFile
 from megatron.errors import UserError
 from megatron.parallel.grid import Grid
 from megatron.training.run import train
@@ -44,3 +45,15 @@ def test_a_missing_vocabulary_is_reported_with_both_places(file):
     fault, where = str(raised.value).split("\n  ")
     assert fault.startswith("vocab_file: ")
     assert where == places(file, "vocab_file", "words.json")
+
+
+def test_a_tokenizer_that_nobody_chose_is_the_data_s(corpus, tmp_path):
+    tokens = TokenFile.open(corpus)
+    alone = load([], SHAPE)
+    assert check_vocabulary(alone, tokens)["tokenizer"]["type"] == "CharLevelTokenizer"
+    alone.save(tmp_path / "cell.yml")  # names every key
+    again = load([tmp_path / "cell.yml"])
+    assert check_vocabulary(again, tokens)["tokenizer"]["type"] == "CharLevelTokenizer"
+    (tmp_path / "own.yml").write_text("tokenizer-type: GPT2BPETokenizer")
+    with pytest.raises(UserError, match=r"GPT2BPETokenizer is not what .* CharLevelTokenizer - "):
+        check_vocabulary(load([tmp_path / "own.yml"], SHAPE), tokens)
