@@ -27,6 +27,7 @@ if (
 
 def pytest_configure(config):
     config.addinivalue_line("markers", "gpu: needs a CUDA device")
+    config.addinivalue_line("markers", "campaign: takes long, `make faults` runs it")
     config.addinivalue_line(
         "markers", "distributed: starts several processes that talk through gloo"
     )
@@ -38,6 +39,8 @@ def pytest_collection_modifyitems(items):
         reasons["gpu"] = "needs a CUDA device and TEST_GPU=1, as make gpu-check sets it"
     if not (torch.distributed.is_available() and torch.distributed.is_gloo_available()):
         reasons["distributed"] = "this build of torch has no gloo"
+    if os.environ.get("CAMPAIGN") != "1":
+        reasons["campaign"] = "takes long: make faults runs it"
     for item in items:
         for marker in reasons.keys() & item.keywords.keys():
             item.add_marker(pytest.mark.skip(reason=reasons[marker]))

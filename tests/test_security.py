@@ -45,6 +45,7 @@ def revealed(folder: Path) -> list[str]:
     return found
 
 
+@pytest.mark.campaign
 @pytest.mark.distributed
 def test_two_ranks_wait_for_each_other_on_loopback_and_write_no_secret(
     corpus, tmp_path, monkeypatch

@@ -238,12 +238,6 @@ OWN_FILES = [
         "import sys\nsys.exit(0)\n",
         "bad configuration (command line)\n  pos_emb_file: mine.py:2 stops with SystemExit: 0",
     ),
-    own_file(
-        "that interrupts",
-        "raise KeyboardInterrupt('x')\n",
-        "bad configuration (command line)\n"
-        "  pos_emb_file: mine.py:1 stops with KeyboardInterrupt: x",
-    ),
 ]
 
 CASES: list[Case] = [*SWEEPS, *DEEPY, *OWN_FILES]

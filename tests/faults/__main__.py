@@ -34,12 +34,13 @@ PARTS_OF_SUITE = {
         ],
         "ends with its status, saved where it can",
     ),
+    "long tests of the suite": (["-m", "campaign", "tests"], "as each of them says"),
     "two owners of one folder": (
         ["tests/test_owner.py", "tests/training/test_folders.py"],
         "the second one is refused",
     ),
 }
-"""Faults whose every case is a test of the suite: files, and what must happen."""
+"""Faults whose every case is a test of the suite: words for pytest, and what must happen."""
 
 
 @dataclass(frozen=True)
@@ -163,7 +164,8 @@ def _other_engines(corpus: Path, folder: Path) -> Line:
 def _part_of_suite(fault: str, files: list[str], outcome: str) -> Line:
     """The tests of some files, as one line."""
     begin = time.monotonic()
-    done = run("-m", "pytest", "-q", "-n", "2", *files, timeout=900)
+    words = ["-m", "pytest", "-q", "-n", "2", *files]
+    done = run(*words, env={"CAMPAIGN": "1"}, timeout=900)
     passed = re.search(r"(\d+) passed", done.stdout)
     failed = re.findall(r"^(?:FAILED|ERROR) (.*)$", done.stdout, re.MULTILINE)
     if done.returncode and not failed:

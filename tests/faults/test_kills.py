@@ -30,12 +30,14 @@ def test_a_killed_training_goes_on_as_if_nothing_had_happened(kind, kills, forks
     assert tally.kills == kills
 
 
+@pytest.mark.campaign
 def test_a_killed_evaluation_ends_with_the_same_rows(forks, corpus, tmp_path):
     checkpoint = make_checkpoint(tmp_path / "run", corpus)
     tally = killed(forks, *evaluation(checkpoint), tmp_path / "rows", kills=2, seed=1)
     assert not tally.faults
 
 
+@pytest.mark.campaign
 def test_a_killed_preparation_ends_with_the_same_files(forks, tmp_path, texts):
     tally = killed(forks, *preparation(texts), tmp_path / "data", kills=2, seed=1)
     assert not tally.faults
@@ -66,6 +68,7 @@ def contents(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in (folder / "global_step2").iterdir()}
 
 
+@pytest.mark.campaign
 @pytest.mark.parametrize("workers", [0, 2])
 def test_data_cut_under_a_training_are_one_message_and_its_checkpoint_stays(
     workers, forks, corpus, tmp_path
@@ -87,6 +90,7 @@ def test_data_cut_under_a_training_are_one_message_and_its_checkpoint_stays(
     assert (folder / "latest").read_text() == "global_step2"
 
 
+@pytest.mark.campaign
 def test_data_deleted_under_a_training_stay_readable_to_its_end(forks, corpus, tmp_path):
     data, folder, log = copied(corpus, tmp_path), tmp_path / "run", tmp_path / "log"
     pid = started(forks, training_on(data, folder, "train_iters=60"), folder, log)

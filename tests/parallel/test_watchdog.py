@@ -17,6 +17,7 @@ from tests.faults.forks import Forks
 SECONDS = 2
 
 
+@pytest.mark.campaign
 @pytest.mark.distributed
 def test_a_frozen_rank_is_named_and_the_others_end(corpus, tmp_path):
     words = [*MODEL, "train_iters=100000", "log_interval=5", "eval_interval=0"]

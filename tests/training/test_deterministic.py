@@ -27,6 +27,7 @@ def deterministic(monkeypatch):
     cudnn.deterministic, cudnn.benchmark = before
 
 
+@pytest.mark.campaign
 def test_two_processes_have_the_same_losses(corpus, tmp_path, monkeypatch):
     for name in threads.BY_USER:
         monkeypatch.delenv(name, raising=False)

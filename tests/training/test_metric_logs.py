@@ -107,6 +107,7 @@ def test_tensorboard_on_a_full_disk_costs_no_run(tmp_path, caplog):
     assert messages[-1].endswith(" record(s) were lost")
 
 
+@pytest.mark.campaign
 def test_a_server_that_nobody_reaches_and_a_service_that_dies_stop_nothing(
     tmp_path, caplog, monkeypatch
 ):

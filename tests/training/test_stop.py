@@ -219,6 +219,7 @@ except SystemExit as ended:
 """
 
 
+@pytest.mark.campaign
 @pytest.mark.distributed
 def test_two_ranks_skip_and_stop_together_although_one_alone_has_the_reason(letters, tmp_path):
     words = [tmp_path, letters, "skip_nonfinite=1000", "seed=5"]

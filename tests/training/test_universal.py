@@ -63,6 +63,7 @@ def folder(grid, corpus, tmp_path_factory) -> Path:
     return root
 
 
+@pytest.mark.campaign
 @pytest.mark.distributed
 def test_two_ranks_resumed_repeat_the_uninterrupted_ones_to_the_last_bit(folder):
     expected = losses(folder / "two-2")
@@ -70,6 +71,7 @@ def test_two_ranks_resumed_repeat_the_uninterrupted_ones_to_the_last_bit(folder)
     assert losses(folder / "two-2-again") == expected
 
 
+@pytest.mark.campaign
 @pytest.mark.distributed
 def test_a_checkpoint_of_one_rank_continues_on_two(folder):
     expected = losses(folder / "one")
@@ -77,6 +79,7 @@ def test_a_checkpoint_of_one_rank_continues_on_two(folder):
     assert losses(folder / "one-on-two-3") == pytest.approx(expected, abs=1e-5)
 
 
+@pytest.mark.campaign
 @pytest.mark.distributed
 def test_a_checkpoint_of_two_ranks_continues_on_one(grid, corpus, folder, tmp_path):
     train(load([], recipe(corpus, tmp_path, 1, source=folder / "two-2")), grid)
@@ -159,6 +162,7 @@ def test_another_number_of_ranks_must_keep_the_windows_of_a_step(grid, corpus, t
     assert latest_step(folder) == 5
 
 
+@pytest.mark.campaign
 def test_a_missing_file_of_another_engine_is_one_message(grid, corpus, folder, tmp_path):
     copy = copy_of(folder / "two-2", tmp_path)
     missing = "zero_pp_rank_1_mp_rank_00_optim_states.pt"
