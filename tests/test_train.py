@@ -197,6 +197,7 @@ def test_bad_input_is_one_message_with_status_one_and_loses_nothing(name, corpus
     assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
 
 
+@pytest.mark.campaign
 @pytest.mark.distributed
 def test_zero_3_takes_a_table_of_learned_positions_apart_and_still_counts_and_saves_it(
     corpus, tmp_path

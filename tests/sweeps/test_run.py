@@ -55,6 +55,7 @@ def test_a_finished_cell_keeps_its_weights_and_no_optimizer_states(whole):
     assert kept == {"checkpoint.json", "config.yml", "model.safetensors"}
 
 
+@pytest.mark.campaign
 def test_a_sweep_killed_at_random_moments_has_the_results_of_an_undisturbed_one(file, whole, warm):
     folder = file.parent / "killed"
     words = ["run", file, "--folder", folder]

@@ -32,6 +32,7 @@ SIZE = [
 ]
 
 
+@pytest.mark.campaign
 def test_every_candidate_of_every_pass_is_measured_with_its_conditions(tmp_path):
     words = ["--lengths", "5", "24", "--tokens", "48", "--dtypes", "bfloat16", "--no-memory"]
     words += ["--only", "rotary", "forks", "eager", "sdpa", "--output", tmp_path / "found.json"]
