@@ -120,6 +120,7 @@ SHAPES_NO_LOSS = {
     "strict_json.py",
     "data/sidecar.py",
     "evaluation/agreement.py",
+    "evaluation/bounds.py",
     "evaluation/progress.py",
     "evaluation/resume.py",
     "parallel/owned.py",
