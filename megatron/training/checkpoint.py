@@ -197,8 +197,8 @@ def keep_weights_only(folder: Path) -> None:
         except Damaged as damage:
             logger.warning("%s", damage)
             continue
-        if is_verifiable(record) and engine_files(path, record):
-            states = engine_files(path, record)
+        states = engine_files(path, record)
+        if is_verifiable(record) and states:
             files = {name: one for name, one in record["files"].items() if name not in states}
             write_record(path, {**record, "files": files})
         for state in path.glob(ENGINE_STATE):
