@@ -327,7 +327,7 @@ class Parallel(Section):
     distributed_backend: Literal["nccl", "gloo"] | None = None
     """Unset: nccl on CUDA. Without CUDA always gloo."""
     hang_timeout: Count = 1200
-    """Seconds without a step after which a run of several processes ends; 0: it waits for ever."""
+    """Several processes end after these seconds without a step, three times in a save; 0: never."""
 
     @property
     def zero_stage(self) -> int:

@@ -3,11 +3,12 @@
 import logging
 import os
 import socket
+import threading
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed
@@ -29,6 +30,7 @@ LOST = ("Connection closed by peer", "Connection reset by peer", "Broken pipe")
 """How gloo says that another rank has ended."""
 HEAD_START = 3.0  # seconds in which a launcher that knows more ends this process
 MEETING = 300.0  # seconds in which the first process must be reached
+JOINING = {"gloo": 45.0, "nccl": 300.0}  # seconds in which those who have met must connect
 SILENT = 10.0  # seconds after which a process says that it waits
 SHOWN = 8  # absent ranks in one message
 PAUSE = 0.2  # seconds between two attempts
@@ -188,21 +190,51 @@ def _join(backend: str, device: torch.device) -> None:
     import deepspeed
 
     stay_inside()
-    place = store()
-    if place is not None:
-        ranks = int(os.environ["WORLD_SIZE"])
-        if ranks > 1:
-            _call_the_roll(place, number("RANK"), ranks)
-        torch.distributed.init_process_group(
-            backend,
-            store=place,
-            rank=int(os.environ["RANK"]),
-            world_size=ranks,
-            # As DeepSpeed does; it takes over a group that exists.
-            timeout=deepspeed.comm.default_pg_timeout,
-            device_id=device if device.type == "cuda" and ranks > 1 else None,
-        )
-    deepspeed.init_distributed(dist_backend=backend, auto_mpi_discovery=False, verbose=False)
+    seconds = JOINING[backend]
+    with _in_time(seconds):
+        place = store()
+    ranks = int(os.environ["WORLD_SIZE"])
+    if place is not None and ranks > 1:
+        _call_the_roll(place, number("RANK"), ranks)
+    with _in_time(seconds):
+        if place is not None:
+            torch.distributed.init_process_group(
+                backend,
+                store=place,
+                rank=int(os.environ["RANK"]),
+                world_size=ranks,
+                # As DeepSpeed does; it takes over a group that exists.
+                timeout=deepspeed.comm.default_pg_timeout,
+                device_id=device if device.type == "cuda" and ranks > 1 else None,
+            )
+        deepspeed.init_distributed(dist_backend=backend, auto_mpi_discovery=False, verbose=False)
+
+
+@contextmanager
+def _in_time(seconds: float) -> Iterator[None]:
+    """A block in which the ranks connect; where it takes longer, the process ends with a message.
+
+    torch would wait for 30 minutes for a rank that is gone, and cannot be interrupted there.
+    """
+    message = (
+        f"ranks: they did not connect to each other within {seconds:g} seconds, so one of them has"
+        " ended or cannot be reached - see its message, and start all again"
+    )
+    timer = threading.Timer(seconds, give_up, [message])
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
+def give_up(message: str) -> NoReturn:
+    """End this process from any of its threads: a message, and status 1."""
+    logger.error(message)
+    for handler in logging.getLogger().handlers:
+        handler.flush()
+    os._exit(1)
 
 
 def _call_the_roll(place: Store, rank: int, ranks: int) -> None:

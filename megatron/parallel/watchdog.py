@@ -19,13 +19,14 @@ from typing import Self
 
 import torch.distributed
 
-from megatron.parallel.grid import Grid
+from megatron.parallel.grid import Grid, give_up
 
 logger = logging.getLogger(__name__)
 
 BEAT = 5.0  # seconds between two exchanges
 LOOK = 1.0  # seconds between two looks at the clock
 SUSPENDED = 20.0  # seconds without a look: this process itself was stopped
+SLOW_PART = 3  # times `seconds`: how long all ranks may save or validate
 HEAD_START = 5.0  # seconds in which the first process that answers may speak for all
 PACKAGE = Path(__file__).resolve().parents[1]
 
@@ -43,7 +44,8 @@ class Seen:
 class Watchdog:
     """Inside this block a run of several processes may not stand still for `seconds`; 0: it may.
 
-    While a rank saves or validates, only a process that does not answer counts: disks may be slow.
+    Saving or validating may take SLOW_PART times as long while every process answers: disks may be
+    slow.
     """
 
     def __init__(self, grid: Grid, seconds: float) -> None:
@@ -114,9 +116,9 @@ class Watchdog:
             if now - self.moved_at < self.seconds:
                 continue
             silent = self._silent(now)
-            if self.slow_part and not silent:
-                continue
-            self._end(silent)
+            patience = self.seconds * (SLOW_PART if self.slow_part else 1)
+            if silent or now - self.moved_at >= patience:
+                self._end(silent, self.seconds if silent else patience)
 
     def _silent(self, now: float) -> list[int]:
         """The ranks that do not answer; the first alone where its store does not answer."""
@@ -125,16 +127,13 @@ class Watchdog:
             return [0]
         return [rank for rank, seen in enumerate(self.seen) if now - seen.at > limit]
 
-    def _end(self, silent: list[int]) -> None:
+    def _end(self, silent: list[int], waited: float) -> None:
         answering = [rank for rank in range(self.grid.ranks) if rank not in silent]
         if self.grid.rank != answering[0]:
             time.sleep(HEAD_START)
-        logger.error(self._message(silent))
-        for handler in logging.getLogger().handlers:
-            handler.flush()
-        os._exit(1)
+        give_up(self._message(silent, waited))
 
-    def _message(self, silent: list[int]) -> str:
+    def _message(self, silent: list[int], waited: float) -> str:
         self.seen[self.grid.rank].step = self.step
         self.seen[self.grid.rank].place = self._place()
         where = []
@@ -144,7 +143,7 @@ class Watchdog:
             elif seen.place:
                 where.append(f"rank {rank} is at step {seen.step} in {seen.place}")
         return (
-            f"hang_timeout: no step has ended for {self.seconds:g} seconds: {'; '.join(where)} -"
+            f"hang_timeout: no step has ended for {waited:g} seconds: {'; '.join(where)} -"
             " the checkpoints are whole: look at that process or its machine and start again;"
             " hang_timeout: 0 waits for ever"
         )

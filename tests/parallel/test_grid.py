@@ -1,6 +1,8 @@
 """Who a process is, as launchers and schedulers say it."""
 
 import socket
+import subprocess
+import sys
 
 import pytest
 
@@ -13,7 +15,7 @@ from megatron.parallel.grid import (
     connect,
     free_port,
 )
-from tests.support import run
+from tests.support import run, unlaunched
 
 ENDS = """
 import torch.distributed
@@ -155,6 +157,33 @@ def test_the_others_end_with_the_first():
     del place
     with pytest.raises(UserError, match="ranks: rank 0 has ended, see its message - start all"):
         grid._are_there(other, [0])
+
+
+JOINS = """
+from megatron.parallel import grid
+grid.JOINING["gloo"] = 1.0
+grid.connect()
+"""
+
+
+@pytest.mark.distributed
+def test_a_rank_that_has_come_and_gone_is_not_waited_for_half_an_hour():
+    port = free_port()
+    place = PLACE | {"MASTER_PORT": str(port), "RANK": "0", "LOCAL_RANK": "0"}
+    with subprocess.Popen(
+        [sys.executable, "-c", JOINS],
+        env=unlaunched() | place,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
+        came = loopback.TCPStore("127.0.0.1", port, 2, is_master=False, wait_for_workers=False)
+        came.set("here/1", "")
+        errors = process.communicate(timeout=60)[1]
+    assert process.returncode == 1
+    assert errors.splitlines()[-1] == (
+        "ranks: they did not connect to each other within 1 seconds, so one of them has ended or"
+        " cannot be reached - see its message, and start all again"
+    )
 
 
 @pytest.mark.parametrize(("fault", "status"), [(False, 0), (True, 1)])

@@ -9,47 +9,39 @@ import pytest
 import torch.distributed
 
 from megatron.parallel import watchdog
-from megatron.parallel.grid import Grid, free_port
+from megatron.parallel.grid import Grid
 from megatron.parallel.watchdog import Watchdog
 from tests.bad_inputs.case import MODEL
-from tests.faults.forks import Forks
 
 SECONDS = 2
 
 
 @pytest.mark.campaign
 @pytest.mark.distributed
-def test_a_frozen_rank_is_named_and_the_others_end(corpus, tmp_path):
+def test_a_frozen_rank_is_named_and_the_others_end(forks, corpus, tmp_path):
     words = [*MODEL, "train_iters=100000", "log_interval=5", "eval_interval=0"]
     words += [f"data_path={corpus}", f"hang_timeout={SECONDS}"]
-    with Forks() as forks:
-        for frozen, other in ((1, 0), (0, 1)):
-            folder = tmp_path / f"run{frozen}"
-            meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-            pids = []
-            for rank in range(2):
-                place = {"WORLD_SIZE": "2", "RANK": str(rank), "LOCAL_RANK": str(rank)}
-                log = tmp_path / f"log{frozen}"
-                env = meeting | place
-                pids.append(forks.start("train.py", *words, f"save={folder}", log=log, env=env))
-            deadline = time.monotonic() + 120
-            while not (folder / "metrics.jsonl").exists():
-                assert time.monotonic() < deadline
-                time.sleep(0.1)
-            time.sleep(1)  # until steps have been exchanged
-            os.kill(pids[frozen], signal.SIGSTOP)
-            try:
-                assert forks.wait(pids[other]) == 1
-            finally:
-                os.kill(pids[frozen], signal.SIGKILL)
-                forks.wait(pids[frozen])
-            text = log.read_text()
-            start = f"hang_timeout: no step has ended for {SECONDS} seconds: "
-            (line,) = [line for line in text.splitlines() if line.startswith(start)]
-            assert f"rank {frozen} does not answer (its last known step is " in line
-            assert f"rank {other} is at step " in line
-            assert f"rank {other} does not answer" not in line
-            assert "Traceback" not in text
+    for frozen, other in ((1, 0), (0, 1)):
+        folder, log = tmp_path / f"run{frozen}", tmp_path / f"log{frozen}"
+        pids = forks.start_ranks(2, "train.py", *words, f"save={folder}", log=log)
+        deadline = time.monotonic() + 120
+        while not (folder / "metrics.jsonl").exists():
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+        time.sleep(1)  # until steps have been exchanged
+        os.kill(pids[frozen], signal.SIGSTOP)
+        try:
+            assert forks.wait(pids[other]) == 1
+        finally:
+            os.kill(pids[frozen], signal.SIGKILL)
+            forks.wait(pids[frozen])
+        text = log.read_text()
+        start = f"hang_timeout: no step has ended for {SECONDS} seconds: "
+        (line,) = [line for line in text.splitlines() if line.startswith(start)]
+        assert f"rank {frozen} does not answer (its last known step is " in line
+        assert f"rank {other} is at step " in line
+        assert f"rank {other} does not answer" not in line
+        assert "Traceback" not in text
 
 
 @pytest.fixture
@@ -76,7 +68,7 @@ def test_where_ranks_that_answer_are_is_said(dog, monkeypatch):
     monkeypatch.setattr(dog, "_place", lambda: "training/trainer.py:86 (train_step)")
     dog.step = 58
     watchdog._note(dog.seen[1], '{"beat": 3, "step": 57, "place": "data/loader.py:9 (next)"}', 7.0)
-    assert dog._message([2]) == (
+    assert dog._message([2], 100.0) == (
         "hang_timeout: no step has ended for 100 seconds: rank 0 is at step 58 in"
         " training/trainer.py:86 (train_step); rank 1 is at step 57 in data/loader.py:9 (next);"
         " rank 2 does not answer (its last known step is 0) - the checkpoints are whole: look at"
