@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from megatron.errors import UserError
 from megatron.last_resort import guarded
 from megatron.sweeps.cost import DEVICES, UTILISATION, Cost, Device, cost, named_device, this_device
 from megatron.sweeps.plan import Sweep, described_faults, load_sweep
@@ -194,6 +195,11 @@ def _collect(options: argparse.Namespace) -> int:
     """Write results.jsonl of the whole sweep, whatever --only says."""
     sweep = load_sweep(options.file, options.folder)
     rows = collect(sweep)
+    if not rows:
+        raise UserError(
+            f"{sweep.folder}: no cell of {sweep.name} is finished, so there is nothing to collect"
+            " - see status; --folder names another place"
+        )
     missing = len(unfinished(sweep))
     print(f"{len(rows)} rows in {sweep.results}")
     if missing:

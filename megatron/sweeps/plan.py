@@ -152,6 +152,7 @@ def _points(parts: Mapping[str, Any], path: Path) -> list[Values]:
     excluded: list[Values] = parts.get("exclude", [])
     extra: list[Values] = parts.get("extra", [])
     _check_points(grid, excluded, extra, path)
+    _check_excluded(grid, excluded, path)
     slowest_first = [list(choices) for choices in reversed(grid.values())]
     points = []
     for values in itertools.product(*slowest_first):
@@ -193,6 +194,19 @@ def _check_points(
     partial = [point for point in extra if point.keys() != grid.keys()]
     for point in unknown + partial:
         raise UserError(f"{path}: {point} is no point of the grid - use its axes {', '.join(grid)}")
+
+
+def _check_excluded(grid: Mapping[str, Any], excluded: Sequence[Values], path: Path) -> None:
+    """Refuse a rule with a value that its axis does not have: it would take out nothing."""
+    for rule in excluded:
+        for axis, value in rule.items():
+            choices = list(grid[axis])
+            if value not in choices:
+                known = ", ".join(map(str, choices))
+                raise UserError(
+                    f"{path}: exclude: {rule} takes out no cell, for {axis} has no {value!r}"
+                    f" - it has {known}"
+                )
 
 
 def _chosen(points: list[Values], only: Sequence[str], path: Path) -> list[Values]:

@@ -149,18 +149,18 @@ def other_runs(sweep: Sweep) -> list[str]:
 
 
 def collect(sweep: Sweep) -> list[Row]:
-    """Write results.jsonl and return its rows.
+    """Write results.jsonl and return its rows; without rows nothing is written.
 
     Raises UserError where the rows of other cells would be lost.
     """
     rows = finished_rows(sweep)
-    if not sweep.folder.exists():
-        return rows
     if not rows and sweep.results.exists() and sweep.results.stat().st_size:
         raise UserError(
             f"{sweep.results}: holds rows, and {sweep.path} has none here - another sweep's, or "
             "brought from elsewhere; move it away, or give another --folder"
         )
+    if not rows:
+        return rows
     existing_results(sweep.results)  # a damaged file is named, not replaced
     write_lines(sweep.results, rows)
     return rows

@@ -163,6 +163,18 @@ SWEEPS = [
         " values that differ in more than their punctuation",
     ),
     sweep(
+        "that excludes a value it does not have",
+        SETTINGS + "grid: {seed: [1]}\nexclude: [{seed: 2}]",
+        "mine.yml: exclude: {'seed': 2} takes out no cell, for seed has no 2 - it has 1",
+    ),
+    Case(
+        "sweep without a finished cell to collect",
+        ["tools/sweep.py", "collect", "mine.yml"],
+        "runs/sweeps/mine: no cell of mine is finished, so there is nothing to collect - see"
+        " status; --folder names another place",
+        {"mine.yml": SETTINGS + "grid: {seed: [1]}"},
+    ),
+    sweep(
         "that excludes everything",
         SETTINGS + "grid: {seed: [1]}\nexclude: [{seed: 1}]",
         "mine.yml: no cell is left - exclude takes out the whole grid",
