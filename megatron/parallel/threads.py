@@ -7,6 +7,7 @@ machine is too busy for it.
 
 import logging
 import os
+import re
 import time
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -25,7 +26,6 @@ LOCAL_PROCESSES = (
     "LOCAL_WORLD_SIZE",  # torchrun
     "LOCAL_SIZE",  # DeepSpeed
     "OMPI_COMM_WORLD_LOCAL_SIZE",
-    "WORLD_SIZE",
 )
 BY_USER = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
 """Variables by which users set torch's threads."""
@@ -185,4 +185,21 @@ def local_processes() -> int:
     for name in LOCAL_PROCESSES:
         if os.environ.get(name, "").isdecimal():  # parallel/grid.py refuses other texts
             return int(os.environ[name])
-    return 1
+    by_slurm = _tasks_on_node(
+        os.environ.get("SLURM_STEP_TASKS_PER_NODE", ""), os.environ.get("SLURM_NODEID", "0")
+    )
+    if by_slurm is not None:
+        return by_slurm
+    everywhere = os.environ.get("WORLD_SIZE", "")
+    return int(everywhere) if everywhere.isdecimal() else 1
+
+
+def _tasks_on_node(tasks: str, node: str) -> int | None:
+    """Tasks of one node in Slurm's words for all nodes: `2(x3),1` is 2, 2, 2 and 1."""
+    counts: list[int] = []
+    for group in tasks.split(","):
+        words = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", group)
+        if words is None:
+            return None
+        counts += [int(words[1])] * int(words[2] or 1)
+    return counts[int(node)] if node.isdecimal() and int(node) < len(counts) else None

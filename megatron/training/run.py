@@ -56,11 +56,11 @@ def train(config: Config, grid: Grid) -> Path | None:
 
 def _train(config: Config, grid: Grid) -> Path | None:
     config.check_batch(grid.ranks)
-    with config.naming_places("data_path"):
-        tokens = TokenFile.open(config.data.data_path or "")
-    facts = check_vocabulary(config, tokens)
     here = {"ranks_here": local_processes(), "device": grid.device}
     with shared_faults(grid):
+        with config.naming_places("data_path"):
+            tokens = TokenFile.open(config.data.data_path or "")
+        facts = check_vocabulary(config, tokens)
         need = check_fits(config, facts["vocab"], ranks=grid.ranks, **here, disk=grid.first)
     start = starting_point(config, facts, grid)
     logger.info(f"{need.parameters.whole:,} parameters: {need}")

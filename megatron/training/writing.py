@@ -90,10 +90,7 @@ class Writing:
         try:
             with file.open("wb") as opened:
                 hashed = _Hashed(opened, self._hasher)
-                with _without_crc32():
-                    torch.save(state_dict, cast(IO[bytes], hashed))
-                if hashed.fault is not None:
-                    raise hashed.fault
+                _torch_save(state_dict, hashed)
         except FAULTS as fault:
             self.fault = fault
             return
@@ -123,6 +120,17 @@ class Writing:
                 _remove(grid, partial)
                 raise _not_finite(partial, names, kept)
         return {name: entry for entries, _, _ in ranks for name, entry in entries.items()}
+
+
+def _torch_save(state_dict: Any, file: "_Hashed") -> None:
+    """torch.save; a fault of the disk is raised as it was, not as what torch makes of it."""
+    try:
+        with _without_crc32():
+            torch.save(state_dict, cast(IO[bytes], file))
+    except RuntimeError as fault:  # `unexpected pos`, where pieces were dropped
+        raise file.fault or fault from None
+    if file.fault is not None:
+        raise file.fault
 
 
 class _Hashed:

@@ -146,10 +146,17 @@ def test_a_containers_quota_limits_the_cores(tmp_path):
 
 
 def test_launchers_say_how_many_processes_share_the_machine(monkeypatch):
-    for name in threads.LOCAL_PROCESSES:
+    for name in (*threads.LOCAL_PROCESSES, "WORLD_SIZE", "SLURM_STEP_TASKS_PER_NODE"):
         monkeypatch.delenv(name, raising=False)
     assert threads.local_processes() == 1
     monkeypatch.setenv("WORLD_SIZE", "16")
+    assert threads.local_processes() == 16
+    monkeypatch.setenv("SLURM_STEP_TASKS_PER_NODE", "2(x3),1")
+    monkeypatch.setenv("SLURM_NODEID", "2")
+    assert threads.local_processes() == 2
+    monkeypatch.setenv("SLURM_NODEID", "3")
+    assert threads.local_processes() == 1
+    monkeypatch.setenv("SLURM_STEP_TASKS_PER_NODE", "several")
     assert threads.local_processes() == 16
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
     assert threads.local_processes() == 8
