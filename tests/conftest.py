@@ -61,6 +61,15 @@ def corpus(tmp_path_factory):
     return make_corpus(tmp_path_factory.mktemp("corpus"))
 
 
+@pytest.fixture(scope="session")
+def forks():
+    """Starts the project's scripts without the seconds of their imports."""
+    from tests.forks import Forks
+
+    with Forks() as forks:
+        yield forks
+
+
 @pytest.fixture
 def own_registry():
     """What a test registers is gone after it."""

@@ -17,7 +17,8 @@ from megatron.model import from_config
 from megatron.positions import REGISTRY
 from megatron.results.files import read_results
 from megatron.results.table import table
-from tests.support import ROOT, modules, run
+from tests.forks import OTHERS, Forks
+from tests.support import ROOT, modules
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 # What is appended to a command, so that it takes seconds: the last word wins.
@@ -30,6 +31,7 @@ SMALLER = {
         "train_micro_batch_size_per_gpu=1",
     ],
     "evaluate.py": ["eval_tokens=1024", "eval_lengths=512,1024"],
+    "probe.py": ["--trials", "2", "--depths", "2"],
 }
 
 
@@ -85,24 +87,32 @@ def make_data(folder: Path) -> None:
         (folder / "demo" / f"{name}.jsonl").write_text(
             "".join(line for line in lines if f'"{name}"' in line)
         )
-    # make demo's corpus, from this project's own modules
+    # the texts of make demo's corpus: this project's own modules
     (folder / "texts").mkdir()
     for number, text in enumerate(texts):
         (folder / "texts" / f"{number:03}.txt").write_text(text)
-    words = "--input texts --name stdlib -t HFTokenizer --vocab-size 600 -d demo/data"
-    succeed(folder, f"python prepare_data.py {words}")
 
 
-def succeed(folder: Path, command: str, more: Sequence[str] = ()) -> str:
+@pytest.fixture(scope="module")
+def forks(project):
+    """Starts the scripts of the copy. A test adds a module to it, so its own are not imported."""
+    with Forks(project, OTHERS) as forks:
+        # make demo's corpus
+        words = "--input texts --name stdlib -t HFTokenizer --vocab-size 600 -d demo/data"
+        succeed(forks, f"python prepare_data.py {words}")
+        yield forks
+
+
+def succeed(forks: Forks, command: str, more: Sequence[str] = ()) -> str:
     """What a command of the README prints, cut down by `more`."""
     python, *words = command.split()
     assert python == "python", command
-    done = run(*words, *more, cwd=folder, timeout=300)
+    done = forks.run(*words, *more, timeout=300)
     assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
     return done.stdout + done.stderr
 
 
-def test_the_readmes_commands_run_in_their_order(project):
+def test_the_readmes_commands_run_in_their_order(project, forks):
     ran = 0
     for command in commands():
         if command.startswith(("git clone ", "export PIP_")):  # they need a network
@@ -113,8 +123,9 @@ def test_the_readmes_commands_run_in_their_order(project):
             ), command
             continue
         size = next((words for script, words in SMALLER.items() if script in command), [])
-        size = [*size, *SMALL_MODEL] if size and "demo.yml" not in command else size
-        output = succeed(project, command, size)
+        if "configs/" in command and "demo.yml" not in command and size:
+            size = [*size, *SMALL_MODEL]
+        output = succeed(forks, command, size)
         if "evaluate.py" in command:
             assert re.search(r"512\*\s+1024", output), output
         ran += 1
@@ -128,7 +139,7 @@ def test_the_readmes_mixture_is_a_configuration(project):
         assert from_config(load([ROOT / "configs/demo.yml", project / f"block{number}.yml"]), 100)
 
 
-def test_the_readmes_encoding_works_after_dropping_it_in(project):
+def test_the_readmes_encoding_works_after_dropping_it_in(project, forks):
     (example,) = blocks("python")
     assert len(example.splitlines()) <= 26
     path = project / "megatron" / "positions" / "bump.py"
@@ -136,17 +147,12 @@ def test_the_readmes_encoding_works_after_dropping_it_in(project):
     try:
         settings = ["pos_emb=bump", "save=runs/bump", *SMALLER["train.py"], "eval_interval=0"]
         assert " 4 of them in the encoding" in succeed(
-            project, "python train.py configs/demo.yml", settings
+            forks, "python train.py configs/demo.yml", settings
         )
-        evaluated = succeed(project, "python evaluate.py --checkpoint runs/bump --lengths 512 1024")
+        evaluated = succeed(forks, "python evaluate.py --checkpoint runs/bump --lengths 512 1024")
         assert "bump" in evaluated
-        wrong = run(
-            "train.py",
-            "configs/demo.yml",
-            "pos_emb=bump",
-            "pos_emb_args.wdth=3",
-            "save=x",
-            cwd=project,
+        wrong = forks.run(
+            "train.py", "configs/demo.yml", "pos_emb=bump", "pos_emb_args.wdth=3", "save=x"
         )
         assert wrong.returncode == 1
         assert "bump takes no option 'wdth'; did you mean width?" in wrong.stderr

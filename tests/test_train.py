@@ -32,10 +32,10 @@ def losses(folder: Path, kind: str = "train") -> list[float]:
 
 
 @pytest.fixture(scope="module")
-def alone(corpus, tmp_path_factory) -> Path:
+def alone(forks, corpus, tmp_path_factory) -> Path:
     """A run of plain `python train.py` with batches of four."""
     folder = tmp_path_factory.mktemp("alone")
-    done = run(
+    done = forks.run(
         "train.py",
         *TINY,
         f"data_path={corpus}",

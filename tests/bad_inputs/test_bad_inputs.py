@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.bad_inputs.case import MODEL, Case
-from tests.support import call, run
+from tests.support import call
 
 MODULES = (
     "configuration",
@@ -34,11 +34,11 @@ def cases() -> list:
 
 
 @pytest.fixture(scope="session")
-def trained(corpus, tmp_path_factory) -> Path:
+def trained(forks, corpus, tmp_path_factory) -> Path:
     """The folder of a run of four steps; cases work on copies of it."""
     folder = tmp_path_factory.mktemp("bad_inputs") / "trained"
     settings = [*MODEL, "train_iters=4", "eval_interval=0"]
-    done = run("train.py", *settings, f"data_path={corpus}", f"save={folder}")
+    done = forks.run("train.py", *settings, f"data_path={corpus}", f"save={folder}")
     assert done.returncode == 0, done.stderr
     return folder
 

@@ -16,8 +16,7 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from megatron.parallel.grid import free_port
-from tests.faults.forks import Forks
+from tests.forks import PAUSE, Forks
 
 STEPS = 12
 MODEL = [
@@ -37,8 +36,8 @@ RECIPE = [
     "eval_iters=1",
     "optimizer.params.lr=3e-3",
 ]
+OWNER = ".owner"  # a run owns its folder when its ranks have met
 LONGEST = 60  # seconds in which the ranks of a killed one must have ended
-PAUSE = 0.005
 
 
 @dataclass(frozen=True)
@@ -106,7 +105,11 @@ class Campaign:
 
     def _attempt(self, chain: Path, *, kill: bool) -> bool:
         """Start or continue a chain, and perhaps kill it; whether it is done."""
+        begin = time.time()
         pids = self._start(chain)
+        if not self.kind.all_die:
+            # One that never comes is waited for (parallel/grid.py, MEETING). A launcher would know.
+            self._wait_until_they_have_met(chain, pids, begin)
         if kill and self._reach_a_random_moment(chain, pids):
             self._kill(chain, pids)
             return False
@@ -116,6 +119,13 @@ class Campaign:
             self.tally.faults.append(f"{chain}: statuses {statuses}: {log}")
             return True
         return True
+
+    def _wait_until_they_have_met(self, chain: Path, pids: list[int], begin: float) -> None:
+        owner = chain / OWNER
+        while not (owner.exists() and owner.stat().st_mtime >= begin):
+            if any(self.forks.poll(pid) is not None for pid in pids):
+                return
+            time.sleep(PAUSE)
 
     def _reach_a_random_moment(self, chain: Path, pids: list[int]) -> bool:
         """Wait for any moment of the run, or of the writing of a checkpoint; whether all run."""
@@ -180,21 +190,10 @@ class Campaign:
         words += [f"data_path={self.corpus}", f"save={run}", f"load={run}"]
         micro_batch = 4 // self.kind.ranks
         words.append(f"train_micro_batch_size_per_gpu={micro_batch}")
-        log = self._log(run)
-        ranks = environments(self.kind.ranks)
-        return [self.forks.start("train.py", *words, log=log, env=env) for env in ranks]
+        return self.forks.start_ranks(self.kind.ranks, "train.py", *words, log=self._log(run))
 
     def _log(self, run: Path) -> Path:
         return run.with_suffix(".log")
-
-
-def environments(ranks: int) -> list[dict[str, str]]:
-    """The variables of each process of a run, by which they find each other."""
-    if ranks == 1:
-        return [{}]
-    meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    meeting["WORLD_SIZE"] = str(ranks)
-    return [{**meeting, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(ranks)]
 
 
 def _is_saving(chain: Path) -> bool:

@@ -11,11 +11,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from tests.faults.forks import Forks
-from tests.faults.kills import PAUSE, Tally
+from tests.faults.kills import Tally
+from tests.forks import PAUSE, Forks
 
-CLOCK = ("seconds", "tokens_per_second")
-"""Keys of a row that no two measurements share."""
+CLOCK = ("seconds", "tokens_per_second", "checksum")
+"""Keys of a row that no two measurements share; its sum is over the others, too."""
 
 Words = Callable[[Path], list[str]]
 Result = Callable[[Path], Any]

@@ -8,16 +8,9 @@ from pathlib import Path
 import pytest
 
 from megatron.data.stored import AGAIN
-from tests.faults.forks import Forks
 from tests.faults.kills import KINDS, MODEL, Campaign
 from tests.faults.restarts import evaluation, killed, preparation
 from tests.support import make_checkpoint
-
-
-@pytest.fixture(scope="module")
-def forks():
-    with Forks() as forks:
-        yield forks
 
 
 @pytest.mark.distributed

@@ -4,15 +4,13 @@ Run it by itself: python -m tests.faults.universal CORPUS FOLDER
 """
 
 import itertools
-import json
 import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.support import ROOT, run
+from tests.forks import Forks
 from tests.training.conftest import records, tiny
 
-AT_ONCE = 10  # runs of one process that has imported everything
 EXACT, ROUNDED = 1e-5, 1e-3
 """Allowed differences of losses. DeepSpeed sums gradients in bfloat16 at stages 2 and 3."""
 
@@ -56,19 +54,21 @@ def ring() -> list[Pair]:
     return pairs
 
 
-def differences(corpus: Path, folder: Path, pairs: list[Pair]) -> dict[Pair, tuple[float, float]]:
+def differences(
+    forks: Forks, corpus: Path, folder: Path, pairs: list[Pair]
+) -> dict[Pair, tuple[float, float]]:
     """(writer, reader) -> the largest difference of their four losses, and the one allowed.
 
     Every run takes eight windows a step, and no dropout. AssertionError where a run fails.
     """
     writers = dict.fromkeys(writer for writer, _ in pairs)
-    _train([_words(corpus, folder / str(kind), kind) for kind in writers])
-    _train(
-        [
-            _words(corpus, _place(folder, *pair), pair[1], f"load={folder}/{pair[0]}/global_step4")
-            for pair in pairs
-        ]
-    )
+    for kind in writers:
+        words = _words(corpus, folder / str(kind), kind)
+        _train(forks, kind.ranks, words, folder / f"{kind}.log")
+    for writer, reader in pairs:
+        place = _place(folder, writer, reader)
+        words = _words(corpus, place, reader, f"load={folder}/{writer}/global_step4")
+        _train(forks, reader.ranks, words, place.with_suffix(".log"))
     found = {}
     for writer, reader in pairs:
         before, after = records(folder / str(writer)), records(_place(folder, writer, reader))
@@ -83,7 +83,7 @@ def _place(folder: Path, writer: Kind, reader: Kind) -> Path:
     return folder / f"{writer}-to-{reader}"
 
 
-def _words(corpus: Path, save: Path, kind: Kind, *more: str) -> str:
+def _words(corpus: Path, save: Path, kind: Kind, *more: str) -> list[str]:
     settings = [
         "pos_emb=mep_param",
         "train_iters=8",
@@ -94,19 +94,19 @@ def _words(corpus: Path, save: Path, kind: Kind, *more: str) -> str:
         f"data_path={corpus}",
         f"save={save}",
     ]
-    return json.dumps([kind.ranks, tiny(*settings, *more)])
+    return tiny(*settings, *more)
 
 
-def _train(runs: list[str]) -> None:
-    for start in range(0, len(runs), AT_ONCE):
-        part = runs[start : start + AT_ONCE]
-        done = run(ROOT / "tests/training/forked.py", *part, timeout=600)
-        assert done.returncode == 0, done.stderr
+def _train(forks: Forks, ranks: int, words: list[str], log: Path) -> None:
+    pids = forks.start_ranks(ranks, "train.py", *words, log=log)
+    assert not any([forks.wait(pid) for pid in pids]), log.read_text()
 
 
 def main() -> int:
     """Print the table; 1 where a difference is larger than allowed."""
-    found = differences(Path(sys.argv[1]), Path(sys.argv[2]), every_pair())
+    corpus, folder = map(Path, sys.argv[1:])
+    with Forks() as forks:
+        found = differences(forks, corpus, folder, every_pair())
     wrong = 0
     for (writer, reader), (gap, allowed) in found.items():
         print(f"{writer!s:22} {reader!s:22} {gap:.1e}  allowed {allowed:.0e}")

@@ -9,7 +9,6 @@ import pytest
 from megatron.errors import UserError
 from megatron.results.published import NEEDED, OF_ROWS, Number, published, tables
 from megatron.results.reproduce import Requirements, compare, render
-from tests.support import run
 
 REQUIRED = Requirements(
     {("github", "alibi"): frozenset({"a1"})},
@@ -194,8 +193,8 @@ def test_a_cell_without_rows_is_missing_and_another_protocol_is_no_answer():
     assert cell_of([ROW | {"seed": 1, "perplexity": 3.2}], "t5").ours == ()
 
 
-def test_the_command_shows_what_is_there_and_what_cannot_be_had(tmp_path):
-    shown = run("tools/reproduce.py", "kerple-table5", "--folder", tmp_path / "none")
+def test_the_command_shows_what_is_there_and_what_cannot_be_had(forks, tmp_path):
+    shown = forks.run("tools/reproduce.py", "kerple-table5", "--folder", tmp_path / "none")
     assert shown.returncode == 0, shown.stderr
     assert shown.stdout.count("missing") == 36
     assert "0 of 36 cells have our numbers" in shown.stdout
@@ -204,23 +203,25 @@ def test_the_command_shows_what_is_there_and_what_cannot_be_had(tmp_path):
         f"36 of 36 cells have no rows: looked for runs of kerple_table5.yml in {folder}"
         " (no such folder)\ngive --folder where the runs are, or --run\n"
     ) in shown.stdout
-    assert "NOT FOUND" in run("tools/reproduce.py", "mep", "--folder", tmp_path / "none").stdout
-    refused = run("tools/reproduce.py", "kerple-table10")
+    assert (
+        "NOT FOUND" in forks.run("tools/reproduce.py", "mep", "--folder", tmp_path / "none").stdout
+    )
+    refused = forks.run("tools/reproduce.py", "kerple-table10")
     assert refused.returncode == 1
     assert "cannot be reproduced here: the paper used ALiBi's fairseq code" in refused.stderr
     assert not (tmp_path / "none").exists()
 
 
-def test_a_collected_file_beside_no_runs_is_named(tmp_path):
+def test_a_collected_file_beside_no_runs_is_named(forks, tmp_path):
     results = tmp_path / "results.jsonl"
     results.write_text("rows of elsewhere\n")
-    shown = run("tools/reproduce.py", "kerple_table5", "--folder", tmp_path)
+    shown = forks.run("tools/reproduce.py", "kerple_table5", "--folder", tmp_path)
     assert f"looked for runs of kerple_table5.yml in {tmp_path}\n" in shown.stdout
     assert f"give --folder where the runs are, or --results {results}\n" in shown.stdout
 
 
-def test_rows_that_a_user_gave_are_named_where_cells_have_none():
+def test_rows_that_a_user_gave_are_named_where_cells_have_none(forks):
     demo = "docs/demo.jsonl"
-    shown = run("tools/reproduce.py", "kerple_table5", "--results", demo)
+    shown = forks.run("tools/reproduce.py", "kerple_table5", "--results", demo)
     assert f"36 of 36 cells have no rows: looked in {demo}\n" in shown.stdout
     assert "12 of 12 rows match no cell: another corpus, encoding, length" in shown.stdout

@@ -3,10 +3,7 @@
 import io
 import json
 import os
-import select
-import subprocess
-import sys
-from collections.abc import Iterator
+import time
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from megatron.commands import reproduce, sweep
-from tests.support import ROOT, unlaunched
+from tests.forks import PAUSE, Forks
 
 STEPS = 300  # enough for eight kills in training
 SWEEP = """
@@ -76,41 +73,25 @@ DEV_NULL = Path(os.devnull)
 class Warm:
     """Starts sweeps through tests/sweeps/warm.py, one at a time."""
 
-    def __init__(self) -> None:
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "tests.sweeps.warm"],
-            cwd=ROOT,
-            env=unlaunched(),
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            bufsize=1,
-        )
+    def __init__(self, forks: Forks) -> None:
+        self.forks = forks
 
     def start(self, *words: object, output: Path = DEV_NULL, errors: Path = DEV_NULL) -> int:
         """Run tools/sweep.py with these words; the id of its process, which leads its group."""
-        assert self.process.stdin
-        assert self.process.stdout
-        self.status: int | None = None
-        line = json.dumps([str(word) for word in (output, errors, *words)])
-        self.process.stdin.write(line + "\n")
-        self.process.stdin.flush()
-        return int(self.process.stdout.readline())
+        self.pid = self.forks.start("tests/sweeps/warm.py", *words, log=output, errors=errors)
+        return self.pid
 
     def poll(self, timeout: float = 0) -> int | None:
         """The exit status of the sweep; None while it runs."""
-        assert self.process.stdout
-        if self.status is None and select.select([self.process.stdout], [], [], timeout)[0]:
-            self.status = int(self.process.stdout.readline())
-        return self.status
+        end = time.monotonic() + timeout
+        while (status := self.forks.poll(self.pid)) is None and time.monotonic() < end:
+            time.sleep(PAUSE)
+        return status
 
 
-@pytest.fixture(scope="module")
-def warm() -> Iterator[Warm]:
-    warm = Warm()
-    yield warm
-    warm.process.stdin.close()
-    warm.process.wait(60)
+@pytest.fixture(scope="session")
+def warm(forks) -> Warm:
+    return Warm(forks)
 
 
 @pytest.fixture(scope="module")

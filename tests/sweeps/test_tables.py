@@ -4,11 +4,12 @@ import math
 import statistics
 
 from megatron.data.tokens import TokenFile
-from tests.support import run
 from tests.sweeps.conftest import SWEEP, TABLE, rows
 
 
-def test_what_a_table_needs_is_run_first_and_its_seeds_give_standard_errors(corpus, tmp_path):
+def test_what_a_table_needs_is_run_first_and_its_seeds_give_standard_errors(
+    forks, corpus, tmp_path
+):
     # One text, so no axis for it; two seeds, one evaluation, optimizer states kept.
     settings, _ = SWEEP.format(corpus=corpus, steps=5).split("grid:")
     settings = settings.replace("eval_tokens:", f"data_path: {corpus}, eval_tokens:")
@@ -23,7 +24,7 @@ def test_what_a_table_needs_is_run_first_and_its_seeds_give_standard_errors(corp
     name = tokens.meta.get("corpus") or tokens.prefix.name
     (tmp_path / "mine.yml").write_text(TABLE.replace("good", name))
     folder = tmp_path / "runs"
-    shown = run("tools/reproduce.py", tmp_path / "mine.yml", "--folder", folder, "--run")
+    shown = forks.run("tools/reproduce.py", tmp_path / "mine.yml", "--folder", folder, "--run")
     assert shown.returncode == 0, shown.stderr
     assert "3 of 5 cells have our numbers" in shown.stdout
     ours = [row["perplexity"] for row in rows(folder) if row["length"] == 32]

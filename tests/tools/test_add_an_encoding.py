@@ -5,6 +5,7 @@ import re
 import runpy
 import shutil
 import sys
+from functools import partial
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from megatron.conformance.checks import CHECKS, examine
 from megatron.conformance.finding import FAILS
 from megatron.conformance.subject import Subject
 from megatron.positions import FILES, REGISTRY, Position, Shape, build, load_file
+from tests.forks import OTHERS, Forks
 from tests.support import ROOT, run
 
 GUIDE = (ROOT / "docs" / "add_an_encoding.md").read_text(encoding="utf-8")
@@ -66,8 +68,8 @@ def folder(tmp_path_factory):
     return path
 
 
-def succeed(folder, words) -> str:
-    done = run(*words, cwd=folder)
+def succeed(run, words) -> str:
+    done = run(*words)
     assert done.returncode == 0, f"{words}\n{done.stdout}\n{done.stderr}"
     return done.stdout + done.stderr
 
@@ -112,7 +114,8 @@ def test_every_hook_is_in_the_table():
         assert overridden, f"{name} does not have {hook}"
 
 
-def test_the_commands_run_in_their_order_without_any_other_edit(folder, tool, corpus):
+def test_the_commands_run_in_their_order_without_any_other_edit(folder, forks, tool, corpus):
+    run = partial(forks.run, cwd=folder)
     outputs = []
     for command in blocks("sh")[0].splitlines():
         python, *words = command.split()
@@ -121,7 +124,7 @@ def test_the_commands_run_in_their_order_without_any_other_edit(folder, tool, co
         words += SMALLER.get(script, [])
         if script == "train.py":
             words.append(f"data_path={corpus}")
-        outputs.append(tool(words) if words[0].startswith("tools/") else succeed(folder, words))
+        outputs.append(tool(words) if words[0].startswith("tools/") else succeed(run, words))
     checked, plotted, trained, evaluated, learned, documented = outputs
     assert "0 fail: the encoding keeps what it must" in checked
     assert (folder / "plots/soft_window.png").exists()
@@ -139,7 +142,7 @@ def test_the_commands_run_in_their_order_without_any_other_edit(folder, tool, co
     record = json.loads((run_folder / "metrics.jsonl").read_text().splitlines()[-1])
     assert len(record["position"]["height"]) == 4
 
-    refused = run("evaluate.py", "--checkpoint", "runs/soft_window", cwd=folder)
+    refused = run("evaluate.py", "--checkpoint", "runs/soft_window")
     assert refused.returncode == 1
     assert "code that lies in a checkpoint is not run unasked" in refused.stderr
     assert "Traceback" not in refused.stderr
@@ -148,7 +151,7 @@ def test_the_commands_run_in_their_order_without_any_other_edit(folder, tool, co
     again = [*SMALL, "train_iters=3", f"data_path={corpus}", f"save={run_name}", f"load={run_name}"]
     train = ["train.py", "configs/demo.yml", "mine.yml", *again]
     (folder / "renamed.py").write_text(file_of("soft_window"))
-    assert "step 3/3" in succeed(folder, [*train, "pos_emb_file=renamed.py"])
+    assert "step 3/3" in succeed(run, [*train, "pos_emb_file=renamed.py"])
 
 
 def test_dropped_into_the_project_it_gets_tests_a_plot_and_a_row(tmp_path):
@@ -160,14 +163,14 @@ def test_dropped_into_the_project_it_gets_tests_a_plot_and_a_row(tmp_path):
     (tmp_path / "megatron/positions/soft_window.py").write_text(file_of("soft_window"))
     quick = "soft_window and not (finite_losses or later_tokens or training)"
     pytest_words = ["-m", "pytest", "-q", "-p", "no:cacheprovider", "-n", "0"]
-    tested = succeed(
-        tmp_path, [*pytest_words, "tests/positions/test_every_encoding.py", "-k", quick]
-    )
+    words = [*pytest_words, "tests/positions/test_every_encoding.py", "-k", quick]
+    tested = succeed(partial(run, cwd=tmp_path), words)
     (passed,) = re.findall(r"(\d+) passed", tested)
     assert int(passed) >= len(CHECKS) - 3
-    succeed(tmp_path, ["tools/plot_positions.py", "soft_window", "--length", "300"])
-    assert (tmp_path / "plots/soft_window.svg").exists()
-    assert "\n## soft_window\n" in succeed(tmp_path, ["tools/document_positions.py"])
+    with Forks(tmp_path, OTHERS) as forks:
+        succeed(forks.run, ["tools/plot_positions.py", "soft_window", "--length", "300"])
+        assert (tmp_path / "plots/soft_window.svg").exists()
+        assert "\n## soft_window\n" in succeed(forks.run, ["tools/document_positions.py"])
 
 
 @pytest.mark.parametrize(("name", "options"), [("p_rope", {"p": 0.25}), ("fox", {})])

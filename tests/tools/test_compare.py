@@ -9,7 +9,7 @@ import pytest
 
 from megatron.commands.compare import main
 from tests.results.paired_rows import row, seeds_of, texts
-from tests.support import ROOT, run
+from tests.support import ROOT
 
 
 def write(path, rows):
@@ -27,13 +27,13 @@ def test_a_reader_that_leaves_early_is_no_fault(tmp_path):
         assert process.stderr.read() == b""
 
 
-def test_the_tool_prints_a_table_for_each_length_and_writes_markdown_and_json(tmp_path):
+def test_the_tool_prints_a_table_for_each_length_and_writes_markdown_and_json(forks, tmp_path):
     differences = {"mep_free": [0.0, 0.0, 0.0], "rotary": [0.2, 0.21, 0.22]}
     files = []
     for name, shifts in differences.items():
         rows = [*seeds_of(name, shifts), *seeds_of(name, shifts, length=1024)]
         files.append(write(tmp_path / f"{name}.jsonl", rows))
-    done = run("tools/compare.py", *files, "-o", tmp_path / "a.json")
+    done = forks.run("tools/compare.py", *files, "-o", tmp_path / "a.json")
     assert done.returncode == 0, done.stderr
     assert "length 512: stdlib valid" in done.stdout
     assert "length 1024: stdlib valid" in done.stdout
@@ -53,20 +53,20 @@ def test_the_tool_prints_a_table_for_each_length_and_writes_markdown_and_json(tm
     assert claim["ratio"] == pytest.approx(np.exp(claim["difference"]))
     assert (claim["unit"], claim["interval_is_about"]) == ("seeds", "over seeds")
     assert claim["by_seed"] == pytest.approx({"1": 0.2, "2": 0.21, "3": 0.22})
-    assert run("tools/compare.py", *files, "-o", tmp_path / "a.md").returncode == 0
+    assert forks.run("tools/compare.py", *files, "-o", tmp_path / "a.md").returncode == 0
     assert "| rotary | 3 | †" in (tmp_path / "a.md").read_text()
-    wrong = run("tools/compare.py", *files, "-o", tmp_path / "a.txt")
+    wrong = forks.run("tools/compare.py", *files, "-o", tmp_path / "a.txt")
     assert (wrong.returncode, wrong.stderr) == (
         1,
         f"--output: {tmp_path}/a.txt is neither .md nor .json - name it so\n",
     )
 
 
-def test_two_seeds_that_disagree_in_sign_have_no_mark_in_any_output(tmp_path):
+def test_two_seeds_that_disagree_in_sign_have_no_mark_in_any_output(forks, tmp_path):
     rows = [*seeds_of("alibi", [0.0, 0.0]), *seeds_of("rotary", [0.03, -0.09], noise=0.01)]
     file = write(tmp_path / "a.jsonl", rows)
-    done = run("tools/compare.py", file, "-o", tmp_path / "a.json")
-    markdown = run("tools/compare.py", file, "-o", tmp_path / "a.md")
+    done = forks.run("tools/compare.py", file, "-o", tmp_path / "a.json")
+    markdown = forks.run("tools/compare.py", file, "-o", tmp_path / "a.md")
     assert (done.returncode, markdown.returncode) == (0, 0)
     cell = json.loads((tmp_path / "a.json").read_text())[1]
     assert (cell["mark"], cell["p"], cell["seeds_disagree"]) == ("", None, True)

@@ -8,7 +8,7 @@ import pytest
 from megatron.errors import UserError
 from megatron.evaluation.probes.run import Options, probe
 from megatron.results.probes import read_probes
-from tests.support import make_checkpoint, run
+from tests.support import make_checkpoint
 
 WORDS = ["--lengths", "64", "96", "--depths", "2", "--trials", "2"]
 
@@ -20,8 +20,8 @@ def folder(corpus, tmp_path_factory):
     )
 
 
-def test_every_probe_has_its_rows_and_a_length_without_an_answer_says_why(folder):
-    done = run("tools/probe.py", "--checkpoint", folder, *WORDS)
+def test_every_probe_has_its_rows_and_a_length_without_an_answer_says_why(forks, folder):
+    done = forks.run("tools/probe.py", "--checkpoint", folder, *WORDS)
     assert done.returncode == 0, done.stderr
     (path,) = (folder / "evaluation").glob("*-probes.jsonl")
     rows = read_probes([path])

@@ -11,7 +11,7 @@ import pytest
 from megatron.commands.report import main
 from megatron.results.files import read_results, write_results
 from megatron.results.row import with_facts
-from tests.support import ROOT, make_checkpoint, run
+from tests.support import ROOT, make_checkpoint
 
 BROWSER = next(
     filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "chrome"))),
@@ -41,7 +41,7 @@ found.textContent = JSON.stringify({ orders, copied, wide });
 
 
 @pytest.fixture(scope="module")
-def folder(corpus, tmp_path_factory):
+def folder(forks, corpus, tmp_path_factory):
     """Two checkpoints, one probed, one with a log of training; and the demo's rows of others."""
     folder = tmp_path_factory.mktemp("reported")
     for name in ("alibi", "learned"):
@@ -57,7 +57,7 @@ def folder(corpus, tmp_path_factory):
         json.dumps(log) + "\n" + json.dumps(log | {"step": 9}) + "\n"
     )
     for name in ("alibi", "learned"):
-        done = run(
+        done = forks.run(
             "evaluate.py",
             "--checkpoint",
             folder / name,
@@ -69,11 +69,13 @@ def folder(corpus, tmp_path_factory):
         )
         assert done.returncode == 0, done.stderr
     words = ["--lengths", 64, "--depths", 2, "--trials", 1, "--output", folder / "probes.jsonl"]
-    assert run("tools/probe.py", "--checkpoint", folder / "alibi", *words).returncode == 0
+    assert forks.run("tools/probe.py", "--checkpoint", folder / "alibi", *words).returncode == 0
     demo = folder / "demo.jsonl"  # of models that are nowhere, even after `make demo`
     demo.write_text((ROOT / "docs/demo.jsonl").read_text().replace('"demo/', '"gone/'))
     files = [folder / "alibi.jsonl", folder / "learned.jsonl", folder / "probes.jsonl", demo]
-    done = run("tools/report.py", *files, "-o", folder / "report.html", "--plots", folder / "plots")
+    done = forks.run(
+        "tools/report.py", *files, "-o", folder / "report.html", "--plots", folder / "plots"
+    )
     assert done.returncode == 0, done.stderr
     return folder
 

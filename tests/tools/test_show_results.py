@@ -6,12 +6,12 @@ import math
 from megatron.results.comparison_table import over_seeds
 from megatron.results.files import read_results
 from megatron.results.table import table
-from tests.support import ROOT, run
+from tests.support import ROOT
 
 RESULTS = ROOT / "docs" / "results"
 
 
-def test_results_of_several_files_come_in_one_table_and_one_plot(tmp_path):
+def test_results_of_several_files_come_in_one_table_and_one_plot(forks, tmp_path):
     demo = ROOT / "docs" / "demo.jsonl"
     lines = demo.read_text().splitlines(keepends=True)
     for name in ("mep_free", "rotary"):
@@ -19,7 +19,7 @@ def test_results_of_several_files_come_in_one_table_and_one_plot(tmp_path):
             "".join(line for line in lines if f'"{name}"' in line)
         )
     plot = tmp_path / "plot.svg"
-    done = run(
+    done = forks.run(
         "tools/show_results.py", tmp_path / "mep_free.jsonl", tmp_path / "rotary.jsonl", "-o", plot
     )
     assert done.returncode == 0, done.stderr
@@ -27,15 +27,15 @@ def test_results_of_several_files_come_in_one_table_and_one_plot(tmp_path):
     assert "mep_free" in plot.read_text()
 
 
-def test_a_file_that_holds_something_else_is_one_message(tmp_path):
+def test_a_file_that_holds_something_else_is_one_message(forks, tmp_path):
     (tmp_path / "a.jsonl").write_text("{}\n")
-    done = run("tools/show_results.py", tmp_path / "a.jsonl")
+    done = forks.run("tools/show_results.py", tmp_path / "a.jsonl")
     assert done.returncode == 1
     assert "is no result of evaluate.py" in done.stderr
     assert "Traceback" not in done.stderr
 
 
-def test_seeds_of_an_encoding_are_one_line_and_texts_a_table_each(tmp_path):
+def test_seeds_of_an_encoding_are_one_line_and_texts_a_table_each(forks, tmp_path):
     shared = {
         "windows": 1,
         "tokens": 512,
@@ -60,7 +60,7 @@ def test_seeds_of_an_encoding_are_one_line_and_texts_a_table_each(tmp_path):
     (tmp_path / "a.jsonl").write_text(
         "".join(json.dumps(row | {"reason": "it ends"}) + "\n" for row in rows)
     )
-    shown = run("tools/show_results.py", tmp_path / "a.jsonl", "--over-seeds", "--markdown")
+    shown = forks.run("tools/show_results.py", tmp_path / "a.jsonl", "--over-seeds", "--markdown")
     assert shown.returncode == 0, shown.stderr
     assert [line for line in shown.stdout.splitlines() if line.startswith("|")] == [
         "| pos_emb | seeds | 512\\* | 1024 |",

@@ -1,14 +1,12 @@
 """`deterministic: true` repeats a run bit for bit, and refuses what cannot be repeated."""
 
-import json
-
 import pytest
 import torch
 
 from megatron.errors import UserError
 from megatron.parallel import threads
 from megatron.training.deterministic import naming_operations, use_deterministic_algorithms
-from tests.support import ROOT, run
+from tests.support import run
 from tests.training.conftest import records, tiny
 
 
@@ -31,14 +29,12 @@ def deterministic(monkeypatch):
 def test_two_processes_have_the_same_losses(corpus, tmp_path, monkeypatch):
     for name in threads.BY_USER:
         monkeypatch.delenv(name, raising=False)
-    words = []
     for name in ("first", "second"):
         paths = [f"data_path={corpus}", f"save={tmp_path / name}"]
         model = ["pos_emb=mep_param", "precision=bf16", "hidden_dropout=0.1", "hidden_size=192"]
         steps = ["train_iters=4", "deterministic=true"]
-        words.append(json.dumps([1, tiny(*paths, *model, *steps)]))
-    done = run(ROOT / "tests/training/forked.py", *words)
-    assert done.returncode == 0, done.stderr
+        done = run("train.py", *tiny(*paths, *model, *steps))
+        assert done.returncode == 0, done.stderr
     first, second = records(tmp_path / "first"), records(tmp_path / "second")
     for step in (1, 2, 3, 4):
         for key in ("loss", "grad_norm", "position"):

@@ -1,5 +1,6 @@
 """What ends a run early, with which status, and that its checkpoint is whole."""
 
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -46,7 +47,7 @@ def signals(*numbers: int):
 
 def workers() -> list[psutil.Process]:
     """Processes that read samples."""
-    return psutil.Process().children()
+    return [psutil.Process(child.pid) for child in multiprocessing.active_children()]
 
 
 @pytest.mark.parametrize(

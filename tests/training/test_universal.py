@@ -1,6 +1,5 @@
 """A checkpoint continues with other ranks, another ZeRO stage and another precision."""
 
-import json
 from pathlib import Path
 
 import pytest
@@ -16,7 +15,6 @@ from megatron.training.run import train
 from megatron.training.saved import latest_step
 from megatron.training.trainer import Trainer
 from megatron.training.universal import AVERAGES, Engine
-from tests.support import ROOT, run
 from tests.training.conftest import copy_of, records, settings, tiny
 
 ON_TWO: dict[str, tuple[int, str | None]] = {
@@ -49,17 +47,16 @@ def losses(folder: Path) -> dict[int, float]:
 
 
 @pytest.fixture(scope="module")
-def folder(grid, corpus, tmp_path_factory) -> Path:
+def folder(grid, forks, corpus, tmp_path_factory) -> Path:
     """Folders of a run on one rank, called one, and of ON_TWO."""
     root = tmp_path_factory.mktemp("ranks")
     train(load([], recipe(corpus, root / "one", 0)), grid)
-    words = []
     for name, (stage, source) in ON_TWO.items():
         path = None if source is None else root / source
-        once = "gradient_accumulation_steps=1"
-        words.append(json.dumps([2, recipe(corpus, root / name, stage, once, source=path)]))
-    done = run(ROOT / "tests/training/forked.py", *words, timeout=300)
-    assert done.returncode == 0, done.stderr
+        words = recipe(corpus, root / name, stage, "gradient_accumulation_steps=1", source=path)
+        log = root / f"{name}.log"
+        pids = forks.start_ranks(2, "train.py", *words, log=log)
+        assert not any([forks.wait(pid) for pid in pids]), log.read_text()
     return root
 
 
