@@ -87,6 +87,28 @@ def test_a_broken_kernel_is_an_error_and_not_wrong_science(plant, broken, more, 
         attention(**given, self_check=False)
 
 
+@pytest.mark.parametrize(("length", "more"), [(20, {"window": 1}), (1, {})])
+def test_a_right_kernel_may_round_where_the_true_gradient_is_zero(plant, length, more):
+    """Each query sees one key, so no score matters; our programs' gradients are not quite zero."""
+    pytest.importorskip("triton")
+    plant(BACKENDS["triton"])
+    given = inputs(length, **more)
+    for name in ("q", "k", "v", "bias"):
+        given[name].requires_grad_()
+    assert attention(**given).shape == (1, 2, length, 16)
+
+
+def test_a_gradient_that_should_be_zero_and_is_small_is_an_error(plant):
+    def with_some_of_the_bias(q, k, v, bias, **more):
+        return eager(q, k, v, bias, **more) + 1e-3 * (bias - bias.detach()).mean()
+
+    plant(with_some_of_the_bias)
+    given = inputs(window=1)
+    given["bias"].requires_grad_()
+    with pytest.raises(UserError, match="its gradient of bias differs from the definition"):
+        attention(**given)
+
+
 def test_a_right_kernel_is_checked_once_for_every_kind(plant):
     lengths = plant(eager)
     for length in (20, 30, 20):
