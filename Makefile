@@ -48,8 +48,8 @@ FUZZ_EXAMPLES ?= 5000
 fuzz: $(INSTALLED)
 	FUZZ_EXAMPLES=$(FUZZ_EXAMPLES) $(PY) -m pytest -q -n auto --maxprocesses 8 --dist load tests/fuzz
 
-# Kills, damaged checkpoints, full disks, other engines and bad input, with a table of what happened. `make test` has a
-# short version of most of it.
+# Kills, damaged checkpoints, full disks, other engines and bad input, with a table of what happened, in about ten
+# minutes on two cores. `make test` has a short version of most of it.
 faults: $(INSTALLED)
 	$(PY) -m tests.faults -o faults.md
 
