@@ -1,6 +1,6 @@
 """Attention on CUDA by our own Triton programs, with exact gradients of the distance tables.
 
-These gradients are deterministic: no atomics, and tile sizes depend on shape and dtype alone.
+These gradients are deterministic: no atomics, and tile sizes depend on shape, dtype and GPU alone.
 """
 
 # A program is launched with more than its Python signature says.
@@ -10,27 +10,26 @@ import importlib.util
 import math
 import os
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from megatron.attention.triton_tiles import (
+    Tiles,
+    columns,
+    float32_products,
+    reads_directly,
+    tiles_for,
+)
+
 LARGEST_HEAD = 128
 MOST_PROGRAMS = 65535  # along the second dimension of CUDA's grid
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 PROGRAMS = 2048
 """Into how many programs at least the tables' gradients are split, where there are enough tiles."""
-
-
-class Tiles(NamedTuple):
-    """Queries and keys of a program's tile, its warps, and its stages of loads in flight."""
-
-    queries: int
-    keys: int
-    warps: int
-    stages: int
 
 
 def triton_attention(
@@ -76,37 +75,6 @@ def refusal(q: Tensor, *, index_bias: bool = False) -> str | None:
     return None
 
 
-def columns(head_dim: int) -> int:
-    """head_dim as a tile holds it: a power of two, at least 16."""
-    return max(16, 1 << (head_dim - 1).bit_length())
-
-
-def forward_tiles(columns: int, itemsize: int) -> Tiles:
-    """Of the forward pass, by the columns of a tile and the bytes of an element."""
-    return Tiles(64, 32, 8, 2) if itemsize == 4 else Tiles(128, 64, 8, 2)
-
-
-def query_tiles(columns: int, itemsize: int) -> Tiles:
-    """Of the gradient of q."""
-    if itemsize == 4:
-        return Tiles(64, 32, 8, 2)
-    return Tiles(64, 64, 4, 2) if columns <= 64 else Tiles(128, 32, 8, 2)
-
-
-def key_tiles(columns: int, itemsize: int) -> Tiles:
-    """Of the gradients of k and v."""
-    if itemsize == 4:
-        return Tiles(32, 64, 8, 1)
-    return Tiles(64, 64, 4, 2) if columns <= 64 else Tiles(64, 64, 8, 2)
-
-
-def table_tiles(columns: int, itemsize: int) -> Tiles:
-    """Of the tables' gradients; as many queries as keys."""
-    if itemsize == 4:
-        return Tiles(32, 32, 4, 2)
-    return Tiles(64, 64, 4, 2) if columns <= 64 else Tiles(64, 64, 8, 2)
-
-
 class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -122,11 +90,11 @@ class _Attention(torch.autograd.Function):
     ) -> Tensor:
         from megatron.attention.triton_programs import forward
 
-        batch, heads, queries, head_dim = q.shape
+        batch, heads, queries, _ = q.shape
         tables = _tables(heads, k.shape[2], bias, weight, window, q.device)
         out = _empty_by_length(q)
         lse = q.new_empty(q.shape[:3], dtype=torch.float32)
-        tiles = forward_tiles(columns(head_dim), q.element_size())
+        tiles = tiles_for("forward", q)
         bounds = _first_keys(segments, queries, tiles)
         grid = (_blocks(queries, tiles.queries), batch * heads)
         with torch.cuda.device_of(q):
@@ -151,7 +119,7 @@ class _Attention(torch.autograd.Function):
         q, k, v, bias, weight, segments, *tables, out, lse = ctx.saved_tensors
         if dout.stride(-1) != 1:
             dout = dout.contiguous()
-        batch, heads, queries, head_dim = q.shape
+        batch, heads, queries, _ = q.shape
         keys = k.shape[2]
         dq, dk, dv = _empty_by_length(q), _empty_by_length(k), _empty_by_length(v)
         delta = torch.empty_like(lse)
@@ -162,7 +130,7 @@ class _Attention(torch.autograd.Function):
         wants_dbias, wants_dweight = ctx.needs_input_grad[3:5]
         dbias = dweight = None
         with torch.cuda.device_of(q):
-            tiles = query_tiles(columns(head_dim), q.element_size())
+            tiles = tiles_for("query_gradient", q)
             bounds = _pointer(_first_keys(segments, queries, tiles), lse)
             query_gradient[(_blocks(queries, tiles.queries), batch * heads)](
                 *(*inputs, bounds, out, lse, dout, delta, dq),
@@ -171,7 +139,7 @@ class _Attention(torch.autograd.Function):
                 **flags,
                 **_launch(tiles),
             )
-            tiles = key_tiles(columns(head_dim), q.element_size())
+            tiles = tiles_for("key_gradients", q)
             bounds = _pointer(_last_queries(segments, queries, tiles), lse)
             key_gradients[(_blocks(keys, tiles.keys), batch * heads)](
                 *(*inputs, bounds, lse, dout, delta, dk, dv),
@@ -212,9 +180,9 @@ def _table_gradients(
     """dbias and dweight, summed over batch and along diagonals: [heads, keys] float32."""
     from megatron.attention.triton_programs import table_gradients
 
-    batch, heads, queries, head_dim = q.shape
+    batch, heads, queries, _ = q.shape
     keys = k.shape[2]
-    tiles = table_tiles(columns(head_dim), q.element_size())
+    tiles = tiles_for("table_gradients", q)
     blocks = _blocks(keys, tiles.keys)
     # Tiles further back than the window or two chunks are masked.
     visible_offsets = (min(window, 2 * chunk) - 2) // tiles.keys + 2
@@ -267,7 +235,7 @@ def _tables(
     if bias is None:
         padded_bias[:, inside] = 0.0
     else:
-        padded_bias[:, inside] = bias[:, :window].float() * math.log2(math.e)
+        torch.mul(bias[:, :window].float(), math.log2(math.e), out=padded_bias[:, inside])
     padded_weight = padded_bias  # an absent weight is not read
     if weight is not None:
         padded_weight = F.pad(weight[:, :keys].float(), (PAD, PAD))
@@ -349,14 +317,14 @@ def _sizes(q: Tensor, k: Tensor, table: Tensor, window: int, chunk: int) -> tupl
 def _flags(
     q: Tensor, k: Tensor, weight: Tensor | None, chunk: int, segments: Tensor | None
 ) -> dict[str, Any]:
-    fast = q.dtype == torch.float32 and torch.get_float32_matmul_precision() != "highest"
     return {
         "HEAD_DIM": q.shape[3],
         "COLUMNS": columns(q.shape[3]),
         "WEIGHT": weight is not None,
         "CHUNK": chunk < k.shape[2],
         "SEGMENTS": segments is not None,
-        "PRECISION": "tf32" if fast else "ieee",
+        "DIRECT": reads_directly(q.device),
+        "PRECISION": float32_products(q.dtype),
     }
 
 

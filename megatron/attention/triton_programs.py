@@ -10,7 +10,8 @@ the queries. `bounds` says for every block where the keys or queries of its docu
 (see triton_kernel.py). A prefix d means the gradient of the loss: dout, dq, dscores.
 
 Outputs are laid out as [batch, length, heads, head_dim], statistics of rows (lse, delta) as
-[batch, heads, queries]. The flags WEIGHT, CHUNK and SEGMENTS say which pointers are read.
+[batch, heads, queries]. The flags WEIGHT, CHUNK and SEGMENTS say which pointers are read, DIRECT
+how tables are (see `_read`).
 """
 
 # The language of the programs only looks like Python.
@@ -20,7 +21,7 @@ Outputs are laid out as [batch, length, heads, head_dim], statistics of rows (ls
 import triton
 import triton.language as tl
 
-PAD = 256  # at least the sum of both tile sizes
+PAD = 512  # twice the sum of both tile sizes: a load one tile ahead is in bounds too
 LOG_2 = tl.constexpr(0.6931471805599453)  # scores without the log2 e that `scale` includes
 
 
@@ -41,9 +42,28 @@ def _store(start, stride, row, valid, column, value, HEAD_DIM: tl.constexpr):
 
 
 @triton.jit
+def _read(address, DIRECT: tl.constexpr):
+    """Numbers of a table, float32 in the shape of the addresses.
+
+    tl.load goes through shared memory: it is pipelined in copies of 4 bytes, and its layout is not
+    that of the products. DIRECT reads each number into the register where the products want it.
+
+    is_pure lets the compiler move such a read past any write, skip it, or do it too early. All
+    three are right: no program writes a table, the kernels that did ended before this one began
+    (hence .nc, the cache for read-only data), and the padding makes early addresses valid.
+    """
+    if DIRECT:
+        return tl.inline_asm_elementwise(
+            "ld.global.nc.f32 $0, [$1];", "=f,l", [address], dtype=tl.float32, is_pure=True, pack=1
+        )
+    else:  # noqa: RET505 - only so does Triton leave the other branch out
+        return tl.load(address)
+
+
+@triton.jit
 def _scores(
     product, position, key, distance, query_segment, key_segment, bias, weight, chunk,
-    WEIGHT: tl.constexpr, CHUNK: tl.constexpr, SEGMENTS: tl.constexpr,
+    WEIGHT: tl.constexpr, CHUNK: tl.constexpr, SEGMENTS: tl.constexpr, DIRECT: tl.constexpr,
 ):  # fmt: skip
     """Scores in base 2 with -inf where masked, and the factor that the products were multiplied by.
 
@@ -51,9 +71,9 @@ def _scores(
     """
     factor = product
     if WEIGHT:
-        factor = tl.load(weight + distance)
+        factor = _read(weight + distance, DIRECT)
         product = product * factor
-    scores = product + tl.load(bias + distance)
+    scores = product + _read(bias + distance, DIRECT)
     if CHUNK:
         chunks_between = position // chunk - key // chunk
         scores = tl.where(chunks_between > 1, float("-inf"), scores)
@@ -85,7 +105,8 @@ def forward(
     q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row,
     table_row, heads, queries, keys, window, chunk, scale,
     HEAD_DIM: tl.constexpr, COLUMNS: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
-    WEIGHT: tl.constexpr, CHUNK: tl.constexpr, SEGMENTS: tl.constexpr, PRECISION: tl.constexpr,
+    WEIGHT: tl.constexpr, CHUNK: tl.constexpr, SEGMENTS: tl.constexpr, DIRECT: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One block of queries: out, and lse, the log2 of each row's sum of exponentials in base 2."""
     block = tl.num_programs(0) - 1 - tl.program_id(0)  # the longest first
@@ -124,7 +145,7 @@ def forward(
         scores, _ = _scores(
             product, position[:, None], key[None, :], distance,
             query_segment[:, None], key_segment[None, :], bias + tile_distance,
-            weight + tile_distance, chunk, WEIGHT, CHUNK, SEGMENTS,
+            weight + tile_distance, chunk, WEIGHT, CHUNK, SEGMENTS, DIRECT,
         )  # fmt: skip
         higher = tl.maximum(highest, tl.max(scores, 1))
         probabilities = tl.exp2(scores - higher[:, None])  # not yet divided by their sum
@@ -147,7 +168,8 @@ def query_gradient(
     dout_batch, dout_head, dout_row,
     table_row, heads, queries, keys, window, chunk, scale,
     HEAD_DIM: tl.constexpr, COLUMNS: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
-    WEIGHT: tl.constexpr, CHUNK: tl.constexpr, SEGMENTS: tl.constexpr, PRECISION: tl.constexpr,
+    WEIGHT: tl.constexpr, CHUNK: tl.constexpr, SEGMENTS: tl.constexpr, DIRECT: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One block of queries: dq, and delta, the row sums of out · dout that other programs need."""
     block = tl.num_programs(0) - 1 - tl.program_id(0)  # the longest first
@@ -192,7 +214,7 @@ def query_gradient(
         scores, factor = _scores(
             product, position[:, None], key[None, :], distance,
             query_segment[:, None], key_segment[None, :], bias + tile_distance,
-            weight + tile_distance, chunk, WEIGHT, CHUNK, SEGMENTS,
+            weight + tile_distance, chunk, WEIGHT, CHUNK, SEGMENTS, DIRECT,
         )  # fmt: skip
         probabilities = tl.exp2(scores - row_lse[:, None])
         dprobabilities = tl.dot(dout_tile, tl.trans(v_tile), input_precision=PRECISION)
@@ -211,7 +233,8 @@ def key_gradients(
     dout_batch, dout_head, dout_row,
     table_row, heads, queries, keys, window, chunk, scale,
     HEAD_DIM: tl.constexpr, COLUMNS: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
-    WEIGHT: tl.constexpr, CHUNK: tl.constexpr, SEGMENTS: tl.constexpr, PRECISION: tl.constexpr,
+    WEIGHT: tl.constexpr, CHUNK: tl.constexpr, SEGMENTS: tl.constexpr, DIRECT: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One block of keys: dk and dv; tiles are [BLOCK_K, BLOCK_Q], the left side of tl.dot."""
     block = tl.program_id(0)  # the longest first
@@ -258,7 +281,7 @@ def key_gradients(
         scores, factor = _scores(
             product, position[None, :], key[:, None], distance,
             query_segment[None, :], key_segment[:, None], bias + tile_distance,
-            weight + tile_distance, chunk, WEIGHT, CHUNK, SEGMENTS,
+            weight + tile_distance, chunk, WEIGHT, CHUNK, SEGMENTS, DIRECT,
         )  # fmt: skip
         probabilities = tl.exp2(scores - row_lse[None, :])
         rounded = probabilities.to(dout_tile.dtype)
@@ -281,7 +304,8 @@ def table_gradients(
     dout_batch, dout_head, dout_row,
     table_row, batches, heads, queries, keys, chunk, scale,
     HEAD_DIM: tl.constexpr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr,
-    WEIGHT: tl.constexpr, CHUNK: tl.constexpr, SEGMENTS: tl.constexpr, PRECISION: tl.constexpr,
+    WEIGHT: tl.constexpr, CHUNK: tl.constexpr, SEGMENTS: tl.constexpr, DIRECT: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """All tiles with one offset between query block and key block: they hold the same distances.
 
@@ -324,7 +348,7 @@ def table_gradients(
         scores, _ = _scores(
             product, position[:, None], key[None, :], distance,
             query_segment[:, None], key_segment[None, :], bias + tile_distance,
-            weight + tile_distance, chunk, WEIGHT, CHUNK, SEGMENTS,
+            weight + tile_distance, chunk, WEIGHT, CHUNK, SEGMENTS, DIRECT,
         )  # fmt: skip
         dout_tile = _load(dout + batch * dout_batch, dout_row, row, inside, column, HEAD_DIM)
         v_tile = _load(v + batch * v_batch, v_row, key, key < keys, column, HEAD_DIM)

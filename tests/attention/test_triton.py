@@ -8,6 +8,7 @@ from torch.utils.checkpoint import checkpoint
 
 from megatron.attention.eager import eager
 from megatron.attention.triton_kernel import refusal, triton_attention
+from megatron.attention.triton_tiles import TILES
 from tests.support import run
 
 pytest.importorskip("triton")
@@ -206,31 +207,61 @@ def test_cpus_are_refused_without_the_interpreter(monkeypatch):
     assert refusal(torch.zeros(1, 1, 4, 16)) == "it runs on CUDA devices, not on cpu"
 
 
-def test_tables_are_padded_by_more_than_any_tile_reaches_over():
-    from megatron.attention import triton_kernel as kernel
+def test_tables_are_padded_by_more_than_any_tile_or_the_one_after_it_reaches_over():
     from megatron.attention.triton_programs import PAD
 
-    for tiles_of in (
-        kernel.forward_tiles,
-        kernel.query_tiles,
-        kernel.key_tiles,
-        kernel.table_tiles,
-    ):
-        for columns in (16, 32, 64, 128):
-            for itemsize in (2, 4):
-                tiles = tiles_of(columns, itemsize)
-                assert tiles.queries + tiles.keys <= PAD
+    for programs in TILES.values():
+        for sizes in programs.values():
+            for tiles in sizes.values():
+                assert 2 * (tiles.queries + tiles.keys) <= PAD
+
+
+def test_tiles_of_the_tables_gradients_are_square():
+    for programs in TILES.values():
+        assert all(tiles.queries == tiles.keys for tiles in programs["table_gradients"].values())
+
+
+@pytest.mark.parametrize(
+    ("name", "values"),
+    [
+        ("ATTENTION_TABLE_READS", "direct or pipelined"),
+        ("ATTENTION_FLOAT32", "ieee or tf32x3"),
+    ],
+)
+def test_unknown_values_of_the_switches_are_refused(monkeypatch, name, values):
+    tensors, _ = inputs(1, 1, 4, 4, 16)
+    monkeypatch.setenv(name, "fast")
+    with pytest.raises(ValueError, match=f"{name}: 'fast' is unknown - set it to {values}"):
+        triton_attention(*tensors[:4], weight=None, **NARROW)
+
+
+SHARED = {80: 163, 90: 227}
+"""KiB of shared memory that a program may have at most."""
+
+
+def builds(folder, *options):
+    """What the compiler says of every default program."""
+    env = {"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(folder), "PYTHONPATH": "."}
+    done = run("tools/bench/triton_builds.py", *options, env=env, timeout=900)
+    assert done.returncode == 0, done.stderr
+    return [json.loads(line) for line in done.stdout.splitlines()]
 
 
 def test_every_program_compiles_for_gpus_and_fits_their_memory_and_registers(tmp_path):
-    env = {"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": "."}
-    done = run("tests/attention/compile_triton.py", env=env, timeout=600)
-    assert done.returncode == 0, done.stderr
-    for built in map(json.loads, done.stdout.splitlines()):
-        assert built["shared"] <= {80: 163, 90: 227}[built["arch"]] * 1024, built
-        assert built["spilled"] <= (160 if "CHUNK" in built["flags"] else 0), (
-            built
-        )  # bytes of a thread
+    for built in builds(tmp_path):
+        assert built["shared"] <= SHARED[built["arch"]] * 1024, built
+        most_spilled = 160 if "CHUNK" in built["flags"] else 0  # bytes of a thread
+        assert built["spilled"] <= most_spilled, built
+
+
+def test_tables_that_are_read_directly_take_no_shared_memory(tmp_path):
+    direct, pipelined = (
+        builds(tmp_path, "--programs", "forward", "--cases", "training", "--reads", reads)
+        for reads in ("direct", "pipelined")
+    )
+    for one, other in zip(direct, pipelined, strict=True):
+        tile_of_biases = 128 * 64 * 4  # bytes
+        assert other["shared"] - one["shared"] == tile_of_biases, (one, other)
 
 
 @pytest.mark.gpu
@@ -252,3 +283,20 @@ def test_gpus_give_the_definition_at_8192_and_the_same_bits_twice(dtype):
     assert_like_the_definition(tensors)
     first, second = (values_and_gradients(triton_attention, tensors) for _ in range(2))
     assert all(torch.equal(one, other) for one, other in zip(first, second, strict=True))
+
+
+@pytest.mark.gpu
+def test_both_ways_of_reading_tables_give_the_same_bits(monkeypatch):
+    tensors, _ = inputs(2, 4, 700, 700, 64, weight=True, dtype=torch.bfloat16)
+    results = []
+    for reads in ("direct", "pipelined"):
+        monkeypatch.setenv("ATTENTION_TABLE_READS", reads)
+        results.append(values_and_gradients(triton_attention, tensors))
+    assert all(torch.equal(one, other) for one, other in zip(*results, strict=True))
+
+
+@pytest.mark.gpu
+def test_three_tf32_products_are_close_to_float32(monkeypatch):
+    monkeypatch.setenv("ATTENTION_FLOAT32", "tf32x3")
+    tensors, _ = inputs(1, 2, 700, 700, 64, weight=True)
+    assert_like_the_definition(tensors)
