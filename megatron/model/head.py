@@ -7,9 +7,17 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-HEAD_TOKENS = 2048  # tokens whose logits exist at one time
-HEADROOM = 32
-"""Divides sums over a block of tokens while they are formed: float16 ends at 65504."""
+HEAD_TOKENS = 2048
+"""Tokens whose logits exist at one time."""
+HEAD_TOKENS_CUDA = 8192
+"""The same on a GPU, where each block reads and writes the matrix and its gradient once more."""
+SUMMED = 64
+"""Sums over a block of tokens are formed as those of so many: float16 ends at 65504."""
+
+
+def tokens_at_once(device: torch.device) -> int:
+    """Tokens of a block, whose logits exist at one time."""
+    return HEAD_TOKENS_CUDA if device.type == "cuda" else HEAD_TOKENS
 
 
 def token_losses(x: Tensor, matrix: Tensor, labels: Tensor) -> Tensor:
@@ -20,7 +28,8 @@ def token_losses(x: Tensor, matrix: Tensor, labels: Tensor) -> Tensor:
     Autograd keeps the logits of all blocks; where the mean alone is wanted, `mean_loss` does not.
     """
     losses = []
-    blocks = zip(x.split(HEAD_TOKENS), labels.split(HEAD_TOKENS), strict=True)
+    size = tokens_at_once(x.device)
+    blocks = zip(x.split(size), labels.split(size), strict=True)
     for part, targets in blocks:
         # The logits have no name, so that they are freed before those of the next block exist.
         block = F.cross_entropy(F.linear(part, matrix).float(), targets, reduction="none")
@@ -44,8 +53,10 @@ class MeanLoss(torch.autograd.Function):
         total = x.new_zeros((), dtype=torch.float32)
         dx = torch.empty_like(x)
         dmatrix = torch.zeros_like(matrix, dtype=torch.float32)
-        for start in range(0, len(x), HEAD_TOKENS):
-            block = slice(start, start + HEAD_TOKENS)
+        size = tokens_at_once(x.device)
+        headroom = size / SUMMED
+        for start in range(0, len(x), size):
+            block = slice(start, start + size)
             part, targets = x[block], labels[block]
             # [block, vocab]; the logits have no name, so that they are freed here
             log_probabilities = F.log_softmax(F.linear(part, matrix), dim=1, dtype=torch.float32)
@@ -54,7 +65,7 @@ class MeanLoss(torch.autograd.Function):
             dlogits[torch.arange(len(targets), device=x.device), targets] -= 1
             dlogits = dlogits.to(x.dtype)
             torch.mm(dlogits, matrix, out=dx[block])
-            dmatrix.add_(dlogits.T @ (part / HEADROOM), alpha=HEADROOM)
+            dmatrix.add_(dlogits.T @ (part / headroom), alpha=headroom)
         ctx.save_for_backward(dx, dmatrix)
         ctx.dtype = matrix.dtype
         return total / len(x)

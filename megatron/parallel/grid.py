@@ -54,9 +54,15 @@ class Grid:
         """The mean of a tensor over all ranks; any shape, kept."""
         if self.ranks == 1:
             return value
+        return self.sum(value) / self.ranks
+
+    def sum(self, value: Tensor) -> Tensor:
+        """The sum of a tensor over all ranks; any shape, kept."""
+        if self.ranks == 1:
+            return value
         total = value.clone()
         torch.distributed.all_reduce(total)
-        return total / self.ranks
+        return total
 
     def gather(self, value: Any) -> list[Any]:
         """The values of all ranks, ordered by rank, on every rank; plain data only."""
@@ -180,10 +186,12 @@ def _import_deepspeed() -> None:
 
     DeepSpeed would compile that at a first run, which needs g++ and ninja and takes half a minute;
     after a killed build, every later run waits for its lock for ever. gloo does the same work.
+    DeepSpeed asks a dict, for which it would run compilers and ask GPUs unless it is there.
     """
     import deepspeed.ops  # only now: it reads DS_ACCELERATOR when it is imported
 
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    ops: Any = deepspeed.ops
+    ops.__compatible_ops__ = {"deepspeed_shm_comm": False}
 
 
 def _join(backend: str, device: torch.device) -> None:

@@ -22,7 +22,7 @@ import torch
 
 from megatron.config import Config
 from megatron.errors import UserError
-from megatron.model.head import HEAD_TOKENS
+from megatron.model.head import tokens_at_once
 from megatron.model.size import Parameters, parameters
 from megatron.parallel.machine import device_memory, free_disk, in_bytes, total_memory
 from megatron.parallel.threads import available_cores
@@ -64,8 +64,8 @@ class Needs:
         return f"about {memory} of memory per device, {disk} of disk for checkpoints"
 
 
-def needs(config: Config, vocab: int, ranks: int) -> Needs:
-    """What a training on so many ranks needs."""
+def needs(config: Config, vocab: int, ranks: int, device: torch.device) -> Needs:
+    """What a training on so many ranks of such devices needs."""
     counted = parameters(config, vocab)
     windows = windows_per_step(config) * ranks
     samples = config.training.train_iters * windows
@@ -73,7 +73,7 @@ def needs(config: Config, vocab: int, ranks: int) -> Needs:
         counted,
         state=_state(config, counted.whole, ranks),
         inputs=_inputs(config),
-        activations=_activations(config, vocab),
+        activations=_activations(config, vocab, device),
         index=INDEX * samples,
         disk=CHECKPOINT * counted.whole * (kept_checkpoints(config) + 1),
     )
@@ -120,7 +120,7 @@ def _inputs(config: Config) -> int:
     return _number(config) * _tokens(config) * model.hidden_size * model.num_layers
 
 
-def _activations(config: Config, vocab: int) -> int:
+def _activations(config: Config, vocab: int, device: torch.device) -> int:
     """Bytes of a forward and backward pass of one micro batch."""
     model = config.model
     tokens = _tokens(config)
@@ -128,7 +128,7 @@ def _activations(config: Config, vocab: int) -> int:
         numbers = tokens * model.hidden_size * (model.num_layers + PER_LAYER + 4)
     else:
         numbers = tokens * model.hidden_size * (PER_LAYER * model.num_layers + 4)
-    logits = 3 * FLOAT32 * min(tokens, HEAD_TOKENS) * vocab
+    logits = 3 * FLOAT32 * min(tokens, tokens_at_once(device)) * vocab
     return _number(config) * numbers + FLOAT32 * vocab * model.hidden_size + logits
 
 
@@ -163,7 +163,7 @@ def check_fits(
     ranks: of the whole run; ranks_here: those on this machine, whose memory they share on the CPU
     disk: whether this process asks for the room in `save`
     """
-    need = needs(config, vocab, ranks)
+    need = needs(config, vocab, ranks, device)
     where = place(need, device, ranks_here)
     faults = [
         *(_beyond_memory(config, need, where) or _batch_beyond_memory(config, need, where)),

@@ -19,6 +19,7 @@ from megatron.parallel.grid import Grid
 from megatron.positions import Position
 from megatron.training.compiled import check_attention, compile_layers
 from megatron.training.deterministic import check_attention_repeats
+from megatron.training.master import master_values, parameter_size
 from megatron.training.optimizer import build_optimizer
 from megatron.training.schedule import learning_rate
 
@@ -182,27 +183,22 @@ class Trainer:
         """
         if self.config.precision.dtype == "fp32":
             return
-        from deepspeed.utils import safe_get_full_fp32_param
-
+        places = []
+        parameters = []
         for position in cast(Iterable[Position], self.model.positions):
             for module, name, parameter in position.own_parameters():
-                if _count(parameter) > SMALL:
-                    continue
-                exact = cast(Tensor, safe_get_full_fp32_param(parameter)).detach()
-                # ZeRO 3 leaves an empty parameter, which remembers its shape.
-                shape = getattr(parameter, "ds_shape", parameter.shape)
-                module.exact[name] = exact.view(shape)
+                if parameter_size(parameter) <= SMALL:
+                    places.append((module, name))
+                    parameters.append(parameter)
+        exact = master_values(parameters, self.grid)
+        for (module, name), value in zip(places, exact, strict=True):
+            module.exact[name] = value
 
     def parameter_counts(self) -> tuple[int, int]:
         """Parameters of the whole model, and of the encoding."""
-        whole = sum(_count(parameter) for parameter in self.model.parameters())
-        position = sum(_count(parameter) for parameter in self.model.positions.parameters())
+        whole = sum(map(parameter_size, self.model.parameters()))
+        position = sum(map(parameter_size, self.model.positions.parameters()))
         return whole, position
-
-
-def _count(parameter: Tensor) -> int:
-    """Numbers of a parameter, also of one that ZeRO 3 has taken apart."""
-    return getattr(parameter, "ds_numel", parameter.numel())
 
 
 def _spoiled_if_not_finite(loss: Tensor) -> Tensor:

@@ -58,8 +58,10 @@ class Watch:
         norm = result["grad_norm"]
         if norm is None or self.config.precision.dtype == "fp16":
             norm = 0.0  # in fp16 a loss scale that is too large is no fault of the step
-        norm = torch.as_tensor(norm, dtype=torch.float32, device=self.grid.device)
-        step = Step(number, used, torch.stack([result["loss"].float(), norm]))
+        if not isinstance(norm, Tensor):
+            # Filled on the device: a copy from the host would wait for it.
+            norm = torch.full((), norm, device=self.grid.device)
+        step = Step(number, used, torch.stack([result["loss"].float(), norm.float()]))
         if result["skipped"]:
             self._skip(step)
         else:

@@ -132,6 +132,7 @@ SHAPES_NO_LOSS = {
     "training/finite.py",
     "training/saved.py",
     "training/manifest.py",
+    "training/master.py",
     "training/optimizer.py",
     "training/schedule.py",
     "training/trainer.py",

@@ -24,7 +24,7 @@ def a_machine(monkeypatch):
 
 
 def needs(*words, ranks=1):
-    return fits.needs(load([], [*TINY, *words]), 512, ranks)
+    return fits.needs(load([], [*TINY, *words]), 512, ranks, CPU)
 
 
 def fault(*words, ranks=1):

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from megatron.errors import UserError
 from megatron.model import GPT
-from megatron.model.head import HEAD_TOKENS
+from megatron.model.head import tokens_at_once
 
 CUE = 4  # tokens that ask for the needle
 NEEDLE = 8  # tokens of the needle
@@ -158,7 +158,8 @@ def scores_of(model: GPT) -> Scores:
         correct: list[Tensor] = []
         log_probability: list[Tensor] = []
         # Some targets at a time: the logits of all would need too much memory.
-        parts = zip(x.split(HEAD_TOKENS, dim=1), targets.split(HEAD_TOKENS), strict=True)
+        size = tokens_at_once(x.device)
+        parts = zip(x.split(size, dim=1), targets.split(size), strict=True)
         for x_part, targets_part in parts:
             logits = F.linear(x_part, model.output_matrix)
             correct_part, log_probability_part = scored(logits, targets_part)

@@ -1,0 +1,115 @@
+"""Between two log lines the host reads nothing from the device, so it never waits for it."""
+
+import sys
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from megatron.training.run import train
+from megatron.training.trainer import Trainer
+from tests.support import ROOT
+from tests.training.conftest import settings
+
+READS = {
+    Tensor.item,
+    Tensor.tolist,
+    Tensor.cpu,
+    Tensor.numpy,
+    Tensor.nonzero,
+    Tensor.__bool__,
+    Tensor.__float__,
+    Tensor.__int__,
+    Tensor.__index__,
+    torch.nonzero,
+    torch.equal,
+    torch.allclose,
+}
+"""What needs the values of a tensor on the host."""
+FROM_THE_HOST = {torch.tensor, torch.as_tensor}
+"""What copies to a device, and waits for it, where one is given."""
+PACKAGE = ROOT / "megatron"
+
+
+class Watching(TorchFunctionMode):
+    """Notes where this package reads from a device or writes to it; not what DeepSpeed does."""
+
+    def __init__(self) -> None:
+        self.found: list[str] = []
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        copies = func in FROM_THE_HOST and kwargs.get("device") is not None
+        if func in READS or copies:
+            place = self._place()
+            if place is not None:
+                self.found.append(f"{place}: {func.__name__}")
+        return func(*args, **kwargs)
+
+    @staticmethod
+    def _place() -> str | None:
+        """Our line that calls, or None where another package does."""
+        frame = sys._getframe(2)
+        while "/torch/" in frame.f_code.co_filename:
+            frame = frame.f_back
+        path = Path(frame.f_code.co_filename)
+        return f"{path.name}:{frame.f_lineno}" if path.is_relative_to(PACKAGE) else None
+
+
+class Warned:
+    """The same on a GPU, where torch itself says which lines wait."""
+
+    def __init__(self) -> None:
+        self.found: list[str] = []
+
+    def __enter__(self) -> None:
+        self.warnings = warnings.catch_warnings(record=True)
+        self.caught = self.warnings.__enter__()
+        warnings.simplefilter("always")
+        torch.cuda.set_sync_debug_mode("warn")
+
+    def __exit__(self, *_: object) -> None:
+        torch.cuda.set_sync_debug_mode("default")
+        self.warnings.__exit__(None, None, None)
+        ours = [one for one in self.caught if Path(one.filename).is_relative_to(PACKAGE)]
+        self.found = [f"{Path(one.filename).name}:{one.lineno}: {one.message}" for one in ours]
+
+
+def between_logs(monkeypatch, watching: Watching | Warned) -> None:
+    """Watch from the end of step 2 to the end of step 5."""
+    train_step = Trainer.train_step
+
+    def step(trainer, micro_batches):
+        result = train_step(trainer, micro_batches)
+        if trainer.step == 2:
+            watching.__enter__()
+        if trainer.step == 5:
+            watching.__exit__(None, None, None)
+        return result
+
+    monkeypatch.setattr(Trainer, "train_step", step)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize(
+    "kind", [Watching, pytest.param(Warned, marks=pytest.mark.gpu)], ids=["calls", "gpu"]
+)
+def test_no_step_between_two_log_lines_waits_for_the_device(
+    grid, corpus, tmp_path, monkeypatch, kind, precision
+):
+    watching = kind()
+    between_logs(monkeypatch, watching)
+    more = ["train_iters=6", "save_interval=0", "log_interval=6", f"precision={precision}"]
+    train(settings(corpus, tmp_path, *more), grid)
+    assert watching.found == []
+
+
+def test_a_value_that_is_read_is_noticed(grid, corpus, tmp_path, monkeypatch):
+    watching = Watching()
+    between_logs(monkeypatch, watching)
+    more = ["train_iters=6", "save_interval=0", "log_interval=1"]
+    train(settings(corpus, tmp_path, *more), grid)
+    assert any("watch.py" in place for place in watching.found)
