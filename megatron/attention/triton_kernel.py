@@ -10,7 +10,7 @@ import importlib.util
 import math
 import os
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -88,25 +88,8 @@ class _Attention(torch.autograd.Function):
         window: int,
         chunk: int,
     ) -> Tensor:
-        from megatron.attention.triton_programs import forward
-
-        batch, heads, queries, _ = q.shape
-        tables = _tables(heads, k.shape[2], bias, weight, window, q.device)
-        out = _empty_by_length(q)
-        lse = q.new_empty(q.shape[:3], dtype=torch.float32)
-        tiles = tiles_for("forward", q)
-        bounds = _first_keys(segments, queries, tiles)
-        grid = (_blocks(queries, tiles.queries), batch * heads)
-        with torch.cuda.device_of(q):
-            forward[grid](
-                *(q, k, v, *tables),
-                *(_pointer(segments, lse), _pointer(bounds, lse)),
-                *(out, lse),
-                *_strides(q, k, v),
-                *_sizes(q, k, tables[0], window, chunk),
-                **_flags(q, k, weight, chunk, segments),
-                **_launch(tiles),
-            )
+        tables = padded_tables(k, bias, weight, window)
+        out, lse = forward_pass(q, k, v, tables, segments, window, chunk)
         ctx.save_for_backward(q, k, v, bias, weight, segments, *tables, out, lse)
         ctx.window, ctx.chunk = window, chunk
         return out
@@ -114,49 +97,112 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
-        from megatron.attention.triton_programs import key_gradients, query_gradient
-
         q, k, v, bias, weight, segments, *tables, out, lse = ctx.saved_tensors
-        if dout.stride(-1) != 1:
-            dout = dout.contiguous()
-        batch, heads, queries, _ = q.shape
-        keys = k.shape[2]
-        dq, dk, dv = _empty_by_length(q), _empty_by_length(k), _empty_by_length(v)
-        delta = torch.empty_like(lse)
-        inputs = (q, k, v, *tables, _pointer(segments, lse))
-        strides = _strides(q, k, v, dout)
-        sizes = _sizes(q, k, tables[0], ctx.window, ctx.chunk)
-        flags = _flags(q, k, weight, ctx.chunk, segments)
         wants_dbias, wants_dweight = ctx.needs_input_grad[3:5]
-        dbias = dweight = None
-        with torch.cuda.device_of(q):
-            tiles = tiles_for("query_gradient", q)
-            bounds = _pointer(_first_keys(segments, queries, tiles), lse)
-            query_gradient[(_blocks(queries, tiles.queries), batch * heads)](
-                *(*inputs, bounds, out, lse, dout, delta, dq),
-                *strides,
-                *sizes,
-                **flags,
-                **_launch(tiles),
-            )
-            tiles = tiles_for("key_gradients", q)
-            bounds = _pointer(_last_queries(segments, queries, tiles), lse)
-            key_gradients[(_blocks(keys, tiles.keys), batch * heads)](
-                *(*inputs, bounds, lse, dout, delta, dk, dv),
-                *strides,
-                *sizes,
-                **flags,
-                **_launch(tiles),
-            )
-            if wants_dbias or wants_dweight:
-                rows = (*inputs, lse, dout, delta)
-                dbias, dweight = _table_gradients(*rows, ctx.window, ctx.chunk, flags)
-        dbias = _as_table(dbias, bias) if wants_dbias else None
-        dweight = _as_table(dweight, weight) if wants_dweight else None
+        dq, dk, dv, dbias, dweight = backward_pass(
+            *(dout, q, k, v, Tables(*tables), segments, out, lse, ctx.window, ctx.chunk),
+            wants_tables=wants_dbias or wants_dweight,
+        )
+        dbias = as_table(dbias, bias) if wants_dbias else None
+        dweight = as_table(dweight, weight) if wants_dweight else None
         return dq, dk, dv, dbias, dweight, None, None, None
 
 
-def _as_table(gradient: Tensor | None, table: Tensor) -> Tensor:
+class Tables(NamedTuple):
+    """Both tables from distance 0 on, views of [heads, PAD + keys + PAD] float32.
+
+    The bias is in base 2, with -inf where masked.
+    """
+
+    bias: Tensor
+    weight: Tensor | None
+
+
+def forward_pass(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    tables: Tables,
+    segments: Tensor | None,
+    window: int,
+    chunk: int,
+) -> tuple[Tensor, Tensor]:
+    """Output in q's shape, and lse [batch, heads, queries] float32, which `forward` describes."""
+    from megatron.attention.triton_programs import forward
+
+    batch, heads, queries, _ = q.shape
+    out = empty_by_length(q)
+    lse = q.new_empty(q.shape[:3], dtype=torch.float32)
+    tiles = tiles_for("forward", q)
+    bounds = _first_keys(segments, queries, tiles)
+    grid = (_blocks(queries, tiles.queries), batch * heads)
+    with torch.cuda.device_of(q):
+        forward[grid](
+            *(q, k, v, *_pointers(tables)),
+            *(_pointer(segments, lse), _pointer(bounds, lse)),
+            *(out, lse),
+            *_strides(q, k, v),
+            *_sizes(q, k, tables.bias, window, chunk),
+            **_flags(q, k, tables.weight, chunk, segments),
+            **_launch(tiles),
+        )
+    return out, lse
+
+
+def backward_pass(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    tables: Tables,
+    segments: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    window: int,
+    chunk: int,
+    *,
+    wants_tables: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
+    """dq, dk and dv; where they are wanted dbias and dweight, [heads, keys] float32."""
+    from megatron.attention.triton_programs import key_gradients, query_gradient
+
+    if dout.stride(-1) != 1:
+        dout = dout.contiguous()
+    batch, heads, queries, _ = q.shape
+    keys = k.shape[2]
+    dq, dk, dv = empty_by_length(q), empty_by_length(k), empty_by_length(v)
+    delta = torch.empty_like(lse)
+    inputs = (q, k, v, *_pointers(tables), _pointer(segments, lse))
+    strides = _strides(q, k, v, dout)
+    sizes = _sizes(q, k, tables.bias, window, chunk)
+    flags = _flags(q, k, tables.weight, chunk, segments)
+    dbias = dweight = None
+    with torch.cuda.device_of(q):
+        tiles = tiles_for("query_gradient", q)
+        bounds = _pointer(_first_keys(segments, queries, tiles), lse)
+        query_gradient[(_blocks(queries, tiles.queries), batch * heads)](
+            *(*inputs, bounds, out, lse, dout, delta, dq),
+            *strides,
+            *sizes,
+            **flags,
+            **_launch(tiles),
+        )
+        tiles = tiles_for("key_gradients", q)
+        bounds = _pointer(_last_queries(segments, queries, tiles), lse)
+        key_gradients[(_blocks(keys, tiles.keys), batch * heads)](
+            *(*inputs, bounds, lse, dout, delta, dk, dv),
+            *strides,
+            *sizes,
+            **flags,
+            **_launch(tiles),
+        )
+        if wants_tables:
+            rows = (*inputs, lse, dout, delta)
+            dbias, dweight = _table_gradients(*rows, window, chunk, flags)
+    return dq, dk, dv, dbias, dweight
+
+
+def as_table(gradient: Tensor | None, table: Tensor) -> Tensor:
     """[heads, keys] float32 -> the shape and dtype of a table [heads, >= keys]."""
     assert gradient is not None
     longer = table.shape[1] - gradient.shape[1]
@@ -216,30 +262,26 @@ def _by_distance(sums: Tensor, keys: int) -> Tensor:
     return F.pad(table, (0, keys - table.shape[1]))
 
 
-def _tables(
-    heads: int,
-    keys: int,
-    bias: Tensor | None,
-    weight: Tensor | None,
-    window: int,
-    device: torch.device,
-) -> list[Tensor]:
-    """Both tables from distance 0 on, views of [heads, PAD + keys + PAD] float32.
-
-    The bias is in base 2, with -inf where masked.
-    """
+def padded_tables(k: Tensor, bias: Tensor | None, weight: Tensor | None, window: int) -> Tables:
+    """The tables of `bias` and `weight` [heads, >= keys] for the keys k, masked by the window."""
     from megatron.attention.triton_programs import PAD
 
-    padded_bias = torch.full((heads, keys + 2 * PAD), -math.inf, device=device)
+    heads, keys = k.shape[1:3]
+    padded_bias = torch.full((heads, keys + 2 * PAD), -math.inf, device=k.device)
     inside = slice(PAD, PAD + window)
     if bias is None:
         padded_bias[:, inside] = 0.0
     else:
-        torch.mul(bias[:, :window].float(), math.log2(math.e), out=padded_bias[:, inside])
-    padded_weight = padded_bias  # an absent weight is not read
-    if weight is not None:
-        padded_weight = F.pad(weight[:, :keys].float(), (PAD, PAD))
-    return [padded_bias[:, PAD:], padded_weight[:, PAD:]]
+        padded_bias[:, inside] = bias[:, :window].float() * math.log2(math.e)
+    if weight is None:
+        return Tables(padded_bias[:, PAD:], None)
+    padded_weight = F.pad(weight[:, :keys].float(), (PAD, PAD))
+    return Tables(padded_bias[:, PAD:], padded_weight[:, PAD:])
+
+
+def _pointers(tables: Tables) -> tuple[Tensor, Tensor]:
+    """Both tables; an absent weight is not read."""
+    return tables.bias, _pointer(tables.weight, tables.bias)
 
 
 def _first_keys(segments: Tensor | None, queries: int, tiles: Tiles) -> Tensor | None:
@@ -291,7 +333,7 @@ def _blocks(length: int, size: int) -> int:
     return -(-length // size)
 
 
-def _empty_by_length(x: Tensor) -> Tensor:
+def empty_by_length(x: Tensor) -> Tensor:
     """Empty [batch, heads, length, head_dim], laid out as [batch, length, heads, head_dim]."""
     batch, heads, length, head_dim = x.shape
     return x.new_empty(batch, length, heads, head_dim).transpose(1, 2)
