@@ -41,12 +41,12 @@ gpu-check:
 	$(PYTHON) tools/bench/step.py --quick --output $(OUT)/step.json || failed=1; \
 	exit $$failed
 
-# Random and damaged input until something is neither read nor refused: make fuzz FUZZ_EXAMPLES=20000.
-# A failure is printed as an example that can be run again.
+# Random and damaged input until something is neither read nor refused, and random shapes and options of attention against
+# its definition: make fuzz FUZZ_EXAMPLES=20000. A failure is printed as an example that can be run again.
 FUZZ_EXAMPLES ?= 5000
 
 fuzz: $(INSTALLED)
-	FUZZ_EXAMPLES=$(FUZZ_EXAMPLES) $(PY) -m pytest -q -n auto --maxprocesses 8 --dist load tests/fuzz
+	FUZZ_EXAMPLES=$(FUZZ_EXAMPLES) $(PY) -m pytest -q -n auto --maxprocesses 8 --dist load tests/fuzz tests/attention/test_random.py
 
 # Kills, damaged checkpoints, full disks, other engines and bad input, with a table of what happened, in about ten
 # minutes on two cores. `make test` has a short version of most of it.

@@ -1,0 +1,76 @@
+"""Our Triton programs are the definition in float64 on random shapes and options.
+
+Interpreted on the CPU in the suite, `make fuzz` runs more, and compiled where a GPU is.
+"""
+
+import os
+
+import pytest
+import torch
+
+from megatron.attention.triton_kernel import triton_attention
+from tests.attention.random_cases import Case, errors_of, random_case
+
+pytest.importorskip("triton")
+
+CASES = max(200, int(os.environ.get("FUZZ_EXAMPLES", "0")))
+CASES_OF_A_TEST = 20  # so that processes share them
+ON_GPU = 48
+ON_GPU_OF_A_TEST = 4  # compiling takes most of the time
+HEAD_DIMS_ON_GPU = (64, 40, 128)
+TOLERANCE = {
+    torch.float32: (1e-6, 1e-5),
+    torch.float16: (1e-3, 1e-2),
+    torch.bfloat16: (1e-2, 6e-2),
+}
+"""Largest error of the output, and of a gradient; the terms of some gradients nearly cancel."""
+
+
+def dtype_of(number: int) -> torch.dtype:
+    """Half of the cases are float32, whose errors show the smallest mistakes."""
+    return (torch.float32, torch.bfloat16, torch.float32, torch.float16)[number % 4]
+
+
+def assert_like_the_definition(case: Case, device: str) -> None:
+    dtype = dtype_of(case.number)
+    found = errors_of(case, triton_attention, dtype, device)
+    most_of_output, most_of_gradients = TOLERANCE[dtype]
+    for name, error in found.items():
+        most = most_of_output if name == "out" else most_of_gradients
+        assert error < most, (case, dtype, found)
+
+
+def longest(number: int) -> int:
+    """Most cases are short, because the interpreter is slow; some have several tiles each way."""
+    return 140 if number % 20 == 0 else 70
+
+
+@pytest.fixture
+def bfloat16_products(monkeypatch):
+    """Triton's interpreter multiplies the bits of bfloat16; the GPU multiplies the numbers."""
+    import triton.language as tl
+    from triton.runtime.interpreter import InterpreterBuilder
+
+    multiply = InterpreterBuilder.create_dot
+
+    def create_dot(builder, a, b, *rest):
+        if a.dtype.scalar == tl.bfloat16:
+            a, b = (builder.cast_impl(x, tl.float32) for x in (a, b))
+        return multiply(builder, a, b, *rest)
+
+    monkeypatch.setattr(InterpreterBuilder, "create_dot", create_dot)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter is for CPUs")
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # rows beyond the last query divide 0 by 0
+@pytest.mark.parametrize("first", range(0, CASES, CASES_OF_A_TEST))
+def test_random_cases_are_those_of_the_definition(first, bfloat16_products):
+    for number in range(first, first + CASES_OF_A_TEST):
+        assert_like_the_definition(random_case(number, longest(number)), "cpu")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("first", range(0, ON_GPU, ON_GPU_OF_A_TEST))
+def test_random_cases_on_a_gpu_are_those_of_the_definition(first):
+    for number in range(first, first + ON_GPU_OF_A_TEST):
+        assert_like_the_definition(random_case(number, 700, HEAD_DIMS_ON_GPU), "cuda")
