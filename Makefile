@@ -25,21 +25,20 @@ demo: $(INSTALLED)
 test: $(INSTALLED)
 	$(PY) -m pytest -q -n auto --maxprocesses 8 --dist loadfile
 
-# On a machine with a GPU, in under 10 minutes, with what PYTHON has there: no .venv is made. Tests that need torch alone
-# come first; those of the engine need DeepSpeed, pydantic and PyYAML and are skipped where these are missing. Where
-# nothing can be fetched they come as wheels, made elsewhere by `pip download -d wheels -r requirements.txt` and
+# On a machine with a GPU, with what PYTHON has there: no .venv is made. Tests of the kernels need torch and pytest (7.4 or
+# newer) alone; what is missing skips a test or a step with its reason. Three blocks of under ten minutes, one or all:
+#   make gpu-check BLOCK=1
+# Files are written to OUT as it goes. The same command again runs what failed, was stopped, or had not begun.
+# docs/first_gpu.md says what each figure decides. DRY=1 runs the same commands with small sizes on a CPU.
+# Where nothing can be fetched, DeepSpeed and pydantic come as wheels, made elsewhere by
+# `pip download -d wheels -r requirements.txt`, and
 #   pip install --no-index --no-deps --target site wheels/*.whl && PYTHONPATH=site make gpu-check
-# pytest there may be older than ours. The measurements are written to OUT even if a test fails.
 OUT ?= gpu-check
-GPU_TESTS = $(sort $(shell grep -rl --include='test_*.py' 'pytest\.mark\.gpu' tests))
+BLOCK ?= 1 2 3
+GPU_CHECK = tools/bench/first_gpu.py $(BLOCK) --output $(OUT) $(if $(DRY),--dry) $(if $(DATA),--data $(DATA))
 
 gpu-check:
-	mkdir -p $(OUT)
-	failed=0; export PYTHONPATH=$(CURDIR):$$PYTHONPATH; \
-	TEST_GPU=1 $(PYTHON) -m pytest -q -rs -o minversion=7.4 -m gpu $(GPU_TESTS) || failed=1; \
-	$(PYTHON) tools/bench/attention.py --quick --output $(OUT)/attention.json || failed=1; \
-	$(PYTHON) tools/bench/step.py --quick --output $(OUT)/step.json || failed=1; \
-	exit $$failed
+	PYTHONPATH=$(CURDIR):$$PYTHONPATH $(PYTHON) $(GPU_CHECK) $(if $(ARCHIVE),--archive $(ARCHIVE))
 
 # Random and damaged input until something is neither read nor refused, and random shapes and options of attention against
 # its definition: make fuzz FUZZ_EXAMPLES=20000. A failure is printed as an example that can be run again.

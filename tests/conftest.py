@@ -1,4 +1,8 @@
-"""Every test: no network, one thread per process, same seeds, a reason for each skipped test."""
+"""Every test: no network, one thread per process, same seeds, a reason for each skipped test.
+
+TEST_GPU=1 leaves the GPU visible. TEST_PART=0/8 runs the first, the ninth and so on of the tests,
+so that eight processes share them where pytest-xdist is missing.
+"""
 
 import os
 import random
@@ -33,7 +37,13 @@ def pytest_configure(config):
     )
 
 
-def pytest_collection_modifyitems(items):
+@pytest.hookimpl(trylast=True)  # after -m and -k
+def pytest_collection_modifyitems(config, items):
+    part, _, parts = os.environ.get("TEST_PART", "0/1").partition("/")
+    chosen = items[int(part) :: int(parts)]
+    if chosen != items:
+        config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
+        items[:] = chosen
     reasons = {}
     if not torch.cuda.is_available():
         reasons["gpu"] = "needs a CUDA device and TEST_GPU=1, as make gpu-check sets it"

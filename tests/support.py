@@ -1,6 +1,8 @@
-"""What several test files share: the project's root, commands, a corpus of bytes, a checkpoint."""
+"""What several test files share: the project's root, commands, a corpus of bytes.
 
-import json
+Tests of the kernels import it where torch and pytest alone are installed.
+"""
+
 import os
 import runpy
 import subprocess
@@ -9,12 +11,6 @@ from contextlib import redirect_stderr, redirect_stdout
 from io import StringIO
 from pathlib import Path
 from unittest import mock
-
-from safetensors.torch import save_file
-
-from megatron.config import load
-from megatron.model import from_config, padded_vocab
-from megatron.training.manifest import entry_of, write_record
 
 ROOT = Path(__file__).resolve().parents[1]
 NEEDED = {
@@ -80,31 +76,3 @@ def make_corpus(folder: Path) -> Path:
     done = run("prepare_data.py", *words)
     assert done.returncode == 0, done.stderr
     return folder / "data" / "tiny" / "tiny_text_document"
-
-
-def make_checkpoint(folder: Path, corpus: Path, *settings: str, step: int = 5) -> Path:
-    """A run's folder with one checkpoint of random weights, written as training writes it."""
-    tokenizer = json.loads(corpus.with_name(corpus.name + ".json").read_text())["tokenizer"]
-    shape = [
-        "num_layers=2",
-        "hidden_size=32",
-        "num_attention_heads=4",
-        "seq_length=64",
-        f"data_path={corpus}",
-    ]
-    config = load([], [*shape, "split=8,1,1", "eval_tokens=512", *settings])
-    vocab = padded_vocab(tokenizer["vocab_size"], 128)
-    path = folder / f"global_step{step}"
-    path.mkdir(parents=True)
-    save_file(from_config(config, vocab=vocab).state_dict(), path / "model.safetensors")
-    config.save(path / "config.yml")
-    facts = {
-        "step": step,
-        "config_hash": config.hash,
-        "vocab": vocab,
-        "tokenizer": tokenizer,
-        "commit": None,
-    }
-    files = {file.name: entry_of(file) for file in path.iterdir()}
-    write_record(path, {**facts, "files": files})
-    return folder

@@ -21,8 +21,8 @@ from megatron.sweeps.plan import load_sweep
 from megatron.training.checkpoint import keep_weights_only
 from megatron.training.manifest import faults_of
 from megatron.training.saved import chosen, pointed, remove_checkpoint
+from tests.checkpoints import make_checkpoint
 from tests.results.rows import rows
-from tests.support import make_checkpoint
 
 ESCAPE = "\x1b[2J"  # clears a terminal
 READ_BY_PAGES = ("checkpoint.json", "config.yml", "model.safetensors", "pos_emb_file.py")

@@ -264,10 +264,10 @@ def test_tables_that_are_read_directly_take_no_shared_memory(tmp_path):
         assert other["shared"] - one["shared"] == tile_of_biases, (one, other)
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("dtype", list(PRECISION))
-@pytest.mark.parametrize("head_dim", [32, 64, 80, 128])
+@pytest.mark.gpu  # what is trained most comes first
 @pytest.mark.parametrize("length", [512, 2048])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float16])
+@pytest.mark.parametrize("head_dim", [64, 128, 32, 80])
 def test_gpus_give_the_definition_at_the_lengths_of_training(length, head_dim, dtype):
     for more in ({}, {"weight": True}, {"window": 300}, {"chunk": 200}, {"documents": 5}):
         drawn = {name: value for name, value in more.items() if name not in ("window", "chunk")}

@@ -13,10 +13,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron.parallel.grid import connect
+from tests.checkpoints import make_checkpoint
 from tests.faults import damage, restarts, universal
 from tests.faults.kills import KINDS, Campaign, Tally
 from tests.forks import Forks
-from tests.support import make_checkpoint, make_corpus, modules, run
+from tests.support import make_corpus, modules, run
 
 KILLS_OF_OTHERS = 10  # in evaluation, and in preparing data
 PARTS_OF_SUITE = {

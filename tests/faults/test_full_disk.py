@@ -9,8 +9,9 @@ import pytest
 
 from megatron.files import Beside, write_text
 from megatron.owner import owned_folder
+from tests.checkpoints import make_checkpoint
 from tests.faults.full_disk import fill, make_read_only, on_small_disk
-from tests.support import ROOT, call, make_checkpoint, run
+from tests.support import ROOT, call, run
 
 TINY = [
     "num_layers=2",

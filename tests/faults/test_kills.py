@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from megatron.data.stored import AGAIN
+from tests.checkpoints import make_checkpoint
 from tests.faults.kills import KINDS, MODEL, Campaign
 from tests.faults.restarts import evaluation, killed, preparation
-from tests.support import make_checkpoint
 
 
 @pytest.mark.distributed

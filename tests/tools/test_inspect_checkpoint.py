@@ -6,7 +6,8 @@ import pytest
 
 from megatron.training.checkpoint import keep_weights_only
 from megatron.training.manifest import read_record
-from tests.support import call, make_checkpoint
+from tests.checkpoints import make_checkpoint
+from tests.support import call
 
 
 @pytest.fixture(scope="module")

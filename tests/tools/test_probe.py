@@ -8,7 +8,7 @@ import pytest
 from megatron.errors import UserError
 from megatron.evaluation.probes.run import Options, probe
 from megatron.results.probes import read_probes
-from tests.support import make_checkpoint
+from tests.checkpoints import make_checkpoint
 
 WORDS = ["--lengths", "64", "96", "--depths", "2", "--trials", "2"]
 

@@ -11,7 +11,8 @@ import pytest
 from megatron.commands.report import main
 from megatron.results.files import read_results, write_results
 from megatron.results.row import with_facts
-from tests.support import ROOT, make_checkpoint
+from tests.checkpoints import make_checkpoint
+from tests.support import ROOT
 
 BROWSER = next(
     filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "chrome"))),

@@ -30,6 +30,7 @@ from megatron.model import GPT
 from megatron.model.flops import BACKWARD, causal_keys, forward_flops, matrix_weights
 from megatron.model.settings import Architecture, AttentionSettings
 from megatron.positions import Shape, build
+from megatron.training.compiled import compile_layers
 
 ENCODINGS = ["rotary", "none", "alibi", "kerple_log", "mep_free", "mep_param_t5", "t5"]
 REFERENCES = ("rotary, auto", "none, auto")
@@ -60,6 +61,7 @@ class Candidate:
     vocab: int
     train_length: int
     device: str
+    compiled: bool = False
 
     @property
     def name(self) -> str:
@@ -71,7 +73,7 @@ class Candidate:
         Candidates share the weights and put their encoding into the model in turn.
         """
         sizes = (self.hidden, self.layers, self.heads, self.vocab, self.train_length)
-        model, optimizer = trunk(*sizes, self.dtype, self.device)
+        model, optimizer = trunk(*sizes, self.dtype, self.device, self.compiled)
         positions = self._positions()
         ids = torch.randint(self.vocab, (self.batch, self.length + 1), device=self.device)
         inputs, labels = ids[:, :-1], ids[:, 1:]
@@ -141,11 +143,19 @@ class Candidate:
 
 @cache
 def trunk(
-    hidden: int, layers: int, heads: int, vocab: int, train_length: int, dtype: str, device: str
+    hidden: int,
+    layers: int,
+    heads: int,
+    vocab: int,
+    train_length: int,
+    dtype: str,
+    device: str,
+    compiled: bool,
 ) -> tuple[GPT, torch.optim.Optimizer]:
     """The model without an encoding, and its optimizer.
 
-    The optimizer's second group is for what an encoding learns.
+    compiled: whether torch compiles the layers, as `torch_compile: true` does. The optimizer's
+    second group is for what an encoding learns.
     """
     architecture = Architecture(
         hidden_size=hidden,
@@ -156,6 +166,8 @@ def trunk(
     torch.manual_seed(0)
     model = GPT(architecture, AttentionSettings(), positions=[], vocab=vocab)
     model = model.to(device, getattr(torch, dtype))
+    if compiled:
+        compile_layers(model, torch.device(device))
     placeholder = torch.zeros(1, device=device)
     groups = [{"params": list(model.parameters())}, {"params": [placeholder]}]
     return model, torch.optim.AdamW(groups, lr=1e-4, weight_decay=0.0, fused=True)
@@ -174,6 +186,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         metavar="NAME",
         help="encodings to run with backend eager as well",
     )
+    add("--compile", action="store_true", help="compile the layers, as torch_compile does")
     add("--dtype", choices=DTYPES, help="default: bfloat16, on CPU float32")
     add("--batch", type=positive, help="windows of a step; default: 32, on CPU 1")
     add("--train_length", type=positive, default=512, metavar="L")
@@ -226,6 +239,7 @@ def candidates(
             vocab=options.vocab,
             train_length=options.train_length,
             device=options.device,
+            compiled=options.compile,
         )
         for name, backend in pairs
     ]

@@ -1,0 +1,38 @@
+"""A checkpoint of random weights, for tests of what reads checkpoints."""
+
+import json
+from pathlib import Path
+
+from safetensors.torch import save_file
+
+from megatron.config import load
+from megatron.model import from_config, padded_vocab
+from megatron.training.manifest import entry_of, write_record
+
+
+def make_checkpoint(folder: Path, corpus: Path, *settings: str, step: int = 5) -> Path:
+    """A run's folder with one checkpoint of random weights, written as training writes it."""
+    tokenizer = json.loads(corpus.with_name(corpus.name + ".json").read_text())["tokenizer"]
+    shape = [
+        "num_layers=2",
+        "hidden_size=32",
+        "num_attention_heads=4",
+        "seq_length=64",
+        f"data_path={corpus}",
+    ]
+    config = load([], [*shape, "split=8,1,1", "eval_tokens=512", *settings])
+    vocab = padded_vocab(tokenizer["vocab_size"], 128)
+    path = folder / f"global_step{step}"
+    path.mkdir(parents=True)
+    save_file(from_config(config, vocab=vocab).state_dict(), path / "model.safetensors")
+    config.save(path / "config.yml")
+    facts = {
+        "step": step,
+        "config_hash": config.hash,
+        "vocab": vocab,
+        "tokenizer": tokenizer,
+        "commit": None,
+    }
+    files = {file.name: entry_of(file) for file in path.iterdir()}
+    write_record(path, {**facts, "files": files})
+    return folder

@@ -1,0 +1,251 @@
+"""Test and time everything on a machine with a GPU, in three blocks of under ten minutes.
+
+python tools/bench/first_gpu.py 1 2 3 --output gpu-check
+python tools/bench/first_gpu.py 1 2 3 --output dry --dry
+
+Every step writes its files as it goes, below OUTPUT/blockN. The same command again runs what is
+missing: steps that failed, that were stopped, and that had not begun. A dry run has the same
+commands with small sizes, on a machine without a GPU. docs/first_gpu.md says what each figure
+decides.
+"""
+
+import argparse
+import importlib.util
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tarfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from bench_tables import table
+from gpu_steps import SMALL_STEPS, Places, Step, steps
+from measure import positive, report_progress
+
+from megatron.commit import commit
+from megatron.files import write_text
+from megatron.last_resort import guarded
+
+ROOT = Path(__file__).resolve().parents[2]
+SECONDS_TO_END = 20  # that a stopped step has to write what it has
+CORES_OF_A_PART = 2
+RECORDS = "steps.json"
+FINISHED = "done"
+Record = dict[str, Any]
+
+
+@guarded
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("blocks", nargs="+", type=int, choices=(1, 2, 3), metavar="BLOCK", help="1, 2 or 3")
+    add("--output", type=Path, default=Path("gpu-check"), metavar="DIR")
+    add("--minutes", type=float, default=9.0, help="of a block; then its step is stopped")
+    add("--steps", nargs="+", metavar="NAME", help="only these, even if they are done")
+    add("--dry", action="store_true", help="small sizes on the CPU")
+    add(
+        "--data",
+        nargs="+",
+        default=["configs/data/openwebtext2.yml"],
+        metavar="FILE|key=value",
+        help="the corpus of block 3; default: %(default)s",
+    )
+    add("--train_iters", type=positive, default=2000, metavar="N", help="of each run of block 3")
+    add(
+        "--archive",
+        type=Path,
+        metavar="FILE.tar.gz",
+        help="pack all files into it after each step, without weights",
+    )
+    options = parser.parse_args(argv)
+    records = [record for block in options.blocks for record in run_block(block, options)]
+    bad = [one for one in records if one["status"] not in (FINISHED, "skipped")]
+    return 1 if bad else 0
+
+
+def run_block(block: int, options: argparse.Namespace) -> list[Record]:
+    """Run what is missing of a block; one record for each of its steps, in order."""
+    folder = options.output.resolve() / f"block{block}"
+    folder.mkdir(parents=True, exist_ok=True)
+    data = options.data
+    if options.dry and block == 3:
+        data = small_corpus(folder)
+    places = Places(folder, data, SMALL_STEPS if options.dry else options.train_iters)
+    records = run_steps(steps(block, places), folder, options)
+    print(f"block {block}\n\n{summary(records)}")
+    return list(records.values())
+
+
+def run_steps(
+    wanted: Sequence[Step], folder: Path, options: argparse.Namespace
+) -> dict[str, Record]:
+    """Run what is missing of these steps; their records by name."""
+    end = time.monotonic() + 60 * options.minutes
+    earlier = read_records(folder)
+    records = {}
+    for step in wanted:
+        if step.name in earlier:
+            records[step.name] = earlier[step.name]
+    for step in chosen(wanted, records, options.steps):
+        if time.monotonic() > end:
+            records[step.name] = {"status": "not begun", "reason": "the block's time is over"}
+        else:
+            report_progress(f"{folder.name}: {step.name}")
+            records[step.name] = run_step(step, folder, end, dry=options.dry)
+        write_text(folder / RECORDS, json.dumps(records, indent=1) + "\n")
+        write_text(folder / "summary.md", summary(records))
+        if options.archive:
+            pack(folder.parent, options.archive)
+    return records
+
+
+def chosen(
+    wanted: Sequence[Step], records: dict[str, Record], names: Sequence[str] | None
+) -> list[Step]:
+    """The steps of these names, or all that have not ended well."""
+    if names is not None:
+        return [step for step in wanted if step.name in names]
+    return [step for step in wanted if records.get(step.name, {}).get("status") != FINISHED]
+
+
+def read_records(folder: Path) -> dict[str, Record]:
+    """What earlier calls wrote about the steps of a block."""
+    file = folder / RECORDS
+    return json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
+
+
+def run_step(step: Step, folder: Path, end: float, *, dry: bool) -> Record:
+    """Run a step until it ends or its time is over. end: of the block, on the monotonic clock"""
+    reason = obstacle(step, dry=dry)
+    if reason is not None:
+        return {"status": "skipped", "reason": reason}
+    words = [*step.words, *step.small] if dry else step.words
+    command = [*step.program, sys.executable, *words]
+    log = folder / f"{step.name}.log"
+    begin = time.monotonic()
+    limit = min(step.seconds, end - begin)
+    statuses = outcome(command, variables(step, dry=dry), log, limit)
+    return {
+        "status": status_of(statuses),
+        "reason": None,
+        "exit_statuses": statuses,
+        "seconds": round(time.monotonic() - begin, 1),
+        "command": command,
+        "variables": step.variables,
+        "commit": commit(),
+        "torch": torch.__version__,
+        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
+    }
+
+
+def obstacle(step: Step, *, dry: bool) -> str | None:
+    """Why a step cannot run here, or None. Tests say it themselves, one by one."""
+    missing = [one for one in step.packages if importlib.util.find_spec(one) is None]
+    if missing:
+        return f"not installed: {', '.join(missing)}"
+    if step.program and shutil.which(step.program[0]) is None:
+        return f"not installed: {step.program[0]}"
+    if step.tests or dry or torch.cuda.is_available():
+        return None
+    return "needs a CUDA device"
+
+
+def variables(step: Step, *, dry: bool) -> list[dict[str, str]]:
+    """The environment of each process that a step is divided into."""
+    paths = [str(ROOT), os.environ.get("PYTHONPATH", "")]
+    shared = {**os.environ, **step.variables, "PYTHONUNBUFFERED": "1"}
+    shared["PYTHONPATH"] = os.pathsep.join(path for path in paths if path)
+    if dry:
+        shared["CUDA_VISIBLE_DEVICES"] = ""
+    parts = min(step.parts, max(1, (os.cpu_count() or 1) // CORES_OF_A_PART))
+    if parts == 1:
+        return [shared]
+    return [{**shared, "TEST_PART": f"{number}/{parts}"} for number in range(parts)]
+
+
+def outcome(
+    command: list[str], environments: list[dict[str, str]], log: Path, limit: float
+) -> list[int | None]:
+    """Exit statuses of the processes; None for those that were stopped after `limit` seconds."""
+    end = time.monotonic() + limit
+    statuses: list[int | None] = []
+    with log.open("ab") as output:
+        processes = [
+            subprocess.Popen(
+                command, cwd=ROOT, env=env, stdout=output, stderr=output, start_new_session=True
+            )
+            for env in environments
+        ]
+        try:
+            for process in processes:
+                statuses.append(wait(process, end))
+        finally:
+            for process in processes:
+                stop(process)
+    return statuses
+
+
+def wait(process: subprocess.Popen[bytes], end: float) -> int | None:
+    try:
+        return process.wait(max(0.0, end - time.monotonic()))
+    except subprocess.TimeoutExpired:
+        return None
+
+
+def stop(process: subprocess.Popen[bytes]) -> None:
+    """End a process and those it started; a training writes its checkpoint first."""
+    if process.poll() is not None:
+        return
+    os.killpg(process.pid, signal.SIGTERM)
+    if wait(process, time.monotonic() + SECONDS_TO_END) is None:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def status_of(statuses: Sequence[int | None]) -> str:
+    if any(status is None for status in statuses):
+        return "stopped"
+    return "failed" if any(statuses) else FINISHED
+
+
+def small_corpus(folder: Path) -> list[str]:
+    """A corpus of this project's documents, for a dry run: the settings that name it."""
+    prefix = folder / "data/docs/docs_text_document"
+    if not prefix.with_suffix(".idx").exists():
+        texts = [str(path) for path in sorted(ROOT.glob("docs/*.md"))]
+        words = ["--input", *texts, "--name", "docs", "-t", "CharLevelTokenizer"]
+        command = [sys.executable, "prepare_data.py", *words, "-d", str(folder / "data")]
+        subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
+    return [f"data_path={prefix}"]
+
+
+def summary(records: dict[str, Record]) -> str:
+    """A table of the steps of a block in Markdown."""
+    lines = []
+    for name, record in records.items():
+        seconds = record.get("seconds")
+        lines.append([name, record["status"], str(seconds or "-"), record["reason"] or ""])
+    return table(["step", "status", "seconds", "reason"], lines)
+
+
+def pack(folder: Path, archive: Path) -> None:
+    """All files of a folder but the weights of models, in one file that is replaced as a whole."""
+    partial = archive.with_name(archive.name + ".partial")
+    with tarfile.open(partial, "w:gz") as packed:
+        for path in sorted(folder.rglob("*")):
+            inside = path.relative_to(folder)
+            if path.is_file() and "runs" not in inside.parts and "data" not in inside.parts:
+                packed.add(path, inside)
+    partial.replace(archive)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
