@@ -1,6 +1,7 @@
 """Our Triton programs agree with the definition in float64: interpreted on CPU, compiled on GPU."""
 
 import json
+import os
 
 import pytest
 import torch
@@ -239,19 +240,42 @@ SHARED = {80: 163, 90: 227}
 """KiB of shared memory that a program may have at most."""
 
 
-def builds(folder, *options):
-    """What the compiler says of every default program."""
-    env = {"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(folder), "PYTHONPATH": "."}
+def builds(folder, *options, triton=None):
+    """What the compiler says of every default program. triton: a folder with another Triton"""
+    path = f".:{triton}" if triton else "."
+    env = {"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(folder), "PYTHONPATH": path}
     done = run("tools/bench/triton_builds.py", *options, env=env, timeout=900)
     assert done.returncode == 0, done.stderr
     return [json.loads(line) for line in done.stdout.splitlines()]
 
 
+OTHER_TRITON = os.environ.get("OTHER_TRITON")
+needs_another_triton = pytest.mark.skipif(
+    OTHER_TRITON is None, reason="OTHER_TRITON names no folder with another version of Triton"
+)
+
+
+def assert_it_fits(built):
+    """A program's shared memory and registers are those of its GPU."""
+    assert built["shared"] <= SHARED[built["arch"]] * 1024, built
+    most_spilled = 160 if "CHUNK" in built["flags"] else 0  # bytes of a thread
+    assert built["spilled"] <= most_spilled, built
+
+
+@needs_another_triton
+def test_every_program_compiles_with_another_triton_too(tmp_path):
+    import triton
+
+    found = builds(tmp_path, triton=OTHER_TRITON)
+    assert found
+    for built in found:
+        assert built["triton"] != triton.__version__
+        assert_it_fits(built)
+
+
 def test_every_program_compiles_for_gpus_and_fits_their_memory_and_registers(tmp_path):
     for built in builds(tmp_path):
-        assert built["shared"] <= SHARED[built["arch"]] * 1024, built
-        most_spilled = 160 if "CHUNK" in built["flags"] else 0  # bytes of a thread
-        assert built["spilled"] <= most_spilled, built
+        assert_it_fits(built)
 
 
 def test_tables_that_are_read_directly_take_no_shared_memory(tmp_path):
