@@ -29,7 +29,7 @@ test: $(INSTALLED)
 # newer) alone; what is missing skips a test or a step with its reason. Three blocks of under ten minutes, one or all:
 #   make gpu-check BLOCK=1
 # Files are written to OUT as it goes. The same command again runs what failed, was stopped, or had not begun.
-# docs/first_gpu.md says what each figure decides. DRY=1 runs the same commands with small sizes on a CPU.
+# docs/first_gpu.md says what each figure decides. DRY=1 runs the same commands with small sizes on a CPU, in five minutes.
 # Where nothing can be fetched, DeepSpeed and pydantic come as wheels, made elsewhere by
 # `pip download -d wheels -r requirements.txt`, and
 #   pip install --no-index --no-deps --target site wheels/*.whl && PYTHONPATH=site make gpu-check

@@ -62,6 +62,14 @@ def test_every_gpu_test_is_in_a_block(tmp_path):
     assert gpu_test_files() <= set(words)
 
 
+def test_the_page_explains_every_step(tmp_path):
+    page = (ROOT / "docs/first_gpu.md").read_text()
+    for block in (1, 2, 3):
+        for step in steps(block, Places(tmp_path, [], 10)):
+            name = re.sub("^(train|evaluate)_.*", r"\1_NAME", step.name)
+            assert f"`{name}`" in page
+
+
 OPTIONS = {"dry": True, "steps": None, "minutes": 5.0, "archive": None}
 
 
