@@ -54,6 +54,10 @@ def triton_attention(
     if segments is not None:
         segments = segments.to(torch.int32).contiguous()
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
+    if torch.compiler.is_compiling():
+        from megatron.attention.triton_ops import attention_op
+
+        return attention_op(q, k, v, bias, weight, segments, window, chunk)[0]
     return _Attention.apply(q, k, v, bias, weight, segments, window, chunk)  # pyright: ignore[reportReturnType]
 
 

@@ -1,0 +1,89 @@
+"""Our Triton programs as operations that torch.compile keeps whole.
+
+Inside compiled code `triton_attention` calls these. Outside it calls autograd's function, which
+costs less for each call. Both run the same two passes.
+"""
+
+import torch
+from torch import Tensor
+
+from megatron.attention.triton_kernel import (
+    as_table,
+    backward_pass,
+    empty_by_length,
+    forward_pass,
+    padded_tables,
+)
+
+
+@torch.library.custom_op("megatron::attention", mutates_args=())
+def attention_op(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bias: Tensor | None,
+    weight: Tensor | None,
+    segments: Tensor | None,
+    window: int,
+    chunk: int,
+) -> tuple[Tensor, Tensor]:
+    """Output and lse, as `forward_pass` has them, for whole tables [heads, >= keys]."""
+    tables = padded_tables(k, bias, weight, window)
+    return forward_pass(q, k, v, tables, segments, window, chunk)
+
+
+@attention_op.register_fake
+def _(q, k, v, bias, weight, segments, window, chunk):
+    return empty_by_length(q), q.new_empty(q.shape[:3], dtype=torch.float32)
+
+
+@torch.library.custom_op("megatron::attention_backward", mutates_args=())
+def attention_backward_op(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bias: Tensor | None,
+    weight: Tensor | None,
+    segments: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    window: int,
+    chunk: int,
+    wants_dbias: bool,
+    wants_dweight: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """dq, dk, dv, dbias and dweight; a gradient of a table that is not wanted is empty."""
+    dq, dk, dv, dbias, dweight = backward_pass(
+        *(dout, q, k, v, padded_tables(k, bias, weight, window)),
+        *(segments, out, lse, window, chunk),
+        wants_tables=wants_dbias or wants_dweight,
+    )
+    dbias = as_table(dbias, bias) if bias is not None and wants_dbias else q.new_empty(0)
+    dweight = as_table(dweight, weight) if weight is not None and wants_dweight else q.new_empty(0)
+    return dq, dk, dv, dbias, dweight
+
+
+@attention_backward_op.register_fake
+def _(dout, q, k, v, bias, weight, segments, out, lse, window, chunk, wants_dbias, wants_dweight):
+    dbias = torch.empty_like(bias) if wants_dbias else q.new_empty(0)
+    dweight = torch.empty_like(weight) if wants_dweight else q.new_empty(0)
+    return empty_by_length(q), empty_by_length(k), empty_by_length(v), dbias, dweight
+
+
+def _setup_context(ctx, inputs, output) -> None:
+    *tensors, window, chunk = inputs
+    ctx.save_for_backward(*tensors, *output)
+    ctx.window, ctx.chunk = window, chunk
+
+
+def _backward(ctx, dout: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+    wants_dbias, wants_dweight = ctx.needs_input_grad[3:5]
+    dq, dk, dv, dbias, dweight = attention_backward_op(
+        dout, *ctx.saved_tensors, ctx.window, ctx.chunk, wants_dbias, wants_dweight
+    )
+    tables = (dbias if wants_dbias else None, dweight if wants_dweight else None)
+    return dq, dk, dv, *tables, None, None, None
+
+
+attention_op.register_autograd(_backward, setup_context=_setup_context)

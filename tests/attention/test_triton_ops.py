@@ -1,0 +1,54 @@
+"""Compiled code calls our Triton programs as one operation, without a break, to the last bit."""
+
+import pytest
+import torch
+
+from megatron.attention import attention
+
+pytest.importorskip("triton")
+from megatron.attention.triton_ops import attention_op
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+SEGMENTS = (torch.arange(20) // 8).expand(2, -1)
+
+
+def inputs(*, bias=True, weight=False) -> list[torch.Tensor | None]:
+    """q, k, v [2, 1, 20, 16] laid out as a model has them, bias and weight."""
+    fused = torch.randn(2, 20, 1, 3, 16).permute(3, 0, 2, 1, 4)
+    tables = [torch.randn(1, 23) if given else None for given in (bias, weight)]
+    return [x if x is None else x.to(DEVICE).requires_grad_() for x in (*fused.detach(), *tables)]
+
+
+CASES = {
+    "bias": ({}, {}),
+    "no table": ({"bias": False}, {"window": 5}),
+    "all": ({"weight": True}, {"window": 15, "chunk": 6, "segments": SEGMENTS.to(DEVICE)}),
+}
+
+
+@pytest.mark.parametrize("case", ["bias", "all"])
+def test_compiled_code_has_no_break_and_the_same_bits(case):
+    tables, more = CASES[case]
+    given = inputs(**tables)
+
+    def layer(q, k, v, bias, weight):
+        out = attention(q * 1.5, k, v, bias, weight=weight, backend="triton", **more)
+        return out.sin().square().sum()
+
+    leaves = [x for x in given if x is not None]
+    plain = layer(*given)
+    compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)(*given)
+    assert torch.equal(compiled, plain)
+    expected = torch.autograd.grad(plain, leaves)
+    found = torch.autograd.grad(compiled, leaves)
+    assert all(map(torch.equal, found, expected))
+
+
+@pytest.mark.parametrize("case", ["no table", "all"])
+def test_shapes_strides_and_gradients_are_declared_as_they_are(case):
+    tables, more = CASES[case]
+    segments = more.get("segments")
+    if segments is not None:
+        segments = segments.to(torch.int32)
+    sizes = (more.get("window", 20), more.get("chunk", 20))
+    torch.library.opcheck(attention_op, (*inputs(**tables), segments, *sizes))
