@@ -2,13 +2,15 @@
 
 import json
 import re
+import subprocess
 import sys
+import time
 from argparse import Namespace
 from pathlib import Path
 
 import pytest
 
-from tests.support import ROOT, run
+from tests.support import ROOT, run, unlaunched
 
 sys.path.insert(0, str(ROOT / "tools/bench"))
 
@@ -130,6 +132,19 @@ def test_a_traced_step_has_operations_and_gaps(tmp_path):
     assert 0 <= found["idle_ms"] < found["span_ms"]
     assert sum(found["kernels_ms"].values()) > 0
     assert output.with_suffix(".trace.json.gz").stat().st_size > 0
+
+
+def test_a_signal_ends_the_step_that_runs(tmp_path):
+    words = ["tools/bench/first_gpu.py", "1", "--dry", "--steps", "trace", "--output", tmp_path]
+    tool = subprocess.Popen([sys.executable, *words], cwd=ROOT, env=unlaunched())
+    children = Path(f"/proc/{tool.pid}/task/{tool.pid}/children")
+    while tool.poll() is None and not children.read_text().split():
+        time.sleep(0.05)
+    (child,) = children.read_text().split()
+    tool.terminate()
+    assert tool.wait(60) == 143
+    assert not Path(f"/proc/{child}").exists()
+    assert not (tmp_path / "block1/steps.json").exists()
 
 
 @pytest.mark.campaign

@@ -66,9 +66,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         help="pack all files into it after each step, without weights",
     )
     options = parser.parse_args(argv)
+    signal.signal(signal.SIGTERM, end_by_signal)
     records = [record for block in options.blocks for record in run_block(block, options)]
     bad = [one for one in records if one["status"] not in (FINISHED, "skipped")]
     return 1 if bad else 0
+
+
+def end_by_signal(number: int, _: Any) -> None:
+    """Leave as an exception does, so that the step that runs is ended too."""
+    sys.exit(128 + number)
 
 
 def run_block(block: int, options: argparse.Namespace) -> list[Record]:
@@ -188,8 +194,7 @@ def outcome(
             for process in processes:
                 statuses.append(wait(process, end))
         finally:
-            for process in processes:
-                stop(process)
+            stop(processes)
     return statuses
 
 
@@ -200,14 +205,16 @@ def wait(process: subprocess.Popen[bytes], end: float) -> int | None:
         return None
 
 
-def stop(process: subprocess.Popen[bytes]) -> None:
-    """End a process and those it started; a training writes its checkpoint first."""
-    if process.poll() is not None:
-        return
-    os.killpg(process.pid, signal.SIGTERM)
-    if wait(process, time.monotonic() + SECONDS_TO_END) is None:
-        os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
+def stop(processes: Sequence[subprocess.Popen[bytes]]) -> None:
+    """End processes and those that they started; a training writes its checkpoint first."""
+    running = [process for process in processes if process.poll() is None]
+    for process in running:
+        os.killpg(process.pid, signal.SIGTERM)
+    end = time.monotonic() + SECONDS_TO_END
+    for process in running:
+        if wait(process, end) is None:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
 
 
 def status_of(statuses: Sequence[int | None]) -> str:
