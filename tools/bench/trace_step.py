@@ -73,12 +73,13 @@ def traced(options: argparse.Namespace) -> dict[str, Any]:
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]
     for _ in range(3):
         step()
-    if on_gpu:
-        torch.cuda.synchronize()
-    with profile(activities=activities) as profiler:
-        step()
+    for _ in range(2):  # the first is spent on starting the device's own profiler
         if on_gpu:
             torch.cuda.synchronize()
+        with profile(activities=activities) as profiler:
+            step()
+            if on_gpu:
+                torch.cuda.synchronize()
     save_trace(profiler, options.output.with_suffix(".trace.json.gz"))
     return figures(operations(profiler, options.device))
 
