@@ -18,12 +18,7 @@ CASES_OF_A_TEST = 20  # so that processes share them
 ON_GPU = 48
 ON_GPU_OF_A_TEST = 4  # compiling takes most of the time
 HEAD_DIMS_ON_GPU = (64, 40, 128)
-TOLERANCE = {
-    torch.float32: (1e-6, 1e-5),
-    torch.float16: (1e-3, 1e-2),
-    torch.bfloat16: (1e-2, 6e-2),
-}
-"""Largest error of the output, and of a gradient; the terms of some gradients nearly cancel."""
+TOLERANCE = {torch.float32: 2e-6, torch.float16: 1e-3, torch.bfloat16: 1.5e-2}
 
 
 def dtype_of(number: int) -> torch.dtype:
@@ -34,10 +29,7 @@ def dtype_of(number: int) -> torch.dtype:
 def assert_like_the_definition(case: Case, device: str) -> None:
     dtype = dtype_of(case.number)
     found = errors_of(case, triton_attention, dtype, device)
-    most_of_output, most_of_gradients = TOLERANCE[dtype]
-    for name, error in found.items():
-        most = most_of_output if name == "out" else most_of_gradients
-        assert error < most, (case, dtype, found)
+    assert max(found.values()) < TOLERANCE[dtype], (case, dtype, found)
 
 
 def longest(number: int) -> int:
