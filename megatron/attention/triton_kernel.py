@@ -28,8 +28,8 @@ from megatron.attention.triton_tiles import (
 LARGEST_HEAD = 128
 MOST_PROGRAMS = 65535  # along the second dimension of CUDA's grid
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
-PROGRAMS = 2048
-"""Into how many programs at least the tables' gradients are split, where there are enough tiles."""
+MOST_SUMS = 64 * 2**20
+"""float32 numbers (256 MiB) in which the tables' gradients are summed at once."""
 
 
 def triton_attention(
@@ -137,7 +137,8 @@ def forward_pass(
     batch, heads, queries, _ = q.shape
     out = empty_by_length(q)
     lse = q.new_empty(q.shape[:3], dtype=torch.float32)
-    tiles = tiles_for("forward", q)
+    flags = _flags(q, k, tables.weight, chunk, segments)
+    tiles = tiles_for("forward", q, flags)
     bounds = _first_keys(segments, queries, tiles)
     grid = (_blocks(queries, tiles.queries), batch * heads)
     with torch.cuda.device_of(q):
@@ -147,7 +148,7 @@ def forward_pass(
             *(out, lse),
             *_strides(q, k, v),
             *_sizes(q, k, tables.bias, window, chunk),
-            **_flags(q, k, tables.weight, chunk, segments),
+            **flags,
             **_launch(tiles),
         )
     return out, lse
@@ -168,7 +169,7 @@ def backward_pass(
     wants_tables: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
     """dq, dk and dv; where they are wanted dbias and dweight, [heads, keys] float32."""
-    from megatron.attention.triton_programs import key_gradients, query_gradient
+    from megatron.attention.triton_programs import key_gradients
 
     if dout.stride(-1) != 1:
         dout = dout.contiguous()
@@ -180,18 +181,22 @@ def backward_pass(
     strides = _strides(q, k, v, dout)
     sizes = _sizes(q, k, tables.bias, window, chunk)
     flags = _flags(q, k, tables.weight, chunk, segments)
-    dbias = dweight = None
     with torch.cuda.device_of(q):
-        tiles = tiles_for("query_gradient", q)
+        name = "query_and_table_gradients" if wants_tables else "query_gradient"
+        wanted_tables = 0
+        if wants_tables:
+            wanted_tables = 1 if tables.weight is None else 2
+        tiles = tiles_for(name, q, flags)
         bounds = _pointer(_first_keys(segments, queries, tiles), lse)
-        query_gradient[(_blocks(queries, tiles.queries), batch * heads)](
+        table_gradients = _query_gradient(
             *(*inputs, bounds, out, lse, dout, delta, dq),
-            *strides,
-            *sizes,
-            **flags,
-            **_launch(tiles),
+            numbers=(*strides, *sizes),
+            distances=min(keys, window, 2 * chunk),
+            tables=wanted_tables,
+            tiles=tiles,
+            flags=flags,
         )
-        tiles = tiles_for("key_gradients", q)
+        tiles = tiles_for("key_gradients", q, flags)
         bounds = _pointer(_last_queries(segments, queries, tiles), lse)
         key_gradients[(_blocks(keys, tiles.keys), batch * heads)](
             *(*inputs, bounds, lse, dout, delta, dk, dv),
@@ -200,10 +205,10 @@ def backward_pass(
             **flags,
             **_launch(tiles),
         )
-        if wants_tables:
-            rows = (*inputs, lse, dout, delta)
-            dbias, dweight = _table_gradients(*rows, window, chunk, flags)
-    return dq, dk, dv, dbias, dweight
+    if not wants_tables:
+        return dq, dk, dv, None, None
+    dbias, *dweight = F.pad(table_gradients, (0, keys - table_gradients.shape[2]))
+    return dq, dk, dv, dbias, dweight[0] if dweight else None
 
 
 def as_table(gradient: Tensor | None, table: Tensor) -> Tensor:
@@ -213,57 +218,41 @@ def as_table(gradient: Tensor | None, table: Tensor) -> Tensor:
     return F.pad(gradient, (0, longer)).to(table.dtype)
 
 
-def _table_gradients(
+def _query_gradient(
     q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    bias: Tensor,
-    weight: Tensor,
-    segments: Tensor,
-    lse: Tensor,
-    dout: Tensor,
-    delta: Tensor,
-    window: int,
-    chunk: int,
+    *others: Tensor,
+    numbers: tuple[Any, ...],
+    distances: int,
+    tables: int,
+    tiles: Tiles,
     flags: dict[str, Any],
-) -> tuple[Tensor, Tensor | None]:
-    """dbias and dweight, summed over batch and along diagonals: [heads, keys] float32."""
-    from megatron.attention.triton_programs import table_gradients
+) -> Tensor:
+    """Launch the program: dq and delta, and the gradients of `tables` tables.
+
+    These are returned, [tables, heads, distances] float32. Every block of queries writes sums of
+    its own, which are added in a fixed order. So that they do not exceed MOST_SUMS, pairs of batch
+    and head are launched in pieces.
+    """
+    from megatron.attention.triton_programs import query_gradient
 
     batch, heads, queries, _ = q.shape
-    keys = k.shape[2]
-    tiles = tiles_for("table_gradients", q)
-    blocks = _blocks(keys, tiles.keys)
-    # Tiles further back than the window or two chunks are masked.
-    visible_offsets = (min(window, 2 * chunk) - 2) // tiles.keys + 2
-    offsets = min(blocks, visible_offsets)
-    splits = min(_blocks(PROGRAMS, heads * offsets), batch * blocks)
-    shape = (splits, heads, offsets, 2, tiles.keys)
-    bias_sums = q.new_empty(shape, dtype=torch.float32)
-    weight_sums = bias_sums  # not written without WEIGHT
-    if flags["WEIGHT"]:
-        weight_sums = q.new_empty(shape, dtype=torch.float32)
-    table_gradients[(offsets, heads, splits)](
-        *(q, k, v, bias, weight, segments, lse, dout, delta, bias_sums, weight_sums),
-        *_strides(q, k, v, dout),
-        *(bias.stride(0), batch, heads, queries, keys, chunk, _scale(q)),
-        **flags,
-        BLOCK=tiles.keys,
-        num_warps=tiles.warps,
-        num_stages=tiles.stages,
-    )
-    dbias = _by_distance(bias_sums, keys)
-    dweight = _by_distance(weight_sums, keys) if flags["WEIGHT"] else None
-    return dbias, dweight
-
-
-def _by_distance(sums: Tensor, keys: int) -> Tensor:
-    """[splits, heads, offsets, 2, block], as `table_gradients` writes them -> [heads, keys]."""
-    # near: distances from offset · block on; far: those of the offset before it.
-    near, far = sums.sum(0).unbind(2)
-    near[:, :-1] += far[:, 1:]
-    table = near.flatten(1)[:, :keys]
-    return F.pad(table, (0, keys - table.shape[1]))
+    pairs = batch * heads
+    blocks = _blocks(queries, tiles.queries)
+    written = distances + tiles.keys  # whole tiles, of which the last may pass the end
+    options = {**flags, **_launch(tiles), "TABLES": tables > 0}
+    if tables == 0:
+        unused = (q, q)
+        query_gradient[(blocks, pairs)](q, *others, *unused, *numbers, 0, written, **options)
+        return q.new_empty((0, heads, distances), dtype=torch.float32)
+    piece = max(1, min(pairs, MOST_SUMS // (tables * blocks * written)))
+    totals = q.new_empty((tables, pairs, written), dtype=torch.float32)
+    for first in range(0, pairs, piece):
+        count = min(piece, pairs - first)
+        sums = q.new_zeros((tables, count, blocks, written), dtype=torch.float32)
+        pointers = (sums[0], sums[-1])
+        query_gradient[(blocks, count)](q, *others, *pointers, *numbers, first, written, **options)
+        totals[:, first : first + count] = sums.sum(2)
+    return totals.unflatten(1, (batch, heads)).sum(1)[:, :, :distances]
 
 
 def padded_tables(k: Tensor, bias: Tensor | None, weight: Tensor | None, window: int) -> Tables:

@@ -162,19 +162,50 @@ def forward(
 
 
 @triton.jit
+def _add_diagonals(sums, tile_distance, tile, far_before):
+    """Write the sums of the distances tile_distance + [0, size); return those of the size before.
+
+    A square tile holds distances from tile_distance - size + 1 to tile_distance + size - 1. Each
+    row rotates until equal distances, or those that differ by size, share a column. far_before:
+    what the tile before, one tile further back, adds to the distances that are written.
+    """
+    size: tl.constexpr = tile.shape[0]
+    row = tl.arange(0, size)[:, None]
+    distance = tl.arange(0, size)[None, :]
+    rotated = tl.gather(tile, (row - distance) & (size - 1), 1)
+    near = tl.sum(tl.where(distance <= row, rotated, 0.0), 0)
+    far = tl.sum(tl.where(distance > row, rotated, 0.0), 0)
+    _store_distances(sums, tile_distance, near + far_before)
+    return far
+
+
+@triton.jit
+def _store_distances(sums, first, values):
+    """Write the sums of the distances from `first` on, where there are such distances."""
+    index = tl.arange(0, values.shape[0])
+    tl.store(sums + index, values, mask=first + index >= 0)
+
+
+@triton.jit(do_not_specialize=["first_pair"])
 def query_gradient(
-    q, k, v, bias, weight, segments, bounds, out, lse, dout, delta, dq,
+    q, k, v, bias, weight, segments, bounds, out, lse, dout, delta, dq, dbias, dweight,
     q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row,
     dout_batch, dout_head, dout_row,
-    table_row, heads, queries, keys, window, chunk, scale,
+    table_row, heads, queries, keys, window, chunk, scale, first_pair, distances,
     HEAD_DIM: tl.constexpr, COLUMNS: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
     WEIGHT: tl.constexpr, CHUNK: tl.constexpr, SEGMENTS: tl.constexpr, DIRECT: tl.constexpr,
-    PRECISION: tl.constexpr,
+    PRECISION: tl.constexpr, TABLES: tl.constexpr,
 ):  # fmt: skip
-    """One block of queries: dq, and delta, the row sums of out · dout that other programs need."""
+    """One block of queries: dq, and delta, the row sums of out · dout that other programs need.
+
+    The launch's first pair of batch and head is `first_pair`. With TABLES, the block's own sums for
+    the tables go to dbias and dweight [pairs of the launch, blocks, distances], zero before. Each
+    distance is written once. Tiles are square then.
+    """
     block = tl.num_programs(0) - 1 - tl.program_id(0)  # the longest first
-    batch = (tl.program_id(1) // heads).to(tl.int64)
-    head = (tl.program_id(1) % heads).to(tl.int64)
+    pair = first_pair + tl.program_id(1)
+    batch = (pair // heads).to(tl.int64)
+    head = (pair % heads).to(tl.int64)
     row = block * BLOCK_Q + tl.arange(0, BLOCK_Q)
     valid = row < queries
     position = keys - queries + row
@@ -198,6 +229,12 @@ def query_gradient(
     # inf beyond the last query: its probabilities are 0.
     row_lse = tl.load(lse + statistics, mask=valid, other=float("inf"))
     dq_tile = tl.zeros([BLOCK_Q, COLUMNS], tl.float32)
+    sums = (tl.program_id(1) * tl.num_programs(0) + block).to(tl.int64) * distances
+    dbias += sums
+    dweight += sums
+    dbias_far = tl.zeros([BLOCK_K], tl.float32)
+    dweight_far = tl.zeros([BLOCK_K], tl.float32)
+    tile_distance = 0
     first, end = _visible_keys(
         block, batch, bounds, keys - queries, keys, window, chunk, BLOCK_Q, SEGMENTS
     )
@@ -219,9 +256,22 @@ def query_gradient(
         probabilities = tl.exp2(scores - row_lse[:, None])
         dprobabilities = tl.dot(dout_tile, tl.trans(v_tile), input_precision=PRECISION)
         dscores = probabilities * (dprobabilities - row_delta[:, None])
+        if TABLES:
+            dbias_far = _add_diagonals(dbias + tile_distance, tile_distance, dscores, dbias_far)
+            if WEIGHT:
+                dfactor = dscores * product * LOG_2
+                dweight_far = _add_diagonals(
+                    dweight + tile_distance, tile_distance, dfactor, dweight_far
+                )
         if WEIGHT:
             dscores = dscores * factor
         dq_tile = tl.dot(dscores.to(k_tile.dtype), k_tile, dq_tile, input_precision=PRECISION)
+    if TABLES:
+        _store_distances(dbias + tile_distance - BLOCK_K, tile_distance - BLOCK_K, dbias_far)
+        if WEIGHT:
+            _store_distances(
+                dweight + tile_distance - BLOCK_K, tile_distance - BLOCK_K, dweight_far
+            )
     dq_tile = dq_tile * (scale * LOG_2)
     _store(dq + written, heads * HEAD_DIM, row, valid, column, dq_tile, HEAD_DIM)
 
@@ -295,87 +345,3 @@ def key_gradients(
     dk_tile = dk_tile * (scale * LOG_2)
     _store(dk + written, heads * HEAD_DIM, key, valid, column, dk_tile, HEAD_DIM)
     _store(dv + written, heads * HEAD_DIM, key, valid, column, dv_tile, HEAD_DIM)
-
-
-@triton.jit
-def table_gradients(
-    q, k, v, bias, weight, segments, lse, dout, delta, bias_sums, weight_sums,
-    q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row,
-    dout_batch, dout_head, dout_row,
-    table_row, batches, heads, queries, keys, chunk, scale,
-    HEAD_DIM: tl.constexpr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr,
-    WEIGHT: tl.constexpr, CHUNK: tl.constexpr, SEGMENTS: tl.constexpr, DIRECT: tl.constexpr,
-    PRECISION: tl.constexpr,
-):  # fmt: skip
-    """All tiles with one offset between query block and key block: they hold the same distances.
-
-    So the tiles add up in place. Program (offset, head, split) takes every split-th of the tiles
-    over batch and query blocks, counted by position. It writes sums [splits, heads, offsets, 2,
-    BLOCK]: first of the distances from offset · BLOCK on, then of those less BLOCK.
-    """
-    offset = tl.program_id(0)
-    head = tl.program_id(1).to(tl.int64)
-    before = keys - queries
-    column = tl.arange(0, COLUMNS)
-    q += head * q_head
-    k += head * k_head
-    v += head * v_head
-    dout += head * dout_head
-    bias += head * table_row
-    weight += head * table_row
-    blocks = tl.cdiv(keys, BLOCK)
-    first = tl.maximum(offset, before // BLOCK)
-    count = blocks - first
-    dscores_sum = tl.zeros([BLOCK, BLOCK], tl.float32)
-    dweight_sum = tl.zeros([BLOCK, BLOCK], tl.float32)
-    distance = tl.arange(0, BLOCK)[:, None] - tl.arange(0, BLOCK)[None, :]
-    tile_distance = offset * BLOCK
-    for item in range(tl.program_id(2), batches * count, tl.num_programs(2)):
-        block = first + item % count
-        batch = (item // count).to(tl.int64)
-        position = block * BLOCK + tl.arange(0, BLOCK)
-        key = (block - offset) * BLOCK + tl.arange(0, BLOCK)
-        row = position - before
-        inside = (row >= 0) & (row < queries)
-        query_segment = position
-        key_segment = key
-        if SEGMENTS:
-            query_segment = tl.load(segments + batch * keys + position, mask=inside, other=0)
-            key_segment = tl.load(segments + batch * keys + key, mask=key < keys, other=0)
-        q_tile = _load(q + batch * q_batch, q_row, row, inside, column, HEAD_DIM)
-        k_tile = _load(k + batch * k_batch, k_row, key, key < keys, column, HEAD_DIM)
-        product = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION) * scale
-        scores, _ = _scores(
-            product, position[:, None], key[None, :], distance,
-            query_segment[:, None], key_segment[None, :], bias + tile_distance,
-            weight + tile_distance, chunk, WEIGHT, CHUNK, SEGMENTS, DIRECT,
-        )  # fmt: skip
-        dout_tile = _load(dout + batch * dout_batch, dout_row, row, inside, column, HEAD_DIM)
-        v_tile = _load(v + batch * v_batch, v_row, key, key < keys, column, HEAD_DIM)
-        statistics = (batch * heads + head) * queries + row
-        row_lse = tl.load(lse + statistics, mask=inside, other=float("inf"))
-        row_delta = tl.load(delta + statistics, mask=inside, other=0.0)
-        probabilities = tl.exp2(scores - row_lse[:, None])
-        dprobabilities = tl.dot(dout_tile, tl.trans(v_tile), input_precision=PRECISION)
-        dscores = probabilities * (dprobabilities - row_delta[:, None])
-        dscores_sum += dscores
-        if WEIGHT:
-            dweight_sum += dscores * product
-    written = (tl.program_id(2) * heads + head) * tl.num_programs(0) + offset
-    _write_sums(bias_sums + written * 2 * BLOCK, dscores_sum, BLOCK)
-    if WEIGHT:
-        _write_sums(weight_sums + written * 2 * BLOCK, dweight_sum * LOG_2, BLOCK)
-
-
-@triton.jit
-def _write_sums(sums, tile, BLOCK: tl.constexpr):
-    """Sums along the diagonals of a tile: each row rotates until equal distances share a column."""
-    row = tl.arange(0, BLOCK)[:, None]
-    distance = tl.arange(0, BLOCK)[None, :]
-    source = (row - distance) & (BLOCK - 1)
-    rotated = tl.gather(tile, source, 1)
-    near = tl.sum(tl.where(distance <= row, rotated, 0.0), 0)
-    far = tl.sum(tl.where(distance > row, rotated, 0.0), 0)
-    column = tl.arange(0, BLOCK)
-    tl.store(sums + column, near)
-    tl.store(sums + BLOCK + column, far)

@@ -4,7 +4,7 @@ Two environment variables choose between ways that compute the same attention. T
 measurements; the defaults are what the project recommends.
 
 ATTENTION_TABLE_READS: `direct` (default) reads biases and weights straight into the registers of
-the products, `pipelined` through shared memory. Results are the same bit for bit.
+the products, `pipelined` through shared memory. The numbers are the same.
 
 ATTENTION_FLOAT32: how float32 matrices are multiplied while torch's float32 matmul precision is
 "highest". `ieee` (default) is exact and leaves the tensor cores idle; `tf32x3` makes three
@@ -12,7 +12,8 @@ products on tensor cores, with errors near those of float32.
 """
 
 import os
-from typing import NamedTuple
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -27,54 +28,98 @@ class Tiles(NamedTuple):
     stages: int
 
 
-Sizes = dict[tuple[int, int], Tiles]
-"""Tiles by the bytes of an element, and by the most columns (64 or 128) that they are for."""
+class Sizes(NamedTuple):
+    """Tiles of a program by what else needs registers.
+
+    bias: nothing, beside a bias; masked: chunks or documents; weighted: a weight, with or without
+    chunks and documents
+    """
+
+    bias: Tiles
+    masked: Tiles
+    weighted: Tiles
+
 
 OTHERS = 80
 """GPUs without tiles of their own take those of this compute capability."""
 
-TILES: dict[int, dict[str, Sizes]] = {
+TILES: dict[int, dict[str, dict[tuple[int, int], Sizes]]] = {
     80: {
         "forward": {
-            (2, 64): Tiles(128, 64, 8, 2),
-            (2, 128): Tiles(128, 64, 8, 2),
-            (4, 64): Tiles(64, 32, 8, 2),
-            (4, 128): Tiles(64, 32, 8, 2),
+            (2, 64): Sizes(Tiles(128, 64, 8, 2), Tiles(128, 64, 8, 2), Tiles(128, 64, 8, 2)),
+            (2, 128): Sizes(Tiles(128, 64, 8, 2), Tiles(128, 64, 8, 2), Tiles(128, 32, 8, 2)),
+            (4, 64): Sizes(Tiles(64, 32, 8, 2), Tiles(64, 32, 8, 2), Tiles(64, 32, 8, 2)),
+            (4, 128): Sizes(Tiles(64, 32, 8, 2), Tiles(64, 32, 8, 2), Tiles(64, 32, 8, 2)),
         },
         "query_gradient": {
-            (2, 64): Tiles(64, 64, 4, 2),
-            (2, 128): Tiles(128, 32, 8, 2),
-            (4, 64): Tiles(64, 32, 8, 2),
-            (4, 128): Tiles(64, 32, 8, 2),
+            (2, 64): Sizes(Tiles(64, 64, 4, 2), Tiles(64, 32, 4, 2), Tiles(64, 32, 4, 2)),
+            (2, 128): Sizes(Tiles(128, 32, 8, 2), Tiles(64, 32, 8, 2), Tiles(64, 32, 8, 2)),
+            (4, 64): Sizes(Tiles(64, 32, 8, 2), Tiles(64, 32, 8, 2), Tiles(64, 32, 8, 2)),
+            (4, 128): Sizes(Tiles(16, 32, 4, 2), Tiles(16, 32, 4, 2), Tiles(16, 32, 4, 2)),
+        },
+        "query_and_table_gradients": {
+            (2, 64): Sizes(Tiles(64, 64, 8, 2), Tiles(32, 32, 4, 2), Tiles(32, 32, 4, 2)),
+            (2, 128): Sizes(Tiles(64, 64, 8, 2), Tiles(64, 64, 8, 2), Tiles(32, 32, 4, 2)),
+            (4, 64): Sizes(Tiles(32, 32, 8, 2), Tiles(32, 32, 8, 2), Tiles(32, 32, 8, 2)),
+            (4, 128): Sizes(Tiles(32, 32, 8, 2), Tiles(32, 32, 8, 2), Tiles(32, 32, 8, 2)),
         },
         "key_gradients": {
-            (2, 64): Tiles(64, 64, 4, 2),
-            (2, 128): Tiles(64, 64, 8, 2),
-            (4, 64): Tiles(32, 32, 8, 1),
-            (4, 128): Tiles(32, 32, 8, 1),
+            (2, 64): Sizes(Tiles(64, 64, 4, 2), Tiles(32, 64, 4, 2), Tiles(32, 64, 8, 2)),
+            (2, 128): Sizes(Tiles(64, 64, 8, 2), Tiles(64, 64, 8, 2), Tiles(64, 64, 8, 2)),
+            (4, 64): Sizes(Tiles(32, 32, 8, 1), Tiles(32, 32, 8, 1), Tiles(32, 32, 8, 1)),
+            (4, 128): Sizes(Tiles(32, 32, 8, 1), Tiles(32, 32, 8, 1), Tiles(32, 32, 8, 1)),
         },
-        "table_gradients": {
-            (2, 64): Tiles(64, 64, 4, 2),
-            (2, 128): Tiles(64, 64, 8, 2),
-            (4, 64): Tiles(32, 32, 4, 2),
-            (4, 128): Tiles(32, 32, 4, 2),
+    },
+    90: {
+        "forward": {
+            (2, 64): Sizes(Tiles(128, 64, 8, 2), Tiles(128, 64, 8, 2), Tiles(128, 64, 8, 2)),
+            (2, 128): Sizes(Tiles(128, 64, 8, 2), Tiles(128, 64, 8, 2), Tiles(128, 32, 8, 2)),
+            (4, 64): Sizes(Tiles(64, 32, 8, 2), Tiles(64, 32, 8, 2), Tiles(64, 32, 8, 2)),
+            (4, 128): Sizes(Tiles(32, 32, 8, 2), Tiles(32, 32, 8, 2), Tiles(32, 32, 8, 2)),
+        },
+        "query_gradient": {
+            (2, 64): Sizes(Tiles(64, 64, 4, 2), Tiles(64, 64, 4, 2), Tiles(64, 64, 8, 2)),
+            (2, 128): Sizes(Tiles(128, 32, 8, 2), Tiles(128, 32, 8, 2), Tiles(128, 32, 8, 2)),
+            (4, 64): Sizes(Tiles(32, 32, 8, 2), Tiles(32, 32, 8, 2), Tiles(32, 32, 8, 2)),
+            (4, 128): Sizes(Tiles(16, 32, 4, 2), Tiles(16, 32, 4, 2), Tiles(16, 32, 4, 2)),
+        },
+        "query_and_table_gradients": {
+            (2, 64): Sizes(Tiles(64, 64, 4, 2), Tiles(64, 64, 8, 2), Tiles(32, 32, 2, 2)),
+            (2, 128): Sizes(Tiles(32, 32, 4, 2), Tiles(32, 32, 4, 2), Tiles(32, 32, 4, 2)),
+            (4, 64): Sizes(Tiles(32, 32, 4, 2), Tiles(32, 32, 8, 2), Tiles(16, 16, 4, 2)),
+            (4, 128): Sizes(Tiles(32, 32, 8, 2), Tiles(16, 16, 4, 2), Tiles(16, 16, 4, 2)),
+        },
+        "key_gradients": {
+            (2, 64): Sizes(Tiles(64, 64, 4, 2), Tiles(64, 64, 4, 2), Tiles(64, 64, 8, 2)),
+            (2, 128): Sizes(Tiles(64, 64, 8, 2), Tiles(32, 64, 8, 2), Tiles(32, 64, 8, 2)),
+            (4, 64): Sizes(Tiles(32, 32, 8, 1), Tiles(32, 32, 8, 1), Tiles(32, 32, 8, 1)),
+            (4, 128): Sizes(Tiles(32, 16, 8, 1), Tiles(32, 16, 8, 1), Tiles(32, 16, 8, 1)),
         },
     },
 }
-TILES[90] = {program: dict(sizes) for program, sizes in TILES[80].items()}
-"""By compute capability (80 is an A100, 90 an H100 or H200) and program."""
+"""By compute capability (80 is an A100, 90 an H100 or H200), program, bytes and most columns."""
 
 
-def tiles_for(program: str, q: Tensor) -> Tiles:
-    """The tiles of a program in TILES for queries [batch, heads, queries, head_dim]."""
-    return tiles_of(program, architecture(q.device), q.element_size(), q.shape[3])
+def tiles_for(program: str, q: Tensor, flags: Mapping[str, Any]) -> Tiles:
+    """The tiles of a program for queries [batch, heads, queries, head_dim] and its flags."""
+    return tiles_of(program, architecture(q.device), q.element_size(), q.shape[3], flags)
 
 
-def tiles_of(program: str, capability: int, itemsize: int, head_dim: int) -> Tiles:
+def tiles_of(
+    program: str, capability: int, itemsize: int, head_dim: int, flags: Mapping[str, Any]
+) -> Tiles:
     """The tiles of a program for elements of that many bytes on a compute capability."""
-    sizes = TILES.get(capability, TILES[OTHERS])[program]
-    most_columns = 64 if columns(head_dim) <= 64 else 128
-    return sizes[itemsize, most_columns]
+    sizes = TILES.get(capability, TILES[OTHERS])[program][itemsize, most_columns(head_dim)]
+    if flags["WEIGHT"]:
+        return sizes.weighted
+    if flags["CHUNK"] or flags["SEGMENTS"]:
+        return sizes.masked
+    return sizes.bias
+
+
+def most_columns(head_dim: int) -> int:
+    """The key of TILES for a head_dim."""
+    return 64 if columns(head_dim) <= 64 else 128
 
 
 def architecture(device: torch.device) -> int:

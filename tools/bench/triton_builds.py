@@ -29,10 +29,13 @@ from megatron.attention.triton_tiles import TILES, Tiles, columns, tiles_of
 PROGRAMS = tuple(TILES[80])
 FLAGS = ("WEIGHT", "CHUNK", "SEGMENTS")
 ALL_FLAGS = " ".join(FLAGS)
+CLASSES = ("", "CHUNK SEGMENTS", "WEIGHT", ALL_FLAGS)
+"""Flags of which tiles depend."""
+WITH_TABLES = "query_and_table_gradients"  # query_gradient with its flag TABLES
 READS = ("direct", "pipelined")
 PRODUCTS = ("ieee", "tf32", "tf32x3")
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-TABLES = {"bias", "weight", "lse", "delta", "bias_sums", "weight_sums"}
+TABLES = {"bias", "weight", "lse", "delta", "dbias", "dweight"}
 INDICES = {"segments", "bounds"}
 MATRICES = {"q", "k", "v", "out", "dout", "dq", "dk", "dv"}
 
@@ -67,7 +70,7 @@ def usual_cases(programs: Sequence[str], reads: str) -> list[Case]:
 def all_cases(programs: Sequence[str], reads: str) -> list[Case]:
     """Every kind of tile on every architecture, with a bias alone and with all flags."""
     found = []
-    kinds = itertools.product(programs, TILES, ("bf16", "fp32"), (64, 128), ("", ALL_FLAGS))
+    kinds = itertools.product(programs, TILES, ("bf16", "fp32"), (64, 128), CLASSES)
     for program, arch, dtype, head_dim, flags in kinds:
         found.append(Case(program, arch, dtype, head_dim, flags, reads))
     return found
@@ -79,13 +82,15 @@ CASES = {"training": training_cases, "usual": usual_cases, "all": all_cases}
 def build(case: Case, tiles: Tiles | None = None) -> dict[str, Any]:
     """A case with its tiles (the default ones if None), shared memory, registers and spills."""
     itemsize = DTYPES[case.dtype].itemsize
+    flags = {flag: flag in case.flags for flag in FLAGS}
     if tiles is None:
-        tiles = tiles_of(case.program, case.arch, itemsize, case.head_dim)
-    program = getattr(triton_programs, case.program)
+        tiles = tiles_of(case.program, case.arch, itemsize, case.head_dim, flags)
+    name = "query_gradient" if case.program == WITH_TABLES else case.program
+    program = getattr(triton_programs, name)
     signature = {}
     for one in program.params:
         signature[one.name] = "constexpr" if one.is_constexpr else _type(one.name, case.dtype)
-    known = _constants(case, tiles)
+    known = flags | _constants(case, tiles)
     constants = {name: known[name] for name, kind in signature.items() if kind == "constexpr"}
     source = ASTSource(program, signature, constants, _aligned(signature))
     options = {"num_warps": tiles.warps, "num_stages": tiles.stages}
@@ -112,9 +117,8 @@ def _type(name: str, dtype: str) -> str:
 
 
 def _constants(case: Case, tiles: Tiles) -> dict[str, Any]:
-    constants: dict[str, Any] = {flag: flag in case.flags for flag in FLAGS}
-    return constants | {
-        "BLOCK": tiles.keys,
+    return {
+        "TABLES": case.program == WITH_TABLES,
         "BLOCK_Q": tiles.queries,
         "BLOCK_K": tiles.keys,
         "HEAD_DIM": case.head_dim,
