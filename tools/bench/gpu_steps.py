@@ -111,6 +111,12 @@ def second_block(places: Places) -> list[Step]:
         tests("tests_random", ["tests/attention/test_random.py"], 120),
         attention(places, "attention_64", ["--lengths", *LENGTHS]),
         attention(places, "attention_128", ["--lengths", *LENGTHS, *wide]),
+        Step(
+            "tune",
+            ["tools/bench/tune_attention.py", "--seconds", "100"],
+            seconds=120,
+            small=["--programs", "forward", "--archs", "90"],
+        ),
         whole_steps(places, "steps", []),
         whole_steps(places, "steps_compiled", ["--compile", "--lengths"]),
         tests("tests_flex", ["tests/attention/test_cuda.py", "-k", "flex"], 150),
