@@ -129,6 +129,18 @@ def test_views_are_read_in_place_and_broadcast_gradients_too():
         assert all(gradient.isfinite().all() for gradient in gradients)
 
 
+@pytest.mark.parametrize(("head_dim", "in_place"), [(64, True), (80, True), (40, False)])
+def test_rows_begin_where_many_numbers_can_be_loaded_at_once(head_dim, in_place):
+    by_length = torch.randn(2, 9, 3, head_dim).transpose(1, 2)
+    rows = triton_kernel.aligned(by_length)
+    assert (rows is by_length) == in_place
+    assert torch.equal(rows, by_length)
+    assert rows.stride(-1) == 1
+    assert all(stride % 16 == 0 for stride in rows.stride()[:-1])
+    columns_apart = by_length.transpose(2, 3).contiguous().transpose(2, 3)
+    assert triton_kernel.aligned(columns_apart).stride(-1) == 1
+
+
 def test_biases_that_underflowed_to_minus_infinity_leave_gradients_finite():
     tensors, _ = inputs(1, 1, 130, 130, 16)
     tensors[3][:, 40:] = -torch.inf
