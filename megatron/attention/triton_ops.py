@@ -7,7 +7,7 @@ costs less for each call. Both run the same two passes.
 import torch
 from torch import Tensor
 
-from megatron.attention.triton_kernel import (
+from megatron.attention.triton_passes import (
     as_table,
     backward_pass,
     empty_by_length,

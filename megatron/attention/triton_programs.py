@@ -7,7 +7,7 @@ ragged ends, and no read is out of bounds. Scores are in base 2 (bias and `scale
 Shapes and names are those of megatron.attention. Tiles are [BLOCK_Q, BLOCK_K]; COLUMNS is head_dim
 rounded up to a power of two. `position` is a query's index among the keys, `row` its index among
 the queries. `bounds` says for every block where the keys or queries of its documents begin or end
-(see triton_kernel.py). A prefix d means the gradient of the loss: dout, dq, dscores.
+(see triton_passes.py). A prefix d means the gradient of the loss: dout, dq, dscores.
 
 Outputs are laid out as [batch, length, heads, head_dim], statistics of rows (lse, delta) as
 [batch, heads, queries]. The flags WEIGHT, CHUNK and SEGMENTS say which pointers are read, DIRECT

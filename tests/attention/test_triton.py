@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from megatron.attention import triton_kernel
+from megatron.attention import triton_passes
 from megatron.attention.eager import eager
 from megatron.attention.triton_kernel import refusal, triton_attention
 from megatron.attention.triton_tiles import TILES
@@ -132,13 +132,13 @@ def test_views_are_read_in_place_and_broadcast_gradients_too():
 @pytest.mark.parametrize(("head_dim", "in_place"), [(64, True), (80, True), (40, False)])
 def test_rows_begin_where_many_numbers_can_be_loaded_at_once(head_dim, in_place):
     by_length = torch.randn(2, 9, 3, head_dim).transpose(1, 2)
-    rows = triton_kernel.aligned(by_length)
+    rows = triton_passes.aligned(by_length)
     assert (rows is by_length) == in_place
     assert torch.equal(rows, by_length)
     assert rows.stride(-1) == 1
     assert all(stride % 16 == 0 for stride in rows.stride()[:-1])
     columns_apart = by_length.transpose(2, 3).contiguous().transpose(2, 3)
-    assert triton_kernel.aligned(columns_apart).stride(-1) == 1
+    assert triton_passes.aligned(columns_apart).stride(-1) == 1
 
 
 def test_biases_that_underflowed_to_minus_infinity_leave_gradients_finite():
@@ -241,7 +241,7 @@ def test_tiles_whose_diagonals_are_summed_are_square():
 def test_tables_that_are_summed_in_pieces_get_the_same_gradients(monkeypatch):
     tensors, _ = inputs(3, 2, 100, 100, 16, weight=True)
     whole = values_and_gradients(triton_attention, tensors)
-    monkeypatch.setattr(triton_kernel, "MOST_SUMS", 1)  # one pair of batch and head at a time
+    monkeypatch.setattr(triton_passes, "MOST_SUMS", 1)  # one pair of batch and head at a time
     pieces = values_and_gradients(triton_attention, tensors)
     assert all(torch.equal(one, other) for one, other in zip(whole, pieces, strict=True))
 

@@ -1,0 +1,298 @@
+"""The forward and the backward pass of our Triton programs: their launches, tables and bounds.
+
+Gradients are deterministic: no atomics, and tile sizes depend on shape, dtype and GPU alone.
+"""
+
+# A program is launched with more than its Python signature says.
+# pyright: reportCallIssue=false, reportArgumentType=false
+
+import math
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megatron.attention.triton_tiles import (
+    Tiles,
+    columns,
+    float32_products,
+    reads_directly,
+    tiles_for,
+)
+
+MOST_SUMS = 64 * 2**20
+"""float32 numbers (256 MiB) in which the tables' gradients are summed at once."""
+
+
+class Tables(NamedTuple):
+    """Both tables from distance 0 on, views of [heads, PAD + keys + PAD] float32.
+
+    The bias is in base 2, with -inf where masked.
+    """
+
+    bias: Tensor
+    weight: Tensor | None
+
+
+def forward_pass(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    tables: Tables,
+    segments: Tensor | None,
+    window: int,
+    chunk: int,
+) -> tuple[Tensor, Tensor]:
+    """Output in q's shape, and lse [batch, heads, queries] float32, which `forward` describes."""
+    from megatron.attention.triton_programs import forward
+
+    q, k, v = aligned(q), aligned(k), aligned(v)
+    batch, heads, queries, _ = q.shape
+    out = empty_by_length(q)
+    lse = q.new_empty(q.shape[:3], dtype=torch.float32)
+    flags = _flags(q, k, tables.weight, chunk, segments)
+    tiles = tiles_for("forward", q, flags)
+    bounds = _first_keys(segments, queries, tiles)
+    grid = (_blocks(queries, tiles.queries), batch * heads)
+    with torch.cuda.device_of(q):
+        forward[grid](
+            *(q, k, v, *_pointers(tables)),
+            *(_pointer(segments, lse), _pointer(bounds, lse)),
+            *(out, lse),
+            *_strides(q, k, v),
+            *_sizes(q, k, tables.bias, window, chunk),
+            **flags,
+            **_launch(tiles),
+        )
+    return out, lse
+
+
+def backward_pass(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    tables: Tables,
+    segments: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    window: int,
+    chunk: int,
+    *,
+    wants_tables: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
+    """dq, dk and dv; where they are wanted dbias and dweight, [heads, keys] float32."""
+    from megatron.attention.triton_programs import key_gradients
+
+    dout, q, k, v = aligned(dout), aligned(q), aligned(k), aligned(v)
+    batch, heads, queries, _ = q.shape
+    keys = k.shape[2]
+    dq, dk, dv = empty_by_length(q), empty_by_length(k), empty_by_length(v)
+    delta = torch.empty_like(lse)
+    inputs = (q, k, v, *_pointers(tables), _pointer(segments, lse))
+    strides = _strides(q, k, v, dout)
+    sizes = _sizes(q, k, tables.bias, window, chunk)
+    flags = _flags(q, k, tables.weight, chunk, segments)
+    with torch.cuda.device_of(q):
+        name = "query_and_table_gradients" if wants_tables else "query_gradient"
+        wanted_tables = 0
+        if wants_tables:
+            wanted_tables = 1 if tables.weight is None else 2
+        tiles = tiles_for(name, q, flags)
+        bounds = _pointer(_first_keys(segments, queries, tiles), lse)
+        table_gradients = _query_gradient(
+            *(*inputs, bounds, out, lse, dout, delta, dq),
+            numbers=(*strides, *sizes),
+            distances=min(keys, window, 2 * chunk),
+            tables=wanted_tables,
+            tiles=tiles,
+            flags=flags,
+        )
+        tiles = tiles_for("key_gradients", q, flags)
+        bounds = _pointer(_last_queries(segments, queries, tiles), lse)
+        key_gradients[(_blocks(keys, tiles.keys), batch * heads)](
+            *(*inputs, bounds, lse, dout, delta, dk, dv),
+            *strides,
+            *sizes,
+            **flags,
+            **_launch(tiles),
+        )
+    if not wants_tables:
+        return dq, dk, dv, None, None
+    dbias, *dweight = F.pad(table_gradients, (0, keys - table_gradients.shape[2]))
+    return dq, dk, dv, dbias, dweight[0] if dweight else None
+
+
+def as_table(gradient: Tensor | None, table: Tensor) -> Tensor:
+    """[heads, keys] float32 -> the shape and dtype of a table [heads, >= keys]."""
+    assert gradient is not None
+    longer = table.shape[1] - gradient.shape[1]
+    return F.pad(gradient, (0, longer)).to(table.dtype)
+
+
+def _query_gradient(
+    q: Tensor,
+    *others: Tensor,
+    numbers: tuple[Any, ...],
+    distances: int,
+    tables: int,
+    tiles: Tiles,
+    flags: dict[str, Any],
+) -> Tensor:
+    """Launch the program: dq and delta, and the gradients of `tables` tables.
+
+    These are returned, [tables, heads, distances] float32. Every block of queries writes sums of
+    its own, which are added in a fixed order. So that they do not exceed MOST_SUMS, pairs of batch
+    and head are launched in pieces.
+    """
+    from megatron.attention.triton_programs import query_gradient
+
+    batch, heads, queries, _ = q.shape
+    pairs = batch * heads
+    blocks = _blocks(queries, tiles.queries)
+    written = distances + tiles.keys  # whole tiles, of which the last may pass the end
+    options = {**flags, **_launch(tiles), "TABLES": tables > 0}
+    if tables == 0:
+        unused = (q, q)
+        query_gradient[(blocks, pairs)](q, *others, *unused, *numbers, 0, written, **options)
+        return q.new_empty((0, heads, distances), dtype=torch.float32)
+    piece = max(1, min(pairs, MOST_SUMS // (tables * blocks * written)))
+    totals = q.new_empty((tables, pairs, written), dtype=torch.float32)
+    for first in range(0, pairs, piece):
+        count = min(piece, pairs - first)
+        sums = q.new_zeros((tables, count, blocks, written), dtype=torch.float32)
+        pointers = (sums[0], sums[-1])
+        query_gradient[(blocks, count)](q, *others, *pointers, *numbers, first, written, **options)
+        totals[:, first : first + count] = sums.sum(2)
+    return totals.unflatten(1, (batch, heads)).sum(1)[:, :, :distances]
+
+
+def padded_tables(k: Tensor, bias: Tensor | None, weight: Tensor | None, window: int) -> Tables:
+    """The tables of `bias` and `weight` [heads, >= keys] for the keys k, masked by the window."""
+    from megatron.attention.triton_programs import PAD
+
+    heads, keys = k.shape[1:3]
+    padded_bias = torch.full((heads, keys + 2 * PAD), -math.inf, device=k.device)
+    inside = slice(PAD, PAD + window)
+    if bias is None:
+        padded_bias[:, inside] = 0.0
+    else:
+        padded_bias[:, inside] = bias[:, :window].float() * math.log2(math.e)
+    if weight is None:
+        return Tables(padded_bias[:, PAD:], None)
+    padded_weight = F.pad(weight[:, :keys].float(), (PAD, PAD))
+    return Tables(padded_bias[:, PAD:], padded_weight[:, PAD:])
+
+
+def _pointers(tables: Tables) -> tuple[Tensor, Tensor]:
+    """Both tables; an absent weight is not read."""
+    return tables.bias, _pointer(tables.weight, tables.bias)
+
+
+def _first_keys(segments: Tensor | None, queries: int, tiles: Tiles) -> Tensor | None:
+    """For every block of queries, the first key of its documents: [batch, blocks] int32.
+
+    Rounded down to a block of keys.
+    """
+    if segments is None:
+        return None
+    overlap = _documents_overlap(segments, queries, tiles)
+    first_block = overlap.byte().argmax(2)
+    return (first_block * tiles.keys).to(torch.int32)
+
+
+def _last_queries(segments: Tensor | None, queries: int, tiles: Tiles) -> Tensor | None:
+    """For every block of keys, the end of the queries of its documents: [batch, blocks] int32.
+
+    Rounded up to a block of queries.
+    """
+    if segments is None:
+        return None
+    overlap = _documents_overlap(segments, queries, tiles)
+    blocks_after = overlap.byte().flip(1).argmax(1)
+    end_block = overlap.shape[1] - blocks_after
+    return (end_block * tiles.queries).to(torch.int32)
+
+
+def _documents_overlap(segments: Tensor, queries: int, tiles: Tiles) -> Tensor:
+    """Whether the ranges of documents in two blocks overlap: [batch, query blocks, key blocks]."""
+    keys = segments.shape[1]
+    first_document, last_document = _document_ranges(segments, keys - queries, tiles.queries)
+    first_of_keys, last_of_keys = _document_ranges(segments, 0, tiles.keys)
+    starts_before_end = first_document[:, :, None] <= last_of_keys[:, None]
+    ends_after_start = first_of_keys[:, None] <= last_document[:, :, None]
+    return starts_before_end & ends_after_start
+
+
+def _document_ranges(segments: Tensor, first: int, size: int) -> tuple[Tensor, Tensor]:
+    """Lowest and highest document of every block of tokens from `first` on: [batch, blocks]."""
+    keys = segments.shape[1]
+    count = _blocks(keys - first, size) * size
+    index = first + torch.arange(count, device=segments.device)
+    in_blocks = segments[:, index.clamp(max=keys - 1)].unflatten(1, (-1, size))
+    return in_blocks.aminmax(dim=2)
+
+
+def _blocks(length: int, size: int) -> int:
+    """How many blocks of `size` cover a length."""
+    return -(-length // size)
+
+
+def aligned(x: Tensor) -> Tensor:
+    """x, or a copy of it whose rows begin at multiples of 16 numbers: [..., head_dim] -> same.
+
+    Triton knows no other alignment than 16 of a stride. Without it every number is a load of its
+    own, as for heads of 40 side by side.
+    """
+    if x.stride(-1) == 1 and all(stride % 16 == 0 for stride in x.stride()[:-1]):
+        return x
+    head_dim = x.shape[-1]
+    padded = x.new_empty(*x.shape[:-1], math.ceil(head_dim / 16) * 16)
+    return padded[..., :head_dim].copy_(x)
+
+
+def empty_by_length(x: Tensor) -> Tensor:
+    """Empty [batch, heads, length, head_dim], laid out as [batch, length, heads, head_dim]."""
+    batch, heads, length, head_dim = x.shape
+    return x.new_empty(batch, length, heads, head_dim).transpose(1, 2)
+
+
+def _scale(q: Tensor) -> float:
+    return math.log2(math.e) / math.sqrt(q.shape[3])
+
+
+def _pointer(tensor: Tensor | None, other: Tensor) -> Tensor:
+    """The tensor, or another one that the program does not read."""
+    return other if tensor is None else tensor
+
+
+def _strides(*tensors: Tensor) -> list[int]:
+    return [stride for x in tensors for stride in x.stride()[:3]]
+
+
+def _sizes(q: Tensor, k: Tensor, table: Tensor, window: int, chunk: int) -> tuple[Any, ...]:
+    return table.stride(0), q.shape[1], q.shape[2], k.shape[2], window, chunk, _scale(q)
+
+
+def _flags(
+    q: Tensor, k: Tensor, weight: Tensor | None, chunk: int, segments: Tensor | None
+) -> dict[str, Any]:
+    return {
+        "HEAD_DIM": q.shape[3],
+        "COLUMNS": columns(q.shape[3]),
+        "WEIGHT": weight is not None,
+        "CHUNK": chunk < k.shape[2],
+        "SEGMENTS": segments is not None,
+        "DIRECT": reads_directly(q.device),
+        "PRECISION": float32_products(q.dtype),
+    }
+
+
+def _launch(tiles: Tiles) -> dict[str, int]:
+    return {
+        "BLOCK_Q": tiles.queries,
+        "BLOCK_K": tiles.keys,
+        "num_warps": tiles.warps,
+        "num_stages": tiles.stages,
+    }
