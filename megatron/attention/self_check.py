@@ -138,6 +138,8 @@ def _compare(name: str, backend: Callable[..., Tensor], kind: Kind) -> None:
         torch.cuda.set_device(kind.device)  # a fresh thread starts on the first device
     try:
         results = _results(backend, kind, kind.dtype)
+    except UserError:  # of a switch of ours, which says itself what to do
+        raise
     except Exception as error:
         raise UserError(
             f"attention_backend: {name} fails on {kind}: {_first_line(error)} - {cure}"

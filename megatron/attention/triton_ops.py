@@ -66,8 +66,9 @@ def attention_backward_op(
 
 @attention_backward_op.register_fake
 def _(dout, q, k, v, bias, weight, segments, out, lse, window, chunk, wants_dbias, wants_dweight):
-    dbias = torch.empty_like(bias) if wants_dbias else q.new_empty(0)
-    dweight = torch.empty_like(weight) if wants_dweight else q.new_empty(0)
+    # Gradients of tables are contiguous, also where a table is not.
+    dbias = bias.new_empty(bias.shape) if wants_dbias else q.new_empty(0)
+    dweight = weight.new_empty(weight.shape) if wants_dweight else q.new_empty(0)
     return empty_by_length(q), empty_by_length(k), empty_by_length(v), dbias, dweight
 
 

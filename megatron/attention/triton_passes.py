@@ -1,6 +1,7 @@
 """The forward and the backward pass of our Triton programs: their launches, tables and bounds.
 
-Gradients are deterministic: no atomics, and tile sizes depend on shape, dtype and GPU alone.
+Gradients are deterministic: no atomics, and tile sizes depend on the GPU and on what a call looks
+like, not on its numbers.
 """
 
 # A program is launched with more than its Python signature says.

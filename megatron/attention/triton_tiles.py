@@ -18,6 +18,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from megatron.errors import UserError
+
 
 class Tiles(NamedTuple):
     """Queries and keys of a program's tile, its warps, and its stages of loads in flight."""
@@ -136,13 +138,13 @@ def columns(head_dim: int) -> int:
 
 
 def reads_directly(device: torch.device) -> bool:
-    """Whether tables are read by an instruction of NVIDIA's; ValueError for an unknown switch."""
+    """Whether tables are read by an instruction of NVIDIA's; UserError for an unknown switch."""
     direct = _switch("ATTENTION_TABLE_READS", ("direct", "pipelined")) == "direct"
     return direct and device.type == "cuda" and torch.version.cuda is not None
 
 
 def float32_products(dtype: torch.dtype) -> str:
-    """Triton's input_precision for matrices of a dtype; ValueError for an unknown switch."""
+    """Triton's input_precision for matrices of a dtype; UserError for an unknown switch."""
     chosen = _switch("ATTENTION_FLOAT32", ("ieee", "tf32x3"))
     if dtype != torch.float32:
         return "ieee"  # without a meaning there
@@ -155,5 +157,5 @@ def _switch(name: str, values: tuple[str, ...]) -> str:
     """An environment variable that has one of these values, the first if it is not set."""
     value = os.environ.get(name, values[0])
     if value not in values:
-        raise ValueError(f"{name}: {value!r} is unknown - set it to {' or '.join(values)}")
+        raise UserError(f"{name}: {value!r} is unknown - set it to {' or '.join(values)}")
     return value

@@ -327,7 +327,7 @@ class Parallel(Section):
     distributed_backend: Literal["nccl", "gloo"] | None = None
     """Unset: nccl on CUDA. Without CUDA always gloo."""
     hang_timeout: Count = 1200
-    """Several processes end after these seconds without a step, three times in a save; 0: never."""
+    """Seconds without a step after which several processes end (saving: three times); 0: never."""
 
     @property
     def zero_stage(self) -> int:

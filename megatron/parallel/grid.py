@@ -198,13 +198,15 @@ def _join(backend: str, device: torch.device) -> None:
     import deepspeed
 
     stay_inside()
-    seconds = JOINING[backend]
-    with _in_time(seconds):
-        place = store()
     ranks = int(os.environ["WORLD_SIZE"])
-    if place is not None and ranks > 1:
+    seconds = JOINING[backend]
+    with _in_time(seconds, ranks):
+        place = store()
+    if place is None:  # nobody calls the roll, so some may still be starting
+        seconds += MEETING
+    elif ranks > 1:
         _call_the_roll(place, number("RANK"), ranks)
-    with _in_time(seconds):
+    with _in_time(seconds, ranks):
         if place is not None:
             torch.distributed.init_process_group(
                 backend,
@@ -219,11 +221,14 @@ def _join(backend: str, device: torch.device) -> None:
 
 
 @contextmanager
-def _in_time(seconds: float) -> Iterator[None]:
+def _in_time(seconds: float, ranks: int) -> Iterator[None]:
     """A block in which the ranks connect; where it takes longer, the process ends with a message.
 
     torch would wait for 30 minutes for a rank that is gone, and cannot be interrupted there.
     """
+    if ranks == 1:
+        yield
+        return
     message = (
         f"ranks: they did not connect to each other within {seconds:g} seconds, so one of them has"
         " ended or cannot be reached - see its message, and start all again"

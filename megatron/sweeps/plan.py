@@ -204,7 +204,7 @@ def _check_excluded(grid: Mapping[str, Any], excluded: Sequence[Values], path: P
             if value not in choices:
                 known = ", ".join(map(str, choices))
                 raise UserError(
-                    f"{path}: exclude: {rule} takes out no cell, for {axis} has no {value!r}"
+                    f"{path}: exclude: {rule} takes out no cell, because {axis} has no {value!r}"
                     f" - it has {known}"
                 )
 

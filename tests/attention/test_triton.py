@@ -7,10 +7,11 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from megatron.attention import triton_passes
+from megatron.attention import attention, triton_passes
 from megatron.attention.eager import eager
 from megatron.attention.triton_kernel import refusal, triton_attention
 from megatron.attention.triton_tiles import TILES
+from megatron.errors import UserError
 from tests.support import run
 
 pytest.importorskip("triton")
@@ -256,8 +257,8 @@ def test_tables_that_are_summed_in_pieces_get_the_same_gradients(monkeypatch):
 def test_unknown_values_of_the_switches_are_refused(monkeypatch, name, values):
     tensors, _ = inputs(1, 1, 4, 4, 16)
     monkeypatch.setenv(name, "fast")
-    with pytest.raises(ValueError, match=f"{name}: 'fast' is unknown - set it to {values}"):
-        triton_attention(*tensors[:4], weight=None, **NARROW)
+    with pytest.raises(UserError, match=f"^{name}: 'fast' is unknown - set it to {values}"):
+        attention(*tensors[:4], backend="triton")
 
 
 SHARED = {80: 163, 90: 227}

@@ -165,7 +165,7 @@ SWEEPS = [
     sweep(
         "that excludes a value it does not have",
         SETTINGS + "grid: {seed: [1]}\nexclude: [{seed: 2}]",
-        "mine.yml: exclude: {'seed': 2} takes out no cell, for seed has no 2 - it has 1",
+        "mine.yml: exclude: {'seed': 2} takes out no cell, because seed has no 2 - it has 1",
     ),
     Case(
         "sweep without a finished cell to collect",

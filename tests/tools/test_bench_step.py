@@ -22,7 +22,7 @@ def candidate(**more):
         "length": 16,
         "batch": 3,
     }
-    values |= {"dtype": "float32", "device": "cpu", **SHAPE, **more}
+    values |= {"dtype": "float32", "device": "cpu", "compiled": False, **SHAPE, **more}
     return Candidate(**{field.name: values[field.name] for field in fields(Candidate)})
 
 
@@ -79,7 +79,7 @@ def test_palms_operations_are_those_that_torch_counts_on_the_dense_way(training)
 
 
 def test_a_step_trains_the_weights_and_the_encoding_whose_turn_it_is_alone():
-    model, _ = trunk(*SHAPE.values(), "float32", "cpu")
+    model, _ = trunk(*SHAPE.values(), "float32", "cpu", False)
     calls = [candidate(pos_emb=name).prepare() for name in ("kerple_log", "t5")]
     encodings = []
     for call in calls:

@@ -32,7 +32,8 @@ torch.distributed.all_reduce = lambda tensor: (exchanges.append(tensor.numel()),
 ours = master_values(parameters, grid)
 equal = all(map(torch.equal, ours, theirs))
 if grid.first:
-    print(json.dumps([equal, len(ours), len(exchanges)]))
+    odd = any(value.numel() % 2 for value in ours)
+    print(json.dumps([equal, len(ours), len(exchanges), odd]))
 """
 
 
@@ -42,9 +43,11 @@ def test_one_exchange_brings_the_values_of_all_parameters(stage, forks, tmp_path
     script, log = tmp_path / "script.py", tmp_path / "log"
     script.write_text(SCRIPT)
     settings = tiny("precision=bf16", f"zero_optimization.stage={stage}", "pos_emb=mep_param")
+    settings += ["hidden_size=33", "num_attention_heads=3", "make_vocab_size_divisible_by=1"]
     pids = forks.start_ranks(2, script, json.dumps(settings), log=log)
     assert not any([forks.wait(pid) for pid in pids]), log.read_text()
-    equal, count, exchanges = json.loads(log.read_text().splitlines()[-1])
+    equal, count, exchanges, odd = json.loads(log.read_text().splitlines()[-1])
     assert equal
     assert count > 10
     assert exchanges == 1
+    assert odd, "no parameter has a part that ZeRO 3 must pad"

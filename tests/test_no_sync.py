@@ -1,4 +1,8 @@
-"""Between two log lines the host reads nothing from the device, so it never waits for it."""
+"""Between two log lines the host reads nothing from the device, so it never waits for it.
+
+On the CPU the calls of our own lines are watched, those that can be told without a device; on a GPU
+torch itself says which lines wait.
+"""
 
 import sys
 import warnings
@@ -9,10 +13,16 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from tests.support import ROOT
+
+pytest.importorskip("deepspeed")
+pytest.importorskip("pydantic")
 from megatron.training.run import train
 from megatron.training.trainer import Trainer
-from tests.support import ROOT
-from tests.training.conftest import settings
+from tests.training import conftest
+
+grid = conftest.grid
+settings = conftest.settings
 
 READS = {
     Tensor.item,
