@@ -274,6 +274,12 @@ def builds(folder, *options, triton=None):
     return [json.loads(line) for line in done.stdout.splitlines()]
 
 
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory):
+    """A folder that keeps what was compiled once."""
+    return tmp_path_factory.mktemp("compiled")
+
+
 OTHER_TRITON = os.environ.get("OTHER_TRITON")
 needs_another_triton = pytest.mark.skipif(
     OTHER_TRITON is None, reason="OTHER_TRITON names no folder with another version of Triton"
@@ -304,14 +310,14 @@ def test_every_program_compiles_with_another_triton_too(cases, tmp_path):
 
 
 @every_choice_of_cases
-def test_every_program_compiles_for_gpus_and_fits_their_memory_and_registers(cases, tmp_path):
-    for built in builds(tmp_path, "--cases", cases):
+def test_every_program_compiles_for_gpus_and_fits_their_memory_and_registers(cases, compiled):
+    for built in builds(compiled, "--cases", cases):
         assert_it_fits(built)
 
 
-def test_tables_that_are_read_directly_take_no_shared_memory(tmp_path):
+def test_tables_that_are_read_directly_take_no_shared_memory(compiled):
     direct, pipelined = (
-        builds(tmp_path, "--programs", "forward", "--cases", "training", "--reads", reads)
+        builds(compiled, "--programs", "forward", "--cases", "training", "--reads", reads)
         for reads in ("direct", "pipelined")
     )
     for one, other in zip(direct, pipelined, strict=True):
