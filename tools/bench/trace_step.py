@@ -3,7 +3,8 @@
 python tools/bench/trace_step.py --encoding kerple_log --output trace.json
 
 Writes the figures to FILE.json, and to FILE.trace.json.gz what chrome://tracing and Perfetto show.
-The step is that of step.py. On the CPU its own operations stand for the device's.
+The step is that of step.py. The profiler's own work lies between the kernels, too, so the idle time
+is an upper bound. On the CPU its own operations stand for the device's.
 """
 
 import argparse
@@ -22,6 +23,7 @@ from measure import DTYPES, conditions, positive
 from step import Candidate
 from torch.profiler import ProfilerActivity, profile
 
+from megatron.errors import UserError
 from megatron.files import write_text
 from megatron.last_resort import guarded
 
@@ -105,7 +107,12 @@ def save_trace(profiler: profile, path: Path) -> None:
 
 
 def figures(work: Sequence[tuple[str, Interval]]) -> dict[str, Any]:
-    """What a device did in one step, from the name and interval of each of its operations."""
+    """What a device did in one step, from the name and interval of each of its operations.
+
+    UserError without operations.
+    """
+    if not work:
+        raise UserError("the profiler saw no kernel; is another profiler running?")
     times: dict[str, float] = defaultdict(float)
     for name, (begin, end) in work:
         times[name] += (end - begin) / 1000
@@ -143,7 +150,7 @@ def markdown(found: dict[str, Any]) -> str:
     """The step in one line, then its longest kernels."""
     share = 100 * found["idle_share"]
     line = (
-        f"{shown(found['span_ms'])} ms, of which {shown(found['idle_ms'])} ms idle "
+        f"{shown(found['span_ms'])} ms, of which at most {shown(found['idle_ms'])} ms idle "
         f"({share:.0f} %), {found['operations']} operations\n"
     )
     lines = []

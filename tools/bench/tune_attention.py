@@ -37,6 +37,7 @@ from megatron.attention.triton_tiles import (
     most_columns,
     tiles_of,
 )
+from megatron.errors import UserError
 from megatron.last_resort import guarded
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
@@ -214,7 +215,12 @@ def wanted(options: argparse.Namespace, arch: int) -> list[Candidate]:
 
 
 def compile_only(options: argparse.Namespace) -> str:
-    """Figures of the compiler for candidates that do not spill, and how many spill."""
+    """Figures of the compiler for candidates that do not spill, and how many spill.
+
+    UserError where Triton interprets, so that it compiles nothing.
+    """
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        raise UserError("TRITON_INTERPRET: at 1 Triton compiles nothing; set it to 0")
     from triton_builds import Case, build
 
     rows = []
