@@ -1,6 +1,6 @@
 """What several test files share: the project's root, commands, a corpus of bytes.
 
-Tests of the kernels import it where torch and pytest alone are installed.
+Tests of the kernels import it where torch, numpy and pytest alone are installed.
 """
 
 import os

@@ -246,6 +246,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("--tables", nargs="+", choices=TABLES, default=list(TABLES))
     add("--heads", type=positive, default=12)
     add("--head_dim", type=positive, default=64)
+    add(
+        "--required",
+        nargs="*",
+        default=[],
+        metavar="WORD",
+        help="end with 1 where a candidate with one of these words in its name did not run",
+    )
     options = parsed(parser, QUICK, argv)
     bench = Bench(options, "Attention")
     for dtype in options.dtypes:
@@ -255,7 +262,16 @@ def main(argv: Sequence[str] | None = None) -> int:
                 bench.group(candidates(options, dtype, direction, length), REFERENCES, dtype)
                 bench.save(markdown(bench))
     print(markdown(bench))
-    return 0
+    return 1 if lacks_required(bench) else 0
+
+
+def lacks_required(bench: Bench) -> bool:
+    """Whether a candidate that --required names did not run, or none has such a name."""
+    for word in bench.options.required:
+        reasons = [row["reason"] for row in bench.rows if word in row["candidate"]]
+        if not reasons or any(reasons):
+            return True
+    return False
 
 
 def candidates(options: Namespace, dtype: str, direction: str, length: int) -> list[Candidate]:

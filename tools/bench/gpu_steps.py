@@ -9,14 +9,17 @@ from pathlib import Path
 ENCODINGS = ["kerple_log", "alibi", "rotary", "mep_free"]
 REFERENCE_FIRST = ["rotary", "alibi", "kerple_log", "mep_free"]
 LENGTHS = ["512", "2048", "4096", "16384"]
-KERNEL_TESTS = ["-m", "pytest", "-q", "-rs", "-p", "no:cacheprovider", "-m", "gpu"]
-KERNELS = ["--only", "triton", "plain", "--dtypes", "bfloat16"]
+PYTEST = ["-m", "pytest", "-q", "-rs", "-p", "no:cacheprovider"]
+KERNEL_TESTS = [*PYTEST, "-m", "gpu"]
+REQUIRED = ["--required", "triton"]  # a step in which our kernel does not run has failed
+KERNELS = ["--only", "triton", "plain", *REQUIRED, "--dtypes", "bfloat16"]
 READS = {"ATTENTION_TABLE_READS": "pipelined"}
 TF32X3 = {"ATTENTION_FLOAT32": "tf32x3"}
 
 # What a dry run adds to a command line. The last value of an option counts.
 QUICK = ["--device", "cpu", "--threads", "1", "--rounds", "1", "--seconds", "1", "--no-memory"]
-SMALL_ATTENTION = [*QUICK, "--lengths", "32", "--tokens", "32", "--heads", "2", "--head_dim", "16"]
+SMALL_HEADS = ["--tokens", "32", "--heads", "2", "--head_dim", "16"]
+SMALL_ATTENTION = [*QUICK, "--lengths", "32", *SMALL_HEADS, "--required"]  # nothing is
 SMALL_MODEL = ["--hidden", "32", "--layers", "1", "--heads", "2", "--vocab", "64"]
 SMALL_STEP = [*QUICK, *SMALL_MODEL, "--batch", "1", "--train_length", "16", "--lengths", "16"]
 SMALL_TRACE = ["--device", "cpu", *SMALL_MODEL, "--batch", "1", "--length", "16"]
@@ -48,6 +51,8 @@ class Step:
     parts: into how many processes its tests may be divided
     program: what runs Python, where that is not the shell
     packages: without which it is skipped
+    needs: names of earlier steps, without which it does not begin and after which it runs again
+    refusals: text in its log -> why it counts as skipped, if it failed
     """
 
     name: str
@@ -58,11 +63,13 @@ class Step:
     parts: int = 1
     program: list[str] = field(default_factory=list)
     packages: list[str] = field(default_factory=list)
+    needs: list[str] = field(default_factory=list)
+    refusals: dict[str, str] = field(default_factory=dict)
 
     @property
     def tests(self) -> bool:
-        """Whether it runs tests, which say themselves what they need."""
-        return "pytest" in self.words
+        """Whether it runs tests with the mark gpu, which say themselves what they need."""
+        return "pytest" in self.words and "gpu" in self.words
 
 
 @dataclass(frozen=True)
@@ -85,6 +92,14 @@ def first_block(places: Places) -> list[Step]:
     return [
         tests("tests_cuda", ["tests/attention/test_cuda.py", "-k", "not flex", "-x"], 120),
         tests("tests_triton", ["tests/attention/test_triton.py", "-x"], 150),
+        Step(
+            "tests_ops",
+            [*PYTEST, "tests/attention/test_triton_ops.py"],
+            seconds=60,
+            small=["--collect-only"],  # without a GPU `make test` runs them
+            variables={"TEST_GPU": "1"},
+            packages=["triton"],
+        ),
         attention(places, "attention_direct", ["--lengths", "2048", "16384"], tables=True),
         attention(
             places, "attention_pipelined", ["--lengths", "2048", "16384"], tables=True, env=READS
@@ -116,11 +131,13 @@ def second_block(places: Places) -> list[Step]:
             ["tools/bench/tune_attention.py", "--seconds", "100"],
             seconds=120,
             small=["--programs", "forward", "--archs", "90"],
+            variables={"TRITON_INTERPRET": "0"},
+            packages=["triton"],
         ),
         whole_steps(places, "steps", []),
         whole_steps(places, "steps_compiled", ["--compile", "--lengths"]),
         tests("tests_flex", ["tests/attention/test_cuda.py", "-k", "flex"], 150),
-        tests("tests_engine", ["tests/test_gpu.py"], 180),
+        tests("tests_engine", ["tests/test_gpu.py", "tests/training/test_no_sync.py"], 180),
     ]
 
 
@@ -133,7 +150,9 @@ def third_block(places: Places) -> list[Step]:
     table = ["tools/compare.py", *rows, "--against", "rotary"]
     output = ["--output", str(places.folder / "table.md")]
     packages = ["pydantic", "yaml"]
-    return [*found, Step("table", [*table, *output], seconds=60, packages=packages)]
+    needs = [f"evaluate_{name}" for name in ENCODINGS]
+    last = Step("table", [*table, *output], seconds=60, packages=packages, needs=needs)
+    return [*found, last]
 
 
 def tests(name: str, words: list[str], seconds: float) -> Step:
@@ -175,19 +194,21 @@ def bank_conflicts(name: str, env: dict[str, str]) -> Step:
     second = ["--launch-skip", "1", "--launch-count", "1"]  # the first is that of the self-check
     profiler = ["ncu", "--clock-control", "none", "--kernel-name", "forward", *second]
     size = ["--lengths", "2048", "--tables", "frozen", "--passes", "forward"]
-    once = ["--only", "triton", "--dtypes", "bfloat16", "--rounds", "1", "--no-memory"]
+    once = ["--only", "triton", *REQUIRED, "--dtypes", "bfloat16", "--rounds", "1", "--no-memory"]
     return Step(
         name,
         ["tools/bench/attention.py", *once, *size],
         seconds=60,
         variables=env,
         program=[*profiler, "--metrics", ",".join(counters)],
+        refusals={"ERR_NVGPUCTRPERM": "this user may not read the GPU's counters"},
     )
 
 
 def float32(places: Places, name: str, env: dict[str, str]) -> Step:
     """Times of the float32 forward pass at the longest length."""
-    options = ["--only", "triton", "plain", "--dtypes", "float32", "--passes", "forward"]
+    options = ["--only", "triton", "plain", *REQUIRED, "--dtypes", "float32"]
+    options += ["--passes", "forward"]
     size = ["--lengths", "16384", "--tables", "frozen", "--rounds", "5", "--seconds", "2"]
     output = ["--output", str(places.folder / f"{name}.json")]
     words = ["tools/bench/attention.py", *options, *size, *output]
@@ -244,4 +265,5 @@ def evaluation(places: Places, name: str) -> Step:
         seconds=75,
         small=["eval_tokens=128", "--lengths", "32", "64"],
         packages=["pydantic", "yaml", "safetensors"],
+        needs=[f"train_{name}"],
     )
