@@ -137,7 +137,7 @@ def second_block(places: Places) -> list[Step]:
         whole_steps(places, "steps", []),
         whole_steps(places, "steps_compiled", ["--compile", "--lengths"]),
         tests("tests_flex", ["tests/attention/test_cuda.py", "-k", "flex"], 150),
-        tests("tests_engine", ["tests/test_gpu.py", "tests/training/test_no_sync.py"], 180),
+        tests("tests_engine", ["tests/test_gpu.py", "tests/test_no_sync.py"], 180),
     ]
 
 
