@@ -51,9 +51,10 @@ def alone(forks, corpus, tmp_path_factory) -> Path:
     ("command", "settings"),
     [
         (["deepy.py", "train.py"], ["num_gpus=2"]),
-        (
+        pytest.param(
             ["-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone", "train.py"],
             ["zero_optimization.stage=2"],
+            marks=pytest.mark.campaign,
         ),
     ],
     ids=["deepy", "torchrun-zero2"],

@@ -34,7 +34,7 @@ def assert_like_the_definition(case: Case, device: str) -> None:
 
 def longest(number: int) -> int:
     """Most cases are short, because the interpreter is slow; some have several tiles each way."""
-    return 140 if number % 20 == 0 else 70
+    return 140 if number % 20 == 0 else 50
 
 
 @pytest.fixture

@@ -293,7 +293,8 @@ def assert_it_fits(built):
 
 
 every_choice_of_cases = pytest.mark.parametrize(
-    "cases", ["usual", pytest.param("all", marks=pytest.mark.campaign)]
+    "cases",
+    ["training", *(pytest.param(name, marks=pytest.mark.campaign) for name in ("usual", "all"))],
 )
 
 

@@ -15,7 +15,7 @@ from tests.faults.restarts import evaluation, killed, preparation
 
 @pytest.mark.distributed
 @pytest.mark.parametrize(
-    ("kind", "kills"), [(KINDS[0], 3), (KINDS[3], 1)], ids=["alone", "one of two ranks"]
+    ("kind", "kills"), [(KINDS[0], 1), (KINDS[3], 1)], ids=["alone", "one of two ranks"]
 )
 def test_a_killed_training_goes_on_as_if_nothing_had_happened(kind, kills, forks, corpus, tmp_path):
     tally = Campaign(forks, kind, corpus, tmp_path / "runs", seed=1).run(kills)

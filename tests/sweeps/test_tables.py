@@ -3,10 +3,13 @@
 import math
 import statistics
 
+import pytest
+
 from megatron.data.tokens import TokenFile
 from tests.sweeps.conftest import SWEEP, TABLE, rows
 
 
+@pytest.mark.campaign
 def test_what_a_table_needs_is_run_first_and_its_seeds_give_standard_errors(
     forks, corpus, tmp_path
 ):
