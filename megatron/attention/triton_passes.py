@@ -124,8 +124,11 @@ def backward_pass(
         )
     if not wants_tables:
         return dq, dk, dv, None, None
-    dbias, *dweight = F.pad(table_gradients, (0, keys - table_gradients.shape[2]))
-    return dq, dk, dv, dbias, dweight[0] if dweight else None
+    masked = keys - table_gradients.shape[2]  # distances beyond the window or two chunks
+    padded = F.pad(table_gradients, (0, masked))
+    dbias = padded[0]
+    dweight = padded[1] if tables.weight is not None else None
+    return dq, dk, dv, dbias, dweight
 
 
 def as_table(gradient: Tensor | None, table: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ the queries. `bounds` says for every block where the keys or queries of its docu
 
 Outputs are laid out as [batch, length, heads, head_dim], statistics of rows (lse, delta) as
 [batch, heads, queries]. The flags WEIGHT, CHUNK and SEGMENTS say which pointers are read, DIRECT
-how tables are (see `_read`).
+how tables are (see `_read`), TABLES whether gradients of tables are wanted.
 """
 
 # The language of the programs only looks like Python.

@@ -5,9 +5,8 @@ python tools/bench/first_gpu.py 1 2 3 --output dry --dry
 
 Every step writes its files as it goes, below OUTPUT/blockN. The same command again runs what is
 missing: steps that failed, that were stopped, that had not begun, and that were done with another
-commit, device or command. A dry run has the same
-commands with small sizes, on a machine without a GPU. docs/first_gpu.md says what each figure
-decides.
+commit, device or command. A dry run has the same commands with small sizes, on a machine without a
+GPU. docs/first_gpu.md says what each figure decides.
 """
 
 import argparse
