@@ -1,0 +1,1 @@
+"""The sections of the configuration: every key with its type, default and description."""

@@ -1,0 +1,84 @@
+"""What is trained: the model, its encoding and how attention is computed."""
+
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import Field
+
+from megatron.config.sections.fields import INPUT, Float, Int, Length, Positive, Section, follows
+
+
+class Model(Section):
+    """The shape of the GPT and its initialisation."""
+
+    num_layers: Positive
+    """Transformer layers."""
+    hidden_size: Annotated[Int, Field(gt=0, le=2**20)]
+    """Width of the residual stream."""
+    num_attention_heads: Annotated[Int, Field(gt=0, le=4096)]
+    """Attention heads; they share hidden_size equally."""
+    seq_length: Length
+    """Training context in tokens."""
+    max_position_embeddings: Length = Field(json_schema_extra=follows("seq_length"))
+    """Rows of the table of `pos_emb: learned`; limits no other encoding. At least seq_length."""
+    layernorm_epsilon: Annotated[Float, Field(ge=1e-12, le=1)] = 1e-5
+    """Added to the variance in layer norm."""
+    no_weight_tying: bool = True
+    """true: the output matrix has weights of its own, as in KERPLE's and MEP's files; false: it is
+    the input embedding. (GPT-NeoX's default is false.)"""
+    hidden_dropout: Annotated[Float, Field(ge=0, lt=1)] = 0.0
+    """Dropout after the embedding, the attention and the MLP. (GPT-NeoX's default is 0.1.)"""
+    attention_dropout: Annotated[Float, Field(ge=0, le=0)] = 0.0
+    """Only 0.0: the attention backends compute no dropout on probabilities. (GPT-NeoX's default is
+    0.1.)"""
+    init_method_std: Annotated[Float, Field(ge=1e-12, le=10)] = 0.02
+    """Standard deviation of the initial weights."""
+    init_method: Literal["normal"] = "normal"
+    """Initial weights: normal with init_method_std."""
+    output_layer_init_method: Literal["scaled_normal", "normal"] = "scaled_normal"
+    """Initial weights of the layers that write into the residual stream; scaled_normal: std /
+    sqrt(2 * num_layers)."""
+    make_vocab_size_divisible_by: Positive = 128
+    """The rows of the embedding are rounded up to a multiple of this (GPT-2: 50257 -> 50304)."""
+    norm: Literal["layernorm"] = "layernorm"
+    """Kind of normalisation."""
+    activation: Literal["gelu"] = "gelu"
+    """Activation of the MLP."""
+
+
+class Position(Section):
+    """The positional encoding. pos_emb and pos_emb_args go together: a later file with another
+    pos_emb drops earlier pos_emb_args."""
+
+    pos_emb: str = "rotary"
+    """Name of the encoding; configs/pos_emb/ has one file for each."""
+    pos_emb_args: dict[str, Any] = Field(default_factory=dict)
+    """Options of that encoding, for example `{base: 500000}` for rotary."""
+    pos_emb_shared: bool = True
+    """true: all layers share the encoding's learned numbers, as in KERPLE; false: each layer has
+    its own, as in DAPE."""
+    pos_emb_file: str | None = Field(default=None, json_schema_extra=INPUT)
+    """A Python file of yours that registers encodings (docs/add_an_encoding.md). Naming it runs it,
+    as an import does. Its text counts for the hash and is kept with every checkpoint; that copy is
+    not run unless you name it."""
+
+
+class Attention(Section):
+    """How attention is computed. Every backend computes the same function."""
+
+    shapes_result: ClassVar[bool] = False
+
+    attention_backend: Literal["auto", "eager", "sdpa", "flex", "triton"] = "auto"
+    """eager is the definition; sdpa works in blocks, on CUDA with biases in the model's dtype (in
+    bf16 within 0.4 %); triton (CUDA) reads float32 tables; flex is FlexAttention; auto chooses the
+    fastest that is exact enough and logs its choice."""
+    attention_self_check: bool = True
+    """Compare a compiled backend (triton, flex) with eager on a small case, at its first use for a
+    kind of input."""
+    window: Length | Literal["train_length"] | None = None
+    """A token attends to this many tokens, itself included; train_length: to as many as in training
+    (a baseline for evaluation); unset: to all before it."""
+    blockwise: bool = False
+    """Blockwise causal attention (xPos): a token attends to its own block of seq_length / 2 tokens
+    and to the block before."""
+    logn_scale: bool = False
+    """Multiply the scores of a query that attends to n tokens by max(1, log n / log seq_length)."""
