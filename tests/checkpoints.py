@@ -5,9 +5,9 @@ from pathlib import Path
 
 from safetensors.torch import save_file
 
+from megatron.checkpoints.manifest import entry_of, write_record
 from megatron.config import load
 from megatron.model import from_config, padded_vocab
-from megatron.training.manifest import entry_of, write_record
 
 
 def make_checkpoint(folder: Path, corpus: Path, *settings: str, step: int = 5) -> Path:

@@ -8,6 +8,9 @@ import struct
 
 import pytest
 
+from megatron.checkpoints.keep import keep_weights_only
+from megatron.checkpoints.manifest import faults_of
+from megatron.checkpoints.saved import chosen, pointed, remove_checkpoint
 from megatron.data.sidecar import read_sidecar
 from megatron.entry import _Visible
 from megatron.errors import UserError, visible
@@ -18,9 +21,6 @@ from megatron.report.evidence import NOT_FOUND, evidence_of
 from megatron.results.files import read_results
 from megatron.results.labels import kinds
 from megatron.sweeps.plan import load_sweep
-from megatron.training.checkpoint import keep_weights_only
-from megatron.training.manifest import faults_of
-from megatron.training.saved import chosen, pointed, remove_checkpoint
 from tests.checkpoints import make_checkpoint
 from tests.results.rows import rows
 

@@ -21,6 +21,7 @@ LEVELS = [
     {"positions", "attention", "results", "splits"},
     {"config", "parallel"},
     {"model", "data"},
+    {"checkpoints"},
     {"training", "interop", "conformance"},
     {"evaluation"},
     {"report", "sweeps"},

@@ -12,10 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron.config.read import read_file
-from megatron.errors import UserError, visible
-from megatron.last_resort import guarded
-from megatron.training.manifest import (
+from megatron.checkpoints.manifest import (
     SETTINGS,
     Damaged,
     engine_files,
@@ -24,7 +21,7 @@ from megatron.training.manifest import (
     read_record,
     wrong_sizes,
 )
-from megatron.training.saved import (
+from megatron.checkpoints.saved import (
     MISSING,
     folder_of,
     leftovers,
@@ -34,6 +31,9 @@ from megatron.training.saved import (
     steps_in,
     without_record,
 )
+from megatron.config.read import read_file
+from megatron.errors import UserError, visible
+from megatron.last_resort import guarded
 
 HEADER = ("step", "size", "files", "config", "engine", "ranks", "state")
 UNITS = ("B", "KiB", "MiB", "GiB", "TiB")

@@ -4,6 +4,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megatron.checkpoints.manifest import WEIGHTS
+from megatron.checkpoints.read import load_for_evaluation
+from megatron.checkpoints.saved import find
 from megatron.commit import commit
 from megatron.config import Config
 from megatron.data.tokens import TokenFile
@@ -12,9 +15,6 @@ from megatron.evaluation.agreement import check_finite, check_same_model, check_
 from megatron.evaluation.resume import code_fingerprint, file_fingerprint
 from megatron.model import GPT, AttentionSettings
 from megatron.results.row import ATTENTION_INPUTS, Facts
-from megatron.training.checkpoint import load_for_evaluation
-from megatron.training.manifest import WEIGHTS
-from megatron.training.saved import find
 
 
 @dataclass(frozen=True)

@@ -21,6 +21,7 @@ SHAPES_LOSSES = (
     "config",
     "model",
     "positions",
+    "checkpoints/read.py",
     "data/index_maps.py",
     "data/pieces.py",
     "data/samples.py",
@@ -35,7 +36,6 @@ SHAPES_LOSSES = (
     "parallel/grid.py",
     "results/statistics.py",
     "splits.py",
-    "training/checkpoint.py",
 )
 
 

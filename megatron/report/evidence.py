@@ -8,6 +8,8 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from megatron.checkpoints.manifest import read_record
+from megatron.checkpoints.read import load_model, read_meta
 from megatron.config import Config, load
 from megatron.config.keys import all_keys
 from megatron.config.read import read_file
@@ -18,8 +20,6 @@ from megatron.model import GPT
 from megatron.positions import FILES, REGISTRY, Position, fingerprint
 from megatron.results.log import Record, training_log
 from megatron.results.row import Question
-from megatron.training.checkpoint import load_model, read_meta
-from megatron.training.manifest import read_record
 
 NOT_FOUND = "not found from here, so configuration, training curve and kernels are not shown"
 OWN_CODE = (

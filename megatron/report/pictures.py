@@ -9,6 +9,7 @@ import torch
 from matplotlib.figure import Figure
 from torch import Tensor
 
+from megatron.checkpoints.read import load_for_evaluation
 from megatron.config import Config
 from megatron.data.samples import split_documents
 from megatron.data.tokenizer import build_tokenizer
@@ -21,7 +22,6 @@ from megatron.report.evidence import positions_of
 from megatron.report.figures.attention import draw_attention
 from megatron.report.figures.learned import draw_learned, draw_trajectory, trajectory
 from megatron.report.figures.positions import draw, panels
-from megatron.training.checkpoint import load_for_evaluation
 
 SHOWN = 80  # letters of the text beneath a map of attention
 

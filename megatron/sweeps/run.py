@@ -16,13 +16,13 @@ from pathlib import Path
 
 import torch
 
+from megatron.checkpoints.keep import keep_weights_only
 from megatron.errors import UserError, visible
 from megatron.files import ROOT, write_text
 from megatron.parallel.tied import tied
 from megatron.sweeps.lock import held
 from megatron.sweeps.plan import Cell, Evaluation, Sweep
 from megatron.sweeps.state import state_of
-from megatron.training.checkpoint import keep_weights_only
 
 Say = Callable[[str], None]
 FULL = 2**20  # bytes that are left: less than the files of a small run

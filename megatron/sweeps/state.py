@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
+from megatron.checkpoints.manifest import read_record
+from megatron.checkpoints.saved import find, latest_step
 from megatron.data.tokens import TokenFile
 from megatron.errors import UserError
 from megatron.results.files import existing_results, write_lines
@@ -13,8 +15,6 @@ from megatron.results.log import training_log
 from megatron.results.row import COLLECTED, Row
 from megatron.sweeps.lock import at_work
 from megatron.sweeps.plan import Cell, Evaluation, Sweep
-from megatron.training.manifest import read_record
-from megatron.training.saved import find, latest_step
 
 logger = logging.getLogger(__name__)
 

@@ -20,13 +20,13 @@ from pathlib import Path
 
 import torch
 
+from megatron.checkpoints.saved import leftovers
 from megatron.config import Config
 from megatron.errors import UserError
 from megatron.model.head import tokens_at_once
 from megatron.model.size import Parameters, parameters
 from megatron.parallel.machine import device_memory, free_disk, in_bytes, total_memory
 from megatron.parallel.threads import available_cores
-from megatron.training.saved import leftovers
 
 logger = logging.getLogger(__name__)
 
@@ -199,17 +199,6 @@ def warn_if_tight(config: Config, need: Needs, *, ranks_here: int, device: torch
         logger.warning(
             f"num_workers: {workers} processes would share {available_cores()} core(s);"
             " lower num_workers"
-        )
-
-
-def check_weights_fit(config: Config, vocab: int) -> None:
-    """UserError where the weights of a checkpoint alone are more than this machine's memory."""
-    wanted = FLOAT32 * parameters(config, vocab).whole
-    if wanted > total_memory():
-        raise UserError(
-            f"num_layers = {config.model.num_layers}, hidden_size = {config.model.hidden_size}:"
-            f" the weights need {in_bytes(wanted)}, and there are {in_bytes(total_memory())} of"
-            " memory; measure this checkpoint on a larger machine"
         )
 
 

@@ -4,10 +4,10 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
+from megatron.checkpoints.saved import remove_unfinished
 from megatron.config import Config
 from megatron.owner import owned_folder
 from megatron.training.metric_logs import checked_logs
-from megatron.training.saved import remove_unfinished
 
 
 def folders_of(config: Config) -> list[AbstractContextManager[None]]:

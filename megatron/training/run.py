@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from megatron.checkpoints.keep import Keeper
 from megatron.config import Config
 from megatron.data.tokens import TokenFile
 from megatron.errors import UserError
@@ -20,7 +21,6 @@ from megatron.training import checkpoint
 from megatron.training.deterministic import naming_operations
 from megatron.training.fits import check_fits, warn_if_tight
 from megatron.training.folders import folders_of
-from megatron.training.keep import Keeper
 from megatron.training.metrics import Metrics, Progress
 from megatron.training.saves import is_saved
 from megatron.training.start import Start, starting_point

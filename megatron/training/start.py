@@ -5,11 +5,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from megatron.config import Config
-from megatron.errors import UserError
-from megatron.parallel.grid import Grid
-from megatron.training.checkpoint import check_engine_state, read_meta, replaced
-from megatron.training.manifest import (
+from megatron.checkpoints.manifest import (
     Stamps,
     engine_files,
     faults_of,
@@ -17,7 +13,12 @@ from megatron.training.manifest import (
     read_record,
     stamps,
 )
-from megatron.training.saved import chosen, latest_step, newest_good
+from megatron.checkpoints.read import read_meta, replaced
+from megatron.checkpoints.saved import chosen, latest_step, newest_good
+from megatron.config import Config
+from megatron.errors import UserError
+from megatron.parallel.grid import Grid
+from megatron.training.checkpoint import check_engine_state
 from megatron.training.universal import Engine
 
 logger = logging.getLogger(__name__)

@@ -12,11 +12,11 @@ import torch
 from safetensors import SafetensorError
 from torch.serialization import get_crc32_options, set_crc32_options
 
+from megatron.checkpoints.manifest import THREADS, Entries, entry_of
 from megatron.errors import UserError
 from megatron.files import sync
 from megatron.parallel.grid import Grid
 from megatron.training.finite import not_finite, saved_numbers
-from megatron.training.manifest import THREADS, Entries, entry_of
 
 FAULTS = (OSError, RuntimeError, SafetensorError)  # of torch.save and save_file on a full disk
 CURE = "lower optimizer.params.lr, raise warmup, or use precision: fp32"

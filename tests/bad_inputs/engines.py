@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from megatron.training.manifest import read_record, write_record
+from megatron.checkpoints.manifest import read_record, write_record
 from tests.bad_inputs.case import MODEL, TRAIN, Case
 
 RESUME = [

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from megatron.checkpoints.read import read_meta
 from megatron.config import load
 from megatron.errors import UserError
 from megatron.positions import REGISTRY, load_file
-from megatron.training.checkpoint import read_meta
 
 pytestmark = pytest.mark.usefixtures("own_registry")
 

@@ -6,12 +6,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from megatron.checkpoints.manifest import RECORD
+from megatron.checkpoints.read import READ_BY_EVALUATION, load_for_evaluation
 from megatron.config import Config, load
 from megatron.errors import UserError
 from megatron.parallel.grid import Grid
 from megatron.positions import FILES, REGISTRY
-from megatron.training.checkpoint import READ_BY_EVALUATION, load_for_evaluation
-from megatron.training.manifest import RECORD
 from megatron.training.run import train
 from tests.training.conftest import tiny
 

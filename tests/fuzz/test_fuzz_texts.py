@@ -5,6 +5,7 @@ import json
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megatron.checkpoints.manifest import read_record
 from megatron.config import load
 from megatron.data.tokenizer import build_tokenizer, train_tokenizer
 from megatron.report.html.files import read_files
@@ -12,7 +13,6 @@ from megatron.results.comparison import compared, encodings
 from megatron.results.files import read_results
 from megatron.results.row import Row
 from megatron.results.table import table
-from megatron.training.checkpoint import read_record
 from tests.fuzz.settings import fuzzed, works_or_says_why
 from tests.results.rows import rows
 

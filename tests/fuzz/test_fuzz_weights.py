@@ -9,10 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import save
 
+from megatron.checkpoints.read import load_model
 from megatron.config import load
 from megatron.errors import UserError
 from megatron.model import from_config
-from megatron.training.checkpoint import load_model
 from tests.fuzz.settings import fuzzed, in_time, works_or_says_why
 
 VOCAB = 8

@@ -4,8 +4,8 @@ import shutil
 
 import pytest
 
-from megatron.training.checkpoint import keep_weights_only
-from megatron.training.manifest import read_record
+from megatron.checkpoints.keep import keep_weights_only
+from megatron.checkpoints.manifest import read_record
 from tests.checkpoints import make_checkpoint
 from tests.support import call
 

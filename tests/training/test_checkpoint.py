@@ -5,11 +5,11 @@ import json
 import pytest
 import torch
 
+from megatron.checkpoints.manifest import read_record
+from megatron.checkpoints.read import load_for_evaluation
+from megatron.checkpoints.saved import latest_step, steps_in
 from megatron.errors import UserError
-from megatron.training import checkpoint
-from megatron.training.manifest import read_record
 from megatron.training.run import train
-from megatron.training.saved import latest_step, steps_in
 from tests.training.conftest import copy_of, settings
 
 
@@ -18,7 +18,7 @@ def test_a_checkpoint_gives_back_the_trained_model_and_its_own_configuration(
 ):
     config = settings(corpus, tmp_path, "precision=bf16")
     train(config, grid)
-    model, saved, meta = checkpoint.load_for_evaluation(tmp_path)
+    model, saved, meta = load_for_evaluation(tmp_path)
     assert (meta["step"], meta["config_hash"], meta["vocab"], meta["corpus"]) == (
         8,
         config.hash,
@@ -31,8 +31,8 @@ def test_a_checkpoint_gives_back_the_trained_model_and_its_own_configuration(
     # Float32 masters, not bfloat16 copies: most of them are no bfloat16 numbers.
     weight = model.layers[0].mlp.dense_h_to_4h.weight
     assert (weight != weight.bfloat16().float()).float().mean() > 0.9
-    assert checkpoint.load_for_evaluation(tmp_path, step=4)[2]["step"] == 4
-    assert checkpoint.load_for_evaluation(tmp_path / "global_step4")[2]["step"] == 4
+    assert load_for_evaluation(tmp_path, step=4)[2]["step"] == 4
+    assert load_for_evaluation(tmp_path / "global_step4")[2]["step"] == 4
 
 
 def test_a_run_that_was_set_back_deletes_nothing_newer_and_not_what_proved_good(
@@ -66,16 +66,16 @@ def test_an_absent_checkpoint_says_what_was_looked_for(trained, tmp_path):
     with pytest.raises(
         UserError, match=rf"checkpoint: no folder {tmp_path}/no - train first, or set load"
     ):
-        checkpoint.load_for_evaluation(tmp_path / "no")
+        load_for_evaluation(tmp_path / "no")
     with pytest.raises(
         UserError, match=r"looked for global_stepN/checkpoint.json in .*, steps there: none"
     ):
-        checkpoint.load_for_evaluation(tmp_path)
+        load_for_evaluation(tmp_path)
     with pytest.raises(
         UserError,
         match=r"looked for global_step9/checkpoint.json in .*, steps there: 4 - check load",
     ):
-        checkpoint.load_for_evaluation(trained, step=9)
+        load_for_evaluation(trained, step=9)
 
 
 @pytest.mark.parametrize(
@@ -90,7 +90,7 @@ def test_a_damaged_checkpoint_is_named(trained, tmp_path, name, content, message
     folder = copy_of(trained, tmp_path)
     (folder / "global_step4" / name).write_text(content)
     with pytest.raises(UserError, match=message):
-        checkpoint.load_for_evaluation(folder)
+        load_for_evaluation(folder)
 
 
 def forget_sums(path):
@@ -105,7 +105,7 @@ def test_a_checkpoint_without_sums_is_read_with_a_note(grid, corpus, trained, tm
     forget_sums(folder / "global_step4")
     caplog.set_level("INFO")
     note = "global_step4: written before checkpoints had sums, so its files are not verified"
-    checkpoint.load_for_evaluation(folder)
+    load_for_evaluation(folder)
     assert [message.endswith(note) for message in caplog.messages].count(True) == 1
     train(settings(corpus, folder, "train_iters=5"), grid)
     assert [message.endswith(note) for message in caplog.messages].count(True) == 2
@@ -116,13 +116,13 @@ def test_an_edited_configuration_is_noticed(trained, tmp_path):
     path = copy_of(trained, tmp_path) / "global_step4" / "config.yml"
     path.write_text(path.read_text().replace("pos_emb: mep_param", "pos_emb: mep_xxxxx"))
     with pytest.raises(UserError, match=r"config.yml: was changed after it was written"):
-        checkpoint.load_for_evaluation(path.parent)
+        load_for_evaluation(path.parent)
     path.write_text(path.read_text().replace("pos_emb: mep_xxxxx", "pos_emb: mep_free"))
     forget_sums(path.parent)
     with pytest.raises(
         UserError, match=r"its hash is \w+, the checkpoint says \w+ - it was edited after training"
     ):
-        checkpoint.load_for_evaluation(path.parent)
+        load_for_evaluation(path.parent)
 
 
 def test_a_planted_half_written_checkpoint_is_not_taken_for_one(grid, corpus, trained, tmp_path):

@@ -4,11 +4,11 @@ import shutil
 
 import pytest
 
+from megatron.checkpoints.manifest import RECORD, read_record
+from megatron.checkpoints.read import load_for_evaluation
+from megatron.checkpoints.saved import latest_step
 from megatron.errors import UserError
-from megatron.training.checkpoint import load_for_evaluation
-from megatron.training.manifest import RECORD, read_record
 from megatron.training.run import train
-from megatron.training.saved import latest_step
 from megatron.training.start import starting_point
 from tests.faults.damage import KINDS, changed, found_by_use, own_encoding, settings
 

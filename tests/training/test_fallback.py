@@ -4,11 +4,11 @@ import shutil
 
 import pytest
 
+from megatron.checkpoints.manifest import read_record
+from megatron.checkpoints.read import load_for_evaluation
+from megatron.checkpoints.saved import latest_step, steps_in
 from megatron.errors import UserError
-from megatron.training.checkpoint import load_for_evaluation
-from megatron.training.manifest import read_record
 from megatron.training.run import train
-from megatron.training.saved import latest_step, steps_in
 from megatron.training.start import starting_point
 from tests.training.conftest import copy_of, settings
 

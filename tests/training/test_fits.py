@@ -6,6 +6,7 @@ import shutil
 import pytest
 import torch
 
+from megatron.checkpoints import read
 from megatron.config import load
 from megatron.errors import UserError
 from megatron.parallel.machine import free_disk, in_bytes, total_memory
@@ -19,6 +20,7 @@ TINY = ["num_layers=2", "hidden_size=32", "num_attention_heads=4", "seq_length=6
 @pytest.fixture(autouse=True)
 def a_machine(monkeypatch):
     monkeypatch.setattr(fits, "total_memory", lambda: 16 * GIGABYTE)
+    monkeypatch.setattr(read, "total_memory", lambda: 16 * GIGABYTE)
     monkeypatch.setattr(fits, "free_disk", lambda folder: 100 * GIGABYTE)
     monkeypatch.setattr(fits, "available_cores", lambda: 8)
 
@@ -89,10 +91,10 @@ def test_what_hardly_fits_is_a_warning(caplog, monkeypatch):
     assert third == "num_workers: 9 processes would share 8 core(s); lower num_workers"
 
 
-def test_weights_of_a_checkpoint_beyond_the_memory_are_refused():
+def test_weights_of_a_checkpoint_beyond_the_memory_are_refused(tmp_path):
     config = load([], [*TINY, "num_layers=1e9"])
     with pytest.raises(UserError, match=r"the weights need 50.8 TB, and there are 16 GB of memory"):
-        fits.check_weights_fit(config, 512)
+        read.load_model(tmp_path, config, 512)
 
 
 def test_zero_divides_the_state():

@@ -11,13 +11,14 @@ import pytest
 import torch
 from deepspeed.runtime import engine as engine_module
 
+from megatron.checkpoints import write
+from megatron.checkpoints.keep import Keeper
+from megatron.checkpoints.manifest import read_record
+from megatron.checkpoints.saved import steps_in
 from megatron.errors import UserError
 from megatron.training import checkpoint
 from megatron.training.finite import not_finite, saved_numbers
-from megatron.training.keep import Keeper
-from megatron.training.manifest import read_record
 from megatron.training.run import train
-from megatron.training.saved import steps_in
 from tests.training.conftest import settings
 from tests.training.test_engine import text, trainer
 
@@ -206,7 +207,7 @@ def test_what_the_first_rank_alone_cannot_write_ends_all_ranks(grid, tmp_path, m
     def full(*_):
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    where = engine_module if name == "copyfile" else checkpoint
+    where = engine_module if name == "copyfile" else write
     monkeypatch.setattr(where, name, full)
     barriers.clear()
     with pytest.raises(UserError, match=r"partial_step1 cannot be written \(No space left on dev"):

@@ -4,13 +4,13 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from megatron.checkpoints.manifest import read_record
+from megatron.checkpoints.saved import latest_step
 from megatron.config import load
 from megatron.errors import UserError
 from megatron.model import from_config
 from megatron.training import run
 from megatron.training.checkpoint import full_weights
-from megatron.training.manifest import read_record
-from megatron.training.saved import latest_step
 from megatron.training.trainer import Trainer
 from tests.training.conftest import MODEL, records, tiny
 

@@ -7,12 +7,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from megatron.checkpoints.manifest import entry_of, read_record, write_record
+from megatron.checkpoints.read import load_for_evaluation, read_meta
+from megatron.checkpoints.saved import latest_step
 from megatron.config import load
 from megatron.errors import UserError
-from megatron.training import checkpoint
-from megatron.training.manifest import entry_of, read_record, write_record
 from megatron.training.run import train
-from megatron.training.saved import latest_step
 from tests.training.conftest import MODEL, copy_of, records, settings, tiny
 
 
@@ -57,7 +57,7 @@ def test_a_resumed_run_repeats_the_uninterrupted_one_to_the_last_bit(grid, corpu
 def test_a_resumed_run_computes_with_the_threads_that_it_had(grid, corpus, tmp_path, monkeypatch):
     train(settings(corpus, tmp_path, "train_iters=4"), grid)
     path = tmp_path / "global_step4"
-    assert checkpoint.read_meta(path)[1]["threads"] == torch.get_num_threads()
+    assert read_meta(path)[1]["threads"] == torch.get_num_threads()
     asked = []
     monkeypatch.setattr(
         "megatron.training.run.use_threads", lambda *_, before, **__: asked.append(before)
@@ -87,7 +87,7 @@ def test_a_resumed_run_with_larger_batches_goes_on_with_text_it_has_not_seen(
 ):
     train(settings(corpus, tmp_path, "train_iters=4"), grid)
     train(settings(corpus, tmp_path, "train_micro_batch_size_per_gpu=8"), grid)
-    _, _, meta = checkpoint.load_for_evaluation(tmp_path)
+    _, _, meta = load_for_evaluation(tmp_path)
     assert (meta["step"], meta["windows"], meta["windows_per_step"]) == (8, 4 * 4 + 4 * 8, 8)
     assert records(tmp_path)[8]["tokens"] == (4 * 4 + 4 * 8) * 64
 

@@ -10,9 +10,9 @@ import sys
 import pytest
 from safetensors.torch import load_file
 
+from megatron.checkpoints.saved import find, latest_step
 from megatron.errors import UserError
 from megatron.training.run import train
-from megatron.training.saved import find, latest_step
 from megatron.training.trainer import Trainer
 from tests.support import ROOT, unlaunched
 from tests.training.conftest import MODEL, records, settings, tiny

@@ -2,10 +2,10 @@
 
 import pytest
 
+from megatron.checkpoints.saved import steps_in
 from megatron.config import load
 from megatron.errors import UserError
 from megatron.training.run import train
-from megatron.training.saved import steps_in
 from megatron.training.saves import is_saved
 from tests.training.conftest import records, settings, tiny
 

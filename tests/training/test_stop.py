@@ -10,14 +10,14 @@ import time
 import psutil
 import pytest
 
+from megatron.checkpoints.manifest import read_record
+from megatron.checkpoints.saved import latest_step, steps_in
 from megatron.config import load
 from megatron.errors import UserError
 from megatron.parallel.grid import Grid, free_port
 from megatron.parallel.launcher import environments
 from megatron.training import checkpoint, stop
-from megatron.training.manifest import read_record
 from megatron.training.run import train
-from megatron.training.saved import latest_step, steps_in
 from megatron.training.stop import Stop
 from megatron.training.trainer import Trainer
 from tests.support import ROOT, unlaunched

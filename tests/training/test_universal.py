@@ -6,13 +6,14 @@ import pytest
 import torch
 from deepspeed.utils import safe_get_full_fp32_param
 
+from megatron.checkpoints.manifest import read_record, write_record
+from megatron.checkpoints.read import read_meta
+from megatron.checkpoints.saved import latest_step
 from megatron.config import load
 from megatron.errors import UserError
 from megatron.model import from_config
 from megatron.training import checkpoint
-from megatron.training.manifest import read_record, write_record
 from megatron.training.run import train
-from megatron.training.saved import latest_step
 from megatron.training.trainer import Trainer
 from megatron.training.universal import AVERAGES, Engine
 from tests.training.conftest import copy_of, records, settings, tiny
@@ -92,7 +93,7 @@ def test_conversion_carries_weights_and_averages_over_to_the_last_bit(grid, corp
     expected = None
     for number, (stage, precision) in enumerate([*kinds, kinds[0]]):
         config = load([], recipe(corpus, tmp_path, stage, f"precision={precision}"))
-        _, record = checkpoint.read_meta(path)
+        _, record = read_meta(path)
         trainer = Trainer(config, from_config(config, record["vocab"]), grid)
         checkpoint.resume(trainer, path, written_by, {})
         state = adam_state(trainer)

@@ -2,9 +2,10 @@
 
 import pytest
 
+from megatron.checkpoints.keep import keep_weights_only
+from megatron.checkpoints.read import load_for_evaluation
 from megatron.config import load
 from megatron.errors import UserError
-from megatron.training.checkpoint import keep_weights_only, load_for_evaluation
 from megatron.training.run import train
 from tests.training.conftest import tiny
 

@@ -5,9 +5,9 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
+from megatron.checkpoints.manifest import FOLDER, RECORD
 from megatron.errors import UserError
 from megatron.files import read_small, remove
-from megatron.training.manifest import FOLDER, RECORD
 
 logger = logging.getLogger(__name__)
 

@@ -10,7 +10,15 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron.training.saved import folder_of, remove_checkpoint, steps_in
+from megatron.checkpoints.manifest import (
+    ENGINE_STATE,
+    Damaged,
+    engine_files,
+    is_verifiable,
+    read_record,
+    write_record,
+)
+from megatron.checkpoints.saved import folder_of, remove_checkpoint, steps_in
 
 logger = logging.getLogger(__name__)
 
@@ -118,3 +126,26 @@ def _usual(before: float, loss: float, last: float | None) -> float:
     if last is None or last >= before:
         return before
     return before + FALLS * (max(loss, last) - before)
+
+
+def keep_weights_only(folder: Path) -> None:
+    """Delete the engine's state of every checkpoint in a run's folder; evaluation needs none.
+
+    checkpoint.json stops listing the files before they go: whenever this is interrupted, what is
+    listed is there. A checkpoint whose record is damaged is left as it is.
+    """
+    for step in steps_in(folder):
+        path = folder_of(folder, step)
+        if path.is_symlink():  # it belongs to another run
+            continue
+        try:
+            record = read_record(path)
+        except Damaged as damage:
+            logger.warning("%s", damage)
+            continue
+        states = engine_files(path, record)
+        if is_verifiable(record) and states:
+            files = {name: one for name, one in record["files"].items() if name not in states}
+            write_record(path, {**record, "files": files})
+        for state in path.glob(ENGINE_STATE):
+            state.unlink()

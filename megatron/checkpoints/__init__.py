@@ -1,0 +1,1 @@
+"""Checkpoints on the disk: what a folder holds and whether it is whole; their models."""

@@ -1,0 +1,124 @@
+"""Read a checkpoint: its configuration, its record and its model in float32."""
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor
+
+from megatron.checkpoints.manifest import (
+    SETTINGS,
+    WEIGHTS,
+    Damaged,
+    faults_of,
+    note_if_old,
+    read_record,
+    verified,
+)
+from megatron.checkpoints.saved import chosen, newest_good, step_of
+from megatron.config import Config, load
+from megatron.config.user_file import COPY
+from megatron.errors import UserError
+from megatron.model import GPT, from_config
+from megatron.model.size import parameters
+from megatron.parallel.machine import in_bytes, total_memory
+
+logger = logging.getLogger(__name__)
+
+READ_BY_EVALUATION = (SETTINGS, COPY, WEIGHTS)
+FLOAT32 = 4  # bytes of a number
+
+
+def read_meta(path: Path) -> tuple[Config, dict[str, Any]]:
+    """The configuration and checkpoint.json of a folder global_stepN.
+
+    UserError where they are damaged or disagree.
+    """
+    meta = read_record(path)
+    step, config_hash, vocab = meta["step"], meta["config_hash"], meta["vocab"]
+    with verified(path, SETTINGS, COPY):
+        config = load([path / SETTINGS])
+    if config.hash != config_hash:
+        files = SETTINGS if config.pos_emb_code is None else f"{SETTINGS} with {COPY}"
+        raise UserError(
+            f"{path}/{files}: its hash is {config.hash}, the checkpoint says {config_hash}"
+            " - it was edited after training"
+        )
+    logger.info("%s: step %d, %d rows of vocabulary, config %s", path, step, vocab, config_hash)
+    return config, meta
+
+
+def load_for_evaluation(
+    folder: str | Path, step: int | None = None
+) -> tuple[GPT, Config, dict[str, Any]]:
+    """The trained model in float32 and eval mode, its configuration, and checkpoint.json.
+
+    To the latter `path` is added, the folder global_stepN. UserError where there is no checkpoint,
+    or where it does not hold the model that its configuration describes.
+    """
+    path = chosen(folder, step)
+    try:
+        config, meta = read_meta(path)
+        note_if_old(path, meta)
+        model = load_model(path, config, meta["vocab"])
+    except Damaged as damage:
+        raise _with_a_better_one(path, damage) from None
+    return model, config, {**meta, "path": str(path)}
+
+
+def _with_a_better_one(path: Path, damage: Damaged) -> Damaged:
+    """The same fault, and the checkpoint of the run that could be evaluated instead."""
+    good = newest_good(path, lambda other: not faults_of(other, READ_BY_EVALUATION))
+    return replaced(damage.faults, good, f"--step {step_of(good)} takes it" if good else "")
+
+
+def replaced(faults: list[str], good: Path | None, how: str) -> Damaged:
+    """What is wrong with a checkpoint, and the newest good one of the run."""
+    if good is None:
+        return Damaged(faults, "no other checkpoint of the run is good: copy it again")
+    return Damaged(faults, f"the newest good checkpoint of the run is {good}: {how}")
+
+
+def load_model(path: Path, config: Config, vocab: int) -> GPT:
+    """The model of a configuration with the weights of a folder global_stepN, in eval mode.
+
+    UserError where the weights cannot be read, were changed or are those of another model.
+    """
+    _check_weights_fit(config, vocab)
+    file = path / WEIGHTS
+    with verified(path, WEIGHTS):
+        model = from_config(config, vocab=vocab)
+        try:
+            weights = load_file(file)
+        except (OSError, SafetensorError) as fault:
+            raise Damaged([f"{file}: cannot be read ({fault})"]) from None
+        _check_float32(file, weights)
+        try:
+            model.load_state_dict(weights)
+        except RuntimeError as fault:
+            raise UserError(
+                f"{file}: does not hold the model of its config.yml ({fault})"
+            ) from None
+    return model.eval()
+
+
+def _check_float32(file: Path, weights: dict[str, Tensor]) -> None:
+    """UserError for other numbers, which torch would convert without a word."""
+    for name, weight in weights.items():
+        if weight.dtype != torch.float32:
+            kind = str(weight.dtype).removeprefix("torch.")
+            raise UserError(f"{file}: {name} is {kind}, not float32 - copy the checkpoint again")
+
+
+def _check_weights_fit(config: Config, vocab: int) -> None:
+    """UserError where the weights of a checkpoint alone are more than this machine's memory."""
+    wanted = FLOAT32 * parameters(config, vocab).whole
+    if wanted > total_memory():
+        raise UserError(
+            f"num_layers = {config.model.num_layers}, hidden_size = {config.model.hidden_size}:"
+            f" the weights need {in_bytes(wanted)}, and there are {in_bytes(total_memory())} of"
+            " memory; measure this checkpoint on a larger machine"
+        )

@@ -1,0 +1,95 @@
+"""Write a checkpoint: the files that evaluation reads, the record, and the name of the newest."""
+
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+from torch import Tensor
+
+from megatron.checkpoints.manifest import SETTINGS, WEIGHTS, Entries, entry_of, write_record
+from megatron.checkpoints.saved import folder_of, remove_checkpoint
+from megatron.commit import commit
+from megatron.config import Config
+from megatron.config.user_file import COPY
+from megatron.errors import UserError
+from megatron.files import remove, sync, write_text
+
+Write = Callable[[Path, Callable[[Path], object]], None]
+"""Called with a path and with what writes it."""
+
+
+def unfinished(run: Path, step: int) -> Path:
+    """The folder in which a checkpoint is written, until `finish` renames it."""
+    return run / f"partial_step{step}"
+
+
+def write_model(partial: Path, weights: dict[str, Tensor], config: Config, write: Write) -> None:
+    """Write what evaluation reads into a folder that does not exist yet.
+
+    weights: of the whole model by our names, float32, on the CPU
+    write: called once for each file
+    """
+
+    def write_weights(file: Path) -> None:
+        partial.mkdir(parents=True)
+        save_file(weights, file)
+        file.chmod(0o666 & ~_umask())  # safetensors lets only the owner read it
+
+    write(partial / WEIGHTS, write_weights)
+    write(partial / SETTINGS, config.save)
+    if config.pos_emb_code is not None:
+        write(partial / COPY, lambda _: None)  # config.save wrote it
+
+
+def finish(
+    partial: Path, step: int, config: Config, facts: Mapping[str, Any], files: Entries
+) -> Path:
+    """Write checkpoint.json, rename the folder to global_step{step}, then point `latest` at it.
+
+    facts: entries of checkpoint.json beyond step, hash, commit and files
+    files: size and SHA-256 of every file of the checkpoint
+    """
+    run = partial.parent
+    final = folder_of(run, step)
+    record = {"step": step, "config_hash": config.hash, "commit": commit(), **facts}
+    write_record(partial, {**record, "files": files})
+    remove_checkpoint(final)
+    partial.rename(final)
+    write_text(run / "latest", final.name)
+    return final
+
+
+def write_checkpoint(
+    run: Path, step: int, weights: dict[str, Tensor], config: Config, facts: Mapping[str, Any]
+) -> Path:
+    """A checkpoint without an engine's state: to be evaluated, or to start a fine-tuning from.
+
+    facts: `vocab`, the rows of the embedding, `tokenizer`, and what else the record shall say
+    Returns its folder. UserError where the disk refuses it; then nothing of it is left.
+    """
+    partial = unfinished(run, step)
+    files: Entries = {}
+
+    def write(path: Path, write_file: Callable[[Path], object]) -> None:
+        write_file(path)
+        sync(path)
+        files[path.name] = entry_of(path)
+
+    try:
+        remove(partial)
+        write_model(partial, weights, config, write)
+        return finish(partial, step, config, facts, files)
+    except (OSError, SafetensorError) as fault:
+        remove(partial)
+        raise UserError(
+            f"{run}: cannot be written ({fault}) - make room or save elsewhere"
+        ) from None
+
+
+def _umask() -> int:
+    mask = os.umask(0o022)
+    os.umask(mask)
+    return mask
