@@ -38,13 +38,21 @@ def check_together(sections: Mapping[str, Section], report: Report) -> None:
 
 def _heads(model: Model) -> list[str]:
     heads, hidden = model.num_attention_heads, model.hidden_size
-    if hidden % heads == 0:
-        return []
-    fitting = max(hidden // heads, 1) * heads
-    return [
-        f"hidden_size: {hidden} cannot be split over num_attention_heads = {heads};"
-        f" try hidden_size = {fitting}"
-    ]
+    faults = []
+    if model.head_dim is None and hidden % heads:
+        fitting = max(hidden // heads, 1) * heads
+        faults.append(
+            f"hidden_size: {hidden} cannot be split over num_attention_heads = {heads};"
+            f" try hidden_size = {fitting}"
+        )
+    kv_heads = model.num_key_value_heads or heads
+    if heads % kv_heads:
+        fitting = max(divisor for divisor in range(1, kv_heads + 1) if heads % divisor == 0)
+        faults.append(
+            f"num_key_value_heads: {kv_heads} do not divide num_attention_heads = {heads};"
+            f" try num_key_value_heads = {fitting}"
+        )
+    return faults
 
 
 def _table(model: Model) -> list[str]:
@@ -68,9 +76,12 @@ def _name(position: Position) -> list[str]:
 def _encoding(model: Model, position: Position) -> list[str]:
     """Build the encoding, which alone knows its options."""
     heads, hidden = model.num_attention_heads, model.hidden_size
-    if hidden % heads or position.pos_emb not in REGISTRY:
+    if model.head_dim is None and hidden % heads:
         return []  # reported already
-    shape = Shape(heads, hidden // heads, hidden, model.seq_length)
+    if position.pos_emb not in REGISTRY:
+        return []  # reported already
+    head_dim = model.head_dim or hidden // heads
+    shape = Shape(heads, head_dim, hidden, model.seq_length)
     try:
         # Drawing first values must not move the caller's generator.
         with torch.random.fork_rng(devices=[]), Outline():

@@ -127,6 +127,7 @@ def _older() -> Iterator[tuple[str, str]]:
         yield key, f"only {as_yaml(value)}: {why}"
     for key, why in NO_EFFECT.items():
         yield key, f"no effect: {why}"
+    yield "rms_norm_epsilon", "`layernorm_epsilon` with `norm: rmsnorm`, else no effect"
     yield (
         "alibi_scaling",
         "no effect; with `rotary` only 0, because other values meant NTK or YaRN in the MEP fork",

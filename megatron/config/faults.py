@@ -14,6 +14,7 @@ WHY = {
     "norm": "other normalisations are not offered",
     "activation": "other activations are not offered",
     "init_method": "other initialisations are not offered",
+    "output_layer_init_method": "other initialisations are not offered",
     "optimizer.type": "other optimizers are not offered",
 }
 EXPECTED = {

@@ -11,6 +11,12 @@ RENAMED = {
     "checkpoint_factor": "save_interval",
     "exit_duration_in_mins": "exit_duration",
     "bfloat16": "bf16",
+    "gpt_j_residual": "parallel_residual",
+    "num_kv_heads": "num_key_value_heads",
+}
+OLD_VALUES = {  # key -> {a value's older spelling: today's}
+    "init_method": {"small_init_init": "small_init"},
+    "output_layer_init_method": {"wang_init_method": "wang_init"},
 }
 
 PRECISIONS: dict[str, str] = {
@@ -67,8 +73,12 @@ NO_EFFECT: dict[str, str] = {
     "scale_factor_num": "it was read only by dead code of the MEP fork",
 }
 FIXED: dict[str, tuple[Any, str]] = {
-    "gpt_j_residual": (False, "parallel residual branches are not offered"),
-    "gpt_j_tied": (False, "parallel residual branches are not offered"),
+    "gpt_j_tied": (False, "attention and MLP have a norm of their own each"),
+    "use_qk_layernorm": (
+        False,
+        "GPT-NeoX normalises all heads of a token together; write qk_norm: true to do so head by"
+        " head",
+    ),
 }
 FOLDED = {  # old key -> option of the encoding
     "rotary_pct": "rotary_pct",
@@ -76,7 +86,8 @@ FOLDED = {  # old key -> option of the encoding
     "rpe_num_buckets": "num_buckets",
     "rpe_max_distance": "max_distance",
 }
-AFTER_MERGE = (*FOLDED, "alibi_scaling")  # their meaning depends on the pos_emb that wins
+# Their meaning depends on the pos_emb and the norm that win.
+AFTER_MERGE = (*FOLDED, "alibi_scaling", "rms_norm_epsilon")
 
 # kerple_power_original has frozen ALiBi slopes and no exponent: -slope · distance.
 ENCODINGS = {**ALIASES, "kerple_power_original": "alibi"}
@@ -126,6 +137,9 @@ def translate(source: dict[str, Any], report: Report) -> dict[str, Any]:
     for old, new in RENAMED.items():
         if old in given:
             _move(given, old, new, report)
+    for key, spellings in OLD_VALUES.items():
+        if isinstance(given.get(key), str):
+            given[key] = spellings.get(given[key], given[key])
     _precision(given, report)
     _weight_decay(given, report)
     _zero(given, report)
@@ -291,6 +305,19 @@ def fold(merged: dict[str, Any], options: set[str], report: Report) -> None:
     if args:
         merged["pos_emb_args"] = args
     _alibi_scaling(merged, report)
+    _rms_norm_epsilon(merged, report)
+
+
+def _rms_norm_epsilon(merged: dict[str, Any], report: Report) -> None:
+    """GPT-NeoX has an epsilon for each kind of norm; here the one in use is layernorm_epsilon."""
+    if "rms_norm_epsilon" not in merged:
+        return
+    value = merged.pop("rms_norm_epsilon")
+    if merged.get("norm") != "rmsnorm":
+        report.note("rms_norm_epsilon: accepted, has no effect here: norm is not rmsnorm")
+        return
+    merged["layernorm_epsilon"] = value
+    report.note(f"rms_norm_epsilon: {value} means layernorm_epsilon, as norm is rmsnorm")
 
 
 def _alibi_scaling(merged: dict[str, Any], report: Report) -> None:

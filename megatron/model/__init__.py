@@ -56,9 +56,9 @@ def position_from_config(config: "Config") -> Position:
 
 def shape_of(config: "Config") -> Shape:
     """The sizes that an encoding may depend on."""
-    model = config.model
-    heads = model.num_attention_heads
-    return Shape(heads, model.hidden_size // heads, model.hidden_size, model.seq_length)
+    model = Architecture.of(config.model)
+    heads, head_dim = model.num_attention_heads, model.features_of_head
+    return Shape(heads, head_dim, model.hidden_size, model.seq_length)
 
 
 def padded_vocab(vocab: int, divisible_by: int) -> int:

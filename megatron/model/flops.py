@@ -7,37 +7,52 @@ PaLM lets every token attend to the whole window; a causal token attends to half
 `causal_keys(length)` for the work that a causal mask leaves.
 """
 
+from megatron.model.settings import Architecture
+
 BACKWARD = 3  # a training step in forward passes: gradients of inputs and of weights cost one each
 PER_PAIR = 4  # operations of a query, a key and a feature: the score and the weighted sum, 2 each
 
 
-def matrix_weights(layers: int, hidden: int, vocab: int) -> int:
+def matrix_weights(model: Architecture, vocab: int) -> int:
     """Numbers in the matrices that multiply every token.
 
-    Each layer has 4 hidden² in attention and 8 hidden² in its feed-forward part; the output matrix
-    has vocab * hidden. The rows looked up in the input embedding do not multiply.
+    Each layer of the papers' GPT has 4 hidden² in attention and 8 hidden² in its feed-forward part;
+    the output matrix has vocab * hidden. The rows looked up in the input embedding do not multiply.
     """
-    return 12 * layers * hidden**2 + vocab * hidden
+    attention = model.projected_width + model.attention_width
+    feed_forward = model.widened + model.mlp_width
+    return model.hidden_size * (model.num_layers * (attention + feed_forward) + vocab)
 
 
-def palm_weights(layers: int, hidden: int, vocab: int) -> int:
+def palm_weights(model: Architecture, vocab: int) -> int:
     """PaLM's N: `matrix_weights` with biases and norms; without the looked-up embedding.
 
     PaLM's two embeddings are one matrix, which its N counts once.
     """
-    biases_and_norms = 13 * layers * hidden + 2 * hidden
-    return matrix_weights(layers, hidden, vocab) + biases_and_norms
+    hidden = model.hidden_size
+    biases = 0
+    if model.use_bias_in_attn_linear:
+        biases += model.projected_width
+    if model.bias_in_attn_output:
+        biases += hidden
+    if model.use_bias_in_mlp:
+        biases += model.widened + hidden
+    normed_in_layer = 2 * hidden
+    if model.qk_norm:
+        normed_in_layer += 2 * model.features_of_head
+    of_feature = 2 if model.norm_has_bias else 1
+    norms = of_feature * (model.num_layers * normed_in_layer + hidden)
+    return matrix_weights(model, vocab) + model.num_layers * biases + norms
 
 
-def attention_flops(layers: int, hidden: int, keys: float) -> float:
+def attention_flops(model: Architecture, keys: float) -> float:
     """Operations of one token's scores and weighted sums in all layers, forward."""
-    return PER_PAIR * layers * hidden * keys
+    return PER_PAIR * model.num_layers * model.attention_width * keys
 
 
-def forward_flops(layers: int, hidden: int, vocab: int, keys: float) -> float:
+def forward_flops(model: Architecture, vocab: int, keys: float) -> float:
     """Operations of one token, forward: two for each weight of a matrix, and attention."""
-    products = 2 * matrix_weights(layers, hidden, vocab)
-    return products + attention_flops(layers, hidden, keys)
+    return 2 * matrix_weights(model, vocab) + attention_flops(model, keys)
 
 
 def causal_pairs(length: int) -> int:

@@ -14,7 +14,7 @@ from megatron.errors import UserError
 from megatron.model.block import Block
 from megatron.model.head import mean_loss, token_losses
 from megatron.model.init import initialize
-from megatron.model.layers import AttentionInputs
+from megatron.model.layers import AttentionInputs, normalisation
 from megatron.model.settings import Architecture, AttentionSettings
 from megatron.positions import Position
 
@@ -55,21 +55,10 @@ class GPT(nn.Module):
         self.word_embeddings = nn.Embedding(vocab, hidden)
         self.layers = nn.ModuleList()
         for _ in range(model.num_layers):
-            block = Block(
-                hidden,
-                model.num_attention_heads,
-                epsilon=model.layernorm_epsilon,
-                dropout=model.hidden_dropout,
-            )
-            self.layers.append(block)
-        self.norm = nn.LayerNorm(hidden, eps=model.layernorm_epsilon)
+            self.layers.append(Block(model))
+        self.norm = normalisation(hidden, model)
         self.final_linear = nn.Linear(hidden, vocab, bias=False) if model.no_weight_tying else None
-        initialize(
-            self,
-            std=model.init_method_std,
-            layers=model.num_layers,
-            scaled=model.output_layer_init_method == "scaled_normal",
-        )
+        initialize(self, model)
         # After `initialize`: an encoding sets its own first values.
         self.positions = nn.ModuleList(positions)
         self.use_attention(attention)

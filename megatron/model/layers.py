@@ -4,10 +4,11 @@ from dataclasses import dataclass, field
 from functools import partial
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron.attention import attention
+from megatron.model.activations import ACTIVATIONS
+from megatron.model.settings import Architecture
 from megatron.positions import Position
 
 
@@ -32,21 +33,51 @@ class AttentionInputs:
     memory: dict[str, Tensor] | None = field(default=None, compare=False)
 
 
-class SelfAttention(nn.Module):
-    """Causal self-attention; its fused projection is ordered [heads, (q, k, v), head_dim]."""
+def layer_norm(features: int, model: Architecture) -> nn.Module:
+    """Layer norm over the last `features`."""
+    return nn.LayerNorm(features, eps=model.layernorm_epsilon, bias=model.use_bias_in_norms)
 
-    def __init__(self, hidden: int, heads: int) -> None:
+
+def rms_norm(features: int, model: Architecture) -> nn.Module:
+    """Division by the root mean square of the last `features` (arXiv 1910.07467), with weights."""
+    return nn.RMSNorm(features, eps=model.layernorm_epsilon)
+
+
+NORMS = {"layernorm": layer_norm, "rmsnorm": rms_norm}
+"""What `norm` may name."""
+
+
+def normalisation(features: int, model: Architecture) -> nn.Module:
+    """The model's kind of norm over the last `features`: [..., features] -> same."""
+    return NORMS[model.norm](features, model)
+
+
+class SelfAttention(nn.Module):
+    """Causal self-attention, with keys and values that groups of query heads share.
+
+    The fused projection is ordered [key heads, (q of each head of the group, k, v), head_dim]; with
+    one query head for each key head that is GPT-NeoX's [heads, (q, k, v), head_dim].
+    """
+
+    def __init__(self, model: Architecture) -> None:
         super().__init__()
-        self.heads = heads
-        self.query_key_value = nn.Linear(hidden, 3 * hidden)
-        self.dense = nn.Linear(hidden, hidden)
+        hidden, width = model.hidden_size, model.attention_width
+        self.key_heads = model.key_heads
+        self.group = model.num_attention_heads // model.key_heads
+        self.query_key_value = nn.Linear(
+            hidden, model.projected_width, bias=model.use_bias_in_attn_linear
+        )
+        self.query_norm = self.key_norm = None
+        if model.qk_norm:
+            self.query_norm = normalisation(model.features_of_head, model)
+            self.key_norm = normalisation(model.features_of_head, model)
+        self.dense = nn.Linear(width, hidden, bias=model.bias_in_attn_output)
 
     def forward(self, x: Tensor, inputs: AttentionInputs) -> Tensor:
         """x [batch, length, hidden] -> same."""
-        batch, length, hidden = x.shape
+        batch, length, _ = x.shape
         position = inputs.position
-        fused = self.query_key_value(x).view(batch, length, self.heads, 3, -1)
-        q, k, v = fused.permute(3, 0, 2, 1, 4)  # [batch, heads, length, head_dim] each
+        q, k, v = self._projected(x)
         q, k = position.on_queries_keys(q, k, inputs.start)
         if inputs.query_scale is not None:
             q = (q * inputs.query_scale[:, None]).to(q.dtype)
@@ -60,8 +91,8 @@ class SelfAttention(nn.Module):
             on_scores = partial(position.on_scores, x=x, memory=memory)
         out = attention(
             q,
-            k,
-            v,
+            _for_each_query_head(k, self.group),
+            _for_each_query_head(v, self.group),
             inputs.bias,
             weight=inputs.weight,
             window=inputs.window,
@@ -71,7 +102,22 @@ class SelfAttention(nn.Module):
             backend=inputs.backend,
             self_check=inputs.self_check,
         )
-        return self.dense(out.transpose(1, 2).reshape(batch, length, hidden))
+        return self.dense(out.transpose(1, 2).reshape(batch, length, -1))
+
+    def _projected(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys and values: [batch, heads or key heads, length, head_dim] each."""
+        batch, length, _ = x.shape
+        fused = self.query_key_value(x).view(batch, length, self.key_heads, self.group + 2, -1)
+        q, k, v = fused.split([self.group, 1, 1], dim=3)
+        if self.query_norm is not None and self.key_norm is not None:
+            q, k = self.query_norm(q), self.key_norm(k)
+        q, k, v = (part.flatten(2, 3).transpose(1, 2) for part in (q, k, v))
+        return q, k, v
+
+
+def _for_each_query_head(x: Tensor, group: int) -> Tensor:
+    """Repeat each head for its group: [batch, key heads, keys, head_dim] -> [batch, heads, …]."""
+    return x if group == 1 else x.repeat_interleave(group, dim=1)
 
 
 def _remember(memory: dict[str, Tensor], name: str, new: Tensor) -> Tensor:
@@ -83,12 +129,15 @@ def _remember(memory: dict[str, Tensor], name: str, new: Tensor) -> Tensor:
 
 
 class MLP(nn.Module):
-    """hidden -> 4 hidden -> GELU -> hidden."""
+    """hidden -> width -> activation -> hidden; twice the width before an activation with a gate."""
 
-    def __init__(self, hidden: int) -> None:
+    def __init__(self, model: Architecture) -> None:
         super().__init__()
-        self.dense_h_to_4h = nn.Linear(hidden, 4 * hidden)
-        self.dense_4h_to_h = nn.Linear(4 * hidden, hidden)
+        hidden, bias = model.hidden_size, model.use_bias_in_mlp
+        self.activation = ACTIVATIONS[model.activation].function
+        self.dense_h_to_4h = nn.Linear(hidden, model.widened, bias=bias)
+        self.dense_4h_to_h = nn.Linear(model.mlp_width, hidden, bias=bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.dense_4h_to_h(F.gelu(self.dense_h_to_4h(x)))
+        """x [batch, length, hidden] -> same."""
+        return self.dense_4h_to_h(self.activation(self.dense_h_to_4h(x)))

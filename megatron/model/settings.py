@@ -3,29 +3,92 @@
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Literal
 
+from megatron.model.activations import ACTIVATIONS
+
 if TYPE_CHECKING:
     from megatron.config import schema
+
+GATED_MULTIPLE = 64
+"""The MLP's default width is rounded up to a multiple of this where its activation has a gate."""
 
 
 @dataclass(frozen=True)
 class Architecture:
-    """Sizes and first values of a GPT, named as in the configuration's section `model`."""
+    """Sizes, parts and first values of a GPT, named as in the configuration's section `model`."""
 
     hidden_size: int
     num_layers: int
     num_attention_heads: int
     seq_length: int
+    num_key_value_heads: int | None = None
+    head_dim: int | None = None
+    intermediate_size: int | None = None
+    norm: Literal["layernorm", "rmsnorm"] = "layernorm"
     layernorm_epsilon: float = 1e-5
+    qk_norm: bool = False
+    activation: str = "gelu"
+    parallel_residual: bool = False
+    use_bias_in_norms: bool = True
+    use_bias_in_attn_linear: bool = True
+    use_bias_in_attn_output: bool | None = None
+    use_bias_in_mlp: bool = True
     no_weight_tying: bool = True
     hidden_dropout: float = 0.0
+    init_method: Literal["normal", "small_init"] = "normal"
     init_method_std: float = 0.02
-    output_layer_init_method: Literal["scaled_normal", "normal"] = "scaled_normal"
+    output_layer_init_method: Literal["scaled_normal", "normal", "wang_init"] = "scaled_normal"
 
     @classmethod
     def of(cls, section: "schema.Model") -> "Architecture":
         """The same values from the configuration's section."""
         names = [field.name for field in fields(cls)]
         return cls(**{name: getattr(section, name) for name in names})
+
+    @property
+    def features_of_head(self) -> int:
+        """head_dim, also where it is not set."""
+        return self.head_dim or self.hidden_size // self.num_attention_heads
+
+    @property
+    def key_heads(self) -> int:
+        """num_key_value_heads, also where it is not set."""
+        return self.num_key_value_heads or self.num_attention_heads
+
+    @property
+    def attention_width(self) -> int:
+        """Features of all heads' queries together."""
+        return self.num_attention_heads * self.features_of_head
+
+    @property
+    def projected_width(self) -> int:
+        """Features of a token's queries, keys and values together."""
+        return (self.num_attention_heads + 2 * self.key_heads) * self.features_of_head
+
+    @property
+    def mlp_width(self) -> int:
+        """intermediate_size, also where it is not set."""
+        if self.intermediate_size is not None:
+            return self.intermediate_size
+        if not ACTIVATIONS[self.activation].gated:
+            return 4 * self.hidden_size
+        # Three matrices have as many numbers as two of 4 hidden.
+        return -(-8 * self.hidden_size // (3 * GATED_MULTIPLE)) * GATED_MULTIPLE
+
+    @property
+    def widened(self) -> int:
+        """Features that the MLP's first matrix gives: mlp_width, and as many of the gate's."""
+        return 2 * self.mlp_width if ACTIVATIONS[self.activation].gated else self.mlp_width
+
+    @property
+    def bias_in_attn_output(self) -> bool:
+        """use_bias_in_attn_output, also where it is not set."""
+        if self.use_bias_in_attn_output is None:
+            return self.use_bias_in_attn_linear
+        return self.use_bias_in_attn_output
+
+    @property
+    def norm_has_bias(self) -> bool:
+        return self.norm == "layernorm" and self.use_bias_in_norms
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from megatron.model import flops, position_from_config
+from megatron.model import Architecture, flops, position_from_config
 from megatron.positions.outline import Outline
 
 if TYPE_CHECKING:  # as in megatron.model
@@ -23,13 +23,12 @@ def parameters(config: "Config", vocab: int) -> Parameters:
 
     UserError for options that the encoding refuses.
     """
-    model = config.model
-    layers, hidden = model.num_layers, model.hidden_size
+    model = Architecture.of(config.model)
     with torch.random.fork_rng(devices=[]), Outline():
         position = position_from_config(config)
     of_one = sum(parameter.numel() for parameter in position.parameters())
     own_for_layers = position.per_layer or not config.position.pos_emb_shared
-    of_positions = of_one * layers if own_for_layers else of_one
-    looked_up = vocab * hidden if model.no_weight_tying else 0
-    whole = flops.palm_weights(layers, hidden, vocab) + looked_up + of_positions
+    of_positions = of_one * model.num_layers if own_for_layers else of_one
+    looked_up = vocab * model.hidden_size if model.no_weight_tying else 0
+    whole = flops.palm_weights(model, vocab) + looked_up + of_positions
     return Parameters(whole, of_positions)

@@ -64,7 +64,7 @@ class Position(Float32Module):
     def on_queries_keys(self, q: Tensor, k: Tensor, start: int = 0) -> tuple[Tensor, Tensor]:
         """Change queries and keys, in every layer: [batch, heads, length, head_dim] each -> same.
 
-        `start` is the position of the first token.
+        `start` is the position of the first token. With grouped queries k has fewer heads than q.
         """
         return q, k
 

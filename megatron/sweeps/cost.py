@@ -11,7 +11,7 @@ import torch
 from megatron.config import Config
 from megatron.errors import UserError
 from megatron.evaluation.protocols import window_counts
-from megatron.model import flops
+from megatron.model import Architecture, flops
 from megatron.model.size import parameters
 from megatron.sweeps.plan import Cell, Evaluation, Sweep
 from megatron.sweeps.state import State, seconds_per_step
@@ -95,8 +95,7 @@ def _missing(cell: Cell, state: State) -> tuple[int, float, float]:
 
 def forward_flops(config: Config, vocab: int, length: int) -> float:
     """Operations of one token in a causal window of `length`: it attends to half of it."""
-    model = config.model
-    return flops.forward_flops(model.num_layers, model.hidden_size, vocab, keys=length / 2)
+    return flops.forward_flops(Architecture.of(config.model), vocab, keys=length / 2)
 
 
 def _disk(sweep: Sweep, states: Sequence[State], jobs: int) -> int:
@@ -178,8 +177,14 @@ def _timed(sweep: Sweep) -> dict[tuple, float]:
 
 
 def _shape(config: Config) -> tuple:
-    model = config.model
-    return model.num_layers, model.hidden_size, model.seq_length, config.precision.precision
+    model = Architecture.of(config.model)
+    sizes = (
+        model.num_layers,
+        model.hidden_size,
+        model.attention_width,
+        flops.matrix_weights(model, 0),
+    )
+    return *sizes, model.seq_length, config.precision.precision
 
 
 def _evaluation_flops(evaluation: Evaluation, config: Config, vocab: int) -> float:

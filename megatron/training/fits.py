@@ -4,8 +4,8 @@ Per device, for P learned numbers, N ranks and e bytes of a number (4 in fp32, e
 
     state         weights e P, gradients e P, Adam's averages 8 P, in bf16 and fp16 float32 masters
                   4 P; ZeRO 1 divides Adam and masters by N, 2 also gradients, 3 also weights
-    activations   e tokens hidden (17 layers + 4), with checkpoint_activations e tokens hidden
-                  (layers + 21)
+    activations   e tokens (layers * one + 4 hidden), one = 17 hidden for the papers' GPT; with
+                  checkpoint_activations e tokens (layers * hidden + one + 4 hidden)
     head          4 vocab hidden for the gradient of the output matrix, and three blocks of logits
 
 The state is a lower bound, and so are the inputs of the layers, e tokens hidden layers: backward
@@ -23,6 +23,7 @@ import torch
 from megatron.checkpoints.saved import leftovers
 from megatron.config import Config
 from megatron.errors import UserError
+from megatron.model import Architecture
 from megatron.model.head import tokens_at_once
 from megatron.model.size import Parameters, parameters
 from megatron.parallel.machine import device_memory, free_disk, in_bytes, total_memory
@@ -33,8 +34,11 @@ logger = logging.getLogger(__name__)
 ADAM = 8  # bytes of a number: two float32 averages
 FLOAT32 = 4
 CHECKPOINT = 16  # bytes of a number in a checkpoint: float32 weights, the engine's copy, Adam's two
-PER_LAYER = 17  # numbers that backward needs, per token and feature: 5 of attention's inputs and
-# outputs, 4 of norms and sums, 8 of the MLP
+# Numbers that backward needs, per token, layer and feature:
+OF_SUMS = 5  # of the residual stream: norms, sums and attention's input
+OF_ATTENTION = 4  # of the heads: queries, keys, values and output
+OF_MLP = 2  # of the MLP's width: before and after the activation
+OF_GATED_MLP = 4  # the same, with the gate and its activation
 PROCESS = 500_000_000  # of Python with its packages
 INDEX = 4  # bytes of a sample in the index maps, at least
 SMALLEST_DEVICE = 2_000_000_000  # bytes; asking a CUDA device takes a second
@@ -122,12 +126,16 @@ def _inputs(config: Config) -> int:
 
 def _activations(config: Config, vocab: int, device: torch.device) -> int:
     """Bytes of a forward and backward pass of one micro batch."""
-    model = config.model
+    model = Architecture.of(config.model)
     tokens = _tokens(config)
+    of_layer = OF_SUMS * model.hidden_size + OF_ATTENTION * model.attention_width
+    gated = model.widened > model.mlp_width
+    of_layer += (OF_GATED_MLP if gated else OF_MLP) * model.mlp_width
     if config.training.checkpoint_activations:
-        numbers = tokens * model.hidden_size * (model.num_layers + PER_LAYER + 4)
+        of_layers = model.num_layers * model.hidden_size + of_layer
     else:
-        numbers = tokens * model.hidden_size * (PER_LAYER * model.num_layers + 4)
+        of_layers = model.num_layers * of_layer
+    numbers = tokens * (of_layers + 4 * model.hidden_size)
     logits = 3 * FLOAT32 * min(tokens, tokens_at_once(device)) * vocab
     return _number(config) * numbers + FLOAT32 * vocab * model.hidden_size + logits
 

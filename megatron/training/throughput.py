@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from megatron.config.schema import Model
+from megatron.model import Architecture
 from megatron.model.flops import BACKWARD, attention_flops, palm_weights
 
 PEAKS: tuple[tuple[str, dict[str, float]], ...] = (
@@ -59,14 +60,16 @@ class Throughput:
 def flops_per_token(model: Model, vocab: int) -> tuple[float, float]:
     """(6 N, 12 layers hidden length): FLOPs of one token, forward and backward.
 
+    `hidden` stands for all heads' features.
+
     By PaLM (arXiv 2204.02311, appendix B). `model` is the configuration's section. N counts the
     weights that multiply: blocks, final norm and output matrix, not the looked-up input embedding
     and not the encoding. Attention counts all pairs of tokens, as PaLM does, although a causal
     token attends to half of them. Recomputation does not count.
     """
-    layers, hidden = model.num_layers, model.hidden_size
-    products = 2.0 * palm_weights(layers, hidden, vocab)
-    attention = attention_flops(layers, hidden, keys=float(model.seq_length))
+    architecture = Architecture.of(model)
+    products = 2.0 * palm_weights(architecture, vocab)
+    attention = attention_flops(architecture, keys=float(model.seq_length))
     return BACKWARD * products, BACKWARD * attention
 
 

@@ -170,8 +170,24 @@ def test_all_faults_come_in_one_message():
             " the attention backends compute no dropout on probabilities",
         ),
         (
-            "norm=rmsnorm",
-            "norm: must be layernorm, got 'rmsnorm'; other normalisations are not offered",
+            "norm=scalenorm",
+            "norm: must be layernorm or rmsnorm, got 'scalenorm';"
+            " other normalisations are not offered",
+        ),
+        (
+            "activation=geglu",
+            "activation: must be gelu, gelu_new, relu, silu or swiglu, got 'geglu';"
+            " other activations are not offered",
+        ),
+        (
+            "output_layer_init_method=orthogonal",
+            "output_layer_init_method: must be scaled_normal, normal or wang_init,"
+            " got 'orthogonal'; other initialisations are not offered",
+        ),
+        (
+            "num_key_value_heads=5",
+            "num_key_value_heads: 5 do not divide num_attention_heads = 12;"
+            " try num_key_value_heads = 4",
         ),
         (
             "pipe_parallel_size=4",
@@ -187,9 +203,14 @@ def test_all_faults_come_in_one_message():
             "zero_optimization.cpu_offload: true is not offered; set it to false or drop it",
         ),
         (
-            "gpt_j_residual=true",
-            "gpt_j_residual: parallel residual branches are not offered;"
+            "gpt_j_tied=true",
+            "gpt_j_tied: attention and MLP have a norm of their own each;"
             " set it to false or drop it",
+        ),
+        (
+            "use_qk_layernorm=true",
+            "use_qk_layernorm: GPT-NeoX normalises all heads of a token together;"
+            " write qk_norm: true to do so head by head; set it to false or drop it",
         ),
         (
             "max_position_embeddings=32",

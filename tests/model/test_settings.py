@@ -27,6 +27,8 @@ def test_settings_come_from_the_sections_of_a_configuration():
         hidden_size=32,
         num_layers=2,
         num_attention_heads=4,
+        num_key_value_heads=4,  # these two follow another key
+        use_bias_in_attn_output=True,
         seq_length=64,
         no_weight_tying=False,
         hidden_dropout=0.1,

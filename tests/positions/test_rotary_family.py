@@ -6,6 +6,10 @@ import pytest
 import torch
 from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+from transformers.models.gptj.modeling_gptj import (
+    apply_rotary_pos_emb,
+    create_sinusoidal_positions,
+)
 
 from megatron.errors import UserError
 from megatron.positions import Shape, build
@@ -47,6 +51,55 @@ def test_scaled_frequencies_are_those_of_hugging_face(scaling, factor, base, sha
     torch.testing.assert_close(ours.inv_freq, frequencies, rtol=3e-6, atol=0)
     assert ours.inv_freq.dtype == torch.float32
     assert ours.amplitude == pytest.approx(amplitude, rel=1e-12)
+
+
+@pytest.mark.parametrize("base", [10000.0, 500000.0])
+@pytest.mark.parametrize(("high", "low"), [(4.0, 1.0), (8.0, 2.0)])
+def test_llama3_frequencies_are_those_of_hugging_face(base, high, low):
+    rope = {
+        "rope_type": "llama3",
+        "rope_theta": base,
+        "factor": 8.0,
+        "high_freq_factor": high,
+        "low_freq_factor": low,
+        "original_max_position_embeddings": 256,
+    }
+    config = LlamaConfig(hidden_size=256, num_attention_heads=4, rope_parameters=rope)
+    expected, amplitude = ROPE_INIT_FUNCTIONS["llama3"](config, None)
+    factors = {"high_freq_factor": high, "low_freq_factor": low, "original_length": 256}
+    ours = build("rotary", SHAPE, scaling="llama3", factor=8.0, base=base, **factors)
+    torch.testing.assert_close(ours.inv_freq, expected, rtol=3e-6, atol=0)
+    assert (ours.amplitude, amplitude) == (1.0, 1.0)
+
+
+def test_yarn_takes_its_factor_and_an_untruncated_ramp_as_hugging_face_does():
+    rope = {
+        "rope_type": "yarn",
+        "rope_theta": 10000.0,
+        "factor": 4.0,
+        "attention_factor": 1.3,
+        "truncate": False,
+        "original_max_position_embeddings": 512,
+    }
+    config = LlamaConfig(hidden_size=256, num_attention_heads=4, rope_parameters=rope)
+    expected, amplitude = ROPE_INIT_FUNCTIONS["yarn"](config, None)
+    ours = build("rotary", SHAPE, scaling="yarn", factor=4.0, attention_factor=1.3, truncate=False)
+    torch.testing.assert_close(ours.inv_freq, expected, rtol=3e-6, atol=0)
+    assert ours.amplitude == amplitude == 1.3
+
+
+@pytest.mark.parametrize("rotary_pct", [1.0, 0.5])
+def test_interleaved_pairs_are_those_of_gpt_j(rotary_pct):
+    ours = build("rotary", SHAPE, interleaved=True, rotary_pct=rotary_pct)
+    q, k = torch.randn(2, 1, 4, 40, 64)
+    turning = int(64 * rotary_pct)
+    angles = create_sinusoidal_positions(40, turning)[None]  # [1, 40, (sin, cos) of each pair]
+    sin, cos = angles.chunk(2, dim=-1)
+    for before, after in zip((q, k), ours.on_queries_keys(q, k), strict=True):
+        by_length = before[..., :turning].transpose(1, 2)
+        expected = apply_rotary_pos_emb(by_length, sin, cos).transpose(1, 2)
+        torch.testing.assert_close(after[..., :turning], expected, rtol=0, atol=1e-5)
+        assert torch.equal(after[..., turning:], before[..., turning:])
 
 
 def plain(base: float = 10000.0) -> torch.Tensor:
@@ -208,7 +261,7 @@ def test_xpos_says_where_it_would_overflow():
         (
             "rotary",
             {"scaling": 3},
-            "scaling: 3 is not known; choose from by_parts, linear, none, ntk, yarn",
+            "scaling: 3 is not known; choose from by_parts, linear, llama3, none, ntk, yarn",
         ),
         (
             "rotary",

@@ -105,7 +105,11 @@ class Candidate:
 
     @property
     def weights(self) -> int:
-        return matrix_weights(self.layers, self.hidden, self.vocab)
+        return matrix_weights(self._architecture, self.vocab)
+
+    @property
+    def _architecture(self) -> Architecture:
+        return architecture(self.hidden, self.layers, self.heads, self.train_length)
 
     @property
     def flops(self) -> float:
@@ -118,7 +122,7 @@ class Candidate:
         return self._flops(self.length)
 
     def _flops(self, keys: float) -> float:
-        token = forward_flops(self.layers, self.hidden, self.vocab, keys)
+        token = forward_flops(self._architecture, self.vocab, keys)
         forward = self.batch * self.length * token
         return BACKWARD * forward if self.training else forward
 
@@ -141,6 +145,16 @@ class Candidate:
         return copies * self.batch * self.heads * self.length**2 * 4
 
 
+def architecture(hidden: int, layers: int, heads: int, train_length: int) -> Architecture:
+    """A GPT of the papers of this size."""
+    return Architecture(
+        hidden_size=hidden,
+        num_layers=layers,
+        num_attention_heads=heads,
+        seq_length=train_length,
+    )
+
+
 @cache
 def trunk(
     hidden: int,
@@ -157,14 +171,9 @@ def trunk(
     compiled: whether torch compiles the layers, as `torch_compile: true` does. The optimizer's
     second group is for what an encoding learns.
     """
-    architecture = Architecture(
-        hidden_size=hidden,
-        num_layers=layers,
-        num_attention_heads=heads,
-        seq_length=train_length,
-    )
     torch.manual_seed(0)
-    model = GPT(architecture, AttentionSettings(), positions=[], vocab=vocab)
+    sizes = architecture(hidden, layers, heads, train_length)
+    model = GPT(sizes, AttentionSettings(), positions=[], vocab=vocab)
     model = model.to(device, getattr(torch, dtype))
     if compiled:
         compile_layers(model, torch.device(device))

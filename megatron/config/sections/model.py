@@ -15,13 +15,25 @@ class Model(Section):
     hidden_size: Annotated[Int, Field(gt=0, le=2**20)]
     """Width of the residual stream."""
     num_attention_heads: Annotated[Int, Field(gt=0, le=4096)]
-    """Attention heads; they share hidden_size equally."""
+    """Attention heads; they share hidden_size equally, unless head_dim is set."""
+    num_key_value_heads: Annotated[Int, Field(gt=0, le=4096)] | None = Field(
+        default=None, json_schema_extra=follows("num_attention_heads")
+    )
+    """Heads of keys and values (grouped queries): query head h uses the keys of head h //
+    (num_attention_heads / num_key_value_heads). Tables are those of the query heads."""
+    head_dim: Annotated[Int, Field(gt=0, le=2**16)] | None = None
+    """Features of a head; unset: hidden_size / num_attention_heads."""
+    intermediate_size: Annotated[Int, Field(gt=0, le=2**24)] | None = None
+    """Width of the MLP; unset: 4 * hidden_size, with activation: swiglu 8/3 * hidden_size rounded
+    up to a multiple of 64. (GPT-NeoX divides its own intermediate_size by 3 where the activation
+    has a gate; give the width that it comes to.)"""
     seq_length: Length
     """Training context in tokens."""
     max_position_embeddings: Length = Field(json_schema_extra=follows("seq_length"))
     """Rows of the table of `pos_emb: learned`; limits no other encoding. At least seq_length."""
     layernorm_epsilon: Annotated[Float, Field(ge=1e-12, le=1)] = 1e-5
-    """Added to the variance in layer norm."""
+    """Added to the variance, or with norm: rmsnorm to the mean square. (GPT-NeoX's
+    rms_norm_epsilon, whose default is 1e-8.)"""
     no_weight_tying: bool = True
     """true: the output matrix has weights of its own, as in KERPLE's and MEP's files; false: it is
     the input embedding. (GPT-NeoX's default is false.)"""
@@ -32,17 +44,36 @@ class Model(Section):
     0.1.)"""
     init_method_std: Annotated[Float, Field(ge=1e-12, le=10)] = 0.02
     """Standard deviation of the initial weights."""
-    init_method: Literal["normal"] = "normal"
-    """Initial weights: normal with init_method_std."""
-    output_layer_init_method: Literal["scaled_normal", "normal"] = "scaled_normal"
-    """Initial weights of the layers that write into the residual stream; scaled_normal: std /
-    sqrt(2 * num_layers)."""
+    init_method: Literal["normal", "small_init"] = "normal"
+    """Standard deviation of the initial weights; normal: init_method_std; small_init: sqrt(2 / (5 *
+    hidden_size))."""
+    output_layer_init_method: Literal["scaled_normal", "normal", "wang_init"] = "scaled_normal"
+    """The same for the layers that write into the residual stream; scaled_normal: init_method_std /
+    sqrt(2 * num_layers); normal: init_method_std; wang_init: 2 / (num_layers *
+    sqrt(hidden_size))."""
     make_vocab_size_divisible_by: Positive = 128
     """The rows of the embedding are rounded up to a multiple of this (GPT-2: 50257 -> 50304)."""
-    norm: Literal["layernorm"] = "layernorm"
-    """Kind of normalisation."""
-    activation: Literal["gelu"] = "gelu"
-    """Activation of the MLP."""
+    norm: Literal["layernorm", "rmsnorm"] = "layernorm"
+    """Kind of normalisation; rmsnorm has no bias."""
+    qk_norm: bool = False
+    """Normalise each head's queries and keys before the encoding acts on them (Qwen 3); all heads
+    of a layer have the same weights."""
+    activation: Literal["gelu", "gelu_new", "relu", "silu", "swiglu"] = "gelu"
+    """Activation of the MLP; gelu_new: GPT-2's approximation by tanh; swiglu: silu(gate) * up, with
+    gate and up from one matrix (Llama)."""
+    parallel_residual: bool = False
+    """true: x + attention(norm(x)) + mlp(norm(x)), each with a norm of its own, as in Pythia
+    (GPT-NeoX's gpt_j_residual); false: one after the other."""
+    use_bias_in_norms: bool = True
+    """Whether layer norms have a bias."""
+    use_bias_in_attn_linear: bool = True
+    """Whether the projections to queries, keys and values have a bias."""
+    use_bias_in_attn_output: bool | None = Field(
+        default=None, json_schema_extra=follows("use_bias_in_attn_linear")
+    )
+    """Whether the projection after attention has a bias."""
+    use_bias_in_mlp: bool = True
+    """Whether the matrices of the MLP have a bias."""
 
 
 class Position(Section):

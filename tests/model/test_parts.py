@@ -1,0 +1,132 @@
+"""The parts of a GPT, each chosen by a key: sizes, layouts, first values, decoding."""
+
+import math
+
+import pytest
+import torch
+from torch.nn.functional import rms_norm, silu
+from torch.utils.flop_counter import FlopCounterMode
+
+from megatron.config import load
+from megatron.config.config import Config
+from megatron.model import GPT, Architecture, Cache, from_config
+from megatron.model.flops import forward_flops
+from megatron.model.size import parameters
+
+TINY = ["num_layers=2", "hidden_size=32", "num_attention_heads=4", "seq_length=64"]
+GROUPED = ["num_key_value_heads=2"]
+LLAMA = [*GROUPED, "norm=rmsnorm", "activation=swiglu", "use_bias_in_attn_linear=false"]
+COMBINATIONS = {
+    "grouped": GROUPED,
+    "one key head": ["num_key_value_heads=1", "head_dim=12"],
+    "llama": [*LLAMA, "use_bias_in_mlp=false"],
+    "qwen2": [*LLAMA, "use_bias_in_attn_linear=true", "use_bias_in_attn_output=false"],
+    "qwen3": [*LLAMA, "head_dim=16", "qk_norm=true", "intermediate_size=40"],
+    "no bias": ["use_bias_in_norms=false", "qk_norm=true", "use_bias_in_attn_output=false"],
+    "layer norm of heads": ["qk_norm=true", "parallel_residual=true", "activation=relu"],
+}
+every_combination = pytest.mark.parametrize("parts", COMBINATIONS.values(), ids=COMBINATIONS)
+
+
+def configured(*words: str) -> Config:
+    return load([], [*TINY, "init_method_std=0.15", *words])
+
+
+def model(*words: str) -> GPT:
+    return from_config(configured(*words), vocab=50).eval()
+
+
+@every_combination
+def test_numbers_and_operations_are_those_of_the_built_model(parts):
+    config = configured(*parts, "pos_emb=none", "attention_backend=eager")
+    gpt = from_config(config, vocab=50)
+    assert parameters(config, 50).whole == sum(one.numel() for one in gpt.parameters())
+    ids = torch.zeros(1, 24, dtype=torch.long)
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        gpt(ids)
+    # The definition of attention computes masked pairs too, as PaLM counts.
+    counted = 24 * forward_flops(Architecture.of(config.model), 50, keys=24)
+    assert counter.get_total_flops() == counted
+
+
+@every_combination
+@pytest.mark.parametrize("pos_emb", ["rotary", "mep_free", "cable", "xpos"])
+@torch.no_grad()
+def test_decoding_in_pieces_is_the_whole_pass(pos_emb, parts):
+    gpt, ids = model(f"pos_emb={pos_emb}", *parts), torch.randint(50, (2, 81))
+    cache = Cache()
+    pieces = [gpt(part, cache=cache) for part in ids.split([1, 5, 64, 11], dim=1)]
+    torch.testing.assert_close(torch.cat(pieces, dim=1), gpt(ids), rtol=0, atol=1e-4)
+    kept = cache.layers[0]["k"]
+    assert kept.shape[1] == (gpt.layers[0].attention.key_heads)
+
+
+@torch.no_grad()
+def test_a_query_head_uses_the_keys_of_its_group():
+    """Against attention whose key heads were copied by hand for every query head."""
+    grouped, whole = model(*GROUPED, "pos_emb=alibi"), model("pos_emb=alibi")
+    whole.load_state_dict(grouped.state_dict() | expanded(grouped))
+    ids = torch.randint(50, (2, 70))
+    torch.testing.assert_close(whole(ids), grouped(ids), rtol=0, atol=1e-5)
+
+
+def expanded(grouped: GPT) -> dict[str, torch.Tensor]:
+    """The fused projections with each key head written out for its two query heads."""
+    found = {}
+    for name, tensor in grouped.state_dict().items():
+        if "query_key_value" not in name:
+            continue
+        heads = tensor.view(2, 4, 8, -1)  # [key heads, (q, q, k, v), head_dim, hidden]
+        rows = []
+        for group in heads:
+            first, second, k, v = group
+            rows += [first, k, v, second, k, v]
+        found[name] = torch.cat(rows).view(96, *tensor.shape[1:])
+    return found
+
+
+@torch.no_grad()
+def test_swiglu_reads_the_gate_first_and_rmsnorm_divides_by_the_root_mean_square():
+    gpt, x = model(*LLAMA), torch.randn(1, 3, 32)
+    mlp, norm = gpt.layers[0].mlp, gpt.norm
+    assert mlp.dense_h_to_4h.weight.shape == (256, 32)  # 8/3 * 32, rounded up to 128, twice
+    gate, up = mlp.dense_h_to_4h.weight.split(128)
+    expected = (silu(x @ gate.T) * (x @ up.T)) @ mlp.dense_4h_to_h.weight.T
+    torch.testing.assert_close(mlp(x), expected, rtol=0, atol=1e-5)
+    torch.testing.assert_close(norm(x), rms_norm(x, (32,), norm.weight, 1e-5))
+
+
+@pytest.mark.parametrize(
+    ("words", "matrix", "output"),
+    [
+        ([], 0.02, 0.02 / math.sqrt(8)),
+        (["init_method=small_init"], math.sqrt(2 / 5 / 256), 0.02 / math.sqrt(8)),
+        (["init_method=small_init_init"], math.sqrt(2 / 5 / 256), 0.02 / math.sqrt(8)),
+        (["output_layer_init_method=wang_init"], 0.02, 2 / 4 / 16),
+        (["output_layer_init_method=normal"], 0.02, 0.02),
+    ],
+)
+def test_first_values_have_the_standard_deviation_of_their_method(words, matrix, output):
+    shape = ["num_layers=4", "hidden_size=256", "num_attention_heads=4", "seq_length=16"]
+    layer = from_config(load([], [*shape, *words]), vocab=8).layers[3]
+    wide = layer.mlp.dense_h_to_4h.weight, layer.attention.query_key_value.weight
+    for weight in wide:
+        assert weight.std().item() == pytest.approx(matrix, rel=0.02)
+    for weight in (layer.mlp.dense_4h_to_h.weight, layer.attention.dense.weight):
+        assert weight.std().item() == pytest.approx(output, rel=0.02)
+
+
+def test_the_names_of_gpt_neox_are_understood():
+    words = ["gpt_j_residual=true", "num_kv_heads=2", "norm=rmsnorm", "rms_norm_epsilon=1e-6"]
+    config = configured(*words)
+    same = configured("parallel_residual=true", *GROUPED, "norm=rmsnorm", "layernorm_epsilon=1e-6")
+    assert config.hash == same.hash
+    unused = configured("rms_norm_epsilon=1e-6")
+    assert unused.hash == configured().hash
+    assert unused.notes == ("rms_norm_epsilon: accepted, has no effect here: norm is not rmsnorm",)
+
+
+def test_saying_what_follows_anyway_changes_no_hash():
+    assert configured("num_key_value_heads=4").hash == configured().hash
+    assert configured("use_bias_in_attn_output=true").hash == configured().hash
+    assert configured("num_key_value_heads=2").hash != configured().hash
