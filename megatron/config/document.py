@@ -11,7 +11,8 @@ import annotated_types
 
 from megatron.config.config import plain
 from megatron.config.keys import Key, all_keys, default_of
-from megatron.config.legacy import FIXED, FOLDED, NO_EFFECT, RENAMED
+from megatron.config.legacy import FIXED, NO_EFFECT, RENAMED
+from megatron.config.published_encodings import FOLDED
 from megatron.config.schema import SECTIONS
 
 WORDS = {int: "whole number", float: "number", bool: "true | false", str: "text"}
@@ -130,7 +131,8 @@ def _older() -> Iterator[tuple[str, str]]:
     yield "rms_norm_epsilon", "`layernorm_epsilon` with `norm: rmsnorm`, else no effect"
     yield (
         "alibi_scaling",
-        "no effect; with `rotary` only 0, because other values meant NTK or YaRN in the MEP fork",
+        "as in the MEP fork: with `rotary` 0 and 1 are plain and all else is YaRN; it multiplies"
+        " the slopes of some [published names](../docs/published_files.md); else no effect",
     )
 
 

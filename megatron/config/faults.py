@@ -68,6 +68,11 @@ def bad_configuration(sources: Sequence[str], faults: Sequence[str]) -> UserErro
     return UserError("\n  ".join([head, *shown]))
 
 
+def contradiction(*settings: str) -> str:
+    """What is wrong with settings that exclude each other."""
+    return f"{' and '.join(settings)} contradict each other; keep one of them"
+
+
 def shortened(text: str, most: int = LONGEST_VALUE) -> str:
     """A text that a message can repeat: printable, on one line, and cut in its middle."""
     if len(text) > most:

@@ -2,9 +2,9 @@
 
 from typing import Any
 
-from megatron.config.faults import Report
+from megatron.config.faults import Report, contradiction
+from megatron.config.published_encodings import OF_ENCODINGS, fold_into_encoding, spelled_today
 from megatron.config.read import Nested
-from megatron.positions import ALIASES
 
 SWITCHED_OFF = "_switched_off"
 RENAMED = {
@@ -80,54 +80,8 @@ FIXED: dict[str, tuple[Any, str]] = {
         " head",
     ),
 }
-FOLDED = {  # old key -> option of the encoding
-    "rotary_pct": "rotary_pct",
-    "rotary_emb_base": "base",
-    "rpe_num_buckets": "num_buckets",
-    "rpe_max_distance": "max_distance",
-}
 # Their meaning depends on the pos_emb and the norm that win.
-AFTER_MERGE = (*FOLDED, "alibi_scaling", "rms_norm_epsilon")
-
-# kerple_power_original has frozen ALiBi slopes and no exponent: -slope · distance.
-ENCODINGS = {**ALIASES, "kerple_power_original": "alibi"}
-_NAME_HIDES_MIXTURE = (
-    "in the MEP fork many different mixtures carry this name, and only a file's name tells which; "
-)
-_OTHER_MIXTURE = _NAME_HIDES_MIXTURE + "for another, set pos_emb: mep and pos_emb_args.kernels"
-_ENCODING_NOTES = {
-    "snope_norm_original_scaling__": _OTHER_MIXTURE,
-    "snope_norm_original_scaling_": _OTHER_MIXTURE,
-    "snope_kerplelog": (
-        f"the released code mixes gaussian, exp, t5 and kerple_log; {_NAME_HIDES_MIXTURE}"
-        "for gaussian and kerple_log alone, set pos_emb: mep_param"
-    ),
-}
-REFUSED_ENCODINGS = {
-    "kerple_power_a_": (
-        "a linear bias with a learned slope; write pos_emb: kerple_power and pos_emb_args: {p: 1}"
-    ),
-    **dict.fromkeys(
-        (
-            "kerple_power_norm_a_",
-            "kerple_power_learned_norm",
-            "kerple_power_learned_norm_a_",
-            "kerple_power_learned_a_norm8",
-            "kerple_power_original__",
-            "kerple_power_norm_original__",
-            "kerple_power_norm_original_scaling__",
-            "kerple_power_norm_clip_original_scaling__",
-            "kerple_power_original_norm",
-            "kerple_power_norm_original",
-        ),
-        "a single experiment of the MEP fork"
-        " (normalised or clipped distances, scaled slopes or an MLP on distance)",
-    ),
-}
-# The MEP fork chose an encoding by the key alibi_scaling: 0 plain, 1 NTK-by-parts with factor 1
-# (which is plain), else YaRN.
-SCALING_CHOSE: dict[str, dict[Any, dict[str, Any]]] = {"rotary": {0: {}, 1: {}}}
-OTHER_SCALING: dict[str, Any] = {"scaling": "yarn", "factor": 2.0}
+AFTER_MERGE = (*OF_ENCODINGS, "rms_norm_epsilon")
 NAMES = {*RENAMED, *NO_EFFECT, *FIXED, *AFTER_MERGE, "bf16"}
 
 
@@ -143,7 +97,7 @@ def translate(source: dict[str, Any], report: Report) -> dict[str, Any]:
     _precision(given, report)
     _weight_decay(given, report)
     _zero(given, report)
-    _encoding(given, report)
+    spelled_today(given, report)
     for key in list(given):
         if key in NO_EFFECT:
             del given[key]
@@ -158,12 +112,8 @@ def translate(source: dict[str, Any], report: Report) -> dict[str, Any]:
 def _move(given: dict[str, Any], old: str, new: str, report: Report) -> None:
     value = given.pop(old)
     if new in given and given[new] != value:
-        report.fault(_contradiction(f"{new}: {given[new]}", f"{old}: {value}"))
+        report.fault(contradiction(f"{new}: {given[new]}", f"{old}: {value}"))
     given[new] = value
-
-
-def _contradiction(*settings: str) -> str:
-    return f"{' and '.join(settings)} contradict each other; keep one of them"
 
 
 def _precision(given: dict[str, Any], report: Report) -> None:
@@ -181,7 +131,7 @@ def _precision(given: dict[str, Any], report: Report) -> None:
         chosen |= _fp16(given, report)
     different = set(chosen.values())
     if len(different) > 1:
-        report.fault(f"precision: {_contradiction(*chosen)}")
+        report.fault(f"precision: {contradiction(*chosen)}")
     elif different:
         given["precision"] = different.pop()
 
@@ -250,7 +200,7 @@ def _weight_decay(given: dict[str, Any], report: Report) -> None:
     kept = given.setdefault("weight_decay", value)
     if kept != value:
         report.fault(
-            _contradiction(f"weight_decay: {kept}", f"optimizer.params.weight_decay: {value}")
+            contradiction(f"weight_decay: {kept}", f"optimizer.params.weight_decay: {value}")
         )
 
 
@@ -272,39 +222,9 @@ def _zero(given: dict[str, Any], report: Report) -> None:
     )
 
 
-def _encoding(given: dict[str, Any], report: Report) -> None:
-    name = given.get("pos_emb")
-    if not isinstance(name, str):
-        return
-    if name in REFUSED_ENCODINGS:
-        del given["pos_emb"]
-        report.fault(f"pos_emb: {name} is not offered: it was {REFUSED_ENCODINGS[name]}")
-        return
-    meanings = {**ALIASES, **ENCODINGS}  # pos_emb_file may have added aliases
-    if name in meanings:
-        given["pos_emb"] = meanings[name]
-        more = f"; {_ENCODING_NOTES[name]}" if name in _ENCODING_NOTES else ""
-        report.note(f"pos_emb: {name} means {meanings[name]}{more}")
-
-
 def fold(merged: dict[str, Any], options: set[str], report: Report) -> None:
-    """Old keys of single encodings become options of the chosen one, which takes `options`."""
-    name = merged["pos_emb"]
-    given_args = merged.get("pos_emb_args")
-    args = dict(given_args) if isinstance(given_args, dict) else {}
-    for old, option in FOLDED.items():
-        if old not in merged:
-            continue
-        value = merged.pop(old)
-        if option not in options:
-            report.note(f"{old}: accepted, has no effect here: pos_emb {name} has no such option")
-            continue
-        kept = args.setdefault(option, value)
-        if kept != value:
-            report.fault(_contradiction(f"{old}: {value}", f"pos_emb_args.{option}: {kept}"))
-    if args:
-        merged["pos_emb_args"] = args
-    _alibi_scaling(merged, report)
+    """Old keys whose meaning depends on other keys; the chosen encoding takes `options`."""
+    fold_into_encoding(merged, options, report)
     _rms_norm_epsilon(merged, report)
 
 
@@ -318,24 +238,3 @@ def _rms_norm_epsilon(merged: dict[str, Any], report: Report) -> None:
         return
     merged["layernorm_epsilon"] = value
     report.note(f"rms_norm_epsilon: {value} means layernorm_epsilon, as norm is rmsnorm")
-
-
-def _alibi_scaling(merged: dict[str, Any], report: Report) -> None:
-    if "alibi_scaling" not in merged:
-        return
-    value = merged.pop("alibi_scaling")
-    name = merged["pos_emb"]
-    meanings = SCALING_CHOSE.get(name) if isinstance(name, str) else None
-    if meanings is None:
-        report.note(
-            "alibi_scaling: accepted, has no effect here:"
-            f" the MEP fork does not use it for {name} either"
-        )
-        return
-    meant = meanings.get(value, OTHER_SCALING) if isinstance(value, int) else OTHER_SCALING
-    args = merged.get("pos_emb_args") or {}
-    if meant and isinstance(args, dict):
-        merged["pos_emb_args"] = meant | args
-    words = [f"{option}: {setting}" for option, setting in meant.items()]
-    meaning = ", ".join(words) or f"plain {name}"
-    report.note(f"alibi_scaling: {value} meant {meaning} in the MEP fork, which is what it is here")

@@ -30,6 +30,7 @@ ENCODINGS: dict[str, tuple[str, str]] = {
     "tanh": (BLUE, "^"),
     "sandwich": (RED, "^"),
     "bam": (GREEN, "^"),
+    "scaled_distance": (ORANGE, "^"),
     "t5": (GREEN, "D"),
     "fire": (RED, "D"),
     "cable": (SKY, "D"),

@@ -1,0 +1,132 @@
+"""A linear penalty on a normalised or clipped distance, or on a small network's view of it.
+
+Eight experiments of MEP's released code (its class ParallelKerplePower) and KERPLE's
+`kerple_power_original`; no paper describes them. docs/published_files.md has their names.
+"""
+
+import math
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor, nn
+
+from megatron.errors import UserError
+from megatron.positions.alibi import slopes
+from megatron.positions.base import EXACT, DistanceBias, Shape
+from megatron.positions.kerple import FLOOR, POSITIVE, Kerple
+from megatron.positions.per_head import Given
+from megatron.positions.registry import positive, register, suggestion, switch, whole
+
+NETWORKS = ("none", "fixed", "learned")
+SEED = 1234  # of fixed weights
+WIDTH = 32  # of the network's hidden layer
+EPSILON = 1e-6  # the authors'
+# Ours and the authors' names of the network's numbers.
+REFERENCE = {
+    "weight_0": "fc1.weight",
+    "bias_0": "fc1.bias",
+    "weight_1": "fc2.weight",
+    "bias_1": "fc2.bias",
+}
+
+
+@register("scaled_distance")
+class ScaledDistance(Kerple, DistanceBias):
+    """-a · f((d - m) / r), m and r the mean and the rms of 0 … 511, a ~ U(0, 1) at least 0.01.
+
+    a: learned by default; one number for all heads, or a list of one per head, fixes it
+    slope_factor: fixes a instead: ALiBi's slopes times this, none below 0.01
+    normalized: false: f(d) without m and r
+    over: the distances 0 … over - 1 give m and r. The authors take min(512, length of the window),
+        which is 512 in every file that they published
+    clip: from here on clip tokens count as one: d becomes clip - 1 + (d - clip + 1) / clip
+    network: f is the identity (none), or a network of 32 GELU units with one output per head. Its
+        weights are random and stay (fixed: the same in every run), or are learned. The authors'
+        weights stay: their code keeps what activation checkpointing computed without gradients, and
+        crashes without it
+    """
+
+    bounds = {"a": POSITIVE}
+    a: Tensor
+
+    def __init__(
+        self,
+        shape: Shape,
+        *,
+        a: Given | None = None,
+        slope_factor: float | None = None,
+        normalized: bool = True,
+        over: int = 512,
+        clip: int | None = None,
+        network: str = "none",
+    ) -> None:
+        super().__init__(shape)
+        if slope_factor is not None:
+            if a is not None:
+                raise UserError("slope_factor: fixes a, which is given too; keep one of them")
+            a = floored_slopes(shape.heads, slope_factor)
+        self.draw(1.0, a=a)
+        self.normalized = switch("normalized", normalized)
+        self.over = whole("over", over, most=EXACT)
+        self.clip = None if clip is None else whole("clip", clip, most=EXACT)
+        if network not in NETWORKS:
+            raise UserError(f"network: {network!r} is not known; {suggestion(network, NETWORKS)}")
+        self.has_network = network != "none"
+        if self.has_network:
+            self._draw_network(learned=network == "learned")
+
+    def _draw_network(self, *, learned: bool) -> None:
+        """First values in the ranges of torch's nn.Linear, as in the authors' code.
+
+        Fixed ones are the same in every run: a checkpoint holds what is learned and nothing else.
+        """
+        generator = None if learned else torch.Generator().manual_seed(SEED)
+        for number, (inputs, outputs) in enumerate(((1, WIDTH), (WIDTH, self.shape.heads))):
+            reach = 1 / math.sqrt(inputs)
+            for name, size in (("weight", [outputs, inputs]), ("bias", [outputs])):
+                value = (2 * torch.rand(size, generator=generator) - 1) * reach
+                if learned:
+                    self.register_parameter(f"{name}_{number}", nn.Parameter(value))
+                else:
+                    self.register_buffer(f"{name}_{number}", value, persistent=False)
+
+    def log_kernel(self, distance: Tensor) -> Tensor:
+        x = self.scaled(distance)
+        if self.has_network:
+            x = self._network(x)
+        return -self.per_head("a") * x
+
+    def scaled(self, distance: Tensor) -> Tensor:
+        """The clipped and normalised distance: [length] float32 -> same."""
+        x = distance
+        if self.clip is not None:
+            last = self.clip - 1
+            x = torch.where(x < self.clip, x, last + (x - last) / self.clip)
+        if self.normalized:
+            mean = (self.over - 1) / 2
+            mean_square = (self.over - 1) * (2 * self.over - 1) / 6
+            x = (x - mean) / math.sqrt(mean_square + EPSILON)
+        return x
+
+    def _network(self, x: Tensor) -> Tensor:
+        """[length] -> [heads, length]"""
+        hidden = self._value("weight_0") * x + self._value("bias_0")[:, None]  # [32, length]
+        hidden = nn.functional.gelu(hidden)
+        return self._value("weight_1") @ hidden + self._value("bias_1")[:, None]
+
+    def _value(self, name: str) -> Tensor:
+        """A learned or a fixed number as it acts."""
+        is_learned = name in dict(self.named_parameters(recurse=False))
+        return self.bounded(name) if is_learned else self.get_buffer(name)
+
+    def reference(self) -> Iterator[tuple[str, Tensor]]:
+        yield "bias_a", self.a
+        if self.has_network:
+            for ours, theirs in REFERENCE.items():
+                yield theirs, getattr(self, ours)
+
+
+def floored_slopes(heads: int, factor: float) -> list[float]:
+    """ALiBi's slopes times a factor, as the authors' code has them: none below 0.01."""
+    scaled = positive("slope_factor", factor)
+    return [max(FLOOR, scaled * slope) for slope in slopes(heads)]
