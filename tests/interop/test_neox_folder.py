@@ -48,9 +48,7 @@ def test_the_saved_configuration_is_read_for_one_rank(step):
 
 def test_files_that_disagree_or_are_damaged_are_one_message(step):
     (step / "configs" / "length.yml").write_text("seq-length: 128")
-    with pytest.raises(
-        UserError, match=r"length.yml has seq_length: 128, setup.yml has 64, and"
-    ):
+    with pytest.raises(UserError, match=r"length.yml has seq_length: 128, setup.yml has 64, and"):
         configuration(step)
     (step / "configs" / "length.yml").write_text("{")
     with pytest.raises(UserError, match=r"length.yml:1: not valid YAML"):
