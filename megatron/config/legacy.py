@@ -3,6 +3,8 @@
 from typing import Any
 
 from megatron.config.faults import Report, contradiction
+from megatron.config.neox_keys import AT_THE_END, fold_neox, translate_neox
+from megatron.config.neox_keys import NAMES as OF_NEOX
 from megatron.config.published_encodings import OF_ENCODINGS, fold_into_encoding, spelled_today
 from megatron.config.read import Nested
 
@@ -70,6 +72,7 @@ NO_EFFECT: dict[str, str] = {
         "a saved checkpoint is not run through the model again"
     ),
     "output_layer_parallelism": "there is no tensor parallelism",
+    "comment": "it was a comment for Slurm",
     "scale_factor_num": "it was read only by dead code of the MEP fork",
 }
 FIXED: dict[str, tuple[Any, str]] = {
@@ -81,8 +84,8 @@ FIXED: dict[str, tuple[Any, str]] = {
     ),
 }
 # Their meaning depends on the pos_emb and the norm that win.
-AFTER_MERGE = (*OF_ENCODINGS, "rms_norm_epsilon")
-NAMES = {*RENAMED, *NO_EFFECT, *FIXED, *AFTER_MERGE, "bf16"}
+AFTER_MERGE = (*OF_ENCODINGS, *AT_THE_END, "rms_norm_epsilon")
+NAMES = {*RENAMED, *NO_EFFECT, *FIXED, *AFTER_MERGE, *OF_NEOX, "bf16"}
 
 
 def translate(source: dict[str, Any], report: Report) -> dict[str, Any]:
@@ -97,6 +100,7 @@ def translate(source: dict[str, Any], report: Report) -> dict[str, Any]:
     _precision(given, report)
     _weight_decay(given, report)
     _zero(given, report)
+    translate_neox(given, report)
     spelled_today(given, report)
     for key in list(given):
         if key in NO_EFFECT:
@@ -153,7 +157,7 @@ def _fp16(given: dict[str, Any], report: Report) -> dict[str, str]:
     """{setting: precision} if the mapping `fp16`, which keeps its loss scaling, chooses one."""
     same_kind = type(given["fp16"])  # dict, or Nested from dotted words
     scaling = same_kind(given.pop("fp16"))
-    enabled = scaling.pop("enabled", None)
+    enabled = _enabled(scaling, report)
     kind = scaling.pop("type", None)
     if scaling:
         given["fp16"] = scaling
@@ -172,6 +176,17 @@ def _fp16(given: dict[str, Any], report: Report) -> dict[str, str]:
             report.note("fp16.type: bfloat16 means precision: bf16, as in GPT-NeoX of 2022")
         return {f"fp16.type: {kind}": meaning}
     return {"fp16.enabled: true": "fp16"} if enabled else {}
+
+
+def _enabled(scaling: dict[str, Any], report: Report) -> Any:
+    """`enabled`, for which GPT-NeoX's files also write `fp16: {fp16: true}`."""
+    if scaling.pop("auto_cast", None) is not None:
+        report.note("fp16.auto_cast: accepted, has no effect here: a model's inputs are token ids")
+    older = scaling.pop("fp16", None)
+    enabled = scaling.pop("enabled", older)
+    if older is not None and older != enabled:
+        report.fault(contradiction(f"fp16.enabled: {enabled}", f"fp16.fp16: {older}"))
+    return enabled
 
 
 def switch_off(merged: dict[str, Any], given: dict[str, Any], report: Report) -> None:
@@ -225,6 +240,7 @@ def _zero(given: dict[str, Any], report: Report) -> None:
 def fold(merged: dict[str, Any], options: set[str], report: Report) -> None:
     """Old keys whose meaning depends on other keys; the chosen encoding takes `options`."""
     fold_into_encoding(merged, options, report)
+    fold_neox(merged, report)
     _rms_norm_epsilon(merged, report)
 
 

@@ -14,6 +14,7 @@ from megatron.config.keys import all_keys, default_of
 from megatron.config.legacy import NAMES, fold, switch_off, translate
 from megatron.config.paths import INPUTS, exists, is_relative, places, resolve_inputs
 from megatron.config.read import find_file, merge, read_file, read_overrides
+from megatron.config.recipe_2022 import complete_recipe
 from megatron.config.schema import KEYS, SECTIONS, Position, Section
 from megatron.config.user_file import KEY as USER_FILE
 from megatron.config.user_file import is_checkpoint, run_user_file
@@ -37,6 +38,7 @@ def load(paths: Sequence[str | Path], overrides: Sequence[str] = ()) -> Config:
     merged: dict[str, Any] = {}
     for _, given in sources:
         _lay_over(merged, given, report)
+    complete_recipe([given for _, given in sources], merged, report)
     merged.setdefault("pos_emb", Position.model_fields["pos_emb"].default)
     fold(merged, _options(merged["pos_emb"]), report)
     sections = _sections(merged, report)

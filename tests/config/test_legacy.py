@@ -4,6 +4,7 @@ import pytest
 
 from megatron.config import deepspeed_config, load
 from megatron.errors import UserError
+from tests.published import PATHS, RECIPE
 
 TINY = [
     "num_layers=2",
@@ -13,47 +14,6 @@ TINY = [
     "max_position_embeddings=64",
 ]
 
-# In the form of the forks' training files: flow style, comments, True and true, trailing commas,
-# dashed keys.
-RECIPE = """# comment
-{
-   "pipe-parallel-size": 1,
-   "model-parallel-size": 1,  # cluster
-   "num-layers": 12, "hidden-size": 768, "num-attention-heads": 12,
-   "seq-length": 512, "seq-length-val": 2048, "max-position-embeddings": 512,
-   "norm": "layernorm", "no-weight-tying": true,
-   "scaled-upper-triang-masked-softmax-fusion": false, "bias-gelu-fusion": false,
-
-   "optimizer": {"type": "Adam", "params": {"lr": 0.0006, "betas": [0.9, 0.999], "eps": 1.0e-8, }},
-   "zero_optimization": {
-    "stage": 0, "allgather_partitions": True, "allgather_bucket_size": 500000000,
-    "overlap_comm": True, "reduce_scatter": True, "reduce_bucket_size": 500000000,
-    "contiguous_gradients": True, "cpu_offload": False
-   },
-   "train_micro_batch_size_per_gpu": 16, "gradient_accumulation_steps": 2,
-   "data-impl": "mmap", "split": "949,50,1",
-   "checkpoint-activations": true, "checkpoint-num-layers": 1, "partition-activations": true,
-   "synchronize-each-layer": true,
-   "gradient_clipping": 1.0, "weight-decay": 0.0, "hidden-dropout": 0.0, "attention-dropout": 0.0,
-   "fp16": {
-     "enabled": True, "type": "bfloat16", # bf16 of 2022
-     "loss_scale": 0, "loss_scale_window": 1000, "hysteresis": 2, "min_loss_scale": 1
-   },
-   "fp32_allreduce": True, "train-iters": 50000, "lr-decay-iters": 50000,
-   "distributed-backend": "nccl", "lr-decay-style": "cosine", "warmup": 0.01,
-   "save-interval": 10000, "eval-interval": 1000, "eval-iters": 10,
-   "log-interval": 100, "steps_per_print": 10, "keep-last-n-checkpoints": 1,
-   "wall_clock_breakdown": true,
-   "log_grad_norm": true,
-}
-"""
-PATHS = """{
-  "vocab-file": "data/gpt2-vocab.json", "merge-file": "data/gpt2-merges.txt",
-  "checkpoint_validation_with_forward_pass": False,
-  "tensorboard-dir": "tensorboard", "use_wandb": False, "wandb_host": "https://api.wandb.ai",
-  "wandb_project": "neox"
-}
-"""
 EXPERIMENT = """{
     "save": "a_1235_checkpoints", "load": "a_1235_checkpoints", "log-dir": "a_1235logs",
     "seed": 1235, "attention_softmax_in_fp32": True, "alibi_scaling": 160,

@@ -15,6 +15,8 @@ from megatron.config.sections.fields import (
     as_tuple,
 )
 
+Bucket = Annotated[Int, Field(gt=0, le=10**12)]
+
 
 class ZeroOptimization(Section):
     stage: Annotated[Int, Field(ge=0, le=3)] = 0
@@ -22,13 +24,13 @@ class ZeroOptimization(Section):
     are float32."""
     allgather_partitions: bool | None = None
     """Passed on to DeepSpeed when the stage is at least 1; so are the five keys below."""
-    allgather_bucket_size: Positive | None = None
+    allgather_bucket_size: Bucket | None = None
     """Numbers gathered at a time."""
     overlap_comm: bool | None = None
     """Exchange gradients during the backward pass."""
     reduce_scatter: bool | None = None
     """Reduce-scatter instead of all-reduce."""
-    reduce_bucket_size: Positive | None = None
+    reduce_bucket_size: Bucket | None = None
     """Numbers reduced at a time."""
     contiguous_gradients: bool | None = None
     """Copy gradients into one buffer as they are made."""
