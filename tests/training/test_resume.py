@@ -20,6 +20,9 @@ def valid_losses(folder: Path) -> dict[int, float]:
     return {step: record["loss"] for step, record in records(folder, "valid").items()}
 
 
+LLAMA = ["norm=rmsnorm", "activation=swiglu", "num_key_value_heads=2", "qk_norm=true"]
+
+
 @pytest.mark.parametrize(
     "how",
     [
@@ -30,8 +33,13 @@ def valid_losses(folder: Path) -> dict[int, float]:
         ["zero_optimization.stage=3"],
         ["precision=bf16", "zero_optimization.stage=2", "gradient_accumulation_steps=2"],
         ["precision=bf16", "zero_optimization.stage=3"],
+        ["checkpoint_activations=true", *LLAMA],
+        ["precision=bf16", "zero_optimization.stage=3", *LLAMA],
     ],
-    ids=["fp32", "bf16", "zero1", "zero2", "zero3", "bf16-zero2", "bf16-zero3"],
+    ids=[
+        *("fp32", "bf16", "zero1", "zero2", "zero3", "bf16-zero2", "bf16-zero3"),
+        *("llama", "llama-bf16-zero3"),
+    ],
 )
 def test_a_resumed_run_repeats_the_uninterrupted_one_to_the_last_bit(grid, corpus, tmp_path, how):
     """Each way has dropout and a learned encoding, and a validation at every fourth step."""
