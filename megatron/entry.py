@@ -52,6 +52,7 @@ def run(
 
     def command() -> int | None:
         given = parser.parse_intermixed_args(settings_first(words))
+        bring_in(given)
         config = None
         if given.words or config_needed:
             files, overrides = split_words(given.words, given.conf_dir)
@@ -144,12 +145,22 @@ def load_configuration(
 
     Settings without a file are laid over the configuration of the checkpoint in the options.
     """
+    bring_in(options)
     checkpoint = getattr(options, "checkpoint", None)
     if overrides and not files and checkpoint:
         step = getattr(options, "step", None)
         folder = find(checkpoint, None if step is None else int(step))
         files = [str(folder / "config.yml")]
     return load(files, overrides)
+
+
+def bring_in(options: argparse.Namespace) -> None:
+    """Import the checkpoint in the options where it is not one of ours, and name the new one."""
+    checkpoint = getattr(options, "checkpoint", None)
+    if checkpoint:
+        from megatron.interop.import_checkpoint import brought_in  # only here: it needs the model
+
+        options.checkpoint = str(brought_in(checkpoint))
 
 
 def require_keys(config: Config, purpose: str | None, options: argparse.Namespace) -> None:

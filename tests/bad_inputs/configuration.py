@@ -108,8 +108,9 @@ FILES = [
     of_file(
         "1 and true as keys",
         "pos_emb_args: {1: 2, true: 3}",
-        "pos_emb_args: rotary takes no option '1'; choose from base, beta_fast, beta_slow, factor,"
-        " original_length, rotary_pct, scaling",
+        "pos_emb_args: rotary takes no option '1'; choose from attention_factor, base, beta_fast,"
+        " beta_slow, factor, high_freq_factor, interleaved, low_freq_factor, original_length,"
+        " rotary_pct, scaling, truncate",
     ),
     of_file("list as key", "[1, 2]: 3", "bad.yml:1: not valid YAML: found unhashable key"),
     of_file(

@@ -1,89 +1,45 @@
 """Folders of Hugging Face's classes give their logits and gradients, and go back bit for bit."""
 
+import hashlib
 import json
-import shutil
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
+from megatron.checkpoints.manifest import faults_of
+from megatron.checkpoints.read import load_for_evaluation
+from megatron.commands.evaluate import add_options
+from megatron.commands.evaluate import main as evaluate_main
+from megatron.commands.import_checkpoint import main as import_main
 from megatron.config import load
+from megatron.data.tokenizer import build_tokenizer
+from megatron.data.tokens import TokenWriter
+from megatron.entry import run as run_entry
 from megatron.errors import UserError
 from megatron.interop import open_model
+from megatron.interop.compare import compared
 from megatron.interop.families import FAMILIES
 from megatron.interop.huggingface import read_settings
+from megatron.interop.import_checkpoint import brought_in, import_checkpoint
 from megatron.interop.weights import read_weights, write_weights
 from megatron.model import Architecture, Cache, from_config, padded_vocab
+from tests.interop.theirs import (
+    CASES,
+    SAME_OTHERWISE,
+    SCALED,
+    VOCAB,
+    edited,
+    of_theirs,
+    random_ids,
+    words_tokenizer,
+)
+from tests.support import ROOT
 
-VOCAB = 61
-SIZES = {
-    "vocab_size": VOCAB,
-    "hidden_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "intermediate_size": 48,
-    "max_position_embeddings": 320,
-}
-GROUPED = {**SIZES, "num_key_value_heads": 2}
-GPT_2 = {"vocab_size": VOCAB, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 320}
-BIASES = {"attention_bias": True, "mlp_bias": True}
-LLAMA_3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "rope_theta": 500000.0}
-YARN = {"beta_fast": 16.0, "truncate": False, "attention_factor": 1.2}
-SCALED = {"factor": 4.0, "original_max_position_embeddings": 64}
-
-
-def rope(kind: str, **more) -> dict:
-    return {"rope_parameters": {"rope_type": kind, **more}}
-
-
-CASES = {
-    "pythia": ("GPTNeoX", SIZES),
-    "neox one after the other": ("GPTNeoX", {**SIZES, "use_parallel_residual": False}),
-    "neox tied, gelu_new": (
-        "GPTNeoX",
-        {**SIZES, "tie_word_embeddings": True, "hidden_act": "gelu_pytorch_tanh"},
-    ),
-    "neox without bias": ("GPTNeoX", {**SIZES, "attention_bias": False, "layer_norm_eps": 1e-2}),
-    "gpt2": ("GPT2", GPT_2),
-    "gpt2 wide": ("GPT2", {**GPT_2, "n_inner": 80, "layer_norm_epsilon": 1e-2}),
-    "llama": ("Llama", SIZES),
-    "llama grouped, biases": ("Llama", {**GROUPED, **BIASES}),
-    "llama tied, linear": (
-        "Llama",
-        {**GROUPED, "tie_word_embeddings": True, **rope("linear", factor=4.0)},
-    ),
-    "llama3": ("Llama", {**GROUPED, **rope("llama3", **SCALED, **LLAMA_3)}),
-    "llama yarn": ("Llama", {**GROUPED, **rope("yarn", **SCALED)}),
-    "llama yarn, more": ("Llama", {**SIZES, **rope("yarn", **SCALED, **YARN)}),
-    "mistral": ("Mistral", {**GROUPED, "sliding_window": 23, "rms_norm_eps": 1e-2}),
-    "qwen2": ("Qwen2", GROUPED),
-    "qwen2 window": (
-        "Qwen2",
-        {**GROUPED, "use_sliding_window": True, "sliding_window": 23, "max_window_layers": 0},
-    ),
-    "qwen3": ("Qwen3", {**GROUPED, "head_dim": 16, "attention_bias": True}),
-    "qwen3 one key head": ("Qwen3", {**SIZES, "num_key_value_heads": 1, "head_dim": 24}),
-}
-SAME_OTHERWISE = ("n_inner", "hidden_act", "rope_parameters", "pretraining_tp", "max_window_layers")
-"""Keys that may be spelled in more than one way; `settings_of` must read them alike."""
-HEAD = {"GPT2": "LMHeadModel"}
 every_case = pytest.mark.parametrize("case", CASES)
-
-
-def of_theirs(case: str) -> transformers.PreTrainedModel:
-    """One of their models with random weights, far from values at which a slip is hidden."""
-    name, settings = CASES[case]
-    config = getattr(transformers, f"{name}Config")(
-        **settings, bos_token_id=0, eos_token_id=0, pad_token_id=None
-    )
-    torch.manual_seed(3)
-    model = getattr(transformers, name + HEAD.get(name, "ForCausalLM"))(config)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(torch.randn(parameter.shape) * (0.3 if parameter.dim() == 1 else 0.12))
-    return model.eval()
 
 
 @pytest.fixture(scope="session")
@@ -98,10 +54,6 @@ def folder(tmp_path_factory):
         return made[case]
 
     return folder_of
-
-
-def random_ids(length: int) -> torch.Tensor:
-    return torch.randint(VOCAB, (2, length), generator=torch.Generator().manual_seed(length))
 
 
 @every_case
@@ -155,18 +107,6 @@ def test_decoding_in_pieces_is_the_whole_pass(case, folder):
     ids, cache = random_ids(90), Cache()
     pieces = [model(part, cache=cache) for part in ids.split([3, 1, 70, 16], dim=1)]
     torch.testing.assert_close(torch.cat(pieces, dim=1), model(ids), rtol=0, atol=2e-5)
-
-
-def edited(source: Path, place: Path, **changes) -> Path:
-    """A copy of a folder with other keys in its config.json; None leaves a key out."""
-    shutil.copytree(source, place)
-    config = json.loads((place / "config.json").read_text())
-    for key, value in changes.items():
-        config.pop(key, None)
-        if value is not None:
-            config[key] = value
-    (place / "config.json").write_text(json.dumps(config))
-    return place
 
 
 @pytest.mark.parametrize(
@@ -316,3 +256,124 @@ def test_a_model_of_another_kind_says_why_it_is_none_of_theirs():
     theirs.load_state_dict(named)
     ids = random_ids(64)
     torch.testing.assert_close(theirs(ids).logits, ours(ids), rtol=0, atol=1e-5)
+
+
+@torch.no_grad()
+def test_an_import_is_an_ordinary_checkpoint_with_its_origin(folder, tmp_path, capsys):
+    source, run = edited(folder("qwen3"), tmp_path / "source"), tmp_path / "run"
+    words_tokenizer(source / "tokenizer.json", "world")
+    assert import_main([str(source), "-o", str(run)]) == 0
+    printed = capsys.readouterr().out
+    assert "Qwen3ForCausalLM (the largest is" in printed
+    assert f"written to {run}/global_step0" in printed
+    model, config, record = load_for_evaluation(run)
+    expected = transformers.Qwen3ForCausalLM.from_pretrained(source)(random_ids(50)).logits
+    torch.testing.assert_close(model(random_ids(50)), expected, rtol=0, atol=2e-5)
+    origin = record["origin"]
+    assert (origin["kind"], origin["architecture"]) == ("huggingface", "Qwen3ForCausalLM")
+    weights = (source / "model.safetensors").read_bytes()
+    assert origin["files"]["model.safetensors"] == hashlib.sha256(weights).hexdigest()
+    assert 0 < origin["compared"]["largest_difference"] < 2e-5
+    assert record["tokenizer"]["vocab_size"] == 3
+    assert record["vocab"] == VOCAB == padded_vocab(3, config.model.make_vocab_size_divisible_by)
+    assert config.data.vocab_file == str(run / "tokenizer" / "tokenizer.json")
+    assert build_tokenizer(config.data.tokenizer_type, config.data.vocab_file).eod == 0
+    assert faults_of(run / "global_step0") == []
+
+    again = import_checkpoint(run, tmp_path / "again")
+    assert again.config.hash == config.hash
+    assert torch.equal(open_model(tmp_path / "again")[0](random_ids(50)), model(random_ids(50)))
+
+
+def test_an_import_that_cannot_be_right_writes_nothing(folder, tmp_path):
+    source, run = edited(folder("llama"), tmp_path / "source"), tmp_path / "run"
+    words_tokenizer(source / "tokenizer.json", "world")
+    many = words_tokenizer(tmp_path / "many.json", *(f"word{number}" for number in range(80)))
+    with pytest.raises(UserError, match=r"it has 82 tokens, the embedding of .* has 61 rows"):
+        import_checkpoint(source, run, tokenizer=many)
+    other = words_tokenizer(tmp_path / "other.json", "earth")
+    with pytest.raises(UserError, match=r"was trained with [0-9a-f]{12} - give that one, or leave"):
+        import_checkpoint(source, run, tokenizer=other)
+    with pytest.raises(UserError, match=r"--tokenizer: .* holds none - give tokenizer\.json"):
+        import_checkpoint(source, run, tokenizer=tmp_path / "absent")
+    assert not run.exists()
+    import_checkpoint(source, run)
+    before = {file: file.stat().st_mtime_ns for file in run.rglob("*")}
+    with pytest.raises(UserError, match="holds a checkpoint already - name another folder"):
+        import_checkpoint(source, run)
+    assert {file: file.stat().st_mtime_ns for file in run.rglob("*")} == before
+
+
+def test_another_model_than_that_of_the_other_side_is_not_imported(folder, tmp_path):
+    model, _ = open_model(folder("llama"))
+    with torch.no_grad():
+        model.layers[1].mlp.dense_4h_to_h.weight[0, 0] += 0.5
+    with pytest.raises(UserError, match=r"our logits differ from those of transformers .* by"):
+        compared("huggingface", folder("llama"), model)
+
+
+def test_a_foreign_folder_is_evaluated_by_its_own_name(folder, tmp_path, monkeypatch, capsys):
+    write_text_of_tokens(tmp_path / "text")
+    monkeypatch.chdir(tmp_path)
+    words = ["--checkpoint", str(folder("mistral")), "--lengths", "32", "64"]
+    words += [f"data_path={tmp_path}/text", "eval_tokens=128", "split=5,4,1"]
+    for _ in range(2):
+        assert evaluated(*words) == 0, capsys.readouterr().err
+    (run,) = (tmp_path / "runs" / "imported").iterdir()
+    assert run.name.startswith("model-")
+    (file,) = (run / "evaluation").glob("*.jsonl")
+    rows = [json.loads(line) for line in file.read_text().splitlines()]
+    assert {row["length"] for row in rows} == {32, 64}
+    assert rows[0]["checkpoint"] == str(Path("runs/imported") / run.name / "global_step0")
+    config = open_model(run)[1]
+    assert config.checkpoint.save == str(Path("runs/imported") / run.name)
+
+
+def test_what_is_no_checkpoint_of_any_kind_keeps_its_message(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs").mkdir()
+    assert brought_in("runs/absent") == Path("runs/absent")
+    assert brought_in("runs") == Path("runs")
+
+
+def test_the_commands_of_the_document_run(folder, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    for case, name in (("pythia", "pythia-70m"), ("qwen3", "qwen3")):
+        place = edited(folder(case), tmp_path / "models" / name)
+        words_tokenizer(place / "tokenizer.json", "world")
+    write_text_of_tokens(tmp_path / "data" / "text")
+    text = (ROOT / "docs" / "importing.md").read_text(encoding="utf-8")
+    lines = [line for line in text.splitlines() if line.startswith("python ")]
+    assert len(lines) == 4
+    for line in lines:
+        _, script, *words = line.split()
+        if script == "evaluate.py":
+            assert evaluated(*words, "eval_tokens=128", "split=5,4,1") == 0, line
+        else:
+            assert import_main(words) == 0, line
+    assert sorted(one.name for one in (tmp_path / "runs").iterdir()) == [
+        "imported",
+        "pythia",
+        "qwen3",
+    ]
+
+
+def write_text_of_tokens(prefix: Path) -> None:
+    prefix.parent.mkdir(exist_ok=True)
+    draw = np.random.default_rng(3)
+    with TokenWriter(prefix, np.uint16, meta={"corpus": "noise"}) as writer:
+        for _ in range(40):
+            writer.add(draw.integers(0, VOCAB, 40))
+
+
+def evaluated(*words: str) -> int:
+    """The exit status of evaluate.py."""
+    with pytest.raises(SystemExit) as ended:
+        run_entry(
+            evaluate_main,
+            purpose="evaluate",
+            options=add_options,
+            config_needed=False,
+            argv=words,
+        )
+    return ended.value.code
