@@ -117,6 +117,12 @@ def _is_count(value: Any) -> bool:
     return type(value) is int and 0 <= value < 2**63
 
 
+def weights_of(path: Path, record: Mapping[str, Any]) -> str:
+    """12 hex digits of a checkpoint's file of weights; a record with sums saves the reading."""
+    entry = record.get("files", {}).get(WEIGHTS) or entry_of(path / WEIGHTS)
+    return entry["sha256"][:12]
+
+
 def _is_positive(value: Any) -> bool:
     return _is_count(value) and value > 0
 
@@ -141,8 +147,21 @@ def _is_text(value: Any) -> bool:
     return isinstance(value, str)
 
 
+def _is_text_or_none(value: Any) -> bool:
+    return value is None or _is_text(value)
+
+
 def _is_tokenizer(value: Any) -> bool:
     return value is None or isinstance(value, dict)
+
+
+def _is_parent(value: Any) -> bool:
+    """Whether this is the parent of a fine-tuning: {path, step, config_hash, weights}."""
+    if value is None:
+        return True
+    if not isinstance(value, dict) or not _is_count(value.get("step")):
+        return False
+    return all(_is_text(value.get(key)) for key in ("path", "config_hash", "weights"))
 
 
 def _are_entries(value: Any) -> bool:
@@ -169,6 +188,8 @@ KINDS: dict[str, Callable[[Any], bool]] = {
     "skipped": _is_count,
     "pending_losses": _are_losses,
     "tokenizer": _is_tokenizer,
+    "parent": _is_parent,
+    "parent_model": _is_text_or_none,
     "proven": _is_count_or_none,
     "usual_loss": _is_number_or_none,
     "last_loss": _is_number_or_none,

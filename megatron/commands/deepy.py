@@ -21,6 +21,7 @@ from typing import NoReturn
 import torch
 
 from megatron import entry
+from megatron.checkpoints.parent import with_parent
 from megatron.config import Config
 from megatron.config.document import help_text
 from megatron.config.schema import Launch
@@ -121,6 +122,7 @@ def launch(script: Path, words: Sequence[str], config: Config | None) -> NoRetur
 
     devices = devices_for(script, config)
     if config is not None and script.name == "train.py":
+        with_parent(config)  # a missing parent is found before processes start
         config.check_batch(len(devices))
     if cuda:
         environment["CUDA_VISIBLE_DEVICES"] = ",".join(str(device) for device in devices)

@@ -114,6 +114,8 @@ class Config:
         """Check what only `train` or `evaluate` needs; UserError with all keys that are missing."""
         needed = NEEDED.get(purpose, {})
         faults = [f"{key}: not given; {what}" for key, what in needed.items() if not self[key]]
+        if purpose == "train" and self["finetune"] and not self["load"]:
+            faults.append("load: not given; finetune starts from the checkpoint in this folder")
         if purpose == "evaluate" and not (self["load"] or self["save"]):
             faults.append(
                 "load: not given; the folder with the checkpoint"

@@ -136,6 +136,15 @@ def _saves(checkpoint: Checkpoint) -> list[str]:
     ]
 
 
+def _schedule(checkpoint: Checkpoint) -> list[str]:
+    if not (checkpoint.override_lr_scheduler and checkpoint.use_checkpoint_lr_scheduler):
+        return []
+    return [
+        "override_lr_scheduler: takes the schedule of this configuration, and"
+        " use_checkpoint_lr_scheduler that of the checkpoint; keep one of them"
+    ]
+
+
 def _rates(optimizer: Optimizer) -> list[str]:
     if optimizer.min_lr <= optimizer.lr:
         return []
@@ -202,6 +211,7 @@ CHECKS: tuple[tuple[tuple[str, ...], Callable[..., list[str]]], ...] = (
     (("training", "parallel"), _compiled),
     (("training", "attention"), _repeats),
     (("checkpoint",), _saves),
+    (("checkpoint",), _schedule),
     (("optimizer",), _rates),
     (("data",), _data),
     (("launch",), _launch),

@@ -71,6 +71,7 @@ NO_EFFECT: dict[str, str] = {
     "checkpoint_validation_with_forward_pass": (
         "a saved checkpoint is not run through the model again"
     ),
+    "no_load_rng": "the randomness of a step depends on the seed, the step and the rank alone",
     "output_layer_parallelism": "there is no tensor parallelism",
     "comment": "it was a comment for Slurm",
     "scale_factor_num": "it was read only by dead code of the MEP fork",

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron.checkpoints.manifest import WEIGHTS
+from megatron.checkpoints.manifest import weights_of
 from megatron.checkpoints.read import load_for_evaluation
 from megatron.checkpoints.saved import find
 from megatron.commit import commit
@@ -12,7 +12,7 @@ from megatron.config import Config
 from megatron.data.tokens import TokenFile
 from megatron.errors import CONTROL, UserError
 from megatron.evaluation.agreement import check_finite, check_same_model, check_same_tokenizer
-from megatron.evaluation.resume import code_fingerprint, file_fingerprint
+from megatron.evaluation.resume import code_fingerprint
 from megatron.model import GPT, AttentionSettings
 from megatron.results.row import ATTENTION_INPUTS, Facts
 
@@ -59,18 +59,19 @@ class Opened:
             "config_hash": self.record["config_hash"],
             "seed": self.trained.training.seed,
             "checkpoint": str(self.path),
-            "weights": self._weights(),
+            "weights": weights_of(self.path, self.record),
             "tokenizer": tokenizer.get("hash"),
             "dtype": str(weight.dtype).removeprefix("torch."),
             "device": weight.device.type,
             "commit": commit(),
             "code": code_fingerprint(),
+            **self._ancestry(),
         }
 
-    def _weights(self) -> str:
-        """12 hex digits of the weights' file; a verified checkpoint has been hashed already."""
-        listed = self.record.get("files", {}).get(WEIGHTS)
-        return listed["sha256"][:12] if listed else file_fingerprint(self.path / WEIGHTS)
+    def _ancestry(self) -> Facts:
+        """The parent that the model was fine-tuned from; nothing for one trained from scratch."""
+        keys = ("parent", "parent_model")
+        return {key: self.record[key] for key in keys if self.record.get(key)}
 
     def facts_of_text(self, protocol: str) -> Facts:
         """What every row says about the text."""
@@ -152,6 +153,8 @@ def checkpoint_folder(config: Config | None, step: int | None) -> str:
         if (own / "checkpoint.json").exists():
             return str(own)
     named = [config.checkpoint.load, config.checkpoint.save] if config else []
+    if config and config.checkpoint.finetune and config.checkpoint.save:
+        named = [config.checkpoint.save]  # load is the parent
     folders = list(dict.fromkeys(folder for folder in named if folder))
     if not folders:
         raise UserError(

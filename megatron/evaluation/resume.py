@@ -76,12 +76,6 @@ def loss_shaping_files() -> Iterator[Path]:
             yield path
 
 
-def file_fingerprint(path: Path) -> str:
-    """12 hex digits of a file's bytes."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()[:12]
-
-
 class WindowFile:
     """Finished windows of one question, on disk until their length is done.
 

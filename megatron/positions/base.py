@@ -33,12 +33,15 @@ class Position(Float32Module):
     per_layer: every layer needs parameters of its own, whatever `pos_emb_shared` says
     claims: "zero_at_0", "never_rises" or both; tools/check_encoding.py holds the bias to them
     bounds: intervals of learned parameters; `bounded` and `learned` give the values within them
+    rows_are_positions: names of learned tables with a row for each position; a model that is
+        fine-tuned with more rows keeps those that it had
     reference_names: the name that the GPT-NeoX forks give to a parameter or fixed tensor of ours
     reference_unused: tensors that the forks store and do not use
     """
 
     per_layer: bool = False
     claims: ClassVar[tuple[str, ...]] = ()
+    rows_are_positions: ClassVar[tuple[str, ...]] = ()
     reference_names: ClassVar[dict[str, str]] = {}
     reference_unused: ClassVar[tuple[str, ...]] = ()
     # [length] int64: positions to use in place of 0, 1, 2, …, as `randomized` draws them.

@@ -16,6 +16,7 @@ class Learned(Position):
         max_position_embeddings
     """
 
+    rows_are_positions = ("weight",)
     reference_names = {"weight": "weight"}
 
     def __init__(self, shape: Shape, *, max_positions: int | None = None) -> None:

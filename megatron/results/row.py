@@ -34,6 +34,8 @@ class Question(TypedDict, total=False):
     config_hash: Required[str]  # 12 hex digits of the keys that shape the result
     checkpoint: str  # folder of the checkpoint
     weights: str  # 12 hex digits of the file of weights
+    parent: dict[str, Any]  # {path, step, config_hash, weights} that a fine-tuning started from
+    parent_model: str  # its encoding and step, such as "rotary step 700"; none: from scratch
     sweep: str  # name of the sweep that trained the model
     cell: dict[str, Any]  # the point of the sweep's grid: {axis: value}
 
@@ -137,6 +139,7 @@ KEYS: dict[str, Key] = {
     "train_length": Key(Role.MODEL, kind=True, label=True, column="trained at"),
     "step": Key(Role.MODEL, run=True, kind=True, label=True, column="step", note="step {}"),
     "windows_per_step": Key(Role.MODEL, kind=True, label=True),
+    "parent_model": Key(Role.MODEL, kind=True, label=True, column="from", note="from {}"),
     "seed": Key(Role.MODEL, run=True, label=True, column="seed", note="seed {}"),
     "corpus": Key(Role.SETTING, run=True, label=True),
     "part": Key(Role.SETTING, run=True, label=True),
@@ -148,6 +151,7 @@ KEYS: dict[str, Key] = {
     "config_hash": Key(Role.MODEL, run=True, label=True, column="config", note="config {}"),
     "checkpoint": Key(Role.MODEL, run=True, label=True, column="checkpoint"),
     "weights": Key(Role.MODEL),
+    "parent": Key(Role.MODEL),
     "cell": Key(Role.MODEL),
     "attention_backend": Key(Role.CIRCUMSTANCE, note="attention {}"),
     "device": Key(Role.CIRCUMSTANCE, note="on {}"),

@@ -8,10 +8,11 @@ import logging
 import os
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from megatron.checkpoints.parent import with_parent
 from megatron.config import Config, load
 from megatron.config.faults import Report, shortened
 from megatron.config.paths import resolve_inputs
@@ -247,10 +248,15 @@ def _cell(parts: Mapping[str, Any], values: Values, home: Path, path: Path, repo
     settings = resolve_inputs(settings, path, report)
     name = _name(values)
     folder = home / name
-    settings |= {"save": str(folder), "load": str(folder)}
+    settings["save"] = str(folder)
     words = [f"{key}={json.dumps(value)}" for key, value in settings.items()]
     config = load(files, words)
+    if not config.checkpoint.finetune:  # there, load is the parent
+        config = replace(
+            config, checkpoint=config.checkpoint.model_copy(update={"load": str(folder)})
+        )
     config.require_for("train")
+    config = with_parent(config)
     evaluations = [
         _evaluation(label, options or {}, config)
         for label, options in parts.get("evaluate", {}).items()

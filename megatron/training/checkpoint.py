@@ -18,16 +18,23 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from megatron.checkpoints.manifest import Damaged, Stamps, check_unchanged, engine_files
-from megatron.checkpoints.saved import folder_of, remove_unfinished, steps_in
+from megatron.checkpoints.manifest import (
+    WEIGHTS,
+    Damaged,
+    Stamps,
+    check_unchanged,
+    engine_files,
+)
+from megatron.checkpoints.saved import folder_of, remove_unfinished, step_of, steps_in
 from megatron.checkpoints.write import finish, unfinished, write_model
 from megatron.errors import UserError
 from megatron.files import remove
 from megatron.training.optimizer import keeping_settings
 from megatron.training.trainer import Trainer
-from megatron.training.universal import Engine, restore
+from megatron.training.universal import Engine, give_weights, restore
 from megatron.training.writing import Writing, writable
 
 logger = logging.getLogger(__name__)
@@ -84,9 +91,30 @@ def check_engine_state(path: Path, record: dict[str, Any]) -> None:
     if not engine_files(path, record):
         raise UserError(
             f"{path}: holds weights only, training cannot continue from it"
-            " - a sweep removes the optimizer's states of a finished run:"
-            " train anew, or sweep with --keep-states"
+            " with its optimizer - finetune=true starts a new run from them,"
+            " no_load_optim=true goes on with a fresh optimizer;"
+            " a sweep keeps the state with --keep-states"
         )
+
+
+def resume_with_fresh_optimizer(trainer: Trainer, path: Path, before: Stamps) -> None:
+    """Go on at the step of a folder global_stepN with its weights alone.
+
+    before: stamps of the folder's files when they were verified
+    UserError where the weights cannot be read or were changed meanwhile.
+    """
+    file = path / WEIGHTS
+    try:
+        with safe_open(file, framework="pt") as weights:
+            give_weights(trainer.engine, trainer.config, weights.get_tensor)
+    except (OSError, SafetensorError) as fault:
+        raise Damaged([f"{file}: cannot be read ({fault})"]) from None
+    check_unchanged(path, before)
+    step = step_of(path)
+    assert step is not None
+    trainer.step = trainer.engine.global_steps = step
+    trainer.restore_exact_positions()
+    logger.info("no_load_optim: continuing at step %d with a fresh optimizer", step)
 
 
 def resume(trainer: Trainer, path: Path, written_by: Engine, before: Stamps) -> None:

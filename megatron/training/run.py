@@ -9,7 +9,9 @@ from typing import Any
 import torch
 
 from megatron.checkpoints.keep import Keeper
+from megatron.checkpoints.parent import with_parent
 from megatron.config import Config
+from megatron.config.config import plain
 from megatron.data.tokens import TokenFile
 from megatron.errors import UserError
 from megatron.model import GPT, from_config
@@ -18,7 +20,9 @@ from megatron.parallel.owned import owned_by_first, shared_faults
 from megatron.parallel.threads import count_parameters, local_processes, use_threads
 from megatron.parallel.watchdog import Watchdog
 from megatron.training import checkpoint
+from megatron.training.continued import with_schedule
 from megatron.training.deterministic import naming_operations
+from megatron.training.finetune import Heritage, with_rows_of_parent
 from megatron.training.fits import check_fits, warn_if_tight
 from megatron.training.folders import folders_of
 from megatron.training.metrics import Metrics, Progress
@@ -51,6 +55,8 @@ def train(config: Config, grid: Grid) -> Path | None:
     engine is built. The first rank owns the folders that are written.
     """
     with owned_by_first(grid, *folders_of(config)):
+        with shared_faults(grid):
+            config = with_parent(config)
         return _train(config, grid)
 
 
@@ -60,9 +66,13 @@ def _train(config: Config, grid: Grid) -> Path | None:
     with shared_faults(grid):
         with config.naming_places("data_path"):
             tokens = TokenFile.open(config.data.data_path or "")
-        facts = check_vocabulary(config, tokens)
+        facts = with_rows_of_parent(config, check_vocabulary(config, tokens))
         need = check_fits(config, facts["vocab"], ranks=grid.ranks, **here, disk=grid.first)
     start = starting_point(config, facts, grid)
+    config = with_schedule(config, start.trained, start.step)
+    if config.checkpoint.parent.path is not None:
+        facts["parent"] = plain(config.checkpoint.parent)
+        facts["parent_model"] = start.parent_model
     logger.info(f"{need.parameters.whole:,} parameters: {need}")
     warn_if_tight(config, need, **here)
     model = from_config(config, facts["vocab"])
@@ -73,8 +83,13 @@ def _train(config: Config, grid: Grid) -> Path | None:
     use_threads(
         count_parameters(model), grid.device, before=start.threads, by_load=not deterministic
     )
+    heritage = Heritage(start.parent, model) if start.parent is not None else None
     with naming_operations():
-        return run.to_the_end(Trainer(config, model, grid))
+        trainer = Trainer(config, model, grid)
+        if heritage is not None:
+            heritage.log()
+            heritage.give(trainer)
+        return run.to_the_end(trainer)
 
 
 class Run:
@@ -118,7 +133,9 @@ class Run:
             logger.info("step %d of %d: nothing left to train", self.start.step, self.steps)
             return self.start.path
         start = self.start
-        if start.path is not None and start.written_by is not None:
+        if start.path is not None and self.config.checkpoint.no_load_optim:
+            checkpoint.resume_with_fresh_optimizer(trainer, start.path, start.stamps)
+        elif start.path is not None and start.written_by is not None:
             checkpoint.resume(trainer, start.path, start.written_by, start.stamps)
         metrics = self._metrics(trainer.step)
         try:

@@ -8,17 +8,19 @@ from typing import Any
 from megatron.checkpoints.manifest import (
     Stamps,
     engine_files,
-    faults_of,
     note_if_old,
     read_record,
     stamps,
 )
+from megatron.checkpoints.parent import checkpoint_to_continue
 from megatron.checkpoints.read import read_meta, replaced
-from megatron.checkpoints.saved import chosen, latest_step, newest_good
+from megatron.checkpoints.saved import latest_step, newest_good
 from megatron.config import Config
 from megatron.errors import UserError
 from megatron.parallel.grid import Grid
 from megatron.training.checkpoint import check_engine_state
+from megatron.training.faults import shared_file_faults
+from megatron.training.finetune import ParentModel, parent_model
 from megatron.training.universal import Engine
 
 logger = logging.getLogger(__name__)
@@ -29,6 +31,9 @@ class Start:
     """step, windows used so far, losses not yet logged, steps skipped, and the checkpoint's folder.
 
     path: None for a new run
+    parent: whose weights a new run takes; None where it has first values of its own
+    trained: the configuration of the checkpoint that a run continues
+    parent_model: encoding and step of the parent, in words; None for a run that has no parent
     written_by: the engine whose state the folder holds
     record: checkpoint.json there
     stamps: of its files when they were verified
@@ -44,27 +49,32 @@ class Start:
     stamps: Stamps = field(default_factory=dict)
     threads: int | None = None
     skipped: int = 0
+    parent: ParentModel | None = None
+    trained: Config | None = None
+    parent_model: str | None = None
 
 
 def starting_point(config: Config, facts: dict[str, Any], grid: Grid) -> Start:
     """Where this configuration starts. Every rank calls this.
 
+    config: with its parent
     facts: those of `check_vocabulary`. UserError where `save` holds another run's checkpoint, or
     where the checkpoint to load is damaged or does not fit.
     """
-    save, load = config.checkpoint.save, config.checkpoint.load
-    path = _checkpoint_of(load, save)
+    save = config.checkpoint.save
+    path = checkpoint_to_continue(config)
     if save:
-        _check_nothing_lost(Path(save), path)
+        _check_nothing_lost(Path(save), path, finetune=config.checkpoint.finetune)
     if path is None:
-        return Start()
+        return _new_run(config, facts, grid)
     path, seen = _undamaged(path, grid, fallback=config.checkpoint.load_fallback)
     trained, meta = read_meta(path)
     note_if_old(path, meta)
     _check_same_model(config, trained, path)
     _check_same_text(facts, meta, path)
     _check_batch(config, meta, grid, path)
-    if meta["step"] < config.training.train_iters:
+    needs_state = not config.checkpoint.no_load_optim
+    if needs_state and meta["step"] < config.training.train_iters:
         check_engine_state(path, meta)
     return Start(
         step=meta["step"],
@@ -76,7 +86,18 @@ def starting_point(config: Config, facts: dict[str, Any], grid: Grid) -> Start:
         stamps=seen,
         threads=meta.get("threads"),
         skipped=meta.get("skipped", 0),
+        trained=trained,
+        parent_model=meta.get("parent_model"),
     )
+
+
+def _new_run(config: Config, facts: dict[str, Any], grid: Grid) -> Start:
+    """Step 0, with first values of its own or with the weights of a parent."""
+    if config.checkpoint.parent.path is None:
+        return Start()
+    parent = parent_model(config, grid)
+    _check_same_text(facts, parent.record, parent.path)
+    return Start(parent=parent, parent_model=parent.description)
 
 
 def _undamaged(path: Path, grid: Grid, *, fallback: bool) -> tuple[Path, Stamps]:
@@ -85,7 +106,7 @@ def _undamaged(path: Path, grid: Grid, *, fallback: bool) -> tuple[Path, Stamps]
     Damaged on every rank where there is none. Each rank hashes its share of the files.
     """
     seen = stamps(path)
-    faults = _faults(path, grid)
+    faults = shared_file_faults(path, grid)
     if not faults:
         return path, seen
     good = newest_good(path, lambda other: _can_be_resumed(other, grid))
@@ -96,15 +117,8 @@ def _undamaged(path: Path, grid: Grid, *, fallback: bool) -> tuple[Path, Stamps]
     return good, stamps(good)
 
 
-def _faults(path: Path, grid: Grid) -> list[str]:
-    """What any rank finds wrong with a checkpoint; every rank gets the same."""
-    own = faults_of(path, part=grid.rank, parts=grid.ranks)
-    every = [fault for faults in grid.gather(own) for fault in faults]
-    return list(dict.fromkeys(every))
-
-
 def _can_be_resumed(path: Path, grid: Grid) -> bool:
-    return not _faults(path, grid) and bool(engine_files(path, read_record(path)))
+    return not shared_file_faults(path, grid) and bool(engine_files(path, read_record(path)))
 
 
 def _windows_before(trained: Config, meta: dict[str, Any]) -> int:
@@ -114,29 +128,18 @@ def _windows_before(trained: Config, meta: dict[str, Any]) -> int:
     return meta["step"] * training.train_micro_batch_size_per_gpu * micro_batches
 
 
-def _check_nothing_lost(save: Path, path: Path | None) -> None:
+def _check_nothing_lost(save: Path, path: Path | None, *, finetune: bool) -> None:
     """Refuse to start into a folder of checkpoints that the run does not continue."""
     step = latest_step(save)
     if step is None:
         return
     continues = path is not None and path.parent.resolve() == save.resolve()
     if not continues:
+        of_another = " of another configuration than this fine-tuning" if finetune else ""
         cure = f"set load: {save} to continue it, or save elsewhere"
-        raise UserError(f"save: {save} holds a checkpoint of step {step} already - {cure}")
-
-
-def _checkpoint_of(load: str | None, save: str | None) -> Path | None:
-    """The folder global_stepN to continue from, or None for a new run.
-
-    A run is new too where load and save are one folder without checkpoints.
-    """
-    if load is None:
-        return None
-    same = save is not None and Path(load).resolve() == Path(save).resolve()
-    if same and latest_step(Path(load)) is None:
-        logger.info("no checkpoint in %s yet: starting at step 0", load)
-        return None
-    return chosen(load)
+        raise UserError(
+            f"save: {save} holds a checkpoint of step {step} already{of_another} - {cure}"
+        )
 
 
 def _check_same_model(config: Config, trained: Config, path: Path) -> None:
@@ -163,8 +166,9 @@ def _check_same_text(facts: dict[str, Any], meta: dict[str, Any], path: Path) ->
     same = then.get("hash", now["hash"]) == now["hash"]  # an old record may not say it
     if same and facts["vocab"] == meta["vocab"]:
         return
+    learned_with = f"{then['type']} {then['hash']}" if then else "a tokenizer that it does not name"
     raise UserError(
-        f"load: {path} learned with {then.get('type')} {then.get('hash')}"
+        f"load: {path} learned with {learned_with}"
         f" ({meta['vocab']} rows of vocabulary),"
         f" the data are written by {now['type']} {now['hash']} ({facts['vocab']} rows)"
         " - prepare them with that tokenizer"

@@ -17,6 +17,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 
+from megatron.checkpoints.manifest import WEIGHTS
 from megatron.config import Config
 from megatron.errors import UserError
 from megatron.training.optimizer import named_groups
@@ -94,8 +95,17 @@ def restore(engine: Any, config: Config, path: Path, written_by: Engine) -> None
             f"{path}: the engine's state cannot be read ({_short(fault)})"
             " - copy the checkpoint again, or load an earlier one"
         ) from None
-    with safe_open(path / "model.safetensors", framework="pt") as weights:
+    with safe_open(path / WEIGHTS, framework="pt") as weights:
         GIVE[config.parallel.zero_stage](engine, weights.get_tensor, adam)
+
+
+@torch.no_grad()
+def give_weights(engine: Any, config: Config, weight: Callable[[str], Tensor]) -> None:
+    """Give an engine weights in float32 and leave its optimizer as new. Every rank calls this.
+
+    weight: the whole tensor of a name, also for parameters that ZeRO has divided
+    """
+    GIVE[config.parallel.zero_stage](engine, weight, None)
 
 
 def _short(fault: Exception) -> str:
@@ -175,13 +185,15 @@ def _load(file: Path) -> Any:
     return torch.load(file, map_location="cpu", weights_only=True, mmap=True)
 
 
-# --- giving them to an engine ---------------------------------------------------------------------
+# --- giving them to an engine; without Adam's state the optimizer stays as it is ------------------
 
 
-def _give_whole(engine: Any, weight: Callable[[str], Tensor], adam: AdamState) -> None:
+def _give_whole(engine: Any, weight: Callable[[str], Tensor], adam: AdamState | None) -> None:
     """Stage 0: the optimizer's parameters are the model's."""
     for name, parameter in engine.module.named_parameters():
         parameter.data.copy_(weight(name))
+        if adam is None:
+            continue
         averages = {}
         for key in AVERAGES:
             average = adam.whole(name, key, parameter.numel())
@@ -189,7 +201,7 @@ def _give_whole(engine: Any, weight: Callable[[str], Tensor], adam: AdamState) -
         _set_state(engine.optimizer, parameter, averages, adam.step)
 
 
-def _give_to_stage_2(engine: Any, weight: Callable[[str], Tensor], adam: AdamState) -> None:
+def _give_to_stage_2(engine: Any, weight: Callable[[str], Tensor], adam: AdamState | None) -> None:
     """Stages 1 and 2: this rank's part of each flat group of float32 numbers."""
     optimizer = engine.optimizer.optimizer
     flat_groups = [group["params"][0] for group in optimizer.param_groups]
@@ -202,29 +214,35 @@ def _give_to_stage_2(engine: Any, weight: Callable[[str], Tensor], adam: AdamSta
         target = mapping.get_hp_fragment_address()
         part = slice(source.start, source.start + source.numel)
         mapping.get_hp_fragment().copy_(weight(name).flatten()[part])
+        if adam is None:
+            continue
         for key in AVERAGES:
             average = averages[mapping.param_group_index][key]
             piece = adam.whole(name, key, parameter.numel())[part]
             average.narrow(0, target.start, target.numel).copy_(piece)
-    for flat, of_group in zip(flat_groups, averages, strict=True):
-        _set_state(optimizer, flat, of_group, adam.step)
+    if adam is not None:
+        for flat, of_group in zip(flat_groups, averages, strict=True):
+            _set_state(optimizer, flat, of_group, adam.step)
     engine.optimizer.update_lp_params()
 
 
-def _give_to_stage_3(engine: Any, weight: Callable[[str], Tensor], adam: AdamState) -> None:
+def _give_to_stage_3(engine: Any, weight: Callable[[str], Tensor], adam: AdamState | None) -> None:
     """Stage 3: this rank's piece of every parameter."""
     import deepspeed
     from deepspeed.utils import safe_set_local_fp32_param, safe_set_local_optimizer_state
 
     zero = engine.optimizer
-    for flat in zero.fp32_partitioned_groups_flat:
-        averages = {key: torch.zeros_like(flat) for key in AVERAGES}
-        _set_state(zero.optimizer, flat, averages, adam.step)
+    if adam is not None:
+        for flat in zero.fp32_partitioned_groups_flat:
+            averages = {key: torch.zeros_like(flat) for key in AVERAGES}
+            _set_state(zero.optimizer, flat, averages, adam.step)
     for name, parameter in engine.module.named_parameters():
         with deepspeed.zero.GatheredParameters([parameter], modifier_rank=0):
             parameter.data.copy_(weight(name))
         piece = _Piece(parameter.ds_tensor.numel(), engine.global_rank)
         safe_set_local_fp32_param(parameter, piece.of(weight(name)))
+        if adam is None:
+            continue
         for key in AVERAGES:
             average = adam.whole(name, key, _numel(parameter))
             safe_set_local_optimizer_state(parameter, piece.of(average), key)
@@ -256,7 +274,7 @@ def _set_state(
     optimizer.state[parameter] = state
 
 
-GIVE: dict[int, Callable[[Any, Callable[[str], Tensor], AdamState], None]] = {
+GIVE: dict[int, Callable[[Any, Callable[[str], Tensor], AdamState | None], None]] = {
     0: _give_whole,
     1: _give_to_stage_2,
     2: _give_to_stage_2,

@@ -52,6 +52,7 @@ Decay = Annotated[Float, Field(ge=0, lt=1)]
 
 # What is known of a field beyond its type; see Key in keys.py for the meanings and defaults.
 FREE: dict[str, Any] = {"shapes_result": False}
+SHAPES: dict[str, Any] = {"shapes_result": True}
 INPUT: dict[str, Any] = {"names_input": True}
 INPUT_BY_NAME: dict[str, Any] = {"names_input": True, "hash_by_file_name": True}
 

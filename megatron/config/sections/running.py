@@ -6,6 +6,7 @@ from pydantic import BeforeValidator, Field
 
 from megatron.config.sections.fields import (
     INPUT,
+    SHAPES,
     Count,
     Float,
     Int,
@@ -56,8 +57,20 @@ class Parallel(Section):
         return self.zero_optimization.stage
 
 
+class Parent(Section):
+    step: Count | None = Field(default=None, json_schema_extra=SHAPES)
+    """Step of the checkpoint that a fine-tuning started from. Training writes this mapping."""
+    weights: str | None = Field(default=None, json_schema_extra=SHAPES)
+    """The first 12 hex digits of the SHA-256 of its weights."""
+    config_hash: str | None = None
+    """Hash of its configuration."""
+    path: str | None = None
+    """Its folder when the fine-tuning started."""
+
+
 class Checkpoint(Section):
-    """Where the run is kept. No key here counts for the hash."""
+    """Where the run is kept and what it starts from. Of these keys the parent counts for the hash,
+    by its weights and step."""
 
     shapes_result: ClassVar[bool] = False
 
@@ -65,6 +78,18 @@ class Checkpoint(Section):
     """Folder for checkpoints."""
     load: str | None = None
     """Folder of the checkpoint to continue from. The forks set it to the folder of save."""
+    finetune: bool = False
+    """true: start a new run from the weights of load, with a fresh optimizer, schedule and order of
+    the data. Encoding, lengths, attention and data may change. The same command continues it."""
+    parent: Parent = Field(default_factory=Parent)
+    no_load_optim: bool = False
+    """true: continue at the step of load with a fresh optimizer; weights alone suffice."""
+    override_lr_scheduler: bool = False
+    """true: a continued run may follow the schedule of this configuration although it has other
+    lr_decay_iters than before, because these follow a changed train_iters."""
+    use_checkpoint_lr_scheduler: bool = False
+    """true: a continued run keeps the schedule of its checkpoint: rate, floor, style, warm-up and
+    lr_decay_iters."""
     load_fallback: bool = False
     """Where the checkpoint to load is damaged, continue from the newest good one of its run."""
     save_interval: Count = 0
