@@ -24,7 +24,7 @@ from megatron.checkpoints.read import READ_BY_EVALUATION, read_meta
 from megatron.config import Config
 from megatron.config.schema import Model
 from megatron.errors import UserError
-from megatron.model import GPT, position_from_config
+from megatron.model import GPT, Architecture, position_from_config
 from megatron.parallel.grid import Grid
 from megatron.positions import Position
 from megatron.positions.outline import Outline
@@ -81,22 +81,36 @@ def parent_model(config: Config, grid: Grid) -> ParentModel:
         raise Damaged(faults, "copy the parent again, or load another checkpoint")
     trained, record = read_meta(path)
     note_if_old(path, record)
-    check_same_shapes(config.flat(), trained.flat(), path)
+    check_same_shapes(config.model, trained.model, path)
     return ParentModel(path, trained, record, seen)
 
 
-def check_same_shapes(now: Mapping[str, Any], then: Mapping[str, Any], path: Path) -> None:
-    """UserError that names every key in which the weights of two configurations differ."""
-    differing = []
-    for key in Model.model_fields:
-        if key not in MAY_CHANGE and now[key] != then[key]:
-            differing.append(f"{key}: {then[key]!r} there, {now[key]!r} here")
+def check_same_shapes(here: Model, there: Model, path: Path) -> None:
+    """UserError that names every key in which two models differ outside their encodings."""
+    now, then = _fixed(here), _fixed(there)
+    differing = [
+        f"{key}: {then[key]!r} there, {value!r} here"
+        for key, value in now.items()
+        if value != then[key]
+    ]
     if differing:
         raise UserError(
             f"load: {path} has weights of another model ({'; '.join(differing)})"
             " - fine-tuning changes the encoding, lengths, attention and data alone: set these keys"
             " to the parent's"
         )
+
+
+def _fixed(section: Model) -> dict[str, Any]:
+    """The keys that a fine-tuning cannot change, with their values where they are not set."""
+    model = Architecture.of(section)
+    keys = {key: getattr(section, key) for key in Model.model_fields if key not in MAY_CHANGE}
+    return keys | {
+        "num_key_value_heads": model.key_heads,
+        "head_dim": model.features_of_head,
+        "intermediate_size": model.mlp_width,
+        "use_bias_in_attn_output": model.bias_in_attn_output,
+    }
 
 
 def with_rows_of_parent(config: Config, facts: dict[str, Any]) -> dict[str, Any]:
@@ -145,7 +159,9 @@ class Heritage:
         try:
             return graft(_with_kinds(shapes, kinds), new)
         except UserError as fault:
-            raise UserError(f"{self.file}: does not hold the model of its config.yml ({fault})") from None
+            raise UserError(
+                f"{self.file}: does not hold the model of its config.yml ({fault})"
+            ) from None
 
     def log(self) -> None:
         """Say what is kept, dropped and new."""

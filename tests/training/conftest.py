@@ -26,13 +26,14 @@ def grid() -> Grid:
 
 
 def tiny(*more: str) -> list[str]:
-    """Overrides for a model of two small layers."""
+    """Overrides for a model of two small layers; a run may be continued with more steps."""
     shape = ["num_layers=2", "hidden_size=32", "num_attention_heads=4", "seq_length=64"]
     recipe = [
         "train_micro_batch_size_per_gpu=4",
         "optimizer.params.lr=3e-3",
         "eval_interval=0",
         "log_interval=1",
+        "override_lr_scheduler=true",
     ]
     return [*shape, *recipe, "tokenizer_type=CharLevelTokenizer", *more]
 
