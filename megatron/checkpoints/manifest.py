@@ -32,6 +32,7 @@ NO_SUM = "0" * 64  # stands in the text whose sum is taken
 LARGEST_RECORD = 64 * 2**20  # bytes; a record of a million unlogged losses has 20
 THREADS = 4  # that read and hash files at a time
 WORTH_A_LINE = 4 * 2**30  # bytes to verify that take seconds
+MOST_STEPS = 10**9  # of a training, as the configuration has it
 SHOWN = 3  # faults in one message
 
 Entries = dict[str, dict[str, Any]]  # file name -> {"bytes": its size, "sha256": hex digits}
@@ -160,6 +161,8 @@ def _is_parent(value: Any) -> bool:
     if value is None:
         return True
     if not isinstance(value, dict) or not _is_count(value.get("step")):
+        return False
+    if value["step"] > MOST_STEPS:
         return False
     return all(_is_text(value.get(key)) for key in ("path", "config_hash", "weights"))
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
-from megatron.checkpoints.manifest import WEIGHTS, Damaged, read_record, weights_of
+from megatron.checkpoints.manifest import MOST_STEPS, WEIGHTS, Damaged, read_record, weights_of
 from megatron.checkpoints.saved import chosen, find, folder_of, latest_step, step_of, steps_in
 from megatron.config import Config
 from megatron.config.sections.running import Parent
@@ -102,7 +102,7 @@ def recorded_parent(folder: Path) -> Parent | None:
         except Damaged:
             continue
         parent = record.get("parent")
-        return Parent.model_validate(parent) if parent else None
+        return Parent(**{key: parent[key] for key in Parent.model_fields}) if parent else None
     return None
 
 
@@ -150,4 +150,6 @@ def parent_at(path: Path) -> Parent:
     except OSError as fault:
         raise Damaged([f"{path / WEIGHTS}: cannot be read ({fault.strerror})"]) from None
     step, config_hash = record["step"], record["config_hash"]
+    if step > MOST_STEPS:
+        raise Damaged([f"{path}: no training has {step} steps"])
     return Parent(path=str(path), step=step, config_hash=config_hash, weights=weights)

@@ -58,6 +58,7 @@ Give several files, and `key=value` words on the command line:
 | `demo.yml` | the small run of `make demo` |
 | `pos_emb/*.yml` | one encoding each, with its options |
 | `data/*.yml` | one corpus each, with its tokenizer |
+| `recipes/*.yml` | continued training of a checkpoint (`load`), over any model: docs/recipes.md |
 """
 
 

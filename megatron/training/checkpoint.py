@@ -91,9 +91,8 @@ def check_engine_state(path: Path, record: dict[str, Any]) -> None:
     if not engine_files(path, record):
         raise UserError(
             f"{path}: holds weights only, training cannot continue from it"
-            " with its optimizer - finetune=true starts a new run from them,"
-            " no_load_optim=true goes on with a fresh optimizer;"
-            " a sweep keeps the state with --keep-states"
+            " - finetune=true starts a new run from them, no_load_optim=true goes on with a fresh"
+            " optimizer; a sweep keeps the optimizer's states with --keep-states"
         )
 
 

@@ -176,8 +176,9 @@ CASES: list[Case] = [
     case(
         "resume-weights-only",
         RESUME,
-        f"{STEP}: holds weights only, training cannot continue from it - a sweep removes the"
-        " optimizer's states of a finished run: train anew, or sweep with --keep-states",
+        f"{STEP}: holds weights only, training cannot continue from it - finetune=true"
+        " starts a new run from them, no_load_optim=true goes on with a fresh optimizer; a sweep"
+        " keeps the optimizer's states with --keep-states",
         lambda here: keep_weights_only(here / "copy"),
     ),
     case(
