@@ -82,6 +82,9 @@ HARMLESS = frozenset(
         "typical_p",
         "chunk_size_feed_forward",
         "n_ctx",
+        "max_sequence_length",
+        "is_llama_config",
+        "transformers.js_config",
         "unsloth_version",
         "unsloth_fixed",
     )

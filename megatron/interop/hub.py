@@ -27,11 +27,11 @@ def folder_of(name: str) -> Path:
     """
     from huggingface_hub import snapshot_download  # only here: importing it takes long
 
-    try:
-        return Path(snapshot_download(name, allow_patterns=list(FILES), local_files_only=True))
-    except (OSError, ValueError):  # not on this machine yet
-        pass
     if not _reachable():
+        try:
+            return Path(snapshot_download(name, allow_patterns=list(FILES), local_files_only=True))
+        except (OSError, ValueError):  # it was not downloaded earlier
+            pass
         wanted = " ".join(f"--include '{pattern}'" for pattern in FILES)
         raise UserError(
             f"{name}: is no folder here, and {_host()[0]} cannot be reached - where there is a"

@@ -142,13 +142,16 @@ def _tokenizer_of(kind: Kind, folder: Path, opened: Opened, given: Path | None) 
     """
     rows = opened.model.vocab
     own = opened.record.get("tokenizer") or {}
-    files = files_in(folder)
+    files = files_in(folder) or _named_in(opened.config)
     notes = []
-    if files is not None and not own:
+    if files is not None:
         try:
-            own = description(files.built())
+            found = description(files.built())
+            own = own or found
         except UserError as fault:
+            found = {}
             notes.append(f"the tokenizer of {folder} cannot be used here ({fault})")
+        if found.get("hash") != own.get("hash") or not found:
             files = None
     if given is not None:
         files, notes = named_by(given), []
@@ -162,6 +165,16 @@ def _tokenizer_of(kind: Kind, folder: Path, opened: Opened, given: Path | None) 
             f" vocabulary, whose ids are below {rows}; --tokenizer names one"
         )
     return Chosen(None, own, notes)
+
+
+def _named_in(config: Config) -> Files | None:
+    """The tokenizer's files that a configuration names, where they are on this machine."""
+    data = config.data
+    names = [name for name in (data.vocab_file, data.merge_file) if name]
+    if not data.vocab_file or not all(Path(name).is_file() for name in names):
+        return None
+    merges = Path(data.merge_file) if data.merge_file else None
+    return Files(data.tokenizer_type, Path(data.vocab_file), merges)
 
 
 def _write(

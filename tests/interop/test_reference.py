@@ -10,6 +10,8 @@ from safetensors.torch import load_file
 
 from megatron.config import load
 from megatron.errors import UserError
+from megatron.interop import open_model
+from megatron.interop.import_checkpoint import import_checkpoint
 from megatron.interop.reference import load_model
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "model"
@@ -208,3 +210,25 @@ def test_a_file_that_would_run_code_is_refused(tmp_path):
     with pytest.raises(UserError, match="cannot be read as a checkpoint file"):
         load_model(tmp_path, golden_config("alibi"))
     assert not (tmp_path / "ran").exists()
+
+
+@torch.no_grad()
+def test_a_checkpoint_is_opened_and_imported_with_its_configuration(tmp_path):
+    folder = tmp_path / "global_step20"
+    folder.mkdir()
+    write_checkpoint("mep_param", folder)
+    config = golden_config("mep_param")
+    expected = load_model(folder, config)
+    model, opened_as = open_model(folder, config=config)
+    assert opened_as == config
+    with pytest.raises(UserError, match="has no configuration with it"):
+        open_model(folder)
+    files = import_checkpoint(folder, tmp_path / "run", config=config)
+    assert files.compared == {"reason": "GPT-NeoX and its forks do not run here"}
+    assert files.path == tmp_path / "run" / "global_step20"
+    assert f"{folder} has no tokenizer that is used here" in files.notes[0]
+    ids = torch.arange(60)[None]
+    for one in (model, open_model(tmp_path / "run")[0]):
+        assert torch.equal(one(ids), expected(ids))
+    origin = json.loads((files.path / "checkpoint.json").read_text())["origin"]
+    assert (origin["kind"], len(origin["files"])) == ("gpt-neox", len(list(folder.iterdir())))

@@ -284,6 +284,17 @@ def test_xpos_says_where_it_would_overflow():
             "original_length: 0 is not a positive number",
         ),
         ("rotary", {"beta_fast": 1, "beta_slow": 2}, "beta_fast: 1 is not more than beta_slow: 2"),
+        (
+            "rotary",
+            {"high_freq_factor": 1},
+            "high_freq_factor: 1 is not more than low_freq_factor: 1.0",
+        ),
+        (
+            "rotary",
+            {"attention_factor": 1.5},
+            "attention_factor: 1.5 has no effect with scaling: none; choose yarn, or leave it out",
+        ),
+        ("rotary", {"interleaved": 1}, "interleaved: 1 is not true or false"),
         ("rotary", {"base": 1}, "base: 1 is not more than 1; usual values are 10000 and above"),
         ("xpos", {"scale_base": -1}, "pos_emb_args: xpos: scale_base: -1 is not a positive number"),
     ],
