@@ -53,6 +53,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     window = "key window, each value on the same weights: N, train_length or none"
     add("--window", nargs="+", metavar="W", help=window)
     add("--logn-scale", nargs="+", choices=("off", "on"), help="key logn_scale, likewise")
+    add("--paper-precision", nargs="+", choices=("off", "on"), help="key paper_precision, likewise")
     dtype = "of the model; tables stay float32"
     add("--dtype", choices=tuple(DTYPES), default=Options.dtype, help=dtype)
 
@@ -81,6 +82,7 @@ def options_of(arguments: argparse.Namespace) -> Options:
         protocols=arguments.protocol,
         attention_windows=[window_of(text) for text in arguments.window or ()],
         logn_scales=[text == "on" for text in arguments.logn_scale or ()],
+        paper_precisions=[text == "on" for text in arguments.paper_precision or ()],
         dtype=arguments.dtype,
         windows=arguments.windows,
         start=arguments.start,

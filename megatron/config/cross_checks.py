@@ -23,6 +23,7 @@ from megatron.config.schema import (
 )
 from megatron.errors import UserError
 from megatron.positions import REGISTRY, Shape, build, options_of
+from megatron.positions import Position as Encoding
 from megatron.positions.outline import Outline
 from megatron.splits import parse_split
 
@@ -75,23 +76,43 @@ def _name(position: Position) -> list[str]:
 
 def _encoding(model: Model, position: Position) -> list[str]:
     """Build the encoding, which alone knows its options."""
-    heads, hidden = model.num_attention_heads, model.hidden_size
-    if model.head_dim is None and hidden % heads:
+    if not _can_be_built(model, position):
         return []  # reported already
-    if position.pos_emb not in REGISTRY:
-        return []  # reported already
-    head_dim = model.head_dim or hidden // heads
-    shape = Shape(heads, head_dim, hidden, model.seq_length)
     try:
-        # Drawing first values must not move the caller's generator.
-        with torch.random.fork_rng(devices=[]), Outline():
-            build(position.pos_emb, shape, **position.pos_emb_args)
+        _built(model, position)
     except UserError as fault:
         return [str(fault)]
     except RuntimeError as fault:  # a tensor that no memory holds
         reason = str(fault).splitlines()[0]
         return [f"pos_emb: {position.pos_emb} cannot be built: {reason}"]
     return []
+
+
+def _paper(model: Model, position: Position, attention: Attention) -> list[str]:
+    """The forks' rounding is known for their own encodings alone."""
+    if not attention.paper_precision or not _can_be_built(model, position):
+        return []
+    if _encoding(model, position):
+        return []  # reported already
+    try:
+        _built(model, position).use_paper_precision(True)
+    except UserError as fault:
+        return [str(fault)]
+    return []
+
+
+def _can_be_built(model: Model, position: Position) -> bool:
+    has_shape = model.head_dim is not None or model.hidden_size % model.num_attention_heads == 0
+    return has_shape and position.pos_emb in REGISTRY
+
+
+def _built(model: Model, position: Position) -> Encoding:
+    heads, hidden = model.num_attention_heads, model.hidden_size
+    head_dim = model.head_dim or hidden // heads
+    shape = Shape(heads, head_dim, hidden, model.seq_length)
+    # Drawing first values must not move the caller's generator.
+    with torch.random.fork_rng(devices=[]), Outline():
+        return build(position.pos_emb, shape, **position.pos_emb_args)
 
 
 def _batch(training: Training) -> list[str]:
@@ -207,6 +228,7 @@ CHECKS: tuple[tuple[tuple[str, ...], Callable[..., list[str]]], ...] = (
     (("model",), _table),
     (("position",), _name),
     (("model", "position"), _encoding),
+    (("model", "position", "attention"), _paper),
     (("training",), _batch),
     (("training", "parallel"), _compiled),
     (("training", "attention"), _repeats),

@@ -40,6 +40,6 @@ def complete_recipe(
             " set lr_schedule: standard for today's"
         )
     if not merged.get("paper_precision"):
-        report.note(f"of 2022: {DEVIATIONS['rounding']}")
+        report.note(f"of 2022: {DEVIATIONS['rounding']}; paper_precision: true does so too")
     if not any(source.get("attention_softmax_in_fp32") for source in given):
         report.note(f"of 2022: {DEVIATIONS['softmax']}")

@@ -43,7 +43,7 @@ class Options:
     protocols: names in PROTOCOLS
     attention_windows: values of the key `window`, each on the same weights; empty for that of the
         configuration
-    logn_scales: values of the key `logn_scale`, likewise
+    logn_scales, paper_precisions: values of the keys `logn_scale` and `paper_precision`, likewise
     dtype: of the model's matrices, a name in DTYPES
     windows, start, tail, stride: of single protocols, see protocols.Request
     """
@@ -55,6 +55,7 @@ class Options:
     protocols: Sequence[str] = ("equal_tokens",)
     attention_windows: Sequence[AttentionWindow] = ()
     logn_scales: Sequence[bool] = ()
+    paper_precisions: Sequence[bool] = ()
     dtype: str = "fp32"
     windows: int = Request.windows
     start: int = Request.start
@@ -172,11 +173,12 @@ def planned(checkpoint: Opened, request: Request, options: Options) -> list[Job]
 
 
 def variants(attention: AttentionSettings, options: Options) -> Iterator[AttentionSettings]:
-    """The settings with each window and each log-n scale that the options ask for."""
+    """The settings with each window, log-n scale and precision that the options ask for."""
     windows = options.attention_windows or [attention.window]
     scales = options.logn_scales or [attention.logn_scale]
-    for window, scale in product(dict.fromkeys(windows), dict.fromkeys(scales)):
-        yield replace(attention, window=window, logn_scale=scale)
+    papers = options.paper_precisions or [attention.paper_precision]
+    for window, scale, paper in product(*map(dict.fromkeys, (windows, scales, papers))):
+        yield replace(attention, window=window, logn_scale=scale, paper_precision=paper)
 
 
 def default_output(

@@ -144,7 +144,12 @@ class GPT(nn.Module):
         return losses.view_as(labels)
 
     def use_attention(self, attention: AttentionSettings) -> None:
-        """Compute attention with other settings: backend, window, blocks and log-n scale."""
+        """Compute attention with other settings, such as backend, window and log-n scale.
+
+        UserError for paper_precision of an encoding that the forks do not have.
+        """
+        for position in self._positions:
+            position.use_paper_precision(attention.paper_precision)
         self.backend = attention.attention_backend
         window = attention.window
         self.window = self.train_length if window == "train_length" else window

@@ -100,6 +100,7 @@ class AttentionSettings:
     window: int | Literal["train_length"] | None = None
     blockwise: bool = False
     logn_scale: bool = False
+    paper_precision: bool = False
 
     @classmethod
     def of(cls, section: "schema.Attention") -> "AttentionSettings":

@@ -76,6 +76,7 @@ _official = slopes  # inside Sloped, `slopes` is the option
 class Alibi(Sloped):
     """-s · d; as a kernel, exp(-s · d)."""
 
+    published = True
     claims = ("zero_at_0", "never_rises")
 
     def log_kernel(self, distance: Tensor) -> Tensor:
@@ -86,7 +87,11 @@ class Alibi(Sloped):
 class Gaussian(Sloped):
     """-s · d²; as a kernel, MEP's Gaussian exp(-s · d²) (arXiv 2403.17698), with ALiBi's slopes."""
 
+    published = True
     claims = ("zero_at_0", "never_rises")
 
     def log_kernel(self, distance: Tensor) -> Tensor:
         return -self.per_head("slopes") * distance**2
+
+    def paper_kernel(self, distance: Tensor) -> Tensor:
+        return -self.per_head("slopes") * (distance**2).bfloat16()

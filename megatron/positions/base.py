@@ -8,10 +8,13 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from megatron.errors import UserError
 from megatron.positions.precision import Float32Module, without_autocast
 
 EXACT = 2**24
 """Positions from here on are no longer exact in float32."""
+NO_ATTENTION = -1e9
+"""A bias with which a key gets no attention, and which no backend turns into NaN, as -inf may."""
 
 
 @dataclass(frozen=True)
@@ -37,6 +40,7 @@ class Position(Float32Module):
         fine-tuned with more rows keeps those that it had
     reference_names: the name that the GPT-NeoX forks give to a parameter or fixed tensor of ours
     reference_unused: tensors that the forks store and do not use
+    published: KERPLE's or MEP's code has it, so that `paper_precision` is known
     """
 
     per_layer: bool = False
@@ -44,6 +48,7 @@ class Position(Float32Module):
     rows_are_positions: ClassVar[tuple[str, ...]] = ()
     reference_names: ClassVar[dict[str, str]] = {}
     reference_unused: ClassVar[tuple[str, ...]] = ()
+    published: bool = False
     # [length] int64: positions to use in place of 0, 1, 2, …, as `randomized` draws them.
     drawn: Tensor | None = None
 
@@ -104,6 +109,20 @@ class Position(Float32Module):
         """
         raise NotImplementedError
 
+    def use_paper_precision(self, on: bool) -> None:
+        """Compute positions, distances and biases in bfloat16, as the forks' code does, or not.
+
+        UserError where the forks have no such encoding.
+        """
+        if on and not self.published:
+            raise UserError(
+                f"paper_precision: KERPLE's and MEP's code has no {type(self).__name__}, so it is"
+                " not known how they would round it - set paper_precision: false"
+            )
+        for module in self.modules():
+            if isinstance(module, Position):
+                module.paper_precision = on
+
     def has(self, hook: str) -> bool:
         """Whether this encoding overrides a hook: index_bias, on_scores, distance_bias …"""
         return getattr(type(self), hook) is not getattr(Position, hook)
@@ -126,6 +145,9 @@ class Position(Float32Module):
         distance = self.distances(length)
         with without_autocast(distance):
             table = self.in_float32(kernel, distance)
+            if self.paper_precision:
+                # The forks' -inf: no key gets less than no attention.
+                table = table.to(distance.dtype).clamp(min=NO_ATTENTION)
         shape, expected_shape = list(table.shape), [self.shape.heads, length]
         if shape != expected_shape or table.dtype != distance.dtype:
             raise TypeError(
@@ -157,5 +179,14 @@ class DistanceBias(Position):
         """What is added to q·k/√head_dim: [length] float32 -> [heads, length] float32."""
         raise NotImplementedError
 
+    def paper_kernel(self, distance: Tensor) -> Tensor:
+        """The same in bfloat16, as the forks do: [length] float32 -> [heads, length] bfloat16."""
+        return self.log_kernel(distance.bfloat16())
+
+    def paper_probability(self, distance: Tensor) -> Tensor:
+        """The kernel itself and not its logarithm, likewise: what the forks' mixtures add up."""
+        return torch.exp(self.paper_kernel(distance))
+
     def distance_bias(self, length: int) -> Tensor:
-        return self.table(self.log_kernel, length)
+        kernel = self.paper_kernel if self.paper_precision else self.log_kernel
+        return self.table(kernel, length)

@@ -56,7 +56,12 @@ class WeightKernel(Position):
         raise NotImplementedError
 
     def distance_weight(self, length: int) -> Tensor:
-        return self.table(self.weight_kernel, length)
+        return self.table(
+            self._paper_weight if self.paper_precision else self.weight_kernel, length
+        )
+
+    def _paper_weight(self, distance: Tensor) -> Tensor:
+        return self.weight_kernel(distance.bfloat16())
 
 
 @register("kerple_log")
@@ -66,6 +71,7 @@ class KerpleLog(Kerple, DistanceBias):
     p, a: learned by default; one number for all heads, or a list of one per head, fixes them
     """
 
+    published = True
     claims = ("zero_at_0", "never_rises")
     bounds = {"p": POSITIVE, "a": POSITIVE}
     reference_names = {"p": "bias_p", "a": "bias_a"}
@@ -77,6 +83,9 @@ class KerpleLog(Kerple, DistanceBias):
 
     def log_kernel(self, distance: Tensor) -> Tensor:
         return -self.per_head("p") * torch.log1p(self.per_head("a") * distance)
+
+    def paper_kernel(self, distance: Tensor) -> Tensor:
+        return -self.per_head("p") * torch.log(1 + self.per_head("a") * distance.bfloat16())
 
 
 @register("kerple_log_3para")
@@ -117,6 +126,7 @@ class KerplePower(Kerple, DistanceBias):
     a, p: learned by default; one number for all heads, or a list of one per head, fixes them
     """
 
+    published = True
     claims = ("zero_at_0", "never_rises")
     bounds = {"a": POSITIVE, "p": EXPONENT}
     reference_names = {"a": "bias_a", "p": "bias_p"}
@@ -140,6 +150,7 @@ class KerpleWeight(Kerple, WeightKernel):
         fixes them
     """
 
+    published = True
     bounds = {"weight_a": POSITIVE, "weight_p": EXPONENT}
     reference_names = {"weight_a": "wei_a", "weight_p": "wei_p"}
 

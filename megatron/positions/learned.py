@@ -17,6 +17,7 @@ class Learned(Position):
     """
 
     rows_are_positions = ("weight",)
+    published = True
     reference_names = {"weight": "weight"}
 
     def __init__(self, shape: Shape, *, max_positions: int | None = None) -> None:

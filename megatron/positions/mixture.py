@@ -57,7 +57,8 @@ class Mixture(DistanceBias):
         self.kernels = nn.ModuleList(_build_kernel(shape, item) for item in kernels)
         count = len(kernels)
         learned = weights in LEARNED
-        if learned or weights == "equal":
+        self.has_equal_weights = weights == "equal"
+        if learned or self.has_equal_weights:
             fixed = [1 / count] * count
         else:
             fixed = _checked_weights(weights, count)
@@ -75,6 +76,30 @@ class Mixture(DistanceBias):
         log_terms = log_weights[:, :, None] + torch.stack(tables)  # [kernels, heads, length]
         # Not log(mean(exp)): all kernels but the slowest underflow within the training length.
         return torch.logsumexp(log_terms, dim=0)
+
+    @property
+    def published(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """Whether every kernel is in the forks' code."""
+        return all(cast(Position, kernel).published for kernel in self.kernels)
+
+    def paper_kernel(self, distance: Tensor) -> Tensor:
+        """log of the sum of kernels, which underflows to -inf, as in the authors' two classes."""
+        if any(True for _ in self.parameters()):
+            # Their class for learned kernels squares distances that are rounded already.
+            distance = distance.bfloat16().to(distance.dtype)
+        kernels = cast(Iterable[DistanceBias], self.kernels)
+        return torch.log(self._paper_mean([k.paper_probability(distance) for k in kernels]))
+
+    def _paper_mean(self, probabilities: Sequence[Tensor]) -> Tensor:
+        """[heads, length] of each kernel -> their weighted mean, one after the other."""
+        if self.weight_logits is not None:
+            weights = self.rounded(self.bounded("weight_logits").softmax(dim=0))
+        elif self.has_equal_weights:
+            return sum(probabilities[1:], probabilities[0]) / len(probabilities)
+        else:
+            weights = self.rounded(self.log_weights.exp())
+        terms = [weight[:, None] * p for weight, p in zip(weights, probabilities, strict=True)]
+        return sum(terms[1:], terms[0])
 
 
 def _build_kernel(shape: Shape, item: Any) -> DistanceBias:

@@ -7,3 +7,5 @@ from megatron.positions.registry import register
 @register("none")
 class NoPosition(Position):
     """Nothing is added: every hook is the identity."""
+
+    published = True

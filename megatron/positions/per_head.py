@@ -29,7 +29,7 @@ class PerHead(Position):
         """The numbers as they act: [heads, 1]."""
         is_learned = name in dict(self.named_parameters(recurse=False))
         values = self.bounded(name) if is_learned else getattr(self, name)
-        return values[:, None]
+        return self.rounded(values)[:, None]
 
 
 def numbers(name: str, given: Any, heads: int) -> list[float]:

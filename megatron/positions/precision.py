@@ -27,6 +27,8 @@ class Float32Module(nn.Module):
 
     bounds: ClassVar[dict[str, tuple[float, float]]] = {}
     origin: Tensor
+    # Compute as the forks do: what the code around `rounded` says. Position sets it.
+    paper_precision: bool = False
 
     def __init__(self) -> None:
         super().__init__()
@@ -50,6 +52,10 @@ class Float32Module(nn.Module):
             correction = (self.exact[name] - value).detach()
             value = value + correction  # the exact value; the gradient reaches the parameter
         return within(value, low, high)
+
+    def rounded(self, x: Tensor) -> Tensor:
+        """x, in bfloat16 where `paper_precision` asks for it."""
+        return x.bfloat16() if self.paper_precision else x
 
     def learned(self) -> dict[str, Tensor]:
         """All learned numbers as they act, by name, on the CPU: for logs and plots."""

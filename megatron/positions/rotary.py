@@ -38,6 +38,7 @@ class Rotary(Position):
         its ramp is linear in the number of turns
     """
 
+    published = True
     reference_names = {"inv_freq": "inv_freq"}
     inv_freq: Tensor
 
@@ -95,6 +96,7 @@ class Rotary(Position):
             turns = length * inv_freq / (2 * math.pi)
             kept = (turns - low_freq_factor) / (high_freq_factor - low_freq_factor)
             inv_freq = _stretch(inv_freq, 1 - kept.clamp(0, 1), factor)
+        self.is_scaled = scaling != "none"
         self.amplitude = 1.0
         if scaling == "yarn":
             # Section 3.4: temperature t is √(1/t) = 0.1 ln(factor) + 1 on queries and on keys.
@@ -106,9 +108,20 @@ class Rotary(Position):
     def on_queries_keys(self, q: Tensor, k: Tensor, start: int = 0) -> tuple[Tensor, Tensor]:
         """[batch, heads, length, head_dim] each -> same; angles and products in float32."""
         position = self.indices(start, q.shape[-2])
-        angle = position[:, None] * self.inv_freq  # [length, dim / 2]
+        angle = self._angle(position)
         cos, sin = self.amplitude * angle.cos(), self.amplitude * angle.sin()
+        cos, sin = self.rounded(cos).to(angle.dtype), self.rounded(sin).to(angle.dtype)
         return self.turn(q, cos, sin), self.turn(k, cos, sin)
+
+    def _angle(self, position: Tensor) -> Tensor:
+        """[length] float32 -> [length, dim / 2] float32.
+
+        The forks' engine rounds the frequencies, and they make positions and angles of the same
+        dtype. MEP's YaRN has its angles before the engine comes.
+        """
+        if self.paper_precision and not self.is_scaled:
+            return (self.rounded(position)[:, None] * self.rounded(self.inv_freq)).float()
+        return position[:, None] * self.inv_freq
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -46,6 +46,7 @@ class ScaledDistance(Kerple, DistanceBias):
         crashes without it
     """
 
+    published = True
     bounds = {"a": POSITIVE}
     a: Tensor
 
@@ -91,10 +92,13 @@ class ScaledDistance(Kerple, DistanceBias):
                     self.register_buffer(f"{name}_{number}", value, persistent=False)
 
     def log_kernel(self, distance: Tensor) -> Tensor:
-        x = self.scaled(distance)
+        x = self.rounded(self.scaled(distance))
         if self.has_network:
             x = self._network(x)
         return -self.per_head("a") * x
+
+    def paper_kernel(self, distance: Tensor) -> Tensor:
+        return self.log_kernel(distance)  # the forks clip and normalise before they round
 
     def scaled(self, distance: Tensor) -> Tensor:
         """The clipped and normalised distance: [length] float32 -> same."""
@@ -117,7 +121,7 @@ class ScaledDistance(Kerple, DistanceBias):
     def _value(self, name: str) -> Tensor:
         """A learned or a fixed number as it acts."""
         is_learned = name in dict(self.named_parameters(recurse=False))
-        return self.bounded(name) if is_learned else self.get_buffer(name)
+        return self.rounded(self.bounded(name) if is_learned else self.get_buffer(name))
 
     def reference(self) -> Iterator[tuple[str, Tensor]]:
         yield "bias_a", self.a

@@ -11,6 +11,7 @@ from megatron.positions.registry import positive, register
 class Sinusoidal(Position):
     """x_t + concat(sin(t·w), cos(t·w)), w_i = base^(-2i/hidden): two halves, as in GPT-NeoX."""
 
+    published = True
     reference_names = {"inv_freq": "inv_freq"}
     inv_freq: Tensor
 
@@ -22,6 +23,9 @@ class Sinusoidal(Position):
     def on_embeddings(self, x: Tensor, start: int = 0) -> Tensor:
         """[batch, length, hidden] -> same; the angles are float32 at every length."""
         position = self.indices(start, x.shape[1])
-        angle = position[:, None] * self.inv_freq  # [length, hidden / 2]
+        # The forks' engine rounds the frequencies, and they make positions of the same dtype.
+        angle = self.rounded(position)[:, None] * self.rounded(
+            self.inv_freq
+        )  # [length, hidden / 2]
         table = torch.cat([angle.sin(), angle.cos()], dim=-1)[:, : self.shape.hidden]
         return x + table.to(x.dtype)

@@ -18,6 +18,7 @@ class T5(DistanceBias):
     max_distance: where the last bucket begins
     """
 
+    published = True
     reference_names = {"weight": "weight"}
 
     def __init__(self, shape: Shape, *, num_buckets: int = 32, max_distance: int = 128) -> None:
@@ -34,8 +35,11 @@ class T5(DistanceBias):
         self.weight = nn.Parameter(nn.init.xavier_normal_(weight))
 
     def log_kernel(self, distance: Tensor) -> Tensor:
-        rows = self.bounded("weight")[self.bucket(distance)]  # [length, heads]
+        rows = self.rounded(self.bounded("weight"))[self.bucket(distance)]  # [length, heads]
         return math.sqrt(self.shape.head_dim) * rows.t()
+
+    def paper_kernel(self, distance: Tensor) -> Tensor:
+        return self.log_kernel(distance)  # the forks' buckets come from whole numbers
 
     def bucket(self, distance: Tensor) -> Tensor:
         """[length] float32 -> [length] int64 in 0 … num_buckets - 1."""

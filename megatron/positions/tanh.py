@@ -35,6 +35,7 @@ class Tanh(Sloped):
     of slope s plus the constant log 2, because 1 + tanh(-x/2) = 2 / (1 + exp(x)).
     """
 
+    published = True
     claims = ("zero_at_0", "never_rises")
 
     def published_slopes(self, heads: int) -> list[float]:
@@ -46,3 +47,10 @@ class Tanh(Sloped):
         # In float32 1 + tanh(-x) loses every digit from x = 9 on; 2 / (1 + exp(2x)) loses none.
         kernel = 2 * torch.sigmoid(-2 * self.per_head("slopes") * distance)
         return torch.log(EPSILON + kernel)
+
+    def paper_kernel(self, distance: Tensor) -> Tensor:
+        return torch.log(self.paper_probability(distance))
+
+    def paper_probability(self, distance: Tensor) -> Tensor:
+        tanh = torch.tanh(-self.per_head("slopes") * distance.bfloat16())
+        return EPSILON + 1 + tanh

@@ -43,6 +43,7 @@ class Question(TypedDict, total=False):
     window: int | str | None  # keys that a query attends to, or train_length; None: all
     blockwise: bool  # queries attend to their own block of keys and the one before
     logn_scale: bool  # scores are scaled by the logarithm of the number of visible keys
+    paper_precision: bool  # positions and biases are rounded to bfloat16, as in the forks
     dtype: str  # of the model's matrices
 
     # The setting: text and protocol.
@@ -135,6 +136,7 @@ KEYS: dict[str, Key] = {
     "window": Key(Role.VARIANT, run=True, kind=True, label=True, default="none"),
     "blockwise": Key(Role.VARIANT, run=True, kind=True, label=True, default="off"),
     "logn_scale": Key(Role.VARIANT, run=True, kind=True, label=True, default="off"),
+    "paper_precision": Key(Role.VARIANT, run=True, kind=True, label=True, default="off"),
     "dtype": Key(Role.VARIANT, run=True, kind=True, label=True, column="dtype", note="{}"),
     "train_length": Key(Role.MODEL, kind=True, label=True, column="trained at"),
     "step": Key(Role.MODEL, run=True, kind=True, label=True, column="step", note="step {}"),

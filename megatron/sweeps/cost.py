@@ -195,7 +195,8 @@ def _evaluation_flops(evaluation: Evaluation, config: Config, vocab: int) -> flo
     asked = {key: options[key] for key in ("windows", "tail", "stride") if key in options}
     windows = _several(options.get("window"))
     scales = _several(options.get("logn_scale"))
-    variants = len(windows) * len(scales)
+    papers = _several(options.get("paper_precision"))
+    variants = len(windows) * len(scales) * len(papers)
     total = 0.0
     for protocol in _several(options.get("protocol", "equal_tokens")):
         for length, count in window_counts(protocol, lengths, eval_tokens, **asked).items():

@@ -113,3 +113,7 @@ class Attention(Section):
     and to the block before."""
     logn_scale: bool = False
     """Multiply the scores of a query that attends to n tokens by max(1, log n / log seq_length)."""
+    paper_precision: bool = Field(default=False, json_schema_extra={"shapes_result": True})
+    """Round positions, distances and biases to bfloat16, and add up a mixture's kernels as
+    probabilities, as KERPLE's and MEP's code does (docs/published_files.md). It counts for the
+    hash, because it changes training."""

@@ -1,0 +1,206 @@
+"""paper_precision rounds where KERPLE's and MEP's code rounds: their formulas, run in bfloat16.
+
+On the CPU torch computes each bfloat16 operation in float32 and rounds the result, as CUDA does.
+"""
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron.config import load
+from megatron.errors import UserError
+from megatron.model import from_config
+from megatron.positions import Position, build
+from tests.positions.formulas import SHAPE, SLOPES, TANH_SLOPES
+
+LENGTH = 2048
+BF16 = torch.bfloat16
+WHOLE = torch.arange(LENGTH)  # the forks' distances: [length] int64
+ROUNDED = WHOLE.to(BF16)
+
+
+def half(values: list[float] | Tensor) -> Tensor:
+    """One bfloat16 number per head: [heads, 1]."""
+    return torch.as_tensor(values).to(BF16).view(-1, 1)
+
+
+def of(position: Position, name: str, high: float = math.inf) -> Tensor:
+    return half(position.get_parameter(name).detach().clamp(0.01, high))
+
+
+def exp_kernel(distance: Tensor, factor: float = 1.0) -> Tensor:
+    return torch.exp(-half([factor * slope for slope in SLOPES]) * distance)
+
+
+def gaussian_kernel(distance: Tensor) -> Tensor:
+    return torch.exp(-half(SLOPES) * distance.pow(2))
+
+
+def kerple_log(position: Position, distance: Tensor) -> Tensor:
+    return -of(position, "p") * torch.log(1 + of(position, "a") * distance)
+
+
+def t5(position: Position) -> Tensor:
+    buckets = position.bucket(WHOLE.float())
+    return position.get_parameter("weight").detach().to(BF16)[buckets].t() * math.sqrt(64)
+
+
+def mep_free(_: Position) -> Tensor:
+    kernels = exp_kernel(WHOLE) + exp_kernel(WHOLE, 0.5) + gaussian_kernel(WHOLE)
+    return torch.log(kernels / 3.0)
+
+
+def mep_param_t5(position: Position) -> Tensor:
+    _, _, t5_kernel, log_kernel = position.kernels
+    kernels = gaussian_kernel(ROUNDED) + exp_kernel(ROUNDED)
+    kernels = kernels + torch.exp(t5(t5_kernel)) + torch.exp(kerple_log(log_kernel, ROUNDED))
+    return torch.log(kernels / 4.0)
+
+
+def free_with_tanh(_: Position) -> Tensor:
+    tanh = 1e-6 + 1 + torch.tanh(-half(TANH_SLOPES) * WHOLE)
+    return torch.log((exp_kernel(WHOLE) + tanh + gaussian_kernel(WHOLE)) / 3.0)
+
+
+def norm_clip(position: Position) -> Tensor:
+    clipped = torch.where(WHOLE < 512, WHOLE, 511 + (WHOLE - 511) / 512)
+    first = torch.arange(512).float()
+    scaled = (clipped - first.mean()) * torch.rsqrt(first.pow(2).mean() + 1e-6)
+    return -scaled.to(BF16) * half([max(0.01, 160 * slope) for slope in SLOPES])
+
+
+FORMULAS = {
+    "alibi": ("alibi", {}, lambda _: -ROUNDED * half(SLOPES)),
+    "kerple_log": ("kerple_log", {}, lambda position: kerple_log(position, ROUNDED)),
+    "kerple_power": (
+        "kerple_power",
+        {},
+        lambda position: -ROUNDED.pow(of(position, "p", 2)) * of(position, "a"),
+    ),
+    "t5": ("t5", {}, t5),
+    "mep_free": ("mep_free", {}, mep_free),
+    "mep_param_t5": ("mep_param_t5", {}, mep_param_t5),
+    "tanh": ("mep", {"kernels": ["exp", "tanh", "gaussian"]}, free_with_tanh),
+    "clip": ("scaled_distance", {"clip": 512, "slope_factor": 160}, norm_clip),
+}
+
+
+@pytest.mark.parametrize("case", FORMULAS)
+def test_a_bias_is_that_of_the_forks_in_bfloat16(case):
+    name, options, formula = FORMULAS[case]
+    position = build(name, SHAPE, **options)
+    exact = position.distance_bias(LENGTH)
+    position.use_paper_precision(True)
+    bias = position.distance_bias(LENGTH)
+    expected = formula(position).float()
+    underflown = expected == -math.inf
+    assert underflown.any() == (case in ("mep_free", "tanh"))
+    assert (bias[underflown] == -1e9).all()
+    # log and log1p of few numbers differ by the last bit of bfloat16 between kernels of one torch
+    torch.testing.assert_close(bias[~underflown], expected[~underflown], rtol=2**-7, atol=0)
+    same = (bias == expected)[~underflown].float().mean()
+    assert same > 0.99
+    assert not torch.equal(bias, exact)
+    position.use_paper_precision(False)
+    torch.testing.assert_close(position.distance_bias(LENGTH), exact, rtol=0, atol=0)
+
+
+def test_distances_are_rounded_to_as_many_values_as_bfloat16_has():
+    position = build("alibi", SHAPE, slopes=1)
+    position.use_paper_precision(True)
+    assert len(position.distance_bias(512)[0].unique()) == 385
+    assert len(position.distance_bias(16384)[0].unique()) == 1025
+
+
+def test_the_free_mixture_ends_where_its_slowest_kernel_underflows():
+    # The smallest positive bfloat16 is 2^-133: exp(-s d / 2) / 3 is 0 beyond about 2 · 91 / s.
+    position = build("mep_free", SHAPE)
+    position.use_paper_precision(True)
+    bias = position.distance_bias(LENGTH)
+    first = int((bias[8] == -1e9).float().argmax())  # the steepest head, slope 0.7071
+    assert 2 * 85 / 0.7071 < first < 2 * 95 / 0.7071
+
+
+def test_weights_are_rounded_too():
+    position = build("kerple_wht_2para", SHAPE)
+    position.use_paper_precision(True)
+    power = ROUNDED.pow(of(position, "weight_p", 2))
+    expected = (-power * of(position, "weight_a")).exp().float()
+    weight = position.distance_weight(LENGTH)
+    torch.testing.assert_close(weight, expected, rtol=2**-7, atol=0)
+
+
+def test_rotary_turns_by_angles_of_rounded_positions_and_frequencies():
+    position = build("rotary", SHAPE)
+    q = torch.randn(1, 12, LENGTH, 64)
+    exact, _ = position.on_queries_keys(q, q)
+    position.use_paper_precision(True)
+    turned, _ = position.on_queries_keys(q, q)
+    frequencies = (1.0 / 10000 ** (torch.arange(0, 64, 2).float() / 64)).to(BF16)
+    angle = (ROUNDED[:, None] * frequencies).float()
+    cos, sin = angle.cos().to(BF16).float(), angle.sin().to(BF16).float()
+    cos, sin = torch.cat([cos, cos], -1), torch.cat([sin, sin], -1)
+    half_turned = torch.cat([-q[..., 32:], q[..., :32]], -1)
+    torch.testing.assert_close(turned, q * cos + half_turned * sin, rtol=1e-5, atol=1e-5)
+    assert (turned - exact).abs().max() > 0.5
+    # Positions 256 and 257 cannot be told apart.
+    same = q[:, :, :1].expand(-1, -1, 258, -1)
+    turned, _ = position.on_queries_keys(same, same)
+    assert torch.equal(turned[:, :, 256], turned[:, :, 257])
+
+
+def test_scaled_rotary_rounds_cosines_alone():
+    position = build("rotary", SHAPE, scaling="yarn", factor=2.0)
+    q = torch.randn(1, 12, 600, 64)
+    exact, _ = position.on_queries_keys(q, q)
+    position.use_paper_precision(True)
+    turned, _ = position.on_queries_keys(q, q)
+    torch.testing.assert_close(turned, exact, rtol=0, atol=0.05)
+    assert not torch.equal(turned, exact)
+
+
+def test_sinusoidal_positions_are_rounded():
+    position = build("sinusoidal", SHAPE)
+    position.use_paper_precision(True)
+    table = position.on_embeddings(torch.zeros(1, 300, 768))[0]
+    frequencies = (1.0 / 10000 ** (torch.arange(0, 768, 2).float() / 768)).to(BF16)
+    angle = ROUNDED[:300, None] * frequencies
+    expected = torch.cat([angle.sin(), angle.cos()], -1).float()
+    torch.testing.assert_close(table, expected, rtol=0, atol=2**-8)
+
+
+TINY = ["num_layers=1", "hidden_size=24", "num_attention_heads=12", "seq_length=16"]
+
+
+@pytest.mark.parametrize("name", ["mep_param_t5", "kerple_power", "rotary"])
+def test_a_model_learns_in_paper_precision(name):
+    config = load([], [*TINY, f"pos_emb={name}", "paper_precision=true"])
+    assert config.hash != load([], [*TINY, f"pos_emb={name}"]).hash
+    model = from_config(config, vocab=32)
+    ids = torch.randint(0, 32, (2, 17))
+    model(ids[:, :-1], ids[:, 1:]).mean().backward()
+    for path, parameter in model.positions.named_parameters():
+        assert parameter.grad is not None, path
+        assert 0 < parameter.grad.abs().sum() < math.inf, path
+
+
+@pytest.mark.parametrize("name", ["fire", "xpos", "kerple_log_3para", "mep"])
+def test_what_the_forks_do_not_have_is_refused(name):
+    args = ["pos_emb_args={kernels: [exp, bam]}"] if name == "mep" else []
+    with pytest.raises(UserError, match="paper_precision: KERPLE's and MEP's code has no"):
+        load([], [*TINY, f"pos_emb={name}", *args, "paper_precision=true"])
+
+
+@pytest.mark.parametrize("backend", ["eager", "sdpa"])
+def test_backends_agree_where_a_mixture_has_underflown(backend):
+    words = [*TINY, "pos_emb=mep_free", "paper_precision=true", "seq_length=600"]
+    config = load([], [*words, f"attention_backend={backend}"])
+    torch.manual_seed(1)
+    model = from_config(config, vocab=32)
+    ids = torch.arange(600)[None] % 32
+    logits = model(ids)
+    reference = from_config(load([], [*words, "attention_backend=eager"]), vocab=32)
+    reference.load_state_dict(model.state_dict())
+    torch.testing.assert_close(logits, reference(ids), rtol=1e-5, atol=1e-5)
