@@ -3,6 +3,8 @@
 python deepy.py train.py configs/mep.yml [more.yml …] [key=value …]
 torchrun --nproc-per-node 2 train.py configs/mep.yml
 python train.py configs/mep.yml
+
+train_iters=0 measures the checkpoint in load, with as many windows as a validation of KERPLE's.
 """
 
 import argparse
@@ -16,9 +18,19 @@ from megatron.training.run import train
 
 
 def main(config: Config, options: argparse.Namespace) -> None:
+    if config.only_measures:
+        measure(config)
+        return
     if config.training.deterministic:
         use_deterministic_algorithms()
     train(config, connect(config.parallel.distributed_backend))
+
+
+def measure(config: Config) -> None:
+    """Measure the checkpoint in load, for train_iters: 0."""
+    from megatron.commands.evaluate import as_published  # figures take a second to import
+
+    as_published(config)
 
 
 if __name__ == "__main__":

@@ -76,7 +76,10 @@ def _start(words: list[str]) -> None:
     script, rest = find_script(words[0]), words[1:]
     if HELP & set(rest):
         os.execv(sys.executable, [sys.executable, str(script), "--help"])
-    launch(script, rest, checked_config(script, rest))
+    config = checked_config(script, rest)
+    if config is not None and config.only_measures and script.name == "train.py":
+        script = find_script("evaluate.py")  # its processes, one for each device of this machine
+    launch(script, rest, config)
 
 
 def find_script(name: str) -> Path:

@@ -20,6 +20,7 @@ from megatron.config import Config
 from megatron.entry import run
 from megatron.errors import UserError
 from megatron.evaluation.protocols import PROTOCOLS
+from megatron.evaluation.published import evaluate_as_published
 from megatron.evaluation.run import DTYPES, AttentionWindow, Evaluation, Options, evaluate
 from megatron.parallel.grid import here
 from megatron.report.figures.curves import plot_by_position, plot_perplexity
@@ -37,12 +38,14 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--lengths", type=int, nargs="+", metavar="L", help=lengths)
     output = "JSON lines; the plot goes beside it as .png"
     add("-o", "--output", type=Path, metavar="FILE", help=output)
-    protocols = "default: equal_tokens; docs/evaluation.md says what each answers"
+    protocols = (
+        "default: equal_tokens, or with train_iters: 0 and no --lengths what KERPLE and MEP do;"
+        " docs/evaluation.md says what each answers"
+    )
     add(
         "--protocol",
         nargs="+",
         choices=tuple(PROTOCOLS),
-        default=Options.protocols,
         help=protocols,
     )
     add_number(parser, "--windows", Options.windows, "paper: windows per length")
@@ -67,9 +70,20 @@ def add_number(parser: argparse.ArgumentParser, name: str, default: int, what: s
 
 def main(config: Config | None, arguments: argparse.Namespace) -> None:
     """Measure, and from the first process show what was measured."""
+    asks_for_nothing = not (arguments.protocol or arguments.lengths or arguments.checkpoint)
+    if config is not None and config.only_measures and asks_for_nothing:
+        as_published(config)
+        return
     evaluation = evaluate(config, options_of(arguments))
     if here().first:
         show(evaluation)
+
+
+def as_published(config: Config) -> None:
+    """Measure as KERPLE and MEP do with train-iters: 0, and show it."""
+    for evaluation in evaluate_as_published(config):
+        if here().first:
+            show(evaluation)
 
 
 def options_of(arguments: argparse.Namespace) -> Options:
@@ -79,7 +93,7 @@ def options_of(arguments: argparse.Namespace) -> Options:
         step=arguments.step,
         lengths=arguments.lengths or (),
         output=arguments.output,
-        protocols=arguments.protocol,
+        protocols=arguments.protocol or Options.protocols,
         attention_windows=[window_of(text) for text in arguments.window or ()],
         logn_scales=[text == "on" for text in arguments.logn_scale or ()],
         paper_precisions=[text == "on" for text in arguments.paper_precision or ()],

@@ -37,7 +37,7 @@ from megatron.positions import fingerprint, options_of
 NEEDED = {
     "train": {
         "data_path": "the prefix of the .bin and .idx files that prepare_data.py made",
-        "train_iters": "the number of steps, at least 1; to measure a checkpoint use evaluate.py",
+        "train_iters": "the number of steps, at least 1; 0 measures the checkpoint in load",
         "save": "the folder for checkpoints",
     },
 }
@@ -110,8 +110,15 @@ class Config:
         keys["pos_emb_args"] = _canonical(plain(self._chosen_options()))
         return keys
 
+    @property
+    def only_measures(self) -> bool:
+        """Whether somebody chose train_iters: 0, with which KERPLE and MEP measure a checkpoint."""
+        return "train_iters" in self.given and self.training.train_iters == 0
+
     def require_for(self, purpose: str) -> None:
         """Check what only `train` or `evaluate` needs; UserError with all keys that are missing."""
+        if purpose == "train" and self.only_measures:
+            purpose = "evaluate"
         needed = NEEDED.get(purpose, {})
         faults = [f"{key}: not given; {what}" for key, what in needed.items() if not self[key]]
         if purpose == "train" and self["finetune"] and not self["load"]:

@@ -90,12 +90,20 @@ def test_a_later_file_may_repeat_a_dashed_key(published, tmp_path):
     assert load([*published, tmp_path / "length_16384"]).data.seq_length_val == 16384
 
 
-def test_an_evaluation_file_of_the_forks_loads_and_training_with_it_is_refused(published):
+def test_an_evaluation_file_of_the_forks_asks_for_a_measurement(published):
     config = load(published, ["train-iters=0"])
-    with pytest.raises(
-        UserError, match=r"train_iters: not given; .* to measure a checkpoint use evaluate.py"
-    ):
+    assert config.only_measures
+    config.require_for("train")  # what an evaluation needs: load
+    assert not load(published).only_measures
+
+
+def test_no_number_of_steps_asks_for_nothing():
+    config = load([], TINY)
+    assert not config.only_measures
+    with pytest.raises(UserError, match="train_iters: not given; the number of steps, at least 1"):
         config.require_for("train")
+    with pytest.raises(UserError, match="load: not given; the folder with the checkpoint"):
+        load([], [*TINY, "train_iters=0"]).require_for("train")
 
 
 @pytest.mark.parametrize(

@@ -173,6 +173,54 @@ def test_the_protocol_of_the_papers_is_named_in_the_results(folder):
     assert first < {row["text"] for row in rows}  # other windows replace nothing
 
 
+def test_no_training_steps_measure_as_kerple_and_mep_do(folder, caplog):
+    # As their evaluation files: both parts at seq-length-val, eval-iters batches each.
+    file = folder / "eval.yml"
+    lines = [f"{key}: {value}" for key, value in (word.split("=") for word in SHAPE + EVALUATION)]
+    lines += ["train-iters: 0", "eval-iters: 2", "eval-interval: 2", "seq-length-val: 32"]
+    lines += ["train_micro_batch_size_per_gpu: 2", f"load: {folder}/run"]
+    file.write_text("\n".join([*lines, f"data-path: {folder}/text"]))
+    assert evaluate(file) == 0
+    results = folder / "run/evaluation"
+    places = {"valid": 3 * 4, "test": 0}  # three validations before step 7, of 4 windows each
+    for part, start in places.items():
+        (row,) = read_results([results / f"text-{part}-global_step7-paper.jsonl"])
+        assert (row["protocol"], row["part"], row["length"]) == ("paper", part, 32)
+        assert (row["windows"], row["start"]) == (4, start)
+        output = folder / f"{part}.jsonl"
+        words = f"--protocol paper --windows 4 --start {start} --lengths 32"
+        assert (
+            evaluate("--checkpoint", folder / "run", f"eval_part={part}", words, "-o", output) == 0
+        )
+        (same,) = read_results([output])
+        assert (same["text"], same["loss"]) == (row["text"], row["loss"])
+    assert "protocol paper, 4 windows of 32 tokens of each part" in caplog.text
+    assert evaluate(file, "--lengths 16 --output", folder / "own.jsonl") == 0
+    (row,) = read_results([folder / "own.jsonl"])
+    assert row["protocol"] == "equal_tokens"
+
+
+def test_no_training_steps_without_a_checkpoint_or_a_batch_are_an_error(folder, capsys):
+    file = folder / "eval.yml"
+    lines = [f"{key}: {value}" for key, value in (word.split("=") for word in SHAPE)]
+    file.write_text("\n".join([*lines, "train-iters: 0", f"load: {folder}/absent"]))
+    assert evaluate(file) == 1
+    assert "checkpoint: no folder" in capsys.readouterr().err
+    assert evaluate(file, "eval_iters=0") == 1
+    assert "eval_iters: 0 batches are nothing to measure" in capsys.readouterr().err
+
+
+def test_paper_precision_is_a_variant_that_every_row_names(folder, capsys):
+    output = folder / "both.jsonl"
+    words = "--paper-precision off on --lengths 16 --output"
+    assert evaluate("--checkpoint", folder / "run", words, output) == 0
+    exact, rounded = read_results([output])
+    assert "paper_precision" not in exact
+    assert rounded["paper_precision"] is True
+    assert 0 < abs(exact["loss"] - rounded["loss"]) < 0.1
+    assert "paper_precision on" in capsys.readouterr().out
+
+
 def test_several_protocols_and_variants_of_one_model_come_from_one_call(folder, capsys):
     protocols = "--protocol equal_tokens tail position --tail 8"
     variants = "--window none train_length --logn-scale off on"

@@ -51,7 +51,8 @@ class Training(Section):
     """Length of the training, batch size and seed."""
 
     train_iters: Count = 0
-    """Optimizer steps; at least 1. (The forks evaluate with 0; use `evaluate.py` for that.)"""
+    """Optimizer steps. With 0 train.py measures the checkpoint in load, as KERPLE and MEP do:
+    protocol paper at seq_length_val, eval_iters windows of the validation and of the test."""
     train_micro_batch_size_per_gpu: Positive = 4
     """Windows in one forward pass on one device."""
     gradient_accumulation_steps: Positive = 1
