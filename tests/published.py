@@ -206,8 +206,8 @@ def experiments(table: str) -> Iterator[Experiment]:
 
 
 def one_of_each(table: str) -> list[Experiment]:
-    """One experiment of each name and pos-emb."""
-    by_kind = {(one.name, one.pos_emb, one.scaling): one for one in experiments(table)}
+    """One experiment of each pos-emb, alibi_scaling and base file."""
+    by_kind = {(one.pos_emb, one.scaling, one.bases["train"]): one for one in experiments(table)}
     return [*by_kind.values()]
 
 

@@ -47,7 +47,7 @@ def test_the_tables_are_as_large_as_what_was_published():
 
 
 @pytest.mark.parametrize("one", SOME, ids=lambda one: one.stem)
-def test_a_file_of_each_name_loads_to_train_and_to_evaluate(one, bases):
+def test_a_file_of_each_kind_loads_to_train_and_to_evaluate(one, bases):
     config = checked(one, bases)
     notes = [note for note in config.notes if note.startswith(f"pos_emb: {one.pos_emb} means")]
     if one.pos_emb in RELEASED:

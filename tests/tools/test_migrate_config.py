@@ -6,7 +6,7 @@ import yaml
 from megatron.commands.migrate_config import main
 from megatron.config import load
 from megatron.config.config import Config
-from tests.published import MEP, Experiment, files_of, one_of_each, write_bases
+from tests.published import MEP, Experiment, experiments, files_of, one_of_each, write_bases
 
 HIDING = "snope_norm_original_scaling__"
 ONE = Experiment("ali_tanh_gau_all003_fp32", "openwebtext2", 1235, HIDING, "160")
@@ -18,6 +18,11 @@ def published(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     write_bases(tmp_path)
     return tmp_path
+
+
+def some(table: str) -> list[Experiment]:
+    """One experiment of each pos-emb."""
+    return [*{one.pos_emb: one for one in experiments(table)}.values()]
 
 
 def of(config: Config) -> dict:
@@ -51,8 +56,11 @@ def test_a_name_that_cannot_be_read_keeps_the_released_code_and_says_so(publishe
     assert [*published.glob("*/*.yml")] == []  # nothing is written without -o
 
 
-def test_every_name_migrates_to_what_loads(published, capsys):
-    for one in one_of_each(MEP):
+@pytest.mark.parametrize(
+    "experiments_of", [some, pytest.param(one_of_each, marks=pytest.mark.campaign)]
+)
+def test_every_kind_of_file_migrates_to_what_loads(published, experiments_of):
+    for one in experiments_of(MEP):
         path = files_of(one, published, "train")[-1]
         assert main([str(path), "-o", f"out/{one.scaling}"]) == 0
         given = yaml.safe_load((published / "out" / one.scaling / path.name).read_text())
