@@ -17,6 +17,7 @@ from megatron.data.pieces import BREAK
 from megatron.errors import UserError, did_you_mean
 
 END_OF_DOCUMENT = "<|endoftext|>"
+BESIDE = "tokenizer_config.json"  # of Hugging Face, beside tokenizer.json
 LARGEST = 1 << 28  # bytes of a tokenizer's file: the largest known has 35 MB
 SPARSE = 16  # ids for each entry: none of the known leaves more than a few free
 LONGEST_PATTERN = 1 << 16
@@ -228,18 +229,36 @@ def _hugging_face(path: Path) -> Subwords:
     ids = inner.get_vocab(with_added_tokens=True).values()
     _check_highest(max(ids, default=0), len(ids), path)
     eod = inner.token_to_id(END_OF_DOCUMENT)
+    fingerprint = _hash(text)
+    if eod is None:
+        end = _end_of_text(path)
+        eod = inner.token_to_id(end) if end else None
+        fingerprint = _hash(text, end or "")
     if eod is None:
         raise UserError(
-            f"vocab_file: {path} has no {END_OF_DOCUMENT}, which ends every document - add it to "
-            "its special tokens"
+            f"vocab_file: {path} has no {END_OF_DOCUMENT}, which ends every document, and no "
+            f"eos_token of {BESIDE} beside it - add it to its special tokens, or copy that file too"
         )
-    built = Subwords("HFTokenizer", inner, eod, _hash(text))
+    built = Subwords("HFTokenizer", inner, eod, fingerprint)
     if not built.encode("Hello world"):
         raise UserError(
             f"vocab_file: {path} turns 'Hello world' into nothing, its vocabulary is empty "
             "- copy it again"
         )
     return built
+
+
+def _end_of_text(path: Path) -> str | None:
+    """The token that ends a text, by the tokenizer_config.json beside a tokenizer.json.
+
+    None where it does not say so.
+    """
+    file = path.with_name(BESIDE)
+    settings = _json(_text(file, "vocab_file")) if file.is_file() else None
+    end = (settings or {}).get("eos_token")
+    if isinstance(end, dict):
+        end = end.get("content")
+    return end if isinstance(end, str) else None
 
 
 def _check_highest(highest: int, entries: int, path: Path) -> None:

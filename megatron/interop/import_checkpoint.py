@@ -204,9 +204,8 @@ def _copy_tokenizer(run: Path, files: Files | None) -> None:
     if files is None:
         return
     (run / TOKENIZER).mkdir()
-    for file in (files.vocab, files.merges):
-        if file is not None:
-            shutil.copyfile(file, run / TOKENIZER / file.name)
+    for file in files.paths():
+        shutil.copyfile(file, run / TOKENIZER / file.name)
 
 
 def _with_files(config: Config, run: Path, chosen: Chosen, rows: int) -> Config:

@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from megatron.data.tokenizer import Tokenizer, build_tokenizer
+from megatron.data.tokenizer import BESIDE, Tokenizer, build_tokenizer
 from megatron.errors import UserError
 
 WHOLE = "tokenizer.json"
@@ -16,6 +16,14 @@ class Files(NamedTuple):
     kind: str
     vocab: Path
     merges: Path | None = None
+
+    def paths(self) -> list[Path]:
+        """The files themselves, and the one beside tokenizer.json that names the end of a text."""
+        beside = self.vocab.with_name(BESIDE)
+        found = [self.vocab, self.merges]
+        if self.vocab.name == WHOLE and beside.is_file():
+            found.append(beside)
+        return [file for file in found if file is not None]
 
     def built(self) -> Tokenizer:
         """The tokenizer; UserError where the files are not one."""

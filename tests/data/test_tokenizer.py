@@ -246,7 +246,7 @@ def faults(files, tmp_path):
         (
             "HFTokenizer",
             ["no_end"],
-            "has no <|endoftext|>, which ends every document - add it to its special tokens",
+            "has no <|endoftext|>, which ends every document, and no eos_token of tokenizer_config",
         ),
         ("HFTokenizer", ["hollow"], "turns 'Hello world' into nothing, its vocabulary is empty"),
         ("GPT2BPE", [], "tokenizer_type: there is no 'GPT2BPE' - did you mean GPT2BPETokenizer?"),
@@ -262,3 +262,21 @@ def test_wrong_files_are_explained(files, tmp_path, kind, names, message):
     with pytest.raises(UserError) as caught:
         build_tokenizer(kind, *(tmp_path / name for name in names))
     assert message.format(tmp_path, tmp_path) in str(caught.value)
+
+
+@pytest.mark.parametrize("end", ["</s>", {"content": "</s>", "lstrip": False}])
+def test_without_endoftext_the_end_is_what_the_file_beside_it_says(end, tmp_path):
+    file = tmp_path / "tokenizer.json"
+    Tokenizer(WordLevel({"Hello": 0, "</s>": 1, "world": 2}, unk_token="Hello")).save(str(file))
+    settings = tmp_path / "tokenizer_config.json"
+    for absent in ("{}", json.dumps({"eos_token": "<end>"}), "no json"):
+        settings.write_text(absent)
+        with pytest.raises(UserError, match=r"no eos_token of tokenizer_config.json beside it"):
+            build_tokenizer("HFTokenizer", file)
+    settings.write_text(json.dumps({"eos_token": end}))
+    found = build_tokenizer("HFTokenizer", file)
+    assert found.eod == 1
+    settings.write_text(json.dumps({"eos_token": "world"}))
+    other = build_tokenizer("HFTokenizer", file)
+    assert other.eod == 2
+    assert other.hash != found.hash  # token files of one are not those of the other

@@ -258,6 +258,16 @@ def test_a_model_of_another_kind_says_why_it_is_none_of_theirs():
     torch.testing.assert_close(theirs(ids).logits, ours(ids), rtol=0, atol=1e-5)
 
 
+def test_a_tokenizer_with_an_end_of_its_own_is_copied_with_what_names_it(folder, tmp_path):
+    source = edited(folder("llama"), tmp_path / "source")
+    file = words_tokenizer(source / "tokenizer.json", "world")
+    file.write_text(file.read_text().replace("<|endoftext|>", "</s>"))
+    assert "has no tokenizer that is used" in import_checkpoint(source, tmp_path / "a").notes[-1]
+    (source / "tokenizer_config.json").write_text(json.dumps({"eos_token": "</s>"}))
+    data = import_checkpoint(source, tmp_path / "b").config.data
+    assert build_tokenizer(data.tokenizer_type, data.vocab_file).eod == 0
+
+
 @torch.no_grad()
 def test_an_import_is_an_ordinary_checkpoint_with_its_origin(folder, tmp_path, capsys):
     source, run = edited(folder("qwen3"), tmp_path / "source"), tmp_path / "run"

@@ -35,8 +35,9 @@ class Data(Section):
     tokenizer_type: Literal["GPT2BPETokenizer", "HFTokenizer", "CharLevelTokenizer"] = (
         "GPT2BPETokenizer"
     )
-    """GPT2BPETokenizer reads vocab_file and merge_file, HFTokenizer a tokenizer.json as vocab_file,
-    CharLevelTokenizer no file."""
+    """GPT2BPETokenizer reads vocab_file and merge_file, HFTokenizer a tokenizer.json as vocab_file
+    (documents end with its <|endoftext|>, or else with the eos_token of the tokenizer_config.json
+    beside it), CharLevelTokenizer no file."""
     vocab_file: str | None = Field(default=None, json_schema_extra=INPUT_BY_NAME)
     """Vocabulary of the tokenizer."""
     merge_file: str | None = Field(default=None, json_schema_extra=INPUT_BY_NAME)
