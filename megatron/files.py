@@ -133,6 +133,13 @@ def sync(path: Path) -> None:
         os.fsync(file.fileno())
 
 
+def umask() -> int:
+    """The rights that new files of this process do not get."""
+    mask = os.umask(0o022)
+    os.umask(mask)
+    return mask
+
+
 def remove_litter(folder: Path, name: str = "") -> None:
     """Remove from a folder what dead processes were writing there, before it got its name.
 

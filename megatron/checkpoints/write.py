@@ -1,6 +1,5 @@
 """Write a checkpoint: the files that evaluation reads, the record, and the name of the newest."""
 
-import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ from megatron.commit import commit
 from megatron.config import Config
 from megatron.config.user_file import COPY
 from megatron.errors import UserError
-from megatron.files import remove, sync, write_text
+from megatron.files import remove, sync, umask, write_text
 
 Write = Callable[[Path, Callable[[Path], object]], None]
 """Called with a path and with what writes it."""
@@ -36,7 +35,7 @@ def write_model(partial: Path, weights: dict[str, Tensor], config: Config, write
     def write_weights(file: Path) -> None:
         partial.mkdir(parents=True)
         save_file(weights, file)
-        file.chmod(0o666 & ~_umask())  # safetensors lets only the owner read it
+        file.chmod(0o666 & ~umask())  # safetensors lets only the owner read it
 
     write(partial / WEIGHTS, write_weights)
     write(partial / SETTINGS, config.save)
@@ -87,9 +86,3 @@ def write_checkpoint(
         raise UserError(
             f"{run}: cannot be written ({fault}) - make room or save elsewhere"
         ) from None
-
-
-def _umask() -> int:
-    mask = os.umask(0o022)
-    os.umask(mask)
-    return mask

@@ -129,6 +129,10 @@ class Subwords:
     def decode(self, ids: Sequence[int]) -> str:
         return self._inner.decode(list(ids), skip_special_tokens=False)
 
+    def to_json(self) -> str:
+        """The text of its tokenizer.json."""
+        return self._inner.to_str()
+
 
 class Bytes:
     """GPT-NeoX's CharLevelTokenizer: bytes of UTF-8, a vocabulary of 512, 0 ends a document."""

@@ -83,6 +83,10 @@ def _same_program(folder: Path, model: GPT) -> Compared:
     return {"reason": "it is a checkpoint of this program, whose weights are copied"}
 
 
+def _compared_before(folder: Path, model: GPT) -> Compared:
+    return {"reason": "it was compared when it was exported, and code in a folder is not run"}
+
+
 def _no_program(folder: Path, model: GPT) -> Compared:
     return {"reason": "GPT-NeoX and its forks do not run here"}
 
@@ -90,6 +94,7 @@ def _no_program(folder: Path, model: GPT) -> Compared:
 OTHER_SIDES: dict[str, Callable[[Path, GPT], Compared]] = {
     "huggingface": _with_transformers,
     "ours": _same_program,
+    "exported": _compared_before,
     "gpt-neox": _no_program,
 }
 """How each kind of checkpoint is compared, by its name in `open.KINDS`."""

@@ -51,7 +51,7 @@ def open_folder(folder: Path) -> tuple[GPT, Config]:
 def read_settings(folder: Path) -> tuple[Family, Config, int]:
     """The family of the model in a folder, its configuration, and the rows of its embedding."""
     place = folder / SETTINGS
-    theirs = _read_json(place)
+    theirs = read_json(place)
     family = _family_of(theirs, place)
     _check_known(theirs, family, place)
     vocab = theirs.get("vocab_size")
@@ -76,13 +76,8 @@ def read_settings(folder: Path) -> tuple[Family, Config, int]:
 
 def read_model(folder: Path, family: Family, config: Config, vocab: int) -> GPT:
     """The model of `read_settings` with the folder's weights, in float32 and eval mode."""
-    needed = BYTES * parameters(config, vocab).whole
-    if needed > total_memory():
-        raise UserError(
-            f"{folder}: opening it needs {in_bytes(needed)}, and there are"
-            f" {in_bytes(total_memory())} of memory - open it on a larger machine"
-        )
-    theirs = _named_fully(_read_tensors(folder), family)
+    check_memory(folder, config, vocab)
+    theirs = _named_fully(read_tensors(folder), family)
     model = from_config(config, vocab=vocab)
     wanted = model.state_dict()
     try:
@@ -95,6 +90,16 @@ def read_model(folder: Path, family: Family, config: Config, vocab: int) -> GPT:
         ) from None
     model.load_state_dict(weights)
     return model.eval()
+
+
+def check_memory(folder: Path, config: Config, vocab: int) -> None:
+    """UserError where the weights in a folder are more than this machine's memory."""
+    needed = BYTES * parameters(config, vocab).whole
+    if needed > total_memory():
+        raise UserError(
+            f"{folder}: opening it needs {in_bytes(needed)}, and there are"
+            f" {in_bytes(total_memory())} of memory - open it on a larger machine"
+        )
 
 
 def weight_files(folder: Path) -> list[Path]:
@@ -140,7 +145,8 @@ def _check_known(theirs: Mapping[str, Any], family: Family, place: Path) -> None
         )
 
 
-def _read_json(path: Path) -> dict[str, Any]:
+def read_json(path: Path) -> dict[str, Any]:
+    """The keys in a file; UserError where it is no such file."""
     try:
         value = strict_json.parse(read_small(path, LONGEST))
     except (OSError, ValueError) as fault:
@@ -152,7 +158,7 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 def _shards(index: Path) -> dict[str, str]:
     """The shard of each weight, by the list of shards; UserError where one is missing."""
-    places = _read_json(index).get("weight_map")
+    places = read_json(index).get("weight_map")
     if not isinstance(places, dict) or not all(map(_is_file_name, places.values())):
         raise UserError(f"{index}: has no list of shards (weight_map) - copy it again")
     shards = sorted(set(places.values()))
@@ -171,7 +177,7 @@ def _is_file_name(name: Any) -> bool:
     return isinstance(name, str) and Path(name).name == name and Path(name).suffix in suffixes
 
 
-def _read_tensors(folder: Path) -> dict[str, Tensor]:
+def read_tensors(folder: Path) -> dict[str, Tensor]:
     """All weights in float32, by their names."""
     files = weight_files(folder)
     found: dict[str, Tensor] = {}

@@ -11,7 +11,7 @@ from megatron.checkpoints.saved import chosen, step_of, steps_in
 from megatron.config import Config
 from megatron.config.user_file import COPY
 from megatron.errors import UserError
-from megatron.interop import hub, huggingface, neox_folder
+from megatron.interop import exported_folder, hub, huggingface, neox_folder
 from megatron.interop.reference import load_reference
 from megatron.model import GPT
 
@@ -112,6 +112,15 @@ def _open_ours(folder: Path, config: Config | None) -> Opened:
     return Opened(model, trained, record["step"], record)
 
 
+def _find_exported(folder: Path) -> Path | None:
+    return folder if exported_folder.is_folder(folder) else None
+
+
+def _open_exported(folder: Path, config: Config | None) -> Opened:
+    _refuse(config, folder)
+    return Opened(*exported_folder.open_folder(folder))
+
+
 def _find_huggingface(folder: Path) -> Path | None:
     return folder if huggingface.is_folder(folder) else None
 
@@ -147,6 +156,13 @@ KINDS = (
         neox_folder.checkpoint_in,
         _files_of_neox,
         _open_neox,
+    ),
+    Kind(
+        "exported",
+        "an exported model of ours",
+        _find_exported,
+        _files_of_huggingface,
+        _open_exported,
     ),
     Kind(
         "huggingface",

@@ -1,6 +1,6 @@
 """The language model, built from a configuration."""
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -17,6 +17,7 @@ __all__ = [
     "AttentionSettings",
     "Cache",
     "from_config",
+    "options_from_config",
     "padded_vocab",
     "position_from_config",
 ]
@@ -47,11 +48,15 @@ def from_config(config: "Config", vocab: int) -> GPT:
 
 def position_from_config(config: "Config") -> Position:
     """The encoding that `pos_emb` and `pos_emb_args` describe."""
-    model, name = config.model, config.position.pos_emb
+    return build(config.position.pos_emb, shape_of(config), **options_from_config(config))
+
+
+def options_from_config(config: "Config") -> dict[str, Any]:
+    """The options of the encoding, with those that other keys give."""
     options = dict(config.position.pos_emb_args)
-    if "max_positions" in options_of(name):
-        options.setdefault("max_positions", model.max_position_embeddings)
-    return build(name, shape_of(config), **options)
+    if "max_positions" in options_of(config.position.pos_emb):
+        options.setdefault("max_positions", config.model.max_position_embeddings)
+    return options
 
 
 def shape_of(config: "Config") -> Shape:

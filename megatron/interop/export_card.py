@@ -1,0 +1,117 @@
+"""The model card of an exported model: README.md with what is known of it."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from megatron.config import Config
+from megatron.errors import UserError
+from megatron.interop.exported_folder import ARCHITECTURE
+from megatron.results.files import read_results
+from megatron.results.row import Row
+from megatron.results.table import table
+
+HEAD = """---
+library_name: transformers
+pipeline_tag: text-generation
+license: unknown
+tags: [positional-encoding, length-extrapolation]
+---
+"""
+OWN_CLASS = """
+The class comes with the model, because no class of transformers has this encoding: read the Python
+files in this folder, then load with `trust_remote_code=True`. They need torch and transformers 5
+(from 5.17), and nothing else. Texts may be longer than those of the training, with and without a
+cache. Batches may be padded, unless the encoding depends on a token's number in the text.
+"""
+
+
+def card(
+    architecture: str,
+    name: str,
+    config: Config,
+    record: Mapping[str, Any],
+    dtype: str,
+    notes: Sequence[str],
+) -> str:
+    """The text of README.md.
+
+    architecture: class of transformers or ours; name: of the folder; record: checkpoint.json with
+    `path`; notes: sentences for the reader
+    """
+    is_own = architecture == ARCHITECTURE
+    trust = ", trust_remote_code=True" if is_own else ""
+    parts = [
+        f"{HEAD}\n# {name}\n",
+        f"A language model with the positional encoding `{config.position.pos_emb}`, trained on"
+        f" {config.model.seq_length} tokens.\n",
+        "```python\nfrom transformers import AutoModelForCausalLM\n\n"
+        f'model = AutoModelForCausalLM.from_pretrained("{name}"{trust})\n```',
+        OWN_CLASS if is_own else "",
+        *(f"{note}\n" for note in notes),
+        "## Training\n",
+        _listed(_facts(architecture, config, record, dtype)),
+        "\n## Evaluation\n",
+        _evaluation(config, record),
+    ]
+    return "\n".join(parts) + "\n"
+
+
+def _facts(
+    architecture: str, config: Config, record: Mapping[str, Any], dtype: str
+) -> dict[str, Any]:
+    model = config.model
+    tokenizer = record.get("tokenizer") or {}
+    facts = {
+        "class": architecture,
+        "encoding": config.position.pos_emb,
+        "options of the encoding": config.flat()["pos_emb_args"] or None,
+        "training length": model.seq_length,
+        "layers": model.num_layers,
+        "hidden size": model.hidden_size,
+        "heads": model.num_attention_heads,
+        "vocabulary": record["vocab"],
+        "tokenizer": " ".join(str(tokenizer.get(key, "")) for key in ("type", "hash")).strip(),
+        "corpus": record.get("corpus"),
+        "step": record["step"],
+        "steps planned": config.training.train_iters or None,
+        "windows in a step": record.get("windows_per_step"),
+        "precision of the training": config.precision.precision,
+        "dtype of the matrices": dtype,
+        "seed": config.training.seed,
+        "config hash": record["config_hash"],
+        "commit": record.get("commit"),
+        "origin": record.get("origin"),
+        "parent": record.get("parent"),
+        "licence of the weights": "unknown",
+    }
+    return {name: value for name, value in facts.items() if value not in (None, "")}
+
+
+def _listed(facts: Mapping[str, Any]) -> str:
+    lines = ["| | |", "|---|---|"]
+    for name, value in facts.items():
+        text = str(value).replace("|", "\\|").replace("\n", " ")
+        lines.append(f"| {name} | {text} |")
+    return "\n".join(lines)
+
+
+def _evaluation(config: Config, record: Mapping[str, Any]) -> str:
+    """Perplexity by length, from the results beside the checkpoint."""
+    rows = _rows(Path(record["path"]).parent / "evaluation", record)
+    if not rows:
+        return "Not measured yet."
+    settings = sorted({(str(row.get("corpus")), str(row.get("protocol"))) for row in rows})
+    described = "; ".join(f"{corpus}, protocol {protocol}" for corpus, protocol in settings)
+    title = f"Perplexity by length of the text ({described}). \\* is the training length."
+    return f"{title}\n\n{table(rows, markdown=True)}"
+
+
+def _rows(folder: Path, record: Mapping[str, Any]) -> list[Row]:
+    """The rows of this checkpoint; none where a file is damaged."""
+    try:
+        rows = read_results(sorted(folder.glob("*.jsonl")))
+    except UserError:
+        return []
+    wanted = (record["config_hash"], record["step"])
+    return [row for row in rows if (row["config_hash"], row["step"]) == wanted]

@@ -1,0 +1,75 @@
+"""The tokenizer of a run as the files that transformers' AutoTokenizer reads."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from megatron.config import Config
+from megatron.data.tokenizer import END_OF_DOCUMENT, Subwords, build_tokenizer
+from megatron.errors import UserError
+
+BYTES = "CharLevelTokenizer"
+NO_LIMIT = 10**9  # of tokens: transformers warns about texts that are longer
+
+
+def tokenizer_of(
+    config: Config,
+    record: Mapping[str, Any],
+    vocab_file: str | Path | None,
+    merge_file: str | Path | None,
+) -> tuple[tuple[Subwords, Path] | None, list[str]]:
+    """The tokenizer that the model learned with and its file, or None with a note why not.
+
+    vocab_file, merge_file: instead of those that the configuration names
+    UserError for files that cannot be read or are of another tokenizer.
+    """
+    described = record.get("tokenizer") or {}
+    kind = described.get("type", config.data.tokenizer_type)
+    vocab_file = vocab_file or config.data.vocab_file
+    merge_file = merge_file or config.data.merge_file
+    if kind == BYTES:
+        return None, [f"No tokenizer: {BYTES} has none in transformers. Ids are bytes of UTF-8."]
+    if not vocab_file:
+        return None, ["No tokenizer: the run does not say where its files are; see --vocab-file."]
+    with config.naming_places("vocab_file", "merge_file"):
+        tokenizer = build_tokenizer(kind, vocab_file, merge_file)
+    if tokenizer.hash != described.get("hash", tokenizer.hash):
+        raise UserError(
+            f"vocab_file: {vocab_file} is tokenizer {tokenizer.hash}, the model learned with"
+            f" {described['hash']} - give the files of that one"
+        )
+    assert isinstance(tokenizer, Subwords)  # the other kind is that of bytes
+    return (tokenizer, Path(vocab_file)), []
+
+
+def write_tokenizer(folder: Path, tokenizer: Subwords, file: Path) -> bool:
+    """tokenizer.json and tokenizer_config.json, which give a text the ids that ours gives it.
+
+    file: where the tokenizer came from
+    Returns whether tokenizer.json is that file, byte for byte, and so has its hash.
+    """
+    content = json.loads(tokenizer.to_json())
+    processor = content.get("post_processor") or {}
+    if processor.get("type") != "ByteLevel":  # others add tokens of their own
+        content["post_processor"] = None
+    original = file.read_text(encoding="utf-8")
+    is_same = json.loads(original) == content
+    if is_same:
+        (folder / "tokenizer.json").write_text(original, encoding="utf-8", newline="")
+    else:
+        _write(folder / "tokenizer.json", content)
+    settings = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": END_OF_DOCUMENT,
+        "eos_token": END_OF_DOCUMENT,
+        "unk_token": None,
+        "model_max_length": NO_LIMIT,
+        "clean_up_tokenization_spaces": False,
+    }
+    _write(folder / "tokenizer_config.json", settings)
+    return is_same
+
+
+def _write(path: Path, content: Mapping[str, Any]) -> None:
+    path.write_text(json.dumps(content, ensure_ascii=False, indent=1) + "\n", encoding="utf-8")

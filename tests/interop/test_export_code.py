@@ -1,0 +1,130 @@
+"""What an export refuses, and the code that it takes along: without transformers."""
+
+import ast
+import sys
+from dataclasses import fields
+
+import pytest
+
+from megatron.checkpoints.read import load_for_evaluation
+from megatron.config import load
+from megatron.data.tokenizer import train_tokenizer
+from megatron.errors import UserError
+from megatron.interop import exported_folder
+from megatron.interop.export import export, form_of
+from megatron.interop.export_code import sources
+from megatron.model import Architecture, AttentionSettings, from_config
+from tests.interop.exports import BUMP, SHAPE, VOCAB, a_run
+from tests.support import modules
+
+ALLOWED = {"torch", "transformers"} | sys.stdlib_module_names
+
+
+def imported(text):
+    """Each module that a source imports, and whether from beside it."""
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.ImportFrom):
+            yield node.module, node.level == 1
+        elif isinstance(node, ast.Import):
+            yield from ((alias.name, False) for alias in node.names)
+
+
+def test_an_exported_folder_needs_torch_and_transformers_alone(bump, tmp_path):
+    settings = ["pos_emb=mep", "pos_emb_args={kernels: [exp, t5, kerple_log, tanh]}"]
+    for number, chosen in enumerate([settings, ["pos_emb=exported_bump", f"pos_emb_file={bump}"]]):
+        run, _ = a_run(tmp_path / str(number), *chosen)
+        model, config, _ = load_for_evaluation(run)
+        files = sources(model, config)
+        files.pop("pos_emb_file.py", None)  # the original text, which no other file imports
+        assert {"modeling_positions_gpt.py", "configuration_positions_gpt.py"} < files.keys()
+        for name, text in files.items():
+            for module, is_relative in imported(text):
+                if is_relative:
+                    assert f"{module}.py" in files, (name, module)
+                else:
+                    assert module.split(".")[0] in ALLOWED, (name, module)
+
+
+def refused(run_folder, out, **options):
+    """The message of an export that fails and leaves nothing."""
+    before = sorted(path.name for path in out.parent.iterdir())
+    with pytest.raises(UserError) as fault:
+        export(run_folder, out, **options)
+    assert sorted(path.name for path in out.parent.iterdir()) == before
+    return str(fault.value)
+
+
+def test_what_cannot_be_exported_is_one_message_and_leaves_nothing(tmp_path):
+    path, _ = a_run(tmp_path, "pos_emb=cable")
+    message = refused(path, tmp_path / "out")
+    assert message.startswith(
+        "pos_emb: cable changes scores by the content of the text (on_scores)"
+    )
+
+    path, _ = a_run(tmp_path / "alibi", "pos_emb=alibi")
+    used = tmp_path / "used"
+    used.mkdir()
+    (used / "file").touch()
+    assert refused(path, used) == (
+        f"--output: {used} is in use - name a new folder, or an empty one"
+    )
+    assert "is in use" in refused(path, used / "file")
+    assert "looked for global_step7" in refused(path, tmp_path / "out", step=7)
+
+    learned_with = {"type": "HFTokenizer", "hash": "0123456789ab", "eod": 0}
+    path, _ = a_run(tmp_path / "other", "pos_emb=alibi", tokenizer=learned_with)
+    other = tmp_path / "tokenizer.json"
+    other.write_text(train_tokenizer(modules()[:2], 300))
+    message = refused(path, tmp_path / "out", vocab_file=other)
+    assert message.startswith(f"vocab_file: {other} is tokenizer ")
+    assert "the model learned with 0123456789ab - give the files of that one" in message
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("import megatron.positions", "line 1 imports in a way that an exported file cannot"),
+        ("from megatron.positions.base import *", "line 1 imports in a way that"),
+        (
+            "from megatron.config import load",
+            "line 1 imports load from megatron.config, which an exported file cannot take along",
+        ),
+    ],
+)
+def test_a_users_file_that_cannot_be_copied_is_named(line, message, bump, tmp_path):
+    bump.write_text(f"{line}\n{BUMP}")
+    path, _ = a_run(tmp_path, "pos_emb=exported_bump", f"pos_emb_file={bump}")
+    assert f"pos_emb_file: {bump}: {message}" in refused(path, tmp_path / "out")
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        ["window=23"],
+        ["logn_scale=true"],
+        ["blockwise=true"],
+        ["paper_precision=true"],
+        ["pos_emb_args={interleaved: true}"],
+        ["pos_emb_args={scaling: ntk, factor: 2}"],
+        ["pos_emb=learned", "pos_emb_shared=false", "activation=gelu_new"],
+    ],
+)
+def test_what_a_class_of_transformers_cannot_say_takes_our_own(settings):
+    config = load([], [*SHAPE, *settings])
+    form = form_of(from_config(config, vocab=VOCAB), config)
+    assert form.architecture == "PositionsGPTForCausalLM"
+    assert form.sources
+    config = load([], SHAPE)
+    assert not form_of(from_config(config, vocab=VOCAB), config).sources
+
+
+def test_no_key_of_model_or_attention_is_lost():
+    config = load([], SHAPE)
+    keys = exported_folder.keys_of(config, from_config(config, vocab=VOCAB))
+    theirs = {"num_layers": "num_hidden_layers", "seq_length": "train_length"}
+    theirs["no_weight_tying"] = "tie_word_embeddings"
+    without_effect = {"attention_backend", "attention_self_check"}
+    without_effect |= {"init_method", "init_method_std", "output_layer_init_method"}
+    for settings in (Architecture, AttentionSettings):
+        for one in fields(settings):
+            assert one.name in without_effect or theirs.get(one.name, one.name) in keys, one.name
