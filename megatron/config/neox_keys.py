@@ -50,7 +50,7 @@ NAMES = {
 
 def translate_neox(given: dict[str, Any], report: Report) -> None:
     """Replace or refuse, in one source, the keys that GPT-NeoX alone has."""
-    for key in OFF.keys() & given.keys():
+    for key in sorted(OFF.keys() & given.keys()):
         if given.pop(key):
             report.fault(f"{key}: {OFF[key]}")
         else:
