@@ -32,6 +32,7 @@ def main(argv: list[str] | None = None) -> int:
             dtype=options.dtype,
             vocab_file=options.vocab_file,
             merge_file=options.merge_file,
+            results=options.results,
         )
     print(visible(described(exported, options.output, options.dtype)))
     return 0
@@ -59,4 +60,6 @@ def _parser() -> argparse.ArgumentParser:
     add("--dtype", choices=list(DTYPES), default="float32", help="of the matrices")
     add("--vocab-file", metavar="FILE", help="the tokenizer's, if it has moved")
     add("--merge-file", metavar="FILE", help="the same for its merges")
+    results = "results of evaluate.py for the model card, besides those in RUN/evaluation"
+    add("--results", type=Path, nargs="+", default=[], metavar="FILE", help=results)
     return parser

@@ -129,6 +129,13 @@ class Subwords:
     def decode(self, ids: Sequence[int]) -> str:
         return self._inner.decode(list(ids), skip_special_tokens=False)
 
+    @property
+    def end_of_document(self) -> str:
+        """The token that `eod` is the id of."""
+        token = self._inner.id_to_token(self.eod)
+        assert token is not None  # its id was found by the token
+        return token
+
     def to_json(self) -> str:
         """The text of its tokenizer.json."""
         return self._inner.to_str()

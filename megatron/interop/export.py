@@ -3,7 +3,7 @@
 import json
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -67,11 +67,13 @@ def export(
     dtype: str = "float32",
     vocab_file: str | Path | None = None,
     merge_file: str | Path | None = None,
+    results: Sequence[Path] = (),
 ) -> Exported:
     """Write a checkpoint as a folder for transformers, and compare its logits with ours.
 
     run: a run's folder or one checkpoint; dtype: of the written matrices, a key of DTYPES
     vocab_file, merge_file: the tokenizer's, where they are not where the configuration says
+    results: files of evaluations for the model card, besides those in the run's folder
     UserError where the folder is in use, the model cannot be said, or the logits differ; then
     nothing is left.
     """
@@ -84,7 +86,7 @@ def export(
     _round(model, dtype)
     expected = _logits(model)
     form = form_of(model, config)
-    page = card(form.architecture, folder.name, config, record, dtype, notes)
+    page = card(form.architecture, folder.name, config, record, dtype, notes, results)
     try:
         with folder_beside(folder) as temporary:
             same_tokenizer = tokenizer is None or write_tokenizer(temporary, *tokenizer)

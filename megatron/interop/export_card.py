@@ -5,10 +5,8 @@ from pathlib import Path
 from typing import Any
 
 from megatron.config import Config
-from megatron.errors import UserError
 from megatron.interop.exported_folder import ARCHITECTURE
 from megatron.results.files import read_results
-from megatron.results.row import Row
 from megatron.results.table import table
 
 HEAD = """---
@@ -33,11 +31,13 @@ def card(
     record: Mapping[str, Any],
     dtype: str,
     notes: Sequence[str],
+    results: Sequence[Path],
 ) -> str:
     """The text of README.md.
 
     architecture: class of transformers or ours; name: of the folder; record: checkpoint.json with
-    `path`; notes: sentences for the reader
+    `path`; notes: sentences for the reader; results: files of evaluations, besides those of the run
+    UserError for a file of results that cannot be read.
     """
     is_own = architecture == ARCHITECTURE
     trust = ", trust_remote_code=True" if is_own else ""
@@ -45,16 +45,24 @@ def card(
         f"{HEAD}\n# {name}\n",
         f"A language model with the positional encoding `{config.position.pos_emb}`, trained on"
         f" {config.model.seq_length} tokens.\n",
-        "```python\nfrom transformers import AutoModelForCausalLM\n\n"
-        f'model = AutoModelForCausalLM.from_pretrained("{name}"{trust})\n```',
+        f"```python\n{_example(name, trust)}\n```",
         OWN_CLASS if is_own else "",
         *(f"{note}\n" for note in notes),
         "## Training\n",
         _listed(_facts(architecture, config, record, dtype)),
         "\n## Evaluation\n",
-        _evaluation(config, record),
+        _evaluation(record, results),
     ]
     return "\n".join(parts) + "\n"
+
+
+def _example(name: str, trust: str) -> str:
+    """How to load the model; transformers asks for `trust` where it reads config.json alone."""
+    return (
+        "from transformers import AutoModelForCausalLM, AutoTokenizer\n\n"
+        f'model = AutoModelForCausalLM.from_pretrained("{name}"{trust})\n'
+        f'tokenizer = AutoTokenizer.from_pretrained("{name}"{trust})  # where there is one'
+    )
 
 
 def _facts(
@@ -96,22 +104,15 @@ def _listed(facts: Mapping[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def _evaluation(config: Config, record: Mapping[str, Any]) -> str:
-    """Perplexity by length, from the results beside the checkpoint."""
-    rows = _rows(Path(record["path"]).parent / "evaluation", record)
+def _evaluation(record: Mapping[str, Any], results: Sequence[Path]) -> str:
+    """Perplexity by length, from the results beside the checkpoint and those that are named."""
+    beside = sorted((Path(record["path"]).parent / "evaluation").glob("*.jsonl"))
+    wanted = (record["config_hash"], record["step"])
+    rows = read_results([*beside, *results])
+    rows = [row for row in rows if (row["config_hash"], row["step"]) == wanted]
     if not rows:
         return "Not measured yet."
     settings = sorted({(str(row.get("corpus")), str(row.get("protocol"))) for row in rows})
     described = "; ".join(f"{corpus}, protocol {protocol}" for corpus, protocol in settings)
     title = f"Perplexity by length of the text ({described}). \\* is the training length."
     return f"{title}\n\n{table(rows, markdown=True)}"
-
-
-def _rows(folder: Path, record: Mapping[str, Any]) -> list[Row]:
-    """The rows of this checkpoint; none where a file is damaged."""
-    try:
-        rows = read_results(sorted(folder.glob("*.jsonl")))
-    except UserError:
-        return []
-    wanted = (record["config_hash"], record["step"])
-    return [row for row in rows if (row["config_hash"], row["step"]) == wanted]

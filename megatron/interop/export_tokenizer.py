@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.config import Config
-from megatron.data.tokenizer import END_OF_DOCUMENT, Subwords, build_tokenizer
+from megatron.data.tokenizer import BESIDE, Subwords, build_tokenizer
 from megatron.errors import UserError
 
 BYTES = "CharLevelTokenizer"
@@ -61,13 +61,14 @@ def write_tokenizer(folder: Path, tokenizer: Subwords, file: Path) -> bool:
         _write(folder / "tokenizer.json", content)
     settings = {
         "tokenizer_class": "PreTrainedTokenizerFast",
-        "bos_token": END_OF_DOCUMENT,
-        "eos_token": END_OF_DOCUMENT,
+        "bos_token": tokenizer.end_of_document,
+        "eos_token": tokenizer.end_of_document,
         "unk_token": None,
         "model_max_length": NO_LIMIT,
+        "model_input_names": ["input_ids", "attention_mask"],
         "clean_up_tokenization_spaces": False,
     }
-    _write(folder / "tokenizer_config.json", settings)
+    _write(folder / BESIDE, settings)
     return is_same
 
 

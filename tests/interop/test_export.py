@@ -16,6 +16,7 @@ from megatron.interop import export as exporting
 from megatron.interop import open_model
 from megatron.interop.export import export
 from megatron.interop.import_checkpoint import import_checkpoint
+from megatron.interop.tokenizer_files import description
 from megatron.positions import FILES, REGISTRY, Position
 from megatron.results.files import write_results
 from tests.interop.exports import BUMP, OWN, TRAINED, VOCAB, a_run, exported, greedy, random_ids
@@ -222,6 +223,14 @@ def test_half_precision_keeps_the_encoding_in_float32(tmp_path):
     assert torch.equal(back.output_matrix.bfloat16(), theirs.final_linear.weight)
 
 
+def test_large_models_are_written_in_shards(tmp_path, monkeypatch):
+    monkeypatch.setattr(exporting, "SHARD", "20KB")
+    for number, settings in enumerate([["pos_emb=t5"], STANDARD["LlamaForCausalLM"]]):
+        folder, model = exported(tmp_path / str(number), *settings)
+        assert len(list(folder.glob("model-*.safetensors"))) > 1
+        check_round_trip(folder, model)
+
+
 @torch.no_grad()
 def test_what_transformers_saves_again_is_the_same_model(tmp_path):
     folder, model = exported(tmp_path, *OWN, "pos_emb=mep_param", "no_weight_tying=false")
@@ -238,15 +247,6 @@ def test_what_transformers_saves_again_is_the_same_model(tmp_path):
 
 
 TEXTS = ["def f(x):\n    return  x + 1\n", "Größe 你好 🙂", "  two\tspaces ", "<|end|> 's 12345"]
-
-
-def of_tokenizer(built):
-    return {
-        "type": built.name,
-        "hash": built.hash,
-        "vocab_size": built.vocab_size,
-        "eod": built.eod,
-    }
 
 
 @pytest.fixture(scope="module")
@@ -290,10 +290,10 @@ def test_the_tokenizer_gives_the_same_ids(kind, architecture, tokenizers, tmp_pa
     built = build_tokenizer(kind, *files)
     form = STANDARD.get(architecture, ["pos_emb=alibi"])
     settings = [*form, f"tokenizer_type={kind}", *tokenizers[kind]]
-    path, _ = a_run(tmp_path, *settings, tokenizer=of_tokenizer(built))
+    path, _ = a_run(tmp_path, *settings, tokenizer=description(built))
     done = export(path, tmp_path / "out")
     assert (done.architecture, done.notes) == (architecture, ())
-    theirs = AutoTokenizer.from_pretrained(tmp_path / "out")
+    theirs = AutoTokenizer.from_pretrained(tmp_path / "out", trust_remote_code=True)
     for text in [*TEXTS, modules()[3]]:
         ids = built.encode(text)
         assert theirs(text).input_ids == ids
@@ -311,7 +311,10 @@ def test_the_command_writes_a_card_with_the_evaluation(tmp_path):
     other = rows("mep_free", {64: 99.5}, step=4, config_hash=record["config_hash"])
     write_results(path / "evaluation" / "equal_tokens.jsonl", measured + other)
     out = tmp_path / "card | model"
-    done = call("tools/export_checkpoint.py", path, "--to", "hf", "-o", out, "--dtype", "fp16")
+    more = rows("mep_free", {256: 12.75}, step=5, config_hash=record["config_hash"])
+    write_results(tmp_path / "more.jsonl", more)
+    words = [path, "--to", "hf", "-o", out, "--dtype", "fp16", "--results", tmp_path / "more.jsonl"]
+    done = call("tools/export_checkpoint.py", *words)
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.splitlines()[0] == f"{out}: PositionsGPTForCausalLM, step 5"
     assert "logits at 128 tokens: within " in done.stdout
@@ -326,7 +329,7 @@ def test_the_command_writes_a_card_with_the_evaluation(tmp_path):
         "No tokenizer: CharLevelTokenizer has none in transformers. Ids are bytes of UTF-8.",
         "Perplexity by length of the text (stdlib, protocol equal_tokens). \\* is the training"
         " length.",
-        "| mep_free | 12.50 | 12.25 |",
+        "| mep_free | 12.50 | 12.25 | 12.75 |",
     ):
         assert line in card.splitlines(), line
     assert "99.5" not in card
@@ -407,17 +410,22 @@ def test_logits_that_differ_leave_nothing(tmp_path, monkeypatch):
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
 
 
-def test_an_exported_model_is_imported_again(tmp_path):
+@pytest.mark.parametrize("end", ["<|endoftext|>", "</s>"])
+def test_an_exported_model_is_imported_again(end, tmp_path):
     file = tmp_path / "tokenizer.json"
-    file.write_text(train_tokenizer(modules()[:20], 400))
+    file.write_text(train_tokenizer(modules()[:20], 400).replace("<|endoftext|>", end))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": end}))
     built = build_tokenizer("HFTokenizer", file)
     settings = ["pos_emb=mep_free", "tokenizer_type=HFTokenizer", f"vocab_file={file}"]
-    path, model = a_run(tmp_path, *settings, tokenizer=of_tokenizer(built), vocab=400)
+    path, model = a_run(tmp_path, *settings, tokenizer=description(built), vocab=400)
     export(path, tmp_path / "out")
+    theirs = AutoTokenizer.from_pretrained(tmp_path / "out", trust_remote_code=True)
+    assert theirs("a", return_tensors="pt").keys() == {"input_ids", "attention_mask"}
+    assert (len(theirs), theirs.eos_token, theirs.eos_token_id) == (400, end, built.eod)
     imported = import_checkpoint(tmp_path / "out", tmp_path / "again")
     record = json.loads((imported.path / "checkpoint.json").read_text())
     assert (record["step"], record["origin"]["kind"]) == (5, "exported")
-    assert record["tokenizer"] == of_tokenizer(built), "data of the training still fit"
+    assert record["tokenizer"] == description(built), "data of the training still fit"
     check_round_trip(imported.path, model)
 
 

@@ -71,6 +71,9 @@ def test_what_cannot_be_exported_is_one_message_and_leaves_nothing(tmp_path):
     assert "is in use" in refused(path, used / "file")
     assert "looked for global_step7" in refused(path, tmp_path / "out", step=7)
 
+    missing = tmp_path / "missing.jsonl"
+    assert str(missing) in refused(path, tmp_path / "out", results=[missing])
+
     learned_with = {"type": "HFTokenizer", "hash": "0123456789ab", "eod": 0}
     path, _ = a_run(tmp_path / "other", "pos_emb=alibi", tokenizer=learned_with)
     other = tmp_path / "tokenizer.json"
