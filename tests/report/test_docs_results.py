@@ -29,7 +29,7 @@ ENCODINGS = [
     "mep_free",
     "mep_param",
 ]
-FILES = sorted((ROOT / "docs" / "results").glob("*.jsonl"))
+FILES = sorted((ROOT / "docs" / "results").glob("cpu-*.jsonl"))
 PROBES = [path for path in FILES if "probes" in path.name]
 ROWS = [path for path in FILES if path not in PROBES]
 

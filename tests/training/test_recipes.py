@@ -3,6 +3,7 @@
 import os
 import re
 import shutil
+import statistics
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from megatron.checkpoints.saved import latest_step
 from megatron.commands.deepy import checked_config
 from megatron.config import load
 from megatron.entry import split_words
+from megatron.results.files import read_results
 from megatron.sweeps.plan import load_sweep
 from megatron.training.run import train
 from tests.checkpoints import make_checkpoint
@@ -88,6 +90,24 @@ def test_every_recipe_loads_over_a_model_and_is_in_the_guide(path):
     assert config.checkpoint.finetune
     assert f"`{path.name}`" in GUIDE
     config.require_for("train")
+
+
+def test_the_table_of_the_results_is_the_measured_one():
+    folder = ROOT / "docs" / "results"
+    measured: dict[str, dict[int, list[float]]] = {}
+    for row in read_results([folder / "continued.jsonl"]):
+        recipe = row["cell"]["recipe"] if "cell" in row else "the parent"
+        assert row.get("parent_model") == (None if recipe == "the parent" else "rotary step 700")
+        measured.setdefault(recipe, {}).setdefault(row["length"], []).append(row["perplexity"])
+    page = (folder / "continued.md").read_text(encoding="utf-8")
+    assert len(measured) == 6
+    for recipe, by_length in measured.items():
+        cells = []
+        for length in (512, 1024, 2048, 4096):
+            values = by_length[length]
+            spread = f" ± {statistics.stdev(values):.2f}" if len(values) > 1 else ""
+            cells.append(f"{statistics.mean(values):.2f}{spread}")
+        assert f"| {recipe} | {len(by_length[512])} | {' | '.join(cells)} |" in page
 
 
 def test_the_sweep_of_the_results_has_its_parent_from_the_demo(tmp_path, corpus, monkeypatch):
