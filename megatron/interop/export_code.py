@@ -6,6 +6,7 @@ megatron/positions/base.py becomes positions_base.py, and nothing is written a s
 
 import ast
 from collections.abc import Iterable, Iterator, Mapping
+from functools import cache
 
 from megatron.config import Config
 from megatron.config.user_file import COPY
@@ -72,13 +73,16 @@ def _modules_of(model: GPT) -> list[str]:
     return sorted(modules)
 
 
-def _registered_in(text: str) -> Iterator[str]:
+@cache
+def _registered_in(text: str) -> tuple[str, ...]:
     """The names in a source's calls of register("name")."""
+    found = []
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.Call) and ast.unparse(node.func) == "register" and node.args:
             first = node.args[0]
             if isinstance(first, ast.Constant):
-                yield str(first.value)
+                found.append(str(first.value))
+    return tuple(found)
 
 
 def _registering(files: Iterable[str]) -> str:
@@ -107,14 +111,17 @@ def _text(module: str) -> str:
     return path.read_text(encoding="utf-8")
 
 
-def _imports(text: str) -> Iterator[ast.Import | ast.ImportFrom]:
+@cache
+def _imports(text: str) -> tuple[ast.Import | ast.ImportFrom, ...]:
     """Imports of this package, wherever they stand."""
+    found: list[ast.Import | ast.ImportFrom] = []
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.ImportFrom):
             if _is_ours(node.module or ""):
-                yield node
+                found.append(node)
         elif isinstance(node, ast.Import) and any(_is_ours(alias.name) for alias in node.names):
-            yield node
+            found.append(node)
+    return tuple(found)
 
 
 def _is_ours(name: str) -> bool:
@@ -130,6 +137,7 @@ def _imported(text: str) -> list[str]:
     return found
 
 
+@cache
 def _defining(module: str, name: str) -> str:
     """The module from which a package takes a name; any other module is itself."""
     package = ROOT.joinpath(*module.split("."), "__init__.py")
