@@ -41,6 +41,11 @@ def _with_transformers(folder: Path, model: GPT) -> Compared:
     expected, program = _logits_of_transformers(folder, ids)
     with torch.no_grad():
         logits = model(ids)
+    if not expected.isfinite().all():
+        raise UserError(
+            f"{folder}: {program} gives logits that are not finite - its weights are damaged, copy"
+            " the folder again"
+        )
     difference = (logits - expected).abs().max().item()
     largest = expected.abs().max().item()
     # `not <=`: nan is no agreement
@@ -58,18 +63,34 @@ def _with_transformers(folder: Path, model: GPT) -> Compared:
 
 
 def _logits_of_transformers(folder: Path, ids: Tensor) -> tuple[Tensor, str]:
-    """[batch, length, vocab] of transformers' own class, and its name; no code of the folder."""
+    """[batch, length, vocab] of transformers' own class, and its name; no code of the folder.
+
+    UserError where that class does not take the folder.
+    """
     import transformers  # only here: importing it takes seconds
 
     family = huggingface.read_settings(folder)[0]
     loader = getattr(transformers, family.architecture)
     transformers.logging.set_verbosity_error()
-    # It draws bars on stderr, and writes them even where they are switched off.
-    with open(os.devnull, "w") as nothing, contextlib.redirect_stderr(nothing):
-        theirs = loader.from_pretrained(folder, dtype=torch.float32, local_files_only=True)
+    program = f"transformers {transformers.__version__} {family.architecture}"
+    try:
+        # It draws bars on stderr, and writes them even where they are switched off.
+        with open(os.devnull, "w") as nothing, contextlib.redirect_stderr(nothing):
+            theirs = loader.from_pretrained(
+                folder,
+                dtype=torch.float32,
+                local_files_only=True,
+                attn_implementation="eager",  # config.json may ask for one that is not installed
+            )
+    except Exception as fault:  # it raises many kinds, for keys that change nothing here too
+        reason = " ".join(str(fault).split())
+        raise UserError(
+            f"{folder}: {program} cannot open it ({type(fault).__name__}: {reason:.200}) - correct"
+            " its config.json, or copy the folder again"
+        ) from None
     with torch.no_grad():
         logits = theirs.eval()(ids).logits
-    return logits, f"transformers {transformers.__version__} {family.architecture}"
+    return logits, program
 
 
 def random_ids(model: GPT) -> Tensor:

@@ -14,30 +14,28 @@ from megatron.interop.forms import ColumnsOfHeads, Heads, Stacked, Transposed
 
 def window_of_all_layers(config: Mapping[str, Any]) -> int | None:
     """Mistral: every layer has the window."""
-    return _one_window(config, config.get("sliding_window", 4096), 0)
+    return config.get("sliding_window", 4096)
 
 
 def window_of_upper_layers(config: Mapping[str, Any]) -> int | None:
-    """Qwen: layers from max_window_layers on have the window, if use_sliding_window says so."""
+    """Qwen: layers from max_window_layers on have the window, if use_sliding_window says so.
+
+    UserError where only some layers have one.
+    """
     if not config.get("use_sliding_window", False):
         return None
-    first = config.get("max_window_layers", 28)
-    return _one_window(config, config.get("sliding_window", 4096), first)
-
-
-def _one_window(config: Mapping[str, Any], window: Any, first: int) -> int | None:
-    """The window of every layer, or None; UserError where only some layers have one."""
+    window = config.get("sliding_window", 4096)
     layers = config["num_hidden_layers"]
     kinds = config.get("layer_types")
     if window is None:
         return None
     if kinds is None:
-        windowed = max(0, layers - first)
+        windowed = max(0, layers - config.get("max_window_layers", 28))
     else:
         windowed = sum(kind == "sliding_attention" for kind in kinds)
     if windowed == 0:
         return None
-    if windowed < layers:
+    if windowed != layers:
         raise UserError(
             f"sliding_window: {window} acts on {windowed} of {layers} layers; only one window for"
             " all layers is offered"
@@ -198,7 +196,7 @@ MISTRAL = Family(
     ),
     fixed=WITHOUT_BIAS,
     window=window_of_all_layers,
-    window_keys=("sliding_window", "layer_types"),
+    window_keys=("sliding_window",),
     trunk="model.",
     buffers=OLD_ROTATION,
     modules=LLAMA_MODULES,

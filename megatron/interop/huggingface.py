@@ -13,11 +13,12 @@ from torch import Tensor
 
 from megatron import strict_json
 from megatron.config import Config, load
-from megatron.errors import UserError, did_you_mean
+from megatron.errors import UserError
 from megatron.files import read_small
 from megatron.interop.families import FAMILIES
 from megatron.interop.family import Family
 from megatron.interop.harmless import HARMLESS
+from megatron.interop.pickled import load_plain
 from megatron.interop.weights import read_weights
 from megatron.model import GPT, Architecture, from_config
 from megatron.model.size import parameters
@@ -77,10 +78,11 @@ def read_settings(folder: Path) -> tuple[Family, Config, int]:
 def read_model(folder: Path, family: Family, config: Config, vocab: int) -> GPT:
     """The model of `read_settings` with the folder's weights, in float32 and eval mode."""
     check_memory(folder, config, vocab)
-    theirs = _named_fully(read_tensors(folder), family)
+    tensors = read_tensors(folder)
     model = from_config(config, vocab=vocab)
     wanted = model.state_dict()
     try:
+        theirs = _named_fully(tensors, family)
         weights = read_weights(family, theirs, wanted, Architecture.of(config.model))
         _check_left_over(theirs, weights, family)
     except UserError as fault:
@@ -128,8 +130,10 @@ def _family_of(theirs: Mapping[str, Any], place: Path) -> Family:
         )
     family = FAMILIES.get(names[0])
     if family is None:
-        guess = did_you_mean(names[0], FAMILIES) or f"known are {', '.join(FAMILIES)}"
-        raise UserError(f"{place}: architectures: {names[0]} is not offered; {guess}")
+        # No nearest name: all of them end alike, so Gemma would be called a misspelt Llama.
+        raise UserError(
+            f"{place}: architectures: {names[0]} is not offered; known are {', '.join(FAMILIES)}"
+        )
     return family
 
 
@@ -159,7 +163,7 @@ def read_json(path: Path) -> dict[str, Any]:
 def _shards(index: Path) -> dict[str, str]:
     """The shard of each weight, by the list of shards; UserError where one is missing."""
     places = read_json(index).get("weight_map")
-    if not isinstance(places, dict) or not all(map(_is_file_name, places.values())):
+    if not isinstance(places, dict) or not places or not all(map(_is_file_name, places.values())):
         raise UserError(f"{index}: has no list of shards (weight_map) - copy it again")
     shards = sorted(set(places.values()))
     missing = [name for name in shards if not (index.parent / name).is_file()]
@@ -205,13 +209,12 @@ def _tensors_of(file: Path) -> dict[str, Tensor]:
     try:
         if file.suffix == ".safetensors":
             return load_file(file)
-        tensors = torch.load(file, map_location="cpu", weights_only=True)
+        tensors = load_plain(file)
     except (SafetensorError, OSError) as fault:
         raise UserError(f"{file}: cannot be read ({fault}) - copy it again") from None
-    except Exception as fault:  # torch.load raises a kind of its own for each damage
-        first_line = (str(fault).splitlines() or [repr(fault)])[0]
+    except ValueError as fault:
         raise UserError(
-            f"{file}: cannot be read as plain weights ({first_line}) - copy it again, or take the"
+            f"{file}: cannot be read as plain weights ({fault}) - copy it again, or take the"
             " safetensors file"
         ) from None
     plain = isinstance(tensors, dict) and all(
@@ -225,6 +228,9 @@ def _tensors_of(file: Path) -> dict[str, Tensor]:
 def _named_fully(tensors: dict[str, Tensor], family: Family) -> dict[str, Tensor]:
     """Names as in the class's own files; those of the bare model leave out the trunk's name."""
     heads = {f"{name}.weight" for name in family.head}
+    named = sorted(heads & tensors.keys())
+    if len(named) > 1:
+        raise UserError(f"{', '.join(named)} are two names of one matrix")
     bare = not any(name.startswith(family.trunk) for name in tensors)
     found = {}
     for name, tensor in tensors.items():

@@ -29,7 +29,13 @@ SCALINGS: dict[str, dict[str, str]] = {  # rope_type -> {their key: our option}
         **OWN_LENGTH,
     },
 }
+REQUIRED = {
+    "linear": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
+    "yarn": ("factor",),
+}
 MSCALE = ("mscale", "mscale_all_dim")  # another way to give YaRN's attention_factor
+WITHOUT_EFFECT = {"finetuned"}  # how YaRN's own files say that the model was trained with it
 PLAIN = {"rope_type", "type", BASE, SHARE}
 
 
@@ -50,13 +56,16 @@ def options(config: Mapping[str, Any], *, default_share: float) -> dict[str, Any
         known = ", ".join(["default", *SCALINGS])
         raise UserError(f"rope_type: {kind!r} is not offered; open a model with one of {known}")
     names = SCALINGS[kind]
-    _refuse_unknown(given, PLAIN | names.keys() | {ORIGINAL} | set(MSCALE))
+    _refuse_unknown(given, PLAIN | names.keys() | {ORIGINAL} | set(MSCALE) | WITHOUT_EFFECT)
+    for key in REQUIRED[kind]:
+        if key not in given:
+            raise UserError(f"rope_parameters.{key}: is missing, and rope_type {kind} needs it")
     found["scaling"] = kind
-    length = config.get("max_position_embeddings")
     if ORIGINAL in names:
+        length = config.get("max_position_embeddings")
         given[ORIGINAL] = config.get(ORIGINAL) or given.get(ORIGINAL) or length
     if kind == "yarn":
-        _complete_yarn(given, length)
+        _complete_yarn(given)
     for theirs, ours in names.items():
         if given.get(theirs) is not None:
             found[ours] = given[theirs]
@@ -106,13 +115,8 @@ def _refuse_unknown(given: Mapping[str, Any], known: set[str]) -> None:
         raise UserError(f"rope_parameters.{unknown[0]}: {given[unknown[0]]!r} is not offered")
 
 
-def _complete_yarn(given: dict[str, Any], length: int | None) -> None:
-    """Fill in factor and attention_factor where other keys give them."""
-    original = given[ORIGINAL]
-    if given.get("factor") is None:
-        if not length or not original:
-            raise UserError("rope_parameters.factor: is missing, and nothing else gives it")
-        given["factor"] = length / original
+def _complete_yarn(given: dict[str, Any]) -> None:
+    """Fill in attention_factor where other keys give it."""
     scales = [given.get(key) for key in MSCALE]
     if given.get("attention_factor") is None and all(scales):
         above, below = (_mscale(given["factor"], scale) for scale in scales)

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from megatron.errors import UserError
+from megatron.interop.pickled import load_plain
 
 Tensors = dict[str, Tensor]  # by name
 Layers = dict[int, Tensors]  # by number in the pipeline
@@ -115,12 +116,11 @@ def _loaded(path: Path) -> Any:
     """The content of a file; code that it names is not run."""
     try:
         with torch.serialization.safe_globals(PLAIN_NUMBERS):
-            return torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as fault:
-        reason = str(fault).partition("\n")[0]
+            return load_plain(path)
+    except ValueError as fault:
         raise UserError(
-            f"{path}: cannot be read as a checkpoint file ({reason:.200}) - copy it again"
-        ) from fault
+            f"{path}: cannot be read as a checkpoint file ({fault}) - copy it again"
+        ) from None
 
 
 def _tensors(path: Path, content: Any) -> Tensors:

@@ -31,6 +31,10 @@ def read_weights(
                 faults.append(f"{', '.join(absent)} missing")
                 continue
             parts = [theirs.pop(one) for one in names]
+            whole_numbers = [one for one in parts if not one.is_floating_point()]
+            if whole_numbers:
+                faults.append(f"{', '.join(names)} of {whole_numbers[0].dtype}")
+                continue
             shapes = ", ".join(str(list(part.shape)) for part in parts)
             try:
                 found[name] = form.ours(parts, model).contiguous()

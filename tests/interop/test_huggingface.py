@@ -156,7 +156,7 @@ def test_shards_pickles_half_precision_and_names_of_the_bare_model_are_read(fold
 
 REFUSED = {
     "another class": ("llama", {"architectures": ["GemmaForCausalLM"]}, "GemmaForCausalLM is not"),
-    "a class misspelt": ("llama", {"architectures": ["LlamaForCausalM"]}, "did you mean Llama"),
+    "a class misspelt": ("llama", {"architectures": ["LlamaForCausalM"]}, "known are GPTNeoX"),
     "no class": ("llama", {"architectures": None}, "does not name one class; known are GPTNeoX"),
     "missing": ("llama", {"num_hidden_layers": None}, "num_hidden_layers: is missing"),
     "softcap": ("llama", {"final_logit_softcapping": 30.0}, "final_logit_softcapping: not known"),
@@ -176,6 +176,16 @@ REFUSED = {
         "llama",
         {"rope_parameters": {"rope_type": "default", "mrope_section": [1]}},
         r"rope_parameters.mrope_section: \[1\] is not offered",
+    ),
+    "no factor": (
+        "llama",
+        {"rope_parameters": {"rope_type": "linear"}},
+        "rope_parameters.factor: is missing, and rope_type linear needs it",
+    ),
+    "kinds of layers": (
+        "mistral",
+        {"layer_types": ["full_attention", "full_attention"]},
+        "layer_types: not known for MistralForCausalLM",
     ),
     "windows of some layers": (
         "qwen2 window",
@@ -209,6 +219,7 @@ def test_damaged_and_missing_files_are_one_message_and_code_is_not_run(folder, t
     (place / "m.py").write_text("raise SystemExit('it ran')")
     assert open_model(place)[0].vocab == VOCAB
     assert "names code of its own, which is not run" in caplog.text
+    compared("huggingface", place, open_model(place)[0])
     (place / "model.safetensors").write_bytes(b"nothing")
     with pytest.raises(UserError, match=r"model\.safetensors: cannot be read .* copy it again"):
         open_model(place)
@@ -216,11 +227,58 @@ def test_damaged_and_missing_files_are_one_message_and_code_is_not_run(folder, t
     with pytest.raises(UserError, match=r"holds no weights \(model\.safetensors, or"):
         open_model(place)
     torch.save({"model": open}, place / "pytorch_model.bin")
-    with pytest.raises(UserError, match=r"pytorch_model\.bin: cannot be read as plain weights"):
+    with pytest.raises(
+        UserError, match=r"as plain weights \(.* code in it is never run\)"
+    ) as fault:
+        open_model(place)
+    assert "weights_only" not in str(fault.value)
+    (place / "model.safetensors.index.json").write_text('{"weight_map": {}}')
+    with pytest.raises(UserError, match=r"index\.json: has no list of shards"):
         open_model(place)
     (place / "config.json").write_text('{"a": NaN}')
     with pytest.raises(UserError, match=r"config\.json: cannot be read \(it has NaN"):
         open_model(place)
+
+
+def test_weights_of_whole_numbers_and_two_output_matrices_are_refused(folder, tmp_path):
+    place = edited(folder("pythia"), tmp_path / "copy")
+    weights = load_file(place / "model.safetensors")
+    name = "gpt_neox.layers.0.mlp.dense_h_to_4h.weight"
+    save_file({**weights, name: weights[name].to(torch.int8)}, place / "model.safetensors")
+    with pytest.raises(UserError, match=r"mlp\.dense_h_to_4h\.weight of torch\.int8"):
+        open_model(place)
+    head = weights["gpt_neox.embed_in.weight"].clone()
+    both = {"embed_out.weight": head, "lm_head.weight": head + 1}
+    save_file({**weights, **both}, place / "model.safetensors")
+    with pytest.raises(UserError, match=r"embed_out\.weight, lm_head\.weight are two names of one"):
+        open_model(place)
+
+
+def test_what_published_files_say_besides_the_model_is_read_over(folder, tmp_path):
+    keys = {"_num_labels": 1, "n_special": 0, "predict_special_tokens": True}
+    old_gpt2 = edited(folder("gpt2"), tmp_path / "gpt2", **keys)
+    assert open_model(old_gpt2)[1].hash == open_model(folder("gpt2"))[1].hash
+    scaling = {"type": "yarn", "finetuned": True, **SCALED}
+    yarn = edited(
+        folder("llama yarn"), tmp_path / "yarn", rope_parameters=None, rope_scaling=scaling
+    )
+    assert open_model(yarn)[1].hash == open_model(folder("llama yarn"))[1].hash
+
+
+def test_what_transformers_does_not_take_is_one_message(folder, tmp_path):
+    model, _ = open_model(folder("llama"))
+    place = edited(folder("llama"), tmp_path / "copy", eos_token_id="</s>")
+    with pytest.raises(UserError, match=r"LlamaForCausalLM cannot open it \(.*'eos_token_id'"):
+        compared("huggingface", place, model)
+    flash = edited(folder("llama"), tmp_path / "flash", _attn_implementation="flash_attention_2")
+    assert compared("huggingface", flash, model)["largest_difference"] < 2e-5
+    weights = load_file(place / "model.safetensors")
+    weights["model.norm.weight"][0] = float("nan")
+    save_file(weights, flash / "model.safetensors")
+    with pytest.raises(
+        UserError, match="gives logits that are not finite - its weights are damaged"
+    ):
+        compared("huggingface", flash, model)
 
 
 def test_sources_that_are_nothing_are_one_message(tmp_path, monkeypatch):
