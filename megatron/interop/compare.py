@@ -41,11 +41,6 @@ def _with_transformers(folder: Path, model: GPT) -> Compared:
     expected, program = _logits_of_transformers(folder, ids)
     with torch.no_grad():
         logits = model(ids)
-    if not expected.isfinite().all():
-        raise UserError(
-            f"{folder}: {program} gives logits that are not finite - its weights are damaged, copy"
-            " the folder again"
-        )
     difference = (logits - expected).abs().max().item()
     largest = expected.abs().max().item()
     # `not <=`: nan is no agreement

@@ -18,7 +18,7 @@ from megatron.interop import hub
 from megatron.interop.compare import Compared, compared
 from megatron.interop.open import Kind, Opened, is_known, is_ours, kind_of, local_folder
 from megatron.interop.tokenizer_files import Files, check_fits, description, files_in, named_by
-from megatron.model import padded_vocab
+from megatron.model import GPT, padded_vocab
 from megatron.owner import owned_folder
 
 logger = logging.getLogger(__name__)
@@ -67,6 +67,7 @@ def import_checkpoint(
     _check_free(run)
     kind, folder = kind_of(local_folder(source))
     opened = kind.open(folder, config)
+    _check_finite(folder, opened.model)
     picked = _tokenizer_of(kind, folder, opened, tokenizer)
     agreement = compared(kind.name, folder, opened.model)
     origin = {
@@ -126,6 +127,15 @@ def _check_free(run: Path) -> None:
         raise UserError(f"-o: {run} holds a checkpoint already - name another folder")
     if (run / TOKENIZER).exists():
         raise UserError(f"-o: {run / TOKENIZER} exists and is not replaced - name another folder")
+
+
+def _check_finite(folder: Path, model: GPT) -> None:
+    for name, weight in model.state_dict().items():
+        if not weight.isfinite().all():
+            raise UserError(
+                f"{folder}: {name} has values that are not finite - copy it again, or take another"
+                " checkpoint"
+            )
 
 
 def _architecture(kind: Kind, folder: Path) -> str | None:

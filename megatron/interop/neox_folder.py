@@ -30,6 +30,11 @@ def checkpoint_in(source: Path) -> Path | None:
     return named if is_inside and _holds_files(named) else None
 
 
+def steps_in(run: Path) -> list[str]:
+    """Names of the folders with checkpoints of GPT-NeoX in a run's folder."""
+    return sorted(folder.name for folder in run.glob("global_step*") if _holds_files(folder))
+
+
 def _holds_files(folder: Path) -> bool:
     if (folder / "checkpoint.json").exists():
         return False

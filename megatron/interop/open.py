@@ -74,6 +74,12 @@ def kind_of(folder: Path) -> tuple[Kind, Path]:
         found = kind.find(folder)
         if found is not None:
             return kind, found
+    steps = neox_folder.steps_in(folder)
+    if steps:
+        raise UserError(
+            f"{folder}: its file `latest` names none of {', '.join(steps[:8])} - give the folder of"
+            " one of them"
+        )
     raise UserError(
         f"{folder}: holds no checkpoint that is known here - give a folder with"
         f" {huggingface.SETTINGS}, with global_stepN, or with layer_00-model_00-model_states.pt"

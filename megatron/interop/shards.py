@@ -129,6 +129,9 @@ def _tensors(path: Path, content: Any) -> Tensors:
     wrong = [name for name, value in content.items() if not isinstance(value, Tensor)]
     if wrong:
         raise UserError(f"{path}: {wrong[0]} is no tensor - copy it again")
+    for name, tensor in content.items():
+        if not tensor.is_floating_point():
+            raise UserError(f"{path}: {name} is {tensor.dtype}, no weight - copy it again")
     return {name: tensor.float() for name, tensor in content.items()}
 
 

@@ -232,3 +232,22 @@ def test_a_checkpoint_is_opened_and_imported_with_its_configuration(tmp_path):
         assert torch.equal(one(ids), expected(ids))
     origin = json.loads((files.path / "checkpoint.json").read_text())["origin"]
     assert (origin["kind"], len(origin["files"])) == ("gpt-neox", len(list(folder.iterdir())))
+
+
+def test_a_run_whose_pointer_names_no_checkpoint_lists_those_that_it_has(tmp_path):
+    for step in (20, 40):
+        folder = tmp_path / f"global_step{step}"
+        folder.mkdir()
+        write_checkpoint("alibi", folder)
+    with pytest.raises(UserError, match="`latest` names none of global_step20, global_step40"):
+        open_model(tmp_path)
+    (tmp_path / "latest").write_text("global_step40")
+    model, _ = open_model(tmp_path, config=golden_config("alibi"))
+    assert model.vocab == open_model(folder, config=golden_config("alibi"))[0].vocab
+
+
+def test_weights_that_are_not_finite_are_not_imported(tmp_path):
+    write_checkpoint("alibi", tmp_path, **{"layer_05/norm.weight": torch.full((72,), torch.nan)})
+    with pytest.raises(UserError, match=r"norm\.weight has values that are not finite"):
+        import_checkpoint(tmp_path, tmp_path / "run", config=golden_config("alibi"))
+    assert not (tmp_path / "run").exists()

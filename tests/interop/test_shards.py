@@ -248,6 +248,10 @@ def test_other_files_with_these_names_are_refused(tmp_path):
         ({"optimizer": {}}, "holds no model of GPT-NeoX"),
         ({"module": {"layers.0.weight": torch.ones(2)}}, "layers.0.weight is no weight of a GPT"),
         ({"module": {"sequential.0.word_embeddings.weight": 3}}, "weight is no tensor"),
+        (
+            {"module": {"sequential.0.word_embeddings.weight": torch.ones(2).to(torch.int8)}},
+            "weight is torch.int8, no weight",
+        ),
     ]:
         torch.save(content, path)
         with pytest.raises(UserError, match=message):
