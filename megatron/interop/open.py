@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from megatron.checkpoints.manifest import RECORD, SETTINGS, WEIGHTS
 from megatron.checkpoints.read import load_for_evaluation
-from megatron.checkpoints.saved import chosen, step_of, steps_in
+from megatron.checkpoints.saved import chosen, folder_of, step_of, steps_in, without_record
 from megatron.config import Config
 from megatron.config.user_file import COPY
 from megatron.errors import UserError
@@ -95,6 +95,11 @@ def is_ours(folder: Path) -> bool:
     """Whether this is a run or a checkpoint of ours, damaged ones included."""
     if steps_in(folder) or (folder / RECORD).is_file():
         return True
+    without = [folder_of(folder, step) for step in without_record(folder)]
+    return any(_holds_our_files(place) for place in (folder, *without))
+
+
+def _holds_our_files(folder: Path) -> bool:
     return (folder / SETTINGS).is_file() and (folder / WEIGHTS).is_file()
 
 
