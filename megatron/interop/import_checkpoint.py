@@ -1,5 +1,6 @@
 """Write a checkpoint from elsewhere as an ordinary one of ours."""
 
+import filecmp
 import hashlib
 import json
 import logging
@@ -14,7 +15,7 @@ from megatron.checkpoints.write import write_checkpoint
 from megatron.config import Config
 from megatron.errors import UserError, cannot_write
 from megatron.files import folder_beside, remove
-from megatron.interop import hub
+from megatron.interop import hub, neox_folder
 from megatron.interop.compare import Compared, compared
 from megatron.interop.open import Kind, Opened, is_known, is_ours, kind_of, local_folder
 from megatron.interop.tokenizer_files import Files, check_fits, description, files_in, named_by
@@ -94,12 +95,18 @@ def brought_in(source: str | Path) -> Path:
     may_be_remote = hub.is_name(str(source)) and not given.parent.is_dir()
     if not given.is_dir() and not may_be_remote:
         return given
-    if given.is_dir() and (is_ours(given) or not is_known(given)):
+    may_be_foreign = is_known(given) or bool(neox_folder.steps_in(given))
+    if given.is_dir() and (is_ours(given) or not may_be_foreign):
         return given
     kind, folder = kind_of(local_folder(source))
-    sums = json.dumps(sums_of(kind, folder), sort_keys=True)
-    digest = hashlib.sha256(sums.encode()).hexdigest()[:12]
-    run = ON_THE_FLY / f"{folder.resolve().name}-{digest}"
+    sums = sums_of(kind, folder)
+    tokenizer = files_in(folder)
+    if tokenizer is not None:
+        sums |= {file.name: entry_of(file)["sha256"] for file in tokenizer.paths()}
+    digest = hashlib.sha256(json.dumps(sums, sort_keys=True).encode()).hexdigest()[:12]
+    # Of a model of the hub, the folder is called by its revision.
+    name = given.resolve().name if given.is_dir() else given.name
+    run = ON_THE_FLY / f"{name}-{digest}"
     if steps_in(run):
         return run
     try:
@@ -125,8 +132,6 @@ def _say(imported: Imported) -> None:
 def _check_free(run: Path) -> None:
     if steps_in(run) or without_record(run):
         raise UserError(f"-o: {run} holds a checkpoint already - name another folder")
-    if (run / TOKENIZER).exists():
-        raise UserError(f"-o: {run / TOKENIZER} exists and is not replaced - name another folder")
 
 
 def _check_finite(folder: Path, model: GPT) -> None:
@@ -199,23 +204,39 @@ def _write(
     kept = {key: value for key, value in opened.record.items() if key not in OF_ITS_TRAINING}
     facts = {**kept, "vocab": rows, "tokenizer": chosen.description, "origin": origin}
     weights = {name: one.contiguous() for name, one in opened.model.state_dict().items()}
+    copied = False
     try:
-        _copy_tokenizer(run, chosen.files)
+        copied = _copy_tokenizer(run / TOKENIZER, chosen.files)
         return write_checkpoint(run, opened.step, weights, config, facts), config
-    except OSError as fault:
-        remove(run / TOKENIZER)
-        raise cannot_write(run, fault) from None
-    except UserError:
-        remove(run / TOKENIZER)
+    except (OSError, UserError) as fault:
+        if copied:
+            remove(run / TOKENIZER)
+        if isinstance(fault, OSError):
+            raise cannot_write(run, fault) from None
         raise
 
 
-def _copy_tokenizer(run: Path, files: Files | None) -> None:
-    if files is None:
-        return
-    (run / TOKENIZER).mkdir()
-    for file in files.paths():
-        shutil.copyfile(file, run / TOKENIZER / file.name)
+def _copy_tokenizer(place: Path, files: Files | None) -> bool:
+    """Copy the tokenizer's files into a folder; False where they are there, or there are none.
+
+    An import that was killed leaves them. UserError where the folder holds others.
+    """
+    paths = [] if files is None else files.paths()
+    if place.exists():
+        copies = [place / file.name for file in paths]
+        if sorted(copies) == sorted(place.iterdir()) and all(map(_are_equal, paths, copies)):
+            return False
+        raise UserError(f"-o: {place} exists and is not replaced - name another folder")
+    if not paths:
+        return False
+    with folder_beside(place) as temporary:
+        for file in paths:
+            shutil.copyfile(file, temporary / file.name)
+    return True
+
+
+def _are_equal(file: Path, copy: Path) -> bool:
+    return filecmp.cmp(file, copy, shallow=False)
 
 
 def _with_files(config: Config, run: Path, chosen: Chosen, rows: int) -> Config:

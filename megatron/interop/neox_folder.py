@@ -10,6 +10,7 @@ from megatron.errors import UserError
 from megatron.files import read_small
 
 PATTERNS = ("layer_*-model_*-model_states.pt", "mp_rank_*_model_states.pt")
+OF_OURS = ("checkpoint.json", "config.yml")
 ONE_RANK = ("model_parallel_size=1", "pipe_parallel_size=1")  # its ranks are joined here
 LONGEST_POINTER = 4096  # bytes of `latest`
 
@@ -36,7 +37,7 @@ def steps_in(run: Path) -> list[str]:
 
 
 def _holds_files(folder: Path) -> bool:
-    if (folder / "checkpoint.json").exists():
+    if any((folder / name).exists() for name in OF_OURS):
         return False
     return any(next(folder.glob(pattern), None) for pattern in PATTERNS)
 

@@ -7,15 +7,18 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
 
 from megatron.config import load
 from megatron.errors import UserError
 from megatron.interop import open_model
-from megatron.interop.import_checkpoint import import_checkpoint
+from megatron.interop.import_checkpoint import brought_in, import_checkpoint
 from megatron.interop.reference import load_model
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "model"
 CASES = sorted(json.loads((GOLDEN / "cases.json").read_text())["cases"])
+WORDS = Tokenizer(WordLevel({"<|endoftext|>": 0, "Hello": 1}, unk_token="Hello"))
 every_case = pytest.mark.parametrize("case", CASES)
 
 
@@ -241,6 +244,8 @@ def test_a_run_whose_pointer_names_no_checkpoint_lists_those_that_it_has(tmp_pat
         write_checkpoint("alibi", folder)
     with pytest.raises(UserError, match="`latest` names none of global_step20, global_step40"):
         open_model(tmp_path)
+    with pytest.raises(UserError, match="names none of global_step20, global_step40 - give"):
+        brought_in(tmp_path)
     (tmp_path / "latest").write_text("global_step40")
     model, _ = open_model(tmp_path, config=golden_config("alibi"))
     assert model.vocab == open_model(folder, config=golden_config("alibi"))[0].vocab
@@ -251,3 +256,42 @@ def test_weights_that_are_not_finite_are_not_imported(tmp_path):
     with pytest.raises(UserError, match=r"norm\.weight has values that are not finite"):
         import_checkpoint(tmp_path, tmp_path / "run", config=golden_config("alibi"))
     assert not (tmp_path / "run").exists()
+
+
+def with_configuration(folder: Path) -> Path:
+    """A checkpoint of ALiBi with the file of its configuration, as GPT-NeoX writes them."""
+    (folder / "configs").mkdir(parents=True)
+    write_checkpoint("alibi", folder)
+    sizes = {"num-layers": 2, "hidden-size": 72, "num-attention-heads": 12, "seq-length": 64}
+    (folder / "configs" / "alibi.yml").write_text(json.dumps({**sizes, "pos-emb": "alibi"}))
+    return folder
+
+
+def test_an_import_that_was_killed_can_be_repeated(tmp_path):
+    source, run = with_configuration(tmp_path / "global_step20"), tmp_path / "run"
+    file = tmp_path / "tokenizer.json"
+    WORDS.save(str(file))
+    path = import_checkpoint(source, run, tokenizer=file).path
+    path.rename(run / "partial_step20")  # as far as a killed import comes
+    (run / "latest").unlink()
+    assert import_checkpoint(source, run, tokenizer=file).path == path
+    assert sorted(one.name for one in run.iterdir()) == ["global_step20", "latest", "tokenizer"]
+
+    path.rename(tmp_path / "elsewhere")
+    file.write_text(file.read_text() + " ")
+    with pytest.raises(UserError, match="tokenizer exists and is not replaced"):
+        import_checkpoint(source, run, tokenizer=file)
+    assert (run / "tokenizer" / "tokenizer.json").is_file()
+
+
+def test_a_source_that_gets_a_tokenizer_is_imported_again(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    source = with_configuration(tmp_path / "neox" / "global_step20")
+    (tmp_path / "neox" / "latest").write_text("global_step20")
+    before = brought_in(source.parent)
+    assert before.name.startswith("neox-")
+    assert brought_in(source.parent) == before
+    WORDS.save(str(source / "tokenizer.json"))
+    after = brought_in(source.parent)
+    assert open_model(after)[1].data.vocab_file == f"{after}/tokenizer/tokenizer.json"
+    assert open_model(before)[1].data.vocab_file is None
