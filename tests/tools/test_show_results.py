@@ -76,11 +76,21 @@ def test_seeds_of_an_encoding_are_one_line_and_texts_a_table_each(forks, tmp_pat
 
 def test_the_tables_of_the_results_at_hand_are_those_of_their_files():
     page = (RESULTS / "README.md").read_text(encoding="utf-8").splitlines()
-    files = [path for path in sorted(RESULTS.glob("*.jsonl")) if "probes" not in path.name]
+    files = [path for path in sorted(RESULTS.glob("cpu-*.jsonl")) if "probes" not in path.name]
     measured = [over_seeds(read_results([path]), markdown=True).splitlines() for path in files]
     lines = {line for table in measured for line in table if line.startswith("|")}
     assert lines <= {*page}, lines - {*page}
     assert {line for line in page if line.startswith("| ") and " ± " in line} <= lines
+
+
+def test_the_table_of_continued_training_has_the_numbers_of_its_file():
+    """Its page calls the rows by their recipes, and adds the parent, which is in another file."""
+    page = (RESULTS / "continued.md").read_text(encoding="utf-8").splitlines()
+    shown = over_seeds(read_results([RESULTS / "continued.jsonl"]), markdown=True).splitlines()
+    measured = [line.split("|")[2:] for line in shown if " ± " in line]
+    written = [line.split("|")[2:] for line in page if " ± " in line]
+    assert len(measured) == 5
+    assert sorted(measured) == sorted(written)
 
 
 def test_the_table_of_the_demo_is_that_of_its_file():
