@@ -87,10 +87,19 @@ def test_the_table_of_continued_training_has_the_numbers_of_its_file():
     """Its page calls the rows by their recipes, and adds the parent, which is in another file."""
     page = (RESULTS / "continued.md").read_text(encoding="utf-8").splitlines()
     shown = over_seeds(read_results([RESULTS / "continued.jsonl"]), markdown=True).splitlines()
-    measured = [line.split("|")[2:] for line in shown if " ± " in line]
-    written = [line.split("|")[2:] for line in page if " ± " in line]
+    measured, written = (sorted(map(numbers_of, filter(is_row, lines))) for lines in (shown, page))
     assert len(measured) == 5
-    assert sorted(measured) == sorted(written)
+    assert measured == written
+
+
+def is_row(line: str) -> bool:
+    """Whether this is a row of a table with several seeds."""
+    return line.startswith("|") and " ± " in line
+
+
+def numbers_of(row: str) -> list[str]:
+    """The cells of a row but for the first."""
+    return row.split("|")[2:]
 
 
 def test_the_table_of_the_demo_is_that_of_its_file():
