@@ -4,7 +4,8 @@ python tools/export_checkpoint.py RUN --to hf -o FOLDER [--step N] [--dtype bf16
 
 RUN is a run's folder or one checkpoint. The model becomes a class of transformers where it is
 exactly one of them. Otherwise the folder holds the model's code, which needs torch and transformers
-alone. The logits are compared with ours before the folder gets its name.
+alone. The logits are compared with ours before the folder gets its name. A run with a pos_emb_file
+needs that file: --from my_encoding.py.
 """
 
 import argparse
@@ -15,11 +16,14 @@ from pathlib import Path
 from megatron.errors import visible
 from megatron.interop.export import DTYPES, Exported, export
 from megatron.last_resort import guarded
+from megatron.positions import load_file
 
 
 @guarded
 def main(argv: list[str] | None = None) -> int:
     options = _parser().parse_args(argv)
+    if options.file:
+        load_file(options.file)
     with tempfile.TemporaryDirectory() as modules:
         # transformers reads both where it is imported: nothing is looked up in a network, and no
         # copy of the model's code stays behind.
@@ -60,6 +64,8 @@ def _parser() -> argparse.ArgumentParser:
     add("--dtype", choices=list(DTYPES), default="float32", help="of the matrices")
     add("--vocab-file", metavar="FILE", help="the tokenizer's, if it has moved")
     add("--merge-file", metavar="FILE", help="the same for its merges")
+    own = "your own file with the encoding, as in pos_emb_file"
+    add("--from", dest="file", metavar="FILE", help=own)
     results = "results of evaluate.py for the model card, besides those in RUN/evaluation"
     add("--results", type=Path, nargs="+", default=[], metavar="FILE", help=results)
     return parser

@@ -20,12 +20,15 @@ from megatron.interop.compare import Compared
 from megatron.interop.import_checkpoint import Imported, import_checkpoint
 from megatron.interop.neox_folder import ONE_RANK
 from megatron.last_resort import guarded
+from megatron.positions import load_file
 
 
 @guarded
 def main(argv: Sequence[str] | None = None) -> int:
     parser = _parser()
     options = parser.parse_intermixed_args(settings_first(argv) if argv is not None else None)
+    if options.file:
+        load_file(options.file)
     config = None
     if options.words:
         files, overrides = split_words(options.words)
@@ -67,4 +70,6 @@ def _parser() -> argparse.ArgumentParser:
     add("-o", "--output", type=Path, required=True, metavar="RUN", help="the new run's folder")
     tokenizer = "tokenizer.json, or a folder with it or with vocab.json and merges.txt"
     add("--tokenizer", type=Path, metavar="FOLDER_OR_FILE", help=tokenizer)
+    own = "your own file with the encoding of an exported model"
+    add("--from", dest="file", metavar="FILE", help=own)
     return parser

@@ -41,10 +41,11 @@ UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
 @dataclass(frozen=True)
 class Line:
-    """A row of the table; faults: what is wrong with the checkpoint."""
+    """A row of the table; source: where the model came from; faults: what is wrong with it."""
 
     cells: tuple[str, ...]
     faults: tuple[str, ...] = ()
+    source: str | None = None
 
 
 @guarded
@@ -59,6 +60,7 @@ def main(argv: list[str] | None = None) -> int:
         return _show_run(folder, quick=options.quick)
     line = line_of(folder, quick=options.quick)
     print(visible(table([line.cells])))
+    _print_sources([line])
     return _end(line.faults)
 
 
@@ -72,6 +74,7 @@ def _show_run(run: Path, *, quick: bool) -> int:
     faults = [fault for line in lines for fault in line.faults]
     if lines:
         print(visible(table([line.cells for line in lines])))
+    _print_sources(lines)
     step, note = pointed(run)
     if steps:
         print(f"latest: step {step}" + (f" ({run / 'latest'} {note})" if note else ""))
@@ -81,6 +84,12 @@ def _show_run(run: Path, *, quick: bool) -> int:
     if note and not note.startswith(("is older", MISSING)):
         faults.append(f"{pointer}: {note}")
     return _end(faults)
+
+
+def _print_sources(lines: Sequence[Line]) -> None:
+    """Parent and origin of the checkpoints, once each."""
+    for source in dict.fromkeys(line.source for line in lines if line.source):
+        print(visible(source))
 
 
 def _end(faults: Sequence[str]) -> int:
@@ -105,7 +114,21 @@ def line_of(path: Path, *, quick: bool) -> Line:
         return Line((*start, "?", "?", "?", "damaged"), tuple(damage.faults))
     faults = wrong_sizes(path, record) if quick else faults_of(path)
     facts = (record["config_hash"], engine_of(path, record), str(record.get("ranks", "?")))
-    return Line((*start, *facts, _state(record, faults, quick=quick)), tuple(faults))
+    cells = (*start, *facts, _state(record, faults, quick=quick))
+    return Line(cells, tuple(faults), source_of(record))
+
+
+def source_of(record: dict[str, Any]) -> str | None:
+    """Where a model came from, in words: its parent, or what it was imported from."""
+    parent, origin = record.get("parent"), record.get("origin")
+    if parent:
+        described = record.get("parent_model") or f"step {parent['step']}"
+        weights = f"config {parent['config_hash']}, weights {parent['weights']}"
+        return f"fine-tuned from {parent['path']} ({described}, {weights})"
+    if isinstance(origin, dict):
+        kind = origin.get("architecture") or origin.get("kind")
+        return f"imported from {origin.get('source')} ({kind})"
+    return None
 
 
 def _state(record: dict[str, Any], faults: Sequence[str], *, quick: bool) -> str:

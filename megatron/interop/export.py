@@ -212,13 +212,19 @@ def compare(folder: Path, form: Form, expected: Mapping[int, Tensor]) -> dict[in
 
     shown = transformers.utils.logging.is_progress_bar_enabled()
     transformers.utils.logging.disable_progress_bar()
-    loaded: Any = transformers.AutoModelForCausalLM.from_pretrained(
-        folder,
-        trust_remote_code=bool(form.sources),
-        dtype=torch.float32,
-        local_files_only=True,
-        output_loading_info=True,
-    )
+    try:
+        loaded: Any = transformers.AutoModelForCausalLM.from_pretrained(
+            folder,
+            trust_remote_code=bool(form.sources),
+            dtype=torch.float32,
+            local_files_only=True,
+            output_loading_info=True,
+        )
+    except OSError as fault:  # also from a user's own file, which may need files beside it
+        raise UserError(
+            f"{form.architecture}: transformers cannot load it ({fault}) - nothing was written; a"
+            " pos_emb_file must not need other files"
+        ) from None
     if shown:
         transformers.utils.logging.enable_progress_bar()
     theirs, found = loaded

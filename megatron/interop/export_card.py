@@ -89,11 +89,30 @@ def _facts(
         "seed": config.training.seed,
         "config hash": record["config_hash"],
         "commit": record.get("commit"),
-        "origin": record.get("origin"),
-        "parent": record.get("parent"),
+        "origin": _origin(record),
+        "parent": _parent(record),
         "licence of the weights": "unknown",
     }
     return {name: value for name, value in facts.items() if value not in (None, "")}
+
+
+def _origin(record: Mapping[str, Any]) -> str | None:
+    """What was imported, without the folders of this machine."""
+    origin = record.get("origin")
+    if not origin:
+        return None
+    source = str(origin.get("source"))
+    name = Path(source).name if Path(source).is_absolute() else source
+    return f"{name} ({origin.get('architecture') or origin.get('kind')})"
+
+
+def _parent(record: Mapping[str, Any]) -> str | None:
+    """What was fine-tuned, without its folder."""
+    parent = record.get("parent")
+    if not parent:
+        return None
+    described = record.get("parent_model") or f"step {parent['step']}"
+    return f"{described}, config {parent['config_hash']}, weights {parent['weights']}"
 
 
 def _listed(facts: Mapping[str, Any]) -> str:

@@ -146,7 +146,7 @@ def _configuration(keys: Mapping[str, Any], folder: Path) -> Config:
             raise UserError(
                 f"{KEY}: {folder / COPY} defines this model's encoding; code that lies in a model's"
                 f" folder is not run unasked: read it, then write {KEY}={folder / COPY} on the"
-                " command line"
+                f" command line (to a tool --from {folder / COPY})"
             )
         given[KEY] = FILES[code]
     try:

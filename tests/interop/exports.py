@@ -45,7 +45,7 @@ class Bump(DistanceBias):
 '''
 
 
-def a_run(folder, *settings, tokenizer=BYTES, vocab=VOCAB):
+def a_run(folder, *settings, tokenizer=BYTES, vocab=VOCAB, **record):
     """A run with a checkpoint whose numbers are far from their first values, and its model."""
     config = load([], [*SHAPE, *settings])
     model = from_config(config, vocab=vocab).eval()
@@ -53,7 +53,8 @@ def a_run(folder, *settings, tokenizer=BYTES, vocab=VOCAB):
         for parameter in model.parameters():
             parameter.add_(torch.randn(parameter.shape) * (0.3 if parameter.dim() == 1 else 0.12))
     weights = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    write_checkpoint(folder / "run", 5, weights, config, {"vocab": vocab, "tokenizer": tokenizer})
+    facts = {"vocab": vocab, "tokenizer": tokenizer, **record}
+    write_checkpoint(folder / "run", 5, weights, config, facts)
     return folder / "run", model
 
 

@@ -19,9 +19,9 @@ from megatron.interop.import_checkpoint import import_checkpoint
 from megatron.interop.tokenizer_files import description
 from megatron.positions import FILES, REGISTRY, Position
 from megatron.results.files import write_results
-from tests.interop.exports import BUMP, OWN, TRAINED, VOCAB, a_run, exported, greedy, random_ids
+from tests.interop.exports import BUMP, OWN, TRAINED, a_run, exported, greedy, random_ids
 from tests.results.rows import rows
-from tests.support import NEEDED, ROOT, call, modules, run
+from tests.support import NEEDED, ROOT, call, modules
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -140,24 +140,22 @@ def test_a_users_own_encoding_goes_along_and_is_not_run_unasked(bump, tmp_path):
         open_model(folder)
 
 
-@pytest.mark.campaign
-def test_an_exported_folder_loads_where_this_package_is_not(tmp_path):
-    folder, model = exported(tmp_path, "pos_emb=mep_param")
-    script = tmp_path / "script.py"
-    script.write_text(
-        "import sys, torch\n"
-        "from transformers import AutoModelForCausalLM\n"
-        f"model = AutoModelForCausalLM.from_pretrained('{folder}', trust_remote_code=True)\n"
-        f"ids = torch.arange(300)[None] % {VOCAB}\n"
-        f"torch.save(model(ids).logits.detach(), '{tmp_path / 'logits.pt'}')\n"
-        "assert not [name for name in sys.modules if name.startswith('megatron')]\n"
-    )
-    env = {"PYTHONPATH": "", "HF_MODULES_CACHE": str(tmp_path / "modules")}
-    done = run("-P", script, cwd=tmp_path, env=env)
-    assert done.returncode == 0, done.stderr
-    logits = torch.load(tmp_path / "logits.pt", weights_only=True)
-    expected = model(torch.arange(300)[None] % VOCAB)
-    torch.testing.assert_close(logits, expected.detach(), rtol=0, atol=1e-5)
+def test_the_command_takes_a_users_file_that_needs_no_other_files(bump, tmp_path):
+    path, _ = a_run(tmp_path, "pos_emb=exported_bump", f"pos_emb_file={bump}")
+    FILES.clear()
+    del REGISTRY["exported_bump"]
+    words = ["tools/export_checkpoint.py", path, "--to", "hf", "-o", tmp_path / "out"]
+    assert "(to a tool --from " in call(*words).stderr
+    assert call(*words, "--from", bump).returncode == 0
+    assert (tmp_path / "out" / "pos_emb_file.py").read_text() == BUMP
+
+    reads_another = f"{BUMP}\nopen(__file__.rpartition('/')[0] + '/bump.py').close()\n"
+    bump.write_text(reads_another.replace("exported_bump", "reading_bump"))
+    (tmp_path / "other").mkdir()
+    other = bump.rename(tmp_path / "other" / "bump.py")
+    path, _ = a_run(tmp_path / "other", "pos_emb=reading_bump", f"pos_emb_file={other}")
+    with pytest.raises(UserError, match=r"transformers cannot load it .* must not need other file"):
+        export(path, tmp_path / "other" / "out")
 
 
 @torch.no_grad()
@@ -304,7 +302,9 @@ def test_the_tokenizer_gives_the_same_ids(kind, architecture, tokenizers, tmp_pa
 
 
 def test_the_command_writes_a_card_with_the_evaluation(tmp_path):
-    path, _ = a_run(tmp_path, "pos_emb=mep_free")
+    old = {"path": str(tmp_path / "old"), "step": 7, "config_hash": "aa11", "weights": "bb22"}
+    words = {"parent": old, "parent_model": "rotary step 7"}
+    path, _ = a_run(tmp_path, "pos_emb=mep_free", **words)
     step = path / "global_step5"
     record = json.loads((step / "checkpoint.json").read_text())
     measured = rows("mep_free", {64: 12.5, 128: 12.25}, step=5, config_hash=record["config_hash"])
@@ -326,6 +326,7 @@ def test_the_command_writes_a_card_with_the_evaluation(tmp_path):
         f"| config hash | {record['config_hash']} |",
         "| step | 5 |",
         "| dtype of the matrices | fp16 |",
+        "| parent | rotary step 7, config aa11, weights bb22 |",
         "No tokenizer: CharLevelTokenizer has none in transformers. Ids are bytes of UTF-8.",
         "Perplexity by length of the text (stdlib, protocol equal_tokens). \\* is the training"
         " length.",

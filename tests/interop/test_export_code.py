@@ -5,6 +5,7 @@ import sys
 from dataclasses import fields
 
 import pytest
+import torch
 
 from megatron.checkpoints.read import load_for_evaluation
 from megatron.config import load
@@ -14,8 +15,8 @@ from megatron.interop import exported_folder
 from megatron.interop.export import export, form_of
 from megatron.interop.export_code import sources
 from megatron.model import Architecture, AttentionSettings, from_config
-from tests.interop.exports import BUMP, SHAPE, VOCAB, a_run
-from tests.support import modules
+from tests.interop.exports import BUMP, SHAPE, VOCAB, a_run, exported
+from tests.support import modules, run
 
 ALLOWED = {"torch", "transformers"} | sys.stdlib_module_names
 
@@ -131,3 +132,23 @@ def test_no_key_of_model_or_attention_is_lost():
     for settings in (Architecture, AttentionSettings):
         for one in fields(settings):
             assert one.name in without_effect or theirs.get(one.name, one.name) in keys, one.name
+
+
+@pytest.mark.campaign
+def test_an_exported_folder_loads_where_this_package_is_not(tmp_path):
+    folder, model = exported(tmp_path, "pos_emb=mep_param")
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import sys, torch\n"
+        "from transformers import AutoModelForCausalLM\n"
+        f"model = AutoModelForCausalLM.from_pretrained('{folder}', trust_remote_code=True)\n"
+        f"ids = torch.arange(300)[None] % {VOCAB}\n"
+        f"torch.save(model(ids).logits.detach(), '{tmp_path / 'logits.pt'}')\n"
+        "assert not [name for name in sys.modules if name.startswith('megatron')]\n"
+    )
+    env = {"PYTHONPATH": "", "HF_MODULES_CACHE": str(tmp_path / "modules")}
+    done = run("-P", script, cwd=tmp_path, env=env)
+    assert done.returncode == 0, done.stderr
+    logits = torch.load(tmp_path / "logits.pt", weights_only=True)
+    expected = model(torch.arange(300)[None] % VOCAB)
+    torch.testing.assert_close(logits, expected.detach(), rtol=0, atol=1e-5)

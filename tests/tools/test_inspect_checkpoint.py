@@ -5,9 +5,16 @@ import shutil
 import pytest
 
 from megatron.checkpoints.keep import keep_weights_only
-from megatron.checkpoints.manifest import read_record
+from megatron.checkpoints.manifest import read_record, write_record
 from tests.checkpoints import make_checkpoint
 from tests.support import call
+
+PARENT = {
+    "path": "runs/old/global_step7",
+    "step": 7,
+    "config_hash": "aa11",
+    "weights": "bb22",
+}
 
 
 @pytest.fixture(scope="module")
@@ -36,6 +43,28 @@ def test_whole_checkpoints_are_verified_and_shown(made):
     assert status == 0
     status, shown = inspect(made / "global_step5", "--quick")
     assert (status, shown.splitlines()[1].endswith("sizes as written")) == (0, True)
+
+
+@pytest.mark.parametrize(
+    ("facts", "line"),
+    [
+        (
+            {"parent": PARENT, "parent_model": "rotary step 7"},
+            "fine-tuned from runs/old/global_step7 (rotary step 7, config aa11, weights bb22)",
+        ),
+        (
+            {"origin": {"source": "models/pythia", "architecture": "GPTNeoXForCausalLM"}},
+            "imported from models/pythia (GPTNeoXForCausalLM)",
+        ),
+    ],
+)
+def test_parent_and_origin_are_shown(facts, line, made, tmp_path):
+    run = shutil.copytree(made, tmp_path / "run")
+    for step in (5, 10):
+        path = run / f"global_step{step}"
+        write_record(path, {**read_record(path), **facts})
+    assert inspect(run)[1].splitlines()[3:] == [line, "latest: step 10"]
+    assert inspect(run / "global_step5")[1].splitlines()[2:] == [line]
 
 
 def test_damage_is_named_and_the_status_is_1(made, tmp_path):
