@@ -23,7 +23,7 @@ demo: $(INSTALLED)
 	$(PY) tools/demo.py
 
 test: $(INSTALLED)
-	$(PY) -m pytest -q -n auto --maxprocesses 8 --dist loadfile
+	$(PY) -m pytest -q -n auto --maxprocesses 8 --dist loadfile --no-loadscope-reorder
 
 # On a machine with a GPU, with what PYTHON has there: no .venv is made. Tests of the kernels need torch, numpy and
 # pytest (7.4 or newer) alone, and Triton a C compiler at its first launch; what is missing skips a test or a step with its

@@ -29,6 +29,25 @@ if (
     os.environ["DS_ACCELERATOR"] = "cpu"
 
 
+# Files that take long, the longest first: one that begins last leaves the other processes idle.
+LONG_FILES = (
+    "test_readme.py",
+    "test_every_encoding.py",
+    "test_engine.py",
+    "test_train.py",
+    "test_deepy.py",
+    "test_evaluate.py",
+    "test_add_an_encoding.py",
+    "test_triton.py",
+)
+
+
+def place_in_line(item):
+    """The place of a test's file among the long ones; behind them for all others."""
+    name = item.path.name
+    return LONG_FILES.index(name) if name in LONG_FILES else len(LONG_FILES)
+
+
 def pytest_configure(config):
     config.addinivalue_line("markers", "gpu: needs a CUDA device")
     config.addinivalue_line("markers", "campaign: takes long, `make faults` runs it")
@@ -44,6 +63,7 @@ def pytest_collection_modifyitems(config, items):
     if chosen != items:
         config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
         items[:] = chosen
+    items.sort(key=place_in_line)  # keeps the order of tests within a file
     reasons = {}
     if not torch.cuda.is_available():
         reasons["gpu"] = "needs a CUDA device and TEST_GPU=1, as make gpu-check sets it"
