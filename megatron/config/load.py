@@ -74,12 +74,28 @@ def _sources(paths: Sequence[str | Path], overrides: Sequence[str], report: Repo
             report.fault(str(fault))
             sources.append((str(path), {}))
             continue
-        if not is_checkpoint(str(file)):
+        if is_checkpoint(str(file)):
+            given = _without_followers(given)
+        else:
             given = resolve_inputs(given, file, report)
         sources.append((str(file), given))
     if overrides:
         sources.append((COMMAND_LINE, read_overrides(overrides, report.fault)))
     return sources
+
+
+def _without_followers(given: dict[str, Any]) -> dict[str, Any]:
+    """A checkpoint's keys but for those whose value is that of the key that they follow.
+
+    Its file names every key. So a later source that changes a leader changes its followers, as it
+    does where nobody has set them.
+    """
+    leaders = {key.name: key.follows for key in all_keys() if key.follows is not None}
+    return {
+        key: value
+        for key, value in given.items()
+        if key not in leaders or leaders[key] not in given or value != given[leaders[key]]
+    }
 
 
 def _named_in(sources: Sequence[Source]) -> dict[str, str | None]:

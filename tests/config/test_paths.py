@@ -171,3 +171,16 @@ def test_a_value_that_is_no_text_is_one_fault(here, tmp_path, value):
     with pytest.raises(UserError, match="vocab_file: must be a text; put it in quotes") as raised:
         loaded(tmp_path, f"vocab_file: {value}")
     assert str(raised.value).count("\n") == 1
+
+
+def test_what_follows_a_key_of_a_checkpoint_follows_it_still(tmp_path):
+    shape = ["num_layers=2", "hidden_size=32", "num_attention_heads=4", "seq_length=64"]
+    (tmp_path / "checkpoint.json").touch()
+    file = tmp_path / "config.yml"
+    load([], [*shape, "train_iters=100"]).save(file)
+    again = load([file], ["seq_length=128", "train_iters=150"])
+    assert (again["seq_length_val"], again["max_position_embeddings"]) == (128, 128)
+    assert again["lr_decay_iters"] == 150
+
+    load([], [*shape, "seq_length_val=256"]).save(file)
+    assert load([file], ["seq_length=128"])["seq_length_val"] == 256
