@@ -11,6 +11,9 @@ from megatron.errors import UserError
 NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 FILES = ("*.safetensors", "*.json", "tokenizer.model", "merges.txt", "vocab.txt")
 """What is downloaded: weights, settings and tokenizer, and no code."""
+OLD_WEIGHTS = ("pytorch_model*.bin",)
+"""And these, where a model has no safetensors."""
+OF_ANOTHER_PROGRAM = ("consolidated*",)  # a second copy of Mistral's weights
 HUB = "https://huggingface.co"
 SECONDS = 5.0  # to reach the hub
 
@@ -25,27 +28,42 @@ def folder_of(name: str) -> Path:
 
     UserError, which says which files to copy, where they are not here and no network is.
     """
-    from huggingface_hub import snapshot_download  # only here: importing it takes long
-
-    if not _reachable():
-        try:
-            return Path(snapshot_download(name, allow_patterns=list(FILES), local_files_only=True))
-        except (OSError, ValueError):  # it was not downloaded earlier
-            pass
-        wanted = " ".join(f"--include '{pattern}'" for pattern in FILES)
-        raise UserError(
-            f"{name}: is no folder here, and {_host()[0]} cannot be reached - where there is a"
-            f" network, run `hf download {name} {wanted} --local-dir {name.split('/')[1]}`; copy"
-            " that folder here and give its path"
-        )
+    reachable = _reachable()
     try:
-        return Path(snapshot_download(name, allow_patterns=list(FILES)))
+        folder = _snapshot(name, FILES, only_local=not reachable)
+        if not any(folder.glob("*.safetensors")):
+            folder = _snapshot(name, FILES + OLD_WEIGHTS, only_local=not reachable)
     except (OSError, ValueError) as fault:
+        if not reachable:  # and it was not downloaded earlier
+            raise _without_network(name) from None
         reason = (str(fault).splitlines() or [repr(fault)])[0]
         raise UserError(
             f"{name}: cannot be downloaded ({reason}) - check the name and your rights, or copy"
             " the folder here and give its path"
         ) from None
+    return folder
+
+
+def _snapshot(name: str, patterns: tuple[str, ...], *, only_local: bool) -> Path:
+    """The local folder with a model's files; OSError or ValueError where they cannot be had."""
+    from huggingface_hub import snapshot_download  # only here: importing it takes long
+
+    folder = snapshot_download(
+        name,
+        allow_patterns=list(patterns),
+        ignore_patterns=list(OF_ANOTHER_PROGRAM),
+        local_files_only=only_local,
+    )
+    return Path(folder)
+
+
+def _without_network(name: str) -> UserError:
+    wanted = " ".join(f"--include '{pattern}'" for pattern in FILES)
+    return UserError(
+        f"{name}: is no folder here, and {_host()[0]} cannot be reached - where there is a"
+        f" network, run `hf download {name} {wanted} --local-dir {name.split('/')[1]}`; copy"
+        " that folder here and give its path"
+    )
 
 
 def _host() -> tuple[str, int]:
