@@ -15,6 +15,7 @@ from megatron.checkpoints.saved import find
 from megatron.config import Config, load
 from megatron.config.document import help_text
 from megatron.config.read import is_override
+from megatron.config.user_file import run_named
 from megatron.errors import visible
 from megatron.last_resort import LastResort
 from megatron.parallel.grid import left_at_the_end
@@ -52,10 +53,10 @@ def run(
 
     def command() -> int | None:
         given = parser.parse_intermixed_args(settings_first(words))
-        bring_in(given)
+        files, overrides = split_words(given.words, given.conf_dir)
+        bring_in(given, overrides)
         config = None
         if given.words or config_needed:
-            files, overrides = split_words(given.words, given.conf_dir)
             config = load_configuration(files, overrides, given)
             require_keys(config, purpose, given)
             print_notes(config.notes)
@@ -145,7 +146,7 @@ def load_configuration(
 
     Settings without a file are laid over the configuration of the checkpoint in the options.
     """
-    bring_in(options)
+    bring_in(options, overrides)
     checkpoint = getattr(options, "checkpoint", None)
     if overrides and not files and checkpoint:
         step = getattr(options, "step", None)
@@ -154,10 +155,14 @@ def load_configuration(
     return load(files, overrides)
 
 
-def bring_in(options: argparse.Namespace) -> None:
-    """Import the checkpoint in the options where it is not one of ours, and name the new one."""
+def bring_in(options: argparse.Namespace, overrides: Sequence[str]) -> None:
+    """Import the checkpoint in the options where it is not one of ours, and name the new one.
+
+    An exported model may have the encoding of a file that the settings name.
+    """
     checkpoint = getattr(options, "checkpoint", None)
     if checkpoint:
+        run_named(overrides)
         from megatron.interop.import_checkpoint import brought_in  # only here: it needs the model
 
         options.checkpoint = str(brought_in(checkpoint))

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from megatron.config.read import read_overrides
 from megatron.errors import UserError
 from megatron.files import read_small
 from megatron.positions import FILES, fingerprint, load_file
@@ -29,6 +30,14 @@ def run_user_file(sources: Sequence[tuple[str, dict[str, Any]]]) -> str | None:
     if is_checkpoint(source):
         return kept(Path(source).parent)
     return load_file(path)
+
+
+def run_named(words: Sequence[str]) -> None:
+    """Register the encodings of the file that `key=value` words name, before all else is read.
+
+    Words that cannot be read are left to `load`. UserError if the file cannot be run.
+    """
+    run_user_file([("command line", read_overrides(words, lambda fault: None))])
 
 
 def kept(folder: Path) -> str:

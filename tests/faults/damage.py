@@ -79,7 +79,7 @@ def found_by_use(corpus: Path, here: Path, kind: str, grid: Grid, *more: str) ->
     more: settings of the resumed run
     """
     run = here / "run"
-    config = settings(corpus, here, kind, "train_iters=3", *more)
+    config = settings(corpus, here, kind, "train_iters=3", "lr_decay_iters=3", *more)
     uses = {
         "resume": lambda: train(config, grid),
         "evaluation": lambda: load_for_evaluation(run),

@@ -1,11 +1,15 @@
 """Runs with random weights that tests export, and what exported folders are held against."""
 
+import json
+
 import torch
 
 from megatron.checkpoints.write import write_checkpoint
 from megatron.config import load
 from megatron.interop.export import export
 from megatron.model import Cache, from_config
+from megatron.positions import FILES, REGISTRY, Position
+from tests.support import NEEDED
 
 VOCAB = 61
 TRAINED = 64
@@ -43,6 +47,19 @@ class Bump(DistanceBias):
         bump = self.bounded("height")[:, None] * torch.exp(-distance / self.width)
         return bump - self.slope[:, None] * distance
 '''
+
+
+OFFERED = [name for name, kind in REGISTRY.items() if kind.on_scores is Position.on_scores]
+
+
+def arguments(name):
+    return f"pos_emb_args={json.dumps(NEEDED.get(name, {}))}"
+
+
+def forget(name):
+    """Let a user's encoding be unknown, as in a new process."""
+    FILES.clear()
+    del REGISTRY[name]
 
 
 def a_run(folder, *settings, tokenizer=BYTES, vocab=VOCAB, **record):

@@ -17,11 +17,12 @@ from megatron.interop import open_model
 from megatron.interop.export import export
 from megatron.interop.import_checkpoint import import_checkpoint
 from megatron.interop.tokenizer_files import description
-from megatron.positions import FILES, REGISTRY, Position
+from megatron.positions import FILES, REGISTRY
 from megatron.results.files import write_results
+from tests.interop import exports
 from tests.interop.exports import BUMP, OWN, TRAINED, a_run, exported, greedy, random_ids
 from tests.results.rows import rows
-from tests.support import NEEDED, ROOT, call, modules
+from tests.support import ROOT, call, modules
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -49,18 +50,10 @@ def check_round_trip(folder, model):
     assert torch.equal(back(random_ids(70)), model(random_ids(70)))
 
 
-def arguments(name):
-    return f"pos_emb_args={json.dumps(NEEDED.get(name, {}))}"
-
-
-def looks_at_content(name):
-    return REGISTRY[name].on_scores is not Position.on_scores
-
-
 @torch.no_grad()
-@pytest.mark.parametrize("name", [name for name in REGISTRY if not looks_at_content(name)])
+@pytest.mark.parametrize("name", exports.OFFERED)
 def test_every_encoding_is_the_same_model_in_transformers(name, tmp_path):
-    folder, model = exported(tmp_path, *OWN, f"pos_emb={name}", arguments(name))
+    folder, model = exported(tmp_path, *OWN, f"pos_emb={name}", exports.arguments(name))
     theirs = opened(folder)
     for length in (TRAINED, 300):
         ids = random_ids(length, texts=2)
@@ -140,20 +133,28 @@ def test_a_users_own_encoding_goes_along_and_is_not_run_unasked(bump, tmp_path):
         open_model(folder)
 
 
-def test_the_command_takes_a_users_file_that_needs_no_other_files(bump, tmp_path):
+def test_the_command_takes_a_users_file_that_needs_no_other_files(bump, tmp_path, monkeypatch):
     path, _ = a_run(tmp_path, "pos_emb=exported_bump", f"pos_emb_file={bump}")
-    FILES.clear()
-    del REGISTRY["exported_bump"]
+    exports.forget("exported_bump")
     words = ["tools/export_checkpoint.py", path, "--to", "hf", "-o", tmp_path / "out"]
     assert "(to a tool --from " in call(*words).stderr
     assert call(*words, "--from", bump).returncode == 0
     assert (tmp_path / "out" / "pos_emb_file.py").read_text() == BUMP
 
+    monkeypatch.chdir(tmp_path)
+    for back in (
+        ["tools/import_checkpoint.py", "out", "--from", bump, "-o", "again"],
+        ["evaluate.py", "--checkpoint", "out", f"pos_emb_file={bump}"],
+    ):
+        exports.forget("exported_bump")
+        assert "is not run unasked" not in call(*back).stderr
+    assert len(list(tmp_path.glob("runs/imported/*/global_step5"))) == 1
+    assert (tmp_path / "again" / "global_step5").is_dir()
+
     reads_another = f"{BUMP}\nopen(__file__.rpartition('/')[0] + '/bump.py').close()\n"
     bump.write_text(reads_another.replace("exported_bump", "reading_bump"))
-    (tmp_path / "other").mkdir()
-    other = bump.rename(tmp_path / "other" / "bump.py")
-    path, _ = a_run(tmp_path / "other", "pos_emb=reading_bump", f"pos_emb_file={other}")
+    other = bump.rename(tmp_path / "again" / "bump.py")
+    path, _ = a_run(tmp_path / "again", "pos_emb=reading_bump", f"pos_emb_file={other}")
     with pytest.raises(UserError, match=r"transformers cannot load it .* must not need other file"):
         export(path, tmp_path / "other" / "out")
 
