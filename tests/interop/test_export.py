@@ -17,7 +17,7 @@ from megatron.interop import open_model
 from megatron.interop.export import export
 from megatron.interop.import_checkpoint import import_checkpoint
 from megatron.interop.tokenizer_files import description
-from megatron.positions import FILES, REGISTRY
+from megatron.positions import FILES
 from megatron.results.files import write_results
 from tests.interop import exports
 from tests.interop.exports import BUMP, OWN, TRAINED, a_run, exported, greedy, random_ids
