@@ -137,7 +137,13 @@ def _names(load: Path, parent: Parent) -> bool:
         return weights_of(path, read_record(path)) == parent.weights
     except (UserError, OSError):
         known = Path(parent.path or "")
-        return load.resolve() in (known.resolve(), known.parent.resolve())
+        is_there = load.resolve() in (known.resolve(), known.parent.resolve())
+        if is_there:
+            logger.info(
+                f"{known}, the parent of this fine-tuning (weights {parent.weights}), is gone:"
+                " going on from the checkpoint in save"
+            )
+        return is_there
 
 
 def parent_at(path: Path) -> Parent:

@@ -78,8 +78,9 @@ def test_the_same_command_goes_on_after_a_kill_as_if_there_had_been_none(
 
 
 def test_it_goes_on_where_its_parent_was_trained_further_or_is_gone(
-    grid, corpus, trained, tmp_path
+    grid, corpus, trained, tmp_path, caplog
 ):
+    caplog.set_level("INFO", logger="megatron")
     parent, child = copy_of(trained, tmp_path), tmp_path / "child"
     config = finetuned(corpus, parent, child, "train_iters=4", "exit_interval=2")
     begun = with_parent(config)
@@ -87,6 +88,7 @@ def test_it_goes_on_where_its_parent_was_trained_further_or_is_gone(
     (parent / "global_step4").rename(parent / "global_step9")
     (parent / "latest").unlink()
     assert with_parent(config) == begun
+    assert "is gone: going on from the checkpoint in save" in caplog.text
     shutil.rmtree(parent)
     assert with_parent(config) == begun
     train(config, grid)
