@@ -13,6 +13,8 @@ logger = logging.getLogger(__name__)
 
 LONGEST_POINTER = 4096  # bytes of `latest`
 MISSING = "is missing"  # said of `latest`; whoever copies checkpoints may leave it behind
+# Files of Hugging Face and of GPT-NeoX.
+OF_OTHERS = ("config.json", "layer_*-model_*.pt")
 LEFTOVERS = ("partial_step*", "removing_*")  # of a process that died while it saved or deleted
 
 
@@ -130,9 +132,12 @@ def find(folder: str | Path, step: int | None = None) -> Path:
         return folder_of(folder, number)
     wanted = "N" if step is None else step
     steps = ", ".join(map(str, existing)) or "none"
+    cure = "check load and the step"
+    if any(next(folder.glob(pattern), None) for pattern in OF_OTHERS):
+        cure = f"tools/import_checkpoint.py {folder} -o RUN brings in what other programs wrote"
     raise UserError(
         f"checkpoint: looked for global_step{wanted}/{RECORD} in {folder},"
-        f" steps there: {steps} - check load and the step"
+        f" steps there: {steps} - {cure}"
     )
 
 

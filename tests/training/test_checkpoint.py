@@ -7,7 +7,7 @@ import torch
 
 from megatron.checkpoints.manifest import read_record
 from megatron.checkpoints.read import load_for_evaluation
-from megatron.checkpoints.saved import latest_step, steps_in
+from megatron.checkpoints.saved import find, latest_step, steps_in
 from megatron.errors import UserError
 from megatron.training.run import train
 from tests.training.conftest import copy_of, settings
@@ -139,3 +139,10 @@ def test_a_checkpoint_can_be_read_by_whom_the_umask_lets(trained):
         if path.is_file()
     }
     assert len(modes) == 1
+
+
+@pytest.mark.parametrize("file", ["config.json", "layer_00-model_00-model_states.pt"])
+def test_a_folder_of_another_program_names_the_command_that_brings_it_in(file, tmp_path):
+    (tmp_path / file).touch()
+    with pytest.raises(UserError, match=rf"import_checkpoint.py {tmp_path} -o RUN brings in"):
+        find(tmp_path)
