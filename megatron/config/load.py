@@ -42,7 +42,7 @@ def load(paths: Sequence[str | Path], overrides: Sequence[str] = ()) -> Config:
     merged.setdefault("pos_emb", Position.model_fields["pos_emb"].default)
     fold(merged, _options(merged["pos_emb"]), report)
     sections = _sections(merged, report)
-    if code is None and merged.get(USER_FILE) and merged["pos_emb"] not in REGISTRY:
+    if code is None and merged.get(USER_FILE) and not _is_registered(merged["pos_emb"]):
         # The user's file has a fault, which is reported. What it would register is unknown.
         sections.pop("position", None)
     check_together(sections, report)
@@ -149,8 +149,11 @@ def _lay_over(merged: dict[str, Any], given: dict[str, Any], report: Report) -> 
 
 def _options(encoding: Any) -> set[str]:
     """The options of an encoding; none if it is unknown."""
-    known = isinstance(encoding, str) and encoding in REGISTRY
-    return set(options_of(encoding)) if known else set()
+    return set(options_of(encoding)) if _is_registered(encoding) else set()
+
+
+def _is_registered(encoding: Any) -> bool:
+    return isinstance(encoding, str) and encoding in REGISTRY
 
 
 def _sections(merged: dict[str, Any], report: Report) -> dict[str, Section]:
