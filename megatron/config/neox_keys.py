@@ -4,7 +4,6 @@ from collections.abc import Iterable
 from typing import Any
 
 from megatron.config.faults import Report
-from megatron.config.read import Nested
 
 FULL_ATTENTION = ("global", "flash")
 DATA_PATHS = ("train_data_paths", "valid_data_paths", "test_data_paths")
@@ -133,7 +132,7 @@ def _zero(given: dict[str, Any], report: Report) -> None:
     for key in sorted(found):
         report.note(f"zero_optimization.{key}: accepted, has no effect here: {OF_ZERO[key]}")
     rest = {key: value for key, value in zero.items() if key not in found}
-    given["zero_optimization"] = Nested(rest) if isinstance(zero, Nested) else rest
+    given["zero_optimization"] = type(zero)(rest)  # dict, or Nested from dotted words
 
 
 def _data_paths(given: dict[str, Any], report: Report) -> None:

@@ -69,8 +69,7 @@ def training_of(config: Config, record: Mapping[str, Any], same_tokenizer: bool)
     """What is known of the training, for config.json: `step`, `tokenizer` and `keys`.
 
     record: checkpoint.json; same_tokenizer: whether the folder holds the very file, or none
-    The keys are those of a YAML file that shaped the result, with paths
-    without their folders.
+    The keys are those that shaped the result. Of a path only the file's name is kept.
     """
     keys = {}
     for key in all_keys():

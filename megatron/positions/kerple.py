@@ -56,9 +56,8 @@ class WeightKernel(Position):
         raise NotImplementedError
 
     def distance_weight(self, length: int) -> Tensor:
-        return self.table(
-            self._paper_weight if self.paper_precision else self.weight_kernel, length
-        )
+        kernel = self._paper_weight if self.paper_precision else self.weight_kernel
+        return self.table(kernel, length)
 
     def _paper_weight(self, distance: Tensor) -> Tensor:
         return self.weight_kernel(distance.bfloat16())

@@ -84,11 +84,13 @@ class Mixture(DistanceBias):
 
     def paper_kernel(self, distance: Tensor) -> Tensor:
         """log of the sum of kernels, which underflows to -inf, as in the authors' two classes."""
-        if any(True for _ in self.parameters()):
+        has_learned_numbers = next(self.parameters(), None) is not None
+        if has_learned_numbers:
             # Their class for learned kernels squares distances that are rounded already.
             distance = distance.bfloat16().to(distance.dtype)
         kernels = cast(Iterable[DistanceBias], self.kernels)
-        return torch.log(self._paper_mean([k.paper_probability(distance) for k in kernels]))
+        probabilities = [kernel.paper_probability(distance) for kernel in kernels]
+        return torch.log(self._paper_mean(probabilities))
 
     def _paper_mean(self, probabilities: Sequence[Tensor]) -> Tensor:
         """[heads, length] of each kernel -> their weighted mean, one after the other."""

@@ -24,8 +24,7 @@ class Sinusoidal(Position):
         """[batch, length, hidden] -> same; the angles are float32 at every length."""
         position = self.indices(start, x.shape[1])
         # The forks' engine rounds the frequencies, and they make positions of the same dtype.
-        angle = self.rounded(position)[:, None] * self.rounded(
-            self.inv_freq
-        )  # [length, hidden / 2]
+        position, frequencies = self.rounded(position), self.rounded(self.inv_freq)
+        angle = position[:, None] * frequencies  # [length, hidden / 2]
         table = torch.cat([angle.sin(), angle.cos()], dim=-1)[:, : self.shape.hidden]
         return x + table.to(x.dtype)
