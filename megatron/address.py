@@ -1,5 +1,6 @@
 """Addresses such as s3://bucket/name in the place of a path, and what they must not hold."""
 
+import os
 import re
 from urllib.parse import urlsplit
 
@@ -33,6 +34,14 @@ def address_fault(address: str) -> str | None:
             " hold a key - leave it out: both files are found by adding .bin and .idx"
         )
     return None
+
+
+def place_of(prefix: str) -> str:
+    """Where the tokens of a prefix lie, the same for two spellings of one place.
+
+    An address is its own place. Of a path on this machine the folder and the file may be links.
+    """
+    return prefix if is_address(prefix) else os.path.realpath(f"{prefix}.bin")
 
 
 def without_secrets(address: str) -> str:

@@ -72,6 +72,19 @@ class Server(ThreadingHTTPServer):
     def address(self) -> str:
         return f"http://127.0.0.1:{self.server_port}"
 
+    def pause_after(self, packets: int) -> tuple[threading.Event, threading.Event]:
+        """Send so many packets, then wait: (is set once it waits, set it to go on)."""
+        waiting, go_on = threading.Event(), threading.Event()
+        left = iter(range(packets))
+
+        def pause() -> None:
+            if next(left, None) is None:
+                waiting.set()
+                go_on.wait(60)
+
+        self.hook = pause
+        return waiting, go_on
+
     def handle_error(self, request, client_address) -> None:
         """Nothing on stderr: clients are killed."""
 

@@ -3,13 +3,17 @@
 Tests of the kernels import it where torch, numpy and pytest alone are installed.
 """
 
+import multiprocessing
 import os
 import runpy
 import subprocess
 import sys
+from collections.abc import Callable
 from contextlib import redirect_stderr, redirect_stdout
 from io import StringIO
+from multiprocessing.synchronize import Barrier
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -76,3 +80,21 @@ def make_corpus(folder: Path) -> Path:
     done = run("prepare_data.py", *words)
     assert done.returncode == 0, done.stderr
     return folder / "data" / "tiny" / "tiny_text_document"
+
+
+def together(work: Callable[[Barrier], Any], processes: int) -> list[Any]:
+    """What `work` returns in each of several forked processes; it waits for all at the barrier."""
+    context = multiprocessing.get_context("fork")
+    barrier, results = context.Barrier(processes, timeout=60), context.Queue()
+    # Daemons: what a failed test leaves behind does not keep pytest from ending.
+    several = [
+        context.Process(target=lambda: results.put(work(barrier)), daemon=True)
+        for _ in range(processes)
+    ]
+    for process in several:
+        process.start()
+    returned = [results.get(timeout=90) for _ in several]
+    for process in several:
+        process.join(30)
+        assert process.exitcode == 0
+    return returned

@@ -1,9 +1,8 @@
 """Faults between the keys that name corpora: data_path, train_data_paths and those around them."""
 
-import os
 from collections.abc import Iterable
 
-from megatron.address import address_fault, is_address
+from megatron.address import address_fault, is_address, place_of
 from megatron.config.faults import contradiction
 from megatron.config.paths import CORPORA
 from megatron.config.schema import Data, Training
@@ -52,9 +51,9 @@ def _prefixes(key: str, paths: Iterable[str]) -> list[str]:
             continue  # other messages would repeat the address with its secrets
         if path.endswith((".bin", ".idx")):
             faults.append(f"{key}: {path} is a file; give the prefix {path[:-4]}")
-        if _place(path) in seen:
+        if place_of(path) in seen:
             faults.append(f"{key}: {path} stands there twice; give it once, with a larger weight")
-        seen.add(_place(path))
+        seen.add(place_of(path))
     return faults
 
 
@@ -85,11 +84,11 @@ def _by_documents(data: Data) -> list[str]:
 
 def _known_text(data: Data) -> list[str]:
     """A loss on text of the training is none on held-out text."""
-    trained = {_place(path) for path in data.train_data_paths}
+    trained = {place_of(path) for path in data.train_data_paths}
     faults = []
     for key in HELD_OUT:
         for path in getattr(data, key):
-            if _place(path) in trained:
+            if place_of(path) in trained:
                 faults.append(
                     f"{key}: {path} is trained on too (train_data_paths), so a loss there says"
                     " nothing of new text; prepare text that is held out"
@@ -105,8 +104,3 @@ def epoch_faults(data: Data, training: Training) -> list[str]:
         key for key in ("train_data_weights", "weight_by_num_documents") if getattr(data, key)
     ]
     return [f"{key}: cannot be combined with train_epochs; set train_iters" for key in weighing]
-
-
-def _place(path: str) -> str:
-    """Where the tokens of a prefix lie; the folder or the file may be a link."""
-    return os.path.realpath(f"{path}.bin")

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from megatron.address import is_address
+from megatron.address import is_address, place_of
 from megatron.data.inspect.pick import pieces_of
 from megatron.data.tokens import TokenFile, TokenWriter
 from megatron.errors import UserError
@@ -64,14 +64,14 @@ def _check_places(prefixes: Sequence[str | Path], output: str | Path) -> None:
         )
     places = set()
     for prefix in prefixes:
-        place = str(prefix) if is_address(str(prefix)) else str(Path(prefix).resolve())
+        place = place_of(str(prefix))
         if place in places:
             raise UserError(
                 f"{prefix}: is given twice, so each of its documents would be there twice - give"
                 " it once"
             )
         places.add(place)
-    if str(Path(output).resolve()) in places:
+    if place_of(str(output)) in places:
         raise UserError(f"-o: {output} is one of the files to merge - choose another name")
 
 

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from megatron.address import place_of
 from megatron.data.parts import Part, name_of
 from megatron.data.tokens import TokenFile
 from megatron.errors import UserError
@@ -80,21 +81,16 @@ def check_distinct(texts: Part) -> None:
 def check_held_out(texts: Part, trained_on: Iterable[str], checkpoint: Path | str) -> None:
     """UserError where a part that is held out holds a corpus that is trained on as a whole.
 
-    trained_on: prefixes of the training's corpora
+    trained_on: prefixes or addresses of the training's corpora
     """
-    places = {_place(path) for path in trained_on}
+    places = {place_of(path) for path in trained_on}
     for tokens in texts.files:
-        if _place(tokens.prefix) in places:
+        if place_of(tokens.place) in places:
             raise UserError(
-                f"eval_part: {tokens.prefix} as {texts.name} text was trained on by {checkpoint}:"
+                f"eval_part: {tokens.place} as {texts.name} text was trained on by {checkpoint}:"
                 " a loss there says nothing of new text - give held-out text as"
                 f" {texts.name}_data_paths"
             )
-
-
-def _place(prefix: Path | str) -> Path:
-    """Where the tokens of a prefix lie; the folder or the file may be a link."""
-    return Path(f"{prefix}.bin").resolve()
 
 
 def check_known_tokens(several: Iterable[Windows], vocab: int, checkpoint: Path | str) -> None:

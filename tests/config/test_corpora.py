@@ -4,21 +4,10 @@ import pytest
 
 from megatron.config import load
 from megatron.errors import UserError
+from tests.config.small import SIZES, fault, loaded
 
-SIZES = ["num_layers=2", "hidden_size=96", "num_attention_heads=12", "seq_length=64"]
 BLEND = ["train_data_paths=[d/a, d/b]", "valid_data_paths=[d/c]"]
 RUN = ["train_iters=5", "save=runs/x"]
-
-
-def loaded(*words):
-    return load([], [*SIZES, *words])
-
-
-def fault(*words):
-    with pytest.raises(UserError) as raised:
-        loaded(*words)
-    (line,) = str(raised.value).split("\n  ")[1:]
-    return line
 
 
 def test_a_blend_is_plain_yaml(tmp_path):

@@ -3,20 +3,7 @@
 import pytest
 
 from megatron.config import load
-from megatron.errors import UserError
-
-SIZES = ["num_layers=2", "hidden_size=96", "num_attention_heads=12", "seq_length=64"]
-
-
-def loaded(*words):
-    return load([], [*SIZES, *words])
-
-
-def fault(*words):
-    with pytest.raises(UserError) as raised:
-        loaded(*words)
-    (line,) = str(raised.value).split("\n  ")[1:]
-    return line
+from tests.config.small import fault, loaded
 
 
 def test_a_file_in_the_spelling_of_pythia_loads(tmp_path):

@@ -270,21 +270,13 @@ def kill_while_downloading(forks, server, folder, seed, known):
     script.write_text(CODE)
     words = (script, f"{server.address}/a.bin", folder / "a.bin", SHA256 if known else "")
     for _ in range(4):
-        reached, killed = threading.Event(), threading.Event()
-        left = iter(range(draw.randrange(8)))
-
-        def pause(left=left, reached=reached, killed=killed):
-            if next(left, None) is None:
-                reached.set()
-                killed.wait(10)
-
-        server.hook = pause
+        waiting, go_on = server.pause_after(draw.randrange(8))
         process = forks.start(*words, log=folder / "log")
-        assert reached.wait(10), (folder / "log").read_text()
+        assert waiting.wait(10), (folder / "log").read_text()
         time.sleep(draw.random() * 0.02)  # what the client does with the last packets
         os.kill(process, signal.SIGKILL)
         assert forks.wait(process) == -signal.SIGKILL
-        killed.set()
+        go_on.set()
         assert not (folder / "a.bin").exists()
     server.hook = lambda: None
     process = forks.start(*words, log=folder / "log")
@@ -318,13 +310,7 @@ Local(source, Path(sys.argv[2])).all_files("mine")
 
 def test_ctrl_c_does_not_wait_for_a_server_that_is_silent(server, tmp_path):
     server.files["/a.bin"] = Shown(bytes(3_000_000))  # many packets
-    silent, ended = threading.Event(), threading.Event()
-
-    def fall_silent():
-        silent.set()
-        ended.wait(60)
-
-    server.hook = fall_silent
+    silent, ended = server.pause_after(0)
     # A process of its own: threads are waited for where Python ends.
     words = [sys.executable, "-c", SEVERAL, f"{server.address}/a.bin", str(tmp_path)]
     with subprocess.Popen(words, stderr=subprocess.PIPE, text=True, cwd=ROOT) as process:

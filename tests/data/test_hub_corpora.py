@@ -5,7 +5,6 @@ import json
 import os
 import random
 import signal
-import threading
 from pathlib import Path
 
 import pytest
@@ -254,22 +253,14 @@ def test_a_command_that_was_killed_gives_the_same_tokens(forks, tmp_path, seed, 
             server.files[f"/{number}.jsonl"] = Shown(lines(*texts))
         write_recipe(tmp_path, urls=[server.address + path for path in server.files])
         for _ in range(4):
-            reached, killed = threading.Event(), threading.Event()
-            left = iter(range(draw.randrange(60)))
-
-            def pause(left=left, reached=reached, killed=killed):
-                if next(left, None) is None:
-                    reached.set()
-                    killed.wait(10)
-
-            server.hook = pause
+            waiting, go_on = server.pause_after(draw.randrange(60))
             process = forks.start(*words, log=tmp_path / "log", cwd=tmp_path)
-            while not reached.wait(0.01) and forks.poll(process) is None:
+            while not waiting.wait(0.01) and forks.poll(process) is None:
                 pass
             if forks.poll(process) is None:
                 os.kill(process, signal.SIGKILL)
                 assert forks.wait(process) == -signal.SIGKILL
-            killed.set()
+            go_on.set()
         server.hook = lambda: None
         assert forks.run(*words, cwd=tmp_path).returncode == 0
         assert forks.run(*words, "-d", "whole", cwd=tmp_path).returncode == 0

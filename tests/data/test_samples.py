@@ -1,6 +1,5 @@
 import json
 import logging
-import multiprocessing
 import os
 import shutil
 import tempfile
@@ -16,6 +15,7 @@ from megatron.data import index_maps
 from megatron.data.samples import build_split, split_documents
 from megatron.data.tokens import TokenFile, TokenWriter
 from megatron.errors import UserError
+from tests.support import together
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "data"
 RUNS = json.loads((GOLDEN / "expected.json").read_text())["runs"]
@@ -314,25 +314,12 @@ def test_a_place_where_maps_cannot_be_kept_works_without(corpus, caplog):
     assert "index maps are not kept, every start builds them anew" in caplog.text
 
 
-def _build(prefix, barrier, results):
-    tokens = TokenFile.open(prefix)
-    barrier.wait()
-    results.put(build_split(tokens, part="train", length=8, seed=1235)[5].tolist())
-
-
 def test_ranks_that_build_at_the_same_time_get_the_same_maps(corpus):
-    context = multiprocessing.get_context("fork")
-    barrier, results = context.Barrier(6), context.Queue()
-    ranks = [
-        context.Process(target=_build, args=(corpus.prefix, barrier, results)) for _ in range(6)
-    ]
-    for rank in ranks:
-        rank.start()
-    got = [results.get(timeout=60) for _ in ranks]
-    for rank in ranks:
-        rank.join()
-        assert rank.exitcode == 0
-    assert (
-        got == [build_split(corpus, part="train", length=8, seed=1235, cache=False)[5].tolist()] * 6
-    )
+    def window(barrier):
+        tokens = TokenFile.open(corpus.prefix)
+        barrier.wait()
+        return build_split(tokens, part="train", length=8, seed=1235)[5].tolist()
+
+    alone = build_split(corpus, part="train", length=8, seed=1235, cache=False)[5].tolist()
+    assert together(window, 6) == [alone] * 6
     assert len(list((corpus.prefix.parent / "corpus_index_maps").iterdir())) == 1

@@ -2,10 +2,12 @@ import numpy as np
 import pytest
 import torch
 
+from megatron.data.parts import Part
 from megatron.data.tokens import TokenFile, TokenWriter
 from megatron.errors import UserError
 from megatron.evaluation.agreement import (
     check_finite,
+    check_held_out,
     check_known_tokens,
     check_same_model,
     check_same_tokenizer,
@@ -67,6 +69,18 @@ def test_data_of_the_same_or_an_unnamed_tokenizer_are_accepted(tmp_path):
     check_same_tokenizer(tokens, {}, "runs/a")
     (tmp_path / "foreign").mkdir()
     check_same_tokenizer(token_file(tmp_path / "foreign", None), OURS, "runs/a")
+
+
+def test_text_at_an_address_that_was_trained_on_is_not_held_out(tmp_path, monkeypatch):
+    monkeypatch.setenv("TOKEN_CACHE", str(tmp_path / "cache"))
+    address = f"file://{token_file(tmp_path, OURS).prefix}"
+    texts = Part("valid", (TokenFile.open(address),), "")
+    check_held_out(texts, ["s3://elsewhere/c"], "runs/a")
+    with pytest.raises(UserError) as fault:
+        check_held_out(texts, [address], "runs/a")
+    assert str(fault.value).startswith(
+        f"eval_part: {address} as valid text was trained on by runs/a"
+    )
 
 
 def test_a_token_beyond_the_vocabulary_is_named():

@@ -2,7 +2,6 @@
 
 import json
 import logging
-import multiprocessing
 import shutil
 from pathlib import Path
 
@@ -23,6 +22,7 @@ from megatron.sweeps.plan import load_sweep
 from megatron.sweeps.state import _corpus_size, absent_data
 from megatron.training.run import train
 from megatron.training.text import Text
+from tests.support import together
 from tests.training.conftest import MODEL, records, tiny
 
 TOKENIZER = {"type": "CharLevelTokenizer", "hash": "aaaa", "vocab_size": 257, "eod": 256}
@@ -221,14 +221,6 @@ def test_corpora_of_different_tokenizers_are_refused(grid, texts, tmp_path):
         train(config, grid)
 
 
-def _build(paths, barrier, results):
-    data = load([], ["num_layers=2", "hidden_size=8", "num_attention_heads=2", "seq_length=8"])
-    section = data.data.model_copy(update={"train_data_paths": paths})
-    barrier.wait()
-    blend = open_parts(section, ["train"])["train"].samples(8, 1235, 50)
-    results.put([blend[index].tolist() for index in range(40)])
-
-
 def test_processes_that_start_a_blend_together_read_the_same_and_leave_whole_caches(
     texts, tmp_path
 ):
@@ -237,17 +229,15 @@ def test_processes_that_start_a_blend_together_read_the_same_and_leave_whole_cac
         for suffix in (".bin", ".idx", ".json"):
             shutil.copy(texts[name] + suffix, tmp_path / f"{name}{suffix}")
         paths.append(str(tmp_path / name))
-    context = multiprocessing.get_context("fork")
-    barrier, results = context.Barrier(5), context.Queue()
-    ranks = [
-        context.Process(target=_build, args=(tuple(paths), barrier, results)) for _ in range(5)
-    ]
-    for rank in ranks:
-        rank.start()
-    got = [results.get(timeout=60) for _ in ranks]
-    for rank in ranks:
-        rank.join()
-        assert rank.exitcode == 0
+    small = load([], ["num_layers=2", "hidden_size=8", "num_attention_heads=2", "seq_length=8"])
+    section = small.data.model_copy(update={"train_data_paths": tuple(paths)})
+
+    def windows(barrier):
+        barrier.wait()
+        blend = open_parts(section, ["train"])["train"].samples(8, 1235, 50)
+        return [blend[index].tolist() for index in range(40)]
+
+    got = together(windows, 5)
     assert got == got[:1] * 5
     for name in ("poems", "prose"):
         [folder] = (tmp_path / f"{name}_index_maps").iterdir()

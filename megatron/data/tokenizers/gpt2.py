@@ -6,7 +6,7 @@ from typing import Any
 from tokenizers import ByteLevelBPETokenizer, pre_tokenizers
 
 from megatron.data.tokenizers.files import as_json, check_highest, hash_of, read_text
-from megatron.data.tokenizers.subwords import INTERRUPTS, Subwords
+from megatron.data.tokenizers.subwords import Subwords, naming_faults
 from megatron.data.tokenizers.tokenizer import END_OF_DOCUMENT
 from megatron.errors import UserError
 
@@ -37,16 +37,9 @@ def gpt2(vocab_path: Path, merge_path: Path, name: str = NAME) -> Subwords:
             "(gpt2-merges.txt)"
         )
     _check_vocab(vocab, vocab_path)
-    try:
+    fault = f"merge_file: {merge_path} does not belong to {vocab_path}"
+    with naming_faults(fault, "give the pair that came together"):
         bpe = ByteLevelBPETokenizer.from_file(str(vocab_path), str(merge_path))
-    except INTERRUPTS:
-        raise
-    except BaseException as error:  # bare Exceptions, and panics, which are none
-        reason = str(error)[:200]
-        raise UserError(
-            f"merge_file: {merge_path} does not belong to {vocab_path}: {reason} - give the pair "
-            "that came together"
-        ) from None
     fingerprint = hash_of(vocab_text, merges_text)
     return Subwords(name, bpe._tokenizer, vocab[END_OF_DOCUMENT], fingerprint)
 

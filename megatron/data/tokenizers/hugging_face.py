@@ -16,7 +16,7 @@ from megatron.data.tokenizers.files import (
     read_text,
 )
 from megatron.data.tokenizers.gpt2 import gpt2
-from megatron.data.tokenizers.subwords import INTERRUPTS, Subwords
+from megatron.data.tokenizers.subwords import Subwords, naming_faults
 from megatron.data.tokenizers.tokenizer import END_OF_DOCUMENT
 from megatron.errors import UserError
 
@@ -127,16 +127,9 @@ def _with_special(content: dict[str, Any], number: int) -> str:
 
 
 def _read(text: str, path: Path) -> tokenizers.Tokenizer:
-    try:
+    fault = f"vocab_file: {path} cannot be read by tokenizers {tokenizers.__version__}"
+    with naming_faults(fault, "copy it again"):
         return tokenizers.Tokenizer.from_str(text)
-    except INTERRUPTS:
-        raise
-    except BaseException as error:  # bare Exceptions, and panics, which are none
-        reason = str(error)[:200]
-        raise UserError(
-            f"vocab_file: {path} cannot be read by tokenizers {tokenizers.__version__}: {reason} "
-            "- copy it again"
-        ) from None
 
 
 def _end_of_text(path: Path) -> str | None:

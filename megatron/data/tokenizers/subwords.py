@@ -1,7 +1,8 @@
 """Tokenizers of the Hugging Face `tokenizers` library."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -10,8 +11,23 @@ from numpy.typing import NDArray
 
 from megatron.data.tokenizers.pieces import BREAK
 from megatron.data.tokenizers.token_bytes import bytes_of_tokens
+from megatron.errors import UserError
 
 INTERRUPTS = (KeyboardInterrupt, SystemExit)
+
+
+@contextmanager
+def naming_faults(fault: str, fix: str) -> Iterator[None]:
+    """Raise UserError "fault: reason - fix" where the library fails.
+
+    It raises bare Exceptions, and panics of Rust, which are not even that.
+    """
+    try:
+        yield
+    except INTERRUPTS:
+        raise
+    except BaseException as error:
+        raise UserError(f"{fault}: {str(error)[:200]} - {fix}") from None
 
 
 def cuts_are_safe(inner: tokenizers.Tokenizer) -> bool:
