@@ -41,6 +41,7 @@ OPTIONS: dict[str, tuple[str, ...]] = {
     "dtype": tuple(DTYPES),
 }
 SEVERAL = ("protocol", "lengths")
+ONLY = "only"  # of an evaluation: the values of the cells that it is for
 
 
 def check_form(parts: Mapping[str, Any], path: Path) -> None:
@@ -110,12 +111,15 @@ def _faults_of_options(options: Mapping[str, Any]) -> list[str]:
     """What evaluate.py would refuse of one evaluation's options and settings."""
     faults = []
     for key, value in options.items():
-        if key in KEYS:
+        if key == ONLY:
+            if not isinstance(value, dict):
+                faults.append("only: name the cells that it is for, such as {seed: 1235}")
+        elif key in KEYS:
             faults += _faults_of_setting(key, value)
         elif key in OPTIONS:
             faults += [f"{key}: {fault}" for fault in _faults_of_values(key, value)]
         else:
-            known = [*OPTIONS, *Measuring.model_fields]
+            known = [*OPTIONS, ONLY, *Measuring.model_fields]
             hint = did_you_mean(key, known) or f"use {', '.join(known)}"
             faults.append(f"{shortened(key)}: no such option of an evaluation; {hint}")
     return faults

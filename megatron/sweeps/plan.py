@@ -21,7 +21,7 @@ from megatron.config.schema import KEYS
 from megatron.errors import UserError, did_you_mean
 from megatron.files import ROOT
 from megatron.results.reproduce import first_of
-from megatron.sweeps.form import LONGEST_NAME, check_form
+from megatron.sweeps.form import LONGEST_NAME, ONLY, check_form
 
 logger = logging.getLogger(__name__)
 
@@ -164,6 +164,7 @@ def _points(parts: Mapping[str, Any], path: Path) -> list[Values]:
     if not points:
         raise UserError(f"{path}: no cell is left - exclude takes out the whole grid")
     _check_names(points, path)
+    _check_evaluations(parts, points, path)
     return points
 
 
@@ -208,6 +209,17 @@ def _check_excluded(grid: Mapping[str, Any], excluded: Sequence[Values], path: P
                     f"{path}: exclude: {rule} takes out no cell, because {axis} has no {value!r}"
                     f" - it has {known}"
                 )
+
+
+def _check_evaluations(parts: Mapping[str, Any], points: list[Values], path: Path) -> None:
+    """Refuse an evaluation for cells that do not exist: it would never be made."""
+    for label, options in parts.get("evaluate", {}).items():
+        only = (options or {}).get(ONLY, {})
+        if not any(only.items() <= point.items() for point in points):
+            raise UserError(
+                f"{path}: evaluate: {label}: only: no cell has {only} - give values of the axes"
+                f" {', '.join(parts['grid'])}"
+            )
 
 
 def _chosen(points: list[Values], only: Sequence[str], path: Path) -> list[Values]:
@@ -261,10 +273,12 @@ def _cell(parts: Mapping[str, Any], values: Values, home: Path, path: Path, repo
             "train_epochs: a sweep must know its steps before it reads the text - set train_iters"
         )
     config = with_parent(config)
-    evaluations = [
-        _evaluation(label, options or {}, config)
-        for label, options in parts.get("evaluate", {}).items()
-    ]
+    evaluations = []
+    for label, given in parts.get("evaluate", {}).items():
+        options = dict(given or {})
+        only = options.pop(ONLY, {})
+        if only.items() <= values.items():
+            evaluations.append(_evaluation(label, options, config))
     return Cell(name, values, folder, config, tuple(evaluations))
 
 

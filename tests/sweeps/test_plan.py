@@ -66,6 +66,30 @@ def test_axes_are_settings_files_or_settings_under_a_name(tmp_path):
     assert [cell.name for cell in some.cells] == ["alibi-wide-1", "t5-wide-1", "rotary-wide-7"]
 
 
+def test_an_evaluation_can_be_for_some_cells_alone(tmp_path):
+    grid = "grid: {pos_emb: [alibi, t5], seed: [1, 2]}"
+    evaluate = "evaluate: {all: {}, one: {protocol: tail, only: {pos_emb: t5, seed: 2}}}"
+    text = f"settings: {{{TINY}}}\n{grid}\n{evaluate}"
+    cells = {cell.name: cell.evaluations for cell in sweep_of(tmp_path, text).cells}
+    assert {name: len(several) for name, several in cells.items()} == {
+        "alibi-1": 1,
+        "t5-1": 1,
+        "alibi-2": 1,
+        "t5-2": 2,
+    }
+    assert cells["t5-2"][1].words == ("--protocol", "tail")
+    for only in ("{seed: 3}", "{size: 1}", "{pos_emb: alibi, seed: 1, size: 1}"):
+        bad = text.replace("{pos_emb: t5, seed: 2}", only)
+        with pytest.raises(
+            UserError, match=r"evaluate: one: only: no cell has \{.*axes pos_emb, se"
+        ):
+            sweep_of(tmp_path, bad)
+    with pytest.raises(
+        UserError, match=r"evaluate: one: only: name the cells that it is for, such"
+    ):
+        sweep_of(tmp_path, text.replace("{pos_emb: t5, seed: 2}", "[1]"))
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
