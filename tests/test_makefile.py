@@ -1,12 +1,15 @@
 """The installation rule of the Makefile, on a copy that requires nothing."""
 
 import os
+import re
 import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from megatron.sweeps.plan import load_sweep
 
 ROOT = Path(__file__).resolve().parent.parent
 STAMP = Path(".venv/installed")
@@ -80,3 +83,15 @@ def test_a_broken_environment_is_made_anew(project):
     (project / ".venv/bin/python").write_text("not a program\n")
     result = make(project, STAMP)
     assert result.returncode == 0, result.stderr
+
+
+def test_the_results_are_made_by_scripts_of_this_project_and_probe_runs_of_the_sweep():
+    done = subprocess.run(
+        ["make", "-n", "results"], cwd=ROOT, capture_output=True, text=True, timeout=60, check=True
+    )
+    scripts = re.findall(r"(?:tools/)?\w+\.py", done.stdout)
+    assert {"prepare_data.py", "tools/sweep.py", "tools/probe.py", "tools/report.py"} <= {*scripts}
+    [pattern] = re.findall(r"for run in (\S+);", done.stdout)
+    runs = [cell.folder for cell in load_sweep(ROOT / "configs/sweeps/cpu.yml").cells]
+    probed = [run for run in runs if run.match(pattern)]
+    assert len(probed) == 8

@@ -1,5 +1,6 @@
 """The text of a part: a share of the documents of one corpus, or whole corpora that are blended."""
 
+import logging
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -10,6 +11,8 @@ from megatron.data.samples import Samples, build_split, windows_of_an_epoch
 from megatron.data.tokens import TokenFile
 from megatron.errors import UserError
 from megatron.splits import PARTS
+
+log = logging.getLogger(__name__)
 
 WHOLE = {"train": "1,0,0", "valid": "0,1,0", "test": "0,0,1"}  # the split that is all of a part
 
@@ -33,6 +36,8 @@ class Part:
         if not self.weights:
             return self._of(self.files[0], length, seed, num_samples)
         counts = samples_of_each(self.weights, num_samples)
+        if self.name == "train":
+            self._log_repeated(counts, length)
         several = [
             self._of(tokens, length, seed, count)
             for tokens, count in zip(self.files, counts, strict=True)
@@ -54,6 +59,16 @@ class Part:
 
     def _of(self, tokens: TokenFile, length: int, seed: int, count: int) -> Samples:
         return build_split(tokens, self.split, self.name, length, seed, count)
+
+    def _log_repeated(self, counts: Sequence[int], length: int) -> None:
+        """Name the corpora of a blend whose weight is so large that they are read again."""
+        for tokens, count in zip(self.files, counts, strict=True):
+            passes = count * length / tokens.tokens
+            if passes > 1:
+                log.info(
+                    "%s: %s is read %.1f times, its weight asks for %d samples of %d tokens",
+                    *(self.name, name_of(tokens), passes, count, length),
+                )
 
     def __str__(self) -> str:
         """`train: github 0.667 (5,599 documents, 23,524,707 tokens), arxiv 0.333 (…)`."""

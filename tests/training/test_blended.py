@@ -109,10 +109,22 @@ def test_log_and_checkpoint_say_which_corpora_with_which_weights(grid, texts, tm
         in caplog.messages
     )
     assert any(line.startswith("valid: new_poems 0.5 (30 ") for line in caplog.messages)
+    assert " is read " not in caplog.text
     record = json.loads((tmp_path / "run/global_step1/checkpoint.json").read_text())
     assert record["corpus"] == "poems 0.25, prose 0.75"
     prose = {"corpus": "prose", "weight": 0.75, "documents": 30, "tokens": 15030}
     assert record["corpora"][1] == prose
+
+
+def test_a_corpus_that_a_blend_reads_again_is_named(texts, tmp_path, caplog):
+    part = open_parts(blended(texts, tmp_path / "run").data)["train"]
+    with caplog.at_level(logging.INFO):
+        part.samples(length=60, seed=1, num_samples=903)
+    # 903 * 1.005 samples (GPT-NeoX has that surplus), a quarter of them from 9,030 tokens.
+    assert caplog.messages[:2] == [
+        "train: poems is read 1.5 times, its weight asks for 227 samples of 60 tokens",
+        "train: prose is read 2.7 times, its weight asks for 681 samples of 60 tokens",
+    ]
 
 
 @pytest.mark.parametrize(
