@@ -19,11 +19,10 @@ from megatron.results.table import table
 def main(argv: list[str] | None = None) -> int:
     options = _parser().parse_args(argv)
     rows = read_results(options.results)
-    show = table
-    if options.over_seeds:
-        show = over_seeds
     if options.bits_per_byte:
-        show = bits.table
+        show = bits.over_seeds if options.over_seeds else bits.table
+    else:
+        show = over_seeds if options.over_seeds else table
     print(show(rows, markdown=options.markdown))
     if options.output:
         plot_perplexity(rows, options.output)
@@ -39,11 +38,10 @@ def _parser() -> argparse.ArgumentParser:
         "results", type=Path, nargs="+", metavar="FILE", help="JSON lines that evaluate.py wrote"
     )
     parser.add_argument("-o", "--output", type=Path, metavar="PLOT", help="a .png, .svg or .pdf")
-    kind = parser.add_mutually_exclusive_group()
-    kind.add_argument(
+    parser.add_argument(
         "--over-seeds", action="store_true", help="one line per encoding: mean ± standard deviation"
     )
-    kind.add_argument(
+    parser.add_argument(
         "--bits-per-byte", action="store_true", help="instead of perplexity, for any tokenizers"
     )
     parser.add_argument("--markdown", action="store_true", help="the table in Markdown")

@@ -1,10 +1,11 @@
 """Bits per byte: numbers that can be compared between tokenizers, as perplexities cannot."""
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 
 from megatron.errors import UserError
+from megatron.results.comparison import encodings, mean_and_std
 from megatron.results.labels import runs
-from megatron.results.row import EXACT, MEAN, SETTING, Row, identity, with_facts
+from megatron.results.row import EXACT, MEAN, SETTING, Row, identity, last_of_each, with_facts
 from megatron.results.table import length_headings, setting, with_notes
 
 HOW = {
@@ -55,10 +56,19 @@ def table(rows: Sequence[Row], *, markdown: bool = False) -> str:
 
     UserError where no row has bits per byte.
     """
+    return _tables(rows, _table, markdown=markdown)
+
+
+def over_seeds(rows: Sequence[Row], *, markdown: bool = False) -> str:
+    """The same with one line per encoding, mean ± standard deviation."""
+    return _tables(rows, _over_seeds, markdown=markdown)
+
+
+def _tables(rows: Sequence[Row], one_table: Callable[..., str], *, markdown: bool) -> str:
     known = with_bits(rows)
     if not known:
         raise UserError(f"--bits-per-byte: none of these rows has them - {MEASURE_AGAIN}")
-    parts = [_table(group, markdown=markdown) for group in by_text(known)]
+    parts = [one_table(group, markdown=markdown) for group in by_text(known)]
     missing = len(rows) - len(known)
     if missing:
         parts.append(f"left out: {missing} rows without bits per byte - {MEASURE_AGAIN}")
@@ -73,6 +83,33 @@ def _table(rows: Sequence[Row], *, markdown: bool) -> str:
         cells = {row["length"]: bits(row) for row in group}
         body.append([label, *(cells.get(length, "") for length in lengths)])
     head = ["pos_emb", *length_headings(rows)]
+    return with_notes(head, body, _below(rows, groups), markdown=markdown)
+
+
+def _over_seeds(rows: Sequence[Row], *, markdown: bool) -> str:
+    lengths = sorted({row["length"] for row in rows})
+    kinds = encodings(last_of_each(rows))
+    body = []
+    for label, kind in kinds.items():
+        line = [label, str(len({row.get("seed") for row in kind}))]
+        for length in lengths:
+            of_seeds = [row.get("bits_per_byte") for row in kind if row["length"] == length]
+            line.append(_mean(of_seeds) if of_seeds else "")
+        body.append(line)
+    head = ["pos_emb", "seeds", *length_headings(rows)]
+    below = [*_below(rows, kinds), "mean ± standard deviation over seeds"]
+    return with_notes(head, body, below, markdown=markdown)
+
+
+def _mean(of_seeds: Sequence[float | None]) -> str:
+    mean, std = mean_and_std(of_seeds)
+    if mean is None:
+        return "n/a"
+    return f"{mean:.4f}" if std is None else f"{mean:.4f} ± {std:.4f}"
+
+
+def _below(rows: Sequence[Row], groups: Mapping[str, Sequence[Row]]) -> list[str]:
+    """What was measured, and how the bytes of each line were counted."""
     of_one_setting = [with_facts(row, {"tokenizer": None}) for row in rows]
     below = [f"bits per byte on {setting(of_one_setting)}"]
     for label, group in groups.items():
@@ -82,7 +119,7 @@ def _table(rows: Sequence[Row], *, markdown: bool) -> str:
             "tokenizers differ: the same number of tokens is not the same text, so compare runs"
             " that scored about the same bytes of the same part"
         )
-    return with_notes(head, body, below, markdown=markdown)
+    return below
 
 
 def _bytes_of(rows: Sequence[Row]) -> str:

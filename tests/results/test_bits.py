@@ -1,6 +1,7 @@
 """Bits per byte: the formula, the rows that have them, and the tables that show them."""
 
 import math
+from statistics import mean, stdev
 
 import pytest
 
@@ -62,6 +63,19 @@ def test_runs_of_two_tokenizers_stand_in_one_table_with_the_bytes_that_they_scor
         "left out: 1 rows without bits per byte - measure again with evaluate.py where the"
         " tokenizer's files or a new card exist",
     ]
+
+
+def test_bits_over_seeds_are_their_mean_with_its_spread(tmp_path, capsys):
+    found = []
+    for seed, perplexity in ((1, 20.0), (2, 22.0), (3, 27.0)):
+        run = {"seed": seed, "config_hash": f"{seed:012}", "checkpoint": f"runs/{seed}"}
+        found += with_bytes(rows("alibi", {512: perplexity}, **run), 30_000)
+    write_results(tmp_path / "a.jsonl", found)
+    assert show_results([str(tmp_path / "a.jsonl"), "--bits-per-byte", "--over-seeds"]) == 0
+    bits = [math.log2(perplexity) * 8192 / 30_000 for perplexity in (20.0, 22.0, 27.0)]
+    out = capsys.readouterr().out.splitlines()
+    assert out[2].split() == ["alibi", "3", f"{mean(bits):.4f}", "±", f"{stdev(bits):.4f}"]
+    assert out[-1] == "mean ± standard deviation over seeds"
 
 
 def test_rows_without_bits_are_one_message(tmp_path, capsys):
