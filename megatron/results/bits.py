@@ -112,8 +112,10 @@ def _below(rows: Sequence[Row], groups: Mapping[str, Sequence[Row]]) -> list[str
     """What was measured, and how the bytes of each line were counted."""
     of_one_setting = [with_facts(row, {"tokenizer": None}) for row in rows]
     below = [f"bits per byte on {setting(of_one_setting)}"]
-    for label, group in groups.items():
-        below.append(f"{label}: {_bytes_of(group)}, {how_counted(group)}")
+    counts = {label: f"{_bytes_of(group)}, {how_counted(group)}" for label, group in groups.items()}
+    if len(counts) > 1 and len(set(counts.values())) == 1:
+        counts = {"each": next(iter(counts.values()))}
+    below += [f"{label}: {count}" for label, count in counts.items()]
     if len({row.get("tokenizer") for row in rows}) > 1:
         below.append(
             "tokenizers differ: the same number of tokens is not the same text, so compare runs"

@@ -65,6 +65,14 @@ def test_runs_of_two_tokenizers_stand_in_one_table_with_the_bytes_that_they_scor
     ]
 
 
+def test_what_all_runs_scored_is_one_line():
+    found = with_bytes(rows("alibi", {512: 20.0}), 30_000)
+    found += with_bytes(rows("rotary", {512: 25.0}, config_hash="0123456789ab"), 30_000)
+    assert table(found).splitlines()[-1] == (
+        "each: 30,000 bytes scored, bytes counted by the tokenizer"
+    )
+
+
 def test_bits_over_seeds_are_their_mean_with_its_spread(tmp_path, capsys):
     found = []
     for seed, perplexity in ((1, 20.0), (2, 22.0), (3, 27.0)):
