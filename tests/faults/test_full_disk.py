@@ -63,7 +63,7 @@ def test_a_run_whose_checkpoint_does_not_fit_ends_with_the_one_before(corpus, tm
 def test_a_command_names_the_file_that_a_disk_refused_and_keeps_the_old_one(
     prepare, reason, tmp_path
 ):
-    rows = ROOT / "docs/results/cpu-arxiv.jsonl"
+    rows = ROOT / "docs/results/language-arxiv.jsonl"
     path = tmp_path / "table.md"
 
     def compared() -> list:

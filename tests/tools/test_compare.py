@@ -81,7 +81,7 @@ def test_two_seeds_that_disagree_in_sign_have_no_mark_in_any_output(forks, tmp_p
 def test_files_of_probes_are_named_and_left_out(capsys, tmp_path):
     probes = tmp_path / "probes.jsonl"
     probes.write_text('{"probe": "copy"}\n')
-    results = str(ROOT / "docs/results/cpu-arxiv.jsonl")
+    results = str(ROOT / "docs/results/language-arxiv.jsonl")
     assert main([results]) == 0
     alone = capsys.readouterr().out
     assert main([str(probes), results]) == 0

@@ -3,6 +3,7 @@
 import json
 import math
 
+from megatron.results import bits
 from megatron.results.comparison_table import over_seeds
 from megatron.results.files import read_results
 from megatron.results.table import table
@@ -75,10 +76,13 @@ def test_seeds_of_an_encoding_are_one_line_and_texts_a_table_each(forks, tmp_pat
 
 
 def test_the_tables_of_the_results_at_hand_are_those_of_their_files():
-    page = (RESULTS / "README.md").read_text(encoding="utf-8").splitlines()
-    files = [path for path in sorted(RESULTS.glob("cpu-*.jsonl")) if "probes" not in path.name]
+    pages = [RESULTS / "README.md", RESULTS / "natural_language.md"]
+    page = [line for path in pages for line in path.read_text(encoding="utf-8").splitlines()]
+    files = [*sorted(RESULTS.glob("cpu-*.jsonl")), *sorted(RESULTS.glob("language-*.jsonl"))]
     measured = [over_seeds(read_results([path]), markdown=True).splitlines() for path in files]
     lines = {line for table in measured for line in table if line.startswith("|")}
+    in_bits = bits.over_seeds(read_results([RESULTS / "cpu-environment.jsonl"]), markdown=True)
+    lines |= {line for line in in_bits.splitlines() if line.startswith("|")}
     assert lines <= {*page}, lines - {*page}
     assert {line for line in page if line.startswith("| ") and " ± " in line} <= lines
 
