@@ -22,8 +22,9 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 demo: $(INSTALLED)
 	$(PY) tools/demo.py
 
+# A process of pytest that dies is one failed test and the end: a process in its place would wait for ever.
 test: $(INSTALLED)
-	$(PY) -m pytest -q -n auto --maxprocesses 8 --dist loadfile --no-loadscope-reorder
+	$(PY) -m pytest -q -n auto --maxprocesses 8 --max-worker-restart 0 --dist loadfile --no-loadscope-reorder
 
 # On a machine with a GPU, with what PYTHON has there: no .venv is made. Tests of the kernels need torch, numpy and
 # pytest (7.4 or newer) alone, and Triton a C compiler at its first launch; what is missing skips a test or a step with its

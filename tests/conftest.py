@@ -6,6 +6,7 @@ so that eight processes share them where pytest-xdist is missing.
 
 import os
 import random
+import signal
 
 # Before torch and Hugging Face are imported; the subprocesses of tests inherit it.
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -81,6 +82,17 @@ def same_seeds():
     random.seed(1234)
     np.random.seed(1234)
     torch.manual_seed(1234)
+
+
+@pytest.fixture(autouse=True)
+def same_signals():
+    """A test that changes what a signal does may end the whole process many tests later."""
+    # torch's loader keeps its handler of SIGCHLD, which ends nothing.
+    handled = signal.valid_signals() - {signal.SIGCHLD}
+    before = {number: signal.getsignal(number) for number in handled}
+    yield
+    changed = [number for number, does in before.items() if signal.getsignal(number) != does]
+    assert not changed, f"the test has changed what these signals do: {changed}"
 
 
 @pytest.fixture(scope="session")

@@ -94,6 +94,8 @@ def counted(folder: Path, name: str, then: str = "", **more) -> Step:
 
 def test_a_block_goes_on_with_what_is_missing(tmp_path):
     wait = "import time; time.sleep(600)"
+    folder = tmp_path / "check/block1"
+    folder.mkdir(parents=True)
     wanted = [
         counted(tmp_path, "good"),
         counted(tmp_path, "failing", "raise SystemExit(3)"),
@@ -101,14 +103,14 @@ def test_a_block_goes_on_with_what_is_missing(tmp_path):
         counted(tmp_path, "lacking", packages=["no_such_package"]),
     ]
     first = {"good": "done", "failing": "failed", "long": "stopped", "lacking": "skipped"}
-    assert statuses(tmp_path, wanted) == first
+    assert statuses(folder, wanted) == first
     mended = [*wanted[:1], counted(tmp_path, "failing"), counted(tmp_path, "long"), wanted[3]]
     again = {**first, "failing": "done", "long": "done"}
-    assert statuses(tmp_path, mended, archive=tmp_path.parent / "all.tar.gz") == again
+    assert statuses(folder, mended, archive=tmp_path / "all.tar.gz") == again
     counts = {name: (tmp_path / name).read_text() for name in ("good", "failing", "long")}
     assert counts == {"good": "x", "failing": "xx", "long": "xx"}
-    assert "not installed: no_such_package" in (tmp_path / "summary.md").read_text()
-    assert (tmp_path.parent / "all.tar.gz").stat().st_size > 0
+    assert "not installed: no_such_package" in (folder / "summary.md").read_text()
+    assert (tmp_path / "all.tar.gz").stat().st_size > 0
 
 
 def needing(folder: Path, *, unfinished: bool, packages: tuple[str, ...] = ()) -> list[Step]:

@@ -12,7 +12,6 @@ kills them within 30 seconds and exits with 1.
 import argparse
 import os
 import re
-import signal
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -70,7 +69,6 @@ def _start(words: list[str]) -> None:
         entry.print_notes([f"{ignored}: in the MEP fork only dead code used it"])
         words = words[1:]
     if not words or words[0] in HELP:
-        signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `deepy.py --help | head`
         print(_help())
         return
     script, rest = find_script(words[0]), words[1:]

@@ -71,8 +71,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     if options.output is None:
         options.output = Path("dry" if options.dry else "gpu-check")
     check(options)
-    signal.signal(signal.SIGTERM, end_by_signal)
-    records = [record for block in options.blocks for record in run_block(block, options)]
+    before = signal.signal(signal.SIGTERM, end_by_signal)
+    try:
+        records = [record for block in options.blocks for record in run_block(block, options)]
+    finally:
+        signal.signal(signal.SIGTERM, before)
     bad = [one for one in records if one["status"] not in (FINISHED, "skipped")]
     return 1 if bad else 0
 
