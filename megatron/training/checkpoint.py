@@ -175,6 +175,18 @@ def full_weights(engine: Any, *, keep: bool = True) -> dict[str, Tensor]:
     return weights
 
 
+def _stage(of: Any, name: str) -> Any:
+    """A stage of ZeRO, which Python 3.11.0 to 3.11.3 pickle as getattr(ZeroStageEnum, name).
+
+    It stands in for getattr. UnpicklingError for all else.
+    """
+    from deepspeed.runtime.zero.config import ZeroStageEnum
+
+    if of is not ZeroStageEnum or name not in ZeroStageEnum.__members__:
+        raise pickle.UnpicklingError(f"Weights only load refused getattr of {of!r}")
+    return ZeroStageEnum[name]
+
+
 @contextmanager
 def _data_only() -> Iterator[None]:
     """Let torch load plain data alone, and the few classes that DeepSpeed itself stores.
@@ -189,7 +201,7 @@ def _data_only() -> Iterator[None]:
     os.environ["TORCH_FORCE_WEIGHTS_ONLY_LOAD"] = "1"
     try:
         classes = [DynamicLossScaler, LossScaler, ZeroStageEnum, fragment_address]
-        with torch.serialization.safe_globals(classes):
+        with torch.serialization.safe_globals([*classes, (_stage, "builtins.getattr")]):
             yield
     finally:
         os.environ.pop("TORCH_FORCE_WEIGHTS_ONLY_LOAD")

@@ -1,10 +1,13 @@
 """A resumed run repeats the uninterrupted one: its numbers, text, records and averages."""
 
+import pickle
 import shutil
 from pathlib import Path
 
 import pytest
 import torch
+from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler
+from deepspeed.runtime.zero.config import ZeroStageEnum
 from safetensors.torch import load_file
 
 from megatron.checkpoints.manifest import entry_of, read_record, write_record
@@ -12,6 +15,7 @@ from megatron.checkpoints.read import load_for_evaluation, read_meta
 from megatron.checkpoints.saved import latest_step
 from megatron.config import load
 from megatron.errors import UserError
+from megatron.training.checkpoint import _data_only
 from megatron.training.run import train
 from tests.training.conftest import MODEL, copy_of, records, settings, tiny
 
@@ -129,6 +133,33 @@ def test_defaults_written_out_are_the_same_model(grid, corpus, trained, tmp_path
     written = ["pos_emb_args.kernels=[gaussian, kerple_log]", "pos_emb_args.weights=equal"]
     train(settings(corpus, folder, *written, "max_position_embeddings=99", "train_iters=5"), grid)
     assert latest_step(folder) == 5
+
+
+class Getattr:
+    """Pickled as getattr(of, name), as Python 3.11.0 to 3.11.3 pickle members of an enum."""
+
+    def __init__(self, of, name):
+        self.of, self.name = of, name
+
+    def __reduce__(self):
+        return getattr, (self.of, self.name)
+
+
+def test_a_stage_of_zero_as_early_pythons_3_11_write_it_is_read(tmp_path):
+    torch.save({"zero_stage": Getattr(ZeroStageEnum, "gradients")}, tmp_path / "state.pt")
+    with _data_only():
+        loaded = torch.load(tmp_path / "state.pt")
+    assert loaded == {"zero_stage": ZeroStageEnum.gradients}
+
+
+@pytest.mark.parametrize(
+    ("of", "name"),
+    [(ZeroStageEnum, "__class__"), (ZeroStageEnum, "_missing_"), (DynamicLossScaler, "__init__")],
+)
+def test_a_state_takes_no_other_attribute(tmp_path, of, name):
+    torch.save({"zero_stage": Getattr(of, name)}, tmp_path / "state.pt")
+    with _data_only(), pytest.raises(pickle.UnpicklingError, match="refused getattr of <"):
+        torch.load(tmp_path / "state.pt")
 
 
 def test_pickles_that_would_run_code_are_not_loaded(grid, corpus, trained, tmp_path):
