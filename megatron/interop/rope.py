@@ -80,6 +80,9 @@ def parameters(chosen: Mapping[str, Any]) -> dict[str, Any]:
     kind = chosen.get("scaling", "none")
     if kind != "none" and kind not in SCALINGS:
         raise UserError(f"pos_emb_args.scaling: {kind} is none of Hugging Face's")
+    for option, plain in {"fraction": 1.0, "resonance": False}.items():
+        if chosen.get(option, plain) != plain:
+            raise UserError(f"pos_emb_args.{option}: {chosen[option]} is none of Hugging Face's")
     if chosen.get("interleaved"):
         raise UserError("pos_emb_args.interleaved: true is not what this class computes")
     found: dict[str, Any] = {

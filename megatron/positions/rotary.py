@@ -5,17 +5,17 @@ Feature pairs are laid out as in GPT-NeoX: feature j turns with feature j + dim/
 
 There is no `dynamic` scaling. Its angles depend on the length of the whole text, so the scores of
 an early token would depend on what follows, and cached keys would be wrong. At one length it equals
-`scaling: ntk` with factor = length / train length.
+`scaling: ntk` with factor = length / train length. `longrope` has two sets of frequencies, one for
+texts up to original_length, and therefore refuses to continue a cached text beyond that length.
 """
-
-import math
 
 import torch
 from torch import Tensor
 
 from megatron.errors import UserError
 from megatron.positions.base import Position, Shape
-from megatron.positions.registry import positive, register, suggestion, switch
+from megatron.positions.frequencies import Scaling, fastest, with_whole_wavelengths
+from megatron.positions.registry import positive, register, switch
 
 
 @register("rotary")
@@ -23,30 +23,40 @@ class Rotary(Position):
     """Rotate queries and keys by position · base^(-2j/dim), so that q·k depends on distance alone.
 
     rotary_pct: part of head_dim that turns; base: slowest wavelength / 2π
+    fraction: part of the frequencies that turn, the fastest; the others carry content without
+        positions (p-RoPE, arXiv 2410.06205). rotary_pct divides by the turning features instead
+    resonance: whether wavelengths are rounded to whole tokens (Resonance RoPE, arXiv 2403.00071)
     interleaved: whether feature 2j turns with 2j + 1 (GPT-J), and not j with j + dim/2 (GPT-NeoX)
     scaling: none, linear (position interpolation, arXiv 2306.15595), ntk (a larger base),
         by_parts (slow features as linear, fast ones as none), yarn (by_parts with larger scores,
-        arXiv 2309.00071) or llama3 (by_parts with another ramp, as in Llama 3.1)
+        arXiv 2309.00071), llama3 (by_parts with another ramp, as in Llama 3.1) or longrope (a
+        factor for each feature, arXiv 2402.13753)
     factor: how many times longer texts get
     original_length: the length that is stretched, by default seq_length
     beta_fast, beta_slow: for by_parts and yarn; features that turn more than beta_fast times within
         original_length stay as they are, features that turn less than beta_slow times are stretched
         fully, and features in between are stretched in part
     truncate: for by_parts and yarn; whether the ramp between them begins and ends at whole features
-    attention_factor: for yarn; multiplies queries and keys, by default 0.1 ln(factor) + 1
+    attention_factor: multiplies queries and keys; for yarn, by default 0.1 ln(factor) + 1, and for
+        longrope, by default √(1 + ln(factor) / ln(original_length))
     high_freq_factor, low_freq_factor: for llama3 what beta_fast and beta_slow are for by_parts;
         its ramp is linear in the number of turns
+    long_factor, short_factor: for longrope; what divides the frequency of each feature pair, in
+        texts longer than original_length and in all others
     """
 
     published = True
     reference_names = {"inv_freq": "inv_freq"}
     inv_freq: Tensor
+    short_inv_freq: Tensor
 
     def __init__(
         self,
         shape: Shape,
         *,
         rotary_pct: float = 1.0,
+        fraction: float = 1.0,
+        resonance: bool = False,
         base: float = 10000.0,
         interleaved: bool = False,
         scaling: str = "none",
@@ -58,6 +68,8 @@ class Rotary(Position):
         attention_factor: float | None = None,
         high_freq_factor: float = 4.0,
         low_freq_factor: float = 1.0,
+        long_factor: list[float] | None = None,
+        short_factor: list[float] | None = None,
     ) -> None:
         super().__init__(shape)
         if positive("rotary_pct", rotary_pct) > 1:
@@ -66,48 +78,67 @@ class Rotary(Position):
             )
         described = f"rotary_pct: {rotary_pct} of head_dim = {shape.head_dim}"
         self.dim = even(int(shape.head_dim * rotary_pct), described)
+        if positive("fraction", fraction) > 1:
+            raise UserError(
+                f"fraction: {fraction} is more than 1; give the part of the frequencies that turn"
+            )
+        if fraction * (self.dim // 2) < 1:
+            raise UserError(
+                f"fraction: {fraction} of {self.dim // 2} frequencies is none; give at least"
+                f" {1 / (self.dim // 2):.3g}, or choose pos_emb: none"
+            )
         if positive("base", base) <= 1:
             raise UserError(f"base: {base} is not more than 1; usual values are 10000 and above")
-        _check_scaling(scaling, factor, self.dim)
-        _check_order("beta_fast", beta_fast, "beta_slow", beta_slow)
-        _check_order("high_freq_factor", high_freq_factor, "low_freq_factor", low_freq_factor)
-        if attention_factor is not None and scaling != "yarn":
-            raise UserError(
-                f"attention_factor: {attention_factor} has no effect with scaling: {scaling};"
-                " choose yarn, or leave it out"
-            )
         self.turn = rotate_interleaved if switch("interleaved", interleaved) else rotate
         length: float = shape.train_length
         if original_length is not None:
             length = positive("original_length", original_length)
-        inv_freq = inverse_frequencies(self.dim, base)
-        if scaling == "linear":
-            inv_freq = inv_freq / factor  # the same as position / factor
-        elif scaling == "ntk":
-            larger_base = base * factor ** (self.dim / (self.dim - 2))
-            inv_freq = inverse_frequencies(self.dim, larger_base)
-        elif scaling in ("by_parts", "yarn"):
-            whole_features = switch("truncate", truncate)
-            stretched = _stretched_part(
-                self.dim, base, length, beta_fast, beta_slow, whole_features=whole_features
-            )
-            inv_freq = _stretch(inv_freq, stretched, factor)
-        elif scaling == "llama3":
-            turns = length * inv_freq / (2 * math.pi)
-            kept = (turns - low_freq_factor) / (high_freq_factor - low_freq_factor)
-            inv_freq = _stretch(inv_freq, 1 - kept.clamp(0, 1), factor)
+        options = Scaling(
+            scaling,
+            factor,
+            length,
+            beta_fast,
+            beta_slow,
+            switch("truncate", truncate),
+            attention_factor,
+            high_freq_factor,
+            low_freq_factor,
+            long_factor,
+            short_factor,
+        )
+        options.check(self.dim)
         self.is_scaled = scaling != "none"
-        self.amplitude = 1.0
-        if scaling == "yarn":
-            # Section 3.4: temperature t is √(1/t) = 0.1 ln(factor) + 1 on queries and on keys.
-            self.amplitude = 0.1 * math.log(factor) + 1
-            if attention_factor is not None:
-                self.amplitude = positive("attention_factor", attention_factor)
-        self.register_buffer("inv_freq", inv_freq.float(), persistent=False)
+        self.amplitude = options.amplitude
+
+        def turning(frequencies: Tensor) -> Tensor:
+            """As this encoding uses them: [dim / 2] float32."""
+            if switch("resonance", resonance):
+                frequencies = with_whole_wavelengths(frequencies)
+            return fastest(frequencies, fraction).float()
+
+        inv_freq = turning(options.stretched(self.dim, base))
+        self.register_buffer("inv_freq", inv_freq, persistent=False)
+        self.short_length = 0  # up to which the other frequencies hold
+        of_short_texts = options.of_short_texts(self.dim, base)
+        if of_short_texts is not None:
+            self.short_length = int(length)
+            self.register_buffer("short_inv_freq", turning(of_short_texts), persistent=False)
+        self.is_short = False
+
+    def prepare(self, length: int) -> None:
+        """Choose the frequencies for a text of that many tokens."""
+        self.is_short = length <= self.short_length
 
     def on_queries_keys(self, q: Tensor, k: Tensor, start: int = 0) -> tuple[Tensor, Tensor]:
         """[batch, heads, length, head_dim] each -> same; angles and products in float32."""
-        position = self.indices(start, q.shape[-2])
+        length = q.shape[-2]
+        if 0 < start <= self.short_length < start + length:
+            raise UserError(
+                f"pos_emb: rotary with scaling: longrope has other frequencies beyond"
+                f" {self.short_length} tokens, so cached keys of a shorter text cannot be used;"
+                " compute the text without a cache"
+            )
+        position = self.indices(start, length)
         angle = self._angle(position)
         cos, sin = self.amplitude * angle.cos(), self.amplitude * angle.sin()
         cos, sin = self.rounded(cos).to(angle.dtype), self.rounded(sin).to(angle.dtype)
@@ -121,7 +152,7 @@ class Rotary(Position):
         """
         if self.paper_precision and not self.is_scaled:
             return (self.rounded(position)[:, None] * self.rounded(self.inv_freq)).float()
-        return position[:, None] * self.inv_freq
+        return position[:, None] * (self.short_inv_freq if self.is_short else self.inv_freq)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -154,11 +185,6 @@ def rotate_interleaved(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat([turned, rest], dim=-1)
 
 
-def inverse_frequencies(dim: int, base: float) -> Tensor:
-    """base^(-2j/dim): [dim / 2] float64."""
-    return base ** -(torch.arange(0, dim, 2, dtype=torch.float64) / dim)
-
-
 def even(features: int, described: str) -> int:
     """`features`, if they can be turned in pairs."""
     if features < 2 or features % 2:
@@ -167,60 +193,3 @@ def even(features: int, described: str) -> int:
             " change rotary_pct, hidden_size or num_attention_heads"
         )
     return features
-
-
-SCALINGS = ("none", "linear", "ntk", "by_parts", "yarn", "llama3")
-
-
-def _check_scaling(scaling: str, factor: float, dim: int) -> None:
-    if scaling not in SCALINGS:
-        raise UserError(f"scaling: {scaling!r} is not known; {suggestion(scaling, SCALINGS)}")
-    if positive("factor", factor) < 1:
-        raise UserError(f"factor: {factor} is less than 1; give how many times longer texts get")
-    if scaling == "none" and factor != 1:
-        raise UserError(
-            f"factor: {factor} has no effect with scaling: none; choose {', '.join(SCALINGS[1:])}"
-        )
-    if scaling == "ntk" and dim < 4:
-        raise UserError(
-            f"scaling: ntk stretches nothing with {dim} turning features; give at least 4"
-        )
-
-
-def _check_order(larger: str, value: float, smaller: str, bound: float) -> None:
-    if positive(larger, value) <= positive(smaller, bound):
-        raise UserError(f"{larger}: {value} is not more than {smaller}: {bound}")
-
-
-def _stretch(inv_freq: Tensor, part: Tensor, factor: float) -> Tensor:
-    """Divide this part of each frequency by the factor: [dim / 2] each -> same."""
-    return part * inv_freq / factor + (1 - part) * inv_freq
-
-
-def _stretched_part(
-    dim: int,
-    base: float,
-    length: float,
-    beta_fast: float,
-    beta_slow: float,
-    *,
-    whole_features: bool,
-) -> Tensor:
-    """How much of the stretching each feature gets, from 0 to 1: [dim / 2] float64.
-
-    The ramp is linear in the feature's number, between whole numbers with `whole_features`, as in
-    YaRN's code and every published checkpoint; the paper's section 3.2 has it linear in the number
-    of turns.
-    """
-
-    def feature(turns: float) -> float:
-        """The j that turns so often within `length`: length · base^(-2j/dim) = 2π · turns."""
-        return dim * math.log(length / (turns * 2 * math.pi)) / (2 * math.log(base))
-
-    low, high = feature(beta_fast), feature(beta_slow)
-    if whole_features:
-        low, high = math.floor(low), math.ceil(high)
-    low, high = max(low, 0), min(high, dim - 1)
-    width = high - low or 0.001
-    ramp = (torch.arange(dim // 2, dtype=torch.float64) - low) / width
-    return ramp.clamp(0, 1)

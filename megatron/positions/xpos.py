@@ -7,8 +7,9 @@ from torch import Tensor
 
 from megatron.errors import UserError
 from megatron.positions.base import Position, Shape
+from megatron.positions.frequencies import inverse_frequencies
 from megatron.positions.registry import positive, register
-from megatron.positions.rotary import even, inverse_frequencies, rotate
+from megatron.positions.rotary import even, rotate
 
 ROOM = 64  # a scaled feature may be this much larger than its scale before it overflows
 

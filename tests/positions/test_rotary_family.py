@@ -88,6 +88,63 @@ def test_yarn_takes_its_factor_and_an_untruncated_ramp_as_hugging_face_does():
     assert ours.amplitude == amplitude == 1.3
 
 
+LONGROPE = {
+    "factor": 4.0,
+    "original_length": 512,
+    "long_factor": [1.0 + pair / 8 for pair in range(32)],
+    "short_factor": [1.0 + pair / 64 for pair in range(32)],
+}
+
+
+@pytest.mark.parametrize("length", [1, 512, 513, 2048])
+@pytest.mark.parametrize("attention_factor", [None, 1.3])
+def test_longrope_is_that_of_hugging_face_on_both_sides_of_the_original_length(
+    length, attention_factor
+):
+    options = {**LONGROPE, "attention_factor": attention_factor}
+    rope = {
+        "rope_type": "longrope",
+        "rope_theta": 10000.0,
+        "original_max_position_embeddings": 512,
+        **{key: value for key, value in options.items() if key != "original_length"},
+    }
+    config = LlamaConfig(
+        hidden_size=256, num_attention_heads=4, max_position_embeddings=2048, rope_parameters=rope
+    )
+    expected, amplitude = ROPE_INIT_FUNCTIONS["longrope"](config, None, seq_len=length)
+    ours = build("rotary", SHAPE, scaling="longrope", **options)
+    ours.prepare(length)
+    q = torch.randn(1, 4, length, 64)
+    found = ours.on_queries_keys(q, q)[0]
+    angle = torch.arange(length)[:, None] * expected
+    pairs = torch.complex(*q.chunk(2, dim=-1)) * torch.polar(torch.tensor(amplitude), angle)
+    torch.testing.assert_close(
+        found, torch.cat([pairs.real, pairs.imag], dim=-1), rtol=0, atol=2e-4
+    )
+
+
+def test_longrope_refuses_keys_that_were_cached_with_other_frequencies():
+    ours, x = build("rotary", SHAPE, scaling="longrope", **LONGROPE), torch.ones(1, 4, 1, 64)
+    for start in (0, 511, 512, 600):
+        ours.prepare(start + 1)
+        if start != 512:
+            ours.on_queries_keys(x, x, start=start)
+            continue
+        with pytest.raises(UserError, match="other frequencies beyond 512 tokens, so cached keys"):
+            ours.on_queries_keys(x, x, start=start)
+
+
+def test_resonant_wavelengths_are_whole_and_those_that_stand_still_stay_so():
+    ours = build("rotary", SHAPE, resonance=True, fraction=0.5)
+    wavelengths = 2 * math.pi / ours.inv_freq[:16].double()
+    torch.testing.assert_close(wavelengths, (2 * math.pi / plain()[:16]).round(), rtol=1e-6, atol=0)
+    assert not ours.inv_freq[16:].any()
+    q, k = torch.randn(2, 1, 4, 40, 64)
+    turned = ours.on_queries_keys(q, k)[0]
+    assert torch.equal(turned[..., 16:32], q[..., 16:32])
+    assert torch.equal(turned[..., 48:], q[..., 48:])
+
+
 @pytest.mark.parametrize("rotary_pct", [1.0, 0.5])
 def test_interleaved_pairs_are_those_of_gpt_j(rotary_pct):
     ours = build("rotary", SHAPE, interleaved=True, rotary_pct=rotary_pct)
@@ -261,7 +318,7 @@ def test_xpos_says_where_it_would_overflow():
         (
             "rotary",
             {"scaling": 3},
-            "scaling: 3 is not known; choose from by_parts, linear, llama3, none, ntk, yarn",
+            "scaling: 3 is not known; choose from by_parts, linear, llama3, longrope, none, ntk, yarn",
         ),
         (
             "rotary",
@@ -292,9 +349,27 @@ def test_xpos_says_where_it_would_overflow():
         (
             "rotary",
             {"attention_factor": 1.5},
-            "attention_factor: 1.5 has no effect with scaling: none; choose yarn, or leave it out",
+            "attention_factor: 1.5 has no effect with scaling: none; choose yarn or longrope, or leave it out",
         ),
         ("rotary", {"interleaved": 1}, "interleaved: 1 is not true or false"),
+        ("rotary", {"resonance": "yes"}, "resonance: 'yes' is not true or false"),
+        ("rotary", {"fraction": 1.5}, "fraction: 1.5 is more than 1; give the part of the frequ"),
+        ("rotary", {"fraction": 0.01}, "fraction: 0.01 of 32 frequencies is none; give at least"),
+        (
+            "rotary",
+            {"long_factor": [1.0] * 32},
+            "long_factor: has no effect with scaling: none; choose longrope, or leave it out",
+        ),
+        (
+            "rotary",
+            {"scaling": "longrope", "long_factor": [1.0] * 31},
+            "long_factor: scaling: longrope needs a list of 32 numbers, one for each feature pair",
+        ),
+        (
+            "rotary",
+            {"scaling": "longrope", "long_factor": [0.0] * 32},
+            "long_factor: 0.0 is not a positive number",
+        ),
         ("rotary", {"base": 1}, "base: 1 is not more than 1; usual values are 10000 and above"),
         ("xpos", {"scale_base": -1}, "pos_emb_args: xpos: scale_base: -1 is not a positive number"),
     ],

@@ -1,0 +1,252 @@
+"""Encodings against numbers of their authors' code: scores, output and gradients.
+
+GOLDEN_ENCODINGS names another folder of the format that tests/golden/README.md describes, with
+other sizes. A file that is not there skips its test.
+"""
+
+import os
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from megatron.attention import attention
+from megatron.positions import Position, Shape, build
+
+HERE = Path(__file__).resolve().parents[1] / "golden" / "encodings"
+FOLDER = Path(os.environ.get("GOLDEN_ENCODINGS", HERE))
+
+
+@dataclass
+class Golden:
+    """The numbers of one variant of an encoding, and the inputs that they belong to.
+
+    numbers: by name, without the variant; inputs: `L16.q` and so on
+    """
+
+    variant: str
+    numbers: dict[str, Tensor]
+    inputs: dict[str, Tensor]
+
+    def shape(self, train_length: int = 512) -> Shape:
+        heads, _, head_dim = self.inputs[f"{self.lengths[0]}.q"].shape[1:]
+        hidden = self.inputs[f"{self.lengths[0]}.x"].shape[-1]
+        return Shape(heads, head_dim, hidden, train_length)
+
+    @property
+    def lengths(self) -> list[str]:
+        """`L16` and so on, where this variant has numbers."""
+        return sorted({name.split(".")[0] for name in self.numbers if re.match(r"L\d+\.", name)})
+
+    def param(self, name: str) -> float:
+        return self.numbers[f"param.{name}"].item()
+
+    def list(self, name: str) -> list[float]:
+        return self.numbers[f"param.{name}"].tolist()
+
+
+@dataclass
+class Case:
+    """How one variant of a file is built from ours.
+
+    build: our encoding with the options and parameters of the file
+    gradients: our parameter for each gradient of the file, by its name there
+    constant: whether scores of a head may differ by a constant, which the softmax ignores
+    interleaved: whether the file's features are in the order of its pairs, as ours are then too
+    """
+
+    build: Callable[[Golden], Position]
+    gradients: dict[str, str] = field(default_factory=dict)
+    constant: bool = False
+
+
+def p_rope(golden: Golden) -> Position:
+    return build("rotary", golden.shape(), fraction=float(golden.variant[1:]))
+
+
+def yarn(golden: Golden) -> Position:
+    options = {
+        "base": golden.param("base"),
+        "factor": golden.param("scale"),
+        "original_length": int(golden.param("orig")),
+        "beta_fast": golden.param("fast"),
+        "beta_slow": golden.param("slow"),
+    }
+    return build("rotary", golden.shape(), scaling="yarn", **options)
+
+
+def resonance(golden: Golden) -> Position:
+    options = {"base": golden.param("base"), "resonance": True, "interleaved": True}
+    if golden.variant != "resonance":
+        options |= {"factor": golden.param("scale"), "original_length": int(golden.param("maxp"))}
+    if golden.variant == "resonance_ntk":
+        options["scaling"] = "ntk"
+    if golden.variant == "resonance_yarn":
+        slow_and_fast = {"beta_fast": golden.param("fast"), "beta_slow": golden.param("slow")}
+        options |= {"scaling": "yarn", **slow_and_fast}
+    return build("rotary", golden.shape(), **options)
+
+
+def longrope(golden: Golden) -> Position:
+    """Theirs takes one list at every length; ours takes short_factor up to original_length."""
+    factor = golden.param("maxp") / golden.param("orig")
+    options = {"base": golden.param("base"), "factor": factor}
+    if golden.variant == "ms_yarn_magnitude":
+        options["attention_factor"] = golden.numbers["mscale"].item()
+    return build(
+        "rotary",
+        golden.shape(),
+        scaling="longrope",
+        original_length=int(golden.param("orig")),
+        long_factor=golden.list("factors"),
+        short_factor=golden.list("factors"),
+        **options,
+    )
+
+
+def fire(golden: Golden) -> Position:
+    width = golden.numbers["param.mlp.0.bias"].numel()
+    ours = build("fire", golden.shape(), mlp_layers=[width], threshold=golden.param("init_L"))
+    own = {
+        "c": "c",
+        "length_multiplier": "L_multiplier",
+        "weight_0": "mlp.0.weight",
+        "bias_0": "mlp.0.bias",
+        "weight_1": "mlp.2.weight",
+    }
+    for name, theirs in own.items():
+        parameter = ours.get_parameter(name)
+        parameter.data.copy_(golden.numbers[f"param.{theirs}"].view_as(parameter))
+    return ours
+
+
+OF_FIRE = {
+    "c": "c",
+    "L_multiplier": "length_multiplier",
+    "mlp.0.weight": "weight_0",
+    "mlp.0.bias": "bias_0",
+    "mlp.2.weight": "weight_1",
+}
+CASES: dict[str, dict[str, Case]] = {
+    "p_rope": {"p0.25": Case(p_rope), "p0.75": Case(p_rope)},
+    "yarn": {"": Case(yarn)},
+    "resonance_rope": {
+        "resonance": Case(resonance),
+        "resonance_ntk": Case(resonance),
+        "resonance_yarn": Case(resonance),
+    },
+    "longrope": {"ms": Case(longrope), "ms_yarn_magnitude": Case(longrope)},
+    "fire": {"fire": Case(fire, gradients=OF_FIRE, constant=True)},
+}
+
+
+def load(name: str, variant: str) -> Golden:
+    path = FOLDER / f"{name}.safetensors"
+    if not path.exists():
+        pytest.skip(f"{path} is not there")
+    numbers = load_file(path)
+    prefix = f"{variant}." if variant else ""
+    own = {key.removeprefix(prefix): value for key, value in numbers.items()}
+    of_variant = {key: own[key.removeprefix(prefix)] for key in numbers if key.startswith(prefix)}
+    shared = {key: value for key, value in numbers.items() if key.startswith("param.")}
+    named = {key.removeprefix(prefix): value for key, value in of_variant.items()}
+    inputs = load_file(FOLDER / "inputs.safetensors")
+    return Golden(variant, shared | named, inputs)
+
+
+def scores_of(position: Position, q: Tensor, k: Tensor, x: Tensor) -> Tensor:
+    """What enters the softmax, before the mask: [batch, heads, length, length]."""
+    length = q.shape[2]
+    scores = q @ k.mT / q.shape[-1] ** 0.5
+    weight, bias = position.distance_weight(length), position.distance_bias(length)
+    index = torch.arange(length)
+    distance = (index[:, None] - index).clamp(min=0)
+    if weight is not None:
+        scores = scores * weight[:, distance]
+    if bias is not None:
+        scores = scores + bias[:, distance]
+    if position.has("index_bias"):
+        scores = scores + position.index_bias(index, index)
+    if position.has("on_scores"):
+        scores = position.on_scores(scores, x, {})
+    return scores
+
+
+def close(found: Tensor, expected: Tensor, tolerance: float) -> None:
+    """Within the tolerance of the largest number that is expected, and of 1."""
+    found = found.detach().double().reshape(expected.shape)
+    largest = max(1.0, expected.abs().max().item())
+    torch.testing.assert_close(found, expected.double(), rtol=0, atol=tolerance * largest)
+
+
+def lower_triangle(scores: Tensor) -> Tensor:
+    rows, columns = torch.tril_indices(*scores.shape[-2:])
+    return scores[..., rows, columns]
+
+
+ALL = [(name, variant) for name, variants in CASES.items() for variant in variants]
+
+
+@pytest.mark.parametrize(("name", "variant"), ALL, ids="-".join)
+def test_an_encoding_gives_the_numbers_of_its_authors(name, variant):
+    golden, case = load(name, variant), CASES[name][variant]
+    assert golden.lengths
+    for length in golden.lengths:
+        expected = {
+            key.removeprefix(f"{length}."): value
+            for key, value in golden.numbers.items()
+            if key.startswith(f"{length}.")
+        }
+        position = case.build(golden).double()
+        position.prepare(int(length[1:]))
+        q, k, v, x, dout = (
+            golden.inputs[f"{length}.{one}"].double() for one in ("q", "k", "v", "x", "dout")
+        )
+        for one in (q, k, v, x):
+            one.requires_grad_()
+        turned_q, turned_k = position.on_queries_keys(q, k)
+
+        if "scores" in expected:
+            found = scores_of(position, turned_q, turned_k, x).detach()
+            wanted = expected["scores"]
+            packed = lower_triangle(found)[: len(wanted)]
+            if case.constant:
+                packed = packed - packed[..., :1]
+                wanted = wanted - wanted[..., :1]
+            close(packed, wanted, 2e-5)
+
+        bias, weight = (
+            hook(q.shape[2]) for hook in (position.distance_bias, position.distance_weight)
+        )
+        out = attention(
+            turned_q,
+            turned_k,
+            v,
+            bias,
+            weight=weight,
+            index_bias=position.index_bias if position.has("index_bias") else None,
+            backend="eager",
+        )
+        close(out, expected["out"], 2e-5)
+
+        (out * dout).sum().backward()
+        for one, tensor in {"grad_q": q, "grad_k": k, "grad_v": v, "grad_x": x}.items():
+            if one in expected:
+                close(tensor.grad, expected[one], 1e-4)
+        for theirs, ours in case.gradients.items():
+            if f"grad.{theirs}" in expected:
+                close(position.get_parameter(ours).grad, expected[f"grad.{theirs}"], 1e-4)
+
+
+@pytest.mark.parametrize("name", ["p_rope", "yarn", "longrope"])
+def test_frequencies_are_those_of_the_authors(name):
+    for variant, case in CASES[name].items():
+        golden = load(name, variant)
+        position = case.build(golden)
+        expected = golden.numbers.get("inv_freq", golden.numbers.get("L48.inv_freq"))
+        torch.testing.assert_close(position.inv_freq, expected, rtol=1e-6, atol=0)
