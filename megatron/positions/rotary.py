@@ -15,6 +15,7 @@ from torch import Tensor
 from megatron.errors import UserError
 from megatron.positions.base import Position, Shape
 from megatron.positions.frequencies import Scaling, fastest, with_whole_wavelengths
+from megatron.positions.frequencies import inverse_frequencies as inverse_frequencies
 from megatron.positions.registry import positive, register, switch
 
 

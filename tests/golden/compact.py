@@ -14,17 +14,14 @@ HERE = Path(__file__).parent
 # Positions whose logits are kept at length 256.
 KEPT = torch.cat([torch.arange(0, 256, 8), torch.arange(248, 256)]).unique()
 
-# What is kept of other encodings' numbers, beside the inputs that they belong to.
-ENCODINGS = {
-    "fox": [
-        "param.gate_weight",
-        "param.gate_bias",
-        *[f"L16.{name}" for name in ("bias", "out", "grad_q", "grad_k")],
-        *[f"L16.{name}" for name in ("grad_gate_weight", "grad_gate_bias")],
-        "L48.bias",
-    ],
-    "p_rope": ["p0.25.inv_freq", "p0.75.inv_freq", "p0.25.L16.scores", "p0.75.L16.out"],
-}
+# Of these encodings the shorter length is kept, of FoX its bias at the longer one too.
+ENCODINGS = ("fire", "fox", "longrope", "p_rope", "resonance_rope", "yarn")
+LONG = "L48."
+KEPT_OF_LONG = (
+    "fox L48.bias",
+    "longrope ms.L48.inv_freq",
+    "longrope ms_yarn_magnitude.L48.inv_freq",
+)
 INPUTS = [*[f"L16.{name}" for name in ("q", "k", "v", "x", "dout")], "L48.x"]
 
 
@@ -37,9 +34,15 @@ def encodings(source: Path) -> None:
     """Numbers of the authors' own code, for the examples of docs/add_an_encoding.md."""
     folder = HERE / "encodings"
     folder.mkdir(exist_ok=True)
-    for name, keys in {"inputs": INPUTS, **ENCODINGS}.items():
-        tensors = load_file(source / f"{name}.safetensors")
-        save_file({key: tensors[key] for key in keys}, folder / f"{name}.safetensors")
+    inputs = load_file(source / "inputs.safetensors")
+    save_file({key: inputs[key] for key in INPUTS}, folder / "inputs.safetensors")
+    for name in ENCODINGS:
+        kept = {}
+        for key, tensor in load_file(source / f"{name}.safetensors").items():
+            is_table = key.startswith(("table.", "init."))
+            if f"{name} {key}" in KEPT_OF_LONG or (LONG not in key and not is_table):
+                kept[key] = tensor
+        save_file(kept, folder / f"{name}.safetensors")
 
 
 def forks(source: Path) -> None:

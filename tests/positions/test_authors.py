@@ -40,8 +40,9 @@ class Golden:
 
     @property
     def lengths(self) -> list[str]:
-        """`L16` and so on, where this variant has numbers."""
-        return sorted({name.split(".")[0] for name in self.numbers if re.match(r"L\d+\.", name)})
+        """`L16` and so on, where this variant has numbers and inputs."""
+        own = {name.split(".")[0] for name in self.numbers if re.match(r"L\d+\.", name)}
+        return sorted(length for length in own if f"{length}.q" in self.inputs)
 
     def param(self, name: str) -> float:
         return self.numbers[f"param.{name}"].item()
@@ -57,7 +58,6 @@ class Case:
     build: our encoding with the options and parameters of the file
     gradients: our parameter for each gradient of the file, by its name there
     constant: whether scores of a head may differ by a constant, which the softmax ignores
-    interleaved: whether the file's features are in the order of its pairs, as ours are then too
     """
 
     build: Callable[[Golden], Position]
@@ -232,7 +232,8 @@ def test_an_encoding_gives_the_numbers_of_its_authors(name, variant):
             index_bias=position.index_bias if position.has("index_bias") else None,
             backend="eager",
         )
-        close(out, expected["out"], 2e-5)
+        if "out" in expected:
+            close(out, expected["out"], 2e-5)
 
         (out * dout).sum().backward()
         for one, tensor in {"grad_q": q, "grad_k": k, "grad_v": v, "grad_x": x}.items():
