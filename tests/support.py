@@ -20,6 +20,7 @@ ROOT = Path(__file__).resolve().parents[1]
 NEEDED = {
     "mep": {"kernels": ["exp", "kerple_log"]},
     "fire": {"mlp_layers": [4]},
+    "sum": {"parts": ["rotary", "kerple_log"]},
 }  # without a default, or for speed
 LAUNCHED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 

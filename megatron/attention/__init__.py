@@ -38,7 +38,7 @@ def attention(
     """Causal attention with a bias that depends on head and distance.
 
     q [batch, heads, queries, head_dim]: the queries of the last `queries` keys' positions;
-    k, v [batch, heads, keys, head_dim];
+    k [batch, heads, keys, head_dim], v [batch, heads, keys, features], mostly as many;
     bias [heads, >= keys] float32: bias[h, d] is added to q·k/√head_dim of the key d tokens back;
     weight [heads, >= keys]: multiplies q·k/√head_dim before the bias (KERPLE's weight kernels);
     window: a query attends to the last `window` keys up to its own, all others are masked;
@@ -51,7 +51,7 @@ def attention(
     backend: see `choose`;
     self_check: compare a compiled backend with the definition at its first use of a kind.
 
-    Returns [batch, heads, queries, head_dim] in q's dtype. ValueError where shapes disagree or the
+    Returns [batch, heads, queries, features] in q's dtype. ValueError where shapes disagree or the
     backend refuses.
     """
     _check_shapes(q, k, v)
@@ -68,6 +68,7 @@ def attention(
         masked=window is not None or chunk is not None or segments is not None,
         index_bias=index_bias is not None,
         content=on_scores is not None,
+        narrow_values=k.shape != v.shape,
         gradient=torch.is_grad_enabled() and any(learned),
     )
     name = choose(backend, needs).backend
@@ -94,6 +95,7 @@ class Needs:
     masked: a window, chunk or segments mask keys before the query;
     index_bias: a bias depends on indices;
     content: the encoding changes scores by content;
+    narrow_values: values have fewer features than queries and keys;
     gradient: one is wanted
     """
 
@@ -102,6 +104,7 @@ class Needs:
     masked: bool = False
     index_bias: bool = False
     content: bool = False
+    narrow_values: bool = False
     gradient: bool = False
 
 
@@ -163,6 +166,8 @@ def refusal(backend: str, needs: Needs) -> str | None:
         return None
     if needs.content:
         return "the encoding looks at content"
+    if needs.narrow_values and backend != "sdpa":
+        return "queries and keys are wider than values"
     if backend in REFUSALS:
         return REFUSALS[backend](needs)
     return None
@@ -195,7 +200,8 @@ def _check_shapes(q: Tensor, k: Tensor, v: Tensor) -> None:
     same_batch_and_heads = q.shape[:2] == k.shape[:2]
     same_head_dim = q.shape[3] == k.shape[3]
     enough_keys = q.shape[2] <= k.shape[2]
-    if k.shape == v.shape and same_batch_and_heads and same_head_dim and enough_keys:
+    same_keys = k.shape[:3] == v.shape[:3]
+    if same_keys and same_batch_and_heads and same_head_dim and enough_keys:
         return
     raise ValueError(
         f"attention: q {list(q.shape)}, k {list(k.shape)} and v {list(v.shape)} do not fit together"

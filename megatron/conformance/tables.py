@@ -93,6 +93,8 @@ def shift_invariant(subject: Subject) -> Finding:
         return Finding(FACT, "it looks at content")
     if adds_to_embeddings(position):
         return Finding(FACT, "it adds something to the embedding")
+    if not position.by_distance:
+        return Finding(FACT, "it says that it depends on the place in the text")
     position = position.double()
     torch.manual_seed(1)
     length, heads = 50, subject.heads

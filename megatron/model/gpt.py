@@ -177,11 +177,14 @@ class GPT(nn.Module):
         """
         position, shape = self.position, self.position.shape
         needs = Needs(
-            self.word_embeddings.weight.new_empty(0, shape.heads, 0, shape.head_dim),
+            self.word_embeddings.weight.new_empty(
+                0, shape.heads, 0, shape.head_dim * position.score_width
+            ),
             tables=position.has("distance_bias") or position.has("distance_weight"),
             masked=self.window is not None or self.blockwise,
             index_bias=position.has("index_bias"),
             content=position.has("on_scores"),
+            narrow_values=position.score_width != 1,
             gradient=self.training and torch.is_grad_enabled(),
         )
         return choose(self.backend, needs)

@@ -34,6 +34,9 @@ class Position(Float32Module):
     `distance_weight`, `index_bias` and `on_scores`; docs/add_an_encoding.md has an example of each.
 
     per_layer: every layer needs parameters of its own, whatever `pos_emb_shared` says
+    by_distance: whether positions count by their differences alone, apart from what is added to
+        the embedding; False where the scores of equal vectors change along the text
+    score_width: how many times as wide as values on_queries_keys makes queries and keys
     claims: "zero_at_0", "never_rises" or both; tools/check_encoding.py holds the bias to them
     bounds: intervals of learned parameters; `bounded` and `learned` give the values within them
     rows_are_positions: names of learned tables with a row for each position; a model that is
@@ -44,6 +47,8 @@ class Position(Float32Module):
     """
 
     per_layer: bool = False
+    by_distance: bool = True
+    score_width: int = 1
     claims: ClassVar[tuple[str, ...]] = ()
     rows_are_positions: ClassVar[tuple[str, ...]] = ()
     reference_names: ClassVar[dict[str, str]] = {}

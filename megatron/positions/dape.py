@@ -1,0 +1,140 @@
+"""DAPE: a small network of each layer corrects the biases by the scores of all heads.
+
+v1 (arXiv 2405.14722) looks at one pair of tokens at a time, v2 (arXiv 2410.04798) also at the keys
+beside it.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from megatron.errors import UserError
+from megatron.positions.base import Position, Shape
+from megatron.positions.precision import at_least_float32, without_autocast
+from megatron.positions.registry import build, register, whole
+
+SLOPE = 0.01  # of LeakyReLU below 0
+MOST_WIDTH = 4096
+
+
+@register("dape")
+class Dape(Position):
+    """A + B + f([A; B]): A = q·k/√head_dim, B the bias of another encoding, f over the heads.
+
+    f is a network of two layers with LeakyReLU, applied to each pair of tokens: all heads of A,
+    then all heads of B -> width -> heads (arXiv 2405.14722, equation 4). Each layer of the model
+    has its own, from torch's usual first values, as in the authors' code. Without a bias, as with
+    `of: none` or rotary, it is A + f(A). The scores of all heads are seen together, so attention is
+    `eager`.
+
+    of: the encoding that gives B; its rotation of queries and keys acts too
+    args: its options; width: of the hidden layer
+    """
+
+    per_layer = True
+    taps = 1
+
+    def __init__(
+        self,
+        shape: Shape,
+        *,
+        of: str = "kerple_log",
+        args: Mapping[str, Any] | None = None,
+        width: int = 32,
+    ) -> None:
+        super().__init__(shape)
+        self.inner = _built(shape, of, args)
+        self.by_distance = self.inner.by_distance
+        self.has_bias = self.inner.has("index_bias") or self.inner.distance_bias(1) is not None
+        inputs = 2 * shape.heads if self.has_bias else shape.heads
+        hidden = whole("width", width, most=MOST_WIDTH)
+        first, second = (
+            nn.Conv1d(size, outputs, self.taps)  # for its first values
+            for size, outputs in ((inputs, hidden), (hidden, shape.heads))
+        )
+        assert first.bias is not None
+        assert second.bias is not None
+        self.weight_0 = nn.Parameter(first.weight.detach())  # [width, inputs, taps]
+        self.bias_0 = nn.Parameter(first.bias.detach())
+        self.weight_1 = nn.Parameter(second.weight.detach())  # [heads, width, taps]
+        self.bias_1 = nn.Parameter(second.bias.detach())
+
+    def prepare(self, length: int) -> None:
+        self.inner.prepare(length)
+
+    def on_embeddings(self, x: Tensor, start: int = 0) -> Tensor:
+        return self.inner.on_embeddings(x, start)
+
+    def on_queries_keys(self, q: Tensor, k: Tensor, start: int = 0) -> tuple[Tensor, Tensor]:
+        return self.inner.on_queries_keys(q, k, start)
+
+    def on_scores(self, scores: Tensor, x: Tensor, memory: dict[str, Tensor]) -> Tensor:
+        """scores [batch, heads, queries, keys] -> same."""
+        scores = at_least_float32(scores)
+        with without_autocast(scores):
+            if not self.has_bias:
+                return scores + self.correction(scores)
+            bias = self._bias(*scores.shape[-2:]).expand_as(scores)
+            return scores + bias + self.correction(torch.cat([scores, bias], dim=1))
+
+    def correction(self, inputs: Tensor) -> Tensor:
+        """f: [batch, heads of A and B, queries, keys] -> [batch, heads, queries, keys]."""
+        hidden = F.leaky_relu(self._layer(0, inputs), SLOPE)
+        return self._layer(1, hidden)
+
+    def _layer(self, number: int, x: Tensor) -> Tensor:
+        """[batch, inputs, queries, keys] -> [batch, outputs, queries, keys]."""
+        weight, bias = self.bounded(f"weight_{number}"), self.bounded(f"bias_{number}")
+        return F.conv2d(x, weight[:, :, None], bias, padding=(0, self.taps // 2))
+
+    def _bias(self, queries: int, keys: int) -> Tensor:
+        """The other encoding's bias of the last `queries` tokens: [heads, queries, keys]."""
+        key = torch.arange(keys, device=self.origin.device)
+        query = key[keys - queries :]
+        total = self.origin.expand(self.shape.heads, queries, keys)
+        table = self.inner.distance_bias(keys)
+        if table is not None:
+            distance = (query[:, None] - key).clamp(min=0)
+            total = total + table[:, distance]
+        if self.inner.has("index_bias"):
+            total = total + self.inner.index_bias(query, key)
+        return total
+
+
+@register("dape_v2")
+class DapeV2(Dape):
+    """The same with f over three keys side by side: convolutions of 1 x 3 (arXiv 2410.04798).
+
+    Scores and biases of later keys are 0 for f. Where the authors' second convolution would read
+    beyond the end of the text, ours reads what a longer text has there, so that no score depends on
+    what follows. It differs from their code in the score of the last token with itself.
+
+    of, args, width: as for dape
+    """
+
+    taps = 3
+
+    def correction(self, inputs: Tensor) -> Tensor:
+        queries, keys = inputs.shape[-2:]
+        visible = inputs.tril(keys - queries)
+        with_next_key = F.pad(visible, (0, 1))
+        return super().correction(with_next_key)[..., :keys]
+
+
+def _built(shape: Shape, of: str, args: Mapping[str, Any] | None) -> Position:
+    """The encoding that gives the bias; UserError for one that cannot."""
+    if not isinstance(of, str):
+        raise UserError(f"of: {of!r} is not the name of an encoding; write of: kerple_log")
+    if args is not None and not isinstance(args, Mapping):
+        raise UserError(f"args: {args!r} are not options; write args: {{option: value}}")
+    inner = build(of, shape, **dict(args or {}))
+    if inner.has("on_scores"):
+        raise UserError(
+            f"of: {of} looks at content itself; choose an encoding with a bias, or none"
+        )
+    if inner.distance_weight(1) is not None:
+        raise UserError(f"of: {of} multiplies the scores by distance; choose a bias")
+    return inner

@@ -1,0 +1,61 @@
+"""PoPE: features have a length from the content and an angle from the position (2509.10534)."""
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from megatron.errors import UserError
+from megatron.positions.base import Position, Shape
+from megatron.positions.frequencies import inverse_frequencies
+from megatron.positions.precision import at_least_float32, without_autocast
+from megatron.positions.registry import positive, register
+
+STARTS = ("zero", "uniform")
+
+
+@register("pope")
+class PoPE(Position):
+    """Σ_c softplus(q_c) softplus(k_c) cos((j - i) θ_c + δ_c) / √head_dim for query i and key j.
+
+    θ_c = base^(-c / head_dim) for every feature c (arXiv 2509.10534, equations 3 to 6). δ is
+    learned for each head and feature within [-2π, 0], in every layer. Queries and keys get twice
+    as wide as values: a cache holds half as much again, and only `sdpa` and `eager` compute it.
+
+    base: slowest wavelength / 2π; start: zero or uniform, the first values of δ
+    """
+
+    per_layer = True
+    score_width = 2
+    bounds = {"delta": (-2 * math.pi, 0.0)}
+    frequencies: Tensor
+
+    def __init__(self, shape: Shape, *, base: float = 10000.0, start: str = "zero") -> None:
+        super().__init__(shape)
+        if start not in STARTS:
+            raise UserError(f"start: {start!r} is not known; choose {' or '.join(STARTS)}")
+        if positive("base", base) <= 1:
+            raise UserError(f"base: {base} is not more than 1; usual values are 10000 and above")
+        frequencies = inverse_frequencies(2 * shape.head_dim, base)  # [head_dim]
+        self.register_buffer("frequencies", frequencies.float(), persistent=False)
+        delta = torch.zeros(shape.heads, shape.head_dim)
+        if start == "uniform":
+            delta.uniform_(-2 * math.pi, 0.0)
+        self.delta = nn.Parameter(delta)
+
+    def on_queries_keys(self, q: Tensor, k: Tensor, start: int = 0) -> tuple[Tensor, Tensor]:
+        """[batch, heads, length, head_dim] each -> [batch, heads, length, 2 · head_dim] each."""
+        with without_autocast(q):
+            position = self.indices(start, q.shape[-2])
+            angle = position[:, None] * self.frequencies  # [length, head_dim]
+            turned = angle - self.bounded("delta")[:, None]  # [heads, length, head_dim]
+            # Attention divides by √(2 · head_dim), the paper by √head_dim.
+            long_q = math.sqrt(2) * F.softplus(at_least_float32(q))
+            long_k = F.softplus(at_least_float32(k))
+            return _polar(long_q, turned).to(q.dtype), _polar(long_k, angle).to(k.dtype)
+
+
+def _polar(length: Tensor, angle: Tensor) -> Tensor:
+    """Vectors of this length and angle: [..., features] -> [..., 2 · features], all x before y."""
+    return torch.cat([length * angle.cos(), length * angle.sin()], dim=-1)

@@ -1,0 +1,61 @@
+"""Scalable softmax: scores grow with the logarithm of the number of keys (arXiv 2501.19399)."""
+
+import math
+
+import torch
+from torch import Tensor, nn
+
+from megatron.positions.base import Position, Shape
+from megatron.positions.precision import without_autocast
+from megatron.positions.registry import positive, register, switch
+
+
+@register("ssmax")
+class SSMax(Position):
+    """softmax(s · ln n · q·k/√head_dim) for a query with n visible keys, s learned for each head.
+
+    Alone it has no positions; `sum` joins it to an encoding, such as rotary. Every layer has its
+    own s. Without a maximum the factor is below 1 in texts shorter than exp(1 / s), as in the
+    trained form of log-n scaling (Su 2021, kexue.fm/archives/8823): that is `scale: null` with
+    `learned: false`. The key `logn_scale` is for models that were trained without it.
+
+    scale: first value of s; null for 1 / ln(seq_length), so that the factor is 1 there
+    learned: whether s is trained
+    bias: whether b is learned too, from 0: softmax((s · ln n + b) · q·k/√head_dim)
+    """
+
+    per_layer = True
+    by_distance = False
+    fixed: Tensor
+
+    def __init__(
+        self,
+        shape: Shape,
+        *,
+        scale: float | None = 0.43,
+        learned: bool = True,
+        bias: bool = False,
+    ) -> None:
+        super().__init__(shape)
+        if scale is None:
+            scale = 1 / math.log(max(2, shape.train_length))
+        first = torch.full((shape.heads,), positive("scale", scale))
+        self.scale = nn.Parameter(first) if switch("learned", learned) else None
+        if self.scale is None:
+            self.register_buffer("fixed", first, persistent=False)
+        self.offset = nn.Parameter(torch.zeros(shape.heads)) if switch("bias", bias) else None
+
+    def on_queries_keys(self, q: Tensor, k: Tensor, start: int = 0) -> tuple[Tensor, Tensor]:
+        """[batch, heads, length, head_dim] each -> same; the factor is computed in float32."""
+        with without_autocast(q):
+            factor = self.factor(start, q.shape[-2])
+            return (q * factor[..., None]).to(q.dtype), k
+
+    def factor(self, start: int, length: int) -> Tensor:
+        """What multiplies the scores of each query: [heads, length] float32."""
+        visible_keys = start + self.distances(length) + 1
+        scale = self.fixed if self.scale is None else self.bounded("scale")
+        factor = scale[:, None] * visible_keys.log()
+        if self.offset is not None:
+            factor = factor + self.bounded("offset")[:, None]
+        return factor

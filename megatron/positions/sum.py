@@ -1,0 +1,108 @@
+"""Several encodings at once, such as rotary with a bias by distance."""
+
+from collections.abc import Sequence
+from typing import Any, cast
+
+from torch import Tensor, nn
+
+from megatron.errors import UserError
+from megatron.positions.base import Position, Shape
+from megatron.positions.registry import build, register
+
+MOST_PARTS = 8
+
+
+@register("sum")
+class Sum(Position):
+    """All of its parts act: rotations one after the other, biases added, weights multiplied.
+
+    MEP (arXiv 2403.17698, section 6) leaves open what its bias does beside rotary: that is
+    `parts: [rotary, mep_free]`.
+
+    parts: a list of encodings, each a name or {name: {options}}; they act in this order
+    """
+
+    def __init__(self, shape: Shape, *, parts: Sequence[Any]) -> None:
+        super().__init__(shape)
+        if not isinstance(parts, Sequence) or isinstance(parts, str) or not parts:
+            raise UserError(f"parts: {parts!r} is not a list; write parts: [rotary, mep_free]")
+        if len(parts) > MOST_PARTS:
+            raise UserError(f"parts: {len(parts)} encodings are more than {MOST_PARTS}")
+        self.parts = nn.ModuleList(_built(shape, part) for part in parts)
+        self.per_layer = any(part.per_layer for part in self._parts)
+        self.by_distance = all(part.by_distance for part in self._parts)
+        self.score_width = self._parts[0].score_width
+        for part in self._parts[1:]:
+            if part.score_width != 1:
+                raise UserError(
+                    f"parts: {type(part).__name__} makes queries and keys wider; name it first"
+                )
+
+    def has(self, hook: str) -> bool:
+        return any(part.has(hook) for part in self._parts)
+
+    def prepare(self, length: int) -> None:
+        for part in self._parts:
+            part.prepare(length)
+
+    def on_embeddings(self, x: Tensor, start: int = 0) -> Tensor:
+        for part in self._parts:
+            x = part.on_embeddings(x, start)
+        return x
+
+    def on_queries_keys(self, q: Tensor, k: Tensor, start: int = 0) -> tuple[Tensor, Tensor]:
+        for part in self._parts:
+            q, k = part.on_queries_keys(q, k, start)
+        return q, k
+
+    def distance_bias(self, length: int) -> Tensor | None:
+        total = None
+        for part in self._parts:
+            bias = part.distance_bias(length)
+            if bias is not None:
+                total = bias if total is None else total + bias
+        return total
+
+    def distance_weight(self, length: int) -> Tensor | None:
+        product = None
+        for part in self._parts:
+            weight = part.distance_weight(length)
+            if weight is not None:
+                product = weight if product is None else product * weight
+        return product
+
+    def index_bias(self, queries: Tensor, keys: Tensor) -> Tensor:
+        biases = [part.index_bias(queries, keys) for part in self._parts if part.has("index_bias")]
+        return sum(biases[1:], biases[0])
+
+    def on_scores(self, scores: Tensor, x: Tensor, memory: dict[str, Tensor]) -> Tensor:
+        for number, part in enumerate(self._parts):
+            if not part.has("on_scores"):
+                continue
+            prefix = f"part{number}."
+            own = {
+                name.removeprefix(prefix): kept
+                for name, kept in memory.items()
+                if name.startswith(prefix)
+            }
+            scores = part.on_scores(scores, x, own)
+            memory |= {f"{prefix}{name}": kept for name, kept in own.items()}
+        return scores
+
+    @property
+    def _parts(self) -> Sequence[Position]:
+        return cast(Sequence[Position], self.parts)
+
+
+def _built(shape: Shape, part: Any) -> Position:
+    """One part from its YAML form: a name or {name: {options}}."""
+    named = {part: {}} if isinstance(part, str) else part
+    is_one = isinstance(named, dict) and len(named) == 1
+    if not is_one or not all(isinstance(options, dict) for options in named.values()):
+        raise UserError(
+            f"parts: {part!r} is no encoding; write a name or {{name: {{option: value}}}}"
+        )
+    [(name, options)] = named.items()
+    if name == "sum":
+        raise UserError("parts: sum cannot be inside itself; name the encodings in one list")
+    return build(name, shape, **options)
