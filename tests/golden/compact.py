@@ -15,7 +15,19 @@ HERE = Path(__file__).parent
 KEPT = torch.cat([torch.arange(0, 256, 8), torch.arange(248, 256)]).unique()
 
 # Of these encodings the shorter length is kept, of FoX its bias at the longer one too.
-ENCODINGS = ("fire", "fox", "longrope", "p_rope", "resonance_rope", "yarn")
+ENCODINGS = (
+    "cope",
+    "dape_v1",
+    "dape_v2",
+    "fire",
+    "fox",
+    "longrope",
+    "p_rope",
+    "pope",
+    "resonance_rope",
+    "yarn",
+)
+LEFT_OUT = ("table.", "init.", "fire_v", "ram_sepkey.", "ms_dynamic.")  # not compared
 LONG = "L48."
 KEPT_OF_LONG = (
     "fox L48.bias",
@@ -39,8 +51,8 @@ def encodings(source: Path) -> None:
     for name in ENCODINGS:
         kept = {}
         for key, tensor in load_file(source / f"{name}.safetensors").items():
-            is_table = key.startswith(("table.", "init."))
-            if f"{name} {key}" in KEPT_OF_LONG or (LONG not in key and not is_table):
+            is_used = LONG not in key and not key.startswith(LEFT_OUT)
+            if is_used or f"{name} {key}" in KEPT_OF_LONG:
                 kept[key] = tensor
         save_file(kept, folder / f"{name}.safetensors")
 

@@ -1,0 +1,73 @@
+"""Several encodings at once do what each of them does."""
+
+import pytest
+import torch
+
+from megatron.errors import UserError
+from megatron.positions import Shape, build
+from tests.positions.test_authors import output_of, scores_of
+
+SHAPE = Shape(heads=3, head_dim=8, hidden=24, train_length=64)
+
+
+def inputs():
+    torch.manual_seed(1)
+    q, k, v = torch.randn(3, 2, 3, 20, 8, dtype=torch.float64)
+    return q, k, v, torch.randn(2, 20, 24, dtype=torch.float64)
+
+
+def test_a_rotation_and_two_biases_act_together():
+    parts = ["rotary", {"alibi": {"slope_factor": 0.5}}, "mep_free"]
+    both = build("sum", SHAPE, parts=parts).double()
+    rotary = build("rotary", SHAPE).double()
+    q, k, v, x = inputs()
+    bias = build("alibi", SHAPE, slope_factor=0.5).double().distance_bias(20)
+    bias = bias + build("mep_free", SHAPE).double().distance_bias(20)
+    index = torch.arange(20)
+    distance = (index[:, None] - index).clamp(min=0)
+    expected = scores_of(rotary, q, k, x) + bias[:, distance]
+    torch.testing.assert_close(scores_of(both, q, k, x), expected, rtol=1e-12, atol=1e-12)
+    weights = expected.masked_fill(index[:, None] < index, -torch.inf).softmax(-1)
+    torch.testing.assert_close(output_of(both, q, k, v, x), weights @ v, rtol=1e-9, atol=1e-9)
+
+
+def test_hooks_are_those_of_the_parts():
+    both = build("sum", SHAPE, parts=["rotary", "fire", "cable"])
+    assert both.has("on_scores")
+    assert both.has("index_bias")
+    assert not both.has("distance_weight")
+    assert both.distance_bias(5) is None
+    assert both.per_layer
+    plain = build("sum", SHAPE, parts=["rotary", "kerple_log"])
+    assert not plain.has("on_scores")
+    assert not plain.per_layer
+    assert [*plain.learned()] == ["parts.1.p", "parts.1.a"]
+
+
+def test_two_parts_that_look_at_content_keep_what_is_theirs():
+    """Both store a tensor called total for later tokens; a cached text needs both."""
+    both = build("sum", SHAPE, parts=["cable", {"cable": {"init_std": 0.3}}]).double()
+    x = inputs()[3]
+    whole = both.on_scores(torch.zeros(2, 3, 20, 20, dtype=torch.float64), x, {})
+    memory = {}
+    both.on_scores(torch.zeros(2, 3, 12, 12, dtype=torch.float64), x[:, :12], memory)
+    last = both.on_scores(torch.zeros(2, 3, 8, 20, dtype=torch.float64), x[:, 12:], memory)
+    torch.testing.assert_close(last, whole[:, :, 12:], rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("parts", "message"),
+    [
+        ("rotary", "parts: 'rotary' is not a list; write parts: [rotary, mep_free]"),
+        ([], "parts: [] is not a list"),
+        ([{"rotary": 2}], "parts: {'rotary': 2} is no encoding; write a name or {name: {option"),
+        (["rotery"], "no encoding is called 'rotery'; did you mean rotary?"),
+        (["rotary", "sum"], "parts: sum cannot be inside itself; name the encodings in one list"),
+        (["rotary", "pope"], "parts: PoPE makes queries and keys wider; name it first"),
+        (["alibi"] * 9, "parts: 9 encodings are more than 8"),
+    ],
+)
+def test_a_slip_is_named(parts, message):
+    with pytest.raises(UserError) as fault:
+        build("sum", SHAPE, parts=parts)
+    assert message in str(fault.value)
