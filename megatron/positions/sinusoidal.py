@@ -9,7 +9,10 @@ from megatron.positions.registry import positive, register
 
 @register("sinusoidal")
 class Sinusoidal(Position):
-    """x_t + concat(sin(t·w), cos(t·w)), w_i = base^(-2i/hidden): two halves, as in GPT-NeoX."""
+    """x_t + concat(sin(t·w), cos(t·w)), w_i = base^(-2i/hidden): two halves, as in GPT-NeoX.
+
+    base: slowest wavelength / 2π
+    """
 
     published = True
     reference_names = {"inv_freq": "inv_freq"}

@@ -3,7 +3,7 @@
 import inspect
 import re
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from megatron.report.figures.positions import draw, panels, write
 PAGE = ROOT / "docs" / "positions.md"
 SHAPE = Shape(heads=12, head_dim=64, hidden=768, train_length=512)
 LENGTH = 16384
+LONG = 120  # characters of a meaning that is not repeated
 INTRODUCTION = """\
 # Positional encodings
 
@@ -66,13 +67,14 @@ def section(name: str) -> str:
         f"{source} {' '.join(_links(encoding))}".rstrip() + "\n",
     ]
     options = options_of(name)
+    details, _ = _parts(encoding, list(options))
+    meanings = _meanings(encoding, list(options))
+    lines += [f"{_escaped(text)}\n" for text in details]
     if options:
-        lines += ["| option | default |", "|---|---|"]
-        lines += [f"| `{key}` | {_shown(option.default)} |" for key, option in options.items()]
-    details = _escaped(_after_first_paragraph(encoding.__doc__))
-    if details:
-        lines.append(f"\n{details}\n")
-    elif options:
+        lines += ["| option | default | meaning |", "|---|---|---|"]
+        for key, option in options.items():
+            meaning = _escaped(meanings.get(key, ""))
+            lines.append(f"| `{key}` | {_shown(option.default)} | {meaning} |")
         lines.append("")
     price = "as its options say" if position is None else cost(position)
     lines.append(f"Learned numbers: {learned(name)}. Cost: {price}.")
@@ -164,6 +166,38 @@ def paragraph(text: str | None) -> str:
 def _after_first_paragraph(text: str | None) -> str:
     _, _, rest = inspect.cleandoc(text or "").partition("\n\n")
     return rest
+
+
+def _meanings(encoding: type[Position], options: Sequence[str]) -> dict[str, str]:
+    """What each option means, by the docstring of a class or of one that it extends."""
+    meanings: dict[str, str] = {}
+    for ancestor in reversed(encoding.__mro__):
+        meanings |= _parts(ancestor, options)[1]
+    return meanings
+
+
+def _parts(encoding: type, options: Sequence[str]) -> tuple[list[str], dict[str, str]]:
+    """The paragraphs of a docstring without its options, and what each option means.
+
+    An option begins a line, or follows a semicolon: `base: …; factor: …`. Several may share a
+    meaning: `beta_fast, beta_slow: …`.
+    """
+    text = _after_first_paragraph(encoding.__doc__)
+    details, meanings = [], {}
+    names = "|".join(map(re.escape, options))
+    option = re.compile(rf"(?:^|(?<=; ))((?:{names})(?:, (?:{names}))*): ", re.MULTILINE)
+    for part in text.split("\n\n"):
+        if not options or not option.match(part):
+            details += [part] if part else []
+            continue
+        _, *found = option.split(part)
+        for shared, meaning in zip(found[::2], found[1::2], strict=True):
+            first, *others = shared.split(", ")
+            meanings[first] = " ".join(meaning.split()).removesuffix(";")
+            is_long = len(meanings[first]) > LONG
+            for other in others:
+                meanings[other] = f"see {first}" if is_long else meanings[first]
+    return details, meanings
 
 
 def first_sentence(text: str | None) -> str:

@@ -25,6 +25,7 @@ def test_every_encoding_says_its_formula_paper_options_numbers_and_cost():
     for name, text in sections.items():
         assert len(paragraph(REGISTRY[name].__doc__)) > 10, name
         assert all(f"| `{option}` |" in text for option in options_of(name)), name
+        assert "|  |" not in text, f"{name}: an option without a meaning"
         assert re.search(r"Learned numbers: .*\. Cost: .*\.", text), name
     assert "https://arxiv.org/abs/2108.12409" in sections["alibi"]
     assert "Learned numbers: 24. Cost: a table of heads · length numbers" in sections["kerple_log"]
@@ -32,6 +33,10 @@ def test_every_encoding_says_its_formula_paper_options_numbers_and_cost():
     assert "Learned numbers: 393,216." in sections["learned"]  # 512 positions of 768
     assert "eager attention only" in sections["cable"]
     assert "`rpe`" in sections["t5"]
+    # Several in one line, one that two options share, and one of the class that it extends.
+    assert "| `base` | 10000 | slowest wavelength / 2π |" in sections["rotary"]
+    assert "| `beta_slow` | 1 | see beta_fast |" in sections["rotary"]
+    assert "| `kernels` | [exp, {exp: 0.5}, gaussian] | a list of enc" in sections["mep_free"]
 
 
 def test_a_sentence_ends_outside_parentheses():
