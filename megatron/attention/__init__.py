@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from megatron.attention.content import ScoreBias
 from megatron.attention.eager import eager
 from megatron.attention.flex import flex
 from megatron.attention.flex import refusal as flex_refusal
@@ -32,6 +33,7 @@ def attention(
     segments: Tensor | None = None,
     index_bias: IndexBias | None = None,
     on_scores: OnScores | None = None,
+    score_bias: tuple[Tensor | None, Tensor] | None = None,
     backend: str = "auto",
     self_check: bool = True,
 ) -> Tensor:
@@ -48,6 +50,8 @@ def attention(
     index_bias(indices [queries], indices [keys]) -> [heads, queries, keys]: added, for a bias that
     depends on the indices themselves;
     on_scores [batch, heads, queries, keys] -> same: after all biases, where content decides;
+    score_bias (u, w): adds u·w by content, u [batch, heads, queries] or None for ones, w
+    [batch, heads, keys]; a last dimension of both is a rank above one. w may be float64;
     backend: see `choose`;
     self_check: compare a compiled backend with the definition at its first use of a kind.
 
@@ -68,6 +72,7 @@ def attention(
         masked=window is not None or chunk is not None or segments is not None,
         index_bias=index_bias is not None,
         content=on_scores is not None,
+        content_bias=score_bias is not None,
         narrow_values=k.shape != v.shape,
         gradient=torch.is_grad_enabled() and any(learned),
     )
@@ -83,6 +88,8 @@ def attention(
     options["index_bias"] = index_bias
     if on_scores is not None:
         options["on_scores"] = on_scores
+    if score_bias is not None:
+        options["score_bias"] = ScoreBias.of(score_bias)
     return BACKENDS[name](q, k, v, bias, **options)
 
 
@@ -95,6 +102,7 @@ class Needs:
     masked: a window, chunk or segments mask keys before the query;
     index_bias: a bias depends on indices;
     content: the encoding changes scores by content;
+    content_bias: a bias by content of low rank is added;
     narrow_values: values have fewer features than queries and keys;
     gradient: one is wanted
     """
@@ -104,6 +112,7 @@ class Needs:
     masked: bool = False
     index_bias: bool = False
     content: bool = False
+    content_bias: bool = False
     narrow_values: bool = False
     gradient: bool = False
 
@@ -166,6 +175,8 @@ def refusal(backend: str, needs: Needs) -> str | None:
         return None
     if needs.content:
         return "the encoding looks at content"
+    if needs.content_bias and backend != "sdpa":
+        return "a bias depends on content"
     if needs.narrow_values and backend != "sdpa":
         return "queries and keys are wider than values"
     if backend in REFUSALS:

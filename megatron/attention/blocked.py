@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from megatron.attention.content import ScoreBias, plus_content
 from megatron.attention.eager import mask
 
 BLOCK, BACKWARD_BLOCK = 256, 128  # queries
@@ -148,11 +149,13 @@ def in_blocks(
     segments: Tensor | None,
     scope: Scope,
     index_bias: Callable[[Tensor, Tensor], Tensor] | None = None,
+    score_bias: ScoreBias | None = None,
 ) -> Tensor:
     """See megatron.attention.attention. Under autograd every block's scores are kept."""
     reversed_bias, reversed_weight = _reversed_tables(bias, weight, k, scope)
     size = BLOCK
-    if weight is not None or segments is not None or index_bias is not None:
+    in_view = weight is None and segments is None and index_bias is None and score_bias is None
+    if not in_view:
         scores_of_a_query = q.shape[0] * q.shape[1] * scope.keys
         size = min(BLOCK, max(1, MOST_SCORES // scores_of_a_query))
     if scope.queries > size:
@@ -167,25 +170,37 @@ def in_blocks(
             added = added.masked_fill(block.mask(scope, segments), -math.inf)
         factor = None if reversed_weight is None else block.view(reversed_weight)
         queries = q[:, :, block.start : block.end].flip(2)
-        out = _attend(queries, k[:, :, block.keys], v[:, :, block.keys], added, factor)
+        keys, values = k[:, :, block.keys], v[:, :, block.keys]
+        scale = 1 / math.sqrt(q.shape[-1])
+        if score_bias is not None:
+            u, w = score_bias.relative(slice(block.start, block.end), block.keys, added.dtype)
+            added = plus_content(added, None if u is None else u.flip(2), w)
+        out = _attend(queries, keys, values, added, factor, scale)
         outputs.append(out.flip(2))
     return torch.cat(outputs, dim=2)
 
 
-def _attend(q: Tensor, k: Tensor, v: Tensor, added: Tensor, factor: Tensor | None) -> Tensor:
-    """One block: softmax(factor · q·k/√head_dim + added) v, [batch, heads, rows, head_dim]."""
+def _attend(
+    q: Tensor, k: Tensor, v: Tensor, added: Tensor, factor: Tensor | None, scale: float
+) -> Tensor:
+    """One block: softmax(factor · scale · q·k + added) v, [batch, heads, rows, features of v]."""
     if factor is not None:  # a factor is not additive, so no fused kernel computes it
         wide = added.dtype
-        products = q.to(wide) @ k.to(wide).transpose(-1, -2) / math.sqrt(q.shape[-1])
+        products = q.to(wide) @ k.to(wide).transpose(-1, -2) * scale
         scores = products * factor + added
         out = scores.softmax(dim=-1) @ v.to(wide)
         return out.to(q.dtype)
     if q.device.type == "cpu":
-        return F.scaled_dot_product_attention(q, k, v, attn_mask=added)
+        # torch's fused kernel takes values as wide as keys alone.
+        features, wider = v.shape[-1], q.shape[-1] - v.shape[-1]
+        out = F.scaled_dot_product_attention(
+            q, k, F.pad(v, (0, wider)) if wider else v, attn_mask=added, scale=scale
+        )
+        return out[..., :features]
     # CUDA's kernels need aligned rows in q's dtype. Copy first: then gradients add up in float32.
     with sdpa_kernel(KERNELS_WITH_MASK):
         aligned = added.contiguous().to(q.dtype)
-        return F.scaled_dot_product_attention(q, k, v, attn_mask=aligned)
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=aligned, scale=scale)
 
 
 def _reversed_tables(
@@ -207,13 +222,16 @@ class Blocked(torch.autograd.Function):
     def forward(ctx: Any, *inputs: Any) -> Tensor:
         *tensors, ctx.scope = inputs
         ctx.save_for_backward(*tensors)
-        return in_blocks(*inputs)
+        q, k, v, bias, weight, segments, u, w = tensors
+        score_bias = None if w is None else ScoreBias(u, w)
+        return in_blocks(q, k, v, bias, weight, segments, ctx.scope, score_bias=score_bias)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, bias, weight, segments = ctx.saved_tensors
+        q, k, v, bias, weight, segments, u, w = ctx.saved_tensors
         scope = ctx.scope
+        content_bias = None if w is None else ContentGradients.of(u, w)
         tables = _reversed_tables(bias, weight, k, scope)
         wants_dbias, wants_dweight = ctx.needs_input_grad[3:5]
         dbias = torch.zeros_like(tables[0]) if wants_dbias else None
@@ -228,13 +246,15 @@ class Blocked(torch.autograd.Function):
             (dbias, dweight),
             segments,
             scope,
+            content_bias,
         )
         dq = dq.transpose(0, 1).flip(2).to(q.dtype)
         dk = dk.transpose(0, 1).to(k.dtype)
         dv = dv.transpose(0, 1).to(v.dtype)
         dbias = scope.restored(dbias, bias)
         dweight = scope.restored(dweight, weight)
-        return dq, dk, dv, dbias, dweight, None, None
+        du, dw = (None, None) if content_bias is None else content_bias.found()
+        return dq, dk, dv, dbias, dweight, None, du, dw, None
 
 
 def _heads_first(x: Tensor) -> Tensor:
@@ -251,6 +271,7 @@ def _gradients(
     table_gradients: tuple[Tensor | None, Tensor | None],
     segments: Tensor | None,
     scope: Scope,
+    content_bias: "ContentGradients | None" = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dq, dk, dv in float32 or wider; all tensors are [heads, batch, length, head_dim].
 
@@ -277,12 +298,16 @@ def _gradients(
             products = wide_q[heads, :, rows] @ wide_k[heads, :, columns].mT
             factor = None if weight is None else block.view(weight[heads])[:, None]
             added = block.view(bias[heads])[:, None]
+            if content_bias is not None:
+                added = content_bias.plus(added, heads, block)
             probabilities = _probabilities(products, added, factor, masked)
 
             dprobabilities = wide_dout[heads, :, rows] @ wide_v[heads, :, columns].mT
             dscores = torch.ops.aten._softmax_backward_data(dprobabilities, probabilities, -1, wide)
             if dbias is not None:
                 block.add_diagonals(dbias[heads], dscores)
+            if content_bias is not None:
+                content_bias.add(heads, block, dscores)
             if dweight is not None:
                 block.add_diagonals(dweight[heads], dscores * products)
 
@@ -294,6 +319,56 @@ def _gradients(
             rounded = probabilities.to(q.dtype)
             _add_product(dv[heads, :, columns], rounded.mT, dout[heads, :, rows])
     return dq.mul_(scale), dk.mul_(scale), dv
+
+
+@dataclass(frozen=True)
+class ContentGradients:
+    """A bias by content in the backward pass, the last query of a block first, and its gradients.
+
+    u, du [heads, batch, queries, rank], u None for ones; w, dw [heads, batch, keys, rank]
+    """
+
+    u: Tensor | None
+    w: Tensor
+    du: Tensor | None
+    dw: Tensor
+
+    @classmethod
+    def of(cls, u: Tensor | None, w: Tensor) -> "ContentGradients":
+        """u [batch, heads, queries, rank] or None, w [batch, heads, keys, rank]."""
+        w = w.transpose(0, 1)
+        dw = torch.zeros_like(w)
+        if u is None:
+            return cls(None, w, None, dw)
+        u = u.transpose(0, 1)
+        return cls(u, w, torch.zeros_like(u, dtype=torch.float32), dw)
+
+    def plus(self, added: Tensor, heads: slice, block: Block) -> Tensor:
+        """added and the bias of a block: [heads, batch, rows, columns]."""
+        return plus_content(added, *self._relative(heads, block, added.dtype))
+
+    def add(self, heads: slice, block: Block, dscores: Tensor) -> None:
+        """Add what the gradient of a block's scores means for u and w."""
+        u, w = self._relative(heads, block, dscores.dtype)
+        if u is None or self.du is None:
+            self.dw[heads, :, block.keys] += dscores.sum(2)[..., None]
+            return
+        self.dw[heads, :, block.keys] += dscores.mT @ u
+        self.du[heads, :, block.start : block.end] = (dscores @ w).flip(2)
+
+    def _relative(
+        self, heads: slice, block: Block, dtype: torch.dtype
+    ) -> tuple[Tensor | None, Tensor]:
+        u = None if self.u is None else self.u[heads]
+        part = ScoreBias(u, self.w[heads])
+        u, w = part.relative(slice(block.start, block.end), block.keys, dtype)
+        return None if u is None else u.flip(2), w
+
+    def found(self) -> tuple[Tensor | None, Tensor]:
+        """Gradients of u and w: [batch, heads, …]."""
+        if self.u is None or self.du is None:
+            return None, self.dw.transpose(0, 1)
+        return self.du.to(self.u.dtype).transpose(0, 1), self.dw.transpose(0, 1)
 
 
 def _groups_of_heads(q: Tensor, block: Block) -> Iterator[slice]:

@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron.attention.content import ScoreBias
+
 
 def eager(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, **more: Any) -> Tensor:
     """See megatron.attention.attention: memory grows with queries · keys."""
@@ -25,6 +27,7 @@ def probabilities(
     segments: Tensor | None,
     index_bias: Callable[[Tensor, Tensor], Tensor] | None,
     on_scores: Callable[[Tensor], Tensor] | None = None,
+    score_bias: ScoreBias | None = None,
 ) -> Tensor:
     """How much of each key a query takes: [batch, heads, queries, keys], at least float32."""
     dtype = torch.promote_types(q.dtype, torch.float32)
@@ -41,10 +44,24 @@ def probabilities(
         scores = scores + bias[:, distance]
     if index_bias is not None:
         scores = scores + index_bias(query, key)
+    if score_bias is not None:
+        scores = scores + _content(score_bias, query).to(dtype)
     if on_scores is not None:
         scores = on_scores(scores)
     scores = scores.masked_fill(mask(query, key, window, chunk, segments), -math.inf)
     return scores.softmax(dim=-1)
+
+
+def _content(score_bias: ScoreBias, query: Tensor) -> Tensor:
+    """u·(w of the key less w of the query): [batch, heads, queries, keys].
+
+    What is subtracted is the same for all keys of a query, so the softmax ignores it.
+    """
+    u, w = score_bias.u, score_bias.w
+    difference = w[:, :, None] - w[:, :, query, None]  # [batch, heads, queries, keys, rank]
+    if u is None:
+        return difference.sum(-1)
+    return (u[:, :, :, None] * difference).sum(-1)
 
 
 def mask(

@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron.attention.blocked import Blocked, Scope, in_blocks
+from megatron.attention.content import ScoreBias
 
 
 def sdpa(
@@ -20,6 +21,7 @@ def sdpa(
     chunk: int | None,
     segments: Tensor | None,
     index_bias: Callable[[Tensor, Tensor], Tensor] | None,
+    score_bias: ScoreBias | None = None,
 ) -> Tensor:
     """See megatron.attention.attention.
 
@@ -30,7 +32,7 @@ def sdpa(
         window = None  # it masks nothing
     if chunk is not None and 2 * chunk >= keys:
         chunk = None
-    options = (bias, weight, window, chunk, segments, index_bias)
+    options = (bias, weight, window, chunk, segments, index_bias, score_bias)
     plain_causal = all(option is None for option in options)
     if plain_causal:
         if queries == keys:
@@ -44,6 +46,7 @@ def sdpa(
     # Only autograd finds the parameters of an index bias. And for a frozen table in half precision
     # the gradients of torch's kernel are faster than ours: at 2048 and 4096 they take 1.1 times as
     # long as those without a bias, ours 1.3 times.
-    if index_bias is not None or (fused and half_precision):
-        return in_blocks(q, k, v, bias, weight, segments, scope, index_bias)
-    return Blocked.apply(q, k, v, bias, weight, segments, scope)
+    if index_bias is not None or (fused and half_precision and score_bias is None):
+        return in_blocks(q, k, v, bias, weight, segments, scope, index_bias, score_bias)
+    u, w = (None, None) if score_bias is None else (score_bias.u, score_bias.w)
+    return Blocked.apply(q, k, v, bias, weight, segments, u, w, scope)

@@ -11,6 +11,7 @@ from megatron.conformance.gradients import (
     gradients_reach_every_parameter,
     training_stays_finite,
 )
+from megatron.conformance.kernels import conditionally_positive_definite
 from megatron.conformance.model import (
     backends_agree,
     cached_is_full,
@@ -39,6 +40,7 @@ CHECKS: tuple[Check, ...] = (
     shift_invariant,
     zero_at_zero,
     never_rises,
+    conditionally_positive_definite,
     finite_far_away,
     same_at_every_length,
     alone_in_a_mixture,

@@ -52,9 +52,26 @@ def scores(
         result = result + by_name["bias"][:, distance]
     if position.has("index_bias"):
         result = result + position.index_bias(start + index, start + index)
+    if position.has("score_bias") and x is not None:
+        result = result + content_bias(position, x)
     if position.has("on_scores") and x is not None:
         result = position.on_scores(result[None], x, {})[0]
     return result.tril()
+
+
+def content_bias(position: Position, x: Tensor) -> Tensor:
+    """What score_bias adds to a text without earlier tokens: [heads, length, length].
+
+    The key of the query itself gets 0.
+    """
+    u, w = position.score_bias(x, {})
+    if w.dim() == 3:  # rank one
+        w = w[..., None]
+        u = None if u is None else u[..., None]
+    difference = w[0, :, None] - w[0, :, :, None]  # [heads, queries, keys, rank]
+    if u is not None:
+        difference = difference * u[0, :, :, None]
+    return difference.sum(-1).to(position.origin.dtype)
 
 
 def effects_before(position: Position, end: int) -> dict[str, Tensor]:
@@ -70,6 +87,8 @@ def effects_before(position: Position, end: int) -> dict[str, Tensor]:
     if position.has("index_bias"):
         last = torch.arange(end - 4, end)
         effects["index bias"] = position.index_bias(last, torch.arange(end))
+    if position.has("score_bias"):
+        effects["content bias"] = content_bias(position, x).tril()
     if position.has("on_scores"):
         no_scores = torch.zeros(1, shape.heads, CHUNK, CHUNK)
         effects["content score"] = position.on_scores(no_scores, x, {}).tril()

@@ -89,7 +89,7 @@ def _unless_claimed(subject: Subject, claim: str, detail: str) -> Finding:
 def shift_invariant(subject: Subject) -> Finding:
     """Scores depend on the distance alone."""
     position = subject.position()
-    if position.has("on_scores"):
+    if position.looks_at_content:
         return Finding(FACT, "it looks at content")
     if adds_to_embeddings(position):
         return Finding(FACT, "it adds something to the embedding")

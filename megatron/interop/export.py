@@ -126,6 +126,9 @@ def form_of(model: GPT, config: Config) -> Form:
     return Form(exported_folder.ARCHITECTURE, settings, state, sources)
 
 
+BY_CONTENT = ("on_scores", "score_bias")
+
+
 def _check_free(folder: Path) -> None:
     if not folder.exists():
         return
@@ -134,11 +137,12 @@ def _check_free(folder: Path) -> None:
 
 
 def _check_offered(model: GPT, config: Config) -> None:
-    if model.position.has("on_scores"):
+    hook = next((hook for hook in BY_CONTENT if model.position.has(hook)), None)
+    if hook is not None:
         raise UserError(
             f"pos_emb: {config.position.pos_emb} changes scores by the content of the text"
-            " (on_scores), and an exported model computes attention in blocks that never hold all"
-            " of them - export a model whose encoding is a table, a rotation or an embedding"
+            f" ({hook}), which an exported model does not compute - export a model whose encoding"
+            " is a table, a rotation or an embedding"
         )
 
 

@@ -184,6 +184,7 @@ class GPT(nn.Module):
             masked=self.window is not None or self.blockwise,
             index_bias=position.has("index_bias"),
             content=position.has("on_scores"),
+            content_bias=position.has("score_bias"),
             narrow_values=position.score_width != 1,
             gradient=self.training and torch.is_grad_enabled(),
         )

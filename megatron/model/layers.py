@@ -89,6 +89,9 @@ class SelfAttention(nn.Module):
         on_scores = None
         if position.has("on_scores"):
             on_scores = partial(position.on_scores, x=x, memory=memory)
+        score_bias = None
+        if position.has("score_bias"):
+            score_bias = position.score_bias(x, memory)
         out = attention(
             q,
             _for_each_query_head(k, self.group),
@@ -99,6 +102,7 @@ class SelfAttention(nn.Module):
             chunk=inputs.chunk,
             index_bias=position.index_bias if position.has("index_bias") else None,
             on_scores=on_scores,
+            score_bias=score_bias,
             backend=inputs.backend,
             self_check=inputs.self_check,
         )

@@ -77,7 +77,7 @@ class Alibi(Sloped):
     """-s · d; as a kernel, exp(-s · d)."""
 
     published = True
-    claims = ("zero_at_0", "never_rises")
+    claims = ("zero_at_0", "never_rises", "conditionally_positive_definite")
 
     def log_kernel(self, distance: Tensor) -> Tensor:
         return -self.per_head("slopes") * distance
@@ -88,7 +88,7 @@ class Gaussian(Sloped):
     """-s · d²; as a kernel, MEP's Gaussian exp(-s · d²) (arXiv 2403.17698), with ALiBi's slopes."""
 
     published = True
-    claims = ("zero_at_0", "never_rises")
+    claims = ("zero_at_0", "never_rises", "conditionally_positive_definite")
 
     def log_kernel(self, distance: Tensor) -> Tensor:
         return -self.per_head("slopes") * distance**2

@@ -28,16 +28,18 @@ class Shape:
 
 
 class Position(Float32Module):
-    """A positional encoding: override any of seven hooks. Its numbers stay in float32.
+    """A positional encoding: override any of eight hooks. Its numbers stay in float32.
 
     The hooks are `prepare`, `on_embeddings`, `on_queries_keys`, `distance_bias`,
-    `distance_weight`, `index_bias` and `on_scores`; docs/add_an_encoding.md has an example of each.
+    `distance_weight`, `index_bias`, `score_bias` and `on_scores`; docs/add_an_encoding.md has an
+    example of each.
 
     per_layer: every layer needs parameters of its own, whatever `pos_emb_shared` says
     by_distance: whether positions count by their differences alone, apart from what is added to
         the embedding; False where the scores of equal vectors change along the text
     score_width: how many times as wide as values on_queries_keys makes queries and keys
-    claims: "zero_at_0", "never_rises" or both; tools/check_encoding.py holds the bias to them
+    claims: some of "zero_at_0", "never_rises" and "conditionally_positive_definite", as KERPLE's
+        kernels are; tools/check_encoding.py holds the bias to them
     bounds: intervals of learned parameters; `bounded` and `learned` give the values within them
     rows_are_positions: names of learned tables with a row for each position; a model that is
         fine-tuned with more rows keeps those that it had
@@ -100,6 +102,17 @@ class Position(Float32Module):
         """
         raise NotImplementedError
 
+    def score_bias(self, x: Tensor, memory: dict[str, Tensor]) -> tuple[Tensor | None, Tensor]:
+        """A bias by content that is a product, (u, w): u·w is added to q·k/√head_dim.
+
+        x [batch, queries, hidden] is the input of this layer's attention, memory as for on_scores.
+        u [batch, heads, queries], or None where it is 1; w [batch, heads, keys] for all keys, those
+        in memory first. With a last dimension of both, the sum over it is added. What is the same
+        for all keys of a query drops out of the softmax, so a sum over the tokens between key and
+        query is u = None with w = minus the running sum at the key. Give such a sum in float64.
+        """
+        raise NotImplementedError
+
     def on_scores(self, scores: Tensor, x: Tensor, memory: dict[str, Tensor]) -> Tensor:
         """Change the scores by the content of the text; attention is then `eager`.
 
@@ -131,6 +144,11 @@ class Position(Float32Module):
     def has(self, hook: str) -> bool:
         """Whether this encoding overrides a hook: index_bias, on_scores, distance_bias …"""
         return getattr(type(self), hook) is not getattr(Position, hook)
+
+    @property
+    def looks_at_content(self) -> bool:
+        """Whether scores depend on the text besides q and k."""
+        return self.has("score_bias") or self.has("on_scores")
 
     def distances(self, length: int) -> Tensor:
         """0, 1, …, length - 1: [length] float32, exact up to 2^24."""

@@ -7,6 +7,7 @@ from torch import Tensor, nn
 from megatron.positions.base import Position, Shape
 from megatron.positions.precision import at_least_float32, without_autocast
 from megatron.positions.registry import positive, register
+from megatron.positions.running_sum import running_sum
 
 
 @register("cable")
@@ -30,21 +31,13 @@ class Cable(Position):
         self.step = nn.Parameter(torch.empty(size).normal_(0.0, std))  # the paper's w_c
         self.gain = nn.Parameter(torch.empty(size).normal_(0.0, std))  # the paper's w_s
 
-    def on_scores(self, scores: Tensor, x: Tensor, memory: dict[str, Tensor]) -> Tensor:
-        """scores [batch, heads, queries, keys], x [batch, queries, hidden] -> scores.
+    def score_bias(self, x: Tensor, memory: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+        """x [batch, queries, hidden] -> g [batch, heads, queries] and S [batch, heads, keys].
 
-        memory["total"] [batch, heads, keys] holds S of all keys.
+        g_i S_i is the same for all keys. memory["total"] holds S of all keys, in float64.
         """
         with without_autocast(x):
             x = at_least_float32(x)
             step = torch.relu(x @ self.bounded("step")).transpose(1, 2)  # [batch, heads, queries]
             gain = F.softplus(x @ self.bounded("gain")).transpose(1, 2)
-            total = step.cumsum(dim=-1)  # S
-            if "total" in memory:
-                earlier = memory["total"]
-                total = torch.cat([earlier, earlier[..., -1:] + total], dim=-1)
-            memory["total"] = total
-            queries = step.shape[-1]
-            of_queries = total[..., -queries:, None]
-            of_keys = total[..., None, :]
-            return scores - gain[..., None] * (of_queries - of_keys)
+            return gain, running_sum(step, memory, "total")

@@ -131,7 +131,7 @@ def _built(shape: Shape, of: str, args: Mapping[str, Any] | None) -> Position:
     if args is not None and not isinstance(args, Mapping):
         raise UserError(f"args: {args!r} are not options; write args: {{option: value}}")
     inner = build(of, shape, **dict(args or {}))
-    if inner.has("on_scores"):
+    if inner.looks_at_content:
         raise UserError(
             f"of: {of} looks at content itself; choose an encoding with a bias, or none"
         )

@@ -71,7 +71,7 @@ class KerpleLog(Kerple, DistanceBias):
     """
 
     published = True
-    claims = ("zero_at_0", "never_rises")
+    claims = ("zero_at_0", "never_rises", "conditionally_positive_definite")
     bounds = {"p": POSITIVE, "a": POSITIVE}
     reference_names = {"p": "bias_p", "a": "bias_a"}
 
@@ -97,7 +97,7 @@ class KerpleLog3(Kerple, DistanceBias):
     r1, r2, r3: learned by default; one number for all heads, or a list of one per head, fixes them
     """
 
-    claims = ("zero_at_0", "never_rises")
+    claims = ("zero_at_0", "never_rises", "conditionally_positive_definite")
     bounds = {"r1": POSITIVE, "r2": POSITIVE, "r3": EXPONENT}
 
     def __init__(
@@ -126,7 +126,7 @@ class KerplePower(Kerple, DistanceBias):
     """
 
     published = True
-    claims = ("zero_at_0", "never_rises")
+    claims = ("zero_at_0", "never_rises", "conditionally_positive_definite")
     bounds = {"a": POSITIVE, "p": EXPONENT}
     reference_names = {"a": "bias_a", "p": "bias_p"}
 
@@ -223,7 +223,7 @@ class KerpleBump(Kerple, DistanceBias):
     r1, r2: learned by default; one number for all heads, or a list of one per head, fixes them
     """
 
-    claims = ("never_rises",)
+    claims = ("never_rises", "conditionally_positive_definite")
     bounds = {"r1": POSITIVE, "r2": POSITIVE}
 
     def __init__(self, shape: Shape, *, r1: Given | None = None, r2: Given | None = None) -> None:
@@ -244,7 +244,7 @@ class KerpleBump3(Kerple, DistanceBias):
     r1, r2, r3: learned by default; one number for all heads, or a list of one per head, fixes them
     """
 
-    claims = ("never_rises",)
+    claims = ("never_rises", "conditionally_positive_definite")
     bounds = {"r1": POSITIVE, "r2": POSITIVE, "r3": EXPONENT}
 
     def __init__(

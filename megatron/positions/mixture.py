@@ -23,6 +23,7 @@ OTHER_HOOKS = (
     "on_queries_keys",
     "distance_weight",
     "index_bias",
+    "score_bias",
     "on_scores",
 )
 

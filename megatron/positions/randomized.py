@@ -104,7 +104,7 @@ def _build_inner(shape: Shape, of: str, args: Mapping[str, Any] | None, position
     most = options.get("max_positions", positions)
     if most < positions:
         raise UserError(f"max_positions: {most} is less than range: {positions}; raise it")
-    if inner.has("on_scores"):
+    if inner.looks_at_content:
         raise UserError(
             f"of: {of} looks at content, not at positions, so there is nothing to randomize"
         )

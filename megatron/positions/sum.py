@@ -1,8 +1,10 @@
 """Several encodings at once, such as rotary with a bias by distance."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, cast
 
+import torch
 from torch import Tensor, nn
 
 from megatron.errors import UserError
@@ -75,23 +77,56 @@ class Sum(Position):
         biases = [part.index_bias(queries, keys) for part in self._parts if part.has("index_bias")]
         return sum(biases[1:], biases[0])
 
+    def score_bias(self, x: Tensor, memory: dict[str, Tensor]) -> tuple[Tensor | None, Tensor]:
+        biases = []
+        for number, part in enumerate(self._parts):
+            if part.has("score_bias"):
+                with _own(memory, number) as own:
+                    biases.append(part.score_bias(x, own))
+        if len(biases) == 1:
+            return biases[0]
+        return _joined(biases)
+
     def on_scores(self, scores: Tensor, x: Tensor, memory: dict[str, Tensor]) -> Tensor:
         for number, part in enumerate(self._parts):
             if not part.has("on_scores"):
                 continue
-            prefix = f"part{number}."
-            own = {
-                name.removeprefix(prefix): kept
-                for name, kept in memory.items()
-                if name.startswith(prefix)
-            }
-            scores = part.on_scores(scores, x, own)
-            memory |= {f"{prefix}{name}": kept for name, kept in own.items()}
+            with _own(memory, number) as own:
+                scores = part.on_scores(scores, x, own)
         return scores
 
     @property
     def _parts(self) -> Sequence[Position]:
         return cast(Sequence[Position], self.parts)
+
+
+@contextmanager
+def _own(memory: dict[str, Tensor], number: int) -> Iterator[dict[str, Tensor]]:
+    """What one part keeps in the memory of all."""
+    prefix = f"part{number}."
+    own = {
+        name.removeprefix(prefix): kept for name, kept in memory.items() if name.startswith(prefix)
+    }
+    yield own
+    memory |= {f"{prefix}{name}": kept for name, kept in own.items()}
+
+
+def _joined(biases: Sequence[tuple[Tensor | None, Tensor]]) -> tuple[Tensor, Tensor]:
+    """Several products as one of higher rank."""
+    us, ws = [], []
+    for u, w in biases:
+        w = w if w.dim() == 4 else w[..., None]
+        queries_of_one = w.new_ones(1, 1, 1, 1) if u is None else u
+        us.append(queries_of_one if queries_of_one.dim() == 4 else queries_of_one[..., None])
+        ws.append(w)
+    queries = max(u.shape[2] for u in us)
+    shape = ws[0].shape[:2]
+    return (
+        torch.cat(
+            [u.expand(*shape, queries, w.shape[-1]) for u, w in zip(us, ws, strict=True)], -1
+        ),
+        torch.cat(ws, dim=-1),
+    )
 
 
 def _built(shape: Shape, part: Any) -> Position:

@@ -135,6 +135,8 @@ def cost(position: Position) -> str:
             "a bias for each pair of tokens in every layer:"
             " time grows with length², memory with length (in blocks)"
         )
+    if position.has("score_bias"):
+        costs.append("a number per key and head in every layer, which `sdpa` reads as a feature")
     if position.has("on_scores"):
         costs.append("eager attention only: time and memory grow with length²")
     if type(position).on_queries_keys is not Position.on_queries_keys:

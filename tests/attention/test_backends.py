@@ -214,7 +214,8 @@ def test_every_encoding_learns_alike_whatever_the_backend(name, backend):
     subject = Subject(name, NEEDED.get(name, {}), heads=2, train_length=length)
     ids, found = torch.randint(VOCAB, (1, length + 1)), {}
     position = subject.position()
-    if position.has("on_scores") or (position.has("index_bias") and backend != "sdpa"):
+    by_blocks = position.has("index_bias") or position.has("score_bias") or position.score_width > 1
+    if position.has("on_scores") or (by_blocks and backend != "sdpa"):
         with pytest.raises(
             UserError, match=f"attention_backend: {backend} cannot compute this: .*; choose"
         ):

@@ -107,7 +107,7 @@ def test_what_cannot_be_computed_is_refused_before_the_first_token():
         attention(*tensors, backend="flex")
 
 
-@pytest.mark.parametrize("name", ["rotary", "alibi", "fire", "cable"])
+@pytest.mark.parametrize("name", ["rotary", "alibi", "fire", "cable", "cope", "pope"])
 def test_a_model_names_the_backend_that_really_acts(name, monkeypatch):
     gpt, acted = Subject(name).gpt(), []
     for backend, function in list(BACKENDS.items()):

@@ -73,7 +73,7 @@ def test_a_finding_carries_the_sentence_of_its_check():
         ("rotary", tables.alone_in_a_mixture, NOT_APPLICABLE, "it is not a function of the"),
         ("rotary", precision.float32_under_autocast, NOT_APPLICABLE, "it has no bias"),
         ("alibi", gradients.bounds_hold_anywhere, NOT_APPLICABLE, "it learns nothing"),
-        ("cable", model.backends_agree, NOT_APPLICABLE, "scores that look at content exist in"),
+        ("cope", model.backends_agree, NOT_APPLICABLE, "scores that look at content exist in"),
         ("learned", tables.finite_far_away, NOT_APPLICABLE, "refused: pos_emb: learned positions"),
         ("learned", gradients.gradients_finite_far_away, HOLDS, "at 64, where it ends"),
         ("xpos", tables.finite_far_away, HOLDS, "at 16384; at 131072 refused: pos_emb: xpos"),

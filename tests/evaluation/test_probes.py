@@ -187,7 +187,7 @@ def bias_of(position, query):
 
 
 def test_an_encoding_that_looks_at_content_is_measured_up_to_a_length():
-    model = small("pos_emb=cable", "max_position_embeddings=4096").float()
+    model = small("pos_emb=cope", "max_position_embeddings=4096").float()
     _, mass = attention_by_distance(model, [np.random.default_rng(0).integers(0, 64, 41)])
     np.testing.assert_allclose(mass.sum(dim=1), 1, rtol=1e-5)
     with pytest.raises(UserError, match="looks at content is measured up to length 2048"):

@@ -62,7 +62,7 @@ def test_what_cannot_be_exported_is_one_message_and_leaves_nothing(tmp_path):
     path, _ = a_run(tmp_path, "pos_emb=cable")
     message = refused(path, tmp_path / "out")
     assert message.startswith(
-        "pos_emb: cable changes scores by the content of the text (on_scores)"
+        "pos_emb: cable changes scores by the content of the text (score_bias)"
     )
 
     path, _ = a_run(tmp_path / "alibi", "pos_emb=alibi")

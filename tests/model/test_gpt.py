@@ -189,8 +189,8 @@ def test_ids_of_the_wrong_shape_are_refused():
 
 def test_a_model_says_which_attention_it_computes():
     assert small().resolved_backend == "sdpa"
-    assert small("pos_emb=cable").resolved_backend == "eager"
+    assert small("pos_emb=cope").resolved_backend == "eager"
     with pytest.raises(
         UserError, match="sdpa cannot compute this: the encoding looks at content; choose eager"
     ):
-        _ = small("pos_emb=cable", "attention_backend=sdpa").resolved_backend
+        _ = small("pos_emb=cope", "attention_backend=sdpa").resolved_backend

@@ -50,7 +50,7 @@ def test_numbers_and_operations_are_those_of_the_built_model(parts):
 
 
 @every_combination
-@pytest.mark.parametrize("pos_emb", ["rotary", "mep_free", "cable", "xpos"])
+@pytest.mark.parametrize("pos_emb", ["rotary", "mep_free", "cable", "cope", "dape_v2", "xpos"])
 @torch.no_grad()
 def test_decoding_in_pieces_is_the_whole_pass(pos_emb, parts):
     gpt, ids = model(f"pos_emb={pos_emb}", *parts), torch.randint(50, (2, 81))

@@ -165,6 +165,13 @@ def dape(golden: Golden) -> Position:
     return ours
 
 
+def fox(golden: Golden) -> Position:
+    ours = build("fox", golden.shape())
+    ours.weight.data.copy_(golden.numbers["param.gate_weight"])
+    ours.bias.data.copy_(golden.numbers["param.gate_bias"])
+    return ours
+
+
 OF_DAPE = {
     "mlp2.0.weight": "weight_0",
     "mlp2.0.bias": "bias_0",
@@ -189,6 +196,7 @@ CASES: dict[str, dict[str, Case]] = {
     },
     "longrope": {"ms": Case(longrope), "ms_yarn_magnitude": Case(longrope)},
     "fire": {"fire": Case(fire, gradients=OF_FIRE, constant=True)},
+    "fox": {"": Case(fox, gradients={"gate_weight": "weight", "gate_bias": "bias"})},
     "pope": {"": Case(pope, gradients={"bias": "delta"})},
     # ram_sepkey has keys of its own for the gates, which is not offered.
     "cope": {
@@ -237,9 +245,18 @@ def scores_of(position: Position, q: Tensor, k: Tensor, x: Tensor) -> Tensor:
         scores = scores + bias[:, distance]
     if position.has("index_bias"):
         scores = scores + position.index_bias(index, index)
+    if position.has("score_bias"):
+        scores = scores + content_bias_of(position, x)
     if position.has("on_scores"):
         scores = position.on_scores(scores, x, {})
     return scores
+
+
+def content_bias_of(position: Position, x: Tensor) -> Tensor:
+    """[batch, heads, length, length] for rank one; 0 for the query's own key."""
+    u, w = position.score_bias(x, {})
+    bias = w[:, :, None] - w[..., None]
+    return bias if u is None else u[..., None] * bias
 
 
 def output_of(position: Position, q: Tensor, k: Tensor, v: Tensor, x: Tensor) -> Tensor:
@@ -257,6 +274,7 @@ def output_of(position: Position, q: Tensor, k: Tensor, v: Tensor, x: Tensor) ->
         weight=position.distance_weight(length),
         index_bias=position.index_bias if position.has("index_bias") else None,
         on_scores=on_scores,
+        score_bias=position.score_bias(x, {}) if position.has("score_bias") else None,
         backend="eager",
     )
 
@@ -301,14 +319,17 @@ def test_an_encoding_gives_the_numbers_of_its_authors(name, variant):
             one.requires_grad_()
         with torch.no_grad():
             scores = lower_triangle(scores_of(position, q, k, x))
+            bias = lower_triangle(scores_of(position, 0 * q, k, x))
         out = output_of(position, q, k, v, x)
-        check_values(scores, out, expected, case)
+        check_values(scores, bias, out, expected, case)
         if case.last_score:
             (out * dout).sum().backward()
             check_gradients(position, inputs, expected, case)
 
 
-def check_values(scores: Tensor, out: Tensor, expected: dict[str, Tensor], case: Case) -> None:
+def check_values(
+    scores: Tensor, bias: Tensor, out: Tensor, expected: dict[str, Tensor], case: Case
+) -> None:
     if "scores" in expected:
         wanted = expected["scores"]
         found = scores[: len(wanted)]
@@ -316,6 +337,8 @@ def check_values(scores: Tensor, out: Tensor, expected: dict[str, Tensor], case:
             found, wanted = found - found[..., :1], wanted - wanted[..., :1]
         last = wanted.shape[-1] if case.last_score else -1
         close(found[..., :last], wanted[..., :last], 2e-5)
+    if "bias" in expected:
+        close(bias[: len(expected["bias"])], expected["bias"], 2e-5)
     if "out" in expected:
         last = out.shape[2] if case.last_score else -1
         close(out[:, :, :last], expected["out"][:, :, :last], 2e-5)

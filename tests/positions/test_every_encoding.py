@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from megatron.config import load
-from megatron.conformance import gradients, model, precision, tables
+from megatron.conformance import gradients, kernels, model, precision, tables
 from megatron.conformance.checks import CHECKS, examine
 from megatron.conformance.finding import FAILS, HOLDS, NOT_APPLICABLE, Check, Finding
 from megatron.conformance.subject import Subject
@@ -84,7 +84,12 @@ def test_tables_are_finite_and_the_same_at_every_length_for_any_number_of_heads(
         assert finding.verdict != FAILS, f"{finding.check}: {finding.detail}"
 
 
-BY_DISTANCE = {tables.zero_at_zero, tables.never_rises, tables.alone_in_a_mixture}
+BY_DISTANCE = {
+    tables.zero_at_zero,
+    tables.never_rises,
+    kernels.conditionally_positive_definite,
+    tables.alone_in_a_mixture,
+}
 A_TABLE = {tables.same_at_every_length}
 A_BIAS = {tables.right_shape, precision.float32_under_autocast}
 LEARNS = {
@@ -103,7 +108,8 @@ LEARNS = {
         ("kerple_log", set()),
         ("kerple_wht_2para", BY_DISTANCE),
         ("fire", BY_DISTANCE | A_TABLE),
-        ("cable", BY_DISTANCE | A_TABLE | A_BIAS | {model.backends_agree}),
+        ("cable", BY_DISTANCE | A_TABLE | A_BIAS),
+        ("cope", BY_DISTANCE | A_TABLE | A_BIAS | {model.backends_agree}),
         (
             "learned",
             BY_DISTANCE | A_TABLE | A_BIAS | {tables.finite_far_away, model.finite_losses},

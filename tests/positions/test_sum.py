@@ -32,8 +32,9 @@ def test_a_rotation_and_two_biases_act_together():
 
 
 def test_hooks_are_those_of_the_parts():
-    both = build("sum", SHAPE, parts=["rotary", "fire", "cable"])
+    both = build("sum", SHAPE, parts=["rotary", "fire", "cope", "cable"])
     assert both.has("on_scores")
+    assert both.has("score_bias")
     assert both.has("index_bias")
     assert not both.has("distance_weight")
     assert both.distance_bias(5) is None
@@ -44,15 +45,24 @@ def test_hooks_are_those_of_the_parts():
     assert [*plain.learned()] == ["parts.1.p", "parts.1.a"]
 
 
-def test_two_parts_that_look_at_content_keep_what_is_theirs():
-    """Both store a tensor called total for later tokens; a cached text needs both."""
-    both = build("sum", SHAPE, parts=["cable", {"cable": {"init_std": 0.3}}]).double()
+def test_biases_by_content_are_one_product_of_higher_rank_and_keep_what_is_theirs():
+    """All three store a tensor called total for later tokens; a cached text needs each."""
+    parts = ["cable", {"fox": {"init_std": 0.5}}, {"cable": {"init_std": 0.3}}]
+    torch.manual_seed(2)
+    several = build("sum", SHAPE, parts=parts).double()
     x = inputs()[3]
-    whole = both.on_scores(torch.zeros(2, 3, 20, 20, dtype=torch.float64), x, {})
+    expected = 0
+    for part in several.parts:
+        u, w = part.score_bias(x, {})
+        expected = expected + (w[:, :, None] if u is None else u[..., None] * w[:, :, None])
+    u, w = several.score_bias(x, {})
+    assert w.shape == (2, 3, 20, 3)
+    torch.testing.assert_close(u @ w.mT, expected.expand(2, 3, 20, 20), rtol=1e-12, atol=1e-12)
     memory = {}
-    both.on_scores(torch.zeros(2, 3, 12, 12, dtype=torch.float64), x[:, :12], memory)
-    last = both.on_scores(torch.zeros(2, 3, 8, 20, dtype=torch.float64), x[:, 12:], memory)
-    torch.testing.assert_close(last, whole[:, :, 12:], rtol=1e-12, atol=1e-12)
+    several.score_bias(x[:, :12], memory)
+    last_u, last_w = several.score_bias(x[:, 12:], memory)
+    torch.testing.assert_close(last_u, u[:, :, 12:], rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(last_w, w, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize(

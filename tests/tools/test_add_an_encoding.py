@@ -11,6 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file as load_tensors
 
+from megatron.attention import attention
 from megatron.conformance import gradients, model
 from megatron.conformance.checks import CHECKS, examine
 from megatron.conformance.finding import FAILS
@@ -61,7 +62,7 @@ def folder(tmp_path_factory):
     path = tmp_path_factory.mktemp("guide")
     (path / "my_encoding.py").write_text(file_of("soft_window"))
     (path / "p_rope.py").write_text(file_of("p_rope"))
-    (path / "fox.py").write_text(file_of("fox"))
+    (path / "gates.py").write_text(file_of("gates"))
     (path / "mine.yml").write_text(blocks("yaml")[0])
     for name in ("train.py", "evaluate.py", "tools", "configs"):
         (path / name).symlink_to(ROOT / name)
@@ -98,7 +99,7 @@ def tool(folder, monkeypatch, capsys, own_registry):
 def test_the_examples_are_short():
     assert code_lines(file_of("soft_window")) <= 22
     assert code_lines(file_of("p_rope")) <= 25
-    assert code_lines(file_of("fox")) <= 25
+    assert code_lines(file_of("gates")) <= 25
 
 
 def test_every_hook_is_in_the_table():
@@ -174,7 +175,7 @@ def test_dropped_into_the_project_it_gets_tests_a_plot_and_a_row(tmp_path):
         assert "\n## soft_window\n" in succeed(forks.run, ["tools/document_positions.py"])
 
 
-@pytest.mark.parametrize(("name", "options"), [("p_rope", {"p": 0.25}), ("fox", {})])
+@pytest.mark.parametrize(("name", "options"), [("p_rope", {"p": 0.25}), ("gates", {})])
 def test_the_other_examples_keep_what_they_must(name, options, folder, own_registry):
     command = next(line for line in blocks("sh")[1].splitlines() if f" {name} " in line)
     assert f"tools/check_encoding.py {name} --from {name}.py" in command
@@ -207,29 +208,35 @@ def example(folder, own_registry):
     return built
 
 
-def test_fox_has_the_bias_output_and_gradients_of_the_authors_code(example):
+def test_gates_have_the_bias_output_and_gradients_of_the_authors_code(example):
     golden = load_tensors(GOLDEN / "fox.safetensors")
-    fox = example("fox")
+    gates = example("gates")
     with torch.no_grad():
-        fox.weight.copy_(golden["param.gate_weight"])
-        fox.bias.copy_(golden["param.gate_bias"])
+        gates.weight.copy_(golden["param.gate_weight"])
+        gates.bias.copy_(golden["param.gate_bias"])
     x = INPUTS["L16.x"].double()
-    bias = fox.on_scores(torch.zeros(2, 3, 16, 16, dtype=torch.float64), x, {})
-    torch.testing.assert_close(bias[:, :, LOWER], golden["L16.bias"].double(), rtol=0, atol=1e-5)
-    longer = INPUTS["L48.x"][:1].double()
-    bias = fox.on_scores(torch.zeros(1, 3, 48, 48, dtype=torch.float64), longer, {})
+    bias = bias_of(gates, x)[:, :, LOWER]
+    torch.testing.assert_close(bias, golden["L16.bias"].double(), rtol=0, atol=1e-5)
+    longer = bias_of(gates, INPUTS["L48.x"][:1].double())
     lower = torch.ones(48, 48).tril().bool()
-    torch.testing.assert_close(bias[:, :, lower], golden["L48.bias"].double(), rtol=1e-6, atol=1e-5)
+    expected = golden["L48.bias"].double()
+    torch.testing.assert_close(longer[:, :, lower], expected, rtol=1e-6, atol=1e-5)
 
     q = INPUTS["L16.q"].double().requires_grad_()
     k = INPUTS["L16.k"].double().requires_grad_()
-    out = attend(fox.on_scores(q @ k.transpose(-1, -2) / 8**0.5, x, {}))
+    out = attention(q, k, INPUTS["L16.v"].double(), score_bias=gates.score_bias(x, {}))
     torch.testing.assert_close(out, golden["L16.out"].double(), rtol=0, atol=1e-6)
-    leaves = {"q": q, "k": k, "gate_weight": fox.weight, "gate_bias": fox.bias}
+    leaves = {"q": q, "k": k, "gate_weight": gates.weight, "gate_bias": gates.bias}
     found = torch.autograd.grad((out * INPUTS["L16.dout"]).sum(), list(leaves.values()))
     for name, gradient in zip(leaves, found, strict=True):
         expected = golden[f"L16.grad_{name}"].double()
         torch.testing.assert_close(gradient, expected, rtol=1e-5, atol=1e-6)
+
+
+def bias_of(gates: Position, x: torch.Tensor) -> torch.Tensor:
+    """The bias of every pair of tokens: [batch, heads, length, length], 0 for a token itself."""
+    _, of_keys = gates.score_bias(x, {})
+    return of_keys[:, :, None] - of_keys[..., None]
 
 
 def test_p_rope_has_the_frequencies_scores_and_output_of_hugging_face(example):

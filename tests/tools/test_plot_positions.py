@@ -16,6 +16,7 @@ from megatron.model import from_config
 from megatron.positions import REGISTRY, Shape, build
 from megatron.report.figures.learned import by_name, trajectory
 from megatron.report.figures.positions import draw, effective_length, panels, sampled, save
+from tests.support import NEEDED
 
 SHAPE = [
     "num_layers=2",
@@ -24,7 +25,6 @@ SHAPE = [
     "seq_length=64",
     "tokenizer_type=CharLevelTokenizer",
 ]
-NEEDED = {"mep": {"kernels": ["exp", "kerple_log"]}}
 
 
 def checkpoint(folder, *words, steps=(5, 10)):
@@ -67,7 +67,8 @@ def test_the_sampled_distances_hold_every_near_one_and_both_ends():
 @pytest.mark.parametrize("name", sorted(REGISTRY))
 def test_every_encoding_can_be_drawn_or_does_nothing(name, tmp_path):
     found = panels(build(name, Shape(4, 8, 32, 64), **NEEDED.get(name, {})).eval(), 512)
-    assert bool(found) == (name != "none")
+    # ssmax multiplies the scores of all keys of a query alike.
+    assert bool(found) == (name not in ("none", "ssmax"))
     assert all(panel.values.isfinite().all() for panel in found)
     if found:
         png, svg = save(draw(found, name), tmp_path / name)

@@ -1,4 +1,4 @@
-"""Time and memory of attention with a bias by distance, and of other ways beside it.
+"""Time and memory of attention with a bias by distance or content, and of other ways beside it.
 
 python tools/bench/attention.py --quick
 python tools/bench/attention.py --threads 1 --lengths 512 2048 --dtypes float32 --output out.json
@@ -36,6 +36,9 @@ TABLES = {
     "weight": "kerple_bias_wht",
     "window": "alibi",
 }
+CONTENT = {"keys": "fox", "rank_one": "cable"}
+"""Biases by content, a number for each key and, in the second, one for each query."""
+BIASES = TABLES | CONTENT
 WINDOW = 512
 KERNELS = {"plain flash": SDPBackend.FLASH_ATTENTION, "plain cudnn": SDPBackend.CUDNN_ATTENTION}
 # The distances' dtype; None: the model's.
@@ -61,7 +64,7 @@ class Candidate:
     """One way to compute attention.
 
     way: plain, one of its kernels, rotary, a name in FORKS or a backend;
-    tables: a name in TABLES, None for no bias
+    tables: a name in BIASES, None for no bias
     """
 
     way: str
@@ -110,6 +113,8 @@ class Candidate:
 
     def _ours(self, kind: str) -> tuple[Computation, list[Tensor]]:
         """Attention by one of our backends, with an encoding's tables as leaves."""
+        if kind in CONTENT:
+            return self._by_content(self._position(CONTENT[kind]))
         position = self._position(TABLES[kind])
         bias = _leaf(position.distance_bias(self.length))
         weight = _leaf(position.distance_weight(self.length))
@@ -121,6 +126,18 @@ class Candidate:
             return attention(q, k, v, bias, weight=weight, window=self.window, backend=self.way)
 
         return compute, learned
+
+    def _by_content(self, position: Position) -> tuple[Computation, list[Tensor]]:
+        """Attention with an encoding's numbers for queries and keys as leaves."""
+        text = torch.randn(self.batch, self.length, self.heads * self.head_dim, device=self.device)
+        with torch.no_grad():
+            u, w = map(_leaf, position.score_bias(text, {}))
+        assert w is not None
+        learned = [numbers for numbers in (u, w) if numbers is not None]
+        return (
+            lambda q, k, v: attention(q, k, v, backend=self.way, score_bias=(u, w)),
+            learned,
+        )
 
     def _forks(self, distance_dtype: torch.dtype) -> tuple[Computation, list[Tensor]]:
         p, a = torch.rand(2, self.heads, 1, 1, device=self.device).to(distance_dtype)
@@ -243,7 +260,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     add("--dtypes", nargs="+", choices=DTYPES, default=["float32", "bfloat16"])
     add("--passes", nargs="+", choices=PASSES, default=list(PASSES))
-    add("--tables", nargs="+", choices=TABLES, default=list(TABLES))
+    add("--tables", nargs="+", choices=BIASES, default=list(BIASES))
     add("--heads", type=positive, default=12)
     add("--head_dim", type=positive, default=64)
     add(

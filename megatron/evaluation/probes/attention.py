@@ -75,8 +75,11 @@ def _blocks(q: Tensor, k: Tensor, bias: Tensor | None, **more: Any) -> Iterator[
     q, k [1, heads, length, head_dim] -> [heads, queries, keys] each
     """
     length = q.shape[2]
+    score_bias = more.pop("score_bias", None)
     for start in range(max(0, length - QUERIES), length, BLOCK):
         end = min(start + BLOCK, length)
+        if score_bias is not None:
+            more["score_bias"] = score_bias.of_queries(start, end)
         yield probabilities(q[:, :, start:end], k[:, :, :end], bias, **more)[0]
 
 

@@ -23,6 +23,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullLocator
 from torch import Tensor
 
+from megatron.conformance.effects import content_bias
 from megatron.errors import UserError
 from megatron.evaluation.probes.receptive_field import sampled
 from megatron.files import Beside
@@ -90,7 +91,7 @@ def panels(position: Position, length: int) -> list[Panel]:
     added = _added(position, length)
     if added is not None:
         found.append(Panel("cosine of what two positions add", added[None]))
-    if position.has("on_scores"):
+    if position.looks_at_content:
         title = "added to the scores of a random text"
         found.append(Panel(title, _content(position), is_bias=True))
     return found
@@ -134,8 +135,15 @@ def _added(position: Position, length: int) -> Tensor | None:
 def _content(position: Position) -> Tensor:
     """What the last token of a random text adds to zero scores, by distance: [heads, TEXT]."""
     torch.manual_seed(0)
-    x = torch.randn(1, TEXT, position.shape.hidden)
-    scores = position.on_scores(torch.zeros(1, position.shape.heads, TEXT, TEXT), x, {})
+    shape = position.shape
+    x = torch.randn(1, TEXT, shape.hidden)
+    scores = torch.zeros(1, shape.heads, TEXT, TEXT)
+    if position.has("score_bias"):
+        scores = scores + content_bias(position, x)
+    if position.has("on_scores"):
+        q, k = torch.randn(2, 1, shape.heads, TEXT, shape.head_dim)
+        position.on_queries_keys(q, k)  # where an encoding may keep q for on_scores
+        scores = position.on_scores(scores, x, {})
     return scores[0, :, -1].flip(1)
 
 

@@ -1,0 +1,40 @@
+"""FoX: a gate at every token says how much of the past stays (arXiv 2503.02130)."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from megatron.positions.base import Position, Shape
+from megatron.positions.precision import at_least_float32, without_autocast
+from megatron.positions.registry import positive, register
+from megatron.positions.running_sum import running_sum
+
+
+@register("fox")
+class Fox(Position):
+    """Σ log f_l over the tokens l = j+1 … i between key j and query i, f_l = sigmoid(w·x_l + b).
+
+    The Forgetting Transformer (arXiv 2503.02130, equation 5). w and b are learned for each head, in
+    every layer. Without other positions; `sum` joins it to rotary. The paper's "Pro" block is more
+    than an encoding and is not here.
+
+    init_std: standard deviation of the first values of w; b begins at 0, so f near 1/2
+    """
+
+    per_layer = True
+
+    def __init__(self, shape: Shape, *, init_std: float = 0.02) -> None:
+        super().__init__(shape)
+        std = positive("init_std", init_std, most=10.0)
+        self.weight = nn.Parameter(torch.empty(shape.heads, shape.hidden).normal_(0.0, std))
+        self.bias = nn.Parameter(torch.zeros(shape.heads))
+
+    def score_bias(self, x: Tensor, memory: dict[str, Tensor]) -> tuple[None, Tensor]:
+        """Minus the sum of log f up to each key: [batch, queries, hidden] -> [batch, heads, keys].
+
+        The sum up to the query is the same for all keys. memory["total"] holds the sums.
+        """
+        with without_autocast(x):
+            gate = F.linear(at_least_float32(x), self.bounded("weight"), self.bounded("bias"))
+            log_f = F.logsigmoid(gate).transpose(1, 2)  # [batch, heads, queries]
+            return None, -running_sum(log_f, memory, "total")
