@@ -42,6 +42,8 @@ def scores(
     """
     length = q.shape[2]
     q, k = position.on_queries_keys(q, k, start)
+    if x is not None:
+        q, k = position.on_queries_keys_by_content(q, k, x, {})
     index = torch.arange(length)
     distance = (index[:, None] - index).clamp(min=0)
     result = (q @ k.transpose(-1, -2))[0] / math.sqrt(q.shape[-1])
@@ -83,6 +85,9 @@ def effects_before(position: Position, end: int) -> dict[str, Tensor]:
     q, k = torch.randn(2, 1, shape.heads, CHUNK, shape.head_dim)
     effects = {"embedding": position.on_embeddings(x, start=start)}
     effects["query"], effects["key"] = position.on_queries_keys(q, k, start=start)
+    if position.has("on_queries_keys_by_content"):
+        turned = position.on_queries_keys_by_content(q, k, x, {})
+        effects["query by content"], effects["key by content"] = turned
     effects |= tables(position, end)
     if position.has("index_bias"):
         last = torch.arange(end - 4, end)

@@ -126,7 +126,7 @@ def form_of(model: GPT, config: Config) -> Form:
     return Form(exported_folder.ARCHITECTURE, settings, state, sources)
 
 
-BY_CONTENT = ("on_scores", "score_bias")
+BY_CONTENT = ("on_scores", "score_bias", "on_queries_keys_by_content")
 
 
 def _check_free(folder: Path) -> None:

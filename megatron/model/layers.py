@@ -79,11 +79,11 @@ class SelfAttention(nn.Module):
         position = inputs.position
         q, k, v = self._projected(x)
         q, k = position.on_queries_keys(q, k, inputs.start)
+        memory = {} if inputs.memory is None else inputs.memory
+        q, k = position.on_queries_keys_by_content(q, k, x, memory)
         if inputs.query_scale is not None:
             q = (q * inputs.query_scale[:, None]).to(q.dtype)
-        memory = {}
         if inputs.memory is not None:
-            memory = inputs.memory
             k = _remember(memory, "k", k)
             v = _remember(memory, "v", v)
         on_scores = None

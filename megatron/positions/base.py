@@ -83,6 +83,16 @@ class Position(Float32Module):
         """
         return q, k
 
+    def on_queries_keys_by_content(
+        self, q: Tensor, k: Tensor, x: Tensor, memory: dict[str, Tensor]
+    ) -> tuple[Tensor, Tensor]:
+        """Change queries and keys by the content of the text, after on_queries_keys: same shapes.
+
+        x [batch, length, hidden] is the input of this layer's attention, memory as for on_scores.
+        Earlier keys are kept as they were changed.
+        """
+        return q, k
+
     def distance_bias(self, length: int) -> Tensor | None:
         """Table that is added to q·k/√head_dim: [heads, length] float32, or None.
 
@@ -148,7 +158,8 @@ class Position(Float32Module):
     @property
     def looks_at_content(self) -> bool:
         """Whether scores depend on the text besides q and k."""
-        return self.has("score_bias") or self.has("on_scores")
+        hooks = ("on_queries_keys_by_content", "score_bias", "on_scores")
+        return any(self.has(hook) for hook in hooks)
 
     def distances(self, length: int) -> Tensor:
         """0, 1, …, length - 1: [length] float32, exact up to 2^24."""

@@ -21,6 +21,7 @@ OTHER_HOOKS = (
     "prepare",
     "on_embeddings",
     "on_queries_keys",
+    "on_queries_keys_by_content",
     "distance_weight",
     "index_bias",
     "score_bias",

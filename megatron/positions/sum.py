@@ -57,6 +57,14 @@ class Sum(Position):
             q, k = part.on_queries_keys(q, k, start)
         return q, k
 
+    def on_queries_keys_by_content(
+        self, q: Tensor, k: Tensor, x: Tensor, memory: dict[str, Tensor]
+    ) -> tuple[Tensor, Tensor]:
+        for number, part in enumerate(self._parts):
+            with _own(memory, number) as own:
+                q, k = part.on_queries_keys_by_content(q, k, x, own)
+        return q, k
+
     def distance_bias(self, length: int) -> Tensor | None:
         total = None
         for part in self._parts:

@@ -139,7 +139,7 @@ def cost(position: Position) -> str:
         costs.append("a number per key and head in every layer, which `sdpa` reads as a feature")
     if position.has("on_scores"):
         costs.append("eager attention only: time and memory grow with length²")
-    if type(position).on_queries_keys is not Position.on_queries_keys:
+    if position.has("on_queries_keys") or position.has("on_queries_keys_by_content"):
         costs.append("queries and keys are changed in every layer: time grows with length")
     if adds_to_embeddings(position):
         costs.append("one vector per token, once")

@@ -109,8 +109,8 @@ FILES = [
         "1 and true as keys",
         "pos_emb_args: {1: 2, true: 3}",
         "pos_emb_args: rotary takes no option '1'; choose from attention_factor, base, beta_fast,"
-        " beta_slow, factor, high_freq_factor, interleaved, low_freq_factor, original_length,"
-        " rotary_pct, scaling, truncate",
+        " beta_slow, factor, fraction, high_freq_factor, interleaved, long_factor,"
+        " low_freq_factor, original_length, resonance, rotary_pct, scaling, short_factor, truncate",
     ),
     of_file("list as key", "[1, 2]: 3", "bad.yml:1: not valid YAML: found unhashable key"),
     of_file(

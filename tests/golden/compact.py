@@ -24,6 +24,7 @@ ENCODINGS = (
     "longrope",
     "p_rope",
     "pope",
+    "selective_rope",
     "resonance_rope",
     "yarn",
 )

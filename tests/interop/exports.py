@@ -6,7 +6,7 @@ import torch
 
 from megatron.checkpoints.write import write_checkpoint
 from megatron.config import load
-from megatron.interop.export import export
+from megatron.interop.export import BY_CONTENT, export
 from megatron.model import Cache, from_config
 from megatron.positions import FILES, REGISTRY, Position
 from tests.support import NEEDED
@@ -49,7 +49,11 @@ class Bump(DistanceBias):
 '''
 
 
-OFFERED = [name for name, kind in REGISTRY.items() if kind.on_scores is Position.on_scores]
+OFFERED = [
+    name
+    for name, kind in REGISTRY.items()
+    if all(getattr(kind, hook) is getattr(Position, hook) for hook in BY_CONTENT)
+]
 
 
 def arguments(name):

@@ -144,6 +144,26 @@ def pope(golden: Golden) -> Position:
     return ours
 
 
+def selective_rope(golden: Golden) -> Position:
+    shape = golden.shape()
+    theta = golden.numbers["param.temperature"].flatten()  # θ_c = base^(-2c / head_dim)
+    own = [name for name in OF_SELECTIVE if f"param.{name}" in golden.numbers]
+    low_rank = "phi_proj.0.weight" in own
+    ours = build(
+        "selective_rope",
+        shape,
+        base=theta[1].double().item() ** (-shape.head_dim / 2),
+        rank=len(golden.numbers["param.phi_proj.0.weight"]) if low_rank else None,
+        taps=golden.numbers["param.phi_conv1d.weight"].shape[-1] if low_rank else None,
+        drift="phi_bias" in own,
+        gate="phase_gate_proj.weight" in own,
+    )
+    for theirs in own:
+        parameter = ours.get_parameter(OF_SELECTIVE[theirs])
+        parameter.data.copy_(golden.numbers[f"param.{theirs}"].view_as(parameter))
+    return ours
+
+
 def cope(golden: Golden) -> Position:
     vectors = golden.numbers["param.pos_emb"][0]
     ours = build("cope", golden.shape(), positions=vectors.shape[1], scaled=golden.variant == "ram")
@@ -186,6 +206,17 @@ OF_FIRE = {
     "mlp.0.bias": "bias_0",
     "mlp.2.weight": "weight_1",
 }
+OF_SELECTIVE = {
+    "phi_proj.0.weight": "down",
+    "phi_proj.1.weight": "up",
+    "phi_proj.weight": "directions",
+    "phi_proj.scalar": "lengths",
+    "phi_conv1d.weight": "filter",
+    "phi_bias": "log_drift",
+    "phase_gate_proj.weight": "gate_weight",
+    "phase_gate_proj.bias": "gate_bias",
+}
+
 CASES: dict[str, dict[str, Case]] = {
     "p_rope": {"p0.25": Case(p_rope), "p0.75": Case(p_rope)},
     "yarn": {"": Case(yarn)},
@@ -197,6 +228,10 @@ CASES: dict[str, dict[str, Case]] = {
     "longrope": {"ms": Case(longrope), "ms_yarn_magnitude": Case(longrope)},
     "fire": {"fire": Case(fire, gradients=OF_FIRE, constant=True)},
     "fox": {"": Case(fox, gradients={"gate_weight": "weight", "gate_bias": "bias"})},
+    "selective_rope": {
+        name: Case(selective_rope, gradients=OF_SELECTIVE)
+        for name in ("default", "full_rank", "gate_bias")
+    },
     "pope": {"": Case(pope, gradients={"bias": "delta"})},
     # ram_sepkey has keys of its own for the gates, which is not offered.
     "cope": {
@@ -235,6 +270,7 @@ def scores_of(position: Position, q: Tensor, k: Tensor, x: Tensor) -> Tensor:
     """What enters the softmax, before the mask: [batch, heads, length, length]."""
     length = q.shape[2]
     q, k = position.on_queries_keys(q, k)
+    q, k = position.on_queries_keys_by_content(q, k, x, {})
     scores = q @ k.mT / q.shape[-1] ** 0.5
     weight, bias = position.distance_weight(length), position.distance_bias(length)
     index = torch.arange(length)
@@ -263,6 +299,7 @@ def output_of(position: Position, q: Tensor, k: Tensor, v: Tensor, x: Tensor) ->
     """The output of attention, by its definition: [batch, heads, length, head_dim]."""
     length = q.shape[2]
     q, k = position.on_queries_keys(q, k)
+    q, k = position.on_queries_keys_by_content(q, k, x, {})
     on_scores = None
     if position.has("on_scores"):
         on_scores = partial(position.on_scores, x=x, memory={})

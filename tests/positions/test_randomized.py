@@ -15,6 +15,7 @@ WITHIN = [
     if name not in ("randomized", "mep")
     and encoding.on_scores is Position.on_scores
     and encoding.score_bias is Position.score_bias
+    and encoding.on_queries_keys_by_content is Position.on_queries_keys_by_content
     and encoding.distance_weight is Position.distance_weight
 ]
 

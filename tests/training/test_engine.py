@@ -11,10 +11,10 @@ from megatron.model import from_config
 from megatron.positions import REGISTRY
 from megatron.training.checkpoint import full_weights
 from megatron.training.trainer import Trainer
+from tests.support import NEEDED
 from tests.training.conftest import tiny
 
 VOCAB = 61
-MIX = "pos_emb_args.kernels=[exp, kerple_log]"  # the one option without a default
 
 
 def trainer(grid, *settings: str) -> Trainer:
@@ -64,8 +64,8 @@ def test_fp16_on_the_cpu_is_refused_with_the_cure(grid):
 @pytest.mark.parametrize("name", sorted(REGISTRY))
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_training_leaves_tables_float32_finite_and_above_their_floors(grid, name, precision):
-    mixture = [MIX] if name == "mep" else []
-    run = trainer(grid, f"pos_emb={name}", f"precision={precision}", *mixture)
+    options = [f"pos_emb_args.{key}={value}" for key, value in NEEDED.get(name, {}).items()]
+    run = trainer(grid, f"pos_emb={name}", f"precision={precision}", *options)
     position = run.model.position
     hooks = (position.distance_bias, position.distance_weight)
     before = [hook(512) for hook in hooks]

@@ -91,7 +91,10 @@ def panels(position: Position, length: int) -> list[Panel]:
     added = _added(position, length)
     if added is not None:
         found.append(Panel("cosine of what two positions add", added[None]))
-    if position.looks_at_content:
+    if position.has("on_queries_keys_by_content"):
+        turned = _turned(position, TEXT, by_content=True)
+        found.append(Panel("q·k of equal vectors in a random text", turned[None]))
+    if position.has("score_bias") or position.has("on_scores"):
         title = "added to the scores of a random text"
         found.append(Panel(title, _content(position), is_bias=True))
     return found
@@ -110,11 +113,18 @@ def _by_query(position: Position, length: int) -> list[Panel]:
     return found
 
 
-def _turned(position: Position, length: int) -> Tensor:
-    """q·k of equal vectors of ones from the last position, relative to distance 0: [length]."""
+def _turned(position: Position, length: int, *, by_content: bool = False) -> Tensor:
+    """q·k of equal vectors of ones from the last position, relative to distance 0: [length].
+
+    by_content: what a random text does to them
+    """
     shape = position.shape
     ones = torch.ones(1, 1, 1, shape.head_dim).expand(1, shape.heads, length, shape.head_dim)
     q, k = position.on_queries_keys(ones, ones)
+    if by_content:
+        torch.manual_seed(0)
+        x = torch.randn(1, length, shape.hidden)
+        q, k = position.on_queries_keys_by_content(q, k, x, {})
     product = (q[0, 0, -1].double() * k[0, 0].double()).sum(dim=-1).flip(0)
     return product / product[0]
 

@@ -1,0 +1,151 @@
+"""Selective RoPE: rotary whose angles grow by what each token says (arXiv 2511.17388)."""
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from megatron.errors import UserError
+from megatron.positions.base import Position, Shape
+from megatron.positions.frequencies import inverse_frequencies
+from megatron.positions.precision import at_least_float32, without_autocast
+from megatron.positions.registry import positive, register, switch, whole
+from megatron.positions.rotary import even, rotate
+
+NORM_EPSILON = 1e-6  # of the released code
+LOG_DRIFT = (-20.0, 20.0)
+
+
+@register("selective_rope")
+class SelectiveRope(Position):
+    """Rotary whose pair c of token i is turned by θ_c Σ φ_t over the tokens t ≤ i.
+
+    φ is a linear map of the layer's input, of which each head's part has length 1, and then a
+    causal convolution over the last tokens; θ_c = base^(-2c / head_dim). Each layer has its own
+    maps (arXiv 2511.17388, with the released code's normalisation and convolution). There are as
+    many key heads as heads.
+
+    rank: of the linear map for all heads; null for one of full rank for each head
+    taps: tokens of the convolution; null for differences of neighbours, whose sum is φ itself
+    base: slowest wavelength / 2π at φ = 1
+    drift: whether a positive number is learned for each pair and added to φ, 1 at first
+    gate: whether φ is multiplied by a learned gate of the token, for each head
+    """
+
+    per_layer = True
+    frequencies: Tensor
+
+    def __init__(
+        self,
+        shape: Shape,
+        *,
+        rank: int | None = 16,
+        taps: int | None = 4,
+        base: float = 500000.0,
+        drift: bool = False,
+        gate: bool = False,
+    ) -> None:
+        super().__init__(shape)
+        pairs = even(shape.head_dim, "head_dim:") // 2
+        if shape.hidden % shape.heads:
+            raise UserError(
+                f"pos_emb: selective_rope cuts {shape.hidden} features into {shape.heads} equal"
+                " parts; choose a hidden_size that num_attention_heads divides"
+            )
+        features = shape.heads * pairs
+        self.rank = rank
+        if rank is None:
+            part = shape.hidden // shape.heads
+            bound = math.sqrt(6 / part)
+            self.directions = nn.Parameter(
+                torch.empty(shape.heads, part, pairs).uniform_(-bound, bound)
+            )
+            self.lengths = nn.Parameter(torch.ones(shape.heads))
+        else:
+            rank = whole("rank", rank, most=2**20)
+            self.down = _linear(rank, shape.hidden)
+            self.up = _linear(features, rank)
+        self.taps = None if taps is None else whole("taps", taps, most=1024)
+        self.filter = None if self.taps is None else _linear(features, self.taps)
+        self.log_drift = None
+        if switch("drift", drift):
+            self.log_drift = nn.Parameter(torch.zeros(shape.heads, pairs))
+        self.gate_weight = self.gate_bias = None
+        if switch("gate", gate):
+            self.gate_weight = _linear(shape.heads, shape.hidden)
+            bound = 1 / math.sqrt(shape.hidden)
+            self.gate_bias = nn.Parameter(torch.empty(shape.heads).uniform_(-bound, bound))
+        frequencies = inverse_frequencies(shape.head_dim, positive("base", base))
+        self.register_buffer("frequencies", frequencies.float(), persistent=False)
+
+    def on_queries_keys_by_content(
+        self, q: Tensor, k: Tensor, x: Tensor, memory: dict[str, Tensor]
+    ) -> tuple[Tensor, Tensor]:
+        """q, k [batch, heads, length, head_dim] -> same; x [batch, length, hidden].
+
+        memory holds the last values of φ before the convolution, and the sum of all.
+        UserError for fewer key heads than heads.
+        """
+        if k.shape[1] != q.shape[1]:
+            raise UserError(
+                f"pos_emb: selective_rope turns {q.shape[1]} heads by angles of their own, so that"
+                f" {k.shape[1]} key heads are too few; unset num_key_value_heads"
+            )
+        with without_autocast(x):
+            angle = self.angles(at_least_float32(x), memory)
+            cos, sin = angle.cos(), angle.sin()
+            return rotate(q, cos, sin), rotate(k, cos, sin)
+
+    def angles(self, x: Tensor, memory: dict[str, Tensor]) -> Tensor:
+        """Angles within ±2π: x [batch, length, hidden] -> [batch, heads, length, head_dim / 2].
+
+        Summed in float64: over 16384 tokens float32 has lost what neighbours differ by.
+        """
+        by_head = x.unflatten(-1, (self.shape.heads, -1))
+        by_head = by_head / (by_head.square().sum(-1, keepdim=True) + NORM_EPSILON).sqrt()
+        step = self._filtered(self._projected(by_head), memory).unflatten(1, (self.shape.heads, -1))
+        step = step.permute(0, 1, 3, 2)  # [batch, heads, length, pairs]
+        if self.log_drift is not None:
+            step = step + self.bounded_to("log_drift", *LOG_DRIFT).exp()[:, None]
+        if self.gate_weight is not None:
+            gate = F.linear(
+                by_head.flatten(2), self.bounded("gate_weight"), self.bounded("gate_bias")
+            )
+            step = step * gate.sigmoid().transpose(1, 2)[..., None]
+        total = step.double().cumsum(dim=2)
+        if "sum" in memory:
+            total = total + memory["sum"]
+        memory["sum"] = total[:, :, -1:].detach()
+        return (total * self.frequencies).fmod(2 * math.pi).to(x.dtype)
+
+    def _projected(self, by_head: Tensor) -> Tensor:
+        """φ before the convolution: [batch, length, heads, part] -> [batch, features, length].
+
+        The features are the pairs of all heads.
+        """
+        if self.rank is not None:
+            low = F.linear(by_head.flatten(2), self.bounded("down"))
+            return F.linear(low, self.bounded("up")).transpose(1, 2)
+        unit = F.normalize(self.bounded("directions"), dim=1)
+        weight = self.bounded("lengths")[:, None, None] * unit
+        of_heads = torch.einsum("blhi,hio->bhol", by_head, weight)
+        return of_heads.flatten(1, 2)
+
+    def _filtered(self, phi: Tensor, memory: dict[str, Tensor]) -> Tensor:
+        """What each token adds to the sum: [batch, features, length] -> same."""
+        before = 1 if self.taps is None else self.taps - 1
+        earlier = memory.get("phi")
+        if earlier is None:
+            earlier = phi.new_zeros(*phi.shape[:2], before)
+        longer = torch.cat([earlier, phi], dim=2)
+        memory["phi"] = longer[:, :, longer.shape[2] - before :].detach()
+        if self.filter is None:
+            return longer.diff(dim=2)
+        return F.conv1d(longer, self.bounded("filter")[:, None], groups=phi.shape[1])
+
+
+def _linear(outputs: int, inputs: int) -> nn.Parameter:
+    """First values as torch.nn.Linear's: [outputs, inputs]."""
+    bound = 1 / math.sqrt(inputs)
+    return nn.Parameter(torch.empty(outputs, inputs).uniform_(-bound, bound))
