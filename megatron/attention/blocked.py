@@ -161,6 +161,10 @@ def in_blocks(
     if scope.queries > size:
         # Every block reads them: where they are views of a fused projection, a copy pays.
         k, v = k.contiguous(), v.contiguous()
+    room = None
+    if score_bias is not None and not torch.is_grad_enabled():
+        rows = min(size, scope.queries)
+        room = reversed_bias.new_empty(q.shape[0] * q.shape[1] * rows * scope.keys)
     outputs = []
     for block in scope.blocks(size):
         added = block.view(reversed_bias)[None]  # [1, heads, rows, columns]
@@ -174,7 +178,7 @@ def in_blocks(
         scale = 1 / math.sqrt(q.shape[-1])
         if score_bias is not None:
             u, w = score_bias.relative(slice(block.start, block.end), block.keys, added.dtype)
-            added = plus_content(added, None if u is None else u.flip(2), w)
+            added = plus_content(added, None if u is None else u.flip(2), w, room)
         out = _attend(queries, keys, values, added, factor, scale)
         outputs.append(out.flip(2))
     return torch.cat(outputs, dim=2)
