@@ -175,36 +175,31 @@ def in_blocks(
         factor = None if reversed_weight is None else block.view(reversed_weight)
         queries = q[:, :, block.start : block.end].flip(2)
         keys, values = k[:, :, block.keys], v[:, :, block.keys]
-        scale = 1 / math.sqrt(q.shape[-1])
         if score_bias is not None:
             u, w = score_bias.relative(slice(block.start, block.end), block.keys, added.dtype)
             added = plus_content(added, None if u is None else u.flip(2), w, room)
-        out = _attend(queries, keys, values, added, factor, scale)
+        out = _attend(queries, keys, values, added, factor)
         outputs.append(out.flip(2))
     return torch.cat(outputs, dim=2)
 
 
-def _attend(
-    q: Tensor, k: Tensor, v: Tensor, added: Tensor, factor: Tensor | None, scale: float
-) -> Tensor:
-    """One block: softmax(factor · scale · q·k + added) v, [batch, heads, rows, features of v]."""
+def _attend(q: Tensor, k: Tensor, v: Tensor, added: Tensor, factor: Tensor | None) -> Tensor:
+    """One block: softmax(factor · q·k/√head_dim + added) v, [batch, heads, rows, features of v]."""
     if factor is not None:  # a factor is not additive, so no fused kernel computes it
         wide = added.dtype
-        products = q.to(wide) @ k.to(wide).transpose(-1, -2) * scale
+        products = q.to(wide) @ k.to(wide).transpose(-1, -2) / math.sqrt(q.shape[-1])
         scores = products * factor + added
         out = scores.softmax(dim=-1) @ v.to(wide)
         return out.to(q.dtype)
     if q.device.type == "cpu":
         # torch's fused kernel takes values as wide as keys alone.
         features, wider = v.shape[-1], q.shape[-1] - v.shape[-1]
-        out = F.scaled_dot_product_attention(
-            q, k, F.pad(v, (0, wider)) if wider else v, attn_mask=added, scale=scale
-        )
-        return out[..., :features]
+        values = F.pad(v, (0, wider)) if wider else v
+        return F.scaled_dot_product_attention(q, k, values, attn_mask=added)[..., :features]
     # CUDA's kernels need aligned rows in q's dtype. Copy first: then gradients add up in float32.
     with sdpa_kernel(KERNELS_WITH_MASK):
         aligned = added.contiguous().to(q.dtype)
-        return F.scaled_dot_product_attention(q, k, v, attn_mask=aligned, scale=scale)
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=aligned)
 
 
 def _reversed_tables(

@@ -136,7 +136,7 @@ def cost(position: Position) -> str:
             " time grows with length², memory with length (in blocks)"
         )
     if position.has("score_bias"):
-        costs.append("a number per key and head in every layer, which `sdpa` reads as a feature")
+        costs.append("a number per key and head in every layer, which `sdpa` adds block by block")
     if position.has("on_scores"):
         costs.append("eager attention only: time and memory grow with length²")
     if position.has("on_queries_keys") or position.has("on_queries_keys_by_content"):
