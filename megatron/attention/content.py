@@ -35,6 +35,17 @@ class ScoreBias:
         u = None if self.u is None else self.u[:, :, start:end]
         return ScoreBias(u, self.w[:, :, :end])
 
+    def bias(self, query: Tensor) -> Tensor:
+        """u·(w of the key less w of the query's own): [batch, heads, queries, keys].
+
+        query [queries]: where each query's own key is among all keys. What is subtracted is the
+        same for all keys of a query, so the softmax ignores it.
+        """
+        difference = self.w[:, :, None] - self.w[:, :, query, None]
+        if self.u is not None:
+            difference = self.u[:, :, :, None] * difference
+        return difference.sum(-1)  # over the rank
+
     def relative(
         self, rows: slice, keys: slice, dtype: torch.dtype
     ) -> tuple[Tensor | None, Tensor]:

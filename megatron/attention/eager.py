@@ -45,23 +45,11 @@ def probabilities(
     if index_bias is not None:
         scores = scores + index_bias(query, key)
     if score_bias is not None:
-        scores = scores + _content(score_bias, query).to(dtype)
+        scores = scores + score_bias.bias(query).to(dtype)
     if on_scores is not None:
         scores = on_scores(scores)
     scores = scores.masked_fill(mask(query, key, window, chunk, segments), -math.inf)
     return scores.softmax(dim=-1)
-
-
-def _content(score_bias: ScoreBias, query: Tensor) -> Tensor:
-    """u·(w of the key less w of the query): [batch, heads, queries, keys].
-
-    What is subtracted is the same for all keys of a query, so the softmax ignores it.
-    """
-    u, w = score_bias.u, score_bias.w
-    difference = w[:, :, None] - w[:, :, query, None]  # [batch, heads, queries, keys, rank]
-    if u is None:
-        return difference.sum(-1)
-    return (u[:, :, :, None] * difference).sum(-1)
 
 
 def mask(

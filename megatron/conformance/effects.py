@@ -5,6 +5,7 @@ import math
 import torch
 from torch import Tensor
 
+from megatron.attention.content import ScoreBias
 from megatron.errors import UserError
 from megatron.positions import Position
 
@@ -66,14 +67,10 @@ def content_bias(position: Position, x: Tensor) -> Tensor:
 
     The key of the query itself gets 0.
     """
-    u, w = position.score_bias(x, {})
-    if w.dim() == 3:  # rank one
-        w = w[..., None]
-        u = None if u is None else u[..., None]
-    difference = w[0, :, None] - w[0, :, :, None]  # [heads, queries, keys, rank]
-    if u is not None:
-        difference = difference * u[0, :, :, None]
-    return difference.sum(-1).to(position.origin.dtype)
+    score_bias = ScoreBias.of(position.score_bias(x, {}))
+    assert score_bias is not None
+    own_key = torch.arange(x.shape[1])
+    return score_bias.bias(own_key)[0].to(position.origin.dtype)
 
 
 def effects_before(position: Position, end: int) -> dict[str, Tensor]:

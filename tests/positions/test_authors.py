@@ -17,6 +17,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from megatron.attention import attention
+from megatron.attention.content import ScoreBias
 from megatron.positions import Position, Shape, build
 from megatron.positions.precision import UNBOUNDED
 
@@ -282,17 +283,11 @@ def scores_of(position: Position, q: Tensor, k: Tensor, x: Tensor) -> Tensor:
     if position.has("index_bias"):
         scores = scores + position.index_bias(index, index)
     if position.has("score_bias"):
-        scores = scores + content_bias_of(position, x)
+        score_bias = ScoreBias.of(position.score_bias(x, {}))
+        scores = scores + score_bias.bias(index)
     if position.has("on_scores"):
         scores = position.on_scores(scores, x, {})
     return scores
-
-
-def content_bias_of(position: Position, x: Tensor) -> Tensor:
-    """[batch, heads, length, length] for rank one; 0 for the query's own key."""
-    u, w = position.score_bias(x, {})
-    bias = w[:, :, None] - w[..., None]
-    return bias if u is None else u[..., None] * bias
 
 
 def output_of(position: Position, q: Tensor, k: Tensor, v: Tensor, x: Tensor) -> Tensor:
