@@ -8,7 +8,7 @@ import os
 import runpy
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import redirect_stderr, redirect_stdout
 from io import StringIO
 from multiprocessing.synchronize import Barrier
@@ -71,6 +71,13 @@ def unlaunched(root: Path = ROOT) -> dict[str, str]:
 def modules() -> list[str]:
     """A real text at hand: this project's own modules."""
     return [path.read_text(encoding="utf-8") for path in sorted((ROOT / "megatron").rglob("*.py"))]
+
+
+def fill(module: Any, values: Mapping[str, Any]) -> None:
+    """Give parameters these values, by name; a value may have another shape, not another size."""
+    for name, value in values.items():
+        parameter = module.get_parameter(name)
+        parameter.data.copy_(value.reshape(parameter.shape))
 
 
 def make_corpus(folder: Path) -> Path:

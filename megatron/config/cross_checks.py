@@ -78,7 +78,8 @@ def _encoding(model: Model, position: Position) -> list[str]:
     if not _can_be_built(model, position):
         return []  # reported already
     try:
-        _built(model, position)
+        encoding = _built(model, position)
+        encoding.check_key_heads(model.num_key_value_heads or model.num_attention_heads)
     except UserError as fault:
         return [str(fault)]
     except RuntimeError as fault:  # a tensor that no memory holds

@@ -61,6 +61,8 @@ class GPT(nn.Module):
         initialize(self, model)
         # After `initialize`: an encoding sets its own first values.
         self.positions = nn.ModuleList(positions)
+        for position in self._positions:
+            position.check_key_heads(model.key_heads)
         self.use_attention(attention)
 
     def forward(

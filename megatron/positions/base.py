@@ -37,6 +37,7 @@ class Position(Float32Module):
     per_layer: every layer needs parameters of its own, whatever `pos_emb_shared` says
     by_distance: whether positions count by their differences alone, apart from what is added to
         the embedding; False where the scores of equal vectors change along the text
+    grouped_queries: whether the model may have fewer key heads than heads
     score_width: how many times as wide as values on_queries_keys makes queries and keys
     claims: some of "zero_at_0", "never_rises" and "conditionally_positive_definite", as KERPLE's
         kernels are; tools/check_encoding.py holds the bias to them
@@ -50,6 +51,7 @@ class Position(Float32Module):
 
     per_layer: bool = False
     by_distance: bool = True
+    grouped_queries: bool = True
     score_width: int = 1
     claims: ClassVar[tuple[str, ...]] = ()
     rows_are_positions: ClassVar[tuple[str, ...]] = ()
@@ -136,6 +138,16 @@ class Position(Float32Module):
         it needs `per_layer = True`.
         """
         raise NotImplementedError
+
+    def check_key_heads(self, key_heads: int) -> None:
+        """UserError where key heads are fewer than this encoding needs."""
+        heads = self.shape.heads
+        if not self.grouped_queries and key_heads < heads:
+            raise UserError(
+                f"num_key_value_heads: {key_heads} is less than num_attention_heads = {heads}, but"
+                f" {type(self).__name__} changes the keys of each head in its own way; leave"
+                " num_key_value_heads out"
+            )
 
     def use_paper_precision(self, on: bool) -> None:
         """Compute positions, distances and biases in bfloat16, as the forks' code does, or not.

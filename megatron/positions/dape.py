@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from megatron.errors import UserError
 from megatron.positions.base import Position, Shape
 from megatron.positions.precision import at_least_float32, without_autocast
-from megatron.positions.registry import build, register, whole
+from megatron.positions.registry import build, inner_options, register, whole
 
 SLOPE = 0.01  # of LeakyReLU below 0
 MOST_WIDTH = 4096
@@ -48,6 +48,7 @@ class Dape(Position):
         super().__init__(shape)
         self.inner = _built(shape, of, args)
         self.by_distance = self.inner.by_distance
+        self.grouped_queries = self.inner.grouped_queries
         self.has_bias = self.inner.has("index_bias") or self.inner.distance_bias(1) is not None
         inputs = 2 * shape.heads if self.has_bias else shape.heads
         hidden = whole("width", width, most=MOST_WIDTH)
@@ -126,11 +127,7 @@ class DapeV2(Dape):
 
 def _built(shape: Shape, of: str, args: Mapping[str, Any] | None) -> Position:
     """The encoding that gives the bias; UserError for one that cannot."""
-    if not isinstance(of, str):
-        raise UserError(f"of: {of!r} is not the name of an encoding; write of: kerple_log")
-    if args is not None and not isinstance(args, Mapping):
-        raise UserError(f"args: {args!r} are not options; write args: {{option: value}}")
-    inner = build(of, shape, **dict(args or {}))
+    inner = build(of, shape, **inner_options(of, args, example="kerple_log"))
     if inner.looks_at_content:
         raise UserError(
             f"of: {of} looks at content itself; choose an encoding with a bias, or none"

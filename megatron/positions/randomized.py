@@ -8,7 +8,14 @@ from torch import Tensor
 
 from megatron.errors import UserError
 from megatron.positions.base import EXACT, Position, Shape
-from megatron.positions.registry import build, encoding_called, options_of, register, whole
+from megatron.positions.registry import (
+    build,
+    encoding_called,
+    inner_options,
+    options_of,
+    register,
+    whole,
+)
 
 
 @register("randomized")
@@ -39,6 +46,7 @@ class Randomized(Position):
             raise UserError(f"range: {range} is less than the training length {shape.train_length}")
         self.inner = _build_inner(shape, of, args, self.range)
         self.per_layer = self.inner.per_layer
+        self.grouped_queries = self.inner.grouped_queries
 
     def has(self, hook: str) -> bool:
         """Drawn positions turn a table by distance into a bias by index."""
@@ -91,13 +99,9 @@ class Randomized(Position):
 
 def _build_inner(shape: Shape, of: str, args: Mapping[str, Any] | None, positions: int) -> Position:
     """The encoding at drawn positions; UserError for one that uses none."""
-    if not isinstance(of, str):
-        raise UserError(f"of: {of!r} is not the name of an encoding; write of: rotary")
-    if args is not None and not isinstance(args, Mapping):
-        raise UserError(f"args: {args!r} are not options; write args: {{option: value}}")
+    options = inner_options(of, args, example="rotary")
     if issubclass(encoding_called(of), Randomized):
         raise UserError("of: randomized cannot be inside itself; name another encoding")
-    options = dict(args or {})
     if "max_positions" in options_of(of):
         options.setdefault("max_positions", positions)
     inner = build(of, shape, **options)

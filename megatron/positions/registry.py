@@ -6,7 +6,7 @@ import math
 import sys
 import traceback
 import types
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -167,6 +167,18 @@ def encoding_called(name: str) -> type[Position]:
     if registered not in REGISTRY:
         raise UserError(f"pos_emb: no encoding is called {name!r}; {suggestion(name, REGISTRY)}")
     return REGISTRY[registered]
+
+
+def inner_options(of: Any, args: Any, *, example: str) -> dict[str, Any]:
+    """The options of an encoding inside another: `args`, or a UserError for another kind of value.
+
+    of: its name; example: one that the message gives
+    """
+    if not isinstance(of, str):
+        raise UserError(f"of: {of!r} is not the name of an encoding; write of: {example}")
+    if args is not None and not isinstance(args, Mapping):
+        raise UserError(f"args: {args!r} are not options; write args: {{option: value}}")
+    return dict(args or {})
 
 
 def positive(name: str, value: Any, *, least: float = LEAST, most: float = MOST) -> float:

@@ -23,8 +23,8 @@ class SelectiveRope(Position):
 
     φ is a linear map of the layer's input, of which each head's part has length 1, and then a
     causal convolution over the last tokens; θ_c = base^(-2c / head_dim). Each layer has its own
-    maps (arXiv 2511.17388, with the released code's normalisation and convolution). There are as
-    many key heads as heads.
+    maps (arXiv 2511.17388, with the released code's normalisation and convolution). It needs a key
+    head for each head.
 
     rank: of the linear map for all heads; null for one of full rank for each head
     taps: tokens of the convolution; null for differences of neighbours, whose sum is φ itself
@@ -34,6 +34,7 @@ class SelectiveRope(Position):
     """
 
     per_layer = True
+    grouped_queries = False
     frequencies: Tensor
 
     def __init__(
@@ -85,13 +86,7 @@ class SelectiveRope(Position):
         """q, k [batch, heads, length, head_dim] -> same; x [batch, length, hidden].
 
         memory holds the last values of φ before the convolution, and the sum of all.
-        UserError for fewer key heads than heads.
         """
-        if k.shape[1] != q.shape[1]:
-            raise UserError(
-                f"pos_emb: selective_rope turns {q.shape[1]} heads by angles of their own, so that"
-                f" {k.shape[1]} key heads are too few; unset num_key_value_heads"
-            )
         with without_autocast(x):
             angle = self.angles(at_least_float32(x), memory)
             cos, sin = angle.cos(), angle.sin()

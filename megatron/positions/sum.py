@@ -33,6 +33,7 @@ class Sum(Position):
         self.parts = nn.ModuleList(_built(shape, part) for part in parts)
         self.per_layer = any(part.per_layer for part in self._parts)
         self.by_distance = all(part.by_distance for part in self._parts)
+        self.grouped_queries = all(part.grouped_queries for part in self._parts)
         self.score_width = self._parts[0].score_width
         for part in self._parts[1:]:
             if part.score_width != 1:

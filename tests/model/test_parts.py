@@ -1,6 +1,8 @@
 """The parts of a GPT, each chosen by a key: sizes, layouts, first values, decoding."""
 
+import json
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -9,9 +11,19 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from megatron.config import load
 from megatron.config.config import Config
-from megatron.model import GPT, Architecture, Cache, from_config
+from megatron.errors import UserError
+from megatron.model import (
+    GPT,
+    Architecture,
+    AttentionSettings,
+    Cache,
+    from_config,
+    position_from_config,
+)
 from megatron.model.flops import forward_flops
 from megatron.model.size import parameters
+from megatron.positions import REGISTRY
+from tests.support import NEEDED
 
 TINY = ["num_layers=2", "hidden_size=32", "num_attention_heads=4", "seq_length=64"]
 GROUPED = ["num_key_value_heads=2"]
@@ -68,6 +80,22 @@ def test_a_query_head_uses_the_keys_of_its_group():
     whole.load_state_dict(grouped.state_dict() | expanded(grouped))
     ids = torch.randint(50, (2, 70))
     torch.testing.assert_close(whole(ids), grouped(ids), rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", sorted(REGISTRY))
+@torch.no_grad()
+def test_every_encoding_takes_grouped_queries_or_refuses_them_when_it_is_read(name):
+    encoding = [f"pos_emb={name}", f"pos_emb_args={json.dumps(NEEDED.get(name, {}))}"]
+    if REGISTRY[name].grouped_queries:
+        assert model(*GROUPED, *encoding)(torch.randint(50, (2, 40))).isfinite().all()
+        return
+    expected = "num_key_value_heads: 2 is less than num_attention_heads = 4, but"
+    with pytest.raises(UserError, match=expected):
+        configured(*GROUPED, *encoding)
+    config = configured(*encoding)
+    architecture = replace(Architecture.of(config.model), num_key_value_heads=2)
+    with pytest.raises(UserError, match=expected):
+        GPT(architecture, AttentionSettings(), positions=[position_from_config(config)], vocab=50)
 
 
 def expanded(grouped: GPT) -> dict[str, torch.Tensor]:

@@ -20,6 +20,7 @@ from megatron.attention import attention
 from megatron.attention.content import ScoreBias
 from megatron.positions import Position, Shape, build
 from megatron.positions.precision import UNBOUNDED
+from tests.support import fill
 
 HERE = Path(__file__).resolve().parents[1] / "golden" / "encodings"
 FOLDER = Path(os.environ.get("GOLDEN_ENCODINGS", HERE))
@@ -57,6 +58,11 @@ class Golden:
 
     def param(self, name: str) -> float:
         return self.numbers[f"param.{name}"].item()
+
+    def params(self, names: dict[str, str]) -> dict[str, Tensor]:
+        """The values that the file has, by our names. `names` gives ours for each of theirs."""
+        theirs = {name: self.numbers.get(f"param.{name}") for name in names}
+        return {names[name]: value for name, value in theirs.items() if value is not None}
 
     def list(self, name: str) -> list[float]:
         return self.numbers[f"param.{name}"].tolist()
@@ -126,49 +132,38 @@ def longrope(golden: Golden) -> Position:
 def fire(golden: Golden) -> Position:
     width = golden.numbers["param.mlp.0.bias"].numel()
     ours = build("fire", golden.shape(), mlp_layers=[width], threshold=golden.param("init_L"))
-    own = {
-        "c": "c",
-        "length_multiplier": "L_multiplier",
-        "weight_0": "mlp.0.weight",
-        "bias_0": "mlp.0.bias",
-        "weight_1": "mlp.2.weight",
-    }
-    for name, theirs in own.items():
-        parameter = ours.get_parameter(name)
-        parameter.data.copy_(golden.numbers[f"param.{theirs}"].view_as(parameter))
+    fill(ours, golden.params(OF_FIRE))
     return ours
 
 
 def pope(golden: Golden) -> Position:
     ours = build("pope", golden.shape())
-    ours.delta.data.copy_(golden.numbers["param.bias"])
+    fill(ours, {"delta": golden.numbers["param.bias"]})
     return ours
 
 
 def selective_rope(golden: Golden) -> Position:
     shape = golden.shape()
     theta = golden.numbers["param.temperature"].flatten()  # θ_c = base^(-2c / head_dim)
-    own = [name for name in OF_SELECTIVE if f"param.{name}" in golden.numbers]
-    low_rank = "phi_proj.0.weight" in own
+    own = golden.params(OF_SELECTIVE)
+    low_rank = "down" in own
     ours = build(
         "selective_rope",
         shape,
         base=theta[1].double().item() ** (-shape.head_dim / 2),
-        rank=len(golden.numbers["param.phi_proj.0.weight"]) if low_rank else None,
-        taps=golden.numbers["param.phi_conv1d.weight"].shape[-1] if low_rank else None,
-        drift="phi_bias" in own,
-        gate="phase_gate_proj.weight" in own,
+        rank=len(own["down"]) if low_rank else None,
+        taps=own["filter"].shape[-1] if low_rank else None,
+        drift="log_drift" in own,
+        gate="gate_weight" in own,
     )
-    for theirs in own:
-        parameter = ours.get_parameter(OF_SELECTIVE[theirs])
-        parameter.data.copy_(golden.numbers[f"param.{theirs}"].view_as(parameter))
+    fill(ours, own)
     return ours
 
 
 def cope(golden: Golden) -> Position:
     vectors = golden.numbers["param.pos_emb"][0]
     ours = build("cope", golden.shape(), positions=vectors.shape[1], scaled=golden.variant == "ram")
-    ours.vectors.data.copy_(vectors)
+    fill(ours, {"vectors": vectors})
     return ours
 
 
@@ -179,20 +174,17 @@ def dape(golden: Golden) -> Position:
     name = {"v1": "dape", "v2": "dape_v2"}[version]
     width = golden.numbers["param.mlp2.0.bias"].numel()
     ours = build(name, golden.shape(), of=of, width=width)
-    own = OF_DAPE | (OF_KERPLE if inner == "kerple" else {})
-    for theirs, name in own.items():
-        parameter = ours.get_parameter(name)
-        parameter.data.copy_(golden.numbers[f"param.{theirs}"].view_as(parameter))
+    fill(ours, golden.params(OF_DAPE | OF_KERPLE))
     return ours
 
 
 def fox(golden: Golden) -> Position:
     ours = build("fox", golden.shape())
-    ours.weight.data.copy_(golden.numbers["param.gate_weight"])
-    ours.bias.data.copy_(golden.numbers["param.gate_bias"])
+    fill(ours, golden.params(OF_FOX))
     return ours
 
 
+OF_FOX = {"gate_weight": "weight", "gate_bias": "bias"}
 OF_DAPE = {
     "mlp2.0.weight": "weight_0",
     "mlp2.0.bias": "bias_0",
@@ -228,7 +220,7 @@ CASES: dict[str, dict[str, Case]] = {
     },
     "longrope": {"ms": Case(longrope), "ms_yarn_magnitude": Case(longrope)},
     "fire": {"fire": Case(fire, gradients=OF_FIRE, constant=True)},
-    "fox": {"": Case(fox, gradients={"gate_weight": "weight", "gate_bias": "bias"})},
+    "fox": {"": Case(fox, gradients=OF_FOX)},
     "selective_rope": {
         name: Case(selective_rope, gradients=OF_SELECTIVE)
         for name in ("default", "full_rank", "gate_bias")
