@@ -3,6 +3,7 @@
 import math
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron.positions.base import Position, Shape
@@ -21,15 +22,29 @@ class CoPE(Position):
 
     positions: how many vectors; the paper's code and DAPE's have 64
     scaled: whether q·e is divided by √head_dim too, as in the released code but not in the paper's
+    separate_keys: whether gates have keys of their own, a linear map of the layer's input (the
+        released code's cope_sep_key)
     """
 
     per_layer = True
 
-    def __init__(self, shape: Shape, *, positions: int = 64, scaled: bool = False) -> None:
+    def __init__(
+        self,
+        shape: Shape,
+        *,
+        positions: int = 64,
+        scaled: bool = False,
+        separate_keys: bool = False,
+    ) -> None:
         super().__init__(shape)
         count = whole("positions", positions, most=2**20)
         self.vectors = nn.Parameter(torch.zeros(shape.head_dim, count))
         self.scale = 1 / math.sqrt(shape.head_dim) if switch("scaled", scaled) else 1.0
+        self.key_weight = self.key_bias = None
+        if switch("separate_keys", separate_keys):
+            layer = nn.Linear(shape.hidden, shape.heads * shape.head_dim)  # for its first values
+            self.key_weight = nn.Parameter(layer.weight.detach())
+            self.key_bias = nn.Parameter(layer.bias.detach())
         self._q: Tensor | None = None
 
     def on_queries_keys(self, q: Tensor, k: Tensor, start: int = 0) -> tuple[Tensor, Tensor]:
@@ -38,13 +53,16 @@ class CoPE(Position):
         return q, k
 
     def on_scores(self, scores: Tensor, x: Tensor, memory: dict[str, Tensor]) -> Tensor:
-        """scores [batch, heads, queries, keys] -> same."""
+        """scores [batch, heads, queries, keys] -> same; x [batch, queries, hidden].
+
+        memory["gate_keys"] holds the gates' own keys.
+        """
         assert self._q is not None
         q, self._q = at_least_float32(self._q), None
         with without_autocast(q):
             queries, keys = scores.shape[-2:]
             # Gates of keys after the query are 0: its last key is its own.
-            gates = scores.sigmoid().tril(keys - queries)
+            gates = self._gate_scores(q, scores, x, memory).sigmoid().tril(keys - queries)
             position = gates.flip(-1).cumsum(-1).flip(-1)
             position = position.clamp(max=self.vectors.shape[1] - 1)
             of_positions = self.scale * (q @ self.bounded("vectors"))  # [..., queries, positions]
@@ -53,3 +71,17 @@ class CoPE(Position):
             at_below = of_positions.gather(-1, below.long())
             at_above = of_positions.gather(-1, above.long())
             return scores + at_below * (1 - part) + at_above * part
+
+    def _gate_scores(
+        self, q: Tensor, scores: Tensor, x: Tensor, memory: dict[str, Tensor]
+    ) -> Tensor:
+        """What the gates are the sigmoid of: [batch, heads, queries, keys]."""
+        if self.key_weight is None:
+            return scores
+        x = at_least_float32(x)
+        new = F.linear(x, self.bounded("key_weight"), self.bounded("key_bias"))
+        keys = new.unflatten(-1, (self.shape.heads, -1)).transpose(1, 2)
+        if "gate_keys" in memory:
+            keys = torch.cat([memory["gate_keys"], keys], dim=2)
+        memory["gate_keys"] = keys
+        return q @ keys.mT / math.sqrt(self.shape.head_dim)

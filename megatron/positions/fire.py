@@ -5,18 +5,24 @@ The paper has one encoding for each layer (pos_emb_shared: false). It calls the 
 
 import math
 from collections.abc import Sequence
+from functools import partial
 from itertools import pairwise
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron.errors import UserError
 from megatron.positions.base import Position, Shape
 from megatron.positions.precision import without_autocast
-from megatron.positions.registry import positive, register, whole
+from megatron.positions.registry import positive, register, suggestion, switch, whole
 
 # Values of one MLP layer that exist at a time, where no gradient is needed: 8 MB of float32.
 NUMBERS = 2**21
+ACTIVATIONS = {
+    "relu": torch.relu_,
+    "leaky_relu": partial(F.leaky_relu_, negative_slope=0.01),
+}  # in place
 MOST_LAYERS, MOST_WIDTH = 16, 4096
 
 
@@ -27,6 +33,8 @@ class Fire(Position):
     threshold: L = length_multiplier · threshold; by default half of seq_length, as in DAPE's code
     mlp_layers: widths of the hidden layers, with ReLU between; the paper and DAPE's code have [32]
     c, length_multiplier: first values of these learned numbers; both stay positive
+    activation: relu, or leaky_relu as for FIRE inside DAPE's code
+    last_bias: whether the last layer has a bias too, which the softmax ignores but DAPE does not
     """
 
     # Below these bounds psi(d) / psi(L) is d / L to float32's precision anyway, or L is 0.
@@ -40,6 +48,8 @@ class Fire(Position):
         threshold: float | None = None,
         c: float = 0.1,
         length_multiplier: float = 1.0,
+        activation: str = "relu",
+        last_bias: bool = False,
     ) -> None:
         super().__init__(shape)
         if threshold is None:
@@ -51,13 +61,19 @@ class Fire(Position):
         floor, _ = self.bounds["length_multiplier"]
         multiplier = positive("length_multiplier", length_multiplier, least=floor)
         self.length_multiplier = nn.Parameter(torch.tensor([multiplier]))
+        if activation not in tuple(ACTIVATIONS):  # a list has no hash
+            raise UserError(
+                f"activation: {activation!r} is not known; {suggestion(activation, ACTIVATIONS)}"
+            )
+        self.activation = ACTIVATIONS[activation]
+        self.last_bias = switch("last_bias", last_bias)
         widths = [1, *_checked_widths(mlp_layers), shape.heads]
         self.depth = len(widths) - 1
         for number, (inputs, outputs) in enumerate(pairwise(widths)):
             layer = nn.Linear(inputs, outputs)  # for its first values
             self.register_parameter(f"weight_{number}", nn.Parameter(layer.weight.detach()))
-            # No bias in the last layer: the softmax ignores a constant for all scores of a head.
-            if number < self.depth - 1:
+            # The softmax ignores a constant for all scores of a head.
+            if number < self.depth - 1 or self.last_bias:
                 self.register_parameter(f"bias_{number}", nn.Parameter(layer.bias.detach()))
 
     def index_bias(self, queries: Tensor, keys: Tensor) -> Tensor:
@@ -85,8 +101,10 @@ class Fire(Position):
         for number in range(last):
             weight = self.bounded(f"weight_{number}")
             bias = self.bounded(f"bias_{number}")
-            values = (weight @ values).add_(bias[:, None]).relu_()
+            values = self.activation((weight @ values).add_(bias[:, None]))
         values = self.bounded(f"weight_{last}") @ values
+        if self.last_bias:
+            values = values + self.bounded(f"bias_{last}")[:, None]
         return values.view(-1, *x.shape)
 
 

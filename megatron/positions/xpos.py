@@ -22,20 +22,32 @@ class XPos(Position):
     blockwise: true, as the paper does.
 
     base: slowest wavelength / 2π; scale_base: tokens over which zeta_i acts once
+    xi: one factor per token of distance for all pairs, in place of zeta_i: the scores are those of
+        rotary times xi^d (Su 2023, kexue.fm/archives/9431). It is exact at any length, because
+        scores are multiplied, not queries and keys
     """
 
     inv_freq: Tensor
     log_zeta: Tensor
 
-    def __init__(self, shape: Shape, *, base: float = 10000.0, scale_base: float = 512.0) -> None:
+    def __init__(
+        self,
+        shape: Shape,
+        *,
+        base: float = 10000.0,
+        scale_base: float = 512.0,
+        xi: float | None = None,
+    ) -> None:
         super().__init__(shape)
         dim = even(shape.head_dim, "head_dim:")
+        self.xi = None if xi is None else positive("xi", xi, most=1.0)
         self.scale_base = positive("scale_base", scale_base)
         # A query carries zeta^n and a key zeta^-n, so any centre gives the same scores. torchscale
         # takes the middle of each text. That would make cached keys wrong, so we take the middle of
         # the training length for every text.
         self.centre = shape.train_length // 2
-        self._check_length(shape.train_length, torch.float32)
+        if self.xi is None:
+            self._check_length(shape.train_length, torch.float32)
         inv_freq = inverse_frequencies(dim, positive("base", base)).float()
         self.register_buffer("inv_freq", inv_freq, persistent=False)
         zeta = (torch.arange(0, dim, 2, dtype=torch.float64) / dim + 0.4) / 1.4
@@ -48,15 +60,33 @@ class XPos(Position):
         34000 in bf16 and fp32.
         """
         length = q.shape[-2]
-        self._check_length(start + length, q.dtype)
         position = self.indices(start, length)
         angle = position[:, None] * self.inv_freq  # [length, head_dim / 2]
+        cos, sin = angle.cos(), angle.sin()
+        if self.xi is not None:
+            return rotate(q, cos, sin), rotate(k, cos, sin)
+        self._check_length(start + length, q.dtype)
         exponent = (position - self.centre) / self.scale_base
         scale = torch.exp(exponent[:, None] * self.log_zeta)
-        cos, sin = angle.cos(), angle.sin()
         turned_q = rotate(q, cos * scale, sin * scale)
         turned_k = rotate(k, cos / scale, sin / scale)
         return turned_q, turned_k
+
+    def has(self, hook: str) -> bool:
+        """There is a factor by distance with `xi` alone."""
+        if hook == "distance_weight":
+            return self.xi is not None
+        return super().has(hook)
+
+    def distance_weight(self, length: int) -> Tensor | None:
+        """xi^d: [heads, length] float32, 0 where float32 has no such number."""
+        return None if self.xi is None else self.table(self._shared_decay, length)
+
+    def _shared_decay(self, distance: Tensor) -> Tensor:
+        assert self.xi is not None
+        # In float64: an exponent of -80 rounded to float32 would cost a factor 1 + 5e-6.
+        decay = torch.exp(distance.double() * math.log(self.xi))
+        return decay.to(distance.dtype).expand(self.shape.heads, -1)
 
     def _check_length(self, end: int, dtype: torch.dtype) -> None:
         """UserError where the largest scale, 1 / zeta_0 at the last position, overflows `dtype`."""

@@ -28,7 +28,7 @@ ENCODINGS = (
     "resonance_rope",
     "yarn",
 )
-LEFT_OUT = ("table.", "init.", "fire_v", "ram_sepkey.", "ms_dynamic.")  # not compared
+LEFT_OUT = ("table.", "init.", "ms_dynamic.")  # not compared
 LONG = "L48."
 KEPT_OF_LONG = (
     "fox L48.bias",

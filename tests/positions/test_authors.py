@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -77,12 +78,14 @@ class Case:
     constant: whether scores of a head may differ by a constant, which the softmax ignores
     last_score: whether the score of the last token with itself is theirs; if not, neither are its
         output and the gradients
+    x: numbers [batch, heads, length, head_dim] of the file that take the place of the layer's input
     """
 
     build: Callable[[Golden], Position]
     gradients: dict[str, str] = field(default_factory=dict)
     constant: bool = False
     last_score: bool = True
+    x: str | None = None
 
 
 def p_rope(golden: Golden) -> Position:
@@ -162,8 +165,19 @@ def selective_rope(golden: Golden) -> Position:
 
 def cope(golden: Golden) -> Position:
     vectors = golden.numbers["param.pos_emb"][0]
-    ours = build("cope", golden.shape(), positions=vectors.shape[1], scaled=golden.variant == "ram")
-    fill(ours, {"vectors": vectors})
+    is_scaled, has_keys = golden.variant in ("ram", "ram_sepkey"), golden.variant == "ram_sepkey"
+    ours = build(
+        "cope",
+        golden.shape(),
+        positions=vectors.shape[1],
+        scaled=is_scaled,
+        separate_keys=has_keys,
+    )
+    own = {"vectors": vectors}
+    if has_keys:  # The file has the keys and not the map from x, so x is the keys here.
+        own["key_weight"] = torch.eye(len(ours.key_weight))
+        own["key_bias"] = torch.zeros(len(ours.key_bias))
+    fill(ours, own)
     return ours
 
 
@@ -173,9 +187,21 @@ def dape(golden: Golden) -> Position:
     of = {"nope": "none", "kerple": "kerple_log"}.get(inner, inner)
     name = {"v1": "dape", "v2": "dape_v2"}[version]
     width = golden.numbers["param.mlp2.0.bias"].numel()
-    ours = build(name, golden.shape(), of=of, width=width)
-    fill(ours, golden.params(OF_DAPE | OF_KERPLE))
+    ours = build(name, golden.shape(), of=of, args=args_of_fire(golden), width=width)
+    fill(ours, golden.params(OF_DAPE | OF_KERPLE | OF_FIRE_INSIDE))
     return ours
+
+
+def args_of_fire(golden: Golden) -> dict[str, Any]:
+    """Options of the FIRE inside DAPE; none where there is no FIRE."""
+    if "param.init_L" not in golden.numbers:
+        return {}
+    return {
+        "mlp_layers": [golden.numbers["param.mlp.0.bias"].numel()],
+        "threshold": golden.param("init_L"),
+        "activation": "leaky_relu",
+        "last_bias": True,
+    }
 
 
 def fox(golden: Golden) -> Position:
@@ -198,6 +224,10 @@ OF_FIRE = {
     "mlp.0.weight": "weight_0",
     "mlp.0.bias": "bias_0",
     "mlp.2.weight": "weight_1",
+}
+OF_FIRE_INSIDE = {
+    **{theirs: f"inner.{ours}" for theirs, ours in OF_FIRE.items()},
+    "mlp.2.bias": "inner.bias_1",
 }
 OF_SELECTIVE = {
     "phi_proj.0.weight": "down",
@@ -226,20 +256,21 @@ CASES: dict[str, dict[str, Case]] = {
         for name in ("default", "full_rank", "gate_bias")
     },
     "pope": {"": Case(pope, gradients={"bias": "delta"})},
-    # ram_sepkey has keys of its own for the gates, which is not offered.
     "cope": {
         "ram": Case(cope, gradients={"pos_emb": "vectors"}),
         "ram_nodiv": Case(cope, gradients={"pos_emb": "vectors"}),
+        "ram_sepkey": Case(cope, gradients={"pos_emb": "vectors"}, x="key_cope"),
         "dape": Case(cope, gradients={"pos_emb": "vectors"}),
     },
-    # FIRE inside DAPE has another activation than FIRE, and a last bias.
     "dape_v1": {
         "alibi_v1": Case(dape, gradients=OF_DAPE),
+        "fire_v1": Case(dape, gradients=OF_DAPE | OF_FIRE_INSIDE),
         "kerple_v1": Case(dape, gradients=OF_DAPE | OF_KERPLE),
         "nope_v1": Case(dape, gradients=OF_DAPE),
     },
     "dape_v2": {
         "alibi_v2": Case(dape, last_score=False),
+        "fire_v2": Case(dape, last_score=False),
         "kerple_v2": Case(dape, last_score=False),
     },
 }
@@ -319,6 +350,11 @@ def close(found: Tensor, expected: Tensor, tolerance: float) -> None:
     torch.testing.assert_close(found, expected.double(), rtol=0, atol=tolerance * largest)
 
 
+def merged(heads: Tensor) -> Tensor:
+    """[batch, heads, length, head_dim] -> [batch, length, hidden]"""
+    return heads.transpose(1, 2).flatten(2)
+
+
 def lower_triangle(scores: Tensor) -> Tensor:
     rows, columns = torch.tril_indices(*scores.shape[-2:])
     return scores[..., rows, columns]
@@ -338,7 +374,12 @@ def test_an_encoding_gives_the_numbers_of_its_authors(name, variant):
         q, k, v, x, dout = (
             golden.inputs[f"{length}.{one}"].double() for one in ("q", "k", "v", "x", "dout")
         )
-        inputs = {"grad_q": q, "grad_k": k, "grad_v": v, "grad_x": x}
+        x_name = "grad_x"
+        if case.x is not None:
+            x_name = f"grad_{case.x}"
+            x = merged(expected[case.x].double())
+            expected[x_name] = merged(expected[x_name])
+        inputs = {"grad_q": q, "grad_k": k, "grad_v": v, x_name: x}
         for one in inputs.values():
             one.requires_grad_()
         with torch.no_grad():

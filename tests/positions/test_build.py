@@ -171,7 +171,7 @@ def test_a_name_is_given_once():
 
 
 def test_options_are_those_of_the_constructor():
-    assert list(options_of("xpos")) == ["base", "scale_base"]
+    assert list(options_of("xpos")) == ["base", "scale_base", "xi"]
     assert options_of("xpos")["base"].default == 10000.0
 
 

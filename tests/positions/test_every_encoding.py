@@ -25,13 +25,18 @@ LEARNED = {
     "learned alibi": Subject("alibi", {"learned_slopes": True}),
     "learned gaussian": Subject("gaussian", {"learned_slopes": True}),
     "learned tanh": Subject("tanh", {"learned_slopes": True}),
+    "cope with keys of its gates": Subject("cope", {"separate_keys": True}),
+    "fire of dape": Subject(
+        "fire", {"mlp_layers": [4], "activation": "leaky_relu", "last_bias": True}
+    ),
     "learned weights": Subject(
         "mep", {"kernels": ["exp", "gaussian", "tanh"], "weights": "learned"}
     ),
     "shared weights": Subject("mep", SHARED_WEIGHTS),
     "learned slopes and weights": Subject("mep", HALF_LEARNED),
 }
-SUBJECTS = ENCODINGS | LEARNED
+OTHERS = {"xpos with one decay": Subject("xpos", {"xi": 0.998})}
+SUBJECTS = ENCODINGS | LEARNED | OTHERS
 
 every_encoding = pytest.mark.parametrize("name", sorted(ENCODINGS))
 every_key = pytest.mark.parametrize("key", SUBJECTS)

@@ -41,6 +41,11 @@ def test_the_bias_is_the_papers_formula(mlp_layers, threshold):
         assert found.tolist() == pytest.approx(by_formula(position, i, j), rel=2e-5, abs=1e-6)
 
 
+def test_an_unknown_activation_is_named_with_its_cure():
+    with pytest.raises(UserError, match="'gelu' is not known; did you mean relu"):
+        build("fire", SHAPE, activation="gelu")
+
+
 def test_it_starts_as_the_papers_do():
     position = build("fire", SHAPE)
     assert (position.c.item(), position.length_multiplier.item()) == (pytest.approx(0.1), 1.0)

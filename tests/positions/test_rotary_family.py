@@ -11,6 +11,7 @@ from transformers.models.gptj.modeling_gptj import (
     create_sinusoidal_positions,
 )
 
+from megatron.attention import attention
 from megatron.errors import UserError
 from megatron.positions import Shape, build
 
@@ -313,9 +314,53 @@ def test_xpos_says_where_it_would_overflow():
     assert all(side.isfinite().all() for side in wide.on_queries_keys(x, x, start=131071))
 
 
+def test_xpos_with_one_decay_is_the_score_of_rotary_times_xi_to_the_distance():
+    """(R_m q xi^m)·(R_n k xi^-n) = q·R_(n-m) k xi^(m-n): kexue.fm/archives/9431, in float64."""
+    xi, length = 0.99, 300
+    torch.manual_seed(1)
+    q, k, v = torch.randn(3, 1, 4, length, 64)
+    xpos = build("xpos", SHAPE, xi=xi)
+    index = torch.arange(length, dtype=torch.float64)
+    turned = [
+        torch.complex(*x.double().chunk(2, dim=-1)) * torch.exp(1j * index[:, None] * plain())
+        for x in (q, k)
+    ]
+    scores = (turned[0] @ turned[1].mH).real / 8
+    scores = scores * xi ** (index[:, None] - index).clamp(min=0)
+    weights = scores.masked_fill(index[:, None] < index, -math.inf).softmax(-1)
+    for backend in ("eager", "sdpa"):
+        found = attention(
+            *xpos.on_queries_keys(q, k), v, weight=xpos.distance_weight(length), backend=backend
+        )
+        torch.testing.assert_close(found.double(), weights @ v.double(), rtol=0, atol=2e-5)
+
+
+@pytest.mark.parametrize("xi", [1.0, 0.9999, 0.99, 0.5])
+def test_one_decay_is_exact_at_any_length(xi):
+    length = 131072
+    found = build("xpos", SHAPE, xi=xi).distance_weight(length)
+    assert found.shape == (4, length)
+    expected = xi ** torch.arange(length, dtype=torch.float64)
+    expected = expected.float()  # 0 where float32 has no such number
+    torch.testing.assert_close(found, expected.expand(4, -1), rtol=1e-7, atol=1e-44)
+
+
+def test_one_decay_needs_no_bound_on_the_length():
+    x = torch.ones(1, 4, 1, 64)
+    decaying = build("xpos", SHAPE, xi=0.5)
+    for dtype in (torch.float16, torch.float32):
+        sides = decaying.on_queries_keys(x.to(dtype), x.to(dtype), start=131071)
+        assert all(side.isfinite().all() for side in sides)
+    assert decaying.has("distance_weight")
+    assert not build("xpos", SHAPE).has("distance_weight")
+    assert build("xpos", SHAPE).distance_weight(8) is None
+
+
 @pytest.mark.parametrize(
     ("name", "options", "message"),
     [
+        ("xpos", {"xi": 1.001}, "xi: 1.001 is not between 1e-12 and 1"),
+        ("xpos", {"xi": -1}, "xi: -1 is not a positive number"),
         ("rotary", {"scaling": "yarm"}, "scaling: 'yarm' is not known; did you mean yarn?"),
         (
             "rotary",

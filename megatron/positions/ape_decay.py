@@ -1,0 +1,56 @@
+"""The decay of APE: a linear, a logarithmic and a square-root penalty (arXiv 2601.06113)."""
+
+import math
+
+import torch
+from torch import Tensor
+
+from megatron.positions.alibi import slopes
+from megatron.positions.base import DistanceBias, Shape
+from megatron.positions.per_head import Given, PerHead, numbers
+from megatron.positions.registry import register
+
+POSITIVE = (1e-6, math.inf)
+
+
+@register("ape_decay")
+class ApeDecay(PerHead, DistanceBias):
+    """-linear · d - log · log(1 + d) - root · √d, three learned positive numbers per head.
+
+    The additive part of Adaptive Positional Encoding. Its other parts are left out: a rotation
+    whose frequencies follow the entropy of attention, and a factor 1 / (1 + λd) on the scores.
+    `sum` joins it to rotary. The paper's text and code could not be had: the formula is from a
+    third party's notes on it, and its abstract names the same three terms. First values are ours:
+    linear from ALiBi's slopes, log and root from U(0, 1).
+
+    linear, log, root: one number for all heads, or a list of one per head, fixes them
+    """
+
+    claims = ("zero_at_0", "never_rises", "conditionally_positive_definite")
+    bounds = {"linear": POSITIVE, "log": POSITIVE, "root": POSITIVE}
+
+    def __init__(
+        self,
+        shape: Shape,
+        *,
+        linear: Given | None = None,
+        log: Given | None = None,
+        root: Given | None = None,
+    ) -> None:
+        super().__init__(shape)
+        starts = {
+            "linear": torch.tensor(slopes(shape.heads)),
+            "log": torch.rand(shape.heads),
+            "root": torch.rand(shape.heads),
+        }
+        for (name, start), fixed in zip(starts.items(), (linear, log, root), strict=True):
+            if fixed is None:
+                self.set_learned(name, start)
+            else:
+                self.set_fixed(name, numbers(name, fixed, shape.heads))
+
+    def log_kernel(self, distance: Tensor) -> Tensor:
+        linear = self.per_head("linear") * distance
+        log = self.per_head("log") * distance.log1p()
+        root = self.per_head("root") * distance.sqrt()
+        return -(linear + log + root)
