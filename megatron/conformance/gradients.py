@@ -14,6 +14,7 @@ from megatron.conformance.effects import (
     scores,
 )
 from megatron.conformance.finding import Finding, at_most, fails, holds, not_applicable
+from megatron.conformance.learned import interval
 from megatron.conformance.subject import Subject, random_ids
 from megatron.errors import UserError
 from megatron.model.gpt import GPT
@@ -226,17 +227,11 @@ def _problem_with_learned(position: Position) -> str:
     for name, value in learned.items():
         if value.dtype != torch.float32:
             return f"{name} is {_short(value.dtype)}"
-        low, high = _bounds_of(position, name)
+        low, high = interval(position, name, "bounds")
         outside = (value < low) | (value > high) | ~value.isfinite()
         if outside.any():
             return f"{name} is {float(value[outside][0]):g}"
     return ""
-
-
-def _bounds_of(position: Position, name: str) -> tuple[float, float]:
-    owner, _, last = name.rpartition(".")
-    bounds = getattr(position.get_submodule(owner), "bounds", {})
-    return bounds.get(last, (-math.inf, math.inf))
 
 
 def _short(dtype: torch.dtype) -> str:

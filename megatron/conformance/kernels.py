@@ -73,8 +73,24 @@ def _with_a_constant(bias: Tensor) -> str:
     return f"positive definite on {SIZES[-1]} with {shift:.3g} added"
 
 
+@torch.no_grad()
+def negative_heads(position: Position) -> list[int]:
+    """The heads whose bias is not conditionally positive definite, as far as eigenvalues show."""
+    bias = copy.deepcopy(position).double().distance_bias(SIZES[-1])
+    if bias is None:
+        return []
+    found = smallest_eigenvalues(bias, sum_is_zero=True)
+    return sorted({one.head for one in found if one.is_negative})
+
+
 def smallest_eigenvalue(kernel: Tensor, *, sum_is_zero: bool = False) -> Eigenvalue:
-    """The smallest eigenvalue of the matrices kernel[|i - j|], over heads and SIZES.
+    """The smallest one over heads and SIZES: see smallest_eigenvalues."""
+    found = smallest_eigenvalues(kernel, sum_is_zero=sum_is_zero)
+    return min(found, key=lambda one: one.value / one.tokens)
+
+
+def smallest_eigenvalues(kernel: Tensor, *, sum_is_zero: bool = False) -> list[Eigenvalue]:
+    """The smallest eigenvalue of the matrices kernel[|i - j|] for each head and each of SIZES.
 
     kernel [heads, at least the largest size] float64;
     sum_is_zero: only for vectors whose sum is 0
@@ -88,7 +104,7 @@ def smallest_eigenvalue(kernel: Tensor, *, sum_is_zero: bool = False) -> Eigenva
         smallest = torch.linalg.eigvalsh(matrices)[:, 0] / scale
         for head, value in enumerate(smallest.tolist()):
             found.append(Eigenvalue(value, head, tokens))
-    return min(found, key=lambda one: one.value / one.tokens)
+    return found
 
 
 def toeplitz(kernel: Tensor) -> Tensor:

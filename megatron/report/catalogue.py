@@ -33,7 +33,8 @@ linear. A bias is cut at -12, where a key gets no attention any more. The effect
 is the smallest distance with bias < -2 (KERPLE, appendix A.5).
 
 `python tools/plot_positions.py NAME` draws an encoding with your options, `--checkpoint DIR` what
-was learned. `python tools/check_encoding.py NAME` tries what an encoding must keep.
+was learned. `python tools/check_encoding.py NAME` tries what an encoding must keep,
+and with `--checkpoint DIR` whether what was learned is still such a kernel.
 """
 
 

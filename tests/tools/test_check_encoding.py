@@ -1,11 +1,14 @@
 """The command prints every finding in plain words, and its exit status says whether one fails."""
 
 import pytest
+from safetensors.torch import load_file, save_file
 
 from megatron.commands.check_encoding import main, report
 from megatron.conformance.checks import CHECKS, title
 from megatron.conformance.finding import FAILS, HOLDS, Finding
 from megatron.conformance.subject import Subject
+from megatron.positions import REGISTRY
+from tests.tools.test_plot_positions import checkpoint
 
 pytestmark = pytest.mark.usefixtures("own_registry")
 
@@ -62,9 +65,51 @@ def test_a_failure_is_printed_and_is_the_exit_status(quick, tmp_path, capsys):
     assert "6 hold, 1 fail\n" in printed
 
 
+def trained(folder, stored, *words):
+    """A run whose checkpoint stores other numbers: values by head for each parameter."""
+    checkpoint(folder, *words)
+    file = folder / "global_step10" / "model.safetensors"
+    weights = load_file(file)
+    for name, values in stored.items():
+        for head, value in values.items():
+            weights[name][head] = value
+    save_file(weights, file)
+    return ["--checkpoint", str(folder)]
+
+
+def test_numbers_of_a_checkpoint_that_left_the_region_are_named_by_head_and_layer(tmp_path, capsys):
+    one_layer = {"positions.1.p": {2: -0.25}, "positions.1.a": {0: 0.005}}
+    run = trained(tmp_path, one_layer, "pos_emb=kerple_log", "pos_emb_shared=false")
+    assert main(run) == 0
+    printed = " ".join(capsys.readouterr().out.split())
+    for words in (
+        f"kerple_log, step 10 of {tmp_path}",
+        "Layer 0: Learned numbers are within their bounds │ ok",
+        "Layer 1: Learned numbers are within their bounds │ no │ p of head 2 is stored as -0.25",
+        "Layer 1: Learned numbers are in the kernel's region │ no │ p of head 2 is stored as -0.25",
+        "4 hold, 0 fail",
+    ):
+        assert words in printed
+
+
+def test_a_learned_kernel_that_is_not_what_it_claims_is_the_exit_status(
+    tmp_path, capsys, monkeypatch
+):
+    monkeypatch.setattr(REGISTRY["bam"], "claims", ("conditionally_positive_definite",))
+    run = trained(tmp_path, {"positions.0.exponent": {1: 2.5, 3: -1.0}}, "pos_emb=bam")
+    assert main(run) == 1
+    printed = capsys.readouterr().out
+    assert "2.5" in printed
+    assert "1 hold, 1 fail" in printed
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
+        ([], "give the name of an encoding, or --checkpoint DIR"),
+        (["alibi", "--step", "3"], "--step: it chooses a checkpoint of a run"),
+        (["alibi", "--checkpoint", "nowhere"], "a checkpoint knows its encoding and its options"),
+        (["--checkpoint", "nowhere"], "no folder nowhere - train first"),
         (["kerple_lag"], "pos_emb: no encoding is called 'kerple_lag'; did you mean kerple_log?"),
         (
             ["alibi", "--option", "slope=1"],
