@@ -24,6 +24,7 @@ from megatron.config.schema import (
 from megatron.errors import UserError
 from megatron.positions import REGISTRY, Shape, build, options_of
 from megatron.positions import Position as Encoding
+from megatron.positions.base import check_key_heads
 from megatron.positions.outline import Outline
 
 
@@ -79,7 +80,7 @@ def _encoding(model: Model, position: Position) -> list[str]:
         return []  # reported already
     try:
         encoding = _built(model, position)
-        encoding.check_key_heads(model.num_key_value_heads or model.num_attention_heads)
+        check_key_heads(encoding, model.num_key_value_heads or model.num_attention_heads)
     except UserError as fault:
         return [str(fault)]
     except RuntimeError as fault:  # a tensor that no memory holds

@@ -17,6 +17,7 @@ from megatron.model.init import initialize
 from megatron.model.layers import AttentionInputs, normalisation
 from megatron.model.settings import Architecture, AttentionSettings
 from megatron.positions import Position
+from megatron.positions.base import check_key_heads
 
 
 @dataclass
@@ -62,7 +63,7 @@ class GPT(nn.Module):
         # After `initialize`: an encoding sets its own first values.
         self.positions = nn.ModuleList(positions)
         for position in self._positions:
-            position.check_key_heads(model.key_heads)
+            check_key_heads(position, model.key_heads)
         self.use_attention(attention)
 
     def forward(

@@ -142,16 +142,6 @@ class Position(Float32Module):
         """
         raise NotImplementedError
 
-    def check_key_heads(self, key_heads: int) -> None:
-        """UserError where key heads are fewer than this encoding needs."""
-        heads = self.shape.heads
-        if not self.grouped_queries and key_heads < heads:
-            raise UserError(
-                f"num_key_value_heads: {key_heads} is less than num_attention_heads = {heads}, but"
-                f" {type(self).__name__} changes the keys of each head in its own way; leave"
-                " num_key_value_heads out"
-            )
-
     def use_paper_precision(self, on: bool) -> None:
         """Compute positions, distances and biases in bfloat16, as the forks' code does, or not.
 
@@ -219,6 +209,17 @@ class Position(Float32Module):
             if isinstance(module, Position):
                 for ours, theirs in module.reference_names.items():
                     yield theirs, getattr(module, ours)
+
+
+def check_key_heads(position: Position, key_heads: int) -> None:
+    """UserError where key heads are fewer than the encoding needs."""
+    heads = position.shape.heads
+    if not position.grouped_queries and key_heads < heads:
+        raise UserError(
+            f"num_key_value_heads: {key_heads} is less than num_attention_heads = {heads}, but"
+            f" {type(position).__name__} changes the keys of each head in its own way; leave"
+            " num_key_value_heads out"
+        )
 
 
 class DistanceBias(Position):
