@@ -17,7 +17,7 @@ INSTALLED := $(VENV)/installed
 export PATH := $(CURDIR)/$(VENV)/bin:$(PATH)
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: demo test gpu-check fuzz faults results lint format docs clean
+.PHONY: demo test gpu-check fuzz faults results encodings lint format docs clean
 
 demo: $(INSTALLED)
 	$(PY) tools/demo.py
@@ -71,6 +71,10 @@ results: $(INSTALLED)
 		mv $$rows.unfinished.jsonl $$rows.jsonl; \
 	done
 	$(PY) tools/report.py $(SWEEP)/results.jsonl $(SWEEP)/probes/*.jsonl -o $(SWEEP)/report.html --plots $(SWEEP)/plots
+
+# The table of every encoding's speed and memory in docs/performance.md, in about ten minutes on an idle core.
+encodings: $(INSTALLED)
+	$(PY) tools/bench/encodings_table.py --threads 1 --into docs/performance.md
 
 lint: $(INSTALLED)
 	$(PY) -m ruff format --check .

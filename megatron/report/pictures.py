@@ -22,7 +22,7 @@ from megatron.positions import REGISTRY, DistanceBias, Shape, build, options_of
 from megatron.report.evidence import positions_of
 from megatron.report.figures.attention import draw_attention
 from megatron.report.figures.learned import draw_learned, draw_trajectory, trajectory
-from megatron.report.figures.positions import draw, panels
+from megatron.report.figures.positions import draw, falls, panels
 
 SHOWN = 80  # letters of the text beneath a map of attention
 
@@ -77,7 +77,8 @@ def drawable() -> list[str]:
 def of_encoding(name: str, shape: Shape, options: Mapping[str, Any], length: int) -> Picture:
     """An encoding with the first values of seed 0, on distances below `length`."""
     torch.manual_seed(0)
-    found = panels(build(name, shape, **options).eval(), length)
+    position = build(name, shape, **options).eval()
+    found = [*panels(position, length), *falls(position, length)]
     if not found:
         return Picture(name, None, f"{name}: nothing to draw, none of its hooks does anything")
     title = ", ".join([name, *(f"{key}: {value}" for key, value in options.items())])
@@ -108,7 +109,7 @@ def _encodings(trained: Trained, length: int) -> Iterator[Picture]:
     """One picture, or one for each layer where each has an encoding of its own."""
     positions = positions_of(trained.model)
     for layer, position in enumerate(positions):
-        found = panels(position, length)
+        found = [*panels(position, length), *falls(position, length)]
         if not found:
             continue
         if len(positions) > 1:

@@ -15,7 +15,7 @@ from megatron.evaluation.probes.recorded import attention_of
 from megatron.model import from_config
 from megatron.positions import REGISTRY, Shape, build
 from megatron.report.figures.learned import by_name, trajectory
-from megatron.report.figures.positions import draw, effective_length, panels, sampled, save
+from megatron.report.figures.positions import draw, effective_length, falls, panels, sampled, save
 from tests.support import NEEDED
 
 SHAPE = [
@@ -96,6 +96,33 @@ def test_the_panels_say_what_the_hooks_do():
     torch.testing.assert_close(rotary, angles.cos().mean(dim=1), rtol=0, atol=1e-4)
     bias, kernel, _ = panels(build("alibi", shape), 512)
     torch.testing.assert_close(kernel.values, bias.values.exp())
+
+
+def test_the_fall_of_a_bias_is_its_derivative():
+    """ALiBi falls by its slope, KERPLE-log by p · log(1 + a / (1 + ad)), MEP by half at last."""
+    shape = Shape(4, 8, 32, 64)
+    slopes = torch.tensor([2.0 ** (-2 * head) for head in (1, 2, 3, 4)], dtype=torch.float64)
+    bias, kernel = falls(build("alibi", shape), 16384)
+    torch.testing.assert_close(bias.values, slopes[:, None].expand(-1, 16383), rtol=0, atol=1e-9)
+    d = torch.arange(16383, dtype=torch.float64)
+    derivative = torch.exp(-slopes[:, None] * d) * (1 - torch.exp(-slopes[:, None]))
+    torch.testing.assert_close(kernel.values, derivative, rtol=1e-9, atol=1e-300)
+    log_bias, _ = falls(build("kerple_log", shape, p=2.0, a=0.5), 16384)
+    expected = 2 * torch.log1p(0.5 / (1 + 0.5 * d))
+    torch.testing.assert_close(log_bias.values[0], expected, rtol=1e-9, atol=0)
+    mep, _ = falls(build("mep_free", shape), 16384)
+    torch.testing.assert_close(mep.values[:, -1], slopes / 2, rtol=1e-6, atol=0)
+    assert falls(build("rotary", shape), 100) == []
+
+
+def test_a_bias_that_rises_is_drawn_dashed_and_its_title_says_so():
+    figure = draw(falls(build("sandwich", Shape(4, 8, 32, 64)), 1000), "sandwich")
+    for axes in figure.axes[:2]:
+        assert axes.get_yscale() == "log"
+        assert axes.get_title(loc="left").endswith("per token, dashed: rise")
+        assert {line.get_linestyle() for line in axes.lines} == {"-", "--"}
+    even = draw(falls(build("alibi", Shape(4, 8, 32, 64)), 1000), "alibi").axes[0]
+    assert even.get_title(loc="left") == "fall of the bias per token"
 
 
 def test_every_picture_has_the_same_scales_which_its_axes_name():

@@ -1,9 +1,11 @@
 """An encoding as a picture: what it adds by distance and head, the kernel, effective lengths.
 
 All pictures have the same scales. Distances are on the scale log(1 + distance), which has no break
-at 0. Values are linear; a bias is cut at -12, where a key gets no attention any more.
+at 0. Values are linear; a bias is cut at -12, where a key gets no attention any more. Falls per
+token are logarithmic, because those of two heads may differ by a factor of 200.
 """
 
+import copy
 import math
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
@@ -33,6 +35,7 @@ GREY = "#666666"
 # KERPLE (arXiv 2205.09921), appendix A.5: the effective length ends where the bias falls below.
 THRESHOLD = -2.0
 CUT = -12.0  # exp(-12) is below 0.00001
+LEAST_FALL = 1e-8  # what the panels of falls end at
 TEXT = 256  # tokens of the random text for an encoding that looks at content
 SIZES: dict[Any, Any] = {
     "font.size": 8,
@@ -49,12 +52,14 @@ class Panel:
     """Lines over distance: values [lines, distances], a line for each head or one for all heads.
 
     is_bias: values are added to scores, and so are cut where a key gets no attention any more;
+    is_fall: values are shown by their size, dashed where they are negative
     effective: [heads], the effective lengths, for the panel that shows these instead of the lines
     """
 
     title: str
     values: Tensor
     is_bias: bool = False
+    is_fall: bool = False
     effective: Tensor | None = None
 
     @property
@@ -98,6 +103,23 @@ def panels(position: Position, length: int) -> list[Panel]:
         title = "added to the scores of a random text"
         found.append(Panel(title, _content(position), is_bias=True))
     return found
+
+
+@torch.no_grad()
+def falls(position: Position, length: int) -> list[Panel]:
+    """How fast bias and kernel fall: -Δ/Δd of both from each distance to the next, for each head.
+
+    Empty without a bias by distance. In float64, because neighbours differ by little.
+    """
+    bias = copy.deepcopy(position).double().distance_bias(length)
+    if bias is None:
+        return []
+    fall = bias[:, :-1] - bias[:, 1:]
+    of_kernel = bias[:, :-1].exp() * -torch.expm1(-fall)
+    return [
+        Panel("fall of the bias per token", fall, is_fall=True),
+        Panel("fall of exp(bias) per token", of_kernel, is_fall=True),
+    ]
 
 
 def _by_query(position: Position, length: int) -> list[Panel]:
@@ -231,10 +253,17 @@ def _lines(axes: Axes, panel: Panel) -> None:
     palette = colours(len(lines))
     for head, values in enumerate(lines):
         colour = palette(head) if panel.by_head else "black"
-        axes.plot(distances, values, color=colour, linewidth=1.1)
+        if panel.is_fall:
+            _fall(axes, distances, values, colour)
+        else:
+            axes.plot(distances, values, color=colour, linewidth=1.1)
     distance_axis(axes, length)
     axes.set_title(panel.title, loc="left")
     axes.grid(color="#E8E8E8", linewidth=0.5)
+    if panel.is_fall:
+        if (panel.values < -LEAST_FALL).any():
+            axes.set_title(f"{panel.title}, dashed: rise", loc="left")
+        return
     axes.axhline(0, color=GREY, linewidth=0.5, zorder=1)
     lowest = float(panel.values.min())
     highest = max(float(panel.values.max()), 0.0)
@@ -242,6 +271,15 @@ def _lines(axes: Axes, panel: Panel) -> None:
         margin = 0.05 * (highest - CUT)
         axes.set_ylim(CUT, highest + margin)
         axes.set_title(f"{panel.title}, cut at {CUT:g}", loc="left")
+
+
+def _fall(axes: Axes, distances: Tensor, values: Tensor, colour: Any) -> None:
+    """A line of sizes on a logarithmic scale, dashed where the bias rises."""
+    axes.set_yscale("log")
+    for sign, dashes in ((1, "-"), (-1, (0, (2, 1.5)))):
+        sizes = sign * values
+        shown = torch.where(sizes > LEAST_FALL, sizes, math.nan)
+        axes.plot(distances, shown, color=colour, linewidth=1.1, linestyle=dashes)
 
 
 def _effective_lengths(axes: Axes, effective: Tensor, length: int) -> None:
