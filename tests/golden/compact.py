@@ -22,10 +22,12 @@ ENCODINGS = (
     "fire",
     "fox",
     "longrope",
+    "grape_m",
     "p_rope",
     "pope",
     "selective_rope",
     "resonance_rope",
+    "stickbreaking",
     "yarn",
 )
 LEFT_OUT = ("table.", "init.", "ms_dynamic.")  # not compared

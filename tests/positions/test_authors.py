@@ -4,69 +4,21 @@ GOLDEN_ENCODINGS names another folder of the format that tests/golden/README.md 
 other sizes. A file that is not there skips its test.
 """
 
-import os
-import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
 from torch import Tensor
 
 from megatron.attention import attention
 from megatron.attention.content import ScoreBias
-from megatron.positions import Position, Shape, build
+from megatron.positions import Position, build
 from megatron.positions.precision import UNBOUNDED
+from tests.positions.golden import Golden, load
 from tests.support import fill
-
-HERE = Path(__file__).resolve().parents[1] / "golden" / "encodings"
-FOLDER = Path(os.environ.get("GOLDEN_ENCODINGS", HERE))
-
-
-@dataclass
-class Golden:
-    """The numbers of one variant of an encoding, and the inputs that they belong to.
-
-    numbers: by name, without the variant; inputs: `L16.q` and so on
-    """
-
-    variant: str
-    numbers: dict[str, Tensor]
-    inputs: dict[str, Tensor]
-
-    def shape(self, train_length: int = 512) -> Shape:
-        heads, _, head_dim = self.inputs[f"{self.lengths[0]}.q"].shape[1:]
-        hidden = self.inputs[f"{self.lengths[0]}.x"].shape[-1]
-        return Shape(heads, head_dim, hidden, train_length)
-
-    @property
-    def lengths(self) -> list[str]:
-        """`L16` and so on, where this variant has numbers and inputs."""
-        own = {name.split(".")[0] for name in self.numbers if re.match(r"L\d+\.", name)}
-        return sorted(length for length in own if f"{length}.q" in self.inputs)
-
-    def of_length(self, length: str) -> dict[str, Tensor]:
-        """The numbers at one length, by name."""
-        return {
-            key.removeprefix(f"{length}."): value
-            for key, value in self.numbers.items()
-            if key.startswith(f"{length}.")
-        }
-
-    def param(self, name: str) -> float:
-        return self.numbers[f"param.{name}"].item()
-
-    def params(self, names: dict[str, str]) -> dict[str, Tensor]:
-        """The values that the file has, by our names. `names` gives ours for each of theirs."""
-        theirs = {name: self.numbers.get(f"param.{name}") for name in names}
-        return {names[name]: value for name, value in theirs.items() if value is not None}
-
-    def list(self, name: str) -> list[float]:
-        return self.numbers[f"param.{name}"].tolist()
 
 
 @dataclass
@@ -78,6 +30,7 @@ class Case:
     constant: whether scores of a head may differ by a constant, which the softmax ignores
     last_score: whether the score of the last token with itself is theirs; if not, neither are its
         output and the gradients
+    out: the name of the output that ours is
     x: numbers [batch, heads, length, head_dim] of the file that take the place of the layer's input
     """
 
@@ -86,6 +39,7 @@ class Case:
     constant: bool = False
     last_score: bool = True
     x: str | None = None
+    out: str = "out"
 
 
 def p_rope(golden: Golden) -> Position:
@@ -192,6 +146,18 @@ def dape(golden: Golden) -> Position:
     return ours
 
 
+def grape_m(golden: Golden) -> Position:
+    theirs = golden.numbers["param.log_freq"]
+    by_content = golden.variant == "ctx"
+    ours = build("grape_m", golden.shape(), by_content=by_content, by_head=theirs.dim() == 2)
+    fill(ours, golden.params(OF_GRAPE_M))
+    return ours
+
+
+def stick_breaking(golden: Golden) -> Position:
+    return build("stick_breaking", golden.shape(), attend_current=golden.variant != "strict")
+
+
 def args_of_fire(golden: Golden) -> dict[str, Any]:
     """Options of the FIRE inside DAPE; none where there is no FIRE."""
     if "param.init_L" not in golden.numbers:
@@ -211,6 +177,11 @@ def fox(golden: Golden) -> Position:
 
 
 OF_FOX = {"gate_weight": "weight", "gate_bias": "bias"}
+OF_GRAPE_M = {
+    "log_freq": "log_frequencies",
+    "omega_weight": "weight",
+    "omega_bias": "bias",
+}
 OF_DAPE = {
     "mlp2.0.weight": "weight_0",
     "mlp2.0.bias": "bias_0",
@@ -255,6 +226,14 @@ CASES: dict[str, dict[str, Case]] = {
         name: Case(selective_rope, gradients=OF_SELECTIVE)
         for name in ("default", "full_rank", "gate_bias")
     },
+    "grape_m": {
+        "nonctx": Case(grape_m, gradients=OF_GRAPE_M),
+        "ctx": Case(grape_m, gradients=OF_GRAPE_M),
+    },
+    "stickbreaking": {
+        "strict": Case(stick_breaking, out="out_with_remainder"),
+        "attend_current": Case(stick_breaking, out="out_with_remainder"),
+    },
     "pope": {"": Case(pope, gradients={"bias": "delta"})},
     "cope": {
         "ram": Case(cope, gradients={"pos_emb": "vectors"}),
@@ -274,20 +253,6 @@ CASES: dict[str, dict[str, Case]] = {
         "kerple_v2": Case(dape, last_score=False),
     },
 }
-
-
-def load(name: str, variant: str) -> Golden:
-    path = FOLDER / f"{name}.safetensors"
-    if not path.exists():
-        pytest.skip(f"{path} is not there")
-    numbers = load_file(path)
-    prefix = f"{variant}." if variant else ""
-    own = {key.removeprefix(prefix): value for key, value in numbers.items()}
-    of_variant = {key: own[key.removeprefix(prefix)] for key in numbers if key.startswith(prefix)}
-    shared = {key: value for key, value in numbers.items() if key.startswith("param.")}
-    named = {key.removeprefix(prefix): value for key, value in of_variant.items()}
-    inputs = load_file(FOLDER / "inputs.safetensors")
-    return Golden(variant, shared | named, inputs)
 
 
 def scores_of(position: Position, q: Tensor, k: Tensor, x: Tensor) -> Tensor:
@@ -404,9 +369,9 @@ def check_values(
         close(found[..., :last], wanted[..., :last], 2e-5)
     if "bias" in expected:
         close(bias[: len(expected["bias"])], expected["bias"], 2e-5)
-    if "out" in expected:
+    if case.out in expected:
         last = out.shape[2] if case.last_score else -1
-        close(out[:, :, :last], expected["out"][:, :, :last], 2e-5)
+        close(out[:, :, :last], expected[case.out][:, :, :last], 2e-5)
 
 
 def check_gradients(

@@ -29,13 +29,17 @@ LEARNED = {
     "fire of dape": Subject(
         "fire", {"mlp_layers": [4], "activation": "leaky_relu", "last_bias": True}
     ),
+    "grape_m by content": Subject("grape_m", {"by_content": True, "by_head": True}),
     "learned weights": Subject(
         "mep", {"kernels": ["exp", "gaussian", "tanh"], "weights": "learned"}
     ),
     "shared weights": Subject("mep", SHARED_WEIGHTS),
     "learned slopes and weights": Subject("mep", HALF_LEARNED),
 }
-OTHERS = {"xpos with one decay": Subject("xpos", {"xi": 0.998})}
+OTHERS = {
+    "xpos with one decay": Subject("xpos", {"xi": 0.998}),
+    "stick_breaking from the own key": Subject("stick_breaking", {"attend_current": True}),
+}
 SUBJECTS = ENCODINGS | LEARNED | OTHERS
 
 every_encoding = pytest.mark.parametrize("name", sorted(ENCODINGS))
