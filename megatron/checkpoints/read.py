@@ -63,7 +63,8 @@ def load_for_evaluation(
     try:
         config, meta = read_meta(path)
         note_if_old(path, meta)
-        model = load_model(path, config, meta["vocab"])
+        end = (meta.get("tokenizer") or {}).get("eod")
+        model = load_model(path, config, meta["vocab"], end)
     except Damaged as damage:
         raise _with_a_better_one(path, damage) from None
     return model, config, {**meta, "path": str(path)}
@@ -82,15 +83,16 @@ def replaced(faults: list[str], good: Path | None, how: str) -> Damaged:
     return Damaged(faults, f"the newest good checkpoint of the run is {good}: {how}")
 
 
-def load_model(path: Path, config: Config, vocab: int) -> GPT:
+def load_model(path: Path, config: Config, vocab: int, end_of_document: int | None = None) -> GPT:
     """The model of a configuration with the weights of a folder global_stepN, in eval mode.
 
+    end_of_document: see `from_config`
     UserError where the weights cannot be read, were changed or are those of another model.
     """
     _check_weights_fit(config, vocab)
     file = path / WEIGHTS
     with verified(path, WEIGHTS):
-        model = from_config(config, vocab=vocab)
+        model = from_config(config, vocab, end_of_document)
         try:
             weights = load_file(file)
         except (OSError, SafetensorError) as fault:

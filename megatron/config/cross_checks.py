@@ -102,6 +102,24 @@ def _paper(model: Model, position: Position, attention: Attention) -> list[str]:
     return []
 
 
+def _documents(model: Model, position: Position, attention: Attention) -> list[str]:
+    """What keeps documents apart needs an encoding that can."""
+    if attention.reset_position_ids and not attention.reset_attention_mask:
+        return [
+            "reset_position_ids: needs reset_attention_mask: true, because the distance to a token"
+            " of another document would mean nothing; set both, or neither"
+        ]
+    if not attention.reset_attention_mask or not _can_be_built(model, position):
+        return []
+    if _encoding(model, position):
+        return []  # reported already
+    try:
+        _built(model, position).check_documents(restart=attention.reset_position_ids)
+    except UserError as fault:
+        return [str(fault)]
+    return []
+
+
 def _can_be_built(model: Model, position: Position) -> bool:
     has_shape = model.head_dim is not None or model.hidden_size % model.num_attention_heads == 0
     return has_shape and position.pos_emb in REGISTRY
@@ -213,6 +231,7 @@ CHECKS: tuple[tuple[tuple[str, ...], Callable[..., list[str]]], ...] = (
     (("position",), _name),
     (("model", "position"), _encoding),
     (("model", "position", "attention"), _paper),
+    (("model", "position", "attention"), _documents),
     (("training",), _batch),
     (("training", "parallel"), _compiled),
     (("training", "attention"), _repeats),

@@ -11,6 +11,7 @@ from megatron.checkpoints.saved import find
 from megatron.commit import commit
 from megatron.config import Config
 from megatron.config.paths import DATA_PATHS
+from megatron.data.ends import check_ends
 from megatron.data.parts import Part, name_of, open_parts
 from megatron.data.tokens import TokenFile
 from megatron.errors import CONTROL, UserError
@@ -132,7 +133,7 @@ def opened(config: Config | None, folder: str | Path | None, step: int | None) -
     if CONTROL.search(str(path)):  # every row repeats it
         raise UserError(f"checkpoint: {path} has a control character in its name - rename it")
     check_finite(model, path)
-    config = config or trained
+    config = _apart_as_trained(config or trained, trained)
     names_data = config if _names_text(config) else trained
     part = config.evaluation.eval_part
     with names_data.naming_places(*DATA_PATHS):
@@ -146,11 +147,23 @@ def opened(config: Config | None, folder: str | Path | None, step: int | None) -
     check_distinct(texts)
     for tokens in texts.files:
         check_same_tokenizer(tokens, record.get("tokenizer") or {}, path)
+    if config.attention.reset_attention_mask:
+        check_ends("reset_attention_mask", texts.files, model.end_of_document)
     trained_on = trained.data.train_data_paths
     if texts.weights and trained.data.data_path:  # as a whole, it holds the training's share
         trained_on = (trained.data.data_path,)
     check_held_out(texts, trained_on, path)
     return Opened(model, trained, config, texts, path, record)
+
+
+def _apart_as_trained(config: Config, trained: Config) -> Config:
+    """The configuration with what keeps documents apart in training, unless it says that itself."""
+    keys = ("reset_attention_mask", "reset_position_ids")
+    values = {key: trained[key] for key in keys if key not in config.given}
+    if "reset_attention_mask" in config.given and not config["reset_attention_mask"]:
+        values = {"reset_position_ids": False}  # which needs the mask
+    attention = config.attention.model_copy(update=values)
+    return replace(config, attention=attention)
 
 
 def variant(attention: AttentionSettings) -> Facts:

@@ -21,7 +21,7 @@ from megatron.interop.export_card import card
 from megatron.interop.export_tokenizer import tokenizer_of, write_tokenizer
 from megatron.interop.families import FAMILIES
 from megatron.interop.weights import write_weights
-from megatron.model import GPT, Architecture
+from megatron.model import GPT, Architecture, AttentionSettings
 
 logger = logging.getLogger(__name__)
 
@@ -80,6 +80,8 @@ def export(
     folder = Path(os.path.abspath(folder))
     _check_free(folder)
     model, config, record = load_for_evaluation(run, step)
+    # transformers passes no documents: what is exported is the same function of one.
+    model.use_attention(AttentionSettings.of(config.attention).of_one_document())
     _check_offered(model, config)
     tokenizer, notes = tokenizer_of(config, record, vocab_file, merge_file)
     unrounded = _logits(model)

@@ -84,6 +84,7 @@ def _facts(
         "step": record["step"],
         "steps planned": config.training.train_iters or None,
         "windows in a step": record.get("windows_per_step"),
+        "documents": _documents(config),
         "precision of the training": config.precision.precision,
         "dtype of the matrices": dtype,
         "seed": config.training.seed,
@@ -94,6 +95,19 @@ def _facts(
         "licence of the weights": "unknown",
     }
     return {name: value for name, value in facts.items() if value not in (None, "")}
+
+
+def _documents(config: Config) -> str | None:
+    """What the exported model cannot say itself: it computes a text as one document."""
+    if not config.attention.reset_attention_mask:
+        return None
+    positions = ""
+    if config.attention.reset_position_ids:
+        positions = ", whose positions began again"
+    return (
+        f"in training, tokens attended to their own document alone{positions}; this model takes"
+        " each text as one document"
+    )
 
 
 def _origin(record: Mapping[str, Any]) -> str | None:

@@ -112,7 +112,7 @@ def open_folder(folder: Path) -> tuple[GPT, Config, int, dict[str, Any]]:
         )
     config = _configuration(training["keys"], folder)
     check_memory(folder, config, vocab)
-    model = from_config(config, vocab=vocab)
+    model = from_config(config, vocab, training["tokenizer"].get("eod"))
     for key, value in keys_of(config, model).items():
         if key not in CODE and settings.get(key, value) != value:
             raise UserError(

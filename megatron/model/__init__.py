@@ -23,8 +23,10 @@ __all__ = [
 ]
 
 
-def from_config(config: "Config", vocab: int) -> GPT:
+def from_config(config: "Config", vocab: int, end_of_document: int | None = None) -> GPT:
     """The model that the configuration describes, with `vocab` rows in its embedding.
+
+    end_of_document: the tokenizer's token for it, which reset_attention_mask needs
 
     Its seed gives the first values. The encoding draws its own separately: with one seed, models of
     every encoding start from the same weights.
@@ -41,6 +43,7 @@ def from_config(config: "Config", vocab: int) -> GPT:
             AttentionSettings.of(config.attention),
             positions=positions,
             vocab=vocab,
+            end_of_document=end_of_document,
         )
     model.checkpoint_activations = config.training.checkpoint_activations
     return model

@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 from megatron.attention import Choice, Needs, choose
 from megatron.errors import UserError
 from megatron.model.block import Block
+from megatron.model.documents import Documents, by_document, checked_end
 from megatron.model.head import mean_loss, token_losses
 from megatron.model.init import initialize
 from megatron.model.layers import AttentionInputs, normalisation
@@ -29,6 +30,7 @@ class Cache:
 
     length: int = 0
     layers: list[dict[str, Tensor]] = field(default_factory=list)
+    document_ends: Tensor | None = None
 
 
 class GPT(nn.Module):
@@ -36,7 +38,8 @@ class GPT(nn.Module):
 
     model: sizes and first values; attention: how it is computed, which may change later;
     positions: the encoding, one for all layers or one for each;
-    vocab: rows of the embedding, padding included
+    vocab: rows of the embedding, padding included;
+    end_of_document: the token that ends a document, for reset_attention_mask
     """
 
     def __init__(
@@ -46,10 +49,12 @@ class GPT(nn.Module):
         *,
         positions: Sequence[Position],
         vocab: int,
+        end_of_document: int | None = None,
     ) -> None:
         super().__init__()
         hidden = model.hidden_size
         self.vocab = vocab
+        self.end_of_document = end_of_document
         self.train_length = model.seq_length
         self.dropout = model.hidden_dropout
         self.checkpoint_activations = False
@@ -73,18 +78,21 @@ class GPT(nn.Module):
         cache: Cache | None = None,
         *,
         mean: bool = False,
+        counted: Tensor | None = None,
     ) -> Tensor:
         """Logits, or with labels the cross entropy of each token.
 
         ids [batch, length] -> logits [batch, length, vocab];
-        with labels [batch, length] -> losses [batch, length] float32, or with `mean` their mean [];
+        with labels [batch, length] -> losses [batch, length] float32, or with `mean` their mean [],
+        of those targets alone that counted [batch, length] bool marks;
         with a cache, ids continue its text.
         """
         x = self.features(ids, cache)
         if labels is None:
             return F.linear(x, self.output_matrix)
         if mean:
-            return mean_loss(x.flatten(0, 1), self.output_matrix, labels.flatten())
+            marked = None if counted is None else counted.flatten()
+            return mean_loss(x.flatten(0, 1), self.output_matrix, labels.flatten(), marked)
         return self.losses(x, labels)
 
     def features(self, ids: Tensor, cache: Cache | None = None) -> Tensor:
@@ -95,9 +103,10 @@ class GPT(nn.Module):
         length = ids.shape[1]
         for position in self._positions:
             position.prepare(start + length)
-        x = self.position.on_embeddings(self.word_embeddings(ids), start)
+        documents = self._documents(ids, cache)
+        x = self._embedded(ids, start, documents)
         x = F.dropout(x, self.dropout, self.training)
-        inputs_of_layers = self._attention_inputs(start, length, cache)
+        inputs_of_layers = self._attention_inputs(start, length, cache, documents)
         recompute = self.checkpoint_activations and torch.is_grad_enabled()
         for block, inputs in zip(self.layers, inputs_of_layers, strict=True):
             if recompute:
@@ -108,13 +117,36 @@ class GPT(nn.Module):
             cache.length += length
         return self.norm(x)
 
+    def _documents(self, ids: Tensor, cache: Cache | None) -> Documents | None:
+        """Where documents lie that attention keeps apart; None where it does not."""
+        if not self.reset_attention_mask:
+            return None
+        end = checked_end(self.end_of_document)
+        earlier = None if cache is None else cache.document_ends
+        documents = Documents.of(ids, end, earlier=earlier, restart=self.reset_position_ids)
+        if cache is not None:
+            cache.document_ends = documents.ends
+        return documents
+
+    def _embedded(self, ids: Tensor, start: int, documents: Documents | None) -> Tensor:
+        """The embeddings with what the encoding adds: [batch, length, hidden]."""
+        x, position = self.word_embeddings(ids), self.position
+        if documents is None or not documents.restart or not position.has("on_embeddings"):
+            return position.on_embeddings(x, start)
+        (x,) = by_document(lambda *inputs: (position.on_embeddings(*inputs),), (x,), documents)
+        return x
+
     def _attention_inputs(
-        self, start: int, length: int, cache: Cache | None
+        self, start: int, length: int, cache: Cache | None, documents: Documents | None
     ) -> list[AttentionInputs]:
         """What each layer's attention needs beside x; tables are computed once per encoding."""
         keys = start + length
         chunk = max(1, self.train_length // 2) if self.blockwise else None
-        scale = self.position.log_n_scale(start, length) if self.logn_scale else None
+        scale = None
+        if self.logn_scale and documents is not None and documents.restart:
+            scale = documents.scale(self.position.log_n_scale(0, keys))
+        elif self.logn_scale:
+            scale = self.position.log_n_scale(start, length)
         inputs = []
         for position in self._positions:
             inputs_of_position = AttentionInputs(
@@ -125,6 +157,7 @@ class GPT(nn.Module):
                 window=self.window,
                 chunk=chunk,
                 query_scale=scale,
+                documents=documents,
                 backend=self.backend,
                 self_check=self.self_check,
             )
@@ -149,10 +182,15 @@ class GPT(nn.Module):
     def use_attention(self, attention: AttentionSettings) -> None:
         """Compute attention with other settings, such as backend, window and log-n scale.
 
-        UserError for paper_precision of an encoding that the forks do not have.
+        UserError for paper_precision of an encoding that the forks do not have, and for documents
+        that this encoding cannot keep apart.
         """
         for position in self._positions:
             position.use_paper_precision(attention.paper_precision)
+            if attention.reset_attention_mask:
+                position.check_documents(restart=attention.reset_position_ids)
+        self.reset_attention_mask = attention.reset_attention_mask
+        self.reset_position_ids = attention.reset_position_ids
         self.backend = attention.attention_backend
         window = attention.window
         self.window = self.train_length if window == "train_length" else window
@@ -184,7 +222,7 @@ class GPT(nn.Module):
                 0, shape.heads, 0, shape.head_dim * position.score_width
             ),
             tables=position.has("distance_bias") or position.has("distance_weight"),
-            masked=self.window is not None or self.blockwise,
+            masked=self.window is not None or self.blockwise or self.reset_attention_mask,
             index_bias=position.has("index_bias"),
             content=position.has("on_scores"),
             content_bias=position.has("score_bias"),

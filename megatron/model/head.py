@@ -37,9 +37,12 @@ def token_losses(x: Tensor, matrix: Tensor, labels: Tensor) -> Tensor:
     return torch.cat(losses)
 
 
-def mean_loss(x: Tensor, matrix: Tensor, labels: Tensor) -> Tensor:
-    """The mean of `token_losses`, [] float32; one block of logits exists, also with gradients."""
-    return cast(Tensor, MeanLoss.apply(x, matrix, labels))
+def mean_loss(x: Tensor, matrix: Tensor, labels: Tensor, counted: Tensor | None = None) -> Tensor:
+    """The mean of `token_losses`, [] float32; one block of logits exists, also with gradients.
+
+    counted [tokens] bool: whose losses the mean is taken over, None for all; 0 where it is of none
+    """
+    return cast(Tensor, MeanLoss.apply(x, matrix, labels, counted))
 
 
 class MeanLoss(torch.autograd.Function):
@@ -49,7 +52,9 @@ class MeanLoss(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, matrix: Tensor, labels: Tensor) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, matrix: Tensor, labels: Tensor, counted: Tensor | None
+    ) -> Tensor:
         total = x.new_zeros((), dtype=torch.float32)
         dx = torch.empty_like(x)
         dmatrix = torch.zeros_like(matrix, dtype=torch.float32)
@@ -60,21 +65,27 @@ class MeanLoss(torch.autograd.Function):
             part, targets = x[block], labels[block]
             # [block, vocab]; the logits have no name, so that they are freed here
             log_probabilities = F.log_softmax(F.linear(part, matrix), dim=1, dtype=torch.float32)
-            total -= log_probabilities.gather(1, targets[:, None]).sum()
+            of_targets = log_probabilities.gather(1, targets[:, None])
+            if counted is not None:
+                of_targets = of_targets * counted[block, None]
+            total -= of_targets.sum()
             dlogits = log_probabilities.exp_()
             dlogits[torch.arange(len(targets), device=x.device), targets] -= 1
+            if counted is not None:
+                dlogits *= counted[block, None]
             dlogits = dlogits.to(x.dtype)
             torch.mm(dlogits, matrix, out=dx[block])
             dmatrix.add_(dlogits.T @ (part / headroom), alpha=headroom)
+        count = len(x) if counted is None else counted.sum().clamp(min=1)
         ctx.save_for_backward(dx, dmatrix)
-        ctx.dtype = matrix.dtype
-        return total / len(x)
+        ctx.count, ctx.dtype = count, matrix.dtype
+        return total / count
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None]:
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None, None]:
         # Scaled only now: float16's loss scale comes with the gradient. Without it 1 / tokens
         # underflows.
         dx, dmatrix = ctx.saved_tensors
-        scale = gradients[0] / len(dx)
-        return dx * scale, (dmatrix * scale).to(ctx.dtype), None
+        scale = gradients[0] / ctx.count
+        return dx * scale, (dmatrix * scale).to(ctx.dtype), None, None

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from megatron.attention import attention
 from megatron.model.activations import ACTIVATIONS
+from megatron.model.documents import Documents, by_document
 from megatron.model.settings import Architecture
 from megatron.positions import Position
 
@@ -17,7 +18,8 @@ class AttentionInputs:
     """What a layer's attention needs beside x, the same for every token of a step.
 
     bias, weight [heads, keys] or None; start: index of the first query;
-    window, chunk: see `attention`; query_scale [queries]: multiplies the queries;
+    window, chunk: see `attention`; query_scale [queries] or [batch, 1, queries]: multiplies the
+    queries; documents: where they lie, if attention keeps them apart;
     memory: keys, values and more of earlier tokens; None to keep nothing
     """
 
@@ -28,6 +30,7 @@ class AttentionInputs:
     window: int | None = None
     chunk: int | None = None
     query_scale: Tensor | None = None
+    documents: Documents | None = None
     backend: str = "auto"
     self_check: bool = True
     memory: dict[str, Tensor] | None = field(default=None, compare=False)
@@ -78,11 +81,15 @@ class SelfAttention(nn.Module):
         batch, length, _ = x.shape
         position = inputs.position
         q, k, v = self._projected(x)
-        q, k = position.on_queries_keys(q, k, inputs.start)
+        documents = inputs.documents
+        if documents is not None and documents.restart and not position.by_distance:
+            q, k = by_document(position.on_queries_keys, (q, k), documents)
+        else:
+            q, k = position.on_queries_keys(q, k, inputs.start)
         memory = {} if inputs.memory is None else inputs.memory
         q, k = position.on_queries_keys_by_content(q, k, x, memory)
         if inputs.query_scale is not None:
-            q = (q * inputs.query_scale[:, None]).to(q.dtype)
+            q = (q * inputs.query_scale[..., None]).to(q.dtype)
         if inputs.memory is not None:
             k = _remember(memory, "k", k)
             v = _remember(memory, "v", v)
@@ -100,6 +107,7 @@ class SelfAttention(nn.Module):
             weight=inputs.weight,
             window=inputs.window,
             chunk=inputs.chunk,
+            segments=None if documents is None else documents.numbers,
             index_bias=position.index_bias if position.has("index_bias") else None,
             on_scores=on_scores,
             score_bias=score_bias,

@@ -1,6 +1,6 @@
 """What a GPT is built from, in plain values: it needs no package that reads a configuration."""
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Literal
 
 from megatron.model.activations import ACTIVATIONS
@@ -101,9 +101,15 @@ class AttentionSettings:
     blockwise: bool = False
     logn_scale: bool = False
     paper_precision: bool = False
+    reset_attention_mask: bool = False
+    reset_position_ids: bool = False
 
     @classmethod
     def of(cls, section: "schema.Attention") -> "AttentionSettings":
         """The same values from the configuration's section."""
         names = [field.name for field in fields(cls)]
         return cls(**{name: getattr(section, name) for name in names})
+
+    def of_one_document(self) -> "AttentionSettings":
+        """The same for a text that is taken as one document, whatever it holds."""
+        return replace(self, reset_attention_mask=False, reset_position_ids=False)

@@ -37,6 +37,8 @@ class Position(Float32Module):
     per_layer: every layer needs parameters of its own, whatever `pos_emb_shared` says
     by_distance: whether positions count by their differences alone, apart from what is added to
         the embedding; False where the scores of equal vectors change along the text
+    crosses_documents: what carries the text of one document into the next although attention
+        masks its keys, such as "its convolution over keys"; None: nothing
     grouped_queries: whether the model may have fewer key heads than heads
     score_width: how many times as wide as values on_queries_keys makes queries and keys
     claims: some of "zero_at_0", "never_rises" and "conditionally_positive_definite", as KERPLE's
@@ -53,6 +55,7 @@ class Position(Float32Module):
 
     per_layer: bool = False
     by_distance: bool = True
+    crosses_documents: str | None = None
     grouped_queries: bool = True
     score_width: int = 1
     claims: ClassVar[tuple[str, ...]] = ()
@@ -141,6 +144,25 @@ class Position(Float32Module):
         it needs `per_layer = True`.
         """
         raise NotImplementedError
+
+    def check_documents(self, *, restart: bool) -> None:
+        """UserError where this encoding cannot keep the documents of a text apart.
+
+        restart: whether positions are to begin again at each document
+        """
+        name = type(self).__name__
+        if self.crosses_documents is not None:
+            raise UserError(
+                f"reset_attention_mask: {name} cannot keep documents apart,"
+                f" {self.crosses_documents} reads the text before; set it to false"
+            )
+        by_index = self.has("on_scores") and not self.by_distance
+        if restart and (by_index or self.has("index_bias")):
+            raise UserError(
+                f"reset_position_ids: {name} cannot begin again at each document, because its bias"
+                " depends on the index of the query, which is one for all windows of a batch; set"
+                " it to false (reset_attention_mask keeps documents apart without it)"
+            )
 
     def use_paper_precision(self, on: bool) -> None:
         """Compute positions, distances and biases in bfloat16, as the forks' code does, or not.

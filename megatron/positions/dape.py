@@ -47,7 +47,7 @@ class Dape(Position):
     ) -> None:
         super().__init__(shape)
         self.inner = _built(shape, of, args)
-        self.by_distance = self.inner.by_distance
+        self.by_distance = self.inner.by_distance and not self.inner.has("index_bias")
         self.grouped_queries = self.inner.grouped_queries
         self.has_bias = self.inner.has("index_bias") or self.inner.distance_bias(1) is not None
         inputs = 2 * shape.heads if self.has_bias else shape.heads
@@ -117,6 +117,7 @@ class DapeV2(Dape):
     """
 
     taps = 3
+    crosses_documents = "its convolution over keys"
 
     def correction(self, inputs: Tensor) -> Tensor:
         queries, keys = inputs.shape[-2:]

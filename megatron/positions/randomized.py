@@ -46,6 +46,7 @@ class Randomized(Position):
             raise UserError(f"range: {range} is less than the training length {shape.train_length}")
         self.inner = _build_inner(shape, of, args, self.range)
         self.per_layer = self.inner.per_layer
+        self.by_distance = self.inner.by_distance
         self.grouped_queries = self.inner.grouped_queries
 
     def has(self, hook: str) -> bool:

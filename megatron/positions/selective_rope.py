@@ -68,6 +68,8 @@ class SelectiveRope(Position):
             self.down = _linear(rank, shape.hidden)
             self.up = _linear(features, rank)
         self.taps = None if taps is None else whole("taps", taps, most=1024)
+        if self.taps is not None and self.taps > 1:
+            self.crosses_documents = "its convolution over tokens"
         self.filter = None if self.taps is None else _linear(features, self.taps)
         self.log_drift = None
         if switch("drift", drift):

@@ -33,6 +33,8 @@ class Sum(Position):
         self.parts = nn.ModuleList(_built(shape, part) for part in parts)
         self.per_layer = any(part.per_layer for part in self._parts)
         self.by_distance = all(part.by_distance for part in self._parts)
+        crossing = [part.crosses_documents for part in self._parts if part.crosses_documents]
+        self.crosses_documents = crossing[0] if crossing else None
         self.grouped_queries = all(part.grouped_queries for part in self._parts)
         self.score_width = self._parts[0].score_width
         for part in self._parts[1:]:

@@ -45,6 +45,8 @@ class Question(TypedDict, total=False):
     blockwise: bool  # queries attend to their own block of keys and the one before
     logn_scale: bool  # scores are scaled by the logarithm of the number of visible keys
     paper_precision: bool  # positions and biases are rounded to bfloat16, as in the forks
+    reset_attention_mask: bool  # tokens attend to their own document alone
+    reset_position_ids: bool  # positions begin again at each document
     dtype: str  # of the model's matrices
 
     # The setting: text and protocol.
@@ -141,6 +143,8 @@ KEYS: dict[str, Key] = {
     "blockwise": Key(Role.VARIANT, run=True, kind=True, label=True, default="off"),
     "logn_scale": Key(Role.VARIANT, run=True, kind=True, label=True, default="off"),
     "paper_precision": Key(Role.VARIANT, run=True, kind=True, label=True, default="off"),
+    "reset_attention_mask": Key(Role.VARIANT, run=True, kind=True, label=True, default="off"),
+    "reset_position_ids": Key(Role.VARIANT, run=True, kind=True, label=True, default="off"),
     "dtype": Key(Role.VARIANT, run=True, kind=True, label=True, column="dtype", note="{}"),
     "train_length": Key(Role.MODEL, kind=True, label=True, column="trained at"),
     "step": Key(Role.MODEL, run=True, kind=True, label=True, column="step", note="step {}"),

@@ -3,7 +3,7 @@
 import logging
 import math
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,9 @@ from megatron.checkpoints.parent import with_parent
 from megatron.config import Config
 from megatron.config.config import plain
 from megatron.config.paths import DATA_PATHS
+from megatron.data.ends import check_ends
 from megatron.data.parts import Part, open_parts
+from megatron.data.tokens import TokenFile
 from megatron.errors import UserError
 from megatron.model import GPT, from_config
 from megatron.parallel.grid import Grid
@@ -72,6 +74,7 @@ def _train(config: Config, grid: Grid) -> Path | None:
         files = [tokens for part in parts.values() for tokens in part.files]
         facts = with_rows_of_parent(config, check_vocabulary(config, files))
         facts |= _facts_of_text(parts["train"])
+        end = _end_of_document(config, files, facts["tokenizer"].get("eod"))
         need = check_fits(config, facts["vocab"], ranks=grid.ranks, **here, disk=grid.first)
     start = starting_point(config, facts, grid)
     config = with_schedule(config, start.trained, start.step)
@@ -80,7 +83,7 @@ def _train(config: Config, grid: Grid) -> Path | None:
         facts["parent_model"] = start.parent_model
     logger.info(f"{need.parameters.whole:,} parameters: {need}")
     warn_if_tight(config, need, **here)
-    model = from_config(config, facts["vocab"])
+    model = from_config(config, facts["vocab"], end)
     if config.training.eval_interval:
         _check_validation_length(model, config)
     run = Run(config, grid, parts, facts, start)
@@ -105,6 +108,14 @@ def _opened(config: Config) -> dict[str, Part]:
         names.append("valid")
     with config.naming_places(*DATA_PATHS):
         return open_parts(config.data, names)
+
+
+def _end_of_document(config: Config, files: Sequence[TokenFile], end: int | None) -> int | None:
+    """The tokenizer's end of a document; UserError where a key needs it and the text lacks it."""
+    for key in ("reset_attention_mask", "eod_mask_loss"):
+        if config[key]:
+            check_ends(key, files, end)
+    return end
 
 
 def _facts_of_text(part: Part) -> dict[str, Any]:

@@ -149,7 +149,20 @@ class Trainer:
         batch [micro_batch, length + 1] int64 -> [micro_batch, length]
         """
         ids = batch.to(self.grid.device, non_blocking=True)
-        return self.engine(ids[:, :-1], labels=ids[:, 1:], mean=mean)
+        inputs, labels = ids[:, :-1], ids[:, 1:]
+        if not mean:
+            return self.engine(inputs, labels=labels)
+        return self.engine(inputs, labels=labels, mean=True, counted=self._counted(inputs))
+
+    def _counted(self, inputs: Tensor) -> Tensor | None:
+        """The targets whose loss counts, by their inputs; None for all: [micro_batch, length] bool.
+
+        As in GPT-NeoX and Megatron-LM, eod_mask_loss leaves out what follows the end of a document:
+        the first token of the next one. The end itself is learned.
+        """
+        if not self.config.training.eod_mask_loss:
+            return None
+        return inputs != self.model.end_of_document
 
     @torch.no_grad()
     def validate(
@@ -168,8 +181,11 @@ class Trainer:
             part_size = max(1, len(batch) * self.config.model.seq_length // length)
             sums = []
             for part in batch.split(part_size):
-                sums.append(self.losses(part).double().sum())
-            tokens = len(batch) * length
+                losses = self.losses(part).double()
+                counted = self._counted(part[:, :-1].to(losses.device))
+                sums.append((losses if counted is None else losses * counted).sum())
+            counted = self._counted(batch[:, :-1])
+            tokens = len(batch) * length if counted is None else max(1, int(counted.sum()))
             total += torch.stack(sums).sum() / tokens
             if stops():
                 return None

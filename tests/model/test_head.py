@@ -37,6 +37,33 @@ def test_the_mean_loss_and_its_gradients_are_those_of_the_cross_entropy_in_float
         assert (found.double() - right).norm() / right.norm() < tolerance
 
 
+def test_a_mean_of_some_tokens_is_their_cross_entropy_in_float64(monkeypatch):
+    monkeypatch.setattr(head, "HEAD_TOKENS", 7)
+    x, matrix = torch.randn(50, 24), torch.randn(301, 24)
+    labels, counted = torch.randint(301, (50,)), torch.rand(50) < 0.7
+    counted[:7] = False  # a whole block
+    exact = [x.double().requires_grad_(), matrix.double().requires_grad_()]
+    expected = F.cross_entropy((exact[0] @ exact[1].T)[counted], labels[counted])
+    ours = [x.requires_grad_(), matrix.requires_grad_()]
+    loss = head.mean_loss(*ours, labels, counted)
+    assert loss.item() == pytest.approx(expected.item(), rel=2e-6)
+    gradients = zip(
+        torch.autograd.grad(loss, ours), torch.autograd.grad(expected, exact), strict=True
+    )
+    for found, right in gradients:
+        torch.testing.assert_close(found.double(), right, rtol=1e-5, atol=1e-7)
+
+
+def test_a_mean_of_no_tokens_is_zero_without_a_gradient():
+    x, matrix = torch.randn(5, 8, requires_grad=True), torch.randn(11, 8, requires_grad=True)
+    nothing = torch.zeros(5, dtype=torch.bool)
+    loss = head.mean_loss(x, matrix, torch.zeros(5, dtype=torch.long), nothing)
+    loss.backward()
+    assert loss.item() == 0
+    assert not x.grad.any()
+    assert not matrix.grad.any()
+
+
 def test_one_token_many_times_does_not_overflow_in_float16():
     x, matrix = torch.full((2048, 8), 40.0).half(), torch.zeros(100, 8).half().requires_grad_()
     head.mean_loss(x, matrix, torch.zeros(2048, dtype=torch.long)).backward()

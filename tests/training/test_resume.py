@@ -25,6 +25,7 @@ def valid_losses(folder: Path) -> dict[int, float]:
 
 
 LLAMA = ["norm=rmsnorm", "activation=swiglu", "num_key_value_heads=2", "qk_norm=true"]
+DOCUMENTS = ["reset_attention_mask=true", "reset_position_ids=true", "eod_mask_loss=true"]
 
 
 @pytest.mark.parametrize(
@@ -39,10 +40,11 @@ LLAMA = ["norm=rmsnorm", "activation=swiglu", "num_key_value_heads=2", "qk_norm=
         ["precision=bf16", "zero_optimization.stage=3"],
         ["checkpoint_activations=true", *LLAMA],
         ["precision=bf16", "zero_optimization.stage=3", *LLAMA],
+        DOCUMENTS,
     ],
     ids=[
         *("fp32", "bf16", "zero1", "zero2", "zero3", "bf16-zero2", "bf16-zero3"),
-        *("llama", "llama-bf16-zero3"),
+        *("llama", "llama-bf16-zero3", "documents"),
     ],
 )
 def test_a_resumed_run_repeats_the_uninterrupted_one_to_the_last_bit(grid, corpus, tmp_path, how):

@@ -4,7 +4,16 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
-from megatron.config.sections.fields import INPUT, Float, Int, Length, Positive, Section, follows
+from megatron.config.sections.fields import (
+    INPUT,
+    SHAPES,
+    Float,
+    Int,
+    Length,
+    Positive,
+    Section,
+    follows,
+)
 
 
 class Model(Section):
@@ -117,3 +126,9 @@ class Attention(Section):
     """Round positions, distances and biases to bfloat16, and add up a mixture's kernels as
     probabilities, as KERPLE's and MEP's code does (docs/published_files.md). It counts for the
     hash, because it changes training."""
+    reset_attention_mask: bool = Field(default=False, json_schema_extra=SHAPES)
+    """A token attends only to its own document, in training and evaluation. The tokenizer's
+    end-of-document token is the last one of each (docs/data.md). As in Megatron-LM."""
+    reset_position_ids: bool = Field(default=False, json_schema_extra=SHAPES)
+    """Beside reset_attention_mask: positions begin again at each document. It changes encodings
+    that count from the beginning of the text (learned, sinusoidal, ssmax) and logn_scale."""

@@ -92,6 +92,10 @@ class Training(Section):
     train_batch_size: Positive | None = Field(default=None, json_schema_extra=FREE)
     """Windows per optimizer step over all devices. Only a check: it must be micro batch *
     accumulation * devices."""
+    eod_mask_loss: bool = False
+    """The loss leaves out the targets that follow the end of a document, in training and its
+    validations: the first token of each next document, as in GPT-NeoX. Each micro batch's mean is
+    over the targets that are left, and all micro batches weigh the same."""
     seed: Annotated[Int, Field(ge=0, lt=2**32)] = 1234
     """Seed of the weights, the dropout and the order of the data."""
     eval_interval: Count = Field(default=1000, json_schema_extra=FREE)

@@ -97,7 +97,7 @@ def probe(
     lengths = sorted(set(options.lengths or checkpoint.config.evaluation.eval_lengths))
     text = held_out(checkpoint, lengths[-1])
     model = checkpoint.model
-    attention = AttentionSettings.of(checkpoint.config.attention)
+    attention = AttentionSettings.of(checkpoint.config.attention).of_one_document()
     model.to(here().device)
     model.use_attention(attention)
     check_fits(model, lengths[-1], here().device)

@@ -1,0 +1,110 @@
+"""Where documents lie in a batch of windows, by the token that ends each of them."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import Tensor
+
+from megatron.errors import UserError
+
+
+class Piece(NamedTuple):
+    """Tokens start … end - 1 of a row of the batch; place: of the first one in its document."""
+
+    row: int
+    start: int
+    end: int
+    place: int
+
+
+@dataclass(frozen=True)
+class Documents:
+    """The documents of a batch; a token of its own ends each, and belongs to it (Megatron-LM).
+
+    ends [batch, keys] bool: whether a token is the last one of its document. Tokens of a cached
+        text come first; the last `length` of the keys are new
+    numbers [batch, keys] int64: the number of each token's document in its row
+    restart: whether positions begin again at each document
+    """
+
+    ends: Tensor
+    numbers: Tensor
+    length: int
+    restart: bool = False
+
+    @classmethod
+    def of(
+        cls, ids: Tensor, end: int, *, earlier: Tensor | None = None, restart: bool = False
+    ) -> "Documents":
+        """Those of ids [batch, length]; earlier [batch, keys]: `ends` of the text before them."""
+        ends = ids == end
+        if earlier is not None:
+            ends = torch.cat([earlier, ends], dim=1)
+        counts = ends.long()
+        numbers = counts.cumsum(dim=1) - counts
+        return cls(ends, numbers, ids.shape[1], restart)
+
+    @cached_property
+    def places(self) -> Tensor:
+        """The place of each new token in its document, from 0: [batch, length] int64."""
+        index = torch.arange(self.ends.shape[1], device=self.ends.device)
+        after_an_end = torch.zeros_like(self.ends)
+        after_an_end[:, 1:] = self.ends[:, :-1]
+        first = torch.where(after_an_end, index, 0).cummax(dim=1).values
+        return (index - first)[:, -self.length :]
+
+    @cached_property
+    def pieces(self) -> list[Piece]:
+        """The new tokens, cut where a document begins."""
+        pieces = []
+        for row, places in enumerate(self.places.tolist()):
+            begins = [index for index, place in enumerate(places) if index == 0 or place == 0]
+            ends = [*begins[1:], len(places)]
+            for start, end in zip(begins, ends, strict=True):
+                pieces.append(Piece(row, start, end, places[start]))
+        return pieces
+
+    def scale(self, by_place: Tensor) -> Tensor:
+        """Values for the new queries: by_place [places] -> [batch, 1, length]."""
+        return by_place[self.places][:, None]
+
+
+def checked_end(end: int | None) -> int:
+    """The token that ends a document; UserError where it is not known."""
+    if end is None:
+        raise UserError(
+            "reset_attention_mask: which token ends a document is not known, because the model has"
+            " no tokenizer - set it to false, or import the model with its tokenizer"
+        )
+    return end
+
+
+def by_document(
+    hook: Callable[..., tuple[Tensor, ...]], tensors: tuple[Tensor, ...], documents: Documents
+) -> tuple[Tensor, ...]:
+    """`hook(*tensors, start)` for each document by itself, start counted from its first token.
+
+    tensors [batch, …, length, features] each -> same
+    """
+    # Compiled, it would be compiled again for each batch.
+    act = cast(Any, torch.compiler.disable)(_by_document)
+    return act(hook, tensors, documents)
+
+
+def _by_document(
+    hook: Callable[..., tuple[Tensor, ...]], tensors: tuple[Tensor, ...], documents: Documents
+) -> tuple[Tensor, ...]:
+    rows: dict[int, list[tuple[Tensor, ...]]] = {}
+    for row, first, end, place in documents.pieces:
+        parts = (tensor[row : row + 1, ..., first:end, :] for tensor in tensors)
+        rows.setdefault(row, []).append(hook(*parts, place))
+    whole_rows = [_joined(pieces, dim=-2) for pieces in rows.values()]
+    return _joined(whole_rows, dim=0)
+
+
+def _joined(parts: list[tuple[Tensor, ...]], dim: int) -> tuple[Tensor, ...]:
+    """Each tensor of all parts in one."""
+    return tuple(torch.cat(several, dim=dim) for several in zip(*parts, strict=True))
