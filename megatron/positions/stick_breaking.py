@@ -16,8 +16,8 @@ class StickBreaking(Position):
     z = sigmoid(q·k/√head_dim). Nearer keys come first, so the order is known without positions. The
     rest, Π (1 - z_it) over all keys, goes to the value of the token itself, as in the released code
     with its remainder. Then the weights sum to 1, and their logarithms are scores for the softmax.
-    Under a window these are normalised; with reset_attention_mask it is refused. Attention needs all
-    scores at once.
+    Under a window these are normalised; with reset_attention_mask it is refused. Attention needs
+    all scores at once.
 
     attend_current: whether a query also looks at its own key before all others
     """
