@@ -13,7 +13,7 @@ Give the same call again after an interruption: it goes on where it was.
 
 import argparse
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NoReturn
 
@@ -23,6 +23,7 @@ from megatron.errors import UserError
 from megatron.evaluation.protocols import PROTOCOLS
 from megatron.evaluation.published import evaluate_as_published
 from megatron.evaluation.run import DTYPES, AttentionWindow, Evaluation, Options, evaluate
+from megatron.model.methods import METHODS, MOST, fault_of_name
 from megatron.parallel.grid import here
 from megatron.report.figures.curves import plot_by_position, plot_perplexity
 from megatron.results.bits import lines
@@ -59,6 +60,12 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--window", nargs="+", metavar="W", help=window)
     add("--logn-scale", nargs="+", choices=("off", "on"), help="key logn_scale, likewise")
     add("--paper-precision", nargs="+", choices=("off", "on"), help="key paper_precision, likewise")
+    sinks = "first tokens that stay visible beside --window (StreamingLLM), likewise: N or none"
+    add("--sinks", nargs="+", metavar="N", help=sinks)
+    clip = "tables by distance keep their value from D on, likewise: D or none"
+    add("--clip-distance", nargs="+", metavar="D", help=clip)
+    method = f"for longer texts, likewise: none or {', '.join(METHODS)} (docs/longer_texts.md)"
+    add("--method", nargs="+", metavar="M", help=method)
     dtype = "of the model; tables stay float32"
     add("--dtype", choices=tuple(DTYPES), default=Options.dtype, help=dtype)
 
@@ -89,7 +96,10 @@ def as_published(config: Config) -> None:
 
 
 def options_of(arguments: argparse.Namespace) -> Options:
-    """The words of the command line; UserError for a window that is none."""
+    """The words of the command line; UserError for what is no number of tokens."""
+    sinks, clips = arguments.sinks or (), arguments.clip_distance or ()
+    methods = arguments.method or ()
+    check_words({"--sinks": sinks, "--clip-distance": clips}, methods)
     return Options(
         checkpoint=arguments.checkpoint,
         step=arguments.step,
@@ -99,12 +109,37 @@ def options_of(arguments: argparse.Namespace) -> Options:
         attention_windows=[window_of(text) for text in arguments.window or ()],
         logn_scales=[text == "on" for text in arguments.logn_scale or ()],
         paper_precisions=[text == "on" for text in arguments.paper_precision or ()],
+        sinks=[number_of(text) for text in sinks],
+        clip_distances=[number_of(text) for text in clips],
+        methods=[None if text == "none" else text for text in methods],
         dtype=arguments.dtype,
         windows=arguments.windows,
         start=arguments.start,
         tail=arguments.tail,
         stride=arguments.stride,
     )
+
+
+def check_words(numbers: Mapping[str, Sequence[str]], methods: Sequence[str]) -> None:
+    """UserError that names every word that is no number of tokens, no method and not none."""
+    faults = []
+    for option, texts in numbers.items():
+        for text in texts:
+            is_number = text.isdecimal() and len(text) <= 8 and 1 <= int(text) <= MOST
+            if not is_number and text != "none":
+                word = f"{option} {ascii(text)[1:-1][:40]}"
+                faults.append(f"{word}: give a number of tokens of 1 to {MOST}, or none")
+    for text in methods:
+        fault = fault_of_name(text)
+        if fault is not None and text != "none":
+            faults.append(fault)
+    if faults:
+        raise UserError("\n".join(faults))
+
+
+def number_of(text: str) -> int | None:
+    """The number that a checked word means; None: without."""
+    return None if text == "none" else int(text)
 
 
 def window_of(text: str) -> AttentionWindow:

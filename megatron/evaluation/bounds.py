@@ -15,6 +15,8 @@ BOUNDS = {
     "start": (0, 10**12),
     "tail": (1, 2**24),
     "stride": (1, 2**24),
+    "sinks": (1, 2**24),
+    "clip_distance": (1, 2**24),
     "depths": (1, 1000),
     "trials": (1, 10**6),
     "probe_seed": (0, 2**63 - 1),

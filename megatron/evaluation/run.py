@@ -1,7 +1,7 @@
 """One evaluation from checkpoint to rows: several protocols and variants of the same weights."""
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import product
@@ -12,6 +12,7 @@ import torch
 
 from megatron.config import Config
 from megatron.data.tokens import TokenFile
+from megatron.errors import UserError
 from megatron.evaluation.agreement import check_known_tokens
 from megatron.evaluation.bounds import check_fits, check_numbers
 from megatron.evaluation.opened import Opened, opened, variant
@@ -19,7 +20,8 @@ from megatron.evaluation.perplexity import Advance, measured
 from megatron.evaluation.progress import progress
 from megatron.evaluation.protocols import PROTOCOLS, Request, Windows
 from megatron.evaluation.resume import WindowFile, answered, remove_unusable
-from megatron.model import AttentionSettings
+from megatron.model import GPT, AttentionSettings
+from megatron.model.methods import method_of
 from megatron.owner import owned_file
 from megatron.parallel.grid import Grid, here
 from megatron.parallel.owned import owned_by_first
@@ -45,6 +47,7 @@ class Options:
     attention_windows: values of the key `window`, each on the same weights; empty for that of the
         configuration
     logn_scales, paper_precisions: values of the keys `logn_scale` and `paper_precision`, likewise
+    sinks, clip_distances, methods: values of these settings of attention, likewise; None: without
     dtype: of the model's matrices, a name in DTYPES
     windows, start, tail, stride: of single protocols, see protocols.Request
     """
@@ -57,6 +60,9 @@ class Options:
     attention_windows: Sequence[AttentionWindow] = ()
     logn_scales: Sequence[bool] = ()
     paper_precisions: Sequence[bool] = ()
+    sinks: Sequence[int | None] = ()
+    clip_distances: Sequence[int | None] = ()
+    methods: Sequence[str | None] = ()
     dtype: str = "fp32"
     windows: int = Request.windows
     start: int = Request.start
@@ -165,7 +171,9 @@ def planned(checkpoint: Opened, request: Request, options: Options) -> list[Job]
         check_known_tokens(windows[protocol], checkpoint.vocab, checkpoint.path)
     jobs = []
     attention_of_config = AttentionSettings.of(checkpoint.config.attention)
-    for attention in variants(attention_of_config, options):
+    several = list(variants(attention_of_config, options, checkpoint.model.train_length))
+    check_methods(options, several, checkpoint.model)
+    for attention in several:
         for protocol in windows:
             output = options.output
             if output is None:
@@ -177,13 +185,49 @@ def planned(checkpoint: Opened, request: Request, options: Options) -> list[Job]
     return jobs
 
 
-def variants(attention: AttentionSettings, options: Options) -> Iterator[AttentionSettings]:
-    """The settings with each window, log-n scale and precision that the options ask for."""
-    windows = options.attention_windows or [attention.window]
-    scales = options.logn_scales or [attention.logn_scale]
-    papers = options.paper_precisions or [attention.paper_precision]
-    for window, scale, paper in product(*map(dict.fromkeys, (windows, scales, papers))):
-        yield replace(attention, window=window, logn_scale=scale, paper_precision=paper)
+def variants(
+    attention: AttentionSettings, options: Options, train_length: int
+) -> Iterator[AttentionSettings]:
+    """The settings with every combination of the values that the options ask for."""
+    given = {
+        "window": options.attention_windows,
+        "logn_scale": options.logn_scales,
+        "paper_precision": options.paper_precisions,
+        "sinks": options.sinks,
+        "clip_distance": options.clip_distances,
+        "method": [_named(text, train_length) for text in options.methods],
+    }
+    values = {key: dict.fromkeys(several) for key, several in given.items() if several}
+    for combination in product(*values.values()):
+        yield replace(attention, **dict(zip(values, combination, strict=True)))
+
+
+def _named(text: str | None, train_length: int) -> str | None:
+    """A method with all of its options, so that equal ones have equal rows; others as given."""
+    if text is None:
+        return None
+    try:
+        return method_of(text, train_length).text
+    except UserError:
+        return text  # check_methods says what is wrong
+
+
+def check_methods(options: Options, several: Iterable[AttentionSettings], model: GPT) -> None:
+    """UserError with all that is wrong with sinks, clipped distances and methods."""
+    methods = [_named(text, model.train_length) for text in options.methods]
+    given = {
+        "--sinks": options.sinks,
+        "--clip-distance": options.clip_distances,
+        "--method": methods,
+    }
+    faults: dict[str, None] = {}
+    for option, values in given.items():
+        repeated = [value for value in dict.fromkeys(values) if values.count(value) > 1]
+        faults |= {f"{option} {value or 'none'}: is given twice": None for value in repeated}
+    for attention in several:
+        faults |= dict.fromkeys(model.faults_of_methods(attention))
+    if faults:
+        raise UserError("\n".join(faults))
 
 
 def default_output(

@@ -16,6 +16,8 @@ from megatron.model.documents import Documents, by_document, checked_end
 from megatron.model.head import mean_loss, token_losses
 from megatron.model.init import initialize
 from megatron.model.layers import AttentionInputs, normalisation
+from megatron.model.method_faults import faults_of
+from megatron.model.methods import Method, NearFar, clipped, method_of_layer
 from megatron.model.settings import Architecture, AttentionSettings
 from megatron.positions import Position
 from megatron.positions.base import check_key_heads
@@ -149,10 +151,14 @@ class GPT(nn.Module):
             scale = self.position.log_n_scale(start, length)
         inputs = []
         for position in self._positions:
+            method = self._method_of(position)
+            columns = keys if method is None else method.table_length(keys)
+            clip = self.attention.clip_distance
             inputs_of_position = AttentionInputs(
                 position,
-                position.distance_bias(keys),
-                position.distance_weight(keys),
+                clipped(position.distance_bias(columns), clip),
+                clipped(position.distance_weight(columns), clip),
+                method=method,
                 start=start,
                 window=self.window,
                 chunk=chunk,
@@ -182,9 +188,14 @@ class GPT(nn.Module):
     def use_attention(self, attention: AttentionSettings) -> None:
         """Compute attention with other settings, such as backend, window and log-n scale.
 
-        UserError for paper_precision of an encoding that the forks do not have, and for documents
-        that this encoding cannot keep apart.
+        UserError for paper_precision of an encoding that the forks do not have, for documents that
+        this encoding cannot keep apart, and for methods that exclude each other or have no meaning
+        for it.
         """
+        faults = self.faults_of_methods(attention)
+        if faults:
+            raise UserError("\n".join(faults))
+        self.attention = attention
         for position in self._positions:
             position.use_paper_precision(attention.paper_precision)
             if attention.reset_attention_mask:
@@ -196,6 +207,14 @@ class GPT(nn.Module):
         self.window = self.train_length if window == "train_length" else window
         self.blockwise, self.logn_scale = attention.blockwise, attention.logn_scale
         self.self_check = attention.attention_self_check
+
+    def faults_of_methods(self, attention: AttentionSettings) -> list[str]:
+        """What is wrong with sinks, clip_distance and method for this model: messages."""
+        return faults_of(attention, self._positions, self.train_length)
+
+    def _method_of(self, position: Position) -> Method | None:
+        """What changes where the tokens of a layer with this encoding stand; None: nothing."""
+        return method_of_layer(self.attention, position, self.window, self.train_length)
 
     def learned(self) -> dict[str, Tensor]:
         """The effective values of the encoding's learned numbers, by name.
@@ -217,6 +236,8 @@ class GPT(nn.Module):
         UserError where the configured one cannot compute this encoding.
         """
         position, shape = self.position, self.position.shape
+        if any(isinstance(self._method_of(one), NearFar) for one in self._positions):
+            return Choice("near_far")
         needs = Needs(
             self.word_embeddings.weight.new_empty(
                 0, shape.heads, 0, shape.head_dim * position.score_width

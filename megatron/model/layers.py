@@ -2,13 +2,16 @@
 
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from megatron.attention import attention
 from megatron.model.activations import ACTIVATIONS
+from megatron.model.by_method import Text, attention_by_method, for_each_query_head
 from megatron.model.documents import Documents, by_document
+from megatron.model.methods import Method
 from megatron.model.settings import Architecture
 from megatron.positions import Position
 
@@ -18,6 +21,8 @@ class AttentionInputs:
     """What a layer's attention needs beside x, the same for every token of a step.
 
     bias, weight [heads, keys] or None; start: index of the first query;
+    method: changes where tokens stand; None: nothing does. With one, memory holds keys as they were
+    before on_queries_keys, and the text is one document;
     window, chunk: see `attention`; query_scale [queries] or [batch, 1, queries]: multiplies the
     queries; documents: where they lie, if attention keeps them apart;
     memory: keys, values and more of earlier tokens; None to keep nothing
@@ -26,6 +31,7 @@ class AttentionInputs:
     position: Position
     bias: Tensor | None = None
     weight: Tensor | None = None
+    method: Method | None = None
     start: int = 0
     window: int | None = None
     chunk: int | None = None
@@ -81,14 +87,14 @@ class SelfAttention(nn.Module):
         batch, length, _ = x.shape
         position = inputs.position
         q, k, v = self._projected(x)
-        documents = inputs.documents
+        documents, method = inputs.documents, inputs.method
         if documents is not None and documents.restart and not position.by_distance:
             q, k = by_document(position.on_queries_keys, (q, k), documents)
-        else:
+        elif method is None:
             q, k = position.on_queries_keys(q, k, inputs.start)
         memory = {} if inputs.memory is None else inputs.memory
         q, k = position.on_queries_keys_by_content(q, k, x, memory)
-        if inputs.query_scale is not None:
+        if inputs.query_scale is not None and method is None:
             q = (q * inputs.query_scale[..., None]).to(q.dtype)
         if inputs.memory is not None:
             k = _remember(memory, "k", k)
@@ -99,21 +105,25 @@ class SelfAttention(nn.Module):
         score_bias = None
         if position.has("score_bias"):
             score_bias = position.score_bias(x, memory)
-        out = attention(
-            q,
-            _for_each_query_head(k, self.group),
-            _for_each_query_head(v, self.group),
-            inputs.bias,
-            weight=inputs.weight,
-            window=inputs.window,
-            chunk=inputs.chunk,
-            segments=None if documents is None else documents.numbers,
-            index_bias=position.index_bias if position.has("index_bias") else None,
-            on_scores=on_scores,
-            score_bias=score_bias,
-            backend=inputs.backend,
-            self_check=inputs.self_check,
-        )
+        options: dict[str, Any] = {
+            "weight": inputs.weight,
+            "window": inputs.window,
+            "chunk": inputs.chunk,
+            "segments": None if documents is None else documents.numbers,
+            "index_bias": position.index_bias if position.has("index_bias") else None,
+            "on_scores": on_scores,
+            "score_bias": score_bias,
+            "backend": inputs.backend,
+            "self_check": inputs.self_check,
+        }
+        if method is None:
+            k = for_each_query_head(k, self.group)
+            v = for_each_query_head(v, self.group)
+            out = attention(q, k, v, inputs.bias, **options)
+        else:
+            start, scale = inputs.start, inputs.query_scale
+            text = Text(position, q, k, v, start, inputs.bias, scale, options)
+            out = attention_by_method(method, text)
         return self.dense(out.transpose(1, 2).reshape(batch, length, -1))
 
     def _projected(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -125,11 +135,6 @@ class SelfAttention(nn.Module):
             q, k = self.query_norm(q), self.key_norm(k)
         q, k, v = (part.flatten(2, 3).transpose(1, 2) for part in (q, k, v))
         return q, k, v
-
-
-def _for_each_query_head(x: Tensor, group: int) -> Tensor:
-    """Repeat each head for its group: [batch, key heads, keys, head_dim] -> [batch, heads, …]."""
-    return x if group == 1 else x.repeat_interleave(group, dim=1)
 
 
 def _remember(memory: dict[str, Tensor], name: str, new: Tensor) -> Tensor:

@@ -8,6 +8,8 @@ from megatron.model.activations import ACTIVATIONS
 if TYPE_CHECKING:
     from megatron.config import schema
 
+ONLY_MEASURED = ("sinks", "clip_distance", "method")
+"""Settings of attention that are chosen when trained weights are used."""
 GATED_MULTIPLE = 64
 """The MLP's default width is rounded up to a multiple of this where its activation has a gate."""
 
@@ -93,7 +95,13 @@ class Architecture:
 
 @dataclass(frozen=True)
 class AttentionSettings:
-    """How attention is computed, named as in the configuration's section `attention`."""
+    """How attention is computed, named as in the configuration's section `attention`.
+
+    Three are no keys of a configuration, because no model is trained with them:
+    sinks: first keys of the text that stay visible beside the window (StreamingLLM)
+    clip_distance: tables by distance have the value there at every larger distance
+    method: see megatron.model.methods.method_of
+    """
 
     attention_backend: str = "auto"
     attention_self_check: bool = True
@@ -103,11 +111,14 @@ class AttentionSettings:
     paper_precision: bool = False
     reset_attention_mask: bool = False
     reset_position_ids: bool = False
+    sinks: int | None = None
+    clip_distance: int | None = None
+    method: str | None = None
 
     @classmethod
     def of(cls, section: "schema.Attention") -> "AttentionSettings":
         """The same values from the configuration's section."""
-        names = [field.name for field in fields(cls)]
+        names = [field.name for field in fields(cls) if field.name not in ONLY_MEASURED]
         return cls(**{name: getattr(section, name) for name in names})
 
     def of_one_document(self) -> "AttentionSettings":

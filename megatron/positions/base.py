@@ -41,6 +41,8 @@ class Position(Float32Module):
         masks its keys, such as "its convolution over keys"; None: nothing
     grouped_queries: whether the model may have fewer key heads than heads
     score_width: how many times as wide as values on_queries_keys makes queries and keys
+    rotates: on_queries_keys makes q·k depend on the distance, and on_queries_keys_at can be asked
+    stretches: on_queries_keys_at knows `stretch`
     claims: some of "zero_at_0", "never_rises" and "conditionally_positive_definite", as KERPLE's
         kernels are; tools/check_encoding.py holds the bias to them
     bounds: intervals of learned parameters; `bounded` and `learned` give the values within them
@@ -58,6 +60,8 @@ class Position(Float32Module):
     crosses_documents: str | None = None
     grouped_queries: bool = True
     score_width: int = 1
+    rotates: bool = False
+    stretches: bool = False
     claims: ClassVar[tuple[str, ...]] = ()
     definite_within: ClassVar[dict[str, tuple[float, float]]] = {}
     rows_are_positions: ClassVar[tuple[str, ...]] = ()
@@ -90,6 +94,25 @@ class Position(Float32Module):
         `start` is the position of the first token. With grouped queries k has fewer heads than q.
         """
         return q, k
+
+    def on_queries_keys_at(
+        self,
+        q: Tensor,
+        k: Tensor,
+        query: Tensor,
+        key: Tensor,
+        *,
+        start: int = 0,
+        stretch: float = 1.0,
+    ) -> tuple[Tensor, Tensor]:
+        """on_queries_keys as if tokens stood at other places, for `megatron.model.methods`.
+
+        q [batch, heads, queries, head_dim] at the positions query [queries], k [batch, heads, keys,
+        head_dim] at key [keys]: numbers in float32, also between whole ones. start: index of the
+        first query in the text, for what counts tokens. stretch: how many times longer the texts
+        become for which dynamic NTK chooses the base; 1 is as trained.
+        """
+        raise NotImplementedError
 
     def on_queries_keys_by_content(
         self, q: Tensor, k: Tensor, x: Tensor, memory: dict[str, Tensor]
@@ -181,6 +204,11 @@ class Position(Float32Module):
     def has(self, hook: str) -> bool:
         """Whether this encoding overrides a hook: index_bias, on_scores, distance_bias …"""
         return getattr(type(self), hook) is not getattr(Position, hook)
+
+    @property
+    def movable(self) -> bool:
+        """Whether queries and keys can be had at other positions than their own."""
+        return self.has("on_queries_keys_at") or not self.has("on_queries_keys")
 
     @property
     def looks_at_content(self) -> bool:

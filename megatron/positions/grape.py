@@ -30,6 +30,7 @@ class GrapeM(Position):
     """
 
     per_layer = True
+    rotates = True
     bounds = {"log_frequencies": (-16 * SCALE, 2 * SCALE)}
 
     def __init__(
@@ -45,6 +46,7 @@ class GrapeM(Position):
             even(shape.head_dim, "head_dim:"), positive("base", base)
         ).log()
         self.by_content = switch("by_content", by_content)
+        self.rotates = not self.by_content
         self.scale = 1.0 if self.by_content else SCALE
         heads = shape.heads if switch("by_head", by_head) else 1
         self.grouped_queries = heads == 1 and not self.by_content
@@ -63,13 +65,32 @@ class GrapeM(Position):
 
     def on_queries_keys(self, q: Tensor, k: Tensor, start: int = 0) -> tuple[Tensor, Tensor]:
         """[batch, heads, length, head_dim] each -> same."""
+        position = self.indices(start, q.shape[-2])
+        return self.on_queries_keys_at(q, k, position, position)
+
+    def on_queries_keys_at(
+        self,
+        q: Tensor,
+        k: Tensor,
+        query: Tensor,
+        key: Tensor,
+        *,
+        start: int = 0,
+        stretch: float = 1.0,
+    ) -> tuple[Tensor, Tensor]:
         if self.by_content:
             return q, k
         with without_autocast(q):
-            position = self.indices(start, q.shape[-2])
-            angle = position[:, None] * self._frequencies()[:, None]  # [heads or 1, length, pairs]
-            cos, sin = angle.cos(), -angle.sin()
-            return rotate(q, cos, sin), rotate(k, cos, sin)
+            cos, sin = self._cos_sin(query)
+            turned_q = rotate(q, cos, sin)
+            if key is not query:
+                cos, sin = self._cos_sin(key)
+            return turned_q, rotate(k, cos, sin)
+
+    def _cos_sin(self, position: Tensor) -> tuple[Tensor, Tensor]:
+        """[length] -> [heads or 1, length, head_dim / 2] each."""
+        angle = position[:, None] * self._frequencies()[:, None]
+        return angle.cos(), -angle.sin()
 
     def on_queries_keys_by_content(
         self, q: Tensor, k: Tensor, x: Tensor, memory: dict[str, Tensor]

@@ -28,6 +28,7 @@ class PoPE(Position):
 
     per_layer = True
     score_width = 2
+    rotates = True
     bounds = {"delta": (-2 * math.pi, 0.0)}
     frequencies: Tensor
 
@@ -46,10 +47,22 @@ class PoPE(Position):
 
     def on_queries_keys(self, q: Tensor, k: Tensor, start: int = 0) -> tuple[Tensor, Tensor]:
         """[batch, heads, length, head_dim] each -> [batch, heads, length, 2 · head_dim] each."""
+        position = self.indices(start, q.shape[-2])
+        return self.on_queries_keys_at(q, k, position, position)
+
+    def on_queries_keys_at(
+        self,
+        q: Tensor,
+        k: Tensor,
+        query: Tensor,
+        key: Tensor,
+        *,
+        start: int = 0,
+        stretch: float = 1.0,
+    ) -> tuple[Tensor, Tensor]:
         with without_autocast(q):
-            position = self.indices(start, q.shape[-2])
-            angle = position[:, None] * self.frequencies  # [length, head_dim]
-            turned = angle - self.bounded("delta")[:, None]  # [heads, length, head_dim]
+            angle = key[:, None] * self.frequencies  # [keys, head_dim]
+            turned = query[:, None] * self.frequencies - self.bounded("delta")[:, None]
             # Attention divides by √(2 · head_dim), the paper by √head_dim.
             long_q = math.sqrt(2) * F.softplus(at_least_float32(q))
             long_k = F.softplus(at_least_float32(k))

@@ -47,6 +47,7 @@ class Randomized(Position):
         self.inner = _build_inner(shape, of, args, self.range)
         self.per_layer = self.inner.per_layer
         self.by_distance = self.inner.by_distance
+        self.rotates, self.stretches = self.inner.rotates, self.inner.stretches
         self.grouped_queries = self.inner.grouped_queries
 
     def has(self, hook: str) -> bool:
@@ -75,6 +76,22 @@ class Randomized(Position):
 
     def on_queries_keys(self, q: Tensor, k: Tensor, start: int = 0) -> tuple[Tensor, Tensor]:
         return self.inner.on_queries_keys(q, k, start)
+
+    def on_queries_keys_at(
+        self,
+        q: Tensor,
+        k: Tensor,
+        query: Tensor,
+        key: Tensor,
+        *,
+        start: int = 0,
+        stretch: float = 1.0,
+    ) -> tuple[Tensor, Tensor]:
+        return self.inner.on_queries_keys_at(q, k, query, key, start=start, stretch=stretch)
+
+    @property
+    def movable(self) -> bool:
+        return self.inner.movable
 
     def distance_bias(self, length: int) -> Tensor | None:
         if self.drawn is not None:

@@ -5,8 +5,9 @@ Feature pairs are laid out as in GPT-NeoX: feature j turns with feature j + dim/
 
 There is no `dynamic` scaling. Its angles depend on the length of the whole text, so the scores of
 an early token would depend on what follows, and cached keys would be wrong. At one length it equals
-`scaling: ntk` with factor = length / train length. `longrope` has two sets of frequencies, one for
-texts up to original_length, and therefore refuses to continue a cached text beyond that length.
+`scaling: ntk` with factor = length / train length. `evaluate.py --method dynamic_ntk` has a form of
+it without these faults. `longrope` has two sets of frequencies, one for texts up to
+original_length, and therefore refuses to continue a cached text beyond that length.
 """
 
 import torch
@@ -47,6 +48,7 @@ class Rotary(Position):
     """
 
     published = True
+    rotates = True
     reference_names = {"inv_freq": "inv_freq"}
     inv_freq: Tensor
     short_inv_freq: Tensor
@@ -109,22 +111,24 @@ class Rotary(Position):
         )
         options.check(self.dim)
         self.is_scaled = scaling != "none"
+        self.stretches = not self.is_scaled and self.dim > 2
+        self.base = base
         self.amplitude = options.amplitude
-
-        def turning(frequencies: Tensor) -> Tensor:
-            """As this encoding uses them: [dim / 2] float32."""
-            if switch("resonance", resonance):
-                frequencies = with_whole_wavelengths(frequencies)
-            return fastest(frequencies, fraction).float()
-
-        inv_freq = turning(options.stretched(self.dim, base))
+        self.fraction, self.resonance = fraction, switch("resonance", resonance)
+        inv_freq = self._turning(options.stretched(self.dim, base))
         self.register_buffer("inv_freq", inv_freq, persistent=False)
         self.short_length = 0  # up to which the other frequencies hold
         of_short_texts = options.of_short_texts(self.dim, base)
         if of_short_texts is not None:
             self.short_length = int(length)
-            self.register_buffer("short_inv_freq", turning(of_short_texts), persistent=False)
+            short_inv_freq = self._turning(of_short_texts)
+            self.register_buffer("short_inv_freq", short_inv_freq, persistent=False)
         self.is_short = False
+
+    @property
+    def movable(self) -> bool:
+        """Not where the frequencies depend on the length of the text."""
+        return self.short_length == 0
 
     def prepare(self, length: int) -> None:
         """Choose the frequencies for a text of that many tokens."""
@@ -140,20 +144,52 @@ class Rotary(Position):
                 " compute the text without a cache"
             )
         position = self.indices(start, length)
-        angle = self._angle(position)
-        cos, sin = self.amplitude * angle.cos(), self.amplitude * angle.sin()
-        cos, sin = self.rounded(cos).to(angle.dtype), self.rounded(sin).to(angle.dtype)
+        cos, sin = self._cos_sin(position, self._frequencies())
         return self.turn(q, cos, sin), self.turn(k, cos, sin)
 
-    def _angle(self, position: Tensor) -> Tensor:
+    def on_queries_keys_at(
+        self,
+        q: Tensor,
+        k: Tensor,
+        query: Tensor,
+        key: Tensor,
+        *,
+        start: int = 0,
+        stretch: float = 1.0,
+    ) -> tuple[Tensor, Tensor]:
+        """See Position. The base becomes base · stretch^(dim / (dim - 2))."""
+        frequencies = self._frequencies()
+        if stretch != 1:
+            base = self.base * stretch ** (self.dim / (self.dim - 2))
+            frequencies = self._turning(inverse_frequencies(self.dim, base)).to(self.inv_freq)
+        turned_q = self.turn(q, *self._cos_sin(query, frequencies))
+        return turned_q, self.turn(k, *self._cos_sin(key, frequencies))
+
+    def _turning(self, frequencies: Tensor) -> Tensor:
+        """As this encoding uses them: [dim / 2] -> [dim / 2] float32."""
+        if self.resonance:
+            frequencies = with_whole_wavelengths(frequencies)
+        return fastest(frequencies, self.fraction).float()
+
+    def _frequencies(self) -> Tensor:
+        """Those of the text that was prepared: [dim / 2] float32."""
+        return self.short_inv_freq if self.is_short else self.inv_freq
+
+    def _cos_sin(self, position: Tensor, frequencies: Tensor) -> tuple[Tensor, Tensor]:
+        """[length], [dim / 2] -> [length, dim / 2] each, float32."""
+        angle = self._angle(position, frequencies)
+        cos, sin = self.amplitude * angle.cos(), self.amplitude * angle.sin()
+        return self.rounded(cos).to(angle.dtype), self.rounded(sin).to(angle.dtype)
+
+    def _angle(self, position: Tensor, frequencies: Tensor) -> Tensor:
         """[length] float32 -> [length, dim / 2] float32.
 
         The forks' engine rounds the frequencies, and they make positions and angles of the same
         dtype. MEP's YaRN has its angles before the engine comes.
         """
         if self.paper_precision and not self.is_scaled:
-            return (self.rounded(position)[:, None] * self.rounded(self.inv_freq)).float()
-        return position[:, None] * (self.short_inv_freq if self.is_short else self.inv_freq)
+            return (self.rounded(position)[:, None] * self.rounded(frequencies)).float()
+        return position[:, None] * frequencies
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

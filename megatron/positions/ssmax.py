@@ -51,6 +51,19 @@ class SSMax(Position):
             factor = self.factor(start, q.shape[-2])
             return (q * factor[..., None]).to(q.dtype), k
 
+    def on_queries_keys_at(
+        self,
+        q: Tensor,
+        k: Tensor,
+        query: Tensor,
+        key: Tensor,
+        *,
+        start: int = 0,
+        stretch: float = 1.0,
+    ) -> tuple[Tensor, Tensor]:
+        """The same at any position: what counts is how many keys come before."""
+        return self.on_queries_keys(q, k, start)
+
     def factor(self, start: int, length: int) -> Tensor:
         """What multiplies the scores of each query: [heads, length] float32."""
         visible_keys = start + self.distances(length) + 1

@@ -37,6 +37,9 @@ class Sum(Position):
         self.crosses_documents = crossing[0] if crossing else None
         self.grouped_queries = all(part.grouped_queries for part in self._parts)
         self.score_width = self._parts[0].score_width
+        rotating = [part for part in self._parts if part.rotates]
+        self.rotates = bool(rotating)
+        self.stretches = bool(rotating) and all(part.stretches for part in rotating)
         for part in self._parts[1:]:
             if part.score_width != 1:
                 raise UserError(
@@ -59,6 +62,25 @@ class Sum(Position):
         for part in self._parts:
             q, k = part.on_queries_keys(q, k, start)
         return q, k
+
+    def on_queries_keys_at(
+        self,
+        q: Tensor,
+        k: Tensor,
+        query: Tensor,
+        key: Tensor,
+        *,
+        start: int = 0,
+        stretch: float = 1.0,
+    ) -> tuple[Tensor, Tensor]:
+        for part in self._parts:
+            if part.has("on_queries_keys_at"):
+                q, k = part.on_queries_keys_at(q, k, query, key, start=start, stretch=stretch)
+        return q, k
+
+    @property
+    def movable(self) -> bool:
+        return all(part.movable for part in self._parts)
 
     def on_queries_keys_by_content(
         self, q: Tensor, k: Tensor, x: Tensor, memory: dict[str, Tensor]

@@ -27,6 +27,7 @@ class XPos(Position):
         scores are multiplied, not queries and keys
     """
 
+    rotates = True
     inv_freq: Tensor
     log_zeta: Tensor
 
@@ -59,18 +60,38 @@ class XPos(Position):
         UserError where the scale of a far key would overflow: beyond about 3000 tokens in fp16, and
         34000 in bf16 and fp32.
         """
-        length = q.shape[-2]
-        position = self.indices(start, length)
-        angle = position[:, None] * self.inv_freq  # [length, head_dim / 2]
-        cos, sin = angle.cos(), angle.sin()
+        position = self.indices(start, q.shape[-2])
+        return self.on_queries_keys_at(q, k, position, position, start=start)
+
+    def on_queries_keys_at(
+        self,
+        q: Tensor,
+        k: Tensor,
+        query: Tensor,
+        key: Tensor,
+        *,
+        start: int = 0,
+        stretch: float = 1.0,
+    ) -> tuple[Tensor, Tensor]:
+        cos_q, sin_q = self._cos_sin(query)
+        cos_k, sin_k = (cos_q, sin_q) if key is query else self._cos_sin(key)
         if self.xi is not None:
-            return rotate(q, cos, sin), rotate(k, cos, sin)
-        self._check_length(start + length, q.dtype)
+            return rotate(q, cos_q, sin_q), rotate(k, cos_k, sin_k)
+        self._check_length(start + q.shape[-2], q.dtype)
+        scale_q = self._scale(query)
+        scale_k = scale_q if key is query else self._scale(key)
+        turned_q = rotate(q, cos_q * scale_q, sin_q * scale_q)
+        return turned_q, rotate(k, cos_k / scale_k, sin_k / scale_k)
+
+    def _cos_sin(self, position: Tensor) -> tuple[Tensor, Tensor]:
+        """[length] -> [length, head_dim / 2] each."""
+        angle = position[:, None] * self.inv_freq
+        return angle.cos(), angle.sin()
+
+    def _scale(self, position: Tensor) -> Tensor:
+        """[length] -> [length, head_dim / 2]."""
         exponent = (position - self.centre) / self.scale_base
-        scale = torch.exp(exponent[:, None] * self.log_zeta)
-        turned_q = rotate(q, cos * scale, sin * scale)
-        turned_k = rotate(k, cos / scale, sin / scale)
-        return turned_q, turned_k
+        return torch.exp(exponent[:, None] * self.log_zeta)
 
     def has(self, hook: str) -> bool:
         """There is a factor by distance with `xi` alone."""

@@ -47,6 +47,9 @@ class Question(TypedDict, total=False):
     paper_precision: bool  # positions and biases are rounded to bfloat16, as in the forks
     reset_attention_mask: bool  # tokens attend to their own document alone
     reset_position_ids: bool  # positions begin again at each document
+    sinks: int | None  # first keys that stay visible beside the window (StreamingLLM); None: none
+    clip_distance: int | None  # from here on a table keeps its value; None: nowhere
+    method: str | None  # for longer texts, such as "rerope,window=256"; None: none
     dtype: str  # of the model's matrices
 
     # The setting: text and protocol.
@@ -145,6 +148,9 @@ KEYS: dict[str, Key] = {
     "paper_precision": Key(Role.VARIANT, run=True, kind=True, label=True, default="off"),
     "reset_attention_mask": Key(Role.VARIANT, run=True, kind=True, label=True, default="off"),
     "reset_position_ids": Key(Role.VARIANT, run=True, kind=True, label=True, default="off"),
+    "sinks": Key(Role.VARIANT, run=True, kind=True, label=True, default="none"),
+    "clip_distance": Key(Role.VARIANT, run=True, kind=True, label=True, default="none"),
+    "method": Key(Role.VARIANT, run=True, kind=True, label=True, default="none"),
     "dtype": Key(Role.VARIANT, run=True, kind=True, label=True, column="dtype", note="{}"),
     "train_length": Key(Role.MODEL, kind=True, label=True, column="trained at"),
     "step": Key(Role.MODEL, run=True, kind=True, label=True, column="step", note="step {}"),

@@ -1,5 +1,6 @@
 """What a sweep will cost: tokens, floating point operations, time on a device, disk."""
 
+import math
 import statistics
 import time
 from collections.abc import Iterable, Sequence
@@ -13,6 +14,7 @@ from megatron.errors import UserError
 from megatron.evaluation.protocols import window_counts
 from megatron.model import Architecture, flops
 from megatron.model.size import parameters
+from megatron.results.row import ATTENTION_INPUTS
 from megatron.sweeps.plan import Cell, Evaluation, Sweep
 from megatron.sweeps.state import State, seconds_per_step
 from megatron.training.fits import CHECKPOINT, FLOAT32, kept_checkpoints, windows_per_step
@@ -193,10 +195,8 @@ def _evaluation_flops(evaluation: Evaluation, config: Config, vocab: int) -> flo
     lengths = _several(options.get("lengths", eval_lengths))
     eval_tokens = options.get("eval_tokens", config.evaluation.eval_tokens)
     asked = {key: options[key] for key in ("windows", "tail", "stride") if key in options}
-    windows = _several(options.get("window"))
-    scales = _several(options.get("logn_scale"))
-    papers = _several(options.get("paper_precision"))
-    variants = len(windows) * len(scales) * len(papers)
+    choices = [_several(options.get(key)) for key in ATTENTION_INPUTS]
+    variants = math.prod(map(len, choices))
     total = 0.0
     for protocol in _several(options.get("protocol", "equal_tokens")):
         for length, count in window_counts(protocol, lengths, eval_tokens, **asked).items():

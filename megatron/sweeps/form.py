@@ -15,6 +15,7 @@ from megatron.errors import CONTROL, UserError, did_you_mean
 from megatron.evaluation.bounds import number_fault
 from megatron.evaluation.protocols import PROTOCOLS
 from megatron.evaluation.run import DTYPES
+from megatron.model.methods import fault_of_name
 
 PARTS: dict[str, type] = {
     "base": list,
@@ -39,8 +40,11 @@ OPTIONS: dict[str, tuple[str, ...]] = {
     "tail": (),
     "stride": (),
     "dtype": tuple(DTYPES),
+    "sinks": (),
+    "clip_distance": (),
+    "method": (),
 }
-SEVERAL = ("protocol", "lengths")
+SEVERAL = ("protocol", "lengths", "sinks", "clip_distance", "method")
 ONLY = "only"  # of an evaluation: the values of the cells that it is for
 
 
@@ -144,6 +148,8 @@ def _faults_of_values(option: str, value: Any) -> list[str]:
 
 def _fault_of_value(option: str, value: Any) -> str | None:
     choices = OPTIONS[option]
+    if option == "method":
+        return fault_of_name(str(value))
     if choices:
         if value in choices:
             return None

@@ -45,6 +45,8 @@ CHANGES = {
         dict(window={}),
         "its window is an object, not a whole number or text or null",
     ),
+    "sinks-are-text": (dict(sinks="4"), "its sinks is '4', not a whole number or null"),
+    "method-is-a-number": (dict(method=4), "its method is 4, not text or null"),
     "blockwise-is-a-number": (dict(blockwise=1), "its blockwise is 1, not true or false"),
     "losses-are-text": (
         dict(window_losses="1.0"),

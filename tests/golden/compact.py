@@ -21,13 +21,17 @@ ENCODINGS = (
     "dape_v2",
     "fire",
     "fox",
+    "lm_infinite",
     "longrope",
     "grape_m",
     "p_rope",
     "pope",
-    "selective_rope",
+    "rerope",
     "resonance_rope",
+    "selective_rope",
+    "self_extend",
     "stickbreaking",
+    "streaming_llm",
     "yarn",
 )
 LEFT_OUT = ("table.", "init.", "ms_dynamic.")  # not compared

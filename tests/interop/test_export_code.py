@@ -18,6 +18,7 @@ from megatron.interop.export import export, form_of
 from megatron.interop.export_code import sources
 from megatron.interop.tokenizer_files import description
 from megatron.model import Architecture, AttentionSettings, from_config
+from megatron.model.settings import ONLY_MEASURED
 from tests.interop.exports import BUMP, SHAPE, VOCAB, a_run, exported
 from tests.support import modules, run
 
@@ -132,6 +133,7 @@ def test_no_key_of_model_or_attention_is_lost():
     theirs["no_weight_tying"] = "tie_word_embeddings"
     without_effect = {"attention_backend", "attention_self_check"}
     without_effect |= {"init_method", "init_method_std", "output_layer_init_method"}
+    without_effect |= {*ONLY_MEASURED}
     for settings in (Architecture, AttentionSettings):
         for one in fields(settings):
             assert one.name in without_effect or theirs.get(one.name, one.name) in keys, one.name

@@ -38,7 +38,7 @@ def hugging_face_twin(ours: GPT) -> GPTNeoXForCausalLM:
     config = GPTNeoXConfig(
         vocab_size=101,
         hidden_size=48,
-        num_hidden_layers=3,
+        num_hidden_layers=len(ours.layers),
         num_attention_heads=4,
         intermediate_size=192,
         hidden_act="gelu",

@@ -22,6 +22,21 @@ def test_labels_say_none_off_and_on():
     ]
 
 
+def test_methods_for_longer_texts_are_in_labels():
+    sinks = one(window=508, sinks=4)
+    found = [one(), one(method="rerope,window=256"), one(window=508), sinks]
+    assert list(runs(found)) == [
+        "rotary, window none, method none",
+        "rotary, window none, method rerope,window=256",
+        "rotary, window 508, sinks none",
+        "rotary, window 508, sinks 4",
+    ]
+    assert select("rotary, window 508, sinks 4", kinds(found)) == "rotary, window 508, sinks 4"
+    assert matching("rotary, method rerope,window=256", kinds(found)) == [
+        "rotary, window none, method rerope,window=256"
+    ]
+
+
 @pytest.mark.parametrize(
     ("first", "other", "labels"),
     [

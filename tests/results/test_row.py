@@ -72,6 +72,9 @@ def test_what_every_line_needs_is_what_identifies_and_measures_it():
         ({"window": 256}, {run_of, kind_of, measurement_of}),
         ({"logn_scale": True}, {run_of, kind_of, measurement_of}),
         ({"blockwise": True}, {run_of, kind_of, measurement_of}),
+        ({"sinks": 4}, {run_of, kind_of, measurement_of}),
+        ({"clip_distance": 511}, {run_of, kind_of, measurement_of}),
+        ({"method": "rerope,window=256"}, {run_of, kind_of, measurement_of}),
         ({"dtype": "bfloat16"}, {run_of, kind_of, measurement_of}),
         ({"corpus": "arxiv"}, {run_of, measurement_of, setting_of, place_of}),
         ({"protocol": "tail"}, {run_of, measurement_of, setting_of, place_of}),
@@ -108,6 +111,7 @@ def test_a_window_of_the_training_length_is_that_many_tokens():
 def test_a_switch_that_is_off_or_not_mentioned_is_the_same():
     for of in ALL:
         assert of(one()) == of(one(window=None, logn_scale=False, blockwise=False))
+        assert of(one()) == of(one(sinks=None, clip_distance=None, method=None))
 
 
 def test_an_answer_has_every_fact_of_the_question():

@@ -1,0 +1,393 @@
+"""Methods for longer texts: every encoding computes or refuses them, cached as uncached."""
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import GPTNeoXConfig, LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
+
+from megatron.config import load
+from megatron.errors import UserError
+from megatron.model import GPT, AttentionSettings, Cache, from_config
+from megatron.model.by_method import Text, attention_by_method
+from megatron.model.methods import METHODS, Sinks, clipped, method_of
+from megatron.model.settings import Architecture
+from megatron.positions import REGISTRY, Shape, build
+from tests.model.test_cache import in_pieces, model
+from tests.model.test_gpt import hugging_face_twin, small
+from tests.support import NEEDED
+
+VARIANTS = {
+    "sinks": {"window": 20, "sinks": 3},
+    "clip_distance": {"clip_distance": 20},
+    "rerope": {"method": "rerope"},
+    "leaky_rerope": {"method": "leaky_rerope,window=20,factor=4"},
+    "self_extend": {"method": "self_extend,window=20,group=3"},
+    "lm_infinite": {"method": "lm_infinite,sinks=3,window=20"},
+    "dynamic_ntk": {"method": "dynamic_ntk,step=20"},
+}
+every_variant = pytest.mark.parametrize("variant", VARIANTS)
+every_encoding = pytest.mark.parametrize("name", sorted(REGISTRY))
+MOVING = ("leaky_rerope", "rerope", "self_extend")
+# What encodings can be read with. Of a name that is not here both answers are right.
+TABLES = {
+    *("alibi", "bam", "gaussian", "kerple_bias_2para", "kerple_bias_3para", "kerple_bias_wht"),
+    *("kerple_log", "kerple_log_3para", "kerple_power", "kerple_wht_1para", "kerple_wht_2para"),
+    *("mep", "mep_free", "mep_param", "mep_param_t5", "sandwich", "scaled_distance", "t5", "tanh"),
+}
+NO_POSITIONS = {"none", "cable", "fox", "selective_rope", "ssmax"}
+REFUSE_ALL = {"cope", "dape", "dape_v2", "fire", "learned", "sinusoidal", "stick_breaking"}
+ACCEPTED = {
+    **{name: {"sinks", "lm_infinite", "clip_distance"} for name in TABLES},
+    **{name: {"sinks", "lm_infinite"} for name in NO_POSITIONS},
+    **{name: set() for name in REFUSE_ALL},
+    "rotary": {"sinks", "lm_infinite", "dynamic_ntk", *MOVING},
+    "randomized": {"sinks", "lm_infinite", "dynamic_ntk", *MOVING},
+    "xpos": {"sinks", "lm_infinite", *MOVING},
+    "pope": {"sinks", "lm_infinite", *MOVING},
+    "grape_m": {"sinks", "lm_infinite", *MOVING},
+    # Its parts here are rotary and kerple_log, and a table has no value between distances.
+    "sum": {"sinks", "lm_infinite", "clip_distance", "dynamic_ntk", "rerope"},
+}
+# With first values that leave keys 20 tokens back no weight, or a score of 0.
+FORGETTING = {"fox", "kerple_bias_2para", "kerple_wht_1para"}
+
+
+def settings(**values) -> AttentionSettings:
+    return replace(AttentionSettings(), **values)
+
+
+def with_method(gpt: GPT, variant: str) -> GPT:
+    gpt.use_attention(settings(**VARIANTS[variant]))
+    return gpt
+
+
+@every_variant
+@every_encoding
+@torch.no_grad()
+def test_an_encoding_refuses_a_method_or_decodes_with_it_in_pieces_as_in_a_whole_pass(
+    name, variant
+):
+    gpt, ids = model(name), torch.randint(50, (1, 141))
+    plain = gpt(ids)
+    faults = gpt.faults_of_methods(settings(**VARIANTS[variant]))
+    if name in ACCEPTED:
+        assert bool(faults) == (variant not in ACCEPTED[name])
+    if faults:
+        with pytest.raises(UserError, match=rf"--.*{variant.replace('_', '.')}.* {name} "):
+            with_method(gpt, variant)
+        return
+    expected = with_method(gpt, variant)(ids)
+    found = in_pieces(gpt, ids, [1, 1, 46, 1, 1, 40, 1, 50])
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-4)
+    near = 20 if variant != "dynamic_ntk" else 48
+    torch.testing.assert_close(expected[:, :near], plain[:, :near], rtol=0, atol=1e-4)
+    if name not in FORGETTING:
+        assert (expected - plain)[:, 60:].abs().max() > 1e-4, "beyond, it changes something"
+
+
+@pytest.mark.parametrize("name", ["rotary", "sum", "alibi"])
+@torch.no_grad()
+def test_decoding_step_by_step_is_the_whole_pass_with_layers_of_their_own_too(name):
+    ids = torch.randint(50, (2, 110))
+    for variant in sorted(ACCEPTED[name]):
+        gpt = with_method(model(name, "pos_emb_shared=false"), variant)
+        torch.testing.assert_close(in_pieces(gpt, ids, [1] * 110), gpt(ids), rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("variant", ["sinks", "dynamic_ntk", *MOVING])
+@torch.no_grad()
+def test_heads_that_share_keys_decode_alike(variant):
+    gpt = with_method(model("rotary", "num_key_value_heads=2", "logn_scale=false"), variant)
+    ids = torch.randint(50, (2, 77))
+    torch.testing.assert_close(in_pieces(gpt, ids, [1, 5, 64, 7]), gpt(ids), rtol=0, atol=1e-4)
+
+
+OPTIONS = {
+    "rotary_pct": {"rotary_pct": 0.5},
+    "fraction": {"fraction": 0.5},
+    "resonance": {"resonance": True},
+    "interleaved": {"interleaved": True},
+    "yarn": {"scaling": "yarn", "factor": 4},
+}
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+@torch.no_grad()
+def test_the_options_of_rotary_have_methods_too(options):
+    args = f"pos_emb_args={OPTIONS[options]}".replace("'", "").replace("True", "true")
+    ids = torch.randint(50, (2, 77))
+    for variant in ("sinks", "dynamic_ntk", *MOVING):
+        gpt = model("rotary", args)
+        if (options, variant) == ("yarn", "dynamic_ntk"):
+            with pytest.raises(UserError, match="rotary has no base that can grow"):
+                with_method(gpt, variant)
+            continue
+        with_method(gpt, variant)
+        torch.testing.assert_close(in_pieces(gpt, ids, [1, 5, 64, 7]), gpt(ids), rtol=0, atol=1e-4)
+
+
+@torch.no_grad()
+def test_longrope_is_refused_because_its_frequencies_depend_on_the_length():
+    factors = [1.0, 2.0, 3.0, 4.0]
+    args = f"{{scaling: longrope, factor: 2, long_factor: {factors}, short_factor: {factors}}}"
+    gpt = model("rotary", f"pos_emb_args={args}")
+    with pytest.raises(UserError, match="rotary cannot be read so: its queries and keys are known"):
+        with_method(gpt, "rerope")
+
+
+# --- Layers that differ ---
+
+
+def layers_of(*names: str) -> GPT:
+    torch.manual_seed(1)
+    shape = Shape(4, 8, 32, 48)
+    sizes = Architecture(
+        hidden_size=32,
+        num_layers=len(names),
+        num_attention_heads=4,
+        seq_length=48,
+        init_method_std=0.2,
+    )
+    positions = [build(name, shape, **NEEDED.get(name, {})) for name in names]
+    return GPT(sizes, AttentionSettings(), positions=positions, vocab=50).eval()
+
+
+@pytest.mark.parametrize("names", [("rotary", "none"), ("none", "rotary", "alibi")])
+@torch.no_grad()
+def test_each_layers_own_encoding_is_asked(names):
+    ids = torch.randint(50, (2, 90))
+    for variant in ("sinks", "rerope", "lm_infinite", "dynamic_ntk"):
+        gpt = with_method(layers_of(*names), variant)
+        torch.testing.assert_close(in_pieces(gpt, ids, [1, 60, 29]), gpt(ids), rtol=0, atol=1e-4)
+        assert (gpt(ids) - layers_of(*names)(ids)).abs().max() > 1e-4
+
+
+def test_a_layer_that_cannot_is_named():
+    with pytest.raises(UserError, match="self_extend,window=20,group=3: alibi cannot be read so"):
+        with_method(layers_of("rotary", "alibi"), "self_extend")
+    with pytest.raises(UserError, match="fire cannot be read so: its bias depends on the places"):
+        with_method(layers_of("rotary", "fire"), "sinks")
+
+
+# --- Tables, against the definition in float64 ---
+
+
+def alibi_output(distance: Tensor, visible: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Attention with slopes 2^-2, 2^-4, 2^-6, 2^-8 and other distances than those of tokens."""
+    slopes = torch.tensor([2.0**-2, 2.0**-4, 2.0**-6, 2.0**-8], dtype=torch.float64)
+    scores = q @ k.mT / math.sqrt(q.shape[-1]) - slopes[:, None, None] * distance
+    return scores.masked_fill(~visible, -math.inf).softmax(-1) @ v
+
+
+def alibi_text(q: Tensor, k: Tensor, v: Tensor, columns: int) -> Text:
+    position = build("alibi", Shape(4, 8, 32, 48)).double()
+    options = {"weight": None, "window": None, "score_bias": None}
+    return Text(position, q, k, v, 0, position.distance_bias(columns), None, options)
+
+
+@pytest.mark.parametrize(("sinks", "window"), [(3, 20), (1, 1), (30, 10)])
+def test_a_table_is_asked_for_the_distance_of_places_in_the_cache(sinks, window):
+    q, k, v = torch.randn(3, 2, 4, 60, 8, dtype=torch.float64)
+    index = torch.arange(60)
+    query, key = index[:, None], index
+    is_sink = (query - key >= window) & (key < sinks)
+    place = query.clamp(max=sinks + window - 1)
+    distance = torch.where(is_sink, place - key, query - key)
+    visible = is_sink | ((query - key >= 0) & (query - key < window))
+    expected = alibi_output(distance, visible, q, k, v)
+    found = attention_by_method(Sinks(window, sinks), alibi_text(q, k, v, 60))
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("limit", [20, 31, 100])
+def test_a_table_is_asked_for_the_ceiling_of_lm_infinite(limit):
+    q, k, v = torch.randn(3, 2, 4, 60, 8, dtype=torch.float64)
+    index = torch.arange(60)
+    query, key = index[:, None], index
+    is_sink = (query - key >= 20) & (key < 3)
+    distance = torch.where(is_sink, limit, query - key)
+    visible = is_sink | ((query - key >= 0) & (query - key < 20))
+    expected = alibi_output(distance, visible, q, k, v)
+    method = method_of(f"lm_infinite,sinks=3,window=20,limit={limit}", 48)
+    text = alibi_text(q, k, v, method.table_length(60))
+    torch.testing.assert_close(attention_by_method(method, text), expected, rtol=0, atol=1e-12)
+
+
+def test_a_clipped_table_keeps_its_value_beyond_the_distance():
+    table = torch.tensor([[0.0, -1.0, -2.0, -3.0], [0.0, -2.0, -4.0, -6.0]])
+    assert clipped(table, 2).tolist() == [[0, -1, -2, -2], [0, -2, -4, -4]]
+    assert clipped(table, 3) is table
+    assert clipped(table, None) is table
+    assert clipped(None, 2) is None
+
+
+@torch.no_grad()
+def test_a_clipped_distance_is_alibi_with_another_table():
+    gpt, ids = model("alibi"), torch.randint(50, (1, 100))
+    with_method(gpt, "clip_distance")
+    found = gpt(ids)
+    bias = gpt.position.distance_bias
+    gpt.use_attention(settings())
+    gpt.position.distance_bias = lambda keys: bias(keys).maximum(bias(21)[:, 20:])
+    torch.testing.assert_close(found, gpt(ids), rtol=0, atol=1e-6)
+
+
+# --- Dynamic NTK, against transformers ---
+
+
+@pytest.mark.parametrize("factor", [1.0, 2.5])
+@pytest.mark.parametrize("step", [1, 16, 64])
+def test_the_last_query_of_a_step_has_the_scores_of_transformers(factor, step):
+    theirs_config = LlamaConfig(
+        hidden_size=32,
+        num_attention_heads=4,
+        max_position_embeddings=64,
+        rope_parameters={"rope_type": "dynamic", "rope_theta": 10000.0, "factor": factor},
+    )
+    q, k, v = torch.randn(3, 1, 4, 192, 8)
+    options = {"weight": None, "window": None, "score_bias": None, "backend": "eager"}
+    position = build("rotary", Shape(4, 8, 32, 64))
+    text = Text(position, q, k, v, 0, None, None, options)
+    found = attention_by_method(method_of(f"dynamic_ntk,factor={factor},step={step}", 64), text)
+    ends = [length for length in range(1, 193) if length <= 64 or length % step == 0]
+    for length in [*ends[::7], 64, 128, 192]:
+        rope = LlamaRotaryEmbedding(theirs_config)  # it remembers the longest text
+        cos, sin = rope(q, torch.arange(length)[None])
+        theirs_q, theirs_k = apply_rotary_pos_emb(q[:, :, :length], k[:, :, :length], cos, sin)
+        scores = theirs_q[:, :, -1:] @ theirs_k.mT / math.sqrt(8)
+        expected = scores.softmax(-1) @ v[:, :, :length]
+        torch.testing.assert_close(found[:, :, length - 1 : length], expected, rtol=0, atol=2e-5)
+
+
+@torch.no_grad()
+def test_one_layer_with_dynamic_ntk_is_transformers_gpt_neox_with_it():
+    ours = small("num_layers=1").eval()
+    for parameter in ours.parameters():
+        parameter.add_(0.1 * torch.randn_like(parameter))
+    twin = hugging_face_twin(ours)
+    rope = {"rope_theta": 10000.0, "partial_rotary_factor": 1.0, "rope_type": "dynamic"}
+    config = GPTNeoXConfig(
+        hidden_size=48,
+        num_attention_heads=4,
+        max_position_embeddings=64,
+        rope_parameters=rope | {"factor": 2.0},
+    )
+    twin.gpt_neox.rotary_emb = type(twin.gpt_neox.rotary_emb)(config)
+    ours.use_attention(settings(method="dynamic_ntk,factor=2,step=64"))
+    ids = torch.randint(101, (2, 192))
+    expected = twin(ids).logits[:, 128:]  # the queries that have the base of the whole text
+    torch.testing.assert_close(ours(ids)[:, 128:], expected, rtol=0, atol=2e-4)
+
+
+# --- Long texts ---
+
+LONG = [(name, variant) for name in sorted(ACCEPTED) for variant in sorted(ACCEPTED[name])]
+QUICK = [("rotary", variant) for variant in ("rerope", "sinks", "dynamic_ntk")]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("name", "variant"),
+    [
+        pytest.param(*pair, marks=() if pair in QUICK else pytest.mark.campaign, id="-".join(pair))
+        for pair in LONG
+    ],
+)
+@torch.no_grad()
+def test_losses_are_finite_at_16384_and_short_texts_do_not_change(name, variant, dtype):
+    args = [f"pos_emb_args={NEEDED[name]}".replace("'", "")] if name in NEEDED else []
+    shape = ["num_layers=1", "hidden_size=16", "num_attention_heads=1", "seq_length=64"]
+    gpt = from_config(load([], [*shape, f"pos_emb={name}", *args]), vocab=50).eval().to(dtype)
+    with_method(gpt, variant)
+    ids = torch.randint(50, (1, 16385))
+    before = gpt(ids[:, :64], ids[:, 1:65])
+    assert gpt(ids[:, :-1], ids[:, 1:]).isfinite().all()
+    assert torch.equal(gpt(ids[:, :64], ids[:, 1:65]), before)
+
+
+# --- What is refused ---
+
+
+@pytest.mark.parametrize(
+    ("values", "faults"),
+    [
+        ({"sinks": 4}, ["--sinks 4: without a window all keys are visible; give --window too"]),
+        ({"sinks": 0, "window": 9}, ["--sinks 0: give a number of tokens of 1 to 16777216, or"]),
+        ({"sinks": 4, "window": 9, "blockwise": True}, ["--sinks 4: has no meaning beside block"]),
+        ({"clip_distance": 9}, ["--clip-distance 9: rotary has no table by distance; for"]),
+        ({"method": "rerop"}, ["--method rerop: no such method; did you mean rerope?"]),
+        ({"method": "rerope,window=49"}, ["window=49 is not within 1 … 48, the training length"]),
+        ({"method": "rerope,window=0"}, ["window=0 is not within 1 … 48, the training length"]),
+        ({"method": "rerope,windw=4"}, ["windw=4 is no option of it; it has window"]),
+        ({"method": "rerope,window=4.5"}, ["window=4.5 is wrong; write window= and a whole num"]),
+        ({"method": "rerope,window"}, ["window is wrong; write window= and a whole number"]),
+        ({"method": "rerope,window=4,window=5"}, ["window is given twice"]),
+        ({"method": "self_extend"}, ["--method self_extend: give group= too; it has no default"]),
+        ({"method": "self_extend,group=1"}, ["group=1 is not within 2 … 16777216"]),
+        ({"method": "self_extend,group=-3"}, ["group=-3 is not within 2 … 16777216"]),
+        ({"method": "leaky_rerope,factor=1"}, ["factor=1.0 is not more than 1"]),
+        ({"method": "leaky_rerope,factor=nan"}, ["factor=nan is wrong; write factor= and a num"]),
+        ({"method": "lm_infinite,sinks=0,limit=3"}, ["sinks=0 is not within", "limit=3 is not"]),
+        ({"method": "dynamic_ntk,factor=0.5,step=0"}, ["factor=0.5 is not", "step=0 is not"]),
+        (
+            {"method": "rerope", "window": 24, "sinks": 2, "clip_distance": 3, "blockwise": True},
+            [
+                "--sinks 2: has no meaning beside blockwise: true",
+                "--sinks 2: excludes --method rerope",
+                "--clip-distance 3: rotary has no table",
+                "--method rerope,window=24: has no meaning beside blockwise: true",
+                "--method rerope,window=24: excludes --clip-distance 3",
+                "--method rerope,window=24: changes nothing within window 24",
+            ],
+        ),
+        (
+            {"method": "lm_infinite,sinks=2", "window": 9},
+            ["has a window of its own; give --window"],
+        ),
+    ],
+    ids=str,
+)
+def test_nonsense_is_refused_with_all_faults_in_one_message(values, faults):
+    gpt = model("rotary")
+    with pytest.raises(UserError) as refusal:
+        gpt.use_attention(settings(**values))
+    lines = str(refusal.value).split("\n")
+    assert len(lines) == len(faults)
+    for line, fault in zip(lines, faults, strict=True):
+        assert fault in line
+    assert gpt.attention == AttentionSettings(), "the settings before are kept"
+
+
+def test_an_encoding_without_rotation_learns_which_ones_have_it():
+    with pytest.raises(UserError) as refusal:
+        with_method(model("alibi"), "rerope")
+    assert "alibi does not turn queries and keys by position; it is for " in str(refusal.value)
+    assert "rotary" in str(refusal.value)
+    assert "xpos" in str(refusal.value)
+
+
+def test_a_method_names_all_of_its_options():
+    assert method_of("rerope", 512).text == "rerope,window=256"
+    assert method_of("leaky_rerope,factor=16", 512).text == "leaky_rerope,window=256,factor=16"
+    assert method_of("leaky_rerope,factor=1.5,window=7", 512).text.endswith("window=7,factor=1.5")
+    text = method_of("lm_infinite,sinks=4", 512).text
+    assert text == "lm_infinite,window=512,sinks=4,limit=512"
+    assert method_of("dynamic_ntk", 512).text == "dynamic_ntk,factor=1,step=512"
+    for text in ("rerope,window=3", "self_extend,window=9,group=2", "dynamic_ntk,factor=1.25"):
+        method = method_of(text, 64)
+        assert method_of(method.text, 64) == method
+    assert set(METHODS) == set(VARIANTS) - {"sinks", "clip_distance"}
+
+
+@torch.no_grad()
+def test_a_model_forgets_a_method():
+    gpt, ids = model("rotary"), torch.randint(50, (1, 100))
+    plain = gpt(ids)
+    assert not torch.equal(with_method(gpt, "rerope")(ids), plain)
+    gpt.use_attention(settings())
+    assert torch.equal(gpt(ids), plain)
+    assert gpt(ids, cache=Cache()).isfinite().all()

@@ -1,0 +1,139 @@
+"""Methods for longer texts against numbers of their authors' code: scores, output and gradients.
+
+As in test_authors.py, GOLDEN_ENCODINGS names another folder with other sizes.
+"""
+
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron.model.by_method import Text, attention_by_method
+from megatron.model.methods import LMInfinite, NearFar, ReRoPE, Sinks, method_of
+from megatron.positions import build
+from tests.positions.golden import Golden, load
+from tests.positions.test_authors import close, lower_triangle
+
+TRAIN_LENGTH = 512  # no near window of any file is longer
+
+
+def rerope(golden: Golden, length: int) -> NearFar:
+    numbers = load("rerope", "rerope").numbers
+    window = int(numbers["param.window"].item())
+    if golden.variant.startswith("rerope"):
+        return ReRoPE(window)
+    factor = load("rerope", "leaky").param("scaling_factor")
+    return method_of(f"leaky_rerope,window={window},factor={factor}", TRAIN_LENGTH)
+
+
+def self_extend(golden: Golden, length: int) -> NearFar:
+    group, window = int(golden.param("group_size_1")), int(golden.param("group_size_2"))
+    return method_of(f"self_extend,window={window},group={group}", TRAIN_LENGTH)
+
+
+def lm_infinite(golden: Golden, length: int) -> NearFar:
+    window, sinks = int(golden.param("local_branch")), int(golden.param("global_branch"))
+    if golden.variant == "ceiling_only":  # every key is visible: what ReRoPE is
+        return ReRoPE(window)
+    limit = window
+    if golden.variant == "lambda_limit":
+        # Theirs depends on the length of the text, so that longer texts change what came before.
+        limit = max(window, min(int(golden.param("limit_distance")), length - 1))
+    return LMInfinite(window=window, sinks=sinks, limit=limit)
+
+
+def streaming_llm(golden: Golden, length: int) -> NearFar:
+    recent, sinks = int(golden.param("recent_size")), int(golden.param("start_size"))
+    own = 1 if golden.variant == "trim_after" else 0  # the query's key is not counted in theirs
+    return Sinks(window=recent + own, sinks=sinks)
+
+
+def training_length(golden: Golden) -> float | None:
+    """Where their log-n scale begins; None: it is off."""
+    if golden.variant in ("rerope_logn", "leaky_logn"):
+        return load("rerope", "rerope").param("training_length")
+    if golden.variant == "logn":
+        return golden.param("scale_base")
+    return None
+
+
+CASES: dict[str, tuple[Callable[[Golden, int], NearFar], tuple[str, ...]]] = {
+    "rerope": (rerope, ("rerope", "rerope_logn", "leaky", "leaky_logn")),
+    "self_extend": (self_extend, ("even", "uneven", "logn")),
+    "lm_infinite": (lm_infinite, ("lambda", "lambda_limit", "ceiling_only")),
+    "streaming_llm": (streaming_llm, ("trim_after", "evict_before")),
+}
+ALL = [(name, variant) for name, (_, variants) in CASES.items() for variant in variants]
+
+
+def text_of(golden: Golden, length: str) -> Text:
+    q, k, v = (golden.inputs[f"{length}.{one}"].double() for one in ("q", "k", "v"))
+    shape = golden.shape(TRAIN_LENGTH)
+    position = build("rotary", shape).double()
+    scale = None
+    trained = training_length(golden)
+    if trained is not None:
+        visible = torch.arange(1, q.shape[2] + 1, dtype=torch.float64)
+        scale = (visible.log() / math.log(trained)).clamp(min=1)
+    options = {"weight": None, "window": None, "score_bias": None}
+    return Text(position, q.requires_grad_(), k.requires_grad_(), v, 0, None, scale, options)
+
+
+def scores_of(method: NearFar, text: Text) -> Tensor:
+    """What enters the softmax, before the mask: [batch, heads, length, length]."""
+    index = torch.arange(text.q.shape[2])
+    rows = slice(0, len(index))
+    near_q, near_k = text.turned(rows, index, index)
+    far_q, far_k = text.turned(rows, method.far_query(index), method.far_key(index))
+    is_near = index[:, None] - index < method.window
+    scores = torch.where(is_near, near_q @ near_k.mT, far_q @ far_k.mT)
+    return scores / text.q.shape[-1] ** 0.5
+
+
+@pytest.mark.parametrize(("name", "variant"), ALL)
+def test_a_method_gives_the_numbers_of_its_authors(name, variant):
+    golden, (build_method, _) = load(name, variant), CASES[name]
+    assert golden.lengths
+    for length in golden.lengths:
+        expected = golden.of_length(length)
+        text = text_of(golden, length)
+        method = build_method(golden, int(length[1:]))
+        out = attention_by_method(method, text)
+        close(out, expected["out"], 1e-6)
+        if "scores" in expected:
+            found, wanted = scores_of(method, text), expected["scores"]
+            if "key_index" in expected:
+                found = of_kept_keys(found, expected["key_index"])
+            else:
+                found = lower_triangle(found)[: len(wanted)]
+            close(found, wanted, 1e-6)
+        if "grad_q" in expected:
+            (out * golden.inputs[f"{length}.dout"]).sum().backward()
+            close(text.q.grad, expected["grad_q"], 1e-6)
+            close(text.k.grad, expected["grad_k"], 1e-6)
+
+
+def of_kept_keys(scores: Tensor, key_index: Tensor) -> Tensor:
+    """[…, length, keys] -> [batch, heads, length, columns], 0 where a column has no key."""
+    kept = scores.gather(3, key_index.clamp(min=0).expand(*scores.shape[:2], -1, -1))
+    return kept.masked_fill(key_index < 0, 0.0)
+
+
+@pytest.mark.parametrize("variant", ["trim_after", "evict_before"])
+def test_sinks_keep_the_keys_that_the_authors_keep_at_their_places(variant):
+    golden = load("streaming_llm", variant)
+    for length in golden.lengths:
+        expected = golden.of_length(length)
+        tokens = int(length[1:])
+        method = streaming_llm(golden, tokens)
+        for query, kept in enumerate(expected["key_index"].tolist()):
+            visible = [
+                key
+                for key in range(query + 1)
+                if key < method.first_keys or query - key < method.window
+            ]
+            assert [key for key in kept if key >= 0] == visible
+        places = method.far_query(torch.arange(tokens))
+        assert places.tolist() == expected["query_position"].tolist()
