@@ -35,6 +35,11 @@ class ScoreBias:
         u = None if self.u is None else self.u[:, :, start:end]
         return ScoreBias(u, self.w[:, :, :end])
 
+    def of_heads(self, heads: slice) -> "ScoreBias":
+        """That of some heads."""
+        u = None if self.u is None else self.u[:, heads]
+        return ScoreBias(u, self.w[:, heads])
+
     def bias(self, query: Tensor) -> Tensor:
         """u·(w of the key less w of the query's own): [batch, heads, queries, keys].
 

@@ -1,0 +1,263 @@
+"""Gradients of attention in blocks, computed again from q, k and v, and summed in a fixed order.
+
+A tile is a block of queries and some heads. Its scores are read and written by several passes, so
+tiles are as large as a core's cache. Their rows have room behind them: with rows a power of two
+apart, all of a column falls on a few lines of the cache, and products take 1.4 times as long.
+"""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megatron.attention.content import ScoreBias
+from megatron.attention.first_keys import FirstKeys, groups_of_heads
+from megatron.attention.inputs import Inputs
+from megatron.attention.scope import BACKWARD_BLOCK, Block, of_heads
+
+TILE_SCORES = 2**18
+"""Scores of some heads that a core holds at once: 1 MiB, as its cache."""
+ROOM = 16
+"""Numbers behind a row of a tile."""
+
+
+def gradients(
+    inputs: Inputs,
+    out: Tensor,
+    dout: Tensor,
+    firsts: FirstKeys | None,
+    wants: tuple[bool, bool],
+) -> tuple[Tensor | None, ...]:
+    """Gradients of q, k, v, bias, weight, u and w, as these; None for what is None or not wanted.
+
+    out, dout: the output and its gradient, [batch, heads, queries, features];
+    wants: whether a gradient of bias, and of weight, is wanted
+    """
+    scope = inputs.scope
+    backward = _Backward.of(inputs, out, dout, wants)
+    for block in scope.blocks(BACKWARD_BLOCK):
+        for heads, part in backward.parts(block, firsts):
+            backward.add(heads, part)
+
+    scale = backward.scale
+    dq = backward.dq.mul_(scale).transpose(0, 1).flip(2).to(inputs.q.dtype)
+    dk = backward.dk.mul_(scale).transpose(0, 1).to(inputs.k.dtype)
+    dv = backward.dv.transpose(0, 1).to(inputs.v.dtype)
+    dbias = scope.restored(backward.dbias, inputs.bias)
+    dweight = scope.restored(backward.dweight, inputs.weight)
+    du, dw = (None, None) if backward.content is None else backward.content.found()
+    return dq, dk, dv, dbias, dweight, du, dw
+
+
+@dataclass(frozen=True)
+class _Backward:
+    """Tensors of the backward pass, [heads, batch, length, features]; the last query first.
+
+    wide_q: scaled by 1 / √head_dim; bias, weight, dbias, dweight: reversed tables;
+    wide_dout, wide_v: where scores are as exact as q, with one feature more, which takes
+    dout·out from each dout·v
+    """
+
+    inputs: Inputs
+    q: Tensor
+    k: Tensor
+    dout: Tensor
+    wide_q: Tensor
+    wide_k: Tensor
+    wide_v: Tensor
+    wide_dout: Tensor
+    bias: Tensor
+    weight: Tensor | None
+    dq: Tensor
+    dk: Tensor
+    dv: Tensor
+    dbias: Tensor | None
+    dweight: Tensor | None
+    content: "ContentGradients | None"
+
+    @classmethod
+    def of(cls, inputs: Inputs, out: Tensor, dout: Tensor, wants: tuple[bool, bool]) -> "_Backward":
+        q, k, v = _heads_first(inputs.q.flip(2)), _heads_first(inputs.k), _heads_first(inputs.v)
+        dout = _heads_first(dout.flip(2))
+        bias, weight = inputs.scope.reversed_tables(inputs.bias, inputs.weight, k)
+        wide = bias.dtype
+        wide_v, wide_dout = v.to(wide), dout.to(wide)
+        dv = torch.zeros_like(wide_v)
+        if q.dtype == wide:
+            # Not with a rounded output: gradients of tables are sums of small differences.
+            mean = (wide_dout * _heads_first(out.flip(2))).sum(-1, keepdim=True)
+            wide_dout = torch.cat([wide_dout, -mean], dim=-1)
+            wide_v = torch.cat([wide_v, torch.ones_like(wide_v[..., :1])], dim=-1)
+        wants_dbias, wants_dweight = wants
+        score_bias = inputs.score_bias
+        wide_q, wide_k = q.to(wide) / math.sqrt(q.shape[-1]), k.to(wide)
+        return cls(
+            inputs,
+            q,
+            k,
+            dout,
+            wide_q,
+            wide_k,
+            wide_v,
+            wide_dout,
+            bias,
+            weight,
+            dq=torch.empty_like(wide_q),
+            dk=torch.zeros_like(wide_k),
+            dv=dv,
+            dbias=torch.zeros_like(bias) if wants_dbias else None,
+            dweight=torch.zeros_like(weight) if weight is not None and wants_dweight else None,
+            content=None if score_bias is None else ContentGradients.of(score_bias),
+        )
+
+    @property
+    def scale(self) -> float:
+        return 1 / math.sqrt(self.q.shape[-1])
+
+    def parts(self, block: Block, firsts: FirstKeys | None) -> Iterator[tuple[slice, Block]]:
+        """Heads of a tile and its keys; on a GPU, all heads that have the same keys."""
+        heads, batch = self.q.shape[:2]
+        for group, part in groups_of_heads(block, heads, firsts):
+            step = heads
+            if self.inputs.on_cpu:
+                step = max(1, TILE_SCORES // (batch * part.rows * part.columns))
+            for head in range(group.start, group.stop, step):
+                yield slice(head, min(head + step, group.stop)), part
+
+    def add(self, heads: slice, part: Block) -> None:
+        """Add what one tile gives."""
+        queries = self.inputs.scope.queries
+        rows = slice(queries - part.end, queries - part.start)
+        columns = part.keys
+        q, k = self.q[heads, :, rows], self.k[heads, :, columns]
+        dout = self.dout[heads, :, rows]
+
+        products = self.wide_q[heads, :, rows] @ self.wide_k[heads, :, columns].mT
+        probabilities = self._probabilities(products, heads, part)
+        padded = self._dscores(probabilities, heads, rows, part)
+        dscores = padded[..., : part.columns]
+        if self.dbias is not None:
+            part.add_diagonals(self.dbias[heads], padded)
+        if self.content is not None:
+            self.content.add(heads, part, dscores)
+        if self.dweight is not None:
+            weighted = torch.empty_like(padded)
+            torch.mul(dscores, products, out=weighted[..., : part.columns])
+            part.add_diagonals(self.dweight[heads], weighted)
+
+        # Tables need dscores in float32. What is rounded to q's dtype in the end does not.
+        if self.weight is not None:
+            dscores.mul_(part.view(self.weight[heads])[:, None])
+        dproducts = dscores.to(q.dtype)
+        self.dq[heads, :, rows] = dproducts @ k
+        _add_product(self.dk[heads, :, columns], dproducts.mT, q)
+        rounded = probabilities.to(q.dtype)
+        _add_product(self.dv[heads, :, columns], rounded.mT, dout)
+
+    def _probabilities(self, products: Tensor, heads: slice, part: Block) -> Tensor:
+        """Softmax of a tile's scores: [heads, batch, rows, columns].
+
+        Without a weight, products are overwritten.
+        """
+        scores = products
+        if self.weight is not None:
+            scores = products * part.view(self.weight[heads])[:, None]
+        scores.add_(part.view(of_heads(self.bias, heads))[:, None])
+        if self.content is not None:
+            self.content.add_bias(scores, heads, part)
+        if self.inputs.segments is not None:
+            masked = part.mask(self.inputs.scope, self.inputs.segments)
+            scores.masked_fill_(masked.transpose(0, 1), -math.inf)
+        room = scores.new_empty(*scores.shape[:-1], part.columns + ROOM)
+        return torch.softmax(scores, -1, out=room[..., : part.columns])
+
+    def _dscores(self, probabilities: Tensor, heads: slice, rows: slice, part: Block) -> Tensor:
+        """Gradients of a tile's scores, with room: [heads, batch, rows, columns + rows]."""
+        dprobabilities = self.wide_dout[heads, :, rows] @ self.wide_v[heads, :, part.keys].mT
+        padded = probabilities.new_empty(*probabilities.shape[:-1], part.columns + part.rows)
+        dscores = padded[..., : part.columns]
+        if self.q.dtype == probabilities.dtype:
+            torch.mul(probabilities, dprobabilities, out=dscores)
+            return padded
+        dscores.copy_(
+            torch.ops.aten._softmax_backward_data(
+                dprobabilities, probabilities, -1, probabilities.dtype
+            )
+        )
+        return padded
+
+
+@dataclass(frozen=True)
+class ContentGradients:
+    """A bias by content in the backward pass, the last query of a block first, and its gradients.
+
+    u, du [heads, batch, queries, rank], u None for ones; w, dw [heads, batch, keys, rank]
+    """
+
+    u: Tensor | None
+    w: Tensor
+    du: Tensor | None
+    dw: Tensor
+
+    @classmethod
+    def of(cls, score_bias: ScoreBias) -> "ContentGradients":
+        w = score_bias.w.transpose(0, 1)
+        dw = torch.zeros_like(w)
+        if score_bias.u is None:
+            return cls(None, w, None, dw)
+        u = score_bias.u.transpose(0, 1)
+        return cls(u, w, torch.zeros_like(u, dtype=torch.float32), dw)
+
+    def add_bias(self, scores: Tensor, heads: slice, part: Block) -> None:
+        """Add the bias to the scores of a tile: [heads, batch, rows, columns]."""
+        u, w = self._relative(heads, part, scores.dtype)
+        if u is None:
+            scores.add_(w.sum(-1)[:, :, None])
+        elif u.shape[-1] == 1:
+            scores.addcmul_(u, w.mT)
+        else:
+            scores.add_(u @ w.mT)
+
+    def add(self, heads: slice, part: Block, dscores: Tensor) -> None:
+        """Add what the gradient of a tile's scores means for u and w."""
+        u, w = self._relative(heads, part, dscores.dtype)
+        if u is None or self.du is None:
+            ones = dscores.new_ones(1, part.rows)  # as a product, the sum is faster
+            self.dw[heads, :, part.keys] += (ones @ dscores).mT
+            return
+        self.dw[heads, :, part.keys] += (u.mT @ dscores).mT
+        # A row's dscores sum to 0 but for rounding, which a large w would multiply. So what counts
+        # is w less that of the query's own key.
+        of_own_key = w[:, :, -part.rows :].flip(2)
+        rounding = dscores @ torch.ones_like(w[..., :1])
+        of_queries = dscores @ w - rounding * of_own_key
+        self.du[heads, :, part.queries] = of_queries.flip(2)
+
+    def _relative(
+        self, heads: slice, part: Block, dtype: torch.dtype
+    ) -> tuple[Tensor | None, Tensor]:
+        u = None if self.u is None else self.u[heads]
+        of_these = ScoreBias(u, self.w[heads])
+        u, w = of_these.relative(part.queries, part.keys, dtype)
+        return None if u is None else u.flip(2), w
+
+    def found(self) -> tuple[Tensor | None, Tensor]:
+        """Gradients of u and w: [batch, heads, …]."""
+        if self.u is None or self.du is None:
+            return None, self.dw.transpose(0, 1)
+        return self.du.to(self.u.dtype).transpose(0, 1), self.dw.transpose(0, 1)
+
+
+def _heads_first(x: Tensor) -> Tensor:
+    """[batch, heads, length, features] -> [heads, batch, length, features], contiguous."""
+    return x.transpose(0, 1).contiguous()
+
+
+def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
+    """total += left @ right, in one pass where all have one dtype."""
+    if total.dtype == left.dtype:
+        total.flatten(0, 1).baddbmm_(left.flatten(0, 1), right.flatten(0, 1))
+    else:
+        total += left @ right

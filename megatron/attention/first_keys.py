@@ -1,0 +1,223 @@
+"""Which keys a block of queries need not look at, because they get exactly nothing.
+
+Keys of earlier documents are masked. And a score that lies about 104 below that of another key has
+a probability of e⁻¹⁰⁴, which float32 rounds to 0; so are its gradients. Every query sees its own
+key, whose score is computed. All others are bounded without computing them:
+
+    q_i·k_j / √head_dim + bias(i - j) + u_i·w_j
+        ≤ |q_i| max|k| / √head_dim + max(bias at i - j and beyond) + max over the block of u·w
+
+The bounds only fall towards earlier keys. So the keys that count begin at one place, for each block
+of queries and head.
+"""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import groupby
+
+import torch
+from torch import Tensor
+
+from megatron.attention.content import ScoreBias
+from megatron.attention.scope import Block, Scope
+
+GRAIN = 128
+"""Queries that begin at the same key, and keys that are skipped together."""
+GRAINS_AT_ONCE = 64
+"""Grains whose bounds by content are in memory together."""
+FEWEST_KEYS = 1024
+"""With fewer keys, finding out what could be skipped costs more than it saves."""
+
+
+@dataclass(frozen=True)
+class FirstKeys:
+    """The first key that counts.
+
+    of_grains[g][h]: for the queries GRAIN · g … GRAIN · (g + 1) - 1 and head h
+    """
+
+    of_grains: list[list[int]]
+
+    def of_block(self, block: Block) -> list[int]:
+        """The first key that counts for some query of a block, for each head."""
+        grains = self.of_grains[block.start // GRAIN : (block.end - 1) // GRAIN + 1]
+        return [min(of_head) for of_head in zip(*grains, strict=True)]
+
+
+def groups_of_heads(
+    block: Block, heads: int, firsts: FirstKeys | None
+) -> Iterator[tuple[slice, Block]]:
+    """Heads beside each other that begin at one key, and the block from there on."""
+    if firsts is None:
+        yield slice(0, heads), block
+        return
+    head = 0
+    for first, same in groupby(firsts.of_block(block)):
+        end = head + len(list(same))
+        yield slice(head, end), block.from_key(first)
+        head = end
+
+
+def first_keys(
+    q: Tensor,
+    k: Tensor,
+    bias: Tensor | None,
+    score_bias: ScoreBias | None,
+    segments: Tensor | None,
+    scope: Scope,
+) -> FirstKeys | None:
+    """What may be skipped, or None where nothing can be or asking would cost more.
+
+    q, k, bias, segments: as in `attention`. No other bias may be added, nor a weight multiplied.
+    """
+    too_small = scope.keys < FEWEST_KEYS or scope.queries < GRAIN
+    if q.device.type != "cpu" or too_small or torch.compiler.is_compiling():
+        return None
+    firsts = _of_scores(q, k, bias, score_bias, scope)
+    if segments is not None:
+        of_documents = _of_documents(segments, scope)[:, None].expand(-1, q.shape[1])
+        firsts = of_documents if firsts is None else torch.maximum(firsts, of_documents)
+    if firsts is None:
+        return None
+    # Heads that begin together are computed together.
+    rounded = (firsts // GRAIN * GRAIN).clamp(min=0)
+    return FirstKeys(rounded.tolist()) if rounded.any() else None
+
+
+def _of_scores(
+    q: Tensor, k: Tensor, bias: Tensor | None, score_bias: ScoreBias | None, scope: Scope
+) -> Tensor | None:
+    """The first key of each grain by the bounds of its scores: [grains, heads] int64.
+
+    None where no key can be far enough below another.
+    """
+    wide = torch.promote_types(q.dtype, torch.float32)
+    gap = _gap(wide)
+    most_beyond = None
+    if bias is not None:
+        most_beyond = _most_beyond(bias.detach()[:, : scope.keys].to(wide))
+    if score_bias is not None:
+        return _by_content(_excess(q, k, wide), most_beyond, score_bias, scope, gap)
+    if most_beyond is None or most_beyond[:, -1].min() >= -gap:
+        return None
+    return _by_distance(_excess(q, k, wide), most_beyond, scope, gap)
+
+
+def _of_documents(segments: Tensor, scope: Scope) -> Tensor:
+    """The first key of the documents that each grain's queries belong to: [grains] int64."""
+    batch, keys = segments.shape
+    # The same number in two samples is not the same document.
+    sample = torch.arange(batch)[:, None].expand(batch, keys)
+    labels = torch.stack([sample, segments], dim=-1).flatten(0, 1)
+    _, document = labels.unique(dim=0, return_inverse=True)
+    index = torch.arange(keys).expand(batch, keys)
+    starts = torch.full((batch * keys,), keys).scatter_reduce(
+        0, document, index.reshape(-1), "amin"
+    )
+    of_queries = starts[document].view(batch, keys)[:, scope.before :].amin(0)
+    return torch.stack([part.min() for part in of_queries.split(GRAIN)])
+
+
+def _by_distance(excess: Tensor, most_beyond: Tensor, scope: Scope, gap: float) -> Tensor:
+    """The first key of each grain where a table is all that is added: [grains, heads] int64.
+
+    excess [batch, heads, queries]: see `_excess`; most_beyond [heads, keys]: see `_most_beyond`
+    """
+    excess = _in_grains(excess).amax((0, 3))  # [heads, grains]
+    nearest_skipped = torch.searchsorted(-most_beyond, excess + gap, right=True)
+    return (_first_queries(scope) + 1 - nearest_skipped).mT
+
+
+def _by_content(
+    excess: Tensor, most_beyond: Tensor | None, score_bias: ScoreBias, scope: Scope, gap: float
+) -> Tensor:
+    """The same with a bias by content, of which keys before GRAIN, 2 GRAIN, … have bounds."""
+    w = score_bias.w.detach()
+    near = _in_grains(w[:, :, scope.before :])  # [batch, heads, grains, GRAIN, rank]
+    origin = near[:, :, :, -1:]  # w of a grain's last key: large sums say little by themselves
+    near = near - origin
+    most_w, least_w = _extremes(w)
+    u = None
+    if score_bias.u is not None:
+        u = _in_grains(score_bias.u.detach()).to(near.dtype)
+        near = u * near
+    beyond_own_key = (_in_grains(excess) - near.sum(-1)).amax(3)  # [batch, heads, grains]
+
+    first_queries = _first_queries(scope)
+    boundaries = torch.arange(1, most_w.shape[2] + 1) * GRAIN
+    firsts = []
+    for grains in torch.arange(len(first_queries)).split(GRAINS_AT_ONCE):
+        most = most_w[:, :, None] - origin[:, :, grains]
+        if u is not None:
+            least = least_w[:, :, None] - origin[:, :, grains]
+            most = _greatest_product(u[:, :, grains], most, least)
+        most = (beyond_own_key[:, :, grains, None] + most.sum(-1)).amax(0)
+        distance = first_queries[grains, None] + 1 - boundaries  # of the last key before
+        if most_beyond is not None:
+            most = most + most_beyond[:, distance.clamp(min=0)]
+        skipped = (most < -gap) & (distance > 0)  # [heads, grains, boundaries]
+        firsts.append(skipped.sum(2).mT * GRAIN)
+    return torch.cat(firsts)
+
+
+def _first_queries(scope: Scope) -> Tensor:
+    """The index of each grain's first query among all keys: [grains] int64."""
+    return torch.arange(scope.before, scope.keys, GRAIN)
+
+
+def _in_grains(x: Tensor) -> Tensor:
+    """[batch, heads, queries, …] -> [batch, heads, grains, GRAIN, …], the last row repeated."""
+    queries = x.shape[2]
+    grains = -(-queries // GRAIN)
+    index = torch.arange(grains * GRAIN).clamp(max=queries - 1)
+    return x[:, :, index].unflatten(2, (grains, GRAIN))
+
+
+def _gap(dtype: torch.dtype) -> float:
+    """e to the power of minus this is 0 in `dtype`, also after rounding: 105 for float32."""
+    numbers = torch.finfo(dtype)
+    least = math.log(numbers.smallest_normal) + math.log(numbers.eps)
+    return 1 - least + math.log(2)
+
+
+def _most_beyond(bias: Tensor) -> Tensor:
+    """The greatest bias at a distance and beyond, less that at 0: [heads, keys] -> same."""
+    beyond = bias.flip(1).cummax(1).values.flip(1)
+    return beyond - bias[:, :1]
+
+
+def _excess(q: Tensor, k: Tensor, dtype: torch.dtype) -> Tensor:
+    """|q_i| max|k| less q_i·k_i, over √head_dim: [batch, heads, queries], and a rounding more."""
+    head_dim = q.shape[-1]
+    q, k = q.detach().to(dtype), k.detach().to(dtype)
+    own = (q * k[:, :, k.shape[2] - q.shape[2] :]).sum(-1)
+    largest = torch.linalg.vector_norm(q, dim=-1) * torch.linalg.vector_norm(k, dim=-1).amax(
+        2, keepdim=True
+    )
+    # Each of the two products is rounded by at most head_dim units in the last place.
+    rounding = 4 * (head_dim + 8) * torch.finfo(dtype).eps
+    return (largest * (1 + rounding) - own) / math.sqrt(head_dim)
+
+
+def _extremes(w: Tensor) -> tuple[Tensor, Tensor]:
+    """Greatest and least w of the keys before GRAIN, 2 GRAIN, …, for each of the rank's numbers.
+
+    [batch, heads, keys, rank] -> [batch, heads, keys // GRAIN, rank] twice
+    """
+    whole = w.shape[2] // GRAIN * GRAIN
+    grains = w[:, :, :whole].unflatten(2, (-1, GRAIN))
+    most = grains.amax(3).cummax(2).values
+    least = grains.amin(3).cummin(2).values
+    return most, least
+
+
+def _greatest_product(u: Tensor, w_most: Tensor, w_least: Tensor) -> Tensor:
+    """The greatest u·w of a grain's queries and w between these bounds, as w_most.
+
+    u [batch, heads, grains, GRAIN, rank]; bounds [batch, heads, grains, boundaries, rank]
+    """
+    products = []
+    for of_query in (u.amax(3, keepdim=True), u.amin(3, keepdim=True)):
+        products += [of_query * w_most, of_query * w_least]
+    return torch.stack(products).amax(0)
