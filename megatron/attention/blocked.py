@@ -66,7 +66,7 @@ class _Blocks:
     def of(cls, inputs: Inputs) -> "_Blocks":
         q, k, v, scope = inputs.q, inputs.k, inputs.v, inputs.scope
         bias, weight = scope.reversed_tables(inputs.bias, inputs.weight, k)
-        rows = min(BLOCK, scope.queries)
+        rows = min(inputs.exact_rows(BLOCK), scope.queries)
         together = q.shape[0] if inputs.in_groups_of_heads else q.shape[0] * q.shape[1]
         if not inputs.in_view:
             rows = min(rows, max(1, MOST_SCORES // (together * scope.keys)))

@@ -1,11 +1,12 @@
 """Which keys a block of queries need not look at, because they get exactly nothing.
 
 Keys of earlier documents are masked. And a score that lies about 104 below that of another key has
-a probability of e⁻¹⁰⁴, which float32 rounds to 0; so are its gradients. Every query sees its own
-key, whose score is computed. All others are bounded without computing them:
+a probability of e⁻¹⁰⁴, which float32 rounds to 0; so are its gradients. Every query attends to its
+own key. So a key counts only if this is not below -104:
 
-    q_i·k_j / √head_dim + bias(i - j) + u_i·w_j
-        ≤ |q_i| max|k| / √head_dim + max(bias at i - j and beyond) + max over the block of u·w
+    (score of the key) - (score of the own key)
+        ≤ |q_i| (max|k| + |k_i|) / √head_dim
+        + max(bias at i - j and beyond) - bias(0) + max(u·w before j) - u_i·w_i
 
 The bounds only fall towards earlier keys. So the keys that count begin at one place, for each block
 of queries and head.
@@ -188,16 +189,19 @@ def _most_beyond(bias: Tensor) -> Tensor:
 
 
 def _excess(q: Tensor, k: Tensor, dtype: torch.dtype) -> Tensor:
-    """|q_i| max|k| less q_i·k_i, over √head_dim: [batch, heads, queries], and a rounding more."""
+    """The most that a product of a query exceeds that with its own key: [batch, heads, queries].
+
+    |q_i| (max|k| + |k_i|) / √head_dim, and a rounding more. The product with the own key would
+    give a closer bound, at twice the cost.
+    """
     head_dim = q.shape[-1]
-    q, k = q.detach().to(dtype), k.detach().to(dtype)
-    own = (q * k[:, :, k.shape[2] - q.shape[2] :]).sum(-1)
-    largest = torch.linalg.vector_norm(q, dim=-1) * torch.linalg.vector_norm(k, dim=-1).amax(
-        2, keepdim=True
-    )
-    # Each of the two products is rounded by at most head_dim units in the last place.
+    of_queries = torch.linalg.vector_norm(q.detach(), dim=-1, dtype=dtype)
+    of_keys = torch.linalg.vector_norm(k.detach(), dim=-1, dtype=dtype)
+    of_own_keys = of_keys[:, :, k.shape[2] - q.shape[2] :]
+    both = of_queries * (of_keys.amax(2, keepdim=True) + of_own_keys)
+    # Each of two products is rounded by at most head_dim units in the last place.
     rounding = 4 * (head_dim + 8) * torch.finfo(dtype).eps
-    return (largest * (1 + rounding) - own) / math.sqrt(head_dim)
+    return both * (1 + rounding) / math.sqrt(head_dim)
 
 
 def _extremes(w: Tensor) -> tuple[Tensor, Tensor]:

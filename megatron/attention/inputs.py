@@ -10,6 +10,10 @@ from megatron.attention.content import ScoreBias
 from megatron.attention.first_keys import FirstKeys, first_keys
 from megatron.attention.scope import Scope
 
+EXACT_SPREAD = 256
+"""Up to here, float32 holds a difference with an error of at most 8e-6."""
+LEAST_ROWS = 16
+
 
 @dataclass(frozen=True)
 class Inputs:
@@ -61,6 +65,27 @@ class Inputs:
         if self.segments is not None and self.bias is not None:
             return True
         return self.weight is not None or self.score_bias is not None
+
+    def exact_rows(self, most: int) -> int:
+        """How many queries a block may have: at most `most`.
+
+        In a block, float32 holds the differences of u·w from that of its last token. Where they
+        are large, it loses digits, unless the block is small.
+        """
+        if self.score_bias is None:
+            return most
+        rows = most
+        while rows > LEAST_ROWS and not self._spread(rows) <= EXACT_SPREAD:
+            rows //= 2
+        return rows
+
+    def _spread(self, rows: int) -> float:
+        """By how much u·w differs, at most, between the own keys of a block of so many queries."""
+        assert self.score_bias is not None
+        u, w = self.score_bias.u, self.score_bias.w[:, :, self.scope.before :]
+        blocks = w.split(rows, dim=2)
+        spread = max(float((of_block.amax(2) - of_block.amin(2)).max()) for of_block in blocks)
+        return spread if u is None else spread * float(u.abs().max())
 
     def first_keys(self) -> FirstKeys | None:
         """What `in_blocks` need not look at."""

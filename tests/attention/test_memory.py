@@ -24,32 +24,41 @@ def kib(name):
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) for line in lines if name in line)
 
-def extra(length, learned):
+def extra(length, learned, kind):
     fused = torch.randn(1, length, HEADS, 3, 64).permute(3, 0, 2, 1, 4)  # as the model has them
     q, k, v = (x.detach().requires_grad_(learned) for x in fused)
-    bias = torch.randn(HEADS, length, requires_grad=learned)
+    bias = torch.randn(HEADS, length, requires_grad=learned) if kind == "table" else None
+    u = torch.randn(1, HEADS, length) if kind == "product" else None
+    w = torch.rand(1, HEADS, length) * 1e-3  # nothing may be skipped
+    score_bias = None if kind == "table" else (u, w.cumsum(2))
     Path("/proc/self/clear_refs").write_text("5")  # VmHWM starts anew
     before = kib("VmRSS")
-    out = attention(q, k, v, bias, backend="sdpa")
+    out = attention(q, k, v, bias, score_bias=score_bias, backend="sdpa")
     if learned:
-        torch.autograd.grad(out, [q, k, v, bias], out.detach())
+        leaves = [q, k, v] if bias is None else [q, k, v, bias]
+        torch.autograd.grad(out, leaves, out.detach())
     return kib("VmHWM") - before
 
 torch.set_num_threads(1)
-extra(512, True)  # what is loaded and kept at the first call
+extra(512, True, "KIND")  # what is loaded and kept at the first call
 for length in LENGTHS:
-    print(extra(length, False), extra(length, True))
+    print(extra(length, False, "KIND"), extra(length, True, "KIND"))
 """
 
 
+@pytest.mark.parametrize("kind", ["table", "keys", "product"])
 @pytest.mark.parametrize(
     "lengths",
     [(2048, 4096, 8192), pytest.param((4096, 8192, LONGEST), marks=pytest.mark.campaign)],
 )
-def test_memory_grows_with_length_and_16384_tokens_with_12_heads_need_less_than_256_mib(lengths):
+def test_memory_grows_with_length_and_16384_tokens_with_12_heads_need_less_than_256_mib(
+    lengths, kind
+):
     # glibc would keep and reuse freed memory; above this size it returns every piece at once.
     env = {"MALLOC_MMAP_THRESHOLD_": "65536"}
-    script = SCRIPT.replace("HEADS", str(HEADS)).replace("LENGTHS", str(lengths))
+    script = (
+        SCRIPT.replace("HEADS", str(HEADS)).replace("LENGTHS", str(lengths)).replace("KIND", kind)
+    )
     found = run("-c", script, env=env, timeout=400)
     assert found.returncode == 0, found.stderr
     forward, both = zip(
