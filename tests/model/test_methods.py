@@ -345,6 +345,10 @@ def test_losses_are_finite_at_16384_and_short_texts_do_not_change(name, variant,
             ],
         ),
         (
+            {"method": "rerope", "reset_attention_mask": True},
+            ["--method rerope,window=24: reads a text as one document; set reset_attention_mask"],
+        ),
+        (
             {"method": "lm_infinite,sinks=2", "window": 9},
             ["has a window of its own; give --window"],
         ),
