@@ -9,6 +9,7 @@ from torch import Tensor
 
 from megatron.attention.content import ScoreBias
 from megatron.attention.eager import eager
+from megatron.attention.first_keys import Pairs
 from megatron.attention.flex import flex
 from megatron.attention.flex import refusal as flex_refusal
 from megatron.attention.sdpa import sdpa
@@ -34,6 +35,7 @@ def attention(
     index_bias: IndexBias | None = None,
     on_scores: OnScores | None = None,
     score_bias: tuple[Tensor | None, Tensor] | None = None,
+    pairs: Pairs | None = None,
     backend: str = "auto",
     self_check: bool = True,
 ) -> Tensor:
@@ -52,6 +54,7 @@ def attention(
     on_scores [batch, heads, queries, keys] -> same: after all biases, where content decides;
     score_bias (u, w): adds u·w by content, u [batch, heads, queries] or None for ones, w
     [batch, heads, keys]; a last dimension of both is a rank above one. w may be float64;
+    pairs: counts what was skipped because it has no weight, where the backend skips;
     backend: see `choose`;
     self_check: compare a compiled backend with the definition at its first use of a kind.
 
@@ -90,6 +93,8 @@ def attention(
         options["on_scores"] = on_scores
     if score_bias is not None:
         options["score_bias"] = ScoreBias.of(score_bias)
+    if pairs is not None and name in COUNTING:
+        options["pairs"] = pairs
     return BACKENDS[name](q, k, v, bias, **options)
 
 
@@ -204,6 +209,7 @@ REFUSALS: dict[str, Callable[[Needs], str | None]] = {
     "triton": _refusal_of_triton,
 }
 """What some of them cannot compute, besides encodings that look at content."""
+COUNTING = {"sdpa"}  # these skip keys, and take `pairs`
 TRUSTED = {"eager", "sdpa"}  # these need no compiler of ours
 
 

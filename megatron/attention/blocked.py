@@ -147,10 +147,12 @@ class Blocked(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> Tensor:
-        q, k, v, bias, weight, segments, u, w, ctx.scope = inputs
+        q, k, v, bias, weight, segments, u, w, ctx.scope, pairs = inputs
         score_bias = None if w is None else ScoreBias(u, w)
         given = Inputs(q, k, v, bias, weight, segments, ctx.scope, score_bias=score_bias)
         ctx.firsts = given.first_keys()
+        if pairs is not None:
+            pairs.add(ctx.scope, q.shape[1], ctx.firsts)
         out = in_blocks(given, ctx.firsts)
         ctx.save_for_backward(q, k, v, bias, weight, segments, u, w, out)
         return out
@@ -163,4 +165,4 @@ class Blocked(torch.autograd.Function):
         given = Inputs(q, k, v, bias, weight, segments, ctx.scope, score_bias=score_bias)
         wanted = ctx.needs_input_grad[3:5]
         dq, dk, dv, dbias, dweight, du, dw = gradients(given, out, dout, ctx.firsts, wanted)
-        return dq, dk, dv, dbias, dweight, None, du, dw, None
+        return dq, dk, dv, dbias, dweight, None, du, dw, None, None

@@ -46,6 +46,26 @@ class FirstKeys:
         return [min(of_head) for of_head in zip(*grains, strict=True)]
 
 
+@dataclass
+class Pairs:
+    """How many pairs of a query and a key there were, up to GRAIN more for a query, and skipped."""
+
+    all: int = 0
+    skipped: int = 0
+
+    def add(self, scope: Scope, heads: int, firsts: FirstKeys | None) -> None:
+        """Count an attention of these lengths."""
+        for block in scope.blocks(GRAIN):
+            self.all += heads * block.rows * block.columns
+            for group, part in groups_of_heads(block, heads, firsts):
+                fewer = part.first_key - block.first_key
+                self.skipped += (group.stop - group.start) * block.rows * fewer
+
+    def __str__(self) -> str:
+        share = self.skipped / max(1, self.all)
+        return f"{share:.0%} of the pairs of a query and a key were skipped: they have no weight"
+
+
 def groups_of_heads(
     block: Block, heads: int, firsts: FirstKeys | None
 ) -> Iterator[tuple[slice, Block]]:

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from megatron.attention.blocked import Blocked, in_blocks
 from megatron.attention.content import ScoreBias
+from megatron.attention.first_keys import Pairs
 from megatron.attention.inputs import Inputs
 from megatron.attention.scope import Scope
 
@@ -24,6 +25,7 @@ def sdpa(
     segments: Tensor | None,
     index_bias: Callable[[Tensor, Tensor], Tensor] | None,
     score_bias: ScoreBias | None = None,
+    pairs: Pairs | None = None,
 ) -> Tensor:
     """See megatron.attention.attention.
 
@@ -46,7 +48,7 @@ def sdpa(
     if index_bias is not None or _has_better_gradients(q, bias, weight, segments, score_bias):
         return in_blocks(Inputs(q, k, v, bias, weight, segments, scope, index_bias, score_bias))
     u, w = (None, None) if score_bias is None else (score_bias.u, score_bias.w)
-    return Blocked.apply(q, k, v, bias, weight, segments, u, w, scope)
+    return Blocked.apply(q, k, v, bias, weight, segments, u, w, scope, pairs)
 
 
 def _has_better_gradients(

@@ -10,6 +10,7 @@ from typing import Literal, cast
 
 import torch
 
+from megatron.attention import Pairs
 from megatron.config import Config
 from megatron.data.tokens import TokenFile
 from megatron.errors import UserError
@@ -298,6 +299,7 @@ def measured_row(
     advance: Advance,
 ) -> Row:
     """Measure one length: the question with its numbers."""
+    pairs = checkpoint.model.pairs = Pairs()
     measurement = measured(
         checkpoint.model,
         windows,
@@ -306,4 +308,6 @@ def measured_row(
         journal=journal,
         advance=advance,
     )
+    if pairs.skipped > 0:
+        logger.info("attention at %d: %s", windows.length, pairs)
     return cast(Row, question | measurement.row())

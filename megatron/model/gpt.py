@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from megatron.attention import Choice, Needs, choose
+from megatron.attention import Choice, Needs, Pairs, choose
 from megatron.errors import UserError
 from megatron.model.block import Block
 from megatron.model.documents import Documents, by_document, checked_end
@@ -166,6 +166,7 @@ class GPT(nn.Module):
                 documents=documents,
                 backend=self.backend,
                 self_check=self.self_check,
+                pairs=self.pairs,
             )
             inputs.append(inputs_of_position)
         if len(inputs) < len(self.layers):  # one encoding for all layers
@@ -202,6 +203,7 @@ class GPT(nn.Module):
                 position.check_documents(restart=attention.reset_position_ids)
         self.reset_attention_mask = attention.reset_attention_mask
         self.reset_position_ids = attention.reset_position_ids
+        self.pairs = Pairs()
         self.backend = attention.attention_backend
         window = attention.window
         self.window = self.train_length if window == "train_length" else window

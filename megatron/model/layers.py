@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megatron.attention import attention
+from megatron.attention import Pairs, attention
 from megatron.model.activations import ACTIVATIONS
 from megatron.model.by_method import Text, attention_by_method, for_each_query_head
 from megatron.model.documents import Documents, by_document
@@ -25,7 +25,8 @@ class AttentionInputs:
     before on_queries_keys, and the text is one document;
     window, chunk: see `attention`; query_scale [queries] or [batch, 1, queries]: multiplies the
     queries; documents: where they lie, if attention keeps them apart;
-    memory: keys, values and more of earlier tokens; None to keep nothing
+    memory: keys, values and more of earlier tokens; None to keep nothing;
+    pairs: counts what attention skips
     """
 
     position: Position
@@ -40,6 +41,7 @@ class AttentionInputs:
     backend: str = "auto"
     self_check: bool = True
     memory: dict[str, Tensor] | None = field(default=None, compare=False)
+    pairs: Pairs | None = field(default=None, compare=False)
 
 
 def layer_norm(features: int, model: Architecture) -> nn.Module:
@@ -113,6 +115,7 @@ class SelfAttention(nn.Module):
             "index_bias": position.index_bias if position.has("index_bias") else None,
             "on_scores": on_scores,
             "score_bias": score_bias,
+            "pairs": inputs.pairs,
             "backend": inputs.backend,
             "self_check": inputs.self_check,
         }

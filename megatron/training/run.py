@@ -323,6 +323,8 @@ class Run:
         if norm is not None:
             words.append(f"grad norm {norm:.3f}")
         words += [f"{tokens_per_second:,.0f} tokens/s", speed_text(speed)]
+        if trainer.model.pairs.skipped > 0:
+            words.append(f"attention: {trainer.model.pairs}")
         words += [f"peak {memory:.2f} GiB", f"{progress.remaining()} left"]
         for name, value in list(learned.items())[:SHOWN]:
             words.append(f"{name} {value.mean():.3f}")

@@ -9,7 +9,7 @@ import torch
 from megatron.attention import attention
 from megatron.attention.content import ScoreBias
 from megatron.attention.eager import mask
-from megatron.attention.first_keys import GRAIN, first_keys
+from megatron.attention.first_keys import GRAIN, Pairs, first_keys
 from megatron.attention.scope import Scope
 
 KEYS = 1300
@@ -176,3 +176,13 @@ def test_a_value_that_is_not_a_number_hides_nothing_near():
     given["q"][0, 0, 5] = math.nan
     out, _ = computed(given, options, double=False)
     assert out[0, 0, 5].isnan().all()
+
+
+def test_what_was_skipped_is_counted():
+    q, k, v = torch.zeros(3, 1, 2, KEYS, 8)
+    bias = -0.5 * torch.arange(KEYS).float().expand(2, -1)  # nothing beyond 210
+    pairs = Pairs()
+    attention(q, k, v, bias, pairs=pairs)
+    share = pairs.skipped / pairs.all
+    assert 0.4 < share < 0.7
+    assert f"{share:.0%} of the pairs of a query and a key were skipped" in str(pairs)
