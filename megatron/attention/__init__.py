@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from megatron.attention.content import ScoreBias
+from megatron.attention.documents import TOGETHER, by_document, stretches_of
 from megatron.attention.eager import eager
 from megatron.attention.first_keys import Pairs
 from megatron.attention.flex import flex
@@ -80,6 +81,20 @@ def attention(
         gradient=torch.is_grad_enabled() and any(learned),
     )
     name = choose(backend, needs).backend
+    if segments is not None and _one_by_one(name, k, chunk):
+        rows = stretches_of(segments)
+        if rows is not None:
+            return by_document(
+                attention,
+                *(q, k, v, bias, rows),
+                segments=segments,
+                index_bias=index_bias,
+                score_bias=score_bias,
+                weight=weight,
+                window=window,
+                pairs=pairs,
+                backend=name,
+            )
     options: dict[str, Any] = {
         "weight": weight,
         "window": window,
@@ -211,6 +226,16 @@ REFUSALS: dict[str, Callable[[Needs], str | None]] = {
 """What some of them cannot compute, besides encodings that look at content."""
 COUNTING = {"sdpa"}  # these skip keys, and take `pairs`
 TRUSTED = {"eager", "sdpa"}  # these need no compiler of ours
+
+
+def _one_by_one(name: str, k: Tensor, chunk: int | None) -> bool:
+    """Whether documents are computed one by one: on the CPU a call for each costs little.
+
+    Chunks are counted from the window's start. A compiler would begin anew for each batch.
+    """
+    on_cpu = name == "sdpa" and k.device.type == "cpu"
+    is_long = k.shape[2] > TOGETHER
+    return on_cpu and is_long and chunk is None and not torch.compiler.is_compiling()
 
 
 def _check_shapes(q: Tensor, k: Tensor, v: Tensor) -> None:

@@ -6,7 +6,7 @@ from statistics import median
 
 import pytest
 import torch
-from step import Candidate, main, trunk
+from step import Candidate, main, random_text, trunk
 from torch.utils.flop_counter import FlopCounterMode
 
 from tests.support import ROOT, run
@@ -22,7 +22,8 @@ def candidate(**more):
         "length": 16,
         "batch": 3,
     }
-    values |= {"dtype": "float32", "device": "cpu", "compiled": False, **SHAPE, **more}
+    values |= {"dtype": "float32", "device": "cpu", "compiled": False, **SHAPE}
+    values |= {"document": 0, "apart": False, **more}
     return Candidate(**{field.name: values[field.name] for field in fields(Candidate)})
 
 
@@ -108,3 +109,27 @@ def test_the_tools_need_neither_deepspeed_nor_pydantic():
     code = f"{blocked} sys.path.insert(0, {str(ROOT / 'tools/bench')!r}); import attention, step"
     done = run("-c", code)
     assert done.returncode == 0, done.stderr
+
+
+def test_documents_apart_are_measured_beside_the_same_text_in_one(tmp_path, capsys):
+    words = ["--encodings", "rotary", "alibi", "--eager", "--lengths", "300", "--documents", "20"]
+    words += ["--device", "cpu", "--threads", "1", "--rounds", "2", "--batch", "2", "--no-memory"]
+    for name, size in SHAPE.items():
+        words += [f"--{name}", str(size)]
+    assert main([*words, "--output", str(tmp_path / "found.json")]) == 0
+    found = json.loads((tmp_path / "found.json").read_text())
+    names = {row["candidate"] for row in found["rows"]}
+    assert names == {
+        "rotary, auto",
+        "alibi, auto",
+        "rotary, auto, documents of 20 apart",
+        "alibi, auto, documents of 20 apart",
+    }
+    assert all(row["reason"] is None for row in found["rows"])
+    assert "| alibi, auto, documents of 20 apart |" in capsys.readouterr().out
+
+
+def test_a_text_of_documents_has_an_end_in_as_many_tokens():
+    ids = random_text(50, 1000, 40, 100)
+    assert (ids == 0).float().mean() == pytest.approx(0.01, rel=0.2)
+    assert (random_text(50, 1000, 40, 0) > 0).all()

@@ -2,6 +2,7 @@
 
 python tools/bench/step.py --quick
 python tools/bench/step.py --threads 1 --encodings rotary kerple_log --layers 4 --output step.json
+python tools/bench/step.py --threads 1 --encodings rotary kerple_log --documents 500
 
 A step is forward, backward, clipping and torch's fused AdamW on the weights in their own dtype.
 DeepSpeed's engine, its float32 masters and the loader are not in it. Evaluation is the losses of
@@ -22,7 +23,7 @@ from typing import Any
 import torch
 from bench_tables import FIGURES, figures, heading, shown, table
 from measure import DTYPES, Bench, arguments, parsed, positive, report_progress
-from torch import nn
+from torch import Tensor, nn
 
 from megatron.errors import UserError
 from megatron.last_resort import guarded
@@ -33,6 +34,7 @@ from megatron.positions import Shape, build
 from megatron.training.compiled import compile_layers
 
 ENCODINGS = ["rotary", "none", "alibi", "kerple_log", "mep_free", "mep_param_t5", "t5"]
+END = 0  # the token that ends a document
 REFERENCES = ("rotary, auto", "none, auto")
 QUICK = {
     "encodings": ["rotary", "kerple_log"],
@@ -47,6 +49,8 @@ class Candidate:
     """A GPT with an encoding and an attention backend, on random tokens.
 
     training: whether it takes a step or only computes losses
+    document: mean length of the documents in the text, 0 for one document
+    apart: whether attention keeps them apart, as reset_attention_mask does
     """
 
     pos_emb: str
@@ -62,10 +66,15 @@ class Candidate:
     train_length: int
     device: str
     compiled: bool = False
+    document: int = 0
+    apart: bool = False
 
     @property
     def name(self) -> str:
-        return f"{self.pos_emb}, {self.backend}"
+        words = [self.pos_emb, self.backend]
+        if self.apart:
+            words.append(f"documents of {self.document} apart")
+        return ", ".join(words)
 
     def prepare(self) -> Callable[[], Any]:
         """The call to be timed.
@@ -75,9 +84,11 @@ class Candidate:
         sizes = (self.hidden, self.layers, self.heads, self.vocab, self.train_length)
         model, optimizer = trunk(*sizes, self.dtype, self.device, self.compiled)
         positions = self._positions()
-        ids = torch.randint(self.vocab, (self.batch, self.length + 1), device=self.device)
+        ids = random_text(self.batch, self.length + 1, self.vocab, self.document).to(self.device)
         inputs, labels = ids[:, :-1], ids[:, 1:]
-        settings = AttentionSettings(attention_backend=self.backend)
+        settings = AttentionSettings(
+            attention_backend=self.backend, reset_attention_mask=self.apart
+        )
 
         def call() -> None:
             model.positions = positions
@@ -155,6 +166,14 @@ def architecture(hidden: int, layers: int, heads: int, train_length: int) -> Arc
     )
 
 
+def random_text(batch: int, length: int, vocab: int, document: int) -> Tensor:
+    """Random tokens; END at random places, one in `document` on average: [batch, length] int64."""
+    ids = torch.randint(END + 1, vocab, (batch, length))
+    if document:
+        ids[torch.rand(batch, length) < 1 / document] = END
+    return ids
+
+
 @cache
 def trunk(
     hidden: int,
@@ -173,7 +192,7 @@ def trunk(
     """
     torch.manual_seed(0)
     sizes = architecture(hidden, layers, heads, train_length)
-    model = GPT(sizes, AttentionSettings(), positions=[], vocab=vocab)
+    model = GPT(sizes, AttentionSettings(), positions=[], vocab=vocab, end_of_document=END)
     model = model.to(device, getattr(torch, dtype))
     if compiled:
         compile_layers(model, torch.device(device))
@@ -194,6 +213,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         default=["kerple_log"],
         metavar="NAME",
         help="encodings to run with backend eager as well",
+    )
+    add(
+        "--documents",
+        type=positive,
+        metavar="N",
+        help="beside each encoding, the same with documents of N tokens on average kept apart",
     )
     add("--compile", action="store_true", help="compile the layers, as torch_compile does")
     add("--dtype", choices=DTYPES, help="default: bfloat16, on CPU float32")
@@ -231,13 +256,18 @@ def run(options: Namespace) -> Bench:
 def candidates(
     options: Namespace, dtype: str, training: bool, length: int, batch: int
 ) -> list[Candidate]:
-    """Every encoding with the chosen backend, and some with eager."""
-    pairs = [(name, options.backend) for name in options.encodings]
-    pairs += [(name, "eager") for name in options.eager]
+    """Every encoding with the chosen backend, also with documents apart, and some with eager."""
+    document = options.documents or 0
+    kinds = [(name, options.backend, False) for name in options.encodings]
+    if document:
+        kinds += [(name, options.backend, True) for name in options.encodings]
+    kinds += [(name, "eager", False) for name in options.eager]
     return [
         Candidate(
             pos_emb=name,
             backend=backend,
+            document=document,
+            apart=apart,
             training=training,
             length=length,
             batch=batch,
@@ -250,7 +280,7 @@ def candidates(
             device=options.device,
             compiled=options.compile,
         )
-        for name, backend in pairs
+        for name, backend, apart in kinds
     ]
 
 

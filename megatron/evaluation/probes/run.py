@@ -120,7 +120,8 @@ def default_output(checkpoint: Opened) -> Path:
     config = checkpoint.config
     tokens = only_text(checkpoint)
     words = [tokens.prefix.name, checkpoint.texts.name, checkpoint.path.name]
-    for key, value in variant(AttentionSettings.of(config.attention)).items():
+    attention = AttentionSettings.of(config.attention).of_one_document()
+    for key, value in variant(attention).items():
         words.append(f"{key}={value}")
     return checkpoint.default_folder / ("-".join([*words, "probes"]) + ".jsonl")
 
