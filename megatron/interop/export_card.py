@@ -139,7 +139,8 @@ def _listed(facts: Mapping[str, Any]) -> str:
 
 def _evaluation(record: Mapping[str, Any], results: Sequence[Path]) -> str:
     """Perplexity by length, from the results beside the checkpoint and those that are named."""
-    beside = sorted((Path(record["path"]).parent / "evaluation").glob("*.jsonl"))
+    files = sorted((Path(record["path"]).parent / "evaluation").glob("*.jsonl"))
+    beside = [file for file in files if not file.name.endswith("-probes.jsonl")]
     wanted = (record["config_hash"], record["step"])
     rows = read_results([*beside, *results])
     rows = [row for row in rows if (row["config_hash"], row["step"]) == wanted]
