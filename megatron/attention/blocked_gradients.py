@@ -1,8 +1,7 @@
 """Gradients of attention in blocks, computed again from q, k and v, and summed in a fixed order.
 
 A tile is a block of queries and some heads. Its scores are read and written by several passes, so
-tiles are as large as a core's cache. Their rows have room behind them: with rows a power of two
-apart, all of a column falls on a few lines of the cache, and products take 1.4 times as long.
+tiles are as large as a core's cache.
 """
 
 import math
@@ -10,6 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from megatron.attention.content import ScoreBias
@@ -17,10 +17,9 @@ from megatron.attention.first_keys import FirstKeys, groups_of_heads
 from megatron.attention.inputs import Inputs
 from megatron.attention.scope import BACKWARD_BLOCK, Block, of_heads
 
-TILE_SCORES = 2**18
-"""Scores of some heads that a core holds at once: 1 MiB, as its cache."""
-ROOM = 16
-"""Numbers behind a row of a tile."""
+TILE_SCORES = 2**19
+"""Scores of some heads that a core holds at once: 2 MiB. Less fits its cache better, but needs more
+calls; 2^18 and 2^20 were slower."""
 
 
 def gradients(
@@ -80,36 +79,41 @@ class _Backward:
     @classmethod
     def of(cls, inputs: Inputs, out: Tensor, dout: Tensor, wants: tuple[bool, bool]) -> "_Backward":
         q, k, v = _heads_first(inputs.q.flip(2)), _heads_first(inputs.k), _heads_first(inputs.v)
-        dout = _heads_first(dout.flip(2))
+        reversed_dout = _heads_first(dout.flip(2))
         bias, weight = inputs.scope.reversed_tables(inputs.bias, inputs.weight, k)
         wide = bias.dtype
-        wide_v, wide_dout = v.to(wide), dout.to(wide)
+        wide_v, wide_dout = v.to(wide), reversed_dout.to(wide)
         dv = torch.zeros_like(wide_v)
         if q.dtype == wide:
             # Not with a rounded output: gradients of tables are sums of small differences.
-            mean = (wide_dout * _heads_first(out.flip(2))).sum(-1, keepdim=True)
-            wide_dout = torch.cat([wide_dout, -mean], dim=-1)
+            mean = (dout * out).sum(-1, keepdim=True)
+            wide_dout = torch.cat([wide_dout, -_heads_first(mean.flip(2))], dim=-1)
             wide_v = torch.cat([wide_v, torch.ones_like(wide_v[..., :1])], dim=-1)
         wants_dbias, wants_dweight = wants
-        score_bias = inputs.score_bias
         wide_q, wide_k = q.to(wide) / math.sqrt(q.shape[-1]), k.to(wide)
+        dq, dk = torch.empty_like(wide_q), torch.zeros_like(wide_k)
+        content = None
+        if inputs.score_bias is not None:
+            content = ContentGradients.of(inputs.score_bias)
+            if weight is None:
+                wide_q, wide_k = content.with_features(wide_q, wide_k)
         return cls(
             inputs,
             q,
             k,
-            dout,
+            reversed_dout,
             wide_q,
             wide_k,
             wide_v,
             wide_dout,
             bias,
             weight,
-            dq=torch.empty_like(wide_q),
-            dk=torch.zeros_like(wide_k),
+            dq=dq,
+            dk=dk,
             dv=dv,
             dbias=torch.zeros_like(bias) if wants_dbias else None,
             dweight=torch.zeros_like(weight) if weight is not None and wants_dweight else None,
-            content=None if score_bias is None else ContentGradients.of(score_bias),
+            content=content,
         )
 
     @property
@@ -134,7 +138,7 @@ class _Backward:
         q, k = self.q[heads, :, rows], self.k[heads, :, columns]
         dout = self.dout[heads, :, rows]
 
-        products = self.wide_q[heads, :, rows] @ self.wide_k[heads, :, columns].mT
+        products = self._products(heads, rows, part)
         probabilities = self._probabilities(products, heads, part)
         padded = self._dscores(probabilities, heads, rows, part)
         dscores = padded[..., : part.columns]
@@ -156,6 +160,16 @@ class _Backward:
         rounded = probabilities.to(q.dtype)
         _add_product(self.dv[heads, :, columns], rounded.mT, dout)
 
+    def _products(self, heads: slice, rows: slice, part: Block) -> Tensor:
+        """q·k / √head_dim of a tile: [heads, batch, rows, columns].
+
+        A bias by content is in it, unless it would be multiplied by a weight.
+        """
+        k = self.wide_k[heads, :, part.keys]
+        if self.content is not None and self.weight is None:
+            self.content.write_features(k, heads, part)
+        return self.wide_q[heads, :, rows] @ k.mT
+
     def _probabilities(self, products: Tensor, heads: slice, part: Block) -> Tensor:
         """Softmax of a tile's scores: [heads, batch, rows, columns].
 
@@ -164,14 +178,13 @@ class _Backward:
         scores = products
         if self.weight is not None:
             scores = products * part.view(self.weight[heads])[:, None]
+            if self.content is not None:
+                scores.add_(self.content.bias(heads, part, scores.dtype))
         scores.add_(part.view(of_heads(self.bias, heads))[:, None])
-        if self.content is not None:
-            self.content.add_bias(scores, heads, part)
         if self.inputs.segments is not None:
             masked = part.mask(self.inputs.scope, self.inputs.segments)
             scores.masked_fill_(masked.transpose(0, 1), -math.inf)
-        room = scores.new_empty(*scores.shape[:-1], part.columns + ROOM)
-        return torch.softmax(scores, -1, out=room[..., : part.columns])
+        return scores.softmax(dim=-1)
 
     def _dscores(self, probabilities: Tensor, heads: slice, rows: slice, part: Block) -> Tensor:
         """Gradients of a tile's scores, with room: [heads, batch, rows, columns + rows]."""
@@ -210,15 +223,22 @@ class ContentGradients:
         u = score_bias.u.transpose(0, 1)
         return cls(u, w, torch.zeros_like(u, dtype=torch.float32), dw)
 
-    def add_bias(self, scores: Tensor, heads: slice, part: Block) -> None:
-        """Add the bias to the scores of a tile: [heads, batch, rows, columns]."""
-        u, w = self._relative(heads, part, scores.dtype)
-        if u is None:
-            scores.add_(w.sum(-1)[:, :, None])
-        elif u.shape[-1] == 1:
-            scores.addcmul_(u, w.mT)
-        else:
-            scores.add_(u @ w.mT)
+    def bias(self, heads: slice, part: Block, dtype: torch.dtype) -> Tensor:
+        """What is added to the scores of a tile: [heads, batch, rows, columns]."""
+        u, w = self._relative(heads, part, dtype)
+        return w.sum(-1)[:, :, None] if u is None else u @ w.mT
+
+    def with_features(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        """q, the last query first, with u as features, and k with room for those of w."""
+        u = torch.ones_like(q[..., :1]).expand(*q.shape[:-1], self.w.shape[-1])
+        if self.u is not None:
+            u = self.u.to(q.dtype).flip(2)
+        return torch.cat([q, u], dim=-1), F.pad(k, (0, self.w.shape[-1]))
+
+    def write_features(self, k: Tensor, heads: slice, part: Block) -> None:
+        """Write w, less that of the block's last token, into keys with room for it."""
+        _, w = self._relative(heads, part, k.dtype)
+        k[..., -w.shape[-1] :] = w
 
     def add(self, heads: slice, part: Block, dscores: Tensor) -> None:
         """Add what the gradient of a tile's scores means for u and w."""
