@@ -48,7 +48,7 @@ EVALUATIONS = [
         "option chooses the output",
         "{a: {output: x}}",
         "evaluate: a: output: no such option of an evaluation; use protocol, lengths, windows,"
-        " start, tail, stride, dtype, only, eval_lengths, eval_tokens, eval_batch_tokens,"
+        " start, tail, stride, dtype, sinks, clip_distance, method, only, eval_lengths, eval_tokens, eval_batch_tokens,"
         " eval_part",
     ),
     evaluation(
