@@ -48,8 +48,8 @@ EVALUATIONS = [
         "option chooses the output",
         "{a: {output: x}}",
         "evaluate: a: output: no such option of an evaluation; use protocol, lengths, windows,"
-        " start, tail, stride, dtype, sinks, clip_distance, method, only, eval_lengths, eval_tokens, eval_batch_tokens,"
-        " eval_part",
+        " start, tail, stride, dtype, sinks, clip_distance, method, only, eval_lengths,"
+        " eval_tokens, eval_batch_tokens, eval_part",
     ),
     evaluation(
         "option is a mapping",

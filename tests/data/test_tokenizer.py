@@ -163,6 +163,8 @@ def faults(files, tmp_path):
     content["model"]["type"] = "NoSuch"
     (tmp_path / "newer").write_text(json.dumps(content))
     Tokenizer(WordLevel({"hello": 0}, unk_token="hello")).save(str(tmp_path / "no_end"))
+    no_unknown = WordLevel({"<|endoftext|>": 0}, unk_token="[UNK]")
+    Tokenizer(no_unknown).save(str(tmp_path / "no_unknown"))
     hollow = Tokenizer.from_file(str(files / "tokenizer.json"))
     hollow.model = type(hollow.model)()
     hollow.save(str(tmp_path / "hollow"))
@@ -260,6 +262,7 @@ def faults(files, tmp_path):
             ["no_end"],
             "has no <|endoftext|>, which ends every document, and no eos_token of tokenizer_config",
         ),
+        ("HFTokenizer", ["no_unknown"], "cannot encode 'Hello world': WordLevel error"),
         ("HFTokenizer", ["hollow"], "turns 'Hello world' into nothing, its vocabulary is empty"),
         ("GPT2BPE", [], "tokenizer_type: there is no 'GPT2BPE' - did you mean GPT2BPETokenizer?"),
         (

@@ -1,5 +1,8 @@
 """What tests of several files here share."""
 
+import importlib
+import sys
+
 import pytest
 
 from megatron.positions import ALIASES, FILES, REGISTRY
@@ -16,3 +19,17 @@ def bump(tmp_path):
     for table, before in ((REGISTRY, known), (ALIASES, aliases), (FILES, files)):
         table.clear()
         table.update(before)
+
+
+@pytest.fixture(scope="module")
+def own_modules(tmp_path_factory):
+    """Where transformers copies code that it runs: a folder for each file of tests."""
+    dynamic_modules = importlib.import_module("transformers.dynamic_module_utils")
+    with pytest.MonkeyPatch.context() as patch:
+        folder = str(tmp_path_factory.mktemp("modules"))
+        patch.setattr(dynamic_modules, "HF_MODULES_CACHE", folder)
+        yield
+    sys.path[:] = [path for path in sys.path if path != folder]
+    # A package that stays imported is looked for in the folder where it was found first.
+    for name in [name for name in sys.modules if name.startswith("transformers_modules")]:
+        del sys.modules[name]

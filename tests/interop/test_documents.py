@@ -18,6 +18,7 @@ from megatron.interop.export import export
 from megatron.model import from_config
 from tests.interop.exports import SHAPE, VOCAB, a_run, random_ids
 
+pytestmark = pytest.mark.usefixtures("own_modules")
 END = 0
 KEYS = ["reset_attention_mask=true", "reset_position_ids=true"]
 TOKENIZER = {"type": "CharLevelTokenizer", "hash": "aaaa", "vocab_size": VOCAB, "eod": END}

@@ -2,7 +2,6 @@
 
 import json
 import re
-import sys
 
 import pytest
 import torch
@@ -14,7 +13,6 @@ from transformers import (
     GPT2TokenizerFast,
     StaticCache,
 )
-from transformers import dynamic_module_utils as dynamic_modules
 
 from megatron.data.tokenizers.build import build_tokenizer
 from megatron.data.tokenizers.train import train_tokenizer
@@ -31,15 +29,7 @@ from tests.interop.exports import BUMP, OWN, TRAINED, a_run, exported, greedy, r
 from tests.results.rows import rows
 from tests.support import ROOT, call, modules
 
-
-@pytest.fixture(autouse=True, scope="module")
-def own_modules(tmp_path_factory):
-    """Where transformers copies code that it runs."""
-    with pytest.MonkeyPatch.context() as patch:
-        folder = str(tmp_path_factory.mktemp("modules"))
-        patch.setattr(dynamic_modules, "HF_MODULES_CACHE", folder)
-        yield
-    sys.path[:] = [path for path in sys.path if path != folder]
+pytestmark = pytest.mark.usefixtures("own_modules")
 
 
 def opened(folder, **more):

@@ -19,9 +19,9 @@ POISON = 60
 """A token whose embedding is so large that its square is infinite: its window's loss is NaN."""
 
 
-def poisoned(config, vocab):
+def poisoned(config, vocab, end_of_document=None):
     """A model that is sound as long as it does not meet the token POISON."""
-    model = from_config(config, vocab)
+    model = from_config(config, vocab, end_of_document)
     with torch.no_grad():
         model.word_embeddings.weight[POISON] = 3e38
     return model

@@ -75,7 +75,10 @@ class Subwords:
         self._take(self._inner)  # the library's own pickle forgets that setting
 
     def encode(self, text: str) -> list[int]:
-        return self._inner.encode(text, add_special_tokens=False).ids
+        """Ids of a text; UserError where the files promise a token that they lack."""
+        fault = f"vocab_file: the tokenizer cannot encode {text[:40]!r}"
+        with naming_faults(fault, "copy its files again"):
+            return self._inner.encode(text, add_special_tokens=False).ids
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """Ids of each text; the library works on all cores (RAYON_NUM_THREADS limits it)."""
