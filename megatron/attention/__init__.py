@@ -1,6 +1,6 @@
 """Causal attention with a bias by head and distance, and the choice of its backend."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -145,6 +145,16 @@ class Choice(NamedTuple):
 
     def __str__(self) -> str:
         return self.backend if self.reason is None else f"{self.backend} (auto: {self.reason})"
+
+
+def joined(choices: Sequence[Choice]) -> Choice:
+    """What several layers chose, as one: their backends, and the reasons of each."""
+    distinct = list(dict.fromkeys(choices))
+    if len(distinct) == 1:
+        return distinct[0]
+    backends = list(dict.fromkeys(choice.backend for choice in distinct))
+    reasons = [f"{one.backend}, {one.reason}" for one in distinct if one.reason is not None]
+    return Choice(" and ".join(backends), "; ".join(reasons) or None)
 
 
 def choose(backend: str, needs: Needs) -> Choice:

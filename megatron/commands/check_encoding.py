@@ -24,6 +24,7 @@ from megatron.conformance.subject import Subject
 from megatron.errors import UserError
 from megatron.last_resort import guarded
 from megatron.positions import load_file
+from megatron.positions.layers import name_of_layers
 from megatron.report.evidence import positions_of
 
 COLOURS = {HOLDS: "green", FAILS: "bold red", FACT: "yellow", NOT_APPLICABLE: "dim"}
@@ -109,7 +110,8 @@ def _of_checkpoint(arguments: argparse.Namespace) -> list[Finding]:
         load_file(arguments.file)
     model, config, meta = load_for_evaluation(arguments.checkpoint, arguments.step)
     findings = examine_learned(positions_of(model))
-    _print(f"{config.position.pos_emb}, step {meta['step']} of {arguments.checkpoint}", findings)
+    name = name_of_layers(config.position)
+    _print(f"{name}, step {meta['step']} of {arguments.checkpoint}", findings)
     _console().print(_counts(findings))
     return findings
 

@@ -33,6 +33,7 @@ from megatron.config.user_file import COPY
 from megatron.errors import UserError
 from megatron.files import write_text
 from megatron.positions import fingerprint, options_of
+from megatron.positions.layers import entries_of
 
 NEEDED = {
     "train": {
@@ -97,6 +98,8 @@ class Config:
         if self.training.train_epochs is not None:  # train_iters follows from the data
             shaping.pop("train_iters", None)
         shaping["pos_emb_args"] = self._chosen_options()
+        if self.position.pos_emb_layers:
+            shaping["pos_emb_layers"] = self._chosen_layers()
         if self.pos_emb_code is not None:  # the text counts, not where the file is
             shaping["pos_emb_file"] = fingerprint(self.pos_emb_code)
         not_empty = {key: value for key, value in shaping.items() if value != {}}
@@ -107,10 +110,12 @@ class Config:
         """What makes two models the same: sections model and position, without default options."""
         names = {*type(self.model).model_fields, *type(self.position).model_fields}
         names.remove("pos_emb_file")  # its text counts
-        if "max_positions" not in options_of(self.position.pos_emb):
+        entries = entries_of(self.position)
+        if not any("max_positions" in options_of(entry.name) for entry in entries):
             names.remove("max_position_embeddings")
         keys = {key: value for key, value in self.flat().items() if key in names}
         keys["pos_emb_args"] = _canonical(plain(self._chosen_options()))
+        keys["pos_emb_layers"] = _canonical(plain(self._chosen_layers()))
         return keys
 
     @property
@@ -196,12 +201,20 @@ class Config:
 
     def _chosen_options(self) -> dict[str, Any]:
         """The options of the encoding that differ from the encoding's own defaults."""
+        if self.position.pos_emb_layers:
+            return {}
         options = options_of(self.position.pos_emb)
         chosen = {}
         for name, value in self.position.pos_emb_args.items():
             if name not in options or plain(value) != plain(options[name].default):
                 chosen[name] = value
         return chosen
+
+    def _chosen_layers(self) -> list[dict[str, Any]]:
+        """The entries of pos_emb_layers, without default options, however they are spelt."""
+        if not self.position.pos_emb_layers:
+            return []
+        return [{one.name: plain(one.chosen())} for one in entries_of(self.position)]
 
 
 def plain(value: Any) -> Any:

@@ -7,7 +7,7 @@ from urllib.parse import urlsplit
 import torch
 
 from megatron.config.corpora_checks import data_faults, epoch_faults
-from megatron.config.faults import Report
+from megatron.config.faults import Report, contradiction
 from megatron.config.schema import (
     Attention,
     Checkpoint,
@@ -22,9 +22,15 @@ from megatron.config.schema import (
     Training,
 )
 from megatron.errors import UserError
-from megatron.positions import REGISTRY, Shape, build, options_of
 from megatron.positions import Position as Encoding
+from megatron.positions import Shape, options_of
 from megatron.positions.base import check_key_heads
+from megatron.positions.layers import (
+    build_entry,
+    check_embeddings,
+    entries_of,
+    name_of_layers,
+)
 from megatron.positions.outline import Outline
 
 
@@ -68,10 +74,35 @@ def _table(model: Model) -> list[str]:
 
 def _name(position: Position) -> list[str]:
     try:
-        options_of(position.pos_emb)
+        for entry in entries_of(position):
+            options_of(entry.name)
     except UserError as fault:
         return [str(fault)]
+    if not position.pos_emb_layers:
+        return []
+    default = type(position).model_fields["pos_emb"].default
+    given = "pos_emb" if position.pos_emb != default else None
+    if given or position.pos_emb_args:
+        return [contradiction(given or "pos_emb_args", "pos_emb_layers")]
     return []
+
+
+def _patterns(model: Model, position: Position, attention: Attention) -> list[str]:
+    """Patterns that no model of so many layers can repeat, or beside what they replace."""
+    faults = []
+    patterns = {
+        "pos_emb_layers": position.pos_emb_layers,
+        "window_layers": attention.window_layers,
+    }
+    for key, pattern in patterns.items():
+        if len(pattern) > model.num_layers:
+            faults.append(
+                f"{key}: {len(pattern)} entries are more than num_layers = {model.num_layers};"
+                " leave entries out"
+            )
+    if attention.window_layers and attention.window is not None:
+        faults.append(contradiction("window", "window_layers"))
+    return faults
 
 
 def _encoding(model: Model, position: Position) -> list[str]:
@@ -79,13 +110,15 @@ def _encoding(model: Model, position: Position) -> list[str]:
     if not _can_be_built(model, position):
         return []  # reported already
     try:
-        encoding = _built(model, position)
-        check_key_heads(encoding, model.num_key_value_heads or model.num_attention_heads)
+        encodings = _built(model, position)
+        for encoding in encodings:
+            check_key_heads(encoding, model.num_key_value_heads or model.num_attention_heads)
+        check_embeddings(encodings, [str(entry) for entry in entries_of(position)])
     except UserError as fault:
         return [str(fault)]
     except RuntimeError as fault:  # a tensor that no memory holds
         reason = str(fault).splitlines()[0]
-        return [f"pos_emb: {position.pos_emb} cannot be built: {reason}"]
+        return [f"pos_emb: {name_of_layers(position)} cannot be built: {reason}"]
     return []
 
 
@@ -96,7 +129,8 @@ def _paper(model: Model, position: Position, attention: Attention) -> list[str]:
     if _encoding(model, position):
         return []  # reported already
     try:
-        _built(model, position).use_paper_precision(True)
+        for encoding in _built(model, position):
+            encoding.use_paper_precision(True)
     except UserError as fault:
         return [str(fault)]
     return []
@@ -114,7 +148,8 @@ def _documents(model: Model, position: Position, attention: Attention) -> list[s
     if _encoding(model, position):
         return []  # reported already
     try:
-        _built(model, position).check_documents(restart=attention.reset_position_ids)
+        for encoding in _built(model, position):
+            encoding.check_documents(restart=attention.reset_position_ids)
     except UserError as fault:
         return [str(fault)]
     return []
@@ -122,16 +157,17 @@ def _documents(model: Model, position: Position, attention: Attention) -> list[s
 
 def _can_be_built(model: Model, position: Position) -> bool:
     has_shape = model.head_dim is not None or model.hidden_size % model.num_attention_heads == 0
-    return has_shape and position.pos_emb in REGISTRY
+    return has_shape and not _name(position)
 
 
-def _built(model: Model, position: Position) -> Encoding:
+def _built(model: Model, position: Position) -> list[Encoding]:
+    """The encodings of the pattern; one where layers do not differ."""
     heads, hidden = model.num_attention_heads, model.hidden_size
     head_dim = model.head_dim or hidden // heads
     shape = Shape(heads, head_dim, hidden, model.seq_length)
     # Drawing first values must not move the caller's generator.
     with torch.random.fork_rng(devices=[]), Outline():
-        return build(position.pos_emb, shape, **position.pos_emb_args)
+        return [build_entry(position, entry, shape) for entry in entries_of(position)]
 
 
 def _batch(training: Training) -> list[str]:
@@ -230,6 +266,7 @@ CHECKS: tuple[tuple[tuple[str, ...], Callable[..., list[str]]], ...] = (
     (("model",), _table),
     (("position",), _name),
     (("model", "position"), _encoding),
+    (("model", "position", "attention"), _patterns),
     (("model", "position", "attention"), _paper),
     (("model", "position", "attention"), _documents),
     (("training",), _batch),

@@ -172,8 +172,29 @@ def _lay_over(merged: dict[str, Any], given: dict[str, Any], report: Report) -> 
         report.note(
             f"pos_emb_args of {earlier} are dropped, because a later source sets pos_emb: {later}"
         )
+    _drop_replaced(merged, given, "pos_emb_layers", ("pos_emb", "pos_emb_args"), report)
+    _drop_replaced(merged, given, "window_layers", ("window",), report)
     for key, value in given.items():
         merged[key] = merge(merged.get(key), value)
+
+
+def _drop_replaced(
+    merged: dict[str, Any],
+    given: dict[str, Any],
+    pattern: str,
+    keys: Sequence[str],
+    report: Report,
+) -> None:
+    """A later pattern of layers replaces the earlier keys for all layers, and they replace it."""
+    if given.get(pattern):
+        dropped = [key for key in keys if merged.pop(key, None)]
+    elif keys[0] in given and pattern not in given:
+        dropped = [pattern] if merged.pop(pattern, None) else []
+    else:
+        return
+    if dropped:
+        later = pattern if given.get(pattern) else keys[0]
+        report.note(f"{', '.join(dropped)}: dropped, because a later source sets {later}")
 
 
 def _options(encoding: Any) -> set[str]:

@@ -1,12 +1,16 @@
 """Keys of current GPT-NeoX that no key here is the same as: what each means, or why it cannot."""
 
+from collections.abc import Sequence
 from typing import Any
 
 from megatron.config.faults import Report
 from megatron.config.paths import CORPORA
 from megatron.config.sections.fields import as_list
 
-FULL_ATTENTION = ("global", "flash")
+LOCAL = "local"
+WINDOWED = ("flash", LOCAL)  # kinds of attention that sliding_window_width acts on
+FULL_ATTENTION = ("global",)
+MOST_LAYERS = 1000
 DATA_WEIGHTS = ("train_data_weights", "valid_data_weights", "test_data_weights")
 OFF: dict[str, str] = {  # only false or nothing; else why not
     **dict.fromkeys(
@@ -52,66 +56,89 @@ def translate_neox(given: dict[str, Any], report: Report) -> None:
             report.fault(f"{key}: {OFF[key]}")
         else:
             report.note(f"{key}: accepted, has no effect here: it is off")
-    _attention_config(given, report)
-    _sliding_window(given, report)
+    _attention(given, report)
     _data_types(given, report)
     _zero(given, report)
     _data_paths(given, report)
 
 
-def _attention_config(given: dict[str, Any], report: Report) -> None:
-    """[[["global"], 12]]: kinds of attention that repeat over so many layers, or over "all"."""
-    if "attention_config" not in given:
-        return
-    value = given.pop("attention_config")
-    kinds = _kinds(value)
+def _attention(given: dict[str, Any], report: Report) -> None:
+    """attention_config and sliding_window_width become `window` or `window_layers`."""
+    has_kinds = "attention_config" in given
+    value = given.pop("attention_config", None)
+    window = _sliding_window(given, report)
+    kinds = _kinds(value) if has_kinds else ["flash"]
     if kinds is None:
         report.fault(
             f'attention_config: must be like [[["global"], 12]], got {value!r}; drop it for full'
             " attention in every layer"
         )
         return
-    others = sorted(kinds - set(FULL_ATTENTION))
+    others = sorted({*kinds} - {*WINDOWED, *FULL_ATTENTION})
     if others:
         report.fault(
-            f"attention_config: {', '.join(others)} is not offered: every layer has full attention"
-            " (global or flash); drop it, or see the keys window and blockwise"
+            f"attention_config: {', '.join(others)} is not offered, only global, flash and local;"
+            " drop it, or see the keys window, window_layers and blockwise"
         )
-        return
-    report.note(
-        "attention_config: accepted, has no effect here: global and flash are full attention,"
-        " which every layer has"
-    )
+    elif window is None and LOCAL in kinds:
+        report.fault(
+            "attention_config: local needs sliding_window_width here, which GPT-NeoX counts in"
+            " blocks of DeepSpeed's sparse attention; give it, or window_layers: [256, null]"
+        )
+    elif window is None or len({*kinds}) == 1:
+        if window is not None:
+            given.setdefault("window", window)
+        if has_kinds:
+            report.note(
+                "attention_config: accepted, has no effect here: every layer is the same, and"
+                " global and flash are full attention"
+            )
+    else:
+        pattern = [window if kind in WINDOWED else None for kind in kinds]
+        given.setdefault("window_layers", pattern)
+        report.note(
+            f"attention_config: means window_layers: {_shown(pattern)}, exactly so many tokens,"
+            " where GPT-NeoX's local attention has blocks"
+        )
 
 
-def _kinds(value: Any) -> set[str] | None:
-    """The names in an attention_config; None for another form."""
-    if not isinstance(value, list):
+def _shown(pattern: Sequence[int | None]) -> str:
+    words = ["null" if one is None else str(one) for one in pattern]
+    return f"[{', '.join(words)}]"
+
+
+def _kinds(value: Any) -> list[str] | None:
+    """The kinds of an attention_config, which repeat over the layers; None for another form."""
+    if not isinstance(value, list) or not value:
         return None
-    kinds: set[str] = set()
+    if all(isinstance(item, str) for item in value):  # one for each layer
+        return list(value)
+    kinds: list[str] = []
     for item in value:
-        if isinstance(item, str):  # GPT-NeoX writes the list out, one name for each layer
-            kinds.add(item)
-        elif isinstance(item, list) and len(item) == 2 and isinstance(item[0], list):
-            kinds.update(str(name) for name in item[0])
-        else:
+        if not isinstance(item, list) or len(item) != 2 or not isinstance(item[0], list):
             return None
+        names, times = [str(name) for name in item[0]], item[1]
+        if times == "all":
+            return names
+        if not isinstance(times, int) or not 0 < times <= MOST_LAYERS:
+            return None
+        kinds += names * times
     return kinds
 
 
-def _sliding_window(given: dict[str, Any], report: Report) -> None:
+def _sliding_window(given: dict[str, Any], report: Report) -> int | None:
     """GPT-NeoX counts the tokens before the query, and `window` counts the query too."""
     width = given.pop("sliding_window_width", None)
     if width is None:
-        return
+        return None
     if not isinstance(width, int) or isinstance(width, bool) or width < 0:
         report.fault(f"sliding_window_width: must be a whole number, got {width!r}")
-        return
-    given.setdefault("window", width + 1)
+        return None
     report.note(
         f"sliding_window_width: {width} means window: {width + 1}, as GPT-NeoX does not count the"
         " token itself"
     )
+    return width + 1
 
 
 def _data_types(given: dict[str, Any], report: Report) -> None:

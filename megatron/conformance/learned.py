@@ -11,6 +11,7 @@ from torch import Tensor
 from megatron.conformance.finding import FACT, Finding, fails, holds, not_applicable
 from megatron.conformance.kernels import CLAIM, SIZES, definiteness, negative_heads
 from megatron.positions import Position
+from megatron.positions.layers import Placed
 
 EVERYWHERE = (-math.inf, math.inf)
 SHOWN = 4  # numbers that a finding names
@@ -33,14 +34,13 @@ class Outside(NamedTuple):
         return f"{self.name} is stored as {self.stored:.4g} and acts as {self.acts:.4g}"
 
 
-def examine_learned(positions: Sequence[Position]) -> list[Finding]:
-    """Findings for the encodings of a trained model: of each layer, or one that all share."""
+def examine_learned(positions: Sequence[Placed]) -> list[Finding]:
+    """Findings for the encodings of a trained model."""
     findings = []
-    for layer, position in enumerate(positions):
-        of_layer = f"Layer {layer}: " if len(positions) > 1 else ""
-        findings += [
-            replace(finding, check=of_layer + finding.check) for finding in _of_one(position)
-        ]
+    for placed in positions:
+        where = f"L{placed.label[1:]}: " if len(positions) > 1 else ""
+        for finding in _of_one(placed.position):
+            findings.append(replace(finding, check=where + finding.check))
     return findings
 
 

@@ -59,7 +59,7 @@ def check_fits(model: GPT, length: int, device: torch.device) -> None:
     weights = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
     hidden = model.word_embeddings.embedding_dim
     window = 4 * length * hidden * weight.element_size()
-    if model.resolved_backend == "eager":
+    if "eager" in model.backends:
         window += 4 * model.position.shape.heads * length**2  # float32
     memory = device_memory(device)
     if weights + window > memory:

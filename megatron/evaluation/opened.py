@@ -25,6 +25,7 @@ from megatron.evaluation.agreement import (
 from megatron.evaluation.resume import code_fingerprint
 from megatron.evaluation.text_bytes import ByteCounts, byte_counts, existing
 from megatron.model import GPT, AttentionSettings
+from megatron.positions.layers import name_of_layers
 from megatron.results.row import ATTENTION_INPUTS, Facts
 
 
@@ -63,7 +64,7 @@ class Opened:
         weight = next(self.model.parameters())
         tokenizer = self.record.get("tokenizer") or {}
         return {
-            "pos_emb": self.trained.position.pos_emb,
+            "pos_emb": name_of_layers(self.trained.position),
             "pos_emb_args": self.trained.flat()["pos_emb_args"],
             "train_length": self.trained.model.seq_length,
             "step": self.record["step"],
@@ -172,6 +173,8 @@ def variant(attention: AttentionSettings) -> Facts:
     They may have been set in training or for this measurement.
     """
     values = {key: getattr(attention, key) for key in ATTENTION_INPUTS}
+    if attention.window_layers:
+        values["window"] = ",".join(str(one or "none") for one in attention.window_layers)
     return {key: value for key, value in values.items() if value}
 
 

@@ -200,7 +200,10 @@ def variants(
     }
     values = {key: dict.fromkeys(several) for key, several in given.items() if several}
     for combination in product(*values.values()):
-        yield replace(attention, **dict(zip(values, combination, strict=True)))
+        chosen = dict(zip(values, combination, strict=True))
+        if "window" in chosen:
+            chosen["window_layers"] = ()
+        yield replace(attention, **chosen)
 
 
 def _named(text: str | None, train_length: int) -> str | None:

@@ -120,7 +120,9 @@ def form_of(model: GPT, config: Config) -> Form:
             continue
         weights = write_weights(family, state, Architecture.of(config.model))
         written = sum(tensor.numel() for tensor in weights.values())
-        same_attention = family.window(settings) == model.window and not paper_precision
+        windows = family.windows(settings)
+        windows = [windows[layer % len(windows)] for layer in range(len(model.layers))]
+        same_attention = windows == model.windows and not paper_precision
         if written == numbers and same_attention:
             return Form(family.architecture, settings, weights, {})
     settings = exported_folder.keys_of(config, model)
@@ -139,13 +141,14 @@ def _check_free(folder: Path) -> None:
 
 
 def _check_offered(model: GPT, config: Config) -> None:
-    hook = next((hook for hook in BY_CONTENT if model.position.has(hook)), None)
-    if hook is not None:
-        raise UserError(
-            f"pos_emb: {config.position.pos_emb} changes scores by the content of the text"
-            f" ({hook}), which an exported model does not compute - export a model whose encoding"
-            " is a table, a rotation or an embedding"
-        )
+    for placed in model.placed:
+        hook = next((hook for hook in BY_CONTENT if placed.position.has(hook)), None)
+        if hook is not None:
+            raise UserError(
+                f"pos_emb: {placed.name or config.position.pos_emb} changes scores by the content"
+                f" of the text ({hook}), which an exported model does not compute - export a model"
+                " whose encoding is a table, a rotation or an embedding"
+            )
 
 
 def _round(model: GPT, dtype: str) -> None:

@@ -6,6 +6,7 @@ from typing import Any
 
 from megatron.config import Config
 from megatron.interop.exported_folder import ARCHITECTURE
+from megatron.positions.layers import name_of_layers
 from megatron.results.files import read_results
 from megatron.results.table import table
 
@@ -40,10 +41,11 @@ def card(
     UserError for a file of results that cannot be read.
     """
     is_own = architecture == ARCHITECTURE
+    encoding = name_of_layers(config.position)
     trust = ", trust_remote_code=True" if is_own else ""
     parts = [
         f"{HEAD}\n# {name}\n",
-        f"A language model with the positional encoding `{config.position.pos_emb}`, trained on"
+        f"A language model with the positional encoding `{encoding}`, trained on"
         f" {config.model.seq_length} tokens.\n",
         f"```python\n{_example(name, trust)}\n```",
         OWN_CLASS if is_own else "",
@@ -72,7 +74,7 @@ def _facts(
     tokenizer = record.get("tokenizer") or {}
     facts = {
         "class": architecture,
-        "encoding": config.position.pos_emb,
+        "encoding": name_of_layers(config.position),
         "options of the encoding": config.flat()["pos_emb_args"] or None,
         "training length": model.seq_length,
         "layers": model.num_layers,

@@ -14,8 +14,9 @@ from megatron.config.keys import all_keys, file_names
 from megatron.config.user_file import COPY, KEY
 from megatron.errors import UserError
 from megatron.interop.huggingface import SETTINGS, check_memory, read_json, read_tensors
-from megatron.model import GPT, Architecture, from_config, options_from_config
+from megatron.model import GPT, Architecture, from_config, options_of_entry
 from megatron.positions import FILES, fingerprint
+from megatron.positions.layers import entries_of
 
 MODEL_TYPE = "positions_gpt"
 ARCHITECTURE = "PositionsGPTForCausalLM"
@@ -55,13 +56,30 @@ def keys_of(config: Config, model: GPT) -> dict[str, Any]:
         "hidden_dropout": sizes.hidden_dropout,
         "initializer_range": sizes.init_method_std,
         "tie_word_embeddings": not sizes.no_weight_tying,
-        "pos_emb": config.position.pos_emb,
-        "pos_emb_args": plain(options_from_config(config)),
-        "pos_emb_shared": len(model.positions) == 1,
-        "window": model.window,
+        **_encodings_of(config, model),
         "blockwise": model.blockwise,
         "logn_scale": model.logn_scale,
         "paper_precision": config.attention.paper_precision,
+    }
+
+
+def _encodings_of(config: Config, model: GPT) -> dict[str, Any]:
+    """The keys that say which encoding and which window each layer has."""
+    entries = entries_of(config.position)
+    of_models = []
+    for placed in model.placed:
+        entry = entries[placed.layers[0] % len(entries)]
+        of_models.append({entry.name: plain(options_of_entry(config, entry))})
+    differ = bool(config.position.pos_emb_layers)
+    [(name, options)] = of_models[0].items()
+    return {
+        "pos_emb": None if differ else name,
+        "pos_emb_args": None if differ else options,
+        "pos_emb_shared": len(model.positions) == 1,
+        "encodings": of_models if differ else None,
+        "encoding_of_layer": model.position_of_layer if differ else None,
+        "window": None if config.attention.window_layers else model.window,
+        "window_layers": model.windows if config.attention.window_layers else None,
     }
 
 

@@ -4,43 +4,62 @@ A table serves both directions: `Family.settings_of` and `weights.read_weights` 
 `Family.config_of` and `weights.write_weights` describe one of ours as theirs.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from megatron.errors import UserError
 from megatron.interop.family import Family, Module, Setting
 from megatron.interop.forms import ColumnsOfHeads, Heads, Stacked, Transposed
 
-
-def window_of_all_layers(config: Mapping[str, Any]) -> int | None:
-    """Mistral: every layer has the window."""
-    return config.get("sliding_window", 4096)
+SLIDING, FULL = "sliding_attention", "full_attention"
 
 
-def window_of_upper_layers(config: Mapping[str, Any]) -> int | None:
-    """Qwen: layers from max_window_layers on have the window, if use_sliding_window says so.
+def windows_of_mistral(config: Mapping[str, Any]) -> list[int | None]:
+    """Every layer has the window."""
+    return [config.get("sliding_window", 4096)] * config["num_hidden_layers"]
 
-    UserError where only some layers have one.
-    """
-    if not config.get("use_sliding_window", False):
-        return None
-    window = config.get("sliding_window", 4096)
+
+def windows_of_qwen(config: Mapping[str, Any]) -> list[int | None]:
+    """If use_sliding_window says so, those that layer_types names, or from max_window_layers on."""
     layers = config["num_hidden_layers"]
     kinds = config.get("layer_types")
-    if window is None:
-        return None
     if kinds is None:
-        windowed = max(0, layers - config.get("max_window_layers", 28))
-    else:
-        windowed = sum(kind == "sliding_attention" for kind in kinds)
-    if windowed == 0:
-        return None
-    if windowed != layers:
-        raise UserError(
-            f"sliding_window: {window} acts on {windowed} of {layers} layers; only one window for"
-            " all layers is offered"
-        )
-    return window
+        full = min(layers, config.get("max_window_layers", 28))
+        kinds = [FULL] * full + [SLIDING] * (layers - full)
+    return _windows(config, kinds, 4096)
+
+
+def windows_of_smollm3(config: Mapping[str, Any]) -> list[int | None]:
+    """If use_sliding_window says so, those that layer_types names, or those that do not turn."""
+    kinds = config.get("layer_types")
+    if kinds is None:
+        kinds = [FULL if turns else SLIDING for turns in turning_of_smollm3(config)]
+    return _windows(config, kinds, None)
+
+
+def _windows(
+    config: Mapping[str, Any], kinds: Sequence[str], default: int | None
+) -> list[int | None]:
+    """The window of each layer, from its kind; UserError for a kind that is not known."""
+    layers = config["num_hidden_layers"]
+    if len(kinds) != layers or not {SLIDING, FULL} >= {*kinds}:
+        raise UserError(f"layer_types: must name {SLIDING} or {FULL} for each of {layers} layers")
+    if not config.get("use_sliding_window", False):
+        return [None] * layers
+    window = config.get("sliding_window", default)
+    return [window if kind == SLIDING else None for kind in kinds]
+
+
+def turning_of_smollm3(config: Mapping[str, Any]) -> list[bool]:
+    """Whether each layer turns queries and keys: all but every fourth one, unless it is said."""
+    layers = config["num_hidden_layers"]
+    turning = config.get("no_rope_layers")  # 1 for a layer that turns, despite its name
+    if turning is None:
+        interval = config.get("no_rope_layer_interval", 4)
+        return [(layer + 1) % interval != 0 for layer in range(layers)]
+    if len(turning) < layers:
+        raise UserError(f"no_rope_layers: has {len(turning)} entries for {layers} layers")
+    return [bool(one) for one in turning[:layers]]
 
 
 ACTIVATIONS = {
@@ -195,7 +214,7 @@ MISTRAL = Family(
         Setting("head_dim", ("head_dim",), None),
     ),
     fixed=WITHOUT_BIAS,
-    window=window_of_all_layers,
+    windows=windows_of_mistral,
     window_keys=("sliding_window",),
     trunk="model.",
     buffers=OLD_ROTATION,
@@ -210,7 +229,7 @@ QWEN_2 = Family(
         Setting("head_dim", ("head_dim",), None),
     ),
     fixed={**WITHOUT_BIAS, "use_bias_in_attn_linear": True},
-    window=window_of_upper_layers,
+    windows=windows_of_qwen,
     window_keys=QWEN_WINDOW,
     trunk="model.",
     buffers=OLD_ROTATION,
@@ -226,13 +245,33 @@ QWEN_3 = Family(
         BIAS,
     ),
     fixed={"norm": "rmsnorm", "qk_norm": True, "use_bias_in_mlp": False},
-    window=window_of_upper_layers,
+    windows=windows_of_qwen,
     window_keys=QWEN_WINDOW,
     trunk="model.",
     buffers=OLD_ROTATION,
     modules=QWEN_3_MODULES,
 )
+SMOLLM_3 = Family(
+    architecture="SmolLM3ForCausalLM",
+    model_type="smollm3",
+    settings=(
+        *OF_LLAMA,
+        Setting("num_key_value_heads", ("num_key_value_heads",), 4),
+        Setting("head_dim", ("head_dim",), None),
+        BIAS,
+        Setting("mlp_bias", ("use_bias_in_mlp",), False),
+    ),
+    fixed={"norm": "rmsnorm"},
+    written={"pad_token_id": None},
+    windows=windows_of_smollm3,
+    window_keys=("use_sliding_window", "sliding_window", "layer_types"),
+    turning=turning_of_smollm3,
+    turning_keys=("no_rope_layers", "no_rope_layer_interval"),
+    trunk="model.",
+    modules=LLAMA_MODULES,
+)
 FAMILIES = {
-    family.architecture: family for family in (GPT_NEOX, GPT_2, LLAMA, MISTRAL, QWEN_2, QWEN_3)
+    family.architecture: family
+    for family in (GPT_NEOX, GPT_2, LLAMA, MISTRAL, QWEN_2, QWEN_3, SMOLLM_3)
 }
 """Every family by the name of Hugging Face's class."""

@@ -1,6 +1,6 @@
 """What the table of a family of models says, and the keys of a configuration in both directions."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -8,7 +8,8 @@ from megatron.config import Config
 from megatron.errors import UserError
 from megatron.interop import rope
 from megatron.interop.forms import Form, Same
-from megatron.model import Architecture
+from megatron.model import Architecture, AttentionSettings
+from megatron.positions.layers import entries_of, name_of_layers
 
 REQUIRED = object()
 TRAINING_ALONE = (
@@ -44,8 +45,14 @@ class Module:
     form: Form = field(default_factory=Same)
 
 
-def no_window(config: Mapping[str, Any]) -> None:
-    """The window of a class that has none."""
+def no_windows(config: Mapping[str, Any]) -> list[int | None]:
+    """The windows of a class that has none; None: of any number of layers."""
+    return [None]
+
+
+def all_turn(config: Mapping[str, Any]) -> list[bool]:
+    """Every layer turns its queries and keys."""
+    return [True]
 
 
 @dataclass(frozen=True)
@@ -54,8 +61,11 @@ class Family:
 
     settings: keys that set ours; fixed: keys of ours that the class implies
     only: keys of theirs that change what is computed, and the value that we compute
+    written: keys of theirs without effect on logits, whose defaults fit only the published model
     rotary_share: the default part of head_dim that turns; None: learned absolute positions
-    partial: whether a part of head_dim may turn; window: from config.json
+    partial: whether a part of head_dim may turn
+    windows, turning: from config.json, the window of each layer, and whether it turns; a shorter
+        list repeats
     trunk: what names begin with, which files of the bare model leave out; head: the output matrix
     modules: where weights are; buffers: ends of names of fixed tensors, which are not read
     """
@@ -67,10 +77,13 @@ class Family:
     modules: tuple[Module, ...]
     trunk: str
     only: Mapping[str, Any] = field(default_factory=dict)
+    written: Mapping[str, Any] = field(default_factory=dict)
     rotary_share: float | None = 1.0
     partial: bool = False
-    window: Callable[[Mapping[str, Any]], int | None] = no_window
+    windows: Callable[[Mapping[str, Any]], list[int | None]] = no_windows
     window_keys: tuple[str, ...] = ()
+    turning: Callable[[Mapping[str, Any]], list[bool]] = all_turn
+    turning_keys: tuple[str, ...] = ()
     head: tuple[str, ...] = ("lm_head",)
     buffers: tuple[str, ...] = ()
 
@@ -79,7 +92,8 @@ class Family:
         """Keys of config.json that this family reads."""
         keys = {setting.theirs for setting in self.settings}
         of_encoding = set() if self.rotary_share is None else rope.KEYS | {rope.ORIGINAL}
-        return keys | set(self.only) | of_encoding | set(self.window_keys) | {"vocab_size"}
+        of_layers = {*self.window_keys, *self.turning_keys}
+        return keys | set(self.only) | of_encoding | of_layers | {"vocab_size"}
 
     def settings_of(self, config: Mapping[str, Any]) -> dict[str, Any]:
         """Our keys and values for a config.json; UserError for what we do not compute."""
@@ -92,7 +106,7 @@ class Family:
         for setting in self.settings:
             value = _our_value(setting, config)
             found |= dict.fromkeys(setting.ours, value)
-        found["window"] = self.window(config)
+        found |= _pattern_or_one("window_layers", "window", self.windows(config))
         if self.rotary_share is None:
             found["pos_emb"] = "learned"
         else:
@@ -102,7 +116,12 @@ class Family:
                     f"{rope.SHARE}: {arguments['rotary_pct']} is not what {self.architecture}"
                     " computes; it turns all features"
                 )
-            found |= {"pos_emb": "rotary", "pos_emb_args": arguments}
+            turning = self.turning(config)
+            if all(turning):
+                found |= {"pos_emb": "rotary", "pos_emb_args": arguments}
+            else:
+                layers = [{"rotary": arguments} if one else "none" for one in turning]
+                found |= _pattern_or_one("pos_emb_layers", "pos_emb", layers)
         return _without_defaults(found)
 
     def config_of(self, config: Config, vocab: int) -> dict[str, Any]:
@@ -116,6 +135,7 @@ class Family:
             "model_type": self.model_type,
             "vocab_size": vocab,
             **self.only,
+            **self.written,
         }
         reasons = []
         for setting in self.settings:
@@ -139,28 +159,37 @@ class Family:
         return found
 
     def _encoding_keys_of(self, config: Config) -> dict[str, Any]:
-        name = config.position.pos_emb
+        entries = entries_of(config.position)
+        layers = config.model.num_layers
+        turning = [entries[layer % len(entries)].name != "none" for layer in range(layers)]
+        acting = [entry for entry in entries if entry.name != "none"] or entries
         wanted = "learned" if self.rotary_share is None else "rotary"
-        if name != wanted:
-            raise UserError(f"pos_emb: {name}")
-        chosen = dict(config.position.pos_emb_args)
+        differ = any(entry != acting[0] for entry in acting)
+        if differ or acting[0].name != wanted or (not all(turning) and not self.turning_keys):
+            key = "pos_emb_layers" if config.position.pos_emb_layers else "pos_emb"
+            raise UserError(f"{key}: {name_of_layers(config.position)}")
+        chosen = dict(acting[0].options)
         if self.rotary_share is None:
             rows = chosen.get("max_positions") or config.model.max_position_embeddings
             lengths = [one.theirs for one in self.settings if one.ours == ("seq_length",)]
             return dict.fromkeys(lengths, rows)
         if chosen.get("scaling", "none") != "none":
             chosen["original_length"] = chosen.get("original_length") or config.model.seq_length
-        return {"rope_parameters": rope.parameters(chosen)}
+        values = {"no_rope_layers": [int(one) for one in turning]}
+        of_layers = {key: values[key] for key in self.turning_keys if key in values}
+        return {"rope_parameters": rope.parameters(chosen), **of_layers}
 
     def _window_keys_of(self, config: Config) -> dict[str, Any]:
-        """Keys that give all layers the window of ours; none where the class has no such key."""
-        window = config.attention.window
-        if window == "train_length":
-            window = config.model.seq_length
+        """Keys that give the layers the windows of ours; none where the class has no such keys."""
+        layers = config.model.num_layers
+        windows = AttentionSettings.of(config.attention).windows(layers, config.model.seq_length)
+        window = next((one for one in windows if one is not None), None)
+        kinds = ["full_attention" if one is None else "sliding_attention" for one in windows]
         values: dict[str, Any] = {
             "sliding_window": window,
             "use_sliding_window": window is not None,
-            "max_window_layers": 0 if window else config.model.num_layers,
+            "max_window_layers": 0 if window else layers,
+            "layer_types": kinds,
         }
         return {key: values[key] for key in self.window_keys if key in values}
 
@@ -170,6 +199,20 @@ class Family:
             for layer in range(layers if "{layer}" in module.ours else 1):
                 theirs = tuple(name.format(layer=layer) for name in module.theirs)
                 yield module.ours.format(layer=layer), theirs, module.form
+
+
+def _pattern_or_one(several: str, one: str, layers: Sequence[Any]) -> dict[str, Any]:
+    """The key of ours for values of layers: `one` where all are equal, else `several`."""
+    pattern = repeated(layers)
+    return {one: pattern[0]} if len(pattern) == 1 else {several: pattern}
+
+
+def repeated(layers: Sequence[Any]) -> list[Any]:
+    """The shortest beginning of a list that gives the whole list when it is repeated."""
+    for size in range(1, len(layers)):
+        if all(one == layers[index % size] for index, one in enumerate(layers)):
+            return list(layers[:size])
+    return list(layers)
 
 
 def resolved(config: Config) -> dict[str, Any]:

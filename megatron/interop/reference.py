@@ -55,6 +55,10 @@ def load_reference(folder: str | Path, config: Config) -> tuple[GPT, Config]:
     training with pipeline stages leaves them, each layer gets its own (`pos_emb_shared: false`).
     Raises UserError where files are missing, damaged or disagree with the configuration.
     """
+    if config.position.pos_emb_layers:
+        raise UserError(
+            "pos_emb_layers: a GPT-NeoX checkpoint has one encoding for all layers - give pos_emb"
+        )
     folder = Path(folder)
     model = Architecture.of(config.model)
     layers = read_layers(

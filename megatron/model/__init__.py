@@ -6,7 +6,8 @@ import torch
 
 from megatron.model.gpt import GPT, Cache
 from megatron.model.settings import Architecture, AttentionSettings
-from megatron.positions import Position, Shape, build, options_of
+from megatron.positions import Position, Shape, options_of
+from megatron.positions.layers import Entry, build_entry, entries_of
 
 if TYPE_CHECKING:  # a model is built without the packages that read a configuration
     from megatron.config import Config
@@ -17,9 +18,10 @@ __all__ = [
     "AttentionSettings",
     "Cache",
     "from_config",
-    "options_from_config",
+    "options_of_entry",
     "padded_vocab",
     "position_from_config",
+    "positions_from_config",
 ]
 
 
@@ -33,15 +35,14 @@ def from_config(config: "Config", vocab: int, end_of_document: int | None = None
     """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(config.training.seed)
-        positions = [position_from_config(config)]
-        if positions[0].per_layer or not config.position.pos_emb_shared:
-            for _ in range(config.model.num_layers - 1):
-                positions.append(position_from_config(config))
+        positions, of_layers = positions_from_config(config)
         torch.manual_seed(config.training.seed)
         model = GPT(
             Architecture.of(config.model),
             AttentionSettings.of(config.attention),
             positions=positions,
+            position_of_layer=of_layers,
+            position_names=_names(config, of_layers) if config.position.pos_emb_layers else (),
             vocab=vocab,
             end_of_document=end_of_document,
         )
@@ -50,14 +51,56 @@ def from_config(config: "Config", vocab: int, end_of_document: int | None = None
 
 
 def position_from_config(config: "Config") -> Position:
-    """The encoding that `pos_emb` and `pos_emb_args` describe."""
-    return build(config.position.pos_emb, shape_of(config), **options_from_config(config))
+    """The encoding of the first layer."""
+    return position_of_entry(config, entries_of(config.position)[0])
 
 
-def options_from_config(config: "Config") -> dict[str, Any]:
-    """The options of the encoding, with those that other keys give."""
-    options = dict(config.position.pos_emb_args)
-    if "max_positions" in options_of(config.position.pos_emb):
+def positions_from_config(config: "Config") -> tuple[list[Position], list[int]]:
+    """The model's encodings, and which of them each layer has.
+
+    Layers with equal entries share one, unless it is for one layer or pos_emb_shared is false.
+    """
+    entries = entries_of(config.position)
+    positions: list[Position] = []
+    of_layers: list[int] = []
+    shared: dict[int, int] = {}
+    for layer in range(config.model.num_layers):
+        entry = entries[layer % len(entries)]
+        first_equal = entries.index(entry)
+        if first_equal in shared:
+            of_layers.append(shared[first_equal])
+            continue
+        index = len(positions)
+        positions.append(position_of_entry(config, entry))
+        of_layers.append(index)
+        if not layers_have_their_own(config, positions[index]):
+            shared[first_equal] = index
+    return positions, of_layers
+
+
+def layers_have_their_own(config: "Config", position: Position) -> bool:
+    """Whether each layer with this encoding has numbers of its own for it."""
+    return position.per_layer or not config.position.pos_emb_shared
+
+
+def _names(config: "Config", of_layers: list[int]) -> list[str]:
+    """The names of a model's encodings, which differ by layer."""
+    entries = entries_of(config.position)
+    names = {}
+    for layer, index in enumerate(of_layers):
+        names.setdefault(index, entries[layer % len(entries)].name)
+    return list(names.values())
+
+
+def position_of_entry(config: "Config", entry: Entry) -> Position:
+    """The encoding of an entry, with options that other keys give."""
+    return build_entry(config.position, entry, shape_of(config), options_of_entry(config, entry))
+
+
+def options_of_entry(config: "Config", entry: Entry) -> dict[str, Any]:
+    """The options of an encoding, with those that other keys give."""
+    options = dict(entry.options)
+    if "max_positions" in options_of(entry.name):
         options.setdefault("max_positions", config.model.max_position_embeddings)
     return options
 

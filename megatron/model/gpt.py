@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from megatron.attention import Choice, Needs, Pairs, choose
+from megatron.attention import Choice, Needs, Pairs, choose, joined
 from megatron.errors import UserError
 from megatron.model.block import Block
 from megatron.model.documents import Documents, by_document, checked_end
@@ -21,6 +21,7 @@ from megatron.model.methods import Method, NearFar, clipped, method_of_layer
 from megatron.model.settings import Architecture, AttentionSettings
 from megatron.positions import Position
 from megatron.positions.base import check_key_heads
+from megatron.positions.layers import Placed
 
 
 @dataclass
@@ -39,7 +40,9 @@ class GPT(nn.Module):
     """A decoder-only language model.
 
     model: sizes and first values; attention: how it is computed, which may change later;
-    positions: the encoding, one for all layers or one for each;
+    positions: the encoding, one for all layers or one for each, or those of layers that differ;
+    position_of_layer: which of them each layer has, where layers differ;
+    position_names: what they are called, where layers differ;
     vocab: rows of the embedding, padding included;
     end_of_document: the token that ends a document, for reset_attention_mask
     """
@@ -51,6 +54,8 @@ class GPT(nn.Module):
         *,
         positions: Sequence[Position],
         vocab: int,
+        position_of_layer: Sequence[int] | None = None,
+        position_names: Sequence[str] = (),
         end_of_document: int | None = None,
     ) -> None:
         super().__init__()
@@ -69,6 +74,11 @@ class GPT(nn.Module):
         initialize(self, model)
         # After `initialize`: an encoding sets its own first values.
         self.positions = nn.ModuleList(positions)
+        if position_of_layer is None:  # one for all layers, or one for each
+            of_each = len(positions) > 1
+            position_of_layer = [layer if of_each else 0 for layer in range(model.num_layers)]
+        self.position_of_layer = list(position_of_layer)
+        self.position_names = list(position_names)
         for position in self._positions:
             check_key_heads(position, model.key_heads)
         self.use_attention(attention)
@@ -149,34 +159,52 @@ class GPT(nn.Module):
             scale = documents.scale(self.position.log_n_scale(0, keys))
         elif self.logn_scale:
             scale = self.position.log_n_scale(start, length)
-        inputs = []
-        for position in self._positions:
-            method = self._method_of(position)
+        inputs: list[AttentionInputs] = []
+        earlier: dict[tuple[Position, int | None], AttentionInputs] = {}
+        tables: dict[tuple[Position, int], tuple[Tensor | None, Tensor | None]] = {}
+        for position, window in self._layers:
+            if (position, window) in earlier:
+                inputs.append(earlier[position, window])
+                continue
+            method = self._method_of(position, window)
             columns = keys if method is None else method.table_length(keys)
-            clip = self.attention.clip_distance
-            inputs_of_position = AttentionInputs(
+            if (position, columns) not in tables:
+                tables[position, columns] = self._tables(position, columns)
+            bias, weight = tables[position, columns]
+            inputs_of_layer = AttentionInputs(
                 position,
-                clipped(position.distance_bias(columns), clip),
-                clipped(position.distance_weight(columns), clip),
+                bias,
+                weight,
                 method=method,
                 start=start,
-                window=self.window,
+                window=window,
                 chunk=chunk,
-                query_scale=scale,
+                query_scale=self._seen(scale, window),
                 documents=documents,
                 backend=self.backend,
                 self_check=self.self_check,
                 pairs=self.pairs,
             )
-            inputs.append(inputs_of_position)
-        if len(inputs) < len(self.layers):  # one encoding for all layers
-            inputs = inputs * len(self.layers)
+            earlier[position, window] = inputs_of_layer
+            inputs.append(inputs_of_layer)
         if cache is None:
             return inputs
         if not cache.layers:
             cache.layers = [{} for _ in self.layers]
         layers = zip(inputs, cache.layers, strict=True)
         return [replace(inputs_of_layer, memory=memory) for inputs_of_layer, memory in layers]
+
+    def _seen(self, scale: Tensor | None, window: int | None) -> Tensor | None:
+        """The log-n scale of queries that see at most `window` tokens."""
+        if scale is None or window is None:
+            return scale
+        return scale.minimum(self.position.log_n_scale(window - 1, 1))
+
+    def _tables(self, position: Position, columns: int) -> tuple[Tensor | None, Tensor | None]:
+        """An encoding's bias and weight by distance: [heads, columns] each."""
+        clip = self.attention.clip_distance
+        bias = clipped(position.distance_bias(columns), clip)
+        return bias, clipped(position.distance_weight(columns), clip)
 
     def losses(self, x: Tensor, labels: Tensor) -> Tensor:
         """Cross entropy of each token in float32.
@@ -205,8 +233,7 @@ class GPT(nn.Module):
         self.reset_position_ids = attention.reset_position_ids
         self.pairs = Pairs()
         self.backend = attention.attention_backend
-        window = attention.window
-        self.window = self.train_length if window == "train_length" else window
+        self.windows = attention.windows(len(self.layers), self.train_length)
         self.blockwise, self.logn_scale = attention.blockwise, attention.logn_scale
         self.self_check = attention.attention_self_check
 
@@ -214,38 +241,65 @@ class GPT(nn.Module):
         """What is wrong with sinks, clip_distance and method for this model: messages."""
         return faults_of(attention, self._positions, self.train_length)
 
-    def _method_of(self, position: Position) -> Method | None:
-        """What changes where the tokens of a layer with this encoding stand; None: nothing."""
-        return method_of_layer(self.attention, position, self.window, self.train_length)
+    def _method_of(self, position: Position, window: int | None) -> Method | None:
+        """What changes where the tokens of a layer with these stand; None: nothing."""
+        return method_of_layer(self.attention, position, window, self.train_length)
 
     def learned(self) -> dict[str, Tensor]:
         """The effective values of the encoding's learned numbers, by name.
 
-        Where layers have encodings of their own, names begin with the layer.
+        Where layers do not share one encoding, names begin with the first layer that has it.
         """
         if len(self.positions) == 1:
             return self.position.learned()
         values = {}
-        for layer, position in enumerate(self._positions):
-            for name, value in position.learned().items():
-                values[f"layer{layer}.{name}"] = value
+        for placed in self.placed:
+            for name, value in placed.position.learned().items():
+                values[placed.prefix + name] = value
         return values
 
     @property
+    def placed(self) -> list[Placed]:
+        """Each encoding with the layers that have it, in the order of the first of these."""
+        found = []
+        for index, position in enumerate(self._positions):
+            layers = [layer for layer, own in enumerate(self.position_of_layer) if own == index]
+            name = self.position_names[index] if self.position_names else ""
+            found.append(Placed(position, tuple(layers), name))
+        return found
+
+    @property
     def attention_choice(self) -> Choice:
-        """The attention backend on the model's device, and why.
+        """The attention backend on the model's device, and why; see `joined` where layers differ.
 
         UserError where the configured one cannot compute this encoding.
         """
-        position, shape = self.position, self.position.shape
-        if any(isinstance(self._method_of(one), NearFar) for one in self._positions):
+        return joined(self.attention_choices)
+
+    @property
+    def attention_choices(self) -> list[Choice]:
+        """That of each layer."""
+        by_layer: dict[tuple[Position, int | None], Choice] = {}
+        for position, window in self._layers:
+            if (position, window) not in by_layer:
+                by_layer[position, window] = self._choice(position, window)
+        return [by_layer[one] for one in self._layers]
+
+    @property
+    def backends(self) -> set[str]:
+        """The names of all layers' backends."""
+        return {choice.backend for choice in self.attention_choices}
+
+    def _choice(self, position: Position, window: int | None) -> Choice:
+        shape = position.shape
+        if isinstance(self._method_of(position, window), NearFar):
             return Choice("near_far")
         needs = Needs(
             self.word_embeddings.weight.new_empty(
                 0, shape.heads, 0, shape.head_dim * position.score_width
             ),
             tables=position.has("distance_bias") or position.has("distance_weight"),
-            masked=self.window is not None or self.blockwise or self.reset_attention_mask,
+            masked=window is not None or self.blockwise or self.reset_attention_mask,
             index_bias=position.has("index_bias"),
             content=position.has("on_scores"),
             content_bias=position.has("score_bias"),
@@ -256,13 +310,36 @@ class GPT(nn.Module):
 
     @property
     def resolved_backend(self) -> str:
-        """The name of that backend."""
+        """The name of that backend, or of all that layers choose."""
         return self.attention_choice.backend
 
     @property
     def position(self) -> Position:
         """The encoding of the first layer, whose hook on embeddings acts for all layers."""
         return self._positions[0]
+
+    @property
+    def names_of_layers(self) -> list[str]:
+        """The name of each layer's encoding; empty where layers do not differ."""
+        if not self.position_names:
+            return []
+        return [self.position_names[index] for index in self.position_of_layer]
+
+    @property
+    def looks_at_scores(self) -> bool:
+        """Whether an encoding needs the whole matrix of scores."""
+        return any(position.has("on_scores") for position in self._positions)
+
+    @property
+    def window(self) -> int | None:
+        """The window of all layers, or where they differ the first layer's."""
+        return self.windows[0]
+
+    @property
+    def _layers(self) -> list[tuple[Position, int | None]]:
+        """The encoding and the window of each layer."""
+        layers = range(len(self.layers))
+        return [(self._positions[self.position_of_layer[one]], self.windows[one]) for one in layers]
 
     @property
     def _positions(self) -> Sequence[Position]:

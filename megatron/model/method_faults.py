@@ -12,8 +12,9 @@ def faults_of(
     attention: AttentionSettings, positions: Sequence[Position], train_length: int
 ) -> list[str]:
     """What is wrong with sinks, clip_distance and method for layers with these encodings."""
-    window = train_length if attention.window == "train_length" else attention.window
-    faults = [*_faults_of_numbers(attention), *_faults_of_sinks(attention, window)]
+    pattern = attention.window_layers or (attention.window,)
+    windows = list(dict.fromkeys(attention.windows(len(pattern), train_length)))
+    faults = [*_faults_of_numbers(attention), *_faults_of_sinks(attention, windows)]
     if attention.clip_distance is not None and not any(has_table(one) for one in positions):
         faults.append(
             f"--clip-distance {attention.clip_distance}: {_names(positions)} has no table by"
@@ -24,11 +25,13 @@ def faults_of(
         try:
             method = method_of(attention.method, train_length)
             chosen.append(method)
-            faults += _faults_beside(method, attention, window)
+            of_windows = [_faults_beside(method, attention, window) for window in windows]
+            faults += dict.fromkeys(fault for several in of_windows for fault in several)
         except UserError as fault:
             faults.append(str(fault))
-    if attention.sinks is not None and window is not None and attention.sinks >= 1:
-        chosen.append(Sinks(window, attention.sinks))
+    lengths = [window for window in windows if window is not None]
+    if attention.sinks is not None and lengths and attention.sinks >= 1:
+        chosen.append(Sinks(lengths[0], attention.sinks))
     for one in chosen:
         faults += _faults_of_encodings(one, positions)
         if attention.reset_attention_mask:
@@ -45,11 +48,11 @@ def _faults_of_numbers(attention: AttentionSettings) -> Iterator[str]:
             yield f"{option} {value}: give a number of tokens of 1 to {MOST}, or none"
 
 
-def _faults_of_sinks(attention: AttentionSettings, window: int | None) -> Iterator[str]:
+def _faults_of_sinks(attention: AttentionSettings, windows: Sequence[int | None]) -> Iterator[str]:
     if attention.sinks is None:
         return
     where = f"--sinks {attention.sinks}"
-    if window is None:
+    if windows == [None]:
         yield f"{where}: without a window all keys are visible; give --window too"
     if attention.blockwise:
         yield f"{where}: has no meaning beside blockwise: true"

@@ -106,6 +106,7 @@ class AttentionSettings:
     attention_backend: str = "auto"
     attention_self_check: bool = True
     window: int | Literal["train_length"] | None = None
+    window_layers: tuple[int | Literal["train_length"] | None, ...] = ()
     blockwise: bool = False
     logn_scale: bool = False
     paper_precision: bool = False
@@ -120,6 +121,12 @@ class AttentionSettings:
         """The same values from the configuration's section."""
         names = [field.name for field in fields(cls) if field.name not in ONLY_MEASURED]
         return cls(**{name: getattr(section, name) for name in names})
+
+    def windows(self, layers: int, train_length: int) -> list[int | None]:
+        """The window of each of so many layers, in tokens; None: all before it."""
+        pattern = self.window_layers or (self.window,)
+        lengths = [train_length if one == "train_length" else one for one in pattern]
+        return [lengths[layer % len(lengths)] for layer in range(layers)]
 
     def of_one_document(self) -> "AttentionSettings":
         """The same for a text that is taken as one document, whatever it holds."""

@@ -4,7 +4,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from megatron.model import Architecture, flops, position_from_config
+from megatron.model import Architecture, flops, layers_have_their_own, position_of_entry
+from megatron.positions.layers import entries_of
 from megatron.positions.outline import Outline
 
 if TYPE_CHECKING:  # as in megatron.model
@@ -25,10 +26,22 @@ def parameters(config: "Config", vocab: int) -> Parameters:
     """
     model = Architecture.of(config.model)
     with torch.random.fork_rng(devices=[]), Outline():
-        position = position_from_config(config)
-    of_one = sum(parameter.numel() for parameter in position.parameters())
-    own_for_layers = position.per_layer or not config.position.pos_emb_shared
-    of_positions = of_one * model.num_layers if own_for_layers else of_one
+        of_positions = _of_positions(config)
     looked_up = vocab * model.hidden_size if model.no_weight_tying else 0
     whole = flops.palm_weights(model, vocab) + looked_up + of_positions
     return Parameters(whole, of_positions)
+
+
+def _of_positions(config: "Config") -> int:
+    """Numbers in the encodings of all layers, of which there may be too many to build."""
+    entries = entries_of(config.position)
+    layers = config.model.num_layers
+    count = 0
+    for index, entry in enumerate(entries[:layers]):
+        position = position_of_entry(config, entry)
+        of_one = sum(parameter.numel() for parameter in position.parameters())
+        if layers_have_their_own(config, position):
+            count += of_one * len(range(index, layers, len(entries)))
+        elif entries.index(entry) == index:
+            count += of_one
+    return count

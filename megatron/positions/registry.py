@@ -130,6 +130,21 @@ def options_of(name: str) -> dict[str, inspect.Parameter]:
     }
 
 
+def named(given: Any) -> tuple[str, dict[str, Any]] | None:
+    """Name and options of an encoding inside a list in YAML: a name, or {name: {option: value}}.
+
+    None for anything else.
+    """
+    if isinstance(given, str):
+        return given, {}
+    if not isinstance(given, Mapping) or len(given) != 1:
+        return None
+    [(name, options)] = given.items()
+    if not isinstance(name, str) or not isinstance(options or {}, Mapping):
+        return None
+    return name, dict(options or {})
+
+
 def build(name: str, shape: Shape, **options: Any) -> Position:
     """The encoding `name` for a model of this shape; UserError for a bad name, option or value."""
     encoding = encoding_called(name)

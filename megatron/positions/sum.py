@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from megatron.errors import UserError
 from megatron.positions.base import Position, Shape
-from megatron.positions.registry import build, register
+from megatron.positions.registry import build, named, register
 
 MOST_PARTS = 8
 
@@ -164,13 +164,12 @@ def _joined(biases: Sequence[tuple[Tensor | None, Tensor]]) -> tuple[Tensor, Ten
 
 def _built(shape: Shape, part: Any) -> Position:
     """One part from its YAML form: a name or {name: {options}}."""
-    named = {part: {}} if isinstance(part, str) else part
-    is_one = isinstance(named, dict) and len(named) == 1
-    if not is_one or not all(isinstance(options, dict) for options in named.values()):
+    found = named(part)
+    if found is None:
         raise UserError(
             f"parts: {part!r} is no encoding; write a name or {{name: {{option: value}}}}"
         )
-    [(name, options)] = named.items()
+    name, options = found
     if name == "sum":
         raise UserError("parts: sum cannot be inside itself; name the encodings in one list")
     return build(name, shape, **options)

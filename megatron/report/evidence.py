@@ -17,7 +17,8 @@ from megatron.config.user_file import COPY, LARGEST
 from megatron.errors import UserError
 from megatron.files import read_small
 from megatron.model import GPT
-from megatron.positions import FILES, REGISTRY, Position, fingerprint
+from megatron.positions import FILES, REGISTRY, fingerprint
+from megatron.positions.layers import Placed
 from megatron.results.log import Record, training_log
 from megatron.results.row import Question
 
@@ -44,12 +45,12 @@ class Evidence:
     """What is known of a checkpoint beside its rows; parts that could not be read are empty.
 
     settings: the keys that shape the result; metrics: the lines of metrics.jsonl;
-    positions: the encoding of each layer; learned: what `GPT.learned` gives; gaps: what is missing
+    positions: its encodings; learned: what `GPT.learned` gives; gaps: what is missing
     """
 
     settings: dict[str, Any] = field(default_factory=dict)
     metrics: list[Record] = field(default_factory=list)
-    positions: list[Position] = field(default_factory=list)
+    positions: list[Placed] = field(default_factory=list)
     learned: dict[str, Tensor] = field(default_factory=dict)
     gaps: list[Gap] = field(default_factory=list)
 
@@ -92,9 +93,9 @@ def evidence_of(name: str, files: Sequence[Path], config_hash: str | None = None
     return found
 
 
-def positions_of(model: GPT) -> list[Position]:
-    """The encoding of each layer, or the one that all share."""
-    return [module.cpu() for module in model.positions if isinstance(module, Position)]
+def positions_of(model: GPT) -> list[Placed]:
+    """The encodings of a model on the CPU, with the layers that have them."""
+    return [one._replace(position=one.position.cpu()) for one in model.placed]
 
 
 def folder_of(name: str, files: Sequence[Path], config_hash: str | None = None) -> Path | None:

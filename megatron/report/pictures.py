@@ -19,6 +19,7 @@ from megatron.errors import UserError
 from megatron.evaluation.probes.recorded import attention_of
 from megatron.model import GPT
 from megatron.positions import REGISTRY, DistanceBias, Shape, build, options_of
+from megatron.positions.layers import name_of_layers
 from megatron.report.evidence import positions_of
 from megatron.report.figures.attention import draw_attention
 from megatron.report.figures.learned import draw_learned, draw_trajectory, trajectory
@@ -60,7 +61,7 @@ class Trained:
 
     @property
     def title(self) -> str:
-        return f"{self.config.position.pos_emb}, step {self.step}"
+        return f"{name_of_layers(self.config.position)}, step {self.step}"
 
 
 def drawable() -> list[str]:
@@ -106,15 +107,15 @@ def of_checkpoint(
 
 
 def _encodings(trained: Trained, length: int) -> Iterator[Picture]:
-    """One picture, or one for each layer where each has an encoding of its own."""
-    positions = positions_of(trained.model)
-    for layer, position in enumerate(positions):
-        found = [*panels(position, length), *falls(position, length)]
+    """One picture, or one for each encoding where layers do not share one."""
+    placed = positions_of(trained.model)
+    for one in placed:
+        found = [*panels(one.position, length), *falls(one.position, length)]
         if not found:
             continue
-        if len(positions) > 1:
-            figure = draw(found, f"{trained.title}, layer {layer}")
-            yield Picture(f"encoding-layer{layer}", figure)
+        if len(placed) > 1:
+            figure = draw(found, f"{trained.title}: {one.label}")
+            yield Picture(f"encoding-layer{one.layers[0]}", figure)
         else:
             yield Picture("encoding", draw(found, trained.title))
 
@@ -162,7 +163,8 @@ def on_text(trained: Trained, text: Path | None, tokens: int) -> Figure:
         words = " ".join(tokenizer.decode(ids).split())
         shown = f"{words[:SHOWN]} …"
     probabilities = attention_of(trained.model, torch.tensor(ids, dtype=torch.long))
-    return draw_attention(probabilities, f"{trained.title}: attention", shown)
+    names = trained.model.names_of_layers
+    return draw_attention(probabilities, f"{trained.title}: attention", shown, names)
 
 
 def _text_of(path: Path) -> str:

@@ -38,6 +38,7 @@ class ProbeRow(Question, total=False):
     cumulative: list[float]  # share of the gradient up to each distance
 
     # Attention.
+    layers: list[str]  # the encoding of each layer, where they differ
     edges: list[int]  # [n + 1], distances between which the mass is summed
     mass: list[list[float]]  # [layers, n]
     entropy: list[list[float]]  # [layers, heads], in nats

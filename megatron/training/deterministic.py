@@ -33,7 +33,7 @@ def use_deterministic_algorithms() -> None:
 
 def check_attention_repeats(model: GPT) -> None:
     """UserError where the attention that acts on the model's device may differ between runs."""
-    if model.resolved_backend == "flex":
+    if "flex" in model.backends:
         raise UserError(f"deterministic: attention {model.attention_choice}: {FLEX_VARIES}")
 
 

@@ -1,7 +1,7 @@
 """Start a fine-tuning: a parent that fits, and its weights in a new model."""
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,9 +24,10 @@ from megatron.checkpoints.read import READ_BY_EVALUATION, read_meta
 from megatron.config import Config
 from megatron.config.schema import Model
 from megatron.errors import UserError
-from megatron.model import GPT, Architecture, position_from_config
+from megatron.model import GPT, Architecture, positions_from_config
 from megatron.parallel.grid import Grid
 from megatron.positions import Position
+from megatron.positions.layers import name_of_layers
 from megatron.positions.outline import Outline
 from megatron.training.faults import shared_file_faults
 from megatron.training.graft import Graft, Learned, graft, is_of_encoding
@@ -66,7 +67,7 @@ class ParentModel:
     @property
     def description(self) -> str:
         """What result rows call it: `rotary step 700`."""
-        return f"{self.config.position.pos_emb} step {self.record['step']}"
+        return f"{name_of_layers(self.config.position)} step {self.record['step']}"
 
 
 def parent_model(config: Config, grid: Grid) -> ParentModel:
@@ -145,19 +146,20 @@ class Heritage:
         for name, weight in model.named_parameters():
             if is_of_encoding(name):
                 self.initial[name] = weight.detach().clone()
-        kinds = kinds_of(model.position)
-        self.graft = self._graft(_with_kinds(shapes, kinds))
+        kinds = [kinds_of(placed.position) for placed in model.placed]
+        self.graft = self._graft(_with_kinds(shapes, kinds), model.position_of_layer)
 
-    def _graft(self, new: dict[str, Learned]) -> Graft:
+    def _graft(self, new: dict[str, Learned], of_layers: Sequence[int]) -> Graft:
         try:
             with safe_open(self.file, framework="pt") as weights:
                 shapes = {name: weights.get_slice(name).get_shape() for name in weights.keys()}  # noqa: SIM118
         except (OSError, SafetensorError) as fault:
             raise Damaged([f"{self.file}: cannot be read ({fault})"]) from None
         with torch.random.fork_rng(devices=[]), Outline():
-            kinds = kinds_of(position_from_config(self.parent.config))
+            positions, of_layers_there = positions_from_config(self.parent.config)
+        kinds = [kinds_of(position) for position in positions]
         try:
-            return graft(_with_kinds(shapes, kinds), new)
+            return graft(_with_kinds(shapes, kinds), new, of_layers_there, of_layers)
         except UserError as fault:
             raise UserError(
                 f"{self.file}: does not hold the model of its config.yml ({fault})"
@@ -207,11 +209,16 @@ def kinds_of(position: Position) -> Kinds:
     return kinds
 
 
-def _with_kinds(shapes: Mapping[str, tuple[int, ...]], kinds: Kinds) -> dict[str, Learned]:
+def _with_kinds(
+    shapes: Mapping[str, tuple[int, ...]], kinds: Sequence[Kinds]
+) -> dict[str, Learned]:
+    """Tensors by name; kinds: those of each encoding of the model."""
     tensors = {}
     for name, shape in shapes.items():
         kind, by_position = "", False
         if is_of_encoding(name):
-            kind, by_position = kinds.get(name.split(".", 2)[2], ("", False))
+            _, index, rest = name.split(".", 2)
+            kinds_of_one = kinds[int(index)] if int(index) < len(kinds) else {}
+            kind, by_position = kinds_of_one.get(rest, ("", False))
         tensors[name] = Learned(tuple(shape), kind, by_position)
     return tensors

@@ -6,7 +6,7 @@ keeps the rows that both have.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from megatron.errors import UserError
@@ -73,16 +73,23 @@ def is_of_encoding(name: str) -> bool:
     return name.startswith(f"{POSITIONS}.")
 
 
-def graft(old: Mapping[str, Learned], new: Mapping[str, Learned]) -> Graft:
+def graft(
+    old: Mapping[str, Learned],
+    new: Mapping[str, Learned],
+    old_layers: Sequence[int],
+    new_layers: Sequence[int],
+) -> Graft:
     """What a model with the tensors `new` takes from one with the tensors `old`.
 
-    An encoding that layers share is copied to every layer. One of each layer is not merged for
-    all of them: it is dropped. UserError where the models differ in more than their encodings.
+    old_layers, new_layers: which of the model's encodings each layer has
+
+    An encoding that layers share is copied to every layer. Those of several layers are not merged
+    into one: they are dropped. UserError where the models differ in more than their encodings.
     """
     _check_same_model(old, new)
     found = Graft()
     for name, tensor in new.items():
-        source = _source(name, old, new)
+        source = _source(name, old_layers, new_layers)
         rows = _rows_taken(old[source], tensor) if source in old else 0
         taken = rows * (tensor.numel // tensor.shape[0])
         if taken:
@@ -121,20 +128,13 @@ def _shape(tensor: Learned | None) -> str:
     return "none" if tensor is None else str(list(tensor.shape))
 
 
-def _source(name: str, old: Mapping[str, Learned], new: Mapping[str, Learned]) -> str:
-    """The parent's tensor that has the same place; "" where no layer's can stand for this one."""
+def _source(name: str, old_layers: Sequence[int], new_layers: Sequence[int]) -> str:
+    """The parent's tensor that has the same place; "" where several have it."""
     if not is_of_encoding(name):
         return name
-    _, _, rest = name.split(".", 2)
-    layers_there, layers_here = _layers(old), _layers(new)
-    if layers_there == 1:
-        return f"{POSITIONS}.0.{rest}"
-    return name if layers_here == layers_there else ""
-
-
-def _layers(tensors: Mapping[str, Learned]) -> int:
-    """How many encodings a model has: one for all layers, or one for each."""
-    return len({name.split(".")[1] for name in tensors if is_of_encoding(name)})
+    _, index, rest = name.split(".", 2)
+    there = {old for old, new in zip(old_layers, new_layers, strict=True) if new == int(index)}
+    return f"{POSITIONS}.{there.pop()}.{rest}" if len(there) == 1 else ""
 
 
 def _rows_taken(old: Learned, new: Learned) -> int:

@@ -23,6 +23,7 @@ from megatron.parallel.grid import Grid
 from megatron.parallel.owned import owned_by_first, shared_faults
 from megatron.parallel.threads import count_parameters, local_processes, use_threads
 from megatron.parallel.watchdog import Watchdog
+from megatron.positions.layers import name_of_layers
 from megatron.training import checkpoint
 from megatron.training.continued import with_schedule
 from megatron.training.deterministic import naming_operations
@@ -211,7 +212,7 @@ class Run:
                 logger.info(str(part))
         whole, position = trainer.parameter_counts()
         logger.info(
-            f"{self.config.position.pos_emb}: {whole:,} parameters,"
+            f"{name_of_layers(self.config.position)}: {whole:,} parameters,"
             f" {position:,} of them in the encoding;"
             f" {self.facts['vocab']} rows of vocabulary; config {self.config.hash}"
         )

@@ -9,6 +9,7 @@ from megatron.config.document import README, help_text, readme
 from megatron.config.keys import all_keys
 from megatron.config.schema import KEYS
 from megatron.positions import options_of
+from megatron.positions.layers import name_of_layers
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 COMPLETE = sorted(CONFIGS.glob("*.yml"))
@@ -33,6 +34,16 @@ def test_every_key_belongs_to_one_section():
     assert len({key.name for key in all_keys()}) == len(names)
 
 
+TURNING = "rotary, rotary, rotary"
+PATTERNS = {
+    "smollm3": [f"{TURNING}, none"],
+    "rnope_swa": [f"{TURNING}, none", 128, 128, 128, None],
+    "swan": [f"none, {TURNING}", None, 128, 128, 128],
+    "gemma3": [f"{TURNING}, rotary, rotary, rotary (base: 1000000)", *[128] * 5, None],
+}
+"""Files in configs/pos_emb with layers that differ: the encodings, then the windows."""
+
+
 @pytest.mark.parametrize("path", COMPLETE, ids=lambda path: path.name)
 def test_every_shipped_file_loads_in_silence(path):
     config = load([path])
@@ -44,7 +55,11 @@ def test_every_shipped_file_loads_in_silence(path):
 def test_every_shipped_part_loads_over_a_model(path):
     config = load([CONFIGS / "125M.yml", path])
     assert config.notes == ()
-    if path.parent.name == "pos_emb":
+    if path.stem in PATTERNS:
+        expected = PATTERNS[path.stem]
+        found = [name_of_layers(config.position), *config.attention.window_layers]
+        assert found == expected
+    elif path.parent.name == "pos_emb":
         assert config.position.pos_emb == path.stem
         assert set(config.position.pos_emb_args) == set(options_of(path.stem)) - {"max_positions"}
     else:
@@ -53,6 +68,8 @@ def test_every_shipped_part_loads_over_a_model(path):
 
 def test_the_files_of_an_encoding_say_its_defaults():
     for path in (path for path in PARTS if path.parent.name == "pos_emb"):
+        if path.stem in PATTERNS:
+            continue  # they name encodings of layers
         if any(option.default is option.empty for option in options_of(path.stem).values()):
             continue  # mep: its file is an example, because there is no default to say
         assert (

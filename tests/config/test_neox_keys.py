@@ -57,7 +57,8 @@ def test_full_attention_is_accepted(value):
 @pytest.mark.parametrize(
     ("words", "line"),
     [
-        ("attention_config=[[[local], 2]]", "attention_config: local is not offered: every layer"),
+        ("attention_config=[[[bigbird], 2]]", "attention_config: bigbird is not offered, only"),
+        ("attention_config=[[[local], 2]]", "attention_config: local needs sliding_window_width"),
         ("attention_config=2", "attention_config: must be like"),
         ("attention_config=[[2]]", "attention_config: must be like"),
         ("sliding_window_width=x", "sliding_window_width: must be a whole number, got 'x'"),
@@ -76,6 +77,25 @@ def test_a_sliding_window_counts_the_token_itself():
     # flash-attention's window_size (w, -1): the query and w tokens before it.
     config = loaded("sliding_window_width=4096")
     assert config.attention.window == 4097
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [
+        ("[[[global, local], 3]]", (None, 65) * 3),
+        ('[[[flash, flash, global], "all"]]', (65, 65, None)),
+        ("[local, global, local]", (65, None, 65)),
+    ],
+)
+def test_kinds_of_attention_are_windows_of_layers(value, expected):
+    config = loaded("num_layers=6", f"attention_config={value}", "sliding_window_width=64")
+    assert (config.attention.window, config.attention.window_layers) == (None, expected)
+
+
+@pytest.mark.parametrize("kind", ["flash", "local"])
+def test_one_kind_of_attention_is_one_window(kind):
+    config = loaded(f'attention_config=[[[{kind}], "all"]]', "sliding_window_width=64")
+    assert (config.attention.window, config.attention.window_layers) == (65, ())
 
 
 @pytest.mark.parametrize(

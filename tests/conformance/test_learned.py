@@ -14,6 +14,7 @@ from megatron.conformance.learned import (
 )
 from megatron.conformance.subject import Subject
 from megatron.positions import Position
+from megatron.positions.layers import Placed
 from tests.support import fill
 
 HEADS = 4
@@ -85,9 +86,9 @@ def test_parts_of_a_sum_or_mixture_are_looked_at():
 
 
 def test_layers_are_numbered_where_each_has_its_own():
-    one = examine_learned([Subject("none").position()])
+    one = examine_learned([Placed(Subject("none").position(), (0, 1))])
     assert {finding.verdict for finding in one} == {NOT_APPLICABLE}
-    two = examine_learned([Subject("bam").position(), Subject("bam").position()])
+    two = examine_learned([Placed(Subject("bam").position(), (layer,)) for layer in range(2)])
     assert [finding.check[:9] for finding in two] == ["Layer 0: "] * 3 + ["Layer 1: "] * 3
 
 

@@ -40,7 +40,7 @@ def opened(folder, **more):
 
 def check_round_trip(folder, model):
     back, config = open_model(folder)
-    assert config.model.num_layers == 2
+    assert config.model.num_layers == len(model.layers)
     state, expected = back.state_dict(), model.state_dict()
     assert state.keys() == expected.keys()
     assert all(torch.equal(state[name], expected[name]) for name in expected)
@@ -76,6 +76,9 @@ def test_every_encoding_is_the_same_model_in_transformers(name, tmp_path):
         ["pos_emb=xpos", "blockwise=true"],
         ["pos_emb=none", "logn_scale=true", "norm=rmsnorm"],
         ["pos_emb=kerple_log", "paper_precision=true"],
+        ["pos_emb_layers=[kerple_log, {rotary: {base: 500}}]", "window_layers=[20, null]"],
+        ["num_layers=3", "pos_emb_layers=[rotary, rotary, none]", "pos_emb_shared=false"],
+        ["pos_emb=alibi", "window_layers=[null, train_length]"],
     ],
 )
 def test_every_key_of_model_and_attention_is_kept(settings, tmp_path):
@@ -98,7 +101,11 @@ STANDARD = {
     "LlamaForCausalLM": [*OF_LLAMA, *NO_BIAS, "num_key_value_heads=2"],
     "MistralForCausalLM": [*OF_LLAMA, *NO_BIAS, "window=23"],
     "Qwen2ForCausalLM": [*OF_LLAMA, "use_bias_in_attn_output=false"],
-    "Qwen3ForCausalLM": [*OF_LLAMA, *NO_BIAS, "qk_norm=true"],
+    "Qwen3ForCausalLM": [*OF_LLAMA, *NO_BIAS, "qk_norm=true", "window_layers=[null, 23]"],
+    "SmolLM3ForCausalLM": [
+        *(*OF_LLAMA, *NO_BIAS, "num_layers=4", "window_layers=[23, 23, null, 23]"),
+        "pos_emb_layers=[{rotary: {base: 500}}, none]",
+    ],
 }
 
 

@@ -189,8 +189,8 @@ REFUSED = {
     ),
     "windows of some layers": (
         "qwen2 window",
-        {"layer_types": ["full_attention", "sliding_attention"]},
-        "sliding_window: 23 acts on 1 of 2 layers",
+        {"layer_types": ["full_attention", "chunked_attention"]},
+        "layer_types: must name sliding_attention or full_attention for each of 2 layers",
     ),
     "scores by layer": (
         "gpt2",

@@ -54,6 +54,25 @@ CASES = {
         "Qwen2",
         {**GROUPED, "use_sliding_window": True, "sliding_window": 23, "max_window_layers": 0},
     ),
+    "qwen2 windows": (
+        "Qwen2",
+        {
+            **GROUPED,
+            **{"num_hidden_layers": 4, "use_sliding_window": True, "sliding_window": 23},
+            "layer_types": ["sliding_attention", "full_attention"] * 2,
+        },
+    ),
+    "smollm3": (
+        "SmolLM3",
+        {**GROUPED, "num_hidden_layers": 8, **rope("default", rope_theta=500.0)},
+    ),
+    "smollm3 windows": (
+        "SmolLM3",
+        {
+            **{**GROUPED, **BIASES, "num_hidden_layers": 3, "no_rope_layers": [1, 0, 1]},
+            **{"use_sliding_window": True, "sliding_window": 23, "tie_word_embeddings": False},
+        },
+    ),
     "qwen3": ("Qwen3", {**GROUPED, "head_dim": 16, "attention_bias": True}),
     "qwen3 one key head": ("Qwen3", {**SIZES, "num_key_value_heads": 1, "head_dim": 24}),
 }

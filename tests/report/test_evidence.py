@@ -84,8 +84,8 @@ def test_a_file_that_the_user_names_gives_its_kernels(sweep):
     file, paths = sweep
     load_file(file)
     found = evidence_of(paths["bump"], [])
-    (position,) = found.positions
-    assert position.distance_bias(5)[0].tolist() == [0.0, -0.25, -0.5, -0.75, -1.0]
+    (placed,) = found.positions
+    assert placed.position.distance_bias(5)[0].tolist() == [0.0, -0.25, -0.5, -0.75, -1.0]
 
 
 def test_a_file_with_another_text_is_not_taken_for_the_checkpoints(sweep, tmp_path):

@@ -1,6 +1,6 @@
 """The types of values in the configuration, and what a section of keys is."""
 
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
@@ -64,6 +64,15 @@ Weights = Annotated[
     tuple[Annotated[Float, Field(gt=0, le=1e9)], ...],
     BeforeValidator(as_list),
     Field(max_length=254),
+]
+
+EncodingsOfLayers = Annotated[
+    tuple[str | dict[str, Any], ...], BeforeValidator(as_list), Field(max_length=1000)
+]
+WindowsOfLayers = Annotated[
+    tuple[Length | Literal["train_length"] | None, ...],
+    BeforeValidator(as_list),
+    Field(max_length=1000),
 ]
 
 # What is known of a field beyond its type; see Key in keys.py for the meanings and defaults.

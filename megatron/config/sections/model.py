@@ -7,11 +7,13 @@ from pydantic import Field
 from megatron.config.sections.fields import (
     INPUT,
     SHAPES,
+    EncodingsOfLayers,
     Float,
     Int,
     Length,
     Positive,
     Section,
+    WindowsOfLayers,
     follows,
 )
 
@@ -93,6 +95,10 @@ class Position(Section):
     """Name of the encoding; configs/pos_emb/ has one file for each."""
     pos_emb_args: dict[str, Any] = Field(default_factory=dict)
     """Options of that encoding, for example `{base: 500000}` for rotary."""
+    pos_emb_layers: EncodingsOfLayers = ()
+    """Encodings of layers that differ, in place of pos_emb: a pattern that is repeated, such as
+    `[rotary, rotary, rotary, none]`. An entry with options is
+    `{rotary: {base: 1000000}}`."""
     pos_emb_shared: bool = True
     """true: all layers share the encoding's learned numbers, as in KERPLE; false: each layer has
     its own, as in DAPE."""
@@ -117,11 +123,15 @@ class Attention(Section):
     window: Length | Literal["train_length"] | None = None
     """A token attends to this many tokens, itself included; train_length: to as many as in training
     (a baseline for evaluation); unset: to all before it."""
+    window_layers: WindowsOfLayers = Field(default=(), json_schema_extra=SHAPES)
+    """Windows of layers that differ, in place of window: a pattern that is repeated, such as
+    `[512, null]`. It counts for the hash."""
     blockwise: bool = False
     """Blockwise causal attention (xPos): a token attends to its own block of seq_length / 2 tokens
     and to the block before."""
     logn_scale: bool = False
-    """Multiply the scores of a query that attends to n tokens by max(1, log n / log seq_length)."""
+    """Multiply the scores of a query that attends to n tokens by max(1, log n / log seq_length);
+    in a layer with a window, n is at most the window."""
     paper_precision: bool = Field(default=False, json_schema_extra={"shapes_result": True})
     """Round positions, distances and biases to bfloat16, and add up a mixture's kernels as
     probabilities, as KERPLE's and MEP's code does (docs/published_files.md). It counts for the

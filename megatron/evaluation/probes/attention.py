@@ -34,7 +34,7 @@ def attention_by_distance(model: GPT, windows: Sequence[np.ndarray]) -> tuple[Te
     UserError for a long window where the encoding needs the whole matrix of scores.
     """
     length = len(windows[0]) - 1
-    if model.position.has("on_scores") and length > LONGEST:
+    if model.looks_at_scores and length > LONGEST:
         raise UserError(
             f"attention of an encoding that looks at content is measured up to length {LONGEST}"
         )

@@ -226,6 +226,7 @@ def of_attention(model: GPT, windows: Sequence[np.ndarray]) -> dict[str, Any]:
         return {"windows": len(windows), "reason": str(refusal)}
     return {
         "windows": len(windows),
+        **({"layers": model.names_of_layers} if model.names_of_layers else {}),
         "edges": edges(length),
         "mean_entropy": round(entropy.mean().item(), 4),
         "entropy": _rounded(entropy),

@@ -10,9 +10,12 @@ class PositionsGPTConfig(PreTrainedConfig):
 
     pos_emb, pos_emb_args: name and options of the encoding
     pos_emb_shared: whether all layers have one encoding; else each layer has its own
+    encodings, encoding_of_layer: where layers differ, each as {name: options}, and its number for
+        each layer; pos_emb is then unset
     train_length: tokens of a training window; encodings may depend on it
     norm: layernorm or rmsnorm; activation: gelu, gelu_new, relu, silu or swiglu
     window: a token attends to so many tokens, itself included; None: to all before it
+    window_layers: the window of each layer, where they differ
     blockwise: it attends to its own block of train_length / 2 tokens and to the block before
     logn_scale: scores of a query with n visible keys times max(1, log n / log train_length)
     paper_precision: positions and biases are rounded as KERPLE's and MEP's code does
@@ -42,10 +45,13 @@ class PositionsGPTConfig(PreTrainedConfig):
     use_bias_in_mlp: bool = True
     hidden_dropout: float = 0.0
     initializer_range: float = 0.02
-    pos_emb: str = "none"
+    pos_emb: str | None = "none"
     pos_emb_args: dict[str, Any] | None = None
     pos_emb_shared: bool = True
+    encodings: list[dict[str, Any]] | None = None
+    encoding_of_layer: list[int] | None = None
     window: int | None = None
+    window_layers: list[int | None] | None = None
     blockwise: bool = False
     logn_scale: bool = False
     paper_precision: bool = False

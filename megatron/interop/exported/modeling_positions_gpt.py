@@ -4,7 +4,7 @@ The files beside this one define the encodings and attention. They need torch al
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import torch
@@ -23,19 +23,28 @@ from megatron.positions.registry import build
 DEPENDS_ON_INDEX = "attention depends on the token's number in the text"
 
 
-def build_position(config: PositionsGPTConfig) -> Position:
-    """The encoding, with first values, in float32 on the CPU.
+def encodings_of(config: PositionsGPTConfig) -> list[dict[str, Any]]:
+    """The encodings of a model as {name: options}: one for all layers, or several."""
+    if config.encodings is not None:
+        return config.encodings
+    count = 1 if config.pos_emb_shared else config.num_hidden_layers
+    return [{str(config.pos_emb): config.pos_emb_args or {}}] * count
+
+
+def build_position(config: PositionsGPTConfig, index: int) -> Position:
+    """One of the encodings, with first values, in float32 on the CPU.
 
     transformers builds models without memory and in the model's dtype. An encoding computes its
     fixed numbers when it is built, and needs both.
     """
+    [(name, options)] = encodings_of(config)[index].items()
     heads, head_dim = config.num_attention_heads, config.head_dim
     shape = Shape(heads, head_dim, config.hidden_size, config.train_length)
     dtype = torch.get_default_dtype()
     torch.set_default_dtype(torch.float32)
     try:
         with torch.device("cpu"):
-            position = build(config.pos_emb, shape, **(config.pos_emb_args or {}))
+            position = build(name, shape, **options)
     finally:
         torch.set_default_dtype(dtype)
     position.use_paper_precision(config.paper_precision)
@@ -173,6 +182,14 @@ class SelfAttention(nn.Module):
         return self.dense(out.transpose(1, 2).reshape(batch, length, -1))
 
 
+def _within(inputs: Inputs, window: int | None, position: Position) -> Inputs:
+    """The inputs of a layer whose queries see at most `window` tokens."""
+    scale = inputs.query_scale
+    if scale is not None and window is not None:
+        scale = scale.minimum(position.log_n_scale(window - 1, 1))
+    return replace(inputs, window=window, query_scale=scale)
+
+
 class MLP(nn.Module):
     """hidden -> width -> activation -> hidden."""
 
@@ -229,8 +246,8 @@ class PositionsGPTForCausalLM(PreTrainedModel, GenerationMixin):
         self.layers = nn.ModuleList([Block(config, layer) for layer in layers])
         self.norm = normalisation(config.hidden_size, config)
         self.final_linear = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
-        positions = 1 if config.pos_emb_shared else config.num_hidden_layers
-        self.positions = nn.ModuleList([build_position(config) for _ in range(positions)])
+        positions = range(len(encodings_of(config)))
+        self.positions = nn.ModuleList([build_position(config, index) for index in positions])
         self.gradient_checkpointing = False
         self.post_init()
 
@@ -301,10 +318,13 @@ class PositionsGPTForCausalLM(PreTrainedModel, GenerationMixin):
         (x,) = text_by_text(embed, (x,), start, of_positions[0])
         x = F.dropout(x, self.config.hidden_dropout, self.training)
         hidden_states = []
+        of_layers, windows = self.config.encoding_of_layer, self.config.window_layers
         for number, block in enumerate(self.layers):
-            own = number % len(positions)
+            own = number % len(positions) if of_layers is None else of_layers[number]
+            window = self.config.window if windows is None else windows[number]
+            inputs = _within(of_positions[own], window, positions[own])
             hidden_states.append(x)
-            x = block(x, positions[own], of_positions[own], past_key_values=cache)
+            x = block(x, positions[own], inputs, past_key_values=cache)
         return [*hidden_states, self.norm(x)]
 
     def _inputs(
@@ -322,7 +342,7 @@ class PositionsGPTForCausalLM(PreTrainedModel, GenerationMixin):
             keys=keys,
             bias=position.distance_bias(keys),
             weight=position.distance_weight(keys),
-            window=config.window,
+            window=None,
             chunk=max(1, config.train_length // 2) if config.blockwise else None,
             query_scale=position.log_n_scale(start, length) if config.logn_scale else None,
             padding=padding,
@@ -343,10 +363,10 @@ class PositionsGPTForCausalLM(PreTrainedModel, GenerationMixin):
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
         """First values; after loading, the fixed numbers of encodings, which no file holds."""
-        for position in self.positions:
+        for index, position in enumerate(self.positions):
             for path, part in position.named_modules():
                 if part is module:
-                    fresh = build_position(self.config).get_submodule(path)
+                    fresh = build_position(self.config, index).get_submodule(path)
                     self._copy_numbers(fresh, module)
                     return
         super()._init_weights(module)

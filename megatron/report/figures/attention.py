@@ -1,5 +1,7 @@
 """Attention of a real text by layer and head, as in figure 2 of MEP (arXiv 2403.17698)."""
 
+from collections.abc import Sequence
+
 import torch
 from matplotlib.colors import LogNorm
 from matplotlib.figure import Figure
@@ -12,8 +14,12 @@ MANY = 6  # layers or heads, from which on they have numbers alone
 LAYOUT = "layers downward, heads to the right; in each map queries downward, keys to the right"
 
 
-def draw_attention(probabilities: Tensor, title: str, text: str = "") -> Figure:
+def draw_attention(
+    probabilities: Tensor, title: str, text: str = "", names: Sequence[str] = ()
+) -> Figure:
     """A map for each layer and head on a logarithmic scale: [layers, heads, length, length].
+
+    names: of the layers' encodings, where they differ
 
     Layers stand downward, heads to the right; in a map queries downward, keys to the right.
     """
@@ -38,6 +44,8 @@ def draw_attention(probabilities: Tensor, title: str, text: str = "") -> Figure:
             places[0, head].set_title(_numbered("head", head, heads), fontsize=8, pad=2)
         for layer in range(layers):
             label = _numbered("layer", layer, layers)
+            if names:
+                label = f"{label}\n{names[layer]}"
             places[layer, 0].set_ylabel(label, fontsize=8, labelpad=2)
         bar = figure.colorbar(
             images[-1], ax=places, pad=0.01, aspect=30, shrink=0.9, label="attention probability"

@@ -19,6 +19,7 @@ from megatron.results.log import training_log
 LAYER = re.compile(r"layer(\d+)\.(.*)")
 COLUMNS = 3
 GRID = "#E8E8E8"
+AVERAGED = " (mean over rows)"
 
 
 class Table(NamedTuple):
@@ -41,6 +42,7 @@ class Trace(NamedTuple):
 def draw_learned(learned: Mapping[str, Tensor], heads: int, title: str) -> Figure:
     """One panel for each learned number: a dot for each head, or a map of rows by head."""
     tables = by_name(learned, heads)
+    layers = layers_by_name(learned)
     with style():
         figure, places = _grid(len(tables), title)
         for axes, (name, table) in zip(places, tables.items(), strict=False):
@@ -50,7 +52,8 @@ def draw_learned(learned: Mapping[str, Tensor], heads: int, title: str) -> Figur
             if rows == 1:
                 _dots(axes, table.values[0], by_head=by_head)
             else:
-                _map(figure, axes, table)
+                numbers = layers[name.removesuffix(AVERAGED)] if table.rows == "layer" else []
+                _map(figure, axes, table, numbers)
             axes.set_xlabel("head" if by_head else "entry")
             axes.xaxis.set_major_locator(MaxNLocator(6, integer=True, min_n_ticks=1))
     return figure
@@ -67,13 +70,17 @@ def _dots(axes: Axes, values: Tensor, *, by_head: bool) -> None:
     axes.spines[["top", "right"]].set_visible(False)
 
 
-def _map(figure: Figure, axes: Axes, table: Table) -> None:
+def _map(figure: Figure, axes: Axes, table: Table, layers: Sequence[int]) -> None:
+    """layers: the number of each row's layer; empty where rows are no layers."""
     image = axes.imshow(
         table.values.numpy(), aspect="auto", cmap="viridis", interpolation="nearest", origin="lower"
     )
     figure.colorbar(image, ax=axes, pad=0.02, label="value")
     axes.set_ylabel(table.rows)
     axes.yaxis.set_major_locator(MaxNLocator(6, integer=True, min_n_ticks=1))
+    numbers = dict(enumerate(layers))
+    if numbers:
+        axes.yaxis.set_major_formatter(lambda row, _: str(numbers.get(round(row), "")))
 
 
 def by_name(learned: Mapping[str, Tensor], heads: int) -> dict[str, Table]:
@@ -86,7 +93,8 @@ def by_name(learned: Mapping[str, Tensor], heads: int) -> dict[str, Table]:
         by_head = value.dim() > 0 and value.shape[-1] == heads
         shape = (-1, heads) if by_head else (1, -1)
         table = value.reshape(shape).float()
-        tables_of.setdefault(_without_layer(key), []).append(table)
+        _, name = _layer_and_name(key)
+        tables_of.setdefault(name, []).append(table)
     found = {}
     for name, tables in tables_of.items():
         first = tables[0]
@@ -94,14 +102,24 @@ def by_name(learned: Mapping[str, Tensor], heads: int) -> dict[str, Table]:
             found[name] = Table(first, "row")
             continue
         means = [table.mean(dim=0) for table in tables]
-        averaged = f"{name} (mean over rows)" if len(first) > 1 else name
+        averaged = f"{name}{AVERAGED}" if len(first) > 1 else name
         found[averaged] = Table(torch.stack(means), "layer")
     return found
 
 
-def _without_layer(key: str) -> str:
+def layers_by_name(learned: Mapping[str, Tensor]) -> dict[str, list[int]]:
+    """The layers that have a learned number, by its name without the layer."""
+    found: dict[str, list[int]] = {}
+    for key in learned:
+        layer, name = _layer_and_name(key)
+        found.setdefault(name, []).append(layer)
+    return found
+
+
+def _layer_and_name(key: str) -> tuple[int, str]:
+    """The layer of a learned number, 0 where all share it, and its name without the layer."""
     match = LAYER.fullmatch(key)
-    return match[2] if match else key
+    return (int(match[1]), match[2]) if match else (0, key)
 
 
 def trajectory(folder: Path, learned: Mapping[str, Tensor]) -> dict[str, Trace]:
@@ -133,7 +151,7 @@ def draw_trajectory(found: Mapping[str, Trace], heads: int, title: str) -> Figur
     """
     layers_of: dict[str, list[Trace]] = {}
     for key, trace in found.items():
-        layers_of.setdefault(_without_layer(key), []).append(trace)
+        layers_of.setdefault(_layer_and_name(key)[1], []).append(trace)
     with style():
         figure, places = _grid(len(layers_of), title)
         panels_of: dict[tuple[str, int], list[Axes]] = {}  # by what their colours number

@@ -115,6 +115,7 @@ def _attention(axes: Axes, rows: Sequence[ProbeRow]) -> None:
         return
     row = max(measured, key=lambda one: one["length"])
     layers, edges = row.get("mass", []), row.get("edges", [])
+    names = [f" ({name})" for name in row.get("layers", [])] or [""] * len(layers)
     palette = colours(len(layers))
     for layer, mass in enumerate(layers):
         further = [sum(mass[start:]) for start in range(len(mass))]
@@ -124,7 +125,7 @@ def _attention(axes: Axes, rows: Sequence[ProbeRow]) -> None:
             color=palette(layer),
             linewidth=1.1,
             marker=".",
-            label=f"layer {layer}",
+            label=f"layer {layer}{names[layer]}",
         )
     distance_axis(axes, row["length"])
     axes.set_ylim(0, 1.02)

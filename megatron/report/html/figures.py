@@ -123,14 +123,14 @@ def kernels(group: Group, evidence: Found) -> dict[str, Figure]:
     one = loaded[0]
     several = len(one.positions) > 1
     figures = {}
-    for layer, position in enumerate(one.positions):
-        shown = panels(position, KERNEL_LENGTH)
+    for placed in one.positions:
+        shown = panels(placed.position, KERNEL_LENGTH)
         if shown:
-            name = f"kernel-layer{layer}" if several else "kernel"
-            title = f"{group.label}, layer {layer}" if several else group.label
+            name = f"kernel-layer{placed.layers[0]}" if several else "kernel"
+            title = f"{group.label}: {placed.label}" if several else group.label
             figures[name] = draw(shown, title)
     if one.learned:
-        heads = one.positions[0].shape.heads
+        heads = one.positions[0].position.shape.heads
         title = f"{group.label}: learned numbers"
         figures["learned"] = draw_learned(one.learned, heads, title)
     return figures

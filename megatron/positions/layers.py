@@ -1,0 +1,130 @@
+"""Which encoding each layer has, where layers differ."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Protocol
+
+from megatron.errors import UserError
+from megatron.positions.base import Position, Shape
+from megatron.positions.registry import (
+    ALIASES,
+    build,
+    encoding_called,
+    named,
+    options_of,
+)
+
+SHOWN = 6  # layers that a label names
+
+
+@dataclass(frozen=True)
+class Entry:
+    """An encoding of some layers: its name and its options."""
+
+    name: str
+    options: dict[str, Any] = field(default_factory=dict)
+
+    def chosen(self) -> dict[str, Any]:
+        """The options that differ from the encoding's own defaults."""
+        known = options_of(self.name)
+        return {
+            name: value
+            for name, value in self.options.items()
+            if name not in known or value != known[name].default
+        }
+
+    def __str__(self) -> str:
+        options = ", ".join(f"{name}: {value}" for name, value in self.options.items())
+        return f"{self.name} ({options})" if options else self.name
+
+
+class Placed(NamedTuple):
+    """An encoding of a model, the layers that have it, and its name where layers differ."""
+
+    position: Position
+    layers: tuple[int, ...]
+    name: str = ""
+
+    @property
+    def label(self) -> str:
+        """`layer 3`, or where layers differ `layers 0, 1, 2 (rotary)`."""
+        shown = ", ".join(map(str, self.layers[:SHOWN]))
+        more = ", …" if len(self.layers) > SHOWN else ""
+        layers = f"layer{'s' if len(self.layers) > 1 else ''} {shown}{more}"
+        return f"{layers} ({self.name})" if self.name else layers
+
+    @property
+    def prefix(self) -> str:
+        """What names of its learned numbers begin with: `layer3.`, or `layer0.rotary.`."""
+        return f"layer{self.layers[0]}." + (f"{self.name}." if self.name else "")
+
+
+class Chosen(Protocol):
+    """The configuration's section `position`."""
+
+    @property
+    def pos_emb(self) -> str: ...
+    @property
+    def pos_emb_args(self) -> dict[str, Any]: ...
+    @property
+    def pos_emb_layers(self) -> tuple[str | dict[str, Any], ...]: ...
+
+
+def entries_of(section: Chosen) -> list[Entry]:
+    """The encodings of the first layers, which repeat over the others; one where none differ.
+
+    UserError for an entry that is no encoding.
+    """
+    if not section.pos_emb_layers:
+        return [Entry(section.pos_emb, dict(section.pos_emb_args))]
+    return [_entry(number, one) for number, one in enumerate(section.pos_emb_layers, 1)]
+
+
+def name_of_layers(section: Chosen) -> str:
+    """What names the encoding of a model: pos_emb, or the pattern as in `rotary, rotary, none`."""
+    if not section.pos_emb_layers:
+        return section.pos_emb
+    return ", ".join(str(entry) for entry in entries_of(section))
+
+
+def build_entry(
+    section: Chosen, entry: Entry, shape: Shape, options: Mapping[str, Any] | None = None
+) -> Position:
+    """The encoding of an entry; UserError for its options, naming the key.
+
+    options: in place of the entry's own
+    """
+    chosen = entry.options if options is None else options
+    try:
+        return build(entry.name, shape, **chosen)
+    except UserError as fault:
+        if not section.pos_emb_layers:
+            raise
+        raise UserError(f"pos_emb_layers: {fault}") from None
+
+
+def check_embeddings(positions: Sequence[Position], names: Sequence[str]) -> None:
+    """UserError where only some layers' encodings act on the embeddings, which all layers share."""
+    if len(set(names)) == 1:
+        return
+    for position, name in zip(positions, names, strict=True):
+        if position.has("on_embeddings"):
+            raise UserError(
+                f"pos_emb_layers: {name} adds positions to the embeddings, which all layers read;"
+                " give all layers this encoding, or leave it out"
+            )
+
+
+def _entry(number: int, given: Any) -> Entry:
+    where = f"pos_emb_layers: entry {number}"
+    found = named(given)
+    if found is None:
+        raise UserError(
+            f"{where}: {given!r} is no encoding; write its name, or {{rotary: {{base: 1000000}}}}"
+        )
+    name, options = found
+    try:
+        encoding_called(name)
+    except UserError as fault:
+        raise UserError(f"{where}: {fault}") from None
+    return Entry(ALIASES.get(name, name), options)
