@@ -68,8 +68,12 @@ def attention(
     _check_window("window", window)
     _check_window("chunk", chunk)
     _check_segments(segments, k)
+    _check_score_bias(score_bias, q, k)
 
-    learned = [x is not None and x.requires_grad for x in (q, k, v, bias, weight)]
+    of_content = ScoreBias.of(score_bias)
+    learned = [
+        x is not None and x.requires_grad for x in (q, k, v, bias, weight, *(score_bias or ()))
+    ]
     needs = Needs(
         q,
         tables=bias is not None or weight is not None,
@@ -77,6 +81,7 @@ def attention(
         index_bias=index_bias is not None,
         content=on_scores is not None,
         content_bias=score_bias is not None,
+        content_rank=1 if of_content is None else of_content.w.shape[3],
         narrow_values=k.shape != v.shape,
         gradient=torch.is_grad_enabled() and any(learned),
     )
@@ -101,13 +106,13 @@ def attention(
         "chunk": chunk,
         "segments": segments,
     }
+    if of_content is not None:
+        options["score_bias"] = of_content
     if self_check and name not in TRUSTED and not torch.compiler.is_compiling():
         check(name, BACKENDS[name], q, k, v, bias, **options)
     options["index_bias"] = index_bias
     if on_scores is not None:
         options["on_scores"] = on_scores
-    if score_bias is not None:
-        options["score_bias"] = ScoreBias.of(score_bias)
     if pairs is not None and name in COUNTING:
         options["pairs"] = pairs
     return BACKENDS[name](q, k, v, bias, **options)
@@ -122,7 +127,7 @@ class Needs:
     masked: a window, chunk or segments mask keys before the query;
     index_bias: a bias depends on indices;
     content: the encoding changes scores by content;
-    content_bias: a bias by content of low rank is added;
+    content_bias: a bias by content of low rank is added; content_rank: that rank, if known;
     narrow_values: values have fewer features than queries and keys;
     gradient: one is wanted
     """
@@ -133,6 +138,7 @@ class Needs:
     index_bias: bool = False
     content: bool = False
     content_bias: bool = False
+    content_rank: int = 1
     narrow_values: bool = False
     gradient: bool = False
 
@@ -188,6 +194,8 @@ def _best(needs: Needs) -> Choice:
         reasons.append("distance table")
     if needs.masked:
         reasons.append("window, chunks or documents")
+    if needs.content_bias:
+        reasons.append("bias by content")
     if not reasons:
         return Choice("sdpa", "plain causal on CUDA")
     reason = " and ".join(reasons) + " on CUDA"
@@ -205,7 +213,7 @@ def refusal(backend: str, needs: Needs) -> str | None:
         return None
     if needs.content:
         return "the encoding looks at content"
-    if needs.content_bias and backend != "sdpa":
+    if needs.content_bias and backend == "flex":
         return "a bias depends on content"
     if needs.narrow_values and backend != "sdpa":
         return "queries and keys are wider than values"
@@ -219,7 +227,8 @@ def _refusal_of_flex(needs: Needs) -> str | None:
 
 
 def _refusal_of_triton(needs: Needs) -> str | None:
-    return triton_refusal(needs.q, index_bias=needs.index_bias)
+    rank = needs.content_rank if needs.content_bias else 0
+    return triton_refusal(needs.q, index_bias=needs.index_bias, content_rank=rank)
 
 
 BACKENDS: dict[str, Callable[..., Tensor]] = {
@@ -273,6 +282,24 @@ def _check_table(name: str, table: Tensor | None, k: Tensor) -> None:
 def _check_window(name: str, window: int | None) -> None:
     if window is not None and window < 1:
         raise UserError(f"{name}: {window} must be at least 1, or left out")
+
+
+def _check_score_bias(
+    score_bias: tuple[Tensor | None, Tensor] | None, q: Tensor, k: Tensor
+) -> None:
+    if score_bias is None:
+        return
+    u, w = score_bias
+    rank = w.shape[3:]
+    expected_u = None if u is None else (*q.shape[:3], *rank)
+    fits = w.shape == (*k.shape[:3], *rank) and len(rank) <= 1
+    if fits and (u is None or u.shape == expected_u):
+        return
+    shown = "none" if u is None else list(u.shape)
+    raise ValueError(
+        f"attention: score_bias u {shown} and w {list(w.shape)} must be {list(q.shape[:3])} and"
+        f" {list(k.shape[:3])}, with the same last dimension where the rank is above one"
+    )
 
 
 def _check_segments(segments: Tensor | None, k: Tensor) -> None:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from megatron.attention.content import ScoreBias
 from megatron.attention.eager import eager
 from megatron.errors import UserError
 
@@ -17,7 +18,7 @@ SMALL = 0.03
 
 Where the true gradient is zero, rounding leaves up to 3e-6 in float32.
 """
-OPTIONS = ("bias", "weight", "window", "chunk", "segments")
+OPTIONS = ("bias", "weight", "window", "chunk", "segments", "u", "w")
 # Relative to the definition in float64. Rounding errors stay below a quarter of these; a wrong
 # mask or distance is far above.
 TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3, torch.float16: 1e-2, torch.bfloat16: 4e-2}
@@ -27,7 +28,8 @@ TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3, torch.float16: 1e-2, torc
 class Kind:
     """What may change the compiled program, with small sizes in place of the true ones.
 
-    gradients: whether those of q, k and v together, of bias and of weight are wanted
+    gradients: whether those of q, k and v together, of bias, of weight, and of u and w together are
+    wanted; u: a bias by content has one; w: the dtype of its other factor, None without such a bias
     """
 
     device: torch.device
@@ -37,12 +39,14 @@ class Kind:
     queries: int
     keys: int
     head_dim: int
-    gradients: tuple[bool, bool, bool]
+    gradients: tuple[bool, bool, bool, bool]
     bias: bool
     weight: bool
     window: int | None
     chunk: int | None
     segments: bool
+    u: bool
+    w: torch.dtype | None
 
     def __str__(self) -> str:
         options = [option for option in OPTIONS if getattr(self, option)]
@@ -68,12 +72,13 @@ def check(
     window: int | None,
     chunk: int | None,
     segments: Tensor | None,
+    score_bias: ScoreBias | None = None,
 ) -> None:
     """Compare a backend with the definition at its first use for inputs of this kind.
 
     UserError if it is wrong or fails. Later uses cost nothing.
     """
-    kind = _kind_of(q, k, v, bias, weight, window, chunk, segments)
+    kind = _kind_of(q, k, v, bias, weight, window, chunk, segments, score_bias)
     if (backend, kind) in _passed:
         return
     # A fresh thread has none of the caller's state: autocast, inference mode, checkpointing hooks.
@@ -91,7 +96,9 @@ def _kind_of(
     window: int | None,
     chunk: int | None,
     segments: Tensor | None,
+    score_bias: ScoreBias | None,
 ) -> Kind:
+    u, w = (None, None) if score_bias is None else (score_bias.u, score_bias.w)
     keys = _small_size(k.shape[2], 200)  # no multiple of a kernel's blocks
     queries = keys
     if q.shape[2] != k.shape[2]:
@@ -104,12 +111,14 @@ def _kind_of(
         queries=queries,
         keys=keys,
         head_dim=q.shape[3],
-        gradients=(_learns(q, k, v), _learns(bias), _learns(weight)),
+        gradients=(_learns(q, k, v), _learns(bias), _learns(weight), _learns(u, w)),
         bias=bias is not None,
         weight=weight is not None,
         window=None if window is None else _small_size(window, 60),
         chunk=None if chunk is None else _small_size(chunk, 50),
         segments=segments is not None,
+        u=u is not None,
+        w=None if w is None else w.dtype,
     )
 
 
@@ -174,9 +183,10 @@ def _results(backend: Callable[..., Tensor], kind: Kind, dtype: torch.dtype) -> 
     """Output and the gradients that are wanted, computed from the same numbers in every dtype."""
     draw = torch.Generator().manual_seed(0)  # the global generators stay as they are
     inputs = _inputs(kind, draw)
-    qkv_learn, bias_learns, weight_learns = kind.gradients
+    qkv_learn, bias_learns, weight_learns, content_learns = kind.gradients
     learns = {"q": qkv_learn, "k": qkv_learn, "v": qkv_learn}
     learns |= {"bias": bias_learns, "weight": weight_learns}
+    learns |= {"u": content_learns, "w": content_learns}
     exact_dtype = dtype if dtype == torch.float64 else None
     leaves = {}
     for name, value in inputs.items():
@@ -185,6 +195,9 @@ def _results(backend: Callable[..., Tensor], kind: Kind, dtype: torch.dtype) -> 
     segments = None
     if kind.segments:
         segments = (torch.arange(kind.keys, device=kind.device) // 90).expand(kind.batch, -1)
+    content: dict[str, ScoreBias | None] = {}
+    if kind.w is not None:
+        content["score_bias"] = ScoreBias.of((leaves.get("u"), leaves["w"]))
     out = backend(
         leaves["q"],
         leaves["k"],
@@ -195,6 +208,7 @@ def _results(backend: Callable[..., Tensor], kind: Kind, dtype: torch.dtype) -> 
         chunk=kind.chunk,
         segments=segments,
         index_bias=None,
+        **content,
     )
 
     results = {"output": out.detach()}
@@ -216,4 +230,9 @@ def _inputs(kind: Kind, draw: torch.Generator) -> dict[str, Tensor]:
     for name, exists in {"bias": kind.bias, "weight": kind.weight}.items():
         if exists:
             inputs[name] = torch.randn(kind.heads, kind.keys, generator=draw)
+    if kind.u:
+        inputs["u"] = torch.randn(kind.batch, kind.heads, kind.queries, generator=draw)
+    if kind.w is not None:
+        steps = torch.randn(kind.batch, kind.heads, kind.keys, generator=draw).to(kind.w)
+        inputs["w"] = 0.3 * steps.cumsum(2)
     return inputs

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from megatron.attention.content import ScoreBias
 from megatron.attention.triton_ops import attention_op
 from megatron.attention.triton_passes import (
     Tables,
@@ -19,6 +20,7 @@ from megatron.attention.triton_passes import (
     backward_pass,
     forward_pass,
     padded_tables,
+    two_floats,
 )
 
 LARGEST_HEAD = 128
@@ -37,9 +39,11 @@ def triton_attention(
     chunk: int | None,
     segments: Tensor | None,
     index_bias: Callable[[Tensor, Tensor], Tensor] | None,
+    score_bias: ScoreBias | None = None,
 ) -> Tensor:
     """See megatron.attention.attention; ValueError with the reason where `refusal` gives one."""
-    reason = refusal(q, index_bias=index_bias is not None)
+    rank = 0 if score_bias is None else score_bias.w.shape[3]
+    reason = refusal(q, index_bias=index_bias is not None, content_rank=rank)
     if reason is not None:
         raise ValueError(f"attention_backend: triton cannot compute this: {reason}")
     keys = k.shape[2]
@@ -47,12 +51,16 @@ def triton_attention(
     chunk = min(chunk or keys, keys)
     if segments is not None:
         segments = segments.to(torch.int32).contiguous()
+    u = w = None
+    if score_bias is not None:
+        u = None if score_bias.u is None else score_bias.u[..., 0]
+        w = score_bias.w[..., 0]
     if torch.compiler.is_compiling():
-        return attention_op(q, k, v, bias, weight, segments, window, chunk)[0]
-    return _Attention.apply(q, k, v, bias, weight, segments, window, chunk)  # pyright: ignore[reportReturnType]
+        return attention_op(q, k, v, bias, weight, segments, window, chunk, u, w)[0]
+    return _Attention.apply(q, k, v, bias, weight, segments, window, chunk, u, w)  # pyright: ignore[reportReturnType]
 
 
-def refusal(q: Tensor, *, index_bias: bool = False) -> str | None:
+def refusal(q: Tensor, *, index_bias: bool = False, content_rank: int = 0) -> str | None:
     """Why these inputs are not for Triton, in one sentence, or None."""
     if importlib.util.find_spec("triton") is None:
         return "the package triton is not installed"
@@ -67,6 +75,8 @@ def refusal(q: Tensor, *, index_bias: bool = False) -> str | None:
         return f"batch {q.shape[0]} times heads {q.shape[1]} is more than {MOST_PROGRAMS}"
     if index_bias:
         return "it reads biases from a table by distance, not by indices"
+    if content_rank > 1:
+        return f"it knows biases by content of rank one, not {content_rank}"
     return None
 
 
@@ -82,22 +92,28 @@ class _Attention(torch.autograd.Function):
         segments: Tensor | None,
         window: int,
         chunk: int,
+        u: Tensor | None,
+        w: Tensor | None,
     ) -> Tensor:
         tables = padded_tables(k, bias, weight, window)
-        out, lse = forward_pass(q, k, v, tables, segments, window, chunk)
-        ctx.save_for_backward(q, k, v, bias, weight, segments, *tables, out, lse)
+        content = None if w is None else two_floats(u, w)
+        out, lse = forward_pass(q, k, v, tables, segments, window, chunk, content)
+        ctx.save_for_backward(q, k, v, bias, weight, segments, u, w, *tables, out, lse)
         ctx.window, ctx.chunk = window, chunk
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, bias, weight, segments, *tables, out, lse = ctx.saved_tensors
+        q, k, v, bias, weight, segments, u, w, *tables, out, lse = ctx.saved_tensors
+        content = None if w is None else two_floats(u, w)
         wants_dbias, wants_dweight = ctx.needs_input_grad[3:5]
-        dq, dk, dv, dbias, dweight = backward_pass(
-            *(dout, q, k, v, Tables(*tables), segments, out, lse, ctx.window, ctx.chunk),
+        dq, dk, dv, dbias, dweight, du, dw = backward_pass(
+            *(dout, q, k, v, Tables(*tables), segments, out, lse, ctx.window, ctx.chunk, content),
             wants_tables=wants_dbias or wants_dweight,
         )
         dbias = as_table(dbias, bias) if wants_dbias else None
         dweight = as_table(dweight, weight) if wants_dweight else None
-        return dq, dk, dv, dbias, dweight, None, None, None
+        du = None if du is None or u is None else du.to(u.dtype)
+        dw = None if dw is None or w is None else dw.to(w.dtype)
+        return dq, dk, dv, dbias, dweight, None, None, None, du, dw

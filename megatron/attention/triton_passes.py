@@ -39,6 +39,46 @@ class Tables(NamedTuple):
     weight: Tensor | None
 
 
+class Gradients(NamedTuple):
+    """Of all inputs: those of tables [heads, keys] float32, of u and w in float32 as they are.
+
+    None where there is no such input, or where those of the tables are not wanted.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    bias: Tensor | None
+    weight: Tensor | None
+    u: Tensor | None
+    w: Tensor | None
+
+
+class Content(NamedTuple):
+    """A bias by content u·w of rank one, contiguous float32.
+
+    u [batch, heads, queries] or None for ones; w [batch, heads, keys], and what w's float64 has
+    beyond it, or None where it has nothing.
+    """
+
+    u: Tensor | None
+    w: Tensor
+    w_low: Tensor | None
+
+
+def two_floats(u: Tensor | None, w: Tensor) -> Content:
+    """u and w as the programs read them.
+
+    A float64 w becomes two float32 numbers, which hold 48 of its 53 digits.
+    """
+    u = None if u is None else u.float().contiguous()
+    high = w.float().contiguous()
+    if w.dtype != torch.float64:
+        return Content(u, high, None)
+    low = (w - high.double()).float().contiguous()
+    return Content(u, high, low)
+
+
 def forward_pass(
     q: Tensor,
     k: Tensor,
@@ -47,6 +87,7 @@ def forward_pass(
     segments: Tensor | None,
     window: int,
     chunk: int,
+    content: Content | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Output in q's shape, and lse [batch, heads, queries] float32, which `forward` describes."""
     from megatron.attention.triton_programs import forward
@@ -55,14 +96,14 @@ def forward_pass(
     batch, heads, queries, _ = q.shape
     out = empty_by_length(q)
     lse = q.new_empty(q.shape[:3], dtype=torch.float32)
-    flags = _flags(q, k, tables.weight, chunk, segments)
+    flags = _flags(q, k, tables.weight, chunk, segments, content)
     tiles = tiles_for("forward", q, flags)
     bounds = _first_keys(segments, queries, tiles)
     grid = (_blocks(queries, tiles.queries), batch * heads)
     with torch.cuda.device_of(q):
         forward[grid](
             *(q, k, v, *_pointers(tables)),
-            *(_pointer(segments, lse), _pointer(bounds, lse)),
+            *(_pointer(segments, lse), *_of_content(content, lse), _pointer(bounds, lse)),
             *(out, lse),
             *_strides(q, k, v),
             *_sizes(q, k, tables.bias, window, chunk),
@@ -83,10 +124,11 @@ def backward_pass(
     lse: Tensor,
     window: int,
     chunk: int,
+    content: Content | None = None,
     *,
     wants_tables: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
-    """dq, dk and dv; where they are wanted dbias and dweight, [heads, keys] float32."""
+) -> Gradients:
+    """The gradients of all inputs from that of the output."""
     from megatron.attention.triton_programs import key_gradients
 
     dout, q, k, v = aligned(dout), aligned(q), aligned(k), aligned(v)
@@ -94,10 +136,14 @@ def backward_pass(
     keys = k.shape[2]
     dq, dk, dv = empty_by_length(q), empty_by_length(k), empty_by_length(v)
     delta = torch.empty_like(lse)
-    inputs = (q, k, v, *_pointers(tables), _pointer(segments, lse))
+    du = dw = None
+    if content is not None:
+        du = None if content.u is None else torch.empty_like(content.u)
+        dw = torch.empty_like(content.w)
+    inputs = (q, k, v, *_pointers(tables), _pointer(segments, lse), *_of_content(content, lse))
     strides = _strides(q, k, v, dout)
     sizes = _sizes(q, k, tables.bias, window, chunk)
-    flags = _flags(q, k, tables.weight, chunk, segments)
+    flags = _flags(q, k, tables.weight, chunk, segments, content)
     with torch.cuda.device_of(q):
         name = "query_and_table_gradients" if wants_tables else "query_gradient"
         wanted_tables = 0
@@ -106,7 +152,7 @@ def backward_pass(
         tiles = tiles_for(name, q, flags)
         bounds = _pointer(_first_keys(segments, queries, tiles), lse)
         table_gradients = _query_gradient(
-            *(*inputs, bounds, out, lse, dout, delta, dq),
+            *(*inputs, bounds, out, lse, dout, delta, dq, _pointer(du, lse)),
             numbers=(*strides, *sizes),
             distances=min(keys, window, 2 * chunk),
             tables=wanted_tables,
@@ -116,19 +162,19 @@ def backward_pass(
         tiles = tiles_for("key_gradients", q, flags)
         bounds = _pointer(_last_queries(segments, queries, tiles), lse)
         key_gradients[(_blocks(keys, tiles.keys), batch * heads)](
-            *(*inputs, bounds, lse, dout, delta, dk, dv),
+            *(*inputs, bounds, lse, dout, delta, dk, dv, _pointer(dw, lse)),
             *strides,
             *sizes,
             **flags,
             **_launch(tiles),
         )
     if not wants_tables:
-        return dq, dk, dv, None, None
+        return Gradients(dq, dk, dv, None, None, du, dw)
     masked = keys - table_gradients.shape[2]  # distances beyond the window or two chunks
     padded = F.pad(table_gradients, (0, masked))
     dbias = padded[0]
     dweight = padded[1] if tables.weight is not None else None
-    return dq, dk, dv, dbias, dweight
+    return Gradients(dq, dk, dv, dbias, dweight, du, dw)
 
 
 def as_table(gradient: Tensor | None, table: Tensor) -> Tensor:
@@ -195,6 +241,13 @@ def padded_tables(k: Tensor, bias: Tensor | None, weight: Tensor | None, window:
 def _pointers(tables: Tables) -> tuple[Tensor, Tensor]:
     """Both tables; an absent weight is not read."""
     return tables.bias, _pointer(tables.weight, tables.bias)
+
+
+def _of_content(content: Content | None, other: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """u, w and w_low, or another tensor where the programs do not read one."""
+    if content is None:
+        return other, other, other
+    return _pointer(content.u, other), content.w, _pointer(content.w_low, other)
 
 
 def _first_keys(segments: Tensor | None, queries: int, tiles: Tiles) -> Tensor | None:
@@ -283,8 +336,16 @@ def _sizes(q: Tensor, k: Tensor, table: Tensor, window: int, chunk: int) -> tupl
 
 
 def _flags(
-    q: Tensor, k: Tensor, weight: Tensor | None, chunk: int, segments: Tensor | None
+    q: Tensor,
+    k: Tensor,
+    weight: Tensor | None,
+    chunk: int,
+    segments: Tensor | None,
+    content: Content | None,
 ) -> dict[str, Any]:
+    numbers_of_w = 0
+    if content is not None:
+        numbers_of_w = 1 if content.w_low is None else 2
     return {
         "HEAD_DIM": q.shape[3],
         "COLUMNS": columns(q.shape[3]),
@@ -293,6 +354,8 @@ def _flags(
         "SEGMENTS": segments is not None,
         "DIRECT": reads_directly(q.device),
         "PRECISION": float32_products(q.dtype),
+        "CONTENT": numbers_of_w,
+        "ONES": content is not None and content.u is None,
     }
 
 

@@ -12,6 +12,9 @@ the queries. `bounds` says for every block where the keys or queries of its docu
 Outputs are laid out as [batch, length, heads, head_dim], statistics of rows (lse, delta) as
 [batch, heads, queries]. The flags WEIGHT, CHUNK and SEGMENTS say which pointers are read, DIRECT
 how tables are (see `_read`), TABLES whether gradients of tables are wanted.
+
+A bias by content is u [batch, heads, queries] times w [batch, heads, keys]. CONTENT says how many
+float32 numbers hold a w: none, w alone, or w and the rest w_low of a float64. ONES: no u is read.
 """
 
 # The language of the programs only looks like Python.
@@ -23,6 +26,7 @@ import triton.language as tl
 
 PAD = 512  # twice the sum of both tile sizes: a load one tile ahead is in bounds too
 LOG_2 = tl.constexpr(0.6931471805599453)  # scores without the log2 e that `scale` includes
+LOG2_E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
@@ -83,6 +87,40 @@ def _scores(
 
 
 @triton.jit
+def _read_u(u, row, valid, CONTENT: tl.constexpr, ONES: tl.constexpr):
+    """u of some queries, or ones; what no program uses where there is no bias by content."""
+    numbers = tl.full(row.shape, 1.0, tl.float32)
+    if CONTENT > 0 and not ONES:
+        numbers = tl.load(u + row, mask=valid, other=0.0)
+    return numbers
+
+
+@triton.jit
+def _read_w(w, w_low, key, valid, CONTENT: tl.constexpr):
+    """w of some keys as two float32 numbers, of which one that is not stored is 0."""
+    high = tl.zeros(key.shape, tl.float32)
+    low = tl.zeros(key.shape, tl.float32)
+    if CONTENT > 0:
+        high = tl.load(w + key, mask=valid, other=0.0)
+    if CONTENT > 1:
+        low = tl.load(w_low + key, mask=valid, other=0.0)
+    return high, low
+
+
+@triton.jit
+def _nearer(high, low, own_high, own_low, CONTENT: tl.constexpr):
+    """w of keys less w of the queries' own keys, without the digits that both have.
+
+    The softmax ignores what is the same for all keys of a query. So every program subtracts the
+    same number whatever its tiles, and lse means the same in all.
+    """
+    difference = high - own_high
+    if CONTENT > 1:
+        difference += low - own_low
+    return difference
+
+
+@triton.jit
 def _visible_keys(
     block, batch, bounds, before, keys, window, chunk,
     BLOCK_Q: tl.constexpr, SEGMENTS: tl.constexpr,
@@ -101,12 +139,12 @@ def _visible_keys(
 
 @triton.jit
 def forward(
-    q, k, v, bias, weight, segments, bounds, out, lse,
+    q, k, v, bias, weight, segments, u, w, w_low, bounds, out, lse,
     q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row,
     table_row, heads, queries, keys, window, chunk, scale,
     HEAD_DIM: tl.constexpr, COLUMNS: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
     WEIGHT: tl.constexpr, CHUNK: tl.constexpr, SEGMENTS: tl.constexpr, DIRECT: tl.constexpr,
-    PRECISION: tl.constexpr,
+    PRECISION: tl.constexpr, CONTENT: tl.constexpr, ONES: tl.constexpr,
 ):  # fmt: skip
     """One block of queries: out, and lse, the log2 of each row's sum of exponentials in base 2."""
     block = tl.num_programs(0) - 1 - tl.program_id(0)  # the longest first
@@ -122,6 +160,9 @@ def forward(
     bias += head * table_row
     weight += head * table_row
     segments += batch * keys
+    u += (batch * heads + head) * queries
+    w += (batch * heads + head) * keys
+    w_low += (batch * heads + head) * keys
     query_segment = position
     if SEGMENTS:
         query_segment = tl.load(segments + position, mask=valid, other=0)
@@ -130,6 +171,8 @@ def forward(
     highest = tl.full([BLOCK_Q], -3.0e38, tl.float32)
     total = tl.zeros([BLOCK_Q], tl.float32)
     result = tl.zeros([BLOCK_Q, COLUMNS], tl.float32)
+    row_u = _read_u(u, row, valid, CONTENT, ONES)
+    own_w, own_low = _read_w(w, w_low, position, valid, CONTENT)
     first, end = _visible_keys(
         block, batch, bounds, keys - queries, keys, window, chunk, BLOCK_Q, SEGMENTS
     )
@@ -147,6 +190,12 @@ def forward(
             query_segment[:, None], key_segment[None, :], bias + tile_distance,
             weight + tile_distance, chunk, WEIGHT, CHUNK, SEGMENTS, DIRECT,
         )  # fmt: skip
+        if CONTENT > 0:
+            key_w, key_low = _read_w(w, w_low, key, key < keys, CONTENT)
+            near = _nearer(
+                key_w[None, :], key_low[None, :], own_w[:, None], own_low[:, None], CONTENT
+            )
+            scores += row_u[:, None] * LOG2_E * near
         higher = tl.maximum(highest, tl.max(scores, 1))
         probabilities = tl.exp2(scores - higher[:, None])  # not yet divided by their sum
         decay = tl.exp2(highest - higher)
@@ -188,15 +237,16 @@ def _store_distances(sums, first, values):
 
 @triton.jit(do_not_specialize=["first_pair"])
 def query_gradient(
-    q, k, v, bias, weight, segments, bounds, out, lse, dout, delta, dq, dbias, dweight,
+    q, k, v, bias, weight, segments, u, w, w_low, bounds, out, lse, dout, delta, dq, du, dbias,
+    dweight,
     q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row,
     dout_batch, dout_head, dout_row,
     table_row, heads, queries, keys, window, chunk, scale, first_pair, distances,
     HEAD_DIM: tl.constexpr, COLUMNS: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
     WEIGHT: tl.constexpr, CHUNK: tl.constexpr, SEGMENTS: tl.constexpr, DIRECT: tl.constexpr,
-    PRECISION: tl.constexpr, TABLES: tl.constexpr,
+    PRECISION: tl.constexpr, TABLES: tl.constexpr, CONTENT: tl.constexpr, ONES: tl.constexpr,
 ):  # fmt: skip
-    """One block of queries: dq, and delta, the row sums of out · dout that other programs need.
+    """One block of queries: dq, du, and delta, the row sums of out · dout that other programs need.
 
     The launch's first pair of batch and head is `first_pair`. With TABLES, the block's own sums for
     the tables go to dbias and dweight [pairs of the launch, blocks, distances], zero before. Each
@@ -215,6 +265,9 @@ def query_gradient(
     bias += head * table_row
     weight += head * table_row
     segments += batch * keys
+    u += (batch * heads + head) * queries
+    w += (batch * heads + head) * keys
+    w_low += (batch * heads + head) * keys
     query_segment = position
     if SEGMENTS:
         query_segment = tl.load(segments + position, mask=valid, other=0)
@@ -229,12 +282,15 @@ def query_gradient(
     # inf beyond the last query: its probabilities are 0.
     row_lse = tl.load(lse + statistics, mask=valid, other=float("inf"))
     dq_tile = tl.zeros([BLOCK_Q, COLUMNS], tl.float32)
+    row_du = tl.zeros([BLOCK_Q], tl.float32)
     sums = (tl.program_id(1) * tl.num_programs(0) + block).to(tl.int64) * distances
     dbias += sums
     dweight += sums
     dbias_far = tl.zeros([BLOCK_K], tl.float32)
     dweight_far = tl.zeros([BLOCK_K], tl.float32)
     tile_distance = 0
+    row_u = _read_u(u, row, valid, CONTENT, ONES)
+    own_w, own_low = _read_w(w, w_low, position, valid, CONTENT)
     first, end = _visible_keys(
         block, batch, bounds, keys - queries, keys, window, chunk, BLOCK_Q, SEGMENTS
     )
@@ -253,9 +309,18 @@ def query_gradient(
             query_segment[:, None], key_segment[None, :], bias + tile_distance,
             weight + tile_distance, chunk, WEIGHT, CHUNK, SEGMENTS, DIRECT,
         )  # fmt: skip
+        near = scores
+        if CONTENT > 0:
+            key_w, key_low = _read_w(w, w_low, key, key < keys, CONTENT)
+            near = _nearer(
+                key_w[None, :], key_low[None, :], own_w[:, None], own_low[:, None], CONTENT
+            )
+            scores += row_u[:, None] * LOG2_E * near
         probabilities = tl.exp2(scores - row_lse[:, None])
         dprobabilities = tl.dot(dout_tile, tl.trans(v_tile), input_precision=PRECISION)
         dscores = probabilities * (dprobabilities - row_delta[:, None])
+        if CONTENT > 0 and not ONES:
+            row_du += tl.sum(dscores * near, 1)
         if TABLES:
             dbias_far = _add_diagonals(dbias + tile_distance, tile_distance, dscores, dbias_far)
             if WEIGHT:
@@ -272,21 +337,23 @@ def query_gradient(
             _store_distances(
                 dweight + tile_distance - BLOCK_K, tile_distance - BLOCK_K, dweight_far
             )
+    if CONTENT > 0 and not ONES:
+        tl.store(du + statistics, row_du, mask=valid)
     dq_tile = dq_tile * (scale * LOG_2)
     _store(dq + written, heads * HEAD_DIM, row, valid, column, dq_tile, HEAD_DIM)
 
 
 @triton.jit
 def key_gradients(
-    q, k, v, bias, weight, segments, bounds, lse, dout, delta, dk, dv,
+    q, k, v, bias, weight, segments, u, w, w_low, bounds, lse, dout, delta, dk, dv, dw,
     q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row,
     dout_batch, dout_head, dout_row,
     table_row, heads, queries, keys, window, chunk, scale,
     HEAD_DIM: tl.constexpr, COLUMNS: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
     WEIGHT: tl.constexpr, CHUNK: tl.constexpr, SEGMENTS: tl.constexpr, DIRECT: tl.constexpr,
-    PRECISION: tl.constexpr,
+    PRECISION: tl.constexpr, CONTENT: tl.constexpr, ONES: tl.constexpr,
 ):  # fmt: skip
-    """One block of keys: dk and dv; tiles are [BLOCK_K, BLOCK_Q], the left side of tl.dot."""
+    """One block of keys: dk, dv and dw; tiles are [BLOCK_K, BLOCK_Q], the left side of tl.dot."""
     block = tl.program_id(0)  # the longest first
     batch = (tl.program_id(1) // heads).to(tl.int64)
     head = (tl.program_id(1) % heads).to(tl.int64)
@@ -299,6 +366,9 @@ def key_gradients(
     bias += head * table_row
     weight += head * table_row
     segments += batch * keys
+    u += (batch * heads + head) * queries
+    w += (batch * heads + head) * keys
+    w_low += (batch * heads + head) * keys
     lse += (batch * heads + head) * queries
     delta += (batch * heads + head) * queries
     key_segment = key
@@ -308,6 +378,8 @@ def key_gradients(
     v_tile = _load(v + batch * v_batch + head * v_head, v_row, key, valid, column, HEAD_DIM)
     dk_tile = tl.zeros([BLOCK_K, COLUMNS], tl.float32)
     dv_tile = tl.zeros([BLOCK_K, COLUMNS], tl.float32)
+    key_w, key_low = _read_w(w, w_low, key, valid, CONTENT)
+    key_dw = tl.zeros([BLOCK_K], tl.float32)
     last = block * BLOCK_K + BLOCK_K - 1
     end_of_window = last + window
     end_of_chunk = (last // chunk + 2) * chunk
@@ -333,15 +405,26 @@ def key_gradients(
             query_segment[None, :], key_segment[:, None], bias + tile_distance,
             weight + tile_distance, chunk, WEIGHT, CHUNK, SEGMENTS, DIRECT,
         )  # fmt: skip
+        row_u = _read_u(u, row, inside, CONTENT, ONES)
+        if CONTENT > 0:
+            own_w, own_low = _read_w(w, w_low, position, inside, CONTENT)
+            near = _nearer(
+                key_w[:, None], key_low[:, None], own_w[None, :], own_low[None, :], CONTENT
+            )
+            scores += row_u[None, :] * LOG2_E * near
         probabilities = tl.exp2(scores - row_lse[None, :])
         rounded = probabilities.to(dout_tile.dtype)
         dv_tile = tl.dot(rounded, dout_tile, dv_tile, input_precision=PRECISION)
         dprobabilities = tl.dot(v_tile, tl.trans(dout_tile), input_precision=PRECISION)
         dscores = probabilities * (dprobabilities - row_delta[None, :])
+        if CONTENT > 0:
+            key_dw += tl.sum(dscores * row_u[None, :], 1)
         if WEIGHT:
             dscores = dscores * factor
         dk_tile = tl.dot(dscores.to(q_tile.dtype), q_tile, dk_tile, input_precision=PRECISION)
     written = (batch * keys * heads + head) * HEAD_DIM
+    if CONTENT > 0:
+        tl.store(dw + (batch * heads + head) * keys + key, key_dw, mask=valid)
     dk_tile = dk_tile * (scale * LOG_2)
     _store(dk + written, heads * HEAD_DIM, key, valid, column, dk_tile, HEAD_DIM)
     _store(dv + written, heads * HEAD_DIM, key, valid, column, dv_tile, HEAD_DIM)

@@ -33,8 +33,8 @@ class Tiles(NamedTuple):
 class Sizes(NamedTuple):
     """Tiles of a program by what else needs registers.
 
-    bias: nothing, beside a bias; masked: chunks or documents; weighted: a weight, with or without
-    chunks and documents
+    bias: nothing, beside a bias; masked: chunks or documents; weighted: a weight or a bias by
+    content, with or without chunks and documents
     """
 
     bias: Tiles
@@ -112,7 +112,7 @@ def tiles_of(
 ) -> Tiles:
     """The tiles of a program for elements of that many bytes on a compute capability."""
     sizes = TILES.get(capability, TILES[OTHERS])[program][itemsize, most_columns(head_dim)]
-    if flags["WEIGHT"]:
+    if flags["WEIGHT"] or flags["CONTENT"]:
         return sizes.weighted
     if flags["CHUNK"] or flags["SEGMENTS"]:
         return sizes.masked

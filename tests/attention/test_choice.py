@@ -28,6 +28,11 @@ def queries(
         ),
         (Needs(queries(), gradient=True), "sdpa (auto: plain causal on CUDA)"),
         (Needs(queries(), tables=True, gradient=True), "triton (auto: distance table on CUDA)"),
+        (Needs(queries(), content_bias=True), "triton (auto: bias by content on CUDA)"),
+        (
+            Needs(queries(), content_bias=True, content_rank=3),
+            "sdpa (auto: bias by content on CUDA; not triton: it knows biases by content of rank",
+        ),
         (
             Needs(queries(), masked=True),
             "triton (auto: window, chunks or documents on CUDA)",

@@ -111,12 +111,28 @@ def test_far_sums_lose_no_digits(backend, ones):
     check(ours, exact, 3e-5)
 
 
-def test_other_backends_refuse_it_and_auto_does_not_choose_them():
+def test_flex_refuses_it_and_auto_does_not_choose_it():
     given = inputs(20, 20, 0, ones=True)
     tensors = [given[name] for name in ("q", "k", "v")]
-    for backend in ("triton", "flex"):
-        with pytest.raises(UserError, match="a bias depends on content"):
-            attention(*tensors, score_bias=(None, given["w"]), backend=backend)
+    with pytest.raises(UserError, match="a bias depends on content"):
+        attention(*tensors, score_bias=(None, given["w"]), backend="flex")
     out = attention(*tensors, score_bias=(None, given["w"]))
     expected = attention(*tensors, score_bias=(None, given["w"]), backend="eager")
     torch.testing.assert_close(out, expected, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("u", "w"),
+    [
+        (None, (2, 3, 19)),
+        (None, (2, 1, 20)),
+        ((2, 3, 19), (2, 3, 20)),
+        ((2, 3, 20), (2, 3, 20, 2)),
+        (None, (20,)),
+    ],
+)
+def test_shapes_that_do_not_fit_are_one_message(u, w):
+    given = inputs(20, 20, 0, ones=True)
+    tensors = [given[name] for name in ("q", "k", "v")]
+    with pytest.raises(ValueError, match=r"score_bias u .* and w .* must be"):
+        attention(*tensors, score_bias=(None if u is None else torch.zeros(u), torch.zeros(w)))

@@ -29,13 +29,13 @@ from megatron.attention.triton_tiles import TILES, Tiles, columns, tiles_of
 PROGRAMS = tuple(TILES[80])
 FLAGS = ("WEIGHT", "CHUNK", "SEGMENTS")
 ALL_FLAGS = " ".join(FLAGS)
-CLASSES = ("", "CHUNK SEGMENTS", "WEIGHT", ALL_FLAGS)
+CLASSES = ("", "CHUNK SEGMENTS", "WEIGHT", ALL_FLAGS, "CONTENT", f"{ALL_FLAGS} CONTENT")
 """Flags of which tiles depend."""
 WITH_TABLES = "query_and_table_gradients"  # query_gradient with its flag TABLES
 READS = ("direct", "pipelined")
 PRODUCTS = ("ieee", "tf32", "tf32x3")
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-TABLES = {"bias", "weight", "lse", "delta", "dbias", "dweight"}
+TABLES = {"bias", "weight", "lse", "delta", "dbias", "dweight", "u", "w", "w_low", "du", "dw"}
 INDICES = {"segments", "bounds"}
 MATRICES = {"q", "k", "v", "out", "dout", "dq", "dk", "dv"}
 
@@ -82,7 +82,8 @@ CASES = {"training": training_cases, "usual": usual_cases, "all": all_cases}
 def build(case: Case, tiles: Tiles | None = None) -> dict[str, Any]:
     """A case with its tiles (the default ones if None), shared memory, registers and spills."""
     itemsize = DTYPES[case.dtype].itemsize
-    flags = {flag: flag in case.flags for flag in FLAGS}
+    flags: dict[str, Any] = {flag: flag in case.flags for flag in FLAGS}
+    flags["CONTENT"] = 2 if "CONTENT" in case.flags else 0  # w in two numbers, and u: the most
     if tiles is None:
         tiles = tiles_of(case.program, case.arch, itemsize, case.head_dim, flags)
     name = "query_gradient" if case.program == WITH_TABLES else case.program
@@ -125,6 +126,7 @@ def _constants(case: Case, tiles: Tiles) -> dict[str, Any]:
         "COLUMNS": columns(case.head_dim),
         "DIRECT": case.reads == "direct",
         "PRECISION": case.products,
+        "ONES": False,
     }
 
 
