@@ -55,7 +55,7 @@ FULL = {
     "query_and_table_gradients": "32 32 8 2, 32 32 4 2, 32 32 4 1, 16 16 4 2",
     "key_gradients": "32 32 8 1, 32 64 8 1, 32 32 8 2, 32 16 8 1",
 }
-BIAS_ALONE = {"WEIGHT": False, "CHUNK": False, "SEGMENTS": False}
+BIAS_ALONE = {"WEIGHT": False, "CHUNK": False, "SEGMENTS": False, "CONTENT": 0}
 ROUNDS = 7
 SHARE_OF_COMPILING = 0.6  # of --seconds
 COMPILERS = 8  # processes at most
