@@ -40,15 +40,24 @@ def sdpa(
     plain_causal = all(option is None for option in options)
     if plain_causal:
         if queries == keys:
-            return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+            return _fused(q, k, v, is_causal=True)
         if queries == 1:
-            return F.scaled_dot_product_attention(q, k, v)
+            return _fused(q, k, v, is_causal=False)
     scope = Scope(queries, keys, window, chunk)
     # Only autograd finds the parameters of an index bias.
     if index_bias is not None or _has_better_gradients(q, bias, weight, segments, score_bias):
         return in_blocks(Inputs(q, k, v, bias, weight, segments, scope, index_bias, score_bias))
     u, w = (None, None) if score_bias is None else (score_bias.u, score_bias.w)
     return Blocked.apply(q, k, v, bias, weight, segments, u, w, scope, pairs)
+
+
+def _fused(q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool) -> Tensor:
+    """torch's kernel. On the CPU it takes values as wide as keys alone, and others without it."""
+    features, wider = v.shape[-1], k.shape[-1] - v.shape[-1]
+    if wider == 0 or q.device.type != "cpu":
+        return F.scaled_dot_product_attention(q, k, v, is_causal=is_causal)
+    padded = F.pad(v, (0, wider))
+    return F.scaled_dot_product_attention(q, k, padded, is_causal=is_causal)[..., :features]
 
 
 def _has_better_gradients(
