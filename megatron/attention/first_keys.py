@@ -95,7 +95,9 @@ def first_keys(
     too_small = scope.keys < FEWEST_KEYS or scope.queries < GRAIN
     if q.device.type != "cpu" or too_small or torch.compiler.is_compiling():
         return None
-    firsts = _of_scores(q, k, bias, score_bias, scope)
+    firsts = None
+    if score_bias is not None or _falls_far(bias, q.dtype, scope):
+        firsts = first_of_grains(q, k, bias, score_bias, scope)
     if segments is not None:
         of_documents = _of_documents(segments, scope)[:, None].expand(-1, q.shape[1])
         firsts = of_documents if firsts is None else torch.maximum(firsts, of_documents)
@@ -106,23 +108,33 @@ def first_keys(
     return FirstKeys(rounded.tolist()) if rounded.any() else None
 
 
-def _of_scores(
+def first_of_grains(
     q: Tensor, k: Tensor, bias: Tensor | None, score_bias: ScoreBias | None, scope: Scope
-) -> Tensor | None:
-    """The first key of each grain by the bounds of its scores: [grains, heads] int64.
+) -> Tensor:
+    """The first key that counts by the bounds of its scores, for each GRAIN queries and head.
 
-    None where no key can be far enough below another.
+    [grains, heads] int64 on the device of q, which need not be waited for; it may be negative. At
+    least one of bias and score_bias is given.
     """
     wide = torch.promote_types(q.dtype, torch.float32)
     gap = _gap(wide)
+    excess = _excess(q, k, wide)
     most_beyond = None
     if bias is not None:
         most_beyond = _most_beyond(bias.detach()[:, : scope.keys].to(wide))
     if score_bias is not None:
-        return _by_content(_excess(q, k, wide), most_beyond, score_bias, scope, gap)
-    if most_beyond is None or most_beyond[:, -1].min() >= -gap:
-        return None
-    return _by_distance(_excess(q, k, wide), most_beyond, scope, gap)
+        return _by_content(excess, most_beyond, score_bias, scope, gap)
+    assert most_beyond is not None
+    return _by_distance(excess, most_beyond, scope, gap)
+
+
+def _falls_far(bias: Tensor | None, dtype: torch.dtype, scope: Scope) -> bool:
+    """Whether a table alone puts some key far enough below another."""
+    if bias is None:
+        return False
+    wide = torch.promote_types(dtype, torch.float32)
+    most_beyond = _most_beyond(bias.detach()[:, : scope.keys].to(wide))
+    return bool(most_beyond[:, -1].min() < -_gap(wide))
 
 
 def _of_documents(segments: Tensor, scope: Scope) -> Tensor:
@@ -147,7 +159,7 @@ def _by_distance(excess: Tensor, most_beyond: Tensor, scope: Scope, gap: float) 
     """
     excess = _in_grains(excess).amax((0, 3))  # [heads, grains]
     nearest_skipped = torch.searchsorted(-most_beyond, excess + gap, right=True)
-    return (_first_queries(scope) + 1 - nearest_skipped).mT
+    return (_first_queries(scope, excess.device) + 1 - nearest_skipped).mT
 
 
 def _by_content(
@@ -165,10 +177,10 @@ def _by_content(
         near = u * near
     beyond_own_key = (_in_grains(excess) - near.sum(-1)).amax(3)  # [batch, heads, grains]
 
-    first_queries = _first_queries(scope)
-    boundaries = torch.arange(1, most_w.shape[2] + 1) * GRAIN
+    first_queries = _first_queries(scope, w.device)
+    boundaries = torch.arange(1, most_w.shape[2] + 1, device=w.device) * GRAIN
     firsts = []
-    for grains in torch.arange(len(first_queries)).split(GRAINS_AT_ONCE):
+    for grains in torch.arange(len(first_queries), device=w.device).split(GRAINS_AT_ONCE):
         most = most_w[:, :, None] - origin[:, :, grains]
         if u is not None:
             least = least_w[:, :, None] - origin[:, :, grains]
@@ -182,16 +194,16 @@ def _by_content(
     return torch.cat(firsts)
 
 
-def _first_queries(scope: Scope) -> Tensor:
+def _first_queries(scope: Scope, device: torch.device) -> Tensor:
     """The index of each grain's first query among all keys: [grains] int64."""
-    return torch.arange(scope.before, scope.keys, GRAIN)
+    return torch.arange(scope.before, scope.keys, GRAIN, device=device)
 
 
 def _in_grains(x: Tensor) -> Tensor:
     """[batch, heads, queries, …] -> [batch, heads, grains, GRAIN, …], the last row repeated."""
     queries = x.shape[2]
     grains = -(-queries // GRAIN)
-    index = torch.arange(grains * GRAIN).clamp(max=queries - 1)
+    index = torch.arange(grains * GRAIN, device=x.device).clamp(max=queries - 1)
     return x[:, :, index].unflatten(2, (grains, GRAIN))
 
 

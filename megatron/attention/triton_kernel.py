@@ -20,6 +20,7 @@ from megatron.attention.triton_passes import (
     backward_pass,
     forward_pass,
     padded_tables,
+    reach_of,
     two_floats,
 )
 
@@ -97,19 +98,21 @@ class _Attention(torch.autograd.Function):
     ) -> Tensor:
         tables = padded_tables(k, bias, weight, window)
         content = None if w is None else two_floats(u, w)
-        out, lse = forward_pass(q, k, v, tables, segments, window, chunk, content)
-        ctx.save_for_backward(q, k, v, bias, weight, segments, u, w, *tables, out, lse)
+        reach = reach_of(q, k, bias, weight, u, w)
+        out, lse = forward_pass(q, k, v, tables, segments, window, chunk, content, reach)
+        ctx.save_for_backward(q, k, v, bias, weight, segments, u, w, reach, *tables, out, lse)
         ctx.window, ctx.chunk = window, chunk
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, bias, weight, segments, u, w, *tables, out, lse = ctx.saved_tensors
+        q, k, v, bias, weight, segments, u, w, reach, *tables, out, lse = ctx.saved_tensors
         content = None if w is None else two_floats(u, w)
         wants_dbias, wants_dweight = ctx.needs_input_grad[3:5]
         dq, dk, dv, dbias, dweight, du, dw = backward_pass(
-            *(dout, q, k, v, Tables(*tables), segments, out, lse, ctx.window, ctx.chunk, content),
+            *(dout, q, k, v, Tables(*tables), segments, out, lse, ctx.window, ctx.chunk),
+            *(content, reach),
             wants_tables=wants_dbias or wants_dweight,
         )
         dbias = as_table(dbias, bias) if wants_dbias else None

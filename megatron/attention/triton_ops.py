@@ -13,6 +13,7 @@ from megatron.attention.triton_passes import (
     empty_by_length,
     forward_pass,
     padded_tables,
+    reach_of,
     two_floats,
 )
 
@@ -33,7 +34,8 @@ def attention_op(
     """Output and lse, as `forward_pass` has them, for whole tables [heads, >= keys]."""
     tables = padded_tables(k, bias, weight, window)
     content = None if w is None else two_floats(u, w)
-    return forward_pass(q, k, v, tables, segments, window, chunk, content)
+    reach = reach_of(q, k, bias, weight, u, w)
+    return forward_pass(q, k, v, tables, segments, window, chunk, content, reach)
 
 
 @attention_op.register_fake
@@ -66,7 +68,7 @@ def attention_backward_op(
     content = None if w is None else two_floats(u, w)
     dq, dk, dv, dbias, dweight, du, dw = backward_pass(
         *(dout, q, k, v, padded_tables(k, bias, weight, window)),
-        *(segments, out, lse, window, chunk, content),
+        *(segments, out, lse, window, chunk, content, reach_of(q, k, bias, weight, u, w)),
         wants_tables=wants_dbias or wants_dweight,
     )
     dbias = as_table(dbias, bias) if bias is not None and wants_dbias else q.new_empty(0)

@@ -14,6 +14,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megatron.attention.content import ScoreBias
+from megatron.attention.first_keys import GRAIN, first_of_grains
+from megatron.attention.scope import Scope
 from megatron.attention.triton_tiles import (
     Tiles,
     columns,
@@ -27,6 +30,11 @@ MOST_SUMS = 64 * 2**20
 
 More only where one pair of batch and head needs more: from about 46,000 tokens on.
 """
+
+
+FEWEST_KEYS = 8192
+"""With fewer, some twenty small launches would cost more than a few percent of the forward pass, by
+estimate: the products of 12 heads at 8192 tokens take an H100 a millisecond or two."""
 
 
 class Tables(NamedTuple):
@@ -79,6 +87,26 @@ def two_floats(u: Tensor | None, w: Tensor) -> Content:
     return Content(u, high, low)
 
 
+def reach_of(
+    q: Tensor,
+    k: Tensor,
+    bias: Tensor | None,
+    weight: Tensor | None,
+    u: Tensor | None,
+    w: Tensor | None,
+) -> Tensor | None:
+    """Which keys get some weight, as `first_of_grains` says; None where asking is not worth it.
+
+    u [batch, heads, queries], w [batch, heads, keys]; the GPU is not waited for.
+    """
+    scope = Scope(q.shape[2], k.shape[2], None, None)
+    without_bound = weight is not None or (bias is None and w is None)
+    if without_bound or scope.keys < FEWEST_KEYS or scope.queries < GRAIN:
+        return None
+    score_bias = None if w is None else ScoreBias.of((u, w))
+    return first_of_grains(q, k, bias, score_bias, scope)
+
+
 def forward_pass(
     q: Tensor,
     k: Tensor,
@@ -88,17 +116,21 @@ def forward_pass(
     window: int,
     chunk: int,
     content: Content | None = None,
+    reach: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Output in q's shape, and lse [batch, heads, queries] float32, which `forward` describes."""
+    """Output in q's shape, and lse [batch, heads, queries] float32, which `forward` describes.
+
+    reach: from `first_of_grains`, or None where all keys count
+    """
     from megatron.attention.triton_programs import forward
 
     q, k, v = aligned(q), aligned(k), aligned(v)
     batch, heads, queries, _ = q.shape
     out = empty_by_length(q)
     lse = q.new_empty(q.shape[:3], dtype=torch.float32)
-    flags = _flags(q, k, tables.weight, chunk, segments, content)
+    flags = _flags(q, k, tables.weight, chunk, segments, content, reach)
     tiles = tiles_for("forward", q, flags)
-    bounds = _first_keys(segments, queries, tiles)
+    bounds = _first_keys(segments, reach, q, tiles)
     grid = (_blocks(queries, tiles.queries), batch * heads)
     with torch.cuda.device_of(q):
         forward[grid](
@@ -125,6 +157,7 @@ def backward_pass(
     window: int,
     chunk: int,
     content: Content | None = None,
+    reach: Tensor | None = None,
     *,
     wants_tables: bool,
 ) -> Gradients:
@@ -132,7 +165,7 @@ def backward_pass(
     from megatron.attention.triton_programs import key_gradients
 
     dout, q, k, v = aligned(dout), aligned(q), aligned(k), aligned(v)
-    batch, heads, queries, _ = q.shape
+    batch, heads = q.shape[:2]
     keys = k.shape[2]
     dq, dk, dv = empty_by_length(q), empty_by_length(k), empty_by_length(v)
     delta = torch.empty_like(lse)
@@ -143,14 +176,14 @@ def backward_pass(
     inputs = (q, k, v, *_pointers(tables), _pointer(segments, lse), *_of_content(content, lse))
     strides = _strides(q, k, v, dout)
     sizes = _sizes(q, k, tables.bias, window, chunk)
-    flags = _flags(q, k, tables.weight, chunk, segments, content)
+    flags = _flags(q, k, tables.weight, chunk, segments, content, reach)
     with torch.cuda.device_of(q):
         name = "query_and_table_gradients" if wants_tables else "query_gradient"
         wanted_tables = 0
         if wants_tables:
             wanted_tables = 1 if tables.weight is None else 2
         tiles = tiles_for(name, q, flags)
-        bounds = _pointer(_first_keys(segments, queries, tiles), lse)
+        bounds = _pointer(_first_keys(segments, reach, q, tiles), lse)
         table_gradients = _query_gradient(
             *(*inputs, bounds, out, lse, dout, delta, dq, _pointer(du, lse)),
             numbers=(*strides, *sizes),
@@ -160,7 +193,7 @@ def backward_pass(
             flags=flags,
         )
         tiles = tiles_for("key_gradients", q, flags)
-        bounds = _pointer(_last_queries(segments, queries, tiles), lse)
+        bounds = _pointer(_last_queries(segments, reach, q, k, tiles), lse)
         key_gradients[(_blocks(keys, tiles.keys), batch * heads)](
             *(*inputs, bounds, lse, dout, delta, dk, dv, _pointer(dw, lse)),
             *strides,
@@ -250,29 +283,51 @@ def _of_content(content: Content | None, other: Tensor) -> tuple[Tensor, Tensor,
     return _pointer(content.u, other), content.w, _pointer(content.w_low, other)
 
 
-def _first_keys(segments: Tensor | None, queries: int, tiles: Tiles) -> Tensor | None:
-    """For every block of queries, the first key of its documents: [batch, blocks] int32.
+def _first_keys(
+    segments: Tensor | None, reach: Tensor | None, q: Tensor, tiles: Tiles
+) -> Tensor | None:
+    """For every block of queries, the first key that counts: [batch, heads, blocks] int32.
 
-    Rounded down to a block of keys.
+    It is that of the block's documents, and the first that gets some weight, rounded down.
     """
-    if segments is None:
+    if segments is None and reach is None:
         return None
-    overlap = _documents_overlap(segments, queries, tiles)
-    first_block = overlap.byte().argmax(2)
-    return (first_block * tiles.keys).to(torch.int32)
+    batch, heads, queries, _ = q.shape
+    blocks = _blocks(queries, tiles.queries)
+    first = torch.zeros(batch, heads, blocks, dtype=torch.int64, device=q.device)
+    if segments is not None:
+        overlap = _documents_overlap(segments, queries, tiles)
+        first_block = overlap.byte().argmax(2)
+        first = torch.maximum(first, (first_block * tiles.keys)[:, None])
+    if reach is not None:
+        # A block of queries lies in one grain: its size divides GRAIN.
+        grain = torch.arange(blocks, device=q.device) * tiles.queries // GRAIN
+        whole_grains = reach // GRAIN * GRAIN
+        first = torch.maximum(first, whole_grains[grain].mT)
+    return first.to(torch.int32)
 
 
-def _last_queries(segments: Tensor | None, queries: int, tiles: Tiles) -> Tensor | None:
-    """For every block of keys, the end of the queries of its documents: [batch, blocks] int32.
-
-    Rounded up to a block of queries.
-    """
-    if segments is None:
+def _last_queries(
+    segments: Tensor | None, reach: Tensor | None, q: Tensor, k: Tensor, tiles: Tiles
+) -> Tensor | None:
+    """For every block of keys, the end of the queries that it counts for: as `_first_keys`."""
+    if segments is None and reach is None:
         return None
-    overlap = _documents_overlap(segments, queries, tiles)
-    blocks_after = overlap.byte().flip(1).argmax(1)
-    end_block = overlap.shape[1] - blocks_after
-    return (end_block * tiles.queries).to(torch.int32)
+    batch, heads, queries, _ = q.shape
+    blocks = _blocks(k.shape[2], tiles.keys)
+    end = torch.full((batch, heads, blocks), queries, dtype=torch.int64, device=q.device)
+    if segments is not None:
+        overlap = _documents_overlap(segments, queries, tiles)
+        blocks_after = overlap.byte().flip(1).argmax(1)
+        end_block = overlap.shape[1] - blocks_after
+        end = torch.minimum(end, (end_block * tiles.queries)[:, None])
+    if reach is not None:
+        end_key = (torch.arange(blocks, device=q.device) + 1) * tiles.keys
+        sees = reach.mT[:, :, None] < end_key  # [heads, grains, blocks]
+        grain = torch.arange(1, reach.shape[0] + 1, device=q.device)
+        end_grain = (sees * grain[:, None]).amax(1)
+        end = torch.minimum(end, end_grain * GRAIN)
+    return end.to(torch.int32)
 
 
 def _documents_overlap(segments: Tensor, queries: int, tiles: Tiles) -> Tensor:
@@ -342,6 +397,7 @@ def _flags(
     chunk: int,
     segments: Tensor | None,
     content: Content | None,
+    reach: Tensor | None,
 ) -> dict[str, Any]:
     numbers_of_w = 0
     if content is not None:
@@ -352,6 +408,7 @@ def _flags(
         "WEIGHT": weight is not None,
         "CHUNK": chunk < k.shape[2],
         "SEGMENTS": segments is not None,
+        "BOUNDS": segments is not None or reach is not None,
         "DIRECT": reads_directly(q.device),
         "PRECISION": float32_products(q.dtype),
         "CONTENT": numbers_of_w,

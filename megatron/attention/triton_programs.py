@@ -6,12 +6,13 @@ ragged ends, and no read is out of bounds. Scores are in base 2 (bias and `scale
 
 Shapes and names are those of megatron.attention. Tiles are [BLOCK_Q, BLOCK_K]; COLUMNS is head_dim
 rounded up to a power of two. `position` is a query's index among the keys, `row` its index among
-the queries. `bounds` says for every block where the keys or queries of its documents begin or end
-(see triton_passes.py). A prefix d means the gradient of the loss: dout, dq, dscores.
+the queries. `bounds` says for every pair of batch and head, and block, where the keys or queries
+that count for it begin or end: those of its documents, and those that get some weight (see
+triton_passes.py). A prefix d means the gradient of the loss: dout, dq, dscores.
 
 Outputs are laid out as [batch, length, heads, head_dim], statistics of rows (lse, delta) as
-[batch, heads, queries]. The flags WEIGHT, CHUNK and SEGMENTS say which pointers are read, DIRECT
-how tables are (see `_read`), TABLES whether gradients of tables are wanted.
+[batch, heads, queries]. The flags WEIGHT, CHUNK, SEGMENTS and BOUNDS say which pointers are read,
+DIRECT how tables are (see `_read`), TABLES whether gradients of tables are wanted.
 
 A bias by content is u [batch, heads, queries] times w [batch, heads, keys]. CONTENT says how many
 float32 numbers hold a w: none, w alone, or w and the rest w_low of a float64. ONES: no u is read.
@@ -122,17 +123,16 @@ def _nearer(high, low, own_high, own_low, CONTENT: tl.constexpr):
 
 @triton.jit
 def _visible_keys(
-    block, batch, bounds, before, keys, window, chunk,
-    BLOCK_Q: tl.constexpr, SEGMENTS: tl.constexpr,
+    block, pair, bounds, before, keys, window, chunk,
+    BLOCK_Q: tl.constexpr, BOUNDS: tl.constexpr,
 ):  # fmt: skip
     """The keys that some query of a block may attend to: first, end."""
     start = before + block * BLOCK_Q
     first_of_window = start - window + 1
     first_of_chunk = (start // chunk - 1) * chunk
     first = tl.maximum(tl.maximum(first_of_window, first_of_chunk), 0)
-    if SEGMENTS:
-        first_of_documents = tl.load(bounds + batch * tl.num_programs(0) + block)
-        first = tl.maximum(first, first_of_documents)
+    if BOUNDS:
+        first = tl.maximum(first, tl.load(bounds + pair * tl.num_programs(0) + block))
     end = tl.minimum(start + BLOCK_Q, keys)
     return first, end
 
@@ -144,7 +144,7 @@ def forward(
     table_row, heads, queries, keys, window, chunk, scale,
     HEAD_DIM: tl.constexpr, COLUMNS: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
     WEIGHT: tl.constexpr, CHUNK: tl.constexpr, SEGMENTS: tl.constexpr, DIRECT: tl.constexpr,
-    PRECISION: tl.constexpr, CONTENT: tl.constexpr, ONES: tl.constexpr,
+    BOUNDS: tl.constexpr, PRECISION: tl.constexpr, CONTENT: tl.constexpr, ONES: tl.constexpr,
 ):  # fmt: skip
     """One block of queries: out, and lse, the log2 of each row's sum of exponentials in base 2."""
     block = tl.num_programs(0) - 1 - tl.program_id(0)  # the longest first
@@ -174,7 +174,7 @@ def forward(
     row_u = _read_u(u, row, valid, CONTENT, ONES)
     own_w, own_low = _read_w(w, w_low, position, valid, CONTENT)
     first, end = _visible_keys(
-        block, batch, bounds, keys - queries, keys, window, chunk, BLOCK_Q, SEGMENTS
+        block, batch * heads + head, bounds, keys - queries, keys, window, chunk, BLOCK_Q, BOUNDS
     )
     distance = tl.arange(0, BLOCK_Q)[:, None] - tl.arange(0, BLOCK_K)[None, :]
     for start in range(first, end, BLOCK_K):
@@ -244,7 +244,8 @@ def query_gradient(
     table_row, heads, queries, keys, window, chunk, scale, first_pair, distances,
     HEAD_DIM: tl.constexpr, COLUMNS: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
     WEIGHT: tl.constexpr, CHUNK: tl.constexpr, SEGMENTS: tl.constexpr, DIRECT: tl.constexpr,
-    PRECISION: tl.constexpr, TABLES: tl.constexpr, CONTENT: tl.constexpr, ONES: tl.constexpr,
+    BOUNDS: tl.constexpr, PRECISION: tl.constexpr, TABLES: tl.constexpr, CONTENT: tl.constexpr,
+    ONES: tl.constexpr,
 ):  # fmt: skip
     """One block of queries: dq, du, and delta, the row sums of out · dout that other programs need.
 
@@ -292,7 +293,7 @@ def query_gradient(
     row_u = _read_u(u, row, valid, CONTENT, ONES)
     own_w, own_low = _read_w(w, w_low, position, valid, CONTENT)
     first, end = _visible_keys(
-        block, batch, bounds, keys - queries, keys, window, chunk, BLOCK_Q, SEGMENTS
+        block, batch * heads + head, bounds, keys - queries, keys, window, chunk, BLOCK_Q, BOUNDS
     )
     distance = tl.arange(0, BLOCK_Q)[:, None] - tl.arange(0, BLOCK_K)[None, :]
     for start in range(first, end, BLOCK_K):
@@ -351,7 +352,7 @@ def key_gradients(
     table_row, heads, queries, keys, window, chunk, scale,
     HEAD_DIM: tl.constexpr, COLUMNS: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
     WEIGHT: tl.constexpr, CHUNK: tl.constexpr, SEGMENTS: tl.constexpr, DIRECT: tl.constexpr,
-    PRECISION: tl.constexpr, CONTENT: tl.constexpr, ONES: tl.constexpr,
+    BOUNDS: tl.constexpr, PRECISION: tl.constexpr, CONTENT: tl.constexpr, ONES: tl.constexpr,
 ):  # fmt: skip
     """One block of keys: dk, dv and dw; tiles are [BLOCK_K, BLOCK_Q], the left side of tl.dot."""
     block = tl.program_id(0)  # the longest first
@@ -384,8 +385,9 @@ def key_gradients(
     end_of_window = last + window
     end_of_chunk = (last // chunk + 2) * chunk
     end = tl.minimum(tl.minimum(end_of_window, end_of_chunk) - before, queries)
-    if SEGMENTS:
-        end = tl.minimum(end, tl.load(bounds + batch * tl.num_programs(0) + block))
+    if BOUNDS:
+        pair = batch * heads + head
+        end = tl.minimum(end, tl.load(bounds + pair * tl.num_programs(0) + block))
     distance = tl.arange(0, BLOCK_Q)[None, :] - tl.arange(0, BLOCK_K)[:, None]
     for start in range(tl.maximum(block * BLOCK_K - before, 0), end, BLOCK_Q):
         tile_distance = before + start - block * BLOCK_K

@@ -13,7 +13,7 @@ from tests.attention.random_cases import Case, errors_of, random_case
 
 pytest.importorskip("triton")
 
-CASES = max(200, int(os.environ.get("FUZZ_EXAMPLES", "0")))
+CASES = max(100, int(os.environ.get("FUZZ_EXAMPLES", "0")))
 CASES_OF_A_TEST = 20  # so that processes share them
 ON_GPU = 48
 ON_GPU_OF_A_TEST = 4  # compiling takes most of the time

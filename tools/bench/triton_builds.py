@@ -125,6 +125,7 @@ def _constants(case: Case, tiles: Tiles) -> dict[str, Any]:
         "HEAD_DIM": case.head_dim,
         "COLUMNS": columns(case.head_dim),
         "DIRECT": case.reads == "direct",
+        "BOUNDS": "SEGMENTS" in case.flags,
         "PRECISION": case.products,
         "ONES": False,
     }
