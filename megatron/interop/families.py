@@ -12,16 +12,25 @@ from megatron.interop.family import Family, Module, Setting
 from megatron.interop.forms import ColumnsOfHeads, Heads, Stacked, Transposed
 
 SLIDING, FULL = "sliding_attention", "full_attention"
+MOST_LAYERS = 1000
 
 
 def windows_of_mistral(config: Mapping[str, Any]) -> list[int | None]:
     """Every layer has the window."""
-    return [config.get("sliding_window", 4096)] * config["num_hidden_layers"]
+    return [config.get("sliding_window", 4096)]
+
+
+def layers_of(config: Mapping[str, Any]) -> int:
+    """How many layers there are; UserError for a number that no model has."""
+    layers = config["num_hidden_layers"]
+    if not isinstance(layers, int) or not 1 <= layers <= MOST_LAYERS:
+        raise UserError(f"num_hidden_layers: {layers!r} is no number of 1 to {MOST_LAYERS}")
+    return layers
 
 
 def windows_of_qwen(config: Mapping[str, Any]) -> list[int | None]:
     """If use_sliding_window says so, those that layer_types names, or from max_window_layers on."""
-    layers = config["num_hidden_layers"]
+    layers = layers_of(config)
     kinds = config.get("layer_types")
     if kinds is None:
         full = min(layers, config.get("max_window_layers", 28))
@@ -41,7 +50,7 @@ def _windows(
     config: Mapping[str, Any], kinds: Sequence[str], default: int | None
 ) -> list[int | None]:
     """The window of each layer, from its kind; UserError for a kind that is not known."""
-    layers = config["num_hidden_layers"]
+    layers = layers_of(config)
     if len(kinds) != layers or not {SLIDING, FULL} >= {*kinds}:
         raise UserError(f"layer_types: must name {SLIDING} or {FULL} for each of {layers} layers")
     if not config.get("use_sliding_window", False):
@@ -52,7 +61,7 @@ def _windows(
 
 def turning_of_smollm3(config: Mapping[str, Any]) -> list[bool]:
     """Whether each layer turns queries and keys: all but every fourth one, unless it is said."""
-    layers = config["num_hidden_layers"]
+    layers = layers_of(config)
     turning = config.get("no_rope_layers")  # 1 for a layer that turns, despite its name
     if turning is None:
         interval = config.get("no_rope_layer_interval", 4)
@@ -263,6 +272,7 @@ SMOLLM_3 = Family(
     ),
     fixed={"norm": "rmsnorm"},
     written={"pad_token_id": None},
+    rotary_base=2000000.0,
     windows=windows_of_smollm3,
     window_keys=("use_sliding_window", "sliding_window", "layer_types"),
     turning=turning_of_smollm3,

@@ -63,7 +63,7 @@ class Family:
     only: keys of theirs that change what is computed, and the value that we compute
     written: keys of theirs without effect on logits, whose defaults fit only the published model
     rotary_share: the default part of head_dim that turns; None: learned absolute positions
-    partial: whether a part of head_dim may turn
+    rotary_base: the base where the file says none; partial: whether a part of head_dim may turn
     windows, turning: from config.json, the window of each layer, and whether it turns; a shorter
         list repeats
     trunk: what names begin with, which files of the bare model leave out; head: the output matrix
@@ -79,6 +79,7 @@ class Family:
     only: Mapping[str, Any] = field(default_factory=dict)
     written: Mapping[str, Any] = field(default_factory=dict)
     rotary_share: float | None = 1.0
+    rotary_base: float = 10000.0
     partial: bool = False
     windows: Callable[[Mapping[str, Any]], list[int | None]] = no_windows
     window_keys: tuple[str, ...] = ()
@@ -110,7 +111,9 @@ class Family:
         if self.rotary_share is None:
             found["pos_emb"] = "learned"
         else:
-            arguments = rope.options(config, default_share=self.rotary_share)
+            arguments = rope.options(
+                config, default_share=self.rotary_share, default_base=self.rotary_base
+            )
             if arguments["rotary_pct"] != 1 and not self.partial:
                 raise UserError(
                     f"{rope.SHARE}: {arguments['rotary_pct']} is not what {self.architecture}"
@@ -164,8 +167,9 @@ class Family:
         turning = [entries[layer % len(entries)].name != "none" for layer in range(layers)]
         acting = [entry for entry in entries if entry.name != "none"] or entries
         wanted = "learned" if self.rotary_share is None else "rotary"
-        differ = any(entry != acting[0] for entry in acting)
-        if differ or acting[0].name != wanted or (not all(turning) and not self.turning_keys):
+        same_encoding = all(entry == acting[0] for entry in acting)
+        layers_fit = all(turning) or bool(self.turning_keys)
+        if acting[0].name != wanted or not same_encoding or not layers_fit:
             key = "pos_emb_layers" if config.position.pos_emb_layers else "pos_emb"
             raise UserError(f"{key}: {name_of_layers(config.position)}")
         chosen = dict(acting[0].options)

@@ -39,15 +39,18 @@ WITHOUT_EFFECT = {"finetuned"}  # how YaRN's own files say that the model was tr
 PLAIN = {"rope_type", "type", BASE, SHARE}
 
 
-def options(config: Mapping[str, Any], *, default_share: float) -> dict[str, Any]:
+def options(
+    config: Mapping[str, Any], *, default_share: float, default_base: float
+) -> dict[str, Any]:
     """pos_emb_args of `rotary` from config.json.
 
-    default_share: the part of head_dim that turns where the file does not say it
+    default_share, default_base: the part of head_dim that turns and the base, where the file does
+    not say them
     UserError, which names the key, for a scaling that rotary cannot express.
     """
     given = _parameters(config)
     kind = given.get("rope_type") or given.get("type") or "default"
-    base, share = given.get(BASE, 10000.0), given.get(SHARE, default_share)
+    base, share = given.get(BASE, default_base), given.get(SHARE, default_share)
     found: dict[str, Any] = {"base": base, "rotary_pct": share}
     if kind == "default":
         _refuse_unknown(given, PLAIN | {ORIGINAL})
