@@ -33,7 +33,7 @@ from megatron.config.user_file import COPY
 from megatron.errors import UserError
 from megatron.files import write_text
 from megatron.positions import fingerprint, options_of
-from megatron.positions.layers import entries_of
+from megatron.positions.layers import Entry, entries_of
 
 NEEDED = {
     "train": {
@@ -203,18 +203,24 @@ class Config:
         """The options of the encoding that differ from the encoding's own defaults."""
         if self.position.pos_emb_layers:
             return {}
-        options = options_of(self.position.pos_emb)
-        chosen = {}
-        for name, value in self.position.pos_emb_args.items():
-            if name not in options or plain(value) != plain(options[name].default):
-                chosen[name] = value
-        return chosen
+        [entry] = entries_of(self.position)
+        return _chosen(entry)
 
     def _chosen_layers(self) -> list[dict[str, Any]]:
         """The entries of pos_emb_layers, without default options, however they are spelt."""
         if not self.position.pos_emb_layers:
             return []
-        return [{one.name: plain(one.chosen())} for one in entries_of(self.position)]
+        return [{entry.name: plain(_chosen(entry))} for entry in entries_of(self.position)]
+
+
+def _chosen(entry: Entry) -> dict[str, Any]:
+    """The options of an encoding that differ from its own defaults."""
+    options = options_of(entry.name)
+    chosen = {}
+    for name, value in entry.options.items():
+        if name not in options or plain(value) != plain(options[name].default):
+            chosen[name] = value
+    return chosen
 
 
 def plain(value: Any) -> Any:

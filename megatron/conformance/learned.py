@@ -38,7 +38,8 @@ def examine_learned(positions: Sequence[Placed]) -> list[Finding]:
     """Findings for the encodings of a trained model."""
     findings = []
     for placed in positions:
-        where = f"L{placed.label[1:]}: " if len(positions) > 1 else ""
+        label = placed.label[0].upper() + placed.label[1:]
+        where = f"{label}: " if len(positions) > 1 else ""
         for finding in _of_one(placed.position):
             findings.append(replace(finding, check=where + finding.check))
     return findings

@@ -11,7 +11,6 @@ from megatron.positions.registry import (
     build,
     encoding_called,
     named,
-    options_of,
 )
 
 SHOWN = 6  # layers that a label names
@@ -23,15 +22,6 @@ class Entry:
 
     name: str
     options: dict[str, Any] = field(default_factory=dict)
-
-    def chosen(self) -> dict[str, Any]:
-        """The options that differ from the encoding's own defaults."""
-        known = options_of(self.name)
-        return {
-            name: value
-            for name, value in self.options.items()
-            if name not in known or value != known[name].default
-        }
 
     def __str__(self) -> str:
         options = ", ".join(f"{name}: {value}" for name, value in self.options.items())

@@ -149,6 +149,8 @@ def test_the_hash_counts_patterns_by_what_they_mean():
     assert plain == config_hash("pos_emb_layers=[{rotary: {}}, none]")
     assert plain == config_hash("pos_emb_layers=[{rotary: {base: 10000}}, none]")
     assert plain != config_hash("pos_emb_layers=[{rotary: {base: 500}}, none]")
+    of_lists = config_hash("pos_emb_layers=[{fire: {mlp_layers: [32]}}, none]")
+    assert of_lists == config_hash("pos_emb_layers=[fire, none]")
     assert plain != config_hash("pos_emb_layers=[none, rotary]")
     assert plain != config_hash("pos_emb_layers=[rotary, none]", "window_layers=[9, null]")
 
