@@ -24,7 +24,7 @@ LEVELS = [
     {"checkpoints"},
     {"training", "interop", "conformance"},
     {"evaluation"},
-    {"report", "sweeps"},
+    {"report", "sweeps", "doctor"},
     {"entry"},
     {"commands"},
     {"entries"},  # train.py, tools/ ... at the root
