@@ -2,6 +2,7 @@
 
 python tools/probe.py --checkpoint runs/mep [--step 2000] [--lengths 512 1024] [--probes copy]
 python tools/probe.py --checkpoint runs/mep eval_part=test --output probes.jsonl
+python tools/probe.py --checkpoint runs/mep --probes ruler --lengths 512 1024 2048 4096 8192 16384
 """
 
 import argparse
@@ -15,7 +16,7 @@ from megatron.entry import run
 from megatron.evaluation.probes.run import Answer, Options, probe
 from megatron.report.figures.positions import write
 from megatron.report.figures.probes import draw_probes
-from megatron.results.probes import PROBES
+from megatron.results.probes import GROUPS, PROBES, RULER
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -28,13 +29,15 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add(
         "--probes",
         nargs="+",
-        choices=PROBES,
+        choices=(*PROBES, *GROUPS),
         default=Options.probes,
         metavar="NAME",
-        help=", ".join(PROBES),
+        help=f"{', '.join(PROBES)}; ruler: {', '.join(RULER)}; default: all but these",
     )
     add_number(parser, "--depths", Options.depths, "places in the context")
-    add_number(parser, "--trials", Options.trials, "contexts per length and depth")
+    add_number(
+        parser, "--trials", Options.trials, "contexts per length and depth, number of hops, …"
+    )
     add_number(parser, "--probe_seed", Options.seed, "of the questions")
     output = "JSON lines; the picture goes beside it as .png"
     add("-o", "--output", type=Path, metavar="FILE", help=output)
@@ -69,14 +72,22 @@ def show(answer: Answer) -> None:
 
 
 def summary(rows: Sequence[dict[str, Any]]) -> str:
-    """Accuracies by depth, the single numbers of another probe, or the reason for none."""
-    if "depth" in rows[0]:
-        accuracies = [row["accuracy"] for row in rows]
-        return " ".join("n/a" if value is None else f"{value:.3f}" for value in accuracies)
-    (row,) = rows
-    if row.get("reason"):
-        return row["reason"]
-    return str({key: value for key, value in row.items() if isinstance(value, int | float)})
+    """Accuracies by place, the single numbers of another probe, or the reason for none."""
+    reason = rows[0].get("reason")
+    if reason:
+        return reason
+    if "accuracy" not in rows[0]:
+        (row,) = rows
+        return str({key: value for key, value in row.items() if isinstance(value, int | float)})
+    accuracies = " ".join(_shown(row["accuracy"]) for row in rows)
+    if all(row["guess"] is None for row in rows):
+        return accuracies
+    guesses = " ".join(_shown(row["guess"]) for row in rows)
+    return f"{accuracies} (guess rates {guesses})"
+
+
+def _shown(value: float | None) -> str:
+    return "n/a" if value is None else f"{value:.3f}"
 
 
 def command() -> NoReturn:

@@ -1,4 +1,4 @@
-"""What probes measured: JSON lines, one for each probe, length and depth."""
+"""What probes measured: JSON lines, one for each probe, length and place in it."""
 
 from collections.abc import Hashable, Iterable, Sequence
 from pathlib import Path
@@ -8,12 +8,17 @@ from megatron.results.files import LONGEST, has_lines, read_lines, write_lines
 from megatron.results.row import Question, run_of
 from megatron.strict_json import parse
 
-TASKS = ("passkey", "copy", "recall")  # of retrieval
+RETRIEVAL = ("passkey", "copy", "recall")
+RULER = ("multikey", "multikey_dense", "variable_tracking", "common_words", "frequent_words")
+TASKS = (*RETRIEVAL, *RULER)
 PROBES = (*TASKS, "receptive_field", "attention")
+GROUPS = {"ruler": RULER}  # several probes by one name
+AXES = {"variable_tracking": "hops", "common_words": "named", "frequent_words": "rank"}
+"""What the rows of a task at one length differ in, where it is not the depth of the answer."""
 
 
 class ProbeRow(Question, total=False):
-    """One probe of one checkpoint at one length and, for retrieval, one depth."""
+    """One probe of one checkpoint at one length and, for tasks, one depth or number of AXES."""
 
     probe: Required[str]
     length: Required[int]  # tokens of the context
@@ -21,14 +26,21 @@ class ProbeRow(Question, total=False):
     seconds: float
     reason: str | None  # why there are no numbers
 
-    # Retrieval.
+    # Tasks.
+    form: dict[str, int]  # sizes that define the task, such as {"chains": 4, "hops": 4}
     depth: float  # of the answer: 0 is the start of the context, 1 just before the question
+    hops: int  # assignments between the asked variable and its value
+    named: int  # answers that stand before the target
+    rank: int  # of the asked word, by how often it occurs: 1 is the most frequent
     trials: int
     tokens: int  # targets
     probe_seed: int
-    chance: float  # accuracy of guessing
+    chance: float  # accuracy of guessing among all words
+    guess: float | None  # accuracy of guessing among what the context offers
     accuracy: float | None  # share of targets that are the argmax
     error: float | None  # standard error of the accuracy, over trials
+    low: float | None  # 95 % Wilson interval of the accuracy, over trials
+    high: float | None
     log_probability: float | None  # mean over targets, in nats
     without: float | None  # the same where the context has another answer
 
@@ -92,16 +104,37 @@ def _measurement_of(row: ProbeRow) -> tuple[Hashable, ...]:
 def cells(
     rows: Sequence[ProbeRow], task: str
 ) -> dict[tuple[float, int], tuple[float, float] | None]:
-    """Results of one model in one task by (depth, length): (accuracy, gain), or None.
+    """Results of one model in one task by (place, length): (accuracy, gain), or None.
 
-    The gain is the log-probability of the targets, in nats, minus that with another answer in the
-    context.
+    The place is the depth, or the number on the axis of the task. The gain is the log-probability
+    of the targets, in nats, minus that with another answer in the context.
     """
     found = {}
     for row in rows:
         if row["probe"] == task:
-            found[row.get("depth", 0.0), row["length"]] = _accuracy_and_gain(row)
+            found[place_of(row), row["length"]] = _accuracy_and_gain(row)
     return found
+
+
+def guesses(rows: Sequence[ProbeRow], task: str) -> dict[tuple[float, int], float]:
+    """Guess rates of one model in one task by (place, length), where there are any."""
+    found = {}
+    for row in rows:
+        guess = row.get("guess")
+        if row["probe"] == task and guess is not None:
+            found[place_of(row), row["length"]] = guess
+    return found
+
+
+def axis_of(probe: str) -> str:
+    """The key in which the rows of a task at one length differ."""
+    return AXES.get(probe, "depth")
+
+
+def place_of(row: ProbeRow) -> float:
+    """The depth of a row, or its number on the axis of its task."""
+    place = cast("dict[str, float]", row).get(axis_of(row["probe"]))
+    return 0.0 if place is None else place
 
 
 def _accuracy_and_gain(row: ProbeRow) -> tuple[float, float] | None:

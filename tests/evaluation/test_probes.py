@@ -9,13 +9,14 @@ from torch.nn.functional import cross_entropy
 
 from megatron.config import load
 from megatron.errors import UserError
+from megatron.evaluation.probes.asked import measured, scored, scores_of
 from megatron.evaluation.probes.attention import attention_by_distance, edges
 from megatron.evaluation.probes.receptive_field import (
     gradient_norms,
     receptive_field,
     receptive_field_tokens,
 )
-from megatron.evaluation.probes.retrieval import CUE, NEEDLE, TASKS, measured, scored, scores_of
+from megatron.evaluation.probes.retrieval import CUE, NEEDLE, TASKS
 from megatron.model import from_config
 
 WORDS = 5000
@@ -49,7 +50,7 @@ def guesser(ids, at, targets):
 
 @every_task
 def test_a_copier_finds_every_answer_at_every_depth_and_only_where_it_is(task):
-    for result in measured(copier, task, TEXT, 128, depths=DEPTHS, trials=3, seed=1):
+    for result in measured(copier, task, TASKS[task], TEXT, 128, depths=DEPTHS, trials=3, seed=1):
         assert result.accuracy == 1.0, result
         assert result.log_probability == pytest.approx(0, abs=1e-6)
         assert result.without < -30, "without the answer it says something else"
@@ -58,7 +59,7 @@ def test_a_copier_finds_every_answer_at_every_depth_and_only_where_it_is(task):
 
 @every_task
 def test_a_model_without_preferences_has_the_accuracy_of_chance(task):
-    for result in measured(guesser, task, TEXT, 128, depths=DEPTHS, trials=2, seed=1):
+    for result in measured(guesser, task, TASKS[task], TEXT, 128, depths=DEPTHS, trials=2, seed=1):
         assert result.accuracy == pytest.approx(1 / WORDS)
         assert result.chance == pytest.approx(1 / WORDS)
         assert result.log_probability == pytest.approx(-math.log(WORDS), rel=1e-6)
@@ -68,7 +69,7 @@ def test_a_model_without_preferences_has_the_accuracy_of_chance(task):
 @every_task
 def test_contexts_differ_only_in_the_answers_and_ask_for_what_they_contain(task):
     cells = set()
-    for trial in TASKS[task](np.random.default_rng(4), TEXT, 128, DEPTHS):
+    for trial in TASKS[task].trials(np.random.default_rng(4), TEXT, 128, DEPTHS):
         context, other = trial.ids
         assert trial.ids.shape == (2, 128)
         changed = np.flatnonzero(context != other)
@@ -83,7 +84,7 @@ def test_contexts_differ_only_in_the_answers_and_ask_for_what_they_contain(task)
 
 
 def test_depth_0_is_the_start_of_the_context_and_depth_1_just_before_the_question():
-    first, _, last = TASKS["passkey"](np.random.default_rng(4), TEXT, 100, DEPTHS)
+    first, _, last = TASKS["passkey"].trials(np.random.default_rng(4), TEXT, 100, DEPTHS)
     question = 100 - CUE - NEEDLE + 1
     np.testing.assert_array_equal(first.ids[0, CUE : CUE + NEEDLE], first.targets)
     np.testing.assert_array_equal(last.ids[0, question - NEEDLE : question], last.targets)
@@ -91,8 +92,10 @@ def test_depth_0_is_the_start_of_the_context_and_depth_1_just_before_the_questio
 
 def test_what_cannot_be_asked_is_said():
     with pytest.raises(UserError, match=r"--lengths: 16 is too short for copy - give 48 or more"):
-        measured(guesser, "copy", TEXT, 16, depths=DEPTHS, trials=1, seed=1)
-    (result, *_) = measured(guesser, "recall", TEXT[:20], 20 * 3, depths=DEPTHS, trials=1, seed=1)
+        measured(guesser, "copy", TASKS["copy"], TEXT, 16, depths=DEPTHS, trials=1, seed=1)
+    short = TEXT[:20]
+    recall = TASKS["recall"]
+    (result, *_) = measured(guesser, "recall", recall, short, 60, depths=DEPTHS, trials=1, seed=1)
     assert result.accuracy is None
     assert "12 pairs need 24 different tokens, the text has 20" in result.reason
 

@@ -39,3 +39,20 @@ def test_without_a_task_there_is_no_colour_bar():
         "fraction of attention at d or further",
     ]
     assert list(figure.axes[1].lines[0].get_ydata()) == [1.0, 0.5]
+
+
+def test_a_task_with_another_axis_has_it_downward_and_guess_rates_in_its_cells():
+    rows = []
+    for hops in (0, 3):
+        row = {"probe": "variable_tracking", "length": 512, "hops": hops, "guess": 0.25}
+        rows.append(row | {"accuracy": 0.5, "log_probability": -1.0, "without": -3.0})
+    refused = {"accuracy": None, "guess": None, "reason": "learned positions end at 512"}
+    rows.append({"probe": "variable_tracking", "length": 1024, "hops": 0} | refused)
+    figure = draw_probes(rows, "mep")
+    (chains,) = [axes for axes in figure.axes if axes.get_title(loc="left") == "variable tracking"]
+    assert chains.get_ylabel() == "assignments to follow"
+    assert [tick.get_text() for tick in chains.get_yticklabels()] == ["0", "3"]
+    texts = sorted(text.get_text() for text in chains.texts)
+    assert texts == ["0.50\n(0.25)\n+2.00"] * 2 + ["n/a"] * 2
+    (bar,) = [axes for axes in figure.axes if "accuracy" in axes.get_ylabel()]
+    assert bar.get_ylabel() == "accuracy (in a cell: accuracy, guess rate, gain in nats)"

@@ -1,14 +1,19 @@
 """tools/probe.py on a checkpoint with random weights: from the files to rows and a picture."""
 
 import json
+import re
+from collections import Counter
 from dataclasses import replace
 
 import pytest
 
 from megatron.errors import UserError
 from megatron.evaluation.probes.run import Options, probe
-from megatron.results.probes import read_probes
+from megatron.report.html.page import Page
+from megatron.results.probes import RULER, axis_of, read_probes
 from tests.checkpoints import make_checkpoint
+from tests.report.support import Reader
+from tests.support import ROOT
 
 WORDS = ["--lengths", "64", "96", "--depths", "2", "--trials", "2"]
 
@@ -89,3 +94,99 @@ def test_what_cannot_be_probed_is_one_message(folder, tmp_path, options, message
 def test_no_checkpoint_no_numbers(tmp_path):
     with pytest.raises(UserError, match="nowhere - train first"):
         probe(None, Options(str(tmp_path / "nowhere")))
+
+
+RULER_LENGTHS = (256, 320)  # the encoding of this checkpoint ends at 256
+
+
+@pytest.fixture(scope="module")
+def longer(corpus, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("ruler")
+    return make_checkpoint(folder, corpus, "pos_emb=learned", "max_position_embeddings=256")
+
+
+@pytest.fixture(scope="module")
+def of_ruler(forks, longer):
+    """The rows of all tasks, and what the command printed."""
+    path = longer / "ruler.jsonl"
+    words = ["--probes", "ruler", "--lengths", *RULER_LENGTHS, "--depths", 2, "--trials", 2]
+    done = forks.run("tools/probe.py", "--checkpoint", longer, *words, "-o", path)
+    assert done.returncode == 0, done.stderr
+    return read_probes([path]), done.stdout
+
+
+def test_every_task_of_ruler_has_rows_that_say_their_protocol(of_ruler):
+    rows, _ = of_ruler
+    places = {"multikey": 2, "multikey_dense": 2, "variable_tracking": 5}
+    places |= {"common_words": 4, "frequent_words": 3}
+    count = Counter((row["probe"], row["length"]) for row in rows)
+    assert count == {(task, length): n for task, n in places.items() for length in RULER_LENGTHS}
+    for row in rows:
+        assert (row["protocol"], row["corpus"], row["probe_seed"]) == ("probes", "tiny", 0)
+        assert row["form"]["answers"] in (1, 3, 4)
+        assert row["trials"] == 2
+        assert axis_of(row["probe"]) in row
+        if row["length"] == 256:
+            assert row["reason"] is None
+            assert 0 <= row["low"] <= row["accuracy"] <= row["high"] <= 1
+            assert 0 < row["guess"] < 0.35
+        else:
+            assert (row["accuracy"], row["guess"], row["low"]) == (None, None, None)
+            assert "learned positions end at 256" in row["reason"]
+    hops = [row["hops"] for row in rows if row["probe"] == "variable_tracking"]
+    assert hops == [0, 1, 2, 3, 4] * 2
+
+
+def test_the_terminal_shows_guess_rates_beside_accuracies(of_ruler):
+    _, shown = of_ruler
+    numbers = r"\d\.\d{3} \d\.\d{3}"
+    assert re.search(rf"multikey at 256: {numbers} \(guess rates 0\.250 0\.250\)", shown)
+    assert "frequent_words at 320: pos_emb: learned positions end at 256" in shown
+
+
+def test_the_page_shows_guess_rates_and_intervals_and_names_what_is_missing(of_ruler):
+    rows, _ = of_ruler
+    page = Page([], rows, {}).html("t")
+    (table,) = [one for one in Reader(page).tables if one[0][0] == "mean over places"]
+    assert table[0][1:] == ["256", "320"]
+    lines = {line[0]: line[1:] for line in table[1:]}
+    assert len(lines) == 3 * 5
+    assert lines["variable_tracking: guess rate"] == ["0.25", "-"]
+    members = [row for row in rows if row["probe"] == "multikey" and row["length"] == 256]
+    accuracy = sum(row["accuracy"] for row in members) / 2
+    shown, missing = lines["multikey: accuracy"]
+    assert re.fullmatch(rf"{accuracy:.3f} \[\d\.\d\d, \d\.\d\d\]", shown)
+    assert missing == "-"
+    assert "Guess rate: the accuracy of a model that draws" in page
+    assert "learned positions end at 256" in page
+
+
+def test_the_suite_is_asked_by_name_alone(longer, tmp_path):
+    asked = Options(str(longer), output=tmp_path / "a.jsonl", lengths=[256], trials=1, depths=1)
+    probed = probe(None, replace(asked, probes=["copy", "ruler", "multikey"]))
+    names = list(dict.fromkeys(row["probe"] for row in probed.rows))
+    assert names == ["copy", *RULER]
+    assert not {*RULER} & {*Options.probes}
+
+
+def test_a_wrong_name_of_a_probe_lists_the_right_ones(forks, longer):
+    done = forks.run("tools/probe.py", "--checkpoint", longer, "--probes", "rulers")
+    assert done.returncode == 2
+    assert "invalid choice: 'rulers'" in done.stderr
+    assert "'multikey_dense'" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_the_commands_of_the_documentation_run(forks, longer, tmp_path):
+    text = (ROOT / "docs/evaluation.md").read_text(encoding="utf-8")
+    section = text.split("### Tasks in RULER's manner\n")[1].split("\n## ")[0]
+    commands = [line.strip() for line in section.splitlines() if line.startswith("    python ")]
+    assert len(commands) == 2
+    smaller = ["--lengths", 256, "--trials", 1, "--depths", 1]  # the last word wins
+    for number, command in enumerate(commands):
+        words = command.replace("runs/mep", str(longer)).split()[1:]
+        output = tmp_path / f"{number}.jsonl"
+        done = forks.run(*words, *smaller, "-o", output)
+        assert done.returncode == 0, done.stderr
+        asked = {*RULER} if "ruler" in words else {"multikey", "variable_tracking"}
+        assert {row["probe"] for row in read_probes([output])} == asked

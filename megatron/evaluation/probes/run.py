@@ -16,19 +16,33 @@ from megatron.errors import UserError
 from megatron.evaluation.agreement import check_known_tokens
 from megatron.evaluation.bounds import check_fits, check_numbers
 from megatron.evaluation.opened import Opened, opened, variant
+from megatron.evaluation.probes.asked import measured, scores_of
 from megatron.evaluation.probes.attention import attention_by_distance, edges
 from megatron.evaluation.probes.receptive_field import (
     receptive_field,
     receptive_field_tokens,
     thinned,
 )
-from megatron.evaluation.probes.retrieval import TASKS, Retrieval, measured, scores_of
+from megatron.evaluation.probes.retrieval import TASKS as RETRIEVAL_TASKS
+from megatron.evaluation.probes.ruler import TASKS as RULER_TASKS
 from megatron.evaluation.protocols import Windows, first_tokens
 from megatron.model import GPT, AttentionSettings
 from megatron.owner import owned_file
 from megatron.parallel.grid import here
-from megatron.results.probes import PROBES, ProbeRow, existing_probes, joined, write_probes
+from megatron.results.probes import (
+    GROUPS,
+    PROBES,
+    RULER,
+    ProbeRow,
+    axis_of,
+    existing_probes,
+    joined,
+    write_probes,
+)
 from megatron.results.row import Facts, run_of
+
+TASKS = RETRIEVAL_TASKS | RULER_TASKS
+USUAL = tuple(probe for probe in PROBES if probe not in RULER)  # what a call asks by default
 
 
 @dataclass(frozen=True)
@@ -36,9 +50,9 @@ class Options:
     """What one call of the probes asks for beside its configuration.
 
     checkpoint, step, lengths, output: as in megatron.evaluation.run.Options
-    probes: names in PROBES
-    depths: places of the context that retrieval asks about
-    trials: contexts for each length and task, and windows of text for the other probes
+    probes: names in PROBES or GROUPS
+    depths: places of the context that tasks ask about
+    trials: contexts for each length, task and place, and windows of text for the other probes
     seed: of the questions
     """
 
@@ -46,7 +60,7 @@ class Options:
     step: int | None = None
     lengths: Sequence[int] = ()
     output: Path | None = None
-    probes: Sequence[str] = PROBES
+    probes: Sequence[str] = USUAL
     depths: int = 5
     trials: int = 8
     seed: int = 0
@@ -56,7 +70,7 @@ class Options:
 class Answer:
     """What one probe gave at one length.
 
-    rows: the keys of each row that the probe itself adds: one row, or one for each depth
+    rows: the keys of each row that the probe itself adds: one row, or one for each place
     seconds: how long it took
     """
 
@@ -163,13 +177,21 @@ def answers(
     """The answer of each probe at each length, as soon as it is known; text [tokens]."""
     for length in lengths:
         windows = windows_of(text, length, options.trials)
-        for name in options.probes:
+        for name in probes_of(options.probes):
             started = time.perf_counter()
             if name in TASKS:
-                rows = of_retrieval(model, name, text, length, options)
+                rows = of_task(model, name, text, length, options)
             else:
                 rows = [OTHERS[name](model, windows)]
             yield Answer(name, length, rows, time.perf_counter() - started)
+
+
+def probes_of(names: Sequence[str]) -> list[str]:
+    """Probes by their own names and by those of their groups, each once."""
+    probes: list[str] = []
+    for name in names:
+        probes += GROUPS.get(name, (name,))
+    return list(dict.fromkeys(probes))
 
 
 def windows_of(text: np.ndarray, length: int, most: int) -> list[np.ndarray]:
@@ -184,13 +206,15 @@ def rows_of(answer: Answer, facts: Facts) -> list[ProbeRow]:
     return [cast(ProbeRow, facts | shared | own) for own in answer.rows]
 
 
-def of_retrieval(
-    model: GPT, task: str, text: np.ndarray, length: int, options: Options
+def of_task(
+    model: GPT, name: str, text: np.ndarray, length: int, options: Options
 ) -> list[dict[str, Any]]:
-    """One task of retrieval: a row for each depth."""
+    """One task: a row for each depth, or for each number on its axis."""
     last = max(1, options.depths - 1)
-    results: list[Retrieval] = measured(
+    task = TASKS[name]
+    results = measured(
         scores_of(model),
+        name,
         task,
         text,
         length,
@@ -199,7 +223,13 @@ def of_retrieval(
         seed=options.seed,
         device=next(model.parameters()).device,
     )
-    return [asdict(result) | {"probe_seed": options.seed} for result in results]
+    rows = []
+    for result in results:
+        row = asdict(result)
+        place = {axis_of(name): row.pop("place")}
+        form = {"form": dict(task.form)} if task.form else {}
+        rows.append(place | form | row | {"probe_seed": options.seed})
+    return rows
 
 
 def of_receptive_field(model: GPT, windows: Sequence[np.ndarray]) -> dict[str, Any]:

@@ -11,9 +11,15 @@ from matplotlib.figure import Figure
 
 from megatron.evaluation.probes.receptive_field import MOST
 from megatron.report.figures.positions import GREY, colours, distance_axis, style
-from megatron.results.probes import TASKS, ProbeRow, cells
+from megatron.results.probes import TASKS, ProbeRow, axis_of, cells, guesses
 
 COLUMNS = 3
+PLACES = {
+    "depth": "depth (0: start)",
+    "hops": "assignments to follow",
+    "named": "answers named before",
+    "rank": "rank (1: most frequent)",
+}
 DARK = 0.6  # accuracies below have a dark colour, on which text is white
 MANY = 6  # layers, from which on there is no legend
 
@@ -42,30 +48,33 @@ def draw_probes(rows: Sequence[ProbeRow], title: str) -> Figure:
         for unused in places[len(names) :]:
             unused.set_axis_off()
         if maps:
-            _accuracy_bar(figure, maps)
+            with_guess = any(row.get("guess") is not None for row in rows)
+            _accuracy_bar(figure, maps, with_guess=with_guess)
         figure.suptitle(title, x=0.01, ha="left", fontsize=10)
     return figure
 
 
-def _accuracy_bar(figure: Figure, maps: Sequence[Axes]) -> None:
+def _accuracy_bar(figure: Figure, maps: Sequence[Axes], *, with_guess: bool) -> None:
     scale = ScalarMappable(Normalize(0, 1), "viridis")
-    label = "accuracy (in a cell: accuracy, gain in nats)"
+    guess = "guess rate, " if with_guess else ""
+    label = f"accuracy (in a cell: accuracy, {guess}gain in nats)"
     bar = figure.colorbar(scale, ax=list(maps), label=label, pad=0.01, aspect=30)
     bar.ax.yaxis.label.set_fontsize(7)
 
 
 def _map(axes: Axes, rows: Sequence[ProbeRow], task: str) -> None:
-    """Lengths to the right, depths downward; the text of a cell is its accuracy and its gain."""
+    """Lengths to the right, places downward; a cell has its accuracy, guess rate and gain."""
     by_place = cells(rows, task)
-    depths = sorted({depth for depth, _ in by_place})
+    guess_by_place = guesses(rows, task)
+    places = sorted({place for place, _ in by_place})
     lengths = sorted({length for _, length in by_place})
-    accuracies = np.full((len(depths), len(lengths)), np.nan)
-    for line, depth in enumerate(depths):
+    accuracies = np.full((len(places), len(lengths)), np.nan)
+    for line, place in enumerate(places):
         for column, length in enumerate(lengths):
-            pair = by_place.get((depth, length))
+            pair = by_place.get((place, length))
             if pair is not None:
                 accuracies[line, column] = pair[0]
-            _write_cell(axes, line, column, pair)
+            _write_cell(axes, line, column, pair, guess_by_place.get((place, length)))
     axes.imshow(
         accuracies,
         aspect="auto",
@@ -74,16 +83,21 @@ def _map(axes: Axes, rows: Sequence[ProbeRow], task: str) -> None:
         interpolation="nearest",
     )
     axes.set_xticks(range(len(lengths)), [str(length) for length in lengths])
-    axes.set_yticks(range(len(depths)), [f"{depth:g}" for depth in depths])
+    axes.set_yticks(range(len(places)), [f"{place:g}" for place in places])
     axes.set_xlabel("length (tokens)")
-    axes.set_ylabel("depth (0: start)")
+    axes.set_ylabel(PLACES[axis_of(task)])
 
 
-def _write_cell(axes: Axes, line: int, column: int, pair: tuple[float, float] | None) -> None:
+def _write_cell(
+    axes: Axes, line: int, column: int, pair: tuple[float, float] | None, guess: float | None
+) -> None:
     text, colour = "n/a", "black"
     if pair is not None:
         accuracy, gain = pair
-        text = f"{accuracy:.2f}\n{gain:+.2f}"
+        numbers = [f"{accuracy:.2f}", f"{gain:+.2f}"]
+        if guess is not None:
+            numbers.insert(1, f"({guess:.2g})")
+        text = "\n".join(numbers)
         colour = "white" if accuracy < DARK else "black"
     axes.text(column, line, text, ha="center", va="center", fontsize=6, color=colour)
 

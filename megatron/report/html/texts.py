@@ -68,6 +68,17 @@ PROBES = {
     " in the string.",
     "recall": "Held-out text contains keys with values; each key is repeated at the end. Does the"
     " model repeat its value?",
+    "multikey": "Held-out text contains four needles, each a key of two tokens and a value. Keys"
+    " share their tokens, so only both together name a needle. One key is repeated at the end. Does"
+    " the model name its value?",
+    "multikey_dense": "The same where needles fill the whole context.",
+    "variable_tracking": "Held-out text contains chains of assignments: a variable has a value, the"
+    " next one has the first, and so on. Does the model name the value of a variable that is some"
+    " assignments away?",
+    "common_words": "Of 36 words in a list, 4 occur four times as often as the others. Does the"
+    " model name them?",
+    "frequent_words": "The words of a list have counts that fall as 1 / rank. Does the model name"
+    " the first three in their order?",
     "receptive_field": "The gradient of the last token's loss: its fraction within a distance"
     " (Sandwich, arXiv 2212.10356).",
     "attention": "The probability of attention at a distance or further, mean over heads and the"
@@ -76,6 +87,11 @@ PROBES = {
 GAIN = (
     "Accuracy: the fraction of answer tokens with the highest logit (guessing: {chance:.2g})."
     " Gain: how much the answer in the context raises their log-probability, in nats."
+)
+GUESS = (
+    "Guess rate: the accuracy of a model that draws among what the context offers (the values of"
+    " all needles or chains, the tokens of the list) without regard to key, chain or count. In"
+    " brackets beneath an accuracy: 95 % Wilson interval over contexts."
 )
 SPEED = (
     "Tokens per second through the model. Evaluation (eval): mean over rows. Training: median of"
