@@ -25,6 +25,7 @@ LEVELS = [
     {"training", "interop", "conformance"},
     {"evaluation"},
     {"report", "sweeps", "doctor"},
+    {"explain"},
     {"entry"},
     {"commands"},
     {"entries"},  # train.py, tools/ ... at the root

@@ -86,7 +86,7 @@ def help_text(width: int = 100) -> str:
                 continue
             lines.append(f"  {key.name} ({type_text(key)}; {default_text(key)})")
             lines += textwrap.wrap(
-                _description(key), width, initial_indent=indent, subsequent_indent=indent
+                description(key), width, initial_indent=indent, subsequent_indent=indent
             )
     return "\n".join(lines).strip()
 
@@ -108,10 +108,11 @@ def default_text(key: Key) -> str:
 def _row(key: Key) -> str:
     kind = type_text(key).replace("|", "or")
     default = default_text(key).removeprefix("default: ")
-    return f"| `{key.name}` | {kind} | {default} | {_description(key)} |"
+    return f"| `{key.name}` | {kind} | {default} | {description(key)} |"
 
 
-def _description(key: Key) -> str:
+def description(key: Key) -> str:
+    """What a key means, on one line."""
     return _one_line(key.info.description)
 
 

@@ -1,6 +1,6 @@
 """From files and overrides to one checked Config; every fault in a single message."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,11 +23,20 @@ from megatron.positions import REGISTRY, options_of
 
 COMMAND_LINE = "command line"
 Source = tuple[str, dict[str, Any]]  # the name of a file or COMMAND_LINE, and what it sets
+Trace = Callable[[str | None, dict[str, Any], dict[str, Any]], None]
 
 
-def load(paths: Sequence[str | Path], overrides: Sequence[str] = ()) -> Config:
+def _ignored(source: str | None, given: dict[str, Any], merged: dict[str, Any]) -> None:
+    """No trace."""
+
+
+def load(
+    paths: Sequence[str | Path], overrides: Sequence[str] = (), *, trace: Trace = _ignored
+) -> Config:
     """Merge YAML files from left to right and lay `key=value` words over them.
 
+    trace: called after each source with its name, what it sets and what is merged by now, and with
+    None and nothing after older keys were converted; see origins.py
     Raises UserError with every fault at once.
     """
     report = Report()
@@ -36,11 +45,13 @@ def load(paths: Sequence[str | Path], overrides: Sequence[str] = ()) -> Config:
     # First of all: what the user's file registers may be what pos_emb names.
     code = _user_file(sources, named_in, report)
     merged: dict[str, Any] = {}
-    for _, given in sources:
+    for name, given in sources:
         _lay_over(merged, given, report)
+        trace(name, given, merged)
     complete_recipe([given for _, given in sources], merged, report)
     merged.setdefault("pos_emb", Position.model_fields["pos_emb"].default)
     fold(merged, _options(merged["pos_emb"]), report)
+    trace(None, {}, merged)
     sections = _sections(merged, report)
     if code is None and merged.get(USER_FILE) and not _is_registered(merged["pos_emb"]):
         # The user's file has a fault, which is reported. What it would register is unknown.

@@ -3,7 +3,7 @@
 import math
 import statistics
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +15,7 @@ from megatron.evaluation.protocols import window_counts
 from megatron.model import Architecture, flops
 from megatron.model.size import parameters
 from megatron.results.row import ATTENTION_INPUTS
-from megatron.sweeps.plan import Cell, Evaluation, Sweep
+from megatron.sweeps.plan import Cell, Sweep
 from megatron.sweeps.state import State, seconds_per_step
 from megatron.training.fits import CHECKPOINT, FLOAT32, kept_checkpoints, windows_per_step
 from megatron.training.throughput import peak_of
@@ -91,7 +91,7 @@ def _missing(cell: Cell, state: State) -> tuple[int, float, float]:
     steps = max(0, cell.steps - state.step)
     tokens = steps * windows_per_step(config) * length
     training = tokens * flops.BACKWARD * forward_flops(config, vocab, length)
-    evaluating = sum(_evaluation_flops(one, config, vocab) for one in state.missing)
+    evaluating = sum(evaluation_flops(one.options, config, vocab) for one in state.missing)
     return tokens, training, evaluating
 
 
@@ -134,15 +134,15 @@ def this_cpu() -> Device:
     return Device(name, speed, "a matrix product timed here", here)
 
 
-def named_device(name: str, precision: str) -> Device:
+def named_device(name: str, precision: str, *, option: str = "--device") -> Device:
     """A device by its name in DEVICES, as fast as its data sheet says; `cpu` is this machine's.
 
-    Raises UserError for another name.
+    option: what the user calls it. Raises UserError for another name.
     """
     if name == "cpu":
         return this_cpu()
     if name not in DEVICES:
-        raise UserError(f"--device: {name} is not known - use one of cpu, {', '.join(DEVICES)}")
+        raise UserError(f"{option}: {name} is not known - use one of cpu, {', '.join(DEVICES)}")
     # A V100 has no bf16: what it would run in its place is fp16.
     for kind in (precision, "fp16"):
         peak = peak_of(DEVICES[name], kind)
@@ -189,8 +189,8 @@ def _shape(config: Config) -> tuple:
     return *sizes, model.seq_length, config.precision.precision
 
 
-def _evaluation_flops(evaluation: Evaluation, config: Config, vocab: int) -> float:
-    options = evaluation.options
+def evaluation_flops(options: Mapping[str, Any], config: Config, vocab: int) -> float:
+    """Operations of one call of evaluate.py. options: those of the call, and keys that it sets."""
     eval_lengths = options.get("eval_lengths", config.evaluation.eval_lengths)
     lengths = _several(options.get("lengths", eval_lengths))
     eval_tokens = options.get("eval_tokens", config.evaluation.eval_tokens)
