@@ -106,14 +106,8 @@ def _summary(sizes: Sizes, times: Sequence[dict[str, Any]], mfu: float) -> list[
     lines += _row("parameters", _parameters(sizes))
     lines += _row("tokens", _tokens(sizes))
     lines += _row("FLOP", _operations(sizes))
-    need = sizes.needs
-    divided = f"{sizes.devices} device(s), ZeRO stage {config.parallel.zero_stage}"
-    lines += _row(
-        "training",
-        f"about {in_bytes(need.memory)} of memory on each of {divided}: {in_bytes(need.state)} of"
-        f" weights, gradients and Adam, {in_bytes(need.activations)} of activations and logits;"
-        f" {in_bytes(need.disk)} of disk for checkpoints, one more than are kept",
-    )
+    if sizes.steps != 0:
+        lines += _row("training", _training_memory(sizes))
     lines += _evaluation_memory(sizes)
     lines.append("")
     lines += _hours(sizes, times, mfu)
@@ -128,9 +122,11 @@ def _row(subject: str, text: str) -> list[str]:
 def _parameters(sizes: Sizes) -> str:
     config, counted = sizes.config, sizes.parameters
     table = sizes.vocab * config.model.hidden_size
-    tables = 2 if config.model.no_weight_tying else 1
+    tables, names = 1, "the embedding"
+    if config.model.no_weight_tying:
+        tables, names = 2, "the embedding and the output matrix"
     return (
-        f"{counted.whole:,}; {counted.whole - tables * table:,} without the {tables} matrices of"
+        f"{counted.whole:,}; {counted.whole - tables * table:,} without {names} of"
         f" {sizes.vocab:,} rows ({sizes.vocab_basis}); {counted.positions:,} in the encoding"
     )
 
@@ -138,6 +134,8 @@ def _parameters(sizes: Sizes) -> str:
 def _tokens(sizes: Sizes) -> str:
     if sizes.tokens is None:
         return "unknown: train_epochs needs the data"
+    if not sizes.tokens:
+        return "none: train_iters is 0"
     ratio = sizes.tokens / sizes.parameters.whole
     return (
         f"{sizes.tokens:,} = {sizes.steps:,} steps * {sizes.windows_per_step} windows *"
@@ -160,6 +158,20 @@ def _operations(sizes: Sizes) -> str:
         f"{sizes.training_flops:.3g} of training: {per_token}, forward and backward;"
         f" {sizes.evaluation_flops:.3g} of one evaluation of"
         f" {sizes.config.evaluation.eval_tokens:,} tokens at every length"
+    )
+
+
+def _training_memory(sizes: Sizes) -> str:
+    need = sizes.needs
+    stage = sizes.config.parallel.zero_stage
+    activations = f"{in_bytes(need.activations)} of activations and logits"
+    if sizes.scores:
+        activations += f", without the scores that this encoding keeps, {in_bytes(sizes.scores)}"
+        activations += " or several times that"
+    return (
+        f"about {in_bytes(need.memory)} of memory on each of {sizes.devices} device(s), ZeRO stage"
+        f" {stage}: {in_bytes(need.state)} of weights, gradients and Adam, {activations};"
+        f" {in_bytes(need.disk)} of disk for checkpoints, one more than are kept"
     )
 
 

@@ -60,7 +60,7 @@ def devices() -> Facts:
     """CUDA devices, each with what went wrong in a small product."""
     import torch
 
-    if torch.version.cuda is None:
+    if torch.version.cuda is None and torch.version.hip is None:
         return {"reason": None, "devices": []}
     reason = None
     try:

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 
 from megatron.config import Config
+from megatron.config.sections.training import LossScale
 from megatron.evaluation.protocols import window_counts
 from megatron.explain.sizes import Sizes
 from megatron.model import Architecture
@@ -26,9 +27,10 @@ def effect(name: str, sizes: Sizes) -> str | None:
     return None if says is None else says(sizes)
 
 
-def _of(name: str) -> Callable[[Effect], Effect]:
+def _of(*names: str) -> Callable[[Effect], Effect]:
     def add(says: Effect) -> Effect:
-        EFFECTS[name] = says
+        for name in names:
+            EFFECTS[name] = says
         return says
 
     return add
@@ -191,6 +193,12 @@ def _precision(sizes: Sizes) -> str:
     if sizes.config.precision.dtype == "fp32":
         return "weights, gradients and Adam take 16 bytes for each parameter"
     return "weights, gradients, float32 masters and Adam take 16 bytes for each parameter"
+
+
+@_of(*(f"fp16.{name}" for name in LossScale.model_fields))
+def _loss_scale(sizes: Sizes) -> str | None:
+    dtype = sizes.config.precision.dtype
+    return None if dtype == "fp16" else f"no effect: precision is {dtype}"
 
 
 @_of("zero_optimization.stage")

@@ -117,7 +117,6 @@ class Sizes:
     @cached_property
     def evaluation_memory(self) -> dict[int, int]:
         """Bytes of one device by the length of the window, in float32."""
-        dense = _has_dense_scores(self.config)
         by_length = {}
         for length in sorted(self.config.evaluation.eval_lengths):
             by_length[length] = evaluation_memory(
@@ -127,9 +126,27 @@ class Sizes:
                 length,
                 batch_tokens=self.config.evaluation.eval_batch_tokens,
                 device=self.device,
-                dense=dense,
+                dense=self.dense,
             )
         return by_length
+
+    @cached_property
+    def dense(self) -> bool:
+        """Whether any layer's encoding needs all scores of a batch at once."""
+        config = self.config
+        with torch.random.fork_rng(devices=[]), Outline():
+            positions = [position_of_entry(config, entry) for entry in entries_of(config.position)]
+        return any(position.has("on_scores") for position in positions)
+
+    @property
+    def scores(self) -> int:
+        """Bytes that a training keeps at least of dense scores: a float32 copy in each layer."""
+        if not self.dense:
+            return 0
+        model, training = self.config.model, self.config.training
+        layers = 1 if training.checkpoint_activations else model.num_layers
+        windows = training.train_micro_batch_size_per_gpu
+        return 4 * layers * windows * model.num_attention_heads * model.seq_length**2
 
 
 def devices_of(config: Config) -> int:
@@ -143,10 +160,3 @@ def devices_of(config: Config) -> int:
 def device_hours(operations: float, flops_per_second: float, utilisation: float) -> float:
     """Hours of one device that reaches that share of its speed; several share them."""
     return operations / (flops_per_second * utilisation) / HOUR
-
-
-def _has_dense_scores(config: Config) -> bool:
-    """Whether any layer's encoding needs all scores of a batch at once."""
-    with torch.random.fork_rng(devices=[]), Outline():
-        positions = [position_of_entry(config, entry) for entry in entries_of(config.position)]
-    return any(position.has("on_scores") for position in positions)

@@ -65,6 +65,7 @@ def test_what_was_converted_or_has_no_effect_is_listed(capsys):
     assert "notes: what was converted, dropped, or has no effect\n" in printed
     assert "  sliding_window_width: 7 means window: 8" in printed
     assert "  bias_gelu_fusion: accepted, has no effect here" in printed
+    assert printed.count("here: no effect: precision is fp32\n") == 5  # keys of fp16's loss scale
     assert "  window: 8    [command line, written as sliding_window_width: 7]\n" in printed
 
 
@@ -147,6 +148,20 @@ def test_steps_of_epochs_need_the_data(capsys):
     assert "tokens      unknown: train_epochs needs the data\n" in printed
     assert "  h100        an evaluation in float32" in printed
     assert record(capsys, *words)["tokens"] is None
+
+
+def test_what_a_run_does_not_do_has_no_size(capsys):
+    printed = explained(capsys, *SHAPE, "train_iters=0", "--brief")
+    assert "tokens      none: train_iters is 0\n" in printed
+    assert "training " not in printed.replace("of training", "")
+
+
+def test_an_encoding_that_keeps_all_scores_says_what_they_take(capsys):
+    """One float32 number for each layer, window, head, query and key: 12 * 32 * 12 * 512 ** 2."""
+    printed = " ".join(explained(capsys, BASE, "pos_emb=cope", "--brief").split())
+    assert 4 * 12 * 32 * 12 * 512**2 == 4_831_838_208
+    assert "without the scores that this encoding keeps, 4.83 GB or several times" in printed
+    assert "without the scores" not in explained(capsys, BASE, "pos_emb=t5", "--brief")
 
 
 MEASURE = """
