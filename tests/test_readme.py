@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shlex
 import shutil
 import subprocess
 from collections.abc import Sequence
@@ -105,7 +106,7 @@ def forks(project):
 
 def succeed(forks: Forks, command: str, more: Sequence[str] = ()) -> str:
     """What a command of the README prints, cut down by `more`."""
-    python, *words = command.split()
+    python, *words = shlex.split(command)
     assert python == "python", command
     done = forks.run(*words, *more, timeout=300)
     assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"

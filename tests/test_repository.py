@@ -24,6 +24,7 @@ LEVELS = [
     {"checkpoints"},
     {"training", "interop", "conformance"},
     {"evaluation"},
+    {"generation"},
     {"report", "sweeps", "doctor"},
     {"explain"},
     {"entry"},

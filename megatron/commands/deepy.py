@@ -34,7 +34,8 @@ from megatron.training.vocabulary import likely_rows
 
 LAUNCHER = "deepy.py"
 # Without a network when it is one process.
-ON_THIS_MACHINE = ("evaluate.py",)
+ON_THIS_MACHINE = ("evaluate.py", "generate.py")
+ONE_PROCESS = ("generate.py",)
 PURPOSES = {"train.py": "train", "evaluate.py": "evaluate"}
 HELP = {"-h", "--help"}
 FOR_OTHER_MACHINES = (
@@ -190,7 +191,9 @@ def devices_for(script: Path, config: Config | None) -> list[Device]:
             devices = _filtered(devices, config.launch)
     if wanted is None:
         wanted = len(devices) if cuda or filtered else 1
-    if script.name in ON_THIS_MACHINE:
+    if script.name in ONE_PROCESS:
+        wanted = 1
+    elif script.name in ON_THIS_MACHINE:
         # What was trained on eight devices is measured on those of this machine.
         wanted = min(wanted, len(devices))
     if wanted <= len(devices):

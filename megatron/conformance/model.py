@@ -1,5 +1,7 @@
 """Checks of the encoding in a small model: text in pieces, backends, long texts."""
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
@@ -14,7 +16,8 @@ from megatron.conformance.finding import (
     not_applicable,
 )
 from megatron.conformance.subject import Subject, random_ids
-from megatron.model.gpt import GPT, Cache
+from megatron.model.cache import Cache
+from megatron.model.gpt import GPT
 
 
 @torch.no_grad()
@@ -30,15 +33,33 @@ def later_tokens_change_nothing(subject: Subject) -> Finding:
 
 @torch.no_grad()
 def cached_is_full(subject: Subject) -> Finding:
-    """Decoding with a cache gives the logits of the full pass."""
+    """Decoding with a cache gives the logits of the full pass.
+
+    Also where a text leaves the batch, and where keys that a window hides are forgotten.
+    """
     gpt = subject.gpt()
     ids = random_ids(3 * subject.train_length // 4, batch=2)
-    whole, worst = gpt(ids), 0.0
-    for piece in (1, 7):
-        cache = Cache()
-        parts = [gpt(part, cache=cache) for part in ids.split(piece, dim=1)]
-        worst = max(worst, largest_difference(torch.cat(parts, dim=1), whole))
-    return at_most(1e-4, worst)
+    whole = gpt(ids)
+    differences = [largest_difference(_in_pieces(gpt, ids, piece), whole) for piece in (1, 7)]
+    differences.append(largest_difference(_last_text_alone(gpt, ids), whole[1:]))
+    gpt.use_attention(replace(gpt.attention, window=max(1, subject.train_length // 8)))
+    rolled = _in_pieces(gpt, ids, 3, rolling=True)
+    differences.append(largest_difference(rolled, gpt(ids)))
+    return at_most(1e-4, max(differences))
+
+
+def _in_pieces(gpt: GPT, ids: Tensor, piece: int, *, rolling: bool = False) -> Tensor:
+    """Logits of a text that is read piece by piece: [batch, length, vocab]."""
+    cache = Cache(rolling=rolling)
+    return torch.cat([gpt(part, cache=cache) for part in ids.split(piece, dim=1)], dim=1)
+
+
+def _last_text_alone(gpt: GPT, ids: Tensor) -> Tensor:
+    """Logits of the second text, which goes on alone after the first half."""
+    cache, half = Cache(), ids.shape[1] // 2
+    begin = gpt(ids[:, :half], cache=cache)
+    cache.select(torch.tensor([1]))
+    return torch.cat([begin[1:], gpt(ids[1:, half:], cache=cache)], dim=1)
 
 
 def backends_agree(subject: Subject) -> Finding:

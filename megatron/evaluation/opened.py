@@ -120,6 +120,29 @@ class Opened:
         return {"attention_backend": self.model.resolved_backend, **variant(attention)}
 
 
+@dataclass(frozen=True)
+class Trained:
+    """A checkpoint that was found to be what its configuration describes; see Opened."""
+
+    model: GPT
+    trained: Config
+    config: Config
+    path: Path
+    record: dict[str, Any]
+
+
+def opened_model(config: Config | None, folder: str | Path | None, step: int | None) -> Trained:
+    """Open a checkpoint without a text; arguments and errors as for `opened`."""
+    folder = folder or checkpoint_folder(config, step)
+    model, trained, record = load_for_evaluation(folder, step)
+    path = Path(record["path"])
+    if CONTROL.search(str(path)):  # every row repeats it
+        raise UserError(f"checkpoint: {path} has a control character in its name - rename it")
+    check_finite(model, path)
+    config = _apart_as_trained(config or trained, trained)
+    return Trained(model, trained, config, path, record)
+
+
 def opened(config: Config | None, folder: str | Path | None, step: int | None) -> Opened:
     """Open a checkpoint and its text, and check that they agree.
 
@@ -128,13 +151,9 @@ def opened(config: Config | None, folder: str | Path | None, step: int | None) -
     step: which checkpoint of a run; None for the latest
     UserError where there is no checkpoint or no text, or where they do not belong together.
     """
-    folder = folder or checkpoint_folder(config, step)
-    model, trained, record = load_for_evaluation(folder, step)
-    path = Path(record["path"])
-    if CONTROL.search(str(path)):  # every row repeats it
-        raise UserError(f"checkpoint: {path} has a control character in its name - rename it")
-    check_finite(model, path)
-    config = _apart_as_trained(config or trained, trained)
+    of_model = opened_model(config, folder, step)
+    model, trained, config = of_model.model, of_model.trained, of_model.config
+    path, record = of_model.path, of_model.record
     names_data = config if _names_text(config) else trained
     part = config.evaluation.eval_part
     with names_data.naming_places(*DATA_PATHS):

@@ -4,7 +4,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from megatron.model.gpt import GPT, Cache
+from megatron.model.cache import Cache
+from megatron.model.gpt import GPT
 from megatron.model.settings import Architecture, AttentionSettings
 from megatron.positions import Position, Shape, options_of
 from megatron.positions.layers import Entry, build_entry, entries_of

@@ -17,19 +17,30 @@ from megatron.positions import Position
 class Text:
     """What a layer attends with, before its encoding has acted on queries and keys.
 
-    q [batch, heads, queries, head_dim] from index `start` on; k, v [batch, key heads, keys,
-    head_dim], all keys of the text; bias [heads, distances] or None; query_scale [queries] or
-    [heads, queries]: multiplies the queries; options: of megatron.attention.attention
+    q [batch, heads, queries, head_dim] of the last keys; k, v [batch, key heads, keys, head_dim];
+    index [keys] int64: where keys stand in the text, some of which may be forgotten;
+    bias [heads, distances] or None; query_scale [queries] or [heads, queries]: multiplies the
+    queries; options: of megatron.attention.attention
     """
 
     position: Position
     q: Tensor
     k: Tensor
     v: Tensor
-    start: int
+    index: Tensor
     bias: Tensor | None
     query_scale: Tensor | None
     options: dict[str, Any]
+
+    @property
+    def start(self) -> int:
+        """The index of the first query."""
+        return self.end - self.q.shape[2]
+
+    @property
+    def end(self) -> int:
+        """The index behind the last query."""
+        return int(self.index[-1]) + 1
 
     def turned(
         self, rows: slice, query: Tensor, key: Tensor, stretch: float = 1.0
@@ -61,8 +72,8 @@ def attention_by_method(method: Method, text: Text) -> Tensor:
     if isinstance(method, DynamicNTK):
         return _by_base(method, text)
     assert isinstance(method, NearFar)
-    key = torch.arange(text.k.shape[2], device=text.k.device)
-    query = key[text.start :]
+    key = text.index
+    query = key[-text.q.shape[2] :]
     rows = slice(0, len(query))
     far_query, far_key = method.far_query(query), method.far_key(key)
     near = Keys(*text.turned(rows, query, key), query, key)
@@ -82,18 +93,20 @@ def attention_by_method(method: Method, text: Text) -> Tensor:
 
 def _by_base(method: DynamicNTK, text: Text) -> Tensor:
     """One part of the queries after the other, each with the base of its length."""
-    end = text.start + text.q.shape[2]
-    key = torch.arange(end, device=text.k.device)
+    start, end = text.start, text.end
+    forgotten = end - len(text.index)
     score_bias = text.options["score_bias"]
     outputs = []
-    for first, stop, stretch in method.parts(text.start, end, text.position.shape.train_length):
-        rows = slice(first - text.start, stop - text.start)
-        q, k = text.turned(rows, key[first:stop], key[:stop], stretch)
+    for first, stop, stretch in method.parts(start, end, text.position.shape.train_length):
+        rows = slice(first - start, stop - start)
+        keys = stop - forgotten
+        query, key = text.index[first - forgotten : keys], text.index[:keys]
+        q, k = text.turned(rows, query, key, stretch)
         options = dict(text.options)
         if score_bias is not None:
             u, w = score_bias
-            options["score_bias"] = (None if u is None else u[:, :, rows], w[:, :, :stop])
-        outputs.append(attention(q, k, text.values(stop), text.bias, **options))
+            options["score_bias"] = (None if u is None else u[:, :, rows], w[:, :, :keys])
+        outputs.append(attention(q, k, text.values(keys), text.bias, **options))
     return torch.cat(outputs, dim=2)
 
 

@@ -1,7 +1,7 @@
 """The GPT of the papers. The encoding takes part through its hooks only."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import cast
 
 import torch
@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 from megatron.attention import Choice, Needs, Pairs, choose, joined
 from megatron.errors import UserError
 from megatron.model.block import Block
+from megatron.model.cache import Cache, LayerCache, first_visible
 from megatron.model.documents import Documents, by_document, checked_end
 from megatron.model.head import mean_loss, token_losses
 from megatron.model.init import initialize
@@ -22,18 +23,6 @@ from megatron.model.settings import Architecture, AttentionSettings
 from megatron.positions import Position
 from megatron.positions.base import check_key_heads
 from megatron.positions.layers import Placed
-
-
-@dataclass
-class Cache:
-    """Keys, values and more of the text so far, for decoding in pieces.
-
-    GPT.forward(ids, cache=cache) continues that text.
-    """
-
-    length: int = 0
-    layers: list[dict[str, Tensor]] = field(default_factory=list)
-    document_ends: Tensor | None = None
 
 
 class GPT(nn.Module):
@@ -115,6 +104,8 @@ class GPT(nn.Module):
         length = ids.shape[1]
         for position in self._positions:
             position.prepare(start + length)
+        if cache is not None:
+            self._make_ready(cache)
         documents = self._documents(ids, cache)
         x = self._embedded(ids, start, documents)
         x = F.dropout(x, self.dropout, self.training)
@@ -128,6 +119,14 @@ class GPT(nn.Module):
         if cache is not None:
             cache.length += length
         return self.norm(x)
+
+    def check_length(self, length: int) -> None:
+        """UserError where an encoding has no positions for a text of so many tokens."""
+        weight = self.word_embeddings.weight
+        last_token = weight.new_zeros(1, 1, weight.shape[1])
+        for position in self._positions:
+            position.prepare(length)
+        self.position.on_embeddings(last_token, length - 1)
 
     def _documents(self, ids: Tensor, cache: Cache | None) -> Documents | None:
         """Where documents lie that attention keeps apart; None where it does not."""
@@ -152,20 +151,20 @@ class GPT(nn.Module):
         self, start: int, length: int, cache: Cache | None, documents: Documents | None
     ) -> list[AttentionInputs]:
         """What each layer's attention needs beside x; tables are computed once per encoding."""
-        keys = start + length
-        chunk = max(1, self.train_length // 2) if self.blockwise else None
         scale = None
         if self.logn_scale and documents is not None and documents.restart:
-            scale = documents.scale(self.position.log_n_scale(0, keys))
+            scale = documents.scale(self.position.log_n_scale(0, start + length))
         elif self.logn_scale:
             scale = self.position.log_n_scale(start, length)
         inputs: list[AttentionInputs] = []
         earlier: dict[tuple[Position, int | None], AttentionInputs] = {}
         tables: dict[tuple[Position, int], tuple[Tensor | None, Tensor | None]] = {}
-        for position, window in self._layers:
+        for layer, (position, window) in enumerate(self._layers):
             if (position, window) in earlier:
                 inputs.append(earlier[position, window])
                 continue
+            kept = 0 if cache is None else cache.layers[layer].length
+            keys = kept + length
             method = self._method_of(position, window)
             columns = keys if method is None else method.table_length(keys)
             if (position, columns) not in tables:
@@ -178,7 +177,7 @@ class GPT(nn.Module):
                 method=method,
                 start=start,
                 window=window,
-                chunk=chunk,
+                chunk=self.chunk,
                 query_scale=self._seen(scale, window),
                 documents=documents,
                 backend=self.backend,
@@ -189,10 +188,25 @@ class GPT(nn.Module):
             inputs.append(inputs_of_layer)
         if cache is None:
             return inputs
-        if not cache.layers:
-            cache.layers = [{} for _ in self.layers]
         layers = zip(inputs, cache.layers, strict=True)
-        return [replace(inputs_of_layer, memory=memory) for inputs_of_layer, memory in layers]
+        return [replace(inputs_of_layer, cache=kept) for inputs_of_layer, kept in layers]
+
+    def _make_ready(self, cache: Cache) -> None:
+        """Give a new text its layers, and forget what the next tokens of a long one cannot see."""
+        if not cache.layers:
+            cache.layers = [LayerCache() for _ in self.layers]
+        if not cache.rolling:
+            return
+        for layer, (position, window) in zip(cache.layers, self._layers, strict=True):
+            if not position.memory_rolls:
+                continue
+            method, sinks = self._method_of(position, window), 0
+            if method is not None:
+                sinks, window = method.visible(window)
+            beyond = position.scores_read_beyond
+            first = first_visible(cache.length, window, self.chunk, beyond)
+            if first is not None:
+                layer.forget(first, sinks, position.memory_of_keys or {})
 
     def _seen(self, scale: Tensor | None, window: int | None) -> Tensor | None:
         """The log-n scale of queries that see at most `window` tokens."""
@@ -235,6 +249,7 @@ class GPT(nn.Module):
         self.backend = attention.attention_backend
         self.windows = attention.windows(len(self.layers), self.train_length)
         self.blockwise, self.logn_scale = attention.blockwise, attention.logn_scale
+        self.chunk = max(1, self.train_length // 2) if attention.blockwise else None
         self.self_check = attention.attention_self_check
 
     def faults_of_methods(self, attention: AttentionSettings) -> list[str]:

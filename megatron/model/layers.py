@@ -4,12 +4,12 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
-from megatron.attention import Pairs, attention
+from megatron.attention import IndexBias, Pairs, attention
 from megatron.model.activations import ACTIVATIONS
 from megatron.model.by_method import Text, attention_by_method, for_each_query_head
+from megatron.model.cache import LayerCache
 from megatron.model.documents import Documents, by_document
 from megatron.model.methods import Method
 from megatron.model.settings import Architecture
@@ -21,11 +21,11 @@ class AttentionInputs:
     """What a layer's attention needs beside x, the same for every token of a step.
 
     bias, weight [heads, keys] or None; start: index of the first query;
-    method: changes where tokens stand; None: nothing does. With one, memory holds keys as they were
-    before on_queries_keys, and the text is one document;
+    method: changes where tokens stand; None: nothing does. With one, the cache holds keys as they
+    were before on_queries_keys, and the text is one document;
     window, chunk: see `attention`; query_scale [queries] or [batch, 1, queries]: multiplies the
     queries; documents: where they lie, if attention keeps them apart;
-    memory: keys, values and more of earlier tokens; None to keep nothing;
+    cache: keys, values and more of earlier tokens; None to keep nothing;
     pairs: counts what attention skips
     """
 
@@ -40,7 +40,7 @@ class AttentionInputs:
     documents: Documents | None = None
     backend: str = "auto"
     self_check: bool = True
-    memory: dict[str, Tensor] | None = field(default=None, compare=False)
+    cache: LayerCache | None = field(default=None, compare=False)
     pairs: Pairs | None = field(default=None, compare=False)
 
 
@@ -94,13 +94,13 @@ class SelfAttention(nn.Module):
             q, k = by_document(position.on_queries_keys, (q, k), documents)
         elif method is None:
             q, k = position.on_queries_keys(q, k, inputs.start)
-        memory = {} if inputs.memory is None else inputs.memory
+        cache = LayerCache() if inputs.cache is None else inputs.cache
+        memory = cache.memory
         q, k = position.on_queries_keys_by_content(q, k, x, memory)
         if inputs.query_scale is not None and method is None:
             q = (q * inputs.query_scale[..., None]).to(q.dtype)
-        if inputs.memory is not None:
-            k = _remember(memory, "k", k)
-            v = _remember(memory, "v", v)
+        if inputs.cache is not None:
+            k, v = cache.append(k, v)
         on_scores = None
         if position.has("on_scores"):
             on_scores = partial(position.on_scores, x=x, memory=memory)
@@ -111,8 +111,8 @@ class SelfAttention(nn.Module):
             "weight": inputs.weight,
             "window": inputs.window,
             "chunk": inputs.chunk,
-            "segments": None if documents is None else documents.numbers,
-            "index_bias": position.index_bias if position.has("index_bias") else None,
+            "segments": None if documents is None else documents.numbers[:, -k.shape[2] :],
+            "index_bias": _index_bias(position, cache.forgotten),
             "on_scores": on_scores,
             "score_bias": score_bias,
             "pairs": inputs.pairs,
@@ -124,8 +124,8 @@ class SelfAttention(nn.Module):
             v = for_each_query_head(v, self.group)
             out = attention(q, k, v, inputs.bias, **options)
         else:
-            start, scale = inputs.start, inputs.query_scale
-            text = Text(position, q, k, v, start, inputs.bias, scale, options)
+            index = cache.indices(k.shape[2], k.device)
+            text = Text(position, q, k, v, index, inputs.bias, inputs.query_scale, options)
             out = attention_by_method(method, text)
         return self.dense(out.transpose(1, 2).reshape(batch, length, -1))
 
@@ -140,12 +140,13 @@ class SelfAttention(nn.Module):
         return q, k, v
 
 
-def _remember(memory: dict[str, Tensor], name: str, new: Tensor) -> Tensor:
-    """Append new tokens to those in memory: [batch, heads, keys, head_dim]."""
-    if name in memory:
-        new = torch.cat([memory[name], new], dim=2)
-    memory[name] = new
-    return new
+def _index_bias(position: Position, forgotten: int) -> IndexBias | None:
+    """The encoding's index_bias, asked for keys of which so many before them are forgotten."""
+    if not position.has("index_bias"):
+        return None
+    if not forgotten:
+        return position.index_bias
+    return lambda queries, keys: position.index_bias(queries + forgotten, keys + forgotten)
 
 
 class MLP(nn.Module):

@@ -71,6 +71,10 @@ class Method:
         """How many distances a table must have for so many keys."""
         return keys
 
+    def visible(self, window: int | None) -> tuple[int, int | None]:
+        """What a query sees in a layer with this window: how many first and how many last keys."""
+        return 0, window
+
 
 @dataclass(frozen=True)
 class NearFar(Method):
@@ -106,6 +110,9 @@ class NearFar(Method):
                 f"window={self.window} is not within 1 … {train_length}, the training length;"
                 " beyond it near keys stand at distances that were not trained"
             )
+
+    def visible(self, window: int | None) -> tuple[int, int | None]:
+        return (0, window) if self.first_keys is None else (self.first_keys, self.window)
 
     def applies_to(self, position: Position) -> bool:
         return position.rotates or has_table(position)

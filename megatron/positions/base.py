@@ -1,7 +1,7 @@
 """The hooks of a positional encoding: what every encoding can do, and what the model calls."""
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -41,6 +41,9 @@ class Position(Float32Module):
         masks its keys, such as "its convolution over keys"; None: nothing
     grouped_queries: whether the model may have fewer key heads than heads
     score_width: how many times as wide as values on_queries_keys makes queries and keys
+    memory_of_keys: what in `memory` has an entry for each key, and its dimension for them; {} where
+        nothing has. None: not known, so that no token is ever forgotten
+    scores_read_beyond: how many keys before the first visible one on_scores reads
     rotates: on_queries_keys makes q·k depend on the distance, and on_queries_keys_at can be asked
     stretches: on_queries_keys_at knows `stretch`
     claims: some of "zero_at_0", "never_rises" and "conditionally_positive_definite", as KERPLE's
@@ -60,6 +63,8 @@ class Position(Float32Module):
     crosses_documents: str | None = None
     grouped_queries: bool = True
     score_width: int = 1
+    memory_of_keys: Mapping[str, int] | None = None
+    scores_read_beyond: int = 0
     rotates: bool = False
     stretches: bool = False
     claims: ClassVar[tuple[str, ...]] = ()
@@ -215,6 +220,11 @@ class Position(Float32Module):
         """Whether scores depend on the text besides q and k."""
         hooks = ("on_queries_keys_by_content", "score_bias", "on_scores")
         return any(self.has(hook) for hook in hooks)
+
+    @property
+    def memory_rolls(self) -> bool:
+        """Whether keys that a window hides can be forgotten."""
+        return not self.looks_at_content or self.memory_of_keys is not None
 
     def distances(self, length: int) -> Tensor:
         """0, 1, …, length - 1: [length] float32, exact up to 2^24."""

@@ -27,6 +27,7 @@ class CoPE(Position):
     """
 
     per_layer = True
+    memory_of_keys = {"gate_keys": 2}
 
     def __init__(
         self,

@@ -31,6 +31,7 @@ class GrapeM(Position):
 
     per_layer = True
     rotates = True
+    memory_of_keys = {}
     bounds = {"log_frequencies": (-16 * SCALE, 2 * SCALE)}
 
     def __init__(

@@ -35,6 +35,7 @@ class SelectiveRope(Position):
 
     per_layer = True
     grouped_queries = False
+    memory_of_keys = {}
     frequencies: Tensor
 
     def __init__(

@@ -209,7 +209,7 @@ DEEPY = [
         "script misspelt",
         ["deepy.py", "trian.py", *MODEL],
         "deepy.py: trian.py is not a script; write deepy.py SCRIPT FILE… key=value…,"
-        " SCRIPT one of evaluate.py, prepare_data.py, train.py",
+        " SCRIPT one of evaluate.py, generate.py, prepare_data.py, train.py",
     ),
     Case(
         "key misspelt for the launcher",

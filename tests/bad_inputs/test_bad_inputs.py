@@ -16,6 +16,7 @@ MODULES = (
     "token_files",
     "checkpoints",
     "engines",
+    "generation",
     "results",
     "launcher",
     "training",

@@ -186,7 +186,9 @@ def alibi_output(distance: Tensor, visible: Tensor, q: Tensor, k: Tensor, v: Ten
 def alibi_text(q: Tensor, k: Tensor, v: Tensor, columns: int) -> Text:
     position = build("alibi", Shape(4, 8, 32, 48)).double()
     options = {"weight": None, "window": None, "score_bias": None}
-    return Text(position, q, k, v, 0, position.distance_bias(columns), None, options)
+    return Text(
+        position, q, k, v, torch.arange(k.shape[2]), position.distance_bias(columns), None, options
+    )
 
 
 @pytest.mark.parametrize(("sinks", "window"), [(3, 20), (1, 1), (30, 10)])
@@ -251,7 +253,7 @@ def test_the_last_query_of_a_step_has_the_scores_of_transformers(factor, step):
     q, k, v = torch.randn(3, 1, 4, 192, 8)
     options = {"weight": None, "window": None, "score_bias": None, "backend": "eager"}
     position = build("rotary", Shape(4, 8, 32, 64))
-    text = Text(position, q, k, v, 0, None, None, options)
+    text = Text(position, q, k, v, torch.arange(k.shape[2]), None, None, options)
     found = attention_by_method(method_of(f"dynamic_ntk,factor={factor},step={step}", 64), text)
     ends = [length for length in range(1, 193) if length <= 64 or length % step == 0]
     for length in [*ends[::7], 64, 128, 192]:

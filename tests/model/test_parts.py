@@ -69,7 +69,7 @@ def test_decoding_in_pieces_is_the_whole_pass(pos_emb, parts):
     cache = Cache()
     pieces = [gpt(part, cache=cache) for part in ids.split([1, 5, 64, 11], dim=1)]
     torch.testing.assert_close(torch.cat(pieces, dim=1), gpt(ids), rtol=0, atol=1e-4)
-    kept = cache.layers[0]["k"]
+    kept = cache.layers[0].keys.rows
     assert kept.shape[1] == (gpt.layers[0].attention.key_heads)
 
 

@@ -78,7 +78,8 @@ def text_of(golden: Golden, length: str) -> Text:
         visible = torch.arange(1, q.shape[2] + 1, dtype=torch.float64)
         scale = (visible.log() / math.log(trained)).clamp(min=1)
     options = {"weight": None, "window": None, "score_bias": None}
-    return Text(position, q.requires_grad_(), k.requires_grad_(), v, 0, None, scale, options)
+    index = torch.arange(k.shape[2])
+    return Text(position, q.requires_grad_(), k.requires_grad_(), v, index, None, scale, options)
 
 
 def scores_of(method: NearFar, text: Text) -> Tensor:

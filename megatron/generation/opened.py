@@ -1,0 +1,68 @@
+"""A checkpoint with the tokenizer that it learned with."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from megatron.config import Config
+from megatron.data.tokenizers.build import build_tokenizer, needs_files
+from megatron.data.tokenizers.tokenizer import Tokenizer
+from megatron.errors import UserError
+from megatron.evaluation.agreement import check_same_model
+from megatron.evaluation.opened import Trained, opened_model
+
+Files = tuple[str, str | None, str | None]
+"""tokenizer_type, vocab_file, merge_file."""
+BESIDE_TOKENS = "tokenizer.json"  # what prepare_data.py writes beside the tokens
+
+
+def opened_with_tokenizer(
+    config: Config | None, folder: str | Path | None, step: int | None
+) -> tuple[Trained, Tokenizer]:
+    """A checkpoint and its tokenizer; arguments as for evaluation.opened.opened.
+
+    UserError where there is no checkpoint, it is one of another model, or where its tokenizer is
+    not found.
+    """
+    trained = opened_model(config, folder, step)
+    keys = trained.config.model_keys()
+    check_same_model(keys, trained.trained.model_keys(), trained.path)
+    return trained, tokenizer_of(trained)
+
+
+def tokenizer_of(trained: Trained) -> Tokenizer:
+    """The tokenizer that a checkpoint learned with; UserError where its files are not found."""
+    learned_with = trained.record.get("tokenizer") or {}
+    expected = learned_with.get("hash")
+    places = []
+    for kind, vocab_file, merge_file in dict.fromkeys(_candidates(trained)):
+        try:
+            tokenizer = build_tokenizer(kind, vocab_file, merge_file)
+        except UserError as fault:
+            places.append(str(fault))
+            continue
+        if expected in (None, tokenizer.hash) and tokenizer.vocab_size <= trained.record["vocab"]:
+            return tokenizer
+        places.append(f"{vocab_file or kind}: is another tokenizer, {tokenizer.hash}")
+    described = f"{learned_with.get('type', 'unknown')} {expected or ''}".strip()
+    tried = "".join(f"\n  {place}" for place in places)
+    raise UserError(
+        f"vocab_file: the tokenizer that {trained.path} learned with ({described}) is not found"
+        " - give its files: tokenizer_type=… vocab_file=… and, for GPT2BPETokenizer, merge_file=…"
+        f"{tried}"
+    )
+
+
+def _candidates(trained: Trained) -> Iterator[Files]:
+    """Where the tokenizer's files may be: as given, as in training, beside the tokens."""
+    described = (trained.record.get("tokenizer") or {}).get("type")
+    if described and not needs_files(described):
+        yield described, None, None
+    for config in (trained.config, trained.trained):
+        data = config.data
+        if data.vocab_file or not needs_files(data.tokenizer_type):
+            yield data.tokenizer_type, data.vocab_file, data.merge_file
+    for config in (trained.config, trained.trained):
+        data = config.data
+        for prefix in (data.data_path, *data.train_data_paths):
+            if prefix:
+                yield "HFTokenizer", str(Path(prefix).with_name(BESIDE_TOKENS)), None
