@@ -55,6 +55,14 @@ def cannot_write(place: str | Path, fault: OSError) -> UserError:
     return UserError(f"{place}: cannot be written ({reason}) - {what_to_do}")
 
 
+def in_words(fault: Exception) -> str:
+    """A fault of a library or of the system in one line, for a warning."""
+    if isinstance(fault, OSError) and fault.strerror:
+        return fault.strerror
+    lines = str(fault).strip().splitlines()
+    return lines[0] if lines else type(fault).__name__
+
+
 def visible(text: str) -> str:
     """The text with its control characters written out as \\x1b, without those that end lines.
 

@@ -261,6 +261,14 @@ def _secrets(logging: Logging) -> list[str]:
     ]
 
 
+def _profiled_steps(logging: Logging) -> list[str]:
+    first, last = logging.profile_step_start, logging.profile_step_stop
+    wanted = logging.profile or logging.memory_profiling
+    if not wanted or first <= last:
+        return []
+    return [f"profile_step_stop: {last} is before profile_step_start = {first}; raise it"]
+
+
 CHECKS: tuple[tuple[tuple[str, ...], Callable[..., list[str]]], ...] = (
     (("model",), _heads),
     (("model",), _table),
@@ -279,6 +287,7 @@ CHECKS: tuple[tuple[tuple[str, ...], Callable[..., list[str]]], ...] = (
     (("data", "training"), epoch_faults),
     (("launch",), _launch),
     (("logging",), _secrets),
+    (("logging",), _profiled_steps),
 )
 
 

@@ -19,7 +19,7 @@ from typing import Any, Literal, Protocol
 from torch import Tensor
 
 from megatron.config.schema import Logging
-from megatron.errors import UserError, cannot_write
+from megatron.errors import UserError, cannot_write, in_words
 from megatron.files import write_text
 
 logger = logging.getLogger(__name__)
@@ -88,7 +88,7 @@ class Spared:
             self.lost += 1
             if self.lost == 1:
                 logger.warning(
-                    f"{self.name}: step {record.step} could not be written ({_in_words(fault)})"
+                    f"{self.name}: step {record.step} could not be written ({in_words(fault)})"
                     " - training goes on, and later records are tried again"
                 )
 
@@ -97,7 +97,7 @@ class Spared:
         try:
             self.log.close()
         except Exception as fault:
-            logger.warning(f"{self.name}: could not be closed ({_in_words(fault)})")
+            logger.warning(f"{self.name}: could not be closed ({in_words(fault)})")
         if self.lost:
             logger.warning(f"{self.name}: {self.lost} record(s) were lost")
 
@@ -171,7 +171,7 @@ class Wandb:
         except Exception as fault:  # no network, no key, no rights, an answer that it cannot read
             place = "wandb" if folder is None else folder / "wandb"
             logger.warning(
-                f"use_wandb: the server cannot be used ({_in_words(fault)}) - training goes on;"
+                f"use_wandb: the server cannot be used ({in_words(fault)}) - training goes on;"
                 f" the records are kept in {place}, and `wandb sync` sends them later"
             )
             self.run = started("offline")
@@ -213,7 +213,7 @@ def logs_of(
         try:
             logs.append(Spared(Wandb(settings, config, folder), "use_wandb"))
         except Exception as fault:
-            logger.warning(f"use_wandb: cannot start ({_in_words(fault)}) - training goes without")
+            logger.warning(f"use_wandb: cannot start ({in_words(fault)}) - training goes without")
     return logs
 
 
@@ -243,13 +243,6 @@ def _try(folder: Path, key: str) -> None:
             file.write(bytes(4096))
     except OSError as fault:
         raise cannot_write(f"{key}: {folder}", fault) from None
-
-
-def _in_words(fault: Exception) -> str:
-    if isinstance(fault, OSError) and fault.strerror:
-        return fault.strerror
-    lines = str(fault).strip().splitlines()
-    return lines[0] if lines else type(fault).__name__
 
 
 def _make_room(path: Path, resumed_at: int | None) -> None:

@@ -32,6 +32,7 @@ from megatron.training.finetune import Heritage, with_rows_of_parent
 from megatron.training.fits import check_fits, warn_if_tight
 from megatron.training.folders import folders_of
 from megatron.training.metrics import Metrics, Progress
+from megatron.training.profiling import Profiling
 from megatron.training.saves import is_saved
 from megatron.training.start import Start, starting_point
 from megatron.training.stop import Stop
@@ -203,8 +204,15 @@ class Run:
             minutes=self.config.training.exit_duration,
             saving=whole * STATE_BYTES / SLOW_DISK,
         )
-        with stop, self.watchdog:
-            return self._steps(trainer, metrics, stop), stop
+        profiling = Profiling(
+            self.config.logging,
+            self._folder_of_logs,
+            self.grid,
+            done=trainer.step,
+            steps=self.steps,
+        )
+        with stop, self.watchdog, profiling:
+            return self._steps(trainer, metrics, stop, profiling), stop
 
     def _log_start(self, trainer: Trainer) -> None:
         for part in self.text.parts.values():
@@ -221,7 +229,9 @@ class Run:
             f" attention {trainer.model.attention_choice}"
         )
 
-    def _steps(self, trainer: Trainer, metrics: Metrics | None, stop: Stop) -> Path | None:
+    def _steps(
+        self, trainer: Trainer, metrics: Metrics | None, stop: Stop, profiling: Profiling
+    ) -> Path | None:
         config = self.config
         progress = Progress(trainer.step, self.steps)
         watch = Watch(
@@ -238,9 +248,13 @@ class Run:
         peak_memory(self.grid.device)  # so that the first line's peak leaves out the engine's start
         while trainer.step < self.steps:
             used = self.text.used
-            result = trainer.train_step(self.text.next_step())
+            with profiling.step(trainer.step + 1):
+                result = trainer.train_step(self.text.next_step())
             step = trainer.step
             self.watchdog.advance(step)
+            if profiling.writes:
+                with progress.paused(), self.watchdog.slow():
+                    profiling.after(step)
             watch.add(step, used, result)
 
             stops = step < self.steps and stop.wanted(step)
@@ -276,10 +290,14 @@ class Run:
             stay=settings.extra_save_iters,
         )
 
+    @property
+    def _folder_of_logs(self) -> Path | None:
+        log_dir = self.config.logging.log_dir
+        return Path(log_dir) if log_dir else self.folder
+
     def _metrics(self, step: int) -> Metrics | None:
         """The logs, on the first rank alone; UserError on every rank where they cannot be had."""
-        log_dir = self.config.logging.log_dir
-        folder = Path(log_dir) if log_dir else self.folder
+        folder = self._folder_of_logs
         resumed_at = step if self.start.path else None
         with shared_faults(self.grid):
             if self.grid.first:

@@ -152,6 +152,7 @@ def test_all_faults_come_in_one_message():
         ("warmup=1.5", "warmup: must be <= 1, got 1.5"),
         ("min_lr=.nan", "min_lr: must be a finite number, got nan"),
         ("min_lr=1", "min_lr: 1 is more than optimizer.params.lr = 0.0006; lower it"),
+        ("profile_ranks=[]", "profile_ranks: must be a list of at least 1, got []"),
         ("optimizer=5", "optimizer: must be a mapping such as {key: value}, got 5"),
         (
             "optimizer.type=SGD",
@@ -417,3 +418,11 @@ def test_the_hash_knows_that_a_default_written_out_is_the_default():
     ]
     assert load([], [*TINY, *written]).hash == load([], TINY).hash
     assert load([], [*TINY, "data_path=a/b"]).hash == load([], [*TINY, "data_path=/c/b"]).hash
+
+
+def test_steps_that_are_recorded_must_be_in_order():
+    steps = ["profile_step_start=20", "profile_step_stop=12"]
+    assert load(["configs/125M.yml"], steps).logging.profile_step_stop == 12
+    for key in ("profile=true", "memory_profiling=true"):
+        with pytest.raises(UserError, match="profile_step_stop: 12 is before profile_step_start"):
+            load(["configs/125M.yml"], [*steps, key])

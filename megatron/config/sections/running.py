@@ -153,6 +153,22 @@ class Logging(Section):
     """Group of runs in Weights & Biases."""
     wandb_host: str | None = None
     """Address of your own Weights & Biases server."""
+    profile: bool = False
+    """Record steps profile_step_start to profile_step_stop with torch's profiler, as a Chrome trace
+    in the folder `profile` of the run."""
+    profile_step_start: Positive = 10
+    """First step that is recorded."""
+    profile_step_stop: Positive = 12
+    """Last step that is recorded; memory_profiling ends with it, too."""
+    profile_ranks: Annotated[tuple[Count, ...], BeforeValidator(as_tuple), Field(min_length=1)] = (
+        0,
+    )
+    """Ranks that record, each in a file of its own."""
+    memory_profiling: bool = False
+    """Write what asked for CUDA memory up to profile_step_stop, or up to the lack of memory that
+    ends the run. On the CPU the trace of profile shows what each operation allocates."""
+    memory_profiling_path: str | None = None
+    """Folder for memory_rank0.pickle and so on; unset: the folder `profile` of the run."""
 
 
 class Launch(Section):
