@@ -25,7 +25,7 @@ LEVELS = [
     {"training", "interop", "conformance"},
     {"evaluation"},
     {"generation"},
-    {"report", "sweeps", "doctor"},
+    {"report", "sweeps", "doctor", "harness"},
     {"explain"},
     {"entry"},
     {"commands"},

@@ -7,6 +7,7 @@ python evaluate.py --checkpoint runs/mep [--step 2000]
 python evaluate.py --checkpoint runs/mep eval_tokens=65536 eval_part=test
 python evaluate.py --checkpoint runs/mep --protocol equal_tokens tail --window none train_length
 python evaluate.py --checkpoint runs/mine pos_emb_file=my_encoding.py
+python evaluate.py --checkpoint runs/mep --tasks lambada_openai --lengths 512 2048
 
 Give the same call again after an interruption: it goes on where it was.
 """
@@ -23,6 +24,8 @@ from megatron.errors import UserError
 from megatron.evaluation.protocols import PROTOCOLS
 from megatron.evaluation.published import evaluate_as_published
 from megatron.evaluation.run import DTYPES, AttentionWindow, Evaluation, Options, evaluate
+from megatron.harness.rows import table as table_of_tasks
+from megatron.harness.run import Tasks, evaluate_tasks
 from megatron.model.methods import METHODS, MOST, fault_of_name
 from megatron.parallel.grid import here
 from megatron.report.figures.curves import plot_by_position, plot_perplexity
@@ -68,6 +71,17 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--method", nargs="+", metavar="M", help=method)
     dtype = "of the model; tables stay float32"
     add("--dtype", choices=tuple(DTYPES), default=Options.dtype, help=dtype)
+    _add_tasks(parser)
+
+
+def _add_tasks(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    tasks = "tasks of lm-evaluation-harness in place of perplexity (docs/harness.md)"
+    add("--tasks", nargs="+", metavar="NAME", help=tasks)
+    folder = "task files of your own; the Python that they name is run"
+    add("--task-folder", type=Path, metavar="DIR", help=folder)
+    add("--limit", type=int, metavar="N", help="documents of each task at most, to try it out")
+    add("--shots", type=int, metavar="N", help="examples in each prompt; default: the task's")
 
 
 def add_number(parser: argparse.ArgumentParser, name: str, default: int, what: str) -> None:
@@ -83,9 +97,36 @@ def main(config: Config | None, arguments: argparse.Namespace) -> None:
     if config is not None and config.only_measures and asks_for_nothing:
         as_published(config)
         return
+    if arguments.tasks:
+        ask_tasks(config, arguments)
+        return
+    check_without_tasks(arguments)
     evaluation = evaluate(config, options_of(arguments))
     if here().first:
         show(evaluation)
+
+
+def ask_tasks(config: Config | None, arguments: argparse.Namespace) -> None:
+    """Ask tasks of the harness, and from the first process show what they gave."""
+    if arguments.protocol:
+        raise UserError("--protocol: tasks have protocols of their own; leave it out")
+    tasks = Tasks(arguments.tasks, arguments.task_folder, arguments.limit, arguments.shots)
+    done = evaluate_tasks(config, tasks, options_of(arguments))
+    if here().first:
+        print(table_of_tasks(done.rows))
+        print(f"written to {done.output}")
+
+
+def check_without_tasks(arguments: argparse.Namespace) -> None:
+    """UserError for options that belong to tasks where none is asked."""
+    options = {
+        "--task-folder": arguments.task_folder,
+        "--limit": arguments.limit,
+        "--shots": arguments.shots,
+    }
+    for option, value in options.items():
+        if value is not None:
+            raise UserError(f"{option}: belongs to --tasks - name tasks too, or leave it out")
 
 
 def as_published(config: Config) -> None:

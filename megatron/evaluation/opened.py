@@ -30,14 +30,12 @@ from megatron.results.row import ATTENTION_INPUTS, Facts
 
 
 @dataclass(frozen=True)
-class Opened:
-    """A checkpoint that was found to fit its configuration and its text.
+class Trained:
+    """A checkpoint that was found to be what its configuration describes.
 
     model: the trained weights, float32, on the CPU, in eval mode
     trained: the configuration of the training
     config: the configuration of the measurement; `trained` where none was given
-    texts: what the part is measured on, each by itself: one corpus, or those of
-        valid_data_paths or a key like it
     path: folder of the checkpoint, such as runs/mep/global_step2000
     record: its checkpoint.json: step, config_hash, vocab and more
     """
@@ -45,7 +43,6 @@ class Opened:
     model: GPT
     trained: Config
     config: Config
-    texts: Part
     path: Path
     record: dict[str, Any]
 
@@ -91,6 +88,21 @@ class Opened:
         """The corpora that the model was trained on; nothing where it was one."""
         return {"trained_on": self.record["corpus"]} if self.record.get("corpora") else {}
 
+    def facts_of_attention(self, attention: AttentionSettings) -> Facts:
+        """What every row says about attention, after the model was made to use it."""
+        return {"attention_backend": self.model.resolved_backend, **variant(attention)}
+
+
+@dataclass(frozen=True)
+class Opened(Trained):
+    """A checkpoint that was found to fit its text too.
+
+    texts: what the part is measured on, each by itself: one corpus, or those of
+        valid_data_paths or a key like it
+    """
+
+    texts: Part
+
     def facts_of_text(self, protocol: str, tokens: TokenFile) -> Facts:
         """What every row says about the text."""
         return {
@@ -114,21 +126,6 @@ class Opened:
         files.append(("HFTokenizer", str(beside), None))
         learned_with = self.record.get("tokenizer") or {}
         return byte_counts(tokens, learned_with, existing(files))
-
-    def facts_of_attention(self, attention: AttentionSettings) -> Facts:
-        """What every row says about attention, after the model was made to use it."""
-        return {"attention_backend": self.model.resolved_backend, **variant(attention)}
-
-
-@dataclass(frozen=True)
-class Trained:
-    """A checkpoint that was found to be what its configuration describes; see Opened."""
-
-    model: GPT
-    trained: Config
-    config: Config
-    path: Path
-    record: dict[str, Any]
 
 
 def opened_model(config: Config | None, folder: str | Path | None, step: int | None) -> Trained:
@@ -173,7 +170,7 @@ def opened(config: Config | None, folder: str | Path | None, step: int | None) -
     if texts.weights and trained.data.data_path:  # as a whole, it holds the training's share
         trained_on = (trained.data.data_path,)
     check_held_out(texts, trained_on, path)
-    return Opened(model, trained, config, texts, path, record)
+    return Opened(model, trained, config, path, record, texts)
 
 
 def _apart_as_trained(config: Config, trained: Config) -> Config:

@@ -3,6 +3,7 @@
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 from megatron.data.tokenizers.tokenizer import Tokenizer
 from megatron.errors import UserError
@@ -11,6 +12,8 @@ from megatron.generation.sampling import Sampling
 from megatron.generation.written import Written
 from megatron.model import GPT
 from megatron.model.methods import MOST
+
+AnyText = TypeVar("AnyText", bound=Text)
 
 
 @dataclass(frozen=True)
@@ -124,14 +127,14 @@ def _texts(
         )
 
 
-def batches(texts: Sequence[Continuation], most: int, new: int) -> Iterator[list[Continuation]]:
+def batches(texts: Sequence[AnyText], most: int, new: int) -> Iterator[list[AnyText]]:
     """Texts that are continued together: at most so many, and of similar lengths.
 
     While the longest prompt of a batch is read token by token, shorter ones are being continued
     already. With a difference of more than `new` tokens these would have ended before, and steps
     would be lost.
     """
-    batch: list[Continuation] = []
+    batch: list[AnyText] = []
     for text in sorted(texts, key=lambda one: len(one.prompt)):
         too_long = batch and len(text.prompt) - len(batch[0].prompt) > new
         if too_long or len(batch) == most:

@@ -1,0 +1,1 @@
+"""Tasks of lm-evaluation-harness, an optional package, on our checkpoints."""

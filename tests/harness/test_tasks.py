@@ -1,0 +1,297 @@
+"""evaluate.py --tasks: task files of a folder, what they give, and what is refused."""
+
+import json
+import math
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from megatron.checkpoints.read import load_for_evaluation
+from megatron.data.tokenizers.build import build_tokenizer
+from megatron.errors import UserError
+from megatron.evaluation.perplexity import measure
+from megatron.evaluation.protocols import PROTOCOLS
+from megatron.harness import run
+from megatron.harness.rows import existing_rows
+from megatron.parallel.grid import Grid
+from tests.checkpoints import make_checkpoint
+from tests.support import ROOT
+
+pytest.importorskip("lm_eval", reason="lm-evaluation-harness is not installed")
+from megatron.harness.adapter import Harness, Reading, decoding_of
+
+TEXT = (ROOT / "megatron" / "errors.py").read_text(encoding="utf-8")
+CHOICES = [
+    {"question": "def f(x):\n    return", "choices": [" x", " 7q", "\n"], "answer": 0},
+    {"question": "import", "choices": [" zzz", " os", " a long one"], "answer": 1},
+    {"question": "class A", "choices": [":", "!", "()"], "answer": 2},
+    {"question": "x = " + "1 + " * 40, "choices": ["1", "x", ")"], "answer": 0},
+]
+PAGES = [{"text": TEXT[:300]}, {"text": "import os\n"}, {"text": TEXT[300:333]}]
+FORM = """
+task: {name}
+dataset_path: json
+dataset_kwargs: {{data_files: {{test: {file}}}}}
+output_type: {kind}
+test_split: test
+target_delimiter: ""
+metadata: {{version: 1}}
+"""
+CLOZE = """
+doc_to_text: "{{question}}"
+doc_to_choice: choices
+doc_to_target: answer
+metric_list: [{metric: acc}]
+"""
+PAGE = """
+doc_to_text: ""
+doc_to_target: "{{text}}"
+metric_list: [{metric: bits_per_byte}]
+"""
+WRITE = """
+doc_to_text: "{{question}}"
+doc_to_target: "{{choices[answer]}}"
+generation_kwargs: {until: ["\\n", "e"], max_gen_toks: 9, do_sample: false}
+metric_list: [{metric: exact_match}]
+"""
+
+
+@pytest.fixture(scope="module")
+def tasks(tmp_path_factory):
+    """A folder with three tasks, each of another kind, and their data."""
+    folder = tmp_path_factory.mktemp("tasks")
+    for file, rows in (("choices.jsonl", CHOICES), ("pages.jsonl", PAGES)):
+        (folder / file).write_text("".join(json.dumps(row) + "\n" for row in rows))
+    for name, file, kind, rest in (
+        ("cloze", "choices.jsonl", "multiple_choice", CLOZE),
+        ("page", "pages.jsonl", "loglikelihood_rolling", PAGE),
+        ("write", "choices.jsonl", "generate_until", WRITE),
+    ):
+        form = FORM.format(name=name, file=folder / file, kind=kind)
+        (folder / f"{name}.yaml").write_text(form + rest)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def folder(corpus, tmp_path_factory):
+    place = tmp_path_factory.mktemp("asked")
+    return make_checkpoint(place, corpus, "pos_emb=mep_free", "init_method_std=0.2")
+
+
+@pytest.fixture(scope="module")
+def opened(folder):
+    model, _, _ = load_for_evaluation(folder, None)
+    return model, build_tokenizer("CharLevelTokenizer", None, None)
+
+
+def requests(*of_each):
+    return [SimpleNamespace(args=args) for args in of_each]
+
+
+@torch.no_grad()
+def log_p(model, tokens):
+    """Of each token behind the first one, by a whole pass in float64."""
+    found = model(torch.tensor([tokens[:-1]]))[0].double().log_softmax(-1)
+    return found[torch.arange(len(tokens) - 1), torch.tensor(tokens[1:])]
+
+
+def test_a_continuation_behind_a_long_text_is_scored_with_the_last_tokens_of_it(opened):
+    model, tokenizer = opened
+    harness = Harness(model, tokenizer, Reading(64, 64), Grid())
+    text, continuation = TEXT[:200].rstrip(), " and more"
+    ((found, _),) = harness.loglikelihood(requests((text, continuation)))
+    tokens = tokenizer.encode(text + continuation)[-65:]
+    expected = log_p(model, tokens)[-len(tokenizer.encode(continuation)) :].sum()
+    assert found == pytest.approx(expected.item(), abs=1e-4)
+
+
+def test_a_continuation_of_nothing_follows_the_end_of_a_document(opened):
+    model, tokenizer = opened
+    harness = Harness(model, tokenizer, Reading(64, 64), Grid())
+    ((found, _),) = harness.loglikelihood(requests(("", "import os")))
+    expected = log_p(model, [tokenizer.eod, *tokenizer.encode("import os")]).sum()
+    assert found == pytest.approx(expected.item(), abs=1e-4)
+
+
+@pytest.mark.parametrize(("length", "stride"), [(64, 64), (64, 32), (64, 1), (48, 16), (200, 100)])
+def test_rolling_is_our_sliding_protocol_on_the_same_text(opened, length, stride):
+    model, tokenizer = opened
+    count = length + 3 * stride  # as many targets as whole windows have
+    tokens = tokenizer.encode(TEXT)[:count]
+    text = tokenizer.decode(tokens)
+    region = np.array([tokenizer.eod, *tokens])
+    request = SimpleNamespace(region=region, checked_lengths=[length], stride=stride)
+    (windows,) = PROTOCOLS["sliding"](request)
+    (ours,) = measure(model, [windows])
+    harness = Harness(model, tokenizer, Reading(length, stride), Grid())
+    (found,) = harness.loglikelihood_rolling(requests((text,)))
+    assert ours.tokens == count
+    assert -found / count == pytest.approx(ours.loss, abs=1e-4)
+
+
+@pytest.mark.parametrize("count", [0, 1, 5, 63, 64, 65, 200])
+def test_rolling_windows_score_each_token_once(opened, count):
+    model, tokenizer = opened
+    harness = Harness(model, tokenizer, Reading(64, 24), Grid())
+    tokens = list(range(count))
+    windows = harness.windows_of(tokens)
+    assert [token for one in windows for token in one.tokens[-one.scored :]] == tokens
+    assert all(len(one.tokens) <= 65 for one in windows)
+
+
+def test_continuations_end_before_a_string_and_see_the_last_tokens(opened):
+    model, tokenizer = opened
+    harness = Harness(model, tokenizer, Reading(40, 40), Grid())
+    kwargs = {"until": ["\n"], "max_gen_toks": 12, "do_sample": False}
+    prompts = [TEXT[:100], "import", TEXT[50:60]]
+    found = harness.generate_until(requests(*[(prompt, kwargs) for prompt in prompts]))
+    for prompt, continuation in zip(prompts, found, strict=True):
+        ids = tokenizer.encode(prompt)[-28:]
+        new = []
+        for _ in range(12):
+            logits = model(torch.tensor([ids + new]))[0, -1, : tokenizer.vocab_size]
+            token = int(logits.argmax())
+            if token == tokenizer.eod:
+                break
+            new.append(token)
+        assert continuation == tokenizer.decode(new).split("\n")[0]
+
+
+def test_drawn_continuations_of_equal_texts_differ(opened):
+    model, tokenizer = opened
+    harness = Harness(model, tokenizer, Reading(64, 64), Grid())
+    kwargs = {"until": [], "max_gen_toks": 20, "do_sample": True, "temperature": 1.0}
+    first, second = harness.generate_until(requests(("a", kwargs), ("a", kwargs)))
+    assert first != second
+
+
+def test_what_a_task_asks_for_in_vain_is_one_message(opened):
+    wanted = {"until": [], "max_gen_toks": 4, "do_sample": False, "num_beams": 4}
+    with pytest.raises(UserError, match="generation_kwargs of a task name num_beams, which is not"):
+        decoding_of(wanted, opened[1])
+    harness = Harness(*opened, Reading(64, 64), Grid())
+    with pytest.raises(UserError, match="--lengths 64: a task asks for 64 new tokens"):
+        harness.generate_until(requests(("a", {"max_gen_toks": 64})))
+    with pytest.raises(UserError, match="--lengths 64: a task scores 90 tokens at once"):
+        harness.loglikelihood(requests(("a", "b" * 90)))
+
+
+# --- the command ---
+
+
+def ask(forks, folder, tasks, *words, script=("evaluate.py",)):
+    given = ("--checkpoint", folder, "--task-folder", tasks)
+    done = forks.run(*script, *given, *words)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done
+
+
+def test_tasks_have_rows_with_what_a_reader_must_know(forks, folder, opened, tasks, tmp_path):
+    output = tmp_path / "rows.jsonl"
+    words = ("--tasks", "cloze", "page", "write", "--lengths", "48", "64", "-o", output)
+    done = ask(forks, folder, tasks, *words)
+    rows = {(row["task"], row["length"]): row for row in existing_rows(output)}
+    assert rows.keys() == {(task, n) for task in ("cloze", "page", "write") for n in (48, 64)}
+    model, tokenizer = opened
+    correct = 0
+    for row in CHOICES:
+        context = tokenizer.encode(row["question"])
+        sums = []
+        for choice in row["choices"]:
+            # A space at the end of a context is scored with the continuation.
+            spaces = len(row["question"]) - len(row["question"].rstrip())
+            scored = len(tokenizer.encode(choice)) + spaces
+            tokens = (context + tokenizer.encode(choice))[-65:]
+            sums.append(log_p(model, tokens)[-scored:].sum().item())
+        correct += int(np.argmax(sums)) == row["answer"]
+    assert rows["cloze", 64]["value"] == correct / 4
+    nats = 0.0
+    for page in PAGES:
+        one = Harness(model, tokenizer, Reading(64, 64), Grid())
+        nats -= one.loglikelihood_rolling(requests((page["text"],)))[0]
+    count = sum(len(page["text"].encode()) for page in PAGES)
+    assert rows["page", 64]["value"] == pytest.approx(nats / math.log(2) / count, abs=1e-5)
+    assert rows["page", 48]["value"] != rows["page", 64]["value"]
+    row = rows["write", 64]
+    assert (row["pos_emb"], row["step"], row["shots"], row["documents"]) == ("mep_free", 5, 0, 4)
+    assert row["config_hash"]
+    assert row["harness"]
+    assert row["protocol"] == "tasks"
+    assert "cloze" in done.stdout
+    assert "bits_per_byte" in done.stdout
+
+
+def test_only_the_row_of_the_same_question_is_replaced(forks, folder, tasks, tmp_path):
+    output = tmp_path / "rows.jsonl"
+    ask(forks, folder, tasks, "--tasks", "cloze", "-o", output)
+    ask(forks, folder, tasks, "--tasks", "cloze", "--window", "8", "none", "-o", output)
+    rows = existing_rows(output)
+    assert [row.get("window") for row in rows] == [None, 8]
+    ask(forks, folder, tasks, "--tasks", "cloze", "--limit", "2", "-o", output)
+    assert [row["documents"] for row in existing_rows(output)] == [4, 4, 2]
+
+
+@pytest.mark.distributed
+def test_two_processes_have_the_rows_of_one(forks, folder, tasks, tmp_path):
+    words = ("--tasks", "cloze", "page", "write")
+    alone, together = tmp_path / "alone.jsonl", tmp_path / "together.jsonl"
+    ask(forks, folder, tasks, *words, "-o", alone, "eval_batch_tokens=70")
+    two = ("deepy.py", "evaluate.py", "num_gpus=2")
+    ask(forks, folder, tasks, *words, "-o", together, "eval_batch_tokens=70", script=two)
+    assert existing_rows(together) == existing_rows(alone)
+
+
+def refused(forks, folder, *words):
+    done = forks.run("evaluate.py", "--checkpoint", folder, *words)
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert "Traceback" not in done.stderr
+    return done.stderr
+
+
+def test_an_unknown_task_is_one_message(forks, folder, tasks):
+    said = refused(forks, folder, "--tasks", "clozze", "--task-folder", tasks)
+    assert "--tasks: no task is called clozze; did you mean cloze?" in said
+
+
+def test_a_task_whose_data_is_not_there_is_one_message(forks, folder, tmp_path):
+    form = FORM.format(name="gone", file=tmp_path / "gone.jsonl", kind="multiple_choice")
+    (tmp_path / "gone.yaml").write_text(form + CLOZE)
+    said = refused(forks, folder, "--tasks", "gone", "--task-folder", tmp_path)
+    assert "--tasks: gone cannot be loaded (" in said
+    said = refused(forks, folder, "--tasks", "lambada_openai")
+    assert "--tasks: lambada_openai cannot be loaded (" in said
+    assert "download their data once" in said
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--tasks", "cloze", "--limit", "0"], "--limit 0: give a number of documents"),
+        (
+            ["--tasks", "cloze", "--shots", "-1"],
+            "--shots -1: give a number of examples",
+        ),
+        (["--tasks", "cloze", "--task-folder", "nowhere"], "--task-folder: nowhere is no folder"),
+        (["--tasks", "cloze", "--protocol", "tail"], "--protocol: tasks have protocols of their"),
+        (["--tasks", "cloze", "--stride", "99"], "--stride 99: must be 1 to 64"),
+        (["--limit", "3"], "--limit: belongs to --tasks - name tasks too, or leave it out"),
+    ],
+)
+def test_bad_words_are_one_message(forks, folder, words, message):
+    assert message in refused(forks, folder, *words)
+
+
+def test_without_the_package_one_message_says_what_to_install(monkeypatch):
+    monkeypatch.setattr(run, "PACKAGE", "no_such_package")
+    with pytest.raises(UserError, match=r"is not installed - pip install 'lm-eval>=0.4.13,<0.5'"):
+        run.evaluate_tasks(None, run.Tasks(["cloze"]), run.Options("nowhere"))
+
+
+def test_a_file_of_another_kind_is_not_replaced(forks, folder, tasks, tmp_path):
+    output = tmp_path / "mine.jsonl"
+    output.write_text('{"pos_emb": "mine"}\n')
+    said = refused(forks, folder, "--tasks", "cloze", "--task-folder", tasks, "-o", output)
+    assert "exists and holds something else" in said
+    assert output.read_text() == '{"pos_emb": "mine"}\n'
