@@ -179,6 +179,14 @@ def _are_entries(value: Any) -> bool:
     return True
 
 
+def _is_noise_scale(value: Any) -> bool:
+    """Moving averages of training/noise_scale.py."""
+    if not isinstance(value, dict) or not _is_count(value.get("groups")):
+        return False
+    averages = (value.get("trace"), value.get("square"))
+    return all(isinstance(average, float) and math.isfinite(average) for average in averages)
+
+
 NEEDED = ("step", "config_hash", "vocab")  # what every checkpoint.json says
 KINDS: dict[str, Callable[[Any], bool]] = {
     "step": _is_count,
@@ -196,6 +204,7 @@ KINDS: dict[str, Callable[[Any], bool]] = {
     "proven": _is_count_or_none,
     "usual_loss": _is_number_or_none,
     "last_loss": _is_number_or_none,
+    "noise_scale": _is_noise_scale,
     "files": _are_entries,
 }
 """What each entry of checkpoint.json may be; a hand or an old program may have written it."""

@@ -57,7 +57,6 @@ NO_EFFECT: dict[str, str] = {
         (
             "log_param_norm",
             "log_grad_pct_zeros",
-            "log_gradient_noise_scale",
             "log_optimizer_states",
         ),
         "this is not measured",

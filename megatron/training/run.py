@@ -32,6 +32,7 @@ from megatron.training.finetune import Heritage, with_rows_of_parent
 from megatron.training.fits import check_fits, warn_if_tight
 from megatron.training.folders import folders_of
 from megatron.training.metrics import Metrics, Progress
+from megatron.training.noise_scale import NoiseScale
 from megatron.training.profiling import Profiling
 from megatron.training.saves import is_saved
 from megatron.training.start import Start, starting_point
@@ -177,6 +178,7 @@ class Run:
             checkpoint.resume_with_fresh_optimizer(trainer, start.path, start.stamps)
         elif start.path is not None and start.written_by is not None:
             checkpoint.resume(trainer, start.path, start.written_by, start.stamps)
+        trainer.noise = self._noise_scale()
         metrics = self._metrics(trainer.step)
         try:
             saved, stop = self._until_stopped(trainer, metrics)
@@ -279,6 +281,24 @@ class Run:
                 break
         return saved
 
+    def _noise_scale(self) -> NoiseScale | None:
+        settings = self.config.logging
+        if not settings.log_gradient_noise_scale:
+            return None
+        if self.config.precision.dtype == "fp16":
+            logger.warning(
+                "log_gradient_noise_scale: is not measured with fp16, whose gradients are scaled -"
+                " use bf16 or fp32"
+            )
+            return None
+        return NoiseScale(
+            self.text.windows_per_step,
+            settings.gradient_noise_scale_n_batches,
+            self.grid,
+            on_cpu=settings.gradient_noise_scale_cpu_offload,
+            state=self.start.record.get("noise_scale"),
+        )
+
     def _keeper(self) -> Keeper:
         """What deletes checkpoints: of the first rank alone."""
         settings = self.config.checkpoint
@@ -336,11 +356,15 @@ class Run:
             "peak_memory_gib": memory,
             "tokens": self.text.used * length,
         }
+        noise = {} if trainer.noise is None else trainer.noise.numbers()
+        numbers |= noise
         metrics.log(step, "train", numbers, learned)
 
         words = [f"step {step}/{self.steps}", f"loss {loss:.4f}", f"lr {result['lr']:.2e}"]
         if norm is not None:
             words.append(f"grad norm {norm:.3f}")
+        if noise.get("noise_scale") is not None:
+            words.append(f"noise scale {noise['noise_scale']:.3g} windows")
         words += [f"{tokens_per_second:,.0f} tokens/s", speed_text(speed)]
         if trainer.model.pairs.skipped > 0:
             words.append(f"attention: {trainer.model.pairs}")
@@ -383,6 +407,8 @@ class Run:
             "pending_losses": watch.pending(),
             "skipped": watch.skipped,
         }
+        if trainer.noise is not None:
+            facts["noise_scale"] = trainer.noise.state()
         with progress.paused(), stop.saving(), self.watchdog.slow():
             saved = checkpoint.save(trainer, self.folder, facts | self.keeper.facts())
             self.keeper.wrote(trainer.step)

@@ -20,6 +20,7 @@ from megatron.positions import Position
 from megatron.training.compiled import check_attention, compile_layers
 from megatron.training.deterministic import check_attention_repeats
 from megatron.training.master import master_values, parameter_size
+from megatron.training.noise_scale import NoiseScale, own_gradients
 from megatron.training.optimizer import build_optimizer
 from megatron.training.schedule import learning_rate
 
@@ -38,6 +39,8 @@ class Trainer:
         self.config, self.grid = config, grid
         self.step = 0
         self.skips = config.training.skip_nonfinite > 0
+        self.noise: NoiseScale | None = None
+        """Where the gradients of every step are given to; None: nowhere."""
         model.to(grid.device)
         if config.training.deterministic:
             check_attention_repeats(model)
@@ -81,6 +84,8 @@ class Trainer:
             last_batch = self.engine.is_gradient_accumulation_boundary()
             if last_batch and not self.engine.zero_optimization():
                 norm = _gradient_norm(self.model)
+            if last_batch and self.noise is not None:
+                self.noise.add(own_gradients(self.model.parameters(), self.grid))
             if last_batch and norm is not None and self.skips and not norm.isfinite():
                 self._skip_without_zero()
             else:
