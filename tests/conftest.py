@@ -33,6 +33,7 @@ if (
 # Files that take long, the longest first: one that begins last leaves the other processes idle.
 LONG_FILES = (
     "test_readme.py",
+    "test_docs.py",
     "test_every_encoding.py",
     "test_engine.py",
     "test_train.py",
