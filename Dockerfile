@@ -1,15 +1,26 @@
-# docker build -t megatron .
+# docker build -t megatron .      with --build-arg USER_ID=$(id -u) where your number is not 1000
 # docker run --gpus all --shm-size=2g -v "$PWD/data:/app/data" -v "$PWD/runs:/app/runs" megatron python deepy.py train.py configs/mep.yml
 # torch brings its own CUDA libraries; the base image's job is to ask the driver for CUDA 13.
 FROM nvidia/cuda:13.0.1-runtime-ubuntu24.04
 
+LABEL org.opencontainers.image.title="megatron-positions" \
+      org.opencontainers.image.description="Train GPTs with any positional encoding and measure how they extrapolate in length" \
+      org.opencontainers.image.licenses="Apache-2.0"
+
 # A C compiler and Python's headers: Triton builds its kernel launchers when they are first used.
+# No versions: Ubuntu's archive keeps the newest of each package alone, so an image with versions soon fails to build.
+# hadolint ignore=DL3008
 RUN apt-get update \
     && apt-get install -y --no-install-recommends gcc git libc6-dev python3 python3-dev python3-venv \
     && rm -rf /var/lib/apt/lists/*
 
-RUN useradd --create-home researcher && install -d -o researcher -g researcher /app /venv
-USER researcher
+# What a container writes into mounted folders belongs to this number, so it is that of the user outside.
+# The base image gives 1000 to a user of its own.
+ARG USER_ID=1000
+RUN userdel --remove ubuntu \
+    && useradd --create-home --no-log-init --uid "$USER_ID" researcher \
+    && install -d -o researcher -g researcher /app /venv
+USER $USER_ID
 WORKDIR /app
 
 ENV PATH=/venv/bin:$PATH \

@@ -81,6 +81,7 @@ lint: $(INSTALLED)
 	$(PY) -m ruff check .
 	$(PY) -m pyright
 	$(PY) -m codespell_lib
+	$(VENV)/bin/hadolint Dockerfile
 
 format: $(INSTALLED)
 	$(PY) -m ruff check --fix-only .
