@@ -1,4 +1,4 @@
-"""Whether the hub can be reached from here."""
+"""Whether the hub, or another server, can be reached from here."""
 
 import os
 import socket
@@ -20,17 +20,30 @@ def hub_is_reachable() -> bool:
     """Whether the hub answers, and the user does not forbid it (HF_HUB_OFFLINE)."""
     if os.environ.get("HF_HUB_OFFLINE", "0") not in ("", "0"):
         return False
+    host, port = hub_host()
+    return _answers(host, port, urlsplit(os.environ.get("HF_ENDPOINT") or HUB).scheme)
+
+
+def is_reachable(address: str) -> bool:
+    """Whether something listens at an address, such as https://api.wandb.ai, or at its proxy."""
     try:
-        socket.create_connection(_first_hop(), timeout=SECONDS).close()
+        parts = urlsplit(address)
+        port = parts.port or (80 if parts.scheme == "http" else 443)
+    except ValueError:  # no port is 123456
+        return False
+    return bool(parts.hostname) and _answers(parts.hostname, port, parts.scheme)
+
+
+def _answers(host: str, port: int, scheme: str) -> bool:
+    try:
+        socket.create_connection(_first_hop(host, port, scheme), timeout=SECONDS).close()
     except OSError:
         return False
     return True
 
 
-def _first_hop() -> tuple[str, int]:
-    """Host and port to which a connection to the hub goes: the hub's, or a proxy's."""
-    host, port = hub_host()
-    scheme = urlsplit(os.environ.get("HF_ENDPOINT") or HUB).scheme
+def _first_hop(host: str, port: int, scheme: str) -> tuple[str, int]:
+    """Host and port to which a connection goes: its own, or a proxy's."""
     proxy = getproxies().get(scheme)
     if not proxy or proxy_bypass(host):
         return host, port

@@ -187,6 +187,11 @@ def _is_noise_scale(value: Any) -> bool:
     return all(isinstance(average, float) and math.isfinite(average) for average in averages)
 
 
+def _is_wandb_id(value: Any) -> bool:
+    """It becomes a part of an address and the name of a folder."""
+    return isinstance(value, str) and re.fullmatch(r"[A-Za-z0-9_-]{1,64}", value) is not None
+
+
 NEEDED = ("step", "config_hash", "vocab")  # what every checkpoint.json says
 KINDS: dict[str, Callable[[Any], bool]] = {
     "step": _is_count,
@@ -205,6 +210,7 @@ KINDS: dict[str, Callable[[Any], bool]] = {
     "usual_loss": _is_number_or_none,
     "last_loss": _is_number_or_none,
     "noise_scale": _is_noise_scale,
+    "wandb": _is_wandb_id,
     "files": _are_entries,
 }
 """What each entry of checkpoint.json may be; a hand or an old program may have written it."""

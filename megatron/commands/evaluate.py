@@ -32,6 +32,7 @@ from megatron.report.figures.curves import plot_by_position, plot_perplexity
 from megatron.results.bits import lines
 from megatron.results.row import Row
 from megatron.results.table import by_length, table
+from megatron.training.sent import send_results
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -104,6 +105,7 @@ def main(config: Config | None, arguments: argparse.Namespace) -> None:
     evaluation = evaluate(config, options_of(arguments))
     if here().first:
         show(evaluation)
+        send_results(evaluation.rows, None if config is None else config.logging)
 
 
 def ask_tasks(config: Config | None, arguments: argparse.Namespace) -> None:

@@ -72,6 +72,7 @@ NO_EFFECT: dict[str, str] = {
     ),
     "no_load_rng": "the randomness of a step depends on the seed, the step and the rank alone",
     "output_layer_parallelism": "there is no tensor parallelism",
+    "wandb_init_all_ranks": "the first rank logs what concerns all of them",
     "comment": "it was a comment for Slurm",
     "scale_factor_num": "it was read only by dead code of the MEP fork",
 }

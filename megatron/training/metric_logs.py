@@ -6,100 +6,20 @@ No log is worth hours of training: one that fails is a warning, and the run goes
 import importlib.util
 import itertools
 import json
-import logging
 import math
 import os
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, Protocol
-
-from torch import Tensor
+from typing import Any
 
 from megatron.config.schema import Logging
-from megatron.errors import UserError, cannot_write, in_words
+from megatron.errors import UserError, cannot_write
 from megatron.files import write_text
-
-logger = logging.getLogger(__name__)
-
-LARGEST_TABLE = 1024
-"""Numbers of one parameter that a record may hold: kernels, not a table of learned positions."""
-WANDB_STARTS = 15  # seconds in which its server must answer; it gives up 12 seconds later
-WANDB_ENDS = 60  # seconds for what is still to be sent at the end
-
-
-@dataclass(frozen=True)
-class Record:
-    """The numbers of one step: see Metrics.log."""
-
-    step: int
-    kind: str
-    numbers: dict[str, Any]
-    learned: dict[str, Tensor] = field(default_factory=dict)
-    details: dict[str, Any] = field(default_factory=dict)
-
-    def line(self) -> str:
-        """One JSON object, with those parameters of the encoding that are small."""
-        record = {"step": self.step, "kind": self.kind, **self.numbers, **self.details}
-        tables = {}
-        for name, tensor in self.learned.items():
-            if tensor.numel() <= LARGEST_TABLE:
-                values = tensor.flatten().tolist()
-                tables[name] = [float(f"{value:.6g}") for value in values]
-        if tables:
-            record["position"] = tables
-        return json.dumps(record) + "\n"
-
-    def scalars(self) -> dict[str, float | int]:
-        """What a chart can show: every number, and of every parameter its mean and range."""
-        scalars = {}
-        for name, value in self.numbers.items():
-            if value is not None:
-                scalars[f"{self.kind}/{name}"] = value
-        for name, tensor in self.learned.items():
-            scalars[f"position/{name}/mean"] = tensor.mean().item()
-            scalars[f"position/{name}/min"] = tensor.min().item()
-            scalars[f"position/{name}/max"] = tensor.max().item()
-        return scalars
-
-
-class Log(Protocol):
-    """A place that takes records."""
-
-    def write(self, record: Record) -> None: ...
-    def close(self) -> None: ...
-
-
-class Spared:
-    """A log whose faults are warnings: one for the first, and one line about all at the end."""
-
-    def __init__(self, log: Log, name: str) -> None:
-        self.log = log
-        self.name = name
-        self.lost = 0
-
-    def write(self, record: Record) -> None:
-        """Write a record, or count it as lost."""
-        try:
-            self.log.write(record)
-        except Exception as fault:  # whatever a library or a disk may raise
-            self.lost += 1
-            if self.lost == 1:
-                logger.warning(
-                    f"{self.name}: step {record.step} could not be written ({in_words(fault)})"
-                    " - training goes on, and later records are tried again"
-                )
-
-    def close(self) -> None:
-        """Write what is still buffered, and say how much was lost."""
-        try:
-            self.log.close()
-        except Exception as fault:
-            logger.warning(f"{self.name}: could not be closed ({in_words(fault)})")
-        if self.lost:
-            logger.warning(f"{self.name}: {self.lost} record(s) were lost")
+from megatron.training.profiling import FOLDER
+from megatron.training.records import Record, Spared
+from megatron.training.weights_and_biases import NAME, Attachment, in_background
 
 
 class JsonLines:
@@ -144,59 +64,19 @@ class Tensorboard:
     def write(self, record: Record) -> None:
         for name, value in record.scalars().items():
             self.writer.add_scalar(name, value, record.step)
+        for name, values in record.finite_values().items():
+            self.writer.add_histogram(name, values, record.step)
 
     def close(self) -> None:
         self.writer.close()
 
 
-class Wandb:
-    """A run of Weights & Biases; kept on this machine where its server cannot be reached."""
-
-    def __init__(self, settings: Logging, config: dict[str, Any], folder: Path | None) -> None:
-        import wandb  # slow to import
-
-        def started(mode: Literal["offline"] | None = None) -> Any:
-            return wandb.init(
-                project=settings.wandb_project,
-                group=settings.wandb_group,
-                config=config,
-                dir=folder,
-                settings=_wandb_settings(settings),
-                mode=mode,
-            )
-
-        self.wandb = wandb
-        try:
-            self.run = started()
-        except Exception as fault:  # no network, no key, no rights, an answer that it cannot read
-            place = "wandb" if folder is None else folder / "wandb"
-            logger.warning(
-                f"use_wandb: the server cannot be used ({in_words(fault)}) - training goes on;"
-                f" the records are kept in {place}, and `wandb sync` sends them later"
-            )
-            self.run = started("offline")
-
-    def write(self, record: Record) -> None:
-        self.run.log(record.scalars(), step=record.step)
-
-    def close(self) -> None:
-        try:
-            self.run.finish()
-        finally:
-            self.wandb.teardown()  # else it is tried at the end of the process, with a traceback
-
-
-def _wandb_settings(settings: Logging) -> Any:
-    import wandb
-
-    limits = wandb.Settings(init_timeout=WANDB_STARTS, finish_timeout=WANDB_ENDS)
-    if settings.wandb_host:
-        limits.base_url = settings.wandb_host
-    return limits
-
-
 def logs_of(
-    folder: Path | None, settings: Logging, config: dict[str, Any], resumed_at: int | None
+    folder: Path | None,
+    settings: Logging,
+    config: dict[str, Any],
+    resumed_at: int | None,
+    run_id: str | None,
 ) -> list[Spared]:
     """Every log that the configuration names; UserError where a disk refuses one at the start.
 
@@ -209,22 +89,48 @@ def logs_of(
     if settings.tensorboard_dir:
         events = Tensorboard(settings.tensorboard_dir, resumed_at)
         logs.append(Spared(events, f"tensorboard_dir: {settings.tensorboard_dir}"))
-    if settings.use_wandb:
-        try:
-            logs.append(Spared(Wandb(settings, config, folder), "use_wandb"))
-        except Exception as fault:
-            logger.warning(f"use_wandb: cannot start ({in_words(fault)}) - training goes without")
+    if settings.use_wandb and run_id is not None:
+        log = in_background(
+            settings,
+            config,
+            folder,
+            run_id,
+            is_continued=resumed_at is not None,
+            attached=lambda: _attachment(folder, settings, run_id),
+        )
+        logs.append(Spared(log, NAME))
     return logs
+
+
+def _attachment(folder: Path | None, settings: Logging, run_id: str) -> Attachment | None:
+    """The files of a training beside its checkpoints, where the configuration asks for them."""
+    if not settings.wandb_artifacts or folder is None:
+        return None
+    files = [folder / "metrics.jsonl", *sorted((folder / FOLDER).glob("*"))]
+    learned = learned_rows(folder / "metrics.jsonl")
+    last = learned[-1]["step"] if learned else 0
+    tables = {"learned": learned} if learned else {}
+    return Attachment(f"training-{run_id}", "training", last, files, tables)
+
+
+def learned_rows(path: Path) -> list[dict[str, Any]]:
+    """The encoding's learned numbers by step, of those records that hold them."""
+    rows = []
+    for line in path.read_text(encoding="utf-8").splitlines():
+        record = json.loads(line)
+        for name, values in record.get("position", {}).items():
+            for index, value in enumerate(values):
+                row = {"step": record["step"], "name": name, "index": index, "value": value}
+                rows.append(row)
+    return rows
 
 
 @contextmanager
 def checked_logs(settings: Logging) -> Iterator[None]:
-    """UserError where a log cannot be had: its package is missing, or a file is in the way."""
+    """UserError where tensorboard's log cannot be had: no package, or a file is in the way."""
     if settings.tensorboard_dir:
         _need("tensorboard", "tensorboard_dir", "leave tensorboard_dir away")
         _try(Path(settings.tensorboard_dir), "tensorboard_dir")
-    if settings.use_wandb:
-        _need("wandb", "use_wandb", "use_wandb: false")
     yield
 
 

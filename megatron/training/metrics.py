@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from megatron.config.schema import Logging
-from megatron.training.metric_logs import Record, logs_of
+from megatron.training.metric_logs import logs_of
+from megatron.training.records import Record
 
 RECENT = 5  # log lines whose speed predicts the time that is left
 
@@ -23,6 +24,7 @@ class Metrics:
 
     folder: where metrics.jsonl grows (None: nowhere); settings: the section `logging`;
     config: all keys, for Weights & Biases; resumed_at: the step to continue after, None if new
+    run_id: of the run of Weights & Biases; None: there is none
     UserError where a place cannot be written at the start; later that is a warning.
     """
 
@@ -33,8 +35,9 @@ class Metrics:
         config: dict[str, Any],
         *,
         resumed_at: int | None = None,
+        run_id: str | None = None,
     ) -> None:
-        self.logs = logs_of(folder, settings, config, resumed_at)
+        self.logs = logs_of(folder, settings, config, resumed_at, run_id)
 
     def log(
         self,

@@ -48,6 +48,7 @@ from megatron.training.throughput import (
 from megatron.training.trainer import Trainer
 from megatron.training.vocabulary import check_vocabulary
 from megatron.training.watch import Watch
+from megatron.training.weights_and_biases import new_id
 
 logger = logging.getLogger(__name__)
 
@@ -156,6 +157,8 @@ class Run:
         self.throughput = Throughput(linear, attention, peak)
 
         self.folder = Path(config.checkpoint.save) if config.checkpoint.save else None
+        if "wandb" in start.record or config.logging.use_wandb:
+            self.facts["wandb"] = start.record.get("wandb") or new_id()
         self.text = Text(config, grid, parts, start.windows)
         self.keeper = self._keeper()
         self.validates = bool(training.eval_interval and training.eval_iters)
@@ -322,7 +325,13 @@ class Run:
         with shared_faults(self.grid):
             if self.grid.first:
                 settings = self.config.flat()
-                return Metrics(folder, self.config.logging, settings, resumed_at=resumed_at)
+                return Metrics(
+                    folder,
+                    self.config.logging,
+                    settings,
+                    resumed_at=resumed_at,
+                    run_id=self.facts.get("wandb"),
+                )
         return None
 
     def _log(

@@ -1,21 +1,19 @@
 """No log is worth a run: what fails is a warning, what cannot start is refused at once."""
 
 import json
-import sys
+import math
 from pathlib import Path
 
-import psutil
 import pytest
+import torch
 
 from megatron.config.schema import Logging
 from megatron.errors import UserError
 from megatron.training import metric_logs
-from megatron.training.metric_logs import JsonLines, Record, Spared, Wandb, checked_logs
+from megatron.training.metric_logs import JsonLines, checked_logs
 from megatron.training.metrics import Metrics
+from megatron.training.records import Record, Spared
 from tests.faults.full_disk import fill, on_small_disk
-
-KEY = "WANDB_API_KEY"
-NO_SERVER = "http://127.0.0.1:9"  # the port `discard`, at which nothing listens
 
 
 def record(step: int) -> Record:
@@ -76,20 +74,33 @@ def test_places_that_cannot_be_written_are_refused_at_the_start(tmp_path):
         Metrics(file, Logging(), {})
 
 
-@pytest.mark.parametrize(
-    ("package", "settings", "cure"),
-    [
-        ("tensorboard", {"tensorboard_dir": "events"}, "leave tensorboard_dir away"),
-        ("wandb", {"use_wandb": True}, "use_wandb: false"),
-    ],
-)
-def test_a_package_that_is_missing_is_named_before_training(package, settings, cure, monkeypatch):
-    monkeypatch.setitem(sys.modules, package, None)
+def test_a_package_that_is_missing_is_named_before_training(monkeypatch):
     monkeypatch.setattr(metric_logs.importlib.util, "find_spec", lambda name: None)
-    key = next(iter(settings))
-    message = f"{key}: the package {package} is not installed - pip install {package}, or {cure}"
-    with pytest.raises(UserError, match=f"^{message}$"), checked_logs(Logging(**settings)):
+    message = (
+        "^tensorboard_dir: the package tensorboard is not installed - pip install tensorboard, or"
+        " leave tensorboard_dir away$"
+    )
+    with (
+        pytest.raises(UserError, match=message),
+        checked_logs(Logging(tensorboard_dir="events")),
+    ):
         pass
+
+
+def test_tensorboard_shows_how_learned_numbers_are_spread(tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    metrics = Metrics(None, Logging(tensorboard_dir=str(tmp_path)), {})
+    values = torch.tensor([[1.0, 2.0], [2.0, math.inf]])
+    metrics.log(7, "train", {"loss": 1.0}, {"slope": values, "broken": values[1, 1:]})
+    metrics.close()
+    events = EventAccumulator(str(tmp_path))
+    events.Reload()
+    assert events.Tags()["histograms"] == ["position/slope"]
+    spread = events.Histograms("position/slope")[0]
+    assert (spread.step, spread.histogram_value.num) == (7, 3)
+    assert (spread.histogram_value.min, spread.histogram_value.max) == (1, 2)
+    assert spread.histogram_value.sum == 5
 
 
 def test_tensorboard_on_a_full_disk_costs_no_run(tmp_path, caplog):
@@ -105,29 +116,3 @@ def test_tensorboard_on_a_full_disk_costs_no_run(tmp_path, caplog):
     assert "events: step " in messages[0]
     assert "could not be written (No space left on device) - training goes on" in messages[0]
     assert messages[-1].endswith(" record(s) were lost")
-
-
-@pytest.mark.campaign
-def test_a_server_that_nobody_reaches_and_a_service_that_dies_stop_nothing(
-    tmp_path, caplog, monkeypatch
-):
-    monkeypatch.setenv("WANDB_MODE", "online")
-    monkeypatch.setenv(KEY, "0" * 40)
-    monkeypatch.setattr(metric_logs, "WANDB_STARTS", 1)
-    settings = Logging(use_wandb=True, wandb_host=NO_SERVER)
-    log = Spared(Wandb(settings, {"seed": 1}, tmp_path), "use_wandb")
-    assert "use_wandb: the server cannot be used (" in caplog.messages[-1]
-    assert f"the records are kept in {tmp_path}/wandb, and `wandb sync`" in caplog.messages[-1]
-    log.write(Record(1, "train", {"loss": 1.0}))
-    assert log.lost == 0
-    assert list(tmp_path.glob("wandb/offline-run-*/*.wandb"))
-
-    for child in psutil.Process().children(recursive=True):
-        if child.name().startswith("wandb"):
-            child.kill()
-            child.wait(10)
-    for step in range(2, 5):
-        log.write(Record(step, "train", {"loss": 1.0}))
-    log.close()
-    assert log.lost
-    assert caplog.messages[-1] == f"use_wandb: {log.lost} record(s) were lost"
