@@ -33,7 +33,7 @@ SMALLER: list[tuple[str, list[str]]] = [
     ("--max-new-tokens", ["--max-new-tokens", "20"]),
 ]
 NEEDS_A_NETWORK = {"lambada_openai": "cannot be loaded"}  # words, and what is said without one
-PAGES = ("tutorial", "questions", "generation", "harness")
+PAGES = ("tutorial", "questions", "generation", "harness", "watching")
 
 
 def blocks(page: str, language: str) -> list[str]:
