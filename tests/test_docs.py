@@ -2,6 +2,7 @@
 
 import re
 import shlex
+import shutil
 from pathlib import Path
 
 import pytest
@@ -9,31 +10,51 @@ import torch
 from transformers import GPTNeoXConfig, GPTNeoXForCausalLM
 
 from megatron.commands.document_commands import make_clone
+from megatron.config.keys import all_keys
 from tests.support import ROOT
 
 DOCS = ROOT / "docs"
 # Appended to a command that holds the words, so that it takes seconds: the last word wins.
 MODEL = [
-    *("num_layers=1", "hidden_size=24", "num_attention_heads=12", "precision=fp32"),
+    *("num_layers=1", "hidden_size=24", "num_attention_heads=3", "precision=fp32"),
     *("train_iters=2", "lr_decay_iters=2", "train_micro_batch_size_per_gpu=1"),
     *("data_path=data/text/text_text_document", "vocab_file=data/text/tokenizer.json"),
     *("tokenizer_type=HFTokenizer", "split=8,1,1", "eval_interval=0"),
+    *("eval_iters=1", "seq_length_val=512"),
 ]
+EVALUATED = ["eval_tokens=4096"]
 ONE, TWO = ["train_batch_size=1"], ["train_batch_size=2"]
 SMALLER: list[tuple[str, list[str]]] = [
     ("sweep.py run docs/tutorial/rehearsal.yml --dry-run", []),
     ("sweep.py run docs/tutorial/rehearsal.yml", ["--only", "seed=1234", "--jobs", "1"]),
     ("train.py first.yml", ["train_iters=20", "lr_decay_iters=20"]),
     ("train_iters=60000", [*MODEL, *ONE, "train_iters=4", "lr_decay_iters=4"]),
+    ("profile=true", [*MODEL, *ONE, "train_iters=13", "lr_decay_iters=13"]),
+    ("--probes", ["--lengths", "128", "--trials", "1"]),
     ("num_gpus=2", [*MODEL, *TWO, "save=runs/two"]),
-    ("train.py configs/mep.yml", [*MODEL, *ONE]),
-    ("evaluate.py --checkpoint runs/mep --protocol", ["eval_tokens=4096", "eval_lengths=64,128"]),
+    ("evaluate.py --checkpoint runs/mep --protocol", ["--lengths", "256", "512", *EVALUATED]),
+    ("evaluate.py --checkpoint runs/rotary", ["--lengths", "512", "1024", *EVALUATED]),
+    ("evaluate.py --checkpoint runs/alibi", ["--lengths", "512", "1024", *EVALUATED]),
+    ("rnope_swa.yml", [*MODEL, *ONE, "num_layers=4"]),
+    ("train.py configs/", [*MODEL, *ONE]),
     ("--tasks cloze", []),
     ("evaluate.py --checkpoint", ["eval_tokens=65536"]),
     ("--max-new-tokens", ["--max-new-tokens", "20"]),
 ]
 NEEDS_A_NETWORK = {"lambada_openai": "cannot be loaded"}  # words, and what is said without one
-PAGES = ("tutorial", "questions", "generation", "harness", "watching")
+PAGES = (
+    *("tutorial", "questions", "coming_from", "generation", "harness", "evaluation"),
+    *("layers", "longer_texts", "watching", "doctor", "explain_config"),
+)
+ELSEWHERE = {  # pages whose commands other tests run, and one that holds the page's name
+    "add_an_encoding": "tools/test_add_an_encoding.py",
+    "data": "data/test_recipes.py",
+    "exporting": "interop/test_export.py",
+    "first_gpu": "test_gpu_check.py",
+    "importing": "interop/test_huggingface.py",
+    "published_files": "test_published.py",
+    "recipes": "training/test_recipes.py",
+}
 
 
 def blocks(page: str, language: str) -> list[str]:
@@ -46,6 +67,7 @@ def commands(page: str) -> list[str]:
     lines = [line for block in blocks(page, "sh") for line in block.splitlines()]
     for block in blocks(page, "bash"):
         lines += [line for line in block.splitlines() if line.startswith("srun ")]
+    lines = [line.split("   #")[0].strip() for line in lines]
     return [line for line in lines if line and not line.startswith("#")]
 
 
@@ -56,7 +78,15 @@ def clone(tmp_path_factory, forks) -> Path:
     make_clone(folder)
     (prepare,) = (command for command in commands("tutorial") if "prepare_data.py" in command)
     succeed(forks, folder, prepare)
-    succeed(forks, folder, "python deepy.py train.py configs/mep.yml", [*MODEL, *ONE])
+    for name in ("mep", "rotary", "alibi"):
+        encoding = [] if name == "mep" else [f"pos_emb={name}"]
+        places = [f"save=runs/{name}", f"load=runs/{name}"]
+        train = "python deepy.py train.py configs/mep.yml"
+        succeed(forks, folder, train, [*MODEL, *ONE, *encoding, *places])
+    measure = "python evaluate.py --checkpoint runs/alibi --lengths 64 128"
+    succeed(forks, folder, measure, EVALUATED)
+    for name in ("A.jsonl", "B.jsonl"):
+        shutil.copy(next((folder / "runs/alibi/evaluation").glob("*.jsonl")), folder / name)
     sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
     config = GPTNeoXConfig(vocab_size=512, intermediate_size=64, **sizes)
     torch.manual_seed(1)
@@ -69,6 +99,8 @@ def clone(tmp_path_factory, forks) -> Path:
     (folder / "tasks" / "cloze.jsonl").write_text(rows)
     (first,) = (block for block in blocks("tutorial", "yaml") if "train_iters" in block)
     (folder / "first.yml").write_text(first)
+    (neox,) = blocks("coming_from", "yaml")
+    (folder / "neox.yml").write_text(neox)
     return folder
 
 
@@ -78,6 +110,7 @@ def succeed(forks, folder: Path, command: str, more: list[str] | None = None) ->
         words = words[1:]
         environment = {"SLURM_PROCID": "0", "SLURM_NTASKS": "1", "SLURM_LOCALID": "0"}
     assert words[0] == "python", command
+    words = [name for word in words for name in expanded(word, folder)]
     done = forks.run(*words[1:], *(more or []), cwd=folder, env=environment, timeout=300)
     expected = next((said for word, said in NEEDS_A_NETWORK.items() if word in command), None)
     if expected is not None:
@@ -88,10 +121,42 @@ def succeed(forks, folder: Path, command: str, more: list[str] | None = None) ->
     return done.stdout + done.stderr
 
 
+def expanded(word: str, folder: Path) -> list[str]:
+    """The files that a pattern names, as a shell has them."""
+    if "*" not in word:
+        return [word]
+    return sorted(str(path.relative_to(folder)) for path in folder.glob(word))
+
+
+def test_the_commands_of_every_page_are_run_by_a_test():
+    with_commands = set()
+    for path in DOCS.glob("*.md"):
+        text = path.read_text(encoding="utf-8")
+        assert not re.search(r"^    (python|make|torchrun) ", text, flags=re.MULTILINE), path
+        if re.search(r"^```(sh|bash)$", text, flags=re.MULTILINE):
+            with_commands.add(path.stem)
+    assert with_commands == {*PAGES, *ELSEWHERE, "performance"}
+    for page, file in ELSEWHERE.items():
+        assert f"{page}.md" in (ROOT / "tests" / file).read_text(encoding="utf-8"), file
+
+
+def test_the_benchmarks_of_the_page_on_performance_have_its_options():
+    """They take minutes; their own tests run them in small."""
+    scripts = (ROOT / "tools" / "bench").glob("*.py")
+    source = "".join(path.read_text(encoding="utf-8") for path in scripts)
+    for line in commands("performance"):
+        for command in line.split(" && "):
+            python, script, *words = shlex.split(command)
+            assert python == "python"
+            assert (ROOT / script).exists()
+            for option in (word for word in words if word.startswith("--")):
+                assert f'"{option}"' in source, f"{script} {option}"
+
+
 @pytest.mark.parametrize("page", PAGES)
 def test_the_commands_of_a_page_run_in_their_order(page, clone, forks):
     ran = commands(page)
-    assert len(ran) >= 2
+    assert ran
     for command in ran:
         more = next((words for part, words in SMALLER if part in command), [])
         succeed(forks, clone, command, more)
@@ -160,3 +225,25 @@ def test_every_link_leads_somewhere(path):
         if place and target.suffix == ".md":
             headings = re.findall(r"^#+ (.*)$", target.read_text(encoding="utf-8"), re.M)
             assert place in {anchor(heading) for heading in headings}, f"{path.name}: {link}"
+
+
+@pytest.mark.parametrize("title", ["GPT-NeoX", "Hugging Face"])
+def test_keys_of_the_tables_of_those_who_come_from_elsewhere_exist(title):
+    text = (DOCS / "coming_from.md").read_text(encoding="utf-8")
+    (section,) = re.findall(rf"^## {title}\n(.*?)(?=^## |\Z)", text, flags=re.S | re.M)
+    rows = re.findall(r"^\| (.+?) \| (.+?) \|$", section, flags=re.M)[1:]
+    keys = {key.name for key in all_keys()} | {"pos_emb_args", "optimizer"}
+    found = 0
+    for _, here in rows:
+        for word in re.findall(r"`([^`]+)`", here):
+            name = word.split(":")[0].split(".")[0].split("=")[0]
+            if re.fullmatch(r"[a-z_]+", name) and name not in (
+                "megatron",
+                "save",
+                "rotary",
+                "key",
+                "hf",
+            ):
+                assert name in keys or (ROOT / f"{name}.py").exists(), word
+                found += 1
+    assert found >= 5

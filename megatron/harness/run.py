@@ -121,10 +121,11 @@ def _stride(length: int, stride: int | None) -> int:
 
 
 def default_output(checkpoint: Trained, tasks: Tasks) -> Path:
-    """A file in the run's folder, named by step and tasks."""
+    """A file in the folder `tasks` of the run, named by step and tasks."""
     names = "+".join(sorted(name.replace("/", "_") for name in tasks.names))
-    named = f"{checkpoint.path.name}-tasks-{names[:MOST_NAMES]}.jsonl"
-    return checkpoint.default_folder / named
+    named = f"{checkpoint.path.name}-{names[:MOST_NAMES]}.jsonl"
+    # Not beside rows of perplexity: a pattern of all files there is what compare.py is given.
+    return checkpoint.path.parent / "tasks" / named
 
 
 def check_output_of_tasks(output: Path) -> None:
@@ -141,6 +142,11 @@ def manager_of(tasks: Tasks) -> Any:
     for name in ("lm_eval", "datasets"):  # they name each default of each task
         logging.getLogger(name).setLevel(logging.ERROR)
     folder = None if tasks.folder is None else str(tasks.folder)
+    if folder is not None:
+        # The harness's own thousands of files take seconds to read.
+        own = TaskManager(include_path=folder, include_defaults=False)
+        if set(tasks.names) <= set(own.all_tasks) and fault_of_loading(own, tasks) is None:
+            return own
     return TaskManager(include_path=folder)
 
 
@@ -155,16 +161,23 @@ def check_tasks(manager: Any, tasks: Tasks) -> None:
                 f"--tasks: no task is called {name}{hint} - `lm-eval ls tasks` lists them, and"
                 " --task-folder names a folder of your own"
             )
+    fault = fault_of_loading(manager, tasks)
+    if fault is not None:
+        raise UserError(
+            f"--tasks: {', '.join(tasks.names)} cannot be loaded ({fault}) - tasks of the harness"
+            " download their data once; without a network, name task files of your own with"
+            " --task-folder"
+        )
+
+
+def fault_of_loading(manager: Any, tasks: Tasks) -> str | None:
+    """Why tasks cannot be loaded, in one line; None: they can."""
     try:
         manager.load(list(tasks.names))
     except Exception as fault:  # whatever a task's own code and the hub's library raise
         said = str(fault).strip().splitlines()
-        first = said[0] if said else type(fault).__name__
-        raise UserError(
-            f"--tasks: {', '.join(tasks.names)} cannot be loaded ({first}) - tasks of the harness"
-            " download their data once; without a network, name task files of your own with"
-            " --task-folder"
-        ) from None
+        return said[0] if said else type(fault).__name__
+    return None
 
 
 def _asked(
