@@ -91,6 +91,7 @@ docs: $(INSTALLED)
 	$(PY) -m megatron.config.document
 	$(PY) tools/document_positions.py --write
 	$(PY) tools/document_commands.py --write
+	$(PY) tools/document_notebook.py --write
 
 # The environment and the caches: what can be had again without training. Data and checkpoints stay.
 clean:

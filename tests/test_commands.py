@@ -21,6 +21,7 @@ SESSION = session()
 WITHOUT_A_PAGE = {
     "tools/demo.py",
     "tools/document_commands.py",
+    "tools/document_notebook.py",
     "tools/document_positions.py",
     "tools/fix_environment.py",
     "tools/list_dependencies.py",
