@@ -20,6 +20,8 @@ BOUNDS = {
     "depths": (1, 1000),
     "trials": (1, 10**6),
     "probe_seed": (0, 2**63 - 1),
+    "limit": (1, 10**9),
+    "shots": (0, 1000),
 }
 """The least and the largest value of each option."""
 LONGEST_SHOWN = 40  # characters of a wrong value

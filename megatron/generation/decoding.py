@@ -9,6 +9,7 @@ as if it were alone, whatever its encoding is. A text that has ended leaves the 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -75,6 +76,9 @@ class Text:
         return self._random.random()
 
 
+AnyText = TypeVar("AnyText", bound=Text)
+
+
 @dataclass(frozen=True)
 class Decoding:
     """How texts are continued.
@@ -93,7 +97,7 @@ class Decoding:
 
 
 @torch.inference_mode()
-def decode(model: GPT, texts: Sequence[Text], how: Decoding) -> Iterator[list[Text]]:
+def decode(model: GPT, texts: Sequence[AnyText], how: Decoding) -> Iterator[list[AnyText]]:
     """Continue the texts; after each step, those that have got a token."""
     going = list(texts)
     device = model.word_embeddings.weight.device

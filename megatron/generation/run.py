@@ -3,17 +3,14 @@
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TypeVar
 
 from megatron.data.tokenizers.tokenizer import Tokenizer
 from megatron.errors import UserError
-from megatron.generation.decoding import Decoding, Text, decode
+from megatron.generation.decoding import AnyText, Decoding, Text, decode
 from megatron.generation.sampling import Sampling
 from megatron.generation.written import Written
 from megatron.model import GPT
 from megatron.model.methods import MOST
-
-AnyText = TypeVar("AnyText", bound=Text)
 
 
 @dataclass(frozen=True)
@@ -109,7 +106,7 @@ def continued(
             if got is None:
                 break
             speed.tokens += len(got)
-            yield [text for text in batch if any(text is one for one in got)]
+            yield got
 
 
 def _texts(

@@ -1,7 +1,7 @@
 """Our model behind the interface of lm-evaluation-harness. Only `harness.run` imports this."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -12,30 +12,17 @@ from lm_eval.utils import get_rolling_token_windows
 from megatron.data.tokenizers.tokenizer import Tokenizer
 from megatron.errors import UserError
 from megatron.evaluation.progress import progress
-from megatron.generation.decoding import Decoding, Text, decode
-from megatron.generation.run import batches
+from megatron.generation.decoding import Decoding, decode
+from megatron.generation.run import Continuation, batches
 from megatron.generation.sampling import Sampling
 from megatron.generation.written import Written
-from megatron.harness.scores import Asked, scored
+from megatron.harness.scores import Asked, Reading, Scored, scored
 from megatron.model import GPT
 from megatron.parallel.grid import Grid
 
 USUAL_NEW_TOKENS = 256  # where a task names no number, as the harness has it
 HANDLED = {"do_sample", "until", "max_gen_toks", "temperature", "top_k", "top_p"}
 HANDLED |= {"repetition_penalty"}
-
-
-@dataclass(frozen=True)
-class Reading:
-    """How texts are read.
-
-    length: tokens that the model sees at most; a longer context loses its beginning
-    stride: of rolling windows, tokens that they move by; batch_tokens: of a forward pass at most
-    """
-
-    length: int
-    stride: int
-    batch_tokens: int = 16384
 
 
 class Harness(TemplateLM):
@@ -121,7 +108,7 @@ class Harness(TemplateLM):
             found |= self._continued(texts, settings)
         return [found[number] for number in range(len(requests))]
 
-    def _scored(self, asked: Sequence[Asked]) -> list[Any]:
+    def _scored(self, asked: Sequence[Asked]) -> list[Scored]:
         """What is asked, while a bar or lines of the log say how far it is."""
         with progress("log-likelihood", shown=self._grid.first) as display:
             return scored(
@@ -148,7 +135,7 @@ class Harness(TemplateLM):
             # As in the harness, a text that is too long loses its beginning.
             prompt = self.tok_encode(text)[-room:] or [self.eot_token_id]
             written = Written(self._ours, prompt, stops)
-            asked.append(Numbered(prompt, seed=(0, number), written=written, number=number))
+            asked.append(Continuation(prompt, seed=(0, number), written=written, number=number))
         together = list(batches(asked, self._texts_at_once(), how.most))
         own = together[self._grid.rank :: self._grid.ranks]
         count = sum(map(len, own))
@@ -166,13 +153,6 @@ class Harness(TemplateLM):
 
     def _texts_at_once(self) -> int:
         return max(1, self._reading.batch_tokens // self.max_length)
-
-
-@dataclass
-class Numbered(Text):
-    """The text of a request."""
-
-    number: int = 0
 
 
 def decoding_of(wanted: Mapping[str, Any], tokenizer: Tokenizer) -> Decoding:

@@ -15,6 +15,7 @@ from megatron.evaluation.opened import Trained, variant
 from megatron.evaluation.run import DTYPES, Options, check_methods, variants
 from megatron.generation.opened import opened_with_tokenizer
 from megatron.harness.rows import TaskRow, existing_rows, rows_of, write_rows
+from megatron.harness.scores import Reading
 from megatron.model import AttentionSettings
 from megatron.owner import owned_file
 from megatron.parallel.grid import Grid, here
@@ -60,12 +61,14 @@ def evaluate_tasks(config: Config | None, tasks: Tasks, options: Options) -> Don
     UserError, before anything is computed, for what cannot be asked or written.
     """
     check_installed()
-    check_numbers({"step": options.step, "lengths": options.lengths, "stride": options.stride})
-    _check_at_least(tasks)
+    numbers = {"step": options.step, "lengths": options.lengths, "stride": options.stride}
+    check_numbers(numbers | {"limit": tasks.limit, "shots": tasks.shots})
+    _check_folder(tasks.folder)
     checkpoint, tokenizer = opened_with_tokenizer(config, options.checkpoint, options.step)
     model, grid = checkpoint.model, here()
     lengths = sorted(set(options.lengths)) or [model.train_length]
-    several = list(variants(AttentionSettings.of(checkpoint.config.attention), options, lengths[0]))
+    attention_of_config = AttentionSettings.of(checkpoint.config.attention)
+    several = list(variants(attention_of_config, options, model.train_length))
     check_methods(options, several, model)
     for length in lengths:
         model.check_length(length)
@@ -77,14 +80,15 @@ def evaluate_tasks(config: Config | None, tasks: Tasks, options: Options) -> Don
     check_tasks(manager, tasks)
     model.to(grid.device, DTYPES[options.dtype])
     use_threads(count_parameters(model), grid.device)
+    batch_tokens = checkpoint.config.evaluation.eval_batch_tokens
     rows: list[TaskRow] = []
     with owned_by_first(grid, owned_file(output, "--output")):
         for attention in several:
             model.use_attention(attention)
             for length in lengths:
                 check_fits(model, length, grid.device)
-                stride = _stride(length, options.stride)
-                found = _asked(checkpoint, tokenizer, manager, tasks, (length, stride), grid)
+                reading = Reading(length, _stride(length, options.stride), batch_tokens)
+                found = _asked(checkpoint, tokenizer, manager, tasks, reading, grid)
                 rows += found
                 if grid.first:
                     write_rows(output, found)
@@ -101,14 +105,10 @@ def check_installed() -> str:
         ) from None
 
 
-def _check_at_least(tasks: Tasks) -> None:
-    """UserError for numbers that mean nothing and a folder that is none."""
-    if tasks.limit is not None and tasks.limit < 1:
-        raise UserError(f"--limit {tasks.limit}: give a number of documents of at least 1")
-    if tasks.shots is not None and tasks.shots < 0:
-        raise UserError(f"--shots {tasks.shots}: give a number of examples of at least 0")
-    if tasks.folder is not None and not tasks.folder.is_dir():
-        raise UserError(f"--task-folder: {tasks.folder} is no folder - name one with task files")
+def _check_folder(folder: Path | None) -> None:
+    """UserError for a folder that is none."""
+    if folder is not None and not folder.is_dir():
+        raise UserError(f"--task-folder: {folder} is no folder - name one with task files")
 
 
 def _stride(length: int, stride: int | None) -> int:
@@ -185,19 +185,16 @@ def _asked(
     tokenizer: Any,
     manager: Any,
     tasks: Tasks,
-    window: tuple[int, int],
+    reading: Reading,
     grid: Grid,
 ) -> list[TaskRow]:
-    """The rows of one variant at one length; window: length and stride."""
+    """The rows of one variant at one length."""
     from lm_eval.evaluator import simple_evaluate
 
-    from megatron.harness.adapter import Harness, Reading
+    from megatron.harness.adapter import Harness
 
-    length, stride = window
-    batch_tokens = checkpoint.config.evaluation.eval_batch_tokens
-    reading = Reading(length, stride, batch_tokens)
     harness = Harness(checkpoint.model, tokenizer, reading, grid)
-    logger.info("%s at %d tokens", ", ".join(tasks.names), length)
+    logger.info("%s at %d tokens", ", ".join(tasks.names), reading.length)
     results = simple_evaluate(
         model=harness,
         tasks=list(tasks.names),
@@ -207,11 +204,11 @@ def _asked(
         log_samples=False,
     )
     # The harness gives results to the first process of a machine alone.
-    found = [] if results is None else rows_of(results, facts_of(checkpoint, length, stride))
+    found = [] if results is None else rows_of(results, facts_of(checkpoint, reading))
     return grid.gather(found)[0]
 
 
-def facts_of(checkpoint: Trained, length: int, stride: int) -> Facts:
+def facts_of(checkpoint: Trained, reading: Reading) -> Facts:
     """What every row says: model, variant, and how texts are read."""
     attention = checkpoint.model.attention
     return {
@@ -219,7 +216,7 @@ def facts_of(checkpoint: Trained, length: int, stride: int) -> Facts:
         **checkpoint.facts_of_attention(attention),
         **variant(attention),
         "protocol": "tasks",
-        "length": length,
-        "stride": stride,
+        "length": reading.length,
+        "stride": reading.stride,
         "harness": check_installed(),
     }

@@ -15,6 +15,19 @@ Advance = Callable[[int, int], None]  # finished, all
 
 
 @dataclass(frozen=True)
+class Reading:
+    """How texts are read.
+
+    length: tokens that the model sees at most; a longer context loses its beginning
+    stride: of rolling windows, tokens that they move by; batch_tokens: of a forward pass at most
+    """
+
+    length: int
+    stride: int
+    batch_tokens: int = 16384
+
+
+@dataclass(frozen=True)
 class Asked:
     """Tokens of a text, of which the last `scored` ones are scored, each behind all before it."""
 
@@ -47,10 +60,13 @@ def scored(
     """
     batches = _batches(asked, batch_tokens)
     mine: dict[int, Scored] = {}
-    for number in range(grid.rank, len(batches), grid.ranks):
-        batch = batches[number]
+    finished = 0
+    for number, batch in enumerate(batches):
+        finished += len(batch)
+        if number % grid.ranks != grid.rank:
+            continue
         mine |= dict(zip(batch, _of_batch(model, [asked[one] for one in batch]), strict=True))
-        advance(sum(map(len, batches[: number + 1])), len(asked))
+        advance(finished, len(asked))
     everybody: dict[int, Scored] = {}
     for found in grid.gather(mine):
         everybody |= found

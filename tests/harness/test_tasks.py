@@ -20,7 +20,8 @@ from tests.checkpoints import make_checkpoint
 from tests.support import ROOT
 
 pytest.importorskip("lm_eval", reason="lm-evaluation-harness is not installed")
-from megatron.harness.adapter import Harness, Reading, decoding_of
+from megatron.harness.adapter import Harness, decoding_of
+from megatron.harness.scores import Reading
 
 TEXT = (ROOT / "megatron" / "errors.py").read_text(encoding="utf-8")
 CHOICES = [
@@ -233,6 +234,16 @@ def test_only_the_row_of_the_same_question_is_replaced(forks, folder, tasks, tmp
     assert [row["documents"] for row in existing_rows(output)] == [4, 4, 2]
 
 
+def test_a_methods_defaults_are_those_of_the_training_at_every_length(
+    forks, folder, tasks, tmp_path
+):
+    output = tmp_path / "rows.jsonl"
+    method = ("--method", "lm_infinite,sinks=2", "--lengths", "32", "64")
+    ask(forks, folder, tasks, "--tasks", "cloze", *method, "-o", output)
+    whole = "lm_infinite,window=64,sinks=2,limit=64"  # the model was trained at 64
+    assert [row["method"] for row in existing_rows(output)] == [whole, whole]
+
+
 @pytest.mark.distributed
 def test_two_processes_have_the_rows_of_one(forks, folder, tasks, tmp_path):
     words = ("--tasks", "cloze", "page", "write")
@@ -268,10 +279,11 @@ def test_a_task_whose_data_is_not_there_is_one_message(forks, folder, tmp_path):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--tasks", "cloze", "--limit", "0"], "--limit 0: give a number of documents"),
+        (["--tasks", "cloze", "--limit", "0"], "--limit: 0 is beyond its bounds - give 1 to"),
         (
-            ["--tasks", "cloze", "--shots", "-1"],
-            "--shots -1: give a number of examples",
+            ["--tasks", "cloze", "--limit", str(10**24), "--shots", "-1"],
+            f"--limit: {10**24} is beyond its bounds - give 1 to 1,000,000,000\n"
+            "--shots: -1 is beyond its bounds - give 0 to 1,000",
         ),
         (["--tasks", "cloze", "--task-folder", "nowhere"], "--task-folder: nowhere is no folder"),
         (["--tasks", "cloze", "--protocol", "tail"], "--protocol: tasks have protocols of their"),
