@@ -15,6 +15,8 @@ from contextlib import redirect_stderr, redirect_stdout
 from io import StringIO
 from typing import Any
 
+from megatron.last_resort import guarded
+
 
 def run_cell(source: str, names: dict[str, Any], number: int) -> list[dict[str, Any]]:
     """What a cell prints, and the value of its last line where that is an expression."""
@@ -50,6 +52,7 @@ def data_of(value: Any) -> dict[str, Any]:
     return data
 
 
+@guarded
 def main() -> int:
     sources = json.load(sys.stdin)
     names: dict[str, Any] = {"__name__": "__main__"}

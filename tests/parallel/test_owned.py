@@ -98,7 +98,7 @@ def test_a_log_that_the_first_rank_cannot_open_ends_all(tmp_path):
         resumed = Start(step=4, path=tmp_path / "global_step4")
         run = Run.__new__(Run)
         run.config, run.grid = load([], tiny()), grid
-        run.folder, run.start = tmp_path, resumed
+        run.folder, run.start, run.facts = tmp_path, resumed, {}
         run._metrics(4)
 
     message = (
