@@ -128,11 +128,18 @@ def shown(output: str) -> str:
 def without_numbers(output: str) -> str:
     """An output in which numbers, and the widths that follow from them, are alike.
 
-    Speeds, times, hashes and last digits differ between machines.
+    Speeds, times, hashes and last digits differ between machines; a commit ends with + where files
+    were changed after it.
     """
-    hashes = re.sub(r"\b(?=[a-f]*\d)[0-9a-f]{8,}\b", "#", output)
+    hashes = re.sub(r"\b(?=[a-f]*\d)[0-9a-f]{8,}\b\+?", "#", output)
     numbers = re.sub(r"[+-]?\d[\d.,:]*(e[+-]\d+)?", "#", hashes)
     return re.sub(r"[ \-─━]{2,}", "  ", numbers)
+
+
+def environment_of_child(project: Path) -> dict[str, str]:
+    """What a documented command finds: this project, no hub, one thread."""
+    own = {"PYTHONPATH": str(project), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+    return os.environ | own
 
 
 def in_process(
@@ -140,11 +147,10 @@ def in_process(
 ) -> tuple[int, str]:
     """Run a command as a user does."""
     command = [sys.executable, *words]
-    own = {"PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
         command,
         cwd=folder,
-        env=os.environ | own | dict(environment),
+        env=environment_of_child(ROOT) | dict(environment),
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         stdin=subprocess.DEVNULL,

@@ -7,7 +7,6 @@ python tools/document_notebook.py --write    the outputs in the notebook
 import argparse
 import hashlib
 import json
-import os
 import shutil
 import subprocess
 import sys
@@ -16,6 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from megatron.commands.document_commands import environment_of_child
 from megatron.errors import UserError
 from megatron.files import ROOT, write_text
 from megatron.last_resort import guarded
@@ -62,12 +62,11 @@ def run_cells(sources: Sequence[str], folder: Path) -> list[Outputs]:
 
     UserError with the traceback of the first cell that fails.
     """
-    own = {"PYTHONPATH": str(folder), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
         [sys.executable, "-m", "megatron.commands.notebook_cells"],
         input=json.dumps(sources),
         cwd=folder / NOTEBOOK.parent.name,
-        env=os.environ | own,
+        env=environment_of_child(folder),
         capture_output=True,
         text=True,
         check=False,

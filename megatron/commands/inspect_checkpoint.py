@@ -34,6 +34,7 @@ from megatron.checkpoints.saved import (
 from megatron.config.read import read_file
 from megatron.errors import UserError, visible
 from megatron.last_resort import guarded
+from megatron.results.columns import in_columns
 
 HEADER = ("step", "size", "files", "config", "engine", "ranks", "state")
 UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
@@ -162,13 +163,7 @@ def readable(size: int) -> str:
 
 def table(rows: Sequence[tuple[str, ...]]) -> str:
     """Rows under their header, in columns."""
-    every = [HEADER, *rows]
-    widths = [max(len(row[column]) for row in every) for column in range(len(HEADER))]
-    lines = []
-    for row in every:
-        cells = [cell.ljust(width) for cell, width in zip(row, widths, strict=True)]
-        lines.append("  ".join(cells).rstrip())
-    return "\n".join(lines)
+    return "\n".join(in_columns([HEADER, *rows]))
 
 
 def _parser() -> argparse.ArgumentParser:

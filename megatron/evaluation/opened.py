@@ -1,5 +1,6 @@
 """A checkpoint together with the configuration and the text to measure it with."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -13,6 +14,7 @@ from megatron.config import Config
 from megatron.config.paths import DATA_PATHS
 from megatron.data.ends import check_ends
 from megatron.data.parts import Part, name_of, open_parts
+from megatron.data.tokenizers.build import needs_files
 from megatron.data.tokens import TokenFile
 from megatron.errors import CONTROL, UserError
 from megatron.evaluation.agreement import (
@@ -23,10 +25,12 @@ from megatron.evaluation.agreement import (
     check_same_tokenizer,
 )
 from megatron.evaluation.resume import code_fingerprint
-from megatron.evaluation.text_bytes import ByteCounts, byte_counts, existing
+from megatron.evaluation.text_bytes import ByteCounts, TokenizerFiles, byte_counts, existing
 from megatron.model import GPT, AttentionSettings
 from megatron.positions.layers import name_of_layers
 from megatron.results.row import ATTENTION_INPUTS, Facts
+
+BESIDE_TOKENS = "tokenizer.json"  # what prepare_data.py writes beside the tokens
 
 
 @dataclass(frozen=True)
@@ -55,6 +59,19 @@ class Trained:
     def default_folder(self) -> Path:
         """Where results go unless the user names a place."""
         return self.path.parent / "evaluation"
+
+    def tokenizer_files(self, prefixes: Iterable[Path]) -> list[TokenizerFiles]:
+        """Where its tokenizer's files may be: as given, as in training, beside token files."""
+        found: list[TokenizerFiles] = []
+        described = (self.record.get("tokenizer") or {}).get("type")
+        if described and not needs_files(described):
+            found.append((described, None, None))
+        for data in (self.config.data, self.trained.data):
+            if data.vocab_file or not needs_files(data.tokenizer_type):
+                found.append((data.tokenizer_type, data.vocab_file, data.merge_file))
+        for prefix in prefixes:
+            found.append(("HFTokenizer", str(prefix.with_name(BESIDE_TOKENS)), None))
+        return list(dict.fromkeys(found))
 
     def facts(self) -> Facts:
         """What every row says about the model, where it now is, and about the code."""
@@ -119,11 +136,7 @@ class Opened(Trained):
 
     def _byte_counts_of(self, tokens: TokenFile) -> ByteCounts:
         """The tokenizer where its files exist, else the card."""
-        files = []
-        for data in (self.config.data, self.trained.data):
-            files.append((data.tokenizer_type, data.vocab_file, data.merge_file))
-        beside = tokens.prefix.with_name("tokenizer.json")  # trained with the corpus
-        files.append(("HFTokenizer", str(beside), None))
+        files = self.tokenizer_files([tokens.prefix])
         learned_with = self.record.get("tokenizer") or {}
         return byte_counts(tokens, learned_with, existing(files))
 

@@ -67,12 +67,16 @@ class ByteCounts:
         return total
 
 
-def existing(files: Iterable[tuple[str, str | None, str | None]]) -> Iterator[Tokenizer]:
-    """The tokenizers of (kind, vocab_file, merge_file), where these files exist and can be read.
+TokenizerFiles = tuple[str, str | None, str | None]
+"""tokenizer_type, vocab_file, merge_file."""
+
+
+def existing(files: Iterable[TokenizerFiles]) -> Iterator[Tokenizer]:
+    """The tokenizers of such files, where these exist and can be read.
 
     An evaluation needs no tokenizer, so their faults are no faults of it.
     """
-    for kind, vocab_file, merge_file in dict.fromkeys(files):
+    for kind, vocab_file, merge_file in files:
         try:
             yield build_tokenizer(kind, vocab_file, merge_file)
         except UserError:

@@ -4,15 +4,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from megatron.config import Config
-from megatron.data.tokenizers.build import build_tokenizer, needs_files
+from megatron.data.tokenizers.build import build_tokenizer
 from megatron.data.tokenizers.tokenizer import Tokenizer
 from megatron.errors import UserError
 from megatron.evaluation.agreement import check_same_model
 from megatron.evaluation.opened import Trained, opened_model
-
-Files = tuple[str, str | None, str | None]
-"""tokenizer_type, vocab_file, merge_file."""
-BESIDE_TOKENS = "tokenizer.json"  # what prepare_data.py writes beside the tokens
 
 
 def opened_with_tokenizer(
@@ -34,7 +30,7 @@ def tokenizer_of(trained: Trained) -> Tokenizer:
     learned_with = trained.record.get("tokenizer") or {}
     expected = learned_with.get("hash")
     places = []
-    for kind, vocab_file, merge_file in dict.fromkeys(_candidates(trained)):
+    for kind, vocab_file, merge_file in trained.tokenizer_files(_token_files(trained)):
         try:
             tokenizer = build_tokenizer(kind, vocab_file, merge_file)
         except UserError as fault:
@@ -52,17 +48,9 @@ def tokenizer_of(trained: Trained) -> Tokenizer:
     )
 
 
-def _candidates(trained: Trained) -> Iterator[Files]:
-    """Where the tokenizer's files may be: as given, as in training, beside the tokens."""
-    described = (trained.record.get("tokenizer") or {}).get("type")
-    if described and not needs_files(described):
-        yield described, None, None
+def _token_files(trained: Trained) -> Iterator[Path]:
+    """The token files that the configurations name."""
     for config in (trained.config, trained.trained):
-        data = config.data
-        if data.vocab_file or not needs_files(data.tokenizer_type):
-            yield data.tokenizer_type, data.vocab_file, data.merge_file
-    for config in (trained.config, trained.trained):
-        data = config.data
-        for prefix in (data.data_path, *data.train_data_paths):
+        for prefix in (config.data.data_path, *config.data.train_data_paths):
             if prefix:
-                yield "HFTokenizer", str(Path(prefix).with_name(BESIDE_TOKENS)), None
+                yield Path(prefix)

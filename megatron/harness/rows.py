@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any, Required, cast
 
 from megatron.errors import UserError
+from megatron.results.columns import in_columns
 from megatron.results.files import has_lines, read_lines, write_lines
 from megatron.results.row import Facts, Question
 
@@ -87,13 +88,7 @@ def _question(row: TaskRow) -> str:
 
 def table(rows: Iterable[TaskRow]) -> str:
     """A line for each row."""
-    cells = [COLUMNS, *(_cells(row) for row in rows)]
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    lines = []
-    for line in cells:
-        padded = [cell.ljust(width) for cell, width in zip(line, widths, strict=True)]
-        lines.append("  ".join(padded).rstrip())
-    return "\n".join(lines)
+    return "\n".join(in_columns([COLUMNS, *(_cells(row) for row in rows)]))
 
 
 def _cells(row: TaskRow) -> tuple[str, ...]:

@@ -5,6 +5,7 @@ import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+from megatron.results.columns import in_columns
 from megatron.results.published import Number, Published
 from megatron.results.row import CORPUS_AXIS, Row, value_of
 from megatron.results.table import attention_inputs
@@ -165,21 +166,12 @@ def render(table: Published, cells: Sequence[Compared]) -> str:
     """The table as text; beneath it the reasons of refusals, and the table's caveats."""
     lines = [f"{table.paper}: {table.quantity}", table.provenance, ""]
     if cells:
-        lines += _in_columns([TABLE_HEAD, *(_line(cell, table.seeds) for cell in cells)])
+        lines += in_columns([TABLE_HEAD, *(_line(cell, table.seeds) for cell in cells)])
     answered = len([cell for cell in cells if cell.ours])
     lines += ["", f"{answered} of {len(cells)} cells have our numbers"]
     lines += _refusals(cells)
     lines += [f"caveat: {caveat}" for caveat in table.caveats]
     return "\n".join(lines)
-
-
-def _in_columns(body: Sequence[Sequence[str]]) -> list[str]:
-    widths = [max(map(len, column)) for column in zip(*body, strict=True)]
-    lines = []
-    for line in body:
-        words = [word.ljust(width) for word, width in zip(line, widths, strict=True)]
-        lines.append("  ".join(words).rstrip())
-    return lines
 
 
 def _refusals(cells: Sequence[Compared]) -> list[str]:

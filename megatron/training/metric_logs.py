@@ -11,6 +11,7 @@ import os
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +19,8 @@ from megatron.config.schema import Logging
 from megatron.errors import UserError, cannot_write
 from megatron.files import write_text
 from megatron.training.profiling import FOLDER
-from megatron.training.records import Record, Spared
-from megatron.training.weights_and_biases import NAME, Attachment, in_background
+from megatron.training.records import InBackground, Record, Spared
+from megatron.training.weights_and_biases import NAME, PATIENCE, Attachment, Wandb
 
 
 class JsonLines:
@@ -90,7 +91,8 @@ def logs_of(
         events = Tensorboard(settings.tensorboard_dir, resumed_at)
         logs.append(Spared(events, f"tensorboard_dir: {settings.tensorboard_dir}"))
     if settings.use_wandb and run_id is not None:
-        log = in_background(
+        make = partial(
+            Wandb,
             settings,
             config,
             folder,
@@ -98,7 +100,7 @@ def logs_of(
             is_continued=resumed_at is not None,
             attached=lambda: _attachment(folder, settings, run_id),
         )
-        logs.append(Spared(log, NAME))
+        logs.append(Spared(InBackground(NAME, make, PATIENCE), NAME))
     return logs
 
 

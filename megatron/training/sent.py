@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -9,8 +10,8 @@ from megatron.checkpoints.read import read_meta
 from megatron.config.schema import Logging
 from megatron.errors import in_words
 from megatron.results.row import Row
-from megatron.training.records import Spared
-from megatron.training.weights_and_biases import NAME, Attachment, in_background, new_id
+from megatron.training.records import InBackground, Spared
+from megatron.training.weights_and_biases import NAME, PATIENCE, Attachment, Wandb, new_id
 
 logger = logging.getLogger(__name__)
 
@@ -49,7 +50,8 @@ def send_results(results: Mapping[Path, Sequence[Row]], settings: Logging | None
         {"evaluation": rows},
         pictures,
     )
-    log = in_background(
+    make = partial(
+        Wandb,
         settings,
         {},
         path.parent,
@@ -57,7 +59,7 @@ def send_results(results: Mapping[Path, Sequence[Row]], settings: Logging | None
         is_continued=run_id is not None,
         attached=lambda: attachment,
     )
-    Spared(log, NAME).close()
+    Spared(InBackground(NAME, make, PATIENCE), NAME).close()
 
 
 def _wanted(settings: Logging) -> bool:

@@ -17,7 +17,7 @@ from typing import Any
 from megatron.config.schema import Logging
 from megatron.errors import in_words
 from megatron.network import is_reachable
-from megatron.training.records import InBackground, Record
+from megatron.training.records import Record
 
 logger = logging.getLogger(__name__)
 
@@ -177,20 +177,3 @@ class Wandb:
 def new_id() -> str:
     """The id of a new run, which its checkpoints keep."""
     return secrets.token_hex(4)
-
-
-def in_background(
-    settings: Logging,
-    config: dict[str, Any],
-    folder: Path | None,
-    run_id: str,
-    *,
-    is_continued: bool = False,
-    attached: Callable[[], Attachment | None] = lambda: None,
-) -> InBackground:
-    """A run in a thread of its own; arguments as those of Wandb."""
-
-    def make() -> Wandb:
-        return Wandb(settings, config, folder, run_id, is_continued=is_continued, attached=attached)
-
-    return InBackground(NAME, make, PATIENCE)
