@@ -216,8 +216,10 @@ KINDS: dict[str, Callable[[Any], bool]] = {
 """What each entry of checkpoint.json may be; a hand or an old program may have written it."""
 
 
-def note_if_old(path: Path, record: Mapping[str, Any]) -> None:
-    """Log that the files of a checkpoint cannot be verified, where that is so."""
+def note_opened(path: Path, record: Mapping[str, Any]) -> None:
+    """Log what a checkpoint holds, and that its files cannot be verified where that is so."""
+    step, vocab, config_hash = record["step"], record["vocab"], record["config_hash"]
+    logger.info("%s: step %d, %d rows of vocabulary, config %s", path, step, vocab, config_hash)
     if not is_verifiable(record):
         logger.info("%s: written before checkpoints had sums, so its files are not verified", path)
 

@@ -1,6 +1,5 @@
 """Read a checkpoint: its configuration, its record and its model in float32."""
 
-import logging
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,7 @@ from megatron.checkpoints.manifest import (
     WEIGHTS,
     Damaged,
     faults_of,
-    note_if_old,
+    note_opened,
     read_record,
     verified,
 )
@@ -26,8 +25,6 @@ from megatron.model import GPT, from_config
 from megatron.model.size import parameters
 from megatron.parallel.machine import in_bytes, total_memory
 
-logger = logging.getLogger(__name__)
-
 READ_BY_EVALUATION = (SETTINGS, COPY, WEIGHTS)
 FLOAT32 = 4  # bytes of a number
 
@@ -38,7 +35,7 @@ def read_meta(path: Path) -> tuple[Config, dict[str, Any]]:
     UserError where they are damaged or disagree.
     """
     meta = read_record(path)
-    step, config_hash, vocab = meta["step"], meta["config_hash"], meta["vocab"]
+    config_hash = meta["config_hash"]
     with verified(path, SETTINGS, COPY):
         config = load([path / SETTINGS])
     if config.hash != config_hash:
@@ -47,7 +44,6 @@ def read_meta(path: Path) -> tuple[Config, dict[str, Any]]:
             f"{path}/{files}: its hash is {config.hash}, the checkpoint says {config_hash}"
             " - it was edited after training"
         )
-    logger.info("%s: step %d, %d rows of vocabulary, config %s", path, step, vocab, config_hash)
     return config, meta
 
 
@@ -62,7 +58,7 @@ def load_for_evaluation(
     path = chosen(folder, step)
     try:
         config, meta = read_meta(path)
-        note_if_old(path, meta)
+        note_opened(path, meta)
         end = (meta.get("tokenizer") or {}).get("eod")
         model = load_model(path, config, meta["vocab"], end)
     except Damaged as damage:

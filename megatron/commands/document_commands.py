@@ -133,6 +133,7 @@ def without_numbers(output: str) -> str:
     """
     hashes = re.sub(r"\b(?=[a-f]*\d)[0-9a-f]{8,}\b\+?", "#", output)
     numbers = re.sub(r"[+-]?\d[\d.,:]*(e[+-]\d+)?", "#", hashes)
+    numbers = numbers.replace("# to #", "#")  # a range of equal numbers is one
     return re.sub(r"[ \-─━]{2,}", "  ", numbers)
 
 

@@ -15,7 +15,7 @@ from megatron.checkpoints.manifest import (
     Damaged,
     Stamps,
     check_unchanged,
-    note_if_old,
+    note_opened,
     read_record,
     stamps,
 )
@@ -81,7 +81,7 @@ def parent_model(config: Config, grid: Grid) -> ParentModel:
     if faults:
         raise Damaged(faults, "copy the parent again, or load another checkpoint")
     trained, record = read_meta(path)
-    note_if_old(path, record)
+    note_opened(path, record)
     check_same_shapes(config.model, trained.model, path)
     return ParentModel(path, trained, record, seen)
 

@@ -8,7 +8,7 @@ from typing import Any
 from megatron.checkpoints.manifest import (
     Stamps,
     engine_files,
-    note_if_old,
+    note_opened,
     read_record,
     stamps,
 )
@@ -69,7 +69,7 @@ def starting_point(config: Config, facts: dict[str, Any], grid: Grid) -> Start:
         return _new_run(config, facts, grid)
     path, seen = _undamaged(path, grid, fallback=config.checkpoint.load_fallback)
     trained, meta = read_meta(path)
-    note_if_old(path, meta)
+    note_opened(path, meta)
     _check_same_model(config, trained, path)
     _check_same_text(facts, meta, path)
     _name_other_corpora(facts, meta)
