@@ -30,6 +30,10 @@ if (
     os.environ["DS_ACCELERATOR"] = "cpu"
 
 
+# A shell lets what it starts in the background ignore ctrl-C, and so would the processes of tests.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
 # Files that take long, the longest first: one that begins last leaves the other processes idle.
 LONG_FILES = (
     "test_readme.py",

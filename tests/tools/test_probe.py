@@ -13,7 +13,6 @@ from megatron.report.html.page import Page
 from megatron.results.probes import RULER, axis_of, read_probes
 from tests.checkpoints import make_checkpoint
 from tests.report.support import Reader
-from tests.support import ROOT
 
 WORDS = ["--lengths", "64", "96", "--depths", "2", "--trials", "2"]
 
@@ -175,18 +174,3 @@ def test_a_wrong_name_of_a_probe_lists_the_right_ones(forks, longer):
     assert "invalid choice: 'rulers'" in done.stderr
     assert "'multikey_dense'" in done.stderr
     assert "Traceback" not in done.stderr
-
-
-def test_the_commands_of_the_documentation_run(forks, longer, tmp_path):
-    text = (ROOT / "docs/evaluation.md").read_text(encoding="utf-8")
-    section = text.split("### Tasks in RULER's manner\n")[1].split("\n## ")[0]
-    commands = [line.strip() for line in section.splitlines() if line.startswith("    python ")]
-    assert len(commands) == 2
-    smaller = ["--lengths", 256, "--trials", 1, "--depths", 1]  # the last word wins
-    for number, command in enumerate(commands):
-        words = command.replace("runs/mep", str(longer)).split()[1:]
-        output = tmp_path / f"{number}.jsonl"
-        done = forks.run(*words, *smaller, "-o", output)
-        assert done.returncode == 0, done.stderr
-        asked = {*RULER} if "ruler" in words else {"multikey", "variable_tracking"}
-        assert {row["probe"] for row in read_probes([output])} == asked
