@@ -145,7 +145,9 @@ def manager_of(tasks: Tasks) -> Any:
     if folder is not None:
         # The harness's own thousands of files take seconds to read.
         own = TaskManager(include_path=folder, include_defaults=False)
-        if set(tasks.names) <= set(own.all_tasks) and fault_of_loading(own, tasks) is None:
+        # A group may name tasks of the harness.
+        complete = not own.all_groups or fault_of_loading(own, tasks) is None
+        if set(tasks.names) <= set(own.all_tasks) and complete:
             return own
     return TaskManager(include_path=folder)
 

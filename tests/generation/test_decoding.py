@@ -23,6 +23,7 @@ OPTIONS = {
     "blockwise": ["blockwise=true"],
     "everything": ["window=40", "blockwise=true", "logn_scale=true"],
 }
+NEW = {"plain": 50, "everything": 140}  # tokens until a cache has forgotten some; 70 with others
 campaign = pytest.mark.campaign
 every_option = pytest.mark.parametrize("options", OPTIONS)
 
@@ -63,14 +64,15 @@ def likeliest(gpt: GPT, tokens: list[int], first: int) -> list[int]:
 @every_option
 def test_tokens_are_those_of_a_whole_pass(name, options):
     gpt = model(name, *OPTIONS[options])
-    (tokens,) = continued(gpt, [prompt(1)], how(140))
-    assert len(tokens) == 141
+    new = NEW.get(options, 70)
+    (tokens,) = continued(gpt, [prompt(1)], how(new))
+    assert len(tokens) == new + 1
     assert tokens[1:] == likeliest(gpt, tokens, 1)
 
 
 @every_encoding
 @pytest.mark.parametrize(
-    ("length", "new"), [(1, 40), (64, 20), (700, 2), pytest.param(2990, 4, marks=campaign)]
+    ("length", "new"), [(1, 24), (64, 8), (400, 2), pytest.param(2990, 4, marks=campaign)]
 )
 def test_tokens_are_the_same_without_a_cache(name, length, new):
     gpt = model(name)
@@ -82,16 +84,16 @@ def test_tokens_are_the_same_without_a_cache(name, length, new):
 @every_option
 def test_texts_of_a_batch_are_those_of_each_prompt_alone(name, options):
     gpt = model(name, *OPTIONS[options])
-    prompts = [prompt(length, seed=length) for length in (23, 1, 60, 23, 7)]
-    together = continued(gpt, prompts, how(25))
-    assert together == [continued(gpt, [one], how(25))[0] for one in prompts]
-    assert [len(tokens) for tokens in together] == [48, 26, 85, 48, 32]
+    prompts = [prompt(length, seed=length) for length in (23, 1, 60, 23)]
+    together = continued(gpt, prompts, how(12))
+    assert together == [continued(gpt, [one], how(12))[0] for one in prompts]
+    assert [len(tokens) for tokens in together] == [35, 13, 72, 35]
 
 
 @every_encoding
 def test_drawn_tokens_are_those_of_each_prompt_alone_and_without_a_cache(name):
     gpt = model(name)
-    drawing = replace(how(30), sampling=Sampling(temperature=0.8, top_p=0.9))
+    drawing = replace(how(16), sampling=Sampling(temperature=0.8, top_p=0.9))
     prompts = [prompt(12), prompt(12), prompt(30)]
     together = continued(gpt, prompts, drawing)
     assert together == continued(gpt, prompts, replace(drawing, cached=False))
@@ -108,7 +110,7 @@ def test_three_thousand_tokens_are_those_of_a_whole_pass(name, options):
 
 
 def test_endless_text_keeps_a_bounded_cache(monkeypatch):
-    """Bytes of all tensors that a step leaves alive: no more after 2,000 tokens than after 200."""
+    """The keys of each layer: no more after 2,000 tokens than after 200."""
     from megatron.generation import decoding
 
     caches = []
