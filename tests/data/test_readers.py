@@ -69,8 +69,10 @@ def test_folders_are_read_in_the_order_of_their_names(tmp_path):
         ("a.txt", "1"),
         ("deep/c.jsonl", '{"text": "3"}\n'),
         (".hidden", "0"),
+        (".git/in_a_hidden_folder", "0"),
+        ("deep/__pycache__/c.pyc", "0"),
     ):
-        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).parent.mkdir(exist_ok=True, parents=True)
         (tmp_path / name).write_text(text)
     assert read(tmp_path) == ["1", "2", "3"]
 

@@ -22,6 +22,8 @@ __all__ = ["READERS", "Files", "Keep", "is_text", "list_files"]
 
 log = logging.getLogger(__name__)
 
+PYTHONS_CACHE = "__pycache__"
+
 
 class Files:
     """A corpus of the user's files.
@@ -160,11 +162,17 @@ def list_files(inputs: Sequence[str | Path]) -> list[Path]:
                 f"--input: {path} is neither a file nor a folder (a pipe or device) - write it to "
                 "a file first"
             )
-        inside = sorted(p for p in path.rglob("*") if p.is_file() and not p.name.startswith("."))
+        inside = sorted(p for p in path.rglob("*") if _is_for_readers(p.relative_to(path)))
+        inside = [p for p in inside if p.is_file()]
         if not inside:
             raise UserError(f"--input: the folder {path} is empty - give one with files in it")
         files += inside
     return files
+
+
+def _is_for_readers(path: Path) -> bool:
+    """Whether neither a file nor a folder that it is in is hidden or Python's own cache."""
+    return not any(part.startswith(".") or part == PYTHONS_CACHE for part in path.parts)
 
 
 def _check_kinds(paths: Sequence[Path]) -> None:
