@@ -150,7 +150,9 @@ def test_the_readmes_encoding_works_after_dropping_it_in(project, forks):
         assert " 4 of them in the encoding" in succeed(
             forks, "python train.py configs/demo.yml", settings
         )
-        evaluated = succeed(forks, "python evaluate.py --checkpoint runs/bump --lengths 512 1024")
+        evaluated = succeed(
+            forks, "python evaluate.py --checkpoint runs/bump --lengths 512 1024 eval_tokens=4096"
+        )
         assert "bump" in evaluated
         wrong = forks.run(
             "train.py", "configs/demo.yml", "pos_emb=bump", "pos_emb_args.wdth=3", "save=x"
