@@ -9,6 +9,8 @@ from torch import Tensor
 
 from megatron.errors import UserError
 
+MOST_PENALTY = 1_000_000  # and 1 divided by it: beyond any use, and logits stay finite
+
 
 @dataclass(frozen=True)
 class Sampling:
@@ -40,9 +42,9 @@ class Sampling:
             yield f"--top-k {self.top_k}: give a number of tokens of at least 1, or leave it out"
         if self.top_p is not None and not 0 < self.top_p <= 1:
             yield f"--top-p {self.top_p}: give a probability above 0 and up to 1, or leave it out"
-        if not 0 < self.repetition_penalty < math.inf:
+        if not 1 / MOST_PENALTY <= self.repetition_penalty <= MOST_PENALTY:
             penalty = f"--repetition-penalty {self.repetition_penalty}"
-            yield f"{penalty}: give a number above 0; 1 is none"
+            yield f"{penalty}: give a number of {1 / MOST_PENALTY:f} to {MOST_PENALTY}; 1 is none"
 
     def chosen(
         self, logits: Tensor, texts: Sequence[Sequence[int]], draws: Sequence[float]
@@ -52,13 +54,12 @@ class Sampling:
         logits [texts, vocab]; texts: their tokens so far; draws: a number from 0 to below 1 for
         each, which decides where something is drawn
         """
-        scores = logits.float()
+        scores = logits.double()
         if self.repetition_penalty != 1:
             scores = penalised(scores, texts, self.repetition_penalty)
         if self.temperature == 0:
             return scores.argmax(dim=-1).tolist()
-        # From the highest one on, and in float64: a tiny temperature makes no infinity of it.
-        scores = scores.double()
+        # From the highest one on: a tiny temperature makes no infinity of float64.
         scores = (scores - scores.amax(dim=-1, keepdim=True)) / self.temperature
         if self.top_k is not None:
             scores = highest(scores, self.top_k)

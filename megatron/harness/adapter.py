@@ -1,12 +1,10 @@
 """Our model behind the interface of lm-evaluation-harness. Only `harness.run` imports this."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
 from lm_eval.api.model import TemplateLM
-from lm_eval.models.utils import normalize_gen_kwargs
 from lm_eval.utils import get_rolling_token_windows
 
 from megatron.data.tokenizers.tokenizer import Tokenizer
@@ -14,15 +12,11 @@ from megatron.errors import UserError
 from megatron.evaluation.progress import progress
 from megatron.generation.decoding import Decoding, decode
 from megatron.generation.run import Continuation, batches
-from megatron.generation.sampling import Sampling
 from megatron.generation.written import Written
 from megatron.harness.scores import Asked, Reading, Scored, scored
+from megatron.harness.wanted import wanted_by
 from megatron.model import GPT
 from megatron.parallel.grid import Grid
-
-USUAL_NEW_TOKENS = 256  # where a task names no number, as the harness has it
-HANDLED = {"do_sample", "until", "max_gen_toks", "temperature", "top_k", "top_p"}
-HANDLED |= {"repetition_penalty"}
 
 
 class Harness(TemplateLM):
@@ -121,22 +115,23 @@ class Harness(TemplateLM):
 
     def _continued(self, texts: Mapping[int, str], settings: Mapping[str, Any]) -> dict[int, str]:
         """The continuations of texts with the same settings, by number."""
-        wanted: dict[str, Any] = dict(normalize_gen_kwargs(dict(settings), USUAL_NEW_TOKENS))
-        how = decoding_of(wanted, self._ours)
-        room = self.max_length - how.most
+        wanted = wanted_by(settings)
+        room = self.max_length - wanted.most
         if room < 1:
             raise UserError(
-                f"--lengths {self.max_length}: a task asks for {how.most} new tokens, which leaves"
-                " no place for its text - give a longer length"
+                f"--lengths {self.max_length}: a task asks for {wanted.most} new tokens, which"
+                " leaves no place for its text - give a longer length"
             )
-        stops = [stop for stop in wanted["until"] if stop]
         asked = []
         for number, text in texts.items():
             # As in the harness, a text that is too long loses its beginning.
             prompt = self.tok_encode(text)[-room:] or [self.eot_token_id]
-            written = Written(self._ours, prompt, stops)
+            written = Written(self._ours, prompt, wanted.stops)
             asked.append(Continuation(prompt, seed=(0, number), written=written, number=number))
-        together = list(batches(asked, self._texts_at_once(), how.most))
+        how = Decoding(
+            wanted.sampling, wanted.most, vocab=self._ours.vocab_size, end=self.eot_token_id
+        )
+        together = list(batches(asked, self._texts_at_once(), wanted.most))
         own = together[self._grid.rank :: self._grid.ranks]
         count = sum(map(len, own))
         mine: dict[int, str] = {}
@@ -153,24 +148,3 @@ class Harness(TemplateLM):
 
     def _texts_at_once(self) -> int:
         return max(1, self._reading.batch_tokens // self.max_length)
-
-
-def decoding_of(wanted: Mapping[str, Any], tokenizer: Tokenizer) -> Decoding:
-    """How a task wants its texts to be continued; UserError for what it asks for in vain."""
-    unknown = sorted(set(wanted) - HANDLED)
-    if unknown:
-        raise UserError(
-            f"--tasks: generation_kwargs of a task name {', '.join(unknown)}, which is not offered"
-            f" - leave it out; known are {', '.join(sorted(HANDLED))}"
-        )
-    sampling = Sampling(temperature=0.0)
-    if wanted["do_sample"]:
-        sampling = Sampling(
-            temperature=float(wanted.get("temperature", 1.0)),
-            top_k=wanted.get("top_k"),
-            top_p=wanted.get("top_p"),
-        )
-    sampling = replace(sampling, repetition_penalty=wanted.get("repetition_penalty", 1.0))
-    sampling.check()
-    most = int(wanted["max_gen_toks"])
-    return Decoding(sampling, most=most, vocab=tokenizer.vocab_size, end=tokenizer.eod)

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from traceback import extract_tb
 from typing import Any
 
 from megatron.config import Config
@@ -166,10 +167,21 @@ def check_tasks(manager: Any, tasks: Tasks) -> None:
     fault = fault_of_loading(manager, tasks)
     if fault is not None:
         raise UserError(
-            f"--tasks: {', '.join(tasks.names)} cannot be loaded ({fault}) - tasks of the harness"
-            " download their data once; without a network, name task files of your own with"
-            " --task-folder"
+            f"--tasks: {', '.join(tasks.names)} cannot be loaded ({fault}) - {remedy(tasks)}"
         )
+
+
+def remedy(tasks: Tasks) -> str:
+    """What to do where tasks fail by themselves."""
+    if tasks.folder is not None:
+        return (
+            f"correct its file in {tasks.folder}; where its data come from a hub, they are"
+            " downloaded once, with a network"
+        )
+    return (
+        "tasks of the harness download their data once; without a network, name task files of"
+        " your own with --task-folder"
+    )
 
 
 def fault_of_loading(manager: Any, tasks: Tasks) -> str | None:
@@ -177,9 +189,14 @@ def fault_of_loading(manager: Any, tasks: Tasks) -> str | None:
     try:
         manager.load(list(tasks.names))
     except Exception as fault:  # whatever a task's own code and the hub's library raise
-        said = str(fault).strip().splitlines()
-        return said[0] if said else type(fault).__name__
+        return in_a_line(fault)
     return None
+
+
+def in_a_line(fault: Exception) -> str:
+    """The kind of a fault and the first line of what it says."""
+    said = str(fault).strip().splitlines()
+    return ": ".join([type(fault).__name__, *said[:1]])
 
 
 def _asked(
@@ -190,21 +207,29 @@ def _asked(
     reading: Reading,
     grid: Grid,
 ) -> list[TaskRow]:
-    """The rows of one variant at one length."""
+    """The rows of one variant at one length; UserError where a task's own code fails."""
     from lm_eval.evaluator import simple_evaluate
 
-    from megatron.harness.adapter import Harness
+    from megatron.harness import adapter
 
-    harness = Harness(checkpoint.model, tokenizer, reading, grid)
+    harness = adapter.Harness(checkpoint.model, tokenizer, reading, grid)
     logger.info("%s at %d tokens", ", ".join(tasks.names), reading.length)
-    results = simple_evaluate(
-        model=harness,
-        tasks=list(tasks.names),
-        num_fewshot=tasks.shots,
-        limit=tasks.limit,
-        task_manager=manager,
-        log_samples=False,
-    )
+    try:
+        results = simple_evaluate(
+            model=harness,
+            tasks=list(tasks.names),
+            num_fewshot=tasks.shots,
+            limit=tasks.limit,
+            task_manager=manager,
+            log_samples=False,
+        )
+    except Exception as fault:  # whatever a task's own code raises, and what ours does
+        passed = {frame.filename for frame in extract_tb(fault.__traceback__)}
+        if isinstance(fault, UserError) or adapter.__file__ in passed:
+            raise
+        raise UserError(
+            f"--tasks: {', '.join(tasks.names)} failed ({in_a_line(fault)}) - {remedy(tasks)}"
+        ) from fault
     # The harness gives results to the first process of a machine alone.
     found = [] if results is None else rows_of(results, facts_of(checkpoint, reading))
     return grid.gather(found)[0]

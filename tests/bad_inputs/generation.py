@@ -27,7 +27,7 @@ CASES: list[Case] = [
         "--temperature -1.0: give 0 for the likeliest token, or more\n"
         "--top-k 0: give a number of tokens of at least 1, or leave it out\n"
         "--top-p 2.0: give a probability above 0 and up to 1, or leave it out\n"
-        "--repetition-penalty -1.0: give a number above 0; 1 is none\n"
+        "--repetition-penalty -1.0: give a number of 0.000001 to 1000000; 1 is none\n"
         "--max-new-tokens 0: give a whole number of 1 to 16777216",
         *("--temperature", "-1", "--top-k", "0", "--top-p", "2"),
         *("--repetition-penalty", "-1", "--max-new-tokens", "0"),

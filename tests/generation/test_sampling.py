@@ -12,7 +12,7 @@ from transformers.generation.logits_process import (
 )
 
 from megatron.errors import UserError
-from megatron.generation.sampling import Sampling, drawn, highest, nucleus, penalised
+from megatron.generation.sampling import MOST_PENALTY, Sampling, drawn, highest, nucleus, penalised
 
 TEXTS = [[1, 5, 5, 7], [2, 2, 2, 2], [0, 30, 4, 9]]
 
@@ -71,6 +71,15 @@ def test_a_tiny_temperature_is_the_likeliest_token(logits, temperature):
     assert chosen == logits.argmax(-1).tolist()
 
 
+@pytest.mark.parametrize("penalty", [1 / MOST_PENALTY, MOST_PENALTY])
+def test_the_largest_penalties_leave_numbers_that_can_be_drawn(penalty):
+    logits = torch.tensor([[-3e38, 0.0, 3e38]])
+    settings = Sampling(repetition_penalty=penalty)
+    settings.check()
+    (token,) = settings.chosen(logits, [[0, 1, 2]], [1 - 1e-12])
+    assert token == 2
+
+
 @pytest.mark.parametrize("draw", [0.0, 0.3, 1 - 2**-53])
 def test_a_token_without_probability_is_never_drawn(draw):
     scores = torch.tensor([[-math.inf, 0.0, -math.inf, 0.0, -math.inf]])
@@ -90,7 +99,7 @@ def test_all_that_is_wrong_is_said_at_once():
         "--temperature -1: give 0 for the likeliest token, or more\n"
         "--top-k 0: give a number of tokens of at least 1, or leave it out\n"
         "--top-p 1.5: give a probability above 0 and up to 1, or leave it out\n"
-        "--repetition-penalty 0: give a number above 0; 1 is none"
+        "--repetition-penalty 0: give a number of 0.000001 to 1000000; 1 is none"
     )
 
 

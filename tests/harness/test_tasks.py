@@ -21,7 +21,7 @@ from tests.forks import Forks
 from tests.support import ROOT
 
 pytest.importorskip("lm_eval", reason="lm-evaluation-harness is not installed")
-from megatron.harness.adapter import Harness, decoding_of
+from megatron.harness.adapter import Harness
 from megatron.harness.scores import Reading
 
 TEXT = (ROOT / "megatron" / "errors.py").read_text(encoding="utf-8")
@@ -178,9 +178,6 @@ def test_drawn_continuations_of_equal_texts_differ(opened):
 
 
 def test_what_a_task_asks_for_in_vain_is_one_message(opened):
-    wanted = {"until": [], "max_gen_toks": 4, "do_sample": False, "num_beams": 4}
-    with pytest.raises(UserError, match="generation_kwargs of a task name num_beams, which is not"):
-        decoding_of(wanted, opened[1])
     harness = Harness(*opened, Reading(64, 64), Grid())
     with pytest.raises(UserError, match="--lengths 64: a task asks for 64 new tokens"):
         harness.generate_until(requests(("a", {"max_gen_toks": 64})))
@@ -283,7 +280,12 @@ def test_a_task_whose_data_is_not_there_is_one_message(forks, folder, tmp_path):
     (tmp_path / "gone.yaml").write_text(form + CLOZE)
     said = refused(forks, folder, "--tasks", "gone", "--task-folder", tmp_path)
     assert "--tasks: gone cannot be loaded (" in said
-    assert "download their data once" in said
+    assert f"correct its file in {tmp_path}; where its data come from a hub, they are down" in said
+
+
+def test_a_task_that_fails_by_itself_is_one_message(forks, folder, tasks):
+    said = refused(forks, folder, "--tasks", "cloze", "--task-folder", tasks, "--shots", "9")
+    assert "--tasks: cloze failed (ValueError: Sample larger than population" in said
 
 
 @pytest.mark.parametrize(
