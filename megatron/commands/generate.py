@@ -36,6 +36,7 @@ from megatron.model import AttentionSettings
 from megatron.model.methods import METHODS
 from megatron.parallel.grid import here
 from megatron.parallel.threads import count_parameters, use_threads
+from megatron.results.files import check_place
 
 FROM_STDIN = "-"
 CONTROL = (*range(0x20), *range(0x7F, 0xA0))
@@ -112,9 +113,8 @@ def main(config: Config | None, arguments: argparse.Namespace) -> None:
         sys.stdout.reconfigure(encoding="utf-8")
     settings = settings_of(arguments)
     settings.check()
+    check_places(arguments)
     prompts = [] if arguments.interactive else prompts_of(arguments)
-    if arguments.interactive and _names_prompts(arguments):
-        raise UserError("--interactive: reads prompts from the terminal; leave the others out")
     if here().ranks > 1:
         raise UserError("generate.py: is one process; start it without torchrun or srun")
     trained, tokenizer = opened_with_tokenizer(config, arguments.checkpoint, arguments.step)
@@ -132,8 +132,22 @@ def main(config: Config | None, arguments: argparse.Namespace) -> None:
         write_rows(model, prompts, arguments.output)
 
 
-def _names_prompts(arguments: argparse.Namespace) -> bool:
-    return bool(arguments.prompt or arguments.prompt_file or arguments.prompts)
+def check_places(arguments: argparse.Namespace) -> None:
+    """UserError where prompts could not be read, or texts would be lost or replace a file."""
+    if arguments.interactive:
+        if arguments.prompt or arguments.prompt_file or arguments.prompts:
+            raise UserError("--interactive: reads prompts from the terminal; leave the others out")
+        if arguments.output is not None:
+            raise UserError("--interactive: writes to the terminal; leave --output out")
+    if sys.stdin is None and (arguments.interactive or FROM_STDIN in arguments.prompt):
+        raise UserError("standard input: is closed; give --prompt TEXT or --prompt-file FILE")
+    output = arguments.output
+    if output is None and sys.stdout is None:
+        raise UserError("standard output: is closed, and texts would be lost; give --output FILE")
+    if output is not None:
+        check_place(output)
+        if output.exists() and output.stat().st_size:
+            raise UserError(f"--output: {output} exists - name a new file, or remove this one")
 
 
 def settings_of(arguments: argparse.Namespace) -> Settings:
@@ -293,21 +307,31 @@ def converse(model: Model) -> None:
 
 
 def write_rows(model: Model, prompts: Sequence[str], output: Path | None) -> None:
-    """Write a JSON line for each continuation, in the order of the prompts."""
+    """Write a JSON line for each continuation, in the order of the prompts.
+
+    Where ctrl-C or a fault ends it, texts that are finished are written.
+    """
     speed = Speed()
     rows: dict[tuple[int, int], dict[str, Any]] = {}
-    for texts in _steps(model, prompts, speed):
-        for text in texts:
-            if text.ended is not None:
-                rows[text.number, text.sample] = row_of(model, prompts[text.number], text)
-    lines = [json.dumps(rows[key], ensure_ascii=False) + "\n" for key in sorted(rows)]
+    try:
+        for texts in _steps(model, prompts, speed):
+            for text in texts:
+                if text.ended is not None:
+                    rows[text.number, text.sample] = row_of(model, prompts[text.number], text)
+    finally:
+        if rows:
+            _write_lines([rows[key] for key in sorted(rows)], output)
+    report(model, speed)
+
+
+def _write_lines(rows: Sequence[dict[str, Any]], output: Path | None) -> None:
+    lines = [json.dumps(row, ensure_ascii=False) + "\n" for row in rows]
     if output is None:
         sys.stdout.write("".join(lines))
         sys.stdout.flush()
     else:
         write_text(output, "".join(lines))
         logger.info("written to %s", output)
-    report(model, speed)
 
 
 def row_of(model: Model, prompt: str, text: Continuation) -> dict[str, Any]:

@@ -24,6 +24,12 @@ def check_output(path: Path) -> None:
 
     Called before anything is measured.
     """
+    check_place(path)
+    _existing_output(path)
+
+
+def check_place(path: Path) -> None:
+    """UserError where lines could not be written; the folder is made if it is missing."""
     if path.suffix.lower() in PICTURES:
         lines = path.with_suffix(".jsonl")
         raise UserError(f"--output: {path} is the name of a picture - name the lines {lines}")
@@ -37,7 +43,6 @@ def check_output(path: Path) -> None:
         raise UserError(f"--output: {path} is a folder - name a file in it, as in {path}/a.jsonl")
     if not os.access(path.parent, os.W_OK):
         raise UserError(f"--output: {path} cannot be written - choose another place")
-    _existing_output(path)
 
 
 def write_results(path: Path, rows: Sequence[Row]) -> None:

@@ -10,8 +10,11 @@ import pytest
 import torch
 
 from megatron.checkpoints.read import load_for_evaluation
-from megatron.commands.generate import NOT_FOR_TERMINALS
+from megatron.commands import generate as command
+from megatron.commands.generate import NOT_FOR_TERMINALS, Model, write_rows
 from megatron.data.tokenizers.build import build_tokenizer
+from megatron.generation.opened import opened_with_tokenizer
+from megatron.generation.run import Settings, continued
 from tests.checkpoints import make_checkpoint
 from tests.support import ROOT, unlaunched
 
@@ -110,6 +113,60 @@ def test_rows_say_what_was_asked_and_of_which_checkpoint(generate, folder, tmp_p
         assert row["ended"] in ("max_new_tokens", "end_of_document")
         assert row["config_hash"]
     assert rows[0]["continuation"] != rows[1]["continuation"]
+
+
+def test_nothing_that_exists_is_replaced_and_no_text_is_lost(forks, folder, tmp_path):
+    essay = tmp_path / "essay.txt"
+    essay.write_text("mine")
+    refused = {
+        ("--prompt-file", essay, "-o", essay): f"--output: {essay} exists - name a new file",
+        ("--prompt", "a", "-o", tmp_path): f"--output: {tmp_path} is a folder",
+        ("--prompt", "a", "-o", "/proc/no/a.jsonl"): "--output: /proc/no cannot be made",
+        ("--interactive", "-o", tmp_path / "a"): "--interactive: writes to the terminal; leave",
+    }
+    for words, message in refused.items():
+        done = forks.run("generate.py", "--checkpoint", folder, *words)
+        assert (done.returncode, done.stdout) == (1, "")
+        assert message in done.stderr.splitlines()[-1]
+    assert essay.read_text() == "mine"
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("--prompt a >&-", "standard output: is closed, and texts would be lost"),
+        ("--prompt - <&-", "standard input: is closed"),
+        ("--interactive <&-", "standard input: is closed"),
+        ("<&-", "--prompt: no prompt is given"),
+    ],
+)
+def test_closed_streams_are_one_message(folder, words, message):
+    command = f"{sys.executable} {ROOT / 'generate.py'} --checkpoint {folder} {words}"
+    done = subprocess.run(
+        command, shell=True, stderr=subprocess.PIPE, text=True, env=unlaunched(), check=False
+    )
+    assert done.returncode == 1
+    assert message in done.stderr.splitlines()[-1]
+
+
+def test_finished_texts_are_written_where_a_fault_ends_the_others(folder, tmp_path, monkeypatch):
+    trained, tokenizer = opened_with_tokenizer(None, folder, None)
+    settings = Settings(most=3, past_documents=True, batch=1)
+    facts = {"seed": 0, "config_hash": "a", "checkpoint": "b", "step": 5}
+    asked = Model(trained, tokenizer, settings, facts)
+    whole, broken = tmp_path / "whole.jsonl", tmp_path / "broken.jsonl"
+    write_rows(asked, ["a", "bb", "ccc"], whole)
+
+    def stopping(*words):
+        for count, texts in enumerate(continued(*words), 1):
+            yield texts
+            if count == 7:  # in the third text
+                raise KeyboardInterrupt
+
+    monkeypatch.setattr(command, "continued", stopping)
+    with pytest.raises(KeyboardInterrupt):
+        write_rows(asked, ["a", "bb", "ccc"], broken)
+    assert broken.read_text().splitlines() == whole.read_text().splitlines()[:2]
 
 
 def test_a_text_of_a_batch_is_the_one_that_it_is_alone(generate):
