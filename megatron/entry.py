@@ -12,12 +12,12 @@ from typing import NoReturn
 import torch
 
 from megatron.checkpoints.saved import find
+from megatron.cli_errors import LastResort
 from megatron.config import Config, load
 from megatron.config.document import help_text
 from megatron.config.read import is_override
 from megatron.config.user_file import run_named
 from megatron.errors import visible
-from megatron.last_resort import LastResort
 from megatron.parallel.grid import left_at_the_end
 
 NOTES_PRINTED = "MEGATRON_NOTES_PRINTED"  # set by deepy.py for the processes that it starts

@@ -20,10 +20,10 @@ FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 DAY = 24 * 3600  # seconds; no file is written for so long without a change
 
 
-class Beside:
+class atomic_write:
     """A temporary file in the same folder; it replaces `path` when the `with` block ends well.
 
-    with Beside(path) as temporary:
+    with atomic_write(path) as temporary:
         numpy.save(temporary, array)
     """
 
@@ -33,7 +33,7 @@ class Beside:
 
     def __enter__(self) -> Path:
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        remove_litter(self.path.parent, self.path.name)
+        remove_stale_temp_files(self.path.parent, self.path.name)
         return self.temporary
 
     def __exit__(
@@ -64,7 +64,7 @@ class Together:
     def __enter__(self) -> list[Path]:
         for path in self.paths:
             path.parent.mkdir(parents=True, exist_ok=True)
-            remove_litter(path.parent, path.name)
+            remove_stale_temp_files(path.parent, path.name)
         return self.temporaries
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
@@ -94,7 +94,7 @@ def folder_beside(path: Path) -> Iterator[Path]:
     Raises OSError where another process has put a folder there meanwhile; that one stays.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    remove_litter(path.parent, path.name)
+    remove_stale_temp_files(path.parent, path.name)
     temporary = _temporary(path)
     temporary.mkdir()
     try:
@@ -107,7 +107,7 @@ def folder_beside(path: Path) -> Iterator[Path]:
 
 def write_text(path: Path, text: str) -> None:
     """Write the whole file in UTF-8: readers see the old text or the new one, never a part."""
-    with Beside(path) as temporary:
+    with atomic_write(path) as temporary:
         temporary.write_text(text, encoding="utf-8", newline="")
 
 
@@ -140,7 +140,7 @@ def umask() -> int:
     return mask
 
 
-def remove_litter(folder: Path, name: str = "") -> None:
+def remove_stale_temp_files(folder: Path, name: str = "") -> None:
     """Remove from a folder what dead processes were writing there, before it got its name.
 
     name: only what was to become this file or folder

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron import entry, last_resort
+from megatron import cli_errors, entry
 from megatron.config import load
 from megatron.config.keys import all_keys
 from megatron.errors import UserError
@@ -135,7 +135,7 @@ def test_notes_are_printed_once_and_only_by_the_first_process(capsys, monkeypatc
 
 def test_other_processes_say_who_they_are_when_only_they_fail(capsys, monkeypatch):
     monkeypatch.setenv("RANK", "3")
-    monkeypatch.setattr(last_resort, "HEAD_START", 0)
+    monkeypatch.setattr(cli_errors, "HEAD_START", 0)
     assert status(lambda config, given: 0, "num_layers=2") == 1
     assert capsys.readouterr().err.startswith("rank 3: bad configuration")
 

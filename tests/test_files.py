@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron.files import Beside, Together, folder_beside, write_text
+from megatron.files import Together, atomic_write, folder_beside, write_text
 
 
 def contents(folder: Path) -> dict[str, str]:
@@ -19,7 +19,7 @@ def fail_after_writing(path: Path) -> None:
 
 def test_a_file_takes_its_place_when_the_block_ends_well(tmp_path):
     path = tmp_path / "deep" / "a.txt"
-    with Beside(path) as temporary:
+    with atomic_write(path) as temporary:
         temporary.write_text("new")
         assert not path.exists()
     write_text(path, "ü\r\n")
@@ -30,7 +30,7 @@ def test_a_file_takes_its_place_when_the_block_ends_well(tmp_path):
 def test_a_fault_leaves_the_old_file_and_nothing_beside_it(tmp_path):
     path = tmp_path / "a.txt"
     path.write_text("old")
-    with pytest.raises(ValueError, match="half"), Beside(path) as temporary:
+    with pytest.raises(ValueError, match="half"), atomic_write(path) as temporary:
         fail_after_writing(temporary)
     assert contents(tmp_path) == {"a.txt": "old"}
 

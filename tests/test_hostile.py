@@ -11,12 +11,12 @@ import pytest
 from megatron.checkpoints.keep import keep_weights_only
 from megatron.checkpoints.manifest import faults_of
 from megatron.checkpoints.saved import chosen, pointed, remove_checkpoint
+from megatron.cli_errors import print_line
 from megatron.data.sidecar import read_sidecar
 from megatron.entry import _Visible
 from megatron.errors import UserError, visible
 from megatron.evaluation.opened import opened
 from megatron.files import read_small
-from megatron.last_resort import print_line
 from megatron.report.evidence import NOT_FOUND, evidence_of
 from megatron.results.files import read_results
 from megatron.results.labels import kinds

@@ -10,7 +10,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from megatron.last_resort import LastResort
+from megatron.cli_errors import LastResort
 from megatron.parallel import loopback
 from tests.support import ROOT, call, unlaunched
 from tests.test_train import TINY

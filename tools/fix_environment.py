@@ -5,10 +5,10 @@ python tools/fix_environment.py    after a change of constraints.txt
 
 import sys
 
+from megatron.cli_errors import guarded
 from megatron.data.corpora.environment import describe
 from megatron.data.corpora.recipe import RECIPES, read_recipe
 from megatron.files import write_text
-from megatron.last_resort import guarded
 
 HEADING = "packages:\n"
 

@@ -12,6 +12,6 @@ def _end_quietly_after_ctrl_c(
         sys.__excepthook__(kind, fault, traceback)
 
 
-# Packages load for seconds before a command can guard itself (megatron/last_resort.py).
+# Packages load for seconds before a command can guard itself (megatron/cli_errors.py).
 if sys.excepthook is sys.__excepthook__:
     sys.excepthook = _end_quietly_after_ctrl_c

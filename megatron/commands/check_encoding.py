@@ -16,13 +16,13 @@ from rich.markup import escape
 from rich.table import Table
 
 from megatron.checkpoints.read import load_for_evaluation
+from megatron.cli_errors import guarded
 from megatron.config.read import read_overrides
 from megatron.conformance.checks import examine
 from megatron.conformance.finding import FACT, FAILS, HOLDS, NOT_APPLICABLE, Finding
 from megatron.conformance.learned import examine_learned
 from megatron.conformance.subject import Subject
 from megatron.errors import UserError
-from megatron.last_resort import guarded
 from megatron.positions import load_file
 from megatron.positions.layers import name_of_layers
 from megatron.report.evidence import positions_of

@@ -13,9 +13,9 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from megatron.cli_errors import guarded
 from megatron.errors import UserError
 from megatron.files import write_text
-from megatron.last_resort import guarded
 from megatron.results.comparison import Comparison, compared, encodings
 from megatron.results.comparison_table import tables
 from megatron.results.files import read_results

@@ -12,6 +12,7 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
+from megatron.cli_errors import guarded
 from megatron.commands.options.tokenizer import (
     add_tokenizer_options,
     given_tokenizer,
@@ -23,7 +24,6 @@ from megatron.data.tokenizers.tokenizer import Tokenizer
 from megatron.data.tokens import TokenFile
 from megatron.errors import visible
 from megatron.files import write_text
-from megatron.last_resort import guarded
 
 UNKNOWN = "?"
 

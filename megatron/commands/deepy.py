@@ -21,12 +21,12 @@ import torch
 
 from megatron import entry
 from megatron.checkpoints.parent import with_parent
+from megatron.cli_errors import LastResort, print_line
 from megatron.config import Config
 from megatron.config.document import help_text
 from megatron.config.schema import Launch
 from megatron.errors import UserError
 from megatron.files import ROOT
-from megatron.last_resort import LastResort, print_line
 from megatron.parallel.grid import free_port, is_free
 from megatron.parallel.launcher import Launcher, environments
 from megatron.training.fits import check_fits

@@ -11,8 +11,8 @@ import threading
 import time
 from pathlib import Path
 
+from megatron.cli_errors import guarded
 from megatron.files import ROOT
-from megatron.last_resort import guarded
 from megatron.report.figures.curves import plot_perplexity
 from megatron.results.files import read_results
 from megatron.results.table import table

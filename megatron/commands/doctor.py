@@ -12,10 +12,10 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
+from megatron.cli_errors import guarded
 from megatron.doctor.examine import examined
 from megatron.doctor.finding import Finding
 from megatron.errors import visible
-from megatron.last_resort import guarded
 
 
 @guarded

@@ -15,10 +15,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from megatron.cli_errors import guarded
 from megatron.config.safe_yaml import parse
 from megatron.errors import UserError
 from megatron.files import ROOT, write_text
-from megatron.last_resort import guarded
 
 PAGES = ROOT / "docs" / "commands"
 SESSION = PAGES / "session.yml"

@@ -15,10 +15,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from megatron.cli_errors import guarded
 from megatron.commands.document_commands import environment_of_child
 from megatron.errors import UserError
 from megatron.files import ROOT, write_text
-from megatron.last_resort import guarded
 
 NOTEBOOK = ROOT / "docs" / "first_encoding.ipynb"
 IN_COPY = ("megatron", "tools", "configs")  # folders that its cells need, beside the scripts

@@ -6,7 +6,7 @@ python tools/document_positions.py --from my_encoding.py    the sections of a fi
 import argparse
 from collections.abc import Sequence
 
-from megatron.last_resort import guarded
+from megatron.cli_errors import guarded
 from megatron.positions import REGISTRY, load_file
 from megatron.report.catalogue import page, renew, sections
 

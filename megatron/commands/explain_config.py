@@ -18,6 +18,7 @@ from typing import Any
 
 import yaml
 
+from megatron.cli_errors import guarded
 from megatron.config import Config, load
 from megatron.config.config import plain
 from megatron.config.document import description
@@ -28,7 +29,6 @@ from megatron.entry import add_conf_dir, settings_first, split_words
 from megatron.errors import UserError, visible
 from megatron.explain.effects import effect
 from megatron.explain.sizes import EVALUATED_IN, Sizes, device_hours
-from megatron.last_resort import guarded
 from megatron.model import Architecture
 from megatron.model.flops import matrix_weights
 from megatron.parallel.machine import in_bytes

@@ -13,9 +13,9 @@ import os
 import tempfile
 from pathlib import Path
 
+from megatron.cli_errors import guarded
 from megatron.errors import visible
 from megatron.interop.export import DTYPES, Exported, export
-from megatron.last_resort import guarded
 from megatron.positions import load_file
 
 

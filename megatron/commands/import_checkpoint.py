@@ -13,13 +13,13 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
+from megatron.cli_errors import guarded
 from megatron.config import load
 from megatron.entry import print_notes, settings_first, split_words
 from megatron.errors import visible
 from megatron.interop.compare import Compared
 from megatron.interop.import_checkpoint import Imported, import_checkpoint
 from megatron.interop.neox_folder import ONE_RANK
-from megatron.last_resort import guarded
 from megatron.positions import load_file
 
 

@@ -31,9 +31,9 @@ from megatron.checkpoints.saved import (
     steps_in,
     without_record,
 )
+from megatron.cli_errors import guarded
 from megatron.config.read import read_file
 from megatron.errors import UserError, visible
-from megatron.last_resort import guarded
 from megatron.results.columns import in_columns
 
 HEADER = ("step", "size", "files", "config", "engine", "ranks", "state")

@@ -13,6 +13,7 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
+from megatron.cli_errors import guarded
 from megatron.commands.options.tokenizer import (
     add_tokenizer_options,
     given_tokenizer,
@@ -26,7 +27,6 @@ from megatron.data.tokenizers.tokenizer import Tokenizer
 from megatron.data.tokens import LONGEST, TokenFile
 from megatron.errors import UserError
 from megatron.files import write_text
-from megatron.last_resort import guarded
 from megatron.results.files import PICTURES
 from megatron.splits import PARTS, canonical_split
 

@@ -10,9 +10,9 @@ import argparse
 import sys
 from collections.abc import Sequence
 
+from megatron.cli_errors import guarded
 from megatron.data.merge import merge
 from megatron.errors import CONTROL, UserError
-from megatron.last_resort import guarded
 
 
 @guarded

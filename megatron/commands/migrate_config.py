@@ -12,10 +12,10 @@ import difflib
 from collections.abc import Sequence
 from pathlib import Path
 
+from megatron.cli_errors import guarded
 from megatron.config.migrate import Migrated, migrated
 from megatron.errors import UserError
 from megatron.files import write_text
-from megatron.last_resort import guarded
 
 
 @guarded

@@ -15,7 +15,7 @@ from contextlib import redirect_stderr, redirect_stdout
 from io import StringIO
 from typing import Any
 
-from megatron.last_resort import guarded
+from megatron.cli_errors import guarded
 
 
 def run_cell(source: str, names: dict[str, Any], number: int) -> list[dict[str, Any]]:

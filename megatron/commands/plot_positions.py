@@ -12,8 +12,8 @@ import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+from megatron.cli_errors import guarded
 from megatron.commands.check_encoding import add_encoding_options, options_in
-from megatron.last_resort import guarded
 from megatron.positions import Shape, load_file
 from megatron.report.figures.positions import save
 from megatron.report.pictures import Picture, Trained, drawable, of_checkpoint, of_encoding

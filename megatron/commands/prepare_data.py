@@ -14,6 +14,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from megatron.cli_errors import guarded
 from megatron.data.corpora.catalogue import (
     HUB,
     corpus_names,
@@ -32,7 +33,6 @@ from megatron.data.readers.unpack import MB, Limits
 from megatron.data.tokenizers.build import KINDS
 from megatron.data.tokens import verify
 from megatron.errors import UserError
-from megatron.last_resort import guarded
 
 OF_HUB = ("split", "config", "revision")  # options
 

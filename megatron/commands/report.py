@@ -9,7 +9,7 @@ import logging
 from collections.abc import Sequence
 from pathlib import Path
 
-from megatron.last_resort import guarded
+from megatron.cli_errors import guarded
 from megatron.positions import load_file
 from megatron.report.html.files import check_page, page_of, write_page
 

@@ -12,9 +12,9 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from megatron.cli_errors import guarded
 from megatron.errors import UserError
 from megatron.files import ROOT
-from megatron.last_resort import guarded
 from megatron.results.files import has_lines, read_results
 from megatron.results.published import Published, published, tables
 from megatron.results.reproduce import (

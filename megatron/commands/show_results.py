@@ -7,7 +7,7 @@ Perplexities of several tokenizers cannot be compared; --bits-per-byte shows wha
 import argparse
 from pathlib import Path
 
-from megatron.last_resort import guarded
+from megatron.cli_errors import guarded
 from megatron.report.figures.curves import plot_perplexity
 from megatron.results import bits
 from megatron.results.comparison_table import over_seeds

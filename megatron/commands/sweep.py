@@ -16,8 +16,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from megatron.cli_errors import guarded
 from megatron.errors import UserError
-from megatron.last_resort import guarded
 from megatron.sweeps.cost import DEVICES, UTILISATION, Cost, Device, cost, named_device, this_device
 from megatron.sweeps.plan import Sweep, described_faults, load_sweep
 from megatron.sweeps.run import Runner, places_of

@@ -16,6 +16,7 @@ from itertools import islice
 from pathlib import Path
 from typing import NamedTuple
 
+from megatron.cli_errors import guarded
 from megatron.data.corpora.catalogue import corpus_names, named
 from megatron.data.corpora.corpus import Corpus
 from megatron.data.readers.files import Files
@@ -23,8 +24,7 @@ from megatron.data.tokenizers.build import build_tokenizer
 from megatron.data.tokenizers.tokenizer import Tokenizer
 from megatron.data.tokenizers.train import train_sentence_pieces, train_tokenizer
 from megatron.errors import UserError
-from megatron.files import Beside
-from megatron.last_resort import guarded
+from megatron.files import atomic_write
 
 HELD_OUT = 20  # one document of so many
 PIECE = 100_000  # characters that are learned from, or measured, at a time
@@ -55,7 +55,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if options.characters < 1:
         raise UserError(f"--characters: {options.characters} is no text - use 1 or more")
     corpus = _corpus(options)
-    with Beside(output) as temporary:
+    with atomic_write(output) as temporary:
         temporary.write_bytes(_trained(corpus, options))
         tokenizer = build_tokenizer(kind, temporary)
         measured = _measured(corpus, tokenizer)

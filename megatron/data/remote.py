@@ -21,7 +21,7 @@ from megatron.address import address_fault
 from megatron.data.remote_file import RemoteFile, State
 from megatron.data.sidecar import LARGEST
 from megatron.errors import UserError, cannot_write
-from megatron.files import Beside, read_small
+from megatron.files import atomic_write, read_small
 from megatron.strict_json import parse
 
 log = logging.getLogger(__name__)
@@ -150,7 +150,7 @@ class Blocks:
             raise self._file.changed("was changed since it was opened")
         path = self._place(number)
         try:
-            with Beside(path) as temporary:
+            with atomic_write(path) as temporary:
                 temporary.write_bytes(content + _check(content))
         except OSError as fault:
             raise cannot_write(f"{FOLDER}: {path.parent}", fault) from None
@@ -225,7 +225,7 @@ def _copy(path: Path, file: RemoteFile, state: State | None, sha256: str | None)
     if state is None or _size(path) == state.size:
         return
     log.info("%s is copied to %s (%.1f MB)", file.address, path, state.size / 1e6)
-    with Beside(path) as temporary:
+    with atomic_write(path) as temporary:
         file.copy(temporary, state, sha256)
 
 

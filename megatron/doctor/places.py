@@ -11,7 +11,7 @@ from pathlib import Path
 from megatron.doctor.finding import Finding, ok, stops, warning
 from megatron.errors import UserError, cure
 from megatron.files import write_text
-from megatron.owner import owned_folder
+from megatron.folder_lock import owned_folder
 from megatron.parallel.machine import free_disk, in_bytes, total_memory
 
 RUN = 5_200_000_000  # bytes: two checkpoints of configs/125M.yml, at 16 for each of 162 million

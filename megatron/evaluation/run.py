@@ -21,9 +21,9 @@ from megatron.evaluation.perplexity import Advance, measured
 from megatron.evaluation.progress import progress
 from megatron.evaluation.protocols import PROTOCOLS, Request, Windows
 from megatron.evaluation.resume import WindowFile, answered, remove_unusable
+from megatron.folder_lock import owned_file
 from megatron.model import GPT, AttentionSettings
 from megatron.model.methods import method_of
-from megatron.owner import owned_file
 from megatron.parallel.grid import Grid, here
 from megatron.parallel.owned import owned_by_first
 from megatron.parallel.threads import count_parameters, use_threads

@@ -14,11 +14,11 @@ from megatron.errors import UserError
 from megatron.evaluation.bounds import check_fits, check_numbers
 from megatron.evaluation.opened import Trained, variant
 from megatron.evaluation.run import DTYPES, Options, check_methods, variants
+from megatron.folder_lock import owned_file
 from megatron.generation.opened import opened_with_tokenizer
 from megatron.harness.rows import TaskRow, existing_rows, rows_of, write_rows
 from megatron.harness.scores import Reading
 from megatron.model import AttentionSettings
-from megatron.owner import owned_file
 from megatron.parallel.grid import Grid, here
 from megatron.parallel.owned import owned_by_first
 from megatron.parallel.threads import count_parameters, use_threads

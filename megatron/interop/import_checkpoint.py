@@ -15,12 +15,12 @@ from megatron.checkpoints.write import write_checkpoint
 from megatron.config import Config
 from megatron.errors import UserError, cannot_write
 from megatron.files import folder_beside, remove
+from megatron.folder_lock import owned_folder
 from megatron.interop import hub, neox_folder
 from megatron.interop.compare import Compared, compared
 from megatron.interop.open import Kind, Opened, is_known, is_ours, kind_of, local_folder
 from megatron.interop.tokenizer_files import Files, check_fits, description, files_in, named_by
 from megatron.model import GPT, padded_vocab
-from megatron.owner import owned_folder
 
 logger = logging.getLogger(__name__)
 

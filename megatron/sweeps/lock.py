@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from megatron.owner import lock
+from megatron.folder_lock import lock
 
 
 @contextmanager

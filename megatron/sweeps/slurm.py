@@ -5,7 +5,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from megatron.files import ROOT, Beside
+from megatron.files import ROOT, atomic_write
 from megatron.sweeps.plan import Cell, Sweep
 
 SCRIPT = """#!/bin/bash
@@ -43,7 +43,7 @@ def write_script(sweep: Sweep, missing: Sequence[Cell], options: Sequence[str] =
         flags=" --keep-states" if sweep.keep_states else "",
     )
     path = folder / "slurm.sh"
-    with Beside(path) as temporary:
+    with atomic_write(path) as temporary:
         temporary.write_text(text, encoding="utf-8")
         temporary.chmod(0o755)
     return path

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from megatron.checkpoints.saved import remove_unfinished
 from megatron.config import Config
-from megatron.owner import owned_folder
+from megatron.folder_lock import owned_folder
 from megatron.training.metric_logs import checked_logs
 
 

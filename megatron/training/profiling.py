@@ -15,7 +15,7 @@ from torch.profiler import ProfilerActivity, profile, record_function, schedule
 
 from megatron.config.schema import Logging
 from megatron.errors import in_words
-from megatron.files import Beside, write_text
+from megatron.files import atomic_write, write_text
 from megatron.parallel.grid import Grid
 
 logger = logging.getLogger(__name__)
@@ -92,7 +92,7 @@ class Trace:
             return
         steps = f"step{self.recorded[0]}-{self.recorded[-1]}"
         path = self.folder / f"{steps}_rank{self.grid.rank}.trace.json.gz"
-        with Beside(path) as temporary:
+        with atomic_write(path) as temporary:
             # The ending says that it is to be packed.
             plain = temporary.with_name(f"{temporary.name}.json.gz")
             profiler.export_chrome_trace(str(plain))
@@ -132,7 +132,7 @@ class MemoryHistory:
             return
         self.records = False
         try:
-            with Beside(self.path) as temporary:
+            with atomic_write(self.path) as temporary:
                 torch.cuda.memory._dump_snapshot(str(temporary))
         finally:
             torch.cuda.memory._record_memory_history(enabled=None)

@@ -17,7 +17,7 @@ from megatron.data.tokenizers.build import build_tokenizer
 from megatron.data.tokenizers.train import train_tokenizer
 from megatron.data.tokens import TokenFile
 from megatron.errors import UserError
-from megatron.owner import owned_folder
+from megatron.folder_lock import owned_folder
 
 ROOT = Path(__file__).parents[2]
 TEXTS = ["the cat sat on the mat\n", "", "naïve — 日本語 🙂", "def f(x):\n    return x\n" * 50]

@@ -16,8 +16,8 @@ from megatron.data.tokenizers.build import build_tokenizer
 from megatron.data.tokens import TokenWriter
 from megatron.entry import run
 from megatron.evaluation.resume import WindowFile
+from megatron.folder_lock import owned_file
 from megatron.model import from_config
-from megatron.owner import owned_file
 from megatron.parallel import threads
 from megatron.results.files import read_results, write_lines
 from megatron.results.table import by_length

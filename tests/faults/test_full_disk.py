@@ -7,8 +7,8 @@ import sys
 
 import pytest
 
-from megatron.files import Beside, write_text
-from megatron.owner import owned_folder
+from megatron.files import atomic_write, write_text
+from megatron.folder_lock import owned_folder
 from tests.checkpoints import make_checkpoint
 from tests.faults.full_disk import fill, make_read_only, on_small_disk
 from tests.support import ROOT, call, run
@@ -104,7 +104,7 @@ def test_litter_goes_before_anything_is_written_where_the_disk_is_full(tmp_path)
     dead.wait()
 
     def owned() -> list:
-        with Beside(tmp_path / "weights") as temporary:
+        with atomic_write(tmp_path / "weights") as temporary:
             litter = temporary.name.replace(f".{os.getpid()}.", f".{dead.pid}.")
             temporary.touch()
         (tmp_path / litter).write_bytes(bytes(200 * 1024))

@@ -4,7 +4,7 @@ import pytest
 
 from megatron.config import load
 from megatron.errors import UserError
-from megatron.owner import owned_folder
+from megatron.folder_lock import owned_folder
 from megatron.parallel.grid import Grid
 from megatron.parallel.owned import owned_by_first
 from megatron.training.folders import folders_of

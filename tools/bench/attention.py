@@ -26,7 +26,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from megatron.attention import BACKENDS, attention
-from megatron.last_resort import guarded
+from megatron.cli_errors import guarded
 from megatron.model.flops import PER_PAIR, causal_pairs
 from megatron.positions import Position, Shape, build
 

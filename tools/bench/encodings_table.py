@@ -22,10 +22,10 @@ from measure import DTYPES, Bench, arguments, parsed, positive, report_progress
 from step import Candidate, rates, trunk
 from torch import nn
 
+from megatron.cli_errors import guarded
 from megatron.config.read import read_file
 from megatron.errors import UserError
 from megatron.files import write_text
-from megatron.last_resort import guarded
 from megatron.model.settings import AttentionSettings
 from megatron.positions import REGISTRY, Shape, build, options_of
 

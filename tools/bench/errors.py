@@ -20,8 +20,8 @@ from measure import DTYPES, conditions, positive
 from torch import Tensor
 
 from megatron.attention import BACKENDS, attention
+from megatron.cli_errors import guarded
 from megatron.files import write_text
-from megatron.last_resort import guarded
 
 NAMES = ("out", "q", "k", "v", "bias")
 

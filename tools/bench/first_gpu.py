@@ -28,10 +28,10 @@ from bench_tables import table
 from gpu_steps import SMALL_STEPS, Places, Step, steps
 from measure import positive, report_progress
 
+from megatron.cli_errors import guarded
 from megatron.commit import commit
 from megatron.errors import UserError, did_you_mean
 from megatron.files import write_text
-from megatron.last_resort import guarded
 
 ROOT = Path(__file__).resolve().parents[2]
 SECONDS_TO_END = 20  # that a stopped step has to write what it has

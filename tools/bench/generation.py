@@ -16,10 +16,10 @@ import torch
 from bench_tables import table
 from transformers import GPTNeoXConfig, GPTNeoXForCausalLM
 
+from megatron.cli_errors import guarded
 from megatron.generation.decoding import Decoding, Text, decode
 from megatron.generation.sampling import Sampling
 from megatron.interop import open_model
-from megatron.last_resort import guarded
 from megatron.model import GPT
 
 SIZES = {"2x64": (2, 64, 4, 512), "6x256": (6, 256, 4, 8192), "12x768": (12, 768, 12, 50304)}

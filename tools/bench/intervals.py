@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron.last_resort import guarded
+from megatron.cli_errors import guarded
 from megatron.results.statistics import mean_of_blocks
 
 Blocks = NDArray[np.float64]

@@ -25,8 +25,8 @@ from bench_tables import FIGURES, figures, heading, shown, table
 from measure import DTYPES, Bench, arguments, parsed, positive, report_progress
 from torch import Tensor, nn
 
+from megatron.cli_errors import guarded
 from megatron.errors import UserError
-from megatron.last_resort import guarded
 from megatron.model import GPT
 from megatron.model.flops import BACKWARD, causal_keys, forward_flops, matrix_weights
 from megatron.model.settings import Architecture, AttentionSettings

@@ -25,11 +25,11 @@ import psutil
 import tokenizers
 from bench_tables import table
 
+from megatron.cli_errors import guarded
 from megatron.data.readers.files import Files
 from megatron.data.tokens import TokenFile, dtype_for
 from megatron.errors import UserError
 from megatron.files import ROOT
-from megatron.last_resort import guarded
 
 MB = 1_000_000
 TOGETHER = 1000  # documents that the bare library gets at once

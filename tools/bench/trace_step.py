@@ -23,9 +23,9 @@ from measure import DTYPES, conditions, positive
 from step import Candidate
 from torch.profiler import ProfilerActivity, profile
 
+from megatron.cli_errors import guarded
 from megatron.errors import UserError
 from megatron.files import write_text
-from megatron.last_resort import guarded
 
 LONGEST_SHOWN = 12  # kernels and gaps of a table
 Interval = tuple[float, float]  # begin and end in microseconds

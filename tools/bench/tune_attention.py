@@ -37,8 +37,8 @@ from megatron.attention.triton_tiles import (
     most_columns,
     tiles_of,
 )
+from megatron.cli_errors import guarded
 from megatron.errors import UserError
-from megatron.last_resort import guarded
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 PROGRAMS = tuple(TILES[OTHERS])

@@ -8,7 +8,7 @@ from itertools import accumulate
 from pathlib import Path
 
 from megatron.errors import UserError
-from megatron.files import Beside
+from megatron.files import atomic_write
 
 
 def articles(rows: Iterable[str], beginning: str) -> Iterator[str]:
@@ -49,7 +49,7 @@ def cut(path: Path, lengths: Sequence[int], folder: Path) -> list[Path]:
     start = 0
     for piece, planned in zip(pieces, accumulate(lengths), strict=True):
         end = _whole_character(text, planned)
-        with Beside(piece) as temporary:
+        with atomic_write(piece) as temporary:
             temporary.write_bytes(text[start:end])
         start = end
     return pieces

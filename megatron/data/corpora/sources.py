@@ -29,7 +29,7 @@ from megatron.data.corpora.download import DownloadFault, Patience, Remote, fetc
 from megatron.data.stored import sha256_of
 from megatron.errors import UserError
 from megatron.files import read_small, write_text
-from megatron.owner import owned_folder
+from megatron.folder_lock import owned_folder
 from megatron.parallel.machine import free_disk, in_bytes
 
 log = logging.getLogger(__name__)

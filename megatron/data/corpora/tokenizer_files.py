@@ -9,8 +9,8 @@ from pydantic import BaseModel, ConfigDict, TypeAdapter
 from megatron.data.corpora.download import DownloadFault, Patience, Remote, fetch
 from megatron.data.stored import sha256_of
 from megatron.errors import UserError
-from megatron.files import ROOT, Beside
-from megatron.owner import owned_file
+from megatron.files import ROOT, atomic_write
+from megatron.folder_lock import owned_file
 
 log = logging.getLogger(__name__)
 
@@ -69,7 +69,7 @@ def _bring(
     path: Path, known: TokenizerFile, from_dir: Path | None, patience: Patience | None
 ) -> None:
     if from_dir is not None:
-        with Beside(path) as temporary:
+        with atomic_write(path) as temporary:
             shutil.copyfile(_local(path, known, from_dir), temporary)
         return
     reasons = []

@@ -22,8 +22,8 @@ from megatron.data.tokenizers.tokenizer import Tokenizer
 from megatron.data.tokenizers.train import train_tokenizer
 from megatron.data.tokens import TokenFile, dtype_for
 from megatron.errors import UserError
-from megatron.files import Beside
-from megatron.owner import owned_folder
+from megatron.files import atomic_write
+from megatron.folder_lock import owned_folder
 
 log = logging.getLogger(__name__)
 
@@ -122,7 +122,7 @@ def _trained_files(
     path = folder / f"tokenizer-{digest}.json"
     try:
         if not path.exists():
-            with Beside(path) as temporary:
+            with atomic_write(path) as temporary:
                 text = train_tokenizer(_training_texts(corpus), choice.vocab_size)
                 temporary.write_text(text, encoding="utf-8")
         tokenizer = build_tokenizer(choice.kind, path)

@@ -26,8 +26,8 @@ from megatron.evaluation.probes.receptive_field import (
 from megatron.evaluation.probes.retrieval import TASKS as RETRIEVAL_TASKS
 from megatron.evaluation.probes.ruler import TASKS as RULER_TASKS
 from megatron.evaluation.protocols import Windows, first_tokens
+from megatron.folder_lock import owned_file
 from megatron.model import GPT, AttentionSettings
-from megatron.owner import owned_file
 from megatron.parallel.grid import here
 from megatron.results.probes import (
     GROUPS,

@@ -10,7 +10,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, NullFormatter, NullLocator
 
 from megatron.errors import UserError
-from megatron.files import Beside
+from megatron.files import atomic_write
 from megatron.report.figures.look import Look, looks
 from megatron.results.files import PICTURES
 from megatron.results.labels import runs
@@ -111,7 +111,7 @@ def write(figure: Figure, path: Path) -> None:
     """Write a figure as PNG, SVG or PDF, by the suffix; UserError for another."""
     if path.suffix.lower() not in PICTURES:
         raise UserError(f"{path}: a plot is written as .png, .svg or .pdf - name the file so")
-    with Beside(path) as temporary:
+    with atomic_write(path) as temporary:
         figure.savefig(temporary, format=path.suffix.lower()[1:], dpi=160)
 
 

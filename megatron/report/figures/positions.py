@@ -28,7 +28,7 @@ from torch import Tensor
 from megatron.conformance.effects import content_bias
 from megatron.errors import UserError
 from megatron.evaluation.probes.receptive_field import sampled
-from megatron.files import Beside
+from megatron.files import atomic_write
 from megatron.positions import Position
 
 GREY = "#666666"
@@ -213,7 +213,7 @@ def write(figure: Figure, path: Path) -> None:
     """One picture in the format of its suffix."""
     kind = path.suffix[1:]
     metadata = {"Date": None, "Creator": None} if kind == "svg" else None
-    with style(), Beside(path) as temporary:
+    with style(), atomic_write(path) as temporary:
         figure.savefig(temporary, format=kind, dpi=220, metadata=metadata)
 
 

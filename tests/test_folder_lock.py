@@ -14,10 +14,10 @@ from dataclasses import asdict, replace
 
 import pytest
 
-from megatron import owner
+from megatron import folder_lock
 from megatron.errors import UserError
-from megatron.files import Beside, Together, folder_beside
-from megatron.owner import owned_file, owned_folder
+from megatron.files import Together, atomic_write, folder_beside
+from megatron.folder_lock import owned_file, owned_folder
 from megatron.process import this_process
 from tests.support import ROOT
 
@@ -25,9 +25,10 @@ WHO = r"process \d+ on \S+, started \d{4}-\d\d-\d\d \d\d:\d\d:\d\d UTC"
 OWNS = """
 import os, sys, time
 from pathlib import Path
-from megatron.files import Beside
-from megatron.owner import owned_folder
-with owned_folder(Path(sys.argv[1]), "save"), Beside(Path(sys.argv[1]) / "big.bin") as temporary:
+from megatron.files import atomic_write
+from megatron.folder_lock import owned_folder
+folder = Path(sys.argv[1])
+with owned_folder(folder, "save"), atomic_write(folder / "big.bin") as temporary:
     temporary.write_text("half")
     forked = os.fork()
     if forked:
@@ -93,7 +94,7 @@ def test_a_killed_owner_blocks_nobody_and_leaves_nothing(tmp_path, process, capl
 def test_what_a_live_process_writes_stays(tmp_path, process):
     folder = tmp_path / "run"
     before = names(folder)
-    with owned_file(folder / "a.jsonl", "--output"), Beside(folder / "big.bin") as temporary:
+    with owned_file(folder / "a.jsonl", "--output"), atomic_write(folder / "big.bin") as temporary:
         temporary.write_text("mine")
         assert set(before) < set(names(folder))
     assert [*before, "big.bin"] == names(folder)
@@ -141,7 +142,7 @@ def test_the_file_of_a_lock_that_was_given_back_meanwhile_is_not_mistaken_for_it
 
 
 def test_the_owner_before_a_restart_of_the_machine_is_gone(tmp_path, monkeypatch):
-    monkeypatch.setattr(owner, "_mount_of", lambda path: ("ext4", ["rw"]))
+    monkeypatch.setattr(folder_lock, "_mount_of", lambda path: ("ext4", ["rw"]))
     folder = signed_by(replace(this_process(), kernel="earlier", pid=1), tmp_path / "run")
     with owned_folder(folder, "save"):
         pass
@@ -162,7 +163,7 @@ def test_the_owner_before_a_restart_of_the_machine_is_gone(tmp_path, monkeypatch
 def test_an_owner_on_another_machine_is_gone_where_locks_reach_it(
     kind, options, taken_over, tmp_path, monkeypatch
 ):
-    monkeypatch.setattr(owner, "_mount_of", lambda path: (kind, options))
+    monkeypatch.setattr(folder_lock, "_mount_of", lambda path: (kind, options))
     elsewhere = replace(this_process(), host="node8", kernel="another", pid=4711)
     folder = signed_by(elsewhere, tmp_path / "run")
     if taken_over:
@@ -212,7 +213,7 @@ def test_a_link_in_the_place_of_the_lock_is_not_followed(tmp_path):
 
 
 def test_the_mount_of_a_path_is_found():
-    kind, options = owner._mount_of(owner.Path("/proc/self"))
+    kind, options = folder_lock._mount_of(folder_lock.Path("/proc/self"))
     assert kind == "proc"
     assert "rw" in options or "ro" in options
 
@@ -220,7 +221,7 @@ def test_the_mount_of_a_path_is_found():
 def test_litter_of_dead_processes_is_removed_before_anything_is_written(tmp_path):
     dead = subprocess.Popen([sys.executable, "-c", "pass"])
     dead.wait()
-    with Beside(tmp_path / "a.txt") as temporary:
+    with atomic_write(tmp_path / "a.txt") as temporary:
         tail = temporary.name.removeprefix(".a.txt.").split(".")
         temporary.touch()
     old = time.time() - 25 * 3600
@@ -235,7 +236,7 @@ def test_litter_of_dead_processes_is_removed_before_anything_is_written(tmp_path
         if age:
             os.utime(path, (age, age))
     (tmp_path / ".mine.tmp").write_text("a user's")
-    with Beside(tmp_path / "a.txt") as temporary:
+    with atomic_write(tmp_path / "a.txt") as temporary:
         left = names(tmp_path)
         temporary.write_text("whole")
     assert [name for name in left if name.startswith(".a.txt")] == []

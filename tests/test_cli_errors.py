@@ -15,9 +15,9 @@ import numpy as np
 import pytest
 import torch
 
-from megatron import last_resort
+from megatron import cli_errors
+from megatron.cli_errors import LastResort, guarded
 from megatron.errors import UserError
-from megatron.last_resort import LastResort, guarded
 from tests.support import ROOT, run, unlaunched
 
 COMMAND = Path(sys.argv[0]).name
@@ -62,7 +62,7 @@ def test_the_traceback_goes_where_it_can_be_written(tmp_path, capsys, monkeypatc
     here.mkdir()
     temporary.mkdir()
     monkeypatch.chdir(here)
-    monkeypatch.setattr(last_resort.tempfile, "gettempdir", lambda: str(temporary))
+    monkeypatch.setattr(cli_errors.tempfile, "gettempdir", lambda: str(temporary))
     file_in_the_way = tmp_path / "file"
     file_in_the_way.touch()
     assert ended(KeyError("x"), file_in_the_way) == 1
@@ -201,7 +201,7 @@ def test_each_rank_writes_its_file_and_a_lost_partner_waits_for_the_first_messag
     tmp_path, capsys, monkeypatch
 ):
     waits = []
-    monkeypatch.setattr(last_resort, "time", SimpleNamespace(sleep=waits.append))
+    monkeypatch.setattr(cli_errors, "time", SimpleNamespace(sleep=waits.append))
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("RANK", "1")
     assert ended(RuntimeError("ours"), tmp_path) == 1
@@ -214,7 +214,7 @@ def test_each_rank_writes_its_file_and_a_lost_partner_waits_for_the_first_messag
     assert sum(waits) - first > first
 
 
-HEAD = "import sys\nfrom megatron.last_resort import guarded\n@guarded\ndef main():\n    "
+HEAD = "import sys\nfrom megatron.cli_errors import guarded\n@guarded\ndef main():\n    "
 TAIL = "\nsys.exit(main())"
 
 
@@ -281,7 +281,7 @@ def test_a_crash_and_a_request_show_what_every_thread_does():
 
 
 def test_the_handler_costs_light_commands_nothing_and_the_package_alone_is_left_alone():
-    code = "import sys, megatron.last_resort; print('torch' in sys.modules, 'numpy' in sys.modules)"
+    code = "import sys, megatron.cli_errors; print('torch' in sys.modules, 'numpy' in sys.modules)"
     assert run("-c", code).stdout == "False False\n"
     code = "import sys, megatron.commands.prepare_data; print('torch' in sys.modules)"
     assert run("-c", code).stdout == "False\n"

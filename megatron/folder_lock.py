@@ -17,7 +17,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from megatron.errors import UserError, cannot_write
-from megatron.files import remove_litter
+from megatron.files import remove_stale_temp_files
 from megatron.process import Process, this_process
 
 logger = logging.getLogger(__name__)
@@ -65,7 +65,7 @@ def _owned(lock: "_Lock") -> Iterator[None]:
     new_folders = [one for one in (folder, *folder.parents) if not one.exists()]
     try:
         lock.take()
-        remove_litter(folder)  # first, for the disk may be full
+        remove_stale_temp_files(folder)  # first, for the disk may be full
         lock.sign()
         yield
     finally:

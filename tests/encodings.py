@@ -1,0 +1,49 @@
+"""The encodings that a test of the model runs over: one of each signature of hooks.
+
+The model knows hooks and no names (tests/test_repository.py holds it), so what it does with one
+encoding it does with every other of the same signature. Among those of one signature a seed draws;
+ENCODINGS_SEED=N, which `make fuzz` sets, draws others.
+"""
+
+import os
+import random
+from collections import defaultdict
+
+import pytest
+
+from megatron.positions import REGISTRY
+from megatron.positions.base import Position
+
+HOOKS = (
+    "prepare",
+    "on_embeddings",
+    "on_queries_keys",
+    "on_queries_keys_at",
+    "on_queries_keys_by_content",
+    "distance_bias",
+    "distance_weight",
+    "index_bias",
+    "score_bias",
+    "on_scores",
+)
+TRAITS = ("per_layer", "grouped_queries", "score_width", "scores_read_beyond")
+
+
+def signature(name: str) -> tuple[object, ...]:
+    """The hooks that an encoding overrides, and the traits of its class that the model reads."""
+    encoding = REGISTRY[name]
+    hooks = [hook for hook in HOOKS if getattr(encoding, hook) is not getattr(Position, hook)]
+    return (*hooks, *(getattr(encoding, trait) for trait in TRAITS))
+
+
+def one_of_each_signature() -> list[str]:
+    """Names of encodings that together override every combination of hooks in the registry."""
+    names = defaultdict(list)
+    for name in sorted(REGISTRY):
+        names[signature(name)].append(name)
+    draw = random.Random(int(os.environ.get("ENCODINGS_SEED", "0")))
+    return sorted(draw.choice(alike) for alike in names.values())
+
+
+SAMPLE = one_of_each_signature()
+every_signature = pytest.mark.parametrize("name", SAMPLE)
