@@ -7,7 +7,8 @@ import torch
 
 from megatron.harness.scores import Asked, scored
 from megatron.parallel.grid import Grid
-from tests.model.test_cache import every_encoding, model
+from tests.encodings import every_signature
+from tests.model.test_cache import model
 
 ALONE = Grid()
 
@@ -29,16 +30,16 @@ def by_hand(gpt, one: Asked) -> tuple[float, bool]:
     return total, greedy
 
 
-@every_encoding
-@pytest.mark.parametrize("batch_tokens", [1, 100, 10_000])
-def test_each_text_has_the_numbers_that_it_has_alone(name, batch_tokens):
+@every_signature
+def test_each_text_has_the_numbers_that_it_has_alone(name):
     gpt = model(name)
     texts = asked((30, 3), (2, 1), (60, 59), (31, 30), (7, 2), (60, 1))
-    found = scored(gpt, texts, batch_tokens=batch_tokens, grid=ALONE)
-    for one, result in zip(texts, found, strict=True):
-        expected, greedy = by_hand(gpt, one)
-        assert result.log_likelihood == pytest.approx(expected, abs=1e-4)
-        assert result.greedy == greedy
+    expected = [by_hand(gpt, one) for one in texts]
+    for batch_tokens in (1, 100, 10_000):
+        found = scored(gpt, texts, batch_tokens=batch_tokens, grid=ALONE)
+        for (log_likelihood, greedy), result in zip(expected, found, strict=True):
+            assert result.log_likelihood == pytest.approx(log_likelihood, abs=1e-4)
+            assert result.greedy == greedy
 
 
 def test_the_likeliest_continuation_is_greedy_and_another_is_not():

@@ -8,9 +8,9 @@ import torch
 from megatron.config import load
 from megatron.model import GPT, Cache, from_config
 from megatron.positions import REGISTRY
+from tests.encodings import every_signature
 from tests.support import NEEDED
 
-every_encoding = pytest.mark.parametrize("name", sorted(REGISTRY))
 OPTIONS = {
     "plain": [],
     "window": ["window=20"],
@@ -42,41 +42,36 @@ def in_pieces(gpt: GPT, ids: torch.Tensor, pieces: list[int]) -> torch.Tensor:
     return torch.cat(parts, dim=1)
 
 
-@every_encoding
-@pytest.mark.parametrize("options", OPTIONS)
+@every_signature
 @torch.no_grad()
-def test_decoding_in_pieces_is_the_whole_pass(name, options):
-    gpt, ids = model(name, *OPTIONS[options]), torch.randint(50, (2, 141))
-    expected = gpt(ids)
-    assert expected.std() > 0.1
-    torch.testing.assert_close(in_pieces(gpt, ids, [1, 5, 64, 7, 64]), expected, rtol=0, atol=1e-4)
+def test_decoding_in_pieces_is_the_whole_pass(name):
+    ids = torch.randint(50, (2, 141))
+    for options in OPTIONS.values():
+        gpt = model(name, *options)
+        expected = gpt(ids)
+        assert expected.std() > 0.1
+        found = in_pieces(gpt, ids, [1, 5, 64, 1, 1, 5, 64])
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-4)
 
 
-@every_encoding
-@torch.no_grad()
-def test_decoding_step_by_step_is_the_whole_pass(name):
-    gpt, ids = model(name), torch.randint(50, (2, 70))
-    torch.testing.assert_close(in_pieces(gpt, ids, [1] * 70), gpt(ids), rtol=0, atol=1e-4)
-
-
-@every_encoding
+@every_signature
 @torch.no_grad()
 def test_layers_of_their_own_decode_alike(name):
     gpt, ids = model(name, "pos_emb_shared=false"), torch.randint(50, (2, 77))
     torch.testing.assert_close(in_pieces(gpt, ids, [1, 5, 64, 7]), gpt(ids), rtol=0, atol=1e-4)
 
 
-@every_encoding
-@pytest.mark.parametrize("options", OPTIONS)
+@every_signature
 @torch.no_grad()
-def test_backends_agree(name, options):
+def test_backends_agree(name):
     if REGISTRY[name].on_scores is not REGISTRY["none"].on_scores:
         pytest.skip("an encoding that looks at content has one backend")
-    ids = torch.randint(50, (2, 300 if name != "learned" else 256))
-    eager, sdpa = (
-        model(name, f"attention_backend={one}", *OPTIONS[options])(ids) for one in ("eager", "sdpa")
-    )
-    torch.testing.assert_close(sdpa, eager, rtol=0, atol=1e-4)
+    ids = torch.randint(50, (2, 256))
+    for options in OPTIONS.values():
+        eager, sdpa = (
+            model(name, f"attention_backend={one}", *options)(ids) for one in ("eager", "sdpa")
+        )
+        torch.testing.assert_close(sdpa, eager, rtol=0, atol=1e-4)
 
 
 @pytest.mark.parametrize("options", sorted(OPTIONS))

@@ -8,7 +8,7 @@ from megatron.config import load
 from megatron.errors import UserError
 from megatron.model import GPT, Cache, from_config
 from megatron.model.documents import Documents
-from megatron.positions import REGISTRY
+from tests.encodings import every_signature
 from tests.support import NEEDED
 
 END, VOCAB = 0, 50
@@ -19,7 +19,6 @@ CROSSING = ("dape_v2", "selective_rope", "stick_breaking")
 NO_RESTART = (*CROSSING, "fire")
 FROM_THE_BEGINNING = ("fire", "learned", "sinusoidal", "ssmax")
 """Without restarting, their numbers depend on where in the window a document begins."""
-every_encoding = pytest.mark.parametrize("name", sorted(REGISTRY))
 
 
 def model(name: str, *settings: str, args: str | None = None) -> GPT:
@@ -91,7 +90,7 @@ def test_documents_are_those_of_megatron():
         assert pieces == documents_of(ids)
 
 
-@every_encoding
+@every_signature
 def test_a_window_of_documents_is_each_of_them_alone(name):
     if name in CROSSING:
         pytest.skip("refused, as the next test shows")
@@ -115,7 +114,7 @@ def test_a_window_of_documents_is_each_of_them_alone(name):
             )
 
 
-@every_encoding
+@every_signature
 @torch.no_grad()
 def test_positions_that_restart_are_those_of_each_document_alone(name):
     if name in NO_RESTART:
@@ -179,15 +178,14 @@ def test_logn_scale_counts_from_the_window_or_from_the_document():
     assert (from_window(ids) - expected).abs().max() > 1e-3
 
 
-@every_encoding
-@pytest.mark.parametrize("pieces", [[1] * 90, [1, 5, 64, 7, 13]], ids=["tokens", "pieces"])
+@every_signature
 @torch.no_grad()
-def test_decoding_with_a_cache_keeps_documents_apart(name, pieces):
+def test_decoding_with_a_cache_keeps_documents_apart(name):
     if name in CROSSING:
         pytest.skip("refused, as a test above shows")
     gpt = model(name, MASK) if name in NO_RESTART else model(name, MASK, RESTART)
     ids, cache = window(), Cache()
-    parts = [gpt(part, cache=cache) for part in ids.split(pieces, dim=1)]
+    parts = [gpt(part, cache=cache) for part in ids.split([1, 5, 1, 1, 1, 61, 7, 13], dim=1)]
     torch.testing.assert_close(torch.cat(parts, dim=1), gpt(ids), rtol=0, atol=1e-4)
 
 
