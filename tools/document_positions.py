@@ -1,8 +1,44 @@
-"""Write docs/positions.md and its pictures: see --help."""
+"""Print docs/positions.md from the registry; --write renews it and its pictures (`make docs`).
 
+python tools/document_positions.py --from my_encoding.py    the sections of a file of yours
+"""
+
+import argparse
 import sys
+from collections.abc import Sequence
 
-from megatron.commands.document_positions import main
+from megatron.cli_errors import guarded
+from megatron.positions import REGISTRY, load_file
+from megatron.report.catalogue import page, renew, sections
+
+
+@guarded
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    choice = parser.add_mutually_exclusive_group()
+    choice.add_argument(
+        "--write", action="store_true", help="renew docs/positions.md and docs/positions/*.svg"
+    )
+    choice.add_argument(
+        "--from",
+        dest="file",
+        metavar="FILE",
+        help="a Python file of yours: print what it registers, and nothing else",
+    )
+    given = parser.parse_args(argv)
+    if given.write:
+        renew()
+        return 0
+    if not given.file:
+        print(page())
+        return 0
+    known = set(REGISTRY)
+    load_file(given.file)
+    print(sections(REGISTRY.keys() - known))
+    return 0
+
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -1,8 +1,53 @@
-"""Show results in one table and one plot. See --help, or megatron/commands/show_results.py."""
+"""Results of several runs as tables and one plot: python tools/show_results.py A.jsonl … [-o PLOT]
 
+Each corpus, part and protocol has a table of its own: only there numbers can be compared.
+Perplexities of several tokenizers cannot be compared; --bits-per-byte shows what can.
+"""
+
+import argparse
 import sys
+from pathlib import Path
 
-from megatron.commands.show_results import main
+from megatron.cli_errors import guarded
+from megatron.report.figures.curves import plot_perplexity
+from megatron.results import bits
+from megatron.results.comparison_table import over_seeds
+from megatron.results.files import read_results
+from megatron.results.table import table
+
+
+@guarded
+def main(argv: list[str] | None = None) -> int:
+    options = _parser().parse_args(argv)
+    rows = read_results(options.results)
+    if options.bits_per_byte:
+        show = bits.over_seeds if options.over_seeds else bits.table
+    else:
+        show = over_seeds if options.over_seeds else table
+    print(show(rows, markdown=options.markdown))
+    if options.output:
+        plot_perplexity(rows, options.output)
+        print(f"\nplot: {options.output}")
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "results", type=Path, nargs="+", metavar="FILE", help="JSON lines that evaluate.py wrote"
+    )
+    parser.add_argument("-o", "--output", type=Path, metavar="PLOT", help="a .png, .svg or .pdf")
+    parser.add_argument(
+        "--over-seeds", action="store_true", help="one line per encoding: mean ± standard deviation"
+    )
+    parser.add_argument(
+        "--bits-per-byte", action="store_true", help="instead of perplexity, for any tokenizers"
+    )
+    parser.add_argument("--markdown", action="store_true", help="the table in Markdown")
+    return parser
+
 
 if __name__ == "__main__":
     sys.exit(main())

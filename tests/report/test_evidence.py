@@ -6,13 +6,13 @@ import math
 import pytest
 from safetensors.torch import save_file
 
-from megatron.commands.report import main
 from megatron.config import load
 from megatron.model import from_config
 from megatron.positions import FILES, REGISTRY, load_file
 from megatron.report.evidence import NOT_FOUND, OTHER_CODE, OWN_CODE, evidence_of, gathered
 from megatron.report.html.page import Page
 from tests.report.support import row
+from tools.report import main
 
 OWN = """
 from megatron.positions import DistanceBias, register

@@ -5,8 +5,6 @@ from statistics import mean, stdev
 
 import pytest
 
-from megatron.commands.compare import main as compare
-from megatron.commands.show_results import main as show_results
 from megatron.errors import UserError
 from megatron.report.groups import groups
 from megatron.report.html.bits import bits_per_byte as in_page
@@ -20,6 +18,8 @@ from megatron.results.statistics import bits_per_byte
 from megatron.results.table import by_length
 from tests.results.paired_rows import row, texts
 from tests.results.rows import rows
+from tools.compare import main as compare
+from tools.show_results import main as show_results
 
 
 def with_bytes(found, size, way="tokenizer"):

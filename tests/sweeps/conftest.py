@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from megatron.commands import reproduce, sweep
+from megatron.commands import sweep
 from tests.forks import PAUSE, Forks
+from tools import reproduce
 
 STEPS = 300  # enough for eight kills in training
 SWEEP = """

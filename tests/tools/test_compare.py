@@ -7,9 +7,9 @@ import sys
 import numpy as np
 import pytest
 
-from megatron.commands.compare import main
 from tests.results.paired_rows import row, seeds_of, texts
 from tests.support import ROOT
+from tools.compare import main
 
 
 def write(path, rows):

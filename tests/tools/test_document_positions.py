@@ -2,9 +2,9 @@
 
 import re
 
-from megatron.commands.document_positions import main
 from megatron.positions import REGISTRY, options_of
 from megatron.report.catalogue import PAGE, first_sentence, has_picture, page, paragraph
+from tools.document_positions import main
 
 
 def test_the_page_is_up_to_date():

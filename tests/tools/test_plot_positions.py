@@ -9,7 +9,6 @@ import torch
 from safetensors.torch import save_file
 
 from megatron.attention import BACKENDS, eager
-from megatron.commands.plot_positions import main
 from megatron.config import load
 from megatron.evaluation.probes.recorded import attention_of
 from megatron.model import from_config
@@ -17,6 +16,7 @@ from megatron.positions import REGISTRY, Shape, build
 from megatron.report.figures.learned import by_name, trajectory
 from megatron.report.figures.positions import draw, effective_length, falls, panels, sampled, save
 from tests.support import NEEDED
+from tools.plot_positions import main
 
 SHAPE = [
     "num_layers=2",

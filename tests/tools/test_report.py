@@ -8,11 +8,11 @@ import subprocess
 
 import pytest
 
-from megatron.commands.report import main
 from megatron.results.files import read_results, write_results
 from megatron.results.row import with_facts
 from tests.checkpoints import make_checkpoint
 from tests.support import ROOT
+from tools.report import main
 
 BROWSER = next(
     filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "chrome"))),
