@@ -8,7 +8,7 @@ import torch
 
 from megatron.conformance.subject import VOCAB, Subject
 from megatron.data.loader import batches
-from megatron.positions import REGISTRY
+from tests.encodings import every_signature
 from tests.support import NEEDED
 
 pytestmark = pytest.mark.gpu
@@ -18,7 +18,7 @@ def subject(name: str) -> Subject:
     return Subject(name, NEEDED.get(name, {}), head_dim=64, train_length=128)
 
 
-@pytest.mark.parametrize("name", sorted(REGISTRY))
+@every_signature
 def test_every_encoding_gives_the_cpus_logits(name):
     model = subject(name).gpt()
     ids = torch.randint(VOCAB, (2, 128))
@@ -38,7 +38,7 @@ def test_a_window_of_16384_tokens_needs_little_memory(name):
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
-@pytest.mark.parametrize("name", sorted(REGISTRY))
+@every_signature
 def test_the_engine_trains_every_encoding_in_every_precision(name, precision):
     for package in ("deepspeed", "pydantic"):
         pytest.importorskip(package)

@@ -13,7 +13,7 @@ from torch.nn.attention import flex_attention as torch_flex
 from megatron.attention import BACKENDS, REFUSALS, Needs, attention, refusal
 from megatron.conformance.subject import VOCAB, Subject
 from megatron.errors import UserError
-from megatron.positions import REGISTRY
+from tests.encodings import every_signature
 from tests.support import NEEDED
 
 EXAMPLES = {"sdpa": 25}  # of random cases; the others are slow without their compilers
@@ -98,19 +98,18 @@ CASES = {
 
 
 @every_backend
-@pytest.mark.parametrize("queries", [1, 5, 19])
 @pytest.mark.parametrize("case", sorted(CASES))
-def test_every_backend_keeps_the_contract(backend, queries, case):
+def test_every_backend_keeps_the_contract(backend, case):
     options = dict(CASES[case])
     masks = {name: options.pop(name, None) for name in ("window", "chunk")}
     documents = options.pop("documents", False)
-    (q, k, v), tables = inputs(2, 3, queries, 19, 4, **options)
     segments = torch.tensor([[0] * 4 + [1] * 15, [0] * 17 + [1] * 2]) if documents else None
-    more = {"weight": tables["weight"], **masks, "segments": segments}
-    out = attention(q, k, v, tables["bias"], **more, backend=backend, self_check=False)
-    torch.testing.assert_close(
-        out.double(), by_loop(q, k, v, tables["bias"], **more), rtol=0, atol=2e-6
-    )
+    for queries in (1, 5, 19):
+        (q, k, v), tables = inputs(2, 3, queries, 19, 4, **options)
+        more = {"weight": tables["weight"], **masks, "segments": segments}
+        out = attention(q, k, v, tables["bias"], **more, backend=backend, self_check=False)
+        expected = by_loop(q, k, v, tables["bias"], **more)
+        torch.testing.assert_close(out.double(), expected, rtol=0, atol=2e-6)
 
 
 @st.composite
@@ -208,7 +207,7 @@ def test_what_comes_later_is_not_seen_far_out_under_the_steepest_slope(backend):
 
 
 @every_other_backend
-@pytest.mark.parametrize("name", sorted(REGISTRY))
+@every_signature
 def test_every_encoding_learns_alike_whatever_the_backend(name, backend):
     length = 70 if backend == "triton" else 140
     subject = Subject(name, NEEDED.get(name, {}), heads=2, train_length=length)

@@ -163,12 +163,10 @@ def test_dropped_into_the_project_it_gets_tests_a_plot_and_a_row(tmp_path):
     for name in ("train.py", "evaluate.py", "pyproject.toml"):
         shutil.copy(ROOT / name, tmp_path)
     (tmp_path / "megatron/positions/soft_window.py").write_text(file_of("soft_window"))
-    quick = "soft_window and not (finite_losses or later_tokens or training)"
-    pytest_words = ["-m", "pytest", "-q", "-p", "no:cacheprovider", "-n", "0"]
-    words = [*pytest_words, "tests/positions/test_every_encoding.py", "-k", quick]
-    tested = succeed(partial(run, cwd=tmp_path), words)
-    (passed,) = re.findall(r"(\d+) passed", tested)
-    assert int(passed) >= len(CHECKS) - 3
+    words = ["-m", "pytest", "-q", "-p", "no:cacheprovider", "-n", "0"]
+    words.append("tests/positions/test_every_encoding.py::test_every_encoding_keeps_what_it_must")
+    tested = succeed(partial(run, cwd=tmp_path), [*words, "-k", "soft_window"])
+    assert "1 passed" in tested
     with Forks(tmp_path, OTHERS) as forks:
         succeed(forks.run, ["tools/plot_positions.py", "soft_window", "--length", "300"])
         assert (tmp_path / "plots/soft_window.svg").exists()
