@@ -1,8 +1,71 @@
-"""Write a checkpoint for transformers. See --help, or its file in megatron/commands."""
+"""A checkpoint as a folder that Hugging Face's transformers loads.
 
+python tools/export_checkpoint.py RUN --to hf -o FOLDER [--step N] [--dtype bf16]
+
+RUN is a run's folder or one checkpoint. The model becomes a class of transformers where it is
+exactly one of them. Otherwise the folder holds the model's code, which needs torch and transformers
+alone. The logits are compared with ours before the folder gets its name. A run with a pos_emb_file
+needs that file: --from my_encoding.py.
+"""
+
+import argparse
+import os
 import sys
+import tempfile
+from pathlib import Path
 
-from megatron.commands.export_checkpoint import main
+from megatron.cli_errors import guarded
+from megatron.errors import visible
+from megatron.interop.export import DTYPES, export
+from megatron.positions import load_file
+
+
+@guarded
+def main(argv: list[str] | None = None) -> int:
+    options = _parser().parse_args(argv)
+    if options.file:
+        load_file(options.file)
+    with tempfile.TemporaryDirectory() as modules:
+        # transformers reads both where it is imported: nothing is looked up in a network, and no
+        # copy of the model's code stays behind.
+        os.environ["HF_HUB_OFFLINE"] = "1"
+        os.environ.setdefault("HF_MODULES_CACHE", modules)
+        exported = export(
+            options.run,
+            options.output,
+            step=options.step,
+            dtype=options.dtype,
+            vocab_file=options.vocab_file,
+            merge_file=options.merge_file,
+            results=options.results,
+        )
+    lines = [f"{options.output}: {exported.architecture}, step {exported.step}"]
+    for length, difference in exported.differences.items():
+        lines.append(f"logits at {length} tokens: within {difference:.1e} of ours")
+    if exported.rounding:
+        lines.append(f"{options.dtype} itself changes logits by up to {exported.rounding:.1e}")
+    print(visible("\n".join([*lines, *exported.notes])))
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("run", type=Path, metavar="RUN", help="a run's folder or one checkpoint")
+    add("--to", choices=["hf"], required=True, help="hf: Hugging Face's transformers")
+    add("-o", "--output", type=Path, required=True, metavar="FOLDER", help="a folder to be made")
+    add("--step", type=int, metavar="N", help="which checkpoint of the run; default: the latest")
+    add("--dtype", choices=list(DTYPES), default="float32", help="of the matrices")
+    add("--vocab-file", metavar="FILE", help="the tokenizer's, if it has moved")
+    add("--merge-file", metavar="FILE", help="the same for its merges")
+    own = "your own file with the encoding, as in pos_emb_file"
+    add("--from", dest="file", metavar="FILE", help=own)
+    results = "results of evaluate.py for the model card, besides those in RUN/evaluation"
+    add("--results", type=Path, nargs="+", default=[], metavar="FILE", help=results)
+    return parser
+
 
 if __name__ == "__main__":
     sys.exit(main())

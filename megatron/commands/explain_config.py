@@ -30,7 +30,7 @@ from megatron.errors import UserError, visible
 from megatron.explain.effects import effect
 from megatron.explain.sizes import EVALUATED_IN, Sizes, device_hours
 from megatron.model import Architecture
-from megatron.model.flops import matrix_weights
+from megatron.model.size import matrix_weights
 from megatron.parallel.machine import in_bytes
 from megatron.positions.layers import name_of_layers
 from megatron.sweeps.cost import DEVICES, UTILISATION, Device, named_device

@@ -7,7 +7,7 @@ from megatron.config.sections.training import LossScale
 from megatron.evaluation.protocols import window_counts
 from megatron.explain.sizes import Sizes
 from megatron.model import Architecture
-from megatron.model.flops import matrix_weights
+from megatron.model.size import matrix_weights
 from megatron.parallel.machine import in_bytes
 from megatron.positions import options_of
 from megatron.positions.layers import entries_of

@@ -10,8 +10,7 @@ from megatron.data.parts import open_parts
 from megatron.errors import UserError
 from megatron.evaluation.memory import evaluation_memory
 from megatron.model import Architecture, position_of_entry
-from megatron.model.flops import BACKWARD
-from megatron.model.size import Parameters, parameters
+from megatron.model.size import BACKWARD, Parameters, parameters
 from megatron.positions.layers import entries_of
 from megatron.positions.outline import Outline
 from megatron.sweeps.cost import evaluation_flops, forward_flops

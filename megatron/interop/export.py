@@ -14,14 +14,18 @@ from torch import Tensor
 
 from megatron.checkpoints.read import load_for_evaluation
 from megatron.config import Config
+from megatron.data.tokenizers.build import build_tokenizer, needs_files
+from megatron.data.tokenizers.hugging_face import BESIDE, WHOLE
+from megatron.data.tokenizers.subwords import Subwords
 from megatron.errors import UserError, cannot_write
 from megatron.files import folder_beside, sync, umask
 from megatron.interop import export_code, exported_folder
-from megatron.interop.export_card import card
-from megatron.interop.export_tokenizer import tokenizer_of, write_tokenizer
 from megatron.interop.families import FAMILIES
 from megatron.interop.weights import write_weights
 from megatron.model import GPT, Architecture, AttentionSettings
+from megatron.positions.layers import name_of_layers
+from megatron.results.files import read_results
+from megatron.results.table import table
 
 logger = logging.getLogger(__name__)
 
@@ -29,7 +33,8 @@ DTYPES = {"float32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float1
 TOLERANCE = 1e-5  # of logits up to 1; larger ones may differ by this part of the largest
 COMPARED = 64  # last tokens of a text whose logits are compared
 SHARD = "5GB"
-ENCODING = "positions."  # what the names of an encoding's numbers begin with
+ENCODING = "positions."  # in the names of an encoding's numbers
+NO_LIMIT = 10**9  # of tokens: transformers warns about texts that are longer
 
 
 @dataclass(frozen=True)
@@ -74,18 +79,21 @@ def export(
     run: a run's folder or one checkpoint; dtype: of the written matrices, a key of DTYPES
     vocab_file, merge_file: the tokenizer's, where they are not where the configuration says
     results: files of evaluations for the model card, besides those in the run's folder
-    UserError where the folder is in use, the model cannot be said, or the logits differ; then
+    Raises UserError if the folder is in use, a file cannot be used, or the logits differ; then
     nothing is left.
     """
     folder = Path(os.path.abspath(folder))
-    _check_free(folder)
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise UserError(f"--output: {folder} is in use - name a new folder, or an empty one")
     model, config, record = load_for_evaluation(run, step)
     # transformers passes no documents: what is exported is the same function of one.
     model.use_attention(AttentionSettings.of(config.attention).of_one_document())
-    _check_offered(model, config)
     tokenizer, notes = tokenizer_of(config, record, vocab_file, merge_file)
     unrounded = _logits(model)
-    _round(model, dtype)
+    with torch.no_grad():  # the encoding keeps its own numbers
+        for name, parameter in model.named_parameters():
+            if not name.startswith(ENCODING):
+                parameter.copy_(parameter.to(DTYPES[dtype]))
     expected = _logits(model)
     form = form_of(model, config)
     page = card(form.architecture, folder.name, config, record, dtype, notes, results)
@@ -103,7 +111,8 @@ def export(
                 sync(file)
     except OSError as fault:
         raise cannot_write(f"--output: {folder}", fault) from None
-    rounding = _largest(unrounded, expected)
+    changes = [(unrounded[length] - expected[length]).abs().max() for length in expected]
+    rounding = float(max(changes))
     return Exported(form.architecture, record["step"], differences, rounding, tuple(notes))
 
 
@@ -126,37 +135,8 @@ def form_of(model: GPT, config: Config) -> Form:
         if written == numbers and same_attention:
             return Form(family.architecture, settings, weights, {})
     settings = exported_folder.keys_of(config, model)
-    sources = export_code.sources(model, config)
-    return Form(exported_folder.ARCHITECTURE, settings, state, sources)
-
-
-BY_CONTENT = ("on_scores", "score_bias", "on_queries_keys_by_content")
-
-
-def _check_free(folder: Path) -> None:
-    if not folder.exists():
-        return
-    if not folder.is_dir() or any(folder.iterdir()):
-        raise UserError(f"--output: {folder} is in use - name a new folder, or an empty one")
-
-
-def _check_offered(model: GPT, config: Config) -> None:
-    for placed in model.placed:
-        hook = next((hook for hook in BY_CONTENT if placed.position.has(hook)), None)
-        if hook is not None:
-            raise UserError(
-                f"pos_emb: {placed.name or config.position.pos_emb} changes scores by the content"
-                f" of the text ({hook}), which an exported model does not compute - export a model"
-                " whose encoding is a table, a rotation or an embedding"
-            )
-
-
-def _round(model: GPT, dtype: str) -> None:
-    """Give the matrices the values that `dtype` can hold; the encoding keeps its own."""
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if not name.startswith(ENCODING):
-                parameter.copy_(parameter.to(DTYPES[dtype]))
+    weights = {exported_folder.PREFIX + name: tensor for name, tensor in state.items()}
+    return Form(exported_folder.ARCHITECTURE, settings, weights, export_code.sources(model, config))
 
 
 def _write(folder: Path, form: Form, record: Mapping[str, Any], dtype: str) -> None:
@@ -167,13 +147,13 @@ def _write(folder: Path, form: Form, record: Mapping[str, Any], dtype: str) -> N
     ends = {"bos_token_id": end, "eos_token_id": end}
     name = str(DTYPES[dtype]).removeprefix("torch.")
     settings = {**form.settings, **ends, "dtype": name}
-    _write_json(folder / "config.json", settings)
-    _write_json(folder / "generation_config.json", ends)
+    (folder / "config.json").write_text(json.dumps(settings, indent=2) + "\n")
+    (folder / "generation_config.json").write_text(json.dumps(ends, indent=2) + "\n")
     for file, text in form.sources.items():
         (folder / file).write_text(text, encoding="utf-8")
     weights = {}
     for key, tensor in form.weights.items():
-        stays = bool(form.sources) and key.startswith(ENCODING)
+        stays = bool(form.sources) and key.removeprefix(exported_folder.PREFIX).startswith(ENCODING)
         kind = tensor.dtype if stays else DTYPES[dtype]
         # safetensors refuses a part of a larger tensor.
         is_part = tensor.untyped_storage().nbytes() > tensor.nbytes
@@ -181,23 +161,15 @@ def _write(folder: Path, form: Form, record: Mapping[str, Any], dtype: str) -> N
     save_torch_state_dict(weights, folder, max_shard_size=SHARD, metadata={"format": "pt"})
 
 
-def _write_json(path: Path, content: Mapping[str, Any]) -> None:
-    path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-
-
-def lengths_of(model: GPT) -> list[int]:
-    """A short length and one beyond the training's."""
-    trained = model.train_length
-    return [min(COMPARED, trained), trained + max(COMPARED, trained // 4)]
-
-
 def _logits(model: GPT) -> dict[int, Tensor]:
-    """Ours of a random text, for its last tokens, by its length: [1, tokens, vocab].
+    """Ours of two random texts, for their last tokens, by length: [1, tokens, vocab].
 
-    A length that the encoding cannot compute is left out.
+    One text is short, the other longer than those of the training. A length that the encoding
+    cannot compute is left out.
     """
+    trained = model.train_length
     found = {}
-    for length in lengths_of(model):
+    for length in (min(COMPARED, trained), trained + max(COMPARED, trained // 4)):
         try:
             with torch.no_grad():
                 x = model.features(_text(model.vocab, length))[:, -COMPARED:]
@@ -259,5 +231,180 @@ def compare(folder: Path, form: Form, expected: Mapping[int, Tensor]) -> dict[in
     return differences
 
 
-def _largest(one: Mapping[int, Tensor], other: Mapping[int, Tensor]) -> float:
-    return max(float((one[length] - other[length]).abs().max()) for length in one)
+def tokenizer_of(
+    config: Config,
+    record: Mapping[str, Any],
+    vocab_file: str | Path | None,
+    merge_file: str | Path | None,
+) -> tuple[tuple[Subwords, Path] | None, list[str]]:
+    """The tokenizer that the model learned with and its file, or None with a note why not.
+
+    vocab_file, merge_file: instead of those that the configuration names
+    UserError for files that cannot be read or are of another tokenizer.
+    """
+    described = record.get("tokenizer") or {}
+    kind = described.get("type", config.data.tokenizer_type)
+    vocab_file = vocab_file or config.data.vocab_file
+    merge_file = merge_file or config.data.merge_file
+    if not needs_files(kind):
+        return None, [f"No tokenizer: {kind} has none in transformers. Ids are bytes of UTF-8."]
+    if not vocab_file:
+        return None, ["No tokenizer: the run does not say where its files are; see --vocab-file."]
+    with config.naming_places("vocab_file", "merge_file"):
+        tokenizer = build_tokenizer(kind, vocab_file, merge_file)
+    if tokenizer.hash != described.get("hash", tokenizer.hash):
+        raise UserError(
+            f"vocab_file: {vocab_file} is tokenizer {tokenizer.hash}, the model learned with"
+            f" {described['hash']} - give the files of that one"
+        )
+    if not isinstance(tokenizer, Subwords):
+        note = (
+            f"No tokenizer: {kind} is not written as a tokenizer.json. Users of the model need the"
+            f" library of {Path(vocab_file).name}."
+        )
+        return None, [note]
+    return (tokenizer, Path(vocab_file)), []
+
+
+def write_tokenizer(folder: Path, tokenizer: Subwords, file: Path) -> bool:
+    """tokenizer.json and tokenizer_config.json, which give a text the ids that ours gives it.
+
+    file: where the tokenizer came from, a file or the folder of a tokenizer.json
+    Returns whether tokenizer.json is that file, byte for byte, and so has its hash.
+    """
+    content = json.loads(tokenizer.to_json())
+    processor = content.get("post_processor") or {}
+    if processor.get("type") != "ByteLevel":  # others add tokens of their own
+        content["post_processor"] = None
+    if file.is_dir():
+        file = file / WHOLE
+    text = file.read_text(encoding="utf-8") if file.is_file() else ""
+    is_same = bool(text) and json.loads(text) == content
+    if not is_same:
+        text = json.dumps(content, ensure_ascii=False, indent=1) + "\n"
+    (folder / WHOLE).write_text(text, encoding="utf-8", newline="")
+    settings = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": tokenizer.end_of_document,
+        "eos_token": tokenizer.end_of_document,
+        "unk_token": None,
+        "model_max_length": NO_LIMIT,
+        "model_input_names": ["input_ids", "attention_mask"],
+        "clean_up_tokenization_spaces": False,
+    }
+    (folder / BESIDE).write_text(json.dumps(settings, ensure_ascii=False, indent=1) + "\n")
+    return is_same
+
+
+HEAD = """---
+library_name: transformers
+pipeline_tag: text-generation
+license: unknown
+tags: [positional-encoding, length-extrapolation]
+---
+"""
+OWN_CLASS = """
+The class comes with the model, because no class of transformers has this encoding: read the Python
+files in this folder, then load with `trust_remote_code=True`. They need torch and transformers 5
+(from 5.17), and nothing else. Texts may be longer than those of the training, with and without a
+cache, and batches may be padded.
+"""
+
+
+def card(
+    architecture: str,
+    name: str,
+    config: Config,
+    record: Mapping[str, Any],
+    dtype: str,
+    notes: Sequence[str],
+    results: Sequence[Path],
+) -> str:
+    """The text of README.md, without the folders of this machine.
+
+    architecture: class of transformers or ours; name: of the folder; record: checkpoint.json with
+    `path`; notes: sentences for the reader; results: files of evaluations, besides those of the run
+    Raises UserError if a file of results cannot be read.
+    """
+    is_own = architecture == exported_folder.ARCHITECTURE
+    encoding, model = name_of_layers(config.position), config.model
+    # transformers asks for it where it reads config.json alone, too.
+    trust = ", trust_remote_code=True" if is_own else ""
+    example = (
+        "from transformers import AutoModelForCausalLM, AutoTokenizer\n\n"
+        f'model = AutoModelForCausalLM.from_pretrained("{name}"{trust})\n'
+        f'tokenizer = AutoTokenizer.from_pretrained("{name}"{trust})  # where there is one'
+    )
+
+    documents = None
+    if config.attention.reset_attention_mask:
+        restart = config.attention.reset_position_ids
+        documents = (
+            "in training, tokens attended to their own document alone"
+            f"{', whose positions began again' if restart else ''}; this model takes each text as"
+            " one document"
+        )
+    origin, parent = record.get("origin"), record.get("parent")
+    if origin:
+        source = str(origin.get("source"))
+        source = Path(source).name if Path(source).is_absolute() else source
+        origin = f"{source} ({origin.get('architecture') or origin.get('kind')})"
+    if parent:
+        described = record.get("parent_model") or f"step {parent['step']}"
+        parent = f"{described}, config {parent['config_hash']}, weights {parent['weights']}"
+    tokenizer = record.get("tokenizer") or {}
+    facts = {
+        "class": architecture,
+        "encoding": encoding,
+        "options of the encoding": config.flat()["pos_emb_args"] or None,
+        "training length": model.seq_length,
+        "layers": model.num_layers,
+        "hidden size": model.hidden_size,
+        "heads": model.num_attention_heads,
+        "vocabulary": record["vocab"],
+        "tokenizer": f"{tokenizer.get('type', '')} {tokenizer.get('hash', '')}".strip(),
+        "corpus": record.get("corpus"),
+        "step": record["step"],
+        "steps planned": config.training.train_iters or None,
+        "windows in a step": record.get("windows_per_step"),
+        "documents": documents,
+        "precision of the training": config.precision.precision,
+        "dtype of the matrices": dtype,
+        "seed": config.training.seed,
+        "config hash": record["config_hash"],
+        "commit": record.get("commit"),
+        "origin": origin,
+        "parent": parent,
+        "licence of the weights": "unknown",
+    }
+    lines = ["| | |", "|---|---|"]
+    for fact, value in facts.items():
+        if value not in (None, ""):
+            text = str(value).replace("|", "\\|").replace("\n", " ")
+            lines.append(f"| {fact} | {text} |")
+
+    files = sorted((Path(record["path"]).parent / "evaluation").glob("*.jsonl"))
+    beside = [file for file in files if not file.name.endswith("-probes.jsonl")]
+    own = (record["config_hash"], record["step"])
+    rows = read_results([*beside, *results])
+    rows = [row for row in rows if (row["config_hash"], row["step"]) == own]
+    evaluation = "Not measured yet."
+    if rows:
+        settings = sorted({(str(row.get("corpus")), str(row.get("protocol"))) for row in rows})
+        texts = "; ".join(f"{corpus}, protocol {protocol}" for corpus, protocol in settings)
+        title = f"Perplexity by length of the text ({texts}). \\* is the training length."
+        evaluation = f"{title}\n\n{table(rows, markdown=True)}"
+
+    parts = [
+        f"{HEAD}\n# {name}\n",
+        f"A language model with the positional encoding `{encoding}`, trained on"
+        f" {model.seq_length} tokens.\n",
+        f"```python\n{example}\n```",
+        OWN_CLASS if is_own else "",
+        *(f"{note}\n" for note in notes),
+        "## Training\n",
+        "\n".join(lines),
+        "\n## Evaluation\n",
+        evaluation,
+    ]
+    return "\n".join(parts) + "\n"

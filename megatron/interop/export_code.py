@@ -5,8 +5,9 @@ megatron/positions/base.py becomes positions_base.py, and nothing is written a s
 """
 
 import ast
-from collections.abc import Iterable, Iterator, Mapping
+import sys
 from functools import cache
+from pathlib import Path
 
 from megatron.config import Config
 from megatron.config.user_file import COPY
@@ -15,14 +16,11 @@ from megatron.files import ROOT
 from megatron.model import GPT
 from megatron.positions import REGISTRY, Position, fingerprint
 
-PACKAGE = "megatron"
-EXPORTED = "megatron.interop.exported"
-MODELING = f"{EXPORTED}.modeling_positions_gpt"
-CONFIGURATION = f"{EXPORTED}.configuration_positions_gpt"
+MODELING = "megatron.interop.modeling_positions_gpt"
 POSITIONS = "megatron.positions"
-COPIED = (POSITIONS, "megatron.attention", "megatron.model", EXPORTED)
-"""Packages whose modules an export may copy, besides megatron.errors."""
-ERRORS = "megatron.errors"
+COPIED = (POSITIONS, "megatron.attention", "megatron.model", "megatron.errors", MODELING)
+"""Packages and modules that an export may copy."""
+KNOWN = {"torch", "transformers"} | sys.stdlib_module_names
 USER_MODULE = "pos_emb_file_"  # what the names of the modules of users' files begin with
 USER_SOURCE = "user_encoding.py"
 
@@ -30,51 +28,63 @@ USER_SOURCE = "user_encoding.py"
 def sources(model: GPT, config: Config) -> dict[str, str]:
     """Text by file name of all that the model needs beside torch and transformers.
 
-    UserError for a user's file that imports what cannot be copied.
+    Raises UserError if a user's file imports what cannot be copied.
     """
-    encodings = _modules_of(model)
-    waiting = [MODELING, *(name for name in encodings if not name.startswith(USER_MODULE))]
+    # The modules that define or register the model's encodings, and those inside them.
+    classes = {type(part) for part in model.positions.modules() if isinstance(part, Position)}
+    encodings = {encoding.__module__ for encoding in classes}
+    for file in sorted(path_of(POSITIONS).parent.glob("*.py")):
+        registered = registered_in(file.read_text(encoding="utf-8"))
+        if any(REGISTRY.get(name) in classes for name in registered):
+            encodings.add(f"{POSITIONS}.{file.stem}")
+    ours = {name for name in encodings if not name.startswith(USER_MODULE)}
+    registering = {file_of(name) for name in ours}
+
     files = {}
-    is_users = any(name.startswith(USER_MODULE) for name in encodings)
-    if is_users and config.pos_emb_code is not None:
+    waiting = [MODELING, *ours]
+    if ours != encodings and config.pos_emb_code is not None:
+        registering.add(USER_SOURCE)
         text = config.pos_emb_code
         files[COPY] = text  # for reading the folder back: naming this file allows to run it
-        files[USER_SOURCE] = _relative(text, f"pos_emb_file: {config.position.pos_emb_file}")
-        waiting += _imported(text)
-    found: set[str] = set()
+        files[USER_SOURCE], imported = relative(
+            text, f"pos_emb_file: {config.position.pos_emb_file}"
+        )
+        waiting += imported
     while waiting:
         name = waiting.pop()
-        if name in found:
-            continue
-        found.add(name)
-        text = _text(name)
-        waiting += _imported(text)
-        files[file_of(name)] = _relative(text, name)
-    names = [USER_SOURCE if name.startswith(USER_MODULE) else file_of(name) for name in encodings]
-    files[file_of(MODELING)] += _registering(names)
-    files[file_of(CONFIGURATION)] += _naming(files)
+        if file_of(name) not in files:
+            text = path_of(name).read_text(encoding="utf-8")
+            files[file_of(name)], imported = relative(text, name)
+            waiting += imported
+
+    lines = ["", "# The encodings of this model register themselves."]
+    for file in sorted(registering):
+        name = file.removesuffix(".py")
+        lines.append(f"from .{name} import __doc__ as _{name}  # noqa: E402, F401")
+    # transformers remembers one class of models for each class of configurations, and knows these
+    # by the name of the folder and the text of their file. So of two folders with one name, the
+    # second would be loaded with the code of the first, if the text were the same.
+    everything = "".join(f"{name}\n{files[name]}" for name in sorted(files))
+    lines.append(f'CODE = "{fingerprint(everything)[:12]}"  # of all files')
+    files[file_of(MODELING)] += "\n".join([*lines, ""])
     return files
 
 
 def file_of(module: str) -> str:
     """megatron.positions.base -> positions_base.py"""
-    inner = module.removeprefix(f"{EXPORTED}.").removeprefix(f"{PACKAGE}.")
+    inner = module.removeprefix("megatron.").removeprefix("interop.")
     return inner.replace(".", "_") + ".py"
 
 
-def _modules_of(model: GPT) -> list[str]:
-    """The modules that define or register the model's encodings, and those inside them."""
-    classes = {type(part) for part in model.positions.modules() if isinstance(part, Position)}
-    modules = {encoding.__module__ for encoding in classes}
-    for file in sorted(ROOT.joinpath(*POSITIONS.split(".")).glob("*.py")):
-        registered = _registered_in(file.read_text(encoding="utf-8"))
-        if any(REGISTRY.get(name) in classes for name in registered):
-            modules.add(f"{POSITIONS}.{file.stem}")
-    return sorted(modules)
+def path_of(module: str) -> Path:
+    """The file of a module of ours, or of a package's own code."""
+    place = ROOT.joinpath(*module.split("."))
+    package = place / "__init__.py"
+    return package if package.exists() else place.with_suffix(".py")
 
 
 @cache
-def _registered_in(text: str) -> tuple[str, ...]:
+def registered_in(text: str) -> tuple[str, ...]:
     """The names in a source's calls of register("name")."""
     found = []
     for node in ast.walk(ast.parse(text)):
@@ -85,113 +95,65 @@ def _registered_in(text: str) -> tuple[str, ...]:
     return tuple(found)
 
 
-def _registering(files: Iterable[str]) -> str:
-    """Lines for the end of the modeling file: an import registers the encodings of a file."""
-    lines = ["", "# The encodings of this model register themselves."]
-    for file in files:
-        name = file.removesuffix(".py")
-        lines.append(f"from .{name} import __doc__ as _{name}  # noqa: E402, F401")
-    return "\n".join([*lines, ""])
-
-
-def _naming(files: Mapping[str, str]) -> str:
-    """Lines for the end of the configuration's file: they differ where any of the code does.
-
-    transformers remembers one class of models for each class of configurations, and knows these by
-    the name of the folder and the text of their file. So of two folders with one name, the second
-    would be loaded with the code of the first.
-    """
-    text = "".join(f"{name}\n{files[name]}" for name in sorted(files))
-    return f'\nCODE = "{fingerprint(text)[:12]}"  # of all files\n'
-
-
-def _text(module: str) -> str:
-    """The source of a module of ours."""
-    path = ROOT.joinpath(*module.split(".")).with_suffix(".py")
-    return path.read_text(encoding="utf-8")
-
-
 @cache
-def _imports(text: str) -> tuple[ast.Import | ast.ImportFrom, ...]:
-    """Imports of this package, wherever they stand."""
-    found: list[ast.Import | ast.ImportFrom] = []
-    for node in ast.walk(ast.parse(text)):
-        if isinstance(node, ast.ImportFrom):
-            if _is_ours(node.module or ""):
-                found.append(node)
-        elif isinstance(node, ast.Import) and any(_is_ours(alias.name) for alias in node.names):
-            found.append(node)
-    return tuple(found)
-
-
-def _is_ours(name: str) -> bool:
-    return name == PACKAGE or name.startswith(f"{PACKAGE}.")
-
-
-def _imported(text: str) -> list[str]:
-    """Modules of ours that a source imports, those of a package by what they define."""
-    found = []
-    for node in _imports(text):
-        if isinstance(node, ast.ImportFrom) and node.module is not None:
-            found += [_defining(node.module, alias.name) for alias in node.names]
-    return found
-
-
-@cache
-def _defining(module: str, name: str) -> str:
-    """The module from which a package takes a name; any other module is itself."""
-    package = ROOT.joinpath(*module.split("."), "__init__.py")
-    if not package.exists():
+def defining(module: str, name: str) -> str:
+    """The module that a name comes from, which a package may take from elsewhere."""
+    path = path_of(module)
+    if path.name != "__init__.py":
         return module
-    for node in ast.walk(ast.parse(package.read_text(encoding="utf-8"))):
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.ImportFrom) and node.module is not None:
             names = [alias.asname or alias.name for alias in node.names]
             if name in names:
                 return node.module
-    return f"{module}.{name}"
+    is_module = path.with_name(f"{name}.py").exists()
+    return f"{module}.{name}" if is_module else module
 
 
-def _relative(text: str, described: str) -> str:
-    """A source in which imports of this package became relative ones.
+@cache
+def relative(text: str, described: str) -> tuple[str, tuple[str, ...]]:
+    """A source in which imports of this package became relative ones, and the modules it imports.
 
-    described: for messages; UserError for imports that have no relative form
+    described: for messages; raises UserError for imports that have no relative form
     """
     lines = text.splitlines(keepends=True)
-    nodes = sorted(_imports(text), key=lambda node: node.lineno, reverse=True)
-    for node in nodes:
-        first, end = node.lineno - 1, node.end_lineno or node.lineno
-        lines[first:end] = _relative_import(node, "".join(lines[first:end]), described)
-    return "".join(lines)
-
-
-def _relative_import(node: ast.Import | ast.ImportFrom, text: str, described: str) -> Iterator[str]:
-    """The statement again, split where its names come from several files."""
-    takes_all = any(alias.name == "*" for alias in node.names)
-    if isinstance(node, ast.Import) or node.module is None or takes_all:
-        raise UserError(
-            f"{described}: line {node.lineno} imports in a way that an exported file cannot -"
-            " write `from megatron.positions import NAME`"
-        )
-    files = {}
-    for alias in node.names:
-        module = _defining(node.module, alias.name)
-        if not _is_copied(module):
+    imported: list[str] = []
+    nodes = [
+        node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Import | ast.ImportFrom)
+    ]
+    for node in sorted(nodes, key=lambda node: -node.lineno):
+        indent = " " * node.col_offset
+        place = slice(node.lineno - 1, node.end_lineno)
+        named = [alias.name for alias in node.names]
+        module = node.module or "" if isinstance(node, ast.ImportFrom) else named[0]
+        top = module.split(".")[0]
+        if top != "megatron":
+            if isinstance(node, ast.Import) and top not in KNOWN:
+                # transformers asks for all packages that are imported outside a try.
+                statement = "".join(lines[place]).strip()
+                lines[place] = [f"try:\n    {statement}\n", "except ImportError:\n    raise\n"]
+            continue
+        if isinstance(node, ast.Import) or "*" in named:
             raise UserError(
-                f"{described}: line {node.lineno} imports {alias.name} from {node.module}, which an"
-                " exported file cannot take along - import from megatron.positions and torch alone"
+                f"{described}: line {node.lineno} imports in a way that an exported file cannot -"
+                " write `from megatron.positions import NAME`"
             )
-        files[alias] = file_of(module).removesuffix(".py")
-    if len(set(files.values())) == 1:
-        name = next(iter(files.values()))
-        yield text.replace(f"from {node.module} import", f"from .{name} import", 1)
-        return
-    for alias, name in files.items():
-        renamed = f" as {alias.asname}" if alias.asname else ""
-        yield f"{' ' * node.col_offset}from .{name} import {alias.name}{renamed}\n"
-
-
-def _is_copied(module: str) -> bool:
-    """Whether an export may take a module along, and there is one."""
-    inside = module.startswith(tuple(f"{package}." for package in COPIED))
-    path = ROOT.joinpath(*module.split(".")).with_suffix(".py")
-    return (module == ERRORS or inside) and path.exists()
+        statements: dict[str, list[str]] = {}
+        for alias in node.names:
+            source = defining(module, alias.name)
+            inside = source in COPIED or source.startswith(tuple(f"{one}." for one in COPIED))
+            if not inside or not path_of(source).exists():
+                raise UserError(
+                    f"{described}: line {node.lineno} imports {alias.name} from {module}, which an"
+                    " exported file cannot take along - import from megatron.positions and torch"
+                    " alone"
+                )
+            imported.append(source)
+            renamed = f" as {alias.asname}" if alias.asname else ""
+            name = file_of(source).removesuffix(".py")
+            statements.setdefault(name, []).append(alias.name + renamed)
+        lines[place] = [
+            f"{indent}from .{name} import {', '.join(names)}\n"
+            for name, names in statements.items()
+        ]
+    return "".join(lines), tuple(imported)

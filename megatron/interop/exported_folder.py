@@ -5,6 +5,7 @@ Reading runs none of its code. The names of the weights are ours.
 
 import json
 from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -14,72 +15,48 @@ from megatron.config.keys import all_keys, file_names
 from megatron.config.user_file import COPY, KEY
 from megatron.errors import UserError
 from megatron.interop.huggingface import SETTINGS, check_memory, read_json, read_tensors
-from megatron.model import GPT, Architecture, from_config, options_of_entry
+from megatron.model import GPT, Architecture, AttentionSettings, from_config, options_of_entry
+from megatron.model.settings import ONLY_MEASURED
 from megatron.positions import FILES, fingerprint
 from megatron.positions.layers import entries_of
 
 MODEL_TYPE = "positions_gpt"
 ARCHITECTURE = "PositionsGPTForCausalLM"
 CLASSES = {
-    "AutoConfig": "configuration_positions_gpt.PositionsGPTConfig",
+    "AutoConfig": "modeling_positions_gpt.PositionsGPTConfig",
     "AutoModelForCausalLM": f"modeling_positions_gpt.{ARCHITECTURE}",
 }
+PREFIX = "gpt."  # of the names of weights, but in folders of earlier versions
 CODE = ("architectures", "auto_map")  # keys about code, which is not run here
+NOT_KEPT = ("attention_backend", "attention_self_check", *ONLY_MEASURED)
+"""Settings of attention that change no number, or are those of a measurement."""
 SHAPING_SECTIONS = ("model", "position", "attention")
 
 
 def keys_of(config: Config, model: GPT) -> dict[str, Any]:
     """config.json for our own class, without what is known of the training."""
-    sizes = Architecture.of(config.model)
+    architecture = Architecture.of(config.model)
+    attention = asdict(AttentionSettings.of(config.attention).of_one_document())
+    entries = entries_of(config.position)
+    encodings = []
+    for placed in model.placed:
+        entry = entries[placed.layers[0] % len(entries)]
+        encodings.append({entry.name: plain(options_of_entry(config, entry))})
     return {
         "architectures": [ARCHITECTURE],
         "model_type": MODEL_TYPE,
         "auto_map": CLASSES,
         "vocab_size": model.vocab,
-        "hidden_size": sizes.hidden_size,
-        "num_hidden_layers": sizes.num_layers,
-        "num_attention_heads": sizes.num_attention_heads,
-        "num_key_value_heads": sizes.key_heads,
-        "head_dim": sizes.features_of_head,
-        "intermediate_size": sizes.mlp_width,
+        "hidden_size": architecture.hidden_size,
+        "num_hidden_layers": architecture.num_layers,
+        "num_attention_heads": architecture.num_attention_heads,
         "max_position_embeddings": config.model.max_position_embeddings,
-        "train_length": sizes.seq_length,
-        "norm": sizes.norm,
-        "layernorm_epsilon": sizes.layernorm_epsilon,
-        "qk_norm": sizes.qk_norm,
-        "activation": sizes.activation,
-        "parallel_residual": sizes.parallel_residual,
-        "use_bias_in_norms": sizes.use_bias_in_norms,
-        "use_bias_in_attn_linear": sizes.use_bias_in_attn_linear,
-        "use_bias_in_attn_output": sizes.bias_in_attn_output,
-        "use_bias_in_mlp": sizes.use_bias_in_mlp,
-        "hidden_dropout": sizes.hidden_dropout,
-        "initializer_range": sizes.init_method_std,
-        "tie_word_embeddings": not sizes.no_weight_tying,
-        **_encodings_of(config, model),
-        "blockwise": model.blockwise,
-        "logn_scale": model.logn_scale,
-        "paper_precision": config.attention.paper_precision,
-    }
-
-
-def _encodings_of(config: Config, model: GPT) -> dict[str, Any]:
-    """The keys that say which encoding and which window each layer has."""
-    entries = entries_of(config.position)
-    of_models = []
-    for placed in model.placed:
-        entry = entries[placed.layers[0] % len(entries)]
-        of_models.append({entry.name: plain(options_of_entry(config, entry))})
-    differ = bool(config.position.pos_emb_layers)
-    [(name, options)] = of_models[0].items()
-    return {
-        "pos_emb": None if differ else name,
-        "pos_emb_args": None if differ else options,
-        "pos_emb_shared": len(model.positions) == 1,
-        "encodings": of_models if differ else None,
-        "encoding_of_layer": model.position_of_layer if differ else None,
-        "window": None if config.attention.window_layers else model.window,
-        "window_layers": model.windows if config.attention.window_layers else None,
+        "architecture": asdict(architecture),
+        "attention_settings": {
+            name: plain(value) for name, value in attention.items() if name not in NOT_KEPT
+        },
+        "encodings": encodings,
+        "encoding_of_layer": model.position_of_layer,
     }
 
 
@@ -116,47 +93,23 @@ def open_folder(folder: Path) -> tuple[GPT, Config, int, dict[str, Any]]:
     """The model in float32 and eval mode, the configuration of its training, its step and facts.
 
     The facts are entries of checkpoint.json.
-    UserError where the folder is damaged, or where its encoding is that of a user's file which the
+    Raises UserError if the folder is damaged, or its encoding is that of a user's file which the
     user has not named.
     """
     place = folder / SETTINGS
     settings = read_json(place)
     training: Any = settings.get("training")
     vocab = settings.get("vocab_size")
-    if not _is_training(training) or type(vocab) is not int or vocab < 1:
+    kinds = {"step": int, "tokenizer": dict, "keys": dict}
+    is_training = isinstance(training, dict) and all(
+        type(training.get(key)) is kind for key, kind in kinds.items()
+    )
+    if not is_training or type(vocab) is not int or vocab < 1:
         raise UserError(
             f"{place}: has no vocab_size, or does not say how the model was trained - export the"
             " model again"
         )
-    config = _configuration(training["keys"], folder)
-    check_memory(folder, config, vocab)
-    model = from_config(config, vocab, training["tokenizer"].get("eod"))
-    for key, value in keys_of(config, model).items():
-        if key not in CODE and settings.get(key, value) != value:
-            raise UserError(
-                f"{place}: {key} is {settings[key]!r}, its training had {value!r} - export the"
-                " model again"
-            )
-    try:
-        model.load_state_dict(read_tensors(folder))
-    except RuntimeError as fault:
-        raise UserError(
-            f"{folder}: the weights are not those of its config.json ({fault}) - copy the folder"
-            " again"
-        ) from None
-    return model.eval(), config, training["step"], {"tokenizer": training["tokenizer"]}
-
-
-def _is_training(value: Any) -> bool:
-    """Whether this is what `training_of` writes, as far as its kinds go."""
-    if not isinstance(value, dict) or type(value.get("step")) is not int or value["step"] < 0:
-        return False
-    return isinstance(value.get("keys"), dict) and isinstance(value.get("tokenizer"), dict)
-
-
-def _configuration(keys: Mapping[str, Any], folder: Path) -> Config:
-    """The configuration from the keys that `training_of` wrote."""
-    given = dict(keys)
+    given = dict(training["keys"])
     code = given.pop(KEY, None)
     if code is not None:
         if code not in FILES:
@@ -167,6 +120,24 @@ def _configuration(keys: Mapping[str, Any], folder: Path) -> Config:
             )
         given[KEY] = FILES[code]
     try:
-        return load([], [f"{key}={json.dumps(value)}" for key, value in given.items()])
+        config = load([], [f"{key}={json.dumps(value)}" for key, value in given.items()])
     except UserError as fault:
-        raise UserError(f"{folder / SETTINGS}: {fault}") from None
+        raise UserError(f"{place}: {fault}") from None
+    check_memory(folder, config, vocab)
+    model = from_config(config, vocab, training["tokenizer"].get("eod"))
+    own = keys_of(config, model) if "architecture" in settings else {}
+    for key, value in own.items():
+        if key not in CODE and settings.get(key) != value:
+            raise UserError(
+                f"{place}: {key} is {settings.get(key)!r}, its training had {value!r} - export the"
+                " model again"
+            )
+    try:
+        weights = read_tensors(folder).items()
+        model.load_state_dict({name.removeprefix(PREFIX): tensor for name, tensor in weights})
+    except RuntimeError as fault:
+        raise UserError(
+            f"{folder}: the weights are not those of its config.json ({fault}) - copy the folder"
+            " again"
+        ) from None
+    return model.eval(), config, training["step"], {"tokenizer": training["tokenizer"]}

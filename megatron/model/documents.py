@@ -8,8 +8,6 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor
 
-from megatron.errors import UserError
-
 
 class Piece(NamedTuple):
     """Tokens start … end - 1 of a row of the batch; place: of the first one in its document."""
@@ -72,16 +70,6 @@ class Documents:
         return by_place[self.places][:, None]
 
 
-def checked_end(end: int | None) -> int:
-    """The token that ends a document; UserError where it is not known."""
-    if end is None:
-        raise UserError(
-            "reset_attention_mask: which token ends a document is not known, because the model has"
-            " no tokenizer - set it to false, or import the model with its tokenizer"
-        )
-    return end
-
-
 def by_document(
     hook: Callable[..., tuple[Tensor, ...]], tensors: tuple[Tensor, ...], documents: Documents
 ) -> tuple[Tensor, ...]:
@@ -89,20 +77,17 @@ def by_document(
 
     tensors [batch, …, length, features] each -> same
     """
+
+    def act() -> tuple[Tensor, ...]:
+        rows: dict[int, list[tuple[Tensor, ...]]] = {}
+        for row, first, end, place in documents.pieces:
+            parts = (tensor[row : row + 1, ..., first:end, :] for tensor in tensors)
+            rows.setdefault(row, []).append(hook(*parts, place))
+        whole_rows = [_joined(pieces, dim=-2) for pieces in rows.values()]
+        return _joined(whole_rows, dim=0)
+
     # Compiled, it would be compiled again for each batch.
-    act = cast(Any, torch.compiler.disable)(_by_document)
-    return act(hook, tensors, documents)
-
-
-def _by_document(
-    hook: Callable[..., tuple[Tensor, ...]], tensors: tuple[Tensor, ...], documents: Documents
-) -> tuple[Tensor, ...]:
-    rows: dict[int, list[tuple[Tensor, ...]]] = {}
-    for row, first, end, place in documents.pieces:
-        parts = (tensor[row : row + 1, ..., first:end, :] for tensor in tensors)
-        rows.setdefault(row, []).append(hook(*parts, place))
-    whole_rows = [_joined(pieces, dim=-2) for pieces in rows.values()]
-    return _joined(whole_rows, dim=0)
+    return cast(Any, torch.compiler.disable)(act)()
 
 
 def _joined(parts: list[tuple[Tensor, ...]], dim: int) -> tuple[Tensor, ...]:

@@ -11,15 +11,12 @@ from torch.utils.checkpoint import checkpoint
 
 from megatron.attention import Choice, Needs, Pairs, choose, joined
 from megatron.errors import UserError
-from megatron.model.block import Block
 from megatron.model.cache import Cache, LayerCache, first_visible
-from megatron.model.documents import Documents, by_document, checked_end
+from megatron.model.documents import Documents, by_document
 from megatron.model.head import mean_loss, token_losses
-from megatron.model.init import initialize
-from megatron.model.layers import AttentionInputs, normalisation
-from megatron.model.method_faults import faults_of
-from megatron.model.methods import Method, NearFar, clipped, method_of_layer
-from megatron.model.settings import Architecture, AttentionSettings
+from megatron.model.layers import AttentionInputs, Block, normalisation
+from megatron.model.methods import Method, NearFar, clipped, faults_of, method_of_layer
+from megatron.model.settings import Architecture, AttentionSettings, initialize
 from megatron.positions import Position
 from megatron.positions.base import check_key_heads
 from megatron.positions.layers import Placed
@@ -106,8 +103,16 @@ class GPT(nn.Module):
             position.prepare(start + length)
         if cache is not None:
             self._make_ready(cache)
-        documents = self._documents(ids, cache)
-        x = self._embedded(ids, start, documents)
+        documents = None
+        if self.attention.reset_attention_mask:
+            documents = self._documents(ids, cache)
+
+        x = self.word_embeddings(ids)
+        restarts = documents is not None and documents.restart
+        if restarts and self.position.has("on_embeddings"):
+            (x,) = by_document(self._embedded, (x,), documents)
+        else:
+            x = self.position.on_embeddings(x, start)
         x = F.dropout(x, self.dropout, self.training)
         inputs_of_layers = self._attention_inputs(start, length, cache, documents)
         recompute = self.checkpoint_activations and torch.is_grad_enabled()
@@ -121,40 +126,39 @@ class GPT(nn.Module):
         return self.norm(x)
 
     def check_length(self, length: int) -> None:
-        """UserError where an encoding has no positions for a text of so many tokens."""
+        """Raises UserError if an encoding has no positions for a text of so many tokens."""
         weight = self.word_embeddings.weight
         last_token = weight.new_zeros(1, 1, weight.shape[1])
         for position in self._positions:
             position.prepare(length)
         self.position.on_embeddings(last_token, length - 1)
 
-    def _documents(self, ids: Tensor, cache: Cache | None) -> Documents | None:
-        """Where documents lie that attention keeps apart; None where it does not."""
-        if not self.reset_attention_mask:
-            return None
-        end = checked_end(self.end_of_document)
+    def _documents(self, ids: Tensor, cache: Cache | None) -> Documents:
+        """Where the documents lie that attention keeps apart."""
+        if self.end_of_document is None:
+            raise UserError(
+                "reset_attention_mask: which token ends a document is not known, because the model"
+                " has no tokenizer - set it to false, or import the model with its tokenizer"
+            )
         earlier = None if cache is None else cache.document_ends
-        documents = Documents.of(ids, end, earlier=earlier, restart=self.reset_position_ids)
+        restart = self.attention.reset_position_ids
+        documents = Documents.of(ids, self.end_of_document, earlier=earlier, restart=restart)
         if cache is not None:
             cache.document_ends = documents.ends
         return documents
 
-    def _embedded(self, ids: Tensor, start: int, documents: Documents | None) -> Tensor:
-        """The embeddings with what the encoding adds: [batch, length, hidden]."""
-        x, position = self.word_embeddings(ids), self.position
-        if documents is None or not documents.restart or not position.has("on_embeddings"):
-            return position.on_embeddings(x, start)
-        (x,) = by_document(lambda *inputs: (position.on_embeddings(*inputs),), (x,), documents)
-        return x
+    def _embedded(self, x: Tensor, start: int) -> tuple[Tensor]:
+        return (self.position.on_embeddings(x, start),)
 
     def _attention_inputs(
         self, start: int, length: int, cache: Cache | None, documents: Documents | None
     ) -> list[AttentionInputs]:
         """What each layer's attention needs beside x; tables are computed once per encoding."""
+        settings = self.attention
         scale = None
-        if self.logn_scale and documents is not None and documents.restart:
+        if settings.logn_scale and documents is not None and documents.restart:
             scale = documents.scale(self.position.log_n_scale(0, start + length))
-        elif self.logn_scale:
+        elif settings.logn_scale:
             scale = self.position.log_n_scale(start, length)
         inputs: list[AttentionInputs] = []
         earlier: dict[tuple[Position, int | None], AttentionInputs] = {}
@@ -164,12 +168,19 @@ class GPT(nn.Module):
                 inputs.append(earlier[position, window])
                 continue
             kept = 0 if cache is None else cache.layers[layer].length
-            keys = kept + length
+            columns = kept + length
             method = self._method_of(position, window)
-            columns = keys if method is None else method.table_length(keys)
+            if method is not None:
+                columns = method.table_length(columns)
             if (position, columns) not in tables:
-                tables[position, columns] = self._tables(position, columns)
+                tables[position, columns] = (
+                    clipped(position.distance_bias(columns), settings.clip_distance),
+                    clipped(position.distance_weight(columns), settings.clip_distance),
+                )
             bias, weight = tables[position, columns]
+            query_scale = scale
+            if scale is not None and window is not None:  # a query sees at most that many tokens
+                query_scale = scale.minimum(self.position.log_n_scale(window - 1, 1))
             inputs_of_layer = AttentionInputs(
                 position,
                 bias,
@@ -178,10 +189,10 @@ class GPT(nn.Module):
                 start=start,
                 window=window,
                 chunk=self.chunk,
-                query_scale=self._seen(scale, window),
+                query_scale=query_scale,
                 documents=documents,
                 backend=self.backend,
-                self_check=self.self_check,
+                self_check=settings.attention_self_check,
                 pairs=self.pairs,
             )
             earlier[position, window] = inputs_of_layer
@@ -208,18 +219,6 @@ class GPT(nn.Module):
             if first is not None:
                 layer.forget(first, sinks, position.memory_of_keys or {})
 
-    def _seen(self, scale: Tensor | None, window: int | None) -> Tensor | None:
-        """The log-n scale of queries that see at most `window` tokens."""
-        if scale is None or window is None:
-            return scale
-        return scale.minimum(self.position.log_n_scale(window - 1, 1))
-
-    def _tables(self, position: Position, columns: int) -> tuple[Tensor | None, Tensor | None]:
-        """An encoding's bias and weight by distance: [heads, columns] each."""
-        clip = self.attention.clip_distance
-        bias = clipped(position.distance_bias(columns), clip)
-        return bias, clipped(position.distance_weight(columns), clip)
-
     def losses(self, x: Tensor, labels: Tensor) -> Tensor:
         """Cross entropy of each token in float32.
 
@@ -231,9 +230,9 @@ class GPT(nn.Module):
     def use_attention(self, attention: AttentionSettings) -> None:
         """Compute attention with other settings, such as backend, window and log-n scale.
 
-        UserError for paper_precision of an encoding that the forks do not have, for documents that
-        this encoding cannot keep apart, and for methods that exclude each other or have no meaning
-        for it.
+        Raises UserError for paper_precision of an encoding that the forks do not have, for
+        documents that this encoding cannot keep apart, and for methods that exclude each other or
+        have no meaning for it.
         """
         faults = self.faults_of_methods(attention)
         if faults:
@@ -243,21 +242,17 @@ class GPT(nn.Module):
             position.use_paper_precision(attention.paper_precision)
             if attention.reset_attention_mask:
                 position.check_documents(restart=attention.reset_position_ids)
-        self.reset_attention_mask = attention.reset_attention_mask
-        self.reset_position_ids = attention.reset_position_ids
         self.pairs = Pairs()
         self.backend = attention.attention_backend
         self.windows = attention.windows(len(self.layers), self.train_length)
-        self.blockwise, self.logn_scale = attention.blockwise, attention.logn_scale
         self.chunk = max(1, self.train_length // 2) if attention.blockwise else None
-        self.self_check = attention.attention_self_check
 
     def faults_of_methods(self, attention: AttentionSettings) -> list[str]:
         """What is wrong with sinks, clip_distance and method for this model: messages."""
         return faults_of(attention, self._positions, self.train_length)
 
     def _method_of(self, position: Position, window: int | None) -> Method | None:
-        """What changes where the tokens of a layer with these stand; None: nothing."""
+        """What changes where the tokens of a layer with these stand; or None."""
         return method_of_layer(self.attention, position, window, self.train_length)
 
     def learned(self) -> dict[str, Tensor]:
@@ -287,41 +282,39 @@ class GPT(nn.Module):
     def attention_choice(self) -> Choice:
         """The attention backend on the model's device, and why; see `joined` where layers differ.
 
-        UserError where the configured one cannot compute this encoding.
+        Raises UserError if the configured one cannot compute this encoding.
         """
         return joined(self.attention_choices)
 
     @property
     def attention_choices(self) -> list[Choice]:
         """That of each layer."""
+        settings = self.attention
         by_layer: dict[tuple[Position, int | None], Choice] = {}
         for position, window in self._layers:
-            if (position, window) not in by_layer:
-                by_layer[position, window] = self._choice(position, window)
+            if isinstance(self._method_of(position, window), NearFar):
+                by_layer[position, window] = Choice("near_far")
+                continue
+            shape = position.shape
+            needs = Needs(
+                self.word_embeddings.weight.new_empty(
+                    0, shape.heads, 0, shape.head_dim * position.score_width
+                ),
+                tables=position.has("distance_bias") or position.has("distance_weight"),
+                masked=window is not None or settings.blockwise or settings.reset_attention_mask,
+                index_bias=position.has("index_bias"),
+                content=position.has("on_scores"),
+                content_bias=position.has("score_bias"),
+                narrow_values=position.score_width != 1,
+                gradient=self.training and torch.is_grad_enabled(),
+            )
+            by_layer[position, window] = choose(self.backend, needs)
         return [by_layer[one] for one in self._layers]
 
     @property
     def backends(self) -> set[str]:
         """The names of all layers' backends."""
         return {choice.backend for choice in self.attention_choices}
-
-    def _choice(self, position: Position, window: int | None) -> Choice:
-        shape = position.shape
-        if isinstance(self._method_of(position, window), NearFar):
-            return Choice("near_far")
-        needs = Needs(
-            self.word_embeddings.weight.new_empty(
-                0, shape.heads, 0, shape.head_dim * position.score_width
-            ),
-            tables=position.has("distance_bias") or position.has("distance_weight"),
-            masked=window is not None or self.blockwise or self.reset_attention_mask,
-            index_bias=position.has("index_bias"),
-            content=position.has("on_scores"),
-            content_bias=position.has("score_bias"),
-            narrow_values=position.score_width != 1,
-            gradient=self.training and torch.is_grad_enabled(),
-        )
-        return choose(self.backend, needs)
 
     @property
     def resolved_backend(self) -> str:
@@ -344,11 +337,6 @@ class GPT(nn.Module):
     def looks_at_scores(self) -> bool:
         """Whether an encoding needs the whole matrix of scores."""
         return any(position.has("on_scores") for position in self._positions)
-
-    @property
-    def window(self) -> int | None:
-        """The window of all layers, or where they differ the first layer's."""
-        return self.windows[0]
 
     @property
     def _layers(self) -> list[tuple[Position, int | None]]:

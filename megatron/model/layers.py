@@ -1,17 +1,17 @@
-"""Self-attention and MLP of a transformer block, with GPT-NeoX's parameter names and layout."""
+"""The parts of a transformer layer, with GPT-NeoX's parameter names and layout."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megatron.attention import IndexBias, Pairs, attention
-from megatron.model.activations import ACTIVATIONS
-from megatron.model.by_method import Text, attention_by_method, for_each_query_head
+from megatron.attention import Pairs, attention
 from megatron.model.cache import LayerCache
 from megatron.model.documents import Documents, by_document
-from megatron.model.methods import Method
+from megatron.model.methods import Method, Text, attention_by_method, for_each_query_head
 from megatron.model.settings import Architecture
 from megatron.positions import Position
 
@@ -44,23 +44,14 @@ class AttentionInputs:
     pairs: Pairs | None = field(default=None, compare=False)
 
 
-def layer_norm(features: int, model: Architecture) -> nn.Module:
-    """Layer norm over the last `features`."""
-    return nn.LayerNorm(features, eps=model.layernorm_epsilon, bias=model.use_bias_in_norms)
-
-
-def rms_norm(features: int, model: Architecture) -> nn.Module:
-    """Division by the root mean square of the last `features` (arXiv 1910.07467), with weights."""
-    return nn.RMSNorm(features, eps=model.layernorm_epsilon)
-
-
-NORMS = {"layernorm": layer_norm, "rmsnorm": rms_norm}
-"""What `norm` may name."""
-
-
 def normalisation(features: int, model: Architecture) -> nn.Module:
-    """The model's kind of norm over the last `features`: [..., features] -> same."""
-    return NORMS[model.norm](features, model)
+    """The model's kind of norm over the last `features`: [..., features] -> same.
+
+    rmsnorm divides by the root mean square (arXiv 1910.07467).
+    """
+    if model.norm == "rmsnorm":
+        return nn.RMSNorm(features, eps=model.layernorm_epsilon)
+    return nn.LayerNorm(features, eps=model.layernorm_epsilon, bias=model.use_bias_in_norms)
 
 
 class SelfAttention(nn.Module):
@@ -87,9 +78,14 @@ class SelfAttention(nn.Module):
     def forward(self, x: Tensor, inputs: AttentionInputs) -> Tensor:
         """x [batch, length, hidden] -> same."""
         batch, length, _ = x.shape
-        position = inputs.position
-        q, k, v = self._projected(x)
-        documents, method = inputs.documents, inputs.method
+        fused = self.query_key_value(x).view(batch, length, self.key_heads, self.group + 2, -1)
+        q, k, v = fused.split([self.group, 1, 1], dim=3)
+        if self.query_norm is not None and self.key_norm is not None:
+            q, k = self.query_norm(q), self.key_norm(k)
+        # [batch, heads or key heads, length, head_dim]
+        q, k, v = (part.flatten(2, 3).transpose(1, 2) for part in (q, k, v))
+
+        position, documents, method = inputs.position, inputs.documents, inputs.method
         if documents is not None and documents.restart and not position.by_distance:
             q, k = by_document(position.on_queries_keys, (q, k), documents)
         elif method is None:
@@ -101,24 +97,28 @@ class SelfAttention(nn.Module):
             q = (q * inputs.query_scale[..., None]).to(q.dtype)
         if inputs.cache is not None:
             k, v = cache.append(k, v)
-        on_scores = None
-        if position.has("on_scores"):
-            on_scores = partial(position.on_scores, x=x, memory=memory)
-        score_bias = None
-        if position.has("score_bias"):
-            score_bias = position.score_bias(x, memory)
+
         options: dict[str, Any] = {
             "weight": inputs.weight,
             "window": inputs.window,
             "chunk": inputs.chunk,
             "segments": None if documents is None else documents.numbers[:, -k.shape[2] :],
-            "index_bias": _index_bias(position, cache.forgotten),
-            "on_scores": on_scores,
-            "score_bias": score_bias,
+            "index_bias": None,
+            "on_scores": None,
+            "score_bias": None,
             "pairs": inputs.pairs,
             "backend": inputs.backend,
             "self_check": inputs.self_check,
         }
+        if position.has("on_scores"):
+            options["on_scores"] = partial(position.on_scores, x=x, memory=memory)
+        if position.has("score_bias"):
+            options["score_bias"] = position.score_bias(x, memory)
+        if position.has("index_bias"):
+            options["index_bias"] = position.index_bias
+        if position.has("index_bias") and cache.forgotten:
+            gone = cache.forgotten
+            options["index_bias"] = lambda query, key: position.index_bias(query + gone, key + gone)
         if method is None:
             k = for_each_query_head(k, self.group)
             v = for_each_query_head(v, self.group)
@@ -129,24 +129,26 @@ class SelfAttention(nn.Module):
             out = attention_by_method(method, text)
         return self.dense(out.transpose(1, 2).reshape(batch, length, -1))
 
-    def _projected(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries, keys and values: [batch, heads or key heads, length, head_dim] each."""
-        batch, length, _ = x.shape
-        fused = self.query_key_value(x).view(batch, length, self.key_heads, self.group + 2, -1)
-        q, k, v = fused.split([self.group, 1, 1], dim=3)
-        if self.query_norm is not None and self.key_norm is not None:
-            q, k = self.query_norm(q), self.key_norm(k)
-        q, k, v = (part.flatten(2, 3).transpose(1, 2) for part in (q, k, v))
-        return q, k, v
+
+def gelu_new(x: Tensor) -> Tensor:
+    """GELU by tanh, as GPT-2 computes it: same shape."""
+    return F.gelu(x, approximate="tanh")
 
 
-def _index_bias(position: Position, forgotten: int) -> IndexBias | None:
-    """The encoding's index_bias, asked for keys of which so many before them are forgotten."""
-    if not position.has("index_bias"):
-        return None
-    if not forgotten:
-        return position.index_bias
-    return lambda queries, keys: position.index_bias(queries + forgotten, keys + forgotten)
+def swiglu(x: Tensor) -> Tensor:
+    """silu(gate) * up (arXiv 2002.05202), the gate first: [..., 2 width] -> [..., width]."""
+    gate, up = x.chunk(2, dim=-1)
+    return F.silu(gate) * up
+
+
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "gelu": F.gelu,
+    "gelu_new": gelu_new,
+    "relu": F.relu,
+    "silu": F.silu,
+    "swiglu": swiglu,
+}
+"""What `activation` may name."""
 
 
 class MLP(nn.Module):
@@ -155,10 +157,34 @@ class MLP(nn.Module):
     def __init__(self, model: Architecture) -> None:
         super().__init__()
         hidden, bias = model.hidden_size, model.use_bias_in_mlp
-        self.activation = ACTIVATIONS[model.activation].function
+        self.activation = ACTIVATIONS[model.activation]
         self.dense_h_to_4h = nn.Linear(hidden, model.widened, bias=bias)
         self.dense_4h_to_h = nn.Linear(model.mlp_width, hidden, bias=bias)
 
     def forward(self, x: Tensor) -> Tensor:
         """x [batch, length, hidden] -> same."""
         return self.dense_4h_to_h(self.activation(self.dense_h_to_4h(x)))
+
+
+class Block(nn.Module):
+    """x + attention(norm(x)), then x + mlp(norm(x)); dropout acts on what is added.
+
+    With parallel_residual both read the same x: x + attention(norm(x)) + mlp(norm(x)).
+    """
+
+    def __init__(self, model: Architecture) -> None:
+        super().__init__()
+        self.dropout = model.hidden_dropout
+        self.parallel_residual = model.parallel_residual
+        self.input_layernorm = normalisation(model.hidden_size, model)
+        self.attention = SelfAttention(model)
+        self.post_attention_layernorm = normalisation(model.hidden_size, model)
+        self.mlp = MLP(model)
+
+    def forward(self, x: Tensor, inputs: AttentionInputs) -> Tensor:
+        """x [batch, length, hidden] -> same."""
+        added = self.attention(self.input_layernorm(x), inputs)
+        attended = x + F.dropout(added, self.dropout, self.training)
+        read_by_mlp = x if self.parallel_residual else attended
+        added = self.mlp(self.post_attention_layernorm(read_by_mlp))
+        return attended + F.dropout(added, self.dropout, self.training)

@@ -18,14 +18,17 @@ are near, which far keys are visible, and where far queries and keys stand.
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
+from megatron.attention import attention
+from megatron.attention.content import ScoreBias
+from megatron.attention.near_far import Keys, Tables, near_far
 from megatron.errors import UserError, did_you_mean
 from megatron.model.settings import AttentionSettings
-from megatron.positions import Position
+from megatron.positions import REGISTRY, Position
 
 MOST = 2**24  # tokens: beyond, positions are not exact in float32
 
@@ -113,6 +116,18 @@ class NearFar(Method):
 
     def visible(self, window: int | None) -> tuple[int, int | None]:
         return (0, window) if self.first_keys is None else (self.first_keys, self.window)
+
+    def excluded(self, attention: AttentionSettings, windows: Sequence[int]) -> Iterator[str]:
+        """Other settings that it excludes. windows: those of layers that have one"""
+        if attention.blockwise:
+            yield "has no meaning beside blockwise: true"
+        if attention.clip_distance is not None:
+            yield f"excludes --clip-distance {attention.clip_distance}, since it clips itself"
+        for window in windows:
+            if self.first_keys is not None:
+                yield "has a window of its own; give --window none"
+            elif window <= self.window:
+                yield f"changes nothing within window {window}; give --window none or more"
 
     def applies_to(self, position: Position) -> bool:
         return position.rotates or has_table(position)
@@ -287,76 +302,58 @@ METHODS: dict[str, type[Method]] = {
 def method_of(text: str, train_length: int) -> Method:
     """The method that a text such as `self_extend,window=256,group=8` describes.
 
-    Options that are not given have the defaults of their method. UserError with all faults.
+    Options that are not given have the defaults of their method. Raises UserError with all faults.
     """
     fault = fault_of_name(text)
     if fault is not None:
         raise UserError(fault)
+    shown = ascii(text)[1:-1][:100]
     name, *words = text.split(",")
     kind = METHODS[name]
-    given, faults = _options_of(kind, words)
+    types = {one.name: one.type for one in fields(kind)}
+    given: dict[str, float] = {}
+    faults = []
+    for word in words:
+        key, _, value = word.partition("=")
+        if key not in types or key in given:
+            faults.append(f"{ascii(word)[1:-1]}: give each of {', '.join(types)} once")
+            continue
+        try:
+            number = float(value[:20])
+        except ValueError:
+            number = math.nan
+        if types[key] is int and number.is_integer():
+            given[key] = int(number)
+        elif types[key] is float and math.isfinite(number):
+            given[key] = number
+        else:
+            wanted = "a whole number" if types[key] is int else "a number"
+            faults.append(f"{ascii(word)[1:-1]} is wrong; write {key}= and {wanted}")
     options = kind.defaults(train_length, given) | given
-    for one in fields(kind):
-        if one.name not in options and not faults:
-            faults.append(f"give {one.name}= too; it has no default")
+    absent = types.keys() - options.keys()
+    if absent and not faults:
+        faults.append(f"give {', '.join(sorted(absent))}= too; it has no default")
     if not faults:
         method = kind(**options)
         faults = list(method.faults(train_length))
         if not faults:
             return method
-    raise UserError("\n".join(f"--method {_shown(text)}: {fault}" for fault in faults))
+    raise UserError("\n".join(f"--method {shown}: {fault}" for fault in faults))
 
 
 def fault_of_name(text: str) -> str | None:
-    """What is wrong with the name of the method in a text; None: nothing."""
+    """What is wrong with the name of the method in a text, or None."""
     name = text.split(",")[0]
     if name in METHODS:
         return None
     hint = did_you_mean(name, METHODS) or f"choose from {', '.join(METHODS)}"
-    return f"--method {_shown(text)}: no such method; {hint}"
-
-
-def _shown(text: str) -> str:
-    return ascii(text)[1:-1][:100]
-
-
-def _options_of(kind: type[Method], words: Sequence[str]) -> tuple[dict[str, float], list[str]]:
-    """Options by name, and what is wrong with the words."""
-    types = {one.name: one.type for one in fields(kind)}
-    options: dict[str, float] = {}
-    faults = []
-    for word in words:
-        key, _, value = word.partition("=")
-        if key not in types:
-            faults.append(f"{_shown(word)} is no option of it; it has {', '.join(types)}")
-            continue
-        is_whole = types[key] is int
-        number = _number(value, int if is_whole else float)
-        if number is None:
-            wanted = "a whole number" if is_whole else "a number"
-            faults.append(f"{_shown(word)} is wrong; write {key}= and {wanted}")
-        elif key in options:
-            faults.append(f"{key} is given twice")
-        else:
-            options[key] = number
-    return options, faults
-
-
-def _number(text: str, kind: type[int] | type[float]) -> float | None:
-    """The finite number of moderate size that a text is; None: it is none."""
-    if len(text) > 20:
-        return None
-    try:
-        number = kind(text)
-    except ValueError:
-        return None
-    return number if math.isfinite(number) else None
+    return f"--method {ascii(text)[1:-1][:100]}: no such method; {hint}"
 
 
 def method_of_layer(
     attention: AttentionSettings, position: Position, window: int | None, train_length: int
 ) -> Method | None:
-    """What changes the attention of a layer with this encoding and window; None: nothing.
+    """What changes the attention of a layer with this encoding and window, or None.
 
     The settings have no faults.
     """
@@ -370,13 +367,82 @@ def method_of_layer(
     return method
 
 
+def faults_of(
+    attention: AttentionSettings, positions: Sequence[Position], train_length: int
+) -> list[str]:
+    """What is wrong with sinks, clip_distance and method for layers with these encodings."""
+    pattern = attention.window_layers or (attention.window,)
+    windows = list(dict.fromkeys(attention.windows(len(pattern), train_length)))
+    lengths = [window for window in windows if window is not None]
+    names = " or ".join(dict.fromkeys(name_of(one) for one in positions))
+    sinks, clip = attention.sinks, attention.clip_distance
+    faults = []
+    for option, value in (("--sinks", sinks), ("--clip-distance", clip)):
+        if value is not None and not 1 <= value <= MOST:
+            faults.append(f"{option} {value}: give a number of tokens of 1 to {MOST}, or none")
+    if sinks is not None:
+        where = f"--sinks {sinks}"
+        if not lengths:
+            faults.append(f"{where}: without a window all keys are visible; give --window too")
+        if attention.blockwise:
+            faults.append(f"{where}: has no meaning beside blockwise: true")
+        if attention.method is not None:
+            faults.append(f"{where}: excludes --method {attention.method}")
+    if clip is not None and not any(has_table(one) for one in positions):
+        faults.append(
+            f"--clip-distance {clip}: {names} has no table by distance; for rotations"
+            " --method rerope is the same"
+        )
+    chosen: list[Method] = []
+    if attention.method is not None:
+        try:
+            chosen.append(method_of(attention.method, train_length))
+        except UserError as fault:
+            faults.append(str(fault))
+    if sinks is not None and sinks >= 1 and lengths:
+        chosen.append(Sinks(lengths[0], sinks))
+    for method in chosen:
+        where = f"--method {method.text}"
+        if isinstance(method, Sinks):
+            where = f"--sinks {sinks}"
+        elif isinstance(method, NearFar):
+            faults += [f"{where}: {fault}" for fault in method.excluded(attention, lengths)]
+        if method.needs is not None and not any(getattr(one, method.needs) for one in positions):
+            faults.append(f"{where}: {names} {lacks(method.needs)}")
+        else:
+            for one in positions:
+                obstacle = method.obstacle(one) if method.applies_to(one) else None
+                if obstacle is not None:
+                    faults.append(f"{where}: {name_of(one)} cannot be read so: {obstacle}")
+        if attention.reset_attention_mask:
+            faults.append(f"{where}: reads a text as one document; set reset_attention_mask=false")
+    return list(dict.fromkeys(faults))
+
+
+def lacks(attribute: str) -> str:
+    """What an encoding lacks without an attribute that a method needs."""
+    if attribute == "stretches":
+        return "has no base that can grow; it is for rotary without scaling, alone or in sum"
+    rotating = ", ".join(name for name, kind in REGISTRY.items() if kind.rotates)
+    return (
+        f"does not turn queries and keys by position; it is for {rotating}, and for sum with one of"
+        " them"
+    )
+
+
+def name_of(position: Position) -> str:
+    """The name of an encoding in the registry."""
+    names = [name for name, kind in REGISTRY.items() if kind is type(position)]
+    return names[0] if names else type(position).__name__
+
+
 def has_table(position: Position) -> bool:
     """Whether the encoding adds or multiplies by a table of distances."""
     return position.has("distance_bias") or position.has("distance_weight")
 
 
 def obstacle_to_moving(position: Position) -> str | None:
-    """Why tokens of this encoding cannot stand at other positions; None: they can."""
+    """Why tokens of this encoding cannot stand at other positions, or None."""
     if position.has("on_scores"):
         return "it changes all scores of a query by their content"
     if position.has("on_embeddings"):
@@ -397,3 +463,93 @@ def clipped(table: Tensor | None, distance: int | None) -> Tensor | None:
     last = table[:, distance : distance + 1]
     beyond = table.shape[1] - distance - 1
     return torch.cat([table[:, : distance + 1], last.expand(-1, beyond)], dim=1)
+
+
+@dataclass(frozen=True)
+class Text:
+    """What a layer attends with, before its encoding has acted on queries and keys.
+
+    q [batch, heads, queries, head_dim] of the last keys; k, v [batch, key heads, keys, head_dim];
+    index [keys] int64: where keys stand in the text, some of which may be forgotten;
+    bias [heads, distances] or None; query_scale [queries] or [heads, queries]: multiplies the
+    queries; options: of megatron.attention.attention
+    """
+
+    position: Position
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    index: Tensor
+    bias: Tensor | None
+    query_scale: Tensor | None
+    options: dict[str, Any]
+
+    @property
+    def end(self) -> int:
+        """The index behind the last query."""
+        return int(self.index[-1]) + 1
+
+    def turned(
+        self, rows: slice, query: Tensor, key: Tensor, stretch: float = 1.0
+    ) -> tuple[Tensor, Tensor]:
+        """Some queries, and the first keys, where they stand for a method.
+
+        query [rows], key [keys]: int64 or float -> [batch, heads, rows, features] and
+        [batch, heads, keys, features], without groups
+        """
+        q, k = self.q[:, :, rows], self.k[:, :, : len(key)]
+        if self.position.has("on_queries_keys_at"):
+            first = self.end - self.q.shape[2] + rows.start
+            dtype = self.position.origin.dtype
+            q, k = self.position.on_queries_keys_at(
+                q, k, query.to(dtype), key.to(dtype), start=first, stretch=stretch
+            )
+        if self.query_scale is not None:
+            q = (q * self.query_scale[..., rows, None]).to(q.dtype)
+        return q, for_each_query_head(k, q.shape[1] // k.shape[1])
+
+    def values(self, keys: int) -> Tensor:
+        """Those of the first keys, without groups: [batch, heads, keys, head_dim]."""
+        v = self.v[:, :, :keys]
+        return for_each_query_head(v, self.q.shape[1] // v.shape[1])
+
+
+def attention_by_method(method: Method, text: Text) -> Tensor:
+    """What queries get from the keys of a text: [batch, heads, queries, head_dim]."""
+    key, start = text.index, text.end - text.q.shape[2]
+    if isinstance(method, NearFar):
+        query = key[-text.q.shape[2] :]
+        rows = slice(0, len(query))
+        far_query, far_key = method.far_query(query), method.far_key(key)
+        sinks = method.first_keys
+        return near_far(
+            Keys(*text.turned(rows, query, key), query, key),
+            Keys(*text.turned(rows, far_query, far_key), far_query.long(), far_key.long()),
+            text.values(len(key)),
+            distance=method.window,
+            window=text.options["window"] if sinks is None else None,
+            sinks=sinks,
+            tables=Tables(
+                text.bias, text.options["weight"], ScoreBias.of(text.options["score_bias"])
+            ),
+        )
+    assert isinstance(method, DynamicNTK)
+    # One part of the queries after the other, each with the base of its length.
+    forgotten = text.end - len(key)
+    score_bias = text.options["score_bias"]
+    outputs = []
+    for first, stop, stretch in method.parts(start, text.end, text.position.shape.train_length):
+        rows = slice(first - start, stop - start)
+        keys = stop - forgotten
+        q, k = text.turned(rows, key[first - forgotten : keys], key[:keys], stretch)
+        options = dict(text.options)
+        if score_bias is not None:
+            u, w = score_bias
+            options["score_bias"] = (None if u is None else u[:, :, rows], w[:, :, :keys])
+        outputs.append(attention(q, k, text.values(keys), text.bias, **options))
+    return torch.cat(outputs, dim=2)
+
+
+def for_each_query_head(x: Tensor, group: int) -> Tensor:
+    """Repeat each head for its group: [batch, key heads, keys, head_dim] -> [batch, heads, …]."""
+    return x if group == 1 else x.repeat_interleave(group, dim=1)

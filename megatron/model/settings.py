@@ -1,13 +1,14 @@
-"""What a GPT is built from, in plain values: it needs no package that reads a configuration."""
+"""What a GPT is built from, in plain values, and its first weights: no configuration is read."""
 
+import math
 from dataclasses import dataclass, fields, replace
-from typing import TYPE_CHECKING, Literal
+from typing import Any, Literal
 
-from megatron.model.activations import ACTIVATIONS
+import torch
+from torch import nn
 
-if TYPE_CHECKING:
-    from megatron.config import schema
-
+GATED = ("swiglu",)
+"""Activations that read twice the width, the gate first."""
 ONLY_MEASURED = ("sinks", "clip_distance", "method")
 """Settings of attention that are chosen when trained weights are used."""
 GATED_MULTIPLE = 64
@@ -41,7 +42,7 @@ class Architecture:
     output_layer_init_method: Literal["scaled_normal", "normal", "wang_init"] = "scaled_normal"
 
     @classmethod
-    def of(cls, section: "schema.Model") -> "Architecture":
+    def of(cls, section: Any) -> "Architecture":
         """The same values from the configuration's section."""
         names = [field.name for field in fields(cls)]
         return cls(**{name: getattr(section, name) for name in names})
@@ -71,7 +72,7 @@ class Architecture:
         """intermediate_size, also where it is not set."""
         if self.intermediate_size is not None:
             return self.intermediate_size
-        if not ACTIVATIONS[self.activation].gated:
+        if self.activation not in GATED:
             return 4 * self.hidden_size
         # Three matrices have as many numbers as two of 4 hidden.
         return -(-8 * self.hidden_size // (3 * GATED_MULTIPLE)) * GATED_MULTIPLE
@@ -79,7 +80,7 @@ class Architecture:
     @property
     def widened(self) -> int:
         """Features that the MLP's first matrix gives: mlp_width, and as many of the gate's."""
-        return 2 * self.mlp_width if ACTIVATIONS[self.activation].gated else self.mlp_width
+        return 2 * self.mlp_width if self.activation in GATED else self.mlp_width
 
     @property
     def bias_in_attn_output(self) -> bool:
@@ -117,7 +118,7 @@ class AttentionSettings:
     method: str | None = None
 
     @classmethod
-    def of(cls, section: "schema.Attention") -> "AttentionSettings":
+    def of(cls, section: Any) -> "AttentionSettings":
         """The same values from the configuration's section."""
         names = [field.name for field in fields(cls) if field.name not in ONLY_MEASURED]
         return cls(**{name: getattr(section, name) for name in names})
@@ -131,3 +132,40 @@ class AttentionSettings:
     def of_one_document(self) -> "AttentionSettings":
         """The same for a text that is taken as one document, whatever it holds."""
         return replace(self, reset_attention_mask=False, reset_position_ids=False)
+
+
+RESIDUAL_OUTPUTS = ("attention.dense.weight", "mlp.dense_4h_to_h.weight")
+
+
+def standard_deviation(method: str, model: Architecture) -> float:
+    """That of first weights, by a name that `init_method` or `output_layer_init_method` may have.
+
+    small_init: Transformers without Tears (arXiv 1910.05895); wang_init: as in GPT-NeoX-20B (arXiv
+    2204.06745), from Wang's Mesh Transformer JAX
+    """
+    layers, hidden = model.num_layers, model.hidden_size
+    by_method = {
+        "normal": model.init_method_std,
+        "scaled_normal": model.init_method_std / math.sqrt(2 * layers),
+        "small_init": math.sqrt(2 / (5 * hidden)),
+        "wang_init": 2 / (layers * math.sqrt(hidden)),
+    }
+    return by_method[method]
+
+
+def initialize(module: nn.Module, model: Architecture) -> None:
+    """Matrices ~ N(0, std²), biases 0, norms 1 and 0.
+
+    init_method gives std, and output_layer_init_method that of the matrices that write to the
+    residual stream.
+    """
+    std = standard_deviation(model.init_method, model)
+    std_of_outputs = standard_deviation(model.output_layer_init_method, model)
+    with torch.no_grad():
+        for name, parameter in module.named_parameters():
+            if parameter.dim() >= 2:
+                parameter.normal_(0.0, std_of_outputs if name.endswith(RESIDUAL_OUTPUTS) else std)
+            elif name.endswith("norm.weight"):
+                parameter.fill_(1.0)
+            else:
+                parameter.fill_(0.0)

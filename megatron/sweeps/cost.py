@@ -12,8 +12,7 @@ import torch
 from megatron.config import Config
 from megatron.errors import UserError
 from megatron.evaluation.protocols import window_counts
-from megatron.model import Architecture, flops
-from megatron.model.size import parameters
+from megatron.model import Architecture, size
 from megatron.results.row import ATTENTION_INPUTS
 from megatron.sweeps.plan import Cell, Sweep
 from megatron.sweeps.state import State, seconds_per_step
@@ -90,14 +89,14 @@ def _missing(cell: Cell, state: State) -> tuple[int, float, float]:
     length = config.model.seq_length
     steps = max(0, cell.steps - state.step)
     tokens = steps * windows_per_step(config) * length
-    training = tokens * flops.BACKWARD * forward_flops(config, vocab, length)
+    training = tokens * size.BACKWARD * forward_flops(config, vocab, length)
     evaluating = sum(evaluation_flops(one.options, config, vocab) for one in state.missing)
     return tokens, training, evaluating
 
 
 def forward_flops(config: Config, vocab: int, length: int) -> float:
     """Operations of one token in a causal window of `length`: it attends to half of it."""
-    return flops.forward_flops(Architecture.of(config.model), vocab, keys=length / 2)
+    return size.forward_flops(Architecture.of(config.model), vocab, keys=length / 2)
 
 
 def _disk(sweep: Sweep, states: Sequence[State], jobs: int) -> int:
@@ -107,7 +106,7 @@ def _disk(sweep: Sweep, states: Sequence[State], jobs: int) -> int:
     for cell, state in zip(sweep.cells, states, strict=True):
         if state.step >= cell.steps:
             continue
-        numbers = parameters(cell.config, likely_rows(cell.config)).whole
+        numbers = size.parameters(cell.config, likely_rows(cell.config)).whole
         checkpoints = kept_checkpoints(cell.config)
         final = (CHECKPOINT if sweep.keep_states else FLOAT32) * numbers * checkpoints
         # One more while the next is written.
@@ -173,7 +172,7 @@ def _timed(sweep: Sweep) -> dict[tuple, float]:
         config = cell.config
         length = config.model.seq_length
         tokens = windows_per_step(config) * length
-        step = flops.BACKWARD * tokens * forward_flops(config, likely_rows(config), length)
+        step = size.BACKWARD * tokens * forward_flops(config, likely_rows(config), length)
         speeds.setdefault(_shape(config), []).append(step / seconds)
     return {shape: statistics.median(values) for shape, values in speeds.items()}
 
@@ -184,7 +183,7 @@ def _shape(config: Config) -> tuple:
         model.num_layers,
         model.hidden_size,
         model.attention_width,
-        flops.matrix_weights(model, 0),
+        size.matrix_weights(model, 0),
     )
     return *sizes, model.seq_length, config.precision.precision
 

@@ -9,7 +9,7 @@ import torch
 
 from megatron.config.schema import Model
 from megatron.model import Architecture
-from megatron.model.flops import BACKWARD, attention_flops, palm_weights
+from megatron.model.size import BACKWARD, attention_flops, palm_weights
 
 PEAKS: tuple[tuple[str, dict[str, float]], ...] = (
     (r"V100-SXM2-\d+GB", {"fp16": 125, "fp32": 15.7}),

@@ -6,10 +6,9 @@ import torch
 
 from megatron.checkpoints.write import write_checkpoint
 from megatron.config import load
-from megatron.interop.export import BY_CONTENT, export
+from megatron.interop.export import export
 from megatron.model import Cache, from_config
-from megatron.positions import FILES, REGISTRY, Position
-from tests.encodings import SAMPLE
+from megatron.positions import FILES, REGISTRY
 from tests.support import NEEDED
 
 VOCAB = 61
@@ -48,13 +47,6 @@ class Bump(DistanceBias):
         bump = self.bounded("height")[:, None] * torch.exp(-distance / self.width)
         return bump - self.slope[:, None] * distance
 '''
-
-
-OFFERED = [
-    name
-    for name in SAMPLE
-    if all(getattr(REGISTRY[name], hook) is getattr(Position, hook) for hook in BY_CONTENT)
-]
 
 
 def arguments(name):

@@ -2,7 +2,8 @@
 
 import pytest
 
-from megatron.model.flops import (
+from megatron.model.settings import Architecture
+from megatron.model.size import (
     BACKWARD,
     attention_flops,
     causal_keys,
@@ -11,7 +12,6 @@ from megatron.model.flops import (
     matrix_weights,
     palm_weights,
 )
-from megatron.model.settings import Architecture
 
 LAYERS, HIDDEN, VOCAB, LENGTH = 12, 768, 50304, 512  # configs/125M.yml
 MODEL = Architecture(

@@ -12,8 +12,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply
 from megatron.config import load
 from megatron.errors import UserError
 from megatron.model import GPT, AttentionSettings, Cache, from_config
-from megatron.model.by_method import Text, attention_by_method
-from megatron.model.methods import METHODS, Sinks, clipped, method_of
+from megatron.model.methods import METHODS, Sinks, Text, attention_by_method, clipped, method_of
 from megatron.model.settings import Architecture
 from megatron.positions import Shape, build
 from tests.encodings import every_signature
@@ -321,10 +320,10 @@ def test_losses_are_finite_at_16384_and_short_texts_do_not_change(name, variant,
         ({"method": "rerop"}, ["--method rerop: no such method; did you mean rerope?"]),
         ({"method": "rerope,window=49"}, ["window=49 is not within 1 … 48, the training length"]),
         ({"method": "rerope,window=0"}, ["window=0 is not within 1 … 48, the training length"]),
-        ({"method": "rerope,windw=4"}, ["windw=4 is no option of it; it has window"]),
+        ({"method": "rerope,windw=4"}, ["windw=4: give each of window once"]),
         ({"method": "rerope,window=4.5"}, ["window=4.5 is wrong; write window= and a whole num"]),
         ({"method": "rerope,window"}, ["window is wrong; write window= and a whole number"]),
-        ({"method": "rerope,window=4,window=5"}, ["window is given twice"]),
+        ({"method": "rerope,window=4,window=5"}, ["window=5: give each of window once"]),
         ({"method": "self_extend"}, ["--method self_extend: give group= too; it has no default"]),
         ({"method": "self_extend,group=1"}, ["group=1 is not within 2 … 16777216"]),
         ({"method": "self_extend,group=-3"}, ["group=-3 is not within 2 … 16777216"]),

@@ -20,8 +20,7 @@ from megatron.model import (
     from_config,
     position_from_config,
 )
-from megatron.model.flops import forward_flops
-from megatron.model.size import parameters
+from megatron.model.size import forward_flops, parameters
 from megatron.positions import REGISTRY
 from tests.encodings import every_signature
 from tests.support import NEEDED

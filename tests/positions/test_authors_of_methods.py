@@ -10,8 +10,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron.model.by_method import Text, attention_by_method
-from megatron.model.methods import LMInfinite, NearFar, ReRoPE, Sinks, method_of
+from megatron.model.methods import (
+    LMInfinite,
+    NearFar,
+    ReRoPE,
+    Sinks,
+    Text,
+    attention_by_method,
+    method_of,
+)
 from megatron.positions import build
 from tests.positions.golden import Golden, load
 from tests.positions.test_authors import close, lower_triangle

@@ -10,6 +10,7 @@ from megatron.commands.sweep import duration, plan
 from megatron.config import load
 from megatron.errors import UserError
 from megatron.model import from_config
+from megatron.model.size import parameters
 from megatron.sweeps.cost import (
     DEVICES,
     Cost,
@@ -17,7 +18,6 @@ from megatron.sweeps.cost import (
     cost,
     forward_flops,
     named_device,
-    parameters,
 )
 from megatron.sweeps.plan import load_sweep
 from megatron.sweeps.state import State

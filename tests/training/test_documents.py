@@ -120,7 +120,7 @@ def test_a_run_learns_with_documents_apart_and_its_checkpoint_keeps_them_so(
     assert all(map(math.isfinite, losses))
     model, trained, record = load_for_evaluation(tmp_path)
     assert trained.attention.reset_attention_mask
-    assert model.reset_attention_mask
+    assert model.attention.reset_attention_mask
     assert model.end_of_document == record["tokenizer"]["eod"] == 0
 
 

@@ -27,7 +27,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from megatron.attention import BACKENDS, attention
 from megatron.cli_errors import guarded
-from megatron.model.flops import PER_PAIR, causal_pairs
+from megatron.model.size import PER_PAIR, causal_pairs
 from megatron.positions import Position, Shape, build
 
 TABLES = {

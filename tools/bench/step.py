@@ -28,8 +28,8 @@ from torch import Tensor, nn
 from megatron.cli_errors import guarded
 from megatron.errors import UserError
 from megatron.model import GPT
-from megatron.model.flops import BACKWARD, causal_keys, forward_flops, matrix_weights
 from megatron.model.settings import Architecture, AttentionSettings
+from megatron.model.size import BACKWARD, causal_keys, forward_flops, matrix_weights
 from megatron.positions import Shape, build
 from megatron.training.compiled import compile_layers
 

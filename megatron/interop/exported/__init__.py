@@ -1,1 +1,0 @@
-"""Sources of the model that an export carries with it; they import transformers."""

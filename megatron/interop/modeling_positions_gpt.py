@@ -1,0 +1,237 @@
+"""Our GPT behind the interface of transformers: what generates, what is exported.
+
+An exported folder holds this file, and beside it the model, encodings and attention that it
+imports. They need torch and transformers alone.
+"""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import Cache as TheirCache
+from transformers import GenerationMixin, PreTrainedConfig, PreTrainedModel, initialization
+from transformers.modeling_outputs import CausalLMOutputWithPast
+
+from megatron.model.cache import Cache
+from megatron.model.gpt import GPT
+from megatron.model.settings import Architecture, AttentionSettings
+from megatron.positions.base import Position, Shape
+from megatron.positions.registry import build
+
+NOT_OFFERED = ("position_ids", "inputs_embeds", "output_attentions", "output_hidden_states")
+
+
+class PositionsGPTConfig(PreTrainedConfig):
+    """A GPT with a positional encoding of any kind.
+
+    architecture, attention_settings: values of `Architecture` and `AttentionSettings`
+    encodings: each as {name: options}; encoding_of_layer: the number of each layer's
+    vocab_size, hidden_size and so on repeat what other programs may ask for
+    training: the configuration of the training, as a record; the model does not read it
+    """
+
+    model_type = "positions_gpt"
+    keys_to_ignore_at_inference = ("past_key_values",)
+
+    vocab_size: int = 512
+    hidden_size: int = 64
+    num_hidden_layers: int = 2
+    num_attention_heads: int = 4
+    max_position_embeddings: int = 512
+    architecture: dict[str, Any] | None = None
+    attention_settings: dict[str, Any] | None = None
+    encodings: list[dict[str, Any]] | None = None
+    encoding_of_layer: list[int] | None = None
+    use_cache: bool = True
+    tie_word_embeddings: bool = False  # the model ties its matrices itself
+    bos_token_id: int | None = None
+    eos_token_id: int | list[int] | None = None
+    pad_token_id: int | None = None
+    training: dict[str, Any] | None = None
+
+
+def build_position(config: PositionsGPTConfig, index: int) -> Position:
+    """One of the encodings, with first values, in float32 on the CPU.
+
+    transformers builds models without memory and in the model's dtype. An encoding computes its
+    fixed numbers when it is built, and needs both.
+    """
+    model = Architecture(**(config.architecture or {}))
+    shape = Shape(
+        model.num_attention_heads, model.features_of_head, model.hidden_size, model.seq_length
+    )
+    [(name, options)] = (config.encodings or [])[index].items()
+    dtype = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float32)
+    try:
+        with torch.device("cpu"):
+            return build(name, shape, **options)
+    finally:
+        torch.set_default_dtype(dtype)
+
+
+class TextCache(TheirCache):
+    """Caches of our model: one for all texts of a batch with as many tokens of padding.
+
+    Keys that no later token sees are forgotten.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(layers=[])
+        self.length = 0
+        self.by_padding: dict[int, Cache] = {}
+        self.rows: dict[int, list[int]] = {}
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        return self.length
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        chosen = beam_idx.tolist()
+        for padding, cache in self.by_padding.items():
+            rows = self.rows[padding]
+            cache.select(beam_idx.new_tensor([rows.index(chosen[row]) for row in rows]))
+
+    def crop(self, *arguments: Any) -> None:
+        raise ValueError("past_key_values: tokens that were read cannot be taken back")
+
+    batch_repeat_interleave = batch_select_indices = reset = crop
+
+
+def rows_by_padding(mask: Tensor | None, batch: int, keys: int) -> dict[int, list[int]]:
+    """The texts of a batch by the tokens of padding before them.
+
+    mask [batch, keys]: 1 for tokens, 0 for padding. What is behind a text changes nothing in it.
+    """
+    if mask is None or bool(mask.all()):
+        return {0: list(range(batch))}
+    real = mask.bool()
+    if real.shape != (batch, keys):
+        raise ValueError(f"attention_mask: {list(mask.shape)} must be [{batch}, {keys}]")
+    before = (real.cumsum(1) == 0).sum(1)
+    behind = (real.flip(1).cumsum(1) == 0).sum(1)
+    if bool((before + real.sum(1) + behind != keys).any()):
+        raise ValueError("attention_mask: every text needs tokens, and none of padding among them")
+    rows: dict[int, list[int]] = {}
+    for row, padding in enumerate(before.tolist()):
+        rows.setdefault(padding, []).append(row)
+    return rows
+
+
+class PositionsGPTForCausalLM(PreTrainedModel, GenerationMixin):
+    """The language model. Texts may be longer than those of the training.
+
+    gpt: the model; default: one that is built from the configuration
+    """
+
+    config: PositionsGPTConfig
+    config_class = PositionsGPTConfig
+    base_model_prefix = ""
+    supports_gradient_checkpointing = True
+    _keep_in_fp32_modules_strict = ["positions"]  # noqa: RUF012
+
+    def __init__(self, config: PositionsGPTConfig, gpt: GPT | None = None) -> None:
+        super().__init__(config)
+        if gpt is None:
+            count = len(config.encodings or [])
+            gpt = GPT(
+                Architecture(**(config.architecture or {})),
+                AttentionSettings(**(config.attention_settings or {})),
+                positions=[build_position(config, index) for index in range(count)],
+                position_of_layer=config.encoding_of_layer,
+                vocab=config.vocab_size,
+            )
+        self.gpt = gpt
+        self.post_init()
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None = None,
+        past_key_values: TheirCache | None = None,
+        labels: Tensor | None = None,
+        use_cache: bool | None = None,
+        return_dict: bool | None = None,
+        logits_to_keep: int | Tensor = 0,
+        **kwargs: Any,
+    ) -> CausalLMOutputWithPast | tuple:
+        """input_ids [batch, length] -> logits [batch, length, vocab]; with labels also the loss.
+
+        attention_mask [batch, all tokens]: 1 for tokens, 0 for padding before or after a text.
+        Texts with different padding are read one after another, each as if it were alone.
+        """
+        for name in NOT_OFFERED:
+            value = kwargs.pop(name, None)
+            if value is not None and value is not False:
+                raise ValueError(f"{name}: is not offered by this model; leave it out")
+        cache = past_key_values
+        if use_cache is None:
+            use_cache = self.config.use_cache and not torch.is_grad_enabled()
+        if cache is None and use_cache:
+            cache = TextCache()
+        if cache is not None and not isinstance(cache, TextCache):
+            raise ValueError(
+                f"past_key_values: {type(cache).__name__} does not hold what this model keeps;"
+                " leave it out, and the model makes its own"
+            )
+
+        batch, length = input_ids.shape
+        start = 0 if cache is None else cache.length
+        groups = rows_by_padding(attention_mask, batch, start + length)
+        x = None
+        for padding, rows in groups.items():
+            tokens = input_ids if len(groups) == 1 else input_ids[rows]
+            tokens = tokens[:, max(padding - start, 0) :]
+            if not tokens.shape[1]:  # they begin in a later part of the batch
+                continue
+            own = None
+            if cache is not None:
+                cache.rows[padding] = rows
+                own = cache.by_padding.setdefault(padding, Cache(rolling=True))
+            features = self.gpt.features(tokens, own)
+            if x is None and features.shape[:2] == input_ids.shape:
+                x = features
+                continue
+            if x is None:
+                x = features.new_zeros(batch, length, features.shape[2])
+            x[rows, -tokens.shape[1] :] = features
+        assert x is not None
+        if cache is not None:
+            cache.length += length
+
+        if isinstance(logits_to_keep, Tensor):
+            x = x[:, logits_to_keep]
+        elif logits_to_keep:
+            x = x[:, -logits_to_keep:]
+        logits = F.linear(x, self.gpt.output_matrix)
+        loss = None
+        if labels is not None:
+            vocab = self.config.vocab_size
+            loss = self.loss_function(logits=logits, labels=labels, vocab_size=vocab, **kwargs)
+        out = CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=cache)
+        return out.to_tuple() if return_dict is False else out
+
+    def get_input_embeddings(self) -> nn.Module:
+        return self.gpt.word_embeddings
+
+    @classmethod
+    def _supports_default_dynamic_cache(cls) -> bool:
+        return False  # `forward` makes a cache of ours
+
+    def _set_gradient_checkpointing(self, enable: bool = True, **_: Any) -> None:
+        self.gpt.checkpoint_activations = enable
+
+    @torch.no_grad()
+    def _init_weights(self, module: nn.Module) -> None:
+        """First values; after loading, the fixed numbers of encodings, which no file holds."""
+        for index, position in enumerate(self.gpt.positions):
+            for path, part in position.named_modules():
+                if part is not module:
+                    continue
+                fresh = build_position(self.config, index).get_submodule(path)
+                for name, value in fresh.named_parameters(recurse=False):
+                    initialization.copy_(module.get_parameter(name), value)
+                for name, value in fresh.named_buffers(recurse=False):
+                    initialization.copy_(module.get_buffer(name), value)
+                return
+        super()._init_weights(module)
