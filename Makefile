@@ -41,7 +41,7 @@ BLOCK ?= 1 2 3
 GPU_CHECK = tools/bench/first_gpu.py $(BLOCK) --output $(OUT) $(if $(DRY),--dry) $(if $(DATA),--data $(DATA))
 
 gpu-check:
-	PYTHONPATH=$(CURDIR):$$PYTHONPATH $(PYTHON) $(GPU_CHECK) $(if $(ARCHIVE),--archive $(ARCHIVE))
+	PYTHONPATH=$(CURDIR):$$PYTHONPATH $(PYTHON) $(GPU_CHECK)
 
 # Random and damaged input until something is neither read nor refused, and random shapes and options of attention against
 # its definition: make fuzz FUZZ_EXAMPLES=20000. A failure is printed as an example that can be run again.

@@ -1,14 +1,11 @@
-"""Time and memory of attention with a bias by distance or content, and of other ways beside it.
+"""Time, memory and errors of attention with a bias by distance or content, and of other ways.
 
 python tools/bench/attention.py --quick
 python tools/bench/attention.py --threads 1 --lengths 512 2048 --dtypes float32 --output out.json
 
 Beside it are attention without a bias, rotary, and the forks' way. Every round runs each candidate
 once, in rotated order. Ratios are to plain scaled_dot_product_attention(is_causal=True) without a
-bias in the same round. The tables are given: a model computes them once per step. Floors count
-4 · head_dim operations for each visible pair of a query and a key, 3.5 times that with the
-backward pass (four products of the gradient and the scores once more), and every input and output
-moved once.
+bias in the same round. The tables are given: a model computes them once per step.
 """
 
 import math
@@ -20,29 +17,35 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from bench_tables import FIGURES, figures, heading, table
-from measure import DTYPES, Bench, arguments, parsed, positive, report_progress
+from measure import (
+    DTYPES,
+    FIGURES,
+    Bench,
+    arguments,
+    figures,
+    parsed,
+    positive,
+    report_progress,
+    table,
+)
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from megatron.attention import BACKENDS, attention
 from megatron.cli_errors import guarded
-from megatron.model.size import PER_PAIR, causal_pairs
 from megatron.positions import Position, Shape, build
 
-TABLES = {
+BIASES = {
     "frozen": "alibi",
     "learned": "kerple_log",
     "weight": "kerple_bias_wht",
     "window": "alibi",
+    "keys": "fox",
+    "rank_one": "cable",
 }
-CONTENT = {"keys": "fox", "rank_one": "cable"}
-"""Biases by content, a number for each key and, in the second, one for each query."""
-BIASES = TABLES | CONTENT
+"""An encoding for each kind of bias; the last two are by content."""
 WINDOW = 512
 KERNELS = {"plain flash": SDPBackend.FLASH_ATTENTION, "plain cudnn": SDPBackend.CUDNN_ATTENTION}
-# The distances' dtype; None: the model's.
-FORKS = {"forks": torch.float32, "forks, rounded distances": None}
 REFERENCES = ("plain flash", "plain")
 PASSES = {"forward": False, "forward+backward": True}
 QUICK = {
@@ -54,8 +57,7 @@ QUICK = {
 }
 # float32 matrices [batch, heads, length, length] that a dense way surely fits in, by backward.
 DENSE_COPIES = {False: 4, True: 12}
-WITH_BACKWARD = 3.5  # products of forward and backward, in those of forward
-FLOAT32 = 4  # bytes
+ERRORS = ("out", "dq", "dk", "dv", "dbias")
 Computation = Callable[[Tensor, Tensor, Tensor], Tensor]  # q, k, v -> output
 
 
@@ -63,7 +65,7 @@ Computation = Callable[[Tensor, Tensor, Tensor], Tensor]  # q, k, v -> output
 class Candidate:
     """One way to compute attention.
 
-    way: plain, one of its kernels, rotary, a name in FORKS or a backend;
+    way: plain, one of its kernels, rotary, forks or a backend;
     tables: a name in BIASES, None for no bias
     """
 
@@ -85,7 +87,8 @@ class Candidate:
         """The call to be timed, on inputs of its own."""
         torch.manual_seed(0)
         shape = (4, self.batch, self.heads, self.length, self.head_dim)
-        *inputs, gradient = torch.randn(shape, device=self.device).to(self._torch_dtype)
+        numbers = torch.randn(shape, device=self.device).to(getattr(torch, self.dtype))
+        *inputs, gradient = numbers
         compute, learned = self._computation()
         if not self.backward:
             return torch.no_grad()(lambda: compute(*inputs))
@@ -94,100 +97,51 @@ class Candidate:
             leaf.requires_grad_()
         return lambda: torch.autograd.grad(compute(*inputs), leaves, gradient)
 
-    @property
-    def _torch_dtype(self) -> torch.dtype:
-        return getattr(torch, self.dtype)
-
     def _computation(self) -> tuple[Computation, list[Tensor]]:
         """A function of q, k, v, and what else is learned."""
-        if self.way in FORKS:
-            return self._forks(FORKS[self.way] or self._torch_dtype)
-        if self.tables:
-            return self._ours(self.tables)
         if self.way in KERNELS:
             return sdpa_kernel(KERNELS[self.way])(plain), []
         if self.way == "plain":
             return plain, []
-        turn = self._position(self.way).on_queries_keys
-        return lambda q, k, v: plain(*turn(q, k), v), []
+        if self.way == "rotary":
+            turn = self._position("rotary").on_queries_keys
+            return lambda q, k, v: plain(*turn(q, k), v), []
+        if self.way == "forks":
+            p, a = torch.rand(2, self.heads, 1, 1, device=self.device)
+            index = torch.arange(self.length, device=self.device)
+            distance = (index[:, None] - index).tril().float()
+            later = index[:, None] < index
+            return lambda q, k, v: forks(q, k, v, p, a, distance, later), [p, a]
 
-    def _ours(self, kind: str) -> tuple[Computation, list[Tensor]]:
-        """Attention by one of our backends, with an encoding's tables as leaves."""
-        if kind in CONTENT:
-            return self._by_content(self._position(CONTENT[kind]))
-        position = self._position(TABLES[kind])
-        bias = _leaf(position.distance_bias(self.length))
-        weight = _leaf(position.distance_weight(self.length))
+        position = self._position(BIASES[self.tables or ""])
+        options: dict[str, Any] = {"backend": self.way}
+        if position.has("score_bias"):
+            width = self.heads * self.head_dim
+            text = torch.randn(self.batch, self.length, width, device=self.device)
+            with torch.no_grad():
+                u, w = map(_leaf, position.score_bias(text, {}))
+            learned = [numbers for numbers in (u, w) if numbers is not None]
+            options["score_bias"] = (u, w)
+            return lambda q, k, v: attention(q, k, v, **options), learned
+        options["bias"] = _leaf(position.distance_bias(self.length))
+        options["weight"] = _leaf(position.distance_weight(self.length))
+        if self.tables == "window":
+            options["window"] = min(WINDOW, self.length)
         learned = []
         if list(position.parameters()):
-            learned = [table for table in (bias, weight) if table is not None]
-
-        def compute(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            return attention(q, k, v, bias, weight=weight, window=self.window, backend=self.way)
-
-        return compute, learned
-
-    def _by_content(self, position: Position) -> tuple[Computation, list[Tensor]]:
-        """Attention with an encoding's numbers for queries and keys as leaves."""
-        text = torch.randn(self.batch, self.length, self.heads * self.head_dim, device=self.device)
-        with torch.no_grad():
-            u, w = map(_leaf, position.score_bias(text, {}))
-        assert w is not None
-        learned = [numbers for numbers in (u, w) if numbers is not None]
-        return (
-            lambda q, k, v: attention(q, k, v, backend=self.way, score_bias=(u, w)),
-            learned,
-        )
-
-    def _forks(self, distance_dtype: torch.dtype) -> tuple[Computation, list[Tensor]]:
-        p, a = torch.rand(2, self.heads, 1, 1, device=self.device).to(distance_dtype)
-        index = torch.arange(self.length, device=self.device)
-        distance = (index[:, None] - index).tril().to(distance_dtype)
-        later = index[:, None] < index
-        return lambda q, k, v: forks(q, k, v, p, a, distance, later), [p, a]
+            learned = [options[name] for name in ("bias", "weight") if options[name] is not None]
+        return lambda q, k, v: attention(q, k, v, **options), learned
 
     def _position(self, name: str) -> Position:
         hidden = self.heads * self.head_dim
         return build(name, Shape(self.heads, self.head_dim, hidden, WINDOW)).to(self.device)
 
     @property
-    def window(self) -> int | None:
-        return min(WINDOW, self.length) if self.tables == "window" else None
-
-    @property
-    def pairs(self) -> int:
-        """Visible pairs of a query and a key, of one head."""
-        if self.window is None:
-            return causal_pairs(self.length)
-        return causal_pairs(self.length) - causal_pairs(self.length - self.window)
-
-    @property
-    def flops(self) -> float:
-        forward = PER_PAIR * self.batch * self.heads * self.pairs * self.head_dim
-        return WITH_BACKWARD * forward if self.backward else forward
-
-    @property
-    def bytes(self) -> float:
-        """Every input and output moved once.
-
-        Forward moves q, k, v and the output. Backward reads them and the output's gradient, and
-        writes three gradients. A table is float32; backward reads it again and writes its gradient.
-        """
-        tensors, tables = (12, 3) if self.backward else (4, 1)
-        numbers = self.batch * self.heads * self.length * self.head_dim
-        moved = tensors * numbers * self._torch_dtype.itemsize
-        if self.tables:
-            moved += tables * self.heads * self.length * FLOAT32
-        return moved
-
-    @property
     def needs(self) -> float:
         """Memory of the dense ways on the CPU, where too much ends the process; else 0."""
-        dense = self.way in FORKS or self.way == "eager"
-        if self.device != "cpu" or not dense:
+        if self.device != "cpu" or self.way not in ("forks", "eager"):
             return 0
-        matrix = self.batch * self.heads * self.length**2 * FLOAT32
-        return DENSE_COPIES[self.backward] * matrix
+        return DENSE_COPIES[self.backward] * self.batch * self.heads * self.length**2 * 4
 
 
 def _leaf(table: Tensor | None) -> Tensor | None:
@@ -210,40 +164,53 @@ def forks(
     q, k, v [batch, heads, length, head_dim]; p, a [heads, 1, 1];
     distance, mask (True for later keys) [length, length] -> as q
     """
-    batch, heads, length, head_dim = q.shape
-    queries = q.flatten(0, 1)  # [batch * heads, length, head_dim]
-    keys = k.flatten(0, 1).transpose(1, 2)  # [batch * heads, head_dim, length]
-    values = v.flatten(0, 1)
-    unused = q.new_empty(batch * heads, length, length)
-    scores = torch.baddbmm(unused, queries, keys, beta=0.0, alpha=1 / math.sqrt(head_dim))
-    scores = scores.view(batch, heads, length, length)
+    scores = q @ k.mT / math.sqrt(q.shape[-1])
     bias = p * torch.log(1 + a * distance)  # [heads, length, length]
     scores = scores - bias.to(q.dtype)
-    scores = scores.masked_fill_(mask, -10000.0)
-    probabilities = scores.softmax(dim=-1).flatten(0, 1)
-    return torch.bmm(probabilities, values).view_as(q)
+    return scores.masked_fill_(mask, -10000.0).softmax(dim=-1) @ v
 
 
-def ways(
-    kinds: Sequence[str], dtype: str, backward: bool, device: str
-) -> Iterator[tuple[str, str | None]]:
+def ways(kinds: Sequence[str], backward: bool, device: str) -> Iterator[tuple[str, str | None]]:
     """(way, kind of table) of every candidate.
 
     Without a gradient a learned table is a frozen one and left out.
     """
-    yield "plain", None
-    if device == "cuda":
-        for kernel in KERNELS:
-            yield kernel, None
-    yield "rotary", None
+    kernels = KERNELS if device == "cuda" else ()
+    for way in ("plain", *kernels, "rotary"):
+        yield way, None
     for kind in kinds:
         if kind == "learned" and not backward:
             continue
         for backend in BACKENDS:
             yield backend, kind
-    for name, distance_dtype in FORKS.items():
-        if distance_dtype is not None or dtype != "float32":
-            yield name, None
+    yield "forks", None
+
+
+def errors(backend: str, length: int, dtype: str, options: Namespace) -> dict[str, float]:
+    """Errors of the last 512 queries against the definition in float64.
+
+    The norm of the difference divided by the norm of the exact values: of the output, and of the
+    gradients of q, k, v and a learned table.
+    """
+    draw = torch.Generator().manual_seed(0)
+    shape = (3, 1, options.heads, length, options.head_dim)
+    q, k, v = torch.randn(shape, generator=draw).to(getattr(torch, dtype))
+    slopes = 2.0 ** -torch.arange(1, options.heads + 1)
+    noise = torch.randn(options.heads, length, generator=draw)
+    bias = noise - slopes[:, None] * torch.arange(length).log1p()
+    inputs = [x.to(options.device) for x in (q[:, :, -512:], k, v, bias)]
+
+    def results(backend: str, wide: bool) -> list[Tensor]:
+        leaves = [(x.double() if wide else x.clone()).requires_grad_() for x in inputs]
+        out = attention(*leaves, backend=backend)
+        dout = torch.linspace(-1, 1, out.numel(), device=out.device).sin().view_as(out)
+        return [out.detach(), *torch.autograd.grad(out, leaves, dout.to(out.dtype))]
+
+    found = {}
+    pairs = zip(ERRORS, results(backend, False), results("eager", True), strict=True)
+    for name, ours, exact in pairs:
+        found[name] = float((ours.double() - exact).norm() / exact.norm())
+    return found
 
 
 @guarded
@@ -252,33 +219,49 @@ def main(argv: Sequence[str] | None = None) -> int:
     add = parser.add_argument
     lengths = [512, 1024, 2048, 4096, 8192, 16384]
     add("--lengths", nargs="+", type=positive, default=lengths, metavar="L")
-    add(
-        "--tokens",
-        type=positive,
-        metavar="N",
-        help="batch x length where a length allows; default 16384, on CPU 512",
-    )
+    tokens = "batch x length where a length allows; default 16384, on CPU 512"
+    add("--tokens", type=positive, metavar="N", help=tokens)
     add("--dtypes", nargs="+", choices=DTYPES, default=["float32", "bfloat16"])
     add("--passes", nargs="+", choices=PASSES, default=list(PASSES))
     add("--tables", nargs="+", choices=BIASES, default=list(BIASES))
     add("--heads", type=positive, default=12)
     add("--head_dim", type=positive, default=64)
-    add(
-        "--required",
-        nargs="*",
-        default=[],
-        metavar="WORD",
-        help="end with 1 where a candidate with one of these words in its name did not run",
-    )
+    add("--errors", choices=BACKENDS, metavar="BACKEND", help="and its errors against float64")
+    required = "end with 1 where a candidate with one of these words in its name did not run"
+    add("--required", nargs="*", default=[], metavar="WORD", help=required)
     options = parsed(parser, QUICK, argv)
-    bench = Bench(options, "Attention")
+    bench = Bench(options)
+    parts = [bench.heading]
+    tokens = options.tokens or (16384 if options.device == "cuda" else 512)
     for dtype in options.dtypes:
         for direction in options.passes:
+            rows = []
             for length in options.lengths:
                 report_progress(f"{dtype}, {direction}, {length}")
-                bench.group(candidates(options, dtype, direction, length), REFERENCES, dtype)
-                bench.save(markdown(bench))
-    print(markdown(bench))
+                backward = PASSES[direction]
+                batch = max(1, tokens // length)
+                sizes = (backward, dtype, length, batch, options.heads, options.head_dim)
+                candidates = [
+                    Candidate(way, kind, *sizes, options.device)
+                    for way, kind in ways(options.tables, backward, options.device)
+                ]
+                rows += bench.group(candidates, REFERENCES)
+                title = f"{dtype}, {direction}, {options.heads} heads of {options.head_dim}"
+                section = f"#### {title}\n\n{markdown(rows)}"
+                bench.save("\n".join([*parts, section]))
+            parts.append(section)
+        if options.errors:
+            lines = []
+            for length in options.lengths:
+                found = errors(options.errors, length, dtype, options)
+                bench.rows.append(
+                    {"candidate": "errors", "length": length, "dtype": dtype, **found}
+                )
+                lines.append([str(length), *(f"{found[name]:.1e}" for name in ERRORS)])
+            title = f"#### Errors of {options.errors}, {dtype}\n"
+            parts += [title, table(["length", *ERRORS], lines)]
+            bench.save("\n".join(parts))
+    print("\n".join(parts))
     return 1 if lacks_required(bench) else 0
 
 
@@ -291,69 +274,21 @@ def lacks_required(bench: Bench) -> bool:
     return False
 
 
-def candidates(options: Namespace, dtype: str, direction: str, length: int) -> list[Candidate]:
-    """All ways of one dtype, direction and length."""
-    backward = PASSES[direction]
-    tokens = options.tokens or (16384 if options.device == "cuda" else 512)
-    return [
-        Candidate(
-            way=way,
-            tables=kind,
-            backward=backward,
-            dtype=dtype,
-            length=length,
-            batch=max(1, tokens // length),
-            heads=options.heads,
-            head_dim=options.head_dim,
-            device=options.device,
-        )
-        for way, kind in ways(options.tables, dtype, backward, options.device)
-    ]
-
-
-def markdown(bench: Bench) -> str:
-    """For each dtype and pass the ratios at all lengths, then every figure."""
-    options = bench.options
-    parts = [heading(bench)]
-    for dtype in options.dtypes:
-        for direction, backward in PASSES.items():
-            chosen = (dtype, backward)
-            rows = [row for row in bench.rows if (row["dtype"], row["backward"]) == chosen]
-            if not rows:
-                continue
-            title = f"{dtype}, {direction}, {options.heads} heads of {options.head_dim}"
-            parts += [f"#### {title}\n", overview(rows), details(rows)]
-    return "\n".join(parts)
-
-
-def overview(rows: list[dict[str, Any]]) -> str:
-    """Ratios to plain attention: one line for each candidate, one column for each length."""
-    lengths: list[int] = []
-    ratios: dict[str, dict[int, float | None]] = {}
+def markdown(rows: list[dict[str, Any]]) -> str:
+    """Ratios to plain attention with a column for each length, then every figure."""
+    lengths = list(dict.fromkeys(row["length"] for row in rows))
+    ratios: dict[str, list[str]] = {}
     for row in rows:
-        length = row["length"]
-        if length not in lengths:
-            lengths.append(length)
-        ratios.setdefault(row["candidate"], {})[length] = row["ratio"]
-    lines = []
-    for name, by_length in ratios.items():
-        cells = [_two_decimals(by_length[length]) for length in lengths]
-        lines.append([name, *cells])
-    header = ["ratio", *map(str, lengths)]
-    return table(header, lines)
-
-
-def _two_decimals(number: float | None) -> str:
-    return "-" if number is None else f"{number:.2f}"
-
-
-def details(rows: list[dict[str, Any]]) -> str:
-    """Every figure, and why a candidate did not run."""
+        ratio = row["median_ratio"]
+        ratios.setdefault(row["candidate"], []).append("-" if ratio is None else f"{ratio:.2f}")
+    overview = table(
+        ["ratio", *map(str, lengths)], [[name, *cells] for name, cells in ratios.items()]
+    )
     lines = []
     for row in rows:
         size = f"{row['batch']} x {row['length']}"
         lines.append([row["candidate"], size, *figures(row), row["reason"] or ""])
-    return table(["", "batch x length", *FIGURES, "reason"], lines)
+    return overview + "\n" + table(["", "batch x length", *FIGURES, "reason"], lines)
 
 
 if __name__ == "__main__":

@@ -5,8 +5,8 @@ python tools/bench/first_gpu.py 1 2 3 --output dry --dry
 
 Every step writes its files as it goes, below OUTPUT/blockN. The same command again runs what is
 missing: steps that failed, that were stopped, that had not begun, and that were done with another
-commit, device or command. A dry run has the same commands with small sizes, on a machine without a
-GPU. docs/first_gpu.md says what each figure decides.
+commit, device or command. A dry run has the same commands with small sizes on the CPU.
+docs/first_gpu.md says what each figure decides.
 """
 
 import argparse
@@ -17,16 +17,14 @@ import shutil
 import signal
 import subprocess
 import sys
-import tarfile
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
-from bench_tables import table
-from gpu_steps import SMALL_STEPS, Places, Step, steps
-from measure import positive, report_progress
+from measure import positive, report_progress, table
 
 from megatron.cli_errors import guarded
 from megatron.commit import commit
@@ -35,11 +33,154 @@ from megatron.files import write_text
 
 ROOT = Path(__file__).resolve().parents[2]
 SECONDS_TO_END = 20  # that a stopped step has to write what it has
-CORES_OF_A_PART = 2
 NO_TESTS = 5  # exit status of pytest where there is none to run
-RECORDS = "steps.json"
-FINISHED = "done"
+ENCODINGS = ["kerple_log", "alibi", "rotary", "mep_free"]
+LENGTHS = ["512", "2048", "4096", "16384"]
+PYTEST = ["-m", "pytest", "-q", "-rs", "-p", "no:cacheprovider"]
+ATTENTION = "tools/bench/attention.py"
+KERNEL = ["--only", "triton", "plain", "--required", "triton", "--rounds", "7", "--seconds", "2"]
+PIPELINED = {"ATTENTION_TABLE_READS": "pipelined"}
+TF32X3 = {"ATTENTION_FLOAT32": "tf32x3"}
+COUNTERS = ",".join(
+    [
+        "l1tex__data_bank_conflicts_pipe_lsu_mem_shared.sum",
+        "l1tex__data_pipe_lsu_wavefronts_mem_shared.sum",
+        "smsp__inst_executed.sum",
+        "gpu__time_duration.sum",
+    ]
+)
+# The first launch is that of the self-check.
+SECOND_LAUNCH = ["--launch-skip", "1", "--launch-count", "1", "--kernel-name", "forward"]
+PROFILER = ["ncu", "--clock-control", "none", *SECOND_LAUNCH, "--metrics", COUNTERS]
+
+# What a dry run adds to a command line. The last value of an option counts.
+QUICK = ["--device", "cpu", "--threads", "1", "--rounds", "1", "--seconds", "1", "--no-memory"]
+SMALL_HEADS = ["--tokens", "32", "--heads", "2", "--head_dim", "16"]
+SMALL_ATTENTION = [*QUICK, "--lengths", "32", *SMALL_HEADS, "--required"]  # nothing is
+SMALL_MODEL = ["--hidden", "32", "--layers", "1", "--heads", "2", "--vocab", "64", "--batch", "1"]
+SMALL_STEP = [*QUICK, *SMALL_MODEL, "--train_length", "16", "--eager", "--lengths"]
+SMALL_RUN = [
+    "num_layers=1",
+    "hidden_size=32",
+    "num_attention_heads=2",
+    "seq_length=32",
+    "train_batch_size=2",
+    "train_micro_batch_size_per_gpu=2",
+    "precision=fp32",
+    "eval_tokens=128",
+    "eval_lengths=[32,64]",
+    "eval_iters=1",
+    "split=8,1,1",
+    "train_iters=3",
+    "lr_decay_iters=3",
+]
 Record = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Step:
+    """One command of a block.
+
+    name: its files begin with it
+    words: of the command line, after Python's
+    seconds: after which it is stopped
+    small: words that a dry run adds
+    parts: into how many processes its tests may be divided
+    program: what runs Python, where that is not the shell
+    packages: without which it is skipped
+    needs: names of earlier steps, without which it does not begin and after which it runs again
+    """
+
+    name: str
+    words: list[str]
+    seconds: float
+    small: list[str] = field(default_factory=list)
+    variables: dict[str, str] = field(default_factory=dict)
+    parts: int = 1
+    program: list[str] = field(default_factory=list)
+    packages: list[str] = field(default_factory=list)
+    needs: list[str] = field(default_factory=list)
+
+
+def steps(block: int, folder: Path, data: Sequence[str], train_iters: int) -> list[Step]:
+    """What a block runs, in order: what decides most comes first.
+
+    folder: of its results; data: YAML files and settings that name a corpus
+    """
+
+    def tests(name: str, words: list[str], seconds: float) -> Step:
+        command = [*PYTEST, "-m", "gpu", *words]
+        return Step(name, command, seconds, variables={"TEST_GPU": "1"}, parts=8)
+
+    def bench(name: str, words: list[str], small: list[str], seconds: float, **more: Any) -> Step:
+        output = ["--output", str(folder / f"{name}.json")]
+        return Step(name, [*words, *output], seconds, small, **more)
+
+    def attention(name: str, words: list[str], **more: Any) -> Step:
+        return bench(name, [ATTENTION, *KERNEL, *words], SMALL_ATTENTION, 90, **more)
+
+    def conflicts(name: str, variables: dict[str, str]) -> Step:
+        size = ["--lengths", "2048", "--tables", "frozen", "--dtypes", "bfloat16", "--no-memory"]
+        once = ["--only", "triton", "--required", "triton", "--passes", "forward", "--rounds", "1"]
+        words = [ATTENTION, *once, *size]
+        return Step(name, words, 60, variables=variables, program=PROFILER)
+
+    if block == 1:
+        narrow = ["--dtypes", "bfloat16", "--lengths", "2048", "16384"]
+        narrow += ["--tables", "frozen", "learned"]
+        exact = ["--dtypes", "float32", "--lengths", "16384", "--tables", "frozen"]
+        exact += ["--passes", "forward", "--errors", "triton"]
+        on_cpu = [*SMALL_ATTENTION, "--errors", "sdpa"]
+        trace = ["tools/bench/step.py", "--encodings", "kerple_log", "--eager", "--rounds", "3"]
+        trace += ["--trace", str(folder / "trace.json.gz"), "--lengths"]
+        return [
+            tests("tests_cuda", ["tests/attention/test_cuda.py", "-k", "not flex", "-x"], 120),
+            tests("tests_triton", ["tests/attention/test_triton.py", "-x"], 150),
+            attention("attention_direct", narrow),
+            attention("attention_pipelined", narrow, variables=PIPELINED),
+            conflicts("conflicts_direct", {}),
+            conflicts("conflicts_pipelined", PIPELINED),
+            bench("float32_ieee", [ATTENTION, *KERNEL, *exact], on_cpu, 90),
+            bench("float32_tf32x3", [ATTENTION, *KERNEL, *exact], on_cpu, 90, variables=TF32X3),
+            bench("trace", trace, SMALL_STEP, 60),
+        ]
+    if block == 2:
+        every = ["--dtypes", "bfloat16", "--lengths", *LENGTHS]
+        options = ["--encodings", "rotary", *(name for name in ENCODINGS if name != "rotary")]
+        whole = ["tools/bench/step.py", *options, "--rounds", "7", "--seconds", "4", "--lengths"]
+        compiled = [*SMALL_STEP, "--encodings", "rotary"]
+        return [
+            tests("tests_random", ["tests/attention/test_random.py"], 120),
+            attention("attention_64", every),
+            attention("attention_128", [*every, "--head_dim", "128"]),
+            bench("steps", [*whole, "16384"], [*SMALL_STEP, "16"], 120),
+            bench("steps_compiled", [*whole, "--compile"], compiled, 120),
+            tests("tests_flex", ["tests/attention/test_cuda.py", "-k", "flex"], 150),
+            tests("tests_engine", ["tests/test_gpu.py", "tests/test_no_sync.py"], 180),
+        ]
+    found = []
+    for name in ENCODINGS:
+        run = str(folder / "runs" / name)
+        settings = [f"train_iters={train_iters}", f"lr_decay_iters={train_iters}"]
+        settings += [f"save={run}", f"load={run}", "log_interval=20", "eval_interval=0"]
+        settings += ["keep_last_n_checkpoints=1"]
+        files = ["configs/125M.yml", *data, f"configs/pos_emb/{name}.yml"]
+        packages = ["deepspeed", "pydantic", "yaml", "safetensors"]
+        words = ["train.py", *files, *settings]
+        found.append(Step(f"train_{name}", words, 150, SMALL_RUN, packages=packages))
+
+        output = ["--output", str(folder / f"{name}.jsonl"), "eval_tokens=1048576"]
+        lengths = ["--lengths", "512", "1024", "2048", "4096", "8192", "16384"]
+        words = ["evaluate.py", "--checkpoint", run, *output, *lengths]
+        small = ["eval_tokens=128", "--lengths", "32", "64"]
+        needs = [f"train_{name}"]
+        evaluate = f"evaluate_{name}"
+        found.append(Step(evaluate, words, 75, small, packages=packages[1:], needs=needs))
+    rows = [str(folder / f"{name}.jsonl") for name in ENCODINGS]
+    words = ["tools/compare.py", *rows, "--against", "rotary"]
+    words += ["--output", str(folder / "table.md")]
+    needs = [f"evaluate_{name}" for name in ENCODINGS]
+    return [*found, Step("table", words, 60, packages=["pydantic", "yaml"], needs=needs)]
 
 
 @guarded
@@ -53,63 +194,33 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("--minutes", type=float, default=8.5, help="of a block; then its step is stopped")
     add("--steps", nargs="+", metavar="NAME", help="only these, even if they are done")
     add("--dry", action="store_true", help="small sizes on the CPU")
-    add(
-        "--data",
-        nargs="+",
-        default=["configs/data/openwebtext2.yml"],
-        metavar="FILE|key=value",
-        help="the corpus of block 3; default: %(default)s",
-    )
+    data = ["configs/data/openwebtext2.yml"]
+    corpus = "the corpus of block 3; default: %(default)s"
+    add("--data", nargs="+", default=data, metavar="FILE|key=value", help=corpus)
     add("--train_iters", type=positive, default=2000, metavar="N", help="of each run of block 3")
-    add(
-        "--archive",
-        type=Path,
-        metavar="FILE.tar.gz",
-        help="pack all files into it after each step, without weights",
-    )
     options = parser.parse_args(argv)
-    if options.output is None:
-        options.output = Path("dry" if options.dry else "gpu-check")
-    check(options)
-    before = signal.signal(signal.SIGTERM, end_by_signal)
-    try:
-        records = [record for block in options.blocks for record in run_block(block, options)]
-    finally:
-        signal.signal(signal.SIGTERM, before)
-    bad = [one for one in records if one["status"] not in (FINISHED, "skipped")]
-    return 1 if bad else 0
-
-
-def check(options: argparse.Namespace) -> None:
-    """UserError for a step that no block has, and for an archive without a folder."""
-    nowhere = Places(options.output, options.data, options.train_iters)
-    known = [step.name for block in options.blocks for step in steps(block, nowhere)]
+    output = (options.output or Path("dry" if options.dry else "gpu-check")).resolve()
+    known = [step.name for block in options.blocks for step in steps(block, output, [], 1)]
     for name in options.steps or []:
         if name not in known:
             hint = did_you_mean(name, known) or f"use {', '.join(known)}"
-            blocks = " and ".join(map(str, options.blocks))
-            raise UserError(f"--steps: block {blocks} has no step {name!r}; {hint}")
-    archive = options.archive
-    if archive and not archive.resolve().parent.is_dir():
-        raise UserError(f"--archive: {archive.parent} is no folder; make it first")
+            raise UserError(f"--steps: these blocks have no step {name!r}; {hint}")
 
-
-def end_by_signal(number: int, _: Any) -> None:
-    """Leave as an exception does, so that the step that runs is ended too."""
-    sys.exit(128 + number)
-
-
-def run_block(block: int, options: argparse.Namespace) -> list[Record]:
-    """Run what is missing of a block; one record for each of its steps, in order."""
-    folder = options.output.resolve() / f"block{block}"
-    folder.mkdir(parents=True, exist_ok=True)
-    data = options.data
-    if options.dry and block == 3:
-        data = small_corpus(folder)
-    places = Places(folder, data, SMALL_STEPS if options.dry else options.train_iters)
-    records = run_steps(steps(block, places), folder, options)
-    print(f"block {block}\n\n{summary(records)}")
-    return list(records.values())
+    # Leave as an exception does, so that the step that runs is ended too.
+    before = signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
+    records = []
+    try:
+        for block in options.blocks:
+            folder = output / f"block{block}"
+            folder.mkdir(parents=True, exist_ok=True)
+            data = small_corpus(folder) if options.dry and block == 3 else options.data
+            wanted = steps(block, folder, data, options.train_iters)
+            of_block = run_steps(wanted, folder, options)
+            print(f"block {block}\n\n{summary(of_block)}")
+            records += of_block.values()
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    return int(any(one["status"] not in ("done", "skipped") for one in records))
 
 
 def run_steps(
@@ -117,170 +228,99 @@ def run_steps(
 ) -> dict[str, Record]:
     """Run what is missing of these steps; their records by name."""
     end = time.monotonic() + 60 * options.minutes
-    now = conditions(dry=options.dry)
-    earlier = read_records(folder)
-    records = {}
+    on_gpu = torch.cuda.is_available() and not options.dry
+    device = torch.cuda.get_device_name() if on_gpu else "cpu"
+    now = {"dry": options.dry, "device": device, "commit": commit()}
+    file = folder / "steps.json"
+    earlier = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
+    records = {step.name: earlier[step.name] for step in wanted if step.name in earlier}
+    ran: set[str] = set()
     for step in wanted:
-        if step.name in earlier:
-            records[step.name] = earlier[step.name]
-    for step in wanted:
-        if not chosen(step, records, now, options.steps):
+        words = [*step.words, *step.small] if options.dry else step.words
+        same = {**now, "command": [*step.program, sys.executable, *words]}
+        record = records.get(step.name, {})
+        is_done = record.get("status") == "done" and record == {**record, **same}
+        outdated = not ran.isdisjoint(step.needs)
+        chosen = step.name in (options.steps or [])
+        if options.steps is None:
+            chosen = outdated or not is_done
+        if not (chosen or outdated):
             continue
-        record = waiting(step, wanted, records, now)
-        if record is None and time.monotonic() > end:
+        missing = [name for name in step.needs if records[name]["status"] != "done"]
+        skipped = [name for name in missing if records[name]["status"] == "skipped"]
+        if not chosen:
+            record = {"status": "not begun", "reason": "what it needs ran again"}
+        elif skipped:
+            record = {"status": "skipped", "reason": records[skipped[0]]["reason"]}
+        elif missing:
+            record = {"status": "not begun", "reason": f"{missing[0]} is not done"}
+        elif time.monotonic() > end:
             record = {"status": "not begun", "reason": "the block's time is over"}
-        if record is None:
+        else:
             report_progress(f"{folder.name}: {step.name}")
-            record = run_step(step, folder, end, now)
-            forget_what_needs(step.name, wanted, records)
+            record = run_step(step, folder, end, same)
+        ran.add(step.name)
         records[step.name] = record
-        write_text(folder / RECORDS, json.dumps(records, indent=1) + "\n")
+        write_text(file, json.dumps(records, indent=1) + "\n")
         write_text(folder / "summary.md", summary(records))
-        if options.archive:
-            pack(folder.parent, options.archive.resolve())
     return records
 
 
-def conditions(*, dry: bool) -> Record:
-    """What a step that is done was done with; with anything else it is to be run again."""
-    on_gpu = torch.cuda.is_available() and not dry
-    device = torch.cuda.get_device_name() if on_gpu else "cpu"
-    return {"dry": dry, "device": device, "commit": commit()}
+def run_step(step: Step, folder: Path, end: float, same: Record) -> Record:
+    """Run a step until it ends or its time is over.
 
-
-def command_of(step: Step, *, dry: bool) -> list[str]:
-    words = [*step.words, *step.small] if dry else step.words
-    return [*step.program, sys.executable, *words]
-
-
-def chosen(
-    step: Step, records: dict[str, Record], now: Record, names: Sequence[str] | None
-) -> bool:
-    """Whether a step has one of these names; without names, whether it is not done."""
-    if names is not None:
-        return step.name in names
-    return not is_done(step, records, now)
-
-
-def is_done(step: Step, records: dict[str, Record], now: Record) -> bool:
-    """Whether it ended well, by the same command and in the same conditions as now."""
-    record = records.get(step.name, {})
-    same = {**now, "command": command_of(step, dry=now["dry"])}
-    return record.get("status") == FINISHED and record == {**record, **same}
-
-
-def waiting(
-    step: Step, wanted: Sequence[Step], records: dict[str, Record], now: Record
-) -> Record | None:
-    """The record of a step that cannot begin because another one is not done; else None."""
-    for need in wanted:
-        if need.name not in step.needs or is_done(need, records, now):
-            continue
-        record = records.get(need.name, {})
-        if record.get("status") == "skipped":
-            return {"status": "skipped", "reason": record["reason"]}
-        return {"status": "not begun", "reason": f"{need.name} is not done"}
-    return None
-
-
-def forget_what_needs(name: str, wanted: Sequence[Step], records: dict[str, Record]) -> None:
-    """Results of a step that ran again are new, so what was done with the old ones is not done."""
-    for step in wanted:
-        if name in step.needs and step.name in records:
-            records[step.name] = {"status": "not begun", "reason": f"{name} ran again"}
-            forget_what_needs(step.name, wanted, records)
-
-
-def read_records(folder: Path) -> dict[str, Record]:
-    """What earlier calls wrote about the steps of a block."""
-    file = folder / RECORDS
-    return json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
-
-
-def run_step(step: Step, folder: Path, end: float, now: Record) -> Record:
-    """Run a step until it ends or its time is over. end: of the block, on the monotonic clock"""
-    dry = now["dry"]
-    reason = obstacle(step, dry=dry)
-    if reason is not None:
-        return {"status": "skipped", "reason": reason}
-    command = command_of(step, dry=dry)
-    log = folder / f"{step.name}.log"
-    old = log.stat().st_size if log.exists() else 0
-    begin = time.monotonic()
-    limit = min(step.seconds, end - begin)
-    statuses = outcome(command, variables(step, dry=dry), log, limit)
-    status = status_of(statuses)
-    reason = refusal(step, log, old) if status == "failed" else None
-    return {
-        "status": "skipped" if reason else status,
-        "reason": reason,
-        "exit_statuses": statuses,
-        "seconds": round(time.monotonic() - begin, 1),
-        "command": command,
-        "variables": step.variables,
-        "torch": torch.__version__,
-        **now,
-    }
-
-
-def obstacle(step: Step, *, dry: bool) -> str | None:
-    """Why a step cannot run here, or None. Tests say it themselves, one by one."""
+    end: of the block, on the monotonic clock; same: its command and the conditions
+    """
+    dry = same["dry"]
     missing = [one for one in step.packages if importlib.util.find_spec(one) is None]
+    missing += [one for one in step.program[:1] if not dry and shutil.which(one) is None]
+    is_test = "gpu" in step.words  # tests say themselves, one by one, what they need
+    reason = None
     if missing:
-        return f"not installed: {', '.join(missing)}"
-    if step.program and dry:
-        return "needs a CUDA device"
-    if step.program and shutil.which(step.program[0]) is None:
-        return f"not installed: {step.program[0]}"
-    if step.tests or dry or torch.cuda.is_available():
-        return None
-    return "needs a CUDA device"
+        reason = f"not installed: {', '.join(missing)}"
+    elif (step.program and dry) or not (is_test or dry or torch.cuda.is_available()):
+        reason = "needs a CUDA device"
+    if reason:
+        return {"status": "skipped", "reason": reason}
 
-
-def refusal(step: Step, log: Path, old: int) -> str | None:
-    """Why the machine did not let a step run, by its log after `old` bytes; None if it did."""
-    text = log.read_bytes()[old:].decode(errors="replace")
-    for mark, reason in step.refusals.items():
-        if mark in text:
-            return f"{mark}: {reason}"
-    return None
-
-
-def variables(step: Step, *, dry: bool) -> list[dict[str, str]]:
-    """The environment of each process that a step is divided into."""
     paths = [str(ROOT), os.environ.get("PYTHONPATH", "")]
     shared = {**os.environ, **step.variables, "PYTHONUNBUFFERED": "1"}
     shared["PYTHONPATH"] = os.pathsep.join(path for path in paths if path)
     if dry:
         shared["CUDA_VISIBLE_DEVICES"] = ""
-    parts = min(step.parts, max(1, (os.cpu_count() or 1) // CORES_OF_A_PART))
-    if parts == 1:
-        return [shared]
-    return [{**shared, "TEST_PART": f"{number}/{parts}"} for number in range(parts)]
-
-
-def outcome(
-    command: list[str], environments: list[dict[str, str]], log: Path, limit: float
-) -> list[int | None]:
-    """Exit statuses of the processes; None for those that were stopped after `limit` seconds."""
-    end = time.monotonic() + limit
+    parts = min(step.parts, max(1, (os.cpu_count() or 1) // 2))
+    begin = time.monotonic()
+    until = min(begin + step.seconds, end)
     statuses: list[int | None] = []
-    with log.open("ab") as output:
+    with (folder / f"{step.name}.log").open("ab") as log:
         processes = [
             subprocess.Popen(
-                command, cwd=ROOT, env=env, stdout=output, stderr=output, start_new_session=True
+                same["command"],
+                cwd=ROOT,
+                env={**shared, "TEST_PART": f"{number}/{parts}"},
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
             )
-            for env in environments
+            for number in range(parts)
         ]
         try:
-            for process in processes:
-                statuses.append(wait(process, end))
+            statuses = [wait(process, until) for process in processes]
         finally:
             stop(processes)
-    return statuses
+    return {
+        "status": status_of(statuses),
+        "reason": None,
+        "exit_statuses": statuses,
+        "seconds": round(time.monotonic() - begin, 1),
+        "variables": step.variables,
+        "torch": torch.__version__,
+        **same,
+    }
 
 
 def wait(process: subprocess.Popen[bytes], end: float) -> int | None:
+    """The exit status, or None if the process still runs at `end`, on the monotonic clock."""
     try:
         return process.wait(max(0.0, end - time.monotonic()))
     except subprocess.TimeoutExpired:
@@ -301,12 +341,10 @@ def stop(processes: Sequence[subprocess.Popen[bytes]]) -> None:
 
 def status_of(statuses: Sequence[int | None]) -> str:
     """What the processes of a step came to; a part may have no test, but not all parts."""
-    if any(status is None for status in statuses):
+    if None in statuses:
         return "stopped"
     with_tests = [status for status in statuses if status != NO_TESTS]
-    if not with_tests or any(with_tests):
-        return "failed"
-    return FINISHED
+    return "failed" if any(with_tests) or not with_tests else "done"
 
 
 def small_corpus(folder: Path) -> list[str]:
@@ -324,25 +362,9 @@ def summary(records: dict[str, Record]) -> str:
     """A table of the steps of a block in Markdown."""
     lines = []
     for name, record in records.items():
-        seconds = record.get("seconds")
-        lines.append([name, record["status"], str(seconds or "-"), record["reason"] or ""])
+        seconds = str(record.get("seconds") or "-")
+        lines.append([name, record["status"], seconds, record["reason"] or ""])
     return table(["step", "status", "seconds", "reason"], lines)
-
-
-def pack(folder: Path, archive: Path) -> None:
-    """All files of a folder but the weights of models, in one file that is replaced as a whole.
-
-    folder and archive are absolute; an archive inside the folder is not packed into itself.
-    """
-    partial = archive.with_name(archive.name + ".partial")
-    with tarfile.open(partial, "w:gz") as packed:
-        for path in sorted(folder.rglob("*")):
-            inside = path.relative_to(folder)
-            if path in (archive, partial):
-                continue
-            if path.is_file() and "runs" not in inside.parts and "data" not in inside.parts:
-                packed.add(path, inside)
-    partial.replace(archive)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What the benchmarks share: interleaved timing, peak memory, floors, and results on disk."""
+"""What the benchmarks share: rounds in turn, peak memory, conditions, and results on disk."""
 
 import argparse
 import contextlib
@@ -24,12 +24,9 @@ from megatron.errors import UserError
 from megatron.files import write_text
 
 SHORTEST = 0.02  # seconds that one measurement lasts at least, by repeating the call
-# A process does so much before its memory is measured, so that libraries are loaded.
-WARM_LENGTH = 64
-MEMORY = "/proc/meminfo"
 DTYPES = ("float32", "bfloat16", "float16")
+FIGURES = ["ms (quartiles)", "ratio (quartiles)", "peak MiB"]
 Call = Callable[[], Any]
-Timing = dict[str, float]  # ms, wall_ms
 
 
 def arguments(description: str, quick: dict[str, Any]) -> argparse.ArgumentParser:
@@ -42,40 +39,14 @@ def arguments(description: str, quick: dict[str, Any]) -> argparse.ArgumentParse
     )
     add = parser.add_argument
     add("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=("cpu", "cuda"))
-    add(
-        "--threads",
-        type=positive,
-        metavar="N",
-        help="threads on the CPU; default: torch's. 1 gives the least noise",
-    )
-    add(
-        "--rounds",
-        type=positive,
-        default=9,
-        metavar="N",
-        help="every round runs each candidate once, order rotated",
-    )
-    add(
-        "--seconds",
-        type=float,
-        default=20.0,
-        metavar="S",
-        help="a candidate that has run so long skips later rounds",
-    )
+    add("--threads", type=positive, metavar="N", help="on the CPU; 1 gives the least noise")
+    add("--rounds", type=positive, default=9, metavar="N", help="each runs every candidate once")
+    seconds = "a candidate that has run so long skips later rounds"
+    add("--seconds", type=float, default=20.0, metavar="S", help=seconds)
     add("--no-memory", action="store_true", help="do not measure peak memory")
-    add(
-        "--only",
-        nargs="+",
-        default=[],
-        metavar="WORD",
-        help="candidates with one of these words in their name",
-    )
-    add(
-        "--output",
-        type=Path,
-        metavar="FILE.json",
-        help="write JSON there, and Markdown beside it as FILE.md",
-    )
+    words = "candidates with one of these words in their name"
+    add("--only", nargs="+", default=[], metavar="WORD", help=words)
+    add("--output", type=Path, metavar="FILE.json", help="JSON there, and Markdown as FILE.md")
     settings = ", ".join(f"{key}={value}" for key, value in quick.items())
     add("--quick", action="store_true", help=f"a run of minutes: {settings}")
     return parser
@@ -84,7 +55,7 @@ def arguments(description: str, quick: dict[str, Any]) -> argparse.ArgumentParse
 def parsed(
     parser: argparse.ArgumentParser, quick: dict[str, Any], argv: Sequence[str] | None
 ) -> argparse.Namespace:
-    """The options, checked; UserError where the output cannot be written."""
+    """The options, checked; raises UserError if the output cannot be written."""
     words = sys.argv[1:] if argv is None else argv
     if "--quick" in words:
         parser.set_defaults(**quick)
@@ -107,72 +78,74 @@ def positive(text: str) -> int:
 
 
 class Bench:
-    """Runs groups of candidates and keeps their rows.
+    """Runs groups of candidates and keeps a row for each.
 
-    A candidate is a frozen dataclass with
-
-    * `length` and `device`, and a property `name`;
-    * prepare() -> the call to be timed;
-    * flops and bytes, which the work takes at least;
-    * needs: bytes of memory without which it cannot run.
-
-    Its fields begin its row.
+    A candidate is a frozen dataclass with `length` and `device`, a property `name`, `prepare()`,
+    which gives the call to be timed, and `needs`: bytes of memory without which it cannot run. Its
+    fields begin its row.
     """
 
-    def __init__(self, options: argparse.Namespace, title: str) -> None:
+    def __init__(self, options: argparse.Namespace) -> None:
         self.options = options
-        self.title = title
         self.rows: list[dict[str, Any]] = []
-        self.peaks: dict[str, dict[str, float]] = {}
-        self.conditions = conditions(options)
+        on_gpu = options.device == "cuda"
+        self.conditions = {
+            "command": " ".join(["python", *sys.argv]),
+            "date": datetime.now(UTC).isoformat(timespec="seconds"),
+            "commit": commit(),
+            "hardware": torch.cuda.get_device_name() if on_gpu else processor(),
+            "clock": "CUDA events" if on_gpu else "CPU time of all threads",
+            "threads": torch.get_num_threads(),
+            "torch": torch.__version__,
+            "python": platform.python_version(),
+        }
 
-    def group(
-        self, candidates: Sequence[Any], references: Sequence[str], dtype: str
-    ) -> list[dict[str, Any]]:
+    def group(self, candidates: Sequence[Any], references: Sequence[str]) -> list[dict[str, Any]]:
         """Measure candidates against each other: one row each.
 
-        Ratios are to the first of `references` that runs.
+        Ratios are to the first of `references` that runs, in the same round.
         """
-        wanted = [one for one in candidates if one.name in references or self._wanted(one.name)]
+        words = self.options.only
+        wanted = [
+            one
+            for one in candidates
+            if not words or one.name in references or any(word in one.name for word in words)
+        ]
         calls, reasons = ready(wanted)
-        running = [name for name in references if name in calls]
-        reference = running[0] if running else None
-        timings = interleaved(calls, reference, self.options)
-        memory = {} if self.options.no_memory else _memory(wanted, calls)
-        if dtype not in self.peaks:
-            self.peaks[dtype] = peaks(self.options.device, getattr(torch, dtype))
+        reference = next((name for name in references if name in calls), None)
+        times = interleaved(calls, reference, self.options)
         rows = []
         for one in wanted:
             row = asdict(one)
-            row["candidate"] = one.name
-            row["reason"] = reasons.get(one.name)
-            row["flops"] = one.flops
-            row["bytes"] = one.bytes
-            row["peak_bytes"] = memory.get(one.name)
-            row["reference"] = reference
-            row |= summary(timings.get(one.name, []), timings.get(reference or "", []))
-            row |= floor(one, self.peaks[dtype], row["median_ms"])
+            row |= {"candidate": one.name, "reason": reasons.get(one.name), "reference": reference}
+            row["peak_bytes"] = None
+            if one.name in calls and not self.options.no_memory:
+                row["peak_bytes"] = peak(one, calls[one.name])
+            mine, theirs = times.get(one.name, []), times.get(reference or "", [])
+            ratios = [ours / other for ours, other in zip(mine, theirs, strict=False)]
+            row["ms"] = mine
+            for name, numbers in {"ms": mine, "ratio": ratios}.items():
+                row[f"median_{name}"] = statistics.median(numbers) if numbers else None
+                row[f"quartiles_{name}"] = quartiles(numbers)
             rows.append(row)
         self.rows += rows
         return rows
 
-    def _wanted(self, name: str) -> bool:
-        words = self.options.only
-        return not words or any(word in name for word in words)
-
     def save(self, markdown: str) -> None:
         """Write what is known so far; an interrupted run leaves whole files."""
         output = self.options.output
-        if not output:
-            return
-        record = {
-            "title": self.title,
-            "conditions": self.conditions,
-            "peaks": self.peaks,
-            "rows": self.rows,
-        }
-        write_text(output, json.dumps(record) + "\n")
-        write_text(output.with_suffix(".md"), markdown + "\n")
+        if output:
+            record = {"conditions": self.conditions, "rows": self.rows}
+            write_text(output, json.dumps(record) + "\n")
+            write_text(output.with_suffix(".md"), markdown + "\n")
+
+    @property
+    def heading(self) -> str:
+        """The command and its conditions in Markdown."""
+        facts = self.conditions
+        words = [facts["hardware"], f"torch {facts['torch']}", f"threads {facts['threads']}"]
+        words += [facts["clock"], f"commit {facts['commit']}", facts["date"][:10]]
+        return f"`{facts['command']}`  \n{', '.join(words)}\n"
 
 
 def ready(candidates: Sequence[Any]) -> tuple[dict[str, Call], dict[str, str]]:
@@ -182,83 +155,60 @@ def ready(candidates: Sequence[Any]) -> tuple[dict[str, Call], dict[str, str]]:
     """
     calls: dict[str, Call] = {}
     reasons: dict[str, str] = {}
+
+    def attempt(name: str, call: Call) -> Any:
+        try:
+            return call()
+        except Exception as fault:
+            kind = "not run" if isinstance(fault, UserError) else f"failed: {type(fault).__name__}"
+            reasons[name] = f"{kind}: {(str(fault) or 'no message').splitlines()[0]}"
+            calls.pop(name, None)
+
     for one in candidates:
         if one.needs > available(one.device):
             reasons[one.name] = f"not run: needs {one.needs / 2**30:.1f} GiB"
             continue
-        try:
-            calls[one.name] = one.prepare()
-        except Exception as fault:
-            reasons[one.name] = _reason(fault)
+        call = attempt(one.name, one.prepare)
+        if call is not None:
+            calls[one.name] = call
     for name, call in list(calls.items()):
-        try:
-            call()
-        except Exception as fault:
-            reasons[name] = _reason(fault)
-            del calls[name]
+        attempt(name, call)
     return calls, reasons
-
-
-def _reason(fault: Exception) -> str:
-    """One line on why a candidate does not run."""
-    kind = "not run" if isinstance(fault, UserError) else f"failed: {type(fault).__name__}"
-    message = str(fault) or "no message"
-    return f"{kind}: {message.splitlines()[0]}"
 
 
 def interleaved(
     calls: dict[str, Call], reference: str | None, options: argparse.Namespace
-) -> dict[str, list[Timing]]:
-    """One timing for each round that a candidate took part in, by name.
+) -> dict[str, list[float]]:
+    """Milliseconds of each round that a candidate took part in, by name; the order rotates.
 
     The reference takes part as long as anybody does.
     """
-    timings: dict[str, list[Timing]] = {name: [] for name in calls}
+    times: dict[str, list[float]] = {name: [] for name in calls}
     spent: dict[str, float] = {}
     repeats: dict[str, int] = {}
     for name, call in calls.items():
-        seconds = clocked(call, 1, options.device)["ms"] / 1000
-        spent[name] = seconds
-        repeats[name] = max(1, min(100, round(SHORTEST / max(seconds, 1e-6))))
+        spent[name] = clocked(call, 1, options.device) / 1000
+        repeats[name] = max(1, min(100, round(SHORTEST / max(spent[name], 1e-6))))
     live = list(calls)
     for number in range(options.rounds):
-        for name in _rotated(live, number):
-            timing = clocked(calls[name], repeats[name], options.device)
-            timings[name].append(timing)
-            spent[name] += timing["ms"] * repeats[name] / 1000
-        unspent = [name for name in live if spent[name] < options.seconds]
-        live = _with_reference(unspent, reference)
-    return timings
+        first = number % max(1, len(live))
+        for name in live[first:] + live[:first]:
+            ms = clocked(calls[name], repeats[name], options.device)
+            times[name].append(ms)
+            spent[name] += ms * repeats[name] / 1000
+        live = [name for name in live if spent[name] < options.seconds]
+        if live and reference is not None and reference not in live:
+            live.insert(0, reference)
+    return times
 
 
-def _rotated(names: list[str], number: int) -> list[str]:
-    """The same names, beginning with another one in each round."""
-    if not names:
-        return []
-    first = number % len(names)
-    return names[first:] + names[:first]
-
-
-def _with_reference(names: list[str], reference: str | None) -> list[str]:
-    if not names or reference is None:
-        return names
-    return [reference, *(name for name in names if name != reference)]
-
-
-def clocked(call: Call, repeats: int, device: str) -> Timing:
-    """Milliseconds of one call, the mean of `repeats`.
-
-    ms is CPU time of all threads, on CUDA the time between two events; wall_ms is the clock's.
-    """
-    measure = _events if device == "cuda" else _cpu_time
-    start = time.perf_counter()
-    busy = measure(call, repeats)
-    wall = (time.perf_counter() - start) * 1000
-    return {"ms": busy / repeats, "wall_ms": wall / repeats}
-
-
-def _events(call: Call, repeats: int) -> float:
-    """Milliseconds between two CUDA events around the calls."""
+def clocked(call: Call, repeats: int, device: str) -> float:
+    """Milliseconds of one call, the mean of `repeats`: CPU time, or between two CUDA events."""
+    if device == "cpu":
+        begin = time.process_time()
+        for _ in range(repeats):
+            call()
+        return (time.process_time() - begin) * 1000 / repeats
     start = torch.cuda.Event(enable_timing=True)
     end = torch.cuda.Event(enable_timing=True)
     torch.cuda.synchronize()
@@ -267,31 +217,7 @@ def _events(call: Call, repeats: int) -> float:
         call()
     end.record()
     end.synchronize()
-    return start.elapsed_time(end)
-
-
-def _cpu_time(call: Call, repeats: int) -> float:
-    """Milliseconds of CPU time of all threads."""
-    start = time.process_time()
-    for _ in range(repeats):
-        call()
-    return (time.process_time() - start) * 1000
-
-
-def summary(timings: list[Timing], reference: list[Timing]) -> dict[str, Any]:
-    """Times and ratios to the reference in the same round, with their medians and quartiles."""
-    times = [timing["ms"] for timing in timings]
-    reference_times = [timing["ms"] for timing in reference]
-    pairs = zip(times, reference_times, strict=False)
-    ratios = [mine / theirs for mine, theirs in pairs]
-    return {
-        "ms": times,
-        "wall_ms": [timing["wall_ms"] for timing in timings],
-        "median_ms": statistics.median(times) if times else None,
-        "quartiles_ms": quartiles(times),
-        "ratio": statistics.median(ratios) if ratios else None,
-        "quartiles_ratio": quartiles(ratios),
-    }
+    return start.elapsed_time(end) / repeats
 
 
 def quartiles(numbers: list[float]) -> list[float] | None:
@@ -300,14 +226,6 @@ def quartiles(numbers: list[float]) -> list[float] | None:
         return [*numbers, *numbers] or None
     first, _, third = statistics.quantiles(numbers, n=4, method="inclusive")
     return [first, third]
-
-
-def _memory(candidates: Sequence[Any], calls: dict[str, Call]) -> dict[str, int | None]:
-    memory = {}
-    for one in candidates:
-        if one.name in calls:
-            memory[one.name] = peak(one, calls[one.name])
-    return memory
 
 
 def peak(candidate: Any, call: Call) -> int | None:
@@ -330,97 +248,66 @@ def peak(candidate: Any, call: Call) -> int | None:
 def peak_of_process(candidate: Any, threads: int) -> int:
     """How far the resident memory of this process rises during one call, in bytes."""
     torch.set_num_threads(threads)
-    short = replace(candidate, length=min(WARM_LENGTH, candidate.length))
+    short = replace(candidate, length=min(64, candidate.length))  # loads the libraries
     short.prepare()()
     call = candidate.prepare()
     with contextlib.suppress(OSError):  # Linux: the peak so far is forgotten
         Path("/proc/self/clear_refs").write_text("5")
-    before = _resident_peak()
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     call()
-    return _resident_peak() - before
-
-
-def _resident_peak() -> int:
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    return (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024
 
 
 def available(device: str) -> float:
     """Bytes of memory that are free; unlimited where the system does not say."""
     if device == "cuda":
         free, _ = torch.cuda.mem_get_info()
-        unused_by_torch = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
-        return free + unused_by_torch
-    if not os.path.exists(MEMORY):
-        return float("inf")
-    for line in Path(MEMORY).read_text().splitlines():
-        if line.startswith("MemAvailable:"):
-            return int(line.split()[1]) * 1024
+        return free + torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/meminfo").read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
     return float("inf")
 
 
-def peaks(device: str, dtype: torch.dtype) -> dict[str, float]:
-    """What this machine does at best, measured.
-
-    flops_per_second: of matrix products; bytes_per_second: of copies, read and written.
-    On the CPU they are per second of CPU time, as candidates are timed.
-    """
-    cuda = device == "cuda"
-    size = 4096 if cuda else 1024
-    count = 2**29 if cuda else 2**26
-    a = torch.randn(size, size, device=device).to(dtype)
-    b = torch.randn(size, size, device=device).to(dtype)
-    source = torch.ones(count, dtype=torch.uint8, device=device)
-    target = torch.empty_like(source)
-    return {
-        "flops_per_second": 2 * size**3 / _median_seconds(lambda: a @ b, device),
-        "bytes_per_second": 2 * count / _median_seconds(lambda: target.copy_(source), device),
-    }
-
-
-def _median_seconds(call: Call, device: str) -> float:
-    clocked(call, 3, device)  # to warm up
-    times = [clocked(call, 3, device)["ms"] for _ in range(5)]
-    return statistics.median(times) / 1000
-
-
-def floor(
-    candidate: Any, best: dict[str, float], median_ms: float | None
-) -> dict[str, float | None]:
-    """The time below which this machine cannot do the work, and how many times that was taken."""
-    computing = candidate.flops / best["flops_per_second"]
-    moving = candidate.bytes / best["bytes_per_second"]
-    floor_ms = max(computing, moving) * 1000
-    times_floor = None if median_ms is None else median_ms / floor_ms
-    return {"floor_ms": floor_ms, "times_floor": times_floor}
-
-
-def conditions(options: argparse.Namespace) -> dict[str, Any]:
-    """Where, when and with what the figures were taken."""
-    if options.device == "cuda":
-        hardware = torch.cuda.get_device_name()
-        clock = "CUDA events"
-    else:
-        hardware = f"{processor()}, {os.cpu_count()} cores"
-        clock = "CPU time of all threads"
-    return {
-        "command": " ".join(["python", *sys.argv]),
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "commit": commit(),
-        "hardware": hardware,
-        "clock": clock,
-        "threads": torch.get_num_threads(),
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-    }
-
-
 def processor() -> str:
-    """The name of the CPU."""
+    """The name of the CPU, and how many cores it has."""
     with contextlib.suppress(OSError):
         for line in Path("/proc/cpuinfo").read_text().splitlines():
             if line.startswith("model name"):
-                return line.split(":")[1].strip()
-    return platform.machine()
+                return f"{line.split(':')[1].strip()}, {os.cpu_count()} cores"
+    return f"{platform.machine()}, {os.cpu_count()} cores"
+
+
+def figures(row: dict[str, Any]) -> list[str]:
+    """A row's cells in the columns FIGURES."""
+    if row["median_ms"] is None:
+        return ["-", "-", "-"]
+    cells = [with_spread(row, "ms")]
+    cells.append("-" if row["median_ratio"] is None else with_spread(row, "ratio"))
+    cells.append("-" if row["peak_bytes"] is None else f"{row['peak_bytes'] / 2**20:,.0f}")
+    return cells
+
+
+def with_spread(row: dict[str, Any], name: str) -> str:
+    """Median and quartiles: 1.05 (1.03-1.07)."""
+    low, high = row[f"quartiles_{name}"]
+    return f"{shown(row[f'median_{name}'])} ({shown(low)}-{shown(high)})"
+
+
+def shown(number: float) -> str:
+    """Three significant digits, without an exponent."""
+    return f"{number:,.0f}" if number >= 100 else f"{number:.3g}"
+
+
+def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A Markdown table; all columns but the first are numbers."""
+    ruler = ["---"] + ["---:"] * (len(header) - 1)
+    lines = []
+    for cells in (header, ruler, *rows):
+        plain = [cell.replace("|", "/") for cell in cells]
+        lines.append(f"| {' | '.join(plain)} |")
+    return "\n".join(lines) + "\n"
 
 
 def report_progress(text: str) -> None:

@@ -7,29 +7,41 @@ python tools/bench/step.py --threads 1 --encodings rotary kerple_log --documents
 A step is forward, backward, clipping and torch's fused AdamW on the weights in their own dtype.
 DeepSpeed's engine, its float32 masters and the loader are not in it. Evaluation is the losses of
 one window. Every round runs each encoding once in rotated order; ratios are to rotary in the same
-round. The eager backend is what the forks do, in float32. Floors are the operations of every matrix
-product and of the visible pairs of attention, three times for a step, or the bytes of weights,
-gradients and optimizer state. MFU follows PaLM (megatron/model/flops.py), against the measured
-speed of matrix products.
+round. The eager backend is what the forks do, in float32. MFU follows PaLM
+(megatron/model/flops.py), against the measured speed of matrix products. --trace profiles one step
+of the first encoding.
 """
 
 import sys
-from argparse import Namespace
+from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import torch
-from bench_tables import FIGURES, figures, heading, shown, table
-from measure import DTYPES, Bench, arguments, parsed, positive, report_progress
+from measure import (
+    DTYPES,
+    FIGURES,
+    Bench,
+    arguments,
+    clocked,
+    figures,
+    parsed,
+    positive,
+    report_progress,
+    shown,
+    table,
+)
 from torch import Tensor, nn
+from torch.profiler import ProfilerActivity, profile
 
 from megatron.cli_errors import guarded
 from megatron.errors import UserError
 from megatron.model import GPT
 from megatron.model.settings import Architecture, AttentionSettings
-from megatron.model.size import BACKWARD, causal_keys, forward_flops, matrix_weights
+from megatron.model.size import BACKWARD, forward_flops
 from megatron.positions import Shape, build
 from megatron.training.compiled import compile_layers
 
@@ -45,12 +57,36 @@ QUICK = {
 
 
 @dataclass(frozen=True)
+class Model:
+    """A GPT of the papers of this size; compiled: whether torch compiles its layers."""
+
+    hidden: int
+    layers: int
+    heads: int
+    vocab: int
+    train_length: int
+    dtype: str
+    device: str
+    compiled: bool = False
+
+    @property
+    def architecture(self) -> Architecture:
+        return Architecture(
+            hidden_size=self.hidden,
+            num_layers=self.layers,
+            num_attention_heads=self.heads,
+            seq_length=self.train_length,
+        )
+
+
+@dataclass(frozen=True)
 class Candidate:
     """A GPT with an encoding and an attention backend, on random tokens.
 
     training: whether it takes a step or only computes losses
     document: mean length of the documents in the text, 0 for one document
     apart: whether attention keeps them apart, as reset_attention_mask does
+    options: pos_emb_args
     """
 
     pos_emb: str
@@ -58,16 +94,14 @@ class Candidate:
     training: bool
     length: int
     batch: int
-    dtype: str
-    hidden: int
-    layers: int
-    heads: int
-    vocab: int
-    train_length: int
-    device: str
-    compiled: bool = False
+    model: Model
     document: int = 0
     apart: bool = False
+    options: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def device(self) -> str:
+        return self.model.device
 
     @property
     def name(self) -> str:
@@ -81,10 +115,10 @@ class Candidate:
 
         Candidates share the weights and put their encoding into the model in turn.
         """
-        sizes = (self.hidden, self.layers, self.heads, self.vocab, self.train_length)
-        model, optimizer = trunk(*sizes, self.dtype, self.device, self.compiled)
-        positions = self._positions()
-        ids = random_text(self.batch, self.length + 1, self.vocab, self.document).to(self.device)
+        model, optimizer = trunk(self.model)
+        positions = self.positions()
+        ids = random_text(self.batch, self.length + 1, self.model.vocab, self.document)
+        ids = ids.to(self.device)
         inputs, labels = ids[:, :-1], ids[:, 1:]
         settings = AttentionSettings(
             attention_backend=self.backend, reset_attention_mask=self.apart
@@ -105,65 +139,31 @@ class Candidate:
 
         return call
 
-    def _positions(self) -> nn.ModuleList:
+    def positions(self) -> nn.ModuleList:
         """The encoding, one for all layers or one for each."""
-        shape = Shape(self.heads, self.hidden // self.heads, self.hidden, self.train_length)
+        size = self.model
+        shape = Shape(size.heads, size.hidden // size.heads, size.hidden, size.train_length)
         torch.manual_seed(0)
-        positions = [build(self.pos_emb, shape)]
+        positions = [build(self.pos_emb, shape, **self.options)]
         if positions[0].per_layer:
-            positions += [build(self.pos_emb, shape) for _ in range(self.layers - 1)]
-        return nn.ModuleList(positions).to(self.device)
-
-    @property
-    def weights(self) -> int:
-        return matrix_weights(self._architecture, self.vocab)
-
-    @property
-    def _architecture(self) -> Architecture:
-        return architecture(self.hidden, self.layers, self.heads, self.train_length)
+            others = range(size.layers - 1)
+            positions += [build(self.pos_emb, shape, **self.options) for _ in others]
+        return nn.ModuleList(positions).to(self.device).train(self.training)
 
     @property
     def flops(self) -> float:
-        """Of a step or window, with the visible pairs of attention."""
-        return self._flops(causal_keys(self.length))
-
-    @property
-    def palm_flops(self) -> float:
         """Of a step or window as PaLM counts, with every pair of tokens."""
-        return self._flops(self.length)
-
-    def _flops(self, keys: float) -> float:
-        token = forward_flops(self._architecture, self.vocab, keys)
+        token = forward_flops(self.model.architecture, self.model.vocab, self.length)
         forward = self.batch * self.length * token
         return BACKWARD * forward if self.training else forward
-
-    @property
-    def bytes(self) -> float:
-        """Moved at least.
-
-        Evaluation reads the weights once, a step twice. AdamW reads weights, gradients and two
-        moments, and writes weights, gradients (zeros) and moments.
-        """
-        times = 10 if self.training else 1
-        return times * self.weights * getattr(torch, self.dtype).itemsize
 
     @property
     def needs(self) -> float:
         """Memory of eager's matrices on the CPU, where too much ends the process; else 0."""
         if self.device != "cpu" or self.backend != "eager":
             return 0
-        copies = 4 * self.layers + 8 if self.training else 4
-        return copies * self.batch * self.heads * self.length**2 * 4
-
-
-def architecture(hidden: int, layers: int, heads: int, train_length: int) -> Architecture:
-    """A GPT of the papers of this size."""
-    return Architecture(
-        hidden_size=hidden,
-        num_layers=layers,
-        num_attention_heads=heads,
-        seq_length=train_length,
-    )
+        copies = 4 * self.model.layers + 8 if self.training else 4
+        return copies * self.batch * self.model.heads * self.length**2 * 4
 
 
 def random_text(batch: int, length: int, vocab: int, document: int) -> Tensor:
@@ -175,30 +175,40 @@ def random_text(batch: int, length: int, vocab: int, document: int) -> Tensor:
 
 
 @cache
-def trunk(
-    hidden: int,
-    layers: int,
-    heads: int,
-    vocab: int,
-    train_length: int,
-    dtype: str,
-    device: str,
-    compiled: bool,
-) -> tuple[GPT, torch.optim.Optimizer]:
-    """The model without an encoding, and its optimizer.
-
-    compiled: whether torch compiles the layers, as `torch_compile: true` does. The optimizer's
-    second group is for what an encoding learns.
-    """
+def trunk(size: Model) -> tuple[GPT, torch.optim.Optimizer]:
+    """The model without an encoding, and its optimizer with a second group for the encoding's."""
     torch.manual_seed(0)
-    sizes = architecture(hidden, layers, heads, train_length)
-    model = GPT(sizes, AttentionSettings(), positions=[], vocab=vocab, end_of_document=END)
-    model = model.to(device, getattr(torch, dtype))
-    if compiled:
-        compile_layers(model, torch.device(device))
-    placeholder = torch.zeros(1, device=device)
+    settings = AttentionSettings()
+    model = GPT(size.architecture, settings, positions=[], vocab=size.vocab, end_of_document=END)
+    model = model.to(size.device, getattr(torch, size.dtype))
+    if size.compiled:
+        compile_layers(model, torch.device(size.device))
+    placeholder = torch.zeros(1, device=size.device)
     groups = [{"params": list(model.parameters())}, {"params": [placeholder]}]
     return model, torch.optim.AdamW(groups, lr=1e-4, weight_decay=0.0, fused=True)
+
+
+@cache
+def best_speed(device: str, dtype: str) -> float:
+    """Operations per second in matrix products, measured here; on the CPU of its own time."""
+    size = 4096 if device == "cuda" else 1024
+    a, b = torch.randn(2, size, size, device=device).to(getattr(torch, dtype))
+    times = [clocked(lambda: a @ b, 3, device) for _ in range(6)]
+    return 2 * size**3 / min(times) * 1000
+
+
+def add_sizes(parser: ArgumentParser, **sizes: int) -> None:
+    """An option for each size of the model, with its default."""
+    for name, size in sizes.items():
+        parser.add_argument(f"--{name}", type=positive, default=size, help=f"default: {size}")
+
+
+def size_of(options: Namespace, dtype: str, *, compiled: bool = False) -> Model:
+    """The model that the options describe; raises UserError if heads do not fit."""
+    if options.hidden % options.heads:
+        raise UserError(f"--hidden: {options.hidden} cannot be split over --heads {options.heads}")
+    sizes = (options.hidden, options.layers, options.heads, options.vocab, options.train_length)
+    return Model(*sizes, dtype, options.device, compiled)
 
 
 @guarded
@@ -207,116 +217,120 @@ def main(argv: Sequence[str] | None = None) -> int:
     add = parser.add_argument
     add("--encodings", nargs="+", default=ENCODINGS, metavar="NAME")
     add("--backend", default="auto", metavar="NAME", help="attention_backend of the encodings")
-    add(
-        "--eager",
-        nargs="*",
-        default=["kerple_log"],
-        metavar="NAME",
-        help="encodings to run with backend eager as well",
-    )
-    add(
-        "--documents",
-        type=positive,
-        metavar="N",
-        help="beside each encoding, the same with documents of N tokens on average kept apart",
-    )
+    eager = "encodings to run with backend eager as well"
+    add("--eager", nargs="*", default=["kerple_log"], metavar="NAME", help=eager)
+    documents = "beside each encoding, the same with documents of N tokens on average kept apart"
+    add("--documents", type=positive, metavar="N", help=documents)
     add("--compile", action="store_true", help="compile the layers, as torch_compile does")
     add("--dtype", choices=DTYPES, help="default: bfloat16, on CPU float32")
     add("--batch", type=positive, help="windows of a step; default: 32, on CPU 1")
-    add("--train_length", type=positive, default=512, metavar="L")
     lengths = [512, 1024, 2048, 4096, 8192, 16384]
     add("--lengths", nargs="*", type=positive, default=lengths, metavar="L", help="to evaluate")
-    for name, size in (("hidden", 768), ("layers", 12), ("heads", 12), ("vocab", 50304)):
-        add(f"--{name}", type=positive, default=size, help="default: 125M's")
-    bench = run(parsed(parser, QUICK, argv))
-    print(markdown(bench))
-    return 0
+    add("--trace", type=Path, metavar="FILE.json.gz", help="for chrome://tracing and Perfetto")
+    add_sizes(parser, hidden=768, layers=12, heads=12, vocab=50304, train_length=512)
+    options = parsed(parser, QUICK, argv)
 
-
-def run(options: Namespace) -> Bench:
-    """A training step, then an evaluation of each length; what is known is saved after each."""
-    if options.hidden % options.heads:
-        raise UserError(f"--hidden: {options.hidden} cannot be split over --heads {options.heads}")
-    bench = Bench(options, "Whole steps")
     on_gpu = options.device == "cuda"
-    dtype = options.dtype or ("bfloat16" if on_gpu else "float32")
-    batch = options.batch or (32 if on_gpu else 1)
-    works = [(True, options.train_length, batch)]
-    works += [(False, length, 1) for length in options.lengths]
-    for training, length, windows in works:
-        report_progress(f"{'training' if training else 'evaluation'}, {length}")
-        chosen = candidates(options, dtype, training, length, windows)
-        rows = bench.group(chosen, REFERENCES, dtype)
-        for row, candidate in zip(rows, chosen, strict=True):
-            row |= rates(candidate, row, bench.peaks[dtype]["flops_per_second"])
-        bench.save(markdown(bench))
-    return bench
-
-
-def candidates(
-    options: Namespace, dtype: str, training: bool, length: int, batch: int
-) -> list[Candidate]:
-    """Every encoding with the chosen backend, also with documents apart, and some with eager."""
+    size = size_of(
+        options, options.dtype or ("bfloat16" if on_gpu else "float32"), compiled=options.compile
+    )
     document = options.documents or 0
     kinds = [(name, options.backend, False) for name in options.encodings]
     if document:
         kinds += [(name, options.backend, True) for name in options.encodings]
     kinds += [(name, "eager", False) for name in options.eager]
-    return [
-        Candidate(
-            pos_emb=name,
-            backend=backend,
-            document=document,
-            apart=apart,
-            training=training,
-            length=length,
-            batch=batch,
-            dtype=dtype,
-            hidden=options.hidden,
-            layers=options.layers,
-            heads=options.heads,
-            vocab=options.vocab,
-            train_length=options.train_length,
-            device=options.device,
-            compiled=options.compile,
-        )
-        for name, backend, apart in kinds
-    ]
+    works = [(True, options.train_length, options.batch or (32 if on_gpu else 1))]
+    works += [(False, length, 1) for length in options.lengths]
+    bench = Bench(options)
+    for training, length, windows in works:
+        report_progress(f"{'training' if training else 'evaluation'}, {length}")
+        candidates = [
+            Candidate(name, backend, training, length, windows, size, document, apart)
+            for name, backend, apart in kinds
+        ]
+        measure(bench, candidates, REFERENCES)
+        bench.save(markdown(bench))
+    print(markdown(bench))
+    if options.trace:
+        first = Candidate(options.encodings[0], options.backend, *works[0], size)
+        print(traced(first, options.trace))
+    return 0
 
 
-def rates(candidate: Candidate, row: dict[str, Any], best: float) -> dict[str, float | None]:
-    """What the median time means in tokens and operations. best: operations per second"""
-    operations = candidate.palm_flops
-    if row["median_ms"] is None:
-        return {"tokens_per_second": None, "palm_flops": operations, "mfu": None}
-    seconds = row["median_ms"] / 1000
-    return {
-        "tokens_per_second": candidate.batch * candidate.length / seconds,
-        "palm_flops": operations,
-        "mfu": operations / seconds / best,
-    }
+def measure(bench: Bench, candidates: Sequence[Candidate], references: Sequence[str]) -> None:
+    """Measure candidates; their rows get tokens per second and MFU."""
+    by_name = {one.name: one for one in candidates}
+    for row in bench.group(candidates, references):
+        one = by_name[row["candidate"]]
+        row |= {"tokens_per_second": None, "mfu": None, "flops": one.flops}
+        if row["median_ms"] is not None:
+            seconds = row["median_ms"] / 1000
+            row["tokens_per_second"] = one.batch * one.length / seconds
+            row["mfu"] = one.flops / seconds / best_speed(one.device, one.model.dtype)
 
 
 def markdown(bench: Bench) -> str:
     """One table of training steps, one of evaluation."""
     header = ["", "batch x length", *FIGURES, "tokens/s", "MFU %", "reason"]
-    parts = [heading(bench)]
+    parts = [bench.heading]
     for title, training in (("Training step", True), ("Evaluation of one window", False)):
-        lines = [line(row) for row in bench.rows if row["training"] == training]
+        lines = []
+        for row in bench.rows:
+            if row["training"] != training:
+                continue
+            size = f"{row['batch']} x {row['length']}"
+            speed = ["-", "-"]
+            if row["tokens_per_second"] is not None:
+                speed = [shown(row["tokens_per_second"]), f"{100 * row['mfu']:.1f}"]
+            lines.append([row["candidate"], size, *figures(row), *speed, row["reason"] or ""])
         if lines:
             parts += [f"#### {title}\n", table(header, lines)]
     return "\n".join(parts)
 
 
-def line(row: dict[str, Any]) -> list[str]:
-    size = f"{row['batch']} x {row['length']}"
-    return [row["candidate"], size, *figures(row), *speed(row), row["reason"] or ""]
+def traced(candidate: Candidate, path: Path) -> str:
+    """Write a trace of one step; how long the device waited for the host, and its longest kernels.
+
+    The profiler's own work lies between the kernels, too, so the idle time is an upper bound. On
+    the CPU its own operations stand for the device's.
+    """
+    on_gpu = candidate.device == "cuda"
+    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]
+    step = candidate.prepare()
+    for _ in range(3):
+        step()
+    for _ in range(2):  # the first is spent on starting the device's own profiler
+        with profile(activities=activities) as profiler:
+            step()
+            if on_gpu:
+                torch.cuda.synchronize()
+    profiler.export_chrome_trace(str(path))
+
+    intervals = []
+    for event in profiler.events() or []:
+        on_device = event.device_type.name == candidate.device.upper()
+        spans_others = on_gpu and event.is_user_annotation
+        if on_device and event.cpu_parent is None and not spans_others:
+            intervals.append((event.time_range.start, event.time_range.end))
+    span, idle = idle_time(intervals)
+    order = "self_device_time_total" if on_gpu else "self_cpu_time_total"
+    longest = profiler.key_averages().table(sort_by=order, row_limit=12)
+    return f"{span:.1f} ms, of which at most {idle:.1f} ms idle ({idle / span:.0%})\n\n{longest}"
 
 
-def speed(row: dict[str, Any]) -> list[str]:
-    if row["tokens_per_second"] is None:
-        return ["-", "-"]
-    return [shown(row["tokens_per_second"]), f"{100 * row['mfu']:.1f}"]
+def idle_time(intervals: Sequence[tuple[float, float]]) -> tuple[float, float]:
+    """Milliseconds from the first begin to the last end, and those in which nothing ran.
+
+    intervals: begin and end of each operation in microseconds. Raises UserError if there are none.
+    """
+    if not intervals:
+        raise UserError("the profiler saw no kernel; is another profiler running?")
+    first, busy_until = min(intervals)
+    idle = 0.0
+    for begin, end in sorted(intervals):
+        idle += max(0.0, begin - busy_until)
+        busy_until = max(busy_until, end)
+    return (busy_until - first) / 1000, idle / 1000
 
 
 if __name__ == "__main__":

@@ -1,0 +1,72 @@
+"""Compile the Triton programs of a training in bfloat16 for GPUs that need not exist.
+
+Prints a line of JSON for each: its shared memory in bytes, and the bytes that a thread spills.
+Triton must not interpret (TRITON_INTERPRET=0).
+"""
+
+import json
+import re
+import subprocess
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from megatron.attention import triton_programs
+from megatron.attention.triton_tiles import TILES, Tiles, columns
+
+HEAD_DIM = 64
+FLOATS = {"bias", "weight", "lse", "delta", "dbias", "dweight", "u", "w", "w_low", "du", "dw"}
+MATRICES = {"q", "k", "v", "out", "dout", "dq", "dk", "dv"}
+OFF = ("WEIGHT", "CHUNK", "SEGMENTS", "BOUNDS", "CONTENT", "ONES")
+
+
+def build(name: str, arch: int, tiles: Tiles, *, direct: bool) -> dict[str, Any]:
+    """A program with a bias alone."""
+    with_tables = name == "query_and_table_gradients"
+    program = getattr(triton_programs, "query_gradient" if with_tables else name)
+    signature = {}
+    aligned = {}  # pointers, strides and usual lengths are multiples of 16
+    for index, argument in enumerate(program.params):
+        kind = "i32"
+        if argument.is_constexpr:
+            kind = "constexpr"
+        elif argument.name in FLOATS:
+            kind = "*fp32"
+        elif argument.name in ("segments", "bounds"):
+            kind = "*i32"
+        elif argument.name in MATRICES:
+            kind = "*bf16"
+        elif argument.name == "scale":
+            kind = "fp32"
+        signature[argument.name] = kind
+        is_length = argument.name.endswith(("_batch", "_head", "_row", "queries", "keys"))
+        if kind.startswith("*") or (kind == "i32" and is_length):
+            aligned[(index,)] = [["tt.divisibility", 16]]
+    known = dict.fromkeys(OFF, False)
+    known |= {"CONTENT": 0, "PRECISION": "ieee", "DIRECT": direct, "TABLES": with_tables}
+    known |= {"BLOCK_Q": tiles.queries, "BLOCK_K": tiles.keys}
+    known |= {"HEAD_DIM": HEAD_DIM, "COLUMNS": columns(HEAD_DIM)}
+    constants = {name: known[name] for name, kind in signature.items() if kind == "constexpr"}
+    source = ASTSource(program, signature, constants, aligned)
+    options = {"num_warps": tiles.warps, "num_stages": tiles.stages}
+    built = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
+    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(built.asm["cubin"])
+        file.flush()
+        command = [tool, "-res-usage", file.name]
+        usage = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    spilled = int(re.findall(r"STACK:(\d+)", usage)[-1])
+    return {"program": name, "arch": arch, "shared": built.metadata.shared, "spilled": spilled}
+
+
+if __name__ == "__main__":
+    for arch, programs in TILES.items():
+        for name, sizes in programs.items():
+            print(json.dumps(build(name, arch, sizes[2, HEAD_DIM].bias, direct=True)))
+    tiles = TILES[90]["forward"][2, HEAD_DIM].bias
+    print(json.dumps({**build("forward", 90, tiles, direct=False), "program": "pipelined"}))

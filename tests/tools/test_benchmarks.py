@@ -1,0 +1,219 @@
+"""The benchmarks on tiny sizes: what they compute and write, never how fast it was."""
+
+import json
+import math
+from argparse import Namespace
+from itertools import groupby
+from statistics import median
+
+import attention as bench_attention
+import encodings_table
+import pytest
+import step as bench_step
+import torch
+from attention import DENSE_COPIES, forks
+from measure import interleaved, ready
+from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
+
+from megatron.errors import UserError
+from megatron.positions import REGISTRY, Shape, build
+from tests.encodings import SAMPLE
+
+CPU = ["--device", "cpu", "--threads", "1", "--rounds", "3"]
+SIZE = {"hidden": 24, "layers": 2, "heads": 3, "vocab": 40, "train_length": 16}
+MODEL = [word for name, size in SIZE.items() for word in (f"--{name}", str(size))]
+
+
+def test_every_way_is_measured_beside_plain_attention_with_its_conditions(tmp_path, capsys):
+    words = ["--lengths", "5", "24", "--tokens", "48", "--dtypes", "float32", "--no-memory"]
+    words += ["--heads", "2", "--head_dim", "8", "--only", "rotary", "forks", "eager", "sdpa"]
+    words += ["--errors", "sdpa", "--output", str(tmp_path / "found.json")]
+    assert bench_attention.main([*CPU, *words]) == 0
+    found = json.loads((tmp_path / "found.json").read_text())
+    assert {"command", "date", "commit", "hardware", "threads"} <= found["conditions"].keys()
+    errors = [row for row in found["rows"] if row["candidate"] == "errors"]
+    assert all(row[name] < 1e-5 for row in errors for name in ("out", "dq", "dk", "dv", "dbias"))
+    rows = {
+        (row["candidate"], row["length"], row["backward"]): row
+        for row in found["rows"]
+        if row not in errors
+    }
+    kinds = bench_attention.BIASES
+    ours = {f"{backend}, {kind}" for backend in ("eager", "sdpa") for kind in kinds}
+    names = {"plain", "rotary", "forks"} | ours
+    assert {name for name, length, backward in rows if backward and length == 24} == names
+    frozen = {name for name in names if not name.endswith("learned")}
+    assert {name for name, length, backward in rows if not backward and length == 5} == frozen
+    for (_, length, backward), row in rows.items():
+        plain = rows["plain", length, backward]
+        assert (row["reason"], row["reference"], len(row["ms"])) == (None, "plain", 3)
+        ratios = [mine / theirs for mine, theirs in zip(row["ms"], plain["ms"], strict=True)]
+        assert (row["median_ms"], row["median_ratio"]) == (median(row["ms"]), median(ratios))
+    printed = capsys.readouterr().out
+    assert (tmp_path / "found.md").read_text() == printed
+    assert "| sdpa, frozen | 2 x 24 |" in printed
+
+
+def test_a_dense_way_takes_its_matrices(tmp_path):
+    words = ["--lengths", "1024", "--passes", "forward", "--tables", "frozen", "--only", "eager"]
+    words += ["--heads", "2", "--head_dim", "8", "--dtypes", "float32"]
+    output = tmp_path / "found.json"
+    assert bench_attention.main([*CPU, *words, "--output", str(output)]) == 0
+    rows = json.loads(output.read_text())["rows"]
+    peaks = {row["candidate"]: row["peak_bytes"] for row in rows}
+    matrix = 2 * 1024**2 * 4
+    assert peaks.keys() == {"plain", "eager, frozen"}
+    assert peaks["plain"] < matrix < 2 * matrix < peaks["eager, frozen"]
+
+
+def test_the_forks_way_is_the_papers_formula():
+    length = 40
+    q, k, v = torch.randn(3, 2, 3, length, 8, dtype=torch.float64)
+    p, a = torch.rand(2, 3, 1, 1, dtype=torch.float64)
+    index = torch.arange(length)
+    distance = (index[:, None] - index).tril().double()
+    expected = torch.empty_like(q)
+    for head in range(3):
+        for query in range(length):
+            back = torch.arange(query, -1, -1, dtype=torch.float64)
+            kernel = -p[head, 0] * torch.log1p(a[head, 0] * back)
+            visible = k[:, head, : query + 1]
+            scores = torch.einsum("bd,bkd->bk", q[:, head, query], visible) / math.sqrt(8)
+            shares = (scores + kernel).softmax(-1)
+            expected[:, head, query] = torch.einsum("bk,bkd->bd", shares, v[:, head, : query + 1])
+    found = forks(q, k, v, p, a, distance, index[:, None] < index)
+    torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-10)
+
+
+def test_what_cannot_run_has_a_reason_and_a_required_way_fails():
+    huge = bench_attention.Candidate("eager", "frozen", False, "float32", 2**20, 1, 12, 64, "cpu")
+    unknown = bench_attention.Candidate("no_way", "frozen", False, "float32", 8, 1, 2, 8, "cpu")
+    calls, reasons = ready([huge, unknown])
+    assert not calls
+    needed = DENSE_COPIES[False] * 12 * 2**42 / 2**30
+    assert reasons[huge.name] == f"not run: needs {needed:.1f} GiB"
+    assert reasons[unknown.name].startswith("not run: attention_backend: 'no_way' is not known")
+    rows = [{"candidate": "plain", "reason": None}, {"candidate": "flex", "reason": "absent"}]
+    for required, lacks in {"plain": False, "flex": True, "triton": True}.items():
+        bench = Namespace(rows=rows, options=Namespace(required=[required]))
+        assert bench_attention.lacks_required(bench) == lacks
+
+
+def test_rounds_rotate_and_the_reference_runs_as_long_as_anybody():
+    order = []
+    calls = {name: lambda name=name: order.append(name) for name in "abc"}
+    interleaved(calls, "a", Namespace(rounds=3, seconds=math.inf, device="cpu"))
+    # the first three are warm-up
+    assert "".join(name for name, _ in groupby(order)) == "abc" + "abc" + "bca" + "cab"
+    times = interleaved(calls, "a", Namespace(rounds=3, seconds=0, device="cpu"))
+    assert {name: len(found) for name, found in times.items()} == {"a": 1, "b": 1, "c": 1}
+
+
+def test_steps_and_evaluations_are_measured_against_rotary_and_traced(tmp_path, capsys):
+    words = ["--encodings", "rotary", "learned", "cable", "--lengths", "300", "--documents", "20"]
+    words += [*CPU, *MODEL, "--batch", "2", "--no-memory", "--output", str(tmp_path / "found.json")]
+    assert bench_step.main([*words, "--trace", str(tmp_path / "trace.json.gz")]) == 0
+    printed = capsys.readouterr().out
+    rows = json.loads((tmp_path / "found.json").read_text())["rows"]
+    rows = {(row["candidate"], row["training"]): row for row in rows}
+    names = {f"{name}, auto" for name in ("rotary", "learned", "cable")}
+    apart = {f"{name}, documents of 20 apart" for name in names}
+    assert {name for name, _ in rows} == names | apart | {"kerple_log, eager"}
+    for name in [name for name, training in rows if "learned" in name and not training]:
+        refused = rows.pop((name, False))
+        assert (refused["ms"], refused["tokens_per_second"]) == ([], None)
+        assert f"| {refused['reason']} |" in printed
+    for (_, training), row in rows.items():
+        assert row["reason"] is None
+        assert (row["batch"], row["length"]) == ((2, 16) if training else (1, 300))
+        tokens = row["batch"] * row["length"]
+        assert row["tokens_per_second"] == pytest.approx(tokens / median(row["ms"]) * 1000)
+    assert (tmp_path / "trace.json.gz").stat().st_size > 0
+    assert "ms idle" in printed
+
+
+def candidate(**more):
+    values = {"pos_emb": "kerple_log", "backend": "eager", "training": True, "length": 16}
+    model = bench_step.Model(**SIZE, dtype="float32", device="cpu")
+    return bench_step.Candidate(**{**values, "batch": 3, "model": model, **more})
+
+
+@pytest.mark.parametrize("training", [False, True])
+def test_palms_operations_are_those_that_torch_counts_on_the_dense_way(training):
+    one = candidate(training=training)
+    call = one.prepare()
+    with FlopCounterMode(display=False) as counter:
+        call()
+    assert one.flops == counter.get_total_flops()
+
+
+def test_a_step_trains_the_weights_and_the_encoding_whose_turn_it_is_alone():
+    calls = [candidate(pos_emb=name).prepare() for name in ("kerple_log", "t5")]
+    model, _ = bench_step.trunk(candidate().model)
+    encodings = []
+    for call in calls:
+        call()
+        encodings.append(model.positions)
+    parts = (model.layers, *encodings)
+
+    def numbers():
+        return [nn.utils.parameters_to_vector(part.parameters()).detach() for part in parts]
+
+    before = numbers()
+    calls[0]()
+    changed = [not torch.equal(*pair) for pair in zip(before, numbers(), strict=True)]
+    assert changed == [True, True, False]
+
+
+def test_idle_time_is_that_in_which_nothing_runs():
+    intervals = [(0.0, 1000.0), (500.0, 1500.0), (4000.0, 5000.0), (4200.0, 4400.0)]
+    assert bench_step.idle_time([*intervals, (5500.0, 6000.0)]) == (6.0, 3.0)
+    with pytest.raises(UserError, match="the profiler saw no kernel"):
+        bench_step.idle_time([])
+
+
+def test_every_encoding_has_a_line_between_the_marks(tmp_path):
+    begin, end = encodings_table.BEGIN, encodings_table.END
+    page = tmp_path / "page.md"
+    page.write_text(f"before\n{begin}\nan old table\n{end}\nafter\n")
+    words = ["--length", "32", "--rounds", "1", "--seconds", "0.1", "--no-memory"]
+    words += ["--encodings", *SAMPLE, "--into", str(page)]
+    assert encodings_table.main([*MODEL, *words]) == 0
+    text = page.read_text()
+    assert text.startswith(f"before\n{begin}\n\n`python")
+    assert text.endswith(f"\n{end}\nafter\n")
+    assert "an old table" not in text
+    for name in SAMPLE:
+        (line,) = [line for line in text.splitlines() if line.startswith(f"| {name} |")]
+        assert "not run" not in line
+        assert "failed" not in line
+
+
+def test_options_of_the_table_are_those_of_the_files():
+    for name in REGISTRY:
+        build(name, Shape(3, 8, 24, 16), **encodings_table.options_in_file(name, 32))
+    assert encodings_table.options_in_file("learned", 32)["max_positions"] == 32
+
+
+@pytest.mark.parametrize(
+    ("tool", "words", "message"),
+    [
+        (bench_attention, ["--output", "/no/a.json"], "--output: /no/a.json must end in .json and"),
+        (bench_step, ["--device", "cuda"], "--device: torch finds no CUDA device; use --device"),
+        (bench_step, ["--rounds", "0"], "--rounds: '0' is not a whole number of at least 1"),
+        (encodings_table, ["--encodings", "rotery"], "--encodings: no encoding is called rotery"),
+        (encodings_table, ["--heads", "5"], "--hidden: 256 cannot be split over --heads 5"),
+        (encodings_table, ["--into", "nowhere.md"], "--into: nowhere.md cannot be read (No such"),
+        (encodings_table, ["--into", "README.md"], "--into: README.md has not the lines '<!-- ta"),
+    ],
+)
+def test_a_bad_argument_is_one_message(tool, words, message, capsys):
+    try:
+        status = tool.main(words)
+    except SystemExit as end:
+        status = end.code
+    printed = capsys.readouterr()
+    assert status in (1, 2)
+    assert printed.err.count(message) == 1
+    assert not printed.out
