@@ -8,7 +8,7 @@ A step is forward, backward, clipping and torch's fused AdamW on the weights in 
 DeepSpeed's engine, its float32 masters and the loader are not in it. Evaluation is the losses of
 one window. Every round runs each encoding once in rotated order; ratios are to rotary in the same
 round. The eager backend is what the forks do, in float32. MFU follows PaLM
-(megatron/model/flops.py), against the measured speed of matrix products. --trace profiles one step
+(megatron/model/size.py), against the measured speed of matrix products. --trace profiles one step
 of the first encoding.
 """
 
