@@ -11,6 +11,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 
+from megatron.errors import UserError
 from megatron.process import Process, this_process
 
 ROOT = Path(__file__).resolve().parents[1]  # the project's folder: entry scripts, configs, tools
@@ -131,6 +132,17 @@ def sync(path: Path) -> None:
     """Wait until a file is on the disk: a rename must not overtake the contents."""
     with path.open("rb") as file:
         os.fsync(file.fileno())
+
+
+def sha256_of(path: Path) -> str:
+    """The sha256 of a file, read piece by piece; UserError if it cannot be read."""
+    try:
+        with path.open("rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+    except OSError as fault:
+        raise UserError(
+            f"{path}: cannot be read ({fault.strerror}) - check its permissions and its disk"
+        ) from None
 
 
 def umask() -> int:

@@ -12,7 +12,7 @@ from megatron.checkpoints.keep import keep_weights_only
 from megatron.checkpoints.manifest import faults_of
 from megatron.checkpoints.saved import chosen, pointed, remove_checkpoint
 from megatron.cli_errors import print_line
-from megatron.data.sidecar import read_sidecar
+from megatron.data.tokens import read_card
 from megatron.entry import _Visible
 from megatron.errors import UserError, visible
 from megatron.evaluation.opened import opened
@@ -172,10 +172,10 @@ def test_what_rows_will_repeat_has_no_control_characters(step, tmp_path):
     sidecar = tmp_path / "text.json"
     facts = {"documents": 1, "tokens": 2, "corpus": "wiki"}
     sidecar.write_text(json.dumps(facts))
-    assert read_sidecar(sidecar, 1, 2)["corpus"] == "wiki"
+    assert read_card(sidecar, 1, 2)["corpus"] == "wiki"
     sidecar.write_text(json.dumps(facts | {"corpus": ESCAPE}))
     with pytest.raises(UserError, match="does not describe a token file"):
-        read_sidecar(sidecar, 1, 2)
+        read_card(sidecar, 1, 2)
     odd = step.parent.rename(tmp_path / ESCAPE)
     with pytest.raises(UserError, match="has a control character in its name - rename it"):
         opened(None, str(odd), None)

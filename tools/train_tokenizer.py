@@ -1,8 +1,139 @@
-"""A tokenizer of your own text. See --help, or megatron/commands/train_tokenizer.py."""
+"""Train a tokenizer on your own text, or on a corpus that is known by name.
 
+python tools/train_tokenizer.py stdlib --vocab-size 8192 -o tokenizers/stdlib/tokenizer.json
+python tools/train_tokenizer.py --input texts more.jsonl.zst --vocab-size 32000 --model unigram \\
+    -o tokenizers/mine.model
+
+Without --model it is a byte-level BPE, as GPT-2's is; with it a SentencePiece model. Every
+twentieth document is held out, and the bytes of it per token are printed. The same text gives the
+same tokenizer.
+"""
+
+import argparse
 import sys
+from collections.abc import Iterator, Sequence
+from itertools import islice
+from pathlib import Path
 
-from megatron.commands.train_tokenizer import main
+from megatron.cli_errors import guarded
+from megatron.data.corpora.catalogue import corpus_names, named
+from megatron.data.corpora.corpus import Corpus
+from megatron.data.readers.files import Files
+from megatron.data.tokenizers.build import build_tokenizer
+from megatron.data.tokenizers.train import train_sentence_pieces, train_tokenizer
+from megatron.errors import UserError
+from megatron.files import atomic_write
+
+HELD_OUT = 20  # one document of so many
+PIECE = 100_000  # characters that are learned from, or measured, at a time
+MEASURED = 20_000_000  # characters of held-out text at most
+
+
+def pieces_of(corpus: Corpus, most: int, *, held_out: bool) -> Iterator[str]:
+    """At most so many characters of the held-out documents, or of all others, in pieces.
+
+    Of a named corpus only the documents that are trained on.
+    """
+    documents = islice(corpus.documents(), corpus.to_train_on)
+    for number, document in enumerate(documents, 1):
+        if (number % HELD_OUT == 0) != held_out:
+            continue
+        for start in range(0, len(document), PIECE):
+            piece = document[start : start + min(PIECE, most)]
+            yield piece
+            most -= len(piece)
+            if most <= 0:
+                return
+
+
+@guarded
+def main(argv: Sequence[str] | None = None) -> int:
+    options = _parser().parse_args(argv)
+    output: Path = options.output
+    kind, ending = ("SPMTokenizer", ".model") if options.model else ("HFTokenizer", ".json")
+    if output.suffix != ending:
+        raise UserError(
+            f"-o: {output} does not end with {ending}, as the file of {kind} does - rename it"
+        )
+    if output.exists() and not options.overwrite:
+        raise UserError(f"-o: {output} exists already - choose another name, or add --overwrite")
+    if options.characters < 1:
+        raise UserError(f"--characters: {options.characters} is no text - use 1 or more")
+    if bool(options.corpus) == bool(options.input):
+        raise UserError(
+            "train_tokenizer.py: what is it to learn from? - name a corpus (stdlib), or give"
+            " --input FILE"
+        )
+    if options.corpus:
+        corpus = named(options.corpus, options.data_dir)
+    else:
+        corpus = Files("input", options.input, options.text_key)
+
+    learned = 0  # characters
+
+    def counted() -> Iterator[str]:
+        nonlocal learned
+        for text in pieces_of(corpus, options.characters, held_out=False):
+            learned += len(text)
+            yield text
+
+    with atomic_write(output) as temporary:
+        if options.model:
+            content = train_sentence_pieces(counted(), options.vocab_size, options.model)
+        else:
+            content = train_tokenizer(counted(), options.vocab_size).encode()
+        if not learned:
+            raise UserError(f"{corpus.name}: has no text to learn from - give files with text")
+        temporary.write_bytes(content)
+        tokenizer = build_tokenizer(kind, temporary)
+
+    tokens = text_bytes = 0
+    for piece in pieces_of(corpus, MEASURED, held_out=True):
+        tokens += len(tokenizer.encode(piece))
+        text_bytes += len(piece.encode())
+    print(f"{output}: {kind} {tokenizer.hash}, {tokenizer.vocab_size:,} entries")
+    if tokens:
+        ratio = f"{text_bytes / tokens:.3f} bytes per token"
+        print(f"{ratio} on {text_bytes:,} bytes of held-out documents")
+    else:
+        print(f"nothing was held out to measure it on: fewer than {HELD_OUT} documents")
+    print(f"in your YAML:\n  tokenizer_type: {kind}\n  vocab_file: {output}")
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("corpus", nargs="?", help=f"a corpus known by name: {', '.join(corpus_names())}")
+    add("--input", nargs="+", metavar="FILE", help="your own text, or folders of it")
+    add("--text-key", default="text", help="what holds the text in JSON lines (default: text)")
+    add("-d", "--data-dir", type=Path, default=Path("data"), help="where downloads are (data)")
+    add("--vocab-size", type=int, required=True, help="entries, such as 8192")
+    add(
+        "--model",
+        choices=("bpe", "unigram"),
+        help="train a SentencePiece model of this kind; without it a byte-level BPE",
+    )
+    add(
+        "--characters",
+        type=int,
+        default=200_000_000,
+        help="learn from so many characters at most (default: %(default)s); SentencePiece keeps"
+        " all of them in memory",
+    )
+    add(
+        "-o",
+        "--output",
+        type=Path,
+        required=True,
+        metavar="FILE",
+        help="tokenizer.json or a .model",
+    )
+    add("--overwrite", action="store_true", help="replace an earlier file of this name")
+    return parser
+
 
 if __name__ == "__main__":
     sys.exit(main())

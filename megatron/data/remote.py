@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 from megatron.address import address_fault
 from megatron.data.remote_file import RemoteFile, State
-from megatron.data.sidecar import LARGEST
+from megatron.data.token_index import LARGEST_CARD
 from megatron.errors import UserError, cannot_write
 from megatron.files import atomic_write, read_small
 from megatron.strict_json import parse
@@ -239,7 +239,7 @@ def _size(path: Path) -> int | None:
 def _sums(card: Path) -> dict[str, str]:
     """The sha256 of .bin and .idx by a card; what is wrong with it is said when it is read."""
     with suppress(OSError, ValueError, TypeError, KeyError, AttributeError):
-        sums = parse(read_small(card, LARGEST))["sha256"]
+        sums = parse(read_small(card, LARGEST_CARD))["sha256"]
         return {ending: text for ending, text in sums.items() if isinstance(text, str)}
     return {}
 

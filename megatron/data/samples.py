@@ -1,18 +1,68 @@
-"""Train, valid and test samples of a token file, token for token those of GPT-NeoX (2022)."""
+"""Train, valid and test samples of a token file, token for token those of GPT-NeoX (2022).
 
+Which documents and samples follow each other is kept on disk beside the data. Memory is bounded: at
+most one of the two shuffled arrays is in memory (4 bytes for a document or a sample), and one
+process of a machine builds while the others wait for its files.
+"""
+
+import hashlib
 import logging
+import shutil
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
+from filelock import FileLock
 from numpy.typing import NDArray
 
-from megatron.data.index_maps import IndexMaps, Plan, index_maps
+from megatron.data.token_index import SMALL, Stored
 from megatron.data.tokens import TokenFile
 from megatron.errors import UserError
+from megatron.files import folder_beside, sync
 from megatron.splits import PARTS, parse_split
 
 log = logging.getLogger(__name__)
+DOCUMENTS = 1 << 20  # whose ends are computed at a time
+CHECKED = 10_000  # entries of kept maps that are compared with the corpus
+FORMAT = 1  # part of the name of kept maps: raise it when they change
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Everything that index maps depend on, besides the sizes of the documents."""
+
+    documents: range
+    tokens_per_epoch: int
+    epochs: int
+    length: int
+    seed: int
+
+    @property
+    def samples(self) -> int:
+        """Samples share one token with the next, the last one needs one more."""
+        return (self.epochs * self.tokens_per_epoch - 1) // self.length
+
+
+@dataclass(frozen=True)
+class IndexMaps:
+    """Three arrays, and the files that they are mapped from.
+
+    documents: [epochs * documents] int32, in the order in which they are read
+    ends: [epochs * documents] int64, tokens up to the end of each
+    order: [samples], the samples, shuffled
+    """
+
+    documents: NDArray
+    ends: NDArray
+    order: NDArray
+    stored: tuple[Stored, ...] = ()
+
+    def check(self) -> None:
+        """Raise UserError if a file of the maps was cut or lengthened since it was mapped."""
+        for file in self.stored:
+            file.check()
 
 
 class Piece(NamedTuple):
@@ -66,31 +116,25 @@ class Samples:
         self.maps.check()
         if index > len(self):
             index %= len(self)
-        return list(self._pieces(int(self.maps.order[index]) * self.length))
-
-    def documents_of(self, index: int) -> list[int]:
-        """The documents of a sample, by their numbers in the token file."""
-        return [piece.document for piece in self.pieces(index)]
-
-    def _pieces(self, token: int) -> Iterator[Piece]:
-        """Pieces of the length + 1 tokens of the stream from `token` on."""
-        entry, start = self._place(token)
+        ends = self.maps.ends
+        token = int(self.maps.order[index]) * self.length  # of the stream
+        entry = int(np.searchsorted(ends, token, side="right"))
+        start = token - (int(ends[entry - 1]) if entry else 0)
         missing = self.length + 1
+        pieces = []
         while missing:
-            count = min(int(self.maps.ends[entry]) - token, missing)
+            count = min(int(ends[entry]) - token, missing)
             if count:  # else an empty document
-                yield Piece(int(self.maps.documents[entry]), start, count)
+                pieces.append(Piece(int(self.maps.documents[entry]), start, count))
             token += count
             missing -= count
             entry += 1
             start = 0
+        return pieces
 
-    def _place(self, token: int) -> tuple[int, int]:
-        """Which entry of maps.documents holds that token of the stream, and where in it."""
-        ends = self.maps.ends
-        entry = int(np.searchsorted(ends, token, side="right"))
-        before = int(ends[entry - 1]) if entry else 0
-        return entry, token - before
+    def documents_of(self, index: int) -> list[int]:
+        """The documents of a sample, by their numbers in the token file."""
+        return [piece.document for piece in self.pieces(index)]
 
 
 def build_split(
@@ -107,18 +151,17 @@ def build_split(
 
     Raises UserError where the part is empty.
     """
-    documents = split_documents(tokens, split, part)
-    total = _tokens_of(tokens, documents, part, split)
-    if total <= length:
+    plan = _plan(tokens, split, part, length, seed, num_samples)
+    if plan.tokens_per_epoch <= length:
         # As the reference does. In evaluation it flatters a model that uses distant tokens.
         log.warning(
             "%s: the %s part has %d tokens, samples of %d repeat the same text "
             "- enlarge its share of split = %s",
-            *(tokens.prefix, part, total, length, split),
+            *(tokens.prefix, part, plan.tokens_per_epoch, length, split),
         )
-    epochs = _epochs(total, length, num_samples)
-    plan = Plan(documents, total, epochs, length, seed)
-    return Samples(tokens, index_maps(tokens, plan, cache=cache), length)
+    if cache:
+        return Samples(tokens, _kept_maps(tokens, plan), length)
+    return Samples(tokens, build_maps(tokens.sizes, plan), length)
 
 
 def windows_of_an_epoch(tokens: TokenFile, split: str, part: str, length: int) -> int:
@@ -126,25 +169,22 @@ def windows_of_an_epoch(tokens: TokenFile, split: str, part: str, length: int) -
 
     Raises UserError where the part is empty.
     """
+    return _plan(tokens, split, part, length, seed=0, num_samples=1).samples - 1
+
+
+def _plan(
+    tokens: TokenFile, split: str, part: str, length: int, seed: int, num_samples: int
+) -> Plan:
     documents = split_documents(tokens, split, part)
-    total = _tokens_of(tokens, documents, part, split)
-    return Plan(documents, total, _epochs(total, length, 1), length, seed=0).samples - 1
-
-
-def _epochs(total: int, length: int, num_samples: int) -> int:
-    """Passes over `total` tokens that so many samples need."""
-    wanted = max(num_samples, 2)  # two, because the last is not counted
-    return -(-(wanted * length + 1) // total)
-
-
-def _tokens_of(tokens: TokenFile, documents: range, part: str, split: str) -> int:
     total = int(tokens.sizes[documents.start : documents.stop].sum(dtype=np.int64))
     if not total:
         raise UserError(
             f"{tokens.prefix}: the {part} part has no tokens - give {part} a larger share than "
             f"split = {split}"
         )
-    return total
+    wanted = max(num_samples, 2)  # two, because the last is not counted
+    epochs = -(-(wanted * length + 1) // total)
+    return Plan(documents, total, epochs, length, seed)
 
 
 def split_documents(tokens: TokenFile, split: str, part: str) -> range:
@@ -155,7 +195,13 @@ def split_documents(tokens: TokenFile, split: str, part: str) -> range:
     if part not in PARTS:
         raise UserError(f"part: there is no '{part}' - use one of {', '.join(PARTS)}")
     count = len(tokens)
-    bounds = _bounds(parse_split(split), count)
+    weights = parse_split(split)
+    bounds = [0]
+    for weight in weights:
+        bounds.append(bounds[-1] + round(weight / sum(weights) * float(count)))
+    surplus = bounds[-1] - count  # what rounding added
+    # The reference takes the surplus from every bound but the first.
+    bounds = [0, *(max(0, bound - surplus) for bound in bounds[1:])]
     index = PARTS.index(part)
     documents = range(bounds[index], bounds[index + 1])
     if not documents:
@@ -166,11 +212,138 @@ def split_documents(tokens: TokenFile, split: str, part: str) -> range:
     return documents
 
 
-def _bounds(weights: Sequence[float], count: int) -> list[int]:
-    """Where each part begins, and the end."""
-    bounds = [0]
-    for weight in weights:
-        bounds.append(bounds[-1] + round(weight / sum(weights) * float(count)))
-    surplus = bounds[-1] - count  # what rounding added
-    # The reference takes the surplus from every bound but the first.
-    return [0, *(max(0, bound - surplus) for bound in bounds[1:])]
+# --- The order of documents and of samples ---
+
+
+def build_maps(sizes: NDArray, plan: Plan) -> IndexMaps:
+    """As GPT-NeoX: one stream shuffles the documents of all epochs together, then the samples.
+
+    sizes: [documents]. All three arrays are in memory.
+    """
+    random = _random(plan)
+    documents = _shuffled_documents(plan, random)
+    ends = np.concatenate(list(_ends(documents, sizes)))
+    return IndexMaps(documents, ends, _shuffled_samples(plan, random))
+
+
+def write_maps(folder: Path, sizes: NDArray, plan: Plan) -> None:
+    """Write what `build_maps` builds, array by array, as documents.npy, ends.npy and order.npy."""
+    random = _random(plan)
+    documents = _shuffled_documents(plan, random)
+    np.save(folder / "documents.npy", documents)
+    with (folder / "ends.npy").open("wb") as file:
+        header = {"descr": "<i8", "fortran_order": False, "shape": documents.shape}
+        np.lib.format.write_array_header_1_0(file, header)
+        for piece in _ends(documents, sizes):
+            file.write(piece.astype("<i8", copy=False).data)
+    del documents  # before there are samples
+    np.save(folder / "order.npy", _shuffled_samples(plan, random))
+    for file in folder.iterdir():
+        sync(file)  # a crash must not leave other contents
+
+
+def _random(plan: Plan) -> np.random.RandomState:
+    # RandomState, not Generator: its stream is frozen, and the reference draws from it.
+    return np.random.RandomState(plan.seed)
+
+
+def _shuffled_documents(plan: Plan, random: np.random.RandomState) -> NDArray:
+    """[epochs * documents] int32."""
+    documents = np.arange(plan.documents.start, plan.documents.stop, dtype=np.int32)
+    if plan.epochs > 1:
+        documents = np.tile(documents, plan.epochs)
+    random.shuffle(documents)
+    return documents
+
+
+def _shuffled_samples(plan: Plan, random: np.random.RandomState) -> NDArray:
+    """[samples]; as the reference, in 32 bits wherever they suffice."""
+    fits_in_32_bits = plan.samples < np.iinfo(np.uint32).max - 1
+    order = np.arange(plan.samples, dtype=np.uint32 if fits_in_32_bits else np.int64)
+    random.shuffle(order)
+    return order
+
+
+def _ends(documents: NDArray, sizes: NDArray) -> Iterator[NDArray[np.int64]]:
+    """Where the documents end in the stream, piece by piece; sizes: [all documents]."""
+    before = 0
+    for first in range(0, len(documents), DOCUMENTS):
+        of_piece = sizes[documents[first : first + DOCUMENTS]]
+        yield before + np.cumsum(of_piece, dtype=np.int64)
+        before += int(of_piece.sum(dtype=np.int64))
+
+
+def _kept_maps(tokens: TokenFile, plan: Plan) -> IndexMaps:
+    """The maps in PREFIX_index_maps/<hash>, built there if they are missing or damaged.
+
+    In memory where nothing can be written. Large ones are mapped, so that the ranks of a machine
+    share the memory.
+    """
+    sizes = tokens.sizes
+    part = np.ascontiguousarray(sizes[plan.documents.start : plan.documents.stop])
+    facts = f"{FORMAT} {plan}".encode() + hashlib.sha256(part.data).digest()
+    home = tokens.prefix.with_name(tokens.prefix.name + "_index_maps")
+    folder = home / hashlib.sha256(facts).hexdigest()[:16]
+    kept = _load(folder, plan, sizes)
+    if kept:
+        return kept
+    try:
+        home.mkdir(parents=True, exist_ok=True)
+        # Without the lock each rank would hold the arrays.
+        with FileLock(home / f".{folder.name}.lock"):
+            # Another process may have built them while this one waited.
+            kept = _load(folder, plan, sizes)
+            if kept:
+                return kept
+            if folder.is_dir():  # damaged
+                shutil.rmtree(folder, ignore_errors=True)
+            with folder_beside(folder) as temporary:  # fails where another machine was first
+                write_maps(temporary, sizes, plan)
+    except (OSError, NotImplementedError) as error:  # a file system without locks
+        if not folder.is_dir():
+            log.warning("index maps are not kept, every start builds them anew: %s", error)
+    return _load(folder, plan, sizes) or build_maps(sizes, plan)
+
+
+def _load(folder: Path, plan: Plan, sizes: NDArray) -> IndexMaps | None:
+    """The maps in a folder, or None if there are none or not whole ones."""
+    if not folder.is_dir():
+        return None
+    arrays, stored = [], []
+    try:
+        for name in ("documents", "ends", "order"):
+            file = Stored(folder / f"{name}.npy")
+            mode = None if file.size <= SMALL else "r"
+            arrays.append(np.load(file.path, mmap_mode=mode, allow_pickle=False))
+            stored.append(file)
+        maps = IndexMaps(*arrays, stored=tuple(stored))
+        reason = None if _is_whole(maps, plan, sizes) else "their contents are wrong"
+    except (OSError, ValueError, EOFError) as error:
+        reason = str(error)
+    if reason is None:
+        return maps
+    log.warning("index maps in %s are built anew: %s", folder, reason)
+    return None
+
+
+def _is_whole(maps: IndexMaps, plan: Plan, sizes: NDArray) -> bool:
+    """Whether shapes are right, and entries of all arrays that are spread over them."""
+    count = len(plan.documents) * plan.epochs
+    shapes = (maps.documents.shape, maps.ends.shape, maps.order.shape)
+    if shapes != ((count,), (count,), (plan.samples,)):
+        return False
+    if int(maps.ends[-1]) != plan.epochs * plan.tokens_per_epoch:
+        return False
+    entries = np.linspace(0, count - 1, min(count, CHECKED)).astype(np.int64)
+    documents = np.asarray(maps.documents[entries])
+    if documents.min() < plan.documents.start or documents.max() >= plan.documents.stop:
+        return False
+    before = np.where(entries > 0, maps.ends[entries - 1], 0)
+    places = np.linspace(0, plan.samples - 1, min(plan.samples, CHECKED)).astype(np.int64)
+    order = np.asarray(maps.order[places])
+    return (
+        np.array_equal(maps.ends[entries] - before, sizes[documents])
+        and np.unique(documents, return_counts=True)[1].max() <= plan.epochs
+        and len(np.unique(order)) == len(order)
+        and order.max() < plan.samples
+    )

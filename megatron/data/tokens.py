@@ -1,29 +1,37 @@
-"""Token files in GPT-NeoX's mapped format: PREFIX.bin (ids), .idx (documents), .json (meta)."""
+"""Token files in GPT-NeoX's mapped format: PREFIX.bin (ids), .idx (documents), .json (the card)."""
 
 import hashlib
 import json
 import os
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Annotated, Any, Self
 
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
+from pydantic import AfterValidator, BaseModel, Field
 
 from megatron.address import is_address
-from megatron.data.remote import Blocks, local_copy
-from megatron.data.sidecar import check_sha256, read_sidecar, vocab_of
-from megatron.data.stored import REMAKE, Source, Stored, sha256_of
-from megatron.data.token_index import DTYPES, Index, misfit, read_index, write_index
+from megatron.data.remote import local_copy
+from megatron.data.token_index import (
+    DTYPES,
+    LARGEST_CARD,
+    REMAKE,
+    Source,
+    Stored,
+    read_index,
+    write_index,
+)
 from megatron.data.tokenizers.tokenizer import Tokenizer
-from megatron.errors import UserError
-from megatron.files import Together
+from megatron.errors import CONTROL, UserError
+from megatron.files import Together, read_small, sha256_of
+from megatron.strict_json import parse
 
 PROBE = 1 << 22  # ids that are checked at the start of a run; others, when they are read
-HASHED = (".bin", ".idx")
+PIECE = 1 << 22  # ids of a document that are in memory at once
 LONGEST = 2**31 - 1  # tokens of a document
 QUICK = 1 << 24  # bytes of a file that is compared with its sha256 whenever it is opened
 
@@ -38,89 +46,89 @@ class TokenFile:
 
     sizes: tokens of each document, [documents] int32, mapped where the .idx is large; int64 where
         a document of several sequences has more than 2^31 - 1
-    tokens: their sum
-    meta: the contents of PREFIX.json, {} where there is none
+    tokens: their sum; meta: the contents of PREFIX.json, {} if there is none
+    place: where the files were opened, their address or else their prefix
     """
 
     def __init__(
         self,
         prefix: Path,
-        index: Index,
-        stored: tuple[Source, Stored],
-        meta: dict[str, Any],
+        place: str,
         vocab: int | None = None,
-        address: tuple[str, str] | None = None,
-    ):
+        blocks: Source | None = None,
+        version: str | None = None,
+    ) -> None:
+        """Open local files; blocks: instead of the .bin; version: of the files at an address."""
         self.prefix = prefix
-        self._address = address
+        self.place = place
+        self._version = version
+        self._index = Stored(_with(prefix, ".idx"))
+        index = read_index(self._index)
+        self._bin = blocks or Stored(_with(prefix, ".bin"))
         self.dtype = dtype = index.dtype
         self.sizes = index.sizes
-        self.meta = meta
-        self._bin, self._index = stored
-        self.tokens = self._bin.size // dtype.itemsize
         self._pointers = index.pointers  # byte offset of each document
+        path, size = self._bin.path, self._bin.size
+        if not index.extent:
+            raise UserError(f"{path}: has no tokens - make it anew from an input with text in it")
+        if size != index.extent:
+            what = "cut off" if size < index.extent else "too long"
+            raise UserError(
+                f"{path}: is {what}: {size} bytes, but its .idx expects {index.extent} - {REMAKE}"
+            )
+        self.tokens = size // dtype.itemsize
+        self.meta = read_card(_with(prefix, ".json"), len(self.sizes), self.tokens)
+        for file in (self._bin, self._index):
+            if isinstance(file, Stored) and file.size <= QUICK:
+                _check_sha256(file.path, self.meta)
         # Ids are compared as unsigned numbers: a negative one is then too large.
         self._unsigned = np.dtype(f"u{dtype.itemsize}")
-        self._vocab = min(np.iinfo(dtype).max + 1, vocab or vocab_of(meta))
+        self._vocab = min(np.iinfo(dtype).max + 1, vocab or self.vocab_size or 2**63)
 
     @classmethod
     def open(cls, prefix: str | Path, *, vocab: int | None = None) -> Self:
         """Open PREFIX.bin and PREFIX.idx, on this machine or at an address such as s3://bucket/name.
 
         vocab: ids from here on are refused when they are read; None: PREFIX.json says so
-        Raises UserError where they are missing, damaged or do not belong together. Small files are
+        Raises UserError if they are missing, damaged or do not belong together. Small files are
         compared with the sha256 in PREFIX.json, `verify` does it with any.
         """
-        if not is_address(str(prefix)):
-            return cls._open(_checked_prefix(prefix), vocab)
-        address = str(prefix)
-        copy = local_copy(address)
+        place = str(prefix)
+        if not is_address(place):
+            _check_prefix(place)
+            return cls(Path(prefix), place, vocab)
+        copy = local_copy(place)
         try:
-            return cls._open(copy.prefix, vocab, copy.blocks, (address, copy.version))
+            return cls(copy.prefix, place, vocab, copy.blocks, copy.version)
         except UserError as fault:
             raise UserError(
-                f"{address}, as copied to this machine: {fault}. If the files there are whole,"
+                f"{place}, as copied to this machine: {fault}. If the files there are whole,"
                 f" remove {copy.prefix.parent}: they are then copied again"
             ) from None
 
-    @classmethod
-    def _open(
-        cls,
-        prefix: Path,
-        vocab: int | None,
-        blocks: Blocks | None = None,
-        address: tuple[str, str] | None = None,
-    ) -> Self:
-        """blocks: instead of the .bin; address: where the files come from, and their version."""
-        listing = Stored(_with(prefix, ".idx"))
-        index = read_index(listing)
-        stored = blocks or Stored(_with(prefix, ".bin"))
-        _check_extent(stored, index)
-        tokens = stored.size // index.dtype.itemsize
-        meta = read_sidecar(_with(prefix, ".json"), len(index.sizes), tokens)
-        for file in (stored, listing):
-            if isinstance(file, Stored) and file.size <= QUICK:
-                check_sha256(file.path, meta)
-        return cls(prefix, index, (stored, listing), meta, vocab, address)
+    @property
+    def vocab_size(self) -> int | None:
+        """Entries of the vocabulary, or None if PREFIX.json does not say it."""
+        return self.meta.get("tokenizer", {}).get("vocab_size")
 
     @property
-    def place(self) -> str:
-        """Where the files were opened: their address, or else their prefix."""
-        return self._address[0] if self._address else str(self.prefix)
+    def text_bytes(self) -> int | None:
+        """UTF-8 bytes of the text, or None if PREFIX.json does not say it."""
+        size = self.meta.get("text_bytes")
+        return size if type(size) is int and size > 0 else None
 
     def __len__(self) -> int:
         return len(self.sizes)
 
     def __reduce__(self) -> tuple:
         # A worker process opens the files itself: pickling a memmap would copy all of it.
-        where = self._address or (self.prefix, None)
-        return _opened_again, (type(self), *where, self._vocab)
+        return _opened_again, (type(self), self.place, self._version, self._vocab)
 
     def read(self, document: int, start: int = 0, count: int | None = None) -> NDArray:
         """Up to `count` ids of a document from `start` on: [count] in the file's dtype.
 
         It is shorter where the document ends before. Raises UserError for an id beyond the
-        vocabulary, and where the files are cut or gone since they were opened.
+        vocabulary, and if the files are cut or gone since they were opened.
         """
         self._index.check()
         size = int(self.sizes[document])
@@ -132,19 +140,57 @@ class TokenFile:
             int(self._pointers[document]) + start * width, (stop - start) * width
         )
         ids = np.frombuffer(content, dtype=self.dtype)
-        self._check_ids(ids, f"document {document}", self._vocab)
+        if int(ids.view(self._unsigned).max()) >= self._vocab:
+            highest, lowest = int(ids.max()), int(ids.min())
+            misfit = lowest if lowest < 0 else highest
+            raise UserError(
+                f"{self._bin.path}: document {document} holds token {misfit}, but the vocabulary"
+                f" ends at {self._vocab - 1} - the file is damaged or was prepared with another"
+                f" tokenizer: {REMAKE}"
+            )
         return ids
 
-    def _check_ids(self, ids: NDArray, where: str, vocab: int) -> None:
-        if int(ids.view(self._unsigned).max()) < vocab:
-            return
-        highest, lowest = int(ids.max()), int(ids.min())
-        misfit = lowest if lowest < 0 else highest
-        raise UserError(
-            f"{self._bin.path}: {where} holds token {misfit}, but the vocabulary ends at"
-            f" {vocab - 1} - the file is damaged or was prepared with another tokenizer:"
-            f" {REMAKE}"
-        )
+    def pieces(self, document: int) -> Iterator[NDArray]:
+        """The ids of a document, some at a time."""
+        for start in range(0, int(self.sizes[document]), PIECE):
+            yield self.read(document, start, PIECE)
+
+    def end_of_documents(self) -> int | None:
+        """The id that ends every document, or None if they do not end alike.
+
+        Up to 1000 documents are asked, spread over the file. If the card names such an id, it is
+        that one or none. Without a card a single document does not say it.
+        """
+        with_text = np.flatnonzero(np.asarray(self.sizes) > 0)
+        places = np.linspace(0, len(with_text) - 1, min(len(with_text), 1000)).astype(np.int64)
+        last = set()
+        for document in with_text[places].tolist():
+            last.add(int(self.read(document, int(self.sizes[document]) - 1)[0]))
+            if len(last) > 1:
+                return None
+        (end,) = last
+        declared = self.meta.get("tokenizer", {}).get("eod")
+        if declared is None:
+            return end if len(with_text) > 1 else None
+        return end if end == declared else None
+
+    def check_ends(self, key: str, end: int | None) -> None:
+        """Raise UserError unless all documents end with the tokenizer's token for it.
+
+        key: the configuration's key that needs it; end: that token, None if it is not known
+        """
+        if end is None:
+            raise UserError(
+                f"{key}: nothing says which token ends a document of {self.prefix} - set"
+                " tokenizer_type and vocab_file to what the data was prepared with, or prepare it"
+                f" again; or set {key}: false"
+            )
+        if self.end_of_documents() != end:
+            raise UserError(
+                f"{key}: the documents of {self.prefix} do not end with token {end}, the"
+                " tokenizer's end of a document, so it is not known where they lie - prepare the"
+                f" text again with prepare_data.py, which ends each; or set {key}: false"
+            )
 
     def check_tokenizer(self, tokenizer: Tokenizer) -> None:
         """Raise UserError unless that tokenizer can have written these ids.
@@ -153,13 +199,11 @@ class TokenFile:
         """
         writer = self.meta.get("tokenizer")
         if writer and writer.get("hash") != tokenizer.hash:
-            theirs = f"{writer.get('type')} {writer.get('hash')}"
-            ours = f"{tokenizer.name} {tokenizer.hash}"
             raise UserError(
-                f"{self.prefix}: was written by {theirs} with a vocabulary of "
-                f"{writer.get('vocab_size')}, but the configuration has {ours} with "
-                f"{tokenizer.vocab_size} - give the tokenizer_type, vocab_file and merge_file "
-                "of the data"
+                f"{self.prefix}: was written by {writer.get('type')} {writer.get('hash')} with a"
+                f" vocabulary of {writer.get('vocab_size')}, but the configuration has"
+                f" {tokenizer.name} {tokenizer.hash} with {tokenizer.vocab_size} - give the"
+                " tokenizer_type, vocab_file and merge_file of the data"
             )
         self._vocab = min(self._vocab, tokenizer.vocab_size)
         first = min(PROBE, self.tokens)
@@ -173,13 +217,11 @@ class TokenFile:
             )
 
 
-def _opened_again(
-    kind: type[TokenFile], prefix: str | Path, version: str | None, vocab: int
-) -> TokenFile:
-    opened = kind.open(prefix, vocab=vocab)
-    if version is not None and opened._address != (prefix, version):
+def _opened_again(kind: type[TokenFile], place: str, version: str | None, vocab: int) -> TokenFile:
+    opened = kind.open(place, vocab=vocab)
+    if opened._version != version:
         raise UserError(
-            f"{prefix}: was changed since it was opened - put the old files back, or start anew"
+            f"{place}: was changed since it was opened - put the old files back, or start anew"
         )
     return opened
 
@@ -194,8 +236,8 @@ def verify(prefix: str | Path) -> str:
     tokens = TokenFile.open(prefix)
     for document in range(len(tokens)):
         tokens.read(document)
-    paths = [_with(tokens.prefix, suffix) for suffix in HASHED]
-    checked = [check_sha256(path, tokens.meta) for path in paths]
+    paths = [_with(tokens.prefix, suffix) for suffix in (".bin", ".idx")]
+    checked = [_check_sha256(path, tokens.meta) for path in paths]
     how = "sha256 and vocabulary" if all(checked) else "vocabulary; PREFIX.json has no sha256"
     return f"{tokens.prefix}: {len(tokens):,} documents, {tokens.tokens:,} tokens are whole ({how})"
 
@@ -220,27 +262,21 @@ class TokenWriter:
         self.meta: dict[str, Any] = dict(meta or {})
         self.documents = 0
         self.tokens = 0
-        self._check_dtype()
+        if self.dtype not in DTYPES.values():
+            known = ", ".join(map(str, DTYPES.values()))
+            raise UserError(
+                f"{self.prefix}: tokens cannot be stored as {self.dtype} - use one of {known}"
+            )
         self._sizes = array("i")  # four bytes a document: there may be many millions
         self._pending = 0  # ids of the document that is being written
         self._digest = hashlib.sha256()
         self._overwrite = overwrite
         self._refuse_to_replace()
 
-    def _check_dtype(self) -> None:
-        if self.dtype in DTYPES.values():
-            return
-        known = ", ".join(map(str, DTYPES.values()))
-        raise UserError(
-            f"{self.prefix}: tokens cannot be stored as {self.dtype} - use one of {known}"
-        )
-
     def _refuse_to_replace(self) -> None:
-        if self._overwrite:
-            return
         for suffix in (".idx", ".bin"):
             path = _with(self.prefix, suffix)
-            if path.exists():
+            if path.exists() and not self._overwrite:
                 raise UserError(f"{path}: exists already - choose another name, or add --overwrite")
 
     def __enter__(self) -> Self:
@@ -262,7 +298,17 @@ class TokenWriter:
             self._open.__exit__(kind, error, trace)
             return
         with self._open:
-            self._finish()
+            if not self.tokens:
+                raise UserError(
+                    f"{self.prefix}: no tokens to write - the input has no documents with text in"
+                    " them"
+                )
+            _, card, index = self._paths
+            write_index(index, self.dtype, self._sizes)
+            if self.meta:
+                facts = self.meta | {"documents": self.documents, "tokens": self.tokens}
+                facts["sha256"] = {"bin": self._digest.hexdigest(), "idx": sha256_of(index)}
+                card.write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
             self._refuse_to_replace()  # a corpus may have appeared meanwhile
 
     def add(self, ids: Sequence[int] | NDArray) -> None:
@@ -276,8 +322,13 @@ class TokenWriter:
     def extend(self, ids: Sequence[int] | NDArray) -> None:
         """Append ids to the document that is being written; errors as of `add`."""
         wide = np.asarray(ids, dtype=np.int64)
-        if len(wide):
-            self._check_range(int(wide.min()), int(wide.max()))
+        limits = np.iinfo(self.dtype.name)
+        misfits = wide[(wide < limits.min) | (wide > limits.max)]
+        if len(misfits):
+            raise UserError(
+                f"{self.prefix}: token {misfits[0]} does not fit {self.dtype} ({limits.min} to "
+                f"{limits.max}) - the vocabulary is too large for this file: int32 holds any"
+            )
         content = wide.astype(self.dtype).tobytes()
         self._bin.write(content)
         self._digest.update(content)
@@ -289,87 +340,105 @@ class TokenWriter:
                 " the format cannot count - cut it into several"
             )
 
-    @property
-    def in_document(self) -> int:
-        """Ids of the document that is being written."""
-        return self._pending
-
     def end_document(self) -> None:
         """What was appended since the last document is a document."""
         self._sizes.append(self._pending)
         self._pending = 0
         self.documents += 1
 
-    def _check_range(self, lowest: int, highest: int) -> None:
-        limits = np.iinfo(self.dtype.name)
-        if lowest >= limits.min and highest <= limits.max:
-            return
-        misfit = highest if highest > limits.max else lowest
-        raise UserError(
-            f"{self.prefix}: token {misfit} does not fit {self.dtype} ({limits.min} to "
-            f"{limits.max}) - the vocabulary is too large for this file: int32 holds any"
-        )
-
-    def _finish(self) -> None:
-        if not self.tokens:
-            raise UserError(
-                f"{self.prefix}: no tokens to write - the input has no documents with text in them"
-            )
-        _, sidecar, index = self._paths
-        write_index(index, self.dtype, self._sizes)
-        if self.meta:
-            facts = self.meta | {"documents": self.documents, "tokens": self.tokens}
-            facts["sha256"] = {"bin": self._digest.hexdigest(), "idx": sha256_of(index)}
-            sidecar.write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
-
 
 def _with(prefix: Path, suffix: str) -> Path:
     return prefix.with_name(prefix.name + suffix)
 
 
-def _checked_prefix(prefix: str | Path) -> Path:
-    """The prefix, where both files exist; else a UserError that says what is wrong with it."""
-    text = str(prefix)
-    path = Path(prefix)
-    missing = [path]
-    if path.name:
-        pair = (_with(path, ".idx"), _with(path, ".bin"))
-        missing = [
-            file for file in pair if not os.path.isfile(file)
-        ]  # also where names are too long
+def _check_prefix(text: str) -> None:
+    """Raise UserError unless both files of a prefix exist."""
+    # os.path.isfile, because it is also False for names that are too long.
+    missing = [suffix for suffix in (".idx", ".bin") if not os.path.isfile(text + suffix)]
     if not missing:
-        return path
-    if "," in text:
-        raise UserError(
-            f"data_path: '{text}' is a list, but one prefix is expected - give one, mixtures are "
-            "not supported"
-        )
-    if path.suffix in (".bin", ".idx"):
-        raise UserError(
-            f"data_path: '{text}' names one file of two - leave the suffix away: "
-            f"{path.with_suffix('')}"
-        )
-    if len(missing) == 1 and path.name:
-        raise UserError(f"data_path: {missing[0]} is missing, its partner exists - {REMAKE}")
+        return
+    if len(missing) == 1:
+        raise UserError(f"data_path: {text}{missing[0]} is missing, its partner exists - {REMAKE}")
+    path = Path(text)
+    fix = "make them with prepare_data.py, for instance `python prepare_data.py stdlib`"
     inside = sorted(path.glob("*.idx")) if os.path.isdir(path) else []
-    if inside:
-        raise UserError(
-            f"data_path: '{text}' is a folder - give the prefix in it, such as "
-            f"{inside[0].with_suffix('')}"
-        )
+    if path.suffix in (".bin", ".idx"):
+        fix = f"leave the suffix away: {path.with_suffix('')}"
+    elif inside:
+        fix = f"it is a folder: give the prefix in it, such as {inside[0].with_suffix('')}"
     raise UserError(
-        f"data_path: there are no token files {text}.bin and {text}.idx (looked from {Path.cwd()}) "
-        "- make them with prepare_data.py, for instance `python prepare_data.py stdlib`"
+        f"data_path: there are no token files {text}.bin and {text}.idx (looked from {Path.cwd()})"
+        f" - {fix}"
     )
 
 
-def _check_extent(tokens: Source, index: Index) -> None:
-    """Raise UserError unless PREFIX.bin is as long as its index says."""
-    path, length = tokens.path, tokens.size
-    if not index.extent:
-        raise UserError(f"{path}: has no tokens - make it anew from an input with text in it")
-    if length != index.extent:
+def _without_control(text: str) -> str:
+    if CONTROL.search(text):  # every row of results repeats it
+        raise ValueError("has a control character")
+    return text
+
+
+Number = Annotated[int, Field(ge=0, lt=2**31)]
+
+
+class _Writer(BaseModel):
+    type: str = ""
+    hash: str = ""
+    vocab_size: Number = 0
+    eod: Number = 0
+
+
+class _Text(BaseModel):
+    sha256: str
+
+
+class Card(BaseModel):
+    """The keys of PREFIX.json that are relied on; it has others."""
+
+    documents: int
+    tokens: int
+    corpus: Annotated[str, AfterValidator(_without_control)] = ""
+    tokenizer: _Writer = _Writer()
+    sources: list[_Text] = []
+    sha256: dict[str, str] = {}
+
+
+def read_card(path: Path, documents: int, tokens: int) -> dict[str, Any]:
+    """The contents of PREFIX.json, {} if there is none.
+
+    Raises UserError if it describes nothing, or another number of documents or tokens.
+    """
+    if not path.is_file():
+        return {}
+    try:
+        meta = parse(read_small(path, LARGEST_CARD))
+        Card.model_validate(meta, strict=True)
+    except OSError as fault:
         raise UserError(
-            f"{path}: {misfit(length, index.extent)}: {length} bytes, but its .idx expects"
-            f" {index.extent} - {REMAKE}"
+            f"{path}: cannot be read ({fault.strerror}) - check its permissions and its disk"
+        ) from None
+    except ValueError:
+        raise UserError(
+            f"{path}: does not describe a token file - remove it (the .bin and .idx work without), "
+            f"or {REMAKE}"
+        ) from None
+    described = (meta["documents"], meta["tokens"])
+    if described != (documents, tokens):
+        raise UserError(
+            f"{path}: describes {described[0]} documents and {described[1]} tokens, the .idx "
+            f"{documents} and {tokens} - it belongs to another file: remove it, or {REMAKE}"
         )
+    return meta
+
+
+def _check_sha256(path: Path, meta: dict[str, Any]) -> bool:
+    """Whether PREFIX.json has the sha256 of a file; UserError if the file has another."""
+    written = meta.get("sha256", {}).get(path.suffix.removeprefix("."))
+    if written is None:
+        return False
+    if sha256_of(path) != written:
+        raise UserError(
+            f"{path}: does not agree with the sha256 in its .json, the file was damaged or changed"
+            f" - {REMAKE}"
+        )
+    return True

@@ -12,7 +12,6 @@ from megatron.checkpoints.saved import find
 from megatron.commit import commit
 from megatron.config import Config
 from megatron.config.paths import DATA_PATHS
-from megatron.data.ends import check_ends
 from megatron.data.parts import Part, name_of, open_parts
 from megatron.data.tokenizers.build import needs_files
 from megatron.data.tokens import TokenFile
@@ -178,7 +177,8 @@ def opened(config: Config | None, folder: str | Path | None, step: int | None) -
     for tokens in texts.files:
         check_same_tokenizer(tokens, record.get("tokenizer") or {}, path)
     if config.attention.reset_attention_mask:
-        check_ends("reset_attention_mask", texts.files, model.end_of_document)
+        for tokens in texts.files:
+            tokens.check_ends("reset_attention_mask", model.end_of_document)
     trained_on = trained.data.train_data_paths
     if texts.weights and trained.data.data_path:  # as a whole, it holds the training's share
         trained_on = (trained.data.data_path,)

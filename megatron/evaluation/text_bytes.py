@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron.data.sidecar import text_bytes_of
-from megatron.data.tokenizers.build import Tokenizer, build_tokenizer
+from megatron.data.tokenizers.build import build_tokenizer
+from megatron.data.tokenizers.tokenizer import Tokenizer
 from megatron.data.tokens import TokenFile
 from megatron.errors import UserError
 from megatron.evaluation.protocols import Windows
@@ -103,5 +103,4 @@ def byte_counts(
 
 def mean_bytes(tokens: TokenFile) -> float | None:
     """Bytes of text per token, ends of documents among the tokens; None where no card says it."""
-    size = text_bytes_of(tokens.meta)
-    return None if size is None else size / tokens.tokens
+    return tokens.text_bytes / tokens.tokens if tokens.text_bytes else None

@@ -15,8 +15,7 @@ from torch import Tensor
 from megatron.checkpoints.read import load_for_evaluation
 from megatron.config import Config
 from megatron.data.tokenizers.build import build_tokenizer, needs_files
-from megatron.data.tokenizers.hugging_face import BESIDE, WHOLE
-from megatron.data.tokenizers.subwords import Subwords
+from megatron.data.tokenizers.hugging_face import BESIDE, WHOLE, Subwords
 from megatron.errors import UserError, cannot_write
 from megatron.files import folder_beside, sync, umask
 from megatron.interop import export_code, exported_folder

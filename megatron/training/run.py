@@ -14,7 +14,6 @@ from megatron.checkpoints.parent import with_parent
 from megatron.config import Config
 from megatron.config.config import plain
 from megatron.config.paths import DATA_PATHS
-from megatron.data.ends import check_ends
 from megatron.data.parts import Part, open_parts
 from megatron.data.tokens import TokenFile
 from megatron.errors import UserError
@@ -118,7 +117,8 @@ def _end_of_document(config: Config, files: Sequence[TokenFile], end: int | None
     """The tokenizer's end of a document; UserError where a key needs it and the text lacks it."""
     for key in ("reset_attention_mask", "eod_mask_loss"):
         if config[key]:
-            check_ends(key, files, end)
+            for tokens in files:
+                tokens.check_ends(key, end)
     return end
 
 

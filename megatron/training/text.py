@@ -6,9 +6,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from torch import Tensor
 
 from megatron.config import Config
-from megatron.data.blending import Blend
 from megatron.data.loader import batches
-from megatron.data.parts import Part
+from megatron.data.parts import Blend, Part
 from megatron.data.samples import Samples
 from megatron.errors import UserError
 from megatron.parallel.grid import Grid

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron.data.blending import (
+from megatron.data.parts import (
     BLOCK,
     Blend,
     Turns,

@@ -15,7 +15,7 @@ from megatron.commands.prepare_data import run
 from megatron.data.prepare.encoding import encoded
 from megatron.data.readers.files import Files
 from megatron.data.readers.unpack import MB, Limits
-from megatron.data.tokenizers.pieces import PIECE
+from megatron.data.tokenizers.tokenizer import PIECE
 from megatron.data.tokens import TokenFile
 from megatron.errors import UserError
 from tests.support import ROOT, unlaunched

@@ -10,8 +10,8 @@ BUILD = """
 import sys
 from pathlib import Path
 import numpy as np
-from megatron.data.blending import Turns
-from megatron.data.index_maps import Plan, _write
+from megatron.data.parts import Turns
+from megatron.data.samples import Plan, write_maps
 
 def peak():
     lines = Path("/proc/self/status").read_text().splitlines()
@@ -23,7 +23,7 @@ plan = Plan(range(len(sizes)), total, 1, total // int(sys.argv[3]), 1234)
 before = peak()
 turns = Turns([5, 3, 2])[plan.samples]
 blended = peak()
-_write(Path(sys.argv[2]), plan, sizes)
+write_maps(Path(sys.argv[2]), sizes, plan)
 print(before, blended, peak(), plan.samples, *turns)
 """
 

@@ -14,14 +14,13 @@ import numpy as np
 import pytest
 
 from megatron.address import address_fault, is_address, without_secrets
-from megatron.commands.count_tokens import main as count_tokens
-from megatron.commands.inspect_data import main as inspect_data
-from megatron.commands.merge_data import main as merge_data
 from megatron.config import load
 from megatron.config.paths import is_relative
 from megatron.data import remote, remote_file
 from megatron.data.tokens import TokenFile, TokenWriter, verify
 from megatron.errors import UserError
+from tools.inspect_data import main as inspect_data
+from tools.merge_data import main as merge_data
 
 MODEL = ["num_layers=1", "hidden_size=8", "num_attention_heads=1", "seq_length=8"]
 DOCUMENTS = [[number, number + 1, number + 2] for number in range(0, 300, 3)]
@@ -378,17 +377,7 @@ def test_files_at_addresses_are_merged_and_counted(server, folder, by_blocks, tm
     assert source["sha256"] == hashlib.sha256(content).hexdigest()
     assert merge_data([address(server), address(server), "-o", str(tmp_path / "twice")]) == 1
     assert "is given twice" in capsys.readouterr().err
-    assert count_tokens([address(server)]) == 0
-    line = capsys.readouterr().out.splitlines()[1]
-    assert line.split()[:3] == [address(server), str(len(DOCUMENTS)), "?"]
-
-
-def test_documents_of_a_file_at_an_address_are_looked_for(server, folder, capsys):
-    mine = ["--seq-length", "8", "--samples", "0", "--duplicates", "exact"]
-    prefix = str(folder / "c_text_document")
-    assert inspect_data([prefix, *mine, "--valid-data", address(server)]) == 0
-    assert f"{len(DOCUMENTS)} of {len(DOCUMENTS)} have the same text" in capsys.readouterr().out
-    assert inspect_data([address(server), *mine]) == 0
+    assert inspect_data([address(server)]) == 0
     assert capsys.readouterr().out.startswith(f"{address(server)} (mine)\n")
 
 

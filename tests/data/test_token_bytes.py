@@ -1,11 +1,8 @@
-import json
-
-import numpy as np
 import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
 from megatron.data.tokenizers.build import build_tokenizer
-from megatron.data.tokenizers.token_bytes import BYTES_OF_FALLBACK
+from megatron.data.tokenizers.hugging_face import BYTES_OF_FALLBACK
 from megatron.data.tokenizers.train import train_tokenizer
 
 BYTE_KIND = "CharLevelTokenizer"
@@ -84,52 +81,20 @@ def test_pieces_with_byte_fallback_have_the_text_and_the_space_before_it(tmp_pat
 
 def test_tokens_that_do_not_determine_their_text_have_no_count(trained, tmp_path):
     assert pieces(tmp_path, byte_fallback=False).token_bytes() is None
-    for key, part in {
-        "normalizer": normalizers.Lowercase(),
-        "pre_tokenizer": pre_tokenizers.ByteLevel(add_prefix_space=True),
-    }.items():
-        inner = Tokenizer.from_file(str(trained))
+    pieces(tmp_path, byte_fallback=True)
+    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    removed = pre_tokenizers.Split(" ", "removed")
+    nfkc = normalizers.NFKC()
+    for source, key, part in (
+        (trained, "normalizer", normalizers.Lowercase()),
+        (trained, "pre_tokenizer", pre_tokenizers.ByteLevel(add_prefix_space=True)),
+        (trained, "pre_tokenizer", pre_tokenizers.Sequence([removed, byte_level])),
+        (tmp_path / "piecesTrue.json", "normalizer", normalizers.Sequence([nfkc])),
+    ):
+        inner = Tokenizer.from_file(str(source))
         setattr(inner, key, part)
         inner.save(str(tmp_path / "changed.json"))
         assert build_tokenizer("HFTokenizer", tmp_path / "changed.json").token_bytes() is None
-    words = json.loads(trained.read_text())
-    words["model"] = {"type": "WordLevel", "vocab": words["model"]["vocab"], "unk_token": "a"}
-    (tmp_path / "words.json").write_text(json.dumps(words))
-    assert build_tokenizer("HFTokenizer", tmp_path / "words.json").token_bytes() is None
-
-
-def test_counts_are_whole_numbers(trained):
-    assert counts_of(build_tokenizer("HFTokenizer", trained)).dtype == np.int64
-
-
-def split(pattern, behavior):
-    return pre_tokenizers.Sequence(
-        [pre_tokenizers.Split(pattern, behavior), pre_tokenizers.ByteLevel(add_prefix_space=False)]
-    )
-
-
-@pytest.mark.parametrize(
-    ("pattern", "behavior", "is_known"), [(" ", "isolated", True), (" ", "removed", False)]
-)
-def test_a_split_that_removes_spaces_has_no_count(trained, tmp_path, pattern, behavior, is_known):
-    inner = Tokenizer.from_file(str(trained))
-    inner.pre_tokenizer = split(pattern, behavior)
-    inner.save(str(tmp_path / "split.json"))
-    tokenizer = build_tokenizer("HFTokenizer", tmp_path / "split.json")
-    is_whole = tokenizer.decode(tokenizer.encode("a b c")) == "a b c"
-    assert (tokenizer.token_bytes() is not None) == is_known == is_whole
-
-
-@pytest.mark.parametrize("normalizer", [normalizers.NFKC(), normalizers.Lowercase()])
-def test_pieces_of_changed_text_have_no_count(tmp_path, normalizer):
-    pieces(tmp_path, byte_fallback=True)
-    inner = Tokenizer.from_file(str(tmp_path / "piecesTrue.json"))
-    inner.normalizer = normalizers.Sequence([normalizer, inner.normalizer])
-    inner.save(str(tmp_path / "changed.json"))
-    assert build_tokenizer("HFTokenizer", tmp_path / "changed.json").token_bytes() is None
-
-
-def test_an_added_token_that_takes_the_spaces_beside_it_has_no_count(trained, tmp_path):
     inner = Tokenizer.from_file(str(trained))
     inner.add_tokens([AddedToken("日本", lstrip=True)])
     inner.save(str(tmp_path / "strips.json"))

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron.data.stored import AGAIN
+from megatron.data.token_index import AGAIN
 from tests.checkpoints import make_checkpoint
 from tests.faults.kills import KINDS, MODEL, Campaign
 from tests.faults.restarts import evaluation, killed, preparation

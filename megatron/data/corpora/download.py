@@ -14,9 +14,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron.data.stored import sha256_of
 from megatron.errors import cannot_write
-from megatron.files import read_small, sync, write_text
+from megatron.files import read_small, sha256_of, sync, write_text
 
 if TYPE_CHECKING:  # it takes long to import
     from requests import Response

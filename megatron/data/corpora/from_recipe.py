@@ -16,8 +16,8 @@ from megatron.data.corpora.shape import articles, cut
 from megatron.data.corpora.sources import Local, Source, matching
 from megatron.data.readers.files import Files, Keep
 from megatron.data.readers.unpack import Limits
-from megatron.data.stored import sha256_of
 from megatron.errors import UserError, did_you_mean
+from megatron.files import sha256_of
 
 log = logging.getLogger(__name__)
 

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from megatron.data.stored import sha256_of
 from megatron.errors import UserError, did_you_mean
+from megatron.files import sha256_of
 from megatron.network import hub_host, hub_is_reachable
 
 

@@ -7,9 +7,8 @@ from pydantic import BaseModel, ConfigDict, ValidationError, field_validator
 
 from megatron.data.corpora.environment import Environment, Package
 from megatron.data.corpora.sources import Source
-from megatron.data.stored import sha256_of
 from megatron.errors import UserError
-from megatron.files import ROOT
+from megatron.files import ROOT, sha256_of
 
 RECIPES = ROOT / "configs" / "corpora"
 

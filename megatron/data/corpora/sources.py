@@ -26,9 +26,8 @@ from rich.progress import (
 
 from megatron.data.corpora import hub
 from megatron.data.corpora.download import DownloadFault, Patience, Remote, fetch
-from megatron.data.stored import sha256_of
 from megatron.errors import UserError
-from megatron.files import read_small, write_text
+from megatron.files import read_small, sha256_of, write_text
 from megatron.folder_lock import owned_folder
 from megatron.parallel.machine import free_disk, in_bytes
 

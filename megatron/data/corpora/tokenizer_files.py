@@ -7,9 +7,8 @@ from pathlib import Path
 from pydantic import BaseModel, ConfigDict, TypeAdapter
 
 from megatron.data.corpora.download import DownloadFault, Patience, Remote, fetch
-from megatron.data.stored import sha256_of
 from megatron.errors import UserError
-from megatron.files import ROOT, atomic_write
+from megatron.files import ROOT, atomic_write, sha256_of
 from megatron.folder_lock import owned_file
 
 log = logging.getLogger(__name__)

@@ -5,7 +5,7 @@ from itertools import islice
 from typing import NamedTuple
 
 from megatron.data.corpora.corpus import Corpus
-from megatron.data.tokenizers.pieces import pieces
+from megatron.data.tokenizers.tokenizer import pieces
 
 BATCH_CHARACTERS = 500_000  # encoded at once: the library holds some 150 bytes per token
 

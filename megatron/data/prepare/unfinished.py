@@ -21,11 +21,10 @@ import numpy as np
 
 from megatron.data.prepare.batches import Piece
 from megatron.data.prepare.encoder import Encoded
-from megatron.data.stored import sha256_of
 from megatron.data.token_index import write_index
 from megatron.data.tokens import LONGEST
 from megatron.errors import UserError
-from megatron.files import Together, read_small, remove, write_text
+from megatron.files import Together, read_small, remove, sha256_of, write_text
 from megatron.strict_json import parse
 
 SHARD = 64_000_000  # bytes of text after which the state is written

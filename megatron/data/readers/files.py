@@ -15,8 +15,8 @@ from megatron.data.readers.entries import json_lines, plain_text
 from megatron.data.readers.reading import Keep, Reading
 from megatron.data.readers.tables import table
 from megatron.data.readers.unpack import CHUNK, Budget, Limits, Stream, Summed
-from megatron.data.stored import sha256_of
 from megatron.errors import UserError
+from megatron.files import sha256_of
 
 __all__ = ["READERS", "Files", "Keep", "is_text", "list_files"]
 

@@ -1,37 +1,218 @@
-"""HFTokenizer: a tokenizer.json, or a folder that holds one."""
+"""Tokenizers of the Hugging Face `tokenizers` library.
+
+GPT2BPETokenizer is vocab.json and merges.txt, as OpenAI wrote them. HFTokenizer is a
+tokenizer.json, or a folder that holds one.
+"""
 
 import json
-import math
-import re
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import tokenizers
+from numpy.typing import NDArray
+from tokenizers import ByteLevelBPETokenizer, pre_tokenizers
 
-from megatron.data.tokenizers.files import (
+from megatron.data.tokenizers.tokenizer import (
+    BREAK,
+    END_OF_DOCUMENT,
     as_json,
-    check_highest,
+    check_numbers,
     hash_of,
-    other_kind,
     read_text,
 )
-from megatron.data.tokenizers.gpt2 import gpt2
-from megatron.data.tokenizers.subwords import Subwords, naming_faults
-from megatron.data.tokenizers.tokenizer import END_OF_DOCUMENT
 from megatron.errors import UserError
 
-NAME = "HFTokenizer"
 WHOLE = "tokenizer.json"
-PAIR = ("vocab.json", "merges.txt")
-OF_GPT2 = ("GPT2Tokenizer", "GPT2TokenizerFast")
-CONVERT = (
-    "let transformers write tokenizer.json:"
-    " AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER)"
-)
 BESIDE = "tokenizer_config.json"  # of Hugging Face, beside tokenizer.json
-LONGEST_PATTERN = 1 << 16
-UNROLLED = 100_000  # copies of a part of a pattern
-REPEATED = re.compile(r"\{([\d,]+)\}")  # the counts of `{2,5}`
+PAIR = ("vocab.json", "merges.txt")
+METASPACE = "▁"  # how SentencePiece writes a space
+BYTES_OF_FALLBACK = tuple(f"<0x{byte:02X}>" for byte in range(256))
+SPLITS = ("ByteLevel", "Digits", "Punctuation", "Split", "Metaspace")  # by these nothing is lost
+MARKS_SPACES = (
+    {"type": "Prepend", "prepend": METASPACE},
+    {"type": "Replace", "pattern": {"String": " "}, "content": METASPACE},
+)
+
+
+class Subwords:
+    """A tokenizer of the Hugging Face `tokenizers` library."""
+
+    def __init__(self, name: str, inner: tokenizers.Tokenizer, eod: int, fingerprint: str):
+        # A tokenizer.json may ask for these. Documents are never cut or padded here.
+        inner.no_truncation()
+        inner.no_padding()
+        parts = json.loads(inner.to_str())
+        unknown = parts["model"].get("unk_token")
+        self.name = name
+        self.eod = eod
+        self.unknown = inner.token_to_id(unknown) if unknown else None
+        self.hash = fingerprint
+        self.cuttable = _cuts_are_safe(parts)
+        self.vocab_size = max(inner.get_vocab(with_added_tokens=True).values()) + 1
+        inner.encode_special_tokens = True  # a document never contains its own end
+        self._inner = inner
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._inner.encode_special_tokens = True  # the library's own pickle forgets it
+
+    def encode(self, text: str) -> list[int]:
+        """Ids of a text; UserError if the files promise a token that they lack."""
+        fault = f"vocab_file: the tokenizer cannot encode {text[:40]!r}"
+        with naming_faults(fault, "copy its files again"):
+            return self._inner.encode(text, add_special_tokens=False).ids
+
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        """Ids of each text; the library works on all cores (RAYON_NUM_THREADS limits it)."""
+        encodings = self._inner.encode_batch_fast(list(texts), add_special_tokens=False)
+        return [encoding.ids for encoding in encodings]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return self._inner.decode(list(ids), skip_special_tokens=False)
+
+    def token_bytes(self) -> NDArray[np.int64] | None:
+        """UTF-8 bytes of the text of each id, [vocab_size] int64; special tokens have none.
+
+        None if the tokens do not say it: if a token can be the same for several texts, as an
+        unknown word is, or the tokenizer changes the text first. SentencePiece puts a space before
+        each document, which is counted. NFC composes letters: the bytes are then those of the
+        composed text.
+        """
+        parts = json.loads(self.to_json())
+        model = parts["model"]
+        normalizers = _steps(parts["normalizer"], "normalizers")
+        splits = _steps(parts["pre_tokenizer"], "pretokenizers")
+        added = parts["added_tokens"]
+        is_cut = any(
+            step["type"] not in SPLITS or step.get("behavior") == "Removed" for step in splits
+        )
+        takes_spaces = any(
+            (token["lstrip"] or token["rstrip"]) and not token["special"] for token in added
+        )
+        if model["type"] not in ("BPE", "Unigram") or is_cut or takes_spaces:
+            return None
+        byte_level = [step for step in splits if step["type"] == "ByteLevel"]
+        if byte_level:
+            if any(step.get("add_prefix_space") for step in byte_level):
+                return None
+            if any(step["type"] != "NFC" for step in normalizers):
+                return None
+            of_token = len  # one character for each byte
+        else:
+            vocab = model["vocab"]
+            known = set(vocab) if isinstance(vocab, dict) else {piece for piece, _ in vocab}
+            has_bytes = model.get("byte_fallback") and known.issuperset(BYTES_OF_FALLBACK)
+            replaced = {step.get("replacement", METASPACE) for step in splits}
+            if not has_bytes or any(step not in MARKS_SPACES for step in normalizers):
+                return None
+            if replaced - {METASPACE}:
+                return None
+            of_token = bytes_of_piece
+        counts = np.zeros(self.vocab_size, dtype=np.int64)
+        for token, number in self._inner.get_vocab(with_added_tokens=True).items():
+            counts[number] = of_token(token)
+        for token in added:  # these are written as they are
+            counts[token["id"]] = 0 if token["special"] else len(token["content"].encode())
+        counts[self.eod] = 0
+        return counts
+
+    @property
+    def end_of_document(self) -> str:
+        """The token that `eod` is the id of."""
+        token = self._inner.id_to_token(self.eod)
+        assert token is not None  # its id was found by the token
+        return token
+
+    def to_json(self) -> str:
+        """The text of its tokenizer.json."""
+        return self._inner.to_str()
+
+
+def _cuts_are_safe(parts: dict[str, Any]) -> bool:
+    """Whether a tokenizer.json gives a text that `pieces` cuts the ids of the whole text.
+
+    So it is for byte-level BPE with GPT-2's pattern: there no token joins what is no space to a
+    space after it. NFC does not either. Added tokens must not, nor look at their neighbours;
+    special ones are not looked for in documents.
+    """
+    before = parts["pre_tokenizer"] or {}
+    is_gpt2 = before.get("type") == "ByteLevel" and before.get("use_regex", True)
+    normalizer = (parts["normalizer"] or {"type": None})["type"]
+    if not is_gpt2 or before.get("add_prefix_space") or normalizer not in (None, "NFC"):
+        return False
+    if parts["model"]["type"] != "BPE" or parts["model"].get("dropout"):
+        return False
+    return all(
+        token["special"]
+        or (
+            not (token["lstrip"] or token["rstrip"] or token["single_word"])
+            and not BREAK.search(token["content"])
+        )
+        for token in parts["added_tokens"]
+    )
+
+
+def _steps(part: dict[str, Any] | None, key: str) -> list[dict[str, Any]]:
+    """The steps of a part of a tokenizer.json: those of a Sequence one by one."""
+    if part is None:
+        return []
+    if part["type"] != "Sequence":
+        return [part]
+    return [step for inner in part[key] for step in _steps(inner, key)]
+
+
+def bytes_of_piece(piece: str) -> int:
+    """Bytes of a SentencePiece piece: ▁ is a space, <0xAB> is one byte."""
+    if piece in BYTES_OF_FALLBACK:
+        return 1
+    return len(piece.replace(METASPACE, " ").encode())
+
+
+@contextmanager
+def naming_faults(fault: str, fix: str) -> Iterator[None]:
+    """Raise UserError "fault: reason - fix" if the library fails.
+
+    It raises bare Exceptions, and panics of Rust, which are not even that.
+    """
+    try:
+        yield
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:
+        raise UserError(f"{fault}: {str(error)[:200]} - {fix}") from None
+
+
+def gpt2(vocab_path: Path, merge_path: Path, name: str = "GPT2BPETokenizer") -> Subwords:
+    """The tokenizer of both files; UserError if they are damaged, swapped or of another kind.
+
+    name: the tokenizer_type that reads them
+    """
+    vocab_text = read_text(vocab_path, "vocab_file")
+    merges_text = read_text(merge_path, "merge_file")
+    vocab = as_json(vocab_text)
+    # "model" is also a word of GPT-2's vocabulary
+    if vocab is None or isinstance(vocab.get("model"), dict) or as_json(merges_text) is not None:
+        raise UserError(
+            f"vocab_file: {vocab_path} and {merge_path} are not GPT-2's vocab.json and merges.txt"
+            " - give them as vocab_file and merge_file; a tokenizer.json is read by tokenizer_type:"
+            " HFTokenizer"
+        )
+    check_numbers(list(vocab.values()), vocab_path)
+    # The library drops letters that it does not know without a word.
+    missing = {*pre_tokenizers.ByteLevel.alphabet(), END_OF_DOCUMENT} - vocab.keys()
+    if missing:
+        raise UserError(
+            f"vocab_file: {vocab_path} lacks {len(missing)} of the 256 bytes and {END_OF_DOCUMENT},"
+            " which ends every document - give GPT-2's vocab.json, or one that has them"
+        )
+    fault = f"merge_file: {merge_path} does not belong to {vocab_path}"
+    with naming_faults(fault, "give the pair that came together"):
+        bpe = ByteLevelBPETokenizer.from_file(str(vocab_path), str(merge_path))
+    fingerprint = hash_of(vocab_text, merges_text)
+    return Subwords(name, bpe._tokenizer, vocab[END_OF_DOCUMENT], fingerprint)
 
 
 def hugging_face(path: Path) -> Subwords:
@@ -40,56 +221,45 @@ def hugging_face(path: Path) -> Subwords:
     A folder without tokenizer.json may hold GPT-2's vocab.json and merges.txt. UserError for
     anything else, and for damaged files.
     """
-    if not path.is_dir():
-        return _whole(path)
-    if (path / WHOLE).is_file():
-        return _whole(path / WHOLE)
-    return _slow(path)
+    if path.is_dir() and (path / WHOLE).is_file():
+        path = path / WHOLE
+    settings_file = (path if path.is_dir() else path.parent) / BESIDE
+    settings = {}
+    if settings_file.is_file():
+        settings = as_json(read_text(settings_file, "vocab_file")) or {}
+    if path.is_dir():
+        files = [path / name for name in PAIR]
+        kind = settings.get("tokenizer_class", "GPT2Tokenizer")
+        needs_more = settings.get("add_prefix_space") or settings.get("added_tokens_decoder")
+        needs_more = needs_more or (path / "added_tokens.json").exists()
+        is_gpt2 = kind in ("GPT2Tokenizer", "GPT2TokenizerFast") and not needs_more
+        if not is_gpt2 or not all(file.is_file() for file in files):
+            raise UserError(
+                f"vocab_file: the folder {path} has neither {WHOLE} nor a plain GPT-2's"
+                f" {' and '.join(PAIR)} - let transformers write it:"
+                " AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER)"
+            )
+        return gpt2(*files, name="HFTokenizer")
 
-
-def _slow(folder: Path) -> Subwords:
-    """A folder that a tokenizer written in Python was saved to: GPT-2's has all that is needed."""
-    if (folder / "tokenizer.model").is_file():
-        raise UserError(
-            f"vocab_file: {folder} has no {WHOLE}, only a tokenizer.model - if that is a"
-            f" SentencePiece model, use tokenizer_type: SPMTokenizer with {folder}/tokenizer.model"
-            f" as vocab_file; else {CONVERT}"
-        )
-    files = [folder / name for name in PAIR]
-    if not all(file.is_file() for file in files):
-        raise UserError(
-            f"vocab_file: the folder {folder} has neither {WHOLE} nor {' and '.join(PAIR)}"
-            " - give a folder that save_pretrained of a tokenizer wrote"
-        )
-    settings = _settings(folder)
-    kind = settings.get("tokenizer_class") or OF_GPT2[0]
-    is_plain = not settings.get("add_prefix_space") and not settings.get("added_tokens_decoder")
-    if kind not in OF_GPT2 or not is_plain or (folder / "added_tokens.json").exists():
-        raise UserError(
-            f"vocab_file: the folder {folder} has no {WHOLE}, and its {kind} needs more than"
-            f" {' and '.join(PAIR)} of GPT-2 - {CONVERT}"
-        )
-    return gpt2(*files, name=NAME)
-
-
-def _whole(path: Path) -> Subwords:
     text = read_text(path, "vocab_file")
     content = as_json(text)
     if content is None or not isinstance(content.get("model"), dict):
-        what = "not one"
-        if content is None and (kind := other_kind(path, ".json")):
-            what = f"not one; {kind}"
-        elif content:
-            what = "a bare vocabulary: it needs tokenizer_type: GPT2BPETokenizer and its merge_file"
-        raise UserError(f"vocab_file: HFTokenizer reads a tokenizer.json, {path} is {what}")
-    check_patterns(content, path)
-    inner = _read(text, path)
-    ids = inner.get_vocab(with_added_tokens=True).values()
-    check_highest(max(ids, default=0), len(ids), path)
+        raise UserError(
+            f"vocab_file: HFTokenizer reads a tokenizer.json, {path} is not one - a bare vocabulary"
+            " needs tokenizer_type: GPT2BPETokenizer and its merge_file"
+        )
+    fault = f"vocab_file: the library cannot read {path}"
+    fix = "copy it again, or upgrade tokenizers"
+    with naming_faults(fault, fix):
+        inner = tokenizers.Tokenizer.from_str(text)
+    check_numbers(list(set(inner.get_vocab(with_added_tokens=True).values())), path)
+
     end: str | None = END_OF_DOCUMENT
     fingerprint = hash_of(text)
     if inner.token_to_id(END_OF_DOCUMENT) is None:
-        end = _end_of_text(path)
+        named = settings.get("eos_token")
+        end = named.get("content") if isinstance(named, dict) else named
+        end = end if isinstance(end, str) else None
         fingerprint = hash_of(text, end or "")
     eod = inner.token_to_id(end) if end else None
     if eod is None:
@@ -99,8 +269,12 @@ def _whole(path: Path) -> Subwords:
         )
     added = inner.get_added_tokens_decoder().get(eod)
     if added is not None and not added.special:
-        inner = _read(_with_special(content, eod), path)
-    built = Subwords(NAME, inner, eod, fingerprint)
+        # Tokens that are not special are looked for in documents: each could contain its own end.
+        for token in content["added_tokens"]:
+            token["special"] = token["special"] or token["id"] == eod
+        with naming_faults(fault, fix):
+            inner = tokenizers.Tokenizer.from_str(json.dumps(content))
+    built = Subwords("HFTokenizer", inner, eod, fingerprint)
     if not built.encode("Hello world"):
         raise UserError(
             f"vocab_file: {path} turns 'Hello world' into nothing, its vocabulary is empty "
@@ -113,63 +287,3 @@ def _whole(path: Path) -> Subwords:
             " SentencePiece model (tokenizer_type: SPMTokenizer)"
         )
     return built
-
-
-def _with_special(content: dict[str, Any], number: int) -> str:
-    """The same tokenizer.json with one of its added tokens marked as special.
-
-    Other added tokens are looked for in documents, so each could contain its own end.
-    """
-    for token in content["added_tokens"]:
-        if token["id"] == number:
-            token["special"] = True
-    return json.dumps(content)
-
-
-def _read(text: str, path: Path) -> tokenizers.Tokenizer:
-    fault = f"vocab_file: {path} cannot be read by tokenizers {tokenizers.__version__}"
-    with naming_faults(fault, "copy it again"):
-        return tokenizers.Tokenizer.from_str(text)
-
-
-def _end_of_text(path: Path) -> str | None:
-    """The token that ends a text, by the tokenizer_config.json beside a tokenizer.json.
-
-    None where it does not say so.
-    """
-    end = _settings(path.parent).get("eos_token")
-    if isinstance(end, dict):
-        end = end.get("content")
-    return end if isinstance(end, str) else None
-
-
-def _settings(folder: Path) -> dict[str, Any]:
-    """The contents of tokenizer_config.json, {} where there is none or it is no JSON."""
-    file = folder / BESIDE
-    settings = as_json(read_text(file, "vocab_file")) if file.is_file() else None
-    return settings or {}
-
-
-def _count(digits: str) -> int:
-    return int(digits[:9] or 1)
-
-
-def check_patterns(content: dict[str, Any], path: Path) -> None:
-    """Raise UserError where a pattern of a tokenizer.json alone could fill the memory.
-
-    Repetitions are unrolled when a pattern is read, also those of repetitions.
-    """
-    waiting: list[Any] = [content.get("normalizer"), content.get("pre_tokenizer")]
-    while waiting:
-        one = waiting.pop()
-        if isinstance(one, dict):
-            waiting += one.values()
-        elif isinstance(one, list):
-            waiting += one
-        elif isinstance(one, str):
-            counts = [max(map(_count, found.split(","))) for found in REPEATED.findall(one)]
-            if len(one) > LONGEST_PATTERN or math.prod(counts) > UNROLLED:
-                raise UserError(
-                    f"vocab_file: {path} has a pattern that is too large ({one[:40]!r}…) - use a"
-                    " tokenizer with simpler Split or Replace patterns"
-                )

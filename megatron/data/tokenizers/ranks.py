@@ -4,7 +4,6 @@ tiktoken itself fetches such files from a network by their names; here nothing i
 """
 
 import base64
-import binascii
 import contextlib
 import hashlib
 from collections.abc import Sequence
@@ -15,12 +14,15 @@ import numpy as np
 from numpy.typing import NDArray
 from tiktoken import Encoding
 
-from megatron.data.tokenizers.files import check_highest, hash_of, other_kind, read_bytes
-from megatron.data.tokenizers.threads import encoding_threads
-from megatron.data.tokenizers.tokenizer import END_OF_DOCUMENT
-from megatron.errors import UserError, did_you_mean
+from megatron.data.tokenizers.tokenizer import (
+    END_OF_DOCUMENT,
+    check_numbers,
+    encoding_threads,
+    hash_of,
+    read_bytes,
+)
+from megatron.errors import UserError
 
-NAME = "TiktokenTokenizer"
 ENDING = ".tiktoken"
 CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
 UPPER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]"
@@ -49,7 +51,7 @@ class Published:
 
     pattern: what a text is split by; eod: the id of <|endoftext|>; size: the highest id + 1;
     sha256: of the file of ranks
-    cuttable: the pattern is GPT-2's, for which pieces.py says where a text may be cut
+    cuttable: the pattern is GPT-2's, for which `pieces` knows where a text may be cut
     """
 
     pattern: str
@@ -95,7 +97,8 @@ PUBLISHED = {
 class Ranks:
     """A tiktoken encoding. Ids are the library's own; its special tokens are text in documents."""
 
-    name = NAME
+    name = "TiktokenTokenizer"
+    unknown = None
 
     def __init__(
         self, inner: Encoding, eod: int, vocab_size: int, fingerprint: str, cuttable: bool
@@ -134,75 +137,44 @@ def ranks(path: Path) -> Ranks:
     In a file of your own <|endoftext|> is the number after the highest rank. UserError for an
     unknown pattern and for files that are damaged.
     """
-    published, is_own = _pattern(path)
+    stem = path.name.removesuffix(ENDING)
+    is_own, _, pattern = stem.rpartition(".")
+    if not path.name.endswith(ENDING) or pattern not in PUBLISHED:
+        raise UserError(
+            f"vocab_file: the name of {path} does not say its pattern, and nothing is fetched -"
+            f" give PATTERN{ENDING} as published, or your own mine.PATTERN{ENDING}, of one of"
+            f" {', '.join(PUBLISHED)}"
+        )
+    published = PUBLISHED[pattern]
     content = read_bytes(path, "vocab_file")
     if not is_own and hashlib.sha256(content).hexdigest() != published.sha256:
         raise UserError(
             f"vocab_file: {path} is not the file that was published under that name - copy it"
             f" again, or call a vocabulary of your own mine.{path.name}"
         )
-    found = _parsed(content, path)
+    found: dict[bytes, int] = {}
+    try:
+        for line in filter(None, content.splitlines()):
+            token, rank = line.split()
+            found[base64.b64decode(token, validate=True)] = int(rank)
+    except ValueError:
+        raise UserError(
+            f"vocab_file: {path} is not a file of ranks: {line[:40]!r} should be a token in base64"
+            " and its rank - copy it again"
+        ) from None
+    check_numbers(list(found.values()), path)
+    missing = {bytes([byte]) for byte in range(256)} - found.keys()
+    if missing:
+        raise UserError(
+            f"vocab_file: {path} lacks {len(missing)} of the 256 bytes - it is cut off or not a"
+            " file of ranks, copy it again"
+        )
     eod, size = published.eod, published.size
     if is_own:
         eod = max(found.values()) + 1
         size = eod + 1
-    inner = Encoding(
-        path.name.removesuffix(ENDING),
-        pat_str=published.pattern,
-        mergeable_ranks=found,
-        special_tokens={END_OF_DOCUMENT: eod},
-    )
-    # The hash tells the pattern too: the same ranks with another one give other ids.
+    special = {END_OF_DOCUMENT: eod}
+    inner = Encoding(stem, pat_str=published.pattern, mergeable_ranks=found, special_tokens=special)
+    # The hash names the pattern too: the same ranks with another one give other ids.
     fingerprint = hash_of(content, published.pattern)
     return Ranks(inner, eod, size, fingerprint, published.cuttable)
-
-
-def _pattern(path: Path) -> tuple[Published, bool]:
-    """The pattern that the name of a file tells, and whether its ranks are the user's own."""
-    stem = path.name.removesuffix(ENDING)
-    *own, name = stem.split(".")
-    if path.name.endswith(ENDING) and name in PUBLISHED:
-        return PUBLISHED[name], bool(own)
-    known = ", ".join(PUBLISHED)
-    if stem in PUBLISHED:
-        raise UserError(
-            f"vocab_file: {NAME} fetches nothing, so '{path}' must be a file - give the path of"
-            f" {stem}{ENDING}"
-        )
-    if fix := other_kind(path, ENDING):
-        raise UserError(f"vocab_file: {NAME} reads a {ENDING} file, {path} is none - {fix}")
-    guess = did_you_mean(name, PUBLISHED)
-    hint = f"{guess} " if guess else ""
-    raise UserError(
-        f"vocab_file: the name of {path} does not tell its pattern - {hint}Call it"
-        f" PATTERN{ENDING} as published, or mine.PATTERN{ENDING}, with one of {known}"
-    )
-
-
-def _parsed(content: bytes, path: Path) -> dict[bytes, int]:
-    """Tokens and their ranks: a line has a token in base64 and its rank."""
-    found: dict[bytes, int] = {}
-    try:
-        for line in content.splitlines():
-            if line:
-                token, rank = line.split()
-                found[base64.b64decode(token, validate=True)] = int(rank)
-    except (ValueError, binascii.Error):
-        raise UserError(
-            f"vocab_file: {path} is no file of ranks: {line[:40]!r} should be a token in base64"
-            " and its rank - copy it again"
-        ) from None
-    numbers = set(found.values())
-    if len(numbers) < len(found) or min(numbers, default=-1) < 0:
-        raise UserError(
-            f"vocab_file: {path} does not give every token its own rank - it is damaged, copy it"
-            " again"
-        )
-    check_highest(max(numbers), len(found), path)
-    missing = {bytes([byte]) for byte in range(256)} - found.keys()
-    if missing:
-        raise UserError(
-            f"vocab_file: {path} lacks {len(missing)} of the 256 bytes - it is cut off or no file"
-            " of ranks, copy it again"
-        )
-    return found

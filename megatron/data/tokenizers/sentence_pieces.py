@@ -10,13 +10,14 @@ from sentencepiece.sentencepiece_model_pb2 import (  # its names are made when i
     ModelProto,  # pyright: ignore[reportAttributeAccessIssue]
 )
 
-from megatron.data.tokenizers.files import hash_of, other_kind, read_bytes
-from megatron.data.tokenizers.threads import encoding_threads
-from megatron.data.tokenizers.token_bytes import of_piece
-from megatron.data.tokenizers.tokenizer import END_OF_DOCUMENT
+from megatron.data.tokenizers.hugging_face import bytes_of_piece
+from megatron.data.tokenizers.tokenizer import (
+    END_OF_DOCUMENT,
+    encoding_threads,
+    hash_of,
+    read_bytes,
+)
 from megatron.errors import UserError
-
-NAME = "SPMTokenizer"
 
 
 class SentencePieces:
@@ -26,15 +27,16 @@ class SentencePieces:
     pieces reach over spaces, so no cut of a long text is known to be safe.
     """
 
-    name = NAME
+    name = "SPMTokenizer"
     cuttable = False
 
     def __init__(self, model: ModelProto, eod: int, fingerprint: str):
         self.eod = eod
         self.hash = fingerprint
-        self._inner = SentencePieceProcessor(model_proto=model.SerializeToString())
-        self._token_bytes = _token_bytes(model)
+        self._model = model.SerializeToString()
+        self._inner = SentencePieceProcessor(model_proto=self._model)
         self.vocab_size = self._inner.get_piece_size()
+        self.unknown = self._inner.unk_id()
 
     def encode(self, text: str) -> list[int]:
         return self._inner.encode(text)
@@ -46,19 +48,19 @@ class SentencePieces:
         return self._inner.decode([int(number) for number in ids if number < self.vocab_size])
 
     def token_bytes(self) -> NDArray[np.int64] | None:
-        return self._token_bytes
-
-
-def _token_bytes(model: ModelProto) -> NDArray[np.int64] | None:
-    """Bytes of each piece; None where the model changes texts, or has no bytes for unknown ones."""
-    normalizer = model.normalizer_spec
-    changes_text = normalizer.name != "identity" or normalizer.remove_extra_whitespaces
-    if changes_text or not model.trainer_spec.byte_fallback:
-        return None
-    kinds = ModelProto.SentencePiece
-    without_text = (kinds.CONTROL, kinds.UNKNOWN, kinds.UNUSED)
-    counts = [0 if piece.type in without_text else of_piece(piece.piece) for piece in model.pieces]
-    return np.array(counts, dtype=np.int64)
+        """Bytes of each piece, or None if the model changes texts or lacks bytes for others."""
+        model = ModelProto.FromString(self._model)
+        normalizer = model.normalizer_spec
+        changes_text = normalizer.name != "identity" or normalizer.remove_extra_whitespaces
+        if changes_text or not model.trainer_spec.byte_fallback:
+            return None
+        kinds = ModelProto.SentencePiece
+        without_text = (kinds.CONTROL, kinds.UNKNOWN, kinds.UNUSED)
+        counts = [
+            0 if piece.type in without_text else bytes_of_piece(piece.piece)
+            for piece in model.pieces
+        ]
+        return np.array(counts, dtype=np.int64)
 
 
 def sentence_pieces(path: Path) -> SentencePieces:
@@ -68,7 +70,15 @@ def sentence_pieces(path: Path) -> SentencePieces:
     UserError for a model without either and for files that are no model.
     """
     content = read_bytes(path, "vocab_file")
-    model, processor = _read(content, path)
+    try:
+        model = ModelProto.FromString(content)
+        processor = SentencePieceProcessor(model_proto=content)
+    except Exception as fault:  # protobuf has a class of its own, the library RuntimeError
+        reason = str(fault).partition("\n")[0][:200]
+        raise UserError(
+            f"vocab_file: SPMTokenizer reads a SentencePiece model, {path} is none or damaged"
+            f" ({reason}) - copy it again, or give another file"
+        ) from None
     eod = processor.eos_id()
     for number, piece in enumerate(model.pieces):
         if piece.piece == END_OF_DOCUMENT:
@@ -87,15 +97,3 @@ def sentence_pieces(path: Path) -> SentencePieces:
             "- copy it again"
         )
     return built
-
-
-def _read(content: bytes, path: Path) -> tuple[ModelProto, SentencePieceProcessor]:
-    try:
-        return ModelProto.FromString(content), SentencePieceProcessor(model_proto=content)
-    except Exception as fault:  # protobuf has a class of its own, the library RuntimeError
-        fix = other_kind(path, ".model") or "copy it again, or give another file"
-        reason = str(fault).partition("\n")[0][:200]
-        raise UserError(
-            f"vocab_file: {NAME} reads a SentencePiece model, {path} is none or damaged ({reason})"
-            f" - {fix}"
-        ) from None

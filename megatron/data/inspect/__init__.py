@@ -1,1 +1,0 @@
-"""What is in token files: lengths, tokens, samples, and documents that are there twice."""
