@@ -95,7 +95,7 @@ class TextCache(TheirCache):
     def crop(self, *arguments: Any) -> None:
         raise ValueError("past_key_values: tokens that were read cannot be taken back")
 
-    batch_repeat_interleave = batch_select_indices = reset = crop
+    batch_repeat_interleave = batch_select_indices = reset = crop  # pyright: ignore
 
 
 def rows_by_padding(mask: Tensor | None, batch: int, keys: int) -> dict[int, list[int]]:

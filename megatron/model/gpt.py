@@ -108,8 +108,8 @@ class GPT(nn.Module):
             documents = self._documents(ids, cache)
 
         x = self.word_embeddings(ids)
-        restarts = documents is not None and documents.restart
-        if restarts and self.position.has("on_embeddings"):
+        acts_on_embeddings = self.position.has("on_embeddings")
+        if documents is not None and documents.restart and acts_on_embeddings:
             (x,) = by_document(self._embedded, (x,), documents)
         else:
             x = self.position.on_embeddings(x, start)

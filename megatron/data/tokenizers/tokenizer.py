@@ -46,8 +46,10 @@ class Tokenizer(Protocol):
     hash: str
     vocab_size: int
     eod: int
-    unknown: int | None
     cuttable: bool
+
+    @property
+    def unknown(self) -> int | None: ...
 
     def encode(self, text: str) -> list[int]: ...
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]: ...
