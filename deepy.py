@@ -1,9 +1,288 @@
 #!/usr/bin/env python
-"""Start a script on all devices: python deepy.py train.py FILE… key=value… (see --help)."""
+"""Start a script on all devices: check its configuration, then start one process for each device.
 
+python deepy.py train.py configs/mep.yml seed=1235
+python deepy.py evaluate.py configs/mep.yml --lengths 512 1024
+
+Exit status: 0; 1 for a fault in what was given; 128 + N after signal N (130 after ctrl-C, 143 after
+SIGTERM: training has saved) and where a process was killed by signal N; else that of the first
+process that failed. With a hostfile DeepSpeed's launcher starts the processes: after a signal it
+kills them within 30 seconds and exits with 1.
+"""
+
+import argparse
+import os
+import re
 import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import NoReturn
 
-from megatron.commands.deepy import main
+import torch
+
+from megatron import entry
+from megatron.checkpoints.parent import with_parent
+from megatron.cli_errors import LastResort, print_line
+from megatron.config import Config
+from megatron.config.document import help_text
+from megatron.config.schema import Launch
+from megatron.errors import UserError
+from megatron.files import ROOT
+from megatron.parallel.grid import free_port, is_free
+from megatron.parallel.launcher import Launcher, environments
+from megatron.training.fits import check_fits
+from megatron.training.vocabulary import likely_rows
+
+LAUNCHER = "deepy.py"
+# Without a network when it is one process.
+ON_THIS_MACHINE = ("evaluate.py", "generate.py")
+ONE_PROCESS = ("generate.py",)
+PURPOSES = {"train.py": "train", "evaluate.py": "evaluate"}
+HELP = {"-h", "--help"}
+FOR_OTHER_MACHINES = (
+    "hostfile",
+    "num_nodes",
+    "num_gpus",
+    "include",
+    "exclude",
+    "launcher",
+    "master_addr",
+    "master_port",
+)
+
+HOST = re.compile(r"[\w.:-]+\s+slots=[1-9]\d*")
+
+Device = int | str  # as CUDA_VISIBLE_DEVICES names it: a number, or an identifier of a MIG slice
+
+
+def main(argv: Sequence[str]) -> None:
+    """Check everything that can be checked, then start the processes and exit with their status.
+
+    SystemExit(1) with one message where something is wrong.
+    """
+    status = LastResort().status_of(lambda: _start(list(argv)))
+    if status:
+        sys.exit(status)
+
+
+def _start(words: list[str]) -> None:
+    if words and _is_number(words[0]):
+        ignored = f"the leading {words[0]} is accepted and has no effect"
+        entry.print_notes([f"{ignored}: in the MEP fork only dead code used it"])
+        words = words[1:]
+    if not words or words[0] in HELP:
+        print(_help())
+        return
+    script, rest = find_script(words[0]), words[1:]
+    if HELP & set(rest):
+        os.execv(sys.executable, [sys.executable, str(script), "--help"])
+    config = checked_config(script, rest)
+    if config is not None and config.only_measures and script.name == "train.py":
+        script = find_script("evaluate.py")  # its processes, one for each device of this machine
+    launch(script, rest, config)
+
+
+def find_script(name: str) -> Path:
+    """The script to start, in the current folder or beside deepy.py."""
+    for candidate in (Path(name), ROOT / name):
+        if candidate.is_file() and candidate.suffix == ".py":
+            return candidate.resolve()
+    known = [path.name for path in sorted(ROOT.glob("*.py")) if path.name != LAUNCHER]
+    raise UserError(
+        f"{LAUNCHER}: {name} is not a script; write {LAUNCHER} SCRIPT FILE… key=value…,"
+        f" SCRIPT one of {', '.join(known)}"
+    )
+
+
+def checked_config(script: Path, words: Sequence[str]) -> Config | None:
+    """The configuration that the script will load; None if the words name none."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    entry.add_conf_dir(parser)
+    parser.add_argument("--checkpoint")
+    parser.add_argument("--step")
+    given, others = parser.parse_known_args(words)
+    # Files come before the script's own options, whose values would look like files.
+    of_options = [index for index, word in enumerate(others) if word.startswith("-")]
+    first = of_options[0] if of_options else len(others)
+    files, overrides = entry.split_words(others[:first], given.conf_dir)
+    overrides += entry.split_words(others[first:])[1]
+    if not files and not overrides and script.name != "train.py":
+        return None
+    config = entry.load_configuration(files, overrides, given)
+    entry.require_keys(config, PURPOSES.get(script.name), given)
+    entry.print_notes(config.notes)
+    return config
+
+
+def launch(script: Path, words: Sequence[str], config: Config | None) -> NoReturn:
+    """Become the script where one process does, else start one for each device and wait."""
+    cuda = torch.cuda.is_available()
+    environment = _environment(config)
+    on_this_machine = script.name in ON_THIS_MACHINE
+    hostfile = config.launch.hostfile if config is not None else None
+    if config is not None and hostfile is not None and not on_this_machine:
+        _become(on_many_machines(script, words, config), environment)
+
+    devices = devices_for(script, config)
+    if config is not None and script.name == "train.py":
+        with_parent(config)  # a missing parent is found before processes start
+        config.check_batch(len(devices))
+    if cuda:
+        environment["CUDA_VISIBLE_DEVICES"] = ",".join(str(device) for device in devices)
+
+    if config is not None and script.name == "train.py":
+        kind = torch.device("cuda" if cuda else "cpu")
+        rows, count = likely_rows(config), len(devices)
+        check_fits(config, rows, ranks=count, ranks_here=count, device=kind)
+
+    command = ["-u", str(script), *words]
+    if on_this_machine and len(devices) == 1:
+        _become(command, environment)
+    ranks = environments(environment, len(devices), _port(config))
+    if len(ranks) == 1:
+        _become(command, ranks[0])
+    ending = Launcher().run([sys.executable, *command], ranks)
+    if ending.message:
+        print_line(ending.message)
+    sys.exit(ending.status)
+
+
+def _port(config: Config | None) -> int:
+    """The port at which the processes meet; UserError where the one asked for is in use."""
+    port = config.launch.master_port if config is not None else None
+    if port is None:
+        return free_port()
+    if not is_free(port):
+        raise UserError(
+            f"master_port: another program uses {port} - choose another, or leave it unset"
+        )
+    return port
+
+
+def _environment(config: Config | None) -> dict[str, str]:
+    environment = dict(os.environ)
+    if config is not None:
+        environment[entry.NOTES_PRINTED] = "1"
+    paths = [str(ROOT), environment.get("PYTHONPATH", "")]
+    environment["PYTHONPATH"] = os.pathsep.join(path for path in paths if path)
+    if not torch.cuda.is_available():
+        environment["DS_ACCELERATOR"] = "cpu"
+    return environment
+
+
+def _become(command: Sequence[str], environment: Mapping[str, str]) -> NoReturn:
+    """Replace this process by Python with other words."""
+    sys.stdout.flush()
+    os.execve(sys.executable, [sys.executable, *command], environment)
+
+
+def devices_for(script: Path, config: Config | None) -> list[Device]:
+    """One process for each: CUDA devices as CUDA_VISIBLE_DEVICES names them, or numbers on CPU.
+
+    Raises UserError where more CUDA devices are wanted than are visible.
+    """
+    cuda = torch.cuda.is_available()
+    devices = _visible() if cuda else _processors()
+    wanted = None
+    filtered = False
+    if config is not None:
+        wanted = config.launch.num_gpus
+        filtered = bool(config.launch.include or config.launch.exclude)
+        if filtered:
+            devices = _filtered(devices, config.launch)
+    if wanted is None:
+        wanted = len(devices) if cuda or filtered else 1
+    if script.name in ONE_PROCESS:
+        wanted = 1
+    elif script.name in ON_THIS_MACHINE:
+        # What was trained on eight devices is measured on those of this machine.
+        wanted = min(wanted, len(devices))
+    if wanted <= len(devices):
+        return devices[:wanted]
+    if cuda:
+        raise UserError(
+            f"num_gpus: {wanted} devices are wanted and {len(devices)} are visible; lower num_gpus"
+        )
+    return [*range(wanted)]  # processes may share a core
+
+
+def _processors() -> list[Device]:
+    return [*range(os.cpu_count() or 1)]
+
+
+def _visible() -> list[Device]:
+    """CUDA devices by number, or by the names that CUDA_VISIBLE_DEVICES gives them."""
+    count = torch.cuda.device_count()
+    names = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if not names:
+        return [*range(count)]
+    devices: list[Device] = []
+    for name in names.split(","):
+        devices.append(int(name) if name.isdecimal() else name)
+    return devices[:count]
+
+
+def _filtered(devices: list[Device], options: Launch) -> list[Device]:
+    """The devices that include and exclude leave."""
+    from deepspeed.launcher.runner import parse_resource_filter
+
+    include, exclude = options.include or "", options.exclude or ""
+    hosts = {"localhost": list(range(len(devices)))}
+    try:
+        slots = parse_resource_filter(hosts, include, exclude).get("localhost", [])
+    except ValueError as fault:
+        raise UserError(
+            f"include: {include or exclude!r} does not fit this machine: {fault};"
+            " write localhost:0,1"
+        ) from None
+    if not slots:
+        raise UserError(f"exclude: {exclude!r} leaves no device")
+    return [devices[slot] for slot in slots]
+
+
+def on_many_machines(script: Path, words: Sequence[str], config: Config) -> list[str]:
+    """The launcher that starts processes on the machines of a hostfile.
+
+    Raises UserError where the hostfile does not exist or is none.
+    """
+    if not Path(str(config.launch.hostfile)).is_file():
+        with config.naming_places("hostfile"):
+            raise UserError(
+                f"hostfile: {config.launch.hostfile} does not exist; it has lines `host slots=8`"
+            )
+    _check_hosts(Path(str(config.launch.hostfile)))
+    options = []
+    for name in FOR_OTHER_MACHINES:
+        value = getattr(config.launch, name)
+        if value is not None:
+            options.append(f"--{name}={value}")
+    runner = ["-u", "-m", "deepspeed.launcher.runner", *options, "--no_local_rank"]
+    return [*runner, str(script), *words]
+
+
+def _check_hosts(path: Path) -> None:
+    """Read a hostfile as the launcher will; UserError for a line that names no host."""
+    for number, line in enumerate(path.read_bytes().split(b"\n"), 1):
+        text = line.decode("utf-8", errors="replace").split("#")[0].strip()
+        if text and not HOST.fullmatch(text):
+            raise UserError(
+                f"hostfile: {path}:{number}: {text[:80]!r} is no line `host slots=8` - one machine"
+                " in each line, with its number of devices"
+            )
+
+
+def _is_number(word: str) -> bool:
+    try:
+        float(word)
+    except ValueError:
+        return False
+    return True
+
+
+def _help() -> str:
+    usage = f"usage: {LAUNCHER} SCRIPT FILE… key=value… [-d DIR] [options of the script]"
+    return f"{usage}\n\n{__doc__}\nKeys, in files and as key=value:\n\n{help_text()}"
+
 
 if __name__ == "__main__":
     main(sys.argv[1:])

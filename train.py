@@ -9,7 +9,6 @@ train_iters=0 measures the checkpoint in load, with as many windows as a validat
 
 import argparse
 
-import megatron.commands  # noqa: F401  # ctrl-C ends quietly while packages load
 from megatron.config import Config
 from megatron.entry import run
 from megatron.parallel.grid import connect
@@ -28,7 +27,7 @@ def main(config: Config, options: argparse.Namespace) -> None:
 
 def measure(config: Config) -> None:
     """Measure the checkpoint in load, for train_iters: 0."""
-    from megatron.commands.evaluate import as_published  # figures take a second to import
+    from evaluate import as_published  # figures take a second to import
 
     as_published(config)
 

@@ -175,18 +175,6 @@ def test_what_ends_a_thread_is_reported_and_the_command_goes_on(tmp_path, capsys
     )
 
 
-def test_ctrl_c_while_packages_load_is_quiet_and_other_faults_are_not():
-    def ended(exception):
-        words = [sys.executable, "-c", f"import megatron.commands; raise {exception}"]
-        done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True)
-        return done.returncode, done.stderr
-
-    assert ended("KeyboardInterrupt") == (-signal.SIGINT, "")
-    status, text = ended("ValueError('loud')")
-    assert status == 1
-    assert text.endswith("ValueError: loud\n")
-
-
 def test_an_interruption_is_quiet_and_a_status_passes(capsys):
     assert ended(KeyboardInterrupt()) == 130
     with pytest.raises(SystemExit) as raised:
@@ -283,18 +271,25 @@ def test_a_crash_and_a_request_show_what_every_thread_does():
 def test_the_handler_costs_light_commands_nothing_and_the_package_alone_is_left_alone():
     code = "import sys, megatron.cli_errors; print('torch' in sys.modules, 'numpy' in sys.modules)"
     assert run("-c", code).stdout == "False False\n"
-    code = "import sys, megatron.commands.prepare_data; print('torch' in sys.modules)"
+    code = "import sys, prepare_data; print('torch' in sys.modules)"
     assert run("-c", code).stdout == "False\n"
     code = "import faulthandler, megatron; print(faulthandler.is_enabled())"
     assert run("-c", code).stdout == "False\n"
 
 
-COMMANDS = sorted(path.stem for path in (ROOT / "megatron/commands").glob("[a-z]*.py"))
+COMMANDS = ["evaluate", "generate", "prepare_data", "tools/sweep", "tools/probe", "tools/doctor"]
+
+
+def test_a_verb_starts_the_script_of_its_name():
+    assert run("-m", "megatron", "sweep", "--help").stdout.startswith("usage: sweep.py")
+    done = run("-m", "megatron", "sweeep")
+    assert done.returncode == 1
+    assert "VERB one of" in done.stderr
 
 
 @pytest.mark.parametrize("name", COMMANDS)
 def test_every_command_has_the_handler(name):
-    text = (ROOT / "megatron/commands" / f"{name}.py").read_text()
+    text = (ROOT / f"{name}.py").read_text()
     handlers = ("@guarded\ndef main(", "LastResort().status_of(", "-> NoReturn:\n    run(")
     assert any(handler in text for handler in handlers)
     assert "print(fault" not in text

@@ -2,7 +2,8 @@
 
 import pytest
 
-from megatron.commands.document_commands import (
+from tests.support import ROOT
+from tools.document_commands import (
     PAGES,
     help_of,
     index_of,
@@ -14,7 +15,6 @@ from megatron.commands.document_commands import (
     text_of,
     without_numbers,
 )
-from tests.support import ROOT
 
 SESSION = session()
 # Commands for those who maintain the project, and `make demo`.

@@ -12,7 +12,7 @@ import psutil
 import pytest
 import torch
 
-from megatron.commands import deepy
+import deepy
 from megatron.config import load
 from megatron.errors import UserError
 

@@ -9,9 +9,9 @@ import pytest
 import torch
 from transformers import GPTNeoXConfig, GPTNeoXForCausalLM
 
-from megatron.commands.document_commands import make_clone
 from megatron.config.keys import all_keys
 from tests.support import ROOT
+from tools.document_commands import make_clone
 
 DOCS = ROOT / "docs"
 # Appended to a command that holds the words, so that it takes seconds: the last word wins.

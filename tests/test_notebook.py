@@ -7,7 +7,10 @@ import struct
 
 import pytest
 
-from megatron.commands.document_notebook import (
+from megatron.errors import UserError
+from megatron.results.files import read_results
+from tests.support import ROOT
+from tools.document_notebook import (
     NOTEBOOK,
     OWN,
     code_cells,
@@ -19,9 +22,6 @@ from megatron.commands.document_notebook import (
     sources_of,
     with_outputs,
 )
-from megatron.errors import UserError
-from megatron.results.files import read_results
-from tests.support import ROOT
 
 LENGTHS = [64, 256, 1024, 4096]
 NAMES = ["rotary", "root"]

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from megatron.commands import deepy
+import deepy
 from megatron.results.files import read_results
 from tests.published import KERPLE, MEP, experiments, write_bases
 from tests.support import ROOT

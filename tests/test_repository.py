@@ -28,8 +28,7 @@ LEVELS = [
     {"report", "sweeps", "doctor", "harness"},
     {"explain"},
     {"entry"},
-    {"commands"},
-    {"entries"},  # train.py, tools/ ... at the root
+    {"__main__", "entries"},  # train.py, tools/ ... at the root
 ]
 TORCH_ONLY = {"positions", "attention"}
 TAKES_PLAIN_NUMBERS = {"data", "evaluation", "results"}  # never the configuration, but for
@@ -43,8 +42,8 @@ TAKES_THE_CONFIGURATION = {
     "megatron/evaluation/probes/run.py",
 }
 MAY_SPEAK_DISTRIBUTED = {"parallel", "training"}
-MAY_SPEAK_DISTRIBUTED_FILES = {"megatron/model/pipeline.py", "megatron/commands/deepy.py"}
-MAY_PRINT = {"cli_errors", "entry", "commands"}
+MAY_SPEAK_DISTRIBUTED_FILES = {"deepy.py"}
+MAY_PRINT = {"cli_errors", "entry", "__main__"}
 TRITON_PROGRAMS = "megatron/attention/triton_programs.py"  # imported only where the backend is used
 # Names that are also ordinary words count only beside a word for the encoding.
 ORDINARY_WORDS = {"none", "learned", "window"}

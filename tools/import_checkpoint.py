@@ -1,8 +1,80 @@
-"""Bring a checkpoint from elsewhere in. See --help, or its file in megatron/commands."""
+"""Bring a checkpoint from elsewhere into a run's folder: evaluate, probe and train it as any other.
 
+python tools/import_checkpoint.py EleutherAI/pythia-70m -o runs/pythia
+python tools/import_checkpoint.py models/Qwen3-0.6B -o runs/qwen --tokenizer models/Qwen3-0.6B
+python tools/import_checkpoint.py neox/global_step143000 train.yml model.yml -o runs/neox
+
+SOURCE is a folder of Hugging Face's (GPT-NeoX, GPT-2, Llama, Mistral, Qwen 2 and 3) or a model of
+its hub, a checkpoint of GPT-NeoX, KERPLE or MEP, or a run of ours. Nothing in it is run. The model
+is compared with transformers' own class before anything is written.
+"""
+
+import argparse
 import sys
+from collections.abc import Sequence
+from pathlib import Path
 
-from megatron.commands.import_checkpoint import main
+from megatron.cli_errors import guarded
+from megatron.config import load
+from megatron.entry import print_notes, settings_first, split_words
+from megatron.errors import visible
+from megatron.interop.compare import Compared
+from megatron.interop.import_checkpoint import Imported, import_checkpoint
+from megatron.interop.neox_folder import ONE_RANK
+from megatron.positions import load_file
+
+
+@guarded
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = _parser()
+    options = parser.parse_intermixed_args(settings_first(argv) if argv is not None else None)
+    if options.file:
+        load_file(options.file)
+    config = None
+    if options.words:
+        files, overrides = split_words(options.words)
+        config = load(files, [*ONE_RANK, *overrides])
+        print_notes(config.notes)
+    found = import_checkpoint(
+        options.source, options.output, tokenizer=options.tokenizer, config=config
+    )
+    print(visible(report(found)))
+    return 0
+
+
+def report(imported: Imported) -> str:
+    """What was written, and how far it agrees with the program that it comes from."""
+    lines = [f"note: {note}" for note in imported.notes]
+    lines.append(agreement(imported.compared))
+    lines.append(f"written to {imported.path} (config {imported.config.hash})")
+    return "\n".join(lines)
+
+
+def agreement(compared: Compared) -> str:
+    """The comparison of logits in one line."""
+    if "reason" in compared:
+        return f"logits not compared: {compared['reason']}"
+    return (
+        f"logits within {compared['largest_difference']:.2g} of {compared['with']}"
+        f" (the largest is {compared['largest_logit']:.3g})"
+    )
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("source", metavar="SOURCE", help="a folder, or owner/model of Hugging Face's hub")
+    words = "the configuration of a GPT-NeoX checkpoint, unless its folder `configs` has it"
+    add("words", nargs="*", metavar="FILE | key=value", help=words)
+    add("-o", "--output", type=Path, required=True, metavar="RUN", help="the new run's folder")
+    tokenizer = "tokenizer.json, or a folder with it or with vocab.json and merges.txt"
+    add("--tokenizer", type=Path, metavar="FOLDER_OR_FILE", help=tokenizer)
+    own = "your own file with the encoding of an exported model"
+    add("--from", dest="file", metavar="FILE", help=own)
+    return parser
+
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -11,19 +11,19 @@ import time
 import pytest
 import zstandard
 
-from megatron.commands.prepare_data import run
 from megatron.data.prepare.encoding import encoded
 from megatron.data.readers.files import Files
 from megatron.data.readers.unpack import MB, Limits
 from megatron.data.tokenizers.tokenizer import PIECE
 from megatron.data.tokens import TokenFile
 from megatron.errors import UserError
+from prepare_data import run
 from tests.support import ROOT, unlaunched
 
 MEASURE = """
 import sys
 from pathlib import Path
-from megatron.commands.prepare_data import main
+from prepare_data import main
 
 def peak():  # not ru_maxrss, which begins with that of the process that started this one
     lines = Path("/proc/self/status").read_text().splitlines()
@@ -162,7 +162,7 @@ import json, sys
 from pathlib import Path
 from megatron.data.tokenizers.build import build_tokenizer
 from megatron.data.tokenizers.train import train_tokenizer
-from megatron.commands.prepare_data import run
+from prepare_data import run
 from megatron.data.prepare.encoding import encoded
 from megatron.errors import UserError
 content = json.loads(train_tokenizer(["a b"], 257))

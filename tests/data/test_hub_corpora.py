@@ -10,16 +10,16 @@ from pathlib import Path
 import pytest
 import yaml
 
-from megatron.commands.prepare_data import run
 from megatron.data.tokens import TokenFile
 from megatron.errors import UserError
+from prepare_data import run
 from tests.servers import COMMIT, Shown, served
 
 NAME = "someone/texts"
 CODE = """
 import sys
 from pathlib import Path
-from megatron.commands.prepare_data import main
+from prepare_data import main
 from megatron.data.corpora import recipe
 if Path("recipes").is_dir():
     recipe.RECIPES = Path("recipes")

@@ -146,7 +146,7 @@ def test_what_was_finished_stays_after_a_fault(tmp_path, source, monkeypatch, ca
 WORDS = """
 import sys
 from functools import partial
-from megatron.commands import prepare_data
+import prepare_data
 prepare_data.Way = partial(prepare_data.Way, shard=300_000)
 sys.exit(prepare_data.main(sys.argv[1:]))
 """

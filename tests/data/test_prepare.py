@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 
 from megatron import files
-from megatron.commands.prepare_data import run
 from megatron.data.corpora.catalogue import CORPORA
 from megatron.data.corpora.stdlib import StandardLibrary
 from megatron.data.prepare import prepare
@@ -18,6 +17,7 @@ from megatron.data.tokenizers.train import train_tokenizer
 from megatron.data.tokens import TokenFile
 from megatron.errors import UserError
 from megatron.folder_lock import owned_folder
+from prepare_data import run
 
 ROOT = Path(__file__).parents[2]
 TEXTS = ["the cat sat on the mat\n", "", "naïve — 日本語 🙂", "def f(x):\n    return x\n" * 50]

@@ -15,7 +15,6 @@ import pytest
 import yaml
 import zstandard
 
-from megatron.commands.prepare_data import _parser, run
 from megatron.config.load import load
 from megatron.data.corpora import recipe as recipes
 from megatron.data.corpora import tokenizer_files
@@ -28,6 +27,7 @@ from megatron.data.corpora.shape import articles
 from megatron.data.corpora.sources import matching
 from megatron.data.tokens import TokenFile
 from megatron.errors import UserError
+from prepare_data import _parser, run
 from tests.servers import Shown, served
 
 ROOT = Path(__file__).parents[2]

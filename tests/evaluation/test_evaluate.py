@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import save_file
 
-from megatron.commands.evaluate import add_options, main
+from evaluate import add_options, main
 from megatron.config import load
 from megatron.data.tokenizers.build import build_tokenizer
 from megatron.data.tokens import TokenWriter

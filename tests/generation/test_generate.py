@@ -9,9 +9,9 @@ import sys
 import pytest
 import torch
 
+import generate as command
+from generate import NOT_FOR_TERMINALS, Model, write_rows
 from megatron.checkpoints.read import load_for_evaluation
-from megatron.commands import generate as command
-from megatron.commands.generate import NOT_FOR_TERMINALS, Model, write_rows
 from megatron.data.tokenizers.build import build_tokenizer
 from megatron.generation.opened import opened_with_tokenizer
 from megatron.generation.run import Settings, continued

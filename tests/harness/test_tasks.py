@@ -63,7 +63,7 @@ metric_list: [{metric: exact_match}]
 @pytest.fixture(scope="module")
 def forks():
     """Scripts that find the harness imported, too."""
-    modules = ("lm_eval.evaluator", "datasets", "megatron.commands.evaluate")
+    modules = ("lm_eval.evaluator", "datasets", "evaluate")
     with Forks(modules=modules) as server:
         yield server
 

@@ -10,11 +10,10 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
+from evaluate import add_options
+from evaluate import main as evaluate_main
 from megatron.checkpoints.manifest import faults_of
 from megatron.checkpoints.read import load_for_evaluation
-from megatron.commands.evaluate import add_options
-from megatron.commands.evaluate import main as evaluate_main
-from megatron.commands.import_checkpoint import main as import_main
 from megatron.config import load
 from megatron.data.tokenizers.build import build_tokenizer
 from megatron.data.tokens import TokenWriter
@@ -38,6 +37,7 @@ from tests.interop.theirs import (
     words_tokenizer,
 )
 from tests.support import ROOT
+from tools.import_checkpoint import main as import_main
 
 every_case = pytest.mark.parametrize("case", CASES)
 

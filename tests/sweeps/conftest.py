@@ -10,9 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron.commands import sweep
 from tests.forks import PAUSE, Forks
-from tools import reproduce
+from tools import reproduce, sweep
 
 STEPS = 300  # enough for eight kills in training
 SWEEP = """

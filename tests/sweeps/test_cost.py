@@ -6,7 +6,6 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from megatron.commands.sweep import duration, plan
 from megatron.config import load
 from megatron.errors import UserError
 from megatron.model import from_config
@@ -23,6 +22,7 @@ from megatron.sweeps.plan import load_sweep
 from megatron.sweeps.state import State
 from megatron.training.throughput import peak_of
 from tests.support import ROOT
+from tools.sweep import duration, plan
 
 SLOW = Device("slow", 1e9, "by hand", here=True)
 TEXT = """

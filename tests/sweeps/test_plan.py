@@ -4,7 +4,7 @@ import argparse
 
 import pytest
 
-from megatron.commands.evaluate import add_options
+from evaluate import add_options
 from megatron.errors import UserError
 from megatron.sweeps.form import OPTIONS
 from megatron.sweeps.plan import described_faults, find_sweep, load_sweep

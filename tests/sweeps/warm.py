@@ -11,10 +11,10 @@ from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import BinaryIO
 
-from megatron.commands import sweep
 from megatron.parallel.tied import end_with
 from megatron.sweeps import run as runner
 from tests.fork_server import become
+from tools import sweep
 
 
 class Forked:

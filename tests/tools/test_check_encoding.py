@@ -3,12 +3,12 @@
 import pytest
 from safetensors.torch import load_file, save_file
 
-from megatron.commands.check_encoding import main, report
 from megatron.conformance.checks import CHECKS, title
 from megatron.conformance.finding import FAILS, HOLDS, Finding
 from megatron.conformance.subject import Subject
 from megatron.positions import REGISTRY
 from tests.tools.test_plot_positions import checkpoint
+from tools.check_encoding import main, report
 
 pytestmark = pytest.mark.usefixtures("own_registry")
 
@@ -16,8 +16,8 @@ pytestmark = pytest.mark.usefixtures("own_registry")
 @pytest.fixture
 def quick(monkeypatch):
     """Only the first checks: the command prints what they find and does no more."""
-    import megatron.commands.check_encoding as command
     from megatron.conformance.checks import examine
+    from tools import check_encoding as command
 
     monkeypatch.setattr(command, "examine", lambda subject: examine(subject, CHECKS[:7]))
 

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from megatron.commands.doctor import main, report
 from megatron.doctor import devices, packages, places
 from megatron.doctor.finding import ok, stops, warning
 from tests.support import ROOT
+from tools.doctor import main, report
 
 CUDA_TORCH = {"version": "2.13.0", "cuda_build": "12.8", "hip_build": None}
 CPU_TORCH = {"version": "2.13.0+cpu", "cuda_build": None, "hip_build": None}

@@ -9,7 +9,6 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from megatron.commands.explain_config import main
 from megatron.config import load
 from megatron.config.keys import all_keys
 from megatron.explain.effects import EFFECTS
@@ -17,6 +16,7 @@ from megatron.explain.sizes import Sizes, device_hours
 from megatron.model import from_config
 from megatron.training.throughput import PEAKS, peak_of
 from tests.support import ROOT
+from tools.explain_config import main
 
 SHAPE = ["num_layers=2", "hidden_size=32", "num_attention_heads=4", "seq_length=64"]
 DOCS = ROOT / "docs" / "explain_config.md"

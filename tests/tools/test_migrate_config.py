@@ -3,10 +3,10 @@
 import pytest
 import yaml
 
-from megatron.commands.migrate_config import main
 from megatron.config import load
 from megatron.config.config import Config
 from tests.published import MEP, Experiment, experiments, files_of, one_of_each, write_bases
+from tools.migrate_config import main
 
 HIDING = "snope_norm_original_scaling__"
 ONE = Experiment("ali_tanh_gau_all003_fp32", "openwebtext2", 1235, HIDING, "160")

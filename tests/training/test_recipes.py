@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from deepy import checked_config
 from megatron.checkpoints.manifest import read_record
 from megatron.checkpoints.parent import with_parent
 from megatron.checkpoints.saved import latest_step
-from megatron.commands.deepy import checked_config
 from megatron.config import load
 from megatron.entry import split_words
 from megatron.results.files import read_results

@@ -58,6 +58,7 @@ QUICK = {
 # float32 matrices [batch, heads, length, length] that a dense way surely fits in, by backward.
 DENSE_COPIES = {False: 4, True: 12}
 ERRORS = ("out", "dq", "dk", "dv", "dbias")
+TURNING = ("rotary",)  # encodings that turn queries and keys
 Computation = Callable[[Tensor, Tensor, Tensor], Tensor]  # q, k, v -> output
 
 
@@ -103,8 +104,8 @@ class Candidate:
             return sdpa_kernel(KERNELS[self.way])(plain), []
         if self.way == "plain":
             return plain, []
-        if self.way == "rotary":
-            turn = self._position("rotary").on_queries_keys
+        if self.way in TURNING:
+            turn = self._position(self.way).on_queries_keys
             return lambda q, k, v: plain(*turn(q, k), v), []
         if self.way == "forks":
             p, a = torch.rand(2, self.heads, 1, 1, device=self.device)

@@ -1,6 +1,6 @@
 """Run the cells of a notebook in this process, without Jupyter.
 
-python -m megatron.commands.notebook_cells < sources.json > outputs.json
+python tools/notebook_cells.py < sources.json > outputs.json
 
 Reads the sources of code cells as a JSON list and writes a list with the outputs of each, in the
 form of nbformat 4. A cell that fails ends it: its traceback goes to standard error, status 1.
