@@ -7,6 +7,7 @@ tiles are as large as a core's cache.
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -17,9 +18,8 @@ from megatron.attention.first_keys import FirstKeys, groups_of_heads
 from megatron.attention.inputs import Inputs
 from megatron.attention.scope import BACKWARD_BLOCK, Block, of_heads
 
-TILE_SCORES = 2**19
-"""Scores of some heads that a core holds at once: 2 MiB. Less fits its cache better, but needs more
-calls; 2^18 and 2^20 were slower."""
+TILE_SCORES = 2**18
+"""Scores of a tile: 1 MiB. Twice as many took 1.2 times as long at 512."""
 
 
 def gradients(
@@ -37,8 +37,8 @@ def gradients(
     scope = inputs.scope
     backward = _Backward.of(inputs, out, dout, wants)
     for block in scope.blocks(BACKWARD_BLOCK):
-        for heads, part in backward.parts(block, firsts):
-            backward.add(heads, part)
+        for tile in backward.tiles(block, firsts):
+            backward.add(tile)
 
     scale = backward.scale
     dq = backward.dq.mul_(scale).transpose(0, 1).flip(2).to(inputs.q.dtype)
@@ -50,13 +50,19 @@ def gradients(
     return dq, dk, dv, dbias, dweight, du, dw
 
 
+class Tile(NamedTuple):
+    """Some heads, and a block of queries with its keys."""
+
+    heads: slice
+    part: Block
+
+
 @dataclass(frozen=True)
 class _Backward:
     """Tensors of the backward pass, [heads, batch, length, features]; the last query first.
 
     wide_q: scaled by 1 / √head_dim; bias, weight, dbias, dweight: reversed tables;
-    wide_dout, wide_v: where scores are as exact as q, with one feature more, which takes
-    dout·out from each dout·v
+    mean: dout·out, one number for each query
     """
 
     inputs: Inputs
@@ -67,6 +73,7 @@ class _Backward:
     wide_k: Tensor
     wide_v: Tensor
     wide_dout: Tensor
+    mean: Tensor
     bias: Tensor
     weight: Tensor | None
     dq: Tensor
@@ -83,12 +90,8 @@ class _Backward:
         bias, weight = inputs.scope.reversed_tables(inputs.bias, inputs.weight, k)
         wide = bias.dtype
         wide_v, wide_dout = v.to(wide), reversed_dout.to(wide)
+        mean = _heads_first((dout * out).sum(-1, keepdim=True).flip(2))
         dv = torch.zeros_like(wide_v)
-        if q.dtype == wide:
-            # Not with a rounded output: gradients of tables are sums of small differences.
-            mean = (dout * out).sum(-1, keepdim=True)
-            wide_dout = torch.cat([wide_dout, -_heads_first(mean.flip(2))], dim=-1)
-            wide_v = torch.cat([wide_v, torch.ones_like(wide_v[..., :1])], dim=-1)
         wants_dbias, wants_dweight = wants
         wide_q, wide_k = q.to(wide) / math.sqrt(q.shape[-1]), k.to(wide)
         dq, dk = torch.empty_like(wide_q), torch.zeros_like(wide_k)
@@ -106,6 +109,7 @@ class _Backward:
             wide_k,
             wide_v,
             wide_dout,
+            mean,
             bias,
             weight,
             dq=dq,
@@ -120,32 +124,47 @@ class _Backward:
     def scale(self) -> float:
         return 1 / math.sqrt(self.q.shape[-1])
 
-    def parts(self, block: Block, firsts: FirstKeys | None) -> Iterator[tuple[slice, Block]]:
-        """Heads of a tile and its keys; on a GPU, all heads that have the same keys."""
+    def tiles(self, block: Block, firsts: FirstKeys | None) -> Iterator[Tile]:
+        """The tiles of a block; on a GPU, one for all heads that have the same keys."""
         heads, batch = self.q.shape[:2]
         for group, part in groups_of_heads(block, heads, firsts):
             step = heads
             if self.inputs.on_cpu:
                 step = max(1, TILE_SCORES // (batch * part.rows * part.columns))
             for head in range(group.start, group.stop, step):
-                yield slice(head, min(head + step, group.stop)), part
+                yield Tile(slice(head, min(head + step, group.stop)), part)
 
-    def add(self, heads: slice, part: Block) -> None:
+    def add(self, tile: Tile) -> None:
         """Add what one tile gives."""
+        heads, part = tile
         queries = self.inputs.scope.queries
         rows = slice(queries - part.end, queries - part.start)
-        columns = part.keys
-        q, k = self.q[heads, :, rows], self.k[heads, :, columns]
-        dout = self.dout[heads, :, rows]
+        of_rows, of_columns = (heads, slice(None), rows), (heads, slice(None), part.keys)
+        q, k, dout = self.q[of_rows], self.k[of_columns], self.dout[of_rows]
 
-        products = self._products(heads, rows, part)
-        probabilities = self._probabilities(products, heads, part)
-        padded = self._dscores(probabilities, heads, rows, part)
+        # q·k / √head_dim, with a bias by content unless that would be multiplied by a weight.
+        wide_k = self.wide_k[of_columns]
+        if self.content is not None and self.weight is None:
+            self.content.write_features(wide_k, tile)
+        products = self.wide_q[of_rows] @ wide_k.mT  # [heads, batch, rows, columns]
+        probabilities = self._probabilities(products, tile)
+
+        dprobabilities = self.wide_dout[of_rows] @ self.wide_v[of_columns].mT
+        padded = probabilities.new_empty(*probabilities.shape[:-1], part.columns + part.rows)
         dscores = padded[..., : part.columns]
+        if q.dtype == probabilities.dtype:
+            torch.mul(probabilities, dprobabilities.sub_(self.mean[of_rows]), out=dscores)
+        else:
+            # Not by a rounded output: gradients of tables are sums of small differences.
+            dscores.copy_(
+                torch.ops.aten._softmax_backward_data(
+                    dprobabilities, probabilities, -1, probabilities.dtype
+                )
+            )
         if self.dbias is not None:
             part.add_diagonals(self.dbias[heads], padded)
         if self.content is not None:
-            self.content.add(heads, part, dscores)
+            self.content.add(tile, dscores)
         if self.dweight is not None:
             weighted = torch.empty_like(padded)
             torch.mul(dscores, products, out=weighted[..., : part.columns])
@@ -155,51 +174,27 @@ class _Backward:
         if self.weight is not None:
             dscores.mul_(part.view(self.weight[heads])[:, None])
         dproducts = dscores.to(q.dtype)
-        self.dq[heads, :, rows] = dproducts @ k
-        _add_product(self.dk[heads, :, columns], dproducts.mT, q)
+        self.dq[of_rows] = dproducts @ k
+        _add_product(self.dk[of_columns], dproducts.mT, q)
         rounded = probabilities.to(q.dtype)
-        _add_product(self.dv[heads, :, columns], rounded.mT, dout)
+        _add_product(self.dv[of_columns], rounded.mT, dout)
 
-    def _products(self, heads: slice, rows: slice, part: Block) -> Tensor:
-        """q·k / √head_dim of a tile: [heads, batch, rows, columns].
-
-        A bias by content is in it, unless it would be multiplied by a weight.
-        """
-        k = self.wide_k[heads, :, part.keys]
-        if self.content is not None and self.weight is None:
-            self.content.write_features(k, heads, part)
-        return self.wide_q[heads, :, rows] @ k.mT
-
-    def _probabilities(self, products: Tensor, heads: slice, part: Block) -> Tensor:
+    def _probabilities(self, products: Tensor, tile: Tile) -> Tensor:
         """Softmax of a tile's scores: [heads, batch, rows, columns].
 
         Without a weight, products are overwritten.
         """
+        heads, part = tile
         scores = products
         if self.weight is not None:
             scores = products * part.view(self.weight[heads])[:, None]
             if self.content is not None:
-                scores.add_(self.content.bias(heads, part, scores.dtype))
+                scores.add_(self.content.bias(tile, scores.dtype))
         scores.add_(part.view(of_heads(self.bias, heads))[:, None])
         if self.inputs.segments is not None:
             masked = part.mask(self.inputs.scope, self.inputs.segments)
             scores.masked_fill_(masked.transpose(0, 1), -math.inf)
         return scores.softmax(dim=-1)
-
-    def _dscores(self, probabilities: Tensor, heads: slice, rows: slice, part: Block) -> Tensor:
-        """Gradients of a tile's scores, with room: [heads, batch, rows, columns + rows]."""
-        dprobabilities = self.wide_dout[heads, :, rows] @ self.wide_v[heads, :, part.keys].mT
-        padded = probabilities.new_empty(*probabilities.shape[:-1], part.columns + part.rows)
-        dscores = padded[..., : part.columns]
-        if self.q.dtype == probabilities.dtype:
-            torch.mul(probabilities, dprobabilities, out=dscores)
-            return padded
-        dscores.copy_(
-            torch.ops.aten._softmax_backward_data(
-                dprobabilities, probabilities, -1, probabilities.dtype
-            )
-        )
-        return padded
 
 
 @dataclass(frozen=True)
@@ -223,9 +218,9 @@ class ContentGradients:
         u = score_bias.u.transpose(0, 1)
         return cls(u, w, torch.zeros_like(u, dtype=torch.float32), dw)
 
-    def bias(self, heads: slice, part: Block, dtype: torch.dtype) -> Tensor:
+    def bias(self, tile: Tile, dtype: torch.dtype) -> Tensor:
         """What is added to the scores of a tile: [heads, batch, rows, columns]."""
-        u, w = self._relative(heads, part, dtype)
+        u, w = self._relative(tile, dtype)
         return w.sum(-1)[:, :, None] if u is None else u @ w.mT
 
     def with_features(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
@@ -235,14 +230,15 @@ class ContentGradients:
             u = self.u.to(q.dtype).flip(2)
         return torch.cat([q, u], dim=-1), F.pad(k, (0, self.w.shape[-1]))
 
-    def write_features(self, k: Tensor, heads: slice, part: Block) -> None:
+    def write_features(self, k: Tensor, tile: Tile) -> None:
         """Write w, less that of the block's last token, into keys with room for it."""
-        _, w = self._relative(heads, part, k.dtype)
+        _, w = self._relative(tile, k.dtype)
         k[..., -w.shape[-1] :] = w
 
-    def add(self, heads: slice, part: Block, dscores: Tensor) -> None:
+    def add(self, tile: Tile, dscores: Tensor) -> None:
         """Add what the gradient of a tile's scores means for u and w."""
-        u, w = self._relative(heads, part, dscores.dtype)
+        heads, part = tile
+        u, w = self._relative(tile, dscores.dtype)
         if u is None or self.du is None:
             ones = dscores.new_ones(1, part.rows)  # as a product, the sum is faster
             self.dw[heads, :, part.keys] += (ones @ dscores).mT
@@ -255,9 +251,8 @@ class ContentGradients:
         of_queries = dscores @ w - rounding * of_own_key
         self.du[heads, :, part.queries] = of_queries.flip(2)
 
-    def _relative(
-        self, heads: slice, part: Block, dtype: torch.dtype
-    ) -> tuple[Tensor | None, Tensor]:
+    def _relative(self, tile: Tile, dtype: torch.dtype) -> tuple[Tensor | None, Tensor]:
+        heads, part = tile
         u = None if self.u is None else self.u[heads]
         of_these = ScoreBias(u, self.w[heads])
         u, w = of_these.relative(part.queries, part.keys, dtype)
