@@ -1,5 +1,5 @@
 # make demo   train mep_free and rotary at length 512 on the CPU and compare their perplexity up to 16384
-# make test   the whole test suite
+# make test   the test suite; make test-docs runs the commands of docs/
 # Both create .venv and install into it first, if that has not been done or the requirements have changed.
 #
 # GPU: PyPI's torch for Linux is a CUDA build, nothing needs to be chosen. Another build of the same torch:
@@ -17,14 +17,32 @@ INSTALLED := $(VENV)/installed
 export PATH := $(CURDIR)/$(VENV)/bin:$(PATH)
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: demo test gpu-check fuzz faults results encodings lint format docs clean
+.PHONY: demo demo-data demo-mep_free demo-rotary test test-docs gpu-check fuzz faults results encodings lint format docs clean
 
+# Everything goes through the commands that a user types. The results are in demo/; an interrupted demo continues where
+# it was. Both encodings are trained at the same time, each on its share of the cores.
 demo: $(INSTALLED)
-	$(PY) tools/demo.py
+	$(MAKE) --no-print-directory demo-data
+	$(MAKE) --no-print-directory -j 2 demo-mep_free demo-rotary
+	$(PY) tools/show_results.py demo/mep_free.jsonl demo/rotary.jsonl -o demo/perplexity.png
+
+demo-data:
+	$(PY) prepare_data.py stdlib -d demo/data --vocab-size 1024
+
+SHELL := /bin/bash -o pipefail
+demo-mep_free demo-rotary: demo-%:
+	@export OMP_NUM_THREADS=$$(( ($$(nproc) + 1) / 2 )) PYTHONUNBUFFERED=1; \
+	run="configs/demo.yml pos_emb=$* save=demo/$* load=demo/$*"; \
+	{ $(PY) deepy.py train.py $$run && $(PY) deepy.py evaluate.py $$run --output demo/$*.jsonl; } 2>&1 | sed -u 's/^/$*: /'
 
 # A process of pytest that dies is one failed test and the end: a process in its place would wait for ever.
+PYTEST = $(PY) -m pytest -q -n auto --maxprocesses 8 --max-worker-restart 0 --dist loadfile --no-loadscope-reorder
+
 test: $(INSTALLED)
-	$(PY) -m pytest -q -n auto --maxprocesses 8 --max-worker-restart 0 --dist loadfile --no-loadscope-reorder
+	$(PYTEST) -m "not docs"
+
+test-docs: $(INSTALLED)
+	$(PYTEST) -m docs
 
 # On a machine with a GPU, with what PYTHON has there: no .venv is made. Tests of the kernels need torch, numpy and
 # pytest (7.4 or newer) alone, and Triton a C compiler at its first launch; what is missing skips a test or a step with its
@@ -91,7 +109,6 @@ docs: $(INSTALLED)
 	$(PY) -m megatron.config.document
 	$(PY) tools/document_positions.py --write
 	$(PY) tools/document_commands.py --write
-	$(PY) tools/document_notebook.py --write
 
 # The environment and the caches: what can be had again without training. Data and checkpoints stay.
 clean:

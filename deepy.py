@@ -25,7 +25,6 @@ from megatron.checkpoints.parent import with_parent
 from megatron.cli_errors import LastResort, print_line
 from megatron.config import Config
 from megatron.config.document import help_text
-from megatron.config.schema import Launch
 from megatron.errors import UserError
 from megatron.files import ROOT
 from megatron.parallel.grid import free_port, is_free
@@ -51,6 +50,7 @@ FOR_OTHER_MACHINES = (
 )
 
 HOST = re.compile(r"[\w.:-]+\s+slots=[1-9]\d*")
+NUMBER = re.compile(r"\d+(\.\d*)?")
 
 Device = int | str  # as CUDA_VISIBLE_DEVICES names it: a number, or an identifier of a MIG slice
 
@@ -58,7 +58,7 @@ Device = int | str  # as CUDA_VISIBLE_DEVICES names it: a number, or an identifi
 def main(argv: Sequence[str]) -> None:
     """Check everything that can be checked, then start the processes and exit with their status.
 
-    SystemExit(1) with one message where something is wrong.
+    SystemExit(1) with one message if something is wrong.
     """
     status = LastResort().status_of(lambda: _start(list(argv)))
     if status:
@@ -66,12 +66,13 @@ def main(argv: Sequence[str]) -> None:
 
 
 def _start(words: list[str]) -> None:
-    if words and _is_number(words[0]):
+    if words and NUMBER.fullmatch(words[0]):
         ignored = f"the leading {words[0]} is accepted and has no effect"
         entry.print_notes([f"{ignored}: in the MEP fork only dead code used it"])
         words = words[1:]
     if not words or words[0] in HELP:
-        print(_help())
+        print(f"usage: {LAUNCHER} SCRIPT FILE… key=value… [-d DIR] [options of the script]")
+        print(f"\n{__doc__}\nKeys, in files and as key=value:\n\n{help_text()}")
         return
     script, rest = find_script(words[0]), words[1:]
     if HELP & set(rest):
@@ -108,66 +109,50 @@ def checked_config(script: Path, words: Sequence[str]) -> Config | None:
     overrides += entry.split_words(others[first:])[1]
     if not files and not overrides and script.name != "train.py":
         return None
-    config = entry.load_configuration(files, overrides, given)
-    entry.require_keys(config, PURPOSES.get(script.name), given)
+    entry.bring_in(given, overrides)
+    config = entry.load_configuration(files, overrides, given, PURPOSES.get(script.name))
     entry.print_notes(config.notes)
     return config
 
 
 def launch(script: Path, words: Sequence[str], config: Config | None) -> NoReturn:
-    """Become the script where one process does, else start one for each device and wait."""
+    """Become the script if one process does, else start one for each device and wait."""
     cuda = torch.cuda.is_available()
-    environment = _environment(config)
+    environment = dict(os.environ)
+    environment["PYTHONPATH"] = f"{ROOT}{os.pathsep}{environment.get('PYTHONPATH', '')}".rstrip(":")
+    if not cuda:
+        environment["DS_ACCELERATOR"] = "cpu"
+    if config is not None:
+        environment[entry.NOTES_PRINTED] = "1"
     on_this_machine = script.name in ON_THIS_MACHINE
-    hostfile = config.launch.hostfile if config is not None else None
-    if config is not None and hostfile is not None and not on_this_machine:
+    if config is not None and config.launch.hostfile is not None and not on_this_machine:
         _become(on_many_machines(script, words, config), environment)
 
     devices = devices_for(script, config)
-    if config is not None and script.name == "train.py":
-        with_parent(config)  # a missing parent is found before processes start
-        config.check_batch(len(devices))
     if cuda:
         environment["CUDA_VISIBLE_DEVICES"] = ",".join(str(device) for device in devices)
-
     if config is not None and script.name == "train.py":
+        with_parent(config)  # a missing parent is found before processes start
+        count = len(devices)
+        config.check_batch(count)
         kind = torch.device("cuda" if cuda else "cpu")
-        rows, count = likely_rows(config), len(devices)
-        check_fits(config, rows, ranks=count, ranks_here=count, device=kind)
+        check_fits(config, likely_rows(config), ranks=count, ranks_here=count, device=kind)
 
     command = ["-u", str(script), *words]
     if on_this_machine and len(devices) == 1:
         _become(command, environment)
-    ranks = environments(environment, len(devices), _port(config))
+    port = config.launch.master_port if config is not None else None
+    if port is not None and not is_free(port):
+        raise UserError(
+            f"master_port: another program uses {port} - choose another, or leave it unset"
+        )
+    ranks = environments(environment, len(devices), port or free_port())
     if len(ranks) == 1:
         _become(command, ranks[0])
     ending = Launcher().run([sys.executable, *command], ranks)
     if ending.message:
         print_line(ending.message)
     sys.exit(ending.status)
-
-
-def _port(config: Config | None) -> int:
-    """The port at which the processes meet; UserError where the one asked for is in use."""
-    port = config.launch.master_port if config is not None else None
-    if port is None:
-        return free_port()
-    if not is_free(port):
-        raise UserError(
-            f"master_port: another program uses {port} - choose another, or leave it unset"
-        )
-    return port
-
-
-def _environment(config: Config | None) -> dict[str, str]:
-    environment = dict(os.environ)
-    if config is not None:
-        environment[entry.NOTES_PRINTED] = "1"
-    paths = [str(ROOT), environment.get("PYTHONPATH", "")]
-    environment["PYTHONPATH"] = os.pathsep.join(path for path in paths if path)
-    if not torch.cuda.is_available():
-        environment["DS_ACCELERATOR"] = "cpu"
-    return environment
 
 
 def _become(command: Sequence[str], environment: Mapping[str, str]) -> NoReturn:
@@ -179,17 +164,20 @@ def _become(command: Sequence[str], environment: Mapping[str, str]) -> NoReturn:
 def devices_for(script: Path, config: Config | None) -> list[Device]:
     """One process for each: CUDA devices as CUDA_VISIBLE_DEVICES names them, or numbers on CPU.
 
-    Raises UserError where more CUDA devices are wanted than are visible.
+    Raises UserError if more CUDA devices are wanted than are visible.
     """
     cuda = torch.cuda.is_available()
-    devices = _visible() if cuda else _processors()
-    wanted = None
-    filtered = False
-    if config is not None:
-        wanted = config.launch.num_gpus
-        filtered = bool(config.launch.include or config.launch.exclude)
-        if filtered:
-            devices = _filtered(devices, config.launch)
+    devices: list[Device] = [*range(torch.cuda.device_count() if cuda else os.cpu_count() or 1)]
+    names = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if cuda and names:
+        of_names = [int(name) if name.isdecimal() else name for name in names.split(",")]
+        devices = of_names[: len(devices)]
+
+    wanted = config.launch.num_gpus if config is not None else None
+    filtered = config is not None and bool(config.launch.include or config.launch.exclude)
+    if config is not None and filtered:
+        include, exclude = config.launch.include or "", config.launch.exclude or ""
+        devices = _filtered(devices, include, exclude)
     if wanted is None:
         wanted = len(devices) if cuda or filtered else 1
     if script.name in ONE_PROCESS:
@@ -197,36 +185,19 @@ def devices_for(script: Path, config: Config | None) -> list[Device]:
     elif script.name in ON_THIS_MACHINE:
         # What was trained on eight devices is measured on those of this machine.
         wanted = min(wanted, len(devices))
-    if wanted <= len(devices):
-        return devices[:wanted]
-    if cuda:
+    if wanted > len(devices) and cuda:
         raise UserError(
             f"num_gpus: {wanted} devices are wanted and {len(devices)} are visible; lower num_gpus"
         )
-    return [*range(wanted)]  # processes may share a core
+    if wanted > len(devices):
+        return [*range(wanted)]  # processes may share a core
+    return devices[:wanted]
 
 
-def _processors() -> list[Device]:
-    return [*range(os.cpu_count() or 1)]
-
-
-def _visible() -> list[Device]:
-    """CUDA devices by number, or by the names that CUDA_VISIBLE_DEVICES gives them."""
-    count = torch.cuda.device_count()
-    names = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if not names:
-        return [*range(count)]
-    devices: list[Device] = []
-    for name in names.split(","):
-        devices.append(int(name) if name.isdecimal() else name)
-    return devices[:count]
-
-
-def _filtered(devices: list[Device], options: Launch) -> list[Device]:
+def _filtered(devices: Sequence[Device], include: str, exclude: str) -> list[Device]:
     """The devices that include and exclude leave."""
     from deepspeed.launcher.runner import parse_resource_filter
 
-    include, exclude = options.include or "", options.exclude or ""
     hosts = {"localhost": list(range(len(devices)))}
     try:
         slots = parse_resource_filter(hosts, include, exclude).get("localhost", [])
@@ -243,14 +214,19 @@ def _filtered(devices: list[Device], options: Launch) -> list[Device]:
 def on_many_machines(script: Path, words: Sequence[str], config: Config) -> list[str]:
     """The launcher that starts processes on the machines of a hostfile.
 
-    Raises UserError where the hostfile does not exist or is none.
+    Raises UserError if the hostfile does not exist or is not one.
     """
-    if not Path(str(config.launch.hostfile)).is_file():
+    hostfile = Path(str(config.launch.hostfile))
+    if not hostfile.is_file():
         with config.naming_places("hostfile"):
+            raise UserError(f"hostfile: {hostfile} does not exist; it has lines `host slots=8`")
+    for number, line in enumerate(hostfile.read_bytes().split(b"\n"), 1):
+        text = line.decode("utf-8", errors="replace").split("#")[0].strip()
+        if text and not HOST.fullmatch(text):
             raise UserError(
-                f"hostfile: {config.launch.hostfile} does not exist; it has lines `host slots=8`"
+                f"hostfile: {hostfile}:{number}: {text[:80]!r} is no line `host slots=8` - one"
+                " machine in each line, with its number of devices"
             )
-    _check_hosts(Path(str(config.launch.hostfile)))
     options = []
     for name in FOR_OTHER_MACHINES:
         value = getattr(config.launch, name)
@@ -258,30 +234,6 @@ def on_many_machines(script: Path, words: Sequence[str], config: Config) -> list
             options.append(f"--{name}={value}")
     runner = ["-u", "-m", "deepspeed.launcher.runner", *options, "--no_local_rank"]
     return [*runner, str(script), *words]
-
-
-def _check_hosts(path: Path) -> None:
-    """Read a hostfile as the launcher will; UserError for a line that names no host."""
-    for number, line in enumerate(path.read_bytes().split(b"\n"), 1):
-        text = line.decode("utf-8", errors="replace").split("#")[0].strip()
-        if text and not HOST.fullmatch(text):
-            raise UserError(
-                f"hostfile: {path}:{number}: {text[:80]!r} is no line `host slots=8` - one machine"
-                " in each line, with its number of devices"
-            )
-
-
-def _is_number(word: str) -> bool:
-    try:
-        float(word)
-    except ValueError:
-        return False
-    return True
-
-
-def _help() -> str:
-    usage = f"usage: {LAUNCHER} SCRIPT FILE… key=value… [-d DIR] [options of the script]"
-    return f"{usage}\n\n{__doc__}\nKeys, in files and as key=value:\n\n{help_text()}"
 
 
 if __name__ == "__main__":

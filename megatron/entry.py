@@ -12,7 +12,7 @@ from typing import NoReturn
 import torch
 
 from megatron.checkpoints.saved import find
-from megatron.cli_errors import LastResort
+from megatron.cli_errors import LastResort, print_line
 from megatron.config import Config, load
 from megatron.config.document import help_text
 from megatron.config.read import is_override
@@ -24,41 +24,47 @@ NOTES_PRINTED = "MEGATRON_NOTES_PRINTED"  # set by deepy.py for the processes th
 NO_EFFECT = ": accepted, has no effect here: "
 FEW = 3  # notes about keys without effect that are printed in full
 
-AddOptions = Callable[[argparse.ArgumentParser], None]
-
 
 def run(
     main: Callable[..., int | None],
     *,
-    description: str | None = None,
     purpose: str | None = None,
-    options: AddOptions | None = None,
+    options: Callable[[argparse.ArgumentParser], None] | None = None,
     config_needed: bool = True,
     argv: Sequence[str] | None = None,
 ) -> NoReturn:
     """Parse, load the configuration, call main(config, options) and exit with what it returns.
 
-    description: for --help; the docstring of main's file if not given
+    --help shows the docstring of main's file and every key.
     purpose: "train" or "evaluate", which need more keys than a model does
     options: adds the script's own arguments
     config_needed: False: main gets None if neither a file nor key=value is given
     argv: the command line's words if not given
     Any fault is printed as one message and exits with status 1; see LastResort.
     """
-    _start_logging()
-    words = sys.argv[1:] if argv is None else argv
-    description = description or sys.modules[main.__module__].__doc__ or ""
-    parser = parser_for(description, options)
+    start_logging()
+    parser = argparse.ArgumentParser(
+        description=sys.modules[main.__module__].__doc__ or "",
+        epilog=help_text(),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    words_help = "YAML files, merged in order, then settings"
+    parser.add_argument("words", nargs="*", metavar="FILE | key=value", help=words_help)
+    add_conf_dir(parser)
+    # Launchers give this option; the environment has the number too.
+    parser.add_argument("--local_rank", "--local-rank", help=argparse.SUPPRESS)
+    if options:
+        options(parser)
     last_resort = LastResort()
 
     def command() -> int | None:
+        words = sys.argv[1:] if argv is None else argv
         given = parser.parse_intermixed_args(settings_first(words))
         files, overrides = split_words(given.words, given.conf_dir)
         bring_in(given, overrides)
         config = None
         if given.words or config_needed:
-            config = load_configuration(files, overrides, given)
-            require_keys(config, purpose, given)
+            config = load_configuration(files, overrides, given, purpose)
             print_notes(config.notes)
             last_resort.folder = Path(config.checkpoint.save or "")
         with left_at_the_end():
@@ -70,44 +76,16 @@ def run(
         if not isinstance(ended.code, int):
             raise
         status = ended.code
-    _exit(status)
-
-
-def _exit(status: int) -> NoReturn:
-    """Exit; several processes on the CPU skip the interpreter's last part.
-
-    There gloo's threads abort while DeepSpeed still holds their group (see left_at_the_end).
-    Functions that are registered to run at the end have run.
-    """
     several = os.environ.get("WORLD_SIZE", "1") != "1"
     if several and not torch.cuda.is_available():
+        # In the interpreter's last part gloo's threads abort while DeepSpeed holds their group
+        # (see left_at_the_end). Functions that are registered to run at the end have run.
         atexit._run_exitfuncs()
         for stream in (sys.stdout, sys.stderr):
             if stream is not None:
                 stream.flush()
         os._exit(status)
     sys.exit(status)
-
-
-def parser_for(description: str, options: AddOptions | None = None) -> argparse.ArgumentParser:
-    """`FILE… key=value… [-d DIR]` and the script's own options; --help lists every key."""
-    parser = argparse.ArgumentParser(
-        description=description,
-        epilog=help_text(),
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument(
-        "words",
-        nargs="*",
-        metavar="FILE | key=value",
-        help="YAML files, merged in order, then settings",
-    )
-    add_conf_dir(parser)
-    # Launchers give this option; the environment has the number too.
-    parser.add_argument("--local_rank", "--local-rank", help=argparse.SUPPRESS)
-    if options:
-        options(parser)
-    return parser
 
 
 def add_conf_dir(parser: argparse.ArgumentParser) -> None:
@@ -146,24 +124,8 @@ def settings_first(words: Sequence[str]) -> list[str]:
     return settings + others
 
 
-def load_configuration(
-    files: list[str], overrides: list[str], options: argparse.Namespace
-) -> Config:
-    """The merged configuration.
-
-    Settings without a file are laid over the configuration of the checkpoint in the options.
-    """
-    bring_in(options, overrides)
-    checkpoint = getattr(options, "checkpoint", None)
-    if overrides and not files and checkpoint:
-        step = getattr(options, "step", None)
-        folder = find(checkpoint, None if step is None else int(step))
-        files = [str(folder / "config.yml")]
-    return load(files, overrides)
-
-
 def bring_in(options: argparse.Namespace, overrides: Sequence[str]) -> None:
-    """Import the checkpoint in the options where it is not one of ours, and name the new one.
+    """Import the checkpoint in the options if it is not one of ours, and name the new one.
 
     An exported model may have the encoding of a file that the settings name.
     """
@@ -175,10 +137,23 @@ def bring_in(options: argparse.Namespace, overrides: Sequence[str]) -> None:
         options.checkpoint = str(brought_in(checkpoint))
 
 
-def require_keys(config: Config, purpose: str | None, options: argparse.Namespace) -> None:
-    """Check the keys that a script needs; with a checkpoint in the options it needs none."""
-    if purpose and not getattr(options, "checkpoint", None):
+def load_configuration(
+    files: list[str], overrides: list[str], options: argparse.Namespace, purpose: str | None
+) -> Config:
+    """The merged configuration, with the keys that a purpose needs.
+
+    Settings without a file are laid over the configuration of the checkpoint in the options. With
+    such a checkpoint a purpose needs no keys.
+    """
+    checkpoint = getattr(options, "checkpoint", None)
+    if overrides and not files and checkpoint:
+        step = getattr(options, "step", None)
+        folder = find(checkpoint, None if step is None else int(step))
+        files = [str(folder / "config.yml")]
+    config = load(files, overrides)
+    if purpose and not checkpoint:
         config.require_for(purpose)
+    return config
 
 
 def print_notes(notes: Sequence[str]) -> None:
@@ -191,7 +166,7 @@ def print_notes(notes: Sequence[str]) -> None:
         others = [note for note in notes if note not in without_effect]
         notes = [*others, f"accepted, have no effect here: {', '.join(keys)}"]
     for note in notes:
-        print(f"note: {visible(note)}", file=sys.stderr)
+        print_line(f"note: {note}")
 
 
 def _is_first() -> bool:
@@ -205,7 +180,7 @@ class _Visible(logging.Formatter):
         return visible(super().format(record))
 
 
-def _start_logging() -> None:
+def start_logging() -> None:
     """Messages of the package go to stderr, from the first process only."""
     handler = logging.StreamHandler()
     handler.setFormatter(_Visible("%(message)s"))

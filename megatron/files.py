@@ -5,97 +5,73 @@ import hashlib
 import os
 import re
 import shutil
+import socket
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import replace
+from functools import cache
 from pathlib import Path
 
 from megatron.errors import UserError
-from megatron.process import Process, this_process
 
 ROOT = Path(__file__).resolve().parents[1]  # the project's folder: entry scripts, configs, tools
-# What a process writes before it gets its name: .NAME.PID.TICKS.PLACE.tmp
-TEMPORARY = re.compile(r"\.(?P<name>.+)\.(?P<pid>\d+)\.(?P<ticks>\d+)\.(?P<place>[0-9a-f]{8})\.tmp")
+# What a process writes before it gets its name: .NAME.PID.PLACE.tmp
+TEMPORARY = re.compile(r"\.(?P<name>.+)\.(?P<pid>\d+)\.(?P<place>[0-9a-f]{8})\.tmp")
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 DAY = 24 * 3600  # seconds; no file is written for so long without a change
 
 
-class atomic_write:
+@contextmanager
+def atomic_write(path: Path) -> Iterator[Path]:
     """A temporary file in the same folder; it replaces `path` when the `with` block ends well.
 
     with atomic_write(path) as temporary:
         numpy.save(temporary, array)
     """
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self.temporary = _temporary(path)
-
-    def __enter__(self) -> Path:
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        remove_stale_temp_files(self.path.parent, self.path.name)
-        return self.temporary
-
-    def __exit__(
-        self, kind: type[BaseException] | None, fault: BaseException | None, *_: object
-    ) -> None:
-        if isinstance(fault, OSError) and fault.errno in FULL and fault.filename is None:
-            fault.filename = str(self.path)  # the system does not name the file of a full disk
-        try:
-            if kind is None:
-                sync(self.temporary)
-                os.replace(self.temporary, self.path)
-        finally:
-            self.temporary.unlink(missing_ok=True)
+    temporary = _temporary(path)
+    try:
+        yield temporary
+        sync(temporary)
+        os.replace(temporary, path)
+    except OSError as fault:
+        if fault.errno in FULL and fault.filename is None:
+            fault.filename = str(path)  # the system does not name the file of a full disk
+        raise
+    finally:
+        temporary.unlink(missing_ok=True)
 
 
-class Together:
+@contextmanager
+def atomic_write_all(*paths: Path) -> Iterator[list[Path]]:
     """Temporary files, one for each path, that take their places when the `with` block ends well.
 
     The last path says that the set is whole: it is removed first and comes back at the end, so a
     reader that needs it never meets old and new files mixed. A path for which the block wrote
     nothing is removed.
     """
-
-    def __init__(self, *paths: Path) -> None:
-        self.paths = paths
-        self.temporaries = [_temporary(path) for path in paths]
-
-    def __enter__(self) -> list[Path]:
-        for path in self.paths:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            remove_stale_temp_files(path.parent, path.name)
-        return self.temporaries
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        try:
-            if kind is None:
-                self._replace()
-        finally:
-            for temporary in self.temporaries:
-                temporary.unlink(missing_ok=True)
-
-    def _replace(self) -> None:
-        for temporary in self.temporaries:
+    temporaries = [_temporary(path) for path in paths]
+    try:
+        yield temporaries
+        for temporary in temporaries:
             if temporary.exists():
                 sync(temporary)
-        self.paths[-1].unlink(missing_ok=True)
-        for temporary, path in zip(self.temporaries, self.paths, strict=True):
+        paths[-1].unlink(missing_ok=True)
+        for temporary, path in zip(temporaries, paths, strict=True):
             if temporary.exists():
                 os.replace(temporary, path)
             else:
                 path.unlink(missing_ok=True)
+    finally:
+        for temporary in temporaries:
+            temporary.unlink(missing_ok=True)
 
 
 @contextmanager
 def folder_beside(path: Path) -> Iterator[Path]:
     """A temporary folder that is renamed to `path` when the block ends well.
 
-    Raises OSError where another process has put a folder there meanwhile; that one stays.
+    Raises OSError if another process has put a folder there meanwhile; that one stays.
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    remove_stale_temp_files(path.parent, path.name)
     temporary = _temporary(path)
     temporary.mkdir()
     try:
@@ -115,8 +91,8 @@ def write_text(path: Path, text: str) -> None:
 def read_small(path: Path, most: int) -> bytes:
     """The contents of a regular file that may come from anywhere.
 
-    OSError where it cannot be read, is a pipe or a device, which may never end, or has more than
-    `most` bytes.
+    Raises OSError if it cannot be read, is a pipe or a device, which may never end, or has more
+    than `most` bytes.
     """
     if os.path.exists(path) and not os.path.isfile(path):
         raise OSError(errno.EINVAL, "it is no regular file", str(path))
@@ -135,7 +111,7 @@ def sync(path: Path) -> None:
 
 
 def sha256_of(path: Path) -> str:
-    """The sha256 of a file, read piece by piece; UserError if it cannot be read."""
+    """The sha256 of a file, read piece by piece. Raises UserError if it cannot be read."""
     try:
         with path.open("rb") as file:
             return hashlib.file_digest(file, "sha256").hexdigest()
@@ -166,16 +142,22 @@ def remove_stale_temp_files(folder: Path, name: str = "") -> None:
                 continue
             path = Path(entry.path)
             with suppress(OSError):  # another process may remove it at the same time
-                if _is_dead(path, match):
+                if match["place"] == _place():
+                    ended = not _runs(int(match["pid"]))
+                else:
+                    ended = time.time() - path.lstat().st_mtime > DAY
+                if ended:
                     remove(path)
 
 
-def _is_dead(path: Path, match: re.Match[str]) -> bool:
-    """Whether the process that a temporary file is named after has ended."""
-    here = this_process()
-    if match["place"] != _place(here):
-        return time.time() - path.lstat().st_mtime > DAY
-    return not replace(here, pid=int(match["pid"]), ticks=int(match["ticks"])).is_running()
+def _runs(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except (ProcessLookupError, OverflowError):
+        return False
+    except PermissionError:  # somebody else's
+        return True
+    return True
 
 
 def remove(path: Path) -> None:
@@ -187,10 +169,18 @@ def remove(path: Path) -> None:
 
 
 def _temporary(path: Path) -> Path:
-    here = this_process()
-    return path.with_name(f".{path.name}.{here.pid}.{here.ticks}.{_place(here)}.tmp")
+    """The place beside `path` where this process may write, after what dead ones left there."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    remove_stale_temp_files(path.parent, path.name)
+    return path.with_name(f".{path.name}.{os.getpid()}.{_place()}.tmp")
 
 
-def _place(process: Process) -> str:
+@cache
+def _place() -> str:
     """Eight digits for the machine, its start and the container: there a number is one process."""
-    return hashlib.sha256(f"{process.kernel} {process.namespace}".encode()).hexdigest()[:8]
+    try:
+        start = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii")
+        start += os.readlink("/proc/self/ns/pid")
+    except OSError:  # hidden in some sandboxes
+        start = socket.gethostname()
+    return hashlib.sha256(start.encode()).hexdigest()[:8]

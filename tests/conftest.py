@@ -61,6 +61,7 @@ def place_in_line(item):
 def pytest_configure(config):
     config.addinivalue_line("markers", "gpu: needs a CUDA device")
     config.addinivalue_line("markers", "campaign: takes long, `make faults` runs it")
+    config.addinivalue_line("markers", "docs: runs commands of docs/, `make test-docs` runs it")
     config.addinivalue_line(
         "markers", "distributed: starts several processes that talk through gloo"
     )

@@ -13,6 +13,8 @@ from megatron.config.keys import all_keys
 from tests.support import ROOT
 from tools.document_commands import make_clone
 
+pytestmark = pytest.mark.docs
+
 DOCS = ROOT / "docs"
 # Appended to a command that holds the words, so that it takes seconds: the last word wins.
 MODEL = [

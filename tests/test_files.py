@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron.files import Together, atomic_write, folder_beside, write_text
+from megatron.files import atomic_write, atomic_write_all, folder_beside, write_text
 
 
 def contents(folder: Path) -> dict[str, str]:
@@ -46,7 +46,7 @@ def test_files_that_belong_together_appear_together_the_last_one_last(tmp_path, 
         replace(source, target)
 
     monkeypatch.setattr(os, "replace", noted)
-    with Together(*paths) as (binary, _, index):
+    with atomic_write_all(*paths) as (binary, _, index):
         binary.write_text("new")
         index.write_text("new")
         assert contents(tmp_path)["a.bin"] == "old"
@@ -58,7 +58,7 @@ def test_a_fault_in_one_of_several_files_keeps_all_of_the_old(tmp_path):
     paths = [tmp_path / "a.bin", tmp_path / "a.idx"]
     for path in paths:
         path.write_text("old")
-    with pytest.raises(ValueError, match="half"), Together(*paths) as (binary, _):
+    with pytest.raises(ValueError, match="half"), atomic_write_all(*paths) as (binary, _):
         fail_after_writing(binary)
     assert contents(tmp_path) == {"a.bin": "old", "a.idx": "old"}
 

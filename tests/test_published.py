@@ -11,6 +11,8 @@ from megatron.results.files import read_results
 from tests.published import KERPLE, MEP, experiments, write_bases
 from tests.support import ROOT
 
+pytestmark = pytest.mark.docs
+
 PAGE = (ROOT / "docs" / "published_files.md").read_text(encoding="utf-8")
 SMALL = [
     "num_layers=1",

@@ -9,38 +9,29 @@ from megatron.splits import parse_split
 SHAPE = ["num_layers=2", "hidden_size=32", "num_attention_heads=4", "seq_length=64"]
 
 
-@pytest.mark.parametrize(
-    ("split", "shares"),
-    [
-        ("949,50,1", (949.0, 50.0, 1.0)),
-        ("969/30/1", (969.0, 30.0, 1.0)),
-        (" 8, 1, 1 ", (8.0, 1.0, 1.0)),
-        ("0.9,0.1", (0.9, 0.1, 0.0)),
-        ("1", (1.0, 0.0, 0.0)),
-    ],
-)
-def test_shares_are_up_to_three_numbers_and_the_rest_is_0(split, shares):
-    assert parse_split(split) == shares
+def test_shares_are_up_to_three_numbers_and_anything_else_is_refused():
+    shares = {
+        "949,50,1": (949.0, 50.0, 1.0),
+        "969/30/1": (969.0, 30.0, 1.0),
+        " 8, 1, 1 ": (8.0, 1.0, 1.0),
+        "0.9,0.1": (0.9, 0.1, 0.0),
+        "1": (1.0, 0.0, 0.0),
+    }
+    for split, expected in shares.items():
+        assert parse_split(split) == expected
+    for split in ("", "a,b,c", "1,2,3,4", "0,0,0", "-1,2,1", "nan,1,1", "inf,1,1", "1;2"):
+        with pytest.raises(UserError) as raised:
+            parse_split(split)
+        assert str(raised.value) == (
+            f"split: {split!r} is not a list of shares for train, valid, test"
+            " - write up to three numbers, such as 949,50,1"
+        )
 
 
-@pytest.mark.parametrize(
-    "split", ["", "a,b,c", "1,2,3,4", "0,0,0", "-1,2,1", "nan,1,1", "inf,1,1", "1;2"]
-)
-def test_anything_else_is_refused_with_an_example(split):
-    with pytest.raises(UserError) as raised:
-        parse_split(split)
-    assert str(raised.value) == (
-        f"split: {split!r} is not a list of shares for train, valid, test"
-        " - write up to three numbers, such as 949,50,1"
-    )
-
-
-@pytest.mark.parametrize("split", ["90/9/1", "90,9,1", "[90,9,1]"])
-def test_every_spelling_of_a_split_is_one_setting(split):
-    config = load([], [*SHAPE, f"split={split}"])
-    assert config.data.split == "90,9,1"
-    assert config.hash == load([], [*SHAPE, "split=90,9,1"]).hash
-
-
-def test_one_share_is_a_number_in_yaml_too(tmp_path):
-    assert load([], [*SHAPE, "split=1"]).data.split == "1"
+def test_every_spelling_of_a_split_is_one_setting():
+    expected = load([], [*SHAPE, "split=90,9,1"]).hash
+    for split in ("90/9/1", "[90,9,1]"):
+        config = load([], [*SHAPE, f"split={split}"])
+        assert config.data.split == "90,9,1"
+        assert config.hash == expected
+    assert load([], [*SHAPE, "split=1"]).data.split == "1"  # a number in YAML

@@ -1,50 +1,70 @@
 """Whether this machine can run a training: every finding with what to do about it.
 
 python tools/doctor.py [--save runs] [--data data] [--json]
+python tools/doctor.py --versions     what torch and DeepSpeed say of this machine, for a report
 
-It looks at Python and the packages, torch, GPU and driver, triton and its compiler, a wrong apex,
-threads, disks, /dev/shm, locks of interrupted builds, and the network inside this machine. Nothing
-is changed or sent. The status is 1 where something would stop a run, else 0.
+It tries Python and the packages, torch and the GPUs, triton's compiler, what a training loads,
+disks, /dev/shm, and the network inside this machine. Nothing is changed or sent. The status is 1 if
+something would stop a run, else 0.
 """
+
+import sys
+
+if sys.hexversion < 0x030B0000:  # before anything that an older Python cannot read
+    sys.exit(f"python: {sys.version.split()[0]} is too old - use Python 3.11 or newer")
 
 import argparse
 import json
-import sys
-from collections.abc import Sequence
+import os
+import shutil
+import socket
+import subprocess
+import sysconfig
+import tempfile
+from collections.abc import Iterator, Sequence
+from importlib import metadata
 from pathlib import Path
+from typing import Any, NamedTuple
 
 from megatron.cli_errors import guarded
-from megatron.doctor.examine import examined
-from megatron.doctor.finding import Finding
 from megatron.errors import visible
+from megatron.files import ROOT
+from megatron.parallel.machine import free_disk, in_bytes
+
+RUN = 5_200_000_000  # bytes: two checkpoints of configs/125M.yml, at 16 for each of 162 million
+LEAST_RUN = 100_000_000  # bytes: not even the checkpoints of small runs
+OTHERS = 1_000_000_000  # bytes: archives, compiled kernels; in /dev/shm what NCCL and batches need
+PATIENCE = 300  # seconds: importing from a slow network disk takes a minute or two
+DRIVER = Path("/proc/driver/nvidia/version")
+INSTALL = "pip install -r requirements.txt"
+TORCH = "pip install torch, with the --index-url of pytorch.org for this driver"
+NVIDIA = f"look at nvidia-smi; in a container give it the devices (--gpus all); or {TORCH}"
+ALONE = {
+    "WORLD_SIZE": "1",
+    "RANK": "0",
+    "LOCAL_RANK": "0",
+    "MASTER_ADDR": "127.0.0.1",
+    "MASTER_PORT": "29500",  # one process alone opens no port
+}
+"""Inside a job of a scheduler the trial must wait for nobody."""
+STEPS = {"torch": INSTALL, "gpu": NVIDIA, "training": INSTALL, "processes": INSTALL}
+"""What is tried in a process of its own, and what to do if it fails."""
+
+
+class Finding(NamedTuple):
+    """One thing that was looked at.
+
+    level: `stops` would end a run or keep it from starting; `warning` costs speed or some command
+    """
+
+    level: str
+    subject: str
+    text: str
+    fix: str = ""
 
 
 @guarded
 def main(argv: Sequence[str] | None = None) -> int:
-    options = _parser().parse_args(argv)
-    findings = examined(options.save, options.data)
-    stopping = [finding for finding in findings if finding.level == "stops"]
-    if options.json:
-        records = [finding.record() for finding in findings]
-        print(json.dumps({"ready": not stopping, "findings": records}, indent=2))
-    else:
-        print(visible(report(findings)))
-    return int(bool(stopping))
-
-
-def report(findings: Sequence[Finding]) -> str:
-    """A line for each finding, and one with their number."""
-    counts = {level: 0 for level in ("stops", "warning")}
-    for finding in findings:
-        if finding.level in counts:
-            counts[finding.level] += 1
-    verdict = "would stop a run" if counts["stops"] else "nothing would stop a run"
-    number = f"{counts['stops']} finding(s) " if counts["stops"] else ""
-    lines = [str(finding) for finding in findings]
-    return "\n".join([*lines, f"{number}{verdict}, {counts['warning']} warning(s)"])
-
-
-def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -52,7 +72,220 @@ def _parser() -> argparse.ArgumentParser:
     add("--save", type=Path, default=Path("runs"), metavar="DIR", help="folder for checkpoints")
     add("--data", type=Path, default=Path("data"), metavar="DIR", help="folder of token files")
     add("--json", action="store_true", help="print JSON: {ready, findings}")
-    return parser
+    add("--versions", action="store_true", help="what torch and DeepSpeed say of this machine")
+    add("--try", action="store_true", dest="tries", help=argparse.SUPPRESS)
+    options = parser.parse_args(argv)
+    if options.tries:
+        try_steps()
+        return 0
+    if options.versions:
+        for module in ("torch.utils.collect_env", "deepspeed.env_report"):
+            subprocess.run([sys.executable, "-m", module], check=False)
+        return 0
+
+    findings = [*packages(), *tried(), shared_memory()]
+    findings.append(folder(options.save, "save", enough=RUN, least=LEAST_RUN))
+    findings.append(folder(options.data, "data", enough=OTHERS, least=0))
+    temporary = Path(tempfile.gettempdir())
+    findings.append(folder(temporary, "temporary", enough=OTHERS, least=LEAST_RUN))
+    findings.append(loopback())
+    levels = [finding.level for finding in findings]
+    stopping, warnings = levels.count("stops"), levels.count("warning")
+    if options.json:
+        records = [finding._asdict() for finding in findings]
+        print(json.dumps({"ready": not stopping, "findings": records}, indent=2))
+        return int(bool(stopping))
+    for level, subject, text, fix in findings:
+        line = f"{level:<8} {subject:<12} {text}"
+        print(visible(f"{line} - {fix}" if fix else line))
+    verdict = f"{stopping} finding(s)" if stopping else "nothing"
+    print(f"{verdict} would stop a run, {warnings} warning(s)")
+    return int(bool(stopping))
+
+
+def packages() -> Iterator[Finding]:
+    """Python, and what is missing or outside its tested range.
+
+    No missing package stops a run by itself: `tried` loads what a training loads.
+    """
+    yield Finding("ok", "python", f"{sys.version.split()[0]} ({sys.executable})")
+    try:
+        from packaging.requirements import Requirement
+    except ImportError:
+        yield Finding("stops", "packages", "`packaging` is not installed", INSTALL)
+        return
+    within = 0
+    for line in (ROOT / "requirements.txt").read_text(encoding="utf-8").splitlines():
+        text = line.partition("#")[0].strip()
+        if not text:
+            continue
+        requirement = Requirement(text)
+        try:
+            version = metadata.version(requirement.name)
+        except metadata.PackageNotFoundError:
+            what = f"{requirement.name} is not installed; commands that need it fail"
+            yield Finding("warning", "packages", what, INSTALL)
+            continue
+        if requirement.specifier.contains(version, prereleases=True):
+            within += 1
+            continue
+        what = f"{requirement.name} {version} is outside the tested range {requirement.specifier}"
+        fix = f"pip install '{requirement.name}{requirement.specifier}'"
+        yield Finding("warning", "packages", what, fix)
+    yield Finding("ok", "packages", f"{within} within their tested ranges")
+
+
+def tried() -> Iterator[Finding]:
+    """torch, GPUs, a training's imports and a group of one process, each tried.
+
+    In a process of its own: an installation may crash it, and a driver may hang it. What was
+    printed before then remains, so the step at which it ended is known.
+    """
+    environment = os.environ | ALONE
+    environment["PYTHONPATH"] = f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}".rstrip(":")
+    command = [sys.executable, __file__, "--try"]
+    with tempfile.TemporaryFile("w+") as output, tempfile.TemporaryFile("w+") as errors:
+        try:
+            status = subprocess.run(
+                command,
+                stdout=output,
+                stderr=errors,
+                env=environment,
+                timeout=PATIENCE,
+                check=False,
+            ).returncode
+            ending = f"ended with status {status}"
+        except subprocess.TimeoutExpired:
+            ending = f"no answer within {PATIENCE} seconds"
+        output.seek(0)
+        errors.seek(0)
+        last_words = errors.read().strip().splitlines()[-1:]
+        lines = output.read().splitlines()
+    steps = {}
+    for line in lines:
+        if line.startswith('{"step"'):  # packages print while they load
+            facts = json.loads(line)
+            steps[facts["step"]] = facts
+
+    for step, fix in STEPS.items():
+        if step not in steps:
+            yield Finding("stops", step, ": ".join([ending, *last_words]), fix)
+            return
+        if step == "torch":
+            built = steps["torch"]["build"] or "the CPU alone"
+            yield Finding("ok", "torch", f"{steps['torch']['version']}, built for {built}")
+        elif step == "gpu":
+            yield from gpus(steps["torch"]["build"], steps["gpu"])
+        elif step == "training":
+            yield Finding("ok", "training", "all its packages load")
+        else:
+            yield Finding("ok", "processes", "DeepSpeed joins a group of processes")
+
+
+def try_steps() -> None:
+    """Print a line of JSON after each step."""
+    import torch
+
+    def done(step: str, **facts: Any) -> None:
+        print(json.dumps({"step": step, **facts}), flush=True)
+
+    done("torch", version=torch.__version__, build=torch.version.cuda or torch.version.hip)
+    reason = ""
+    try:
+        torch.cuda.init()
+    except (RuntimeError, AssertionError) as fault:
+        reason = str(fault).strip().splitlines()[0]
+    names = []
+    for index in range(torch.cuda.device_count()):
+        ones = torch.ones(256, 256, device=f"cuda:{index}")
+        assert (ones @ ones)[0, 0].item() == 256, f"cuda:{index}: a product of ones is wrong"
+        free, total = torch.cuda.mem_get_info(index)
+        name = torch.cuda.get_device_name(index)
+        names.append(f"{name}, {in_bytes(free)} of {in_bytes(total)} free")
+    done("gpu", names=names, reason=reason)
+
+    import megatron.evaluation.run
+    import megatron.training.run  # noqa: F401
+    from megatron.parallel.grid import connect, left_at_the_end
+
+    done("training")
+    with left_at_the_end():
+        connect()
+    done("processes")
+
+
+def gpus(build: str | None, facts: dict[str, Any]) -> Iterator[Finding]:
+    """The GPUs that torch sees, and the compiler that triton needs for them."""
+    for number, name in enumerate(facts["names"]):
+        yield Finding("ok", f"gpu {number}", name)
+    if not facts["names"]:
+        if not DRIVER.exists():
+            yield Finding("ok", "gpu", "no NVIDIA driver: training runs on the CPU")
+        elif build is None:
+            text = "there is an NVIDIA driver, but this torch is built for the CPU"
+            yield Finding("warning", "gpu", text, TORCH)
+        else:
+            text = f"there is an NVIDIA driver, but torch sees no device: {facts['reason']}"
+            yield Finding("stops", "gpu", text, NVIDIA)
+        return
+    compiler = shutil.which(os.environ.get("CC", "gcc")) or shutil.which("clang")
+    header = Path(sysconfig.get_paths()["include"]) / "Python.h"
+    instead = "or set attention_backend=sdpa"
+    if compiler is None:
+        text = "no C compiler, which triton needs at its first launch"
+        yield Finding("stops", "compiler", text, f"apt install gcc, or set CC to one, {instead}")
+    elif not header.is_file():
+        text = f"{header} is missing, which triton compiles with"
+        yield Finding("stops", "compiler", text, f"apt install python3-dev, {instead}")
+    else:
+        yield Finding("ok", "compiler", compiler)
+
+
+def folder(path: Path, subject: str, *, enough: int, least: int) -> Finding:
+    """Whether a folder can be made and written as a run does with `save`, and its free space.
+
+    enough: bytes below which it is a warning; least: bytes below which a run would stop
+    """
+    existing = next(one for one in (path, *path.absolute().parents) if one.exists())
+    try:
+        with tempfile.TemporaryDirectory(prefix=".doctor-", dir=existing) as trial:
+            (Path(trial) / "written").write_text("whole\n")
+    except OSError as fault:
+        level = "stops" if least else "warning"
+        return Finding(level, subject, f"{path} cannot be written: {fault}", "name another folder")
+    free = free_disk(path)
+    if free is None:
+        return Finding("ok", subject, f"{path} can be written")
+    text = f"{path} can be written, {in_bytes(free)} free"
+    if free >= enough:
+        return Finding("ok", subject, text)
+    level = "stops" if free < least else "warning"
+    fix = "free some space, or name a folder of another disk"
+    return Finding(level, subject, f"{text}: {in_bytes(enough)} are advised", fix)
+
+
+def shared_memory() -> Finding:
+    """Whether processes of this machine can share enough memory."""
+    try:
+        usage = shutil.disk_usage("/dev/shm")
+    except OSError:
+        return Finding("ok", "/dev/shm", "not of this system")
+    text = f"{in_bytes(usage.free)} of {in_bytes(usage.total)} free"
+    if usage.free >= OTHERS:
+        return Finding("ok", "/dev/shm", text)
+    fix = "docker run --ipc=host or --shm-size=8g; elsewhere mount -o remount,size=8G /dev/shm"
+    return Finding("warning", "/dev/shm", f"{text}: num_workers and several GPUs need more", fix)
+
+
+def loopback() -> Finding:
+    """Whether processes of this machine can meet, as several ranks on it do."""
+    try:
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            socket.create_connection(server.getsockname(), timeout=5).close()
+    except OSError as fault:
+        fix = "ip link set lo up, and let no firewall close 127.0.0.1"
+        return Finding("stops", "loopback", f"127.0.0.1 does not answer ({fault})", fix)
+    return Finding("ok", "loopback", "processes of this machine can meet at 127.0.0.1")
 
 
 if __name__ == "__main__":

@@ -16,27 +16,35 @@ import textwrap
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import torch
 import yaml
 
 from megatron.cli_errors import guarded
 from megatron.config import Config, load
 from megatron.config.config import plain
 from megatron.config.document import description
-from megatron.config.keys import Key, all_keys
+from megatron.config.keys import all_keys
 from megatron.config.origins import Origins
 from megatron.config.schema import SECTIONS
+from megatron.data.parts import open_parts
 from megatron.entry import add_conf_dir, settings_first, split_words
 from megatron.errors import UserError, visible
-from megatron.explain.effects import effect
-from megatron.explain.sizes import EVALUATED_IN, Sizes, device_hours
-from megatron.model import Architecture
-from megatron.model.size import matrix_weights
+from megatron.evaluation.memory import evaluation_memory
+from megatron.model import Architecture, position_of_entry
+from megatron.model.size import BACKWARD, parameters
 from megatron.parallel.machine import in_bytes
-from megatron.positions.layers import name_of_layers
-from megatron.sweeps.cost import DEVICES, UTILISATION, Device, named_device
+from megatron.positions.layers import entries_of, name_of_layers
+from megatron.positions.outline import Outline
+from megatron.report.catalogue import formula
+from megatron.sweeps.cost import DEVICES, UTILISATION, evaluation_flops, forward_flops, named_device
+from megatron.training.epochs import with_epochs
+from megatron.training.fits import needs, windows_per_step
+from megatron.training.vocabulary import VOCAB, likely_rows
 
 WIDTH = 100
 INDENT = " " * 6
+HOUR = 3600  # seconds
+EVALUATED_IN = "fp32"  # evaluate.py's default
 
 
 @guarded
@@ -45,72 +53,202 @@ def main(argv: Sequence[str] | None = None) -> int:
     files, overrides = split_words(options.words, options.conf_dir)
     origins = Origins()
     config = load(files, overrides, trace=origins.after)
-    kind = "cpu" if options.gpu == "cpu" else "cuda"
-    sizes = Sizes.of(config, options.devices, kind)
+    devices = options.devices or devices_of(config)
+    config.check_batch(devices)
+    vocab_basis = f"GPT-2's {VOCAB}, as no data are at hand"
+    if config.data.data_path or config.data.train_data_paths:
+        try:
+            part = open_parts(config.data, ["train"])["train"]
+        except UserError as absent:
+            vocab_basis += f" ({absent})"
+        else:
+            config = with_epochs(config, part, devices)
+            vocab_basis = "by the data"
+
+    sizes = sizes_of(config, devices, "cpu" if options.gpu == "cpu" else "cuda")
     gpus = [options.gpu] if options.gpu else list(DEVICES)
-    times = [_time(sizes, name, options.mfu) for name in gpus]
+    times = [hours_on(gpu, config, sizes, options.mfu) for gpu in gpus]
     if options.json:
-        print(json.dumps(_record(sizes, origins, times), indent=2, ensure_ascii=False))
+        record = {"hash": config.hash, "keys": keys_of(config, origins), **sizes}
+        record |= {"notes": list(config.notes), "times": times}
+        print(json.dumps(record, indent=2, ensure_ascii=False))
         return 0
-    lines = [] if options.brief else list(_keys(sizes, origins, given=options.given))
-    lines += _summary(sizes, times, options.mfu)
+    lines = []
+    if not options.brief:
+        lines += key_lines(config, origins, only_given=options.given)
+    lines += size_lines(config, sizes, vocab_basis)
+    lines += ["", *hour_lines(times, devices, options.mfu)]
     print(visible("\n".join(lines)))
     return 0
 
 
-# --- Keys ---
+def devices_of(config: Config) -> int:
+    """Devices that a configuration asks for: by train_batch_size, else by num_gpus, else one."""
+    whole, of_one = config.training.train_batch_size, windows_per_step(config)
+    if whole is not None and whole % of_one == 0:
+        return whole // of_one
+    return (config.launch.num_gpus or 1) * (config.launch.num_nodes or 1)
 
 
-def _keys(sizes: Sizes, origins: Origins, *, given: bool) -> Iterator[str]:
-    """Every key, in documented order; given: only those that a source sets."""
+def sizes_of(config: Config, devices: int, kind: str) -> dict[str, Any]:
+    """Parameters, tokens, operations and bytes of one run, by the project's own formulas.
+
+    kind: cuda or cpu; blocks of logits are larger on CUDA
+    Tokens and training_flops are None if train_epochs needs data that are not at hand.
+    """
+    vocab = likely_rows(config)
+    counted = parameters(config, vocab)
+    length = config.model.seq_length
+    flops_per_token = BACKWARD * forward_flops(config, vocab, length)
+    tokens = None
+    if config.training.train_epochs is None or config.training.train_iters:
+        tokens = config.training.train_iters * windows_per_step(config) * devices * length
+    with torch.random.fork_rng(devices=[]), Outline():
+        positions = [position_of_entry(config, entry) for entry in entries_of(config.position)]
+    memory = {}
+    for length in sorted(config.evaluation.eval_lengths):
+        memory[length] = evaluation_memory(
+            Architecture.of(config.model),
+            vocab,
+            counted.whole,
+            length,
+            batch_tokens=config.evaluation.eval_batch_tokens,
+            device=torch.device(kind),
+            dense=any(position.has("on_scores") for position in positions),
+        )
+    need = needs(config, vocab, devices, torch.device(kind))
+    return {
+        "devices": devices,
+        "vocab": vocab,
+        "parameters": counted.whole,
+        "parameters_of_encoding": counted.positions,
+        "tokens": tokens,
+        "flops_per_token": flops_per_token,
+        "training_flops": None if tokens is None else tokens * flops_per_token,
+        "evaluation_flops": evaluation_flops({}, config, vocab),
+        "training_memory": need.memory,
+        "disk": need.disk,
+        "evaluation_memory": memory,
+    }
+
+
+def hours_on(gpu: str, config: Config, sizes: dict[str, Any], mfu: float) -> dict[str, Any]:
+    """Device hours of training and of an evaluation, with what they rest on."""
+    device = named_device(gpu, config.precision.dtype, option="--gpu")
+    measuring = device if gpu == "cpu" else named_device(gpu, EVALUATED_IN, option="--gpu")
+    flops = sizes["training_flops"]
+    speed = device.flops_per_second
+    return {
+        "gpu": gpu,
+        "tflops_per_second": speed / 1e12,
+        "basis": device.basis,
+        "training_gpu_hours": None if flops is None else flops / (speed * mfu) / HOUR,
+        "evaluation_gpu_hours": (
+            sizes["evaluation_flops"] / (measuring.flops_per_second * mfu) / HOUR
+        ),
+    }
+
+
+def keys_of(config: Config, origins: Origins) -> dict[str, dict[str, Any]]:
+    """Every key with its value, its source and its meaning."""
+    keys = {}
+    for key in all_keys():
+        keys[key.name] = {
+            "value": plain(config[key.name]),
+            "from": origins.described(key),
+            "meaning": description(key),
+            "counts_for_hash": key.shapes_result,
+        }
+    return keys
+
+
+def key_lines(config: Config, origins: Origins, *, only_given: bool) -> Iterator[str]:
+    """Every key, in documented order; only_given: only those that a source sets."""
+    keys = keys_of(config, origins)
     for name, section in SECTIONS.items():
-        keys = [key for key in all_keys() if key.section == name]
-        shown = [key for key in keys if not given or key.name in origins.of]
+        shown = [key.name for key in all_keys() if key.section == name]
+        if only_given:
+            shown = [key for key in shown if key in origins.of]
         if not shown:
             continue
         about = " ".join((section.__doc__ or "").split())
         yield from textwrap.wrap(f"{name}: {about}", WIDTH, subsequent_indent="  ")
         for key in shown:
-            yield from _lines_of(key, sizes, origins)
+            value, meaning = keys[key]["value"], keys[key]["meaning"]
+            if key == "pos_emb" and not config.position.pos_emb_layers:
+                meaning += f" Here: {formula(config.position.pos_emb)}"
+            text = "unset"
+            if value is not None:
+                text = yaml.safe_dump(
+                    value, default_flow_style=True, width=math.inf, allow_unicode=True
+                )
+            text = text.removesuffix("...\n").strip()
+            yield f"  {key}: {text}    [{keys[key]['from']}]"
+            yield from textwrap.wrap(
+                meaning, WIDTH, initial_indent=INDENT, subsequent_indent=INDENT
+            )
         yield ""
-    if sizes.config.notes:
+    if config.notes:
         yield "notes: what was converted, dropped, or has no effect"
-        for note in sizes.config.notes:
+        for note in config.notes:
             yield from textwrap.wrap(note, WIDTH, initial_indent="  ", subsequent_indent=INDENT)
         yield ""
 
 
-def _lines_of(key: Key, sizes: Sizes, origins: Origins) -> Iterator[str]:
-    value = plain(sizes.config[key.name])
-    yield f"  {key.name}: {_as_yaml(value)}    [{origins.described(key)}]"
-    here = effect(key.name, sizes)
-    texts = [description(key), f"here: {here}" if here else ""]
-    for text in filter(None, texts):
-        yield from textwrap.wrap(text, WIDTH, initial_indent=INDENT, subsequent_indent=INDENT)
-
-
-def _as_yaml(value: Any) -> str:
-    """A value as a file has it, on one line; `unset` for null."""
-    if value is None:
-        return "unset"
-    text = yaml.safe_dump(value, default_flow_style=True, width=math.inf, allow_unicode=True)
-    return text.removesuffix("...\n").strip()
-
-
-# --- Sizes ---
-
-
-def _summary(sizes: Sizes, times: Sequence[dict[str, Any]], mfu: float) -> list[str]:
-    config = sizes.config
+def size_lines(config: Config, sizes: dict[str, Any], vocab_basis: str) -> list[str]:
+    """The size of the run in words."""
     lines = [f"this run (hash {config.hash}, encoding {name_of_layers(config.position)})"]
-    lines += _row("parameters", _parameters(sizes))
-    lines += _row("tokens", _tokens(sizes))
-    lines += _row("FLOP", _operations(sizes))
-    if sizes.steps != 0:
-        lines += _row("training", _training_memory(sizes))
-    lines += _evaluation_memory(sizes)
-    lines.append("")
-    lines += _hours(sizes, times, mfu)
+    tables = 2 if config.model.no_weight_tying else 1
+    in_tables = tables * sizes["vocab"] * config.model.hidden_size
+    lines += _row(
+        "parameters",
+        f"{sizes['parameters']:,}; {sizes['parameters'] - in_tables:,} without embedding and output"
+        f" matrix of {sizes['vocab']:,} rows ({vocab_basis});"
+        f" {sizes['parameters_of_encoding']:,} in the encoding",
+    )
+    tokens = sizes["tokens"]
+    if tokens is None:
+        lines += _row("tokens", "unknown: train_epochs needs the data")
+    else:
+        ratio = tokens / sizes["parameters"]
+        steps, length = config.training.train_iters, config.model.seq_length
+        windows = windows_per_step(config) * sizes["devices"]
+        text = f"{tokens:,} = {steps:,} steps * {windows} windows * {length}"
+        lines += _row("tokens", f"{text}; {ratio:.1f} for each parameter")
+    training = f"{sizes['training_flops']:.3g} of training, " if tokens else ""
+    lines += _row(
+        "FLOP",
+        f"{training}{sizes['flops_per_token']:.4g} for each token, forward and backward;"
+        f" {sizes['evaluation_flops']:.3g} of one evaluation of"
+        f" {config.evaluation.eval_tokens:,} tokens at every length",
+    )
+    lines += _row(
+        "training",
+        f"about {in_bytes(sizes['training_memory'])} of memory on each of {sizes['devices']}"
+        f" device(s), ZeRO stage {config.parallel.zero_stage}; {in_bytes(sizes['disk'])} of disk"
+        " for checkpoints, one more than are kept",
+    )
+    by_size: dict[str, list[str]] = {}  # several lengths often need the same, that of a full batch
+    for length, size in sizes["evaluation_memory"].items():
+        by_size.setdefault(in_bytes(size), []).append(str(length))
+    for size, lengths in by_size.items():
+        text = f"about {size} of memory, in float32, at {', '.join(lengths)}"
+        lines += _row("evaluation", text)
+    return lines
+
+
+def hour_lines(times: Sequence[dict[str, Any]], devices: int, mfu: float) -> list[str]:
+    """Hours of each GPU in words."""
+    basis = "assumed (--mfu)" if mfu == UTILISATION else "given by --mfu"
+    lines = [f"GPU hours at {mfu:.0%} of the speed below, which is {basis}"]
+    for time in times:
+        evaluation = f"an evaluation in float32 {_short(time['evaluation_gpu_hours'])}"
+        text = f"{evaluation}; {time['tflops_per_second']:.4g} TFLOP/s, {time['basis']}"
+        training = time["training_gpu_hours"]
+        if training:
+            shared = f", {_short(training / devices)} on {devices}" if devices > 1 else ""
+            text = f"training {_short(training)}{shared}; {text}"
+        lines += _row(time["gpu"], text)
     return lines
 
 
@@ -119,148 +257,8 @@ def _row(subject: str, text: str) -> list[str]:
     return textwrap.wrap(text, WIDTH, initial_indent=first, subsequent_indent=" " * len(first))
 
 
-def _parameters(sizes: Sizes) -> str:
-    config, counted = sizes.config, sizes.parameters
-    table = sizes.vocab * config.model.hidden_size
-    tables, names = 1, "the embedding"
-    if config.model.no_weight_tying:
-        tables, names = 2, "the embedding and the output matrix"
-    return (
-        f"{counted.whole:,}; {counted.whole - tables * table:,} without {names} of"
-        f" {sizes.vocab:,} rows ({sizes.vocab_basis}); {counted.positions:,} in the encoding"
-    )
-
-
-def _tokens(sizes: Sizes) -> str:
-    if sizes.tokens is None:
-        return "unknown: train_epochs needs the data"
-    if not sizes.tokens:
-        return "none: train_iters is 0"
-    ratio = sizes.tokens / sizes.parameters.whole
-    return (
-        f"{sizes.tokens:,} = {sizes.steps:,} steps * {sizes.windows_per_step} windows *"
-        f" {sizes.config.model.seq_length}; {ratio:.1f} for each parameter"
-    )
-
-
-def _operations(sizes: Sizes) -> str:
-    model = Architecture.of(sizes.config.model)
-    length = sizes.config.model.seq_length
-    weights = matrix_weights(model, sizes.vocab)
-    formula = (
-        f"3 * (2 * {weights:,} weights in matrices + 4 * {model.num_layers} layers *"
-        f" {model.attention_width} features * {length}/2 keys)"
-    )
-    per_token = f"{sizes.flops_per_token:.4g} for each token = {formula}"
-    if not sizes.training_flops:
-        return f"{per_token}, forward and backward"
-    return (
-        f"{sizes.training_flops:.3g} of training: {per_token}, forward and backward;"
-        f" {sizes.evaluation_flops:.3g} of one evaluation of"
-        f" {sizes.config.evaluation.eval_tokens:,} tokens at every length"
-    )
-
-
-def _training_memory(sizes: Sizes) -> str:
-    need = sizes.needs
-    stage = sizes.config.parallel.zero_stage
-    activations = f"{in_bytes(need.activations)} of activations and logits"
-    if sizes.scores:
-        activations += f", without the scores that this encoding keeps, {in_bytes(sizes.scores)}"
-        activations += " or several times that"
-    return (
-        f"about {in_bytes(need.memory)} of memory on each of {sizes.devices} device(s), ZeRO stage"
-        f" {stage}: {in_bytes(need.state)} of weights, gradients and Adam, {activations};"
-        f" {in_bytes(need.disk)} of disk for checkpoints, one more than are kept"
-    )
-
-
-def _evaluation_memory(sizes: Sizes) -> list[str]:
-    """A row for each size; several lengths often need the same, that of eval_batch_tokens."""
-    lengths: dict[str, list[str]] = {}
-    for length, size in sizes.evaluation_memory.items():
-        lengths.setdefault(in_bytes(size), []).append(str(length))
-    lines = []
-    for size, same in lengths.items():
-        text = f"about {size} of memory, in float32, at {', '.join(same)}"
-        lines += _row("evaluation", text)
-    return lines
-
-
-def _time(sizes: Sizes, name: str, mfu: float) -> dict[str, Any]:
-    """Device hours of training and of an evaluation, with what they rest on."""
-    device = named_device(name, sizes.config.precision.dtype, option="--gpu")
-    measuring = device if name == "cpu" else named_device(name, EVALUATED_IN, option="--gpu")
-    flops = sizes.training_flops
-    training = None if flops is None else _hours_on(device, flops, mfu)
-    return {
-        "gpu": name,
-        "tflops_per_second": device.flops_per_second / 1e12,
-        "basis": device.basis,
-        "training_gpu_hours": training,
-        "evaluation_gpu_hours": _hours_on(measuring, sizes.evaluation_flops, mfu),
-    }
-
-
-def _hours_on(device: Device, flops: float, mfu: float) -> float:
-    return device_hours(flops, device.flops_per_second, mfu)
-
-
-def _hours(sizes: Sizes, times: Sequence[dict[str, Any]], mfu: float) -> list[str]:
-    basis = "assumed (--mfu)" if mfu == UTILISATION else "given by --mfu"
-    lines = [f"GPU hours at {mfu:.0%} of the speed below, which is {basis}"]
-    for time in times:
-        speed = f"{time['tflops_per_second']:.4g} TFLOP/s, {time['basis']}"
-        text = f"an evaluation in float32 {_short(time['evaluation_gpu_hours'])}; {speed}"
-        training = time["training_gpu_hours"]
-        if training:
-            together = f", {_short(training / sizes.devices)} on {sizes.devices}"
-            others = together if sizes.devices > 1 else ""
-            text = f"training {_short(training)}{others}; {text}"
-        lines += _row(time["gpu"], text)
-    return lines
-
-
 def _short(hours: float) -> str:
-    if hours < 0.1:
-        return f"{hours * 60:.2g} minutes"
-    return f"{hours:.3g} hours"
-
-
-# --- JSON ---
-
-
-def _record(sizes: Sizes, origins: Origins, times: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    config: Config = sizes.config
-    keys = {}
-    for key in all_keys():
-        keys[key.name] = {
-            "value": plain(config[key.name]),
-            "from": origins.described(key),
-            "meaning": description(key),
-            "here": effect(key.name, sizes),
-            "counts_for_hash": key.shapes_result,
-        }
-    return {
-        "hash": config.hash,
-        "keys": keys,
-        "notes": list(config.notes),
-        "devices": sizes.devices,
-        "vocab": sizes.vocab,
-        "parameters": sizes.parameters.whole,
-        "parameters_of_encoding": sizes.parameters.positions,
-        "tokens": sizes.tokens,
-        "flops_per_token": sizes.flops_per_token,
-        "training_flops": sizes.training_flops,
-        "evaluation_flops": sizes.evaluation_flops,
-        "training_memory": sizes.needs.memory,
-        "disk": sizes.needs.disk,
-        "evaluation_memory": sizes.evaluation_memory,
-        "times": list(times),
-    }
-
-
-# --- Options ---
+    return f"{hours * 60:.2g} minutes" if hours < 0.1 else f"{hours:.3g} hours"
 
 
 def _options(argv: Sequence[str] | None) -> argparse.Namespace:

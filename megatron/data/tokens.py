@@ -27,7 +27,7 @@ from megatron.data.token_index import (
 )
 from megatron.data.tokenizers.tokenizer import Tokenizer
 from megatron.errors import CONTROL, UserError
-from megatron.files import Together, read_small, sha256_of
+from megatron.files import atomic_write_all, read_small, sha256_of
 from megatron.strict_json import parse
 
 PROBE = 1 << 22  # ids that are checked at the start of a run; others, when they are read
@@ -281,7 +281,9 @@ class TokenWriter:
 
     def __enter__(self) -> Self:
         # The index comes last. Without it there is no token file: a crash cannot mix old and new.
-        files = Together(*(_with(self.prefix, suffix) for suffix in (".bin", ".json", ".idx")))
+        files = atomic_write_all(
+            *(_with(self.prefix, suffix) for suffix in (".bin", ".json", ".idx"))
+        )
         with ExitStack() as stack:
             self._paths = stack.enter_context(files)
             self._bin = stack.enter_context(self._paths[0].open("wb"))

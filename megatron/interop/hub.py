@@ -4,7 +4,7 @@ import re
 from pathlib import Path
 
 from megatron.errors import UserError
-from megatron.network import hub_host, hub_is_reachable
+from megatron.network import hub, hub_is_reachable
 
 NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 FILES = ("*.safetensors", "*.json", "tokenizer.model", "merges.txt", "vocab.txt")
@@ -56,7 +56,7 @@ def _snapshot(name: str, patterns: tuple[str, ...], *, only_local: bool) -> Path
 def _without_network(name: str) -> UserError:
     wanted = " ".join(f"--include '{pattern}'" for pattern in FILES)
     return UserError(
-        f"{name}: is no folder here, and {hub_host()[0]} cannot be reached - where there is a"
+        f"{name}: is no folder here, and {hub()} cannot be reached - where there is a"
         f" network, run `hf download {name} {wanted} --local-dir {name.split('/')[1]}`; copy"
         " that folder here and give its path"
     )

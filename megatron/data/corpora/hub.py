@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 
 from megatron.data.corpora.download import DownloadFault, Remote
-from megatron.network import hub_host, hub_is_reachable
+from megatron.network import hub, hub_is_reachable
 
 
 def headers() -> Mapping[str, str]:
@@ -83,7 +83,7 @@ def _fits(path: str, patterns: Sequence[str]) -> bool:
 
 def _check_reachable() -> None:
     if not hub_is_reachable():
-        raise DownloadFault(f"{hub_host()[0]} cannot be reached")
+        raise DownloadFault(f"{hub()} cannot be reached")
 
 
 def _in_short(fault: Exception) -> str:

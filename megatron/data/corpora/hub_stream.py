@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from megatron.errors import UserError, did_you_mean
 from megatron.files import sha256_of
-from megatron.network import hub_host, hub_is_reachable
+from megatron.network import hub, hub_is_reachable
 
 
 class Wanted(NamedTuple):
@@ -129,7 +129,7 @@ def _commit(wanted: Wanted) -> str:
     """The commit that a revision names now: the same one is read from beginning to end."""
     if not hub_is_reachable():
         raise UserError(
-            f"hf:{wanted.dataset}: {hub_host()[0]} cannot be reached - start again where there is a"
+            f"hf:{wanted.dataset}: {hub()} cannot be reached - start again where there is a"
             " network, or give a copy of the data set's folder with --from-dir DIR"
         )
     from huggingface_hub import HfApi

@@ -24,7 +24,7 @@ from megatron.data.prepare.encoder import Encoded
 from megatron.data.token_index import write_index
 from megatron.data.tokens import LONGEST
 from megatron.errors import UserError
-from megatron.files import Together, read_small, remove, sha256_of, write_text
+from megatron.files import atomic_write_all, read_small, remove, sha256_of, write_text
 from megatron.strict_json import parse
 
 SHARD = 64_000_000  # bytes of text after which the state is written
@@ -177,7 +177,7 @@ class Unfinished:
         contents = {tokens: self._token_file}
         if tokenizer is not None:
             contents[tokens.with_name("tokenizer.json")] = tokenizer
-        with Together(*contents, sidecar, index) as temporaries:
+        with atomic_write_all(*contents, sidecar, index) as temporaries:
             *copies, new_sidecar, new_index = temporaries
             for source, copy in zip(contents.values(), copies, strict=True):
                 _link(source, copy)
