@@ -15,8 +15,8 @@ from megatron.checkpoints.saved import find
 from megatron.cli_errors import LastResort, print_line
 from megatron.config import Config, load
 from megatron.config.document import help_text
-from megatron.config.read import is_override
-from megatron.config.user_file import run_named
+from megatron.config.load import run_named
+from megatron.config.yaml_files import is_override
 from megatron.errors import visible
 from megatron.parallel.grid import left_at_the_end
 

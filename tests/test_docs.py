@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import GPTNeoXConfig, GPTNeoXForCausalLM
 
-from megatron.config.keys import all_keys
+from megatron.config.schema import all_keys
 from tests.support import ROOT
 from tools.document_commands import make_clone
 

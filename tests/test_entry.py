@@ -4,7 +4,7 @@ import pytest
 
 from megatron import cli_errors, entry
 from megatron.config import load
-from megatron.config.keys import all_keys
+from megatron.config.schema import all_keys
 from megatron.errors import UserError
 from tests.support import call, run
 

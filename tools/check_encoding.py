@@ -18,7 +18,7 @@ from rich.table import Table
 
 from megatron.checkpoints.read import load_for_evaluation
 from megatron.cli_errors import guarded
-from megatron.config.read import read_overrides
+from megatron.config.yaml_files import read_overrides
 from megatron.conformance.checks import examine
 from megatron.conformance.finding import FACT, FAILS, HOLDS, NOT_APPLICABLE, Finding
 from megatron.conformance.learned import examine_learned

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron.cli_errors import guarded
-from megatron.config.safe_yaml import parse
+from megatron.config.yaml_files import parse
 from megatron.errors import UserError
 from megatron.files import ROOT, write_text
 

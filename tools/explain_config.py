@@ -21,11 +21,8 @@ import yaml
 
 from megatron.cli_errors import guarded
 from megatron.config import Config, load
-from megatron.config.config import plain
 from megatron.config.document import description
-from megatron.config.keys import all_keys
-from megatron.config.origins import Origins
-from megatron.config.schema import SECTIONS
+from megatron.config.schema import SECTIONS, all_keys, plain
 from megatron.data.parts import open_parts
 from megatron.entry import add_conf_dir, settings_first, split_words
 from megatron.errors import UserError, visible
@@ -51,8 +48,7 @@ EVALUATED_IN = "fp32"  # evaluate.py's default
 def main(argv: Sequence[str] | None = None) -> int:
     options = _options(argv)
     files, overrides = split_words(options.words, options.conf_dir)
-    origins = Origins()
-    config = load(files, overrides, trace=origins.after)
+    config = load(files, overrides)
     devices = options.devices or devices_of(config)
     config.check_batch(devices)
     vocab_basis = f"GPT-2's {VOCAB}, as no data are at hand"
@@ -69,13 +65,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     gpus = [options.gpu] if options.gpu else list(DEVICES)
     times = [hours_on(gpu, config, sizes, options.mfu) for gpu in gpus]
     if options.json:
-        record = {"hash": config.hash, "keys": keys_of(config, origins), **sizes}
+        record = {"hash": config.hash, "keys": keys_of(config), **sizes}
         record |= {"notes": list(config.notes), "times": times}
         print(json.dumps(record, indent=2, ensure_ascii=False))
         return 0
     lines = []
     if not options.brief:
-        lines += key_lines(config, origins, only_given=options.given)
+        lines += key_lines(config, only_given=options.given)
     lines += size_lines(config, sizes, vocab_basis)
     lines += ["", *hour_lines(times, devices, options.mfu)]
     print(visible("\n".join(lines)))
@@ -149,26 +145,27 @@ def hours_on(gpu: str, config: Config, sizes: dict[str, Any], mfu: float) -> dic
     }
 
 
-def keys_of(config: Config, origins: Origins) -> dict[str, dict[str, Any]]:
+def keys_of(config: Config) -> dict[str, dict[str, Any]]:
     """Every key with its value, its source and its meaning."""
     keys = {}
     for key in all_keys():
+        default = f"default, follows {key.follows}" if key.follows else "default"
         keys[key.name] = {
             "value": plain(config[key.name]),
-            "from": origins.described(key),
+            "from": config.origins.get(key.name, default),
             "meaning": description(key),
             "counts_for_hash": key.shapes_result,
         }
     return keys
 
 
-def key_lines(config: Config, origins: Origins, *, only_given: bool) -> Iterator[str]:
+def key_lines(config: Config, *, only_given: bool) -> Iterator[str]:
     """Every key, in documented order; only_given: only those that a source sets."""
-    keys = keys_of(config, origins)
+    keys = keys_of(config)
     for name, section in SECTIONS.items():
         shown = [key.name for key in all_keys() if key.section == name]
         if only_given:
-            shown = [key for key in shown if key in origins.of]
+            shown = [key for key in shown if key in config.origins]
         if not shown:
             continue
         about = " ".join((section.__doc__ or "").split())

@@ -33,7 +33,7 @@ from megatron.checkpoints.saved import (
     without_record,
 )
 from megatron.cli_errors import guarded
-from megatron.config.read import read_file
+from megatron.config.yaml_files import read_file
 from megatron.errors import UserError, visible
 from megatron.results.columns import in_columns
 

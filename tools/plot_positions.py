@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from megatron.cli_errors import guarded
-from megatron.config.read import read_overrides
+from megatron.config.yaml_files import read_overrides
 from megatron.errors import UserError
 from megatron.positions import Shape, load_file
 from megatron.report.figures.positions import save

@@ -12,7 +12,7 @@ from pathlib import Path
 from megatron.checkpoints.manifest import MOST_STEPS, WEIGHTS, Damaged, read_record, weights_of
 from megatron.checkpoints.saved import chosen, find, folder_of, latest_step, step_of, steps_in
 from megatron.config import Config
-from megatron.config.sections.running import Parent
+from megatron.config.schema import Parent
 from megatron.errors import CONTROL, UserError
 
 logger = logging.getLogger(__name__)

@@ -19,7 +19,7 @@ from megatron.checkpoints.manifest import (
 )
 from megatron.checkpoints.saved import chosen, newest_good, step_of
 from megatron.config import Config, load
-from megatron.config.user_file import COPY
+from megatron.config.config import COPY
 from megatron.errors import UserError
 from megatron.model import GPT, from_config
 from megatron.model.size import parameters

@@ -12,7 +12,7 @@ from megatron.checkpoints.manifest import SETTINGS, WEIGHTS, Entries, entry_of, 
 from megatron.checkpoints.saved import folder_of, remove_checkpoint
 from megatron.commit import commit
 from megatron.config import Config
-from megatron.config.user_file import COPY
+from megatron.config.config import COPY
 from megatron.errors import UserError
 from megatron.files import remove, sync, umask, write_text
 

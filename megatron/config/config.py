@@ -1,7 +1,8 @@
-"""The merged configuration: its sections, its hash, its file."""
+"""The merged configuration: its sections, its hash, its file, and its form for DeepSpeed."""
 
 import hashlib
 import json
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -10,15 +11,15 @@ from typing import Any
 
 import yaml
 
-from megatron.config.faults import bad_configuration
-from megatron.config.keys import Key, all_keys, default_of, file_names
-from megatron.config.paths import exists, is_relative, paths_of, places
+from megatron.address import is_address
+from megatron.config.messages import bad_configuration
 from megatron.config.schema import (
     KEYS,
     Attention,
     Checkpoint,
     Data,
     Evaluation,
+    Key,
     Launch,
     Logging,
     Model,
@@ -26,28 +27,31 @@ from megatron.config.schema import (
     Parallel,
     Position,
     Precision,
-    Section,
     Training,
+    all_keys,
+    as_list,
+    default_of,
+    file_names,
+    plain,
 )
-from megatron.config.user_file import COPY
 from megatron.errors import UserError
 from megatron.files import write_text
 from megatron.positions import fingerprint, options_of
 from megatron.positions.layers import Entry, entries_of
 
-NEEDED = {
-    "train": {
-        "data_path": "the prefix of the .bin and .idx files that prepare_data.py made",
-        "train_iters": "the number of steps, at least 1; 0 measures the checkpoint in load",
-        "save": "the folder for checkpoints",
-    },
-}
-INSTEAD_OF = {"data_path": "train_data_paths", "train_iters": "train_epochs"}
+COPY = "pos_emb_file.py"  # the user's own encoding, beside the configuration of a checkpoint
 
 
 @dataclass(frozen=True)
 class Config:
-    """A complete and checked configuration. Sections cannot be changed."""
+    """A complete and checked configuration. Sections cannot be changed.
+
+    pos_emb_code: the text of the file that pos_emb_file names
+    sources: files, and `command line`
+    notes: what the user should know at the start, such as keys without effect
+    given: keys that somebody chose, also if the value is the default
+    origins: who set a key, by its name with dots; without keys that nobody set
+    """
 
     model: Model
     position: Position
@@ -62,14 +66,18 @@ class Config:
     logging: Logging
     launch: Launch
     pos_emb_code: str | None = None
-    """The text of the file that pos_emb_file names."""
     sources: tuple[str, ...] = field(default=(), compare=False)
     notes: tuple[str, ...] = field(default=(), compare=False)
-    """What the user should know at the start, such as keys without effect."""
-    named_in: dict[str, str | None] = field(default_factory=dict, compare=False)
-    """The YAML file that names each input, beside which it is looked for; None: nowhere else."""
     given: frozenset[str] = field(default=frozenset(), compare=False)
-    """Keys that somebody chose, also where the value is the default."""
+    origins: dict[str, str] = field(default_factory=dict, compare=False)
+
+    def __getitem__(self, name: str) -> Any:
+        """The value of a key by its YAML name, with dots for nested ones."""
+        first, *rest = name.split(".")
+        value = getattr(getattr(self, KEYS[first]), first)
+        for part in rest:
+            value = getattr(value, part)
+        return value
 
     def flat(self) -> dict[str, Any]:
         """Every key and its plain value (number, text, list, dictionary), in documented order."""
@@ -97,26 +105,36 @@ class Config:
                 shaping[key.name] = file_names(value) if key.hash_by_file_name else value
         if self.training.train_epochs is not None:  # train_iters follows from the data
             shaping.pop("train_iters", None)
-        shaping["pos_emb_args"] = self._chosen_options()
-        if self.position.pos_emb_layers:
-            shaping["pos_emb_layers"] = self._chosen_layers()
+        shaping |= self._chosen()
         if self.pos_emb_code is not None:  # the text counts, not where the file is
             shaping["pos_emb_file"] = fingerprint(self.pos_emb_code)
+        if not shaping["pos_emb_layers"]:
+            del shaping["pos_emb_layers"]
         not_empty = {key: value for key, value in shaping.items() if value != {}}
         text = json.dumps(_canonical(not_empty), sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:12]
 
     def model_keys(self) -> dict[str, Any]:
-        """What makes two models the same: sections model and position, without default options."""
+        """The keys that make two models the same: model and position, without default options."""
         names = {*type(self.model).model_fields, *type(self.position).model_fields}
         names.remove("pos_emb_file")  # its text counts
         entries = entries_of(self.position)
         if not any("max_positions" in options_of(entry.name) for entry in entries):
             names.remove("max_position_embeddings")
         keys = {key: value for key, value in self.flat().items() if key in names}
-        keys["pos_emb_args"] = _canonical(plain(self._chosen_options()))
-        keys["pos_emb_layers"] = _canonical(plain(self._chosen_layers()))
-        return keys
+        return keys | _canonical(self._chosen())
+
+    def _default(self, key: Key) -> Any:
+        """The value that a key has here if nobody sets it."""
+        return self[key.follows] if key.follows else plain(default_of(key.info))
+
+    def _chosen(self) -> dict[str, Any]:
+        """The encoding's options that differ from its own defaults, however they are spelt."""
+        entries = entries_of(self.position)
+        if not self.position.pos_emb_layers:
+            return {"pos_emb_args": plain(_not_default(entries[0])), "pos_emb_layers": []}
+        layers = [{entry.name: plain(_not_default(entry))} for entry in entries]
+        return {"pos_emb_args": {}, "pos_emb_layers": layers}
 
     @property
     def only_measures(self) -> bool:
@@ -124,47 +142,49 @@ class Config:
         return "train_iters" in self.given and self.training.train_iters == 0
 
     def require_for(self, purpose: str) -> None:
-        """Check what only `train` or `evaluate` needs; UserError with all keys that are missing."""
-        if purpose == "train" and self.only_measures:
-            purpose = "evaluate"
-        needed = NEEDED.get(purpose, {})
+        """Check what only `train` or `evaluate` needs; raises UserError with all missing keys."""
+        data, training, checkpoint = self.data, self.training, self.checkpoint
+        measures = purpose == "evaluate" or self.only_measures
+        validates = training.eval_interval and training.eval_iters
         faults = []
-        for key, what in needed.items():
-            if not self[key] and not self[INSTEAD_OF.get(key, key)]:
-                faults.append(f"{key}: not given; {what}")
-        if purpose == "train" and self._lacks_validation():
-            faults.append(
-                "valid_data_paths: not given; train_data_paths leaves no text for validations;"
-                " give corpora for them, or eval_interval: 0"
-            )
-        if purpose == "train" and self["finetune"] and not self["load"]:
-            faults.append("load: not given; finetune starts from the checkpoint in this folder")
-        if purpose == "evaluate" and not (self["load"] or self["save"]):
+        if measures and not (checkpoint.load or checkpoint.save):
             faults.append(
                 "load: not given; the folder with the checkpoint"
                 " (save and --checkpoint are understood too)"
             )
+        if purpose == "train" and not measures:
+            if not (data.data_path or data.train_data_paths):
+                faults.append(
+                    "data_path: not given; the prefix of the .bin and .idx files that"
+                    " prepare_data.py made"
+                )
+            if not (training.train_iters or training.train_epochs):
+                faults.append(
+                    "train_iters: not given; the number of steps, at least 1; 0 measures the"
+                    " checkpoint in load"
+                )
+            if not checkpoint.save:
+                faults.append("save: not given; the folder for checkpoints")
+            if validates and data.train_data_paths and not data.valid_data_paths:
+                faults.append(
+                    "valid_data_paths: not given; train_data_paths leaves no text for validations;"
+                    " give corpora for them, or eval_interval: 0"
+                )
+            if checkpoint.finetune and not checkpoint.load:
+                faults.append("load: not given; finetune starts from the checkpoint in this folder")
         if faults:
             raise bad_configuration(self.sources, faults)
 
-    def _lacks_validation(self) -> bool:
-        validates = self.training.eval_interval and self.training.eval_iters
-        blended = self.data.train_data_paths and not self.data.valid_data_paths
-        return bool(validates and blended)
-
     def check_batch(self, devices: int) -> None:
-        """UserError if train_batch_size is given and is not what this many devices make."""
+        """Raises UserError if train_batch_size is given and these devices make another one."""
         whole = self.training.train_batch_size
         micro = self.training.train_micro_batch_size_per_gpu
         steps = self.training.gradient_accumulation_steps
         if whole is None or whole == micro * steps * devices:
             return
-        if whole % (steps * devices) == 0:
-            hint = f"train_micro_batch_size_per_gpu = {whole // (steps * devices)}"
-        elif whole % (micro * devices) == 0:
+        hint = f"train_batch_size = {micro * steps * devices}"
+        if whole % (micro * devices) == 0:
             hint = f"gradient_accumulation_steps = {whole // (micro * devices)}"
-        else:
-            hint = f"train_batch_size = {micro * steps * devices}"
         fault = (
             f"train_batch_size: {whole} is not train_micro_batch_size_per_gpu {micro} *"
             f" gradient_accumulation_steps {steps} * {devices} devices; try {hint}"
@@ -173,47 +193,41 @@ class Config:
 
     @contextmanager
     def naming_places(self, *keys: str) -> Iterator[None]:
-        """Add to a UserError where a file of these keys was looked for, if it does not exist."""
+        """Add to a UserError where relative paths of these keys were looked for."""
         try:
             yield
         except UserError as fault:
-            lines = [
-                places(key, path, self.named_in.get(key))
-                for key in keys
-                for path in paths_of(self[key])
-                if is_relative(path) and not exists(key, path)
-            ]
-            if not lines:
-                raise
-            raise UserError("\n  ".join([str(fault), *lines])) from None
-
-    def __getitem__(self, name: str) -> Any:
-        """The value of a key by its YAML name, with dots for nested ones."""
-        first, *rest = name.split(".")
-        value = getattr(getattr(self, KEYS[first]), first)
-        for part in rest:
-            value = getattr(value, part)
-        return value
-
-    def _default(self, key: Key) -> Any:
-        """The value that a key has here if nobody sets it."""
-        return self[key.follows] if key.follows else plain(default_of(key.info))
-
-    def _chosen_options(self) -> dict[str, Any]:
-        """The options of the encoding that differ from the encoding's own defaults."""
-        if self.position.pos_emb_layers:
-            return {}
-        [entry] = entries_of(self.position)
-        return _chosen(entry)
-
-    def _chosen_layers(self) -> list[dict[str, Any]]:
-        """The entries of pos_emb_layers, without default options, however they are spelt."""
-        if not self.position.pos_emb_layers:
-            return []
-        return [{entry.name: plain(_chosen(entry))} for entry in entries_of(self.position)]
+            lines = [str(fault)]
+            for key in keys:
+                for path in as_list(self[key]):
+                    if is_relative(path) and not exists(key, path):
+                        lines.append(f"{key}: {places(path)}")
+            raise UserError("\n  ".join(lines)) from None
 
 
-def _chosen(entry: Entry) -> dict[str, Any]:
+def is_relative(value: Any) -> bool:
+    """Whether a value is a path that depends on a folder."""
+    if not isinstance(value, str) or value == "" or is_address(value):
+        return False
+    return not os.path.isabs(value)
+
+
+def exists(key: str, path: str) -> bool:
+    """Whether the file of an input key exists; a prefix of a corpus means two files."""
+    if "data_path" not in key:
+        return os.path.exists(path)
+    return os.path.exists(f"{path}.bin") or os.path.exists(f"{path}.idx")
+
+
+def places(path: str) -> str:
+    """A sentence: where a relative path was looked for."""
+    return (
+        f"{path} is a relative path; it was looked for in {os.getcwd()}, then beside the YAML file"
+        " that names it"
+    )
+
+
+def _not_default(entry: Entry) -> dict[str, Any]:
     """The options of an encoding that differ from its own defaults."""
     options = options_of(entry.name)
     chosen = {}
@@ -221,17 +235,6 @@ def _chosen(entry: Entry) -> dict[str, Any]:
         if name not in options or plain(value) != plain(options[name].default):
             chosen[name] = value
     return chosen
-
-
-def plain(value: Any) -> Any:
-    """Sections become dictionaries and tuples lists, at every depth."""
-    if isinstance(value, Section):
-        return {key: plain(getattr(value, key)) for key in type(value).model_fields}
-    if isinstance(value, dict):
-        return {key: plain(inner) for key, inner in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [plain(inner) for inner in value]
-    return value
 
 
 def _canonical(value: Any) -> Any:
@@ -243,3 +246,29 @@ def _canonical(value: Any) -> Any:
     if isinstance(value, float) and value.is_integer():
         return int(value)
     return value
+
+
+def deepspeed_config(config: Config) -> dict[str, Any]:
+    """The dictionary for `deepspeed.initialize(config=…)`, without our optimizer and schedule.
+
+    The only place that knows DeepSpeed's names for our keys.
+    """
+    zero = plain(config.parallel.zero_optimization)
+    if zero["stage"] == 0:  # buckets act from stage 1 on
+        zero = {"stage": 0}
+    settings: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": config.training.train_micro_batch_size_per_gpu,
+        "gradient_accumulation_steps": config.training.gradient_accumulation_steps,
+        "gradient_clipping": config.optimizer.gradient_clipping,
+        "steps_per_print": 10**9,
+        "zero_optimization": {key: value for key, value in zero.items() if value is not None},
+    }
+    if config.precision.dtype == "bf16":
+        settings["bf16"] = {"enabled": True}
+        # Gradients of accumulated batches are summed in float32. Stage 0 cannot, so bf16 needs 1.
+        settings["data_types"] = {"grad_accum_dtype": "fp32"}
+    if config.precision.dtype == "fp16":
+        settings["fp16"] = {"enabled": True, **plain(config.precision.fp16)}
+    if config.precision.fp32_allreduce:
+        settings["communication_data_type"] = "fp32"
+    return settings

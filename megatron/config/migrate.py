@@ -1,26 +1,30 @@
-"""One published file in today's spelling, with comments that say what became of its keys."""
+"""One published file in today's spelling, with comments that say what became of its keys.
 
-from dataclasses import dataclass
+400 files of MEP have one and the same pos-emb, 176 another: the authors chose the kernels by
+commenting source lines in and out, and noted them in the file's name. docs/published_files.md lists
+the words.
+"""
+
+import re
+from copy import deepcopy
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import yaml
 
-from megatron.config.faults import Report, bad_configuration, shortened
-from megatron.config.legacy import SWITCHED_OFF, fold, translate
-from megatron.config.published_names import mixture_named
-from megatron.config.read import find_file, read_file, read_text
-from megatron.config.recipe_2022 import complete_recipe
+from megatron.config.legacy import SPELLINGS, SWITCHED_OFF, complete_recipe, fold, translate
+from megatron.config.messages import Report, bad_configuration, shortened
+from megatron.config.yaml_files import find_file, read_file
 from megatron.errors import UserError
 from megatron.positions import ALIASES, options_of
 
-WIDTH = 100
-# Spellings of the MEP fork that hide a mixture.
-HIDE_MIXTURE = "snope"
+EXPERIMENT = re.compile(r"(.+)_(openwebtext2|github|arxiv|pg19)_\d+")
+PREFIX = re.compile(r"(len1024_)?(medium_)?(snope_)?")
+COUNT = re.compile(r"all00(\d)")  # that many kernels of equal weight
+HIDES_MIXTURE = "snope"  # the beginning of such spellings of the MEP fork
 
 
-@dataclass(frozen=True)
-class Migrated:
+class Migrated(NamedTuple):
     """A file, its text, and the text in today's spelling."""
 
     path: Path
@@ -29,71 +33,88 @@ class Migrated:
 
 
 def migrated(name: str | Path) -> Migrated:
-    """Read one file and spell it as today; the file stays. UserError where it cannot be read."""
+    """One file, which stays, spelled as today. Raises UserError if it cannot be read."""
     try:
         path = find_file(name)
-        source, before = read_file(path), read_text(path)
+        source = read_file(path)
     except ValueError as fault:
         raise UserError(str(fault)) from None
     report = Report()
-    published = source.get("pos_emb")
     given = translate(source, report)
-    off = given.pop(SWITCHED_OFF, [])
-    if off:
+    if given.pop(SWITCHED_OFF, []):
         given.setdefault("precision", "fp32")
     complete_recipe([source], given, report)
     if isinstance(given.get("pos_emb"), str):
-        _fold(given, report)
+        try:
+            fold(given, set(options_of(given["pos_emb"])), report)
+        except UserError as fault:
+            report.fault(str(fault))
     if report.faults:
         raise bad_configuration([str(path)], report.faults)
+
     comments = list(report.notes)
-    if isinstance(published, str) and published.startswith(HIDE_MIXTURE) and published in ALIASES:
+    published = source.get("pos_emb")
+    if isinstance(published, str) and published.startswith(HIDES_MIXTURE) and published in ALIASES:
         comments = [note for note in comments if not note.startswith(f"pos_emb: {published}")]
-        comments += _mixture(given, path.stem, published)
-    return Migrated(path, before, _as_yaml(path, given, comments))
+        comments += _with_mixture(given, path.stem, published)
+    lines = [f"# {shortened(path.name)} in today's spelling, by tools/migrate_config.py."]
+    lines += [f"# {comment}" for comment in comments]
+    lines += [f"{key}: {_flow(value)}" for key, value in given.items()]
+    return Migrated(path, path.read_text(encoding="utf-8"), "\n".join(lines) + "\n")
 
 
-def _fold(given: dict[str, Any], report: Report) -> None:
-    try:
-        known = set(options_of(given["pos_emb"]))
-    except UserError as fault:
-        report.fault(str(fault))
-        return
-    fold(given, known, report)
-
-
-def _mixture(given: dict[str, Any], stem: str, published: str) -> list[str]:
-    """Set explicit kernels where the file's name tells them; the comments about it."""
+def _with_mixture(given: dict[str, Any], stem: str, published: str) -> list[str]:
+    """Set explicit kernels if the file's name tells them; return the comments about it."""
     released = given["pos_emb"]
     default = options_of(released)["kernels"].default
     computes = f"the released code computes kernels: {_flow([*default])} for every {published}"
     named = mixture_named(stem, published)
-    if named.options is None:
+    if isinstance(named, str):
         return [
-            f"pos_emb: the file's name does not say which kernels were meant: {named.why_not}",
+            f"pos_emb: the file's name does not say which kernels were meant: {named}",
             f"pos_emb: {released} is kept: {computes}",
         ]
-    given["pos_emb"], given["pos_emb_args"] = "mep", named.options
-    agree = sorted(map(str, named.options["kernels"])) == sorted(map(str, default))
-    relation = "which is the same" if agree and len(named.options) == 1 else "which differs"
+    given["pos_emb"], given["pos_emb_args"] = "mep", named
+    agree = sorted(map(str, named["kernels"])) == sorted(map(str, default))
+    relation = "which is the same" if agree and len(named) == 1 else "which differs"
     return [
         f"pos_emb: kernels were derived from the file's name {shortened(stem)}; check them",
         f"pos_emb: {computes}, {relation}",
     ]
 
 
-def _as_yaml(path: Path, given: dict[str, Any], comments: list[str]) -> str:
-    lines = [f"# {shortened(path.name)} in today's spelling, by tools/migrate_config.py."]
-    lines += [f"# {comment}" for comment in comments]
-    for key, value in given.items():
-        if isinstance(value, dict):
-            lines.append(f"{key}: {_flow(dict(value))}")
-        else:
-            lines.append(yaml.safe_dump({key: value}, allow_unicode=True, width=WIDTH).rstrip())
-    return "\n".join(lines) + "\n"
+def mixture_named(stem: str, pos_emb: str) -> dict[str, Any] | str:
+    """The options of `mep` that a file's name, without .yml, gives, or why it gives none."""
+    match = EXPERIMENT.fullmatch(stem)
+    name = match[1] if match else stem
+    if name.startswith(pos_emb):
+        return "it repeats pos-emb and names no kernels"
+    name = PREFIX.sub("", name, count=1).replace("gaussian_def05", "gaussian05")
+    words = SPELLINGS["mixtures"]
+    with_weights = words["with_weights"].get(name.removesuffix("_fp32"))
+    if with_weights:
+        return dict(with_weights)
+    kernels = []
+    expected = 0
+    for word in name.split("_"):
+        count = COUNT.fullmatch(word)
+        if count:
+            expected = int(count[1])
+        elif word in words["kernels"]:
+            kernels.append(deepcopy(words["kernels"][word]))
+        elif word and word not in words["silent"]:
+            reasons = [why for known, why in words["unknown"].items() if word.startswith(known)]
+            return reasons[0] if reasons else f"its word {word!r} is not known"
+    if not kernels:
+        return "it names no kernels"
+    if expected not in (0, len(kernels)):
+        return f"it names {len(kernels)} kernels and says that they are {expected}"
+    return {"kernels": kernels}
 
 
 def _flow(value: Any) -> str:
     """A value on one line."""
-    text = yaml.safe_dump(value, default_flow_style=True, width=10**6, sort_keys=False)
-    return text.strip()
+    text = yaml.safe_dump(
+        value, default_flow_style=True, width=10**6, sort_keys=False, allow_unicode=True
+    )
+    return text.removesuffix("...\n").strip()

@@ -1,27 +1,603 @@
-"""Every key of the configuration, declared once; each section is in a file of `sections`."""
+"""Every key of the configuration with its type, default and description, in sections."""
 
-from megatron.config.sections.fields import Section
-from megatron.config.sections.model import Attention, Model, Position
-from megatron.config.sections.running import Checkpoint, Evaluation, Launch, Logging, Parallel
-from megatron.config.sections.training import Data, Optimizer, Precision, Training
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
-__all__ = [
-    "KEYS",
-    "SECTIONS",
-    "Attention",
-    "Checkpoint",
-    "Data",
-    "Evaluation",
-    "Launch",
-    "Logging",
-    "Model",
-    "Optimizer",
-    "Parallel",
-    "Position",
-    "Precision",
-    "Section",
-    "Training",
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic.fields import FieldInfo
+
+from megatron.splits import canonical_split
+
+
+def _number(value: Any) -> Any:
+    """YAML 1.1 reads 6e-4 and 1e-8 as text; give the number that was meant."""
+    if not isinstance(value, str):
+        return value
+    try:
+        return float(value)
+    except ValueError:
+        return value
+
+
+def _whole(value: Any) -> Any:
+    number = _number(value)
+    if isinstance(number, float) and number.is_integer():
+        return int(number)
+    return number
+
+
+def as_tuple(value: Any) -> Any:
+    """A list, one value, or "512,1024" as it is handy on the command line -> tuple."""
+    if isinstance(value, str):
+        return tuple(part.strip() for part in value.split(","))
+    if isinstance(value, (list, tuple)):
+        return tuple(value)
+    return (value,)
+
+
+def as_list(value: Any) -> Any:
+    """As `as_tuple`, with none for null."""
+    return () if value is None else as_tuple(value)
+
+
+def as_split(value: Any) -> Any:
+    """A list of shares, or a text with `,` or `/` between them -> text with `,`."""
+    if isinstance(value, list):
+        return ",".join(str(part) for part in value)
+    return canonical_split(value) if isinstance(value, str) else value
+
+
+Int = Annotated[int, BeforeValidator(_whole)]
+Float = Annotated[float, BeforeValidator(_number), Field(allow_inf_nan=False)]
+# Bounds keep sums and products of keys within 64 bits, and numbers within float32.
+Positive = Annotated[Int, Field(gt=0, le=10**9)]
+Count = Annotated[Int, Field(ge=0, le=10**9)]
+Length = Annotated[Int, Field(gt=0, le=2**24)]  # beyond, positions are not exact in float32
+Fraction = Annotated[Float, Field(ge=0, le=1)]
+Scale = Annotated[Float, Field(ge=0, le=1e30)]
+Bucket = Annotated[Int, Field(gt=0, le=10**12)]
+Decay = Annotated[Float, Field(ge=0, lt=1)]
+# Windows of a blend are counted in one byte each by GPT-NeoX, hence its bound.
+Corpora = Annotated[
+    tuple[Annotated[str, Field(min_length=1)], ...],
+    BeforeValidator(as_list),
+    Field(max_length=254),
 ]
+Weights = Annotated[
+    tuple[Annotated[Float, Field(gt=0, le=1e9)], ...],
+    BeforeValidator(as_list),
+    Field(max_length=254),
+]
+
+EncodingsOfLayers = Annotated[
+    tuple[str | dict[str, Any], ...], BeforeValidator(as_list), Field(max_length=1000)
+]
+WindowsOfLayers = Annotated[
+    tuple[Length | Literal["train_length"] | None, ...],
+    BeforeValidator(as_list),
+    Field(max_length=1000),
+]
+
+# What is known of a field beyond its type; see Key for the meanings and defaults.
+FREE: dict[str, Any] = {"shapes_result": False}
+SHAPES: dict[str, Any] = {"shapes_result": True}
+INPUT: dict[str, Any] = {"names_input": True}
+INPUT_BY_NAME: dict[str, Any] = {"names_input": True, "hash_by_file_name": True}
+
+
+def follows(key: str, shapes_result: bool = True) -> dict[str, Any]:
+    """The default is the value of another key."""
+    return {"follows": key, "shapes_result": shapes_result}
+
+
+class Section(BaseModel):
+    """A group of keys. shapes_result: whether they count for the hash that names a model."""
+
+    shapes_result: ClassVar[bool] = True
+    model_config = ConfigDict(
+        strict=True, extra="forbid", frozen=True, use_attribute_docstrings=True
+    )
+
+
+class Model(Section):
+    """The shape of the GPT and its initialisation."""
+
+    num_layers: Positive
+    """Transformer layers."""
+    hidden_size: Annotated[Int, Field(gt=0, le=2**20)]
+    """Width of the residual stream."""
+    num_attention_heads: Annotated[Int, Field(gt=0, le=4096)]
+    """Attention heads; they share hidden_size equally, unless head_dim is set."""
+    num_key_value_heads: Annotated[Int, Field(gt=0, le=4096)] | None = Field(
+        default=None, json_schema_extra=follows("num_attention_heads")
+    )
+    """Heads of keys and values (grouped queries): query head h uses the keys of head h //
+    (num_attention_heads / num_key_value_heads). Tables are those of the query heads."""
+    head_dim: Annotated[Int, Field(gt=0, le=2**16)] | None = None
+    """Features of a head; unset: hidden_size / num_attention_heads."""
+    intermediate_size: Annotated[Int, Field(gt=0, le=2**24)] | None = None
+    """Width of the MLP; unset: 4 * hidden_size, with activation: swiglu 8/3 * hidden_size rounded
+    up to a multiple of 64. (GPT-NeoX divides its own intermediate_size by 3 where the activation
+    has a gate; give the width that it comes to.)"""
+    seq_length: Length
+    """Training context in tokens."""
+    max_position_embeddings: Length = Field(json_schema_extra=follows("seq_length"))
+    """Rows of the table of `pos_emb: learned`; limits no other encoding. At least seq_length."""
+    layernorm_epsilon: Annotated[Float, Field(ge=1e-12, le=1)] = 1e-5
+    """Added to the variance, or with norm: rmsnorm to the mean square. (GPT-NeoX's
+    rms_norm_epsilon, whose default is 1e-8.)"""
+    no_weight_tying: bool = True
+    """true: the output matrix has weights of its own, as in KERPLE's and MEP's files; false: it is
+    the input embedding. (GPT-NeoX's default is false.)"""
+    hidden_dropout: Annotated[Float, Field(ge=0, lt=1)] = 0.0
+    """Dropout after the embedding, the attention and the MLP. (GPT-NeoX's default is 0.1.)"""
+    attention_dropout: Annotated[Float, Field(ge=0, le=0)] = 0.0
+    """Only 0.0: the attention backends compute no dropout on probabilities. (GPT-NeoX's default is
+    0.1.)"""
+    init_method_std: Annotated[Float, Field(ge=1e-12, le=10)] = 0.02
+    """Standard deviation of the initial weights."""
+    init_method: Literal["normal", "small_init"] = "normal"
+    """Standard deviation of the initial weights; normal: init_method_std; small_init: sqrt(2 / (5 *
+    hidden_size))."""
+    output_layer_init_method: Literal["scaled_normal", "normal", "wang_init"] = "scaled_normal"
+    """The same for the layers that write into the residual stream; scaled_normal: init_method_std /
+    sqrt(2 * num_layers); normal: init_method_std; wang_init: 2 / (num_layers *
+    sqrt(hidden_size))."""
+    make_vocab_size_divisible_by: Positive = 128
+    """The rows of the embedding are rounded up to a multiple of this (GPT-2: 50257 -> 50304)."""
+    norm: Literal["layernorm", "rmsnorm"] = "layernorm"
+    """Kind of normalisation; rmsnorm has no bias."""
+    qk_norm: bool = False
+    """Normalise each head's queries and keys before the encoding acts on them (Qwen 3); all heads
+    of a layer have the same weights."""
+    activation: Literal["gelu", "gelu_new", "relu", "silu", "swiglu"] = "gelu"
+    """Activation of the MLP; gelu_new: GPT-2's approximation by tanh; swiglu: silu(gate) * up, with
+    gate and up from one matrix (Llama)."""
+    parallel_residual: bool = False
+    """true: x + attention(norm(x)) + mlp(norm(x)), each with a norm of its own, as in Pythia
+    (GPT-NeoX's gpt_j_residual); false: one after the other."""
+    use_bias_in_norms: bool = True
+    """Whether layer norms have a bias."""
+    use_bias_in_attn_linear: bool = True
+    """Whether the projections to queries, keys and values have a bias."""
+    use_bias_in_attn_output: bool | None = Field(
+        default=None, json_schema_extra=follows("use_bias_in_attn_linear")
+    )
+    """Whether the projection after attention has a bias."""
+    use_bias_in_mlp: bool = True
+    """Whether the matrices of the MLP have a bias."""
+
+
+class Position(Section):
+    """The positional encoding. pos_emb and pos_emb_args go together: a later file with another
+    pos_emb drops earlier pos_emb_args."""
+
+    pos_emb: str = "rotary"
+    """Name of the encoding; configs/pos_emb/ has one file for each."""
+    pos_emb_args: dict[str, Any] = Field(default_factory=dict)
+    """Options of that encoding, for example `{base: 500000}` for rotary."""
+    pos_emb_layers: EncodingsOfLayers = ()
+    """Encodings of layers that differ, in place of pos_emb: a pattern that is repeated, such as
+    `[rotary, rotary, rotary, none]`. An entry with options is
+    `{rotary: {base: 1000000}}`."""
+    pos_emb_shared: bool = True
+    """true: all layers share the encoding's learned numbers, as in KERPLE; false: each layer has
+    its own, as in DAPE."""
+    pos_emb_file: str | None = Field(None, json_schema_extra=INPUT)
+    """A Python file of yours that registers encodings (docs/add_an_encoding.md). Naming it runs it,
+    as an import does. Its text counts for the hash and is kept with every checkpoint; that copy is
+    not run unless you name it."""
+
+
+class Attention(Section):
+    """How attention is computed. Every backend computes the same function."""
+
+    shapes_result: ClassVar[bool] = False
+
+    attention_backend: Literal["auto", "eager", "sdpa", "flex", "triton"] = "auto"
+    """eager is the definition; sdpa works in blocks, on CUDA with biases in the model's dtype (in
+    bf16 within 0.4 %); triton (CUDA) reads float32 tables; flex is FlexAttention; auto chooses the
+    fastest that is exact enough and logs its choice."""
+    attention_self_check: bool = True
+    """Compare a compiled backend (triton, flex) with eager on a small case, at its first use for a
+    kind of input."""
+    window: Length | Literal["train_length"] | None = None
+    """A token attends to this many tokens, itself included; train_length: to as many as in training
+    (a baseline for evaluation); unset: to all before it."""
+    window_layers: WindowsOfLayers = Field((), json_schema_extra=SHAPES)
+    """Windows of layers that differ, in place of window: a pattern that is repeated, such as
+    `[512, null]`. It counts for the hash."""
+    blockwise: bool = False
+    """Blockwise causal attention (xPos): a token attends to its own block of seq_length / 2 tokens
+    and to the block before."""
+    logn_scale: bool = False
+    """Multiply the scores of a query that attends to n tokens by max(1, log n / log seq_length);
+    in a layer with a window, n is at most the window."""
+    paper_precision: bool = Field(False, json_schema_extra={"shapes_result": True})
+    """Round positions, distances and biases to bfloat16, and add up a mixture's kernels as
+    probabilities, as KERPLE's and MEP's code does (docs/published_files.md). It counts for the
+    hash, because it changes training."""
+    reset_attention_mask: bool = Field(False, json_schema_extra=SHAPES)
+    """A token attends only to its own document, in training and evaluation. The tokenizer's
+    end-of-document token is the last one of each (docs/data.md). As in Megatron-LM."""
+    reset_position_ids: bool = Field(False, json_schema_extra=SHAPES)
+    """Beside reset_attention_mask: positions begin again at each document. It changes encodings
+    that count from the beginning of the text (learned, sinusoidal, ssmax) and logn_scale."""
+
+
+class Data(Section):
+    """Token files and the tokenizer they were made with."""
+
+    data_path: str | None = Field(None, json_schema_extra=INPUT_BY_NAME)
+    """Prefix of the .bin and .idx files, as `prepare_data.py` prints it."""
+    train_data_paths: Corpora = Field((), json_schema_extra=INPUT_BY_NAME)
+    """Instead of data_path: prefixes of whole corpora to train on, blended by train_data_weights,
+    such as [data/github_text_document, data/arxiv_text_document]."""
+    valid_data_paths: Corpora = Field((), json_schema_extra=INPUT_BY_NAME)
+    """Beside train_data_paths: whole corpora for validation. Training validates on their blend;
+    evaluation measures each by itself."""
+    test_data_paths: Corpora = Field((), json_schema_extra=INPUT_BY_NAME)
+    """The same for eval_part: test."""
+    train_data_weights: Weights = ()
+    """Share of each corpus of train_data_paths in the windows; only their ratios count. Unset: all
+    equal."""
+    valid_data_weights: Weights = ()
+    """The same for valid_data_paths, in validations during training."""
+    test_data_weights: Weights = ()
+    """The same for test_data_paths. Nothing blends them: evaluation measures each by itself."""
+    weight_by_num_documents: bool = False
+    """Weights follow from the documents of each corpus: p ** weighted_sampler_alpha * (1 - p) for a
+    share p of all documents, as GPT-NeoX computes them."""
+    weighted_sampler_alpha: Annotated[Float, Field(ge=0, le=100)] = 1.0
+    """Exponent of weight_by_num_documents; less than 1 favours small corpora."""
+    split: Annotated[str, BeforeValidator(as_split)] = "949,50,1"
+    """Shares of the documents for training, validation and test, in file order, with `,` or `/`
+    between them."""
+    seq_length_val: Length = Field(json_schema_extra=follows("seq_length", shapes_result=False))
+    """Context of the validation windows during training."""
+    tokenizer_type: Literal[
+        "GPT2BPETokenizer",
+        "HFTokenizer",
+        "HFGPT2Tokenizer",
+        "SPMTokenizer",
+        "TiktokenTokenizer",
+        "CharLevelTokenizer",
+    ] = "GPT2BPETokenizer"
+    """GPT2BPETokenizer reads vocab_file and merge_file, HFTokenizer a tokenizer.json or a folder of
+    Hugging Face as vocab_file (HFGPT2Tokenizer is GPT-NeoX's other name for it), SPMTokenizer a
+    SentencePiece model, TiktokenTokenizer a .tiktoken file, CharLevelTokenizer no file.
+    docs/data.md says which token ends a document."""
+    vocab_file: str | None = Field(None, json_schema_extra=INPUT_BY_NAME)
+    """Vocabulary of the tokenizer: a file, or the folder of HFTokenizer."""
+    merge_file: str | None = Field(None, json_schema_extra=INPUT_BY_NAME)
+    """Merges of GPT2BPETokenizer."""
+    data_impl: Literal["mmap", "infer"] = Field("mmap", json_schema_extra=FREE)
+    """Format of the token files. Both values mean memory-mapped GPT-NeoX files."""
+    num_workers: Annotated[Int, Field(ge=0, le=1024)] = Field(0, json_schema_extra=FREE)
+    """Processes that read samples; 0: the training process reads them."""
+
+
+class Training(Section):
+    """Length of the training, batch size and seed."""
+
+    train_iters: Count = 0
+    """Optimizer steps. With 0 train.py measures the checkpoint in load, as KERPLE and MEP do:
+    protocol paper at seq_length_val, eval_iters windows of the validation and of the test."""
+    train_epochs: Positive | None = None
+    """Instead of train_iters: as many steps as fit into so many passes over the training text. All
+    passes have the same order. Several corpora take turns in proportion to their windows."""
+    train_micro_batch_size_per_gpu: Positive = 4
+    """Windows in one forward pass on one device."""
+    gradient_accumulation_steps: Positive = 1
+    """Forward passes before each optimizer step."""
+    train_batch_size: Positive | None = Field(None, json_schema_extra=FREE)
+    """Windows per optimizer step over all devices. Only a check: it must be micro batch *
+    accumulation * devices."""
+    eod_mask_loss: bool = False
+    """The loss leaves out the targets that follow the end of a document, in training and its
+    validations: the first token of each next document, as in GPT-NeoX. Each micro batch's mean is
+    over the targets that are left, and all micro batches weigh the same."""
+    seed: Annotated[Int, Field(ge=0, lt=2**32)] = 1234
+    """Seed of the weights, the dropout and the order of the data."""
+    eval_interval: Count = Field(1000, json_schema_extra=FREE)
+    """Steps between validations; 0: never."""
+    eval_iters: Count = Field(10, json_schema_extra=FREE)
+    """Batches per validation."""
+    checkpoint_activations: bool = Field(False, json_schema_extra=FREE)
+    """Recompute activations in the backward pass: less memory, more time."""
+    deterministic: bool = Field(False, json_schema_extra=FREE)
+    """The same losses, bit for bit, whenever the run is repeated on the same hardware. Slower on
+    CUDA."""
+    torch_compile: bool = Field(False, json_schema_extra=FREE)
+    """Compile every layer with torch.compile. Needs a compiler and a minute; no gain on a CPU."""
+    skip_nonfinite: Count = 0
+    """A step whose loss or gradient is not finite is skipped and logged with its documents; one
+    more than this many of them stop the run. 0: the first one stops it."""
+    exit_interval: Count = Field(0, json_schema_extra=FREE)
+    """Save and stop, with exit status 0, after every step that is a multiple of this; 0: never. The
+    same command continues, if load is save."""
+    exit_duration: Annotated[Float, Field(gt=0)] | None = Field(
+        default=None, json_schema_extra=FREE
+    )
+    """Save and stop, with exit status 0, this many minutes after the process started. Also
+    accepted: exit_duration_in_mins."""
+
+
+class AdamParams(Section):
+    lr: Scale = 6e-4
+    """Peak learning rate."""
+    betas: Annotated[
+        tuple[Decay, ...], BeforeValidator(as_tuple), Field(min_length=2, max_length=2)
+    ] = (0.9, 0.999)
+    """Decay of Adam's two averages."""
+    eps: Annotated[Float, Field(ge=1e-30, le=1)] = 1e-8
+    """Added to Adam's denominator."""
+
+
+class OptimizerChoice(Section):
+    type: Literal["Adam", "AdamW"] = "Adam"
+    """Both mean Adam with decoupled weight decay, because DeepSpeed and the forks read Adam so."""
+    params: AdamParams = Field(default_factory=AdamParams)
+
+
+class Optimizer(Section):
+    """The optimizer and the learning rate schedule."""
+
+    optimizer: OptimizerChoice = Field(default_factory=OptimizerChoice)
+    weight_decay: Annotated[Float, Field(ge=0, le=100)] = 0.01
+    """Decoupled weight decay of the matrices. Also accepted: optimizer.params.weight_decay."""
+    pos_emb_weight_decay: bool = False
+    """true: weight_decay acts on the encoding's learned numbers too, as in DAPE (in whose setting
+    KERPLE's perplexity rises with length)."""
+    gradient_clipping: Scale = 1.0
+    """Largest norm of the whole gradient, to which a larger one is scaled. 0: no clipping."""
+    min_lr: Scale = 0.0
+    """The learning rate never falls below this."""
+    lr_decay_style: Literal["cosine", "linear", "constant"] = "cosine"
+    """Shape of the decay after the warm-up. (GPT-NeoX's default is linear.)"""
+    lr_decay_iters: Count = Field(json_schema_extra=follows("train_iters"))
+    """Steps over which the learning rate decays."""
+    warmup: Fraction = 0.01
+    """Share of lr_decay_iters with a rising learning rate."""
+    lr_schedule: Literal["standard", "neox-2022"] = "standard"
+    """neox-2022: as in KERPLE and MEP (the first step has rate 0, the decay is stretched over all
+    steps); standard: without these two flaws."""
+
+    @property
+    def type(self) -> str:
+        return self.optimizer.type
+
+    @property
+    def lr(self) -> float:
+        return self.optimizer.params.lr
+
+    @property
+    def betas(self) -> tuple[float, float]:
+        first, second = self.optimizer.params.betas
+        return first, second
+
+    @property
+    def eps(self) -> float:
+        return self.optimizer.params.eps
+
+
+class LossScale(Section):
+    loss_scale: Scale = 0.0
+    """Fixed loss scale for fp16; 0: dynamic."""
+    initial_scale_power: Annotated[Int, Field(ge=0, le=100)] = 16
+    """Dynamic scaling starts at 2 to this power."""
+    loss_scale_window: Positive = 1000
+    """Steps without overflow before the scale doubles."""
+    hysteresis: Positive = 2
+    """Overflows before the scale halves."""
+    min_loss_scale: Annotated[Float, Field(ge=1e-6, le=1e30)] = 1.0
+    """The scale never falls below this."""
+
+
+class Precision(Section):
+    """Number format of weights and activations. Positions and losses are always float32."""
+
+    precision: Literal["fp32", "bf16", "fp16"] = "fp32"
+    """Older spellings are accepted: bfloat16, `bf16: {enabled: true}`,
+    `fp16: {enabled: true, type: bfloat16}` …"""
+    fp16: LossScale = Field(default_factory=LossScale)
+    fp32_allreduce: bool = False
+    """Exchange gradients between devices in float32 whatever the precision."""
+
+    @property
+    def dtype(self) -> Literal["fp32", "bf16", "fp16"]:
+        return self.precision
+
+
+class ZeroOptimization(Section):
+    stage: Annotated[Int, Field(ge=0, le=3)] = 0
+    """DeepSpeed's ZeRO stage. With bf16 and fp16, 0 runs as 1, where gradients and master weights
+    are float32."""
+    allgather_partitions: bool | None = None
+    """Passed on to DeepSpeed when the stage is at least 1; so are the five keys below."""
+    allgather_bucket_size: Bucket | None = None
+    """Numbers gathered at a time."""
+    overlap_comm: bool | None = None
+    """Exchange gradients during the backward pass."""
+    reduce_scatter: bool | None = None
+    """Reduce-scatter instead of all-reduce."""
+    reduce_bucket_size: Bucket | None = None
+    """Numbers reduced at a time."""
+    contiguous_gradients: bool | None = None
+    """Copy gradients into one buffer as they are made."""
+
+
+class Parallel(Section):
+    """Several devices; data parallel only."""
+
+    shapes_result: ClassVar[bool] = False
+
+    zero_optimization: ZeroOptimization = Field(default_factory=ZeroOptimization)
+    pipe_parallel_size: Annotated[Int, Field(ge=0, le=1)] = 1
+    """Pipeline stages: 0 or 1, both mean none."""
+    model_parallel_size: Annotated[Int, Field(ge=1, le=1)] = 1
+    """Tensor parallel ways: only 1."""
+    distributed_backend: Literal["nccl", "gloo"] | None = None
+    """Unset: nccl on CUDA. Without CUDA always gloo."""
+    hang_timeout: Count = 1200
+    """Seconds without a step after which several processes end (saving: three times); 0: never."""
+
+    @property
+    def zero_stage(self) -> int:
+        return self.zero_optimization.stage
+
+
+class Parent(Section):
+    step: Count | None = Field(default=None, json_schema_extra=SHAPES)
+    """Step of the checkpoint that a fine-tuning started from. Training writes this mapping."""
+    weights: str | None = Field(default=None, json_schema_extra=SHAPES)
+    """The first 12 hex digits of the SHA-256 of its weights."""
+    config_hash: str | None = None
+    """Hash of its configuration."""
+    path: str | None = None
+    """Its folder when the fine-tuning started."""
+
+
+class Checkpoint(Section):
+    """Where the run is kept and what it starts from. Of these keys the parent counts for the hash,
+    by its weights and step."""
+
+    shapes_result: ClassVar[bool] = False
+
+    save: str | None = None
+    """Folder for checkpoints."""
+    load: str | None = None
+    """Folder of the checkpoint to continue from. The forks set it to the folder of save."""
+    finetune: bool = False
+    """true: start a new run from the weights of load, with a fresh optimizer, schedule and order of
+    the data. Encoding, lengths, attention and data may change. The same command continues it."""
+    parent: Parent = Field(default_factory=Parent)
+    no_load_optim: bool = False
+    """true: continue at the step of load with a fresh optimizer; weights alone suffice."""
+    override_lr_scheduler: bool = False
+    """true: a continued run may follow the schedule of this configuration although it has other
+    lr_decay_iters than before, because these follow a changed train_iters."""
+    use_checkpoint_lr_scheduler: bool = False
+    """true: a continued run keeps the schedule of its checkpoint: rate, floor, style, warm-up and
+    lr_decay_iters."""
+    load_fallback: bool = False
+    """Where the checkpoint to load is damaged, continue from the newest good one of its run."""
+    save_interval: Count = 0
+    """Steps between checkpoints; 0: only at the end. Also accepted: checkpoint_factor."""
+    checkpoint_scale: Literal["linear", "log"] = "linear"
+    """log: save at step 1 and at the powers of save_interval, so 2 means 1, 2, 4, 8 …; linear: at
+    its multiples."""
+    extra_save_iters: Annotated[tuple[Count, ...], BeforeValidator(as_tuple)] = ()
+    """Further steps to save at, for example [0, 10, 100]; 0: the initial weights.
+    keep_last_n_checkpoints never deletes these."""
+    keep_last_n_checkpoints: Positive | None = None
+    """Older checkpoints are deleted, except those of extra_save_iters and the newest one after
+    which a loss was as usual; unset: all stay."""
+
+
+class Evaluation(Section):
+    """What `evaluate.py` measures. No key here counts for the hash; a result row states them."""
+
+    shapes_result: ClassVar[bool] = False
+
+    eval_lengths: Annotated[
+        tuple[Length, ...], BeforeValidator(as_tuple), Field(min_length=1, max_length=100)
+    ] = (
+        512,
+        1024,
+        2048,
+        4096,
+        8192,
+        16384,
+    )
+    """Context lengths."""
+    eval_tokens: Annotated[Int, Field(gt=0, le=10**12)] = 327680
+    """Tokens of the text that is measured at every length."""
+    eval_batch_tokens: Positive = 16384
+    """Tokens per forward pass, at least one window."""
+    eval_part: Literal["valid", "test"] = "valid"
+    """Part of the split that is measured."""
+
+
+class Logging(Section):
+    """What is logged during training. No key here counts for the hash."""
+
+    shapes_result: ClassVar[bool] = False
+
+    log_interval: Positive = 10
+    """Steps between log lines."""
+    log_dir: str | None = None
+    """Folder for metrics.jsonl; unset: inside save."""
+    tensorboard_dir: str | None = None
+    """Folder for tensorboard events; unset: none are written."""
+    log_grad_norm: bool = True
+    """Log the norm of the gradient."""
+    log_gradient_noise_scale: bool = False
+    """Log the gradient noise scale of McCandlish et al. 2018, in windows: the batch above which
+    more windows help little. Not measured with fp16."""
+    gradient_noise_scale_n_batches: Annotated[Int, Field(ge=2, le=10**6)] = 5
+    """Steps whose gradients are averaged for its large batch; the small one is that of one step."""
+    gradient_noise_scale_cpu_offload: bool = False
+    """Keep the sum of these gradients, in float32, in the CPU's memory."""
+    peak_theoretical_tflops: Annotated[Float, Field(ge=1e-6, le=1e9)] | None = None
+    """Dense TFLOP/s of one device, for the model FLOP utilisation (MFU) in the log; unset: the data
+    sheet's for common NVIDIA devices."""
+    use_wandb: bool = False
+    """Also log to Weights & Biases, in a thread. Where its server cannot be used, one warning says
+    so and the records stay on this machine for `wandb sync`."""
+    wandb_project: str | None = None
+    """Project of Weights & Biases."""
+    wandb_group: str | None = None
+    """Group of runs in Weights & Biases."""
+    wandb_team: str | None = None
+    """Team, or entity, of Weights & Biases; unset: your own default."""
+    wandb_artifacts: bool = False
+    """Also send files at the end: of a training its metrics.jsonl, its learned numbers by step and
+    its traces; of `evaluate.py` its rows and plots, to the run of the training."""
+    wandb_host: str | None = None
+    """Address of your own Weights & Biases server."""
+    profile: bool = False
+    """Record steps profile_step_start to profile_step_stop with torch's profiler, as a Chrome trace
+    in the folder `profile` of the run."""
+    profile_step_start: Positive = 10
+    """First step that is recorded."""
+    profile_step_stop: Positive = 12
+    """Last step that is recorded; memory_profiling ends with it, too."""
+    profile_ranks: Annotated[tuple[Count, ...], BeforeValidator(as_tuple), Field(min_length=1)] = (
+        0,
+    )
+    """Ranks that record, each in a file of its own."""
+    memory_profiling: bool = False
+    """Write what asked for CUDA memory up to profile_step_stop, or up to the lack of memory that
+    ends the run. On the CPU the trace of profile shows what each operation allocates."""
+    memory_profiling_path: str | None = None
+    """Folder for memory_rank0.pickle and so on; unset: the folder `profile` of the run."""
+
+
+class Launch(Section):
+    """How `deepy.py` starts processes. No key here counts for the hash."""
+
+    shapes_result: ClassVar[bool] = False
+
+    num_gpus: Annotated[Int, Field(gt=0, le=4096)] | None = None
+    """Processes per machine; unset: one for each visible CUDA device, or one on CPU."""
+    num_nodes: Positive | None = None
+    """Machines of the hostfile to use; unset: all."""
+    hostfile: str | None = Field(None, json_schema_extra=INPUT)
+    """File with lines `host slots=8`; unset: this machine alone, without ssh."""
+    include: str | None = None
+    """Devices to use: `host:0,2@other` with a hostfile, `localhost:0,2` without."""
+    exclude: str | None = None
+    """Devices not to use, written like include."""
+    launcher: Literal["pdsh", "openmpi", "mvapich", "slurm", "mpich", "impi"] = "pdsh"
+    """How other machines are reached."""
+    master_addr: str | None = None
+    """Address of the first machine."""
+    master_port: Annotated[Int, Field(gt=0, lt=65536)] | None = None
+    """Port through which the processes connect; unset: a free one."""
+
 
 SECTIONS: dict[str, type[Section]] = {
     "model": Model,
@@ -40,3 +616,68 @@ SECTIONS: dict[str, type[Section]] = {
 KEYS: dict[str, str] = {
     key: name for name, section in SECTIONS.items() for key in section.model_fields
 }
+"""The section of each key."""
+
+
+class Key(NamedTuple):
+    """One setting: its name with dots for nested ones, its section and what is known of it.
+
+    shapes_result: whether the value counts for the hash that names a trained model
+    hash_by_file_name: whether only the last part of a path counts for it
+    names_input: whether the value is the path of a file to read
+    follows: the key whose value is the default
+    """
+
+    name: str
+    section: str
+    info: FieldInfo
+    shapes_result: bool = True
+    hash_by_file_name: bool = False
+    names_input: bool = False
+    follows: str | None = None
+
+
+@cache
+def all_keys() -> tuple[Key, ...]:
+    """Every setting, in documented order; `optimizer.params.lr` is one."""
+    keys: list[Key] = []
+    for name, section in SECTIONS.items():
+        keys += keys_of(name, section, "", {"shapes_result": section.shapes_result})
+    return tuple(keys)
+
+
+def keys_of(
+    name: str, section: type[Section], prefix: str, inherited: dict[str, Any]
+) -> Iterator[Key]:
+    """The settings of a section inside a section, whose facts it inherits."""
+    for field, info in section.model_fields.items():
+        own: Any = info.json_schema_extra or {}
+        facts = {**inherited, **own}
+        kind = info.annotation
+        if isinstance(kind, type) and issubclass(kind, Section):
+            yield from keys_of(name, kind, f"{prefix}{field}.", facts)
+        else:
+            yield Key(prefix + field, name, info, **facts)
+
+
+def default_of(info: FieldInfo) -> Any:
+    """The default of a field, or None if a value is required."""
+    return None if info.is_required() else info.get_default(call_default_factory=True)
+
+
+def file_names(value: Any) -> Any:
+    """The last part of a path, or of each path of a list."""
+    if isinstance(value, list):
+        return [Path(path).name for path in value]
+    return Path(value).name
+
+
+def plain(value: Any) -> Any:
+    """Sections become dictionaries and tuples lists, at every depth."""
+    if isinstance(value, Section):
+        return {key: plain(getattr(value, key)) for key in type(value).model_fields}
+    if isinstance(value, dict):
+        return {key: plain(inner) for key, inner in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [plain(inner) for inner in value]
+    return value

@@ -11,7 +11,7 @@ from megatron.checkpoints.read import load_for_evaluation
 from megatron.checkpoints.saved import find
 from megatron.commit import commit
 from megatron.config import Config
-from megatron.config.paths import DATA_PATHS
+from megatron.config.load import DATA_PATHS
 from megatron.data.parts import Part, name_of, open_parts
 from megatron.data.tokenizers.build import needs_files
 from megatron.data.tokens import TokenFile

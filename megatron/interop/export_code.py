@@ -10,7 +10,7 @@ from functools import cache
 from pathlib import Path
 
 from megatron.config import Config
-from megatron.config.user_file import COPY
+from megatron.config.config import COPY
 from megatron.errors import UserError
 from megatron.files import ROOT
 from megatron.model import GPT

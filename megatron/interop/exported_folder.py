@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from megatron.config import Config, load
-from megatron.config.config import plain
-from megatron.config.keys import all_keys, file_names
-from megatron.config.user_file import COPY, KEY
+from megatron.config.config import COPY
+from megatron.config.load import USER_FILE
+from megatron.config.schema import all_keys, file_names, plain
 from megatron.errors import UserError
 from megatron.interop.huggingface import SETTINGS, check_memory, read_json, read_tensors
 from megatron.model import GPT, Architecture, AttentionSettings, from_config, options_of_entry
@@ -75,7 +75,7 @@ def training_of(config: Config, record: Mapping[str, Any], same_tokenizer: bool)
             value = file_names(value)
         keys[key.name] = value
     if config.pos_emb_code is not None:
-        keys[KEY] = fingerprint(config.pos_emb_code)
+        keys[USER_FILE] = fingerprint(config.pos_emb_code)
     tokenizer = (record.get("tokenizer") or {}) if same_tokenizer else {}
     return {"step": record["step"], "tokenizer": tokenizer, "keys": keys}
 
@@ -110,15 +110,16 @@ def open_folder(folder: Path) -> tuple[GPT, Config, int, dict[str, Any]]:
             " model again"
         )
     given = dict(training["keys"])
-    code = given.pop(KEY, None)
+    code = given.pop(USER_FILE, None)
     if code is not None:
         if code not in FILES:
             raise UserError(
-                f"{KEY}: {folder / COPY} defines this model's encoding; code that lies in a model's"
-                f" folder is not run unasked: read it, then write {KEY}={folder / COPY} on the"
-                f" command line (to a tool --from {folder / COPY})"
+                f"{USER_FILE}: {folder / COPY} defines this model's encoding; code that lies in a"
+                f" model's folder is not run unasked: read it, then write"
+                f" {USER_FILE}={folder / COPY} on the command line (to a tool --from"
+                f" {folder / COPY})"
             )
-        given[KEY] = FILES[code]
+        given[USER_FILE] = FILES[code]
     try:
         config = load([], [f"{key}={json.dumps(value)}" for key, value in given.items()])
     except UserError as fault:

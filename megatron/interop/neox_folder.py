@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.config import Config, load
-from megatron.config.read import read_file
+from megatron.config.yaml_files import read_file
 from megatron.errors import UserError
 from megatron.files import read_small
 

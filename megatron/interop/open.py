@@ -9,7 +9,7 @@ from megatron.checkpoints.manifest import RECORD, SETTINGS, WEIGHTS
 from megatron.checkpoints.read import load_for_evaluation
 from megatron.checkpoints.saved import chosen, folder_of, step_of, steps_in, without_record
 from megatron.config import Config
-from megatron.config.user_file import COPY
+from megatron.config.config import COPY
 from megatron.errors import UserError
 from megatron.interop import exported_folder, hub, huggingface, neox_folder
 from megatron.interop.reference import load_reference

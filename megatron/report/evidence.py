@@ -11,9 +11,10 @@ from torch import Tensor
 from megatron.checkpoints.manifest import read_record
 from megatron.checkpoints.read import load_model, read_meta
 from megatron.config import Config, load
-from megatron.config.keys import all_keys
-from megatron.config.read import read_file
-from megatron.config.user_file import COPY, LARGEST
+from megatron.config.config import COPY
+from megatron.config.load import LARGEST_USER_FILE
+from megatron.config.schema import all_keys
+from megatron.config.yaml_files import read_file
 from megatron.errors import UserError
 from megatron.files import read_small
 from megatron.model import GPT
@@ -147,7 +148,7 @@ def _configuration(folder: Path, saved: Mapping[str, Any]) -> tuple[Config, int]
         config, meta = read_meta(folder)
         return config, meta["vocab"]
     config = load([folder / "config.yml"], ["pos_emb_file=null"])
-    code = read_small(folder / COPY, LARGEST).decode("utf-8")
+    code = read_small(folder / COPY, LARGEST_USER_FILE).decode("utf-8")
     record = read_record(folder)
     if replace(config, pos_emb_code=code).hash != record["config_hash"]:
         raise UserError(f"{folder}/config.yml: it was edited after training")
@@ -164,7 +165,7 @@ def _cause(fault: UserError, folder: Path, saved: Mapping[str, Any]) -> str:
 def _needs_own_code(folder: Path) -> bool:
     """Whether the checkpoint keeps a file of encodings that this process has not run."""
     try:
-        text = read_small(folder / COPY, LARGEST).decode("utf-8")
+        text = read_small(folder / COPY, LARGEST_USER_FILE).decode("utf-8")
     except (OSError, UnicodeDecodeError):
         return False
     return fingerprint(text) not in FILES

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from megatron.checkpoints.read import load_for_evaluation
 from megatron.config import Config
-from megatron.config.paths import DATA_PATHS
+from megatron.config.load import DATA_PATHS
 from megatron.data.parts import open_parts
 from megatron.data.samples import split_documents
 from megatron.data.tokenizers.build import build_tokenizer

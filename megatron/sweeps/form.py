@@ -8,7 +8,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from megatron.config.faults import lines, shortened
+from megatron.config.messages import lines, shortened
 from megatron.config.schema import KEYS, SECTIONS
 from megatron.config.schema import Evaluation as Measuring
 from megatron.errors import CONTROL, UserError, did_you_mean

@@ -14,10 +14,10 @@ from typing import Any
 
 from megatron.checkpoints.parent import with_parent
 from megatron.config import Config, load
-from megatron.config.faults import Report, shortened
-from megatron.config.paths import resolve_inputs
-from megatron.config.read import find_file, read_file
+from megatron.config.load import resolve_inputs
+from megatron.config.messages import Report, shortened
 from megatron.config.schema import KEYS
+from megatron.config.yaml_files import find_file, read_file
 from megatron.errors import UserError, did_you_mean
 from megatron.files import ROOT
 from megatron.results.reproduce import first_of

@@ -8,7 +8,8 @@ from typing import Any, cast
 
 from megatron.checkpoints.manifest import read_record
 from megatron.checkpoints.saved import find, latest_step
-from megatron.config.paths import DATA_PATHS, paths_of
+from megatron.config.load import DATA_PATHS
+from megatron.config.schema import as_list
 from megatron.data.parts import open_parts
 from megatron.errors import UserError
 from megatron.results.files import existing_results, write_lines
@@ -178,7 +179,7 @@ def absent_data(sweep: Sweep) -> list[str]:
     paths: set[str] = set()
     for cell in sweep.cells:
         for key in DATA_PATHS:
-            paths.update(paths_of(cell.config[key]))
+            paths.update(as_list(cell.config[key]))
     return sorted(path for path in paths if not Path(f"{path}.idx").exists())
 
 

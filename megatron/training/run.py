@@ -12,8 +12,8 @@ import torch
 from megatron.checkpoints.keep import Keeper
 from megatron.checkpoints.parent import with_parent
 from megatron.config import Config
-from megatron.config.config import plain
-from megatron.config.paths import DATA_PATHS
+from megatron.config.load import DATA_PATHS
+from megatron.config.schema import plain
 from megatron.data.parts import Part, open_parts
 from megatron.data.tokens import TokenFile
 from megatron.errors import UserError

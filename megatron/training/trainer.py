@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from megatron.config import Config
-from megatron.config.deepspeed import deepspeed_config
+from megatron.config.config import deepspeed_config
 from megatron.errors import UserError
 from megatron.model import GPT
 from megatron.parallel.grid import Grid

@@ -150,12 +150,12 @@ SWEEPS = [
     sweep(
         "inside itself",
         "&a {grid: *a}",
-        "sweep: mine.yml:1: not valid YAML: *a stands inside &a itself",
+        "sweep: mine.yml: not valid YAML (line 1: *a is an alias, and aliases are not read)",
     ),
     sweep(
         "that is a list",
         "[1, 2]",
-        "sweep: mine.yml: holds a list where `key: value` lines are expected",
+        "sweep: mine.yml: holds no `key: value` lines, but [1, 2]",
     ),
     sweep(
         "with one value twice",
@@ -220,7 +220,8 @@ DEEPY = [
         "hostfile absent",
         ["deepy.py", *TRAIN, "hostfile=nowhere"],
         "hostfile: nowhere does not exist; it has lines `host slots=8`\n"
-        "  hostfile: nowhere is a relative path; it was looked for in {here}",
+        "  hostfile: nowhere is a relative path; it was looked for in {here}, then beside the YAML"
+        " file that names it",
     ),
     Case(
         "hostfile of a table",

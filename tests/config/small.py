@@ -1,4 +1,6 @@
-"""A small configuration for tests of single keys, and what is wrong with it."""
+"""A small configuration for tests of single keys, and its faults."""
+
+from pathlib import Path
 
 import pytest
 
@@ -13,9 +15,16 @@ def loaded(*words: str) -> Config:
     return load([], [*SIZES, *words])
 
 
-def fault(*words: str) -> str:
-    """The one line of what is wrong with a small configuration with these words."""
+def faults(*words: str, paths: tuple[Path, ...] = ()) -> list[str]:
+    """The lines of what is wrong with a small configuration with these words and files."""
     with pytest.raises(UserError) as raised:
-        loaded(*words)
-    [line] = str(raised.value).split("\n  ")[1:]
-    return line
+        load(paths, [*SIZES, *words])
+    head, *lines = str(raised.value).split("\n  ")
+    assert head.startswith("bad configuration (")
+    return lines
+
+
+def write(path: Path, text: str = "") -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text, encoding="utf-8")
+    return path

@@ -15,7 +15,7 @@ import pytest
 
 from megatron.address import address_fault, is_address, without_secrets
 from megatron.config import load
-from megatron.config.paths import is_relative
+from megatron.config.config import is_relative
 from megatron.data import remote, remote_file
 from megatron.data.tokens import TokenFile, TokenWriter, verify
 from megatron.errors import UserError

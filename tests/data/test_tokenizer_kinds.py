@@ -12,7 +12,7 @@ import tiktoken
 import tiktoken_ext.openai_public as published
 from tokenizers import Tokenizer
 
-from megatron.config.sections.training import Data
+from megatron.config.schema import Data
 from megatron.data.tokenizers.build import KINDS, build_tokenizer, needs_files
 from megatron.data.tokenizers.ranks import PUBLISHED
 from megatron.data.tokenizers.train import train_tokenizer

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from megatron.config import load
-from megatron.config.published_encodings import MEANINGS
+from megatron.config.legacy import MEANINGS
 from megatron.errors import UserError
 from megatron.model import from_config
 from megatron.positions import Position, Shape, build

@@ -8,7 +8,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from megatron.config import load
-from megatron.config.keys import all_keys
+from megatron.config.schema import all_keys
 from megatron.model import from_config
 from tests.support import ROOT
 from tools.explain_config import main

@@ -86,9 +86,9 @@ def test_nothing_is_replaced(published, capsys):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("[1]", "holds a list where `key: value` lines are expected"),
+        ("[1]", "holds no `key: value` lines, but [1]"),
         ("pos-emb: kerple_power_b_", "no encoding is called 'kerple_power_b_'"),
-        ("zero_optimization: {cpu_offload: true}", "cpu_offload: true is not offered"),
+        ("zero_optimization: {cpu_offload: true}", "CPU's memory is not offered"),
     ],
 )
 def test_bad_files_have_one_message(published, capsys, text, message):

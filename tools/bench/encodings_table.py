@@ -27,7 +27,7 @@ from measure import (
 from step import Candidate, add_sizes, measure, size_of, trunk
 
 from megatron.cli_errors import guarded
-from megatron.config.read import read_file
+from megatron.config.yaml_files import read_file
 from megatron.errors import UserError
 from megatron.files import write_text
 from megatron.model.settings import AttentionSettings

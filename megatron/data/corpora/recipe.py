@@ -75,8 +75,8 @@ def recipe_names() -> list[str]:
 def read_recipe(name: str) -> Recipe:
     """The recipe of a name; UserError for a file that is none."""
     # Here, because torch comes with them: a second that text without a recipe need not wait.
-    from megatron.config.faults import lines
-    from megatron.config.read import read_file
+    from megatron.config.messages import lines
+    from megatron.config.yaml_files import read_file
 
     path = recipe_path(name)
     try:

@@ -55,7 +55,7 @@ def gpt2_files(
 
 def described() -> list[TokenizerFile]:
     """The vocabulary and the merges."""
-    from megatron.config.read import read_file  # here, because torch comes with it
+    from megatron.config.yaml_files import read_file  # here, because torch comes with it
 
     try:
         return TypeAdapter(list[TokenizerFile]).validate_python(read_file(GPT2).get("files"))

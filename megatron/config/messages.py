@@ -1,0 +1,150 @@
+"""Faults and notes of a configuration, in words that say what to write instead."""
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from pydantic import BaseModel, ValidationError
+
+from megatron.errors import UserError, closest
+
+WHY = {
+    "attention_dropout": "the attention backends compute no dropout on probabilities",
+    "pipe_parallel_size": "pipeline stages are not offered yet",
+    "model_parallel_size": "tensor parallelism is not offered yet",
+    "norm": "other normalisations are not offered",
+    "activation": "other activations are not offered",
+    "init_method": "other initialisations are not offered",
+    "output_layer_init_method": "other initialisations are not offered",
+    "tokenizer_type": "convert others to a tokenizer.json for HFTokenizer",
+    "optimizer.type": "other optimizers are not offered",
+}
+EXPECTED = {  # pydantic's kind of error -> what the key takes
+    "int_type": "a whole number",
+    "int_from_float": "a whole number",
+    "float_type": "a number",
+    "bool_type": "true or false",
+    "string_type": "a text; put it in quotes",
+    "dict_type": "a mapping such as {{key: value}}",
+    "model_type": "a mapping such as {{key: value}}",
+    "tuple_type": "a list",
+    "finite_number": "a finite number",
+    "literal_error": "{expected}",
+    "greater_than": "> {gt:.13g}",
+    "greater_than_equal": ">= {ge:.13g}",
+    "less_than": "< {lt:.13g}",
+    "less_than_equal": "<= {le:.13g}",
+    "too_short": "a list of at least {min_length}",
+    "too_long": "a list of at most {max_length}",
+}
+LONGEST_VALUE = 80  # characters of a value or a word that a message repeats
+LONGEST_LINE = 1500  # characters of one fault: several long paths fit
+MOST_LINES = 25  # faults in one message
+
+
+class Report:
+    """Faults and notes, each once and in the order in which they come up."""
+
+    def __init__(self) -> None:
+        self.faults: list[str] = []
+        self.notes: list[str] = []
+
+    def fault(self, text: str) -> None:
+        _add(self.faults, text)
+
+    def note(self, text: str) -> None:
+        _add(self.notes, text)
+
+    def no_effect(self, key: str, why: str) -> None:
+        self.note(f"{key}: accepted, has no effect here: {why}")
+
+
+def _add(texts: list[str], text: str) -> None:
+    text = shortened(text, LONGEST_LINE)
+    if text not in texts:
+        texts.append(text)
+
+
+def bad_configuration(sources: Sequence[str], faults: Sequence[str]) -> UserError:
+    """One error for all faults, under the sources they come from."""
+    names = ", ".join(sources) or "nothing given"
+    head = f"bad configuration ({shortened(names, LONGEST_LINE)})"
+    shown = list(faults[:MOST_LINES])
+    if len(faults) > len(shown):
+        shown.append(f"and {len(faults) - len(shown)} more")
+    return UserError("\n  ".join([head, *shown]))
+
+
+def contradiction(*settings: str) -> str:
+    """A fault of settings that exclude each other."""
+    return f"{' and '.join(settings)} contradict each other; keep one of them"
+
+
+def shortened(text: str, most: int = LONGEST_VALUE) -> str:
+    """A text that a message can repeat: printable, on one line, and cut in its middle."""
+    if len(text) > most:
+        half = (most - 1) // 2
+        text = f"{text[:half]}…{text[-half:]}"
+    return "".join(sign if sign.isprintable() else repr(sign)[1:-1] for sign in text)
+
+
+def no_such_key(key: str, known: Iterable[str]) -> str:
+    """The line about a key that does not exist."""
+    names = list(known)
+    nested = [name for name in names if name.endswith(f".{key}")]
+    match = nested[0] if nested else closest(key[:LONGEST_VALUE], names)
+    hint = f"did you mean {match}?" if match else "configs/README.md lists all keys"
+    return f"{shortened(key)}: no such key; {hint}"
+
+
+def lines(section: type[BaseModel], error: ValidationError) -> list[tuple[str, str, str]]:
+    """(key of the section, pydantic's kind of error, line) of each key with a fault.
+
+    A line has the key as it is written in YAML, and all kinds of values that the key takes.
+    """
+    by_key: dict[str, list[Any]] = {}
+    for detail in error.errors(include_url=False):
+        # Without places in a list, and without labels of a union's branches, as literal['a'].
+        parts = [part for part in detail["loc"] if isinstance(part, str) and "[" not in part]
+        by_key.setdefault(".".join(parts), []).append(detail)
+    found = []
+    for key, details in by_key.items():
+        kind = details[0]["type"]
+        if kind == "missing":
+            line = f"{key}: not given, and every model needs it"
+        elif kind == "extra_forbidden":
+            line = no_such_key(key, _names(section))
+        else:
+            expected = [_expected(detail) for detail in details]
+            value = details[0]["input"]
+            line = (
+                f"{key}: must be {' or '.join(dict.fromkeys(expected))}, got {_as_written(value)}"
+            )
+            if key in WHY:
+                line = f"{line}; {WHY[key]}"
+        found.append((key.split(".")[0], kind, line))
+    return found
+
+
+def _names(section: type[BaseModel], prefix: str = "") -> list[str]:
+    """All keys of a section, with dots for nested ones."""
+    names = []
+    for key, info in section.model_fields.items():
+        names.append(prefix + key)
+        if isinstance(info.annotation, type) and issubclass(info.annotation, BaseModel):
+            names += _names(info.annotation, f"{prefix}{key}.")
+    return names
+
+
+def _expected(detail: Any) -> str:
+    """What a key takes, by one of pydantic's `ErrorDetails`."""
+    text = EXPECTED.get(detail["type"], "{}").format(detail["msg"], **detail.get("ctx", {}))
+    return text.replace("'", "")
+
+
+def _as_written(value: Any) -> str:
+    """A value in YAML's spelling."""
+    if value is None:
+        return "nothing"
+    if isinstance(value, bool):
+        return str(value).lower()
+    return shortened(repr(value))

@@ -1,1 +1,0 @@
-"""The sections of the configuration: every key with its type, default and description."""

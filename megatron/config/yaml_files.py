@@ -1,0 +1,184 @@
+"""From files and `key=value` words to plain dictionaries with underscored keys."""
+
+import os
+import re
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from megatron.config.messages import shortened
+from megatron.config.schema import KEYS, SECTIONS
+from megatron.errors import closest, in_words
+from megatron.files import read_small
+
+MOST_BYTES = 200_000  # of one file; the largest shipped one has 5,000
+DEEPEST = 50  # parts of a word with dots
+OVERRIDE = re.compile(r"([A-Za-z_][\w.-]*)=(.*)", re.DOTALL)
+SUFFIXES = ("", ".yml", ".yaml")
+TEXT = (str, str | None)  # annotations of keys that hold a text
+PLAIN = ("null", "bool", "int", "float", "seq")
+
+
+class Loader(yaml.SafeLoader):
+    """Plain values alone, 6e-4 is a number, and no key has two values.
+
+    Aliases are refused: nine lines of them can stand for a billion values.
+    """
+
+    def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
+        if self.check_event(yaml.AliasEvent):
+            event = self.peek_event()
+            raise refused(event, f"*{event.anchor} is an alias, and aliases are not read")
+        return super().compose_node(parent, index)
+
+    def text(self, node: yaml.ScalarNode) -> str:
+        text = self.construct_yaml_str(node)
+        text.encode()  # half of a surrogate pair is a UnicodeError
+        return text
+
+    def mapping(self, node: yaml.MappingNode) -> dict[str, Any]:
+        """A mapping with keys as text and `_` for their `-`."""
+        values: dict[str, Any] = {}
+        lines: dict[str, int] = {}
+        for key_node, value_node in node.value:
+            key = str(self.construct_object(key_node, deep=True)).replace("-", "_")
+            value = self.construct_object(value_node, deep=True)
+            line = key_node.start_mark.line + 1
+            first = lines.setdefault(key, line)
+            if values.setdefault(key, value) != value:
+                message = f"{key} is given twice, in lines {first} and {line}; keep one of them"
+                raise refused(key_node, message)
+        return values
+
+
+def refused(where: yaml.Event | yaml.Node, problem: str) -> yaml.MarkedYAMLError:
+    return yaml.MarkedYAMLError(problem=problem, problem_mark=where.start_mark)
+
+
+Loader.yaml_constructors = {
+    f"tag:yaml.org,2002:{kind}": yaml.SafeLoader.yaml_constructors[f"tag:yaml.org,2002:{kind}"]
+    for kind in PLAIN
+} | {
+    None: yaml.SafeLoader.construct_undefined,
+    "tag:yaml.org,2002:str": Loader.text,
+    "tag:yaml.org,2002:map": Loader.mapping,
+}
+Loader.yaml_implicit_resolvers = {
+    first: [(tag, pattern) for tag, pattern in resolvers if not tag.endswith(":timestamp")]
+    for first, resolvers in Loader.yaml_implicit_resolvers.items()
+}
+Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float",
+    re.compile(r"[-+]?[0-9][0-9_]*(\.[0-9_]*)?[eE][-+]?[0-9]+$"),
+    list("-+0123456789"),
+)
+
+
+def parse(text: str) -> Any:
+    """The value of one YAML text: numbers, texts, booleans, null, lists and mappings.
+
+    Raises ValueError, with the line, if there is anything else in it or if it is not YAML.
+    """
+    try:
+        return yaml.load(text, Loader)
+    except RecursionError:
+        problem = "values lie too deep"
+    except yaml.MarkedYAMLError as fault:
+        problem = str(fault.problem)
+        if fault.problem_mark is not None:
+            problem = f"line {fault.problem_mark.line + 1}: {problem}"
+    except (yaml.YAMLError, ValueError, KeyError, IndexError, OverflowError) as fault:
+        problem = in_words(fault)
+    raise ValueError(f"not valid YAML ({problem})")
+
+
+def is_override(word: str) -> bool:
+    """Whether a word of the command line is `key=value` rather than the name of a file."""
+    return OVERRIDE.fullmatch(word) is not None
+
+
+def find_file(path: str | Path) -> Path:
+    """The configuration file that `path` means, with or without its .yml.
+
+    Raises ValueError with the names that were tried.
+    """
+    # os.path, not Path's methods: these raise for a name that is too long.
+    for suffix in SUFFIXES:
+        candidate = Path(f"{path}{suffix}")
+        if os.path.isfile(candidate):
+            return candidate
+    if os.path.exists(path):
+        raise ValueError(f"{path}: is no file; name the files of a folder, or give it as -d {path}")
+    folder = Path(path).parent
+    match = closest(f"{Path(path).name}.yml", [file.name for file in folder.glob("*.y*ml")])
+    if match is None:
+        raise ValueError(f"{path}: no such file, nor {path}.yml")
+    raise ValueError(f"{path}: no such file; did you mean {folder / match}?")
+
+
+def read_file(path: Path) -> dict[str, Any]:
+    """One YAML file as a dictionary; raises ValueError if it cannot be read."""
+    try:
+        text = read_small(path, MOST_BYTES).decode("utf-8")
+    except (OSError, UnicodeDecodeError) as fault:
+        raise ValueError(
+            f"{path}: cannot be read ({in_words(fault)});"
+            f" name a YAML file in UTF-8, of at most {MOST_BYTES:,} bytes"
+        ) from None
+    try:
+        value = parse(text)
+    except ValueError as fault:
+        raise ValueError(f"{path}: {fault}") from None
+    if not isinstance(value, dict | None):
+        raise ValueError(f"{path}: holds no `key: value` lines, but {shortened(repr(value))}")
+    return value or {}
+
+
+def read_overrides(words: Sequence[str], add_fault: Callable[[str], None]) -> dict[str, Any]:
+    """`key=value` words as one dictionary; `a.b=1` makes `a` a Nested with the entry `b`.
+
+    add_fault takes a message for each word that cannot be read.
+    """
+    given: dict[str, Any] = {}
+    for word in words:
+        match = OVERRIDE.fullmatch(word)
+        if match is None:
+            add_fault(f"{shortened(word)}: is neither a file nor key=value")
+            continue
+        path, text = match[1].replace("-", "_").split("."), match[2]
+        try:
+            value = parse(text)
+        except ValueError as fault:
+            add_fault(f"{shortened(word)}: {fault}")
+            continue
+        if len(path) > DEEPEST:
+            add_fault(f"{shortened(match[1])}: has {len(path)} parts; no key has that many")
+            continue
+        key = path[-1]
+        inner = given
+        for part in path[:-1]:
+            if not isinstance(inner.get(part), dict):
+                inner[part] = Nested()
+            inner = inner[part]
+        is_text = inner is given and key in KEYS
+        if is_text and SECTIONS[KEYS[key]].model_fields[key].annotation in TEXT:
+            is_scalar = not isinstance(value, (str, list, dict, type(None)))
+            value = text if is_scalar else value  # save=1235 names a folder
+        inner[key] = value
+    return given
+
+
+class Nested(dict):
+    """A dictionary made of dotted words: it changes single entries of earlier sources."""
+
+
+def merge(earlier: Any, later: Any) -> Any:
+    """What `later` makes of `earlier`: a Nested changes single entries, all else replaces."""
+    if not isinstance(later, Nested):
+        return later
+    merged = dict(earlier) if isinstance(earlier, dict) else {}
+    for key, value in later.items():
+        merged[key] = merge(merged.get(key), value)
+    return merged
