@@ -24,8 +24,8 @@ from megatron.errors import UserError
 from megatron.evaluation.protocols import PROTOCOLS
 from megatron.evaluation.published import evaluate_as_published
 from megatron.evaluation.run import DTYPES, AttentionWindow, Evaluation, Options, evaluate
-from megatron.harness.rows import table as table_of_tasks
 from megatron.harness.run import Tasks, evaluate_tasks
+from megatron.harness.run import table as table_of_tasks
 from megatron.model.methods import METHODS, MOST, fault_of_name
 from megatron.parallel.grid import here
 from megatron.report.figures.curves import plot_by_position, plot_perplexity

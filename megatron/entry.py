@@ -132,9 +132,11 @@ def bring_in(options: argparse.Namespace, overrides: Sequence[str]) -> None:
     checkpoint = getattr(options, "checkpoint", None)
     if checkpoint:
         run_named(overrides)
-        from megatron.interop.import_checkpoint import brought_in  # only here: it needs the model
+        from megatron.interop.import_checkpoint import (
+            import_if_foreign,  # only here: it needs the model
+        )
 
-        options.checkpoint = str(brought_in(checkpoint))
+        options.checkpoint = str(import_if_foreign(checkpoint))
 
 
 def load_configuration(

@@ -18,49 +18,13 @@ from megatron.cli_errors import guarded
 from megatron.config import load
 from megatron.entry import print_notes, settings_first, split_words
 from megatron.errors import visible
-from megatron.interop.compare import Compared
-from megatron.interop.import_checkpoint import Imported, import_checkpoint
-from megatron.interop.neox_folder import ONE_RANK
+from megatron.interop.import_checkpoint import import_checkpoint
+from megatron.interop.reference import ONE_RANK
 from megatron.positions import load_file
 
 
 @guarded
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = _parser()
-    options = parser.parse_intermixed_args(settings_first(argv) if argv is not None else None)
-    if options.file:
-        load_file(options.file)
-    config = None
-    if options.words:
-        files, overrides = split_words(options.words)
-        config = load(files, [*ONE_RANK, *overrides])
-        print_notes(config.notes)
-    found = import_checkpoint(
-        options.source, options.output, tokenizer=options.tokenizer, config=config
-    )
-    print(visible(report(found)))
-    return 0
-
-
-def report(imported: Imported) -> str:
-    """What was written, and how far it agrees with the program that it comes from."""
-    lines = [f"note: {note}" for note in imported.notes]
-    lines.append(agreement(imported.compared))
-    lines.append(f"written to {imported.path} (config {imported.config.hash})")
-    return "\n".join(lines)
-
-
-def agreement(compared: Compared) -> str:
-    """The comparison of logits in one line."""
-    if "reason" in compared:
-        return f"logits not compared: {compared['reason']}"
-    return (
-        f"logits within {compared['largest_difference']:.2g} of {compared['with']}"
-        f" (the largest is {compared['largest_logit']:.3g})"
-    )
-
-
-def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -73,7 +37,29 @@ def _parser() -> argparse.ArgumentParser:
     add("--tokenizer", type=Path, metavar="FOLDER_OR_FILE", help=tokenizer)
     own = "your own file with the encoding of an exported model"
     add("--from", dest="file", metavar="FILE", help=own)
-    return parser
+    options = parser.parse_intermixed_args(settings_first(argv) if argv is not None else None)
+
+    if options.file:
+        load_file(options.file)
+    config = None
+    if options.words:
+        files, overrides = split_words(options.words)
+        config = load(files, [*ONE_RANK, *overrides])
+        print_notes(config.notes)
+    imported = import_checkpoint(
+        options.source, options.output, tokenizer=options.tokenizer, config=config
+    )
+    compared = imported.compared
+    agreement = f"logits not compared: {compared.get('reason')}"
+    if "reason" not in compared:
+        agreement = (
+            f"logits within {compared['largest_difference']:.2g} of {compared['with']}"
+            f" (the largest is {compared['largest_logit']:.3g})"
+        )
+    lines = [f"note: {note}" for note in imported.notes]
+    written = f"written to {imported.path} (config {imported.config.hash})"
+    print(visible("\n".join([*lines, agreement, written])))
+    return 0
 
 
 if __name__ == "__main__":

@@ -1,22 +1,51 @@
-"""Our model behind the interface of lm-evaluation-harness. Only `harness.run` imports this."""
+"""Our model behind the interface of lm-evaluation-harness. Only `harness.run` imports this.
 
-from collections.abc import Mapping, Sequence
-from functools import partial
-from typing import Any
+The harness's own HFLM needs accelerate, and computes texts of one pass with tokens of padding.
+"""
 
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+import torch.nn.functional as F
 from lm_eval.api.model import TemplateLM
+from lm_eval.models.utils import normalize_gen_kwargs
 from lm_eval.utils import get_rolling_token_windows
+from tqdm import tqdm
 
 from megatron.data.tokenizers.tokenizer import Tokenizer
 from megatron.errors import UserError
-from megatron.evaluation.progress import progress
-from megatron.generation.decoding import Decoding, decode
-from megatron.generation.run import Continuation, batches
-from megatron.generation.written import Written
-from megatron.harness.scores import Asked, Reading, Scored, scored
-from megatron.harness.wanted import wanted_by
+from megatron.generation.decode import Continuation, GenerationSettings, batches, decode
 from megatron.model import GPT
 from megatron.parallel.grid import Grid
+
+TOGETHER = 512  # targets whose logits exist at once
+USUAL_NEW_TOKENS = 256  # if a task names no number, as the harness has it
+NUMBERS = {"temperature": float, "top_k": int, "top_p": float, "repetition_penalty": float}
+HANDLED = {"do_sample", "until", "max_gen_toks", *NUMBERS}
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True)
+class Reading:
+    """How texts are read.
+
+    length: tokens that the model sees at most; a longer context loses its beginning
+    stride: of rolling windows, tokens that they move by; batch_tokens: of a forward pass at most
+    """
+
+    length: int
+    stride: int
+    batch_tokens: int = 16384
+
+
+@dataclass(frozen=True)
+class ScoreRequest:
+    """Tokens of a text, of which the last `scored` ones are scored, each behind all before it."""
+
+    tokens: Sequence[int]
+    scored: int
 
 
 class Harness(TemplateLM):
@@ -62,89 +91,142 @@ class Harness(TemplateLM):
                 )
             # The model reads all tokens but the last one.
             tokens = (context + continuation)[-self.max_length - 1 :]
-            asked.append(Asked(tokens, len(continuation)))
-        return [(one.log_likelihood, one.greedy) for one in self._scored(asked)]
+            asked.append(ScoreRequest(tokens, len(continuation)))
+        return self.scored(asked)
 
     def loglikelihood_rolling(
         self, requests: Sequence[Any], disable_tqdm: bool = False
     ) -> list[float]:
-        """The log-likelihood in nats of each text, each token of which is scored once."""
+        """The log-likelihood in nats of each text, each token of which is scored once.
+
+        Windows are those of the harness, behind the end of another text.
+        """
         windows, owners = [], []
         for number, request in enumerate(requests):
             (text,) = request.args
-            for one in self.windows_of(self.tok_encode(text)):
-                windows.append(one)
+            for read, predicted in get_rolling_token_windows(
+                token_list=self.tok_encode(text),
+                prefix_token=self.prefix_token_id,
+                max_seq_len=self.max_length,
+                context_len=self.max_length - self._reading.stride + 1,
+            ):
+                windows.append(ScoreRequest([*read, predicted[-1]], len(predicted)))
                 owners.append(number)
         totals = [0.0] * len(requests)
-        for number, result in zip(owners, self._scored(windows), strict=True):
-            totals[number] += result.log_likelihood
+        for number, (log_likelihood, _) in zip(owners, self.scored(windows), strict=True):
+            totals[number] += log_likelihood
         return totals
 
-    def windows_of(self, tokens: list[int]) -> list[Asked]:
-        """The windows of a text behind the end of another one, as the harness cuts them."""
-        pairs = get_rolling_token_windows(
-            token_list=tokens,
-            prefix_token=self.prefix_token_id,
-            max_seq_len=self.max_length,
-            context_len=self.max_length - self._reading.stride + 1,
-        )
-        return [Asked([*read, predicted[-1]], len(predicted)) for read, predicted in pairs]
+    @torch.inference_mode()
+    def scored(self, asked: Sequence[ScoreRequest]) -> list[tuple[float, bool]]:
+        """Log-likelihoods in nats, and whether each scored token was the likeliest one.
+
+        Batches hold texts of similar lengths, the longest first: they show what fits.
+        """
+        together: list[list[int]] = []
+        longest = 0
+        for number in sorted(range(len(asked)), key=lambda one: -len(asked[one].tokens)):
+            full = together and (len(together[-1]) + 1) * longest > self._reading.batch_tokens
+            if not together or full:
+                together.append([])
+                longest = len(asked[number].tokens)
+            together[-1].append(number)
+
+        def of_batch(numbers: list[int]) -> dict[int, tuple[float, bool]]:
+            # What is behind the end of a shorter text changes nothing before it.
+            device = self._model.word_embeddings.weight.device
+            tokens = [torch.tensor(asked[number].tokens) for number in numbers]
+            ids = torch.nn.utils.rnn.pad_sequence(tokens, batch_first=True).to(device)
+            features = self._model.features(ids[:, :-1])
+            found = {}
+            for row, number in enumerate(numbers):
+                end = len(asked[number].tokens) - 1
+                total, greedy = 0.0, True
+                for first in range(end - asked[number].scored, end, TOGETHER):
+                    part = slice(first, min(first + TOGETHER, end))
+                    labels = ids[row, 1:][part]
+                    logits = F.linear(features[row, part], self._model.output_matrix).float()
+                    losses = F.cross_entropy(logits, labels, reduction="none")
+                    total -= losses.double().sum().item()
+                    greedy = greedy and bool((logits.argmax(dim=-1) == labels).all())
+                found[number] = (total, greedy)
+            return found
+
+        return self._shared(together, of_batch, "log-likelihood")
 
     def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
         """The continuation of each text, without the string that ends it."""
-        by_settings: dict[str, list[int]] = {}
+        by_settings: dict[str, list[Continuation]] = {}
         for number, request in enumerate(requests):
-            by_settings.setdefault(repr(request.args[1]), []).append(number)
-        found: dict[int, str] = {}
-        for numbers in by_settings.values():
-            settings = requests[numbers[0]].args[1]
-            texts = {number: requests[number].args[0] for number in numbers}
-            found |= self._continued(texts, settings)
-        return [found[number] for number in range(len(requests))]
-
-    def _scored(self, asked: Sequence[Asked]) -> list[Scored]:
-        """What is asked, while a bar or lines of the log say how far it is."""
-        with progress("log-likelihood", shown=self._grid.first) as display:
-            return scored(
-                self._model,
-                asked,
-                batch_tokens=self._reading.batch_tokens,
-                grid=self._grid,
-                advance=partial(display.advance, self.max_length),
-            )
-
-    def _continued(self, texts: Mapping[int, str], settings: Mapping[str, Any]) -> dict[int, str]:
-        """The continuations of texts with the same settings, by number."""
-        wanted = wanted_by(settings)
-        room = self.max_length - wanted.most
-        if room < 1:
-            raise UserError(
-                f"--lengths {self.max_length}: a task asks for {wanted.most} new tokens, which"
-                " leaves no place for its text - give a longer length"
-            )
-        asked = []
-        for number, text in texts.items():
+            text, given = request.args
+            settings = settings_by(given)
+            room = self.max_length - settings.max_new_tokens
+            if room < 1:
+                raise UserError(
+                    f"--lengths {self.max_length}: a task asks for {settings.max_new_tokens} new"
+                    " tokens, which leaves no place for its text - give a longer length"
+                )
             # As in the harness, a text that is too long loses its beginning.
-            prompt = self.tok_encode(text)[-room:] or [self.eot_token_id]
-            written = Written(self._ours, prompt, wanted.stops)
-            asked.append(Continuation(prompt, seed=(0, number), written=written, number=number))
-        how = Decoding(
-            wanted.sampling, wanted.most, vocab=self._ours.vocab_size, end=self.eot_token_id
-        )
-        together = list(batches(asked, self._texts_at_once(), wanted.most))
-        own = together[self._grid.rank :: self._grid.ranks]
-        count = sum(map(len, own))
-        mine: dict[int, str] = {}
-        with progress("continuations", shown=self._grid.first) as display:
-            for batch in own:
-                for _ in decode(self._model, batch, how):
-                    pass
-                mine |= {text.number: text.written.text for text in batch if text.written}
-                display.advance(self.max_length, len(mine), count)
-        everybody: dict[int, str] = {}
-        for found in self._grid.gather(mine):
-            everybody |= found
-        return everybody
+            prompt = self.tok_encode(text)[-room:]
+            asked = by_settings.setdefault(repr(settings), [])
+            asked.append(Continuation(self._ours, prompt, settings, number))
+        most = max(1, self._reading.batch_tokens // self.max_length)
+        together: list[list[Continuation]] = []
+        for asked in by_settings.values():
+            together += batches(asked, most, asked[0].settings.max_new_tokens)
 
-    def _texts_at_once(self) -> int:
-        return max(1, self._reading.batch_tokens // self.max_length)
+        def of_batch(texts: list[Continuation]) -> dict[int, str]:
+            for _ in decode(self._model, self._ours.vocab_size, texts, texts[0].settings):
+                pass
+            return {text.number: text.written.text for text in texts}
+
+        return self._shared(together, of_batch, "continuations")
+
+    def _shared(
+        self,
+        together: Sequence[Any],
+        of_batch: Callable[[Any], dict[int, Result]],
+        what: str,
+    ) -> list[Result]:
+        """The results of all batches in the order of the requests, on every process.
+
+        Batches do not depend on the number of processes, so neither does any number.
+        """
+        grid = self._grid
+        mine: dict[int, Result] = {}
+        for batch in tqdm(together[grid.rank :: grid.ranks], what, disable=not grid.first):
+            mine |= of_batch(batch)
+        everybody: dict[int, Result] = {}
+        for found in grid.gather(mine):
+            everybody |= found
+        return [everybody[number] for number in range(len(everybody))]
+
+
+def settings_by(given: Mapping[str, Any]) -> GenerationSettings:
+    """The settings that generation_kwargs of a task mean; UserError for others."""
+    where = "--tasks: generation_kwargs of a task"
+    try:
+        known: dict[str, Any] = dict(normalize_gen_kwargs(dict(given), USUAL_NEW_TOKENS))
+        numbers = {
+            name: kind(known[name]) for name, kind in NUMBERS.items() if known.get(name) is not None
+        }
+        most = int(known["max_gen_toks"])
+    except (TypeError, ValueError, OverflowError) as fault:
+        raise UserError(f"{where} hold what is not a number ({fault}) - correct its file") from None
+    unknown = sorted(set(known) - HANDLED)
+    if unknown:
+        raise UserError(
+            f"{where} name {', '.join(unknown)}, which is not offered - leave it out; known are"
+            f" {', '.join(sorted(HANDLED))}"
+        )
+    stops = [stop for stop in known["until"] if stop not in ("", None)]
+    if known["do_sample"] not in (True, False) or not all(isinstance(one, str) for one in stops):
+        raise UserError(f"{where}: do_sample is true or false, and until a list of strings")
+    if not known["do_sample"]:
+        numbers = {"repetition_penalty": numbers.get("repetition_penalty", 1.0), "temperature": 0.0}
+    settings = GenerationSettings(max_new_tokens=most, stops=stops, **numbers)
+    try:
+        settings.check()
+    except UserError as fault:
+        raise UserError(f"{where}: {fault}") from None
+    return settings

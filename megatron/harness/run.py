@@ -1,32 +1,33 @@
-"""Tasks of lm-evaluation-harness on one checkpoint: from names to rows."""
+"""Tasks of lm-evaluation-harness on one checkpoint: from names to rows, JSON lines of a file."""
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from traceback import extract_tb
-from typing import Any
+from typing import Any, Required, cast
 
 from megatron.config import Config
 from megatron.errors import UserError
 from megatron.evaluation.bounds import check_fits, check_numbers
-from megatron.evaluation.opened import Trained, variant
+from megatron.evaluation.opened import variant
 from megatron.evaluation.run import DTYPES, Options, check_methods, variants
 from megatron.folder_lock import owned_file
-from megatron.generation.opened import opened_with_tokenizer
-from megatron.harness.rows import TaskRow, existing_rows, rows_of, write_rows
-from megatron.harness.scores import Reading
+from megatron.generation.load import opened_with_tokenizer
 from megatron.model import AttentionSettings
-from megatron.parallel.grid import Grid, here
+from megatron.parallel.grid import here
 from megatron.parallel.owned import owned_by_first
 from megatron.parallel.threads import count_parameters, use_threads
-from megatron.results.files import check_output
-from megatron.results.row import Facts
+from megatron.results.columns import in_columns
+from megatron.results.files import check_output, has_lines, read_lines, write_lines
+from megatron.results.row import Facts, Question
 
 PACKAGE = "lm_eval"
 MOST_NAMES = 60  # characters of the tasks in the name of a file
+COLUMNS = ("task", "metric", "shots", "documents", "length", "value", "± standard error")
+ANSWERS = ("value", "stderr", "of_documents", "commit", "code", "attention_backend", "device")
 
 logger = logging.getLogger(__name__)
 
@@ -46,6 +47,26 @@ class Tasks:
     shots: int | None = None
 
 
+class TaskRow(Question, total=False):
+    """One metric of one task on one checkpoint, which sees texts of at most `length` tokens."""
+
+    task: Required[str]
+    metric: Required[str]  # such as acc
+    filter: str  # what the harness did to answers first; none: nothing
+    length: Required[int]
+    stride: int  # of rolling windows
+    value: Required[float | None]
+    stderr: float | None  # as the harness estimates it
+    documents: int  # that were asked
+    of_documents: int  # that the task has
+    shots: int  # examples in each prompt
+    task_version: str
+    harness: str  # version of lm-evaluation-harness
+
+
+NEEDED = tuple(key for key in TaskRow.__annotations__ if key in TaskRow.__required_keys__)
+
+
 @dataclass(frozen=True)
 class Done:
     """The rows of one call, and the file that they were added to."""
@@ -58,13 +79,19 @@ def evaluate_tasks(config: Config | None, tasks: Tasks, options: Options) -> Don
     """Ask the tasks at every length on every variant, and write rows as soon as they are known.
 
     options: checkpoint, step, lengths, output, dtype, stride and variants, as in an evaluation;
-    lengths: tokens that the model sees at most, the training's where none is given
-    UserError, before anything is computed, for what cannot be asked or written.
+    lengths: tokens that the model sees at most, the training's if none is given
+    Raises UserError, before anything is computed, for what cannot be asked or written.
     """
-    check_installed()
+    try:
+        harness_version = version(PACKAGE)
+    except PackageNotFoundError:
+        raise UserError(
+            "--tasks: lm-evaluation-harness is not installed - pip install 'lm-eval>=0.4.13,<0.5'"
+        ) from None
     numbers = {"step": options.step, "lengths": options.lengths, "stride": options.stride}
     check_numbers(numbers | {"limit": tasks.limit, "shots": tasks.shots})
-    _check_folder(tasks.folder)
+    if tasks.folder is not None and not tasks.folder.is_dir():
+        raise UserError(f"--task-folder: {tasks.folder} is not a folder with task files")
     checkpoint, tokenizer = opened_with_tokenizer(config, options.checkpoint, options.step)
     model, grid = checkpoint.model, here()
     lengths = sorted(set(options.lengths)) or [model.train_length]
@@ -73,12 +100,24 @@ def evaluate_tasks(config: Config | None, tasks: Tasks, options: Options) -> Don
     check_methods(options, several, model)
     for length in lengths:
         model.check_length(length)
-        _stride(length, options.stride)
-    output = options.output or default_output(checkpoint, tasks)
+        if options.stride is not None and options.stride > length:
+            raise UserError(f"--stride {options.stride}: must be 1 to {length}, a window's length")
+    output = options.output
+    if output is None:
+        names = "+".join(sorted(name.replace("/", "_") for name in tasks.names))
+        # Not beside rows of perplexity: a pattern of all files there is what compare.py is given.
+        place = checkpoint.path.parent / "tasks"
+        output = place / f"{checkpoint.path.name}-{names[:MOST_NAMES]}.jsonl"
     if grid.first:
-        check_output_of_tasks(output)
+        existing_rows(output)
+        if not output.exists():
+            check_output(output)
     manager = manager_of(tasks)
-    check_tasks(manager, tasks)
+
+    from lm_eval.evaluator import simple_evaluate
+
+    from megatron.harness import adapter
+
     model.to(grid.device, DTYPES[options.dtype])
     use_threads(count_parameters(model), grid.device)
     batch_tokens = checkpoint.config.evaluation.eval_batch_tokens
@@ -88,162 +127,141 @@ def evaluate_tasks(config: Config | None, tasks: Tasks, options: Options) -> Don
             model.use_attention(attention)
             for length in lengths:
                 check_fits(model, length, grid.device)
-                reading = Reading(length, _stride(length, options.stride), batch_tokens)
-                found = _asked(checkpoint, tokenizer, manager, tasks, reading, grid)
+                reading = adapter.Reading(length, options.stride or length, batch_tokens)
+                logger.info("%s at %d tokens", ", ".join(tasks.names), length)
+                try:
+                    results = simple_evaluate(
+                        model=adapter.Harness(model, tokenizer, reading, grid),
+                        tasks=list(tasks.names),
+                        num_fewshot=tasks.shots,
+                        limit=tasks.limit,
+                        task_manager=manager,
+                        log_samples=False,
+                    )
+                except Exception as fault:  # whatever a task's own code raises, and what ours does
+                    passed = {frame.filename for frame in extract_tb(fault.__traceback__)}
+                    if isinstance(fault, UserError) or adapter.__file__ in passed:
+                        raise
+                    raise failed(tasks, "failed", fault) from fault
+                facts = {
+                    **checkpoint.facts(),
+                    **checkpoint.facts_of_attention(attention),
+                    **variant(attention),
+                    "protocol": "tasks",
+                    "length": length,
+                    "stride": reading.stride,
+                    "harness": harness_version,
+                }
+                # The harness gives results to the first process of a machine alone.
+                own = [] if results is None else rows_of(results, cast("Facts", facts))
+                found = grid.gather(own)[0]
                 rows += found
                 if grid.first:
-                    write_rows(output, found)
+                    # A row replaces the one that answers the same question.
+                    merged = {question_of(row): row for row in (*existing_rows(output), *found)}
+                    write_lines(output, merged.values())
     return Done(rows, output)
 
 
-def check_installed() -> str:
-    """The version of the harness; UserError where it is not installed."""
-    try:
-        return version(PACKAGE)
-    except PackageNotFoundError:
-        raise UserError(
-            "--tasks: lm-evaluation-harness is not installed - pip install 'lm-eval>=0.4.13,<0.5'"
-        ) from None
-
-
-def _check_folder(folder: Path | None) -> None:
-    """UserError for a folder that is none."""
-    if folder is not None and not folder.is_dir():
-        raise UserError(f"--task-folder: {folder} is no folder - name one with task files")
-
-
-def _stride(length: int, stride: int | None) -> int:
-    """How far rolling windows move; UserError where they would leave tokens out."""
-    if stride is None:
-        return length
-    if stride > length:
-        raise UserError(f"--stride {stride}: must be 1 to {length}, the length of a window")
-    return stride
-
-
-def default_output(checkpoint: Trained, tasks: Tasks) -> Path:
-    """A file in the folder `tasks` of the run, named by step and tasks."""
-    names = "+".join(sorted(name.replace("/", "_") for name in tasks.names))
-    named = f"{checkpoint.path.name}-{names[:MOST_NAMES]}.jsonl"
-    # Not beside rows of perplexity: a pattern of all files there is what compare.py is given.
-    return checkpoint.path.parent / "tasks" / named
-
-
-def check_output_of_tasks(output: Path) -> None:
-    """UserError where rows could not be written, or would replace another kind of file."""
-    existing_rows(output)
-    if not output.exists():
-        check_output(output)
-
-
 def manager_of(tasks: Tasks) -> Any:
-    """What knows all tasks, those of the user's folder too."""
+    """The harness's manager of all tasks, those of the user's folder too.
+
+    Raises UserError for a name that is not known, and for a task that cannot be loaded.
+    """
     from lm_eval.tasks import TaskManager
 
     for name in ("lm_eval", "datasets"):  # they name each default of each task
         logging.getLogger(name).setLevel(logging.ERROR)
-    folder = None if tasks.folder is None else str(tasks.folder)
-    if folder is not None:
+    names = list(tasks.names)
+    manager = None
+    if tasks.folder is not None:
         # The harness's own thousands of files take seconds to read.
-        own = TaskManager(include_path=folder, include_defaults=False)
-        # A group may name tasks of the harness.
-        complete = not own.all_groups or fault_of_loading(own, tasks) is None
-        if set(tasks.names) <= set(own.all_tasks) and complete:
-            return own
-    return TaskManager(include_path=folder)
-
-
-def check_tasks(manager: Any, tasks: Tasks) -> None:
-    """UserError for a name that is none, and for a task that cannot be loaded."""
-    known = list(manager.all_tasks)
-    for name in tasks.names:
-        if name not in known:
-            close = get_close_matches(name, known, n=1)
+        manager = TaskManager(include_path=str(tasks.folder), include_defaults=False)
+    if manager is None or manager.all_groups or not set(names) <= set(manager.all_tasks):
+        folder = None if tasks.folder is None else str(tasks.folder)
+        manager = TaskManager(include_path=folder)
+    for name in names:
+        if name not in manager.all_tasks:
+            close = get_close_matches(name, list(manager.all_tasks), n=1)
             hint = f"; did you mean {close[0]}?" if close else ""
             raise UserError(
                 f"--tasks: no task is called {name}{hint} - `lm-eval ls tasks` lists them, and"
                 " --task-folder names a folder of your own"
             )
-    fault = fault_of_loading(manager, tasks)
-    if fault is not None:
-        raise UserError(
-            f"--tasks: {', '.join(tasks.names)} cannot be loaded ({fault}) - {remedy(tasks)}"
-        )
+    try:
+        manager.load(names)
+    except Exception as fault:  # whatever a task's own code and the hub's library raise
+        raise failed(tasks, "cannot be loaded", fault) from fault
+    return manager
 
 
-def remedy(tasks: Tasks) -> str:
-    """What to do where tasks fail by themselves."""
-    if tasks.folder is not None:
-        return (
-            f"correct its file in {tasks.folder}; where its data come from a hub, they are"
-            " downloaded once, with a network"
-        )
-    return (
-        "tasks of the harness download their data once; without a network, name task files of"
-        " your own with --task-folder"
+def failed(tasks: Tasks, what: str, fault: Exception) -> UserError:
+    """The message about tasks that fail by themselves."""
+    lines = str(fault).strip().splitlines()
+    reason = ": ".join([type(fault).__name__, *lines[:1]])
+    return UserError(
+        f"--tasks: {', '.join(tasks.names)} {what} ({reason}) - correct a task file of your own;"
+        " data of a hub are downloaded once, with a network"
     )
 
 
-def fault_of_loading(manager: Any, tasks: Tasks) -> str | None:
-    """Why tasks cannot be loaded, in one line; None: they can."""
+def rows_of(results: Mapping[str, Any], facts: Facts) -> list[TaskRow]:
+    """The rows of one call of the harness; facts: what all of them share."""
+    rows = []
+    for task, metrics in results["results"].items():
+        counts = results["n-samples"].get(task, {})
+        about = {
+            "task": task,
+            "documents": counts.get("effective"),
+            "of_documents": counts.get("original"),
+            "shots": results["n-shot"].get(task),
+            "task_version": str(results["versions"].get(task)),
+        }
+        known = {key: value for key, value in about.items() if value is not None}
+        for name in metrics:
+            if "," not in name or "_stderr," in name:
+                continue
+            metric, _, which = name.partition(",")
+            numbers = {}
+            for key, of_metric in (("value", name), ("stderr", f"{metric}_stderr,{which}")):
+                value = metrics.get(of_metric)  # "N/A" for none
+                numbers[key] = float(value) if isinstance(value, int | float) else None
+            rows.append(
+                cast("TaskRow", facts | known | {"metric": metric, "filter": which} | numbers)
+            )
+    return rows
+
+
+def question_of(row: TaskRow) -> str:
+    """All that a row says beside its answer."""
+    return repr(sorted((key, value) for key, value in row.items() if key not in ANSWERS))
+
+
+def existing_rows(path: Path) -> list[TaskRow]:
+    """The rows of a file, none if it is absent; UserError if it holds something else."""
+    if not has_lines(path):
+        return []
     try:
-        manager.load(list(tasks.names))
-    except Exception as fault:  # whatever a task's own code and the hub's library raise
-        return in_a_line(fault)
-    return None
-
-
-def in_a_line(fault: Exception) -> str:
-    """The kind of a fault and the first line of what it says."""
-    said = str(fault).strip().splitlines()
-    return ": ".join([type(fault).__name__, *said[:1]])
-
-
-def _asked(
-    checkpoint: Trained,
-    tokenizer: Any,
-    manager: Any,
-    tasks: Tasks,
-    reading: Reading,
-    grid: Grid,
-) -> list[TaskRow]:
-    """The rows of one variant at one length; UserError where a task's own code fails."""
-    from lm_eval.evaluator import simple_evaluate
-
-    from megatron.harness import adapter
-
-    harness = adapter.Harness(checkpoint.model, tokenizer, reading, grid)
-    logger.info("%s at %d tokens", ", ".join(tasks.names), reading.length)
-    try:
-        results = simple_evaluate(
-            model=harness,
-            tasks=list(tasks.names),
-            num_fewshot=tasks.shots,
-            limit=tasks.limit,
-            task_manager=manager,
-            log_samples=False,
-        )
-    except Exception as fault:  # whatever a task's own code raises, and what ours does
-        passed = {frame.filename for frame in extract_tb(fault.__traceback__)}
-        if isinstance(fault, UserError) or adapter.__file__ in passed:
-            raise
+        lines = read_lines(path, kind=TaskRow, needed=NEEDED, writer="evaluate.py --tasks")
+    except UserError as fault:
         raise UserError(
-            f"--tasks: {', '.join(tasks.names)} failed ({in_a_line(fault)}) - {remedy(tasks)}"
-        ) from fault
-    # The harness gives results to the first process of a machine alone.
-    found = [] if results is None else rows_of(results, facts_of(checkpoint, reading))
-    return grid.gather(found)[0]
+            f"--output: {path} exists and holds something else - choose another name ({fault})"
+        ) from None
+    return [cast("TaskRow", line) for line in lines]
 
 
-def facts_of(checkpoint: Trained, reading: Reading) -> Facts:
-    """What every row says: model, variant, and how texts are read."""
-    attention = checkpoint.model.attention
-    return {
-        **checkpoint.facts(),
-        **checkpoint.facts_of_attention(attention),
-        **variant(attention),
-        "protocol": "tasks",
-        "length": reading.length,
-        "stride": reading.stride,
-        "harness": check_installed(),
-    }
+def table(rows: Iterable[TaskRow]) -> str:
+    """A line for each row."""
+    lines: list[tuple[str, ...]] = [COLUMNS]
+    for row in rows:
+        documents, all_of_them = row.get("documents"), row.get("of_documents")
+        asked = str(documents) if documents == all_of_them else f"{documents} of {all_of_them}"
+        named = row["metric"]
+        if row.get("filter", "none") != "none":
+            named = f"{named} ({row.get('filter')})"
+        numbers = []
+        for value in (row["value"], row.get("stderr")):
+            numbers.append("n/a" if value is None else f"{value:.4f}")
+        shots, length = str(row.get("shots", "")), str(row["length"])
+        lines.append((row["task"], named, shots, asked, length, *numbers))
+    return "\n".join(in_columns(lines))

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import jinja2
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -19,8 +20,7 @@ from megatron.data.tokenizers.hugging_face import BESIDE, WHOLE, Subwords
 from megatron.errors import UserError, cannot_write
 from megatron.files import folder_beside, sync, umask
 from megatron.interop import export_code, exported_folder
-from megatron.interop.families import FAMILIES
-from megatron.interop.weights import write_weights
+from megatron.interop.families import FAMILIES, write_weights
 from megatron.model import GPT, Architecture, AttentionSettings
 from megatron.positions.layers import name_of_layers
 from megatron.results.files import read_results
@@ -34,6 +34,7 @@ COMPARED = 64  # last tokens of a text whose logits are compared
 SHARD = "5GB"
 ENCODING = "positions."  # in the names of an encoding's numbers
 NO_LIMIT = 10**9  # of tokens: transformers warns about texts that are longer
+CARD = Path(__file__).with_name("model_card.md.jinja")
 
 
 @dataclass(frozen=True)
@@ -87,23 +88,38 @@ def export(
     model, config, record = load_for_evaluation(run, step)
     # transformers passes no documents: what is exported is the same function of one.
     model.use_attention(AttentionSettings.of(config.attention).of_one_document())
-    tokenizer, notes = tokenizer_of(config, record, vocab_file, merge_file)
-    unrounded = _logits(model)
+    learned_with = record.get("tokenizer") or {}
+    vocab_file = vocab_file or config.data.vocab_file
+    with config.naming_places("vocab_file", "merge_file"):
+        tokenizer, notes = tokenizer_of(config, learned_with, vocab_file, merge_file)
+    unrounded = logits_of(model)
     with torch.no_grad():  # the encoding keeps its own numbers
         for name, parameter in model.named_parameters():
             if not name.startswith(ENCODING):
                 parameter.copy_(parameter.to(DTYPES[dtype]))
-    expected = _logits(model)
+    expected = logits_of(model)
     form = form_of(model, config)
     page = card(form.architecture, folder.name, config, record, dtype, notes, results)
+    end = learned_with.get("eod")
+    ends = {"bos_token_id": end, "eos_token_id": end}
+    settings = {**form.settings, **ends, "dtype": str(DTYPES[dtype]).removeprefix("torch.")}
     try:
         with folder_beside(folder) as temporary:
-            same_tokenizer = tokenizer is None or write_tokenizer(temporary, *tokenizer)
+            same_tokenizer = True
+            if tokenizer is not None and vocab_file is not None:
+                same_tokenizer = write_tokenizer(temporary, tokenizer, Path(vocab_file))
             if form.sources:
                 training = exported_folder.training_of(config, record, same_tokenizer)
-                form.settings["training"] = training
-            _write(temporary, form, record, dtype)
-            (temporary / "README.md").write_text(page, encoding="utf-8")
+                settings["training"] = training
+            texts = {
+                **form.sources,
+                "README.md": page,
+                "config.json": json.dumps(settings, indent=2) + "\n",
+                "generation_config.json": json.dumps(ends, indent=2) + "\n",
+            }
+            for name, text in texts.items():
+                (temporary / name).write_text(text, encoding="utf-8")
+            save_weights(temporary, form, DTYPES[dtype])
             differences = compare(temporary, form, expected)
             for file in temporary.iterdir():
                 file.chmod(0o666 & ~umask())  # safetensors lets only the owner read its file
@@ -119,7 +135,6 @@ def form_of(model: GPT, config: Config) -> Form:
     """The model as the first class of transformers that is exactly it, else as our own class."""
     state = model.state_dict()
     numbers = sum(tensor.numel() for tensor in state.values())
-    paper_precision = config.attention.paper_precision  # no class of theirs rounds as the papers
     for family in FAMILIES.values():
         try:
             settings = family.config_of(config, model.vocab)
@@ -127,40 +142,33 @@ def form_of(model: GPT, config: Config) -> Form:
             logger.info("%s", fault)
             continue
         weights = write_weights(family, state, Architecture.of(config.model))
-        written = sum(tensor.numel() for tensor in weights.values())
-        windows = family.windows(settings)
-        windows = [windows[layer % len(windows)] for layer in range(len(model.layers))]
-        same_attention = windows == model.windows and not paper_precision
-        if written == numbers and same_attention:
+        if sum(tensor.numel() for tensor in weights.values()) == numbers:
             return Form(family.architecture, settings, weights, {})
     settings = exported_folder.keys_of(config, model)
     weights = {exported_folder.PREFIX + name: tensor for name, tensor in state.items()}
     return Form(exported_folder.ARCHITECTURE, settings, weights, export_code.sources(model, config))
 
 
-def _write(folder: Path, form: Form, record: Mapping[str, Any], dtype: str) -> None:
-    """config.json, generation_config.json, weights and code."""
+def save_weights(folder: Path, form: Form, dtype: torch.dtype) -> None:
+    """Write the weights in shards; those of an encoding of ours keep their dtype."""
     from huggingface_hub import save_torch_state_dict  # only here: importing it takes long
 
-    end = (record.get("tokenizer") or {}).get("eod")
-    ends = {"bos_token_id": end, "eos_token_id": end}
-    name = str(DTYPES[dtype]).removeprefix("torch.")
-    settings = {**form.settings, **ends, "dtype": name}
-    (folder / "config.json").write_text(json.dumps(settings, indent=2) + "\n")
-    (folder / "generation_config.json").write_text(json.dumps(ends, indent=2) + "\n")
-    for file, text in form.sources.items():
-        (folder / file).write_text(text, encoding="utf-8")
     weights = {}
     for key, tensor in form.weights.items():
-        stays = bool(form.sources) and key.removeprefix(exported_folder.PREFIX).startswith(ENCODING)
-        kind = tensor.dtype if stays else DTYPES[dtype]
+        stays = bool(form.sources) and key.startswith(exported_folder.PREFIX + ENCODING)
         # safetensors refuses a part of a larger tensor.
         is_part = tensor.untyped_storage().nbytes() > tensor.nbytes
-        weights[key] = tensor.to(kind, copy=is_part)
+        weights[key] = tensor.to(tensor.dtype if stays else dtype, copy=is_part)
     save_torch_state_dict(weights, folder, max_shard_size=SHARD, metadata={"format": "pt"})
 
 
-def _logits(model: GPT) -> dict[int, Tensor]:
+def random_text(vocab: int, length: int) -> Tensor:
+    """The same tokens each time: [1, length] int64."""
+    generator = torch.Generator().manual_seed(length)
+    return torch.randint(vocab, (1, length), generator=generator)
+
+
+def logits_of(model: GPT) -> dict[int, Tensor]:
     """Ours of two random texts, for their last tokens, by length: [1, tokens, vocab].
 
     One text is short, the other longer than those of the training. A length that the encoding
@@ -171,16 +179,11 @@ def _logits(model: GPT) -> dict[int, Tensor]:
     for length in (min(COMPARED, trained), trained + max(COMPARED, trained // 4)):
         try:
             with torch.no_grad():
-                x = model.features(_text(model.vocab, length))[:, -COMPARED:]
+                x = model.features(random_text(model.vocab, length))[:, -COMPARED:]
                 found[length] = F.linear(x, model.output_matrix)
         except UserError as fault:
             logger.info("not compared at %d tokens: %s", length, fault)
     return found
-
-
-def _text(vocab: int, length: int) -> Tensor:
-    generator = torch.Generator().manual_seed(length)
-    return torch.randint(vocab, (1, length), generator=generator)
 
 
 def compare(folder: Path, form: Form, expected: Mapping[int, Tensor]) -> dict[int, float]:
@@ -205,64 +208,59 @@ def compare(folder: Path, form: Form, expected: Mapping[int, Tensor]) -> dict[in
             f"{form.architecture}: transformers cannot load it ({fault}) - nothing was written; a"
             " pos_emb_file must not need other files"
         ) from None
-    if shown:
-        transformers.utils.logging.enable_progress_bar()
+    finally:
+        if shown:
+            transformers.utils.logging.enable_progress_bar()
     theirs, found = loaded
+    report = "nothing was written; please report it with the run's config.yml"
     faults = [f"{kind}: {names}" for kind, names in found.items() if names]
     if faults:
         raise UserError(
-            f"{form.architecture}: does not take the weights ({'; '.join(faults)}) - nothing was"
-            " written; please report it with the run's config.yml"
+            f"{form.architecture}: does not take the weights ({'; '.join(faults)}) - {report}"
         )
     differences = {}
-    vocab = form.settings["vocab_size"]
     for length, logits in expected.items():
+        ids = random_text(form.settings["vocab_size"], length)
         with torch.no_grad():
-            other = theirs(_text(vocab, length), logits_to_keep=COMPARED).logits
+            other = theirs(ids, logits_to_keep=COMPARED).logits
         differences[length] = float((other - logits).abs().max())
         allowed = TOLERANCE * max(1.0, float(logits.abs().max()))
         if not differences[length] <= allowed:
             raise UserError(
                 f"{form.architecture}: its logits differ by {differences[length]:.1e} from ours at"
-                f" {length} tokens, allowed is {allowed:.1e} - nothing was written; please report"
-                " it with the run's config.yml"
+                f" {length} tokens, allowed is {allowed:.1e} - {report}"
             )
     return differences
 
 
 def tokenizer_of(
     config: Config,
-    record: Mapping[str, Any],
+    learned_with: Mapping[str, Any],
     vocab_file: str | Path | None,
     merge_file: str | Path | None,
-) -> tuple[tuple[Subwords, Path] | None, list[str]]:
-    """The tokenizer that the model learned with and its file, or None with a note why not.
+) -> tuple[Subwords | None, list[str]]:
+    """The tokenizer that the model learned with, or None with a note why not.
 
-    vocab_file, merge_file: instead of those that the configuration names
-    UserError for files that cannot be read or are of another tokenizer.
+    learned_with: its description; merge_file: instead of the one that the configuration names
+    Raises UserError for files that cannot be read or are of another tokenizer.
     """
-    described = record.get("tokenizer") or {}
-    kind = described.get("type", config.data.tokenizer_type)
-    vocab_file = vocab_file or config.data.vocab_file
-    merge_file = merge_file or config.data.merge_file
+    kind = learned_with.get("type", config.data.tokenizer_type)
     if not needs_files(kind):
         return None, [f"No tokenizer: {kind} has none in transformers. Ids are bytes of UTF-8."]
     if not vocab_file:
         return None, ["No tokenizer: the run does not say where its files are; see --vocab-file."]
-    with config.naming_places("vocab_file", "merge_file"):
-        tokenizer = build_tokenizer(kind, vocab_file, merge_file)
-    if tokenizer.hash != described.get("hash", tokenizer.hash):
+    tokenizer = build_tokenizer(kind, vocab_file, merge_file or config.data.merge_file)
+    if tokenizer.hash != learned_with.get("hash", tokenizer.hash):
         raise UserError(
             f"vocab_file: {vocab_file} is tokenizer {tokenizer.hash}, the model learned with"
-            f" {described['hash']} - give the files of that one"
+            f" {learned_with['hash']} - give the files of that one"
         )
-    if not isinstance(tokenizer, Subwords):
-        note = (
-            f"No tokenizer: {kind} is not written as a tokenizer.json. Users of the model need the"
-            f" library of {Path(vocab_file).name}."
-        )
-        return None, [note]
-    return (tokenizer, Path(vocab_file)), []
+    if isinstance(tokenizer, Subwords):
+        return tokenizer, []
+    return None, [
+        f"No tokenizer: {kind} is not written as a tokenizer.json. Users of the model need the"
+        f" library of {Path(vocab_file).name}."
+    ]
 
 
 def write_tokenizer(folder: Path, tokenizer: Subwords, file: Path) -> bool:
@@ -275,10 +273,9 @@ def write_tokenizer(folder: Path, tokenizer: Subwords, file: Path) -> bool:
     processor = content.get("post_processor") or {}
     if processor.get("type") != "ByteLevel":  # others add tokens of their own
         content["post_processor"] = None
-    if file.is_dir():
-        file = file / WHOLE
-    text = file.read_text(encoding="utf-8") if file.is_file() else ""
-    is_same = bool(text) and json.loads(text) == content
+    file = file / WHOLE if file.is_dir() else file
+    text = file.read_text(encoding="utf-8")
+    is_same = file.suffix == ".json" and json.loads(text) == content
     if not is_same:
         text = json.dumps(content, ensure_ascii=False, indent=1) + "\n"
     (folder / WHOLE).write_text(text, encoding="utf-8", newline="")
@@ -293,21 +290,6 @@ def write_tokenizer(folder: Path, tokenizer: Subwords, file: Path) -> bool:
     }
     (folder / BESIDE).write_text(json.dumps(settings, ensure_ascii=False, indent=1) + "\n")
     return is_same
-
-
-HEAD = """---
-library_name: transformers
-pipeline_tag: text-generation
-license: unknown
-tags: [positional-encoding, length-extrapolation]
----
-"""
-OWN_CLASS = """
-The class comes with the model, because no class of transformers has this encoding: read the Python
-files in this folder, then load with `trust_remote_code=True`. They need torch and transformers 5
-(from 5.17), and nothing else. Texts may be longer than those of the training, with and without a
-cache, and batches may be padded.
-"""
 
 
 def card(
@@ -325,85 +307,28 @@ def card(
     `path`; notes: sentences for the reader; results: files of evaluations, besides those of the run
     Raises UserError if a file of results cannot be read.
     """
-    is_own = architecture == exported_folder.ARCHITECTURE
-    encoding, model = name_of_layers(config.position), config.model
-    # transformers asks for it where it reads config.json alone, too.
-    trust = ", trust_remote_code=True" if is_own else ""
-    example = (
-        "from transformers import AutoModelForCausalLM, AutoTokenizer\n\n"
-        f'model = AutoModelForCausalLM.from_pretrained("{name}"{trust})\n'
-        f'tokenizer = AutoTokenizer.from_pretrained("{name}"{trust})  # where there is one'
-    )
-
-    documents = None
-    if config.attention.reset_attention_mask:
-        restart = config.attention.reset_position_ids
-        documents = (
-            "in training, tokens attended to their own document alone"
-            f"{', whose positions began again' if restart else ''}; this model takes each text as"
-            " one document"
-        )
-    origin, parent = record.get("origin"), record.get("parent")
+    origin = record.get("origin")
     if origin:
         source = str(origin.get("source"))
         source = Path(source).name if Path(source).is_absolute() else source
         origin = f"{source} ({origin.get('architecture') or origin.get('kind')})"
-    if parent:
-        described = record.get("parent_model") or f"step {parent['step']}"
-        parent = f"{described}, config {parent['config_hash']}, weights {parent['weights']}"
-    tokenizer = record.get("tokenizer") or {}
-    facts = {
-        "class": architecture,
-        "encoding": encoding,
-        "options of the encoding": config.flat()["pos_emb_args"] or None,
-        "training length": model.seq_length,
-        "layers": model.num_layers,
-        "hidden size": model.hidden_size,
-        "heads": model.num_attention_heads,
-        "vocabulary": record["vocab"],
-        "tokenizer": f"{tokenizer.get('type', '')} {tokenizer.get('hash', '')}".strip(),
-        "corpus": record.get("corpus"),
-        "step": record["step"],
-        "steps planned": config.training.train_iters or None,
-        "windows in a step": record.get("windows_per_step"),
-        "documents": documents,
-        "precision of the training": config.precision.precision,
-        "dtype of the matrices": dtype,
-        "seed": config.training.seed,
-        "config hash": record["config_hash"],
-        "commit": record.get("commit"),
-        "origin": origin,
-        "parent": parent,
-        "licence of the weights": "unknown",
-    }
-    lines = ["| | |", "|---|---|"]
-    for fact, value in facts.items():
-        if value not in (None, ""):
-            text = str(value).replace("|", "\\|").replace("\n", " ")
-            lines.append(f"| {fact} | {text} |")
-
     files = sorted((Path(record["path"]).parent / "evaluation").glob("*.jsonl"))
     beside = [file for file in files if not file.name.endswith("-probes.jsonl")]
     own = (record["config_hash"], record["step"])
     rows = read_results([*beside, *results])
     rows = [row for row in rows if (row["config_hash"], row["step"]) == own]
-    evaluation = "Not measured yet."
-    if rows:
-        settings = sorted({(str(row.get("corpus")), str(row.get("protocol"))) for row in rows})
-        texts = "; ".join(f"{corpus}, protocol {protocol}" for corpus, protocol in settings)
-        title = f"Perplexity by length of the text ({texts}). \\* is the training length."
-        evaluation = f"{title}\n\n{table(rows, markdown=True)}"
-
-    parts = [
-        f"{HEAD}\n# {name}\n",
-        f"A language model with the positional encoding `{encoding}`, trained on"
-        f" {model.seq_length} tokens.\n",
-        f"```python\n{example}\n```",
-        OWN_CLASS if is_own else "",
-        *(f"{note}\n" for note in notes),
-        "## Training\n",
-        "\n".join(lines),
-        "\n## Evaluation\n",
-        evaluation,
-    ]
-    return "\n".join(parts) + "\n"
+    settings = sorted({f"{row.get('corpus')}, protocol {row.get('protocol')}" for row in rows})
+    environment = jinja2.Environment(keep_trailing_newline=True)
+    return environment.from_string(CARD.read_text(encoding="utf-8")).render(
+        architecture=architecture,
+        name=name,
+        own_class=architecture == exported_folder.ARCHITECTURE,
+        encoding=name_of_layers(config.position),
+        config=config,
+        record=record,
+        dtype=dtype,
+        notes=notes,
+        origin=origin,
+        settings="; ".join(settings),
+        table=table(rows, markdown=True) if rows else "",
+    )

@@ -1,287 +1,380 @@
-"""Families of models as tables: the keys and weights of Hugging Face's classes beside ours.
+"""Models of Hugging Face's classes and ours, in both directions, by the table families.yml.
 
-A table serves both directions: `Family.settings_of` and `weights.read_weights` open a model,
-`Family.config_of` and `weights.write_weights` describe one of ours as theirs.
+`Family.settings_of` and `read_weights` open a model of theirs, `config_of` and `write_weights`
+describe one of ours as theirs. transformers itself fills in what a config.json leaves out.
 """
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
 
+import torch
+import yaml
+from torch import Tensor
+
+from megatron.config import Config, load
+from megatron.config.schema import plain
 from megatron.errors import UserError
-from megatron.interop.family import Family, Module, Setting
-from megatron.interop.forms import ColumnsOfHeads, Heads, Stacked, Transposed
+from megatron.model import Architecture, AttentionSettings, options_of_entry
+from megatron.positions import options_of
+from megatron.positions.layers import entries_of
 
 SLIDING, FULL = "sliding_attention", "full_attention"
-MOST_LAYERS = 1000
+BASE, SHARE = "rope_theta", "partial_rotary_factor"
+ROPE_KEYS = {
+    *("rope_parameters", "rope_scaling", BASE, SHARE, "rotary_emb_base", "rotary_pct"),
+    "original_max_position_embeddings",
+}
+OTHER_ROPE_KEYS = {
+    *("rope_type", "type", BASE, SHARE, "original_max_position_embeddings"),
+    *("mscale", "mscale_all_dim"),  # other ways to give YaRN's attention_factor
+    "finetuned",  # how YaRN's own files say that the model was trained with it
+}
+TRAINING_ALONE = (
+    "seq_length",
+    "hidden_dropout",
+    "init_method",
+    "init_method_std",
+    "output_layer_init_method",
+)
+"""Keys of section `model` that do not change what a trained model computes."""
 
 
-def windows_of_mistral(config: Mapping[str, Any]) -> list[int | None]:
-    """Every layer has the window."""
-    return [config.get("sliding_window", 4096)]
+@dataclass(frozen=True)
+class Family:
+    """One of Hugging Face's classes; families.yml says what each field means."""
+
+    architecture: str
+    model_type: str
+    keys: Mapping[str, Any]
+    modules: Mapping[str, Any]
+    rotary: str
+    trunk: str
+    head: Sequence[str]
+    buffers: Sequence[str]
+    fixed: Mapping[str, Any] = field(default_factory=dict)
+    only: Mapping[str, Any] = field(default_factory=dict)
+    written: Mapping[str, Any] = field(default_factory=dict)
+    windows: Sequence[str] = ()
+    turning: Sequence[str] = ()
+
+    @property
+    def known_keys(self) -> set[str]:
+        """Keys of config.json that this family reads."""
+        of_encoding = set() if self.rotary == "none" else ROPE_KEYS
+        return {*self.keys, *self.only, *self.windows, *self.turning, "vocab_size"} | of_encoding
+
+    def complete(self, config: Mapping[str, Any]) -> dict[str, Any]:
+        """The keys of config.json that this family reads, as transformers' class completes them.
+
+        Raises UserError if the class refuses a value.
+        """
+        from transformers import CONFIG_MAPPING  # only here: importing it takes seconds
+
+        given = {key: value for key, value in config.items() if key in self.known_keys}
+        try:
+            whole = CONFIG_MAPPING[self.model_type].from_dict(given)
+            found = whole.to_dict()
+            if found.get("rope_parameters", {}).get("rope_type") == "yarn":
+                from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+                scaling = found["rope_parameters"]
+                _, factor = ROPE_INIT_FUNCTIONS["yarn"](whole, torch.device("cpu"))
+                if scaling.get("mscale") and scaling.get("attention_factor") is None:
+                    scaling["attention_factor"] = factor
+        except Exception as fault:  # it raises many kinds
+            reason = " ".join(str(fault).split())
+            raise UserError(f"{self.architecture} refuses it ({reason:.300})") from None
+        return found
+
+    def settings_of(self, config: Mapping[str, Any]) -> dict[str, Any]:
+        """Our keys and values for a config.json; UserError for what we do not compute."""
+        theirs = self.complete(config)
+        for key, value in self.only.items():
+            if theirs[key] != value:
+                raise UserError(
+                    f"{key}: {theirs[key]!r} changes what the model computes, and is not offered"
+                )
+        found = dict(self.fixed)
+        for key, one in self.keys.items():
+            ours, values = ours_and_values(one)
+            value = theirs.get(key)  # Qwen 2 has no head_dim
+            if values and value not in values:
+                known = ", ".join(map(str, values))
+                raise UserError(
+                    f"{key}: {value!r} is not offered; open a model with one of {known}"
+                )
+            found |= dict.fromkeys(ours, values[value] if values else value)
+        found |= pattern_or_one("window_layers", "window", windows_of(theirs))
+
+        if self.rotary == "none":
+            found["pos_emb"] = "learned"
+        else:
+            arguments = rotary_options(theirs["rope_parameters"])
+            if arguments["rotary_pct"] != 1 and self.rotary == "whole":
+                raise UserError(
+                    f"{SHARE}: {arguments['rotary_pct']} is not what {self.architecture}"
+                    " computes; it turns all features"
+                )
+            turning = theirs.get("no_rope_layers") or [1]  # 1 for a layer that turns
+            if all(turning):
+                found |= {"pos_emb": "rotary", "pos_emb_args": arguments}
+            else:
+                layers = [{"rotary": arguments} if one else "none" for one in turning]
+                found |= pattern_or_one("pos_emb_layers", "pos_emb", layers)
+
+        # Sizes that follow from others are left out, so that one model has one hash.
+        names = Architecture.__dataclass_fields__.keys() & found.keys()
+        model = Architecture(**{name: found[name] for name in names})
+        for name in ("head_dim", "intermediate_size"):
+            left_out = Architecture(**{**asdict(model), name: None})
+            if resolved(left_out) == resolved(model):
+                found[name] = None
+        return found
+
+    def configuration(self, config: Mapping[str, Any]) -> Config:
+        """The configuration of the model that a config.json describes."""
+        words = [f"{key}={json.dumps(value)}" for key, value in self.settings_of(config).items()]
+        return load([], [*words, f"make_vocab_size_divisible_by={config['vocab_size']}"])
+
+    def config_of(self, config: Config, vocab: int) -> dict[str, Any]:
+        """config.json for a model of ours; UserError, with all reasons, if it is another kind.
+
+        vocab: rows of the embedding
+        """
+        ours = function_of(config)
+        found: dict[str, Any] = {
+            "architectures": [self.architecture],
+            "model_type": self.model_type,
+            "vocab_size": vocab,
+            **self.only,
+            **self.written,
+        }
+        for key, one in self.keys.items():
+            names, values = ours_and_values(one)
+            spelled = {value: theirs for theirs, value in reversed([*values.items()])}
+            value = config.model.seq_length if names == ["seq_length"] else ours[names[0]]
+            found[key] = spelled.get(value) if values else value
+
+        window = next((one for one in ours["window"] if one is not None), None)
+        turning = [int("none" not in entry) for entry in ours["pos_emb"]]
+        layers: dict[str, Any] = {
+            "sliding_window": window,
+            "use_sliding_window": window is not None,
+            "layer_types": [FULL if one is None else SLIDING for one in ours["window"]],
+            "no_rope_layers": turning,
+        }
+        found |= {key: layers[key] for key in (*self.windows, *self.turning) if key in layers}
+        [options] = ours["pos_emb"][turning.index(1) if any(turning) else 0].values()
+        if self.rotary == "none":
+            found["n_positions"] = options.get("max_positions")
+        else:
+            kind = options.get("scaling", "none")
+            found["rope_parameters"] = {
+                "rope_type": "default" if kind == "none" else kind,
+                BASE: options.get("base", 10000.0),
+                SHARE: options.get("rotary_pct", 1.0),
+            }
+            for theirs, option in SCALINGS.get(kind, {}).items():
+                if options[option] is not None:
+                    found["rope_parameters"][theirs] = options[option]
+
+        try:
+            back = function_of(self.configuration(found))
+        except UserError as fault:
+            raise UserError(f"{self.architecture} is another model: {fault}") from None
+        reasons = [f"{key}: {value}" for key, value in ours.items() if back[key] != value]
+        if reasons:
+            raise UserError(f"{self.architecture} is another model: {'; '.join(reasons)}")
+        return found
+
+    def places(self, layers: int) -> Iterator[tuple[str, list[str], "Form"]]:
+        """(our module, their modules, the form between them) of every module of a model."""
+        for ours, theirs in self.modules.items():
+            [(form, names)] = theirs.items() if isinstance(theirs, dict) else [("same", [theirs])]
+            for layer in range(layers if ".N." in ours else 1):
+                number = f".{layer}."
+                named = [self.trunk + name.replace(".N.", number) for name in names]
+                yield ours.replace(".N.", number), named, FORMS[form]
+        yield "final_linear", [self.head[0]], FORMS["same"]
 
 
-def layers_of(config: Mapping[str, Any]) -> int:
-    """How many layers there are; UserError for a number that no model has."""
-    layers = config["num_hidden_layers"]
-    if not isinstance(layers, int) or not 1 <= layers <= MOST_LAYERS:
-        raise UserError(f"num_hidden_layers: {layers!r} is no number of 1 to {MOST_LAYERS}")
-    return layers
+def ours_and_values(key: Any) -> tuple[list[str], Mapping[Any, Any]]:
+    """The keys of ours that an entry of a family's `keys` sets, and our values by theirs."""
+    if isinstance(key, str):
+        return [key], {}
+    return key["ours"], key.get("values", {})
 
 
-def windows_of_qwen(config: Mapping[str, Any]) -> list[int | None]:
-    """If use_sliding_window says so, those that layer_types names, or from max_window_layers on."""
-    layers = layers_of(config)
-    kinds = config.get("layer_types")
-    if kinds is None:
-        full = min(layers, config.get("max_window_layers", 28))
-        kinds = [FULL] * full + [SLIDING] * (layers - full)
-    return _windows(config, kinds, 4096)
-
-
-def windows_of_smollm3(config: Mapping[str, Any]) -> list[int | None]:
-    """If use_sliding_window says so, those that layer_types names, or those that do not turn."""
-    kinds = config.get("layer_types")
-    if kinds is None:
-        kinds = [FULL if turns else SLIDING for turns in turning_of_smollm3(config)]
-    return _windows(config, kinds, None)
-
-
-def _windows(
-    config: Mapping[str, Any], kinds: Sequence[str], default: int | None
-) -> list[int | None]:
-    """The window of each layer, from its kind; UserError for a kind that is not known."""
-    layers = layers_of(config)
-    if len(kinds) != layers or not {SLIDING, FULL} >= {*kinds}:
-        raise UserError(f"layer_types: must name {SLIDING} or {FULL} for each of {layers} layers")
-    if not config.get("use_sliding_window", False):
-        return [None] * layers
-    window = config.get("sliding_window", default)
+def windows_of(theirs: Mapping[str, Any]) -> list[int | None]:
+    """The window of each layer, by a completed config.json; a shorter list repeats."""
+    window = theirs.get("sliding_window") if theirs.get("use_sliding_window", True) else None
+    kinds = theirs.get("layer_types") or [SLIDING]
+    if not {SLIDING, FULL} >= {*kinds}:
+        raise UserError(f"layer_types: must name {SLIDING} or {FULL} for each layer")
     return [window if kind == SLIDING else None for kind in kinds]
 
 
-def turning_of_smollm3(config: Mapping[str, Any]) -> list[bool]:
-    """Whether each layer turns queries and keys: all but every fourth one, unless it is said."""
-    layers = layers_of(config)
-    turning = config.get("no_rope_layers")  # 1 for a layer that turns, despite its name
-    if turning is None:
-        interval = config.get("no_rope_layer_interval", 4)
-        return [(layer + 1) % interval != 0 for layer in range(layers)]
-    if len(turning) < layers:
-        raise UserError(f"no_rope_layers: has {len(turning)} entries for {layers} layers")
-    return [bool(one) for one in turning[:layers]]
+def rotary_options(given: Mapping[str, Any]) -> dict[str, Any]:
+    """pos_emb_args of `rotary` from completed rope_parameters.
+
+    Raises UserError, which names the key, for a scaling that rotary cannot express.
+    """
+    kind = given["rope_type"]
+    if kind not in SCALINGS:
+        known = ", ".join(SCALINGS)
+        raise UserError(f"rope_type: {kind!r} is not offered; open a model with one of {known}")
+    unknown = sorted(given.keys() - OTHER_ROPE_KEYS - SCALINGS[kind].keys())
+    if unknown:
+        raise UserError(f"rope_parameters.{unknown[0]}: {given[unknown[0]]!r} is not offered")
+    found: dict[str, Any] = {"base": given[BASE], "rotary_pct": given.get(SHARE, 1.0)}
+    if kind != "default":
+        found["scaling"] = kind
+    for theirs, ours in SCALINGS[kind].items():
+        if given.get(theirs) is not None:
+            found[ours] = given[theirs]
+    return found
 
 
-ACTIVATIONS = {
-    "gelu": "gelu",
-    "gelu_new": "gelu_new",
-    "gelu_pytorch_tanh": "gelu_new",
-    "gelu_fast": "gelu_new",
-    "relu": "relu",
-    "silu": "silu",
-    "swish": "silu",
-}
-GATED = {"silu": "swiglu", "swish": "swiglu"}
-UNTIED = {True: False, False: True}
+def pattern_or_one(several: str, one: str, layers: Sequence[Any]) -> dict[str, Any]:
+    """The key of ours for values of layers: `one` if all are equal, else the shortest pattern."""
+    for size in range(1, len(layers) + 1):
+        if all(value == layers[index % size] for index, value in enumerate(layers)):
+            break
+    return {one: layers[0]} if size == 1 else {several: list(layers[:size])}
 
-SIZES = (
-    Setting("hidden_size", ("hidden_size",)),
-    Setting("num_hidden_layers", ("num_layers",)),
-    Setting("num_attention_heads", ("num_attention_heads",)),
-    Setting("intermediate_size", ("intermediate_size",)),
-    Setting("max_position_embeddings", ("seq_length",)),
-    Setting("tie_word_embeddings", ("no_weight_tying",), False, UNTIED),
-)
-GPT_NEOX = Family(
-    architecture="GPTNeoXForCausalLM",
-    model_type="gpt_neox",
-    settings=(
-        *SIZES,
-        Setting("layer_norm_eps", ("layernorm_epsilon",), 1e-5),
-        Setting("hidden_act", ("activation",), "gelu", ACTIVATIONS),
-        Setting("use_parallel_residual", ("parallel_residual",), True),
-        Setting("attention_bias", ("use_bias_in_attn_linear", "use_bias_in_attn_output"), True),
+
+def resolved(model: Architecture) -> dict[str, Any]:
+    """What a trained model computes with, also what follows from other values."""
+    found = {
+        **asdict(model),
+        "num_key_value_heads": model.key_heads,
+        "head_dim": model.features_of_head,
+        "intermediate_size": model.mlp_width,
+        "use_bias_in_attn_output": model.bias_in_attn_output,
+        "use_bias_in_norms": model.norm_has_bias,
+    }
+    return {key: value for key, value in found.items() if key not in TRAINING_ALONE}
+
+
+def function_of(config: Config) -> dict[str, Any]:
+    """What a model computes after training, by our keys, with everything that is left out."""
+    layers = config.model.num_layers
+    entries = []
+    for entry in entries_of(config.position):
+        defaults = {name: option.default for name, option in options_of(entry.name).items()}
+        options = plain({**defaults, **options_of_entry(config, entry)})
+        if options.get("scaling", "none") != "none":
+            options["original_length"] = options["original_length"] or config.model.seq_length
+        entries.append({entry.name: options})
+    attention = AttentionSettings.of(config.attention)
+    return {
+        **resolved(Architecture.of(config.model)),
+        "pos_emb": [entries[layer % len(entries)] for layer in range(layers)],
+        "window": attention.windows(layers, config.model.seq_length),
+        "blockwise": attention.blockwise,
+        "logn_scale": attention.logn_scale,
+        "paper_precision": attention.paper_precision,
+    }
+
+
+class Form(NamedTuple):
+    """How matrices [rows, columns] of theirs, and their biases, become one of ours, and back.
+
+    Every form only moves numbers, so ours -> theirs -> ours is equal bit for bit.
+    """
+
+    ours: Callable[[Sequence[Tensor], Architecture], Tensor]
+    theirs: Callable[[Tensor, Architecture], Sequence[Tensor]]
+
+
+def fused(parts: Sequence[Tensor], model: Architecture) -> Tensor:
+    """Queries, keys and values, each [heads, head_dim], as ours: fused by key head."""
+    by_key_head = [part.unflatten(0, (model.key_heads, -1)) for part in parts]
+    return torch.cat(by_key_head, dim=1).flatten(0, 1)
+
+
+def parted(tensor: Tensor, model: Architecture) -> list[Tensor]:
+    """Queries, keys and values of ours, one after the other."""
+    features = model.features_of_head
+    queries = model.num_attention_heads // model.key_heads * features
+    by_key_head = tensor.unflatten(0, (model.key_heads, -1))
+    return [part.flatten(0, 1) for part in by_key_head.split([queries, features, features], dim=1)]
+
+
+def turned(tensor: Tensor) -> Tensor:
+    """GPT-2's Conv1D keeps [columns, rows]; a bias [rows] stays as it is."""
+    return tensor if tensor.dim() == 1 else tensor.T
+
+
+FORMS = {
+    "same": Form(lambda parts, _: parts[0], lambda tensor, _: [tensor]),
+    "transposed": Form(lambda parts, _: turned(parts[0]), lambda tensor, _: [turned(tensor)]),
+    "stacked": Form(lambda parts, _: torch.cat(list(parts)), lambda tensor, _: tensor.chunk(2)),
+    "heads": Form(fused, parted),
+    "columns_of_heads": Form(
+        lambda parts, model: fused(turned(parts[0]).chunk(3), model),
+        lambda tensor, model: [turned(torch.cat(parted(tensor, model)))],
     ),
-    fixed={},
-    rotary_share=0.25,
-    partial=True,
-    trunk="gpt_neox.",
-    head=("embed_out", "lm_head"),
-    buffers=(".attention.bias", ".attention.masked_bias", ".rotary_emb.inv_freq"),
-    modules=(
-        Module("word_embeddings", ("embed_in",)),
-        Module("norm", ("final_layer_norm",)),
-        *(
-            Module(f"layers.{{layer}}.{name}", (f"layers.{{layer}}.{name}",))
-            for name in (
-                "input_layernorm",
-                "post_attention_layernorm",
-                "attention.query_key_value",
-                "attention.dense",
-                "mlp.dense_h_to_4h",
-                "mlp.dense_4h_to_h",
-            )
-        ),
-    ),
-)
-GPT_2 = Family(
-    architecture="GPT2LMHeadModel",
-    model_type="gpt2",
-    settings=(
-        Setting("n_embd", ("hidden_size",)),
-        Setting("n_layer", ("num_layers",)),
-        Setting("n_head", ("num_attention_heads",)),
-        Setting("n_positions", ("seq_length",)),
-        Setting("n_inner", ("intermediate_size",), None),
-        Setting("layer_norm_epsilon", ("layernorm_epsilon",), 1e-5),
-        Setting("activation_function", ("activation",), "gelu_new", ACTIVATIONS),
-        Setting("tie_word_embeddings", ("no_weight_tying",), True, UNTIED),
-    ),
-    fixed={},
-    only={
-        "scale_attn_weights": True,
-        "scale_attn_by_inverse_layer_idx": False,
-        "reorder_and_upcast_attn": False,
-        "add_cross_attention": False,
-    },
-    rotary_share=None,
-    trunk="transformer.",
-    buffers=(".attn.bias", ".attn.masked_bias"),
-    modules=(
-        Module("word_embeddings", ("wte",)),
-        Module("positions.0", ("wpe",)),
-        Module("norm", ("ln_f",)),
-        Module("layers.{layer}.input_layernorm", ("h.{layer}.ln_1",)),
-        Module("layers.{layer}.post_attention_layernorm", ("h.{layer}.ln_2",)),
-        Module(
-            "layers.{layer}.attention.query_key_value",
-            ("h.{layer}.attn.c_attn",),
-            ColumnsOfHeads(),
-        ),
-        Module("layers.{layer}.attention.dense", ("h.{layer}.attn.c_proj",), Transposed()),
-        Module("layers.{layer}.mlp.dense_h_to_4h", ("h.{layer}.mlp.c_fc",), Transposed()),
-        Module("layers.{layer}.mlp.dense_4h_to_h", ("h.{layer}.mlp.c_proj",), Transposed()),
-    ),
-)
-OF_LLAMA = (
-    *SIZES,
-    Setting("rms_norm_eps", ("layernorm_epsilon",), 1e-6),
-    Setting("hidden_act", ("activation",), "silu", GATED),
-)
-BIAS = Setting("attention_bias", ("use_bias_in_attn_linear", "use_bias_in_attn_output"), False)
-LLAMA_MODULES = (
-    Module("word_embeddings", ("embed_tokens",)),
-    Module("norm", ("norm",)),
-    Module("layers.{layer}.input_layernorm", ("layers.{layer}.input_layernorm",)),
-    Module("layers.{layer}.post_attention_layernorm", ("layers.{layer}.post_attention_layernorm",)),
-    Module(
-        "layers.{layer}.attention.query_key_value",
-        tuple(f"layers.{{layer}}.self_attn.{part}_proj" for part in "qkv"),
-        Heads(),
-    ),
-    Module("layers.{layer}.attention.dense", ("layers.{layer}.self_attn.o_proj",)),
-    Module(
-        "layers.{layer}.mlp.dense_h_to_4h",
-        ("layers.{layer}.mlp.gate_proj", "layers.{layer}.mlp.up_proj"),
-        Stacked(2),
-    ),
-    Module("layers.{layer}.mlp.dense_4h_to_h", ("layers.{layer}.mlp.down_proj",)),
-)
-QWEN_3_MODULES = (
-    *LLAMA_MODULES,
-    Module("layers.{layer}.attention.query_norm", ("layers.{layer}.self_attn.q_norm",)),
-    Module("layers.{layer}.attention.key_norm", ("layers.{layer}.self_attn.k_norm",)),
-)
-QWEN_WINDOW = ("use_sliding_window", "sliding_window", "max_window_layers", "layer_types")
-OLD_ROTATION = (".rotary_emb.inv_freq",)
-LLAMA = Family(
-    architecture="LlamaForCausalLM",
-    model_type="llama",
-    settings=(
-        *OF_LLAMA,
-        Setting("num_key_value_heads", ("num_key_value_heads",), None),
-        Setting("head_dim", ("head_dim",), None),
-        BIAS,
-        Setting("mlp_bias", ("use_bias_in_mlp",), False),
-    ),
-    fixed={"norm": "rmsnorm"},
-    trunk="model.",
-    buffers=OLD_ROTATION,
-    modules=LLAMA_MODULES,
-)
-WITHOUT_BIAS = {
-    "norm": "rmsnorm",
-    "use_bias_in_attn_linear": False,
-    "use_bias_in_attn_output": False,
-    "use_bias_in_mlp": False,
 }
-MISTRAL = Family(
-    architecture="MistralForCausalLM",
-    model_type="mistral",
-    settings=(
-        *OF_LLAMA,
-        Setting("num_key_value_heads", ("num_key_value_heads",), 8),
-        Setting("head_dim", ("head_dim",), None),
-    ),
-    fixed=WITHOUT_BIAS,
-    windows=windows_of_mistral,
-    window_keys=("sliding_window",),
-    trunk="model.",
-    buffers=OLD_ROTATION,
-    modules=LLAMA_MODULES,
-)
-QWEN_2 = Family(
-    architecture="Qwen2ForCausalLM",
-    model_type="qwen2",
-    settings=(
-        *OF_LLAMA,
-        Setting("num_key_value_heads", ("num_key_value_heads",), 32),
-        Setting("head_dim", ("head_dim",), None),
-    ),
-    fixed={**WITHOUT_BIAS, "use_bias_in_attn_linear": True},
-    windows=windows_of_qwen,
-    window_keys=QWEN_WINDOW,
-    trunk="model.",
-    buffers=OLD_ROTATION,
-    modules=LLAMA_MODULES,
-)
-QWEN_3 = Family(
-    architecture="Qwen3ForCausalLM",
-    model_type="qwen3",
-    settings=(
-        *OF_LLAMA,
-        Setting("num_key_value_heads", ("num_key_value_heads",), 32),
-        Setting("head_dim", ("head_dim",), 128),
-        BIAS,
-    ),
-    fixed={"norm": "rmsnorm", "qk_norm": True, "use_bias_in_mlp": False},
-    windows=windows_of_qwen,
-    window_keys=QWEN_WINDOW,
-    trunk="model.",
-    buffers=OLD_ROTATION,
-    modules=QWEN_3_MODULES,
-)
-SMOLLM_3 = Family(
-    architecture="SmolLM3ForCausalLM",
-    model_type="smollm3",
-    settings=(
-        *OF_LLAMA,
-        Setting("num_key_value_heads", ("num_key_value_heads",), 4),
-        Setting("head_dim", ("head_dim",), None),
-        BIAS,
-        Setting("mlp_bias", ("use_bias_in_mlp",), False),
-    ),
-    fixed={"norm": "rmsnorm"},
-    written={"pad_token_id": None},
-    rotary_base=2000000.0,
-    windows=windows_of_smollm3,
-    window_keys=("use_sliding_window", "sliding_window", "layer_types"),
-    turning=turning_of_smollm3,
-    turning_keys=("no_rope_layers", "no_rope_layer_interval"),
-    trunk="model.",
-    modules=LLAMA_MODULES,
-)
-FAMILIES = {
-    family.architecture: family
-    for family in (GPT_NEOX, GPT_2, LLAMA, MISTRAL, QWEN_2, QWEN_3, SMOLLM_3)
-}
+
+
+def read_weights(
+    family: Family, theirs: dict[str, Tensor], wanted: Mapping[str, Tensor], model: Architecture
+) -> dict[str, Tensor]:
+    """The weights of our model from theirs, each of which is taken out of `theirs`.
+
+    wanted: our names, with tensors of the shapes that they must have
+    Raises UserError, with all of them, for weights that are missing or have another shape.
+    """
+    found: dict[str, Tensor] = {}
+    faults = []
+    for ours, modules, form in family.places(model.num_layers):
+        for kind in ("weight", "bias"):
+            name = f"{ours}.{kind}"
+            if name not in wanted:
+                continue
+            names = [f"{module}.{kind}" for module in modules]
+            absent = [one for one in names if one not in theirs]
+            if absent:
+                faults.append(f"{', '.join(absent)} missing")
+                continue
+            parts = [theirs.pop(one) for one in names]
+            try:
+                found[name] = form.ours(parts, model).contiguous()
+                fits = found[name].shape == wanted[name].shape
+            except RuntimeError:
+                fits = False
+            if not fits or not parts[0].is_floating_point():
+                has = ", ".join(f"{list(one.shape)} of {one.dtype}" for one in parts)
+                expected = ", ".join(
+                    str(list(one.shape)) for one in form.theirs(wanted[name], model)
+                )
+                faults.append(f"{', '.join(names)} {has}, not {expected}")
+    faults += [f"nothing holds {name}" for name in wanted if name not in found and not faults]
+    if faults:
+        raise UserError("; ".join(faults[:8]))
+    return found
+
+
+def write_weights(
+    family: Family, ours: Mapping[str, Tensor], model: Architecture
+) -> dict[str, Tensor]:
+    """Their weights, under the names of their files, from those of our model."""
+    found: dict[str, Tensor] = {}
+    for name, modules, form in family.places(model.num_layers):
+        for kind in ("weight", "bias"):
+            if f"{name}.{kind}" in ours:
+                parts = form.theirs(ours[f"{name}.{kind}"], model)
+                for module, part in zip(modules, parts, strict=True):
+                    found[f"{module}.{kind}"] = part.contiguous()
+    return found
+
+
+TABLE = yaml.safe_load(Path(__file__).with_name("families.yml").read_text(encoding="utf-8"))
+SCALINGS: dict[str, dict[str, str]] = TABLE["scalings"]
+IGNORED_HF_KEYS = frozenset(TABLE["ignored_hf_keys"])
+FAMILIES = {name: Family(name, **table) for name, table in TABLE["families"].items()}
 """Every family by the name of Hugging Face's class."""

@@ -1,26 +1,40 @@
 """Write a checkpoint from elsewhere as an ordinary one of ours."""
 
-import filecmp
+import contextlib
 import hashlib
 import json
 import logging
+import os
 import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
+
 from megatron.checkpoints.manifest import SUM, entry_of
 from megatron.checkpoints.saved import steps_in, without_record
 from megatron.checkpoints.write import write_checkpoint
 from megatron.config import Config
+from megatron.data.tokenizers.build import build_tokenizer
+from megatron.data.tokenizers.hugging_face import BESIDE, WHOLE
+from megatron.data.tokenizers.tokenizer import Tokenizer
 from megatron.errors import UserError, cannot_write
-from megatron.files import folder_beside, remove
+from megatron.files import folder_beside
 from megatron.folder_lock import owned_folder
-from megatron.interop import hub, neox_folder
-from megatron.interop.compare import Compared, compared
-from megatron.interop.open import Kind, Opened, is_known, is_ours, kind_of, local_folder
-from megatron.interop.tokenizer_files import Files, check_fits, description, files_in, named_by
+from megatron.interop import huggingface
+from megatron.interop.open import (
+    HUB_NAME,
+    Kind,
+    OpenedModel,
+    is_known,
+    is_ours,
+    kind_of,
+    local_folder,
+    open_kind,
+)
 from megatron.model import GPT, padded_vocab
+from megatron.parallel.machine import in_bytes, total_memory
 
 logger = logging.getLogger(__name__)
 
@@ -31,23 +45,49 @@ OF_ITS_TRAINING = (
     *("files", SUM, "path", "commit", "step", "config_hash", "vocab", "tokenizer"),
     *("ranks", "threads", "pending_losses", "skipped", "proven", "usual_loss", "last_loss"),
 )
+BY_ENDING = {".model": "SPMTokenizer", ".tiktoken": "TiktokenTokenizer"}
+PAIRS = (("vocab.json", "merges.txt"), ("gpt2-vocab.json", "gpt2-merges.txt"))
+
+LENGTH = 256  # tokens of a text that is compared, at most
+TEXTS = 2
+TOLERANCE = 1e-4  # of the largest logit, at least 1: two programs sum in other orders
+BYTES = 16  # of a weight while both models are in memory
+NOT_COMPARED = {
+    "ours": "it is a checkpoint of this program, whose weights are copied",
+    "exported": "it was compared when it was exported, and code in a folder is not run",
+    "gpt-neox": "GPT-NeoX and its forks do not run here",
+}
+"""Why logits are not compared, by the kind of checkpoint."""
 
 
 class Imported(NamedTuple):
-    """path: the new global_stepN; notes: what the user should know."""
+    """path: the new global_stepN; notes: sentences for the user.
+
+    compared: `largest_difference` of the logits and what it is beside, or the `reason` for none
+    """
 
     path: Path
     config: Config
-    compared: Compared
+    compared: dict[str, Any]
     notes: list[str]
 
 
-class Chosen(NamedTuple):
-    """A tokenizer for the new run: its files, none where they are not at hand, and what it is."""
+class TokenizerSource(NamedTuple):
+    """tokenizer_type and its files: vocab_file and, for GPT-2's, merge_file."""
 
-    files: Files | None
-    description: dict[str, Any]
-    notes: list[str]
+    kind: str
+    vocab: Path
+    merges: Path | None = None
+
+    def paths(self) -> list[Path]:
+        """The files themselves, and the one beside tokenizer.json that names the end of a text."""
+        found = [file for file in (self.vocab, self.merges) if file is not None]
+        beside = self.vocab.with_name(BESIDE)
+        return [*found, beside] if self.vocab.name == WHOLE and beside.is_file() else found
+
+    def built(self) -> Tokenizer:
+        """The tokenizer; UserError if the files are not one."""
+        return build_tokenizer(self.kind, self.vocab, self.merges)
 
 
 def import_checkpoint(
@@ -60,43 +100,91 @@ def import_checkpoint(
 ) -> Imported:
     """Write a checkpoint of any kind that `open_model` takes into a run's folder.
 
-    tokenizer: its files, where the source has none; config: of a GPT-NeoX checkpoint
+    tokenizer: its files, if the source has none; config: of a GPT-NeoX checkpoint
     renamed: what `run` will be called afterwards
-    UserError, and nothing is written, where the source or the tokenizer is not what it should be,
-    where the logits differ from the other side's, or where `run` holds a checkpoint already.
+    Raises UserError, and nothing is written, if the source or the tokenizer is not what it should
+    be, if the logits differ from the other side's, or if `run` holds a checkpoint already.
     """
-    _check_free(run)
     kind, folder = kind_of(local_folder(source))
-    opened = kind.open(folder, config)
-    _check_finite(folder, opened.model)
-    picked = _tokenizer_of(kind, folder, opened, tokenizer)
-    agreement = compared(kind.name, folder, opened.model)
-    origin = {
-        "source": str(source),
-        "kind": kind.name,
-        "architecture": _architecture(kind, folder),
-        "files": sums_of(kind, folder),
-        "compared": agreement,
+    opened = open_kind(kind, folder, config)
+    model, config = opened.model, opened.config
+    for name, weight in model.state_dict().items():
+        if not weight.isfinite().all():
+            raise UserError(
+                f"{folder}: {name} has values that are not finite - copy it again, or take another"
+                " checkpoint"
+            )
+    files, described, notes = tokenizer_of(folder, opened, tokenizer)
+    reason = NOT_COMPARED.get(kind.name)
+    compared = {"reason": reason} if reason else compared_with_transformers(folder, model)
+    architecture = None
+    if kind.name == "huggingface":
+        architecture = huggingface.read_settings(folder)[0].architecture
+
+    # The configuration has the run's own folder and tokenizer, and the source's rows.
+    name = renamed or run
+    paths = files.paths() if files is not None else []
+    checkpoint = config.checkpoint.model_copy(update={"save": str(name), "load": None})
+    config = replace(config, checkpoint=checkpoint)
+    if files is not None:
+        place = name / TOKENIZER
+        keys: dict[str, Any] = {
+            "tokenizer_type": files.kind,
+            "vocab_file": str(place / files.vocab.name),
+            "merge_file": str(place / files.merges.name) if files.merges else None,
+        }
+        config = replace(config, data=config.data.model_copy(update=keys))
+    size = described.get("vocab_size")
+    if size and padded_vocab(size, config.model.make_vocab_size_divisible_by) != model.vocab:
+        rows = {"make_vocab_size_divisible_by": model.vocab}
+        config = replace(config, model=config.model.model_copy(update=rows))
+
+    kept = {key: value for key, value in opened.record.items() if key not in OF_ITS_TRAINING}
+    facts = {
+        **kept,
+        "vocab": model.vocab,
+        "tokenizer": described,
+        "origin": {
+            "source": str(source),
+            "kind": kind.name,
+            "architecture": architecture,
+            "files": sums_of(kind, folder),
+            "compared": compared,
+        },
     }
+    weights = {name: one.contiguous() for name, one in model.state_dict().items()}
     with owned_folder(run, "-o"):
-        _check_free(run)
-        path, config = _write(run, renamed or run, opened, picked, origin)
-    return Imported(path, config, agreement, picked.notes)
+        if steps_in(run) or without_record(run):
+            raise UserError(f"-o: {run} holds a checkpoint already - name another folder")
+        place = run / TOKENIZER
+        wanted = {file.name: file.read_bytes() for file in paths}
+        try:
+            if place.exists():  # an import that was killed leaves it
+                existing = {file.name: file.read_bytes() for file in place.iterdir()}
+                if existing != wanted:
+                    raise UserError(f"-o: {place} exists and is not replaced - name another folder")
+            elif paths:
+                with folder_beside(place) as temporary:
+                    for file in paths:
+                        shutil.copyfile(file, temporary / file.name)
+            path = write_checkpoint(run, opened.step, weights, config, facts)
+        except OSError as fault:
+            raise cannot_write(run, fault) from None
+    return Imported(path, config, compared, notes)
 
 
-def brought_in(source: str | Path) -> Path:
+def import_if_foreign(source: str | Path) -> Path:
     """A run or checkpoint of ours with the source's model: itself, or one that is imported now.
 
     The latter lies in runs/imported under a name that its contents give, so it is imported once.
     A path that holds nothing known is given back: whoever opens it says what is wrong.
     """
     given = Path(source)
+    if given.is_dir():
+        if is_ours(given) or not is_known(given):
+            return given
     # A name whose first part is a folder here is a path, whether it exists or not.
-    may_be_remote = hub.is_name(str(source)) and not given.parent.is_dir()
-    if not given.is_dir() and not may_be_remote:
-        return given
-    may_be_foreign = is_known(given) or bool(neox_folder.steps_in(given))
-    if given.is_dir() and (is_ours(given) or not may_be_foreign):
+    elif not HUB_NAME.fullmatch(str(source)) or given.parent.is_dir():
         return given
     kind, folder = kind_of(local_folder(source))
     sums = sums_of(kind, folder)
@@ -111,10 +199,13 @@ def brought_in(source: str | Path) -> Path:
         return run
     try:
         with folder_beside(run) as temporary:
-            _say(import_checkpoint(source, temporary, renamed=run))
+            imported = import_checkpoint(source, temporary, renamed=run)
     except OSError as fault:
         if not steps_in(run):  # nor did another process import it meanwhile
             raise cannot_write(run, fault) from None
+    else:
+        for note in imported.notes:
+            logger.warning("%s", note)
     logger.info("%s: imported into %s", source, run)
     return run
 
@@ -124,136 +215,128 @@ def sums_of(kind: Kind, folder: Path) -> dict[str, str]:
     return {str(file.relative_to(folder)): entry_of(file)["sha256"] for file in kind.files(folder)}
 
 
-def _say(imported: Imported) -> None:
-    for note in imported.notes:
-        logger.warning("%s", note)
+def tokenizer_of(
+    folder: Path, opened: OpenedModel, given: Path | None
+) -> tuple[TokenizerSource | None, dict[str, Any], list[str]]:
+    """The tokenizer that is given, else the source's own: its files, description and notes.
 
-
-def _check_free(run: Path) -> None:
-    if steps_in(run) or without_record(run):
-        raise UserError(f"-o: {run} holds a checkpoint already - name another folder")
-
-
-def _check_finite(folder: Path, model: GPT) -> None:
-    for name, weight in model.state_dict().items():
-        if not weight.isfinite().all():
-            raise UserError(
-                f"{folder}: {name} has values that are not finite - copy it again, or take another"
-                " checkpoint"
-            )
-
-
-def _architecture(kind: Kind, folder: Path) -> str | None:
-    if kind.name != "huggingface":
-        return None
-    settings = json.loads(kind.files(folder)[0].read_bytes())
-    return settings["architectures"][0]
-
-
-def _tokenizer_of(kind: Kind, folder: Path, opened: Opened, given: Path | None) -> Chosen:
-    """The tokenizer that is given, else the source's own.
-
-    UserError where it does not fit the model, or where the one that is given is none.
+    Raises UserError if it does not fit the model, or if the one that is given is not one.
     """
-    rows = opened.model.vocab
+    rows, data = opened.model.vocab, opened.config.data
     own = opened.record.get("tokenizer") or {}
-    files = files_in(folder) or _named_in(opened.config)
+    files = files_in(folder)
+    if files is None and data.vocab_file and Path(data.vocab_file).is_file():
+        merges = Path(data.merge_file) if data.merge_file else None
+        files = TokenizerSource(data.tokenizer_type, Path(data.vocab_file), merges)
     notes = []
+    tokenizer = None
     if files is not None:
         try:
-            found = description(files.built())
-            own = own or found
+            tokenizer = files.built()
         except UserError as fault:
-            found = {}
             notes.append(f"the tokenizer of {folder} cannot be used here ({fault})")
-        if found.get("hash") != own.get("hash") or not found:
-            files = None
+        else:
+            own = own or description(tokenizer)
+            tokenizer = tokenizer if tokenizer.hash == own.get("hash") else None
     if given is not None:
-        files, notes = named_by(given), []
-    if files is not None:
+        files, notes = files_in(given), []
+        if files is None:
+            raise UserError(
+                f"--tokenizer: {given} holds none - give {WHOLE}, a SentencePiece model, or"
+                f" {' and '.join(PAIRS[0])} in a folder"
+            )
         tokenizer = files.built()
-        check_fits(tokenizer, rows, own, folder)
-        return Chosen(files, description(tokenizer), notes)
-    if not own:
-        notes.append(
-            f"{folder} has no tokenizer that is used here: evaluation needs token files of its"
-            f" vocabulary, whose ids are below {rows}; --tokenizer names one"
+        same_kind = own.get("type") == tokenizer.name
+        if same_kind and own.get("hash") not in (None, tokenizer.hash):
+            raise UserError(
+                f"tokenizer: it is {tokenizer.hash}, {folder} was trained with {own['hash']} - give"
+                " that one, or leave --tokenizer out"
+            )
+    if tokenizer is None:
+        if not own:
+            notes.append(
+                f"{folder} has no tokenizer that is used here: evaluation needs token files of its"
+                f" vocabulary, whose ids are below {rows}; --tokenizer names one"
+            )
+        return None, own, notes
+    if tokenizer.vocab_size > rows:
+        raise UserError(
+            f"tokenizer: it has {tokenizer.vocab_size} tokens, the embedding of {folder} has {rows}"
+            " rows - give the tokenizer that it was trained with"
         )
-    return Chosen(None, own, notes)
+    return files, description(tokenizer), notes
 
 
-def _named_in(config: Config) -> Files | None:
-    """The tokenizer's files that a configuration names, where they are on this machine."""
-    data = config.data
-    names = [name for name in (data.vocab_file, data.merge_file) if name]
-    if not data.vocab_file or not all(Path(name).is_file() for name in names):
-        return None
-    merges = Path(data.merge_file) if data.merge_file else None
-    return Files(data.tokenizer_type, Path(data.vocab_file), merges)
+def description(tokenizer: Tokenizer) -> dict[str, Any]:
+    """The entry of checkpoint.json about a tokenizer."""
+    return {
+        "type": tokenizer.name,
+        "hash": tokenizer.hash,
+        "vocab_size": tokenizer.vocab_size,
+        "eod": tokenizer.eod,
+    }
 
 
-def _write(
-    run: Path, name: Path, opened: Opened, chosen: Chosen, origin: dict[str, Any]
-) -> tuple[Path, Config]:
-    """The new checkpoint's folder and configuration; nothing is left where it cannot be written.
+def files_in(place: Path) -> TokenizerSource | None:
+    """The tokenizer that a folder holds or a file is, or None."""
+    if place.is_file():
+        folder, name = place.parent, place.name
+        kind = BY_ENDING.get(place.suffix, "HFTokenizer")
+    else:
+        folder, name, kind = place, WHOLE, "HFTokenizer"
+    for vocab, merges in PAIRS:
+        is_named = name == vocab or (place.is_dir() and not (folder / WHOLE).is_file())
+        if is_named and (folder / vocab).is_file() and (folder / merges).is_file():
+            return TokenizerSource("GPT2BPETokenizer", folder / vocab, folder / merges)
+    return TokenizerSource(kind, folder / name) if (folder / name).is_file() else None
 
-    name: what its configuration calls the run
+
+def compared_with_transformers(folder: Path, model: GPT) -> dict[str, Any]:
+    """What transformers' own class says to random tokens, beside what `model` says.
+
+    No code of the folder is run. Raises UserError if that class does not take the folder, or if
+    logits differ by more than TOLERANCE.
     """
-    rows = opened.model.vocab
-    config = _with_files(opened.config, name, chosen, rows)
-    kept = {key: value for key, value in opened.record.items() if key not in OF_ITS_TRAINING}
-    facts = {**kept, "vocab": rows, "tokenizer": chosen.description, "origin": origin}
-    weights = {name: one.contiguous() for name, one in opened.model.state_dict().items()}
-    copied = False
+    needed = BYTES * sum(parameter.numel() for parameter in model.parameters())
+    if needed > total_memory():
+        memory = in_bytes(total_memory())
+        return {"reason": f"both models need {in_bytes(needed)}, and there are {memory} of memory"}
+    import transformers  # only here: importing it takes seconds
+
+    family = huggingface.read_settings(folder)[0]
+    transformers.logging.set_verbosity_error()
+    program = f"transformers {transformers.__version__} {family.architecture}"
     try:
-        copied = _copy_tokenizer(run / TOKENIZER, chosen.files)
-        return write_checkpoint(run, opened.step, weights, config, facts), config
-    except (OSError, UserError) as fault:
-        if copied:
-            remove(run / TOKENIZER)
-        if isinstance(fault, OSError):
-            raise cannot_write(run, fault) from None
-        raise
-
-
-def _copy_tokenizer(place: Path, files: Files | None) -> bool:
-    """Copy the tokenizer's files into a folder; False where they are there, or there are none.
-
-    An import that was killed leaves them. UserError where the folder holds others.
-    """
-    paths = [] if files is None else files.paths()
-    if place.exists():
-        copies = [place / file.name for file in paths]
-        if sorted(copies) == sorted(place.iterdir()) and all(map(_are_equal, paths, copies)):
-            return False
-        raise UserError(f"-o: {place} exists and is not replaced - name another folder")
-    if not paths:
-        return False
-    with folder_beside(place) as temporary:
-        for file in paths:
-            shutil.copyfile(file, temporary / file.name)
-    return True
-
-
-def _are_equal(file: Path, copy: Path) -> bool:
-    return filecmp.cmp(file, copy, shallow=False)
-
-
-def _with_files(config: Config, run: Path, chosen: Chosen, rows: int) -> Config:
-    """The configuration with the run's own folder and tokenizer, and with these rows."""
-    checkpoint = config.checkpoint.model_copy(update={"save": str(run), "load": None})
-    data, model = config.data, config.model
-    files = chosen.files
-    if files is not None:
-        names: dict[str, Any] = {
-            "tokenizer_type": files.kind,
-            "vocab_file": str(run / TOKENIZER / files.vocab.name),
-            "merge_file": None
-            if files.merges is None
-            else str(run / TOKENIZER / files.merges.name),
-        }
-        data = data.model_copy(update=names)
-    size = chosen.description.get("vocab_size")
-    if size and padded_vocab(size, model.make_vocab_size_divisible_by) != rows:
-        model = model.model_copy(update={"make_vocab_size_divisible_by": rows})
-    return replace(config, checkpoint=checkpoint, data=data, model=model)
+        # It draws bars on stderr, and writes them even where they are switched off.
+        with open(os.devnull, "w") as nothing, contextlib.redirect_stderr(nothing):
+            theirs = getattr(transformers, family.architecture).from_pretrained(
+                folder,
+                dtype=torch.float32,
+                local_files_only=True,
+                attn_implementation="eager",  # config.json may ask for one that is not installed
+            )
+    except Exception as fault:  # it raises many kinds, for keys that change nothing here too
+        reason = " ".join(str(fault).split())
+        raise UserError(
+            f"{folder}: {program} cannot open it ({type(fault).__name__}: {reason:.200}) - correct"
+            " its config.json, or copy the folder again"
+        ) from None
+    draw = torch.Generator().manual_seed(0)
+    length = min(LENGTH, model.train_length)
+    ids = torch.randint(model.vocab, (TEXTS, length), generator=draw)
+    with torch.no_grad():
+        expected = theirs.eval()(ids).logits
+        difference = (model(ids) - expected).abs().max().item()
+    largest = expected.abs().max().item()
+    # `not <=`: nan is no agreement
+    if not difference <= TOLERANCE * max(1.0, largest):
+        raise UserError(
+            f"{folder}: our logits differ from those of {program} by {difference:.3g}, where the"
+            f" largest is {largest:.3g} - nothing was written; please report this model"
+        )
+    return {
+        "with": program,
+        "tokens": ids.numel(),
+        "largest_difference": difference,
+        "largest_logit": largest,
+    }

@@ -1,5 +1,6 @@
 """One way into every checkpoint: ours, Hugging Face's, GPT-NeoX's and those of its forks."""
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,13 +12,20 @@ from megatron.checkpoints.saved import chosen, folder_of, step_of, steps_in, wit
 from megatron.config import Config
 from megatron.config.config import COPY
 from megatron.errors import UserError
-from megatron.interop import exported_folder, hub, huggingface, neox_folder
-from megatron.interop.reference import load_reference
+from megatron.interop import exported_folder, huggingface, reference
 from megatron.model import GPT
+from megatron.network import hub, hub_is_reachable
+
+HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
+HUB_FILES = ("*.safetensors", "*.json", "tokenizer.model", "merges.txt", "vocab.txt")
+"""Files that are downloaded: weights, settings and tokenizer, and no code."""
+OLD_WEIGHTS = ("pytorch_model*.bin",)
+"""And these, if a model has no safetensors."""
+OF_ANOTHER_PROGRAM = ("consolidated*",)  # a second copy of Mistral's weights
 
 
 @dataclass(frozen=True)
-class Opened:
+class OpenedModel:
     """A checkpoint from anywhere.
 
     model: float32, eval mode; config: what it is, in our keys; step: of its training, 0 if unknown
@@ -38,10 +46,9 @@ class Kind(NamedTuple):
     """
 
     name: str
-    described: str
     find: Callable[[Path], Path | None]
     files: Callable[[Path], list[Path]]
-    open: Callable[[Path, Config | None], Opened]
+    open: Callable[[Path, Config | None], OpenedModel]
 
 
 def open_model(source: str | Path, *, config: Config | None = None) -> tuple[GPT, Config]:
@@ -51,21 +58,54 @@ def open_model(source: str | Path, *, config: Config | None = None) -> tuple[GPT
         ours; a run or checkpoint of GPT-NeoX, KERPLE or MEP, with its configuration as `config`
         unless the folder `configs` lies with it
     model(ids [batch, length]) -> logits [batch, length, rows of the source's vocabulary]
-    UserError where it cannot be read, or is not what it says.
+    Raises UserError if it cannot be read, or is not what it says.
     """
     kind, folder = kind_of(local_folder(source))
-    opened = kind.open(folder, config)
+    opened = open_kind(kind, folder, config)
     return opened.model, opened.config
 
 
+def open_kind(kind: Kind, folder: Path, config: Config | None) -> OpenedModel:
+    """The checkpoint in a folder of a kind; config: of a GPT-NeoX checkpoint alone."""
+    if config is not None and kind.name != "gpt-neox":
+        raise UserError(f"{folder}: has its own configuration - leave the other one out")
+    return kind.open(folder, config)
+
+
 def local_folder(source: str | Path) -> Path:
-    """The folder of a source; a name of the hub is downloaded if it is not on this machine."""
-    folder = Path(source)
-    if not folder.exists() and hub.is_name(str(source)):
-        return hub.folder_of(str(source))
-    if not folder.is_dir():
-        raise UserError(f"{folder}: is no folder - give a checkpoint, or a hub's owner/model")
-    return folder
+    """The folder of a source; a model of the hub is downloaded if it is not on this machine."""
+    folder, name = Path(source), str(source)
+    if folder.is_dir():
+        return folder
+    if folder.exists() or not HUB_NAME.fullmatch(name):
+        raise UserError(f"{folder}: is not a folder - give a checkpoint, or a hub's owner/model")
+    from huggingface_hub import snapshot_download  # only here: importing it takes long
+
+    reachable = hub_is_reachable()
+    try:
+        for patterns in (HUB_FILES, HUB_FILES + OLD_WEIGHTS):
+            found = snapshot_download(
+                name,
+                allow_patterns=list(patterns),
+                ignore_patterns=list(OF_ANOTHER_PROGRAM),
+                local_files_only=not reachable,
+            )
+            if any(Path(found).glob("*.safetensors")):
+                break
+        return Path(found)
+    except (OSError, ValueError) as fault:
+        if reachable:
+            reason = (str(fault).splitlines() or [repr(fault)])[0]
+            raise UserError(
+                f"{name}: cannot be downloaded ({reason}) - check the name and your rights, or copy"
+                " the folder here and give its path"
+            ) from None
+    wanted = " ".join(f"--include '{pattern}'" for pattern in HUB_FILES)
+    raise UserError(
+        f"{name}: is not a folder here, and {hub()} cannot be reached - where there is a"
+        f" network, run `hf download {name} {wanted} --local-dir {folder.name}`; copy that folder"
+        " here and give its path"
+    )
 
 
 def kind_of(folder: Path) -> tuple[Kind, Path]:
@@ -74,7 +114,7 @@ def kind_of(folder: Path) -> tuple[Kind, Path]:
         found = kind.find(folder)
         if found is not None:
             return kind, found
-    steps = neox_folder.steps_in(folder)
+    steps = neox_steps_in(folder)
     if steps:
         raise UserError(
             f"{folder}: its file `latest` names none of {', '.join(steps[:8])} - give the folder of"
@@ -86,9 +126,15 @@ def kind_of(folder: Path) -> tuple[Kind, Path]:
     )
 
 
+def neox_steps_in(run: Path) -> list[str]:
+    """Names of the folders with checkpoints of GPT-NeoX in a run's folder."""
+    folders = run.glob("global_step*")
+    return sorted(folder.name for folder in folders if reference.holds_files(folder))
+
+
 def is_known(folder: Path) -> bool:
     """Whether a folder is or holds a checkpoint of any kind."""
-    return any(kind.find(folder) is not None for kind in KINDS)
+    return any(kind.find(folder) is not None for kind in KINDS) or bool(neox_steps_in(folder))
 
 
 def is_ours(folder: Path) -> bool:
@@ -96,20 +142,10 @@ def is_ours(folder: Path) -> bool:
     if steps_in(folder) or (folder / RECORD).is_file():
         return True
     without = [folder_of(folder, step) for step in without_record(folder)]
-    return any(_holds_our_files(place) for place in (folder, *without))
-
-
-def _holds_our_files(folder: Path) -> bool:
-    return (folder / SETTINGS).is_file() and (folder / WEIGHTS).is_file()
-
-
-def _refuse(config: Config | None, folder: Path) -> None:
-    if config is not None:
-        raise UserError(f"{folder}: has its own configuration - leave the other one out")
-
-
-def _find_ours(folder: Path) -> Path | None:
-    return chosen(folder) if is_ours(folder) else None
+    for place in (folder, *without):
+        if (place / SETTINGS).is_file() and (place / WEIGHTS).is_file():
+            return True
+    return False
 
 
 def _files_of_ours(folder: Path) -> list[Path]:
@@ -117,70 +153,48 @@ def _files_of_ours(folder: Path) -> list[Path]:
     return [folder / name for name in names if (folder / name).is_file()]
 
 
-def _open_ours(folder: Path, config: Config | None) -> Opened:
-    _refuse(config, folder)
+def _open_ours(folder: Path, _: Config | None) -> OpenedModel:
     model, trained, record = load_for_evaluation(folder)
-    return Opened(model, trained, record["step"], record)
-
-
-def _find_exported(folder: Path) -> Path | None:
-    return folder if exported_folder.is_folder(folder) else None
-
-
-def _open_exported(folder: Path, config: Config | None) -> Opened:
-    _refuse(config, folder)
-    return Opened(*exported_folder.open_folder(folder))
-
-
-def _find_huggingface(folder: Path) -> Path | None:
-    return folder if huggingface.is_folder(folder) else None
+    return OpenedModel(model, trained, record["step"], record)
 
 
 def _files_of_huggingface(folder: Path) -> list[Path]:
     return [folder / huggingface.SETTINGS, *huggingface.weight_files(folder)]
 
 
-def _open_huggingface(folder: Path, config: Config | None) -> Opened:
-    _refuse(config, folder)
-    return Opened(*huggingface.open_folder(folder))
-
-
 def _files_of_neox(folder: Path) -> list[Path]:
-    files = [file for pattern in neox_folder.PATTERNS for file in sorted(folder.glob(pattern))]
-    return [*sorted((folder / "configs").glob("*.yml")), *files]
+    patterns = ("configs/*.yml", *reference.PATTERNS)
+    return [file for pattern in patterns for file in sorted(folder.glob(pattern))]
 
 
-def _open_neox(folder: Path, config: Config | None) -> Opened:
-    config = config or neox_folder.configuration(folder)
+def _open_neox(folder: Path, config: Config | None) -> OpenedModel:
+    config = config or reference.configuration(folder)
     if config is None:
         raise UserError(
             f"{folder}: has no configuration with it (configs/*.yml) - give that of its training"
         )
-    return Opened(*load_reference(folder, config), step=step_of(folder) or 0)
+    return OpenedModel(*reference.load_reference(folder, config), step=step_of(folder) or 0)
 
 
 KINDS = (
-    Kind("ours", "a checkpoint of ours", _find_ours, _files_of_ours, _open_ours),
     Kind(
-        "gpt-neox",
-        "a checkpoint of GPT-NeoX",
-        neox_folder.checkpoint_in,
-        _files_of_neox,
-        _open_neox,
+        "ours",
+        lambda folder: chosen(folder) if is_ours(folder) else None,
+        _files_of_ours,
+        _open_ours,
     ),
+    Kind("gpt-neox", reference.checkpoint_in, _files_of_neox, _open_neox),
     Kind(
         "exported",
-        "an exported model of ours",
-        _find_exported,
+        lambda folder: folder if exported_folder.is_folder(folder) else None,
         _files_of_huggingface,
-        _open_exported,
+        lambda folder, _: OpenedModel(*exported_folder.open_folder(folder)),
     ),
     Kind(
         "huggingface",
-        "a folder of Hugging Face's",
-        _find_huggingface,
+        lambda folder: folder if (folder / huggingface.SETTINGS).is_file() else None,
         _files_of_huggingface,
-        _open_huggingface,
+        lambda folder, _: OpenedModel(*huggingface.open_folder(folder)),
     ),
 )
-"""What can be opened, in the order in which it is looked for."""
+"""All kinds that can be opened, in the order in which they are looked for."""

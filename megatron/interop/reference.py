@@ -1,25 +1,41 @@
-"""Read checkpoints of GPT-NeoX and its forks KERPLE and MEP."""
+"""Read checkpoints of GPT-NeoX and its forks KERPLE and MEP, joined over tensor-parallel ranks.
+
+Two layouts exist: a file for each layer and rank (`layer_02-model_00-model_states.pt`, written with
+pipe_parallel_size >= 1), and one for each rank (`mp_rank_00_model_states.pt`). Layers have the
+numbers of GPT-NeoX's pipeline in both.
+"""
 
 import logging
 import re
 from collections import defaultdict
-from collections.abc import Collection, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
+import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from megatron.config import Config
+from megatron.config import Config, load
+from megatron.config.yaml_files import read_file
 from megatron.errors import UserError
-from megatron.interop.shards import Layers, Tensors, read_layers
+from megatron.files import read_small
+from megatron.interop.huggingface import load_plain
 from megatron.model import GPT, Architecture, from_config, position_from_config
 from megatron.positions import Position
 
 logger = logging.getLogger(__name__)
 
+Tensors = dict[str, Tensor]  # by name
+
+PATTERNS = ("layer_*-model_*-model_states.pt", "mp_rank_*_model_states.pt")
+LAYER_FILE = re.compile(r"layer_(\d+)-model_(\d+)-model_states\.pt")
+RANK_FILE = re.compile(r"mp_rank_(\d+)_model_states\.pt")
+NAME_IN_RANK_FILE = re.compile(r"sequential\.(\d+)\.(.+)")
+OF_OURS = ("checkpoint.json", "config.yml")
+ONE_RANK = ("model_parallel_size=1", "pipe_parallel_size=1")  # its ranks are joined here
+LONGEST_POINTER = 4096  # bytes of `latest`
 POSITION_PREFIXES = (
     "attention.rpe.",
     "attention.alibi_embed.",
@@ -37,8 +53,86 @@ RENAMED = {
 WIDENING, GATE = "mlp.dense_h_to_4h.", "mlp.gate."
 PROJECTION = "attention.query_key_value."
 RMS_NORM = re.compile(r"norm\.scale$")
+# Which dimension the ranks share out. Everything else has a copy on every rank.
+DIVIDED = {
+    "word_embeddings.weight": 0,
+    "final_linear.weight": 0,
+    "attention.query_key_value.weight": 0,
+    "attention.query_key_value.bias": 0,
+    "attention.dense.weight": 1,
+    "mlp.dense_h_to_4h.weight": 0,
+    "mlp.dense_h_to_4h.bias": 0,
+    "mlp.dense_4h_to_h.weight": 1,
+    "mlp.gate.weight": 0,
+    "mlp.gate.bias": 0,
+    "attention.alibi_embed.slopes": 0,
+    "attention.rpe.slopes": 0,
+    "attention.rpe.bias_p": 0,
+    "attention.rpe.bias_a": 0,
+    "attention.rpe.wei_p": 0,
+    "attention.rpe.wei_a": 0,
+    "attention.rpe.weight": 1,  # T5: [buckets, heads]
+}
+# Biases of matrices whose ranks' products are summed.
+OF_SUMS = ("attention.dense.bias", "mlp.dense_4h_to_h.bias")
+SAME = 2**-6  # relative; ranks keep copies of norms in bf16, and these may drift apart
 ROUNDING = 2**-8  # the forks keep fixed tensors in bf16
-Copies = dict[str, list[Tensor]]  # the encoding's tensors by the fork's names, one for each layer
+# GPT-NeoX stores the state of numpy's generator beside the weights.
+_RECONSTRUCT = np.array(0).__reduce__()[0]
+PLAIN_NUMBERS: list[Any] = [
+    np.ndarray,
+    np.dtype,
+    type(np.dtype(np.uint32)),
+    (_RECONSTRUCT, "numpy.core.multiarray._reconstruct"),
+    (_RECONSTRUCT, "numpy._core.multiarray._reconstruct"),
+]
+
+
+def checkpoint_in(source: Path) -> Path | None:
+    """The folder of GPT-NeoX's files that `source` is, or that its file `latest` names, or None.
+
+    A checkpoint of ours, which holds such files too, is not one.
+    """
+    if holds_files(source):
+        return source
+    pointer = source / "latest"
+    if not pointer.is_file():
+        return None
+    name = read_small(pointer, LONGEST_POINTER).decode("utf-8", "replace").strip()
+    is_inside = bool(name) and Path(name).name == name
+    return source / name if is_inside and holds_files(source / name) else None
+
+
+def holds_files(folder: Path) -> bool:
+    """Whether a folder is a checkpoint of GPT-NeoX."""
+    if any((folder / name).exists() for name in OF_OURS):
+        return False
+    return any(next(folder.glob(pattern), None) for pattern in PATTERNS)
+
+
+def configuration(folder: Path) -> Config | None:
+    """The configuration in `configs` beside the weights, or None if there are no files.
+
+    Raises UserError if two of them disagree: GPT-NeoX does not store the order in which they were
+    given, and in its forks the later file wins.
+    """
+    files = sorted((folder / "configs").glob("*.yml"))
+    if not files:
+        return None
+    given: dict[str, tuple[Path, Any]] = {}
+    for file in files:
+        try:
+            content = read_file(file)
+        except ValueError as fault:
+            raise UserError(str(fault)) from None
+        for key, value in content.items():
+            earlier, before = given.setdefault(key, (file, value))
+            if before != value:
+                raise UserError(
+                    f"{folder}/configs: {earlier.name} has {key}: {before}, {file.name} has"
+                    f" {value}, and their order is not stored - name the files in their order"
+                )
+    return load(files, [*ONE_RANK])
 
 
 def load_model(folder: str | Path, config: Config) -> GPT:
@@ -51,9 +145,9 @@ def load_reference(folder: str | Path, config: Config) -> tuple[GPT, Config]:
     """The model in `folder` as `config` describes it, and the configuration that it now has.
 
     model(ids [batch, length]) -> logits [batch, length, vocab]; the files give the vocabulary.
-    Tensor-parallel ranks are joined. Where the layers' copies of a shared encoding differ, as a
+    Tensor-parallel ranks are joined. If the layers' copies of a shared encoding differ, as a
     training with pipeline stages leaves them, each layer gets its own (`pos_emb_shared: false`).
-    Raises UserError where files are missing, damaged or disagree with the configuration.
+    Raises UserError if files are missing, damaged or disagree with the configuration.
     """
     if config.position.pos_emb_layers:
         raise UserError(
@@ -61,30 +155,134 @@ def load_reference(folder: str | Path, config: Config) -> tuple[GPT, Config]:
         )
     folder = Path(folder)
     model = Architecture.of(config.model)
-    layers = read_layers(
-        folder,
-        partial(_of_rank, model=model, folder=folder),
-        bias_on_every_rank=model.parallel_residual,
-    )
-    weights, copies = _translate(layers, config.model.num_layers, folder)
+
+    # Whole tensors by layer, with the names of today.
+    layers: dict[int, Tensors] = {}
+    for number, ranks in sorted(read_ranks(folder).items()):
+        named = [in_our_order(ranks[rank], model, folder) for rank in sorted(ranks)]
+        layers[number] = joined(named, f"{folder}: layer {number}", model.parallel_residual)
+
+    # The pipeline has the embedding at 0, transformer layers at 2 … count + 1, the final norm at
+    # count + 3 and, unless it is tied, the output matrix at count + 4.
+    count = config.model.num_layers
+    output = count + 4
+    prefixes = {0: "", count + 3: "", output: ""}
+    prefixes |= {layer + 2: f"layers.{layer}." for layer in range(count)}
+    unknown = sorted(layers.keys() - prefixes.keys())
+    missing = sorted(prefixes.keys() - {output} - layers.keys())
+    if unknown or missing:
+        raise UserError(
+            f"{folder}: layer files {sorted(layers)} do not belong to num_layers = {count}"
+            f" (unexpected {unknown}, missing {missing}) - set num_layers to what was trained"
+        )
+
+    # Weights by our names, and the encoding's copies in all layers by the forks' names.
+    weights: Tensors = {}
+    copies: dict[str, list[Tensor]] = defaultdict(list)
+    for number, tensors in layers.items():
+        for name, tensor in tensors.items():
+            prefix = next((one for one in POSITION_PREFIXES if name.startswith(one)), None)
+            if prefix is not None:
+                copies[name.removeprefix(prefix)].append(tensor)
+            elif GATE not in name:
+                gate = tensors.get(name.replace(WIDENING, GATE)) if WIDENING in name else None
+                whole = tensor if gate is None else torch.cat([gate, tensor])
+                weights[prefixes[number] + name] = whole
     embedding = weights.get("word_embeddings.weight")
     if embedding is None:
         raise UserError(
-            f"{folder}: no word embeddings in layer_00 - give the folder of a whole GPT-NeoX "
-            "checkpoint"
+            f"{folder}: no word embeddings in layer_00 - give the folder of a whole GPT-NeoX"
+            " checkpoint"
         )
-    config = _with_own_numbers(config, copies, folder)
+
+    if config.position.pos_emb_shared:
+        position = position_from_config(config)
+        learned = {id(parameter) for parameter in position.parameters()}
+        names = [name for name, tensor in position.reference() if id(tensor) in learned]
+        differing = []
+        for name in names:
+            of_layers = copies.get(name, [])
+            if not all(torch.equal(tensor, of_layers[0]) for tensor in of_layers):
+                differing.append(name)
+        if differing:
+            logger.warning(
+                "%s: the layers' copies of %s differ, it was trained with one copy per pipeline"
+                " stage; pos_emb_shared: false keeps them",
+                folder,
+                ", ".join(differing),
+            )
+            own = config.position.model_copy(update={"pos_emb_shared": False})
+            config = replace(config, position=own)
+
     gpt = from_config(config, vocab=len(embedding))
-    _load_weights(gpt, weights, folder)
+    wanted = {name: one for name, one in gpt.state_dict().items() if "positions." not in name}
+    if wanted.keys() != weights.keys():
+        raise UserError(
+            f"{folder}: the files do not hold this model (missing"
+            f" {sorted(wanted.keys() - weights.keys())}, unexpected"
+            f" {sorted(weights.keys() - wanted.keys())}) - check no_weight_tying, pos_emb and"
+            " num_layers"
+        )
+    for name, tensor in weights.items():
+        if tensor.shape != wanted[name].shape:
+            raise UserError(
+                f"{folder}: {name} is {list(tensor.shape)}, the configuration says"
+                f" {list(wanted[name].shape)} - check hidden_size and num_attention_heads"
+            )
+    gpt.load_state_dict(weights, strict=False)
     positions = cast(Sequence[Position], gpt.positions)
-    shared = len(positions) == 1
     for layer, position in enumerate(positions):
-        own = copies if shared else _of_layer(copies, layer)
-        _load_position(position, own, folder)
+        shared = len(positions) == 1
+        own_copies = {name: one[0 if shared else layer] for name, one in copies.items()}
+        load_position(position, own_copies, folder)
     return gpt.eval(), config
 
 
-def _of_rank(tensors: Tensors, model: Architecture, folder: Path) -> Tensors:
+def read_ranks(folder: Path) -> dict[int, dict[int, Tensors]]:
+    """Layer -> tensor-parallel rank -> tensors in float32, from either layout."""
+    found: dict[int, dict[int, Tensors]] = defaultdict(lambda: defaultdict(dict))
+    files = [file for pattern in PATTERNS for file in sorted(folder.glob(pattern))]
+    if any(LAYER_FILE.fullmatch(file.name) for file in files):
+        files = [file for file in files if file.name.startswith("layer_")]
+    for path in files:
+        of_layer, of_rank = LAYER_FILE.fullmatch(path.name), RANK_FILE.fullmatch(path.name)
+        try:
+            with torch.serialization.safe_globals(PLAIN_NUMBERS):
+                content = load_plain(path)
+        except ValueError as fault:
+            raise UserError(
+                f"{path}: cannot be read as a checkpoint file ({fault}) - copy it again"
+            ) from None
+        if of_rank and isinstance(content, Mapping):
+            content = content.get("module")
+        if not (of_layer or of_rank) or not isinstance(content, Mapping):
+            raise UserError(f"{path}: holds no model of GPT-NeoX - copy the checkpoint again")
+        for name, tensor in content.items():
+            place = NAME_IN_RANK_FILE.fullmatch(name) if of_rank else None
+            is_weight = isinstance(tensor, Tensor) and tensor.is_floating_point()
+            if not is_weight or (of_rank and place is None):
+                raise UserError(f"{path}: {name} is not a weight of a GPT-NeoX model")
+            if of_layer:
+                found[int(of_layer[1])][int(of_layer[2])][name] = tensor.float()
+            elif of_rank and place:
+                found[int(place[1])][int(of_rank[1])][place[2]] = tensor.float()
+    if not found:
+        raise UserError(
+            f"{folder}: no layer_NN-model_00-model_states.pt in it - give the folder global_stepN"
+            " itself"
+        )
+    ranks = range(1 + max(rank for parts in found.values() for rank in parts))
+    for number, parts in sorted(found.items()):
+        missing = [rank for rank in ranks if rank not in parts]
+        if missing:
+            raise UserError(
+                f"{folder}: layer {number} lacks the part of tensor-parallel rank {missing[0]} of"
+                f" {len(ranks)} - copy all files of the checkpoint"
+            )
+    return found
+
+
+def in_our_order(tensors: Tensors, model: Architecture, folder: Path) -> Tensors:
     """One layer of one rank by the names that we have, and in the order of rows that ranks share.
 
     GPT-NeoX's rank stores grouped queries as all queries, all keys, all values, and a gated
@@ -100,162 +298,90 @@ def _of_rank(tensors: Tensors, model: Architecture, folder: Path) -> Tensors:
     for kind in ("weight", "bias"):
         projection, widening = PROJECTION + kind, WIDENING + kind
         if projection in renamed and model.key_heads != model.num_attention_heads:
-            renamed[projection] = _by_group(renamed[projection], model, folder)
+            rows = renamed[projection]
+            ranks, rest = divmod(model.projected_width, len(rows))
+            if rest or model.key_heads % ranks:
+                raise UserError(
+                    f"{folder}: {projection} has {len(rows)} rows on a rank, the configuration says"
+                    f" {model.projected_width} in all - check num_attention_heads and"
+                    " num_key_value_heads"
+                )
+            key_heads = model.key_heads // ranks
+            queries = model.attention_width // ranks
+            keys = key_heads * model.features_of_head
+            parts = rows.split([queries, keys, keys])
+            by_key_head = [part.unflatten(0, (key_heads, -1)) for part in parts]
+            renamed[projection] = torch.cat(by_key_head, dim=1).flatten(0, 1)
         if widening in renamed and gated and not has_own_gate:
             renamed[widening], renamed[GATE + kind] = renamed[widening].chunk(2)
     return renamed
 
 
-def _by_group(rows: Tensor, model: Architecture, folder: Path) -> Tensor:
-    """Rows of a rank's queries, keys and values, from [q, k, v] to [key heads, (q …, k, v)].
+def joined(ranks: list[Tensors], where: str, bias_on_every_rank: bool) -> Tensors:
+    """The whole tensors of a layer from the parts of all ranks.
 
-    rows [features of the rank, …] -> same
+    bias_on_every_rank: whether each rank adds OF_SUMS before the sum over ranks, as with
+        gpt_j_residual; then the bias is their sum, and otherwise each rank has the whole
     """
-    features = model.features_of_head
-    ranks, rest = divmod(model.projected_width, len(rows))
-    if rest or model.key_heads % ranks:
-        raise UserError(
-            f"{folder}: {PROJECTION}weight has {len(rows)} rows on a rank, the configuration says"
-            f" {model.projected_width} in all - check num_attention_heads and num_key_value_heads"
-        )
-    key_heads = model.key_heads // ranks
-    queries = model.num_attention_heads // ranks * features
-    keys = key_heads * features
-    parts = [part.unflatten(0, (key_heads, -1)) for part in rows.split([queries, keys, keys])]
-    return torch.cat(parts, dim=1).flatten(0, 1)
-
-
-def _with_own_numbers(config: Config, copies: Copies, folder: Path) -> Config:
-    """The configuration; with learned numbers for each layer where the layers' copies differ."""
-    if not config.position.pos_emb_shared:
-        return config
-    position = position_from_config(config)
-    learned = {id(parameter) for parameter in position.parameters()}
-    names = [name for name, tensor in position.reference() if id(tensor) in learned]
-    differing = [name for name in names if not _equal(copies.get(name, []))]
-    if not differing:
-        return config
-    logger.warning(
-        "%s: the layers' copies of %s differ, it was trained with one copy per pipeline stage;"
-        " pos_emb_shared: false keeps them",
-        folder,
-        ", ".join(differing),
-    )
-    return replace(config, position=config.position.model_copy(update={"pos_emb_shared": False}))
-
-
-def _equal(tensors: Sequence[Tensor]) -> bool:
-    return all(torch.equal(tensor, tensors[0]) for tensor in tensors)
-
-
-def _of_layer(copies: Copies, layer: int) -> Copies:
-    return {name: tensors[layer : layer + 1] for name, tensors in copies.items()}
-
-
-def _translate(layers: Layers, count: int, folder: Path) -> tuple[Tensors, Copies]:
-    """The model's weights by our names, and the encoding's copies by the fork's names.
-
-    count: transformer layers of the configuration
-    """
-    prefixes = _prefixes(layers.keys(), count, folder)
-    weights: Tensors = {}
-    copies: Copies = defaultdict(list)
-    for number, tensors in layers.items():
-        for name, tensor in tensors.items():
-            of_encoding = [prefix for prefix in POSITION_PREFIXES if name.startswith(prefix)]
-            if of_encoding:
-                copies[name.removeprefix(of_encoding[0])].append(tensor)
-            else:
-                weights[prefixes[number] + name] = tensor
-    return _with_gates(weights), copies
-
-
-def _with_gates(weights: Tensors) -> Tensors:
-    """Weights with each gate in one matrix with what it multiplies, the gate first."""
-    fused = {}
-    for name, tensor in weights.items():
-        if GATE in name:
-            continue
-        gate = weights.get(name.replace(WIDENING, GATE)) if WIDENING in name else None
-        fused[name] = tensor if gate is None else torch.cat([gate, tensor])
-    return fused
-
-
-def _prefixes(numbers: Collection[int], count: int, folder: Path) -> dict[int, str]:
-    """Number of a file -> what our names of its weights begin with.
-
-    The fork's pipeline has the embedding at 0, transformer layers at 2 … count + 1, the final norm
-    at count + 3 and, where it is not tied, the output matrix at count + 4.
-    """
-    output = count + 4
-    prefixes = {0: "", count + 3: "", output: ""}
-    for layer in range(count):
-        prefixes[layer + 2] = f"layers.{layer}."
-    unknown = sorted(set(numbers) - prefixes.keys())
-    missing = sorted(prefixes.keys() - {output} - set(numbers))
-    if unknown or missing:
-        raise UserError(
-            f"{folder}: layer files {sorted(numbers)} do not belong to num_layers = {count} "
-            f"(unexpected {unknown}, missing {missing}) - set num_layers to what was trained"
-        )
-    return prefixes
-
-
-def _load_weights(model: nn.Module, weights: Tensors, folder: Path) -> None:
-    """Copy all weights but the encoding's."""
-    state = model.state_dict()
-    wanted = {name: state[name] for name in state if not name.startswith("positions.")}
-    missing = sorted(wanted.keys() - weights.keys())
-    unexpected = sorted(weights.keys() - wanted.keys())
-    if missing or unexpected:
-        raise UserError(
-            f"{folder}: the files do not hold this model (missing {missing}, unexpected "
-            f"{unexpected}) - check no_weight_tying, pos_emb and num_layers"
-        )
-    for name, tensor in weights.items():
-        if tensor.shape != wanted[name].shape:
+    mixed = "its files are those of different checkpoints"
+    whole = {}
+    for name in ranks[0]:
+        if not all(tensors.keys() == ranks[0].keys() for tensors in ranks):
+            raise UserError(f"{where}: not every rank has the same tensors - {mixed}")
+        parts = [tensors[name] for tensors in ranks]
+        try:
+            if len(parts) == 1 or name in DIVIDED:
+                whole[name] = torch.cat(parts, dim=DIVIDED.get(name, 0))
+                continue
+            copies = torch.stack(parts)
+        except RuntimeError:
+            shapes = [list(part.shape) for part in parts]
             raise UserError(
-                f"{folder}: {name} is {list(tensor.shape)}, the configuration says "
-                f"{list(wanted[name].shape)} - check hidden_size and num_attention_heads"
+                f"{where}: parts of {name} have the shapes {shapes} - {mixed}"
+            ) from None
+        mean = copies.mean(dim=0)  # GPT-NeoX's own rule for norms
+        apart = (copies - mean).abs().max()
+        if bias_on_every_rank and name in OF_SUMS:
+            whole[name] = copies.sum(dim=0)
+        elif not apart:
+            whole[name] = parts[0]
+        elif apart <= SAME * mean.abs().max():
+            whole[name] = mean
+        else:
+            raise UserError(
+                f"{where}: the ranks' copies of {name} differ by {apart.item():.3g} - {mixed}"
             )
-    model.load_state_dict(weights, strict=False)
+    return whole
 
 
-def _load_position(position: Position, copies: Copies, folder: Path) -> None:
+def load_position(position: Position, stored: Mapping[str, Tensor], folder: Path) -> None:
     """Fill the encoding's parameters, and compare its fixed tensors with those of the files."""
     learned = {id(parameter) for parameter in position.parameters()}
-    compared = set()
+    unused = set(stored)
     for name, tensor in position.reference():
         is_learned = id(tensor) in learned
-        if name not in copies:
+        if name not in stored:
             if is_learned:
                 raise UserError(
                     f"{folder}: no {name} in the files, which this pos_emb needs - check pos_emb"
                 )
             continue
-        compared.add(name)
-        value = _one_value(name, copies[name], tensor, folder)
+        unused.discard(name)
+        if stored[name].numel() != tensor.numel():
+            raise UserError(
+                f"{folder}: {name} has {stored[name].numel()} numbers, the configuration says"
+                f" {tensor.numel()} - check pos_emb_args and num_attention_heads"
+            )
+        value = stored[name].reshape(tensor.shape).to(tensor.dtype)
         if is_learned:
             tensor.data.copy_(value)
         elif not torch.allclose(value, tensor, rtol=ROUNDING, atol=0):
             raise UserError(
-                f"{folder}: {name} differs from what this pos_emb has - check pos_emb and "
-                "pos_emb_args"
+                f"{folder}: {name} differs from what this pos_emb has - check pos_emb and"
+                " pos_emb_args"
             )
-    unused = copies.keys() - compared
     foreign = sorted(unused - set(position.reference_unused))
     if foreign:
         raise UserError(f"{folder}: {foreign} belong to another encoding - check pos_emb")
-    for name in sorted(unused):
-        logger.info("%s: %s is stored there but this encoding does not use it", folder, name)
-
-
-def _one_value(name: str, copies: Sequence[Tensor], like: Tensor, folder: Path) -> Tensor:
-    """The value that the copies have, which are equal, in the shape and dtype of `like`."""
-    first = copies[0]
-    if first.numel() != like.numel():
-        raise UserError(
-            f"{folder}: {name} has {first.numel()} numbers, the configuration says {like.numel()} "
-            "- check pos_emb_args and num_attention_heads"
-        )
-    return first.reshape(like.shape).to(like.dtype)
+    if unused:
+        logger.info("%s: not used by this encoding: %s", folder, ", ".join(sorted(unused)))

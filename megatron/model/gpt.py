@@ -15,7 +15,7 @@ from megatron.model.cache import Cache, LayerCache, first_visible
 from megatron.model.documents import Documents, by_document
 from megatron.model.head import mean_loss, token_losses
 from megatron.model.layers import AttentionInputs, Block, normalisation
-from megatron.model.methods import Method, NearFar, clipped, faults_of, method_of_layer
+from megatron.model.methods import Method, clipped, faults_of, method_of_layer
 from megatron.model.settings import Architecture, AttentionSettings, initialize
 from megatron.positions import Position
 from megatron.positions.base import check_key_heads
@@ -292,7 +292,8 @@ class GPT(nn.Module):
         settings = self.attention
         by_layer: dict[tuple[Position, int | None], Choice] = {}
         for position, window in self._layers:
-            if isinstance(self._method_of(position, window), NearFar):
+            method = self._method_of(position, window)
+            if method is not None and method.two_versions:
                 by_layer[position, window] = Choice("near_far")
                 continue
             shape = position.shape

@@ -12,13 +12,17 @@ are near, which far keys are visible, and where far queries and keys stand.
 | lm_infinite (arXiv 2308.16137) | the first `sinks` of the text | limit |
 | sinks with a window (StreamingLLM, arXiv 2309.17453) | the first `sinks` | of places in a cache |
 
-`dynamic_ntk` changes the base of a rotary encoding for later queries.
+`dynamic_ntk` changes the base of a rotary encoding for later queries: it is that of dynamic NTK for
+their number of keys n, rounded up to whole steps. The base is base · (factor · n / seq_length -
+factor + 1)^(dim / (dim - 2)) beyond seq_length; all keys are turned by it too. transformers gives
+every query the base of the whole text, so that a longer text changes what came before. Here the
+last query of a step has what they give it.
 """
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
-from typing import Any, ClassVar
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -31,272 +35,132 @@ from megatron.model.settings import AttentionSettings
 from megatron.positions import REGISTRY, Position
 
 MOST = 2**24  # tokens: beyond, positions are not exact in float32
+LEAST = {"window": 1, "factor": 1, "group": 2, "sinks": 1, "limit": 1, "step": 1}
+"""The least value of each option."""
+
+
+class Kind(NamedTuple):
+    """Options of a method and their types, tokens unless something else is said.
+
+    defaults: of options that need not be given, by the training's length and what is given
+    needs: the attribute that the encoding of at least one layer must have; None: nothing
+    between: far distances may lie between whole numbers, where tables have no value
+    """
+
+    options: dict[str, type]
+    defaults: Callable[[int, Mapping[str, float]], dict[str, float]]
+    needs: str | None = "rotates"
+    between: bool = False
+
+
+def half(train_length: int, _: Mapping[str, float]) -> dict[str, float]:
+    """Keys of the last half of the training's length are near."""
+    return {"window": max(1, train_length // 2)}
+
+
+METHODS = {
+    "rerope": Kind({"window": int}, half),
+    "leaky_rerope": Kind({"window": int, "factor": float}, half, between=True),
+    "self_extend": Kind({"window": int, "group": int}, half, between=True),
+    "lm_infinite": Kind(
+        {"window": int, "sinks": int, "limit": int},
+        lambda length, given: {"window": length, "limit": given.get("window", length)},
+        needs=None,
+    ),
+    "dynamic_ntk": Kind(
+        {"factor": float, "step": int},
+        lambda length, given: {"factor": 1.0, "step": length},
+        needs="stretches",
+    ),
+}
+"""All that `--method` may name."""
+SINKS = Kind({"window": int, "sinks": int}, lambda length, given: {}, needs=None)
+"""The setting `sinks` beside `window`."""
 
 
 @dataclass(frozen=True)
 class Method:
-    """What all methods have. Fields are the options, in tokens where nothing else is said.
+    """A method with all its options. Indices of tokens are counted from the start of the text."""
 
-    needs: the attribute that the encoding of at least one layer must have; None: nothing
-    """
-
-    name: ClassVar[str]
-    needs: ClassVar[str | None] = "rotates"
-
-    @classmethod
-    def defaults(cls, train_length: int, given: Mapping[str, float]) -> dict[str, float]:
-        """Values of the options that need not be given."""
-        return {}
+    name: str
+    options: dict[str, Any]
 
     @property
-    def text(self) -> str:
-        """The method as `method_of` reads it, with all options: rerope,window=256."""
-        words = [self.name]
-        for one in fields(self):
-            value = getattr(self, one.name)
-            is_whole = isinstance(value, float) and value.is_integer()
-            words.append(f"{one.name}={int(value) if is_whole else value}")
-        return ",".join(words)
+    def kind(self) -> Kind:
+        return METHODS.get(self.name, SINKS)
 
-    def faults(self, train_length: int) -> Iterator[str]:
-        """What is wrong with the options."""
-        yield from ()
-
-    def applies_to(self, position: Position) -> bool:
-        """Whether it changes anything of a layer with this encoding."""
-        return position.rotates
-
-    def obstacle(self, position: Position) -> str | None:
-        """Why a layer with this encoding cannot be computed; None: it can."""
-        return obstacle_to_moving(position)
-
-    def table_length(self, keys: int) -> int:
-        """How many distances a table must have for so many keys."""
-        return keys
-
-    def visible(self, window: int | None) -> tuple[int, int | None]:
-        """What a query sees in a layer with this window: how many first and how many last keys."""
-        return 0, window
-
-
-@dataclass(frozen=True)
-class NearFar(Method):
-    """Two versions of the score. Indices of tokens are counted from the start of the text.
-
-    window: keys less than so many tokens back are near
-    between: far distances may lie between whole numbers, where tables have no value
-    """
-
-    between: ClassVar[bool] = False
-    window: int
-
-    @classmethod
-    def defaults(cls, train_length: int, given: Mapping[str, float]) -> dict[str, float]:
-        return {"window": max(1, train_length // 2)}
+    @property
+    def two_versions(self) -> bool:
+        """Whether near and far keys have scores of their own."""
+        return "window" in self.options
 
     @property
     def first_keys(self) -> int | None:
         """How many keys of the text's start are the only far ones; None: all are visible."""
-        return None
-
-    def far_query(self, index: Tensor) -> Tensor:
-        """Where a query stands for far keys: [queries] int64 -> [queries] int64 or float32."""
-        raise NotImplementedError
-
-    def far_key(self, index: Tensor) -> Tensor:
-        """Where a far key stands: [keys] int64 -> [keys] int64 or float32."""
-        return torch.zeros_like(index)
-
-    def faults(self, train_length: int) -> Iterator[str]:
-        if not 1 <= self.window <= train_length:
-            yield (
-                f"window={self.window} is not within 1 … {train_length}, the training length;"
-                " beyond it near keys stand at distances that were not trained"
-            )
-
-    def visible(self, window: int | None) -> tuple[int, int | None]:
-        return (0, window) if self.first_keys is None else (self.first_keys, self.window)
-
-    def excluded(self, attention: AttentionSettings, windows: Sequence[int]) -> Iterator[str]:
-        """Other settings that it excludes. windows: those of layers that have one"""
-        if attention.blockwise:
-            yield "has no meaning beside blockwise: true"
-        if attention.clip_distance is not None:
-            yield f"excludes --clip-distance {attention.clip_distance}, since it clips itself"
-        for window in windows:
-            if self.first_keys is not None:
-                yield "has a window of its own; give --window none"
-            elif window <= self.window:
-                yield f"changes nothing within window {window}; give --window none or more"
-
-    def applies_to(self, position: Position) -> bool:
-        return position.rotates or has_table(position)
-
-    def obstacle(self, position: Position) -> str | None:
-        if self.between and has_table(position):
-            return "its bias by distance has no value between whole distances"
-        return obstacle_to_moving(position)
-
-
-@dataclass(frozen=True)
-class ReRoPE(NearFar):
-    """window: from here on every distance counts as this one; default seq_length / 2."""
-
-    name = "rerope"
-
-    def far_query(self, index: Tensor) -> Tensor:
-        return torch.full_like(index, self.window)
-
-
-@dataclass(frozen=True)
-class LeakyReRoPE(NearFar):
-    """window: as in rerope; factor: beyond, distances grow by 1 / factor for each token."""
-
-    name = "leaky_rerope"
-    between = True
-    factor: float
-
-    def far_query(self, index: Tensor) -> Tensor:
-        return (index + self.window * (self.factor - 1)) / self.factor
-
-    def far_key(self, index: Tensor) -> Tensor:
-        return index / self.factor
-
-    def faults(self, train_length: int) -> Iterator[str]:
-        yield from super().faults(train_length)
-        if not 1 < self.factor <= MOST:
-            yield f"factor={self.factor} is not more than 1 and at most {MOST}"
-
-
-@dataclass(frozen=True)
-class SelfExtend(NearFar):
-    """window: as in rerope; group: tokens that share a far position."""
-
-    name = "self_extend"
-    between = True
-    group: int
-
-    def far_query(self, index: Tensor) -> Tensor:
-        # A true division: the shift is no whole number where group does not divide window.
-        return self.far_key(index) + self.window - self.window / self.group
-
-    def far_key(self, index: Tensor) -> Tensor:
-        return index // self.group
-
-    def faults(self, train_length: int) -> Iterator[str]:
-        yield from super().faults(train_length)
-        if not 2 <= self.group <= MOST:
-            yield f"group={self.group} is not within 2 … {MOST}"
-
-
-@dataclass(frozen=True)
-class LMInfinite(NearFar):
-    """window: last keys that are visible, default seq_length; sinks: of the first tokens, visible
-    to all queries; limit: the distance of sinks beyond the window, default window.
-    """
-
-    name = "lm_infinite"
-    needs = None
-    sinks: int
-    limit: int
-
-    @classmethod
-    def defaults(cls, train_length: int, given: Mapping[str, float]) -> dict[str, float]:
-        return {"window": train_length, "limit": given.get("window", train_length)}
+        return self.options.get("sinks")
 
     @property
-    def first_keys(self) -> int | None:
-        return self.sinks
+    def text(self) -> str:
+        """The method as `method_of` reads it, with all options: rerope,window=256."""
+        words = [f"{name}={self.options[name]}" for name in self.kind.options]
+        return ",".join([self.name, *(word.removesuffix(".0") for word in words)])
 
-    def far_query(self, index: Tensor) -> Tensor:
-        return torch.full_like(index, self.limit)
-
-    def faults(self, train_length: int) -> Iterator[str]:
-        yield from super().faults(train_length)
-        if not 1 <= self.sinks <= MOST:
-            yield f"sinks={self.sinks} is not within 1 … {MOST}"
-        if not self.window <= self.limit <= MOST:
-            yield f"limit={self.limit} is not within window … {MOST}"
-
-    def applies_to(self, position: Position) -> bool:
-        return True
+    def far(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
+        """Where queries stand for far keys, and these for them: [queries], [keys] -> same."""
+        get = self.options.get
+        window, factor, group = self.options["window"], get("factor"), get("group")
+        if factor is not None:
+            return (query + window * (factor - 1)) / factor, key / factor
+        if group is not None:
+            # A true division: the shift is no whole number where group does not divide window.
+            return query // group + window - window / group, key // group
+        if self.name == "sinks":
+            return query.clamp(max=self.options["sinks"] + window - 1), key
+        return torch.full_like(query, get("limit", window)), torch.zeros_like(key)
 
     def table_length(self, keys: int) -> int:
-        return max(keys, self.limit + 1)
+        """How many distances a table must have for so many keys."""
+        return max(keys, self.options.get("limit", 0) + 1)
 
-
-@dataclass(frozen=True)
-class Sinks(NearFar):
-    """StreamingLLM: the first `sinks` keys and the last `window` ones, at their places in a cache
-    that holds no others. It stands for the setting `sinks` beside `window`.
-    """
-
-    name = "sinks"
-    needs = None
-    sinks: int
-
-    @property
-    def first_keys(self) -> int | None:
-        return self.sinks
-
-    def far_query(self, index: Tensor) -> Tensor:
-        last_place = self.sinks + self.window - 1
-        return index.clamp(max=last_place)
-
-    def far_key(self, index: Tensor) -> Tensor:
-        return index
+    def visible(self, window: int | None) -> tuple[int, int | None]:
+        """The first and the last keys that a query sees in a layer with this window."""
+        sinks = self.first_keys
+        return (0, window) if sinks is None else (sinks, self.options["window"])
 
     def applies_to(self, position: Position) -> bool:
-        return True
-
-
-@dataclass(frozen=True)
-class DynamicNTK(Method):
-    """The base of a query with n keys is that of dynamic NTK for n rounded up to whole steps.
-
-    It is base · (factor · n / seq_length - factor + 1)^(dim / (dim - 2)) beyond seq_length; all
-    keys are turned by it too. transformers gives every query the base of the whole text, so that
-    a longer text changes what came before. Here the last query of a step has what they give it.
-
-    factor: how fast the base grows, default 1; step: default seq_length
-    """
-
-    name = "dynamic_ntk"
-    needs = "stretches"
-    factor: float
-    step: int
-
-    @classmethod
-    def defaults(cls, train_length: int, given: Mapping[str, float]) -> dict[str, float]:
-        return {"factor": 1.0, "step": train_length}
-
-    def faults(self, train_length: int) -> Iterator[str]:
-        if not 1 <= self.factor <= MOST:
-            yield f"factor={self.factor} is not within 1 … {MOST}"
-        if not 1 <= self.step <= MOST:
-            yield f"step={self.step} is not within 1 … {MOST}"
+        """Whether it changes anything of a layer with this encoding."""
+        if self.kind.needs is None or position.rotates:
+            return True
+        return self.two_versions and has_table(position)
 
     def obstacle(self, position: Position) -> str | None:
-        if not position.stretches:
+        """Why tokens of this encoding cannot stand at other positions, or None."""
+        if self.kind.between and has_table(position):
+            return "its bias by distance has no value between whole distances"
+        if self.kind.needs == "stretches" and not position.stretches:
             return "its base cannot change, or is that of longer texts already"
-        return obstacle_to_moving(position)
+        if position.has("on_scores"):
+            return "it changes all scores of a query by their content"
+        if position.has("on_embeddings"):
+            return "it adds positions to the embeddings, where they stay"
+        if position.has("index_bias"):
+            return "its bias depends on the places of both tokens, not on their distance alone"
+        if not position.movable:
+            return "its queries and keys are known at their own positions alone"
+        if position.has("on_queries_keys") and position.has("on_queries_keys_by_content"):
+            return "it turns queries and keys by their content too"
+        return None
 
     def parts(self, start: int, end: int, train_length: int) -> Iterator[tuple[int, int, float]]:
         """(first query, end, growth of the base) of the queries start … end - 1, by their base."""
+        factor, step = self.options["factor"], self.options["step"]
         while start < end:
             length = train_length
             if start >= train_length:
-                steps = math.ceil((start + 1) / self.step)
-                length = max(train_length, steps * self.step)
+                length = max(train_length, math.ceil((start + 1) / step) * step)
             stop = min(end, length)
-            yield start, stop, self.factor * length / train_length - self.factor + 1
+            yield start, stop, factor * length / train_length - factor + 1
             start = stop
-
-
-METHODS: dict[str, type[Method]] = {
-    one.name: one for one in (ReRoPE, LeakyReRoPE, SelfExtend, LMInfinite, DynamicNTK)
-}
-"""What `--method` may name."""
 
 
 def method_of(text: str, train_length: int) -> Method:
@@ -307,42 +171,34 @@ def method_of(text: str, train_length: int) -> Method:
     fault = fault_of_name(text)
     if fault is not None:
         raise UserError(fault)
-    shown = ascii(text)[1:-1][:100]
     name, *words = text.split(",")
     kind = METHODS[name]
-    types = {one.name: one.type for one in fields(kind)}
     given: dict[str, float] = {}
     faults = []
     for word in words:
         key, _, value = word.partition("=")
-        if key not in types or key in given:
-            faults.append(f"{ascii(word)[1:-1]}: give each of {', '.join(types)} once")
-            continue
         try:
-            number = float(value[:20])
-        except ValueError:
-            number = math.nan
-        if types[key] is int and number.is_integer():
-            given[key] = int(number)
-        elif types[key] is float and math.isfinite(number):
-            given[key] = number
-        else:
-            wanted = "a whole number" if types[key] is int else "a number"
-            faults.append(f"{ascii(word)[1:-1]} is wrong; write {key}= and {wanted}")
+            given[key] = kind.options[key](value[:20])
+        except (KeyError, ValueError):
+            wanted = [f"{option}={type.__name__}" for option, type in kind.options.items()]
+            faults.append(f"{ascii(word)[1:-1]} is wrong; give {', '.join(wanted)}")
     options = kind.defaults(train_length, given) | given
-    absent = types.keys() - options.keys()
+    absent = kind.options.keys() - options.keys()
     if absent and not faults:
         faults.append(f"give {', '.join(sorted(absent))}= too; it has no default")
-    if not faults:
-        method = kind(**options)
-        faults = list(method.faults(train_length))
-        if not faults:
-            return method
-    raise UserError("\n".join(f"--method {shown}: {fault}" for fault in faults))
+    for key, value in options.items():
+        least = options["window"] if key == "limit" else LEAST[key]
+        most = train_length if key == "window" else MOST
+        if not least <= value <= most:
+            faults.append(f"{key}={value} is not within {least} … {most}")
+    if faults:
+        shown = ascii(text)[1:-1][:100]
+        raise UserError("\n".join(f"--method {shown}: {fault}" for fault in faults))
+    return Method(name, options)
 
 
 def fault_of_name(text: str) -> str | None:
-    """What is wrong with the name of the method in a text, or None."""
+    """The message about the name of the method in a text, or None."""
     name = text.split(",")[0]
     if name in METHODS:
         return None
@@ -353,7 +209,7 @@ def fault_of_name(text: str) -> str | None:
 def method_of_layer(
     attention: AttentionSettings, position: Position, window: int | None, train_length: int
 ) -> Method | None:
-    """What changes the attention of a layer with this encoding and window, or None.
+    """The method that changes attention in a layer with this encoding and window, or None.
 
     The settings have no faults.
     """
@@ -361,7 +217,7 @@ def method_of_layer(
     if attention.method is not None:
         method = method_of(attention.method, train_length)
     elif attention.sinks is not None and window is not None:
-        method = Sinks(window, attention.sinks)
+        method = Method("sinks", {"window": window, "sinks": attention.sinks})
     if method is None or not method.applies_to(position):
         return None
     return method
@@ -370,9 +226,9 @@ def method_of_layer(
 def faults_of(
     attention: AttentionSettings, positions: Sequence[Position], train_length: int
 ) -> list[str]:
-    """What is wrong with sinks, clip_distance and method for layers with these encodings."""
+    """Messages about sinks, clip_distance and method for layers with these encodings."""
     pattern = attention.window_layers or (attention.window,)
-    windows = list(dict.fromkeys(attention.windows(len(pattern), train_length)))
+    windows = attention.windows(len(pattern), train_length)
     lengths = [window for window in windows if window is not None]
     names = " or ".join(dict.fromkeys(name_of(one) for one in positions))
     sinks, clip = attention.sinks, attention.clip_distance
@@ -380,54 +236,55 @@ def faults_of(
     for option, value in (("--sinks", sinks), ("--clip-distance", clip)):
         if value is not None and not 1 <= value <= MOST:
             faults.append(f"{option} {value}: give a number of tokens of 1 to {MOST}, or none")
-    if sinks is not None:
-        where = f"--sinks {sinks}"
-        if not lengths:
-            faults.append(f"{where}: without a window all keys are visible; give --window too")
-        if attention.blockwise:
-            faults.append(f"{where}: has no meaning beside blockwise: true")
-        if attention.method is not None:
-            faults.append(f"{where}: excludes --method {attention.method}")
+    if sinks is not None and not lengths:
+        faults.append(f"--sinks {sinks}: without a window all keys are visible; give --window too")
     if clip is not None and not any(has_table(one) for one in positions):
         faults.append(
             f"--clip-distance {clip}: {names} has no table by distance; for rotations"
             " --method rerope is the same"
         )
-    chosen: list[Method] = []
+
+    method: Method | None = None
+    where = f"--sinks {sinks}"
     if attention.method is not None:
+        if sinks is not None:
+            faults.append(f"{where}: excludes --method {attention.method}")
         try:
-            chosen.append(method_of(attention.method, train_length))
+            method = method_of(attention.method, train_length)
+            where = f"--method {method.text}"
         except UserError as fault:
             faults.append(str(fault))
-    if sinks is not None and sinks >= 1 and lengths:
-        chosen.append(Sinks(lengths[0], sinks))
-    for method in chosen:
-        where = f"--method {method.text}"
-        if isinstance(method, Sinks):
-            where = f"--sinks {sinks}"
-        elif isinstance(method, NearFar):
-            faults += [f"{where}: {fault}" for fault in method.excluded(attention, lengths)]
-        if method.needs is not None and not any(getattr(one, method.needs) for one in positions):
-            faults.append(f"{where}: {names} {lacks(method.needs)}")
-        else:
-            for one in positions:
-                obstacle = method.obstacle(one) if method.applies_to(one) else None
-                if obstacle is not None:
-                    faults.append(f"{where}: {name_of(one)} cannot be read so: {obstacle}")
-        if attention.reset_attention_mask:
-            faults.append(f"{where}: reads a text as one document; set reset_attention_mask=false")
+    elif sinks is not None and lengths:
+        method = Method("sinks", {"window": lengths[0], "sinks": sinks})
+    if method is None:
+        return faults
+    if method.two_versions and attention.blockwise:
+        faults.append(f"{where}: has no meaning beside blockwise: true")
+    if method.two_versions and attention.method is not None:
+        if clip is not None:
+            faults.append(f"{where}: excludes --clip-distance {clip}, since it clips itself")
+        if lengths and method.first_keys is not None:
+            faults.append(f"{where}: has a window of its own; give --window none")
+        elif lengths and min(lengths) <= method.options["window"]:
+            window = min(lengths)
+            faults.append(
+                f"{where}: changes nothing within window {window}; give --window none or more"
+            )
+    needs = method.kind.needs
+    if needs is not None and not any(getattr(one, needs) for one in positions):
+        fitting = ", ".join(name for name, kind in REGISTRY.items() if kind.rotates)
+        lacks = f"does not turn queries and keys by position; it is for {fitting}"
+        if needs == "stretches":
+            lacks = "has no base that can grow; it is for rotary without scaling"
+        faults.append(f"{where}: {names} {lacks}, alone or in sum")
+    else:
+        for one in positions:
+            obstacle = method.obstacle(one) if method.applies_to(one) else None
+            if obstacle is not None:
+                faults.append(f"{where}: {name_of(one)} cannot be read so: {obstacle}")
+    if attention.reset_attention_mask:
+        faults.append(f"{where}: reads a text as one document; set reset_attention_mask=false")
     return list(dict.fromkeys(faults))
-
-
-def lacks(attribute: str) -> str:
-    """What an encoding lacks without an attribute that a method needs."""
-    if attribute == "stretches":
-        return "has no base that can grow; it is for rotary without scaling, alone or in sum"
-    rotating = ", ".join(name for name, kind in REGISTRY.items() if kind.rotates)
-    return (
-        f"does not turn queries and keys by position; it is for {rotating}, and for sum with one of"
-        " them"
-    )
 
 
 def name_of(position: Position) -> str:
@@ -439,21 +296,6 @@ def name_of(position: Position) -> str:
 def has_table(position: Position) -> bool:
     """Whether the encoding adds or multiplies by a table of distances."""
     return position.has("distance_bias") or position.has("distance_weight")
-
-
-def obstacle_to_moving(position: Position) -> str | None:
-    """Why tokens of this encoding cannot stand at other positions, or None."""
-    if position.has("on_scores"):
-        return "it changes all scores of a query by their content"
-    if position.has("on_embeddings"):
-        return "it adds positions to the embeddings, where they stay"
-    if position.has("index_bias"):
-        return "its bias depends on the places of both tokens, not on their distance alone"
-    if not position.movable:
-        return "its queries and keys are known at their own positions alone"
-    if position.has("on_queries_keys") and position.has("on_queries_keys_by_content"):
-        return "it turns queries and keys by their content too"
-    return None
 
 
 def clipped(table: Tensor | None, distance: int | None) -> Tensor | None:
@@ -508,35 +350,28 @@ class Text:
             q = (q * self.query_scale[..., rows, None]).to(q.dtype)
         return q, for_each_query_head(k, q.shape[1] // k.shape[1])
 
-    def values(self, keys: int) -> Tensor:
-        """Those of the first keys, without groups: [batch, heads, keys, head_dim]."""
-        v = self.v[:, :, :keys]
-        return for_each_query_head(v, self.q.shape[1] // v.shape[1])
-
 
 def attention_by_method(method: Method, text: Text) -> Tensor:
     """What queries get from the keys of a text: [batch, heads, queries, head_dim]."""
     key, start = text.index, text.end - text.q.shape[2]
-    if isinstance(method, NearFar):
+    values = for_each_query_head(text.v, text.q.shape[1] // text.v.shape[1])
+    score_bias = text.options["score_bias"]
+    if method.two_versions:
         query = key[-text.q.shape[2] :]
         rows = slice(0, len(query))
-        far_query, far_key = method.far_query(query), method.far_key(key)
+        far_query, far_key = method.far(query, key)
         sinks = method.first_keys
         return near_far(
             Keys(*text.turned(rows, query, key), query, key),
             Keys(*text.turned(rows, far_query, far_key), far_query.long(), far_key.long()),
-            text.values(len(key)),
-            distance=method.window,
+            values,
+            distance=method.options["window"],
             window=text.options["window"] if sinks is None else None,
             sinks=sinks,
-            tables=Tables(
-                text.bias, text.options["weight"], ScoreBias.of(text.options["score_bias"])
-            ),
+            tables=Tables(text.bias, text.options["weight"], ScoreBias.of(score_bias)),
         )
-    assert isinstance(method, DynamicNTK)
     # One part of the queries after the other, each with the base of its length.
     forgotten = text.end - len(key)
-    score_bias = text.options["score_bias"]
     outputs = []
     for first, stop, stretch in method.parts(start, text.end, text.position.shape.train_length):
         rows = slice(first - start, stop - start)
@@ -546,7 +381,7 @@ def attention_by_method(method: Method, text: Text) -> Tensor:
         if score_bias is not None:
             u, w = score_bias
             options["score_bias"] = (None if u is None else u[:, :, rows], w[:, :, :keys])
-        outputs.append(attention(q, k, text.values(keys), text.bias, **options))
+        outputs.append(attention(q, k, values[:, :, :keys], text.bias, **options))
     return torch.cat(outputs, dim=2)
 
 

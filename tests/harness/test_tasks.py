@@ -14,15 +14,16 @@ from megatron.errors import UserError
 from megatron.evaluation.perplexity import measure
 from megatron.evaluation.protocols import PROTOCOLS
 from megatron.harness import run
-from megatron.harness.rows import existing_rows
+from megatron.harness.run import existing_rows
 from megatron.parallel.grid import Grid
 from tests.checkpoints import make_checkpoint
+from tests.encodings import every_signature
 from tests.forks import Forks
+from tests.model.test_cache import model as small_model
 from tests.support import ROOT
 
 pytest.importorskip("lm_eval", reason="lm-evaluation-harness is not installed")
-from megatron.harness.adapter import Harness
-from megatron.harness.scores import Reading
+from megatron.harness.adapter import Harness, Reading, ScoreRequest, settings_by
 
 TEXT = (ROOT / "megatron" / "errors.py").read_text(encoding="utf-8")
 CHOICES = [
@@ -125,7 +126,7 @@ def test_a_continuation_of_nothing_follows_the_end_of_a_document(opened):
     assert found == pytest.approx(expected.item(), abs=1e-4)
 
 
-@pytest.mark.parametrize(("length", "stride"), [(64, 64), (64, 32), (64, 1), (48, 16), (200, 100)])
+@pytest.mark.parametrize(("length", "stride"), [(64, 64), (64, 1), (48, 16), (200, 100)])
 def test_rolling_is_our_sliding_protocol_on_the_same_text(opened, length, stride):
     model, tokenizer = opened
     count = length + 3 * stride  # as many targets as whole windows have
@@ -141,14 +142,27 @@ def test_rolling_is_our_sliding_protocol_on_the_same_text(opened, length, stride
     assert -found / count == pytest.approx(ours.loss, abs=1e-4)
 
 
-@pytest.mark.parametrize("count", [0, 1, 5, 63, 64, 65, 200])
-def test_rolling_windows_score_each_token_once(opened, count):
-    model, tokenizer = opened
-    harness = Harness(model, tokenizer, Reading(64, 24), Grid())
-    tokens = list(range(count))
-    windows = harness.windows_of(tokens)
-    assert [token for one in windows for token in one.tokens[-one.scored :]] == tokens
-    assert all(len(one.tokens) <= 65 for one in windows)
+@every_signature
+@torch.no_grad()
+def test_each_text_has_the_numbers_that_it_has_alone(name):
+    gpt = small_model(name)
+    asked = []
+    for length, count in ((30, 3), (2, 1), (60, 59), (31, 30), (7, 2), (60, 1)):
+        asked.append(ScoreRequest(torch.randint(50, (length,)).tolist(), count))
+    greedy = [3, 1, 4]
+    for _ in range(5):
+        greedy.append(int(gpt(torch.tensor([greedy]))[0, -1].argmax()))
+    asked.append(ScoreRequest(greedy, 5))
+    for batch_tokens in (1, 100, 10_000):
+        found = Harness(gpt, None, Reading(64, 64, batch_tokens), Grid()).scored(asked)
+        assert found[-1][1]
+        for request, (log_likelihood, is_greedy) in zip(asked, found, strict=True):
+            expected = log_p(gpt, request.tokens)[-request.scored :].sum().item()
+            assert log_likelihood == pytest.approx(expected, abs=1e-4)
+            predicted = gpt(torch.tensor([request.tokens[:-1]]))[0].argmax(-1).tolist()
+            scored = request.tokens[-request.scored :]
+            assert is_greedy == (predicted[-request.scored :] == scored)
+    assert Harness(gpt, None, Reading(64, 64), Grid()).scored([]) == []
 
 
 def test_continuations_end_before_a_string_and_see_the_last_tokens(opened):
@@ -183,6 +197,27 @@ def test_what_a_task_asks_for_in_vain_is_one_message(opened):
         harness.generate_until(requests(("a", {"max_gen_toks": 64})))
     with pytest.raises(UserError, match="--lengths 64: a task scores 90 tokens at once"):
         harness.loglikelihood(requests(("a", "b" * 90)))
+    for given, message in (
+        ({"num_beams": 4}, " name num_beams, which is not offered - leave it out; known are do_"),
+        ({"max_gen_toks": "many"}, " hold what is not a number (invalid literal for int() with"),
+        ({"max_gen_toks": math.inf}, " hold what is not a number (cannot convert float infinity"),
+        ({"max_gen_toks": 10**20}, f": --max-new-tokens {10**20}: give a whole number of 1 to"),
+        ({"do_sample": "no"}, ": do_sample is true or false, and until a list of strings"),
+        ({"until": [5]}, ": do_sample is true or false, and until a list of strings"),
+        ({"do_sample": True, "top_k": 0}, ": --top-k 0: give a number of tokens of at least 1"),
+    ):
+        with pytest.raises(UserError) as fault:
+            settings_by(given)
+        assert str(fault.value).startswith(f"--tasks: generation_kwargs of a task{message}")
+
+
+def test_settings_have_the_names_that_other_libraries_give_them():
+    found = settings_by({"until": ["Q:", "", None], "max_new_tokens": 5})
+    assert (found.max_new_tokens, found.stops, found.temperature) == (5, ["Q:"], 0)
+    found = settings_by({"do_sample": True, "temperature": "0.5", "top_k": 3, "top_p": 0.9})
+    assert (found.max_new_tokens, found.temperature, found.top_k, found.top_p) == (256, 0.5, 3, 0.9)
+    assert settings_by({"temperature": 0.7}).temperature == 0.7
+    assert settings_by({"do_sample": False, "temperature": 0.7}).temperature == 0
 
 
 # --- the command ---
@@ -236,18 +271,12 @@ def test_only_the_row_of_the_same_question_is_replaced(forks, folder, tasks, tmp
     ask(forks, folder, tasks, "--tasks", "cloze", "--window", "8", "none", "-o", output)
     rows = existing_rows(output)
     assert [row.get("window") for row in rows] == [None, 8]
-    ask(forks, folder, tasks, "--tasks", "cloze", "--limit", "2", "-o", output)
-    assert [row["documents"] for row in existing_rows(output)] == [4, 4, 2]
-
-
-def test_a_methods_defaults_are_those_of_the_training_at_every_length(
-    forks, folder, tasks, tmp_path
-):
-    output = tmp_path / "rows.jsonl"
-    method = ("--method", "lm_infinite,sinks=2", "--lengths", "32", "64")
+    method = ("--limit", "2", "--method", "lm_infinite,sinks=2", "--lengths", "32")
     ask(forks, folder, tasks, "--tasks", "cloze", *method, "-o", output)
-    whole = "lm_infinite,window=64,sinks=2,limit=64"  # the model was trained at 64
-    assert [row["method"] for row in existing_rows(output)] == [whole, whole]
+    rows = existing_rows(output)
+    assert [row["documents"] for row in rows] == [4, 4, 2]
+    # A method's defaults are those of the training at every length: it was 64.
+    assert rows[-1]["method"] == "lm_infinite,window=64,sinks=2,limit=64"
 
 
 @pytest.mark.distributed
@@ -270,41 +299,30 @@ def refused(forks, folder, *words):
     return done.stderr
 
 
-def test_an_unknown_task_is_one_message(forks, folder, tasks):
-    said = refused(forks, folder, "--tasks", "clozze", "--task-folder", tasks)
-    assert "--tasks: no task is called clozze; did you mean cloze?" in said
-
-
-def test_a_task_whose_data_is_not_there_is_one_message(forks, folder, tmp_path):
+def test_tasks_that_fail_are_one_message(forks, folder, tasks, tmp_path):
+    message = refused(forks, folder, "--tasks", "clozze", "--task-folder", tasks)
+    assert "--tasks: no task is called clozze; did you mean cloze?" in message
     form = FORM.format(name="gone", file=tmp_path / "gone.jsonl", kind="multiple_choice")
     (tmp_path / "gone.yaml").write_text(form + CLOZE)
-    said = refused(forks, folder, "--tasks", "gone", "--task-folder", tmp_path)
-    assert "--tasks: gone cannot be loaded (" in said
-    assert f"correct its file in {tmp_path}; where its data come from a hub, they are down" in said
+    message = refused(forks, folder, "--tasks", "gone", "--task-folder", tmp_path)
+    assert "--tasks: gone cannot be loaded (" in message
+    message = refused(forks, folder, "--tasks", "cloze", "--task-folder", tasks, "--shots", "9")
+    assert "--tasks: cloze failed (ValueError: Sample larger than population" in message
 
 
-def test_a_task_that_fails_by_itself_is_one_message(forks, folder, tasks):
-    said = refused(forks, folder, "--tasks", "cloze", "--task-folder", tasks, "--shots", "9")
-    assert "--tasks: cloze failed (ValueError: Sample larger than population" in said
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["--tasks", "cloze", "--limit", "0"], "--limit: 0 is beyond its bounds - give 1 to"),
+def test_bad_words_are_one_message(forks, folder):
+    for words, message in (
         (
             ["--tasks", "cloze", "--limit", str(10**24), "--shots", "-1"],
             f"--limit: {10**24} is beyond its bounds - give 1 to 1,000,000,000\n"
             "--shots: -1 is beyond its bounds - give 0 to 1,000",
         ),
-        (["--tasks", "cloze", "--task-folder", "nowhere"], "--task-folder: nowhere is no folder"),
+        (["--tasks", "cloze", "--task-folder", "nowhere"], "--task-folder: nowhere is not a"),
         (["--tasks", "cloze", "--protocol", "tail"], "--protocol: tasks have protocols of their"),
         (["--tasks", "cloze", "--stride", "99"], "--stride 99: must be 1 to 64"),
         (["--limit", "3"], "--limit: belongs to --tasks - name tasks too, or leave it out"),
-    ],
-)
-def test_bad_words_are_one_message(forks, folder, words, message):
-    assert message in refused(forks, folder, *words)
+    ):
+        assert message in refused(forks, folder, *words)
 
 
 def test_without_the_package_one_message_says_what_to_install(monkeypatch):

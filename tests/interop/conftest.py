@@ -21,9 +21,9 @@ def bump(tmp_path):
         table.update(before)
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def own_modules(tmp_path_factory):
-    """Where transformers copies code that it runs: a folder for each file of tests."""
+    """Where transformers copies code that it runs: a folder that is gone afterwards."""
     dynamic_modules = importlib.import_module("transformers.dynamic_module_utils")
     with pytest.MonkeyPatch.context() as patch:
         folder = str(tmp_path_factory.mktemp("modules"))

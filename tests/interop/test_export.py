@@ -20,8 +20,7 @@ from megatron.errors import UserError
 from megatron.interop import export as exporting
 from megatron.interop import open_model
 from megatron.interop.export import export
-from megatron.interop.import_checkpoint import import_checkpoint
-from megatron.interop.tokenizer_files import description
+from megatron.interop.import_checkpoint import description, import_checkpoint
 from megatron.positions import FILES, REGISTRY
 from megatron.results.files import write_results
 from tests.encodings import every_signature

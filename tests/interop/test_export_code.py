@@ -16,7 +16,7 @@ from megatron.errors import UserError
 from megatron.interop import open_model
 from megatron.interop.export import export, form_of
 from megatron.interop.export_code import sources
-from megatron.interop.tokenizer_files import description
+from megatron.interop.import_checkpoint import description
 from megatron.model import from_config
 from tests.interop.exports import BUMP, SHAPE, VOCAB, a_run, exported
 from tests.support import modules, run

@@ -11,8 +11,7 @@ import transformers
 
 from megatron.config import load
 from megatron.errors import UserError
-from megatron.interop.families import FAMILIES
-from megatron.interop.weights import read_weights
+from megatron.interop.families import FAMILIES, read_weights
 from megatron.model import GPT, Architecture, Cache, from_config
 from megatron.model.size import parameters
 from megatron.positions import REGISTRY, Position

@@ -10,15 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron.model.methods import (
-    LMInfinite,
-    NearFar,
-    ReRoPE,
-    Sinks,
-    Text,
-    attention_by_method,
-    method_of,
-)
+from megatron.model.methods import Method, Text, attention_by_method, method_of
 from megatron.positions import build
 from tests.positions.golden import Golden, load
 from tests.positions.test_authors import close, lower_triangle
@@ -26,35 +18,35 @@ from tests.positions.test_authors import close, lower_triangle
 TRAIN_LENGTH = 512  # no near window of any file is longer
 
 
-def rerope(golden: Golden, length: int) -> NearFar:
+def rerope(golden: Golden, length: int) -> Method:
     numbers = load("rerope", "rerope").numbers
     window = int(numbers["param.window"].item())
     if golden.variant.startswith("rerope"):
-        return ReRoPE(window)
+        return method_of(f"rerope,window={window}", TRAIN_LENGTH)
     factor = load("rerope", "leaky").param("scaling_factor")
     return method_of(f"leaky_rerope,window={window},factor={factor}", TRAIN_LENGTH)
 
 
-def self_extend(golden: Golden, length: int) -> NearFar:
+def self_extend(golden: Golden, length: int) -> Method:
     group, window = int(golden.param("group_size_1")), int(golden.param("group_size_2"))
     return method_of(f"self_extend,window={window},group={group}", TRAIN_LENGTH)
 
 
-def lm_infinite(golden: Golden, length: int) -> NearFar:
+def lm_infinite(golden: Golden, length: int) -> Method:
     window, sinks = int(golden.param("local_branch")), int(golden.param("global_branch"))
     if golden.variant == "ceiling_only":  # every key is visible: what ReRoPE is
-        return ReRoPE(window)
+        return method_of(f"rerope,window={window}", TRAIN_LENGTH)
     limit = window
     if golden.variant == "lambda_limit":
         # Theirs depends on the length of the text, so that longer texts change what came before.
         limit = max(window, min(int(golden.param("limit_distance")), length - 1))
-    return LMInfinite(window=window, sinks=sinks, limit=limit)
+    return Method("lm_infinite", {"window": window, "sinks": sinks, "limit": limit})
 
 
-def streaming_llm(golden: Golden, length: int) -> NearFar:
+def streaming_llm(golden: Golden, length: int) -> Method:
     recent, sinks = int(golden.param("recent_size")), int(golden.param("start_size"))
     own = 1 if golden.variant == "trim_after" else 0  # the query's key is not counted in theirs
-    return Sinks(window=recent + own, sinks=sinks)
+    return Method("sinks", {"window": recent + own, "sinks": sinks})
 
 
 def training_length(golden: Golden) -> float | None:
@@ -66,7 +58,7 @@ def training_length(golden: Golden) -> float | None:
     return None
 
 
-CASES: dict[str, tuple[Callable[[Golden, int], NearFar], tuple[str, ...]]] = {
+CASES: dict[str, tuple[Callable[[Golden, int], Method], tuple[str, ...]]] = {
     "rerope": (rerope, ("rerope", "rerope_logn", "leaky", "leaky_logn")),
     "self_extend": (self_extend, ("even", "uneven", "logn")),
     "lm_infinite": (lm_infinite, ("lambda", "lambda_limit", "ceiling_only")),
@@ -89,13 +81,13 @@ def text_of(golden: Golden, length: str) -> Text:
     return Text(position, q.requires_grad_(), k.requires_grad_(), v, index, None, scale, options)
 
 
-def scores_of(method: NearFar, text: Text) -> Tensor:
+def scores_of(method: Method, text: Text) -> Tensor:
     """What enters the softmax, before the mask: [batch, heads, length, length]."""
     index = torch.arange(text.q.shape[2])
     rows = slice(0, len(index))
     near_q, near_k = text.turned(rows, index, index)
-    far_q, far_k = text.turned(rows, method.far_query(index), method.far_key(index))
-    is_near = index[:, None] - index < method.window
+    far_q, far_k = text.turned(rows, *method.far(index, index))
+    is_near = index[:, None] - index < method.options["window"]
     scores = torch.where(is_near, near_q @ near_k.mT, far_q @ far_k.mT)
     return scores / text.q.shape[-1] ** 0.5
 
@@ -140,8 +132,8 @@ def test_sinks_keep_the_keys_that_the_authors_keep_at_their_places(variant):
             visible = [
                 key
                 for key in range(query + 1)
-                if key < method.first_keys or query - key < method.window
+                if key < method.first_keys or query - key < method.options["window"]
             ]
             assert [key for key in kept if key >= 0] == visible
-        places = method.far_query(torch.arange(tokens))
+        places, _ = method.far(torch.arange(tokens), torch.arange(tokens))
         assert places.tolist() == expected["query_position"].tolist()

@@ -1,0 +1,347 @@
+"""Continue several texts together, token by token, with a cache or without.
+
+No token stands for padding, and nothing is masked. All texts of a batch begin at position 0. The
+tokens that the shortest one has are read together, in one pass. Then each step reads one more token
+of every text: the next one of its prompt, or the one that was chosen for it. So every text is read
+as if it were alone, whatever its encoding is. A text that has ended leaves the batch.
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megatron.data.tokenizers.tokenizer import Tokenizer
+from megatron.errors import UserError
+from megatron.model import GPT, Cache
+from megatron.model.methods import MOST
+
+PIECE = 1024  # tokens of the prompts that are read in one pass
+MOST_PENALTY = 1_000_000  # and 1 divided by it: beyond any use, and logits stay finite
+INCOMPLETE = "\ufffd"  # what a decoder writes for bytes that are no whole character
+CONTEXT = 8  # tokens of the prompt that are decoded too, because a token's text may depend on them
+MOST_WAITING = 8  # tokens: no character has more
+
+
+@dataclass(frozen=True)
+class GenerationSettings:
+    """How texts are continued. The first four act on logits, in transformers' order.
+
+    repetition_penalty: positive logits of tokens that the text already has are divided by it,
+        negative ones multiplied (CTRL, arXiv 1909.05858); 1 changes nothing
+    temperature: logits are divided by it; 0: the token with the highest logit, nothing is drawn
+    top_k: only so many tokens with the highest logits; None: all
+    top_p: only the most probable tokens that together reach this probability (arXiv 1904.09751);
+        None: all
+    max_new_tokens: of a continuation; seed: of all that is drawn; samples: continuations of each
+    prompt; stops: strings before which a continuation ends; past_documents: whether it goes on
+    behind the end of a document; batch: texts that are continued together at most; cached: whether
+    earlier keys and values are kept, or all is computed again for each token
+    """
+
+    repetition_penalty: float = 1.0
+    temperature: float = 1.0
+    top_k: int | None = None
+    top_p: float | None = None
+    max_new_tokens: int = 64
+    seed: int = 0
+    samples: int = 1
+    stops: Sequence[str] = ()
+    past_documents: bool = False
+    batch: int = 16
+    cached: bool = True
+
+    def check(self) -> None:
+        """Raises UserError with all that is wrong."""
+        top_k, top_p, penalty = self.top_k, self.top_p, self.repetition_penalty
+        bounds = f"{1 / MOST_PENALTY:f} to {MOST_PENALTY}; 1 is none"
+        checks = [
+            (
+                0 <= self.temperature < math.inf,
+                f"--temperature {self.temperature}: give 0 for the likeliest token, or more",
+            ),
+            (
+                top_k is None or top_k >= 1,
+                f"--top-k {top_k}: give a number of tokens of at least 1, or leave it out",
+            ),
+            (
+                top_p is None or 0 < top_p <= 1,
+                f"--top-p {top_p}: give a probability above 0 and up to 1, or leave it out",
+            ),
+            (
+                1 / MOST_PENALTY <= penalty <= MOST_PENALTY,
+                f"--repetition-penalty {penalty}: give a number of {bounds}",
+            ),
+            (
+                "" not in self.stops,
+                "--stop: an empty string would end every text at once; leave it out",
+            ),
+        ]
+        least = {"max_new_tokens": 1, "seed": 0, "samples": 1, "batch": 1}
+        for name, lowest in least.items():
+            value = getattr(self, name)
+            option = "--batch-size" if name == "batch" else f"--{name.replace('_', '-')}"
+            message = f"{option} {value}: give a whole number of {lowest} to {MOST}"
+            checks.append((lowest <= value <= MOST, message))
+        faults = [message for is_right, message in checks if not is_right]
+        if faults:
+            raise UserError("\n".join(faults))
+
+
+class Written:
+    """The text of tokens that follow a prompt, as soon as it is certain.
+
+    A token may end inside a character, and a stop string may have begun: such text waits until a
+    later token decides. stopped: whether a stop string has come; the text ends before it.
+    A token costs the same however long the text has become.
+    """
+
+    def __init__(
+        self, tokenizer: Tokenizer, prompt: Sequence[int], stops: Sequence[str] = ()
+    ) -> None:
+        self.stopped = False
+        self._tokenizer, self._stops = tokenizer, list(stops)
+        self._ids = list(prompt[-CONTEXT:])
+        self._known = len(self._ids)  # tokens whose characters were complete
+        self._first = 0  # from here on tokens are decoded again
+        self._pieces: list[str] = []  # of the text, all certain
+        self._taken = 0  # pieces that were taken
+        self._waiting = ""  # complete characters with which a stop string may begin
+        self._has_characters = False
+
+    @property
+    def text(self) -> str:
+        """All that is certain."""
+        return "".join(self._pieces)
+
+    def take(self) -> str:
+        """What has become certain since the last call."""
+        new = "".join(self._pieces[self._taken :])
+        self._taken = len(self._pieces)
+        return new
+
+    def add(self, token: int) -> None:
+        """Append a token."""
+        self._ids.append(token)
+        self._decode(at_end=False)
+
+    def finish(self) -> None:
+        """No token follows: what waited is certain now."""
+        if not self.stopped:
+            self._decode(at_end=True)
+        if not self.stopped:
+            self._pieces.append(self._waiting)
+
+    def _decode(self, *, at_end: bool) -> None:
+        known = self._tokenizer.decode(self._ids[self._first : self._known])
+        if not self._has_characters:  # the prompt may end inside a character
+            known = known.rstrip(INCOMPLETE)
+        whole = self._tokenizer.decode(self._ids[self._first :])
+        undecided = len(self._ids) - self._known
+        if whole.endswith(INCOMPLETE) and undecided < MOST_WAITING and not at_end:
+            return
+        new = whole[len(known) :]
+        self._has_characters = self._has_characters or bool(new)
+        self._first, self._known = self._known, len(self._ids)
+
+        # What is before the text that waited cannot belong to a stop string.
+        text = self._waiting + new
+        places = [text.find(stop) for stop in self._stops if stop in text]
+        if places:
+            self.stopped = True
+            self._pieces.append(text[: min(places)])
+            return
+        begun = 0
+        for stop in self._stops:
+            for count in range(1, min(len(text) + 1, len(stop))):
+                if text.endswith(stop[:count]):
+                    begun = max(begun, count)
+        certain = len(text) - begun
+        self._pieces.append(text[:certain])
+        self._waiting = text[certain:]
+
+
+class Continuation:
+    """A prompt's tokens and what was chosen behind them.
+
+    number: of the prompt; sample: which of its texts; what is drawn has a seed for both
+    ended: why no more is chosen (end_of_document, stop, max_new_tokens), None while it goes on
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        prompt: Sequence[int],
+        settings: GenerationSettings,
+        number: int = 0,
+        sample: int = 0,
+    ) -> None:
+        # A model has learned what begins a text only behind the end of another one.
+        self.prompt = list(prompt) or [tokenizer.eod]
+        self.tokens = list(self.prompt)
+        self.settings = settings
+        self.number, self.sample = number, sample
+        self.end = None if settings.past_documents else tokenizer.eod
+        self.written = Written(tokenizer, self.prompt, settings.stops)
+        self.ended: str | None = None
+        self._random = np.random.default_rng([settings.seed, number, sample])
+
+    @property
+    def new(self) -> int:
+        """How many tokens were chosen."""
+        return len(self.tokens) - len(self.prompt)
+
+    def draw(self) -> float:
+        """A number from 0 to below 1, the next one of its seed."""
+        return self._random.random()
+
+    def add(self, token: int) -> None:
+        """Append a chosen token, and end where it is the last one."""
+        self.tokens.append(token)
+        if token == self.end:
+            self.ended = "end_of_document"
+        else:
+            self.written.add(token)
+            if self.written.stopped:
+                self.ended = "stop"
+            elif self.new == self.settings.max_new_tokens:
+                self.ended = "max_new_tokens"
+        if self.ended is not None:
+            self.written.finish()
+
+
+def continuations(
+    tokenizer: Tokenizer, prompts: Sequence[str], settings: GenerationSettings
+) -> list[Continuation]:
+    """Texts that are to be continued, for each prompt as many as `samples`."""
+    texts = []
+    for number, prompt in enumerate(prompts):
+        ids = tokenizer.encode(prompt)
+        for sample in range(settings.samples):
+            texts.append(Continuation(tokenizer, ids, settings, number, sample))
+    return texts
+
+
+def decode_in_batches(
+    model: GPT, vocab: int, texts: Sequence[Continuation], settings: GenerationSettings
+) -> Iterator[list[Continuation]]:
+    """`decode` for any number of texts.
+
+    Raises UserError, before anything is computed, if the model cannot read texts of that length.
+    """
+    new = settings.max_new_tokens
+    # The last token is chosen and not read.
+    longest = max((len(text.prompt) for text in texts), default=1) + new - 1
+    if longest > MOST:
+        raise UserError(f"--max-new-tokens: texts of {longest} tokens are longer than {MOST}")
+    try:
+        model.check_length(longest)
+    except UserError as fault:
+        raise UserError(
+            f"--max-new-tokens {new}: with the prompt {longest} tokens are read, and {fault}"
+        ) from None
+    for batch in batches(texts, settings.batch, new):
+        yield from decode(model, vocab, batch, settings)
+
+
+def batches(texts: Sequence[Continuation], most: int, new: int) -> Iterator[list[Continuation]]:
+    """Texts that are continued together: at most so many, and of similar lengths.
+
+    While the longest prompt of a batch is read token by token, shorter ones are being continued
+    already. With a difference of more than `new` tokens these would have ended before, and steps
+    would be lost.
+    """
+    batch: list[Continuation] = []
+    for text in sorted(texts, key=lambda one: len(one.prompt)):
+        too_long = batch and len(text.prompt) - len(batch[0].prompt) > new
+        if too_long or len(batch) == most:
+            yield batch
+            batch = []
+        batch.append(text)
+    if batch:
+        yield batch
+
+
+@torch.inference_mode()
+def decode(
+    model: GPT, vocab: int, texts: Sequence[Continuation], settings: GenerationSettings
+) -> Iterator[list[Continuation]]:
+    """Continue the texts together; after each step, those that have got a token.
+
+    vocab: tokens that the tokenizer knows, because an embedding may have more rows
+    """
+    going = list(texts)
+    device = model.word_embeddings.weight.device
+    cache = Cache(rolling=True) if settings.cached else None
+    read = min(len(text.tokens) for text in going)
+    unread = [text.tokens[:read] for text in going]
+    while going:
+        ids = torch.tensor(unread, device=device)
+        features = ids
+        for piece in ids.split(PIECE if cache is not None else ids.shape[1], dim=1):
+            features = model.features(piece, cache)[:, -1]
+
+        rows = [row for row, text in enumerate(going) if len(text.tokens) == read]
+        choosing = [going[row] for row in rows]
+        if choosing:
+            logits = F.linear(features[rows], model.output_matrix)
+            for text, token in zip(
+                choosing, chosen(logits[:, :vocab], choosing, settings), strict=True
+            ):
+                text.add(token)
+            yield choosing
+
+        staying = [row for row, text in enumerate(going) if text.ended is None]
+        if len(staying) < len(going):
+            going = [going[row] for row in staying]
+            if cache is not None:
+                cache.select(torch.tensor(staying, dtype=torch.long, device=device))
+        read += 1
+        first = 0 if cache is None else read - 1
+        unread = [text.tokens[first:read] for text in going]
+
+
+def chosen(
+    logits: Tensor, texts: Sequence[Continuation], settings: GenerationSettings
+) -> list[int]:
+    """The next token of each text: logits [texts, vocab] -> ids."""
+    if not logits.isfinite().all():
+        raise UserError(
+            "logits: the model computed numbers that are not finite - compute in float32"
+            " (--dtype fp32), or take an earlier checkpoint (--step)"
+        )
+    scores = logits.to(torch.float64, copy=True)
+    draws = [text.draw() for text in texts]
+    penalty = settings.repetition_penalty
+    if penalty != 1:
+        for row, text in zip(scores, texts, strict=True):
+            index = torch.tensor(sorted(set(text.tokens)), device=scores.device)
+            own = row[index]
+            row[index] = torch.where(own > 0, own / penalty, own * penalty)
+    if settings.temperature == 0:
+        return scores.argmax(dim=-1).tolist()
+
+    # From the highest one on: a tiny temperature makes no infinity of float64.
+    scores = (scores - scores.amax(dim=-1, keepdim=True)) / settings.temperature
+    if settings.top_k is not None:
+        count = min(settings.top_k, scores.shape[-1])
+        least = scores.topk(count).values[:, -1:]
+        scores = scores.masked_fill(scores < least, -math.inf)
+    if settings.top_p is not None:
+        ordered, order = scores.sort(dim=-1, descending=True, stable=True)
+        probabilities = ordered.softmax(dim=-1)
+        before = probabilities.cumsum(dim=-1) - probabilities
+        kept = ordered.masked_fill(before >= settings.top_p, -math.inf)
+        scores = kept.gather(-1, order.argsort(dim=-1))
+
+    # The token at which the cumulative probability passes the draw.
+    cumulative = scores.softmax(dim=-1).cumsum(dim=-1)
+    total = cumulative[:, -1:]
+    places = torch.tensor(draws, dtype=torch.float64, device=scores.device)[:, None] * total
+    # Rounded up to the total, a place would be behind the last token.
+    below = torch.nextafter(total, torch.zeros_like(total))
+    return torch.searchsorted(cumulative, places.minimum(below), right=True)[:, 0].tolist()

@@ -1,0 +1,307 @@
+"""The same tokens with a cache and without, alone and in a batch; sampling as in transformers."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+import pytest
+import torch
+from tokenizers import Tokenizer as HFTokenizer
+from tokenizers import decoders, models, pre_tokenizers, trainers
+from transformers.generation.logits_process import (
+    RepetitionPenaltyLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+
+from megatron.data.tokenizers.build import build_tokenizer
+from megatron.errors import UserError
+from megatron.generation import decode as decoding
+from megatron.generation.decode import (
+    MOST_PENALTY,
+    Continuation,
+    GenerationSettings,
+    Written,
+    batches,
+    chosen,
+    decode,
+)
+from megatron.model import GPT
+from tests.encodings import every_signature
+from tests.model.test_cache import model as small_model
+
+VOCAB = 50
+GREEDY = GenerationSettings(temperature=0, past_documents=True)
+OPTIONS = {
+    "plain": [],
+    "window": ["window=20"],
+    "sinks": ["window=20"],
+    "everything": ["window=40", "blockwise=true", "logn_scale=true"],
+}
+NEW = {"plain": 50, "everything": 140}  # tokens until a cache has forgotten some; 70 with others
+TEXT = "Zwölf Bäume — 漢字 and 🎉🎉 end. the end\nof it"
+
+
+class Numbers:
+    """A tokenizer of numbers, for models whose tokens mean nothing."""
+
+    eod = 3
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return "".join(f"{token} " for token in ids)
+
+
+def model(name: str, *settings: str, longest: int = 3072) -> GPT:
+    """In float64, where no rounding decides between two tokens."""
+    return small_model(name, f"max_position_embeddings={longest}", *settings).double()
+
+
+def accepted(name: str) -> Iterator[tuple[str, GPT]]:
+    """A model for each of the options, but those that the encoding refuses with a message."""
+    for options, settings in OPTIONS.items():
+        gpt = model(name, *settings)
+        if options == "sinks":
+            with_sinks = replace(gpt.attention, sinks=3)
+            if gpt.faults_of_methods(with_sinks):
+                continue
+            gpt.use_attention(with_sinks)
+        yield options, gpt
+
+
+def prompt(length: int, seed: int = 0) -> list[int]:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(VOCAB, (length,), generator=generator).tolist()
+
+
+def texts_of(prompts: Sequence[list[int]], settings: GenerationSettings) -> list[Continuation]:
+    return [
+        Continuation(Numbers(), tokens, settings, number) for number, tokens in enumerate(prompts)
+    ]
+
+
+def continued(
+    gpt: GPT, prompts: Sequence[list[int]], new: int, vocab: int = VOCAB, **changes
+) -> list[list[int]]:
+    settings = replace(GREEDY, max_new_tokens=new, **changes)
+    texts = texts_of(prompts, settings)
+    for _ in decode(gpt, vocab, texts, settings):
+        pass
+    assert all(text.ended for text in texts)
+    return [text.tokens for text in texts]
+
+
+@every_signature
+@torch.no_grad()
+def test_tokens_are_those_of_a_whole_pass_and_without_a_cache(name):
+    for options, gpt in accepted(name):
+        new = NEW.get(options, 70)
+        (tokens,) = continued(gpt, [prompt(1)], new)
+        logits = gpt(torch.tensor([tokens[:-1]]))[0]
+        assert tokens[1:] == logits.argmax(dim=-1).tolist()
+        if options == "plain":
+            (uncached,) = continued(gpt, [prompt(1)], 24, cached=False)
+            assert uncached == tokens[:25]
+
+
+@every_signature
+def test_texts_of_a_batch_are_those_of_each_prompt_alone(name):
+    gpt = model(name)
+    prompts = [prompt(length, seed=length) for length in (23, 1, 60, 23)]
+    together = continued(gpt, prompts, 12)
+    assert together == [continued(gpt, [one], 12)[0] for one in prompts]
+    assert [len(tokens) for tokens in together] == [35, 13, 72, 35]
+    drawing = {"temperature": 0.8, "top_p": 0.9}
+    prompts = [prompt(12), prompt(12), prompt(30)]
+    together = continued(gpt, prompts, 16, **drawing)
+    assert together == continued(gpt, prompts, 16, cached=False, **drawing)
+    assert together[0] != together[1], "texts of one prompt have seeds of their own"
+
+
+def test_endless_text_keeps_a_bounded_cache(monkeypatch):
+    """The keys of each layer: no more after 1,000 tokens than after 200."""
+    caches = []
+    new_cache = decoding.Cache
+    monkeypatch.setattr(
+        decoding, "Cache", lambda **words: caches.append(new_cache(**words)) or caches[-1]
+    )
+    gpt = model("mep_free", "window=20")
+    gpt.use_attention(replace(gpt.attention, sinks=3))
+    settings = replace(GREEDY, max_new_tokens=1000)
+    most = early = 0
+    for step, _ in enumerate(decode(gpt, VOCAB, texts_of([prompt(5)], settings), settings)):
+        most = max([most, *(layer.length for layer in caches[0].layers)])
+        if step == 200:
+            early = most
+    assert most == early <= 2 * 20 + 3
+
+
+def test_a_text_ends_with_its_document_and_does_not_change_the_others():
+    gpt = model("kerple_log")
+    prompts = [prompt(length, seed=length) for length in (5, 9, 14)]
+    settings = replace(GREEDY, max_new_tokens=200, past_documents=False, temperature=1.0)
+    together = texts_of(prompts, settings)
+    for _ in decode(gpt, VOCAB, together, settings):
+        pass
+    assert {text.ended for text in together} <= {"end_of_document", "max_new_tokens"}
+    ended = [text for text in together if text.ended == "end_of_document"]
+    assert ended
+    assert all(
+        text.tokens.index(Numbers.eod, len(text.prompt)) + 1 == len(text.tokens) for text in ended
+    )
+    for number, tokens in enumerate(prompts):
+        alone = Continuation(Numbers(), tokens, settings, number)
+        for _ in decode(gpt, VOCAB, [alone], settings):
+            pass
+        assert alone.tokens == together[number].tokens
+        assert alone.written.text == together[number].written.text
+
+
+def test_only_tokens_of_the_tokenizer_are_chosen_and_numbers_must_be_finite():
+    gpt = model("alibi")
+    (tokens,) = continued(gpt, [[1, 2]], 200, vocab=10)
+    assert max(tokens) < 10
+    gpt.norm.weight.data[0] = float("nan")
+    with pytest.raises(UserError, match="logits: the model computed numbers that are not finite"):
+        continued(gpt, [[1, 2]], 2)
+
+
+def test_a_batch_has_prompts_of_similar_lengths():
+    texts = texts_of([prompt(length) for length in (3, 200, 1, 90, 2, 4, 201)], GREEDY)
+    for most in (1, 2, 16):
+        found = [[len(text.prompt) for text in batch] for batch in batches(texts, most, 64)]
+        assert sorted(length for batch in found for length in batch) == [1, 2, 3, 4, 90, 200, 201]
+        assert all(len(batch) <= most and batch[-1] - batch[0] <= 64 for batch in found)
+    assert found == [[1, 2, 3, 4], [90], [200, 201]]
+
+
+# --- sampling ---
+
+
+class Drawing:
+    """Tokens of a text, and the number that decides which one is drawn."""
+
+    def __init__(self, tokens: list[int], draw: float) -> None:
+        self.tokens, self._draw = tokens, draw
+
+    def draw(self) -> float:
+        return self._draw
+
+
+def drawn(logits, tokens, draw, **settings):
+    texts = [Drawing(one, draw) for one in tokens]
+    return chosen(logits, texts, GenerationSettings(**settings))
+
+
+def test_probabilities_are_those_of_transformers_in_its_order():
+    """The share of each token over a grid of draws, for each setting and all together."""
+    tokens = [[1, 5, 5, 7], [2, 2, 2, 2], [0, 30, 4, 9]]
+    logits = 3 * torch.randn(3, 40)
+    one_each = (
+        (RepetitionPenaltyLogitsProcessor(1.2), {"repetition_penalty": 1.2}),
+        (TemperatureLogitsWarper(0.7), {"temperature": 0.7}),
+        (TopKLogitsWarper(10), {"top_k": 10}),
+        (TopPLogitsWarper(0.8), {"top_p": 0.8}),
+    )
+    together = ([], {})
+    for theirs, settings in one_each:
+        together = ([*together[0], theirs], together[1] | settings)
+    grid = 1000
+    for processors, settings in [([one], given) for one, given in one_each] + [together]:
+        expected = logits.clone()
+        for theirs in processors:
+            expected = theirs(torch.tensor(tokens), expected)
+        counts = torch.zeros(3, 40)
+        for step in range(grid):
+            for row, token in enumerate(drawn(logits, tokens, (step + 0.5) / grid, **settings)):
+                counts[row, token] += 1
+        torch.testing.assert_close(counts / grid, expected.softmax(-1), rtol=0, atol=1.01 / grid)
+
+
+def test_extremes_of_the_settings():
+    logits = torch.tensor([[2.0, 1.9, 0.0]])
+    assert drawn(logits, [[0]], 0.5, temperature=0) == [0]
+    assert drawn(logits, [[0]], 0.5, temperature=0, repetition_penalty=1.5) == [1]
+    for temperature in (1e-300, 1e-6):
+        assert drawn(logits, [[0]], 1 - 1e-12, temperature=temperature) == [0]
+    huge = torch.tensor([[-3e38, 0.0, 3e38]])
+    for penalty in (1 / MOST_PENALTY, MOST_PENALTY):
+        assert drawn(huge, [[0, 1, 2]], 1 - 1e-12, repetition_penalty=penalty) == [2]
+    for draw in (0.0, 0.3, 1 - 2**-53):
+        assert drawn(logits, [[0]], draw, top_k=2)[0] in (0, 1)
+
+
+def test_all_that_is_wrong_is_said_at_once():
+    wrong = GenerationSettings(temperature=-1, top_k=0, top_p=1.5, repetition_penalty=0, stops=[""])
+    with pytest.raises(UserError) as fault:
+        replace(wrong, max_new_tokens=0, batch=0).check()
+    assert str(fault.value).splitlines() == [
+        "--temperature -1: give 0 for the likeliest token, or more",
+        "--top-k 0: give a number of tokens of at least 1, or leave it out",
+        "--top-p 1.5: give a probability above 0 and up to 1, or leave it out",
+        "--repetition-penalty 0: give a number of 0.000001 to 1000000; 1 is none",
+        "--stop: an empty string would end every text at once; leave it out",
+        "--max-new-tokens 0: give a whole number of 1 to 16777216",
+        "--batch-size 0: give a whole number of 1 to 16777216",
+    ]
+
+
+# --- text ---
+
+
+@pytest.fixture(scope="module", params=["CharLevelTokenizer", "HFTokenizer"])
+def tokenizer(request, tmp_path_factory):
+    """Bytes, and pairs of bytes that were joined."""
+    if request.param == "CharLevelTokenizer":
+        return build_tokenizer(request.param, None, None)
+    theirs = HFTokenizer(models.BPE())
+    theirs.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    theirs.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=300, initial_alphabet=alphabet, special_tokens=["<|endoftext|>"]
+    )
+    theirs.train_from_iterator([TEXT] * 3, trainer)
+    path = tmp_path_factory.mktemp("bpe") / "tokenizer.json"
+    theirs.save(str(path))
+    return build_tokenizer("HFTokenizer", str(path), None)
+
+
+def pieces(tokenizer, ids, prompt=(), stops=()):
+    """What is taken after each token and at the end, and the writer."""
+    written, taken = Written(tokenizer, prompt, stops), []
+    for token in ids:
+        if written.stopped:
+            break
+        written.add(token)
+        taken.append(written.take())
+    written.finish()
+    return [*taken, written.take()], written
+
+
+def test_pieces_make_the_text_behind_the_prompt_and_none_ends_inside_a_character(tokenizer):
+    ids = tokenizer.encode(TEXT)
+    for cut in range(0, 30, 3):
+        begin = tokenizer.decode(ids[:cut])
+        if not begin.endswith("\ufffd"):
+            taken, written = pieces(tokenizer, ids[cut:], prompt=ids[:cut])
+            assert begin + "".join(taken) == begin + written.text == TEXT
+            assert "\ufffd" not in "".join(taken)
+
+
+def test_a_text_ends_before_its_first_stop_string(tokenizer):
+    ids = tokenizer.encode(TEXT)
+    for stop in ("🎉", "end", " the", "\n", "漢字 and", "Zwölf"):
+        taken, written = pieces(tokenizer, ids, stops=["never", stop, "of it"])
+        assert written.stopped
+        assert "".join(taken) == TEXT[: TEXT.index(stop)]
+    taken, written = pieces(tokenizer, tokenizer.encode("a b STO"), stops=["STOP", "OP"])
+    assert not written.stopped
+    assert "".join(taken[:-1]) == "a b "
+    assert taken[-1] == "STO"
+
+
+def test_bytes_that_are_no_character_do_not_wait_for_ever():
+    tokenizer = build_tokenizer("CharLevelTokenizer", None, None)
+    taken, written = pieces(tokenizer, [0xF0] * 40 + list(b"text"))
+    assert "".join(taken[:20]), "after some bytes it is certain that they are none"
+    assert written.text.endswith("text")
