@@ -116,7 +116,6 @@ SHAPES_NO_LOSS = {
     "errors.py",
     "files.py",
     "owner.py",
-    "process.py",
     "strict_json.py",
     "checkpoints/manifest.py",
     "checkpoints/saved.py",

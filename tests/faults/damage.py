@@ -1,7 +1,7 @@
 """Damage to every file of a checkpoint, one at a time, and whether its use notices."""
 
 import random
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,9 +31,6 @@ KINDS = {
     "zero3": ["zero_optimization.stage=3"],
 }
 SMALL = ["num_layers=1", "hidden_size=16", "num_attention_heads=2", "seq_length=16"]
-READS = {"evaluation": {RECORD, *READ_BY_EVALUATION}}
-
-Use = Callable[[], object]  # a resume or an evaluation, which raises UserError where it refuses
 
 
 @dataclass(frozen=True)
@@ -74,7 +71,7 @@ def settings(corpus: Path, here: Path, kind: str, *more: str) -> Config:
 
 
 def found_by_use(corpus: Path, here: Path, kind: str, grid: Grid, *more: str) -> list[Outcome]:
-    """Damage the checkpoint of step 2 of a run in every way, resume it and evaluate it.
+    """Damage each file of the checkpoint of step 2 of a run in every way, resume and evaluate it.
 
     more: settings of the resumed run
     """
@@ -85,41 +82,39 @@ def found_by_use(corpus: Path, here: Path, kind: str, grid: Grid, *more: str) ->
         "evaluation": lambda: load_for_evaluation(run),
     }
     load_for_evaluation(run)  # undamaged it can be used
-    return outcomes(run / "global_step2", run / "global_step1", uses, READS)
+    found = []
+    for file in sorted((run / "global_step2").iterdir()):
+        content = file.read_bytes()
+        counterpart = run / "global_step1" / file.name
+        for damage, damaged in damages(content, counterpart).items():
+            with changed(file, damaged):
+                for use, act in uses.items():
+                    if use == "evaluation" and file.name not in {RECORD, *READ_BY_EVALUATION}:
+                        continue
+                    message, named = None, False
+                    try:
+                        act()
+                    except UserError as fault:
+                        message = str(fault)
+                        named = f"{file.parent.name}/{file.name}" in message
+                    found.append(Outcome(use, file.name, damage, message, named))
+    return found
 
 
-def truncated(content: bytes, other: bytes | None) -> bytes:
-    return content[: len(content) // 2]
-
-
-def flipped(content: bytes, other: bytes | None) -> bytes:
-    """One bit of one byte; the same one for the same file."""
+def damages(content: bytes, counterpart: Path) -> dict[str, bytes | None]:
+    """What a file may hold after a fault, None for no file; counterpart: that of another step."""
     draw = random.Random(len(content))
-    changed = bytearray(content)
-    changed[draw.randrange(len(content))] ^= 1 << draw.randrange(8)
-    return bytes(changed)
-
-
-def emptied(content: bytes, other: bytes | None) -> bytes:
-    return b""
-
-
-def deleted(content: bytes, other: bytes | None) -> None:
-    return None
-
-
-def replaced(content: bytes, other: bytes | None) -> bytes | None:
-    """The file of another step; unchanged where both are equal."""
-    return content if other is None else other
-
-
-DAMAGES: dict[str, Callable[[bytes, bytes | None], bytes | None]] = {
-    "truncated": truncated,
-    "flipped": flipped,
-    "emptied": emptied,
-    "deleted": deleted,
-    "replaced": replaced,
-}
+    flipped = bytearray(content)
+    if content:
+        flipped[draw.randrange(len(content))] ^= 1 << draw.randrange(8)
+    found = {
+        "truncated": content[: len(content) // 2],
+        "flipped": bytes(flipped),
+        "emptied": b"",
+        "deleted": None,
+        "replaced": counterpart.read_bytes() if counterpart.exists() else content,
+    }
+    return {name: damaged for name, damaged in found.items() if damaged != content}
 
 
 @contextmanager
@@ -134,36 +129,3 @@ def changed(file: Path, content: bytes | None) -> Iterator[None]:
     finally:
         file.unlink(missing_ok=True)
         file.write_bytes(before)
-
-
-def outcomes(
-    path: Path, other: Path, uses: Mapping[str, Use], reads: Mapping[str, set[str]]
-) -> list[Outcome]:
-    """Damage each file of the folder `path` in each way, and try each use of it.
-
-    other: the folder of another step of the same run
-    reads: the files that a use reads; every file for a use without an entry
-    """
-    found = []
-    for file in sorted(path.iterdir()):
-        content = file.read_bytes()
-        counterpart = other / file.name
-        of_other = counterpart.read_bytes() if counterpart.exists() else None
-        for damage, damaged in DAMAGES.items():
-            after = damaged(content, of_other)
-            if after == content:
-                continue
-            with changed(file, after):
-                for use, act in uses.items():
-                    if file.name in reads.get(use, {file.name}):
-                        found.append(_outcome(use, file, damage, act))
-    return found
-
-
-def _outcome(use: str, file: Path, damage: str, act: Use) -> Outcome:
-    try:
-        act()
-    except UserError as fault:
-        named = f"{file.parent.name}/{file.name}" in str(fault)
-        return Outcome(use, file.name, damage, str(fault), named)
-    return Outcome(use, file.name, damage, None, False)

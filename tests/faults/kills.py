@@ -1,8 +1,7 @@
 """Kill -9 at random moments: what is left must go on as if nothing had happened.
 
-A chain is one run that is killed and started again until it is done. After every kill each of its
-checkpoints is compared with the checkpoint of an undisturbed run, weight by weight; at the end the
-losses are compared, bit for bit.
+A chain is one run that is killed and started again until it is done. After every kill of a training
+each of its checkpoints is compared with that of an undisturbed run; at the end all results are.
 """
 
 import contextlib
@@ -13,8 +12,10 @@ import random
 import shutil
 import signal
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from tests.forks import PAUSE, Forks
 
@@ -36,168 +37,143 @@ RECIPE = [
     "eval_iters=1",
     "optimizer.params.lr=3e-3",
 ]
-OWNER = ".owner"  # a run owns its folder when its ranks have met
 LONGEST = 60  # seconds in which the ranks of a killed one must have ended
+CLOCK = ("seconds", "tokens_per_second", "checksum")
+"""Keys of a row that no two measurements share; its sum is over the others, too."""
 
 
 @dataclass(frozen=True)
-class Kind:
-    """A kind of run. ranks: processes; all_die: whether a kill takes all of them or one."""
+class Command:
+    """A command that is killed.
+
+    words: those that work in a folder; result: what must be equal, read from that folder;
+    parts: what is there of it after a kill, by name
+    """
 
     name: str
-    settings: list[str]
+    words: Callable[[Path], list[str]]
+    result: Callable[[Path], Any]
+    parts: Callable[[Path], dict[str, str]] = lambda folder: {}
+    saves: bool = False  # whether it writes checkpoints
     ranks: int = 1
-    all_die: bool = True
-
-
-KINDS = (
-    Kind("fp32", []),
-    Kind("bf16, ZeRO 1", ["precision=bf16", "zero_optimization.stage=1"]),
-    Kind("fp32, ZeRO 3", ["zero_optimization.stage=3"]),
-    Kind("two ranks, ZeRO 2, one dies", ["zero_optimization.stage=2"], ranks=2, all_die=False),
-    Kind("two ranks, bf16, both die", ["precision=bf16"], ranks=2),
-)
+    all_die: bool = True  # whether a kill takes all ranks or one
 
 
 @dataclass
 class Tally:
-    """Counts of one kind. longest: seconds from a kill to the end of the other ranks."""
+    """Counts. longest: seconds from a kill to the end of the other ranks."""
 
     kills: int = 0
     while_saving: int = 0
-    chains: int = 0
     longest: float = 0.0
     faults: list[str] = field(default_factory=list)
 
 
-class Campaign:
-    """Kills of one kind of run.
+def killed(forks: Forks, command: Command, folder: Path, *, kills: int, seed: int) -> Tally:
+    """Kill a command that often, start it again, and compare what it leaves and writes."""
+    chance, tally = random.Random(seed), Tally()
+    folder.mkdir(parents=True)
+    whole = folder / "whole"
+    begin = time.monotonic()
+    pids = _start(forks, command, whole)
+    assert not any([forks.wait(pid) for pid in pids]), _log(whole).read_text()
+    seconds = time.monotonic() - begin
+    expected, parts = command.result(whole), command.parts(whole)
 
-    folder: where runs go; corpus: prefix of a token file
-    """
+    chain = 0
+    while tally.kills < kills:
+        here = folder / f"chain{chain}"
+        done = False
+        while not done:
+            pids = _start(forks, command, here)
+            if tally.kills < kills and _moment_comes(forks, command, pids, here, seconds, chance):
+                _kill(forks, command, pids, here, tally, chance)
+            else:
+                statuses = [forks.wait(pid) for pid in pids]
+                if any(statuses):
+                    log = _log(here).read_text()[-2000:]
+                    tally.faults.append(f"{here}: statuses {statuses}: {log}")
+                done = True
+            for name, digest in command.parts(here).items():
+                if digest != parts[name]:
+                    tally.faults.append(f"{here}/{name}: not as in the undisturbed run")
+        if not tally.faults and (command.result(here), command.parts(here)) != (expected, parts):
+            tally.faults.append(f"{here}: another result than undisturbed")
+        if tally.faults:
+            return tally
+        shutil.rmtree(here)
+        chain += 1
+    return tally
 
-    def __init__(self, forks: Forks, kind: Kind, corpus: Path, folder: Path, seed: int) -> None:
-        self.forks, self.kind, self.corpus, self.folder = forks, kind, corpus, folder
-        self.random = random.Random(seed)
-        self.tally = Tally()
-        self.folder.mkdir(parents=True)
-        self.whole = folder / "whole"
-        begin = time.monotonic()
-        statuses = [self.forks.wait(pid) for pid in self._start(self.whole)]
-        assert statuses == [0] * kind.ranks, self._log(self.whole).read_text()
-        self.seconds = time.monotonic() - begin
-        self.weights = _weights(self.whole)
-        self.losses = _losses(self.whole)
-        assert len(self.weights) == STEPS // 2
 
-    def run(self, kills: int) -> Tally:
-        """Chains of runs until so many processes or groups have been killed."""
-        while self.tally.kills < kills:
-            chain = self.folder / f"chain{self.tally.chains}"
-            while not self._attempt(chain, kill=self.tally.kills < kills):
-                self._check_checkpoints(chain)
-            self._check_checkpoints(chain)
-            self._check_losses(chain)
-            self.tally.chains += 1
-            if not self.tally.faults:
-                shutil.rmtree(chain)
-        return self.tally
+def _start(forks: Forks, command: Command, folder: Path) -> list[int]:
+    folder.mkdir(exist_ok=True)
+    script, *words = command.words(folder)
+    return forks.start_ranks(command.ranks, script, *words, log=_log(folder))
 
-    def _attempt(self, chain: Path, *, kill: bool) -> bool:
-        """Start or continue a chain, and perhaps kill it; whether it is done."""
-        begin = time.time()
-        pids = self._start(chain)
-        if not self.kind.all_die:
-            # One that never comes is waited for (parallel/grid.py, MEETING). A launcher would know.
-            self._wait_until_they_have_met(chain, pids, begin)
-        if kill and self._reach_a_random_moment(chain, pids):
-            self._kill(chain, pids)
+
+def _log(folder: Path) -> Path:
+    return folder.with_suffix(".log")
+
+
+def _moment_comes(
+    forks: Forks,
+    command: Command,
+    pids: list[int],
+    folder: Path,
+    seconds: float,
+    chance: random.Random,
+) -> bool:
+    """Wait for any moment of a run, or of the writing of a checkpoint; whether all still run."""
+    begin = time.time()
+    while not command.all_die:
+        # A rank that never comes is waited for (parallel/grid.py). A launcher would know.
+        owner = folder / ".owner"  # a run owns its folder when its ranks have met
+        if any(forks.poll(pid) is not None for pid in pids):
             return False
-        statuses = [self.forks.wait(pid) for pid in pids]
-        if any(statuses):
-            log = self._log(chain).read_text()[-2000:]
-            self.tally.faults.append(f"{chain}: statuses {statuses}: {log}")
-            return True
-        return True
-
-    def _wait_until_they_have_met(self, chain: Path, pids: list[int], begin: float) -> None:
-        owner = chain / OWNER
-        while not (owner.exists() and owner.stat().st_mtime >= begin):
-            if any(self.forks.poll(pid) is not None for pid in pids):
-                return
-            time.sleep(PAUSE)
-
-    def _reach_a_random_moment(self, chain: Path, pids: list[int]) -> bool:
-        """Wait for any moment of the run, or of the writing of a checkpoint; whether all run."""
-        aims_at_saving = self.random.random() < 0.5
-        end = time.monotonic() + self.random.uniform(0, self.seconds)
-        while time.monotonic() < end or aims_at_saving:
-            if any(self.forks.poll(pid) is not None for pid in pids):
-                # It ended before its moment: the attempt counts as one without a kill.
-                return False
-            if aims_at_saving and time.monotonic() >= end and _is_saving(chain):
-                time.sleep(self.random.uniform(0, 0.03))
-                break
-            time.sleep(PAUSE)
-        return True
-
-    def _kill(self, chain: Path, pids: list[int]) -> None:
-        saving = _is_saving(chain)
-        victims = pids if self.kind.all_die else [self.random.choice(pids)]
-        for pid in victims:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-        begin = time.monotonic()
-        others = [pid for pid in pids if pid not in victims]
-        for pid in others:
-            status = self._ended(pid, begin)
-            if status in (None, 0) and not self._is_done(chain):
-                self.tally.faults.append(f"{chain}: another rank ended with status {status}")
-        for pid in victims:
-            self.forks.wait(pid)
-        self.tally.longest = max(self.tally.longest, time.monotonic() - begin)
-        self.tally.kills += 1
-        self.tally.while_saving += saving
-
-    def _ended(self, pid: int, begin: float) -> int | None:
-        """The status of a rank whose partner was killed; None where it hung and was killed too."""
-        while time.monotonic() - begin < LONGEST:
-            status = self.forks.poll(pid)
-            if status is not None:
-                return status
-            time.sleep(PAUSE)
-        os.kill(pid, signal.SIGKILL)
-        self.forks.wait(pid)
-        return None
-
-    def _is_done(self, chain: Path) -> bool:
-        return (chain / f"global_step{STEPS}").exists()
-
-    def _check_checkpoints(self, chain: Path) -> None:
-        for name, digest in _weights(chain).items():
-            if digest != self.weights[name]:
-                self.tally.faults.append(f"{chain}/{name}: other weights than undisturbed")
-
-    def _check_losses(self, chain: Path) -> None:
-        if _losses(chain) != self.losses:
-            self.tally.faults.append(f"{chain}: other losses than undisturbed")
-        missing = self.weights.keys() - _weights(chain).keys()
-        if missing:
-            self.tally.faults.append(f"{chain}: no checkpoints {sorted(missing)}")
-
-    def _start(self, run: Path) -> list[int]:
-        words = [*MODEL, *RECIPE, *self.kind.settings]
-        words += [f"data_path={self.corpus}", f"save={run}", f"load={run}"]
-        micro_batch = 4 // self.kind.ranks
-        words.append(f"train_micro_batch_size_per_gpu={micro_batch}")
-        return self.forks.start_ranks(self.kind.ranks, "train.py", *words, log=self._log(run))
-
-    def _log(self, run: Path) -> Path:
-        return run.with_suffix(".log")
+        if owner.exists() and owner.stat().st_mtime >= begin - 1:
+            break
+        time.sleep(PAUSE)
+    aims_at_saving = command.saves and chance.random() < 0.5
+    end = time.monotonic() + chance.uniform(0, seconds)
+    while time.monotonic() < end or aims_at_saving:
+        if any(forks.poll(pid) is not None for pid in pids):
+            return False
+        if aims_at_saving and time.monotonic() >= end and _is_saving(folder):
+            time.sleep(chance.uniform(0, 0.03))
+            break
+        time.sleep(PAUSE)
+    return True
 
 
-def _is_saving(chain: Path) -> bool:
-    return any(chain.glob("partial_step*"))
+def _kill(
+    forks: Forks,
+    command: Command,
+    pids: list[int],
+    folder: Path,
+    tally: Tally,
+    chance: random.Random,
+) -> None:
+    tally.kills += 1
+    tally.while_saving += _is_saving(folder)
+    victims = pids if command.all_die else [chance.choice(pids)]
+    for pid in victims:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    begin = time.monotonic()
+    for pid in pids:
+        try:
+            status = forks.wait(pid, timeout=LONGEST)
+        except TimeoutError:
+            status = 0
+        is_done = (folder / f"global_step{STEPS}").exists()
+        if pid not in victims and status == 0 and not is_done:
+            tally.faults.append(f"{folder}: the rank of a killed one did not notice")
+    tally.longest = max(tally.longest, time.monotonic() - begin)
+
+
+def _is_saving(folder: Path) -> bool:
+    return any(folder.glob("partial_step*"))
 
 
 def _weights(run: Path) -> dict[str, str]:
@@ -210,6 +186,57 @@ def _weights(run: Path) -> dict[str, str]:
 
 def _losses(run: Path) -> list[tuple[int, str, float]]:
     """Step, kind and loss of every record."""
-    lines = (run / "metrics.jsonl").read_text().splitlines()
-    records = [json.loads(line) for line in lines]
+    records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     return [(record["step"], record["kind"], record["loss"]) for record in records]
+
+
+def trainings(corpus: Path) -> list[Command]:
+    """The kinds of runs that are killed. corpus: prefix of a token file"""
+
+    def training(name: str, *settings: str, ranks: int = 1, all_die: bool = True) -> Command:
+        def words(run: Path) -> list[str]:
+            places = [f"data_path={corpus}", f"save={run}", f"load={run}"]
+            batch = f"train_micro_batch_size_per_gpu={4 // ranks}"
+            return ["train.py", *MODEL, *RECIPE, *settings, *places, batch]
+
+        return Command(name, words, _losses, _weights, True, ranks, all_die)
+
+    stage = "zero_optimization.stage="
+    return [
+        training("fp32"),
+        training("bf16, ZeRO 1", "precision=bf16", f"{stage}1"),
+        training("fp32, ZeRO 3", f"{stage}3"),
+        training("two ranks, ZeRO 2, one dies", f"{stage}2", ranks=2, all_die=False),
+        training("two ranks, bf16, both die", "precision=bf16", ranks=2),
+    ]
+
+
+def evaluation(checkpoint: Path) -> Command:
+    """The command that measures a checkpoint at three lengths, and its rows."""
+
+    def words(here: Path) -> list[str]:
+        lengths = ["--lengths", "64", "256", "1024", "--output", str(here / "rows.jsonl")]
+        tokens = ["eval_tokens=16384", "eval_batch_tokens=1024"]
+        return ["evaluate.py", "--checkpoint", str(checkpoint), *lengths, *tokens]
+
+    def result(here: Path) -> list[dict[str, Any]]:
+        rows = [json.loads(line) for line in (here / "rows.jsonl").read_text().splitlines()]
+        return [{key: row[key] for key in row if key not in CLOCK} for row in rows]
+
+    return Command("evaluation", words, result)
+
+
+def preparation(texts: Path) -> Command:
+    """The command that writes token files of a folder of texts, and their bytes."""
+
+    def words(here: Path) -> list[str]:
+        # A run that was killed after its work finds its corpus, which is no fault.
+        tokenizer = ["--vocab-size", "1024", "--overwrite"]
+        places = ["--input", str(texts), "--name", "t", "-d", str(here)]
+        return ["prepare_data.py", *places, *tokenizer]
+
+    def result(here: Path) -> list[bytes]:
+        prefix = here / "t" / "t_text_document"
+        return [Path(f"{prefix}{suffix}").read_bytes() for suffix in (".bin", ".idx")]
+
+    return Command("preparing data", words, result)

@@ -1,10 +1,6 @@
-"""Every pair of engines: a checkpoint saved by one is continued by the other.
-
-Run it by itself: python -m tests.faults.universal CORPUS FOLDER
-"""
+"""Pairs of engines: a checkpoint saved by one is continued by the other."""
 
 import itertools
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -37,12 +33,6 @@ KINDS = [
 
 
 Pair = tuple[Kind, Kind]  # who writes a checkpoint, who continues it
-
-
-def every_pair() -> list[Pair]:
-    """Every kind with every kind of its precision."""
-    pairs = itertools.product(KINDS, KINDS)
-    return [(writer, reader) for writer, reader in pairs if writer.precision == reader.precision]
 
 
 def ring() -> list[Pair]:
@@ -100,20 +90,3 @@ def _words(corpus: Path, save: Path, kind: Kind, *more: str) -> list[str]:
 def _train(forks: Forks, ranks: int, words: list[str], log: Path) -> None:
     pids = forks.start_ranks(ranks, "train.py", *words, log=log)
     assert not any([forks.wait(pid) for pid in pids]), log.read_text()
-
-
-def main() -> int:
-    """Print the table; 1 where a difference is larger than allowed."""
-    corpus, folder = map(Path, sys.argv[1:])
-    with Forks() as forks:
-        found = differences(forks, corpus, folder, every_pair())
-    wrong = 0
-    for (writer, reader), (gap, allowed) in found.items():
-        print(f"{writer!s:22} {reader!s:22} {gap:.1e}  allowed {allowed:.0e}")
-        wrong += gap > allowed
-    print(f"{len(found)} pairs, {wrong} with a larger difference than allowed")
-    return int(bool(wrong))
-
-
-if __name__ == "__main__":
-    sys.exit(main())
