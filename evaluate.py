@@ -28,10 +28,9 @@ from megatron.harness.run import Tasks, evaluate_tasks
 from megatron.harness.run import table as table_of_tasks
 from megatron.model.methods import METHODS, MOST, fault_of_name
 from megatron.parallel.grid import here
-from megatron.report.figures.curves import plot_by_position, plot_perplexity
-from megatron.results.bits import lines
+from megatron.report.curves import plot_by_position, plot_perplexity
 from megatron.results.row import Row
-from megatron.results.table import by_length, table
+from megatron.results.table import by_length, lines_of_bits, table
 from megatron.training.sent import send_results
 
 
@@ -200,7 +199,7 @@ def show(evaluation: Evaluation) -> None:
         for row in rows:
             by_protocol.setdefault(row.get("protocol", ""), []).append(row)
     for rows in by_protocol.values():
-        print("\n".join([table(rows), *lines(rows)]), end="\n\n")
+        print("\n".join([table(rows), *lines_of_bits(rows)]), end="\n\n")
     for file, rows in rows_of_files.items():
         draw(file, rows, max(lengths))
 

@@ -26,7 +26,6 @@ from megatron.conformance.subject import Subject
 from megatron.errors import UserError
 from megatron.positions import load_file
 from megatron.positions.layers import name_of_layers
-from megatron.report.evidence import positions_of
 
 COLOURS = {HOLDS: "green", FAILS: "bold red", FACT: "yellow", NOT_APPLICABLE: "dim"}
 LEGEND = (
@@ -110,7 +109,7 @@ def _of_checkpoint(arguments: argparse.Namespace) -> list[Finding]:
     if arguments.file:
         load_file(arguments.file)
     model, config, meta = load_for_evaluation(arguments.checkpoint, arguments.step)
-    findings = examine_learned(positions_of(model))
+    findings = examine_learned(model.placed)
     name = name_of_layers(config.position)
     _print(f"{name}, step {meta['step']} of {arguments.checkpoint}", findings)
     _console().print(_counts(findings))

@@ -28,8 +28,8 @@ def main(argv: list[str] | None = None) -> int:
     rows = read_results(of_evaluation(options.results))
     comparisons = compared(encodings(rows), options.against)
     if options.output:
-        write(comparisons, options.output, bits=options.bits_per_byte)
-    print(tables(comparisons, bits=options.bits_per_byte))
+        write(comparisons, options.output, bits_per_byte=options.bits_per_byte)
+    print(tables(comparisons, bits_per_byte=options.bits_per_byte))
     return 0
 
 
@@ -61,10 +61,10 @@ def of_evaluation(paths: Sequence[Path]) -> list[Path]:
     return kept
 
 
-def write(comparisons: Sequence[Comparison], path: Path, *, bits: bool = False) -> None:
-    """As Markdown or JSON, by the suffix; bits: Markdown has a column of bits per byte."""
+def write(comparisons: Sequence[Comparison], path: Path, *, bits_per_byte: bool = False) -> None:
+    """As Markdown or JSON, by the suffix; Markdown may have a column of bits per byte."""
     if path.suffix == ".md":
-        text = tables(comparisons, markdown=True, bits=bits)
+        text = tables(comparisons, markdown=True, bits_per_byte=bits_per_byte)
     elif path.suffix == ".json":
         text = json.dumps([one.plain() for one in comparisons], indent=1)
     else:

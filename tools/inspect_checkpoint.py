@@ -35,7 +35,7 @@ from megatron.checkpoints.saved import (
 from megatron.cli_errors import guarded
 from megatron.config.yaml_files import read_file
 from megatron.errors import UserError, visible
-from megatron.results.columns import in_columns
+from megatron.results.table import in_columns
 
 HEADER = ("step", "size", "files", "config", "engine", "ranks", "state")
 UNITS = ("B", "KiB", "MiB", "GiB", "TiB")

@@ -13,8 +13,8 @@ from typing import Any, NoReturn
 from megatron.config import Config
 from megatron.entry import add_number, run
 from megatron.evaluation.probes.run import Answer, Options, probe
-from megatron.report.figures.positions import write
-from megatron.report.figures.probes import draw_probes
+from megatron.report.curves import write
+from megatron.report.probe_figure import draw_probes
 from megatron.results.probes import GROUPS, PROBES, RULER
 
 

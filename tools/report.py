@@ -12,7 +12,7 @@ from pathlib import Path
 
 from megatron.cli_errors import guarded
 from megatron.positions import load_file
-from megatron.report.html.files import check_page, page_of, write_page
+from megatron.report.page import check_page, page_of, write_page
 
 
 @guarded

@@ -16,12 +16,14 @@ from megatron.cli_errors import guarded
 from megatron.errors import UserError
 from megatron.files import ROOT
 from megatron.results.files import has_lines, read_results
-from megatron.results.published import Published, published, tables
 from megatron.results.reproduce import (
     Compared,
+    Published,
     Requirements,
     compare,
     first_of,
+    published,
+    published_tables,
     render,
     unmatched,
 )
@@ -48,7 +50,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("table", help="a .yml, or " + ", ".join(tables()))
+    parser.add_argument("table", help="a .yml, or " + ", ".join(published_tables()))
     parser.add_argument("--run", action="store_true", help="first run what the sweep lacks")
     parser.add_argument("--folder", type=Path, metavar="DIR", help="where the sweep's runs are")
     parser.add_argument(

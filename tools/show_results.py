@@ -9,9 +9,7 @@ import sys
 from pathlib import Path
 
 from megatron.cli_errors import guarded
-from megatron.report.figures.curves import plot_perplexity
-from megatron.results import bits
-from megatron.results.comparison_table import over_seeds
+from megatron.report.curves import plot_perplexity
 from megatron.results.files import read_results
 from megatron.results.table import table
 
@@ -20,11 +18,14 @@ from megatron.results.table import table
 def main(argv: list[str] | None = None) -> int:
     options = _parser().parse_args(argv)
     rows = read_results(options.results)
-    if options.bits_per_byte:
-        show = bits.over_seeds if options.over_seeds else bits.table
-    else:
-        show = over_seeds if options.over_seeds else table
-    print(show(rows, markdown=options.markdown))
+    print(
+        table(
+            rows,
+            over_seeds=options.over_seeds,
+            bits_per_byte=options.bits_per_byte,
+            markdown=options.markdown,
+        )
+    )
     if options.output:
         plot_perplexity(rows, options.output)
         print(f"\nplot: {options.output}")

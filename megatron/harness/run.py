@@ -20,9 +20,9 @@ from megatron.model import AttentionSettings
 from megatron.parallel.grid import here
 from megatron.parallel.owned import owned_by_first
 from megatron.parallel.threads import count_parameters, use_threads
-from megatron.results.columns import in_columns
 from megatron.results.files import check_output, has_lines, read_lines, write_lines
 from megatron.results.row import Facts, Question
+from megatron.results.table import in_columns
 
 PACKAGE = "lm_eval"
 MOST_NAMES = 60  # characters of the tasks in the name of a file
@@ -62,9 +62,6 @@ class TaskRow(Question, total=False):
     shots: int  # examples in each prompt
     task_version: str
     harness: str  # version of lm-evaluation-harness
-
-
-NEEDED = tuple(key for key in TaskRow.__annotations__ if key in TaskRow.__required_keys__)
 
 
 @dataclass(frozen=True)
@@ -242,7 +239,7 @@ def existing_rows(path: Path) -> list[TaskRow]:
     if not has_lines(path):
         return []
     try:
-        lines = read_lines(path, kind=TaskRow, needed=NEEDED, writer="evaluate.py --tasks")
+        lines = read_lines(path, kind=TaskRow, writer="evaluate.py --tasks")
     except UserError as fault:
         raise UserError(
             f"--output: {path} exists and holds something else - choose another name ({fault})"

@@ -12,7 +12,8 @@ from megatron.config.document import as_yaml
 from megatron.conformance.effects import adds_to_embeddings
 from megatron.files import ROOT, write_text
 from megatron.positions import ALIASES, REGISTRY, Position, Shape, build, options_of
-from megatron.report.figures.positions import draw, panels, write
+from megatron.report.curves import write
+from megatron.report.encoding_figures import draw, panels
 
 PAGE = ROOT / "docs" / "positions.md"
 SHAPE = Shape(heads=12, head_dim=64, hidden=768, train_length=512)
@@ -40,36 +41,31 @@ and with `--checkpoint DIR` whether what was learned is still such a kernel.
 
 def page() -> str:
     """The whole text of docs/positions.md."""
-    names = sorted(REGISTRY)
-    return "\n".join([INTRODUCTION, *overview(names), "", *map(section, names)])
+    return f"{INTRODUCTION}\n{sections(REGISTRY)}"
 
 
 def sections(names: Iterable[str]) -> str:
-    """The overview and the sections of some encodings."""
+    """A table with a formula for each of some encodings, then everything about each."""
     names = sorted(names)
-    return "\n".join([*overview(names), "", *map(section, names)])
-
-
-def overview(names: Iterable[str]) -> list[str]:
-    """The lines of a table with a formula for each encoding."""
     lines = ["| pos_emb | formula | learned numbers |", "|---|---|---:|"]
     for name in names:
         lines.append(f"| [{name}](#{name}) | {formula(name)} | {learned(name)} |")
-    return lines
+    return "\n".join([*lines, "", *map(section, names)])
 
 
 def section(name: str) -> str:
     """Everything about one encoding."""
     encoding, position = REGISTRY[name], example(name)
-    source = _escaped(first_sentence(sys.modules[encoding.__module__].__doc__))
-    lines = [
-        f"## {name}\n",
-        f"{_escaped(paragraph(encoding.__doc__))}\n",
-        f"{source} {' '.join(_links(encoding))}".rstrip() + "\n",
-    ]
+    module = sys.modules[encoding.__module__].__doc__ or ""
+    papers = re.findall(r"\b\d{4}\.\d{5}\b", f"{module} {encoding.__doc__}")
+    links = [f"[arXiv {paper}](https://arxiv.org/abs/{paper})" for paper in dict.fromkeys(papers)]
+    source = " ".join([_escaped(first_sentence(module)), *links])
+    lines = [f"## {name}\n", f"{_escaped(paragraph(encoding.__doc__))}\n", f"{source}\n"]
     options = options_of(name)
     details, _ = _parts(encoding, list(options))
-    meanings = _meanings(encoding, list(options))
+    meanings: dict[str, str] = {}
+    for ancestor in reversed(encoding.__mro__):
+        meanings |= _parts(ancestor, list(options))[1]
     lines += [f"{_escaped(text)}\n" for text in details]
     if options:
         lines += ["| option | default | meaning |", "|---|---|---|"]
@@ -82,7 +78,7 @@ def section(name: str) -> str:
     aliases = [f"`{alias}`" for alias, known in ALIASES.items() if known == name]
     if aliases:
         lines.append(f"Also known as {', '.join(aliases)}.")
-    if has_picture(name) and _is_of_the_project(encoding):
+    if has_picture(name) and encoding.__module__.startswith("megatron."):
         lines.append(f"\n![{name}](positions/{name}.svg)")
     return "\n".join([*lines, ""])
 
@@ -90,7 +86,7 @@ def section(name: str) -> str:
 def example(name: str) -> Position | None:
     """The encoding with its defaults and the first values of seed 0.
 
-    None where an option has no default.
+    None if an option has no default.
     """
     if any(option.default is option.empty for option in options_of(name).values()):
         return None
@@ -101,10 +97,6 @@ def example(name: str) -> Position | None:
 def has_picture(name: str) -> bool:
     position = example(name)
     return position is not None and bool(panels(position, SHAPE.train_length))
-
-
-def _is_of_the_project(encoding: type[Position]) -> bool:
-    return encoding.__module__.startswith("megatron.")
 
 
 def formula(name: str) -> str:
@@ -122,42 +114,25 @@ def learned(name: str) -> str:
 
 def cost(position: Position) -> str:
     """Memory and time beyond plain attention, by the hooks that act."""
-    costs = []
-    if position.distance_bias(1) is not None:
-        costs.append(
-            "a table of heads · length numbers once per step, read in place by every backend"
-        )
-    if position.distance_weight(1) is not None:
-        costs.append(
-            "a second such table that multiplies the scores, for which no fused kernel exists"
-        )
-    if position.has("index_bias"):
-        costs.append(
-            "a bias for each pair of tokens in every layer:"
-            " time grows with length², memory with length (in blocks)"
-        )
-    if position.has("score_bias"):
-        costs.append("a number per key and head in every layer, which `sdpa` adds block by block")
-    if position.has("on_scores"):
-        costs.append("eager attention only: time and memory grow with length²")
-    if position.has("on_queries_keys") or position.has("on_queries_keys_by_content"):
-        costs.append("queries and keys are changed in every layer: time grows with length")
-    if adds_to_embeddings(position):
-        costs.append("one vector per token, once")
-    return "; ".join(costs) or "none"
-
-
-def _links(encoding: type[Position]) -> list[str]:
-    numbers = arxiv(encoding)
-    return [f"[arXiv {number}](https://arxiv.org/abs/{number})" for number in numbers]
-
-
-def arxiv(encoding: type[Position]) -> list[str]:
-    """The papers that its file cites, then those that the class itself cites."""
-    numbers = []
-    for text in (sys.modules[encoding.__module__].__doc__, encoding.__doc__):
-        numbers += re.findall(r"\b\d{4}\.\d{5}\b", text or "")
-    return list(dict.fromkeys(numbers))
+    acts = {
+        "a table of heads · length numbers once per step, read in place by every backend": (
+            position.distance_bias(1) is not None
+        ),
+        "a second such table that multiplies the scores, for which no fused kernel exists": (
+            position.distance_weight(1) is not None
+        ),
+        "a bias for each pair of tokens in every layer:"
+        " time grows with length², memory with length (in blocks)": position.has("index_bias"),
+        "a number per key and head in every layer, which `sdpa` adds block by block": (
+            position.has("score_bias")
+        ),
+        "eager attention only: time and memory grow with length²": position.has("on_scores"),
+        "queries and keys are changed in every layer: time grows with length": (
+            position.has("on_queries_keys") or position.has("on_queries_keys_by_content")
+        ),
+        "one vector per token, once": adds_to_embeddings(position),
+    }
+    return "; ".join(text for text, does in acts.items() if does) or "none"
 
 
 def paragraph(text: str | None) -> str:
@@ -166,26 +141,13 @@ def paragraph(text: str | None) -> str:
     return " ".join(first.split())
 
 
-def _after_first_paragraph(text: str | None) -> str:
-    _, _, rest = inspect.cleandoc(text or "").partition("\n\n")
-    return rest
-
-
-def _meanings(encoding: type[Position], options: Sequence[str]) -> dict[str, str]:
-    """What each option means, by the docstring of a class or of one that it extends."""
-    meanings: dict[str, str] = {}
-    for ancestor in reversed(encoding.__mro__):
-        meanings |= _parts(ancestor, options)[1]
-    return meanings
-
-
 def _parts(encoding: type, options: Sequence[str]) -> tuple[list[str], dict[str, str]]:
     """The paragraphs of a docstring without its options, and what each option means.
 
     An option begins a line, or follows a semicolon: `base: …; factor: …`. Several may share a
     meaning: `beta_fast, beta_slow: …`.
     """
-    text = _after_first_paragraph(encoding.__doc__)
+    _, _, text = inspect.cleandoc(encoding.__doc__ or "").partition("\n\n")
     details, meanings = [], {}
     names = "|".join(map(re.escape, options))
     option = re.compile(rf"(?:^|(?<=; ))((?:{names})(?:, (?:{names}))*): ", re.MULTILINE)
@@ -207,10 +169,7 @@ def first_sentence(text: str | None) -> str:
     """The first paragraph up to a full stop or semicolon that is outside parentheses."""
     whole, depth = paragraph(text), 0
     for index, sign in enumerate(whole):
-        if sign == "(":
-            depth += 1
-        elif sign == ")":
-            depth -= 1
+        depth += {"(": 1, ")": -1}.get(sign, 0)
         following = whole[index + 1 : index + 2]
         if depth == 0 and sign in ".;" and following in ("", " "):
             return whole[:index]
@@ -237,12 +196,12 @@ def _shown(value: Any) -> str:
 def renew() -> None:
     """Write the page and the pictures; delete pictures of encodings that no longer exist."""
     folder = PAGE.parent / "positions"
-    folder.mkdir(parents=True, exist_ok=True)
     write_text(PAGE, page())
-    wanted = {folder / f"{name}.svg" for name in REGISTRY if has_picture(name)}
-    for gone in set(folder.glob("*.svg")) - wanted:
-        gone.unlink()
-    for path in sorted(wanted):
-        position = example(path.stem)
+    names = [name for name in REGISTRY if has_picture(name)]
+    for old in folder.glob("*.svg"):
+        if old.stem not in names:
+            old.unlink()
+    for name in sorted(names):
+        position = example(name)
         assert position is not None
-        write(draw(panels(position, LENGTH), path.stem), path)
+        write(draw(panels(position, LENGTH), name), folder / f"{name}.svg")

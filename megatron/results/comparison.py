@@ -1,8 +1,7 @@
 """Encodings against one of them, length by length: differences, intervals, claims."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from statistics import fmean
 from typing import Any
 
 import numpy as np
@@ -10,20 +9,35 @@ import numpy as np
 from megatron.errors import UserError
 from megatron.results.labels import kinds as rows_by_kind
 from megatron.results.labels import select
-from megatron.results.pairing import (
-    TextEstimate,
-    differences_by_seed,
-    of_common_seeds,
-    over_text,
-    why_not_paired,
+from megatron.results.row import BLOCK, VARIANT, Row, place_of, with_facts
+from megatron.results.statistics import (
+    Estimate,
+    holm,
+    mean_of,
+    mean_of_blocks,
+    mean_over_seeds,
+    perplexity_of,
 )
-from megatron.results.row import VARIANT, Row, place_of, with_facts
-from megatron.results.statistics import Estimate, holm, mean_over_seeds, perplexity_of
-from megatron.results.table import attention_inputs, setting
+from megatron.results.table import attention_inputs, mean_and_std, setting
 
 ALPHA = 0.05
 SEEDS = 3  # common seeds that a claim about an encoding needs
 WORSE, BETTER = "†", "‡"
+
+
+@dataclass(frozen=True)
+class TextEstimate:
+    """The mean difference of given weights, and its error over pieces of the text.
+
+    unit: the pieces, "blocks" or "windows"
+    windows: of all texts
+    tokens: scored targets of a piece, on average
+    """
+
+    estimate: Estimate
+    unit: str
+    windows: int
+    tokens: float
 
 
 @dataclass(frozen=True)
@@ -32,7 +46,7 @@ class Comparison:
 
     seeds: of all its rows
     perplexity: mean over seeds; std: over seeds, None for one
-    bits_per_byte: mean over seeds; None where a row has none
+    bits_per_byte: mean over seeds; None if a row has none
     by_seed: the difference of each common seed
     over_seeds: the mean difference over seeds, from SEEDS common seeds on
     over_text: the mean difference of these weights on this text
@@ -47,16 +61,16 @@ class Comparison:
     seeds: tuple[int | None, ...]
     perplexity: float | None
     std: float | None
+    bits_per_byte: float | None
     by_seed: Mapping[int | None, float]
     over_seeds: Estimate | None = None
     over_text: TextEstimate | None = None
     p: float | None = None
     reason: str | None = None
-    bits_per_byte: float | None = None
 
     @property
     def difference(self) -> Estimate | None:
-        """Over seeds where there are enough for a claim, else over the text."""
+        """Over seeds if there are enough for a claim, else over the text."""
         if self.over_seeds is not None:
             return self.over_seeds
         return self.over_text.estimate if self.over_text else None
@@ -81,7 +95,7 @@ class Comparison:
 
     @property
     def mark(self) -> str:
-        """† where the reference is significantly better, as in KERPLE's table 3; ‡ where this is.
+        """† if the reference is significantly better, as in KERPLE's table 3; ‡ if this is.
 
         Empty without a claim.
         """
@@ -96,31 +110,21 @@ class Comparison:
 
     def plain(self) -> dict[str, Any]:
         """For JSON. ratio is that of the perplexities; the intervals have 95 %."""
-        facts: dict[str, Any] = {
-            "setting": self.setting,
-            "length": self.length,
-            "encoding": self.encoding,
-            "reference": self.reference,
-            "seeds": self.seeds,
-            "perplexity": self.perplexity,
-            "std": self.std,
-            "bits_per_byte": self.bits_per_byte,
-            "unit": self.unit,
-            "p": self.p,
-            "mark": self.mark,
-            "reason": self.reason,
-        }
+        keys = ("setting", "length", "encoding", "reference", "seeds", "perplexity", "std")
+        facts: dict[str, Any] = {key: getattr(self, key) for key in keys}
+        facts |= {"bits_per_byte": self.bits_per_byte, "unit": self.unit, "p": self.p}
+        facts |= {"mark": self.mark, "reason": self.reason}
         if self.difference is None:
             return facts
-        low, high = self.interval or (None, None)
+        ends = self.interval or (None, None)
         facts |= {
             "interval_is_about": about(self.is_claim),
             "by_seed": {str(seed): difference for seed, difference in self.by_seed.items()},
             "seeds_disagree": self.seeds_disagree,
             "difference": self.difference.mean,
-            "interval": [low, high],
+            "interval": list(ends),
             "ratio": perplexity_of(self.difference.mean),
-            "ratio_interval": [None if end is None else perplexity_of(end) for end in (low, high)],
+            "ratio_interval": [None if end is None else perplexity_of(end) for end in ends],
         }
         if self.over_text:
             text = self.over_text.estimate
@@ -134,42 +138,40 @@ def about(is_claim: bool) -> str:
 
 
 def encodings(rows: Sequence[Row]) -> dict[str, list[Row]]:
-    """Rows of each kind by label, whatever the seed; UserError where a seed was measured twice."""
+    """Rows of each kind by label, whatever the seed; UserError if a seed was measured twice."""
     kinds = rows_by_kind(rows)
     for label, group in kinds.items():
-        _check_seeds(label, group)
+        first_of: dict[tuple[Any, ...], Row] = {}
+        for row in group:
+            seed = row.get("seed")
+            first = first_of.setdefault((*place_of(row), seed), row)
+            if first is row:
+                continue
+            raise UserError(
+                f"{label}: seed {seed} is there twice at length {row['length']}:"
+                f" {first.get('checkpoint')} and {row.get('checkpoint')}"
+                " - give the results of one of them"
+            )
     return kinds
-
-
-def _check_seeds(label: str, rows: Sequence[Row]) -> None:
-    """UserError where one seed has two rows at a place."""
-    first_of: dict[tuple[Any, ...], Row] = {}
-    for row in rows:
-        seed = row.get("seed")
-        first = first_of.setdefault((*place_of(row), seed), row)
-        if first is row:
-            continue
-        runs = [f"{one.get('checkpoint')} (config {one['config_hash']})" for one in (first, row)]
-        raise UserError(
-            f"{label}: seed {seed} is there twice at length {row['length']}: {' and '.join(runs)}"
-            " - give the results of one of them"
-        )
 
 
 def compared(kinds: Mapping[str, Sequence[Row]], against: str | None = None) -> list[Comparison]:
     """Every encoding at every length of every setting, compared with one of them.
 
     kinds: rows by encoding, as `encodings` returns them
-    against: the reference; the first encoding where it is None
+    against: the reference; the first encoding if it is None
 
-    UserError where nothing can be paired.
+    Raises UserError if nothing can be paired.
     """
     reference = next(iter(kinds)) if against is None else select(against, kinds)
-    comparisons: list[Comparison] = []
+    places: dict[tuple[Any, ...], dict[str, list[Row]]] = {}
+    for label, rows in kinds.items():
+        for row in rows:
+            places.setdefault(place_of(row), {}).setdefault(label, []).append(row)
     tokenizers = {row.get("tokenizer") for rows in kinds.values() for row in rows}
-    for rows_of in _by_place(kinds):
-        all_rows = [row for rows in rows_of.values() for row in rows]
-        shared_variant = attention_inputs(all_rows)
+    comparisons: list[Comparison] = []
+    for rows_of in places.values():
+        shared_variant = attention_inputs([row for rows in rows_of.values() for row in rows])
         for label, rows in rows_of.items():
             # Without its variant, so that the heading has only what all rows share.
             plain_row = with_facts(rows[0], dict.fromkeys(VARIANT))
@@ -178,18 +180,13 @@ def compared(kinds: Mapping[str, Sequence[Row]], against: str | None = None) -> 
                 heading += f", tokenizer {plain_row.get('tokenizer') or 'unknown'}"
             one = _compared(label, rows, reference, rows_of.get(reference, []))
             comparisons.append(replace(one, setting=heading))
-    _check_any_paired(comparisons, reference)
-    return _with_corrected_p(comparisons)
-
-
-def _by_place(kinds: Mapping[str, Sequence[Row]]) -> Iterable[dict[str, list[Row]]]:
-    """Rows by label, for each setting, length and number of tokens."""
-    by_place: dict[tuple[Any, ...], dict[str, list[Row]]] = {}
-    for label, rows in kinds.items():
-        for row in rows:
-            labels = by_place.setdefault(place_of(row), {})
-            labels.setdefault(label, []).append(row)
-    return by_place.values()
+    others = [one for one in comparisons if one.encoding != reference]
+    if others and not any(one.difference for one in others):
+        reasons = [f"{one.encoding} at {one.length}: {one.reason}" for one in others]
+        each_once = "\n  ".join(dict.fromkeys(reasons))
+        raise UserError(f"nothing can be compared with {reference}:\n  {each_once}")
+    corrected = iter(holm([one.p for one in comparisons if one.p is not None]))
+    return [one if one.p is None else replace(one, p=next(corrected)) for one in comparisons]
 
 
 def _compared(label: str, ours: list[Row], reference: str, theirs: list[Row]) -> Comparison:
@@ -210,11 +207,21 @@ def _compared(label: str, ours: list[Row], reference: str, theirs: list[Row]) ->
     if label == reference:
         refusals = [row.get("reason") for row in ours if row["loss"] is None]
         return replace(alone, reason=refusals[0] if refusals else None)
-    ours, theirs = of_common_seeds(ours, theirs)
+    ours_of, theirs_of = ({row.get("seed"): row for row in rows} for rows in (ours, theirs))
+    common = [seed for seed in ours_of if seed in theirs_of]
+    if common:
+        ours = [ours_of[seed] for seed in common]
+        theirs = [theirs_of[seed] for seed in common]
     reason = why_not_paired(ours, theirs, reference)
     if reason:
         return replace(alone, reason=reason)
-    by_seed = differences_by_seed(ours, theirs)
+    by_seed = {}
+    if all(ours_of[seed].get("text") == theirs_of[seed].get("text") for seed in common):
+        for seed in common:
+            our_loss, their_loss = ours_of[seed]["loss"], theirs_of[seed]["loss"]
+            assert our_loss is not None
+            assert their_loss is not None
+            by_seed[seed] = our_loss - their_loss
     paired = replace(alone, by_seed=by_seed, over_text=over_text(ours, theirs))
     if len(by_seed) < SEEDS:
         return paired
@@ -222,28 +229,79 @@ def _compared(label: str, ours: list[Row], reference: str, theirs: list[Row]) ->
     return replace(paired, over_seeds=over_seeds, p=over_seeds.p)
 
 
-def mean_and_std(values: Sequence[float | None]) -> tuple[float | None, float | None]:
-    """Mean and standard deviation over seeds; (None, None) where a seed has no number.
+def why_not_paired(ours: Sequence[Row], theirs: Sequence[Row], reference: str) -> str | None:
+    """The reason why these rows are no pairs, or None. reference: the label of `theirs`"""
+    if not theirs:
+        return f"{reference} was not measured there, on as many tokens"
+    for row in (*ours, *theirs):
+        name = row["pos_emb"]
+        if row["loss"] is None:
+            return f"{name}: {row.get('reason') or 'no loss'}"
+        if not row.get("window_losses") or not row.get("text"):
+            return f"{name}: no losses by window in its results - measure it again with evaluate.py"
+    if {row.get("text") for row in ours} != {row.get("text") for row in theirs}:
+        return (
+            f"it was scored on other text than {reference}"
+            " - evaluate both on the same data_path, split and lengths"
+        )
+    return None
 
-    The standard deviation of one seed is None.
+
+def over_text(ours: Sequence[Row], theirs: Sequence[Row]) -> TextEstimate:
+    """The mean difference block by block if all rows have blocks, else window by window.
+
+    Runs that scored the same text are averaged first.
     """
-    numbers = [value for value in values if value is not None]
-    if len(numbers) < len(values):
-        return None, None
-    std = float(np.std(numbers, ddof=1)) if len(numbers) > 1 else None
-    return fmean(numbers), std
+    has_blocks = all(row.get("block_losses") for row in (*ours, *theirs))
+    key = "block_losses" if has_blocks else "window_losses"
+    first_of: dict[str | None, Row] = {}
+    for row in ours:
+        first_of.setdefault(row.get("text"), row)
+    first_rows = list(first_of.values())
+    differences: list[float] = []
+    sizes: list[int] = []
+    weights: list[float] = []
+    for first in first_rows:
+        means = []
+        for rows in (ours, theirs):
+            losses = [row.get(key, []) for row in rows if row.get("text") == first.get("text")]
+            means.append(np.mean(losses, axis=0))
+        differences += (means[0] - means[1]).tolist()
+        if has_blocks:
+            sizes += blocks_of_windows(first)
+            weights += tokens_of_blocks(first)
+        else:
+            weights += tokens_of_windows(first)
+    if has_blocks:
+        windows = sum(row["windows"] for row in first_rows)
+        estimate = mean_of_blocks(differences, sizes, weights)
+        return TextEstimate(estimate, "blocks", windows, tokens=float(np.mean(weights)))
+    estimate = mean_of(differences, weights)
+    tokens = first_rows[0]["tokens"] / first_rows[0]["windows"]
+    return TextEstimate(estimate, "windows", windows=estimate.n, tokens=tokens)
 
 
-def _check_any_paired(comparisons: Sequence[Comparison], reference: str) -> None:
-    others = [one for one in comparisons if one.encoding != reference]
-    if not others or any(one.difference for one in others):
-        return
-    reasons = [f"{one.encoding} at {one.length}: {one.reason}" for one in others]
-    each_once = "\n  ".join(dict.fromkeys(reasons))
-    raise UserError(f"nothing can be compared with {reference}:\n  {each_once}")
+def tokens_of_windows(row: Row) -> list[float]:
+    """Scored targets of each window: [windows]."""
+    different = row.get("window_tokens")
+    if different:
+        return [float(tokens) for tokens in different]
+    return [row["tokens"] / row["windows"]] * row["windows"]
 
 
-def _with_corrected_p(comparisons: Sequence[Comparison]) -> list[Comparison]:
-    """Holm's p over all claims; what is no claim has none."""
-    corrected = iter(holm([one.p for one in comparisons if one.p is not None]))
-    return [one if one.p is None else replace(one, p=next(corrected)) for one in comparisons]
+def tokens_of_blocks(row: Row) -> list[int]:
+    """Scored targets of each block: [blocks]."""
+    return row.get("block_tokens") or [BLOCK] * len(row.get("block_losses", []))
+
+
+def blocks_of_windows(row: Row) -> list[int]:
+    """Blocks that begin in each window, without windows in which none begins.
+
+    A long window holds several blocks; a block may span several short windows.
+    """
+    ends_of_windows = np.cumsum(tokens_of_windows(row))
+    tokens = np.asarray(tokens_of_blocks(row), dtype=np.int64)
+    starts_of_blocks = np.cumsum(tokens) - tokens
+    window_of_block = np.searchsorted(ends_of_windows, starts_of_blocks, side="right")
+    counts = np.bincount(window_of_block)
+    return [int(count) for count in counts if count > 0]

@@ -1,26 +1,51 @@
 """Files of results: JSON lines, written whole, read with the file and line of every fault."""
 
-import itertools
 import json
+import math
 import os
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import cache
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Required, cast
 
-from megatron.errors import UserError
-from megatron.files import write_text
-from megatron.results.check import fault_of
-from megatron.results.row import NEEDED, Facts, Row, measurement_of, with_facts
+import numpy as np
+from pydantic import TypeAdapter, ValidationError
+from typing_extensions import TypedDict
+
+from megatron.errors import CONTROL, UserError
+from megatron.files import read_small, write_text
+from megatron.results.row import BLOCK, Facts, Row, measurement_of, with_facts
+from megatron.results.statistics import perplexity_of
 from megatron.strict_json import parse
 
 PICTURES = (".png", ".svg", ".pdf")
 CHECKSUM = "checksum"  # the last key of a line: part of the file, not of the row
-LONGEST = 1 << 26  # bytes of a line: a row of a million blocks has 10 MB
+LARGEST = 1 << 30  # bytes of a file: a log of a million steps has 250 MB
+WHOLE = 2**63  # whole numbers are smaller
+ROUNDING = 2e-6  # losses of windows and blocks are written with six digits
+COUNTS = ("length", "tokens", "windows")  # at least one of each
+
+
+class Record(TypedDict, total=False):
+    """One line of metrics.jsonl, of a training step or a validation. Other keys may follow."""
+
+    step: Required[int]
+    kind: str  # train or valid
+    loss: float | None
+    seconds_per_step: float | None
+    tokens_per_second: float | None
+    model_tflops_per_second: float | None
+    mfu: float | None
+    peak_memory_gib: float | None
+    position: dict[str, list[float]]  # learned numbers of the encoding, by their names
+
+
+# --- Rows of evaluation ---
 
 
 def check_output(path: Path) -> None:
-    """UserError where results could not be written, or would replace another kind of file.
+    """Raises UserError if results could not be written, or would replace another kind of file.
 
     Called before anything is measured.
     """
@@ -29,7 +54,7 @@ def check_output(path: Path) -> None:
 
 
 def check_place(path: Path) -> None:
-    """UserError where lines could not be written; the folder is made if it is missing."""
+    """Raises UserError if lines could not be written; the folder is made if it is missing."""
     if path.suffix.lower() in PICTURES:
         lines = path.with_suffix(".jsonl")
         raise UserError(f"--output: {path} is the name of a picture - name the lines {lines}")
@@ -48,7 +73,7 @@ def check_place(path: Path) -> None:
 def write_results(path: Path, rows: Sequence[Row]) -> None:
     """Add rows to a file; a row replaces the one of the same measurement.
 
-    UserError where another kind of file is in the way.
+    Raises UserError if another kind of file is in the way.
     """
     merged = {measurement_of(row): row for row in (*_existing_output(path), *rows)}
     write_lines(path, merged.values())
@@ -64,26 +89,47 @@ def _existing_output(path: Path) -> list[Row]:
 
 
 def existing_results(path: Path) -> list[Row]:
-    """The rows of a file; none where it is absent or empty."""
+    """The rows of a file; none if it is absent or empty."""
     return read_results([path]) if has_lines(path) else []
 
 
 def read_results(paths: Iterable[str | Path]) -> list[Row]:
-    """The rows of several files, in order; a later row replaces that of the same measurement."""
+    """The rows of several files, in order; a later row replaces that of the same measurement.
+
+    A row that was measured again outside of its sweep still belongs to the sweep's cell.
+    """
     rows: dict[tuple, Row] = {}
     for path in paths:
-        for line in read_lines(Path(path), kind=Row, needed=NEEDED, writer="evaluate.py"):
+        for line in read_lines(Path(path), kind=Row, writer="evaluate.py"):
             row = cast("Row", line)
             measurement = measurement_of(row)
-            rows[measurement] = _in_cell_of(rows.get(measurement), row)
+            replaced = rows.get(measurement, row)
+            if replaced.get("cell") and not row.get("cell"):
+                cell = {"sweep": replaced.get("sweep"), "cell": replaced.get("cell")}
+                row = with_facts(row, cell)
+            rows[measurement] = row
     return list(rows.values())
 
 
-def _in_cell_of(replaced: Row | None, row: Row) -> Row:
-    """A row that was measured again outside of its sweep still belongs to the sweep's cell."""
-    if replaced is None or not replaced.get("cell") or row.get("cell"):
-        return row
-    return with_facts(row, {"sweep": replaced.get("sweep"), "cell": replaced.get("cell")})
+def training_log(path: Path) -> list[Record]:
+    """The records of a training's metrics.jsonl, without a last line that a kill cut off.
+
+    Raises OSError if it cannot be read, and ValueError, with the number of the line, if it is
+    damaged.
+    """
+    *lines, _ = read_small(path, LARGEST).split(b"\n")
+    records = []
+    for number, line in enumerate(lines, 1):
+        try:
+            record = parse(line)
+        except ValueError as fault:
+            raise ValueError(f"line {number}: {fault}") from None
+        if not isinstance(record, dict) or "step" not in record:
+            raise ValueError(f"line {number}: it is not a record of a step")
+        if fault := fault_of(record, Record):
+            raise ValueError(f"line {number}: {fault}")
+        records.append(cast("Record", record))
+    return records
 
 
 # --- Lines of any kind ---
@@ -112,78 +158,120 @@ def checksum(line: Mapping[str, Any]) -> str:
     return f"{zlib.crc32(text.encode()):08x}"
 
 
-def read_lines(path: Path, *, kind: type, needed: Sequence[str], writer: str) -> list[Facts]:
+def read_lines(path: Path, *, kind: type, writer: str) -> list[Facts]:
     """The objects of a file, without their checksums; UserError for a fault.
 
-    kind: the TypedDict that describes a line
-    needed: the keys that every line has; writer: the tool that writes such files
+    kind: the TypedDict that describes a line; writer: the tool that writes such files
     """
+    give = f"give files of {writer}"
+    try:
+        content = read_small(path, LARGEST)
+    except FileNotFoundError:
+        raise UserError(f"{path}: there is no such results file - {writer} writes one") from None
+    except OSError as fault:
+        raise UserError(f"{path}: cannot be read ({fault.strerror}) - {give}") from None
     found = []
-    for number, text in enumerate(_raw_lines(path, writer), 1):
+    for number, text in enumerate(content.splitlines(), 1):
         where = f"{path}, line {number}"
-        facts = _parsed(text, where, writer)
-        missing = [key for key in needed if key not in facts]
-        if missing:
+        try:
+            facts = parse(text)
+        except ValueError as fault:
             raise UserError(
-                f"{where}: is no result of {writer}, it lacks {', '.join(missing)}"
-                f" - give files of {writer}"
+                f"{where}: is no result of {writer}, {fault} - {give}, or remove a damaged line"
+                " and measure it again"
+            ) from None
+        if not isinstance(facts, dict):
+            raise UserError(f"{where}: is no result of {writer}, it is no JSON object - {give}")
+        again = f"remove the line, and measure it again with {writer}"
+        written = facts.pop(CHECKSUM, None)
+        if written not in (None, checksum(facts)):
+            raise UserError(
+                f"{where}: does not agree with its checksum, it was damaged or edited"
+                f" - {again} (if you edited it, remove its key checksum)"
+            )
+        needed = [key for key in kind.__annotations__ if key in kind.__required_keys__]
+        if missing := [key for key in needed if key not in facts]:
+            raise UserError(
+                f"{where}: is no result of {writer}, it lacks {', '.join(missing)} - {give}"
             )
         if fault := fault_of(facts, kind):
-            raise UserError(f"{where}: {fault} - {_again(writer)}")
+            raise UserError(f"{where}: {fault} - {again}")
         found.append(facts)
     if not found:
         raise UserError(f"{path}: is empty - leave it out, or write results with {writer}")
     return found
 
 
-def _raw_lines(path: Path, writer: str) -> Iterator[bytes]:
-    """The lines of a file without their ends; none is longer than LONGEST."""
-    if path.exists() and not path.is_file() and not path.is_dir():
-        raise UserError(f"{path}: is no regular file - give files of {writer}")
+# --- What every line must be ---
+
+
+def fault_of(line: Mapping[str, Any], kind: type) -> str | None:
+    """What is wrong with the facts of a line, in words that follow its place, or None.
+
+    kind: the TypedDict that describes such lines. Keys that it does not know may hold anything.
+    """
+    for value in _values(line):
+        if isinstance(value, str) and CONTROL.search(value):
+            return f"it has a control character in {ascii(value)[:60]}"
+        if isinstance(value, int) and abs(value) >= WHOLE:
+            return "it has a number of too many digits"
     try:
-        with path.open("rb") as file:
-            for number in itertools.count(1):
-                line = file.readline(LONGEST + 1)
-                if not line:
-                    return
-                if len(line) > LONGEST:
-                    raise UserError(
-                        f"{path}, line {number}: is longer than {LONGEST >> 20} MiB, it is no"
-                        f" result of {writer} - give files of {writer}"
-                    )
-                yield line.rstrip(b"\r\n")
-    except FileNotFoundError:
-        raise UserError(f"{path}: there is no such results file - {writer} writes one") from None
-    except IsADirectoryError:
-        raise UserError(f"{path}: is a folder - give a file of {writer}") from None
-    except OSError as fault:
-        raise UserError(
-            f"{path}: cannot be read ({fault.strerror}) - give a file of {writer} that is yours to"
-            " read"
-        ) from None
+        _adapter(kind).validate_python(line, strict=True)
+    except ValidationError as fault:
+        first = fault.errors(include_url=False)[0]
+        value = ascii(first["input"])[:40]
+        return f"its {first['loc'][0]} is {value}: {first['msg'].lower()}"
+    for key in COUNTS:
+        unanswered = key == "tokens" and line.get("reason")  # retrieval: no target was asked
+        if key in line and line[key] < (0 if unanswered else 1):
+            return f"its {key} is {line[key]}, not 1 or more"
+    return _disagreement(line) if kind is Row else None
 
 
-def _parsed(text: bytes, where: str, writer: str) -> Facts:
-    """The facts of a line that is what was written."""
-    try:
-        facts = parse(text)
-    except ValueError as fault:
-        raise UserError(
-            f"{where}: is no result of {writer}, {fault} - give files of {writer}, or remove a"
-            " damaged line and measure it again"
-        ) from None
-    if not isinstance(facts, dict):
-        raise UserError(
-            f"{where}: is no result of {writer}, it is no JSON object - give files of {writer}"
-        )
-    written = facts.pop(CHECKSUM, None)
-    if written not in (None, checksum(facts)):
-        raise UserError(
-            f"{where}: does not agree with its checksum, it was damaged or edited"
-            f" - {_again(writer)} (if you edited it, remove its key checksum)"
-        )
-    return facts
+@cache
+def _adapter(kind: type) -> TypeAdapter:
+    return TypeAdapter(kind)
 
 
-def _again(writer: str) -> str:
-    return f"remove the line, and measure it again with {writer}"
+def _values(value: Any) -> Iterator[Any]:
+    """Every text and number in a value, keys included. Tables repeat texts on the terminal."""
+    if isinstance(value, dict):
+        yield from value
+        value = list(value.values())
+    if not isinstance(value, list):
+        yield value
+        return
+    for one in value:
+        yield from _values(one)
+
+
+def _disagreement(row: Mapping[str, Any]) -> str | None:
+    """How two numbers of a row that say the same thing differ, or None."""
+    loss, perplexity = row["loss"], row["perplexity"]
+    if loss is None:
+        return None if perplexity is None else f"its loss is null, its perplexity {perplexity:g}"
+    if loss < 0:
+        return f"its loss is {loss:g}, below 0"
+    expected = perplexity_of(loss)
+    if not math.isclose(perplexity or math.inf, expected or math.inf, rel_tol=1e-9):
+        return f"its perplexity is {perplexity}, but exp(loss) is {expected}"
+    windows = row.get("window_losses") or []
+    if windows and len(windows) != row["windows"]:
+        return f"it has {len(windows)} window_losses of {row['windows']} windows"
+    blocks = row.get("block_losses") or []
+    tokens_of_blocks = row.get("block_tokens") or [BLOCK] * len(blocks)
+    if blocks and sum(tokens_of_blocks) != row["tokens"]:
+        return f"its blocks have {sum(tokens_of_blocks)} tokens, the row {row['tokens']}"
+    parts = {
+        "window_losses": row.get("window_tokens") or [1] * len(windows),
+        "block_losses": tokens_of_blocks,
+        "position_losses": np.diff(row.get("position_edges") or [0]),
+    }
+    for key, weights in parts.items():
+        losses = row.get(key) or []
+        if len(losses) != len(weights) or np.any(np.less(weights, 1)):
+            return f"its {len(losses)} {key} do not fit their {len(weights)} numbers of tokens"
+        mean = np.average(losses, weights=weights) if losses else loss
+        if not math.isclose(mean, loss, rel_tol=1e-9, abs_tol=ROUNDING):
+            return f"its loss is {loss:.6f}, but the mean of its {key} {mean:.6f}"
+    return None

@@ -7,17 +7,18 @@ from megatron.errors import UserError
 from megatron.results.row import (
     BOOKKEEPING,
     CORPUS_AXIS,
-    KEYS,
     KIND,
     KIND_LABELS,
     LABELS,
+    SETTING,
     TRAINED,
     VARIANT,
     AnyQuestion,
     Facts,
     Question,
     Row,
-    kind_of,
+    by_text,
+    identity,
     model_of,
     plain,
     run_of,
@@ -33,16 +34,14 @@ def with_sweeps(rows: Sequence[AnyQuestion]) -> list[AnyQuestion]:
     """
     origins: dict[Hashable, Facts] = {}
     for row in rows:
-        if not row.get("cell"):
-            continue
-        origin: Facts = {"sweep": row.get("sweep"), "cell": row.get("cell")}
-        for model in (row.get("weights"), row.get("checkpoint")):
-            if model is not None:
-                origins.setdefault(model, origin)
+        if row.get("cell"):
+            for model in (row.get("weights"), row.get("checkpoint")):
+                origins.setdefault(model, {"sweep": row.get("sweep"), "cell": row.get("cell")})
+    origins.pop(None, None)
     found: list[AnyQuestion] = []
     for row in rows:
-        known = row.get("cell") or model_of(row) not in origins
-        found.append(row if known else with_facts(row, origins[model_of(row)]))
+        origin = {} if row.get("cell") else origins.get(model_of(row), {})
+        found.append(with_facts(row, origin))
     return found
 
 
@@ -50,68 +49,70 @@ def axes_of(rows: Sequence[Question]) -> tuple[str, ...]:
     """The axes of the rows' sweeps that say more than the keys of the rows do.
 
     An axis such as window is called `trained window` if a model was evaluated with another one.
+    An axis that is a key under another name, such as seq_length, says nothing more.
     """
+    values_of: dict[str, list[tuple[Question, Any]]] = {}
+    for row in rows:
+        for axis, value in (row.get("cell") or {}).items():
+            values_of.setdefault(axis, []).append((row, value))
     names: list[str] = []
-    for axis in dict.fromkeys(axis for row in rows for axis in row.get("cell") or {}):
-        if axis in VARIANT and any(_was_changed(axis, row) for row in rows):
-            names.append(f"{TRAINED}{axis}")
-        elif axis not in KEYS and not _repeats_a_key(axis, rows):
+    for axis, found in values_of.items():
+        if axis in VARIANT:
+            as_trained = [(row, with_facts(row, {axis: value})) for row, value in found]
+            if any(value_of(row, axis) != value_of(other, axis) for row, other in as_trained):
+                names.append(f"{TRAINED}{axis}")
+            continue
+        points = [str(value) for _, value in found]
+        if axis == CORPUS_AXIS:
+            pairs = {(str(value), row.get("corpus")) for row, value in found}
+            repeats = len(pairs) == len({*points}) == len({corpus for _, corpus in pairs})
+        else:
+            repeats = any(points == [plain(value_of(row, key)) for row, _ in found] for key in KIND)
+        if axis not in Row.__annotations__ and not repeats:
             names.append(axis)
     return tuple(names)
 
 
-def _was_changed(axis: str, row: Question) -> bool:
-    """Whether a row was evaluated with another value than that of its cell."""
-    cell = row.get("cell") or {}
-    if axis not in cell:
-        return False
-    as_trained = with_facts(row, {axis: cell[axis]})
-    return value_of(row, axis) != value_of(as_trained, axis)
-
-
-def _repeats_a_key(axis: str, rows: Sequence[Question]) -> bool:
-    """Whether an axis is a key of the rows under another name, such as seq_length: train_length."""
-    with_axis: list[Question] = []
-    points: list[str] = []
-    for row in rows:
-        cell = row.get("cell") or {}
-        if axis in cell:
-            with_axis.append(row)
-            points.append(str(cell[axis]))
-    if axis == CORPUS_AXIS:
-        corpora = [row.get("corpus") for row in with_axis]
-        return _one_to_one(points, corpora)
-    for key in KIND:
-        values = [plain(value_of(row, key)) for row in with_axis]
-        if values == points:
-            return True
-    return False
-
-
-def _one_to_one(first: Sequence[Hashable], second: Sequence[Hashable]) -> bool:
-    pairs = set(zip(first, second, strict=True))
-    return len(pairs) == len(set(first)) == len(set(second))
-
-
 def runs(rows: Sequence[Row]) -> dict[str, list[Row]]:
-    """Rows by a label for each run, shortest length first."""
-    groups: dict[tuple[Hashable, ...], list[Row]] = {}
-    for row in with_sweeps(rows):
-        groups.setdefault(run_of(row), []).append(row)
+    """Rows by a label for each run on each text, shortest length first."""
+    groups: dict[Hashable, list[Row]] = {}
+    for number, of_text in enumerate(by_text(with_sweeps(rows))):
+        for row in of_text:
+            groups.setdefault((number, run_of(row)), []).append(row)
     labels = labels_of([group[0] for group in groups.values()], LABELS)
     ordered = [sorted(group, key=lambda row: row["length"]) for group in groups.values()]
     return dict(zip(labels, ordered, strict=True))
 
 
-def kinds(rows: Sequence[Row]) -> dict[str, list[Row]]:
-    """Rows by a label for each kind: runs of several seeds, and texts, are one."""
+def kinds(
+    rows: Sequence[AnyQuestion], settings: Mapping[str, Hashable] | None = None
+) -> dict[str, list[AnyQuestion]]:
+    """Rows by a label for each kind: runs that differ in their seed and text alone are one.
+
+    settings: of the configurations of checkpoints without the seed, as far as they are known
+
+    If one seed was measured with several configurations in a setting, or if their settings are
+    known to differ, each configuration is a kind of its own.
+    """
     rows = with_sweeps(rows)
     axes = axes_of(rows)
-    groups: dict[tuple[Hashable, ...], list[Row]] = {}
+    groups: dict[Hashable, list[AnyQuestion]] = {}
     for row in rows:
-        groups.setdefault(kind_of(row, axes), []).append(row)
-    labels = labels_of([group[0] for group in groups.values()], KIND_LABELS, axes)
-    return dict(zip(labels, groups.values(), strict=True))
+        groups.setdefault(identity(row, (*KIND, *axes)), []).append(row)
+    found: list[list[AnyQuestion]] = []
+    for group in groups.values():
+        seeds = {identity(row, (*SETTING, "seed")) for row in group}
+        configurations = {identity(row, (*SETTING, "seed", "config_hash")) for row in group}
+        known = {(settings or {}).get(row.get("checkpoint", "")) for row in group} - {None}
+        if len(seeds) == len(configurations) and len(known) < 2:
+            found.append(group)
+            continue
+        by_hash: dict[str, list[AnyQuestion]] = {}
+        for row in group:
+            by_hash.setdefault(row["config_hash"], []).append(row)
+        found += by_hash.values()
+    labels = labels_of([group[0] for group in found], KIND_LABELS, axes)
+    return dict(zip(labels, found, strict=True))
 
 
 def labels_of(
@@ -128,24 +129,16 @@ def labels_of(
     if axes is None:
         axes = axes_of(rows)
     measured = [key for key in keys if key not in BOOKKEEPING]
-    bookkeeping = [key for key in keys if key in BOOKKEEPING]
     labels = [row["pos_emb"] for row in rows]
-    for key in (*measured, *axes, *bookkeeping):
-        labels = _with_words(labels, key, [value_of(row, key) for row in rows])
+    for key in (*measured, *axes, *BOOKKEEPING):
+        values = [value_of(row, key) for row in rows]
+        values_of: dict[str, set[str]] = {}
+        for label, value in zip(labels, values, strict=True):
+            values_of.setdefault(label, set()).add(plain(value))
+        for number, value in enumerate(values):
+            if value is not None and len(values_of[labels[number]]) > 1:
+                labels[number] += f", {key} {plain(value)}"
     return labels
-
-
-def _with_words(labels: Sequence[str], key: str, values: Sequence[Any]) -> list[str]:
-    """The labels, with `key value` added to those that rows with several values share."""
-    values_of: dict[str, set[str]] = {}
-    for label, value in zip(labels, values, strict=True):
-        values_of.setdefault(label, set()).add(plain(value))
-    longer = []
-    for label, value in zip(labels, values, strict=True):
-        words = f", {key} {plain(value)}"
-        is_shared = len(values_of[label]) > 1
-        longer.append(label + words if is_shared and value is not None else label)
-    return longer
 
 
 def select(against: str, kinds: Mapping[str, Sequence[Question]]) -> str:
@@ -170,23 +163,17 @@ def matching(against: str, kinds: Mapping[str, Sequence[Question]]) -> list[str]
 
 
 def _describes(text: str, row: Question) -> bool:
-    name = row["pos_emb"]
-    return text.startswith(name) and _are_facts(text.removeprefix(name), _facts(row))
-
-
-def _are_facts(text: str, facts: Sequence[str]) -> bool:
-    """Whether a text such as ", window 512, seed 1" consists of nothing but these facts."""
-    if not text:
-        return True
-    starts = [f", {fact}" for fact in facts if text.startswith(f", {fact}")]
-    return any(_are_facts(text.removeprefix(start), facts) for start in starts)
-
-
-def _facts(row: Question) -> list[str]:
-    """Everything that a label could mention of a row, as it would."""
     facts = [f"{axis} {value}" for axis, value in (row.get("cell") or {}).items()]
     for key in LABELS:
         for value in (value_of(row, key), row.get(key)):
             if value is not None:
                 facts.append(f"{key} {plain(value)}")
-    return facts
+    # Facts may contain commas, so all that may stand next are tried, and what is left of each.
+    texts = [text.removeprefix(row["pos_emb"])] if text.startswith(row["pos_emb"]) else []
+    while texts:
+        rest = texts.pop()
+        if not rest:
+            return True
+        starts = {f", {fact}" for fact in facts if rest.startswith(f", {fact}")}
+        texts += [rest.removeprefix(start) for start in starts]
+    return False

@@ -2,9 +2,10 @@
 
 from collections.abc import Hashable, Iterable, Sequence
 from pathlib import Path
-from typing import Required, cast
+from typing import NamedTuple, Required, cast
 
-from megatron.results.files import LONGEST, has_lines, read_lines, write_lines
+from megatron.files import read_small
+from megatron.results.files import LARGEST, has_lines, read_lines, write_lines
 from megatron.results.row import Question, run_of
 from megatron.strict_json import parse
 
@@ -57,19 +58,23 @@ class ProbeRow(Question, total=False):
     mean_entropy: float
 
 
-NEEDED = tuple(key for key in ProbeRow.__annotations__ if key in ProbeRow.__required_keys__)
+class Answers(NamedTuple):
+    """The numbers of one task at one place and length; gain: what the answer in the context adds
+    to its log-probability, in nats."""
+
+    accuracy: float
+    gain: float
+    guess: float | None
 
 
 def is_of_probes(path: Path) -> bool:
     """Whether the first line of a file is of tools/probe.py."""
-    if not path.is_file():
-        return False  # read_results says what is wrong with it
     try:
-        with path.open("rb") as file:
-            first = parse(file.readline(LONGEST))
+        first, *_ = read_small(path, LARGEST).split(b"\n", 1)
+        line = parse(first)
     except (OSError, ValueError):
-        return False
-    return isinstance(first, dict) and "probe" in first
+        return False  # read_results says what is wrong with it
+    return isinstance(line, dict) and "probe" in line
 
 
 def write_probes(path: Path, rows: Sequence[ProbeRow]) -> None:
@@ -78,7 +83,7 @@ def write_probes(path: Path, rows: Sequence[ProbeRow]) -> None:
 
 
 def existing_probes(path: Path) -> list[ProbeRow]:
-    """The rows of a file; none where it is absent or empty."""
+    """The rows of a file; none if it is absent or empty."""
     return read_probes([path]) if has_lines(path) else []
 
 
@@ -86,60 +91,40 @@ def read_probes(paths: Iterable[str | Path]) -> list[ProbeRow]:
     """The rows of several files, in order; UserError for a line of another kind."""
     rows: list[ProbeRow] = []
     for path in paths:
-        lines = read_lines(Path(path), kind=ProbeRow, needed=NEEDED, writer="tools/probe.py")
-        rows += [cast("ProbeRow", line) for line in lines]
+        lines = read_lines(Path(path), kind=ProbeRow, writer="tools/probe.py")
+        rows += cast("list[ProbeRow]", lines)
     return rows
 
 
 def joined(existing: Sequence[ProbeRow], rows: Sequence[ProbeRow]) -> list[ProbeRow]:
     """Existing rows and new ones, which replace all of the same run, probe and length."""
-    measured = {_measurement_of(row) for row in rows}
-    return [*(row for row in existing if _measurement_of(row) not in measured), *rows]
+
+    def measurement(row: ProbeRow) -> tuple[Hashable, ...]:
+        return (*run_of(row), row["probe"], row["length"])
+
+    measured = {measurement(row) for row in rows}
+    return [*(row for row in existing if measurement(row) not in measured), *rows]
 
 
-def _measurement_of(row: ProbeRow) -> tuple[Hashable, ...]:
-    return (*run_of(row), row["probe"], row["length"])
+def answers(rows: Sequence[ProbeRow], task: str) -> dict[tuple[float, int], Answers | None]:
+    """Results of one model in one task by (place, length); None without numbers.
 
-
-def cells(
-    rows: Sequence[ProbeRow], task: str
-) -> dict[tuple[float, int], tuple[float, float] | None]:
-    """Results of one model in one task by (place, length): (accuracy, gain), or None.
-
-    The place is the depth, or the number on the axis of the task. The gain is the log-probability
-    of the targets, in nats, minus that with another answer in the context.
+    The place is the depth, or the number on the axis of the task.
     """
-    found = {}
+    found: dict[tuple[float, int], Answers | None] = {}
     for row in rows:
-        if row["probe"] == task:
-            found[place_of(row), row["length"]] = _accuracy_and_gain(row)
-    return found
-
-
-def guesses(rows: Sequence[ProbeRow], task: str) -> dict[tuple[float, int], float]:
-    """Guess rates of one model in one task by (place, length), where there are any."""
-    found = {}
-    for row in rows:
-        guess = row.get("guess")
-        if row["probe"] == task and guess is not None:
-            found[place_of(row), row["length"]] = guess
+        if row["probe"] != task:
+            continue
+        place = cast("dict[str, float]", row).get(axis_of(task), 0.0)
+        accuracy = row.get("accuracy")
+        with_answer, without = row.get("log_probability"), row.get("without")
+        numbers = None
+        if accuracy is not None and with_answer is not None and without is not None:
+            numbers = Answers(accuracy, with_answer - without, row.get("guess"))
+        found[place, row["length"]] = numbers
     return found
 
 
 def axis_of(probe: str) -> str:
     """The key in which the rows of a task at one length differ."""
     return AXES.get(probe, "depth")
-
-
-def place_of(row: ProbeRow) -> float:
-    """The depth of a row, or its number on the axis of its task."""
-    place = cast("dict[str, float]", row).get(axis_of(row["probe"]))
-    return 0.0 if place is None else place
-
-
-def _accuracy_and_gain(row: ProbeRow) -> tuple[float, float] | None:
-    accuracy = row.get("accuracy")
-    with_answer, without = row.get("log_probability"), row.get("without")
-    if accuracy is None or with_answer is None or without is None:
-        return None
-    return accuracy, with_answer - without

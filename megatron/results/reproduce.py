@@ -1,17 +1,134 @@
-"""Our numbers beside a paper's: the difference in standard errors, or why there is none."""
+"""Papers' tables, and our numbers beside them: the difference in standard errors, or why none.
+
+Each .yml in the folder `published` is one table, with where its numbers were read.
+"""
 
 import math
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
 
-from megatron.results.columns import in_columns
-from megatron.results.published import Number, Published
+import yaml
+from pydantic import BaseModel, ConfigDict, ValidationError, field_validator, model_validator
+
+from megatron.errors import UserError, did_you_mean
+from megatron.files import read_small
 from megatron.results.row import CORPUS_AXIS, Row, value_of
-from megatron.results.table import attention_inputs
+from megatron.results.table import attention_inputs, in_columns
 
+TABLES = Path(__file__).parent / "published"
+LARGEST = 1 << 20  # bytes; the largest table here has a few thousand
 TABLE_HEAD = ("corpus", "pos_emb", "length", "paper", "ours", "seeds", "difference", "std errors")
 SHOWN = 3  # places of a refusal that are listed
+
+
+@dataclass(frozen=True)
+class Number:
+    """One number of a paper.
+
+    std: over seeds, if it is known; note: why the paper has no number; digits: mean and std as
+    the paper prints them
+    """
+
+    mean: float | None
+    std: float | None = None
+    note: str = ""
+    digits: tuple[str, ...] = field(default=(), compare=False)
+
+
+class Published(BaseModel):
+    """A table of a paper, and what rows must have been measured by to be compared with it.
+
+    cells: numbers by corpus, encoding and length
+    sweep: file of the sweep that measures it here, or None, and `why_not` says why
+    quantity: key of a row; windows: None for any number
+    """
+
+    model_config = ConfigDict(frozen=True)
+
+    name: str
+    paper: str
+    provenance: str
+    cells: dict[str, dict[str, dict[int, Number]]]
+    sweep: str | None
+    quantity: str
+    protocol: str | None = None
+    part: str | None = None
+    windows: int | None = None
+    seeds: int | None = None
+    caveats: tuple[str, ...] = ()
+    verified: bool = False
+    why_not: str = "it names no sweep"
+
+    @field_validator("cells", mode="before")
+    @classmethod
+    def numbers(cls, texts: Any) -> Any:
+        """Texts of YAML as numbers: [mean] or [mean, standard deviation], or a note."""
+        try:
+            return {
+                corpus: {
+                    encoding: {length: _number(value) for length, value in lengths.items()}
+                    for encoding, lengths in encodings.items()
+                }
+                for corpus, encodings in texts.items()
+            }
+        except (AttributeError, TypeError, ValueError):
+            shape = "corpus: {encoding: {length: [mean] or [mean, std] or a note}}"
+            raise ValueError(f"give {shape}") from None
+
+    @model_validator(mode="after")
+    def asks_a_question(self) -> "Published":
+        """A table that a sweep measures says by which protocol."""
+        missing = {"protocol", "windows", "part"} - self.model_fields_set
+        if self.sweep and missing:
+            raise ValueError(f"a table with a sweep needs {', '.join(sorted(missing))}")
+        return self
+
+
+def _number(value: str | list[str]) -> Number:
+    if isinstance(value, str):
+        if value.replace(".", "", 1).isdecimal():
+            raise ValueError(f"{value} would be a note")
+        return Number(None, note=value)
+    mean, *std = map(float, value)
+    return Number(mean, std[0] if std else None, digits=tuple(value))
+
+
+def published_tables() -> list[str]:
+    """Names of the tables of the folder."""
+    return sorted(path.stem for path in TABLES.glob("*.yml"))
+
+
+def published(name: str) -> Published:
+    """A table by its name, with - or _, or by the path of a .yml; UserError for a fault."""
+    path = Path(name) if name.endswith(".yml") else TABLES / f"{name.replace('-', '_')}.yml"
+    if not path.is_file():
+        hint = did_you_mean(path.stem, published_tables())
+        message = f"{name}: no such table" + (f"; {hint}" if hint else "")
+        raise UserError(f"{message} - give a .yml or one of {', '.join(published_tables())}")
+    try:
+        text = read_small(path, LARGEST).decode()
+        facts = yaml.safe_load(text)
+        if isinstance(facts, dict):
+            # As text: 3.40 stays "3.40".
+            facts |= {"cells": yaml.load(text, yaml.BaseLoader).get("cells")}
+            facts |= {"name": path.stem}
+        return Published.model_validate(facts)
+    except OSError as fault:
+        raise UserError(f"{path}: cannot be read ({fault.strerror})") from None
+    except ValidationError as fault:
+        first = fault.errors()[0]
+        place = ".".join(map(str, first["loc"]))
+        raise UserError(
+            f"{path}: {place}: {first['msg']} - take a table of {TABLES} as an example"
+        ) from None
+    except (yaml.YAMLError, UnicodeDecodeError) as fault:
+        raise UserError(f"{path}: is not YAML: {fault}") from None
+
+
+# --- Ours beside a paper's ---
 
 
 @dataclass(frozen=True)
@@ -34,7 +151,7 @@ class Requirements:
 class Compared:
     """One cell of a table.
 
-    ours: one value for each seed, empty where there are no rows or all are refused
+    ours: one value for each seed, empty if there are no rows or all are refused
     refused: reasons why rows are not taken
     """
 
@@ -52,7 +169,7 @@ class Compared:
         return statistics.mean(self.ours) - self.paper.mean
 
     def standard_errors(self, seeds: int | None) -> float | None:
-        """difference / sqrt(s² / n + s_paper² / seeds); None where either spread is unknown."""
+        """difference / sqrt(s² / n + s_paper² / seeds), or None if either spread is unknown."""
         if self.difference is None or len(self.ours) < 2 or self.paper.std is None or not seeds:
             return None
         our_variance = statistics.variance(self.ours) / len(self.ours)
@@ -65,11 +182,23 @@ def compare(table: Published, rows: Sequence[Row], required: Requirements) -> li
     """Every cell of the table with the rows that answer its question; others are refused."""
     found = []
     for corpus, encoding, length, number in _numbers(table):
-        place = (corpus, encoding, length, table.protocol)
-        own = [row for row in rows if _place_of(row) == place]
         hashes = required.hashes.get((corpus, encoding), frozenset())
-        values, refused = _values_by_seed(table, own, required, hashes)
-        found.append(Compared(corpus, encoding, length, number, values, refused))
+        by_seed: dict[int | None, list[float]] = {}
+        refused: dict[str, None] = {}
+        for row in rows:
+            if _place_of(row) != (corpus, encoding, length, table.protocol):
+                continue
+            reason = refusal(row, table, required, hashes)
+            if reason:
+                refused[reason] = None
+            else:
+                by_seed.setdefault(row.get("seed"), []).append(value_of(row, table.quantity))
+        for seed, values in by_seed.items():
+            if len(values) > 1:
+                reason = f"seed {seed} has {len(values)} rows: give the results of one run"
+                refused[reason] = None
+        single = tuple(values[0] for values in by_seed.values() if len(values) == 1)
+        found.append(Compared(corpus, encoding, length, number, single, tuple(refused)))
     return found
 
 
@@ -87,41 +216,29 @@ def _numbers(table: Published) -> Iterator[tuple[str, str, int, Number]]:
 
 
 def _place_of(row: Row) -> tuple[object, ...]:
-    return corpus_of(row), row["pos_emb"], row["length"], row.get("protocol")
-
-
-def corpus_of(row: Row) -> str | None:
-    """The corpus as the sweep names it, else as the row does."""
-    return (row.get("cell") or {}).get(CORPUS_AXIS, row.get("corpus"))
-
-
-def _values_by_seed(
-    table: Published, rows: Sequence[Row], required: Requirements, hashes: frozenset[str]
-) -> tuple[tuple[float, ...], tuple[str, ...]]:
-    """One value for each seed that has exactly one, and why other rows are not taken."""
-    by_seed: dict[int | None, list[float]] = {}
-    refused: dict[str, None] = {}
-    for row in rows:
-        reason = refusal(row, table, required, hashes)
-        if reason:
-            refused[reason] = None
-        else:
-            by_seed.setdefault(row.get("seed"), []).append(value_of(row, table.quantity))
-    for seed, values in by_seed.items():
-        if len(values) > 1:
-            reason = f"seed {seed} has {len(values)} rows: give the results of one run"
-            refused[reason] = None
-    single = [values[0] for values in by_seed.values() if len(values) == 1]
-    return tuple(single), tuple(refused)
+    """The corpus as the sweep names it, else as the row does; encoding, length and protocol."""
+    corpus = (row.get("cell") or {}).get(CORPUS_AXIS, row.get("corpus"))
+    return corpus, row["pos_emb"], row["length"], row.get("protocol")
 
 
 def refusal(
     row: Row, table: Published, required: Requirements, hashes: frozenset[str]
 ) -> str | None:
-    """Why a row does not answer the table's question; None where it does."""
-    other = _other_question(row, table, required)
-    if other:
-        return other
+    """Why a row does not answer the table's question, or None."""
+    wanted = {
+        "train_length": required.train_length,
+        "step": required.step,
+        "part": table.part,
+        "start": required.start,
+    }
+    if table.windows is not None:
+        wanted["windows"] = table.windows
+    for key, value in wanted.items():
+        if row.get(key) != value:
+            return f"{key} is {row.get(key)}, the table's is {value}"
+    changed = attention_inputs([row])
+    if changed:
+        return f"it was evaluated with {', '.join(changed)}"
     if row["config_hash"] not in hashes:
         return (
             f"configuration {row['config_hash']} is none of the sweep's:"
@@ -141,49 +258,36 @@ def refusal(
     return None
 
 
-def _other_question(row: Row, table: Published, required: Requirements) -> str | None:
-    wanted = {
-        "train_length": required.train_length,
-        "step": required.step,
-        "part": table.part,
-        "start": required.start,
-    }
-    if table.windows is not None:
-        wanted["windows"] = table.windows
-    for key, value in wanted.items():
-        if row.get(key) != value:
-            return f"{key} is {row.get(key)}, the table's is {value}"
-    changed = attention_inputs([row])
-    if changed:
-        return f"it was evaluated with {', '.join(changed)}"
-    return None
-
-
-# --- Text ---
-
-
 def render(table: Published, cells: Sequence[Compared]) -> str:
     """The table as text; beneath it the reasons of refusals, and the table's caveats."""
     lines = [f"{table.paper}: {table.quantity}", table.provenance, ""]
-    if cells:
-        lines += in_columns([TABLE_HEAD, *(_line(cell, table.seeds) for cell in cells)])
-    answered = len([cell for cell in cells if cell.ours])
-    lines += ["", f"{answered} of {len(cells)} cells have our numbers"]
-    lines += _refusals(cells)
-    lines += [f"caveat: {caveat}" for caveat in table.caveats]
-    return "\n".join(lines)
-
-
-def _refusals(cells: Sequence[Compared]) -> list[str]:
-    places_of: dict[str, list[str]] = {}
+    body = []
+    refused: dict[str, list[str]] = {}
     for cell in cells:
         for reason in cell.refused:
-            place = f"{cell.corpus} {cell.encoding} {cell.length}"
-            places_of.setdefault(reason, []).append(place)
-    lines = []
-    for reason, places in places_of.items():
-        lines.append(f"refused: {reason} ({first_of(places)})")
-    return lines
+            places = refused.setdefault(reason, [])
+            places.append(f"{cell.corpus} {cell.encoding} {cell.length}")
+        difference, errors = cell.difference, cell.standard_errors(table.seeds)
+        paper = " ± ".join(cell.paper.digits) if cell.paper.digits else cell.paper.note
+        body.append(
+            [
+                cell.corpus,
+                cell.encoding,
+                str(cell.length),
+                paper,
+                _ours(cell),
+                str(len(cell.ours)) if cell.ours else "",
+                "" if difference is None else f"{difference:+.4g}",
+                "" if errors is None else f"{errors:+.1f}",
+            ]
+        )
+    if cells:
+        lines += in_columns([TABLE_HEAD, *body])
+    answered = len([cell for cell in cells if cell.ours])
+    lines += ["", f"{answered} of {len(cells)} cells have our numbers"]
+    lines += [f"refused: {reason} ({first_of(places)})" for reason, places in refused.items()]
+    lines += [f"caveat: {caveat}" for caveat in table.caveats]
+    return "\n".join(lines)
 
 
 def first_of(names: Sequence[str]) -> str:
@@ -193,26 +297,10 @@ def first_of(names: Sequence[str]) -> str:
     return f"{shown} and {more} more" if more > 0 else shown
 
 
-def _line(cell: Compared, seeds: int | None) -> list[str]:
-    paper = " ± ".join(cell.paper.digits) if cell.paper.digits else cell.paper.note
-    count = str(len(cell.ours)) if cell.ours else ""
-    difference, errors = cell.difference, cell.standard_errors(seeds)
-    return [
-        cell.corpus,
-        cell.encoding,
-        str(cell.length),
-        paper,
-        _ours(cell),
-        count,
-        "" if difference is None else f"{difference:+.4g}",
-        "" if errors is None else f"{errors:+.1f}",
-    ]
-
-
 def _ours(cell: Compared) -> str:
-    """Mean ± standard deviation with as many decimals as the paper's; else why there is none.
+    """Mean ± standard deviation with as many decimals as the paper's, or why there is none.
 
-    Where the paper has no standard deviation, ours has the decimals of its mean.
+    If the paper has no standard deviation, ours has the decimals of its mean.
     """
     if not cell.ours:
         return "refused" if cell.refused else "missing"

@@ -1,24 +1,52 @@
-"""The result row: what each key means, its role, and what makes two rows the same.
+"""The result row: what each key means, what identifies it, and which rows belong together.
 
-A line of a results file is a `Row`. `KEYS` gives each of its keys a role. Identity, labels
-(labels.py), notes and columns are derived from that table, and from nothing else.
+A line of a results file is a `Row`. Its keys stand in groups by their role. Identity, labels
+(labels.py), notes and columns follow from these groups, so a new option of a measurement or of a
+protocol is part of every row's identity and of every label.
 """
 
 import json
 from collections.abc import Hashable, Iterable, Mapping
-from dataclasses import dataclass
-from enum import Enum
-from typing import Any, Required, TypedDict, TypeVar, cast
+from typing import Any, Required, TypeVar, cast
+
+from typing_extensions import TypedDict  # pydantic checks rows by these types
 
 Facts = dict[str, Any]  # some keys of a row
 CORPUS_AXIS = "data"  # the axis of a sweep that names the corpus to train on
 TRAINED = "trained "  # before the name of an axis that evaluation may change, such as window
 
-# Scored targets of a block, where a row does not say otherwise. Files rely on it: never change it.
+# Scored targets of a block, if a row does not say otherwise. Files rely on it: never change it.
 BLOCK = 512
 
 
-class Question(TypedDict, total=False):
+class Variant(TypedDict, total=False):
+    """How these weights were evaluated."""
+
+    window: int | str | None  # keys that a query attends to, or train_length; None: all
+    blockwise: bool  # queries attend to their own block of keys and the one before
+    logn_scale: bool  # scores are scaled by the logarithm of the number of visible keys
+    paper_precision: bool  # positions and biases are rounded to bfloat16, as in the forks
+    reset_attention_mask: bool  # tokens attend to their own document alone
+    reset_position_ids: bool  # positions begin again at each document
+    sinks: int | None  # first keys that stay visible beside the window (StreamingLLM); None: none
+    clip_distance: int | None  # from here on a table keeps its value; None: nowhere
+    method: str | None  # for longer texts, such as "rerope,window=256"; None: none
+    dtype: str  # of the model's matrices
+
+
+class Setting(TypedDict, total=False):
+    """The text and the protocol, with its options."""
+
+    corpus: str
+    part: str  # train, valid or test
+    split: str  # shares of the parts, such as "949,50,1"
+    protocol: str
+    tokenizer: str | None  # hash of the tokenizer
+    tail: int  # tail: scored targets of a window
+    start: int  # paper: first window
+
+
+class Question(Variant, Setting, total=False):
     """What is known of a line before anything is measured: model, text and manner.
 
     A key may be absent: older files lack later keys.
@@ -40,25 +68,6 @@ class Question(TypedDict, total=False):
     sweep: str  # name of the sweep that trained the model
     cell: dict[str, Any]  # the point of the sweep's grid: {axis: value}
 
-    # The variant: how these weights were evaluated.
-    window: int | str | None  # keys that a query attends to, or train_length; None: all
-    blockwise: bool  # queries attend to their own block of keys and the one before
-    logn_scale: bool  # scores are scaled by the logarithm of the number of visible keys
-    paper_precision: bool  # positions and biases are rounded to bfloat16, as in the forks
-    reset_attention_mask: bool  # tokens attend to their own document alone
-    reset_position_ids: bool  # positions begin again at each document
-    sinks: int | None  # first keys that stay visible beside the window (StreamingLLM); None: none
-    clip_distance: int | None  # from here on a table keeps its value; None: nowhere
-    method: str | None  # for longer texts, such as "rerope,window=256"; None: none
-    dtype: str  # of the model's matrices
-
-    # The setting: text and protocol.
-    corpus: str
-    part: str  # train, valid or test
-    split: str  # shares of the parts, such as "949,50,1"
-    protocol: str
-    tokenizer: str | None  # hash of the tokenizer
-
     # The circumstances: they change speed, not the question.
     attention_backend: str
     device: str
@@ -66,21 +75,36 @@ class Question(TypedDict, total=False):
     code: str  # 12 hex digits of the code that shapes a loss
 
 
-class Row(Question, total=False):
+class Pieces(TypedDict, total=False):
+    """Numbers of parts of the text, in text order."""
+
+    window_losses: list[float] | None  # [windows], mean loss of each; None if loss is None
+    window_tokens: list[int]  # [windows], scored targets of each, if these differ
+    block_losses: list[float]  # [blocks], mean loss of consecutive blocks of up to 512 targets
+    block_tokens: list[int]  # [blocks], scored targets of each, if not every block has 512
+
+
+class Collected(TypedDict, total=False):
+    """What a sweep adds when it collects its rows."""
+
+    corpus_documents: int
+    corpus_tokens: int
+    seconds_per_step: float | None  # of training, median
+
+
+class Row(Question, Pieces, Collected, total=False):
     """One length of one checkpoint. Losses are means over targets, in nats."""
 
     # The place: which measurement of the setting.
     length: Required[int]  # tokens of a window
     text: str  # 16 hex digits of the scored targets
     tokens: Required[int]  # scored targets
-    tail: int  # tail: scored targets of a window
     stride: int  # sliding: tokens from one window to the next
-    start: int  # paper: first window
 
     # The numbers.
     windows: Required[int]
-    epochs: int  # paper: how often the part was read, where more than once
-    loss: Required[float | None]  # None where `reason` says why
+    epochs: int  # paper: how often the part was read, if more than once
+    loss: Required[float | None]  # None if `reason` says why
     perplexity: Required[float | None]  # exp(loss)
     loss_stderr: float | None  # from the windows, allowing for correlated neighbours
     reason: str | None
@@ -92,141 +116,53 @@ class Row(Question, total=False):
     seconds: float
     tokens_per_second: float | None  # scored targets
 
-    # The pieces: numbers of parts of the text, in text order.
-    window_losses: list[float] | None  # [windows], mean loss of each; None where loss is None
-    window_tokens: list[int]  # [windows], scored targets of each, where these differ
-    block_losses: list[float]  # [blocks], mean loss of consecutive blocks of up to 512 targets
-    block_tokens: list[int]  # [blocks], scored targets of each, where not every block has 512
 
-    # What a sweep adds when it collects its rows.
-    corpus_documents: int
-    corpus_tokens: int
-    seconds_per_step: float | None  # of training, median
-
-
-class Role(Enum):
-    """Why a row has a key. Notes keep this order."""
-
-    MODEL = "what was trained"
-    VARIANT = "how these weights were evaluated"
-    SETTING = "which text and protocol"
-    PLACE = "which measurement of that setting"
-    CIRCUMSTANCE = "where and by which code"
-    NUMBER = "what came out"
-    PIECE = "what came out for each part of the text"
-    COLLECTED = "what a sweep adds"
-
-
-@dataclass(frozen=True)
-class Key:
-    """The use of one key.
-
-    run: rows with different values are different runs
-    kind: runs with different values are not seeds of one kind
-    label: it may stand in a label
-    default: its value in a row without it, where that is known
-    column: its heading in a table of runs; empty: no column
-    note: how the notes beneath a table write it, such as "step {}"; empty: not at all
-    """
-
-    role: Role
-    run: bool = False
-    kind: bool = False
-    label: bool = False
-    default: Any = None
-    column: str = ""
-    note: str = ""
-
-
-# Labels and columns keep this order: what was measured stands first, bookkeeping last.
-KEYS: dict[str, Key] = {
-    "pos_emb": Key(Role.MODEL, run=True, kind=True, column="pos_emb"),  # every label begins with it
-    "pos_emb_args": Key(Role.MODEL, kind=True, label=True, column="options"),
-    "window": Key(Role.VARIANT, run=True, kind=True, label=True, default="none"),
-    "blockwise": Key(Role.VARIANT, run=True, kind=True, label=True, default="off"),
-    "logn_scale": Key(Role.VARIANT, run=True, kind=True, label=True, default="off"),
-    "paper_precision": Key(Role.VARIANT, run=True, kind=True, label=True, default="off"),
-    "reset_attention_mask": Key(Role.VARIANT, run=True, kind=True, label=True, default="off"),
-    "reset_position_ids": Key(Role.VARIANT, run=True, kind=True, label=True, default="off"),
-    "sinks": Key(Role.VARIANT, run=True, kind=True, label=True, default="none"),
-    "clip_distance": Key(Role.VARIANT, run=True, kind=True, label=True, default="none"),
-    "method": Key(Role.VARIANT, run=True, kind=True, label=True, default="none"),
-    "dtype": Key(Role.VARIANT, run=True, kind=True, label=True, column="dtype", note="{}"),
-    "train_length": Key(Role.MODEL, kind=True, label=True, column="trained at"),
-    "step": Key(Role.MODEL, run=True, kind=True, label=True, column="step", note="step {}"),
-    "windows_per_step": Key(Role.MODEL, kind=True, label=True),
-    "trained_on": Key(Role.MODEL, kind=True, label=True, column="trained on", note="trained on {}"),
-    "parent_model": Key(Role.MODEL, kind=True, label=True, column="from", note="from {}"),
-    "seed": Key(Role.MODEL, run=True, label=True, column="seed", note="seed {}"),
-    "corpus": Key(Role.SETTING, run=True, label=True),
-    "part": Key(Role.SETTING, run=True, label=True),
-    "split": Key(Role.SETTING, run=True, label=True),
-    "protocol": Key(Role.SETTING, run=True, label=True),
-    "tokenizer": Key(Role.SETTING, run=True, label=True, column="tokenizer"),
-    # The axes of sweeps stand here in a label.
-    "sweep": Key(Role.MODEL, kind=True, label=True),
-    "config_hash": Key(Role.MODEL, run=True, label=True, column="config", note="config {}"),
-    "checkpoint": Key(Role.MODEL, run=True, label=True, column="checkpoint"),
-    "weights": Key(Role.MODEL),
-    "parent": Key(Role.MODEL),
-    "cell": Key(Role.MODEL),
-    "attention_backend": Key(Role.CIRCUMSTANCE, note="attention {}"),
-    "device": Key(Role.CIRCUMSTANCE, note="on {}"),
-    "commit": Key(Role.CIRCUMSTANCE, column="commit", note="commit {}"),
-    "code": Key(Role.CIRCUMSTANCE),
-    "length": Key(Role.PLACE),
-    "text": Key(Role.PLACE),
-    "tokens": Key(Role.PLACE),
-    "tail": Key(Role.PLACE),
-    "stride": Key(Role.PLACE),
-    "start": Key(Role.PLACE),
-    "windows": Key(Role.NUMBER),
-    "epochs": Key(Role.NUMBER),
-    "loss": Key(Role.NUMBER),
-    "perplexity": Key(Role.NUMBER),
-    "loss_stderr": Key(Role.NUMBER),
-    "reason": Key(Role.NUMBER),
-    "bytes": Key(Role.NUMBER),
-    "bytes_from": Key(Role.NUMBER),
-    "bits_per_byte": Key(Role.NUMBER),
-    "position_edges": Key(Role.NUMBER),
-    "position_losses": Key(Role.NUMBER),
-    "seconds": Key(Role.NUMBER),
-    "tokens_per_second": Key(Role.NUMBER),
-    "window_losses": Key(Role.PIECE),
-    "window_tokens": Key(Role.PIECE),
-    "block_losses": Key(Role.PIECE),
-    "block_tokens": Key(Role.PIECE),
-    "corpus_documents": Key(Role.COLLECTED),
-    "corpus_tokens": Key(Role.COLLECTED),
-    "seconds_per_step": Key(Role.COLLECTED),
-}
-
-
-def keys_of(role: Role) -> tuple[str, ...]:
-    """The keys with a role."""
-    return tuple(name for name, key in KEYS.items() if key.role is role)
-
-
-RUN = tuple(name for name, key in KEYS.items() if key.run)
-KIND = tuple(name for name, key in KEYS.items() if key.kind)
-VARIANT = keys_of(Role.VARIANT)
-SETTING = keys_of(Role.SETTING)
-PLACE = keys_of(Role.PLACE)
-PIECES = keys_of(Role.PIECE)
-COLLECTED = keys_of(Role.COLLECTED)
+VARIANT = tuple(Variant.__annotations__)
+SETTING = tuple(Setting.__annotations__)
+PLACE = ("length", "text", "tokens", "stride")
+PIECES = tuple(Pieces.__annotations__)
+COLLECTED = tuple(Collected.__annotations__)
 BYTES = ("bytes", "bytes_from", "bits_per_byte")
 EXACT, MEAN = "tokenizer", "card"  # values of bytes_from
 # What widens or narrows attention. Every row has a dtype, so it is no change to report.
 ATTENTION_INPUTS = tuple(key for key in VARIANT if key != "dtype")
-NEEDED = tuple(key for key in Row.__annotations__ if key in Row.__required_keys__)
-COLUMNS = {name: key.column for name, key in KEYS.items() if key.column}
-NOTES = {name: KEYS[name].note for role in Role for name in keys_of(role) if KEYS[name].note}
-BOOKKEEPING = ("sweep", "config_hash", "checkpoint")
-LABELS = tuple(name for name, key in KEYS.items() if key.label)
-KIND_LABELS = tuple(
-    name for name, key in KEYS.items() if key.label and (key.kind or name in BOOKKEEPING)
-)
+# How a missing value of a variant reads: a switch is off, a number is none. A dtype is unknown.
+DEFAULTS = {key: "off" if Variant.__annotations__[key] is bool else "none" for key in VARIANT}
+DEFAULTS.pop("dtype")
+
+# Labels keep this order: what was measured stands first, the axes of sweeps and bookkeeping last.
+_OF_MODEL = ("train_length", "step", "windows_per_step", "trained_on", "parent_model")
+BOOKKEEPING = ("sweep", "config_hash", "checkpoint", "text")
+KIND_LABELS = ("pos_emb_args", *VARIANT, *_OF_MODEL, *BOOKKEEPING)
+LABELS = ("pos_emb_args", *VARIANT, *_OF_MODEL, "seed", *SETTING, *BOOKKEEPING)
+KIND = ("pos_emb", "pos_emb_args", *VARIANT, *_OF_MODEL, "sweep")
+RUN = ("pos_emb", *VARIANT, "step", "seed", *SETTING, "config_hash", "checkpoint")
+
+# How the notes beneath a table write a key, and the headings of a table of runs.
+NOTES = {
+    "step": "step {}",
+    "trained_on": "trained on {}",
+    "parent_model": "from {}",
+    "seed": "seed {}",
+    "config_hash": "config {}",
+    "dtype": "{}",
+    "attention_backend": "attention {}",
+    "device": "on {}",
+    "commit": "commit {}",
+}
+COLUMNS = {
+    "pos_emb": "pos_emb",
+    "pos_emb_args": "options",
+    "dtype": "dtype",
+    "train_length": "trained at",
+    "step": "step",
+    "trained_on": "trained on",
+    "parent_model": "from",
+    "seed": "seed",
+    "tokenizer": "tokenizer",
+    "config_hash": "config",
+    "commit": "commit",
+}
 
 AnyQuestion = TypeVar("AnyQuestion", bound=Question)
 
@@ -235,25 +171,19 @@ AnyQuestion = TypeVar("AnyQuestion", bound=Question)
 
 
 def value_of(row: Question, key: str) -> Any:
-    """The value that a row has in fact, of a key or of an axis of its sweep; None: unknown.
+    """The value that a row has in fact, of a key or of an axis of its sweep, or None if unknown.
 
     A window of train_length is that many tokens. An axis that repeats the corpus has no value.
     """
-    if key not in KEYS:
-        return _value_on_axis(row, key)
+    if key not in Row.__annotations__:
+        value = (row.get("cell") or {}).get(key.removeprefix(TRAINED))
+        return None if value is None or value == row.get("corpus") else str(value)
     value = row.get(key)
     if key == "window" and value == "train_length":
         return row.get("train_length") or value
     if value is None or value is False:
-        return KEYS[key].default
+        return DEFAULTS.get(key)
     return value
-
-
-def _value_on_axis(row: Question, axis: str) -> str | None:
-    value = (row.get("cell") or {}).get(axis.removeprefix(TRAINED))
-    if value is None or value == row.get("corpus"):
-        return None
-    return str(value)
 
 
 def plain(value: Any) -> str:
@@ -268,11 +198,11 @@ def plain(value: Any) -> str:
 
 def identity(row: Question, keys: Iterable[str]) -> tuple[Hashable, ...]:
     """The values of some keys or axes. Two rows with equal identity are the same in these."""
-    return tuple(_hashable(value_of(row, key)) for key in keys)
-
-
-def _hashable(value: Any) -> Hashable:
-    return json.dumps(value, sort_keys=True) if isinstance(value, dict | list) else value
+    values = [value_of(row, key) for key in keys]
+    return tuple(
+        json.dumps(value, sort_keys=True) if isinstance(value, dict | list) else value
+        for value in values
+    )
 
 
 def run_of(row: Question) -> tuple[Hashable, ...]:
@@ -285,16 +215,6 @@ def measurement_of(row: Row) -> tuple[Hashable, ...]:
     return identity(row, (*RUN, *PLACE))
 
 
-def kind_of(row: Question, axes: Iterable[str] = ()) -> tuple[Hashable, ...]:
-    """What runs share that differ in seed and text alone; `axes` as `axes_of` returns them."""
-    return identity(row, (*KIND, *axes))
-
-
-def setting_of(row: Question) -> tuple[Hashable, ...]:
-    """Corpus, part, split, protocol, tokenizer: numbers are comparable within one setting only."""
-    return identity(row, SETTING)
-
-
 def place_of(row: Row) -> tuple[Hashable, ...]:
     """What must agree for two rows to be compared, beside the text.
 
@@ -305,19 +225,22 @@ def place_of(row: Row) -> tuple[Hashable, ...]:
 
 
 def model_of(row: Question) -> Hashable:
-    """The same for all rows of one trained model, whoever measured it; None: unknown."""
+    """The same for all rows of one trained model, whoever measured it, or None if unknown."""
     return row.get("weights") or row.get("checkpoint")
 
 
 def agrees(row: Mapping[str, Any], question: Mapping[str, Any]) -> bool:
     """Whether a row has every fact of a question, so that it is its answer."""
-    return all(key in row and _same(row, question, key) for key in question)
-
-
-def _same(row: Any, question: Any, key: str) -> bool:
-    if key in VARIANT:
-        return value_of(row, key) == value_of(question, key)
-    return row[key] == question[key]
+    for key, value in question.items():
+        if key not in row:
+            return False
+        if key in VARIANT:
+            wanted = value_of(cast("Question", question), key)
+            if value_of(cast("Question", row), key) != wanted:
+                return False
+        elif row[key] != value:
+            return False
+    return True
 
 
 def with_facts(row: AnyQuestion, facts: Mapping[str, Any]) -> AnyQuestion:
@@ -328,18 +251,41 @@ def with_facts(row: AnyQuestion, facts: Mapping[str, Any]) -> AnyQuestion:
 # --- Rows together ---
 
 
-def by_setting(rows: Iterable[AnyQuestion]) -> dict[tuple[Hashable, ...], list[AnyQuestion]]:
-    """Rows by corpus, part, split, protocol and tokenizer."""
-    groups: dict[tuple[Hashable, ...], list[AnyQuestion]] = {}
-    for row in rows:
-        groups.setdefault(setting_of(row), []).append(row)
-    return groups
+def by_text(rows: Iterable[Row], keys: Iterable[str] = SETTING) -> list[list[Row]]:
+    """Rows of one setting and one text each: only their numbers stand in one table or figure.
 
+    keys: the setting; without the tokenizer for numbers that can be compared between tokenizers
 
-def last_of_each(rows: Iterable[Row]) -> list[Row]:
-    """The last row of each run at each length, so that a mean is over seeds alone.
-
-    A run may have scored several texts of one length.
+    Rows of one length, and in the protocol `paper` of one seed, have the same text if its hash or,
+    in old rows, the number of its targets is the same. Rows of other lengths belong to them if
+    their targets differ by less than a window, which the end of the text leaves out.
     """
-    last = {(run_of(row), row["length"]): row for row in rows}
-    return list(last.values())
+    keys = tuple(keys)
+    texts: dict[tuple[Hashable, ...], list[list[Row]]] = {}
+    for row in rows:
+        of_setting = texts.setdefault(identity(row, keys), [])
+        for members in of_setting:
+            if all(_same_text(row, member) for member in members):
+                members.append(row)
+                break
+        else:
+            of_setting.append([row])
+    return [members for of_setting in texts.values() for members in of_setting]
+
+
+def _same_text(row: Row, other: Row) -> bool:
+    if row.get("tokenizer") != other.get("tokenizer"):
+        return True  # the same characters have other tokens, and another hash
+    strides = {one.get("stride") for one in (row, other)}
+    if len(strides) > 1 and any(2 * one.get("stride", 0) != one["length"] for one in (row, other)):
+        return False
+    text, other_text = (one.get("text") or one["tokens"] for one in (row, other))
+    if text == other_text:
+        return True
+    if row.get("protocol") == "paper":  # windows are counted, and drawn for each seed and length
+        drawn, other_drawn = ((one["length"], one.get("seed")) for one in (row, other))
+        return drawn != other_drawn and row["windows"] == other["windows"]
+    if row["length"] == other["length"] or row.get("protocol") == "position":
+        return False
+    left_out = abs(row["tokens"] - other["tokens"])
+    return 0 < left_out < max(row["length"], other["length"])

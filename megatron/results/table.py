@@ -1,115 +1,113 @@
-"""Tables of perplexity, and the notes beneath them."""
+"""Tables as text and as Markdown, and those of perplexity and bits per byte by length."""
 
-from collections.abc import Collection, Iterable, Sequence
-from typing import cast
+import statistics
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, cast
 
-from megatron.results.labels import runs, with_sweeps
+from megatron.errors import UserError
+from megatron.results.labels import kinds, runs, with_sweeps
 from megatron.results.row import (
     ATTENTION_INPUTS,
     BYTES,
-    KEYS,
+    DEFAULTS,
+    EXACT,
+    MEAN,
     NOTES,
     PIECES,
-    PLACE,
     SETTING,
     Row,
-    by_setting,
+    by_text,
     plain,
     value_of,
     with_facts,
 )
 from megatron.results.statistics import perplexity_of, prefix_curve
 
+OPTIONS = ("tail", "stride", "start")  # of protocols
 # Protocols that score other text at each length.
 OTHER_TEXT = ("paper", "position")
 OTHER_TEXT_NOTE = (
     "every length has other text: compare encodings at a length, not one encoding at two"
 )
 REPEATED_TEXT = (
-    "the part is short and was read up to {epochs} times:"
+    "length {length}: the part is short and was read up to {epochs} times:"
     " windows repeat text, intervals are too narrow"
 )
-COUNTS = tuple(key for key in PLACE if key not in ("length", "text"))  # what a protocol counts
-OPTIONS = tuple(key for key in COUNTS if key != "tokens")  # options of a protocol
+COUNTED = {
+    EXACT: "bytes counted by the tokenizer",
+    MEAN: "bytes estimated: tokens times the mean of the whole corpus",
+}
+OTHER_TOKENIZERS = (
+    "tokenizers differ: the same number of tokens is not the same text, so compare runs"
+    " that scored about the same bytes of the same part"
+)
+MEASURE_AGAIN = "measure again with evaluate.py where the tokenizer's files or a new card exist"
 
 
-# --- Rows ---
+# --- One table, as text and as Markdown; the page's template writes it as HTML ---
 
 
-def by_length(rows: Sequence[Row], lengths: Iterable[int]) -> list[Row]:
-    """The rows, where a row with losses by position becomes one row for each of `lengths`.
+class Cell(NamedTuple):
+    """One cell.
 
-    Such a row measured all shorter lengths, too: the mean over the first positions of its windows.
+    spread: follows the text; value: what the page sorts the column by; title: what it shows on
+    hover; kind: a class of its style sheet, such as missing or text
     """
-    lengths = list(lengths)
-    found = []
-    for row in rows:
-        if row["loss"] is None or "position_edges" not in row:
-            found.append(row)
-            continue
-        curve = prefix_curve(row["position_edges"], row.get("position_losses", []))
-        found += [_prefix(row, length, curve[length]) for length in lengths]
-    return found
+
+    text: str
+    spread: str = ""
+    value: float | None = None
+    title: str = ""
+    kind: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.text} {self.spread}" if self.spread else self.text
 
 
-def _prefix(row: Row, length: int, loss: float) -> Row:
-    """A row for the first `length` positions of each window."""
-    kept = row
-    if length < row["length"]:
-        # Losses of windows and blocks, and their bytes, are those of the whole windows.
-        of_whole_windows = (*PIECES, *BYTES)
-        kept = cast("Row", {key: row[key] for key in row if key not in of_whole_windows})
-    tokens = row["windows"] * length
-    perplexity = perplexity_of(loss)
-    numbers = {"length": length, "tokens": tokens, "loss": loss, "perplexity": perplexity}
-    return with_facts(kept, numbers)
+@dataclass
+class Table:
+    """Headings, lines of cells and the notes beneath; title: a line above them."""
+
+    head: Sequence[str]
+    body: Sequence[Sequence[Cell | str]]
+    notes: Sequence[str] = ()
+    title: str = ""
+
+    def text(self) -> str:
+        """For the terminal: the first column to the left, others to the right."""
+        lines = [[str(cell) for cell in line] for line in (self.head, *self.body)]
+        widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+        texts = []
+        for first, *others in lines:
+            words = [first.ljust(widths[0])]
+            words += [word.rjust(width) for word, width in zip(others, widths[1:], strict=True)]
+            texts.append("  ".join(words))
+        head, *body = texts
+        above = [self.title] if self.title else []
+        between = [] if self.title else [""]
+        return "\n".join([*above, head.rstrip(), "-" * len(head), *body, *between, *self.notes])
+
+    def markdown(self) -> str:
+        """The same table in Markdown."""
+        rule = ["---"] + ["---:"] * (len(self.head) - 1)
+        lines = [self.title, ""] if self.title else []
+        for words in (self.head, rule, *self.body):
+            text = " | ".join(map(str, words)).replace("*", "\\*")
+            lines.append(f"| {text} |")
+        if self.notes:
+            lines += ["", "  \n".join(self.notes).replace("*", "\\*")]
+        return "\n".join(lines)
 
 
-# --- Tables ---
-
-
-def table(rows: Sequence[Row], *, markdown: bool = False) -> str:
-    """A table for each setting: one line per run, one column per length, notes beneath."""
-    rows = with_sweeps(rows)
-    parts = []
-    for group in by_setting(rows).values():
-        parts.append(_table_of_setting(group, markdown=markdown))
-    why_apart = _differences_of_settings(rows)
-    if why_apart:
-        parts.append("\n".join(why_apart))
-    return "\n\n".join(parts)
-
-
-def _table_of_setting(rows: Sequence[Row], *, markdown: bool) -> str:
-    lengths = sorted({row["length"] for row in rows})
-    body = []
-    for label, group in runs(rows).items():
-        cells = {row["length"]: cell(row["perplexity"]) for row in group}
-        numbers = [cells.get(length, "") for length in lengths]
-        body.append([label, *numbers])
-    head = ["pos_emb", *length_headings(rows)]
-    return with_notes(head, body, notes(rows), markdown=markdown)
-
-
-def length_headings(rows: Sequence[Row]) -> list[str]:
-    """The lengths of the rows, shortest first; those that were trained at have a star."""
-    trained = {row.get("train_length") for row in rows}
-    headings = []
-    for length in sorted({row["length"] for row in rows}):
-        star = "*" if length in trained else ""
-        headings.append(f"{length}{star}")
-    return headings
-
-
-def with_notes(head: list[str], body: list[list[str]], below: list[str], *, markdown: bool) -> str:
-    """A table and the notes beneath it."""
-    if markdown:
-        lines = in_markdown(head, body)
-        text = "  \n".join(below).replace("*", "\\*")
-    else:
-        lines = aligned(head, body)
-        text = "\n".join(below)
-    return "\n".join([*lines, "", text])
+def in_columns(lines: Sequence[Sequence[str]]) -> list[str]:
+    """A text line for each line of words. Every column begins at the same place in all of them."""
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    texts = []
+    for words in lines:
+        padded = [word.ljust(width) for word, width in zip(words, widths, strict=True)]
+        texts.append("  ".join(padded).rstrip())
+    return texts
 
 
 def cell(perplexity: float | None) -> str:
@@ -125,146 +123,236 @@ def cell(perplexity: float | None) -> str:
     return f"{perplexity:.1e}"
 
 
-def spread(mean: str, std: float) -> str:
-    """± a standard deviation, with as many decimals as a mean that `cell` wrote."""
+def bits(number: float | None) -> str:
+    """Bits per byte for a table."""
+    return "n/a" if number is None else f"{number:.4f}"
+
+
+def mean_and_std(values: Sequence[float | None]) -> tuple[float | None, float | None]:
+    """Mean and standard deviation over seeds; (None, None) if a seed has no number.
+
+    The standard deviation of one seed is None.
+    """
+    numbers = [value for value in values if value is not None]
+    if not numbers or len(numbers) < len(values):
+        return None, None
+    std = statistics.stdev(numbers) if len(numbers) > 1 else None
+    return statistics.fmean(numbers), std
+
+
+def spread_of(mean: str, std: float) -> str:
+    """± a standard deviation, with as many decimals as a mean that `cell` or `bits` wrote."""
     if "e" in mean:
         return f"± {std:.2g}"
     decimals = len(mean.partition(".")[2])
     return f"± {std:.{decimals}f}"
 
 
-def aligned(head: list[str], body: list[list[str]]) -> list[str]:
-    """The lines of a table for the terminal: the first column to the left, others to the right."""
-    widths = [max(map(len, column)) for column in zip(head, *body, strict=True)]
-    lines = [_aligned_line(words, widths) for words in (head, *body)]
-    rule = "-" * len(lines[0])
-    return [lines[0].rstrip(), rule, *lines[1:]]
+def mean_cell(rows: Sequence[Row], key: str, form: Callable[[float | None], str]) -> Cell:
+    """The mean over seeds ± the standard deviation, with as many decimals; empty without rows.
+
+    n/a if a seed has no number: a mean is over all seeds or none.
+    """
+    if not rows:
+        return Cell("", kind="missing", title="not measured")
+    mean, std = mean_and_std([row.get(key) for row in rows])
+    text = form(mean)
+    if mean is None:
+        reasons = [row.get("reason") for row in rows if row.get("reason")]
+        return Cell(text, kind="missing", title=reasons[0] or "" if reasons else "no number")
+    of_seeds = [f"seed {row.get('seed')}: {row.get(key):.6g}" for row in rows]
+    spread = "" if std is None else spread_of(text, std)
+    return Cell(text, spread, mean, "; ".join(of_seeds))
 
 
-def _aligned_line(words: list[str], widths: list[int]) -> str:
-    first = words[0].ljust(widths[0])
-    others = [word.rjust(width) for word, width in zip(words[1:], widths[1:], strict=True)]
-    return "  ".join([first, *others])
+# --- Perplexity and bits per byte by length ---
 
 
-def in_markdown(head: list[str], body: list[list[str]]) -> list[str]:
-    """The lines of the same table in Markdown."""
-    rule = ["---"] + ["---:"] * (len(head) - 1)
-    lines = []
-    for words in (head, rule, *body):
-        text = " | ".join(words).replace("*", "\\*")
-        lines.append(f"| {text} |")
-    return lines
+def table(
+    rows: Sequence[Row],
+    *,
+    over_seeds: bool = False,
+    bits_per_byte: bool = False,
+    markdown: bool = False,
+) -> str:
+    """A table for each text and protocol: one line per run, one column per length, notes beneath.
+
+    over_seeds: one line per encoding, mean ± standard deviation
+    bits_per_byte: in place of perplexity, whatever the tokenizers; UserError if no row has any
+    """
+    rows = with_sweeps(rows)
+    parts = []
+    keys, known, quantity = SETTING, rows, "perplexity"
+    if bits_per_byte:
+        keys = tuple(key for key in SETTING if key != "tokenizer")
+        known, quantity = with_bits(rows), "bits_per_byte"
+        if not known:
+            raise UserError(f"--bits-per-byte: none of these rows has them - {MEASURE_AGAIN}")
+    groups = by_text(known, keys)
+    for group in groups:
+        lines = kinds(group) if over_seeds else runs(group)
+        one = table_of_text(group, lines, quantity, over_seeds)
+        parts.append(one.markdown() if markdown else one.text())
+    if len(known) < len(rows):
+        left_out = len(rows) - len(known)
+        parts.append(f"left out: {left_out} rows without bits per byte - {MEASURE_AGAIN}")
+    if not over_seeds and not bits_per_byte and len(groups) > 1:
+        parts.append("\n".join(_why_apart(groups)))
+    return "\n\n".join(parts)
+
+
+def table_of_text(
+    rows: Sequence[Row],
+    groups: Mapping[str, Sequence[Row]],
+    quantity: str = "perplexity",
+    over_seeds: bool = False,
+) -> Table:
+    """The table of rows of one text, as `by_text` groups them; groups: its lines, by label."""
+    of_bits = quantity == "bits_per_byte"
+    form = bits if of_bits else cell
+    body = []
+    for label, group in groups.items():
+        line: list[Cell | str] = [label]
+        if over_seeds:
+            line.append(str(len({row.get("seed") for row in group})))
+        for length in sorted({row["length"] for row in rows}):
+            of_length = [row for row in group if row["length"] == length]
+            line.append(mean_cell(of_length, quantity, form))
+        body.append(line)
+    notes = _notes_of_bits(rows, groups) if of_bits else notes_of(rows, each=not over_seeds)
+    head = ["pos_emb", *length_headings(rows)]
+    if over_seeds:
+        notes.append("mean ± standard deviation over seeds")
+        head.insert(1, "seeds")
+    return Table(head, body, notes)
+
+
+def length_headings(rows: Sequence[Row]) -> list[str]:
+    """The lengths of the rows, shortest first; those that were trained at have a star."""
+    trained = {row.get("train_length") for row in rows}
+    lengths = sorted({row["length"] for row in rows})
+    return [f"{length}*" if length in trained else str(length) for length in lengths]
+
+
+def by_length(rows: Sequence[Row], lengths: Iterable[int]) -> list[Row]:
+    """The rows, where a row with losses by position becomes one row for each of `lengths`.
+
+    Such a row measured all shorter lengths, too: the mean over the first positions of its windows.
+    """
+    lengths = list(lengths)
+    found = []
+    for row in rows:
+        if row["loss"] is None or "position_edges" not in row:
+            found.append(row)
+            continue
+        curve = prefix_curve(row["position_edges"], row.get("position_losses", []))
+        # Losses of windows and blocks, and their bytes, are those of the whole windows.
+        whole = (*PIECES, *BYTES)
+        beginning = cast("Row", {key: row[key] for key in row if key not in whole})
+        for length in lengths:
+            loss = curve[length]
+            numbers = {"length": length, "tokens": row["windows"] * length, "loss": loss}
+            kept = beginning if length < row["length"] else row
+            found.append(with_facts(kept, {**numbers, "perplexity": perplexity_of(loss)}))
+    return found
+
+
+def with_bits(rows: Sequence[Row]) -> list[Row]:
+    """The rows that have bits per byte: older ones have none."""
+    return [row for row in rows if row.get("bits_per_byte") is not None]
+
+
+def lines_of_bits(rows: Sequence[Row]) -> list[str]:
+    """A line for each run with its bits per byte at every length; none if no row has any."""
+    found = []
+    for label, group in runs(with_bits(rows)).items():
+        numbers = [f"{bits(row.get('bits_per_byte'))} at {row['length']}" for row in group]
+        found.append(f"{label}: bits per byte {', '.join(numbers)} ({_how_counted(group)})")
+    return found
 
 
 # --- Notes ---
 
 
-def notes(rows: Sequence[Row], *, each_run: bool = True) -> list[str]:
+def notes_of(rows: Sequence[Row], *, each: bool = True) -> list[str]:
     """What was measured, what each run was, why cells are empty, and what cannot be compared.
 
-    rows: of one setting, as `by_setting` groups them; each_run: a line for the facts of each run
+    rows: of one text, as `by_text` groups them; each: a line for the facts of each run
     """
     groups = runs(rows)
-    shared = _shared_notes(rows) if len(groups) > 1 else []
+    shared = []
+    if len(groups) > 1:
+        shared = [key for key in NOTES if len({row.get(key) for row in rows}) == 1]
     lines = [f"perplexity on {setting(rows)}"]
-    facts = _facts(rows[0], shared)
-    if facts:
+    if facts := _facts(rows[0], shared):
         lines.append(f"each: {facts}")
-    lines += _notes_of_protocol(rows)
-    if any(row["length"] == row.get("train_length") for row in rows):
-        lines.append("* training length")
-    for label, group in groups.items():
-        own = _facts(group[0], NOTES.keys() - shared)
-        if own and each_run:
-            lines.append(f"{label}: {own}")
-        lines += _refusals(label, group)
-    lines += _differences_of_counts(rows)
-    for label, group in groups.items():
-        lines += _repeated_lengths(label, group)
-    return lines
-
-
-def _shared_notes(rows: Sequence[Row]) -> list[str]:
-    """The noted keys that have one value in all rows."""
-    return [key for key in NOTES if len({row.get(key) for row in rows}) == 1]
-
-
-def _facts(row: Row, keys: Collection[str]) -> str:
-    """Some of the noted keys of a row, such as "float32, step 1000, seed 1234"."""
-    facts = []
-    for key, form in NOTES.items():
-        if key in keys and row.get(key) is not None:
-            facts.append(form.format(row.get(key)))
-    return ", ".join(facts)
-
-
-def _notes_of_protocol(rows: Sequence[Row]) -> list[str]:
-    lines = []
-    lengths = {row["length"] for row in rows}
-    if rows[0].get("protocol") in OTHER_TEXT and len(lengths) > 1:
+    if rows[0].get("protocol") in OTHER_TEXT and len({row["length"] for row in rows}) > 1:
         lines.append(OTHER_TEXT_NOTE)
     epochs_of = {row["length"]: row.get("epochs") for row in rows if row.get("epochs")}
     for length, epochs in sorted(epochs_of.items()):
-        lines.append(f"length {length}: {REPEATED_TEXT.format(epochs=epochs)}")
+        lines.append(REPEATED_TEXT.format(length=length, epochs=epochs))
+    if any(row["length"] == row.get("train_length") for row in rows):
+        lines.append("* training length")
+    own = [key for key in NOTES if key not in shared]
+    for label, group in groups.items():
+        if each and (facts := _facts(group[0], own)):
+            lines.append(f"{label}: {facts}")
+        refused = [row for row in group if row["perplexity"] is None]
+        if refused:
+            lengths = ", ".join(str(row["length"]) for row in refused)
+            reason = refused[0].get("reason") or "no reason given"
+            lines.append(f"{label}: n/a at {lengths}: {reason}")
     return lines
 
 
-def _refusals(label: str, rows: Sequence[Row]) -> list[str]:
-    """Why a run has no number at some lengths."""
-    refused = [row for row in rows if row["perplexity"] is None]
-    if not refused:
-        return []
-    lengths = ", ".join(str(row["length"]) for row in refused)
-    reason = refused[0].get("reason") or "no reason given"
-    return [f"{label}: n/a at {lengths}: {reason}"]
+def _facts(row: Row, keys: Iterable[str]) -> str:
+    """Some of the noted keys of a row, such as "float32, step 1000, seed 1234"."""
+    known = {key: row.get(key) for key in keys if row.get(key) is not None}
+    return ", ".join(NOTES[key].format(value) for key, value in known.items())
 
 
-def _differences_of_counts(rows: Sequence[Row]) -> list[str]:
-    """Where rows of one length counted differently, such as fewer scored tokens."""
-    lines = []
-    for length in sorted({row["length"] for row in rows}):
-        for key in COUNTS:
-            counts = sorted({row.get(key) or 0 for row in rows if row["length"] == length})
-            if len(counts) == 1:
-                continue
-            what = "tokens were scored" if key == "tokens" else f"is the {key}"
-            between = f"{counts[0]:,} to {counts[-1]:,}"
-            lines.append(f"not comparable: {between} {what} at length {length}")
+def _notes_of_bits(rows: Sequence[Row], groups: Mapping[str, Sequence[Row]]) -> list[str]:
+    lines = [f"bits per byte on {setting(rows)}"]
+    counts = {}
+    for label, group in groups.items():
+        sizes = [row.get("bytes", 0) for row in group]
+        size = _from_to(f"{min(sizes):,.0f}", f"{max(sizes):,.0f}")
+        counts[label] = f"{size} bytes scored, {_how_counted(group)}"
+    if len(counts) > 1 and len({*counts.values()}) == 1:
+        counts = {"each": next(iter(counts.values()))}
+    lines += [f"{label}: {count}" for label, count in counts.items()]
+    if len({row.get("tokenizer") for row in rows}) > 1:
+        lines.append(OTHER_TOKENIZERS)
     return lines
 
 
-def _repeated_lengths(label: str, rows: Sequence[Row]) -> list[str]:
-    measured = [row["length"] for row in rows]
-    repeated = sorted({length for length in measured if measured.count(length) > 1})
-    return [
-        f"{label}: several texts were scored at length {length}; the last is shown"
-        for length in repeated
-    ]
+def _how_counted(rows: Sequence[Row]) -> str:
+    ways = dict.fromkeys(row.get("bytes_from", "") for row in rows)
+    return "; ".join(COUNTED.get(way, f"bytes from {way}") for way in ways)
 
 
-def _differences_of_settings(rows: Sequence[Row]) -> list[str]:
+def _why_apart(groups: Sequence[Sequence[Row]]) -> list[str]:
     """Why rows stand in several tables."""
     lines = []
-    for key in SETTING:
-        values = dict.fromkeys(str(row.get(key)) for row in rows)
-        if len(values) > 1:
+    for key in (*SETTING, "text"):
+        values = dict.fromkeys(str(row.get(key)) for rows in groups for row in rows)
+        if key in OPTIONS:
+            values.pop("None", None)
+        if len(values) > 1 and (key != "text" or not lines):
             lines.append(f"not comparable across tables: {key} is {' or '.join(values)}")
     return lines
 
 
 def setting(rows: Sequence[Row]) -> str:
-    """Text, tokens, windows and protocol of each setting, and the attention inputs of its rows."""
-    return "; ".join(_one_setting(group) for group in by_setting(rows).values())
-
-
-def _one_setting(rows: Sequence[Row]) -> str:
+    """Text, tokens, windows and protocol of rows of one text, and their attention inputs."""
     first = rows[0]
-    facts = [_amount(rows)]
-    source = [first.get("corpus"), first.get("part")]
-    text = " ".join(word for word in source if word)
-    if text:
-        facts.insert(0, text)
+    text = " ".join(word for word in (first.get("corpus"), first.get("part")) if word)
+    tokens = [row["tokens"] for row in rows]
+    counts = _from_to(f"{min(tokens):,}", f"{max(tokens):,}")
+    ordered = sorted(rows, key=lambda row: row["length"])
+    ends = [f"{row['windows']} x {row['length']}" for row in (ordered[0], ordered[-1])]
+    facts = [text] if text else []
+    facts.append(f"{counts} tokens ({_from_to(*ends)})")
     if first.get("protocol"):
         facts.append(f"protocol {first.get('protocol')}")
     for key in OPTIONS:
@@ -272,15 +360,6 @@ def _one_setting(rows: Sequence[Row]) -> str:
         if len(values) == 1 and first.get(key):
             facts.append(f"{key} {first.get(key)}")
     return ", ".join([*facts, *attention_inputs(rows)])
-
-
-def _amount(rows: Sequence[Row]) -> str:
-    """Scored tokens and windows, such as "8,192 tokens (16 x 512 to 8 x 1024)"."""
-    tokens = [row["tokens"] for row in rows]
-    counts = _from_to(f"{min(tokens):,}", f"{max(tokens):,}")
-    ordered = sorted(rows, key=lambda row: row["length"])
-    ends = [f"{row['windows']} x {row['length']}" for row in (ordered[0], ordered[-1])]
-    return f"{counts} tokens ({_from_to(*ends)})"
 
 
 def _from_to(first: str, last: str) -> str:
@@ -296,6 +375,6 @@ def attention_inputs(rows: Sequence[Row]) -> list[str]:
     for key in ATTENTION_INPUTS:
         values = {value_of(row, key) for row in rows}
         value = values.pop()
-        if not values and value != KEYS[key].default:
+        if not values and value != DEFAULTS[key]:
             changes.append(f"{key} {plain(value)}")
     return changes

@@ -12,8 +12,7 @@ from megatron.config.load import DATA_PATHS
 from megatron.config.schema import as_list
 from megatron.data.parts import open_parts
 from megatron.errors import UserError
-from megatron.results.files import existing_results, write_lines
-from megatron.results.log import training_log
+from megatron.results.files import existing_results, training_log, write_lines
 from megatron.results.row import COLLECTED, Row
 from megatron.sweeps.lock import at_work
 from megatron.sweeps.plan import Cell, Evaluation, Sweep

@@ -12,7 +12,7 @@ from megatron.config import load
 from megatron.data.prepare.encoder import Encoder
 from megatron.data.tokenizers.build import build_tokenizer
 from megatron.data.tokenizers.train import train_tokenizer
-from megatron.report.html.files import read_files
+from megatron.report.page import page_of
 from megatron.results.comparison import compared, encodings
 from megatron.results.files import read_results
 from megatron.results.row import Row
@@ -59,7 +59,7 @@ def test_a_row_of_any_values(tmp_path, changes, removed):
 def test_any_bytes_as_results(tmp_path, content):
     path = tmp_path / "a.jsonl"
     path.write_bytes(content)
-    works_or_says_why(lambda: read_files([path]))
+    works_or_says_why(lambda: page_of([path]))
 
 
 WORDS = train_tokenizer(["it's a cat, naïve 12\n\n  we'll — слово"] * 3, 330)

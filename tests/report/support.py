@@ -1,9 +1,6 @@
 """Rows of made-up runs for the tests of the page, and a reader of its HTML."""
 
-import math
 from html.parser import HTMLParser
-
-import numpy as np
 
 SHARED = {
     "step": 10,
@@ -85,20 +82,3 @@ class Reader(HTMLParser):
         self.texts.append(text)
         if "td" in self.open or "th" in self.open:
             self.tables[-1][-1][-1] += text
-
-
-def texts(*encodings):
-    """Rows of 64 windows each: (pos_emb, length, its loss minus alibi's in every window)."""
-    hard = 3 + 0.5 * np.random.default_rng(0).standard_normal(64)
-    noise = 0.01 * np.random.default_rng(1).standard_normal((len(encodings), 64))
-    for (name, length, more), one in zip(
-        encodings, noise - noise.mean(axis=1, keepdims=True), strict=True
-    ):
-        losses = hard + one + more
-        numbers = {
-            "loss": losses.mean(),
-            "window_losses": losses.tolist(),
-            "text": f"t{length}",
-            "windows": 64,
-        }
-        yield row(name, 1, length, math.exp(losses.mean()), **numbers)

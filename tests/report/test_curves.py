@@ -1,16 +1,19 @@
+import html
 import math
 import re
 
 import matplotlib.image
 import pytest
-from matplotlib.figure import Figure
 
 from megatron.errors import UserError
-from megatron.report.figures.curves import (
+from megatron.positions import REGISTRY
+from megatron.report.curves import (
+    ENCODINGS,
     Curve,
-    _apart,
-    direct_labels,
+    apart,
     draw_curves,
+    looks,
+    perplexity_curves,
     plot_by_position,
     plot_perplexity,
 )
@@ -47,7 +50,10 @@ ROWS = (
 
 
 def words(path):
-    return re.findall(r"<!-- (.*?) -->", path.read_text())
+    """The texts of an SVG."""
+    return [
+        html.unescape(text) for text in re.findall(r"<text[^>]*>(.*?)</text>", path.read_text())
+    ]
 
 
 def test_the_picture_names_curves_with_their_last_values_lengths_and_training_length(tmp_path):
@@ -91,10 +97,8 @@ def test_a_pass_by_position_is_drawn_by_position(tmp_path):
 
 
 def test_labels_stand_beside_the_ends_of_their_curves_on_plain_axes_too():
-    axes = Figure().add_subplot()
     curves = [Curve("upper", [0, 1000], [6.7, 3.9]), Curve("lower", [0, 1000], [6.7, 3.5])]
-    draw_curves(axes, curves)
-    direct_labels(axes, curves)
+    (axes,) = draw_curves(curves, "step", "loss").axes
     upper, lower = (text.get_position()[1] for text in axes.texts)
     low, high = axes.get_ylim()
     assert upper == pytest.approx((3.9 - low) / (high - low), abs=0.05)
@@ -116,11 +120,6 @@ def test_a_png_is_a_picture_of_some_size(tmp_path):
     assert [file.name for file in tmp_path.iterdir()] == ["curves.png"]
 
 
-def test_a_run_without_any_number_still_gives_a_picture(tmp_path):
-    plot_perplexity(rows("learned", [None, None, None]), tmp_path / "empty.svg")
-    assert "trained at 512" in words(tmp_path / "empty.svg")
-
-
 def test_a_footer_names_the_protocol_of_every_row(tmp_path):
     whole, tail = ({"protocol": name} for name in ("equal_tokens", "tail"))
     mixed = [ROWS[0] | whole, ROWS[1] | whole, ROWS[3] | tail, ROWS[4] | tail]
@@ -129,14 +128,36 @@ def test_a_footer_names_the_protocol_of_every_row(tmp_path):
     assert [text.split(", ")[-1] for text in footers] == ["protocol equal_tokens", "protocol tail"]
 
 
-def test_another_suffix_is_refused_with_the_known_ones(tmp_path):
-    with pytest.raises(
-        UserError, match=r"curves.docx: a plot is written as .png, .svg or .pdf - name the file so"
-    ):
-        plot_perplexity(ROWS, tmp_path / "curves.docx")
-
-
 def test_labels_that_would_touch_are_moved_apart_and_others_stay():
-    placed = _apart([0.9, 0.1, 0.1, 0.5], 0.05)
+    placed = apart([0.9, 0.1, 0.1, 0.5], 0.05)
     assert placed == pytest.approx([0.9, 0.075, 0.125, 0.5])
-    assert _apart([], 0.05) == []
+    assert apart([], 0.05) == []
+
+
+def test_rows_of_different_texts_are_no_curve(tmp_path):
+    first, other = ([one | {"text": text, "tokens": 4096} for one in ROWS[:2]] for text in "ab")
+    other[1]["text"] = "c"
+    plot_perplexity([*first, *other], tmp_path / "a.svg")
+    found = [text for text in words(tmp_path / "a.svg") if text.startswith("mep_free, text")]
+    assert len(found) == 3
+
+
+def test_a_mean_over_seeds_has_a_band_and_every_length_needs_all_seeds():
+    seeds = [one | {"seed": seed} for seed in (1, 2) for one in rows("t5", [10.0, 9.0, None])]
+    seeds[0]["perplexity"], seeds[5]["perplexity"] = 12.0, 7.0
+    (curve,) = perplexity_curves({"t5": seeds})
+    assert (curve.at, curve.values) == ([512, 1024], [11.0, 9.0])
+    assert curve.std == pytest.approx([math.sqrt(2), 0.0])
+
+
+def test_the_look_of_an_encoding_is_its_own_in_every_figure():
+    # A new encoding needs no line there: its name gives it a look.
+    assert set(ENCODINGS) <= set(REGISTRY)
+    assert len(set(ENCODINGS.values())) == len(ENCODINGS)
+    alone = looks([("mep_free", "")])[0]
+    among = [("rotary", ""), ("bump", ""), ("mep_free", ""), ("alibi", "window 512")]
+    assert looks(among)[2] == alone
+    assert looks(among[::-1])[1] == alone
+    assert looks(among)[1] == looks([("bump", "")])[0]
+    plain, windowed, other = looks([("t5", ""), ("t5", "window 512"), ("t5", "window 256")])
+    assert len({plain.dashes, windowed.dashes, other.dashes}) == 3

@@ -10,9 +10,7 @@ from html.parser import HTMLParser
 import pytest
 
 from megatron.errors import UserError
-from megatron.report.groups import groups
-from megatron.report.html.page import Page
-from megatron.report.html.paired import lowest, reference_of
+from megatron.report.page import Page, reference_of
 from megatron.results.comparison import compared, encodings
 from megatron.results.files import read_results
 from megatron.results.labels import kinds
@@ -113,44 +111,28 @@ def test_the_tools_that_compare_have_the_labels_of_the_page(labels):
     assert {*found} == {f"{name}, window {n}" for name in ENCODINGS for n in ("none", "512")}
 
 
-@pytest.mark.parametrize(
-    ("against", "label", "in_section"),
-    [
+def test_against_means_the_same_in_compare_and_on_the_page():
+    rows = read_results(ROWS)
+    tail = kinds([row for row in rows if row["protocol"] == "tail"])
+    for against, label, in_section in (
         ("mep_free, window none", "mep_free, window none", "mep_free"),
         ("alibi, protocol tail", "alibi, window none", "alibi"),
-        ("t5, window none, seed 1235", "t5, window none", "t5"),
-        # The protocol `tail` has neither windows nor this seed: the page takes the lowest there.
-        ("mep_free, window 512", "mep_free, window 512", None),
+        # The protocol `tail` has no windows: the page takes the lowest there.
         ("t5, window train_length", "t5, window 512", None),
-        ("mep_free, window none, seed 1236", "mep_free, window none", None),
-    ],
-)
-def test_against_means_the_same_in_compare_and_on_the_page(against, label, in_section):
-    rows = read_results(ROWS)
-    assert compared(encodings(rows), against)[0].reference == label
-    tail = [row for row in rows if row["corpus"] == "environment" and row["protocol"] == "tail"]
-    found = groups(tail, {})
-    most = max(len(group.seeds) for group in found)
-    of_most_seeds = [group for group in found if len(group.seeds) == most]
-    assert reference_of(found, against) == (in_section or lowest(of_most_seeds, 16384))
-
-
-def test_the_page_compares_with_an_encoding_that_has_all_three_seeds():
-    rows = read_results(ROWS)
-    section = [row for row in rows if row["corpus"] == "environment"]
-    found = groups([row for row in section if row["protocol"] == "equal_tokens"], {})
-    assert reference_of(found, None) == "mep_free, window none"
-
-
-def test_against_is_refused_by_compare_and_the_page_alike():
-    rows = read_results(ROWS)
+    ):
+        assert compared(encodings(rows), against)[0].reference == label
+        assert reference_of(tail, against) == (in_section or reference_of(tail, None))
     for against, problem in {"alibi": "means several", "rope": "is no encoding"}.items():
-        for ask in (
-            lambda name: compared(encodings(rows), name),
-            lambda name: Page(rows, [], {}, against=name).html("t"),
-        ):
-            with pytest.raises(UserError, match=f"--against: '{against}' {problem}"):
-                ask(against)
+        with pytest.raises(UserError, match=f"--against: '{against}' {problem}"):
+            compared(encodings(rows), against)
+        with pytest.raises(UserError, match=f"--against: '{against}' {problem}"):
+            Page(rows, [], {}, against)
+
+
+def test_the_page_compares_with_the_lowest_encoding_that_has_all_three_seeds():
+    rows = read_results(ROWS)
+    found = kinds([row for row in rows if row["protocol"] == "equal_tokens"])
+    assert reference_of(found, None) == "mep_free, window none"
 
 
 @pytest.mark.skipif(BROWSER is None, reason="needs Chromium or Chrome on the path")

@@ -1,17 +1,13 @@
 """The page of results, read by a parser: every number in its place, gaps named, no links."""
 
-import math
 import re
 
 import pytest
 
 from megatron.report.evidence import Evidence, Gap
-from megatron.report.html.drawn import grouped
-from megatron.report.html.figures import svg
-from megatron.report.html.page import Page
-from megatron.report.html.probed import by_checkpoint
-from megatron.results.comparison_table import over_seeds
-from tests.report.support import ROWS, Reader, row, texts
+from megatron.report.page import Page
+from tests.report.support import ROWS, Reader, row
+from tests.results.rows import rows, seeds_of, with_bytes
 
 
 @pytest.fixture(scope="module")
@@ -19,15 +15,33 @@ def page():
     return Page(ROWS, [], {}).html("Results <of> mine")
 
 
+def tables(*arguments):
+    return Reader(Page(*arguments).html("t")).tables
+
+
 def test_the_page_is_well_formed_and_takes_nothing_from_elsewhere(page):
     read = Reader(page)
     assert all(reference.startswith("#") for reference in read.references), read.references
     assert len(read.ids) == len(set(read.ids))
+    for target in re.findall(r'(?:href="#|url\(#)([^")]+)', page):
+        assert target in read.ids
     style = "".join(re.findall(r"<style.*?</style>", page, flags=re.DOTALL))
     assert "@import" not in style
     assert not re.search(r"url\((?!#)", style)
-    assert "Results &lt;of&gt; mine" in page
-    assert "<b>&" not in page
+
+
+def test_no_text_of_a_row_is_markup():
+    evil = '<script>alert("x")</script><b>&\'"'
+    keys = ("pos_emb", "corpus", "part", "protocol", "checkpoint", "device", "commit", "reason")
+    hostile = dict.fromkeys(keys, evil) | {"pos_emb_args": {"kernels": [evil]}}
+    found = [one | hostile | {"perplexity": None, "loss": None} for one in ROWS[:2]]
+    probe = {"probe": "copy", "length": 9, "step": 1, "config_hash": evil, "reason": evil}
+    evidence = {evil: Evidence(settings={evil: evil}, gaps=[Gap(evil, evil)])}
+    page = Page([*found, *ROWS], [probe | hostile], evidence).html(evil)
+    assert "<script>alert" not in page
+    assert "<b>" not in page
+    assert page.count("<script") == 1
+    Reader(page)
 
 
 def test_every_number_of_the_rows_is_in_the_table(page):
@@ -39,184 +53,107 @@ def test_every_number_of_the_rows_is_in_the_table(page):
     assert lines["learned"] == ["1", "13.50", "n/a"]
     for one in ROWS:
         if one["perplexity"] is not None:
-            assert f"seed {one['seed']}: {one['perplexity']:.6g} (loss 2.4)" in page
-    assert 'class="best"' not in page, "without losses by window nothing is known to be better"
+            assert f"seed {one['seed']}: {one['perplexity']:.6g}" in page
 
 
-def test_a_reason_that_holds_at_several_lengths_is_one_line():
-    rows = [row(name, 1, n, 10.0) for name in ("alibi", "mep") for n in (512, 1024)]
-    page = Page(rows, [], {}).html("t")
-    assert "<p>nothing can be compared with alibi:</p>" in page
-    assert "<li>2 times: mep at 512; mep at 1024: mep: no losses by window" in page
+def test_each_text_and_protocol_has_a_section_and_two_texts_of_a_run_are_no_two_seeds():
+    found = [row("mep", 1, 512, 10.0, text="a"), row("mep", 1, 512, 20.0, text="b")]
+    found += [row("mep", 1, 512, 30.0, protocol="tail", tail=128)]
+    headings = [section.heading for section in Page(found, [], {}).sections[:3]]
+    assert headings[0] == "stdlib valid: equal_tokens"
+    assert headings[1].endswith("protocol equal_tokens, text b")
+    assert headings[2] == "stdlib valid: tail"
+    shown = [table[1] for table in tables(found, [], {}) if table[0][0] == "pos_emb"]
+    assert shown == [["mep", "1", "10.00"], ["mep", "1", "20.00"], ["mep", "1", "30.00"]]
 
 
 def test_a_pass_by_position_is_shown_at_the_shorter_lengths_that_it_holds():
-    measured = {"protocol": "position", "position_edges": [0, 512, 1024, 1500, 2048], "windows": 1}
-    rows = [
-        row(
-            "mep",
-            1,
-            2048,
-            math.exp(2.0),
-            loss=2.0,
-            position_losses=[3.0, 2.0, 1.0, 2.0],
-            **measured,
-        )
-    ]
-    table = Reader(Page(rows, [], {}).html("t")).tables[0]
+    edges, losses = [0, 512, 1024, 1500, 2048], [3.0, 2.0, 1.0, 2.0]
+    measured = {"protocol": "position", "position_edges": edges, "position_losses": losses}
+    one = row("mep", 1, 2048, 7.389, loss=2.0, windows=1, **measured)
+    table = tables([one], [], {})[0]
     assert table[0] == ["pos_emb", "seeds", "512*", "1024", "2048"]
-    assert table[1][2:4] == [f"{math.exp(3.0):.2f}", f"{math.exp(2.5):.2f}"]
-    assert table[1][4].startswith("7.39")
+    assert table[1][2:4] == ["20.09", "12.18"]  # exp(3) and exp(2.5)
 
 
-def test_speed_is_of_all_tokens_that_pass_and_a_window_has_its_own():
-    rows = [row("mep", 1, 512, 9.0, tokens_per_second=1000.0)]
-    rows += [
-        row("mep", 1, 512, 9.0, protocol="tail", tail=128, tokens=9 * 128, tokens_per_second=500.0)
-    ]
-    rows += [row("mep", 1, 512, 9.0, window=64, tokens_per_second=4000.0)]
-    (speed,) = [
-        table
-        for table in Reader(Page(rows, [], {}).html("t")).tables
-        if table[0][:2] == ["pos_emb", "device"]
-    ]
-    assert speed[1:] == [["mep, window none", "cpu", "1,500"], ["mep, window 64", "cpu", "4,000"]]
+def test_encodings_are_compared_on_the_same_text_or_the_page_says_why_not():
+    shifts = {"a": [0.0, 0.0, 0.0], "b": [0.2, 0.21, 0.22], "c": [0.1]}
+    found = [one for name, of_seeds in shifts.items() for one in seeds_of(name, of_seeds)]
+    page = Page(found, [], {}, "a").html("t")
+    (table,) = [one for one in Reader(page).tables if one[0][0] == "loss - a"]
+    assert table[1][0] == "b"
+    assert table[1][1].startswith("†+0.210 [")
+    assert table[2][1].startswith("+0.100 [")
+    assert "by seed: +0.2000 (seed 1)" in page
+    assert "Holm" in page
+    apart = Page([row(name, 1, 512, 10.0) for name in ("alibi", "mep")], [], {}).html("t")
+    assert "nothing can be compared with alibi:" in apart
+    assert "mep: no losses by window" in apart
 
 
-def test_probes_of_two_variants_or_models_are_no_single_model():
-    one = {
-        "pos_emb": "mep",
-        "seed": 1,
-        "step": 10,
-        "corpus": "stdlib",
-        "part": "valid",
-        "config_hash": "a",
+def test_bits_per_byte_have_a_table_and_one_of_all_tokenizers():
+    small = with_bytes(rows("alibi", {512: 20.0, 1024: 18.0}, tokenizer="aa"), 30_000)
+    large = with_bytes(rows("alibi", {512: 40.0}, tokenizer="bb"), 36_864.5, "card")
+    found = Page([*small, *large], [], {})
+    assert found.sections[2].heading == "Bits per byte of all tokenizers"
+    page = found.html("t")
+    assert {("alibi", "1.1802", "1.1387")} <= {
+        (line[0], line[-2], line[-1]) for table in Reader(page).tables for line in table
     }
-    one |= {
-        "probe": "receptive_field",
-        "length": 512,
-        "reach": 500,
-        "pos_emb_args": {"kernels": ["exp"]},
-    }
-    assert [*by_checkpoint([one, one | {"length": 1024}])] == ["mep, seed 1, step 10, stdlib valid"]
-    others = [
-        one | {"window": 64},
-        one | {"pos_emb_args": {"kernels": ["log"]}, "config_hash": "b"},
+    assert "alibi, tokenizer bb" in page
+    assert "36,864 bytes scored" in page
+
+
+def test_models_that_differ_in_known_settings_are_lines_of_their_own():
+    evidence = {ROWS[0]["checkpoint"]: Evidence(settings={"lr": 1.0, "seed": 1})}
+    evidence[ROWS[1]["checkpoint"]] = Evidence(settings={"lr": 2.0, "seed": 2})
+    one = Evidence(settings={"lr": 1.0, "pos_emb_args": {"kernels": ["exp"]}})
+    evidence[ROWS[4]["checkpoint"]] = one
+    one.metrics = [{"step": 5, "kind": "train", "loss": 3.5, "tokens_per_second": 77.0}]
+    found = tables(ROWS, [], evidence)
+    labels = [line[0] for line in found[0]]
+    assert labels == ["pos_emb", "alibi, config_hash h1", "alibi, config_hash h2", "mep", "learned"]
+    (settings,) = [table for table in found if table[0][0] == "key"]
+    assert ["lr", "1.0", "alibi, config_hash h1; mep"] in settings
+    (models,) = [table for table in found if table[0][0] == "checkpoint"]
+    of_mep = dict(zip(models[0], models[3], strict=True))
+    assert (of_mep["options"], of_mep["tokens per second"]) == ("kernels [exp, <b>&]", "77")
+
+
+def test_probes_of_each_model_have_a_figure_and_a_table():
+    shared = {"pos_emb": "mep", "seed": 1, "step": 10, "corpus": "stdlib", "part": "valid"}
+    shared |= {"config_hash": "a", "length": 512}
+    answer = {"accuracy": 0.5, "low": 0.3, "high": 0.7, "log_probability": -1.0, "without": -2.5}
+    probes = [
+        shared | {"probe": "passkey", "depth": 0.5, "guess": 0.1, **answer},
+        shared | {"probe": "receptive_field", "reach": 500},
+        shared | {"probe": "copy", "window": 64, "reason": "it ends"},
     ]
-    assert [
-        label.removeprefix("mep, seed 1, step 10, stdlib valid, ")
-        for label in by_checkpoint([one, *others])
-    ] == [
-        "pos_emb_args kernels [exp], window none",
-        "pos_emb_args kernels [exp], window 64",
-        "pos_emb_args kernels [log]",
-    ]
+    page = Page([], probes, {})
+    (first, second) = [table for table in Reader(page.html("t")).tables if table[0][0] == "probe"]
+    assert first[1] == ["passkey", "0.5", "512", "0.500 [0.30, 0.70]", "0.1", "+1.500", "-", "-"]
+    assert first[2][-2] == "500"
+    assert len(second) == 2
+    assert {"probes-1", "probes-2"} <= page.figures.keys()
+    assert any(
+        "copy of mep, seed 1, step 10, stdlib valid, window 64" in gap.where for gap in page.gaps
+    )
 
 
-def test_two_texts_of_one_run_are_no_two_seeds():
-    rows = [row("mep", 1, 512, 10.0, text="a"), row("mep", 1, 512, 20.0, text="b", tokens=9216)]
-    page = Page(rows, [], {}).html("t")
-    assert Reader(page).tables[0][1] == ["mep", "1", "20.00"]
-    assert "mep: several texts were scored at length 512; the last is shown" in page
-    assert "mep          1  20.00" in over_seeds(rows)
+def test_curves_that_stay_low_are_drawn_once_more():
+    found = [*ROWS[:4], row("rotary", 1, 512, 11.0), row("rotary", 1, 1024, 10.0), *ROWS[4:6]]
+    page = Page(found, [], {})
+    whole, near = (page.figures[name].axes[0] for name in ("perplexity", "perplexity-near"))
+    highest = [max(line.get_ydata()) for line in near.lines if len(line.get_ydata()) == 2]
+    assert max(highest) < 13
+    assert max(max(line.get_ydata()) for line in whole.lines) > 1e5
 
 
-def test_what_is_missing_is_said(page):
+def test_what_is_missing_is_said_once_for_each_cause():
+    evidence = {f"runs/{name}": Evidence(gaps=[Gap(f"runs/{name}", "gone")]) for name in "abcd"}
+    page = Page(ROWS, [], evidence).html("t")
     missing = page[page.index("<h2>What is missing") :]
     assert "stdlib valid, equal_tokens, learned at 1024: learned positions end at 512" in missing
     assert "no rows of tools/probe.py were given" in missing
+    assert "4 times: runs/a; runs/b; runs/c; and 1 more: gone" in missing
     assert "No metrics.jsonl was found" in page
-    evidence = {ROWS[0]["checkpoint"]: Evidence(gaps=[Gap("runs/x", "not found from here")])}
-    assert "runs/x: not found from here" in Page(ROWS[:1], [], evidence).html("t")
-
-
-def test_gaps_of_one_cause_are_one_line_with_their_number():
-    gaps = [Gap(f"runs/{name}", "not found") for name in "abcde"] + [Gap("probes", "none given")]
-    assert grouped([*gaps, gaps[0]]) == [
-        "5 times: runs/a; runs/b; runs/c; and 2 more: not found",
-        "probes: none given",
-    ]
-
-
-def test_differences_say_when_no_configuration_could_be_read():
-    unknown = Page(ROWS, [], {}).html("t")
-    assert "Unknown: no configuration could be read." in unknown
-    evidence = {ROWS[0]["checkpoint"]: Evidence(settings={"lr": 1.0, "seed": 1})}
-    some = Page(ROWS, [], evidence).html("t")
-    assert "Configurations of 1 of 3 models were read." in some
-    assert "They differ in nothing but their seeds." in some
-    options = [{"kernels": ["exp"]}, {"kernels": ["exp", "gaussian"], "normalise": True}]
-    for one, args in zip((ROWS[4], ROWS[6]), options, strict=True):
-        evidence[one["checkpoint"]] = Evidence(settings={"lr": 2.0, "pos_emb_args": args})
-    table = next(
-        table for table in Reader(Page(ROWS, [], evidence).html("t")).tables if table[0][0] == "key"
-    )
-    assert table[0] == ["key", "value", "models"]
-    assert table[1:] == [
-        ["lr", "1.0", "alibi"],
-        ["lr", "2.0", "mep; learned"],
-        ["pos_emb_args", "kernels [exp]", "mep"],
-        ["pos_emb_args", "kernels [exp, gaussian], normalise on", "learned"],
-    ]
-
-
-def test_options_in_the_table_of_runs_are_written_as_in_labels(page):
-    (runs,) = [table for table in Reader(page).tables if table[0][0] == "checkpoint"]
-    assert runs[0][2] == "options"
-    assert [line[2] for line in runs[1:]] == ["-", "-", "kernels [exp, <b>&]", "-"]
-
-
-def test_a_caption_describes_the_bands_that_the_figure_has():
-    def caption(rows):
-        found = re.search("<figcaption>(.*?)</figcaption>", Page([*rows], [], {}).html("t"))
-        return found[1] if found else ""
-
-    lengths = (512, 1024)
-    plain = [row(name, 1, n, 10.0) for name in ("alibi", "mep") for n in lengths]
-    assert caption(plain) == ""
-    both = [row("alibi", seed, n, 9.0 + seed) for seed in (1, 2) for n in lengths]
-    assert caption(both) == "Means over seeds. Bands: one standard deviation over seeds."
-    one = texts(*(("alibi", n, 0.0) for n in lengths))
-    assert caption(one).startswith("Bands of single seeds: 95 % interval over windows")
-    two = texts(*((name, n, 0.0) for name in ("alibi", "mep") for n in lengths))
-    assert "difference from alibi, which has no band" in caption(two)
-    assert "standard deviation" not in caption(two)
-
-
-def test_curves_that_stay_low_are_drawn_once_more_in_the_same_colours():
-    rows = [
-        *ROWS[:4],
-        row("rotary", 1, 512, 11.0),
-        row("rotary", 1, 1024, 10.0),
-        row("mep", 1, 512, 9.0),
-        ROWS[5],
-    ]
-    page = Page(rows, [], {})
-    page.html("t")
-    whole, near = page.figures["perplexity"].axes[0], page.figures["perplexity-near"].axes[0]
-    colours = {
-        line.get_color(): list(line.get_ydata())
-        for line in whole.lines
-        if len(line.get_ydata()) == 2
-    }
-    again = {
-        line.get_color(): list(line.get_ydata())
-        for line in near.lines
-        if len(line.get_ydata()) == 2
-    }
-    assert [11.0, 9.25] in again.values()
-    assert [9.0, 345678.0] not in again.values()
-    assert again.items() <= colours.items()
-
-
-def test_a_figure_takes_the_colours_of_the_page_and_ids_of_its_own():
-    page = Page(ROWS, [], {})
-    page.html("t")
-    text = svg(page.figures["perplexity"], 7, "perplexity")
-    assert text.startswith('<svg role="img" aria-label="perplexity"')
-    assert "stroke: currentColor" in text
-    assert not re.search(r"(stroke|fill): #(000000|666666|e3e3e3)", text, flags=re.IGNORECASE)
-    for target in re.findall(r'(?:href="#|url\(#)([^")]+)', text):
-        assert f'id="{target}"' in text
-        assert target.startswith("f7-")
-    assert ">alibi" in text

@@ -13,88 +13,53 @@ def one(pos_emb="rotary", **facts):
     return found
 
 
-def test_labels_say_none_off_and_on():
-    found = [one(), one(window=512), one(window=512, logn_scale=True)]
-    assert list(runs(found)) == [
-        "rotary, window none",
-        "rotary, window 512, logn_scale off",
-        "rotary, window 512, logn_scale on",
-    ]
-
-
-def test_methods_for_longer_texts_are_in_labels():
-    sinks = one(window=508, sinks=4)
-    found = [one(), one(method="rerope,window=256"), one(window=508), sinks]
-    assert list(runs(found)) == [
-        "rotary, window none, method none",
-        "rotary, window none, method rerope,window=256",
-        "rotary, window 508, sinks none",
-        "rotary, window 508, sinks 4",
-    ]
-    assert select("rotary, window 508, sinks 4", kinds(found)) == "rotary, window 508, sinks 4"
-    assert matching("rotary, method rerope,window=256", kinds(found)) == [
-        "rotary, window none, method rerope,window=256"
-    ]
-
-
-@pytest.mark.parametrize(
-    ("first", "other", "labels"),
-    [
-        ({"seed": 1235}, {"seed": 1236}, ["seed 1235", "seed 1236"]),
-        ({"step": 100}, {"step": 200}, ["step 100", "step 200"]),
-        ({"corpus": "a"}, {"corpus": "b"}, ["corpus a", "corpus b"]),
-        ({"protocol": "tail"}, {"protocol": "paper"}, ["protocol tail", "protocol paper"]),
+def test_runs_of_one_encoding_differ_in_the_first_thing_that_differs():
+    cases = [
+        ([{}, {"window": 512}], ["window none", "window 512"]),
+        ([{"logn_scale": True}, {}], ["logn_scale on", "logn_scale off"]),
         (
-            {"checkpoint": "runs/a"},
-            {"checkpoint": "runs/b"},
-            ["checkpoint runs/a", "checkpoint runs/b"],
+            [{"window": 508}, {"window": 508, "sinks": 4}],
+            ["sinks none", "sinks 4"],
         ),
+        ([{}, {"method": "rerope,window=256"}], ["method none", "method rerope,window=256"]),
+        ([{"seed": 1235}, {"seed": 1236}], ["seed 1235", "seed 1236"]),
+        ([{"corpus": "a"}, {"corpus": "b"}], ["corpus a", "corpus b"]),
         (
-            {"train_length": 512, "config_hash": "a"},
-            {"train_length": 1024, "config_hash": "b"},
-            ["train_length 512", "train_length 1024"],
+            [{"protocol": "tail", "tail": 128}, {"protocol": "tail", "tail": 256}],
+            ["tail 128", "tail 256"],
+        ),
+        ([{"text": "a"}, {"text": "b"}], ["text a", "text b"]),
+        (
+            [
+                {"pos_emb_args": {"kernels": ["exp"]}, "config_hash": "a"},
+                {"pos_emb_args": {"kernels": ["exp", {"exp": 0.5}]}, "config_hash": "b"},
+            ],
+            ["pos_emb_args kernels [exp]", "pos_emb_args kernels [exp, {exp: 0.5}]"],
         ),
         # What was measured beats an axis of a sweep, an axis beats a hash.
         (
-            {"window": "train_length", "config_hash": "a"},
-            {"cell": {"data": "github", "size": "wide"}, "config_hash": "b"},
+            [
+                {"window": "train_length", "config_hash": "a"},
+                {"cell": {"data": "github", "size": "wide"}, "config_hash": "b"},
+            ],
             ["window 512", "window none"],
         ),
         (
-            {"cell": {"size": "small"}, "config_hash": "a"},
-            {"cell": {"size": "wide"}, "config_hash": "b"},
+            [
+                {"cell": {"size": "small"}, "config_hash": "a"},
+                {"cell": {"size": "wide"}, "config_hash": "b"},
+            ],
             ["size small", "size wide"],
         ),
-        # The name of a sweep says more than a hash.
-        (
-            {"sweep": "cpu", "config_hash": "a"},
-            {"sweep": "gpu", "config_hash": "b"},
-            ["sweep cpu", "sweep gpu"],
-        ),
-    ],
-    ids=lambda value: "",
-)
-def test_runs_of_one_encoding_differ_in_the_first_thing_that_differs(first, other, labels):
-    found = [one(**first), one(**other), one("alibi")]
-    expected = [f"rotary, {words}" for words in labels]
-    assert list(runs(found)) == [*expected, "alibi"]
-
-
-def test_two_mixtures_differ_in_their_kernels():
-    first = one("mep", pos_emb_args={"kernels": ["exp", "gaussian"]}, config_hash="a")
-    second = one("mep", pos_emb_args={"kernels": ["exp", {"exp": 0.5}]}, config_hash="b")
-    assert list(runs([first, second])) == [
-        "mep, pos_emb_args kernels [exp, gaussian]",
-        "mep, pos_emb_args kernels [exp, {exp: 0.5}]",
     ]
+    for (first, other), labels in cases:
+        found = runs([one(**first), one(**other), one("alibi")])
+        assert list(found) == [*(f"rotary, {words}" for words in labels), "alibi"]
 
 
 def test_what_is_unknown_adds_no_word_and_loses_no_row():
     known, unknown = one(seed=7), one(seed=None)
-    found = runs([known, unknown])
-    assert found == {"rotary, seed 7": [known], "rotary": [unknown]}
-    half = [one(cell={"size": "wide"}, sweep="cpu"), one(seed=9)]
-    assert list(kinds(half)) == ["rotary, size wide", "rotary"]
+    assert runs([known, unknown]) == {"rotary, seed 7": [known], "rotary": [unknown]}
 
 
 def test_labels_of_different_runs_are_different():
@@ -104,36 +69,29 @@ def test_labels_of_different_runs_are_different():
     assert len(set(labels_of(found, LABELS))) == len(distinct) > 2 * len(LABELS)
 
 
+def test_a_kind_never_holds_two_configurations_of_one_seed_or_of_known_other_settings():
+    twins = [one(config_hash="a"), one(config_hash="b")]
+    assert list(kinds(twins)) == ["rotary, config_hash a", "rotary, config_hash b"]
+    seeds = [one(seed=seed, config_hash=str(seed), checkpoint=str(seed)) for seed in (1, 2)]
+    assert len(kinds(seeds)) == 1
+    assert len(kinds(seeds, {"1": "lr 1", "2": "lr 1"})) == 1
+    assert len(kinds(seeds, {"1": "lr 1", "2": None})) == 1, "one of them is not known"
+    assert len(kinds(seeds, {"1": "lr 1", "2": "lr 2"})) == 2
+
+
 # --- Sweeps ---
 
 
-def test_an_axis_that_names_the_corpus_is_in_no_label():
+def test_axes_count_where_they_say_more_than_the_keys():
     cell = {"pos_emb": "rotary", "seed": 1234}
     of_sweep = one(corpus="github", cell=cell | {"data": "github"}, weights="w1", sweep="cpu")
-    windowed = one(corpus="github", window="train_length", weights="w2")
-    assert list(kinds([windowed, of_sweep])) == ["rotary, window 512", "rotary, window none"]
     arxiv = one(corpus="arxiv", cell=cell | {"data": "arxiv"}, sweep="cpu")
     assert list(kinds([of_sweep, arxiv])) == ["rotary"], "one encoding, measured on two corpora"
-    renamed = [
-        one(corpus=f"{name}_text_document", cell=cell | {"data": name}) for name in ("a", "b")
-    ]
+    places = (("a", "a_text"), ("b", "b_text"))
+    renamed = [one(corpus=corpus, cell={"data": data}) for data, corpus in places]
     assert list(kinds(renamed)) == ["rotary"], "the corpus has a longer name"
-
-
-def test_a_model_that_was_trained_on_another_corpus_says_so():
-    trained = [
-        one(corpus="github", cell={"data": name}, config_hash=name) for name in ("github", "arxiv")
-    ]
-    assert list(kinds(trained)) == ["rotary", "rotary, data arxiv"]
-
-
-def test_axes_count_for_all_rows_even_if_the_first_of_each_kind_would_not_need_them():
-    places = (("a", "a_text"), ("b", "b_text"), ("a", "b_text"))
-    found = [one(corpus=corpus, cell={"data": data}) for data, corpus in places]
-    assert list(kinds(found)) == ["rotary, data a", "rotary, data b"]
-
-
-def test_an_axis_that_is_a_key_under_another_name_is_left_to_the_key():
+    transferred = [*renamed, one(corpus="b_text", cell={"data": "a"}, config_hash="c")]
+    assert list(kinds(transferred)) == ["rotary, data a", "rotary, data b"]
     lengths = [one(train_length=n, cell={"seq_length": n}, config_hash=str(n)) for n in (512, 2048)]
     assert axes_of(lengths) == ()
     assert list(kinds(lengths)) == ["rotary, train_length 512", "rotary, train_length 2048"]
@@ -142,17 +100,13 @@ def test_an_axis_that_is_a_key_under_another_name_is_left_to_the_key():
 
 
 def test_what_a_user_measured_of_a_sweeps_model_belongs_to_the_sweep():
-    cell = {"size": "wide", "seed": 1234}
-    of_sweep = one(sweep="cpu", cell=cell, weights="w1", checkpoint="runs/a")
-    by_user = one(weights="w1", checkpoint="copied/a", protocol="tail")
-    old = one(checkpoint="runs/a", protocol="paper")
-    retrained = one(weights="w9", checkpoint="runs/a", protocol="position")
-    _, second, third, fourth = with_sweeps([of_sweep, by_user, old, retrained])
-    assert second == by_user | {"sweep": "cpu", "cell": cell}
-    assert third == old | {"sweep": "cpu", "cell": cell}
-    assert fourth == retrained, "other weights in the same folder"
-    assert list(kinds([of_sweep, by_user, old])) == ["rotary"]
-    assert with_sweeps([one()]) == [one()]
+    cell = {"pos_emb": "rotary", "size": "wide"}
+    of_sweep = one(weights="w1", checkpoint="runs/a", sweep="cpu", cell=cell)
+    by_user = one(weights="w1", checkpoint="copied/a", window=256)
+    old = one(checkpoint="runs/a", length=1024)
+    retrained = one(weights="w2", checkpoint="runs/a")
+    found = with_sweeps([of_sweep, by_user, old, retrained])
+    assert [row.get("cell") for row in found] == [cell, cell, cell, None]
 
 
 # --- The reference of a comparison ---
@@ -164,46 +118,26 @@ WINDOWS = {
 }
 
 
-@pytest.mark.parametrize(
-    ("against", "label"),
-    [
-        ("mep_free, window none", "mep_free, window none"),
-        ("mep_free, window 512", "mep_free, window 512"),
-        ("mep_free, window train_length", "mep_free, window 512"),
-        ("mep_free, seed 1236", "mep_free, window none"),
-        ("mep_free, seed 1235, window 512", "mep_free, window 512"),
-        ("alibi", "alibi"),
-        ("alibi, window none", "alibi"),
-        ("alibi, size wide, corpus stdlib", "alibi"),
-        ("alibi, config_hash ab12cd34ef56", "alibi"),
-    ],
-)
-def test_against_is_a_label_or_an_encoding_with_any_of_its_facts(against, label):
-    assert select(against, WINDOWS) == label
-
-
-@pytest.mark.parametrize("against", ["mep", "alibi, window 51", "alibi, seed 12", "alibi window"])
-def test_against_an_unknown_encoding_names_the_choices(against):
-    assert matching(against, WINDOWS) == []
-    with pytest.raises(UserError) as fault:
-        select(against, WINDOWS)
-    assert str(fault.value) == (
-        f"--against: '{against}' is no encoding of these results - choose one of"
-        " 'mep_free, window none', 'mep_free, window 512', 'alibi'"
-    )
-
-
-def test_against_an_encoding_with_several_labels_names_these():
-    message = (
-        "--against: 'mep_free' means several encodings - choose one of"
-        " 'mep_free, window none', 'mep_free, window 512'"
-    )
-    with pytest.raises(UserError, match=message):
-        select("mep_free", WINDOWS)
-    with pytest.raises(UserError, match="'mep_free, seed 1235' means several encodings"):
-        select("mep_free, seed 1235", WINDOWS)
-
-
-def test_an_exact_label_is_meant_even_if_others_have_its_facts():
+def test_against_is_a_label_or_an_encoding_with_any_of_its_facts():
+    for against, label in {
+        "mep_free, window none": "mep_free, window none",
+        "mep_free, window train_length": "mep_free, window 512",
+        "mep_free, seed 1236": "mep_free, window none",
+        "mep_free, seed 1235, window 512": "mep_free, window 512",
+        "alibi": "alibi",
+        "alibi, size wide, corpus stdlib": "alibi",
+    }.items():
+        assert select(against, WINDOWS) == label
     plain, transferred = [one()], [one(cell={"data": "arxiv"})]
     assert select("rotary", {"rotary": plain, "rotary, data arxiv": transferred}) == "rotary"
+
+
+def test_against_none_or_several_names_the_choices():
+    choices = "'mep_free, window none', 'mep_free, window 512'"
+    for against in ("mep", "alibi, window 51", "alibi window"):
+        assert matching(against, WINDOWS) == []
+        message = f"--against: '{against}' is no encoding of these results - choose one of"
+        with pytest.raises(UserError, match=f"{message} {choices}, 'alibi'"):
+            select(against, WINDOWS)
+    with pytest.raises(UserError, match=f"'mep_free' means several .* - choose one of {choices}"):
+        select("mep_free", WINDOWS)

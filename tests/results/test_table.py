@@ -1,12 +1,14 @@
-"""Tables of perplexity and the notes beneath them."""
+"""Tables of perplexity and of bits per byte, and the notes beneath them."""
 
 import math
+from statistics import mean, stdev
 
 import pytest
 
-from megatron.results.files import read_results, write_results
-from megatron.results.table import by_length, cell, setting, table
-from tests.results.rows import TWO, rows
+from megatron.errors import UserError
+from megatron.results.statistics import bits_per_byte
+from megatron.results.table import by_length, cell, lines_of_bits, table
+from tests.results.rows import TWO, rows, with_bytes
 
 BEYOND = "pos_emb: learned positions end at 512, so length 1024 cannot be computed"
 
@@ -24,28 +26,6 @@ def test_the_table_has_a_line_per_encoding_a_column_per_length_and_the_protocol_
         "mep_free: config ab12cd34ef56\n"
         "rotary: config 0123456789ab"
     )
-
-
-def test_a_measurement_of_another_text_stands_beside_the_first_and_has_a_note(tmp_path):
-    first, other = (
-        rows("rotary", {512: value}, text=text)[0] for text, value in (("ab", 12.0), ("cd", 13.0))
-    )
-    write_results(tmp_path / "a.jsonl", [first])
-    again = first | {"loss": math.log(12.5), "perplexity": 12.5}
-    write_results(tmp_path / "a.jsonl", [other, again])
-    found = read_results([tmp_path / "a.jsonl"])
-    assert sorted((row["text"], row["perplexity"]) for row in found) == [("ab", 12.5), ("cd", 13.0)]
-    assert "rotary: several texts were scored at length 512; the last is shown" in table(found)
-
-
-def test_a_window_that_all_rows_share_stands_beneath_the_table():
-    variant = {"window": "train_length", "logn_scale": True}
-    found = rows("rotary", {512: 12.0, 1024: 12.1}, **variant)
-    assert "protocol equal_tokens, window 512, logn_scale on\n" in table(found)
-    assert "protocol equal_tokens\n" in table(found + rows("rotary", {512: 12.0}))
-
-
-def test_the_markdown_table_says_the_same():
     assert table(TWO, markdown=True) == (
         "| pos_emb | 512\\* | 1024 |\n"
         "| --- | ---: | ---: |\n"
@@ -60,92 +40,111 @@ def test_the_markdown_table_says_the_same():
     )
 
 
-def test_a_length_that_could_not_be_computed_says_why_beneath_the_table():
-    found = table(
-        rows("learned", {512: 13.0}) + rows("learned", {1024: None, 2048: None}, reason=BEYOND)
-    )
-    assert "learned  13.00   n/a   n/a\n" in found
-    assert f"learned: n/a at 1024, 2048: {BEYOND}" in found
-
-
-def test_numbers_keep_what_matters_and_stay_narrow():
-    values = [None, 3.14159, 99.994, 99.996, 123.45, 999.96, 12345.6, 123456.0, 1e300]
-    assert [cell(value) for value in values] == [
-        "n/a",
-        "3.14",
-        "99.99",
-        "100.0",
-        "123.5",
-        "1000",
-        "12346",
-        "1.2e+05",
-        "1.0e+300",
-    ]
-
-
-def test_lengths_of_a_protocol_that_scores_other_text_at_each_are_not_to_be_compared():
-    note = "every length has other text: compare encodings at a length, not one encoding at two"
-    for protocol, noted in (
-        ("paper", True),
-        ("position", True),
-        ("tail", False),
-        ("equal_tokens", False),
-    ):
-        assert (note in table([one | {"protocol": protocol} for one in TWO])) == noted
-
-
-def test_windows_that_repeat_text_have_a_note():
-    assert "repeat text" not in table(TWO)
-    repeated = [one | {"epochs": 2} if one["length"] == 1024 else one for one in TWO]
-    assert (
-        "length 1024: the part is short and was read up to 2 times: windows repeat text"
-        in table(repeated)
-    )
-
-
-def test_rows_of_several_corpora_or_protocols_have_a_table_and_a_footer_each():
+def test_rows_of_several_texts_or_protocols_have_a_table_each():
     tail = rows("rotary", {512: 13.0}, protocol="tail", tail=256, tokens=4096)
     arxiv = rows("rotary", {512: 14.0}, corpus="arxiv")
     found = table(TWO + tail + arxiv)
-    _, first, _, second, _, third, why = found.split("\n\n")
-    assert first.startswith(
-        "perplexity on stdlib valid, 8,192 tokens (16 x 512 to 8 x 1024), protocol equal_tokens\n"
-    )
-    assert second.startswith(
-        "perplexity on stdlib valid, 4,096 tokens (16 x 512), protocol tail, tail 256\n"
-    )
-    assert third.startswith(
-        "perplexity on arxiv valid, 8,192 tokens (16 x 512), protocol equal_tokens\n"
-    )
     assert [table(group) in found for group in (TWO, tail, arxiv)] == [True] * 3
-    assert why.splitlines() == [
+    assert "protocol tail, tail 256\n" in found
+    assert found.split("\n\n")[-1].splitlines() == [
         "not comparable across tables: corpus is stdlib or arxiv",
         "not comparable across tables: protocol is equal_tokens or tail",
     ]
+    first, other = (rows("rotary", {512: 12.0}, text=text) for text in ("ab", "cd"))
+    assert table(first + other).count("pos_emb") == 2
+    assert table(first + other).endswith("not comparable across tables: text is ab or cd")
+    fewer = rows("rotary", {512: 12.0}, tokens=4096)
+    assert table(TWO + fewer).count("perplexity on") == 2, "rows of old files have no text"
 
 
-def test_the_footer_of_a_figure_names_every_protocol():
-    mixed = [*TWO, *rows("t5", {512: 9.0}, protocol="sliding", stride=256)]
-    assert setting(mixed) == (
-        "stdlib valid, 8,192 tokens (16 x 512 to 8 x 1024), protocol equal_tokens;"
-        " stdlib valid, 8,192 tokens (16 x 512), protocol sliding, stride 256"
-    )
+def test_what_all_rows_share_stands_beneath_the_table():
+    variant = {"window": "train_length", "logn_scale": True}
+    found = rows("rotary", {512: 12.0, 1024: 12.1}, **variant)
+    assert "protocol equal_tokens, window 512, logn_scale on\n" in table(found)
+    assert "protocol equal_tokens\n" in table(found + rows("rotary", {512: 12.0}))
 
 
-def test_rows_that_counted_differently_are_called_incomparable():
-    assert "not comparable" not in table(TWO)
-    fewer = TWO + rows("alibi", {512: 7.0}, tokens=4096)
-    assert "not comparable: 4,096 to 8,192 tokens were scored at length 512" in table(fewer)
+def test_what_a_reader_must_know_of_numbers_is_noted():
+    refused = rows("learned", {512: 13.0}) + rows("learned", {1024: None}, reason=BEYOND)
+    assert "learned  13.00   n/a\n" in table(refused)
+    assert f"learned: n/a at 1024: {BEYOND}" in table(refused)
+    note = "every length has other text: compare encodings at a length, not one encoding at two"
+    paper = [one | {"protocol": "paper", "windows": 16, "epochs": 2} for one in TWO]
+    assert note in table(paper)
+    assert "length 1024: the part is short and was read up to 2 times" in table(paper)
+    assert note not in table(TWO)
+
+
+def test_a_mean_over_seeds_is_over_all_or_none():
+    found = []
+    for seed, perplexities in ((1, {512: 10.0, 1024: 9.0}), (2, {512: 12.0, 1024: None})):
+        found += rows("alibi", perplexities, seed=seed, config_hash=str(seed))
+    lines = table(found, over_seeds=True).splitlines()
+    assert lines[2].split() == ["alibi", "2", "11.00", "±", "1.41", "n/a"]
+    assert lines[-1] == "mean ± standard deviation over seeds"
+
+
+def test_numbers_keep_what_matters_and_stay_narrow():
+    numbers = {3.14159: "3.14", 99.996: "100.0", 123.45: "123.5", 999.96: "1000"}
+    for value, text in {None: "n/a", **numbers, 123456.0: "1.2e+05"}.items():
+        assert cell(value) == text
 
 
 def test_a_row_with_losses_by_position_has_a_number_for_every_shorter_length():
     # Two windows of 4; means over positions 0-1 and 2-3.
     (whole,) = rows("t5", {4: 9.0}, position_edges=[0, 2, 4], position_losses=[3.0, 1.0])
     whole |= {"windows": 2, "tokens": 8, "loss": 2.0, "window_losses": [2.5, 1.5]}
-    whole |= {"block_losses": [2.0], "block_tokens": [8]}
+    whole |= {"block_losses": [2.0], "block_tokens": [8], "bytes": 9.0, "bits_per_byte": 2.6}
     short, long = by_length([whole], [2, 4])
     assert (short["length"], short["tokens"], short["loss"]) == (2, 4, 3.0)
     assert short["perplexity"] == pytest.approx(math.exp(3.0))
     assert (long["length"], long["tokens"], long["loss"]) == (4, 8, 2.0)
-    assert "window_losses" in long
-    assert not {"window_losses", "block_losses", "block_tokens"} & short.keys()
+    of_whole_windows = {"window_losses", "block_losses", "block_tokens", "bits_per_byte"}
+    assert of_whole_windows <= long.keys()
+    assert not of_whole_windows & short.keys()
+
+
+# --- Bits per byte ---
+
+
+def test_a_uniform_guess_over_bytes_needs_eight_bits():
+    assert bits_per_byte(math.log(256), tokens=1000, size=1000) == pytest.approx(8)
+    assert bits_per_byte(math.log(256), tokens=500, size=1000) == pytest.approx(4)
+    assert bits_per_byte(1.0, tokens=3, size=0) is None
+
+
+def test_runs_of_two_tokenizers_stand_in_one_table_with_the_bytes_that_they_scored():
+    small = with_bytes(rows("alibi", {512: 20.0, 1024: 18.0}, tokenizer="aa"), 30_000)
+    large = with_bytes(rows("alibi", {512: 40.0, 1024: 36.0}, tokenizer="bb"), 36_864.5, "card")
+    old = rows("rotary", {512: 12.0}, tokenizer="aa")
+    assert table([*small, *large, *old], bits_per_byte=True).splitlines() == [
+        "pos_emb                512*    1024",
+        "-----------------------------------",
+        "alibi, tokenizer aa  1.1802  1.1387",
+        "alibi, tokenizer bb  1.1826  1.1489",
+        "",
+        "bits per byte on stdlib valid, 8,192 tokens (16 x 512 to 8 x 1024), protocol equal_tokens",
+        "alibi, tokenizer aa: 30,000 bytes scored, bytes counted by the tokenizer",
+        "alibi, tokenizer bb: 36,864 bytes scored, bytes estimated: tokens times the mean of the"
+        " whole corpus",
+        "tokenizers differ: the same number of tokens is not the same text, so compare runs that"
+        " scored about the same bytes of the same part",
+        "",
+        "left out: 1 rows without bits per byte - measure again with evaluate.py where the"
+        " tokenizer's files or a new card exist",
+    ]
+    with pytest.raises(UserError, match="none of these rows has them - measure again"):
+        table(old, bits_per_byte=True)
+
+
+def test_bits_over_seeds_are_their_mean_with_its_spread():
+    found = []
+    for seed, perplexity in ((1, 20.0), (2, 22.0), (3, 27.0)):
+        run = {"seed": seed, "config_hash": f"{seed:012}"}
+        found += with_bytes(rows("alibi", {512: perplexity}, **run), 30_000)
+    bits = [math.log2(perplexity) * 8192 / 30_000 for perplexity in (20.0, 22.0, 27.0)]
+    lines = table(found, bits_per_byte=True, over_seeds=True).splitlines()
+    assert lines[2].split() == ["alibi", "3", f"{mean(bits):.4f}", "±", f"{stdev(bits):.4f}"]
+    assert lines_of_bits(found[:1]) == [
+        "alibi: bits per byte 1.1802 at 512 (bytes counted by the tokenizer)"
+    ]

@@ -7,7 +7,7 @@ import sys
 import numpy as np
 import pytest
 
-from tests.results.paired_rows import row, seeds_of, texts
+from tests.results.rows import row, seeds_of, texts
 from tests.support import ROOT
 from tools.compare import main
 

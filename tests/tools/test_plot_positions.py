@@ -10,11 +10,12 @@ from safetensors.torch import save_file
 
 from megatron.attention import BACKENDS, eager
 from megatron.config import load
+from megatron.evaluation.probes.receptive_field import sampled
 from megatron.evaluation.probes.recorded import attention_of
 from megatron.model import from_config
 from megatron.positions import REGISTRY, Shape, build
-from megatron.report.figures.learned import by_name, trajectory
-from megatron.report.figures.positions import draw, effective_length, falls, panels, sampled, save
+from megatron.report.curves import write
+from megatron.report.encoding_figures import draw, effective_length, panels, tables_of
 from tests.support import NEEDED
 from tools.plot_positions import main
 
@@ -64,20 +65,6 @@ def test_the_sampled_distances_hold_every_near_one_and_both_ends():
     assert sampled(2, 100).tolist() == [0, 1]
 
 
-@pytest.mark.parametrize("name", sorted(REGISTRY))
-def test_every_encoding_can_be_drawn_or_does_nothing(name, tmp_path):
-    found = panels(build(name, Shape(4, 8, 32, 64), **NEEDED.get(name, {})).eval(), 512)
-    # ssmax multiplies the scores of all keys of a query alike.
-    assert bool(found) == (name not in ("none", "ssmax"))
-    assert all(panel.values.isfinite().all() for panel in found)
-    if found:
-        png, svg = save(draw(found, name), tmp_path / name)
-        assert png.read_bytes().startswith(b"\x89PNG")
-        words = "".join(ElementTree.fromstring(svg.read_text()).itertext())
-        assert name in words
-        assert "distance d (tokens), scale log(1 + d)" in words
-
-
 def test_the_panels_say_what_the_hooks_do():
     shape = Shape(4, 8, 32, 64)
     titles = {
@@ -96,33 +83,6 @@ def test_the_panels_say_what_the_hooks_do():
     torch.testing.assert_close(rotary, angles.cos().mean(dim=1), rtol=0, atol=1e-4)
     bias, kernel, _ = panels(build("alibi", shape), 512)
     torch.testing.assert_close(kernel.values, bias.values.exp())
-
-
-def test_the_fall_of_a_bias_is_its_derivative():
-    """ALiBi falls by its slope, KERPLE-log by p · log(1 + a / (1 + ad)), MEP by half at last."""
-    shape = Shape(4, 8, 32, 64)
-    slopes = torch.tensor([2.0 ** (-2 * head) for head in (1, 2, 3, 4)], dtype=torch.float64)
-    bias, kernel = falls(build("alibi", shape), 16384)
-    torch.testing.assert_close(bias.values, slopes[:, None].expand(-1, 16383), rtol=0, atol=1e-9)
-    d = torch.arange(16383, dtype=torch.float64)
-    derivative = torch.exp(-slopes[:, None] * d) * (1 - torch.exp(-slopes[:, None]))
-    torch.testing.assert_close(kernel.values, derivative, rtol=1e-9, atol=1e-300)
-    log_bias, _ = falls(build("kerple_log", shape, p=2.0, a=0.5), 16384)
-    expected = 2 * torch.log1p(0.5 / (1 + 0.5 * d))
-    torch.testing.assert_close(log_bias.values[0], expected, rtol=1e-9, atol=0)
-    mep, _ = falls(build("mep_free", shape), 16384)
-    torch.testing.assert_close(mep.values[:, -1], slopes / 2, rtol=1e-6, atol=0)
-    assert falls(build("rotary", shape), 100) == []
-
-
-def test_a_bias_that_rises_is_drawn_dashed_and_its_title_says_so():
-    figure = draw(falls(build("sandwich", Shape(4, 8, 32, 64)), 1000), "sandwich")
-    for axes in figure.axes[:2]:
-        assert axes.get_yscale() == "log"
-        assert axes.get_title(loc="left").endswith("per token, dashed: rise")
-        assert {line.get_linestyle() for line in axes.lines} == {"-", "--"}
-    even = draw(falls(build("alibi", Shape(4, 8, 32, 64)), 1000), "alibi").axes[0]
-    assert even.get_title(loc="left") == "fall of the bias per token"
 
 
 def test_every_picture_has_the_same_scales_which_its_axes_name():
@@ -161,7 +121,7 @@ def test_the_tool_draws_what_is_named_with_its_options_and_says_what_cannot_be_d
 
 def test_without_names_every_bias_by_distance_is_drawn(tmp_path, monkeypatch):
     keep = {name: REGISTRY[name] for name in ("alibi", "rotary", "mep", "kerple_log")}
-    monkeypatch.setattr("megatron.report.pictures.REGISTRY", keep)
+    monkeypatch.setattr("tools.plot_positions.REGISTRY", keep)
     assert main(["--output", str(tmp_path), "--length", "100", "--heads", "2"]) == 0
     assert {path.stem for path in tmp_path.iterdir()} == {"alibi", "kerple_log"}
 
@@ -246,31 +206,6 @@ def test_the_drawn_attention_is_the_models(settings):
     assert model.backend == "auto"
 
 
-def test_learned_numbers_are_rows_by_heads_and_layers_become_rows():
-    shared = by_name(
-        {"p": torch.arange(4.0), "weight": torch.ones(32, 4), "c": torch.tensor(0.1)}, heads=4
-    )
-    assert {name: (tuple(table.shape), rows) for name, (table, rows) in shared.items()} == {
-        "p": ((1, 4), "row"),
-        "weight": ((32, 4), "row"),
-        "c": ((1, 1), "row"),
-    }
-    table, rows = by_name(
-        {f"layer{layer}.p": torch.full((4,), float(layer)) for layer in range(3)}, heads=4
-    )["p"]
-    assert rows == "layer"
-    assert table.tolist() == [[0.0] * 4, [1.0] * 4, [2.0] * 4]
-
-
-def test_the_way_of_a_number_is_read_from_the_run(tmp_path):
-    model = checkpoint(tmp_path / "run", "pos_emb=t5", "pos_emb_shared=false", steps=(2, 4, 6))
-    found = trajectory(tmp_path / "run", model.learned())
-    assert set(found) == {"layer0.weight", "layer1.weight"}
-    steps, values = found["layer1.weight"]
-    assert steps == [2, 4, 6]
-    torch.testing.assert_close(values[2], model.positions[1].weight.detach())
-
-
 def test_layers_of_their_own_are_drawn_one_by_one(tmp_path):
     checkpoint(tmp_path / "run", "pos_emb=kerple_log", "pos_emb_shared=false")
     main(
@@ -285,3 +220,25 @@ def test_layers_of_their_own_are_drawn_one_by_one(tmp_path):
     )
     names = {path.name for path in (tmp_path / "out").glob("*.png")}
     assert names == {"encoding-layer0.png", "encoding-layer1.png", "learned.png", "trajectory.png"}
+
+
+def test_learned_numbers_are_rows_by_heads_and_layers_become_rows():
+    numbers = {"p": torch.arange(4.0), "weight": torch.ones(32, 4), "c": torch.tensor(0.1)}
+    shapes = {name: tuple(table.shape) for name, table in tables_of(numbers, 4).items()}
+    assert shapes == {"p": (1, 4), "weight": (32, 4), "c": (1, 1)}
+    layers = {f"layer{layer}.p": torch.full((4,), float(layer)) for layer in range(3)}
+    assert tables_of(layers, 4)["p"].tolist() == [[0.0] * 4, [1.0] * 4, [2.0] * 4]
+
+
+def test_every_encoding_can_be_drawn_or_does_nothing(tmp_path):
+    for name in REGISTRY:
+        found = panels(build(name, Shape(4, 8, 32, 64), **NEEDED.get(name, {})).eval(), 512)
+        # ssmax multiplies the scores of all keys of a query alike.
+        assert bool(found) == (name not in ("none", "ssmax")), name
+        assert all(panel.values.isfinite().all() for panel in found), name
+        if found:
+            path = tmp_path / f"{name}.svg"
+            write(draw(found, name), path)
+            words = "".join(ElementTree.fromstring(path.read_text()).itertext())
+            assert name in words
+            assert "distance d (tokens), scale log(1 + d)" in words

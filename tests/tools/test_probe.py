@@ -9,10 +9,8 @@ import pytest
 
 from megatron.errors import UserError
 from megatron.evaluation.probes.run import Options, probe
-from megatron.report.html.page import Page
 from megatron.results.probes import RULER, axis_of, read_probes
 from tests.checkpoints import make_checkpoint
-from tests.report.support import Reader
 
 WORDS = ["--lengths", "64", "96", "--depths", "2", "--trials", "2"]
 
@@ -141,23 +139,6 @@ def test_the_terminal_shows_guess_rates_beside_accuracies(of_ruler):
     numbers = r"\d\.\d{3} \d\.\d{3}"
     assert re.search(rf"multikey at 256: {numbers} \(guess rates 0\.250 0\.250\)", shown)
     assert "frequent_words at 320: pos_emb: learned positions end at 256" in shown
-
-
-def test_the_page_shows_guess_rates_and_intervals_and_names_what_is_missing(of_ruler):
-    rows, _ = of_ruler
-    page = Page([], rows, {}).html("t")
-    (table,) = [one for one in Reader(page).tables if one[0][0] == "mean over places"]
-    assert table[0][1:] == ["256", "320"]
-    lines = {line[0]: line[1:] for line in table[1:]}
-    assert len(lines) == 3 * 5
-    assert lines["variable_tracking: guess rate"] == ["0.25", "-"]
-    members = [row for row in rows if row["probe"] == "multikey" and row["length"] == 256]
-    accuracy = sum(row["accuracy"] for row in members) / 2
-    shown, missing = lines["multikey: accuracy"]
-    assert re.fullmatch(rf"{accuracy:.3f} \[\d\.\d\d, \d\.\d\d\]", shown)
-    assert missing == "-"
-    assert "Guess rate: the accuracy of a model that draws" in page
-    assert "learned positions end at 256" in page
 
 
 def test_the_suite_is_asked_by_name_alone(longer, tmp_path):

@@ -8,6 +8,8 @@ import subprocess
 
 import pytest
 
+from megatron.evaluation import run as evaluation
+from megatron.evaluation.probes import run as probes
 from megatron.results.files import read_results, write_results
 from megatron.results.row import with_facts
 from tests.checkpoints import make_checkpoint
@@ -42,7 +44,7 @@ found.textContent = JSON.stringify({ orders, copied, wide });
 
 
 @pytest.fixture(scope="module")
-def folder(forks, corpus, tmp_path_factory):
+def folder(corpus, tmp_path_factory):
     """Two checkpoints, one probed, one with a log of training; and the demo's rows of others."""
     folder = tmp_path_factory.mktemp("reported")
     for name in ("alibi", "learned"):
@@ -58,26 +60,21 @@ def folder(forks, corpus, tmp_path_factory):
         json.dumps(log) + "\n" + json.dumps(log | {"step": 9}) + "\n"
     )
     for name in ("alibi", "learned"):
-        done = forks.run(
-            "evaluate.py",
-            "--checkpoint",
-            folder / name,
-            "--lengths",
-            64,
-            128,
-            "--output",
-            folder / f"{name}.jsonl",
+        output = folder / f"{name}.jsonl"
+        evaluation.evaluate(
+            None, evaluation.Options(str(folder / name), lengths=[64, 128], output=output)
         )
-        assert done.returncode == 0, done.stderr
-    words = ["--lengths", 64, "--depths", 2, "--trials", 1, "--output", folder / "probes.jsonl"]
-    assert forks.run("tools/probe.py", "--checkpoint", folder / "alibi", *words).returncode == 0
+    probes.probe(
+        None,
+        probes.Options(
+            str(folder / "alibi"), lengths=[64], depths=2, trials=1, output=folder / "probes.jsonl"
+        ),
+    )
     demo = folder / "demo.jsonl"  # of models that are nowhere, even after `make demo`
     demo.write_text((ROOT / "docs/demo.jsonl").read_text().replace('"demo/', '"gone/'))
     files = [folder / "alibi.jsonl", folder / "learned.jsonl", folder / "probes.jsonl", demo]
-    done = forks.run(
-        "tools/report.py", *files, "-o", folder / "report.html", "--plots", folder / "plots"
-    )
-    assert done.returncode == 0, done.stderr
+    words = [*map(str, files), "-o", str(folder / "report.html")]
+    assert main([*words, "--plots", str(folder / "plots")]) == 0
     return folder
 
 
@@ -89,9 +86,7 @@ def test_the_page_shows_what_lies_beside_the_rows_and_names_what_does_not(folder
         "Probes",
         "Kernels",
         "Training",
-        "Speed and memory",
-        "Configuration differences",
-        "Runs",
+        "Models",
         "What is missing",
     ]
     for line in (folder / "alibi.jsonl").read_text().splitlines():

@@ -3,8 +3,6 @@
 import json
 import math
 
-from megatron.results import bits
-from megatron.results.comparison_table import over_seeds
 from megatron.results.files import read_results
 from megatron.results.table import table
 from tests.support import ROOT
@@ -79,9 +77,12 @@ def test_the_tables_of_the_results_at_hand_are_those_of_their_files():
     pages = [RESULTS / "README.md", RESULTS / "natural_language.md"]
     page = [line for path in pages for line in path.read_text(encoding="utf-8").splitlines()]
     files = [*sorted(RESULTS.glob("cpu-*.jsonl")), *sorted(RESULTS.glob("language-*.jsonl"))]
-    measured = [over_seeds(read_results([path]), markdown=True).splitlines() for path in files]
+    measured = [
+        table(read_results([path]), over_seeds=True, markdown=True).splitlines() for path in files
+    ]
     lines = {line for table in measured for line in table if line.startswith("|")}
-    in_bits = bits.over_seeds(read_results([RESULTS / "cpu-environment.jsonl"]), markdown=True)
+    environment = read_results([RESULTS / "cpu-environment.jsonl"])
+    in_bits = table(environment, over_seeds=True, bits_per_byte=True, markdown=True)
     lines |= {line for line in in_bits.splitlines() if line.startswith("|")}
     assert lines <= {*page}, lines - {*page}
     assert {line for line in page if line.startswith("| ") and " ± " in line} <= lines
@@ -90,7 +91,9 @@ def test_the_tables_of_the_results_at_hand_are_those_of_their_files():
 def test_the_table_of_continued_training_has_the_numbers_of_its_file():
     """Its page calls the rows by their recipes, and adds the parent, which is in another file."""
     page = (RESULTS / "continued.md").read_text(encoding="utf-8").splitlines()
-    shown = over_seeds(read_results([RESULTS / "continued.jsonl"]), markdown=True).splitlines()
+    shown = table(
+        read_results([RESULTS / "continued.jsonl"]), over_seeds=True, markdown=True
+    ).splitlines()
     measured, written = (sorted(map(numbers_of, filter(is_row, lines))) for lines in (shown, page))
     assert len(measured) == 5
     assert measured == written

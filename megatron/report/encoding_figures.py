@@ -1,0 +1,395 @@
+"""Encodings as pictures: what they add by distance and head, what was learned, and attention.
+
+All pictures of encodings have the same scales. Distances are on the scale log(1 + distance), which
+has no break at 0. Values are linear; a bias is cut at -12, where a key gets no attention any more.
+"""
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from matplotlib import colormaps
+from matplotlib.axes import Axes
+from matplotlib.axis import Axis
+from matplotlib.cm import ScalarMappable
+from matplotlib.colors import BoundaryNorm, ListedColormap, LogNorm
+from matplotlib.figure import Figure
+from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullLocator
+from torch import Tensor
+
+from megatron.conformance.effects import content_bias
+from megatron.errors import UserError
+from megatron.evaluation.probes.receptive_field import sampled
+from megatron.positions import Position
+from megatron.report.curves import GREY, style
+from megatron.results.files import Record
+
+# KERPLE (arXiv 2205.09921), appendix A.5: the effective length ends where the bias falls below.
+THRESHOLD = -2.0
+CUT = -12.0  # exp(-12) is below 0.00001
+TEXT = 256  # tokens of the random text for an encoding that looks at content
+LAYER = re.compile(r"layer\d+\.(.*)")  # the name of a learned number of one layer
+GRID = "#E8E8E8"
+
+
+# --- Shared by all pictures of panels ---
+
+
+def panels_of(
+    count: int, columns: int, size: tuple[float, float], title: str
+) -> tuple[Figure, list[Axes]]:
+    """A figure of that size with a title, and the axes of its first `count` panels."""
+    figure = Figure(figsize=size, layout="constrained")
+    rows = max(1, math.ceil(count / columns))
+    places = list(figure.subplots(rows, columns, squeeze=False).flat)
+    for unused in places[count:]:
+        unused.set_axis_off()
+    figure.suptitle(title, x=0.01, ha="left", fontsize=10)
+    return figure, places
+
+
+def colours(count: int) -> ListedColormap:
+    """A sequential map for any colour vision, without the yellow that is faint on white paper."""
+    shades = colormaps["viridis"](torch.linspace(0, 0.9, max(count, 2)).numpy())
+    return ListedColormap(shades[:count])
+
+
+def head_bar(figure: Figure, axes: Sequence[Axes], heads: int) -> None:
+    """The colour of each head, numbered from 0 as in the tensors."""
+    borders = [head - 0.5 for head in range(heads + 1)]
+    norm = BoundaryNorm(borders, heads)
+    bar = figure.colorbar(
+        ScalarMappable(norm, colours(heads)),
+        ax=list(axes),
+        label="head",
+        pad=0.01,
+        aspect=30 if len(axes) <= 3 else 60,
+    )
+    step = math.ceil(heads / 6)
+    ticks = [*range(0, heads, step)]
+    bar.ax.yaxis.set_major_locator(FixedLocator(ticks))
+    bar.ax.yaxis.set_minor_locator(NullLocator())
+
+
+def distance_axis(axes: Axes, length: int) -> None:
+    """Distances up to `length` on the scale log(1 + distance)."""
+    axes.set_xscale("function", functions=(np.log1p, np.expm1))
+    axes.set_xlim(0, length)
+    _powers(axes.xaxis, length)
+    axes.set_xlabel("distance d (tokens), scale log(1 + d)")
+    axes.spines[["top", "right"]].set_visible(False)
+
+
+def _powers(axis: Axis, length: int) -> None:
+    """Ticks at 0 and at powers of ten, written as powers where the number is wider than a tick."""
+    powers = [10**power for power in range(9) if 10**power <= length]
+    axis.set_major_locator(FixedLocator([0, *powers]))
+    axis.set_minor_locator(NullLocator())
+    axis.set_major_formatter(
+        FuncFormatter(lambda x, _: f"{x:g}" if x < 1000 else f"$10^{len(f'{x:.0f}') - 1}$")
+    )
+
+
+# --- An encoding by distance and head ---
+
+
+@dataclass(frozen=True)
+class Panel:
+    """Lines over distance: values [lines, distances], a line for each head or one for all heads.
+
+    is_bias: values are added to scores, and so are cut where a key gets no attention any more
+    effective: [heads], the effective lengths, for the panel that shows these instead of the lines
+    """
+
+    title: str
+    values: Tensor
+    is_bias: bool = False
+    effective: Tensor | None = None
+
+
+def effective_length(bias: Tensor) -> Tensor:
+    """The smallest distance with bias < -2: [heads, length] -> [heads]; length without one."""
+    below = bias < THRESHOLD
+    first = below.int().argmax(dim=1)
+    return torch.where(below.any(dim=1), first, bias.shape[1])
+
+
+@torch.no_grad()
+def panels(position: Position, length: int) -> list[Panel]:
+    """What can be drawn of an encoding on distances below `length`, hook by hook.
+
+    Empty if no hook does anything.
+    """
+    found = []
+    bias, weight = position.distance_bias(length), position.distance_weight(length)
+    if bias is not None:
+        found.append(Panel("bias", bias, is_bias=True))
+        found.append(Panel("kernel exp(bias)", bias.exp()))
+        found.append(Panel("effective length", bias, effective=effective_length(bias)))
+    if weight is not None:
+        found.append(Panel("weight on q·k", weight))
+    if position.has("index_bias"):
+        # One query, and keys further and further back: for a near and a far query.
+        for count in dict.fromkeys((min(position.shape.train_length, length), length)):
+            query, keys = torch.tensor([count - 1]), torch.arange(count)
+            of_query = position.index_bias(query, keys)[:, 0]  # [heads, count]
+            found.append(Panel(f"bias of query {count - 1}", of_query.flip(1), is_bias=True))
+    turned = _turned(position, length)
+    if (turned - 1).abs().max() > 1e-5:
+        found.append(Panel("q·k of equal vectors, relative to distance 0", turned[None]))
+    hidden = position.shape.hidden
+    try:
+        added = position.on_embeddings(torch.zeros(1, length, hidden))[0]
+    except UserError:  # its positions end before that
+        added = position.on_embeddings(torch.zeros(1, position.shape.train_length, hidden))[0]
+    if added.any():
+        cosine = torch.cosine_similarity(added[-1:], added, dim=1).flip(0)
+        found.append(Panel("cosine of what two positions add", cosine[None]))
+    if position.has("on_queries_keys_by_content"):
+        turned = _turned(position, TEXT, by_content=True)
+        found.append(Panel("q·k of equal vectors in a random text", turned[None]))
+    if position.has("score_bias") or position.has("on_scores"):
+        title = "added to the scores of a random text"
+        found.append(Panel(title, _content(position), is_bias=True))
+    return found
+
+
+def _turned(position: Position, length: int, *, by_content: bool = False) -> Tensor:
+    """q·k of equal vectors of ones from the last position, relative to distance 0: [length].
+
+    by_content: what a random text does to them
+    """
+    shape = position.shape
+    ones = torch.ones(1, 1, 1, shape.head_dim).expand(1, shape.heads, length, shape.head_dim)
+    q, k = position.on_queries_keys(ones, ones)
+    if by_content:
+        torch.manual_seed(0)
+        x = torch.randn(1, length, shape.hidden)
+        q, k = position.on_queries_keys_by_content(q, k, x, {})
+    product = (q[0, 0, -1].double() * k[0, 0].double()).sum(dim=-1).flip(0)
+    return product / product[0]
+
+
+def _content(position: Position) -> Tensor:
+    """What the last token of a random text adds to zero scores, by distance: [heads, TEXT]."""
+    torch.manual_seed(0)
+    shape = position.shape
+    x = torch.randn(1, TEXT, shape.hidden)
+    scores = torch.zeros(1, shape.heads, TEXT, TEXT)
+    if position.has("score_bias"):
+        scores = scores + content_bias(position, x)
+    if position.has("on_scores"):
+        q, k = torch.randn(2, 1, shape.heads, TEXT, shape.head_dim)
+        position.on_queries_keys(q, k)  # where an encoding may keep q for on_scores
+        scores = position.on_scores(scores, x, {})
+    return scores[0, :, -1].flip(1)
+
+
+def draw(found: Sequence[Panel], title: str) -> Figure:
+    """The panels side by side, at the width of a page; the colour bar names the heads."""
+    columns = len(found) if len(found) <= 3 else 2
+    rows = -(-len(found) // columns)
+    width = 2.4 * min(max(len(found), 2), 3) + 0.5
+    with style():
+        figure, places = panels_of(len(found), columns, (width, 2.3 * rows + 0.3), title)
+        for axes, panel in zip(places, found, strict=False):
+            if panel.effective is None:
+                _lines(axes, panel)
+            else:
+                _effective_lengths(axes, panel.effective, panel.values.shape[1])
+        heads = max(len(panel.values) for panel in found)
+        if heads > 1:
+            head_bar(figure, places, heads)
+    return figure
+
+
+def _lines(axes: Axes, panel: Panel) -> None:
+    length = panel.values.shape[1]
+    by_head = len(panel.values) > 1
+    distances = sampled(length, 100 if by_head else 500)
+    palette = colours(len(panel.values))
+    for head, values in enumerate(panel.values[:, distances]):
+        colour = palette(head) if by_head else "black"
+        axes.plot(distances, values, color=colour, linewidth=1.1)
+    distance_axis(axes, length)
+    axes.set_title(panel.title, loc="left")
+    axes.grid(color=GRID, linewidth=0.5)
+    axes.axhline(0, color=GREY, linewidth=0.5, zorder=1)
+    lowest = float(panel.values.min())
+    highest = max(float(panel.values.max()), 0.0)
+    if panel.is_bias and lowest < CUT:
+        margin = 0.05 * (highest - CUT)
+        axes.set_ylim(CUT, highest + margin)
+        axes.set_title(f"{panel.title}, cut at {CUT:g}", loc="left")
+
+
+def _effective_lengths(axes: Axes, effective: Tensor, length: int) -> None:
+    """A dot for each head; an arrow if the bias stays above the threshold up to `length`."""
+    palette = colours(len(effective))
+    for head, value in enumerate(effective.tolist()):
+        marker = "^" if value == length else "o"
+        look = {"marker": marker, "markersize": 4, "color": palette(head)}
+        axes.plot([head], [value], clip_on=False, zorder=3, **look)
+    axes.axhline(length, color=GREY, linewidth=0.7, linestyle=(0, (4, 3)))
+    axes.annotate(
+        f"▲ beyond {length}",
+        (0, length),
+        xytext=(0, 4),
+        textcoords="offset points",
+        fontsize=7,
+        color=GREY,
+    )
+    axes.set_yscale("function", functions=(np.log1p, np.expm1))
+    axes.set_ylim(0, length * 4)
+    _powers(axes.yaxis, length)
+    axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
+    axes.set_xlabel("head")
+    axes.set_ylabel("tokens, scale log(1 + n)")
+    axes.set_title(f"effective length (bias < {THRESHOLD:g})", loc="left")
+    axes.grid(axis="y", color=GRID, linewidth=0.5)
+    axes.spines[["top", "right"]].set_visible(False)
+
+
+# --- Learned numbers ---
+
+
+def tables_of(learned: Mapping[str, Tensor], heads: int) -> dict[str, Tensor]:
+    """Learned numbers by their name without the layer: [rows, heads].
+
+    If each layer has its own, layers are the rows; of several rows of a layer it is the mean.
+    A number that is not learned by head has its entries in the place of heads.
+    """
+    of_layers: dict[str, list[Tensor]] = {}
+    for key, value in learned.items():
+        by_head = value.dim() > 0 and value.shape[-1] == heads
+        table = value.reshape((-1, heads) if by_head else (1, -1)).float()
+        of_layer = LAYER.fullmatch(key)
+        of_layers.setdefault(of_layer[1] if of_layer else key, []).append(table)
+    found = {}
+    for name, tables in of_layers.items():
+        means = [table.mean(dim=0) for table in tables]
+        found[name] = tables[0] if len(tables) == 1 else torch.stack(means)
+    return found
+
+
+def draw_learned(learned: Mapping[str, Tensor], heads: int, title: str) -> Figure:
+    """One panel for each learned number: a dot for each head, or a map of rows by head."""
+    tables = tables_of(learned, heads)
+    with style():
+        figure, places = _in_a_grid(len(tables), title)
+        for axes, (name, table) in zip(places, tables.items(), strict=False):
+            rows, columns = table.shape
+            axes.set_title(name, loc="left")
+            axes.set_xlabel("head" if columns == heads else "entry")
+            axes.xaxis.set_major_locator(MaxNLocator(6, integer=True, min_n_ticks=1))
+            if rows == 1:
+                inks = colours(columns)(range(columns))
+                axes.scatter(range(columns), table[0], c=inks, s=16, zorder=3)
+                axes.set_ylabel("value")
+                axes.grid(axis="y", color=GRID, linewidth=0.5)
+                axes.spines[["top", "right"]].set_visible(False)
+                continue
+            look: dict[str, Any] = {"aspect": "auto", "interpolation": "nearest"}
+            image = axes.imshow(table.numpy(), cmap="viridis", origin="lower", **look)
+            figure.colorbar(image, ax=axes, pad=0.02, label="value")
+            axes.set_ylabel("layer that has it" if name not in learned else "row")
+            axes.yaxis.set_major_locator(MaxNLocator(6, integer=True, min_n_ticks=1))
+    return figure
+
+
+def draw_trajectory(
+    records: Sequence[Record], learned: Mapping[str, Tensor], heads: int, title: str
+) -> Figure | None:
+    """The numbers of `learned` over the logged steps, or None if none was logged.
+
+    One panel for each: a line for each head, the mean over rows or layers; of a number that is not
+    learned by head, the median and the range of its entries.
+    """
+    points: dict[str, list[tuple[int, Tensor]]] = {}
+    for record in records:
+        known = {}
+        for name, values in record.get("position", {}).items():
+            if name in learned and len(values) == learned[name].numel():
+                known[name] = torch.tensor(values).view_as(learned[name])
+        for name, table in tables_of(known, heads).items():
+            points.setdefault(name, []).append((record["step"], table))
+    if not points:
+        return None
+    with style():
+        figure, places = _in_a_grid(len(points), title)
+        for axes, (name, tables) in zip(places, points.items(), strict=False):
+            steps = [step for step, _ in tables]
+            values = torch.stack([table for _, table in tables])  # [steps, rows, heads]
+            palette = colours(heads)
+            if values.shape[-1] == heads:
+                for head, line in enumerate(values.mean(dim=1).T):
+                    axes.plot(steps, line, color=palette(head), linewidth=1.1)
+            else:
+                entries = values.flatten(1)
+                low, high = entries.min(dim=1).values, entries.max(dim=1).values
+                axes.fill_between(steps, low, high, color=palette(0), alpha=0.2, linewidth=0)
+                axes.plot(steps, entries.median(dim=1).values, color=palette(0), linewidth=1.1)
+            axes.set_title(name, loc="left")
+            axes.set_xlabel("step")
+            axes.xaxis.set_major_locator(MaxNLocator(4, integer=True))
+            axes.spines[["top", "right"]].set_visible(False)
+            axes.grid(color=GRID, linewidth=0.5)
+        head_bar(figure, places, heads)
+    return figure
+
+
+def _in_a_grid(count: int, title: str) -> tuple[Figure, list[Axes]]:
+    """Panels of learned numbers, three in a row."""
+    columns = min(count, 3)
+    size = (2.4 * max(columns, 2) + 0.6, 2.1 * math.ceil(count / columns) + 0.3)
+    return panels_of(count, columns, size, title)
+
+
+# --- Attention of a real text by layer and head, as in figure 2 of MEP (arXiv 2403.17698) ---
+
+LOWEST = 1e-3  # probabilities below look the same
+MANY = 6  # layers or heads, from which on they have numbers alone
+LAYOUT = "layers downward, heads to the right; in each map queries downward, keys to the right"
+
+
+def draw_attention(
+    probabilities: Tensor, title: str, text: str = "", names: Sequence[str] = ()
+) -> Figure:
+    """A map for each layer and head on a logarithmic scale: [layers, heads, length, length].
+
+    names: of the layers' encodings, if they differ
+
+    Layers stand downward, heads to the right; in a map queries downward, keys to the right.
+    """
+    layers, heads, length, _ = probabilities.shape
+    future = torch.ones(length, length, dtype=torch.bool).triu(1)
+    shown = probabilities.clamp(min=LOWEST).masked_fill(future, float("nan"))
+    side = max(0.58, min(1.6, 7.2 / heads))
+    look: dict[str, Any] = {"norm": LogNorm(LOWEST, 1), "cmap": "viridis"}
+    with style():
+        size = (side * heads + 1.3, side * layers + 0.8)
+        figure, places = panels_of(layers * heads, heads, size, title)
+        for number, axes in enumerate(places):
+            layer, head = divmod(number, heads)
+            image = axes.imshow(shown[layer, head].numpy(), interpolation="nearest", **look)
+            axes.set_xticks([])
+            axes.set_yticks([])
+            axes.spines[:].set_visible(False)
+            if layer == 0:
+                name = str(head) if heads > MANY else f"head {head}"
+                axes.set_title(name, fontsize=8, pad=2)
+            if head == 0:
+                name = str(layer) if layers > MANY else f"layer {layer}"
+                label = "\n".join([name, *names[layer : layer + 1]])
+                axes.set_ylabel(label, fontsize=8, labelpad=2)
+        label = "attention probability"
+        bar = figure.colorbar(image, ax=places, pad=0.01, aspect=30, shrink=0.9, label=label)
+        bar.set_ticks([1, 0.1, 0.01, LOWEST], labels=["1", "0.1", "0.01", f"≤ {LOWEST:g}"])
+        source = f"{length} tokens: {text}" if text else f"{length} tokens"
+        footer = f"{LAYOUT}\n{source}"
+        figure.supxlabel(footer, x=0.01, ha="left", fontsize=7, color=GREY)
+    return figure

@@ -1,1 +1,0 @@
-"""Figures of results, encodings, attention and probes."""

@@ -1,1 +1,0 @@
-"""Results as one HTML page that needs no network."""
