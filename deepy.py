@@ -21,7 +21,7 @@ from typing import NoReturn
 import torch
 
 from megatron import entry
-from megatron.checkpoints.parent import with_parent
+from megatron.checkpoints.saved import with_parent
 from megatron.cli_errors import LastResort, print_line
 from megatron.config import Config
 from megatron.config.document import help_text
@@ -29,8 +29,8 @@ from megatron.errors import UserError
 from megatron.files import ROOT
 from megatron.parallel.grid import free_port, is_free
 from megatron.parallel.launcher import Launcher, environments
+from megatron.training.batches import likely_rows
 from megatron.training.fits import check_fits
-from megatron.training.vocabulary import likely_rows
 
 LAUNCHER = "deepy.py"
 # Without a network when it is one process.

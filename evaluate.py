@@ -31,7 +31,7 @@ from megatron.parallel.grid import here
 from megatron.report.curves import plot_by_position, plot_perplexity
 from megatron.results.row import Row
 from megatron.results.table import by_length, lines_of_bits, table
-from megatron.training.sent import send_results
+from megatron.training.metrics import send_results
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:

@@ -12,8 +12,8 @@ import argparse
 from megatron.config import Config
 from megatron.entry import run
 from megatron.parallel.grid import connect
-from megatron.training.deterministic import use_deterministic_algorithms
-from megatron.training.run import train
+from megatron.training.loop import train
+from megatron.training.trainer import use_deterministic_algorithms
 
 
 def main(config: Config, options: argparse.Namespace) -> None:

@@ -17,7 +17,7 @@ from tests.support import ROOT, unlaunched
 
 OTHERS = ["deepspeed", "torch._inductor.lowering", "tokenizers", "matplotlib.pyplot"]
 """Modules of others that take seconds to import."""
-OURS = ["megatron.training.run", "evaluate", "prepare_data"]
+OURS = ["megatron.training.loop", "evaluate", "prepare_data"]
 PAUSE = 0.005  # seconds between two looks at a process
 
 

@@ -8,8 +8,7 @@ import struct
 
 import pytest
 
-from megatron.checkpoints.keep import keep_weights_only
-from megatron.checkpoints.saved import chosen, pointed, remove_checkpoint
+from megatron.checkpoints.saved import chosen, keep_weights_only, pointed, remove_checkpoint
 from megatron.cli_errors import print_line
 from megatron.data.tokens import read_card
 from megatron.entry import _Visible
@@ -92,6 +91,9 @@ def test_hostile_contents_of_a_checkpoint_are_gaps(step):
         evidence = evidence_of(str(step), [])
         assert evidence.settings == {}
         assert any("config.yml" in gap.cause for gap in evidence.gaps)
+
+
+def test_latest_may_be_a_pipe(step):
     os.mkfifo(step.parent / "latest")
     assert pointed(step.parent) == (5, "cannot be read (it is no regular file)")
     assert chosen(step.parent) == step

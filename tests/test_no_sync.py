@@ -17,8 +17,8 @@ from tests.support import ROOT
 
 pytest.importorskip("deepspeed")
 pytest.importorskip("pydantic")
-from megatron.training.run import train
-from megatron.training.trainer import Trainer
+from megatron.training import loop
+from megatron.training.loop import train, train_step
 from tests.training import conftest
 
 grid = conftest.grid
@@ -90,7 +90,6 @@ class Warned:
 
 def between_logs(monkeypatch, watching: Watching | Warned) -> None:
     """Watch from the end of step 2 to the end of step 5."""
-    train_step = Trainer.train_step
 
     def step(trainer, micro_batches):
         result = train_step(trainer, micro_batches)
@@ -100,7 +99,7 @@ def between_logs(monkeypatch, watching: Watching | Warned) -> None:
             watching.__exit__(None, None, None)
         return result
 
-    monkeypatch.setattr(Trainer, "train_step", step)
+    monkeypatch.setattr(loop, "train_step", step)
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
@@ -122,4 +121,4 @@ def test_a_value_that_is_read_is_noticed(grid, corpus, tmp_path, monkeypatch):
     between_logs(monkeypatch, watching)
     more = ["train_iters=6", "save_interval=0", "log_interval=1"]
     train(settings(corpus, tmp_path, *more), grid)
-    assert any("watch.py" in place for place in watching.found)
+    assert any("loop.py" in place for place in watching.found)

@@ -205,7 +205,7 @@ def try_steps() -> None:
     done("gpu", names=names, reason=reason)
 
     import megatron.evaluation.run
-    import megatron.training.run  # noqa: F401
+    import megatron.training.loop  # noqa: F401
     from megatron.parallel.grid import connect, left_at_the_end
 
     done("training")

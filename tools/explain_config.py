@@ -34,9 +34,8 @@ from megatron.positions.layers import entries_of, name_of_layers
 from megatron.positions.outline import Outline
 from megatron.report.catalogue import formula
 from megatron.sweeps.cost import DEVICES, UTILISATION, evaluation_flops, forward_flops, named_device
-from megatron.training.epochs import with_epochs
-from megatron.training.fits import needs, windows_per_step
-from megatron.training.vocabulary import VOCAB, likely_rows
+from megatron.training.batches import VOCAB, likely_rows, windows_per_step, with_epochs
+from megatron.training.fits import needs
 
 WIDTH = 100
 INDENT = " " * 6

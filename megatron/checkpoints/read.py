@@ -6,16 +6,15 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
-from torch import Tensor
 
 from megatron.checkpoints.manifest import (
     SETTINGS,
     WEIGHTS,
     Damaged,
+    check_files,
     faults_of,
     note_opened,
     read_record,
-    verified,
 )
 from megatron.checkpoints.saved import chosen, newest_good, step_of
 from megatron.config import Config, load
@@ -32,12 +31,12 @@ FLOAT32 = 4  # bytes of a number
 def read_meta(path: Path) -> tuple[Config, dict[str, Any]]:
     """The configuration and checkpoint.json of a folder global_stepN.
 
-    UserError where they are damaged or disagree.
+    Raises UserError if they are damaged or disagree.
     """
     meta = read_record(path)
     config_hash = meta["config_hash"]
-    with verified(path, SETTINGS, COPY):
-        config = load([path / SETTINGS])
+    check_files(path, SETTINGS, COPY)
+    config = load([path / SETTINGS])
     if config.hash != config_hash:
         files = SETTINGS if config.pos_emb_code is None else f"{SETTINGS} with {COPY}"
         raise UserError(
@@ -52,8 +51,8 @@ def load_for_evaluation(
 ) -> tuple[GPT, Config, dict[str, Any]]:
     """The trained model in float32 and eval mode, its configuration, and checkpoint.json.
 
-    To the latter `path` is added, the folder global_stepN. UserError where there is no checkpoint,
-    or where it does not hold the model that its configuration describes.
+    To the latter `path` is added, the folder global_stepN. Raises UserError if there is no
+    checkpoint, or it does not hold the model that its configuration describes.
     """
     path = chosen(folder, step)
     try:
@@ -62,14 +61,10 @@ def load_for_evaluation(
         end = (meta.get("tokenizer") or {}).get("eod")
         model = load_model(path, config, meta["vocab"], end)
     except Damaged as damage:
-        raise _with_a_better_one(path, damage) from None
+        good = newest_good(path, lambda other: not faults_of(other, READ_BY_EVALUATION))
+        how = f"--step {step_of(good)} takes it" if good else ""
+        raise replaced(damage.faults, good, how) from None
     return model, config, {**meta, "path": str(path)}
-
-
-def _with_a_better_one(path: Path, damage: Damaged) -> Damaged:
-    """The same fault, and the checkpoint of the run that could be evaluated instead."""
-    good = newest_good(path, lambda other: not faults_of(other, READ_BY_EVALUATION))
-    return replaced(damage.faults, good, f"--step {step_of(good)} takes it" if good else "")
 
 
 def replaced(faults: list[str], good: Path | None, how: str) -> Damaged:
@@ -83,36 +78,8 @@ def load_model(path: Path, config: Config, vocab: int, end_of_document: int | No
     """The model of a configuration with the weights of a folder global_stepN, in eval mode.
 
     end_of_document: see `from_config`
-    UserError where the weights cannot be read, were changed or are those of another model.
+    Raises UserError if the weights cannot be read, were changed or are those of another model.
     """
-    _check_weights_fit(config, vocab)
-    file = path / WEIGHTS
-    with verified(path, WEIGHTS):
-        model = from_config(config, vocab, end_of_document)
-        try:
-            weights = load_file(file)
-        except (OSError, SafetensorError) as fault:
-            raise Damaged([f"{file}: cannot be read ({fault})"]) from None
-        _check_float32(file, weights)
-        try:
-            model.load_state_dict(weights)
-        except RuntimeError as fault:
-            raise UserError(
-                f"{file}: does not hold the model of its config.yml ({fault})"
-            ) from None
-    return model.eval()
-
-
-def _check_float32(file: Path, weights: dict[str, Tensor]) -> None:
-    """UserError for other numbers, which torch would convert without a word."""
-    for name, weight in weights.items():
-        if weight.dtype != torch.float32:
-            kind = str(weight.dtype).removeprefix("torch.")
-            raise UserError(f"{file}: {name} is {kind}, not float32 - copy the checkpoint again")
-
-
-def _check_weights_fit(config: Config, vocab: int) -> None:
-    """UserError where the weights of a checkpoint alone are more than this machine's memory."""
     wanted = FLOAT32 * parameters(config, vocab).whole
     if wanted > total_memory():
         raise UserError(
@@ -120,3 +87,19 @@ def _check_weights_fit(config: Config, vocab: int) -> None:
             f" the weights need {in_bytes(wanted)}, and there are {in_bytes(total_memory())} of"
             " memory; measure this checkpoint on a larger machine"
         )
+    file = path / WEIGHTS
+    check_files(path, WEIGHTS)
+    model = from_config(config, vocab, end_of_document)
+    try:
+        weights = load_file(file)
+    except (OSError, SafetensorError) as fault:
+        raise Damaged([f"{file}: cannot be read ({fault})"]) from None
+    for name, weight in weights.items():
+        if weight.dtype != torch.float32:  # torch would convert it without a word
+            kind = str(weight.dtype).removeprefix("torch.")
+            raise UserError(f"{file}: {name} is {kind}, not float32 - copy the checkpoint again")
+    try:
+        model.load_state_dict(weights)
+    except RuntimeError as fault:
+        raise UserError(f"{file}: does not hold the model of its config.yml ({fault})") from None
+    return model.eval()

@@ -1,12 +1,30 @@
-"""The checkpoints in a run's folder: their steps, the one that `latest` names, leftovers."""
+"""The checkpoints in a run's folder: their steps, the one to continue, the parent of a fine-tuning.
+
+All that needs an engine or a model is elsewhere: only names and records are read here. So training,
+sweeps and evaluation agree on a run's parent, which counts for the configuration's hash.
+"""
 
 import logging
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
-from megatron.checkpoints.manifest import FOLDER, RECORD
-from megatron.errors import UserError
+from megatron.checkpoints.manifest import (
+    ENGINE_STATE,
+    FOLDER,
+    RECORD,
+    WEIGHTS,
+    Damaged,
+    engine_files,
+    is_verifiable,
+    read_record,
+    weights_of,
+    write_record,
+)
+from megatron.config import Config
+from megatron.config.schema import Parent
+from megatron.errors import CONTROL, UserError
 from megatron.files import read_small, remove
 
 logger = logging.getLogger(__name__)
@@ -15,7 +33,6 @@ LONGEST_POINTER = 4096  # bytes of `latest`
 MISSING = "is missing"  # said of `latest`; whoever copies checkpoints may leave it behind
 # Files of Hugging Face and of GPT-NeoX.
 OF_OTHERS = ("config.json", "layer_*-model_*.pt")
-LEFTOVERS = ("partial_step*", "removing_*")  # of a process that died while it saved or deleted
 
 
 def folder_of(run: Path, step: int) -> Path:
@@ -24,7 +41,7 @@ def folder_of(run: Path, step: int) -> Path:
 
 
 def step_of(path: Path) -> int | None:
-    """The step that a folder's name says; None for another kind of name."""
+    """The step that a folder's name says, or None for another kind of name."""
     named = FOLDER.fullmatch(path.name)
     return int(named[1]) if named else None
 
@@ -48,13 +65,8 @@ def lost_its_record(path: Path) -> bool:
     return any(path.iterdir())
 
 
-def leftovers(run: Path) -> list[Path]:
-    """Folders of checkpoints that were not finished or not wholly deleted."""
-    return sorted(path for pattern in LEFTOVERS for path in run.glob(pattern))
-
-
 def latest_step(run: Path) -> int | None:
-    """The step that `latest` names, or the newest one; None where there is no checkpoint."""
+    """The step that `latest` names, or the newest one, or None if there is no checkpoint."""
     return pointed(run)[0]
 
 
@@ -72,26 +84,18 @@ def pointed(run: Path) -> tuple[int | None, str | None]:
         newer = [step for step in damaged if whole and step > whole[-1]]
         lost = f"global_step{newer[-1]} has no {RECORD}" if newer else None
         return newest, lost or (MISSING if whole else None)
-    step, fault = _named(pointer)
-    if step is None or step not in (*whole, *damaged):
-        return newest, fault or f"names global_step{step}, which is not there"
-    newer = [str(other) for other in whole if other > step]
-    note = f"is older than other checkpoints there ({', '.join(newer)})" if newer else None
-    return step, note
-
-
-def _named(pointer: Path) -> tuple[int | None, str | None]:
-    """(the step that the file `latest` names, what is wrong with the file)."""
     try:
         content = read_small(pointer, LONGEST_POINTER)
     except OSError as fault:
-        return None, f"cannot be read ({fault.strerror})"
-    if not content.strip():
-        return None, "is empty"
+        return newest, f"cannot be read ({fault.strerror})"
     named = FOLDER.fullmatch(content.decode("utf-8", "replace").strip())
     if named is None:
-        return None, f"is damaged (it holds {content[:20]!r})"
-    return int(named[1]), None
+        return newest, f"is damaged (it holds {content[:20]!r})"
+    step = int(named[1])
+    if step not in (*whole, *damaged):
+        return newest, f"names global_step{step}, which is not there"
+    newer = [str(other) for other in whole if other > step]
+    return step, f"is older than other checkpoints there ({', '.join(newer)})" if newer else None
 
 
 def chosen(folder: str | Path, step: int | None = None) -> Path:
@@ -106,10 +110,10 @@ def chosen(folder: str | Path, step: int | None = None) -> Path:
 
 
 def find(folder: str | Path, step: int | None = None) -> Path:
-    """The folder global_stepN that `folder` is or holds.
+    """The folder global_stepN that `folder` is or holds; raises UserError if there is none.
 
-    UserError says what was looked for. A folder that has lost its checkpoint.json is found too:
-    reading it says so, and nobody takes it for an empty place.
+    A folder that has lost its checkpoint.json is found too: reading it says so, and nobody takes it
+    for an empty place.
     """
     folder = Path(folder)
     if FOLDER.fullmatch(folder.name) and ((folder / RECORD).exists() or lost_its_record(folder)):
@@ -126,9 +130,7 @@ def find(folder: str | Path, step: int | None = None) -> Path:
         )
     number = latest_step(folder) if step is None else step
     existing = steps_in(folder)
-    if number in existing:
-        return folder_of(folder, number)
-    if number is not None and lost_its_record(folder_of(folder, number)):
+    if number is not None and (number in existing or lost_its_record(folder_of(folder, number))):
         return folder_of(folder, number)
     wanted = "N" if step is None else step
     steps = ", ".join(map(str, existing)) or "none"
@@ -142,29 +144,28 @@ def find(folder: str | Path, step: int | None = None) -> Path:
 
 
 def newest_good(path: Path, is_good: Callable[[Path], bool]) -> Path | None:
-    """The checkpoint of the same run to take instead of a damaged one; None where there is none.
+    """The checkpoint of the same run to take instead of a damaged one, or None.
 
     It is the newest good one before it, else the newest good one: a run that was set back by hand
     does not jump ahead.
     """
-    run, step = path.parent, step_of(path)
-    if step is None:
-        return None
-    newest_first = steps_in(run)[::-1]
-    before = [other for other in newest_first if other < step]
-    after = [other for other in newest_first if other > step]
-    for other in before + after:
-        candidate = folder_of(run, other)
-        if is_good(candidate):
-            return candidate
-    return None
+    step = step_of(path)
+    assert step is not None
+    others = [other for other in steps_in(path.parent) if other != step]
+    others.sort(key=lambda other: (other > step, -other))
+    return next(filter(is_good, (folder_of(path.parent, other) for other in others)), None)
+
+
+# --- removing -------------------------------------------------------------------------------------
+
+
+def leftovers(run: Path) -> list[Path]:
+    """Folders of checkpoints that were not finished or not wholly deleted."""
+    return sorted([*run.glob("partial_step*"), *run.glob("removing_*")])
 
 
 def remove_unfinished(run: Path) -> None:
-    """Remove what killed runs left half written or half deleted; for the folder's owner alone.
-
-    What cannot be removed, as where NFS keeps a file that somebody reads, is a warning.
-    """
+    """Remove what killed runs left half written or half deleted; for the folder's owner alone."""
     for leftover in leftovers(run):
         _remove_if_possible(leftover)
 
@@ -172,8 +173,8 @@ def remove_unfinished(run: Path) -> None:
 def remove_checkpoint(path: Path) -> None:
     """Delete a checkpoint. It is renamed first, so that a half deleted one never looks complete.
 
-    Of a link to another run's checkpoint the link is deleted. OSError where it cannot be renamed;
-    what then cannot be deleted is a warning.
+    Of a link to another run's checkpoint the link is deleted. Raises OSError if it cannot be
+    renamed; what then cannot be deleted is a warning.
     """
     if os.path.lexists(path):
         renamed = path.with_name(f"removing_{path.name}")
@@ -184,5 +185,133 @@ def remove_checkpoint(path: Path) -> None:
 def _remove_if_possible(path: Path) -> None:
     try:
         remove(path)
-    except OSError as fault:
+    except OSError as fault:  # NFS keeps a file that somebody reads
         logger.warning("%s: cannot be removed now (%s)", path, fault.strerror)
+
+
+def keep_weights_only(folder: Path) -> None:
+    """Delete the engine's state of every checkpoint in a run's folder; evaluation needs none.
+
+    checkpoint.json stops listing the files before they go: whenever this is interrupted, what is
+    listed exists. A checkpoint whose record is damaged is left as it is.
+    """
+    for step in steps_in(folder):
+        path = folder_of(folder, step)
+        if path.is_symlink():  # it belongs to another run
+            continue
+        try:
+            record = read_record(path)
+        except Damaged as damage:
+            logger.warning("%s", damage)
+            continue
+        states = engine_files(path, record)
+        if is_verifiable(record) and states:
+            files = {name: one for name, one in record["files"].items() if name not in states}
+            write_record(path, {**record, "files": files})
+        for state in path.glob(ENGINE_STATE):
+            state.unlink()
+
+
+# --- what a run starts from -----------------------------------------------------------------------
+
+
+def with_parent(config: Config) -> Config:
+    """The configuration with the parent of its run, which counts for the hash.
+
+    A run that continues has the parent that its checkpoint has. Raises UserError if there is no
+    checkpoint to start from, or another parent was set by hand.
+    """
+    load, save, finetune = (config[key] for key in ("load", "save", "finetune"))
+    if load is None and finetune:
+        raise UserError("load: not given; finetune starts from the checkpoint in this folder")
+    parent = Parent()
+    if load is not None and finetune and not _is_one_folder(config):
+        # One that has begun keeps its parent, also if that was trained further or is gone.
+        begun_with = recorded_parent(Path(save)) if save else None
+        known = Path(begun_with.path or "") if begun_with else Path()
+        if begun_with is not None and Path(load).resolve() in (
+            known.resolve(),
+            known.parent.resolve(),
+        ):
+            parent = begun_with
+        else:
+            parent = parent_at(find(load))
+    elif load is not None:
+        recorded = recorded_parent(Path(load))
+        if recorded is None and finetune:
+            raise UserError(
+                f"finetune: load and save are both {load}, which holds no fine-tuned checkpoint -"
+                " save elsewhere to start from its weights, or set finetune: false"
+            )
+        parent = recorded or parent
+    if "parent" in config.given:
+        for key in Parent.model_fields:
+            value, real = getattr(config.checkpoint.parent, key), getattr(parent, key)
+            if value not in (None, real):
+                raise UserError(
+                    f"parent.{key}: {value} is not that of this run, {real}"
+                    " - drop parent; training writes it"
+                )
+    return replace(config, checkpoint=config.checkpoint.model_copy(update={"parent": parent}))
+
+
+def checkpoint_to_continue(config: Config) -> Path | None:
+    """The folder global_stepN that a run goes on from, or None for a new run, fine-tuned or not.
+
+    config: with its parent. A run is new too where load and save are one folder without
+    checkpoints. A fine-tuning goes on where `save` holds a checkpoint of this very configuration.
+    """
+    load, save = config.checkpoint.load, config.checkpoint.save
+    if load is None:
+        return None
+    if config.checkpoint.finetune and not _is_one_folder(config):
+        if save is None or latest_step(Path(save)) is None:
+            return None
+        path = chosen(save)
+        try:
+            same = read_record(path)["config_hash"] == config.hash
+        except Damaged:
+            return path  # whoever starts from it says what is wrong, or takes another one
+        return path if same else None
+    if _is_one_folder(config) and latest_step(Path(load)) is None:
+        logger.info("no checkpoint in %s yet: starting at step 0", load)
+        return None
+    return chosen(load)
+
+
+def _is_one_folder(config: Config) -> bool:
+    load, save = config.checkpoint.load, config.checkpoint.save
+    return None not in (load, save) and Path(str(load)).resolve() == Path(str(save)).resolve()
+
+
+def recorded_parent(folder: Path) -> Parent | None:
+    """The parent that checkpoints of a run have in common, or None.
+
+    Damaged records are passed over.
+    """
+    try:
+        path = find(folder)
+    except UserError:
+        return None
+    newest_first = [folder_of(path.parent, step) for step in reversed(steps_in(path.parent))]
+    for candidate in [path, *newest_first]:
+        try:
+            parent = read_record(candidate).get("parent")
+        except Damaged:
+            continue
+        return Parent(**{key: parent[key] for key in Parent.model_fields}) if parent else None
+    return None
+
+
+def parent_at(path: Path) -> Parent:
+    """A checkpoint as the parent of others: {path, step, config_hash, weights}."""
+    if CONTROL.search(str(path)):  # every result row repeats it
+        raise UserError(f"load: {path} has a control character in its name - rename it")
+    record = read_record(path)
+    try:
+        weights = weights_of(path, record)
+    except OSError as fault:
+        raise Damaged([f"{path / WEIGHTS}: cannot be read ({fault.strerror})"]) from None
+    return Parent(
+        path=str(path), step=record["step"], config_hash=record["config_hash"], weights=weights
+    )

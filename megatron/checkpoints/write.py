@@ -1,6 +1,7 @@
 """Write a checkpoint: the files that evaluation reads, the record, and the name of the newest."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -8,16 +9,19 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from megatron.checkpoints.manifest import SETTINGS, WEIGHTS, Entries, entry_of, write_record
+from megatron.checkpoints.manifest import (
+    SETTINGS,
+    THREADS,
+    WEIGHTS,
+    Entries,
+    entry_of,
+    write_record,
+)
 from megatron.checkpoints.saved import folder_of, remove_checkpoint
 from megatron.commit import commit
 from megatron.config import Config
-from megatron.config.config import COPY
 from megatron.errors import UserError
 from megatron.files import remove, sync, umask, write_text
-
-Write = Callable[[Path, Callable[[Path], object]], None]
-"""Called with a path and with what writes it."""
 
 
 def unfinished(run: Path, step: int) -> Path:
@@ -25,22 +29,23 @@ def unfinished(run: Path, step: int) -> Path:
     return run / f"partial_step{step}"
 
 
-def write_model(partial: Path, weights: dict[str, Tensor], config: Config, write: Write) -> None:
+def write_model(partial: Path, weights: dict[str, Tensor], config: Config) -> None:
     """Write what evaluation reads into a folder that does not exist yet.
 
     weights: of the whole model by our names, float32, on the CPU
-    write: called once for each file
     """
+    partial.mkdir(parents=True)
+    save_file(weights, partial / WEIGHTS)
+    (partial / WEIGHTS).chmod(0o666 & ~umask())  # safetensors lets only the owner read it
+    config.save(partial / SETTINGS)
 
-    def write_weights(file: Path) -> None:
-        partial.mkdir(parents=True)
-        save_file(weights, file)
-        file.chmod(0o666 & ~umask())  # safetensors lets only the owner read it
 
-    write(partial / WEIGHTS, write_weights)
-    write(partial / SETTINGS, config.save)
-    if config.pos_emb_code is not None:
-        write(partial / COPY, lambda _: None)  # config.save wrote it
+def synced(files: list[Path]) -> Entries:
+    """Size and SHA-256 of each file, which is on the disk then."""
+    with ThreadPoolExecutor(THREADS) as pool:
+        entries = list(pool.map(entry_of, files))
+        list(pool.map(sync, files))
+    return {file.name: entry for file, entry in zip(files, entries, strict=True)}
 
 
 def finish(
@@ -67,20 +72,13 @@ def write_checkpoint(
     """A checkpoint without an engine's state: to be evaluated, or to start a fine-tuning from.
 
     facts: `vocab`, the rows of the embedding, `tokenizer`, and what else the record shall say
-    Returns its folder. UserError where the disk refuses it; then nothing of it is left.
+    Returns its folder. Raises UserError if the disk refuses it; then nothing of it is left.
     """
     partial = unfinished(run, step)
-    files: Entries = {}
-
-    def write(path: Path, write_file: Callable[[Path], object]) -> None:
-        write_file(path)
-        sync(path)
-        files[path.name] = entry_of(path)
-
     try:
         remove(partial)
-        write_model(partial, weights, config, write)
-        return finish(partial, step, config, facts, files)
+        write_model(partial, weights, config)
+        return finish(partial, step, config, facts, synced(sorted(partial.iterdir())))
     except (OSError, SafetensorError) as fault:
         remove(partial)
         raise UserError(

@@ -16,13 +16,13 @@ from megatron.model import Architecture, size
 from megatron.results.row import ATTENTION_INPUTS
 from megatron.sweeps.plan import Cell, Sweep
 from megatron.sweeps.state import State, seconds_per_step
-from megatron.training.fits import CHECKPOINT, FLOAT32, kept_checkpoints, windows_per_step
-from megatron.training.throughput import peak_of
-from megatron.training.vocabulary import likely_rows
+from megatron.training.batches import likely_rows, windows_per_step
+from megatron.training.fits import CHECKPOINT, FLOAT32, kept_checkpoints
+from megatron.training.metrics import peak_of
 
 UTILISATION = 0.35  # of a device's speed in large products; assumed where no such run was timed
 
-# --device NAME -> as CUDA names the device, for its peak in training/throughput.py
+# --device NAME -> as CUDA names the device, for its peak in training/metrics.py
 DEVICES = {
     "v100": "V100-SXM2-32GB",
     "a100": "A100-SXM4-80GB",
@@ -147,7 +147,7 @@ def named_device(name: str, precision: str, *, option: str = "--device") -> Devi
         peak = peak_of(DEVICES[name], kind)
         if peak is not None:
             return Device(name, peak * 1e12, f"its data sheet's {kind} peak", here=False)
-    raise AssertionError(f"{name} has no peak in training/throughput.py")
+    raise AssertionError(f"{name} has no peak in training/metrics.py")
 
 
 def speed_of(device: torch.device, dtype: torch.dtype) -> float:

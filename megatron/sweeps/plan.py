@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from megatron.checkpoints.parent import with_parent
+from megatron.checkpoints.saved import with_parent
 from megatron.config import Config, load
 from megatron.config.load import resolve_inputs
 from megatron.config.messages import Report, shortened

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 
-from megatron.checkpoints.keep import keep_weights_only
+from megatron.checkpoints.saved import keep_weights_only
 from megatron.errors import UserError, visible
 from megatron.files import ROOT, write_text
 from megatron.parallel.tied import tied

@@ -1,4 +1,4 @@
-"""Save a training and resume it: weights, configuration, and the engine's own state.
+"""Save a training, resume it, and keep the checkpoints that are needed.
 
 SAVE/latest                                 name of the newest folder
 SAVE/global_step100/model.safetensors       weights in float32, by our names
@@ -10,9 +10,11 @@ SAVE/global_step100/model.safetensors       weights in float32, by our names
 """
 
 import logging
+import math
 import os
 import pickle
-from collections.abc import Iterator
+import shutil
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -21,142 +23,139 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from megatron.checkpoints.manifest import (
-    WEIGHTS,
-    Damaged,
-    Stamps,
-    check_unchanged,
-    engine_files,
+from megatron.checkpoints.manifest import WEIGHTS, Damaged, Entries
+from megatron.checkpoints.saved import (
+    folder_of,
+    remove_checkpoint,
+    remove_unfinished,
+    step_of,
+    steps_in,
 )
-from megatron.checkpoints.saved import folder_of, remove_unfinished, step_of, steps_in
-from megatron.checkpoints.write import finish, unfinished, write_model
-from megatron.errors import UserError
+from megatron.checkpoints.write import finish, synced, unfinished, write_model
+from megatron.config.schema import Checkpoint
+from megatron.errors import UserError, in_words
 from megatron.files import remove
 from megatron.training.optimizer import keeping_settings
 from megatron.training.trainer import Trainer
 from megatron.training.universal import Engine, give_weights, restore
-from megatron.training.writing import Writing, writable
 
 logger = logging.getLogger(__name__)
 
-UNREADABLE = (
-    pickle.UnpicklingError,
-    RuntimeError,
-    OSError,
-    EOFError,
-    LookupError,
-    ValueError,
-    TypeError,
-    AttributeError,
-    AssertionError,
-)
-"""What torch and DeepSpeed raise for files that are damaged, hostile or of another program."""
+FAULTS = (OSError, RuntimeError, SafetensorError)  # of torch.save and save_file on a full disk
+CURE = "lower optimizer.params.lr, raise warmup, or use precision: fp32"
+SHOWN = 3  # names in a message
+EXPLODED = 1.0  # nats above the usual loss: e times the perplexity
+FALLS, RISES = 0.5, 0.1  # weight of a lower and of a higher loss in the usual one
 
 
 def save(trainer: Trainer, folder: Path, facts: dict[str, Any]) -> Path:
     """Write partial_step{step}, rename it to global_step{step}, then point `latest` at it.
 
     Every rank calls this. facts: entries of checkpoint.json beyond step, hash, commit and files
-    UserError on every rank where a number to be saved is not finite or a file cannot be written.
-    Then nothing of this step is left, and earlier checkpoints stay.
+    Raises UserError on every rank if a number to be saved is not finite or a file cannot be
+    written. Then nothing of this step is left, and earlier checkpoints stay.
     """
     step, grid, engine = trainer.step, trainer.grid, trainer.engine
     partial = unfinished(folder, step)
-    kept = _what_stays(folder)
-    with writable(grid, partial, kept):
+    steps = steps_in(folder)
+    kept = f"{folder_of(folder, steps[-1])} stays" if steps else "there is no earlier checkpoint"
+
+    names = next(filter(None, grid.gather(not_finite(engine))), None)
+    if names:
+        shown = ", ".join(names[:SHOWN])
+        if len(names) > SHOWN:
+            shown += f" and {len(names) - SHOWN} more"
+        raise UserError(
+            f"save: not finite after step {step}: {shown} - nothing was saved, {kept}; {CURE}"
+        )
+
+    # A rank that raised at once would leave the others waiting inside the engine. So a fault is
+    # kept until all ranks have come to the same place.
+    faults: list[Exception] = []
+
+    @contextmanager
+    def keeping_faults() -> Iterator[None]:
+        try:
+            yield
+        except FAULTS as fault:
+            faults.append(fault)
+
+    def check_faults() -> None:
+        reasons = grid.gather(in_words(faults[0]) if faults else None)
+        reason = next(filter(None, reasons), None)
+        if reason is None:
+            return
+        free = shutil.disk_usage(folder).free / 2**30
+        if grid.first:
+            shutil.rmtree(partial, ignore_errors=True)
+        raise UserError(
+            f"save: {partial} cannot be written ({reason}; {free:.2f} GiB were free) - make room"
+            f" or save elsewhere; {kept}"
+        )
+
+    with keeping_faults():
         if grid.first:
             remove_unfinished(folder)
             remove(partial)  # if only this cannot be removed, what it holds must not be mixed in
-    writing = Writing(engine)
+    check_faults()
+
     weights = full_weights(engine, keep=grid.first)
-    if grid.first:
-        # First, so that they are hashed while the engine writes its larger files.
-        write_model(partial, weights, trainer.config, writing.write)
-    del weights
-    writing.files_of_engine(folder, partial.name)
-    files = writing.finished(grid, partial, kept)
-    with writable(grid, partial, kept):
+    files: list[Path] = []
+    with keeping_faults():
         if grid.first:
-            finish(partial, step, trainer.config, facts, files)
+            write_model(partial, weights, trainer.config)
+            files += partial.iterdir()
+    del weights
+
+    def write_state(state_dict: Any, path: str) -> None:
+        files.append(Path(path))
+        if not faults:
+            with keeping_faults():
+                torch.save(state_dict, path)
+
+    writer = engine.checkpoint_engine
+    writer.save = write_state
+    engine._copy_recovery_script = lambda folder: None
+    try:
+        with keeping_faults():
+            engine.save_checkpoint(str(folder), tag=partial.name, save_latest=False)
+    finally:  # their classes have these too
+        del writer.save, engine._copy_recovery_script
+    entries: Entries = {}
+    if not faults:
+        with keeping_faults():
+            entries = synced(files)
+    check_faults()
+
+    everyones = grid.gather(entries)
+    with keeping_faults():
+        if grid.first:
+            together = {name: entry for own in everyones for name, entry in own.items()}
+            finish(partial, step, trainer.config, facts, together)
+    check_faults()
     return folder_of(folder, step)
 
 
-def _what_stays(folder: Path) -> str:
-    steps = steps_in(folder)
-    return f"{folder_of(folder, steps[-1])} stays" if steps else "there is no earlier checkpoint"
+def not_finite(engine: Any) -> list[str]:
+    """Names of what this rank saves that holds NaN or infinity.
 
-
-def check_engine_state(path: Path, record: dict[str, Any]) -> None:
-    """UserError where a folder global_stepN has weights, but nothing to resume with."""
-    if not engine_files(path, record):
-        raise UserError(
-            f"{path}: holds weights only, training cannot continue from it"
-            " - finetune=true starts a new run from them, no_load_optim=true goes on with a fresh"
-            " optimizer; a sweep keeps the optimizer's states with --keep-states"
-        )
-
-
-def resume_with_fresh_optimizer(trainer: Trainer, path: Path, before: Stamps) -> None:
-    """Go on at the step of a folder global_stepN with its weights alone.
-
-    before: stamps of the folder's files when they were verified
-    UserError where the weights cannot be read or were changed meanwhile.
+    Weights have their names; ZeRO has flat parts of all weights, which have numbers.
     """
-    file = path / WEIGHTS
-    try:
-        with safe_open(file, framework="pt") as weights:
-            give_weights(trainer.engine, trainer.config, weights.get_tensor)
-    except (OSError, SafetensorError) as fault:
-        raise Damaged([f"{file}: cannot be read ({fault})"]) from None
-    check_unchanged(path, before)
-    step = step_of(path)
-    assert step is not None
-    trainer.step = trainer.engine.global_steps = step
-    trainer.restore_exact_positions()
-    logger.info("no_load_optim: continuing at step %d with a fresh optimizer", step)
-
-
-def resume(trainer: Trainer, path: Path, written_by: Engine, before: Stamps) -> None:
-    """Load the engine's state of a folder global_stepN; code that its pickles name is not run.
-
-    written_by: the engine that wrote it; the state of another one than this is converted
-    before: stamps of the folder's files when they were verified
-    UserError where the state cannot be loaded, is of another step or was changed meanwhile.
-    """
-    now = Engine.of(trainer.config, trainer.grid.ranks)
-    expected = int(path.name.removeprefix("global_step"))
-    with _data_only():
-        if written_by == now:
-            loaded = _load_engine(trainer.engine, path)
-        else:
-            logger.info("%s was written with %s; continuing with %s", path, written_by, now)
-            restore(trainer.engine, trainer.config, path, written_by)
-            trainer.engine.global_steps = expected
-            loaded = path
-    check_unchanged(path, before)
-    if loaded is None:
-        raise UserError(f"{path}: has no engine state - only evaluation can use this checkpoint")
-    step = trainer.engine.global_steps
-    if step != expected:
-        raise Damaged([f"{path}: the engine's state is that of step {step}"])
-    trainer.step = expected
-    trainer.restore_exact_positions()
-
-
-def _load_engine(engine: Any, path: Path) -> Any:
-    """What DeepSpeed's own loading returns; UserError where it fails."""
-    try:
-        with keeping_settings(engine):
-            loaded, _ = engine.load_checkpoint(str(path.parent), tag=path.name)
-    except torch.OutOfMemoryError:
-        raise
-    except UNREADABLE as fault:
-        reason = str(fault).partition("\n")[0] or type(fault).__name__
-        raise UserError(
-            f"{path}: the engine's state cannot be loaded ({reason:.200})"
-            " - continue from another checkpoint"
-        ) from fault
-    return loaded
+    tensors = dict(engine.module.named_parameters())
+    optimizer = engine.optimizer
+    while hasattr(optimizer, "optimizer"):  # the engine wraps torch's own
+        optimizer = optimizer.optimizer
+    for number, (master, state) in enumerate(optimizer.state.items()):
+        tensors[f"master weights {number}"] = master
+        for name, value in state.items():
+            if isinstance(value, Tensor) and value.is_floating_point():
+                tensors[f"{name} {number}"] = value
+    names = []
+    for name, tensor in tensors.items():
+        # Least and largest show it, at an eighth of a norm's time.
+        if tensor.numel() and not torch.stack(torch.aminmax(tensor.detach())).isfinite().all():
+            names.append(name)
+    return names
 
 
 def full_weights(engine: Any, *, keep: bool = True) -> dict[str, Tensor]:
@@ -173,6 +172,82 @@ def full_weights(engine: Any, *, keep: bool = True) -> dict[str, Tensor]:
             weight = parameter if master is None else master
             weights[name] = weight.detach().float().cpu().contiguous()
     return weights
+
+
+def is_saved(step: int, settings: Checkpoint) -> bool:
+    """Whether a checkpoint is due after this step."""
+    if step in settings.extra_save_iters:
+        return True
+    interval = settings.save_interval
+    if not interval or not step:
+        return False
+    if settings.checkpoint_scale == "linear":
+        return step % interval == 0
+    power = 1
+    while power < step:
+        power *= interval
+    return power == step
+
+
+# --- resuming -------------------------------------------------------------------------------------
+
+
+def give_weights_of(
+    trainer: Trainer,
+    path: Path,
+    weight: Callable[[str, Callable[[str], Tensor]], Tensor] = lambda name, tensor_of: tensor_of(
+        name
+    ),
+) -> None:
+    """Give an engine the weights of a folder global_stepN and leave its optimizer as new.
+
+    weight: a parameter's value, from its name and from what reads a tensor of the file
+    Raises Damaged if they cannot be read.
+    """
+    file = path / WEIGHTS
+    try:
+        with safe_open(file, framework="pt") as weights:
+            give_weights(
+                trainer.engine, trainer.config, lambda name: weight(name, weights.get_tensor)
+            )
+    except (OSError, SafetensorError) as fault:
+        raise Damaged([f"{file}: cannot be read ({fault})"]) from None
+    trainer.restore_exact_positions()
+
+
+def resume(trainer: Trainer, path: Path, written_by: Engine) -> None:
+    """Load the engine's state of a folder global_stepN; code that its pickles name is not run.
+
+    written_by: the engine that wrote it; the state of another one than this is converted
+    Raises UserError if the state cannot be loaded or is of another step.
+    """
+    engine, step = trainer.engine, step_of(path)
+    assert step is not None
+    now = Engine.of(trainer.config, trainer.grid.ranks)
+    if trainer.config.checkpoint.no_load_optim:
+        give_weights_of(trainer, path)
+        engine.global_steps = step
+        logger.info("no_load_optim: continuing at step %d with a fresh optimizer", step)
+    else:
+        try:
+            with _data_only(), keeping_settings(engine):
+                if written_by == now:
+                    engine.load_checkpoint(str(path.parent), tag=path.name)
+                else:
+                    logger.info("%s was written with %s; continuing with %s", path, written_by, now)
+                    restore(engine, trainer.config, path, written_by)
+                    engine.global_steps = step
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as fault:  # torch and DeepSpeed have many for damaged or hostile files
+            raise UserError(
+                f"{path}: the engine's state cannot be loaded ({in_words(fault):.200})"
+                " - copy the checkpoint again, or continue from another one"
+            ) from fault
+    if engine.global_steps != step:
+        raise Damaged([f"{path}: the engine's state is that of step {engine.global_steps}"])
+    trainer.step = step
+    trainer.restore_exact_positions()
 
 
 def _stage(of: Any, name: str) -> Any:
@@ -207,3 +282,90 @@ def _data_only() -> Iterator[None]:
         os.environ.pop("TORCH_FORCE_WEIGHTS_ONLY_LOAD")
         if before is not None:
             os.environ["TORCH_FORCE_WEIGHTS_ONLY_LOAD"] = before
+
+
+# --- which ones stay ------------------------------------------------------------------------------
+
+
+class Keeper:
+    """Follows a run's losses, and deletes checkpoints that are not needed.
+
+    A loss is computed from the weights of the step before. So a checkpoint is proven good once a
+    loss after it is no worse than usual. Without this rule a run that explodes would delete its
+    last good weights.
+
+    folder: of the run, or None to delete nothing; started_at: the step that the run continues, or
+    None; record: checkpoint.json of that step
+    """
+
+    def __init__(
+        self,
+        folder: Path | None,
+        settings: Checkpoint,
+        *,
+        started_at: int | None,
+        record: dict[str, Any],
+    ) -> None:
+        self.folder, self.settings = folder, settings
+        self.saved = started_at
+        self.proven: int | None = record.get("proven")
+        self.usual_loss: float | None = record.get("usual_loss")
+        if self.usual_loss is None and "vocab" in record:
+            self.usual_loss = math.log(record["vocab"])  # that of guessing, which is no explosion
+        self.last_loss: float | None = record.get("last_loss")
+
+    def facts(self) -> dict[str, Any]:
+        """What the next checkpoint's record must remember."""
+        names = ("proven", "usual_loss", "last_loss")
+        return {name: getattr(self, name) for name in names}
+
+    def follow(self, losses: Sequence[tuple[int, float]]) -> None:
+        """Steps and their finite losses, each once; deletes what a proof made needless."""
+        before = self.proven
+        for step, loss in losses:
+            usual, last = self.usual_loss, self.last_loss
+            self.last_loss = loss
+            if usual is not None and loss > usual + EXPLODED:
+                if self.saved == step - 1:
+                    logger.warning(
+                        f"step {step}: loss {loss:.4g} after {usual:.4g}:"
+                        f" global_step{self.saved} follows an exploded update,"
+                        " the checkpoint before it is kept too"
+                    )
+                continue
+            # It follows a fall quickly, so that its bound stays tight. Only two low losses in a row
+            # are a fall: after one alone, every later loss would look exploded.
+            if usual is None:
+                self.usual_loss = loss
+            elif loss >= usual:
+                self.usual_loss = usual + RISES * (loss - usual)
+            elif last is not None and last < usual:
+                self.usual_loss = usual + FALLS * (max(loss, last) - usual)
+            if self.saved is not None and self.saved < step:
+                self.proven = self.saved
+        if self.proven != before:
+            self.clean()
+
+    def wrote(self, step: int) -> None:
+        """A checkpoint of this step was written."""
+        self.saved = step
+        self.clean()
+
+    def clean(self) -> None:
+        """Delete all but the newest keep_last_n_checkpoints up to the last one written.
+
+        The newest proven one stays, those of extra_save_iters, and all while none is proven.
+        """
+        count = self.settings.keep_last_n_checkpoints
+        if self.folder is None or not count or self.saved is None or self.proven is None:
+            return
+        stay = self.settings.extra_save_iters
+        steps = [one for one in steps_in(self.folder) if one <= self.saved and one not in stay]
+        for step in steps[:-count]:
+            if step == self.proven:
+                continue
+            path = folder_of(self.folder, step)
+            try:
+                remove_checkpoint(path)
+            except OSError as fault:  # one that stays is no reason to end a run
+                logger.warning("%s: cannot be deleted (%s)", path, fault.strerror)

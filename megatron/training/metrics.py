@@ -1,22 +1,190 @@
-"""Numbers of a run by step, and the time left."""
+"""Numbers of a run by step: speed, and where they go.
 
+They go to metrics.jsonl, tensorboard and Weights & Biases. No log is worth hours of training: one
+that fails is a warning, and the run goes on.
+"""
+
+import json
+import logging
 import math
+import os
+import re
+import resource
+import secrets
+import sys
 import time
-from collections import deque
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from megatron.config.schema import Logging
-from megatron.training.metric_logs import logs_of
-from megatron.training.records import Record
+from megatron.checkpoints.read import read_meta
+from megatron.config.schema import Logging, Model
+from megatron.errors import UserError, cannot_write, in_words
+from megatron.files import write_text
+from megatron.model import Architecture
+from megatron.model.size import BACKWARD, attention_flops, palm_weights
+from megatron.network import is_reachable
+from megatron.results.row import Row
 
-RECENT = 5  # log lines whose speed predicts the time that is left
+logger = logging.getLogger(__name__)
+
+LARGEST_TABLE = 1024
+"""Numbers of one parameter that a record may hold: kernels, not a table of learned positions."""
+PEAKS: tuple[tuple[str, dict[str, float]], ...] = (
+    (r"V100-SXM2-\d+GB", {"fp16": 125, "fp32": 15.7}),
+    (r"V100-PCIE-\d+GB", {"fp16": 112, "fp32": 14}),
+    (r"A100(-SXM4|-PCIE)?[- ]\d+GB( PCIe)?", {"fp16": 312, "bf16": 312, "fp32": 19.5}),
+    (r"H100 80GB HBM3", {"fp16": 989, "bf16": 989, "fp32": 67}),
+    (r"H100 PCIe", {"fp16": 756, "bf16": 756, "fp32": 51}),
+    (r"H100 NVL", {"fp16": 835, "bf16": 835, "fp32": 60}),
+    (r"H200", {"fp16": 989, "bf16": 989, "fp32": 67}),
+    (r"H200 NVL", {"fp16": 835, "bf16": 835, "fp32": 60}),
+    (r"B200", {"fp16": 2250, "bf16": 2250, "fp32": 75}),
+    (r"L40S", {"fp16": 362, "bf16": 362, "fp32": 91.6}),
+    (r"GeForce RTX 4090", {"fp16": 165.2, "bf16": 165.2, "fp32": 82.6}),
+    (r"GeForce RTX 3090", {"fp16": 71, "bf16": 71, "fp32": 35.6}),
+)
+"""Dense TFLOP/s by the device's full name and precision.
+
+From NVIDIA's data sheets, and for GeForce from the architecture's white papers with float32
+accumulation. Data sheets often print twice this, "with sparsity".
+"""
+
+
+# --- speed ----------------------------------------------------------------------------------------
+
+
+def flops_per_token(model: Model, vocab: int) -> tuple[float, float]:
+    """(6 N, 12 layers hidden length): FLOPs of one token, forward and backward.
+
+    `hidden` stands for all heads' features.
+
+    By PaLM (arXiv 2204.02311, appendix B). `model` is the configuration's section. N counts the
+    weights that multiply: blocks, final norm and output matrix, not the looked-up input embedding
+    and not the encoding. Attention counts all pairs of tokens, as PaLM does, although a causal
+    token attends to half of them. Recomputation does not count.
+    """
+    architecture = Architecture.of(model)
+    products = 2.0 * palm_weights(architecture, vocab)
+    attention = attention_flops(architecture, keys=float(model.seq_length))
+    return BACKWARD * products, BACKWARD * attention
+
+
+def utilisation(
+    flops: tuple[float, float], tokens_per_second: float, peak: float | None
+) -> dict[str, float]:
+    """Model TFLOP/s of one device, and its share of the peak TFLOP/s if that is known.
+
+    flops: see `flops_per_token`
+    mfu is PaLM's model FLOP utilisation; mfu_without_attention counts weights alone.
+    """
+    products, attention = flops
+    teratokens = tokens_per_second / 1e12
+    tflops = (products + attention) * teratokens
+    numbers = {"model_tflops_per_second": tflops}
+    if peak is not None:
+        numbers["mfu"] = tflops / peak
+        numbers["mfu_without_attention"] = products * teratokens / peak
+    return numbers
+
+
+def peak_tflops(device: torch.device, precision: str) -> float | None:
+    """Dense TFLOP/s of this device by its data sheet, or None for a CPU or an unknown device."""
+    if device.type != "cuda":
+        return None
+    return peak_of(torch.cuda.get_device_name(device), precision)
+
+
+def peak_of(name: str, precision: str) -> float | None:
+    """The same by CUDA's name of the device: `NVIDIA A100-SXM4-80GB`, `Tesla V100-SXM2-16GB` …"""
+    bare = re.sub(r"^(NVIDIA|Tesla) ", "", name)
+    for pattern, peaks in PEAKS:
+        if re.fullmatch(pattern, bare):
+            return peaks.get(precision)
+    return None
+
+
+def peak_memory(device: torch.device) -> int:
+    """Bytes: on CUDA the most since the last call, on the CPU the most this process ever used."""
+    if device.type == "cuda":
+        peak = torch.cuda.max_memory_allocated(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        return peak
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+class Progress:
+    """Speed of the last steps and the time that is left."""
+
+    def __init__(self, step: int, steps: int) -> None:
+        self.steps = steps
+        self.first_step = self.last_step = step
+        self.started = self.moment = _now()
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """A validation or a checkpoint: no part of a step's time."""
+        before = _now()
+        yield
+        self.moment += _now() - before
+
+    def advance(self, step: int) -> float:
+        """Seconds per step since the last call."""
+        now = _now()
+        seconds = (now - self.moment) / max(1, step - self.last_step)
+        self.last_step, self.moment = step, now
+        return seconds
+
+    def remaining(self) -> str:
+        """h:mm:ss to the end if all goes on as it did since the start, pauses included."""
+        done = max(1, self.last_step - self.first_step)
+        left = (_now() - self.started) / done * (self.steps - self.last_step)
+        return str(timedelta(seconds=round(left)))
+
+
+def _now() -> float:
+    """Seconds, after the device has finished its work."""
+    if torch.cuda.is_initialized():
+        torch.cuda.synchronize()
+    return time.perf_counter()
+
+
+# --- where the numbers go -------------------------------------------------------------------------
+
+
+class Numbers(NamedTuple):
+    """One record. kind: train, valid or skipped; learned: the encoding's parameters, per head."""
+
+    step: int
+    kind: str
+    numbers: dict[str, Any]
+    learned: dict[str, Tensor]
+
+    def charts(self) -> dict[str, float]:
+        """Every number by name, and of every parameter of the encoding its mean and range."""
+        charts = {}
+        for name, value in self.numbers.items():
+            if value is not None:
+                charts[f"{self.kind}/{name}"] = value
+        for name, tensor in self.learned.items():
+            for statistic in ("mean", "min", "max"):
+                charts[f"position/{name}/{statistic}"] = getattr(tensor, statistic)().item()
+        return charts
+
+    def histograms(self) -> dict[str, Any]:
+        """Of every parameter the finite numbers, in one dimension, for numpy."""
+        histograms = {}
+        for name, tensor in self.learned.items():
+            values = tensor.detach().float().flatten().cpu()
+            histograms[f"position/{name}"] = values[values.isfinite()].numpy()
+        return histograms
 
 
 class Metrics:
@@ -24,8 +192,8 @@ class Metrics:
 
     folder: where metrics.jsonl grows (None: nowhere); settings: the section `logging`;
     config: all keys, for Weights & Biases; resumed_at: the step to continue after, None if new
-    run_id: of the run of Weights & Biases; None: there is none
-    UserError where a place cannot be written at the start; later that is a warning.
+    run_id: of the run of Weights & Biases, or None if there is none
+    Raises UserError if a place cannot be written at the start; later that is a warning.
     """
 
     def __init__(
@@ -37,7 +205,36 @@ class Metrics:
         resumed_at: int | None = None,
         run_id: str | None = None,
     ) -> None:
-        self.logs = logs_of(folder, settings, config, resumed_at, run_id)
+        self.folder, self.settings = folder, settings
+        self.writers: dict[str, Callable[[Numbers], None]] = {}
+        self.lost: Counter[str] = Counter()
+        self.events: Any = None
+        self.wandb: Any = None
+        if folder is not None:
+            self.path = folder / "metrics.jsonl"
+            try:
+                folder.mkdir(parents=True, exist_ok=True)
+                _make_room(self.path, resumed_at)
+            except OSError as fault:
+                raise cannot_write(self.path, fault) from None
+            self.writers[str(self.path)] = self._write_line
+        if settings.tensorboard_dir:
+            place = f"tensorboard_dir: {settings.tensorboard_dir}"
+            purge_step = resumed_at + 1 if resumed_at else None
+            try:
+                from torch.utils.tensorboard import SummaryWriter  # slow to import
+
+                self.events = SummaryWriter(settings.tensorboard_dir, purge_step=purge_step)
+            except ImportError:
+                raise UserError(f"{place}: needs a package - pip install tensorboard") from None
+            except OSError as fault:
+                raise cannot_write(place, fault) from None
+            self.writers[place] = self._write_events
+        if settings.use_wandb and run_id is not None:
+            is_continued = resumed_at is not None
+            self.wandb = wandb_run(settings, config, folder, run_id, is_continued=is_continued)
+            if self.wandb is not None:
+                self.writers["use_wandb"] = self._write_wandb
 
     def log(
         self,
@@ -45,70 +242,212 @@ class Metrics:
         kind: str,
         numbers: dict[str, Any],
         learned: dict[str, Tensor] | None = None,
-        details: dict[str, Any] | None = None,
     ) -> None:
-        """Write one record.
-
-        kind: train, valid or skipped; learned: the encoding's parameters, per head;
-        details: plain data for metrics.jsonl alone
-        """
-        finite = {name: _finite(value) for name, value in numbers.items()}
-        record = Record(step, kind, finite, learned or {}, details or {})
-        for log in self.logs:
-            log.write(record)
+        """Write one record, see Numbers."""
+        finite = {}
+        for name, value in numbers.items():  # JSON knows no infinity
+            is_finite = not isinstance(value, float) or math.isfinite(value)
+            finite[name] = value if is_finite else None
+        record = Numbers(step, kind, finite, learned or {})
+        for place, write in self.writers.items():
+            try:
+                write(record)
+            except Exception as fault:  # whatever a library or a disk may raise
+                self.lost[place] += 1
+                if self.lost[place] == 1:
+                    logger.warning(
+                        f"{place}: step {step} could not be written ({in_words(fault)})"
+                        " - training goes on, and later records are tried again"
+                    )
 
     def close(self) -> None:
         """Write what is still buffered, and warn of what was lost."""
-        for log in self.logs:
-            log.close()
+        if self.events is not None:
+            try:
+                self.events.close()
+            except Exception as fault:
+                logger.warning(f"tensorboard_dir: could not be closed ({in_words(fault)})")
+        if self.wandb is not None:
+            files = []
+            if self.settings.wandb_artifacts and self.folder is not None:
+                files = [self.path, *sorted(self.folder.glob("profile/*"))]
+            finish_wandb(self.wandb, "training", files)
+        for place, count in self.lost.items():
+            logger.warning(f"{place}: {count} record(s) were lost")
+
+    def _write_line(self, record: Numbers) -> None:
+        """Append a whole line, also if the disk is full in the middle of one."""
+        facts = {"step": record.step, "kind": record.kind, **record.numbers}
+        tables = {}
+        for name, tensor in record.learned.items():
+            if tensor.numel() <= LARGEST_TABLE:
+                tables[name] = [float(f"{value:.6g}") for value in tensor.flatten().tolist()]
+        if tables:
+            facts["position"] = tables
+        with self.path.open("ab", buffering=0) as file:
+            end = file.seek(0, os.SEEK_END)
+            remaining = (json.dumps(facts) + "\n").encode()
+            try:
+                while remaining:
+                    remaining = remaining[file.write(remaining) :]
+            except OSError:
+                file.truncate(end)
+                raise
+
+    def _write_events(self, record: Numbers) -> None:
+        for name, value in record.charts().items():
+            self.events.add_scalar(name, value, record.step)
+        for name, values in record.histograms().items():
+            if values.size:
+                self.events.add_histogram(name, values, record.step)
+
+    def _write_wandb(self, record: Numbers) -> None:
+        import wandb
+
+        values: dict[str, Any] = {"step": record.step, **record.charts()}
+        for name, numbers in record.histograms().items():
+            values[name] = wandb.Histogram(numbers.tolist())
+        self.wandb.log(values)
 
 
-class Progress:
-    """Speed of the last steps and the time that is left."""
-
-    def __init__(self, step: int, steps: int) -> None:
-        self.steps = steps
-        self.first_step = self.last_step = step
-        self.moment = _now()
-        self.pause = 0.0  # seconds since the last call of `advance`
-        self.pauses = 0.0  # seconds since the start
-        self.recent: deque[tuple[int, float]] = deque(maxlen=RECENT)  # steps and their seconds
-
-    @contextmanager
-    def paused(self) -> Iterator[None]:
-        """A validation or a checkpoint: no part of a step's time, but `remaining` counts it."""
-        before = _now()
-        yield
-        seconds = _now() - before
-        self.pause += seconds
-        self.pauses += seconds
-
-    def advance(self, step: int) -> float:
-        """Seconds per step since the last call."""
-        now = _now()
-        seconds = now - self.moment - self.pause
-        count = max(1, step - self.last_step)
-        self.recent.append((count, seconds))
-        self.last_step, self.moment, self.pause = step, now, 0.0
-        return seconds / count
-
-    def remaining(self) -> str:
-        """h:mm:ss to the end: steps at their recent speed, pauses at their mean since the start."""
-        recent_steps = sum(count for count, _ in self.recent)
-        recent_seconds = sum(seconds for _, seconds in self.recent)
-        step = recent_seconds / max(1, recent_steps)
-        pause = self.pauses / max(1, self.last_step - self.first_step)
-        left = (step + pause) * (self.steps - self.last_step)
-        return str(timedelta(seconds=round(left)))
+def _make_room(path: Path, resumed_at: int | None) -> None:
+    """Drop the records that a resumed run writes again; a new run renames an old file instead."""
+    if not path.exists():
+        return
+    if resumed_at is None:
+        number = 1
+        while path.with_name(f"{path.stem}.{number}.jsonl").exists():
+            number += 1
+        path.rename(path.with_name(f"{path.stem}.{number}.jsonl"))
+        return
+    kept = []
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True):
+        try:
+            if json.loads(line)["step"] <= resumed_at:
+                kept.append(line)
+        except (ValueError, LookupError, TypeError, RecursionError):  # a line that was cut off
+            continue
+    write_text(path, "".join(kept))
 
 
-def _now() -> float:
-    """Seconds, after the device has finished its work."""
-    if torch.cuda.is_initialized():
-        torch.cuda.synchronize()
-    return time.perf_counter()
+# --- Weights & Biases -----------------------------------------------------------------------------
 
 
-def _finite(value: Any) -> Any:
-    """JSON knows no infinity."""
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+def new_wandb_id() -> str:
+    """The id of a new run, which its checkpoints keep."""
+    return secrets.token_hex(4)
+
+
+def wandb_run(
+    settings: Logging,
+    config: dict[str, Any],
+    folder: Path | None,
+    run_id: str,
+    *,
+    is_continued: bool,
+) -> Any:
+    """A run of Weights & Biases, or None if it cannot start at all, which is a warning.
+
+    If its server cannot be used, the records are kept beside the run for `wandb sync`. Records
+    have an axis of their own, `step`: a resumed run sends those after its checkpoint again, and
+    W&B's own counter would drop them.
+    """
+    # Its reports of faults go to the same server, and a process waits for them at its end.
+    os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
+    try:
+        import wandb  # slow to import
+
+        # It asks no terminal for a key, and a stuck service must not block log lines.
+        quiet: dict[str, Any] = {"silent": True, "console": "off"}
+        limits = quiet | {"init_timeout": 15, "finish_timeout": 30, "finish_timeout_raises": True}
+        arguments: dict[str, Any] = {
+            "project": settings.wandb_project,
+            "entity": settings.wandb_team,
+            "group": settings.wandb_group,
+            "config": config,
+            "dir": folder,
+            "id": run_id,
+        }
+        run = None
+        known = wandb.setup(wandb.Settings(**quiet)).settings
+        if known.mode == "online":
+            address = settings.wandb_host or known.base_url
+            try:
+                if not is_reachable(address):
+                    raise ConnectionError(f"{address} cannot be reached")
+                online = wandb.Settings(**limits, base_url=address)
+                resume = "allow" if is_continued else None
+                run = wandb.init(**arguments, settings=online, resume=resume)
+                logger.info(f"use_wandb: {run.url}")
+            except Exception as fault:  # no key, no rights, an answer that it cannot read
+                logger.warning(
+                    f"use_wandb: the server cannot be used ({in_words(fault)}) - the run goes on;"
+                    f" the records are kept in {folder or '.'}/wandb, and `wandb sync` sends them"
+                    " later"
+                )
+                wandb.teardown()  # its service still has a run of this id
+        run = run or wandb.init(**arguments, settings=wandb.Settings(**limits), mode="offline")
+        run.define_metric("step", hidden=True)
+        run.define_metric("*", step_metric="step")
+    except Exception as fault:
+        logger.warning(
+            f"use_wandb: cannot start ({in_words(fault)}) - the run goes on without it;"
+            " pip install wandb if the package is missing"
+        )
+        return None
+    return run
+
+
+def finish_wandb(run: Any, kind: str, files: Sequence[Path]) -> None:
+    """Send files, if there are any, as an artifact of this kind; and end the run.
+
+    What was not sent within 30 seconds is a warning.
+    """
+    import wandb
+
+    try:
+        if files:
+            artifact = wandb.Artifact(f"{kind}-{run.id}", type=kind)
+            for path in files:
+                artifact.add_file(str(path))
+            run.log_artifact(artifact)
+        run.finish()
+    except TimeoutError:
+        logger.warning(
+            "use_wandb: not all was sent within 30 seconds - `wandb sync"
+            f" {run.settings.sync_dir}` sends it later"
+        )
+    except Exception as fault:  # a file that cannot be read, or what a library may raise
+        logger.warning(f"use_wandb: its files are not sent ({in_words(fault)})")
+    finally:
+        with suppress(Exception):  # a service that is gone
+            wandb.teardown()  # else it is tried at the end of the process, with a traceback
+
+
+def send_results(results: Mapping[Path, Sequence[Row]], settings: Logging | None) -> None:
+    """Send files of rows and the plots beside them, if use_wandb and wandb_artifacts say so.
+
+    results: rows by their file, of one checkpoint; settings: the section `logging`, or None for
+    that of the training. What fails is a warning.
+    """
+    rows = [row for own in results.values() for row in own]
+    if not rows or (settings is not None and not (settings.use_wandb and settings.wandb_artifacts)):
+        return
+    path = Path(rows[0].get("checkpoint", ""))
+    try:
+        trained, record = read_meta(path)
+    except UserError as fault:  # the checkpoint was moved or removed meanwhile
+        if settings is not None:
+            logger.warning(f"use_wandb: nothing is sent ({fault})")
+        return
+    settings = settings or trained.logging
+    if not (settings.use_wandb and settings.wandb_artifacts):
+        return
+    known = record.get("wandb")
+    is_continued = known is not None
+    run = wandb_run(settings, {}, path.parent, known or new_wandb_id(), is_continued=is_continued)
+    if run is not None:
+        files = list(results)
+        for file in results:
+            files += sorted(file.parent.glob(f"{file.stem}*.png"))
+        finish_wandb(run, "evaluation", files)

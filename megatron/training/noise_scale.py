@@ -4,7 +4,7 @@ McCandlish et al. 2018, An Empirical Model of Large-Batch Training (arXiv 1812.0
 """
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -27,7 +27,8 @@ class NoiseScale:
     each has a moving average of its own. Within a group the weights are taken as constant.
 
     windows: of one step, on all ranks; steps: n ≥ 2; on_cpu: where the sum over a group is kept
-    state: what `state` returned when a checkpoint was written
+    averages: what a checkpoint kept, in plain values. They still lack the correction for an average
+    that began at zero. An unfinished group is not kept.
     """
 
     def __init__(
@@ -37,15 +38,15 @@ class NoiseScale:
         grid: Grid,
         *,
         on_cpu: bool = False,
-        state: dict[str, Any] | None = None,
+        averages: Mapping[str, Any] | None = None,
     ) -> None:
         self.windows, self.steps, self.grid = windows, steps, grid
         self.device = torch.device("cpu") if on_cpu else None
-        kept = state or {}
-        self.groups: int = kept.get("groups", 0)
-        self.trace: float = kept.get("trace", 0.0)  # these two still lack the correction
-        self.square: float = kept.get("square", 0.0)  # for an average that began at zero
-        self._begin_group()
+        self.averages: dict[str, Any] = {"groups": 0, "trace": 0.0, "square": 0.0}
+        self.averages |= averages or {}
+        self.sums: list[Tensor] = []
+        self.squares: list[Tensor | float] = []
+        self.count = 0
 
     @torch.no_grad()
     def add(self, parts: Iterable[Tensor]) -> None:
@@ -53,69 +54,49 @@ class NoiseScale:
 
         Every rank calls this. A group in which a gradient is not finite is left out.
         """
-        total = None
+        square: Tensor | float = 0.0
         for index, part in enumerate(parts):
-            square = torch.linalg.vector_norm(part, dtype=torch.float64).square()
-            total = square if total is None else total + square
+            square = square + _square(part)
             kept = part.float() if self.device is None else part.to(self.device, torch.float32)
             if self.count:
                 self.sums[index] += kept
             else:
                 self.sums.append(kept.clone())
-        if total is not None:
-            self.squares.append(total)
+        self.squares.append(square)
         self.count += 1
-        if self.count == self.steps:
-            self._end_group()
-            self._begin_group()
+        if self.count < self.steps:
+            return
+        own_small = sum(float(square) / self.steps for square in self.squares)
+        own_large = sum(float(_square(total)) / self.steps**2 for total in self.sums)
+        self.sums, self.squares, self.count = [], [], 0
+        own = torch.tensor([own_small, own_large], dtype=torch.float64, device=self.grid.device)
+        small, large = self.grid.sum(own).tolist()
+        if not (math.isfinite(small) and math.isfinite(large)):
+            return
+        batch, many = self.windows, self.windows * self.steps
+        estimates = {
+            "trace": (small - large) / (1 / batch - 1 / many),
+            "square": (many * large - batch * small) / (many - batch),
+        }
+        self.averages["groups"] += 1
+        for name, value in estimates.items():
+            self.averages[name] = BETA * self.averages[name] + (1 - BETA) * value
 
     def numbers(self) -> dict[str, float | None]:
         """noise_scale in windows, tr(Σ) of one window, |G|²; {} before the first group.
 
-        noise_scale is None where the estimate of |G|² is not positive: noise hides the gradient.
+        noise_scale is None if the estimate of |G|² is not positive: noise hides the gradient.
         """
-        if self.groups == 0:
+        if not self.averages["groups"]:
             return {}
-        correction = 1 - BETA**self.groups
-        trace, square = self.trace / correction, self.square / correction
+        correction = 1 - BETA ** self.averages["groups"]
+        trace, square = self.averages["trace"] / correction, self.averages["square"] / correction
         scale = trace / square if square > 0 else None
         return {"noise_scale": scale, "noise_trace": trace, "gradient_square": square}
 
-    def state(self) -> dict[str, Any]:
-        """What a checkpoint keeps, in plain values. An unfinished group is not kept."""
-        return {"groups": self.groups, "trace": self.trace, "square": self.square}
 
-    def _begin_group(self) -> None:
-        self.count = 0
-        self.sums: list[Tensor] = []
-        self.squares: list[Tensor] = []
-
-    def _end_group(self) -> None:
-        """Both squared norms over all ranks, in one exchange, and the averages with them."""
-        own = torch.zeros(2, dtype=torch.float64)
-        for square in self.squares:
-            own[0] += square.cpu() / self.steps
-        for part in self.sums:
-            mean_square = torch.linalg.vector_norm(part, dtype=torch.float64).square()
-            own[1] += mean_square.cpu() / self.steps**2
-        small, large = self.grid.sum(own.to(self.grid.device)).tolist()
-        if not math.isfinite(small) or not math.isfinite(large):
-            return
-        trace, square = estimates(small, large, self.windows, self.steps)
-        self.groups += 1
-        self.trace = BETA * self.trace + (1 - BETA) * trace
-        self.square = BETA * self.square + (1 - BETA) * square
-
-
-def estimates(small: float, large: float, windows: int, steps: int) -> tuple[float, float]:
-    """tr(Σ) and |G|² of McCandlish et al. (A.2, A.3).
-
-    small: mean of |G_b|² for batches of `windows`; large: |G_B|² for B = windows * steps
-    """
-    many = windows * steps
-    trace = (small - large) / (1 / windows - 1 / many)
-    square = (many * large - windows * small) / (many - windows)
-    return trace, square
+def _square(part: Tensor) -> Tensor:
+    return torch.linalg.vector_norm(part, dtype=torch.float64).square()
 
 
 def own_gradients(parameters: Iterable[Tensor], grid: Grid) -> Iterator[Tensor]:

@@ -1,7 +1,8 @@
-"""The optimizer: Adam, fused where the machine has it."""
+"""The optimizer, Adam, fused where the machine has it; and its learning rate by step."""
 
-import importlib
+import importlib.util
 import logging
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -13,6 +14,51 @@ from torch import nn
 from megatron.config.schema import Optimizer
 
 logger = logging.getLogger(__name__)
+
+
+def learning_rate(step: int, optimizer: Optimizer) -> float:
+    """The learning rate of a step (the first is 0) by the configuration's section `optimizer`."""
+    rule = neox_2022 if optimizer.lr_schedule == "neox-2022" else standard
+    value = rule(
+        step,
+        peak=optimizer.lr,
+        steps=max(1, optimizer.lr_decay_iters),
+        warmup=optimizer.warmup * optimizer.lr_decay_iters,
+        style=optimizer.lr_decay_style,
+        floor=optimizer.min_lr,
+    )
+    return max(value, optimizer.min_lr)
+
+
+def standard(
+    step: int, *, peak: float, steps: int, warmup: float, style: str, floor: float
+) -> float:
+    """Linear warm-up, then a decay that would reach the floor one step after the last."""
+    if step + 1 < warmup:
+        return peak * (step + 1) / warmup
+    progress = min(1.0, (step + 1 - warmup) / (steps + 1 - warmup))
+    return floor + (peak - floor) * _decay(style, progress)
+
+
+def neox_2022(
+    step: int, *, peak: float, steps: int, warmup: float, style: str, floor: float
+) -> float:
+    """As GPT-NeoX computed it when KERPLE and MEP were made (learning_rates.py at 738b87e).
+
+    The first step has rate 0. The decay is divided by the whole length, not by what the warm-up
+    leaves, so the rate stays constant in the last `warmup` steps.
+    """
+    reached = min(step, steps - warmup)
+    if warmup > 0 and reached <= warmup:
+        return peak * reached / warmup
+    return peak * _decay(style, (reached - warmup) / steps)
+
+
+def _decay(style: str, progress: float) -> float:
+    """The rate as a fraction of its peak after `progress` (0 … 1) of the decay."""
+    if style == "cosine":
+        return (math.cos(math.pi * progress) + 1) / 2
+    return 1 - progress if style == "linear" else 1.0
 
 
 def build_optimizer(
@@ -28,7 +74,9 @@ def build_optimizer(
         {"params": [parameter for _, parameter in decayed], "weight_decay": settings.weight_decay},
         {"params": [parameter for _, parameter in exempt], "weight_decay": 0.0},
     ]
-    return adam(device)(groups, lr=settings.lr, betas=settings.betas, eps=settings.eps)
+    adam = apex_fused_adam() if device.type == "cuda" else None
+    adam = adam or partial(torch.optim.AdamW, fused=True)
+    return adam(groups, lr=settings.lr, betas=settings.betas, eps=settings.eps)
 
 
 Named = list[tuple[str, nn.Parameter]]
@@ -46,8 +94,7 @@ def named_groups(model: nn.Module, *, encoding_decays: bool) -> tuple[Named, Nam
             decays = encoding_decays
         else:
             # ZeRO 3 leaves an empty parameter, which remembers its shape.
-            shape = getattr(parameter, "ds_shape", parameter.shape)
-            decays = len(shape) >= 2
+            decays = len(getattr(parameter, "ds_shape", parameter.shape)) >= 2
         group = decayed if decays else exempt
         group.append((name, parameter))
     return decayed, exempt
@@ -68,8 +115,7 @@ def keeping_settings(engine: Any) -> Iterator[None]:
     optimizer = engine.optimizer
     settings = []
     for group in optimizer.param_groups:
-        kept = {key: value for key, value in group.items() if key not in STATE_OF_GROUP}
-        settings.append(kept)
+        settings.append({key: value for key, value in group.items() if key not in STATE_OF_GROUP})
     scaler = getattr(optimizer, "loss_scaler", None)
     yield
     for group, kept in zip(optimizer.param_groups, settings, strict=True):
@@ -91,28 +137,16 @@ def continue_scale(scaler: Any, loaded: Any) -> None:
     scaler.cur_hysteresis = min(scaler.cur_hysteresis, scaler.delayed_shift)
 
 
-def adam(device: torch.device) -> Callable[..., torch.optim.Optimizer]:
-    """NVIDIA apex's fused Adam on CUDA where it is installed, else torch's fused AdamW."""
-    fused_adam = apex_fused_adam()
-    if fused_adam is not None and device.type == "cuda":
-        return fused_adam
-    return partial(torch.optim.AdamW, fused=True)
-
-
 def apex_fused_adam() -> Callable[..., torch.optim.Optimizer] | None:
     """FusedAdam of NVIDIA apex, or None.
 
-    Warns where the package called apex is another one or lacks its kernels.
+    Warns if the package called apex is another one or lacks its kernels.
     """
-    try:
-        importlib.import_module("apex")
-    except ImportError:
+    if importlib.util.find_spec("apex") is None:
         return None
     try:
         optimizers = importlib.import_module("apex.optimizers")
-        importlib.import_module(
-            "amp_C"
-        )  # its kernels: without them it fails only when it is called
+        importlib.import_module("amp_C")  # its kernels, which it needs only when it is called
         return optimizers.FusedAdam
     except (ImportError, AttributeError):
         logger.warning(

@@ -1,14 +1,14 @@
 """Traces of single steps, and snapshots of CUDA memory, written by key into the run's folder.
 
-A fault of a recorder is a warning, and the training goes on without it.
+A fault of torch's profiler or of a disk is a warning, and the training goes on without it.
 """
 
 import logging
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Protocol, Self
+from typing import Self
 
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function, schedule
@@ -20,229 +20,129 @@ from megatron.parallel.grid import Grid
 
 logger = logging.getLogger(__name__)
 
-FOLDER = "profile"
 OPERATIONS = 40  # lines of the table beside a trace
 EVENTS = 100_000  # allocations and frees that a snapshot remembers, as in GPT-NeoX
-
-
-class Recorder(Protocol):
-    """Something that is switched on for some steps. key: of the configuration, for messages."""
-
-    key: str
-
-    def begin(self, step: int) -> None: ...
-    def end(self, step: int) -> None: ...
-    def close(self) -> None: ...
-
-
-class Trace:
-    """torch's profiler over the steps first to last; the step before them warms it up.
-
-    Writes folder/step{first}-{last}_rank{rank}.trace.json.gz, a Chrome trace that Perfetto opens,
-    and a table of the longest operations, .txt.
-    """
-
-    key = "profile"
-
-    def __init__(self, folder: Path, first: int, last: int, grid: Grid, *, memory: bool) -> None:
-        self.folder, self.first, self.last, self.grid = folder, first, last, grid
-        self.memory = memory
-        self.profiler: profile | None = None
-        self.recorded: list[int] = []
-
-    def begin(self, step: int) -> None:
-        """Start with the step before the first one, or within them in a run that begins there."""
-        if self.profiler is not None or not self.first - 1 <= step <= self.last:
-            return
-        warm_up = 1 if step < self.first else 0
-        activities = [ProfilerActivity.CPU]
-        if self.grid.device.type == "cuda":
-            activities.append(ProfilerActivity.CUDA)
-        active = self.last - step + 1 - warm_up
-        with _quiet():
-            self.profiler = profile(
-                activities=activities,
-                schedule=schedule(wait=0, warmup=warm_up, active=active, repeat=1),
-                on_trace_ready=self._write,
-                record_shapes=True,
-                profile_memory=self.memory,
-            )
-            self.profiler.start()
-
-    def end(self, step: int) -> None:
-        """One more step is recorded; the last one writes the files."""
-        if self.profiler is None:
-            return
-        if step >= self.first:
-            self.recorded.append(step)
-        if step == self.last:
-            self.close()
-        else:
-            self.profiler.step()
-
-    def close(self) -> None:
-        """Write what was recorded, which a run that ends early cuts short."""
-        profiler, self.profiler = self.profiler, None
-        if profiler is not None:
-            with _quiet():
-                profiler.stop()
-
-    def _write(self, profiler: profile) -> None:
-        if not self.recorded:
-            return
-        steps = f"step{self.recorded[0]}-{self.recorded[-1]}"
-        path = self.folder / f"{steps}_rank{self.grid.rank}.trace.json.gz"
-        with atomic_write(path) as temporary:
-            # The ending says that it is to be packed.
-            plain = temporary.with_name(f"{temporary.name}.json.gz")
-            profiler.export_chrome_trace(str(plain))
-            plain.replace(temporary)
-        order = "self_cpu_time_total"
-        if self.grid.device.type == "cuda":
-            order = "self_cuda_time_total"
-        table = profiler.key_averages().table(sort_by=order, row_limit=OPERATIONS)
-        write_text(self.folder / f"{steps}_rank{self.grid.rank}.txt", table + "\n")
-        logger.info(f"profile: {steps} is in {path}, for https://ui.perfetto.dev")
-
-
-class MemoryHistory:
-    """What asked for CUDA memory from the start of the run to the end of step `last`.
-
-    Writes folder/memory_rank{rank}.pickle, for https://pytorch.org/memory_viz. A run that ends
-    earlier, also by a lack of memory, writes what there is.
-    """
-
-    key = "memory_profiling"
-
-    def __init__(self, folder: Path, last: int, grid: Grid) -> None:
-        self.path = folder / f"memory_rank{grid.rank}.pickle"
-        self.last = last
-        torch.cuda.memory._record_memory_history(max_entries=EVENTS)
-        self.records = True
-
-    def begin(self, step: int) -> None:
-        """It records from the start."""
-
-    def end(self, step: int) -> None:
-        if step >= self.last:
-            self.close()
-
-    def close(self) -> None:
-        if not self.records:
-            return
-        self.records = False
-        try:
-            with atomic_write(self.path) as temporary:
-                torch.cuda.memory._dump_snapshot(str(temporary))
-        finally:
-            torch.cuda.memory._record_memory_history(enabled=None)
-        logger.info(f"memory_profiling: {self.path}, for https://pytorch.org/memory_viz")
 
 
 class Profiling:
     """What the keys `profile` and `memory_profiling` ask for, on the ranks of `profile_ranks`.
 
-    settings: the section `logging`; folder: of the run, None where it has none;
-    done: steps before this start; steps: the last step of the training
+    settings: the section `logging`; folder: of the run, or None; done: steps before this start;
+    steps: the last step of the training
+
+    Writes profile/step{first}-{last}_rank{rank}.trace.json.gz, a Chrome trace that Perfetto opens,
+    a table of the longest operations, .txt, and on CUDA memory_rank{rank}.pickle for
+    https://pytorch.org/memory_viz. A run that ends earlier, also by a lack of memory, writes what
+    there is.
     """
 
     def __init__(
         self, settings: Logging, folder: Path | None, grid: Grid, *, done: int, steps: int
     ) -> None:
-        self.settings, self.folder, self.grid = settings, folder, grid
-        self.done, self.steps = done, steps
-        self.recorders: list[Recorder] = []
-
-    def __enter__(self) -> Self:
-        settings = self.settings
-        if not settings.profile and not settings.memory_profiling:
-            return self
-        if self.grid.rank not in settings.profile_ranks:
-            return self
-        reason = self._why_not()
-        if reason is not None:
-            key = "profile" if settings.profile else "memory_profiling"
-            logger.warning(f"{key}: nothing is recorded, because {reason}")
-            return self
-        self.recorders = self._recorders()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        """Write what is recorded so far, also where the training failed."""
-        self._each(lambda recorder: recorder.close())
-        self.recorders = []
+        self.settings, self.grid = settings, grid
+        self.place = folder / "profile" if folder else None
+        self.memory_place = Path(settings.memory_profiling_path or self.place or "")
+        self.done, self.step_now = done, done
+        self.first = max(settings.profile_step_start, done + 1)
+        self.last = settings.profile_step_stop
+        self.steps = steps
+        self.profiler: profile | None = None
+        self.records_memory = False
 
     @property
     def writes(self) -> bool:
         """Whether something is recorded, so that the end of a step may take time."""
-        return bool(self.recorders)
+        return self.profiler is not None or self.records_memory
+
+    def __enter__(self) -> Self:
+        asked, cuda = self.settings, self.grid.device.type == "cuda"
+        wanted = asked.profile or asked.memory_profiling
+        if not wanted or self.grid.rank not in asked.profile_ranks:
+            return self
+        if self.first > min(self.last, self.steps) or not (self.place or asked.memory_profiling):
+            logger.warning(
+                f"profile: nothing is recorded - profile_step_stop is {self.last}, steps"
+                f" {self.first} to {self.steps} are left, and save or log_dir must be set"
+            )
+            return self
+        if asked.memory_profiling and not cuda:
+            logger.warning(
+                "memory_profiling: snapshots exist for CUDA alone - with profile: true the trace"
+                " shows what each operation allocates on the CPU"
+            )
+        with self._spared():
+            if asked.memory_profiling and cuda:
+                torch.cuda.memory._record_memory_history(max_entries=EVENTS)
+                self.records_memory = True
+            if asked.profile and self.place is not None:
+                before = self.first - 1 - self.done  # steps that are not written
+                warm_up = min(1, before)
+                active = self.last - self.first + 1
+                activities = [ProfilerActivity.CPU]
+                if cuda:
+                    activities.append(ProfilerActivity.CUDA)
+                self.profiler = profile(
+                    activities=activities,
+                    schedule=schedule(
+                        wait=before - warm_up, warmup=warm_up, active=active, repeat=1
+                    ),
+                    on_trace_ready=self._write_trace,
+                    record_shapes=True,
+                    profile_memory=asked.memory_profiling,
+                )
+                self.profiler.start()
+        return self
 
     @contextmanager
     def step(self, number: int) -> Iterator[None]:
-        """One step of the training, which is recorded where its number is wanted."""
-        if not self.recorders:
-            yield
-            return
-        self._each(lambda recorder: recorder.begin(number))
+        """One step of the training, which is recorded if its number is wanted."""
         with record_function(f"training step {number}"):
             yield
 
     def after(self, number: int) -> None:
         """Write what is complete with this step."""
-        self._each(lambda recorder: recorder.end(number))
-        if number >= self.settings.profile_step_stop:
-            self.recorders = []
+        self.step_now = number
+        if number >= self.last:
+            self.__exit__()
+        elif self.profiler is not None:
+            with self._spared():
+                self.profiler.step()
 
-    def _why_not(self) -> str | None:
-        first, last = self.settings.profile_step_start, self.settings.profile_step_stop
-        if self.folder is None and not self.settings.memory_profiling_path:
-            return "neither save nor log_dir is set"
-        if self.done >= last:
-            return f"the run goes on after step {self.done}, and profile_step_stop is {last}"
-        if self.steps < first:
-            return f"the run ends at step {self.steps}, and profile_step_start is {first}"
-        return None
+    def __exit__(self, *_: object) -> None:
+        """Write what is recorded so far, also if the training failed."""
+        profiler, self.profiler = self.profiler, None
+        if profiler is not None:
+            with self._spared():
+                profiler.stop()
+        if self.records_memory:
+            self.records_memory = False
+            path = self.memory_place / f"memory_rank{self.grid.rank}.pickle"
+            with self._spared(), atomic_write(path) as temporary:
+                torch.cuda.memory._dump_snapshot(str(temporary))
+            torch.cuda.memory._record_memory_history(enabled=None)
 
-    def _recorders(self) -> list[Recorder]:
-        settings, grid = self.settings, self.grid
-        first, last = settings.profile_step_start, settings.profile_step_stop
-        place_of_memory = settings.memory_profiling_path
-        folder = Path(place_of_memory or "") if self.folder is None else self.folder / FOLDER
-        recorders: list[Recorder] = []
-        if settings.profile:
-            memory = settings.memory_profiling
-            recorders.append(Trace(folder, first, last, grid, memory=memory))
-        if not settings.memory_profiling:
-            return recorders
-        if grid.device.type != "cuda":
-            logger.warning(
-                "memory_profiling: snapshots exist for CUDA alone - with profile: true the trace"
-                " shows what each operation allocates on the CPU"
-            )
-            return recorders
+    def _write_trace(self, profiler: profile) -> None:
+        if self.step_now < self.first or self.place is None:
+            return
+        name = f"step{self.first}-{self.step_now}_rank{self.grid.rank}"
+        path = self.place / f"{name}.trace.json.gz"
+        with atomic_write(path) as temporary:
+            # The ending says that it is to be packed.
+            packed = temporary.with_name(f"{temporary.name}.json.gz")
+            profiler.export_chrome_trace(str(packed))
+            packed.replace(temporary)
+        order = f"self_{self.grid.device.type}_time_total"
+        table = profiler.key_averages().table(sort_by=order, row_limit=OPERATIONS)
+        write_text(self.place / f"{name}.txt", table + "\n")
+        logger.info(f"profile: {path}, for https://ui.perfetto.dev")
+
+    @contextmanager
+    def _spared(self) -> Iterator[None]:
+        """Make a fault a warning, and leave out torch's advice about schedules."""
         try:
-            place = Path(place_of_memory) if place_of_memory else folder
-            recorders.append(MemoryHistory(place, last, grid))
-        except Exception as fault:  # whatever a driver or another version of torch may raise
-            _warn("memory_profiling", fault)
-        return recorders
-
-    def _each(self, act: Callable[[Recorder], None]) -> None:
-        for recorder in list(self.recorders):
-            try:
-                act(recorder)
-            except Exception as fault:  # whatever a profiler, a driver or a disk may raise
-                self.recorders.remove(recorder)
-                _warn(recorder.key, fault)
-
-
-def _warn(key: str, fault: Exception) -> None:
-    logger.warning(f"{key}: failed ({in_words(fault)}) - training goes on without it")
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Without torch's advice about schedules, which a resumed or stopped run cannot follow."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=".*([Pp]rofiler|schedule)")
-        yield
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", message=".*([Pp]rofiler|schedule)")
+                yield
+        except Exception as fault:  # whatever a profiler, a driver or a disk may raise
+            self.profiler = None
+            logger.warning(f"profile: failed ({in_words(fault)}) - training goes on without it")

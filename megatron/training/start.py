@@ -1,219 +1,422 @@
-"""Where a run starts: at step 0, or at a checkpoint that fits. All else is refused."""
+"""Where a run starts: at step 0, at a checkpoint that fits, or with the weights of a parent.
+
+All else is refused. Of a parent everything but the encoding is taken, number for number. Of its
+encoding is taken what has the same name, sits in the same kind of module and has the same shape. A
+table with a row for each position keeps the rows that both have.
+"""
 
 import logging
-from dataclasses import dataclass, field
+import math
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
 from megatron.checkpoints.manifest import (
-    Stamps,
+    WEIGHTS,
+    Damaged,
     engine_files,
+    faults_of,
     note_opened,
     read_record,
-    stamps,
 )
-from megatron.checkpoints.parent import checkpoint_to_continue
-from megatron.checkpoints.read import read_meta, replaced
-from megatron.checkpoints.saved import latest_step, newest_good
+from megatron.checkpoints.read import READ_BY_EVALUATION, read_meta, replaced
+from megatron.checkpoints.saved import checkpoint_to_continue, latest_step, newest_good
 from megatron.config import Config
+from megatron.config.schema import Model
 from megatron.errors import UserError
+from megatron.model import GPT, Architecture, positions_from_config
 from megatron.parallel.grid import Grid
-from megatron.training.checkpoint import check_engine_state
-from megatron.training.faults import shared_file_faults
-from megatron.training.finetune import ParentModel, parent_model
-from megatron.training.universal import Engine
+from megatron.positions import Position
+from megatron.positions.layers import name_of_layers
+from megatron.positions.outline import Outline
+from megatron.training.batches import windows_per_step
+from megatron.training.checkpoint import give_weights_of
+from megatron.training.trainer import Trainer
 
 logger = logging.getLogger(__name__)
+
+MAY_CHANGE = frozenset(
+    {
+        "seq_length",
+        "max_position_embeddings",
+        "hidden_dropout",
+        "attention_dropout",
+        "init_method",
+        "init_method_std",
+        "output_layer_init_method",
+        "make_vocab_size_divisible_by",
+    }
+)
+"""Keys of the section `model` that neither shape the parent's weights nor what is computed from
+them; the rows of the embedding are the parent's whatever the last one says."""
+SCHEDULE = ("min_lr", "lr_decay_style", "lr_decay_iters", "warmup", "lr_schedule")
+"""Keys of the section `optimizer` that shape the learning rate, beside optimizer.params.lr."""
+SHOWN = 6  # names in a line of the log
+
+
+@dataclass(frozen=True)
+class Saved:
+    """A verified checkpoint: its folder, configuration and checkpoint.json."""
+
+    path: Path
+    config: Config
+    record: dict[str, Any]
+
+    @property
+    def description(self) -> str:
+        """What result rows call it: `rotary step 700`."""
+        return f"{name_of_layers(self.config.position)} step {self.record['step']}"
 
 
 @dataclass(frozen=True)
 class Start:
-    """step, windows used so far, losses not yet logged, steps skipped, and the checkpoint's folder.
+    """Where a run starts.
 
-    path: None for a new run
-    parent: whose weights a new run takes; None where it has first values of its own
-    trained: the configuration of the checkpoint that a run continues
-    parent_model: encoding and step of the parent, in words; None for a run that has no parent
-    written_by: the engine whose state the folder holds
-    record: checkpoint.json there
-    stamps: of its files when they were verified
-    threads: of the CPU that computed before; None where that is unknown
+    before: the checkpoint that it continues, or None for a new run; record: its checkpoint.json
+    parent: whose weights a new run takes, or None if it has first values of its own
+    parent_model: the parent in words, also of a run that continues
+    step, windows: what all ranks together have trained
     """
 
+    before: Saved | None = None
+    record: dict[str, Any] = field(default_factory=dict)
+    parent: Saved | None = None
+    parent_model: str | None = None
     step: int = 0
     windows: int = 0
-    pending: tuple[float, ...] = ()
-    path: Path | None = None
-    written_by: Engine | None = None
-    record: dict[str, Any] = field(default_factory=dict)
-    stamps: Stamps = field(default_factory=dict)
-    threads: int | None = None
-    skipped: int = 0
-    parent: ParentModel | None = None
-    trained: Config | None = None
-    parent_model: str | None = None
 
 
 def starting_point(config: Config, facts: dict[str, Any], grid: Grid) -> Start:
-    """Where this configuration starts. Every rank calls this.
+    """Where this configuration starts. Every rank calls this, and hashes its share of the files.
 
-    config: with its parent
-    facts: those of `check_vocabulary`. UserError where `save` holds another run's checkpoint, or
-    where the checkpoint to load is damaged or does not fit.
+    config: with its parent; facts: of `open_text`, which get the parent's rows of embedding
+    Raises UserError if `save` holds another run's checkpoint, or the checkpoint to load is damaged
+    or does not fit.
     """
-    save = config.checkpoint.save
+    keys = config.checkpoint
     path = checkpoint_to_continue(config)
-    if save:
-        _check_nothing_lost(Path(save), path, finetune=config.checkpoint.finetune)
+    existing = latest_step(Path(keys.save)) if keys.save else None
+    continues_it = path is not None and path.parent.resolve() == Path(keys.save or "").resolve()
+    if existing is not None and not continues_it:
+        of_another = " of another configuration than this fine-tuning" if keys.finetune else ""
+        raise UserError(
+            f"save: {keys.save} holds a checkpoint of step {existing} already{of_another} -"
+            f" set load: {keys.save} to continue it, or save elsewhere"
+        )
+    if keys.parent.path is not None:
+        facts["vocab"] = _rows_of_parent(facts, path or Path(keys.parent.path))
+
+    if path is None and keys.parent.path is None:
+        return Start()
     if path is None:
-        return _new_run(config, facts, grid)
-    path, seen = _undamaged(path, grid, fallback=config.checkpoint.load_fallback)
-    trained, meta = read_meta(path)
-    note_opened(path, meta)
-    _check_same_model(config, trained, path)
-    _check_same_text(facts, meta, path)
-    _name_other_corpora(facts, meta)
-    _check_batch(config, meta, grid, path)
-    needs_state = not config.checkpoint.no_load_optim
-    if needs_state and meta["step"] < config.training.train_iters:
-        check_engine_state(path, meta)
+        parent = Path(str(keys.parent.path))
+        faults = _shared_faults_of(parent, grid, READ_BY_EVALUATION)
+        if faults:
+            raise Damaged(faults, "copy the parent again, or load another checkpoint")
+        saved = Saved(parent, *read_meta(parent))
+        note_opened(parent, saved.record)
+        differences = _differences(_fixed(config.model), _fixed(saved.config.model))
+        if differences:
+            raise UserError(
+                f"load: {parent} has weights of another model ({differences}) - fine-tuning changes"
+                " the encoding, lengths, attention and data alone: set these keys to the parent's"
+            )
+        _check_same_text(facts, saved)
+        return Start(parent=saved, parent_model=saved.description)
+
+    faults = _shared_faults_of(path, grid)
+    if faults:
+
+        def can_be_resumed(other: Path) -> bool:
+            sound = not _shared_faults_of(other, grid)
+            return sound and bool(engine_files(other, read_record(other)))
+
+        good = newest_good(path, can_be_resumed)
+        damage = replaced(faults, good, f"load={good} or load_fallback=true takes it")
+        if good is None or not keys.load_fallback:
+            raise damage
+        logger.warning("%s; load_fallback: continuing from %s", "; ".join(damage.faults), good)
+        path = good
+    saved = Saved(path, *read_meta(path))
+    note_opened(path, saved.record)
+    _check_same_model(config, saved)
+    _check_same_text(facts, saved)
+    if facts.get("corpora") != saved.record.get("corpora"):
+        logger.warning(
+            f"continuing with other text: {facts['corpus']}, was {saved.record.get('corpus')};"
+            " text that was used may come again, and other text may be left out"
+        )
+    _check_batch(config, saved, grid)
+    unfinished = saved.record["step"] < config.training.train_iters
+    if unfinished and not keys.no_load_optim and not engine_files(path, saved.record):
+        raise UserError(
+            f"{path}: holds weights only, training cannot continue from it"
+            " - finetune=true starts a new run from them, no_load_optim=true goes on with a fresh"
+            " optimizer; a sweep keeps the optimizer's states with --keep-states"
+        )
+    record = saved.record
+    # An old record does not say how many windows were used.
+    per_step = windows_per_step(saved.config) * record.get("ranks", 1)
     return Start(
-        step=meta["step"],
-        windows=meta.get("windows", _windows_before(trained, meta)),
-        pending=tuple(meta.get("pending_losses", ())),
-        path=path,
-        written_by=Engine.of(trained, meta.get("ranks", grid.ranks)),
-        record=meta,
-        stamps=seen,
-        threads=meta.get("threads"),
-        skipped=meta.get("skipped", 0),
-        trained=trained,
-        parent_model=meta.get("parent_model"),
+        before=saved,
+        record=record,
+        parent_model=record.get("parent_model"),
+        step=record["step"],
+        windows=record.get("windows", record["step"] * per_step),
     )
 
 
-def _new_run(config: Config, facts: dict[str, Any], grid: Grid) -> Start:
-    """Step 0, with first values of its own or with the weights of a parent."""
-    if config.checkpoint.parent.path is None:
-        return Start()
-    parent = parent_model(config, grid)
-    _check_same_text(facts, parent.record, parent.path)
-    return Start(parent=parent, parent_model=parent.description)
+def _shared_faults_of(path: Path, grid: Grid, names: Collection[str] | None = None) -> list[str]:
+    """The faults of a folder global_stepN; every rank calls this and gets the same."""
+    own = faults_of(path, names, part=grid.rank, parts=grid.ranks)
+    every = [fault for faults in grid.gather(own) for fault in faults]
+    return list(dict.fromkeys(every))
 
 
-def _undamaged(path: Path, grid: Grid, *, fallback: bool) -> tuple[Path, Stamps]:
-    """A verified checkpoint and the stamps of its files: this one, or with `fallback` another.
+def _rows_of_parent(facts: dict[str, Any], path: Path) -> int:
+    """Rows of embedding that a fine-tuned model has.
 
-    Damaged on every rank where there is none. Each rank hashes its share of the files.
+    They are its parent's, whatever make_vocab_size_divisible_by says, if the data's tokenizer is
+    the parent's. A parent without a record of its tokenizer needs a row for every token.
     """
-    seen = stamps(path)
-    faults = shared_file_faults(path, grid)
-    if not faults:
-        return path, seen
-    good = newest_good(path, lambda other: _can_be_resumed(other, grid))
-    damage = replaced(faults, good, f"load={good} or load_fallback=true takes it")
-    if good is None or not fallback:
-        raise damage
-    logger.warning("%s; load_fallback: continuing from %s", "; ".join(damage.faults), good)
-    return good, stamps(good)
+    try:
+        record = read_record(path)
+    except Damaged:
+        return facts["vocab"]  # what starts from it says what is wrong
+    now, then = facts["tokenizer"], (record.get("tokenizer") or {}).get("hash")
+    fits = now["vocab_size"] <= record["vocab"] if then is None else now["hash"] == then
+    return record["vocab"] if fits else facts["vocab"]
 
 
-def _can_be_resumed(path: Path, grid: Grid) -> bool:
-    return not shared_file_faults(path, grid) and bool(engine_files(path, read_record(path)))
-
-
-def _windows_before(trained: Config, meta: dict[str, Any]) -> int:
-    """Windows used up to a checkpoint, where an old record does not say it."""
-    training = trained.training
-    micro_batches = training.gradient_accumulation_steps * meta.get("ranks", 1)
-    return meta["step"] * training.train_micro_batch_size_per_gpu * micro_batches
-
-
-def _check_nothing_lost(save: Path, path: Path | None, *, finetune: bool) -> None:
-    """Refuse to start into a folder of checkpoints that the run does not continue."""
-    step = latest_step(save)
-    if step is None:
-        return
-    continues = path is not None and path.parent.resolve() == save.resolve()
-    if not continues:
-        of_another = " of another configuration than this fine-tuning" if finetune else ""
-        cure = f"set load: {save} to continue it, or save elsewhere"
-        raise UserError(
-            f"save: {save} holds a checkpoint of step {step} already{of_another} - {cure}"
-        )
-
-
-def _check_same_model(config: Config, trained: Config, path: Path) -> None:
-    """Refuse another model than the checkpoint's; log every other difference."""
-    now, then = config.model_keys(), trained.model_keys()
-    differences = []
+def _differences(now: Mapping[str, Any], then: Mapping[str, Any]) -> str:
+    """`num_layers: 2 there, 3 here; …`, or nothing."""
+    differing = []
     for key, value in now.items():
         if value != then.get(key):
-            differences.append(f"{key}: {then.get(key)!r} there, {value!r} here")
+            differing.append(f"{key}: {then.get(key)!r} there, {value!r} here")
+    return "; ".join(differing)
+
+
+def _check_same_model(config: Config, before: Saved) -> None:
+    """Refuse another model than the checkpoint's; log every other difference."""
+    differences = _differences(config.model_keys(), before.config.model_keys())
     if differences:
         raise UserError(
-            f"load: {path} is another model ({'; '.join(differences)})"
+            f"load: {before.path} is another model ({differences})"
             " - use its configuration, or save elsewhere"
         )
-    then = trained.flat()
-    for key, value in config.flat().items():
-        if key not in now and value != then.get(key):
-            logger.info("continuing with another %s: %r, was %r", key, value, then.get(key))
+    differences = _differences(config.flat(), before.config.flat())
+    if differences:
+        logger.info(f"continuing with other settings: {differences}")
 
 
-def _check_same_text(facts: dict[str, Any], meta: dict[str, Any], path: Path) -> None:
+def _fixed(section: Model) -> dict[str, Any]:
+    """The keys that a fine-tuning cannot change, with their values where they are not set."""
+    model = Architecture.of(section)
+    keys = {key: getattr(section, key) for key in Model.model_fields if key not in MAY_CHANGE}
+    return keys | {
+        "num_key_value_heads": model.key_heads,
+        "head_dim": model.features_of_head,
+        "intermediate_size": model.mlp_width,
+        "use_bias_in_attn_output": model.bias_in_attn_output,
+    }
+
+
+def _check_same_text(facts: dict[str, Any], before: Saved) -> None:
     """Refuse a vocabulary or tokenizer other than the checkpoint's."""
-    now, then = facts["tokenizer"], meta.get("tokenizer") or {}
+    record = before.record
+    now, then = facts["tokenizer"], record.get("tokenizer") or {}
     same = then.get("hash", now["hash"]) == now["hash"]  # an old record may not say it
-    if same and facts["vocab"] == meta["vocab"]:
+    if same and facts["vocab"] == record["vocab"]:
         return
     learned_with = f"{then['type']} {then['hash']}" if then else "a tokenizer that it does not name"
     raise UserError(
-        f"load: {path} learned with {learned_with}"
-        f" ({meta['vocab']} rows of vocabulary),"
+        f"load: {before.path} learned with {learned_with}"
+        f" ({record['vocab']} rows of vocabulary),"
         f" the data are written by {now['type']} {now['hash']} ({facts['vocab']} rows)"
         " - prepare them with that tokenizer"
     )
 
 
-def _name_other_corpora(facts: dict[str, Any], meta: dict[str, Any]) -> None:
-    """Log a change of the corpora of a blend, of their sizes or weights."""
-    if facts.get("corpora") == meta.get("corpora"):
-        return
-    logger.warning(
-        "continuing with other text: %s, was %s; text that was used may come again, and other text"
-        " may be left out",
-        *(_blend(facts), _blend(meta)),
-    )
-
-
-def _blend(facts: dict[str, Any]) -> str:
-    """`github 0.667 of 23,524,707 tokens + arxiv 0.333 of …`, from a checkpoint's facts."""
-    corpora = [
-        f"{one['corpus']} {one['weight']:.3g} of {one['tokens']:,} tokens"
-        for one in facts.get("corpora") or ()
-    ]
-    return " + ".join(corpora) or facts.get("corpus") or "one corpus"
-
-
-def _check_batch(config: Config, meta: dict[str, Any], grid: Grid, path: Path) -> None:
-    """Refuse another number of ranks where it changes the windows of a step.
+def _check_batch(config: Config, before: Saved, grid: Grid) -> None:
+    """Refuse another number of ranks if it changes the windows of a step.
 
     A train_batch_size that fits the new number says that the change is meant.
     """
-    training = config.training
-    ranks, windows = meta.get("ranks", grid.ranks), meta.get("windows_per_step")
-    rows = training.train_micro_batch_size_per_gpu * grid.ranks
-    now = rows * training.gradient_accumulation_steps
+    training, record = config.training, before.record
+    ranks, windows = record.get("ranks", grid.ranks), record.get("windows_per_step")
+    now = windows_per_step(config) * grid.ranks
     if ranks == grid.ranks or windows in (None, now) or training.train_batch_size is not None:
         return
+    rows = training.train_micro_batch_size_per_gpu * grid.ranks
     cure = f"train_batch_size={now} if that is meant"
     if windows % rows == 0:
         cure = f"gradient_accumulation_steps={windows // rows} to keep it, or {cure}"
-    elif windows % grid.ranks == 0:
-        keeping = f"train_micro_batch_size_per_gpu={windows // grid.ranks}"
-        cure = f"{keeping} gradient_accumulation_steps=1 to keep it, or {cure}"
     raise UserError(
-        f"load: a step of {path} took {windows} windows on {ranks} rank(s), here it would take"
-        f" {now} on {grid.ranks} - set {cure}"
+        f"load: a step of {before.path} took {windows} windows on {ranks} rank(s), here it would"
+        f" take {now} on {grid.ranks} - set {cure}"
     )
+
+
+def with_schedule(config: Config, start: Start) -> Config:
+    """The configuration with the schedule of the learning rate that a run follows from its start.
+
+    Raises UserError if only a changed train_iters would change the schedule: whether the old one
+    shall be stretched is asked, because each choice is a different experiment.
+    """
+    if start.before is None or start.step >= config.training.train_iters:
+        return config
+    trained = start.before.config
+    if config.checkpoint.use_checkpoint_lr_scheduler:
+        there, chosen = trained.optimizer, config.optimizer.optimizer
+        rate = chosen.params.model_copy(update={"lr": there.lr})
+        update: dict[str, Any] = {key: getattr(there, key) for key in SCHEDULE}
+        update["optimizer"] = chosen.model_copy(update={"params": rate})
+        return replace(config, optimizer=config.optimizer.model_copy(update=update))
+    now, then = config.optimizer.lr_decay_iters, trained.optimizer.lr_decay_iters
+    steps, steps_before = config.training.train_iters, trained.training.train_iters
+    if now == then:
+        if steps > steps_before and steps > now:
+            logger.info(
+                f"train_iters is {steps}, was {steps_before}: the learning rate follows the old"
+                f" schedule of lr_decay_iters = {now} steps and then stays at its end;"
+                f" lr_decay_iters={steps} would stretch it"
+            )
+        return config
+    if "lr_decay_iters" not in config.given and not config.checkpoint.override_lr_scheduler:
+        raise UserError(
+            f"lr_decay_iters: follows train_iters = {steps} and was {then} when step {start.step}"
+            " was trained, so the learning rate would change in the middle of the run - say which"
+            f" is meant: lr_decay_iters={then} keeps the old schedule, and the rate stays at its"
+            f" end from there on; lr_decay_iters={now} or override_lr_scheduler=true stretches the"
+            f" schedule over {now} steps"
+        )
+    logger.info(
+        f"lr_decay_iters is {now}, was {then}: the learning rate follows the new schedule from step"
+        f" {start.step} on; lr_decay_iters={then} would keep the old one"
+    )
+    return config
+
+
+@dataclass(frozen=True)
+class ParentWeights:
+    """Where the numbers of a new model come from.
+
+    initial: the encoding's own first values
+    sources: the parent's name of every tensor that is taken; rows: how many of its first rows, of
+    tensors of the encoding
+    """
+
+    parent: Saved
+    initial: dict[str, Tensor] = field(default_factory=dict)
+    sources: dict[str, str] = field(default_factory=dict)
+    rows: dict[str, int] = field(default_factory=dict)
+
+
+def match_weights(parent: Saved, model: GPT) -> ParentWeights:
+    """What a new model takes from its parent, which is logged. Call it before an engine is built.
+
+    An encoding that layers share is copied to every layer. Those of several layers are not merged
+    into one: they are dropped. Raises UserError if the parent's file of weights is not that of its
+    configuration.
+    """
+    file = parent.path / WEIGHTS
+    try:
+        with safe_open(file, framework="pt") as weights:
+            old = {name: tuple(weights.get_slice(name).get_shape()) for name in weights.keys()}  # noqa: SIM118
+    except (OSError, SafetensorError) as fault:
+        raise Damaged([f"{file}: cannot be read ({fault})"]) from None
+    with torch.random.fork_rng(devices=[]), Outline():
+        positions, layers_there = positions_from_config(parent.config)
+    kinds_there = [_kinds_of(position) for position in positions]
+    kinds_here = [_kinds_of(placed.position) for placed in model.placed]
+    places = list(zip(layers_there, model.position_of_layer, strict=True))
+
+    found = ParentWeights(parent)
+    kept: dict[str, int] = {}
+    dropped = {name: math.prod(shape) for name, shape in old.items()}
+    new: dict[str, int] = {}
+    for name, weight in model.named_parameters():
+        source, rows, shape = name, 0, tuple(weight.shape)
+        if not name.startswith("positions."):
+            if old.get(name) != shape:
+                raise UserError(
+                    f"{file}: does not hold the model of its config.yml ({name}:"
+                    f" {old.get(name)} there, {shape} here)"
+                )
+        else:
+            found.initial[name] = weight.detach().clone()
+            _, index, rest = name.split(".", 2)
+            there = {old_place for old_place, place in places if place == int(index)}
+            source = f"positions.{min(there)}.{rest}"
+            kind, by_position = kinds_here[int(index)].get(rest, ("", False))
+            same_kind = kinds_there[min(there)].get(rest) == (kind, by_position)
+            if len(there) == 1 and same_kind and source in old:
+                if old[source] == shape:
+                    rows = shape[0]
+                elif by_position and old[source][1:] == shape[1:]:
+                    rows = min(old[source][0], shape[0])
+            found.rows[name] = rows
+            if rows < shape[0]:
+                new[name] = (shape[0] - rows) * math.prod(shape[1:])
+            if not rows:
+                continue
+        found.sources[name] = source
+        kept[name] = math.prod(shape) - new.get(name, 0)
+        dropped[source] = math.prod(old[source]) - kept[name]
+    left = [name for name, count in dropped.items() if count and not name.startswith("positions.")]
+    if left:
+        raise UserError(f"{file}: does not hold the model of its config.yml ({left[0]} is surplus)")
+
+    of_encoding = {name: kept[name] for name in kept if name.startswith("positions.")}
+    of_model = sum(kept.values()) - sum(of_encoding.values())
+    logger.info("fine-tuning %s (%s):", parent.path, parent.description)
+    logger.info(
+        f"  kept: {of_model:,} numbers of the model, and of its encoding {_named(of_encoding)}"
+    )
+    logger.info(f"  dropped: {_named(dropped)}")
+    logger.info(f"  new: {_named(new)}")
+    return found
+
+
+def load_matching_weights(trainer: Trainer, found: ParentWeights) -> None:
+    """Let a new engine start from its parent's weights. Every rank calls this."""
+
+    def weight(name: str, tensor_of: Any) -> Tensor:
+        source = found.sources.get(name)
+        if source is None:
+            return found.initial[name]
+        taken = tensor_of(source)
+        if name not in found.initial:
+            return taken
+        rows = found.rows[name]
+        return torch.cat([taken[:rows], found.initial[name][rows:]])
+
+    give_weights_of(trainer, found.parent.path, weight)
+
+
+def _kinds_of(position: Position) -> dict[str, tuple[str, bool]]:
+    """Of each tensor of an encoding: its kind of module, and whether its rows are positions."""
+    paths = {id(module): path for path, module in position.named_modules()}
+    kinds = {}
+    for owner, name, _ in position.own_parameters():
+        path = paths[id(owner)]
+        whole = f"{path}.{name}" if path else name
+        by_position = isinstance(owner, Position) and name in owner.rows_are_positions
+        kinds[whole] = (type(owner).__qualname__, by_position)
+    return kinds
+
+
+def _named(counts: Mapping[str, int]) -> str:
+    """`1,234 numbers (name 1,000, other 234)`, or `nothing`."""
+    names = [f"{name} {count:,}" for name, count in counts.items() if count]
+    if not names:
+        return "nothing"
+    if len(names) > SHOWN:
+        names = [*names[:SHOWN], f"and {len(names) - SHOWN} more"]
+    return f"{sum(counts.values()):,} numbers ({', '.join(names)})"

@@ -8,7 +8,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
-from typing import NamedTuple, Self
+from typing import Self
 
 import psutil
 
@@ -24,13 +24,6 @@ RESERVE = 5.0  # seconds that a stop takes besides steps and saving
 SLURM_END = "SLURM_JOB_END_TIME"  # set by Slurm: seconds since 1970
 
 
-class Reason(NamedTuple):
-    """Why a run ends early, in words, and its exit status."""
-
-    words: str
-    status: int
-
-
 class Stop:
     """Inside this block signals are recorded, and all ranks agree when to stop.
 
@@ -39,21 +32,21 @@ class Stop:
     is being written.
 
     steps: whose multiples end the run; 0: none
-    minutes: of the process's life after which it stops; None: no limit
+    minutes: of the process's life after which it stops, or None for no limit
     saving: seconds that a checkpoint is expected to take, until one has been measured
+    reason: why the run ends early, in words, and its exit status; or None
     """
 
     def __init__(
         self, grid: Grid, *, steps: int = 0, minutes: float | None = None, saving: float = 0.0
     ) -> None:
         self.grid, self.steps = grid, steps
-        self.reason: Reason | None = None
+        self.reason: tuple[str, int] | None = None
         self.signal, self.signalled_at = 0, 0.0
         self.minutes = minutes
         self.started = psutil.Process().create_time()
         self.job_end = _end_of_slurm_job()
-        self.saving_seconds = saving
-        self.measured = False
+        self.expected_save, self.longest_save = saving, 0.0
         self.ticks = self.last_tick = 0
         self.next_tick = 1
         self.moment = time.monotonic()
@@ -80,7 +73,7 @@ class Stop:
         if self.reason is not None:
             return True
         if step and self.steps and step % self.steps == 0:
-            self.reason = Reason(f"exit_interval: {self.steps}", 0)
+            self.reason = (f"exit_interval: {self.steps}", 0)
             return True
         alone = self.grid.ranks == 1
         if self.ticks < self.next_tick and not (alone and self.signal):
@@ -88,13 +81,10 @@ class Stop:
         now = time.monotonic()
         seconds = (now - self.moment) / (self.ticks - self.last_tick)
         everyone = self.grid.gather((self._own_reason(seconds), seconds))
-        reasons = [reason for reason, _ in everyone if reason is not None]
         slowest = max(seconds for _, seconds in everyone)
-        ticks_apart = min(MOST, max(1, int(APART / max(slowest, 1e-6))))
-        self.next_tick = self.ticks + ticks_apart
+        self.next_tick = self.ticks + min(MOST, max(1, int(APART / max(slowest, 1e-6))))
         self.last_tick, self.moment = self.ticks, now
-        if reasons:
-            self.reason = Reason(*reasons[0])
+        self.reason = next((reason for reason, _ in everyone if reason is not None), None)
         return self.reason is not None
 
     @contextmanager
@@ -103,8 +93,7 @@ class Stop:
         before = time.monotonic()
         yield
         seconds = time.monotonic() - before
-        longest = self.saving_seconds if self.measured else 0.0
-        self.saving_seconds, self.measured = max(longest, seconds), True
+        self.longest_save = max(self.longest_save, seconds)
         self.moment += seconds
 
     def _own_reason(self, seconds: float) -> tuple[str, int] | None:
@@ -118,7 +107,8 @@ class Stop:
         if self.minutes is not None and now - self.started > 60 * self.minutes:
             return f"exit_duration: {self.minutes:g}", 0
         if self.job_end is not None:
-            margin = APART + 2 * seconds + 1.5 * self.saving_seconds + RESERVE
+            saving = self.longest_save or self.expected_save
+            margin = APART + 2 * seconds + 1.5 * saving + RESERVE
             if now + margin > self.job_end:
                 # As if the signal had come that Slurm sends then: the run is not complete.
                 return "the end of the Slurm job", 128 + signal.SIGTERM
@@ -137,18 +127,13 @@ class Stop:
 
 
 def _end_of_slurm_job() -> float | None:
-    """Seconds since 1970 at which Slurm ends this job; None where that is unknown or past."""
+    """Seconds since 1970 at which Slurm ends this job, or None if that is unknown or past."""
     text = os.environ.get(SLURM_END)
     if not text:
         return None
-    try:
-        end = float(text)
-    except ValueError:
-        logger.warning("%s: %r is no time and is ignored", SLURM_END, text)
-        return None
-    minutes = (end - time.time()) / 60
+    minutes = (float(text) - time.time()) / 60 if text.isdecimal() else 0
     if minutes <= 0:
-        logger.warning("%s: %s is past and is ignored", SLURM_END, text)
+        logger.warning("%s: %s is not a time to come and is ignored", SLURM_END, text)
         return None
     logger.info("Slurm ends this job in %.0f minutes: the run is saved and stops before", minutes)
-    return end
+    return float(text)

@@ -1,7 +1,8 @@
-"""A model in the DeepSpeed engine: optimizer steps, validations, exact numbers of its encoding."""
+"""A model in the DeepSpeed engine: forward, backward, step, and exact numbers of its encoding."""
 
 import gc
 import logging
+import os
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, redirect_stdout
@@ -9,29 +10,32 @@ from io import StringIO
 from typing import Any, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from megatron.attention import TRUSTED
 from megatron.config import Config
 from megatron.config.config import deepspeed_config
+from megatron.config.cross_checks import FLEX_VARIES
 from megatron.errors import UserError
 from megatron.model import GPT
 from megatron.parallel.grid import Grid
 from megatron.positions import Position
-from megatron.training.compiled import check_attention, compile_layers
-from megatron.training.deterministic import check_attention_repeats
-from megatron.training.master import master_values, parameter_size
 from megatron.training.noise_scale import NoiseScale, own_gradients
-from megatron.training.optimizer import build_optimizer
-from megatron.training.schedule import learning_rate
+from megatron.training.optimizer import build_optimizer, learning_rate
 
 SMALL = 4096
 """Numbers of a parameter that is kept exact in half precision: kernels, not learned positions."""
 SMALLEST_SCALE = "loss scale already at minimum"
 """In DeepSpeed's message when fp16 gradients overflow at the smallest scale."""
+DETERMINISTIC = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "NCCL_ALGO": "Ring"}
+"""Read when CUDA and NCCL start; a value that the user gives stays."""
 
 
 class Trainer:
-    """A model in the DeepSpeed engine, and the step it stands at."""
+    """A model in the DeepSpeed engine, and the step it stands at.
+
+    noise: where the gradients of every step are given to, or None
+    """
 
     def __init__(self, config: Config, model: GPT, grid: Grid) -> None:
         if config.precision.dtype == "fp16" and grid.device.type == "cpu":
@@ -40,10 +44,10 @@ class Trainer:
         self.step = 0
         self.skips = config.training.skip_nonfinite > 0
         self.noise: NoiseScale | None = None
-        """Where the gradients of every step are given to; None: nowhere."""
+        self.norm: Tensor | float | None = None
         model.to(grid.device)
-        if config.training.deterministic:
-            check_attention_repeats(model)
+        if config.training.deterministic and "flex" in model.backends:
+            raise UserError(f"deterministic: attention {model.attention_choice}: {FLEX_VARIES}")
         if config.training.torch_compile:
             compile_layers(model, grid.device)
         with quiet_deepspeed():
@@ -57,96 +61,28 @@ class Trainer:
             )
         self.engine: Any = engine
         self.restore_exact_positions()
-        if config.training.torch_compile:
-            check_attention(self.model, grid.device)
+        if config.training.torch_compile and not self.model.backends <= set(TRUSTED):
+            # A backend is compared with eager at its first use, which compiled code leaves out.
+            ids = torch.zeros(1, model.train_length, dtype=torch.long, device=grid.device)
+            with torch.compiler.set_stance("force_eager"):
+                self.model(ids, labels=ids, mean=True)
 
     @property
     def model(self) -> GPT:
         return cast(GPT, self.engine.module)
 
-    def train_step(self, micro_batches: list[Tensor]) -> dict[str, Any]:
-        """One optimizer step over gradient_accumulation_steps batches [micro_batch, length + 1].
+    def begin_step(self) -> float:
+        """Set the step's learning rate, which is returned, and its seed.
 
-        Returns loss, lr, grad_norm, and skipped: whether nothing changed, because the loss or the
-        gradient of some rank is not finite and skip_nonfinite allows it. All ranks skip together.
+        The seed follows from configuration, step and rank alone: a resumed run draws the same.
         """
         self.engine.train()
-        self._seed_step()
+        seed = self.config.training.seed * 1_000_003 + self.step
+        torch.manual_seed(seed * self.grid.ranks + self.grid.rank)
         lr = learning_rate(self.step, self.config.optimizer)
         for group in self.engine.optimizer.param_groups:
             group["lr"] = lr
-        total = torch.zeros((), device=self.grid.device)
-        norm = None
-        for batch in micro_batches:
-            loss = self.losses(batch, mean=True)
-            total += loss.detach() / len(micro_batches)
-            self.engine.backward(_spoiled_if_not_finite(loss) if self.skips else loss)
-            last_batch = self.engine.is_gradient_accumulation_boundary()
-            if last_batch and not self.engine.zero_optimization():
-                norm = _gradient_norm(self.model)
-            if last_batch and self.noise is not None:
-                self.noise.add(own_gradients(self.model.parameters(), self.grid))
-            if last_batch and norm is not None and self.skips and not norm.isfinite():
-                self._skip_without_zero()
-            else:
-                self._engine_step()
-        self.step += 1
-        self._gather_after_skip()
-        self.restore_exact_positions()
-        if norm is None:
-            norm = self.engine.get_global_grad_norm()
-        skipped = self.skips and self._has_skipped(total, norm)
-        return {"loss": total, "lr": lr, "grad_norm": norm, "skipped": skipped}
-
-    def _engine_step(self) -> None:
-        """DeepSpeed's step; UserError where fp16 has no smaller loss scale."""
-        try:
-            self.engine.step()
-        except Exception as fault:  # DeepSpeed raises no narrower kind
-            if SMALLEST_SCALE not in str(fault):
-                raise
-            raise UserError(
-                f"fp16: the gradient at step {self.step + 1} is not finite at the smallest loss"
-                " scale - lower optimizer.params.lr, raise warmup, or use precision: bf16"
-            ) from None
-
-    def _skip_without_zero(self) -> None:
-        """Let the engine count a step in which its optimizer finds no gradients."""
-        optimizer = self.engine.optimizer
-        groups = optimizer.param_groups
-        before = [dict(group) for group in groups]
-        # Not earlier: DeepSpeed's clipping needs gradients.
-        hook = optimizer.register_step_pre_hook(lambda *_: self.engine.zero_grad())
-        self._engine_step()
-        hook.remove()
-        for group, values in zip(groups, before, strict=True):
-            group.update(values)  # apex counts its steps here
-
-    def _gather_after_skip(self) -> None:
-        """Make small parameters whole again, as ZeRO 3 itself does only after a step it takes."""
-        optimizer = self.engine.optimizer
-        small = getattr(optimizer, "persistent_parameters", [])
-        if small and optimizer.overflow:
-            small[0].all_gather(small)
-
-    def _has_skipped(self, loss: Tensor, norm: Tensor | float | None) -> bool:
-        """Whether this step was skipped, for the loss or the gradient and not for the loss scale.
-
-        From ZeRO stage 1 on the engine itself skips a step whose gradient is not finite.
-        """
-        if not self.engine.zero_optimization():
-            assert isinstance(norm, Tensor)
-            return not norm.isfinite().item()
-        if not self.engine.optimizer.overflow:
-            return False
-        if self.config.precision.dtype != "fp16":
-            return True
-        return not self.grid.mean(loss).isfinite().item()
-
-    def _seed_step(self) -> None:
-        """Seed this step by configuration, step and rank alone: a resumed run draws the same."""
-        step = self.config.training.seed * 1_000_003 + self.step
-        torch.manual_seed(step * self.grid.ranks + self.grid.rank)
+        return lr
 
     def losses(self, batch: Tensor, *, mean: bool = False) -> Tensor:
         """Cross entropy of each next token in float32, or with `mean` their mean, [].
@@ -160,7 +96,7 @@ class Trainer:
         return self.engine(inputs, labels=labels, mean=True, counted=self._counted(inputs))
 
     def _counted(self, inputs: Tensor) -> Tensor | None:
-        """The targets whose loss counts, by their inputs; None for all: [micro_batch, length] bool.
+        """The targets whose loss counts, by their inputs, or None for all: [micro_batch, length].
 
         As in GPT-NeoX and Megatron-LM, eod_mask_loss leaves out what follows the end of a document:
         the first token of the next one. The end itself is learned.
@@ -169,13 +105,78 @@ class Trainer:
             return None
         return inputs != self.model.end_of_document
 
+    def backward(self, loss: Tensor) -> None:
+        """Gradients of one micro batch. With skip_nonfinite those of a loss that is not finite are
+        NaN: an infinite loss may have finite ones, and a NaN reaches every rank with them, so all
+        of them skip without another exchange.
+        """
+        if self.skips:
+            loss = loss * torch.where(loss.detach().isfinite(), 1.0, torch.nan)
+        self.engine.backward(loss)
+
+    def update(self) -> None:
+        """The engine's step, which changes weights after the last micro batch.
+
+        Raises UserError if fp16 has no smaller loss scale.
+        """
+        unscaled = None  # the norm of the whole gradient before clipping, without ZeRO
+        if self.engine.is_gradient_accumulation_boundary():
+            if not self.engine.zero_optimization():
+                gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
+                unscaled = nn.utils.get_total_norm(gradients)
+            if self.noise is not None:
+                self.noise.add(own_gradients(self.model.parameters(), self.grid))
+        self.norm = unscaled
+        optimizer = self.engine.optimizer
+        skips = self.skips and unscaled is not None and not unscaled.isfinite()
+        before = []
+        hook = None
+        if skips:
+            before = [dict(group) for group in optimizer.param_groups]
+            # The optimizer finds no gradients. Not earlier: DeepSpeed's clipping needs them.
+            hook = optimizer.register_step_pre_hook(lambda *_: self.engine.zero_grad())
+        try:
+            self.engine.step()
+        except Exception as fault:  # DeepSpeed raises no narrower kind
+            if SMALLEST_SCALE not in str(fault):
+                raise
+            raise UserError(
+                f"fp16: the gradient at step {self.step + 1} is not finite at the smallest loss"
+                " scale - lower optimizer.params.lr, raise warmup, or use precision: bf16"
+            ) from None
+        if hook is not None:
+            hook.remove()
+            for group, values in zip(optimizer.param_groups, before, strict=True):
+                group.update(values)  # apex counts its steps here
+
+    def end_step(self, loss: Tensor) -> tuple[Tensor | float | None, bool]:
+        """The norm of the gradient, and whether the step was skipped by all ranks.
+
+        It is skipped for the loss or the gradient of any rank, not for the loss scale of fp16.
+        """
+        self.step += 1
+        optimizer = self.engine.optimizer
+        small = getattr(optimizer, "persistent_parameters", [])
+        if small and optimizer.overflow:
+            small[0].all_gather(small)  # ZeRO 3 itself does so only after a step it takes
+        self.restore_exact_positions()
+        norm = self.engine.get_global_grad_norm() if self.norm is None else self.norm
+        if not self.skips:
+            return norm, False
+        if not self.engine.zero_optimization():
+            return norm, not cast(Tensor, norm).isfinite().item()
+        skipped = optimizer.overflow
+        if skipped and self.config.precision.dtype == "fp16":
+            skipped = not self.grid.mean(loss).isfinite().item()
+        return norm, skipped
+
     @torch.no_grad()
     def validate(
         self, windows: Iterator[Tensor], count: int, *, stops: Callable[[], bool] = lambda: False
     ) -> float | None:
         """Mean loss over `count` batches of windows [micro_batch, length + 1], over all ranks.
 
-        stops: asked after each batch; None is returned where it says so
+        stops: asked after each batch; None is returned if it says so
         """
         self.engine.eval()
         total = torch.zeros((), dtype=torch.float64, device=self.grid.device)
@@ -204,38 +205,51 @@ class Trainer:
         """
         if self.config.precision.dtype == "fp32":
             return
-        places = []
-        parameters = []
+        from deepspeed.utils import safe_get_full_fp32_param
+
         for position in cast(Iterable[Position], self.model.positions):
             for module, name, parameter in position.own_parameters():
                 if parameter_size(parameter) <= SMALL:
-                    places.append((module, name))
-                    parameters.append(parameter)
-        exact = master_values(parameters, self.grid)
-        for (module, name), value in zip(places, exact, strict=True):
-            module.exact[name] = value
-
-    def parameter_counts(self) -> tuple[int, int]:
-        """Parameters of the whole model, and of the encoding."""
-        whole = sum(map(parameter_size, self.model.parameters()))
-        position = sum(map(parameter_size, self.model.positions.parameters()))
-        return whole, position
+                    module.exact[name] = cast(Tensor, safe_get_full_fp32_param(parameter))
 
 
-def _spoiled_if_not_finite(loss: Tensor) -> Tensor:
-    """The same loss; where it is not finite, its gradient is NaN.
+def parameter_size(parameter: Tensor) -> int:
+    """Numbers of a parameter, also of one that ZeRO 3 has taken apart."""
+    return getattr(parameter, "ds_numel", parameter.numel())
 
-    An infinite loss may have finite gradients. A NaN reaches every rank with the gradients, so all
-    of them skip without another exchange.
+
+def compile_layers(model: GPT, device: torch.device) -> None:
+    """Compile every layer in place, for fixed shapes; names in the state dict stay.
+
+    Raises UserError if this machine cannot compile, which is tried before any training.
     """
-    factor = torch.where(loss.detach().isfinite(), 1.0, torch.nan)
-    return loss * factor
+    try:
+        trial = torch.compile(lambda x: (x.sin() + 1).sum(), dynamic=False)
+        trial(torch.ones(64, device=device, requires_grad=True)).backward()
+    except Exception as fault:  # without compiler, headers or Triton: each raises its own kind
+        lines = (str(fault).strip() or repr(fault)).splitlines()
+        cure = "install a C++ compiler (g++) and Python's headers, or set torch_compile: false"
+        raise UserError(
+            f"torch_compile: this machine cannot compile ({lines[0]}) - {cure}"
+        ) from None
+    for layer in model.layers:
+        layer.compile(dynamic=False)
 
 
-def _gradient_norm(model: torch.nn.Module) -> Tensor:
-    """The norm of the whole gradient, before clipping."""
-    gradients = [p.grad for p in model.parameters() if p.grad is not None]
-    return torch.nn.utils.get_total_norm(gradients)
+def use_deterministic_algorithms() -> None:
+    """`deterministic: true`: runs on one grid and hardware are equal; call it before CUDA starts.
+
+    On the CPU this is tested. On CUDA it rests on what torch, cuBLAS and NCCL document: torch takes
+    deterministic algorithms or refuses, cuBLAS needs a fixed workspace, and NCCL's ring sums in an
+    order that its tuning cannot change.
+    """
+    for name, value in DETERMINISTIC.items():
+        os.environ.setdefault(name, value)
+    torch.use_deterministic_algorithms(True)
+    # Filling new memory finds reads of it that was not written, but costs time in every step.
+    torch.utils.deterministic.fill_uninitialized_memory = False  # pyright: ignore[reportAttributeAccessIssue]
+    torch.backends.cudnn.deterministic = True
+    torch.backends.cudnn.benchmark = False
 
 
 @contextmanager

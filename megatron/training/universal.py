@@ -19,8 +19,8 @@ from torch import Tensor, nn
 
 from megatron.checkpoints.manifest import WEIGHTS
 from megatron.config import Config
-from megatron.errors import UserError
 from megatron.training.optimizer import named_groups
+from megatron.training.trainer import parameter_size
 
 AVERAGES = ("exp_avg", "exp_avg_sq")
 """Names of Adam's two averages, in torch and in NVIDIA's apex."""
@@ -83,18 +83,9 @@ def restore(engine: Any, config: Config, path: Path, written_by: Engine) -> None
     engine: of a model that has not been trained yet
     config: what the engine was built from
     written_by: the engine that wrote the folder
-    UserError where DeepSpeed's files are damaged or incomplete.
+    Raises what torch does for files that are damaged or incomplete.
     """
-    try:
-        adam = _read(path, written_by, engine.module)
-        for name, parameter in engine.module.named_parameters():
-            for key in AVERAGES:
-                adam.whole(name, key, _numel(parameter))
-    except (OSError, EOFError, RuntimeError, ValueError, TypeError, LookupError) as fault:
-        raise UserError(
-            f"{path}: the engine's state cannot be read ({_short(fault)})"
-            " - copy the checkpoint again, or load an earlier one"
-        ) from None
+    adam = _read(path, written_by, engine.module)
     with safe_open(path / WEIGHTS, framework="pt") as weights:
         GIVE[config.parallel.zero_stage](engine, weights.get_tensor, adam)
 
@@ -108,25 +99,19 @@ def give_weights(engine: Any, config: Config, weight: Callable[[str], Tensor]) -
     GIVE[config.parallel.zero_stage](engine, weight, None)
 
 
-def _short(fault: Exception) -> str:
-    if isinstance(fault, OSError) and fault.filename:
-        return f"{Path(fault.filename).name}: {fault.strerror}"
-    first_line, *_ = str(fault).splitlines() or [""]
-    return f"{type(fault).__name__}: {first_line[:120]}"
-
-
-def _numel(parameter: Tensor) -> int:
-    """Numbers of a parameter, also of one that ZeRO 3 has taken apart."""
-    return getattr(parameter, "ds_numel", parameter.numel())
-
-
 # --- reading the files of an engine ---------------------------------------------------------------
 
 
 def _read(path: Path, written_by: Engine, model: nn.Module) -> AdamState:
-    if written_by.stage == 0:
-        return _read_whole(path, written_by, model)
     adam = AdamState()
+    if written_by.stage == 0:
+        # One file with the optimizer's own state, whose parameters have numbers, no names.
+        optimizer = _load(path / "mp_rank_00_model_states.pt")["optimizer"]
+        decayed, exempt = named_groups(model, encoding_decays=written_by.encoding_decays)
+        for number, (name, _) in enumerate([*decayed, *exempt]):
+            adam.add(name, optimizer["state"][number], slice(None))
+        adam.step = _step(optimizer)
+        return adam
     for rank in range(written_by.ranks):
         prefix = "bf16_" if written_by.precision == "bf16" else ""
         name = f"{prefix}zero_pp_rank_{rank}_mp_rank_00_optim_states.pt"
@@ -141,16 +126,6 @@ def _read(path: Path, written_by: Engine, model: nn.Module) -> AdamState:
         for group, parameter, part in pieces:
             adam.add(parameter, optimizer["state"][group], part)
         adam.step = _step(optimizer)
-    return adam
-
-
-def _read_whole(path: Path, written_by: Engine, model: nn.Module) -> AdamState:
-    """Stage 0: one file with the optimizer's own state, whose parameters have numbers, no names."""
-    optimizer = _load(path / "mp_rank_00_model_states.pt")["optimizer"]
-    adam = AdamState(_step(optimizer))
-    decayed, exempt = named_groups(model, encoding_decays=written_by.encoding_decays)
-    for number, (name, _) in enumerate([*decayed, *exempt]):
-        adam.add(name, optimizer["state"][number], slice(None))
     return adam
 
 
@@ -239,25 +214,19 @@ def _give_to_stage_3(engine: Any, weight: Callable[[str], Tensor], adam: AdamSta
     for name, parameter in engine.module.named_parameters():
         with deepspeed.zero.GatheredParameters([parameter], modifier_rank=0):
             parameter.data.copy_(weight(name))
-        piece = _Piece(parameter.ds_tensor.numel(), engine.global_rank)
-        safe_set_local_fp32_param(parameter, piece.of(weight(name)))
+        size = parameter.ds_tensor.numel()
+
+        def own_piece(whole: Tensor, size: int = size) -> Tensor:
+            start = engine.global_rank * size
+            piece = whole.flatten()[start : start + size]
+            return nn.functional.pad(piece, (0, size - piece.numel()))
+
+        safe_set_local_fp32_param(parameter, own_piece(weight(name)))
         if adam is None:
             continue
         for key in AVERAGES:
-            average = adam.whole(name, key, _numel(parameter))
-            safe_set_local_optimizer_state(parameter, piece.of(average), key)
-
-
-@dataclass(frozen=True)
-class _Piece:
-    """A rank's piece of a parameter in stage 3; `size` numbers, padded with zeros."""
-
-    size: int
-    rank: int
-
-    def of(self, whole: Tensor) -> Tensor:
-        piece = whole.flatten()[self.rank * self.size : (self.rank + 1) * self.size]
-        return nn.functional.pad(piece, (0, self.size - piece.numel()))
+            average = adam.whole(name, key, parameter_size(parameter))
+            safe_set_local_optimizer_state(parameter, own_piece(average), key)
 
 
 def _set_state(

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import torch
 
-from megatron.checkpoints.keep import keep_weights_only
 from megatron.checkpoints.manifest import entry_of, read_record, write_record
+from megatron.checkpoints.saved import keep_weights_only
 from tests.bad_inputs.case import MODEL, Case
 
 Prepare = Callable[[Path], None]

@@ -21,12 +21,12 @@ from tests.support import make_corpus, modules, run
 KILLS_OF_OTHERS = 10  # in evaluation, and in preparing data
 PARTS_OF_SUITE = {
     "bad input": "tests/bad_inputs",
-    "full or read-only disk": "tests/faults/test_full_disk.py tests/training/test_metric_logs.py",
+    "full or read-only disk": "tests/faults/test_full_disk.py tests/training/test_metrics.py",
     "signal, lost or frozen rank": (
         "tests/parallel/test_launcher.py tests/parallel/test_watchdog.py"
-        " tests/training/test_stop.py tests/sweeps/test_signals.py"
+        " tests/training/test_loop.py tests/sweeps/test_signals.py"
     ),
-    "two owners of one folder": "tests/test_folder_lock.py tests/training/test_folders.py",
+    "two owners of one folder": "tests/test_folder_lock.py",
     "long tests of the suite": "-m campaign tests",
 }
 """Faults whose every case is a test of the suite: words for pytest."""

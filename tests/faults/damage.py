@@ -12,7 +12,7 @@ from megatron.config import Config, load
 from megatron.errors import UserError
 from megatron.parallel.grid import Grid
 from megatron.positions import FILES, REGISTRY
-from megatron.training.run import train
+from megatron.training.loop import train
 from tests.training.conftest import tiny
 
 OWN = """

@@ -20,7 +20,7 @@ from megatron.sweeps.cost import (
 )
 from megatron.sweeps.plan import load_sweep
 from megatron.sweeps.state import State
-from megatron.training.throughput import peak_of
+from megatron.training.metrics import peak_of
 from tests.support import ROOT
 from tools.sweep import duration, plan
 

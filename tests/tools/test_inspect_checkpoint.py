@@ -4,8 +4,8 @@ import shutil
 
 import pytest
 
-from megatron.checkpoints.keep import keep_weights_only
 from megatron.checkpoints.manifest import read_record, write_record
+from megatron.checkpoints.saved import keep_weights_only
 from tests.checkpoints import make_checkpoint
 from tests.support import call
 

@@ -9,7 +9,7 @@ import pytest
 
 from megatron.config import Config, load
 from megatron.parallel.grid import Grid, connect
-from megatron.training.run import train
+from megatron.training.loop import train
 from tests.support import LAUNCHED, call
 
 MODEL = ["pos_emb=mep_param", "hidden_dropout=0.1"]

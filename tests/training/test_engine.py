@@ -1,16 +1,21 @@
 """What DeepSpeed's engine does to the model: precision, ZeRO, accumulation, clipping, floors."""
 
 import math
+import shutil
 
 import pytest
 import torch
 
+from megatron.attention import BACKENDS
+from megatron.attention.eager import eager
 from megatron.config import load
 from megatron.errors import UserError
 from megatron.model import from_config
-from megatron.positions import REGISTRY
+from megatron.training import trainer as trainer_module
 from megatron.training.checkpoint import full_weights
-from megatron.training.trainer import Trainer
+from megatron.training.loop import train_step
+from megatron.training.trainer import Trainer, compile_layers
+from tests.encodings import every_signature
 from tests.support import NEEDED
 from tests.training.conftest import tiny
 
@@ -35,7 +40,7 @@ def text(count: int, batch: int = 4) -> list[torch.Tensor]:
 
 
 def losses(run: Trainer, steps: int) -> list[float]:
-    return [run.train_step([batch])["loss"].item() for batch in text(steps)]
+    return [train_step(run, [batch])["loss"].item() for batch in text(steps)]
 
 
 @pytest.fixture(scope="module")
@@ -61,7 +66,7 @@ def test_fp16_on_the_cpu_is_refused_with_the_cure(grid):
         trainer(grid, "precision=fp16")
 
 
-@pytest.mark.parametrize("name", sorted(REGISTRY))
+@every_signature
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_training_leaves_tables_float32_finite_and_above_their_floors(grid, name, precision):
     options = [f"pos_emb_args.{key}={value}" for key, value in NEEDED.get(name, {}).items()]
@@ -118,7 +123,7 @@ def test_accumulated_micro_batches_are_one_batch(grid):
         trainer(grid, "pos_emb=t5", "gradient_accumulation_steps=2"),
     )
     for _ in range(5):
-        first, second = whole.train_step([batch]), parts.train_step([batch[:4], batch[4:]])
+        first, second = train_step(whole, [batch]), train_step(parts, [batch[:4], batch[4:]])
         assert second["loss"].item() == pytest.approx(first["loss"].item(), rel=1e-5)
         assert float(second["grad_norm"]) == pytest.approx(float(first["grad_norm"]), rel=1e-4)
     for name, weight in full_weights(whole.engine).items():
@@ -142,7 +147,7 @@ def test_gradients_are_clipped_and_their_norm_before_it_is_reported(grid, stage)
     norm = torch.cat([p.grad.flatten() for p in model.parameters()]).norm().item()
     assert norm > 0.01
     before = {name: weight.clone() for name, weight in full_weights(run.engine).items()}
-    result = run.train_step([batch])
+    result = train_step(run, [batch])
     assert float(result["grad_norm"]) == pytest.approx(norm, rel=1e-4)
     # With eps = 1 the first Adam step is lr · g / (|g| + 1), nearly lr · g: it has the length of
     # the clipped gradient.
@@ -162,3 +167,38 @@ def test_weight_decay_acts_on_matrices_and_on_the_encoding_if_asked(grid, too):
             not too if name.startswith("positions.") else name.endswith("bias") or "norm" in name
         )
         assert decay[id(parameter)] == (0.0 if spared else 0.5), name
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
+def test_compiled_layers_give_the_losses_gradients_and_names_of_plain_ones():
+    config = load([], tiny("pos_emb=mep_param", "num_layers=1"))
+    plain, compiled = from_config(config, VOCAB), from_config(config, VOCAB)
+    compile_layers(compiled, torch.device("cpu"))
+    assert list(compiled.state_dict()) == list(plain.state_dict())
+    ids = torch.randint(VOCAB, (2, 65))
+    losses = [model(ids[:, :-1], labels=ids[:, 1:], mean=True) for model in (plain, compiled)]
+    assert losses[1].item() == pytest.approx(losses[0].item(), rel=1e-6)
+    for loss in losses:
+        loss.backward()
+    for (name, ours), theirs in zip(compiled.named_parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-4, atol=1e-6, msg=name)
+
+
+def test_a_machine_that_cannot_compile_is_told_so_and_a_broken_backend_is_found(grid, monkeypatch):
+    def no_compiler(*_, **__):
+        raise RuntimeError("no compiler")
+
+    model = from_config(load([], tiny("pos_emb=alibi")), VOCAB)
+    with monkeypatch.context() as patched:
+        patched.setattr(torch, "compile", no_compiler)
+        with pytest.raises(UserError, match=r"cannot compile \(no compiler\) - install a C\+\+"):
+            compile_layers(model, grid.device)
+
+    def a_key_too_far(q, k, v, bias, **more):
+        return eager(q, k, v, bias.roll(1, dims=1), **more)
+
+    monkeypatch.setitem(BACKENDS, "planted", a_key_too_far)
+    monkeypatch.setattr(trainer_module, "compile_layers", lambda *_: None)
+    model.backend = "planted"
+    with pytest.raises(UserError, match="planted is wrong"):
+        Trainer(load([], tiny("train_iters=1", "pos_emb=alibi", "torch_compile=true")), model, grid)

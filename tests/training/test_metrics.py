@@ -1,20 +1,130 @@
-"""What the log says about time, by a clock of our own."""
+"""Where the numbers of a run go: no log is worth a run, and what fails is a warning."""
 
+import json
+import math
+from pathlib import Path
+
+import psutil
 import pytest
+import torch
 
-from megatron.training import metrics
-from megatron.training.metrics import RECENT, Progress
+from megatron.checkpoints.manifest import read_record
+from megatron.config import load
+from megatron.config.schema import Logging
+from megatron.errors import UserError
+from megatron.model import from_config
+from megatron.training import metrics as metrics_module
+from megatron.training.loop import train
+from megatron.training.metrics import (
+    Metrics,
+    Progress,
+    finish_wandb,
+    flops_per_token,
+    peak_memory,
+    peak_of,
+    peak_tflops,
+    send_results,
+    utilisation,
+)
+from tests.faults.full_disk import fill, on_small_disk
+from tests.support import ROOT, call
+from tests.training.conftest import records, settings, tiny
+from tests.wandb_files import kept_in, server
+
+NOBODY = "http://127.0.0.1:9"  # the port `discard`, at which nothing listens
+SENT = ["use_wandb=true", "wandb_project=tiny"]
+RUN = "abcd1234"
 
 
-@pytest.fixture
-def clock(monkeypatch) -> list[float]:
-    """The time in seconds, to be moved by a test."""
-    seconds = [100.0]
-    monkeypatch.setattr(metrics, "_now", lambda: seconds[0])
-    return seconds
+def warned(caplog) -> list[str]:
+    """What this project warned of; wandb's own log goes to a file."""
+    return [
+        entry.getMessage()
+        for entry in caplog.records
+        if entry.name.startswith("megatron") and entry.levelname == "WARNING"
+    ]
 
 
-def test_a_validation_counts_for_the_time_left_but_not_for_the_speed(clock):
+def test_a_full_disk_costs_records_and_no_run_and_leaves_whole_lines(tmp_path, caplog):
+    def logged() -> dict:
+        log = Metrics(tmp_path, Logging(), {})
+
+        def kept() -> list[int]:
+            return [json.loads(line)["step"] for line in log.path.read_text().splitlines()]
+
+        log.log(1, "train", {"text": "x" * 500})
+        ballast = fill(tmp_path)
+        for step in range(2, 40):  # the last page has room for some
+            log.log(step, "train", {"text": "x" * 500})
+        before = kept()
+        ballast.unlink()
+        log.log(40, "train", {"text": "x" * 500})
+        log.close()
+        return {"before": before, "after": kept(), "messages": caplog.messages}
+
+    found = on_small_disk(tmp_path, 64, logged)
+    before = found["before"]
+    assert before == list(range(1, len(before) + 1))
+    assert 1 <= len(before) < 39
+    assert found["after"] == [*before, 40]
+    path = tmp_path / "metrics.jsonl"
+    assert found["messages"] == [
+        f"{path}: step {len(before) + 1} could not be written (No space left on device)"
+        " - training goes on, and later records are tried again",
+        f"{path}: {39 - len(before)} record(s) were lost",
+    ]
+
+
+def test_a_resumed_run_drops_what_it_writes_again_and_a_new_one_keeps_an_old_file(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    lines = ['{"step": 1}', "[" * 5000, '{"step": null}', '{"step": 2}', '{"step": 3}']
+    path.write_bytes("\n".join(lines).encode() + b'\n{"step": 2, "ki\xff\x00')
+    Metrics(tmp_path, Logging(), {}, resumed_at=2).log(3, "train", {"loss": math.nan})
+    assert records_of(path) == [
+        {"step": 1},
+        {"step": 2},
+        {"step": 3, "kind": "train", "loss": None},
+    ]
+    large = torch.zeros(2000)
+    Metrics(tmp_path, Logging(), {}).log(1, "train", {}, {"large": large, "few": large[:2]})
+    assert len(records_of(tmp_path / "metrics.1.jsonl")) == 3
+    assert records_of(path) == [{"step": 1, "kind": "train", "position": {"few": [0.0, 0.0]}}]
+
+
+def records_of(path: Path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_places_that_cannot_be_written_are_refused_at_the_start(tmp_path):
+    file = tmp_path / "file"
+    file.touch()
+    with pytest.raises(UserError, match=rf"tensorboard_dir: {file}: cannot be written"):
+        Metrics(None, Logging(tensorboard_dir=str(file)), {})
+    with pytest.raises(UserError, match=r"file/metrics.jsonl: cannot be written"):
+        Metrics(file, Logging(), {})
+
+
+def test_tensorboard_shows_how_learned_numbers_are_spread(tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    log = Metrics(None, Logging(tensorboard_dir=str(tmp_path)), {})
+    values = torch.tensor([[1.0, 2.0], [2.0, math.inf]])
+    log.log(7, "train", {"loss": 1.0}, {"slope": values, "broken": values[1, 1:]})
+    log.close()
+    events = EventAccumulator(str(tmp_path))
+    events.Reload()
+    assert events.Tags()["histograms"] == ["position/slope"]
+    spread = events.Histograms("position/slope")[0]
+    assert (spread.step, spread.histogram_value.num) == (7, 3)
+    assert (spread.histogram_value.min, spread.histogram_value.max) == (1, 2)
+
+
+# --- speed ----------------------------------------------------------------------------------------
+
+
+def test_a_validation_counts_for_the_time_left_but_not_for_the_speed(monkeypatch):
+    clock = [100.0]
+    monkeypatch.setattr(metrics_module, "_now", lambda: clock[0])
     progress = Progress(step=0, steps=30)
     clock[0] += 20  # ten steps of two seconds
     with progress.paused():
@@ -25,13 +135,158 @@ def test_a_validation_counts_for_the_time_left_but_not_for_the_speed(clock):
     assert progress.advance(15) == 1
 
 
-def test_the_time_left_follows_the_speed_of_the_last_lines(clock):
-    progress = Progress(step=0, steps=1000)
-    clock[0] += 500  # slow beside another program
-    assert progress.advance(10) == 50
-    assert progress.remaining() == "13:45:00"
-    for line in range(RECENT):
-        clock[0] += 10
-        assert progress.advance(20 + 10 * line) == 1
-    left = 1000 - 10 - 10 * RECENT
-    assert progress.remaining() == f"0:{left // 60:02}:{left % 60:02}"
+def test_a_token_of_the_125m_model_costs_742_and_57_megaflops():
+    # 12 layers of 12 * 768² + 13 * 768 weights, a norm of 2 * 768, 50304 rows of 768:
+    # 123,689,472 weights.
+    linear, attention = flops_per_token(load([ROOT / "configs" / "125M.yml"]).model, 50304)
+    assert linear == 6 * 123_689_472
+    assert attention == 12 * 12 * 768 * 512
+    for tied in (False, True):
+        config = load([], tiny("pos_emb=mep_param", f"no_weight_tying={not tied}"))
+        model = from_config(config, 61)
+        looked_up = 0 if tied else model.word_embeddings.weight.numel()
+        encoding = sum(weight.numel() for weight in model.positions.parameters())
+        counted = sum(weight.numel() for weight in model.parameters()) - looked_up - encoding
+        assert flops_per_token(config.model, 61)[0] == 6 * counted
+
+
+def test_utilisation_is_the_share_of_a_known_peak_of_exactly_this_device():
+    known = utilisation((6e9, 2e9), 15_600, 312.0)
+    assert known == pytest.approx(
+        {"model_tflops_per_second": 124.8, "mfu": 0.4, "mfu_without_attention": 0.3}
+    )
+    assert utilisation((6e9, 2e9), 1000, None) == {"model_tflops_per_second": pytest.approx(8)}
+    peaks = [
+        ("NVIDIA A100 80GB PCIe", "fp32", 19.5),
+        ("NVIDIA H100 80GB HBM3", "bf16", 989),
+        ("Tesla V100-SXM2-32GB", "fp16", 125),
+        ("Tesla V100-SXM2-32GB", "bf16", None),
+        ("NVIDIA A100-SXM4-80GB MIG 1g.10gb", "bf16", None),
+    ]
+    for name, precision, peak in peaks:
+        assert peak_of(name, precision) == peak
+    cpu = torch.device("cpu")
+    assert peak_tflops(cpu, "fp32") is None
+    assert peak_memory(cpu) > psutil.Process().memory_info().rss / 2
+
+
+# --- Weights & Biases -----------------------------------------------------------------------------
+
+
+@pytest.fixture
+def offline(monkeypatch, tmp_path):
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    for name in ("HOME", "WANDB_CONFIG_DIR", "WANDB_CACHE_DIR", "WANDB_DATA_DIR"):
+        monkeypatch.setenv(name, str(tmp_path / "home"))
+
+
+@pytest.fixture
+def online(offline, monkeypatch):
+    """As for a user who has a key. Nothing is read from this machine's own settings."""
+    monkeypatch.setenv("WANDB_MODE", "online")
+    monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
+
+
+def sent(folder, host: str | None = None) -> Metrics:
+    return Metrics(folder, Logging(use_wandb=True, wandb_host=host), {"seed": 1}, run_id=RUN)
+
+
+def test_a_run_holds_every_number_and_goes_on_when_it_is_resumed(
+    offline, grid, corpus, tmp_path, caplog
+):
+    first, second = tmp_path / "first", tmp_path / "second"
+    files = ["wandb_artifacts=true", "profile=true", "profile_step_start=2", "profile_step_stop=3"]
+    train(settings(corpus, first, *SENT, *files, "exit_interval=4"), grid)
+    train(settings(corpus, first, "train_iters=6"), grid)  # without Weights & Biases
+    train(settings(corpus, first, *SENT), grid)
+    before, after = kept_in(first)
+    assert before.id == after.id == read_record(first / "global_step8")["wandb"]
+    assert [record["step"] for record in before.history + after.history] == [1, 2, 3, 4, 7, 8]
+    last = before.history[-1]
+    assert last["train/loss"] == records(first)[4]["loss"]
+    assert last["position/kernels.1.p/_type"] == "histogram"
+    assert sum(last["position/kernels.1.p/values"]) == 4  # heads
+    assert not [text for text in warned(caplog) if text.startswith("use_wandb")]
+    names = ["metrics.jsonl", "step2-3_rank0.trace.json.gz", "step2-3_rank0.txt"]
+    assert before.artifacts["training"] == names
+    assert not after.artifacts
+
+    asked = ["use_wandb=true", "wandb_artifacts=true", "eval_tokens=256", "--lengths", 64]
+    done = call("evaluate.py", "--checkpoint", first, *asked)
+    assert done.returncode == 0, done.stderr
+    evaluation = kept_in(first)[-1]
+    stem = "tiny_text_document-valid-global_step8"
+    assert evaluation.id == before.id
+    assert evaluation.artifacts["evaluation"] == [f"{stem}.jsonl", f"{stem}.png"]
+
+    tuned = [f"load={first}", "finetune=true", "train_iters=1"]
+    train(settings(corpus, second, *SENT, *tuned), grid)
+    [new] = kept_in(second)
+    assert new.id != before.id
+
+
+def test_a_server_that_cannot_be_used_costs_one_warning(online, tmp_path, caplog, monkeypatch):
+    def one_warning(name: str, address: str) -> str:
+        caplog.clear()
+        log = sent(tmp_path / name, address)
+        log.log(1, "train", {"loss": 1.0}, {"slope": torch.ones(3)})
+        log.close()
+        [warning] = warned(caplog)
+        assert warning.startswith("use_wandb: the server cannot be used (")
+        assert warning.endswith(f"{tmp_path / name}/wandb, and `wandb sync` sends them later")
+        kept = kept_in(tmp_path / name)[-1]
+        assert kept.id == RUN
+        assert [record["train/loss"] for record in kept.history] == [1.0]
+        return warning
+
+    assert f"({NOBODY} cannot be reached)" in one_warning("unreachable", NOBODY)
+    with server(401) as (address, _):
+        assert "logged in" in one_warning("refusing", address)
+    with server(200) as (address, _):
+        assert "'<'" in one_warning("portal", address)
+    monkeypatch.delenv("WANDB_API_KEY")
+    monkeypatch.setenv("NETRC", str(tmp_path / "none"))
+    for stream in ("stdin", "stderr"):
+        monkeypatch.setattr(f"sys.{stream}.isatty", lambda: True, raising=False)
+    with server(401) as (address, asked):
+        assert "No API key configured" in one_warning("keyless", address)
+        assert not asked.is_set()
+
+
+def test_a_missing_package_or_a_dead_service_costs_no_run(offline, tmp_path, caplog, monkeypatch):
+    log = sent(tmp_path)
+    log.log(1, "train", {"loss": 1.0})
+    assert not log.lost
+    for child in psutil.Process().children(recursive=True):
+        if child.name().startswith("wandb"):
+            child.kill()
+            child.wait(10)
+    for step in range(2, 5):
+        log.log(step, "train", {"loss": 1.0})
+    log.close()
+    assert warned(caplog)[-1] == f"use_wandb: {log.lost['use_wandb']} record(s) were lost"
+    caplog.clear()
+    monkeypatch.setitem(__import__("sys").modules, "wandb", None)
+    sent(tmp_path / "other").close()
+    [warning] = warned(caplog)
+    assert warning.endswith("goes on without it; pip install wandb if the package is missing")
+
+
+def test_what_cannot_be_sent_at_the_end_is_one_warning(offline, tmp_path, caplog):
+    log = sent(tmp_path)
+    folder, finish = log.wandb.settings.sync_dir, log.wandb.finish
+
+    def late() -> None:
+        finish()
+        raise TimeoutError("Timed out finishing run.")
+
+    log.wandb.finish = late
+    finish_wandb(log.wandb, "training", [])
+    row = {"checkpoint": str(tmp_path / "global_step4"), "length": 64}
+    asked = Logging(use_wandb=True, wandb_artifacts=True)
+    send_results({tmp_path / "rows.jsonl": [row]}, asked)
+    first, second = warned(caplog)
+    assert first == (
+        f"use_wandb: not all was sent within 30 seconds - `wandb sync {folder}` sends it later"
+    )
+    assert second.startswith("use_wandb: nothing is sent (")

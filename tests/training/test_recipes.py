@@ -10,13 +10,12 @@ import pytest
 
 from deepy import checked_config
 from megatron.checkpoints.manifest import read_record
-from megatron.checkpoints.parent import with_parent
-from megatron.checkpoints.saved import latest_step
+from megatron.checkpoints.saved import latest_step, with_parent
 from megatron.config import load
 from megatron.entry import split_words
 from megatron.results.files import read_results
 from megatron.sweeps.plan import load_sweep
-from megatron.training.run import train
+from megatron.training.loop import train
 from tests.checkpoints import make_checkpoint
 from tests.support import ROOT, call
 

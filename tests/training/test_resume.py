@@ -1,140 +1,106 @@
-"""A resumed run repeats the uninterrupted one: its numbers, text, records and averages."""
+"""A resumed run repeats the uninterrupted one, also with another engine; what may be resumed."""
 
+import json
+import math
 import pickle
 import shutil
 from pathlib import Path
 
 import pytest
 import torch
-from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler
+from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
 from deepspeed.runtime.zero.config import ZeroStageEnum
+from deepspeed.utils import safe_get_full_fp32_param
 from safetensors.torch import load_file
 
 from megatron.checkpoints.manifest import entry_of, read_record, write_record
-from megatron.checkpoints.read import load_for_evaluation, read_meta
+from megatron.checkpoints.read import read_meta
 from megatron.checkpoints.saved import latest_step
-from megatron.config import load
+from megatron.config import Config, load
 from megatron.errors import UserError
+from megatron.model import from_config
+from megatron.training import checkpoint
 from megatron.training.checkpoint import _data_only
-from megatron.training.run import train
-from tests.training.conftest import MODEL, copy_of, records, settings, tiny
-
-
-def valid_losses(folder: Path) -> dict[int, float]:
-    return {step: record["loss"] for step, record in records(folder, "valid").items()}
-
+from megatron.training.loop import train
+from megatron.training.optimizer import continue_scale, learning_rate
+from megatron.training.start import Saved, Start, with_schedule
+from megatron.training.trainer import Trainer
+from megatron.training.universal import AVERAGES, Engine
+from tests.training.conftest import copy_of, records, settings, tiny
 
 LLAMA = ["norm=rmsnorm", "activation=swiglu", "num_key_value_heads=2", "qk_norm=true"]
 DOCUMENTS = ["reset_attention_mask=true", "reset_position_ids=true", "eod_mask_loss=true"]
 
 
+def interrupted(run: Path, step: int, folder: Path) -> Path:
+    """A copy of a run that was killed after its checkpoint of that step."""
+    shutil.copytree(run, folder)
+    for path in folder.glob("global_step*"):
+        if int(path.name.removeprefix("global_step")) > step:
+            shutil.rmtree(path)
+    (folder / "latest").write_text(f"global_step{step}")
+    return folder
+
+
 @pytest.mark.parametrize(
     "how",
     [
-        [],
-        ["precision=bf16"],
-        ["zero_optimization.stage=1", "gradient_accumulation_steps=2"],
-        ["zero_optimization.stage=2", "num_workers=1"],
-        ["zero_optimization.stage=3"],
-        ["precision=bf16", "zero_optimization.stage=2", "gradient_accumulation_steps=2"],
+        ["num_workers=1"],
+        ["precision=bf16", "gradient_accumulation_steps=2"],
+        ["zero_optimization.stage=2"],
+        ["zero_optimization.stage=3", *LLAMA],
         ["precision=bf16", "zero_optimization.stage=3"],
-        ["checkpoint_activations=true", *LLAMA],
-        ["precision=bf16", "zero_optimization.stage=3", *LLAMA],
-        DOCUMENTS,
+        ["checkpoint_activations=true", *DOCUMENTS],
     ],
-    ids=[
-        *("fp32", "bf16", "zero1", "zero2", "zero3", "bf16-zero2", "bf16-zero3"),
-        *("llama", "llama-bf16-zero3", "documents"),
-    ],
+    ids=["fp32", "bf16", "zero2", "zero3-llama", "bf16-zero3", "documents"],
 )
 def test_a_resumed_run_repeats_the_uninterrupted_one_to_the_last_bit(grid, corpus, tmp_path, how):
-    """Each way has dropout and a learned encoding, and a validation at every fourth step."""
-    how = [*how, "eval_interval=4", "eval_iters=1"]
-    straight, broken = tmp_path / "straight", tmp_path / "broken"
+    """Each way has dropout and a learned encoding, validations and lines between checkpoints."""
+    how = [*how, "eval_interval=4", "eval_iters=1", "log_interval=3"]
+    straight = tmp_path / "straight"
     train(settings(corpus, straight, *how), grid)
-    shutil.copytree(straight, broken)
-    shutil.rmtree(broken / "global_step8")
-    (broken / "latest").write_text("global_step4")
+    broken = interrupted(straight, 4, tmp_path / "broken")
     train(settings(corpus, broken, *how), grid)
-    first, second = records(straight), records(broken)
-    assert first.keys() == second.keys() == set(range(1, 9))
-    for step in first:
-        for key in ("loss", "grad_norm", "lr", "position"):
-            assert first[step][key] == second[step][key], (step, key)
-    assert valid_losses(broken) == valid_losses(straight)
-    assert valid_losses(straight).keys() == {4, 8}
+    for kind, steps in (("train", {3, 6, 8}), ("valid", {4, 8})):
+        first, second = records(straight, kind), records(broken, kind)
+        assert first.keys() == second.keys() == steps
+        for step in first:
+            for key in first[step].keys() & {"loss", "grad_norm", "lr", "position", "tokens"}:
+                assert first[step][key] == second[step][key], (step, key)
     weights = load_file(broken / "global_step8" / "model.safetensors")
     for name, tensor in load_file(straight / "global_step8" / "model.safetensors").items():
         assert torch.equal(weights[name], tensor), name
 
 
-def test_a_resumed_run_computes_with_the_threads_that_it_had(grid, corpus, tmp_path, monkeypatch):
-    train(settings(corpus, tmp_path, "train_iters=4"), grid)
-    path = tmp_path / "global_step4"
-    assert read_meta(path)[1]["threads"] == torch.get_num_threads()
+def test_a_resumed_run_computes_with_the_threads_that_it_had(
+    grid, corpus, trained, tmp_path, monkeypatch
+):
+    folder = copy_of(trained, tmp_path)
+    assert read_meta(folder / "global_step4")[1]["threads"] == torch.get_num_threads()
     asked = []
     monkeypatch.setattr(
-        "megatron.training.run.use_threads", lambda *_, before, **__: asked.append(before)
+        "megatron.training.loop.use_threads", lambda *_, before, **__: asked.append(before)
     )
-    train(settings(corpus, tmp_path), grid)
+    train(settings(corpus, folder), grid)
     assert asked == [torch.get_num_threads()]
 
 
-def test_a_resumed_run_logs_the_uninterrupted_ones_means_between_checkpoints(
-    grid, corpus, tmp_path
+def test_a_run_goes_on_with_larger_batches_or_elsewhere_or_with_defaults_written_out(
+    grid, corpus, trained, tmp_path
 ):
-    straight, broken = tmp_path / "straight", tmp_path / "broken"
-    every = ["save_interval=3", "log_interval=4"]
-    train(settings(corpus, straight, *every), grid)
-    shutil.copytree(straight, broken)
-    for step in (6, 8):
-        shutil.rmtree(broken / f"global_step{step}")
-    train(settings(corpus, broken, *every), grid)
-    assert records(straight).keys() == {4, 8}
-    assert [records(broken)[step]["loss"] for step in (4, 8)] == [
-        records(straight)[step]["loss"] for step in (4, 8)
-    ]
+    folder = copy_of(trained, tmp_path)
+    train(settings(corpus, folder, "train_micro_batch_size_per_gpu=8"), grid)
+    meta = read_record(folder / "global_step8")
+    assert (meta["windows"], meta["windows_per_step"]) == (4 * 4 + 4 * 8, 8)
+    assert records(folder)[8]["tokens"] == (4 * 4 + 4 * 8) * 64
 
-
-def test_a_resumed_run_with_larger_batches_goes_on_with_text_it_has_not_seen(
-    grid, corpus, tmp_path
-):
-    train(settings(corpus, tmp_path, "train_iters=4"), grid)
-    train(settings(corpus, tmp_path, "train_micro_batch_size_per_gpu=8"), grid)
-    _, _, meta = load_for_evaluation(tmp_path)
-    assert (meta["step"], meta["windows"], meta["windows_per_step"]) == (8, 4 * 4 + 4 * 8, 8)
-    assert records(tmp_path)[8]["tokens"] == (4 * 4 + 4 * 8) * 64
-
-
-def test_a_record_that_was_cut_off_does_not_stop_a_resumed_run(grid, corpus, tmp_path):
-    train(settings(corpus, tmp_path, "train_iters=4"), grid)
-    path = tmp_path / "metrics.jsonl"
-    path.write_text(path.read_text()[:-2])
-    train(settings(corpus, tmp_path), grid)
-    assert records(tmp_path).keys() == {1, 2, 3, 5, 6, 7, 8}
-
-
-def test_a_folder_of_one_step_can_be_continued_elsewhere(grid, corpus, trained, tmp_path):
-    start = copy_of(trained, tmp_path) / "global_step4"
-    config = load(
-        [],
-        tiny(
-            f"data_path={corpus}",
-            f"load={start}",
-            f"save={tmp_path / 'new'}",
-            "train_iters=6",
-            *MODEL,
-        ),
-    )
-    train(config, grid)
+    written = ["pos_emb_args.kernels=[gaussian, kerple_log]", "pos_emb_args.weights=equal"]
+    new = ["max_position_embeddings=99", f"load={folder / 'global_step4'}", "train_iters=6"]
+    train(settings(corpus, tmp_path / "new", *written, *new), grid)
     assert records(tmp_path / "new").keys() == {5, 6}
 
 
-def test_defaults_written_out_are_the_same_model(grid, corpus, trained, tmp_path):
-    folder = copy_of(trained, tmp_path)
-    written = ["pos_emb_args.kernels=[gaussian, kerple_log]", "pos_emb_args.weights=equal"]
-    train(settings(corpus, folder, *written, "max_position_embeddings=99", "train_iters=5"), grid)
-    assert latest_step(folder) == 5
+# --- pickles --------------------------------------------------------------------------------------
 
 
 class Getattr:
@@ -147,21 +113,15 @@ class Getattr:
         return getattr, (self.of, self.name)
 
 
-def test_a_stage_of_zero_as_early_pythons_3_11_write_it_is_read(tmp_path):
+def test_a_stage_of_zero_as_early_pythons_3_11_write_it_is_read_and_no_other_attribute(tmp_path):
     torch.save({"zero_stage": Getattr(ZeroStageEnum, "gradients")}, tmp_path / "state.pt")
     with _data_only():
         loaded = torch.load(tmp_path / "state.pt")
     assert loaded == {"zero_stage": ZeroStageEnum.gradients}
-
-
-@pytest.mark.parametrize(
-    ("of", "name"),
-    [(ZeroStageEnum, "__class__"), (ZeroStageEnum, "_missing_"), (DynamicLossScaler, "__init__")],
-)
-def test_a_state_takes_no_other_attribute(tmp_path, of, name):
-    torch.save({"zero_stage": Getattr(of, name)}, tmp_path / "state.pt")
-    with _data_only(), pytest.raises(pickle.UnpicklingError, match="refused getattr of <"):
-        torch.load(tmp_path / "state.pt")
+    for of, name in [(ZeroStageEnum, "__class__"), (DynamicLossScaler, "__init__")]:
+        torch.save({"zero_stage": Getattr(of, name)}, tmp_path / "state.pt")
+        with _data_only(), pytest.raises(pickle.UnpicklingError, match="refused getattr of <"):
+            torch.load(tmp_path / "state.pt")
 
 
 def test_pickles_that_would_run_code_are_not_loaded(grid, corpus, trained, tmp_path):
@@ -175,8 +135,249 @@ def test_pickles_that_would_run_code_are_not_loaded(grid, corpus, trained, tmp_p
     record = read_record(state.parent)  # of whoever wrote this file
     record["files"][state.name] = entry_of(state)
     write_record(state.parent, record)
-    with pytest.raises(
-        UserError, match=r"global_step4: the engine's state cannot be loaded \(Weights only load"
-    ):
-        train(settings(corpus, folder), grid)
+    for more in ([], ["zero_optimization.stage=1"]):
+        with pytest.raises(UserError, match=r"the engine's state cannot be .*\(Weights only load"):
+            train(settings(corpus, folder, *more), grid)
     assert not (tmp_path / "ran").exists()
+
+
+# --- what is refused ------------------------------------------------------------------------------
+
+
+def test_what_would_overwrite_a_run_or_is_another_model_is_refused(grid, corpus, trained, tmp_path):
+    folder = copy_of(trained, tmp_path)
+    new = tmp_path / "new"
+    cases = [
+        (["load=null"], r"save: .* holds a checkpoint of step 4 already - set load: .* to contin"),
+        (["pos_emb=alibi", "num_layers=3"], r"is another model \(num_layers: 2 there, 3 here; pos"),
+        ([f"load={tmp_path / 'gone'}", f"save={new}"], r"checkpoint: no folder .*gone"),
+        ([f"save={folder}/latest/run", "load=null"], r"save: .*cannot be written \(Not a direct"),
+        (
+            [
+                "load=null",
+                f"save={new}",
+                "pos_emb=learned",
+                "seq_length_val=128",
+                "eval_interval=4",
+            ],
+            "learned positions end at 64, so length 128 cannot be computed",
+        ),
+        (["load=null", f"save={new}", "split=[100, 0, 0]", "eval_interval=4"], "none for valid"),
+    ]
+    for words, message in cases:
+        with pytest.raises(UserError, match=message):
+            train(settings(corpus, folder, *words), grid)
+    assert not list(tmp_path.glob("new/global_step*"))
+
+
+def test_text_of_another_tokenizer_is_not_continued_with(grid, corpus, trained, tmp_path):
+    for suffix in (".bin", ".idx"):
+        shutil.copy(f"{corpus}{suffix}", tmp_path / f"other{suffix}")
+    meta = json.loads(Path(f"{corpus}.json").read_text())
+    meta["tokenizer"] |= {"type": "HFTokenizer", "hash": "another"}
+    (tmp_path / "other.json").write_text(json.dumps(meta))
+    folder = copy_of(trained, tmp_path)
+    config = settings(tmp_path / "other", folder, "tokenizer_type=HFTokenizer")
+    with pytest.raises(UserError, match=r"learned with CharLevelTokenizer .* by HFTokenizer anoth"):
+        train(config, grid)
+
+
+def test_another_number_of_ranks_must_keep_the_windows_of_a_step(grid, corpus, trained, tmp_path):
+    folder = copy_of(trained, tmp_path)
+    path = folder / "global_step4"
+    write_record(path, read_record(path) | {"ranks": 2, "windows_per_step": 8})
+    with pytest.raises(UserError) as fault:
+        train(settings(corpus, folder), grid)
+    assert str(fault.value) == (
+        f"load: a step of {folder}/global_step4 took 8 windows on 2 rank(s), here it would take"
+        " 4 on 1 - set gradient_accumulation_steps=2 to keep it, or train_batch_size=4 if that is"
+        " meant"
+    )
+    train(settings(corpus, folder, "train_batch_size=4", "train_iters=5"), grid)
+    assert latest_step(folder) == 5
+
+
+# --- the optimizer's settings and schedule --------------------------------------------------------
+
+SHAPE = ["num_layers=1", "hidden_size=8", "num_attention_heads=2", "seq_length=8"]
+
+
+def scheduled(*words: str) -> Config:
+    return load([], [*SHAPE, "train_iters=12", "optimizer.params.lr=0.5", "min_lr=0.1", *words])
+
+
+def continued(config: Config, step: int = 8) -> Config:
+    before = Saved(Path("run"), scheduled("train_iters=8"), {"step": step})
+    return with_schedule(config, Start(before=before, step=step))
+
+
+def test_more_steps_ask_whether_the_schedule_is_stretched(caplog):
+    caplog.set_level("INFO")
+    with pytest.raises(UserError, match=r"lr_decay_iters: follows train_iters = 12 and was 8 .*"):
+        continued(scheduled())
+    old = continued(scheduled("lr_decay_iters=8"))
+    assert learning_rate(10, old.optimizer) == pytest.approx(0.1)
+    assert "lr_decay_iters=12 would stretch it" in caplog.messages[0]
+    for words in ("lr_decay_iters=12", "override_lr_scheduler=true"):
+        assert learning_rate(10, continued(scheduled(words)).optimizer) > 0.11
+    shorter = scheduled("train_iters=6")
+    assert continued(shorter) is with_schedule(shorter, Start()) is shorter
+    with pytest.raises(UserError, match=r"override_lr_scheduler: .* keep one of them"):
+        scheduled("override_lr_scheduler=true", "use_checkpoint_lr_scheduler=true")
+
+
+def test_the_checkpoints_schedule_is_kept_if_that_is_said():
+    given = ["use_checkpoint_lr_scheduler=true", "optimizer.params.lr=0.9", "warmup=0.5"]
+    config = continued(scheduled(*given, "weight_decay=0.3", "lr_decay_style=linear"), 4)
+    then = scheduled("train_iters=8")
+    for step in range(12):
+        assert learning_rate(step, config.optimizer) == learning_rate(step, then.optimizer)
+    assert config.optimizer.weight_decay == 0.3
+
+
+FIRST = ["optimizer.params.betas=[0.9, 0.95]", "weight_decay=0.3", "gradient_clipping=1.0"]
+RATE, DECAY, NORM = 1.0, 0.02, 0.02
+# Without averages, and with eps and rate so large, a step is the clipped gradient.
+THEN = [
+    "optimizer.params.betas=[0.0, 0.0]",
+    f"optimizer.params.eps={RATE}",
+    f"optimizer.params.lr={RATE}",
+    "lr_decay_style=constant",
+    "warmup=0",
+    f"weight_decay={DECAY}",
+    f"gradient_clipping={NORM}",
+]
+
+
+@pytest.mark.parametrize("how", ["precision=fp32", "precision=bf16", "zero_optimization.stage=3"])
+def test_a_step_after_a_resume_decays_and_clips_as_the_new_configuration_says(
+    grid, corpus, tmp_path, how
+):
+    """The whole change of the weights, without their decay, has the norm of the clipped gradient.
+
+    AdamW with betas 0: w - lr * (decay * w + g / (|g| + eps)); exempt are norms, biases and what
+    the encoding learns.
+    """
+    train(settings(corpus, tmp_path, "train_iters=2", *FIRST, "save_interval=1", how), grid)
+    train(settings(corpus, tmp_path, "train_iters=3", *THEN, "save_interval=1", how), grid)
+    assert records(tmp_path)[3]["grad_norm"] > NORM
+    before = load_file(tmp_path / "global_step2" / "model.safetensors")
+    after = load_file(tmp_path / "global_step3" / "model.safetensors")
+    total = 0.0
+    for name, weight in before.items():
+        decays = weight.dim() >= 2 and not name.startswith("positions.")
+        kept = 1 - RATE * DECAY if decays else 1
+        gradient = weight.double() * kept - after[name].double()
+        total += gradient.square().sum().item()
+    assert math.sqrt(total) == pytest.approx(NORM, rel=0.02)
+
+
+def test_a_loss_scale_goes_on_where_it_was_with_the_settings_of_the_new_configuration():
+    loaded = DynamicLossScaler(2.0**16, 1000, 1.0, 3, True)
+    for overflow in (False, True, False):
+        loaded.update_scale(overflow)
+    here = DynamicLossScaler(2.0**8, 50, 2.0, 2, False)
+    continue_scale(here, loaded)
+    assert (here.cur_scale, here.cur_iter, here.last_overflow_iter) == (2.0**16, 3, 1)
+    assert (here.scale_window, here.min_scale, here.cur_hysteresis) == (50, 2.0, 2)
+    fixed = LossScaler(128.0)
+    continue_scale(fixed, loaded)
+    assert fixed.cur_scale == 128.0
+
+
+# --- another engine -------------------------------------------------------------------------------
+
+
+def recipe(corpus: Path, save: Path, stage: int, *more: str, source: Path | None = None):
+    """Eight windows a step on one rank, in two micro batches."""
+    words = ["pos_emb=mep_param", "train_iters=8", "save_interval=4"]
+    words += ["gradient_accumulation_steps=2", f"zero_optimization.stage={stage}"]
+    words += [f"data_path={corpus}", f"save={save}"]
+    if source is not None:
+        words.append(f"load={source / 'global_step4'}")
+    return tiny(*words, *more)
+
+
+def losses(folder: Path) -> dict[int, float]:
+    return {step: record["loss"] for step, record in records(folder).items() if step > 4}
+
+
+@pytest.mark.campaign
+@pytest.mark.distributed
+def test_checkpoints_continue_on_other_ranks(grid, forks, corpus, tmp_path):
+    """tests/faults/universal.py has every pair of engines."""
+
+    def on_two(name: str, stage: int, source: str | None = None) -> Path:
+        path = None if source is None else tmp_path / source
+        words = recipe(corpus, tmp_path / name, stage, "gradient_accumulation_steps=1", source=path)
+        log = tmp_path / f"{name}.log"
+        pids = forks.start_ranks(2, "train.py", *words, log=log)
+        assert not any([forks.wait(pid) for pid in pids]), log.read_text()
+        return tmp_path / name
+
+    one, back = tmp_path / "one", tmp_path / "back"
+    train(load([], recipe(corpus, one, 0)), grid)
+    two = on_two("two", 2)
+    assert losses(on_two("again", 2, "two")) == losses(two)
+    assert losses(on_two("onto-two", 3, "one")) == pytest.approx(losses(one), abs=1e-5)
+    train(load([], recipe(corpus, back, 1, source=two)), grid)
+    assert losses(back) == pytest.approx(losses(two), abs=1e-5)
+    (two / "global_step4" / "zero_pp_rank_1_mp_rank_00_optim_states.pt").unlink()
+    with pytest.raises(UserError, match="zero_pp_rank_1_mp_rank_00"):
+        train(load([], recipe(corpus, tmp_path / "new", 2, source=two)), grid)
+
+
+def test_conversion_carries_weights_and_averages_over_to_the_last_bit(grid, corpus, tmp_path):
+    """From each kind of engine to the next one, without a step in between."""
+    kinds = [(0, "fp32"), (2, "bf16"), (3, "bf16"), (1, "bf16"), (3, "fp32")]
+    train(load([], recipe(corpus, tmp_path, 0, "train_iters=4")), grid)
+    path = tmp_path / "global_step4"
+    written_by = Engine("fp32", 0, 1, False)
+    expected = None
+    for number, (stage, precision) in enumerate([*kinds, kinds[0]]):
+        config = load([], recipe(corpus, tmp_path, stage, f"precision={precision}"))
+        _, record = read_meta(path)
+        trainer = Trainer(config, from_config(config, record["vocab"]), grid)
+        checkpoint.resume(trainer, path, written_by)
+        state = adam_state(trainer)
+        expected = expected or state
+        for name, tensors in expected.items():
+            for key, tensor in tensors.items():
+                assert torch.equal(state[name][key], tensor), (stage, precision, name, key)
+        facts = {key: record[key] for key in ("vocab", "tokenizer")}
+        path = checkpoint.save(trainer, tmp_path / str(number), facts)
+        written_by = Engine.of(config, 1)
+
+
+def adam_state(trainer: Trainer) -> dict[str, dict[str, torch.Tensor]]:
+    """Weights, averages and step of every parameter as the engine has them, on one rank."""
+    zero = trainer.engine.optimizer
+    state = {}
+    for name, parameter in trainer.model.named_parameters():
+        if not trainer.config.parallel.zero_stage:
+            own = zero.state[parameter]
+            state[name] = {"weight": parameter.detach().flatten()}
+            state[name] |= {key: own[key].flatten() for key in (*AVERAGES, "step")}
+            continue
+        if hasattr(parameter, "ds_id"):
+            group, start, _ = zero.grad_position[zero.get_param_id(parameter)]
+            flat = zero.fp32_partitioned_groups_flat[group]
+        else:
+            mapping = parameter._hp_mapping
+            flat = zero.optimizer.param_groups[mapping.param_group_index]["params"][0]
+            start = mapping.get_hp_fragment_address().start
+        weight = safe_get_full_fp32_param(parameter)
+        own = zero.optimizer.state[flat]
+        state[name] = {"weight": weight.flatten(), "step": own["step"].flatten()}
+        for key in AVERAGES:
+            state[name][key] = own[key].narrow(0, start, weight.numel())
+    return state
+
+
+def test_weight_decay_of_the_encoding_can_change(grid, corpus, tmp_path):
+    """Parameters have numbers in the state of stage 0; another order must not mix them up."""
+    train(load([], recipe(corpus, tmp_path / "run", 0)), grid)
+    more = ["pos_emb_weight_decay=true", "weight_decay=0"]
+    new = tmp_path / "new"
+    train(load([], recipe(corpus, new, 0, *more, source=tmp_path / "run")), grid)
+    assert losses(new) == pytest.approx(losses(tmp_path / "run"), abs=1e-3)

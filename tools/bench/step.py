@@ -43,7 +43,7 @@ from megatron.model import GPT
 from megatron.model.settings import Architecture, AttentionSettings
 from megatron.model.size import BACKWARD, forward_flops
 from megatron.positions import Shape, build
-from megatron.training.compiled import compile_layers
+from megatron.training.trainer import compile_layers
 
 ENCODINGS = ["rotary", "none", "alibi", "kerple_log", "mep_free", "mep_param_t5", "t5"]
 END = 0  # the token that ends a document

@@ -3,20 +3,15 @@
 import pytest
 
 from megatron.config import load
-from megatron.training.schedule import learning_rate
+from megatron.training.optimizer import learning_rate
 
-SHAPE = [
-    "num_layers=1",
-    "hidden_size=8",
-    "num_attention_heads=1",
-    "seq_length=8",
-    "train_iters=1000",
-]
+SHAPE = ["num_layers=1", "hidden_size=8", "num_attention_heads=1", "seq_length=8"]
 
 
-def rates(*settings: str) -> list[float]:
-    config = load([], [*SHAPE, "optimizer.params.lr=1.0", "warmup=0.1", *settings])
-    return [learning_rate(step, config.optimizer) for step in range(1000)]
+def rates(*settings: str, steps: int = 1000) -> list[float]:
+    words = ["train_iters=1000", "optimizer.params.lr=1.0", "warmup=0.1", *settings]
+    optimizer = load([], [*SHAPE, *words]).optimizer
+    return [learning_rate(step, optimizer) for step in range(steps)]
 
 
 @pytest.mark.parametrize("style", ["cosine", "linear"])
@@ -39,22 +34,11 @@ def test_the_old_schedule_starts_at_zero_and_stands_still_at_the_end():
 
 
 def test_kerples_published_recipe():
-    found = rates(
-        "lr_schedule=neox-2022", "optimizer.params.lr=6e-4", "warmup=0.01", "lr_decay_iters=50000"
-    )
+    words = ["lr_schedule=neox-2022", "optimizer.params.lr=6e-4", "warmup=0.01"]
+    found = rates(*words, "lr_decay_iters=50000", steps=50000)
     assert found[500] == pytest.approx(6e-4)
-    config = load(
-        [],
-        [
-            *SHAPE,
-            "lr_schedule=neox-2022",
-            "optimizer.params.lr=6e-4",
-            "warmup=0.01",
-            "lr_decay_iters=50000",
-        ],
-    )
-    assert learning_rate(25000, config.optimizer) == pytest.approx(3.094e-4, rel=1e-3)
-    assert learning_rate(49999, config.optimizer) == pytest.approx(5.9e-7, rel=1e-2)
+    assert found[25000] == pytest.approx(3.094e-4, rel=1e-3)
+    assert found[-1] == pytest.approx(5.9e-7, rel=1e-2)
 
 
 def test_constant_stays_at_its_peak_and_the_floor_holds_everywhere():

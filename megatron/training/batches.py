@@ -1,0 +1,226 @@
+"""The text of a training: its vocabulary, its length in epochs, and the batches of each step."""
+
+import logging
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+from torch import Tensor
+
+from megatron.config import Config
+from megatron.config.load import DATA_PATHS
+from megatron.data.loader import batches
+from megatron.data.parts import Blend, Part, open_parts
+from megatron.data.samples import Samples
+from megatron.data.tokenizers.build import build_tokenizer, needs_files, same_kind
+from megatron.data.tokens import TokenFile
+from megatron.errors import UserError
+from megatron.model import padded_vocab
+from megatron.parallel.grid import Grid
+
+logger = logging.getLogger(__name__)
+
+VOCAB = 50257  # GPT-2's
+NAMED = 8  # samples or documents of a rank that a message lists
+WAIT_FOR_REPORT = 1.0  # seconds
+
+
+def open_text(config: Config) -> tuple[dict[str, Part], dict[str, Any]]:
+    """The parts train and, if the run validates, valid; and what a checkpoint says of the text.
+
+    The facts are vocab (rows of the embedding), tokenizer {type, hash, vocab_size, eod}, corpus and
+    for a blend corpora. Raises UserError if token files and configured tokenizer disagree, neither
+    gives the vocabulary, or a key needs an end of documents that the text lacks.
+    """
+    names = ["train"]
+    if config.training.eval_interval and config.training.eval_iters:
+        names.append("valid")
+    with config.naming_places(*DATA_PATHS):
+        parts = open_parts(config.data, names)
+    files = [tokens for part in parts.values() for tokens in part.files]
+    descriptions = [_tokenizer_of(config, tokens) for tokens in files]
+    tokenizer = descriptions[0]
+    for tokens, other in zip(files, descriptions, strict=True):
+        if other.get("hash") != tokenizer.get("hash"):
+            raise UserError(
+                f"{tokens.prefix}: was written by {other.get('type')} {other.get('hash')}, and"
+                f" {files[0].prefix} by {tokenizer.get('type')} {tokenizer.get('hash')}"
+                " - prepare all corpora of a run with one tokenizer"
+            )
+        for key in ("reset_attention_mask", "eod_mask_loss"):
+            if config[key]:
+                tokens.check_ends(key, tokenizer.get("eod"))
+    vocab = padded_vocab(tokenizer["vocab_size"], config.model.make_vocab_size_divisible_by)
+    facts: dict[str, Any] = {"vocab": vocab, "tokenizer": tokenizer}
+    train = parts["train"]
+    if train.weights:
+        facts |= {"corpus": train.names, "corpora": train.facts()}
+    else:
+        facts["corpus"] = train.files[0].meta.get("corpus")
+    return parts, facts
+
+
+def _tokenizer_of(config: Config, tokens: TokenFile) -> dict[str, Any]:
+    """{type, hash, vocab_size, eod}: by the files that the configuration names, or the sidecar."""
+    data = config.data
+    if data.vocab_file or not needs_files(data.tokenizer_type):
+        with config.naming_places("vocab_file", "merge_file"):
+            tokenizer = build_tokenizer(data.tokenizer_type, data.vocab_file, data.merge_file)
+        tokens.check_tokenizer(tokenizer)
+        return {
+            "hash": tokenizer.hash,
+            "vocab_size": tokenizer.vocab_size,
+            "eod": tokenizer.eod,
+            "type": tokenizer.name,
+        }
+    if "tokenizer" not in tokens.meta:
+        raise UserError(
+            f"vocab_file: not set, and {tokens.prefix} has no sidecar {tokens.prefix}.json"
+            " that names its tokenizer"
+            " - set tokenizer_type, vocab_file and merge_file to what the data was prepared with"
+        )
+    description = tokens.meta["tokenizer"]
+    writer = description.get("type", data.tokenizer_type)
+    if "tokenizer_type" in config.given and not same_kind(data.tokenizer_type, writer):
+        raise UserError(
+            f"tokenizer_type: {data.tokenizer_type} is not what {tokens.prefix} was written by,"
+            f" {writer} - leave tokenizer_type out, or give the data that it wrote"
+        )
+    return description
+
+
+def likely_rows(config: Config) -> int:
+    """Rows of the embedding: by the data if they are at hand, else GPT-2's."""
+    size = VOCAB
+    try:
+        tokens = open_parts(config.data, ["train"])["train"].files[0]
+        size = tokens.meta.get("tokenizer", {}).get("vocab_size", VOCAB)
+    except UserError:
+        pass
+    return padded_vocab(size, config.model.make_vocab_size_divisible_by)
+
+
+def windows_per_step(config: Config) -> int:
+    """Windows of one rank in an optimizer step."""
+    training = config.training
+    return training.train_micro_batch_size_per_gpu * training.gradient_accumulation_steps
+
+
+def with_epochs(config: Config, part: Part, ranks: int) -> Config:
+    """The configuration with the train_iters that train_epochs means; without it, unchanged.
+
+    part: the text of the training. As in GPT-NeoX no window is used more often than train_epochs
+    times: what is left of the last pass and is less than a step is not used. (GPT-NeoX leaves out
+    the rest of every pass.) Raises UserError if not one step is left.
+    """
+    training, optimizer = config.training, config.optimizer
+    epochs = training.train_epochs
+    if epochs is None:
+        return config
+    per_step = windows_per_step(config) * ranks
+    windows = part.windows_of_an_epoch(config.model.seq_length)
+    steps = windows * epochs // per_step
+    if not steps:
+        raise UserError(
+            f"train_epochs: {epochs} of {windows} windows are less than one step of {per_step}"
+            " - give more epochs, more text or a smaller batch"
+        )
+    logger.info(
+        f"train_epochs: {epochs} of {windows:,} windows are {steps:,} steps of {per_step} windows"
+    )
+    follows = optimizer.lr_decay_iters == training.train_iters
+    if follows and "lr_decay_iters" not in config.given:
+        optimizer = optimizer.model_copy(update={"lr_decay_iters": steps})
+    training = training.model_copy(update={"train_iters": steps})
+    return replace(config, training=training, optimizer=optimizer)
+
+
+class Batches:
+    """Windows of the training and the validation text for this rank.
+
+    parts: train, and valid if the run validates
+    used: windows that all ranks together have used for training, in so many steps
+    Raises UserError if the data do not suffice.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        grid: Grid,
+        parts: Mapping[str, Part],
+        used: int = 0,
+        steps: int = 0,
+    ) -> None:
+        self.config, self.grid, self.parts = config, grid, parts
+        self.used, self.begun_with, self.steps_before = used, used, steps
+        training, length = config.training, config.model.seq_length
+        self.per_step = windows_per_step(config) * grid.ranks
+        if training.train_epochs is not None:
+            self.samples = parts["train"].epoch(length, training.seed)
+        else:
+            count = training.train_iters * self.per_step
+            self.samples = parts["train"].samples(length, training.seed, count)
+        self.train_windows = self._batches(self.samples, used)
+
+    def next_step(self) -> list[Tensor]:
+        """The next step's batches of this rank: [micro_batch, length + 1] each."""
+        accumulated = self.config.training.gradient_accumulation_steps
+        try:
+            micro_batches = [next(self.train_windows) for _ in range(accumulated)]
+        except (OSError, EOFError):
+            # The connection to a worker breaks a moment before torch reports which one was lost.
+            time.sleep(WAIT_FOR_REPORT)
+            raise
+        self.used += self.per_step
+        return micro_batches
+
+    def validation(self) -> Iterator[Tensor]:
+        """Batches [micro_batch, length + 1] of the valid part, the same at each call."""
+        training = self.config.training
+        windows = training.eval_iters * training.train_micro_batch_size_per_gpu * self.grid.ranks
+        samples = self.parts["valid"].samples(
+            self.config.data.seq_length_val, training.seed, windows
+        )
+        return self._batches(samples)
+
+    def _batches(self, samples: Samples | Blend, used: int = 0) -> Iterator[Tensor]:
+        return batches(
+            samples,
+            self.config.training.train_micro_batch_size_per_gpu,
+            rank=self.grid.rank,
+            ranks=self.grid.ranks,
+            start=used,
+            repeat=True,
+            num_workers=self.config.data.num_workers,
+            pin_memory=self.grid.device.type == "cuda",
+        )
+
+    def described(self, step: int, rank: int) -> str:
+        """The samples of one rank at a step, and the documents they were cut from.
+
+        In a blend each document is named with its token file, as in `github_text_document:12`.
+        """
+        training = self.config.training
+        micro_batch = training.train_micro_batch_size_per_gpu
+        used = self.begun_with + (step - 1 - self.steps_before) * self.per_step
+        windows = []
+        documents = set()
+        for part in range(training.gradient_accumulation_steps):
+            first = used + (part * self.grid.ranks + rank) * micro_batch
+            for index in range(first, first + micro_batch):
+                window = index % len(self.samples)
+                windows.append(window)
+                documents |= set(self.samples.documents_of(window))
+        return (
+            f"rank {rank} had samples {_listed(windows)} of documents {_listed(sorted(documents))}"
+        )
+
+
+def _listed(numbers: list[Any]) -> str:
+    """`3, 5, 8`, and how many more there are."""
+    words = [str(number) for number in numbers[:NAMED]]
+    more = len(numbers) - NAMED
+    if more > 0:
+        words.append(f"and {more} more")
+    return ", ".join(words)

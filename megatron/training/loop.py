@@ -1,0 +1,419 @@
+"""The training loop: open, build, resume; then batch, forward, backward, step, log, save."""
+
+import contextlib
+import logging
+import math
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron.checkpoints.saved import remove_unfinished, with_parent
+from megatron.config import Config
+from megatron.config.schema import plain
+from megatron.errors import UserError
+from megatron.folder_lock import owned_folder
+from megatron.model import from_config
+from megatron.parallel.grid import Grid
+from megatron.parallel.owned import owned_by_first, shared_faults
+from megatron.parallel.threads import count_parameters, local_processes, use_threads
+from megatron.parallel.watchdog import Watchdog
+from megatron.positions.layers import name_of_layers
+from megatron.training import checkpoint
+from megatron.training.batches import Batches, open_text, with_epochs
+from megatron.training.fits import check_fits
+from megatron.training.metrics import (
+    Metrics,
+    Progress,
+    flops_per_token,
+    new_wandb_id,
+    peak_memory,
+    peak_tflops,
+    utilisation,
+)
+from megatron.training.noise_scale import NoiseScale
+from megatron.training.profiling import Profiling
+from megatron.training.start import (
+    load_matching_weights,
+    match_weights,
+    starting_point,
+    with_schedule,
+)
+from megatron.training.stop import Stop
+from megatron.training.trainer import Trainer
+from megatron.training.universal import Engine
+
+logger = logging.getLogger(__name__)
+
+SHOWN = 4  # learned numbers of the encoding in a line of the console
+STATE_BYTES = 16  # of a parameter in a checkpoint, with the optimizer's state
+SLOW_DISK = 100e6  # bytes per second, until a save has been measured
+LOST_WORKER = "DataLoader worker"  # how torch's message about a lost process begins
+REFUSED = "does not have a deterministic implementation"  # torch's words
+
+
+def train(config: Config, grid: Grid) -> Path | None:
+    """Train as the configuration says, from its checkpoint if there is one.
+
+    Returns the last checkpoint's folder, also if exit_interval or exit_duration ends the run early.
+    A signal ends the process with 128 + its number. Raises UserError if something does not fit,
+    which is found before the engine is built, or a loss is not finite.
+    """
+    with _run_folders(config, grid), _known_faults():
+        # Open: the text, and the checkpoint that the run goes on from.
+        with shared_faults(grid):
+            config = with_parent(config)
+            config.check_batch(grid.ranks)
+            parts, facts = open_text(config)
+            config = with_epochs(config, parts["train"], grid.ranks)
+        start = starting_point(config, facts, grid)
+        config = with_schedule(config, start)
+        training, logs_as, vocab = config.training, config.logging, facts["vocab"]
+        steps, length = training.train_iters, config.model.seq_length
+        if start.parent_model is not None:
+            facts["parent"] = plain(config.checkpoint.parent)
+            facts["parent_model"] = start.parent_model
+        if "wandb" in start.record or logs_as.use_wandb:
+            facts["wandb"] = start.record.get("wandb") or new_wandb_id()
+        if start.step >= steps:
+            logger.info("step %d of %d: nothing left to train", start.step, steps)
+            return start.before.path if start.before else None
+
+        # Build: the model, its batches, and the engine.
+        with shared_faults(grid):
+            here = local_processes()
+            need = check_fits(config, vocab, ranks=grid.ranks, ranks_here=here, device=grid.device)
+        whole, of_encoding = need.parameters
+        logger.info(f"{whole:,} parameters: {need}")
+        model = from_config(config, vocab, facts["tokenizer"].get("eod"))
+        batches = Batches(config, grid, parts, start.windows, start.step)
+        validates = bool(training.eval_interval and training.eval_iters)
+        if validates:  # what cannot be validated is refused now
+            one_window = torch.zeros(1, config.data.seq_length_val, config.model.hidden_size)
+            model.position.on_embeddings(one_window)
+            batches.validation()
+        threads, by_load = start.record.get("threads"), not training.deterministic
+        use_threads(count_parameters(model), grid.device, before=threads, by_load=by_load)
+        parent_weights = match_weights(start.parent, model) if start.parent else None
+        trainer = Trainer(config, model, grid)
+        logger.info(
+            f"{name_of_layers(config.position)}: {whole:,} parameters,"
+            f" {of_encoding:,} of them in the encoding;"
+            f" {vocab} rows of vocabulary; config {config.hash}"
+        )
+        logger.info(
+            f"{grid.ranks} rank(s) on {grid.device.type}, {config.precision.dtype},"
+            f" attention {trainer.model.attention_choice}"
+        )
+
+        # Resume: all of a checkpoint, or a parent's weights.
+        if parent_weights is not None:
+            load_matching_weights(trainer, parent_weights)
+        resumed_at = None
+        if start.before is not None:
+            resumed_at = start.step
+            ranks = start.record.get("ranks", grid.ranks)
+            written_by = Engine.of(start.before.config, ranks)
+            checkpoint.resume(trainer, start.before.path, written_by)
+
+        # What surrounds the loop.
+        folder = Path(config.checkpoint.save) if config.checkpoint.save else None
+        folder_of_logs = Path(logs_as.log_dir) if logs_as.log_dir else folder
+        losses = Losses(config, grid, batches, start.record)
+        keeper = checkpoint.Keeper(
+            folder if grid.first else None,
+            config.checkpoint,
+            started_at=resumed_at,
+            record=start.record,
+        )
+        metrics = None
+        with shared_faults(grid):
+            if grid.first:
+                metrics = Metrics(
+                    folder_of_logs,
+                    logs_as,
+                    config.flat(),
+                    resumed_at=resumed_at,
+                    run_id=facts.get("wandb"),
+                )
+        stop = Stop(
+            grid,
+            steps=training.exit_interval,
+            minutes=training.exit_duration,
+            saving=whole * STATE_BYTES / SLOW_DISK,
+        )
+        watchdog = Watchdog(grid, config.parallel.hang_timeout)
+        profiling = Profiling(logs_as, folder_of_logs, grid, done=start.step, steps=steps)
+        progress = Progress(start.step, steps)
+        flops = flops_per_token(config.model, vocab)
+        peak = logs_as.peak_theoretical_tflops or peak_tflops(grid.device, config.precision.dtype)
+        if logs_as.log_gradient_noise_scale and config.precision.dtype == "fp16":
+            logger.warning("log_gradient_noise_scale: is not measured with fp16 - use bf16 or fp32")
+        elif logs_as.log_gradient_noise_scale:
+            trainer.noise = NoiseScale(
+                batches.per_step,
+                logs_as.gradient_noise_scale_n_batches,
+                grid,
+                on_cpu=logs_as.gradient_noise_scale_cpu_offload,
+                averages=start.record.get("noise_scale"),
+            )
+
+        def save() -> Path | None:
+            if folder is None:
+                return None
+            record = facts | keeper.facts()
+            record |= {
+                "windows": batches.used,
+                "windows_per_step": batches.per_step,
+                "ranks": grid.ranks,
+                "threads": torch.get_num_threads(),
+                "pending_losses": [loss.item() for loss in losses.means],
+                "skipped": losses.skipped,
+            }
+            if trainer.noise is not None:
+                record["noise_scale"] = trainer.noise.averages
+            with progress.paused(), stop.saving(), watchdog.slow():
+                path = checkpoint.save(trainer, folder, record)
+                keeper.wrote(trainer.step)
+                logger.info("saved %s", path)
+            return path
+
+        saved = None
+        closing = contextlib.nullcontext() if metrics is None else contextlib.closing(metrics)
+        with closing, stop, watchdog, profiling:
+            if start.before is None and checkpoint.is_saved(0, config.checkpoint):
+                saved = save()
+            peak_memory(grid.device)  # so that the first line's peak leaves out the engine's start
+
+            for step in range(start.step + 1, steps + 1):
+                with profiling.step(step):
+                    result = train_step(trainer, batches.next_step())
+                watchdog.advance(step)
+                if profiling.writes:
+                    with progress.paused(), watchdog.slow():
+                        profiling.after(step)
+                losses.add(step, result)
+
+                stops = step < steps and stop.wanted(step)
+                last = stops or step == steps
+                logs = last or _divides(logs_as.log_interval, step)
+                validates_now = step == steps or _divides(training.eval_interval, step)
+                validates_now = validates and validates_now and not stops
+                saves = last or checkpoint.is_saved(step, config.checkpoint)
+
+                if logs or validates_now or saves:
+                    keeper.follow(losses.check())
+                if logs:
+                    numbers = {"loss": losses.take_mean(), "lr": result["lr"], "grad_norm": None}
+                if logs and metrics is not None:
+                    if logs_as.log_grad_norm and result["grad_norm"] is not None:
+                        numbers["grad_norm"] = float(result["grad_norm"])
+                    seconds = progress.advance(step)
+                    speed = batches.per_step * length / seconds
+                    numbers |= {"tokens_per_second": speed, "seconds_per_step": seconds}
+                    numbers |= utilisation(flops, speed / grid.ranks, peak)
+                    numbers["peak_memory_gib"] = peak_memory(grid.device) / 2**30
+                    numbers["tokens"] = batches.used * length
+                    if losses.skipped:
+                        numbers["skipped"] = losses.skipped
+                    if trainer.noise is not None:
+                        numbers |= trainer.noise.numbers()
+                    learned = trainer.model.learned()
+                    metrics.log(step, "train", numbers, learned)
+                    line = _console_line(numbers, learned, trainer.model.pairs)
+                    logger.info(f"step {step}/{steps}  {line}  {progress.remaining()} left")
+                if validates_now:
+                    # Before the checkpoint: after a validation that is not finite none is written.
+                    with progress.paused(), watchdog.slow():
+                        windows = batches.validation()
+                        loss = trainer.validate(windows, training.eval_iters, stops=stop.wanted)
+                    stops = stop.reason is not None
+                    if loss is not None:
+                        numbers = validation_numbers(loss, step)
+                        numbers["length"] = config.data.seq_length_val
+                        if metrics is not None:
+                            metrics.log(step, "valid", numbers)
+                        logger.info(
+                            f"step {step}: validation loss {loss:.4f}, perplexity"
+                            f" {numbers['perplexity']:.3f} at length {numbers['length']}"
+                        )
+                if saves or stops:
+                    saved = save()
+                if stops:
+                    break
+
+        if stop.reason is not None and trainer.step < steps:
+            words, status = stop.reason
+            outcome = f"saved {saved}; load={saved} continues it"
+            if saved is None:
+                outcome = "nothing was saved, for save is not set"
+            logger.warning(f"stopped at step {trainer.step} of {steps} ({words}), {outcome}")
+            if status:
+                sys.exit(status)
+        return saved
+
+
+def train_step(trainer: Trainer, micro_batches: Sequence[Tensor]) -> dict[str, Any]:
+    """One optimizer step over gradient_accumulation_steps batches [micro_batch, length + 1].
+
+    Returns loss, lr, grad_norm, and skipped: whether nothing changed, because the loss or the
+    gradient of some rank is not finite and skip_nonfinite allows it. All ranks skip together.
+    """
+    lr = trainer.begin_step()
+    total = torch.zeros((), device=trainer.grid.device)
+    for batch in micro_batches:
+        loss = trainer.losses(batch, mean=True)
+        total += loss.detach() / len(micro_batches)
+        trainer.backward(loss)
+        trainer.update()
+    norm, skipped = trainer.end_step(total)
+    return {"loss": total, "lr": lr, "grad_norm": norm, "skipped": skipped}
+
+
+class Losses:
+    """Losses since the last log line, and what happens if one is not finite.
+
+    Every rank calls each method at the same step. record: checkpoint.json of the start, which holds
+    mean losses that were not logged yet, and the number of skipped steps
+    """
+
+    def __init__(
+        self, config: Config, grid: Grid, batches: Batches, record: Mapping[str, Any]
+    ) -> None:
+        self.config, self.grid, self.batches = config, grid, batches
+        pending = record.get("pending_losses", ())
+        self.means = [torch.tensor(loss, device=grid.device) for loss in pending]
+        self.unchecked: list[tuple[int, Tensor]] = []  # steps, and [loss, norm] of this rank
+        self.skipped: int = record.get("skipped", 0)
+
+    def add(self, step: int, result: dict[str, Any]) -> None:
+        """One step, with what `train_step` returned.
+
+        Raises UserError if more steps were skipped than skip_nonfinite allows.
+        """
+        norm = result["grad_norm"]
+        if norm is None or self.config.precision.dtype == "fp16":
+            norm = 0.0  # in fp16 a loss scale that is too large is no fault of the step
+        if not isinstance(norm, Tensor):
+            # Filled on the device: a copy from the host would wait for it.
+            norm = torch.full((), norm, device=self.grid.device)
+        numbers = torch.stack([result["loss"].float(), norm.float()])
+        if not result["skipped"]:
+            self.unchecked.append((step, numbers))
+            return
+        self.skipped += 1
+        what = self._describe(step, numbers)
+        allowed = self.config.training.skip_nonfinite
+        if self.skipped > allowed:
+            raise UserError(
+                f"{what}\n  and {allowed} steps were skipped before it (skip_nonfinite: {allowed})"
+                f" - {checkpoint.CURE}"
+            )
+        logger.warning("%s\n  skipped, %d of %d", what, self.skipped, allowed)
+
+    def check(self) -> list[tuple[int, float]]:
+        """Steps since the last check with their mean losses over all ranks.
+
+        Raises UserError if a loss or a norm of any rank is not finite. Only here the ranks wait for
+        each other, and the host for the device.
+        """
+        if not self.unchecked:
+            return []
+        steps, numbers = zip(*self.unchecked, strict=True)
+        means = self.grid.mean(torch.stack(numbers))  # [steps, 2]
+        finite = means.isfinite().all(dim=1).tolist()
+        if not all(finite):
+            what = self._describe(*self.unchecked[finite.index(False)])
+            raise UserError(f"{what}\n  {checkpoint.CURE}, or set skip_nonfinite")
+        self.means += list(means[:, 0])
+        self.unchecked.clear()
+        return list(zip(steps, means[:, 0].tolist(), strict=True))
+
+    def take_mean(self) -> float:
+        """The mean of the checked losses, which are then forgotten; NaN if there are none."""
+        mean = torch.stack(self.means).mean().item() if self.means else math.nan
+        self.means.clear()
+        return mean
+
+    def _describe(self, step: int, numbers: Tensor) -> str:
+        """What is not finite, and the batch of the ranks whose own loss it is, else of all."""
+        everyones = self.grid.gather(numbers.tolist())  # [[loss, norm]] by rank
+        bad_ranks = [rank for rank, (loss, _) in enumerate(everyones) if not math.isfinite(loss)]
+        what = f"gradient norm: {everyones[0][1]} at step {step}"
+        if bad_ranks:
+            what = f"loss: {everyones[bad_ranks[0]][0]} at step {step}"
+        ranks = bad_ranks or range(self.grid.ranks)
+        return "\n  ".join([what, *(self.batches.described(step, rank) for rank in ranks)])
+
+
+def validation_numbers(loss: float, step: int) -> dict[str, Any]:
+    """Loss and perplexity; raises UserError if the loss is not finite."""
+    if not math.isfinite(loss):
+        raise UserError(
+            f"validation: its loss is {loss} at step {step}, no checkpoint of this step"
+            " is written - continue from an earlier one with a lower optimizer.params.lr"
+        )
+    return {"loss": loss, "perplexity": math.exp(min(loss, 700.0))}
+
+
+def _console_line(numbers: Mapping[str, Any], learned: Mapping[str, Tensor], pairs: Any) -> str:
+    words = [f"loss {numbers['loss']:.4f}", f"lr {numbers['lr']:.2e}"]
+    if numbers["grad_norm"] is not None:
+        words.append(f"grad norm {numbers['grad_norm']:.3f}")
+    if numbers.get("noise_scale") is not None:
+        words.append(f"noise scale {numbers['noise_scale']:.3g} windows")
+    words.append(f"{numbers['tokens_per_second']:,.0f} tokens/s")
+    if "mfu" in numbers:
+        without = numbers["mfu_without_attention"]
+        words.append(f"MFU {numbers['mfu']:.1%} ({without:.1%} without attention)")
+    else:
+        words.append(f"{numbers['model_tflops_per_second']:.3g} model TFLOP/s")
+    if pairs.skipped > 0:
+        words.append(f"attention: {pairs}")
+    words.append(f"peak {numbers['peak_memory_gib']:.2f} GiB")
+    words += [f"{name} {value.mean():.3f}" for name, value in list(learned.items())[:SHOWN]]
+    return "  ".join(words)
+
+
+@contextlib.contextmanager
+def _run_folders(config: Config, grid: Grid) -> Iterator[None]:
+    """Own `save`, and `log_dir` if that is another folder; what killed runs left is removed."""
+    save, log_dir = config.checkpoint.save, config.logging.log_dir
+    folders = []
+    if save:
+        folders.append(owned_folder(Path(save), "save"))
+    if log_dir and not (save and Path(save).resolve() == Path(log_dir).resolve()):
+        folders.append(owned_folder(Path(log_dir), "log_dir"))
+    with owned_by_first(grid, *folders):
+        if save and grid.first:
+            remove_unfinished(Path(save))
+        yield
+
+
+@contextlib.contextmanager
+def _known_faults() -> Iterator[None]:
+    """A lost process of num_workers, and an operation that torch cannot repeat, are one message."""
+    try:
+        yield
+    except RuntimeError as fault:
+        text = str(fault)
+        if text.startswith(LOST_WORKER):
+            reason = text.partition("\n")[0]
+            raise UserError(
+                f"data: a process that reads samples was lost ({reason})"
+                " - start the same command again, with num_workers: 0 if it happens again"
+            ) from None
+        if REFUSED not in text:
+            raise
+        operation = text.partition(REFUSED)[0].strip()
+        raise UserError(
+            f"deterministic: {operation} {REFUSED} on this device"
+            " - set deterministic: false, or take another encoding"
+        ) from None
+
+
+def _divides(interval: int, step: int) -> bool:
+    return bool(interval) and step % interval == 0

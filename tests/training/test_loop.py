@@ -1,0 +1,406 @@
+"""What a run writes and logs, how it ends, and what it never writes."""
+
+import math
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import psutil
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from megatron.checkpoints.manifest import read_record
+from megatron.checkpoints.saved import latest_step, steps_in
+from megatron.config import load
+from megatron.errors import UserError
+from megatron.folder_lock import owned_folder
+from megatron.model import from_config
+from megatron.parallel.grid import Grid, free_port
+from megatron.parallel.launcher import environments
+from megatron.training import checkpoint, loop, stop
+from megatron.training.checkpoint import full_weights
+from megatron.training.loop import train, train_step
+from megatron.training.stop import Stop
+from megatron.training.trainer import Trainer, use_deterministic_algorithms
+from tests.support import ROOT, unlaunched
+from tests.training.conftest import MODEL, records, settings, tiny
+
+VOCAB = 61
+POISON = 60
+"""A token whose embedding is so large that its square is infinite: its window's loss is NaN."""
+
+
+def at_step(monkeypatch, number: int, act) -> None:
+    """Call `act` in the middle of a run, after step `number`."""
+
+    def acting(trainer, micro_batches):
+        result = train_step(trainer, micro_batches)
+        if trainer.step == number:
+            act()
+        return result
+
+    monkeypatch.setattr(loop, "train_step", acting)
+
+
+def signals(*numbers: int):
+    def send() -> None:
+        for number in numbers:
+            os.kill(os.getpid(), number)
+
+    return send
+
+
+def test_the_console_and_the_files_tell_loss_rate_speed_norm_and_the_encodings_numbers(
+    grid, corpus, tmp_path, caplog
+):
+    events = tmp_path / "events"
+    more = ["eval_interval=4", "eval_iters=2", f"tensorboard_dir={events}"]
+    with caplog.at_level("INFO"):
+        train(settings(corpus, tmp_path / "run", *more, "peak_theoretical_tflops=0.5"), grid)
+    record = records(tmp_path / "run")[8]
+    assert record.keys() >= {"loss", "lr", "grad_norm", "tokens_per_second", "peak_memory_gib"}
+    assert record["tokens"] == 8 * 4 * 64
+    assert record["mfu"] == pytest.approx(record["model_tflops_per_second"] / 0.5)
+    sizes = {name: len(values) for name, values in record["position"].items()}
+    assert sizes == {"kernels.1.p": 4, "kernels.1.a": 4}
+    valid = records(tmp_path / "run", "valid")
+    assert valid.keys() == {4, 8}
+    assert valid[8]["perplexity"] == pytest.approx(math.exp(valid[8]["loss"]))
+    [line] = [message for message in caplog.messages if message.startswith("step 8/8")]
+    for word in ("loss", "lr", "grad norm", "tokens/s", "% without attention)", "GiB", "left"):
+        assert word in line
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    shown = EventAccumulator(str(events)).Reload()
+    names = {"train/loss", "train/mfu", "valid/perplexity", "position/kernels.1.p/mean"}
+    assert names <= set(shown.Tags()["scalars"])
+    assert shown.Scalars("train/loss")[-1].value == pytest.approx(record["loss"])
+
+
+@pytest.mark.parametrize(("key", "folder"), [("save", "run"), ("log_dir", "logs")])
+def test_a_second_training_into_one_folder_is_refused_before_it_writes(
+    key, folder, grid, corpus, tmp_path
+):
+    config = settings(corpus, tmp_path / "run", f"log_dir={tmp_path / 'logs'}")
+    with (
+        owned_folder(tmp_path / folder, key),
+        pytest.raises(UserError, match=rf"{key}: {tmp_path}/{folder} is in use by process \d+ on"),
+    ):
+        train(config, grid)
+    assert list(tmp_path.iterdir()) == []
+
+
+# --- how a run ends -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("setting", "reason", "step"),
+    [
+        ("exit_interval=3", "exit_interval: 3", 3),
+        ("exit_duration_in_mins=1e-4", "exit_duration: 0.0001", 1),
+    ],
+)
+def test_a_run_of_a_set_length_is_saved_and_ends_well(
+    grid, corpus, tmp_path, caplog, setting, reason, step
+):
+    saved = train(settings(corpus, tmp_path, setting), grid)
+    assert saved == tmp_path / f"global_step{step}"
+    assert latest_step(tmp_path) == step
+    assert caplog.messages[-1] == (
+        f"stopped at step {step} of 8 ({reason}), saved {saved}; load={saved} continues it"
+    )
+
+
+def test_a_run_without_save_that_is_stopped_says_that_nothing_was_saved(grid, corpus, caplog):
+    config = load([], tiny(f"data_path={corpus}", "train_iters=8", "exit_interval=1"))
+    assert train(config, grid) is None
+    assert caplog.messages[-1].endswith(
+        "(exit_interval: 1), nothing was saved, for save is not set"
+    )
+
+
+def test_a_run_ends_before_its_slurm_job_with_the_status_of_sigterm(
+    grid, corpus, tmp_path, monkeypatch, caplog
+):
+    monkeypatch.setenv(stop.SLURM_END, str(int(time.time()) + 5))
+    with pytest.raises(SystemExit) as ended, caplog.at_level("INFO"):
+        train(settings(corpus, tmp_path, "train_iters=5000", "log_interval=5000"), grid)
+    assert ended.value.code == 128 + signal.SIGTERM
+    assert latest_step(tmp_path) is not None
+    assert "Slurm ends this job in 0 minutes: the run is saved and stops before" in caplog.messages
+    assert "(the end of the Slurm job), saved" in caplog.messages[-1]
+
+
+def test_time_for_two_steps_and_a_checkpoint_is_left_before_the_end_of_a_slurm_job(
+    monkeypatch, caplog
+):
+    monkeypatch.setenv(stop.SLURM_END, str(int(time.time()) + 100))
+    assert not Stop(Grid(), saving=50).wanted()  # 2 + 75 + 5 seconds before
+    assert Stop(Grid(), saving=70).wanted()
+    slow = Stop(Grid(), saving=50)
+    slow.moment -= 20  # as if the first step had taken 20 seconds
+    assert slow.wanted()
+    measured = Stop(Grid(), saving=1000)
+    with measured.saving():
+        pass
+    assert not measured.wanted()
+    monkeypatch.setenv(stop.SLURM_END, "soon")
+    assert not Stop(Grid()).wanted()
+    assert "SLURM_JOB_END_TIME: soon is not a time to come and is ignored" in caplog.messages
+
+
+def test_a_preempted_run_finishes_the_checkpoint_that_a_second_signal_interrupts(
+    grid, corpus, tmp_path, monkeypatch, caplog
+):
+    at_step(monkeypatch, 3, signals(signal.SIGUSR1))
+
+    def interrupted(*args, **options):
+        signals(signal.SIGTERM, signal.SIGINT)()
+        return full_weights(*args, **options)
+
+    monkeypatch.setattr(checkpoint, "full_weights", interrupted)
+    with pytest.raises(SystemExit) as ended:
+        train(settings(corpus, tmp_path), grid)
+    assert ended.value.code == 128 + signal.SIGUSR1
+    assert "SIGTERM: already stopping; ctrl-C or SIGKILL ends without saving" in caplog.messages
+    assert steps_in(tmp_path) == [3]
+
+
+def test_a_late_second_ctrl_c_interrupts_a_checkpoint_and_leaves_the_one_before(
+    grid, corpus, tmp_path, monkeypatch
+):
+    train(settings(corpus, tmp_path, "train_iters=2"), grid)
+    at_step(monkeypatch, 3, signals(signal.SIGINT))
+    monkeypatch.setattr(stop, "ONE_SIGNAL", 0.0)
+    monkeypatch.setattr(checkpoint, "full_weights", lambda *_, **__: signals(signal.SIGINT)())
+    with pytest.raises(KeyboardInterrupt):
+        train(settings(corpus, tmp_path), grid)
+    assert steps_in(tmp_path) == [2]
+    monkeypatch.undo()
+    train(settings(corpus, tmp_path, "train_iters=4"), grid)
+    assert steps_in(tmp_path) == [2, 4]
+    assert not list(tmp_path.glob("partial_*"))
+
+
+def test_a_validation_is_given_up_for_a_signal(grid, corpus, tmp_path, monkeypatch):
+    losses = Trainer.losses
+
+    def interrupted(trainer, batch, *, mean=False):
+        if not mean:
+            signals(signal.SIGTERM)()
+        return losses(trainer, batch, mean=mean)
+
+    monkeypatch.setattr(Trainer, "losses", interrupted)
+    with pytest.raises(SystemExit) as ended:
+        train(settings(corpus, tmp_path, "eval_interval=2", "eval_iters=10000"), grid)
+    assert ended.value.code == 128 + signal.SIGTERM
+    assert latest_step(tmp_path) == 2
+    assert not records(tmp_path, "valid")
+
+
+def workers() -> list[psutil.Process]:
+    """Processes that read samples."""
+    return [psutil.Process(child.pid) for child in multiprocessing.active_children()]
+
+
+def test_a_lost_process_that_reads_samples_is_one_message(grid, corpus, tmp_path, monkeypatch):
+    # Another test may have left a process of its own.
+    at_step(monkeypatch, 3, lambda: [worker.kill() for worker in workers()])
+    words = ["num_workers=1", "train_iters=5000", "log_interval=5000", "save_interval=0"]
+    with pytest.raises(UserError) as fault:
+        train(settings(corpus, tmp_path, *words), grid)
+    message = str(fault.value)
+    assert message.startswith("data: a process that reads samples was lost (DataLoader worker (pid")
+    assert message.endswith("with num_workers: 0 if it happens again")
+
+
+def test_a_signal_to_all_processes_of_a_run_lets_it_save(grid, corpus, tmp_path, monkeypatch):
+    def signal_all() -> None:
+        time.sleep(0.5)  # until a worker that was just started ignores signals
+        for process in [*workers(), psutil.Process()]:
+            process.send_signal(signal.SIGTERM)
+
+    at_step(monkeypatch, 3, signal_all)
+    with pytest.raises(SystemExit) as ended:
+        train(settings(corpus, tmp_path, "num_workers=1", "train_iters=5000"), grid)
+    assert ended.value.code == 128 + signal.SIGTERM
+    assert latest_step(tmp_path) == 3
+
+
+def test_an_operation_that_cannot_be_repeated_is_named(
+    grid, corpus, tmp_path, monkeypatch, request
+):
+    filled = torch.utils.deterministic.fill_uninitialized_memory
+    for name in ("CUBLAS_WORKSPACE_CONFIG", "NCCL_ALGO"):
+        monkeypatch.delenv(name, raising=False)
+    use_deterministic_algorithms()
+    request.addfinalizer(lambda: torch.use_deterministic_algorithms(False))
+    torch.utils.deterministic.fill_uninitialized_memory = filled
+    at_step(monkeypatch, 1, lambda: torch.zeros(4).put_(torch.tensor([1]), torch.ones(1)))
+    with pytest.raises(UserError) as fault:
+        train(settings(corpus, tmp_path), grid)
+    assert str(fault.value) == (
+        "deterministic: put_ does not have a deterministic implementation on this device"
+        " - set deterministic: false, or take another encoding"
+    )
+
+
+# --- losses that are not finite -------------------------------------------------------------------
+
+
+def poisoned(config, vocab, end_of_document=None):
+    """A model that is sound as long as it does not meet the token POISON."""
+    model = from_config(config, vocab, end_of_document)
+    with torch.no_grad():
+        model.word_embeddings.weight[POISON] = 3e38
+    return model
+
+
+def random_batches(count: int) -> list[torch.Tensor]:
+    draw = torch.Generator().manual_seed(0)
+    return list(torch.randint(POISON, (count, 4, 65), generator=draw))
+
+
+def state(trainer: Trainer) -> dict[str, torch.Tensor]:
+    """Weights, exact and logged numbers of the encoding, and the optimizer's averages."""
+    found = {name: weight.clone() for name, weight in full_weights(trainer.engine).items()}
+    for name, values in trainer.model.learned().items():
+        found[f"learned {name}"] = values.clone()
+    for module, name, _ in trainer.model.position.own_parameters():
+        if name in module.exact:
+            found[f"exact {name}"] = module.exact[name].clone()
+    optimizer = trainer.engine.optimizer
+    while not isinstance(optimizer, torch.optim.Optimizer):
+        optimizer = optimizer.optimizer  # that which ZeRO wraps
+    for index, averages in enumerate(optimizer.state.values()):
+        for name, value in averages.items():
+            found[f"{index}.{name}"] = torch.as_tensor(value).clone()
+    return found
+
+
+@pytest.mark.parametrize("how", ["", "precision=bf16", "zero_optimization.stage=3"])
+def test_a_skipped_step_changes_nothing_but_the_count_of_steps(grid, how):
+    words = ["pos_emb=mep_param", "skip_nonfinite=2", "gradient_accumulation_steps=2"]
+    config = load([], tiny("train_iters=100", *words, *filter(None, [how])))
+    trainer = Trainer(config, poisoned(config, VOCAB), grid)
+    assert not train_step(trainer, random_batches(2))["skipped"]
+    before = state(trainer)
+    good, bad = random_batches(2)
+    bad[2, 7] = POISON
+    result = train_step(trainer, [bad, good])
+    assert result["skipped"]
+    assert not result["loss"].isfinite()
+    after = state(trainer)
+    assert trainer.step == 2
+    assert before.keys() == after.keys()
+    for name, value in before.items():
+        assert torch.equal(after[name], value), name
+    result = train_step(trainer, random_batches(2))
+    assert not result["skipped"]
+    assert result["loss"].isfinite()
+    assert any(not torch.equal(value, after[name]) for name, value in state(trainer).items())
+
+
+def lettered(letters, folder, *more: str):
+    paths = [f"data_path={letters}", f"save={folder}", f"load={folder}"]
+    shape = ["train_micro_batch_size_per_gpu=2", "split=[1, 0, 0]"]
+    return load([], tiny(*paths, *shape, *MODEL, *more))
+
+
+@pytest.fixture
+def poison(monkeypatch):
+    monkeypatch.setattr(loop, "from_config", poisoned)
+
+
+def test_the_message_names_step_and_documents_and_nothing_is_saved_from_there(
+    grid, letters, tmp_path, poison
+):
+    config = lettered(letters, tmp_path, "train_iters=24", "save_interval=2", "log_interval=50")
+    with pytest.raises(UserError) as fault:
+        train(config, grid)
+    what, batch, cure = str(fault.value).split("\n  ")
+    step = int(what.removeprefix("loss: nan at step "))
+    samples, documents = batch.removeprefix("rank 0 had samples ").split(" of documents ")
+    assert samples == f"{2 * step - 2}, {2 * step - 1}"
+    assert {"3", "7"} & set(documents.split(", "))
+    assert cure.endswith(", or set skip_nonfinite")
+    last = latest_step(tmp_path)
+    assert last is None or last < step
+
+
+def test_skipped_steps_are_counted_and_the_count_survives_resuming(
+    grid, letters, tmp_path, poison, caplog
+):
+    straight, broken = tmp_path / "straight", tmp_path / "broken"
+    words = ["train_iters=24", "skip_nonfinite=9", "log_interval=4"]
+    train(lettered(letters, straight, *words), grid)
+    skipped = read_record(straight / "global_step24")["skipped"]
+    assert skipped
+    assert sum("\n  skipped, " in message for message in caplog.messages) == skipped
+    assert records(straight)[24]["skipped"] == skipped
+    assert all(record["loss"] is not None for record in records(straight).values())
+    first = min(step for step, record in records(straight).items() if "skipped" in record)
+    train(lettered(letters, broken, *words, f"exit_interval={first}"), grid)
+    train(lettered(letters, broken, *words), grid)
+    weights = load_file(broken / "global_step24" / "model.safetensors")
+    for name, weight in load_file(straight / "global_step24" / "model.safetensors").items():
+        assert torch.equal(weights[name], weight), name
+    assert read_record(broken / "global_step24")["skipped"] == skipped
+    with pytest.raises(UserError, match=r"and 1 steps were skipped before it \(skip_nonfinite: 1"):
+        train(lettered(letters, tmp_path / "few", *words, "skip_nonfinite=1"), grid)
+
+
+def test_a_validation_that_is_not_finite_stops_the_run_before_anything_is_overwritten(
+    grid, letters, tmp_path, poison
+):
+    words = ["train_iters=4", "save_interval=2", "eval_interval=4", "eval_iters=20"]
+    good_part = "split=[3, 9, 0]"  # documents 3 and 7 are validated on
+    with pytest.raises(UserError, match=r"validation: its loss is nan at step 4, no checkpoint of"):
+        train(lettered(letters, tmp_path, *words, good_part), grid)
+    assert latest_step(tmp_path) == 2
+
+
+TWO_RANKS = """
+import os, signal, sys
+from megatron.parallel.grid import connect
+from megatron.training import loop
+from tests.training.test_loop import lettered, poisoned
+
+folder, letters, *words = sys.argv[1:]
+train_step = loop.train_step
+
+def interrupted(trainer, micro_batches):
+    result = train_step(trainer, micro_batches)
+    if trainer.step == 10 and grid.rank == 1:
+        os.kill(os.getpid(), signal.SIGUSR1)
+    return result
+
+loop.train_step = interrupted
+loop.from_config = poisoned
+grid = connect()
+try:
+    loop.train(lettered(letters, folder, "train_iters=100000", *words), grid)
+except SystemExit as ended:
+    os._exit(ended.code)
+"""
+
+
+@pytest.mark.campaign
+@pytest.mark.distributed
+def test_two_ranks_skip_and_stop_together_although_one_alone_has_the_reason(letters, tmp_path):
+    words = [tmp_path, letters, "skip_nonfinite=1000", "seed=5"]
+    command = [sys.executable, "-c", TWO_RANKS, *map(str, words)]
+    processes = [
+        subprocess.Popen(command, cwd=ROOT, env=environment, stderr=subprocess.PIPE, text=True)
+        for environment in environments(unlaunched(), 2, free_port())
+    ]
+    messages = [process.communicate(timeout=120)[1] for process in processes]
+    statuses = [process.returncode for process in processes]
+    assert statuses == [128 + signal.SIGUSR1] * 2, messages
+    step = latest_step(tmp_path)
+    assert 10 <= step <= 110  # at the exchange after the signal, at most 100 steps later
+    assert read_record(tmp_path / f"global_step{step}")["skipped"]
