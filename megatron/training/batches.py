@@ -218,9 +218,6 @@ class Batches:
 
 
 def _listed(numbers: list[Any]) -> str:
-    """`3, 5, 8`, and how many more there are."""
-    words = [str(number) for number in numbers[:NAMED]]
-    more = len(numbers) - NAMED
-    if more > 0:
-        words.append(f"and {more} more")
-    return ", ".join(words)
+    """`3, 5, 8`, and whether there are more."""
+    more = ["…"] if len(numbers) > NAMED else []
+    return ", ".join([*map(str, numbers[:NAMED]), *more])

@@ -308,23 +308,18 @@ class Keeper:
     ) -> None:
         self.folder, self.settings = folder, settings
         self.saved = started_at
-        self.proven: int | None = record.get("proven")
-        self.usual_loss: float | None = record.get("usual_loss")
-        if self.usual_loss is None and "vocab" in record:
-            self.usual_loss = math.log(record["vocab"])  # that of guessing, which is no explosion
-        self.last_loss: float | None = record.get("last_loss")
-
-    def facts(self) -> dict[str, Any]:
-        """What the next checkpoint's record must remember."""
-        names = ("proven", "usual_loss", "last_loss")
-        return {name: getattr(self, name) for name in names}
+        # What the next checkpoint's record must remember.
+        self.facts = {key: record.get(key) for key in ("proven", "usual_loss", "last_loss")}
+        if self.facts["usual_loss"] is None and "vocab" in record:
+            # That of guessing, which is no explosion.
+            self.facts["usual_loss"] = math.log(record["vocab"])
 
     def follow(self, losses: Sequence[tuple[int, float]]) -> None:
         """Steps and their finite losses, each once; deletes what a proof made needless."""
-        before = self.proven
+        facts, before = self.facts, self.facts["proven"]
         for step, loss in losses:
-            usual, last = self.usual_loss, self.last_loss
-            self.last_loss = loss
+            usual, last = facts["usual_loss"], facts["last_loss"]
+            facts["last_loss"] = loss
             if usual is not None and loss > usual + EXPLODED:
                 if self.saved == step - 1:
                     logger.warning(
@@ -336,14 +331,14 @@ class Keeper:
             # It follows a fall quickly, so that its bound stays tight. Only two low losses in a row
             # are a fall: after one alone, every later loss would look exploded.
             if usual is None:
-                self.usual_loss = loss
+                facts["usual_loss"] = loss
             elif loss >= usual:
-                self.usual_loss = usual + RISES * (loss - usual)
+                facts["usual_loss"] = usual + RISES * (loss - usual)
             elif last is not None and last < usual:
-                self.usual_loss = usual + FALLS * (max(loss, last) - usual)
+                facts["usual_loss"] = usual + FALLS * (max(loss, last) - usual)
             if self.saved is not None and self.saved < step:
-                self.proven = self.saved
-        if self.proven != before:
+                facts["proven"] = self.saved
+        if facts["proven"] != before:
             self.clean()
 
     def wrote(self, step: int) -> None:
@@ -356,13 +351,13 @@ class Keeper:
 
         The newest proven one stays, those of extra_save_iters, and all while none is proven.
         """
-        count = self.settings.keep_last_n_checkpoints
-        if self.folder is None or not count or self.saved is None or self.proven is None:
+        count, proven = self.settings.keep_last_n_checkpoints, self.facts["proven"]
+        if self.folder is None or not count or self.saved is None or proven is None:
             return
         stay = self.settings.extra_save_iters
         steps = [one for one in steps_in(self.folder) if one <= self.saved and one not in stay]
         for step in steps[:-count]:
-            if step == self.proven:
+            if step == proven:
                 continue
             path = folder_of(self.folder, step)
             try:

@@ -13,7 +13,7 @@ estimate: the peaks of four small fp32 steps on the CPU (292 to 760 MB estimated
 times it, most with checkpoint_activations.
 """
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -30,8 +30,7 @@ CHECKPOINT = 16  # bytes of a number in a checkpoint: float32 weights, the engin
 SMALLEST_DEVICE = 2_000_000_000  # bytes; asking a CUDA device takes a second
 
 
-@dataclass(frozen=True)
-class Needs:
+class Needs(NamedTuple):
     """Of one training. state, activations: bytes per device; disk: of checkpoints, at most."""
 
     parameters: Parameters

@@ -164,7 +164,7 @@ def train(config: Config, grid: Grid) -> Path | None:
         def save() -> Path | None:
             if folder is None:
                 return None
-            record = facts | keeper.facts()
+            record = facts | keeper.facts
             record |= {
                 "windows": batches.used,
                 "windows_per_step": batches.per_step,

@@ -36,21 +36,21 @@ logger = logging.getLogger(__name__)
 
 LARGEST_TABLE = 1024
 """Numbers of one parameter that a record may hold: kernels, not a table of learned positions."""
-PEAKS: tuple[tuple[str, dict[str, float]], ...] = (
-    (r"V100-SXM2-\d+GB", {"fp16": 125, "fp32": 15.7}),
-    (r"V100-PCIE-\d+GB", {"fp16": 112, "fp32": 14}),
-    (r"A100(-SXM4|-PCIE)?[- ]\d+GB( PCIe)?", {"fp16": 312, "bf16": 312, "fp32": 19.5}),
-    (r"H100 80GB HBM3", {"fp16": 989, "bf16": 989, "fp32": 67}),
-    (r"H100 PCIe", {"fp16": 756, "bf16": 756, "fp32": 51}),
-    (r"H100 NVL", {"fp16": 835, "bf16": 835, "fp32": 60}),
-    (r"H200", {"fp16": 989, "bf16": 989, "fp32": 67}),
-    (r"H200 NVL", {"fp16": 835, "bf16": 835, "fp32": 60}),
-    (r"B200", {"fp16": 2250, "bf16": 2250, "fp32": 75}),
-    (r"L40S", {"fp16": 362, "bf16": 362, "fp32": 91.6}),
-    (r"GeForce RTX 4090", {"fp16": 165.2, "bf16": 165.2, "fp32": 82.6}),
-    (r"GeForce RTX 3090", {"fp16": 71, "bf16": 71, "fp32": 35.6}),
+PEAKS = (
+    (r"V100-SXM2-\d+GB", 125, None, 15.7),
+    (r"V100-PCIE-\d+GB", 112, None, 14),
+    (r"A100(-SXM4|-PCIE)?[- ]\d+GB( PCIe)?", 312, 312, 19.5),
+    (r"H100 80GB HBM3", 989, 989, 67),
+    (r"H100 PCIe", 756, 756, 51),
+    (r"H100 NVL", 835, 835, 60),
+    (r"H200", 989, 989, 67),
+    (r"H200 NVL", 835, 835, 60),
+    (r"B200", 2250, 2250, 75),
+    (r"L40S", 362, 362, 91.6),
+    (r"GeForce RTX 4090", 165.2, 165.2, 82.6),
+    (r"GeForce RTX 3090", 71, 71, 35.6),
 )
-"""Dense TFLOP/s by the device's full name and precision.
+"""Dense TFLOP/s by the device's full name, in fp16, bf16 and fp32.
 
 From NVIDIA's data sheets, and for GeForce from the architecture's white papers with float32
 accumulation. Data sheets often print twice this, "with sparsity".
@@ -104,9 +104,9 @@ def peak_tflops(device: torch.device, precision: str) -> float | None:
 def peak_of(name: str, precision: str) -> float | None:
     """The same by CUDA's name of the device: `NVIDIA A100-SXM4-80GB`, `Tesla V100-SXM2-16GB` …"""
     bare = re.sub(r"^(NVIDIA|Tesla) ", "", name)
-    for pattern, peaks in PEAKS:
+    for pattern, *peaks in PEAKS:
         if re.fullmatch(pattern, bare):
-            return peaks.get(precision)
+            return dict(zip(("fp16", "bf16", "fp32"), peaks, strict=True))[precision]
     return None
 
 
@@ -263,10 +263,8 @@ class Metrics:
     def close(self) -> None:
         """Write what is still buffered, and warn of what was lost."""
         if self.events is not None:
-            try:
+            with suppress(Exception):  # its disk is full, which was said
                 self.events.close()
-            except Exception as fault:
-                logger.warning(f"tensorboard_dir: could not be closed ({in_words(fault)})")
         if self.wandb is not None:
             files = []
             if self.settings.wandb_artifacts and self.folder is not None:

@@ -253,13 +253,10 @@ def _check_batch(config: Config, before: Saved, grid: Grid) -> None:
     now = windows_per_step(config) * grid.ranks
     if ranks == grid.ranks or windows in (None, now) or training.train_batch_size is not None:
         return
-    rows = training.train_micro_batch_size_per_gpu * grid.ranks
-    cure = f"train_batch_size={now} if that is meant"
-    if windows % rows == 0:
-        cure = f"gradient_accumulation_steps={windows // rows} to keep it, or {cure}"
     raise UserError(
         f"load: a step of {before.path} took {windows} windows on {ranks} rank(s), here it would"
-        f" take {now} on {grid.ranks} - set {cure}"
+        f" take {now} on {grid.ranks} - change gradient_accumulation_steps to keep it, or set"
+        f" train_batch_size={now} if that is meant"
     )
 
 
@@ -279,15 +276,9 @@ def with_schedule(config: Config, start: Start) -> Config:
         update["optimizer"] = chosen.model_copy(update={"params": rate})
         return replace(config, optimizer=config.optimizer.model_copy(update=update))
     now, then = config.optimizer.lr_decay_iters, trained.optimizer.lr_decay_iters
-    steps, steps_before = config.training.train_iters, trained.training.train_iters
     if now == then:
-        if steps > steps_before and steps > now:
-            logger.info(
-                f"train_iters is {steps}, was {steps_before}: the learning rate follows the old"
-                f" schedule of lr_decay_iters = {now} steps and then stays at its end;"
-                f" lr_decay_iters={steps} would stretch it"
-            )
         return config
+    steps = config.training.train_iters
     if "lr_decay_iters" not in config.given and not config.checkpoint.override_lr_scheduler:
         raise UserError(
             f"lr_decay_iters: follows train_iters = {steps} and was {then} when step {start.step}"

@@ -56,8 +56,8 @@ CASES: list[Case] = [
     Case(
         "tensorboard-names-a-file",
         [*TRAIN, "tensorboard_dir=events"],
-        "tensorboard_dir: events: cannot be written (Not a directory)"
-        " - a part of this path is a file: choose another place",
+        "tensorboard_dir: events: cannot be written (File exists)"
+        " - it is in the way: move it, or choose another place",
         files={"events": "a file"},
     ),
     Case(

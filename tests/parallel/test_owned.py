@@ -93,7 +93,7 @@ def test_a_machine_that_is_too_small_ends_the_ranks_of_all_machines(corpus, monk
     monkeypatch.setattr(
         fits, "device_memory", lambda device: 1000 if get_ident() in small else 10**11
     )
-    config = load([], tiny(f"data_path={corpus}"))
+    config = load([], tiny(f"data_path={corpus}", "train_iters=1"))
 
     def act(grid):
         if grid.rank == 1:

@@ -299,9 +299,9 @@ def test_an_explosion_never_deletes_the_last_good_checkpoint(tmp_path, caplog, c
     follow(one, losses, {2, 3, 5, 6, 7, 9})
     # Step 5 exploded: the loss after it is the first bad one.
     assert steps_in(tmp_path) == [3, *[6, 7, 9][-count:]]
-    assert one.facts()["proven"] == 3
+    assert one.facts["proven"] == 3
     assert "step 6: loss 9e+04 after 4.05: global_step5 follows an exploded update" in caplog.text
-    resumed = keeper(tmp_path, 1, started_at=9, record=one.facts())
+    resumed = keeper(tmp_path, 1, started_at=9, record=one.facts)
     follow(resumed, {10: 1e6, 11: 1e6}, {11})
     assert steps_in(tmp_path) == [3, 11]
     follow(resumed, {12: 4.0})
@@ -312,14 +312,14 @@ def test_an_explosion_never_deletes_the_last_good_checkpoint(tmp_path, caplog, c
 def test_one_low_loss_freezes_no_proof(tmp_path, usual):
     one = keeper(tmp_path, 1)
     follow(one, {1: usual, 2: 3.0, 3: 0.4, 5: 3.0, 6: 0.4, 7: 3.0, 8: 3.0}, {2, 7})
-    assert one.facts()["proven"] == 7
+    assert one.facts["proven"] == 7
     assert steps_in(tmp_path) == [7]
 
 
 def test_without_a_known_loss_guessing_is_the_bound_and_extra_checkpoints_stay(tmp_path):
     one = keeper(tmp_path, 1, started_at=0, record={"vocab": 100})
     follow(one, {5: math.log(100) + 2, 6: 40.0}, {6})
-    assert one.facts()["proven"] is None
+    assert one.facts["proven"] is None
     follow(one, dict.fromkeys((7, 8, 9), 3.0), {8})
     follow(one, {4: 3.0, 10: 3.0}, {4, 10})
     assert steps_in(tmp_path) == [4, 10]

@@ -190,8 +190,8 @@ def test_another_number_of_ranks_must_keep_the_windows_of_a_step(grid, corpus, t
         train(settings(corpus, folder), grid)
     assert str(fault.value) == (
         f"load: a step of {folder}/global_step4 took 8 windows on 2 rank(s), here it would take"
-        " 4 on 1 - set gradient_accumulation_steps=2 to keep it, or train_batch_size=4 if that is"
-        " meant"
+        " 4 on 1 - change gradient_accumulation_steps to keep it, or set train_batch_size=4 if that"
+        " is meant"
     )
     train(settings(corpus, folder, "train_batch_size=4", "train_iters=5"), grid)
     assert latest_step(folder) == 5
@@ -217,7 +217,6 @@ def test_more_steps_ask_whether_the_schedule_is_stretched(caplog):
         continued(scheduled())
     old = continued(scheduled("lr_decay_iters=8"))
     assert learning_rate(10, old.optimizer) == pytest.approx(0.1)
-    assert "lr_decay_iters=12 would stretch it" in caplog.messages[0]
     for words in ("lr_decay_iters=12", "override_lr_scheduler=true"):
         assert learning_rate(10, continued(scheduled(words)).optimizer) > 0.11
     shorter = scheduled("train_iters=6")
