@@ -15,26 +15,30 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megatron.cli_errors import guarded
-from megatron.data.corpora.catalogue import (
-    HUB,
+from megatron.data.corpora.hub_stream import HubStream, Wanted
+from megatron.data.corpora.recipes import (
+    MADE_HERE,
+    Wishes,
     corpus_names,
-    is_downloaded,
+    gpt2_files,
     listing,
     named,
-    of_hub,
 )
-from megatron.data.corpora.corpus import Corpus
-from megatron.data.corpora.from_recipe import Wishes
-from megatron.data.corpora.hub_stream import Wanted
-from megatron.data.corpora.tokenizer_files import gpt2_files
-from megatron.data.prepare.prepare import TokenizerChoice, Way, prepare
-from megatron.data.readers.files import READERS, Files
-from megatron.data.readers.unpack import MB, Limits
+from megatron.data.prepare import TokenizerChoice, prepare
+from megatron.data.readers import MB, READERS, Corpus, Files, Limits
 from megatron.data.tokenizers.build import KINDS
 from megatron.data.tokens import verify
 from megatron.errors import UserError
 
-OF_HUB = ("split", "config", "revision")  # options
+HUB = "hf:"  # before the name of a data set
+OF_HUB = ("split", "config", "revision")
+# Options that mean nothing for a kind of corpus.
+NOT_FOR = {
+    "--input": ("from_dir", "set", "documents", *OF_HUB),
+    "a data set of the hub": ("set", "skip_bad"),
+    "a corpus that is known by name": ("name", "text_key", *OF_HUB),
+}
+POSITIVE = ("workers", "documents", "max_document_mb", "max_unpack_ratio")
 
 
 @guarded
@@ -48,35 +52,32 @@ def run(words: Sequence[str]) -> str:
 
     Raises UserError for what the user can mend.
     """
-    options = _parser().parse_args([_dashed(word) for word in words])
+    # GPT-NeoX spells its options with underscores: --vocab_file=x means --vocab-file=x.
+    dashed = [re.sub(r"^--\w+", lambda match: match[0].replace("_", "-"), word) for word in words]
+    options = _parser().parse_args(dashed)
     if options.verify:
         return verify(options.verify)
     if options.list:
         return listing()
     if options.tokenizer_files:
         return "\n".join(map(str, gpt2_files(options.data_dir, options.from_dir)))
-    way = Way(_workers(options.workers), command=["prepare_data.py", *words])
+    for name in POSITIVE:
+        value = getattr(options, name)
+        if value is not None and value < 1:
+            raise UserError(f"--{name.replace('_', '-')}: {value} is too small - use 1 or more")
+    workers = options.workers or len(os.sched_getaffinity(0))
+    if options.workers:
+        # The library reads this when it starts its threads, at first use.
+        os.environ["RAYON_NUM_THREADS"] = str(workers)
     corpus = _corpus(options)
-    choice = _choice(options)
-    return prepare(corpus, options.data_dir, choice, overwrite=options.overwrite, way=way)
-
-
-def _dashed(word: str) -> str:
-    """GPT-NeoX spells its options with underscores: --vocab_file=x means --vocab-file=x."""
-    return re.sub(r"^--\w+", lambda match: match[0].replace("_", "-"), word)
-
-
-def _workers(count: int | None) -> int:
-    """How many processes encode: as many as asked for, else one for each core that is ours."""
-    if count is None:
-        return len(os.sched_getaffinity(0))
-    if count < 1:
-        raise UserError(
-            f"--workers: {count} cannot work - use 1 or more, or leave it away for all cores"
-        )
-    # The library reads this when it starts its threads, at first use.
-    os.environ["RAYON_NUM_THREADS"] = str(count)
-    return count
+    return prepare(
+        corpus,
+        options.data_dir,
+        _choice(options),
+        overwrite=options.overwrite,
+        workers=workers,
+        command=["prepare_data.py", *words],
+    )
 
 
 def _corpus(options: argparse.Namespace) -> Corpus:
@@ -90,63 +91,40 @@ def _corpus(options: argparse.Namespace) -> Corpus:
             f"--name: '{options.name}' cannot be a folder's name - use letters, digits, '_', '-' "
             "and '.'"
         )
-    if options.documents is not None and options.documents < 1:
-        raise UserError(f"--documents: {options.documents} is no corpus - use 1 or more")
+    kind = "a corpus that is known by name"
     if options.input:
-        return _own_files(options)
-    if options.corpus.startswith(HUB):
-        _refuse(options, ("set", "skip_bad"), "a data set of the hub")
-        return _of_hub(options)
-    _refuse(options, ("name", "text_key", *OF_HUB), f"the corpus {options.corpus}")
-    wishes = Wishes(options.from_dir, options.set, options.documents, bool(options.skip_bad))
-    return named(options.corpus, options.data_dir, wishes, _limits(options))
-
-
-def _own_files(options: argparse.Namespace) -> Corpus:
-    _refuse(options, ("from_dir", "set", "documents", *OF_HUB), "--input")
-    if not options.name:
-        raise UserError(
-            "--name: is missing - with --input give the corpus a name, such as --name mytext"
-        )
-    key = options.text_key or "text"
-    limits = _limits(options)
-    return Files(options.name, options.input, key, limits, skip_bad=bool(options.skip_bad))
-
-
-def _of_hub(options: argparse.Namespace) -> Corpus:
-    defaults = Wanted(options.corpus.removeprefix(HUB))
-    wanted = Wanted(
-        defaults.dataset,
-        options.split or defaults.split,
-        options.text_key or defaults.text_key,
-        options.config,
-        options.revision or defaults.revision,
-        options.documents,
-    )
-    return of_hub(options.name, wanted, options.from_dir)
-
-
-def _refuse(options: argparse.Namespace, names: Sequence[str], where: str) -> None:
-    """Raise UserError for an option that means nothing for what is prepared."""
-    for name in names:
+        kind = "--input"
+    elif options.corpus.startswith(HUB):
+        kind = "a data set of the hub"
+    for name in NOT_FOR[kind]:
         if getattr(options, name) is not None:
-            spelling = name.replace("_", "-")
-            raise UserError(f"--{spelling}: is not for {where} - leave it away")
+            raise UserError(f"--{name.replace('_', '-')}: is not for {kind} - leave it away")
 
-
-def _limits(options: argparse.Namespace) -> Limits:
-    for name in ("max_document_mb", "max_unpack_ratio"):
-        if getattr(options, name) < 1:
-            spelling = name.replace("_", "-")
+    limits = Limits(options.max_document_mb * MB, options.max_unpack_ratio)
+    skip_bad = bool(options.skip_bad)
+    if kind == "--input":
+        if not options.name:
             raise UserError(
-                f"--{spelling}: {getattr(options, name)} lets nothing in - use 1 or more"
+                "--name: is missing - with --input give the corpus a name, such as --name mytext"
             )
-    return Limits(options.max_document_mb * MB, options.max_unpack_ratio)
+        key = options.text_key or "text"
+        return Files(options.name, options.input, key, limits, skip_bad=skip_bad)
+    if kind == "a data set of the hub":
+        owner, _, dataset = options.corpus.removeprefix(HUB).partition("/")
+        if not owner or not dataset or "/" in dataset:
+            raise UserError(f"{options.corpus}: is not a name of a data set - write hf:OWNER/NAME")
+        given = {"text_key": options.text_key, "documents": options.documents}
+        given |= {name: getattr(options, name) for name in OF_HUB}
+        chosen = {key: value for key, value in given.items() if value is not None}
+        wanted = Wanted(f"{owner}/{dataset}", **chosen)
+        return HubStream(options.name or dataset, wanted, options.from_dir)
+    wishes = Wishes(options.from_dir, options.set, options.documents, skip_bad)
+    return named(options.corpus, options.data_dir, wishes, limits)
 
 
 def _choice(options: argparse.Namespace) -> TokenizerChoice:
     of_user = (options.tokenizer_type, options.vocab_file, options.merge_file, options.vocab_size)
-    if options.corpus and is_downloaded(options.corpus) and not any(of_user):
+    if options.corpus and options.corpus not in MADE_HERE and not any(of_user):
         options.vocab_file, options.merge_file = gpt2_files(options.data_dir, options.from_dir)
     default = "GPT2BPETokenizer" if options.merge_file else "HFTokenizer"
     choice = TokenizerChoice(
@@ -229,7 +207,7 @@ def _parser() -> argparse.ArgumentParser:
         "--max-document-mb",
         type=int,
         metavar="MB",
-        default=Limits.document // MB,
+        default=Limits().document // MB,
         help="refuse longer documents and lines of JSON: they must fit into memory several times"
         " (default: %(default)s)",
     )
@@ -243,7 +221,7 @@ def _parser() -> argparse.ArgumentParser:
         "--max-unpack-ratio",
         type=int,
         metavar="N",
-        default=Limits.ratio,
+        default=Limits().ratio,
         help="refuse a packed file that grows by more than this (default: %(default)s)",
     )
     add("-t", "--tokenizer-type", metavar="TYPE", help=f"one of {', '.join(KINDS)}")

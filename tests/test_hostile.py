@@ -139,10 +139,10 @@ def test_what_rows_will_repeat_has_no_control_characters(step, tmp_path):
     sidecar = tmp_path / "text.json"
     facts = {"documents": 1, "tokens": 2, "corpus": "wiki"}
     sidecar.write_text(json.dumps(facts))
-    assert read_card(sidecar, 1, 2)["corpus"] == "wiki"
+    assert read_card(sidecar)["corpus"] == "wiki"
     sidecar.write_text(json.dumps(facts | {"corpus": ESCAPE}))
     with pytest.raises(UserError, match="does not describe a token file"):
-        read_card(sidecar, 1, 2)
+        read_card(sidecar)
     odd = step.parent.rename(tmp_path / ESCAPE)
     with pytest.raises(UserError, match="has a control character in its name - rename it"):
         opened(None, str(odd), None)

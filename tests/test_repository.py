@@ -31,8 +31,7 @@ LEVELS = [
 TORCH_ONLY = {"positions", "attention"}
 TAKES_PLAIN_NUMBERS = {"data", "evaluation", "results"}  # never the configuration, but for
 TAKES_THE_CONFIGURATION = {
-    "megatron/data/corpora/recipe.py",
-    "megatron/data/corpora/tokenizer_files.py",
+    "megatron/data/corpora/recipes.py",
     "megatron/data/parts.py",  # its section: ten keys say what a part is
     "megatron/evaluation/published.py",
     "megatron/evaluation/opened.py",

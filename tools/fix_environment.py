@@ -6,8 +6,8 @@ python tools/fix_environment.py    after a change of constraints.txt
 import sys
 
 from megatron.cli_errors import guarded
-from megatron.data.corpora.environment import describe
-from megatron.data.corpora.recipe import RECIPES, read_recipe
+from megatron.data.corpora.recipes import RECIPES, read_recipe
+from megatron.data.corpora.source_code import describe
 from megatron.files import write_text
 
 HEADING = "packages:\n"

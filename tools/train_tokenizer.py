@@ -16,9 +16,8 @@ from itertools import islice
 from pathlib import Path
 
 from megatron.cli_errors import guarded
-from megatron.data.corpora.catalogue import corpus_names, named
-from megatron.data.corpora.corpus import Corpus
-from megatron.data.readers.files import Files
+from megatron.data.corpora.recipes import corpus_names, named
+from megatron.data.readers import Corpus, Files
 from megatron.data.tokenizers.build import build_tokenizer
 from megatron.data.tokenizers.train import train_sentence_pieces, train_tokenizer
 from megatron.errors import UserError

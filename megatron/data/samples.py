@@ -1,14 +1,14 @@
 """Train, valid and test samples of a token file, token for token those of GPT-NeoX (2022).
 
-Which documents and samples follow each other is kept on disk beside the data. Memory is bounded: at
-most one of the two shuffled arrays is in memory (4 bytes for a document or a sample), and one
-process of a machine builds while the others wait for its files.
+Which documents and samples follow each other is kept on disk beside the data. One process of a
+machine builds the three arrays, one in memory at a time, while the others wait for its files.
 """
 
 import hashlib
 import logging
 import shutil
-from collections.abc import Iterator, Sequence
+import tempfile
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -17,7 +17,6 @@ import numpy as np
 from filelock import FileLock
 from numpy.typing import NDArray
 
-from megatron.data.token_index import SMALL, Stored
 from megatron.data.tokens import TokenFile
 from megatron.errors import UserError
 from megatron.files import folder_beside, sync
@@ -25,7 +24,6 @@ from megatron.splits import PARTS, parse_split
 
 log = logging.getLogger(__name__)
 DOCUMENTS = 1 << 20  # whose ends are computed at a time
-CHECKED = 10_000  # entries of kept maps that are compared with the corpus
 FORMAT = 1  # part of the name of kept maps: raise it when they change
 
 
@@ -45,9 +43,8 @@ class Plan:
         return (self.epochs * self.tokens_per_epoch - 1) // self.length
 
 
-@dataclass(frozen=True)
-class IndexMaps:
-    """Three arrays, and the files that they are mapped from.
+class IndexMaps(NamedTuple):
+    """Three arrays, mapped from their files so that the ranks of a machine share the memory.
 
     documents: [epochs * documents] int32, in the order in which they are read
     ends: [epochs * documents] int64, tokens up to the end of each
@@ -57,12 +54,6 @@ class IndexMaps:
     documents: NDArray
     ends: NDArray
     order: NDArray
-    stored: tuple[Stored, ...] = ()
-
-    def check(self) -> None:
-        """Raise UserError if a file of the maps was cut or lengthened since it was mapped."""
-        for file in self.stored:
-            file.check()
 
 
 class Piece(NamedTuple):
@@ -113,7 +104,6 @@ class Samples:
         window has cut its beginning off. A blend may ask for more samples than there are. As in the
         reference it gets the one that `len` leaves out, and then those from the start again.
         """
-        self.maps.check()
         if index > len(self):
             index %= len(self)
         ends = self.maps.ends
@@ -159,9 +149,13 @@ def build_split(
             "- enlarge its share of split = %s",
             *(tokens.prefix, part, plan.tokens_per_epoch, length, split),
         )
-    if cache:
-        return Samples(tokens, _kept_maps(tokens, plan), length)
-    return Samples(tokens, build_maps(tokens.sizes, plan), length)
+    maps = _kept_maps(tokens, plan) if cache else None
+    if maps is None:
+        with tempfile.TemporaryDirectory() as folder:  # mapped files stay readable without a name
+            _write_maps(Path(folder), tokens.sizes, plan)
+            maps = _load(Path(folder), plan)
+            assert maps is not None
+    return Samples(tokens, maps, length)
 
 
 def windows_of_an_epoch(tokens: TokenFile, split: str, part: str, length: int) -> int:
@@ -215,135 +209,76 @@ def split_documents(tokens: TokenFile, split: str, part: str) -> range:
 # --- The order of documents and of samples ---
 
 
-def build_maps(sizes: NDArray, plan: Plan) -> IndexMaps:
-    """As GPT-NeoX: one stream shuffles the documents of all epochs together, then the samples.
+def _write_maps(folder: Path, sizes: NDArray, plan: Plan) -> None:
+    """Write documents.npy, ends.npy and order.npy; sizes: of all documents of the file.
 
-    sizes: [documents]. All three arrays are in memory.
+    As GPT-NeoX: one stream shuffles the documents of all epochs together, then the samples.
     """
-    random = _random(plan)
-    documents = _shuffled_documents(plan, random)
-    ends = np.concatenate(list(_ends(documents, sizes)))
-    return IndexMaps(documents, ends, _shuffled_samples(plan, random))
-
-
-def write_maps(folder: Path, sizes: NDArray, plan: Plan) -> None:
-    """Write what `build_maps` builds, array by array, as documents.npy, ends.npy and order.npy."""
-    random = _random(plan)
-    documents = _shuffled_documents(plan, random)
-    np.save(folder / "documents.npy", documents)
-    with (folder / "ends.npy").open("wb") as file:
-        header = {"descr": "<i8", "fortran_order": False, "shape": documents.shape}
-        np.lib.format.write_array_header_1_0(file, header)
-        for piece in _ends(documents, sizes):
-            file.write(piece.astype("<i8", copy=False).data)
-    del documents  # before there are samples
-    np.save(folder / "order.npy", _shuffled_samples(plan, random))
-    for file in folder.iterdir():
-        sync(file)  # a crash must not leave other contents
-
-
-def _random(plan: Plan) -> np.random.RandomState:
     # RandomState, not Generator: its stream is frozen, and the reference draws from it.
-    return np.random.RandomState(plan.seed)
-
-
-def _shuffled_documents(plan: Plan, random: np.random.RandomState) -> NDArray:
-    """[epochs * documents] int32."""
+    random = np.random.RandomState(plan.seed)
     documents = np.arange(plan.documents.start, plan.documents.stop, dtype=np.int32)
     if plan.epochs > 1:
         documents = np.tile(documents, plan.epochs)
     random.shuffle(documents)
-    return documents
-
-
-def _shuffled_samples(plan: Plan, random: np.random.RandomState) -> NDArray:
-    """[samples]; as the reference, in 32 bits wherever they suffice."""
+    np.save(folder / "documents.npy", documents)
+    ends = np.lib.format.open_memmap(folder / "ends.npy", "w+", np.int64, documents.shape)
+    for first in range(0, len(documents), DOCUMENTS):
+        block = sizes[documents[first : first + DOCUMENTS]]
+        before = ends[first - 1] if first else 0
+        ends[first : first + DOCUMENTS] = before + np.cumsum(block, dtype=np.int64)
+    ends.flush()
+    del documents  # before there are samples
+    # As the reference, in 32 bits wherever they suffice.
     fits_in_32_bits = plan.samples < np.iinfo(np.uint32).max - 1
     order = np.arange(plan.samples, dtype=np.uint32 if fits_in_32_bits else np.int64)
     random.shuffle(order)
-    return order
+    np.save(folder / "order.npy", order)
+    for file in folder.iterdir():
+        sync(file)  # a crash must not leave other contents
 
 
-def _ends(documents: NDArray, sizes: NDArray) -> Iterator[NDArray[np.int64]]:
-    """Where the documents end in the stream, piece by piece; sizes: [all documents]."""
-    before = 0
-    for first in range(0, len(documents), DOCUMENTS):
-        of_piece = sizes[documents[first : first + DOCUMENTS]]
-        yield before + np.cumsum(of_piece, dtype=np.int64)
-        before += int(of_piece.sum(dtype=np.int64))
-
-
-def _kept_maps(tokens: TokenFile, plan: Plan) -> IndexMaps:
+def _kept_maps(tokens: TokenFile, plan: Plan) -> IndexMaps | None:
     """The maps in PREFIX_index_maps/<hash>, built there if they are missing or damaged.
 
-    In memory where nothing can be written. Large ones are mapped, so that the ranks of a machine
-    share the memory.
+    None where nothing can be written.
     """
     sizes = tokens.sizes
     part = np.ascontiguousarray(sizes[plan.documents.start : plan.documents.stop])
     facts = f"{FORMAT} {plan}".encode() + hashlib.sha256(part.data).digest()
     home = tokens.prefix.with_name(tokens.prefix.name + "_index_maps")
     folder = home / hashlib.sha256(facts).hexdigest()[:16]
-    kept = _load(folder, plan, sizes)
+    kept = _load(folder, plan)
     if kept:
         return kept
     try:
         home.mkdir(parents=True, exist_ok=True)
-        # Without the lock each rank would hold the arrays.
         with FileLock(home / f".{folder.name}.lock"):
             # Another process may have built them while this one waited.
-            kept = _load(folder, plan, sizes)
+            kept = _load(folder, plan)
             if kept:
                 return kept
-            if folder.is_dir():  # damaged
-                shutil.rmtree(folder, ignore_errors=True)
-            with folder_beside(folder) as temporary:  # fails where another machine was first
-                write_maps(temporary, sizes, plan)
+            shutil.rmtree(folder, ignore_errors=True)  # damaged
+            with folder_beside(folder) as temporary:
+                _write_maps(temporary, sizes, plan)
     except (OSError, NotImplementedError) as error:  # a file system without locks
-        if not folder.is_dir():
-            log.warning("index maps are not kept, every start builds them anew: %s", error)
-    return _load(folder, plan, sizes) or build_maps(sizes, plan)
+        log.warning("index maps are not kept, every start builds them anew: %s", error)
+    return _load(folder, plan)
 
 
-def _load(folder: Path, plan: Plan, sizes: NDArray) -> IndexMaps | None:
+def _load(folder: Path, plan: Plan) -> IndexMaps | None:
     """The maps in a folder, or None if there are none or not whole ones."""
     if not folder.is_dir():
         return None
-    arrays, stored = [], []
     try:
-        for name in ("documents", "ends", "order"):
-            file = Stored(folder / f"{name}.npy")
-            mode = None if file.size <= SMALL else "r"
-            arrays.append(np.load(file.path, mmap_mode=mode, allow_pickle=False))
-            stored.append(file)
-        maps = IndexMaps(*arrays, stored=tuple(stored))
-        reason = None if _is_whole(maps, plan, sizes) else "their contents are wrong"
+        files = [folder / f"{name}.npy" for name in IndexMaps._fields]
+        maps = IndexMaps(*(np.load(file, mmap_mode="r", allow_pickle=False) for file in files))
     except (OSError, ValueError, EOFError) as error:
-        reason = str(error)
-    if reason is None:
-        return maps
-    log.warning("index maps in %s are built anew: %s", folder, reason)
-    return None
-
-
-def _is_whole(maps: IndexMaps, plan: Plan, sizes: NDArray) -> bool:
-    """Whether shapes are right, and entries of all arrays that are spread over them."""
+        log.warning("index maps in %s are built anew: %s", folder, error)
+        return None
     count = len(plan.documents) * plan.epochs
-    shapes = (maps.documents.shape, maps.ends.shape, maps.order.shape)
-    if shapes != ((count,), (count,), (plan.samples,)):
-        return False
-    if int(maps.ends[-1]) != plan.epochs * plan.tokens_per_epoch:
-        return False
-    entries = np.linspace(0, count - 1, min(count, CHECKED)).astype(np.int64)
-    documents = np.asarray(maps.documents[entries])
-    if documents.min() < plan.documents.start or documents.max() >= plan.documents.stop:
-        return False
-    before = np.where(entries > 0, maps.ends[entries - 1], 0)
-    places = np.linspace(0, plan.samples - 1, min(plan.samples, CHECKED)).astype(np.int64)
-    order = np.asarray(maps.order[places])
-    return (
-        np.array_equal(maps.ends[entries] - before, sizes[documents])
-        and np.unique(documents, return_counts=True)[1].max() <= plan.epochs
-        and len(np.unique(order)) == len(order)
-        and order.max() < plan.samples
-    )
+    shapes = [array.shape for array in maps]
+    tokens = plan.epochs * plan.tokens_per_epoch
+    if shapes == [(count,), (count,), (plan.samples,)] and int(maps.ends[-1]) == tokens:
+        return maps
+    log.warning("index maps in %s are built anew: they are of other sizes", folder)
+    return None

@@ -6,10 +6,8 @@
 Entry d of the document index is the first sequence of document d, and the last entry is the number
 of sequences. Files are checked and written piece by piece, so memory does not grow with them.
 
-A mapped file that is cut while it is in use ends the process with SIGBUS, which Python cannot
-catch. So token ids are read with pread, which returns less, and small files are read into memory.
-Larger ones, of which only .idx and index maps are mapped, are asked for their size before each
-access. Between that question and the access a cut is still fatal.
+Token ids are read with pread, so that a .bin that is cut while it is in use is an error. Large
+indexes are mapped as they are: cutting one while it is in use ends the process by SIGBUS.
 """
 
 import os
@@ -18,7 +16,7 @@ import weakref
 from array import array
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,7 +25,6 @@ from megatron.errors import UserError
 
 REMAKE = "copy both files again, or make them anew with prepare_data.py"
 AGAIN = "copy the files again, and start again: training resumes from its last checkpoint"
-SMALL = 1 << 26  # bytes of a file that is read into memory: an .idx of 5 million documents
 
 MAGIC = b"MMIDIDX\x00\x00"
 HEADER = struct.Struct("<9sQBQQ")
@@ -45,60 +42,39 @@ LARGEST_CARD = 1 << 28  # bytes of PREFIX.json; a list of a million sources has 
 PIECE = 1 << 20  # entries that are checked or written at a time
 
 
-class Source(Protocol):
-    """A file of a known size that is read by parts."""
-
-    @property
-    def path(self) -> Path | str: ...
-    @property
-    def size(self) -> int: ...
-    def check(self) -> None: ...
-    def read(self, offset: int, count: int) -> bytes: ...
-
-
 class Stored:
-    """An open file. Raises UserError if it is unreadable, or has another size than `size`.
+    """An open file of a known size. Raises UserError if it cannot be read, or is cut meanwhile."""
 
-    size: bytes that it must have; None: those that it has now
-    """
-
-    def __init__(self, path: Path, size: int | None = None) -> None:
+    def __init__(self, path: Path) -> None:
         self.path = path
         try:
             self._descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         except OSError as fault:
             raise self._unreadable(fault) from None
         weakref.finalize(self, os.close, self._descriptor)
-        self.size = os.fstat(self._descriptor).st_size if size is None else size
-        self.check()
-
-    def __reduce__(self) -> tuple:
-        return type(self), (self.path, self.size)
-
-    def check(self) -> None:
-        """Raise UserError unless the file has the size that it had when it was opened."""
-        size = os.fstat(self._descriptor).st_size
-        if size != self.size:
-            raise UserError(
-                f"{self.path}: was changed while it was read: it has {size} bytes, it had"
-                f" {self.size} - {AGAIN}"
-            )
+        self.size = os.fstat(self._descriptor).st_size
 
     def read(self, offset: int, count: int) -> bytes:
         """Exactly `count` bytes from `offset` on."""
-        pieces: list[bytes] = []
-        missing = count
-        while missing:  # once, but for more than 2 GiB
+        content = b""
+        while len(content) < count:  # once, but for more than 2 GiB
             try:
-                piece = os.pread(self._descriptor, missing, offset + count - missing)
+                piece = os.pread(self._descriptor, count - len(content), offset + len(content))
             except OSError as fault:
                 raise self._unreadable(fault) from None
             if not piece:
-                self.check()
-                raise self._unreadable(OSError(0, "it ends too early"))
-            pieces.append(piece)
-            missing -= len(piece)
-        return pieces[0] if len(pieces) == 1 else b"".join(pieces)
+                size = os.fstat(self._descriptor).st_size
+                raise UserError(
+                    f"{self.path}: was changed while it was read: it has {size} bytes, it had"
+                    f" {self.size} - {AGAIN}"
+                )
+            content = content + piece if content else piece
+        return content
+
+    def numbers(self, dtype: np.dtype, offset: int, first: int, count: int) -> NDArray:
+        """[count] numbers from the first on of those that begin at an offset."""
+        width = dtype.itemsize
+        return np.frombuffer(self.read(offset + first * width, count * width), dtype=dtype)
 
     def _unreadable(self, fault: OSError) -> UserError:
         return UserError(
@@ -123,41 +99,46 @@ class Index(NamedTuple):
 
 def read_index(index: Stored) -> Index:
     """The index in a file. Raises UserError if it is damaged or of another kind."""
+    path = index.path
     dtype, sequences, entries = _header(index)
-    pointers_at = HEADER.size + LENGTH.itemsize * sequences
+    lengths_at = HEADER.size
+    pointers_at = lengths_at + LENGTH.itemsize * sequences
     documents_at = pointers_at + POINTER.itemsize * sequences
 
     extent = 0  # each pointer is the sum of the lengths before it
     for first, count in _pieces(sequences):
-        lengths = _numbers(index, LENGTH, HEADER.size, first, count)
-        pointers = _numbers(index, POINTER, pointers_at, first, count)
+        lengths = index.numbers(LENGTH, lengths_at, first, count)
+        pointers = index.numbers(POINTER, pointers_at, first, count)
         starts = extent + (np.cumsum(lengths, dtype=np.int64) - lengths) * dtype.itemsize
         wrong = np.flatnonzero((lengths < 0) | (pointers != starts))
         if len(wrong):
             which = int(wrong[0])
             raise UserError(
-                f"{index.path}: its lengths and pointers disagree: sequence {first + which} begins"
+                f"{path}: its lengths and pointers disagree: sequence {first + which} begins"
                 f" at byte {pointers[which]} and has a length of {lengths[which]}, those before it"
                 f" end at {starts[which]}; the file is damaged - {REMAKE}"
             )
         extent = int(starts[-1]) + int(lengths[-1]) * dtype.itemsize
 
-    is_small = index.size <= SMALL  # what is in memory cannot end the process when the file is cut
-    numbers = _numbers if is_small else _mapped
-    lengths = numbers(index, LENGTH, HEADER.size, 0, sequences)
-    pointers = numbers(index, POINTER, pointers_at, 0, sequences)
-    if _one_sequence_each(index, documents_at, sequences, entries):
+    lengths = np.memmap(path, LENGTH, "r", lengths_at, (sequences,)).view(np.ndarray)
+    pointers = np.memmap(path, POINTER, "r", pointers_at, (sequences,)).view(np.ndarray)
+    # An index of 0 alone comes from GPT-NeoX's merging of files, which ends no document.
+    one_sequence_each = entries in (1, sequences + 1) and all(
+        np.array_equal(
+            index.numbers(POINTER, documents_at, first, count), np.arange(first, first + count)
+        )
+        for first, count in _pieces(entries)
+    )
+    if one_sequence_each:
         return Index(dtype, lengths, pointers, extent)
 
-    firsts = _numbers(index, POINTER, documents_at, 0, entries)
+    firsts = index.numbers(POINTER, documents_at, 0, entries)
     if firsts[0] != 0 or firsts[-1] != sequences or (np.diff(firsts) < 0).any():
         raise UserError(
-            f"{index.path}: its document index does not rise from 0 to the number of sequences,"
+            f"{path}: its document index does not rise from 0 to the number of sequences,"
             f" {sequences}, the file is damaged - {REMAKE}"
         )
-    of_documents = np.full(len(firsts), extent, dtype=POINTER)
-    has_sequences = firsts < sequences
-    of_documents[has_sequences] = pointers[firsts[has_sequences]]
+    of_documents = np.append(pointers, extent)[firsts]
     sizes = np.diff(of_documents) // dtype.itemsize
     if sizes.max() <= np.iinfo(LENGTH).max:
         sizes = sizes.astype(LENGTH)
@@ -168,13 +149,16 @@ def _header(index: Stored) -> tuple[np.dtype, int, int]:
     """dtype, sequences and entries of the document index; the file is as long as they say."""
     path, length = index.path, index.size
     head = index.read(0, min(length, HEADER.size))
-    if not head.startswith(MAGIC):
-        what = f"is not a GPT-NeoX index file (it starts with {head[:9]!r} instead of {MAGIC!r})"
-        if head.startswith(b"TNTIDX"):
-            what = "is in the older TNTIDX format (data_impl: cached or lazy), which is not read"
-        raise UserError(f"{path}: {what} - {REMAKE}")
-    if len(head) < HEADER.size:
-        raise UserError(f"{path}: is cut off after {length} bytes, inside its header - {REMAKE}")
+    if head.startswith(b"TNTIDX"):
+        raise UserError(
+            f"{path}: is in the older TNTIDX format (data_impl: cached or lazy), which is not read"
+            f" - {REMAKE}"
+        )
+    if not head.startswith(MAGIC) or len(head) < HEADER.size:
+        raise UserError(
+            f"{path}: is not a whole GPT-NeoX index file (it starts with {head[:9]!r} and has"
+            f" {length} bytes) - {REMAKE}"
+        )
     _, version, code, sequences, entries = HEADER.unpack(head)
     if version != VERSION or code not in DTYPES:
         known = ", ".join(map(str, DTYPES))
@@ -197,35 +181,6 @@ def _header(index: Stored) -> tuple[np.dtype, int, int]:
     if not sequences or not entries:
         raise UserError(f"{path}: has no documents - make it anew from an input with text in it")
     return DTYPES[code], sequences, entries
-
-
-def _one_sequence_each(index: Stored, documents_at: int, sequences: int, entries: int) -> bool:
-    """Whether every sequence is a document, as in files of GPT-NeoX.
-
-    That is also meant by an index of 0 alone: whoever wrote it never ended a document. GPT-NeoX's
-    merging of files does so.
-    """
-    if entries == 1:
-        return _numbers(index, POINTER, documents_at, 0, 1)[0] == 0
-    if entries != sequences + 1:
-        return False
-    return all(
-        np.array_equal(
-            _numbers(index, POINTER, documents_at, first, count), np.arange(first, first + count)
-        )
-        for first, count in _pieces(entries)
-    )
-
-
-def _numbers(index: Stored, dtype: np.dtype, offset: int, first: int, count: int) -> NDArray:
-    """[count] numbers from the first on of those that begin at an offset of the file."""
-    width = dtype.itemsize
-    return np.frombuffer(index.read(offset + first * width, count * width), dtype=dtype)
-
-
-def _mapped(index: Stored, dtype: np.dtype, offset: int, _: int, count: int) -> NDArray:
-    mapped = np.memmap(index.path, dtype=dtype, mode="r", offset=offset, shape=(count,))
-    return mapped.view(np.ndarray)
 
 
 def _pieces(total: int) -> Iterator[tuple[int, int]]:

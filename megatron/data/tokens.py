@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import logging
 import os
 from array import array
 from collections.abc import Iterator, Sequence
@@ -11,25 +12,25 @@ from types import TracebackType
 from typing import Annotated, Any, Self
 
 import numpy as np
+from filelock import FileLock
 from numpy.typing import DTypeLike, NDArray
 from pydantic import AfterValidator, BaseModel, Field
 
-from megatron.address import is_address
-from megatron.data.remote import local_copy
+from megatron.address import address_fault, is_address
 from megatron.data.token_index import (
     DTYPES,
     LARGEST_CARD,
     REMAKE,
-    Source,
     Stored,
     read_index,
     write_index,
 )
 from megatron.data.tokenizers.tokenizer import Tokenizer
-from megatron.errors import CONTROL, UserError
-from megatron.files import atomic_write_all, read_small, sha256_of
+from megatron.errors import CONTROL, UserError, in_words, visible
+from megatron.files import atomic_write, atomic_write_all, read_small, sha256_of
 from megatron.strict_json import parse
 
+log = logging.getLogger(__name__)
 PROBE = 1 << 22  # ids that are checked at the start of a run; others, when they are read
 PIECE = 1 << 22  # ids of a document that are in memory at once
 LONGEST = 2**31 - 1  # tokens of a document
@@ -44,27 +45,19 @@ def dtype_for(vocab_size: int) -> np.dtype:
 class TokenFile:
     """Documents of token ids, read from the disk as they are asked for.
 
-    sizes: tokens of each document, [documents] int32, mapped where the .idx is large; int64 where
-        a document of several sequences has more than 2^31 - 1
+    sizes: tokens of each document, [documents] int32, mapped; int64 where a document of several
+        sequences has more than 2^31 - 1
     tokens: their sum; meta: the contents of PREFIX.json, {} if there is none
     place: where the files were opened, their address or else their prefix
     """
 
-    def __init__(
-        self,
-        prefix: Path,
-        place: str,
-        vocab: int | None = None,
-        blocks: Source | None = None,
-        version: str | None = None,
-    ) -> None:
-        """Open local files; blocks: instead of the .bin; version: of the files at an address."""
+    def __init__(self, prefix: Path, place: str, vocab: int | None = None) -> None:
+        """Open local files; `open` is the way in for paths and addresses."""
         self.prefix = prefix
         self.place = place
-        self._version = version
-        self._index = Stored(_with(prefix, ".idx"))
-        index = read_index(self._index)
-        self._bin = blocks or Stored(_with(prefix, ".bin"))
+        stored_index = Stored(_with(prefix, ".idx"))
+        index = read_index(stored_index)
+        self._bin = Stored(_with(prefix, ".bin"))
         self.dtype = dtype = index.dtype
         self.sizes = index.sizes
         self._pointers = index.pointers  # byte offset of each document
@@ -77,10 +70,18 @@ class TokenFile:
                 f"{path}: is {what}: {size} bytes, but its .idx expects {index.extent} - {REMAKE}"
             )
         self.tokens = size // dtype.itemsize
-        self.meta = read_card(_with(prefix, ".json"), len(self.sizes), self.tokens)
-        for file in (self._bin, self._index):
-            if isinstance(file, Stored) and file.size <= QUICK:
-                _check_sha256(file.path, self.meta)
+        card = _with(prefix, ".json")
+        self.meta = read_card(card)
+        counted = {"documents": len(self.sizes), "tokens": self.tokens}
+        if self.meta and any(self.meta[key] != count for key, count in counted.items()):
+            raise UserError(
+                f"{card}: describes {self.meta['documents']} documents and {self.meta['tokens']}"
+                f" tokens, the .idx {len(self.sizes)} and {self.tokens} - it belongs to another"
+                f" file: remove it, or {REMAKE}"
+            )
+        for file in (self._bin, stored_index):
+            if file.size <= QUICK:
+                _check_sha256(file.path, file.path.suffix, self.meta)
         # Ids are compared as unsigned numbers: a negative one is then too large.
         self._unsigned = np.dtype(f"u{dtype.itemsize}")
         self._vocab = min(np.iinfo(dtype).max + 1, vocab or self.vocab_size or 2**63)
@@ -94,17 +95,27 @@ class TokenFile:
         compared with the sha256 in PREFIX.json, `verify` does it with any.
         """
         place = str(prefix)
-        if not is_address(place):
-            _check_prefix(place)
-            return cls(Path(prefix), place, vocab)
-        copy = local_copy(place)
-        try:
-            return cls(copy.prefix, place, vocab, copy.blocks, copy.version)
-        except UserError as fault:
+        if is_address(place):
+            return cls(local_copy(place), place, vocab)
+        # os.path.isfile, because it is also False for names that are too long.
+        missing = [suffix for suffix in (".idx", ".bin") if not os.path.isfile(place + suffix)]
+        if len(missing) == 1:
             raise UserError(
-                f"{place}, as copied to this machine: {fault}. If the files there are whole,"
-                f" remove {copy.prefix.parent}: they are then copied again"
-            ) from None
+                f"data_path: {place}{missing[0]} is missing, its partner exists - {REMAKE}"
+            )
+        if missing:
+            path = Path(place)
+            fix = "make them with prepare_data.py, for instance `python prepare_data.py stdlib`"
+            inside = sorted(path.glob("*.idx")) if os.path.isdir(path) else []
+            if path.suffix in (".bin", ".idx"):
+                fix = f"leave the suffix away: {path.with_suffix('')}"
+            elif inside:
+                fix = f"it is a folder: give the prefix in it, such as {inside[0].with_suffix('')}"
+            raise UserError(
+                f"data_path: there are no token files {place}.bin and {place}.idx (looked from"
+                f" {Path.cwd()}) - {fix}"
+            )
+        return cls(Path(prefix), place, vocab)
 
     @property
     def vocab_size(self) -> int | None:
@@ -122,24 +133,19 @@ class TokenFile:
 
     def __reduce__(self) -> tuple:
         # A worker process opens the files itself: pickling a memmap would copy all of it.
-        return _opened_again, (type(self), self.place, self._version, self._vocab)
+        return type(self), (self.prefix, self.place, self._vocab)
 
     def read(self, document: int, start: int = 0, count: int | None = None) -> NDArray:
         """Up to `count` ids of a document from `start` on: [count] in the file's dtype.
 
         It is shorter where the document ends before. Raises UserError for an id beyond the
-        vocabulary, and if the files are cut or gone since they were opened.
+        vocabulary, and if the file is cut since it was opened.
         """
-        self._index.check()
         size = int(self.sizes[document])
         stop = size if count is None else min(size, start + count)
         if stop <= start:
             return np.empty(0, dtype=self.dtype)
-        width = self.dtype.itemsize
-        content = self._bin.read(
-            int(self._pointers[document]) + start * width, (stop - start) * width
-        )
-        ids = np.frombuffer(content, dtype=self.dtype)
+        ids = self._bin.numbers(self.dtype, int(self._pointers[document]), start, stop - start)
         if int(ids.view(self._unsigned).max()) >= self._vocab:
             highest, lowest = int(ids.max()), int(ids.min())
             misfit = lowest if lowest < 0 else highest
@@ -206,9 +212,7 @@ class TokenFile:
                 " tokenizer_type, vocab_file and merge_file of the data"
             )
         self._vocab = min(self._vocab, tokenizer.vocab_size)
-        first = min(PROBE, self.tokens)
-        content = self._bin.read(0, first * self.dtype.itemsize)
-        highest = int(np.frombuffer(content, dtype=self.dtype).max())
+        highest = int(self._bin.numbers(self.dtype, 0, 0, min(PROBE, self.tokens)).max())
         if highest >= tokenizer.vocab_size:
             raise UserError(
                 f"{self.prefix}: holds token {highest}, but the vocabulary of {tokenizer.name} "
@@ -217,29 +221,64 @@ class TokenFile:
             )
 
 
-def _opened_again(kind: type[TokenFile], place: str, version: str | None, vocab: int) -> TokenFile:
-    opened = kind.open(place, vocab=vocab)
-    if opened._version != version:
-        raise UserError(
-            f"{place}: was changed since it was opened - put the old files back, or start anew"
-        )
-    return opened
-
-
 def verify(prefix: str | Path) -> str:
     """Compare both files with PREFIX.json and every id with the vocabulary; one line of summary.
 
     Raises UserError for the first fault.
     """
-    if is_address(str(prefix)):
-        prefix = local_copy(str(prefix), whole=True).prefix
     tokens = TokenFile.open(prefix)
     for document in range(len(tokens)):
         tokens.read(document)
     paths = [_with(tokens.prefix, suffix) for suffix in (".bin", ".idx")]
-    checked = [_check_sha256(path, tokens.meta) for path in paths]
+    checked = [_check_sha256(path, path.suffix, tokens.meta) for path in paths]
     how = "sha256 and vocabulary" if all(checked) else "vocabulary; PREFIX.json has no sha256"
     return f"{tokens.prefix}: {len(tokens):,} documents, {tokens.tokens:,} tokens are whole ({how})"
+
+
+def local_copy(address: str) -> Path:
+    """The prefix on this machine of copies of the files at an address, copied if they are not here.
+
+    They lie in TOKEN_CACHE/<address>-NAME/<version>/, where the version stands for what the server
+    says of the files (size, ETag, time): changed files are copied anew.
+    UserError if the files cannot be had, and for an address with a password in it.
+    """
+    from fsspec.core import url_to_fs
+
+    if fault := address_fault(address):
+        raise UserError(f"data_path: {fault}")
+    cache = os.environ.get("TOKEN_CACHE") or Path.home() / ".cache/megatron-positions/tokens"
+    name = address.rstrip("/").rpartition("/")[2]
+    try:
+        files, path = url_to_fs(address)
+        files.invalidate_cache()
+        endings = [".json"] if files.exists(f"{path}.json") else []
+        facts = {ending: files.info(path + ending) for ending in (*endings, ".idx", ".bin")}
+        version = hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode())
+        place = hashlib.sha256(address.encode()).hexdigest()[:12]
+        folder = Path(cache) / f"{place}-{name}" / version.hexdigest()[:16]
+        folder.mkdir(parents=True, exist_ok=True)
+        with FileLock(folder / ".lock"):
+            for ending, fact in facts.items():
+                copy = folder / f"{name}{ending}"
+                if copy.exists():
+                    continue
+                log.info("%s%s is copied to %s (%d bytes)", address, ending, copy, fact["size"])
+                with atomic_write(copy) as temporary:
+                    files.get_file(path + ending, str(temporary))
+                    if temporary.stat().st_size != fact["size"]:
+                        raise OSError("the connection has ended too early")
+                    if ending != ".json":
+                        _check_sha256(temporary, ending, read_card(folder / f"{name}.json"))
+    except UserError:
+        raise
+    except Exception as fault:  # each protocol has classes of its own
+        reason = visible(f"{type(fault).__name__}: {fault}").partition("\n")[0][:200]
+        raise UserError(
+            f"data_path: {address} cannot be read ({reason}) - give the address of the files"
+            " without .bin and .idx, check the network and the free space of TOKEN_CACHE, and"
+            " install the package of its protocol (s3fs, gcsfs, aiohttp)"
+        ) from None
+    return folder / name
 
 
 class TokenWriter:
@@ -272,6 +311,9 @@ class TokenWriter:
         self._digest = hashlib.sha256()
         self._overwrite = overwrite
         self._refuse_to_replace()
+        # The index comes last. Without it there is no token file: a crash cannot mix old and new.
+        paths = [_with(self.prefix, suffix) for suffix in (".bin", ".json", ".idx")]
+        self._files = atomic_write_all(*paths)
 
     def _refuse_to_replace(self) -> None:
         for suffix in (".idx", ".bin"):
@@ -280,32 +322,28 @@ class TokenWriter:
                 raise UserError(f"{path}: exists already - choose another name, or add --overwrite")
 
     def __enter__(self) -> Self:
-        # The index comes last. Without it there is no token file: a crash cannot mix old and new.
-        files = atomic_write_all(
-            *(_with(self.prefix, suffix) for suffix in (".bin", ".json", ".idx"))
-        )
-        with ExitStack() as stack:
-            self._paths = stack.enter_context(files)
-            self._bin = stack.enter_context(self._paths[0].open("wb"))
-            self._open = stack.pop_all()
+        self._paths: list[Path] = self._files.__enter__()
+        self._bin = self._paths[0].open("wb")
         return self
 
     def __exit__(
         self,
         kind: type[BaseException] | None,
-        error: BaseException | None,
+        fault: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
+        self._bin.close()
         if kind is not None:
-            self._open.__exit__(kind, error, trace)
+            self._files.__exit__(kind, fault, trace)
             return
-        with self._open:
+        with ExitStack() as stack:
+            stack.push(self._files)
             if not self.tokens:
                 raise UserError(
                     f"{self.prefix}: no tokens to write - the input has no documents with text in"
                     " them"
                 )
-            _, card, index = self._paths
+            card, index = self._paths[1:]
             write_index(index, self.dtype, self._sizes)
             if self.meta:
                 facts = self.meta | {"documents": self.documents, "tokens": self.tokens}
@@ -353,27 +391,6 @@ def _with(prefix: Path, suffix: str) -> Path:
     return prefix.with_name(prefix.name + suffix)
 
 
-def _check_prefix(text: str) -> None:
-    """Raise UserError unless both files of a prefix exist."""
-    # os.path.isfile, because it is also False for names that are too long.
-    missing = [suffix for suffix in (".idx", ".bin") if not os.path.isfile(text + suffix)]
-    if not missing:
-        return
-    if len(missing) == 1:
-        raise UserError(f"data_path: {text}{missing[0]} is missing, its partner exists - {REMAKE}")
-    path = Path(text)
-    fix = "make them with prepare_data.py, for instance `python prepare_data.py stdlib`"
-    inside = sorted(path.glob("*.idx")) if os.path.isdir(path) else []
-    if path.suffix in (".bin", ".idx"):
-        fix = f"leave the suffix away: {path.with_suffix('')}"
-    elif inside:
-        fix = f"it is a folder: give the prefix in it, such as {inside[0].with_suffix('')}"
-    raise UserError(
-        f"data_path: there are no token files {text}.bin and {text}.idx (looked from {Path.cwd()})"
-        f" - {fix}"
-    )
-
-
 def _without_control(text: str) -> str:
     if CONTROL.search(text):  # every row of results repeats it
         raise ValueError("has a control character")
@@ -405,37 +422,24 @@ class Card(BaseModel):
     sha256: dict[str, str] = {}
 
 
-def read_card(path: Path, documents: int, tokens: int) -> dict[str, Any]:
-    """The contents of PREFIX.json, {} if there is none.
-
-    Raises UserError if it describes nothing, or another number of documents or tokens.
-    """
+def read_card(path: Path) -> dict[str, Any]:
+    """The contents of PREFIX.json, {} if there is none; UserError if it describes nothing."""
     if not path.is_file():
         return {}
     try:
         meta = parse(read_small(path, LARGEST_CARD))
         Card.model_validate(meta, strict=True)
-    except OSError as fault:
+    except (OSError, ValueError) as fault:
         raise UserError(
-            f"{path}: cannot be read ({fault.strerror}) - check its permissions and its disk"
+            f"{path}: does not describe a token file ({in_words(fault)}) - remove it (the .bin and"
+            f" .idx work without), or {REMAKE}"
         ) from None
-    except ValueError:
-        raise UserError(
-            f"{path}: does not describe a token file - remove it (the .bin and .idx work without), "
-            f"or {REMAKE}"
-        ) from None
-    described = (meta["documents"], meta["tokens"])
-    if described != (documents, tokens):
-        raise UserError(
-            f"{path}: describes {described[0]} documents and {described[1]} tokens, the .idx "
-            f"{documents} and {tokens} - it belongs to another file: remove it, or {REMAKE}"
-        )
     return meta
 
 
-def _check_sha256(path: Path, meta: dict[str, Any]) -> bool:
+def _check_sha256(path: Path, suffix: str, meta: dict[str, Any]) -> bool:
     """Whether PREFIX.json has the sha256 of a file; UserError if the file has another."""
-    written = meta.get("sha256", {}).get(path.suffix.removeprefix("."))
+    written = meta.get("sha256", {}).get(suffix.removeprefix("."))
     if written is None:
         return False
     if sha256_of(path) != written:

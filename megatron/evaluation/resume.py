@@ -23,8 +23,6 @@ SHAPES_LOSSES = (
     "positions",
     "checkpoints/read.py",
     "data/parts.py",
-    "data/remote.py",
-    "data/remote_file.py",
     "data/samples.py",
     "data/token_index.py",
     "data/tokenizers",

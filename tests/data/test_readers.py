@@ -1,242 +1,290 @@
-import gzip
-import json
-from pathlib import Path
+"""Files of text, packed and in archives: what is read, left out, counted and refused."""
 
+import gzip
+import hashlib
+import io
+import json
+import os
+import subprocess
+import sys
+import tarfile
+
+import pyarrow
 import pytest
 import zstandard
-from datasets import Dataset
 from lm_dataformat import Archive
+from pyarrow import parquet
 
-from megatron.data.readers.files import Files, Keep, is_text
-from megatron.data.readers.unpack import CHUNK
+from megatron.data import readers
+from megatron.data.readers import MB, Files, Keep, Limits
 from megatron.errors import UserError
+from tests.support import ROOT, unlaunched
 
 TEXTS = ["first\ndocument", "", "zweites Dokument: äöü", "x" * 3_000_000]
+LINES = b'{"text": "one", "meta": {"set": "A"}}\n{"text": "two", "meta": {"set": "B"}}\n'
 
 
-def lines(texts, key="text"):
-    return "".join(
-        json.dumps({key: text, "meta": {}}, ensure_ascii=False) + "\n" for text in texts
-    ).encode()
+def lines(texts):
+    return "".join(json.dumps({"text": text}, ensure_ascii=False) + "\n" for text in texts).encode()
 
 
-def read(*paths, key="text"):
-    return list(Files("mine", paths, key).documents())
+def table(texts, kind):
+    content = io.BytesIO()
+    rows = pyarrow.table({"text": texts})
+    if kind == "parquet":
+        parquet.write_table(rows, content)
+    else:
+        new = {"stream": pyarrow.ipc.new_stream, "file": pyarrow.ipc.new_file}[kind]
+        with new(content, rows.schema) as writer:
+            writer.write_table(rows)
+    return content.getvalue()
 
 
-WRITERS = {
-    "c.jsonl": lambda path: path.write_bytes(lines(TEXTS)),
-    "c.json.gz": lambda path: path.write_bytes(gzip.compress(lines(TEXTS))),
-    "c.jsonl.gz": lambda path: path.write_bytes(gzip.compress(lines(TEXTS))),
-    "c.jsonl.zst": lambda path: path.write_bytes(zstandard.compress(lines(TEXTS))),
-    "c.parquet": lambda path: Dataset.from_dict({"text": TEXTS}).to_parquet(path),
-}
+def packed(members):
+    """A tar archive of {name: contents or a TarInfo}."""
+    content = io.BytesIO()
+    with tarfile.open(fileobj=content, mode="w") as archive:
+        for name, value in members.items():
+            info = value if isinstance(value, tarfile.TarInfo) else tarfile.TarInfo(name)
+            body = b"" if isinstance(value, tarfile.TarInfo) else value
+            info.size = len(body)
+            archive.addfile(info, io.BytesIO(body))
+    return content.getvalue()
 
 
-@pytest.mark.parametrize("name", WRITERS)
-def test_every_kind_of_file_gives_its_documents_back(tmp_path, name):
-    WRITERS[name](tmp_path / name)
-    assert read(tmp_path / name) == TEXTS
+def special(name, kind):
+    info = tarfile.TarInfo(name)
+    info.type = kind
+    info.linkname = "/etc/passwd"
+    return info
 
 
-def test_an_arrow_file_gives_its_documents_back(tmp_path):
-    Dataset.from_dict({"text": TEXTS}).save_to_disk(tmp_path / "saved")
-    assert read(tmp_path / "saved" / "data-00000-of-00001.arrow") == TEXTS
+def read(path, content, **options):
+    path.write_bytes(content)
+    corpus = Files("c", [path], **options)
+    return list(corpus.documents()), corpus
 
 
-def test_a_text_file_is_one_document(tmp_path):
-    (tmp_path / "c.txt").write_bytes("\ufeffone\n\ntwö\n".encode())
-    assert read(tmp_path / "c.txt") == ["one\n\ntwö\n"]
-
-
-def test_archives_of_lm_dataformat_are_read_whole(tmp_path):
-    archive = Archive(str(tmp_path))
+def test_every_kind_of_file_gives_its_documents_back(tmp_path):
+    frames = b"".join(zstandard.compress(lines([text])) for text in TEXTS)
+    contents = {
+        "c.jsonl": lines(TEXTS),
+        "c.json.gz": gzip.compress(lines(TEXTS)),
+        "c.jsonl.zst": frames,
+        "c.parquet": table(TEXTS, "parquet"),
+        "stream.arrow": table(TEXTS, "stream"),
+        "file.arrow": table(TEXTS, "file"),
+    }
+    for name, content in contents.items():
+        assert read(tmp_path / name, content)[0] == TEXTS, name
+    archive = Archive(str(tmp_path / "lm"))
     for text in TEXTS:
         archive.add_data(text, meta={"set": "mine"})
     archive.commit()
-    assert read(next(tmp_path.glob("*.jsonl.zst"))) == TEXTS
+    [path] = (tmp_path / "lm").glob("*.jsonl.zst")
+    assert list(Files("c", [path]).documents()) == TEXTS
 
 
-def test_every_frame_of_a_zst_file_is_read(tmp_path):
-    frames = b"".join(zstandard.compress(lines([text])) for text in TEXTS)
-    (tmp_path / "c.jsonl.zst").write_bytes(frames)
-    assert read(tmp_path / "c.jsonl.zst") == TEXTS
+def test_entries_of_json_lines_are_read_as_lm_dataformat_writes_them(tmp_path):
+    content = '\ufeff"bare"\n\n{"text": ["one", "two"]}\r\n{"text": "a\\ud800b \\ud83d\\ude42"}'
+    assert read(tmp_path / "c.jsonl", content.encode())[0] == ["bare", "one\n\ntwo", "a\ufffdb 🙂"]
+    assert read(tmp_path / "c.jsonl", b'{"body": "a"}', key="body")[0] == ["a"]
+    assert read(tmp_path / "c.txt", "\ufeffone\n\ntwö\n".encode())[0] == ["one\n\ntwö\n"]
 
 
-def test_folders_are_read_in_the_order_of_their_names(tmp_path):
-    for name, text in (
-        ("b.txt", "2"),
-        ("a.txt", "1"),
-        ("deep/c.jsonl", '{"text": "3"}\n'),
-        (".hidden", "0"),
-        (".git/in_a_hidden_folder", "0"),
-        ("deep/__pycache__/c.pyc", "0"),
-    ):
+def test_folders_are_read_in_the_order_of_their_names(tmp_path, caplog):
+    files = {
+        "b.txt": "2",
+        "a.rst": "1",
+        "deep/c.jsonl": '{"text": "3"}\n',
+        ".hidden": "0",
+        ".git/in_a_hidden_folder": "0",
+        "deep/__pycache__/c.pyc": "0",
+    }
+    for name, text in files.items():
         (tmp_path / name).parent.mkdir(exist_ok=True, parents=True)
         (tmp_path / name).write_text(text)
-    assert read(tmp_path) == ["1", "2", "3"]
+    assert list(Files("c", [tmp_path]).documents()) == ["1", "2", "3"]
+    assert "files of other kinds are read as plain text, one document each: 1, such" in caplog.text
+    for content in (b"\xff\xfea\x00", b"text\x00text"):
+        (tmp_path / "a.rst").write_bytes(content)
+        with pytest.raises(UserError, match=r"a\.rst is neither UTF-8 text nor of a kind that is"):
+            Files("c", [tmp_path])
+    with pytest.raises(UserError, match=r"none\.txt is neither a file nor a folder with files"):
+        Files("c", [tmp_path / "none.txt"])
 
 
-def test_json_lines_may_hold_bare_strings_paragraphs_blank_lines_and_no_last_newline(tmp_path):
-    (tmp_path / "c.jsonl").write_text(
-        '\ufeff"bare"\n\n{"text": ["one", "two"]}\r\n{"text": "end"}', encoding="utf-8"
-    )
-    assert read(tmp_path / "c.jsonl") == ["bare", "one\n\ntwo", "end"]
+def test_a_broken_line_is_named_by_file_and_number(tmp_path):
+    cases = {
+        b'{"text": "a"': "c.jsonl:2: is not JSON in UTF-8 (Expecting ',' delimiter",
+        b'{"text": "\xff"}': "c.jsonl:2: is not JSON in UTF-8",
+        b'{"txt": "a", "id": 1}': "c.jsonl:2: has no text under 'text', it has the keys txt, id - ",
+        b"[1]": "c.jsonl:2: has no text under 'text', it has no keys",
+        b'{"text": null}': "c.jsonl:2: has no text under 'text'",
+    }
+    for line, message in cases.items():
+        with pytest.raises(UserError) as caught:
+            read(tmp_path / "c.jsonl", b'{"text": "good"}\n' + line + b"\n")
+        assert message in str(caught.value)
+    with pytest.raises(UserError, match=r"row 1: has no text under 'body', it has the keys text"):
+        read(tmp_path / "c.parquet", table(["a"], "parquet"), key="body")
 
 
-def test_the_text_may_be_under_another_key(tmp_path):
-    (tmp_path / "c.jsonl").write_bytes(lines(["a"], "content"))
-    assert read(tmp_path / "c.jsonl", key="content") == ["a"]
-
-
-def test_half_a_surrogate_pair_becomes_a_replacement_character(tmp_path):
-    (tmp_path / "c.jsonl").write_text('{"text": "a\\ud800b \\ud83d\\ude42"}\n')
-    assert read(tmp_path / "c.jsonl") == ["a\ufffdb 🙂"]
-
-
-@pytest.mark.parametrize(
-    ("line", "message"),
-    [
-        (
-            b'{"text": "a"',
-            "c.jsonl:2: is not JSON (Expecting ',' delimiter, column 13) - mend or remove the line",
-        ),
-        (b'{"text": "\xff"}', "c.jsonl:2: is not UTF-8 - convert the file"),
-        (
-            b'{"txt": "a", "id": 1}',
-            'c.jsonl:2: has the keys txt, id, expected {"text": "..."} - say which one holds',
-        ),
-        (b"{}", "c.jsonl:2: has the keys (none), expected"),
-        (b"[1]", "c.jsonl:2: is not an object, expected"),
-        (b'{"text": 7}', "c.jsonl:2: 'text' is int, not text - choose another with --text-key"),
-        (b'{"text": null}', "c.jsonl:2: 'text' is NoneType, not text"),
-    ],
-)
-def test_a_broken_line_is_named_by_file_and_number(tmp_path, line, message):
-    (tmp_path / "c.jsonl").write_bytes(b'{"text": "good"}\n' + line + b"\n")
-    with pytest.raises(UserError) as caught:
-        read(tmp_path / "c.jsonl")
-    assert message in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("name", "damage", "message"),
-    [
-        (
-            "c.jsonl.gz",
-            lambda data: data[:-20],
-            "is cut off or damaged (Compressed file ended before",
-        ),
-        ("c.jsonl.gz", lambda data: b"plain", "is cut off or damaged (Not a gzipped file"),
-        (
-            "c.jsonl.zst",
-            lambda data: data[:-20],
-            "is cut off inside its last zstd frame - copy it again",
-        ),
-        ("c.jsonl.zst", lambda data: b"plain text", "is damaged or not zstd"),
-        ("c.parquet", lambda data: data[:-20], "cannot be read as parquet"),
-    ],
-)
-def test_a_damaged_file_is_an_error_and_not_a_shorter_corpus(tmp_path, name, damage, message):
-    path = tmp_path / name
-    WRITERS[name](path)
-    path.write_bytes(damage(path.read_bytes()))
-    with pytest.raises(UserError) as caught:
-        read(path)
-    assert f"{path}: {message}" in str(caught.value)
-
-
-def test_text_that_is_not_utf8_is_named(tmp_path):
-    (tmp_path / "c.txt").write_bytes(b"abc\xff")
-    with pytest.raises(UserError, match=r"c\.txt: is not UTF-8 \(byte 3\) - convert the file"):
-        read(tmp_path / "c.txt")
-
-
-def test_a_table_without_the_column_says_which_it_has(tmp_path):
-    Dataset.from_dict({"content": ["a"]}).to_parquet(tmp_path / "c.parquet")
-    with pytest.raises(UserError, match=r"c\.parquet: row 1: has the keys content, expected"):
-        read(tmp_path / "c.parquet")
-
-
-def test_files_that_cannot_be_read_are_refused_before_anything_is_read(tmp_path):
-    with pytest.raises(
-        UserError,
-        match=r"there is no .*none\.txt \(looked from .* - give existing files or folders",
-    ):
-        Files("mine", [tmp_path / "none.txt"])
-    with pytest.raises(UserError, match="is empty - give one with files in it"):
-        Files("mine", [tmp_path])
-    (tmp_path / "c.bin").write_bytes(b"\x93NUMPY\x00")
-    for given in (tmp_path, tmp_path / "c.bin"):
-        with pytest.raises(
-            UserError,
-            match=r"c\.bin is neither UTF-8 text nor of a kind .* - use \.jsonl, \.jsonl\.gz",
-        ):
-            Files("mine", [given])
-
-
-def test_text_of_an_unknown_kind_is_one_document_and_the_log_says_so(tmp_path, caplog):
-    (tmp_path / "a.rst").write_text("Title\n=====\nnaïve", encoding="utf-8")
-    (tmp_path / "b.rst").write_text("")
-    (tmp_path / "LICENSE").write_text("free")
-    (tmp_path / "c.txt").write_text("plain")
-    assert read(tmp_path) == ["free", "Title\n=====\nnaïve", "", "plain"]
-    assert caplog.messages == [
-        "--input: files of other kinds are read as plain text, one document each: 3 "
-        f"(.rst, no suffix), such as {tmp_path}/LICENSE"
+def test_a_damaged_file_is_an_error_and_not_a_shorter_corpus(tmp_path):
+    tar = packed({"a.txt": b"one", "b.txt": b"two"})
+    cases = [
+        ("c.jsonl.gz", gzip.compress(lines(TEXTS))[:-20], "is cut off or damaged (Compressed file"),
+        ("c.jsonl.gz", b"plain", "is cut off or damaged (Not a gzipped file"),
+        ("c.jsonl.zst", zstandard.compress(lines(TEXTS))[:-20], "inside its last zstd frame"),
+        ("c.jsonl.zst", b"plain text", "is cut off or damaged"),
+        ("c.parquet", table(TEXTS, "parquet")[:-20], "cannot be read as a table"),
+        ("c.txt", b"abc\xff", "is not UTF-8 (byte 3) - convert the file"),
+        ("c.tar", tar[:700], "is cut off or damaged as a tar archive"),
+        ("c.tar", tar[:514], "as a tar archive (unexpected end of data)"),
+        ("c.tar", tar[:1024], "is cut off or damaged as a tar archive (empty header)"),
+        ("c.tar", tar[:1100], "is cut off or damaged as a tar archive (truncated header)"),
+        ("c.tar", tar[:1024] + b"x" + tar[1025:], "as a tar archive (bad checksum)"),
+        ("c.tar", b"", "is cut off or damaged as a tar archive"),
+        ("c.tar", tar + tar, "goes on after the end of the archive"),
     ]
+    for name, content, message in cases:
+        with pytest.raises(UserError) as caught:
+            read(tmp_path / name, content)
+        assert f"{name}: " in str(caught.value)
+        assert message in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    "content",
-    [b"\xff\xfea\x00", b"text\x00text", "ü".encode()[:1], b"a" * CHUNK + b"\xff"],
-    ids=["UTF-16", "NUL", "cut inside a letter", "Latin-1 far inside"],
-)
-def test_what_is_not_utf8_text_is_not_taken_for_text(tmp_path, content):
-    (tmp_path / "a.rst").write_bytes(content)
-    with pytest.raises(
-        UserError, match=r"a\.rst is neither UTF-8 text nor of a kind .* - use \.jsonl"
-    ):
-        Files("mine", [tmp_path])
+def test_files_in_archives_are_read_in_their_order(tmp_path):
+    members = {
+        "00.jsonl": LINES,
+        "deep/01.jsonl.zst": zstandard.compress(LINES),
+        "02.tar.gz": gzip.compress(packed({"in.jsonl": LINES})),
+        "03.parquet": table(["row"], "parquet"),
+        "notes": "naïve".encode(),
+    }
+    expected = [*["one", "two"] * 3, "row", "naïve"]
+    for suffix, pack in {
+        ".tar": bytes,
+        ".tgz": gzip.compress,
+        ".tar.zst": zstandard.compress,
+    }.items():
+        assert read(tmp_path / f"c{suffix}", pack(packed(members)))[0] == expected
 
 
-def test_a_letter_across_two_chunks_is_text(tmp_path):
-    path = tmp_path / "a.rst"
-    path.write_bytes(b"a" * (CHUNK - 1) + "ü".encode())
-    assert is_text(path)
+def test_nothing_of_an_archive_reaches_the_disk(tmp_path):
+    members = {
+        "../outside.txt": b"text",
+        "/etc/absolute.txt": b"more",
+        "link": special("link", tarfile.SYMTYPE),
+        "pipe": special("pipe", tarfile.FIFOTYPE),
+        "folder": special("folder", tarfile.DIRTYPE),
+        "a/._hidden.txt": b"junk",
+    }
+    documents, corpus = read(tmp_path / "c.tar", packed(members))
+    assert documents == ["text", "more"]
+    assert corpus.skips == {"link or device in an archive": 2, "hidden file in an archive": 1}
+    assert [path.name for path in tmp_path.rglob("*")] == ["c.tar"]
 
 
-def test_a_file_that_may_not_be_read_is_named(tmp_path, monkeypatch):
-    def refuse(*args):
-        raise PermissionError(13, "Permission denied")
-
-    (tmp_path / "a.rst").write_text("a")
-    monkeypatch.setattr(Path, "open", refuse)
-    with pytest.raises(UserError, match=r"a\.rst cannot be read \(Permission denied\) - check its"):
-        Files("mine", [tmp_path / "a.rst"])
-
-
-def test_sources_tell_what_was_read(tmp_path):
-    path = tmp_path / "c.txt"
-    path.write_bytes(b"abc")
-    # FIPS 180-2, appendix B.1
-    abc = "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad"
-    assert Files("mine", [path]).sources() == [{"path": str(path), "bytes": 3, "sha256": abc}]
+def test_damaged_entries_are_counted_where_that_is_asked_for(tmp_path):
+    bad = (
+        b'{"text": "good"}\n\n{"text": 7}\n{"txt": "x"}\nnot JSON\n{"text": "\xff"}\n{"text": "z"}'
+    )
+    members = {"a.jsonl": bad, "b.txt": b"\xff\xfe", "c.txt": b"text"}
+    documents, corpus = read(tmp_path / "c.tar", packed(members), skip_bad=True)
+    assert documents == ["good", "z", "text"]
+    expected = {
+        "empty line": 1,
+        "entry without text": 2,
+        "line that is not JSON": 2,
+        "file that is not UTF-8": 1,
+    }
+    for _ in range(2):
+        assert (corpus.skips, corpus.skipped) == (expected, 5)
+        list(corpus.documents())
 
 
 def test_only_the_entries_of_one_component_are_kept(tmp_path):
-    entries = [
-        {"text": "code", "meta": {"pile_set_name": "Github"}},
-        {"text": "paper", "meta": {"pile_set_name": "ArXiv"}},
-        {"text": "no meta"},
-        "bare",
-        {"text": "odd", "meta": "ArXiv"},
-    ]
-    lines = tmp_path / "pile.jsonl"
-    lines.write_text("".join(json.dumps(entry) + "\n" for entry in entries))
-    table = tmp_path / "pile.parquet"
-    Dataset.from_list(entries[:3]).to_parquet(table)
-    keep = Keep("meta.pile_set_name", "ArXiv")
-    for path in (lines, table):
-        assert list(Files("mine", [path], keep=keep).documents()) == ["paper"]
-        assert len(list(Files("mine", [path]).documents())) >= 3
+    documents, corpus = read(tmp_path / "c.jsonl", LINES + b'"bare"', keep=Keep("meta.set", "B"))
+    assert documents == ["two"]
+    assert corpus.skips == {"not meta.set = B": 2}
+    rows = pyarrow.table({"text": ["a", "b"], "meta": [{"set": "A"}, {"set": "B"}]})
+    parquet.write_table(rows, tmp_path / "c.parquet")
+    corpus = Files("c", [tmp_path / "c.parquet"], keep=Keep("meta.set", "B"))
+    assert list(corpus.documents()) == ["b"]
+
+
+def test_sources_have_the_sum_of_the_whole_file(tmp_path, monkeypatch):
+    content = gzip.compress(packed({"a.txt": b"one"})) + b"\0" * 2000  # after it gzip reads no more
+    path = tmp_path / "c.tar.gz"
+    _, corpus = read(path, content)
+    sha256 = hashlib.sha256(content).hexdigest()
+    expected = [{"path": str(path), "bytes": len(content), "sha256": sha256}]
+    assert Files("c", [path]).sources() == expected
+    monkeypatch.setattr(readers, "sha256_of", None)
+    assert corpus.sources() == expected  # it was taken while reading
+
+
+def test_a_file_that_changes_while_it_is_read_is_named(tmp_path):
+    path = tmp_path / "c.jsonl"
+    path.write_text('"a"\n' * 3)
+    corpus = Files("c", [path])
+    with pytest.raises(UserError, match=r"--input: .*c\.jsonl was changed while it was read - wai"):
+        [path.write_text('"b"\n' * 9) for _ in corpus.documents()]
+    list(corpus.documents())
+    os.utime(path, (1, 1))
+    with pytest.raises(UserError, match="was changed while it was read"):
+        corpus.sources()
+    path.unlink()
+    with pytest.raises(UserError, match=r"--input: .*c\.jsonl cannot be read \(No such file"):
+        list(corpus.documents())
+
+
+def test_documents_and_files_are_as_large_as_the_limits_at_most(tmp_path, monkeypatch):
+    for pack, suffix in ((gzip.compress, ".gz"), (zstandard.compress, ".zst")):
+        content = pack(b'"12345678"\n"123456789"\n')
+        path = tmp_path / f"c.jsonl{suffix}"
+        assert read(path, content, limits=Limits(document=11))[0][1] == "123456789"
+        with pytest.raises(UserError, match=r":2: is longer than 1e-05 MB, which would fill"):
+            read(path, content, limits=Limits(document=10))
+    content = packed({"a.txt.zst": zstandard.compress(b"a" * 9000)})
+    with pytest.raises(UserError, match=r"c\.tar: a\.txt\.zst: is longer than 0\.005 MB"):
+        read(tmp_path / "c.tar", content, limits=Limits(document=5000))
+
+    monkeypatch.setattr(readers, "FREE", MB // 10)
+    bomb = zstandard.compress(b'"a"\n' * 20_000)
+    archive = zstandard.compress(packed({f"{number}.jsonl.zst": bomb for number in range(9)}))
+    with pytest.raises(UserError, match=r"100 times its size - it is no text; raise --max-unpack"):
+        read(tmp_path / "c.tar.zst", archive, limits=Limits(ratio=100))
+    documents, _ = read(tmp_path / "c.tar.zst", archive, limits=Limits(ratio=100_000))
+    assert len(documents) == 180_000
+
+
+MEASURE = """
+import sys
+from pathlib import Path
+from prepare_data import main
+
+def peak():  # not ru_maxrss, which begins with that of the process that started this one
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith("VmHWM:"))
+
+before = peak()
+status = main(sys.argv[1:])
+print((peak() - before) // 1000)
+sys.exit(status)
+"""
+
+
+def test_a_bomb_is_refused_in_little_memory(tmp_path):
+    path = tmp_path / "c.jsonl.zst"
+    path.write_bytes(zstandard.compress(b'{"text": "' + b"a" * 200 * MB + b'"}\n', 19))
+    words = ["--input", path, "--name", "c", "-d", tmp_path / "data", "--max-document-mb", 5]
+    command = [sys.executable, "-c", MEASURE, *map(str, words)]
+    done = subprocess.run(
+        command, cwd=ROOT, env=unlaunched(), capture_output=True, text=True, timeout=100
+    )
+    assert done.returncode == 1
+    assert done.stderr.startswith(f"{path}: is longer than 5 MB, which would fill the memory")
+    assert int(done.stdout.split()[-1]) < 120  # MB
+    assert not (tmp_path / "data").exists()

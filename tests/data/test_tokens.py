@@ -80,12 +80,14 @@ def fault(prefix):
 
 
 DAMAGES = {
-    "is not a GPT-NeoX index file (it starts with b'' instead of": lambda idx: b"",
-    "is not a GPT-NeoX index file (it starts with b'\\x80PICKLE..'": lambda idx: (
+    "is not a whole GPT-NeoX index file (it starts with b'' and has 0 bytes)": lambda idx: b"",
+    "is not a whole GPT-NeoX index file (it starts with b'\\x80PICKLE..'": lambda idx: (
         b"\x80PICKLE.." + idx
     ),
     "is in the older TNTIDX format": lambda idx: b"TNTIDX\x00\x00" + idx[8:],
-    "is cut off after 20 bytes, inside its header": lambda idx: idx[:20],
+    "is not a whole GPT-NeoX index file (it starts with b'MMIDIDX\\x00\\x00' and has 20 bytes)": (
+        lambda idx: idx[:20]
+    ),
     "has format version 2 and dtype code 8, but only version 1": lambda idx: (
         idx[:9] + struct.pack("<Q", 2) + idx[17:]
     ),
@@ -230,7 +232,7 @@ def test_a_card_that_is_none_is_refused(golden):
     ]
     for text in ["{", "[]", "{}", *(json.dumps(facts | change) for change in wrong)]:
         card.write_text(text)
-        assert "does not describe a token file - remove it" in fault(golden)
+        assert "does not describe a token file (" in fault(golden)
     card.write_text(json.dumps({"documents": 1, "tokens": 2}))
     assert "describes 1 documents and 2 tokens, the .idx 600 and 171109" in fault(golden)
 
@@ -262,12 +264,11 @@ def test_an_id_that_no_vocabulary_has_is_refused_wherever_it_stands(tmp_path):
 
 
 def test_a_file_that_is_cut_while_it_is_read_is_an_error_and_no_signal(tmp_path):
-    for suffix in (".bin", ".idx"):
-        write(tmp_path / "c", [np.arange(60_000)], overwrite=True)
-        tokens = TokenFile.open(tmp_path / "c")
-        os.truncate(tmp_path / f"c{suffix}", 20)
-        with pytest.raises(UserError, match=rf"c\{suffix}: was changed while it was read: it has"):
-            tokens.read(0)
+    write(tmp_path / "c", [np.arange(60_000)])
+    tokens = TokenFile.open(tmp_path / "c")
+    os.truncate(tmp_path / "c.bin", 20)
+    with pytest.raises(UserError, match=r"c\.bin: was changed while it was read: it has 20 bytes"):
+        tokens.read(0)
 
 
 def test_the_end_of_documents_is_found_and_a_single_document_needs_its_card(tmp_path):

@@ -11,8 +11,7 @@ import zstandard
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron.data.readers.files import Files
-from megatron.data.readers.unpack import Limits
+from megatron.data.readers import Files, Limits
 from megatron.data.tokens import verify
 from tests.fuzz.settings import fuzzed, works_or_says_why
 

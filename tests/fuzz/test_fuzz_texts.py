@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from megatron.checkpoints.manifest import read_record
 from megatron.config import load
-from megatron.data.prepare.encoder import Encoder
+from megatron.data.encoding import Encoder, TokenizerFiles
 from megatron.data.tokenizers.build import build_tokenizer
 from megatron.data.tokenizers.train import train_tokenizer
 from megatron.report.page import page_of
@@ -72,7 +72,9 @@ LETTERS = st.sampled_from("a'sé\u0301я語²1.—\u200b\x00\x7f🙂")
 def test_any_text_has_the_same_ids_by_words(tmp_path, text):
     path = tmp_path / "tokenizer.json"
     path.write_text(WORDS)
-    encoded = Encoder(build_tokenizer("HFTokenizer", path)).encode([text])
+    built = build_tokenizer("HFTokenizer", path)
+    files = TokenizerFiles("HFTokenizer", path, None, built.hash)
+    encoded = Encoder(files).encode([text])
     inner = tokenizers.Tokenizer.from_str(WORDS)
     inner.encode_special_tokens = True
     assert np.frombuffer(encoded.ids, np.uint16).tolist() == inner.encode(text).ids

@@ -1,355 +1,319 @@
-"""One file of the network: continued where it was cut off, checked, and only then given its name.
+"""Files of the network: listed, downloaded, checked, and only then given their names.
 
-NAME.partial grows beside the file's place. NAME.partial.json says of which version it is a part, so
-parts of two versions are never joined.
+huggingface_hub lists the files of a data set. Their bytes come as those of any other address: its
+own download begins again after its process has ended.
 """
 
+import hashlib
 import json
-import os
 import re
+import threading
 import time
-from collections.abc import Callable, Mapping
-from contextlib import suppress
-from dataclasses import dataclass, field
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from fnmatch import fnmatchcase
+from pathlib import Path, PurePosixPath
+from typing import NamedTuple
+from urllib.parse import unquote, urlsplit
 
-from megatron.errors import cannot_write
-from megatron.files import read_small, sha256_of, sync, write_text
+from pydantic import BaseModel, ConfigDict, model_validator
+from tqdm import tqdm
 
-if TYPE_CHECKING:  # it takes long to import
-    from requests import Response
+from megatron.errors import UserError, cannot_write, in_words
+from megatron.files import sha256_of, sync, write_text
+from megatron.folder_lock import owned_folder
+from megatron.network import hub, hub_is_reachable
+from megatron.parallel.machine import free_disk, in_bytes
 
-CHUNK = 1 << 18  # bytes
-NOTE_BYTES = 10_000
-PASSES = (408, 425, 429, 500, 502, 503, 504)
-"""Answers of a server that may be another one soon."""
-CONNECTION = re.compile(r"^\w+\(host='[^']*', port=\d+\): ")  # before the reason, in urllib3
-REASONS = {401: "needs a login", 403: "needs rights", 404: "is not there", 410: "is gone"}
+CHUNK = 1 << 16  # bytes
+AT_ONCE = 4  # downloads
+TRIES = 5  # attempts in a row that bring nothing
+PAUSE = 1.0  # seconds before the second attempt; it doubles
+TIMEOUT = (10.0, 60.0)  # seconds until a connection stands, and between two packets
+PASSES = (408, 425, 429)  # answers below 500 that may be another one soon
+LISTED = {"hub", "revision", "files", "address_list", "base"}  # what of a source its list follows
+NAME = re.compile(r"(?!\.)[^\x00-\x1f\\:]+")  # a part of a path
 
 
 class DownloadFault(Exception):
     """Why a file cannot be had from a source; its text is the reason."""
 
 
-class _Interrupted(Exception):
-    """Why an attempt ended early; another one may bring more."""
-
-    def __init__(self, reason: str, wait: float = 0.0) -> None:
-        super().__init__(reason)
-        self.wait = wait
-
-
-@dataclass(frozen=True)
-class Remote:
+class Remote(NamedTuple):
     """A file that is wanted.
 
-    name: its path below the folder of downloads; bytes, sha256: None where they are not known
-    headers: what the server wants to see, such as a token; it is written nowhere
+    name: its path below the folder of its source; bytes, sha256: None where they are not known
     """
 
     address: str
     name: str
     bytes: int | None = None
     sha256: str | None = None
-    headers: Mapping[str, str] = field(default_factory=dict, repr=False)
-
-
-@dataclass(frozen=True)
-class Patience:
-    """How long a download is tried.
-
-    tries: attempts in a row that bring nothing; first_tries: while no server has answered at all
-    pause, longest_pause: seconds between attempts, doubled each time
-    connect, silence: seconds until a connection stands, and between two packets
-    """
-
-    tries: int = 7
-    first_tries: int = 2
-    pause: float = 1.0
-    longest_pause: float = 60.0
-    connect: float = 10.0
-    silence: float = 60.0
-
-
-Advance = Callable[[int], None]  # the new bytes; fewer than 0 where a part is thrown away
 
 
 def fetch(
-    remote: Remote, path: Path, patience: Patience | None = None, advance: Advance | None = None
+    remote: Remote,
+    path: Path,
+    headers: Mapping[str, str] | None = None,
+    advance: Callable[[int], object] = int,
 ) -> None:
-    """Bring a file to its place. What an earlier process left of it is continued.
+    """Bring a file to its place.
 
-    Raises DownloadFault with the reason, and UserError where the disk refuses.
+    NAME.partial grows beside it. What an earlier process left of it is continued if a sha256 is
+    known, which shows a wrong joint.
+    headers: what the server wants to see; advance: called with the number of new bytes
+    Raises DownloadFault with the reason, and UserError if the disk refuses.
     """
-    part = _Part(path, advance or _ignored)
+    from requests import RequestException  # here, because it takes long to import
+    from urllib3.exceptions import HTTPError
+
+    part = path.with_name(path.name + ".partial")
+    fruitless = wrong = 0
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        _bring(remote, part, patience or Patience())
-        part.publish()
-    except OSError as fault:  # of the disk: those of the network are _Interrupted
+        while True:
+            before = part.stat().st_size if remote.sha256 and part.is_file() else 0
+            try:
+                _receive(remote, part, before, headers or {}, advance)
+            except (RequestException, HTTPError, ValueError) as fault:
+                answer = getattr(fault, "response", None)
+                status = 500 if answer is None else answer.status_code
+                grows = remote.sha256 and part.is_file() and part.stat().st_size > before
+                fruitless = 0 if grows else fruitless + 1
+                if fruitless == TRIES or (status < 500 and status not in PASSES):
+                    reason = f"answers {status}" if answer is not None else in_words(fault)
+                    raise DownloadFault(f"{remote.address}: {reason[:200]}") from None
+                time.sleep(PAUSE * 2**fruitless)
+                continue
+            difference = None
+            if remote.bytes not in (None, part.stat().st_size):
+                difference = f"{part.stat().st_size:,} bytes, not {remote.bytes:,}"
+            elif remote.sha256 not in (None, found := sha256_of(part)):
+                difference = f"the sha256 {found[:12]}…, not {str(remote.sha256)[:12]}…"
+            if difference is None:
+                break
+            part.unlink()
+            wrong += 1
+            if not before or wrong == 2:  # a joint of two versions is tried once more
+                raise DownloadFault(f"{remote.name} has {difference}; what came was removed")
+        sync(part)
+        part.replace(path)
+    except OSError as fault:  # of the disk
         raise cannot_write(path, fault) from None
 
 
-def _ignored(new: int) -> None:
-    pass
-
-
-def _bring(remote: Remote, part: "_Part", patience: Patience) -> None:
-    """Try until the part is the whole file; a wrong file made of parts is tried once more."""
-    _transfer_patiently(remote, part, patience)
-    fault = _difference(remote, part)
-    if fault and part.continued:
-        part.discard()
-        _transfer_patiently(remote, part, patience)
-        fault = _difference(remote, part)
-    if fault:
-        part.discard()
-        raise DownloadFault(f"{fault}; what came was removed")
-
-
-def _difference(remote: Remote, part: "_Part") -> str | None:
-    """How the file differs from the one that is wanted; None where it does not."""
-    if remote.bytes is not None and part.size != remote.bytes:
-        return f"{remote.name} has {part.size:,} bytes, not {remote.bytes:,}"
-    if remote.sha256 is None:
-        return None
-    found = sha256_of(part.path)
-    if found == remote.sha256:
-        return None
-    return f"{remote.name} has the sha256 {found[:12]}…, not {remote.sha256[:12]}…"
-
-
-def _transfer_patiently(remote: Remote, part: "_Part", patience: Patience) -> None:
-    longest = part.size_for(remote)
-    fruitless = 0
-    pause = patience.pause
-    while True:
-        try:
-            _transfer(remote, part, patience)
-            return
-        except _Interrupted as fault:
-            reason, wait = str(fault), fault.wait
-        answered = part.answered
-        if part.size > longest:
-            longest, fruitless, pause = part.size, 0, patience.pause
-        else:
-            fruitless += 1
-        if fruitless >= (patience.tries if answered else patience.first_tries):
-            raise DownloadFault(f"{remote.address}: {reason}")
-        time.sleep(min(max(pause, wait), patience.longest_pause))
-        pause *= 2
-
-
-def _transfer(remote: Remote, part: "_Part", patience: Patience) -> None:
-    """One attempt to bring what is missing."""
+def _receive(
+    remote: Remote,
+    part: Path,
+    have: int,
+    headers: Mapping[str, str],
+    advance: Callable[[int], object],
+) -> None:
+    """One attempt to bring the bytes that follow the first `have`."""
     import requests
-    from urllib3.exceptions import HTTPError
 
-    have = part.size_for(remote)
-    if have and have == part.total:  # an earlier process was ended before it gave the name
-        part.continued = True
+    if have and have == remote.bytes:  # an earlier process was ended before it gave the name
         return
-    headers = {"Accept-Encoding": "identity"} | dict(remote.headers)
+    asked = {"Accept-Encoding": "identity"} | dict(headers)
     if have:
-        headers["Range"] = f"bytes={have}-"
-        if part.validator:
-            headers["If-Range"] = part.validator
-    try:
-        with requests.get(
-            remote.address,
-            headers=headers,
-            stream=True,
-            timeout=(patience.connect, patience.silence),
-        ) as response:
-            part.answered = True
-            if _begin(response, remote, part, have):
-                _receive(response, remote, part)
-    except (requests.ConnectionError, requests.Timeout, HTTPError) as fault:
-        raise _Interrupted(_in_short(fault)) from None
-    except (requests.RequestException, ValueError) as fault:  # redirects without end or to no http
-        raise DownloadFault(f"{remote.address}: {_in_short(fault)}") from None
-
-
-def _begin(response: "Response", remote: Remote, part: "_Part", have: int) -> bool:
-    """Check an answer before its body is read; False where nothing is missing any more.
-
-    The part is then as long as the place where the body begins.
-    """
-    status = response.status_code
-    if status == 416 and have:
-        total = _total(response.headers.get("Content-Range", ""))
-        if have == total and part.total in (None, total):
-            return False
-        part.discard()
-        raise _Interrupted("is not as long as it said before")
-    if status in PASSES:
-        raise _Interrupted(f"answers {status}", _wait(response))
-    if status == 206 and not have:
-        raise DownloadFault(f"{remote.address}: sends a part of the file, unasked")
-    if status not in (200, 206):
-        reason = REASONS.get(status, response.reason)
-        raise DownloadFault(f"{remote.address}: answers {status} ({reason})")
-    validator = _validator(response)
-    _check_body(response, remote)
-    if status == 206:
-        start, total = _place(response.headers.get("Content-Range", ""))
-        same = validator in (None, part.validator) and part.total in (None, total)
-        if start != have or not same:
-            part.discard()
-            raise _Interrupted("is another version than the part that is here")
-        part.continued = True
-        part.total = total
-        return True
-    total = _number(response.headers.get("Content-Length", ""))
-    if remote.bytes is not None and total not in (None, remote.bytes):
-        raise DownloadFault(f"{remote.address}: has {total:,} bytes, not {remote.bytes:,}")
-    part.start(remote, validator, total)
-    return True
-
-
-def _check_body(response: "Response", remote: Remote) -> None:
-    """Raise DownloadFault where a body is not the file, or its end could not be recognised."""
-    facts = response.headers
-    packed = facts.get("Content-Encoding", "identity").lower()
-    if packed != "identity" and not remote.name.endswith(".gz"):  # some servers say so of a .gz
-        raise DownloadFault(f"{remote.address}: sends the file packed ({packed}), unasked")
-    if remote.sha256 is not None:
-        return
-    kind = facts.get("Content-Type", "").partition(";")[0].strip().lower()
-    if kind == "text/html" and not remote.name.endswith((".html", ".htm")):
-        raise DownloadFault(f"{remote.address}: answers with a web page instead of the file")
-    length = _number(facts.get("Content-Length", ""))
-    has_an_end = length is not None or facts.get("Transfer-Encoding", "").lower() == "chunked"
-    if not has_an_end and remote.bytes is None:
-        raise DownloadFault(
-            f"{remote.address}: does not say how long the file is, so a part could pass for all"
-        )
-
-
-def _receive(response: "Response", remote: Remote, part: "_Part") -> None:
-    """Add the body to the part."""
-    from urllib3.exceptions import ProtocolError
-
-    most = remote.bytes if remote.bytes is not None else part.total
-    with part.path.open("ab") as file, suppress(ProtocolError):
-        while chunk := response.raw.read1(CHUNK, decode_content=False):
-            file.write(chunk)
-            part.size += len(chunk)
-            part.advance(len(chunk))
-            if most is not None and part.size > most:
-                part.discard()
-                raise DownloadFault(f"{remote.address}: sends more than {most:,} bytes")
-        if part.size == part.total or part.total is None:
+        asked["Range"] = f"bytes={have}-"
+    with requests.get(remote.address, headers=asked, stream=True, timeout=TIMEOUT) as response:
+        if response.status_code == 416 and have:  # nothing follows
             return
-    expected = "an unknown number of" if part.total is None else f"{part.total:,}"
-    raise _Interrupted(f"ends after {part.size:,} of {expected} bytes")
+        response.raise_for_status()
+        facts = response.headers
+        if remote.sha256 is None:
+            # Without a sum, neither a web page nor a part may pass for the file.
+            has_end = "Content-Length" in facts or "chunked" in facts.get("Transfer-Encoding", "")
+            is_page = facts.get("Content-Type", "").startswith("text/html")
+            if is_page or not (has_end or remote.bytes):
+                raise DownloadFault(
+                    f"{remote.address}: answers with a web page, or without the file's length"
+                )
+        is_continued = response.status_code == 206
+        with part.open("ab" if is_continued else "wb") as file:
+            for chunk in response.raw.stream(CHUNK, decode_content=False):
+                file.write(chunk)
+                advance(len(chunk))
 
 
-def _validator(response: "Response") -> str | None:
-    """What tells this version of a file from others: a strong ETag, or a date."""
-    tag = response.headers.get("ETag")
-    if tag and not tag.startswith("W/"):
-        return tag
-    return response.headers.get("Last-Modified")
+# --- The files of a source ---
 
 
-def _place(content_range: str) -> tuple[int, int | None]:
-    """First byte and size of the whole of `bytes 5-9/10`; (-1, None) for anything else."""
-    try:
-        first = int(content_range.removeprefix("bytes ").split("-")[0])
-    except ValueError:
-        return -1, None
-    return first, _total(content_range)
+class Source(BaseModel):
+    """A place that offers a corpus: a data set of a hub, or plain addresses.
 
-
-def _total(content_range: str) -> int | None:
-    return _number(content_range.rpartition("/")[2])
-
-
-def _wait(response: "Response") -> float:
-    """Seconds that a busy server asks for."""
-    return float(_number(response.headers.get("Retry-After", "")) or 0)
-
-
-def _number(text: str) -> int | None:
-    """The number that a header holds; None for anything else."""
-    return int(text) if text.isascii() and text.isdecimal() and len(text) < 20 else None
-
-
-def _in_short(fault: Exception) -> str:
-    """The innermost cause: requests wraps a fault in several others."""
-    cause: Any = fault
-    for _ in range(5):
-        inner = getattr(cause, "reason", None) or next(
-            (one for one in cause.args if isinstance(one, Exception)), None
-        )
-        if not isinstance(inner, Exception):
-            break
-        cause = inner
-    line = (str(cause).splitlines() or [type(cause).__name__])[0]
-    return CONNECTION.sub("", line)[:200]
-
-
-class _Part:
-    """What is here of a file, and of which version.
-
-    size: its bytes; validator, total: of the version; continued: it comes from several attempts
-    answered: whether any server has answered in this process
+    hub, revision, files: name of a data set, its version, and patterns of its files
+    address_list, base: a file of the data set that lists addresses, and what goes before each
+    urls: addresses of files
+    bytes: of all files together; count: how many there are; sha256: of a file that is alone
+    tried: when it was last seen to work, or "not tried"
     """
 
-    def __init__(self, path: Path, advance: Advance) -> None:
-        self.final = path
-        self.path = path.with_name(path.name + ".partial")
-        self.note = path.with_name(path.name + ".partial.json")
-        self.advance = advance
-        self.size = 0
-        self.validator: str | None = None
-        self.total: int | None = None
-        self.continued = False
-        self.answered = False
+    model_config = ConfigDict(extra="forbid", frozen=True)
 
-    def size_for(self, remote: Remote) -> int:
-        """The bytes from which a download can be continued; what is of no use is removed."""
-        before = self.size
-        usable = self._read_note(remote)
-        if usable:
-            self.size = self.path.stat().st_size
-            self.advance(self.size - before)
-        else:
-            self.discard()
-        return self.size
+    hub: str | None = None
+    revision: str = "main"
+    files: list[str] = []
+    address_list: str | None = None
+    base: str = ""
+    urls: list[str] = []
+    bytes: int | None = None
+    count: int | None = None
+    sha256: str | None = None
+    tried: str
+    note: str = ""
 
-    def _read_note(self, remote: Remote) -> bool:
-        """Whether the part is one of this file, and of a version that can be recognised."""
+    @model_validator(mode="after")
+    def _one_kind(self) -> "Source":
+        kinds = (self.hub and self.files, self.hub and self.address_list, self.urls)
+        if sum(map(bool, kinds)) != 1:
+            raise ValueError("needs hub with files, hub with address_list, or urls")
+        return self
+
+    @property
+    def title(self) -> str:
+        """Its name in messages."""
+        return f"the data set {self.hub}" if self.hub else self.urls[0]
+
+    @property
+    def names(self) -> list[str]:
+        """Names of its files, or patterns of them."""
+        return [url.rpartition("/")[2] for url in self.urls] or self.files
+
+    def folder(self, downloads: Path) -> Path:
+        """Where its files go below the folder of downloads: the same for every corpus."""
+        if self.hub:
+            return downloads / self.hub.replace("/", "--")
+        address = urlsplit(self.urls[0])
+        return downloads / f"{address.hostname}{PurePosixPath(address.path).parent}".rstrip("/")
+
+    def listing(self, downloads: Path, *, ask: bool = True) -> list[Remote]:
+        """Its files. Those of a hub are kept as first listed, so that no two versions are mixed.
+
+        ask: without it nothing is asked of the network, and what was never listed has no files
+        Raises DownloadFault.
+        """
+        if self.hub is None:
+            return [
+                Remote(url, PurePosixPath(unquote(urlsplit(url).path)).name, sha256=self.sha256)
+                for url in self.urls
+            ]
+        described = self.model_dump(include=LISTED)
+        digest = hashlib.sha256(json.dumps(described, sort_keys=True).encode()).hexdigest()
+        path = self.folder(downloads) / f"listing-{digest[:8]}.json"
+        if path.is_file():
+            return [Remote(**entry) for entry in json.loads(path.read_bytes())["files"]]
+        if not ask:
+            return []
+        remotes = self._look_up()
+        names = {remote.name for remote in remotes}
+        odd = [name for name in names if not all(map(NAME.fullmatch, name.split("/")))]
+        if odd or len(names) < len(remotes):  # a list from elsewhere may not name files outside
+            raise DownloadFault(f"{self.title} lists {(odd or ['a name twice'])[0]!r}")
+        if not remotes or self.count not in (None, len(remotes)):
+            raise DownloadFault(f"{self.title} lists {len(remotes)} files, not {self.count}")
+        files = [remote._asdict() for remote in remotes]
+        write_text(path, json.dumps({"source": described, "files": files}, indent=1) + "\n")
+        return remotes
+
+    def _look_up(self) -> list[Remote]:
+        """The files of a data set at the commit that its revision names now."""
+        if not hub_is_reachable():
+            raise DownloadFault(f"{hub()} cannot be reached")
+        from huggingface_hub import HfApi, hf_hub_download, hf_hub_url
+        from huggingface_hub.hf_api import RepoFile
+
+        name = self.hub or ""
         try:
-            note = json.loads(read_small(self.note, NOTE_BYTES))
-            self.validator, self.total = note["validator"], note["total"]
-            same = note["address"] == remote.address and self.path.is_file()
-        except (OSError, ValueError, KeyError, TypeError):
-            return False
-        recognisable = self.validator is not None or remote.sha256 is not None
-        return same and recognisable
+            commit = HfApi().dataset_info(name, revision=self.revision).sha
+            if self.address_list:
+                lines = hf_hub_download(
+                    name, self.address_list, repo_type="dataset", revision=commit
+                )
+                paths = Path(lines).read_text(encoding="utf-8").split()
+                if self.base:  # names of several folders may be alike
+                    return [Remote(self.base + path, path) for path in paths]
+                return [Remote(path, PurePosixPath(urlsplit(path).path).name) for path in paths]
+            files: dict[str, RepoFile] = {}
+            # The folders before a wildcard: the whole data set may have 100,000 files.
+            for folder in {
+                re.split(r"[^/]*[*?\[]", one)[0].rpartition("/")[0] for one in self.files
+            }:
+                for entry in HfApi().list_repo_tree(
+                    name, folder or None, recursive=True, revision=commit, repo_type="dataset"
+                ):
+                    if isinstance(entry, RepoFile):
+                        files[entry.path] = entry
+        except (OSError, ValueError, RuntimeError) as fault:
+            raise DownloadFault(in_words(fault)[:200]) from None
+        remotes = []
+        for path in matching(files, self.files):
+            address = hf_hub_url(name, path, repo_type="dataset", revision=commit)
+            lfs = files[path].lfs
+            sha256 = self.sha256 or (lfs.sha256 if lfs else None)
+            remotes.append(Remote(address, path, files[path].size, sha256))
+        return remotes
 
-    def start(self, remote: Remote, validator: str | None, total: int | None) -> None:
-        """Begin a part of a version; an earlier one is removed first."""
-        self.discard()
-        self.validator, self.total = validator, total
-        note = {"address": remote.address, "validator": validator, "total": total}
-        write_text(self.note, json.dumps(note))
 
-    def discard(self) -> None:
-        self.advance(-self.size)
-        self.size = 0
-        self.continued = False
-        self.path.unlink(missing_ok=True)
-        self.note.unlink(missing_ok=True)
+def download(corpus: str, source: Source, remotes: Sequence[Remote], downloads: Path) -> list[Path]:
+    """The files on this machine, downloaded if they are not here, a few at a time.
 
-    def publish(self) -> None:
-        """Give the whole file its name."""
-        if not self.path.exists():  # of no bytes
-            self.path.touch()
-        sync(self.path)
-        os.replace(self.path, self.final)
-        with suppress(OSError):
-            self.note.unlink()
+    Raises DownloadFault, and UserError if the disk is too small or refuses.
+    """
+    folder = source.folder(downloads)
+    missing = [remote for remote in remotes if not (folder / remote.name).is_file()]
+    if missing:
+        with owned_folder(folder, "-d"):
+            _fetch_all(corpus, source, missing, folder)
+    return [folder / remote.name for remote in remotes]
+
+
+def _fetch_all(corpus: str, source: Source, remotes: Sequence[Remote], folder: Path) -> None:
+    needed = sum(remote.bytes or 0 for remote in remotes) or source.bytes or 0
+    needed -= sum(part.stat().st_size for part in folder.rglob("*.partial"))
+    free = free_disk(folder)
+    if free is not None and free < needed:
+        raise UserError(
+            f"{folder}: needs {in_bytes(needed)} and has {in_bytes(free)} free - free some"
+            " space, choose another disk with -d, or take less with --documents"
+        )
+    headers: Mapping[str, str] = {}
+    if source.hub and not source.address_list:
+        from huggingface_hub.utils import build_hf_headers
+
+        headers = build_hf_headers()  # with the user's token, if there is one
+    stopped = threading.Event()
+    bar = tqdm(desc=corpus, total=needed or None, unit="B", unit_scale=True, disable=None)
+
+    def advance(new: int) -> None:
+        if stopped.is_set():
+            raise DownloadFault("another file could not be had")
+        bar.update(new)
+
+    def bring(remote: Remote) -> None:
+        advance(0)
+        fetch(remote, folder / remote.name, headers, advance)
+
+    with bar, ThreadPoolExecutor(AT_ONCE) as pool:
+        try:
+            list(pool.map(bring, remotes))
+        finally:
+            stopped.set()  # also by ctrl-C: the other downloads end with their next bytes
+
+
+def matching(names: Iterable[str], patterns: Sequence[str]) -> list[str]:
+    """The names that fit a pattern, by the first that each fits, and then by name.
+
+    A pattern fits the end of a path. Where none does, patterns lose their folders, so that files
+    may have been copied anywhere; where one does, a file of another folder is another file.
+    """
+    known = sorted(names)
+    for wanted in (patterns, [pattern.rpartition("/")[2] for pattern in patterns]):
+        found: dict[str, None] = {}
+        for pattern in wanted:
+            ends = [name for name in known if fnmatchcase(f"/{name}", f"*/{pattern}")]
+            found |= dict.fromkeys(ends)
+        if found:
+            return list(found)
+    return []

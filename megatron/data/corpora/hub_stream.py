@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from megatron.errors import UserError, did_you_mean
+from megatron.data.readers import Corpus
+from megatron.errors import UserError, in_words
 from megatron.files import sha256_of
-from megatron.network import hub, hub_is_reachable
 
 
 class Wanted(NamedTuple):
@@ -27,7 +27,7 @@ class Wanted(NamedTuple):
     documents: int | None = None
 
 
-class HubStream:
+class HubStream(Corpus):
     """The corpus of a data set of the hub, or of a folder in the hub's layout.
 
     folder: read this one, and nothing from the network
@@ -35,130 +35,64 @@ class HubStream:
     """
 
     def __init__(self, name: str, wanted: Wanted, folder: Path | None = None) -> None:
-        self.name = name
+        super().__init__(name)
         self.wanted = wanted
         self.folder = folder
-        self.skipped = 0
-        self.skips: dict[str, int] = {}
-        self._taken = 0  # documents
-        self.to_train_on: int | None = None
-        self.about: dict[str, Any] = {}
+        self.commit: str | None = None
         if wanted.documents:
             self.about["documents_limit"] = wanted.documents
         if folder is None:
-            self._place, self._commit = wanted.dataset, _commit(wanted)
-        elif folder.is_dir():
-            self._place, self._commit = str(folder), None
-        else:
-            raise UserError(f"--from-dir: {folder} is no folder - give the one with the files")
+            from huggingface_hub import HfApi
+
+            try:  # the same commit is read from beginning to end
+                self.commit = HfApi().dataset_info(wanted.dataset, revision=wanted.revision).sha
+            except Exception as fault:  # httpx has classes of its own
+                raise self._unreadable(fault) from None
 
     def documents(self) -> Iterator[str]:
         """The text of each row, in the order of the files."""
-        key = self.wanted.text_key
-        for number, row in enumerate(self._rows(), 1):
-            if key not in row:
-                hint = did_you_mean(key, row)
-                raise UserError(
-                    f"--text-key: {self.wanted.dataset} has no column {key!r} - "
-                    f"{hint + ' ' if hint else ''}Its columns are {', '.join(row)}"
-                )
-            text = row[key]
-            if not isinstance(text, str):
-                raise UserError(
-                    f"{self.wanted.dataset}: row {number}: {key!r} is {type(text).__name__}, not"
-                    " text - choose another column with --text-key"
-                )
-            self._taken = number
-            yield text
+        from datasets import load_dataset  # it takes seconds to import
+
+        wanted = self.wanted
+        key = wanted.text_key
+        place = str(self.folder or wanted.dataset)
+        try:
+            rows = load_dataset(
+                place, wanted.config, split=wanted.split, revision=self.commit, streaming=True
+            )
+            for number, row in enumerate(itertools.islice(rows, wanted.documents), 1):
+                text = row.get(key)
+                if not isinstance(text, str):
+                    raise UserError(
+                        f"--text-key: {wanted.dataset}: row {number} has no text in column {key!r},"
+                        f" it has the columns {', '.join(row)} - choose another"
+                    )
+                yield text
+        except UserError:
+            raise
+        except Exception as fault:  # datasets and the libraries for each kind of file have many
+            raise self._unreadable(fault) from None
 
     def sources(self) -> list[dict[str, Any]]:
         """The data set with its commit, which fixes the text; a folder with all of its files."""
-        entry: dict[str, Any] = self.wanted._asdict() | {"commit": self._commit}
+        entry: dict[str, Any] = self.wanted._asdict() | {"commit": self.commit}
         del entry["documents"]
         if self.folder is not None:
+            files = sorted(path for path in self.folder.rglob("*") if path.is_file())
+            names = [path.relative_to(self.folder) for path in files]
             entry["files"] = {
-                path.relative_to(self.folder).as_posix(): sha256_of(path) for path in self._files()
+                name.as_posix(): sha256_of(self.folder / name)
+                for name in names
+                if not any(part.startswith(".") for part in name.parts)
             }
         # Of what was asked for: a stream has no file whose bytes could be summed.
         described = json.dumps(entry, sort_keys=True).encode()
         return [entry | {"sha256": hashlib.sha256(described).hexdigest()}]
 
-    def identity(self) -> Any:
-        """The data set with its commit; a folder with the sizes and times of its files."""
-        facts: dict[str, Any] = self.wanted._asdict() | {"commit": self._commit}
-        for path in self._files():
-            facts[str(path)] = [path.stat().st_size, path.stat().st_mtime_ns]
-        return facts
-
-    def fraction(self) -> float | None:
-        """The share of the documents that were asked for."""
-        return self._taken / self.wanted.documents if self.wanted.documents else None
-
-    def _files(self) -> list[Path]:
-        """The files of the folder, without those that are hidden."""
-        folder = self.folder
-        if folder is None:
-            return []
-        files = sorted(path for path in folder.rglob("*") if path.is_file())
-        return [path for path in files if not _is_hidden(path.relative_to(folder))]
-
-    def _rows(self) -> Iterator[dict[str, Any]]:
-        from datasets import load_dataset  # it takes seconds to import
-
-        wanted = self.wanted
-        try:
-            rows = load_dataset(
-                self._place,
-                wanted.config,
-                split=wanted.split,
-                revision=self._commit,
-                streaming=True,
-            )
-            yield from itertools.islice(rows, wanted.documents)
-        except UserError:
-            raise
-        except Exception as fault:  # datasets and the libraries for each kind of file have many
-            raise _explained(fault, wanted) from None
-
-
-def _is_hidden(path: Path) -> bool:
-    return any(part.startswith(".") for part in path.parts)
-
-
-def _commit(wanted: Wanted) -> str:
-    """The commit that a revision names now: the same one is read from beginning to end."""
-    if not hub_is_reachable():
-        raise UserError(
-            f"hf:{wanted.dataset}: {hub()} cannot be reached - start again where there is a"
-            " network, or give a copy of the data set's folder with --from-dir DIR"
-        )
-    from huggingface_hub import HfApi
-
-    try:
-        commit = HfApi().dataset_info(wanted.dataset, revision=wanted.revision).sha
-    except (OSError, ValueError, RuntimeError) as fault:
-        raise _explained(fault, wanted) from None
-    return commit or wanted.revision
-
-
-def _explained(fault: Exception, wanted: Wanted) -> UserError:
-    """One message for a fault of the libraries."""
-    from huggingface_hub.errors import RepositoryNotFoundError, RevisionNotFoundError
-
-    lines = [line.strip() for line in str(fault).splitlines() if line.strip()]
-    reason = (lines or [repr(fault)])[0][:300]
-    name = f"hf:{wanted.dataset}"
-    if isinstance(fault, RevisionNotFoundError):
-        return UserError(f"--revision: {name} has no {wanted.revision} - give a branch or a commit")
-    if isinstance(fault, RepositoryNotFoundError):
-        return UserError(f"{name}: the hub has no such data set, or you need rights to read it")
-    if "Bad split" in reason or "Unknown split" in reason:
-        return UserError(f"--split: {name}: {reason}")
-    if "BuilderConfig" in reason or "Config name is missing" in reason:
-        return UserError(f"--config: {name}: {reason}")
-    if "scripts are no longer supported" in reason:
+    def _unreadable(self, fault: Exception) -> UserError:
         return UserError(
-            f"{name}: is made by a script, which is not run - download its files, and give them"
-            " with --input"
+            f"hf:{self.wanted.dataset}: cannot be read ({in_words(fault)[:300]}) - check the name,"
+            " --config, --split and --revision, start again where there is a network, or give a"
+            " copy of its folder with --from-dir DIR; a data set that is made by a script is not"
+            " run: download its files and give them with --input"
         )
-    return UserError(f"{name}: cannot be read ({reason}) - check the name, --config and --split")

@@ -1,15 +1,58 @@
+"""Corpora of installed source: the same text everywhere, checked against the recipe."""
+
 import importlib.metadata
+import os
+import random
+import sysconfig
 from pathlib import Path
 
 import pytest
 
-from megatron.data.corpora import environment
-from megatron.data.corpora.environment import Environment, Package, describe, documents_of
-from megatron.data.corpora.recipe import corpus_of, read_recipe
+from megatron.data.corpora.recipes import named, read_recipe
+from megatron.data.corpora.source_code import (
+    Environment,
+    Package,
+    StandardLibrary,
+    describe,
+    documents_of,
+)
 from megatron.errors import UserError
 from megatron.files import ROOT
 
 CODE = "def f(x):\n    return x\n" * 30
+
+
+def test_stdlib_is_the_running_pythons_own_source_in_an_order_that_is_always_the_same():
+    corpus = StandardLibrary(limit=20)
+    root = Path(sysconfig.get_paths()["stdlib"])
+    files = sorted(
+        path
+        for path in root.rglob("*.py")
+        if not {"site-packages", "dist-packages"} & set(path.parts)
+    )
+    assert Path(os.__file__) in files
+    random.Random(1234).shuffle(files)
+    assert corpus.files == files[:20]
+    assert list(corpus.documents())[3] == files[3].read_text(encoding="utf-8")
+
+
+def test_files_are_decoded_as_python_does_and_those_it_cannot_decode_are_counted(tmp_path):
+    (tmp_path / "package").mkdir()
+    (tmp_path / "site-packages").mkdir()
+    (tmp_path / "a.py").write_bytes("# coding: latin-1\r\nx = 'é'\n".encode("latin-1"))
+    (tmp_path / "package" / "b.py").write_bytes(b"x = '\xff'\n")
+    (tmp_path / "package" / "c.py").write_bytes(b"# coding: no-such\n")
+    (tmp_path / "site-packages" / "d.py").write_text("d = 1\n")
+    (tmp_path / "notes.txt").write_text("no Python")
+    library = StandardLibrary(tmp_path)
+    assert list(library.documents()) == ["# coding: latin-1\nx = 'é'\n"]
+    assert (library.skipped, library.skips) == (2, {"not decoded": 2})
+    [before] = library.sources()
+    assert (before["files"], before["bytes"]) == (3, 27 + 8 + 18)
+    (tmp_path / "a.py").write_text("y = 1\n")
+    assert library.sources()[0]["sha256"] != before["sha256"]
+    with pytest.raises(UserError, match=r"stdlib: .* has no \.py files - use a Python that comes"):
+        StandardLibrary(tmp_path / "none")
 
 
 @pytest.fixture
@@ -49,18 +92,13 @@ def test_the_recipe_is_what_constraints_install():
     parts = {name: fixed.part for name, fixed in packages.items()}
     assert describe(parts) == {name: fixed.model_dump() for name, fixed in packages.items()}
 
-
-def test_documents_are_whole_files_and_packages_that_are_held_out_come_last():
-    corpus = corpus_of("environment")
-    train = [name for name, fixed in corpus.packages.items() if fixed.part == "train"]
-    of_train = sum(len(corpus.files[name]) for name in train)
-    assert corpus.to_train_on == of_train
+    corpus = named("environment")
     documents = list(corpus.documents())
-    assert len(documents) == sum(fixed.documents for fixed in corpus.packages.values())
+    assert len(documents) == sum(fixed.documents for fixed in packages.values())
     path = Path(importlib.metadata.distribution("networkx").locate_file("networkx/convert.py"))
-    text = path.read_text(encoding="utf-8")
-    assert text in documents[of_train:]
-    assert text not in documents[:of_train]
+    held_out = documents.index(path.read_text(encoding="utf-8"))
+    assert corpus.to_train_on is not None
+    assert held_out >= corpus.to_train_on
 
 
 def test_what_is_no_source_of_its_own_is_left_out(installed):
@@ -84,12 +122,6 @@ def test_what_is_no_source_of_its_own_is_left_out(installed):
     assert [file.name for file in found["bbb"]] == ["b/own.py"]
 
 
-def test_sources_are_decoded_as_python_does():
-    assert environment.decoded("# coding: latin-1\r\nx = 'é'\r\n".encode("latin-1")) == (
-        "# coding: latin-1\nx = 'é'\n"
-    )
-
-
 def test_another_text_than_the_recipes_is_refused(installed):
     installed("ccc", "1.0+local", {"c/code.py": CODE})
     right = Package(**describe({"ccc": "train"})["ccc"])
@@ -100,7 +132,7 @@ def test_another_text_than_the_recipes_is_refused(installed):
     with pytest.raises(UserError, match=r"mine: the files of ccc 1.0 are not those of the recipe"):
         list(Environment("mine", {"ccc": changed}).documents())
     newer = right.model_copy(update={"version": "1.1"})
-    with pytest.raises(UserError, match=r"ccc 1.0 is installed, the recipe has 1.1 - install the"):
+    with pytest.raises(UserError, match=r"ccc 1.1 is needed, 1.0 is installed - install the vers"):
         Environment("mine", {"ccc": newer})
-    with pytest.raises(UserError, match=r"mine: no_such_package 1.0 is not installed - install"):
+    with pytest.raises(UserError, match=r"mine: no_such_package 1.0 is needed, nothing is install"):
         Environment("mine", {"no_such_package": right})

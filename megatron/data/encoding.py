@@ -1,0 +1,249 @@
+"""Documents to the bytes of their ids: in pieces, by words, here or in several processes."""
+
+import json
+import multiprocessing
+import os
+import re
+import signal
+import threading
+from collections import deque
+from collections.abc import Generator, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from itertools import chain, islice
+from pathlib import Path
+from typing import NamedTuple, Protocol, runtime_checkable
+
+import numpy as np
+
+from megatron.data.readers import Corpus
+from megatron.data.tokenizers.build import build_tokenizer
+from megatron.data.tokenizers.tokenizer import Tokenizer, pieces
+from megatron.data.tokens import dtype_for
+from megatron.errors import UserError
+
+BATCH_CHARACTERS = 500_000  # encoded at once: the library holds some 150 bytes per token
+FEW = 8  # batches that are encoded here: processes would not be worth their start
+AHEAD = 4  # batches for each process that were read, and encode, wait, or are written next
+
+# GPT-2's pattern for ASCII. There no version of Unicode can disagree about letters and spaces.
+WORD = re.compile(
+    r"'(?:s|t|re|ve|m|ll|d)| ?[A-Za-z]+| ?[0-9]+| ?[^\sA-Za-z0-9]+|\s+(?!\S)|\s+", re.ASCII
+)
+BEYOND_ASCII = re.compile(r"[^\x00-\x7f]")
+# Up to white space that follows an ASCII character. What is white space beyond ASCII, and may
+# reach over the spaces that follow it, stays inside.
+STRETCH = re.compile(r"(?:[^\x00-\x7f]+\s*|[^\s\x80-\U0010ffff]+)*+", re.ASCII)
+MOST = 400_000  # words that are remembered: some 80 MB
+LONGEST_WORD = 100  # characters of a word that is remembered
+
+
+class Piece(NamedTuple):
+    """A part of a document.
+
+    document: its number in the corpus, from 1 on; last: whether the document ends here
+    only_space, text_bytes: of the document, UTF-8; given with its last piece
+    """
+
+    text: str
+    document: int
+    last: bool
+    only_space: bool = False
+    text_bytes: int = 0
+
+
+Batch = list[Piece]
+
+
+class Encoded(NamedTuple):
+    """ids: of all texts, one after another, as bytes; counts: tokens of each text"""
+
+    ids: bytes
+    counts: list[int]
+
+
+class TokenizerFiles(NamedTuple):
+    """The files from which another process builds a tokenizer, and the hash that it must have."""
+
+    kind: str
+    vocab_file: Path | None
+    merge_file: Path | None
+    hash: str
+
+
+def pieces_of(
+    corpus: Corpus, cuttable: bool, *, start: int = 0, stop: int | None = None
+) -> Iterator[Piece]:
+    """Documents number start + 1 to stop of a corpus, or to its end, in pieces.
+
+    cuttable: of the tokenizer
+    """
+    for number, document in islice(enumerate(corpus.documents(), 1), start, stop):
+        where = f"{corpus.name}: document {number}"
+        *texts, last = pieces(document, where=where, cuttable=cuttable)
+        for text in texts:
+            yield Piece(text, number, last=False)
+        size = len(document) if document.isascii() else len(document.encode())
+        yield Piece(last, number, True, document.isspace(), size)
+
+
+def batches_of(parts: Iterable[Piece], characters: int = BATCH_CHARACTERS) -> Iterator[Batch]:
+    """Pieces in lists of so many characters or a little more."""
+    batch: Batch = []
+    size = 0
+    for piece in parts:
+        batch.append(piece)
+        size += len(piece.text) + 1  # a million blank documents are a batch too
+        if size >= characters:
+            yield batch
+            batch, size = [], 0
+    if batch:
+        yield batch
+
+
+def encode_in_order(
+    batches: Iterable[Batch], files: TokenizerFiles, workers: int
+) -> Generator[tuple[Batch, Encoded], None, None]:
+    """Each batch with its ids, in the order of the batches.
+
+    workers: 1: this process does all; more: so many processes encode, and this one reads and writes
+    Raises UserError if a process is lost, or a text cannot be encoded.
+    """
+    waiting = iter(batches)
+    first = list(islice(waiting, FEW + 1))
+    everything = chain(first, waiting)
+    if workers == 1 or len(first) <= FEW:
+        encoder = Encoder(files)
+        for batch in everything:
+            yield batch, encoder.encode([piece.text for piece in batch])
+        return
+    # Not a fork: it would inherit the locks of the library's threads without the threads.
+    context = multiprocessing.get_context("spawn")
+    ahead: deque[tuple[Batch, Future[Encoded]]] = deque()
+    with ProcessPoolExecutor(workers, context, _start_worker, (files,)) as pool:
+        try:
+            for batch in everything:
+                texts = [piece.text for piece in batch]
+                ahead.append((batch, pool.submit(_encode_in_worker, texts)))
+                if len(ahead) == AHEAD * workers:
+                    batch, future = ahead.popleft()
+                    yield batch, future.result()
+            for batch, future in ahead:
+                yield batch, future.result()
+        except BrokenProcessPool:
+            raise UserError(
+                "--workers: a process that encodes has ended, killed or out of memory - start the"
+                " same command again: it continues; with fewer --workers if the memory does not"
+                " suffice"
+            ) from None
+        finally:
+            pool.shutdown(wait=False, cancel_futures=True)
+
+
+_encoder: "Encoder | None" = None  # of a process that encodes
+
+
+def _start_worker(files: TokenizerFiles) -> None:
+    global _encoder
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # ctrl-C reaches all; the parent ends this one
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    # One core for each process: libraries would start a thread for each core.
+    os.environ.update(TOKENIZERS_PARALLELISM="false", RAYON_NUM_THREADS="1")
+    _encoder = Encoder(files)
+
+
+def _end_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(1)
+
+
+def _encode_in_worker(texts: Sequence[str]) -> Encoded:
+    assert _encoder is not None
+    return _encoder.encode(texts)
+
+
+@runtime_checkable
+class WithJson(Protocol):
+    """A tokenizer whose contents can be looked at."""
+
+    def to_json(self) -> str: ...
+
+
+class Encoder:
+    """Encodes batches of texts with one tokenizer, in the dtype of its token files.
+
+    Byte-level BPE with GPT-2's pattern works by words: each is encoded once, and remembered as the
+    bytes of its ids.
+    """
+
+    def __init__(self, files: TokenizerFiles, most: int = MOST) -> None:
+        self.tokenizer = build_tokenizer(files.kind, files.vocab_file, files.merge_file)
+        if self.tokenizer.hash != files.hash:
+            raise UserError(
+                f"vocab_file: {files.vocab_file} was changed while it was used - start again"
+            )
+        self.dtype = dtype_for(self.tokenizer.vocab_size)
+        self.by_words = works_by_words(self.tokenizer)
+        self.known: dict[str, bytes] = {}
+        self._most = most
+
+    def encode(self, texts: Sequence[str]) -> Encoded:
+        """Raises UserError if the library fails."""
+        contents = self._by_words(texts) if self.by_words else self._contents(texts)
+        width = self.dtype.itemsize
+        return Encoded(b"".join(contents), [len(content) // width for content in contents])
+
+    def _contents(self, texts: Sequence[str]) -> list[bytes]:
+        """The ids of each text, as bytes."""
+        return [np.array(ids, self.dtype).tobytes() for ids in self.tokenizer.encode_batch(texts)]
+
+    def _by_words(self, texts: Sequence[str]) -> list[bytes]:
+        words_of_texts = [words_of(text) for text in texts]
+        known = self.known
+        unknown = list(set().union(*words_of_texts) - known.keys())
+        known.update(zip(unknown, self._contents(unknown), strict=True))
+        contents = [b"".join(map(known.__getitem__, words)) for words in words_of_texts]
+        for word in unknown:
+            if len(word) > LONGEST_WORD:
+                del known[word]
+        if len(known) > self._most:
+            known.clear()
+        return contents
+
+
+def works_by_words(tokenizer: Tokenizer) -> bool:
+    """Whether the ids of a text are those of its words, one after another.
+
+    So it is for byte-level BPE with GPT-2's pattern, where nothing else looks at the text.
+    """
+    if not tokenizer.cuttable or not isinstance(tokenizer, WithJson):
+        return False
+    parts = json.loads(tokenizer.to_json())
+    after = parts["post_processor"] or {"type": "ByteLevel"}
+    # Special tokens are not looked for in documents; others may stand across words.
+    added = [token for token in parts["added_tokens"] if not token["special"]]
+    return after["type"] == "ByteLevel" and not added
+
+
+def words_of(text: str) -> list[str]:
+    """A text in words that can be encoded one by one: joined they are the text.
+
+    ASCII is cut by GPT-2's pattern. A stretch with other characters is one word, from white space
+    to white space; the library cuts it.
+    """
+    words: list[str] = []
+    done = 0
+    while not text.isascii() and (other := BEYOND_ASCII.search(text, done)):
+        place = other.start()
+        start = max(text.rfind(" ", done, place), text.rfind("\n", done, place), done)
+        while start > done and text[start - 1] in " \t\n\r\v\f":
+            start -= 1
+        stretch = STRETCH.match(text, place)
+        assert stretch is not None  # it matches nothing at least
+        words += WORD.findall(text, done, start)
+        words.append(text[start : stretch.end()])
+        done = stretch.end()
+    words += WORD.findall(text, done)
+    return words

@@ -1,1 +1,0 @@
-"""From files of any kind to documents, in bounded memory."""

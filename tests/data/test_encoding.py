@@ -1,0 +1,179 @@
+"""Pieces, words and several processes give the ids that the library gives for the whole text."""
+
+import os
+import random
+import signal
+from itertools import chain
+
+import numpy as np
+import pytest
+import tokenizers
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import AddedToken, Regex, normalizers, pre_tokenizers
+
+from megatron.data import encoding
+from megatron.data.encoding import (
+    LONGEST_WORD,
+    Encoder,
+    Piece,
+    TokenizerFiles,
+    batches_of,
+    encode_in_order,
+    words_of,
+    works_by_words,
+)
+from megatron.data.tokenizers import tokenizer as module
+from megatron.data.tokenizers.build import build_tokenizer
+from megatron.data.tokenizers.hugging_face import Subwords
+from megatron.data.tokenizers.tokenizer import pieces
+from megatron.data.tokenizers.train import train_tokenizer
+from megatron.errors import UserError
+
+SENTENCE = "it's the cat's 123 naïve cafés — “we'll see”, 日本語 и слово!\n\n"
+SAMPLE = f"{SENTENCE}\tdef f(x):\n        return x\n" * 9
+TRAINED = train_tokenizer([SAMPLE], 500)
+ASCII = [chr(code) for code in range(128)]
+SPACES = [" ", "\n", "\t", "\r", "\v", "\f", "\x1c", "\x1f", "\x85", "\xa0", "\u1680", "\u2003"]
+SPACES += ["\u2028", "\u200b", "\u202f", "\u3000", "\ufeff"]
+LETTERS = ["a", "é", "e\u0301", "\u0301", "ß", "я", "語", "²", "½", "٣", "ª", "'", "'ll", "…", "🙂"]
+
+
+def files_of(folder, inner=None):
+    """The files of a tokenizer of the library, as another process builds it."""
+    path = folder / "tokenizer.json"
+    path.write_text(inner.to_str() if inner else TRAINED)
+    return TokenizerFiles("HFTokenizer", path, None, build_tokenizer("HFTokenizer", path).hash)
+
+
+def whole(texts, text=TRAINED):
+    """The ids of each text, by the library alone."""
+    inner = tokenizers.Tokenizer.from_str(text)
+    inner.encode_special_tokens = True
+    return [inner.encode(text, add_special_tokens=False).ids for text in texts]
+
+
+def check(encoded, expected):
+    assert encoded.counts == [len(ids) for ids in expected]
+    assert np.frombuffer(encoded.ids, np.uint16).tolist() == list(chain.from_iterable(expected))
+
+
+def texts_of(alphabet, count=150, length=120):
+    draw = random.Random(len(alphabet))
+    return ["".join(draw.choices(alphabet, k=length)) for _ in range(count)]
+
+
+def test_words_have_the_ids_of_the_whole_text(tmp_path):
+    encoder = Encoder(files_of(tmp_path))
+    assert encoder.by_words
+    for alphabet in (ASCII, [*SPACES, "a", "1", "."], SPACES + LETTERS, ASCII + SPACES + LETTERS):
+        texts = [*texts_of(alphabet), SAMPLE, "", " ", "<|endoftext|> x<|endoftext|>"]
+        check(encoder.encode(texts), whole(texts))
+        assert ["".join(words_of(text)) for text in texts] == texts
+    inner = tokenizers.Tokenizer.from_str(TRAINED)
+    inner.normalizer = normalizers.NFC()
+    texts = texts_of([*"aeo \n", "\u0301", "\u0308", "\u1100", "\u1161"])
+    check(Encoder(files_of(tmp_path, inner)).encode(texts), whole(texts, inner.to_str()))
+
+
+def test_words_are_forgotten_before_they_fill_the_memory(tmp_path):
+    encoder = Encoder(files_of(tmp_path), most=3)
+    long_word = "x" * (LONGEST_WORD + 1)
+    known = []
+    for text in ("a b", "a c", f"a {long_word}", "d e f"):
+        check(encoder.encode([text]), whole([text]))
+        known.append(set(encoder.known))
+    assert known == [{"a", " b"}, {"a", " b", " c"}, {"a", " b", " c"}, set()]
+
+
+def test_other_tokenizers_do_not_work_by_words(tmp_path):
+    def changed(change):
+        inner = tokenizers.Tokenizer.from_str(TRAINED)
+        change(inner)
+        return inner
+
+    split = pre_tokenizers.Split(Regex(r"\s+|\S+"), "isolated")
+    byte_level = pre_tokenizers.ByteLevel(use_regex=False)
+    pattern = pre_tokenizers.Sequence([split, byte_level])
+    prefix = pre_tokenizers.ByteLevel(add_prefix_space=True)
+    for inner in (
+        changed(lambda inner: setattr(inner, "pre_tokenizer", pattern)),
+        changed(lambda inner: setattr(inner, "pre_tokenizer", prefix)),
+        changed(lambda inner: inner.add_tokens([AddedToken("cat")])),
+    ):
+        encoder = Encoder(files_of(tmp_path, inner))
+        assert not encoder.by_words
+        check(encoder.encode([SAMPLE]), whole([SAMPLE], inner.to_str()))
+    assert not works_by_words(build_tokenizer("CharLevelTokenizer"))
+
+
+# --- Pieces of long texts ---
+
+WORDS = st.sampled_from(
+    [*SPACES, "  ", "\n\n", "'s", "'", "a", "é", "e\u0301", "7", "²", "中", "!"]
+)
+TEXTS = st.lists(st.one_of(WORDS, st.characters(exclude_categories=["Cs"])), max_size=40)
+
+
+@settings(max_examples=100, deadline=None)
+@given(parts=TEXTS, size=st.integers(1, 9))
+def test_pieces_have_the_tokens_of_the_whole(parts, size):
+    text = "".join(parts)
+    cut = list(pieces(text, where="text", size=size))
+    assert "".join(cut) == text
+    assert list(chain(*whole(cut))) == whole([text])[0]
+
+
+def test_what_cannot_be_cut_is_bounded(monkeypatch):
+    assert len(list(pieces(SAMPLE, where="text", size=50))) > len(SAMPLE) / 70
+    monkeypatch.setattr(module, "UNBROKEN", 10)
+    assert list(pieces("a" * 10, where="c: document 1", size=4)) == ["a" * 10]
+    with pytest.raises(UserError, match="c: document 1: has 11 characters without a space or line"):
+        list(pieces("a" * 11, where="c: document 1", size=4))
+    with pytest.raises(UserError, match="without a place where this tokenizer may be cut"):
+        list(pieces("a a a a a a", where="c: document 1", size=4, cuttable=False))
+
+
+def test_a_cut_is_safe_only_where_that_is_proved():
+    def is_cuttable(before, added=(), normalizer=None):
+        inner = tokenizers.ByteLevelBPETokenizer()._tokenizer
+        inner.add_special_tokens(["<|endoftext|>"])
+        inner.pre_tokenizer = before
+        if normalizer is not None:
+            inner.normalizer = normalizer
+        inner.add_tokens(list(added))
+        return Subwords("HFTokenizer", inner, 0, "").cuttable
+
+    plain = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    assert is_cuttable(plain)
+    assert is_cuttable(plain, ["  "], normalizers.NFC())
+    assert not is_cuttable(plain, ["a b"])
+    assert not is_cuttable(pre_tokenizers.ByteLevel(add_prefix_space=True))
+    assert not is_cuttable(pre_tokenizers.ByteLevel(use_regex=False))
+    assert not is_cuttable(pre_tokenizers.Split(Regex("a+"), "isolated"))
+
+
+# --- Several processes ---
+
+DOCUMENTS = ["", "a cat", "naïve 日本語\n", *(f"text {number} " * 30 for number in range(60))]
+PIECES = [Piece(text, number, last=True) for number, text in enumerate(DOCUMENTS, 1)]
+
+
+def test_two_processes_give_the_ids_of_the_library_in_order(tmp_path):
+    expected = whole(DOCUMENTS)
+    for workers in (1, 2):
+        done = list(encode_in_order(batches_of(PIECES, 700), files_of(tmp_path), workers))
+        assert [piece for batch, _ in done for piece in batch] == PIECES
+        assert [size for _, encoded in done for size in encoded.counts] == list(map(len, expected))
+        ids = b"".join(encoded.ids for _, encoded in done)
+        assert np.frombuffer(ids, np.uint16).tolist() == list(chain.from_iterable(expected))
+
+
+def test_a_lost_process_is_named(tmp_path, monkeypatch):
+    monkeypatch.setattr(encoding, "AHEAD", 1)
+    ordered = encode_in_order(batches_of(PIECES, 700), files_of(tmp_path), 2)
+    next(ordered)
+    for process in encoding.multiprocessing.active_children():
+        os.kill(process.pid, signal.SIGKILL)
+    with pytest.raises(UserError, match="--workers: a process that encodes has ended, killed or"):
+        list(ordered)
