@@ -38,7 +38,7 @@ def test_whole_checkpoints_are_verified_and_shown(made):
     lines = [line.split() for line in shown.splitlines()]
     assert lines[0] == ["step", "size", "files", "config", "engine", "ranks", "state"]
     assert [line[0] for line in lines[1:3]] == ["5", "10"]
-    assert lines[1][2:] == ["KiB", "3", config_hash, "weights", "only", "?", "verified"]
+    assert lines[1][2:] == ["KB", "3", config_hash, "weights", "only", "?", "verified"]
     assert shown.splitlines()[3:] == ["latest: step 10"]
     assert status == 0
     status, shown = inspect(made / "global_step5", "--quick")
