@@ -1,7 +1,6 @@
 """The README's commands and its example run, in a copy of the project, with small sizes."""
 
 import json
-import os
 import re
 import shlex
 import shutil
@@ -72,25 +71,18 @@ def project(tmp_path_factory) -> Path:
 def make_data(folder: Path) -> None:
     texts = modules()
     bpe = ByteLevelBPETokenizer()
-    bpe.train_from_iterator(
-        texts, vocab_size=600, show_progress=False, special_tokens=["<|endoftext|>"]
-    )
-    (folder / "data").mkdir()
-    for path in bpe.save_model(str(folder)):
-        name = "vocab.json" if path.endswith(".json") else "merges.txt"
-        os.replace(path, folder / "data" / f"gpt2-{name}")
+    special = ["<|endoftext|>"]
+    bpe.train_from_iterator(texts, vocab_size=600, show_progress=False, special_tokens=special)
+    for name in ("data", "demo", "texts"):
+        (folder / name).mkdir()
+    bpe.save_model(str(folder / "data"), "gpt2")
     lines = "".join(json.dumps({"text": text, "meta": {}}) + "\n" for text in texts)
     (folder / "openwebtext2.jsonl.zst").write_bytes(zstandard.compress(lines.encode()))
-    # make demo's results
-    for name in ("mep_free", "rotary"):
-        lines = (ROOT / "docs" / "demo.jsonl").read_text(encoding="utf-8").splitlines(keepends=True)
-        (folder / "demo").mkdir(exist_ok=True)
-        (folder / "demo" / f"{name}.jsonl").write_text(
-            "".join(line for line in lines if f'"{name}"' in line)
-        )
-    # the texts of make demo's corpus: this project's own modules
-    (folder / "texts").mkdir()
-    for number, text in enumerate(texts):
+    results = (ROOT / "docs" / "demo.jsonl").read_text(encoding="utf-8").splitlines(keepends=True)
+    for name in ("mep_free", "rotary"):  # make demo's results
+        of_name = [line for line in results if f'"{name}"' in line]
+        (folder / "demo" / f"{name}.jsonl").write_text("".join(of_name))
+    for number, text in enumerate(texts):  # those of make demo's corpus: this project's modules
         (folder / "texts" / f"{number:03}.txt").write_text(text)
 
 
@@ -145,41 +137,15 @@ def test_the_readmes_encoding_works_after_dropping_it_in(project, forks):
     assert len(example.splitlines()) <= 26
     path = project / "megatron" / "positions" / "bump.py"
     path.write_text(example)
-    try:
-        settings = ["pos_emb=bump", "save=runs/bump", *SMALLER["train.py"], "eval_interval=0"]
-        assert " 4 of them in the encoding" in succeed(
-            forks, "python train.py configs/demo.yml", settings
-        )
-        evaluated = succeed(
-            forks, "python evaluate.py --checkpoint runs/bump --lengths 512 1024 eval_tokens=4096"
-        )
-        assert "bump" in evaluated
-        wrong = forks.run(
-            "train.py", "configs/demo.yml", "pos_emb=bump", "pos_emb_args.wdth=3", "save=x"
-        )
-        assert wrong.returncode == 1
-        assert "bump takes no option 'wdth'; did you mean width?" in wrong.stderr
-    finally:
-        path.unlink()
+    settings = ["pos_emb=bump", "save=runs/bump", *SMALLER["train.py"], "eval_interval=0"]
+    trained = succeed(forks, "python train.py configs/demo.yml", settings)
+    assert " 4 of them in the encoding" in trained
+    measure = "python evaluate.py --checkpoint runs/bump --lengths 512 1024 eval_tokens=4096"
+    assert "bump" in succeed(forks, measure)
 
 
 def test_the_readmes_table_is_the_measured_one():
     rows = read_results([ROOT / "docs" / "demo.jsonl"])
     grid, _ = table(rows, markdown=True).split("\n\n", 1)
     assert grid in README
-    by_name = {
-        name: [row["perplexity"] for row in rows if row["pos_emb"] == name]
-        for name in ("mep_free", "rotary")
-    }
-    assert by_name["rotary"][-1] > 1.3 * by_name["rotary"][0], "rotary rises"
-    assert by_name["mep_free"][-1] < by_name["mep_free"][0], "mep_free does not"
-
-
-def test_every_encoding_is_named_in_the_readme():
     assert [name for name in REGISTRY if not re.search(rf"[` ]{name}[` \n]", README)] == []
-
-
-def test_the_files_that_the_readme_links_to_exist():
-    for target in re.findall(r"\]\((?!http)([^)]+)\)", README):
-        file, _, _ = target.partition("#")
-        assert (ROOT / file).exists(), target
