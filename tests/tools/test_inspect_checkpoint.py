@@ -1,6 +1,5 @@
 """The tool that verifies and shows checkpoints."""
 
-
 import pytest
 
 from megatron.checkpoints.manifest import read_record, write_record
