@@ -22,7 +22,21 @@ from megatron.positions import load_file
 
 @guarded
 def main(argv: list[str] | None = None) -> int:
-    options = _parser().parse_args(argv)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("run", type=Path, metavar="RUN", help="a run's folder or one checkpoint")
+    add("--to", choices=["hf"], required=True, help="hf: Hugging Face's transformers")
+    add("-o", "--output", type=Path, required=True, metavar="FOLDER", help="a folder to be made")
+    add("--step", type=int, metavar="N", help="which checkpoint of the run; default: the latest")
+    add("--dtype", choices=list(DTYPES), default="float32", help="of the matrices")
+    add("--vocab-file", metavar="FILE", help="the tokenizer's, if it has moved")
+    add("--merge-file", metavar="FILE", help="the same for its merges")
+    own = "your own file with the encoding, as in pos_emb_file"
+    add("--from", dest="file", metavar="FILE", help=own)
+    options = parser.parse_args(argv)
+
     if options.file:
         load_file(options.file)
     with tempfile.TemporaryDirectory() as modules:
@@ -37,7 +51,6 @@ def main(argv: list[str] | None = None) -> int:
             dtype=options.dtype,
             vocab_file=options.vocab_file,
             merge_file=options.merge_file,
-            results=options.results,
         )
     lines = [f"{options.output}: {exported.architecture}, step {exported.step}"]
     for length, difference in exported.differences.items():
@@ -46,25 +59,6 @@ def main(argv: list[str] | None = None) -> int:
         lines.append(f"{options.dtype} itself changes logits by up to {exported.rounding:.1e}")
     print(visible("\n".join([*lines, *exported.notes])))
     return 0
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    add = parser.add_argument
-    add("run", type=Path, metavar="RUN", help="a run's folder or one checkpoint")
-    add("--to", choices=["hf"], required=True, help="hf: Hugging Face's transformers")
-    add("-o", "--output", type=Path, required=True, metavar="FOLDER", help="a folder to be made")
-    add("--step", type=int, metavar="N", help="which checkpoint of the run; default: the latest")
-    add("--dtype", choices=list(DTYPES), default="float32", help="of the matrices")
-    add("--vocab-file", metavar="FILE", help="the tokenizer's, if it has moved")
-    add("--merge-file", metavar="FILE", help="the same for its merges")
-    own = "your own file with the encoding, as in pos_emb_file"
-    add("--from", dest="file", metavar="FILE", help=own)
-    results = "results of evaluate.py for the model card, besides those in RUN/evaluation"
-    add("--results", type=Path, nargs="+", default=[], metavar="FILE", help=results)
-    return parser
 
 
 if __name__ == "__main__":

@@ -72,13 +72,11 @@ def export(
     dtype: str = "float32",
     vocab_file: str | Path | None = None,
     merge_file: str | Path | None = None,
-    results: Sequence[Path] = (),
 ) -> Exported:
     """Write a checkpoint as a folder for transformers, and compare its logits with ours.
 
     run: a run's folder or one checkpoint; dtype: of the written matrices, a key of DTYPES
     vocab_file, merge_file: the tokenizer's, where they are not where the configuration says
-    results: files of evaluations for the model card, besides those in the run's folder
     Raises UserError if the folder is in use, a file cannot be used, or the logits differ; then
     nothing is left.
     """
@@ -99,7 +97,7 @@ def export(
                 parameter.copy_(parameter.to(DTYPES[dtype]))
     expected = logits_of(model)
     form = form_of(model, config)
-    page = card(form.architecture, folder.name, config, record, dtype, notes, results)
+    page = card(form.architecture, folder.name, config, record, dtype, notes)
     end = learned_with.get("eod")
     ends = {"bos_token_id": end, "eos_token_id": end}
     settings = {**form.settings, **ends, "dtype": str(DTYPES[dtype]).removeprefix("torch.")}
@@ -299,13 +297,12 @@ def card(
     record: Mapping[str, Any],
     dtype: str,
     notes: Sequence[str],
-    results: Sequence[Path],
 ) -> str:
     """The text of README.md, without the folders of this machine.
 
     architecture: class of transformers or ours; name: of the folder; record: checkpoint.json with
-    `path`; notes: sentences for the reader; results: files of evaluations, besides those of the run
-    Raises UserError if a file of results cannot be read.
+    `path`; notes: sentences for the reader
+    Raises UserError if a file of the run's evaluations cannot be read.
     """
     origin = record.get("origin")
     if origin:
@@ -315,7 +312,7 @@ def card(
     files = sorted((Path(record["path"]).parent / "evaluation").glob("*.jsonl"))
     beside = [file for file in files if not file.name.endswith("-probes.jsonl")]
     own = (record["config_hash"], record["step"])
-    rows = read_results([*beside, *results])
+    rows = read_results(beside)
     rows = [row for row in rows if (row["config_hash"], row["step"]) == own]
     settings = sorted({f"{row.get('corpus')}, protocol {row.get('protocol')}" for row in rows})
     environment = jinja2.Environment(keep_trailing_newline=True)

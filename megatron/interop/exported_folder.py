@@ -27,7 +27,6 @@ CLASSES = {
     "AutoModelForCausalLM": f"modeling_positions_gpt.{ARCHITECTURE}",
 }
 PREFIX = "gpt."  # of the names of weights, but in folders of earlier versions
-CODE = ("architectures", "auto_map")  # keys about code, which is not run here
 NOT_KEPT = ("attention_backend", "attention_self_check", *ONLY_MEASURED)
 """Settings of attention that change no number, or are those of a measurement."""
 SHAPING_SECTIONS = ("model", "position", "attention")
@@ -126,13 +125,6 @@ def open_folder(folder: Path) -> tuple[GPT, Config, int, dict[str, Any]]:
         raise UserError(f"{place}: {fault}") from None
     check_memory(folder, config, vocab)
     model = from_config(config, vocab, training["tokenizer"].get("eod"))
-    own = keys_of(config, model) if "architecture" in settings else {}
-    for key, value in own.items():
-        if key not in CODE and settings.get(key) != value:
-            raise UserError(
-                f"{place}: {key} is {settings.get(key)!r}, its training had {value!r} - export the"
-                " model again"
-            )
     try:
         weights = read_tensors(folder).items()
         model.load_state_dict({name.removeprefix(PREFIX): tensor for name, tensor in weights})
