@@ -4,7 +4,7 @@ transformers copies files that lie in one folder and import each other as `from 
 megatron/positions/base.py becomes positions_base.py, and nothing is written a second time.
 """
 
-import ast
+import re
 import sys
 from functools import cache
 from pathlib import Path
@@ -21,8 +21,12 @@ POSITIONS = "megatron.positions"
 COPIED = (POSITIONS, "megatron.attention", "megatron.model", "megatron.errors", MODELING)
 """Packages and modules that an export may copy."""
 KNOWN = {"torch", "transformers"} | sys.stdlib_module_names
-USER_MODULE = "pos_emb_file_"  # what the names of the modules of users' files begin with
+USER_MODULE = "pos_emb_file_"  # the beginning of the names of users' modules
 USER_SOURCE = "user_encoding.py"
+OF_OURS = re.compile(r"^( *)from (megatron[\w.]*) import (\([^)]*\)|.*)$", re.MULTILINE)
+OF_OTHERS = re.compile(r"^import (\w+).*$", re.MULTILINE)
+NAMED = re.compile(r"(\w+)(?: as \w+)?")
+REGISTERED = re.compile(r'register\("(\w+)"')
 
 
 def sources(model: GPT, config: Config) -> dict[str, str]:
@@ -34,7 +38,7 @@ def sources(model: GPT, config: Config) -> dict[str, str]:
     classes = {type(part) for part in model.positions.modules() if isinstance(part, Position)}
     encodings = {encoding.__module__ for encoding in classes}
     for file in sorted(path_of(POSITIONS).parent.glob("*.py")):
-        registered = registered_in(file.read_text(encoding="utf-8"))
+        registered = REGISTERED.findall(file.read_text(encoding="utf-8"))
         if any(REGISTRY.get(name) in classes for name in registered):
             encodings.add(f"{POSITIONS}.{file.stem}")
     ours = {name for name in encodings if not name.startswith(USER_MODULE)}
@@ -46,16 +50,13 @@ def sources(model: GPT, config: Config) -> dict[str, str]:
         registering.add(USER_SOURCE)
         text = config.pos_emb_code
         files[COPY] = text  # for reading the folder back: naming this file allows to run it
-        files[USER_SOURCE], imported = relative(
-            text, f"pos_emb_file: {config.position.pos_emb_file}"
-        )
-        waiting += imported
+        where = f"pos_emb_file: {config.position.pos_emb_file}"
+        files[USER_SOURCE], waiting[:0] = relative(text, where)
     while waiting:
         name = waiting.pop()
         if file_of(name) not in files:
             text = path_of(name).read_text(encoding="utf-8")
-            files[file_of(name)], imported = relative(text, name)
-            waiting += imported
+            files[file_of(name)], waiting[:0] = relative(text, name)
 
     lines = ["", "# The encodings of this model register themselves."]
     for file in sorted(registering):
@@ -83,31 +84,15 @@ def path_of(module: str) -> Path:
     return package if package.exists() else place.with_suffix(".py")
 
 
-@cache
-def registered_in(text: str) -> tuple[str, ...]:
-    """The names in a source's calls of register("name")."""
-    found = []
-    for node in ast.walk(ast.parse(text)):
-        if isinstance(node, ast.Call) and ast.unparse(node.func) == "register" and node.args:
-            first = node.args[0]
-            if isinstance(first, ast.Constant):
-                found.append(str(first.value))
-    return tuple(found)
-
-
-@cache
 def defining(module: str, name: str) -> str:
     """The module that a name comes from, which a package may take from elsewhere."""
     path = path_of(module)
     if path.name != "__init__.py":
         return module
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-        if isinstance(node, ast.ImportFrom) and node.module is not None:
-            names = [alias.asname or alias.name for alias in node.names]
-            if name in names:
-                return node.module
-    is_module = path.with_name(f"{name}.py").exists()
-    return f"{module}.{name}" if is_module else module
+    for _, source, names in OF_OURS.findall(path.read_text(encoding="utf-8")):
+        if name in re.findall(r"\w+", names):
+            return source
+    return f"{module}.{name}" if path.with_name(f"{name}.py").exists() else module
 
 
 @cache
@@ -116,44 +101,33 @@ def relative(text: str, described: str) -> tuple[str, tuple[str, ...]]:
 
     described: for messages; raises UserError for imports that have no relative form
     """
-    lines = text.splitlines(keepends=True)
     imported: list[str] = []
-    nodes = [
-        node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Import | ast.ImportFrom)
-    ]
-    for node in sorted(nodes, key=lambda node: -node.lineno):
-        indent = " " * node.col_offset
-        place = slice(node.lineno - 1, node.end_lineno)
-        named = [alias.name for alias in node.names]
-        module = node.module or "" if isinstance(node, ast.ImportFrom) else named[0]
-        top = module.split(".")[0]
-        if top != "megatron":
-            if isinstance(node, ast.Import) and top not in KNOWN:
-                # transformers asks for all packages that are imported outside a try.
-                statement = "".join(lines[place]).strip()
-                lines[place] = [f"try:\n    {statement}\n", "except ImportError:\n    raise\n"]
-            continue
-        if isinstance(node, ast.Import) or "*" in named:
-            raise UserError(
-                f"{described}: line {node.lineno} imports in a way that an exported file cannot -"
-                " write `from megatron.positions import NAME`"
-            )
-        statements: dict[str, list[str]] = {}
-        for alias in node.names:
-            source = defining(module, alias.name)
-            inside = source in COPIED or source.startswith(tuple(f"{one}." for one in COPIED))
-            if not inside or not path_of(source).exists():
+
+    def made_relative(found: re.Match[str]) -> str:
+        indent, module, names = found.groups()
+        lines = []
+        for name in NAMED.finditer(names.partition("#")[0]):
+            source = defining(module, name[1])
+            copied = any(f"{source}.".startswith(f"{one}.") for one in COPIED)
+            if not copied or not path_of(source).exists():
                 raise UserError(
-                    f"{described}: line {node.lineno} imports {alias.name} from {module}, which an"
-                    " exported file cannot take along - import from megatron.positions and torch"
-                    " alone"
+                    f"{described}: imports {name[1]} from {module}, which an exported file cannot"
+                    " take along - import from megatron.positions and torch alone"
                 )
             imported.append(source)
-            renamed = f" as {alias.asname}" if alias.asname else ""
-            name = file_of(source).removesuffix(".py")
-            statements.setdefault(name, []).append(alias.name + renamed)
-        lines[place] = [
-            f"{indent}from .{name} import {', '.join(names)}\n"
-            for name, names in statements.items()
-        ]
-    return "".join(lines), tuple(imported)
+            lines.append(f"{indent}from .{file_of(source).removesuffix('.py')} import {name[0]}")
+        return "\n".join(lines)
+
+    def tried(found: re.Match[str]) -> str:
+        # transformers asks for all packages that are imported outside a try.
+        if found[1] in KNOWN:
+            return found[0]
+        return f"try:\n    {found[0]}\nexcept ImportError:\n    raise"
+
+    text = OF_OTHERS.sub(tried, OF_OURS.sub(made_relative, text))
+    if re.search(r"^\s*import megatron", text, re.MULTILINE):
+        raise UserError(
+            f"{described}: imports in a way that an exported file cannot - write"
+            " `from megatron.positions import NAME`"
+        )
+    return text, tuple(imported)

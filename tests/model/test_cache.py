@@ -56,13 +56,6 @@ def test_decoding_in_pieces_is_the_whole_pass(name):
 
 @every_signature
 @torch.no_grad()
-def test_layers_of_their_own_decode_alike(name):
-    gpt, ids = model(name, "pos_emb_shared=false"), torch.randint(50, (2, 77))
-    torch.testing.assert_close(in_pieces(gpt, ids, [1, 5, 64, 7]), gpt(ids), rtol=0, atol=1e-4)
-
-
-@every_signature
-@torch.no_grad()
 def test_backends_agree(name):
     if REGISTRY[name].on_scores is not REGISTRY["none"].on_scores:
         pytest.skip("an encoding that looks at content has one backend")
@@ -72,27 +65,6 @@ def test_backends_agree(name):
             model(name, f"attention_backend={one}", *options)(ids) for one in ("eager", "sdpa")
         )
         torch.testing.assert_close(sdpa, eager, rtol=0, atol=1e-4)
-
-
-@pytest.mark.parametrize("options", sorted(OPTIONS))
-@torch.no_grad()
-def test_an_option_changes_what_is_seen_beyond_the_training_length(options):
-    plain, other, ids = (
-        model("mep_free"),
-        model("mep_free", *OPTIONS[options]),
-        torch.randint(50, (1, 141)),
-    )
-    assert torch.equal(plain(ids), other(ids)) == (options == "plain")
-
-
-@torch.no_grad()
-def test_a_window_of_the_training_length_changes_nothing_within_it():
-    plain, windowed = model("mep_free"), model("mep_free", "window=train_length")
-    ids = torch.randint(50, (2, 48))
-    torch.testing.assert_close(windowed(ids), plain(ids), rtol=0, atol=1e-6)
-    longer = torch.randint(50, (2, 96))
-    torch.testing.assert_close(windowed(longer)[:, :48], plain(longer)[:, :48], rtol=0, atol=1e-6)
-    assert (windowed(longer) - plain(longer))[:, 48:].abs().max() > 1e-4
 
 
 @torch.no_grad()
@@ -122,14 +94,3 @@ def test_logn_scale_multiplies_the_scores_by_log_n_over_log_of_the_training_leng
     mixed = (weights @ v).transpose(1, 2).reshape(1, 1, 32)
     out = torch.nn.functional.linear(mixed, layer.dense.weight.double(), layer.dense.bias.double())
     torch.testing.assert_close(recorded["out"][:, -1:].double(), out, rtol=0, atol=1e-5)
-
-
-@torch.no_grad()
-def test_a_cache_belongs_to_one_text():
-    gpt, first, second = model("alibi"), torch.randint(50, (1, 20)), torch.randint(50, (1, 20))
-    expected = [gpt(ids) for ids in (first, second)]
-    caches = [Cache(), Cache()]
-    for start in (0, 10):
-        for ids, cache, whole in zip((first, second), caches, expected, strict=True):
-            found = gpt(ids[:, start : start + 10], cache=cache)
-            torch.testing.assert_close(found, whole[:, start : start + 10], rtol=0, atol=1e-5)

@@ -141,15 +141,6 @@ def test_an_encoding_that_reads_the_document_before_is_refused(name):
         model("sum", MASK, args=f"{{parts: [none, {name}]}}")
 
 
-@torch.no_grad()
-def test_selective_rope_without_a_convolution_keeps_documents_apart():
-    plain = model("selective_rope", args="{taps: null}")
-    masked = model("selective_rope", MASK, args="{taps: null}")
-    masked.load_state_dict(plain.state_dict())
-    ids = window()
-    torch.testing.assert_close(masked(ids), one_by_one(plain, ids), rtol=0, atol=2e-5)
-
-
 @pytest.mark.parametrize(
     ("name", "args"),
     [("fire", "{mlp_layers: [4]}"), ("dape", "{of: fire}"), ("sum", "{parts: [rotary, fire]}")],
@@ -160,11 +151,6 @@ def test_an_index_bias_cannot_begin_again(name, args):
         UserError, match=r"reset_position_ids: .* depends on the index of the query"
     ):
         model(name, MASK, RESTART, args=args)
-
-
-def test_positions_restart_beside_the_mask_alone():
-    with pytest.raises(UserError, match="reset_position_ids: needs reset_attention_mask: true"):
-        model("learned", RESTART)
 
 
 @torch.no_grad()
@@ -191,44 +177,9 @@ def test_decoding_with_a_cache_keeps_documents_apart(name):
     torch.testing.assert_close(torch.cat(parts, dim=1), gpt(ids), rtol=0, atol=1e-4)
 
 
-@pytest.mark.parametrize("name", ["rotary", "mep_free", "kerple_bias_wht", "fox", "learned"])
-@torch.no_grad()
-def test_backends_agree_on_documents(name):
-    ids = window()
-    eager, sdpa = (model(name, MASK, f"attention_backend={one}")(ids) for one in ("eager", "sdpa"))
-    torch.testing.assert_close(sdpa, eager, rtol=0, atol=1e-4)
-
-
-def test_recomputed_activations_give_the_same_gradients():
-    gradients = []
-    for recompute in (False, True):
-        gpt = model("ssmax", MASK, RESTART).train()
-        gpt.checkpoint_activations = recompute
-        gpt(window(), window(1), mean=True).backward()
-        gradients.append([p.grad for p in gpt.parameters() if p.grad is not None])
-    for plain, recomputed in zip(*gradients, strict=True):
-        assert torch.equal(plain, recomputed)
-
-
 def test_a_model_that_knows_no_end_of_a_document_says_so():
     config = load(
         [], ["num_layers=1", "hidden_size=8", "num_attention_heads=1", "seq_length=8", MASK]
     )
     with pytest.raises(UserError, match="which token ends a document is not known"):
         from_config(config, VOCAB)(torch.ones(1, 8, dtype=torch.long))
-
-
-def test_a_document_sees_nothing_of_those_before():
-    """Of embeddings too: the gradient of one document's losses is zero on all others."""
-    gpt, ids = model("alibi", MASK), window()
-    leaves = []
-
-    def cut(module: torch.nn.Module, arguments: object, output: Tensor) -> Tensor:
-        leaves.append(output.detach().requires_grad_())
-        return leaves[-1]
-
-    gpt.word_embeddings.register_forward_hook(cut)
-    gpt(ids)[0, 12:41].sum().backward()
-    touched = leaves[0].grad.abs().sum(dim=-1) > 0  # [batch, length]
-    assert touched[0].nonzero().flatten().tolist() == list(range(12, 41))
-    assert not touched[1].any()

@@ -11,7 +11,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply
 
 from megatron.config import load
 from megatron.errors import UserError
-from megatron.model import GPT, AttentionSettings, Cache, from_config
+from megatron.model import GPT, AttentionSettings, from_config
 from megatron.model.methods import METHODS, Method, Text, attention_by_method, clipped, method_of
 from megatron.model.settings import Architecture
 from megatron.positions import Shape, build
@@ -83,56 +83,6 @@ def test_an_encoding_refuses_a_method_or_decodes_with_it_in_pieces_as_in_a_whole
         torch.testing.assert_close(expected[:, :near], plain[:, :near], rtol=0, atol=1e-4)
         if name not in FORGETTING:
             assert (expected - plain)[:, 60:].abs().max() > 1e-4, "beyond, it changes something"
-
-
-@pytest.mark.parametrize("name", ["rotary", "sum", "alibi"])
-@torch.no_grad()
-def test_decoding_step_by_step_is_the_whole_pass_with_layers_of_their_own_too(name):
-    ids = torch.randint(50, (2, 110))
-    for variant in sorted(ACCEPTED[name]):
-        gpt = with_method(model(name, "pos_emb_shared=false"), variant)
-        torch.testing.assert_close(in_pieces(gpt, ids, [1] * 110), gpt(ids), rtol=0, atol=1e-4)
-
-
-@pytest.mark.parametrize("variant", ["sinks", "dynamic_ntk", *MOVING])
-@torch.no_grad()
-def test_heads_that_share_keys_decode_alike(variant):
-    gpt = with_method(model("rotary", "num_key_value_heads=2", "logn_scale=false"), variant)
-    ids = torch.randint(50, (2, 77))
-    torch.testing.assert_close(in_pieces(gpt, ids, [1, 5, 64, 7]), gpt(ids), rtol=0, atol=1e-4)
-
-
-OPTIONS = {
-    "rotary_pct": {"rotary_pct": 0.5},
-    "fraction": {"fraction": 0.5},
-    "resonance": {"resonance": True},
-    "interleaved": {"interleaved": True},
-    "yarn": {"scaling": "yarn", "factor": 4},
-}
-
-
-@pytest.mark.parametrize("options", OPTIONS)
-@torch.no_grad()
-def test_the_options_of_rotary_have_methods_too(options):
-    args = f"pos_emb_args={OPTIONS[options]}".replace("'", "").replace("True", "true")
-    ids = torch.randint(50, (2, 77))
-    for variant in ("sinks", "dynamic_ntk", *MOVING):
-        gpt = model("rotary", args)
-        if (options, variant) == ("yarn", "dynamic_ntk"):
-            with pytest.raises(UserError, match="rotary has no base that can grow"):
-                with_method(gpt, variant)
-            continue
-        with_method(gpt, variant)
-        torch.testing.assert_close(in_pieces(gpt, ids, [1, 5, 64, 7]), gpt(ids), rtol=0, atol=1e-4)
-
-
-@torch.no_grad()
-def test_longrope_is_refused_because_its_frequencies_depend_on_the_length():
-    factors = [1.0, 2.0, 3.0, 4.0]
-    args = f"{{scaling: longrope, factor: 2, long_factor: {factors}, short_factor: {factors}}}"
-    gpt = model("rotary", f"pos_emb_args={args}")
-    with pytest.raises(UserError, match="rotary cannot be read so: its queries and keys are known"):
-        with_method(gpt, "rerope")
 
 
 # --- Layers that differ ---
@@ -223,17 +173,6 @@ def test_a_clipped_table_keeps_its_value_beyond_the_distance():
     assert clipped(table, 3) is table
     assert clipped(table, None) is table
     assert clipped(None, 2) is None
-
-
-@torch.no_grad()
-def test_a_clipped_distance_is_alibi_with_another_table():
-    gpt, ids = model("alibi"), torch.randint(50, (1, 100))
-    with_method(gpt, "clip_distance")
-    found = gpt(ids)
-    bias = gpt.position.distance_bias
-    gpt.use_attention(settings())
-    gpt.position.distance_bias = lambda keys: bias(keys).maximum(bias(21)[:, 20:])
-    torch.testing.assert_close(found, gpt(ids), rtol=0, atol=1e-6)
 
 
 # --- Dynamic NTK, against transformers ---
@@ -353,14 +292,6 @@ def test_nonsense_is_refused_with_all_faults_in_one_message():
     assert gpt.attention == AttentionSettings(), "the settings before are kept"
 
 
-def test_an_encoding_without_rotation_learns_which_ones_have_it():
-    with pytest.raises(UserError) as refusal:
-        with_method(model("alibi"), "rerope")
-    assert "alibi does not turn queries and keys by position; it is for " in str(refusal.value)
-    assert "rotary" in str(refusal.value)
-    assert "xpos" in str(refusal.value)
-
-
 def test_a_method_names_all_of_its_options():
     assert method_of("rerope", 512).text == "rerope,window=256"
     assert method_of("leaky_rerope,factor=16", 512).text == "leaky_rerope,window=256,factor=16"
@@ -372,13 +303,3 @@ def test_a_method_names_all_of_its_options():
         method = method_of(text, 64)
         assert method_of(method.text, 64) == method
     assert set(METHODS) == set(VARIANTS) - {"sinks", "clip_distance"}
-
-
-@torch.no_grad()
-def test_a_model_forgets_a_method():
-    gpt, ids = model("rotary"), torch.randint(50, (1, 100))
-    plain = gpt(ids)
-    assert not torch.equal(with_method(gpt, "rerope")(ids), plain)
-    gpt.use_attention(settings())
-    assert torch.equal(gpt(ids), plain)
-    assert gpt(ids, cache=Cache()).isfinite().all()

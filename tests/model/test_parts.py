@@ -144,16 +144,6 @@ def test_first_values_have_the_standard_deviation_of_their_method(words, matrix,
         assert weight.std().item() == pytest.approx(output, rel=0.02)
 
 
-def test_the_names_of_gpt_neox_are_understood():
-    words = ["gpt_j_residual=true", "num_kv_heads=2", "norm=rmsnorm", "rms_norm_epsilon=1e-6"]
-    config = configured(*words)
-    same = configured("parallel_residual=true", *GROUPED, "norm=rmsnorm", "layernorm_epsilon=1e-6")
-    assert config.hash == same.hash
-    unused = configured("rms_norm_epsilon=1e-6")
-    assert unused.hash == configured().hash
-    assert unused.notes == ("rms_norm_epsilon: accepted, has no effect here: norm is not rmsnorm",)
-
-
 def test_saying_what_follows_anyway_changes_no_hash():
     assert configured("num_key_value_heads=4").hash == configured().hash
     assert configured("use_bias_in_attn_output=true").hash == configured().hash

@@ -4,7 +4,7 @@ from dataclasses import MISSING, fields
 
 import pytest
 
-from megatron.config import load, schema
+from megatron.config import schema
 from megatron.model import Architecture, AttentionSettings
 from megatron.model.settings import ONLY_MEASURED
 
@@ -24,22 +24,6 @@ def test_every_setting_has_the_default_of_its_key(settings, section):
             assert key.default == field.default, field.name
 
 
-def test_settings_come_from_the_sections_of_a_configuration():
-    words = ["hidden_dropout=0.1", "no_weight_tying=false", "window=train_length"]
-    config = load([], [*TINY, *words, "logn_scale=true", "attention_backend=eager"])
-    assert Architecture.of(config.model) == Architecture(
-        hidden_size=32,
-        num_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=4,  # these two follow another key
-        use_bias_in_attn_output=True,
-        seq_length=64,
-        no_weight_tying=False,
-        hidden_dropout=0.1,
-    )
-    assert AttentionSettings.of(config.attention) == AttentionSettings(
-        attention_backend="eager", window="train_length", logn_scale=True
-    )
 
 
 def test_the_key_attention_has_no_setting_that_a_model_does_not_take():
