@@ -54,8 +54,6 @@ def test_a_mean_of_some_tokens_is_their_cross_entropy_in_float64(monkeypatch):
         torch.testing.assert_close(found.double(), right, rtol=1e-5, atol=1e-7)
 
 
-
-
 def test_one_token_many_times_does_not_overflow_in_float16():
     x, matrix = torch.full((2048, 8), 40.0).half(), torch.zeros(100, 8).half().requires_grad_()
     head.mean_loss(x, matrix, torch.zeros(2048, dtype=torch.long)).backward()

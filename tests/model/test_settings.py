@@ -24,8 +24,6 @@ def test_every_setting_has_the_default_of_its_key(settings, section):
             assert key.default == field.default, field.name
 
 
-
-
 def test_the_key_attention_has_no_setting_that_a_model_does_not_take():
     names = {field.name for field in fields(AttentionSettings)}
     assert schema.Attention.model_fields.keys() == names - {*ONLY_MEASURED}

@@ -1,6 +1,5 @@
 """The numbers of a model are counted exactly, and without building it."""
 
-
 from megatron.config import load
 from megatron.model import from_config
 from megatron.model.size import parameters
@@ -19,7 +18,3 @@ def test_the_count_is_that_of_the_model(name):
         counted = parameters(config, 96)
         assert counted.whole == sum(one.numel() for one in model.parameters())
         assert counted.positions == sum(one.numel() for one in model.positions.parameters())
-
-
-
-
