@@ -21,7 +21,7 @@ class Case:
 
     It runs in an empty folder. In words and message {corpus} is the prefix of a small corpus and
     {trained} the folder of a run with a checkpoint of step 4; {here} is the empty folder itself.
-    The message is what stderr holds, word for word.
+    The message is a part of what stderr holds, word for word; it names the place and the fault.
 
     words: the script and its arguments
     files: files of the folder, by name; text is written in UTF-8

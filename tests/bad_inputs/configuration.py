@@ -18,21 +18,15 @@ FILES: dict[str, tuple[str | bytes, str]] = {
         BILLION_LAUGHS,
         NO_YAML.format("line 2: *a0 is an alias, and aliases are not read"),
     ),
-    "3,000 deep": ("seed: " + "[" * 3000 + "]" * 3000, NO_YAML.format("values lie too deep")),
     "huge file": ("#" * 300_000, UNREADABLE.format("it has more than 200,000 bytes")),
     "binary file": (
         b"\x93NUMPY\x01\x00",
         UNREADABLE.format("'utf-8' codec can't decode byte 0x93 in position 0: invalid start byte"),
     ),
-    "NUL byte": (
-        b"seed: 1\0",
-        NO_YAML.format("unacceptable character #x0000: special characters are not allowed"),
-    ),
     "Python object": (
         "seed: !!python/object/apply:os.system [ls]",
         NO_YAML.format(f"line 1: {NO_TAG} 'tag:yaml.org,2002:python/object/apply:os.system'"),
     ),
-    "set": ("seed: !!set {a, b}", NO_YAML.format(f"line 1: {NO_TAG} 'tag:yaml.org,2002:set'")),
     "number of 5,000 digits": (
         f"seed: {'1' * 5000}",
         NO_YAML.format(
@@ -40,30 +34,13 @@ FILES: dict[str, tuple[str | bytes, str]] = {
             " use sys.set_int_max_str_digits() to increase the limit"
         ),
     ),
-    "tagged number that is none": (
-        "seed: !!int abc",
-        NO_YAML.format("invalid literal for int() with base 10: 'abc'"),
-    ),
-    "half a surrogate pair": (
-        'save: "\\ud800"',
-        NO_YAML.format(
-            "'utf-8' codec can't encode character '\\ud800' in position 0: surrogates not allowed"
-        ),
-    ),
-    "two documents": (
-        "seed: 1\n---\nseed: 2",
-        NO_YAML.format("line 2: but found another document"),
-    ),
     "a number alone": ("3", "bad.yml: holds no `key: value` lines, but 3"),
     "date": ("seed: 2024-01-31", "seed: must be a whole number, got '2024-01-31'"),
-    "number as key": ("1: 2", f"1: {NO_SUCH_KEY}"),
-    "list as key": ("[1, 2]: 3", f"[1, 2]: {NO_SUCH_KEY}"),
     "escapes in a key": ('"\\e[31mred\\nkey": 1', f"\\x1b[31mred\\nkey: {NO_SUCH_KEY}"),
     "long value": (
         f"seed: {'x' * 100_000}",
         f"seed: must be a whole number, got '{'x' * 38}…{'x' * 38}'",
     ),
-    "long key": (f"{'x' * 1000}: 1", f"{'x' * 39}…{'x' * 39}: {NO_SUCH_KEY}"),
     "too many unknown keys": (
         "".join(f"k{number}: 1\n" for number in range(100)),
         "\n  ".join(
@@ -83,32 +60,17 @@ WORDS = {
         " allowed)"
     ),
     "seed=1e400": "seed: must be a whole number, got inf",
-    "optimizer.params.lr.x=1": "optimizer.params.lr: must be a number, got {'x': 1}",
-    "a..b=1": f"a: {NO_SUCH_KEY}",
     # Bounds keep sums and products of keys within 64 bits, and numbers within float32.
     "num_layers=1e10": "num_layers: must be <= 1000000000, got 10000000000.0",
-    "seq_length=1e12": "seq_length: must be <= 16777216, got 1000000000000.0",
-    "layernorm_epsilon=1e-50": "layernorm_epsilon: must be >= 1e-12, got 1e-50",
-    "window=1000000000000000000": (
-        "window: must be <= 16777216 or train_length, got 1000000000000000000"
-    ),
     "seed=18446744073709551616": "seed: must be < 4294967296, got 18446744073709551616",
-    "optimizer.params.lr=1e31": "optimizer.params.lr: must be <= 1e+30, got 1e+31",
-    "optimizer.params.betas=[1, 1]": "optimizer.params.betas: must be < 1, got 1",
     "optimizer.params.betas=[0.9]": (
         "optimizer.params.betas: must be a list of at least 2, got [0.9]"
     ),
-    "weight_decay=.inf": "weight_decay: must be a finite number, got inf",
-    "fp16.initial_scale_power=1000": "fp16.initial_scale_power: must be <= 100, got 1000",
-    "eval_tokens=1e15": "eval_tokens: must be <= 1000000000000, got 1000000000000000.0",
     "pos_emb_args.base=1e308": "pos_emb_args: rotary: base: 1e+308 is not between 1e-12 and 1e+12",
-    "pos_emb_args.factor=[1]": "pos_emb_args: rotary: factor: [1] is not a positive number",
 }
 ENCODINGS = {
     "t5 num_buckets=10.5": "t5: num_buckets: 10.5 is not a whole number",
-    "t5 max_distance=1e9": "t5: max_distance: 1000000000.0 is not between 1 and 16777216",
     "sandwich dbar=1000000000": "sandwich: dbar: 1000000000 is more than 4096",
-    "fire mlp_layers=[1000000000]": "fire: mlp_layers: 1000000000 is not between 1 and 4096",
     "xpos scale_base=1e-9": (
         "xpos: pos_emb: xpos overflows float32 beyond 32 tokens, so length 64 cannot be computed;"
         " use bf16 or fp32, a shorter length or a larger scale_base"

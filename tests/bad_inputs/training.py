@@ -18,8 +18,6 @@ def of_word(word: str, line: str) -> Case:
 
 CASES: list[Case] = [
     of_word("exit_interval=-1", "exit_interval: must be >= 0, got -1"),
-    of_word("exit_duration=0", "exit_duration: must be > 0, got 0"),
-    of_word("skip_nonfinite=-1", "skip_nonfinite: must be >= 0, got -1"),
     of_word("extra_save_iters=[5,-1]", "extra_save_iters: must be >= 0, got -1"),
     of_word("checkpoint_scale=exp", "checkpoint_scale: must be linear or log, got 'exp'"),
     of_word(
@@ -39,13 +37,6 @@ CASES: list[Case] = [
         "save: run/deep: cannot be written (Not a directory)"
         " - a part of this path is a file: choose another place",
         files={"run": "a file"},
-    ),
-    Case(
-        "log-dir-names-a-file",
-        [*TRAIN, "log_dir=logs"],
-        "log_dir: logs: cannot be written (File exists)"
-        " - it is in the way: move it, or choose another place",
-        files={"logs": "a file"},
     ),
     Case(
         "link-in-the-place-of-the-lock",
