@@ -20,7 +20,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from io import TextIOWrapper
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 from evaluate import check_words, number_of, window_of
 from megatron.config import Config
@@ -48,6 +48,15 @@ NOT_FOR_TERMINALS = {code: "\ufffd" for code in CONTROL if chr(code) not in "\t\
 """A model may write what would move the cursor or more; files get it as it is."""
 
 logger = logging.getLogger("megatron.generate")
+
+
+class Session(NamedTuple):
+    """What continues texts, and how. facts: all that a row says about it"""
+
+    model: GPT
+    tokenizer: Tokenizer
+    settings: GenerationSettings
+    facts: dict[str, Any]
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -127,25 +136,22 @@ def main(config: Config | None, arguments: argparse.Namespace) -> None:
     model.use_attention(attention_of(AttentionSettings.of(trained.config.attention), arguments))
     model.to(here().device, DTYPES[arguments.dtype])
     use_threads(count_parameters(model), here().device)
+    named = ("seed", "repetition_penalty", "temperature", "top_k", "top_p", "max_new_tokens")
     facts = {
         "checkpoint": str(trained.path),
         "step": trained.record["step"],
         "config_hash": trained.record["config_hash"],
-        "seed": settings.seed,
-        "repetition_penalty": settings.repetition_penalty,
-        "temperature": settings.temperature,
-        "top_k": settings.top_k,
-        "top_p": settings.top_p,
-        "max_new_tokens": settings.max_new_tokens,
+        **{name: getattr(settings, name) for name in named},
         "dtype": arguments.dtype,
         **variant(model.attention),
     }
+    session = Session(model, tokenizer, settings, facts)
     if arguments.interactive:
-        converse(model, tokenizer, settings, facts)
+        converse(session)
     elif len(prompts) == 1 and settings.samples == 1 and output is None:
-        stream(model, tokenizer, prompts[0], settings, facts)
+        stream(session, prompts[0])
     else:
-        write_rows(model, tokenizer, prompts, settings, facts, output)
+        write_rows(session, prompts, output)
 
 
 def prompts_of(arguments: argparse.Namespace) -> list[str]:
@@ -211,14 +217,9 @@ def attention_of(attention: AttentionSettings, arguments: argparse.Namespace) ->
     return replace(attention, **changes)
 
 
-def continued(
-    model: GPT,
-    tokenizer: Tokenizer,
-    prompts: Sequence[str],
-    settings: GenerationSettings,
-    facts: dict[str, Any],
-) -> Iterator[list[Continuation]]:
+def continued(session: Session, prompts: Sequence[str]) -> Iterator[list[Continuation]]:
     """After each step, the texts that have got a token; in the end a line about the speed."""
+    model, tokenizer, settings, facts = session
     texts = continuations(tokenizer, prompts, settings)
     begin = time.perf_counter()
     yield from decode_in_batches(model, tokenizer.vocab_size, texts, settings)
@@ -229,15 +230,9 @@ def continued(
     logger.info("%s (%s)", speed, words)
 
 
-def stream(
-    model: GPT,
-    tokenizer: Tokenizer,
-    prompt: str,
-    settings: GenerationSettings,
-    facts: dict[str, Any],
-) -> None:
+def stream(session: Session, prompt: str) -> None:
     """Write a continuation as it comes, and a line feed."""
-    for texts in continued(model, tokenizer, [prompt], settings, facts):
+    for texts in continued(session, [prompt]):
         piece = texts[0].written.take()
         sys.stdout.write(piece.translate(NOT_FOR_TERMINALS) if sys.stdout.isatty() else piece)
         sys.stdout.flush()
@@ -245,9 +240,7 @@ def stream(
     sys.stdout.flush()
 
 
-def converse(
-    model: GPT, tokenizer: Tokenizer, settings: GenerationSettings, facts: dict[str, Any]
-) -> None:
+def converse(session: Session) -> None:
     """Continue each line that is typed, until the end of the input; ctrl-C ends one text."""
     print("one prompt in each line; ctrl-D ends", file=sys.stderr)
     while True:
@@ -259,28 +252,21 @@ def converse(
         if not line.strip():
             continue
         try:
-            stream(model, tokenizer, line.removesuffix("\n"), settings, facts)
+            stream(session, line.removesuffix("\n"))
         except KeyboardInterrupt:
             print()
         except UserError as fault:
             print(visible(str(fault)), file=sys.stderr)
 
 
-def write_rows(
-    model: GPT,
-    tokenizer: Tokenizer,
-    prompts: Sequence[str],
-    settings: GenerationSettings,
-    facts: dict[str, Any],
-    output: Path | None,
-) -> None:
+def write_rows(session: Session, prompts: Sequence[str], output: Path | None) -> None:
     """Write a JSON line for each continuation, in the order of the prompts.
 
     If ctrl-C or a fault ends it, texts that are finished are written.
     """
     rows: dict[tuple[int, int], dict[str, Any]] = {}
     try:
-        for texts in continued(model, tokenizer, prompts, settings, facts):
+        for texts in continued(session, prompts):
             for text in texts:
                 if text.ended is not None:
                     rows[text.number, text.sample] = {
@@ -291,7 +277,7 @@ def write_rows(
                         "prompt_tokens": len(text.prompt),
                         "new_tokens": text.new,
                         "ended": text.ended,
-                        **facts,
+                        **session.facts,
                     }
     finally:
         lines = [json.dumps(rows[key], ensure_ascii=False) + "\n" for key in sorted(rows)]

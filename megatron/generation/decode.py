@@ -58,36 +58,27 @@ class GenerationSettings:
     def check(self) -> None:
         """Raises UserError with all that is wrong."""
         top_k, top_p, penalty = self.top_k, self.top_p, self.repetition_penalty
-        bounds = f"{1 / MOST_PENALTY:f} to {MOST_PENALTY}; 1 is none"
-        checks = [
-            (
-                0 <= self.temperature < math.inf,
-                f"--temperature {self.temperature}: give 0 for the likeliest token, or more",
+        bounds = f"{1 / MOST_PENALTY:f} to {MOST_PENALTY}"
+        is_right = {
+            f"--temperature {self.temperature}: give 0 for the likeliest token, or more": (
+                0 <= self.temperature < math.inf
             ),
-            (
-                top_k is None or top_k >= 1,
-                f"--top-k {top_k}: give a number of tokens of at least 1, or leave it out",
+            f"--top-k {top_k}: give a number of tokens of at least 1": top_k is None or top_k >= 1,
+            f"--top-p {top_p}: give a probability above 0 and up to 1": (
+                top_p is None or 0 < top_p <= 1
             ),
-            (
-                top_p is None or 0 < top_p <= 1,
-                f"--top-p {top_p}: give a probability above 0 and up to 1, or leave it out",
+            f"--repetition-penalty {penalty}: give a number of {bounds}; 1 is none": (
+                1 / MOST_PENALTY <= penalty <= MOST_PENALTY
             ),
-            (
-                1 / MOST_PENALTY <= penalty <= MOST_PENALTY,
-                f"--repetition-penalty {penalty}: give a number of {bounds}",
-            ),
-            (
-                "" not in self.stops,
-                "--stop: an empty string would end every text at once; leave it out",
-            ),
-        ]
+            "--stop: an empty string would end every text at once": "" not in self.stops,
+        }
         least = {"max_new_tokens": 1, "seed": 0, "samples": 1, "batch": 1}
         for name, lowest in least.items():
             value = getattr(self, name)
-            option = "--batch-size" if name == "batch" else f"--{name.replace('_', '-')}"
+            option = f"--{name.replace('_', '-')}"
             message = f"{option} {value}: give a whole number of {lowest} to {MOST}"
-            checks.append((lowest <= value <= MOST, message))
-        faults = [message for is_right, message in checks if not is_right]
+            is_right[message] = lowest <= value <= MOST
+        faults = [message for message, right in is_right.items() if not right]
         if faults:
             raise UserError("\n".join(faults))
 

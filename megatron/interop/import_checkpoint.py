@@ -46,7 +46,7 @@ OF_ITS_TRAINING = (
     *("ranks", "threads", "pending_losses", "skipped", "proven", "usual_loss", "last_loss"),
 )
 BY_ENDING = {".model": "SPMTokenizer", ".tiktoken": "TiktokenTokenizer"}
-PAIRS = (("vocab.json", "merges.txt"), ("gpt2-vocab.json", "gpt2-merges.txt"))
+PAIR = ("vocab.json", "merges.txt")  # GPT-2's tokenizer
 
 LENGTH = 256  # tokens of a text that is compared, at most
 TEXTS = 2
@@ -233,26 +233,25 @@ def tokenizer_of(
     if files is not None:
         try:
             tokenizer = files.built()
+            own = own or description(tokenizer)
         except UserError as fault:
             notes.append(f"the tokenizer of {folder} cannot be used here ({fault})")
-        else:
-            own = own or description(tokenizer)
-            tokenizer = tokenizer if tokenizer.hash == own.get("hash") else None
     if given is not None:
         files, notes = files_in(given), []
         if files is None:
             raise UserError(
                 f"--tokenizer: {given} holds none - give {WHOLE}, a SentencePiece model, or"
-                f" {' and '.join(PAIRS[0])} in a folder"
+                f" {' and '.join(PAIR)} in a folder"
             )
         tokenizer = files.built()
-        same_kind = own.get("type") == tokenizer.name
-        if same_kind and own.get("hash") not in (None, tokenizer.hash):
+        if own.get("type") != tokenizer.name:
+            own = {}
+    if tokenizer is None or tokenizer.hash != own.get("hash", tokenizer.hash):
+        if given is not None:
             raise UserError(
-                f"tokenizer: it is {tokenizer.hash}, {folder} was trained with {own['hash']} - give"
-                " that one, or leave --tokenizer out"
+                f"tokenizer: {given} is another one than {folder} was trained with, {own['hash']} -"
+                " give that one, or leave --tokenizer out"
             )
-    if tokenizer is None:
         if not own:
             notes.append(
                 f"{folder} has no tokenizer that is used here: evaluation needs token files of its"
@@ -279,16 +278,15 @@ def description(tokenizer: Tokenizer) -> dict[str, Any]:
 
 def files_in(place: Path) -> TokenizerSource | None:
     """The tokenizer that a folder holds or a file is, or None."""
-    if place.is_file():
-        folder, name = place.parent, place.name
-        kind = BY_ENDING.get(place.suffix, "HFTokenizer")
-    else:
-        folder, name, kind = place, WHOLE, "HFTokenizer"
-    for vocab, merges in PAIRS:
-        is_named = name == vocab or (place.is_dir() and not (folder / WHOLE).is_file())
-        if is_named and (folder / vocab).is_file() and (folder / merges).is_file():
-            return TokenizerSource("GPT2BPETokenizer", folder / vocab, folder / merges)
-    return TokenizerSource(kind, folder / name) if (folder / name).is_file() else None
+    if place.is_file() and place.name != PAIR[0]:
+        return TokenizerSource(BY_ENDING.get(place.suffix, "HFTokenizer"), place)
+    folder = place.parent if place.is_file() else place
+    vocab, merges = folder / PAIR[0], folder / PAIR[1]
+    if (folder / WHOLE).is_file() and place != vocab:
+        return TokenizerSource("HFTokenizer", folder / WHOLE)
+    if vocab.is_file() and merges.is_file():
+        return TokenizerSource("GPT2BPETokenizer", vocab, merges)
+    return None
 
 
 def compared_with_transformers(folder: Path, model: GPT) -> dict[str, Any]:

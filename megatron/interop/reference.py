@@ -30,8 +30,6 @@ logger = logging.getLogger(__name__)
 Tensors = dict[str, Tensor]  # by name
 
 PATTERNS = ("layer_*-model_*-model_states.pt", "mp_rank_*_model_states.pt")
-LAYER_FILE = re.compile(r"layer_(\d+)-model_(\d+)-model_states\.pt")
-RANK_FILE = re.compile(r"mp_rank_(\d+)_model_states\.pt")
 NAME_IN_RANK_FILE = re.compile(r"sequential\.(\d+)\.(.+)")
 OF_OURS = ("checkpoint.json", "config.yml")
 ONE_RANK = ("model_parallel_size=1", "pipe_parallel_size=1")  # its ranks are joined here
@@ -159,22 +157,14 @@ def load_reference(folder: str | Path, config: Config) -> tuple[GPT, Config]:
     # Whole tensors by layer, with the names of today.
     layers: dict[int, Tensors] = {}
     for number, ranks in sorted(read_ranks(folder).items()):
-        named = [in_our_order(ranks[rank], model, folder) for rank in sorted(ranks)]
+        named = [in_our_order(ranks[rank], model) for rank in sorted(ranks)]
         layers[number] = joined(named, f"{folder}: layer {number}", model.parallel_residual)
 
     # The pipeline has the embedding at 0, transformer layers at 2 … count + 1, the final norm at
     # count + 3 and, unless it is tied, the output matrix at count + 4.
     count = config.model.num_layers
-    output = count + 4
-    prefixes = {0: "", count + 3: "", output: ""}
+    prefixes = {0: "", count + 3: "", count + 4: ""}
     prefixes |= {layer + 2: f"layers.{layer}." for layer in range(count)}
-    unknown = sorted(layers.keys() - prefixes.keys())
-    missing = sorted(prefixes.keys() - {output} - layers.keys())
-    if unknown or missing:
-        raise UserError(
-            f"{folder}: layer files {sorted(layers)} do not belong to num_layers = {count}"
-            f" (unexpected {unknown}, missing {missing}) - set num_layers to what was trained"
-        )
 
     # Weights by our names, and the encoding's copies in all layers by the forks' names.
     weights: Tensors = {}
@@ -187,22 +177,16 @@ def load_reference(folder: str | Path, config: Config) -> tuple[GPT, Config]:
             elif GATE not in name:
                 gate = tensors.get(name.replace(WIDENING, GATE)) if WIDENING in name else None
                 whole = tensor if gate is None else torch.cat([gate, tensor])
-                weights[prefixes[number] + name] = whole
-    embedding = weights.get("word_embeddings.weight")
-    if embedding is None:
-        raise UserError(
-            f"{folder}: no word embeddings in layer_00 - give the folder of a whole GPT-NeoX"
-            " checkpoint"
-        )
+                weights[prefixes.get(number, f"layer {number}: ") + name] = whole
 
     if config.position.pos_emb_shared:
         position = position_from_config(config)
         learned = {id(parameter) for parameter in position.parameters()}
-        names = [name for name, tensor in position.reference() if id(tensor) in learned]
         differing = []
-        for name in names:
+        for name, tensor in position.reference():
             of_layers = copies.get(name, [])
-            if not all(torch.equal(tensor, of_layers[0]) for tensor in of_layers):
+            same = all(torch.equal(one, of_layers[0]) for one in of_layers)
+            if id(tensor) in learned and not same:
                 differing.append(name)
         if differing:
             logger.warning(
@@ -214,21 +198,20 @@ def load_reference(folder: str | Path, config: Config) -> tuple[GPT, Config]:
             own = config.position.model_copy(update={"pos_emb_shared": False})
             config = replace(config, position=own)
 
-    gpt = from_config(config, vocab=len(embedding))
+    gpt = from_config(config, vocab=len(weights.get("word_embeddings.weight", [0])))
     wanted = {name: one for name, one in gpt.state_dict().items() if "positions." not in name}
-    if wanted.keys() != weights.keys():
+    faults = [f"missing {name}" for name in wanted if name not in weights]
+    faults += [f"unexpected {name}" for name in weights if name not in wanted]
+    for name, ours in wanted.items():
+        theirs = weights.get(name, ours)
+        if theirs.shape != ours.shape:
+            sizes = f"{list(theirs.shape)}, the configuration says {list(ours.shape)}"
+            faults.append(f"{name} is {sizes}")
+    if faults:
         raise UserError(
-            f"{folder}: the files do not hold this model (missing"
-            f" {sorted(wanted.keys() - weights.keys())}, unexpected"
-            f" {sorted(weights.keys() - wanted.keys())}) - check no_weight_tying, pos_emb and"
-            " num_layers"
+            f"{folder}: the files do not hold this model ({'; '.join(faults[:8])}) - check"
+            " num_layers, hidden_size, num_attention_heads, no_weight_tying and pos_emb"
         )
-    for name, tensor in weights.items():
-        if tensor.shape != wanted[name].shape:
-            raise UserError(
-                f"{folder}: {name} is {list(tensor.shape)}, the configuration says"
-                f" {list(wanted[name].shape)} - check hidden_size and num_attention_heads"
-            )
     gpt.load_state_dict(weights, strict=False)
     positions = cast(Sequence[Position], gpt.positions)
     for layer, position in enumerate(positions):
@@ -241,11 +224,10 @@ def load_reference(folder: str | Path, config: Config) -> tuple[GPT, Config]:
 def read_ranks(folder: Path) -> dict[int, dict[int, Tensors]]:
     """Layer -> tensor-parallel rank -> tensors in float32, from either layout."""
     found: dict[int, dict[int, Tensors]] = defaultdict(lambda: defaultdict(dict))
-    files = [file for pattern in PATTERNS for file in sorted(folder.glob(pattern))]
-    if any(LAYER_FILE.fullmatch(file.name) for file in files):
-        files = [file for file in files if file.name.startswith("layer_")]
+    files = sorted(folder.glob(PATTERNS[0])) or sorted(folder.glob(PATTERNS[1]))
     for path in files:
-        of_layer, of_rank = LAYER_FILE.fullmatch(path.name), RANK_FILE.fullmatch(path.name)
+        numbers = [int(number) for number in re.findall(r"\d+", path.name)]
+        of_layer = path.name.startswith("layer_")
         try:
             with torch.serialization.safe_globals(PLAIN_NUMBERS):
                 content = load_plain(path)
@@ -253,36 +235,34 @@ def read_ranks(folder: Path) -> dict[int, dict[int, Tensors]]:
             raise UserError(
                 f"{path}: cannot be read as a checkpoint file ({fault}) - copy it again"
             ) from None
-        if of_rank and isinstance(content, Mapping):
+        if not of_layer and isinstance(content, Mapping):
             content = content.get("module")
-        if not (of_layer or of_rank) or not isinstance(content, Mapping):
+        if not isinstance(content, Mapping):
             raise UserError(f"{path}: holds no model of GPT-NeoX - copy the checkpoint again")
         for name, tensor in content.items():
-            place = NAME_IN_RANK_FILE.fullmatch(name) if of_rank else None
+            place = None if of_layer else NAME_IN_RANK_FILE.fullmatch(name)
             is_weight = isinstance(tensor, Tensor) and tensor.is_floating_point()
-            if not is_weight or (of_rank and place is None):
+            if not is_weight or not (of_layer or place):
                 raise UserError(f"{path}: {name} is not a weight of a GPT-NeoX model")
-            if of_layer:
-                found[int(of_layer[1])][int(of_layer[2])][name] = tensor.float()
-            elif of_rank and place:
-                found[int(place[1])][int(of_rank[1])][place[2]] = tensor.float()
+            layer, own_name = (int(place[1]), place[2]) if place else (numbers[0], name)
+            found[layer][numbers[-1]][own_name] = tensor.float()
     if not found:
         raise UserError(
             f"{folder}: no layer_NN-model_00-model_states.pt in it - give the folder global_stepN"
             " itself"
         )
-    ranks = range(1 + max(rank for parts in found.values() for rank in parts))
+    ranks = {rank for parts in found.values() for rank in parts}
     for number, parts in sorted(found.items()):
-        missing = [rank for rank in ranks if rank not in parts]
+        missing = sorted({*range(max(ranks) + 1)} - parts.keys())
         if missing:
             raise UserError(
                 f"{folder}: layer {number} lacks the part of tensor-parallel rank {missing[0]} of"
-                f" {len(ranks)} - copy all files of the checkpoint"
+                f" {max(ranks) + 1} - copy all files of the checkpoint"
             )
     return found
 
 
-def in_our_order(tensors: Tensors, model: Architecture, folder: Path) -> Tensors:
+def in_our_order(tensors: Tensors, model: Architecture) -> Tensors:
     """One layer of one rank by the names that we have, and in the order of rows that ranks share.
 
     GPT-NeoX's rank stores grouped queries as all queries, all keys, all values, and a gated
@@ -299,17 +279,9 @@ def in_our_order(tensors: Tensors, model: Architecture, folder: Path) -> Tensors
         projection, widening = PROJECTION + kind, WIDENING + kind
         if projection in renamed and model.key_heads != model.num_attention_heads:
             rows = renamed[projection]
-            ranks, rest = divmod(model.projected_width, len(rows))
-            if rest or model.key_heads % ranks:
-                raise UserError(
-                    f"{folder}: {projection} has {len(rows)} rows on a rank, the configuration says"
-                    f" {model.projected_width} in all - check num_attention_heads and"
-                    " num_key_value_heads"
-                )
-            key_heads = model.key_heads // ranks
-            queries = model.attention_width // ranks
+            key_heads = max(1, model.key_heads * len(rows) // model.projected_width)
             keys = key_heads * model.features_of_head
-            parts = rows.split([queries, keys, keys])
+            parts = rows.split([len(rows) - 2 * keys, keys, keys])
             by_key_head = [part.unflatten(0, (key_heads, -1)) for part in parts]
             renamed[projection] = torch.cat(by_key_head, dim=1).flatten(0, 1)
         if widening in renamed and gated and not has_own_gate:

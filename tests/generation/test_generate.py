@@ -136,7 +136,8 @@ def test_finished_texts_are_written_where_a_fault_ends_the_others(folder, tmp_pa
     trained, tokenizer = opened_with_tokenizer(None, folder, None)
     settings = GenerationSettings(max_new_tokens=3, past_documents=True, batch=1)
     facts = {"seed": 0, "config_hash": "a", "checkpoint": "b", "step": 5}
-    asked = (trained.model, tokenizer, ["a", "bb", "ccc"], settings, facts)
+    session = command.Session(trained.model, tokenizer, settings, facts)
+    asked = (session, ["a", "bb", "ccc"])
     whole, broken = tmp_path / "whole.jsonl", tmp_path / "broken.jsonl"
     command.write_rows(*asked, whole)
     decode = command.decode_in_batches
@@ -164,7 +165,7 @@ def test_lines_that_are_typed_are_continued_in_a_terminal(folder, monkeypatch, c
     trained, tokenizer = opened_with_tokenizer(None, folder, None)
     settings = GenerationSettings(temperature=0, max_new_tokens=20)
     facts = {"seed": 0, "config_hash": "a", "checkpoint": "b", "step": 5}
-    command.converse(trained.model, tokenizer, settings, facts)
+    command.converse(command.Session(trained.model, tokenizer, settings, facts))
     expected = [by_hand(folder, prompt, 20) for prompt in (PROMPT, "import")]
     harmless = [text.translate(command.NOT_FOR_TERMINALS) + "\n" for text in expected]
     assert shown.getvalue() == "".join(harmless)

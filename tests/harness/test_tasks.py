@@ -118,14 +118,6 @@ def test_a_continuation_behind_a_long_text_is_scored_with_the_last_tokens_of_it(
     assert found == pytest.approx(expected.item(), abs=1e-4)
 
 
-def test_a_continuation_of_nothing_follows_the_end_of_a_document(opened):
-    model, tokenizer = opened
-    harness = Harness(model, tokenizer, Reading(64, 64), Grid())
-    ((found, _),) = harness.loglikelihood(requests(("", "import os")))
-    expected = log_p(model, [tokenizer.eod, *tokenizer.encode("import os")]).sum()
-    assert found == pytest.approx(expected.item(), abs=1e-4)
-
-
 @pytest.mark.parametrize(("length", "stride"), [(64, 64), (64, 1), (48, 16), (200, 100)])
 def test_rolling_is_our_sliding_protocol_on_the_same_text(opened, length, stride):
     model, tokenizer = opened
@@ -181,14 +173,6 @@ def test_continuations_end_before_a_string_and_see_the_last_tokens(opened):
                 break
             new.append(token)
         assert continuation == tokenizer.decode(new).split("\n")[0]
-
-
-def test_drawn_continuations_of_equal_texts_differ(opened):
-    model, tokenizer = opened
-    harness = Harness(model, tokenizer, Reading(64, 64), Grid())
-    kwargs = {"until": [], "max_gen_toks": 20, "do_sample": True, "temperature": 1.0}
-    first, second = harness.generate_until(requests(("a", kwargs), ("a", kwargs)))
-    assert first != second
 
 
 def test_what_a_task_asks_for_in_vain_is_one_message(opened):
@@ -329,11 +313,3 @@ def test_without_the_package_one_message_says_what_to_install(monkeypatch):
     monkeypatch.setattr(run, "PACKAGE", "no_such_package")
     with pytest.raises(UserError, match=r"is not installed - pip install 'lm-eval>=0.4.13,<0.5'"):
         run.evaluate_tasks(None, run.Tasks(["cloze"]), run.Options("nowhere"))
-
-
-def test_a_file_of_another_kind_is_not_replaced(forks, folder, tasks, tmp_path):
-    output = tmp_path / "mine.jsonl"
-    output.write_text('{"pos_emb": "mine"}\n')
-    said = refused(forks, folder, "--tasks", "cloze", "--task-folder", tasks, "-o", output)
-    assert "exists and holds something else" in said
-    assert output.read_text() == '{"pos_emb": "mine"}\n'

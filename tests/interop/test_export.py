@@ -14,16 +14,12 @@ from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
     DynamicCache,
-    GPT2Config,
-    GPT2LMHeadModel,
-    LlamaConfig,
-    LlamaForCausalLM,
 )
 
 from megatron.checkpoints.read import load_for_evaluation
 from megatron.config import load
 from megatron.data.tokenizers.build import build_tokenizer
-from megatron.data.tokenizers.train import train_sentence_pieces, train_tokenizer
+from megatron.data.tokenizers.train import train_tokenizer
 from megatron.errors import UserError
 from megatron.interop import export as exporting
 from megatron.interop import open_model
@@ -46,6 +42,7 @@ from tests.interop.exports import (
     greedy,
     random_ids,
 )
+from tests.interop.theirs import of_theirs
 from tests.results.rows import rows
 from tests.support import ROOT, call, modules, run
 
@@ -336,20 +333,9 @@ def test_a_text_is_one_document_in_transformers_and_the_card_says_so(tmp_path):
     torch.testing.assert_close(back(ids), model(ids), rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("kind", ["gpt2", "llama"])
 @torch.no_grad()
-def test_a_window_of_documents_has_the_logits_of_transformers_for_each(kind, tmp_path):
-    sizes = {"vocab_size": VOCAB, "bos_token_id": END, "eos_token_id": END}
-    torch.manual_seed(0)
-    if kind == "gpt2":
-        config = GPT2Config(n_embd=32, n_layer=2, n_head=4, n_positions=96, **sizes)
-        theirs = GPT2LMHeadModel(config).eval()
-    else:
-        layers = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
-        config = LlamaConfig(hidden_size=32, intermediate_size=64, **layers, **sizes)
-        theirs = LlamaForCausalLM(config).eval()
-    for parameter in theirs.parameters():
-        parameter.add_(torch.randn(parameter.shape) * 0.1)
+def test_a_window_of_documents_has_the_logits_of_transformers_for_each(tmp_path):
+    theirs = of_theirs("gpt2")
     theirs.save_pretrained(tmp_path)
     ours, _ = open_model(tmp_path)
     ours.end_of_document = END
@@ -520,19 +506,6 @@ def test_what_cannot_be_exported_is_one_message_and_leaves_nothing(tmp_path, mon
     assert message in refused(path, tmp_path / "out")
 
 
-def test_a_tokenizer_that_is_no_tokenizer_json_is_left_out_with_a_note(tmp_path):
-    file = tmp_path / "t.model"
-    file.write_bytes(train_sentence_pieces(modules()[:3], 400, "bpe"))
-    built = build_tokenizer("SPMTokenizer", file)
-    settings = ["pos_emb=alibi", "tokenizer_type=SPMTokenizer", f"vocab_file={file}"]
-    path, _ = a_run(tmp_path, *settings, tokenizer=description(built), vocab=512)
-    (note,) = export(path, tmp_path / "out").notes
-    assert note == (
-        "No tokenizer: SPMTokenizer is not written as a tokenizer.json. Users of the model need the"
-        " library of t.model."
-    )
-
-
 def test_a_damaged_exported_folder_is_one_message(tmp_path):
     folder, _ = exported(tmp_path, "pos_emb=alibi")
     place = folder / "config.json"
@@ -567,20 +540,3 @@ def test_the_model_refuses_what_it_would_compute_wrongly(tmp_path):
     cache = model(ids, use_cache=True).past_key_values
     with pytest.raises(ValueError, match="tokens that were read cannot be taken back"):
         cache.crop(3)
-
-
-@torch.no_grad()
-def test_outputs_are_those_of_other_models(tmp_path):
-    folder, model = exported(tmp_path, "pos_emb=sinusoidal")
-    theirs = opened(folder)
-    ids = random_ids(9)
-    whole = theirs(ids).logits
-    assert torch.equal(whole, model(ids))
-    torch.testing.assert_close(theirs(ids, logits_to_keep=2).logits, whole[:, -2:])
-    logits, cache = theirs(ids, return_dict=False)
-    assert torch.equal(logits, whole)
-    assert cache.get_seq_length() == 9
-    options = {"num_beams": 3, "max_new_tokens": 6, "do_sample": False, "eos_token_id": None}
-    beams = theirs.generate(random_ids(5, texts=2), **options)
-    uncached = theirs.generate(random_ids(5, texts=2), **options, use_cache=False)
-    assert beams.tolist() == uncached.tolist()

@@ -8,40 +8,12 @@ from pathlib import Path
 from typing import ClassVar
 
 import pytest
-import torch
-from safetensors.torch import save_file
+
+from tests.interop.theirs import of_theirs
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 NAME = "someone/tiny"
 SCRIPT = Path(__file__).parents[2] / "tools" / "import_checkpoint.py"
-SETTINGS = {
-    "architectures": ["GPTNeoXForCausalLM"],
-    "model_type": "gpt_neox",
-    "vocab_size": 64,
-    "hidden_size": 32,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 4,
-    "intermediate_size": 64,
-    "max_position_embeddings": 64,
-}
-LAYER = {
-    "input_layernorm": (32,),
-    "post_attention_layernorm": (32,),
-    "attention.query_key_value": (96, 32),
-    "attention.dense": (32, 32),
-    "mlp.dense_h_to_4h": (64, 32),
-    "mlp.dense_4h_to_h": (32, 64),
-}
-
-
-def weights():
-    """Random weights under the names that the class GPTNeoXForCausalLM has in its files."""
-    draw = torch.Generator().manual_seed(0)
-    shapes = {"gpt_neox.embed_in.weight": (64, 32), "embed_out.weight": (64, 32)}
-    modules = {f"gpt_neox.layers.0.{name}": shape for name, shape in LAYER.items()}
-    for module, shape in (modules | {"gpt_neox.final_layer_norm": (32,)}).items():
-        shapes |= {f"{module}.weight": shape, f"{module}.bias": shape[:1]}
-    return {name: torch.randn(shape, generator=draw) for name, shape in shapes.items()}
 
 
 class Hub(BaseHTTPRequestHandler):
@@ -85,7 +57,7 @@ class Hub(BaseHTTPRequestHandler):
 
 @pytest.fixture
 def hub():
-    Hub.files, Hub.asked = {"config.json": json.dumps(SETTINGS).encode()}, []
+    Hub.files, Hub.asked = {}, []
     server = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     yield server
@@ -104,9 +76,10 @@ def environment(server, tmp_path):
 
 
 def test_a_name_is_downloaded_once_with_weights_and_without_code(hub, forks, tmp_path):
-    save_file(weights(), tmp_path / "model.safetensors", {"format": "pt"})
+    of_theirs("pythia").save_pretrained(tmp_path / "theirs")
     Hub.files |= {
-        "model.safetensors": (tmp_path / "model.safetensors").read_bytes(),
+        "config.json": (tmp_path / "theirs" / "config.json").read_bytes(),
+        "model.safetensors": (tmp_path / "theirs" / "model.safetensors").read_bytes(),
         "consolidated.safetensors": b"a second copy",
         "pytorch_model.bin": b"a third",
         "modeling_tiny.py": b"raise SystemExit('this is code')",
@@ -118,25 +91,15 @@ def test_a_name_is_downloaded_once_with_weights_and_without_code(hub, forks, tmp
     assert fetched == {"config.json", "model.safetensors"}
     assert (tmp_path / "a" / "global_step0" / "model.safetensors").exists()
 
+    ran = forks.run(SCRIPT, "someone/other", "-o", "run", **options)
+    assert "someone/other: cannot be downloaded" in ran.stderr
+
     hub.shutdown()
     hub.server_close()  # now there is no network
     ran = forks.run(SCRIPT, NAME, "-o", "b", **options)
     assert ran.returncode == 0, ran.stderr
-
-
-def test_a_model_without_safetensors_gives_its_plain_weights(hub, forks, tmp_path):
-    torch.save(weights(), tmp_path / "pytorch_model.bin")
-    Hub.files["pytorch_model.bin"] = (tmp_path / "pytorch_model.bin").read_bytes()
-    options = {"cwd": tmp_path, "env": environment(hub, tmp_path)}
-    ran = forks.run(SCRIPT, NAME, "-o", "run", **options)
-    assert ran.returncode == 0, ran.stderr
     assert "logits within" in ran.stdout
-
-
-def test_a_model_that_the_hub_does_not_have_is_one_message(hub, forks, tmp_path):
-    options = {"cwd": tmp_path, "env": environment(hub, tmp_path)}
     ran = forks.run(SCRIPT, "someone/other", "-o", "run", **options)
     assert ran.returncode == 1
-    assert ran.stderr.count("\n") == 1
-    assert "someone/other: cannot be downloaded" in ran.stderr
+    assert "someone/other: is not a folder here, and http://127.0.0.1" in ran.stderr
     assert not (tmp_path / "run").exists()

@@ -329,8 +329,8 @@ def test_an_import_that_cannot_be_right_writes_nothing(folder, tmp_path):
     many = words_tokenizer(tmp_path / "many.json", *(f"word{number}" for number in range(80)))
     other = words_tokenizer(tmp_path / "other.json", "earth")
     for tokenizer, message in (
-        (many, r"was trained with [0-9a-f]{12} - give that one, or leave"),
-        (other, r"was trained with [0-9a-f]{12} - give that one, or leave"),
+        (many, r"was trained with, [0-9a-f]{12} - give that one, or leave"),
+        (other, r"was trained with, [0-9a-f]{12} - give that one, or leave"),
         (tmp_path / "absent", r"--tokenizer: .* holds none - give tokenizer\.json"),
     ):
         with pytest.raises(UserError, match=message):

@@ -106,15 +106,6 @@ def test_a_reference_checkpoint_gives_the_references_numbers(case, backend, leng
     assert compared == gradients.keys()
 
 
-def test_the_forks_names_lead_to_the_same_model(tmp_path):
-    write_checkpoint("mep_param_t5", tmp_path)
-    ours, theirs = (
-        load_model(tmp_path, golden_config(name)) for name in ("mep_param_t5", "snope_kerplelog")
-    )
-    ids = torch.randint(160, (1, 50))
-    torch.testing.assert_close(theirs(ids), ours(ids), rtol=0, atol=0)
-
-
 def test_a_checkpoint_of_a_mixture_can_be_read_as_any_mixture_that_is_written_down(
     tmp_path, caplog
 ):
@@ -142,9 +133,9 @@ WRONG_SLOPES = {f"layer_0{n}/attention.alibi_embed.slopes": torch.ones(12) for n
 def test_files_that_disagree_with_the_configuration_are_refused(tmp_path):
     for number, (case, settings, changes, message) in enumerate(
         (
-            ("alibi", ["num_layers=3"], {}, "num_layers = 3 (unexpected [5], missing [4])"),
+            ("alibi", ["num_layers=3"], {}, "missing layers.2."),
             ("alibi", ["hidden_size=144"], {}, "is [160, 72], the configuration says [160, 144]"),
-            ("alibi", ["no_weight_tying=false"], {}, "unexpected ['final_linear.weight']) - check"),
+            ("alibi", ["no_weight_tying=false"], {}, "unexpected final_linear.weight) - check"),
             ("alibi", ["pos_emb=kerple_log"], {}, "no bias_p in the files, which this pos_emb"),
             (
                 "kerple_log",
@@ -152,7 +143,7 @@ def test_files_that_disagree_with_the_configuration_are_refused(tmp_path):
                 {},
                 "['bias_a', 'bias_p'] belong to another",
             ),
-            ("alibi", [], {"layer_05/norm.bias": None}, "missing ['norm.bias']"),
+            ("alibi", [], {"layer_05/norm.bias": None}, "missing norm.bias"),
             (
                 "alibi",
                 [],
@@ -243,23 +234,6 @@ def with_configuration(folder: Path) -> Path:
     sizes = {"num-layers": 2, "hidden-size": 72, "num-attention-heads": 12, "seq-length": 64}
     (folder / "configs" / "alibi.yml").write_text(json.dumps({**sizes, "pos-emb": "alibi"}))
     return folder
-
-
-def test_an_import_that_was_killed_can_be_repeated(tmp_path):
-    source, run = with_configuration(tmp_path / "global_step20"), tmp_path / "run"
-    file = tmp_path / "tokenizer.json"
-    WORDS.save(str(file))
-    path = import_checkpoint(source, run, tokenizer=file).path
-    path.rename(run / "partial_step20")  # as far as a killed import comes
-    (run / "latest").unlink()
-    assert import_checkpoint(source, run, tokenizer=file).path == path
-    assert sorted(one.name for one in run.iterdir()) == ["global_step20", "latest", "tokenizer"]
-
-    path.rename(tmp_path / "elsewhere")
-    file.write_text(file.read_text() + " ")
-    with pytest.raises(UserError, match="tokenizer exists and is not replaced"):
-        import_checkpoint(source, run, tokenizer=file)
-    assert (run / "tokenizer" / "tokenizer.json").is_file()
 
 
 def test_a_source_that_gets_a_tokenizer_is_imported_again(tmp_path, monkeypatch):

@@ -175,11 +175,3 @@ def test_decoding_with_a_cache_keeps_documents_apart(name):
     ids, cache = window(), Cache()
     parts = [gpt(part, cache=cache) for part in ids.split([1, 5, 1, 1, 1, 61, 7, 13], dim=1)]
     torch.testing.assert_close(torch.cat(parts, dim=1), gpt(ids), rtol=0, atol=1e-4)
-
-
-def test_a_model_that_knows_no_end_of_a_document_says_so():
-    config = load(
-        [], ["num_layers=1", "hidden_size=8", "num_attention_heads=1", "seq_length=8", MASK]
-    )
-    with pytest.raises(UserError, match="which token ends a document is not known"):
-        from_config(config, VOCAB)(torch.ones(1, 8, dtype=torch.long))

@@ -6,7 +6,6 @@ from torch.nn import functional as F
 from transformers import GPTNeoXConfig, GPTNeoXForCausalLM
 
 from megatron.config import load
-from megatron.errors import UserError
 from megatron.model import (
     GPT,
     Architecture,
@@ -91,14 +90,6 @@ def test_the_125m_shape_has_the_papers_162_million_parameters():
     assert sum(parameter.numel() for parameter in model.parameters()) == 162_322_944
 
 
-def test_tied_weights_are_one_matrix():
-    tied = small("no_weight_tying=false")
-    assert tied.final_linear is None
-    assert tied.output_matrix is tied.word_embeddings.weight
-    untied = small()
-    assert untied.output_matrix.data_ptr() != untied.word_embeddings.weight.data_ptr()
-
-
 def test_losses_are_the_cross_entropy_of_each_token_in_blocks_or_whole(monkeypatch):
     ours, ids = small().eval(), torch.randint(101, (3, 51))
     logits = ours(ids[:, :-1]).detach().double()
@@ -147,8 +138,3 @@ def test_tables_are_computed_once_per_step_also_where_activations_are_computed_a
     ids = torch.randint(101, (2, 65))
     ours(ids[:, :-1], labels=ids[:, 1:], mean=True).backward()
     assert asked == [64]
-
-
-def test_ids_of_the_wrong_shape_are_refused():
-    with pytest.raises(UserError, match=r"ids: \[5\] must be \[batch, length\]"):
-        small()(torch.zeros(5, dtype=torch.long))

@@ -6,18 +6,16 @@ from dataclasses import replace
 import pytest
 import torch
 from torch import Tensor
-from transformers import GPTNeoXConfig, LlamaConfig
+from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
-from megatron.config import load
 from megatron.errors import UserError
-from megatron.model import GPT, AttentionSettings, from_config
+from megatron.model import GPT, AttentionSettings
 from megatron.model.methods import METHODS, Method, Text, attention_by_method, clipped, method_of
 from megatron.model.settings import Architecture
 from megatron.positions import Shape, build
 from tests.encodings import every_signature
 from tests.model.test_cache import in_pieces, model
-from tests.model.test_gpt import hugging_face_twin, small
 from tests.support import NEEDED
 
 VARIANTS = {
@@ -202,50 +200,7 @@ def test_the_last_query_of_a_step_has_the_scores_of_transformers(factor, step):
         torch.testing.assert_close(found[:, :, length - 1 : length], expected, rtol=0, atol=2e-5)
 
 
-@torch.no_grad()
-def test_one_layer_with_dynamic_ntk_is_transformers_gpt_neox_with_it():
-    ours = small("num_layers=1").eval()
-    for parameter in ours.parameters():
-        parameter.add_(0.1 * torch.randn_like(parameter))
-    twin = hugging_face_twin(ours)
-    rope = {"rope_theta": 10000.0, "partial_rotary_factor": 1.0, "rope_type": "dynamic"}
-    config = GPTNeoXConfig(
-        hidden_size=48,
-        num_attention_heads=4,
-        max_position_embeddings=64,
-        rope_parameters=rope | {"factor": 2.0},
-    )
-    twin.gpt_neox.rotary_emb = type(twin.gpt_neox.rotary_emb)(config)
-    ours.use_attention(settings(method="dynamic_ntk,factor=2,step=64"))
-    ids = torch.randint(101, (2, 192))
-    expected = twin(ids).logits[:, 128:]  # the queries that have the base of the whole text
-    torch.testing.assert_close(ours(ids)[:, 128:], expected, rtol=0, atol=2e-4)
-
-
 # --- Long texts ---
-
-LONG = [(name, variant) for name in sorted(ACCEPTED) for variant in sorted(ACCEPTED[name])]
-QUICK = [("rotary", variant) for variant in ("rerope", "sinks", "dynamic_ntk")]
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(
-    ("name", "variant"),
-    [
-        pytest.param(*pair, marks=() if pair in QUICK else pytest.mark.campaign, id="-".join(pair))
-        for pair in LONG
-    ],
-)
-@torch.no_grad()
-def test_losses_are_finite_at_16384_and_short_texts_do_not_change(name, variant, dtype):
-    args = [f"pos_emb_args={NEEDED[name]}".replace("'", "")] if name in NEEDED else []
-    shape = ["num_layers=1", "hidden_size=16", "num_attention_heads=1", "seq_length=64"]
-    gpt = from_config(load([], [*shape, f"pos_emb={name}", *args]), vocab=50).eval().to(dtype)
-    with_method(gpt, variant)
-    ids = torch.randint(50, (1, 16385))
-    before = gpt(ids[:, :64], ids[:, 1:65])
-    assert gpt(ids[:, :-1], ids[:, 1:]).isfinite().all()
-    assert torch.equal(gpt(ids[:, :64], ids[:, 1:65]), before)
 
 
 # --- What is refused ---
