@@ -7,9 +7,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from megatron.attention.content import ScoreBias
 from megatron.attention.documents import TOGETHER, by_document, stretches_of
-from megatron.attention.eager import eager
+from megatron.attention.eager import ScoreBias, eager
 from megatron.attention.first_keys import Pairs
 from megatron.attention.flex import flex
 from megatron.attention.flex import refusal as flex_refusal

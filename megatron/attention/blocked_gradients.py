@@ -13,10 +13,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron.attention.content import ScoreBias
+from megatron.attention.eager import ScoreBias
 from megatron.attention.first_keys import FirstKeys, groups_of_heads
-from megatron.attention.inputs import Inputs
-from megatron.attention.scope import BACKWARD_BLOCK, Block, of_heads
+from megatron.attention.scope import BACKWARD_BLOCK, Block, Inputs, of_heads
 
 TILE_SCORES = 2**18
 """Scores of a tile: 1 MiB. Twice as many took 1.2 times as long at 512."""

@@ -1,6 +1,6 @@
 """Which keys a block of queries need not look at, because they get exactly nothing.
 
-Keys of earlier documents are masked. And a score that lies about 104 below that of another key has
+A score that lies about 104 below that of another key has
 a probability of e⁻¹⁰⁴, which float32 rounds to 0; so are its gradients. Every query attends to its
 own key. So a key counts only if this is not below -104:
 
@@ -20,8 +20,8 @@ from itertools import groupby
 import torch
 from torch import Tensor
 
-from megatron.attention.content import ScoreBias
-from megatron.attention.scope import Block, Scope
+from megatron.attention.eager import ScoreBias
+from megatron.attention.scope import Block, Inputs, Scope
 
 GRAIN = 128
 """Queries that begin at the same key, and keys that are skipped together."""
@@ -80,29 +80,22 @@ def groups_of_heads(
         head = end
 
 
-def first_keys(
-    q: Tensor,
-    k: Tensor,
-    bias: Tensor | None,
-    score_bias: ScoreBias | None,
-    segments: Tensor | None,
-    scope: Scope,
-) -> FirstKeys | None:
-    """What may be skipped, or None where nothing can be or asking would cost more.
-
-    q, k, bias, segments: as in `attention`. No other bias may be added, nor a weight multiplied.
-    """
+def first_keys(inputs: Inputs) -> FirstKeys | None:
+    """What may be skipped, or None where nothing can be or asking would cost more."""
+    q, bias, scope = inputs.q, inputs.bias, inputs.scope
     too_small = scope.keys < FEWEST_KEYS or scope.queries < GRAIN
-    if q.device.type != "cpu" or too_small or torch.compiler.is_compiling():
+    without_bound = inputs.weight is not None or inputs.index_bias is not None
+    if too_small or without_bound or not inputs.on_cpu or torch.compiler.is_compiling():
         return None
-    firsts = None
-    if score_bias is not None or _falls_far(bias, q.dtype, scope):
-        firsts = first_of_grains(q, k, bias, score_bias, scope)
-    if segments is not None:
-        of_documents = _of_documents(segments, scope)[:, None].expand(-1, q.shape[1])
-        firsts = of_documents if firsts is None else torch.maximum(firsts, of_documents)
-    if firsts is None:
-        return None
+    if inputs.score_bias is None:
+        if bias is None:
+            return None
+        # Whether the table alone puts some key far enough below another.
+        wide = torch.promote_types(q.dtype, torch.float32)
+        most_beyond = _most_beyond(bias.detach()[:, : scope.keys].to(wide))
+        if not most_beyond[:, -1].min() < -_gap(wide):
+            return None
+    firsts = first_of_grains(q, inputs.k, bias, inputs.score_bias, scope)
     # Heads that begin together are computed together.
     rounded = (firsts // GRAIN * GRAIN).clamp(min=0)
     return FirstKeys(rounded.tolist()) if rounded.any() else None
@@ -125,38 +118,6 @@ def first_of_grains(
     if score_bias is not None:
         return _by_content(excess, most_beyond, score_bias, scope, gap)
     assert most_beyond is not None
-    return _by_distance(excess, most_beyond, scope, gap)
-
-
-def _falls_far(bias: Tensor | None, dtype: torch.dtype, scope: Scope) -> bool:
-    """Whether a table alone puts some key far enough below another."""
-    if bias is None:
-        return False
-    wide = torch.promote_types(dtype, torch.float32)
-    most_beyond = _most_beyond(bias.detach()[:, : scope.keys].to(wide))
-    return bool(most_beyond[:, -1].min() < -_gap(wide))
-
-
-def _of_documents(segments: Tensor, scope: Scope) -> Tensor:
-    """The first key of the documents that each grain's queries belong to: [grains] int64."""
-    batch, keys = segments.shape
-    # The same number in two samples is not the same document.
-    sample = torch.arange(batch)[:, None].expand(batch, keys)
-    labels = torch.stack([sample, segments], dim=-1).flatten(0, 1)
-    _, document = labels.unique(dim=0, return_inverse=True)
-    index = torch.arange(keys).expand(batch, keys)
-    starts = torch.full((batch * keys,), keys).scatter_reduce(
-        0, document, index.reshape(-1), "amin"
-    )
-    of_queries = starts[document].view(batch, keys)[:, scope.before :].amin(0)
-    return torch.stack([part.min() for part in of_queries.split(GRAIN)])
-
-
-def _by_distance(excess: Tensor, most_beyond: Tensor, scope: Scope, gap: float) -> Tensor:
-    """The first key of each grain where a table is all that is added: [grains, heads] int64.
-
-    excess [batch, heads, queries]: see `_excess`; most_beyond [heads, keys]: see `_most_beyond`
-    """
     excess = _in_grains(excess).amax((0, 3))  # [heads, grains]
     nearest_skipped = torch.searchsorted(-most_beyond, excess + gap, right=True)
     return (_first_queries(scope, excess.device) + 1 - nearest_skipped).mT
@@ -165,7 +126,7 @@ def _by_distance(excess: Tensor, most_beyond: Tensor, scope: Scope, gap: float) 
 def _by_content(
     excess: Tensor, most_beyond: Tensor | None, score_bias: ScoreBias, scope: Scope, gap: float
 ) -> Tensor:
-    """The same with a bias by content, of which keys before GRAIN, 2 GRAIN, … have bounds."""
+    """The same with a bias by content: keys before GRAIN, 2 GRAIN, … have bounds."""
     w = score_bias.w.detach()
     near = _in_grains(w[:, :, scope.before :])  # [batch, heads, grains, GRAIN, rank]
     origin = near[:, :, :, -1:]  # w of a grain's last key: large sums say little by themselves

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from megatron.attention.content import ScoreBias
+from megatron.attention.eager import ScoreBias
 
 BLOCK = 256  # queries
 MOST_SCORES = 2**23

@@ -4,12 +4,12 @@ import math
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from megatron.attention.content import ScoreBias
-from megatron.attention.eager import eager
+from megatron.attention.eager import ScoreBias, eager
 from megatron.errors import UserError
 
 FEW_QUERIES = 70  # where there are fewer queries than keys
@@ -147,16 +147,17 @@ def _compare(name: str, backend: Callable[..., Tensor], kind: Kind) -> None:
         torch.cuda.set_device(kind.device)  # a fresh thread starts on the first device
     try:
         results = _results(backend, kind, kind.dtype)
-    except UserError:  # of a switch of ours, which says itself what to do
-        raise
     except Exception as error:
+        first_line = (str(error).strip().splitlines() or [""])[0]
         raise UserError(
-            f"attention_backend: {name} fails on {kind}: {_first_line(error)} - {cure}"
+            f"attention_backend: {name} fails on {kind}: {type(error).__name__}: {first_line} -"
+            f" {cure}"
         ) from error
-    exact = _results(eager, kind, torch.float64)
-    for quantity, result in results.items():
-        difference = result.double() - exact[quantity]
-        error = float(difference.norm()) / _scale(exact[quantity])
+    for quantity, exact in _results(eager, kind, torch.float64).items():
+        difference = results[quantity].double() - exact
+        # A true gradient may be zero, as with a window of one key, where every kernel rounds.
+        scale = max(float(exact.norm()), SMALL * math.sqrt(exact.numel()))
+        error = float(difference.norm()) / scale
         if not error <= TOLERANCE.get(kind.dtype, 0.0):  # NaN is an error too
             largest = float(difference.abs().max())
             raise UserError(
@@ -166,63 +167,9 @@ def _compare(name: str, backend: Callable[..., Tensor], kind: Kind) -> None:
             )
 
 
-def _scale(exact: Tensor) -> float:
-    """The norm that an error is compared with: that of the true values, or of small ones.
-
-    A true gradient may be zero, as with a window of one key, where every kernel rounds.
-    """
-    return max(float(exact.norm()), SMALL * math.sqrt(exact.numel()))
-
-
-def _first_line(error: Exception) -> str:
-    lines = str(error).strip().splitlines() or [""]
-    return f"{type(error).__name__}: {lines[0]}"
-
-
 def _results(backend: Callable[..., Tensor], kind: Kind, dtype: torch.dtype) -> dict[str, Tensor]:
     """Output and the gradients that are wanted, computed from the same numbers in every dtype."""
     draw = torch.Generator().manual_seed(0)  # the global generators stay as they are
-    inputs = _inputs(kind, draw)
-    qkv_learn, bias_learns, weight_learns, content_learns = kind.gradients
-    learns = {"q": qkv_learn, "k": qkv_learn, "v": qkv_learn}
-    learns |= {"bias": bias_learns, "weight": weight_learns}
-    learns |= {"u": content_learns, "w": content_learns}
-    exact_dtype = dtype if dtype == torch.float64 else None
-    leaves = {}
-    for name, value in inputs.items():
-        leaves[name] = value.to(kind.device, exact_dtype).requires_grad_(learns[name])
-
-    segments = None
-    if kind.segments:
-        segments = (torch.arange(kind.keys, device=kind.device) // 90).expand(kind.batch, -1)
-    content: dict[str, ScoreBias | None] = {}
-    if kind.w is not None:
-        content["score_bias"] = ScoreBias.of((leaves.get("u"), leaves["w"]))
-    out = backend(
-        leaves["q"],
-        leaves["k"],
-        leaves["v"],
-        leaves.get("bias"),
-        weight=leaves.get("weight"),
-        window=kind.window,
-        chunk=kind.chunk,
-        segments=segments,
-        index_bias=None,
-        **content,
-    )
-
-    results = {"output": out.detach()}
-    wanted = [name for name in leaves if learns[name]]
-    dout = torch.randn(out.shape, generator=draw).to(out)
-    if wanted:
-        gradients = torch.autograd.grad(out, [leaves[name] for name in wanted], dout)
-        for name, gradient in zip(wanted, gradients, strict=True):
-            results[f"gradient of {name}"] = gradient
-    return results
-
-
-def _inputs(kind: Kind, draw: torch.Generator) -> dict[str, Tensor]:
-    """q, k and v in the kind's dtype and its tables in float32, on the CPU."""
     inputs = {}
     for name, length in {"q": kind.queries, "k": kind.keys, "v": kind.keys}.items():
         shape = (kind.batch, kind.heads, length, kind.head_dim)
@@ -235,4 +182,28 @@ def _inputs(kind: Kind, draw: torch.Generator) -> dict[str, Tensor]:
     if kind.w is not None:
         steps = torch.randn(kind.batch, kind.heads, kind.keys, generator=draw).to(kind.w)
         inputs["w"] = 0.3 * steps.cumsum(2)
-    return inputs
+
+    of_qkv, of_bias, of_weight, of_content = kind.gradients
+    learns = dict.fromkeys("qkv", of_qkv) | dict.fromkeys("uw", of_content)
+    learns |= {"bias": of_bias, "weight": of_weight}
+    exact_dtype = dtype if dtype == torch.float64 else None
+    leaves = {}
+    for name, value in inputs.items():
+        leaves[name] = value.to(kind.device, exact_dtype).requires_grad_(learns[name])
+    segments = None
+    if kind.segments:
+        segments = (torch.arange(kind.keys, device=kind.device) // 90).expand(kind.batch, -1)
+    options: dict[str, Any] = {"window": kind.window, "chunk": kind.chunk, "segments": segments}
+    if kind.w is not None:
+        options["score_bias"] = ScoreBias.of((leaves.get("u"), leaves["w"]))
+    q, k, v, bias, weight = map(leaves.get, ("q", "k", "v", "bias", "weight"))
+    out = backend(q, k, v, bias, weight=weight, index_bias=None, **options)
+
+    results = {"output": out.detach()}
+    wanted = {name: leaf for name, leaf in leaves.items() if learns[name]}
+    dout = torch.randn(out.shape, generator=draw).to(out)
+    if wanted:
+        gradients = torch.autograd.grad(out, list(wanted.values()), dout)
+        for name, gradient in zip(wanted, gradients, strict=True):
+            results[f"gradient of {name}"] = gradient
+    return results

@@ -1,23 +1,20 @@
 """Attention on CUDA by our own Triton programs, with exact gradients of the distance tables.
 
-What they can compute, and how autograd and torch.compile reach their two passes.
+What they can compute, and their two passes as operations that torch.compile keeps whole.
 """
 
 import importlib.util
 import os
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
-from megatron.attention.content import ScoreBias
-from megatron.attention.triton_ops import attention_op
+from megatron.attention.eager import ScoreBias
 from megatron.attention.triton_passes import (
-    Tables,
     as_table,
     backward_pass,
+    empty_by_length,
     forward_pass,
     padded_tables,
     reach_of,
@@ -56,9 +53,7 @@ def triton_attention(
     if score_bias is not None:
         u = None if score_bias.u is None else score_bias.u[..., 0]
         w = score_bias.w[..., 0]
-    if torch.compiler.is_compiling():
-        return attention_op(q, k, v, bias, weight, segments, window, chunk, u, w)[0]
-    return _Attention.apply(q, k, v, bias, weight, segments, window, chunk, u, w)  # pyright: ignore[reportReturnType]
+    return attention_op(q, k, v, bias, weight, segments, window, chunk, u, w)[0]
 
 
 def refusal(q: Tensor, *, index_bias: bool = False, content_rank: int = 0) -> str | None:
@@ -81,42 +76,94 @@ def refusal(q: Tensor, *, index_bias: bool = False, content_rank: int = 0) -> st
     return None
 
 
-class _Attention(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        bias: Tensor | None,
-        weight: Tensor | None,
-        segments: Tensor | None,
-        window: int,
-        chunk: int,
-        u: Tensor | None,
-        w: Tensor | None,
-    ) -> Tensor:
-        tables = padded_tables(k, bias, weight, window)
-        content = None if w is None else two_floats(u, w)
-        reach = reach_of(q, k, bias, weight, u, w)
-        out, lse = forward_pass(q, k, v, tables, segments, window, chunk, content, reach)
-        ctx.save_for_backward(q, k, v, bias, weight, segments, u, w, reach, *tables, out, lse)
-        ctx.window, ctx.chunk = window, chunk
-        return out
+@torch.library.custom_op("megatron::attention", mutates_args=())
+def attention_op(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bias: Tensor | None,
+    weight: Tensor | None,
+    segments: Tensor | None,
+    window: int,
+    chunk: int,
+    u: Tensor | None = None,
+    w: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Output and lse, as `forward_pass` has them, for whole tables [heads, >= keys]."""
+    tables = padded_tables(k, bias, weight, window)
+    content = None if w is None else two_floats(u, w)
+    reach = reach_of(q, k, bias, weight, u, w)
+    return forward_pass(q, k, v, tables, segments, window, chunk, content, reach)
 
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, bias, weight, segments, u, w, reach, *tables, out, lse = ctx.saved_tensors
-        content = None if w is None else two_floats(u, w)
-        wants_dbias, wants_dweight = ctx.needs_input_grad[3:5]
-        dq, dk, dv, dbias, dweight, du, dw = backward_pass(
-            *(dout, q, k, v, Tables(*tables), segments, out, lse, ctx.window, ctx.chunk),
-            *(content, reach),
-            wants_tables=wants_dbias or wants_dweight,
-        )
-        dbias = as_table(dbias, bias) if wants_dbias else None
-        dweight = as_table(dweight, weight) if wants_dweight else None
-        du = None if du is None or u is None else du.to(u.dtype)
-        dw = None if dw is None or w is None else dw.to(w.dtype)
-        return dq, dk, dv, dbias, dweight, None, None, None, du, dw
+
+@attention_op.register_fake
+def _(q, k, v, bias, weight, segments, window, chunk, u=None, w=None):
+    return empty_by_length(q), q.new_empty(q.shape[:3], dtype=torch.float32)
+
+
+@torch.library.custom_op("megatron::attention_backward", mutates_args=())
+def attention_backward_op(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bias: Tensor | None,
+    weight: Tensor | None,
+    segments: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    window: int,
+    chunk: int,
+    wants_dbias: bool,
+    wants_dweight: bool,
+    u: Tensor | None = None,
+    w: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """dq, dk, dv, dbias, dweight, du and dw.
+
+    A gradient of a table that is not wanted is empty, and one of a u or w that does not exist.
+    """
+    content = None if w is None else two_floats(u, w)
+    dq, dk, dv, dbias, dweight, du, dw = backward_pass(
+        *(dout, q, k, v, padded_tables(k, bias, weight, window)),
+        *(segments, out, lse, window, chunk, content, reach_of(q, k, bias, weight, u, w)),
+        wants_tables=wants_dbias or wants_dweight,
+    )
+    dbias = as_table(dbias, bias) if bias is not None and wants_dbias else q.new_empty(0)
+    dweight = as_table(dweight, weight) if weight is not None and wants_dweight else q.new_empty(0)
+    du = q.new_empty(0) if du is None or u is None else du.to(u.dtype)
+    dw = q.new_empty(0) if dw is None or w is None else dw.to(w.dtype)
+    return dq, dk, dv, dbias, dweight, du, dw
+
+
+@attention_backward_op.register_fake
+def _(
+    dout, q, k, v, bias, weight, segments, out, lse, window, chunk, wants_dbias, wants_dweight,
+    u=None, w=None,
+):  # fmt: skip
+    # Gradients of tables are contiguous, also where a table is not.
+    dbias = bias.new_empty(bias.shape) if wants_dbias else q.new_empty(0)
+    dweight = weight.new_empty(weight.shape) if wants_dweight else q.new_empty(0)
+    du = q.new_empty(0) if u is None else u.new_empty(u.shape)
+    dw = q.new_empty(0) if w is None else w.new_empty(w.shape)
+    return empty_by_length(q), empty_by_length(k), empty_by_length(v), dbias, dweight, du, dw
+
+
+def _setup_context(ctx, inputs, output) -> None:
+    *tensors, window, chunk, u, w = inputs
+    ctx.save_for_backward(*tensors, *output, u, w)
+    ctx.window, ctx.chunk = window, chunk
+
+
+def _backward(ctx, dout: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+    wants_dbias, wants_dweight = ctx.needs_input_grad[3:5]
+    *saved, u, w = ctx.saved_tensors
+    dq, dk, dv, dbias, dweight, du, dw = attention_backward_op(
+        dout, *saved, ctx.window, ctx.chunk, wants_dbias, wants_dweight, u, w
+    )
+    tables = (dbias if wants_dbias else None, dweight if wants_dweight else None)
+    of_content = (None if u is None else du, None if w is None else dw)
+    return dq, dk, dv, *tables, None, None, None, *of_content
+
+
+attention_op.register_autograd(_backward, setup_context=_setup_context)

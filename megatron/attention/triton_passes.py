@@ -8,33 +8,77 @@ like, not on its numbers.
 # pyright: reportCallIssue=false, reportArgumentType=false
 
 import math
+import re
+from collections.abc import Mapping
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron.attention.content import ScoreBias
+from megatron.attention.eager import ScoreBias
 from megatron.attention.first_keys import GRAIN, first_of_grains
 from megatron.attention.scope import Scope
-from megatron.attention.triton_tiles import (
-    Tiles,
-    columns,
-    float32_products,
-    reads_directly,
-    tiles_for,
-)
 
 MOST_SUMS = 64 * 2**20
 """float32 numbers (256 MiB) in which the tables' gradients are summed at once.
 
 More only where one pair of batch and head needs more: from about 46,000 tokens on.
 """
-
-
 FEWEST_KEYS = 8192
 """With fewer, some twenty small launches would cost more than a few percent of the forward pass, by
 estimate: the products of 12 heads at 8192 tokens take an H100 a millisecond or two."""
+
+
+class Tiles(NamedTuple):
+    """Queries and keys of a program's tile, its warps, and its stages of loads in flight."""
+
+    queries: int
+    keys: int
+    warps: int
+    stages: int
+
+
+OTHERS = 80
+"""GPUs without tiles of their own take those of this compute capability."""
+TILES = """
+80 forward                   2 64  128x64/8/2   128x64/8/2   128x64/8/2
+80 forward                   2 128 128x64/8/2   128x64/8/2   128x32/8/2
+80 forward                   4 64  64x32/8/2    64x32/8/2    64x32/8/2
+80 forward                   4 128 64x32/8/2    64x32/8/2    64x32/8/2
+80 query_gradient            2 64  64x64/4/2    64x32/4/2    64x32/4/2
+80 query_gradient            2 128 128x32/8/2   64x32/8/2    64x32/8/2
+80 query_gradient            4 64  64x32/8/2    64x32/8/2    64x32/8/2
+80 query_gradient            4 128 16x32/4/2    16x32/4/2    16x32/4/2
+80 query_and_table_gradients 2 64  64x64/8/2    32x32/4/2    32x32/4/2
+80 query_and_table_gradients 2 128 64x64/8/2    64x64/8/2    32x32/4/2
+80 query_and_table_gradients 4 64  32x32/8/2    32x32/8/2    32x32/8/2
+80 query_and_table_gradients 4 128 32x32/8/2    32x32/8/2    32x32/8/2
+80 key_gradients             2 64  64x64/4/2    32x64/4/2    32x64/8/2
+80 key_gradients             2 128 64x64/8/2    64x64/8/2    64x64/8/2
+80 key_gradients             4 64  32x32/8/1    32x32/8/1    32x32/8/1
+80 key_gradients             4 128 32x32/8/1    32x32/8/1    32x32/8/1
+90 forward                   2 64  128x64/8/2   128x64/8/2   128x64/8/2
+90 forward                   2 128 128x64/8/2   128x64/8/2   128x32/8/2
+90 forward                   4 64  64x32/8/2    64x32/8/2    64x32/8/2
+90 forward                   4 128 32x32/8/2    32x32/8/2    32x32/8/2
+90 query_gradient            2 64  64x64/4/2    64x64/4/2    64x64/8/2
+90 query_gradient            2 128 128x32/8/2   128x32/8/2   128x32/8/2
+90 query_gradient            4 64  32x32/8/2    32x32/8/2    32x32/8/2
+90 query_gradient            4 128 16x32/4/2    16x32/4/2    16x32/4/2
+90 query_and_table_gradients 2 64  64x64/4/2    64x64/8/2    32x32/2/2
+90 query_and_table_gradients 2 128 32x32/4/2    32x32/4/2    32x32/4/2
+90 query_and_table_gradients 4 64  32x32/4/2    32x32/8/2    16x16/4/2
+90 query_and_table_gradients 4 128 32x32/8/2    16x16/4/2    16x16/4/2
+90 key_gradients             2 64  64x64/4/2    64x64/4/2    64x64/8/2
+90 key_gradients             2 128 64x64/8/2    32x64/8/2    32x64/8/2
+90 key_gradients             4 64  32x32/8/1    32x32/8/1    32x32/8/1
+90 key_gradients             4 128 32x16/8/1    32x16/8/1    32x16/8/1
+"""
+"""A line for each compute capability (80 is an A100, 90 an H100 or H200), program, bytes of a
+number, and most columns: tiles as queries x keys / warps / stages. First those with nothing beside
+a bias, then with chunks or documents, then with a weight or a bias by content."""
 
 
 class Tables(NamedTuple):
@@ -373,10 +417,6 @@ def empty_by_length(x: Tensor) -> Tensor:
     return x.new_empty(batch, length, heads, head_dim).transpose(1, 2)
 
 
-def _scale(q: Tensor) -> float:
-    return math.log2(math.e) / math.sqrt(q.shape[3])
-
-
 def _pointer(tensor: Tensor | None, other: Tensor) -> Tensor:
     """The tensor, or another one that the program does not read."""
     return other if tensor is None else tensor
@@ -387,7 +427,8 @@ def _strides(*tensors: Tensor) -> list[int]:
 
 
 def _sizes(q: Tensor, k: Tensor, table: Tensor, window: int, chunk: int) -> tuple[Any, ...]:
-    return table.stride(0), q.shape[1], q.shape[2], k.shape[2], window, chunk, _scale(q)
+    scale = math.log2(math.e) / math.sqrt(q.shape[3])
+    return table.stride(0), q.shape[1], q.shape[2], k.shape[2], window, chunk, scale
 
 
 def _flags(
@@ -399,6 +440,8 @@ def _flags(
     content: Content | None,
     reach: Tensor | None,
 ) -> dict[str, Any]:
+    ieee = q.dtype != torch.float32 or torch.get_float32_matmul_precision() == "highest"
+    on_nvidia = q.device.type == "cuda" and torch.version.cuda is not None
     numbers_of_w = 0
     if content is not None:
         numbers_of_w = 1 if content.w_low is None else 2
@@ -409,8 +452,8 @@ def _flags(
         "CHUNK": chunk < k.shape[2],
         "SEGMENTS": segments is not None,
         "BOUNDS": segments is not None or reach is not None,
-        "DIRECT": reads_directly(q.device),
-        "PRECISION": float32_products(q.dtype),
+        "DIRECT": on_nvidia,
+        "PRECISION": "ieee" if ieee else "tf32",
         "CONTENT": numbers_of_w,
         "ONES": content is not None and content.u is None,
     }
@@ -423,3 +466,34 @@ def _launch(tiles: Tiles) -> dict[str, int]:
         "num_warps": tiles.warps,
         "num_stages": tiles.stages,
     }
+
+
+@cache
+def all_tiles() -> dict[tuple[int, str, int, int], list[Tiles]]:
+    """TILES by compute capability, program, bytes and columns."""
+    found = {}
+    for line in TILES.strip().splitlines():
+        capability, program, itemsize, most, *cells = line.split()
+        tiles = [Tiles(*map(int, re.split("[x/]", cell))) for cell in cells]
+        found[int(capability), program, int(itemsize), int(most)] = tiles
+    return found
+
+
+def tiles_for(program: str, q: Tensor, flags: Mapping[str, Any]) -> Tiles:
+    """The tiles of a program for queries [batch, heads, queries, head_dim] and its flags."""
+    capability = OTHERS  # for the interpreter's CPU too
+    if q.device.type == "cuda":
+        major, minor = torch.cuda.get_device_capability(q.device)
+        capability = 10 * major + minor
+    if (capability, program, 2, 64) not in all_tiles():
+        capability = OTHERS
+    most = 64 if columns(q.shape[3]) <= 64 else 128
+    bias, masked, weighted = all_tiles()[capability, program, q.element_size(), most]
+    if flags["WEIGHT"] or flags["CONTENT"]:
+        return weighted
+    return masked if flags["CHUNK"] or flags["SEGMENTS"] else bias
+
+
+def columns(head_dim: int) -> int:
+    """head_dim as a tile holds it: a power of two, at least 16."""
+    return max(16, 1 << (head_dim - 1).bit_length())

@@ -1,4 +1,4 @@
-"""Whether a bias is one of the kernels that KERPLE and MEP rest on, by eigenvalues.
+"""Whether a bias is one of the kernels that KERPLE and MEP rest on, as first drawn and as learned.
 
 KERPLE (arXiv 2205.09921) takes biases k(i - j) that are conditionally positive definite: Σ_ij c_i
 c_j k(i - j) ≥ 0 for all c whose sum is 0. Then k plus a large enough constant is positive definite,
@@ -11,19 +11,23 @@ A matrix of a few hundred tokens can refute a property. It cannot prove it for l
 
 import copy
 import math
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from megatron.conformance.finding import FACT, FAILS, Finding, holds, not_applicable
-from megatron.conformance.subject import Subject
+from megatron.conformance.subject import FACT, FAILS, HOLDS, NOT_APPLICABLE, Finding, Subject
 from megatron.positions import Position
+from megatron.positions.layers import Placed
 
 SIZES = (32, 256)  # tokens
 ROUNDING = 1e-11  # of the largest entry, for each token
 CLAIM = "conditionally_positive_definite"
 """What an encoding claims that must have this property: see Position.claims."""
+EVERYWHERE = (-math.inf, math.inf)
+SHOWN = 4  # numbers that a finding names
 
 
 class Eigenvalue(NamedTuple):
@@ -52,40 +56,24 @@ def definiteness(position: Position) -> Finding:
     """The finding for an encoding with the values that it has now, such as learned ones."""
     bias = copy.deepcopy(position).double().distance_bias(SIZES[-1])
     if bias is None:
-        return not_applicable("it has no bias by distance")
-    worst = smallest_eigenvalue(bias, sum_is_zero=True)
-    if not worst.is_negative:
-        return holds(f"on {' and '.join(map(str, SIZES))} tokens; {_with_a_constant(bias)}")
-    detail = f"head {worst.head} has the eigenvalue {worst.value:.1e} on {worst.tokens} tokens"
-    if not smallest_eigenvalue(bias.exp()).is_negative:
-        detail += "; exp(bias) is positive definite, as MEP's kernels are"
-    claimed = CLAIM in position.claims
-    return Finding(FAILS if claimed else FACT, detail)
-
-
-def _with_a_constant(bias: Tensor) -> str:
-    """Which constant makes a conditionally positive definite bias positive definite, in words."""
-    if not smallest_eigenvalue(bias).is_negative:
-        return "positive definite as it is"
-    shift = smallest_shift(bias)
-    if math.isinf(shift):
-        return "no constant makes it positive definite"
-    return f"positive definite on {SIZES[-1]} with {shift:.3g} added"
-
-
-@torch.no_grad()
-def negative_heads(position: Position) -> list[int]:
-    """The heads whose bias is not conditionally positive definite, as far as eigenvalues show."""
-    bias = copy.deepcopy(position).double().distance_bias(SIZES[-1])
-    if bias is None:
-        return []
+        return Finding(NOT_APPLICABLE, "it has no bias by distance")
+    if not bias.isfinite().all():
+        return Finding(FAILS, "the bias is not finite")
     found = smallest_eigenvalues(bias, sum_is_zero=True)
-    return sorted({one.head for one in found if one.is_negative})
+    heads = sorted({one.head for one in found if one.is_negative})
+    if not heads:
+        return Finding(HOLDS, f"on {' and '.join(map(str, SIZES))} tokens")
+    worst = worst_of(found)
+    detail = f"head {worst.head} has the eigenvalue {worst.value:.1e} on {worst.tokens} tokens"
+    if not worst_of(smallest_eigenvalues(bias.exp())).is_negative:
+        detail += "; exp(bias) is positive definite, as MEP's kernels are"
+    if len(heads) > 1:
+        detail += f"; heads that have one: {', '.join(map(str, heads))}"
+    return Finding(FAILS if CLAIM in position.claims else FACT, detail)
 
 
-def smallest_eigenvalue(kernel: Tensor, *, sum_is_zero: bool = False) -> Eigenvalue:
-    """The smallest one over heads and SIZES: see smallest_eigenvalues."""
-    found = smallest_eigenvalues(kernel, sum_is_zero=sum_is_zero)
+def worst_of(found: Sequence[Eigenvalue]) -> Eigenvalue:
+    """The one that is farthest below 0."""
     return min(found, key=lambda one: one.value / one.tokens)
 
 
@@ -97,46 +85,84 @@ def smallest_eigenvalues(kernel: Tensor, *, sum_is_zero: bool = False) -> list[E
     """
     found = []
     for tokens in SIZES:
-        matrices = toeplitz(kernel[:, :tokens])
+        index = torch.arange(tokens)
+        matrices = kernel[:, (index[:, None] - index).abs()]  # [heads, tokens, tokens]
         scale = matrices.abs().amax(dim=(1, 2)).clamp(min=torch.finfo(matrices.dtype).tiny)
         if sum_is_zero:
-            matrices = centred(matrices)
+            matrices = matrices - matrices.mean(dim=1, keepdim=True)
+            matrices = matrices - matrices.mean(dim=2, keepdim=True)
         smallest = torch.linalg.eigvalsh(matrices)[:, 0] / scale
         for head, value in enumerate(smallest.tolist()):
             found.append(Eigenvalue(value, head, tokens))
     return found
 
 
-def toeplitz(kernel: Tensor) -> Tensor:
-    """kernel[|i - j|]: [heads, tokens] -> [heads, tokens, tokens]."""
-    index = torch.arange(kernel.shape[1], device=kernel.device)
-    return kernel[:, (index[:, None] - index).abs()]
+def examine_learned(positions: Sequence[Placed]) -> list[Finding]:
+    """Findings for the encodings of a trained model."""
+    findings = []
+    for placed in positions:
+        label = placed.label[0].upper() + placed.label[1:]
+        where = f"{label}: " if len(positions) > 1 else ""
+        of_one = {
+            "Learned numbers are within their bounds": within_bounds(placed.position),
+            "Learned numbers are in the kernel's region": in_the_region(placed.position),
+            "The bias is conditionally positive definite": definiteness(placed.position),
+        }
+        findings += [replace(finding, check=where + check) for check, finding in of_one.items()]
+    return findings
 
 
-def centred(matrices: Tensor) -> Tensor:
-    """P matrix P, P = 1 - 11ᵀ/tokens: what a matrix is for vectors whose sum is 0."""
-    matrices = matrices - matrices.mean(dim=1, keepdim=True)
-    return matrices - matrices.mean(dim=2, keepdim=True)
+def within_bounds(position: Position) -> Finding:
+    """Numbers that are stored outside of their bounds act as the nearest ones within them."""
+    bounds = {name: interval(position, name, "bounds") for name in position.learned()}
+    bounds = {name: one for name, one in bounds.items() if one != EVERYWHERE}
+    if not bounds:
+        return Finding(NOT_APPLICABLE, "nothing that it learns has bounds")
+    return _all_inside(position, bounds)
 
 
-def smallest_shift(bias: Tensor) -> float:
-    """The smallest c for which bias[|i - j|] + c is positive definite, for every head.
+def in_the_region(position: Position) -> Finding:
+    """Numbers that left the region still act within their bounds: the eigenvalues are of these.
 
-    bias [heads, tokens] float64, conditionally positive definite; infinite where there is none.
-    With u = 1/√tokens · 1, M = P B P and b = P B u, the matrix is positive definite if and only if
-    b is in the range of M and uᵀBu + c · tokens ≥ bᵀM⁺b (Schur complement).
+    An encoding that claims the property has it for all of its bounds. Theorems such as KERPLE's
+    say > 0 where bounds have a small floor.
     """
-    tokens = bias.shape[1]
-    matrices = toeplitz(bias)
-    sums = matrices.sum(dim=2) / math.sqrt(tokens)  # B u
-    along = sums.sum(dim=1) / math.sqrt(tokens)  # uᵀBu
-    across = sums - sums.mean(dim=1, keepdim=True)  # b
-    values, vectors = torch.linalg.eigh(centred(matrices))
-    parts = (vectors.mT @ across[..., None])[..., 0]
-    least = ROUNDING * tokens * matrices.abs().amax(dim=(1, 2))
-    in_range = values > least[:, None]
-    outside = (parts * ~in_range).norm(dim=1)
-    if bool((outside > 1e-6 * across.norm(dim=1) + least).any()):
-        return math.inf
-    needed = (parts.square() / values.where(in_range, torch.ones_like(values)) * in_range).sum(1)
-    return float(((needed - along) / tokens).max())
+    regions = {}
+    for name in position.learned():
+        owner = position.get_submodule(name.rpartition(".")[0])
+        if name.rpartition(".")[2] in getattr(owner, "definite_within", {}):
+            regions[name] = interval(position, name, "definite_within")
+        elif CLAIM in getattr(owner, "claims", ()):
+            low, high = interval(position, name, "bounds")
+            regions[name] = (min(low, 0.0), high)
+    if not regions:
+        return Finding(NOT_APPLICABLE, "no region is known for what it learns")
+    return _all_inside(position, regions)
+
+
+def interval(position: Position, name: str, of: str) -> tuple[float, float]:
+    """The interval of a parameter by its path, from `bounds` or `definite_within` of its owner."""
+    owner, _, last = name.rpartition(".")
+    return getattr(position.get_submodule(owner), of, {}).get(last, EVERYWHERE)
+
+
+def _all_inside(position: Position, intervals: Mapping[str, tuple[float, float]]) -> Finding:
+    """Which numbers are stored outside of these intervals, and as what they act."""
+    found = []
+    for name, (low, high) in intervals.items():
+        stored = position.get_parameter(name).detach().float()
+        acting = position.learned()[name]
+        for place in ((stored < low) | (stored > high) | stored.isnan()).nonzero().tolist():
+            entry = f"{name}{place}"
+            if list(stored.shape) == [position.shape.heads]:
+                entry = f"{name} of head {place[0]}"
+            kept, acts = stored[tuple(place)].item(), acting[tuple(place)].item()
+            acted = f" is stored as {kept:.4g} and acts as {acts:.4g}"
+            found.append(entry + (f" is {acts:.4g}" if kept == acts else acted))
+    if not found:
+        return Finding(HOLDS)
+    words = "; ".join(found[:SHOWN])
+    more = len(found) - SHOWN
+    if more > 0:
+        words += f"; and {more} more"
+    return Finding(FACT, words)

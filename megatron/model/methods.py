@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from megatron.attention import attention
-from megatron.attention.content import ScoreBias
+from megatron.attention.eager import ScoreBias
 from megatron.attention.near_far import Keys, Tables, near_far
 from megatron.errors import UserError, did_you_mean
 from megatron.model.settings import AttentionSettings

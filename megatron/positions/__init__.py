@@ -4,7 +4,7 @@ import importlib
 import pkgutil
 
 from megatron.positions.base import DistanceBias, Position, Shape
-from megatron.positions.mixture import Mixture
+from megatron.positions.mep import Mixture
 from megatron.positions.precision import at_least, at_least_float32, within, without_autocast
 from megatron.positions.registry import (
     ALIASES,

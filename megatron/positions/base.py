@@ -46,6 +46,7 @@ class Position(Float32Module):
     scores_read_beyond: how many keys before the first visible one on_scores reads
     rotates: on_queries_keys makes q·k depend on the distance, and on_queries_keys_at can be asked
     stretches: on_queries_keys_at knows `stretch`
+    draws: numbers per head that KERPLE's constructor draws from U(0, high); they are options too
     claims: some of "zero_at_0", "never_rises" and "conditionally_positive_definite", as KERPLE's
         kernels are; tools/check_encoding.py holds the bias to them
     bounds: intervals of learned parameters; `bounded` and `learned` give the values within them
@@ -67,6 +68,7 @@ class Position(Float32Module):
     scores_read_beyond: int = 0
     rotates: bool = False
     stretches: bool = False
+    draws: ClassVar[dict[str, float]] = {}
     claims: ClassVar[tuple[str, ...]] = ()
     definite_within: ClassVar[dict[str, tuple[float, float]]] = {}
     rows_are_positions: ClassVar[tuple[str, ...]] = ()
@@ -300,3 +302,17 @@ class DistanceBias(Position):
     def distance_bias(self, length: int) -> Tensor:
         kernel = self.paper_kernel if self.paper_precision else self.log_kernel
         return self.table(kernel, length)
+
+
+def running_sum(new: Tensor, memory: dict[str, Tensor], name: str) -> Tensor:
+    """Sums of the tokens up to each key: [batch, heads, queries] -> [batch, heads, keys] float64.
+
+    memory[name] holds those of earlier tokens, and then all of them. In float64, because a sum
+    over 16384 tokens in float32 has lost what its neighbours differ by.
+    """
+    total = new.double().cumsum(dim=-1)
+    if name in memory:
+        earlier = memory[name]
+        total = torch.cat([earlier, earlier[..., -1:] + total], dim=-1)
+    memory[name] = total
+    return total

@@ -4,10 +4,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megatron.positions.base import Position, Shape
+from megatron.positions.base import Position, Shape, running_sum
 from megatron.positions.precision import at_least_float32, without_autocast
 from megatron.positions.registry import positive, register
-from megatron.positions.running_sum import running_sum
 
 
 @register("fox")

@@ -1,6 +1,7 @@
 """GRAPE-M: rotations whose frequencies, or whose steps, are learned (arXiv 2512.07805)."""
 
 import math
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -75,9 +76,7 @@ class GrapeM(Position):
         k: Tensor,
         query: Tensor,
         key: Tensor,
-        *,
-        start: int = 0,
-        stretch: float = 1.0,
+        **place: Any,
     ) -> tuple[Tensor, Tensor]:
         if self.by_content:
             return q, k

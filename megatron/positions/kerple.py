@@ -30,22 +30,24 @@ EXPONENT = (FLOOR, 2.0)  # beyond 2 the kernels are no longer conditionally posi
 
 
 class Kerple(PerHead):
-    """Numbers per head that are drawn at random and learned, or fixed by the user."""
+    """Numbers per head that are learned, or fixed by the user.
 
-    def draw(self, high: float, **options: Given | None) -> None:
-        """Draw each number from U(0, high) and learn it, or fix it where its option has a value."""
-        for name, value in options.items():
-            if value is None:
-                self.set_learned(name, torch.rand(self.shape.heads) * high)
-            else:
-                self.set_fixed(name, self._checked(name, value))
+    draws: names of these numbers in the order in which they are drawn, each from U(0, high). Each
+        name is an option: one number for all heads, or a list of one per head, fixes it
+    """
 
-    def _checked(self, name: str, value: Given) -> list[float]:
-        fixed = numbers(name, value, self.shape.heads)
-        _, most = self.bounds[name]
-        if max(fixed) > most:
-            raise UserError(f"{name}: {max(fixed):g} is more than {most:g}")
-        return fixed
+    def __init__(self, shape: Shape, **fixed: Given | None) -> None:
+        super().__init__(shape)
+        for name, high in self.draws.items():
+            given = fixed.get(name)
+            if given is None:
+                self.set_learned(name, torch.rand(shape.heads) * high)
+                continue
+            values = numbers(name, given, shape.heads)
+            _, most = self.bounds[name]
+            if max(values) > most:
+                raise UserError(f"{name}: {max(values):g} is more than {most:g}")
+            self.set_fixed(name, values)
 
 
 class WeightKernel(Position):
@@ -72,13 +74,9 @@ class KerpleLog(Kerple, DistanceBias):
 
     published = True
     claims = ("zero_at_0", "never_rises", "conditionally_positive_definite")
+    draws = {"p": 2.0, "a": 1.0}
     bounds = {"p": POSITIVE, "a": POSITIVE}
     reference_names = {"p": "bias_p", "a": "bias_a"}
-
-    def __init__(self, shape: Shape, *, p: Given | None = None, a: Given | None = None) -> None:
-        super().__init__(shape)
-        self.draw(2.0, p=p)
-        self.draw(1.0, a=a)
 
     def log_kernel(self, distance: Tensor) -> Tensor:
         return -self.per_head("p") * torch.log1p(self.per_head("a") * distance)
@@ -98,20 +96,8 @@ class KerpleLog3(Kerple, DistanceBias):
     """
 
     claims = ("zero_at_0", "never_rises", "conditionally_positive_definite")
+    draws = {"r1": 2.0, "r2": 1.0, "r3": 2.0}
     bounds = {"r1": POSITIVE, "r2": POSITIVE, "r3": EXPONENT}
-
-    def __init__(
-        self,
-        shape: Shape,
-        *,
-        r1: Given | None = None,
-        r2: Given | None = None,
-        r3: Given | None = None,
-    ) -> None:
-        super().__init__(shape)
-        self.draw(2.0, r1=r1)
-        self.draw(1.0, r2=r2)
-        self.draw(2.0, r3=r3)
 
     def log_kernel(self, distance: Tensor) -> Tensor:
         power = distance ** self.per_head("r3")
@@ -127,13 +113,9 @@ class KerplePower(Kerple, DistanceBias):
 
     published = True
     claims = ("zero_at_0", "never_rises", "conditionally_positive_definite")
+    draws = {"a": 1.0, "p": 2.0}
     bounds = {"a": POSITIVE, "p": EXPONENT}
     reference_names = {"a": "bias_a", "p": "bias_p"}
-
-    def __init__(self, shape: Shape, *, a: Given | None = None, p: Given | None = None) -> None:
-        super().__init__(shape)
-        self.draw(1.0, a=a)
-        self.draw(2.0, p=p)
 
     def log_kernel(self, distance: Tensor) -> Tensor:
         return -self.per_head("a") * distance ** self.per_head("p")
@@ -150,15 +132,9 @@ class KerpleWeight(Kerple, WeightKernel):
     """
 
     published = True
+    draws = {"weight_a": 1.0, "weight_p": 2.0}
     bounds = {"weight_a": POSITIVE, "weight_p": EXPONENT}
     reference_names = {"weight_a": "wei_a", "weight_p": "wei_p"}
-
-    def __init__(
-        self, shape: Shape, *, weight_a: Given | None = None, weight_p: Given | None = None
-    ) -> None:
-        super().__init__(shape)
-        self.draw(1.0, weight_a=weight_a)
-        self.draw(2.0, weight_p=weight_p)
 
     def weight_kernel(self, distance: Tensor) -> Tensor:
         return torch.exp(-self.per_head("weight_a") * distance ** self.per_head("weight_p"))
@@ -173,11 +149,8 @@ class KerpleWeight1(Kerple, WeightKernel):
     weight_a: learned by default; one number for all heads, or a list of one per head, fixes it
     """
 
+    draws = {"weight_a": 1.0}
     bounds = {"weight_a": POSITIVE}
-
-    def __init__(self, shape: Shape, *, weight_a: Given | None = None) -> None:
-        super().__init__(shape)
-        self.draw(1.0, weight_a=weight_a)
 
     def weight_kernel(self, distance: Tensor) -> Tensor:
         return torch.exp(-self.per_head("weight_a") * distance**2)
@@ -193,21 +166,9 @@ class KerpleBiasWeight(KerplePower, WeightKernel):
         head, fixes them
     """
 
+    draws = {**KerplePower.draws, **KerpleWeight.draws}
     bounds = {**KerplePower.bounds, **KerpleWeight.bounds}
     reference_names = {**KerplePower.reference_names, **KerpleWeight.reference_names}
-
-    def __init__(
-        self,
-        shape: Shape,
-        *,
-        a: Given | None = None,
-        p: Given | None = None,
-        weight_a: Given | None = None,
-        weight_p: Given | None = None,
-    ) -> None:
-        super().__init__(shape, a=a, p=p)
-        self.draw(1.0, weight_a=weight_a)
-        self.draw(2.0, weight_p=weight_p)
 
     def weight_kernel(self, distance: Tensor) -> Tensor:
         return torch.exp(-self.per_head("weight_a") * distance ** self.per_head("weight_p"))
@@ -224,11 +185,8 @@ class KerpleBump(Kerple, DistanceBias):
     """
 
     claims = ("never_rises", "conditionally_positive_definite")
+    draws = {"r1": 1.0, "r2": 1.0}
     bounds = {"r1": POSITIVE, "r2": POSITIVE}
-
-    def __init__(self, shape: Shape, *, r1: Given | None = None, r2: Given | None = None) -> None:
-        super().__init__(shape)
-        self.draw(1.0, r1=r1, r2=r2)
 
     def log_kernel(self, distance: Tensor) -> Tensor:
         return self.per_head("r1") * torch.exp(-self.per_head("r2") * distance**2)
@@ -245,19 +203,8 @@ class KerpleBump3(Kerple, DistanceBias):
     """
 
     claims = ("never_rises", "conditionally_positive_definite")
+    draws = {"r1": 1.0, "r2": 1.0, "r3": 2.0}
     bounds = {"r1": POSITIVE, "r2": POSITIVE, "r3": EXPONENT}
-
-    def __init__(
-        self,
-        shape: Shape,
-        *,
-        r1: Given | None = None,
-        r2: Given | None = None,
-        r3: Given | None = None,
-    ) -> None:
-        super().__init__(shape)
-        self.draw(1.0, r1=r1, r2=r2)
-        self.draw(2.0, r3=r3)
 
     def log_kernel(self, distance: Tensor) -> Tensor:
         power = distance ** self.per_head("r3")

@@ -1,17 +1,122 @@
-"""MEP: the log of a mean of kernels (arXiv 2403.17698), and its published mixtures as presets.
+"""MEP: the log of a weighted mean of kernels (arXiv 2403.17698), and its published mixtures.
 
 The authors' fork chooses the mixture by commenting source lines in and out. Here it is an option,
 and the checkpoint keeps it.
 """
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterable, Sequence
+from typing import Any, cast
 
-from megatron.positions.base import Shape
-from megatron.positions.mixture import Mixture
-from megatron.positions.registry import register
+import torch
+from torch import Tensor, nn
 
-register("mep")(Mixture)
+from megatron.errors import UserError
+from megatron.positions.base import DistanceBias, Position, Shape
+from megatron.positions.registry import (
+    ALIASES,
+    REGISTRY,
+    build,
+    named,
+    positive,
+    register,
+    suggestion,
+)
+
+LEARNED = ("learned", "learned_shared")
+MOST_KERNELS = 64
+
+# exp(-s·d) is ALiBi's kernel. The MEP paper names it by its form.
+KERNEL_NAMES = {"exp": "alibi"}
+
+# A mixture asks its kernels for their bias by distance only.
+OTHER_HOOKS = (
+    "prepare",
+    "on_embeddings",
+    "on_queries_keys",
+    "on_queries_keys_by_content",
+    "distance_weight",
+    "index_bias",
+    "score_bias",
+    "on_scores",
+)
+
+
+@register("mep")
+class Mixture(DistanceBias):
+    """log Σ_k w_k exp(table_k), the log of a weighted mean of kernels (MEP, arXiv 2403.17698).
+
+    kernels: a list of encodings that are functions of the distance, each a name, {name: {options}}
+        or {name: slope_factor}; exp is the paper's name for alibi; mep nests a mixture
+    weights: "equal", a list of positive numbers that sum to 1, "learned" (a softmax over kernels
+        for each head) or "learned_shared" (one softmax for all heads); learned weights start equal
+    """
+
+    # The authors' class stores what any parameterised mixture needs, used or not.
+    reference_unused = ("slopes", "weight", "bias_p", "bias_a")
+    log_weights: Tensor
+
+    def __init__(
+        self,
+        shape: Shape,
+        *,
+        kernels: Sequence[Any],
+        weights: str | Sequence[float] = "equal",
+    ) -> None:
+        super().__init__(shape)
+        if not isinstance(kernels, Sequence) or isinstance(kernels, str) or not kernels:
+            raise UserError(
+                f"kernels: {kernels!r} is not a list of kernels; write kernels: [exp, gaussian]"
+            )
+        if len(kernels) > MOST_KERNELS:
+            raise UserError(f"kernels: {len(kernels)} kernels are more than {MOST_KERNELS}")
+        self.kernels = nn.ModuleList(_build_kernel(shape, item) for item in kernels)
+        count = len(kernels)
+        learned = weights in LEARNED
+        self.has_equal_weights = weights == "equal"
+        if learned or self.has_equal_weights:
+            fixed = [1 / count] * count
+        else:
+            fixed = _checked_weights(weights, count)
+        self.register_buffer("log_weights", torch.tensor(fixed).log()[:, None], persistent=False)
+        columns = 1 if weights == "learned_shared" else shape.heads
+        self.weight_logits = nn.Parameter(torch.zeros(count, columns)) if learned else None
+
+    def log_kernel(self, distance: Tensor) -> Tensor:
+        if self.weight_logits is None:
+            log_weights = self.log_weights  # [kernels, 1]
+        else:
+            log_weights = self.bounded("weight_logits").log_softmax(dim=0)  # [kernels, heads or 1]
+        kernels = cast(Iterable[DistanceBias], self.kernels)
+        tables = [kernel.log_kernel(distance) for kernel in kernels]
+        log_terms = log_weights[:, :, None] + torch.stack(tables)  # [kernels, heads, length]
+        # Not log(mean(exp)): all kernels but the slowest underflow within the training length.
+        return torch.logsumexp(log_terms, dim=0)
+
+    @property
+    def published(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """Whether every kernel is in the forks' code."""
+        return all(cast(Position, kernel).published for kernel in self.kernels)
+
+    def paper_kernel(self, distance: Tensor) -> Tensor:
+        """log of the sum of kernels, which underflows to -inf, as in the authors' two classes."""
+        has_learned_numbers = next(self.parameters(), None) is not None
+        if has_learned_numbers:
+            # Their class for learned kernels squares distances that are rounded already.
+            distance = distance.bfloat16().to(distance.dtype)
+        kernels = cast(Iterable[DistanceBias], self.kernels)
+        probabilities = [kernel.paper_probability(distance) for kernel in kernels]
+        return torch.log(self._paper_mean(probabilities))
+
+    def _paper_mean(self, probabilities: Sequence[Tensor]) -> Tensor:
+        """[heads, length] of each kernel -> their weighted mean, one after the other."""
+        if self.weight_logits is not None:
+            weights = self.rounded(self.bounded("weight_logits").softmax(dim=0))
+        elif self.has_equal_weights:
+            return sum(probabilities[1:], probabilities[0]) / len(probabilities)
+        else:
+            weights = self.rounded(self.log_weights.exp())
+        terms = [weight[:, None] * p for weight, p in zip(weights, probabilities, strict=True)]
+        return sum(terms[1:], terms[0])
 
 
 @register("mep_free", aliases=("snope_norm_original_scaling__", "snope_norm_original_scaling_"))
@@ -70,3 +175,57 @@ class MepParamT5(Mixture):
         weights: str | Sequence[float] = "equal",
     ) -> None:
         super().__init__(shape, kernels=kernels, weights=weights)
+
+
+def _build_kernel(shape: Shape, item: Any) -> DistanceBias:
+    """One kernel of a mixture from its YAML form: a name, {name: {options}} or {name: factor}."""
+    if isinstance(item, dict):  # {name: factor} is short for {name: {slope_factor: factor}}
+        item = {
+            name: given if isinstance(given, dict) else {"slope_factor": given}
+            for name, given in item.items()
+        }
+    entry = named(item)
+    if entry is None:
+        raise UserError(
+            f"kernels: {item!r} is not a kernel; write a name or {{name: {{option: value}}}}"
+        )
+    name, options = entry
+    registered = KERNEL_NAMES.get(name, ALIASES.get(name, name))
+    mixable = [key for key, encoding in REGISTRY.items() if _is_mixable(encoding)]
+    if registered in REGISTRY and registered not in mixable:
+        raise UserError(f"kernels: {name} is more than a bias by distance, so it cannot be mixed")
+    if registered not in mixable:
+        names = [*KERNEL_NAMES, *mixable]
+        raise UserError(f"kernels: no kernel is called {name!r}; {suggestion(name, names)}")
+    try:
+        return cast(DistanceBias, build(registered, shape, **options))
+    except UserError as fault:
+        message = str(fault).replace(f"pos_emb_args: {registered}", f"kernels: {name}", 1)
+        raise UserError(message) from None
+
+
+def _is_mixable(encoding: type[Position]) -> bool:
+    """Whether an encoding is a bias by distance and nothing else."""
+    if not issubclass(encoding, DistanceBias):
+        return False
+    return all(getattr(encoding, hook) is getattr(Position, hook) for hook in OTHER_HOOKS)
+
+
+def _checked_weights(weights: Any, kernels: int) -> list[float]:
+    """Given weights as positive numbers, one for each kernel, that sum to 1."""
+    if not isinstance(weights, Sequence) or isinstance(weights, str):
+        raise UserError(
+            f"weights: {weights!r} is not equal, learned, learned_shared"
+            f" or a list of {kernels} numbers"
+        )
+    numbers = [positive("weights", weight) for weight in weights]
+    if len(numbers) != kernels:
+        raise UserError(
+            f"weights: {len(numbers)} numbers for {kernels} kernels; give one weight per kernel"
+        )
+    if abs(sum(numbers) - 1) > 1e-6:
+        raise UserError(
+            f"weights: {list(weights)} sum to {sum(numbers):g};"
+            " make them sum to 1, or write weights: equal"
+        )
+    return numbers

@@ -1,6 +1,7 @@
 """PoPE: features have a length from the content and an angle from the position (2509.10534)."""
 
 import math
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -56,9 +57,7 @@ class PoPE(Position):
         k: Tensor,
         query: Tensor,
         key: Tensor,
-        *,
-        start: int = 0,
-        stretch: float = 1.0,
+        **place: Any,
     ) -> tuple[Tensor, Tensor]:
         with without_autocast(q):
             angle = key[:, None] * self.frequencies  # [keys, head_dim]

@@ -83,11 +83,9 @@ class Randomized(Position):
         k: Tensor,
         query: Tensor,
         key: Tensor,
-        *,
-        start: int = 0,
-        stretch: float = 1.0,
+        **place: Any,
     ) -> tuple[Tensor, Tensor]:
-        return self.inner.on_queries_keys_at(q, k, query, key, start=start, stretch=stretch)
+        return self.inner.on_queries_keys_at(q, k, query, key, **place)
 
     @property
     def movable(self) -> bool:

@@ -51,7 +51,14 @@ def load_file(path: str | Path) -> str:
     nothing or a name that is taken, or if it has changed since it was loaded. sys.exit in it is
     such a fault; os._exit cannot be caught.
     """
-    text = _read(path)
+    path = str(path)
+    try:
+        text = Path(path).read_bytes().decode("utf-8")
+    except (OSError, UnicodeDecodeError) as fault:
+        reason = getattr(fault, "strerror", None) or "it is not text"
+        raise UserError(
+            f"pos_emb_file: {path} cannot be read ({reason}); give the path of a Python file"
+        ) from None
     digest = fingerprint(text)
     if digest in FILES:
         return text
@@ -60,19 +67,31 @@ def load_file(path: str | Path) -> str:
         raise UserError(
             f"pos_emb_file: {path} was changed after this process had loaded it; start again"
         )
-    encodings, aliases = dict(REGISTRY), dict(ALIASES)
+    encodings, aliases = set(REGISTRY), set(ALIASES)
+    module = types.ModuleType(f"pos_emb_file_{digest[:12]}")
+    module.__file__ = path
+    sys.modules[module.__name__] = module  # dataclasses look up the names of a class there
+    problem = ""
     try:
-        _run(text, str(path), f"pos_emb_file_{digest[:12]}")
-        if REGISTRY.keys() == encodings.keys():
-            raise UserError(
-                f"pos_emb_file: {path} registers no encoding;"
-                ' put @register("its_name") above the class'
-            )
-    except UserError:
-        _restore(REGISTRY, encodings)
-        _restore(ALIASES, aliases)
+        exec(compile(text, path, "exec"), module.__dict__)
+        if REGISTRY.keys() == encodings:
+            problem = f'{path} registers no encoding; put @register("its_name") above the class'
+    except SyntaxError as fault:
+        problem = f"{path}:{fault.lineno} is not valid Python ({fault.msg})"
+    except KeyboardInterrupt:
         raise
-    FILES[digest] = str(path)
+    except BaseException as fault:  # sys.exit(0) would end the command as if it had succeeded
+        frames = traceback.extract_tb(fault.__traceback__)
+        lines = [frame.lineno for frame in frames if frame.filename == path]
+        where = f"{path}:{lines[-1]}" if lines else path
+        problem = f"{where} stops with {type(fault).__name__}: {fault}"
+    if problem:
+        for name in REGISTRY.keys() - encodings:
+            del REGISTRY[name]
+        for alias in ALIASES.keys() - aliases:
+            del ALIASES[alias]
+        raise UserError(f"pos_emb_file: {problem}")
+    FILES[digest] = path
     return text
 
 
@@ -81,53 +100,19 @@ def fingerprint(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def _read(path: str | Path) -> str:
-    try:
-        return Path(path).read_bytes().decode("utf-8")
-    except UnicodeDecodeError:
-        reason = "it is not text"
-    except OSError as fault:
-        reason = fault.strerror or "it is not text"
-    raise UserError(
-        f"pos_emb_file: {path} cannot be read ({reason}); give the path of a Python file"
-    )
-
-
-def _restore(table: dict[str, Any], before: dict[str, Any]) -> None:
-    table.clear()
-    table.update(before)
-
-
-def _run(text: str, path: str, name: str) -> None:
-    """Run a file's text as the module `name`; UserError with the line of the file that fails."""
-    module = types.ModuleType(name)
-    module.__file__ = path
-    sys.modules[name] = module  # dataclasses and inspect look up the names of a class there
-    try:
-        exec(compile(text, path, "exec"), module.__dict__)
-    except SyntaxError as fault:
-        raise UserError(
-            f"pos_emb_file: {path}:{fault.lineno} is not valid Python ({fault.msg})"
-        ) from None
-    except KeyboardInterrupt:
-        raise
-    except BaseException as fault:  # sys.exit(0) would end the command as if it had succeeded
-        frames = traceback.extract_tb(fault.__traceback__)
-        lines = [frame.lineno for frame in frames if frame.filename == path]
-        where = f"{path}:{lines[-1]}" if lines else path
-        raise UserError(
-            f"pos_emb_file: {where} stops with {type(fault).__name__}: {fault}"
-        ) from None
-
-
 def options_of(name: str) -> dict[str, inspect.Parameter]:
-    """The options of the encoding `name`: the keyword-only arguments of its constructor."""
-    parameters = inspect.signature(encoding_called(name).__init__).parameters
-    return {
+    """The options of the encoding `name`: keyword-only arguments, and numbers that it draws."""
+    encoding = encoding_called(name)
+    options = {
         key: parameter
-        for key, parameter in parameters.items()
+        for key, parameter in inspect.signature(encoding.__init__).parameters.items()
         if parameter.kind is inspect.Parameter.KEYWORD_ONLY
     }
+    for key in encoding.draws:
+        if key not in options:
+            drawn = inspect.Parameter(key, inspect.Parameter.KEYWORD_ONLY, default=None)
+            options[key] = drawn
+    return options
 
 
 def named(given: Any) -> tuple[str, dict[str, Any]] | None:
@@ -148,20 +133,6 @@ def named(given: Any) -> tuple[str, dict[str, Any]] | None:
 def build(name: str, shape: Shape, **options: Any) -> Position:
     """The encoding `name` for a model of this shape; UserError for a bad name, option or value."""
     encoding = encoding_called(name)
-    _check_options(name, options)
-    try:
-        position = encoding(shape, **options)
-    except UserError as fault:
-        raise UserError(f"pos_emb_args: {name}: {fault}") from None
-    for path, parameter in position.named_parameters():
-        if parameter.dim() == 0:  # DeepSpeed's bf16 engine crashes on it
-            raise UserError(
-                f"pos_emb: {name}: the parameter {path} has no dimensions; give it the shape [1]"
-            )
-    return position
-
-
-def _check_options(name: str, options: dict[str, Any]) -> None:
     known = options_of(name)
     for option in options:
         if option not in known:
@@ -174,6 +145,16 @@ def _check_options(name: str, options: dict[str, Any]) -> None:
                 f"pos_emb_args: {name} needs the option {option};"
                 f" write pos_emb_args: {{{option}: …}}"
             )
+    try:
+        position = encoding(shape, **options)
+    except UserError as fault:
+        raise UserError(f"pos_emb_args: {name}: {fault}") from None
+    for path, parameter in position.named_parameters():
+        if parameter.dim() == 0:  # DeepSpeed's bf16 engine crashes on it
+            raise UserError(
+                f"pos_emb: {name}: the parameter {path} has no dimensions; give it the shape [1]"
+            )
+    return position
 
 
 def encoding_called(name: str) -> type[Position]:

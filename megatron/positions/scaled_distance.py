@@ -47,6 +47,7 @@ class ScaledDistance(Kerple, DistanceBias):
     """
 
     published = True
+    draws = {"a": 1.0}
     bounds = {"a": POSITIVE}
     a: Tensor
 
@@ -61,12 +62,11 @@ class ScaledDistance(Kerple, DistanceBias):
         clip: int | None = None,
         network: str = "none",
     ) -> None:
-        super().__init__(shape)
         if slope_factor is not None:
             if a is not None:
                 raise UserError("slope_factor: fixes a, which is given too; keep one of them")
             a = floored_slopes(shape.heads, slope_factor)
-        self.draw(1.0, a=a)
+        super().__init__(shape, a=a)
         self.normalized = switch("normalized", normalized)
         self.over = whole("over", over, most=EXACT)
         self.clip = None if clip is None else whole("clip", clip, most=EXACT)

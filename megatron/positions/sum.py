@@ -81,13 +81,11 @@ class Sum(Position):
         k: Tensor,
         query: Tensor,
         key: Tensor,
-        *,
-        start: int = 0,
-        stretch: float = 1.0,
+        **place: Any,
     ) -> tuple[Tensor, Tensor]:
         for part in self._parts:
             if part.has("on_queries_keys_at"):
-                q, k = part.on_queries_keys_at(q, k, query, key, start=start, stretch=stretch)
+                q, k = part.on_queries_keys_at(q, k, query, key, **place)
         return q, k
 
     @property

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from megatron.config.document import as_yaml
-from megatron.conformance.effects import adds_to_embeddings
+from megatron.conformance.subject import adds_to_embeddings
 from megatron.files import ROOT, write_text
 from megatron.positions import ALIASES, REGISTRY, Position, Shape, build, options_of
 from megatron.report.curves import write

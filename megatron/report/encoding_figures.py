@@ -21,7 +21,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullLocator
 from torch import Tensor
 
-from megatron.conformance.effects import content_bias
+from megatron.conformance.subject import content_bias
 from megatron.errors import UserError
 from megatron.evaluation.probes.receptive_field import sampled
 from megatron.positions import Position

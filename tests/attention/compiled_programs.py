@@ -16,7 +16,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from megatron.attention import triton_programs
-from megatron.attention.triton_tiles import TILES, Tiles, columns
+from megatron.attention.triton_passes import Tiles, all_tiles, columns
 
 HEAD_DIM = 64
 FLOATS = {"bias", "weight", "lse", "delta", "dbias", "dweight", "u", "w", "w_low", "du", "dw"}
@@ -24,7 +24,7 @@ MATRICES = {"q", "k", "v", "out", "dout", "dq", "dk", "dv"}
 OFF = ("WEIGHT", "CHUNK", "SEGMENTS", "BOUNDS", "CONTENT", "ONES")
 
 
-def build(name: str, arch: int, tiles: Tiles, *, direct: bool) -> dict[str, Any]:
+def build(name: str, arch: int, tiles: Tiles) -> dict[str, Any]:
     """A program with a bias alone."""
     with_tables = name == "query_and_table_gradients"
     program = getattr(triton_programs, "query_gradient" if with_tables else name)
@@ -47,7 +47,7 @@ def build(name: str, arch: int, tiles: Tiles, *, direct: bool) -> dict[str, Any]
         if kind.startswith("*") or (kind == "i32" and is_length):
             aligned[(index,)] = [["tt.divisibility", 16]]
     known = dict.fromkeys(OFF, False)
-    known |= {"CONTENT": 0, "PRECISION": "ieee", "DIRECT": direct, "TABLES": with_tables}
+    known |= {"CONTENT": 0, "PRECISION": "ieee", "DIRECT": True, "TABLES": with_tables}
     known |= {"BLOCK_Q": tiles.queries, "BLOCK_K": tiles.keys}
     known |= {"HEAD_DIM": HEAD_DIM, "COLUMNS": columns(HEAD_DIM)}
     constants = {name: known[name] for name, kind in signature.items() if kind == "constexpr"}
@@ -65,8 +65,6 @@ def build(name: str, arch: int, tiles: Tiles, *, direct: bool) -> dict[str, Any]
 
 
 if __name__ == "__main__":
-    for arch, programs in TILES.items():
-        for name, sizes in programs.items():
-            print(json.dumps(build(name, arch, sizes[2, HEAD_DIM].bias, direct=True)))
-    tiles = TILES[90]["forward"][2, HEAD_DIM].bias
-    print(json.dumps({**build("forward", 90, tiles, direct=False), "program": "pipelined"}))
+    for (arch, name, itemsize, most), (of_bias, _, _) in all_tiles().items():
+        if (itemsize, most) == (2, HEAD_DIM):
+            print(json.dumps(build(name, arch, of_bias)))

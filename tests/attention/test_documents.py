@@ -95,13 +95,6 @@ def test_neighbours_are_joined_while_they_are_short():
     assert row[-1].end == sum(sizes)
 
 
-def test_every_document_of_one_token_is_its_value():
-    numbers = torch.arange(300)[None]
-    v = torch.randn(1, 2, 300, 4)
-    q, k = torch.randn(2, 1, 2, 300, 4)
-    torch.testing.assert_close(attention(q, k, v, segments=numbers), v)
-
-
 def test_a_document_that_comes_back_is_computed_under_the_mask():
     numbers = torch.tensor([0] * 100 + [1] * 150 + [0] * 100)[None]
     assert stretches_of(numbers) is None

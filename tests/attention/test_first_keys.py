@@ -3,14 +3,13 @@
 import math
 import random
 
-import pytest
 import torch
 
 from megatron.attention import attention
-from megatron.attention.content import ScoreBias
-from megatron.attention.eager import mask
+from megatron.attention import first_keys as module
+from megatron.attention.eager import ScoreBias, mask
 from megatron.attention.first_keys import GRAIN, Pairs, first_keys
-from megatron.attention.scope import Scope
+from megatron.attention.scope import Inputs, Scope
 
 KEYS = 1300
 LEAST = math.log(2.0**-150)  # e to this is half of float32's least number
@@ -73,8 +72,8 @@ def firsts_of(given, options):
         given["q"].shape[2], given["k"].shape[2], options.get("window"), options.get("chunk")
     )
     score_bias = None if given["w"] is None else ScoreBias(given["u"], given["w"])
-    segments = options.get("segments")
-    return first_keys(given["q"], given["k"], given["bias"], score_bias, segments, scope)
+    tensors = (given["q"], given["k"], given["v"], given["bias"], None, options.get("segments"))
+    return first_keys(Inputs(*tensors, scope, score_bias=score_bias))
 
 
 def scores(given, options):
@@ -92,10 +91,9 @@ def scores(given, options):
     return total.masked_fill(masked, -math.inf)
 
 
-@pytest.mark.parametrize("first", range(0, 60, 20))
-def test_no_key_is_skipped_that_would_get_anything(first):
+def test_no_key_is_skipped_that_would_get_anything():
     found = 0
-    for number in range(first, first + 20):
+    for number in range(40):
         given, options = case(number)
         firsts = firsts_of(given, options)
         if firsts is None:
@@ -125,19 +123,23 @@ def computed(given, options, *, double):
     return out.detach(), {name: leaf.grad for name, leaf in leaves.items()}
 
 
-@pytest.mark.parametrize("number", [1, 2, 6, 7, 21, 29, 38])
-def test_values_and_gradients_are_those_of_the_definition(number):
-    given, options = case(number)
-    given["q"], given["k"] = (x / x.abs().max() for x in (given["q"], given["k"]))
-    assert firsts_of(given, options) is not None
-    out, gradients = computed(given, options, double=False)
-    exact, exact_gradients = computed(given, options, double=True)
-    torch.testing.assert_close(out.double(), exact, rtol=0, atol=2e-5)
-    for name, expected in exact_gradients.items():
-        tolerance = 1e-4 * max(1.0, float(expected.abs().max()))
-        torch.testing.assert_close(
-            gradients[name].double(), expected.double(), rtol=0, atol=tolerance
-        )
+def test_values_and_gradients_are_those_of_the_definition():
+    for number in (1, 2, 10, 18, 29, 38):
+        given, options = case(number)
+        given["q"], given["k"] = (x / x.abs().max() for x in (given["q"], given["k"]))
+        assert firsts_of(given, options) is not None, number
+        out, gradients = computed(given, options, double=False)
+        exact, exact_gradients = computed(given, options, double=True)
+        torch.testing.assert_close(out.double(), exact, rtol=0, atol=2e-5)
+        for name, expected in exact_gradients.items():
+            tolerance = 1e-4 * max(1.0, float(expected.abs().max()))
+            difference = gradients[name].double() - expected.double()
+            assert difference.abs().max() <= tolerance, (number, name)
+
+
+def whole(q, k, table) -> Inputs:
+    keys = k.shape[2]
+    return Inputs(q, k, k, table, None, None, Scope(keys, keys, None, None))
 
 
 def test_alibi_computes_a_third_of_the_products_at_16384():
@@ -147,35 +149,20 @@ def test_alibi_computes_a_third_of_the_products_at_16384():
     q, k = torch.randn(2, 1, heads, keys, 4) * 0.1
     all_slopes = torch.cat([slopes(8), slopes(16)[::2][:4]])
     table = -all_slopes[:, None] * torch.arange(keys)
-    firsts = first_keys(q, k, table, None, None, Scope(keys, keys, None, None))
     visible = computed_pairs = 0
-    for grain, of_heads in enumerate(firsts.of_grains):
+    for grain, of_heads in enumerate(first_keys(whole(q, k, table)).of_grains):
         last = (grain + 1) * GRAIN
         visible += heads * last
         computed_pairs += sum(last - first for first in of_heads)
     assert 0.30 < computed_pairs / visible < 0.36
 
 
-def test_where_no_table_falls_far_enough_nothing_is_asked():
+def test_where_no_table_falls_far_enough_nothing_is_asked(monkeypatch):
     q, k = torch.randn(2, 1, 2, 2048, 8)
     table = -0.05 * torch.arange(2048).float().expand(2, -1)  # 102 at the end
-    scope = Scope(2048, 2048, None, None)
-    assert first_keys(q, k, table, None, None, scope) is None
-    assert first_keys(q * 0, k * 0, table * 2, None, None, scope) is not None
-
-
-def test_a_document_begins_where_its_first_token_is():
-    q, k = torch.randn(2, 2, 1, 2048, 8)
-    segments = torch.stack([torch.arange(2048) // 512, torch.arange(2048) // 1024])
-    firsts = first_keys(q, k, None, None, segments, Scope(2048, 2048, None, None))
-    assert [of_heads[0] for of_heads in firsts.of_grains] == [0] * 8 + [1024] * 8
-
-
-def test_a_value_that_is_not_a_number_hides_nothing_near():
-    given, options = case(13)
-    given["q"][0, 0, 5] = math.nan
-    out, _ = computed(given, options, double=False)
-    assert out[0, 0, 5].isnan().all()
+    assert first_keys(whole(q * 0, k * 0, table * 2)) is not None
+    monkeypatch.setattr(module, "first_of_grains", None)  # would fail if it were called
+    assert first_keys(whole(q, k, table)) is None
 
 
 def test_what_was_skipped_is_counted():

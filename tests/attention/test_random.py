@@ -13,8 +13,8 @@ from tests.attention.random_cases import Case, errors_of, random_case
 
 pytest.importorskip("triton")
 
-CASES = max(100, int(os.environ.get("FUZZ_EXAMPLES", "0")))
-CASES_OF_A_TEST = 20  # so that processes share them
+CASES = max(30, int(os.environ.get("FUZZ_EXAMPLES", "0")))
+CASES_OF_A_TEST = 15  # so that processes share them
 ON_GPU = 48
 ON_GPU_OF_A_TEST = 4  # compiling takes most of the time
 HEAD_DIMS_ON_GPU = (64, 40, 128)

@@ -53,60 +53,26 @@ def crash(q, *rest, **more):
     raise RuntimeError("ptxas: unsupported\nand a long trace")
 
 
-@pytest.mark.parametrize(
-    ("broken", "more", "message"),
-    [
-        (
-            a_key_too_far,
-            {},
-            r"wrong on cpu \(float32, head_dim 16, bias\): its output differs .* by \d+\.\d%, at "
-            "most",
-        ),
+def test_a_broken_kernel_is_an_error_and_not_wrong_science(plant):
+    wrong = r"is wrong on cpu \(float32, head_dim 16, bias\): its output differs .* by \d+\.\d%, at"
+    for broken, more, message in (
+        (a_key_too_far, {}, wrong),
         (
             half_a_gradient,
             {"learned": True},
-            r"\(.*, bias, with gradients\): its gradient of bias differs",
+            r"bias, with gradients\): its gradient of bias differs",
         ),
         (not_a_number_at_the_end, {}, "its output differs from the definition by nan%"),
         (no_window, {"window": 5}, r"bias and window\): its output differs"),
-        (
-            crash,
-            {},
-            r"on cpu \(float32, head_dim 16, bias\): RuntimeError: ptxas: unsupported"
-            " - choose attention_backend: sdpa",
-        ),
-    ],
-)
-def test_a_broken_kernel_is_an_error_and_not_wrong_science(plant, broken, more, message):
-    plant(broken)
-    given = inputs(**more)
-    given["bias"].requires_grad_(given.pop("learned", False))
-    with pytest.raises(UserError, match=f"attention_backend: planted (is|fails) .*{message}"):
-        attention(**given)
-    if broken is not crash:
-        attention(**given, self_check=False)
-
-
-@pytest.mark.parametrize(("length", "more"), [(20, {"window": 1}), (1, {})])
-def test_a_right_kernel_may_round_where_the_true_gradient_is_zero(plant, length, more):
-    """Each query sees one key, so no score matters; our programs' gradients are not quite zero."""
-    pytest.importorskip("triton")
-    plant(BACKENDS["triton"])
-    given = inputs(length, **more)
-    for name in ("q", "k", "v", "bias"):
-        given[name].requires_grad_()
-    assert attention(**given).shape == (1, 2, length, 16)
-
-
-def test_a_gradient_that_should_be_zero_and_is_small_is_an_error(plant):
-    def with_some_of_the_bias(q, k, v, bias, **more):
-        return eager(q, k, v, bias, **more) + 1e-3 * (bias - bias.detach()).mean()
-
-    plant(with_some_of_the_bias)
-    given = inputs(window=1)
-    given["bias"].requires_grad_()
-    with pytest.raises(UserError, match="its gradient of bias differs from the definition"):
-        attention(**given)
+        (crash, {}, "RuntimeError: ptxas: unsupported - choose attention_backend: sdpa"),
+    ):
+        plant(broken)
+        given = inputs(**more)
+        given["bias"].requires_grad_(given.pop("learned", False))
+        with pytest.raises(UserError, match=f"attention_backend: planted .*{message}"):
+            attention(**given)
+        if broken is not crash:
+            attention(**given, self_check=False)
 
 
 def test_a_right_kernel_is_checked_once_for_every_kind(plant):

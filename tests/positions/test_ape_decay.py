@@ -5,7 +5,6 @@ import math
 import pytest
 import torch
 
-from megatron.errors import UserError
 from megatron.positions import Shape, build
 
 SHAPE = Shape(heads=3, head_dim=8, hidden=24, train_length=64)
@@ -28,22 +27,3 @@ def test_fixed_numbers_are_not_learned():
     assert not list(position.parameters())
     expected = torch.tensor([[0.5 * 3 + b * math.log(4) + 1e-3 * math.sqrt(3)] for b in (1, 2, 3)])
     torch.testing.assert_close(-position.distance_bias(4)[:, 3:], expected)
-
-
-def test_it_joins_rotary_and_mixes_as_a_kernel():
-    both = build("sum", SHAPE, parts=["rotary", "ape_decay"])
-    assert both.distance_bias(8).shape == (3, 8)
-    mixture = build("mep", SHAPE, kernels=["ape_decay", "exp"])
-    assert mixture.distance_bias(8).isfinite().all()
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"root": -1}, "root: -1 is not a positive number"),
-        ({"log": [1, 2]}, "log: 2 numbers for 3 heads"),
-    ],
-)
-def test_a_slip_is_named_with_its_cure(options, message):
-    with pytest.raises(UserError, match=message):
-        build("ape_decay", SHAPE, **options)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from megatron.attention import attention
-from megatron.attention.content import ScoreBias
+from megatron.attention.eager import ScoreBias
 from megatron.positions import Position, build
 from megatron.positions.precision import UNBOUNDED
 from tests.positions.golden import Golden, load

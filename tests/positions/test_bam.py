@@ -1,6 +1,5 @@
 """BAM against the authors' formula in float64."""
 
-import pytest
 import torch
 
 from megatron.positions import build
@@ -21,13 +20,3 @@ def test_bam_with_other_shapes_is_the_authors_formula():
     exponent = position.exponent.detach().double()[:, None]
     log_scale = position.log_scale.detach().double()[:, None]
     assert_bias(position, -((d() + 1e-5) ** exponent) * torch.exp(log_scale))
-
-
-@pytest.mark.parametrize("value", [-100.0, 100.0])
-def test_bam_stays_finite_wherever_its_numbers_drift(value):
-    position = build("bam", SHAPE)
-    for exponent, log_scale in ((value, -value), (value, value)):
-        with torch.no_grad():
-            position.exponent.fill_(exponent)
-            position.log_scale.fill_(log_scale)
-        assert position.distance_bias(2**20).isfinite().all()

@@ -2,13 +2,8 @@
 
 import math
 
-import pytest
 import torch
 
-from megatron.attention import attention
-from megatron.config import load
-from megatron.errors import UserError
-from megatron.model import from_config
 from megatron.positions import Position, Shape, build
 
 SHAPE = Shape(heads=3, head_dim=8, hidden=24, train_length=64)
@@ -67,66 +62,3 @@ def test_pieces_of_a_text_are_the_whole_text():
         u_piece, w_so_far = position.score_bias(x[:, start:end], memory)
         torch.testing.assert_close(u_piece, u[:, :, start:end], rtol=0, atol=1e-5)
         torch.testing.assert_close(w_so_far, w[:, :, :end], rtol=0, atol=1e-5)
-
-
-def test_half_precision_rounds_its_inputs_only():
-    position, x = cable(), torch.randn(1, 40, 24).bfloat16()
-    with torch.no_grad():
-        for value in position.parameters():
-            value.copy_(value.bfloat16())
-    expected = position.score_bias(x.float(), {})
-    for value in position.parameters():
-        value.data = value.data.bfloat16()  # as DeepSpeed does
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        found = position.score_bias(x, {})
-    for one, other in zip(found, expected, strict=True):
-        assert one.dtype == other.dtype
-        assert torch.equal(one, other)
-
-
-def model(*settings: str):
-    shape = [
-        "num_layers=2",
-        "hidden_size=24",
-        "num_attention_heads=3",
-        "seq_length=64",
-        "pos_emb=cable",
-    ]
-    return from_config(load([], [*shape, *settings]), vocab=50)
-
-
-def test_every_layer_has_its_own_whatever_is_shared():
-    first, second = model("pos_emb_shared=true").positions
-    assert not torch.equal(first.step, second.step)
-
-
-def test_a_product_leaves_eager():
-    ids = torch.randint(50, (1, 40))
-    assert model().resolved_backend == "sdpa"
-    with torch.no_grad():
-        expected = model("attention_backend=eager")(ids)
-        torch.testing.assert_close(model()(ids), expected, rtol=0, atol=1e-5)
-
-
-def test_where_all_scores_are_needed_auto_is_eager_and_sdpa_says_that_it_cannot():
-    ids = torch.randint(50, (1, 40))
-    with torch.no_grad():
-        eager = model("pos_emb=cope", "attention_backend=eager")(ids)
-        assert torch.equal(model("pos_emb=cope")(ids), eager)
-        message = "sdpa cannot compute this: the encoding looks at content; choose eager"
-        with pytest.raises(UserError, match=message):
-            model("pos_emb=cope", "attention_backend=sdpa")(ids)
-    q, k, v = torch.randn(3, 1, 3, 10, 8)
-    with pytest.raises(UserError, match=message):
-        attention(q, k, v, on_scores=lambda scores: scores, backend="sdpa")
-
-
-def test_activation_checkpointing_sees_no_memory_of_the_first_pass():
-    ids, gradients = torch.randint(50, (2, 41)), []
-    for again in (False, True):
-        gpt = model().train()
-        gpt.checkpoint_activations = again
-        gpt(ids[:, :-1], labels=ids[:, 1:]).mean().backward()
-        gradients.append([parameter.grad for parameter in gpt.parameters()])
-    for plain, recomputed in zip(*gradients, strict=True):
-        torch.testing.assert_close(recomputed, plain, rtol=1e-5, atol=1e-8)

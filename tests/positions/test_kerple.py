@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from megatron.positions import Position, Shape, build
-from tests.positions.formulas import LONG, SHAPE, SLOPES, assert_bias, d, kerple_log, number
+from tests.positions.formulas import LONG, SHAPE, assert_bias, d, kerple_log, number
 
 LOG3, WHT1, WHT2 = "kerple_log_3para", "kerple_wht_1para", "kerple_wht_2para"
 
@@ -91,13 +91,6 @@ def test_kerple_numbers_act_within_their_bounds():
     assert_bias(position, (-0.1 * d() ** 2).expand(12, -1))
 
 
-def test_kerple_power_with_exponent_one_is_alibi_without_any_learning():
-    position = build("kerple_power", SHAPE, p=1, a=SLOPES)  # fixed numbers have no bounds
-    assert list(position.parameters()) == []
-    alibi = build("alibi", SHAPE).distance_bias(LONG)
-    torch.testing.assert_close(position.distance_bias(LONG), alibi)
-
-
 def test_a_number_of_kerple_can_be_fixed_and_the_others_learned():
     position = build("kerple_log", SHAPE, p=2.2)
     assert list(position.learned()) == ["a"]
@@ -106,12 +99,3 @@ def test_a_number_of_kerple_can_be_fixed_and_the_others_learned():
     assert list(weight.learned()) == ["a"]
     expected = torch.exp(-0.001 * d(200) ** 2).expand(12, -1)
     torch.testing.assert_close(weight.distance_weight(200).double(), expected, rtol=1e-5, atol=1e-6)
-
-
-def test_kerple_power_with_exponent_one_is_alibi():
-    position = build("kerple_power", SHAPE)
-    with torch.no_grad():
-        position.p.fill_(1.0)
-        position.a.copy_(torch.tensor(SLOPES).clamp(min=0.01))
-    expected = -torch.tensor(SLOPES).clamp(min=0.01)[:, None] * torch.arange(LONG)
-    torch.testing.assert_close(position.distance_bias(LONG), expected)

@@ -5,7 +5,6 @@ import math
 import pytest
 import torch
 
-from megatron.errors import UserError
 from megatron.positions import Shape, build
 from tests.positions.test_authors import output_of
 
@@ -40,16 +39,3 @@ def test_without_learning_the_factor_is_one_at_the_training_length_and_less_befo
     expected = torch.arange(1, 257).log() / math.log(64)
     torch.testing.assert_close(factor, expected.expand(3, -1), rtol=1e-6, atol=1e-7)
     torch.testing.assert_close(ours.factor(100, 5), factor[:, 100:105], rtol=0, atol=0)
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"scale": -1}, "scale: -1 is not a positive number"),
-        ({"learned": 1}, "learned: 1 is not true or false"),
-        ({"bias": "no"}, "bias: 'no' is not true or false"),
-    ],
-)
-def test_a_slip_is_named(options, message):
-    with pytest.raises(UserError, match=f"pos_emb_args: ssmax: {message}"):
-        build("ssmax", SHAPE, **options)

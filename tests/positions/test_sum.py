@@ -1,9 +1,7 @@
 """Several encodings at once do what each of them does."""
 
-import pytest
 import torch
 
-from megatron.errors import UserError
 from megatron.positions import Shape, build
 from tests.positions.test_authors import output_of, scores_of
 
@@ -63,21 +61,3 @@ def test_biases_by_content_are_one_product_of_higher_rank_and_keep_what_is_their
     last_u, last_w = several.score_bias(x[:, 12:], memory)
     torch.testing.assert_close(last_u, u[:, :, 12:], rtol=1e-12, atol=1e-12)
     torch.testing.assert_close(last_w, w, rtol=1e-12, atol=1e-12)
-
-
-@pytest.mark.parametrize(
-    ("parts", "message"),
-    [
-        ("rotary", "parts: 'rotary' is not a list; write parts: [rotary, mep_free]"),
-        ([], "parts: [] is not a list"),
-        ([{"rotary": 2}], "parts: {'rotary': 2} is no encoding; write a name or {name: {option"),
-        (["rotery"], "no encoding is called 'rotery'; did you mean rotary?"),
-        (["rotary", "sum"], "parts: sum cannot be inside itself; name the encodings in one list"),
-        (["rotary", "pope"], "parts: PoPE makes queries and keys wider; name it first"),
-        (["alibi"] * 9, "parts: 9 encodings are more than 8"),
-    ],
-)
-def test_a_slip_is_named(parts, message):
-    with pytest.raises(UserError) as fault:
-        build("sum", SHAPE, parts=parts)
-    assert message in str(fault.value)

@@ -12,10 +12,8 @@ import torch
 from safetensors.torch import load_file as load_tensors
 
 from megatron.attention import attention
-from megatron.conformance import gradients, model
-from megatron.conformance.checks import CHECKS, examine
-from megatron.conformance.finding import FAILS
-from megatron.conformance.subject import Subject
+from megatron.conformance.checks import CHECKS, examine, finite_losses
+from megatron.conformance.subject import FAILS, Subject
 from megatron.positions import FILES, REGISTRY, Position, Shape, build, load_file
 from tests.forks import OTHERS, Forks
 from tests.support import ROOT, run
@@ -39,7 +37,6 @@ SMALLER = {
     "evaluate.py": ["--lengths", "64", "128"],
     "plot_positions.py": ["--length", "300", "--tokens", "16"],
 }
-SLOW = (model.finite_losses, gradients.training_stays_finite)
 
 
 def blocks(language: str) -> list[str]:
@@ -178,7 +175,9 @@ def test_the_other_examples_keep_what_they_must(name, options, folder, own_regis
     command = next(line for line in blocks("sh")[1].splitlines() if f" {name} " in line)
     assert f"tools/check_encoding.py {name} --from {name}.py" in command
     load_file(folder / f"{name}.py")
-    findings = examine(Subject(name, options), [check for check in CHECKS if check not in SLOW])
+    findings = examine(
+        Subject(name, options), [check for check in CHECKS if check is not finite_losses]
+    )
     failed = [
         f"{finding.check}: {finding.detail}" for finding in findings if finding.verdict == FAILS
     ]

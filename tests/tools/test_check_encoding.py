@@ -4,8 +4,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from megatron.conformance.checks import CHECKS, title
-from megatron.conformance.finding import FAILS, HOLDS, Finding
-from megatron.conformance.subject import Subject
+from megatron.conformance.subject import FAILS, HOLDS, Finding
 from megatron.positions import REGISTRY
 from tests.tools.test_plot_positions import checkpoint
 from tools.check_encoding import main, report
@@ -24,7 +23,7 @@ def quick(monkeypatch):
 
 def test_every_check_fits_on_a_line(capsys):
     titles = [title(check) for check in CHECKS]
-    report(Subject("none"), [Finding(HOLDS, "largest difference 1.2e-07", text) for text in titles])
+    report("none", [Finding(HOLDS, "largest difference 1.2e-07", text) for text in titles])
     lines = capsys.readouterr().out.splitlines()
     for text in titles:
         assert [line for line in lines if text in line and "1.2e-07" in line]

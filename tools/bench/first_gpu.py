@@ -13,7 +13,6 @@ import argparse
 import importlib.util
 import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -39,19 +38,6 @@ LENGTHS = ["512", "2048", "4096", "16384"]
 PYTEST = ["-m", "pytest", "-q", "-rs", "-p", "no:cacheprovider"]
 ATTENTION = "tools/bench/attention.py"
 KERNEL = ["--only", "triton", "plain", "--required", "triton", "--rounds", "7", "--seconds", "2"]
-PIPELINED = {"ATTENTION_TABLE_READS": "pipelined"}
-TF32X3 = {"ATTENTION_FLOAT32": "tf32x3"}
-COUNTERS = ",".join(
-    [
-        "l1tex__data_bank_conflicts_pipe_lsu_mem_shared.sum",
-        "l1tex__data_pipe_lsu_wavefronts_mem_shared.sum",
-        "smsp__inst_executed.sum",
-        "gpu__time_duration.sum",
-    ]
-)
-# The first launch is that of the self-check.
-SECOND_LAUNCH = ["--launch-skip", "1", "--launch-count", "1", "--kernel-name", "forward"]
-PROFILER = ["ncu", "--clock-control", "none", *SECOND_LAUNCH, "--metrics", COUNTERS]
 
 # What a dry run adds to a command line. The last value of an option counts.
 QUICK = ["--device", "cpu", "--threads", "1", "--rounds", "1", "--seconds", "1", "--no-memory"]
@@ -86,9 +72,8 @@ class Step:
     seconds: after which it is stopped
     small: words that a dry run adds
     parts: into how many processes its tests may be divided
-    program: what runs Python, where that is not the shell
     packages: without which it is skipped
-    needs: names of earlier steps, without which it does not begin and after which it runs again
+    needs: names of earlier steps, without which it does not begin
     """
 
     name: str
@@ -97,7 +82,6 @@ class Step:
     small: list[str] = field(default_factory=list)
     variables: dict[str, str] = field(default_factory=dict)
     parts: int = 1
-    program: list[str] = field(default_factory=list)
     packages: list[str] = field(default_factory=list)
     needs: list[str] = field(default_factory=list)
 
@@ -112,18 +96,12 @@ def steps(block: int, folder: Path, data: Sequence[str], train_iters: int) -> li
         command = [*PYTEST, "-m", "gpu", *words]
         return Step(name, command, seconds, variables={"TEST_GPU": "1"}, parts=8)
 
-    def bench(name: str, words: list[str], small: list[str], seconds: float, **more: Any) -> Step:
+    def bench(name: str, words: list[str], small: list[str], seconds: float) -> Step:
         output = ["--output", str(folder / f"{name}.json")]
-        return Step(name, [*words, *output], seconds, small, **more)
+        return Step(name, [*words, *output], seconds, small)
 
-    def attention(name: str, words: list[str], **more: Any) -> Step:
-        return bench(name, [ATTENTION, *KERNEL, *words], SMALL_ATTENTION, 90, **more)
-
-    def conflicts(name: str, variables: dict[str, str]) -> Step:
-        size = ["--lengths", "2048", "--tables", "frozen", "--dtypes", "bfloat16", "--no-memory"]
-        once = ["--only", "triton", "--required", "triton", "--passes", "forward", "--rounds", "1"]
-        words = [ATTENTION, *once, *size]
-        return Step(name, words, 60, variables=variables, program=PROFILER)
+    def attention(name: str, words: list[str]) -> Step:
+        return bench(name, [ATTENTION, *KERNEL, *words], SMALL_ATTENTION, 90)
 
     if block == 1:
         narrow = ["--dtypes", "bfloat16", "--lengths", "2048", "16384"]
@@ -136,12 +114,8 @@ def steps(block: int, folder: Path, data: Sequence[str], train_iters: int) -> li
         return [
             tests("tests_cuda", ["tests/attention/test_cuda.py", "-k", "not flex", "-x"], 120),
             tests("tests_triton", ["tests/attention/test_triton.py", "-x"], 150),
-            attention("attention_direct", narrow),
-            attention("attention_pipelined", narrow, variables=PIPELINED),
-            conflicts("conflicts_direct", {}),
-            conflicts("conflicts_pipelined", PIPELINED),
-            bench("float32_ieee", [ATTENTION, *KERNEL, *exact], on_cpu, 90),
-            bench("float32_tf32x3", [ATTENTION, *KERNEL, *exact], on_cpu, 90, variables=TF32X3),
+            attention("attention_first", narrow),
+            bench("float32", [ATTENTION, *KERNEL, *exact], on_cpu, 90),
             bench("trace", trace, SMALL_STEP, 60),
         ]
     if block == 2:
@@ -235,32 +209,22 @@ def run_steps(
     file = folder / "steps.json"
     earlier = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
     records = {step.name: earlier[step.name] for step in wanted if step.name in earlier}
-    ran: set[str] = set()
     for step in wanted:
         words = [*step.words, *step.small] if options.dry else step.words
-        same = {**now, "command": [*step.program, sys.executable, *words]}
+        same = {**now, "command": [sys.executable, *words]}
         record = records.get(step.name, {})
         is_done = record.get("status") == "done" and record == {**record, **same}
-        outdated = not ran.isdisjoint(step.needs)
-        chosen = step.name in (options.steps or [])
-        if options.steps is None:
-            chosen = outdated or not is_done
-        if not (chosen or outdated):
+        chosen = not is_done if options.steps is None else step.name in options.steps
+        if not chosen:
             continue
         missing = [name for name in step.needs if records[name]["status"] != "done"]
-        skipped = [name for name in missing if records[name]["status"] == "skipped"]
-        if not chosen:
-            record = {"status": "not begun", "reason": "what it needs ran again"}
-        elif skipped:
-            record = {"status": "skipped", "reason": records[skipped[0]]["reason"]}
-        elif missing:
+        if missing:
             record = {"status": "not begun", "reason": f"{missing[0]} is not done"}
         elif time.monotonic() > end:
             record = {"status": "not begun", "reason": "the block's time is over"}
         else:
             report_progress(f"{folder.name}: {step.name}")
             record = run_step(step, folder, end, same)
-        ran.add(step.name)
         records[step.name] = record
         write_text(file, json.dumps(records, indent=1) + "\n")
         write_text(folder / "summary.md", summary(records))
@@ -274,12 +238,11 @@ def run_step(step: Step, folder: Path, end: float, same: Record) -> Record:
     """
     dry = same["dry"]
     missing = [one for one in step.packages if importlib.util.find_spec(one) is None]
-    missing += [one for one in step.program[:1] if not dry and shutil.which(one) is None]
     is_test = "gpu" in step.words  # tests say themselves, one by one, what they need
     reason = None
     if missing:
         reason = f"not installed: {', '.join(missing)}"
-    elif (step.program and dry) or not (is_test or dry or torch.cuda.is_available()):
+    elif not (is_test or dry or torch.cuda.is_available()):
         reason = "needs a CUDA device"
     if reason:
         return {"status": "skipped", "reason": reason}

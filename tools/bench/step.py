@@ -2,7 +2,6 @@
 
 python tools/bench/step.py --quick
 python tools/bench/step.py --threads 1 --encodings rotary kerple_log --layers 4 --output step.json
-python tools/bench/step.py --threads 1 --encodings rotary kerple_log --documents 500
 
 A step is forward, backward, clipping and torch's fused AdamW on the weights in their own dtype.
 DeepSpeed's engine, its float32 masters and the loader are not in it. Evaluation is the losses of
@@ -34,7 +33,7 @@ from measure import (
     shown,
     table,
 )
-from torch import Tensor, nn
+from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
 from megatron.cli_errors import guarded
@@ -46,7 +45,6 @@ from megatron.positions import Shape, build
 from megatron.training.trainer import compile_layers
 
 ENCODINGS = ["rotary", "none", "alibi", "kerple_log", "mep_free", "mep_param_t5", "t5"]
-END = 0  # the token that ends a document
 REFERENCES = ("rotary, auto", "none, auto")
 QUICK = {
     "encodings": ["rotary", "kerple_log"],
@@ -84,8 +82,6 @@ class Candidate:
     """A GPT with an encoding and an attention backend, on random tokens.
 
     training: whether it takes a step or only computes losses
-    document: mean length of the documents in the text, 0 for one document
-    apart: whether attention keeps them apart, as reset_attention_mask does
     options: pos_emb_args
     """
 
@@ -95,8 +91,6 @@ class Candidate:
     length: int
     batch: int
     model: Model
-    document: int = 0
-    apart: bool = False
     options: dict[str, Any] = field(default_factory=dict)
 
     @property
@@ -105,10 +99,7 @@ class Candidate:
 
     @property
     def name(self) -> str:
-        words = [self.pos_emb, self.backend]
-        if self.apart:
-            words.append(f"documents of {self.document} apart")
-        return ", ".join(words)
+        return f"{self.pos_emb}, {self.backend}"
 
     def prepare(self) -> Callable[[], Any]:
         """The call to be timed.
@@ -117,12 +108,9 @@ class Candidate:
         """
         model, optimizer = trunk(self.model)
         positions = self.positions()
-        ids = random_text(self.batch, self.length + 1, self.model.vocab, self.document)
-        ids = ids.to(self.device)
+        ids = torch.randint(1, self.model.vocab, (self.batch, self.length + 1)).to(self.device)
         inputs, labels = ids[:, :-1], ids[:, 1:]
-        settings = AttentionSettings(
-            attention_backend=self.backend, reset_attention_mask=self.apart
-        )
+        settings = AttentionSettings(attention_backend=self.backend)
 
         def call() -> None:
             model.positions = positions
@@ -166,20 +154,12 @@ class Candidate:
         return copies * self.batch * self.model.heads * self.length**2 * 4
 
 
-def random_text(batch: int, length: int, vocab: int, document: int) -> Tensor:
-    """Random tokens; END at random places, one in `document` on average: [batch, length] int64."""
-    ids = torch.randint(END + 1, vocab, (batch, length))
-    if document:
-        ids[torch.rand(batch, length) < 1 / document] = END
-    return ids
-
-
 @cache
 def trunk(size: Model) -> tuple[GPT, torch.optim.Optimizer]:
     """The model without an encoding, and its optimizer with a second group for the encoding's."""
     torch.manual_seed(0)
     settings = AttentionSettings()
-    model = GPT(size.architecture, settings, positions=[], vocab=size.vocab, end_of_document=END)
+    model = GPT(size.architecture, settings, positions=[], vocab=size.vocab, end_of_document=0)
     model = model.to(size.device, getattr(torch, size.dtype))
     if size.compiled:
         compile_layers(model, torch.device(size.device))
@@ -219,8 +199,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("--backend", default="auto", metavar="NAME", help="attention_backend of the encodings")
     eager = "encodings to run with backend eager as well"
     add("--eager", nargs="*", default=["kerple_log"], metavar="NAME", help=eager)
-    documents = "beside each encoding, the same with documents of N tokens on average kept apart"
-    add("--documents", type=positive, metavar="N", help=documents)
     add("--compile", action="store_true", help="compile the layers, as torch_compile does")
     add("--dtype", choices=DTYPES, help="default: bfloat16, on CPU float32")
     add("--batch", type=positive, help="windows of a step; default: 32, on CPU 1")
@@ -234,19 +212,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     size = size_of(
         options, options.dtype or ("bfloat16" if on_gpu else "float32"), compiled=options.compile
     )
-    document = options.documents or 0
-    kinds = [(name, options.backend, False) for name in options.encodings]
-    if document:
-        kinds += [(name, options.backend, True) for name in options.encodings]
-    kinds += [(name, "eager", False) for name in options.eager]
+    kinds = [(name, options.backend) for name in options.encodings]
+    kinds += [(name, "eager") for name in options.eager]
     works = [(True, options.train_length, options.batch or (32 if on_gpu else 1))]
     works += [(False, length, 1) for length in options.lengths]
     bench = Bench(options)
     for training, length, windows in works:
         report_progress(f"{'training' if training else 'evaluation'}, {length}")
         candidates = [
-            Candidate(name, backend, training, length, windows, size, document, apart)
-            for name, backend, apart in kinds
+            Candidate(name, backend, training, length, windows, size) for name, backend in kinds
         ]
         measure(bench, candidates, REFERENCES)
         bench.save(markdown(bench))
@@ -289,11 +263,7 @@ def markdown(bench: Bench) -> str:
 
 
 def traced(candidate: Candidate, path: Path) -> str:
-    """Write a trace of one step; how long the device waited for the host, and its longest kernels.
-
-    The profiler's own work lies between the kernels, too, so the idle time is an upper bound. On
-    the CPU its own operations stand for the device's.
-    """
+    """Write a trace of one step; the table of its longest operations."""
     on_gpu = candidate.device == "cuda"
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]
     step = candidate.prepare()
@@ -305,32 +275,8 @@ def traced(candidate: Candidate, path: Path) -> str:
             if on_gpu:
                 torch.cuda.synchronize()
     profiler.export_chrome_trace(str(path))
-
-    intervals = []
-    for event in profiler.events() or []:
-        on_device = event.device_type.name == candidate.device.upper()
-        spans_others = on_gpu and event.is_user_annotation
-        if on_device and event.cpu_parent is None and not spans_others:
-            intervals.append((event.time_range.start, event.time_range.end))
-    span, idle = idle_time(intervals)
     order = "self_device_time_total" if on_gpu else "self_cpu_time_total"
-    longest = profiler.key_averages().table(sort_by=order, row_limit=12)
-    return f"{span:.1f} ms, of which at most {idle:.1f} ms idle ({idle / span:.0%})\n\n{longest}"
-
-
-def idle_time(intervals: Sequence[tuple[float, float]]) -> tuple[float, float]:
-    """Milliseconds from the first begin to the last end, and those in which nothing ran.
-
-    intervals: begin and end of each operation in microseconds. Raises UserError if there are none.
-    """
-    if not intervals:
-        raise UserError("the profiler saw no kernel; is another profiler running?")
-    first, busy_until = min(intervals)
-    idle = 0.0
-    for begin, end in sorted(intervals):
-        idle += max(0.0, begin - busy_until)
-        busy_until = max(busy_until, end)
-    return (busy_until - first) / 1000, idle / 1000
+    return profiler.key_averages().table(sort_by=order, row_limit=12)
 
 
 if __name__ == "__main__":

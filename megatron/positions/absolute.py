@@ -1,0 +1,78 @@
+"""No positions, or positions that are added to the embeddings: none, learned, sinusoidal."""
+
+import torch
+from torch import Tensor, nn
+
+from megatron.errors import UserError
+from megatron.positions.base import EXACT, Position, Shape
+from megatron.positions.registry import positive, register, whole
+
+
+@register("none")
+class NoPosition(Position):
+    """Nothing is added: the causal mask alone gives the order (NoPE, arXiv 2305.19466)."""
+
+    published = True
+
+
+@register("learned")
+class Learned(Position):
+    """x_t + weight[t], weight ~ N(0, 0.02²), as in GPT-2: no position beyond the last.
+
+    max_positions: rows of the table, by default the training length; in YAML also
+        max_position_embeddings
+    """
+
+    rows_are_positions = ("weight",)
+    published = True
+    reference_names = {"weight": "weight"}
+
+    def __init__(self, shape: Shape, *, max_positions: int | None = None) -> None:
+        super().__init__(shape)
+        if max_positions is None:
+            rows = shape.train_length
+        else:
+            rows = whole("max_positions", max_positions, most=EXACT)
+        if rows < shape.train_length:
+            raise UserError(
+                f"max_positions: {rows} is less than the training length {shape.train_length}"
+            )
+        self.weight = nn.Parameter(torch.empty(rows, shape.hidden).normal_(0.0, 0.02))
+
+    def on_embeddings(self, x: Tensor, start: int = 0) -> Tensor:
+        """[batch, length, hidden] -> same; UserError beyond the last learned position."""
+        length = x.shape[1]
+        end, rows = start + length, len(self.weight)
+        if end > rows:
+            raise UserError(
+                f"pos_emb: learned positions end at {rows}, so length {end} cannot be computed;"
+                " choose a relative encoding or a shorter length"
+            )
+        indices = self.indices(start, length).long()
+        return x + self.weight[indices].to(x.dtype)
+
+
+@register("sinusoidal")
+class Sinusoidal(Position):
+    """x_t + concat(sin(t·w), cos(t·w)), w_i = base^(-2i/hidden): two halves, as in GPT-NeoX.
+
+    base: slowest wavelength / 2π
+    """
+
+    published = True
+    reference_names = {"inv_freq": "inv_freq"}
+    inv_freq: Tensor
+
+    def __init__(self, shape: Shape, *, base: float = 10000.0) -> None:
+        super().__init__(shape)
+        exponent = torch.arange(0, shape.hidden, 2, dtype=torch.float32) / shape.hidden
+        self.register_buffer("inv_freq", 1.0 / positive("base", base) ** exponent, persistent=False)
+
+    def on_embeddings(self, x: Tensor, start: int = 0) -> Tensor:
+        """[batch, length, hidden] -> same; the angles are float32 at every length."""
+        position = self.indices(start, x.shape[1])
+        # The forks' engine rounds the frequencies, and they make positions of the same dtype.
+        position, frequencies = self.rounded(position), self.rounded(self.inv_freq)
+        angle = position[:, None] * frequencies  # [length, hidden / 2]
+        table = torch.cat([angle.sin(), angle.cos()], dim=-1)[:, : self.shape.hidden]
+        return x + table.to(x.dtype)
