@@ -192,44 +192,34 @@ def key_lines(config: Config, *, only_given: bool) -> Iterator[str]:
 
 
 def size_lines(config: Config, sizes: dict[str, Any], vocab_basis: str) -> list[str]:
-    """The size of the run in words."""
-    lines = [f"this run (hash {config.hash}, encoding {name_of_layers(config.position)})"]
+    """The size of the run, a figure in each line."""
     tables = 2 if config.model.no_weight_tying else 1
     in_tables = tables * sizes["vocab"] * config.model.hidden_size
-    lines += _row(
-        "parameters",
-        f"{sizes['parameters']:,}; {sizes['parameters'] - in_tables:,} without embedding and output"
-        f" matrix of {sizes['vocab']:,} rows ({vocab_basis});"
-        f" {sizes['parameters_of_encoding']:,} in the encoding",
-    )
-    tokens = sizes["tokens"]
-    if tokens is None:
-        lines += _row("tokens", "unknown: train_epochs needs the data")
+    windows = windows_per_step(config) * sizes["devices"]
+    steps, length = config.training.train_iters, config.model.seq_length
+    evaluated = f"of {config.evaluation.eval_tokens:,} tokens at every length"
+    lines = [
+        f"this run (hash {config.hash}, encoding {name_of_layers(config.position)})",
+        f"  parameters          {sizes['parameters']:,}",
+        f"    in the encoding   {sizes['parameters_of_encoding']:,}",
+        f"    in the layers     {sizes['parameters'] - in_tables:,}",
+        f"  vocabulary          {sizes['vocab']:,} rows, {vocab_basis}",
+    ]
+    if sizes["tokens"] is None:
+        lines.append("  tokens              unknown: train_epochs needs the data")
     else:
-        ratio = tokens / sizes["parameters"]
-        steps, length = config.training.train_iters, config.model.seq_length
-        windows = windows_per_step(config) * sizes["devices"]
-        text = f"{tokens:,} = {steps:,} steps * {windows} windows * {length}"
-        lines += _row("tokens", f"{text}; {ratio:.1f} for each parameter")
-    training = f"{sizes['training_flops']:.3g} of training, " if tokens else ""
-    lines += _row(
-        "FLOP",
-        f"{training}{sizes['flops_per_token']:.4g} for each token, forward and backward;"
-        f" {sizes['evaluation_flops']:.3g} of one evaluation of"
-        f" {config.evaluation.eval_tokens:,} tokens at every length",
-    )
-    lines += _row(
-        "training",
-        f"about {in_bytes(sizes['training_memory'])} of memory on each of {sizes['devices']}"
-        f" device(s), ZeRO stage {config.parallel.zero_stage}; {in_bytes(sizes['disk'])} of disk"
-        " for checkpoints, one more than are kept",
-    )
-    by_size: dict[str, list[str]] = {}  # several lengths often need the same, that of a full batch
+        of_steps = f"{steps:,} steps of {windows} windows of {length}"
+        lines.append(f"  tokens              {sizes['tokens']:,}, {of_steps}")
+        lines.append(f"  FLOP of training    {sizes['training_flops']:.3g}")
+    lines += [
+        f"    of each token     {sizes['flops_per_token']:.4g}, forward and backward",
+        f"  FLOP to evaluate    {sizes['evaluation_flops']:.3g}, {evaluated}",
+        f"  memory to train     {in_bytes(sizes['training_memory'])} on each of"
+        f" {sizes['devices']} device(s), ZeRO stage {config.parallel.zero_stage}",
+        f"  disk                {in_bytes(sizes['disk'])}, one checkpoint more than are kept",
+    ]
     for length, size in sizes["evaluation_memory"].items():
-        by_size.setdefault(in_bytes(size), []).append(str(length))
-    for size, lengths in by_size.items():
-        text = f"about {size} of memory, in float32, at {', '.join(lengths)}"
-        lines += _row("evaluation", text)
+        lines.append(f"  memory at {length:<9} {in_bytes(size)} to evaluate in float32")
     return lines
 
 
@@ -238,19 +228,15 @@ def hour_lines(times: Sequence[dict[str, Any]], devices: int, mfu: float) -> lis
     basis = "assumed (--mfu)" if mfu == UTILISATION else "given by --mfu"
     lines = [f"GPU hours at {mfu:.0%} of the speed below, which is {basis}"]
     for time in times:
-        evaluation = f"an evaluation in float32 {_short(time['evaluation_gpu_hours'])}"
-        text = f"{evaluation}; {time['tflops_per_second']:.4g} TFLOP/s, {time['basis']}"
+        text = f"{_short(time['evaluation_gpu_hours'])} to evaluate"
         training = time["training_gpu_hours"]
         if training:
-            shared = f", {_short(training / devices)} on {devices}" if devices > 1 else ""
-            text = f"training {_short(training)}{shared}; {text}"
-        lines += _row(time["gpu"], text)
+            text = (
+                f"{_short(training)} to train ({_short(training / devices)} on {devices}), {text}"
+            )
+        speed = f"{time['tflops_per_second']:.4g} TFLOP/s, {time['basis']}"
+        lines.append(f"  {time['gpu']:<9} {text}; {speed}")
     return lines
-
-
-def _row(subject: str, text: str) -> list[str]:
-    first = f"  {subject:<12}"
-    return textwrap.wrap(text, WIDTH, initial_indent=first, subsequent_indent=" " * len(first))
 
 
 def _short(hours: float) -> str:

@@ -83,14 +83,14 @@ def test_the_papers_run_by_hand(capsys):
     assert 162e6 < found["parameters"] < 163e6  # docs of the papers: 162 million
     eight = ["train_batch_size=256", "train_iters=50000"]
     printed = explained(capsys, BASE, *eight, "--brief", "--gpu", "a100")
-    assert re.search(r"a100 +training 12\.8 hours, 1\.6 hours on 8; ", printed)
+    assert re.search(r"a100 +12\.8 hours to train \(1\.6 hours on 8\), ", printed)
 
 
 def test_steps_of_epochs_need_the_data(capsys):
     words = [*SHAPE, "train_epochs=2", "data_path=absent/text_document", "--gpu", "h100"]
     printed = explained(capsys, *words)
-    assert "tokens      unknown: train_epochs needs the data\n" in printed
-    assert "  h100        an evaluation in float32" in printed
+    assert "tokens              unknown: train_epochs needs the data\n" in printed
+    assert " to evaluate; 67 TFLOP/s" in printed
     assert record(capsys, *words)["tokens"] is None
 
 
