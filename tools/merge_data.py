@@ -12,7 +12,6 @@ import sys
 from collections import Counter
 from collections.abc import Sequence
 from datetime import UTC, datetime
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -25,81 +24,67 @@ from megatron.errors import CONTROL, UserError
 COUNTS = ("text_bytes", "blank", "only_space", "skipped")  # of a card; a merged one has their sums
 
 
-def merge(
-    prefixes: Sequence[str | Path],
-    output: str | Path,
-    *,
-    name: str | None = None,
-    assume_same_tokenizer: bool = False,
-    overwrite: bool = False,
-    command: Sequence[str] = (),
-) -> TokenFile:
-    """Write all documents of some token files, in this order, as OUTPUT.bin, .idx and .json.
+@guarded
+def main(argv: Sequence[str] | None = None) -> int:
+    """Write all documents of some token files, in this order.
 
-    name: of the corpus in the card; None: the names of the corpora, joined
-    assume_same_tokenizer: take files whose card is missing; if no file has one, none is written
-    command: words of the command line, for the card
     Raises UserError if the files are not of one tokenizer, or one cannot be read. Then nothing
     has changed on disk.
     """
-    if len(prefixes) < 2:
-        raise UserError("merge_data.py: one file cannot be merged - give two prefixes or more")
-    if is_address(str(output)):
-        raise UserError(f"-o: {output} is an address - give a place on this machine")
-    places = [place_of(str(prefix)) for prefix in [*prefixes, output]]
-    if len(set(places)) < len(places):
+    words = sys.argv[1:] if argv is None else argv
+    options = _parser().parse_args(words)
+    prefixes, output = options.prefixes, options.output
+    places = {place_of(prefix) for prefix in [*prefixes, output]}
+    if len(prefixes) < 2 or is_address(output) or len(places) <= len(prefixes):
         raise UserError(
-            "merge_data.py: a file is given twice, or is also the output - give each once, and"
-            " choose another name for the output"
+            "merge_data.py: give two prefixes or more, each once, and for -o another place on this"
+            " machine"
         )
+    if options.name and CONTROL.search(options.name):
+        raise UserError(f"--name: {options.name!r} has a control character - choose another")
     files = [TokenFile.open(prefix) for prefix in prefixes]
-    writers = [file.meta.get("tokenizer", {}) for file in files]
-    hashes = {writer.get("hash") for writer in writers if writer}
-    if not all(writers) and not assume_same_tokenizer:
-        without = files[writers.index({})]
-        raise UserError(
-            f"{without.place}: has no .json that names its tokenizer - if it is that of the"
-            " other files, add --assume-same-tokenizer"
-        )
-    if len(hashes) > 1:
-        several = [
-            f"{file.place}: {writer.get('type')} {writer.get('hash')}"
-            for file, writer in zip(files, writers, strict=True)
-        ]
-        raise UserError(
-            "merge_data.py: these files were written by several tokenizers, whose ids mean"
-            " different text - prepare all of the text with one of them\n  " + "\n  ".join(several)
-        )
-    tokenizer: dict[str, Any] = next(filter(None, writers), {})
+    tokenizer: dict[str, Any] = {}
+    for file in files:
+        writer = file.meta.get("tokenizer", {})
+        if not writer and not options.assume_same_tokenizer:
+            raise UserError(
+                f"{file.place}: has no .json that names its tokenizer - if it is that of the"
+                " other files, add --assume-same-tokenizer"
+            )
+        if writer and tokenizer and writer.get("hash") != tokenizer.get("hash"):
+            raise UserError(
+                f"{file.place}: was written by another tokenizer ({writer.get('type')}"
+                f" {writer.get('hash')}, not {tokenizer.get('type')} {tokenizer.get('hash')}),"
+                " whose ids mean different text - prepare all of the text with one of them"
+            )
+        tokenizer = tokenizer or writer
+
     vocab = tokenizer.get("vocab_size")  # ids of a file without a card must be below it, too
-    dtype = np.result_type(*(file.dtype for file in files))
     sources: list[dict[str, Any]] = []
-    with TokenWriter(output, dtype, overwrite=overwrite) as writer:
+    dtype = np.result_type(*(file.dtype for file in files))
+    with TokenWriter(output, dtype, overwrite=options.overwrite) as merged:
         for prefix in prefixes:
             file = TokenFile.open(prefix, vocab=vocab)
             digest = hashlib.sha256()
             for document in range(len(file)):
                 for ids in file.pieces(document):
-                    writer.extend(ids)
+                    merged.extend(ids)
                     digest.update(ids.tobytes())
-                writer.end_document()
-            itself = {
-                "path": f"{file.place}.bin",
-                "bytes": file.tokens * file.dtype.itemsize,
-                "sha256": digest.hexdigest(),
-            }
+                merged.end_document()
+            size = file.tokens * file.dtype.itemsize
+            itself = {"path": f"{file.place}.bin", "bytes": size, "sha256": digest.hexdigest()}
             sources += file.meta.get("sources") or [itself]
         if tokenizer:
             names = dict.fromkeys(file.meta.get("corpus") or file.prefix.name for file in files)
-            writer.meta = {
-                "corpus": name or " + ".join(names),
+            merged.meta = {
+                "corpus": options.name or " + ".join(names),
                 "tokenizer": tokenizer,
                 "sources": sources,
                 "merged": [_part(file) for file in files],
-                **_sums(files),
-                "dtype": str(writer.dtype),
+                **_sums([file.meta for file in files]),
+                "dtype": str(merged.dtype),
                 "date": datetime.now(UTC).isoformat(timespec="seconds"),
-                "command": list(command),
+                "command": ["merge_data.py", *words],
             }
     repeated = [key for key, n in Counter(one["sha256"] for one in sources).items() if n > 1]
     if repeated:
@@ -108,7 +93,10 @@ def merge(
             f" are there several times: {', '.join(one[:12] for one in repeated)}",
             file=sys.stderr,
         )
-    return TokenFile.open(output)
+    print(f"{output}: {merged.documents:,} documents, {merged.tokens:,} tokens ({merged.dtype})")
+    if not tokenizer:
+        print("no card was written, because none of the files has one")
+    return 0
 
 
 def _part(file: TokenFile) -> dict[str, Any]:
@@ -118,24 +106,19 @@ def _part(file: TokenFile) -> dict[str, Any]:
     return facts | known
 
 
-def _sums(files: Sequence[TokenFile]) -> dict[str, Any]:
+def _sums(cards: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Counts over all files; one that some file lacks is left out."""
     sums: dict[str, Any] = {}
     for key in COUNTS:
-        numbers = [file.meta.get(key) for file in files]
-        if all(type(number) is int for number in numbers):
-            sums[key] = sum(number for number in numbers if number)
+        if all(key in card for card in cards):
+            sums[key] = sum(card[key] for card in cards)
     skips: Counter[str] = Counter()
-    for file in files:
-        skips.update(file.meta.get("skips") or {})
-    if skips:
-        sums["skips"] = dict(skips)
-    return sums
+    for card in cards:
+        skips.update(card.get("skips", {}))
+    return sums | ({"skips": dict(skips)} if skips else {})
 
 
-@guarded
-def main(argv: Sequence[str] | None = None) -> int:
-    words = sys.argv[1:] if argv is None else argv
+def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -149,21 +132,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         help="also take files without a card that names their tokenizer",
     )
     add("--overwrite", action="store_true", help="replace an earlier file of this name")
-    options = parser.parse_args(words)
-    if options.name and CONTROL.search(options.name):
-        raise UserError(f"--name: {options.name!r} has a control character - choose another")
-    merged = merge(
-        options.prefixes,
-        options.output,
-        name=options.name,
-        assume_same_tokenizer=options.assume_same_tokenizer,
-        overwrite=options.overwrite,
-        command=["merge_data.py", *words],
-    )
-    print(f"{options.output}: {len(merged):,} documents, {merged.tokens:,} tokens ({merged.dtype})")
-    if not merged.meta:
-        print("no card was written, because none of the files has one")
-    return 0
+    return parser
 
 
 if __name__ == "__main__":

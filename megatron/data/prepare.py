@@ -33,7 +33,6 @@ from megatron.data.encoding import (
 from megatron.data.readers import Corpus
 from megatron.data.token_index import write_index
 from megatron.data.tokenizers.build import build_tokenizer
-from megatron.data.tokenizers.tokenizer import Tokenizer
 from megatron.data.tokenizers.train import train_tokenizer
 from megatron.data.tokens import LONGEST, TokenFile, dtype_for
 from megatron.errors import UserError, cannot_write
@@ -90,12 +89,12 @@ def prepare(
             identity = [corpus.identity(), corpus.about, choice.vocab_size, tokenizer_hash]
             unfinished = Unfinished(prefix, json.loads(json.dumps(identity)))
             with closing(unfinished):
-                _write(corpus, choice, unfinished, workers, command)
+                card = _encode(corpus, choice, unfinished, workers, command)
                 if index.exists() and not overwrite:  # it has appeared meanwhile
                     raise UserError(
                         f"{index}: exists already - choose another name, or add --overwrite"
                     )
-                unfinished.publish()
+                unfinished.publish(card)
     except OSError as error:
         raise cannot_write(f"-d: {error.filename or folder}", error) from None
     return _summary(TokenFile.open(prefix), choice)
@@ -217,21 +216,14 @@ class Unfinished:
         content = {"identity": self.identity, "state": asdict(self.state)}
         write_text(self.state_file, json.dumps(content) + "\n")
 
-    def finish(self, card: dict[str, Any]) -> None:
-        """Write the index and PREFIX.json beside the tokens, as they will be published."""
-        index = self.folder / "index"
-        write_index(index, self.dtype, self._sizes)
-        card["sha256"] = {"bin": self._digest.hexdigest(), "idx": sha256_of(index)}
-        (self.folder / "card").write_text(json.dumps(card, indent=2) + "\n", encoding="utf-8")
-
-    def publish(self) -> None:
+    def publish(self, card: dict[str, Any]) -> None:
         """Give the files their names: the index comes last, without it there is no token file."""
         self._files.close()
-        places = {
-            self.tokens_file: ".bin",
-            self.folder / "card": ".json",
-            self.folder / "index": ".idx",
-        }
+        card_file, index = self.folder / "card", self.folder / "index"
+        write_index(index, self.dtype, self._sizes)
+        card["sha256"] = {"bin": self._digest.hexdigest(), "idx": sha256_of(index)}
+        card_file.write_text(json.dumps(card, indent=2) + "\n", encoding="utf-8")
+        places = {self.tokens_file: ".bin", card_file: ".json", index: ".idx"}
         for file in places:
             sync(file)
         self.state_file.unlink()  # from here on there is nothing to continue
@@ -247,14 +239,14 @@ class Unfinished:
             shutil.rmtree(self.folder, ignore_errors=True)
 
 
-def _write(
+def _encode(
     corpus: Corpus,
     choice: TokenizerChoice,
     unfinished: Unfinished,
     workers: int,
     command: Sequence[str],
-) -> None:
-    """Train the tokenizer where none is given, encode every document, and describe the result."""
+) -> dict[str, Any]:
+    """Train the tokenizer where none is given, and encode every document; returns PREFIX.json."""
     vocab_file = choice.vocab_file
     if choice.trained:
         vocab_file = unfinished.tokenizer_file
@@ -287,40 +279,19 @@ def _write(
             f"{corpus.name}: the input has no documents with text in them - nothing was written"
         )
     unfinished.save()
-    unfinished.finish(_card(corpus, tokenizer, choice, unfinished, command))
 
-
-def _training_texts(corpus: Corpus) -> Iterator[str]:
-    """The text that a tokenizer is trained on: the first that is not held out, in pieces."""
-    left = TRAINING_CHARACTERS
-    for piece in pieces_of(corpus, True, stop=corpus.to_train_on):
-        yield piece.text[:left]
-        left -= len(piece.text)
-        if left <= 0:
-            return
-
-
-def _card(
-    corpus: Corpus,
-    tokenizer: Tokenizer,
-    choice: TokenizerChoice,
-    unfinished: Unfinished,
-    command: Sequence[str],
-) -> dict[str, Any]:
-    """PREFIX.json: what these tokens are, and how they were made."""
-    about: dict[str, Any] = {
+    writer: dict[str, Any] = {
         "type": tokenizer.name,
         "hash": tokenizer.hash,
         "vocab_size": tokenizer.vocab_size,
         "eod": tokenizer.eod,
     }
     if choice.trained:
-        about["trained_for"] = choice.vocab_size
-    state = unfinished.state
+        writer["trained_for"] = choice.vocab_size
     skips = {"blank document": state.blank} | corpus.skips
     return {
         "corpus": corpus.name,
-        "tokenizer": about,
+        "tokenizer": writer,
         "sources": corpus.sources(),
         "skipped": corpus.skipped,
         **corpus.about,
@@ -336,6 +307,16 @@ def _card(
     }
 
 
+def _training_texts(corpus: Corpus) -> Iterator[str]:
+    """The text that a tokenizer is trained on: the first that is not held out, in pieces."""
+    left = TRAINING_CHARACTERS
+    for piece in pieces_of(corpus, True, stop=corpus.to_train_on):
+        yield piece.text[:left]
+        left -= len(piece.text)
+        if left <= 0:
+            return
+
+
 def _check_same(corpus: Corpus, prefix: Path, choice: TokenizerChoice) -> None:
     """Raise UserError unless the existing token file has the same sources and tokenizer."""
     try:
@@ -345,14 +326,11 @@ def _check_same(corpus: Corpus, prefix: Path, choice: TokenizerChoice) -> None:
     writer = tokens.meta.get("tokenizer", {})
     vocab_file = prefix.with_name("tokenizer.json") if choice.trained else choice.vocab_file
     differs = []
-    try:
-        tokenizer_hash = build_tokenizer(choice.kind, vocab_file, choice.merge_file).hash
-    except UserError:
-        if not choice.trained:
-            raise
-        tokenizer_hash = None
+    tokenizer = None
+    if vocab_file is None or vocab_file.exists() or not choice.trained:
+        tokenizer = build_tokenizer(choice.kind, vocab_file, choice.merge_file)
     is_size = not choice.trained or writer.get("trained_for") == choice.vocab_size
-    if tokenizer_hash != writer.get("hash") or not is_size:
+    if tokenizer is None or tokenizer.hash != writer.get("hash") or not is_size:
         differs.append("with another tokenizer")
     if corpus.is_here():
         before = [source["sha256"] for source in tokens.meta.get("sources", [])]

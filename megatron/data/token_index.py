@@ -149,11 +149,6 @@ def _header(index: Stored) -> tuple[np.dtype, int, int]:
     """dtype, sequences and entries of the document index; the file is as long as they say."""
     path, length = index.path, index.size
     head = index.read(0, min(length, HEADER.size))
-    if head.startswith(b"TNTIDX"):
-        raise UserError(
-            f"{path}: is in the older TNTIDX format (data_impl: cached or lazy), which is not read"
-            f" - {REMAKE}"
-        )
     if not head.startswith(MAGIC) or len(head) < HEADER.size:
         raise UserError(
             f"{path}: is not a whole GPT-NeoX index file (it starts with {head[:9]!r} and has"
@@ -168,11 +163,6 @@ def _header(index: Stored) -> tuple[np.dtype, int, int]:
         )
     end = HEADER.size + (LENGTH.itemsize + POINTER.itemsize) * sequences
     end += POINTER.itemsize * entries
-    if sequences and length == end + sequences:
-        raise UserError(
-            f"{path}: has a mode for each sequence, as multimodal files of Megatron-Core have"
-            " - prepare the text alone, without modes"
-        )
     if length != end:
         raise UserError(
             f"{path}: is {'cut off' if length < end else 'too long'}: {length} bytes instead of the"

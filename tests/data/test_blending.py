@@ -6,11 +6,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from megatron.data.parts import (
-    BLOCK,
     Blend,
     Turns,
     samples_of_each,
@@ -80,32 +77,6 @@ def test_each_window_is_of_the_corpus_that_the_reference_chooses(case):
     digest = hashlib.sha256(choices.tobytes()).hexdigest()
     assert digest == case["sha256_of_choices_as_uint8"]
     assert hashlib.sha256(numbers.tobytes()).hexdigest() == case["sha256_of_numbers_as_int64"]
-
-
-def reference_loop(weights, size):
-    """build_blending_indices of helpers.cpp, loop for loop."""
-    counts = [0] * len(weights)
-    turns = []
-    for index in range(size):
-        windows = float(max(index, 1))
-        chosen, most = 0, weights[0] * windows - counts[0]
-        for corpus in range(1, len(weights)):
-            lag = weights[corpus] * windows - counts[corpus]
-            if lag > most:
-                chosen, most = corpus, lag
-        turns.append((chosen, counts[chosen]))
-        counts[chosen] += 1
-    return turns
-
-
-@settings(max_examples=15, deadline=None)
-@given(st.lists(st.floats(1e-6, 1e6), min_size=1, max_size=8), st.data())
-def test_any_block_can_be_had_without_those_before_it(weights, data):
-    turns = Turns(weights)
-    expected = reference_loop(turns.weights.tolist(), 4 * BLOCK)
-    for block in data.draw(st.permutations(range(4))):
-        got = [turns[index] for index in range(block * BLOCK, (block + 1) * BLOCK)]
-        assert got == expected[block * BLOCK : (block + 1) * BLOCK]
 
 
 def test_a_window_names_its_documents_with_their_corpus(corpora):

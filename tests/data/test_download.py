@@ -4,10 +4,8 @@ import hashlib
 import os
 import random
 import resource
-import signal
 import socketserver
 import threading
-import time
 from contextlib import contextmanager
 
 import pytest
@@ -155,37 +153,3 @@ def test_a_disk_that_takes_no_more_is_one_message_and_what_came_is_kept(server, 
     fetch(remote, tmp_path / "a.bin")
     assert (tmp_path / "a.bin").read_bytes() == CONTENT
     assert ranges(server)[-1] == "bytes=100000-"
-
-
-CODE = """
-import sys
-from pathlib import Path
-from megatron.data.corpora.download import Remote, fetch
-fetch(Remote(sys.argv[1], "a.bin", sha256=sys.argv[3] or None), Path(sys.argv[2]))
-"""
-
-
-@pytest.mark.parametrize(
-    "seed", [0, *(pytest.param(n, marks=pytest.mark.campaign) for n in (1, 2))]
-)
-def test_a_download_that_was_killed_is_continued(server, forks, tmp_path, seed):
-    """Three downloads are killed, each after some packets of 10,000 bytes."""
-    server.files["/a.bin"] = Shown(CONTENT)
-    draw = random.Random(seed)
-    script = tmp_path / "fetch.py"
-    script.write_text(CODE)
-    words = (script, f"{server.address}/a.bin", tmp_path / "a.bin", SHA256)
-    for _ in range(3):
-        waiting, go_on = server.pause_after(draw.randrange(7, 9))
-        process = forks.start(*words, log=tmp_path / "log")
-        assert waiting.wait(10), (tmp_path / "log").read_text()
-        time.sleep(draw.random() * 0.02)  # what the client does with the last packets
-        os.kill(process, signal.SIGKILL)
-        assert forks.wait(process) == -signal.SIGKILL
-        go_on.set()
-        assert not (tmp_path / "a.bin").exists()
-    server.hook = lambda: None
-    process = forks.start(*words, log=tmp_path / "log")
-    assert forks.wait(process) == 0, (tmp_path / "log").read_text()
-    assert (tmp_path / "a.bin").read_bytes() == CONTENT
-    assert any(ranges(server))

@@ -14,7 +14,6 @@ from tokenizers import AddedToken, Regex, normalizers, pre_tokenizers
 
 from megatron.data import encoding
 from megatron.data.encoding import (
-    LONGEST_WORD,
     Encoder,
     Piece,
     TokenizerFiles,
@@ -74,16 +73,6 @@ def test_words_have_the_ids_of_the_whole_text(tmp_path):
     inner.normalizer = normalizers.NFC()
     texts = texts_of([*"aeo \n", "\u0301", "\u0308", "\u1100", "\u1161"])
     check(Encoder(files_of(tmp_path, inner)).encode(texts), whole(texts, inner.to_str()))
-
-
-def test_words_are_forgotten_before_they_fill_the_memory(tmp_path):
-    encoder = Encoder(files_of(tmp_path), most=3)
-    long_word = "x" * (LONGEST_WORD + 1)
-    known = []
-    for text in ("a b", "a c", f"a {long_word}", "d e f"):
-        check(encoder.encode([text]), whole([text]))
-        known.append(set(encoder.known))
-    assert known == [{"a", " b"}, {"a", " b", " c"}, {"a", " b", " c"}, set()]
 
 
 def test_other_tokenizers_do_not_work_by_words(tmp_path):

@@ -16,17 +16,11 @@ def numbers(stream):
     return [(batch[:, 0] // 10).tolist() for batch in stream]
 
 
-def test_a_batch_is_the_next_samples_as_int64():
+def test_each_rank_has_its_own_contiguous_share_of_a_step():
     batch = next(batches(SAMPLES, 2))
     assert batch.dtype == torch.int64
     assert batch.tolist() == [[0, 1, 2, 3, 4], [10, 11, 12, 13, 14]]
-
-
-def test_batches_end_with_the_last_whole_step():
-    assert numbers(batches(SAMPLES, 4)) == [[0, 1, 2, 3], [4, 5, 6, 7]]
-
-
-def test_each_rank_has_its_own_contiguous_share_of_a_step():
+    assert numbers(batches(SAMPLES, 4)) == [[0, 1, 2, 3], [4, 5, 6, 7]]  # the last whole step
     shares = [numbers(batches(SAMPLES, 2, rank=rank, ranks=2)) for rank in range(2)]
     assert shares == [[[0, 1], [4, 5]], [[2, 3], [6, 7]]]
 

@@ -2,12 +2,7 @@
 
 import json
 import os
-import random
 import signal
-import subprocess
-import sys
-import time
-from itertools import count
 
 import numpy as np
 import pytest
@@ -24,7 +19,6 @@ from megatron.data.tokens import TokenFile
 from megatron.errors import UserError
 from megatron.folder_lock import owned_folder
 from prepare_data import run
-from tests.support import ROOT, unlaunched
 
 TEXTS = [
     "the cat sat on the mat\n",
@@ -322,54 +316,3 @@ def test_damage_of_what_is_unfinished_is_named_or_starts_anew(tmp_path, source, 
             continue
         made(source, data, overwrite=True)
         assert results(data) == results(tmp_path / "whole")
-
-
-WORDS = """
-import sys
-import prepare_data
-from megatron.data import prepare
-prepare.SHARD = 300_000
-if __name__ == "__main__":
-    sys.exit(prepare_data.main(sys.argv[1:]))
-"""
-
-
-@pytest.mark.campaign
-def test_kills_at_random_moments_with_two_workers(tmp_path):
-    """24 kills or more, one to four of each preparation; 9 MB of text, shards of 300 kB."""
-    draw = random.Random(5)
-    source = tmp_path / "c.jsonl"
-    script = tmp_path / "prepare.py"
-    script.write_text(WORDS)
-    words = [f"word{number}" for number in range(20_000)]
-    with source.open("w") as file:
-        for _ in range(9000):
-            file.write(json.dumps(" ".join(draw.choices(words, k=120))) + "\n")
-
-    def started(folder):
-        command = [sys.executable, script, "--input", source, "--name", "c", "-d", folder]
-        options = ["--vocab-size", "2000", "--workers", "2"]
-        env = {**unlaunched(), "PYTHONPATH": str(ROOT)}
-        return subprocess.Popen(
-            [*map(str, command), *options], cwd=ROOT, env=env, stderr=subprocess.DEVNULL
-        )
-
-    assert started(tmp_path / "whole").wait(300) == 0
-    beginning = time.monotonic()
-    assert started(tmp_path / "timed").wait(300) == 0
-    usual = time.monotonic() - beginning
-    kills = 0
-    for trial in count():
-        if kills >= 24:
-            break
-        folder = tmp_path / f"trial{trial}"
-        for _ in range(draw.randint(1, 4)):
-            process = started(folder)
-            try:
-                process.wait(draw.uniform(0.1, 0.9) * usual)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                kills += 1
-            process.wait()
-        assert started(folder).wait(300) == 0
-        assert results(folder) == results(tmp_path / "whole"), trial

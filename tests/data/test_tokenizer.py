@@ -1,161 +1,383 @@
+"""Tokenizers have the ids of the libraries themselves, and wrong files are explained."""
+
+import base64
+import io
 import json
-import random
+import pickle
 from pathlib import Path
+from typing import get_args
 
 import pytest
-from tokenizers import Tokenizer
-from tokenizers.models import WordLevel
+import sentencepiece
+import tiktoken
+import tiktoken_ext.openai_public as published
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
-from megatron.data.tokenizers.build import build_tokenizer
+from megatron.config.schema import Data
+from megatron.data.tokenizers.build import KINDS, PUBLISHED, build_tokenizer, needs_files
+from megatron.data.tokenizers.hugging_face import BYTES_OF_FALLBACK
 from megatron.data.tokenizers.train import train_tokenizer
 from megatron.errors import UserError
+from tests.support import modules
 
 SHARED = Path(__file__).parents[3] / "shared" / "data"
 needs_gpt2 = pytest.mark.skipif(
     not (SHARED / "gpt2-vocab.json").exists(), reason=f"no GPT-2 files in {SHARED}"
 )
-TEXTS = ["the cat sat on the mat\n", "the dog sat on the cat\n", "def cat(): return 'mat'\n"] * 5
+END = "<|endoftext|>"
+TEXTS = [
+    "the cat sat on the mat\n",
+    "def f(x):\n    return  x + 1\n\n\n",
+    "Größe 你好 🙂\t\x00\r\n ﬁ",
+    " \n \n",
+    f"it's 12345 {END} </s><s> <|fim_prefix|>",
+    "",
+]
+
+
+def ranks_file():
+    """Ranks as tiktoken writes them: the bytes, then merges of a small BPE."""
+    tokens = [bytes([byte]) for byte in range(256)]
+    tokens += [b"th", b"the", b" t", b" the", b"at", b"cat", b" c", b" cat", b"12", b"\n\n", b" +"]
+    lines = [base64.b64encode(token) + b" %d" % rank for rank, token in enumerate(tokens)]
+    return b"\n".join(lines) + b"\n"
+
+
+def spm(path, **options):
+    """A SentencePiece model that the library trains: its processor."""
+    model = io.BytesIO()
+    texts = [line for text in modules()[:6] for line in text.splitlines()]
+    options = {"vocab_size": 400, "model_type": "bpe", "byte_fallback": True} | options
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(texts), model_writer=model, minloglevel=2, **options
+    )
+    path.write_bytes(model.getvalue())
+    return sentencepiece.SentencePieceProcessor(model_proto=model.getvalue())
 
 
 @pytest.fixture(scope="module")
-def files(tmp_path_factory):
-    """A tokenizer trained here, in both forms.
-
-    One is tokenizer.json, the other vocab.json with merges.txt, as OpenAI wrote them.
-    """
-    folder = tmp_path_factory.mktemp("tokenizer")
-    text = train_tokenizer(TEXTS, 280)
-    (folder / "tokenizer.json").write_text(text)
-    model = json.loads(text)["model"]
-    (folder / "vocab.json").write_text(json.dumps(model["vocab"]))
-    merges = [pair if isinstance(pair, str) else " ".join(pair) for pair in model["merges"]]
-    (folder / "merges.txt").write_text("\n".join(["#version: 0.2", *merges]) + "\n")
-    return folder
-
-
-def test_both_forms_of_one_tokenizer_give_the_same_ids(files):
-    pair = build_tokenizer("GPT2BPETokenizer", files / "vocab.json", files / "merges.txt")
-    whole = build_tokenizer("HFTokenizer", files / "tokenizer.json")
-    assert pair.encode_batch(TEXTS) == whole.encode_batch(TEXTS)
-    assert (pair.eod, pair.vocab_size, whole.eod, whole.vocab_size) == (0, 280, 0, 280)
+def folder(tmp_path_factory):
+    """One file of each kind, and GPT-2's form in a folder."""
+    place = tmp_path_factory.mktemp("kinds")
+    spm(place / "tokenizer.model")
+    whole = train_tokenizer([*modules()[:6], *TEXTS], 400)
+    (place / "whole").mkdir()
+    (place / "whole" / "tokenizer.json").write_text(whole)
+    (place / "slow").mkdir()
+    model = json.loads(whole)["model"]
+    (place / "slow" / "vocab.json").write_text(json.dumps(model["vocab"]))
+    merges = [" ".join(pair) for pair in model["merges"]]
+    (place / "slow" / "merges.txt").write_text("\n".join(["#version: 0.2", *merges]) + "\n")
+    for name in ("gpt2", "cl100k_base", "o200k_base"):
+        (place / f"mine.{name}.tiktoken").write_bytes(ranks_file())
+    return place
 
 
-def test_the_hash_names_the_contents(files, tmp_path):
-    copy = tmp_path / "elsewhere.json"
-    copy.write_bytes((files / "tokenizer.json").read_bytes())
-    same = build_tokenizer("HFTokenizer", copy).hash
-    assert same == build_tokenizer("HFTokenizer", files / "tokenizer.json").hash
-    assert len(same) == 12
-    copy.write_text(train_tokenizer(TEXTS, 270))
-    assert build_tokenizer("HFTokenizer", copy).hash != same
+def built_of(folder):
+    """A tokenizer of every kind."""
+    pair = [folder / "slow" / name for name in ("vocab.json", "merges.txt")]
+    return {
+        "GPT2BPETokenizer": build_tokenizer("GPT2BPETokenizer", *pair),
+        "SPMTokenizer": build_tokenizer("SPMTokenizer", folder / "tokenizer.model"),
+        "TiktokenTokenizer": build_tokenizer("TiktokenTokenizer", folder / "mine.gpt2.tiktoken"),
+        "HFTokenizer": build_tokenizer("HFTokenizer", folder / "whole"),
+        "HFGPT2Tokenizer": build_tokenizer("HFGPT2Tokenizer", folder / "slow"),
+        "CharLevelTokenizer": build_tokenizer("CharLevelTokenizer"),
+    }
 
 
-def test_training_gives_the_same_tokenizer_every_time():
-    random.seed(3)
-    texts = ["".join(random.choices("abcdef \n", k=500)) for _ in range(40)]
-    assert train_tokenizer(texts, 400) == train_tokenizer(iter(texts), 400)
+def test_no_text_holds_the_end_of_its_document_and_another_process_gives_the_same_ids(folder):
+    kinds = built_of(folder)
+    assert set(get_args(Data.model_fields["tokenizer_type"].annotation)) == set(kinds) == set(KINDS)
+    assert [kind for kind in KINDS if not needs_files(kind)] == ["CharLevelTokenizer"]
+    texts = [text for text in TEXTS if "\x00" not in text]
+    for kind, tokenizer in kinds.items():
+        ids = [tokenizer.encode(text) for text in texts]
+        assert tokenizer.eod not in {number for of_text in ids for number in of_text}
+        assert all(number < tokenizer.vocab_size for of_text in ids for number in of_text)
+        assert END in tokenizer.decode(tokenizer.encode(f"a {END} b"))
+        assert (
+            tokenizer.decode([*tokenizer.encode("the cat"), tokenizer.vocab_size + 5]) == "the cat"
+        )
+        if kind != "SPMTokenizer":  # which normalises
+            assert [tokenizer.decode(of_text) for of_text in ids] == texts
+        again = pickle.loads(pickle.dumps(tokenizer))
+        assert tokenizer.encode_batch(texts) == again.encode_batch(texts) == ids
+        for fact in ("name", "hash", "vocab_size", "eod", "unknown", "cuttable"):
+            assert getattr(again, fact) == getattr(tokenizer, fact)
+    plain = kinds["CharLevelTokenizer"]
+    assert plain.encode("Aé") == [65, 0xC3, 0xA9]
+    assert (plain.vocab_size, plain.eod) == (512, 0)
 
 
-def test_truncation_padding_and_frames_that_a_tokenizer_json_asks_for_are_not_applied(
-    files, tmp_path
-):
-    asking = Tokenizer.from_file(str(files / "tokenizer.json"))
+def test_all_forms_of_one_tokenizer_give_the_same_ids(folder, tmp_path):
+    kinds = built_of(folder)
+    whole, pair, slow = (
+        kinds[name] for name in ("HFTokenizer", "GPT2BPETokenizer", "HFGPT2Tokenizer")
+    )
+    assert whole.encode_batch(TEXTS) == pair.encode_batch(TEXTS) == slow.encode_batch(TEXTS)
+    assert (pair.eod, pair.vocab_size, slow.hash) == (0, 400, pair.hash)
+    path = tmp_path / "tokenizer.json"
+    asking = Tokenizer.from_file(str(folder / "whole" / "tokenizer.json"))
     asking.enable_truncation(2)
     asking.enable_padding(length=50)
-    asking.save(str(tmp_path / "tokenizer.json"))
-    ids = build_tokenizer("HFTokenizer", tmp_path / "tokenizer.json").encode_batch([TEXTS[0]])
-    assert ids == [build_tokenizer("HFTokenizer", files / "tokenizer.json").encode(TEXTS[0])]
-
-
-def test_bytes_are_those_of_gpt_neox():
-    tokenizer = build_tokenizer("CharLevelTokenizer")
-    assert tokenizer.encode("Aé") == [65, 0xC3, 0xA9]
-    assert (tokenizer.vocab_size, tokenizer.eod, tokenizer.name) == (512, 0, "CharLevelTokenizer")
-    assert tokenizer.decode([72, 105, 300]) == "Hi"
-
-
-def test_every_tokenizer_gives_the_text_back(files):
-    paths = {"GPT2BPETokenizer": ("vocab.json", "merges.txt"), "HFTokenizer": ("tokenizer.json",)}
-    for kind in ("GPT2BPETokenizer", "HFTokenizer", "CharLevelTokenizer"):
-        tokenizer = build_tokenizer(kind, *(files / name for name in paths.get(kind, ())))
-        for text in (" leading and trailing \n\n", "naïve — 日本語 🙂", "a\tb\r\n", ""):
-            ids = tokenizer.encode(text)
-            assert all(0 <= number < tokenizer.vocab_size for number in ids)
-            assert tokenizer.decode(ids) == text
-        assert tokenizer.encode_batch(TEXTS) == [tokenizer.encode(text) for text in TEXTS]
-        ids = tokenizer.encode("one<|endoftext|>two")
-        assert tokenizer.eod not in ids
-        assert tokenizer.decode(ids) == "one<|endoftext|>two"
+    asking.save(str(path))
+    assert build_tokenizer("HFTokenizer", path).encode_batch(TEXTS) == whole.encode_batch(TEXTS)
+    path.write_bytes((folder / "whole" / "tokenizer.json").read_bytes())
+    assert build_tokenizer("HFTokenizer", path).hash == whole.hash
+    content = json.loads(path.read_text())
+    content["added_tokens"][0]["special"] = False  # the library then looks for it in texts
+    path.write_text(json.dumps(content))
+    assert Tokenizer.from_file(str(path)).encode(f"a{END}b").ids.count(0) == 1
+    ours = build_tokenizer("HFTokenizer", path)
+    assert (ours.eod, ours.encode(f"a{END}b")) == (0, whole.encode(f"a{END}b"))
+    assert ours.hash != whole.hash
 
 
 @needs_gpt2
-def test_gpt2_is_gpt2():
-    pair = build_tokenizer(
-        "GPT2BPETokenizer", SHARED / "gpt2-vocab.json", SHARED / "gpt2-merges.txt"
-    )
-    for tokenizer in (pair, build_tokenizer("HFTokenizer", SHARED / "gpt2-tokenizer.json")):
-        assert (tokenizer.vocab_size, tokenizer.eod) == (50257, 50256)
-        assert tokenizer.encode("Hello world") == [15496, 995]
-        fox = [464, 2068, 7586, 21831, 18045, 625, 262, 16931, 3290]
+def test_gpt2_is_gpt2(tmp_path):
+    files = (SHARED / "gpt2-vocab.json", SHARED / "gpt2-merges.txt")
+    # The file of ranks that was published: in it ids are ranks, but for the end.
+    ranks = tiktoken.load.data_gym_to_mergeable_bpe_ranks(str(files[1]), str(files[0]))
+    lines = [base64.b64encode(token) + b" %d\n" % rank for token, rank in ranks.items()]
+    (tmp_path / "gpt2.tiktoken").write_bytes(b"".join(lines))
+    pair = build_tokenizer("GPT2BPETokenizer", *files)
+    texts = [*TEXTS, *modules()[:5]]
+    fox = [464, 2068, 7586, 21831, 18045, 625, 262, 16931, 3290]
+    for tokenizer in (
+        pair,
+        build_tokenizer("HFTokenizer", SHARED / "gpt2-tokenizer.json"),
+        build_tokenizer("TiktokenTokenizer", tmp_path / "gpt2.tiktoken"),
+    ):
+        assert (tokenizer.vocab_size, tokenizer.eod, tokenizer.cuttable) == (50257, 50256, True)
         assert tokenizer.encode("The quick brown fox jumps over the lazy dog") == fox
+        assert tokenizer.encode_batch(texts) == pair.encode_batch(texts)
 
 
-def test_a_vocabulary_that_cannot_be_trained_is_refused():
+def test_patterns_and_published_files_are_those_of_tiktoken(folder, monkeypatch):
+    sums = []
+
+    def kept(*names, expected_hash="", **options):
+        sums.append(expected_hash)
+        return {}
+
+    ranks = tiktoken.load.load_tiktoken_bpe(str(folder / "mine.gpt2.tiktoken"))
+    for loader in ("load_tiktoken_bpe", "data_gym_to_mergeable_bpe_ranks"):
+        monkeypatch.setattr(published, loader, kept)
+    for name, ours in PUBLISHED.items():
+        sums.clear()
+        theirs = published.ENCODING_CONSTRUCTORS[name]()
+        special = theirs["special_tokens"]
+        size = theirs.get("explicit_n_vocab") or max(special.values()) + 1
+        assert (ours.pattern, ours.eod, ours.size) == (theirs["pat_str"], special[END], size)
+        assert sums == [ours.sha256] or name == "gpt2"  # which tiktoken reads from two other files
+        if not (folder / f"mine.{name}.tiktoken").exists():
+            continue
+        encoding = tiktoken.Encoding(
+            "t", pat_str=theirs["pat_str"], mergeable_ranks=ranks, special_tokens={}
+        )
+        built = build_tokenizer("TiktokenTokenizer", folder / f"mine.{name}.tiktoken")
+        for text in [*TEXTS, *modules()[:3]]:
+            assert built.encode(text) == encoding.encode(text, disallowed_special=())
+        assert (built.eod, built.vocab_size) == (len(ranks), len(ranks) + 1)
+
+
+def test_ids_of_a_sentencepiece_model_are_its_own(tmp_path):
+    for options in (
+        {"model_type": "bpe"},
+        {"model_type": "unigram"},
+        {"user_defined_symbols": END},
+        {"control_symbols": END},
+    ):
+        theirs = spm(tmp_path / "t.model", **options)
+        ours = build_tokenizer("SPMTokenizer", tmp_path / "t.model")
+        assert ours.encode_batch(modules()[:3]) == theirs.encode(modules()[:3])
+        assert (ours.vocab_size, ours.unknown) == (400, theirs.unk_id())
+        if "model_type" in options:
+            assert ours.eod == theirs.eos_id()
+            continue
+        assert ours.eod == theirs.piece_to_id(END) == 3
+        assert (3 in theirs.encode(f"a{END}b")) == ("user_defined_symbols" in options)
+        assert 3 not in ours.encode(f"a{END}b")
+        assert ours.decode(ours.encode(f"a{END}b")) == f"a{END}b"
+
+
+def test_training_gives_the_same_tokenizer_every_time():
+    assert train_tokenizer(TEXTS, 300) == train_tokenizer(iter(TEXTS), 300)
     with pytest.raises(UserError, match=r"^vocab_size: 256 cannot hold the 256 bytes and .*257"):
         train_tokenizer(TEXTS, 256)
     with pytest.raises(UserError, match=r"100000000000000 is more than any .* at most 4000000"):
         train_tokenizer(TEXTS, 10**14)
 
 
-def test_wrong_files_are_explained(files, tmp_path):
-    vocab = json.loads((files / "vocab.json").read_text())
+def test_without_endoftext_the_end_is_what_the_file_beside_it_says(tmp_path):
+    file, settings = tmp_path / "tokenizer.json", tmp_path / "tokenizer_config.json"
+    model = models.WordLevel({"Hello": 0, "</s>": 1, "world": 2, "None": 3}, unk_token="Hello")
+    Tokenizer(model).save(str(file))
+    for nothing in ({"eos_token": "<end>"}, {"eos_token": None}, {}):
+        settings.write_text(json.dumps(nothing))
+        with pytest.raises(UserError, match=r"no eos_token of tokenizer_config.json beside it"):
+            build_tokenizer("HFTokenizer", file)
+    hashes = set()
+    for end, number in (("</s>", 1), ({"content": "</s>", "lstrip": False}, 1), ("world", 2)):
+        settings.write_text(json.dumps({"eos_token": end}))
+        tokenizer = build_tokenizer("HFTokenizer", file)
+        assert tokenizer.eod == number
+        hashes.add(tokenizer.hash)
+    assert len(hashes) == 2  # token files of one are not those of the other
+
+
+def unigram(end):
+    """A tokenizer.json whose model has the end of a text among its pieces, as that of T5."""
+    pieces = [["<unk>", 0.0], [end, 0.0], *[[letter, -3.0] for letter in "▁Helowrdnt"]]
+    added = {"id": 1, "content": end, "special": True, "normalized": False}
+    added |= dict.fromkeys(("single_word", "lstrip", "rstrip"), False)
+    model = {"type": "Unigram", "unk_id": 0, "vocab": pieces, "byte_fallback": False}
+    return json.dumps({"version": "1.0", "added_tokens": [added], "model": model}).encode()
+
+
+def test_wrong_files_are_explained(folder, tmp_path):
+    vocab_text = (folder / "slow" / "vocab.json").read_text()
+    vocab = json.loads(vocab_text)
+    whole = (folder / "whole" / "tokenizer.json").read_text()
+    without_end = {key: value for key, value in vocab.items() if key != END}
+    spm(tmp_path / "no_end.model", eos_id=-1)
     contents = {
-        "empty": " \n",
-        "numbers": json.dumps({"a": 0, "b": 0, "<|endoftext|>": 1}),
-        "highest": json.dumps(vocab | {"the": 10**8}),
-        "endless": json.dumps({k: v for k, v in vocab.items() if k != "<|endoftext|>"}),
-        "foreign": "#version: 0.2\nzq xq\n",
-        "newer": (files / "tokenizer.json").read_text().replace('"BPE"', '"NoSuch"'),
+        "vocab.json": vocab_text.encode(),
+        "merges.txt": (folder / "slow" / "merges.txt").read_bytes(),
+        "whole.json": whole.encode(),
+        "binary": b"\xff\xfe\x00\x01",
+        "empty": b" \n",
+        "numbers": json.dumps({"a": 0, "b": 0, END: 1}).encode(),
+        "highest": json.dumps(vocab | {"the": 10**8}).encode(),
+        "endless": json.dumps(without_end).encode(),
+        "foreign": b"#version: 0.2\nzq xq\n",
+        "newer": whole.replace('"BPE"', '"NoSuch"').encode(),
+        "t5.json": unigram(END),
+        "cut.model": (folder / "tokenizer.model").read_bytes()[:3000],
+        "cl100k_base.tiktoken": ranks_file(),
+        "mine.tiktoken": ranks_file(),
+        "a.gpt2.tiktoken": ranks_file()[:1501],
+        "b.gpt2.tiktoken": b"a 1\n",
+        "c.gpt2.tiktoken": ranks_file() + b"YWFh 99999999\n",
     }
-    for name, text in contents.items():
-        (tmp_path / name).write_text(text)
-    (tmp_path / "binary").write_bytes(b"\xff\xfe\x00\x01")
-    Tokenizer(WordLevel({"hello": 0}, unk_token="hello")).save(str(tmp_path / "no_end"))
-    for name in ("vocab.json", "merges.txt", "tokenizer.json"):
-        (tmp_path / name).write_bytes((files / name).read_bytes())
-    pair, whole = "GPT2BPETokenizer", "HFTokenizer"
-    for kind, names, message in (
+    for name, content in contents.items():
+        (tmp_path / name).write_bytes(content)
+    pair, hugging, spt, ranks = (
+        "GPT2BPETokenizer",
+        "HFTokenizer",
+        "SPMTokenizer",
+        "TiktokenTokenizer",
+    )
+    cases = [
         (pair, [], "vocab_file: GPT2BPETokenizer needs one - give the path of its vocab.json"),
-        (pair, ["vocab.json"], "merge_file: GPT2BPETokenizer needs one"),
         (pair, ["gone", "merges.txt"], f"vocab_file: there is no file {tmp_path}/gone (looked"),
         (pair, ["vocab.json", "empty"], f"merge_file: {tmp_path}/empty is empty"),
         (pair, ["binary", "merges.txt"], f"vocab_file: {tmp_path}/binary is not text"),
         (pair, ["merges.txt", "vocab.json"], "are not GPT-2's vocab.json and merges.txt - give"),
-        (pair, ["tokenizer.json", "merges.txt"], "is read by tokenizer_type: HFTokenizer"),
+        (pair, ["whole.json", "merges.txt"], "is read by tokenizer_type: HFTokenizer"),
         (pair, ["numbers", "merges.txt"], "does not give every token its own number"),
-        (pair, ["highest", "merges.txt"], "gives a token the number 100000000, but has only 280"),
+        (pair, ["highest", "merges.txt"], "gives a token the number 100000000, but has only 401"),
         (pair, ["endless", "merges.txt"], "lacks 1 of the 256 bytes and <|endoftext|>"),
         (pair, ["vocab.json", "foreign"], f"merge_file: {tmp_path}/foreign does not belong to"),
-        (whole, ["vocab.json"], "is not one - a bare vocabulary needs tokenizer_type: GPT2BPE"),
-        (whole, ["newer"], f"the library cannot read {tmp_path}/newer"),
-        (whole, ["no_end"], "has no <|endoftext|>, which ends every document, and no eos_token"),
+        (hugging, ["vocab.json"], "is not one - a bare vocabulary needs tokenizer_type: GPT2BPE"),
+        (hugging, ["newer"], f"the library cannot read {tmp_path}/newer"),
+        (hugging, ["t5.json"], "the number that ends documents - take"),
+        (hugging, ["cut.model"], "use tokenizer_type: SPMTokenizer, which does"),
+        (spt, ["cut.model"], "is not a SentencePiece model: "),
+        (spt, ["no_end.model"], "has neither <|endoftext|> nor an end of a sentence"),
+        (ranks, ["cl100k_base.tiktoken"], "is not the file that was published under that name"),
+        (ranks, ["mine.tiktoken"], "does not say its pattern, and nothing is fetched - give PATT"),
+        (ranks, ["a.gpt2.tiktoken"], "is not a file of ranks: it lacks some of the 256 bytes"),
+        (ranks, ["b.gpt2.tiktoken"], "is not a file of ranks: "),
+        (ranks, ["c.gpt2.tiktoken"], "gives a token the number 99999999"),
         ("charlevel", [], "tokenizer_type: there is no 'charlevel' - did you mean CharLevelTok"),
-    ):
+    ]
+    for kind, names, message in cases:
         with pytest.raises(UserError) as caught:
             build_tokenizer(kind, *(tmp_path / name for name in names))
         assert message in str(caught.value)
+        assert "\n" not in str(caught.value)
+    for name, content in {
+        "added_tokens.json": {},
+        "tokenizer_config.json": {"tokenizer_class": "CLIPTokenizer"},
+    }.items():
+        (tmp_path / name).write_text(json.dumps(content))
+        with pytest.raises(UserError, match=r"AutoTokenizer.from_pretrained\(FOLDER\)"):
+            build_tokenizer("HFTokenizer", tmp_path)
+        (tmp_path / name).unlink()
 
 
-def test_without_endoftext_the_end_is_what_the_file_beside_it_says(tmp_path):
-    file, settings = tmp_path / "tokenizer.json", tmp_path / "tokenizer_config.json"
-    Tokenizer(WordLevel({"Hello": 0, "</s>": 1, "world": 2}, unk_token="Hello")).save(str(file))
-    settings.write_text(json.dumps({"eos_token": "<end>"}))
-    with pytest.raises(UserError, match=r"no eos_token of tokenizer_config.json beside it"):
-        build_tokenizer("HFTokenizer", file)
-    hashes = set()
-    for end, number in (("</s>", 1), ({"content": "</s>", "lstrip": False}, 1), ("world", 2)):
-        settings.write_text(json.dumps({"eos_token": end}))
-        found = build_tokenizer("HFTokenizer", file)
-        assert found.eod == number
-        hashes.add(found.hash)
-    assert len(hashes) == 2  # token files of one are not those of the other
+# --- Bytes of tokens, for bits per byte ---
+
+
+def total(tokenizer, text):
+    return int(tokenizer.token_bytes()[tokenizer.encode(text)].sum())
+
+
+def pieces(tmp_path, *, byte_fallback):
+    """A tokenizer.json as transformers makes it of a SentencePiece model."""
+    vocab = {"<unk>": 0, "<s>": 1, END: 2}
+    words = [*BYTES_OF_FALLBACK, "▁", "a", "b", "é", "▁a", "▁é"]
+    vocab |= {word: number for number, word in enumerate(words, 3)}
+    merges = [("▁", "a"), ("▁", "é")]
+    inner = Tokenizer(
+        models.BPE(vocab, merges, unk_token="<unk>", byte_fallback=byte_fallback, fuse_unk=True)
+    )
+    inner.normalizer = normalizers.Sequence(
+        [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
+    )
+    inner.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback()])
+    inner.add_special_tokens(["<unk>", "<s>", END])
+    inner.save(str(tmp_path / "pieces.json"))
+    return build_tokenizer("HFTokenizer", tmp_path / "pieces.json")
+
+
+def test_the_tokens_of_a_text_have_its_bytes(folder, tmp_path):
+    text = "".join(TEXTS).replace("\x00", "")
+    kinds = built_of(folder)
+    assert kinds["SPMTokenizer"].token_bytes() is None  # it normalises
+    for kind in set(kinds) - {"SPMTokenizer"}:
+        assert total(kinds[kind], text) == len(text.encode())
+        assert kinds[kind].token_bytes()[kinds[kind].eod] == 0
+        assert kinds[kind].token_bytes().shape == (kinds[kind].vocab_size,)
+    spm(tmp_path / "t.model", normalization_rule_name="identity", remove_extra_whitespaces=False)
+    for tokenizer in (
+        build_tokenizer("SPMTokenizer", tmp_path / "t.model"),
+        pieces(tmp_path, byte_fallback=True),
+    ):
+        assert total(tokenizer, text) == len(f" {text}".encode())  # a space before each text
+    inner = Tokenizer.from_file(str(folder / "whole" / "tokenizer.json"))
+    inner.add_tokens([AddedToken("你好", normalized=False)])
+    inner.add_special_tokens(["<|user|>"])
+    inner.save(str(tmp_path / "more.json"))
+    more = build_tokenizer("HFTokenizer", tmp_path / "more.json")
+    assert more.token_bytes()[-2:].tolist() == [6, 0]
+    assert total(more, text) == len(text.encode())
+
+
+def test_tokens_that_do_not_determine_their_text_have_no_count(folder, tmp_path):
+    assert pieces(tmp_path, byte_fallback=False).token_bytes() is None
+    pieces(tmp_path, byte_fallback=True)
+    trained = folder / "whole" / "tokenizer.json"
+    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    removed = pre_tokenizers.Split(" ", "removed")
+    nfkc = normalizers.NFKC()
+
+    def strips(inner):
+        inner.add_tokens([AddedToken("日本", lstrip=True)])
+
+    def with_part(key, part):
+        return lambda inner: setattr(inner, key, part)
+
+    for source, change in (
+        (trained, with_part("normalizer", normalizers.Lowercase())),
+        (trained, with_part("pre_tokenizer", pre_tokenizers.ByteLevel(add_prefix_space=True))),
+        (trained, with_part("pre_tokenizer", pre_tokenizers.Sequence([removed, byte_level]))),
+        (trained, strips),
+        (tmp_path / "pieces.json", with_part("normalizer", normalizers.Sequence([nfkc]))),
+    ):
+        inner = Tokenizer.from_file(str(source))
+        change(inner)
+        inner.save(str(tmp_path / "changed.json"))
+        assert build_tokenizer("HFTokenizer", tmp_path / "changed.json").token_bytes() is None

@@ -70,6 +70,12 @@ class Recipe(BaseModel):
     article: str | None = None
     cut_bytes: list[int] = []
 
+    @property
+    def wanted(self) -> str:
+        """Some names of its files."""
+        names = [name for source in self.sources for name in source.names]
+        return " or ".join(list(dict.fromkeys([*names, *self.at_hand]))[:4])
+
 
 class Wishes(NamedTuple):
     """The part of a corpus that the user asks for.
@@ -277,7 +283,7 @@ class FromRecipe(Files):
         return UserError(
             f"{self.name}: no source can be used: {numbered} - start again where there is a network"
             " (what came is kept), or take files at hand: python prepare_data.py"
-            f" {self.recipe_name} --from-dir DIR, with {_wanted(self.recipe)} in it"
+            f" {self.recipe_name} --from-dir DIR, with {self.recipe.wanted} in it"
         )
 
 
@@ -307,7 +313,7 @@ def at_hand(name: str, recipe: Recipe, folder: Path) -> list[Path]:
     others = matching(files, recipe.at_hand)
     if not others:
         raise UserError(
-            f"--from-dir: {folder} has no files of {name}, which are {_wanted(recipe)} - look for"
+            f"--from-dir: {folder} has no files of {name}, which are {recipe.wanted} - look for"
             f" them there, or prepare your own text: --input {folder} --name {name}"
         )
     log.warning(
@@ -315,11 +321,6 @@ def at_hand(name: str, recipe: Recipe, folder: Path) -> list[Path]:
         *(name, len(others), files[others[0]], files[others[-1]]),
     )
     return [files[path] for path in others]
-
-
-def _wanted(recipe: Recipe) -> str:
-    names = [name for source in recipe.sources for name in source.names]
-    return " or ".join(list(dict.fromkeys([*names, *recipe.at_hand]))[:4])
 
 
 def articles(rows: Iterable[str], beginning: str) -> Iterator[str]:

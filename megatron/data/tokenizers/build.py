@@ -1,15 +1,30 @@
 """The kinds of tokenizers, by the names that GPT-NeoX gives them."""
 
+import base64
+import contextlib
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
+import tiktoken
 from numpy.typing import NDArray
+from sentencepiece import SentencePieceProcessor
+from sentencepiece.sentencepiece_model_pb2 import (  # its names are made when it is imported
+    ModelProto,  # pyright: ignore[reportAttributeAccessIssue]
+)
 
-from megatron.data.tokenizers import hugging_face, ranks, sentence_pieces
-from megatron.data.tokenizers.tokenizer import Tokenizer
+from megatron.data.tokenizers.hugging_face import bytes_of_piece, gpt2, hugging_face
+from megatron.data.tokenizers.tokenizer import (
+    END_OF_DOCUMENT,
+    Tokenizer,
+    check_numbers,
+    encoding_threads,
+    hash_of,
+    naming_faults,
+    read_bytes,
+)
 from megatron.errors import UserError, did_you_mean
 
 
@@ -29,7 +44,7 @@ class Bytes:
         return is_byte.astype(np.int64)
 
     def encode(self, text: str) -> list[int]:
-        return np.frombuffer(text.encode(), dtype=np.uint8).tolist()
+        return list(text.encode())
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         return [self.encode(text) for text in texts]
@@ -38,34 +53,191 @@ class Bytes:
         return bytes(byte for byte in ids if byte < 256).decode(errors="replace")
 
 
-@dataclass(frozen=True)
-class Kind:
-    """A tokenizer_type.
+# --- Files of ranks ---
 
-    build: makes it of its files; files: the keys that name them, with what they are
+CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+UPPER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]"
+LOWER = r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+GPT2 = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"
+CL100K = (
+    r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}++|\p{N}{1,3}+| ?[^\s\p{L}\p{N}]++[\r\n]*+"
+    r"|\s++$|\s*[\r\n]|\s+(?!\S)|\s"
+)
+O200K = (
+    rf"[^\r\n\p{{L}}\p{{N}}]?{UPPER}*{LOWER}+{CONTRACTIONS}"
+    rf"|[^\r\n\p{{L}}\p{{N}}]?{UPPER}+{LOWER}*{CONTRACTIONS}"
+    r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+
+
+class Published(NamedTuple):
+    """A vocabulary that OpenAI published.
+
+    pattern: splits a text; eod: the id of <|endoftext|>; size: the highest id + 1
+    sha256: of the file of ranks
     """
 
-    build: Callable[..., Tokenizer]
-    files: Mapping[str, str] = field(default_factory=dict)
+    pattern: str
+    eod: int
+    size: int
+    sha256: str
 
 
-OF_HUGGING_FACE = Kind(
-    hugging_face.hugging_face, {"vocab_file": "tokenizer.json, or of a folder that holds it"}
-)
-KINDS = {
-    "GPT2BPETokenizer": Kind(
-        hugging_face.gpt2, {"vocab_file": "vocab.json", "merge_file": "merges.txt"}
-    ),
+# Facts of tiktoken's own table (tiktoken_ext/openai_public.py of 0.14).
+R50K_SHA256 = "306cd27f03c1a714eca7108e03d66b7dc042abe8c258b44c199a7ed9838dd930"
+P50K_SHA256 = "94b5ca7dff4d00767bc256fdd1b27e5b17361d7b8a5f968547f9f23eb70d2069"
+CL100K_SHA256 = "223921b76ee99bde995b7ff738513eef100fb51d18c93597a113bcffe865b2a7"
+O200K_SHA256 = "446a9538cb6c348e3516120d7c08b09f57c36495e2acfffe59a5bf8b0cfb1a2d"
+PUBLISHED = {
+    "gpt2": Published(GPT2, 50256, 50257, R50K_SHA256),
+    "r50k_base": Published(GPT2, 50256, 50257, R50K_SHA256),
+    "p50k_base": Published(GPT2, 50256, 50281, P50K_SHA256),
+    "cl100k_base": Published(CL100K, 100257, 100277, CL100K_SHA256),
+    "o200k_base": Published(O200K, 199999, 200019, O200K_SHA256),
+}
+
+
+class Ranks:
+    """The tokenizer of PATTERN.tiktoken, as published, or of your own NAME.PATTERN.tiktoken.
+
+    tiktoken fetches such files from a network by their names; here nothing is fetched. In a file of
+    your own <|endoftext|> is the number after the highest rank. Special tokens are text in
+    documents. UserError for an unknown pattern and for files that are damaged.
+    """
+
+    name = "TiktokenTokenizer"
+    unknown = None
+
+    def __init__(self, path: Path) -> None:
+        stem = path.name.removesuffix(".tiktoken")
+        is_own, _, pattern = stem.rpartition(".")
+        if stem == path.name or pattern not in PUBLISHED:
+            raise UserError(
+                f"vocab_file: the name of {path} does not say its pattern, and nothing is fetched -"
+                " give PATTERN.tiktoken as published, or your own mine.PATTERN.tiktoken, of one of"
+                f" {', '.join(PUBLISHED)}"
+            )
+        published = PUBLISHED[pattern]
+        content = read_bytes(path, "vocab_file")
+        if not is_own and hashlib.sha256(content).hexdigest() != published.sha256:
+            raise UserError(
+                f"vocab_file: {path} is not the file that was published under that name - copy it"
+                f" again, or call a vocabulary of your own mine.{path.name}"
+            )
+        ranks: dict[bytes, int] = {}
+        with naming_faults(f"vocab_file: {path} is not a file of ranks", "copy it again"):
+            for line in filter(None, content.splitlines()):
+                token, rank = line.split()
+                ranks[base64.b64decode(token, validate=True)] = int(rank)
+            if not ranks.keys() >= {bytes([byte]) for byte in range(256)}:
+                raise ValueError("it lacks some of the 256 bytes")
+        check_numbers(list(ranks.values()), path)
+        self.eod, self.vocab_size = published.eod, published.size
+        if is_own:
+            self.eod = max(ranks.values()) + 1
+            self.vocab_size = self.eod + 1
+        # The hash names the pattern too: the same ranks with another one give other ids.
+        self.hash = hash_of(content, published.pattern)
+        self.cuttable = published.pattern == GPT2  # for which `pieces` knows where to cut
+        self._inner = tiktoken.Encoding(
+            stem,
+            pat_str=published.pattern,
+            mergeable_ranks=ranks,
+            special_tokens={END_OF_DOCUMENT: self.eod},
+        )
+
+    def encode(self, text: str) -> list[int]:
+        return self._inner.encode_ordinary(text)
+
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        return self._inner.encode_ordinary_batch(list(texts), num_threads=encoding_threads())
+
+    def _bytes_of(self, number: int) -> bytes:
+        with contextlib.suppress(KeyError):
+            return self._inner.decode_single_token_bytes(number)
+        return b""  # the embedding has more rows than there are tokens
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return b"".join(self._bytes_of(int(number)) for number in ids).decode(errors="replace")
+
+    def token_bytes(self) -> NDArray[np.int64]:
+        counts = np.array([len(self._bytes_of(number)) for number in range(self.vocab_size)])
+        counts[self.eod] = 0
+        return counts
+
+
+# --- SentencePiece ---
+
+
+class SentencePieces:
+    """The tokenizer of a SentencePiece model, without begin and end of a sentence.
+
+    <|endoftext|> ends a document where the model has it, else its end of a sentence, usually </s>.
+    Most models normalise the text (NFKC, spaces), so `decode` gives back the normalised one. Pieces
+    reach over spaces, so no cut of a long text is known to be safe.
+    UserError for a model without an end and for files that are not models.
+    """
+
+    name = "SPMTokenizer"
+    cuttable = False
+
+    def __init__(self, path: Path) -> None:
+        content = read_bytes(path, "vocab_file")
+        with naming_faults(f"vocab_file: {path} is not a SentencePiece model", "copy it again"):
+            model = ModelProto.FromString(content)
+            self.eod = SentencePieceProcessor(model_proto=content).eos_id()
+        for number, piece in enumerate(model.pieces):
+            if piece.piece == END_OF_DOCUMENT:
+                self.eod = number
+        if self.eod < 0:
+            raise UserError(
+                f"vocab_file: {path} has neither {END_OF_DOCUMENT} nor an end of a sentence, and"
+                f" documents must end - train it with control_symbols={END_OF_DOCUMENT}"
+            )
+        # A piece of any other type is looked for in documents: each could contain its own end.
+        model.pieces[self.eod].type = ModelProto.SentencePiece.CONTROL
+        self._model = model.SerializeToString()
+        self._inner = SentencePieceProcessor(model_proto=self._model)
+        self.hash = hash_of(content)
+        self.vocab_size = self._inner.get_piece_size()
+        self.unknown = self._inner.unk_id()
+
+    def encode(self, text: str) -> list[int]:
+        return self._inner.encode(text)
+
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        return self._inner.encode(list(texts), num_threads=encoding_threads())
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return self._inner.decode([int(number) for number in ids if number < self.vocab_size])
+
+    def token_bytes(self) -> NDArray[np.int64] | None:
+        """Bytes of each piece, or None if the model changes texts or lacks bytes for others."""
+        model = ModelProto.FromString(self._model)
+        normalizer = model.normalizer_spec
+        changes_text = normalizer.name != "identity" or normalizer.remove_extra_whitespaces
+        if changes_text or not model.trainer_spec.byte_fallback:
+            return None
+        kinds = ModelProto.SentencePiece
+        with_text = (kinds.NORMAL, kinds.USER_DEFINED, kinds.BYTE)
+        counts = [
+            bytes_of_piece(piece.piece) if piece.type in with_text else 0 for piece in model.pieces
+        ]
+        return np.array(counts, dtype=np.int64)
+
+
+# --- By name ---
+
+OF_HUGGING_FACE = (hugging_face, {"vocab_file": "tokenizer.json, or of a folder that holds it"})
+KINDS: dict[str, tuple[Any, dict[str, str]]] = {
+    "GPT2BPETokenizer": (gpt2, {"vocab_file": "vocab.json", "merge_file": "merges.txt"}),
     "HFTokenizer": OF_HUGGING_FACE,
     "HFGPT2Tokenizer": OF_HUGGING_FACE,  # GPT-NeoX's second name for such a folder
-    "SPMTokenizer": Kind(
-        sentence_pieces.sentence_pieces, {"vocab_file": "SentencePiece model (tokenizer.model)"}
-    ),
-    "TiktokenTokenizer": Kind(
-        ranks.ranks, {"vocab_file": "file of ranks, such as cl100k_base.tiktoken"}
-    ),
-    "CharLevelTokenizer": Kind(Bytes),
+    "SPMTokenizer": (SentencePieces, {"vocab_file": "SentencePiece model (tokenizer.model)"}),
+    "TiktokenTokenizer": (Ranks, {"vocab_file": "file of ranks, such as cl100k_base.tiktoken"}),
+    "CharLevelTokenizer": (Bytes, {}),
 }
+"""For each tokenizer_type: what builds it of its files, and the keys that name these."""
 READ_BY = {  # kinds of files by their endings
     ".model": ("SPMTokenizer",),
     ".tiktoken": ("TiktokenTokenizer",),
@@ -80,9 +252,15 @@ def build_tokenizer(
 
     Raises UserError for files that are missing, empty, swapped or of another kind.
     """
+    if kind not in KINDS:
+        guess = did_you_mean(kind, KINDS)
+        raise UserError(
+            f"tokenizer_type: there is no '{kind}' - {guess} There are {', '.join(KINDS)}"
+        )
+    build, files = KINDS[kind]
     given = {"vocab_file": vocab_file, "merge_file": merge_file}
     paths = []
-    for key, what in _known(kind).files.items():
+    for key, what in files.items():
         path = given[key]
         if not path:
             raise UserError(f"{key}: {kind} needs one - give the path of its {what}")
@@ -92,22 +270,20 @@ def build_tokenizer(
             raise UserError(
                 f"{key}: {kind} does not read {path} - use tokenizer_type: {readers[0]}, which does"
             )
-    return _known(kind).build(*paths)
+    built = build(*paths)
+    if not built.encode("Hello world"):
+        raise UserError(
+            f"vocab_file: {vocab_file} turns 'Hello world' into nothing, its vocabulary is empty "
+            "- copy it again"
+        )
+    return built
 
 
 def needs_files(kind: str) -> bool:
-    """Whether a tokenizer_type is made of files; UserError for an unknown one."""
-    return bool(_known(kind).files)
+    """Whether a tokenizer_type is made of files."""
+    return kind not in KINDS or bool(KINDS[kind][1])
 
 
 def same_kind(first: str, second: str) -> bool:
     """Whether two tokenizer_types are one and the same: some have a second name."""
     return first == second or (first in KINDS and KINDS[first] is KINDS.get(second))
-
-
-def _known(kind: str) -> Kind:
-    if kind in KINDS:
-        return KINDS[kind]
-    guess = did_you_mean(kind, KINDS)
-    hint = f"{guess} " if guess else ""
-    raise UserError(f"tokenizer_type: there is no '{kind}' - {hint}There are {', '.join(KINDS)}")

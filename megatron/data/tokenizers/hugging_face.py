@@ -5,8 +5,7 @@ tokenizer.json, or a folder that holds one.
 """
 
 import json
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +20,7 @@ from megatron.data.tokenizers.tokenizer import (
     as_json,
     check_numbers,
     hash_of,
+    naming_faults,
     read_text,
 )
 from megatron.errors import UserError
@@ -61,13 +61,13 @@ class Subwords:
 
     def encode(self, text: str) -> list[int]:
         """Ids of a text; UserError if the files promise a token that they lack."""
-        fault = f"vocab_file: the tokenizer cannot encode {text[:40]!r}"
-        with naming_faults(fault, "copy its files again"):
+        with naming_faults(f"vocab_file: {self.name} cannot encode a text", "copy its files again"):
             return self._inner.encode(text, add_special_tokens=False).ids
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """Ids of each text; the library works on all cores (RAYON_NUM_THREADS limits it)."""
-        encodings = self._inner.encode_batch_fast(list(texts), add_special_tokens=False)
+        with naming_faults(f"vocab_file: {self.name} cannot encode a text", "copy its files again"):
+            encodings = self._inner.encode_batch_fast(list(texts), add_special_tokens=False)
         return [encoding.ids for encoding in encodings]
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -86,31 +86,25 @@ class Subwords:
         normalizers = _steps(parts["normalizer"], "normalizers")
         splits = _steps(parts["pre_tokenizer"], "pretokenizers")
         added = parts["added_tokens"]
-        is_cut = any(
+        faults = [model["type"] not in ("BPE", "Unigram")]
+        faults += [
             step["type"] not in SPLITS or step.get("behavior") == "Removed" for step in splits
-        )
-        takes_spaces = any(
-            (token["lstrip"] or token["rstrip"]) and not token["special"] for token in added
-        )
-        if model["type"] not in ("BPE", "Unigram") or is_cut or takes_spaces:
-            return None
+        ]
+        faults += [(token["lstrip"] or token["rstrip"]) and not token["special"] for token in added]
         byte_level = [step for step in splits if step["type"] == "ByteLevel"]
         if byte_level:
-            if any(step.get("add_prefix_space") for step in byte_level):
-                return None
-            if any(step["type"] != "NFC" for step in normalizers):
-                return None
+            faults += [step.get("add_prefix_space") for step in byte_level]
+            faults += [step["type"] != "NFC" for step in normalizers]
             of_token = len  # one character for each byte
         else:
-            vocab = model["vocab"]
-            known = set(vocab) if isinstance(vocab, dict) else {piece for piece, _ in vocab}
-            has_bytes = model.get("byte_fallback") and known.issuperset(BYTES_OF_FALLBACK)
-            replaced = {step.get("replacement", METASPACE) for step in splits}
-            if not has_bytes or any(step not in MARKS_SPACES for step in normalizers):
-                return None
-            if replaced - {METASPACE}:
-                return None
+            known = self._inner.get_vocab(with_added_tokens=False)
+            faults.append(not model.get("byte_fallback"))
+            faults.append(not known.keys() >= set(BYTES_OF_FALLBACK))
+            faults += [step not in MARKS_SPACES for step in normalizers]
+            faults += [step.get("replacement", METASPACE) != METASPACE for step in splits]
             of_token = bytes_of_piece
+        if any(faults):
+            return None
         counts = np.zeros(self.vocab_size, dtype=np.int64)
         for token, number in self._inner.get_vocab(with_added_tokens=True).items():
             counts[number] = of_token(token)
@@ -169,20 +163,6 @@ def bytes_of_piece(piece: str) -> int:
     if piece in BYTES_OF_FALLBACK:
         return 1
     return len(piece.replace(METASPACE, " ").encode())
-
-
-@contextmanager
-def naming_faults(fault: str, fix: str) -> Iterator[None]:
-    """Raise UserError "fault: reason - fix" if the library fails.
-
-    It raises bare Exceptions, and panics of Rust, which are not even that.
-    """
-    try:
-        yield
-    except (KeyboardInterrupt, SystemExit):
-        raise
-    except BaseException as error:
-        raise UserError(f"{fault}: {str(error)[:200]} - {fix}") from None
 
 
 def gpt2(vocab_path: Path, merge_path: Path, name: str = "GPT2BPETokenizer") -> Subwords:
@@ -248,20 +228,23 @@ def hugging_face(path: Path) -> Subwords:
             f"vocab_file: HFTokenizer reads a tokenizer.json, {path} is not one - a bare vocabulary"
             " needs tokenizer_type: GPT2BPETokenizer and its merge_file"
         )
-    fault = f"vocab_file: the library cannot read {path}"
-    fix = "copy it again, or upgrade tokenizers"
-    with naming_faults(fault, fix):
+    reading = (
+        f"vocab_file: the library cannot read {path}",
+        "copy it again, or upgrade tokenizers",
+    )
+    with naming_faults(*reading):
         inner = tokenizers.Tokenizer.from_str(text)
     check_numbers(list(set(inner.get_vocab(with_added_tokens=True).values())), path)
 
-    end: str | None = END_OF_DOCUMENT
+    end = END_OF_DOCUMENT
     fingerprint = hash_of(text)
-    if inner.token_to_id(END_OF_DOCUMENT) is None:
+    if inner.token_to_id(end) is None:
         named = settings.get("eos_token")
-        end = named.get("content") if isinstance(named, dict) else named
-        end = end if isinstance(end, str) else None
-        fingerprint = hash_of(text, end or "")
-    eod = inner.token_to_id(end) if end else None
+        if isinstance(named, dict):
+            named = named.get("content")
+        end = named if isinstance(named, str) else ""
+        fingerprint = hash_of(text, end)
+    eod = inner.token_to_id(end)
     if eod is None:
         raise UserError(
             f"vocab_file: {path} has no {END_OF_DOCUMENT}, which ends every document, and no "
@@ -272,14 +255,9 @@ def hugging_face(path: Path) -> Subwords:
         # Tokens that are not special are looked for in documents: each could contain its own end.
         for token in content["added_tokens"]:
             token["special"] = token["special"] or token["id"] == eod
-        with naming_faults(fault, fix):
+        with naming_faults(*reading):
             inner = tokenizers.Tokenizer.from_str(json.dumps(content))
     built = Subwords("HFTokenizer", inner, eod, fingerprint)
-    if not built.encode("Hello world"):
-        raise UserError(
-            f"vocab_file: {path} turns 'Hello world' into nothing, its vocabulary is empty "
-            "- copy it again"
-        )
     if eod in built.encode(f"one {end} two{end}three"):
         raise UserError(
             f"vocab_file: {path} gives the text '{end}' in a document the number that ends"

@@ -6,6 +6,7 @@ import os
 import re
 import unicodedata
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, Protocol
@@ -99,6 +100,20 @@ def pieces(text: str, *, where: str, cuttable: bool = True, size: int = PIECE) -
 
 
 # --- Files ---
+
+
+@contextmanager
+def naming_faults(fault: str, fix: str) -> Iterator[None]:
+    """Raise UserError "fault: reason - fix" if the library fails.
+
+    It raises bare Exceptions, and panics of Rust, which are not even that.
+    """
+    try:
+        yield
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:
+        raise UserError(f"{fault}: {str(error)[:200]} - {fix}") from None
 
 
 def read_bytes(path: Path, key: str) -> bytes:
