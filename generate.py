@@ -22,13 +22,12 @@ from io import TextIOWrapper
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
-from evaluate import check_words, number_of, window_of
 from megatron.config import Config
 from megatron.data.tokenizers.tokenizer import Tokenizer
 from megatron.entry import add_number, run
 from megatron.errors import UserError, visible
-from megatron.evaluation.opened import variant
-from megatron.evaluation.run import DTYPES
+from megatron.evaluation.loaded_run import variant
+from megatron.evaluation.options import DTYPES, VARIED, add_attention
 from megatron.files import write_text
 from megatron.generation.decode import (
     Continuation,
@@ -38,7 +37,6 @@ from megatron.generation.decode import (
 )
 from megatron.generation.load import opened_with_tokenizer
 from megatron.model import GPT, AttentionSettings
-from megatron.model.methods import METHODS
 from megatron.parallel.grid import here
 from megatron.parallel.threads import count_parameters, use_threads
 from megatron.results.files import check_place
@@ -92,12 +90,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add_number(parser, "--batch-size", usual.batch, "texts that are continued together")
     add("--no-cache", action="store_true", help="compute everything again for each token")
 
-    add("--window", metavar="W", help="key window: N, train_length or none")
-    add("--sinks", metavar="N", help="first tokens that stay visible beside --window")
-    add("--clip-distance", metavar="D", help="tables by distance keep their value from D on")
-    method = f"for longer texts: {', '.join(METHODS)} (docs/longer_texts.md)"
-    add("--method", metavar="M", help=method)
-    add("--logn-scale", choices=("off", "on"), help="key logn_scale")
+    add_attention(parser, default=argparse.SUPPRESS)
     dtype = "of the model; tables stay float32"
     add("--dtype", choices=tuple(DTYPES), default="fp32", help=dtype)
 
@@ -200,20 +193,9 @@ def text_of(option: str, path: Path) -> str:
 
 def attention_of(attention: AttentionSettings, arguments: argparse.Namespace) -> AttentionSettings:
     """The settings with what the options change."""
-    sinks, clip, method = arguments.sinks, arguments.clip_distance, arguments.method
-    numbers = {"--sinks": [sinks] if sinks else [], "--clip-distance": [clip] if clip else []}
-    check_words(numbers, [method] if method else [])
-    changes: dict[str, Any] = {}
-    if arguments.window is not None:
-        changes |= {"window": window_of(arguments.window), "window_layers": ()}
-    if arguments.logn_scale is not None:
-        changes["logn_scale"] = arguments.logn_scale == "on"
-    if sinks:
-        changes["sinks"] = number_of(sinks)
-    if clip:
-        changes["clip_distance"] = number_of(clip)
-    if method and method != "none":
-        changes["method"] = method
+    changes = {key: getattr(arguments, key) for key in VARIED if hasattr(arguments, key)}
+    if "window" in changes:
+        changes["window_layers"] = ()
     return replace(attention, **changes)
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron.sweeps.plan import load_sweep
+from megatron.sweeps.cells import load_sweep
 from tests.support import ROOT
 
 DOCKERFILE = (ROOT / "Dockerfile").read_text(encoding="utf-8")

@@ -13,11 +13,11 @@ from megatron.cli_errors import print_line
 from megatron.data.tokens import read_card
 from megatron.entry import _Visible
 from megatron.errors import UserError, visible
-from megatron.evaluation.opened import opened
+from megatron.evaluation.loaded_run import loaded_run
 from megatron.files import read_small
 from megatron.report.evidence import NOT_FOUND, evidence_of
 from megatron.results.files import read_results
-from megatron.sweeps.plan import load_sweep
+from megatron.sweeps.cells import load_sweep
 from tests.checkpoints import make_checkpoint
 from tests.results.rows import rows
 
@@ -145,15 +145,14 @@ def test_what_rows_will_repeat_has_no_control_characters(step, tmp_path):
         read_card(sidecar)
     odd = step.parent.rename(tmp_path / ESCAPE)
     with pytest.raises(UserError, match="has a control character in its name - rename it"):
-        opened(None, str(odd), None)
+        loaded_run(None, str(odd), None)
 
 
 def test_a_sweep_writes_in_its_own_folder_alone(tmp_path):
     path = tmp_path / "sweep.yml"
     for part, message in {
-        "grid: {size: {'..': {hidden_size: 32}}}": "a cell would be called '..', which names",
-        'grid: {size: {"a\\nb": {hidden_size: 32}}}': "a value of size has a control character",
-        "grid: {seed: [1]}\nevaluate: {../../x: {}}": "evaluate: '../../x' names a file - use",
+        "grid: {size: {'..': {hidden_size: 32}}}": "would be called '..', which names",
+        "grid: {seed: [1]}\nevaluate: {../../x: {}}": "String should match pattern",
         'grid: {seed: [1]}\nevaluate: {"\\e[2J": {}}': "a control character in '.x1b.2J'",
     }.items():
         path.write_text(part + "\n")

@@ -33,10 +33,9 @@ TAKES_PLAIN_NUMBERS = {"data", "evaluation", "results"}  # never the configurati
 TAKES_THE_CONFIGURATION = {
     "megatron/data/corpora/recipes.py",
     "megatron/data/parts.py",  # its section: ten keys say what a part is
-    "megatron/evaluation/published.py",
-    "megatron/evaluation/opened.py",
-    "megatron/evaluation/run.py",
-    "megatron/evaluation/probes/run.py",
+    "megatron/evaluation/evaluate_checkpoint.py",
+    "megatron/evaluation/loaded_run.py",
+    "megatron/evaluation/probe_checkpoint.py",
 }
 MAY_SPEAK_DISTRIBUTED = {"parallel", "training"}
 MAY_SPEAK_DISTRIBUTED_FILES = {"deepy.py"}

@@ -204,7 +204,7 @@ def try_steps() -> None:
         names.append(f"{name}, {in_bytes(free)} of {in_bytes(total)} free")
     done("gpu", names=names, reason=reason)
 
-    import megatron.evaluation.run
+    import megatron.evaluation.evaluate_checkpoint
     import megatron.training.loop  # noqa: F401
     from megatron.parallel.grid import connect, left_at_the_end
 

@@ -24,7 +24,7 @@ from megatron.data.parts import open_parts
 from megatron.data.samples import split_documents
 from megatron.data.tokenizers.build import build_tokenizer
 from megatron.errors import UserError
-from megatron.evaluation.probes.recorded import attention_of
+from megatron.evaluation.attention_probes import attention_of
 from megatron.model import GPT
 from megatron.positions import REGISTRY, DistanceBias, Shape, build, load_file, options_of
 from megatron.positions.layers import name_of_layers

@@ -7,54 +7,41 @@ python tools/probe.py --checkpoint runs/mep --probes ruler --lengths 512 1024 20
 
 import argparse
 from collections.abc import Sequence
-from pathlib import Path
-from typing import Any, NoReturn
+from dataclasses import fields
+from typing import NoReturn
 
 from megatron.config import Config
-from megatron.entry import add_number, run
-from megatron.evaluation.probes.run import Answer, Options, probe
+from megatron.entry import run
+from megatron.evaluation.options import add_checkpoint, add_whole_number
+from megatron.evaluation.probe_checkpoint import ProbeOptions, probe
 from megatron.report.curves import write
 from megatron.report.probe_figure import draw_probes
-from megatron.results.probes import GROUPS, PROBES, RULER
+from megatron.results.probes import GROUPS, PROBES, RULER, ProbeRow
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """The words of probe.py beside files and settings; their defaults are those of Options."""
-    add = parser.add_argument
-    add("--checkpoint", metavar="DIR", help="folder of a run or of one checkpoint")
-    add("--step", type=int, metavar="N", help="which checkpoint of the run; default: the latest")
-    lengths = "context lengths; default: eval_lengths"
-    add("--lengths", type=int, nargs="+", metavar="L", help=lengths)
-    add(
+    """The words of probe.py beside files and settings; their defaults are those of ProbeOptions."""
+    add_checkpoint(parser)
+    parser.add_argument(
         "--probes",
         nargs="+",
         choices=(*PROBES, *GROUPS),
-        default=Options.probes,
+        default=ProbeOptions.probes,
         metavar="NAME",
         help=f"{', '.join(PROBES)}; ruler: {', '.join(RULER)}; default: all but these",
     )
-    add_number(parser, "--depths", Options.depths, "places in the context")
-    add_number(
-        parser, "--trials", Options.trials, "contexts per length and depth, number of hops, …"
-    )
-    add_number(parser, "--probe_seed", Options.seed, "of the questions")
-    output = "JSON lines; the picture goes beside it as .png"
-    add("-o", "--output", type=Path, metavar="FILE", help=output)
+    for name, words, bounds in (
+        ("depths", "places in the context", (1, 1000)),
+        ("trials", "contexts per length and depth, number of hops, …", (1, 10**6)),
+        ("probe_seed", "of the questions", (0, 2**63 - 1)),
+    ):
+        add_whole_number(parser, f"--{name}", getattr(ProbeOptions, name), words, bounds)
 
 
 def main(config: Config | None, arguments: argparse.Namespace) -> None:
     """Ask the probes, print each answer, and draw all of them."""
-    options = Options(
-        checkpoint=arguments.checkpoint,
-        step=arguments.step,
-        lengths=arguments.lengths or (),
-        output=arguments.output,
-        probes=arguments.probes,
-        depths=arguments.depths,
-        trials=arguments.trials,
-        seed=arguments.probe_seed,
-    )
-    probed = probe(config, options, report=show)
+    options = {one.name: getattr(arguments, one.name) for one in fields(ProbeOptions)}
+    probed = probe(config, ProbeOptions(**options), report=show)
     last = probed.rows[-1]
     title = f"{last['pos_emb']}, trained at {last.get('train_length')}"
     picture = probed.output.with_suffix(".png")
@@ -62,26 +49,28 @@ def main(config: Config | None, arguments: argparse.Namespace) -> None:
     print(f"\nwritten to {probed.output} and {picture}")
 
 
-def show(answer: Answer) -> None:
-    """Print one line about an answer."""
-    print(
-        f"{answer.probe} at {answer.length}: {summary(answer.rows)}   ({answer.seconds:.1f} s)",
-        flush=True,
-    )
+def show(rows: Sequence[ProbeRow]) -> None:
+    """Print one line about a probe at a length."""
+    first = rows[0]
+    seconds = first.get("seconds", 0.0)
+    line = f"{first['probe']} at {first['length']}: {summary(rows)}   ({seconds:.1f} s)"
+    print(line, flush=True)
 
 
-def summary(rows: Sequence[dict[str, Any]]) -> str:
-    """Accuracies by place, the single numbers of another probe, or the reason for none."""
-    reason = rows[0].get("reason")
+def summary(rows: Sequence[ProbeRow]) -> str:
+    """Accuracies by place, the single number of another probe, or the reason for none."""
+    first = rows[0]
+    reason = first.get("reason")
     if reason:
         return reason
-    if "accuracy" not in rows[0]:
-        (row,) = rows
-        return str({key: value for key, value in row.items() if isinstance(value, int | float)})
-    accuracies = " ".join(_shown(row["accuracy"]) for row in rows)
-    if all(row["guess"] is None for row in rows):
+    if "reach" in first:
+        return f"reach {first['reach']}"
+    if "mean_entropy" in first:
+        return f"mean_entropy {first['mean_entropy']}"
+    accuracies = " ".join(_shown(row.get("accuracy")) for row in rows)
+    if all(row.get("guess") is None for row in rows):
         return accuracies
-    guesses = " ".join(_shown(row["guess"]) for row in rows)
+    guesses = " ".join(_shown(row.get("guess")) for row in rows)
     return f"{accuracies} (guess rates {guesses})"
 
 

@@ -29,9 +29,8 @@ from megatron.results.reproduce import (
 )
 from megatron.results.row import CORPUS_AXIS
 from megatron.results.table import table as table_of_rows
+from megatron.sweeps.cells import Cell, Sweep, finished_rows, load_sweep, other_runs
 from megatron.sweeps.cost import windows_per_step
-from megatron.sweeps.plan import Cell, Sweep, load_sweep
-from megatron.sweeps.state import finished_rows, other_runs
 
 
 @guarded

@@ -18,11 +18,19 @@ from pathlib import Path
 
 from megatron.cli_errors import guarded
 from megatron.errors import UserError
+from megatron.sweeps.cells import (
+    State,
+    Sweep,
+    absent_data,
+    collect,
+    described,
+    described_faults,
+    load_sweep,
+    state_of,
+    unfinished,
+)
 from megatron.sweeps.cost import DEVICES, UTILISATION, Cost, Device, cost, named_device, this_device
-from megatron.sweeps.plan import Sweep, described_faults, load_sweep
-from megatron.sweeps.run import Runner, places_of
-from megatron.sweeps.slurm import write_script
-from megatron.sweeps.state import State, absent_data, collect, described, state_of, unfinished
+from megatron.sweeps.runner import Runner, places_of, write_slurm_script
 
 
 @guarded
@@ -183,7 +191,7 @@ def _run(sweep: Sweep, options: argparse.Namespace) -> int:
 def _submit(sweep: Sweep, options: Sequence[str]) -> int:
     missing = [cell for cell, _ in unfinished(sweep)]
     broken = int(bool(sweep.broken))
-    script = write_script(sweep, missing, options)
+    script = write_slurm_script(sweep, missing, options)
     if shutil.which("sbatch") is None:
         jobs = f"the array of {len(missing)} jobs is in {script}"
         print(f"sbatch is not on this machine; {jobs}: sbatch {script}")

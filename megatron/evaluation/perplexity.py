@@ -1,89 +1,36 @@
 """Perplexity of a model on the windows of a protocol: the one loop that measures."""
 
+import io
+import logging
 import math
+import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Callable, Iterable
 
 import numpy as np
 import torch
 from torch import nn
+from tqdm import tqdm
 
 from megatron.errors import UserError
-from megatron.evaluation.blocks import Blocks, blocks_of
 from megatron.evaluation.protocols import Windows
 from megatron.parallel.grid import Grid
-from megatron.results.row import BLOCK
+from megatron.results.row import BLOCK, Facts
 from megatron.results.statistics import mean_of, perplexity_of
 
-Advance = Callable[[int, int, int], None]  # length, finished windows, all windows
 DIGITS = 6  # of the losses of windows, blocks and positions
-OPTIONAL = ("window_tokens", "block_losses", "block_tokens", "position_edges", "position_losses")
+LINE_EVERY = 30.0  # seconds between two lines of a log
+LINE = "{desc}: {n_fmt} of {total_fmt}, about {remaining} left"
 
-
-class WindowSums(NamedTuple):
-    """Summed losses of one window in nats, in float64.
-
-    buckets: [buckets], between neighbouring edges; one sum of all scored targets without edges
-    parts: [parts], of the parts of blocks that the window holds
-    """
-
-    buckets: list[float]
-    parts: list[float]
-
-
-Sums = dict[int, WindowSums]  # by the number of the window
-
-
-class Journal(Protocol):
-    """Where finished windows are kept until their length is done."""
-
-    def read(self) -> Sums: ...
-    def add(self, sums: Sums) -> None: ...
-
-
-@dataclass(frozen=True)
-class Measurement:
-    """The numbers of one length; megatron.results.row describes each.
-
-    loss and perplexity are None where `reason` says why. seconds and tokens_per_second are of this
-    call, without the windows that an earlier one had finished.
-    """
-
-    length: int
-    windows: int
-    tokens: int
-    loss: float | None
-    perplexity: float | None
-    seconds: float
-    tokens_per_second: float | None
-    reason: str | None = None
-    loss_stderr: float | None = None
-    window_losses: list[float] | None = None
-    window_tokens: list[int] | None = None
-    block_losses: list[float] | None = None
-    block_tokens: list[int] | None = None
-    position_edges: list[int] | None = None
-    position_losses: list[float] | None = None
-
-    def row(self) -> dict[str, Any]:
-        """The fields, without those that this measurement does not have."""
-        fields = asdict(self)
-        absent = [key for key in OPTIONAL if fields[key] is None]
-        return {key: value for key, value in fields.items() if key not in absent}
+logger = logging.getLogger(__name__)
 
 
 def measure(
-    model: nn.Module,
-    windows: Iterable[Windows],
-    *,
-    batch_tokens: int = 16384,
-    advance: Advance | None = None,
-) -> list[Measurement]:
+    model: nn.Module, windows: Iterable[Windows], *, batch_tokens: int = 16384
+) -> list[Facts]:
     """The measurement of each length, shortest first."""
     by_length = sorted(windows, key=lambda one: one.length)
-    return [measured(model, one, batch_tokens=batch_tokens, advance=advance) for one in by_length]
+    return [measured(model, one, batch_tokens=batch_tokens) for one in by_length]
 
 
 def measured(
@@ -92,160 +39,131 @@ def measured(
     *,
     batch_tokens: int = 16384,
     grid: Grid | None = None,
-    journal: Journal | None = None,
-    advance: Advance | None = None,
-) -> Measurement:
-    """Perplexity on the windows of one length.
+    advance: Callable[[int], object] = int,
+) -> Facts:
+    """The numbers of one length, named as in megatron.results.row.
 
     model: model(ids [batch, length], labels [batch, length]) -> losses [batch, length]
     batch_tokens: tokens of a forward pass; one window at least
     grid: the processes that share the windows. Each of them calls this and gets the same result.
-    journal: the windows that an earlier call finished; new ones are added
-    advance: called as windows are finished
+    advance: called with the number of windows that are finished since the last call
 
-    A length that the model refuses with a UserError gets a measurement with that reason.
-    UserError where a batch does not fit into the device's memory.
+    A length that the model refuses with a UserError has that reason in place of a loss.
+    Raises UserError if a batch does not fit into the device's memory.
     """
     grid = grid or Grid()
-    advance = advance or _ignored
-    blocks = blocks_of(windows)
-    count = len(windows.ids)
-    batch_size = max(1, batch_tokens // windows.length)
     started = time.perf_counter()
-    # Every process reads before any goes on, so that all agree on what remains.
-    earlier = _joined(grid.gather(journal.read() if journal else {}))
-    remaining = [index for index in range(count) if index not in earlier]
-    batches = [
-        remaining[first : first + batch_size] for first in range(0, len(remaining), batch_size)
-    ]
-    own_batches = batches[grid.rank :: grid.ranks]
-
-    own: Sums = {}
-    refusal = None
-    advance(windows.length, len(earlier), count)
-    try:
-        for finished in _evaluated(model, windows, blocks, own_batches):
-            own |= finished
-            if journal:
-                journal.add(finished)
-            # The other processes are about as far as this one.
-            everywhere = len(earlier) + len(own) * grid.ranks
-            advance(windows.length, min(everywhere, count), count)
-    except UserError as fault:
-        refusal = str(fault)
-    except torch.OutOfMemoryError:
-        raise UserError(_too_large(batch_size, windows.length)) from None
-
-    of_ranks = grid.gather((own, refusal))
-    refusals = [reason for _, reason in of_ranks if reason]
+    losses = losses_by_window(model, windows, batch_tokens, grid, advance)
     seconds = time.perf_counter() - started
-    tokens = int(windows.counts[remaining].sum())
-    result = Measurement(
-        windows.length,
-        windows=count,
-        tokens=int(windows.counts.sum()),
-        loss=None,
-        perplexity=None,
-        seconds=seconds,
-        tokens_per_second=tokens / seconds if remaining else None,
-    )
-    if refusals:
-        return replace(result, reason=refusals[0])
-    sums = earlier | _joined(sums for sums, _ in of_ranks)
-    return _with_losses(result, windows, blocks, [sums[index] for index in range(count)])
+    counts = windows.counts
+    tokens = int(counts.sum())
+    numbers: Facts = {
+        "length": windows.length,
+        "windows": len(windows.ids),
+        "tokens": tokens,
+        "loss": None,
+        "perplexity": None,
+        "seconds": seconds,
+        "tokens_per_second": tokens / seconds,
+        "reason": None,
+        "loss_stderr": None,
+        "window_losses": None,
+    }
+    if isinstance(losses, str):
+        return numbers | {"reason": losses}
+
+    # Each window is summed by itself, so that neither its batch nor its process changes its sum.
+    edges = windows.edges[:-1] or (0,)
+    sums = np.array([np.add.reduceat(window, edges) for window in losses])  # [windows, buckets]
+    loss = float(sums.sum()) / tokens
+    if not math.isfinite(loss):
+        return numbers | {"reason": f"the loss is {loss}"}
+    perplexity = perplexity_of(loss)
+    window_means = sums.sum(axis=1) / counts
+    numbers |= {
+        "loss": loss,
+        "perplexity": perplexity,
+        "reason": None if perplexity else f"exp({loss:g}) is too large for a number",
+        "loss_stderr": mean_of(window_means, counts).stderr,
+        "window_losses": _rounded(window_means),
+    }
+    if (counts != counts[0]).any():
+        numbers["window_tokens"] = counts.tolist()
+    starts = windows.block_starts
+    block_counts = np.diff([*starts, tokens])
+    block_sums = np.add.reduceat(np.concatenate(losses), starts)
+    numbers["block_losses"] = _rounded(block_sums / block_counts)
+    if (block_counts != BLOCK).any():
+        numbers["block_tokens"] = block_counts.tolist()
+    if windows.edges:
+        numbers["position_edges"] = list(windows.edges)
+        numbers["position_losses"] = _rounded(sums.mean(axis=0) / np.diff(windows.edges))
+    return numbers
 
 
-def _ignored(length: int, finished: int, count: int) -> None:
-    pass
-
-
-def _joined(parts: Iterable[Sums]) -> Sums:
-    joined: Sums = {}
-    for part in parts:
-        joined |= part
-    return joined
-
-
-def _too_large(batch_size: int, length: int) -> str:
-    if batch_size > 1:
-        remedy = "make it smaller"
-    else:
-        remedy = "leave this length out with --lengths, or use a larger device"
-    return (
-        f"eval_batch_tokens: {batch_size} x {length} tokens do not fit into the device's memory"
-        f" - {remedy}"
-    )
-
-
-def _evaluated(
-    model: nn.Module, windows: Windows, blocks: Blocks, batches: Iterable[list[int]]
-) -> Iterator[Sums]:
-    """The sums of the windows of each batch, as soon as that is computed.
-
-    Each window is summed by itself, so that neither its batch nor its process changes its sums.
-    """
+def losses_by_window(
+    model: nn.Module,
+    windows: Windows,
+    batch_tokens: int,
+    grid: Grid,
+    advance: Callable[[int], object],
+) -> list[np.ndarray] | str:
+    """The losses of the scored targets: [windows] of [count] float64; or why there are none."""
     device = next(model.parameters()).device
+    numbers = range(len(windows.ids))
+    batch_size = max(1, batch_tokens // windows.length)
+    batches = [numbers[first : first + batch_size] for first in numbers[::batch_size]]
+    own: dict[int, np.ndarray] = {}
+    refusal = None
     training = model.training
     model.eval()
     try:
-        for batch in batches:
-            tokens = np.stack([windows.ids[index] for index in batch]).astype(np.int64)
+        for batch in batches[grid.rank :: grid.ranks]:
+            tokens = np.stack([windows.ids[number] for number in batch]).astype(np.int64)
             ids = torch.from_numpy(tokens).to(device)
             with torch.inference_mode():
                 losses = model(ids[:, :-1], ids[:, 1:])
-            rows = losses.cpu().double().numpy()  # [batch, length]
-            sums: Sums = {}
-            for index, row in zip(batch, rows, strict=True):
-                buckets = windows.edges[:-1] or (windows.first_scored[index],)
-                sums[index] = WindowSums(
-                    buckets=np.add.reduceat(row, buckets).tolist(),
-                    parts=np.add.reduceat(row, blocks.starts[index]).tolist(),
-                )
-            yield sums
+            rows = losses.float().cpu().numpy()  # [batch, length]
+            for number, row in zip(batch, rows, strict=True):
+                own[number] = row[windows.first_scored[number] :]
+            advance(len(batch) * grid.ranks)  # the other processes are about as far as this one
+    except UserError as fault:
+        refusal = str(fault)
+    except torch.OutOfMemoryError:
+        remedy = "make it smaller, or leave this length out with --lengths"
+        raise UserError(
+            f"eval_batch_tokens: {batch_size} x {windows.length} tokens do not fit into the"
+            f" device's memory - {remedy}"
+        ) from None
     finally:
         model.train(training)
-
-
-def _with_losses(
-    result: Measurement, windows: Windows, blocks: Blocks, sums: Sequence[WindowSums]
-) -> Measurement:
-    """The measurement with what the sums of all windows come to: losses, or the reason for none."""
-    counts = windows.counts
-    buckets = np.array([window.buckets for window in sums])  # [windows, buckets]
-    loss = float(buckets.sum()) / result.tokens
-    if not math.isfinite(loss):
-        return replace(result, reason=f"the loss is {loss}")
-    perplexity = perplexity_of(loss)
-    reason = None
-    if perplexity is None:
-        reason = f"exp({loss:g}) is too large for a number"
-    window_means = buckets.sum(axis=1) / counts
-    block_means = blocks.means(window.parts for window in sums)
-    with_losses = replace(
-        result,
-        loss=loss,
-        perplexity=perplexity,
-        reason=reason,
-        loss_stderr=mean_of(window_means, counts).stderr,
-        window_losses=_rounded(window_means),
-        window_tokens=_unless_all_are(counts.tolist(), int(counts[0])),
-        block_losses=_rounded(block_means),
-        block_tokens=_unless_all_are(blocks.tokens, BLOCK),
-    )
-    if not windows.edges:
-        return with_losses
-    position_means = buckets.mean(axis=0) / np.diff(windows.edges)
-    return replace(
-        with_losses,
-        position_edges=list(windows.edges),
-        position_losses=_rounded(position_means),
-    )
+    everywhere: dict[int, np.ndarray] = {}
+    for finished, reason in grid.gather((own, refusal)):
+        if reason is not None:
+            return reason
+        everywhere |= finished
+    return [everywhere[number].astype(np.float64) for number in numbers]
 
 
 def _rounded(losses: np.ndarray) -> list[float]:
     return losses.round(DIGITS).tolist()
 
 
-def _unless_all_are(counts: Sequence[int], usual: int) -> list[int] | None:
-    """The counts, or None where each is the usual one: then a row need not list them."""
-    return None if all(count == usual for count in counts) else list(counts)
+def progress(name: str, total: int, *, shown: bool = True) -> tqdm:
+    """How far one length is: a bar on a terminal, elsewhere a line of the log every half minute.
+
+    shown: whether this process displays anything
+    """
+    if not shown or sys.stderr.isatty():
+        return tqdm(total=total, desc=name, leave=False, disable=not shown)
+    every = {"mininterval": LINE_EVERY, "miniters": 1, "delay": LINE_EVERY}
+    return tqdm(total=total, desc=name, leave=False, file=_Log(), bar_format=LINE, **every)
+
+
+class _Log(io.StringIO):
+    """The log as a file to write on."""
+
+    def write(self, text: str) -> int:
+        if text.strip():
+            logger.info(text.strip())
+        return len(text)

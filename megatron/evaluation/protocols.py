@@ -1,6 +1,7 @@
 """Protocols of evaluation: which windows, and which of their targets count (docs/evaluation.md)."""
 
 import hashlib
+import itertools
 import logging
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
@@ -11,6 +12,7 @@ import numpy as np
 from megatron.data.samples import build_split, split_documents
 from megatron.data.tokens import TokenFile
 from megatron.errors import UserError
+from megatron.results.row import BLOCK
 
 logger = logging.getLogger(__name__)
 
@@ -25,7 +27,7 @@ class Windows:
     ids: [windows] of [length + 1] tokens, mostly views of the text; the last is a target only
     first_scored: [windows], the position from which on a window's targets are scored
     stretches: [windows], the number of the stretch of text that a window's scored targets are in;
-        the scored targets of one stretch follow each other. Empty where all are one stretch.
+        the scored targets of one stretch follow each other. Empty if all are one stretch.
     edges: [buckets + 1] positions between which a mean loss of its own is wanted; empty for none
     about: keys of the protocol for the row, such as {"tail": 256}
     """
@@ -42,14 +44,36 @@ class Windows:
         """The scored targets of each window: [windows] int64."""
         return self.length - np.asarray(self.first_scored, dtype=np.int64)
 
+    @property
+    def targets(self) -> Iterable[np.ndarray]:
+        """The scored targets of each window: [windows] of [count] tokens."""
+        for ids, first in zip(self.ids, self.first_scored, strict=True):
+            yield ids[1 + first :]
+
     @cached_property
     def text(self) -> str:
         """16 hex digits of the scored targets: two rows can be paired only where these agree."""
         digest = hashlib.sha256()
-        for ids, first in zip(self.ids, self.first_scored, strict=True):
-            targets = ids[1 + first :]
+        for targets in self.targets:
             digest.update(targets.astype("<i8").tobytes())
         return digest.hexdigest()[:16]
+
+    @property
+    def block_starts(self) -> list[int]:
+        """Numbers of the scored targets that begin a block of 512, in text order.
+
+        A block may span several short windows, and a long window holds several. A new stretch
+        begins a new block, so the targets of a block follow each other in the text.
+        """
+        starts: list[int] = []
+        end = 0
+        stretches = self.stretches or [0] * len(self.ids)
+        of_windows = zip(stretches, self.counts.tolist(), strict=True)
+        for _, stretch in itertools.groupby(of_windows, key=lambda window: window[0]):
+            begin = end
+            end += sum(count for _, count in stretch)
+            starts += range(begin, end, BLOCK)
+        return starts
 
 
 @dataclass(frozen=True)
@@ -81,12 +105,11 @@ class Request:
 
     @cached_property
     def checked_lengths(self) -> list[int]:
-        """The lengths, each once, shortest first; UserError for none, or one below 1."""
+        """The lengths, each once, shortest first. Raises UserError for none, or one below 1."""
         lengths = sorted(set(self.lengths))
-        wrong = [length for length in lengths if length < 1]
-        if wrong or not lengths:
+        if not lengths or lengths[0] < 1:
             raise UserError(
-                f"eval_lengths: {wrong or 'none given'}"
+                f"eval_lengths: {lengths or 'none given'}"
                 " - give one or more lengths of at least 1, as 512 1024"
             )
         return lengths
@@ -107,7 +130,7 @@ class Request:
         """The first text of the part, the same for every length: [targets + 1] tokens.
 
         Documents stand in file order, each with the EOD that ends it. The number of targets is a
-        multiple of the longest length. UserError where there is not one window of that length.
+        multiple of the longest length. Raises UserError if there is not one window of that length.
         """
         available = self.available
         longest = self.checked_lengths[-1]
@@ -122,20 +145,14 @@ class Request:
                 f" predict, and one window of length {longest} needs {longest}"
                 f" - use a larger corpus, another split than {self.split}, or shorter lengths"
             )
-        targets = _whole_windows(min(self.eval_tokens, available), longest)
+        targets = min(self.eval_tokens, available) // longest * longest
         if available < self.eval_tokens:
-            logger.info(
-                "eval_tokens: %d are wanted, the %s part has %d: %d are measured",
-                self.eval_tokens,
-                self.part,
-                available,
-                targets,
-            )
+            logger.info("eval_tokens: the %s part has %d: %d", self.part, available, targets)
         return first_tokens(self.tokens, self.documents, targets + 1)
 
 
 def first_tokens(tokens: TokenFile, documents: range, count: int) -> np.ndarray:
-    """The first `count` tokens of some documents: [count], or fewer where they have fewer."""
+    """The first `count` tokens of some documents: [count], or fewer if they have fewer."""
     pieces = [np.empty(0, dtype=tokens.dtype)]
     remaining = count
     for document in documents:
@@ -160,10 +177,6 @@ def paper(request: Request) -> list[Windows]:
     which is 16000 after 50000 iterations, modulo the number of windows.
     """
     count, start = request.windows, request.start
-    if count < 1 or start < 0:
-        raise UserError(
-            f"--windows {count} --start {start}: give at least 1 window and a start of at least 0"
-        )
     by_length = []
     for length in request.checked_lengths:
         samples = build_split(
@@ -185,17 +198,12 @@ def tail(request: Request) -> list[Windows]:
     Ends lie a quarter of the longest length apart, from the longest length on: there every length
     has all of its context.
     """
-    size = request.tail
-    shortest, longest = request.checked_lengths[0], request.checked_lengths[-1]
-    if not 1 <= size <= shortest:
-        raise UserError(
-            f"--tail {size}: must be 1 to {shortest}, the shortest length"
-            " - give another number, or longer lengths"
-        )
+    size, lengths = request.tail, request.checked_lengths
+    _check_within("--tail", size, lengths[0], "the shortest length")
     text = request.region
-    ends = _tail_ends(len(text) - 1, longest, size)
+    ends = _tail_ends(len(text) - 1, lengths[-1], size)
     by_length = []
-    for length in request.checked_lengths:
+    for length in lengths:
         ids = [text[end - length : end + 1] for end in ends]
         first_scored = [length - size] * len(ends)
         about = {"tail": size}
@@ -223,14 +231,9 @@ def sliding(request: Request) -> list[Windows]:
     by_length = []
     for length in request.checked_lengths:
         stride = _stride(length, request.stride)
-        if not 1 <= stride <= length:
-            raise UserError(
-                f"--stride {stride}: must be 1 to {length}, the length of a window"
-                " - give another number, or longer lengths"
-            )
-        starts = _starts(len(text) - 1, length, stride)
-        ids = [text[start : start + length + 1] for start in starts]
-        first_scored = [0] + [length - stride] * (len(starts) - 1)
+        _check_within("--stride", stride, length, "the length of a window")
+        ids = _cut(text, length, stride).ids
+        first_scored = [0] + [length - stride] * (len(ids) - 1)
         by_length.append(Windows(length, ids, first_scored, about={"stride": stride}))
     return by_length
 
@@ -242,7 +245,14 @@ def within_document(request: Request) -> list[Windows]:
     such windows go, until eval_tokens are reached. Every length scores the same targets.
     """
     longest = request.checked_lengths[-1]
-    chunks = _chunks(request, longest)
+    wanted = request.eval_tokens // longest  # windows of the longest length
+    chunks: list[np.ndarray] = []
+    for document in request.documents:
+        in_document = (int(request.tokens.sizes[document]) - 1) // longest
+        count = min(wanted, in_document)
+        if count > 0:
+            chunks.append(request.tokens.read(document, 0, count * longest + 1))
+            wanted -= count
     if not chunks:
         size = max(int(request.tokens.sizes[document]) for document in request.documents)
         raise UserError(
@@ -255,31 +265,11 @@ def within_document(request: Request) -> list[Windows]:
         ids: list[np.ndarray] = []
         stretches: list[int] = []
         for number, chunk in enumerate(chunks):
-            windows = _cut(chunk, length)
-            ids += windows.ids
-            stretches += [number] * len(windows.ids)
+            of_chunk = _cut(chunk, length).ids
+            ids += of_chunk
+            stretches += [number] * len(of_chunk)
         by_length.append(Windows(length, ids, [0] * len(ids), stretches=stretches))
     return by_length
-
-
-def _chunks(request: Request, longest: int) -> list[np.ndarray]:
-    """Starts of long documents, each [a multiple of the longest length, and one more] tokens."""
-    chunks = []
-    wanted = request.eval_tokens // longest  # windows of the longest length
-    for document in request.documents:
-        in_document = (int(request.tokens.sizes[document]) - 1) // longest
-        count = min(wanted, in_document)
-        if count > 0:
-            chunks.append(request.tokens.read(document, 0, count * longest + 1))
-            wanted -= count
-    return chunks
-
-
-def _cut(text: np.ndarray, length: int) -> Windows:
-    """Windows one after another, as far as whole ones go; text [targets + 1]."""
-    starts = _starts(len(text) - 1, length, length)
-    ids = [text[start : start + length + 1] for start in starts]
-    return Windows(length, ids, [0] * len(ids))
 
 
 PROTOCOLS: dict[str, Callable[[Request], list[Windows]]] = {
@@ -307,7 +297,7 @@ def window_counts(
     documents only. The other arguments are those of `Request`.
     """
     longest = max(lengths)
-    region = _whole_windows(eval_tokens, longest)
+    region = eval_tokens // longest * longest
     if protocol == "paper":
         return dict.fromkeys(lengths, windows)
     if protocol == "tail":
@@ -321,9 +311,11 @@ def window_counts(
     return counts
 
 
-def _whole_windows(targets: int, length: int) -> int:
-    """The targets that whole windows hold."""
-    return targets // length * length
+def _cut(text: np.ndarray, length: int, step: int | None = None) -> Windows:
+    """Windows one after another, or `step` apart, as far as whole ones go; text [targets + 1]."""
+    starts = _starts(len(text) - 1, length, step or length)
+    ids = [text[start : start + length + 1] for start in starts]
+    return Windows(length, ids, [0] * len(ids))
 
 
 def _starts(targets: int, length: int, step: int) -> range:
@@ -337,5 +329,13 @@ def _tail_ends(targets: int, longest: int, size: int) -> range:
 
 
 def _stride(length: int, stride: int | None) -> int:
-    """Tokens that windows move by: half of the length where none is given."""
-    return stride if stride is not None else max(1, length // 2)
+    """Tokens that windows move by: half of the length if none is given."""
+    return max(1, length // 2) if stride is None else stride
+
+
+def _check_within(option: str, value: int, most: int, what: str) -> None:
+    if not 1 <= value <= most:
+        raise UserError(
+            f"{option} {value}: must be 1 to {most}, {what}"
+            " - give another number, or longer lengths"
+        )

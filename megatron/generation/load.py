@@ -6,19 +6,18 @@ from megatron.config import Config
 from megatron.data.tokenizers.build import build_tokenizer
 from megatron.data.tokenizers.tokenizer import Tokenizer
 from megatron.errors import UserError
-from megatron.evaluation.agreement import check_same_model
-from megatron.evaluation.opened import Trained, opened_model
+from megatron.evaluation.loaded_run import LoadedModel, check_same_model, loaded_model
 
 
 def opened_with_tokenizer(
     config: Config | None, folder: str | Path | None, step: int | None
-) -> tuple[Trained, Tokenizer]:
-    """A checkpoint and its tokenizer; arguments as for evaluation.opened.opened.
+) -> tuple[LoadedModel, Tokenizer]:
+    """A checkpoint and its tokenizer; arguments as for evaluation.loaded_run.loaded_run.
 
     Raises UserError if there is no checkpoint, if it is one of another model, or if its tokenizer
     is not found.
     """
-    trained = opened_model(config, folder, step)
+    trained = loaded_model(config, folder, step)
     keys = trained.config.model_keys()
     check_same_model(keys, trained.trained.model_keys(), trained.path)
 

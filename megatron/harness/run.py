@@ -11,9 +11,10 @@ from typing import Any, Required, cast
 
 from megatron.config import Config
 from megatron.errors import UserError
-from megatron.evaluation.bounds import check_fits, check_numbers
-from megatron.evaluation.opened import variant
-from megatron.evaluation.run import DTYPES, Options, check_methods, variants
+from megatron.evaluation.evaluate_checkpoint import variants
+from megatron.evaluation.loaded_run import variant
+from megatron.evaluation.memory import check_fits
+from megatron.evaluation.options import DTYPES, Options
 from megatron.folder_lock import owned_file
 from megatron.generation.load import opened_with_tokenizer
 from megatron.model import AttentionSettings
@@ -85,16 +86,13 @@ def evaluate_tasks(config: Config | None, tasks: Tasks, options: Options) -> Don
         raise UserError(
             "--tasks: lm-evaluation-harness is not installed - pip install 'lm-eval>=0.4.13,<0.5'"
         ) from None
-    numbers = {"step": options.step, "lengths": options.lengths, "stride": options.stride}
-    check_numbers(numbers | {"limit": tasks.limit, "shots": tasks.shots})
     if tasks.folder is not None and not tasks.folder.is_dir():
         raise UserError(f"--task-folder: {tasks.folder} is not a folder with task files")
     checkpoint, tokenizer = opened_with_tokenizer(config, options.checkpoint, options.step)
     model, grid = checkpoint.model, here()
     lengths = sorted(set(options.lengths)) or [model.train_length]
     attention_of_config = AttentionSettings.of(checkpoint.config.attention)
-    several = list(variants(attention_of_config, options, model.train_length))
-    check_methods(options, several, model)
+    several = variants(attention_of_config, options, model)
     for length in lengths:
         model.check_length(length)
         if options.stride is not None and options.stride > length:

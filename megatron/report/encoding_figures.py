@@ -23,7 +23,7 @@ from torch import Tensor
 
 from megatron.conformance.subject import content_bias
 from megatron.errors import UserError
-from megatron.evaluation.probes.receptive_field import sampled
+from megatron.evaluation.attention_probes import sampled
 from megatron.positions import Position
 from megatron.report.curves import GREY, style
 from megatron.results.files import Record

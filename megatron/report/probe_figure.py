@@ -8,7 +8,7 @@ from matplotlib.cm import ScalarMappable
 from matplotlib.colors import Normalize
 from matplotlib.figure import Figure
 
-from megatron.evaluation.probes.receptive_field import MOST
+from megatron.evaluation.attention_probes import MOST
 from megatron.report.curves import GREY, style
 from megatron.report.encoding_figures import colours, distance_axis, panels_of
 from megatron.results.probes import TASKS, ProbeRow, answers, axis_of

@@ -3,7 +3,7 @@
 import math
 import statistics
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,13 +14,12 @@ from megatron.errors import UserError
 from megatron.evaluation.protocols import window_counts
 from megatron.model import Architecture, size
 from megatron.results.row import ATTENTION_INPUTS
-from megatron.sweeps.plan import Cell, Sweep
-from megatron.sweeps.state import State, seconds_per_step
+from megatron.sweeps.cells import State, Sweep, seconds_per_step
 from megatron.training.batches import likely_rows, windows_per_step
 from megatron.training.fits import CHECKPOINT, FLOAT32, kept_checkpoints
 from megatron.training.metrics import peak_of
 
-UTILISATION = 0.35  # of a device's speed in large products; assumed where no such run was timed
+UTILISATION = 0.35  # of a device's speed in large products; assumed if no such run was timed
 
 # --device NAME -> as CUDA names the device, for its peak in training/metrics.py
 DEVICES = {
@@ -67,31 +66,50 @@ class Cost:
 
 def cost(sweep: Sweep, states: Sequence[State], device: Device, jobs: int = 1) -> Cost:
     """The cost of all that is missing. jobs: how many cells train at a time."""
-    timed = _timed(sweep) if device.here else {}
-    total_flops = 0.0
-    tokens, seconds, measured = 0, 0.0, True
+    # Operations per second that this sweep's own runs reached in training, by shape.
+    timed: dict[tuple, list[float]] = {}
+    if device.here:
+        for cell in sweep.cells:
+            seconds = seconds_per_step(cell)
+            if seconds:
+                flops = _training_flops(cell.config, steps=1)
+                timed.setdefault(_shape(cell.config), []).append(flops / seconds)
+
+    tokens, total_flops, total_seconds, measured = 0, 0.0, 0.0, True
+    stays, peaks = 0, []
     for cell, state in zip(sweep.cells, states, strict=True):
-        untrained, training, evaluating = _missing(cell, state)
-        speed = timed.get(_shape(cell.config))
-        if speed is None:
-            speed = device.flops_per_second * UTILISATION
-            measured = measured and training + evaluating == 0
-        tokens += untrained
-        total_flops += training + evaluating
-        seconds += (training + evaluating) / speed
-    return Cost(tokens, total_flops, seconds, _disk(sweep, states, jobs), measured)
+        config, vocab = cell.config, likely_rows(cell.config)
+        steps = max(0, cell.steps - state.step)
+        flops = _training_flops(config, steps)
+        flops += sum(evaluation_flops(one.options, config, vocab) for one in state.missing)
+        speeds = timed.get(_shape(config))
+        speed = statistics.median(speeds) if speeds else device.flops_per_second * UTILISATION
+        measured = measured and (bool(speeds) or flops == 0)
+        tokens += steps * windows_per_step(config) * config.model.seq_length
+        total_flops += flops
+        total_seconds += flops / speed
+        if steps:
+            numbers = size.parameters(config, vocab).whole
+            checkpoints = kept_checkpoints(config)
+            final = (CHECKPOINT if sweep.keep_states else FLOAT32) * numbers * checkpoints
+            # One more while the next is written.
+            peaks.append(CHECKPOINT * numbers * (checkpoints + 1) - final)
+            stays += final
+    disk = stays + sum(sorted(peaks, reverse=True)[:jobs])
+    return Cost(tokens, total_flops, total_seconds, disk, measured)
 
 
-def _missing(cell: Cell, state: State) -> tuple[int, float, float]:
-    """Of one cell: tokens to train on, operations of training and of evaluation."""
-    config = cell.config
-    vocab = likely_rows(config)
+def _training_flops(config: Config, steps: int) -> float:
     length = config.model.seq_length
-    steps = max(0, cell.steps - state.step)
     tokens = steps * windows_per_step(config) * length
-    training = tokens * size.BACKWARD * forward_flops(config, vocab, length)
-    evaluating = sum(evaluation_flops(one.options, config, vocab) for one in state.missing)
-    return tokens, training, evaluating
+    return tokens * size.BACKWARD * forward_flops(config, likely_rows(config), length)
+
+
+def _shape(config: Config) -> tuple:
+    model = Architecture.of(config.model)
+    weights = size.matrix_weights(model, 0)
+    sizes = (model.num_layers, model.hidden_size, model.attention_width, weights)
+    return *sizes, model.seq_length, config.precision.precision
 
 
 def forward_flops(config: Config, vocab: int, length: int) -> float:
@@ -99,30 +117,30 @@ def forward_flops(config: Config, vocab: int, length: int) -> float:
     return size.forward_flops(Architecture.of(config.model), vocab, keys=length / 2)
 
 
-def _disk(sweep: Sweep, states: Sequence[State], jobs: int) -> int:
-    """Bytes that cells without training need: what stays of each, and more while some train."""
-    stays = 0
-    peaks = []
-    for cell, state in zip(sweep.cells, states, strict=True):
-        if state.step >= cell.steps:
-            continue
-        numbers = size.parameters(cell.config, likely_rows(cell.config)).whole
-        checkpoints = kept_checkpoints(cell.config)
-        final = (CHECKPOINT if sweep.keep_states else FLOAT32) * numbers * checkpoints
-        # One more while the next is written.
-        peaks.append(CHECKPOINT * numbers * (checkpoints + 1) - final)
-        stays += final
-    peaks.sort(reverse=True)
-    return stays + sum(peaks[:jobs])
+def evaluation_flops(options: Mapping[str, Any], config: Config, vocab: int) -> float:
+    """Operations of one call of evaluate.py. options: those of the call, and keys that it sets."""
+
+    def several(key: str, default: Any = None) -> list[Any]:
+        value = options.get(key, default)
+        return list(value) if isinstance(value, list | tuple) else [value]
+
+    lengths = several("lengths", options.get("eval_lengths", config.evaluation.eval_lengths))
+    eval_tokens = options.get("eval_tokens", config.evaluation.eval_tokens)
+    asked = {key: options[key] for key in ("windows", "tail", "stride") if key in options}
+    variants = math.prod(len(several(key)) for key in ATTENTION_INPUTS)
+    total = 0.0
+    for protocol in several("protocol", "equal_tokens"):
+        for length, count in window_counts(protocol, lengths, eval_tokens, **asked).items():
+            total += variants * count * length * forward_flops(config, vocab, length)
+    return total
 
 
 def this_device(precision: str) -> Device:
     """The device that runs would use here, as fast as a matrix product that is timed now."""
     if not torch.cuda.is_available():
         return this_cpu()
-    name = torch.cuda.get_device_name()
     speed = speed_of(torch.device("cuda"), DTYPES[precision])
-    return Device(name, speed, "a matrix product timed here", here=True)
+    return Device(torch.cuda.get_device_name(), speed, "a matrix product timed here", here=True)
 
 
 def this_cpu() -> Device:
@@ -160,50 +178,3 @@ def speed_of(device: torch.device, dtype: torch.dtype) -> float:
         (a @ a)[0, 0].item()  # waits for the device
         seconds.append(time.perf_counter() - start)
     return 2 * size**3 / min(seconds)
-
-
-def _timed(sweep: Sweep) -> dict[tuple, float]:
-    """Operations per second that this sweep's own runs reached in training, by shape."""
-    speeds: dict[tuple, list[float]] = {}
-    for cell in sweep.cells:
-        seconds = seconds_per_step(cell)
-        if not seconds:
-            continue
-        config = cell.config
-        length = config.model.seq_length
-        tokens = windows_per_step(config) * length
-        step = size.BACKWARD * tokens * forward_flops(config, likely_rows(config), length)
-        speeds.setdefault(_shape(config), []).append(step / seconds)
-    return {shape: statistics.median(values) for shape, values in speeds.items()}
-
-
-def _shape(config: Config) -> tuple:
-    model = Architecture.of(config.model)
-    sizes = (
-        model.num_layers,
-        model.hidden_size,
-        model.attention_width,
-        size.matrix_weights(model, 0),
-    )
-    return *sizes, model.seq_length, config.precision.precision
-
-
-def evaluation_flops(options: Mapping[str, Any], config: Config, vocab: int) -> float:
-    """Operations of one call of evaluate.py. options: those of the call, and keys that it sets."""
-    eval_lengths = options.get("eval_lengths", config.evaluation.eval_lengths)
-    lengths = _several(options.get("lengths", eval_lengths))
-    eval_tokens = options.get("eval_tokens", config.evaluation.eval_tokens)
-    asked = {key: options[key] for key in ("windows", "tail", "stride") if key in options}
-    choices = [_several(options.get(key)) for key in ATTENTION_INPUTS]
-    variants = math.prod(map(len, choices))
-    total = 0.0
-    for protocol in _several(options.get("protocol", "equal_tokens")):
-        for length, count in window_counts(protocol, lengths, eval_tokens, **asked).items():
-            total += variants * count * length * forward_flops(config, vocab, length)
-    return total
-
-
-def _several(value: Any) -> list[Any]:
-    if isinstance(value, Iterable) and not isinstance(value, str):
-        return list(value)
-    return [value]

@@ -106,7 +106,7 @@ def peak_of(name: str, precision: str) -> float | None:
     bare = re.sub(r"^(NVIDIA|Tesla) ", "", name)
     for pattern, *peaks in PEAKS:
         if re.fullmatch(pattern, bare):
-            return dict(zip(("fp16", "bf16", "fp32"), peaks, strict=True))[precision]
+            return peaks[("fp16", "bf16", "fp32").index(precision)]
     return None
 
 

@@ -196,25 +196,3 @@ for name, (line, fault) in LINES.items():
     )
     words = ["tools/show_results.py", "a.jsonl"]
     CASES.append(Case(name, words, message, files={"a.jsonl": line}))
-
-BEYOND = {
-    "evaluate.py": {
-        "--lengths": ("0", "1 to 16,777,216"),
-        "--windows": (str(10**12), "1 to 1,000,000"),
-        "--start": (str(2**70), "0 to 1,000,000,000,000"),
-        "--tail": ("0", "1 to 16,777,216"),
-        "--stride": (str(10**12), "1 to 16,777,216"),
-        "--step": ("-1", "0 to 1,000,000,000,000"),
-    },
-    "tools/probe.py": {
-        "--lengths": (str(2**70), "1 to 16,777,216"),
-        "--depths": (str(10**12), "1 to 1,000"),
-        "--trials": ("0", "1 to 1,000,000"),
-        "--probe_seed": ("-1", "0 to 9,223,372,036,854,775,807"),
-    },
-}
-for script, options in BEYOND.items():
-    for option, (value, bounds) in options.items():
-        words = [script, "--checkpoint", "{trained}", option, value]
-        message = f"{option}: {value} is beyond its bounds - give {bounds}"
-        CASES.append(Case(f"{script} {option} {value}", words, message))

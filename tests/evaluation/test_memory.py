@@ -44,7 +44,7 @@ for length in MEASURED:
     ids = np.random.default_rng(0).integers(0, 50304, length + 1)
     Path("/proc/self/clear_refs").write_text("5")
     (result,) = measure(model, [Windows(length, [ids], [0])])
-    assert result.reason is None and result.windows == 1, result
+    assert result["reason"] is None and result["windows"] == 1, result
     print(peak())
 """
 ONE_ACTIVATION = 2048 * 768 * 4 / 1024  # KiB, what a layer would leave behind at the least

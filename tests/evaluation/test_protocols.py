@@ -12,18 +12,16 @@ from torch import nn
 from megatron.data.tokens import TokenFile, TokenWriter
 from megatron.errors import UserError
 from megatron.evaluation.perplexity import measure
-from megatron.evaluation.protocols import PROTOCOLS, Request, window_counts
+from megatron.evaluation.protocols import PROTOCOLS, Request, Windows, window_counts
 from megatron.results.statistics import prefix_curve
 from megatron.results.table import by_length
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "data"
-VALID = [
-    run
-    for run in json.loads((GOLDEN / "expected.json").read_text())["runs"]
-    if run["split"] == "valid"
-]
+RUNS = json.loads((GOLDEN / "expected.json").read_text())["runs"]
+VALID = [run for run in RUNS if run["split"] == "valid"]
 SIZES = [30, 200, 7, 64, 65, 300, 40, 129, 1, 90]
 LENGTHS = [16, 32, 64]
+every_protocol = pytest.mark.parametrize("protocol", PROTOCOLS)
 
 
 class Known(nn.Module):
@@ -37,26 +35,34 @@ class Known(nn.Module):
         return (labels / 1000 + 1 / (1 + torch.arange(ids.shape[1]))).float()
 
 
-@pytest.fixture
-def tokens(tmp_path):
-    """Ten documents, all in the valid part; the tokens count upwards through the whole file."""
-    first = np.concatenate([[0], np.cumsum(SIZES)])
-    with TokenWriter(tmp_path / "corpus", np.uint16) as writer:
-        for start, size in zip(first, SIZES, strict=False):
+def token_file(path, sizes):
+    """Documents of these sizes; the tokens count upwards through the whole file."""
+    with TokenWriter(path, np.uint16) as writer:
+        start = 0
+        for size in sizes:
             writer.add(np.arange(start, start + size))
-    return TokenFile.open(tmp_path / "corpus")
+            start += size
+    return TokenFile.open(path)
 
 
-def request(tokens, **more):
-    return Request(tokens, LENGTHS, "0,1,0", **({"eval_tokens": 512, "tail": 8} | more))
+@pytest.fixture(scope="module")
+def tokens(tmp_path_factory):
+    return token_file(tmp_path_factory.mktemp("short") / "corpus", SIZES)
+
+
+@pytest.fixture(scope="module")
+def long_tokens(tmp_path_factory):
+    return token_file(tmp_path_factory.mktemp("long") / "corpus", [1500, 40, 2600, 5000, 900])
+
+
+def windows_of(protocol, tokens, lengths=LENGTHS, **more):
+    options = {"eval_tokens": 512, "tail": 8} | more
+    return PROTOCOLS[protocol](Request(tokens, lengths, "0,1,0", **options))
 
 
 def by_hand(targets, contexts):
     """The mean of token / 1000 + 1 / (1 + position); a token is its index in the text."""
-    losses = [
-        target / 1000 + 1 / (1 + context) for target, context in zip(targets, contexts, strict=True)
-    ]
-    return sum(losses) / len(losses)
+    return np.mean(np.array(targets) / 1000 + 1 / (1 + np.array(contexts)))
 
 
 def scored(protocol, length):
@@ -69,10 +75,8 @@ def scored(protocol, length):
         return [(end - back, length - 1 - back) for end in ends for back in reversed(range(8))]
     if protocol == "sliding":  # half a window each time: after the first the later half
         half = length // 2
-        return [
-            (target, target - 1 if target <= length else half + (target - 1) % half)
-            for target in region
-        ]
+        first = [(target, target - 1) for target in range(1, length + 1)]
+        return first + [(target, half + (target - 1) % half) for target in region[length:]]
     starts = np.cumsum([0, *SIZES])
     pieces = [(start, (size - 1) // 64 * 64) for start, size in zip(starts, SIZES, strict=False)]
     found = [
@@ -83,77 +87,72 @@ def scored(protocol, length):
 
 @pytest.mark.parametrize("protocol", [name for name in PROTOCOLS if name != "paper"])
 def test_a_protocol_gives_the_value_computed_by_hand_at_every_length(tokens, protocol):
-    windows = PROTOCOLS[protocol](request(tokens))
+    windows = windows_of(protocol, tokens)
     for one, result in zip(windows, measure(Known(), windows, batch_tokens=100), strict=True):
         targets, contexts = zip(*scored(protocol, one.length), strict=True)
-        assert result.tokens == len(targets)
-        assert result.loss == pytest.approx(by_hand(targets, contexts), abs=1e-6)
-        assert len(result.window_losses) == result.windows == len(one.ids)
-        weights = result.window_tokens or np.ones(result.windows)
-        assert np.average(result.window_losses, weights=weights) == pytest.approx(
-            result.loss, abs=1e-6
-        )
+        assert result["tokens"] == len(targets)
+        assert result["loss"] == pytest.approx(by_hand(targets, contexts), abs=1e-6)
+        assert len(result["window_losses"]) == result["windows"] == len(one.ids)
+        weights = result.get("window_tokens") or np.ones(result["windows"])
+        mean = np.average(result["window_losses"], weights=weights)
+        assert mean == pytest.approx(result["loss"], abs=1e-6)
     assert len({one.text for one in windows}) == 1, "every length scores the same targets"
     assert [one.length for one in windows] == ([64] if protocol == "position" else LENGTHS)
 
 
 def test_losses_by_position_are_those_of_the_buckets_and_their_prefix_curve(tokens):
-    (result,) = measure(Known(), PROTOCOLS["position"](request(tokens)))
-    assert result.position_edges == [0, 1, 2, 4, 8, 16, 32, 64]
+    (result,) = measure(Known(), windows_of("position", tokens))
+    edges = result["position_edges"]
+    assert edges == [0, 1, 2, 4, 8, 16, 32, 64]
     by_position = [by_hand(range(1 + position, 513, 64), [position] * 8) for position in range(64)]
-    for start, end, loss in zip(
-        result.position_edges, result.position_edges[1:], result.position_losses, strict=False
-    ):
-        assert loss == pytest.approx(np.mean(by_position[start:end]), abs=2e-6)
-    curve = prefix_curve(result.position_edges, result.position_losses)
-    rows = by_length([result.row() | {"length": 64}], LENGTHS)
-    for row in rows:
-        expected = np.mean(by_position[: row["length"]])
-        assert curve[row["length"]] == pytest.approx(expected, abs=2e-6)
-        assert row["perplexity"] == pytest.approx(np.exp(expected), rel=1e-5)
+    expected = [np.mean(by_position[edges[i] : edges[i + 1]]) for i in range(7)]
+    np.testing.assert_allclose(result["position_losses"], expected, atol=2e-6)
+    curve = prefix_curve(edges, result["position_losses"])
+    *prefixes, whole = by_length([result], LENGTHS)
+    for row in (*prefixes, whole):
+        mean = np.mean(by_position[: row["length"]])
+        assert curve[row["length"]] == pytest.approx(mean, abs=2e-6)
+        assert row["perplexity"] == pytest.approx(np.exp(mean), rel=1e-5)
         assert row["tokens"] == 8 * row["length"]
+    assert whole["block_losses"] == result["block_losses"]
+    assert all("block_losses" not in row for row in prefixes)
 
 
 def test_the_tail_sees_the_text_right_before_it_at_every_length(tokens):
-    short, middle, long = PROTOCOLS["tail"](request(tokens))
-    for one in (short, middle, long):
+    by_length = windows_of("tail", tokens)
+    for one in by_length:
         assert set(one.counts) == {8}
         assert one.about == {"tail": 8}
-    for end, (a, b, c) in zip(
-        range(64, 513, 16), zip(short.ids, middle.ids, long.ids, strict=True), strict=True
-    ):
-        np.testing.assert_array_equal(c, np.arange(end - 64, end + 1))
-        np.testing.assert_array_equal(b, c[-33:])
-        np.testing.assert_array_equal(a, c[-17:])
+        for end, ids in zip(range(64, 513, 16), one.ids, strict=True):
+            np.testing.assert_array_equal(ids, np.arange(end - one.length, end + 1))
 
 
 def test_a_stride_of_its_own_is_kept_in_every_row(tokens):
-    for one in PROTOCOLS["sliding"](request(tokens, stride=4)):
+    for one in windows_of("sliding", tokens, stride=4):
         assert one.about == {"stride": 4}
-        assert len(one.ids) == 1 + (512 - one.length) // 4
-        assert [window[0] for window in one.ids[:3]] == [0, 4, 8]
+        assert [window[0] for window in one.ids] == [*range(0, 512 - one.length + 1, 4)]
         assert one.counts.tolist() == [one.length] + [4] * (len(one.ids) - 1)
 
 
 def test_no_window_leaves_its_document(tokens):
     ends = set(np.cumsum(SIZES) - 1)
-    for one in PROTOCOLS["within_document"](request(tokens)):
+    for one in windows_of("within_document", tokens):
         assert all(not ends & set(window[:-1].tolist()) for window in one.ids)
-    few = PROTOCOLS["within_document"](request(tokens, eval_tokens=130))
+    few = windows_of("within_document", tokens, eval_tokens=130)
     assert [one.counts.sum() for one in few] == [128, 128, 128]
 
 
-@pytest.mark.parametrize("options", [{}, {"tail": 8, "stride": 3, "windows": 7}])
-@pytest.mark.parametrize("lengths", [LENGTHS, [10, 33, 63], [64]])
-@pytest.mark.parametrize("protocol", PROTOCOLS)
-def test_windows_are_counted_as_they_are_cut(tokens, protocol, lengths, options):
-    asked = Request(tokens, lengths, "0,1,0", eval_tokens=500, **({"tail": 10} | options))
-    cut = {windows.length: len(windows.ids) for windows in PROTOCOLS[protocol](asked)}
-    counted = window_counts(protocol, lengths, 500, **({"tail": 10} | options))
-    if protocol == "within_document":  # short documents are left out
-        assert all(cut[length] <= counted[length] for length in lengths)
-    else:
-        assert counted == cut
+@every_protocol
+def test_windows_are_counted_as_they_are_cut(tokens, protocol):
+    for lengths in (LENGTHS, [10, 33, 63], [64]):
+        for options in ({"tail": 10}, {"tail": 8, "stride": 3, "windows": 7}):
+            several = windows_of(protocol, tokens, lengths, eval_tokens=500, **options)
+            cut = {windows.length: len(windows.ids) for windows in several}
+            counted = window_counts(protocol, lengths, 500, **options)
+            if protocol == "within_document":  # short documents are left out
+                assert all(cut[length] <= counted[length] for length in lengths)
+            else:
+                assert counted == cut
 
 
 @pytest.mark.parametrize("run", VALID, ids=lambda run: run["array"])
@@ -161,59 +160,97 @@ def test_the_protocol_of_the_papers_has_the_references_windows_token_for_token(t
     for suffix in (".bin", ".idx"):
         shutil.copyfile(GOLDEN / f"corpus_text_document{suffix}", tmp_path / f"corpus{suffix}")
     expected = np.load(GOLDEN / "expected_samples.npz")[run["array"]]
-    asked = Request(
-        TokenFile.open(tmp_path / "corpus"),
-        [run["valid_seq_length"]],
-        "949,50,1",
-        seed=1235,
-        windows=run["num_valid"],
-    )
+    tokens, count = TokenFile.open(tmp_path / "corpus"), run["num_valid"]
+    asked = Request(tokens, [run["valid_seq_length"]], "949,50,1", seed=1235, windows=count)
     (one,) = PROTOCOLS["paper"](asked)
-    assert len(one.ids) == run["num_valid"]
-    np.testing.assert_array_equal(np.stack(one.ids)[: len(expected)], expected[: run["num_valid"]])
+    assert len(one.ids) == count
+    np.testing.assert_array_equal(np.stack(one.ids)[: len(expected)], expected[:count])
     assert set(one.first_scored) == {0}
 
 
-def test_the_protocol_of_the_papers_says_how_often_it_reads_a_short_part(tokens):
+def test_the_protocol_of_the_papers_starts_where_it_is_told_wraps_and_counts_its_epochs(tokens):
+    def ids(**options):
+        (one,) = windows_of("paper", tokens, [16], windows=20, **options)
+        return np.stack(one.ids)
+
+    np.testing.assert_array_equal(ids()[5:], ids(start=5)[:-5])
+    assert (ids() != ids(seed=1236)).any()
     available = int(tokens.sizes.sum()) - 1
     windows = available // min(LENGTHS)
-    for one in PROTOCOLS["paper"](request(tokens, windows=windows)):
+    for one in windows_of("paper", tokens, windows=windows):
         epochs = -(-windows * one.length // available)
         assert one.about == ({"start": 0, "epochs": epochs} if epochs > 1 else {"start": 0})
     assert epochs == 4, "the longest windows read the part four times"
 
 
-@pytest.mark.parametrize(
-    ("protocol", "options", "message"),
-    [
-        (
-            "tail",
-            {"tail": 17},
-            "--tail 17: must be 1 to 16, the shortest length"
-            " - give another number, or longer lengths",
-        ),
-        (
-            "sliding",
-            {"stride": 17},
-            "--stride 17: must be 1 to 16, the length of a window"
-            " - give another number, or longer lengths",
-        ),
-        (
-            "sliding",
-            {"stride": 0},
-            "--stride 0: must be 1 to 16, the length of a window"
-            " - give another number, or longer lengths",
-        ),
-        (
-            "within_document",
-            {"lengths": (512,)},
-            "within_document: no document of the valid part has 513 tokens, the longest has 300,"
-            " and eval_tokens is 512 - give lengths up to 299 and as many tokens",
-        ),
-    ],
-)
-def test_what_a_protocol_cannot_measure_is_one_message(tokens, protocol, options, message):
-    asked = {"lengths": LENGTHS, "eval_tokens": 512, **options}
-    with pytest.raises(UserError) as caught:
-        PROTOCOLS[protocol](Request(tokens, split="0,1,0", **asked))
-    assert str(caught.value) == message
+# --- Blocks of 512 targets: the same targets at every length, none across a gap in the text ---
+
+
+def test_block_i_holds_the_same_512_targets_at_every_length(long_tokens):
+    class Token(Known):
+        def forward(self, ids, labels):
+            return labels / 1000
+
+    expected = np.arange(1, 8193).reshape(-1, 512).mean(axis=1) / 1000
+    for protocol in ("equal_tokens", "position", "sliding"):
+        windows = windows_of(protocol, long_tokens, [64, 512, 768, 2048], eval_tokens=8192)
+        for result in measure(Token(), windows):
+            count = len(result["block_losses"])
+            np.testing.assert_allclose(result["block_losses"][: count - 1], expected[: count - 1])
+            whole = result["tokens"] % 512 == 0
+            assert ("block_tokens" not in result) == whole
+
+
+@every_protocol
+def test_the_targets_of_a_block_follow_each_other_and_blocks_average_to_the_loss(
+    long_tokens, protocol
+):
+    options = {"eval_tokens": 8192, "tail": 64, "windows": 5, "stride": 90}
+    for windows in windows_of(protocol, long_tokens, [96, 320, 700], **options):
+        (result,) = measure(Known(), [windows])
+        targets = np.concatenate([*windows.targets])
+        blocks = np.split(targets, windows.block_starts[1:])
+        for block in blocks:
+            assert len(block) <= 512
+            assert (np.diff(block) == 1).all()
+        counts = result.get("block_tokens") or [512] * len(blocks)
+        assert counts == [len(block) for block in blocks]
+        mean = np.average(result["block_losses"], weights=counts)
+        assert mean == pytest.approx(result["loss"], abs=1e-6)
+
+
+def test_a_gap_in_the_text_ends_a_block(long_tokens):
+    def counts(protocol, **options):
+        (windows,) = windows_of(protocol, long_tokens, [768], eval_tokens=8192, **options)
+        return np.diff([*windows.block_starts, windows.counts.sum()]).tolist()
+
+    assert set(counts("tail", tail=64)) == {64}
+    assert counts("paper", windows=5) == [512, 256] * 5
+    # Documents of 1500, 2600 and 5000 tokens give 1, 3 and 6 windows; eval_tokens allow no more.
+    first, second, third = [512, 256], [512] * 4 + [256], [512] * 9
+    assert counts("within_document") == [*first, *second, *third]
+    assert Windows(1500, [np.arange(1501)], [100]).block_starts == [0, 512, 1024]
+
+
+# --- What cannot be measured ---
+
+
+def test_what_a_protocol_cannot_measure_is_one_message(tokens):
+    wrong = "must be 1 to 16, the {} - give another number, or longer lengths"
+    within = (
+        "within_document: no document of the valid part has 513 tokens, the longest has 300,"
+        " and eval_tokens is 512 - give lengths up to 299 and as many tokens"
+    )
+    cases = [
+        ("tail", {"tail": 17}, "--tail 17: " + wrong.format("shortest length")),
+        ("sliding", {"stride": 17}, "--stride 17: " + wrong.format("length of a window")),
+        ("within_document", {"lengths": [512]}, within),
+        ("equal_tokens", {"eval_tokens": 63}, "eval_tokens: 63 is less than one window of the"),
+        ("equal_tokens", {"lengths": [4096], "eval_tokens": 9999}, "predict, and one window of"),
+        ("equal_tokens", {"lengths": [16, 0, -3]}, "eval_lengths: [-3, 0, 16] - give one or"),
+        ("equal_tokens", {"lengths": []}, "eval_lengths: none given"),
+    ]
+    for protocol, options, message in cases:
+        with pytest.raises(UserError) as caught:
+            windows_of(protocol, tokens, **options)
+        assert message in str(caught.value)

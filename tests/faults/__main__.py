@@ -24,7 +24,7 @@ PARTS_OF_SUITE = {
     "full or read-only disk": "tests/faults/test_full_disk.py tests/training/test_metrics.py",
     "signal, lost or frozen rank": (
         "tests/parallel/test_launcher.py tests/parallel/test_watchdog.py"
-        " tests/training/test_loop.py tests/sweeps/test_signals.py"
+        " tests/training/test_loop.py tests/sweeps/test_runner.py"
     ),
     "two owners of one folder": "tests/test_folder_lock.py",
     "long tests of the suite": "-m campaign tests",

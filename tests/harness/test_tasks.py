@@ -130,8 +130,8 @@ def test_rolling_is_our_sliding_protocol_on_the_same_text(opened, length, stride
     (ours,) = measure(model, [windows])
     harness = Harness(model, tokenizer, Reading(length, stride), Grid())
     (found,) = harness.loglikelihood_rolling(requests((text,)))
-    assert ours.tokens == count
-    assert -found / count == pytest.approx(ours.loss, abs=1e-4)
+    assert ours["tokens"] == count
+    assert -found / count == pytest.approx(ours["loss"], abs=1e-4)
 
 
 @every_signature
@@ -296,11 +296,6 @@ def test_tasks_that_fail_are_one_message(forks, folder, tasks, tmp_path):
 
 def test_bad_words_are_one_message(forks, folder):
     for words, message in (
-        (
-            ["--tasks", "cloze", "--limit", str(10**24), "--shots", "-1"],
-            f"--limit: {10**24} is beyond its bounds - give 1 to 1,000,000,000\n"
-            "--shots: -1 is beyond its bounds - give 0 to 1,000",
-        ),
         (["--tasks", "cloze", "--task-folder", "nowhere"], "--task-folder: nowhere is not a"),
         (["--tasks", "cloze", "--protocol", "tail"], "--protocol: tasks have protocols of their"),
         (["--tasks", "cloze", "--stride", "99"], "--stride 99: must be 1 to 64"),

@@ -10,7 +10,7 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-from evaluate import add_options
+from evaluate import add_all_options
 from evaluate import main as evaluate_main
 from megatron.checkpoints.manifest import faults_of
 from megatron.checkpoints.read import load_for_evaluation
@@ -367,7 +367,7 @@ def test_the_commands_of_the_document_run(folder, tmp_path, monkeypatch, capsys)
             run_entry(
                 evaluate_main,
                 purpose="evaluate",
-                options=add_options,
+                options=add_all_options,
                 config_needed=False,
                 argv=[*words, "eval_tokens=128", "split=5,4,1"],
             )

@@ -10,6 +10,7 @@ from megatron.config import load
 from megatron.errors import UserError
 from megatron.model import from_config
 from megatron.model.size import parameters
+from megatron.sweeps.cells import State, load_sweep
 from megatron.sweeps.cost import (
     DEVICES,
     Cost,
@@ -18,8 +19,6 @@ from megatron.sweeps.cost import (
     forward_flops,
     named_device,
 )
-from megatron.sweeps.plan import load_sweep
-from megatron.sweeps.state import State
 from megatron.training.metrics import peak_of
 from tests.support import ROOT
 from tools.sweep import duration, plan
@@ -82,37 +81,22 @@ def test_a_plan_can_be_priced_for_another_device(sweep):
     # A V100 has no bf16.
     assert "35% of 125 TFLOP/s, its data sheet's fp16 peak" in plan(sweep, [HALF, DONE], 1, "v100")
     assert "on 1 x CPU, 1 threads (assumed: 35% of" in plan(sweep, [HALF, DONE], 2, "cpu")
+    here = plan(sweep, [HALF, DONE], 2)
+    assert "seconds on 1 x" in here, "runs that share the CPU take no less time together"
+    assert here.endswith("data are absent: text (prepare_data.py)")
 
 
-@pytest.mark.parametrize("name", DEVICES)
-def test_every_device_that_can_be_named_has_a_peak_in_the_table_of_training(name):
-    assert peak_of(DEVICES[name], "fp16")
-    assert named_device(name, "fp32").flops_per_second == peak_of(DEVICES[name], "fp32") * 1e12
-
-
-def test_an_unknown_device_is_one_message():
+def test_every_device_that_can_be_named_has_a_peak_in_the_table_of_training():
+    for name, called in DEVICES.items():
+        assert peak_of(called, "fp16")
+        assert named_device(name, "fp32").flops_per_second == peak_of(called, "fp32") * 1e12
     with pytest.raises(UserError, match="--device: a1000 is not known - use one of cpu, v100"):
         named_device("a1000", "bf16")
 
 
-def test_runs_that_share_the_cpu_take_no_less_time_together(sweep):
-    assert "seconds on 1 x" in plan(sweep, [HALF, DONE], 2)
-
-
-def test_the_plan_names_data_that_are_absent(sweep):
-    assert plan(sweep, [HALF, DONE], 1).endswith("data are absent: text (prepare_data.py)")
-
-
-@pytest.mark.parametrize(
-    ("seconds", "text"),
-    [
-        (0.4, "0 seconds"),
-        (40, "40 seconds"),
-        (100, "2 minutes"),
-        (3600, "60 minutes"),
-        (12_240, "3.4 hours"),
-        (3_600_000, "1,000.0 hours"),
-    ],
-)
-def test_durations_are_in_a_unit_that_fits(seconds, text):
-    assert duration(seconds) == text
+def test_durations_are_in_a_unit_that_fits():
+    assert [duration(seconds) for seconds in (40, 100, 12_240)] == [
+        "40 seconds",
+        "2 minutes",
+        "3.4 hours",
+    ]

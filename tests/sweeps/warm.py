@@ -1,7 +1,7 @@
 """tools/sweep.py, whose scripts start without their imports: forks of this process.
 
-The scripts have the lock, the group and the signals that subprocess.Popen would give them.
-tests/forks.py runs this file; by itself it gains nothing.
+The scripts have the group and the signals that subprocess.Popen would give them. tests/forks.py
+runs this file; by itself it gains nothing.
 """
 
 import os
@@ -12,7 +12,7 @@ from types import SimpleNamespace
 from typing import BinaryIO
 
 from megatron.parallel.tied import end_with
-from megatron.sweeps import run as runner
+from megatron.sweeps import runner
 from tests.fork_server import become
 from tools import sweep
 
@@ -21,13 +21,7 @@ class Forked:
     """What Runner needs of subprocess.Popen, for a script that starts without its imports."""
 
     def __init__(
-        self,
-        command: Sequence[str],
-        *,
-        env: dict[str, str],
-        stdout: BinaryIO,
-        stderr: BinaryIO,
-        pass_fds: Sequence[int],
+        self, command: Sequence[str], *, env: dict[str, str], stdout: BinaryIO, stderr: BinaryIO
     ) -> None:
         parent = os.getpid()
         self.pid = os.fork()

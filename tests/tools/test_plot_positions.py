@@ -10,8 +10,7 @@ from safetensors.torch import save_file
 
 from megatron.attention import BACKENDS, eager
 from megatron.config import load
-from megatron.evaluation.probes.receptive_field import sampled
-from megatron.evaluation.probes.recorded import attention_of
+from megatron.evaluation.attention_probes import attention_of, sampled
 from megatron.model import from_config
 from megatron.positions import REGISTRY, Shape, build
 from megatron.report.curves import write

@@ -8,8 +8,8 @@ import subprocess
 
 import pytest
 
+from megatron.evaluation import probe_checkpoint as probes
 from megatron.evaluation import run as evaluation
-from megatron.evaluation.probes import run as probes
 from megatron.results.files import read_results, write_results
 from megatron.results.row import with_facts
 from tests.checkpoints import make_checkpoint
@@ -66,7 +66,7 @@ def folder(corpus, tmp_path_factory):
         )
     probes.probe(
         None,
-        probes.Options(
+        probes.ProbeOptions(
             str(folder / "alibi"), lengths=[64], depths=2, trials=1, output=folder / "probes.jsonl"
         ),
     )

@@ -18,12 +18,12 @@ from megatron.config import load
 from megatron.data.parts import open_parts
 from megatron.data.tokens import TokenFile, TokenWriter
 from megatron.errors import UserError
-from megatron.evaluation.run import Options, evaluate
+from megatron.evaluation.evaluate_checkpoint import evaluate
+from megatron.evaluation.options import Options
 from megatron.model import GPT, from_config
 from megatron.parallel.grid import Grid
 from megatron.results.table import table
-from megatron.sweeps.plan import load_sweep
-from megatron.sweeps.state import _corpus_size, absent_data
+from megatron.sweeps.cells import absent_data, corpus_size, load_sweep
 from megatron.training.batches import Batches, open_text
 from megatron.training.loop import train, train_step
 from megatron.training.trainer import Trainer
@@ -257,7 +257,7 @@ def test_a_sweep_knows_the_size_of_a_blend_and_its_steps_before_the_text(texts, 
     file.write_text(f"settings: {{{shape}, {paths}, train_iters: 9}}\n{grid}\n")
     sweep = load_sweep(file, tmp_path / "runs")
     assert len({cell.config.hash for cell in sweep.cells}) == 2
-    assert _corpus_size(sweep.cells[0]) == {"corpus_documents": 60, "corpus_tokens": 24060}
+    assert corpus_size(sweep.cells[0].config) == {"corpus_documents": 60, "corpus_tokens": 24060}
     gone = paths.replace(texts["prose"], "data/gone")
     file.write_text(f"settings: {{{shape}, {gone}, train_iters: 9}}\n{grid}\n")
     assert absent_data(load_sweep(file, tmp_path / "runs")) == ["data/gone"]

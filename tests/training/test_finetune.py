@@ -15,10 +15,9 @@ from megatron.checkpoints.read import read_meta
 from megatron.checkpoints.saved import latest_step, with_parent
 from megatron.config import load
 from megatron.errors import UserError
-from megatron.evaluation.opened import opened
+from megatron.evaluation.loaded_run import loaded_run
 from megatron.model import from_config
-from megatron.sweeps.plan import load_sweep
-from megatron.sweeps.state import state_of
+from megatron.sweeps.cells import load_sweep, state_of
 from megatron.training.loop import train
 from megatron.training.optimizer import learning_rate
 from megatron.training.start import Saved, match_weights
@@ -113,11 +112,11 @@ def test_the_parent_is_in_the_configuration_the_record_and_the_rows(
     child = tmp_path / "global_step2"
     assert yaml.safe_load((child / "config.yml").read_text())["parent"] == parent
     assert read_record(child)["parent"] == parent
-    facts = opened(None, tmp_path, None).facts()
+    facts = loaded_run(None, tmp_path, None).facts()
     assert (facts["parent"], facts["parent_model"]) == (parent, "mep_param step 4")
-    assert "parent" not in opened(None, trained, None).facts()
+    assert "parent" not in loaded_run(None, trained, None).facts()
     # Evaluated with the configuration of its training, `load` is not what is measured.
-    assert opened(config, None, None).path == child
+    assert loaded_run(config, None, None).path == child
 
     start = caplog.messages.index(f"fine-tuning {parent['path']} (mep_param step 4):")
     kept, dropped, new = caplog.messages[start + 1 : start + 4]

@@ -14,7 +14,7 @@ from megatron.checkpoints.saved import latest_step, with_parent
 from megatron.config import load
 from megatron.entry import split_words
 from megatron.results.files import read_results
-from megatron.sweeps.plan import load_sweep
+from megatron.sweeps.cells import load_sweep
 from megatron.training.loop import train
 from tests.checkpoints import make_checkpoint
 from tests.support import ROOT, call

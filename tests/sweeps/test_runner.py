@@ -1,4 +1,4 @@
-"""tools/sweep.py as it is used: killed again and again, with a run that fails, through Slurm."""
+"""tools/sweep.py as it is used: stopped, killed, with a run that fails, through Slurm."""
 
 import contextlib
 import errno
@@ -7,17 +7,19 @@ import os
 import random
 import shutil
 import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 
 import pytest
 
+from megatron.errors import UserError
+from megatron.folder_lock import owned_folder
 from megatron.results.files import existing_results, write_results
-from megatron.sweeps.lock import held
-from megatron.sweeps.plan import load_sweep
-from megatron.sweeps.run import Runner, environment_at, places_of
-from megatron.sweeps.state import collect, state_of
-from tests.support import run
+from megatron.sweeps.cells import collect, load_sweep, state_of
+from megatron.sweeps.runner import Runner, environment_at, places_of
+from tests.support import ROOT, run
 from tests.sweeps.conftest import STEPS, SWEEP, TABLE, command, rows
 
 KILLS = {"metrics.jsonl": 8, "evaluation/*.jsonl": 3}  # how often, and after which file was written
@@ -33,24 +35,16 @@ def test_a_run_that_fails_is_shown_with_its_reason_and_the_others_go_on(file, wh
     assert "good-1: done" in done.stdout
     assert len(rows(folder)) == 6  # two protocols, three lengths
     assert rows(folder)[0]["cell"] == {"data": "good", "seed": 1}
-    status = command("sweep", "status", file, "--folder", folder)
-    assert status.returncode == 1
-    _, good, absent = status.stdout.splitlines()
-    assert good == "good-1    done"
-    assert absent.startswith(f"absent-1  failed at step 0 of {STEPS}: ")
-    assert "_of_nobody" in absent
-
-
-def test_a_run_that_ends_with_missing_cells_says_which_and_has_status_1(whole):
-    _, done = whole
     assert done.returncode == 1
     missing, absent = done.stderr.splitlines()[-2:]
     assert missing == "1 of 2 cells are missing:"
     assert absent.startswith(f"  absent-1: failed at step 0 of {STEPS}: ")
-
-
-def test_a_finished_cell_keeps_its_weights_and_no_optimizer_states(whole):
-    folder, _ = whole
+    status = command("sweep", "status", file, "--folder", folder)
+    assert status.returncode == 1
+    _, good, absent = status.stdout.splitlines()
+    assert good == "good-1    done"
+    assert "_of_nobody" in absent
+    # A finished cell keeps its weights and no optimizer states.
     kept = {path.name for path in (folder / f"good-1/global_step{STEPS}").iterdir()}
     assert kept == {"checkpoint.json", "config.yml", "model.safetensors"}
 
@@ -82,14 +76,7 @@ def killed(warm, words: list, folder: Path, pattern: str) -> bool:
     if alive:
         os.killpg(pid, signal.SIGKILL)
     assert warm.poll(60) is not None
-    while not free(folder):  # until what was killed is gone
-        time.sleep(0.005)
     return alive
-
-
-def free(folder: Path) -> bool:
-    with held(folder) as lock:
-        return lock is not None
 
 
 def written(folder: Path, pattern: str) -> set[tuple[str, int]]:
@@ -101,53 +88,104 @@ def written(folder: Path, pattern: str) -> set[tuple[str, int]]:
     return ages
 
 
-def test_a_folder_with_another_run_is_refused_and_a_cell_at_work_left_alone(file, whole, tmp_path):
+class Cold:
+    """The command as a shell starts it."""
+
+    def start(self, *words: object) -> int:
+        # Under nohup this process ignores SIGHUP, and so would its children.
+        before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+        command = [sys.executable, str(ROOT / "tools/sweep.py"), *map(str, words)]
+        self.process = subprocess.Popen(
+            command, cwd=ROOT, stdout=subprocess.DEVNULL, start_new_session=True
+        )
+        signal.signal(signal.SIGHUP, before)
+        return self.process.pid
+
+    def poll(self, timeout: float = 0) -> int | None:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.process.wait(timeout)
+        return self.process.returncode
+
+
+@pytest.mark.parametrize(
+    ("how", "number", "send"),
+    [
+        ("warm", signal.SIGINT, os.kill),
+        ("cold", signal.SIGINT, os.killpg),
+        ("warm", signal.SIGHUP, os.killpg),
+        ("warm", signal.SIGTERM, os.kill),
+        ("warm", signal.SIGKILL, os.kill),
+    ],
+)
+def test_a_signal_to_a_sweep_or_its_terminal_ends_its_trainings(
+    corpus, warm, tmp_path, how, number, send
+):
+    text = SWEEP.format(corpus=corpus, steps=100000)
+    here = tmp_path / "long.yml"
+    here.write_text(text.replace("save_interval: 15", "save_interval: 0"))
+    (cell,) = load_sweep(here, tmp_path / "runs", ["data=good"]).cells
+    sweep = warm if how == "warm" else Cold()
+    pid = sweep.start("run", here, "--folder", tmp_path / "runs", "--only", "data=good")
+    try:
+        while sweep.poll() is None and not (cell.folder / "metrics.jsonl").exists():
+            time.sleep(0.05)
+        send(pid, number)
+        status = sweep.poll(60)
+        end = time.monotonic() + (10 if number == signal.SIGKILL else 0)
+        while not trainable(cell.folder):
+            assert time.monotonic() < end, "a training outlived its sweep"
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(pid, signal.SIGKILL)
+    state = state_of(cell)
+    if number == signal.SIGKILL:
+        assert status == -signal.SIGKILL
+    else:
+        assert (status, state.kind) == (130, "stopped")
+        assert 0 < state.step < 100000, "with a checkpoint"
+
+
+def trainable(folder: Path) -> bool:
+    """Whether no training owns a folder."""
+    try:
+        with owned_folder(folder, "save"):
+            return True
+    except UserError:
+        return False
+
+
+def test_a_folder_with_another_run_is_refused(file, whole, tmp_path):
     other = tmp_path / "tiny.yml"
     other.write_text(file.read_text().replace("hidden_size: 16", "hidden_size: 32"))
     (cell, *_) = load_sweep(other, whole[0]).cells
     state = state_of(cell)
     assert (state.kind, state.step) == ("foreign", STEPS)
     assert cell.config.hash in state.note
-    messages: list[str] = []
-    sweep = load_sweep(file, tmp_path / "busy", only=["data=good"])
-    with held(sweep.cells[0].folder):
-        Runner([None], messages.append).run(sweep)
-    assert messages == ["good-1: another process is at work on it"]
 
 
-class Exits(Runner):
-    """A runner whose work on one cell ends as a user's own file may end it."""
+@pytest.mark.parametrize(
+    ("fault", "note"),
+    [
+        (SystemExit(0), "internal error: SystemExit: 0 (test_runner.py:"),
+        (UserError("damaged"), "damaged"),
+        (OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)), "[Errno 28] No space left on device"),
+    ],
+)
+def test_a_cell_that_fails_is_named_and_the_others_are_tried_unless_the_disk_is_full(
+    file, tmp_path, monkeypatch, fault, note
+):
+    def do(self, cell, place, keep_states):
+        raise fault
 
-    def _do(self, cell, place, lock, keep_states) -> None:
-        if cell.name == "good-1":
-            raise SystemExit(0)
-        super()._do(cell, place, lock, keep_states)
-
-
-def test_a_cell_that_ends_its_thread_is_named_and_the_others_are_tried(file, tmp_path):
+    monkeypatch.setattr(Runner, "_do", do)
     messages: list[str] = []
     sweep = load_sweep(file, tmp_path / "runs")
-    runner = Exits([None], messages.append)
-    with held(sweep.cells[1].folder):
-        runner.run(sweep)
-    assert runner.failed == ["good-1"]
-    assert messages[0].startswith("good-1: failed: internal error: SystemExit: 0 (test_run.py:")
-    assert messages[1] == "absent-1: another process is at work on it"
+    runner = Runner([None], messages.append)
+    runner.run(sweep)
+    assert messages[0].startswith(f"good-1: failed: {note}")
+    is_full = isinstance(fault, OSError)
+    assert runner.failed == (["good-1"] if is_full else ["good-1", "absent-1"])
     assert state_of(sweep.cells[0]).kind == "failed"
-
-
-def test_a_damaged_checkpoint_fails_its_cell_alone(file, tmp_path):
-    folder = tmp_path / "runs"
-    checkpoint = folder / "good-1" / "global_step5"
-    checkpoint.mkdir(parents=True)
-    (checkpoint / "checkpoint.json").write_text("{")
-    with held(folder / "absent-1"):
-        done = command("sweep", "run", file, "--folder", folder)
-    assert done.returncode == 1
-    assert "good-1: failed: " in done.stdout
-    assert "absent-1: another process is at work on it" in done.stdout
-    _, good, _ = done.stderr.splitlines()
-    assert good.startswith(f"  good-1: damaged: {checkpoint}/checkpoint.json: ")
 
 
 def test_a_cell_that_ends_early_and_well_has_failed_and_keeps_its_optimizer_state(
@@ -166,49 +204,17 @@ def test_a_cell_that_ends_early_and_well_has_failed_and_keeps_its_optimizer_stat
     assert not (cell.folder / "evaluation").exists()
 
 
-def test_a_full_disk_stops_a_sweep_with_one_message(file, tmp_path, monkeypatch):
-    messages: list[str] = []
-    sweep = load_sweep(file, tmp_path / "runs")
-    full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "cell.yml")
-    monkeypatch.setattr("megatron.sweeps.run.state_of", raises(full))
-    runner = Runner([None], messages.append)
-    runner.run(sweep)
-    assert len(messages) == 1
-    assert "good-1: failed: [Errno 28] No space left on device: 'cell.yml'" in messages[0]
-    assert runner.failed == ["good-1"]
-
-
-def raises(fault: Exception):
-    def function(*_: object) -> None:
-        raise fault
-
-    return function
-
-
-def test_a_training_does_not_outlive_a_killed_sweep(file, warm, tmp_path):
-    folder = tmp_path / "runs" / "good-1"
-    pid = warm.start("run", file, "--folder", tmp_path / "runs", "--only", "data=good")
-    deadline = time.monotonic() + 120
-    while not (folder / "metrics.jsonl").exists():
-        assert time.monotonic() < deadline
-        assert warm.poll() is None
-        time.sleep(0.01)
-    os.kill(pid, signal.SIGKILL)
-    assert warm.poll(60) == -signal.SIGKILL
-    end = time.monotonic() + 10
-    while not free(folder):
-        assert time.monotonic() < end, "a training goes on"
-        time.sleep(0.01)
-
-
 def test_slurm_gets_an_array_of_what_is_missing(file, whole, tmp_path, monkeypatch):
     sbatch = tmp_path / "sbatch"
+    words = ["--launcher", "slurm", "--sbatch=--partition=long", "--sbatch=--mem=1G"]
+    words = ["run", file, "--folder", tmp_path / "runs", *words, "--keep-states"]
+    absent = command("sweep", *words)
+    place = f"the array of 2 jobs is in {tmp_path}/runs/slurm.sh"
+    assert f"sbatch is not on this machine; {place}" in absent.stdout
     sbatch.write_text(f'#!/bin/sh\ncp "$1" {tmp_path}/sent.sh\n')
     sbatch.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    words = ["--launcher", "slurm", "--sbatch=--partition=long", "--sbatch=--mem=1G"]
-    sent = command("sweep", "run", file, "--folder", tmp_path / "runs", *words, "--keep-states")
-    assert sent.returncode == 0, sent.stderr
+    assert command("sweep", *words).returncode == 0
     script = (tmp_path / "sent.sh").read_text()
     assert "#SBATCH --array=0-1\n" in script
     assert "#SBATCH --partition=long\n#SBATCH --mem=1G\n" in script
@@ -216,32 +222,13 @@ def test_slurm_gets_an_array_of_what_is_missing(file, whole, tmp_path, monkeypat
     assert "#SBATCH --signal=B:TERM@120\n" in script
     assert " --keep-states --only " in script
     (tmp_path / "here.sh").write_text(script.replace(str(tmp_path / "runs"), str(whole[0])))
-    done = run(
-        "-c",
-        f"import os; os.execvp('bash', ['bash', '{tmp_path}/here.sh'])",
-        env={"SLURM_ARRAY_TASK_ID": "0"},
-    )
+    start = f"import os; os.execvp('bash', ['bash', '{tmp_path}/here.sh'])"
+    done = run("-c", start, env={"SLURM_ARRAY_TASK_ID": "0"})
     assert done.returncode == 0, done.stderr
     assert "1 cells, 1 done" in done.stdout
 
 
-def test_without_sbatch_the_script_is_named(file, tmp_path, monkeypatch):
-    monkeypatch.setattr("shutil.which", lambda name: None)
-    done = command("sweep", "run", file, "--folder", tmp_path / "runs", "--launcher", "slurm")
-    assert done.returncode == 0
-    script = tmp_path / "runs" / "slurm.sh"
-    assert f"sbatch is not on this machine; the array of 2 jobs is in {script}" in done.stdout
-    assert "--keep-states" not in script.read_text()
-
-
-@pytest.mark.parametrize("jobs", ["0", "-1"])
-def test_a_number_of_jobs_is_at_least_one(file, jobs):
-    wrong = command("sweep", "run", file, f"--jobs={jobs}", "--dry-run")
-    assert wrong.returncode == 2
-    assert f"--jobs: {jobs} is no number of runs: give 1 or more" in wrong.stderr
-
-
-def test_places_are_the_devices_that_this_process_may_use(monkeypatch):
+def test_each_place_is_a_device_of_this_process_and_shares_its_cores(file, monkeypatch):
     monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,3")
     assert places_of(None) == ["2", "3"]
@@ -250,17 +237,16 @@ def test_places_are_the_devices_that_this_process_may_use(monkeypatch):
     assert places_of(None) == ["0", "1"]
     monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
     assert places_of(None) == [None]
-
-
-def test_runs_that_share_the_cores_are_given_threads_and_a_single_one_chooses(monkeypatch):
     monkeypatch.setattr("os.sched_getaffinity", lambda number: set(range(8)))
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     assert "OMP_NUM_THREADS" not in environment_at(None, 1)
-    assert environment_at("3", 2)["OMP_NUM_THREADS"] == "4"
-    assert environment_at("3", 2)["CUDA_VISIBLE_DEVICES"] == "3"
-    assert environment_at(None, 20)["OMP_NUM_THREADS"] == "1"
+    environment = environment_at("3", 2)
+    assert (environment["OMP_NUM_THREADS"], environment["CUDA_VISIBLE_DEVICES"]) == ("4", "3")
     monkeypatch.setenv("OMP_NUM_THREADS", "5")
     assert environment_at(None, 2)["OMP_NUM_THREADS"] == "5"
+    wrong = command("sweep", "run", file, "--jobs=0", "--dry-run")
+    assert wrong.returncode == 2
+    assert "--jobs: 0" in wrong.stderr
 
 
 def test_facts_of_an_absent_corpus_are_those_of_earlier_results(corpus, file, whole, tmp_path):
@@ -293,38 +279,23 @@ def adopt(there, here) -> None:
         write_results(new.file(after), [row | {"config_hash": new.config.hash} for row in measured])
 
 
-def test_a_folder_of_other_runs_and_rows_of_no_cell_are_named(whole):
-    folder = whole[0]
-    done = command("reproduce", "kerple-table5", "--folder", folder)
-    assert f"{folder}: holds other runs than kerple_table5.yml's: absent-1, good-1" in done.stdout
-    done = command("reproduce", "kerple-table5", "--results", folder / "results.jsonl")
-    assert "6 of 6 rows match no cell" in done.stdout
-
-
 def test_a_table_of_ones_own_stands_beside_what_its_sweep_measured(file, whole):
+    folder = whole[0]
     table = file.with_name("mine.table.yml")
     table.write_text(TABLE)
-    done = command("reproduce", table, "--folder", whole[0])
+    done = command("reproduce", table, "--folder", folder)
     assert done.returncode == 0, done.stderr
     lines = [" ".join(line.split()) for line in done.stdout.splitlines()]
     measured = {
-        row["length"]: row["perplexity"] for row in rows(whole[0]) if row["protocol"] == "paper"
+        row["length"]: row["perplexity"] for row in rows(folder) if row["protocol"] == "paper"
     }
     for length, paper, form in ((32, 20.0, "20.0 ± 1.5 {:.1f}"), (64, 20.0, "20.00 {:.2f}")):
         ours = measured[length]
         assert f"good kerple_log {length} {form.format(ours)} 1 {ours - paper:+.4g}" in lines
     assert f"good kerple_log 128 out of memory {measured[128]:.2f} 1" in lines
     assert "good kerple_log 256 1.0 missing" in lines
-    assert "good alibi 32 3.0 missing" in lines
     assert "3 of 5 cells have our numbers" in lines
-
-
-def test_results_of_another_sweep_are_neither_replaced_nor_emptied(file, tmp_path):
-    results = tmp_path / "results.jsonl"
-    results.write_text("rows\n")
-    collected = command("sweep", "collect", file, "--folder", tmp_path)
-    assert (collected.returncode, results.read_text()) == (1, "rows\n")
-    assert "holds rows, and" in collected.stderr
-    reproduced = command("reproduce", "kerple-table5", "--folder", tmp_path)
-    assert results.read_text() == "rows\n"
-    assert reproduced.stdout.count("missing") == 36
+    done = command("reproduce", "kerple-table5", "--folder", folder)
+    assert f"{folder}: holds other runs than kerple_table5.yml's: absent-1, good-1" in done.stdout
+    done = command("reproduce", "kerple-table5", "--results", folder / "results.jsonl")
+    assert "6 of 6 rows match no cell" in done.stdout

@@ -1,9 +1,10 @@
-"""Do what is missing of a sweep: one process per device, each cell locked while it is worked on."""
+"""Do what is missing of a sweep: one process per device, or an array of Slurm jobs."""
 
 import contextlib
 import errno
 import os
 import queue
+import shlex
 import shutil
 import signal
 import subprocess
@@ -15,18 +16,29 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
+from filelock import Timeout
 
 from megatron.checkpoints.saved import keep_weights_only
 from megatron.errors import UserError, visible
-from megatron.files import ROOT, write_text
+from megatron.files import ROOT, atomic_write, write_text
 from megatron.parallel.tied import tied
-from megatron.sweeps.lock import held
-from megatron.sweeps.plan import Cell, Evaluation, Sweep
-from megatron.sweeps.state import state_of
+from megatron.sweeps.cells import Cell, Evaluation, Sweep, state_of
 
-Say = Callable[[str], None]
 FULL = 2**20  # bytes that are left: less than the files of a small run
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+SLURM = """#!/bin/bash
+#SBATCH --job-name={name}
+#SBATCH --array=0-{last}
+#SBATCH --gpus-per-task=1
+#SBATCH --ntasks=1
+#SBATCH --signal=B:TERM@120
+#SBATCH --output={folder}/slurm-%A_%a.log
+{options}CELLS=(
+{cells}
+)
+cd {here}
+exec {python} {tool} run {file} --folder {folder}{flags} --only ${{CELLS[$SLURM_ARRAY_TASK_ID]}}
+"""
 
 
 def places_of(jobs: int | None) -> list[str | None]:
@@ -62,12 +74,11 @@ class Runner:
     """
 
     places: Sequence[str | None]
-    say: Say
+    say: Callable[[str], None]
     failed: list[str] = field(default_factory=list)
     stopping: bool = False
     disk_full: bool = False
     processes: set[subprocess.Popen] = field(default_factory=set)
-    terminated: set[subprocess.Popen] = field(default_factory=set)
 
     def run(self, sweep: Sweep) -> None:
         """Until nothing is left to begin; after a signal, until running cells have saved."""
@@ -81,12 +92,15 @@ class Runner:
             threading.Thread(target=self._work, args=(waiting, place, sweep.keep_states))
             for place in self.places
         ]
+        terminated: set[subprocess.Popen] = set()
         try:
             for worker in workers:
                 worker.start()
             while any(worker.is_alive() for worker in workers):
-                if self.stopping:
-                    self._terminate()
+                if self.stopping:  # each once: a second ctrl-C would end train.py without saving
+                    for process in list(self.processes - terminated):
+                        terminated.add(process)
+                        process.terminate()
                 for worker in workers:
                     worker.join(0.2)
         finally:
@@ -102,16 +116,10 @@ class Runner:
         with contextlib.suppress(OSError):  # a terminal that is gone
             self.say(text)
 
-    def _terminate(self) -> None:
-        """Signal each process once: a second ctrl-C would end train.py without saving."""
-        for process in list(self.processes - self.terminated):
-            self.terminated.add(process)
-            process.terminate()
-
     def _work(
         self, waiting: "queue.SimpleQueue[Cell]", place: str | None, keep_states: bool
     ) -> None:
-        # Processes inherit this. A terminal signals all of them; each gets it once, by _terminate.
+        # Processes inherit this. A terminal signals all of them; each gets it once, by `run`.
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGHUP})
         while not (self.stopping or self.disk_full):
             try:
@@ -119,7 +127,11 @@ class Runner:
             except queue.Empty:
                 return
             try:
-                self._take(cell, place, keep_states)
+                cell.folder.mkdir(parents=True, exist_ok=True)
+                with cell.lock:
+                    self._do(cell, place, keep_states)
+            except Timeout:
+                self._tell(f"{cell.name}: another process is at work on it")
             except (UserError, OSError) as fault:
                 # A damaged file or a full disk: the other cells go on.
                 self._fail(cell, str(fault))
@@ -128,30 +140,19 @@ class Runner:
                 where = f"{Path(last.filename).name}:{last.lineno}"
                 self._fail(cell, f"internal error: {type(fault).__name__}: {fault} ({where})")
 
-    def _take(self, cell: Cell, place: str | None, keep_states: bool) -> None:
-        with held(cell.folder) as lock:
-            if lock is None:
-                self._tell(f"{cell.name}: another process is at work on it")
-            else:
-                self._do(cell, place, lock, keep_states)
-
-    def _do(self, cell: Cell, place: str | None, lock: int, keep_states: bool) -> None:
+    def _do(self, cell: Cell, place: str | None, keep_states: bool) -> None:
         """Train a cell and evaluate it, as far as that is missing."""
         state = state_of(cell)
         if state.kind == "done":
             return
-        if state.kind == "foreign":
+        if state.kind in ("foreign", "damaged"):
             self._fail(cell, f"{state.note} - move it away, or give another --folder")
-            return
-        if state.kind == "damaged":
-            self._fail(cell, state.note)
             return
         (cell.folder / "failure.txt").unlink(missing_ok=True)
         settings = cell.folder / "cell.yml"
         cell.config.save(settings)
         if state.step < cell.steps:
-            trained = self._call(cell, ["train.py", str(settings)], place, lock)
-            if not trained:
+            if not self._call(cell, ["train.py", str(settings)], place):
                 return
             if state_of(cell).step < cell.steps:  # only then may the optimizer's state go
                 self._fail(cell, "training ended early, as exit_interval or exit_duration says")
@@ -162,58 +163,51 @@ class Runner:
             unfinished = cell.file(evaluation, finished=False)
             words = ["--step", str(cell.steps), "--output", str(unfinished)]
             command = ["evaluate.py", str(settings), *evaluation.words, *words]
-            if not self._call(cell, command, place, lock):
+            if not self._call(cell, command, place):
                 return
             _finish(cell, evaluation)
         self._tell(f"{cell.name}: done")
 
-    def _call(self, cell: Cell, words: list[str], place: str | None, lock: int) -> bool:
-        """Whether one of our scripts ended well.
-
-        Its process holds the lock too: after a kill -9 of the sweep, which ends it, the cell is
-        free when it is gone.
-        """
+    def _call(self, cell: Cell, words: list[str], place: str | None) -> bool:
+        """Whether one of our scripts ended well. It ends with the sweep, however that ends."""
         if self.stopping:
             return False
         where = "" if place is None else f" on device {place}"
         self._tell(f"{cell.name}: {words[0]}{where}")
         log = cell.folder / "sweep.log"
-        command = [sys.executable, str(ROOT / words[0]), *words[1:]]
+        command = tied([sys.executable, str(ROOT / words[0]), *words[1:]])
+        environment = environment_at(place, len(self.places))
         with log.open("ab") as output:
             start = output.tell()
-            process = subprocess.Popen(
-                tied(command),
-                env=environment_at(place, len(self.places)),
-                stdout=output,
-                stderr=output,
-                pass_fds=(lock,),
-            )
+            process = subprocess.Popen(command, env=environment, stdout=output, stderr=output)
         self.processes.add(process)
         status = process.wait()
         self.processes.discard(process)
         if status and not self.stopping:
-            self._fail(cell, _reason(words[0], status, _last_line(log, start)))
+            text = log.read_bytes()[start:].decode(errors="replace")
+            lines = [line.strip() for line in text.splitlines() if line.strip()]
+            reason = visible(lines[-1]) if lines else f"{words[0]} ended with status {status}"
+            if status < 0:
+                reason = f"killed by {signal.Signals(-status).name}; {reason}"
+            self._fail(cell, reason)
         return status == 0
 
     def _fail(self, cell: Cell, note: str) -> None:
         self.failed.append(cell.name)
-        if _disk_is_full(cell.folder, note):
+        no_space = os.strerror(errno.ENOSPC)
+        existing = next(
+            path
+            for path in (cell.folder.resolve(), *cell.folder.resolve().parents)
+            if path.exists()
+        )
+        # The log of a script may not say that the disk is full.
+        if no_space in note or shutil.disk_usage(existing).free < FULL:
             self.disk_full = True
-            full = (
-                f"no space is left for {cell.folder} - free some, and give the same command again"
-            )
-            note = note if os.strerror(errno.ENOSPC) in note else f"{note}; {full}"
+            if no_space not in note:
+                note = f"{note}; no space is left for {cell.folder} - free some, and continue"
         with contextlib.suppress(OSError):  # a full disk; the next line says it
             write_text(cell.folder / "failure.txt", note + "\n")
         self._tell(f"{cell.name}: failed: {note} (all of it: {cell.folder / 'sweep.log'})")
-
-
-def _disk_is_full(folder: Path, note: str) -> bool:
-    """Whether a cell failed because its disk is full, which the log of its script may not say."""
-    if os.strerror(errno.ENOSPC) in note:
-        return True
-    existing = next(path for path in (folder, *folder.resolve().parents) if path.exists())
-    return shutil.disk_usage(existing).free < FULL
 
 
 def _finish(cell: Cell, evaluation: Evaluation) -> None:
@@ -225,18 +219,30 @@ def _finish(cell: Cell, evaluation: Evaluation) -> None:
             os.replace(unfinished.with_suffix(suffix), finished.with_suffix(suffix))
 
 
-def _reason(script: str, status: int, last_line: str) -> str:
-    """Why a script failed, from its exit status and the last line of its log."""
-    reason = visible(last_line) or f"{script} ended with status {status}"
-    if status < 0:
-        return f"killed by {signal.Signals(-status).name}; {reason}"
-    return reason
+def write_slurm_script(sweep: Sweep, missing: Sequence[Cell], options: Sequence[str] = ()) -> Path:
+    """Write SWEEP/slurm.sh, an array of jobs, one for each cell that is not done; its path.
 
-
-def _last_line(log: Path, start: int) -> str:
-    """The last line with text that was written from byte `start` on."""
-    with log.open("rb") as file:
-        file.seek(start)
-        text = file.read().decode(errors="replace")
-    lines = [line.strip() for line in text.splitlines() if line.strip()]
-    return lines[-1] if lines else ""
+    Each job resumes its cell, so the script may be sent again. options: further words of sbatch
+    """
+    folder = sweep.folder.resolve()
+    cells = []
+    for cell in missing:
+        words = " ".join(f"{axis}={value}" for axis, value in cell.values.items())
+        cells.append(f"  {shlex.quote(words)}")
+    text = SLURM.format(
+        name=shlex.quote(sweep.name),
+        last=len(missing) - 1,
+        folder=shlex.quote(str(folder)),
+        options="".join(f"#SBATCH {option}\n" for option in options),
+        cells="\n".join(cells),
+        here=shlex.quote(str(Path.cwd())),
+        python=shlex.quote(sys.executable),
+        tool=shlex.quote(str(ROOT / "tools" / "sweep.py")),
+        file=shlex.quote(str(sweep.path.resolve())),
+        flags=" --keep-states" if sweep.keep_states else "",
+    )
+    path = folder / "slurm.sh"
+    with atomic_write(path) as temporary:
+        temporary.write_text(text, encoding="utf-8")
+        temporary.chmod(0o755)
+    return path

@@ -1,0 +1,190 @@
+"""How far back a model looks: attention by distance, and the effective receptive field."""
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from megatron.attention import BACKENDS, eager
+from megatron.attention.eager import probabilities
+from megatron.errors import UserError
+from megatron.model import GPT
+
+QUERIES = 256  # the last queries of a window, whose attention is measured
+BLOCK = 64  # queries at a time
+LONGEST = 2048  # tokens, for an encoding that needs the whole matrix of scores
+MOST = 0.99  # of the gradient: the tokens that hold so much are the receptive field
+
+
+@contextlib.contextmanager
+def computed_by(model: GPT, attention: Callable[..., Tensor]) -> Iterator[None]:
+    """Inside the block every layer computes attention by this function, called as `eager` is."""
+    backend = model.backend
+    model.backend = "eager"
+    BACKENDS["eager"] = attention
+    try:
+        yield
+    finally:
+        BACKENDS["eager"] = eager
+        model.backend = backend
+
+
+@torch.no_grad()
+def attention_of(model: GPT, ids: Tensor) -> Tensor:
+    """The probabilities of every layer and head, float32 on the CPU.
+
+    ids [length] -> [layers, heads, length, length]
+    """
+    layers: list[Tensor] = []
+
+    def recording(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, **more: Any) -> Tensor:
+        p = probabilities(q, k, bias, **more)
+        layers.append(p[0])
+        return (p @ v.to(p.dtype)).to(q.dtype)
+
+    with computed_by(model, recording):
+        model(ids[None])
+    return torch.stack(layers).float().cpu()
+
+
+def edges(length: int) -> list[int]:
+    """The distances at which the bins of `mass` begin, and `length`: 0, 1, 2, 4, 8, …"""
+    powers = [2**power for power in range(length.bit_length())]
+    return [0, *(power for power in powers if power < length), length]
+
+
+@torch.no_grad()
+def attention_by_distance(model: GPT, windows: Sequence[np.ndarray]) -> tuple[Tensor, Tensor]:
+    """Entropy and mass of attention, means over the last queries of all windows.
+
+    windows: [length + 1] tokens each
+    -> entropy [layers, heads] in nats;
+       mass [layers, bins], the probability by distance, a mean over heads; each layer sums to 1
+    Raises UserError for a long window if the encoding needs the whole matrix of scores.
+    """
+    length = len(windows[0]) - 1
+    if model.looks_at_scores and length > LONGEST:
+        raise UserError(
+            f"attention of an encoding that looks at content is measured up to length {LONGEST}"
+        )
+    device = model.word_embeddings.weight.device
+    inner_edges = torch.tensor(edges(length)[1:-1], device=device)
+    entropies: list[Tensor] = []  # of each window and layer: [heads]
+    masses: list[Tensor] = []  # of each window and layer: [bins]
+
+    def recording(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, **more: Any) -> Tensor:
+        if "on_scores" in more:
+            p = probabilities(q, k, bias, **more)
+            out = (p @ v.to(p.dtype)).to(q.dtype)
+            blocks = [p[0, :, -QUERIES:]]
+        else:
+            out = BACKENDS["sdpa"](q, k, v, bias, **more)
+            blocks = list(_blocks(q, k, bias, **more))
+        entropy = [torch.special.entr(p).sum(dim=-1) for p in blocks]  # [heads, queries] each
+        mass = [_mass(p, inner_edges) for p in blocks]  # [heads, queries, bins] each
+        entropies.append(torch.cat(entropy, dim=1).mean(dim=1))
+        masses.append(torch.cat(mass, dim=1).mean(dim=(0, 1)))
+        return out
+
+    with computed_by(model, recording):
+        for window in windows:
+            ids = torch.from_numpy(window[None, :-1].astype(np.int64))
+            model.features(ids.to(device))
+
+    def mean_over_windows(values: list[Tensor]) -> Tensor:
+        by_window = torch.stack(values).view(len(windows), len(model.layers), -1)
+        return by_window.double().mean(dim=0).cpu()
+
+    return mean_over_windows(entropies), mean_over_windows(masses)
+
+
+def _blocks(q: Tensor, k: Tensor, bias: Tensor | None, **more: Any) -> Iterator[Tensor]:
+    """Probabilities of the last queries, some at a time, over the keys up to the last of them.
+
+    q, k [1, heads, length, head_dim] -> [heads, queries, keys] each
+    """
+    length = q.shape[2]
+    score_bias = more.pop("score_bias", None)
+    for start in range(max(0, length - QUERIES), length, BLOCK):
+        end = min(start + BLOCK, length)
+        if score_bias is not None:
+            more["score_bias"] = score_bias.of_queries(start, end)
+        yield probabilities(q[:, :, start:end], k[:, :, :end], bias, **more)[0]
+
+
+def _mass(p: Tensor, inner_edges: Tensor) -> Tensor:
+    """Probability by distance: [heads, queries, keys] -> [heads, queries, bins].
+
+    The queries are the last of the keys' positions. inner_edges [bins - 1]: where all bins but the
+    first begin.
+    """
+    heads, queries, keys = p.shape
+    key = torch.arange(keys, device=p.device)
+    query = key[keys - queries :, None]
+    distance = (query - key).clamp(min=0)  # later keys have no probability: any bin will do
+    bins = torch.bucketize(distance, inner_edges, right=True)  # [queries, keys]
+    mass = p.new_zeros(heads, queries, len(inner_edges) + 1)
+    return mass.scatter_add_(2, bins.expand(heads, -1, -1), p)
+
+
+def receptive_field(model: GPT, windows: Sequence[np.ndarray]) -> Tensor:
+    """The cumulative normalised gradient by distance, mean over windows: [length] float64, up to 1.
+
+    windows: [length + 1] tokens each
+    With g_d the norm of the gradient of the last position's loss by the input embedding d tokens
+    back, entry d is (g_0 + … + g_d) / Σ g (Sandwich, arXiv 2212.10356). Activations are computed
+    again layer by layer: memory grows with the length, not with its square.
+    """
+    total = torch.zeros(len(windows[0]) - 1, dtype=torch.float64)
+    checkpointed = model.checkpoint_activations
+    model.checkpoint_activations = True
+    try:
+        for window in windows:
+            norms = gradient_norms(model, torch.from_numpy(window.astype(np.int64)))
+            total += norms.flip(0).cumsum(0) / norms.sum()
+    finally:
+        model.checkpoint_activations = checkpointed
+    return total / len(windows)
+
+
+def gradient_norms(model: GPT, window: Tensor) -> Tensor:
+    """|∂ loss of the last token / ∂ input embedding| at each position.
+
+    window [length + 1] -> [length] float64 on the CPU
+    """
+    window = window.to(model.word_embeddings.weight.device)
+    inputs, targets = window[None, :-1], window[None, 1:]
+    leaves: list[Tensor] = []
+
+    def cut(module: torch.nn.Module, arguments: object, output: Tensor) -> Tensor:
+        leaves.append(output.detach().requires_grad_())
+        return leaves[-1]
+
+    hook = model.word_embeddings.register_forward_hook(cut)
+    try:
+        with torch.enable_grad():
+            last = model.features(inputs)[:, -1:]  # [1, 1, hidden]
+            loss = model.losses(last, targets[:, -1:]).sum()
+            (gradient,) = torch.autograd.grad(loss, leaves)  # [1, length, hidden]
+    finally:
+        hook.remove()
+    return gradient[0].double().norm(dim=-1).cpu()
+
+
+def receptive_field_tokens(cumulative: Tensor) -> int:
+    """The number of last tokens that hold 99 % of the gradient; cumulative [length]."""
+    return int((cumulative < MOST).sum()) + 1
+
+
+def sampled(length: int, count: int) -> Tensor:
+    """Distances from 0 to length - 1 that look evenly spaced on a logarithmic axis.
+
+    0, 1, 2, … and then fewer: [count + 1 or fewer] int64.
+    """
+    last_exponent = torch.log10(torch.tensor(float(max(length - 1, 1)))).item()
+    spread = torch.logspace(0, last_exponent, count)
+    with_zero = torch.cat([torch.zeros(1), spread])
+    return with_zero.round().long().clamp(max=length - 1).unique()

@@ -1,0 +1,213 @@
+"""One evaluation from checkpoint to rows: several protocols and variants of the same weights."""
+
+import itertools
+import json
+import logging
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, cast
+
+from megatron.attention import Pairs
+from megatron.checkpoints.saved import find, step_of
+from megatron.config import Config
+from megatron.errors import UserError
+from megatron.evaluation.loaded_run import checkpoint_folder, loaded_run
+from megatron.evaluation.memory import check_fits
+from megatron.evaluation.options import DTYPES, VARIED, Options
+from megatron.evaluation.perplexity import measured, progress
+from megatron.evaluation.protocols import PROTOCOLS, Request
+from megatron.folder_lock import owned_file
+from megatron.model import GPT, AttentionSettings
+from megatron.model.methods import method_of
+from megatron.parallel.grid import here
+from megatron.parallel.owned import owned_by_first
+from megatron.parallel.threads import count_parameters, use_threads
+from megatron.results.files import check_output, existing_results, write_results
+from megatron.results.row import ATTENTION_INPUTS, EXACT, Question, Row, agrees, identity
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """The rows by the file that holds them, and the lengths asked for."""
+
+    rows: dict[Path, list[Row]]
+    lengths: list[int]
+
+
+def evaluate(config: Config | None, options: Options) -> Evaluation:
+    """Measure what the options ask for, and write each row as soon as it is known.
+
+    An existing row that answers the same question is kept. Raises UserError, before anything is
+    measured, for what cannot be measured or written.
+    """
+    run = loaded_run(config, options.checkpoint, options.step)
+    config, model, grid = run.config, run.model, here()
+
+    # Each protocol on each variant of each text, with the file of its rows.
+    attentions = variants(AttentionSettings.of(config.attention), options, model)
+    jobs = []
+    lengths: list[int] = []
+    for tokens in run.texts.files:
+        request = Request(
+            tokens=tokens,
+            lengths=options.lengths or config.evaluation.eval_lengths,
+            split=run.texts.split,
+            part=run.texts.name,
+            eval_tokens=config.evaluation.eval_tokens,
+            seed=run.trained.training.seed,
+            windows=options.windows,
+            start=options.start,
+            tail=options.tail,
+            stride=options.stride,
+        )
+        lengths = request.checked_lengths
+        protocols = dict.fromkeys(options.protocol or ("equal_tokens",))
+        windows_of = {protocol: PROTOCOLS[protocol](request) for protocol in protocols}
+        for several in windows_of.values():
+            for windows in several:
+                run.check_known_tokens(windows)
+        for attention, protocol in itertools.product(attentions, protocols):
+            words = [protocol] if protocol != "equal_tokens" else []
+            words += [options.dtype] if options.dtype != "fp32" else []
+            output = options.output or run.default_output(tokens, attention, words)
+            check_output(output)
+            jobs.append((output, tokens, attention, protocol, windows_of[protocol]))
+
+    rows: dict[Path, list[Row]] = {output: [] for output, *_ in jobs}
+    with owned_by_first(grid, *(owned_file(output, "--output") for output in rows)):
+        model.to(grid.device, DTYPES[options.dtype])
+        by_load = not config.training.deterministic
+        use_threads(count_parameters(model), grid.device, by_load=by_load)
+        for attention in attentions:
+            model.use_attention(attention)
+            check_fits(model, lengths[-1], grid.device)
+        facts = run.facts()
+        for output, tokens, attention, protocol, by_length in jobs:
+            model.use_attention(attention)
+            logger.info("attention %s", model.attention_choice)
+            question = facts | run.facts_of_attention(attention)
+            question |= run.facts_of_text(protocol, tokens)
+            # As the first process reads them: all processes must agree.
+            existing = grid.gather(existing_results(output))[0]
+            for windows in by_length:
+                name = f"{protocol} {windows.length}"
+                asked = question | windows.about | {"length": windows.length, "text": windows.text}
+                # Means between other positions are another answer.
+                edges = {"position_edges": list(windows.edges)} if windows.edges else {}
+                earlier = answered(asked | edges, existing)
+                row = earlier
+                if row is None:
+                    model.pairs = Pairs()
+                    with progress(name, len(windows.ids), shown=grid.first) as bar:
+                        numbers = measured(
+                            model,
+                            windows,
+                            batch_tokens=config.evaluation.eval_batch_tokens,
+                            grid=grid,
+                            advance=bar.update,
+                        )
+                    row = cast(Row, asked | numbers)
+                    if model.pairs.skipped > 0:
+                        logger.info("attention at %d: %s", windows.length, model.pairs)
+                # A kept row too: the tokenizer's files may not have been there before.
+                if row.get("bytes_from") != EXACT:
+                    of_text = run.bytes_of_text(tokens, windows, row["loss"])
+                    row = cast(Row, {**row, **of_text})
+                if grid.first and row != earlier:
+                    write_results(output, [row])  # at once: the longest length may fail
+                if grid.first:
+                    logger.info("%s: %s", name, described(row, kept=earlier is not None))
+                rows[output].append(row)
+    return Evaluation(rows, lengths)
+
+
+def variants(attention: AttentionSettings, options: Options, model: GPT) -> list[AttentionSettings]:
+    """The settings with every combination of the values that the options ask for.
+
+    Raises UserError with all that is wrong with sinks, clipped distances and methods.
+    """
+    values = {key: getattr(options, key) for key in VARIED if getattr(options, key)}
+    found: dict[AttentionSettings, None] = {}
+    faults: dict[str, None] = {}
+    for combination in itertools.product(*values.values()):
+        chosen = dict(zip(values, combination, strict=True))
+        if "window" in chosen:
+            chosen["window_layers"] = ()
+        settings = replace(attention, **chosen)
+        wrong = model.faults_of_methods(settings)
+        faults |= dict.fromkeys(wrong)
+        if settings.method is not None and not wrong:
+            # With all of its options, so that equal ones have equal rows.
+            method = method_of(settings.method, model.train_length)
+            settings = replace(settings, method=method.text)
+        found[settings] = None
+    if faults:
+        raise UserError("\n".join(faults))
+    return list(found)
+
+
+def answered(question: Mapping[str, Any], rows: Iterable[Row]) -> Row | None:
+    """The first row that has every fact of the question and the same attention inputs, or None.
+
+    A question without a window is not answered by a row with one.
+    """
+    wanted = json.loads(json.dumps(question))  # as JSON gives it back: tuples are lists
+    inputs = identity(cast(Question, wanted), ATTENTION_INPUTS)
+    for row in rows:
+        if agrees(row, wanted) and identity(row, ATTENTION_INPUTS) == inputs:
+            return row
+    return None
+
+
+def described(row: Row, *, kept: bool) -> str:
+    """One length in a line of the log."""
+    result = f"no perplexity ({row.get('reason')})"
+    if row["perplexity"] is not None:
+        result = f"perplexity {row['perplexity']:.2f}"
+    spent = "kept from an earlier call" if kept else f"{row.get('seconds', 0.0):.1f} s"
+    return f"{result}, {row['windows']} windows, {spent}"
+
+
+# --- As KERPLE and MEP evaluate ---
+
+PARTS = ("valid", "test")
+NEAREST_DTYPE = {"fp32": "fp32", "bf16": "bf16", "fp16": "fp32"}
+
+
+def evaluate_as_published(config: Config) -> Iterator[Evaluation]:
+    """Measure both held-out parts by protocol `paper`, as their files with train-iters: 0 do.
+
+    The length is seq_length_val. A part has eval_iters batches. Those of the validation begin where
+    the training's next validation would, as the forks have it; those of the test with the first.
+    Raises UserError if there is no checkpoint, or nothing to measure.
+    """
+    training = config.training
+    if not training.eval_iters:
+        raise UserError("eval_iters: 0 batches are nothing to measure - give at least 1")
+    accumulation = training.gradient_accumulation_steps
+    windows = training.eval_iters * training.train_micro_batch_size_per_gpu * accumulation
+    length = config.data.seq_length_val
+    checkpoint = find(checkpoint_folder(config, None))
+    dtype = NEAREST_DTYPE[config.precision.dtype]
+    logger.info(
+        "train_iters: 0 - %s is measured as KERPLE and MEP do it: protocol paper, %d windows of %d"
+        " tokens of each part, model in %s",
+        *(checkpoint, windows, length, dtype),
+    )
+    validations = 0  # which the forks count up to this step
+    if training.eval_interval:
+        validations = (step_of(checkpoint) or 0) * accumulation // training.eval_interval
+    for part in PARTS:
+        section = config.evaluation.model_copy(update={"eval_part": part})
+        options = Options(
+            checkpoint=str(checkpoint),
+            lengths=[length],
+            protocol=["paper"],
+            dtype=dtype,
+            windows=windows,
+            start=validations * windows if part == "valid" else 0,
+        )
+        yield evaluate(replace(config, evaluation=section), options)

@@ -1,0 +1,373 @@
+"""A checkpoint with its configuration and its text, checked to belong together."""
+
+import hashlib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from megatron.address import place_of
+from megatron.checkpoints.manifest import weights_of
+from megatron.checkpoints.read import load_for_evaluation
+from megatron.checkpoints.saved import find
+from megatron.commit import commit
+from megatron.config import Config
+from megatron.config.load import DATA_PATHS
+from megatron.data.parts import Part, name_of, open_parts
+from megatron.data.tokenizers.build import build_tokenizer, needs_files
+from megatron.data.tokens import TokenFile
+from megatron.errors import CONTROL, UserError
+from megatron.evaluation.protocols import Windows
+from megatron.model import GPT, AttentionSettings
+from megatron.positions.layers import name_of_layers
+from megatron.results.row import ATTENTION_INPUTS, EXACT, MEAN, Facts
+from megatron.results.statistics import bits_per_byte
+
+BESIDE_TOKENS = "tokenizer.json"  # what prepare_data.py writes beside the tokens
+TokenizerFiles = tuple[str, str | None, str | None]  # tokenizer_type, vocab_file, merge_file
+PREPARE = "prepare that text with the checkpoint's tokenizer"
+FIT = "give that run's configuration, its folder as load, or --checkpoint DIR and no configuration"
+
+PACKAGE = Path(__file__).resolve().parents[1]
+# The code that a loss depends on, whole rooms and single files: rows of other code are measured
+# again. Figures, pages, tables and commands are not among it.
+SHAPES_LOSSES = (
+    "attention",
+    "checkpoints",
+    "config",
+    "data",
+    "evaluation",
+    "model",
+    "parallel",
+    "positions",
+    "results/statistics.py",
+    "splits.py",
+)
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    """A checkpoint that was found to be what its configuration describes.
+
+    model: the trained weights, float32, on the CPU, in eval mode
+    trained: the configuration of the training
+    config: the configuration of the measurement; `trained` if none was given
+    path: folder of the checkpoint, such as runs/mep/global_step2000
+    record: its checkpoint.json: step, config_hash, vocab and more
+    """
+
+    model: GPT
+    trained: Config
+    config: Config
+    path: Path
+    record: dict[str, Any]
+
+    @property
+    def tokenizer(self) -> dict[str, Any]:
+        """{type, hash, vocab_size} of the tokenizer that it learned with; {} if unknown."""
+        return self.record.get("tokenizer") or {}
+
+    def tokenizer_files(self, prefixes: Iterable[Path]) -> list[TokenizerFiles]:
+        """Where its tokenizer's files may be: as given, as in training, beside token files."""
+        found: list[TokenizerFiles] = []
+        described = self.tokenizer.get("type")
+        if described and not needs_files(described):
+            found.append((described, None, None))
+        for data in (self.config.data, self.trained.data):
+            if data.vocab_file or not needs_files(data.tokenizer_type):
+                found.append((data.tokenizer_type, data.vocab_file, data.merge_file))
+        for prefix in prefixes:
+            found.append(("HFTokenizer", str(prefix.with_name(BESIDE_TOKENS)), None))
+        return list(dict.fromkeys(found))
+
+    def facts(self) -> Facts:
+        """The keys of every row about the model, where it now is, and about the code."""
+        weight = next(self.model.parameters())
+        facts = {
+            "pos_emb": name_of_layers(self.trained.position),
+            "pos_emb_args": self.trained.flat()["pos_emb_args"],
+            "train_length": self.trained.model.seq_length,
+            "step": self.record["step"],
+            "windows_per_step": self.record.get("windows_per_step"),
+            "config_hash": self.record["config_hash"],
+            "seed": self.trained.training.seed,
+            "checkpoint": str(self.path),
+            "weights": weights_of(self.path, self.record),
+            "tokenizer": self.tokenizer.get("hash"),
+            "dtype": str(weight.dtype).removeprefix("torch."),
+            "device": weight.device.type,
+            "commit": commit(),
+            "code": code_fingerprint(),
+        }
+        for key in ("parent", "parent_model"):
+            if self.record.get(key):
+                facts[key] = self.record[key]
+        if self.record.get("corpora"):
+            facts["trained_on"] = self.record["corpus"]
+        return facts
+
+    def facts_of_attention(self, attention: AttentionSettings) -> Facts:
+        """The keys of every row about attention, after the model was made to use it."""
+        return {"attention_backend": self.model.resolved_backend, **variant(attention)}
+
+
+@dataclass(frozen=True)
+class LoadedRun(LoadedModel):
+    """A checkpoint that was found to fit its text too.
+
+    texts: what the part is measured on, each by itself: one corpus, or those of
+        valid_data_paths or a key like it
+    """
+
+    texts: Part
+
+    def default_output(
+        self, tokens: TokenFile, attention: AttentionSettings, words: Iterable[str]
+    ) -> Path:
+        """A file in the run's folder, named by what is measured.
+
+        So another corpus, part or variant replaces nothing. The window stands there as it was
+        asked for: a name must not change when the code does, or no measurement could go on.
+        """
+        name = [tokens.prefix.name, self.texts.name, self.path.name, *words]
+        for key, value in variant(attention).items():
+            name.append(key if value is True else f"{key}={value}")
+        return self.path.parent / "evaluation" / ("-".join(name) + ".jsonl")
+
+    def facts_of_text(self, protocol: str, tokens: TokenFile) -> Facts:
+        """The keys of every row about the text."""
+        return {
+            "corpus": name_of(tokens),
+            "part": self.texts.name,
+            "split": self.texts.split,
+            "protocol": protocol,
+        }
+
+    def check_known_tokens(self, windows: Windows) -> None:
+        """Raises UserError if the text holds a token that the embedding does not have."""
+        vocab = self.record["vocab"]
+        highest = max(int(ids.max()) for ids in windows.ids)
+        if highest >= vocab:
+            raise UserError(
+                f"data_path: holds token {highest}, {self.path} knows the tokens 0 to {vocab - 1}"
+                f" - {PREPARE}"
+            )
+
+    def bytes_of_text(self, tokens: TokenFile, windows: Windows, loss: float | None) -> Facts:
+        """bytes, bytes_from and bits_per_byte of the scored targets; {} if nothing is known.
+
+        They are counted by the tokenizer if its files exist, else by the mean on the corpus's card.
+        loss: mean over the scored targets in nats. The end of a document is a target without
+        bytes: what it costs to say that a document ends counts.
+        """
+        count = int(windows.counts.sum())
+        sizes = self._sizes_of(tokens)
+        if sizes is not None:
+            size, way = 0, EXACT
+            for targets in windows.targets:
+                known = targets[targets < len(sizes)]  # rows of the embedding may be padded
+                size += int(sizes[known].sum())
+        elif tokens.text_bytes:
+            size, way = tokens.text_bytes / tokens.tokens * count, MEAN
+        else:
+            return {}
+        if not size:  # only ends of documents were scored
+            return {}
+        bits = None if loss is None else bits_per_byte(loss, count, size)
+        return {"bytes": size, "bytes_from": way, "bits_per_byte": bits}
+
+    def _sizes_of(self, tokens: TokenFile) -> np.ndarray | None:
+        """The bytes of each id, [vocab]; or None if the tokenizer of a text is not at hand."""
+        writer = tokens.meta.get("tokenizer") or self.tokenizer
+        for files in self.tokenizer_files([tokens.prefix]):
+            sizes = _sizes_by(files, writer.get("hash"))
+            if sizes is not None:
+                return sizes
+        return None
+
+
+@cache
+def _sizes_by(files: TokenizerFiles, expected: str | None) -> np.ndarray | None:
+    try:
+        tokenizer = build_tokenizer(*files)
+    except UserError:  # an evaluation needs no tokenizer, so its faults are none of it
+        return None
+    return tokenizer.token_bytes() if tokenizer.hash == expected else None
+
+
+def loaded_model(config: Config | None, folder: str | Path | None, step: int | None) -> LoadedModel:
+    """Open a checkpoint without a text; arguments and errors as for `loaded_run`."""
+    model, trained, record = load_for_evaluation(folder or checkpoint_folder(config, step), step)
+    path = Path(record["path"])
+    if CONTROL.search(str(path)):  # every row repeats it
+        raise UserError(f"checkpoint: {path} has a control character in its name - rename it")
+    check_finite(model, path)
+
+    # Unless the configuration says so itself, documents are kept apart as in training.
+    config = config or trained
+    keys = ("reset_attention_mask", "reset_position_ids")
+    values = {key: trained[key] for key in keys if key not in config.given}
+    if "reset_attention_mask" in config.given and not config["reset_attention_mask"]:
+        values = {"reset_position_ids": False}  # which needs the mask
+    attention = config.attention.model_copy(update=values)
+    return LoadedModel(model, trained, replace(config, attention=attention), path, record)
+
+
+def loaded_run(config: Config | None, folder: str | Path | None, step: int | None) -> LoadedRun:
+    """Open a checkpoint and its text, and check that they agree.
+
+    config: the configuration given; None for that of the training
+    folder: of a run or of one checkpoint; None for `load` or `save` of the configuration
+    step: which checkpoint of a run; None for the latest
+    Raises UserError if there is no checkpoint or no text, or if they do not belong together.
+    """
+    loaded = loaded_model(config, folder, step)
+    model, trained, config, path = loaded.model, loaded.trained, loaded.config, loaded.path
+    names_data = config if any(config[key] for key in DATA_PATHS) else trained
+    part = config.evaluation.eval_part
+    with names_data.naming_places(*DATA_PATHS):
+        texts = open_parts(names_data.data, [part])[part]
+    if names_data is trained:  # the data of the training, with the split that is given
+        texts = replace(texts, split=texts.split if texts.weights else config.data.split)
+
+    # On the data of the training the split must agree too: else text of the training is measured.
+    # pos_emb_file is no such key: its text was compared when the checkpoint was read.
+    wanted, of_training = config.model_keys(), trained.model_keys()
+    measured_on, trained_on = names_data.data.data_path, trained.data.data_path
+    if measured_on and trained_on and Path(measured_on).resolve() == Path(trained_on).resolve():
+        wanted["split"] = config.data.split
+        of_training["split"] = trained.data.split
+    check_same_model(wanted, of_training, path)
+
+    seen: dict[str, TokenFile] = {}
+    for tokens in texts.files:
+        for name in {name_of(tokens), tokens.prefix.name}:
+            if name in seen:
+                raise UserError(
+                    f"{texts.name}_data_paths: {seen[name].prefix} and {tokens.prefix} are both"
+                    f" called {name} in results - evaluate one at a time"
+                )
+        seen |= dict.fromkeys((name_of(tokens), tokens.prefix.name), tokens)
+        check_same_tokenizer(tokens, loaded.tokenizer, path)
+        if config.attention.reset_attention_mask:
+            tokens.check_ends("reset_attention_mask", model.end_of_document)
+
+    trained_whole = trained.data.train_data_paths
+    if texts.weights and trained_on:  # as a whole, it holds the training's share
+        trained_whole = (trained_on,)
+    places = {place_of(corpus) for corpus in trained_whole}
+    for tokens in texts.files:
+        if place_of(tokens.place) in places:
+            raise UserError(
+                f"eval_part: {tokens.place} as {texts.name} text was trained on by {path}:"
+                " a loss there says nothing of new text - give held-out text as"
+                f" {texts.name}_data_paths"
+            )
+    return LoadedRun(model, trained, config, path, loaded.record, texts)
+
+
+def check_same_model(
+    given: Mapping[str, Any], trained: Mapping[str, Any], checkpoint: Path | str
+) -> None:
+    """Raises UserError if the configuration given is not that of the trained model.
+
+    The message names every differing key with both values.
+
+    given, trained: the keys that describe a model, such as {"num_layers": 12}
+    """
+    lines = [f"{checkpoint}: is a checkpoint of another model - {FIT}"]
+    for key, value in trained.items():
+        if key in given and given[key] != value:
+            lines.append(
+                f"{key}: {given[key]!r} is given, the checkpoint was trained with {value!r}"
+            )
+    if len(lines) > 1:
+        raise UserError("\n  ".join(lines))
+
+
+def check_finite(model: nn.Module, checkpoint: Path | str) -> None:
+    """Raises UserError if a weight is nan or infinite: every loss would be so too."""
+    for name, weights in model.named_parameters():
+        if not torch.isfinite(weights).all():
+            raise UserError(
+                f"{checkpoint}: {name} holds numbers that are not finite - the training diverged"
+                " before it was saved; give an earlier --step, or train with a lower lr"
+            )
+
+
+def check_same_tokenizer(
+    tokens: TokenFile, tokenizer: Mapping[str, Any], checkpoint: Path | str
+) -> None:
+    """Raises UserError if the data were written by another tokenizer than the checkpoint's.
+
+    tokenizer: {type, hash, vocab_size} of the checkpoint; without a hash nothing is checked
+    """
+    writer = tokens.meta.get("tokenizer") or {}
+    hashes = writer.get("hash"), tokenizer.get("hash")
+    if all(hashes) and hashes[0] != hashes[1]:
+        raise UserError(
+            f"data_path: {tokens.prefix} was written by {writer.get('type')} {hashes[0]},"
+            f" {checkpoint} learned with {tokenizer.get('type')} {hashes[1]}:"
+            f" its perplexity there would mean nothing - {PREPARE}"
+        )
+
+
+def variant(attention: AttentionSettings) -> Facts:
+    """The keys that change which keys a query sees or how; only those that are on.
+
+    They may have been set in training or for this measurement.
+    """
+    values = {key: getattr(attention, key) for key in ATTENTION_INPUTS}
+    if attention.window_layers:
+        values["window"] = ",".join(str(one or "none") for one in attention.window_layers)
+    return {key: value for key, value in values.items() if value}
+
+
+def checkpoint_folder(config: Config | None, step: int | None) -> str:
+    """The folder of the checkpoint that a configuration means.
+
+    That is the one whose own config.yml is given; else load or save, whichever holds a checkpoint.
+    Raises UserError if both hold different ones, or none is named.
+    """
+    named: list[str | None] = []
+    if config:
+        own = Path(config.sources[0]).parent if config.sources else None
+        if own and step is None and (own / "checkpoint.json").exists():
+            return str(own)
+        load, save = config.checkpoint.load, config.checkpoint.save
+        named = [save] if config.checkpoint.finetune and save else [load, save]
+    folders = list(dict.fromkeys(folder for folder in named if folder))
+    if not folders:
+        raise UserError(
+            "checkpoint: none is named - give the configuration of a run, or --checkpoint DIR"
+        )
+    holding = [folder for folder in folders if _holds_checkpoint(folder, step)]
+    if len(holding) == 2:
+        raise UserError(
+            f"checkpoint: load ({folders[0]}) and save ({folders[1]}) both hold one"
+            " - say which with --checkpoint"
+        )
+    return holding[0] if holding else folders[0]
+
+
+def code_fingerprint() -> str:
+    """12 hex digits of the code that shapes a loss, committed or not."""
+    digest = hashlib.sha256()
+    for name in SHAPES_LOSSES:
+        path = PACKAGE / name
+        for file in sorted(path.rglob("*.py")) if path.is_dir() else [path]:
+            digest.update(file.read_bytes())
+    return digest.hexdigest()[:12]
+
+
+def _holds_checkpoint(folder: str, step: int | None) -> bool:
+    """Whether a folder is or has a checkpoint, of that step if one is given."""
+    try:
+        return find(folder, step).is_dir()
+    except UserError:
+        return False

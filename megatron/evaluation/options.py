@@ -1,0 +1,181 @@
+"""The options of evaluate.py and the values that they may have."""
+
+import argparse
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron.errors import UserError
+from megatron.evaluation.protocols import PROTOCOLS, Request
+from megatron.model.methods import METHODS, fault_of_name
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+MOST = 10**12
+TOKENS = (1, 2**24)  # beyond, positions are not exact in float32
+VARIED = ("window", "logn_scale", "paper_precision", "sinks", "clip_distance", "method")
+"""Settings of attention of which an evaluation may try several values on the same weights."""
+
+
+@dataclass(frozen=True)
+class Options:
+    """The wishes of one evaluation beside its configuration.
+
+    checkpoint: folder of a run or of one checkpoint; None for load or save of the configuration
+    step: which checkpoint of the run; None for the latest
+    lengths: tokens of a window; empty for eval_lengths of the configuration
+    output: file of JSON lines; None for a name in the run's folder that says what is measured
+    protocol: names in PROTOCOLS; empty for equal_tokens
+    window, logn_scale, …, method: values of settings of attention, each on the same weights; empty
+        for that of the configuration
+    dtype: of the model's matrices, a name in DTYPES
+    windows, start, tail, stride: of single protocols, see protocols.Request
+    """
+
+    checkpoint: str | None = None
+    step: int | None = None
+    lengths: Sequence[int] = ()
+    output: Path | None = None
+    protocol: Sequence[str] = ()
+    window: Sequence[Any] = ()
+    logn_scale: Sequence[bool] = ()
+    paper_precision: Sequence[bool] = ()
+    sinks: Sequence[int | None] = ()
+    clip_distance: Sequence[int | None] = ()
+    method: Sequence[str | None] = ()
+    dtype: str = "fp32"
+    windows: int = Request.windows
+    start: int = Request.start
+    tail: int = Request.tail
+    stride: int | None = Request.stride
+
+    @classmethod
+    def of(cls, arguments: argparse.Namespace) -> "Options":
+        """The words of a command line."""
+        return cls(**{one.name: getattr(arguments, one.name) for one in fields(cls)})
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """The words of evaluate.py beside files, settings and tasks."""
+    add_checkpoint(parser)
+    add = parser.add_argument
+    protocol = (
+        "default: equal_tokens, or with train_iters: 0 and no --lengths what KERPLE and MEP do;"
+        " docs/evaluation.md says what each answers"
+    )
+    add("--protocol", nargs="+", default=(), choices=tuple(PROTOCOLS), help=protocol)
+    add_whole_number(parser, "--windows", Options.windows, "paper: windows per length", (1, 10**6))
+    add_whole_number(parser, "--start", Options.start, "paper: first window", (0, MOST))
+    add_whole_number(parser, "--tail", Options.tail, "tail: scored tokens of a window", TOKENS)
+    stride = "sliding: tokens that windows move by; default: half of each"
+    add("--stride", type=number(*TOKENS), metavar="N", help=stride)
+    add_attention(parser, nargs="+", default=())
+    dtype = "of the model; tables stay float32"
+    add("--dtype", choices=tuple(DTYPES), default=Options.dtype, help=dtype)
+
+
+def add_attention(parser: argparse.ArgumentParser, **how: Any) -> None:
+    """The settings of attention in VARIED. how: nargs and default of each option"""
+    window = "key window, each value on the same weights: N, train_length or none"
+    sinks = "first tokens that stay visible beside --window (StreamingLLM), likewise: N or none"
+    clip = "tables by distance keep their value from D on, likewise: D or none"
+    method = f"for longer texts, likewise: none or {', '.join(METHODS)} (docs/longer_texts.md)"
+    options = (
+        ("--window", window_of, "W", window),
+        ("--logn-scale", switch, "on|off", "key logn_scale, likewise"),
+        ("--paper-precision", switch, "on|off", "key paper_precision, likewise"),
+        ("--sinks", tokens_or_none, "N", sinks),
+        ("--clip-distance", tokens_or_none, "D", clip),
+        ("--method", method_or_none, "M", method),
+    )
+    for name, kind, metavar, words in options:
+        parser.add_argument(name, type=kind, metavar=metavar, help=words, **how)
+
+
+def add_checkpoint(parser: argparse.ArgumentParser) -> None:
+    """Which checkpoint, at which lengths, and where the rows go."""
+    add = parser.add_argument
+    folder = "folder of a run or of one checkpoint; default: load, else save"
+    add("--checkpoint", metavar="DIR", help=folder)
+    step = "which checkpoint of the run; default: the latest"
+    add("--step", type=number(0, MOST), metavar="N", help=step)
+    lengths = "context lengths; default: eval_lengths"
+    kind = number(*TOKENS)
+    add("--lengths", type=kind, nargs="+", default=(), metavar="L", help=lengths)
+    output = "JSON lines; the picture goes beside it as .png"
+    add("-o", "--output", type=Path, metavar="FILE", help=output)
+
+
+def add_whole_number(
+    parser: argparse.ArgumentParser,
+    name: str,
+    default: int,
+    words: str,
+    bounds: tuple[int, int],
+) -> None:
+    """An option for a whole number; its help names the default."""
+    text = f"{words}; default: {default}"
+    parser.add_argument(name, type=number(*bounds), default=default, metavar="N", help=text)
+
+
+def words_faults(words: Sequence[str]) -> str | None:
+    """The reason why evaluate.py would refuse these options, or None."""
+    parser = argparse.ArgumentParser(add_help=False, exit_on_error=False)
+    add_options(parser)
+    parser.error = _raise  # pyright: ignore[reportAttributeAccessIssue]
+    try:
+        parser.parse_args(words)
+    except (argparse.ArgumentError, UserError) as fault:
+        return str(fault).removeprefix("argument ")
+    return None
+
+
+def _raise(message: str) -> None:
+    raise UserError(message)
+
+
+# --- Kinds of values, for argparse ---
+
+
+def number(least: int, most: int) -> Callable[[str], int]:
+    """A whole number within bounds."""
+
+    def parsed(text: str) -> int:
+        shown = text if len(text) <= 40 else f"{text[:40]}…"
+        if not re.fullmatch(r"-?[0-9]{1,4000}", text):
+            raise argparse.ArgumentTypeError(f"{ascii(shown)[1:-1]} is not a whole number")
+        if not least <= int(text) <= most:
+            raise argparse.ArgumentTypeError(
+                f"{shown} is beyond its bounds - give {least} to {most:,}"
+            )
+        return int(text)
+
+    return parsed
+
+
+def tokens_or_none(text: str) -> int | None:
+    """A number of tokens, or none."""
+    return None if text == "none" else number(*TOKENS)(text)
+
+
+def window_of(text: str) -> Any:
+    """A value of the key `window`: a number of tokens, train_length or none."""
+    return text if text == "train_length" else tokens_or_none(text)
+
+
+def switch(text: str) -> bool:
+    """On or off."""
+    if text not in ("on", "off"):
+        raise argparse.ArgumentTypeError(f"{ascii(text)[1:-1][:40]}: give on or off")
+    return text == "on"
+
+
+def method_or_none(text: str) -> str | None:
+    """A method for longer texts, or none."""
+    fault = None if text == "none" else fault_of_name(text)
+    if fault is not None:
+        raise argparse.ArgumentTypeError(fault.removeprefix("--method "))
+    return None if text == "none" else text

@@ -1,0 +1,314 @@
+"""What a perplexity does not show, from checkpoint to rows.
+
+Tasks ask whether a model can use far tokens (probe_tasks.py). The receptive field says which tokens
+change its output, and attention how far back it looks (attention_probes.py).
+"""
+
+import math
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import cast
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megatron.config import Config
+from megatron.data.samples import split_documents
+from megatron.errors import UserError
+from megatron.evaluation.attention_probes import (
+    attention_by_distance,
+    edges,
+    receptive_field,
+    receptive_field_tokens,
+    sampled,
+)
+from megatron.evaluation.loaded_run import loaded_run
+from megatron.evaluation.memory import check_fits
+from megatron.evaluation.probe_tasks import NO_TOKEN, TASKS, words_of
+from megatron.evaluation.protocols import Windows, first_tokens
+from megatron.folder_lock import owned_file
+from megatron.model import GPT, AttentionSettings
+from megatron.model.head import tokens_at_once
+from megatron.parallel.grid import here
+from megatron.results.probes import (
+    GROUPS,
+    PROBES,
+    RULER,
+    ProbeRow,
+    axis_of,
+    existing_probes,
+    joined,
+    write_probes,
+)
+from megatron.results.row import Facts, run_of
+from megatron.results.statistics import wilson
+
+SHORTEST = 48  # tokens of a context
+SAMPLED = 200  # distances of a receptive field that a row has
+
+Scores = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
+"""(ids [batch, length], at [count], targets [count] or [count, choices]) -> what `scored` does."""
+
+
+@dataclass(frozen=True)
+class ProbeOptions:
+    """The wishes of one call of the probes beside its configuration.
+
+    checkpoint, step, lengths, output: as in megatron.evaluation.options.Options
+    probes: names in PROBES or GROUPS
+    depths: places of the context that tasks ask about
+    trials: contexts for each length, task and place, and windows of text for the other probes
+    probe_seed: of the questions
+    """
+
+    checkpoint: str | None = None
+    step: int | None = None
+    lengths: Sequence[int] = ()
+    output: Path | None = None
+    probes: Sequence[str] = tuple(name for name in PROBES if name not in RULER)
+    depths: int = 5
+    trials: int = 8
+    probe_seed: int = 0
+
+
+@dataclass(frozen=True)
+class Probed:
+    """All rows of this model in the file, earlier ones too, and the file."""
+
+    rows: list[ProbeRow]
+    output: Path
+
+
+def probe(
+    config: Config | None,
+    options: ProbeOptions,
+    report: Callable[[list[ProbeRow]], None] = lambda rows: None,
+) -> Probed:
+    """Ask the probes, and write their rows as soon as they are known.
+
+    report: called with the rows of each probe and length
+    Raises UserError, before anything is computed, for what cannot be asked or written.
+    """
+    run = loaded_run(config, options.checkpoint, options.step)
+    config, model = run.config, run.model
+    tokens, *others = run.texts.files
+    if others:
+        key = f"{run.texts.name}_data_paths"
+        choices = ", ".join(str(one.prefix) for one in run.texts.files)
+        raise UserError(f"{key}: probes read one corpus - give one of {choices} as {key}=[PREFIX]")
+
+    # The first tokens of the part: eval_tokens of them, or one window of the longest length.
+    lengths = sorted(set(options.lengths or config.evaluation.eval_lengths))
+    needed = lengths[-1] + 1
+    documents = split_documents(tokens, run.texts.split, run.texts.name)
+    text = first_tokens(tokens, documents, max(config.evaluation.eval_tokens, needed))
+    if len(text) < needed:
+        raise UserError(
+            f"--lengths: the {run.texts.name} part has {len(text)} tokens, {needed} are needed"
+            " - give shorter lengths"
+        )
+    run.check_known_tokens(Windows(len(text) - 1, [text], [0]))
+
+    attention = AttentionSettings.of(config.attention).of_one_document()
+    output = options.output or run.default_output(tokens, attention, ["probes"])
+    model.to(here().device)
+    model.use_attention(attention)
+    check_fits(model, lengths[-1], here().device)
+    facts = run.facts() | run.facts_of_attention(attention) | run.facts_of_text("probes", tokens)
+    names: list[str] = []
+    for name in options.probes:
+        names += GROUPS.get(name, (name,))
+
+    rows: list[ProbeRow] = []
+    with owned_file(output, "--output"):
+        existing = existing_probes(output)
+        for length in lengths:
+            last = min(len(text) - length, options.trials * length)
+            windows = [text[start : start + length + 1] for start in range(0, last, length)]
+            for name in dict.fromkeys(names):
+                started = time.perf_counter()
+                if name in TASKS:
+                    answers = of_task(model, name, text, length, options)
+                else:
+                    answers = [of_windows(model, name, windows)]
+                seconds = time.perf_counter() - started
+                shared = facts | {"probe": name, "length": length, "seconds": seconds}
+                rows += [cast(ProbeRow, shared | answer) for answer in answers]
+                write_probes(output, joined(existing, rows))
+                report(rows[-len(answers) :])
+    of_run = run_of(rows[0])
+    return Probed([row for row in joined(existing, rows) if run_of(row) == of_run], output)
+
+
+def of_windows(model: GPT, name: str, windows: Sequence[np.ndarray]) -> Facts:
+    """The receptive field, or where attention looks; or why the model refuses this length."""
+    facts: Facts = {"windows": len(windows)}
+    length = len(windows[0]) - 1
+    try:
+        if name == "receptive_field":
+            cumulative = receptive_field(model, windows)
+            distances = sampled(length, SAMPLED).tolist()
+            return facts | {
+                "reach": receptive_field_tokens(cumulative),
+                "distances": distances,
+                "cumulative": [round(cumulative[distance].item(), 6) for distance in distances],
+            }
+        entropy, mass = attention_by_distance(model, windows)
+    except UserError as refusal:
+        return facts | {"reason": str(refusal)}
+    if model.names_of_layers:
+        facts["layers"] = model.names_of_layers
+    return facts | {
+        "edges": edges(length),
+        "mean_entropy": round(entropy.mean().item(), 4),
+        "entropy": np.round(entropy.numpy(), 6).tolist(),
+        "mass": np.round(mass.numpy(), 6).tolist(),
+    }
+
+
+def of_task(
+    model: GPT, name: str, text: np.ndarray, length: int, options: ProbeOptions
+) -> list[Facts]:
+    """One task: a row for each depth, or for each number on its axis."""
+    task = TASKS[name]
+    last = max(1, options.depths - 1)
+    results = asked(
+        scores_of(model),
+        name,
+        text,
+        length,
+        depths=[round(number / last, 4) for number in range(options.depths)],
+        trials=options.trials,
+        seed=options.probe_seed,
+        device=next(model.parameters()).device,
+    )
+    rows = []
+    for result in results:
+        place = {axis_of(name): result.pop("place")}
+        form = {"form": dict(task.form)} if task.form else {}
+        rows.append(place | form | result | {"probe_seed": options.probe_seed})
+    return rows
+
+
+def asked(
+    scores: Scores,
+    name: str,
+    text: np.ndarray,
+    length: int,
+    *,
+    depths: Sequence[float],
+    trials: int,
+    seed: int,
+    device: torch.device | str = "cpu",
+) -> list[Facts]:
+    """One task at one length: a result for each place.
+
+    text: [length or more] held-out tokens, the filler
+    depths: 0 to 1, the places of a task that has none of its own
+    seed: of the questions, which are the same for every model
+    If the task or the model refuses this length, every result has the reason. Raises UserError for
+    a length that is too short for any task.
+    """
+    if length < SHORTEST:
+        raise UserError(f"--lengths: {length} is too short for {name} - give {SHORTEST} or more")
+    task = TASKS[name]
+    places = depths if task.places is None else task.places
+    text = text.astype(np.int64)
+    words = len(words_of(text))
+    # Of each place and trial: correct, log-probability, and that without the answers, of each
+    # target, [3, count] float64; the number of right tokens; and the accuracy of guessing.
+    found: list[list[tuple[Tensor, Tensor, float | None]]] = [[] for _ in places]
+    reason = None
+    try:
+        for number in range(trials):
+            random = np.random.default_rng([seed, length, number])
+            for trial in task.trials(random, text, length, places):
+                targets = torch.from_numpy(trial.targets)
+                correct, log_probability = scores(
+                    torch.from_numpy(trial.ids).to(device),
+                    torch.from_numpy(trial.at).to(device),
+                    targets.to(device),
+                )  # [2, count] each
+                table = torch.stack([correct[0], log_probability[0], log_probability[1]])
+                choices = (targets.view(len(targets), -1) != NO_TOKEN).sum(dim=1)
+                for cell in np.unique(trial.cell):
+                    here = trial.cell == cell
+                    guess = None if trial.guess is None else float(trial.guess[here].mean())
+                    found[cell].append((table.double().cpu()[:, here], choices[here], guess))
+    except UserError as refusal:
+        reason = str(refusal)
+
+    results = []
+    for place, answers in zip(places, found, strict=True):
+        result: Facts = {"length": length, "place": place, "trials": trials, "tokens": 0}
+        result |= {"chance": 1 / words, "guess": None, "accuracy": None, "error": None}
+        result |= {"low": None, "high": None, "log_probability": None, "without": None}
+        result["reason"] = reason
+        if reason is None:
+            result |= _summary(answers, words)
+        results.append(result)
+    return results
+
+
+def _summary(answers: Sequence[tuple[Tensor, Tensor, float | None]], words: int) -> Facts:
+    """The numbers of all trials at one place; words: different tokens to guess among."""
+    trials = len(answers)
+    accuracies = torch.stack([table[0].mean() for table, _, _ in answers])
+    all_targets = torch.cat([table for table, _, _ in answers], dim=1)
+    accuracy, log_probability, without = all_targets.mean(dim=1).tolist()
+    low, high = wilson(accuracies.mean().item(), trials)
+    choices = torch.cat([choices for _, choices, _ in answers])
+    guesses = [guess for _, _, guess in answers if guess is not None]
+    return {
+        "tokens": all_targets.shape[1],
+        "chance": choices.double().mean().item() / words,
+        "guess": statistics.fmean(guesses) if guesses else None,
+        "accuracy": accuracy,
+        "error": accuracies.std().item() / math.sqrt(trials) if trials > 1 else None,
+        "low": low,
+        "high": high,
+        "log_probability": log_probability,
+        "without": without,
+    }
+
+
+def scores_of(model: GPT) -> Scores:
+    """A function that asks this model."""
+
+    @torch.inference_mode()
+    def scores(ids: Tensor, at: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        x = model.features(ids)[:, at]  # [batch, count, hidden]
+        # Some targets at a time: the logits of all would need too much memory.
+        size = tokens_at_once(x.device)
+        parts = zip(x.split(size, dim=1), targets.split(size), strict=True)
+        found = [scored(F.linear(x, model.output_matrix), targets) for x, targets in parts]
+        correct, log_probability = zip(*found, strict=True)
+        return torch.cat(correct, dim=1), torch.cat(log_probability, dim=1)
+
+    return scores
+
+
+def scored(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    """Whether a right token has the highest logit, and the log-probability of the right ones.
+
+    logits [batch, count, vocab]
+    targets [count], or [count, choices] where any of a line is right and NO_TOKEN is none
+    -> (correct, log-probability in nats), [batch, count] each
+    Where n tokens share the highest logit, each counts 1 / n. So a model without a preference has
+    the accuracy of chance.
+    """
+    choices = targets.view(len(targets), -1)
+    is_token = choices != NO_TOKEN
+    index = choices.clamp(min=0).expand(len(logits), -1, -1)  # [batch, count, choices]
+    own = logits.gather(2, index).masked_fill(~is_token, -math.inf)
+    best = logits.amax(dim=2, keepdim=True)
+    number_of_best = (logits == best).sum(dim=2)
+    correct = (own == best).sum(dim=2) / number_of_best
+    log_probabilities = logits.float().log_softmax(dim=2)
+    own_log_probabilities = log_probabilities.gather(2, index).masked_fill(~is_token, -math.inf)
+    return correct, own_log_probabilities.logsumexp(dim=2)

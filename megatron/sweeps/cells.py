@@ -1,0 +1,523 @@
+"""A sweep file -> its cells, each a checked configuration with evaluations; and how far each is."""
+
+import collections
+import hashlib
+import itertools
+import json
+import logging
+import math
+import os
+import re
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Annotated, Any, cast
+
+from filelock import FileLock, Timeout
+from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError
+
+from megatron.checkpoints.manifest import read_record
+from megatron.checkpoints.saved import find, latest_step, with_parent
+from megatron.config import Config, load
+from megatron.config.load import DATA_PATHS, resolve_inputs
+from megatron.config.messages import Report
+from megatron.config.schema import KEYS, SECTIONS, as_list
+from megatron.config.yaml_files import find_file, read_file
+from megatron.data.parts import open_parts
+from megatron.errors import UserError, did_you_mean
+from megatron.evaluation.options import words_faults
+from megatron.files import ROOT
+from megatron.results.files import existing_results, training_log, write_lines
+from megatron.results.reproduce import first_of
+from megatron.results.row import COLLECTED, Row
+
+SHIPPED = ROOT / "configs" / "sweeps"
+MOST_CELLS = 10_000
+LONGEST_NAME = 200  # characters of a cell's folder; most disks take 255
+# Options of evaluate.py in a sweep, which gives checkpoint, step and output itself.
+OPTIONS = ("protocol", "lengths", "windows", "start", "tail", "stride", "dtype")
+OPTIONS += ("sinks", "clip_distance", "method")
+ONLY = "only"  # of an evaluation: the values of the cells that it is for
+Values = dict[str, Any]  # a point of the grid: {axis: value}
+Label = Annotated[str, StringConstraints(pattern=r"^[\w.+-]{1,100}$")]  # it names a file
+Axis = Annotated[list, Field(min_length=1)] | dict[str, Values | None]
+
+logger = logging.getLogger(__name__)
+
+
+class SweepFile(BaseModel):
+    """The form of a sweep file (docs/sweeps.md)."""
+
+    model_config = ConfigDict(extra="forbid")
+    base: list[str] = []
+    settings: Values = {}
+    grid: Annotated[dict[str, Axis], Field(min_length=1)]
+    exclude: list[Values] = []
+    extra: list[Values] = []
+    evaluate: dict[Label, Values | None] = {}
+    keep_optimizer_states: bool = False
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """One call of evaluate.py: its words, and a label that changes with what is measured."""
+
+    label: str
+    words: tuple[str, ...]
+    options: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One training and its evaluations; `folder` is the run's `save`."""
+
+    name: str
+    values: Values
+    folder: Path
+    config: Config
+    evaluations: tuple[Evaluation, ...]
+
+    @property
+    def steps(self) -> int:
+        return self.config.training.train_iters
+
+    @property
+    def lock(self) -> FileLock:
+        """Whoever works on the cell holds it."""
+        return FileLock(self.folder / "lock", timeout=0.2)
+
+    def file(self, evaluation: Evaluation, *, finished: bool = True) -> Path:
+        """Rows of an evaluation. They have another name until evaluate.py has ended well."""
+        suffix = ".jsonl" if finished else ".unfinished.jsonl"
+        return self.folder / "evaluation" / f"{evaluation.label}{suffix}"
+
+    def rows(self, evaluation: Evaluation) -> list[Row]:
+        """Rows of a finished evaluation of this configuration's last step; else none."""
+        rows = existing_results(self.file(evaluation))
+        wanted = (self.config.hash, self.steps)
+        same = all((row["config_hash"], row["step"]) == wanted for row in rows)
+        return rows if same else []
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """All cells of a file, in the order in which they run.
+
+    keep_states: whether finished cells keep the optimizer's states beside their weights
+    broken: what is wrong with the configurations of cells that cannot be run, by their names
+    """
+
+    name: str
+    path: Path
+    folder: Path
+    cells: tuple[Cell, ...]
+    keep_states: bool = False
+    broken: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def results(self) -> Path:
+        return self.folder / "results.jsonl"
+
+
+def load_sweep(
+    path: str | Path, folder: str | Path | None = None, only: Sequence[str] = ()
+) -> Sweep:
+    """The sweep that a file describes.
+
+    path: the file, or the name of a shipped sweep with `-` or `_`;
+    folder: where its runs are kept, by default runs/sweeps/NAME;
+    only: `axis=value,value` words that choose cells.
+    Raises UserError with every fault of the file, and if every cell is broken.
+    """
+    try:
+        file = find_sweep(path)
+        parts = SweepFile.model_validate(read_file(file))
+        faults = _faults(parts)
+    except ValidationError as error:
+        faults = []
+        for one in error.errors():
+            place = ".".join(str(part) for part in one["loc"] if "[" not in str(part))
+            faults.append(f"{ascii(place)[1:-1][:100]}: {one['msg']}")
+    except ValueError as fault:
+        raise UserError(f"sweep: {fault}") from None
+    if faults:
+        raise UserError("\n  ".join([f"bad sweep ({file})", *dict.fromkeys(faults)]))
+
+    # The first axis changes fastest: a sweep that is cut short is then whole in the first values
+    # of the last axis, the seeds.
+    slowest_first = [list(choices) for choices in reversed(parts.grid.values())]
+    points = []
+    for values in itertools.product(*slowest_first):
+        point = dict(zip(parts.grid, reversed(values), strict=True))
+        if not any(rule.items() <= point.items() for rule in parts.exclude):
+            points.append(point)
+    points += [point for point in parts.extra if point not in points]
+    if not points:
+        raise UserError(f"{file}: no cell is left - exclude takes out the whole grid")
+    _check_points(parts, points, file)
+    points = _chosen(points, only, file)
+
+    home = Path(folder) if folder else Path("runs/sweeps") / file.stem
+    cells: list[Cell] = []
+    broken: dict[str, str] = {}
+    report = Report()
+    for values in points:
+        try:
+            cells.append(_cell(parts, values, home, file, report))
+        except UserError as fault:
+            broken[_name(values)] = str(fault)
+    if not cells:
+        title = f"{file}: none of its {len(broken)} cells can be run"
+        raise UserError("\n".join([title, *described_faults(broken)]))
+    for note in report.notes:
+        logger.warning("%s: %s", file, note)
+    return Sweep(file.stem, file, home, tuple(cells), parts.keep_optimizer_states, broken)
+
+
+def described_faults(broken: Mapping[str, str]) -> list[str]:
+    """A line for each broken cell; a fault that several have is written once."""
+    names_of: dict[str, list[str]] = {}
+    for name, fault in broken.items():
+        names_of.setdefault(fault, []).append(name)
+    return [f"{first_of(names)}: {fault}" for fault, names in names_of.items()]
+
+
+def find_sweep(name: str | Path) -> Path:
+    """The file that a path or the bare name of a shipped sweep means.
+
+    kerple-table3, kerple_table3 and configs/sweeps/kerple-table3.yml are one file.
+    Raises ValueError that says what was looked for.
+    """
+    path = Path(name)
+    is_bare = path.parent == Path(".")
+    folders = [path.parent, SHIPPED] if is_bare else [path.parent]
+    spellings = (path.name, path.name.replace("-", "_"), path.name.replace("_", "-"))
+    for folder, spelling in itertools.product(folders, spellings):
+        for suffix in ("", ".yml", ".yaml"):
+            candidate = folder / f"{spelling}{suffix}"
+            if candidate.is_file():
+                return candidate
+    if not is_bare or path.is_dir():
+        return find_file(path)  # raises
+    known = sorted(file.stem for file in SHIPPED.glob("*.yml"))
+    hint = did_you_mean(path.stem, known) or f"give a file, or one of {', '.join(known)}"
+    raise ValueError(f"{name}: no such file (looked in {Path.cwd()} and {SHIPPED}) - {hint}")
+
+
+def _faults(parts: SweepFile) -> list[str]:
+    """What evaluate.py would refuse of the evaluations; and too many cells."""
+    faults = []
+    count = math.prod(map(len, parts.grid.values()))
+    if count > MOST_CELLS:
+        faults.append(f"grid: {count:,} cells; a sweep has at most {MOST_CELLS:,} - split it")
+    for label, options in parts.evaluate.items():
+        where = f"evaluate: {label}: "
+        for key, value in (options or {}).items():
+            if key == ONLY and not isinstance(value, dict):
+                faults.append(f"{where}only: name the cells that it is for, such as {{seed: 1235}}")
+            elif key in KEYS:
+                faults += [f"{where}{key}: {fault}" for fault in _faults_of_setting(key, value)]
+            elif key in OPTIONS:
+                fault = words_faults(_words({key: value}))
+                faults += [] if fault is None else [where + fault]
+            elif key != ONLY:
+                known = [*OPTIONS, ONLY, "eval_tokens", "eval_part"]
+                hint = did_you_mean(key, known) or f"use {', '.join(known)}"
+                faults.append(f"{where}{ascii(key)[1:-1][:80]}: no such option; {hint}")
+    return faults
+
+
+def _faults_of_setting(key: str, value: Any) -> list[str]:
+    """What is wrong with the value of one key; its section may need other keys too."""
+    try:
+        SECTIONS[KEYS[key]].model_validate({key: value})
+    except ValidationError as error:
+        return [one["msg"] for one in error.errors() if one["type"] != "missing"]
+    return []
+
+
+def _check_points(parts: SweepFile, points: Sequence[Values], file: Path) -> None:
+    """Refuse rules that mean no cell, and cells that would train into each other."""
+    axes = ", ".join(parts.grid)
+    for point in (*parts.exclude, *parts.extra):
+        complete = point.keys() == parts.grid.keys()
+        if not point.keys() <= parts.grid.keys() or (point in parts.extra and not complete):
+            raise UserError(f"{file}: {point} is not a point of the grid - use its axes {axes}")
+    for rule in parts.exclude:
+        for axis, value in rule.items():
+            choices = list(parts.grid[axis])
+            if value not in choices:
+                raise UserError(
+                    f"{file}: exclude: {rule} takes out no cell, because {axis} has no {value!r}"
+                    f" - it has {', '.join(map(str, choices))}"
+                )
+    for label, options in parts.evaluate.items():
+        only = (options or {}).get(ONLY, {})
+        if not any(only.items() <= point.items() for point in points):
+            raise UserError(
+                f"{file}: evaluate: {label}: only: no cell has {only} - give values of the axes"
+                f" {axes}"
+            )
+    for name, count in collections.Counter(map(_name, points)).items():
+        if count > 1 or not name.strip(".") or len(name) > LONGEST_NAME:
+            raise UserError(
+                f"{file}: {count} cells would be called '{name[:80]}', which names their folder -"
+                " give every value once, and names of their own of letters and digits, together"
+                f" at most {LONGEST_NAME}"
+            )
+
+
+def _chosen(points: list[Values], only: Sequence[str], file: Path) -> list[Values]:
+    """The points that agree with all of the `axis=value,value` words."""
+    axes = list(points[0])
+    for word in only:
+        axis, _, text = word.partition("=")
+        wanted = text.split(",")
+        if axis not in axes:
+            raise UserError(f"--only: {word}: {file} has no axis {axis}, it has {', '.join(axes)}")
+        known = {str(point[axis]) for point in points}
+        if not known.issuperset(wanted):
+            raise UserError(
+                f"--only: {word}: {file} has {axis} = {', '.join(sorted(known))} at that place"
+            )
+        points = [point for point in points if str(point[axis]) in wanted]
+    return points
+
+
+def _cell(parts: SweepFile, values: Values, home: Path, path: Path, report: Report) -> Cell:
+    """One point of the grid; notes about the sweep's own paths go to the report."""
+    files = []
+    for name in parts.base:  # from the sweep's own folder, else from the project's root
+        own = path.parent / name
+        files.append(own if own.is_file() else ROOT / name)
+    settings = dict(parts.settings)
+    for axis, value in values.items():
+        choices = parts.grid[axis]
+        file_of_value = ROOT / "configs" / axis / f"{value}.yml"
+        if isinstance(choices, dict) and isinstance(value, str) and value in choices:
+            settings |= choices[value] or {}
+        elif os.path.isfile(file_of_value):  # no error for a name that is too long
+            files.append(file_of_value)
+        else:
+            settings[axis] = value
+    settings = resolve_inputs(settings, path, report)
+    folder = home / _name(values)
+    settings["save"] = str(folder)
+    config = load(files, [f"{key}={json.dumps(value)}" for key, value in settings.items()])
+    if not config.checkpoint.finetune:  # there, load is the parent
+        checkpoint = config.checkpoint.model_copy(update={"load": str(folder)})
+        config = replace(config, checkpoint=checkpoint)
+    config.require_for("train")
+    if config.training.train_epochs is not None:
+        raise UserError(
+            "train_epochs: a sweep must know its steps before it reads the text - set train_iters"
+        )
+    config = with_parent(config)
+
+    measured = config.evaluation
+    evaluations = []
+    for label, given in parts.evaluate.items():
+        options = dict(given or {})
+        only = options.pop(ONLY, {})
+        if only.items() <= values.items():
+            words = _words(options)
+            shaping = [measured.eval_lengths, measured.eval_tokens, measured.eval_part]
+            text = json.dumps([config.hash, words, *shaping])
+            digits = hashlib.sha256(text.encode()).hexdigest()[:6]
+            evaluations.append(Evaluation(f"{label}-{digits}", tuple(words), options))
+    return Cell(_name(values), values, folder, config, tuple(evaluations))
+
+
+def _name(values: Mapping[str, Any]) -> str:
+    return "-".join(re.sub(r"[^\w.+]+", "_", str(value)) for value in values.values())
+
+
+def _words(options: Mapping[str, Any]) -> list[str]:
+    """Keys of the configuration become settings, others options: {eval_tokens: 4096, tail: 64}."""
+    words = []
+    for key, value in options.items():
+        if key in KEYS:
+            words.append(f"{key}={json.dumps(value)}")
+            continue
+        several = value if isinstance(value, list) else [value]
+        words += ["--" + key.replace("_", "-"), *map(str, several)]
+    return words
+
+
+# --- How far cells are, by the configuration's hash in checkpoints and rows ---
+
+
+@dataclass(frozen=True)
+class State:
+    """How far a cell is.
+
+    kind:
+        waiting     nothing was kept of it, and nobody works on it
+        training    a process holds its lock; likewise `evaluating`
+        stopped     a checkpoint before the last step, and nobody works on it
+        trained     evaluations are missing, and nobody works on it
+        done        the last checkpoint and all evaluations
+        failed      the last attempt; `note` is its last line
+        foreign     the folder holds a run of another configuration
+        damaged     a file in the folder cannot be read; `note` names it
+    step: of the last checkpoint, 0 for none
+    missing: evaluations without rows
+    """
+
+    kind: str
+    step: int = 0
+    missing: tuple[Evaluation, ...] = ()
+    note: str = ""
+
+
+def state_of(cell: Cell) -> State:
+    """How far a cell is. A failure is shown until the next attempt begins."""
+    try:
+        step = latest_step(cell.folder) or 0
+        if step:
+            kept = read_record(find(cell.folder, step))["config_hash"]
+            if kept != cell.config.hash:
+                note = f"{cell.folder} holds a run of configuration {kept}, not {cell.config.hash}"
+                return State("foreign", step, note=note)
+        missing = cell.evaluations
+        is_trained = step >= cell.steps
+        if is_trained:
+            missing = tuple(one for one in cell.evaluations if not cell.rows(one))
+            if not missing:
+                return State("done", step)
+        failure = cell.folder / "failure.txt"
+        if failure.exists():
+            return State("failed", step, missing, failure.read_text(encoding="utf-8").strip())
+        busy = is_at_work(cell)
+    except (UserError, OSError) as fault:
+        return State("damaged", note=str(fault))
+    if is_trained:
+        return State("evaluating" if busy else "trained", step, missing)
+    if busy:
+        return State("training", step, missing)
+    return State("stopped" if step else "waiting", step, missing)
+
+
+def is_at_work(cell: Cell) -> bool:
+    """Whether a process holds the lock of a cell."""
+    if not (cell.folder / "lock").exists():  # nobody has ever worked on it
+        return False
+    try:
+        with cell.lock.acquire(timeout=0):
+            return False
+    except Timeout:
+        return True
+
+
+def described(cell: Cell, state: State) -> str:
+    """A state in words: `stopped at step 200 of 1000`."""
+    if state.kind in ("waiting", "done"):
+        return state.kind
+    if state.kind in ("trained", "evaluating"):
+        count = f"{len(state.missing)} of {len(cell.evaluations)}"
+        return f"{state.kind}, {count} evaluations are missing"
+    if state.kind == "training":
+        return f"training, checkpoint at step {state.step} of {cell.steps}"
+    if state.kind == "damaged":
+        return f"damaged: {state.note}"
+    text = f"{state.kind} at step {state.step} of {cell.steps}"
+    return f"{text}: {state.note}" if state.note else text
+
+
+def unfinished(sweep: Sweep) -> list[tuple[Cell, State]]:
+    """The cells that are not done, each with its state."""
+    states = [(cell, state_of(cell)) for cell in sweep.cells]
+    return [(cell, state) for cell, state in states if state.kind != "done"]
+
+
+# --- Results ---
+
+
+def finished_rows(sweep: Sweep) -> list[Row]:
+    """Rows of all finished evaluations.
+
+    Each has also `sweep`, `cell`, the size of the corpus and the seconds of a training step. If the
+    data are absent, facts of the corpus in an earlier results.jsonl are used again.
+    """
+    earlier: dict[str, dict[str, Any]] = {}
+    try:
+        for row in existing_results(sweep.results):
+            kept = {key: value for key, value in row.items() if key in COLLECTED}
+            earlier[row["config_hash"]] = kept
+    except UserError:  # another kind of file, or a damaged one: `collect` says so
+        pass
+    rows: list[Row] = []
+    for cell in sweep.cells:
+        facts: dict[str, Any] = {"sweep": sweep.name, "cell": cell.values}
+        facts |= earlier.get(cell.config.hash, {})
+        facts |= corpus_size(cell.config)
+        facts["seconds_per_step"] = seconds_per_step(cell) or facts.get("seconds_per_step")
+        try:
+            for evaluation in cell.evaluations:
+                rows += [cast(Row, {**row, **facts}) for row in cell.rows(evaluation)]
+        except UserError as fault:
+            logger.warning("%s: left out: %s", cell.name, fault)
+    return rows
+
+
+def collect(sweep: Sweep) -> list[Row]:
+    """Write results.jsonl and return its rows; without rows nothing is written.
+
+    Raises UserError if the rows of other cells would be lost.
+    """
+    rows = finished_rows(sweep)
+    if not rows and sweep.results.exists() and sweep.results.stat().st_size:
+        raise UserError(
+            f"{sweep.results}: holds rows, and {sweep.path} has none here - another sweep's, or "
+            "brought from elsewhere; move it away, or give another --folder"
+        )
+    if rows:
+        existing_results(sweep.results)  # a damaged file is named, not replaced
+        write_lines(sweep.results, rows)
+    return rows
+
+
+def other_runs(sweep: Sweep) -> list[str]:
+    """Other runs in the sweep's folder: those of no cell, and of another configuration."""
+    cells = {cell.name: cell for cell in sweep.cells}
+    names = sorted(path.parent.name for path in sweep.folder.glob("*/cell.yml"))
+    return [name for name in names if name not in cells or state_of(cells[name]).kind == "foreign"]
+
+
+def absent_data(sweep: Sweep) -> list[str]:
+    """The prefixes that cells name and whose token files do not exist."""
+    paths: set[str] = set()
+    for cell in sweep.cells:
+        for key in DATA_PATHS:
+            paths.update(as_list(cell.config[key]))
+    return sorted(path for path in paths if not Path(f"{path}.idx").exists())
+
+
+def corpus_size(config: Config) -> dict[str, int]:
+    """Documents and tokens of all corpora that a configuration trains on; {} if absent."""
+    try:
+        files = open_parts(config.data, ["train"])["train"].files
+    except UserError:
+        return {}
+    return {
+        "corpus_documents": sum(map(len, files)),
+        "corpus_tokens": sum(int(tokens.tokens) for tokens in files),
+    }
+
+
+def seconds_per_step(cell: Cell) -> float | None:
+    """Median over the log lines of a run; None if there are none.
+
+    The first line is left out: it contains the start of the machine.
+    """
+    path = cell.folder / "metrics.jsonl"
+    if not path.exists():
+        return None
+    try:
+        records = training_log(path)
+    except (OSError, ValueError) as fault:
+        raise UserError(f"{path}: is damaged ({fault}) - remove that line, or the file") from None
+    logged = [record.get("seconds_per_step") for record in records if record.get("kind") == "train"]
+    seconds = [value for value in logged if value]
+    return statistics.median(seconds[1:]) if len(seconds) > 1 else None

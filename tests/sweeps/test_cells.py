@@ -1,0 +1,228 @@
+"""Sweep files: what they become, what is wrong with a bad one, and how far their cells are."""
+
+import json
+import math
+
+import pytest
+
+from megatron.errors import UserError
+from megatron.sweeps.cells import described_faults, find_sweep, is_at_work, load_sweep
+from tests.support import ROOT
+from tests.sweeps.conftest import SWEEP, command
+
+SHIPPED = ROOT / "configs/sweeps"
+TINY = (
+    "settings: {num_layers: 2, hidden_size: 64, num_attention_heads: 4, seq_length: 32,"
+    " data_path: text, train_iters: 10}\n"
+)
+
+
+def sweep_of(tmp_path, text, **chosen):
+    path = tmp_path / "mine.yml"
+    path.write_text(text)
+    return load_sweep(path, tmp_path / "runs", **chosen)
+
+
+@pytest.mark.parametrize("path", sorted(SHIPPED.glob("*.yml")), ids=lambda path: path.stem)
+def test_every_cell_of_every_shipped_sweep_is_a_training_of_its_own(path):
+    cells = load_sweep(path).cells
+    assert cells[0].evaluations
+    assert len({cell.config.hash for cell in cells}) == len(cells)
+    assert len({cell.name for cell in cells}) == len(cells)
+    if path.stem == "kerple_table3":
+        assert len(cells) == 3 * 6 * 5  # corpora, encodings, seeds
+        config = cells[0].config
+        assert (config.training.train_iters, config.optimizer.lr) == (50000, 6e-4)
+        # The first seed is whole first.
+        assert [cell.values["seed"] for cell in cells[:19]] == [1235] * 18 + [1236]
+        assert "--start" in cells[0].evaluations[0].words
+
+
+def test_axes_are_settings_files_or_settings_under_a_name(tmp_path):
+    grid = "{pos_emb: [alibi, t5], size: {small: {}, wide: {hidden_size: 128}}, seed: [1, 2]}"
+    rules = "exclude: [{pos_emb: t5, seed: 2}]\nextra: [{pos_emb: rotary, size: wide, seed: 7}]"
+    evaluate = "evaluate: {a: {protocol: paper, eval_tokens: 64}, b: {tail: 8, only: {seed: 7}}}"
+    text = f"{TINY}grid: {grid}\n{rules}\n{evaluate}\nkeep_optimizer_states: true"
+    sweep = sweep_of(tmp_path, text)
+    assert sweep.keep_states
+    cells = {cell.name: cell for cell in sweep.cells}
+    names = "alibi-small-1 t5-small-1 alibi-wide-1 t5-wide-1 alibi-small-2 alibi-wide-2"
+    assert list(cells) == [*names.split(), "rotary-wide-7"]
+    last = cells["rotary-wide-7"]
+    config = last.config
+    assert (config.model.hidden_size, config.training.seed) == (128, 7)
+    assert config.position.pos_emb == "rotary"
+    assert config["save"] == config["load"] == str(tmp_path / "runs/rotary-wide-7")
+    (one,) = cells["alibi-small-1"].evaluations
+    assert one.words == ("--protocol", "paper", "eval_tokens=64")
+    assert [one.words for one in last.evaluations][1] == ("--tail", "8")
+    some = sweep_of(tmp_path, text, only=["size=wide", "seed=1,7"])
+    assert [cell.name for cell in some.cells] == ["alibi-wide-1", "t5-wide-1", "rotary-wide-7"]
+
+
+def test_a_bad_sweep_is_one_message(tmp_path):
+    one = TINY + "grid: {seed: [1]}\n"
+    unfit = "would be called '{}', which names their folder"
+    cases = {
+        TINY: "grid: Field required",
+        "grid: {seed: 1}": "grid.seed: Input should be a valid",
+        f"{one}axes: {{}}": "axes: Extra inputs are not permitted",
+        f"{one}keep_optimizer_states: yes please": "keep_optimizer_states: Input should be a valid",
+        f"{one}base: [7]": "base.0: Input should be a valid string",
+        f"{one}evaluate: {{a: paper}}": "evaluate.a: Input should be a valid dictionary",
+        f"{one}evaluate: {{../x: {{}}}}": "evaluate.../x: String should match pattern",
+        f"{one}evaluate: {{a: {{strid: 3}}}}": "a: strid: no such option; did you mean stride?",
+        f"{one}evaluate: {{a: {{output: x}}}}": "evaluate: a: output: no such option; use protocol",
+        f"{one}evaluate: {{a: {{protocol: papr}}}}": "evaluate: a: --protocol: invalid choice",
+        f"{one}evaluate: {{a: {{tail: {{b: 3}}}}}}": "--tail: {'b': 3} is not a whole number",
+        f"{one}evaluate: {{a: {{windows: {10**12}}}}}": "beyond its bounds - give 1 to 1,000,000",
+        f"{one}evaluate: {{a: {{method: rerop}}}}": "no such method; did you mean rerope?",
+        f"{one}evaluate: {{a: {{eval_tokens: -3}}}}": "eval_tokens: Input should be greater than 0",
+        f"{one}evaluate: {{a: {{only: [1]}}}}": "a: only: name the cells that it is for",
+        f"{one}evaluate: {{a: {{only: {{seed: 3}}}}}}": "evaluate: a: only: no cell has",
+        f"{one}exclude: [{{sead: 1}}]": "{'sead': 1} is not a point of the grid - use its axes",
+        f"{one}exclude: [{{seed: 2}}]": "takes out no cell, because seed has no 2 - it has 1",
+        f"{one}exclude: [{{seed: 1}}]": "no cell is left - exclude takes out the whole grid",
+        f"{one}base: [configs/126M.yml]": "did you mean",
+        TINY + "grid: {seed: [1, 1]}": unfit.format(1),
+        TINY + "grid: {pos_emb: [..]}": unfit.format(".."),
+        TINY + "grid: {pos_emb: [" + "a" * 400 + "]}": unfit.format("a" * 80),
+        TINY + "grid: {size: {a b: {seed: 1}, a_b: {seed: 2}}}": "2 cells " + unfit.format("a_b"),
+        TINY + "grid: {pos_emb: [rotery]}": "did you mean rotary",
+        "grid: {"
+        + ", ".join(f"a{n}: [0,1,2,3,4,5]" for n in range(9))
+        + "}": "at most 10,000 - sp",
+        "[1, 2]": "mine.yml: holds a list",
+    }
+    for text, message in cases.items():
+        with pytest.raises(UserError) as fault:
+            sweep_of(tmp_path, text)
+        assert message in str(fault.value)
+    assert not (tmp_path / "runs").exists()
+    for word, message in (("seed=3", "seed = 1, 2"), ("sed=1", "no axis sed, it has seed")):
+        with pytest.raises(UserError, match=message):
+            sweep_of(tmp_path, f"{TINY}grid: {{seed: [1, 2]}}", only=[word])
+
+
+def test_a_cell_with_a_bad_configuration_is_kept_apart_from_those_that_can_run(tmp_path):
+    sweep = sweep_of(tmp_path, f"{TINY}grid: {{pos_emb: [alibi, rotery], seed: [1, 2]}}")
+    assert [cell.name for cell in sweep.cells] == ["alibi-1", "alibi-2"]
+    (line,) = described_faults(sweep.broken)
+    assert line.startswith("rotery-1, rotery-2: bad configuration")
+    assert "did you mean rotary?" in line
+
+
+def test_a_shipped_sweep_has_one_name_with_either_dash(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in ("kerple-table3", "kerple_table3.yml", SHIPPED / "kerple-table3"):
+        assert find_sweep(name).resolve() == SHIPPED / "kerple_table3.yml"
+    (tmp_path / "cpu.yml").write_text("")
+    assert find_sweep("cpu").resolve() == tmp_path / "cpu.yml"
+    with pytest.raises(UserError) as fault:
+        load_sweep("xyz")
+    assert f"sweep: xyz: no such file (looked in {tmp_path} and {SHIPPED})" in str(fault.value)
+    for name in ("kerple-tabel3", SHIPPED / "kerple_tabel3.yml"):
+        with pytest.raises(UserError, match=r"did you mean .*kerple_table3"):
+            load_sweep(name)
+
+
+def test_an_input_is_looked_for_beside_the_sweep_file_too(tmp_path, monkeypatch, caplog):
+    here = tmp_path / "here"
+    here.mkdir()
+    monkeypatch.chdir(here)
+    (tmp_path / "text.idx").touch()
+    text = f"{TINY}grid: {{seed: [1, 2]}}"
+    for cell in sweep_of(tmp_path, text).cells:
+        assert cell.config.data.data_path == str(tmp_path / "text")
+    assert caplog.messages == []
+    (here / "text.idx").touch()
+    for cell in sweep_of(tmp_path, text).cells:
+        assert cell.config.data.data_path == "text"
+    (note,) = caplog.messages
+    assert f"data_path: text of the current folder is used, and not {tmp_path}/text" in note
+
+
+# --- How far a cell is ---
+
+
+@pytest.fixture
+def path(tmp_path):
+    path = tmp_path / "tiny.yml"
+    path.write_text(SWEEP.format(corpus="text", steps=10))
+    return path
+
+
+@pytest.fixture
+def cell(path, tmp_path):
+    return load_sweep(path, tmp_path / "runs").cells[0]
+
+
+def checkpoint(cell, step):
+    """As much of a checkpoint as says how far a cell is."""
+    folder = cell.folder / f"global_step{step}"
+    folder.mkdir(parents=True)
+    record = {"step": step, "config_hash": cell.config.hash, "vocab": 64}
+    (folder / "checkpoint.json").write_text(json.dumps(record))
+
+
+def evaluated(cell, evaluation):
+    path = cell.file(evaluation)
+    path.parent.mkdir(exist_ok=True)
+    row = {"pos_emb": "kerple_log", "length": 32, "windows": 1, "tokens": 32, "loss": 1.0}
+    row |= {"perplexity": math.e, "step": cell.steps, "config_hash": cell.config.hash}
+    path.write_text(json.dumps(row) + "\n")
+
+
+def test_a_cell_is_worked_on_only_while_somebody_holds_its_lock(path, cell, tmp_path):
+    words = path, "--folder", tmp_path / "runs"
+
+    def shown():
+        _, first, _ = command("sweep", "status", *words).stdout.splitlines()
+        return first.removeprefix("good-1    ")
+
+    assert shown() == "waiting"
+    assert not cell.folder.exists(), "looking makes no folder"
+    cell.folder.mkdir(parents=True)
+    with cell.lock:
+        assert is_at_work(cell)
+        assert shown() == "training, checkpoint at step 0 of 10"
+        done = command("sweep", "run", *words, "--only", "data=good")
+        assert done.returncode == 1
+        assert "good-1: another process is at work on it" in done.stdout
+        missing = ["1 of 1 cells are missing:", "  good-1: training, checkpoint at step 0 of 10"]
+        assert done.stderr.splitlines() == missing
+    checkpoint(cell, 5)
+    assert shown() == "stopped at step 5 of 10"
+    (cell.folder / "failure.txt").write_text("no memory\n")
+    assert shown() == "failed at step 5 of 10: no memory"
+    (cell.folder / "failure.txt").unlink()
+    checkpoint(cell, 10)
+    evaluated(cell, cell.evaluations[0])
+    assert shown() == "trained, 1 of 2 evaluations are missing"
+    with cell.lock:
+        assert shown() == "evaluating, 1 of 2 evaluations are missing"
+    evaluated(cell, cell.evaluations[1])
+    status = command("sweep", "status", *words)
+    assert (status.returncode, status.stderr) == (0, "")
+    title = f"tiny: 2 cells, 1 done, 1 waiting; runs in {tmp_path / 'runs'}"
+    assert status.stdout.splitlines() == [title, "good-1    done", "absent-1  waiting"]
+    done = command("sweep", "collect", *words)
+    assert (done.returncode, done.stderr) == (0, "")
+    rows = f"2 rows in {tmp_path / 'runs/results.jsonl'}"
+    assert done.stdout.splitlines() == [rows, "1 of 2 cells are missing: see status"]
+    (cell.folder / "global_step10/checkpoint.json").write_text("{")
+    assert shown().startswith(f"damaged: {cell.folder}/global_step10/checkpoint.json: not readable")
+
+
+def test_results_of_another_sweep_are_neither_replaced_nor_emptied(path, tmp_path):
+    none = command("sweep", "collect", path, "--folder", tmp_path)
+    assert none.returncode == 1
+    assert "no cell of tiny is finished, so there is nothing to collect" in none.stderr
+    results = tmp_path / "results.jsonl"
+    results.write_text("rows\n")
+    collected = command("sweep", "collect", path, "--folder", tmp_path)
+    assert (collected.returncode, results.read_text()) == (1, "rows\n")
+    assert "holds rows, and" in collected.stderr
+    reproduced = command("reproduce", "kerple-table5", "--folder", tmp_path)
+    assert results.read_text() == "rows\n"
+    assert reproduced.stdout.count("missing") == 36
