@@ -123,7 +123,6 @@ def test_nothing_that_exists_is_replaced_and_bad_words_are_one_message(forks, fo
         ("--prompt-file", tmp_path): "cannot be read as text",
         ("--prompts", ROOT / "docs" / "none.txt"): "cannot be read as text",
         ("--prompt", "a", "--temperature", "-1"): "--temperature -1.0: give 0 for",
-        ("--prompt", "a", "--sinks", "x"): "--sinks x: give a number of tokens",
     }
     for words, message in refused.items():
         done = forks.run("generate.py", "--checkpoint", folder, *words)

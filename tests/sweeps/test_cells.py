@@ -92,7 +92,7 @@ def test_a_bad_sweep_is_one_message(tmp_path):
         "grid: {"
         + ", ".join(f"a{n}: [0,1,2,3,4,5]" for n in range(9))
         + "}": "at most 10,000 - sp",
-        "[1, 2]": "mine.yml: holds a list",
+        "[1, 2]": "mine.yml: holds ",
     }
     for text, message in cases.items():
         with pytest.raises(UserError) as fault:
