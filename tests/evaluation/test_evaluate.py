@@ -480,7 +480,7 @@ def test_all_code_that_shapes_a_loss_and_no_other_changes_the_fingerprint(tmp_pa
     shutil.copytree(ROOT / "megatron", package, ignore=shutil.ignore_patterns("__pycache__"))
     before = code_fingerprint()
     monkeypatch.setattr(loaded_run, "PACKAGE", package)
-    for name in ("report/html/page.py", "results/table.py", "sweeps/cost.py"):
+    for name in ("report/curves.py", "results/table.py", "sweeps/cost.py"):
         (package / name).write_text("changed = True\n")
         assert code_fingerprint() == before
     for name in ("attention/eager.py", "positions/alibi.py", "results/statistics.py"):
