@@ -13,14 +13,14 @@ def is_address(text: str) -> bool:
 
 
 def address_fault(address: str) -> str | None:
-    """What is wrong with an address, and how to mend it; None for a good one.
+    """The fault of an address and how to mend it, or None if it is good.
 
     Configurations, cards and logs repeat addresses, so these hold no passwords or signatures.
     """
     try:
         parts = urlsplit(address)
     except ValueError:
-        return "is no address - write it as s3://bucket/folder/name_text_document"
+        return "is not an address - write it as s3://bucket/folder/name_text_document"
     if "::" in address:
         return "joins several protocols by '::' - give a plain address"
     if parts.username is not None:

@@ -1,4 +1,4 @@
-"""What entry scripts share: `FILE… key=value… [options]`, one message per fault, notes once."""
+"""Shared by entry scripts: `FILE… key=value… [options]`, one message per fault, notes once."""
 
 import argparse
 import atexit

@@ -27,7 +27,7 @@ CURES = {
     errno.EIO: DEVICE,
     errno.ESTALE: DEVICE,
 }
-"""What to do about a fault of a disk or a path, by its errno."""
+"""Cures of faults of disks and paths, by errno."""
 CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069]")
 """Characters that tell a terminal what to do or turn the direction of a line."""
 
@@ -41,7 +41,7 @@ class UserError(ValueError):
 
 
 def cure(fault: OSError) -> str | None:
-    """What to do about a fault of a disk or a path; None for any other fault."""
+    """The cure of a fault of a disk or a path, or None if it is another fault."""
     return CURES.get(fault.errno or 0)
 
 

@@ -82,7 +82,7 @@ def _take(lock: FileLock, path: Path, file: Path, key: str) -> None:
 
 
 def _owner_in(file: Path) -> str:
-    """What the owner has written into a lock; empty if nobody has, or if it cannot be read."""
+    """The text of the owner in a lock; empty if there is none, or if it cannot be read."""
     with suppress(OSError), file.open(encoding="utf-8", errors="replace") as text:
         return text.read(LONGEST).strip()
     return ""

@@ -60,7 +60,7 @@ class Forks:
     ) -> int:
         """Run a script with its words, and return its id.
 
-        Its output goes to the end of `log`, and so do its errors where they have no file.
+        Its output goes to the end of `log`, and so do its errors if they have no file.
         """
         folder = str(cwd or self.root)
         files = [str(log), str(errors or log)]
@@ -74,7 +74,7 @@ class Forks:
         return [self.start(*words, log=log, env=place) for place in places]
 
     def wait(self, pid: int, timeout: float = 600) -> int:
-        """The exit status, when the script has ended; -9 where it was killed.
+        """The exit status, when the script has ended; -9 if it was killed.
 
         Raises TimeoutError after so many seconds, and kills the script's group.
         """

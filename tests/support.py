@@ -1,4 +1,4 @@
-"""What several test files share: the project's root, commands, a corpus of bytes.
+"""Shared by test files: the project's root, commands, a corpus of bytes.
 
 Tests of the kernels import it where torch, numpy and pytest alone are installed.
 """
@@ -91,7 +91,7 @@ def make_corpus(folder: Path) -> Path:
 
 
 def together(work: Callable[[Barrier], Any], processes: int) -> list[Any]:
-    """What `work` returns in each of several forked processes; it waits for all at the barrier."""
+    """The results of `work` in several forked processes; it waits for all at the barrier."""
     context = multiprocessing.get_context("fork")
     barrier, results = context.Barrier(processes, timeout=60), context.Queue()
     # Daemons: what a failed test leaves behind does not keep pytest from ending.

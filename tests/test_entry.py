@@ -1,4 +1,4 @@
-"""What the entry scripts share: arguments, one message per fault, notes once."""
+"""Shared by the entry scripts: arguments, one message per fault, notes once."""
 
 import pytest
 

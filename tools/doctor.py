@@ -48,7 +48,7 @@ ALONE = {
 }
 """Inside a job of a scheduler the trial must wait for nobody."""
 STEPS = {"torch": INSTALL, "gpu": NVIDIA, "training": INSTALL, "processes": INSTALL}
-"""What is tried in a process of its own, and what to do if it fails."""
+"""Steps that are tried in a process of their own, and the cure if one fails."""
 
 
 class Finding(NamedTuple):

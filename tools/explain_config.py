@@ -1,4 +1,4 @@
-"""What a configuration means: every key with its value, where that comes from and what it does.
+"""The meaning of a configuration: every key with its value, where that comes from and what it does.
 
 python tools/explain_config.py configs/125M.yml configs/pos_emb/kerple_log.yml seed=1235
 python tools/explain_config.py configs/125M.yml --brief --gpu h100 --mfu 0.4
@@ -260,9 +260,9 @@ def _options(argv: Sequence[str] | None) -> argparse.Namespace:
     words = sys.argv[1:] if argv is None else list(argv)
     options = parser.parse_intermixed_args(settings_first(words))
     if not 0 < options.mfu <= 1:
-        raise UserError(f"--mfu: {options.mfu:g} is no share - give more than 0 and at most 1")
+        raise UserError(f"--mfu: {options.mfu:g} is not a share - give more than 0 and at most 1")
     if options.devices is not None and not 1 <= options.devices <= 10**6:
-        raise UserError(f"--devices: {options.devices} is no number of devices - give 1 or more")
+        raise UserError(f"--devices: {options.devices} is not a number of devices - give 1 or more")
     return options
 
 

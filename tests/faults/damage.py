@@ -35,7 +35,7 @@ SMALL = ["num_layers=1", "hidden_size=16", "num_attention_heads=2", "seq_length=
 
 @dataclass(frozen=True)
 class Outcome:
-    """What one use of a checkpoint with one damaged file said; message: None if it noticed nothing.
+    """The answer of a use of a checkpoint with a damaged file; message: None if nothing was noticed.
 
     named: whether the message names the file
     """
@@ -102,7 +102,7 @@ def found_by_use(corpus: Path, here: Path, kind: str, grid: Grid, *more: str) ->
 
 
 def damages(content: bytes, counterpart: Path) -> dict[str, bytes | None]:
-    """What a file may hold after a fault, None for no file; counterpart: that of another step."""
+    """Contents of a file after a fault, None for no file; counterpart: that of another step."""
     draw = random.Random(len(content))
     flipped = bytearray(content)
     if content:

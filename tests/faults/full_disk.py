@@ -19,7 +19,7 @@ libc = ctypes.CDLL(None, use_errno=True)
 
 
 def on_small_disk(folder: Path, kib: int, function: Callable[[], Any]) -> Any:
-    """What a function returns in a process that has a disk of `kib` KiB mounted at a folder.
+    """The result of a function in a process that has a disk of `kib` KiB mounted at a folder.
 
     The function runs in a fork, so what is imported stays imported; it returns plain data. A group
     of processes that was joined before does not work in it: start training by `run`. The disk is
@@ -51,7 +51,7 @@ def make_read_only(folder: Path) -> None:
 
 @cache
 def impossible() -> str | None:
-    """Why no disk can be mounted; None where it can."""
+    """The reason why no disk can be mounted, or None if it can."""
     try:
         _forked(lambda: _mount(Path("/tmp"), 64))
     except RuntimeError as fault:

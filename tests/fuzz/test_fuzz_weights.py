@@ -2,7 +2,6 @@
 
 import json
 import struct
-import time
 
 import pytest
 from hypothesis import given
@@ -76,24 +75,17 @@ def test_weights_with_a_changed_byte_and_a_cut(tmp_path, where, value, kept):
     loaded(tmp_path, bytes(changed[: kept or None]))
 
 
-@pytest.mark.parametrize(
-    "content",
-    [
+def test_a_hostile_header_is_refused(tmp_path):
+    for content in (
         packed(b"[" * 100_000 + b"]" * 100_000),
         packed(b'{"a":' * 100_000 + b"1" + b"}" * 100_000),
         struct.pack("<Q", 2**64 - 1) + b"{}",
-        struct.pack("<Q", 10**8) + b"{}",
         b"",
-    ],
-    ids=["deep list", "deep objects", "endless header", "long header", "nothing"],
-)
-def test_a_hostile_header_is_refused(tmp_path, content):
-    place(tmp_path, content)
-    with (
-        in_time(5),
-        pytest.raises(UserError, match=r"model\.safetensors: (cannot be read|is empty)"),
     ):
-        load_model(tmp_path, CONFIG, VOCAB)
+        place(tmp_path, content)
+        refused = pytest.raises(UserError, match=r"model\.safetensors: (cannot be read|is empty)")
+        with in_time(5), refused:
+            load_model(tmp_path, CONFIG, VOCAB)
 
 
 def test_numbers_of_another_type_are_refused(tmp_path):
@@ -101,8 +93,3 @@ def test_numbers_of_another_type_are_refused(tmp_path):
     place(tmp_path, save(weights))
     with pytest.raises(UserError, match="weight is float16, not float32 - copy the che"):
         load_model(tmp_path, CONFIG, VOCAB)
-
-
-def test_an_input_that_takes_too_long_is_an_error():
-    with pytest.raises(TimeoutError, match="more than 1 seconds"), in_time(1):
-        time.sleep(3)

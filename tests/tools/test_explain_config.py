@@ -110,7 +110,7 @@ def test_the_page_shows_what_the_commands_print(capsys, monkeypatch):
 def test_bad_input_is_one_message(capsys):
     for words, message in (
         (["--gpu", "h1000"], "--gpu: h1000 is not known - use one of cpu, v100, a100"),
-        (["--mfu", "0"], "--mfu: 0 is no share - give more than 0 and at most 1"),
+        (["--mfu", "0"], "--mfu: 0 is not a share - give more than 0 and at most 1"),
         (["--devices", "3"], "train_batch_size: 32 is not train_micro_batch_size_per_gpu 32"),
         (["hidden_sise=3"], "hidden_sise: no such key; did you mean hidden_size?"),
     ):
