@@ -35,7 +35,7 @@ SMALL = ["num_layers=1", "hidden_size=16", "num_attention_heads=2", "seq_length=
 
 @dataclass(frozen=True)
 class Outcome:
-    """The answer of a use of a checkpoint with a damaged file; message: None if nothing was noticed.
+    """Answer of a use of a checkpoint with a damaged file; message: None if it noticed nothing.
 
     named: whether the message names the file
     """
