@@ -119,7 +119,7 @@ def draw(file: Path, rows: Sequence[Row], longest: int) -> None:
         ]
         name = own[0]["pos_emb"]
         if by_position:
-            plot_by_position(by_position, picture, title=f"Perplexity of {name} by position")
+            plot_by_position(by_position, picture, title=f"Loss of {name} by position")
         else:
             plot_perplexity(own, picture, title=f"Perplexity of {name} at other lengths")
         print(f"written to {file} and {picture}")

@@ -15,21 +15,18 @@ from pathlib import Path
 from megatron.cli_errors import guarded
 from megatron.errors import UserError
 from megatron.files import ROOT
-from megatron.results.files import has_lines, read_results
+from megatron.results.files import read_results
 from megatron.results.reproduce import (
-    Compared,
     Published,
     Requirements,
     compare,
-    first_of,
     published,
     published_tables,
     render,
-    unmatched,
 )
 from megatron.results.row import CORPUS_AXIS
 from megatron.results.table import table as table_of_rows
-from megatron.sweeps.cells import Cell, Sweep, finished_rows, load_sweep, other_runs
+from megatron.sweeps.cells import Cell, Sweep, finished_rows, load_sweep
 from megatron.sweeps.cost import windows_per_step
 
 
@@ -78,41 +75,17 @@ def _show(table: Published, sweep: Sweep, results: Sequence[Path] | None) -> Non
     rows = read_results(results) if results else finished_rows(sweep)
     cells = compare(table, rows, requirements(table, sweep))
     print(render(table, cells))
-    for line in _where(cells, sweep, results):
-        print(line)
-    if results and table.cells and (count := unmatched(table, rows)):
-        why = "another corpus, encoding, length or protocol"
-        print(f"{count} of {len(rows)} rows match no cell: {why}")
-    if not rows:
-        _show_other_runs(sweep)
+    empty = [cell for cell in cells if not cell.ours and not cell.refused]
+    if empty and results:
+        print(f"{len(empty)} of {len(cells)} cells have no rows: looked in", *results)
+    elif empty:
+        folder = sweep.folder.resolve()
+        note = "" if folder.is_dir() else " (no such folder)"
+        where = f"looked for runs of {sweep.path.name} in {folder}{note}"
+        print(f"{len(empty)} of {len(cells)} cells have no rows: {where}")
+        print("give --folder where the runs are, or --run")
     if rows and not table.cells:
         print(f"\nours alone:\n{table_of_rows(rows)}")
-
-
-def _where(cells: Sequence[Compared], sweep: Sweep, results: Sequence[Path] | None) -> list[str]:
-    """Where the rows of empty cells were looked for; nothing where no cell is empty."""
-    empty = [cell for cell in cells if not cell.ours and not cell.refused]
-    if not empty:
-        return []
-    count = f"{len(empty)} of {len(cells)} cells have no rows"
-    if results:
-        return [f"{count}: looked in {', '.join(map(str, results))}"]
-    folder = sweep.folder.resolve()
-    note = "" if folder.is_dir() else " (no such folder)"
-    lines = [f"{count}: looked for runs of {sweep.path.name} in {folder}{note}"]
-    hint = "give --folder where the runs are, or --run"
-    if has_lines(sweep.results):
-        hint = f"give --folder where the runs are, or --results {sweep.results.resolve()}"
-    return [*lines, hint]
-
-
-def _show_other_runs(sweep: Sweep) -> None:
-    others = other_runs(sweep)
-    if others:
-        print(
-            f"{sweep.folder}: holds other runs than {sweep.path.name}'s: {first_of(others)}"
-            " - give their sweep's table or --folder"
-        )
 
 
 def requirements(table: Published, sweep: Sweep) -> Requirements:

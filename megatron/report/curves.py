@@ -27,7 +27,7 @@ from megatron.files import atomic_write
 from megatron.results.files import PICTURES
 from megatron.results.labels import runs
 from megatron.results.row import ATTENTION_INPUTS, Question, Row, by_text, plain, value_of
-from megatron.results.statistics import half_octaves, perplexity_of, prefix_curve
+from megatron.results.statistics import half_octaves
 from megatron.results.table import cell, setting
 
 GREY = "#666666"
@@ -102,29 +102,22 @@ def looks(curves: Sequence[tuple[str, str]]) -> list[Look]:
     """A look for each (encoding, variant) of a figure.
 
     The encoding gives colour and marker: from the table or, for others, from a hash of the name.
-    Without a variant the line is solid, with a window it is dashed. Curves that would look the same
-    get other dashes; own encodings that would look the same get another colour or marker.
+    Without a variant the line is solid, with a window it is dashed. Further curves of an encoding
+    get other dashes.
     """
-    inks = {name: ENCODINGS[name] for name, _ in curves if name in ENCODINGS}
-    for name in sorted({name for name, _ in curves} - ENCODINGS.keys()):
-        digest = hashlib.sha256(name.encode()).digest()
-        start = int.from_bytes(digest[:4], "big") % len(OWN)
-        candidates = (*OWN[start:], *OWN[:start])
-        free = [ink for ink in candidates if ink not in inks.values()]
-        inks[name] = (free or candidates)[0]
     used: dict[str, list[Any]] = {}
     found = []
     for encoding, variant in curves:
-        patterns = [*DASHES, WINDOW]
+        digest = hashlib.sha256(encoding.encode()).digest()
+        ink = ENCODINGS.get(encoding, OWN[digest[0] % len(OWN)])
+        patterns = [*DASHES[1:], *DASHES] if variant else list(DASHES)
         if variant.startswith("window"):
             patterns = [WINDOW, *DASHES]
-        elif variant:
-            patterns = [*DASHES[1:], DASHES[0], WINDOW]
         used_here = used.setdefault(encoding, [])
         free = [pattern for pattern in patterns if pattern not in used_here]
-        dashes = free[0] if free else patterns[len(used_here) % len(patterns)]
+        dashes = (free or patterns)[0]
         used_here.append(dashes)
-        found.append(Look(*inks[encoding], dashes))
+        found.append(Look(*ink, dashes))
     return found
 
 
@@ -209,24 +202,16 @@ def draw_by_length(curves: Sequence[Curve], rows: Sequence[Row], title: str = ""
 
 
 def plot_by_position(rows: Sequence[Row], path: Path, *, title: str) -> None:
-    """Draw perplexity against the position within the windows of each row, over half octaves.
+    """Draw the loss against the position within the windows of each row, over half octaves."""
+    write(draw_by_position(position_curves(runs(rows)), rows, title), path)
 
-    For a single row, also draw the perplexity of all tokens up to a position.
-    """
-    groups = runs(rows)
-    curves = []
-    for curve in position_curves(groups):
-        perplexities = [perplexity_of(loss) or math.inf for loss in curve.values]
-        label = curve.label if len(rows) > 1 else "at the position"
-        curves.append(Curve(label, curve.at, perplexities, (), curve.encoding, curve.variant))
-    if len(rows) == 1:
-        (row,) = rows
-        losses = prefix_curve(row.get("position_edges", []), row.get("position_losses", []))
-        perplexities = [perplexity_of(loss) or math.inf for loss in losses.values()]
-        curves.append(Curve("of all before it", [*losses], perplexities, (), row["pos_emb"]))
-    ticks = [2**power for power in range(0, rows[0]["length"].bit_length(), 2)]
-    figure = draw_curves(curves, "position (tokens)", "perplexity", ticks, rows=rows, title=title)
-    write(figure, path)
+
+def draw_by_position(curves: Sequence[Curve], rows: Sequence[Row], title: str = "") -> Figure:
+    """Curves of the loss by position; `rows` give the training lengths and the lines beneath."""
+    longest = max((curve.at[-1] for curve in curves if curve.at), default=1)
+    ticks = [2**power for power in range(0, int(longest).bit_length() + 1, 2)]
+    value = "loss (nats per token)"
+    return draw_curves(curves, "position (tokens)", value, ticks, rows=rows, title=title)
 
 
 def draw_curves(
@@ -335,22 +320,13 @@ def _direct_labels(axes: Axes, shown: Sequence[tuple[Curve, Look]]) -> None:
 
 
 def apart(heights: Sequence[float], gap: float) -> list[float]:
-    """The heights, moved as little as possible (least squares) to stand `gap` apart."""
-    order = sorted(range(len(heights)), key=lambda number: heights[number])
-    # Neighbours that touch share one mean of (height - rank * gap): (that mean, how many share it).
-    groups: list[tuple[float, int]] = []
-    for rank, number in enumerate(order):
-        mean, members = heights[number] - rank * gap, 1
-        while groups and groups[-1][0] > mean:
-            other_mean, others = groups.pop()
-            mean = (mean * members + other_mean * others) / (members + others)
-            members += others
-        groups.append((mean, members))
-    means = [mean for mean, members in groups for _ in range(members)]
+    """The heights, moved upward and then together downward so that they stand `gap` apart."""
     placed = [0.0] * len(heights)
-    for rank, (number, mean) in enumerate(zip(order, means, strict=True)):
-        placed[number] = mean + rank * gap
-    return placed
+    highest = -math.inf
+    for number in sorted(range(len(heights)), key=lambda number: heights[number]):
+        highest = placed[number] = max(heights[number], highest + gap)
+    beyond = max(0.0, highest - max([1.0, *heights]))
+    return [height - beyond for height in placed]
 
 
 def style() -> AbstractContextManager[None]:

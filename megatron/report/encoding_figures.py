@@ -8,7 +8,6 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
@@ -290,13 +289,12 @@ def draw_learned(learned: Mapping[str, Tensor], heads: int, title: str) -> Figur
                 inks = colours(columns)(range(columns))
                 axes.scatter(range(columns), table[0], c=inks, s=16, zorder=3)
                 axes.set_ylabel("value")
-                axes.grid(axis="y", color=GRID, linewidth=0.5)
-                axes.spines[["top", "right"]].set_visible(False)
                 continue
-            look: dict[str, Any] = {"aspect": "auto", "interpolation": "nearest"}
-            image = axes.imshow(table.numpy(), cmap="viridis", origin="lower", **look)
+            image = axes.imshow(
+                table.numpy(), aspect="auto", interpolation="nearest", origin="lower"
+            )
             figure.colorbar(image, ax=axes, pad=0.02, label="value")
-            axes.set_ylabel("layer that has it" if name not in learned else "row")
+            axes.set_ylabel("row" if name in learned else "layer that has it")
             axes.yaxis.set_major_locator(MaxNLocator(6, integer=True, min_n_ticks=1))
     return figure
 
@@ -306,38 +304,29 @@ def draw_trajectory(
 ) -> Figure | None:
     """The numbers of `learned` over the logged steps, or None if none was logged.
 
-    One panel for each: a line for each head, the mean over rows or layers; of a number that is not
-    learned by head, the median and the range of its entries.
+    One panel for each, with a line for each head, or entry of a number that is not learned by
+    head: the mean over rows or layers.
     """
-    points: dict[str, list[tuple[int, Tensor]]] = {}
+    points: dict[str, dict[int, Tensor]] = {}
     for record in records:
         known = {}
         for name, values in record.get("position", {}).items():
             if name in learned and len(values) == learned[name].numel():
                 known[name] = torch.tensor(values).view_as(learned[name])
         for name, table in tables_of(known, heads).items():
-            points.setdefault(name, []).append((record["step"], table))
+            points.setdefault(name, {})[record["step"]] = table.mean(dim=0)
     if not points:
         return None
     with style():
         figure, places = _in_a_grid(len(points), title)
-        for axes, (name, tables) in zip(places, points.items(), strict=False):
-            steps = [step for step, _ in tables]
-            values = torch.stack([table for _, table in tables])  # [steps, rows, heads]
-            palette = colours(heads)
-            if values.shape[-1] == heads:
-                for head, line in enumerate(values.mean(dim=1).T):
-                    axes.plot(steps, line, color=palette(head), linewidth=1.1)
-            else:
-                entries = values.flatten(1)
-                low, high = entries.min(dim=1).values, entries.max(dim=1).values
-                axes.fill_between(steps, low, high, color=palette(0), alpha=0.2, linewidth=0)
-                axes.plot(steps, entries.median(dim=1).values, color=palette(0), linewidth=1.1)
+        for axes, (name, values) in zip(places, points.items(), strict=False):
+            lines = torch.stack(list(values.values())).T
+            palette = colours(len(lines))
+            for number, line in enumerate(lines):
+                axes.plot(list(values), line, color=palette(number), linewidth=1.1)
             axes.set_title(name, loc="left")
             axes.set_xlabel("step")
             axes.xaxis.set_major_locator(MaxNLocator(4, integer=True))
-            axes.spines[["top", "right"]].set_visible(False)
-            axes.grid(color=GRID, linewidth=0.5)
         head_bar(figure, places, heads)
     return figure
 
@@ -369,26 +358,20 @@ def draw_attention(
     future = torch.ones(length, length, dtype=torch.bool).triu(1)
     shown = probabilities.clamp(min=LOWEST).masked_fill(future, float("nan"))
     side = max(0.58, min(1.6, 7.2 / heads))
-    look: dict[str, Any] = {"norm": LogNorm(LOWEST, 1), "cmap": "viridis"}
     with style():
         size = (side * heads + 1.3, side * layers + 0.8)
         figure, places = panels_of(layers * heads, heads, size, title)
+        images = []
         for number, axes in enumerate(places):
             layer, head = divmod(number, heads)
-            image = axes.imshow(shown[layer, head].numpy(), interpolation="nearest", **look)
-            axes.set_xticks([])
-            axes.set_yticks([])
-            axes.spines[:].set_visible(False)
+            images.append(axes.imshow(shown[layer, head].numpy(), norm=LogNorm(LOWEST, 1)))
+            axes.set_axis_off()
             if layer == 0:
-                name = str(head) if heads > MANY else f"head {head}"
-                axes.set_title(name, fontsize=8, pad=2)
+                axes.set_title(f"head {head}" if heads <= MANY else str(head), fontsize=8)
             if head == 0:
-                name = str(layer) if layers > MANY else f"layer {layer}"
-                label = "\n".join([name, *names[layer : layer + 1]])
-                axes.set_ylabel(label, fontsize=8, labelpad=2)
-        label = "attention probability"
-        bar = figure.colorbar(image, ax=places, pad=0.01, aspect=30, shrink=0.9, label=label)
-        bar.set_ticks([1, 0.1, 0.01, LOWEST], labels=["1", "0.1", "0.01", f"≤ {LOWEST:g}"])
+                name = names[layer] if names else f"layer {layer}"
+                axes.text(-0.1, 0.5, name, transform=axes.transAxes, ha="right", fontsize=8)
+        figure.colorbar(images[-1], ax=places, pad=0.01, label="attention probability")
         source = f"{length} tokens: {text}" if text else f"{length} tokens"
         footer = f"{LAYOUT}\n{source}"
         figure.supxlabel(footer, x=0.01, ha="left", fontsize=7, color=GREY)

@@ -1,7 +1,7 @@
 """Encodings against one of them, length by length: differences, intervals, claims."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -109,26 +109,12 @@ class Comparison:
         return self.difference.interval() if self.difference else None
 
     def plain(self) -> dict[str, Any]:
-        """For JSON. ratio is that of the perplexities; the intervals have 95 %."""
-        keys = ("setting", "length", "encoding", "reference", "seeds", "perplexity", "std")
-        facts: dict[str, Any] = {key: getattr(self, key) for key in keys}
-        facts |= {"bits_per_byte": self.bits_per_byte, "unit": self.unit, "p": self.p}
-        facts |= {"mark": self.mark, "reason": self.reason}
-        if self.difference is None:
-            return facts
-        ends = self.interval or (None, None)
-        facts |= {
-            "interval_is_about": about(self.is_claim),
-            "by_seed": {str(seed): difference for seed, difference in self.by_seed.items()},
-            "seeds_disagree": self.seeds_disagree,
-            "difference": self.difference.mean,
-            "interval": list(ends),
-            "ratio": perplexity_of(self.difference.mean),
-            "ratio_interval": [None if end is None else perplexity_of(end) for end in ends],
-        }
-        if self.over_text:
-            text = self.over_text.estimate
-            facts |= {"text_unit": self.over_text.unit, "n": text.n, "n_eff": text.n_eff}
+        """For JSON: the fields, the interval of 95 % and the ratio of the perplexities."""
+        facts: dict[str, Any] = {**asdict(self), "mark": self.mark, "unit": self.unit}
+        if self.difference is not None:
+            mean = self.difference.mean
+            facts |= {"difference": mean, "interval": self.interval, "ratio": perplexity_of(mean)}
+            facts |= {"interval_is_about": about(self.is_claim)}
         return facts
 
 

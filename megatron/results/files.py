@@ -250,23 +250,20 @@ def _disagreement(row: Mapping[str, Any]) -> str | None:
     loss, perplexity = row["loss"], row["perplexity"]
     if loss is None:
         return None if perplexity is None else f"its loss is null, its perplexity {perplexity:g}"
-    if loss < 0:
-        return f"its loss is {loss:g}, below 0"
     expected = perplexity_of(loss)
-    if not math.isclose(perplexity or math.inf, expected or math.inf, rel_tol=1e-9):
-        return f"its perplexity is {perplexity}, but exp(loss) is {expected}"
+    if loss < 0 or not math.isclose(perplexity or math.inf, expected or math.inf):
+        return f"its perplexity is {perplexity}, but exp({loss:g}) is {expected}"
+    blocks = row.get("block_losses") or []
     windows = row.get("window_losses") or []
     if windows and len(windows) != row["windows"]:
         return f"it has {len(windows)} window_losses of {row['windows']} windows"
-    blocks = row.get("block_losses") or []
-    tokens_of_blocks = row.get("block_tokens") or [BLOCK] * len(blocks)
-    if blocks and sum(tokens_of_blocks) != row["tokens"]:
-        return f"its blocks have {sum(tokens_of_blocks)} tokens, the row {row['tokens']}"
     parts = {
         "window_losses": row.get("window_tokens") or [1] * len(windows),
-        "block_losses": tokens_of_blocks,
+        "block_losses": row.get("block_tokens") or [BLOCK] * len(blocks),
         "position_losses": np.diff(row.get("position_edges") or [0]),
     }
+    if blocks and sum(parts["block_losses"]) != row["tokens"]:
+        return f"its blocks have {sum(parts['block_losses'])} tokens, the row {row['tokens']}"
     for key, weights in parts.items():
         losses = row.get(key) or []
         if len(losses) != len(weights) or np.any(np.less(weights, 1)):

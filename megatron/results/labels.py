@@ -168,12 +168,6 @@ def _describes(text: str, row: Question) -> bool:
         for value in (value_of(row, key), row.get(key)):
             if value is not None:
                 facts.append(f"{key} {plain(value)}")
-    # Facts may contain commas, so all that may stand next are tried, and what is left of each.
-    texts = [text.removeprefix(row["pos_emb"])] if text.startswith(row["pos_emb"]) else []
-    while texts:
-        rest = texts.pop()
-        if not rest:
-            return True
-        starts = {f", {fact}" for fact in facts if rest.startswith(f", {fact}")}
-        texts += [rest.removeprefix(start) for start in starts]
-    return False
+    for fact in sorted(facts, key=len, reverse=True):
+        text = text.replace(f", {fact}", "", 1)
+    return text == row["pos_emb"]

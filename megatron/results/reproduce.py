@@ -6,12 +6,13 @@ Each .yml in the folder `published` is one table, with where its numbers were re
 import math
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from decimal import Decimal
 from pathlib import Path
-from typing import Any
+from typing import Annotated
 
 import yaml
-from pydantic import BaseModel, ConfigDict, ValidationError, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, StringConstraints, ValidationError
 
 from megatron.errors import UserError, did_you_mean
 from megatron.files import read_small
@@ -24,18 +25,8 @@ TABLE_HEAD = ("corpus", "pos_emb", "length", "paper", "ours", "seeds", "differen
 SHOWN = 3  # places of a refusal that are listed
 
 
-@dataclass(frozen=True)
-class Number:
-    """One number of a paper.
-
-    std: over seeds, if it is known; note: why the paper has no number; digits: mean and std as
-    the paper prints them
-    """
-
-    mean: float | None
-    std: float | None = None
-    note: str = ""
-    digits: tuple[str, ...] = field(default=(), compare=False)
+# [mean] or [mean, standard deviation over seeds] as the paper prints them, or why there is none.
+Number = list[Decimal] | Annotated[str, StringConstraints(pattern=r"[^\d.]")]
 
 
 class Published(BaseModel):
@@ -61,39 +52,6 @@ class Published(BaseModel):
     caveats: tuple[str, ...] = ()
     verified: bool = False
     why_not: str = "it names no sweep"
-
-    @field_validator("cells", mode="before")
-    @classmethod
-    def numbers(cls, texts: Any) -> Any:
-        """Texts of YAML as numbers: [mean] or [mean, standard deviation], or a note."""
-        try:
-            return {
-                corpus: {
-                    encoding: {length: _number(value) for length, value in lengths.items()}
-                    for encoding, lengths in encodings.items()
-                }
-                for corpus, encodings in texts.items()
-            }
-        except (AttributeError, TypeError, ValueError):
-            shape = "corpus: {encoding: {length: [mean] or [mean, std] or a note}}"
-            raise ValueError(f"give {shape}") from None
-
-    @model_validator(mode="after")
-    def asks_a_question(self) -> "Published":
-        """A table that a sweep measures says by which protocol."""
-        missing = {"protocol", "windows", "part"} - self.model_fields_set
-        if self.sweep and missing:
-            raise ValueError(f"a table with a sweep needs {', '.join(sorted(missing))}")
-        return self
-
-
-def _number(value: str | list[str]) -> Number:
-    if isinstance(value, str):
-        if value.replace(".", "", 1).isdecimal():
-            raise ValueError(f"{value} would be a note")
-        return Number(None, note=value)
-    mean, *std = map(float, value)
-    return Number(mean, std[0] if std else None, digits=tuple(value))
 
 
 def published_tables() -> list[str]:
@@ -164,16 +122,16 @@ class Compared:
 
     @property
     def difference(self) -> float | None:
-        if not self.ours or self.paper.mean is None:
+        if not self.ours or isinstance(self.paper, str):
             return None
-        return statistics.mean(self.ours) - self.paper.mean
+        return statistics.mean(self.ours) - float(self.paper[0])
 
     def standard_errors(self, seeds: int | None) -> float | None:
         """difference / sqrt(s² / n + s_paper² / seeds), or None if either spread is unknown."""
-        if self.difference is None or len(self.ours) < 2 or self.paper.std is None or not seeds:
+        if self.difference is None or len(self.ours) < 2 or len(self.paper) < 2 or not seeds:
             return None
         our_variance = statistics.variance(self.ours) / len(self.ours)
-        paper_variance = self.paper.std**2 / seeds
+        paper_variance = float(self.paper[1]) ** 2 / seeds
         error = math.sqrt(our_variance + paper_variance)
         return self.difference / error if error else None
 
@@ -200,12 +158,6 @@ def compare(table: Published, rows: Sequence[Row], required: Requirements) -> li
         single = tuple(values[0] for values in by_seed.values() if len(values) == 1)
         found.append(Compared(corpus, encoding, length, number, single, tuple(refused)))
     return found
-
-
-def unmatched(table: Published, rows: Sequence[Row]) -> int:
-    """How many rows belong to no cell: another corpus, encoding, length or protocol."""
-    places = {(*place, table.protocol) for *place, _ in _numbers(table)}
-    return len([row for row in rows if _place_of(row) not in places])
 
 
 def _numbers(table: Published) -> Iterator[tuple[str, str, int, Number]]:
@@ -268,7 +220,9 @@ def render(table: Published, cells: Sequence[Compared]) -> str:
             places = refused.setdefault(reason, [])
             places.append(f"{cell.corpus} {cell.encoding} {cell.length}")
         difference, errors = cell.difference, cell.standard_errors(table.seeds)
-        paper = " ± ".join(cell.paper.digits) if cell.paper.digits else cell.paper.note
+        paper = cell.paper
+        if not isinstance(paper, str):
+            paper = " ± ".join(map(str, paper))
         body.append(
             [
                 cell.corpus,
@@ -304,7 +258,8 @@ def _ours(cell: Compared) -> str:
     """
     if not cell.ours:
         return "refused" if cell.refused else "missing"
-    decimals = [len(text.partition(".")[2]) for text in cell.paper.digits] or [2]
+    digits = ["0.00"] if isinstance(cell.paper, str) else list(map(str, cell.paper))
+    decimals = [len(text.partition(".")[2]) for text in digits]
     mean = f"{statistics.mean(cell.ours):.{decimals[0]}f}"
     if len(cell.ours) == 1:
         return mean

@@ -279,19 +279,18 @@ def half_octaves(edges: Sequence[int], values: ArrayLike) -> tuple[list[float], 
 
     edges: positions [n + 1]; values: means [n] over the positions between edges
     """
-    known = np.asarray(values, dtype=np.float64)
-    middles: list[float] = []
-    means: list[float] = []
-    start = 0
-    for end in range(1, len(edges)):
-        is_last = end == len(edges) - 1
-        if not is_last and edges[end] < math.sqrt(2) * edges[start]:
-            continue
-        widths = np.diff(edges[start : end + 1])
-        middles.append((edges[start] + edges[end]) / 2)
-        means.append(float(np.average(known[start:end], weights=widths)))
-        start = end
-    return middles, means
+    starts = [0]
+    for number in range(1, len(edges) - 1):
+        if edges[number] >= math.sqrt(2) * edges[starts[-1]]:
+            starts.append(number)
+    if not len(edges):
+        return [], []
+    widths = np.diff(edges)
+    ends = [*starts[1:], len(edges) - 1]
+    sums = np.add.reduceat(widths * np.asarray(values, dtype=np.float64), starts)
+    means = sums / np.add.reduceat(widths, starts)
+    middles = [(edges[start] + edges[end]) / 2 for start, end in zip(starts, ends, strict=True)]
+    return middles, means.tolist()
 
 
 def wilson(mean: float, n: int, level: float = 0.95) -> tuple[float, float]:

@@ -478,13 +478,6 @@ def collect(sweep: Sweep) -> list[Row]:
     return rows
 
 
-def other_runs(sweep: Sweep) -> list[str]:
-    """Other runs in the sweep's folder: those of no cell, and of another configuration."""
-    cells = {cell.name: cell for cell in sweep.cells}
-    names = sorted(path.parent.name for path in sweep.folder.glob("*/cell.yml"))
-    return [name for name in names if name not in cells or state_of(cells[name]).kind == "foreign"]
-
-
 def absent_data(sweep: Sweep) -> list[str]:
     """The prefixes that cells name and whose token files do not exist."""
     paths: set[str] = set()

@@ -10,7 +10,7 @@ from html.parser import HTMLParser
 import pytest
 
 from megatron.errors import UserError
-from megatron.report.page import Page, reference_of
+from megatron.report.page import page_of_rows, reference_of
 from megatron.results.comparison import compared, encodings
 from megatron.results.files import read_results
 from megatron.results.labels import kinds
@@ -79,7 +79,7 @@ class Labels(HTMLParser):
 
 @pytest.fixture(scope="module")
 def page():
-    return Page(read_results(ROWS), read_probes(PROBES), {}).html("t")
+    return page_of_rows(read_results(ROWS), read_probes(PROBES), {}).html("t")
 
 
 @pytest.fixture(scope="module")
@@ -126,7 +126,7 @@ def test_against_means_the_same_in_compare_and_on_the_page():
         with pytest.raises(UserError, match=f"--against: '{against}' {problem}"):
             compared(encodings(rows), against)
         with pytest.raises(UserError, match=f"--against: '{against}' {problem}"):
-            Page(rows, [], {}, against)
+            page_of_rows(rows, [], {}, against)
 
 
 def test_the_page_compares_with_the_lowest_encoding_that_has_all_three_seeds():

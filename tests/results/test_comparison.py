@@ -239,5 +239,5 @@ def test_the_numbers_for_json_are_those_of_the_table():
         "over seeds",
         "†",
     )
-    assert facts["by_seed"].keys() == {"1", "2", "3"}
+    assert facts["by_seed"].keys() == {1, 2, 3}
     assert f"{facts['bits_per_byte']:.4f}" in tables([one], bits_per_byte=True)

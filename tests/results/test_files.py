@@ -132,7 +132,7 @@ def test_facts_of_another_type_or_that_disagree_are_named(tmp_path):
         ({"cell": [1]}, r"its cell is \[1\]: input should be a valid dictionary"),
         ({"corpus": "\x1b[2J"}, "it has a control character"),
         ({"windows": 0}, "its windows is 0, not 1 or more"),
-        ({"perplexity": 9.1}, r"its perplexity is 9.1, but exp\(loss\) is 9.0000"),
+        ({"perplexity": 9.1}, r"its perplexity is 9.1, but exp\(2.19722\) is 9.0000"),
         ({"loss": None}, "its loss is null, its perplexity 9"),
         ({"window_losses": [2.0]}, "it has 1 window_losses of 16 windows"),
         ({"window_losses": [2.0] * 16}, "its loss is 2.197225, but the mean of its window_losses"),

@@ -7,13 +7,14 @@ import pytest
 
 from megatron.errors import UserError
 from megatron.results.reproduce import (
-    Number,
     Requirements,
     compare,
     published,
     published_tables,
     render,
 )
+from tests.support import ROOT
+from tools.reproduce import main
 
 REQUIRED = Requirements(
     {("github", "alibi"): frozenset({"a1"})},
@@ -50,19 +51,20 @@ def cell_of(rows, encoding="alibi"):
 @pytest.mark.parametrize(  # typed from the paper once more
     ("table", "corpus", "encoding", "length", "number"),
     [
-        ("kerple-table3", "openwebtext2", "kerple_log", 16384, Number(21.4, 0.6)),
-        ("kerple-table3", "arxiv", "rotary", 4096, Number(30.1, 4.32)),
-        ("kerple-table4", "github", "t5", 512, Number(0.340)),
-        ("kerple-table5", "github", "kerple_log_3para", 8192, Number(2.68, 0.04)),
-        ("kerple-table5", "arxiv", "kerple_bias_wht", 16384, Number(None, note="out of memory")),
-        ("kerple-table6", "openwebtext2", "kerple_bias_2para", 512, Number(58.4, 71.6)),
-        ("kerple-table9-len1024", "arxiv", "t5", 16384, Number(16.0)),
-        ("kerple-table9-1.3b", "openwebtext2", "kerple_log", 8192, Number(16.9)),
-        ("kerple-table10", "wikitext103", "alibi", 3072, Number(18.40)),
+        ("kerple-table3", "openwebtext2", "kerple_log", 16384, ["21.4", "0.6"]),
+        ("kerple-table3", "arxiv", "rotary", 4096, ["30.1", "4.32"]),
+        ("kerple-table4", "github", "t5", 512, ["0.340"]),
+        ("kerple-table5", "github", "kerple_log_3para", 8192, ["2.68", "0.04"]),
+        ("kerple-table5", "arxiv", "kerple_bias_wht", 16384, "out of memory"),
+        ("kerple-table6", "openwebtext2", "kerple_bias_2para", 512, ["58.4", "71.6"]),
+        ("kerple-table9-len1024", "arxiv", "t5", 16384, ["16.0"]),
+        ("kerple-table9-1.3b", "openwebtext2", "kerple_log", 8192, ["16.9"]),
+        ("kerple-table10", "wikitext103", "alibi", 3072, ["18.40"]),
     ],
 )
 def test_published_numbers_are_the_papers(table, corpus, encoding, length, number):
-    assert published(table).cells[corpus][encoding][length] == number
+    found = published(table).cells[corpus][encoding][length]
+    assert (found if isinstance(found, str) else list(map(str, found))) == number
 
 
 def test_every_table_says_where_it_was_read_and_holds_only_numbers_that_were_read():
@@ -92,10 +94,9 @@ def test_a_faulty_table_of_ones_own_is_one_message(tmp_path):
         "paper: [": "is not YAML",
         "- a": "mine.yml: ",
         "sweep: 5": "sweep: ",
-        "sweep: a.yml": "a table with a sweep needs part, protocol, windows",
-        "cells: {github: {alibi: 3.4}}": "cells: .*give corpus: {encoding: {length: ",
-        "cells: {github: {alibi: {512: [a, b]}}}": "cells: .*give corpus",
-        "cells: {github: {alibi: {512: 3.4}}}": "cells: .*give corpus",
+        "cells: {github: {alibi: 3.4}}": "cells.github.alibi",
+        "cells: {github: {alibi: {512: [a, b]}}}": "cells.github.alibi.512",
+        "cells: {github: {alibi: {512: 3.4}}}": "cells.github.alibi.512",
     }.items():
         kept = [f"{key}: {json.dumps(value)}" for key, value in whole.items() if key not in change]
         text = change if change == "- a" else "\n".join([change, *kept])
@@ -192,35 +193,20 @@ def test_a_cell_without_rows_is_missing_and_another_protocol_is_no_answer():
     assert cell_of([ROW | {"seed": 1, "perplexity": 3.2}], "t5").ours == ()
 
 
-def test_the_command_shows_what_is_there_and_what_cannot_be_had(forks, tmp_path):
-    shown = forks.run("tools/reproduce.py", "kerple-table5", "--folder", tmp_path / "none")
-    assert shown.returncode == 0, shown.stderr
-    assert shown.stdout.count("missing") == 36
-    assert "0 of 36 cells have our numbers" in shown.stdout
+def test_the_command_shows_what_is_there_and_what_cannot_be_had(tmp_path, capsys):
     folder = tmp_path / "none"
+    assert main(["kerple-table5", "--folder", str(folder)]) == 0
+    shown = capsys.readouterr().out
+    assert shown.count("missing") == 36
+    assert "0 of 36 cells have our numbers" in shown
     assert (
         f"36 of 36 cells have no rows: looked for runs of kerple_table5.yml in {folder}"
         " (no such folder)\ngive --folder where the runs are, or --run\n"
-    ) in shown.stdout
-    assert (
-        "NOT FOUND" in forks.run("tools/reproduce.py", "mep", "--folder", tmp_path / "none").stdout
-    )
-    refused = forks.run("tools/reproduce.py", "kerple-table10")
-    assert refused.returncode == 1
-    assert "cannot be reproduced here: the paper used ALiBi's fairseq code" in refused.stderr
-    assert not (tmp_path / "none").exists()
-
-
-def test_a_collected_file_beside_no_runs_is_named(forks, tmp_path):
-    results = tmp_path / "results.jsonl"
-    results.write_text("rows of elsewhere\n")
-    shown = forks.run("tools/reproduce.py", "kerple_table5", "--folder", tmp_path)
-    assert f"looked for runs of kerple_table5.yml in {tmp_path}\n" in shown.stdout
-    assert f"give --folder where the runs are, or --results {results}\n" in shown.stdout
-
-
-def test_rows_that_a_user_gave_are_named_where_cells_have_none(forks):
-    demo = "docs/demo.jsonl"
-    shown = forks.run("tools/reproduce.py", "kerple_table5", "--results", demo)
-    assert f"36 of 36 cells have no rows: looked in {demo}\n" in shown.stdout
-    assert "12 of 12 rows match no cell: another corpus, encoding, length" in shown.stdout
+    ) in shown
+    assert main(["kerple_table5", "--results", str(ROOT / "docs/demo.jsonl")]) == 0
+    assert "36 of 36 cells have no rows: looked in" in capsys.readouterr().out
+    assert main(["mep", "--folder", str(folder)]) == 0
+    assert "NOT FOUND" in capsys.readouterr().out
+    assert main(["kerple-table10"]) == 1
+    assert "cannot be reproduced here: the paper used ALiBi's fairseq" in capsys.readouterr().err
+    assert not folder.exists()

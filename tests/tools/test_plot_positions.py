@@ -84,28 +84,6 @@ def test_the_panels_say_what_the_hooks_do():
     torch.testing.assert_close(kernel.values, bias.values.exp())
 
 
-def test_every_picture_has_the_same_scales_which_its_axes_name():
-    for name in ("alibi", "t5", "rotary", "fire"):
-        found = panels(build(name, Shape(4, 8, 32, 64)).eval(), 16384)
-        figure = draw(found, name)
-        for axes, panel in zip(figure.axes, found, strict=False):
-            if panel.effective is None:
-                assert (axes.get_xscale(), axes.get_yscale()) == ("function", "linear")
-                assert axes.get_xlabel() == "distance d (tokens), scale log(1 + d)"
-                place = axes.get_xaxis_transform().transform
-                ends = [float(place((distance, 0))[0]) for distance in (0, 1, 3)]
-                assert ends[2] - ends[0] == pytest.approx(
-                    2 * (ends[1] - ends[0])
-                )  # log 4 = 2 log 2
-            else:
-                assert axes.get_ylabel() == "tokens, scale log(1 + n)"
-    bias = draw(panels(build("alibi", Shape(4, 8, 32, 64)), 16384), "alibi").axes[0]
-    assert bias.get_title(loc="left") == "bias, cut at -12"
-    assert bias.get_ylim()[0] == -12
-    near = draw(panels(build("alibi", Shape(4, 8, 32, 64)), 20), "alibi").axes[0]
-    assert near.get_title(loc="left") == "bias", "nothing is cut at distances below 20"
-
-
 def test_the_tool_draws_what_is_named_with_its_options_and_says_what_cannot_be_drawn(
     tmp_path, capsys
 ):
@@ -118,13 +96,6 @@ def test_the_tool_draws_what_is_named_with_its_options_and_says_what_cannot_be_d
     assert "pos_emb: no encoding is called 'bias'" in capsys.readouterr().err
 
 
-def test_without_names_every_bias_by_distance_is_drawn(tmp_path, monkeypatch):
-    keep = {name: REGISTRY[name] for name in ("alibi", "rotary", "mep", "kerple_log")}
-    monkeypatch.setattr("tools.plot_positions.REGISTRY", keep)
-    assert main(["--output", str(tmp_path), "--length", "100", "--heads", "2"]) == 0
-    assert {path.stem for path in tmp_path.iterdir()} == {"alibi", "kerple_log"}
-
-
 def test_a_checkpoint_gives_curves_numbers_their_way_and_attention(tmp_path, capsys):
     checkpoint(tmp_path / "run", "pos_emb=mep_param_t5")
     (tmp_path / "page.txt").write_text("The quick brown fox jumps over the lazy dog.")
@@ -135,25 +106,6 @@ def test_a_checkpoint_gives_curves_numbers_their_way_and_attention(tmp_path, cap
     assert pictures == [f"{stem}.{kind}" for stem in stems for kind in ("png", "svg")]
     words_of = (tmp_path / "run/plots/global_step10/attention.svg").read_text()
     assert "20 tokens: The quick brown fox" in words_of
-    assert capsys.readouterr().err == ""
-
-
-def test_held_out_text_is_the_default(corpus, tmp_path, capsys):
-    checkpoint(tmp_path / "run", "pos_emb=cable", f"data_path={corpus}", "split=5,4,1")
-    assert (
-        main(
-            [
-                "--checkpoint",
-                str(tmp_path / "run"),
-                "--length",
-                "100",
-                "--output",
-                str(tmp_path / "out"),
-            ]
-        )
-        == 0
-    )
-    assert (tmp_path / "out/attention.png").exists()
     assert capsys.readouterr().err == ""
 
 
@@ -205,22 +157,6 @@ def test_the_drawn_attention_is_the_models(settings):
     assert model.backend == "auto"
 
 
-def test_layers_of_their_own_are_drawn_one_by_one(tmp_path):
-    checkpoint(tmp_path / "run", "pos_emb=kerple_log", "pos_emb_shared=false")
-    main(
-        [
-            "--checkpoint",
-            str(tmp_path / "run"),
-            "--length",
-            "100",
-            "--output",
-            str(tmp_path / "out"),
-        ]
-    )
-    names = {path.name for path in (tmp_path / "out").glob("*.png")}
-    assert names == {"encoding-layer0.png", "encoding-layer1.png", "learned.png", "trajectory.png"}
-
-
 def test_learned_numbers_are_rows_by_heads_and_layers_become_rows():
     numbers = {"p": torch.arange(4.0), "weight": torch.ones(32, 4), "c": torch.tensor(0.1)}
     shapes = {name: tuple(table.shape) for name, table in tables_of(numbers, 4).items()}
@@ -241,3 +177,23 @@ def test_every_encoding_can_be_drawn_or_does_nothing(tmp_path):
             words = "".join(ElementTree.fromstring(path.read_text()).itertext())
             assert name in words
             assert "distance d (tokens), scale log(1 + d)" in words
+
+
+def test_layers_of_their_own_are_drawn_one_by_one_with_held_out_text(corpus, tmp_path, capsys):
+    words = ["pos_emb=kerple_log", "pos_emb_shared=false", f"data_path={corpus}", "split=5,4,1"]
+    checkpoint(tmp_path / "run", *words)
+    words = ["--checkpoint", str(tmp_path / "run"), "--length", "100"]
+    assert main([*words, "--output", str(tmp_path / "out")]) == 0
+    names = {path.stem for path in (tmp_path / "out").glob("*.png")}
+    assert names == {"encoding-layer0", "encoding-layer1", "learned", "trajectory", "attention"}
+    assert capsys.readouterr().err == ""
+
+
+def test_pictures_have_the_same_scales():
+    bias, kernel, effective = draw(
+        panels(build("alibi", Shape(4, 8, 32, 64)), 16384), "alibi"
+    ).axes[:3]
+    assert (bias.get_xscale(), kernel.get_yscale()) == ("function", "linear")
+    assert bias.get_title(loc="left") == "bias, cut at -12"
+    assert bias.get_ylim()[0] == -12
+    assert effective.get_ylabel() == "tokens, scale log(1 + n)"

@@ -1,76 +1,22 @@
 """Several runs in one table and one plot."""
 
-import json
-import math
-
 from megatron.results.files import read_results
 from megatron.results.table import table
 from tests.support import ROOT
+from tools.show_results import main
 
 RESULTS = ROOT / "docs" / "results"
 
 
-def test_results_of_several_files_come_in_one_table_and_one_plot(forks, tmp_path):
-    demo = ROOT / "docs" / "demo.jsonl"
-    lines = demo.read_text().splitlines(keepends=True)
-    for name in ("mep_free", "rotary"):
-        (tmp_path / f"{name}.jsonl").write_text(
-            "".join(line for line in lines if f'"{name}"' in line)
-        )
+def test_results_come_in_one_table_and_one_plot_or_one_message(tmp_path, capsys):
     plot = tmp_path / "plot.svg"
-    done = forks.run(
-        "tools/show_results.py", tmp_path / "mep_free.jsonl", tmp_path / "rotary.jsonl", "-o", plot
-    )
-    assert done.returncode == 0, done.stderr
-    assert [line.split()[0] for line in done.stdout.splitlines()[2:4]] == ["mep_free", "rotary"]
+    assert main([str(ROOT / "docs/demo.jsonl"), "-o", str(plot)]) == 0
+    shown = capsys.readouterr().out
+    assert [line.split()[0] for line in shown.splitlines()[2:4]] == ["mep_free", "rotary"]
     assert "mep_free" in plot.read_text()
-
-
-def test_a_file_that_holds_something_else_is_one_message(forks, tmp_path):
     (tmp_path / "a.jsonl").write_text("{}\n")
-    done = forks.run("tools/show_results.py", tmp_path / "a.jsonl")
-    assert done.returncode == 1
-    assert "is no result of evaluate.py" in done.stderr
-    assert "Traceback" not in done.stderr
-
-
-def test_seeds_of_an_encoding_are_one_line_and_texts_a_table_each(forks, tmp_path):
-    shared = {
-        "windows": 1,
-        "tokens": 512,
-        "step": 9,
-        "train_length": 512,
-        "part": "valid",
-        "protocol": "tail",
-    }
-    measured = [
-        ("alibi", 1, 512, 10.0, "a"),
-        ("alibi", 2, 512, 12.0, "a"),
-        ("alibi", 1, 1024, 9.0, "a"),
-        ("learned", 1, 512, 11.0, "a"),
-        ("learned", 1, 1024, None, "a"),
-        ("alibi", 1, 512, 70.0, "b"),
-    ]
-    rows = []
-    for name, seed, length, value, corpus in measured:
-        model = {"pos_emb": name, "seed": seed, "config_hash": f"{name}{seed}"}
-        numbers = {"loss": value and math.log(value), "perplexity": value}
-        rows.append(shared | model | numbers | {"length": length, "corpus": corpus})
-    (tmp_path / "a.jsonl").write_text(
-        "".join(json.dumps(row | {"reason": "it ends"}) + "\n" for row in rows)
-    )
-    shown = forks.run("tools/show_results.py", tmp_path / "a.jsonl", "--over-seeds", "--markdown")
-    assert shown.returncode == 0, shown.stderr
-    assert [line for line in shown.stdout.splitlines() if line.startswith("|")] == [
-        "| pos_emb | seeds | 512\\* | 1024 |",
-        "| --- | ---: | ---: | ---: |",
-        "| alibi | 2 | 11.00 ± 1.41 | 9.00 |",
-        "| learned | 1 | 11.00 | n/a |",
-        "| pos_emb | seeds | 512\\* |",
-        "| --- | ---: | ---: |",
-        "| alibi | 1 | 70.00 |",
-    ]
-    assert "learned: n/a at 1024: it ends" in shown.stdout
+    assert main([str(tmp_path / "a.jsonl")]) == 1
+    assert "is no result of evaluate.py" in capsys.readouterr().err
 
 
 def test_the_tables_of_the_results_at_hand_are_those_of_their_files():
