@@ -3,7 +3,7 @@
 import hashlib
 import json
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -16,14 +16,13 @@ class Shown:
     """A file that a server shows, and how it fails.
 
     breaks: bytes after which each of the next connections is closed
-    ranges: whether it continues a file; tag: its ETag, that of the content without it
+    ranges: whether it continues a file
     length: the size that it says, if not the right one; status: what it answers instead, each once
     """
 
     content: bytes = b""
     breaks: list[int] = field(default_factory=list)
     ranges: bool = True
-    tag: str | None = None
     length: int | None = None
     status: list[int] = field(default_factory=list)
     location: str | None = None
@@ -38,7 +37,6 @@ class Server(ThreadingHTTPServer):
         super().__init__(("127.0.0.1", 0), _Answer)
         self.files: dict[str, Shown] = {}
         self.asked: list[tuple[str, str | None]] = []
-        self.hook: Callable[[], None] = lambda: None
 
     def show_dataset(self, name: str, files: Mapping[str, bytes]) -> None:
         """Be a hub with one data set, as huggingface_hub asks for it."""
@@ -71,19 +69,6 @@ class Server(ThreadingHTTPServer):
     @property
     def address(self) -> str:
         return f"http://127.0.0.1:{self.server_port}"
-
-    def pause_after(self, packets: int) -> tuple[threading.Event, threading.Event]:
-        """Send so many packets, then wait: (is set once it waits, set it to go on)."""
-        waiting, go_on = threading.Event(), threading.Event()
-        left = iter(range(packets))
-
-        def pause() -> None:
-            if next(left, None) is None:
-                waiting.set()
-                go_on.wait(60)
-
-        self.hook = pause
-        return waiting, go_on
 
     def handle_error(self, request, client_address) -> None:
         """Nothing on stderr: clients are killed."""
@@ -133,7 +118,7 @@ class _Answer(BaseHTTPRequestHandler):
         return "RevisionNotFound" if "/revision/" in path else "EntryNotFound"
 
     def _send(self, shown: Shown, wanted: str | None) -> None:
-        tag = shown.tag or f'"{hashlib.sha256(shown.content).hexdigest()}"'
+        tag = f'"{hashlib.sha256(shown.content).hexdigest()}"'
         start = 0
         end = len(shown.content)
         if wanted and shown.ranges and self.headers.get("If-Range", tag) == tag:
@@ -160,9 +145,7 @@ class _Answer(BaseHTTPRequestHandler):
             return
         if shown.breaks:
             body = body[: shown.breaks.pop(0)]
-        for begin in range(0, len(body), 10_000):
-            self.wfile.write(body[begin : begin + 10_000])
-            self.server.hook()
+        self.wfile.write(body)
         if len(body) < length:
             self.close_connection = True
 
