@@ -117,8 +117,8 @@ def encode_in_order(
         for batch in everything:
             yield batch, encoder.encode([piece.text for piece in batch])
         return
-    # Not a fork: it would inherit the locks of the library's threads without the threads.
-    context = multiprocessing.get_context("spawn")
+    # Not forks of this process: they would inherit the locks of its threads without the threads.
+    context = multiprocessing.get_context("forkserver")
     ahead: deque[tuple[Batch, Future[Encoded]]] = deque()
     with ProcessPoolExecutor(workers, context, _start_worker, (files,)) as pool:
         try:

@@ -41,7 +41,7 @@ class Part:
     weights: tuple[float, ...] = ()
 
     def samples(self, length: int, seed: int, num_samples: int) -> "Samples | Blend":
-        """Windows for so many samples; UserError where there is no text."""
+        """Windows for so many samples; UserError if there is no text."""
         if not self.weights:
             return self._of(self.files[0], length, seed, num_samples)
         counts = samples_of_each(self.weights, num_samples)
@@ -97,7 +97,7 @@ class Part:
 
 
 def name_of(tokens: TokenFile) -> str:
-    """What rows and logs call a corpus."""
+    """The name of a corpus in rows and logs."""
     return tokens.meta.get("corpus") or tokens.prefix.name
 
 

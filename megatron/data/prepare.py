@@ -352,7 +352,7 @@ def _check_same(corpus: Corpus, prefix: Path, choice: TokenizerChoice) -> None:
 
 
 def _summary(tokens: TokenFile, choice: TokenizerChoice) -> str:
-    """What was prepared, and the lines for a YAML file."""
+    """A summary of the token files, and the lines for a YAML file."""
     meta = tokens.meta
     writer = meta["tokenizer"]
     trained = ", trained on this text" if choice.trained else ""

@@ -1,4 +1,4 @@
-"""What a corpus is, and corpora of files: JSON lines, text, tables, packed, in tar archives or not.
+"""Corpora, and corpora of files: JSON lines, text, tables, packed, in tar archives or not.
 
 Files are streamed: memory holds one document several times, never a file. A table inside an archive
 is the exception, it must be as small as a document.

@@ -139,7 +139,7 @@ def build_split(
 ) -> Samples:
     """The samples of one part, over as many epochs as num_samples need.
 
-    Raises UserError where the part is empty.
+    Raises UserError if the part is empty.
     """
     plan = _plan(tokens, split, part, length, seed, num_samples)
     if plan.tokens_per_epoch <= length:
@@ -161,7 +161,7 @@ def build_split(
 def windows_of_an_epoch(tokens: TokenFile, split: str, part: str, length: int) -> int:
     """How many samples `build_split` has where one of them is wanted.
 
-    Raises UserError where the part is empty.
+    Raises UserError if the part is empty.
     """
     return _plan(tokens, split, part, length, seed=0, num_samples=1).samples - 1
 
@@ -240,7 +240,7 @@ def _write_maps(folder: Path, sizes: NDArray, plan: Plan) -> None:
 def _kept_maps(tokens: TokenFile, plan: Plan) -> IndexMaps | None:
     """The maps in PREFIX_index_maps/<hash>, built there if they are missing or damaged.
 
-    None where nothing can be written.
+    None if nothing can be written.
     """
     sizes = tokens.sizes
     part = np.ascontiguousarray(sizes[plan.documents.start : plan.documents.stop])

@@ -381,7 +381,7 @@ class TokenWriter:
             )
 
     def end_document(self) -> None:
-        """What was appended since the last document is a document."""
+        """Let the ids since the last document be a document."""
         self._sizes.append(self._pending)
         self._pending = 0
         self.documents += 1

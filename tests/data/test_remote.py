@@ -1,7 +1,5 @@
 """Token files at an address: they are copied once, and what is wrong names the address."""
 
-import hashlib
-
 import numpy as np
 import pytest
 
@@ -11,8 +9,6 @@ from megatron.config.config import is_relative
 from megatron.data.tokens import TokenFile, TokenWriter
 from megatron.errors import UserError
 from tests.servers import Shown, served
-from tools.inspect_data import main as inspect_data
-from tools.merge_data import main as merge_data
 
 MODEL = ["num_layers=1", "hidden_size=8", "num_attention_heads=1", "seq_length=8"]
 DOCUMENTS = [[number, number + 1, number + 2] for number in range(0, 300, 3)]
@@ -91,19 +87,3 @@ def test_addresses_that_cannot_be_used_are_explained_without_their_secrets(monke
     assert not is_relative("https://host/c")
     assert address_fault("hf://datasets/owner/name@rev/c") is None
     assert without_secrets("https://a:b@host/c?d#e") == "https://host/c"
-
-
-def test_files_at_addresses_are_merged_and_counted(server, tmp_path, capsys):
-    address = f"{server.address}/c"
-    write(tmp_path / "mine", [[5, 6]])
-    output = tmp_path / "both"
-    assert merge_data([address, f"{tmp_path}/mine", "-o", str(output)]) == 0
-    merged = TokenFile.open(output)
-    assert documents_of(merged) == [*DOCUMENTS, [5, 6]]
-    assert merged.meta["merged"][0]["prefix"] == address
-    source = merged.meta["sources"][0]
-    assert source["path"] == f"{address}.bin"
-    assert source["sha256"] == hashlib.sha256(server.files["/c.bin"].content).hexdigest()
-    capsys.readouterr()
-    assert inspect_data([address]) == 0
-    assert capsys.readouterr().out.startswith(f"{address} (mine)\n")

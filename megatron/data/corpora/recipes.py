@@ -44,7 +44,7 @@ class Recipe(BaseModel):
 
     about: what the corpus is; is_not: what it could be taken for, and is not
     size: how large, in words, where that was looked up
-    documents, text_bytes: of all text; None where nothing was looked up
+    documents, text_bytes: of all text; None if nothing was looked up
     packages: installed packages whose source is the corpus
     sources: places that offer it, the best first
     at_hand: patterns of files that --from-dir takes where it does not have a source's own

@@ -27,7 +27,6 @@ from megatron.errors import UserError
 
 WHOLE = "tokenizer.json"
 BESIDE = "tokenizer_config.json"  # of Hugging Face, beside tokenizer.json
-PAIR = ("vocab.json", "merges.txt")
 METASPACE = "▁"  # how SentencePiece writes a space
 BYTES_OF_FALLBACK = tuple(f"<0x{byte:02X}>" for byte in range(256))
 SPLITS = ("ByteLevel", "Digits", "Punctuation", "Split", "Metaspace")  # by these nothing is lost
@@ -165,11 +164,8 @@ def bytes_of_piece(piece: str) -> int:
     return len(piece.replace(METASPACE, " ").encode())
 
 
-def gpt2(vocab_path: Path, merge_path: Path, name: str = "GPT2BPETokenizer") -> Subwords:
-    """The tokenizer of both files; UserError if they are damaged, swapped or of another kind.
-
-    name: the tokenizer_type that reads them
-    """
+def gpt2(vocab_path: Path, merge_path: Path) -> Subwords:
+    """The tokenizer of both files; UserError if they are damaged, swapped or of another kind."""
     vocab_text = read_text(vocab_path, "vocab_file")
     merges_text = read_text(merge_path, "merge_file")
     vocab = as_json(vocab_text)
@@ -192,35 +188,25 @@ def gpt2(vocab_path: Path, merge_path: Path, name: str = "GPT2BPETokenizer") -> 
     with naming_faults(fault, "give the pair that came together"):
         bpe = ByteLevelBPETokenizer.from_file(str(vocab_path), str(merge_path))
     fingerprint = hash_of(vocab_text, merges_text)
-    return Subwords(name, bpe._tokenizer, vocab[END_OF_DOCUMENT], fingerprint)
+    return Subwords("GPT2BPETokenizer", bpe._tokenizer, vocab[END_OF_DOCUMENT], fingerprint)
 
 
 def hugging_face(path: Path) -> Subwords:
-    """The tokenizer of a tokenizer.json or of a folder of Hugging Face.
+    """The tokenizer of a tokenizer.json, or of a folder that holds one.
 
-    A folder without tokenizer.json may hold GPT-2's vocab.json and merges.txt. UserError for
-    anything else, and for damaged files.
+    UserError for anything else, and for damaged files.
     """
-    if path.is_dir() and (path / WHOLE).is_file():
-        path = path / WHOLE
-    settings_file = (path if path.is_dir() else path.parent) / BESIDE
-    settings = {}
-    if settings_file.is_file():
-        settings = as_json(read_text(settings_file, "vocab_file")) or {}
     if path.is_dir():
-        files = [path / name for name in PAIR]
-        kind = settings.get("tokenizer_class", "GPT2Tokenizer")
-        needs_more = settings.get("add_prefix_space") or settings.get("added_tokens_decoder")
-        needs_more = needs_more or (path / "added_tokens.json").exists()
-        is_gpt2 = kind in ("GPT2Tokenizer", "GPT2TokenizerFast") and not needs_more
-        if not is_gpt2 or not all(file.is_file() for file in files):
+        if not (path / WHOLE).is_file():
             raise UserError(
-                f"vocab_file: the folder {path} has neither {WHOLE} nor a plain GPT-2's"
-                f" {' and '.join(PAIR)} - let transformers write it:"
-                " AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER)"
+                f"vocab_file: the folder {path} has no {WHOLE} - let transformers write it:"
+                " AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER); GPT-2's vocab.json"
+                " and merges.txt are read by tokenizer_type: GPT2BPETokenizer"
             )
-        return gpt2(*files, name="HFTokenizer")
-
+        path = path / WHOLE
+    settings = {}
+    if (path.parent / BESIDE).is_file():
+        settings = as_json(read_text(path.parent / BESIDE, "vocab_file")) or {}
     text = read_text(path, "vocab_file")
     content = as_json(text)
     if content is None or not isinstance(content.get("model"), dict):

@@ -1,4 +1,4 @@
-"""What every tokenizer can do, the files that they are made of, and texts too long for one."""
+"""The interface of all tokenizers, their files, and texts too long to encode at once."""
 
 import hashlib
 import json

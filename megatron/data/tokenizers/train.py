@@ -49,7 +49,7 @@ def train_sentence_pieces(
     """Train a SentencePiece model that changes no text: the contents of a `.model` file.
 
     Characters that it does not know are written as bytes, as in Llama's, and <|endoftext|> is a
-    symbol that no text can contain. The same texts give the same model. UserError where they do
+    symbol that no text can contain. The same texts give the same model. UserError if they do
     not suffice for so many entries, or so few cannot hold the bytes.
     """
     _check_size(vocab_size)
