@@ -136,12 +136,10 @@ def read_record(path: Path) -> dict[str, Any]:
     try:
         CheckpointRecord.model_validate(record)
     except ValidationError as fault:
-        error = fault.errors()[0]
-        name = error["loc"][0]
-        if error["type"] == "missing" and len(error["loc"]) == 1:
+        name, *_ = fault.errors()[0]["loc"]
+        if name not in record:
             raise Damaged([f"{file}: not readable (no {name} in it)"]) from None
-        wrong = f"{file}: {name} is {record[str(name)]!r:.40}, which cannot be"
-        raise Damaged([wrong]) from None
+        raise Damaged([f"{file}: {name} is {record[name]!r:.40}, which cannot be"]) from None
     named = FOLDER.fullmatch(path.name)
     if named and int(named[1]) != record["step"]:
         raise Damaged([f"{file}: is the one of step {record['step']}"])

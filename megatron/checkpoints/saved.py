@@ -14,7 +14,6 @@ from megatron.checkpoints.manifest import (
     ENGINE_STATE,
     FOLDER,
     RECORD,
-    WEIGHTS,
     Damaged,
     engine_files,
     is_verifiable,
@@ -219,7 +218,7 @@ def with_parent(config: Config) -> Config:
     """The configuration with the parent of its run, which counts for the hash.
 
     A run that continues has the parent that its checkpoint has. Raises UserError if there is no
-    checkpoint to start from, or another parent was set by hand.
+    checkpoint to start from.
     """
     load, save, finetune = (config[key] for key in ("load", "save", "finetune"))
     if load is None and finetune:
@@ -244,14 +243,6 @@ def with_parent(config: Config) -> Config:
                 " save elsewhere to start from its weights, or set finetune: false"
             )
         parent = recorded or parent
-    if "parent" in config.given:
-        for key in Parent.model_fields:
-            value, real = getattr(config.checkpoint.parent, key), getattr(parent, key)
-            if value not in (None, real):
-                raise UserError(
-                    f"parent.{key}: {value} is not that of this run, {real}"
-                    " - drop parent; training writes it"
-                )
     return replace(config, checkpoint=config.checkpoint.model_copy(update={"parent": parent}))
 
 
@@ -308,10 +299,7 @@ def parent_at(path: Path) -> Parent:
     if CONTROL.search(str(path)):  # every result row repeats it
         raise UserError(f"load: {path} has a control character in its name - rename it")
     record = read_record(path)
-    try:
-        weights = weights_of(path, record)
-    except OSError as fault:
-        raise Damaged([f"{path / WEIGHTS}: cannot be read ({fault.strerror})"]) from None
+    step, config_hash = record["step"], record["config_hash"]
     return Parent(
-        path=str(path), step=record["step"], config_hash=record["config_hash"], weights=weights
+        path=str(path), step=step, config_hash=config_hash, weights=weights_of(path, record)
     )

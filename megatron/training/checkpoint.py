@@ -14,7 +14,7 @@ import math
 import os
 import pickle
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -192,29 +192,6 @@ def is_saved(step: int, settings: Checkpoint) -> bool:
 # --- resuming -------------------------------------------------------------------------------------
 
 
-def give_weights_of(
-    trainer: Trainer,
-    path: Path,
-    weight: Callable[[str, Callable[[str], Tensor]], Tensor] = lambda name, tensor_of: tensor_of(
-        name
-    ),
-) -> None:
-    """Give an engine the weights of a folder global_stepN and leave its optimizer as new.
-
-    weight: a parameter's value, from its name and from what reads a tensor of the file
-    Raises Damaged if they cannot be read.
-    """
-    file = path / WEIGHTS
-    try:
-        with safe_open(file, framework="pt") as weights:
-            give_weights(
-                trainer.engine, trainer.config, lambda name: weight(name, weights.get_tensor)
-            )
-    except (OSError, SafetensorError) as fault:
-        raise Damaged([f"{file}: cannot be read ({fault})"]) from None
-    trainer.restore_exact_positions()
-
-
 def resume(trainer: Trainer, path: Path, written_by: Engine) -> None:
     """Load the engine's state of a folder global_stepN; code that its pickles name is not run.
 
@@ -225,7 +202,8 @@ def resume(trainer: Trainer, path: Path, written_by: Engine) -> None:
     assert step is not None
     now = Engine.of(trainer.config, trainer.grid.ranks)
     if trainer.config.checkpoint.no_load_optim:
-        give_weights_of(trainer, path)
+        with safe_open(path / WEIGHTS, framework="pt") as weights:
+            give_weights(engine, trainer.config, weights.get_tensor)
         engine.global_steps = step
         logger.info("no_load_optim: continuing at step %d with a fresh optimizer", step)
     else:

@@ -49,6 +49,18 @@ from megatron.training.universal import Engine
 logger = logging.getLogger(__name__)
 
 SHOWN = 4  # learned numbers of the encoding in a line of the console
+SHOWN_NUMBERS = {
+    "loss": "loss {:.4f}",
+    "lr": "lr {:.2e}",
+    "grad_norm": "grad norm {:.3f}",
+    "noise_scale": "noise scale {:.3g} windows",
+    "tokens_per_second": "{:,.0f} tokens/s",
+    "mfu": "MFU {:.1%}",
+    "mfu_without_attention": "({:.1%} without attention)",
+    "model_tflops_per_second": "{:.3g} model TFLOP/s",
+    "peak_memory_gib": "peak {:.2f} GiB",
+}
+"""What a line of the console says of a record, in this order."""
 STATE_BYTES = 16  # of a parameter in a checkpoint, with the optimizer's state
 SLOW_DISK = 100e6  # bytes per second, until a save has been measured
 LOST_WORKER = "DataLoader worker"  # how torch's message about a lost process begins
@@ -129,16 +141,15 @@ def train(config: Config, grid: Grid) -> Path | None:
             started_at=resumed_at,
             record=start.record,
         )
-        metrics = None
         with shared_faults(grid):
-            if grid.first:
-                metrics = Metrics(
-                    folder_of_logs,
-                    logs_as,
-                    config.flat(),
-                    resumed_at=resumed_at,
-                    run_id=facts.get("wandb"),
-                )
+            metrics = Metrics(
+                folder_of_logs,
+                logs_as,
+                config.flat(),
+                resumed_at=resumed_at,
+                run_id=facts.get("wandb"),
+                active=grid.first,
+            )
         stop = Stop(
             grid,
             steps=training.exit_interval,
@@ -182,8 +193,7 @@ def train(config: Config, grid: Grid) -> Path | None:
             return path
 
         saved = None
-        closing = contextlib.nullcontext() if metrics is None else contextlib.closing(metrics)
-        with closing, stop, watchdog, profiling:
+        with contextlib.closing(metrics), stop, watchdog, profiling:
             if start.before is None and checkpoint.is_saved(0, config.checkpoint):
                 saved = save()
             peak_memory(grid.device)  # so that the first line's peak leaves out the engine's start
@@ -208,7 +218,6 @@ def train(config: Config, grid: Grid) -> Path | None:
                     keeper.follow(losses.check())
                 if logs:
                     numbers = {"loss": losses.take_mean(), "lr": result["lr"], "grad_norm": None}
-                if logs and metrics is not None:
                     if logs_as.log_grad_norm and result["grad_norm"] is not None:
                         numbers["grad_norm"] = float(result["grad_norm"])
                     seconds = progress.advance(step)
@@ -234,8 +243,7 @@ def train(config: Config, grid: Grid) -> Path | None:
                     if loss is not None:
                         numbers = validation_numbers(loss, step)
                         numbers["length"] = config.data.seq_length_val
-                        if metrics is not None:
-                            metrics.log(step, "valid", numbers)
+                        metrics.log(step, "valid", numbers)
                         logger.info(
                             f"step {step}: validation loss {loss:.4f}, perplexity"
                             f" {numbers['perplexity']:.3f} at length {numbers['length']}"
@@ -360,20 +368,12 @@ def validation_numbers(loss: float, step: int) -> dict[str, Any]:
 
 
 def _console_line(numbers: Mapping[str, Any], learned: Mapping[str, Tensor], pairs: Any) -> str:
-    words = [f"loss {numbers['loss']:.4f}", f"lr {numbers['lr']:.2e}"]
-    if numbers["grad_norm"] is not None:
-        words.append(f"grad norm {numbers['grad_norm']:.3f}")
-    if numbers.get("noise_scale") is not None:
-        words.append(f"noise scale {numbers['noise_scale']:.3g} windows")
-    words.append(f"{numbers['tokens_per_second']:,.0f} tokens/s")
-    if "mfu" in numbers:
-        without = numbers["mfu_without_attention"]
-        words.append(f"MFU {numbers['mfu']:.1%} ({without:.1%} without attention)")
-    else:
-        words.append(f"{numbers['model_tflops_per_second']:.3g} model TFLOP/s")
+    words = []
+    for name, text in SHOWN_NUMBERS.items():
+        if numbers.get(name) is not None:
+            words.append(text.format(numbers[name]))
     if pairs.skipped > 0:
         words.append(f"attention: {pairs}")
-    words.append(f"peak {numbers['peak_memory_gib']:.2f} GiB")
     words += [f"{name} {value.mean():.3f}" for name, value in list(learned.items())[:SHOWN]]
     return "  ".join(words)
 

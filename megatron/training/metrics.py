@@ -17,6 +17,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -188,8 +189,9 @@ class Numbers(NamedTuple):
 
 
 class Metrics:
-    """Writes numbers by step to every place that the configuration names; for the first rank alone.
+    """Writes numbers by step to every place that the configuration names.
 
+    active: False on other ranks than the first, which write nothing
     folder: where metrics.jsonl grows (None: nowhere); settings: the section `logging`;
     config: all keys, for Weights & Biases; resumed_at: the step to continue after, None if new
     run_id: of the run of Weights & Biases, or None if there is none
@@ -204,12 +206,15 @@ class Metrics:
         *,
         resumed_at: int | None = None,
         run_id: str | None = None,
+        active: bool = True,
     ) -> None:
         self.folder, self.settings = folder, settings
         self.writers: dict[str, Callable[[Numbers], None]] = {}
         self.lost: Counter[str] = Counter()
         self.events: Any = None
         self.wandb: Any = None
+        if not active:
+            return
         if folder is not None:
             self.path = folder / "metrics.jsonl"
             try:
@@ -231,8 +236,7 @@ class Metrics:
                 raise cannot_write(place, fault) from None
             self.writers[place] = self._write_events
         if settings.use_wandb and run_id is not None:
-            is_continued = resumed_at is not None
-            self.wandb = wandb_run(settings, config, folder, run_id, is_continued=is_continued)
+            self.wandb = wandb_run(settings, config, folder, run_id)
             if self.wandb is not None:
                 self.writers["use_wandb"] = self._write_wandb
 
@@ -336,14 +340,7 @@ def new_wandb_id() -> str:
     return secrets.token_hex(4)
 
 
-def wandb_run(
-    settings: Logging,
-    config: dict[str, Any],
-    folder: Path | None,
-    run_id: str,
-    *,
-    is_continued: bool,
-) -> Any:
+def wandb_run(settings: Logging, config: dict[str, Any], folder: Path | None, run_id: str) -> Any:
     """A run of Weights & Biases, or None if it cannot start at all, which is a warning.
 
     If its server cannot be used, the records are kept beside the run for `wandb sync`. Records
@@ -356,35 +353,30 @@ def wandb_run(
         import wandb  # slow to import
 
         # It asks no terminal for a key, and a stuck service must not block log lines.
-        quiet: dict[str, Any] = {"silent": True, "console": "off"}
-        limits = quiet | {"init_timeout": 15, "finish_timeout": 30, "finish_timeout_raises": True}
-        arguments: dict[str, Any] = {
-            "project": settings.wandb_project,
-            "entity": settings.wandb_team,
-            "group": settings.wandb_group,
-            "config": config,
-            "dir": folder,
-            "id": run_id,
-        }
-        run = None
-        known = wandb.setup(wandb.Settings(**quiet)).settings
-        if known.mode == "online":
-            address = settings.wandb_host or known.base_url
-            try:
-                if not is_reachable(address):
-                    raise ConnectionError(f"{address} cannot be reached")
-                online = wandb.Settings(**limits, base_url=address)
-                resume = "allow" if is_continued else None
-                run = wandb.init(**arguments, settings=online, resume=resume)
-                logger.info(f"use_wandb: {run.url}")
-            except Exception as fault:  # no key, no rights, an answer that it cannot read
-                logger.warning(
-                    f"use_wandb: the server cannot be used ({in_words(fault)}) - the run goes on;"
-                    f" the records are kept in {folder or '.'}/wandb, and `wandb sync` sends them"
-                    " later"
-                )
-                wandb.teardown()  # its service still has a run of this id
-        run = run or wandb.init(**arguments, settings=wandb.Settings(**limits), mode="offline")
+        known = wandb.setup(wandb.Settings(silent=True, console="off")).settings
+        limits: dict[str, Any] = {"silent": True, "console": "off", "init_timeout": 15}
+        limits |= {"finish_timeout": 30, "finish_timeout_raises": True}
+        start = partial(
+            wandb.init,
+            project=settings.wandb_project,
+            entity=settings.wandb_team,
+            group=settings.wandb_group,
+            config=config,
+            dir=folder,
+            id=run_id,
+        )
+        address = settings.wandb_host or known.base_url
+        try:
+            if known.mode == "online" and not is_reachable(address):
+                raise ConnectionError(f"{address} cannot be reached")
+            run = start(settings=wandb.Settings(**limits, base_url=address), resume="allow")
+        except Exception as fault:  # no key, no rights, an answer that it cannot read
+            logger.warning(
+                f"use_wandb: the server cannot be used ({in_words(fault)}) - the run goes on;"
+                f" the records are kept in {folder or '.'}/wandb, and `wandb sync` sends them later"
+            )
+            wandb.teardown()  # its service still has a run of this id
+            run = start(settings=wandb.Settings(**limits), mode="offline")
         run.define_metric("step", hidden=True)
         run.define_metric("*", step_metric="step")
     except Exception as fault:
@@ -429,23 +421,18 @@ def send_results(results: Mapping[Path, Sequence[Row]], settings: Logging | None
     that of the training. What fails is a warning.
     """
     rows = [row for own in results.values() for row in own]
-    if not rows or (settings is not None and not (settings.use_wandb and settings.wandb_artifacts)):
+    if not rows:
         return
     path = Path(rows[0].get("checkpoint", ""))
     try:
         trained, record = read_meta(path)
-    except UserError as fault:  # the checkpoint was moved or removed meanwhile
-        if settings is not None:
-            logger.warning(f"use_wandb: nothing is sent ({fault})")
+    except UserError:  # the checkpoint was moved or removed meanwhile
         return
     settings = settings or trained.logging
-    if not (settings.use_wandb and settings.wandb_artifacts):
-        return
-    known = record.get("wandb")
-    is_continued = known is not None
-    run = wandb_run(settings, {}, path.parent, known or new_wandb_id(), is_continued=is_continued)
-    if run is not None:
+    if settings.use_wandb and settings.wandb_artifacts:
+        run = wandb_run(settings, {}, path.parent, record.get("wandb") or new_wandb_id())
         files = list(results)
         for file in results:
             files += sorted(file.parent.glob(f"{file.stem}*.png"))
-        finish_wandb(run, "evaluation", files)
+        if run is not None:
+            finish_wandb(run, "evaluation", files)

@@ -35,8 +35,8 @@ from megatron.positions import Position
 from megatron.positions.layers import name_of_layers
 from megatron.positions.outline import Outline
 from megatron.training.batches import windows_per_step
-from megatron.training.checkpoint import give_weights_of
 from megatron.training.trainer import Trainer
+from megatron.training.universal import give_weights
 
 logger = logging.getLogger(__name__)
 
@@ -332,14 +332,12 @@ def match_weights(parent: Saved, model: GPT) -> ParentWeights:
     kept: dict[str, int] = {}
     dropped = {name: math.prod(shape) for name, shape in old.items()}
     new: dict[str, int] = {}
+    outside: dict[str, tuple[int, ...]] = {}
     for name, weight in model.named_parameters():
-        source, rows, shape = name, 0, tuple(weight.shape)
+        shape = tuple(weight.shape)
+        source, rows = name, shape[0]
         if not name.startswith("positions."):
-            if old.get(name) != shape:
-                raise UserError(
-                    f"{file}: does not hold the model of its config.yml ({name}:"
-                    f" {old.get(name)} there, {shape} here)"
-                )
+            outside[name] = shape
         else:
             found.initial[name] = weight.detach().clone()
             _, index, rest = name.split(".", 2)
@@ -347,22 +345,17 @@ def match_weights(parent: Saved, model: GPT) -> ParentWeights:
             source = f"positions.{min(there)}.{rest}"
             kind, by_position = kinds_here[int(index)].get(rest, ("", False))
             same_kind = kinds_there[min(there)].get(rest) == (kind, by_position)
-            if len(there) == 1 and same_kind and source in old:
-                if old[source] == shape:
-                    rows = shape[0]
-                elif by_position and old[source][1:] == shape[1:]:
-                    rows = min(old[source][0], shape[0])
-            found.rows[name] = rows
-            if rows < shape[0]:
-                new[name] = (shape[0] - rows) * math.prod(shape[1:])
-            if not rows:
+            agrees = len(there) == 1 and same_kind and old[source][1:] == shape[1:]
+            if not agrees or not (by_position or old[source] == shape):
+                new[name] = math.prod(shape)
                 continue
+            rows = found.rows[name] = min(old[source][0], rows)
         found.sources[name] = source
-        kept[name] = math.prod(shape) - new.get(name, 0)
-        dropped[source] = math.prod(old[source]) - kept[name]
-    left = [name for name, count in dropped.items() if count and not name.startswith("positions.")]
-    if left:
-        raise UserError(f"{file}: does not hold the model of its config.yml ({left[0]} is surplus)")
+        kept[name] = rows * math.prod(shape[1:])
+        new[name] = math.prod(shape) - kept[name]
+        dropped[source] = math.prod(old.get(source, ())) - kept[name]
+    if outside != {name: old[name] for name in old if not name.startswith("positions.")}:
+        raise UserError(f"{file}: does not hold the model of its config.yml - copy it again")
 
     of_encoding = {name: kept[name] for name in kept if name.startswith("positions.")}
     of_model = sum(kept.values()) - sum(of_encoding.values())
@@ -378,17 +371,20 @@ def match_weights(parent: Saved, model: GPT) -> ParentWeights:
 def load_matching_weights(trainer: Trainer, found: ParentWeights) -> None:
     """Let a new engine start from its parent's weights. Every rank calls this."""
 
-    def weight(name: str, tensor_of: Any) -> Tensor:
-        source = found.sources.get(name)
-        if source is None:
-            return found.initial[name]
-        taken = tensor_of(source)
-        if name not in found.initial:
-            return taken
-        rows = found.rows[name]
-        return torch.cat([taken[:rows], found.initial[name][rows:]])
+    with safe_open(found.parent.path / WEIGHTS, framework="pt") as weights:
 
-    give_weights_of(trainer, found.parent.path, weight)
+        def weight(name: str) -> Tensor:
+            source = found.sources.get(name)
+            if source is None:
+                return found.initial[name]
+            taken = weights.get_tensor(source)
+            if name not in found.initial:
+                return taken
+            rows = found.rows[name]
+            return torch.cat([taken[:rows], found.initial[name][rows:]])
+
+        give_weights(trainer.engine, trainer.config, weight)
+    trainer.restore_exact_positions()
 
 
 def _kinds_of(position: Position) -> dict[str, tuple[str, bool]]:

@@ -8,10 +8,11 @@ DeepSpeed's own conversion (ds_to_universal) is not used: it has none for stage 
 full, and its loading at stage 3 gives every group of parameters the weight decay of the first.
 """
 
+from collections import defaultdict
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from safetensors import safe_open
@@ -51,28 +52,15 @@ class Engine:
         return f"{text}, {self.ranks} rank(s)" if self.stage else text
 
 
-@dataclass
-class AdamState:
-    """Adam's averages by name of the parameter, in flat pieces in the order of ranks.
+class AdamState(NamedTuple):
+    """How many updates Adam has made, and its averages by (parameter, key): flat pieces by rank."""
 
-    step: how many updates it has made
-    """
+    step: float
+    pieces: dict[tuple[str, str], list[Tensor]]
 
-    step: float = 0.0
-    pieces: dict[str, dict[str, list[Tensor]]] = field(default_factory=dict)
-
-    def add(self, name: str, state: dict[str, Any], part: slice) -> None:
-        """Add the piece of a parameter that a flat state of the optimizer holds."""
-        of_parameter = self.pieces.setdefault(name, {key: [] for key in AVERAGES})
-        for key in AVERAGES:
-            of_parameter[key].append(state[key].flatten()[part])
-
-    def whole(self, name: str, key: str, numel: int) -> Tensor:
-        """One average of one parameter, float32: [numel]. ValueError where a piece is missing."""
-        average = torch.cat(self.pieces[name][key])
-        if average.numel() != numel:
-            raise ValueError(f"{name}: {average.numel()} of {numel} numbers of {key}")
-        return average
+    def whole(self, name: str, key: str) -> Tensor:
+        """One average of one parameter, float32, in one dimension."""
+        return torch.cat(self.pieces[name, key])
 
 
 @torch.no_grad()
@@ -103,30 +91,38 @@ def give_weights(engine: Any, config: Config, weight: Callable[[str], Tensor]) -
 
 
 def _read(path: Path, written_by: Engine, model: nn.Module) -> AdamState:
-    adam = AdamState()
-    if written_by.stage == 0:
-        # One file with the optimizer's own state, whose parameters have numbers, no names.
-        optimizer = _load(path / "mp_rank_00_model_states.pt")["optimizer"]
-        decayed, exempt = named_groups(model, encoding_decays=written_by.encoding_decays)
-        for number, (name, _) in enumerate([*decayed, *exempt]):
-            adam.add(name, optimizer["state"][number], slice(None))
-        adam.step = _step(optimizer)
-        return adam
+    """Raises ValueError if a piece is missing."""
+    pieces: dict[tuple[str, str], list[Tensor]] = defaultdict(list)
     for rank in range(written_by.ranks):
-        prefix = "bf16_" if written_by.precision == "bf16" else ""
-        name = f"{prefix}zero_pp_rank_{rank}_mp_rank_00_optim_states.pt"
-        saved = _load(path / name)["optimizer_state_dict"]
-        if written_by.stage == 3:
-            shapes = _load(path / f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt")["param_shapes"]
-            optimizer = saved["optimizer_state_dict"]
-            pieces = _pieces_of_stage_3(shapes, rank, written_by.ranks)
+        if written_by.stage == 0:
+            # One file with the optimizer's own state, whose parameters have numbers, no names.
+            optimizer = _load(path / "mp_rank_00_model_states.pt")["optimizer"]
+            decayed, exempt = named_groups(model, encoding_decays=written_by.encoding_decays)
+            numbered = enumerate([*decayed, *exempt])
+            parts = [(number, name, slice(None)) for number, (name, _) in numbered]
         else:
-            optimizer = saved["base_optimizer_state"]
-            pieces = _pieces_of_stage_2(saved["param_slice_mappings"])
-        for group, parameter, part in pieces:
-            adam.add(parameter, optimizer["state"][group], part)
-        adam.step = _step(optimizer)
-    return adam
+            prefix = "bf16_" if written_by.precision == "bf16" else ""
+            of_rank = f"zero_pp_rank_{rank}_mp_rank_00"
+            saved = _load(path / f"{prefix}{of_rank}_optim_states.pt")["optimizer_state_dict"]
+            if written_by.stage == 3:
+                shapes = _load(path / f"{of_rank}_model_states.pt")["param_shapes"]
+                optimizer = saved["optimizer_state_dict"]
+                parts = _pieces_of_stage_3(shapes, rank, written_by.ranks)
+            else:
+                optimizer = saved["base_optimizer_state"]
+                parts = _pieces_of_stage_2(saved["param_slice_mappings"])
+        for group, name, part in parts:
+            for key in AVERAGES:
+                pieces[name, key].append(optimizer["state"][group][key].flatten()[part])
+    for name, parameter in model.named_parameters():
+        for key in AVERAGES:
+            size = sum(piece.numel() for piece in pieces[name, key])
+            if size != parameter_size(parameter):
+                raise ValueError(f"{name}: {size} numbers of {key}")
+    # Updates are counted for each parameter in torch, for each group in apex.
+    first_state = next(iter(optimizer["state"].values()))
+    step = first_state["step"] if "step" in first_state else optimizer["param_groups"][0]["step"]
+    return AdamState(float(step), pieces)
 
 
 def _pieces_of_stage_2(mappings: list[dict[str, Any]]) -> Iterator[tuple[int, str, slice]]:
@@ -149,13 +145,6 @@ def _pieces_of_stage_3(
             start += size
 
 
-def _step(optimizer: dict[str, Any]) -> float:
-    """Updates that an optimizer has made: of each parameter in torch, of each group in apex."""
-    first_state = next(iter(optimizer["state"].values()))
-    step = first_state["step"] if "step" in first_state else optimizer["param_groups"][0]["step"]
-    return float(step)
-
-
 def _load(file: Path) -> Any:
     return torch.load(file, map_location="cpu", weights_only=True, mmap=True)
 
@@ -171,7 +160,7 @@ def _give_whole(engine: Any, weight: Callable[[str], Tensor], adam: AdamState | 
             continue
         averages = {}
         for key in AVERAGES:
-            average = adam.whole(name, key, parameter.numel())
+            average = adam.whole(name, key)
             averages[key] = average.view(parameter.shape).to(parameter.device)
         _set_state(engine.optimizer, parameter, averages, adam.step)
 
@@ -193,7 +182,7 @@ def _give_to_stage_2(engine: Any, weight: Callable[[str], Tensor], adam: AdamSta
             continue
         for key in AVERAGES:
             average = averages[mapping.param_group_index][key]
-            piece = adam.whole(name, key, parameter.numel())[part]
+            piece = adam.whole(name, key)[part]
             average.narrow(0, target.start, target.numel).copy_(piece)
     if adam is not None:
         for flat, of_group in zip(flat_groups, averages, strict=True):
@@ -225,7 +214,7 @@ def _give_to_stage_3(engine: Any, weight: Callable[[str], Tensor], adam: AdamSta
         if adam is None:
             continue
         for key in AVERAGES:
-            average = adam.whole(name, key, parameter_size(parameter))
+            average = adam.whole(name, key)
             safe_set_local_optimizer_state(parameter, own_piece(average), key)
 
 

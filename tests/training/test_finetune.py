@@ -216,7 +216,6 @@ def test_what_cannot_be_fine_tuned_is_refused_with_nothing_written(grid, corpus,
         (["load=null"], r"load: not given; finetune starts from the checkpoint"),
         ([f"load={tmp_path}/gone"], r"checkpoint: no folder .*gone"),
         ([f"save={trained}"], r"finetune: load and save are both .* no fine-tuned checkpoint"),
-        (["parent.step=3"], r"parent.step: 3 is not that of this run, 4 - drop parent"),
         (
             shapes,
             r"weights of another model \(num_layers: 2 there, 1 here; hidden_size: 32 there, 48"
