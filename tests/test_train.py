@@ -6,7 +6,6 @@ import shutil
 from pathlib import Path
 
 import pytest
-from safetensors.torch import load_file
 
 from tests.support import call, run
 
@@ -131,37 +130,3 @@ def test_bad_input_is_one_message_with_status_one_and_loses_nothing(corpus, tmp_
         assert len(done.stderr.strip().splitlines()) <= 3, done.stderr
         after = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
         assert after == before
-
-
-@pytest.mark.campaign
-@pytest.mark.distributed
-def test_zero_3_takes_a_table_of_learned_positions_apart_and_still_counts_and_saves_it(
-    corpus, tmp_path
-):
-    wide = ["hidden_size=256", "seq_length=512", "pos_emb=learned", "train_iters=2"]
-    engine = ["zero_optimization.stage=3", "precision=bf16", "eval_interval=0", "num_gpus=2"]
-    batch = "train_micro_batch_size_per_gpu=1"
-    places = [f"data_path={corpus}", f"save={tmp_path}"]
-    done = run("deepy.py", "train.py", *TINY, *wide, *engine, batch, *places)
-    assert done.returncode == 0, done.stderr
-    assert "131,072 of them in the encoding" in done.stderr
-    weights = load_file(tmp_path / "global_step2" / "model.safetensors")
-    assert weights["positions.0.weight"].shape == (512, 256)
-    assert weights["positions.0.weight"].std().item() == pytest.approx(0.02, rel=0.05)
-
-
-def test_the_window_baseline_is_a_run_of_its_own_beside_the_plain_one(alone, tmp_path):
-    output = tmp_path / "results.jsonl"
-    words = ["--checkpoint", alone, "--lengths", 64, 256, "--output", output, "eval_tokens=2048"]
-    for more in ([], ["window=train_length"], ["logn_scale=true"], ["blockwise=true"]):
-        done = call("evaluate.py", *words, *more)
-        assert done.returncode == 0, done.stderr
-    rows = [json.loads(line) for line in output.read_text().splitlines()]
-    assert [row.get("window") for row in rows[:4]] == [None, None, "train_length", "train_length"]
-    assert len(rows) == 8
-    at_train_length = [row["loss"] for row in rows if row["length"] == 64]
-    # At the training length the window masks nothing, and log n / log L is at most 1.
-    assert at_train_length[1] == pytest.approx(at_train_length[0], abs=1e-6)
-    assert at_train_length[2] == pytest.approx(at_train_length[0], abs=1e-6)
-    assert len({row["loss"] for row in rows if row["length"] == 256}) == 4
-    assert "mep_param, window 64" in call("tools/show_results.py", output).stdout

@@ -85,7 +85,7 @@ def train(config: Config, grid: Grid) -> Path | None:
         config = with_schedule(config, start)
         training, logs_as, vocab = config.training, config.logging, facts["vocab"]
         steps, length = training.train_iters, config.model.seq_length
-        if start.parent_model is not None:
+        if config.checkpoint.parent.path is not None:
             facts["parent"] = plain(config.checkpoint.parent)
             facts["parent_model"] = start.parent_model
         if "wandb" in start.record or logs_as.use_wandb:
@@ -202,22 +202,23 @@ def train(config: Config, grid: Grid) -> Path | None:
                 with profiling.step(step):
                     result = train_step(trainer, batches.next_step())
                 watchdog.advance(step)
-                if profiling.writes:
-                    with progress.paused(), watchdog.slow():
-                        profiling.after(step)
+                profiling.after(step)
                 losses.add(step, result)
 
                 stops = step < steps and stop.wanted(step)
                 last = stops or step == steps
-                logs = last or _divides(logs_as.log_interval, step)
-                validates_now = step == steps or _divides(training.eval_interval, step)
-                validates_now = validates and validates_now and not stops
+                logs = last or step % logs_as.log_interval == 0
+                validates_now = validates and not stops
+                if step < steps:
+                    validates_now = validates_now and step % training.eval_interval == 0
                 saves = last or checkpoint.is_saved(step, config.checkpoint)
 
                 if logs or validates_now or saves:
                     keeper.follow(losses.check())
                 if logs:
-                    numbers = {"loss": losses.take_mean(), "lr": result["lr"], "grad_norm": None}
+                    loss = torch.stack(losses.means).mean().item() if losses.means else math.nan
+                    losses.means.clear()
+                    numbers = {"loss": loss, "lr": result["lr"], "grad_norm": None}
                     if logs_as.log_grad_norm and result["grad_norm"] is not None:
                         numbers["grad_norm"] = float(result["grad_norm"])
                     seconds = progress.advance(step)
@@ -340,12 +341,6 @@ class Losses:
         self.unchecked.clear()
         return list(zip(steps, means[:, 0].tolist(), strict=True))
 
-    def take_mean(self) -> float:
-        """The mean of the checked losses, which are then forgotten; NaN if there are none."""
-        mean = torch.stack(self.means).mean().item() if self.means else math.nan
-        self.means.clear()
-        return mean
-
     def _describe(self, step: int, numbers: Tensor) -> str:
         """What is not finite, and the batch of the ranks whose own loss it is, else of all."""
         everyones = self.grid.gather(numbers.tolist())  # [[loss, norm]] by rank
@@ -413,7 +408,3 @@ def _known_faults() -> Iterator[None]:
             f"deterministic: {operation} {REFUSED} on this device"
             " - set deterministic: false, or take another encoding"
         ) from None
-
-
-def _divides(interval: int, step: int) -> bool:
-    return bool(interval) and step % interval == 0

@@ -49,11 +49,6 @@ class Profiling:
         self.profiler: profile | None = None
         self.records_memory = False
 
-    @property
-    def writes(self) -> bool:
-        """Whether something is recorded, so that the end of a step may take time."""
-        return self.profiler is not None or self.records_memory
-
     def __enter__(self) -> Self:
         asked, cuda = self.settings, self.grid.device.type == "cuda"
         wanted = asked.profile or asked.memory_profiling

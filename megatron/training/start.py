@@ -108,28 +108,14 @@ def starting_point(config: Config, facts: dict[str, Any], grid: Grid) -> Start:
             f"save: {keys.save} holds a checkpoint of step {existing} already{of_another} -"
             f" set load: {keys.save} to continue it, or save elsewhere"
         )
-    if keys.parent.path is not None:
-        facts["vocab"] = _rows_of_parent(facts, path or Path(keys.parent.path))
-
+    is_new = path is None
     if path is None and keys.parent.path is None:
         return Start()
-    if path is None:
-        parent = Path(str(keys.parent.path))
-        faults = _shared_faults_of(parent, grid, READ_BY_EVALUATION)
-        if faults:
-            raise Damaged(faults, "copy the parent again, or load another checkpoint")
-        saved = Saved(parent, *read_meta(parent))
-        note_opened(parent, saved.record)
-        differences = _differences(_fixed(config.model), _fixed(saved.config.model))
-        if differences:
-            raise UserError(
-                f"load: {parent} has weights of another model ({differences}) - fine-tuning changes"
-                " the encoding, lengths, attention and data alone: set these keys to the parent's"
-            )
-        _check_same_text(facts, saved)
-        return Start(parent=saved, parent_model=saved.description)
+    path = path or Path(str(keys.parent.path))
 
-    faults = _shared_faults_of(path, grid)
+    faults = _shared_faults_of(path, grid, READ_BY_EVALUATION if is_new else None)
+    if faults and is_new:
+        raise Damaged(faults, "copy the parent again, or load another checkpoint")
     if faults:
 
         def can_be_resumed(other: Path) -> bool:
@@ -143,31 +129,67 @@ def starting_point(config: Config, facts: dict[str, Any], grid: Grid) -> Start:
         logger.warning("%s; load_fallback: continuing from %s", "; ".join(damage.faults), good)
         path = good
     saved = Saved(path, *read_meta(path))
-    note_opened(path, saved.record)
-    _check_same_model(config, saved)
-    _check_same_text(facts, saved)
-    if facts.get("corpora") != saved.record.get("corpora"):
+    trained, record = saved.config, saved.record
+    note_opened(path, record)
+
+    if is_new:
+        differences = _differences(_fixed(config.model), _fixed(trained.model))
+    else:
+        differences = _differences(config.model_keys(), trained.model_keys())
+        others = _differences(config.flat(), trained.flat())
+        if others:
+            logger.info(f"continuing with other settings: {others}")
+    if differences:
+        raise UserError(
+            f"load: {path} is another model ({differences}) - use its configuration; fine-tuning"
+            " changes the encoding, lengths, attention and data alone"
+        )
+
+    now, then = facts["tokenizer"], record.get("tokenizer") or {}
+    same = then.get("hash", now["hash"]) == now["hash"]  # an old record may not say it
+    if keys.parent.path is not None and same and now["vocab_size"] <= record["vocab"]:
+        # A fine-tuned model has its parent's rows, whatever make_vocab_size_divisible_by says.
+        facts["vocab"] = record["vocab"]
+    if not same or facts["vocab"] != record["vocab"]:
+        learned_with = f"{then.get('type')} {then.get('hash')}"
+        raise UserError(
+            f"load: {path} learned with {learned_with} ({record['vocab']} rows of vocabulary), the"
+            f" data are written by {now['type']} {now['hash']} ({facts['vocab']} rows) - prepare"
+            " them with that tokenizer"
+        )
+    if is_new:
+        return Start(parent=saved, parent_model=saved.description)
+
+    if facts.get("corpora") != record.get("corpora"):
         logger.warning(
-            f"continuing with other text: {facts['corpus']}, was {saved.record.get('corpus')};"
+            f"continuing with other text: {facts['corpus']}, was {record.get('corpus')};"
             " text that was used may come again, and other text may be left out"
         )
-    _check_batch(config, saved, grid)
-    unfinished = saved.record["step"] < config.training.train_iters
-    if unfinished and not keys.no_load_optim and not engine_files(path, saved.record):
+    # Another number of ranks may change the windows of a step if train_batch_size says so.
+    ranks, windows = record.get("ranks", grid.ranks), record.get("windows_per_step")
+    own = windows_per_step(config) * grid.ranks
+    is_meant = config.training.train_batch_size is not None
+    if ranks != grid.ranks and windows not in (None, own) and not is_meant:
+        raise UserError(
+            f"load: a step of {path} took {windows} windows on {ranks} rank(s), here it would take"
+            f" {own} on {grid.ranks} - change gradient_accumulation_steps to keep it, or set"
+            f" train_batch_size={own} if that is meant"
+        )
+    unfinished = record["step"] < config.training.train_iters
+    if unfinished and not keys.no_load_optim and not engine_files(path, record):
         raise UserError(
             f"{path}: holds weights only, training cannot continue from it"
             " - finetune=true starts a new run from them, no_load_optim=true goes on with a fresh"
             " optimizer; a sweep keeps the optimizer's states with --keep-states"
         )
-    record = saved.record
     # An old record does not say how many windows were used.
-    per_step = windows_per_step(saved.config) * record.get("ranks", 1)
+    used = record["step"] * windows_per_step(trained) * record.get("ranks", 1)
     return Start(
         before=saved,
         record=record,
         parent_model=record.get("parent_model"),
         step=record["step"],
-        windows=record.get("windows", record["step"] * per_step),
+        windows=record.get("windows", used),
     )
 
 
@@ -178,21 +200,6 @@ def _shared_faults_of(path: Path, grid: Grid, names: Collection[str] | None = No
     return list(dict.fromkeys(every))
 
 
-def _rows_of_parent(facts: dict[str, Any], path: Path) -> int:
-    """Rows of embedding that a fine-tuned model has.
-
-    They are its parent's, whatever make_vocab_size_divisible_by says, if the data's tokenizer is
-    the parent's. A parent without a record of its tokenizer needs a row for every token.
-    """
-    try:
-        record = read_record(path)
-    except Damaged:
-        return facts["vocab"]  # what starts from it says what is wrong
-    now, then = facts["tokenizer"], (record.get("tokenizer") or {}).get("hash")
-    fits = now["vocab_size"] <= record["vocab"] if then is None else now["hash"] == then
-    return record["vocab"] if fits else facts["vocab"]
-
-
 def _differences(now: Mapping[str, Any], then: Mapping[str, Any]) -> str:
     """`num_layers: 2 there, 3 here; …`, or nothing."""
     differing = []
@@ -200,19 +207,6 @@ def _differences(now: Mapping[str, Any], then: Mapping[str, Any]) -> str:
         if value != then.get(key):
             differing.append(f"{key}: {then.get(key)!r} there, {value!r} here")
     return "; ".join(differing)
-
-
-def _check_same_model(config: Config, before: Saved) -> None:
-    """Refuse another model than the checkpoint's; log every other difference."""
-    differences = _differences(config.model_keys(), before.config.model_keys())
-    if differences:
-        raise UserError(
-            f"load: {before.path} is another model ({differences})"
-            " - use its configuration, or save elsewhere"
-        )
-    differences = _differences(config.flat(), before.config.flat())
-    if differences:
-        logger.info(f"continuing with other settings: {differences}")
 
 
 def _fixed(section: Model) -> dict[str, Any]:
@@ -225,39 +219,6 @@ def _fixed(section: Model) -> dict[str, Any]:
         "intermediate_size": model.mlp_width,
         "use_bias_in_attn_output": model.bias_in_attn_output,
     }
-
-
-def _check_same_text(facts: dict[str, Any], before: Saved) -> None:
-    """Refuse a vocabulary or tokenizer other than the checkpoint's."""
-    record = before.record
-    now, then = facts["tokenizer"], record.get("tokenizer") or {}
-    same = then.get("hash", now["hash"]) == now["hash"]  # an old record may not say it
-    if same and facts["vocab"] == record["vocab"]:
-        return
-    learned_with = f"{then['type']} {then['hash']}" if then else "a tokenizer that it does not name"
-    raise UserError(
-        f"load: {before.path} learned with {learned_with}"
-        f" ({record['vocab']} rows of vocabulary),"
-        f" the data are written by {now['type']} {now['hash']} ({facts['vocab']} rows)"
-        " - prepare them with that tokenizer"
-    )
-
-
-def _check_batch(config: Config, before: Saved, grid: Grid) -> None:
-    """Refuse another number of ranks if it changes the windows of a step.
-
-    A train_batch_size that fits the new number says that the change is meant.
-    """
-    training, record = config.training, before.record
-    ranks, windows = record.get("ranks", grid.ranks), record.get("windows_per_step")
-    now = windows_per_step(config) * grid.ranks
-    if ranks == grid.ranks or windows in (None, now) or training.train_batch_size is not None:
-        return
-    raise UserError(
-        f"load: a step of {before.path} took {windows} windows on {ranks} rank(s), here it would"
-        f" take {now} on {grid.ranks} - change gradient_accumulation_steps to keep it, or set"
-        f" train_batch_size={now} if that is meant"
-    )
 
 
 def with_schedule(config: Config, start: Start) -> Config:

@@ -47,10 +47,6 @@ class Engine:
         decays = config.optimizer.pos_emb_weight_decay
         return cls(config.precision.dtype, stage, ranks if stage else 1, decays)
 
-    def __str__(self) -> str:
-        text = f"{self.precision}, ZeRO stage {self.stage}"
-        return f"{text}, {self.ranks} rank(s)" if self.stage else text
-
 
 class AdamState(NamedTuple):
     """How many updates Adam has made, and its averages by (parameter, key): flat pieces by rank."""

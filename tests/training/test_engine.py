@@ -66,33 +66,6 @@ def test_fp16_on_the_cpu_is_refused_with_the_cure(grid):
         trainer(grid, "precision=fp16")
 
 
-@every_signature
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_training_leaves_tables_float32_finite_and_above_their_floors(grid, name, precision):
-    options = [f"pos_emb_args.{key}={value}" for key, value in NEEDED.get(name, {}).items()]
-    run = trainer(grid, f"pos_emb={name}", f"precision={precision}", *options)
-    position = run.model.position
-    hooks = (position.distance_bias, position.distance_weight)
-    before = [hook(512) for hook in hooks]
-    learns = bool(list(position.parameters()))
-    # training_stays_finite of the conformance checks takes the steps that meet the bounds.
-    assert all(math.isfinite(loss) for loss in losses(run, 12))
-    for hook, old in zip(hooks, before, strict=True):
-        table = hook(16384)
-        if table is None:
-            continue
-        assert table.dtype == torch.float32
-        assert table.isfinite().all()
-        if not learns:  # the engine's cast rounded nothing
-            torch.testing.assert_close(table[:, :512], old, rtol=0, atol=0)
-    for key, value in position.learned().items():
-        owner = position.get_submodule(key.rpartition(".")[0])
-        low, high = owner.bounds.get(key.rpartition(".")[2], (-math.inf, math.inf))
-        assert value.dtype == torch.float32
-        assert (value >= low).all()
-        assert (value <= high).all()
-
-
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.parametrize("name", ["kerple_bias_wht", "mep_param_t5"])
 def test_learned_kernels_act_with_their_float32_values_although_the_engine_rounds_them(
@@ -114,28 +87,6 @@ def test_learned_kernels_act_with_their_float32_values_although_the_engine_round
     assert (
         parameter.dtype == torch.bfloat16
     )  # the engine did cast it: the float32 value is not the stored one
-
-
-def test_accumulated_micro_batches_are_one_batch(grid):
-    batch = text(1, batch=8)[0]
-    whole, parts = (
-        trainer(grid, "pos_emb=t5"),
-        trainer(grid, "pos_emb=t5", "gradient_accumulation_steps=2"),
-    )
-    for _ in range(5):
-        first, second = train_step(whole, [batch]), train_step(parts, [batch[:4], batch[4:]])
-        assert second["loss"].item() == pytest.approx(first["loss"].item(), rel=1e-5)
-        assert float(second["grad_norm"]) == pytest.approx(float(first["grad_norm"]), rel=1e-4)
-    for name, weight in full_weights(whole.engine).items():
-        torch.testing.assert_close(full_weights(parts.engine)[name], weight, rtol=1e-3, atol=1e-5)
-
-
-def test_activation_checkpointing_changes_nothing_but_memory(grid):
-    plain = losses(trainer(grid, "pos_emb=kerple_log", "hidden_dropout=0.1"), 5)
-    again = losses(
-        trainer(grid, "pos_emb=kerple_log", "hidden_dropout=0.1", "checkpoint_activations=true"), 5
-    )
-    assert again == pytest.approx(plain, rel=1e-6)
 
 
 @pytest.mark.parametrize("stage", [0, 1])
@@ -169,21 +120,6 @@ def test_weight_decay_acts_on_matrices_and_on_the_encoding_if_asked(grid, too):
         assert decay[id(parameter)] == (0.0 if spared else 0.5), name
 
 
-@pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
-def test_compiled_layers_give_the_losses_gradients_and_names_of_plain_ones():
-    config = load([], tiny("pos_emb=mep_param", "num_layers=1"))
-    plain, compiled = from_config(config, VOCAB), from_config(config, VOCAB)
-    compile_layers(compiled, torch.device("cpu"))
-    assert list(compiled.state_dict()) == list(plain.state_dict())
-    ids = torch.randint(VOCAB, (2, 65))
-    losses = [model(ids[:, :-1], labels=ids[:, 1:], mean=True) for model in (plain, compiled)]
-    assert losses[1].item() == pytest.approx(losses[0].item(), rel=1e-6)
-    for loss in losses:
-        loss.backward()
-    for (name, ours), theirs in zip(compiled.named_parameters(), plain.parameters(), strict=True):
-        torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-4, atol=1e-6, msg=name)
-
-
 def test_a_machine_that_cannot_compile_is_told_so_and_a_broken_backend_is_found(grid, monkeypatch):
     def no_compiler(*_, **__):
         raise RuntimeError("no compiler")
@@ -202,3 +138,25 @@ def test_a_machine_that_cannot_compile_is_told_so_and_a_broken_backend_is_found(
     model.backend = "planted"
     with pytest.raises(UserError, match="planted is wrong"):
         Trainer(load([], tiny("train_iters=1", "pos_emb=alibi", "torch_compile=true")), model, grid)
+
+
+@every_signature
+def test_training_leaves_learned_numbers_float32_and_within_their_bounds(grid, name):
+    options = [f"pos_emb_args.{key}={value}" for key, value in NEEDED.get(name, {}).items()]
+    run = trainer(grid, f"pos_emb={name}", "precision=bf16", *options)
+    assert all(math.isfinite(loss) for loss in losses(run, 5))
+    position = run.model.position
+    for key, value in position.learned().items():
+        path, _, own = key.rpartition(".")
+        low, high = position.get_submodule(path).bounds.get(own, (-math.inf, math.inf))
+        assert value.dtype == torch.float32
+        assert ((value >= low) & (value <= high)).all()
+
+
+@pytest.mark.campaign
+@pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
+def test_compiled_and_recomputed_layers_give_the_losses_of_plain_ones(grid):
+    words = ["num_layers=1", "pos_emb=mep_param"]
+    plain = losses(trainer(grid, *words), 2)
+    for key in ("checkpoint_activations=true", "torch_compile=true"):
+        assert losses(trainer(grid, *words, key), 2) == pytest.approx(plain, rel=1e-5)

@@ -53,21 +53,3 @@ def test_a_run_that_begins_or_ends_within_the_steps_writes_those_that_it_had(
             profiling.after(number)
     names = sorted(path.name for path in (tmp_path / "profile").iterdir())
     assert names == [f"{name}_rank0.trace.json.gz", f"{name}_rank0.txt"]
-
-
-def test_what_cannot_be_recorded_is_one_warning(grid, corpus, tmp_path, caplog):
-    for folder, done, steps in ((tmp_path, 12, 50), (tmp_path, 0, 9), (None, 0, 50)):
-        caplog.clear()
-        with Profiling(Logging(profile=True), folder, Grid(), done=done, steps=steps) as profiling:
-            assert not profiling.writes
-        [message] = caplog.messages
-        assert message.startswith("profile: nothing is recorded")
-    asked = Logging(profile=True, profile_ranks=(0, 2))
-    with Profiling(asked, tmp_path, Grid(rank=1, ranks=3), done=0, steps=50) as profiling:
-        assert not profiling.writes
-    (tmp_path / "profile").write_text("in the way")
-    caplog.clear()
-    train(settings(corpus, tmp_path, "train_iters=6", *TRACED), grid)
-    assert records(tmp_path).keys() == set(range(1, 7))
-    failures = [text for text in caplog.messages if text.startswith("profile: ")]
-    assert failures == ["profile: failed (File exists) - training goes on without it"]

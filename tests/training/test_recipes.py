@@ -1,20 +1,15 @@
 """docs/recipes.md is carried out with small sizes, and every recipe loads over a model."""
 
-import os
 import re
 import shutil
-import statistics
 from pathlib import Path
 
 import pytest
 
 from deepy import checked_config
 from megatron.checkpoints.manifest import read_record
-from megatron.checkpoints.saved import latest_step, with_parent
 from megatron.config import load
 from megatron.entry import split_words
-from megatron.results.files import read_results
-from megatron.sweeps.cells import load_sweep
 from megatron.training.loop import train
 from tests.checkpoints import make_checkpoint
 from tests.support import ROOT, call
@@ -89,36 +84,3 @@ def test_every_recipe_loads_over_a_model_and_is_in_the_guide(path):
     assert config.checkpoint.finetune
     assert f"`{path.name}`" in GUIDE
     config.require_for("train")
-
-
-def test_the_table_of_the_results_is_the_measured_one():
-    folder = ROOT / "docs" / "results"
-    measured: dict[str, dict[int, list[float]]] = {}
-    for row in read_results([folder / "continued.jsonl"]):
-        recipe = row["cell"]["recipe"] if "cell" in row else "the parent"
-        assert row.get("parent_model") == (None if recipe == "the parent" else "rotary step 700")
-        measured.setdefault(recipe, {}).setdefault(row["length"], []).append(row["perplexity"])
-    page = (folder / "continued.md").read_text(encoding="utf-8")
-    assert len(measured) == 6
-    for recipe, by_length in measured.items():
-        cells = []
-        for length in (512, 1024, 2048, 4096):
-            values = by_length[length]
-            spread = f" ± {statistics.stdev(values):.2f}" if len(values) > 1 else ""
-            cells.append(f"{statistics.mean(values):.2f}{spread}")
-        assert f"| {recipe} | {len(by_length[512])} | {' | '.join(cells)} |" in page
-
-
-def test_the_sweep_of_the_results_has_its_parent_from_the_demo(tmp_path, corpus, monkeypatch):
-    shape = ["num_layers=4", "hidden_size=128", "num_attention_heads=4", "seq_length=512"]
-    make_checkpoint(tmp_path / "demo" / "rotary", corpus, *shape, step=700)
-    for name in ("configs", "docs"):
-        os.symlink(ROOT / name, tmp_path / name)
-    monkeypatch.chdir(tmp_path)
-    sweep = load_sweep("docs/results/continued.yml", "runs/continued")
-    assert not sweep.broken
-    assert len(sweep.cells) == 15
-    for cell in sweep.cells:
-        assert cell.config["load"] == "demo/rotary/global_step700"
-        assert with_parent(cell.config).hash == cell.config.hash
-        assert latest_step(cell.folder) is None
