@@ -545,8 +545,8 @@ class Logging(Section):
     """Dense TFLOP/s of one device, for the model FLOP utilisation (MFU) in the log; unset: the data
     sheet's for common NVIDIA devices."""
     use_wandb: bool = False
-    """Also log to Weights & Biases, in a thread. Where its server cannot be used, one warning says
-    so and the records stay on this machine for `wandb sync`."""
+    """Also log to Weights & Biases. Where its server cannot be used, one warning says so and the
+    records stay on this machine for `wandb sync`."""
     wandb_project: str | None = None
     """Project of Weights & Biases."""
     wandb_group: str | None = None
@@ -554,8 +554,8 @@ class Logging(Section):
     wandb_team: str | None = None
     """Team, or entity, of Weights & Biases; unset: your own default."""
     wandb_artifacts: bool = False
-    """Also send files at the end: of a training its metrics.jsonl, its learned numbers by step and
-    its traces; of `evaluate.py` its rows and plots, to the run of the training."""
+    """Also send files at the end: of a training its metrics.jsonl and its traces; of `evaluate.py`
+    its rows and plots, to the run of the training."""
     wandb_host: str | None = None
     """Address of your own Weights & Biases server."""
     profile: bool = False

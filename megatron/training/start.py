@@ -6,7 +6,6 @@ table with a row for each position keeps the rows that both have.
 """
 
 import logging
-import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -56,7 +55,6 @@ MAY_CHANGE = frozenset(
 them; the rows of the embedding are the parent's whatever the last one says."""
 SCHEDULE = ("min_lr", "lr_decay_style", "lr_decay_iters", "warmup", "lr_schedule")
 """Keys of the section `optimizer` that shape the learning rate, beside optimizer.params.lr."""
-SHOWN = 6  # names in a line of the log
 
 
 @dataclass(frozen=True)
@@ -290,42 +288,35 @@ def match_weights(parent: Saved, model: GPT) -> ParentWeights:
     places = list(zip(layers_there, model.position_of_layer, strict=True))
 
     found = ParentWeights(parent)
-    kept: dict[str, int] = {}
-    dropped = {name: math.prod(shape) for name, shape in old.items()}
-    new: dict[str, int] = {}
     outside: dict[str, tuple[int, ...]] = {}
+    new: list[str] = []
     for name, weight in model.named_parameters():
         shape = tuple(weight.shape)
-        source, rows = name, shape[0]
         if not name.startswith("positions."):
             outside[name] = shape
-        else:
-            found.initial[name] = weight.detach().clone()
-            _, index, rest = name.split(".", 2)
-            there = {old_place for old_place, place in places if place == int(index)}
-            source = f"positions.{min(there)}.{rest}"
-            kind, by_position = kinds_here[int(index)].get(rest, ("", False))
-            same_kind = kinds_there[min(there)].get(rest) == (kind, by_position)
-            agrees = len(there) == 1 and same_kind and old[source][1:] == shape[1:]
-            if not agrees or not (by_position or old[source] == shape):
-                new[name] = math.prod(shape)
-                continue
-            rows = found.rows[name] = min(old[source][0], rows)
-        found.sources[name] = source
-        kept[name] = rows * math.prod(shape[1:])
-        new[name] = math.prod(shape) - kept[name]
-        dropped[source] = math.prod(old.get(source, ())) - kept[name]
+            found.sources[name] = name
+            continue
+        found.initial[name] = weight.detach().clone()
+        _, index, rest = name.split(".", 2)
+        there = {old_place for old_place, place in places if place == int(index)}
+        source = f"positions.{min(there)}.{rest}"
+        kind, by_position = kinds_here[int(index)].get(rest, ("", False))
+        same_kind = kinds_there[min(there)].get(rest) == (kind, by_position)
+        agrees = len(there) == 1 and same_kind and old[source][1:] == shape[1:]
+        if agrees and (by_position or old[source] == shape):
+            found.sources[name] = source
+            found.rows[name] = min(old[source][0], shape[0])
+        if found.rows.get(name) != shape[0]:
+            new.append(name)
     if outside != {name: old[name] for name in old if not name.startswith("positions.")}:
         raise UserError(f"{file}: does not hold the model of its config.yml - copy it again")
 
-    of_encoding = {name: kept[name] for name in kept if name.startswith("positions.")}
-    of_model = sum(kept.values()) - sum(of_encoding.values())
+    dropped = old.keys() - found.sources.values()
+    words = [", ".join(sorted(names)) or "nothing" for names in (found.rows, dropped, new)]
     logger.info("fine-tuning %s (%s):", parent.path, parent.description)
-    logger.info(
-        f"  kept: {of_model:,} numbers of the model, and of its encoding {_named(of_encoding)}"
-    )
-    logger.info(f"  dropped: {_named(dropped)}")
-    logger.info(f"  new: {_named(new)}")
+    logger.info("  kept: the whole model outside its encoding, and of that %s", words[0])
+    logger.info("  dropped: %s", words[1])
+    logger.info("  new: %s", words[2])
     return found
 
 
@@ -358,13 +349,3 @@ def _kinds_of(position: Position) -> dict[str, tuple[str, bool]]:
         by_position = isinstance(owner, Position) and name in owner.rows_are_positions
         kinds[whole] = (type(owner).__qualname__, by_position)
     return kinds
-
-
-def _named(counts: Mapping[str, int]) -> str:
-    """`1,234 numbers (name 1,000, other 234)`, or `nothing`."""
-    names = [f"{name} {count:,}" for name, count in counts.items() if count]
-    if not names:
-        return "nothing"
-    if len(names) > SHOWN:
-        names = [*names[:SHOWN], f"and {len(names) - SHOWN} more"]
-    return f"{sum(counts.values()):,} numbers ({', '.join(names)})"

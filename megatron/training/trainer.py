@@ -185,14 +185,11 @@ class Trainer:
             length = batch.shape[1] - 1
             # A longer window gets a smaller batch: validation needs no more memory than training.
             part_size = max(1, len(batch) * self.config.model.seq_length // length)
-            sums = []
-            for part in batch.split(part_size):
-                losses = self.losses(part).double()
-                counted = self._counted(part[:, :-1].to(losses.device))
-                sums.append((losses if counted is None else losses * counted).sum())
-            counted = self._counted(batch[:, :-1])
-            tokens = len(batch) * length if counted is None else max(1, int(counted.sum()))
-            total += torch.stack(sums).sum() / tokens
+            losses = torch.cat([self.losses(part) for part in batch.split(part_size)]).double()
+            counted = self._counted(batch[:, :-1].to(losses.device))
+            if counted is not None:
+                losses = losses[counted]
+            total += losses.sum() / max(1, losses.numel())
             if stops():
                 return None
         return self.grid.mean(total / count).item()
