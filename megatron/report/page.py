@@ -249,14 +249,18 @@ def reference_of(groups: Mapping[str, Sequence[Row]], against: str | None) -> st
     """
     if against is not None and matching(against, groups):
         return select(against, groups)
-    seeds = {label: len({row.get("seed") for row in rows}) for label, rows in groups.items()}
-    means: dict[tuple[int, float], str] = {}
+    candidates: dict[tuple[int, int, float], str] = {}
     for label, rows in groups.items():
-        for length in {row["length"] for row in rows}:
-            mean, _ = mean_and_std([row["perplexity"] for row in rows if row["length"] == length])
-            if mean is not None and seeds[label] == max(seeds.values()):
-                means.setdefault((-length, mean), label)
-    return means[min(means)] if means else None
+        seeds = {row.get("seed") for row in rows}
+        by_length: dict[int, list[float | None]] = {}
+        for row in rows:
+            by_length.setdefault(row["length"], []).append(row["perplexity"])
+        for length, perplexities in by_length.items():
+            mean, _ = mean_and_std(perplexities)
+            if mean is not None:
+                order = (-len(seeds), -length, mean)
+                candidates.setdefault(order, label)
+    return candidates[min(candidates)] if candidates else None
 
 
 def paired(comparisons: Sequence[Comparison]) -> Table:
@@ -337,12 +341,17 @@ def differences(found: Mapping[str, Sequence[Evidence]]) -> Table | None:
     labels_of_value: dict[str, dict[str, list[str]]] = {}
     for label, of_model in found.items():
         known = [one.settings for one in of_model if one.settings]
-        for key, value in known[0].items() if known else ():
-            labels_of_value.setdefault(key, {}).setdefault(plain(value), []).append(label)
+        settings = known[0] if known else {}
+        for key, value in settings.items():
+            labels_of = labels_of_value.setdefault(key, {})
+            labels_of.setdefault(plain(value), []).append(label)
     body = []
-    for key, labels in labels_of_value.items():
-        if key != "seed" and len(labels) > 1:
-            body += [[key, words(value), words("; ".join(of))] for value, of in labels.items()]
+    for key, labels_of in labels_of_value.items():
+        if key == "seed" or len(labels_of) == 1:
+            continue
+        for value, labels in labels_of.items():
+            models = "; ".join(labels)
+            body.append([key, words(value), words(models)])
     return Table(["key", "value", "models"], body) if body else None
 
 
@@ -351,17 +360,22 @@ def checkpoints(rows: Sequence[Question], evidence: Found) -> Table:
     lines: dict[tuple[str, ...], list[Cell | str]] = {}
     for row in rows:
         name = row.get("checkpoint") or "-"
-        values = [row.get(key) for key in COLUMNS]
-        texts = ["-" if value in (None, {}) else plain(value) for value in values]
-        cells: list[Cell | str] = []
+        texts = []
+        for key in COLUMNS:
+            value = row.get(key)
+            texts.append(plain(value) if value else "-")
+        line: list[Cell | str] = [name]
+        line += map(words, texts)
+        metrics = evidence[name].metrics if name in evidence else []
         for key in COSTS:
-            metrics = evidence[name].metrics if name in evidence else []
-            known = [value for line in metrics if (value := line.get(key)) is not None]
-            middle = statistics.median(known) if known else None
-            cells.append(Cell("-" if middle is None else f"{middle:,.4g}", value=middle))
-        lines[name, *texts] = [name, *map(words, texts), *cells]
-    head = ["checkpoint", *COLUMNS.values(), *(key.replace("_", " ") for key in COSTS)]
-    return Table(head, list(lines.values()), ["costs: medians of the training's log"])
+            known = [one.get(key) for one in metrics if one.get(key)]
+            text = f"{statistics.median(known):,.4g}" if known else "-"
+            line.append(text)
+        lines[name, *texts] = line
+    head = ["checkpoint", *COLUMNS.values()]
+    head += [key.replace("_", " ") for key in COSTS]
+    notes = ["costs: medians of the training's log"]
+    return Table(head, list(lines.values()), notes)
 
 
 def words(text: str) -> Cell:

@@ -1,5 +1,6 @@
 """Encodings against one of them, length by length: differences, intervals, claims."""
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -150,14 +151,17 @@ def compared(kinds: Mapping[str, Sequence[Row]], against: str | None = None) -> 
     Raises UserError if nothing can be paired.
     """
     reference = next(iter(kinds)) if against is None else select(against, kinds)
+    tokenizers = set()
     places: dict[tuple[Any, ...], dict[str, list[Row]]] = {}
     for label, rows in kinds.items():
         for row in rows:
-            places.setdefault(place_of(row), {}).setdefault(label, []).append(row)
-    tokenizers = {row.get("tokenizer") for rows in kinds.values() for row in rows}
+            tokenizers.add(row.get("tokenizer"))
+            rows_of = places.setdefault(place_of(row), {})
+            rows_of.setdefault(label, []).append(row)
     comparisons: list[Comparison] = []
     for rows_of in places.values():
-        shared_variant = attention_inputs([row for rows in rows_of.values() for row in rows])
+        every_row = itertools.chain.from_iterable(rows_of.values())
+        shared_variant = attention_inputs(list(every_row))
         for label, rows in rows_of.items():
             # Without its variant, so that the heading has only what all rows share.
             plain_row = with_facts(rows[0], dict.fromkeys(VARIANT))
@@ -171,8 +175,11 @@ def compared(kinds: Mapping[str, Sequence[Row]], against: str | None = None) -> 
         reasons = [f"{one.encoding} at {one.length}: {one.reason}" for one in others]
         each_once = "\n  ".join(dict.fromkeys(reasons))
         raise UserError(f"nothing can be compared with {reference}:\n  {each_once}")
-    corrected = iter(holm([one.p for one in comparisons if one.p is not None]))
-    return [one if one.p is None else replace(one, p=next(corrected)) for one in comparisons]
+    claims = [number for number, one in enumerate(comparisons) if one.p is not None]
+    p_values = [comparisons[number].p or 0.0 for number in claims]
+    for number, p in zip(claims, holm(p_values), strict=True):
+        comparisons[number] = replace(comparisons[number], p=p)
+    return comparisons
 
 
 def _compared(label: str, ours: list[Row], reference: str, theirs: list[Row]) -> Comparison:

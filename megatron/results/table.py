@@ -76,17 +76,23 @@ class Table:
 
     def text(self) -> str:
         """For the terminal: the first column to the left, others to the right."""
-        lines = [[str(cell) for cell in line] for line in (self.head, *self.body)]
+        lines = []
+        for line in (self.head, *self.body):
+            lines.append([str(cell) for cell in line])
         widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
         texts = []
-        for first, *others in lines:
-            words = [first.ljust(widths[0])]
-            words += [word.rjust(width) for word, width in zip(others, widths[1:], strict=True)]
+        for line in lines:
+            words = [word.rjust(width) for word, width in zip(line, widths, strict=True)]
+            words[0] = line[0].ljust(widths[0])
             texts.append("  ".join(words))
         head, *body = texts
-        above = [self.title] if self.title else []
-        between = [] if self.title else [""]
-        return "\n".join([*above, head.rstrip(), "-" * len(head), *body, *between, *self.notes])
+        rule = "-" * len(head)
+        table = [head.rstrip(), rule, *body]
+        if self.title:
+            table.insert(0, self.title)
+        else:
+            table.append("")
+        return "\n".join([*table, *self.notes])
 
     def markdown(self) -> str:
         """The same table in Markdown."""
@@ -155,11 +161,13 @@ def mean_cell(rows: Sequence[Row], key: str, form: Callable[[float | None], str]
     """
     if not rows:
         return Cell("", kind="missing", title="not measured")
-    mean, std = mean_and_std([row.get(key) for row in rows])
+    values = [row.get(key) for row in rows]
+    mean, std = mean_and_std(values)
     text = form(mean)
     if mean is None:
-        reasons = [row.get("reason") for row in rows if row.get("reason")]
-        return Cell(text, kind="missing", title=reasons[0] or "" if reasons else "no number")
+        reasons = [row.get("reason") or "" for row in rows]
+        reason = max(reasons) or "no number"
+        return Cell(text, kind="missing", title=reason)
     of_seeds = [f"seed {row.get('seed')}: {row.get(key):.6g}" for row in rows]
     spread = "" if std is None else spread_of(text, std)
     return Cell(text, spread, mean, "; ".join(of_seeds))
@@ -316,10 +324,12 @@ def _notes_of_bits(rows: Sequence[Row], groups: Mapping[str, Sequence[Row]]) -> 
     counts = {}
     for label, group in groups.items():
         sizes = [row.get("bytes", 0) for row in group]
-        size = _from_to(f"{min(sizes):,.0f}", f"{max(sizes):,.0f}")
+        least, most = min(sizes), max(sizes)
+        size = _from_to(f"{least:,.0f}", f"{most:,.0f}")
         counts[label] = f"{size} bytes scored, {_how_counted(group)}"
-    if len(counts) > 1 and len({*counts.values()}) == 1:
-        counts = {"each": next(iter(counts.values()))}
+    different = {*counts.values()}
+    if len(counts) > 1 and len(different) == 1:
+        counts = {"each": different.pop()}
     lines += [f"{label}: {count}" for label, count in counts.items()]
     if len({row.get("tokenizer") for row in rows}) > 1:
         lines.append(OTHER_TOKENIZERS)
@@ -346,13 +356,18 @@ def _why_apart(groups: Sequence[Sequence[Row]]) -> list[str]:
 def setting(rows: Sequence[Row]) -> str:
     """Text, tokens, windows and protocol of rows of one text, and their attention inputs."""
     first = rows[0]
-    text = " ".join(word for word in (first.get("corpus"), first.get("part")) if word)
+    source = [first.get("corpus"), first.get("part")]
+    text = " ".join(word for word in source if word)
     tokens = [row["tokens"] for row in rows]
     counts = _from_to(f"{min(tokens):,}", f"{max(tokens):,}")
-    ordered = sorted(rows, key=lambda row: row["length"])
-    ends = [f"{row['windows']} x {row['length']}" for row in (ordered[0], ordered[-1])]
+    shortest = min(rows, key=lambda row: row["length"])
+    longest = max(reversed(rows), key=lambda row: row["length"])
+    windows = _from_to(
+        f"{shortest['windows']} x {shortest['length']}",
+        f"{longest['windows']} x {longest['length']}",
+    )
     facts = [text] if text else []
-    facts.append(f"{counts} tokens ({_from_to(*ends)})")
+    facts.append(f"{counts} tokens ({windows})")
     if first.get("protocol"):
         facts.append(f"protocol {first.get('protocol')}")
     for key in OPTIONS:

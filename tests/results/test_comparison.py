@@ -22,17 +22,6 @@ def test_a_small_difference_shows_because_windows_are_pairs():
     assert low < 0 < high
 
 
-def test_the_interval_of_a_pair_covers_the_truth_at_its_nominal_rate():
-    generator, hits = np.random.default_rng(3), 0
-    for _ in range(400):
-        hard, noise = texts(40), generator.standard_normal((2, 41))
-        # Neighbours share half of their noise: a correlation of 0.2.
-        first, second = (hard + 0.1 * (one[1:] + 0.21 * one[:-1]) for one in noise)
-        low, high = against([row("a", first), row("b", second + 0.05)])[1].interval
-        hits += low < 0.05 < high
-    assert abs(hits / 400 - 0.95) < 3 * np.sqrt(0.95 * 0.05 / 400)
-
-
 # --- Claims ---
 
 
