@@ -10,7 +10,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from megatron.parallel import loopback
+from megatron.parallel import grid
 from tests.support import ROOT, call, unlaunched
 from tests.test_train import TINY
 
@@ -85,11 +85,11 @@ def test_ranks_of_one_machine_use_its_loopback_interface_and_no_others(monkeypat
     monkeypatch.setattr(os, "environ", dict(os.environ))
 
     def chosen(**environment: str) -> set[str | None]:
-        for name in ("SLURM_NNODES", *loopback.LOCAL_RANKS, *loopback.INTERFACES):
+        for name in ("SLURM_NNODES", *grid.LOCAL_RANKS, *grid.INTERFACES):
             os.environ.pop(name, None)
         os.environ.update(environment)
-        loopback.stay_inside()
-        return {os.environ.get(name) for name in loopback.INTERFACES}
+        grid.stay_inside()
+        return {os.environ.get(name) for name in grid.INTERFACES}
 
     assert chosen(WORLD_SIZE="1", MASTER_ADDR="node1") == {"lo"}
     assert chosen(WORLD_SIZE="8", MASTER_ADDR="127.0.0.1") == {"lo"}

@@ -20,8 +20,7 @@ from megatron.evaluation.protocols import PROTOCOLS, Request
 from megatron.folder_lock import owned_file
 from megatron.model import GPT, AttentionSettings
 from megatron.model.methods import method_of
-from megatron.parallel.grid import here
-from megatron.parallel.owned import owned_by_first
+from megatron.parallel.grid import here, owned_by_first
 from megatron.parallel.threads import count_parameters, use_threads
 from megatron.results.files import check_output, existing_results, write_results
 from megatron.results.row import ATTENTION_INPUTS, EXACT, Question, Row, agrees, identity

@@ -18,8 +18,7 @@ from megatron.evaluation.options import DTYPES, Options
 from megatron.folder_lock import owned_file
 from megatron.generation.load import opened_with_tokenizer
 from megatron.model import AttentionSettings
-from megatron.parallel.grid import here
-from megatron.parallel.owned import owned_by_first
+from megatron.parallel.grid import here, owned_by_first
 from megatron.parallel.threads import count_parameters, use_threads
 from megatron.results.files import check_output, has_lines, read_lines, write_lines
 from megatron.results.row import Facts, Question

@@ -1,4 +1,8 @@
-"""The processes of a run: how many, which one this is, its device. One alone needs no network."""
+"""The processes of a run: how many, which one this is, its device. One alone needs no network.
+
+Processes of one machine meet on its loopback interface, where no other machine can reach them:
+torch's own store and gloo listen on every interface, and ask nobody who connects for a password.
+"""
 
 import logging
 import os
@@ -6,17 +10,19 @@ import socket
 import threading
 import time
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
+from ipaddress import ip_address
 from typing import Any, NoReturn
 
 import torch
 import torch.distributed
 from torch import Tensor
-from torch.distributed import Store  # pyright: ignore[reportPrivateImportUsage]
 
-from megatron.errors import UserError
-from megatron.parallel.loopback import stay_inside, store
+# torch documents these three, but its __all__ lacks them.
+from torch.distributed import HashStore, Store, TCPStore  # pyright: ignore[reportPrivateImportUsage]
+
+from megatron.errors import UserError, cannot_write, in_words
 
 logger = logging.getLogger(__name__)
 
@@ -28,13 +34,15 @@ SCHEDULERS = (
 """Where Slurm and Open MPI give rank, number of ranks and rank on this machine."""
 LOST = ("Connection closed by peer", "Connection reset by peer", "Broken pipe")
 """How gloo says that another rank has ended."""
+LOCAL_RANKS = ("LOCAL_WORLD_SIZE", "LOCAL_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE")
+"""Ranks of this machine, as launchers say it."""
+INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 HEAD_START = 3.0  # seconds in which a launcher that knows more ends this process
-MEETING = 300.0  # seconds in which the first process must be reached
+MEETING = 300.0  # seconds in which all processes must come
 JOINING = {"gloo": 45.0, "nccl": 300.0}  # seconds in which those who have met must connect
-SILENT = 10.0  # seconds after which a process says that it waits
+SILENT = 10.0  # seconds after which the first process says for whom it waits
 SHOWN = 8  # absent ranks in one message
-PAUSE = 0.2  # seconds between two attempts
-ALONE = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
+PAUSE = 0.2  # seconds between two looks
 
 
 @dataclass(frozen=True)
@@ -79,10 +87,9 @@ class Grid:
 
 def here() -> Grid:
     """The processes that a launcher or a scheduler started, or this one alone without a network."""
+    several = bool(_environment_of_scheduler())
     if "WORLD_SIZE" in os.environ:
         several = number("WORLD_SIZE", least=1) > 1
-    else:
-        several = bool(_environment_of_scheduler())
     if several:
         return connect()
     return Grid(device=torch.device("cuda" if torch.cuda.is_available() else "cpu"))
@@ -92,33 +99,39 @@ def connect(backend: str | None = None) -> Grid:
     """Join the processes that a launcher (deepy.py, torchrun) or scheduler started; one runs alone.
 
     backend: nccl or gloo; None takes nccl on CUDA and gloo on the CPU
-    UserError where the environment is wrong or the others do not come.
+    Raises UserError if the environment is wrong or the others do not come.
     """
     cuda = torch.cuda.is_available()
     if not cuda:
         os.environ["DS_ACCELERATOR"] = "cpu"
     if "WORLD_SIZE" not in os.environ:
-        alone = ALONE | {"MASTER_PORT": str(free_port())}
+        alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
+        alone["MASTER_PORT"] = str(free_port())
         os.environ.update(_environment_of_scheduler() or alone)
-    check_environment()
-    _import_deepspeed()
-
-    rank, ranks = number("RANK"), number("WORLD_SIZE")
-    device = CPU
+    ranks, rank = number("WORLD_SIZE", least=1), number("RANK")
+    local_rank, port = number("LOCAL_RANK"), number("MASTER_PORT", least=1)
+    if rank >= ranks:
+        raise UserError(f"RANK: {rank} is not below WORLD_SIZE = {ranks} - ranks begin at 0")
+    if not os.environ.get("MASTER_ADDR") or port > 65535:
+        raise UserError(
+            "MASTER_ADDR: it and MASTER_PORT, a number below 65536, must name the place where the"
+            f" {ranks} processes of WORLD_SIZE meet - start with deepy.py or torchrun"
+        )
+    if cuda and local_rank >= torch.cuda.device_count():
+        raise UserError(
+            f"LOCAL_RANK: {local_rank}, but this process sees {torch.cuda.device_count()} CUDA"
+            " devices - start at most one process for each"
+        )
+    device = torch.device("cuda", local_rank) if cuda else CPU
     if cuda:
-        device = torch.device("cuda", number("LOCAL_RANK"))
         torch.cuda.set_device(device)
     if not torch.distributed.is_initialized():
-        if not cuda:
-            backend = "gloo"
-        if ranks > 1:
-            _meet(rank)
-        _join(backend or "nccl", device)
+        _join((backend or "nccl") if cuda else "gloo", Grid(rank, ranks, device))
     return Grid(rank, ranks, device)
 
 
 def number(name: str, least: int = 0) -> int:
-    """An environment variable as a whole number; UserError where it is none or too small."""
+    """An environment variable as a whole number; raises UserError if it is not or is too small."""
     text = os.environ.get(name, "")
     if not text.isdecimal() or int(text) < least:
         raise UserError(
@@ -128,118 +141,130 @@ def number(name: str, least: int = 0) -> int:
     return int(text)
 
 
-def check_environment() -> None:
-    """Check what says who this process is; UserError with the variable that is wrong."""
-    ranks = number("WORLD_SIZE", least=1)
-    for name in ("RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
-        if not os.environ.get(name):
-            raise UserError(
-                f"{name}: not set, but WORLD_SIZE is {ranks} - start with deepy.py or torchrun, or"
-                " unset WORLD_SIZE to run one process alone"
-            )
-    if number("RANK") >= ranks:
-        raise UserError(
-            f"RANK: {os.environ['RANK']} is not below WORLD_SIZE = {ranks} - ranks begin at 0"
-        )
-    devices = torch.cuda.device_count()
-    if torch.cuda.is_available() and number("LOCAL_RANK") >= devices:
-        raise UserError(
-            f"LOCAL_RANK: {os.environ['LOCAL_RANK']}, but this process sees {devices} CUDA devices"
-            " - start at most one process for each"
-        )
-    if not 0 < number("MASTER_PORT", least=1) < 65536:
-        raise UserError(f"MASTER_PORT: {os.environ['MASTER_PORT']} is no port; give 1 to 65535")
-
-
-def _meet(rank: int) -> None:
-    """Wait, but not for ever, until the first process can be reached; UserError says that not."""
-    host, port = os.environ["MASTER_ADDR"], number("MASTER_PORT")
-    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":  # torchrun has met already
-        return
-    if rank == 0:
-        if not is_free(port):
-            raise UserError(f"MASTER_PORT: another program uses {port} here - choose another port")
-        return
-    begin = time.monotonic()
-    announced = False
-    while True:
-        try:
-            socket.create_connection((host, port), timeout=5).close()
-            return
-        except OSError as fault:
-            reason = fault.strerror or str(fault)
-        waited = time.monotonic() - begin
-        place = f"MASTER_ADDR: nobody answers at {host}:{port} ({reason})"
-        if waited > MEETING:
-            raise UserError(
-                f"{place} after {MEETING:g} seconds - start rank 0 there, or export its address and"
-                " port as MASTER_ADDR and MASTER_PORT"
-            )
-        if waited > SILENT and not announced:
-            logger.error(f"rank {rank}: {place}; waiting up to {MEETING:g} seconds")
-            announced = True
-        time.sleep(PAUSE)
-
-
-def _import_deepspeed() -> None:
-    """Import DeepSpeed without its shared-memory operation for the CPU.
-
-    DeepSpeed would compile that at a first run, which needs g++ and ninja and takes half a minute;
-    after a killed build, every later run waits for its lock for ever. gloo does the same work.
-    DeepSpeed asks a dict, for which it would run compilers and ask GPUs unless it is there.
-    """
-    import deepspeed.ops  # only now: it reads DS_ACCELERATOR when it is imported
-
-    ops: Any = deepspeed.ops
-    ops.__compatible_ops__ = {"deepspeed_shm_comm": False}
-
-
-def _join(backend: str, device: torch.device) -> None:
-    import deepspeed
-
-    stay_inside()
-    ranks = int(os.environ["WORLD_SIZE"])
-    seconds = JOINING[backend]
-    with _in_time(seconds, ranks):
-        place = store()
-    if place is None:  # nobody calls the roll, so some may still be starting
-        seconds += MEETING
-    elif ranks > 1:
-        _call_the_roll(place, number("RANK"), ranks)
-    with _in_time(seconds, ranks):
-        if place is not None:
-            torch.distributed.init_process_group(
-                backend,
-                store=place,
-                rank=int(os.environ["RANK"]),
-                world_size=ranks,
-                # As DeepSpeed does; it takes over a group that exists.
-                timeout=deepspeed.comm.default_pg_timeout,
-                device_id=device if device.type == "cuda" and ranks > 1 else None,
-            )
-        deepspeed.init_distributed(dist_backend=backend, auto_mpi_discovery=False, verbose=False)
-
-
-@contextmanager
-def _in_time(seconds: float, ranks: int) -> Iterator[None]:
-    """A block in which the ranks connect; where it takes longer, the process ends with a message.
+def _join(backend: str, grid: Grid) -> None:
+    """Connect the ranks, in a time in which nobody who is there can miss it.
 
     torch would wait for 30 minutes for a rank that is gone, and cannot be interrupted there.
     """
-    if ranks == 1:
-        yield
-        return
+    import deepspeed  # only now: it reads DS_ACCELERATOR when it is imported
+    import deepspeed.ops
+
+    # DeepSpeed would compile its shared-memory operation at a first run, which needs g++ and ninja
+    # and takes half a minute; after a killed build, every later run waits for its lock for ever.
+    # gloo does the same work. DeepSpeed asks a dict, for which it would run compilers.
+    ops: Any = deepspeed.ops
+    ops.__compatible_ops__ = {"deepspeed_shm_comm": False}
+
+    stay_inside()
+    several = grid.ranks > 1
+    seconds = JOINING[backend]
+    place: Store | None = HashStore()
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        place = None
+        seconds += MEETING  # nobody calls the roll, so some may still be starting
+    elif several:
+        place = _meet(grid.rank, grid.ranks)
     message = (
         f"ranks: they did not connect to each other within {seconds:g} seconds, so one of them has"
         " ended or cannot be reached - see its message, and start all again"
     )
     timer = threading.Timer(seconds, give_up, [message])
     timer.daemon = True
-    timer.start()
+    if several:
+        timer.start()
     try:
-        yield
+        if place is not None:
+            torch.distributed.init_process_group(
+                backend,
+                store=place,
+                rank=grid.rank,
+                world_size=grid.ranks,
+                timeout=deepspeed.comm.default_pg_timeout,  # DeepSpeed takes over this group
+                device_id=grid.device if grid.device.type == "cuda" and several else None,
+            )
+        deepspeed.init_distributed(dist_backend=backend, auto_mpi_discovery=False, verbose=False)
     finally:
         timer.cancel()
+
+
+def stay_inside() -> None:
+    """Let gloo and NCCL use the loopback interface if all ranks are known to be on this machine."""
+    ranks = os.environ["WORLD_SIZE"]
+    inside = ranks in ("1", *(os.environ.get(name) for name in LOCAL_RANKS))
+    inside = inside or os.environ.get("SLURM_NNODES") == "1"
+    if not (inside or _is_loopback(os.environ.get("MASTER_ADDR", ""))):
+        return
+    if "lo" in {name for _, name in socket.if_nameindex()}:
+        for name in INTERFACES:
+            os.environ.setdefault(name, "lo")
+
+
+def _is_loopback(host: str) -> bool:
+    if host == "localhost":
+        return True
+    try:
+        return ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def _meet(rank: int, ranks: int) -> Store:
+    """Wait, but not for ever, until every rank has come; raises UserError that names the absent."""
+    host, port = os.environ["MASTER_ADDR"], number("MASTER_PORT")
+    first = rank == 0
+    listening = None
+    begin = time.monotonic()
+    while True:
+        try:
+            if first and _is_loopback(host):
+                listening = socket.create_server((host, port)).detach()  # torch closes it
+            elif first:
+                socket.create_server(("", port)).close()
+            else:
+                socket.create_connection((host, port), timeout=5).close()
+            break
+        except OSError as fault:
+            if first or time.monotonic() - begin > MEETING:
+                raise UserError(
+                    f"MASTER_ADDR: the processes cannot meet at {host}:{port} ({in_words(fault)})"
+                    " - start rank 0 there, with a port that no other program uses"
+                ) from None
+        time.sleep(PAUSE)
+    place = TCPStore(
+        host,
+        port,
+        ranks,
+        is_master=first,
+        wait_for_workers=False,
+        master_listen_fd=listening,
+    )
+    place.set(f"here/{rank}", "")
+    begin = time.monotonic()
+    announced = False
+    while not _are_there(place, range(ranks)):
+        waited = time.monotonic() - begin
+        absent = [str(one) for one in range(ranks) if not _are_there(place, [one])]
+        came = (
+            f"ranks: {ranks - len(absent)} of {ranks} have come to {host}:{port}, not"
+            f" {', '.join(absent[:SHOWN])}"
+        )
+        if waited > MEETING:
+            raise UserError(
+                f"{came} after {MEETING:g} seconds - start all of them with this address and port,"
+                " or let WORLD_SIZE be the number that you start"
+            )
+        if waited > SILENT and first and not announced:
+            logger.warning(f"{came}; waiting up to {MEETING:g} seconds")
+            announced = True
+        time.sleep(PAUSE)
+    return place
+
+
+def _are_there(place: Store, ranks: Iterable[int]) -> bool:
+    try:
+        return place.check([f"here/{rank}" for rank in ranks])
+    except RuntimeError:  # the first has gone, and its store with it
+        raise UserError("ranks: rank 0 has ended, see its message - start all again") from None
 
 
 def give_up(message: str) -> NoReturn:
@@ -248,43 +273,6 @@ def give_up(message: str) -> NoReturn:
     for handler in logging.getLogger().handlers:
         handler.flush()
     os._exit(1)
-
-
-def _call_the_roll(place: Store, rank: int, ranks: int) -> None:
-    """Wait, but not for ever, until every rank has come; UserError names those that have not.
-
-    torch would wait for 30 minutes without a word.
-    """
-    place.set(f"here/{rank}", "")
-    begin = time.monotonic()
-    announced = False
-    while not _are_there(place, range(ranks)):
-        waited = time.monotonic() - begin
-        if waited > MEETING:
-            raise UserError(
-                f"{_who_came(place, ranks)} after {MEETING:g} seconds - start all of them with"
-                " this address and port, or let WORLD_SIZE be the number that you start"
-            )
-        if waited > SILENT and rank == 0 and not announced:
-            logger.warning(f"{_who_came(place, ranks)}; waiting up to {MEETING:g} seconds")
-            announced = True
-        time.sleep(PAUSE)
-
-
-def _who_came(place: Store, ranks: int) -> str:
-    absent = [str(rank) for rank in range(ranks) if not _are_there(place, [rank])]
-    shown = ", ".join(absent[:SHOWN])
-    if len(absent) > SHOWN:
-        shown += ", …"
-    meeting_point = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
-    return f"ranks: {ranks - len(absent)} of {ranks} have come to {meeting_point}, not {shown}"
-
-
-def _are_there(place: Store, ranks: Iterable[int]) -> bool:
-    try:
-        return place.check([f"here/{rank}" for rank in ranks])
-    except RuntimeError:  # the first has gone, and its store with it
-        raise UserError("ranks: rank 0 has ended, see its message - start all again") from None
 
 
 @contextmanager
@@ -300,7 +288,8 @@ def left_at_the_end() -> Iterator[None]:
         yield
         completed = True
     except RuntimeError as fault:
-        if not (torch.distributed.is_initialized() and _lost_another(fault)):
+        lost = any(words in str(fault) for words in LOST)
+        if not (lost and torch.distributed.is_initialized()):
             raise
         time.sleep(HEAD_START)
         raise UserError(
@@ -315,12 +304,8 @@ def left_at_the_end() -> Iterator[None]:
             deepspeed.comm.destroy_process_group()
 
 
-def _lost_another(fault: RuntimeError) -> bool:
-    return any(words in str(fault) for words in LOST)
-
-
 def _environment_of_scheduler() -> dict[str, str]:
-    """RANK, WORLD_SIZE and LOCAL_RANK by Slurm or Open MPI; {} where they started one process."""
+    """RANK, WORLD_SIZE and LOCAL_RANK by Slurm or Open MPI; {} if they started one process."""
     for rank_name, ranks_name, local_name in SCHEDULERS:
         rank = os.environ.get(rank_name)
         ranks = os.environ.get(ranks_name)
@@ -352,3 +337,40 @@ def is_free(port: int) -> bool:
         except OSError:
             return False
     return True
+
+
+# --- What several processes write together ---
+
+
+@contextmanager
+def shared_faults(grid: Grid) -> Iterator[None]:
+    """A block of which a fault on any rank is raised on all; every rank calls this.
+
+    The others would wait for it for ever. Raises UserError with the message of the first rank that
+    has one. An OSError becomes one too.
+    """
+    message = None
+    try:
+        yield
+    except UserError as fault:
+        message = str(fault)
+    except OSError as fault:
+        message = str(cannot_write(fault.filename or "a file of this run", fault))
+    for one in grid.gather(message):
+        if one is not None:
+            raise UserError(one)
+
+
+@contextmanager
+def owned_by_first(grid: Grid, *places: AbstractContextManager[None]) -> Iterator[None]:
+    """The first rank owns some places until the block ends; every rank calls this.
+
+    places: of `owned_folder` and `owned_file`
+    Raises UserError on every rank if the first cannot own one.
+    """
+    with ExitStack() as stack:
+        with shared_faults(grid):
+            if grid.first:
+                for place in places:
+                    stack.enter_context(place)
+        yield

@@ -5,16 +5,14 @@ second ctrl-C ends them without saving. Processes have groups of their own, so t
 terminal reaches them through the launcher alone. They are killed when the launcher is killed.
 """
 
-import os
 import signal
 import subprocess
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from megatron.errors import UserError
-from megatron.parallel.tied import tied
+from megatron.parallel.die_with_parent import die_with_parent
 
 PASSED_ON = {
     signal.SIGTERM: signal.SIGTERM,
@@ -24,7 +22,6 @@ PASSED_ON = {
     signal.SIGUSR1: signal.SIGUSR1,
 }
 """Which signal the processes get for one that the launcher gets."""
-STOPS = {signal.SIGINT, *PASSED_ON}
 ONE_SIGNAL = 1.0  # seconds in which a terminal and a shell may both deliver one ctrl-C
 PATIENCE = 5.0  # seconds from a second ctrl-C to the end
 AFTER_A_FAULT = 2.0  # seconds in which the others may print their own faults
@@ -50,8 +47,8 @@ def environments(environment: Mapping[str, str], count: int, port: int) -> list[
 class Ending(NamedTuple):
     """How a run ended.
 
-    status: 0 where all processes ended well; 128 + N after signal N, or where one was killed by
-    signal N; else that of the first process that failed
+    status: 0 if all processes ended well; 128 + N after signal N, or if one was killed by signal N;
+    else that of the first process that failed
     message: names a rank whose own words cannot have said that it failed
     """
 
@@ -59,86 +56,72 @@ class Ending(NamedTuple):
     message: str = ""
 
 
-@dataclass
 class Launcher:
-    """The processes of a run, ordered by rank.
+    """The processes of a run, ordered by rank."""
 
-    received: the first signal, 0 for none, and when it came
-    ended: the status of each rank that ended by itself
-    deadline: when those that still run are killed, on the monotonic clock
-    """
-
-    processes: list[subprocess.Popen] = field(default_factory=list)
-    received: int = 0
-    received_at: float = 0.0
-    ended: dict[int, int] = field(default_factory=dict)
-    deadline: float = float("inf")
+    def __init__(self) -> None:
+        self.processes: list[subprocess.Popen] = []
+        self.received = 0  # the first signal
+        self.received_at = 0.0
+        self.deadline = float("inf")  # when those that still run are killed
 
     def run(self, command: Sequence[str], ranks: Sequence[Mapping[str, str]]) -> Ending:
         """Start the command in each environment and wait for all.
 
-        UserError where one cannot be started; then none is left.
+        Raises UserError if one cannot be started; then none is left.
         """
-        handlers: dict[signal.Signals, Any] = dict.fromkeys(PASSED_ON, self._pass_on)
-        handlers[signal.SIGTSTP] = self._pause
-        if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:  # under nohup
-            del handlers[signal.SIGHUP]
-        before = {number: signal.signal(number, handlers[number]) for number in handlers}
+        before = {number: signal.signal(number, self._pass_on) for number in PASSED_ON}
+        if before[signal.SIGHUP] == signal.SIG_IGN:  # under nohup
+            signal.signal(signal.SIGHUP, signal.SIG_IGN)
+        ended: dict[int, int] = {}  # the status of each rank that ended by itself
         try:
-            self._start(command, ranks)
-            self._wait()
+            for environment in ranks:
+                self.processes.append(
+                    subprocess.Popen(
+                        die_with_parent(command),
+                        env=environment,
+                        stdin=subprocess.DEVNULL,
+                        process_group=0,
+                    )
+                )
+                if self.received:
+                    self._send(PASSED_ON[signal.Signals(self.received)])
+                    break
+            while len(ended) < len(self.processes) and time.monotonic() < self.deadline:
+                self._look(ended)
+                time.sleep(PAUSE)
+        except OSError as fault:
+            raise UserError(
+                f"num_gpus: process {len(self.processes) + 1} of {len(ranks)} cannot be started"
+                f" ({fault.strerror}) - lower num_gpus, or end other programs"
+            ) from None
         finally:
-            self._end()
+            self._look(ended)
+            self._send(signal.SIGKILL)
+            for process in self.processes:
+                process.wait()
             for number, handler in before.items():
                 signal.signal(number, handler)
-        return self._ending()
+        return self._ending(ended)
 
-    def _start(self, command: Sequence[str], ranks: Sequence[Mapping[str, str]]) -> None:
-        for rank, environment in enumerate(ranks):
-            if self.received:
-                return
-            try:
-                process = subprocess.Popen(
-                    tied(command), env=environment, stdin=subprocess.DEVNULL, process_group=0
-                )
-            except OSError as fault:
-                raise UserError(
-                    f"num_gpus: process {rank + 1} of {len(ranks)} cannot be started"
-                    f" ({fault.strerror}) - lower num_gpus, or end other programs"
-                ) from None
-            self.processes.append(process)
-
-    def _wait(self) -> None:
-        """Until every process has ended, or the time of those that are left is over."""
-        while len(self.ended) < len(self.processes) and time.monotonic() < self.deadline:
-            self._look()
-            time.sleep(PAUSE)
-
-    def _look(self) -> None:
-        """Note who has ended since the last look, those killed first: they may be the cause."""
-        found = {}
-        for rank, process in enumerate(self.processes):
-            if rank not in self.ended and process.poll() is not None:
-                found[rank] = process.returncode
-        for rank in sorted(found, key=lambda rank: (found[rank] >= 0, rank)):
-            self.ended[rank] = found[rank]
-            if found[rank]:
-                self._end_in(self._grace(found[rank]))
-
-    def _grace(self, status: int) -> float:
-        """Seconds that the other ranks get: they would wait for the one that ended for ever."""
-        if self._is_stop(status):
-            return AFTER_A_STOP
-        return AFTER_A_FAULT if status > 0 else 0.0
+    def _look(self, ended: dict[int, int]) -> None:
+        """Note who has ended: the others would wait for ever for one that failed."""
+        statuses = {rank: process.poll() for rank, process in enumerate(self.processes)}
+        # Those that were killed come first: they may be the cause of the others' faults.
+        for rank in sorted(statuses, key=lambda rank: (statuses[rank] or 0) >= 0):
+            status = statuses[rank]
+            if status is None or rank in ended:
+                continue
+            ended[rank] = status
+            seconds = AFTER_A_FAULT if status > 0 else 0.0
+            if self._is_stop(status):
+                seconds = AFTER_A_STOP
+            if status:
+                self.deadline = min(self.deadline, time.monotonic() + seconds)
 
     def _is_stop(self, status: int) -> bool:
         """Whether a process ended as after a signal: by itself, or before it could catch one."""
-        if status - 128 in STOPS:
-            return True
-        return bool(self.received) and -status in STOPS
-
-    def _end_in(self, seconds: float) -> None:
-        self.deadline = min(self.deadline, time.monotonic() + seconds)
+        return status - 128 in PASSED_ON or (bool(self.received) and -status in PASSED_ON)
 
     def _send(self, number: int) -> None:
         for process in self.processes:
@@ -151,44 +134,22 @@ class Launcher:
             self._send(PASSED_ON[signal.Signals(number)])
         elif number == signal.SIGINT and now - self.received_at > ONE_SIGNAL:
             self._send(signal.SIGINT)
-            self._end_in(PATIENCE)
+            self.deadline = min(self.deadline, now + PATIENCE)
 
-    def _pause(self, number: int, frame: object) -> None:
-        """Ctrl-Z stops the processes too, until the shell lets this one go on."""
-        self._send(signal.SIGSTOP)
-        os.kill(os.getpid(), signal.SIGSTOP)
-        self._send(signal.SIGCONT)
-
-    def _end(self) -> None:
-        self._look()
-        self._send(signal.SIGKILL)
-        for process in self.processes:
-            process.wait()
-
-    def _ending(self) -> Ending:
-        failed = {rank: status for rank, status in self.ended.items() if status}
-        for rank, status in failed.items():
-            if not self._is_stop(status):
-                return self._fault(rank, status)
-        ended_well = len(self.ended) == len(self.processes) > 0 and not failed
+    def _ending(self, ended: Mapping[int, int]) -> Ending:
+        failed = {rank: status for rank, status in ended.items() if status}
+        faults = {rank: status for rank, status in failed.items() if not self._is_stop(status)}
+        for rank, status in faults.items():
+            if status > 0 and rank == 0:  # it has printed its own fault
+                return Ending(status)
+            how = f"ended with status {status}"
+            if status < 0:
+                how = f"was killed by {signal.Signals(-status).name}"
+            if -status == signal.SIGKILL:
+                how += " (out of memory? dmesg says it)"
+            others = "; the others were ended" if len(self.processes) > 1 else ""
+            return Ending(status if status > 0 else 128 - status, f"rank {rank}: {how}{others}")
+        ended_well = len(ended) == len(self.processes) > 0 and not failed
         if self.received and not ended_well:
             return Ending(128 + self.received)
         return Ending(next(iter(failed.values()), 0))
-
-    def _fault(self, rank: int, status: int) -> Ending:
-        if status > 0 and rank == 0:
-            return Ending(status)
-        others = "; the others were ended" if len(self.processes) > 1 else ""
-        message = f"rank {rank}: {_described(status)}{others}"
-        return Ending(status if status > 0 else 128 - status, message)
-
-
-def _described(status: int) -> str:
-    """How a process ended: `ended with status 3`."""
-    if status > 0:
-        return f"ended with status {status}"
-    name = signal.Signals(-status).name
-    hint = ""
-    if -status == signal.SIGKILL:
-        hint = " (out of memory? dmesg says it)"
-    return f"was killed by {name}{hint}"

@@ -21,7 +21,7 @@ from filelock import Timeout
 from megatron.checkpoints.saved import keep_weights_only
 from megatron.errors import UserError, visible
 from megatron.files import ROOT, atomic_write, write_text
-from megatron.parallel.tied import tied
+from megatron.parallel.die_with_parent import die_with_parent
 from megatron.sweeps.cells import Cell, Evaluation, Sweep, state_of
 
 FULL = 2**20  # bytes that are left: less than the files of a small run
@@ -175,7 +175,7 @@ class Runner:
         where = "" if place is None else f" on device {place}"
         self._tell(f"{cell.name}: {words[0]}{where}")
         log = cell.folder / "sweep.log"
-        command = tied([sys.executable, str(ROOT / words[0]), *words[1:]])
+        command = die_with_parent([sys.executable, str(ROOT / words[0]), *words[1:]])
         environment = environment_at(place, len(self.places))
         with log.open("ab") as output:
             start = output.tell()

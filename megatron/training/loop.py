@@ -17,8 +17,7 @@ from megatron.config.schema import plain
 from megatron.errors import UserError
 from megatron.folder_lock import owned_folder
 from megatron.model import from_config
-from megatron.parallel.grid import Grid
-from megatron.parallel.owned import owned_by_first, shared_faults
+from megatron.parallel.grid import Grid, owned_by_first, shared_faults
 from megatron.parallel.threads import count_parameters, local_processes, use_threads
 from megatron.parallel.watchdog import Watchdog
 from megatron.positions.layers import name_of_layers

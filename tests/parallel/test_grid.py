@@ -1,20 +1,18 @@
-"""Who a process is, as launchers and schedulers say it."""
+"""Who a process is, as launchers and schedulers say it, and what all ranks learn from one."""
 
+import errno
+import os
 import socket
-import subprocess
-import sys
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from threading import Barrier
 
 import pytest
 
 from megatron.errors import UserError
-from megatron.parallel import grid, loopback
-from megatron.parallel.grid import (
-    ALONE,
-    SCHEDULERS,
-    _environment_of_scheduler,
-    connect,
-    free_port,
-)
+from megatron.parallel import grid
+from megatron.parallel.grid import SCHEDULERS, Grid, connect, free_port
 from tests.support import run, unlaunched
 
 ENDS = """
@@ -30,39 +28,15 @@ def main(config, options):
 
 def end():
     try:
-        entry.run(main, description="", config_needed=False, argv=[])
+        entry.run(main, config_needed=False, argv=[])
     except SystemExit as ended:
         print(ended.code, torch.distributed.is_initialized())
+
+for FAULT in (False, True):
+    end()
+connect()
+end()
 """
-
-
-@pytest.fixture(autouse=True)
-def nobody(monkeypatch):
-    for name in ("MASTER_ADDR", "MASTER_PORT", *(name for names in SCHEDULERS for name in names)):
-        monkeypatch.delenv(name, raising=False)
-
-
-@pytest.mark.parametrize("names", SCHEDULERS)
-def test_a_process_of_a_scheduler_knows_its_place(names, monkeypatch):
-    for name, value in zip(names, ("3", "8", "1"), strict=True):
-        monkeypatch.setenv(name, value)
-    with pytest.raises(
-        UserError, match=f"{names[1]}: 8 processes were started, but no MASTER_ADDR and MASTER_PORT"
-    ):
-        _environment_of_scheduler()
-    monkeypatch.setenv("MASTER_ADDR", "node1")
-    monkeypatch.setenv("MASTER_PORT", "29500")
-    assert _environment_of_scheduler() == {"RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "1"}
-
-
-def test_one_process_alone_asks_nobody(monkeypatch):
-    assert _environment_of_scheduler() == {}
-    monkeypatch.setenv("SLURM_PROCID", "0")
-    monkeypatch.setenv("SLURM_NTASKS", "1")
-    assert _environment_of_scheduler() == {}
-    assert ALONE["WORLD_SIZE"] == "1"
-
-
 PLACE = {
     "WORLD_SIZE": "2",
     "RANK": "1",
@@ -72,123 +46,161 @@ PLACE = {
 }
 
 
-@pytest.mark.parametrize(
-    ("name", "value", "message"),
-    [
-        ("WORLD_SIZE", "abc", "WORLD_SIZE: 'abc' is not a whole number of at least 1 - launchers"),
-        ("WORLD_SIZE", "0", "WORLD_SIZE: '0' is not a whole number of at least 1 - launchers"),
-        ("RANK", "-1", "RANK: '-1' is not a whole number of at least 0 - launchers set it"),
-        ("RANK", None, "RANK: not set, but WORLD_SIZE is 2 - start with deepy.py or torchrun"),
-        ("RANK", "2", "RANK: 2 is not below WORLD_SIZE = 2 - ranks begin at 0"),
-        ("LOCAL_RANK", "", "LOCAL_RANK: not set, but WORLD_SIZE is 2 - start with deepy.py"),
-        ("MASTER_ADDR", None, "MASTER_ADDR: not set, but WORLD_SIZE is 2 - start with deepy.py"),
-        ("MASTER_PORT", "no", "MASTER_PORT: 'no' is not a whole number of at least 1 - launchers"),
-        ("MASTER_PORT", "70000", "MASTER_PORT: 70000 is no port; give 1 to 65535"),
-    ],
-)
-def test_a_wrong_environment_is_one_message(name, value, message, monkeypatch):
-    for key, usual in PLACE.items():
-        monkeypatch.setenv(key, usual)
-    if value is None:
-        monkeypatch.delenv(name)
-    else:
-        monkeypatch.setenv(name, value)
-    with pytest.raises(UserError) as fault:
-        connect()
-    assert str(fault.value).startswith(message)
-
-
-def test_a_first_process_that_is_not_there_is_waited_for_and_named(monkeypatch, caplog):
-    port = free_port()
-    for key, usual in PLACE.items():
-        monkeypatch.setenv(key, usual)
-    monkeypatch.setenv("MASTER_PORT", str(port))
+@pytest.fixture(autouse=True)
+def environment(monkeypatch):
+    """A copy of the environment without a launcher; nobody is waited for long."""
+    schedulers = [name for names in SCHEDULERS for name in names]
+    kept = {name: value for name, value in unlaunched().items() if name not in schedulers}
+    monkeypatch.setattr(os, "environ", kept)
     monkeypatch.setattr(grid, "MEETING", 0.5)
     monkeypatch.setattr(grid, "SILENT", 0.1)
+    return kept
+
+
+def fault_of(act) -> str:
     with pytest.raises(UserError) as fault:
-        grid._meet(1)
-    place = f"MASTER_ADDR: nobody answers at 127.0.0.1:{port} (Connection refused)"
-    assert str(fault.value) == (
-        f"{place} after 0.5 seconds - start rank 0 there, or export its address and port as"
-        " MASTER_ADDR and MASTER_PORT"
-    )
-    assert caplog.messages == [f"rank 1: {place}; waiting up to 0.5 seconds"]
+        act()
+    return str(fault.value)
 
 
-def test_a_first_process_whose_port_is_in_use_says_so(monkeypatch):
+def test_a_process_of_a_scheduler_knows_its_place(environment):
+    assert grid._environment_of_scheduler() == {}
+    for names in SCHEDULERS:
+        environment |= dict(zip(names, ("3", "8", "1"), strict=True))
+        message = f"{names[1]}: 8 processes were started, but no MASTER_ADDR and MASTER_PORT"
+        assert fault_of(grid._environment_of_scheduler).startswith(message)
+        meeting = {"MASTER_ADDR": "node1", "MASTER_PORT": "29500"}
+        environment |= meeting
+        place = {"RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "1"}
+        assert grid._environment_of_scheduler() == place
+        environment[names[1]] = "1"
+        assert grid._environment_of_scheduler() == {}
+        for name in meeting:
+            del environment[name]
+
+
+WRONG = {
+    "WORLD_SIZE=abc": "WORLD_SIZE: 'abc' is not a whole number of at least 1 - launchers",
+    "RANK=-1": "RANK: '-1' is not a whole number of at least 0 - launchers set it",
+    "RANK=": "RANK: '' is not a whole number of at least 0 - launchers set it",
+    "RANK=2": "RANK: 2 is not below WORLD_SIZE = 2 - ranks begin at 0",
+    "MASTER_ADDR=": "MASTER_ADDR: it and MASTER_PORT, a number below 65536, must name the place",
+    "MASTER_PORT=70000": "MASTER_ADDR: it and MASTER_PORT, a number below 65536, must name the",
+}
+
+
+def test_a_wrong_environment_is_one_message(environment):
+    for setting, message in WRONG.items():
+        name, value = setting.split("=")
+        environment |= PLACE | {name: value}
+        assert fault_of(connect).startswith(message)
+
+
+def test_a_meeting_place_that_cannot_be_used_is_named(environment):
+    port = free_port()
+    environment |= PLACE | {"MASTER_PORT": str(port)}
+    start = f"MASTER_ADDR: the processes cannot meet at 127.0.0.1:{port} ("
+    assert fault_of(lambda: grid._meet(1, 2)).startswith(start)  # nobody is there
     with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
+        taken.bind(("127.0.0.1", port))
         taken.listen()
-        port = taken.getsockname()[1]
-        monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
-        monkeypatch.setenv("MASTER_PORT", str(port))
-        with pytest.raises(UserError) as fault:
-            grid._meet(0)
-    message = f"MASTER_PORT: another program uses {port} here - choose another port"
-    assert str(fault.value) == message
+        message = fault_of(lambda: grid._meet(0, 2))
+    assert message.startswith(f"{start}Address already in use")
+    assert message.endswith(" - start rank 0 there, with a port that no other program uses")
 
 
-def test_the_first_process_says_who_is_missing_and_ends(monkeypatch, caplog):
+def test_the_first_process_says_who_is_missing_and_ends(environment, caplog):
     port = free_port()
-    for key, usual in PLACE.items():
-        monkeypatch.setenv(key, usual)
-    monkeypatch.setenv("RANK", "0")
-    monkeypatch.setenv("WORLD_SIZE", "3")
-    monkeypatch.setenv("MASTER_PORT", str(port))
-    monkeypatch.setattr(grid, "MEETING", 0.5)
-    monkeypatch.setattr(grid, "SILENT", 0.1)
-    place = loopback.store()
-    place.set("here/2", "")
-    came = f"ranks: 2 of 3 have come to 127.0.0.1:{port}, not 1"
-    with pytest.raises(UserError) as fault:
-        grid._call_the_roll(place, 0, 3)
-    assert str(fault.value) == (
+    environment |= PLACE | {"MASTER_PORT": str(port)}
+    came = f"ranks: 1 of 3 have come to 127.0.0.1:{port}, not 1, 2"
+    assert fault_of(lambda: grid._meet(0, 3)) == (
         f"{came} after 0.5 seconds - start all of them with this address and port, or let"
         " WORLD_SIZE be the number that you start"
     )
     assert caplog.messages == [f"{came}; waiting up to 0.5 seconds"]
-    place.set("here/1", "")
-    grid._call_the_roll(place, 0, 3)  # all are there
 
 
 def test_the_others_end_with_the_first():
-    place = loopback.TCPStore("127.0.0.1", 0, 2, is_master=True, wait_for_workers=False)
-    other = loopback.TCPStore("127.0.0.1", place.port, 2, is_master=False, wait_for_workers=False)
+    place = grid.TCPStore("127.0.0.1", 0, 2, is_master=True, wait_for_workers=False)
+    other = grid.TCPStore("127.0.0.1", place.port, 2, is_master=False, wait_for_workers=False)
     del place
-    with pytest.raises(UserError, match="ranks: rank 0 has ended, see its message - start all"):
-        grid._are_there(other, [0])
+    message = fault_of(lambda: grid._are_there(other, [0]))
+    assert message == "ranks: rank 0 has ended, see its message - start all again"
 
 
 JOINS = """
 from megatron.parallel import grid
 grid.JOINING["gloo"] = 1.0
+grid._are_there = lambda place, ranks: True  # the other came, and has gone since
 grid.connect()
 """
 
 
 @pytest.mark.distributed
 def test_a_rank_that_has_come_and_gone_is_not_waited_for_half_an_hour():
-    port = free_port()
-    place = PLACE | {"MASTER_PORT": str(port), "RANK": "0", "LOCAL_RANK": "0"}
-    with subprocess.Popen(
-        [sys.executable, "-c", JOINS],
-        env=unlaunched() | place,
-        stderr=subprocess.PIPE,
-        text=True,
-    ) as process:
-        came = loopback.TCPStore("127.0.0.1", port, 2, is_master=False, wait_for_workers=False)
-        came.set("here/1", "")
-        errors = process.communicate(timeout=60)[1]
-    assert process.returncode == 1
-    assert errors.splitlines()[-1] == (
+    place = PLACE | {"MASTER_PORT": str(free_port()), "RANK": "0", "LOCAL_RANK": "0"}
+    done = run("-c", JOINS, env=place)
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[-1] == (
         "ranks: they did not connect to each other within 1 seconds, so one of them has ended or"
         " cannot be reached - see its message, and start all again"
     )
 
 
-@pytest.mark.parametrize(("fault", "status"), [(False, 0), (True, 1)])
-def test_a_script_leaves_the_processes_that_it_joined_and_no_others(fault, status):
-    found = run("-c", f"{ENDS}\nFAULT = {fault}\nend()\nend()\nconnect()\nend()")
-    assert found.stdout.splitlines() == [f"{status} False", f"{status} False", f"{status} True"], (
-        found.stderr
+def test_a_script_leaves_the_processes_that_it_joined_and_no_others():
+    found = run("-c", ENDS)
+    assert found.stdout.splitlines() == ["0 False", "1 False", "1 True"], found.stderr
+
+
+@dataclass(frozen=True)
+class Thread(Grid):
+    """A rank that is a thread; one that is left alone raises BrokenBarrierError."""
+
+    ranks: int = 2
+    barrier: Barrier = field(default_factory=lambda: Barrier(2, timeout=5))
+    values: dict = field(default_factory=dict)
+
+    def gather(self, value):
+        self.values[self.rank] = value
+        self.barrier.wait()
+        return [self.values[rank] for rank in range(self.ranks)]
+
+
+def messages(act) -> list[str]:
+    """What `act(grid)` raises on each of two ranks."""
+    first = Thread(0)
+    second = Thread(1, barrier=first.barrier, values=first.values)
+    with ThreadPoolExecutor(2) as pool:
+        return list(pool.map(lambda one: fault_of(lambda: act(one)), (first, second)))
+
+
+def test_a_fault_of_one_rank_ends_all_with_its_message():
+    left = []
+
+    @contextmanager
+    def full():
+        raise OSError(errno.ENOSPC, "No space left on device", "runs/a")
+        yield
+
+    @contextmanager
+    def before():
+        yield
+        left.append("given back")
+
+    def own(grid):
+        with grid_owned(grid, before(), full()):
+            left.append("never")
+
+    def check(grid):
+        with shared(grid):
+            if grid.rank == 1:
+                raise UserError("memory: too small - take more")
+
+    grid_owned, shared = grid.owned_by_first, grid.shared_faults
+    message = (
+        "runs/a: cannot be written (No space left on device) - free some space, or choose another"
+        " disk"
     )
+    assert messages(own) == [message, message]
+    assert "never" not in left
+    assert messages(check) == ["memory: too small - take more"] * 2

@@ -4,7 +4,6 @@ import os
 import signal
 import subprocess
 import sys
-import textwrap
 import threading
 import time
 from pathlib import Path
@@ -15,12 +14,12 @@ import pytest
 from megatron.errors import UserError
 from megatron.parallel import launcher
 from megatron.parallel.launcher import Ending, Launcher, environments
-from megatron.parallel.tied import tied
 from tests.support import unlaunched
 
 WORKS = "touch ready$RANK; while :; do sleep 0.02; done"
 SAVES = f"trap 'sleep 0.2; touch saved$RANK; exit 143' TERM; {WORKS}"
 FROZEN = f"trap '' TERM; {WORKS}"
+CANNOT_SAVE = "[ $RANK = 1 ] && code=5 || code=143; trap 'exit '$code TERM;"
 OTHERS_ENDED = "; the others were ended"
 
 
@@ -29,10 +28,14 @@ def here(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(launcher, "AFTER_A_FAULT", 0.2)
     monkeypatch.setattr(launcher, "PATIENCE", 0.2)
+    monkeypatch.setattr(launcher, "ONE_SIGNAL", 0.05)
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)  # also if tests run under nohup
+    yield
+    signal.signal(signal.SIGHUP, before)
 
 
-def ending(script: str, ranks: int = 2) -> Ending:
-    return Launcher().run(["/bin/sh", "-c", script], environments(os.environ, ranks, 1))
+def ending(script: str) -> Ending:
+    return Launcher().run(["/bin/sh", "-c", script], environments(os.environ, 2, 1))
 
 
 def signalled(script: str, *numbers: int) -> Ending:
@@ -50,6 +53,8 @@ def signalled(script: str, *numbers: int) -> Ending:
         return ending(script)
     finally:
         sender.join()
+        for file in Path.cwd().glob("ready*"):
+            file.unlink()
 
 
 def wait_for(*files: Path) -> None:
@@ -61,61 +66,45 @@ def wait_for(*files: Path) -> None:
 
 def test_each_process_knows_its_place():
     first, second = environments({"A": "b", "RANK": "7"}, 2, 29500)
-    assert first["A"] == "b"
+    assert (first["A"], first["WORLD_SIZE"], first["MASTER_PORT"]) == ("b", "2", "29500")
     assert (first["RANK"], second["RANK"], second["LOCAL_RANK"]) == ("0", "1", "1")
-    assert (first["WORLD_SIZE"], first["LOCAL_SIZE"], first["MASTER_PORT"]) == ("2", "2", "29500")
 
 
-@pytest.mark.parametrize(
-    ("script", "status", "message"),
-    [
-        ("exit 0", 0, ""),
-        ("[ $RANK = 0 ] || exit 7; sleep 60", 7, f"rank 1: ended with status 7{OTHERS_ENDED}"),
-        ("[ $RANK = 1 ] || exit 7; sleep 60", 7, ""),  # the first process reports its own faults
-        (
-            "[ $RANK = 0 ] || kill -9 $$; sleep 60",
-            137,
-            f"rank 1: was killed by SIGKILL (out of memory? dmesg says it){OTHERS_ENDED}",
-        ),
-        (
-            "[ $RANK = 1 ] || kill -SEGV $$; sleep 60",
-            139,
-            f"rank 0: was killed by SIGSEGV{OTHERS_ENDED}",
-        ),
-    ],
-)
-def test_the_end_of_one_process_ends_the_others_and_names_it(script, status, message):
-    begin = time.monotonic()
-    assert ending(script) == Ending(status, message)
-    assert time.monotonic() - begin < 10
+ENDINGS = {
+    "exit 0": Ending(0),
+    "[ $RANK = 0 ] || exit 7; sleep 60": Ending(7, f"rank 1: ended with status 7{OTHERS_ENDED}"),
+    "[ $RANK = 1 ] || exit 7; sleep 60": Ending(7),  # the first process reports its own faults
+    "[ $RANK = 0 ] || kill -9 $$; sleep 60": Ending(
+        137, f"rank 1: was killed by SIGKILL (out of memory? dmesg says it){OTHERS_ENDED}"
+    ),
+    "[ $RANK = 1 ] || kill -SEGV $$; sleep 60": Ending(
+        139, f"rank 0: was killed by SIGSEGV{OTHERS_ENDED}"
+    ),
+}
 
 
-@pytest.mark.parametrize(
-    ("number", "status"), [(signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGHUP, 129)]
-)
-def test_a_signal_reaches_every_process_which_has_time_to_save(number, status, monkeypatch):
-    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)  # also where tests run under nohup
-    try:
-        assert signalled(SAVES, number) == Ending(status)
-    finally:
-        signal.signal(signal.SIGHUP, before)
-    assert Path("saved0").exists()
-    assert Path("saved1").exists()
+def test_the_end_of_one_process_ends_the_others_and_names_it():
+    for script, expected in ENDINGS.items():
+        begin = time.monotonic()
+        assert ending(script) == expected
+        assert time.monotonic() - begin < 10
 
 
-def test_a_process_that_cannot_save_after_a_signal_is_a_fault():
-    script = "[ $RANK = 1 ] && code=5 || code=143; trap 'exit '$code TERM;"
-    assert signalled(f"{script} {WORKS}", signal.SIGTERM).status == 5
+def test_a_signal_reaches_every_process_which_has_time_to_save():
+    # A second SIGTERM leaves the time to save.
+    for numbers, status in (
+        ((signal.SIGTERM, signal.SIGTERM), 143),
+        ((signal.SIGINT,), 130),
+        ((signal.SIGHUP,), 129),
+    ):
+        assert signalled(SAVES, *numbers) == Ending(status)
+        for rank in range(2):
+            Path(f"saved{rank}").unlink()
+    assert signalled(f"{CANNOT_SAVE} {WORKS}", signal.SIGTERM).status == 5
 
 
-def test_a_second_ctrl_c_ends_processes_that_do_not_react(monkeypatch):
-    monkeypatch.setattr(launcher, "ONE_SIGNAL", 0.05)
+def test_a_second_ctrl_c_ends_processes_that_do_not_react():
     assert signalled(FROZEN, signal.SIGINT, signal.SIGINT) == Ending(130)
-
-
-def test_a_second_sigterm_leaves_the_time_to_save():
-    assert signalled(SAVES, signal.SIGTERM, signal.SIGTERM) == Ending(143)
-    assert Path("saved1").exists()
 
 
 def test_processes_that_cannot_be_started_are_one_message(monkeypatch):
@@ -132,36 +121,18 @@ def test_processes_that_cannot_be_started_are_one_message(monkeypatch):
 
 
 KILLED = """
-    import os
-    from megatron.parallel.launcher import Launcher, environments
-    script = "echo $$ > pid$RANK; touch ready$RANK; sleep 60"
-    Launcher().run(["/bin/sh", "-c", script], environments(os.environ, 2, 1))
+import os
+from megatron.parallel.launcher import Launcher, environments
+script = "echo $$ > pid$RANK; touch ready$RANK; sleep 60"
+Launcher().run(["/bin/sh", "-c", script], environments(os.environ, 2, 1))
 """
 
 
 def test_no_process_outlives_a_killed_launcher():
-    words = [sys.executable, "-c", textwrap.dedent(KILLED)]
-    process = subprocess.Popen(words, env=unlaunched())
+    process = subprocess.Popen([sys.executable, "-c", KILLED], env=unlaunched())
     wait_for(Path("ready0"), Path("ready1"))
-    pids = [int(Path(f"pid{rank}").read_text()) for rank in range(2)]
+    children = [psutil.Process(int(Path(f"pid{rank}").read_text())) for rank in range(2)]
     process.kill()
     process.wait(30)
-    deadline = time.monotonic() + 10
-    while any(is_alive(pid) for pid in pids):
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
-
-
-def is_alive(pid: int) -> bool:
-    """Whether a process runs; one that has ended may wait for its new parent to notice."""
-    try:
-        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
-
-
-def test_a_process_whose_parent_has_ended_before_it_is_tied_does_not_start():
-    words = tied(["/bin/sh", "-c", "touch started"])
-    words[4] = str(os.getpid() + 1)  # as if another process had been its parent
-    assert subprocess.run(words, check=False).returncode == -signal.SIGKILL
-    assert not Path("started").exists()
+    _, alive = psutil.wait_procs(children, timeout=10)
+    assert not [child for child in alive if child.status() != psutil.STATUS_ZOMBIE]

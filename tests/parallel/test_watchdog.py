@@ -2,7 +2,6 @@
 
 import os
 import signal
-import threading
 import time
 
 import pytest
@@ -44,30 +43,17 @@ def test_a_frozen_rank_is_named_and_the_others_end(forks, corpus, tmp_path):
         assert "Traceback" not in text
 
 
-@pytest.fixture
-def dog(monkeypatch):
-    """A watchdog of three ranks whose threads do not run."""
+def test_ranks_without_news_are_named_and_where_the_others_are():
     dog = Watchdog(Grid(rank=0, ranks=3), 100.0)
     dog.exchanged_at = 1000.0
-    for seen in dog.seen:
-        seen.at = 1000.0
-    return dog
-
-
-def test_only_a_rank_without_news_is_silent(dog):
+    dog.heard_at = [1000.0] * 3
     assert dog._silent(1010.0) == []
-    dog.exchanged_at = dog.seen[0].at = dog.seen[2].at = 1090.0
-    assert dog._silent(1095.0) == [1]
-
-
-def test_a_store_that_does_not_answer_is_the_first_ranks(dog):
-    assert dog._silent(1060.0) == [0]
-
-
-def test_where_ranks_that_answer_are_is_said(dog, monkeypatch):
-    monkeypatch.setattr(dog, "_place", lambda: "training/trainer.py:86 (train_step)")
-    dog.step = 58
-    watchdog._note(dog.seen[1], '{"beat": 3, "step": 57, "place": "data/loader.py:9 (next)"}', 7.0)
+    assert dog._silent(1060.0) == [0]  # its store does not answer
+    dog.exchanged_at = 1090.0
+    dog.heard_at = [1090.0, 1090.0, 1000.0]
+    assert dog._silent(1095.0) == [2]
+    dog.last[0] = {"step": 58, "place": "training/trainer.py:86 (train_step)"}
+    dog.last[1] = {"step": 57, "place": "data/loader.py:9 (next)"}
     assert dog._message([2], 100.0) == (
         "hang_timeout: no step has ended for 100 seconds: rank 0 is at step 58 in"
         " training/trainer.py:86 (train_step); rank 1 is at step 57 in data/loader.py:9 (next);"
@@ -76,37 +62,35 @@ def test_where_ranks_that_answer_are_is_said(dog, monkeypatch):
     )
 
 
-@pytest.mark.parametrize(("ranks", "seconds"), [(1, 100), (2, 0)])
-def test_a_process_alone_and_a_run_without_a_limit_are_not_watched(ranks, seconds, monkeypatch):
+def test_a_process_alone_and_a_run_without_a_limit_are_not_watched(monkeypatch):
     monkeypatch.setattr(watchdog.threading, "Thread", None)  # starting one would fail
-    with Watchdog(Grid(ranks=ranks), seconds) as dog:
-        dog.advance(1)
+    for ranks, seconds in ((1, 100), (2, 0)):
+        with Watchdog(Grid(ranks=ranks), seconds) as dog:
+            dog.advance(1)
 
 
 def test_a_lost_connection_to_the_store_is_made_again(monkeypatch):
     """Else the first save that takes longer than hang_timeout would end a healthy run."""
+    made = []
 
-    class Store:
-        made = 0
-
+    class Lost:
         def __init__(self, *_, **__):
-            Store.made += 1
+            made.append(self)
 
         def set(self, key, text):
             self.text = text
 
         def multi_get(self, keys):
-            if Store.made == 1:
+            if len(made) == 1:
                 raise torch.distributed.DistNetworkError("Connection was reset")
             dog.ended.set()
             return [self.text.encode() for _ in keys]
 
-    monkeypatch.setattr(torch.distributed, "TCPStore", Store)
+    monkeypatch.setattr(torch.distributed, "TCPStore", Lost)
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     monkeypatch.setenv("MASTER_PORT", "1")
-    dog = Watchdog(Grid(rank=0, ranks=2), 0.05)
-    dog.main_thread = threading.get_ident()
-    exchange = threading.Thread(target=dog._exchange, daemon=True)
-    exchange.start()
-    exchange.join(10)
-    assert [Store.made, dog.seen[1].text != ""] == [2, True]
+    dog = Watchdog(Grid(rank=0, ranks=2), 5.0)
+    dog.beat = 0.01
+    with dog:
+        assert dog.ended.wait(10)
+    assert len(made) == 2

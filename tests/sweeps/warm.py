@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import BinaryIO
 
-from megatron.parallel.tied import end_with
+from megatron.parallel.die_with_parent import end_with
 from megatron.sweeps import runner
 from tests.fork_server import become
 from tools import sweep

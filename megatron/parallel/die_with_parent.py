@@ -1,8 +1,8 @@
 """Processes that end when their parent ends, however it ends: no orphan keeps training.
 
-Run as a file it ties itself to its parent and becomes another command. So it needs nothing but the
-standard library, and a command need not know that it is tied. Only Linux can do this; elsewhere
-commands start untied.
+Run as a file it asks the kernel for that and becomes another command. So it needs nothing but the
+standard library, and a command need not know of it. Only Linux can do this; elsewhere commands
+start without it.
 """
 
 import ctypes
@@ -14,7 +14,7 @@ from collections.abc import Sequence
 PR_SET_PDEATHSIG = 1  # of prctl(2): the signal that this process gets when its parent ends
 
 
-def tied(command: Sequence[str]) -> list[str]:
+def die_with_parent(command: Sequence[str]) -> list[str]:
     """The command, for a child of this process: it is killed when the thread that starts it ends.
 
     Linux counts the thread as the parent, so that thread must wait for the child.
@@ -25,7 +25,7 @@ def tied(command: Sequence[str]) -> list[str]:
 
 
 def end_with(parent: int) -> None:
-    """Have this process killed when its parent ends, at once where it has ended already."""
+    """Have this process killed when its parent ends, at once if it has ended already."""
     if sys.platform != "linux":
         return
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
