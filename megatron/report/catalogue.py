@@ -115,19 +115,14 @@ def learned(name: str) -> str:
 def cost(position: Position) -> str:
     """Memory and time beyond plain attention, by the hooks that act."""
     acts = {
-        "a table of heads · length numbers once per step, read in place by every backend": (
-            position.distance_bias(1) is not None
-        ),
-        "a second such table that multiplies the scores, for which no fused kernel exists": (
+        "a table by distance for each step": (position.distance_bias(1) is not None),
+        "a table that multiplies the scores, without a fused kernel": (
             position.distance_weight(1) is not None
         ),
-        "a bias for each pair of tokens in every layer:"
-        " time grows with length², memory with length (in blocks)": position.has("index_bias"),
-        "a number per key and head in every layer, which `sdpa` adds block by block": (
-            position.has("score_bias")
-        ),
-        "eager attention only: time and memory grow with length²": position.has("on_scores"),
-        "queries and keys are changed in every layer: time grows with length": (
+        "a bias for each pair of tokens: time grows with length²": position.has("index_bias"),
+        "a number for each key and head": (position.has("score_bias")),
+        "eager attention: time and memory grow with length²": position.has("on_scores"),
+        "queries and keys change: time grows with length": (
             position.has("on_queries_keys") or position.has("on_queries_keys_by_content")
         ),
         "one vector per token, once": adds_to_embeddings(position),

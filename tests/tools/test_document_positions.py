@@ -28,7 +28,7 @@ def test_every_encoding_says_its_formula_paper_options_numbers_and_cost():
         assert "|  |" not in text, f"{name}: an option without a meaning"
         assert re.search(r"Learned numbers: .*\. Cost: .*\.", text), name
     assert "https://arxiv.org/abs/2108.12409" in sections["alibi"]
-    assert "Learned numbers: 24. Cost: a table of heads · length numbers" in sections["kerple_log"]
+    assert "Learned numbers: 24. Cost: a table by distance" in sections["kerple_log"]
     assert "Learned numbers: 384." in sections["t5"]  # 32 buckets, 12 heads
     assert "Learned numbers: 393,216." in sections["learned"]  # 512 positions of 768
     assert "eager attention only" in sections["cope"]

@@ -1,4 +1,4 @@
-"""Time, memory and errors of attention with a bias by distance or content, and of other ways.
+"""Time and memory of attention with a bias by distance or content, and of other ways.
 
 python tools/bench/attention.py --quick
 python tools/bench/attention.py --threads 1 --lengths 512 2048 --dtypes float32 --output out.json
@@ -10,7 +10,6 @@ bias in the same round. The tables are given: a model computes them once per ste
 
 import math
 import sys
-from argparse import Namespace
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -57,7 +56,6 @@ QUICK = {
 }
 # float32 matrices [batch, heads, length, length] that a dense way surely fits in, by backward.
 DENSE_COPIES = {False: 4, True: 12}
-ERRORS = ("out", "dq", "dk", "dv", "dbias")
 TURNING = ("rotary",)  # encodings that turn queries and keys
 Computation = Callable[[Tensor, Tensor, Tensor], Tensor]  # q, k, v -> output
 
@@ -187,33 +185,6 @@ def ways(kinds: Sequence[str], backward: bool, device: str) -> Iterator[tuple[st
     yield "forks", None
 
 
-def errors(backend: str, length: int, dtype: str, options: Namespace) -> dict[str, float]:
-    """Errors of the last 512 queries against the definition in float64.
-
-    The norm of the difference divided by the norm of the exact values: of the output, and of the
-    gradients of q, k, v and a learned table.
-    """
-    draw = torch.Generator().manual_seed(0)
-    shape = (3, 1, options.heads, length, options.head_dim)
-    q, k, v = torch.randn(shape, generator=draw).to(getattr(torch, dtype))
-    slopes = 2.0 ** -torch.arange(1, options.heads + 1)
-    noise = torch.randn(options.heads, length, generator=draw)
-    bias = noise - slopes[:, None] * torch.arange(length).log1p()
-    inputs = [x.to(options.device) for x in (q[:, :, -512:], k, v, bias)]
-
-    def results(backend: str, wide: bool) -> list[Tensor]:
-        leaves = [(x.double() if wide else x.clone()).requires_grad_() for x in inputs]
-        out = attention(*leaves, backend=backend)
-        dout = torch.linspace(-1, 1, out.numel(), device=out.device).sin().view_as(out)
-        return [out.detach(), *torch.autograd.grad(out, leaves, dout.to(out.dtype))]
-
-    found = {}
-    pairs = zip(ERRORS, results(backend, False), results("eager", True), strict=True)
-    for name, ours, exact in pairs:
-        found[name] = float((ours.double() - exact).norm() / exact.norm())
-    return found
-
-
 @guarded
 def main(argv: Sequence[str] | None = None) -> int:
     parser = arguments(__doc__ or "", QUICK)
@@ -227,7 +198,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("--tables", nargs="+", choices=BIASES, default=list(BIASES))
     add("--heads", type=positive, default=12)
     add("--head_dim", type=positive, default=64)
-    add("--errors", choices=BACKENDS, metavar="BACKEND", help="and its errors against float64")
     required = "end with 1 where a candidate with one of these words in its name did not run"
     add("--required", nargs="*", default=[], metavar="WORD", help=required)
     options = parsed(parser, QUICK, argv)
@@ -251,17 +221,6 @@ def main(argv: Sequence[str] | None = None) -> int:
                 section = f"#### {title}\n\n{markdown(rows)}"
                 bench.save("\n".join([*parts, section]))
             parts.append(section)
-        if options.errors:
-            lines = []
-            for length in options.lengths:
-                found = errors(options.errors, length, dtype, options)
-                bench.rows.append(
-                    {"candidate": "errors", "length": length, "dtype": dtype, **found}
-                )
-                lines.append([str(length), *(f"{found[name]:.1e}" for name in ERRORS)])
-            title = f"#### Errors of {options.errors}, {dtype}\n"
-            parts += [title, table(["length", *ERRORS], lines)]
-            bench.save("\n".join(parts))
     print("\n".join(parts))
     return 1 if lacks_required(bench) else 0
 

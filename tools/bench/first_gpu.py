@@ -106,16 +106,12 @@ def steps(block: int, folder: Path, data: Sequence[str], train_iters: int) -> li
     if block == 1:
         narrow = ["--dtypes", "bfloat16", "--lengths", "2048", "16384"]
         narrow += ["--tables", "frozen", "learned"]
-        exact = ["--dtypes", "float32", "--lengths", "16384", "--tables", "frozen"]
-        exact += ["--passes", "forward", "--errors", "triton"]
-        on_cpu = [*SMALL_ATTENTION, "--errors", "sdpa"]
         trace = ["tools/bench/step.py", "--encodings", "kerple_log", "--eager", "--rounds", "3"]
         trace += ["--trace", str(folder / "trace.json.gz"), "--lengths"]
         return [
             tests("tests_cuda", ["tests/attention/test_cuda.py", "-k", "not flex", "-x"], 120),
             tests("tests_triton", ["tests/attention/test_triton.py", "-x"], 150),
             attention("attention_first", narrow),
-            bench("float32", [ATTENTION, *KERNEL, *exact], on_cpu, 90),
             bench("trace", trace, SMALL_STEP, 60),
         ]
     if block == 2:
