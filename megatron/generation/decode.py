@@ -63,14 +63,18 @@ class GenerationSettings:
             f"--temperature {self.temperature}: give 0 for the likeliest token, or more": (
                 0 <= self.temperature < math.inf
             ),
-            f"--top-k {top_k}: give a number of tokens of at least 1": top_k is None or top_k >= 1,
-            f"--top-p {top_p}: give a probability above 0 and up to 1": (
+            f"--top-k {top_k}: give a number of tokens of at least 1, or leave it out": (
+                top_k is None or top_k >= 1
+            ),
+            f"--top-p {top_p}: give a probability above 0 and up to 1, or leave it out": (
                 top_p is None or 0 < top_p <= 1
             ),
             f"--repetition-penalty {penalty}: give a number of {bounds}; 1 is none": (
                 1 / MOST_PENALTY <= penalty <= MOST_PENALTY
             ),
-            "--stop: an empty string would end every text at once": "" not in self.stops,
+            "--stop: an empty string would end every text at once; leave it out": (
+                "" not in self.stops
+            ),
         }
         least = {"max_new_tokens": 1, "seed": 0, "samples": 1, "batch": 1}
         for name, lowest in least.items():

@@ -29,7 +29,6 @@ ROPE_KEYS = {
 }
 OTHER_ROPE_KEYS = {
     *("rope_type", "type", BASE, SHARE, "original_max_position_embeddings"),
-    *("mscale", "mscale_all_dim"),  # other ways to give YaRN's attention_factor
     "finetuned",  # how YaRN's own files say that the model was trained with it
 }
 TRAINING_ALONE = (
@@ -75,19 +74,10 @@ class Family:
 
         given = {key: value for key, value in config.items() if key in self.known_keys}
         try:
-            whole = CONFIG_MAPPING[self.model_type].from_dict(given)
-            found = whole.to_dict()
-            if found.get("rope_parameters", {}).get("rope_type") == "yarn":
-                from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
-
-                scaling = found["rope_parameters"]
-                _, factor = ROPE_INIT_FUNCTIONS["yarn"](whole, torch.device("cpu"))
-                if scaling.get("mscale") and scaling.get("attention_factor") is None:
-                    scaling["attention_factor"] = factor
+            return CONFIG_MAPPING[self.model_type].from_dict(given).to_dict()
         except Exception as fault:  # it raises many kinds
             reason = " ".join(str(fault).split())
             raise UserError(f"{self.architecture} refuses it ({reason:.300})") from None
-        return found
 
     def settings_of(self, config: Mapping[str, Any]) -> dict[str, Any]:
         """Our keys and values for a config.json; UserError for what we do not compute."""

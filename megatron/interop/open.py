@@ -114,27 +114,15 @@ def kind_of(folder: Path) -> tuple[Kind, Path]:
         found = kind.find(folder)
         if found is not None:
             return kind, found
-    steps = neox_steps_in(folder)
-    if steps:
-        raise UserError(
-            f"{folder}: its file `latest` names none of {', '.join(steps[:8])} - give the folder of"
-            " one of them"
-        )
     raise UserError(
         f"{folder}: holds no checkpoint that is known here - give a folder with"
-        f" {huggingface.SETTINGS}, with global_stepN, or with layer_00-model_00-model_states.pt"
+        f" {huggingface.SETTINGS}, a run or global_stepN of ours, or one of GPT-NeoX"
     )
-
-
-def neox_steps_in(run: Path) -> list[str]:
-    """Names of the folders with checkpoints of GPT-NeoX in a run's folder."""
-    folders = run.glob("global_step*")
-    return sorted(folder.name for folder in folders if reference.holds_files(folder))
 
 
 def is_known(folder: Path) -> bool:
     """Whether a folder is or holds a checkpoint of any kind."""
-    return any(kind.find(folder) is not None for kind in KINDS) or bool(neox_steps_in(folder))
+    return any(kind.find(folder) is not None for kind in KINDS)
 
 
 def is_ours(folder: Path) -> bool:

@@ -236,10 +236,10 @@ def test_all_that_is_wrong_is_said_at_once():
         replace(wrong, max_new_tokens=0, batch=0).check()
     assert str(fault.value).splitlines() == [
         "--temperature -1: give 0 for the likeliest token, or more",
-        "--top-k 0: give a number of tokens of at least 1",
-        "--top-p 1.5: give a probability above 0 and up to 1",
+        "--top-k 0: give a number of tokens of at least 1, or leave it out",
+        "--top-p 1.5: give a probability above 0 and up to 1, or leave it out",
         "--repetition-penalty 0: give a number of 0.000001 to 1000000; 1 is none",
-        "--stop: an empty string would end every text at once",
+        "--stop: an empty string would end every text at once; leave it out",
         "--max-new-tokens 0: give a whole number of 1 to 16777216",
         "--batch 0: give a whole number of 1 to 16777216",
     ]
