@@ -27,8 +27,8 @@ from megatron.evaluation.evaluate_checkpoint import (
     evaluate_as_published,
 )
 from megatron.evaluation.options import Options, add_options, number
-from megatron.harness.run import Tasks, evaluate_tasks
-from megatron.harness.run import table as table_of_tasks
+from megatron.harness.tasks import Tasks, evaluate_tasks
+from megatron.harness.tasks import table as table_of_tasks
 from megatron.parallel.grid import here
 from megatron.report.curves import plot_by_position, plot_perplexity
 from megatron.results.row import Row

@@ -35,7 +35,7 @@ from megatron.generation.decode import (
     continuations,
     decode_in_batches,
 )
-from megatron.generation.load import opened_with_tokenizer
+from megatron.generation.with_tokenizer import opened_with_tokenizer
 from megatron.model import GPT, AttentionSettings
 from megatron.parallel.grid import here
 from megatron.parallel.threads import count_parameters, use_threads
@@ -49,7 +49,7 @@ logger = logging.getLogger("megatron.generate")
 
 
 class Session(NamedTuple):
-    """What continues texts, and how. facts: all that a row says about it"""
+    """A model that continues texts. facts: all that a row says about it"""
 
     model: GPT
     tokenizer: Tokenizer

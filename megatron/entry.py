@@ -132,7 +132,7 @@ def bring_in(options: argparse.Namespace, overrides: Sequence[str]) -> None:
     checkpoint = getattr(options, "checkpoint", None)
     if checkpoint:
         run_named(overrides)
-        from megatron.interop.import_checkpoint import (
+        from megatron.interop.importing import (
             import_if_foreign,  # only here: it needs the model
         )
 

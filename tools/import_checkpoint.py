@@ -18,7 +18,7 @@ from megatron.cli_errors import guarded
 from megatron.config import load
 from megatron.entry import print_notes, settings_first, split_words
 from megatron.errors import visible
-from megatron.interop.import_checkpoint import import_checkpoint
+from megatron.interop.importing import import_checkpoint
 from megatron.interop.reference import ONE_RANK
 from megatron.positions import load_file
 

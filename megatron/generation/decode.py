@@ -29,7 +29,7 @@ MOST_WAITING = 8  # tokens: no character has more
 
 @dataclass(frozen=True)
 class GenerationSettings:
-    """How texts are continued. The first four act on logits, in transformers' order.
+    """Settings of generation. The first four act on logits, in transformers' order.
 
     repetition_penalty: positive logits of tokens that the text already has are divided by it,
         negative ones multiplied (CTRL, arXiv 1909.05858); 1 changes nothing
@@ -114,7 +114,7 @@ class Written:
         return "".join(self._pieces)
 
     def take(self) -> str:
-        """What has become certain since the last call."""
+        """The text that has become certain since the last call."""
         new = "".join(self._pieces[self._taken :])
         self._taken = len(self._pieces)
         return new
@@ -187,7 +187,7 @@ class Continuation:
 
     @property
     def new(self) -> int:
-        """How many tokens were chosen."""
+        """The number of tokens that were chosen."""
         return len(self.tokens) - len(self.prompt)
 
     def draw(self) -> float:

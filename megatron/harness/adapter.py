@@ -1,4 +1,4 @@
-"""Our model behind the interface of lm-evaluation-harness. Only `harness.run` imports this.
+"""Our model behind the interface of lm-evaluation-harness. Only `harness.tasks` imports this.
 
 The harness's own HFLM needs accelerate, and computes texts of one pass with tokens of padding.
 """
@@ -29,7 +29,7 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True)
 class Reading:
-    """How texts are read.
+    """The way in which texts are read.
 
     length: tokens that the model sees at most; a longer context loses its beginning
     stride: of rolling windows, tokens that they move by; batch_tokens: of a forward pass at most

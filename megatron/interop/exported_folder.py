@@ -60,7 +60,7 @@ def keys_of(config: Config, model: GPT) -> dict[str, Any]:
 
 
 def training_of(config: Config, record: Mapping[str, Any], same_tokenizer: bool) -> dict[str, Any]:
-    """What is known of the training, for config.json: `step`, `tokenizer` and `keys`.
+    """Facts about the training, for config.json: `step`, `tokenizer` and `keys`.
 
     record: checkpoint.json; same_tokenizer: whether the folder holds the very file, or none
     The keys are those that shaped the result. Of a path only the file's name is kept.

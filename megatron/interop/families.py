@@ -180,7 +180,7 @@ class Family:
             raise UserError(f"{self.architecture} is another model: {'; '.join(reasons)}")
         return found
 
-    def places(self, layers: int) -> Iterator[tuple[str, list[str], "Form"]]:
+    def places(self, layers: int) -> Iterator[tuple[str, list[str], "MatrixForm"]]:
         """(our module, their modules, the form between them) of every module of a model."""
         for ours, theirs in self.modules.items():
             [(form, names)] = theirs.items() if isinstance(theirs, dict) else [("same", [theirs])]
@@ -237,7 +237,7 @@ def pattern_or_one(several: str, one: str, layers: Sequence[Any]) -> dict[str, A
 
 
 def resolved(model: Architecture) -> dict[str, Any]:
-    """What a trained model computes with, also what follows from other values."""
+    """Values that a trained model computes with, also those that follow from others."""
     found = {
         **asdict(model),
         "num_key_value_heads": model.key_heads,
@@ -250,7 +250,7 @@ def resolved(model: Architecture) -> dict[str, Any]:
 
 
 def function_of(config: Config) -> dict[str, Any]:
-    """What a model computes after training, by our keys, with everything that is left out."""
+    """The function that a model computes after training, by our keys, with all defaults."""
     layers = config.model.num_layers
     entries = []
     for entry in entries_of(config.position):
@@ -270,8 +270,8 @@ def function_of(config: Config) -> dict[str, Any]:
     }
 
 
-class Form(NamedTuple):
-    """How matrices [rows, columns] of theirs, and their biases, become one of ours, and back.
+class MatrixForm(NamedTuple):
+    """The way from matrices [rows, columns] of theirs, and their biases, to one of ours, and back.
 
     Every form only moves numbers, so ours -> theirs -> ours is equal bit for bit.
     """
@@ -300,11 +300,13 @@ def turned(tensor: Tensor) -> Tensor:
 
 
 FORMS = {
-    "same": Form(lambda parts, _: parts[0], lambda tensor, _: [tensor]),
-    "transposed": Form(lambda parts, _: turned(parts[0]), lambda tensor, _: [turned(tensor)]),
-    "stacked": Form(lambda parts, _: torch.cat(list(parts)), lambda tensor, _: tensor.chunk(2)),
-    "heads": Form(fused, parted),
-    "columns_of_heads": Form(
+    "same": MatrixForm(lambda parts, _: parts[0], lambda tensor, _: [tensor]),
+    "transposed": MatrixForm(lambda parts, _: turned(parts[0]), lambda tensor, _: [turned(tensor)]),
+    "stacked": MatrixForm(
+        lambda parts, _: torch.cat(list(parts)), lambda tensor, _: tensor.chunk(2)
+    ),
+    "heads": MatrixForm(fused, parted),
+    "columns_of_heads": MatrixForm(
         lambda parts, model: fused(turned(parts[0]).chunk(3), model),
         lambda tensor, model: [turned(torch.cat(parted(tensor, model)))],
     ),

@@ -89,13 +89,15 @@ def read_settings(folder: Path) -> tuple[Family, Config, int]:
         )
     for key in ("vocab_size", "num_hidden_layers", "n_layer"):
         most = LONGEST if key == "vocab_size" else MOST_LAYERS
-        number = theirs.get(key, 1)
+        number = theirs.get(key, None if key == "vocab_size" else 1)
         if type(number) is not int or not 1 <= number <= most:
             raise UserError(f"{place}: {key}: {number!r} is not a number of 1 to {most}")
     try:
         config = family.configuration(theirs)
     except UserError as fault:
         raise UserError(f"{place}: {fault}") from None
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as fault:
+        raise UserError(f"{place}: has a value of the wrong kind ({fault})") from None
     if "auto_map" in theirs:
         logger.warning(
             "%s: names code of its own, which is not run; %s is computed by our model",

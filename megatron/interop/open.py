@@ -38,7 +38,7 @@ class OpenedModel:
     record: dict[str, Any] = field(default_factory=dict)
 
 
-class Kind(NamedTuple):
+class CheckpointKind(NamedTuple):
     """A kind of checkpoint.
 
     find: the folder of the checkpoint that a source is or holds, or None
@@ -65,7 +65,7 @@ def open_model(source: str | Path, *, config: Config | None = None) -> tuple[GPT
     return opened.model, opened.config
 
 
-def open_kind(kind: Kind, folder: Path, config: Config | None) -> OpenedModel:
+def open_kind(kind: CheckpointKind, folder: Path, config: Config | None) -> OpenedModel:
     """The checkpoint in a folder of a kind; config: of a GPT-NeoX checkpoint alone."""
     if config is not None and kind.name != "gpt-neox":
         raise UserError(f"{folder}: has its own configuration - leave the other one out")
@@ -108,7 +108,7 @@ def local_folder(source: str | Path) -> Path:
     )
 
 
-def kind_of(folder: Path) -> tuple[Kind, Path]:
+def kind_of(folder: Path) -> tuple[CheckpointKind, Path]:
     """The kind of checkpoint that a folder is or holds, and its own folder; UserError for none."""
     for kind in KINDS:
         found = kind.find(folder)
@@ -165,20 +165,20 @@ def _open_neox(folder: Path, config: Config | None) -> OpenedModel:
 
 
 KINDS = (
-    Kind(
+    CheckpointKind(
         "ours",
         lambda folder: chosen(folder) if is_ours(folder) else None,
         _files_of_ours,
         _open_ours,
     ),
-    Kind("gpt-neox", reference.checkpoint_in, _files_of_neox, _open_neox),
-    Kind(
+    CheckpointKind("gpt-neox", reference.checkpoint_in, _files_of_neox, _open_neox),
+    CheckpointKind(
         "exported",
         lambda folder: folder if exported_folder.is_folder(folder) else None,
         _files_of_huggingface,
         lambda folder, _: OpenedModel(*exported_folder.open_folder(folder)),
     ),
-    Kind(
+    CheckpointKind(
         "huggingface",
         lambda folder: folder if (folder / huggingface.SETTINGS).is_file() else None,
         _files_of_huggingface,

@@ -1,4 +1,4 @@
-"""What decoding in pieces keeps of the text so far: keys, values, and what encodings keep."""
+"""The state of decoding in pieces: keys, values, and what encodings keep."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -46,7 +46,7 @@ class Growing:
         self._room = self.rows.index_select(0, texts)
 
     def _make_room(self, new: Tensor, end: int) -> Tensor:
-        """Where rows up to `end` have their place."""
+        """The tensor with room for rows up to `end`."""
         if self._room is None or end > self._room.shape[2]:
             batch, heads, _, features = new.shape
             capacity = end + max(ROOM, self.length // 2)
@@ -59,7 +59,7 @@ class Growing:
 
 @dataclass
 class LayerCache:
-    """What one layer keeps of earlier tokens.
+    """Earlier tokens of one layer.
 
     memory: what its encoding keeps, by name; the first dimension is the batch
     sinks: tokens at the beginning of the text that are never forgotten
@@ -74,7 +74,7 @@ class LayerCache:
 
     @property
     def length(self) -> int:
-        """How many tokens are kept."""
+        """The number of tokens that are kept."""
         return self.keys.length
 
     def append(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:

@@ -1,4 +1,4 @@
-"""Where documents lie in a batch of windows, by the token that ends each of them."""
+"""Places of documents in a batch of windows, by the token that ends each of them."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 
-class Piece(NamedTuple):
+class DocumentPiece(NamedTuple):
     """Tokens start … end - 1 of a row of the batch; place: of the first one in its document."""
 
     row: int
@@ -55,14 +55,14 @@ class Documents:
         return (index - first)[:, -self.length :]
 
     @cached_property
-    def pieces(self) -> list[Piece]:
+    def pieces(self) -> list[DocumentPiece]:
         """The new tokens, cut where a document begins."""
         pieces = []
         for row, places in enumerate(self.places.tolist()):
             begins = [index for index, place in enumerate(places) if index == 0 or place == 0]
             ends = [*begins[1:], len(places)]
             for start, end in zip(begins, ends, strict=True):
-                pieces.append(Piece(row, start, end, places[start]))
+                pieces.append(DocumentPiece(row, start, end, places[start]))
         return pieces
 
     def scale(self, by_place: Tensor) -> Tensor:

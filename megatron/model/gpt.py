@@ -11,10 +11,10 @@ from torch.utils.checkpoint import checkpoint
 
 from megatron.attention import Choice, Needs, Pairs, choose, joined
 from megatron.errors import UserError
+from megatron.model.block import AttentionInputs, Block, normalisation
 from megatron.model.cache import Cache, LayerCache, first_visible
 from megatron.model.documents import Documents, by_document
 from megatron.model.head import mean_loss, token_losses
-from megatron.model.layers import AttentionInputs, Block, normalisation
 from megatron.model.methods import Method, clipped, faults_of, method_of_layer
 from megatron.model.settings import Architecture, AttentionSettings, initialize
 from megatron.positions import Position
@@ -134,7 +134,7 @@ class GPT(nn.Module):
         self.position.on_embeddings(last_token, length - 1)
 
     def _documents(self, ids: Tensor, cache: Cache | None) -> Documents:
-        """Where the documents lie that attention keeps apart."""
+        """The documents that attention keeps apart."""
         if self.end_of_document is None:
             raise UserError(
                 "reset_attention_mask: which token ends a document is not known, because the model"
@@ -153,7 +153,7 @@ class GPT(nn.Module):
     def _attention_inputs(
         self, start: int, length: int, cache: Cache | None, documents: Documents | None
     ) -> list[AttentionInputs]:
-        """What each layer's attention needs beside x; tables are computed once per encoding."""
+        """Inputs of each layer's attention beside x; tables are computed once per encoding."""
         settings = self.attention
         scale = None
         if settings.logn_scale and documents is not None and documents.restart:
@@ -248,11 +248,11 @@ class GPT(nn.Module):
         self.chunk = max(1, self.train_length // 2) if attention.blockwise else None
 
     def faults_of_methods(self, attention: AttentionSettings) -> list[str]:
-        """What is wrong with sinks, clip_distance and method for this model: messages."""
+        """Messages about sinks, clip_distance and method for this model."""
         return faults_of(attention, self._positions, self.train_length)
 
     def _method_of(self, position: Position, window: int | None) -> Method | None:
-        """What changes where the tokens of a layer with these stand; or None."""
+        """The method that moves the tokens of such a layer, or None."""
         return method_of_layer(self.attention, position, window, self.train_length)
 
     def learned(self) -> dict[str, Tensor]:

@@ -39,7 +39,7 @@ LEAST = {"window": 1, "factor": 1, "group": 2, "sinks": 1, "limit": 1, "step": 1
 """The least value of each option."""
 
 
-class Kind(NamedTuple):
+class MethodKind(NamedTuple):
     """Options of a method and their types, tokens unless something else is said.
 
     defaults: of options that need not be given, by the training's length and what is given
@@ -59,22 +59,22 @@ def half(train_length: int, _: Mapping[str, float]) -> dict[str, float]:
 
 
 METHODS = {
-    "rerope": Kind({"window": int}, half),
-    "leaky_rerope": Kind({"window": int, "factor": float}, half, between=True),
-    "self_extend": Kind({"window": int, "group": int}, half, between=True),
-    "lm_infinite": Kind(
+    "rerope": MethodKind({"window": int}, half),
+    "leaky_rerope": MethodKind({"window": int, "factor": float}, half, between=True),
+    "self_extend": MethodKind({"window": int, "group": int}, half, between=True),
+    "lm_infinite": MethodKind(
         {"window": int, "sinks": int, "limit": int},
         lambda length, given: {"window": length, "limit": given.get("window", length)},
         needs=None,
     ),
-    "dynamic_ntk": Kind(
+    "dynamic_ntk": MethodKind(
         {"factor": float, "step": int},
         lambda length, given: {"factor": 1.0, "step": length},
         needs="stretches",
     ),
 }
 """All that `--method` may name."""
-SINKS = Kind({"window": int, "sinks": int}, lambda length, given: {}, needs=None)
+SINKS = MethodKind({"window": int, "sinks": int}, lambda length, given: {}, needs=None)
 """The setting `sinks` beside `window`."""
 
 
@@ -86,7 +86,7 @@ class Method:
     options: dict[str, Any]
 
     @property
-    def kind(self) -> Kind:
+    def kind(self) -> MethodKind:
         return METHODS.get(self.name, SINKS)
 
     @property
@@ -96,7 +96,7 @@ class Method:
 
     @property
     def first_keys(self) -> int | None:
-        """How many keys of the text's start are the only far ones; None: all are visible."""
+        """The number of first keys that are the only far ones; None: all are visible."""
         return self.options.get("sinks")
 
     @property
@@ -106,7 +106,7 @@ class Method:
         return ",".join([self.name, *(word.removesuffix(".0") for word in words)])
 
     def far(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
-        """Where queries stand for far keys, and these for them: [queries], [keys] -> same."""
+        """Positions of queries for far keys, and of these for them: [queries], [keys] -> same."""
         get = self.options.get
         window, factor, group = self.options["window"], get("factor"), get("group")
         if factor is not None:
@@ -119,7 +119,7 @@ class Method:
         return torch.full_like(query, get("limit", window)), torch.zeros_like(key)
 
     def table_length(self, keys: int) -> int:
-        """How many distances a table must have for so many keys."""
+        """The number of distances that a table must have for so many keys."""
         return max(keys, self.options.get("limit", 0) + 1)
 
     def visible(self, window: int | None) -> tuple[int, int | None]:
@@ -134,7 +134,7 @@ class Method:
         return self.two_versions and has_table(position)
 
     def obstacle(self, position: Position) -> str | None:
-        """Why tokens of this encoding cannot stand at other positions, or None."""
+        """The reason why tokens of this encoding cannot stand at other positions, or None."""
         if self.kind.between and has_table(position):
             return "its bias by distance has no value between whole distances"
         if self.kind.needs == "stretches" and not position.stretches:
@@ -309,7 +309,7 @@ def clipped(table: Tensor | None, distance: int | None) -> Tensor | None:
 
 @dataclass(frozen=True)
 class Text:
-    """What a layer attends with, before its encoding has acted on queries and keys.
+    """Queries, keys and values of a layer, before its encoding has acted on queries and keys.
 
     q [batch, heads, queries, head_dim] of the last keys; k, v [batch, key heads, keys, head_dim];
     index [keys] int64: where keys stand in the text, some of which may be forgotten;
@@ -352,7 +352,7 @@ class Text:
 
 
 def attention_by_method(method: Method, text: Text) -> Tensor:
-    """What queries get from the keys of a text: [batch, heads, queries, head_dim]."""
+    """The output of attention over a text: [batch, heads, queries, head_dim]."""
     key, start = text.index, text.end - text.q.shape[2]
     values = for_each_query_head(text.v, text.q.shape[1] // text.v.shape[1])
     score_bias = text.options["score_bias"]

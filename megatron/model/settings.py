@@ -1,4 +1,4 @@
-"""What a GPT is built from, in plain values, and its first weights: no configuration is read."""
+"""Plain values that a GPT is built from, and its first weights: no configuration is read."""
 
 import math
 from dataclasses import dataclass, fields, replace
@@ -96,7 +96,7 @@ class Architecture:
 
 @dataclass(frozen=True)
 class AttentionSettings:
-    """How attention is computed, named as in the configuration's section `attention`.
+    """Settings of attention, named as in the configuration's section `attention`.
 
     Three are no keys of a configuration, because no model is trained with them:
     sinks: first keys of the text that stay visible beside the window (StreamingLLM)

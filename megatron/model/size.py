@@ -1,4 +1,4 @@
-"""How many numbers a configured model has and how many operations it needs, without building it.
+"""Numbers and operations of a configured model, counted without building it.
 
 Operations are counted as in PaLM (arXiv 2204.02311, appendix B).
 A product of an [m, k] and a [k, n] matrix is 2 m k n operations: a multiplication and an addition

@@ -12,7 +12,7 @@ import generate as command
 from megatron.checkpoints.read import load_for_evaluation
 from megatron.data.tokenizers.build import build_tokenizer
 from megatron.generation.decode import GenerationSettings
-from megatron.generation.load import opened_with_tokenizer
+from megatron.generation.with_tokenizer import opened_with_tokenizer
 from tests.checkpoints import make_checkpoint
 from tests.support import ROOT, unlaunched
 

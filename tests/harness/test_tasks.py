@@ -13,8 +13,8 @@ from megatron.data.tokenizers.build import build_tokenizer
 from megatron.errors import UserError
 from megatron.evaluation.perplexity import measure
 from megatron.evaluation.protocols import PROTOCOLS
-from megatron.harness import run
-from megatron.harness.run import existing_rows
+from megatron.harness import tasks as asking
+from megatron.harness.tasks import existing_rows
 from megatron.parallel.grid import Grid
 from tests.checkpoints import make_checkpoint
 from tests.encodings import every_signature
@@ -305,6 +305,6 @@ def test_bad_words_are_one_message(forks, folder):
 
 
 def test_without_the_package_one_message_says_what_to_install(monkeypatch):
-    monkeypatch.setattr(run, "PACKAGE", "no_such_package")
+    monkeypatch.setattr(asking, "PACKAGE", "no_such_package")
     with pytest.raises(UserError, match=r"is not installed - pip install 'lm-eval>=0.4.13,<0.5'"):
-        run.evaluate_tasks(None, run.Tasks(["cloze"]), run.Options("nowhere"))
+        asking.evaluate_tasks(None, asking.Tasks(["cloze"]), asking.Options("nowhere"))

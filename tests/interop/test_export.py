@@ -25,7 +25,7 @@ from megatron.interop import export as exporting
 from megatron.interop import open_model
 from megatron.interop.export import export
 from megatron.interop.export_code import sources
-from megatron.interop.import_checkpoint import description, import_checkpoint
+from megatron.interop.importing import description, import_checkpoint
 from megatron.model import from_config
 from megatron.positions import FILES, REGISTRY
 from megatron.results.files import write_results

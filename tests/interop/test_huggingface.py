@@ -22,7 +22,7 @@ from megatron.errors import UserError
 from megatron.interop import open_model
 from megatron.interop.families import FAMILIES, read_weights, write_weights
 from megatron.interop.huggingface import read_settings
-from megatron.interop.import_checkpoint import (
+from megatron.interop.importing import (
     compared_with_transformers,
     import_checkpoint,
     import_if_foreign,
@@ -189,6 +189,8 @@ REFUSED = (
     ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "idx: True changes what the model comput"),
     ("llama", {"num_attention_heads": "four"}, "config.json: LlamaForCausalLM refuses it"),
     ("llama", {"vocab_size": 64}, r"embed_tokens.weight \[61, 32\] of .*, not \[64, 32\]"),
+    ("llama", {"num_attention_heads": 0}, "config.json: "),
+    ("llama", {"vocab_size": None}, "vocab_size: None is not a number of 1 to"),
     ("llama", {"vocab_size": -3}, "vocab_size: -3 is not a number of 1 to"),
     ("llama", {"num_hidden_layers": 1}, r"model.layers.1.* left over"),
     ("llama", {"tie_word_embeddings": True}, "lm_head.weight differs from the embedding"),

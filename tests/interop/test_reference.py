@@ -13,7 +13,7 @@ from tokenizers.models import WordLevel
 from megatron.config import load
 from megatron.errors import UserError
 from megatron.interop import open_model
-from megatron.interop.import_checkpoint import import_checkpoint, import_if_foreign
+from megatron.interop.importing import import_checkpoint, import_if_foreign
 from megatron.interop.reference import load_model
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "model"

@@ -5,7 +5,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from torch import Tensor
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
@@ -120,49 +119,31 @@ def test_a_layer_that_cannot_is_named():
 # --- Tables, against the definition in float64 ---
 
 
-def alibi_output(distance: Tensor, visible: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Attention with slopes 2^-2, 2^-4, 2^-6, 2^-8 and other distances than those of tokens."""
+CEILINGS = [f"lm_infinite,sinks=3,window=20,limit={limit}" for limit in (20, 31, 100)]
+
+
+@pytest.mark.parametrize("text", ["sinks", *CEILINGS])
+def test_a_table_is_asked_for_places_in_the_cache_or_for_the_ceiling(text):
+    q, k, v = torch.randn(3, 2, 4, 60, 8, dtype=torch.float64)
+    query, key = torch.arange(60)[:, None], torch.arange(60)
+    is_sink = (query - key >= 20) & (key < 3)
+    if text == "sinks":
+        method = Method("sinks", {"window": 20, "sinks": 3})
+        of_sinks = query.clamp(max=3 + 20 - 1) - key
+    else:
+        method = method_of(text, 48)
+        of_sinks = torch.tensor(method.options["limit"])
+    distance = torch.where(is_sink, of_sinks, query - key)
+    visible = is_sink | ((query - key >= 0) & (query - key < 20))
+    # Attention with slopes 2^-2, 2^-4, 2^-6, 2^-8.
     slopes = torch.tensor([2.0**-2, 2.0**-4, 2.0**-6, 2.0**-8], dtype=torch.float64)
     scores = q @ k.mT / math.sqrt(q.shape[-1]) - slopes[:, None, None] * distance
-    return scores.masked_fill(~visible, -math.inf).softmax(-1) @ v
-
-
-def alibi_text(q: Tensor, k: Tensor, v: Tensor, columns: int) -> Text:
+    expected = scores.masked_fill(~visible, -math.inf).softmax(-1) @ v
     position = build("alibi", Shape(4, 8, 32, 48)).double()
     options = {"weight": None, "window": None, "score_bias": None}
-    return Text(
-        position, q, k, v, torch.arange(k.shape[2]), position.distance_bias(columns), None, options
-    )
-
-
-@pytest.mark.parametrize(("sinks", "window"), [(3, 20), (1, 1), (30, 10)])
-def test_a_table_is_asked_for_the_distance_of_places_in_the_cache(sinks, window):
-    q, k, v = torch.randn(3, 2, 4, 60, 8, dtype=torch.float64)
-    index = torch.arange(60)
-    query, key = index[:, None], index
-    is_sink = (query - key >= window) & (key < sinks)
-    place = query.clamp(max=sinks + window - 1)
-    distance = torch.where(is_sink, place - key, query - key)
-    visible = is_sink | ((query - key >= 0) & (query - key < window))
-    expected = alibi_output(distance, visible, q, k, v)
-    found = attention_by_method(
-        Method("sinks", {"window": window, "sinks": sinks}), alibi_text(q, k, v, 60)
-    )
+    bias = position.distance_bias(method.table_length(60))
+    found = attention_by_method(method, Text(position, q, k, v, key, bias, None, options))
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
-
-
-@pytest.mark.parametrize("limit", [20, 31, 100])
-def test_a_table_is_asked_for_the_ceiling_of_lm_infinite(limit):
-    q, k, v = torch.randn(3, 2, 4, 60, 8, dtype=torch.float64)
-    index = torch.arange(60)
-    query, key = index[:, None], index
-    is_sink = (query - key >= 20) & (key < 3)
-    distance = torch.where(is_sink, limit, query - key)
-    visible = is_sink | ((query - key >= 0) & (query - key < 20))
-    expected = alibi_output(distance, visible, q, k, v)
-    method = method_of(f"lm_infinite,sinks=3,window=20,limit={limit}", 48)
-    text = alibi_text(q, k, v, method.table_length(60))
-    torch.testing.assert_close(attention_by_method(method, text), expected, rtol=0, atol=1e-12)
 
 
 def test_a_clipped_table_keeps_its_value_beyond_the_distance():
@@ -198,9 +179,6 @@ def test_the_last_query_of_a_step_has_the_scores_of_transformers(factor, step):
         scores = theirs_q[:, :, -1:] @ theirs_k.mT / math.sqrt(8)
         expected = scores.softmax(-1) @ v[:, :, :length]
         torch.testing.assert_close(found[:, :, length - 1 : length], expected, rtol=0, atol=2e-5)
-
-
-# --- Long texts ---
 
 
 # --- What is refused ---

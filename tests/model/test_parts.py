@@ -6,7 +6,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from torch.nn.functional import rms_norm, silu
 from torch.utils.flop_counter import FlopCounterMode
 
 from megatron.config import load
@@ -73,15 +72,6 @@ def test_decoding_in_pieces_is_the_whole_pass(parts):
         assert kept.shape[1] == gpt.layers[0].attention.key_heads
 
 
-@torch.no_grad()
-def test_a_query_head_uses_the_keys_of_its_group():
-    """Against attention whose key heads were copied by hand for every query head."""
-    grouped, whole = model(*GROUPED, "pos_emb=alibi"), model("pos_emb=alibi")
-    whole.load_state_dict(grouped.state_dict() | expanded(grouped))
-    ids = torch.randint(50, (2, 70))
-    torch.testing.assert_close(whole(ids), grouped(ids), rtol=0, atol=1e-5)
-
-
 @every_signature
 @torch.no_grad()
 def test_every_encoding_takes_grouped_queries_or_refuses_them_when_it_is_read(name):
@@ -96,32 +86,6 @@ def test_every_encoding_takes_grouped_queries_or_refuses_them_when_it_is_read(na
     architecture = replace(Architecture.of(config.model), num_key_value_heads=2)
     with pytest.raises(UserError, match=expected):
         GPT(architecture, AttentionSettings(), positions=[position_from_config(config)], vocab=50)
-
-
-def expanded(grouped: GPT) -> dict[str, torch.Tensor]:
-    """The fused projections with each key head written out for its two query heads."""
-    found = {}
-    for name, tensor in grouped.state_dict().items():
-        if "query_key_value" not in name:
-            continue
-        heads = tensor.view(2, 4, 8, -1)  # [key heads, (q, q, k, v), head_dim, hidden]
-        rows = []
-        for group in heads:
-            first, second, k, v = group
-            rows += [first, k, v, second, k, v]
-        found[name] = torch.cat(rows).view(96, *tensor.shape[1:])
-    return found
-
-
-@torch.no_grad()
-def test_swiglu_reads_the_gate_first_and_rmsnorm_divides_by_the_root_mean_square():
-    gpt, x = model(*LLAMA), torch.randn(1, 3, 32)
-    mlp, norm = gpt.layers[0].mlp, gpt.norm
-    assert mlp.dense_h_to_4h.weight.shape == (256, 32)  # 8/3 * 32, rounded up to 128, twice
-    gate, up = mlp.dense_h_to_4h.weight.split(128)
-    expected = (silu(x @ gate.T) * (x @ up.T)) @ mlp.dense_4h_to_h.weight.T
-    torch.testing.assert_close(mlp(x), expected, rtol=0, atol=1e-5)
-    torch.testing.assert_close(norm(x), rms_norm(x, (32,), norm.weight, 1e-5))
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from megatron.positions import Position
 
 @dataclass(frozen=True)
 class AttentionInputs:
-    """What a layer's attention needs beside x, the same for every token of a step.
+    """Inputs of a layer's attention beside x, the same for every token of a step.
 
     bias, weight [heads, keys] or None; start: index of the first query;
     method: changes where tokens stand; None: nothing does. With one, the cache holds keys as they
@@ -148,7 +148,7 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
     "swiglu": swiglu,
 }
-"""What `activation` may name."""
+"""Activations by the names that `activation` may have."""
 
 
 class MLP(nn.Module):

@@ -25,7 +25,7 @@ from megatron.folder_lock import owned_folder
 from megatron.interop import huggingface
 from megatron.interop.open import (
     HUB_NAME,
-    Kind,
+    CheckpointKind,
     OpenedModel,
     is_known,
     is_ours,
@@ -57,7 +57,7 @@ NOT_COMPARED = {
     "exported": "it was compared when it was exported, and code in a folder is not run",
     "gpt-neox": "GPT-NeoX and its forks do not run here",
 }
-"""Why logits are not compared, by the kind of checkpoint."""
+"""Reasons why logits are not compared, by the kind of checkpoint."""
 
 
 class Imported(NamedTuple):
@@ -210,7 +210,7 @@ def import_if_foreign(source: str | Path) -> Path:
     return run
 
 
-def sums_of(kind: Kind, folder: Path) -> dict[str, str]:
+def sums_of(kind: CheckpointKind, folder: Path) -> dict[str, str]:
     """SHA-256 of each file of weights and settings, by its path in the folder."""
     return {str(file.relative_to(folder)): entry_of(file)["sha256"] for file in kind.files(folder)}
 
@@ -290,7 +290,7 @@ def files_in(place: Path) -> TokenizerSource | None:
 
 
 def compared_with_transformers(folder: Path, model: GPT) -> dict[str, Any]:
-    """What transformers' own class says to random tokens, beside what `model` says.
+    """The logits of transformers' own class for random tokens beside those of `model`.
 
     No code of the folder is run. Raises UserError if that class does not take the folder, or if
     logits differ by more than TOLERANCE.

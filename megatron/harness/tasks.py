@@ -16,7 +16,7 @@ from megatron.evaluation.loaded_run import variant
 from megatron.evaluation.memory import check_fits
 from megatron.evaluation.options import DTYPES, Options
 from megatron.folder_lock import owned_file
-from megatron.generation.load import opened_with_tokenizer
+from megatron.generation.with_tokenizer import opened_with_tokenizer
 from megatron.model import AttentionSettings
 from megatron.parallel.grid import here, owned_by_first
 from megatron.parallel.threads import count_parameters, use_threads
@@ -34,7 +34,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Tasks:
-    """What is asked for beside the options of every evaluation.
+    """Tasks to be asked, beside the options of every evaluation.
 
     names: of tasks, groups or tags of the harness; folder: of a user's own task files, which may
     name Python functions beside them, so they are run; limit: documents of each task at most;
