@@ -190,15 +190,12 @@ def find_sweep(name: str | Path) -> Path:
     Raises ValueError that says what was looked for.
     """
     path = Path(name)
-    is_bare = path.parent == Path(".")
-    folders = [path.parent, SHIPPED] if is_bare else [path.parent]
-    spellings = (path.name, path.name.replace("-", "_"), path.name.replace("_", "-"))
-    for folder, spelling in itertools.product(folders, spellings):
-        for suffix in ("", ".yml", ".yaml"):
-            candidate = folder / f"{spelling}{suffix}"
+    shipped = SHIPPED / path.name if path.parent == Path(".") else path
+    for place in (path, shipped, shipped.with_name(shipped.name.replace("-", "_"))):
+        for candidate in (place, place.with_name(f"{place.name}.yml")):
             if candidate.is_file():
                 return candidate
-    if not is_bare or path.is_dir():
+    if path.parent != Path("."):
         return find_file(path)  # raises
     known = sorted(file.stem for file in SHIPPED.glob("*.yml"))
     hint = did_you_mean(path.stem, known) or f"give a file, or one of {', '.join(known)}"
@@ -412,16 +409,12 @@ def is_at_work(cell: Cell) -> bool:
 
 def described(cell: Cell, state: State) -> str:
     """A state in words: `stopped at step 200 of 1000`."""
-    if state.kind in ("waiting", "done"):
-        return state.kind
     if state.kind in ("trained", "evaluating"):
         count = f"{len(state.missing)} of {len(cell.evaluations)}"
         return f"{state.kind}, {count} evaluations are missing"
-    if state.kind == "training":
-        return f"training, checkpoint at step {state.step} of {cell.steps}"
-    if state.kind == "damaged":
-        return f"damaged: {state.note}"
-    text = f"{state.kind} at step {state.step} of {cell.steps}"
+    text = state.kind
+    if state.kind not in ("waiting", "done", "damaged"):
+        text += f" at step {state.step} of {cell.steps}"
     return f"{text}: {state.note}" if state.note else text
 
 

@@ -1,7 +1,6 @@
 """What a sweep will cost: tokens, floating point operations, time on a device, disk."""
 
 import math
-import statistics
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -14,12 +13,12 @@ from megatron.errors import UserError
 from megatron.evaluation.protocols import window_counts
 from megatron.model import Architecture, size
 from megatron.results.row import ATTENTION_INPUTS
-from megatron.sweeps.cells import State, Sweep, seconds_per_step
+from megatron.sweeps.cells import State, Sweep
 from megatron.training.batches import likely_rows, windows_per_step
 from megatron.training.fits import CHECKPOINT, FLOAT32, kept_checkpoints
 from megatron.training.metrics import peak_of
 
-UTILISATION = 0.35  # of a device's speed in large products; assumed if no such run was timed
+UTILISATION = 0.35  # of a device's speed in large products, which training is assumed to reach
 
 # --device NAME -> as CUDA names the device, for its peak in training/metrics.py
 DEVICES = {
@@ -39,55 +38,38 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 class Device:
     """Where a plan would run.
 
-    flops_per_second: of large matrix products; basis: where that number comes from;
-    here: whether runs of the sweep on this machine were on such a device
+    flops_per_second: of large matrix products; basis: where that number comes from
     """
 
     name: str
     flops_per_second: float
     basis: str
-    here: bool
 
 
 @dataclass(frozen=True)
 class Cost:
     """What is still to be done.
 
-    tokens: of training; flops: of training and evaluation; seconds: on one device; disk: bytes;
-    measured: whether all speeds were measured in this sweep rather than assumed
+    tokens: of training; flops: of training and evaluation; seconds: on one device; disk: bytes
     """
 
     tokens: int
     flops: float
     seconds: float
     disk: int
-    measured: bool
 
 
 def cost(sweep: Sweep, states: Sequence[State], device: Device, jobs: int = 1) -> Cost:
     """The cost of all that is missing. jobs: how many cells train at a time."""
-    # Operations per second that this sweep's own runs reached in training, by shape.
-    timed: dict[tuple, list[float]] = {}
-    if device.here:
-        for cell in sweep.cells:
-            seconds = seconds_per_step(cell)
-            if seconds:
-                flops = _training_flops(cell.config, steps=1)
-                timed.setdefault(_shape(cell.config), []).append(flops / seconds)
-
-    tokens, total_flops, total_seconds, measured = 0, 0.0, 0.0, True
-    stays, peaks = 0, []
+    tokens, flops, stays, peaks = 0, 0.0, 0, []
     for cell, state in zip(sweep.cells, states, strict=True):
         config, vocab = cell.config, likely_rows(cell.config)
         steps = max(0, cell.steps - state.step)
-        flops = _training_flops(config, steps)
+        untrained = steps * windows_per_step(config) * config.model.seq_length
+        per_token = size.BACKWARD * forward_flops(config, vocab, config.model.seq_length)
+        tokens += untrained
+        flops += untrained * per_token
         flops += sum(evaluation_flops(one.options, config, vocab) for one in state.missing)
-        speeds = timed.get(_shape(config))
-        speed = statistics.median(speeds) if speeds else device.flops_per_second * UTILISATION
-        measured = measured and (bool(speeds) or flops == 0)
-        tokens += steps * windows_per_step(config) * config.model.seq_length
-        total_flops += flops
-        total_seconds += flops / speed
         if steps:
             numbers = size.parameters(config, vocab).whole
             checkpoints = kept_checkpoints(config)
@@ -96,20 +78,7 @@ def cost(sweep: Sweep, states: Sequence[State], device: Device, jobs: int = 1) -
             peaks.append(CHECKPOINT * numbers * (checkpoints + 1) - final)
             stays += final
     disk = stays + sum(sorted(peaks, reverse=True)[:jobs])
-    return Cost(tokens, total_flops, total_seconds, disk, measured)
-
-
-def _training_flops(config: Config, steps: int) -> float:
-    length = config.model.seq_length
-    tokens = steps * windows_per_step(config) * length
-    return tokens * size.BACKWARD * forward_flops(config, likely_rows(config), length)
-
-
-def _shape(config: Config) -> tuple:
-    model = Architecture.of(config.model)
-    weights = size.matrix_weights(model, 0)
-    sizes = (model.num_layers, model.hidden_size, model.attention_width, weights)
-    return *sizes, model.seq_length, config.precision.precision
+    return Cost(tokens, flops, flops / (device.flops_per_second * UTILISATION), disk)
 
 
 def forward_flops(config: Config, vocab: int, length: int) -> float:
@@ -140,15 +109,13 @@ def this_device(precision: str) -> Device:
     if not torch.cuda.is_available():
         return this_cpu()
     speed = speed_of(torch.device("cuda"), DTYPES[precision])
-    return Device(torch.cuda.get_device_name(), speed, "a matrix product timed here", here=True)
+    return Device(torch.cuda.get_device_name(), speed, "a matrix product timed here")
 
 
 def this_cpu() -> Device:
     """This machine's CPU, as fast as a float32 matrix product that is timed now."""
-    name = f"CPU, {torch.get_num_threads()} threads"
     speed = speed_of(torch.device("cpu"), torch.float32)
-    here = not torch.cuda.is_available()
-    return Device(name, speed, "a matrix product timed here", here)
+    return Device(f"CPU, {torch.get_num_threads()} threads", speed, "a matrix product timed here")
 
 
 def named_device(name: str, precision: str, *, option: str = "--device") -> Device:
@@ -164,7 +131,7 @@ def named_device(name: str, precision: str, *, option: str = "--device") -> Devi
     for kind in (precision, "fp16"):
         peak = peak_of(DEVICES[name], kind)
         if peak is not None:
-            return Device(name, peak * 1e12, f"its data sheet's {kind} peak", here=False)
+            return Device(name, peak * 1e12, f"its data sheet's {kind} peak")
     raise AssertionError(f"{name} has no peak in training/metrics.py")
 
 

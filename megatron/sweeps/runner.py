@@ -5,7 +5,6 @@ import errno
 import os
 import queue
 import shlex
-import shutil
 import signal
 import subprocess
 import sys
@@ -24,7 +23,6 @@ from megatron.files import ROOT, atomic_write, write_text
 from megatron.parallel.die_with_parent import die_with_parent
 from megatron.sweeps.cells import Cell, Evaluation, Sweep, state_of
 
-FULL = 2**20  # bytes that are left: less than the files of a small run
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 SLURM = """#!/bin/bash
 #SBATCH --job-name={name}
@@ -194,17 +192,7 @@ class Runner:
 
     def _fail(self, cell: Cell, note: str) -> None:
         self.failed.append(cell.name)
-        no_space = os.strerror(errno.ENOSPC)
-        existing = next(
-            path
-            for path in (cell.folder.resolve(), *cell.folder.resolve().parents)
-            if path.exists()
-        )
-        # The log of a script may not say that the disk is full.
-        if no_space in note or shutil.disk_usage(existing).free < FULL:
-            self.disk_full = True
-            if no_space not in note:
-                note = f"{note}; no space is left for {cell.folder} - free some, and continue"
+        self.disk_full |= os.strerror(errno.ENOSPC) in note
         with contextlib.suppress(OSError):  # a full disk; the next line says it
             write_text(cell.folder / "failure.txt", note + "\n")
         self._tell(f"{cell.name}: failed: {note} (all of it: {cell.folder / 'sweep.log'})")

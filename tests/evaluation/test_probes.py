@@ -1,9 +1,9 @@
 """Probes of models and rules whose answers are known."""
 
+import hashlib
 import math
 import random
 import re
-from collections import Counter
 from itertools import pairwise
 
 import numpy as np
@@ -21,7 +21,7 @@ from megatron.evaluation.attention_probes import (
     receptive_field_tokens,
 )
 from megatron.evaluation.probe_checkpoint import asked, scored, scores_of
-from megatron.evaluation.probe_tasks import CUE, HOPS, NEEDLE, TASKS, counts, inserted
+from megatron.evaluation.probe_tasks import TASKS
 from megatron.model import from_config
 from megatron.results.probes import AXES, RULER
 from megatron.results.statistics import wilson
@@ -31,6 +31,16 @@ WORDS = 600
 TEXT = np.random.default_rng(0).integers(0, WORDS, 40_000)
 LETTERS = TEXT % 45  # as few different tokens as a text of letters has
 DEPTHS = (0.0, 0.5, 1.0)
+QUESTIONS = {
+    "passkey": "70db0a3f",
+    "copy": "5d297bbf",
+    "recall": "557b58f6",
+    "multikey": "56484d41",
+    "multikey_dense": "5a0c6536",
+    "variable_tracking": "0a079423",
+    "common_words": "f518e531",
+    "frequent_words": "cafe2e7a",
+}  # of the seed 4
 every_task = pytest.mark.parametrize("task", TASKS)
 
 
@@ -177,89 +187,21 @@ def test_a_model_without_preferences_has_the_accuracy_of_chance(task):
         assert result["log_probability"] == pytest.approx(np.log(choices / WORDS), rel=1e-6)
 
 
-@every_task
-def test_contexts_have_the_length_asked_for_and_differ_in_the_answers_alone(task):
+def questions(task, seed):
+    """The contexts and answers of one trial at 512 tokens, as 8 hex digits."""
     places = TASKS[task].places or DEPTHS
-    for length in (512, 4096):
-        cells = set()
-        for trial in TASKS[task].trials(np.random.default_rng(4), TEXT, length, places):
-            context, other = trial.ids
-            assert trial.ids.shape == (2, length)
-            assert (context[trial.at] == other[trial.at]).all() or task == "copy"
-            changed = {*context[context != other]}
-            assert {*trial.targets.ravel()} - {-1} <= changed
-            assert {*context} <= {*TEXT}, "every token is one of the text"
-            cells |= {*trial.cell}
-        assert cells == {*range(len(places))}
+    digest = hashlib.sha256()
+    for trial in TASKS[task].trials(np.random.default_rng(seed), TEXT, 512, places):
+        assert trial.ids.shape == (2, 512)
+        assert {*trial.ids[0]} <= {*TEXT}, "every token is one of the text"
+        for array in (trial.ids, trial.at, trial.targets, trial.cell):
+            digest.update(array.astype("<i8").tobytes())
+    return digest.hexdigest()[:8]
 
 
-@every_task
-def test_a_seed_gives_the_same_questions_and_another_seed_others(task):
-    seen = {1: [], 2: []}
-    for seed in (1, 1, 2):
-
-        def scores(ids, at, targets, seed=seed):
-            seen[seed].append(ids.tolist())
-            return no_preference(ids, at, targets)
-
-        asked(scores, task, TEXT, 512, depths=DEPTHS, trials=2, seed=seed)
-    half = len(seen[1]) // 2
-    assert seen[1][:half] == seen[1][half:]
-    assert seen[1][0] != seen[1][half - 1], "trials differ"
-    assert not any(ids in seen[1] for ids in seen[2])
-
-
-def test_a_rule_that_reads_the_last_token_of_the_key_alone_is_right_by_half():
-    draw = random.Random(3)
-
-    def half_a_key(text, _):
-        end = (text[-3], text[-1])
-        fitting = [text[i + 3] for i in range(len(text) - 3) if (text[i], text[i + 2]) == end]
-        assert len(fitting) == 2
-        return draw.choice(fitting)
-
-    for result in ask(half_a_key, "multikey", trials=100):
-        assert result["low"] < 0.5 < result["high"]
-        assert result["guess"] == 0.25
-
-
-def test_chains_are_five_assignments_and_one_step_back_follows_none():
-    results = ask(lambda text, _: sources_of(text)[text[-1]], "variable_tracking")
-    assert [result["accuracy"] for result in results] == [1] + [0] * HOPS
-    (trial,) = TASKS["variable_tracking"].trials(np.random.default_rng(4), TEXT, 512, [HOPS])
-    sources, known = sources_of(trial.ids[0].tolist()), set()
-    values = {*sources.values()} - sources.keys()
-    assert (len(sources), len(values)) == (6 * 5, 6)
-    for variable, source in sources.items():  # in the order of the text
-        assert source in known | values
-        known.add(variable)
-
-
-def test_needles_stand_at_their_depth_and_dense_ones_fill_the_context():
-    first, _, last = TASKS["passkey"].trials(np.random.default_rng(4), TEXT, 100, DEPTHS)
-    question = 100 - CUE - NEEDLE + 1
-    np.testing.assert_array_equal(first.ids[0, CUE : CUE + NEEDLE], first.targets)
-    np.testing.assert_array_equal(last.ids[0, question - NEEDLE : question], last.targets)
-    for trial, start in zip(
-        TASKS["multikey"].trials(np.random.default_rng(4), TEXT, 512, DEPTHS),
-        (0, 254, 512 - 3 - 4),
-        strict=True,
-    ):
-        ids = trial.ids[0].tolist()
-        (place,) = [i for i in range(509) if ids[i : i + 3] == ids[-3:]]
-        assert abs(place - start) < (12 if start == 254 else 1)
-    for text, length, needles in ((TEXT, 512, (512 - 3) // 4), (LETTERS, 4096, (45 // 4) ** 2)):
-        (trial,) = TASKS["multikey_dense"].trials(np.random.default_rng(4), text, length, [0.5])
-        cue = trial.ids[0, -3]
-        assert Counter(trial.ids[0].tolist())[cue] == needles + 1
-
-
-def test_counts_add_up_and_pieces_are_inserted_before_the_tokens_behind_their_spots():
-    assert counts(np.array([6.0, 1, 1]), 17).tolist() == [13, 2, 2]
-    assert counts(1 / np.arange(1, 4), 11).tolist() == [6, 3, 2]
-    pieces = np.array([[-1, -2], [-3, -4], [-5, -6]])
-    ids = inserted(np.array([1, 2, 3]), pieces, np.array([0, 2, 3]))
-    assert ids.tolist() == [-1, -2, 1, 2, -3, -4, 3, -5, -6]
+def test_a_seed_asks_the_questions_of_the_rows_that_were_measured_so_far():
+    assert {task: questions(task, seed=4) for task in TASKS} == QUESTIONS
+    assert all(questions(task, seed=5) != digits for task, digits in QUESTIONS.items())
 
 
 def test_any_of_several_right_tokens_counts_and_a_tie_is_shared():

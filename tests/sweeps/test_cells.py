@@ -185,11 +185,11 @@ def test_a_cell_is_worked_on_only_while_somebody_holds_its_lock(path, cell, tmp_
     cell.folder.mkdir(parents=True)
     with cell.lock:
         assert is_at_work(cell)
-        assert shown() == "training, checkpoint at step 0 of 10"
+        assert shown() == "training at step 0 of 10"
         done = command("sweep", "run", *words, "--only", "data=good")
         assert done.returncode == 1
         assert "good-1: another process is at work on it" in done.stdout
-        missing = ["1 of 1 cells are missing:", "  good-1: training, checkpoint at step 0 of 10"]
+        missing = ["1 of 1 cells are missing:", "  good-1: training at step 0 of 10"]
         assert done.stderr.splitlines() == missing
     checkpoint(cell, 5)
     assert shown() == "stopped at step 5 of 10"

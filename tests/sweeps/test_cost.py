@@ -23,7 +23,7 @@ from megatron.training.metrics import peak_of
 from tests.support import ROOT
 from tools.sweep import duration, plan
 
-SLOW = Device("slow", 1e9, "by hand", here=True)
+SLOW = Device("slow", 1e9, "by hand")
 TEXT = """
 settings: {num_layers: 2, hidden_size: 64, num_attention_heads: 4, seq_length: 32,
   data_path: text, train_iters: 10, precision: bf16}
@@ -60,7 +60,7 @@ def test_the_cost_is_of_what_is_missing(sweep):
     price = cost(sweep, [HALF, DONE], SLOW)
     tokens = 5 * 4 * 32  # steps, windows, length
     flops = 3 * tokens * forward_flops(sweep.cells[0].config, 50304, 32)
-    assert price == Cost(tokens, flops, flops / 0.35e9, price.disk, measured=False)
+    assert price == Cost(tokens, flops, flops / 0.35e9, price.disk)
     assert cost(sweep, [DONE, DONE], SLOW).seconds == 0
 
 
