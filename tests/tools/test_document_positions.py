@@ -31,7 +31,7 @@ def test_every_encoding_says_its_formula_paper_options_numbers_and_cost():
     assert "Learned numbers: 24. Cost: a table by distance" in sections["kerple_log"]
     assert "Learned numbers: 384." in sections["t5"]  # 32 buckets, 12 heads
     assert "Learned numbers: 393,216." in sections["learned"]  # 512 positions of 768
-    assert "eager attention only" in sections["cope"]
+    assert "Cost: eager attention" in sections["cope"]
     assert "`rpe`" in sections["t5"]
     # Several in one line, one that two options share, and one of the class that it extends.
     assert "| `base` | 10000 | slowest wavelength / 2π |" in sections["rotary"]
