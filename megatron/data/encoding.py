@@ -38,7 +38,7 @@ MOST = 400_000  # words that are remembered: some 80 MB
 LONGEST_WORD = 100  # characters of a word that is remembered
 
 
-class Piece(NamedTuple):
+class TextPiece(NamedTuple):
     """A part of a document.
 
     document: its number in the corpus, from 1 on; last: whether the document ends here
@@ -52,7 +52,7 @@ class Piece(NamedTuple):
     text_bytes: int = 0
 
 
-Batch = list[Piece]
+Batch = list[TextPiece]
 
 
 class Encoded(NamedTuple):
@@ -73,7 +73,7 @@ class TokenizerFiles(NamedTuple):
 
 def pieces_of(
     corpus: Corpus, cuttable: bool, *, start: int = 0, stop: int | None = None
-) -> Iterator[Piece]:
+) -> Iterator[TextPiece]:
     """Documents number start + 1 to stop of a corpus, or to its end, in pieces.
 
     cuttable: of the tokenizer
@@ -82,12 +82,12 @@ def pieces_of(
         where = f"{corpus.name}: document {number}"
         *texts, last = pieces(document, where=where, cuttable=cuttable)
         for text in texts:
-            yield Piece(text, number, last=False)
+            yield TextPiece(text, number, last=False)
         size = len(document) if document.isascii() else len(document.encode())
-        yield Piece(last, number, True, document.isspace(), size)
+        yield TextPiece(last, number, True, document.isspace(), size)
 
 
-def batches_of(parts: Iterable[Piece], characters: int = BATCH_CHARACTERS) -> Iterator[Batch]:
+def batches_of(parts: Iterable[TextPiece], characters: int = BATCH_CHARACTERS) -> Iterator[Batch]:
     """Pieces in lists of so many characters or a little more."""
     batch: Batch = []
     size = 0

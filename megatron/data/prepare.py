@@ -101,7 +101,7 @@ def prepare(
 
 
 @dataclass
-class State:
+class PreparationState:
     """How far a preparation is.
 
     read: documents of the corpus that were tokenised, blank ones too; documents: those written
@@ -130,16 +130,16 @@ class Unfinished:
         self.state_file = self.folder / "state.json"
         self.tokens_file = self.folder / "tokens.bin"
         self.tokenizer_file = self.folder / "tokenizer.json"
-        self.state = State()
+        self.state = PreparationState()
         self._files = ExitStack()
         try:
             stored = json.loads(self.state_file.read_bytes())
-            self.state = State(**stored["state"])
+            self.state = PreparationState(**stored["state"])
             is_same = stored["identity"] == identity
         except (OSError, ValueError, KeyError, TypeError):
             is_same = False
         if not is_same:
-            self.state = State()
+            self.state = PreparationState()
             shutil.rmtree(self.folder, ignore_errors=True)
             self.folder.mkdir()
 

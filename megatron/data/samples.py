@@ -56,7 +56,7 @@ class IndexMaps(NamedTuple):
     order: NDArray
 
 
-class Piece(NamedTuple):
+class WindowPiece(NamedTuple):
     """Tokens of one document in a window: `count` of them, from its token `start` on.
 
     document: its number in the token file
@@ -88,7 +88,7 @@ class Samples:
             raise IndexError(f"sample {index} of {len(self)}")
         return self.read(self.pieces(index))
 
-    def read(self, pieces: Sequence[Piece]) -> NDArray[np.int64]:
+    def read(self, pieces: Sequence[WindowPiece]) -> NDArray[np.int64]:
         """The tokens of a sample's pieces: [length + 1] int64."""
         sample = np.empty(self.length + 1, dtype=np.int64)
         filled = 0
@@ -97,7 +97,7 @@ class Samples:
             filled += count
         return sample
 
-    def pieces(self, index: int) -> list[Piece]:
+    def pieces(self, index: int) -> list[WindowPiece]:
         """The documents of a sample in their order; `count` of all together is length + 1.
 
         So document i begins at the sum of the counts before it, unless its `start` says that the
@@ -115,7 +115,7 @@ class Samples:
         while missing:
             count = min(int(ends[entry]) - token, missing)
             if count:  # else an empty document
-                pieces.append(Piece(int(self.maps.documents[entry]), start, count))
+                pieces.append(WindowPiece(int(self.maps.documents[entry]), start, count))
             token += count
             missing -= count
             entry += 1

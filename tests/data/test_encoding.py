@@ -15,7 +15,7 @@ from tokenizers import AddedToken, Regex, normalizers, pre_tokenizers
 from megatron.data import encoding
 from megatron.data.encoding import (
     Encoder,
-    Piece,
+    TextPiece,
     TokenizerFiles,
     batches_of,
     encode_in_order,
@@ -145,7 +145,7 @@ def test_a_cut_is_safe_only_where_that_is_proved():
 # --- Several processes ---
 
 DOCUMENTS = ["", "a cat", "naïve 日本語\n", *(f"text {number} " * 30 for number in range(60))]
-PIECES = [Piece(text, number, last=True) for number, text in enumerate(DOCUMENTS, 1)]
+PIECES = [TextPiece(text, number, last=True) for number, text in enumerate(DOCUMENTS, 1)]
 
 
 def test_two_processes_give_the_ids_of_the_library_in_order(tmp_path):

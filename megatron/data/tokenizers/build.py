@@ -70,7 +70,7 @@ O200K = (
 )
 
 
-class Published(NamedTuple):
+class PublishedRanks(NamedTuple):
     """A vocabulary that OpenAI published.
 
     pattern: splits a text; eod: the id of <|endoftext|>; size: the highest id + 1
@@ -89,11 +89,11 @@ P50K_SHA256 = "94b5ca7dff4d00767bc256fdd1b27e5b17361d7b8a5f968547f9f23eb70d2069"
 CL100K_SHA256 = "223921b76ee99bde995b7ff738513eef100fb51d18c93597a113bcffe865b2a7"
 O200K_SHA256 = "446a9538cb6c348e3516120d7c08b09f57c36495e2acfffe59a5bf8b0cfb1a2d"
 PUBLISHED = {
-    "gpt2": Published(GPT2, 50256, 50257, R50K_SHA256),
-    "r50k_base": Published(GPT2, 50256, 50257, R50K_SHA256),
-    "p50k_base": Published(GPT2, 50256, 50281, P50K_SHA256),
-    "cl100k_base": Published(CL100K, 100257, 100277, CL100K_SHA256),
-    "o200k_base": Published(O200K, 199999, 200019, O200K_SHA256),
+    "gpt2": PublishedRanks(GPT2, 50256, 50257, R50K_SHA256),
+    "r50k_base": PublishedRanks(GPT2, 50256, 50257, R50K_SHA256),
+    "p50k_base": PublishedRanks(GPT2, 50256, 50281, P50K_SHA256),
+    "cl100k_base": PublishedRanks(CL100K, 100257, 100277, CL100K_SHA256),
+    "o200k_base": PublishedRanks(O200K, 199999, 200019, O200K_SHA256),
 }
 
 
