@@ -16,7 +16,7 @@ from megatron.cli_errors import guarded
 from megatron.errors import UserError
 from megatron.files import ROOT
 from megatron.results.files import read_results
-from megatron.results.reproduce import (
+from megatron.results.papers import (
     Published,
     Requirements,
     compare,

@@ -29,7 +29,7 @@ from megatron.errors import UserError, did_you_mean
 from megatron.evaluation.options import words_faults
 from megatron.files import ROOT
 from megatron.results.files import existing_results, training_log, write_lines
-from megatron.results.reproduce import first_of
+from megatron.results.papers import first_of
 from megatron.results.row import COLLECTED, Row
 
 SHIPPED = ROOT / "configs" / "sweeps"

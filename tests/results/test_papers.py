@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from megatron.errors import UserError
-from megatron.results.reproduce import (
+from megatron.results.papers import (
     Requirements,
     compare,
     published,
