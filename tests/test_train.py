@@ -86,22 +86,6 @@ def test_no_compiler_is_needed_and_neither_stale_locks_nor_another_apex_are_in_t
     assert [path.name for path in build.rglob("*") if path.is_file()] == ["lock", "lock"]
 
 
-def test_evaluation_prints_a_table_and_writes_lines_and_a_plot(alone, corpus, tmp_path):
-    output = tmp_path / "results.jsonl"
-    settings = [*TINY, f"load={alone}", f"data_path={corpus}", "eval_tokens=2048"]
-    done = run("deepy.py", "evaluate.py", *settings, "--lengths", 64, 256, 1024, "--output", output)
-    assert done.returncode == 0, done.stderr
-    rows = [json.loads(line) for line in output.read_text().splitlines()]
-    windows = [(row["length"], row["windows"], row["tokens"]) for row in rows]
-    assert windows == [(64, 32, 2048), (256, 8, 2048), (1024, 2, 2048)]
-    record = json.loads((alone / "global_step4/checkpoint.json").read_text())
-    for row in rows:
-        assert (row["pos_emb"], row["step"], row["corpus"]) == ("mep_param", 4, "tiny")
-        assert row["config_hash"] == record["config_hash"]
-        assert f"{row['perplexity']:.4g}"[:4] in done.stdout
-    assert output.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
-
-
 def test_bad_input_is_one_message_with_status_one_and_loses_nothing(corpus, tmp_path):
     for suffix in (".bin", ".idx", ".json"):
         for copy in ("short", "foreign"):
