@@ -87,7 +87,8 @@ RULER_LENGTHS = (256, 320)  # the encoding of this checkpoint ends at 256
 @pytest.fixture(scope="module")
 def longer(corpus, tmp_path_factory):
     folder = tmp_path_factory.mktemp("ruler")
-    return make_checkpoint(folder, corpus, "pos_emb=learned", "max_position_embeddings=256")
+    settings = ["pos_emb=learned", "max_position_embeddings=256", "eval_tokens=8192"]
+    return make_checkpoint(folder, corpus, *settings)
 
 
 @pytest.fixture(scope="module")
