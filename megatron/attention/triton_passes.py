@@ -81,7 +81,7 @@ number, and most columns: tiles as queries x keys / warps / stages. First those 
 a bias, then with chunks or documents, then with a weight or a bias by content."""
 
 
-class Tables(NamedTuple):
+class PaddedTables(NamedTuple):
     """Both tables from distance 0 on, views of [heads, PAD + keys + PAD] float32.
 
     The bias is in base 2, with -inf where masked.
@@ -155,7 +155,7 @@ def forward_pass(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    tables: Tables,
+    tables: PaddedTables,
     segments: Tensor | None,
     window: int,
     chunk: int,
@@ -194,7 +194,7 @@ def backward_pass(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    tables: Tables,
+    tables: PaddedTables,
     segments: Tensor | None,
     out: Tensor,
     lse: Tensor,
@@ -298,7 +298,9 @@ def _query_gradient(
     return totals.unflatten(1, (batch, heads)).sum(1)[:, :, :distances]
 
 
-def padded_tables(k: Tensor, bias: Tensor | None, weight: Tensor | None, window: int) -> Tables:
+def padded_tables(
+    k: Tensor, bias: Tensor | None, weight: Tensor | None, window: int
+) -> PaddedTables:
     """The tables of `bias` and `weight` [heads, >= keys] for the keys k, masked by the window."""
     from megatron.attention.triton_programs import PAD
 
@@ -310,12 +312,12 @@ def padded_tables(k: Tensor, bias: Tensor | None, weight: Tensor | None, window:
     else:
         padded_bias[:, inside] = bias[:, :window].float() * math.log2(math.e)
     if weight is None:
-        return Tables(padded_bias[:, PAD:], None)
+        return PaddedTables(padded_bias[:, PAD:], None)
     padded_weight = F.pad(weight[:, :keys].float(), (PAD, PAD))
-    return Tables(padded_bias[:, PAD:], padded_weight[:, PAD:])
+    return PaddedTables(padded_bias[:, PAD:], padded_weight[:, PAD:])
 
 
-def _pointers(tables: Tables) -> tuple[Tensor, Tensor]:
+def _pointers(tables: PaddedTables) -> tuple[Tensor, Tensor]:
     """Both tables; an absent weight is not read."""
     return tables.bias, _pointer(tables.weight, tables.bias)
 

@@ -128,7 +128,7 @@ def test_steps_and_evaluations_are_measured_against_rotary_and_traced(tmp_path, 
 def candidate(**more):
     values = {"pos_emb": "kerple_log", "backend": "eager", "training": True, "length": 16}
     model = bench_step.Model(**SIZE, dtype="float32", device="cpu")
-    return bench_step.Candidate(**{**values, "batch": 3, "model": model, **more})
+    return bench_step.GPTCandidate(**{**values, "batch": 3, "model": model, **more})
 
 
 @pytest.mark.parametrize("training", [False, True])

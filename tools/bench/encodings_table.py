@@ -24,7 +24,7 @@ from measure import (
     table,
     with_spread,
 )
-from step import Candidate, add_sizes, measure, size_of, trunk
+from step import GPTCandidate, add_sizes, measure, size_of, trunk
 
 from megatron.cli_errors import guarded
 from megatron.config.yaml_files import read_file
@@ -50,7 +50,7 @@ HEADER = [
 
 
 @dataclass(frozen=True)
-class OfFile(Candidate):
+class OfFile(GPTCandidate):
     """A GPT with an encoding as its file describes it."""
 
     @property

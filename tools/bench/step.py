@@ -42,7 +42,6 @@ from megatron.model import GPT
 from megatron.model.settings import Architecture, AttentionSettings
 from megatron.model.size import BACKWARD, forward_flops
 from megatron.positions import Shape, build
-from megatron.training.trainer import compile_layers
 
 ENCODINGS = ["rotary", "none", "alibi", "kerple_log", "mep_free", "mep_param_t5", "t5"]
 REFERENCES = ("rotary, auto", "none, auto")
@@ -78,7 +77,7 @@ class Model:
 
 
 @dataclass(frozen=True)
-class Candidate:
+class GPTCandidate:
     """A GPT with an encoding and an attention backend, on random tokens.
 
     training: whether it takes a step or only computes losses
@@ -162,6 +161,8 @@ def trunk(size: Model) -> tuple[GPT, torch.optim.Optimizer]:
     model = GPT(size.architecture, settings, positions=[], vocab=size.vocab, end_of_document=0)
     model = model.to(size.device, getattr(torch, size.dtype))
     if size.compiled:
+        from megatron.training.trainer import compile_layers  # needs DeepSpeed and pydantic
+
         compile_layers(model, torch.device(size.device))
     placeholder = torch.zeros(1, device=size.device)
     groups = [{"params": list(model.parameters())}, {"params": [placeholder]}]
@@ -220,18 +221,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     for training, length, windows in works:
         report_progress(f"{'training' if training else 'evaluation'}, {length}")
         candidates = [
-            Candidate(name, backend, training, length, windows, size) for name, backend in kinds
+            GPTCandidate(name, backend, training, length, windows, size) for name, backend in kinds
         ]
         measure(bench, candidates, REFERENCES)
         bench.save(markdown(bench))
     print(markdown(bench))
     if options.trace:
-        first = Candidate(options.encodings[0], options.backend, *works[0], size)
+        first = GPTCandidate(options.encodings[0], options.backend, *works[0], size)
         print(traced(first, options.trace))
     return 0
 
 
-def measure(bench: Bench, candidates: Sequence[Candidate], references: Sequence[str]) -> None:
+def measure(bench: Bench, candidates: Sequence[GPTCandidate], references: Sequence[str]) -> None:
     """Measure candidates; their rows get tokens per second and MFU."""
     by_name = {one.name: one for one in candidates}
     for row in bench.group(candidates, references):
@@ -262,7 +263,7 @@ def markdown(bench: Bench) -> str:
     return "\n".join(parts)
 
 
-def traced(candidate: Candidate, path: Path) -> str:
+def traced(candidate: GPTCandidate, path: Path) -> str:
     """Write a trace of one step; the table of its longest operations."""
     on_gpu = candidate.device == "cuda"
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]
