@@ -5,10 +5,10 @@ from collections import Counter
 import pytest
 
 from megatron.config import Config, load
-from megatron.config.migrate import mixture_named
 from megatron.positions import REGISTRY, options_of
 from tests.config.small import loaded
 from tests.published import KERPLE, MEP, Experiment, experiments, files_of, one_of_each, write_bases
+from tools.migrate_config import mixture_named
 
 ALL = [*experiments(MEP), *experiments(KERPLE)]
 SOME = [*one_of_each(MEP), *one_of_each(KERPLE)]
