@@ -203,8 +203,8 @@ def load_reference(folder: str | Path, config: Config) -> tuple[GPT, Config]:
     faults = [f"missing {name}" for name in wanted if name not in weights]
     faults += [f"unexpected {name}" for name in weights if name not in wanted]
     for name, ours in wanted.items():
-        theirs = weights[name] if name in weights else ours
-        if theirs.shape != ours.shape:
+        theirs = weights.get(name)
+        if theirs is not None and theirs.shape != ours.shape:
             sizes = f"{list(theirs.shape)}, the configuration says {list(ours.shape)}"
             faults.append(f"{name} is {sizes}")
     if faults:
