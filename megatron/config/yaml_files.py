@@ -1,5 +1,6 @@
 """From files and `key=value` words to plain dictionaries with underscored keys."""
 
+import math
 import os
 import re
 from collections.abc import Callable, Sequence
@@ -14,6 +15,7 @@ from megatron.errors import closest, in_words
 from megatron.files import read_small
 
 MOST_BYTES = 200_000  # of one file; the largest shipped one has 5,000
+MOST_VALUES = 5_000  # of one file, with every alias written out
 DEEPEST = 50  # parts of a word with dots
 OVERRIDE = re.compile(r"([A-Za-z_][\w.-]*)=(.*)", re.DOTALL)
 SUFFIXES = ("", ".yml", ".yaml")
@@ -22,16 +24,12 @@ PLAIN = ("null", "bool", "int", "float", "seq")
 
 
 class Loader(yaml.SafeLoader):
-    """Plain values alone, 6e-4 is a number, and no key has two values.
+    """Plain values alone, 6e-4 is a number, and no key of a mapping has two values."""
 
-    Aliases are refused: nine lines of them can stand for a billion values.
-    """
-
-    def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
-        if self.check_event(yaml.AliasEvent):
-            event = self.peek_event()
-            raise refused(event, f"*{event.anchor} is an alias, and aliases are not read")
-        return super().compose_node(parent, index)
+    def construct_document(self, node: yaml.Node) -> Any:
+        if written_out(node, {}) > MOST_VALUES:
+            raise refused(node, f"more than {MOST_VALUES} values, aliases written out")
+        return super().construct_document(node)
 
     def text(self, node: yaml.ScalarNode) -> str:
         text = self.construct_yaml_str(node)
@@ -39,21 +37,42 @@ class Loader(yaml.SafeLoader):
         return text
 
     def mapping(self, node: yaml.MappingNode) -> dict[str, Any]:
-        """A mapping with keys as text and `_` for their `-`."""
+        """A mapping with `_` for the `-` of its keys; its own keys win over those of `<<`."""
+        own = [pair for pair in node.value if pair[0].tag != "tag:yaml.org,2002:merge"]
+        self.flatten_mapping(node)
         values: dict[str, Any] = {}
         lines: dict[str, int] = {}
-        for key_node, value_node in node.value:
+        for pair in node.value:
+            key_node, value_node = pair
             key = str(self.construct_object(key_node, deep=True)).replace("-", "_")
             value = self.construct_object(value_node, deep=True)
             line = key_node.start_mark.line + 1
-            first = lines.setdefault(key, line)
-            if values.setdefault(key, value) != value:
-                message = f"{key} is given twice, in lines {first} and {line}; keep one of them"
+            if key in lines and values[key] != value:
+                message = (
+                    f"{key} is given twice, in lines {lines[key]} and {line}; keep one of them"
+                )
                 raise refused(key_node, message)
+            values[key] = value
+            if pair in own:
+                lines.setdefault(key, line)
         return values
 
 
-def refused(where: yaml.Event | yaml.Node, problem: str) -> yaml.MarkedYAMLError:
+def written_out(node: yaml.Node, known: dict[int, float]) -> float:
+    """How many values a node stands for, with every alias written out: nine lines can be a billion.
+
+    known: the counts so far, by the identity of a node; one that holds itself is infinite
+    """
+    if id(node) not in known:
+        known[id(node)] = math.inf
+        parts = node.value if isinstance(node, yaml.CollectionNode) else []
+        if isinstance(node, yaml.MappingNode):
+            parts = [part for pair in parts for part in pair]
+        known[id(node)] = 1 + sum(written_out(part, known) for part in parts)
+    return known[id(node)]
+
+
+def refused(where: yaml.Node, problem: str) -> yaml.MarkedYAMLError:
     return yaml.MarkedYAMLError(problem=problem, problem_mark=where.start_mark)
 
 

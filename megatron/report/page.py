@@ -368,7 +368,7 @@ def checkpoints(rows: Sequence[Question], evidence: Found) -> Table:
         line += map(words, texts)
         metrics = evidence[name].metrics if name in evidence else []
         for key in COSTS:
-            known = [one[key] for one in metrics if one.get(key)]
+            known = [value for one in metrics if (value := one.get(key))]
             text = f"{statistics.median(known):,.4g}" if known else "-"
             line.append(text)
         lines[name, *texts] = line

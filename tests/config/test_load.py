@@ -222,6 +222,16 @@ def test_a_file_that_cannot_be_read_is_named_with_its_line(tmp_path, monkeypatch
         assert message in line
 
 
+def test_aliases_and_merged_mappings_are_read(tmp_path):
+    mixture = "&small {kernels: [exp, {exp: 0.5}], weights: equal}"
+    layers = f"[{{mep: {mixture}}}, {{mep: {{<<: *small, weights: learned}}}}]"
+    write(tmp_path / "anchors.yml", f"pos_emb_layers: {layers}\n")
+    plain = layers.replace("&small", "").replace("<<: *small", "kernels: [exp, {exp: 0.5}]")
+    words = [f"pos_emb_layers={plain}"]
+    sizes = [*SIZES, "num_layers=2"]
+    assert load([tmp_path / "anchors.yml"], sizes).hash == load([], [*sizes, *words]).hash
+
+
 def test_sections_cannot_be_changed_and_loading_does_not_move_the_random_generator():
     torch.manual_seed(0)
     expected = torch.rand(3)
