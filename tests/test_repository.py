@@ -213,6 +213,22 @@ def test_constraints_fix_every_requirement_inside_its_tested_range():
         )
 
 
+def test_the_map_has_a_line_for_every_file_and_no_other():
+    """Names without their room stand under its heading; a room's own file is its introduction."""
+    text = (ROOT / "docs/design.md").read_text(encoding="utf-8")
+    places = set()
+    room = ""
+    for line in text[text.index("## The map") :].splitlines():
+        if line.startswith("### "):
+            room = f"{line[4:]}/" if line.startswith("### megatron/") else ""
+        for name in re.findall(r"^\| `([\w/]+\.py)`", line):
+            places.add(room + name)
+    families = text[text.index("Every other file of this room") :].split("\n\n")[0]
+    places.update(f"megatron/positions/{name}.py" for name in re.findall(r"`(\w+)`", families))
+    named = {file for file in PRODUCT if not file.endswith("__init__.py")}
+    assert places - {"megatron/attention/__init__.py"} == named
+
+
 def test_ci_runs_lint_and_tests_from_a_clean_state():
     script = ROOT / ".ci/run"
     assert script.stat().st_mode & 0o111, ".ci/run is not executable"

@@ -250,8 +250,10 @@ def _disagreement(row: Mapping[str, Any]) -> str | None:
     loss, perplexity = row["loss"], row["perplexity"]
     if loss is None:
         return None if perplexity is None else f"its loss is null, its perplexity {perplexity:g}"
+    if loss < 0:
+        return f"its loss is {loss:g}, below 0"
     expected = perplexity_of(loss)
-    if loss < 0 or not math.isclose(perplexity or math.inf, expected or math.inf):
+    if not math.isclose(perplexity or math.inf, expected or math.inf):
         return f"its perplexity is {perplexity}, but exp({loss:g}) is {expected}"
     blocks = row.get("block_losses") or []
     windows = row.get("window_losses") or []

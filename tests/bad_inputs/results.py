@@ -22,7 +22,7 @@ CHANGES = {
     "loss-is-null": (dict(loss=None), "its loss is null, its perplexity 2.71828"),
     "perplexity-of-another-loss": (
         dict(perplexity=3.0),
-        "its perplexity is 3.0, but exp(loss) is 2.718281828459045",
+        "its perplexity is 3.0, but exp(1) is 2.718281828459045",
     ),
     "step-is-a-fraction": (dict(step=0.5), "its step is 0.5: input should be a valid integer"),
     "too-few-windows": (dict(window_losses=[1.0]), "it has 1 window_losses of 2 windows"),

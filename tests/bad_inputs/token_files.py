@@ -32,7 +32,7 @@ TOKEN_FILES: dict[str, tuple[Any, ...]] = {
     "index-of-another-format": (
         b"TNTIDX\x00\x00" + b"\x00" * 40,
         IDS,
-        "c.idx: is in the older TNTIDX format",
+        "c.idx: is not a whole GPT-NeoX index file (it starts with b'TNTIDX",
     ),
     "index-of-version-2": (
         head(2, 8, 1, 2) + ONE,
@@ -71,8 +71,7 @@ TOKEN_FILES: dict[str, tuple[Any, ...]] = {
     "index-with-modes": (
         GOOD + b"\x00",
         IDS,
-        "c.idx: has a mode for each sequence, as multimodal files of Megatron-Core have - prepare"
-        " the text alone, without modes",
+        "c.idx: is too long: 63 bytes instead of the 62 of 1 documents",
     ),
     "tokens-are-cut": (
         GOOD,

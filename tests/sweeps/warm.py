@@ -40,5 +40,5 @@ class Forked:
 if __name__ == "__main__":
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
     runner.subprocess = SimpleNamespace(Popen=Forked)  # the scripts' own subprocesses are real
-    runner.tied = list  # a fork ties itself
+    runner.die_with_parent = list  # a fork ties itself
     sys.exit(sweep.main(sys.argv[1:]))
