@@ -53,8 +53,3 @@ def is_row(line: str) -> bool:
 def numbers_of(row: str) -> list[str]:
     """The cells of a row but for the first."""
     return row.split("|")[2:]
-
-
-def test_the_table_of_the_demo_is_that_of_its_file():
-    experiments = (ROOT / "docs" / "experiments.md").read_text(encoding="utf-8")
-    assert table(read_results([ROOT / "docs" / "demo.jsonl"]), markdown=True) in experiments
