@@ -127,11 +127,12 @@ def _moment_comes(
     """Wait for any moment of a run, or of the writing of a checkpoint; whether all still run."""
     begin = time.time()
     while not command.all_die:
-        # A rank that never comes is waited for (parallel/grid.py). A launcher would know.
-        owner = folder / ".owner"  # a run owns its folder when its ranks have met
+        # torch waits half an hour for a rank that ends while the engine connects; a launcher would
+        # end the others. Here nobody does, so the loop must have begun.
+        metrics = folder / "metrics.jsonl"
         if any(forks.poll(pid) is not None for pid in pids):
             return False
-        if owner.exists() and owner.stat().st_mtime >= begin - 1:
+        if metrics.exists() and metrics.stat().st_mtime > begin:
             break
         time.sleep(PAUSE)
     aims_at_saving = command.saves and chance.random() < 0.5
