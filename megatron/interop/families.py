@@ -23,14 +23,6 @@ from megatron.positions.layers import entries_of
 
 SLIDING, FULL = "sliding_attention", "full_attention"
 BASE, SHARE = "rope_theta", "partial_rotary_factor"
-ROPE_KEYS = {
-    *("rope_parameters", "rope_scaling", BASE, SHARE, "rotary_emb_base", "rotary_pct"),
-    "original_max_position_embeddings",
-}
-OTHER_ROPE_KEYS = {
-    *("rope_type", "type", BASE, SHARE, "original_max_position_embeddings"),
-    "finetuned",  # how YaRN's own files say that the model was trained with it
-}
 TRAINING_ALONE = (
     "seq_length",
     "hidden_dropout",
@@ -47,8 +39,9 @@ class Family:
 
     architecture: str
     model_type: str
-    keys: Mapping[str, Any]
-    modules: Mapping[str, Any]
+    keys: Mapping[str, Sequence[str]]
+    values: Mapping[str, Mapping[Any, Any]]
+    modules: Mapping[str, Sequence[str]]
     rotary: str
     trunk: str
     head: Sequence[str]
@@ -56,73 +49,63 @@ class Family:
     fixed: Mapping[str, Any] = field(default_factory=dict)
     only: Mapping[str, Any] = field(default_factory=dict)
     written: Mapping[str, Any] = field(default_factory=dict)
-    windows: Sequence[str] = ()
-    turning: Sequence[str] = ()
+    layered: Sequence[str] = ()
 
     @property
     def known_keys(self) -> set[str]:
         """Keys of config.json that this family reads."""
-        of_encoding = set() if self.rotary == "none" else ROPE_KEYS
-        return {*self.keys, *self.only, *self.windows, *self.turning, "vocab_size"} | of_encoding
+        of_encoding = () if self.rotary == "none" else TABLE["rope_keys"]
+        return {*self.keys, *self.only, *self.layered, "vocab_size", *of_encoding}
 
-    def complete(self, config: Mapping[str, Any]) -> dict[str, Any]:
-        """The keys of config.json that this family reads, as transformers' class completes them.
-
-        Raises UserError if the class refuses a value.
-        """
+    def settings_of(self, config: Mapping[str, Any]) -> dict[str, Any]:
+        """Our keys and values for a config.json; UserError for what we do not compute."""
         from transformers import CONFIG_MAPPING  # only here: importing it takes seconds
 
         given = {key: value for key, value in config.items() if key in self.known_keys}
         try:
-            return CONFIG_MAPPING[self.model_type].from_dict(given).to_dict()
+            theirs = CONFIG_MAPPING[self.model_type].from_dict(given).to_dict()
         except Exception as fault:  # it raises many kinds
             reason = " ".join(str(fault).split())
             raise UserError(f"{self.architecture} refuses it ({reason:.300})") from None
 
-    def settings_of(self, config: Mapping[str, Any]) -> dict[str, Any]:
-        """Our keys and values for a config.json; UserError for what we do not compute."""
-        theirs = self.complete(config)
         for key, value in self.only.items():
             if theirs[key] != value:
                 raise UserError(
                     f"{key}: {theirs[key]!r} changes what the model computes, and is not offered"
                 )
-        found = dict(self.fixed)
-        for key, one in self.keys.items():
-            ours, values = ours_and_values(one)
+        settings = dict(self.fixed)
+        for key, ours in self.keys.items():
             value = theirs.get(key)  # Qwen 2 has no head_dim
-            if values and value not in values:
-                known = ", ".join(map(str, values))
-                raise UserError(
-                    f"{key}: {value!r} is not offered; open a model with one of {known}"
-                )
-            found |= dict.fromkeys(ours, values[value] if values else value)
-        found |= pattern_or_one("window_layers", "window", windows_of(theirs))
+            if key in self.values:
+                if value not in self.values[key]:
+                    known = ", ".join(map(str, self.values[key]))
+                    raise UserError(
+                        f"{key}: {value!r} is not offered; open a model with one of {known}"
+                    )
+                value = self.values[key][value]
+            settings |= dict.fromkeys(ours, value)
+
+        # Layers may have a window, or not.
+        window = theirs.get("sliding_window") if theirs.get("use_sliding_window", True) else None
+        kinds = theirs.get("layer_types") or [SLIDING]
+        if not {SLIDING, FULL} >= {*kinds}:
+            raise UserError(f"layer_types: must name {SLIDING} or {FULL} for each layer")
+        windows = [window if kind == SLIDING else None for kind in kinds]
+        settings |= one_or_pattern("window", "window_layers", windows)
 
         if self.rotary == "none":
-            found["pos_emb"] = "learned"
-        else:
-            arguments = rotary_options(theirs["rope_parameters"])
-            if arguments["rotary_pct"] != 1 and self.rotary == "whole":
-                raise UserError(
-                    f"{SHARE}: {arguments['rotary_pct']} is not what {self.architecture}"
-                    " computes; it turns all features"
-                )
-            turning = theirs.get("no_rope_layers") or [1]  # 1 for a layer that turns
-            if all(turning):
-                found |= {"pos_emb": "rotary", "pos_emb_args": arguments}
-            else:
-                layers = [{"rotary": arguments} if one else "none" for one in turning]
-                found |= pattern_or_one("pos_emb_layers", "pos_emb", layers)
-
-        # Sizes that follow from others are left out, so that one model has one hash.
-        names = Architecture.__dataclass_fields__.keys() & found.keys()
-        model = Architecture(**{name: found[name] for name in names})
-        for name in ("head_dim", "intermediate_size"):
-            left_out = Architecture(**{**asdict(model), name: None})
-            if resolved(left_out) == resolved(model):
-                found[name] = None
-        return found
+            return settings | {"pos_emb": "learned"}
+        arguments = rotary_options(theirs["rope_parameters"])
+        if arguments["rotary_pct"] != 1 and self.rotary == "whole":
+            raise UserError(
+                f"{SHARE}: {arguments['rotary_pct']} is not what {self.architecture} computes; it"
+                " turns all features"
+            )
+        turning = theirs.get("no_rope_layers") or [1]  # 1 for a layer that turns
+        if all(turning):
+            return settings | {"pos_emb": "rotary", "pos_emb_args": arguments}
+        layers = [{"rotary": arguments} if one else "none" for one in turning]
+        return settings | one_or_pattern("pos_emb", "pos_emb_layers", layers)
 
     def configuration(self, config: Mapping[str, Any]) -> Config:
         """The configuration of the model that a config.json describes."""
@@ -135,18 +118,20 @@ class Family:
         vocab: rows of the embedding
         """
         ours = function_of(config)
-        found: dict[str, Any] = {
+        theirs: dict[str, Any] = {
             "architectures": [self.architecture],
             "model_type": self.model_type,
             "vocab_size": vocab,
             **self.only,
             **self.written,
         }
-        for key, one in self.keys.items():
-            names, values = ours_and_values(one)
-            spelled = {value: theirs for theirs, value in reversed([*values.items()])}
-            value = config.model.seq_length if names == ["seq_length"] else ours[names[0]]
-            found[key] = spelled.get(value) if values else value
+        for key, (name, *_) in self.keys.items():
+            value = config.model.seq_length if name == "seq_length" else ours[name]
+            if key in self.values:
+                # Of several spellings the first is written.
+                spelled = {mine: other for other, mine in reversed(self.values[key].items())}
+                value = spelled.get(value)
+            theirs[key] = value
 
         window = next((one for one in ours["window"] if one is not None), None)
         turning = [int("none" not in entry) for entry in ours["pos_emb"]]
@@ -156,55 +141,39 @@ class Family:
             "layer_types": [FULL if one is None else SLIDING for one in ours["window"]],
             "no_rope_layers": turning,
         }
-        found |= {key: layers[key] for key in (*self.windows, *self.turning) if key in layers}
+        theirs |= {key: layers[key] for key in self.layered if key in layers}
         [options] = ours["pos_emb"][turning.index(1) if any(turning) else 0].values()
         if self.rotary == "none":
-            found["n_positions"] = options.get("max_positions")
+            theirs["n_positions"] = options.get("max_positions")
         else:
             kind = options.get("scaling", "none")
-            found["rope_parameters"] = {
+            rope = {
                 "rope_type": "default" if kind == "none" else kind,
                 BASE: options.get("base", 10000.0),
                 SHARE: options.get("rotary_pct", 1.0),
             }
-            for theirs, option in SCALINGS.get(kind, {}).items():
+            for key, option in SCALINGS.get(kind, {}).items():
                 if options[option] is not None:
-                    found["rope_parameters"][theirs] = options[option]
+                    rope[key] = options[option]
+            theirs["rope_parameters"] = rope
 
         try:
-            back = function_of(self.configuration(found))
+            back = function_of(self.configuration(theirs))
         except UserError as fault:
             raise UserError(f"{self.architecture} is another model: {fault}") from None
         reasons = [f"{key}: {value}" for key, value in ours.items() if back[key] != value]
         if reasons:
             raise UserError(f"{self.architecture} is another model: {'; '.join(reasons)}")
-        return found
+        return theirs
 
     def places(self, layers: int) -> Iterator[tuple[str, list[str], "MatrixForm"]]:
         """(our module, their modules, the form between them) of every module of a model."""
-        for ours, theirs in self.modules.items():
-            [(form, names)] = theirs.items() if isinstance(theirs, dict) else [("same", [theirs])]
+        for ours, (form, *names) in self.modules.items():
             for layer in range(layers if ".N." in ours else 1):
                 number = f".{layer}."
-                named = [self.trunk + name.replace(".N.", number) for name in names]
-                yield ours.replace(".N.", number), named, FORMS[form]
+                theirs = [self.trunk + name.replace(".N.", number) for name in names]
+                yield ours.replace(".N.", number), theirs, FORMS[form]
         yield "final_linear", [self.head[0]], FORMS["same"]
-
-
-def ours_and_values(key: Any) -> tuple[list[str], Mapping[Any, Any]]:
-    """The keys of ours that an entry of a family's `keys` sets, and our values by theirs."""
-    if isinstance(key, str):
-        return [key], {}
-    return key["ours"], key.get("values", {})
-
-
-def windows_of(theirs: Mapping[str, Any]) -> list[int | None]:
-    """The window of each layer, by a completed config.json; a shorter list repeats."""
-    window = theirs.get("sliding_window") if theirs.get("use_sliding_window", True) else None
-    kinds = theirs.get("layer_types") or [SLIDING]
-    if not {SLIDING, FULL} >= {*kinds}:
-        raise UserError(f"layer_types: must name {SLIDING} or {FULL} for each layer")
-    return [window if kind == SLIDING else None for kind in kinds]
 
 
 def rotary_options(given: Mapping[str, Any]) -> dict[str, Any]:
@@ -216,19 +185,19 @@ def rotary_options(given: Mapping[str, Any]) -> dict[str, Any]:
     if kind not in SCALINGS:
         known = ", ".join(SCALINGS)
         raise UserError(f"rope_type: {kind!r} is not offered; open a model with one of {known}")
-    unknown = sorted(given.keys() - OTHER_ROPE_KEYS - SCALINGS[kind].keys())
+    unknown = sorted(given.keys() - {*TABLE["keys_of_every_rope"]} - SCALINGS[kind].keys())
     if unknown:
         raise UserError(f"rope_parameters.{unknown[0]}: {given[unknown[0]]!r} is not offered")
-    found: dict[str, Any] = {"base": given[BASE], "rotary_pct": given.get(SHARE, 1.0)}
+    options: dict[str, Any] = {"base": given[BASE], "rotary_pct": given.get(SHARE, 1.0)}
     if kind != "default":
-        found["scaling"] = kind
-    for theirs, ours in SCALINGS[kind].items():
-        if given.get(theirs) is not None:
-            found[ours] = given[theirs]
-    return found
+        options["scaling"] = kind
+    for key, option in SCALINGS[kind].items():
+        if given.get(key) is not None:
+            options[option] = given[key]
+    return options
 
 
-def pattern_or_one(several: str, one: str, layers: Sequence[Any]) -> dict[str, Any]:
+def one_or_pattern(one: str, several: str, layers: Sequence[Any]) -> dict[str, Any]:
     """The key of ours for values of layers: `one` if all are equal, else the shortest pattern."""
     for size in range(1, len(layers) + 1):
         if all(value == layers[index % size] for index, value in enumerate(layers)):
@@ -236,38 +205,34 @@ def pattern_or_one(several: str, one: str, layers: Sequence[Any]) -> dict[str, A
     return {one: layers[0]} if size == 1 else {several: list(layers[:size])}
 
 
-def resolved(model: Architecture) -> dict[str, Any]:
-    """Values that a trained model computes with, also those that follow from others."""
-    found = {
+def function_of(config: Config) -> dict[str, Any]:
+    """The function that a model computes after training, by our keys, with all defaults."""
+    model = Architecture.of(config.model)
+    encodings = []
+    for entry in entries_of(config.position):
+        defaults = {name: option.default for name, option in options_of(entry.name).items()}
+        options = plain({**defaults, **options_of_entry(config, entry)})
+        if options.get("scaling", "none") != "none":
+            options["original_length"] = options["original_length"] or model.seq_length
+        encodings.append({entry.name: options})
+    attention = AttentionSettings.of(config.attention)
+    keys = {
         **asdict(model),
         "num_key_value_heads": model.key_heads,
         "head_dim": model.features_of_head,
         "intermediate_size": model.mlp_width,
         "use_bias_in_attn_output": model.bias_in_attn_output,
         "use_bias_in_norms": model.norm_has_bias,
-    }
-    return {key: value for key, value in found.items() if key not in TRAINING_ALONE}
-
-
-def function_of(config: Config) -> dict[str, Any]:
-    """The function that a model computes after training, by our keys, with all defaults."""
-    layers = config.model.num_layers
-    entries = []
-    for entry in entries_of(config.position):
-        defaults = {name: option.default for name, option in options_of(entry.name).items()}
-        options = plain({**defaults, **options_of_entry(config, entry)})
-        if options.get("scaling", "none") != "none":
-            options["original_length"] = options["original_length"] or config.model.seq_length
-        entries.append({entry.name: options})
-    attention = AttentionSettings.of(config.attention)
-    return {
-        **resolved(Architecture.of(config.model)),
-        "pos_emb": [entries[layer % len(entries)] for layer in range(layers)],
-        "window": attention.windows(layers, config.model.seq_length),
+        "pos_emb": [encodings[layer % len(encodings)] for layer in range(model.num_layers)],
+        "window": attention.windows(model.num_layers, model.seq_length),
         "blockwise": attention.blockwise,
         "logn_scale": attention.logn_scale,
         "paper_precision": attention.paper_precision,
     }
+    return {key: value for key, value in keys.items() if key not in TRAINING_ALONE}
+
+
+# --- Weights ---
 
 
 class MatrixForm(NamedTuple):
@@ -314,55 +279,31 @@ FORMS = {
 
 
 def read_weights(
-    family: Family, theirs: dict[str, Tensor], wanted: Mapping[str, Tensor], model: Architecture
+    family: Family, theirs: Mapping[str, Tensor], model: Architecture
 ) -> dict[str, Tensor]:
-    """The weights of our model from theirs, each of which is taken out of `theirs`.
-
-    wanted: our names, with tensors of the shapes that they must have
-    Raises UserError, with all of them, for weights that are missing or have another shape.
-    """
-    found: dict[str, Tensor] = {}
-    faults = []
+    """The weights of our model, by our names, from those of theirs."""
+    weights: dict[str, Tensor] = {}
     for ours, modules, form in family.places(model.num_layers):
         for kind in ("weight", "bias"):
-            name = f"{ours}.{kind}"
-            if name not in wanted:
-                continue
             names = [f"{module}.{kind}" for module in modules]
-            absent = [one for one in names if one not in theirs]
-            if absent:
-                faults.append(f"{', '.join(absent)} missing")
-                continue
-            parts = [theirs.pop(one) for one in names]
-            try:
-                found[name] = form.ours(parts, model).contiguous()
-                fits = found[name].shape == wanted[name].shape
-            except RuntimeError:
-                fits = False
-            if not fits or not parts[0].is_floating_point():
-                has = ", ".join(f"{list(one.shape)} of {one.dtype}" for one in parts)
-                expected = ", ".join(
-                    str(list(one.shape)) for one in form.theirs(wanted[name], model)
-                )
-                faults.append(f"{', '.join(names)} {has}, not {expected}")
-    faults += [f"nothing holds {name}" for name in wanted if name not in found and not faults]
-    if faults:
-        raise UserError("; ".join(faults[:8]))
-    return found
+            if names[0] in theirs:
+                parts = [theirs[name] for name in names]
+                weights[f"{ours}.{kind}"] = form.ours(parts, model).contiguous()
+    return weights
 
 
 def write_weights(
     family: Family, ours: Mapping[str, Tensor], model: Architecture
 ) -> dict[str, Tensor]:
     """Their weights, under the names of their files, from those of our model."""
-    found: dict[str, Tensor] = {}
+    weights: dict[str, Tensor] = {}
     for name, modules, form in family.places(model.num_layers):
         for kind in ("weight", "bias"):
             if f"{name}.{kind}" in ours:
                 parts = form.theirs(ours[f"{name}.{kind}"], model)
                 for module, part in zip(modules, parts, strict=True):
-                    found[f"{module}.{kind}"] = part.contiguous()
-    return found
+                    weights[f"{module}.{kind}"] = part.contiguous()
+    return weights
 
 
 TABLE = yaml.safe_load(Path(__file__).with_name("families.yml").read_text(encoding="utf-8"))

@@ -2,7 +2,6 @@
 
 import logging
 from pathlib import Path
-from pickle import UnpicklingError
 from typing import Any
 
 import torch
@@ -14,7 +13,13 @@ from megatron import strict_json
 from megatron.config import Config
 from megatron.errors import UserError
 from megatron.files import read_small
-from megatron.interop.families import FAMILIES, IGNORED_HF_KEYS, Family, read_weights
+from megatron.interop.families import (
+    FAMILIES,
+    IGNORED_HF_KEYS,
+    Family,
+    read_weights,
+    write_weights,
+)
 from megatron.model import GPT, Architecture, from_config
 from megatron.model.size import parameters
 from megatron.parallel.machine import in_bytes, total_memory
@@ -22,10 +27,10 @@ from megatron.parallel.machine import in_bytes, total_memory
 logger = logging.getLogger(__name__)
 
 SETTINGS = "config.json"
+WEIGHTS = "model.safetensors"
+INDEX = f"{WEIGHTS}.index.json"  # the list of shards
 LONGEST = 10_000_000  # bytes of config.json and of the list of shards
-MOST_LAYERS = 1000
-WEIGHTS = ("model.safetensors", "pytorch_model.bin")
-"""Files with all weights, the preferred first; `.index.json` behind the name lists shards."""
+MOST = {"vocab_size": LONGEST, "num_hidden_layers": 1000, "n_layer": 1000}
 BYTES = 8  # of a weight while it is read: theirs and ours in float32
 
 
@@ -38,34 +43,43 @@ def open_folder(folder: Path) -> tuple[GPT, Config]:
     family, config, vocab = read_settings(folder)
     check_memory(folder, config, vocab)
     model = from_config(config, vocab=vocab)
+    architecture = Architecture.of(config.model)
     theirs = read_tensors(folder)
-    try:
-        names = [f"{name}.weight" for name in family.head if f"{name}.weight" in theirs]
-        if len(names) > 1:
-            raise UserError(f"{', '.join(names)} are two names of one matrix")
-        head = f"{family.head[0]}.weight"
-        if names:
-            theirs[head] = theirs.pop(names[0])
-        if not any(name.startswith(family.trunk) for name in theirs):  # files of the bare model
-            theirs = {
-                name if name == head else family.trunk + name: theirs[name] for name in theirs
-            }
+    shapes = {name: tensor.to("meta") for name, tensor in model.state_dict().items()}
+    expected = write_weights(family, shapes, architecture)
 
-        architecture = Architecture.of(config.model)
-        weights = read_weights(family, theirs, model.state_dict(), architecture)
-        # A second copy of a tied embedding, and fixed tensors of old files, are left.
-        again = theirs.pop(head, None)
-        if again is not None and not torch.equal(again, weights["word_embeddings.weight"]):
-            raise UserError(f"{head} differs from the embedding, and tie_word_embeddings is true")
-        left = sorted(name for name in theirs if not name.endswith(tuple(family.buffers)))
-        if left:
-            raise UserError(f"{', '.join(left[:8])} left over")
-    except UserError as fault:
+    # Old files have another name for the output matrix, and none for the trunk.
+    heads = [f"{name}.weight" for name in family.head]
+    names = [name for name in heads if name in theirs]
+    if names:
+        theirs[heads[0]] = theirs.pop(names[0])
+    if not any(name.startswith(family.trunk) for name in theirs):
+        theirs = {
+            name if name == heads[0] else family.trunk + name: theirs[name] for name in theirs
+        }
+
+    # A second copy of a tied embedding, and fixed tensors of old files, are left.
+    faults = [f"{', '.join(names)} are two names of one matrix"] if len(names) > 1 else []
+    if heads[0] in theirs and heads[0] not in expected:
+        embedding = f"{family.trunk}{family.modules['word_embeddings'][1]}.weight"
+        again = theirs.pop(heads[0])
+        if embedding in theirs and not torch.equal(again, theirs[embedding]):
+            faults.append(f"{heads[0]} differs from the embedding, and tie_word_embeddings is true")
+    faults += [f"{name} missing" for name in expected if name not in theirs]
+    for name, tensor in theirs.items():
+        if name.endswith(tuple(family.buffers)):
+            continue
+        if name not in expected:
+            faults.append(f"{name} left over")
+        elif tensor.shape != expected[name].shape or not tensor.is_floating_point():
+            wanted = list(expected[name].shape)
+            faults.append(f"{name} {list(tensor.shape)} of {tensor.dtype}, not {wanted}")
+    if faults:
         raise UserError(
-            f"{folder}: the weights are not those of its config.json ({fault}) - copy the folder"
-            " again"
-        ) from None
-    model.load_state_dict(weights)
+            f"{folder}: the weights are not those of its config.json ({'; '.join(faults[:8])}) -"
+            " copy the folder again"
+        )
+    model.load_state_dict(read_weights(family, theirs, architecture))
     return model.eval(), config
 
 
@@ -87,11 +101,11 @@ def read_settings(folder: Path) -> tuple[Family, Config, int]:
             f"{place}: {', '.join(sorted(unknown)[:8])}: not known for {family.architecture}, and"
             " may change what it computes - remove it from config.json only if it does not"
         )
-    for key in ("vocab_size", "num_hidden_layers", "n_layer"):
-        most = LONGEST if key == "vocab_size" else MOST_LAYERS
-        number = theirs.get(key, None if key == "vocab_size" else 1)
-        if type(number) is not int or not 1 <= number <= most:
-            raise UserError(f"{place}: {key}: {number!r} is not a number of 1 to {most}")
+    theirs.setdefault("vocab_size", None)
+    for key in MOST.keys() & theirs.keys():
+        number = theirs[key]
+        if type(number) is not int or not 1 <= number <= MOST[key]:
+            raise UserError(f"{place}: {key}: {number!r} is not a number of 1 to {MOST[key]}")
     try:
         config = family.configuration(theirs)
     except UserError as fault:
@@ -133,27 +147,21 @@ def weight_files(folder: Path) -> list[Path]:
 
     Raises UserError if there are none, or if a shard is missing.
     """
-    for name in WEIGHTS:
-        if (folder / name).is_file():
-            return [folder / name]
-        index = folder / f"{name}.index.json"
-        if not index.is_file():
-            continue
+    index = folder / INDEX
+    if (folder / WEIGHTS).is_file() or not index.is_file():
+        shards = [folder / WEIGHTS]
+    else:
         places = read_json(index).get("weight_map")
         if not isinstance(places, dict) or not places:
             raise UserError(f"{index}: has no list of shards (weight_map) - copy it again")
         shards = [folder / Path(str(shard)).name for shard in sorted({*places.values()})]
-        missing = [shard.name for shard in shards if not shard.is_file()]
-        if missing:
-            raise UserError(
-                f"{folder}: {', '.join(missing[:8])} missing, which {index.name} names - copy all"
-                " shards"
-            )
-        return shards
-    raise UserError(
-        f"{folder}: holds no weights ({WEIGHTS[0]}, or {WEIGHTS[0]}.index.json with its shards)"
-        " - copy them beside config.json"
-    )
+    missing = [shard.name for shard in shards if not shard.is_file()]
+    if missing:
+        raise UserError(
+            f"{folder}: {', '.join(missing[:8])} missing - copy all weights beside config.json;"
+            " those of a pytorch_model.bin, transformers' save_pretrained writes anew"
+        )
+    return shards
 
 
 def read_tensors(folder: Path) -> dict[str, Tensor]:
@@ -161,25 +169,9 @@ def read_tensors(folder: Path) -> dict[str, Tensor]:
     found: dict[str, Tensor] = {}
     for file in weight_files(folder):
         try:
-            tensors = load_plain(file) if file.suffix == ".bin" else load_file(file)
-        except (SafetensorError, OSError, ValueError) as fault:
+            tensors = load_file(file)
+        except (SafetensorError, OSError) as fault:
             raise UserError(f"{file}: cannot be read ({fault}) - copy it again") from None
-        if not isinstance(tensors, dict):
-            raise UserError(f"{file}: holds something other than weights by name")
         for name, tensor in tensors.items():
-            if not isinstance(name, str) or not isinstance(tensor, Tensor):
-                raise UserError(f"{file}: holds something other than weights by name")
             found[name] = tensor.float() if tensor.is_floating_point() else tensor
     return found
-
-
-def load_plain(path: Path) -> Any:
-    """The content of a file of torch.save, on the CPU; ValueError if it is more than tensors."""
-    try:
-        return torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as fault:  # torch.load raises a kind of its own for each damage
-        reason = str(fault).partition("\n")[0] or repr(fault)
-        # torch's own words advise to load such a file in the way that runs its code.
-        if isinstance(fault, UnpicklingError) or "weights_only" in reason:
-            reason = "it is damaged, or holds more than plain tensors; code in it is never run"
-        raise ValueError(f"{reason:.200}") from None

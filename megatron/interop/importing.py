@@ -19,19 +19,17 @@ from megatron.config import Config
 from megatron.data.tokenizers.build import build_tokenizer
 from megatron.data.tokenizers.hugging_face import BESIDE, WHOLE
 from megatron.data.tokenizers.tokenizer import Tokenizer
-from megatron.errors import UserError, cannot_write
+from megatron.errors import UserError, cannot_write, in_words
 from megatron.files import folder_beside
 from megatron.folder_lock import owned_folder
 from megatron.interop import huggingface
 from megatron.interop.open import (
     HUB_NAME,
-    CheckpointKind,
     OpenedModel,
-    is_known,
-    is_ours,
+    files_of,
     kind_of,
     local_folder,
-    open_kind,
+    open_checkpoint,
 )
 from megatron.model import GPT, padded_vocab
 from megatron.parallel.machine import in_bytes, total_memory
@@ -72,7 +70,7 @@ class Imported(NamedTuple):
     notes: list[str]
 
 
-class TokenizerSource(NamedTuple):
+class TokenizerFiles(NamedTuple):
     """tokenizer_type and its files: vocab_file and, for GPT-2's, merge_file."""
 
     kind: str
@@ -81,13 +79,10 @@ class TokenizerSource(NamedTuple):
 
     def paths(self) -> list[Path]:
         """The files themselves, and the one beside tokenizer.json that names the end of a text."""
-        found = [file for file in (self.vocab, self.merges) if file is not None]
         beside = self.vocab.with_name(BESIDE)
-        return [*found, beside] if self.vocab.name == WHOLE and beside.is_file() else found
-
-    def built(self) -> Tokenizer:
-        """The tokenizer; UserError if the files are not one."""
-        return build_tokenizer(self.kind, self.vocab, self.merges)
+        if self.vocab.name == WHOLE and beside.is_file():
+            return [self.vocab, beside]
+        return [file for file in (self.vocab, self.merges) if file is not None]
 
 
 def import_checkpoint(
@@ -105,29 +100,26 @@ def import_checkpoint(
     Raises UserError, and nothing is written, if the source or the tokenizer is not what it should
     be, if the logits differ from the other side's, or if `run` holds a checkpoint already.
     """
-    kind, folder = kind_of(local_folder(source))
-    opened = open_kind(kind, folder, config)
-    model, config = opened.model, opened.config
+    opened = open_checkpoint(source, config)
+    model, config, folder = opened.model, opened.config, opened.folder
     for name, weight in model.state_dict().items():
         if not weight.isfinite().all():
             raise UserError(
                 f"{folder}: {name} has values that are not finite - copy it again, or take another"
                 " checkpoint"
             )
-    files, described, notes = tokenizer_of(folder, opened, tokenizer)
-    reason = NOT_COMPARED.get(kind.name)
-    compared = {"reason": reason} if reason else compared_with_transformers(folder, model)
+    files, described, notes = tokenizer_of(opened, tokenizer)
     architecture = None
-    if kind.name == "huggingface":
+    compared = {"reason": NOT_COMPARED.get(opened.kind)}
+    if opened.kind == "huggingface":
         architecture = huggingface.read_settings(folder)[0].architecture
+        compared = compared_with_transformers(folder, model)
 
     # The configuration has the run's own folder and tokenizer, and the source's rows.
-    name = renamed or run
-    paths = files.paths() if files is not None else []
-    checkpoint = config.checkpoint.model_copy(update={"save": str(name), "load": None})
+    place = (renamed or run) / TOKENIZER
+    checkpoint = config.checkpoint.model_copy(update={"save": str(renamed or run), "load": None})
     config = replace(config, checkpoint=checkpoint)
     if files is not None:
-        place = name / TOKENIZER
         keys: dict[str, Any] = {
             "tokenizer_type": files.kind,
             "vocab_file": str(place / files.vocab.name),
@@ -140,33 +132,25 @@ def import_checkpoint(
         config = replace(config, model=config.model.model_copy(update=rows))
 
     kept = {key: value for key, value in opened.record.items() if key not in OF_ITS_TRAINING}
-    facts = {
-        **kept,
-        "vocab": model.vocab,
-        "tokenizer": described,
-        "origin": {
-            "source": str(source),
-            "kind": kind.name,
-            "architecture": architecture,
-            "files": sums_of(kind, folder),
-            "compared": compared,
-        },
+    origin = {
+        "source": str(source),
+        "kind": opened.kind,
+        "architecture": architecture,
+        "files": sums_of(opened.kind, folder),
+        "compared": compared,
     }
+    facts = {**kept, "vocab": model.vocab, "tokenizer": described, "origin": origin}
     weights = {name: one.contiguous() for name, one in model.state_dict().items()}
     with owned_folder(run, "-o"):
         if steps_in(run) or without_record(run):
             raise UserError(f"-o: {run} holds a checkpoint already - name another folder")
-        place = run / TOKENIZER
-        wanted = {file.name: file.read_bytes() for file in paths}
         try:
-            if place.exists():  # an import that was killed leaves it
-                existing = {file.name: file.read_bytes() for file in place.iterdir()}
-                if existing != wanted:
-                    raise UserError(f"-o: {place} exists and is not replaced - name another folder")
-            elif paths:
-                with folder_beside(place) as temporary:
-                    for file in paths:
-                        shutil.copyfile(file, temporary / file.name)
+            for file in files.paths() if files is not None else []:
+                copy = run / TOKENIZER / file.name
+                copy.parent.mkdir(exist_ok=True)  # an import that was killed leaves it
+                if copy.exists() and copy.read_bytes() != file.read_bytes():
+                    raise UserError(f"-o: {copy} exists and is not replaced - name another folder")
+                shutil.copyfile(file, copy)
             path = write_checkpoint(run, opened.step, weights, config, facts)
         except OSError as fault:
             raise cannot_write(run, fault) from None
@@ -180,17 +164,18 @@ def import_if_foreign(source: str | Path) -> Path:
     A path that holds nothing known is given back: whoever opens it says what is wrong.
     """
     given = Path(source)
-    if given.is_dir():
-        if is_ours(given) or not is_known(given):
-            return given
     # A name whose first part is a folder here is a path, whether it exists or not.
-    elif not HUB_NAME.fullmatch(str(source)) or given.parent.is_dir():
+    of_hub = HUB_NAME.fullmatch(str(source)) and not given.parent.is_dir()
+    if not given.is_dir() and not of_hub:
         return given
-    kind, folder = kind_of(local_folder(source))
-    sums = sums_of(kind, folder)
+    folder = local_folder(source)
+    kind = kind_of(folder)
+    if kind in ("ours", None):
+        return given
     tokenizer = files_in(folder)
-    if tokenizer is not None:
-        sums |= {file.name: entry_of(file)["sha256"] for file in tokenizer.paths()}
+    sums = sums_of(kind, folder)
+    for file in tokenizer.paths() if tokenizer is not None else []:
+        sums[file.name] = entry_of(file)["sha256"]
     digest = hashlib.sha256(json.dumps(sums, sort_keys=True).encode()).hexdigest()[:12]
     # Of a model of the hub, the folder is called by its revision.
     name = given.resolve().name if given.is_dir() else given.name
@@ -210,54 +195,54 @@ def import_if_foreign(source: str | Path) -> Path:
     return run
 
 
-def sums_of(kind: CheckpointKind, folder: Path) -> dict[str, str]:
-    """SHA-256 of each file of weights and settings, by its path in the folder."""
-    return {str(file.relative_to(folder)): entry_of(file)["sha256"] for file in kind.files(folder)}
+def sums_of(kind: str, folder: Path) -> dict[str, str]:
+    """SHA-256 of each file of weights and settings, by its name."""
+    return {file.name: entry_of(file)["sha256"] for file in files_of(kind, folder)}
 
 
 def tokenizer_of(
-    folder: Path, opened: OpenedModel, given: Path | None
-) -> tuple[TokenizerSource | None, dict[str, Any], list[str]]:
-    """The tokenizer that is given, else the source's own: its files, description and notes.
+    opened: OpenedModel, given: Path | None
+) -> tuple[TokenizerFiles | None, dict[str, Any], list[str]]:
+    """The source's own tokenizer, else the one that is given: its files, description and notes.
 
     Raises UserError if it does not fit the model, or if the one that is given is not one.
     """
-    rows, data = opened.model.vocab, opened.config.data
-    own = opened.record.get("tokenizer") or {}
+    folder, data, rows = opened.folder, opened.config.data, opened.model.vocab
+    trained_with = opened.record.get("tokenizer") or {}
+    expected = trained_with.get("hash")
     files = files_in(folder)
     if files is None and data.vocab_file and Path(data.vocab_file).is_file():
         merges = Path(data.merge_file) if data.merge_file else None
-        files = TokenizerSource(data.tokenizer_type, Path(data.vocab_file), merges)
+        files = TokenizerFiles(data.tokenizer_type, Path(data.vocab_file), merges)
     notes = []
     tokenizer = None
-    if files is not None:
-        try:
-            tokenizer = files.built()
-            own = own or description(tokenizer)
-        except UserError as fault:
-            notes.append(f"the tokenizer of {folder} cannot be used here ({fault})")
+    try:
+        tokenizer = files and build_tokenizer(*files)
+    except UserError as fault:
+        notes.append(f"the tokenizer of {folder} cannot be used here ({fault})")
+    if tokenizer is not None and expected not in (None, tokenizer.hash):
+        tokenizer = None  # its file was replaced after the training
     if given is not None:
-        files, notes = files_in(given), []
+        if tokenizer is not None:
+            raise UserError(f"--tokenizer: {folder} has its own - leave this one out")
+        files = files_in(given)
         if files is None:
             raise UserError(
                 f"--tokenizer: {given} holds none - give {WHOLE}, a SentencePiece model, or"
                 f" {' and '.join(PAIR)} in a folder"
             )
-        tokenizer = files.built()
-        if own.get("type") != tokenizer.name:
-            own = {}
-    if tokenizer is None or tokenizer.hash != own.get("hash", tokenizer.hash):
-        if given is not None:
-            raise UserError(
-                f"tokenizer: {given} is another one than {folder} was trained with, {own['hash']} -"
-                " give that one, or leave --tokenizer out"
-            )
-        if not own:
-            notes.append(
-                f"{folder} has no tokenizer that is used here: evaluation needs token files of its"
-                f" vocabulary, whose ids are below {rows}; --tokenizer names one"
-            )
-        return None, own, notes
+        tokenizer = build_tokenizer(*files)
+    if tokenizer is None:
+        notes.append(
+            f"{folder} has no tokenizer that is used here: evaluation needs token files of its"
+            f" vocabulary, whose ids are below {rows}; --tokenizer names one"
+        )
+        return None, trained_with, notes
+    if expected not in (None, tokenizer.hash):
+        raise UserError(
+            f"--tokenizer: {given} is another one than {folder} was trained with, {expected} -"
+            " give that one"
+        )
     if tokenizer.vocab_size > rows:
         raise UserError(
             f"tokenizer: it has {tokenizer.vocab_size} tokens, the embedding of {folder} has {rows}"
@@ -276,16 +261,15 @@ def description(tokenizer: Tokenizer) -> dict[str, Any]:
     }
 
 
-def files_in(place: Path) -> TokenizerSource | None:
+def files_in(place: Path) -> TokenizerFiles | None:
     """The tokenizer that a folder holds or a file is, or None."""
-    if place.is_file() and place.name != PAIR[0]:
-        return TokenizerSource(BY_ENDING.get(place.suffix, "HFTokenizer"), place)
-    folder = place.parent if place.is_file() else place
-    vocab, merges = folder / PAIR[0], folder / PAIR[1]
-    if (folder / WHOLE).is_file() and place != vocab:
-        return TokenizerSource("HFTokenizer", folder / WHOLE)
+    if place.is_file():
+        return TokenizerFiles(BY_ENDING.get(place.suffix, "HFTokenizer"), place)
+    if (place / WHOLE).is_file():
+        return TokenizerFiles("HFTokenizer", place / WHOLE)
+    vocab, merges = place / PAIR[0], place / PAIR[1]
     if vocab.is_file() and merges.is_file():
-        return TokenizerSource("GPT2BPETokenizer", vocab, merges)
+        return TokenizerFiles("GPT2BPETokenizer", vocab, merges)
     return None
 
 
@@ -314,10 +298,9 @@ def compared_with_transformers(folder: Path, model: GPT) -> dict[str, Any]:
                 attn_implementation="eager",  # config.json may ask for one that is not installed
             )
     except Exception as fault:  # it raises many kinds, for keys that change nothing here too
-        reason = " ".join(str(fault).split())
         raise UserError(
-            f"{folder}: {program} cannot open it ({type(fault).__name__}: {reason:.200}) - correct"
-            " its config.json, or copy the folder again"
+            f"{folder}: {program} cannot open it ({in_words(fault):.200}) - correct its"
+            " config.json, or copy the folder again"
         ) from None
     draw = torch.Generator().manual_seed(0)
     length = min(LENGTH, model.train_length)

@@ -91,9 +91,6 @@ def test_a_name_is_downloaded_once_with_weights_and_without_code(hub, forks, tmp
     assert fetched == {"config.json", "model.safetensors"}
     assert (tmp_path / "a" / "global_step0" / "model.safetensors").exists()
 
-    ran = forks.run(SCRIPT, "someone/other", "-o", "run", **options)
-    assert "someone/other: cannot be downloaded" in ran.stderr
-
     hub.shutdown()
     hub.server_close()  # now there is no network
     ran = forks.run(SCRIPT, NAME, "-o", "b", **options)
@@ -101,5 +98,5 @@ def test_a_name_is_downloaded_once_with_weights_and_without_code(hub, forks, tmp
     assert "logits within" in ran.stdout
     ran = forks.run(SCRIPT, "someone/other", "-o", "run", **options)
     assert ran.returncode == 1
-    assert "someone/other: is not a folder here, and http://127.0.0.1" in ran.stderr
+    assert "someone/other: is not a folder here, and cannot be downloaded" in ran.stderr
     assert not (tmp_path / "run").exists()

@@ -27,7 +27,7 @@ from megatron.interop.importing import (
     import_checkpoint,
     import_if_foreign,
 )
-from megatron.model import Architecture, Cache, padded_vocab
+from megatron.model import Architecture, padded_vocab
 from tests.interop.theirs import (
     CASES,
     SAME_OTHERWISE,
@@ -61,14 +61,7 @@ def folder(tmp_path_factory):
 @every_case
 def test_logits_and_gradients_are_those_of_hugging_face(case, folder):
     theirs, (ours, config) = of_theirs(case), open_model(folder(case))
-    with torch.no_grad():
-        torch.testing.assert_close(
-            ours(random_ids(300)), theirs(random_ids(300)).logits, rtol=0, atol=2e-5
-        )
-        ids, cache = random_ids(90), Cache()
-        pieces = [ours(part, cache=cache) for part in ids.split([3, 1, 70, 16], dim=1)]
-        torch.testing.assert_close(torch.cat(pieces, dim=1), ours(ids), rtol=0, atol=2e-5)
-    ids = random_ids(64)
+    ids = random_ids(300)
     expected = theirs(ids).logits
     logits = ours(ids)
     assert expected.std() > 0.3
@@ -80,8 +73,7 @@ def test_logits_and_gradients_are_those_of_hugging_face(case, folder):
     gradients = {
         name.replace("lm_head", family.head[0]): one.grad for name, one in theirs.named_parameters()
     }
-    model = Architecture.of(config.model)
-    expected_gradients = read_weights(family, gradients, ours.state_dict(), model)
+    expected_gradients = read_weights(family, gradients, Architecture.of(config.model))
     for name, parameter in ours.named_parameters():
         size = expected_gradients[name].abs().max()
         difference = (parameter.grad - expected_gradients[name]).abs().max()
@@ -103,9 +95,6 @@ def test_ours_goes_back_bit_for_bit(case, folder):
     free = {"bos_token_id", "eos_token_id", "dtype", "_name_or_path", *SAME_OTHERWISE}
     for key, value in original.items():
         assert key in free or written[key] == value, key
-    again = family.configuration(written).model_keys()
-    for key, value in family.configuration(original).model_keys().items():
-        assert key == "pos_emb_args" or again[key] == value
 
 
 @torch.no_grad()
@@ -134,39 +123,31 @@ def test_other_spellings_are_the_same_model(folder, tmp_path):
 
 
 @torch.no_grad()
-def test_shards_pickles_half_precision_and_names_of_the_bare_model_are_read(folder, tmp_path):
+def test_shards_half_precision_and_names_of_the_bare_model_are_read(folder, tmp_path):
     expected = open_model(folder("gpt2"))[0](random_ids(20))
     sharded = tmp_path / "sharded"
     transformers.GPT2LMHeadModel.from_pretrained(folder("gpt2")).save_pretrained(
         sharded, max_shard_size="20KB"
     )
-    assert len(list(sharded.glob("model-*.safetensors"))) > 1
     assert torch.equal(open_model(sharded)[0](random_ids(20)), expected)
+    next(sharded.glob("model-*.safetensors")).unlink()
+    with pytest.raises(UserError, match=r"model-0.* missing - copy all weights beside config"):
+        open_model(sharded)
 
     bare = edited(folder("gpt2"), tmp_path / "bare")
     weights = load_file(bare / "model.safetensors")
-    (bare / "model.safetensors").unlink()
-    old = {name.removeprefix("transformer."): one for name, one in weights.items()}
+    old = {name.removeprefix("transformer."): one.half() for name, one in weights.items()}
     old["h.0.attn.bias"] = torch.ones(1, 1, 320, 320)
-    old["lm_head.weight"] = old["wte.weight"]
-    torch.save(old, bare / "pytorch_model.bin")
-    assert torch.equal(open_model(bare)[0](random_ids(20)), expected)
-
-    half = edited(folder("gpt2"), tmp_path / "half")
-    save_file({name: one.half() for name, one in weights.items()}, half / "model.safetensors")
-    model, _ = open_model(half)
+    old["lm_head.weight"] = old["wte.weight"].clone()
+    save_file(old, bare / "model.safetensors")
+    model, _ = open_model(bare)
     assert {one.dtype for one in model.parameters()} == {torch.float32}
     torch.testing.assert_close(model(random_ids(20)), expected, rtol=0, atol=0.05)
-    next(sharded.glob("model-*.safetensors")).unlink()
-    with pytest.raises(UserError, match=r"model-0.*missing, which model\.safetensors\.index\.json"):
-        open_model(sharded)
 
 
 REFUSED = (
     ("llama", {"architectures": ["GemmaForCausalLM"]}, r"\['GemmaForCausalLM'\] is not offered"),
-    ("llama", {"architectures": None}, "architectures: None is not offered; known are GPTNeoX"),
     ("llama", {"final_logit_softcapping": 30.0}, "final_logit_softcapping: not known for Llama"),
-    ("llama", {"quantization_config": {"bits": 4}}, "quantization_config: not known"),
     ("llama", {"hidden_act": "gelu"}, "hidden_act: 'gelu' is not offered; open"),
     (
         "llama",
@@ -183,18 +164,16 @@ REFUSED = (
         {"rope_parameters": {"rope_type": "default", "mrope_section": [1]}},
         r"rope_parameters.mrope_section: \[1\] is not offered",
     ),
-    ("mistral", {"layer_types": ["full_attention"] * 2}, "layer_types: not known for Mistral"),
     ("qwen2 window", {"layer_types": ["full_attention", "chunked_attention"]}, "config.json: "),
     ("smollm3", {"num_hidden_layers": 10**9}, "num_hidden_layers: 1000000000 is not a number of 1"),
     ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "idx: True changes what the model comput"),
     ("llama", {"num_attention_heads": "four"}, "config.json: LlamaForCausalLM refuses it"),
-    ("llama", {"vocab_size": 64}, r"embed_tokens.weight \[61, 32\] of .*, not \[64, 32\]"),
     ("llama", {"num_attention_heads": 0}, "config.json: "),
+    ("llama", {"vocab_size": 64}, r"embed_tokens.weight \[61, 32\] of .*, not \[64, 32\]"),
     ("llama", {"vocab_size": None}, "vocab_size: None is not a number of 1 to"),
-    ("llama", {"vocab_size": -3}, "vocab_size: -3 is not a number of 1 to"),
     ("llama", {"num_hidden_layers": 1}, r"model.layers.1.* left over"),
     ("llama", {"tie_word_embeddings": True}, "lm_head.weight differs from the embedding"),
-    ("llama", {"mlp_bias": True}, r"mlp.gate_proj.bias, .*up_proj.bias missing"),
+    ("llama", {"mlp_bias": True}, r"mlp.gate_proj.bias missing"),
 )
 
 
@@ -204,30 +183,30 @@ def test_what_cannot_be_computed_is_one_message(folder, tmp_path):
             open_model(edited(folder(case), tmp_path / str(number), **changes))
 
 
-def test_damaged_and_missing_files_are_one_message_and_code_is_not_run(
-    folder, tmp_path, caplog, monkeypatch
-):
-    place = edited(folder("llama"), tmp_path / "copy", auto_map={"AutoModelForCausalLM": "m.M"})
+def test_damaged_and_missing_files_are_one_message_and_code_is_not_run(folder, tmp_path, caplog):
+    place = edited(folder("pythia"), tmp_path / "copy", auto_map={"AutoModelForCausalLM": "m.M"})
     (place / "m.py").write_text("raise SystemExit('it ran')")
     model, _ = open_model(place)
-    assert model.vocab == VOCAB
     assert "names code of its own, which is not run" in caplog.text
     compared_with_transformers(place, model)
-    weights = load_file(place / "model.safetensors")
-    name = "model.layers.0.mlp.down_proj.weight"
-    save_file({**weights, name: weights[name].to(torch.int8)}, place / "model.safetensors")
-    with pytest.raises(UserError, match=r"mlp\.down_proj\.weight \[.*of torch\.int8, not"):
-        open_model(place)
-    (place / "model.safetensors").write_bytes(b"nothing")
+
+    file = place / "model.safetensors"
+    weights = load_file(file)
+    bias = "gpt_neox.layers.0.mlp.dense_h_to_4h.bias"
+    head = weights["gpt_neox.embed_in.weight"].clone()
+    for changes, message in (
+        ({bias: weights[bias].to(torch.int8)}, r"4h\.bias \[48\] of torch\.int8, not"),
+        ({"embed_out.weight": head, "lm_head.weight": head + 1}, "are two names of one matrix"),
+    ):
+        save_file({**weights, **changes}, file)
+        with pytest.raises(UserError, match=message):
+            open_model(place)
+    file.write_bytes(b"nothing")
     with pytest.raises(UserError, match=r"model\.safetensors: cannot be read .* copy it again"):
         open_model(place)
-    (place / "model.safetensors").unlink()
-    with pytest.raises(UserError, match=r"holds no weights \(model\.safetensors, or"):
+    file.unlink()
+    with pytest.raises(UserError, match=r"model\.safetensors missing - copy all weights beside"):
         open_model(place)
-    torch.save({"model": open}, place / "pytorch_model.bin")
-    with pytest.raises(UserError, match=r"cannot be read \(.* code in it is never run\)") as fault:
-        open_model(place)
-    assert "weights_only" not in str(fault.value)
     (place / "model.safetensors.index.json").write_text('{"weight_map": {}}')
     with pytest.raises(UserError, match=r"index\.json: has no list of shards"):
         open_model(place)
@@ -238,19 +217,6 @@ def test_damaged_and_missing_files_are_one_message_and_code_is_not_run(
         open_model(tmp_path)
     with pytest.raises(UserError, match="is not a folder - give a checkpoint, or a hub's"):
         open_model(tmp_path / "absent")
-    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")  # nobody listens there
-    with pytest.raises(UserError, match=r"cannot be reached .* --local-dir pythia-of-no-size`;"):
-        open_model("EleutherAI/pythia-of-no-size")
-
-
-def test_two_output_matrices_are_refused(folder, tmp_path):
-    place = edited(folder("pythia"), tmp_path / "copy")
-    weights = load_file(place / "model.safetensors")
-    head = weights["gpt_neox.embed_in.weight"].clone()
-    both = {"embed_out.weight": head, "lm_head.weight": head + 1}
-    save_file({**weights, **both}, place / "model.safetensors")
-    with pytest.raises(UserError, match=r"embed_out\.weight, lm_head\.weight are two names of one"):
-        open_model(place)
 
 
 def test_a_model_of_another_kind_says_why_it_is_none_of_theirs():
@@ -323,16 +289,13 @@ def test_an_import_that_cannot_be_right_writes_nothing(folder, tmp_path):
     source, run = edited(folder("llama"), tmp_path / "source"), tmp_path / "run"
     words_tokenizer(source / "tokenizer.json", "world")
     many = words_tokenizer(tmp_path / "many.json", *(f"word{number}" for number in range(80)))
-    other = words_tokenizer(tmp_path / "other.json", "earth")
-    for tokenizer, message in (
-        (many, r"was trained with, [0-9a-f]{12} - give that one, or leave"),
-        (other, r"was trained with, [0-9a-f]{12} - give that one, or leave"),
-        (tmp_path / "absent", r"--tokenizer: .* holds none - give tokenizer\.json"),
+    for place, tokenizer, message in (
+        (source, many, "--tokenizer: .* has its own - leave this one out"),
+        (folder("llama"), tmp_path / "absent", r"holds none - give tokenizer\.json"),
+        (folder("llama"), many, r"it has 82 tokens, the embedding of .* has 61 rows"),
     ):
         with pytest.raises(UserError, match=message):
-            import_checkpoint(source, run, tokenizer=tokenizer)
-    with pytest.raises(UserError, match=r"it has 82 tokens, the embedding of .* has 61 rows"):
-        import_checkpoint(folder("llama"), run, tokenizer=many)
+            import_checkpoint(place, run, tokenizer=tokenizer)
     assert not run.exists()
     import_checkpoint(source, run)
     before = {file: file.stat().st_mtime_ns for file in run.rglob("*")}
@@ -353,7 +316,7 @@ def test_the_commands_of_the_document_run(folder, tmp_path, monkeypatch, capsys)
             writer.add(draw.integers(0, VOCAB, 40))
     text = (ROOT / "docs" / "importing.md").read_text(encoding="utf-8")
     lines = [line for line in text.splitlines() if line.startswith("python ")]
-    assert len(lines) == 4
+    assert len(lines) == 3
     for line in [*lines, lines[-1]]:
         _, script, *words = line.split()
         if script != "evaluate.py":
@@ -368,7 +331,7 @@ def test_the_commands_of_the_document_run(folder, tmp_path, monkeypatch, capsys)
                 argv=[*words, "eval_tokens=128", "split=5,4,1"],
             )
         assert ended.value.code == 0, capsys.readouterr().err
-    assert {one.name for one in (tmp_path / "runs").iterdir()} == {"imported", "pythia", "qwen3"}
+    assert {one.name for one in (tmp_path / "runs").iterdir()} == {"imported", "pythia"}
     # A foreign folder is evaluated by its own name, and imported once.
     (run,) = (tmp_path / "runs" / "imported").iterdir()
     assert run.name.startswith("qwen3-")
@@ -379,3 +342,6 @@ def test_the_commands_of_the_document_run(folder, tmp_path, monkeypatch, capsys)
     assert open_model(run)[1].checkpoint.save == str(Path("runs/imported") / run.name)
     assert import_if_foreign("runs/absent") == Path("runs/absent")
     assert import_if_foreign("runs") == Path("runs")
+    # Another tokenizer makes another import.
+    words_tokenizer(tmp_path / "models" / "qwen3" / "tokenizer.json", "earth")
+    assert import_if_foreign("models/qwen3") != run
