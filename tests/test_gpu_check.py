@@ -1,21 +1,21 @@
 """What `make gpu-check` runs: it starts where little is installed, and goes on where it stopped."""
 
 import json
+import os
 import re
-import subprocess
+import signal
 import sys
+import threading
 import time
-from argparse import Namespace
 from pathlib import Path
 
 import pytest
 
-from tests.support import ROOT, run, unlaunched
+from tests.support import ROOT, run
 
 sys.path.insert(0, str(ROOT / "tools/bench"))
 
-import first_gpu
-from first_gpu import Step, run_steps, status_of, steps
+from first_gpu import run_command, run_steps, steps
 
 ABSENT = """
 from importlib.machinery import PathFinder
@@ -45,9 +45,8 @@ def gpu_test_files() -> set[str]:
 def test_tests_of_kernels_and_benchmarks_need_torch_numpy_and_pytest_alone(tmp_path):
     (tmp_path / "absent.py").write_text(ABSENT)
     options = ["-p", "absent", "-p", "no:cacheprovider", "-q", "-rs"]
-    every_gpu_test_and_one_more = "gpu and not compiles or one_token"
     done = run(
-        *("-m", "pytest", *options, "-k", every_gpu_test_and_one_more),
+        *("-m", "pytest", *options, "-k", "gpu and not compiles or one_token"),
         *sorted(gpu_test_files()),
         env={
             "PYTHONPATH": f"{ROOT}:{ROOT}/tools/bench:{tmp_path}",
@@ -61,109 +60,85 @@ def test_tests_of_kernels_and_benchmarks_need_torch_numpy_and_pytest_alone(tmp_p
     for _, file, reason in reasons:
         whole_engine = file == "tests/test_no_sync.py"
         assert "could not import" in reason if whole_engine else reason == no_device
-    assert re.search(r"^\d passed, \d+ skipped", done.stdout, re.M)
 
 
 def test_every_gpu_test_is_in_a_block_and_every_step_on_the_page(tmp_path):
     page = (ROOT / "docs/first_gpu.md").read_text()
-    every = [step for block in (1, 2, 3) for step in steps(block, tmp_path, [], 10)]
-    assert gpu_test_files() <= {word for step in every for word in step.words}
+    every = [step for block in (1, 2, 3) for step in steps(block, tmp_path, ["data.yml"])]
+    assert gpu_test_files() <= {word for step in every for word in step["run"]}
     for step in every:
-        name = re.sub("^(train|evaluate)_.*", r"\1_NAME", step.name)
+        name = re.sub("^(train|evaluate)_.*", r"\1_NAME", step["name"])
         assert f"`{name}`" in page
-    needs = {step.name: step.needs for step in every}
-    evaluations = [name for name in needs if name.startswith("evaluate_")]
-    assert needs["table"] == evaluations
-    assert needs["evaluate_alibi"] == ["train_alibi"]
+    training = next(step for step in every if step["name"] == "train_alibi")["run"]
+    assert {"train.py", "data.yml", f"save={tmp_path}/runs/alibi"} <= set(training)
 
 
-OPTIONS = {"dry": True, "steps": None, "minutes": 5.0}
-
-
-def statuses(folder: Path, wanted: list[Step], **options) -> dict[str, str]:
-    records = run_steps(wanted, folder, Namespace(**{**OPTIONS, **options}))
-    assert json.loads((folder / "steps.json").read_text()) == records
-    return {name: record["status"] for name, record in records.items()}
-
-
-def counted(folder: Path, name: str, then: str = "", **more) -> Step:
+def counted(folder: Path, name: str, then: str = "", **more):
     """A step that adds a letter to a file and does something more."""
     line = f"open({str(folder / name)!r}, 'a').write('x'); {then}"
-    return Step(name, ["-c", line], **{"seconds": 60, **more})
+    step = {"name": name, "run": ["-c", line], "dry": [], "seconds": 60}
+    return {**step, "parts": 1, "packages": [], "needs": [], **more}
 
 
 def test_a_block_goes_on_with_what_is_missing(tmp_path):
-    wanted = [
-        counted(tmp_path, "good"),
-        counted(tmp_path, "failing", "raise SystemExit(3)"),
+    def statuses(*wanted, **more):
+        records = run_steps(wanted, tmp_path, dry=True, **more)
+        assert json.loads((tmp_path / "steps.json").read_text()) == records
+        return {name: record["status"] for name, record in records.items()}
+
+    good = counted(tmp_path, "good")
+    rest = [
         counted(tmp_path, "long", "import time; time.sleep(600)", seconds=1.5),
         counted(tmp_path, "lacking", packages=["no_such_package"]),
+        counted(tmp_path, "waiting", needs=["failing"]),
     ]
-    first = dict.fromkeys(["good", "failing", "long", "lacking"], "skipped")
-    first |= {"good": "done", "failing": "failed", "long": "stopped"}
-    assert statuses(tmp_path, wanted) == first
-    mended = [wanted[0], counted(tmp_path, "failing"), counted(tmp_path, "long"), *wanted[3:]]
-    assert statuses(tmp_path, mended) == {**first, "failing": "done", "long": "done"}
-    counts = {name: (tmp_path / name).read_text() for name in ("good", "failing", "long")}
-    assert counts == {"good": "x", "failing": "xx", "long": "xx"}
-    summary = (tmp_path / "summary.md").read_text()
-    assert "not installed: no_such_package" in summary
-    late = [counted(tmp_path, "late")]
-    assert statuses(tmp_path, late, minutes=0.0) == {"late": "not begun"}
-    assert not (tmp_path / "late").exists()
+    first = {"good": "done", "failing": "failed", "long": "stopped"}
+    first |= {"lacking": "skipped", "waiting": "not begun"}
+    assert statuses(good, counted(tmp_path, "failing", "raise SystemExit(3)"), *rest) == first
+    assert "not installed: no_such_package" in (tmp_path / "summary.md").read_text()
+
+    rest[0] = counted(tmp_path, "long")
+    second = dict.fromkeys(first, "done") | {"lacking": "skipped"}
+    assert statuses(good, counted(tmp_path, "failing"), *rest) == second
+    counts = {name: (tmp_path / name).read_text() for name in ("good", "failing", "waiting")}
+    assert counts == {"good": "x", "failing": "xx", "waiting": "x"}
+
+    records = json.loads((tmp_path / "steps.json").read_text())
+    records["good"]["commit"] = "another"
+    (tmp_path / "steps.json").write_text(json.dumps(records))
+    assert statuses(good) == {"good": "done"}
+    assert (tmp_path / "good").read_text() == "xx"
+    assert statuses(counted(tmp_path, "late"), seconds=0.0) == {"late": "not begun"}
 
 
-def test_what_needs_a_step_waits_for_it(tmp_path):
-    failing = counted(tmp_path, "train", "raise SystemExit(3)")
-    evaluate = counted(tmp_path, "evaluate", needs=["train"])
-    waiting = {"train": "failed", "evaluate": "not begun"}
-    assert statuses(tmp_path, [failing, evaluate]) == waiting
-    done = dict.fromkeys(("train", "evaluate"), "done")
-    for _ in range(2):
-        assert statuses(tmp_path, [counted(tmp_path, "train"), evaluate]) == done
-    assert [(tmp_path / name).read_text() for name in ("train", "evaluate")] == ["xx", "x"]
-
-
-def test_what_was_done_otherwise_is_run_again(tmp_path):
-    wanted = [counted(tmp_path, "good")]
-    for number, changed in enumerate(({"dry": False}, {"commit": "x"}, {"command": ["python"]})):
-        assert statuses(tmp_path, wanted) == {"good": "done"}
-        records = json.loads((tmp_path / "steps.json").read_text())
-        records["good"] |= changed
-        (tmp_path / "steps.json").write_text(json.dumps(records))
-        assert (tmp_path / "good").read_text() == "x" * (number + 1)
-
-
-def test_a_part_of_the_tests_may_be_empty_but_not_all_parts():
-    assert status_of([0, 5, 0]) == "done"
-    assert status_of([5, 5]) == status_of([0, 5, 1]) == "failed"
-    assert status_of([0, 5, None]) == "stopped"
-
-
-def test_an_unknown_step_is_said_before_anything_runs(tmp_path, capsys):
-    output = tmp_path / "results"
-    words = ["2", "--steps", "stepss", "--dry", "--output", str(output)]
-    assert first_gpu.main(words) == 1
-    message = "these blocks have no step 'stepss'; did you mean steps?"
-    assert message in capsys.readouterr().err
-    assert not output.exists()
+def test_a_part_of_the_tests_may_be_empty_but_not_all_parts(tmp_path):
+    ending = "import os, sys; sys.exit({})"
+    for rule, status in (
+        ("5 if os.environ['TEST_PART'] == '1/2' else 0", "done"),
+        ("5", "failed"),
+        ("1 if os.environ['TEST_PART'] == '1/2' else 0", "failed"),
+    ):
+        command = [sys.executable, "-c", ending.format(rule)]
+        until = time.monotonic() + 60
+        assert run_command(command, tmp_path / "log", 2, until, dry=True) == status
 
 
 def test_a_signal_ends_the_step_that_runs(tmp_path):
-    words = ["tools/bench/first_gpu.py", "1", "--dry", "--steps", "trace", "--output", tmp_path]
-    tool = subprocess.Popen([sys.executable, *words], cwd=ROOT, env=unlaunched())
-    children = Path(f"/proc/{tool.pid}/task/{tool.pid}/children")
-    log = tmp_path / "block1/trace.log"  # what the tool runs before the step has ended by then
-    while tool.poll() is None and not (log.exists() and children.read_text().split()):
-        time.sleep(0.05)
-    (child,) = children.read_text().split()
-    tool.terminate()
-    assert tool.wait(60) == 143
-    until = time.monotonic() + 10  # who adopts it may be late to collect it
-    while Path(f"/proc/{child}").exists() and time.monotonic() < until:
-        time.sleep(0.05)
-    assert not Path(f"/proc/{child}").exists()
-    assert not (tmp_path / "block1/steps.json").exists()
+    own = tmp_path / "pid"
+    line = f"import os, time; open({str(own)!r}, 'w').write(str(os.getpid())); time.sleep(600)"
+
+    def interrupt():
+        while not (own.exists() and own.read_text()):
+            time.sleep(0.01)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    threading.Thread(target=interrupt).start()
+    with pytest.raises(KeyboardInterrupt):
+        run_command(
+            [sys.executable, "-c", line], tmp_path / "log", 1, time.monotonic() + 60, dry=True
+        )
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(own.read_text()), 0)
 
 
 @pytest.mark.campaign

@@ -3,8 +3,7 @@
 import math
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,49 +11,47 @@ from torch import Tensor
 from megatron.attention.eager import ScoreBias, eager
 from megatron.errors import UserError
 
-FEW_QUERIES = 70  # where there are fewer queries than keys
 SMALL = 0.03
 """Root mean square below which a value counts as this: inputs have 1, most gradients 0.1 to 5.
 
-Where the true gradient is zero, rounding leaves up to 3e-6 in float32.
+If the true gradient is zero, rounding leaves up to 3e-6 in float32.
 """
-OPTIONS = ("bias", "weight", "window", "chunk", "segments", "u", "w")
 # Relative to the definition in float64. Rounding errors stay below a quarter of these; a wrong
 # mask or distance is far above.
 TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3, torch.float16: 1e-2, torch.bfloat16: 4e-2}
 
 
-@dataclass(frozen=True)
-class Kind:
+class Kind(NamedTuple):
     """What may change the compiled program, with small sizes in place of the true ones.
 
-    gradients: whether those of q, k and v together, of bias, of weight, and of u and w together are
-    wanted; u: a bias by content has one; w: the dtype of its other factor, None without such a bias
+    tensors: the dtype of each that is present, by name; learned: those that need a gradient
     """
 
     device: torch.device
-    dtype: torch.dtype
     batch: int
     heads: int
     queries: int
     keys: int
     head_dim: int
-    gradients: tuple[bool, bool, bool, bool]
-    bias: bool
-    weight: bool
     window: int | None
     chunk: int | None
     segments: bool
-    u: bool
-    w: torch.dtype | None
+    tensors: tuple[tuple[str, torch.dtype], ...]
+    learned: frozenset[str]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """That of q."""
+        return self.tensors[0][1]
 
     def __str__(self) -> str:
-        options = [option for option in OPTIONS if getattr(self, option)]
-        tables = " and ".join(options) or "no table"
-        if any(self.gradients):
-            tables += ", with gradients"
+        present = [name for name, _ in self.tensors[3:]]
+        masks = {"window": self.window, "chunk": self.chunk, "segments": self.segments}
+        options = " and ".join([*present, *(name for name, mask in masks.items() if mask)])
+        gradients = ", with gradients" if self.learned else ""
         dtype = str(self.dtype).removeprefix("torch.")
-        return f"{self.device.type} ({dtype}, head_dim {self.head_dim}, {tables})"
+        device = self.device.type
+        return f"{device} ({dtype}, head_dim {self.head_dim}, {options or 'no table'}{gradients})"
 
 
 _passed: set[tuple[Callable[..., Tensor], Kind]] = set()
@@ -78,55 +75,33 @@ def check(
 
     UserError if it is wrong or fails. Later uses cost nothing.
     """
-    kind = _kind_of(q, k, v, bias, weight, window, chunk, segments, score_bias)
+    u, w = (None, None) if score_bias is None else (score_bias.u, score_bias.w)
+    given = {"q": q, "k": k, "v": v, "bias": bias, "weight": weight, "u": u, "w": w}
+    present = {key: tensor for key, tensor in given.items() if tensor is not None}
+    learned = {key for key, tensor in present.items() if tensor.requires_grad}
+    for together in ({"q", "k", "v"}, {"u", "w"} & present.keys()):  # one program computes them
+        if learned & together:
+            learned |= together
+    keys = _small_size(k.shape[2], 200)  # no multiple of a kernel's blocks
+    kind = Kind(
+        device=q.device,
+        batch=min(q.shape[0], 2),
+        heads=_small_size(q.shape[1], 2),
+        queries=keys if q.shape[2] == k.shape[2] else min(q.shape[2], 70),
+        keys=keys,
+        head_dim=q.shape[3],
+        window=None if window is None else _small_size(window, 60),
+        chunk=None if chunk is None else _small_size(chunk, 50),
+        segments=segments is not None,
+        tensors=tuple((key, tensor.dtype) for key, tensor in present.items()),
+        learned=frozenset(learned if torch.is_grad_enabled() else ()),
+    )
     if (backend, kind) in _passed:
         return
     # A fresh thread has none of the caller's state: autocast, inference mode, checkpointing hooks.
     with ThreadPoolExecutor(1) as thread:
         thread.submit(_compare, name, backend, kind).result()
     _passed.add((backend, kind))
-
-
-def _kind_of(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    bias: Tensor | None,
-    weight: Tensor | None,
-    window: int | None,
-    chunk: int | None,
-    segments: Tensor | None,
-    score_bias: ScoreBias | None,
-) -> Kind:
-    u, w = (None, None) if score_bias is None else (score_bias.u, score_bias.w)
-    keys = _small_size(k.shape[2], 200)  # no multiple of a kernel's blocks
-    queries = keys
-    if q.shape[2] != k.shape[2]:
-        queries = min(q.shape[2], FEW_QUERIES)
-    return Kind(
-        device=q.device,
-        dtype=q.dtype,
-        batch=min(q.shape[0], 2),
-        heads=_small_size(q.shape[1], 2),
-        queries=queries,
-        keys=keys,
-        head_dim=q.shape[3],
-        gradients=(_learns(q, k, v), _learns(bias), _learns(weight), _learns(u, w)),
-        bias=bias is not None,
-        weight=weight is not None,
-        window=None if window is None else _small_size(window, 60),
-        chunk=None if chunk is None else _small_size(chunk, 50),
-        segments=segments is not None,
-        u=u is not None,
-        w=None if w is None else w.dtype,
-    )
-
-
-def _learns(*tensors: Tensor | None) -> bool:
-    """Whether a gradient of any of them is wanted."""
-    if not torch.is_grad_enabled():
-        return False
-    return any(tensor is not None and tensor.requires_grad for tensor in tensors)
 
 
 def _small_size(size: int, small: int) -> int:
@@ -136,9 +111,7 @@ def _small_size(size: int, small: int) -> int:
     """
     if size == 1:
         return 1
-    if size % 16 == 0:
-        return math.ceil(small / 16) * 16
-    return small
+    return small if size % 16 else math.ceil(small / 16) * 16
 
 
 def _compare(name: str, backend: Callable[..., Tensor], kind: Kind) -> None:
@@ -146,7 +119,7 @@ def _compare(name: str, backend: Callable[..., Tensor], kind: Kind) -> None:
     if kind.device.type == "cuda":
         torch.cuda.set_device(kind.device)  # a fresh thread starts on the first device
     try:
-        results = _results(backend, kind, kind.dtype)
+        results = _results(backend, kind)
     except Exception as error:
         first_line = (str(error).strip().splitlines() or [""])[0]
         raise UserError(
@@ -167,43 +140,38 @@ def _compare(name: str, backend: Callable[..., Tensor], kind: Kind) -> None:
             )
 
 
-def _results(backend: Callable[..., Tensor], kind: Kind, dtype: torch.dtype) -> dict[str, Tensor]:
-    """Output and the gradients that are wanted, computed from the same numbers in every dtype."""
+def _results(
+    backend: Callable[..., Tensor], kind: Kind, dtype: torch.dtype | None = None
+) -> dict[str, Tensor]:
+    """Output and the gradients that are wanted, from the same numbers in every dtype."""
     draw = torch.Generator().manual_seed(0)  # the global generators stay as they are
-    inputs = {}
-    for name, length in {"q": kind.queries, "k": kind.keys, "v": kind.keys}.items():
-        shape = (kind.batch, kind.heads, length, kind.head_dim)
-        inputs[name] = torch.randn(shape, generator=draw).to(kind.dtype)
-    for name, exists in {"bias": kind.bias, "weight": kind.weight}.items():
-        if exists:
-            inputs[name] = torch.randn(kind.heads, kind.keys, generator=draw)
-    if kind.u:
-        inputs["u"] = torch.randn(kind.batch, kind.heads, kind.queries, generator=draw)
-    if kind.w is not None:
-        steps = torch.randn(kind.batch, kind.heads, kind.keys, generator=draw).to(kind.w)
-        inputs["w"] = 0.3 * steps.cumsum(2)
-
-    of_qkv, of_bias, of_weight, of_content = kind.gradients
-    learns = dict.fromkeys("qkv", of_qkv) | dict.fromkeys("uw", of_content)
-    learns |= {"bias": of_bias, "weight": of_weight}
-    exact_dtype = dtype if dtype == torch.float64 else None
     leaves = {}
-    for name, value in inputs.items():
-        leaves[name] = value.to(kind.device, exact_dtype).requires_grad_(learns[name])
+    for name, own_dtype in kind.tensors:
+        length = kind.queries if name in ("q", "u") else kind.keys
+        shape = [kind.batch, kind.heads, length]
+        if name in ("bias", "weight"):
+            shape = [kind.heads, kind.keys]
+        elif name in ("q", "k", "v"):
+            shape.append(kind.head_dim)
+        numbers = torch.randn(shape, generator=draw)
+        if name == "w":
+            numbers = 0.3 * numbers.cumsum(2)
+        numbers = numbers.to(own_dtype).to(kind.device, dtype)
+        leaves[name] = numbers.requires_grad_(name in kind.learned)
     segments = None
     if kind.segments:
         segments = (torch.arange(kind.keys, device=kind.device) // 90).expand(kind.batch, -1)
     options: dict[str, Any] = {"window": kind.window, "chunk": kind.chunk, "segments": segments}
-    if kind.w is not None:
+    if "w" in leaves:
         options["score_bias"] = ScoreBias.of((leaves.get("u"), leaves["w"]))
     q, k, v, bias, weight = map(leaves.get, ("q", "k", "v", "bias", "weight"))
     out = backend(q, k, v, bias, weight=weight, index_bias=None, **options)
 
     results = {"output": out.detach()}
-    wanted = {name: leaf for name, leaf in leaves.items() if learns[name]}
+    wanted = [name for name in leaves if name in kind.learned]
     dout = torch.randn(out.shape, generator=draw).to(out)
     if wanted:
-        gradients = torch.autograd.grad(out, list(wanted.values()), dout)
+        gradients = torch.autograd.grad(out, [leaves[name] for name in wanted], dout)
         for name, gradient in zip(wanted, gradients, strict=True):
             results[f"gradient of {name}"] = gradient
     return results

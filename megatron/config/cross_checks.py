@@ -30,10 +30,6 @@ from megatron.positions.layers import build_entry, check_embeddings, entries_of,
 from megatron.positions.outline import Outline
 from megatron.splits import PARTS, parse_split
 
-FLEX_VARIES = (
-    "flex sums gradients of tables in an order that changes;"
-    " set attention_backend to triton, sdpa or eager, or deterministic to false"
-)
 Faults = Iterator[tuple[Any, str]]
 """Conditions, which mean a fault if they are true, and messages."""
 
@@ -119,7 +115,7 @@ def _encoding(model: Model, position: Position, attention: Attention) -> Faults:
         yield True, f"pos_emb: {name_of_layers(position)} cannot be built: {reason}"
 
 
-def _training(training: Training, parallel: Parallel, attention: Attention) -> Faults:
+def _training(training: Training, parallel: Parallel) -> Faults:
     whole = training.train_batch_size or 0
     part = training.train_micro_batch_size_per_gpu * training.gradient_accumulation_steps
     yield (
@@ -132,10 +128,6 @@ def _training(training: Training, parallel: Parallel, attention: Attention) -> F
         training.torch_compile and parallel.zero_stage == 3,
         "torch_compile: compiles again for every hook of ZeRO stage 3 until it gives up;"
         " use stage 2, or set false",
-    )
-    yield (
-        training.deterministic and attention.attention_backend == "flex",
-        f"attention_backend: {FLEX_VARIES}",
     )
 
 
@@ -263,7 +255,7 @@ def _logging(logging: Logging) -> Faults:
 CHECKS: dict[tuple[str, ...], Callable[..., Faults]] = {
     ("model",): _model,
     ("model", "position", "attention"): _encoding,
-    ("training", "parallel", "attention"): _training,
+    ("training", "parallel"): _training,
     ("checkpoint",): _checkpoint,
     ("optimizer",): _optimizer,
     ("data", "training"): _data,

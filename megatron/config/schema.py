@@ -196,12 +196,12 @@ class Attention(Section):
 
     shapes_result: ClassVar[bool] = False
 
-    attention_backend: Literal["auto", "eager", "sdpa", "flex", "triton"] = "auto"
+    attention_backend: Literal["auto", "eager", "sdpa", "triton"] = "auto"
     """eager is the definition; sdpa works in blocks, on CUDA with biases in the model's dtype (in
-    bf16 within 0.4 %); triton (CUDA) reads float32 tables; flex is FlexAttention; auto chooses the
-    fastest that is exact enough and logs its choice."""
+    bf16 within 0.4 %); triton (CUDA) reads float32 tables; auto chooses the fastest that is exact
+    enough and logs its choice."""
     attention_self_check: bool = True
-    """Compare a compiled backend (triton, flex) with eager on a small case, at its first use for a
+    """Compare a compiled backend (triton) with eager on a small case, at its first use for a
     kind of input."""
     window: Length | Literal["train_length"] | None = None
     """A token attends to this many tokens, itself included; train_length: to as many as in training

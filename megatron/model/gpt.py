@@ -304,10 +304,9 @@ class GPT(nn.Module):
                 tables=position.has("distance_bias") or position.has("distance_weight"),
                 masked=window is not None or settings.blockwise or settings.reset_attention_mask,
                 index_bias=position.has("index_bias"),
-                content=position.has("on_scores"),
-                content_bias=position.has("score_bias"),
+                on_scores=position.has("on_scores"),
+                content_rank=int(position.has("score_bias")),
                 narrow_values=position.score_width != 1,
-                gradient=self.training and torch.is_grad_enabled(),
             )
             by_layer[position, window] = choose(self.backend, needs)
         return [by_layer[one] for one in self._layers]

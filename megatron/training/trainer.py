@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from megatron.attention import TRUSTED
 from megatron.config import Config
 from megatron.config.config import deepspeed_config
-from megatron.config.cross_checks import FLEX_VARIES
 from megatron.errors import UserError
 from megatron.model import GPT
 from megatron.parallel.grid import Grid
@@ -46,8 +45,6 @@ class Trainer:
         self.noise: NoiseScale | None = None
         self.norm: Tensor | float | None = None
         model.to(grid.device)
-        if config.training.deterministic and "flex" in model.backends:
-            raise UserError(f"deterministic: attention {model.attention_choice}: {FLEX_VARIES}")
         if config.training.torch_compile:
             compile_layers(model, grid.device)
         with quiet_deepspeed():

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from megatron.attention import BACKENDS, REFUSALS, Needs, attention, choose
+from megatron.attention import BACKENDS, Needs, attention, choose
 from megatron.conformance.subject import Subject
 from megatron.errors import UserError
 
@@ -17,99 +17,41 @@ def queries(
         return torch.empty(1, 2, 8, head_dim, device=device, dtype=dtype)
 
 
-@pytest.mark.parametrize(
-    ("needs", "chosen"),
-    [
-        (Needs(queries("cpu"), tables=True, gradient=True), "sdpa (auto: on the CPU)"),
-        (Needs(queries("cpu"), content=True), "eager (auto: the encoding looks at content)"),
-        (
-            Needs(queries(), content=True, tables=True),
-            "eager (auto: the encoding looks at content)",
-        ),
-        (Needs(queries(), gradient=True), "sdpa (auto: plain causal on CUDA)"),
-        (Needs(queries(), tables=True, gradient=True), "triton (auto: distance table on CUDA)"),
-        (Needs(queries(), content_bias=True), "triton (auto: bias by content on CUDA)"),
-        (
-            Needs(queries(), content_bias=True, content_rank=3),
-            "sdpa (auto: bias by content on CUDA; not triton: it knows biases by content of rank",
-        ),
-        (
-            Needs(queries(), masked=True),
-            "triton (auto: window, chunks or documents on CUDA)",
-        ),
-        (
-            Needs(queries(head_dim=256), tables=True),
-            "flex (auto: distance table on CUDA; not triton: head_dim 256",
-        ),
-        (
-            Needs(queries(), index_bias=True),
-            "sdpa (auto: index bias on CUDA; not triton: it reads biases from a table",
-        ),
-    ],
-)
-def test_auto_takes_the_best_and_says_why(needs, chosen):
+def test_auto_takes_the_best_and_says_why():
     pytest.importorskip("triton")
-    assert str(choose("auto", needs)).startswith(chosen)
+    cpu, cuda, wide = queries("cpu"), queries(), queries(head_dim=256)
+    for needs, chosen in (
+        (Needs(cpu, tables=True), "sdpa (auto: on the CPU)"),
+        (Needs(cuda, on_scores=True), "eager (auto: the encoding looks at content)"),
+        (Needs(cuda), "sdpa (auto: plain causal on CUDA)"),
+        (Needs(cuda, tables=True), "triton (auto: distance table on CUDA)"),
+        (Needs(cuda, content_rank=1), "triton (auto: bias by content on CUDA)"),
+        (Needs(cuda, content_rank=3), "sdpa (auto: bias by content on CUDA; not triton: it knows"),
+        (Needs(cuda, masked=True), "triton (auto: window, chunks or documents on CUDA)"),
+        (Needs(wide, tables=True), "sdpa (auto: distance table on CUDA; not triton: head_dim 256"),
+        (Needs(cuda, index_bias=True), "sdpa (auto: index bias on CUDA; not triton: it reads"),
+    ):
+        assert str(choose("auto", needs)).startswith(chosen)
 
 
-def test_without_triton_flex_stands_in(monkeypatch):
-    monkeypatch.setitem(REFUSALS, "triton", lambda needs: "the package triton is not installed")
-    choice = choose("auto", Needs(queries(), tables=True, gradient=True))
-    assert (
-        str(choice)
-        == "flex (auto: distance table on CUDA; not triton: the package triton is not installed)"
-    )
-
-
-@pytest.mark.parametrize(
-    ("backend", "needs", "message"),
-    [
-        ("flash", {}, "'flash' is not known; choose from auto, eager, sdpa, flex, triton"),
-        (
-            "sdpa",
-            {"content": True},
-            "sdpa cannot compute this: the encoding looks at content; choose eager",
-        ),
-        (
-            "flex",
-            {"gradient": True},
-            "flex cannot compute this: it has no gradients on cpu; choose auto or sdpa",
-        ),
-        (
-            "flex",
-            {"index_bias": True},
-            "flex cannot compute this: it reads biases from a table .*; choose auto or sdpa",
-        ),
-        (
-            "flex",
-            {"q": queries(head_dim=8)},
-            "flex cannot compute this: head_dim 8 is less than 16; choose auto or",
-        ),
-        (
-            "flex",
-            {"q": queries(dtype=torch.float64)},
-            "flex cannot compute this: it does not know float64 on CUDA",
-        ),
-        (
-            "triton",
-            {"q": queries(head_dim=256)},
-            "triton cannot compute this: .*; choose auto or sdpa",
-        ),
-    ],
-)
-def test_a_backend_that_cannot_compute_something_says_why_and_what_can(backend, needs, message):
-    with pytest.raises(UserError, match=f"attention_backend: {message}"):
-        choose(backend, Needs(**{"q": queries("cpu"), **needs}))
+def test_a_backend_that_cannot_compute_something_says_why_and_what_can():
+    for backend, needs, message in (
+        ("flash", {}, "'flash' is not known; choose from auto, eager, sdpa, triton"),
+        ("sdpa", {"on_scores": True}, "sdpa cannot compute this: the encoding looks at content; c"),
+        ("triton", {"narrow_values": True}, "triton cannot compute this: queries and keys are wid"),
+        ("triton", {"index_bias": True}, "triton cannot compute this: .*; choose auto or sdpa"),
+    ):
+        with pytest.raises(UserError, match=f"attention_backend: {message}"):
+            choose(backend, Needs(queries(), **needs))
 
 
 def test_what_cannot_be_computed_is_refused_before_the_first_token():
-    gpt = Subject("alibi").gpt("flex")
-    assert gpt.resolved_backend == "flex"
-    with pytest.raises(UserError, match="flex cannot compute this: it has no gradients on cpu"):
-        _ = gpt.train().attention_choice
-    tensors = torch.randn(3, 1, 2, 8, 16, requires_grad=True)
-    with pytest.raises(UserError, match="flex cannot compute this: it has no gradients on cpu"):
-        attention(*tensors, backend="flex")
+    gpt = Subject("cope").gpt("sdpa")
+    with pytest.raises(UserError, match="sdpa cannot compute this: the encoding looks at content"):
+        _ = gpt.attention_choice
+    tensors = torch.randn(3, 1, 2, 8, 16)
+    with pytest.raises(UserError, match="sdpa cannot compute this: the encoding looks at content"):
+        attention(*tensors, on_scores=torch.sin, backend="sdpa")
 
 
 @pytest.mark.parametrize("name", ["rotary", "alibi", "fire", "cable", "cope", "pope"])

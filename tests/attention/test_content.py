@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from megatron.attention import attention
-from megatron.errors import UserError
 
 HAS_TRITON = importlib.util.find_spec("triton") is not None and not torch.cuda.is_available()
 # Batch, heads and keys. Triton is interpreted on the CPU, which is slow.
@@ -102,12 +101,3 @@ def test_far_sums_lose_no_digits(backend):
         ours = computed(given, backend)
         exact = computed({**given, "w": given["w"] - 1e5}, "eager", double=True)
         check(ours, exact, 3e-5)
-
-
-def test_flex_and_a_higher_rank_in_triton_are_refused():
-    given = inputs("triton", 3, ones=False)
-    with pytest.raises(UserError, match="a bias depends on content"):
-        computed(given, "flex")
-    if HAS_TRITON:
-        with pytest.raises(UserError, match="biases by content of rank one, not 3"):
-            computed(given, "triton")

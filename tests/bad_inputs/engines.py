@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from megatron.checkpoints.manifest import read_record, write_record
-from tests.bad_inputs.case import MODEL, TRAIN, Case
+from tests.bad_inputs.case import MODEL, Case
 
 RESUME = [
     "train.py",
@@ -31,12 +31,5 @@ CASES = [
         " meant",
         prepare=_of_two_ranks,
         copies_run=True,
-    ),
-    Case(
-        "deterministic-flex",
-        [*TRAIN, "deterministic=true", "attention_backend=flex"],
-        "bad configuration (command line)\n  attention_backend: flex sums gradients of tables in an"
-        " order that changes; set attention_backend to triton, sdpa or eager, or deterministic to"
-        " false",
     ),
 ]

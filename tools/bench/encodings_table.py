@@ -1,7 +1,7 @@
 """Speed and memory of every encoding on one small GPT: a training step and a long evaluation.
 
-python tools/bench/encodings_table.py --quick --encodings rotary fox
-python tools/bench/encodings_table.py --threads 1 --output encodings.json --into docs/performance.md
+python tools/bench/encodings_table.py --threads 1 --encodings rotary fox --output encodings.json
+python tools/bench/encodings_table.py --threads 1 --into docs/performance.md
 
 Each encoding has the options of its file in configs/pos_emb. Steps, rounds and ratios are those of
 tools/bench/step.py. --into writes the table between its two marks in a file.
@@ -9,109 +9,51 @@ tools/bench/step.py. --into writes the table between its two marks in a file.
 
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from measure import (
-    DTYPES,
-    Bench,
-    arguments,
-    parsed,
-    positive,
-    report_progress,
-    shown,
-    table,
-    with_spread,
-)
-from step import GPTCandidate, add_sizes, measure, size_of, trunk
+from measure import Bench, arguments, figures, positive, report_progress, shown, table
+from step import GPTCandidate, add_sizes, measure, size_of
 
 from megatron.cli_errors import guarded
 from megatron.config.yaml_files import read_file
 from megatron.errors import UserError
-from megatron.files import write_text
-from megatron.model.settings import AttentionSettings
+from megatron.files import ROOT, write_text
 from megatron.positions import REGISTRY, options_of
 
-FILES = Path(__file__).resolve().parents[2] / "configs" / "pos_emb"
-REFERENCE = "rotary"
-QUICK = {"length": 256, "rounds": 2, "seconds": 5.0}
 BEGIN, END = "<!-- table of encodings -->", "<!-- end of the table -->"
-HEADER = [
-    "encoding",
-    "attention",
-    "step: tokens/s",
-    "time (quartiles)",
-    "peak MiB",
-    "evaluation: tokens/s",
-    "time (quartiles)",
-    "peak MiB",
-]
-
-
-@dataclass(frozen=True)
-class OfFile(GPTCandidate):
-    """A GPT with an encoding as its file describes it."""
-
-    @property
-    def name(self) -> str:
-        return self.pos_emb
-
-    @property
-    def needs(self) -> float:
-        """Memory of all scores where attention is eager: about that of DAPE, the largest."""
-        if self.chosen_backend != "eager":
-            return 0
-        heads = self.model.heads
-        copies = 3 * (2 * heads + self.options.get("width", 0)) + 8 * heads
-        layers = self.model.layers if self.training else 1
-        return layers * copies * self.batch * self.length**2 * 4
-
-    @property
-    def chosen_backend(self) -> str:
-        """The name of the attention backend."""
-        model, _ = trunk(self.model)
-        model.positions = self.positions()
-        model.use_attention(AttentionSettings(attention_backend=self.backend))
-        return model.resolved_backend
+FIGURES = ["tokens/s", "time (quartiles)", "peak MiB"]
+HEADER = ["encoding", "attention", f"step: {FIGURES[0]}", *FIGURES[1:]]
+HEADER += [f"evaluation: {FIGURES[0]}", *FIGURES[1:]]
 
 
 @guarded
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = arguments(__doc__ or "", QUICK)
+    parser = arguments(__doc__ or "")
     add = parser.add_argument
     add("--encodings", nargs="+", default=sorted(REGISTRY), metavar="NAME", help="default: all")
-    add("--backend", default="auto", metavar="NAME", help="attention_backend")
-    add("--dtype", choices=DTYPES, default="float32")
-    add("--batch", type=positive, default=1, help="windows of a step")
     add("--length", type=positive, default=4096, metavar="L", help="tokens to evaluate")
     add("--into", type=Path, metavar="FILE.md", help="write the table between its marks there")
     add_sizes(parser, hidden=256, layers=2, heads=4, vocab=1024, train_length=512)
-    options = parsed(parser, QUICK, argv)
+    options = parser.parse_args(argv)
     if options.into:
         between_marks(options.into, "")  # before the hour that it takes
-    size = size_of(options, options.dtype)
     unknown = sorted(set(options.encodings) - REGISTRY.keys())
     if unknown:
         raise UserError(f"--encodings: no encoding is called {unknown[0]}; see docs/positions.md")
-
     bench = Bench(options)
-    names = dict.fromkeys([REFERENCE, *options.encodings])
+    size = size_of(options, "float32")
     longest = max(options.length, options.train_length)
-    for training in (True, False):
+    for training, length in ((True, options.train_length), (False, options.length)):
         report_progress("training step" if training else "evaluation")
-        length, batch = (options.train_length, options.batch) if training else (options.length, 1)
         candidates = [
-            OfFile(
-                *(name, options.backend, training, length, batch, size),
-                options=options_in_file(name, longest),
-            )
-            for name in names
+            GPTCandidate(name, "auto", training, length, 1, size, options_in_file(name, longest))
+            for name in dict.fromkeys(["rotary", *options.encodings])
         ]
-        backends = {one.pos_emb: one.chosen_backend for one in candidates}
-        measure(bench, candidates, [REFERENCE])
-        for row in bench.rows:
-            row["backend"] = backends[row["pos_emb"]]
+        backends = [one.chosen_backend for one in candidates]
+        measure(bench, candidates)
+        for row, backend in zip(bench.rows[-len(candidates) :], backends, strict=True):
+            row["backend"] = backend
         bench.save(markdown(bench))
     text = markdown(bench)
     print(text)
@@ -122,7 +64,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def options_in_file(name: str, longest: int) -> dict[str, Any]:
     """pos_emb_args of the encoding's file, with a row for every position of a table of rows."""
-    options = dict(read_file(FILES / f"{name}.yml").get("pos_emb_args") or {})
+    file = ROOT / "configs/pos_emb" / f"{name}.yml"
+    options = dict(read_file(file).get("pos_emb_args") or {})
     if "max_positions" in options_of(name):
         options["max_positions"] = longest
     return options
@@ -130,24 +73,19 @@ def options_in_file(name: str, longest: int) -> dict[str, Any]:
 
 def markdown(bench: Bench) -> str:
     """One line for each encoding, the fastest training step first."""
-    steps = {row["pos_emb"]: row for row in bench.rows if row["training"]}
-    evaluations = {row["pos_emb"]: row for row in bench.rows if not row["training"]}
+    of_evaluation = {row["pos_emb"]: row for row in bench.rows if not row["training"]}
+    steps = [row for row in bench.rows if row["training"]]
+    steps.sort(key=lambda row: row["median_ratio"] or float("inf"))
     lines = []
-    for name, row in sorted(steps.items(), key=lambda item: item[1]["median_ratio"] or 1e9):
-        columns = [name, row["backend"]]
-        for one in (row, evaluations.get(name)):
-            columns += ["-"] * 3 if one is None else cells(one)
-        lines.append(columns)
+    for step in steps:
+        cells = [step["pos_emb"], step["backend"]]
+        for row in (step, of_evaluation.get(step["pos_emb"])):
+            if row is None or row["median_ms"] is None:
+                cells += [(row or {}).get("reason") or "-", "-", "-"]
+            else:
+                cells += [shown(row["tokens_per_second"]), *figures(row)[1:]]
+        lines.append(cells)
     return f"{bench.heading}\n{table(HEADER, lines)}"
-
-
-def cells(row: dict[str, Any]) -> list[str]:
-    """Speed, ratio and memory of a row, or why there are none."""
-    if row["median_ms"] is None:
-        return [row["reason"] or "-", "-", "-"]
-    peak = row["peak_bytes"]
-    memory = "-" if peak is None else f"{peak / 2**20:,.0f}"
-    return [shown(row["tokens_per_second"]), with_spread(row, "ratio"), memory]
 
 
 def between_marks(path: Path, text: str) -> str:

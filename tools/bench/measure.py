@@ -6,7 +6,6 @@ import json
 import os
 import platform
 import resource
-import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -17,23 +16,22 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from megatron.commit import commit
 from megatron.errors import UserError
 from megatron.files import write_text
+from megatron.parallel.machine import total_memory
 
-SHORTEST = 0.02  # seconds that one measurement lasts at least, by repeating the call
+SHORTEST = 20  # milliseconds that one measurement lasts at least, by repeating the call
 DTYPES = ("float32", "bfloat16", "float16")
 FIGURES = ["ms (quartiles)", "ratio (quartiles)", "peak MiB"]
 Call = Callable[[], Any]
 
 
-def arguments(description: str, quick: dict[str, Any]) -> argparse.ArgumentParser:
-    """The options that the benchmarks share.
-
-    quick: what --quick sets where an option is not given
-    """
+def arguments(description: str) -> argparse.ArgumentParser:
+    """The options that the benchmarks share."""
     parser = argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -44,30 +42,8 @@ def arguments(description: str, quick: dict[str, Any]) -> argparse.ArgumentParse
     seconds = "a candidate that has run so long skips later rounds"
     add("--seconds", type=float, default=20.0, metavar="S", help=seconds)
     add("--no-memory", action="store_true", help="do not measure peak memory")
-    words = "candidates with one of these words in their name"
-    add("--only", nargs="+", default=[], metavar="WORD", help=words)
     add("--output", type=Path, metavar="FILE.json", help="JSON there, and Markdown as FILE.md")
-    settings = ", ".join(f"{key}={value}" for key, value in quick.items())
-    add("--quick", action="store_true", help=f"a run of minutes: {settings}")
     return parser
-
-
-def parsed(
-    parser: argparse.ArgumentParser, quick: dict[str, Any], argv: Sequence[str] | None
-) -> argparse.Namespace:
-    """The options, checked; raises UserError if the output cannot be written."""
-    words = sys.argv[1:] if argv is None else argv
-    if "--quick" in words:
-        parser.set_defaults(**quick)
-    options = parser.parse_args(words)
-    if options.device == "cuda" and not torch.cuda.is_available():
-        raise UserError("--device: torch finds no CUDA device; use --device cpu")
-    output = options.output
-    if output and (output.suffix != ".json" or not output.parent.is_dir()):
-        raise UserError(f"--output: {output} must end in .json and lie in a folder that exists")
-    if options.threads:
-        torch.set_num_threads(options.threads)
-    return options
 
 
 def positive(text: str) -> int:
@@ -82,13 +58,20 @@ class Bench:
 
     A candidate is a frozen dataclass with `length` and `device`, a property `name`, `prepare()`,
     which gives the call to be timed, and `needs`: bytes of memory without which it cannot run. Its
-    fields begin its row.
+    fields begin its row. Raises UserError if the options ask for what cannot be.
     """
 
     def __init__(self, options: argparse.Namespace) -> None:
+        on_gpu = options.device == "cuda"
+        if on_gpu and not torch.cuda.is_available():
+            raise UserError("--device: torch finds no CUDA device; use --device cpu")
+        output = options.output
+        if output and (output.suffix != ".json" or not output.parent.is_dir()):
+            raise UserError(f"--output: {output} must end in .json and lie in a folder that exists")
+        if options.threads:
+            torch.set_num_threads(options.threads)
         self.options = options
         self.rows: list[dict[str, Any]] = []
-        on_gpu = options.device == "cuda"
         self.conditions = {
             "command": " ".join(["python", *sys.argv]),
             "date": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -97,7 +80,6 @@ class Bench:
             "clock": "CUDA events" if on_gpu else "CPU time of all threads",
             "threads": torch.get_num_threads(),
             "torch": torch.__version__,
-            "python": platform.python_version(),
         }
 
     def group(self, candidates: Sequence[Any], references: Sequence[str]) -> list[dict[str, Any]]:
@@ -105,28 +87,24 @@ class Bench:
 
         Ratios are to the first of `references` that runs, in the same round.
         """
-        words = self.options.only
-        wanted = [
-            one
-            for one in candidates
-            if not words or one.name in references or any(word in one.name for word in words)
-        ]
-        calls, reasons = ready(wanted)
+        calls, reasons = ready(candidates)
         reference = next((name for name in references if name in calls), None)
         times = interleaved(calls, reference, self.options)
         rows = []
-        for one in wanted:
-            row = asdict(one)
-            row |= {"candidate": one.name, "reason": reasons.get(one.name), "reference": reference}
-            row["peak_bytes"] = None
+        for one in candidates:
+            own = times.get(one.name, [])
+            of_reference = times.get(reference or "", [])
+            ratios = [mine / theirs for mine, theirs in zip(own, of_reference, strict=False)]
+            peak_bytes = None
             if one.name in calls and not self.options.no_memory:
-                row["peak_bytes"] = peak(one, calls[one.name])
-            mine, theirs = times.get(one.name, []), times.get(reference or "", [])
-            ratios = [ours / other for ours, other in zip(mine, theirs, strict=False)]
-            row["ms"] = mine
-            for name, numbers in {"ms": mine, "ratio": ratios}.items():
-                row[f"median_{name}"] = statistics.median(numbers) if numbers else None
-                row[f"quartiles_{name}"] = quartiles(numbers)
+                peak_bytes = peak(one, calls[one.name])
+            row = {**asdict(one), "candidate": one.name, "reason": reasons.get(one.name)}
+            row |= {"reference": reference, "peak_bytes": peak_bytes, "ms": own}
+            for name, numbers in {"ms": own, "ratio": ratios}.items():
+                low = middle = high = None
+                if numbers:
+                    low, middle, high = np.quantile(numbers, [0.25, 0.5, 0.75]).tolist()
+                row |= {f"median_{name}": middle, f"quartiles_{name}": [low, high]}
             rows.append(row)
         self.rows += rows
         return rows
@@ -155,24 +133,23 @@ def ready(candidates: Sequence[Any]) -> tuple[dict[str, Call], dict[str, str]]:
     """
     calls: dict[str, Call] = {}
     reasons: dict[str, str] = {}
-
-    def attempt(name: str, call: Call) -> Any:
-        try:
-            return call()
-        except Exception as fault:
-            kind = "not run" if isinstance(fault, UserError) else f"failed: {type(fault).__name__}"
-            reasons[name] = f"{kind}: {(str(fault) or 'no message').splitlines()[0]}"
-            calls.pop(name, None)
-
-    for one in candidates:
-        if one.needs > available(one.device):
-            reasons[one.name] = f"not run: needs {one.needs / 2**30:.1f} GiB"
-            continue
-        call = attempt(one.name, one.prepare)
-        if call is not None:
-            calls[one.name] = call
-    for name, call in list(calls.items()):
-        attempt(name, call)
+    for first_call in (False, True):
+        for one in candidates:
+            if one.name in reasons:
+                continue
+            if one.needs > total_memory():
+                reasons[one.name] = f"not run: needs {one.needs / 2**30:.1f} GiB"
+                continue
+            try:
+                if first_call:
+                    calls[one.name]()
+                else:
+                    calls[one.name] = one.prepare()
+            except Exception as fault:
+                calls.pop(one.name, None)
+                ending = "not run" if isinstance(fault, UserError) else "failed"
+                words = (str(fault) or type(fault).__name__).splitlines()[0]
+                reasons[one.name] = f"{ending}: {words}"
     return calls, reasons
 
 
@@ -184,19 +161,17 @@ def interleaved(
     The reference takes part as long as anybody does.
     """
     times: dict[str, list[float]] = {name: [] for name in calls}
-    spent: dict[str, float] = {}
-    repeats: dict[str, int] = {}
-    for name, call in calls.items():
-        spent[name] = clocked(call, 1, options.device) / 1000
-        repeats[name] = max(1, min(100, round(SHORTEST / max(spent[name], 1e-6))))
+    spent = {name: clocked(call, 1, options.device) for name, call in calls.items()}
+    repeats = {name: round(SHORTEST / max(ms, 0.001)) for name, ms in spent.items()}
     live = list(calls)
     for number in range(options.rounds):
         first = number % max(1, len(live))
         for name in live[first:] + live[:first]:
-            ms = clocked(calls[name], repeats[name], options.device)
+            count = max(1, min(100, repeats[name]))
+            ms = clocked(calls[name], count, options.device)
             times[name].append(ms)
-            spent[name] += ms * repeats[name] / 1000
-        live = [name for name in live if spent[name] < options.seconds]
+            spent[name] += ms * count
+        live = [name for name in live if spent[name] < 1000 * options.seconds]
         if live and reference is not None and reference not in live:
             live.insert(0, reference)
     return times
@@ -220,16 +195,8 @@ def clocked(call: Call, repeats: int, device: str) -> float:
     return start.elapsed_time(end) / repeats
 
 
-def quartiles(numbers: list[float]) -> list[float] | None:
-    """The first and the third, or the number itself where there is one."""
-    if len(numbers) < 2:
-        return [*numbers, *numbers] or None
-    first, _, third = statistics.quantiles(numbers, n=4, method="inclusive")
-    return [first, third]
-
-
 def peak(candidate: Any, call: Call) -> int | None:
-    """Bytes that one call takes beyond its inputs; None where there was not enough memory."""
+    """Bytes that one call takes beyond its inputs; None if there is not enough memory."""
     if candidate.device == "cuda":
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
@@ -258,41 +225,27 @@ def peak_of_process(candidate: Any, threads: int) -> int:
     return (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024
 
 
-def available(device: str) -> float:
-    """Bytes of memory that are free; unlimited where the system does not say."""
-    if device == "cuda":
-        free, _ = torch.cuda.mem_get_info()
-        return free + torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
-    with contextlib.suppress(OSError):
-        for line in Path("/proc/meminfo").read_text().splitlines():
-            if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) * 1024
-    return float("inf")
-
-
 def processor() -> str:
     """The name of the CPU, and how many cores it has."""
+    name = platform.machine()
     with contextlib.suppress(OSError):
         for line in Path("/proc/cpuinfo").read_text().splitlines():
             if line.startswith("model name"):
-                return f"{line.split(':')[1].strip()}, {os.cpu_count()} cores"
-    return f"{platform.machine()}, {os.cpu_count()} cores"
+                name = line.split(":")[1].strip()
+    return f"{name}, {os.cpu_count()} cores"
 
 
 def figures(row: dict[str, Any]) -> list[str]:
     """A row's cells in the columns FIGURES."""
-    if row["median_ms"] is None:
-        return ["-", "-", "-"]
-    cells = [with_spread(row, "ms")]
-    cells.append("-" if row["median_ratio"] is None else with_spread(row, "ratio"))
-    cells.append("-" if row["peak_bytes"] is None else f"{row['peak_bytes'] / 2**20:,.0f}")
+    cells = []
+    for name in ("ms", "ratio"):
+        low, high = row[f"quartiles_{name}"]
+        middle = row[f"median_{name}"]
+        spread = "-" if middle is None else f"{shown(middle)} ({shown(low)}-{shown(high)})"
+        cells.append(spread)
+    memory = row["peak_bytes"]
+    cells.append("-" if memory is None else f"{memory / 2**20:,.0f}")
     return cells
-
-
-def with_spread(row: dict[str, Any], name: str) -> str:
-    """Median and quartiles: 1.05 (1.03-1.07)."""
-    low, high = row[f"quartiles_{name}"]
-    return f"{shown(row[f'median_{name}'])} ({shown(low)}-{shown(high)})"
 
 
 def shown(number: float) -> str:

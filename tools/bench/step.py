@@ -1,6 +1,5 @@
 """Time, memory and throughput of a training step and of evaluation, for encodings of one GPT.
 
-python tools/bench/step.py --quick
 python tools/bench/step.py --threads 1 --encodings rotary kerple_log --layers 4 --output step.json
 
 A step is forward, backward, clipping and torch's fused AdamW on the weights in their own dtype.
@@ -27,14 +26,13 @@ from measure import (
     arguments,
     clocked,
     figures,
-    parsed,
     positive,
     report_progress,
     shown,
     table,
 )
 from torch import nn
-from torch.profiler import ProfilerActivity, profile
+from torch.profiler import profile
 
 from megatron.cli_errors import guarded
 from megatron.errors import UserError
@@ -44,17 +42,10 @@ from megatron.model.size import BACKWARD, forward_flops
 from megatron.positions import Shape, build
 
 ENCODINGS = ["rotary", "none", "alibi", "kerple_log", "mep_free", "mep_param_t5", "t5"]
-REFERENCES = ("rotary, auto", "none, auto")
-QUICK = {
-    "encodings": ["rotary", "kerple_log"],
-    "lengths": [512, 16384],
-    "rounds": 3,
-    "seconds": 5.0,
-}
 
 
 @dataclass(frozen=True)
-class Model:
+class Size:
     """A GPT of the papers of this size; compiled: whether torch compiles its layers."""
 
     hidden: int
@@ -89,25 +80,60 @@ class GPTCandidate:
     training: bool
     length: int
     batch: int
-    model: Model
+    size: Size
     options: dict[str, Any] = field(default_factory=dict)
 
     @property
     def device(self) -> str:
-        return self.model.device
+        return self.size.device
 
     @property
     def name(self) -> str:
         return f"{self.pos_emb}, {self.backend}"
+
+    @property
+    def chosen_backend(self) -> str:
+        """The name of the attention backend."""
+        model, _ = trunk(self.size)
+        model.positions = self.positions()
+        model.use_attention(AttentionSettings(attention_backend=self.backend))
+        return model.resolved_backend
+
+    @property
+    def needs(self) -> float:
+        """Memory of all scores where attention is eager: about that of DAPE, the largest."""
+        if self.device != "cpu" or self.chosen_backend != "eager":
+            return 0
+        heads = self.size.heads
+        copies = 14 * heads + 3 * self.options.get("width", 0)
+        layers = self.size.layers if self.training else 1
+        return layers * copies * self.batch * self.length**2 * 4
+
+    @property
+    def flops(self) -> float:
+        """Of a step or window as PaLM counts, with every pair of tokens."""
+        token = forward_flops(self.size.architecture, self.size.vocab, self.length)
+        forward = self.batch * self.length * token
+        return BACKWARD * forward if self.training else forward
+
+    def positions(self) -> nn.ModuleList:
+        """The encoding, one for all layers or one for each."""
+        size = self.size
+        shape = Shape(size.heads, size.hidden // size.heads, size.hidden, size.train_length)
+        torch.manual_seed(0)
+        built = [build(self.pos_emb, shape, **self.options) for _ in range(size.layers)]
+        if not built[0].per_layer:
+            built = built[:1]
+        return nn.ModuleList(built).to(self.device).train(self.training)
 
     def prepare(self) -> Callable[[], Any]:
         """The call to be timed.
 
         Candidates share the weights and put their encoding into the model in turn.
         """
-        model, optimizer = trunk(self.model)
+        model, optimizer = trunk(self.size)
         positions = self.positions()
-        ids = torch.randint(1, self.model.vocab, (self.batch, self.length + 1)).to(self.device)
+        ids = torch.randint(1, self.size.vocab, (self.batch, self.length + 1)).to(self.device)
         inputs, labels = ids[:, :-1], ids[:, 1:]
         settings = AttentionSettings(attention_backend=self.backend)
 
@@ -126,35 +152,9 @@ class GPTCandidate:
 
         return call
 
-    def positions(self) -> nn.ModuleList:
-        """The encoding, one for all layers or one for each."""
-        size = self.model
-        shape = Shape(size.heads, size.hidden // size.heads, size.hidden, size.train_length)
-        torch.manual_seed(0)
-        positions = [build(self.pos_emb, shape, **self.options)]
-        if positions[0].per_layer:
-            others = range(size.layers - 1)
-            positions += [build(self.pos_emb, shape, **self.options) for _ in others]
-        return nn.ModuleList(positions).to(self.device).train(self.training)
-
-    @property
-    def flops(self) -> float:
-        """Of a step or window as PaLM counts, with every pair of tokens."""
-        token = forward_flops(self.model.architecture, self.model.vocab, self.length)
-        forward = self.batch * self.length * token
-        return BACKWARD * forward if self.training else forward
-
-    @property
-    def needs(self) -> float:
-        """Memory of eager's matrices on the CPU, where too much ends the process; else 0."""
-        if self.device != "cpu" or self.backend != "eager":
-            return 0
-        copies = 4 * self.model.layers + 8 if self.training else 4
-        return copies * self.batch * self.model.heads * self.length**2 * 4
-
 
 @cache
-def trunk(size: Model) -> tuple[GPT, torch.optim.Optimizer]:
+def trunk(size: Size) -> tuple[GPT, torch.optim.Optimizer]:
     """The model without an encoding, and its optimizer with a second group for the encoding's."""
     torch.manual_seed(0)
     settings = AttentionSettings()
@@ -184,20 +184,30 @@ def add_sizes(parser: ArgumentParser, **sizes: int) -> None:
         parser.add_argument(f"--{name}", type=positive, default=size, help=f"default: {size}")
 
 
-def size_of(options: Namespace, dtype: str, *, compiled: bool = False) -> Model:
+def size_of(options: Namespace, dtype: str, *, compiled: bool = False) -> Size:
     """The model that the options describe; raises UserError if heads do not fit."""
     if options.hidden % options.heads:
         raise UserError(f"--hidden: {options.hidden} cannot be split over --heads {options.heads}")
     sizes = (options.hidden, options.layers, options.heads, options.vocab, options.train_length)
-    return Model(*sizes, dtype, options.device, compiled)
+    return Size(*sizes, dtype, options.device, compiled)
+
+
+def measure(bench: Bench, candidates: Sequence[GPTCandidate]) -> None:
+    """Measure candidates beside rotary; their rows get tokens per second and MFU."""
+    rows = bench.group(candidates, ["rotary, auto"])
+    for one, row in zip(candidates, rows, strict=True):
+        row |= {"tokens_per_second": None, "mfu": None}
+        if row["median_ms"] is not None:
+            seconds = row["median_ms"] / 1000
+            row["tokens_per_second"] = one.batch * one.length / seconds
+            row["mfu"] = one.flops / seconds / best_speed(one.device, one.size.dtype)
 
 
 @guarded
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = arguments(__doc__ or "", QUICK)
+    parser = arguments(__doc__ or "")
     add = parser.add_argument
     add("--encodings", nargs="+", default=ENCODINGS, metavar="NAME")
-    add("--backend", default="auto", metavar="NAME", help="attention_backend of the encodings")
     eager = "encodings to run with backend eager as well"
     add("--eager", nargs="*", default=["kerple_log"], metavar="NAME", help=eager)
     add("--compile", action="store_true", help="compile the layers, as torch_compile does")
@@ -207,41 +217,24 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("--lengths", nargs="*", type=positive, default=lengths, metavar="L", help="to evaluate")
     add("--trace", type=Path, metavar="FILE.json.gz", help="for chrome://tracing and Perfetto")
     add_sizes(parser, hidden=768, layers=12, heads=12, vocab=50304, train_length=512)
-    options = parsed(parser, QUICK, argv)
+    options = parser.parse_args(argv)
 
+    bench = Bench(options)
     on_gpu = options.device == "cuda"
-    size = size_of(
-        options, options.dtype or ("bfloat16" if on_gpu else "float32"), compiled=options.compile
-    )
-    kinds = [(name, options.backend) for name in options.encodings]
+    dtype = options.dtype or ("bfloat16" if on_gpu else "float32")
+    size = size_of(options, dtype, compiled=options.compile)
+    kinds = [(name, "auto") for name in options.encodings]
     kinds += [(name, "eager") for name in options.eager]
     works = [(True, options.train_length, options.batch or (32 if on_gpu else 1))]
     works += [(False, length, 1) for length in options.lengths]
-    bench = Bench(options)
-    for training, length, windows in works:
-        report_progress(f"{'training' if training else 'evaluation'}, {length}")
-        candidates = [
-            GPTCandidate(name, backend, training, length, windows, size) for name, backend in kinds
-        ]
-        measure(bench, candidates, REFERENCES)
+    for work in works:
+        report_progress(f"{'training' if work[0] else 'evaluation'}, {work[1]}")
+        measure(bench, [GPTCandidate(*kind, *work, size) for kind in kinds])
         bench.save(markdown(bench))
     print(markdown(bench))
     if options.trace:
-        first = GPTCandidate(options.encodings[0], options.backend, *works[0], size)
-        print(traced(first, options.trace))
+        print(traced(GPTCandidate(*kinds[0], *works[0], size), options.trace))
     return 0
-
-
-def measure(bench: Bench, candidates: Sequence[GPTCandidate], references: Sequence[str]) -> None:
-    """Measure candidates; their rows get tokens per second and MFU."""
-    by_name = {one.name: one for one in candidates}
-    for row in bench.group(candidates, references):
-        one = by_name[row["candidate"]]
-        row |= {"tokens_per_second": None, "mfu": None, "flops": one.flops}
-        if row["median_ms"] is not None:
-            seconds = row["median_ms"] / 1000
-            row["tokens_per_second"] = one.batch * one.length / seconds
-            row["mfu"] = one.flops / seconds / best_speed(one.device, one.model.dtype)
 
 
 def markdown(bench: Bench) -> str:
@@ -265,18 +258,14 @@ def markdown(bench: Bench) -> str:
 
 def traced(candidate: GPTCandidate, path: Path) -> str:
     """Write a trace of one step; the table of its longest operations."""
-    on_gpu = candidate.device == "cuda"
-    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]
     step = candidate.prepare()
     for _ in range(3):
         step()
     for _ in range(2):  # the first is spent on starting the device's own profiler
-        with profile(activities=activities) as profiler:
+        with profile() as profiler:
             step()
-            if on_gpu:
-                torch.cuda.synchronize()
     profiler.export_chrome_trace(str(path))
-    order = "self_device_time_total" if on_gpu else "self_cpu_time_total"
+    order = "self_device_time_total" if candidate.device == "cuda" else "self_cpu_time_total"
     return profiler.key_averages().table(sort_by=order, row_limit=12)
 
 
