@@ -271,7 +271,7 @@ def decode(
     """
     going = list(texts)
     device = model.word_embeddings.weight.device
-    cache = Cache(rolling=True) if settings.cached else None
+    cache = Cache() if settings.cached else None
     read = min(len(text.tokens) for text in going)
     unread = [text.tokens[:read] for text in going]
     while going:

@@ -187,7 +187,7 @@ class PositionsGPTForCausalLM(PreTrainedModel, GenerationMixin):
             own = None
             if cache is not None:
                 cache.rows[padding] = rows
-                own = cache.by_padding.setdefault(padding, Cache(rolling=True))
+                own = cache.by_padding.setdefault(padding, Cache())
             features = self.gpt.features(tokens, own)
             if x is None and features.shape[:2] == input_ids.shape:
                 x = features

@@ -1,7 +1,7 @@
 """The parts of a transformer layer, with GPT-NeoX's parameter names and layout."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -40,8 +40,8 @@ class AttentionInputs:
     documents: Documents | None = None
     backend: str = "auto"
     self_check: bool = True
-    cache: LayerCache | None = field(default=None, compare=False)
-    pairs: Pairs | None = field(default=None, compare=False)
+    cache: LayerCache | None = None
+    pairs: Pairs | None = None
 
 
 def normalisation(features: int, model: Architecture) -> nn.Module:
@@ -90,20 +90,19 @@ class SelfAttention(nn.Module):
             q, k = by_document(position.on_queries_keys, (q, k), documents)
         elif method is None:
             q, k = position.on_queries_keys(q, k, inputs.start)
-        cache = LayerCache() if inputs.cache is None else inputs.cache
-        memory = cache.memory
+        memory = {} if inputs.cache is None else inputs.cache.memory
         q, k = position.on_queries_keys_by_content(q, k, x, memory)
         if inputs.query_scale is not None and method is None:
             q = (q * inputs.query_scale[..., None]).to(q.dtype)
         if inputs.cache is not None:
-            k, v = cache.append(k, v)
+            k, v = inputs.cache.append(k, v)
 
         options: dict[str, Any] = {
             "weight": inputs.weight,
             "window": inputs.window,
             "chunk": inputs.chunk,
-            "segments": None if documents is None else documents.numbers[:, -k.shape[2] :],
-            "index_bias": None,
+            "segments": None if documents is None else documents.numbers,
+            "index_bias": position.index_bias if position.has("index_bias") else None,
             "on_scores": None,
             "score_bias": None,
             "pairs": inputs.pairs,
@@ -114,18 +113,12 @@ class SelfAttention(nn.Module):
             options["on_scores"] = partial(position.on_scores, x=x, memory=memory)
         if position.has("score_bias"):
             options["score_bias"] = position.score_bias(x, memory)
-        if position.has("index_bias"):
-            options["index_bias"] = position.index_bias
-        if position.has("index_bias") and cache.forgotten:
-            gone = cache.forgotten
-            options["index_bias"] = lambda query, key: position.index_bias(query + gone, key + gone)
         if method is None:
             k = for_each_query_head(k, self.group)
             v = for_each_query_head(v, self.group)
             out = attention(q, k, v, inputs.bias, **options)
         else:
-            index = cache.indices(k.shape[2], k.device)
-            text = Text(position, q, k, v, index, inputs.bias, inputs.query_scale, options)
+            text = Text(position, q, k, v, inputs.bias, inputs.query_scale, options)
             out = attention_by_method(method, text)
         return self.dense(out.transpose(1, 2).reshape(batch, length, -1))
 

@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 from megatron.attention import Choice, Needs, Pairs, choose, joined
 from megatron.errors import UserError
 from megatron.model.block import AttentionInputs, Block, normalisation
-from megatron.model.cache import Cache, LayerCache, first_visible
+from megatron.model.cache import Cache, LayerCache
 from megatron.model.documents import Documents, by_document
 from megatron.model.head import mean_loss, token_losses
 from megatron.model.methods import Method, clipped, faults_of, method_of_layer
@@ -101,8 +101,8 @@ class GPT(nn.Module):
         length = ids.shape[1]
         for position in self._positions:
             position.prepare(start + length)
-        if cache is not None:
-            self._make_ready(cache)
+        if cache is not None and not cache.layers:
+            cache.layers = [LayerCache() for _ in self.layers]
         documents = None
         if self.attention.reset_attention_mask:
             documents = self._documents(ids, cache)
@@ -160,31 +160,23 @@ class GPT(nn.Module):
             scale = documents.scale(self.position.log_n_scale(0, start + length))
         elif settings.logn_scale:
             scale = self.position.log_n_scale(start, length)
-        inputs: list[AttentionInputs] = []
-        earlier: dict[tuple[Position, int | None], AttentionInputs] = {}
-        tables: dict[tuple[Position, int], tuple[Tensor | None, Tensor | None]] = {}
-        for layer, (position, window) in enumerate(self._layers):
-            if (position, window) in earlier:
-                inputs.append(earlier[position, window])
-                continue
-            kept = 0 if cache is None else cache.layers[layer].length
-            columns = kept + length
+        columns = start + length
+        tables: dict[Position, tuple[Tensor | None, Tensor | None]] = {}
+        inputs: dict[tuple[Position, int | None], AttentionInputs] = {}
+        for position, window in dict.fromkeys(self._layers):
             method = self._method_of(position, window)
-            if method is not None:
-                columns = method.table_length(columns)
-            if (position, columns) not in tables:
-                tables[position, columns] = (
-                    clipped(position.distance_bias(columns), settings.clip_distance),
-                    clipped(position.distance_weight(columns), settings.clip_distance),
+            if position not in tables:
+                count = columns if method is None else method.table_length(columns)
+                tables[position] = (
+                    clipped(position.distance_bias(count), settings.clip_distance),
+                    clipped(position.distance_weight(count), settings.clip_distance),
                 )
-            bias, weight = tables[position, columns]
             query_scale = scale
             if scale is not None and window is not None:  # a query sees at most that many tokens
                 query_scale = scale.minimum(self.position.log_n_scale(window - 1, 1))
-            inputs_of_layer = AttentionInputs(
+            inputs[position, window] = AttentionInputs(
                 position,
-                bias,
-                weight,
+                *tables[position],
                 method=method,
                 start=start,
                 window=window,
@@ -195,29 +187,11 @@ class GPT(nn.Module):
                 self_check=settings.attention_self_check,
                 pairs=self.pairs,
             )
-            earlier[position, window] = inputs_of_layer
-            inputs.append(inputs_of_layer)
+        of_layers = [inputs[layer] for layer in self._layers]
         if cache is None:
-            return inputs
-        layers = zip(inputs, cache.layers, strict=True)
-        return [replace(inputs_of_layer, cache=kept) for inputs_of_layer, kept in layers]
-
-    def _make_ready(self, cache: Cache) -> None:
-        """Give a new text its layers, and forget what the next tokens of a long one cannot see."""
-        if not cache.layers:
-            cache.layers = [LayerCache() for _ in self.layers]
-        if not cache.rolling:
-            return
-        for layer, (position, window) in zip(cache.layers, self._layers, strict=True):
-            if not position.memory_rolls:
-                continue
-            method, sinks = self._method_of(position, window), 0
-            if method is not None:
-                sinks, window = method.visible(window)
-            beyond = position.scores_read_beyond
-            first = first_visible(cache.length, window, self.chunk, beyond)
-            if first is not None:
-                layer.forget(first, sinks, position.memory_of_keys or {})
+            return of_layers
+        pairs = zip(of_layers, cache.layers, strict=True)
+        return [replace(of_layer, cache=kept) for of_layer, kept in pairs]
 
     def losses(self, x: Tensor, labels: Tensor) -> Tensor:
         """Cross entropy of each token in float32.

@@ -76,6 +76,11 @@ METHODS = {
 """All that `--method` may name."""
 SINKS = MethodKind({"window": int, "sinks": int}, lambda length, given: {}, needs=None)
 """The setting `sinks` beside `window`."""
+LACKS = {
+    "rotates": "does not turn queries and keys by position; it is for encodings such as rotary",
+    "stretches": "has no base that can grow; it is for rotary without scaling",
+}
+"""What is said of encodings that are not as a method needs them."""
 
 
 @dataclass(frozen=True)
@@ -95,11 +100,6 @@ class Method:
         return "window" in self.options
 
     @property
-    def first_keys(self) -> int | None:
-        """The number of first keys that are the only far ones; None: all are visible."""
-        return self.options.get("sinks")
-
-    @property
     def text(self) -> str:
         """The method as `method_of` reads it, with all options: rerope,window=256."""
         words = [f"{name}={self.options[name]}" for name in self.kind.options]
@@ -107,8 +107,8 @@ class Method:
 
     def far(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
         """Positions of queries for far keys, and of these for them: [queries], [keys] -> same."""
-        get = self.options.get
-        window, factor, group = self.options["window"], get("factor"), get("group")
+        window, factor = self.options["window"], self.options.get("factor")
+        group = self.options.get("group")
         if factor is not None:
             return (query + window * (factor - 1)) / factor, key / factor
         if group is not None:
@@ -116,16 +116,12 @@ class Method:
             return query // group + window - window / group, key // group
         if self.name == "sinks":
             return query.clamp(max=self.options["sinks"] + window - 1), key
-        return torch.full_like(query, get("limit", window)), torch.zeros_like(key)
+        limit = self.options.get("limit", window)
+        return torch.full_like(query, limit), torch.zeros_like(key)
 
     def table_length(self, keys: int) -> int:
         """The number of distances that a table must have for so many keys."""
         return max(keys, self.options.get("limit", 0) + 1)
-
-    def visible(self, window: int | None) -> tuple[int, int | None]:
-        """The first and the last keys that a query sees in a layer with this window."""
-        sinks = self.first_keys
-        return (0, window) if sinks is None else (sinks, self.options["window"])
 
     def applies_to(self, position: Position) -> bool:
         """Whether it changes anything of a layer with this encoding."""
@@ -135,19 +131,20 @@ class Method:
 
     def obstacle(self, position: Position) -> str | None:
         """The reason why tokens of this encoding cannot stand at other positions, or None."""
+        has = position.has
         if self.kind.between and has_table(position):
             return "its bias by distance has no value between whole distances"
         if self.kind.needs == "stretches" and not position.stretches:
             return "its base cannot change, or is that of longer texts already"
-        if position.has("on_scores"):
+        if has("on_scores"):
             return "it changes all scores of a query by their content"
-        if position.has("on_embeddings"):
+        if has("on_embeddings"):
             return "it adds positions to the embeddings, where they stay"
-        if position.has("index_bias"):
-            return "its bias depends on the places of both tokens, not on their distance alone"
+        if has("index_bias"):
+            return "its bias depends on the places of both tokens, not on their distance"
         if not position.movable:
             return "its queries and keys are known at their own positions alone"
-        if position.has("on_queries_keys") and position.has("on_queries_keys_by_content"):
+        if has("on_queries_keys") and has("on_queries_keys_by_content"):
             return "it turns queries and keys by their content too"
         return None
 
@@ -192,9 +189,13 @@ def method_of(text: str, train_length: int) -> Method:
         if not least <= value <= most:
             faults.append(f"{key}={value} is not within {least} … {most}")
     if faults:
-        shown = ascii(text)[1:-1][:100]
-        raise UserError("\n".join(f"--method {shown}: {fault}" for fault in faults))
+        raise UserError("\n".join(f"--method {shown(text)}: {fault}" for fault in faults))
     return Method(name, options)
+
+
+def shown(text: str) -> str:
+    """A text of the user's for a message: printable, and not long."""
+    return ascii(text)[1:-1][:100]
 
 
 def fault_of_name(text: str) -> str | None:
@@ -203,39 +204,37 @@ def fault_of_name(text: str) -> str | None:
     if name in METHODS:
         return None
     hint = did_you_mean(name, METHODS) or f"choose from {', '.join(METHODS)}"
-    return f"--method {ascii(text)[1:-1][:100]}: no such method; {hint}"
+    return f"--method {shown(text)}: no such method; {hint}"
+
+
+def chosen_method(
+    attention: AttentionSettings, window: int | None, train_length: int
+) -> Method | None:
+    """The method of layers with this window, or None. Raises UserError for its options."""
+    if attention.method is not None:
+        return method_of(attention.method, train_length)
+    if attention.sinks is None or window is None:
+        return None
+    return Method("sinks", {"window": window, "sinks": attention.sinks})
 
 
 def method_of_layer(
     attention: AttentionSettings, position: Position, window: int | None, train_length: int
 ) -> Method | None:
-    """The method that changes attention in a layer with this encoding and window, or None.
-
-    The settings have no faults.
-    """
-    method: Method | None = None
-    if attention.method is not None:
-        method = method_of(attention.method, train_length)
-    elif attention.sinks is not None and window is not None:
-        method = Method("sinks", {"window": window, "sinks": attention.sinks})
-    if method is None or not method.applies_to(position):
-        return None
-    return method
+    """The method that changes attention in a layer with this encoding and window, or None."""
+    method = chosen_method(attention, window, train_length)
+    return method if method is not None and method.applies_to(position) else None
 
 
 def faults_of(
     attention: AttentionSettings, positions: Sequence[Position], train_length: int
 ) -> list[str]:
     """Messages about sinks, clip_distance and method for layers with these encodings."""
-    pattern = attention.window_layers or (attention.window,)
-    windows = attention.windows(len(pattern), train_length)
+    sinks, clip = attention.sinks, attention.clip_distance
+    windows = attention.windows(len(attention.window_layers) or 1, train_length)
     lengths = [window for window in windows if window is not None]
     names = " or ".join(dict.fromkeys(name_of(one) for one in positions))
-    sinks, clip = attention.sinks, attention.clip_distance
     faults = []
-    for option, value in (("--sinks", sinks), ("--clip-distance", clip)):
-        if value is not None and not 1 <= value <= MOST:
-            faults.append(f"{option} {value}: give a number of tokens of 1 to {MOST}, or none")
     if sinks is not None and not lengths:
         faults.append(f"--sinks {sinks}: without a window all keys are visible; give --window too")
     if clip is not None and not any(has_table(one) for one in positions):
@@ -243,48 +242,38 @@ def faults_of(
             f"--clip-distance {clip}: {names} has no table by distance; for rotations"
             " --method rerope is the same"
         )
-
-    method: Method | None = None
-    where = f"--sinks {sinks}"
-    if attention.method is not None:
-        if sinks is not None:
-            faults.append(f"{where}: excludes --method {attention.method}")
-        try:
-            method = method_of(attention.method, train_length)
-            where = f"--method {method.text}"
-        except UserError as fault:
-            faults.append(str(fault))
-    elif sinks is not None and lengths:
-        method = Method("sinks", {"window": lengths[0], "sinks": sinks})
+    if sinks is not None and attention.method is not None:
+        faults.append(f"--sinks {sinks}: excludes --method {attention.method}")
+    try:
+        method = chosen_method(attention, next(iter(lengths), None), train_length)
+    except UserError as fault:
+        return [*faults, str(fault)]
     if method is None:
         return faults
+
+    is_named = attention.method is not None
+    where = f"--method {method.text}" if is_named else f"--sinks {sinks}"
+    reasons = []
     if method.two_versions and attention.blockwise:
-        faults.append(f"{where}: has no meaning beside blockwise: true")
-    if method.two_versions and attention.method is not None:
-        if clip is not None:
-            faults.append(f"{where}: excludes --clip-distance {clip}, since it clips itself")
-        if lengths and method.first_keys is not None:
-            faults.append(f"{where}: has a window of its own; give --window none")
-        elif lengths and min(lengths) <= method.options["window"]:
-            window = min(lengths)
-            faults.append(
-                f"{where}: changes nothing within window {window}; give --window none or more"
-            )
+        reasons.append("has no meaning beside blockwise: true")
+    if method.two_versions and is_named and clip is not None:
+        reasons.append(f"excludes --clip-distance {clip}, since it clips itself")
+    if method.two_versions and is_named and lengths:
+        window = min(lengths)
+        if "sinks" in method.options or window <= method.options["window"]:
+            reasons.append(f"window {window} hides what it is for; give --window none")
     needs = method.kind.needs
     if needs is not None and not any(getattr(one, needs) for one in positions):
-        fitting = ", ".join(name for name, kind in REGISTRY.items() if kind.rotates)
-        lacks = f"does not turn queries and keys by position; it is for {fitting}"
-        if needs == "stretches":
-            lacks = "has no base that can grow; it is for rotary without scaling"
-        faults.append(f"{where}: {names} {lacks}, alone or in sum")
+        reasons.append(f"{names} {LACKS[needs]}, alone or in sum")
     else:
-        for one in positions:
-            obstacle = method.obstacle(one) if method.applies_to(one) else None
-            if obstacle is not None:
-                faults.append(f"{where}: {name_of(one)} cannot be read so: {obstacle}")
+        for position in positions:
+            obstacle = method.obstacle(position)
+            if obstacle is not None and method.applies_to(position):
+                reasons.append(f"{name_of(position)} cannot be read so: {obstacle}")
     if attention.reset_attention_mask:
-        faults.append(f"{where}: reads a text as one document; set reset_attention_mask=false")
-    return list(dict.fromkeys(faults))
+        reasons.append("reads a text as one document; set reset_attention_mask=false")
+    faults += [f"{where}: {reason}" for reason in dict.fromkeys(reasons)]
+    return faults
 
 
 def name_of(position: Position) -> str:
@@ -312,7 +301,6 @@ class Text:
     """Queries, keys and values of a layer, before its encoding has acted on queries and keys.
 
     q [batch, heads, queries, head_dim] of the last keys; k, v [batch, key heads, keys, head_dim];
-    index [keys] int64: where keys stand in the text, some of which may be forgotten;
     bias [heads, distances] or None; query_scale [queries] or [heads, queries]: multiplies the
     queries; options: of megatron.attention.attention
     """
@@ -321,15 +309,14 @@ class Text:
     q: Tensor
     k: Tensor
     v: Tensor
-    index: Tensor
     bias: Tensor | None
     query_scale: Tensor | None
     options: dict[str, Any]
 
     @property
-    def end(self) -> int:
-        """The index behind the last query."""
-        return int(self.index[-1]) + 1
+    def start(self) -> int:
+        """The index of the first query."""
+        return self.k.shape[2] - self.q.shape[2]
 
     def turned(
         self, rows: slice, query: Tensor, key: Tensor, stretch: float = 1.0
@@ -341,11 +328,10 @@ class Text:
         """
         q, k = self.q[:, :, rows], self.k[:, :, : len(key)]
         if self.position.has("on_queries_keys_at"):
-            first = self.end - self.q.shape[2] + rows.start
             dtype = self.position.origin.dtype
-            q, k = self.position.on_queries_keys_at(
-                q, k, query.to(dtype), key.to(dtype), start=first, stretch=stretch
-            )
+            query, key = query.to(dtype), key.to(dtype)
+            place = {"start": self.start + rows.start, "stretch": stretch}
+            q, k = self.position.on_queries_keys_at(q, k, query, key, **place)
         if self.query_scale is not None:
             q = (q * self.query_scale[..., rows, None]).to(q.dtype)
         return q, for_each_query_head(k, q.shape[1] // k.shape[1])
@@ -353,14 +339,14 @@ class Text:
 
 def attention_by_method(method: Method, text: Text) -> Tensor:
     """The output of attention over a text: [batch, heads, queries, head_dim]."""
-    key, start = text.index, text.end - text.q.shape[2]
+    start, end = text.start, text.k.shape[2]
+    key = torch.arange(end, device=text.k.device)
     values = for_each_query_head(text.v, text.q.shape[1] // text.v.shape[1])
     score_bias = text.options["score_bias"]
     if method.two_versions:
-        query = key[-text.q.shape[2] :]
-        rows = slice(0, len(query))
+        query, rows = key[start:], slice(0, end - start)
         far_query, far_key = method.far(query, key)
-        sinks = method.first_keys
+        sinks = method.options.get("sinks")
         return near_far(
             Keys(*text.turned(rows, query, key), query, key),
             Keys(*text.turned(rows, far_query, far_key), far_query.long(), far_key.long()),
@@ -371,17 +357,15 @@ def attention_by_method(method: Method, text: Text) -> Tensor:
             tables=Tables(text.bias, text.options["weight"], ScoreBias.of(score_bias)),
         )
     # One part of the queries after the other, each with the base of its length.
-    forgotten = text.end - len(key)
     outputs = []
-    for first, stop, stretch in method.parts(start, text.end, text.position.shape.train_length):
+    for first, stop, stretch in method.parts(start, end, text.position.shape.train_length):
         rows = slice(first - start, stop - start)
-        keys = stop - forgotten
-        q, k = text.turned(rows, key[first - forgotten : keys], key[:keys], stretch)
+        q, k = text.turned(rows, key[first:stop], key[:stop], stretch)
         options = dict(text.options)
         if score_bias is not None:
             u, w = score_bias
-            options["score_bias"] = (None if u is None else u[:, :, rows], w[:, :, :keys])
-        outputs.append(attention(q, k, values[:, :, :keys], text.bias, **options))
+            options["score_bias"] = (None if u is None else u[:, :, rows], w[:, :, :stop])
+        outputs.append(attention(q, k, values[:, :, :stop], text.bias, **options))
     return torch.cat(outputs, dim=2)
 
 

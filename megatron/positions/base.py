@@ -1,7 +1,7 @@
 """The hooks of a positional encoding: what every encoding can do, and what the model calls."""
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -41,9 +41,6 @@ class Position(Float32Module):
         masks its keys, such as "its convolution over keys"; None: nothing
     grouped_queries: whether the model may have fewer key heads than heads
     score_width: how many times as wide as values on_queries_keys makes queries and keys
-    memory_of_keys: what in `memory` has an entry for each key, and its dimension for them; {} where
-        nothing has. None: not known, so that no token is ever forgotten
-    scores_read_beyond: how many keys before the first visible one on_scores reads
     rotates: on_queries_keys makes q·k depend on the distance, and on_queries_keys_at can be asked
     stretches: on_queries_keys_at knows `stretch`
     draws: numbers per head that KERPLE's constructor draws from U(0, high); they are options too
@@ -64,8 +61,6 @@ class Position(Float32Module):
     crosses_documents: str | None = None
     grouped_queries: bool = True
     score_width: int = 1
-    memory_of_keys: Mapping[str, int] | None = None
-    scores_read_beyond: int = 0
     rotates: bool = False
     stretches: bool = False
     draws: ClassVar[dict[str, float]] = {}
@@ -223,11 +218,6 @@ class Position(Float32Module):
         hooks = ("on_queries_keys_by_content", "score_bias", "on_scores")
         return any(self.has(hook) for hook in hooks)
 
-    @property
-    def memory_rolls(self) -> bool:
-        """Whether keys that a window hides can be forgotten."""
-        return not self.looks_at_content or self.memory_of_keys is not None
-
     def distances(self, length: int) -> Tensor:
         """0, 1, …, length - 1: [length] float32, exact up to 2^24."""
         return torch.arange(length, device=self.origin.device).to(self.origin.dtype)
@@ -282,6 +272,16 @@ def check_key_heads(position: Position, key_heads: int) -> None:
             f" {type(position).__name__} changes the keys of each head in its own way; leave"
             " num_key_value_heads out"
         )
+
+
+class Turning(Position):
+    """An encoding that turns queries and keys: a family writes `on_queries_keys_at` only."""
+
+    rotates = True
+
+    def on_queries_keys(self, q: Tensor, k: Tensor, start: int = 0) -> tuple[Tensor, Tensor]:
+        position = self.indices(start, q.shape[-2])
+        return self.on_queries_keys_at(q, k, position, position, start=start)
 
 
 class DistanceBias(Position):

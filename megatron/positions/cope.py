@@ -27,7 +27,6 @@ class CoPE(Position):
     """
 
     per_layer = True
-    memory_of_keys = {"gate_keys": 2}
 
     def __init__(
         self,

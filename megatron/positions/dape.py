@@ -49,8 +49,6 @@ class Dape(Position):
         self.inner = _built(shape, of, args)
         self.by_distance = self.inner.by_distance and not self.inner.has("index_bias")
         self.grouped_queries = self.inner.grouped_queries
-        # A bias by indices would need to know how many keys are forgotten.
-        self.memory_of_keys = None if self.inner.has("index_bias") else {}
         self.has_bias = self.inner.has("index_bias") or self.inner.distance_bias(1) is not None
         inputs = 2 * shape.heads if self.has_bias else shape.heads
         hidden = whole("width", width, most=MOST_WIDTH)
@@ -119,7 +117,6 @@ class DapeV2(Dape):
     """
 
     taps = 3
-    scores_read_beyond = 2  # one key for each of both convolutions
     crosses_documents = "its convolution over keys"
 
     def correction(self, inputs: Tensor) -> Tensor:

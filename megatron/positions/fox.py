@@ -21,7 +21,6 @@ class Fox(Position):
     """
 
     per_layer = True
-    memory_of_keys = {"total": 2}
 
     def __init__(self, shape: Shape, *, init_std: float = 0.02) -> None:
         super().__init__(shape)

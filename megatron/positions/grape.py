@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megatron.positions.base import Position, Shape
+from megatron.positions.base import Shape, Turning
 from megatron.positions.frequencies import inverse_frequencies
 from megatron.positions.precision import at_least_float32, without_autocast
 from megatron.positions.registry import positive, register, switch
@@ -18,7 +18,7 @@ START = -math.log(1000.0 - 1)  # of b; divided by SCALE, so that the first steps
 
 
 @register("grape_m")
-class GrapeM(Position):
+class GrapeM(Turning):
     """Rotary with learned frequencies, turned by the position or by Σ sigmoid(w·x_t + b).
 
     The commuting form of GRAPE-M with the released code's parameters: frequencies exp(f / 16) for
@@ -31,8 +31,6 @@ class GrapeM(Position):
     """
 
     per_layer = True
-    rotates = True
-    memory_of_keys = {}
     bounds = {"log_frequencies": (-16 * SCALE, 2 * SCALE)}
 
     def __init__(
@@ -65,19 +63,10 @@ class GrapeM(Position):
             return self.by_content
         return super().has(hook)
 
-    def on_queries_keys(self, q: Tensor, k: Tensor, start: int = 0) -> tuple[Tensor, Tensor]:
-        """[batch, heads, length, head_dim] each -> same."""
-        position = self.indices(start, q.shape[-2])
-        return self.on_queries_keys_at(q, k, position, position)
-
     def on_queries_keys_at(
-        self,
-        q: Tensor,
-        k: Tensor,
-        query: Tensor,
-        key: Tensor,
-        **place: Any,
+        self, q: Tensor, k: Tensor, query: Tensor, key: Tensor, **place: Any
     ) -> tuple[Tensor, Tensor]:
+        """[batch, heads, length, head_dim] each -> same."""
         if self.by_content:
             return q, k
         with without_autocast(q):

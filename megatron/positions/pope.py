@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron.errors import UserError
-from megatron.positions.base import Position, Shape
+from megatron.positions.base import Shape, Turning
 from megatron.positions.frequencies import inverse_frequencies
 from megatron.positions.precision import at_least_float32, without_autocast
 from megatron.positions.registry import positive, register
@@ -17,7 +17,7 @@ STARTS = ("zero", "uniform")
 
 
 @register("pope")
-class PoPE(Position):
+class PoPE(Turning):
     """Σ_c softplus(q_c) softplus(k_c) cos((j - i) θ_c + δ_c) / √head_dim for query i and key j.
 
     θ_c = base^(-c / head_dim) for every feature c (arXiv 2509.10534, equations 3 to 6). δ is
@@ -29,7 +29,6 @@ class PoPE(Position):
 
     per_layer = True
     score_width = 2
-    rotates = True
     bounds = {"delta": (-2 * math.pi, 0.0)}
     frequencies: Tensor
 
@@ -46,19 +45,10 @@ class PoPE(Position):
             delta.uniform_(-2 * math.pi, 0.0)
         self.delta = nn.Parameter(delta)
 
-    def on_queries_keys(self, q: Tensor, k: Tensor, start: int = 0) -> tuple[Tensor, Tensor]:
-        """[batch, heads, length, head_dim] each -> [batch, heads, length, 2 · head_dim] each."""
-        position = self.indices(start, q.shape[-2])
-        return self.on_queries_keys_at(q, k, position, position)
-
     def on_queries_keys_at(
-        self,
-        q: Tensor,
-        k: Tensor,
-        query: Tensor,
-        key: Tensor,
-        **place: Any,
+        self, q: Tensor, k: Tensor, query: Tensor, key: Tensor, **place: Any
     ) -> tuple[Tensor, Tensor]:
+        """[batch, heads, length, head_dim] each -> [batch, heads, length, 2 · head_dim] each."""
         with without_autocast(q):
             angle = key[:, None] * self.frequencies  # [keys, head_dim]
             turned = query[:, None] * self.frequencies - self.bounded("delta")[:, None]

@@ -59,14 +59,12 @@ class Float32Module(nn.Module):
 
     def learned(self) -> dict[str, Tensor]:
         """All learned numbers as they act, by name, on the CPU: for logs and plots."""
-        paths = {id(module): path for path, module in self.named_modules()}
+        paths = {id(parameter): path for path, parameter in self.named_parameters()}
         values = {}
         with torch.no_grad():
             for owner, name, parameter in self.own_parameters():
-                if not parameter.numel():  # ZeRO 3 takes large ones apart between steps
-                    continue
-                path = _joined(paths[id(owner)], name)
-                values[path] = owner.bounded(name).detach().cpu()
+                if parameter.numel():  # ZeRO 3 takes large ones apart between steps
+                    values[paths[id(parameter)]] = owner.bounded(name).detach().cpu()
         return values
 
     def in_float32(self, function: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
@@ -74,7 +72,12 @@ class Float32Module(nn.Module):
 
         `bounded` does this for the parameters of the encoding itself. Gradients reach all of them.
         """
-        substitutes = self._float32_substitutes()
+        paths = {id(parameter): path for path, parameter in self.named_parameters()}
+        substitutes = {}
+        for owner, name, parameter in self.own_parameters():
+            lies_in_a_module = "." in name
+            if lies_in_a_module and parameter.dtype in HALF:
+                substitutes[paths[id(parameter)]] = owner.bounded_to(name, *UNBOUNDED)
         if not substitutes:
             return function(*inputs)
         return torch.func.functional_call(self, substitutes, (function, *inputs))
@@ -83,57 +86,30 @@ class Float32Module(nn.Module):
         """Run `function` of the inputs: in_float32 calls it while substitutes are in place."""
         return function(*inputs)
 
-    def _float32_substitutes(self) -> dict[str, Tensor]:
-        """Float32 values for the rounded parameters of modules that are no Float32Module."""
-        paths = {id(module): path for path, module in self.named_modules()}
-        substitutes = {}
-        for owner, name, parameter in self.own_parameters():
-            lies_in_a_module = "." in name
-            if lies_in_a_module and parameter.dtype in HALF:
-                path = _joined(paths[id(owner)], name)
-                substitutes[path] = owner.bounded_to(name, *UNBOUNDED)
-        return substitutes
-
     def own_parameters(self) -> Iterator[tuple["Float32Module", str, nn.Parameter]]:
         """(owner, name, parameter) of this encoding and of the encodings inside it.
 
         A name may be a path into a module of the owner: "net.0.weight".
         """
         for owner in self.modules():
-            if isinstance(owner, Float32Module):
-                for path, module in owner._own_modules():
-                    for name, parameter in module.named_parameters(recurse=False):
-                        yield owner, _joined(path, name), parameter
-
-    def _own_modules(self) -> Iterator[tuple[str, nn.Module]]:
-        """(path, module) of this encoding and its modules, without encodings inside it."""
-        waiting: list[tuple[str, nn.Module]] = [("", self)]
-        while waiting:
-            path, module = waiting.pop(0)
-            yield path, module
-            for name, child in module.named_children():
-                if not isinstance(child, Float32Module):
-                    waiting.append((_joined(path, name), child))
-
-    def _own_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """(path, tensor) of all parameters, then all buffers, module by module."""
-        for path, module in self._own_modules():
-            for name, parameter in module.named_parameters(recurse=False):
-                yield _joined(path, name), parameter
-            for name, buffer in module.named_buffers(recurse=False):
-                yield _joined(path, name), buffer
+            if not isinstance(owner, Float32Module):
+                continue
+            inside = set()
+            for module in owner.modules():
+                if isinstance(module, Float32Module) and module is not owner:
+                    inside |= {id(parameter) for parameter in module.parameters()}
+            for name, parameter in owner.named_parameters():
+                if id(parameter) not in inside:
+                    yield owner, name, parameter
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         """What `.to`, `.cuda` and `.bfloat16` call: move the tensors, but never round them."""
-        unrounded = {
-            path: tensor.detach().clone()
-            for path, tensor in self._own_tensors()
-            if tensor.dtype in (torch.float32, torch.float64)
-        }
+        before = [tensor.detach() for tensor in (*self.parameters(), *self.buffers())]
         super()._apply(fn, recurse)
-        for path, tensor in self._own_tensors():
-            if path in unrounded and tensor.dtype in HALF:
-                tensor.data = unrounded[path].to(tensor.device)
+        after = (*self.parameters(), *self.buffers())
+        for exact, tensor in zip(before, after, strict=True):
+            if exact.dtype not in HALF and tensor.dtype in HALF:
+                tensor.data = exact.to(tensor.device)
         return self
 
 
@@ -158,7 +134,3 @@ def at_least_float32(x: Tensor) -> Tensor:
 def without_autocast(x: Tensor) -> torch.autocast:
     """A context in which autocast rounds nothing on the device of x."""
     return torch.autocast(x.device.type, enabled=False)
-
-
-def _joined(path: str, name: str) -> str:
-    return f"{path}.{name}" if path else name

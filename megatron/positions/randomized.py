@@ -78,12 +78,7 @@ class Randomized(Position):
         return self.inner.on_queries_keys(q, k, start)
 
     def on_queries_keys_at(
-        self,
-        q: Tensor,
-        k: Tensor,
-        query: Tensor,
-        key: Tensor,
-        **place: Any,
+        self, q: Tensor, k: Tensor, query: Tensor, key: Tensor, **place: Any
     ) -> tuple[Tensor, Tensor]:
         return self.inner.on_queries_keys_at(q, k, query, key, **place)
 

@@ -10,18 +10,20 @@ it without these faults. `longrope` has two sets of frequencies, one for texts u
 original_length, and therefore refuses to continue a cached text beyond that length.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from megatron.errors import UserError
-from megatron.positions.base import Position, Shape
+from megatron.positions.base import Shape, Turning
 from megatron.positions.frequencies import Scaling, fastest, with_whole_wavelengths
 from megatron.positions.frequencies import inverse_frequencies as inverse_frequencies
 from megatron.positions.registry import positive, register, switch
 
 
 @register("rotary")
-class Rotary(Position):
+class Rotary(Turning):
     """Rotate queries and keys by position · base^(-2j/dim), so that q·k depends on distance alone.
 
     rotary_pct: part of head_dim that turns; base: slowest wavelength / 2π
@@ -48,7 +50,6 @@ class Rotary(Position):
     """
 
     published = True
-    rotates = True
     reference_names = {"inv_freq": "inv_freq"}
     inv_freq: Tensor
     short_inv_freq: Tensor
@@ -143,9 +144,7 @@ class Rotary(Position):
                 f" {self.short_length} tokens, so cached keys of a shorter text cannot be used;"
                 " compute the text without a cache"
             )
-        position = self.indices(start, length)
-        cos, sin = self._cos_sin(position, self._frequencies())
-        return self.turn(q, cos, sin), self.turn(k, cos, sin)
+        return super().on_queries_keys(q, k, start)
 
     def on_queries_keys_at(
         self,
@@ -154,16 +153,19 @@ class Rotary(Position):
         query: Tensor,
         key: Tensor,
         *,
-        start: int = 0,
         stretch: float = 1.0,
+        **place: Any,
     ) -> tuple[Tensor, Tensor]:
         """See Position. The base becomes base · stretch^(dim / (dim - 2))."""
         frequencies = self._frequencies()
         if stretch != 1:
             base = self.base * stretch ** (self.dim / (self.dim - 2))
             frequencies = self._turning(inverse_frequencies(self.dim, base)).to(self.inv_freq)
-        turned_q = self.turn(q, *self._cos_sin(query, frequencies))
-        return turned_q, self.turn(k, *self._cos_sin(key, frequencies))
+        cos, sin = self._cos_sin(query, frequencies)
+        turned_q = self.turn(q, cos, sin)
+        if key is not query:
+            cos, sin = self._cos_sin(key, frequencies)
+        return turned_q, self.turn(k, cos, sin)
 
     def _turning(self, frequencies: Tensor) -> Tensor:
         """As this encoding uses them: [dim / 2] -> [dim / 2] float32."""

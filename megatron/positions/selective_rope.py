@@ -35,7 +35,6 @@ class SelectiveRope(Position):
 
     per_layer = True
     grouped_queries = False
-    memory_of_keys = {}
     frequencies: Tensor
 
     def __init__(

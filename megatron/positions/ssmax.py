@@ -1,6 +1,7 @@
 """Scalable softmax: scores grow with the logarithm of the number of keys (arXiv 2501.19399)."""
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -52,14 +53,7 @@ class SSMax(Position):
             return (q * factor[..., None]).to(q.dtype), k
 
     def on_queries_keys_at(
-        self,
-        q: Tensor,
-        k: Tensor,
-        query: Tensor,
-        key: Tensor,
-        *,
-        start: int = 0,
-        stretch: float = 1.0,
+        self, q: Tensor, k: Tensor, query: Tensor, key: Tensor, *, start: int = 0, **place: Any
     ) -> tuple[Tensor, Tensor]:
         """The same at any position: what counts is how many keys come before."""
         return self.on_queries_keys(q, k, start)

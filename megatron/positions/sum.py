@@ -37,8 +37,6 @@ class Sum(Position):
         self.crosses_documents = crossing[0] if crossing else None
         self.grouped_queries = all(part.grouped_queries for part in self._parts)
         self.score_width = self._parts[0].score_width
-        self.memory_of_keys = self._memory_of_keys()
-        self.scores_read_beyond = sum(part.scores_read_beyond for part in self._parts)
         rotating = [part for part in self._parts if part.rotates]
         self.rotates = bool(rotating)
         self.stretches = bool(rotating) and all(part.stretches for part in rotating)
@@ -47,16 +45,6 @@ class Sum(Position):
                 raise UserError(
                     f"parts: {type(part).__name__} makes queries and keys wider; name it first"
                 )
-
-    def _memory_of_keys(self) -> dict[str, int] | None:
-        """That of all parts; None where one of them does not roll."""
-        dims = {}
-        for number, part in enumerate(self._parts):
-            if not part.memory_rolls:
-                return None
-            for name, dim in (part.memory_of_keys or {}).items():
-                dims[_prefix(number) + name] = dim
-        return dims
 
     def has(self, hook: str) -> bool:
         return any(part.has(hook) for part in self._parts)
@@ -76,12 +64,7 @@ class Sum(Position):
         return q, k
 
     def on_queries_keys_at(
-        self,
-        q: Tensor,
-        k: Tensor,
-        query: Tensor,
-        key: Tensor,
-        **place: Any,
+        self, q: Tensor, k: Tensor, query: Tensor, key: Tensor, **place: Any
     ) -> tuple[Tensor, Tensor]:
         for part in self._parts:
             if part.has("on_queries_keys_at"):
@@ -143,15 +126,10 @@ class Sum(Position):
         return cast(Sequence[Position], self.parts)
 
 
-def _prefix(number: int) -> str:
-    """What the names of a part's memory begin with in the memory of all."""
-    return f"part{number}."
-
-
 @contextmanager
 def _own(memory: dict[str, Tensor], number: int) -> Iterator[dict[str, Tensor]]:
     """What one part keeps in the memory of all."""
-    prefix = _prefix(number)
+    prefix = f"part{number}."
     own = {
         name.removeprefix(prefix): kept for name, kept in memory.items() if name.startswith(prefix)
     }

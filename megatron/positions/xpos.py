@@ -1,12 +1,13 @@
 """xPos: rotary positions whose slower features also decay with distance (LEX, arXiv 2212.10554)."""
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from megatron.errors import UserError
-from megatron.positions.base import Position, Shape
+from megatron.positions.base import Shape, Turning
 from megatron.positions.frequencies import inverse_frequencies
 from megatron.positions.registry import positive, register
 from megatron.positions.rotary import even, rotate
@@ -15,7 +16,7 @@ ROOM = 64  # a scaled feature may be this much larger than its scale before it o
 
 
 @register("xpos")
-class XPos(Position):
+class XPos(Turning):
     """Rotary with pair i times zeta_i^(d / scale_base), zeta_i = (2i/head_dim + 0.4) / 1.4.
 
     Algorithm 1 of the paper, with gamma and scale_base as in torchscale. Evaluate it with
@@ -27,7 +28,6 @@ class XPos(Position):
         scores are multiplied, not queries and keys
     """
 
-    rotates = True
     inv_freq: Tensor
     log_zeta: Tensor
 
@@ -54,25 +54,14 @@ class XPos(Position):
         zeta = (torch.arange(0, dim, 2, dtype=torch.float64) / dim + 0.4) / 1.4
         self.register_buffer("log_zeta", zeta.log().float(), persistent=False)
 
-    def on_queries_keys(self, q: Tensor, k: Tensor, start: int = 0) -> tuple[Tensor, Tensor]:
+    def on_queries_keys_at(
+        self, q: Tensor, k: Tensor, query: Tensor, key: Tensor, *, start: int = 0, **place: Any
+    ) -> tuple[Tensor, Tensor]:
         """[batch, heads, length, head_dim] each -> same; angles, scales and products in float32.
 
         UserError where the scale of a far key would overflow: beyond about 3000 tokens in fp16, and
         34000 in bf16 and fp32.
         """
-        position = self.indices(start, q.shape[-2])
-        return self.on_queries_keys_at(q, k, position, position, start=start)
-
-    def on_queries_keys_at(
-        self,
-        q: Tensor,
-        k: Tensor,
-        query: Tensor,
-        key: Tensor,
-        *,
-        start: int = 0,
-        stretch: float = 1.0,
-    ) -> tuple[Tensor, Tensor]:
         cos_q, sin_q = self._cos_sin(query)
         cos_k, sin_k = (cos_q, sin_q) if key is query else self._cos_sin(key)
         if self.xi is not None:

@@ -16,7 +16,6 @@ from transformers.generation.logits_process import (
 
 from megatron.data.tokenizers.build import build_tokenizer
 from megatron.errors import UserError
-from megatron.generation import decode as decoding
 from megatron.generation.decode import (
     MOST_PENALTY,
     Continuation,
@@ -93,24 +92,6 @@ def test_texts_of_a_batch_are_those_of_each_prompt_alone(name):
     together = continued(gpt, prompts, 16, **drawing)
     assert together == continued(gpt, prompts, 16, cached=False, **drawing)
     assert together[0] != together[1], "texts of one prompt have seeds of their own"
-
-
-def test_endless_text_keeps_a_bounded_cache(monkeypatch):
-    """The keys of each layer: no more after 1,000 tokens than after 200."""
-    caches = []
-    new_cache = decoding.Cache
-    monkeypatch.setattr(
-        decoding, "Cache", lambda **words: caches.append(new_cache(**words)) or caches[-1]
-    )
-    gpt = model("mep_free", "window=20")
-    gpt.use_attention(replace(gpt.attention, sinks=3))
-    settings = replace(GREEDY, max_new_tokens=1000)
-    most = early = 0
-    for step, _ in enumerate(decode(gpt, VOCAB, texts_of([prompt(5)], settings), settings)):
-        most = max([most, *(layer.length for layer in caches[0].layers)])
-        if step == 200:
-            early = most
-    assert most == early <= 2 * 20 + 3
 
 
 def test_a_text_ends_with_its_document_and_does_not_change_the_others():

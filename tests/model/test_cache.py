@@ -1,38 +1,26 @@
 """Decoding with a cache agrees with a whole pass, for every encoding and option of attention."""
 
-import math
-
-import pytest
 import torch
 
 from megatron.config import load
 from megatron.model import GPT, Cache, from_config
-from megatron.positions import REGISTRY
 from tests.encodings import every_signature
 from tests.support import NEEDED
 
-OPTIONS = {
-    "plain": [],
-    "window": ["window=20"],
-    "window_train_length": ["window=train_length"],
-    "blockwise": ["blockwise=true"],
-    "logn_scale": ["logn_scale=true"],
-    "everything": ["window=40", "blockwise=true", "logn_scale=true"],
-}
+OPTIONS = [
+    ["blockwise=true"],
+    ["window=train_length", "logn_scale=true"],
+    ["window=40", "blockwise=true", "logn_scale=true"],
+]
+"""Beside none and a window alone, which tests/positions/test_every_encoding.py asks for."""
 
 
 def model(name: str, *settings: str) -> GPT:
     """Weights large enough for attention to be far from uniform."""
-    shape = [
-        "num_layers=2",
-        "hidden_size=32",
-        "num_attention_heads=4",
-        "seq_length=48",
-        f"pos_emb={name}",
-    ]
+    shape = ["num_layers=2", "hidden_size=32", "num_attention_heads=4", "seq_length=48"]
     args = [f"pos_emb_args={NEEDED[name]}".replace("'", "")] if name in NEEDED else []
-    longest = ["max_position_embeddings=256", "init_method_std=0.15"]
-    return from_config(load([], [*shape, *longest, *args, *settings]), vocab=50).eval()
+    shape += [f"pos_emb={name}", "max_position_embeddings=256", "init_method_std=0.15"]
+    return from_config(load([], [*shape, *args, *settings]), vocab=50).eval()
 
 
 def in_pieces(gpt: GPT, ids: torch.Tensor, pieces: list[int]) -> torch.Tensor:
@@ -46,7 +34,7 @@ def in_pieces(gpt: GPT, ids: torch.Tensor, pieces: list[int]) -> torch.Tensor:
 @torch.no_grad()
 def test_decoding_in_pieces_is_the_whole_pass(name):
     ids = torch.randint(50, (2, 141))
-    for options in OPTIONS.values():
+    for options in OPTIONS:
         gpt = model(name, *options)
         expected = gpt(ids)
         assert expected.std() > 0.1
@@ -54,43 +42,23 @@ def test_decoding_in_pieces_is_the_whole_pass(name):
         torch.testing.assert_close(found, expected, rtol=0, atol=1e-4)
 
 
-@every_signature
-@torch.no_grad()
-def test_backends_agree(name):
-    if REGISTRY[name].on_scores is not REGISTRY["none"].on_scores:
-        pytest.skip("an encoding that looks at content has one backend")
-    ids = torch.randint(50, (2, 256))
-    for options in OPTIONS.values():
-        eager, sdpa = (
-            model(name, f"attention_backend={one}", *options)(ids) for one in ("eager", "sdpa")
-        )
-        torch.testing.assert_close(sdpa, eager, rtol=0, atol=1e-4)
-
-
 @torch.no_grad()
 def test_logn_scale_multiplies_the_scores_by_log_n_over_log_of_the_training_length():
-    plain, scaled = model("none"), model("none", "logn_scale=true")
-    scale = scaled.position.log_n_scale(0, 200).double()
-    expected = [max(1.0, math.log(n) / math.log(48)) for n in range(1, 201)]
-    torch.testing.assert_close(
-        scale, torch.tensor(expected, dtype=torch.float64), rtol=1e-6, atol=0
-    )
+    """In a single layer, queries beyond the training length are those of ssmax without learning."""
     ids = torch.randint(50, (1, 141))
-    torch.testing.assert_close(scaled(ids[:, :48]), plain(ids[:, :48]), rtol=0, atol=1e-5)
-    # The last row by hand, in float64: one layer's attention with its queries multiplied.
-    recorded = {}
-    layer = scaled.layers[0].attention
-    layer.register_forward_hook(lambda _, inputs, output: recorded.update(x=inputs[0], out=output))
-    scaled(ids)
-    fused = torch.nn.functional.linear(
-        recorded["x"].double(),
-        layer.query_key_value.weight.double(),
-        layer.query_key_value.bias.double(),
-    )
-    q, k, v = fused.view(1, 141, 4, 3, 8).permute(3, 0, 2, 1, 4)
-    weights = (
-        q[:, :, -1:] @ k.transpose(2, 3) / math.sqrt(8) * math.log(141) / math.log(48)
-    ).softmax(dim=-1)
-    mixed = (weights @ v).transpose(1, 2).reshape(1, 1, 32)
-    out = torch.nn.functional.linear(mixed, layer.dense.weight.double(), layer.dense.bias.double())
-    torch.testing.assert_close(recorded["out"][:, -1:].double(), out, rtol=0, atol=1e-5)
+    plain = model("none", "num_layers=1")(ids)
+    scaled = model("none", "num_layers=1", "logn_scale=true")(ids)
+    args = "pos_emb_args={scale: null, learned: false}"
+    expected = model("ssmax", "num_layers=1", args)(ids)
+    torch.testing.assert_close(scaled[:, :48], plain[:, :48], rtol=0, atol=1e-5)
+    torch.testing.assert_close(scaled[:, 47:], expected[:, 47:], rtol=0, atol=1e-5)
+    assert (scaled - plain)[:, 60:].abs().max() > 1e-3
+
+
+def test_gradients_flow_through_a_cache():
+    gpt, ids = model("kerple_log"), torch.randint(50, (1, 30))
+    parameters = list(gpt.parameters())
+    expected = torch.autograd.grad(gpt(ids).square().sum(), parameters)
+    found = torch.autograd.grad(in_pieces(gpt, ids, [10, 1, 19]).square().sum(), parameters)
+    for mine, theirs in zip(found, expected, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-3, atol=1e-3)

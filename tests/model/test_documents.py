@@ -1,17 +1,14 @@
 """Documents of one window: attention keeps them apart, and positions may begin again at each."""
 
-from dataclasses import replace
-
 import pytest
 import torch
 from torch import Tensor
 
-from megatron.config import load
 from megatron.errors import UserError
-from megatron.model import GPT, Cache, from_config
+from megatron.model import GPT, Cache
 from megatron.model.documents import Documents
 from tests.encodings import every_signature
-from tests.support import NEEDED
+from tests.model import test_cache
 
 END, VOCAB = 0, 50
 MASK = "reset_attention_mask=true"
@@ -23,15 +20,11 @@ FROM_THE_BEGINNING = ("fire", "learned", "sinusoidal", "ssmax")
 """Without restarting, their numbers depend on where in the window a document begins."""
 
 
-def model(name: str, *settings: str, args: str | None = None) -> GPT:
+def model(name: str, *settings: str) -> GPT:
     """Weights large enough for attention to be far from uniform."""
-    shape = ["num_layers=2", "hidden_size=32", "num_attention_heads=4", "seq_length=48"]
-    shape += [f"pos_emb={name}", "max_position_embeddings=256", "init_method_std=0.15"]
-    if args is None and name in NEEDED:
-        args = str(NEEDED[name]).replace("'", "")
-    options = [] if args is None else [f"pos_emb_args={args}"]
-    config = load([], [*shape, *options, *settings])
-    return from_config(config, VOCAB, END).eval()
+    gpt = test_cache.model(name, *settings)
+    gpt.end_of_document = END
+    return gpt
 
 
 def window(seed: int = 0) -> Tensor:
@@ -93,85 +86,39 @@ def test_documents_are_those_of_megatron():
 
 
 @every_signature
-def test_a_window_of_documents_is_each_of_them_alone(name):
-    if name in CROSSING:
-        pytest.skip("refused, as the next test shows")
-    plain, masked = model(name), model(name, MASK)
-    masked.load_state_dict(plain.state_dict())
-    ids = window()
-    expected, found = one_by_one(plain, ids), masked(ids)
-    # The mean over all tokens, so that both gradients add up the same documents.
-    expected.square().mean().backward()
-    found.square().mean().backward()
-    if name in FROM_THE_BEGINNING:
-        assert (found - expected).abs().max() > 1e-3
-        return
-    torch.testing.assert_close(found, expected, rtol=0, atol=2e-5)
-    pairs = zip(plain.named_parameters(), masked.parameters(), strict=True)
-    for (parameter, alone), together in pairs:
-        if alone.grad is not None:
-            size = alone.grad.abs().max().clamp(min=1e-3).item()
-            torch.testing.assert_close(
-                together.grad, alone.grad, rtol=0, atol=1e-4 * size, msg=parameter
-            )
-
-
-@every_signature
 @torch.no_grad()
-def test_positions_that_restart_are_those_of_each_document_alone(name):
-    if name in NO_RESTART:
-        pytest.skip("refused, as the next test shows")
-    plain, restarted = model(name), model(name, MASK, RESTART)
-    restarted.load_state_dict(plain.state_dict())
-    ids = window()
-    torch.testing.assert_close(restarted(ids), one_by_one(plain, ids), rtol=0, atol=2e-5)
-
-
-@pytest.mark.parametrize("name", CROSSING)
-@torch.no_grad()
-def test_an_encoding_that_reads_the_document_before_is_refused(name):
-    with pytest.raises(UserError, match=r"cannot keep documents apart, .* reads the text before"):
-        model(name, MASK)
-    plain = model(name)
-    ids = window()
+def test_documents_of_a_window_are_each_of_them_alone_or_refused(name):
+    ids, plain = window(), model(name)
     expected = one_by_one(plain, ids)
-    plain.attention = replace(plain.attention, reset_attention_mask=True)  # what would be computed
-    assert (plain(ids) - expected).abs().max() > 1e-3
-    with pytest.raises(UserError, match="reset_attention_mask: Sum cannot keep documents apart"):
-        model("sum", MASK, args=f"{{parts: [none, {name}]}}")
+    for settings, refusing in (([MASK], CROSSING), ([MASK, RESTART], NO_RESTART)):
+        if name in refusing:
+            with pytest.raises(UserError, match=r"cannot keep documents apart|begin again at each"):
+                model(name, *settings)
+            continue
+        gpt, cache = model(name, *settings), Cache()
+        found = gpt(ids)
+        if name in FROM_THE_BEGINNING and RESTART not in settings:
+            assert (found - expected).abs().max() > 1e-3
+        else:
+            torch.testing.assert_close(found, expected, rtol=0, atol=2e-5)
+        parts = [gpt(part, cache=cache) for part in ids.split([1, 5, 1, 1, 1, 61, 7, 13], dim=1)]
+        torch.testing.assert_close(torch.cat(parts, dim=1), found, rtol=0, atol=1e-4)
 
 
-@pytest.mark.parametrize(
-    ("name", "args"),
-    [("fire", "{mlp_layers: [4]}"), ("dape", "{of: fire}"), ("sum", "{parts: [rotary, fire]}")],
-)
-def test_an_index_bias_cannot_begin_again(name, args):
-    assert model(name, MASK, args=args)
-    with pytest.raises(
-        UserError, match=r"reset_position_ids: .* depends on the index of the query"
+def test_what_is_inside_another_encoding_is_refused_too():
+    for name, args, settings, message in (
+        ("sum", "{parts: [none, dape_v2]}", [MASK], "reset_attention_mask: Sum cannot keep"),
+        ("sum", "{parts: [rotary, fire]}", [MASK, RESTART], "depends on the index of the query"),
+        ("dape", "{of: fire}", [MASK, RESTART], "depends on the index of the query"),
     ):
-        model(name, MASK, RESTART, args=args)
+        with pytest.raises(UserError, match=message):
+            model(name, *settings, f"pos_emb_args={args}")
 
 
 @torch.no_grad()
 def test_logn_scale_counts_from_the_window_or_from_the_document():
-    plain = model("rotary", "logn_scale=true")
-    from_window = model("rotary", "logn_scale=true", MASK)
-    from_document = model("rotary", "logn_scale=true", MASK, RESTART)
-    ids = torch.randint(1, VOCAB, (2, 90))
-    ids[0, [19, 30]] = END
-    ids[1, 5] = END
-    expected = one_by_one(plain, ids)
-    torch.testing.assert_close(from_document(ids), expected, rtol=0, atol=2e-5)
-    assert (from_window(ids) - expected).abs().max() > 1e-3
-
-
-@every_signature
-@torch.no_grad()
-def test_decoding_with_a_cache_keeps_documents_apart(name):
-    if name in CROSSING:
-        pytest.skip("refused, as a test above shows")
-    gpt = model(name, MASK) if name in NO_RESTART else model(name, MASK, RESTART)
-    ids, cache = window(), Cache()
-    parts = [gpt(part, cache=cache) for part in ids.split([1, 5, 1, 1, 1, 61, 7, 13], dim=1)]
-    torch.testing.assert_close(torch.cat(parts, dim=1), gpt(ids), rtol=0, atol=1e-4)
+    ids = window()
+    expected = one_by_one(model("rotary", "logn_scale=true"), ids)
+    from_document = model("rotary", "logn_scale=true", MASK, RESTART)(ids)
+    torch.testing.assert_close(from_document, expected, rtol=0, atol=2e-5)
+    assert (model("rotary", "logn_scale=true", MASK)(ids) - expected).abs().max() > 1e-3
