@@ -68,10 +68,13 @@ FUZZ_EXAMPLES ?= 5000
 fuzz: $(INSTALLED)
 	FUZZ_EXAMPLES=$(FUZZ_EXAMPLES) $(PY) -m pytest -q -n auto --maxprocesses 8 --dist load tests/fuzz tests/attention/test_random.py
 
-# Kills, damaged checkpoints, full disks, other engines and bad input, with a table of what happened, in about ten
-# minutes on two cores. `make test` has a short version of most of it.
+# Kills, damaged checkpoints, full disks, other engines and bad input, in about ten minutes on two cores. KILLS: of each of
+# five kinds of training, of an evaluation and of a preparation. `make test` has a short version of most of it.
+KILLS ?= 20
+
 faults: $(INSTALLED)
-	$(PY) -m tests.faults -o faults.md
+	CAMPAIGN=1 KILLS=$(KILLS) $(PY) -m pytest -v -n 2 -m campaign tests
+	KILLS=$(KILLS) $(PY) -m pytest -v -n 2 -m "not campaign" tests/faults tests/bad_inputs tests/parallel tests/test_folder_lock.py
 
 # What docs/results shows of the corpus `environment`: train, measure and probe eight encodings, in about three hours on two
 # cores. The same command goes on where it was stopped.

@@ -218,8 +218,7 @@ def on_many_machines(script: Path, words: Sequence[str], config: Config) -> list
     """
     hostfile = Path(str(config.launch.hostfile))
     if not hostfile.is_file():
-        with config.naming_places("hostfile"):
-            raise UserError(f"hostfile: {hostfile} does not exist; it has lines `host slots=8`")
+        raise UserError(f"hostfile: {hostfile} does not exist; it has lines `host slots=8`")
     for number, line in enumerate(hostfile.read_bytes().split(b"\n"), 1):
         text = line.decode("utf-8", errors="replace").split("#")[0].strip()
         if text and not HOST.fullmatch(text):

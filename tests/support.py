@@ -80,10 +80,17 @@ def fill(module: Any, values: Mapping[str, Any]) -> None:
         parameter.data.copy_(value.reshape(parameter.shape))
 
 
-def make_corpus(folder: Path) -> Path:
-    """Prefix of a token file of `modules`, in bytes."""
+def make_texts(folder: Path) -> Path:
+    """A folder with a file for each of `modules`."""
+    folder.mkdir(exist_ok=True)
     for number, text in enumerate(modules()):
         (folder / f"{number:03}.txt").write_text(text, encoding="utf-8")
+    return folder
+
+
+def make_corpus(folder: Path) -> Path:
+    """Prefix of a token file of `modules`, in bytes."""
+    make_texts(folder)
     words = ["--input", folder, "--name", "tiny", "-t", "CharLevelTokenizer", "-d", folder / "data"]
     done = run("prepare_data.py", *words)
     assert done.returncode == 0, done.stderr

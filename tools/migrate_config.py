@@ -1,4 +1,4 @@
-"""Rewrite published files (KERPLE, MEP, GPT-NeoX) in today's spelling, and show what changes.
+"""Print published files (KERPLE, MEP, GPT-NeoX) in today's spelling.
 
 python tools/migrate_config.py train.yml exp_configs/ali_tanh_gau_all003_fp32_openwebtext2_1235.yml
 python tools/migrate_config.py exp_configs/*.yml -o configs/mine
@@ -12,36 +12,27 @@ the words.
 """
 
 import argparse
-import difflib
 import re
 import sys
 from collections.abc import Sequence
 from copy import deepcopy
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import yaml
 
 from megatron.cli_errors import guarded
-from megatron.config.legacy import SPELLINGS, SWITCHED_OFF, complete_recipe, fold, translate
+from megatron.config.legacy import SPELLINGS, complete_recipe, fold, translate
 from megatron.config.messages import Report, bad_configuration, shortened
 from megatron.config.yaml_files import find_file, read_file
-from megatron.errors import UserError
+from megatron.errors import UserError, visible
 from megatron.files import write_text
-from megatron.positions import ALIASES, options_of
+from megatron.positions import ALIASES, REGISTRY, options_of
 
 EXPERIMENT = re.compile(r"(.+)_(openwebtext2|github|arxiv|pg19)_\d+")
 PREFIX = re.compile(r"(len1024_)?(medium_)?(snope_)?")
 COUNT = re.compile(r"all00(\d)")  # that many kernels of equal weight
 HIDES_MIXTURE = "snope"  # the beginning of such spellings of the MEP fork
-
-
-class Migrated(NamedTuple):
-    """A file, its text, and the text in today's spelling."""
-
-    path: Path
-    before: str
-    text: str
 
 
 @guarded
@@ -54,28 +45,25 @@ def main(argv: Sequence[str] | None = None) -> int:
         "-o", "--output", type=Path, metavar="DIR", help="folder for the new files; default: none"
     )
     options = parser.parse_args(argv)
-    files = [migrated(name) for name in options.files]
-    places = [options.output / file.path.name for file in files if options.output]
-    for place in places:
-        if place.exists() or places.count(place) > 1:
+    texts = {}
+    for name in options.files:
+        path, text = migrated(name)
+        place = options.output / path.name if options.output else path
+        if place in texts or (options.output and place.exists()):
             raise UserError(
                 f"-o: {place} exists or is written twice, and no file is replaced - name another"
                 " folder, or migrate files of one name into two"
             )
-    for file in files:
-        lines = difflib.unified_diff(
-            file.before.splitlines(), file.text.splitlines(), str(file.path), "today", lineterm=""
-        )
-        print("\n".join(lines))
-    for file, place in zip(files, places, strict=False):
-        place.parent.mkdir(parents=True, exist_ok=True)
-        write_text(place, file.text)
-        print(f"written to {place}")
+        texts[place] = text
+    for place, text in texts.items():
+        print(visible(f"--- {place}\n{text}"))
+        if options.output:
+            write_text(place, text)
     return 0
 
 
-def migrated(name: str | Path) -> Migrated:
-    """One file, which stays, spelled as today. Raises UserError if it cannot be read."""
+def migrated(name: str | Path) -> tuple[Path, str]:
+    """One file and its text in today's spelling. Raises UserError if it cannot be read."""
     try:
         path = find_file(name)
         source = read_file(path)
@@ -83,46 +71,29 @@ def migrated(name: str | Path) -> Migrated:
         raise UserError(str(fault)) from None
     report = Report()
     given = translate(source, report)
-    if given.pop(SWITCHED_OFF, []):
-        given.setdefault("precision", "fp32")
     complete_recipe([source], given, report)
-    if isinstance(given.get("pos_emb"), str):
-        try:
-            fold(given, set(options_of(given["pos_emb"])), report)
-        except UserError as fault:
-            report.fault(str(fault))
+    encoding = given.get("pos_emb")
+    if encoding in REGISTRY:
+        fold(given, set(options_of(encoding)), report)
+    elif encoding is not None:
+        report.fault(f"pos_emb: no encoding is called {encoding!r}")
     if report.faults:
         raise bad_configuration([str(path)], report.faults)
 
-    comments = list(report.notes)
     published = source.get("pos_emb")
-    if isinstance(published, str) and published.startswith(HIDES_MIXTURE) and published in ALIASES:
-        comments = [note for note in comments if not note.startswith(f"pos_emb: {published}")]
-        comments += _with_mixture(given, path.stem, published)
     lines = [f"# {shortened(path.name)} in today's spelling, by tools/migrate_config.py."]
-    lines += [f"# {comment}" for comment in comments]
+    lines += [f"# {note}" for note in report.notes]
+    if str(published).startswith(HIDES_MIXTURE) and published in ALIASES:
+        default = [*options_of(encoding)["kernels"].default]
+        lines.append(f"# pos_emb: the released code computes kernels: {_flow(default)}")
+        named = mixture_named(path.stem, published)
+        if isinstance(named, str):
+            lines.append(f"# pos_emb: the file's name does not say which were meant: {named}")
+        else:
+            lines.append("# pos_emb: these kernels were derived from the file's name; check them")
+            given |= {"pos_emb": "mep", "pos_emb_args": named}
     lines += [f"{key}: {_flow(value)}" for key, value in given.items()]
-    return Migrated(path, path.read_text(encoding="utf-8"), "\n".join(lines) + "\n")
-
-
-def _with_mixture(given: dict[str, Any], stem: str, published: str) -> list[str]:
-    """Set explicit kernels if the file's name tells them; return the comments about it."""
-    released = given["pos_emb"]
-    default = options_of(released)["kernels"].default
-    computes = f"the released code computes kernels: {_flow([*default])} for every {published}"
-    named = mixture_named(stem, published)
-    if isinstance(named, str):
-        return [
-            f"pos_emb: the file's name does not say which kernels were meant: {named}",
-            f"pos_emb: {released} is kept: {computes}",
-        ]
-    given["pos_emb"], given["pos_emb_args"] = "mep", named
-    agree = sorted(map(str, named["kernels"])) == sorted(map(str, default))
-    relation = "which is the same" if agree and len(named) == 1 else "which differs"
-    return [
-        f"pos_emb: kernels were derived from the file's name {shortened(stem)}; check them",
-        f"pos_emb: {computes}, {relation}",
-    ]
+    return path, "\n".join(lines) + "\n"
 
 
 def mixture_named(stem: str, pos_emb: str) -> dict[str, Any] | str:

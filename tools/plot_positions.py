@@ -18,7 +18,6 @@ from matplotlib.figure import Figure
 from megatron.checkpoints.read import load_for_evaluation
 from megatron.cli_errors import guarded
 from megatron.config import Config
-from megatron.config.load import DATA_PATHS
 from megatron.config.yaml_files import read_overrides
 from megatron.data.parts import open_parts
 from megatron.data.samples import split_documents
@@ -161,8 +160,7 @@ def attention_on_text(
     data = config.data
     tokenizer = None
     try:
-        with config.naming_places("vocab_file", "merge_file"):
-            tokenizer = build_tokenizer(data.tokenizer_type, data.vocab_file, data.merge_file)
+        tokenizer = build_tokenizer(data.tokenizer_type, data.vocab_file, data.merge_file)
     except UserError:
         if text is not None:
             raise
@@ -183,8 +181,7 @@ def attention_on_text(
 
 def held_out(config: Config, count: int) -> list[int]:
     """The first tokens of the first document of the validation part that has so many."""
-    with config.naming_places(*DATA_PATHS):
-        part = open_parts(config.data, ["valid"])["valid"]
+    part = open_parts(config.data, ["valid"])["valid"]
     for tokens in part.files:
         for document in split_documents(tokens, part.split, "valid"):
             if tokens.sizes[document] >= count:

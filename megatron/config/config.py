@@ -2,16 +2,12 @@
 
 import hashlib
 import json
-import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from megatron.address import is_address
 from megatron.config.messages import bad_configuration
 from megatron.config.schema import (
     KEYS,
@@ -29,12 +25,10 @@ from megatron.config.schema import (
     Precision,
     Training,
     all_keys,
-    as_list,
     default_of,
     file_names,
     plain,
 )
-from megatron.errors import UserError
 from megatron.files import write_text
 from megatron.positions import fingerprint, options_of
 from megatron.positions.layers import Entry, entries_of
@@ -190,41 +184,6 @@ class Config:
             f" gradient_accumulation_steps {steps} * {devices} devices; try {hint}"
         )
         raise bad_configuration(self.sources, [fault])
-
-    @contextmanager
-    def naming_places(self, *keys: str) -> Iterator[None]:
-        """Add to a UserError where relative paths of these keys were looked for."""
-        try:
-            yield
-        except UserError as fault:
-            lines = [str(fault)]
-            for key in keys:
-                for path in as_list(self[key]):
-                    if is_relative(path) and not exists(key, path):
-                        lines.append(f"{key}: {places(path)}")
-            raise UserError("\n  ".join(lines)) from None
-
-
-def is_relative(value: Any) -> bool:
-    """Whether a value is a path that depends on a folder."""
-    if not isinstance(value, str) or value == "" or is_address(value):
-        return False
-    return not os.path.isabs(value)
-
-
-def exists(key: str, path: str) -> bool:
-    """Whether the file of an input key exists; a prefix of a corpus means two files."""
-    if "data_path" not in key:
-        return os.path.exists(path)
-    return os.path.exists(f"{path}.bin") or os.path.exists(f"{path}.idx")
-
-
-def places(path: str) -> str:
-    """A sentence: where a relative path was looked for."""
-    return (
-        f"{path} is a relative path; it was looked for in {os.getcwd()}, then beside the YAML file"
-        " that names it"
-    )
 
 
 def _not_default(entry: Entry) -> dict[str, Any]:

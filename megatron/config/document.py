@@ -34,10 +34,7 @@ Give several files, and `key=value` words on the command line:
 * Every checkpoint keeps the merged configuration.
 * Published KERPLE and MEP files and older spellings of GPT-NeoX are understood.
   A key without effect here is named in a note at the start.
-* A relative path means a file in the current folder or, if there is none, a file beside the YAML
-  file that names it (`data_path`, `vocab_file`, `merge_file`, `pos_emb_file`, `hostfile`). If both
-  exist, the first is used and a note names the other. Folders that are written (`save`, `log_dir`,
-  `tensorboard_dir`) and `load` are relative to the current folder.
+* A relative path is relative to the current folder.
 
 | files | what they hold |
 |---|---|

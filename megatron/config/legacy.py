@@ -3,6 +3,7 @@
 legacy.yml lists all that needs no computation.
 """
 
+import re
 from collections.abc import Iterable, Mapping
 from copy import deepcopy
 from pathlib import Path
@@ -12,7 +13,6 @@ import yaml
 
 from megatron.config.messages import Report, contradiction
 from megatron.config.schema import as_list
-from megatron.config.yaml_files import Nested
 from megatron.positions import ALIASES
 
 SPELLINGS: dict[str, Any] = yaml.safe_load(
@@ -24,22 +24,11 @@ NO_EFFECT = {key: why for why, keys in SPELLINGS["no_effect"].items() for key in
 OFF = {key: why for why, keys in SPELLINGS["must_be_off"].items() for key in keys}
 AFTER_MERGE: dict[str, str] = SPELLINGS["after_merge"]
 OPTIONS: dict[str, str] = SPELLINGS["options"]
-MEANINGS = {
-    name: (encoding, options)
-    for name, meaning in SPELLINGS["encodings"].items()
-    for encoding, options in meaning.items()
-}
-NAMES = {
-    *(key for key in (*RENAMED, *NO_EFFECT, *OFF, *AFTER_MERGE) if "." not in key),
-    "bf16",
-    "attention_config",
-    "sliding_window_width",
-}
+OLD = (*RENAMED, *NO_EFFECT, *OFF, *AFTER_MERGE, "bf16", "attention_config")
+NAMES = {key for key in OLD if "." not in key}
 """Every key that is none of today's."""
 CORPORA = ("train_data_paths", "valid_data_paths", "test_data_paths")  # lists of prefixes
-WINDOWED = ("flash", "local")  # kinds of attention that sliding_window_width acts on
-MOST_LAYERS = 1000
-SWITCHED_OFF = "_switched_off"
+FULL_ATTENTION = {"global", "flash", "all"}  # words of attention_config
 ABSENT = object()
 
 
@@ -73,22 +62,59 @@ def translate(source: Mapping[str, Any], report: Report) -> dict[str, Any]:
         elif value is not ABSENT:
             report.no_effect(key, "it is off")
     _precision(given, report)
-    _attention(given, report)
-    _one_corpus(given, report)
-    _encoding(given, report)
+
+    # One corpus for training, validation and test, as in the files of Pythia.
+    paths = [given.get(key) for key in CORPORA]
+    corpora = {str(path) for value in paths for path in as_list(value)}
+    if None not in paths and len(corpora) == 1:
+        for key in CORPORA:
+            given.pop(key)
+            given.pop(key.replace("paths", "weights"), None)
+        given["data_path"] = corpora.pop()
+        report.note(
+            f"{', '.join(CORPORA)}: mean data_path, whose parts split divides; GPT-NeoX would"
+            " validate on the text of the training"
+        )
+
+    if "attention_config" in given:
+        value = given.pop("attention_config")
+        kinds = set(re.findall(r"\w*[a-z]\w*", str(value)))
+        if kinds and kinds <= FULL_ATTENTION:
+            report.no_effect("attention_config", "global and flash are full attention")
+        else:
+            report.fault(
+                f"attention_config: {value} is not offered, only global and flash, which need no"
+                " key; for windows of layers write window_layers: [256, null]"
+            )
+
+    name = given.get("pos_emb")
+    published = SPELLINGS["encodings"]
+    if isinstance(name, str) and (name in published or name in ALIASES):
+        meaning = published.get(name) or {ALIASES[name]: {}}
+        [(encoding, options)] = meaning.items()
+        given["pos_emb"] = encoding
+        args = given.get("pos_emb_args", {})
+        note = f"pos_emb: {name} means {encoding}"
+        if options:
+            note += f" with {_listed(options)}"
+            if isinstance(args, dict):
+                given["pos_emb_args"] = options | dict(args)
+        hidden = SPELLINGS["notes"].get(name)
+        report.note(f"{note}; {hidden}" if hidden else note)
     return given
 
 
 def _precision(given: dict[str, Any], report: Report) -> None:
     """All older ways to choose a precision become `precision`; `fp16` keeps the loss scaling."""
     chosen = {}  # precision by the setting that chooses it
+    off = ""
     if isinstance(given.get("precision"), str):
         word = given.pop("precision")
         chosen[f"precision: {word}"] = word
     for key in ("bf16", "fp16"):
         switch = given.pop(key, {})
         if isinstance(switch, bool):
-            switch = Nested(enabled=switch)
+            switch = {"enabled": switch}
         if not isinstance(switch, dict):
             report.fault(f"{key}: must be a mapping such as {{enabled: true}}, got {switch!r}")
             continue
@@ -103,7 +129,7 @@ def _precision(given: dict[str, Any], report: Report) -> None:
         elif meaning not in ("bf16", "fp16"):
             report.fault(f"{key}.type: must be fp16 or bfloat16, got {kind!r}")
         elif enabled is False:
-            given.setdefault(SWITCHED_OFF, []).append(key)
+            off = key
         elif kind is not None:
             chosen[f"{key}.type: {kind}"] = meaning
             if meaning == "bf16":
@@ -115,123 +141,9 @@ def _precision(given: dict[str, Any], report: Report) -> None:
         report.fault(f"precision: {contradiction(*chosen)}")
     elif different:
         given["precision"] = different.pop()
-
-
-def switch_off(merged: dict[str, Any], given: dict[str, Any], report: Report) -> None:
-    """`fp16.enabled: false` in a later source cancels the fp16 of an earlier one only."""
-    off = given.pop(SWITCHED_OFF, [])
-    before = merged.get("precision")
-    if "precision" in given or before not in ("bf16", "fp16"):
-        return
-    if before in off:
-        merged["precision"] = "fp32"
     elif off:
-        report.note(
-            f"{off[0]}.enabled: false leaves precision at {before}; for float32 set precision: fp32"
-        )
-
-
-def _attention(given: dict[str, Any], report: Report) -> None:
-    """attention_config and sliding_window_width become `window` or `window_layers`."""
-    width = given.pop("sliding_window_width", None)
-    window = None
-    if type(width) is int and width >= 0:
-        window = width + 1
-        report.note(
-            f"sliding_window_width: {width} means window: {window}, as GPT-NeoX does not count the"
-            " token itself"
-        )
-    elif width is not None:
-        report.fault(f"sliding_window_width: must be a whole number, got {width!r}")
-    if "attention_config" not in given:
-        if window is not None:
-            given.setdefault("window", window)
-        return
-    value = given.pop("attention_config")
-    try:
-        kinds = _kinds(value)
-    except (TypeError, ValueError):
-        report.fault(
-            f'attention_config: must be like [[["global"], 12]], got {value!r}; drop it for full'
-            " attention in every layer"
-        )
-        return
-    others = sorted({*kinds} - {*WINDOWED, "global"})
-    if others:
-        report.fault(
-            f"attention_config: {', '.join(others)} is not offered, only global, flash and local;"
-            " drop it, or see the keys window, window_layers and blockwise"
-        )
-    elif window is None and "local" in kinds:
-        report.fault(
-            "attention_config: local needs sliding_window_width here, which GPT-NeoX counts in"
-            " blocks of DeepSpeed's sparse attention; give it, or window_layers: [256, null]"
-        )
-    elif window is None or len({*kinds}) == 1:
-        if window is not None and kinds[0] in WINDOWED:
-            given.setdefault("window", window)
-        report.no_effect(
-            "attention_config", "every layer is the same, and global and flash are full attention"
-        )
-    else:
-        pattern = [window if kind in WINDOWED else None for kind in kinds]
-        given.setdefault("window_layers", pattern)
-        shown = str(pattern).replace("None", "null")
-        report.note(
-            f"attention_config: means window_layers: {shown}, exactly so many tokens,"
-            " where GPT-NeoX's local attention has blocks"
-        )
-
-
-def _kinds(value: Any) -> list[str]:
-    """The kinds of an attention_config, which repeat over the layers.
-
-    Raises TypeError or ValueError if it has another form.
-    """
-    if not value or len(value) > MOST_LAYERS:
-        raise ValueError(value)
-    if all(isinstance(item, str) for item in value):  # one for each layer
-        return list(value)
-    kinds: list[str] = []
-    for names, times in value:
-        if times == "all":
-            return [str(name) for name in names]
-        if not 0 < times <= MOST_LAYERS:
-            raise ValueError(value)
-        kinds += [str(name) for name in names] * times
-    return kinds
-
-
-def _one_corpus(given: dict[str, Any], report: Report) -> None:
-    """One corpus for training, validation and test, as in the files of Pythia, is data_path."""
-    paths = [given.get(key) for key in CORPORA]
-    corpora = {str(path) for value in paths for path in as_list(value)}
-    if None in paths or len(corpora) != 1:
-        return
-    for key in CORPORA:
-        given.pop(key)
-        given.pop(key.replace("paths", "weights"), None)
-    given["data_path"] = corpora.pop()
-    report.note(
-        f"{', '.join(CORPORA)}: mean data_path, whose parts split divides; GPT-NeoX would"
-        " validate on the text of the training"
-    )
-
-
-def _encoding(given: dict[str, Any], report: Report) -> None:
-    """A published name of an encoding becomes ours."""
-    name = given.get("pos_emb")
-    if not isinstance(name, str) or not (name in MEANINGS or name in ALIASES):
-        return
-    encoding, options = MEANINGS.get(name) or (ALIASES[name], {})
-    given["pos_emb"] = encoding
-    args = given.get("pos_emb_args", {})
-    if options and isinstance(args, dict):
-        given["pos_emb_args"] = options | dict(args)
-    with_options = f" with {_listed(options)}" if options else ""
-    note = f"pos_emb: {name} means {encoding}{with_options}"
-    hidden = SPELLINGS["notes"].get(name)
-    report.note(f"{note}; {hidden}" if hidden else note)
+        given["precision"] = "fp32"
+        report.note(f"{off}.enabled: false means precision: fp32")
 
 
 def _listed(options: Mapping[str, Any]) -> str:
@@ -245,10 +157,8 @@ def complete_recipe(
     """Give a recipe of 2022, as KERPLE's and MEP's, its learning rate schedule.
 
     `fp16: {type: bfloat16}` marks it: no later GPT-NeoX reads it so, and none of our files has it.
-    Notes say what remains different. docs/published_files.md has all of it.
     """
-    given = list(sources)
-    halves = [source.get("fp16") for source in given]
+    halves = [source.get("fp16") for source in sources]
     if not any(isinstance(fp16, dict) and "bf" in str(fp16.get("type")) for fp16 in halves):
         return
     if "lr_schedule" not in merged:
@@ -259,25 +169,13 @@ def complete_recipe(
         )
     if not merged.get("paper_precision"):
         report.note(
-            "of 2022: positions, distances and biases are float32 here; the forks rounded them to"
-            " bfloat16; paper_precision: true does so too"
-        )
-    if not any(source.get("attention_softmax_in_fp32") for source in given):
-        report.note(
-            "of 2022: the softmax is float32 here; the forks' was bfloat16 without"
-            " attention_softmax_in_fp32"
+            "of 2022: positions, distances, biases and the softmax are float32 here; the forks"
+            " rounded them to bfloat16, and paper_precision: true does so with all but the softmax"
         )
 
 
 def fold(merged: dict[str, Any], options: set[str], report: Report) -> None:
     """Old keys whose meaning depends on other keys; the chosen encoding takes `options`."""
-    args = merged.get("pos_emb_args") or {}
-    if isinstance(args, dict):  # else it is reported with the other keys
-        args = dict(args)
-        _fold_options(merged, args, options, report)
-        if args:
-            merged["pos_emb_args"] = args
-
     epsilon = merged.pop("rms_norm_epsilon", None)
     if epsilon is not None and merged.get("norm") == "rmsnorm":
         merged["layernorm_epsilon"] = epsilon
@@ -285,30 +183,11 @@ def fold(merged: dict[str, Any], options: set[str], report: Report) -> None:
     elif epsilon is not None:
         report.no_effect("rms_norm_epsilon", "norm is not rmsnorm")
 
-    multiple = merged.pop("mlp_multiple_of", None)
-    hidden = merged.get("hidden_size")
-    width = merged.get("intermediate_size") or (4 * hidden if isinstance(hidden, int) else 0)
-    if multiple is None or not isinstance(width, int):
-        return
-    if not isinstance(multiple, int) or multiple <= 0:
-        report.fault(f"mlp_multiple_of: must be a whole number > 0, got {multiple!r}")
-        return
-    if merged.get("activation") != "swiglu":
-        step, wanted = 2 * multiple, width
-    else:  # two thirds for gate and values together, so that the MLP has as many weights
-        step, wanted = multiple, int(width * 2 / 3) // 2
-    merged["intermediate_size"] = -(-wanted // step) * step
-    report.note(
-        f"mlp_multiple_of: {multiple} with a width of {width} means intermediate_size:"
-        f" {merged['intermediate_size']}, as GPT-NeoX counts it"
-    )
-
-
-def _fold_options(
-    merged: dict[str, Any], args: dict[str, Any], options: set[str], report: Report
-) -> None:
-    """Keys of single encodings become options."""
     name = merged.get("pos_emb")
+    args = merged.get("pos_emb_args") or {}
+    if not isinstance(args, dict):  # it is reported with the other keys
+        return
+    args = dict(args)
     for old, option in OPTIONS.items():
         if old not in merged:
             continue
@@ -317,10 +196,16 @@ def _fold_options(
             report.no_effect(old, f"pos_emb {name} has no such option")
         elif args.setdefault(option, value) != value:
             report.fault(contradiction(f"{old}: {value}", f"pos_emb_args.{option}: {args[option]}"))
+    if "alibi_scaling" in merged:
+        _scale(merged.pop("alibi_scaling"), name, args, options, report)
+    if args:
+        merged["pos_emb_args"] = args
 
-    if "alibi_scaling" not in merged:
-        return
-    scaling = merged.pop("alibi_scaling")
+
+def _scale(
+    scaling: Any, name: Any, args: dict[str, Any], options: set[str], report: Report
+) -> None:
+    """Give the options of an encoding what alibi_scaling made of it in the MEP fork."""
     meant = {}
     if {"scaling", "factor", "rotary_pct"} <= options:
         # 0 is plain, 1 is NTK-by-parts with factor 1, which is plain, all else is YaRN.

@@ -7,17 +7,9 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from megatron.config.config import COPY, Config, exists, is_relative, places
+from megatron.config.config import COPY, Config
 from megatron.config.cross_checks import check_together, zero_that_runs
-from megatron.config.legacy import (
-    AFTER_MERGE,
-    CORPORA,
-    NAMES,
-    complete_recipe,
-    fold,
-    switch_off,
-    translate,
-)
+from megatron.config.legacy import AFTER_MERGE, CORPORA, NAMES, complete_recipe, fold, translate
 from megatron.config.messages import (
     MOST_LINES,
     Report,
@@ -25,21 +17,10 @@ from megatron.config.messages import (
     contradiction,
     lines,
     no_such_key,
-    shortened,
 )
-from megatron.config.schema import (
-    KEYS,
-    SECTIONS,
-    Data,
-    Position,
-    Section,
-    Training,
-    all_keys,
-    as_list,
-    default_of,
-)
+from megatron.config.schema import KEYS, SECTIONS, Position, Section, all_keys, default_of
 from megatron.config.yaml_files import find_file, merge, read_file, read_overrides
-from megatron.errors import UserError, closest
+from megatron.errors import UserError
 from megatron.files import read_small
 from megatron.positions import FILES, REGISTRY, fingerprint, load_file, options_of
 
@@ -48,6 +29,12 @@ DATA_PATHS = ("data_path", *CORPORA)
 USER_FILE = "pos_emb_file"
 SETTINGS = {*AFTER_MERGE, *(key.name for key in all_keys())}
 LARGEST_USER_FILE = 1 << 24  # bytes
+INSTEAD = {
+    "pos_emb_layers": ("pos_emb", "pos_emb_args"),
+    "window_layers": ("window",),
+    "train_epochs": ("train_iters",),
+}
+"""Keys that a later source gives in place of others; the first of these replaces them, too."""
 Source = tuple[str, dict[str, Any]]  # the name of a file or COMMAND_LINE, and what it sets
 
 
@@ -62,7 +49,6 @@ def load(paths: Sequence[str | Path], overrides: Sequence[str] = ()) -> Config:
     if overrides:
         sources.append((COMMAND_LINE, read_overrides(overrides, report.fault)))
     names = tuple(name for name, _ in sources)
-    _replace_steps(sources, report)
 
     # First of all: what the user's file registers may be what pos_emb names.
     code = None
@@ -71,30 +57,33 @@ def load(paths: Sequence[str | Path], overrides: Sequence[str] = ()) -> Config:
     except UserError as fault:
         report.fault(str(fault))
     merged: dict[str, Any] = {}
-    for _, given in sources:
-        _lay_over(merged, given, report)
+    origins: dict[str, str] = {}
+    for name, given in sources:
+        later = translate(given, report)
+        _lay_over(merged, later, report)
+        origins |= {AFTER_MERGE.get(key, key): name for key in _settings(later)}
     complete_recipe([given for _, given in sources], merged, report)
     encoding = merged.setdefault("pos_emb", Position.model_fields["pos_emb"].default)
     is_registered = isinstance(encoding, str) and encoding in REGISTRY
     fold(merged, set(options_of(encoding)) if is_registered else set(), report)
-    origins = _origins(sources, merged)
+    if "lr_schedule" in merged:
+        origins.setdefault("lr_schedule", "the recipe of 2022")
+    origins = {key: origins[key] for key in _settings(merged) if key in origins}
+    # A file of Config.save names every key, so nobody chose these.
+    saved = {
+        name for name, given in sources if _is_checkpoint(name) or given.keys() >= KEYS.keys()
+    }
+    chosen = {key.partition(".")[0] for key, name in origins.items() if name not in saved}
 
+    if merged.get("train_epochs") and {"train_iters", "train_epochs"} <= chosen:
+        report.fault(contradiction("train_iters", "train_epochs"))
+    if merged.get("train_data_paths") and "split" in chosen:
+        report.no_effect("split", "corpora of train_data_paths are whole")
     sections = _sections(merged, report)
     if code is None and merged.get(USER_FILE) and not is_registered:
         # The user's file has a fault, which is reported. What it would register is unknown.
         sections.pop("position", None)
     check_together(sections, report)
-    # A file of Config.save names every key, so nobody chose these.
-    chosen = [given for name, given in sources if not _is_saved(name, given)]
-    keys_given = frozenset(key for given in chosen for key in given)
-    data, training = sections.get("data"), sections.get("training")
-    if isinstance(training, Training) and training.train_epochs and "train_iters" in keys_given:
-        report.fault(
-            f"{contradiction('train_iters', 'train_epochs')};"
-            " train_epochs=null drops that of an earlier file"
-        )
-    if isinstance(data, Data) and data.train_data_paths and "split" in keys_given:
-        report.no_effect("split", "corpora of train_data_paths are whole")
     if report.faults:
         raise bad_configuration(names, report.faults)
 
@@ -105,7 +94,7 @@ def load(paths: Sequence[str | Path], overrides: Sequence[str] = ()) -> Config:
         pos_emb_code=code,
         sources=names,
         notes=tuple(report.notes),
-        given=keys_given,
+        given=frozenset(chosen),
         origins=origins,
     )
 
@@ -118,67 +107,18 @@ def _read(path: str | Path, report: Report) -> Source:
     except ValueError as fault:
         report.fault(str(fault))
         return str(path), {}
-    if not _is_checkpoint(str(file)):
-        return str(file), resolve_inputs(given, file, report)
     # A checkpoint's file names every key. So that a later source that changes a leader changes its
     # followers too, those with their leader's value are left out.
-    for key in all_keys():
-        if key.follows in given and given.get(key.name) == given[key.follows]:
-            del given[key.name]
+    if _is_checkpoint(str(file)):
+        for key in all_keys():
+            if key.follows in given and given.get(key.name) == given[key.follows]:
+                del given[key.name]
     return str(file), given
-
-
-def resolve_inputs(given: dict[str, Any], file: Path, report: Report) -> dict[str, Any]:
-    """The settings of one YAML file, with its relative paths made relative to the current folder.
-
-    A relative path means a file in the current folder, as for any command; if there is none, a file
-    beside the YAML file. A note says so if there are both. Outputs (save, log_dir, …) are relative
-    to the current folder.
-    """
-    resolved = dict(given)
-    for key in all_keys():
-        if not key.names_input or key.name not in given:
-            continue
-        value = given[key.name]
-        is_list = key.name in CORPORA
-        paths = []
-        for path in as_list(value) if is_list else [value]:
-            beside = str(file.parent / path) if is_relative(path) else ""
-            if beside and exists(key.name, beside):
-                if not exists(key.name, path):
-                    path = beside
-                elif os.path.realpath(path) != os.path.realpath(beside):
-                    report.note(
-                        f"{key.name}: {path} of the current folder is used, and not {beside} beside"
-                        f" {file.name}; give the whole path of the one you mean"
-                    )
-            paths.append(path)
-        resolved[key.name] = paths if is_list else paths[0]
-    return resolved
-
-
-def _replace_steps(sources: list[Source], report: Report) -> None:
-    """Take away each train_iters for which a later source has train_epochs."""
-    with_epochs = [place for place, (_, given) in enumerate(sources) if given.get("train_epochs")]
-    last = max(with_epochs, default=0)
-    for name, given in sources[:last]:
-        if "train_iters" in given and not _is_checkpoint(name):
-            report.note(
-                f"train_iters: {given.pop('train_iters')} of {name} is dropped, because a later"
-                f" source sets train_epochs: {sources[last][1]['train_epochs']}"
-            )
 
 
 def _is_checkpoint(source: str) -> bool:
     """Whether a source is the config.yml of a checkpoint."""
     return os.path.isfile(source) and os.path.exists(Path(source).parent / "checkpoint.json")
-
-
-def _is_saved(source: str, given: Mapping[str, Any]) -> bool:
-    return _is_checkpoint(source) or given.keys() >= KEYS.keys()
-
-
-# --- The user's own encodings ---
 
 
 def run_named(words: Sequence[str]) -> None:
@@ -202,12 +142,7 @@ def _run_user_file(sources: Sequence[Source]) -> str | None:
     if not isinstance(path, str):  # the section `position` refuses what is not text
         return None
     if not _is_checkpoint(source):
-        try:
-            return load_file(path)
-        except UserError as fault:
-            if not is_relative(path) or exists(USER_FILE, path):
-                raise
-            raise UserError(f"{fault}\n  {USER_FILE}: {places(path)}") from None
+        return load_file(path)
     copy = Path(source).with_name(COPY)
     try:
         text = read_small(copy, LARGEST_USER_FILE).decode("utf-8")
@@ -225,13 +160,8 @@ def _run_user_file(sources: Sequence[Source]) -> str | None:
     )
 
 
-# --- Merging ---
-
-
-def _lay_over(merged: dict[str, Any], given: Mapping[str, Any], report: Report) -> None:
-    """Let one source win over the earlier ones."""
-    later = translate(given, report)
-    switch_off(merged, later, report)
+def _lay_over(merged: dict[str, Any], later: Mapping[str, Any], report: Report) -> None:
+    """Let one source, in today's spelling, win over the earlier ones."""
     encoding = merged.get("pos_emb")
     changed = later.get("pos_emb", encoding) != encoding
     if encoding is not None and changed and merged.pop("pos_emb_args", None):
@@ -239,64 +169,39 @@ def _lay_over(merged: dict[str, Any], given: Mapping[str, Any], report: Report) 
             f"pos_emb_args of {encoding} are dropped, because a later source sets pos_emb:"
             f" {later['pos_emb']}"
         )
-    # A later pattern of layers replaces the earlier keys for all layers, and they replace it.
-    for pattern, keys in (
-        ("pos_emb_layers", ("pos_emb", "pos_emb_args")),
-        ("window_layers", ("window",)),
-    ):
+    for key, others in INSTEAD.items():
         winner, losers = "", ()
-        if later.get(pattern):
-            winner, losers = pattern, keys
-        elif keys[0] in later and pattern not in later:
-            winner, losers = keys[0], (pattern,)
-        dropped = [key for key in losers if merged.pop(key, None)]
+        if later.get(key):
+            winner, losers = key, others
+        elif others[0] in later and key not in later:
+            winner, losers = others[0], (key,)
+        dropped = [loser for loser in losers if merged.pop(loser, None)]
         if dropped:
             report.note(f"{', '.join(dropped)}: dropped, because a later source sets {winner}")
     for key, value in later.items():
         merged[key] = merge(merged.get(key), value)
 
 
-def _origins(sources: Sequence[Source], merged: Mapping[str, Any]) -> dict[str, str]:
-    """Who set a key: the last source that does, and how it is written there if it is older."""
-    origins = {}
-    if "lr_schedule" in merged:
-        origins["lr_schedule"] = "the recipe of 2022"
-    for source, given in sources:
-        written = _settings(given)
-        for name in _settings(translate(given, Report())):
-            origins[name] = source
-        for key, value in given.items():
-            for name, today in _settings(translate({key: value}, Report())).items():
-                name = AFTER_MERGE.get(name, name)
-                if name not in written or written[name] != today:
-                    origins[name] = f"{source}, written as {shortened(f'{key}: {value}')}"
-    set_now = _settings(merged)
-    return {name: origin for name, origin in origins.items() if name in set_now}
-
-
-def _settings(given: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """The values of the keys that are given, by their names with dots."""
-    values = {}
+def _settings(given: Mapping[str, Any], prefix: str = "") -> list[str]:
+    """The keys that are given, by their names with dots."""
+    names = []
     for key, value in given.items():
         name = prefix + key
         if name in SETTINGS:
-            values[name] = value
+            names.append(name)
         elif isinstance(value, Mapping):
-            values |= _settings(value, f"{name}.")
-    return values
+            names += _settings(value, f"{name}.")
+    return names
 
 
 def _sections(merged: dict[str, Any], report: Report) -> dict[str, Section]:
     """The sections that have no fault in themselves; the faults of the others are reported."""
     incomplete = bool(report.faults)  # if a source could not be read, its keys are not missing
     unknown = [key for key in merged if key not in KEYS]
-    if len(unknown) > MOST_LINES:
-        report.fault(f"{len(unknown)} keys do not exist; the first of them follow")
     known = [*KEYS, *(key.name for key in all_keys()), *NAMES]
     for key in unknown[:MOST_LINES]:
         report.fault(no_such_key(key, known))
-    # A misspelt key is not also missing, and a follower is wrong only because its leader is.
-    not_missing = {closest(key, KEYS) for key in unknown[:MOST_LINES]}
+    # A follower is wrong only because its leader is.
     followers = set()
     for key in all_keys():
         if key.follows and merged.get(key.name) is None:
@@ -309,8 +214,8 @@ def _sections(merged: dict[str, Any], report: Report) -> dict[str, Section]:
         try:
             sections[name] = section.model_validate(given)
         except ValidationError as error:
-            for key, kind, line in lines(section, error):
-                excused = kind == "missing" and (incomplete or key in not_missing)
+            for key, kind, line in lines(error, known):
+                excused = kind == "missing" and incomplete
                 if key not in followers and not excused:
                     report.fault(line)
     return sections

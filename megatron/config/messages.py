@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from pydantic import BaseModel, ValidationError
+from pydantic import ValidationError
 
 from megatron.errors import UserError, closest
 
@@ -11,12 +11,7 @@ WHY = {
     "attention_dropout": "the attention backends compute no dropout on probabilities",
     "pipe_parallel_size": "pipeline stages are not offered yet",
     "model_parallel_size": "tensor parallelism is not offered yet",
-    "norm": "other normalisations are not offered",
-    "activation": "other activations are not offered",
-    "init_method": "other initialisations are not offered",
-    "output_layer_init_method": "other initialisations are not offered",
     "tokenizer_type": "convert others to a tokenizer.json for HFTokenizer",
-    "optimizer.type": "other optimizers are not offered",
 }
 EXPECTED = {  # pydantic's kind of error -> what the key takes
     "int_type": "a whole number",
@@ -45,33 +40,27 @@ class Report:
     """Faults and notes, each once and in the order in which they come up."""
 
     def __init__(self) -> None:
-        self.faults: list[str] = []
-        self.notes: list[str] = []
+        self.faults: dict[str, None] = {}
+        self.notes: dict[str, None] = {}
 
     def fault(self, text: str) -> None:
-        _add(self.faults, text)
+        self.faults[shortened(text, LONGEST_LINE)] = None
 
     def note(self, text: str) -> None:
-        _add(self.notes, text)
+        self.notes[shortened(text, LONGEST_LINE)] = None
 
     def no_effect(self, key: str, why: str) -> None:
         self.note(f"{key}: accepted, has no effect here: {why}")
 
 
-def _add(texts: list[str], text: str) -> None:
-    text = shortened(text, LONGEST_LINE)
-    if text not in texts:
-        texts.append(text)
-
-
-def bad_configuration(sources: Sequence[str], faults: Sequence[str]) -> UserError:
+def bad_configuration(sources: Sequence[str], faults: Iterable[str]) -> UserError:
     """One error for all faults, under the sources they come from."""
-    names = ", ".join(sources) or "nothing given"
-    head = f"bad configuration ({shortened(names, LONGEST_LINE)})"
-    shown = list(faults[:MOST_LINES])
-    if len(faults) > len(shown):
-        shown.append(f"and {len(faults) - len(shown)} more")
-    return UserError("\n  ".join([head, *shown]))
+    names = shortened(", ".join(sources), LONGEST_LINE)
+    lines = [f"bad configuration ({names or 'nothing given'})", *faults]
+    left_out = len(lines) - 1 - MOST_LINES
+    if left_out > 0:
+        lines[1 + MOST_LINES :] = [f"and {left_out} more"]
+    return UserError("\n  ".join(lines))
 
 
 def contradiction(*settings: str) -> str:
@@ -96,10 +85,11 @@ def no_such_key(key: str, known: Iterable[str]) -> str:
     return f"{shortened(key)}: no such key; {hint}"
 
 
-def lines(section: type[BaseModel], error: ValidationError) -> list[tuple[str, str, str]]:
+def lines(error: ValidationError, known: Iterable[str]) -> list[tuple[str, str, str]]:
     """(key of the section, pydantic's kind of error, line) of each key with a fault.
 
     A line has the key as it is written in YAML, and all kinds of values that the key takes.
+    known: keys that exist, with dots for nested ones
     """
     by_key: dict[str, list[Any]] = {}
     for detail in error.errors(include_url=False):
@@ -108,43 +98,22 @@ def lines(section: type[BaseModel], error: ValidationError) -> list[tuple[str, s
         by_key.setdefault(".".join(parts), []).append(detail)
     found = []
     for key, details in by_key.items():
-        kind = details[0]["type"]
+        kind, value = details[0]["type"], details[0]["input"]
         if kind == "missing":
             line = f"{key}: not given, and every model needs it"
         elif kind == "extra_forbidden":
-            line = no_such_key(key, _names(section))
+            line = no_such_key(key, known)
         else:
-            expected = [_expected(detail) for detail in details]
-            value = details[0]["input"]
-            line = (
-                f"{key}: must be {' or '.join(dict.fromkeys(expected))}, got {_as_written(value)}"
-            )
+            expected = {}
+            for detail in details:
+                text = EXPECTED.get(detail["type"], "{}")
+                text = text.format(detail["msg"], **detail.get("ctx", {}))
+                expected[text.replace("'", "")] = None
+            written = {None: "nothing", True: "true", False: "false"}
+            is_word = value is None or isinstance(value, bool)
+            shown = written[value] if is_word else shortened(repr(value))
+            line = f"{key}: must be {' or '.join(expected)}, got {shown}"
             if key in WHY:
                 line = f"{line}; {WHY[key]}"
         found.append((key.split(".")[0], kind, line))
     return found
-
-
-def _names(section: type[BaseModel], prefix: str = "") -> list[str]:
-    """All keys of a section, with dots for nested ones."""
-    names = []
-    for key, info in section.model_fields.items():
-        names.append(prefix + key)
-        if isinstance(info.annotation, type) and issubclass(info.annotation, BaseModel):
-            names += _names(info.annotation, f"{prefix}{key}.")
-    return names
-
-
-def _expected(detail: Any) -> str:
-    """What a key takes, by one of pydantic's `ErrorDetails`."""
-    text = EXPECTED.get(detail["type"], "{}").format(detail["msg"], **detail.get("ctx", {}))
-    return text.replace("'", "")
-
-
-def _as_written(value: Any) -> str:
-    """A value in YAML's spelling."""
-    if value is None:
-        return "nothing"
-    if isinstance(value, bool):
-        return str(value).lower()
-    return shortened(repr(value))

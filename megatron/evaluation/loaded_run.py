@@ -230,8 +230,7 @@ def loaded_run(config: Config | None, folder: str | Path | None, step: int | Non
     model, trained, config, path = loaded.model, loaded.trained, loaded.config, loaded.path
     names_data = config if any(config[key] for key in DATA_PATHS) else trained
     part = config.evaluation.eval_part
-    with names_data.naming_places(*DATA_PATHS):
-        texts = open_parts(names_data.data, [part])[part]
+    texts = open_parts(names_data.data, [part])[part]
     if names_data is trained:  # the data of the training, with the split that is given
         texts = replace(texts, split=texts.split if texts.weights else config.data.split)
 

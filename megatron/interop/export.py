@@ -88,8 +88,7 @@ def export(
     model.use_attention(AttentionSettings.of(config.attention).of_one_document())
     learned_with = record.get("tokenizer") or {}
     vocab_file = vocab_file or config.data.vocab_file
-    with config.naming_places("vocab_file", "merge_file"):
-        tokenizer, notes = tokenizer_of(config, learned_with, vocab_file, merge_file)
+    tokenizer, notes = tokenizer_of(config, learned_with, vocab_file, merge_file)
     unrounded = logits_of(model)
     with torch.no_grad():  # the encoding keeps its own numbers
         for name, parameter in model.named_parameters():

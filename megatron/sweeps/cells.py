@@ -20,8 +20,7 @@ from pydantic import BaseModel, ConfigDict, Field, StringConstraints, Validation
 from megatron.checkpoints.manifest import read_record
 from megatron.checkpoints.saved import find, latest_step, with_parent
 from megatron.config import Config, load
-from megatron.config.load import DATA_PATHS, resolve_inputs
-from megatron.config.messages import Report
+from megatron.config.load import DATA_PATHS
 from megatron.config.schema import KEYS, SECTIONS, as_list
 from megatron.config.yaml_files import find_file, read_file
 from megatron.data.parts import open_parts
@@ -161,17 +160,14 @@ def load_sweep(
     home = Path(folder) if folder else Path("runs/sweeps") / file.stem
     cells: list[Cell] = []
     broken: dict[str, str] = {}
-    report = Report()
     for values in points:
         try:
-            cells.append(_cell(parts, values, home, file, report))
+            cells.append(_cell(parts, values, home, file))
         except UserError as fault:
             broken[_name(values)] = str(fault)
     if not cells:
         title = f"{file}: none of its {len(broken)} cells can be run"
         raise UserError("\n".join([title, *described_faults(broken)]))
-    for note in report.notes:
-        logger.warning("%s: %s", file, note)
     return Sweep(file.stem, file, home, tuple(cells), parts.keep_optimizer_states, broken)
 
 
@@ -282,8 +278,8 @@ def _chosen(points: list[Values], only: Sequence[str], file: Path) -> list[Value
     return points
 
 
-def _cell(parts: SweepFile, values: Values, home: Path, path: Path, report: Report) -> Cell:
-    """One point of the grid; notes about the sweep's own paths go to the report."""
+def _cell(parts: SweepFile, values: Values, home: Path, path: Path) -> Cell:
+    """One point of the grid; path: the file of the sweep."""
     files = []
     for name in parts.base:  # from the sweep's own folder, else from the project's root
         own = path.parent / name
@@ -298,7 +294,6 @@ def _cell(parts: SweepFile, values: Values, home: Path, path: Path, report: Repo
             files.append(file_of_value)
         else:
             settings[axis] = value
-    settings = resolve_inputs(settings, path, report)
     folder = home / _name(values)
     settings["save"] = str(folder)
     config = load(files, [f"{key}={json.dumps(value)}" for key, value in settings.items()])

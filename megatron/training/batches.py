@@ -9,7 +9,6 @@ from typing import Any
 from torch import Tensor
 
 from megatron.config import Config
-from megatron.config.load import DATA_PATHS
 from megatron.data.loader import batches
 from megatron.data.parts import Blend, Part, open_parts
 from megatron.data.samples import Samples
@@ -36,8 +35,7 @@ def open_text(config: Config) -> tuple[dict[str, Part], dict[str, Any]]:
     names = ["train"]
     if config.training.eval_interval and config.training.eval_iters:
         names.append("valid")
-    with config.naming_places(*DATA_PATHS):
-        parts = open_parts(config.data, names)
+    parts = open_parts(config.data, names)
     files = [tokens for part in parts.values() for tokens in part.files]
     descriptions = [_tokenizer_of(config, tokens) for tokens in files]
     tokenizer = descriptions[0]
@@ -65,8 +63,7 @@ def _tokenizer_of(config: Config, tokens: TokenFile) -> dict[str, Any]:
     """{type, hash, vocab_size, eod}: by the files that the configuration names, or the sidecar."""
     data = config.data
     if data.vocab_file or not needs_files(data.tokenizer_type):
-        with config.naming_places("vocab_file", "merge_file"):
-            tokenizer = build_tokenizer(data.tokenizer_type, data.vocab_file, data.merge_file)
+        tokenizer = build_tokenizer(data.tokenizer_type, data.vocab_file, data.merge_file)
         tokens.check_tokenizer(tokenizer)
         return {
             "hash": tokenizer.hash,

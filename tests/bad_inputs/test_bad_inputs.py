@@ -1,90 +1,123 @@
-"""The table of bad inputs: each ends in its message with its status, and loses nothing."""
+"""The table of bad inputs, cases.yml: each ends in its message with status 1, and loses nothing."""
 
-import importlib
+import json
 import os
+import re
+import shlex
 import shutil
+import struct
 from pathlib import Path
 
 import pytest
+import yaml
 
-from tests.bad_inputs.case import MODEL, Case
+from megatron.checkpoints.manifest import read_record, write_record
+from megatron.checkpoints.saved import keep_weights_only
 from tests.support import call
 
-MODULES = (
-    "configuration",
-    "data",
-    "token_files",
-    "checkpoints",
-    "engines",
-    "generation",
-    "results",
-    "launcher",
-    "training",
+CASES = yaml.safe_load(Path(__file__).with_name("cases.yml").read_text(encoding="utf-8"))
+MODEL = (
+    "num_layers=2 hidden_size=32 num_attention_heads=4 seq_length=64"
+    " tokenizer_type=CharLevelTokenizer"
 )
-
-
-def cases() -> list:
-    """Every case of the table, named module-case; two of one name are a fault."""
-    found = {}
-    for module in MODULES:
-        for case in importlib.import_module(f"tests.bad_inputs.{module}").CASES:
-            name = f"{module}-{case.name}"
-            assert name not in found, f"two cases are called {name}"
-            found[name] = pytest.param(case, id=name)
-    return list(found.values())
+DATA = "eval_interval=0 data_path={corpus}"
+WORDS = {
+    "{train}": f"train.py {MODEL} {DATA} train_iters=4 save=run",
+    "{resume}": f"train.py {MODEL} {DATA} train_iters=6 save=copy load=copy",
+    "{model}": MODEL,
+}
 
 
 @pytest.fixture(scope="session")
 def trained(forks, corpus, tmp_path_factory) -> Path:
     """The folder of a run of four steps; cases work on copies of it."""
     folder = tmp_path_factory.mktemp("bad_inputs") / "trained"
-    settings = [*MODEL, "train_iters=4", "eval_interval=0"]
-    done = forks.run("train.py", *settings, f"data_path={corpus}", f"save={folder}")
+    words = f"{MODEL} train_iters=4 eval_interval=0 data_path={corpus} save={folder}"
+    done = forks.run("train.py", *words.split())
     assert done.returncode == 0, done.stderr
     return folder
 
 
-@pytest.mark.parametrize("case", cases())
-def test_a_bad_input_is_one_message_and_loses_nothing(
-    case: Case, corpus, trained, tmp_path, monkeypatch
-):
-    here = tmp_path / "here"
-    here.mkdir()
-    monkeypatch.chdir(here)
-    places = {"{corpus}": str(corpus), "{trained}": str(trained), "{here}": str(here)}
-    for name, content in case.files.items():
-        path = here / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        if isinstance(content, str):
-            content = _filled(content, places).encode()
-        path.write_bytes(content)
-    if case.copies_run:
-        shutil.copytree(trained, here / "copy")
-    if case.prepare is not None:
-        case.prepare(here)
-    before = _contents(here)
-
-    script, *words = [_filled(word, places) for word in case.words]
-    done = call(script, *words)
-
-    assert _filled(case.message, places).strip() in done.stderr
-    assert "Traceback" not in done.stderr
-    assert done.returncode == case.status
-    assert _contents(here) == before
+@pytest.fixture
+def here(tmp_path, monkeypatch) -> Path:
+    """The empty folder in which commands run."""
+    folder = tmp_path / "here"
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    return folder
 
 
-def _filled(text: str, places: dict[str, str]) -> str:
-    for name, value in places.items():
-        text = text.replace(name, value)
-    return text
-
-
-def _contents(folder: Path) -> dict[str, bytes | None]:
+def contents(folder: Path) -> dict[str, bytes | None]:
     """Every file of a folder with its bytes; links, pipes and folders as names alone."""
-    contents: dict[str, bytes | None] = {}
-    for root, folders, files in os.walk(folder):
-        for name in [*folders, *files]:
-            path = Path(root) / name
-            is_plain = path.is_file() and not path.is_symlink()
-            contents[str(path.relative_to(folder))] = path.read_bytes() if is_plain else None
-    return contents
+    found: dict[str, bytes | None] = {}
+    for path in folder.rglob("*"):
+        is_plain = path.is_file() and not path.is_symlink()
+        found[str(path.relative_to(folder))] = path.read_bytes() if is_plain else None
+    return found
+
+
+def check(command: str, message: str, places: dict[str, str]) -> None:
+    """Run a command, which must end in this message and leave the current folder as it is."""
+    before = contents(Path.cwd())
+    for name, value in places.items():
+        command, message = command.replace(name, value), message.replace(name, value)
+    message = re.sub(r"\n +", "\n", message)
+    done = call(*shlex.split(command))
+    assert message.strip() in re.sub(r"\n +", "\n", done.stderr)
+    assert "Traceback" not in done.stderr
+    assert done.returncode == 1
+    assert contents(Path.cwd()) == before
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case["case"])
+def test_a_bad_input_is_one_message_and_loses_nothing(case, corpus, trained, here):
+    if case.get("copy"):
+        shutil.copytree(trained, "copy")
+    if "move" in case:
+        shutil.move(*case["move"])
+    for name, content in case.get("files", {}).items():
+        path = Path(name)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(content.encode() if isinstance(content, str) else content)
+    if "index" in case:
+        index = b"MMIDIDX\x00\x00" + struct.pack("<QBQQiqqq", *case["index"]) + b"\x00"
+        Path("c.idx").write_bytes(index[: len(index) + case.get("index_end", 0) - 1])
+    for name in case.get("delete", ()):
+        Path(name).unlink()
+    if "link" in case:
+        os.symlink(Path(case["link"][1]).absolute(), case["link"][0])
+    if "flip" in case:
+        content = bytearray(Path(case["flip"]).read_bytes())
+        content[-2] ^= 1
+        Path(case["flip"]).write_bytes(content)
+    places = {"{corpus}": str(corpus), "{trained}": str(trained), "{here}": str(here)}
+    check(case["command"], case["message"], WORDS | places)
+
+
+def test_a_checkpoint_that_cannot_be_continued_says_why(corpus, trained, here):
+    places = WORDS | {"{corpus}": str(corpus)}
+    shutil.copytree(trained, "copy")
+    step = here / "copy/global_step4"
+    record = read_record(step)
+    write_record(step, record | {"ranks": 2, "windows_per_step": 8})
+    check(
+        "{resume}",
+        "load: a step of copy/global_step4 took 8 windows on 2 rank(s), here it would take 4 on 1"
+        " - change gradient_accumulation_steps to keep it, or set train_batch_size=4 if that is"
+        " meant",
+        places,
+    )
+    write_record(step, record)
+    keep_weights_only(here / "copy")
+    check(
+        "{resume}",
+        "copy/global_step4: holds weights only, training cannot continue from it - finetune=true"
+        " starts a new run from them, no_load_optim=true goes on with a fresh optimizer; a sweep"
+        " keeps the optimizer's states with --keep-states",
+        places,
+    )
+    del record["files"], record["sha256"]  # an old checkpoint, without sums
+    (step / "checkpoint.json").write_text(json.dumps(record))
+    (step / "model.safetensors").write_bytes(b"x")
+    fault = "cannot be read (Error while deserializing header: header too small)"
+    check("evaluate.py --checkpoint copy", f"copy/global_step4/model.safetensors: {fault}", places)

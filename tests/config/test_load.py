@@ -92,7 +92,7 @@ FAULTS = {
     "eval_lengths=[]": "eval_lengths: must be a list of at least 1, got []",
     "optimizer=5": "optimizer: must be a mapping such as {key: value}, got 5",
     "optimizer.type=SGD": (
-        "optimizer.type: must be Adam or AdamW, got 'SGD'; other optimizers are not offered"
+        "optimizer.type: must be Adam or AdamW, got 'SGD'"
     ),
     "window=all": "window: must be a whole number or train_length, got 'all'",
     "save=[a]": "save: must be a text; put it in quotes, got ['a']",
@@ -157,8 +157,7 @@ FAULTS = {
         " use stage 2, or set false"
     ),
     "train_epochs=2 train_iters=100": (
-        "train_iters and train_epochs contradict each other; keep one of them;"
-        " train_epochs=null drops that of an earlier file"
+        "train_iters and train_epochs contradict each other; keep one of them"
     ),
 }
 OF_BLENDS = {
@@ -186,16 +185,6 @@ def test_every_fault_says_what_is_wrong_and_what_to_write():
         assert faults(*given) == [line]
     for words, line in OF_BLENDS.items():
         assert faults(*BLEND, *words.split(" ")) == [line]
-
-
-def test_missing_keys_are_named_and_a_misspelt_one_is_not_also_missing():
-    with pytest.raises(UserError) as raised:
-        load([], ["num_layer=2", "hidden_size=72"])
-    assert str(raised.value).split("\n  ")[1:] == [
-        "num_layer: no such key; did you mean num_layers?",
-        "num_attention_heads: not given, and every model needs it",
-        "seq_length: not given, and every model needs it",
-    ]
 
 
 FILES = {
@@ -269,13 +258,13 @@ def test_a_global_batch_that_the_devices_do_not_make_is_refused():
     loaded("train_batch_size=8").check_batch(2)
 
 
-def test_train_epochs_of_a_later_source_replaces_the_steps_of_an_earlier_file(tmp_path):
+def test_a_later_source_chooses_between_steps_and_epochs(tmp_path):
     file = write(tmp_path / "run.yml", "train_iters: 50000\n")
     config = load([file], [*SIZES, *BLEND, "train_epochs=2"])
     assert (config.training.train_epochs, config.training.train_iters) == (2, 0)
-    assert config.notes == (
-        f"train_iters: 50000 of {file} is dropped, because a later source sets train_epochs: 2",
-    )
+    assert config.notes == ("train_iters: dropped, because a later source sets train_epochs",)
+    file = write(tmp_path / "run.yml", "train_epochs: 2\n")
+    assert load([file], [*SIZES, *BLEND, "train_iters=5"]).training.train_epochs is None
 
 
 def test_a_split_beside_whole_corpora_and_links_to_trained_text_are_noticed(tmp_path):
@@ -310,23 +299,18 @@ def test_what_follows_a_key_of_a_checkpoint_follows_it_still(tmp_path):
 
 ORIGINS = {
     "seed: 2\nhidden_size: 96": {"seed": "command line", "hidden_size": "b.yml"},
-    "checkpoint_factor: 5": {"save_interval": "b.yml, written as checkpoint_factor: 5"},
-    "bf16: {enabled: true}": {"precision": "b.yml, written as bf16: {'enabled': True}"},
+    "checkpoint_factor: 5": {"save_interval": "b.yml"},
     "fp16: {enabled: true, type: bfloat16}": {
-        "precision": "b.yml, written as fp16: {'enabled': True, 'type': 'bfloat16'}",
+        "precision": "b.yml",
         "lr_schedule": "the recipe of 2022",
     },
     "optimizer: {params: {lr: 1.0e-4, weight_decay: 0.1}}": {
         "optimizer.params.lr": "b.yml",
         "optimizer.params.eps": None,  # the whole mapping is replaced
-        "weight_decay": (
-            "b.yml, written as optimizer: {'params': {'lr': 0.0001, 'weight_decay': 0.1}}"
-        ),
+        "weight_decay": "b.yml",
     },
-    "pos_emb: kerple_power_a_": {"pos_emb_args": "b.yml, written as pos_emb: kerple_power_a_"},
     "pos_emb: alibi": {"pos_emb": "b.yml", "pos_emb_args": None},
-    "rotary_pct: 0.5": {"pos_emb_args": "b.yml, written as rotary_pct: 0.5"},
-    "mlp_multiple_of: 64": {"intermediate_size": "b.yml, written as mlp_multiple_of: 64"},
+    "rotary_pct: 0.5": {"pos_emb_args": "b.yml"},
 }
 
 
@@ -369,65 +353,6 @@ def test_any_value_of_any_key_loads_or_is_a_fault(drawn, word):
         assert len(config.hash) == 12
     with contextlib.suppress(UserError):
         loaded(word)
-
-
-# --- Paths ---
-
-
-@pytest.fixture
-def here(tmp_path, monkeypatch):
-    """The current folder; `yml/` beside it holds the YAML files."""
-    folder = tmp_path / "here"
-    folder.mkdir()
-    monkeypatch.chdir(folder)
-    return folder
-
-
-def test_an_input_is_looked_for_in_the_current_folder_then_beside_the_yaml_file(here, tmp_path):
-    def of_file(line: str) -> Config:
-        return load([write(tmp_path / "yml/data.yml", line)], SIZES)
-
-    for key in ("vocab_file", "merge_file", "hostfile"):
-        assert of_file(f"{key}: sub/absent")[key] == "sub/absent"
-        beside = write(tmp_path / f"yml/sub/{key}")
-        assert of_file(f"{key}: sub/{key}")[key] == str(beside)
-        write(here / f"sub/{key}")
-        config = of_file(f"{key}: sub/{key}")
-        assert config[key] == f"sub/{key}"
-        assert config.notes == (
-            f"{key}: sub/{key} of the current folder is used, and not {beside} beside data.yml;"
-            " give the whole path of the one you mean",
-        )
-    write(here / "sub/a.idx")
-    beside = write(tmp_path / "yml/sub/b.idx").with_suffix("")
-    config = of_file("train_data_paths: sub/a, sub/b")
-    assert config.data.train_data_paths == ("sub/a", str(beside))
-    config = of_file("{data-path: sub/b, save: sub, load: sub}")
-    assert (config.data.data_path, config.checkpoint.save) == (str(beside), "sub")
-    assert config.hash == loaded("data_path=b").hash
-
-
-def test_a_fault_of_a_missing_input_names_the_places(here):
-    write(here / "b.idx")
-    config = loaded("data_path=sub/text", "vocab_file=b.idx")
-    with pytest.raises(UserError) as raised, config.naming_places("data_path", "vocab_file"):
-        raise UserError("data_path: there is none")
-    assert str(raised.value) == (
-        "data_path: there is none\n"
-        f"  data_path: sub/text is a relative path; it was looked for in {here}, then beside the"
-        " YAML file that names it"
-    )
-
-
-def test_a_checkpoint_keeps_its_paths_and_its_hash(here, tmp_path):
-    """Files beside a checkpoint's config.yml are never taken for the ones it was trained with."""
-    trained = loaded("vocab_file=vocab.json", "data_path=text")
-    folder = tmp_path / "run/global_step1"
-    for name in ("checkpoint.json", "vocab.json", "text.idx"):
-        write(folder / name)
-    trained.save(folder / "config.yml")
-    again = load([folder / "config.yml"])
-    assert (again, again.hash, again.notes) == (trained, trained.hash, ())
 
 
 def test_every_shipped_configuration_loads_in_silence():

@@ -5,7 +5,6 @@ import pytest
 
 from megatron.address import address_fault, is_address, without_secrets
 from megatron.config import load
-from megatron.config.config import is_relative
 from megatron.data.tokens import TokenFile, TokenWriter
 from megatron.errors import UserError
 from tests.servers import Shown, served
@@ -84,6 +83,5 @@ def test_addresses_that_cannot_be_used_are_explained_without_their_secrets(monke
         assert "secret" not in str(caught.value)
     assert is_address("hf://datasets/owner/name@rev/c")
     assert not is_address("data/c")
-    assert not is_relative("https://host/c")
     assert address_fault("hf://datasets/owner/name@rev/c") is None
     assert without_secrets("https://a:b@host/c?d#e") == "https://host/c"

@@ -10,7 +10,7 @@ import torch.distributed
 from megatron.parallel import watchdog
 from megatron.parallel.grid import Grid
 from megatron.parallel.watchdog import Watchdog
-from tests.bad_inputs.case import MODEL
+from tests.faults.kills import MODEL
 
 SECONDS = 2
 

@@ -148,8 +148,7 @@ def test_text_that_does_not_fit_is_refused_with_its_key(grid, texts, corpus, tmp
     cases = [
         (
             [f"train_data_paths=[{texts['poems']},gone/away]", "train_iters=1"],
-            r"train_data_paths: there are no token files gone/away.bin and gone/away.idx"
-            r"[^\n]*\n  train_data_paths: gone/away is a relative path; it was looked for in",
+            r"train_data_paths: there are no token files gone/away.bin and gone/away.idx",
         ),
         (
             [f"train_data_paths=[{texts['poems']},{other}]", "train_iters=1"],
