@@ -126,22 +126,6 @@ def test_a_shipped_sweep_has_one_name_with_either_dash(tmp_path, monkeypatch):
             load_sweep(name)
 
 
-def test_an_input_is_looked_for_beside_the_sweep_file_too(tmp_path, monkeypatch, caplog):
-    here = tmp_path / "here"
-    here.mkdir()
-    monkeypatch.chdir(here)
-    (tmp_path / "text.idx").touch()
-    text = f"{TINY}grid: {{seed: [1, 2]}}"
-    for cell in sweep_of(tmp_path, text).cells:
-        assert cell.config.data.data_path == str(tmp_path / "text")
-    assert caplog.messages == []
-    (here / "text.idx").touch()
-    for cell in sweep_of(tmp_path, text).cells:
-        assert cell.config.data.data_path == "text"
-    (note,) = caplog.messages
-    assert f"data_path: text of the current folder is used, and not {tmp_path}/text" in note
-
-
 # --- How far a cell is ---
 
 

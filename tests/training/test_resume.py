@@ -268,7 +268,7 @@ def losses(folder: Path) -> dict[int, float]:
 @pytest.mark.campaign
 @pytest.mark.distributed
 def test_checkpoints_continue_on_other_ranks(grid, forks, corpus, tmp_path):
-    """tests/faults/universal.py has every pair of engines."""
+    """tests/faults/test_engines.py has more engines."""
 
     def on_two(name: str, stage: int, source: str | None = None) -> Path:
         path = None if source is None else tmp_path / source
