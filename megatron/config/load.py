@@ -70,9 +70,7 @@ def load(paths: Sequence[str | Path], overrides: Sequence[str] = ()) -> Config:
         origins.setdefault("lr_schedule", "the recipe of 2022")
     origins = {key: origins[key] for key in _settings(merged) if key in origins}
     # A file of Config.save names every key, so nobody chose these.
-    saved = {
-        name for name, given in sources if _is_checkpoint(name) or given.keys() >= KEYS.keys()
-    }
+    saved = {name for name, given in sources if _is_checkpoint(name) or given.keys() >= KEYS.keys()}
     chosen = {key.partition(".")[0] for key, name in origins.items() if name not in saved}
 
     if merged.get("train_epochs") and {"train_iters", "train_epochs"} <= chosen:

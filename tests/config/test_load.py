@@ -91,9 +91,7 @@ FAULTS = {
     "min_lr=1": "min_lr: 1 is more than optimizer.params.lr = 0.0006; lower it",
     "eval_lengths=[]": "eval_lengths: must be a list of at least 1, got []",
     "optimizer=5": "optimizer: must be a mapping such as {key: value}, got 5",
-    "optimizer.type=SGD": (
-        "optimizer.type: must be Adam or AdamW, got 'SGD'"
-    ),
+    "optimizer.type=SGD": ("optimizer.type: must be Adam or AdamW, got 'SGD'"),
     "window=all": "window: must be a whole number or train_length, got 'all'",
     "save=[a]": "save: must be a text; put it in quotes, got ['a']",
     "attention_dropout=0.1": (
