@@ -11,15 +11,7 @@ import torch
 from torch import Tensor
 
 from megatron.attention.eager import ScoreBias
-from megatron.attention.triton_passes import (
-    as_table,
-    backward_pass,
-    empty_by_length,
-    forward_pass,
-    padded_tables,
-    reach_of,
-    two_floats,
-)
+from megatron.attention.triton_passes import Inputs, backward_pass, empty_by_length, forward_pass
 
 LARGEST_HEAD = 128
 MOST_PROGRAMS = 65535  # along the second dimension of CUDA's grid
@@ -53,7 +45,8 @@ def triton_attention(
     if score_bias is not None:
         u = None if score_bias.u is None else score_bias.u[..., 0]
         w = score_bias.w[..., 0]
-    return attention_op(q, k, v, bias, weight, segments, window, chunk, u, w)[0]
+    out, _ = attention_op(q, k, v, bias, weight, segments, window, chunk, u, w)
+    return out
 
 
 def refusal(q: Tensor, *, index_bias: bool = False, content_rank: int = 0) -> str | None:
@@ -89,11 +82,8 @@ def attention_op(
     u: Tensor | None = None,
     w: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Output and lse, as `forward_pass` has them, for whole tables [heads, >= keys]."""
-    tables = padded_tables(k, bias, weight, window)
-    content = None if w is None else two_floats(u, w)
-    reach = reach_of(q, k, bias, weight, u, w)
-    return forward_pass(q, k, v, tables, segments, window, chunk, content, reach)
+    """Output and lse, as `forward_pass` has them; the arguments are those of `Inputs`."""
+    return forward_pass(Inputs(q, k, v, bias, weight, segments, window, chunk, u, w))
 
 
 @attention_op.register_fake
@@ -110,60 +100,45 @@ def attention_backward_op(
     bias: Tensor | None,
     weight: Tensor | None,
     segments: Tensor | None,
-    out: Tensor,
-    lse: Tensor,
     window: int,
     chunk: int,
-    wants_dbias: bool,
-    wants_dweight: bool,
-    u: Tensor | None = None,
-    w: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """dq, dk, dv, dbias, dweight, du and dw.
-
-    A gradient of a table that is not wanted is empty, and one of a u or w that does not exist.
-    """
-    content = None if w is None else two_floats(u, w)
-    dq, dk, dv, dbias, dweight, du, dw = backward_pass(
-        *(dout, q, k, v, padded_tables(k, bias, weight, window)),
-        *(segments, out, lse, window, chunk, content, reach_of(q, k, bias, weight, u, w)),
-        wants_tables=wants_dbias or wants_dweight,
-    )
-    dbias = as_table(dbias, bias) if bias is not None and wants_dbias else q.new_empty(0)
-    dweight = as_table(dweight, weight) if weight is not None and wants_dweight else q.new_empty(0)
-    du = q.new_empty(0) if du is None or u is None else du.to(u.dtype)
-    dw = q.new_empty(0) if dw is None or w is None else dw.to(w.dtype)
-    return dq, dk, dv, dbias, dweight, du, dw
+    u: Tensor | None,
+    w: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    wants_tables: bool,
+) -> list[Tensor]:
+    """Gradients of q, k, v, bias, weight, u and w; empty where there is or is wanted none."""
+    inputs = Inputs(q, k, v, bias, weight, segments, window, chunk, u, w)
+    gradients = backward_pass(dout, inputs, out, lse, wants_tables=wants_tables)
+    found = []
+    for gradient, x in zip(gradients, (q, k, v, bias, weight, u, w), strict=True):
+        absent = gradient is None or x is None
+        found.append(q.new_empty(0) if absent else gradient.to(x.dtype))
+    return found
 
 
 @attention_backward_op.register_fake
-def _(
-    dout, q, k, v, bias, weight, segments, out, lse, window, chunk, wants_dbias, wants_dweight,
-    u=None, w=None,
-):  # fmt: skip
+def _(dout, q, k, v, bias, weight, segments, window, chunk, u, w, out, lse, wants_tables):
+    found = [empty_by_length(x) for x in (q, k, v)]
     # Gradients of tables are contiguous, also where a table is not.
-    dbias = bias.new_empty(bias.shape) if wants_dbias else q.new_empty(0)
-    dweight = weight.new_empty(weight.shape) if wants_dweight else q.new_empty(0)
-    du = q.new_empty(0) if u is None else u.new_empty(u.shape)
-    dw = q.new_empty(0) if w is None else w.new_empty(w.shape)
-    return empty_by_length(q), empty_by_length(k), empty_by_length(v), dbias, dweight, du, dw
+    for x in (*((bias, weight) if wants_tables else (None, None)), u, w):
+        found.append(q.new_empty(0) if x is None else x.new_empty(x.shape))
+    return found
 
 
 def _setup_context(ctx, inputs, output) -> None:
-    *tensors, window, chunk, u, w = inputs
-    ctx.save_for_backward(*tensors, *output, u, w)
-    ctx.window, ctx.chunk = window, chunk
+    *tensors, ctx.window, ctx.chunk, u, w = inputs
+    ctx.save_for_backward(*tensors, u, w, *output)
 
 
 def _backward(ctx, dout: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-    wants_dbias, wants_dweight = ctx.needs_input_grad[3:5]
-    *saved, u, w = ctx.saved_tensors
-    dq, dk, dv, dbias, dweight, du, dw = attention_backward_op(
-        dout, *saved, ctx.window, ctx.chunk, wants_dbias, wants_dweight, u, w
-    )
-    tables = (dbias if wants_dbias else None, dweight if wants_dweight else None)
-    of_content = (None if u is None else du, None if w is None else dw)
-    return dq, dk, dv, *tables, None, None, None, *of_content
+    *tensors, u, w, out, lse = ctx.saved_tensors
+    sizes = (ctx.window, ctx.chunk)
+    wanted = ctx.needs_input_grad
+    found = attention_backward_op(dout, *tensors, *sizes, u, w, out, lse, wanted[3] or wanted[4])
+    dq, dk, dv, dbias, dweight, du, dw = (x if x.numel() else None for x in found)
+    return dq, dk, dv, dbias, dweight, None, None, None, du, dw
 
 
 attention_op.register_autograd(_backward, setup_context=_setup_context)

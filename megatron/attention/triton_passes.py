@@ -9,7 +9,6 @@ like, not on its numbers.
 
 import math
 import re
-from collections.abc import Mapping
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -38,6 +37,12 @@ class Tiles(NamedTuple):
     keys: int
     warps: int
     stages: int
+
+    @property
+    def launch(self) -> dict[str, int]:
+        """As arguments of a program."""
+        sizes = {"BLOCK_Q": self.queries, "BLOCK_K": self.keys}
+        return {**sizes, "num_warps": self.warps, "num_stages": self.stages}
 
 
 OTHERS = 80
@@ -81,20 +86,11 @@ number, and most columns: tiles as queries x keys / warps / stages. First those 
 a bias, then with chunks or documents, then with a weight or a bias by content."""
 
 
-class PaddedTables(NamedTuple):
-    """Both tables from distance 0 on, views of [heads, PAD + keys + PAD] float32.
+class Inputs(NamedTuple):
+    """An attention's inputs as megatron.attention.attention has them, for whole tables.
 
-    The bias is in base 2, with -inf where masked.
-    """
-
-    bias: Tensor
-    weight: Tensor | None
-
-
-class Gradients(NamedTuple):
-    """Of all inputs: those of tables [heads, keys] float32, of u and w in float32 as they are.
-
-    None where there is no such input, or where those of the tables are not wanted.
+    bias, weight [heads, >= keys]; segments [batch, keys] int32; u [batch, heads, queries], w
+    [batch, heads, keys]; window, chunk: at most the keys
     """
 
     q: Tensor
@@ -102,33 +98,113 @@ class Gradients(NamedTuple):
     v: Tensor
     bias: Tensor | None
     weight: Tensor | None
+    segments: Tensor | None
+    window: int
+    chunk: int
     u: Tensor | None
     w: Tensor | None
 
 
-class Content(NamedTuple):
-    """A bias by content u·w of rank one, contiguous float32.
+class Call:
+    """What all programs of an attention are called with."""
 
-    u [batch, heads, queries] or None for ones; w [batch, heads, keys], and what w's float64 has
-    beyond it, or None where it has nothing.
-    """
+    def __init__(self, inputs: Inputs) -> None:
+        from megatron.attention.triton_programs import PAD
 
-    u: Tensor | None
-    w: Tensor
-    w_low: Tensor | None
+        q, k, v, bias, weight, segments, window, chunk, u, w = inputs
+        heads, keys = k.shape[1:3]
+        self.q, self.k, self.v = aligned(q), aligned(k), aligned(v)
+        self.segments = segments
+        self.reach = reach_of(q, k, bias, weight, u, w)
+        # Both tables from distance 0 on; the bias is in base 2, with -inf where masked.
+        table = torch.full((heads, keys + 2 * PAD), -math.inf, device=k.device)
+        inside = slice(PAD, PAD + window)
+        if bias is None:
+            table[:, inside] = 0.0
+        else:
+            table[:, inside] = bias[:, :window].float() * math.log2(math.e)
+        self.bias = table[:, PAD:]
+        self.weight = None
+        if weight is not None:
+            self.weight = F.pad(weight[:, :keys].float(), (PAD, PAD))[:, PAD:]
+        # A float64 w becomes two float32 numbers, which hold 48 of its 53 digits.
+        self.u = None if u is None else u.float().contiguous()
+        self.w = None if w is None else w.float().contiguous()
+        self.w_low = None
+        if w is not None and w.dtype == torch.float64:
+            self.w_low = (w - w.float().double()).float().contiguous()
 
+        ieee = q.dtype != torch.float32 or torch.get_float32_matmul_precision() == "highest"
+        self.flags = {
+            "HEAD_DIM": q.shape[3],
+            "COLUMNS": columns(q.shape[3]),
+            "WEIGHT": weight is not None,
+            "CHUNK": chunk < keys,
+            "SEGMENTS": segments is not None,
+            "BOUNDS": segments is not None or self.reach is not None,
+            "DIRECT": q.device.type == "cuda" and torch.version.cuda is not None,
+            "PRECISION": "ieee" if ieee else "tf32",
+            "CONTENT": (w is not None) + (self.w_low is not None),
+            "ONES": w is not None and u is None,
+        }
+        scale = math.log2(math.e) / math.sqrt(q.shape[3])
+        self.sizes = (self.bias.stride(0), heads, q.shape[2], keys, window, chunk, scale)
 
-def two_floats(u: Tensor | None, w: Tensor) -> Content:
-    """u and w as the programs read them.
+    def pointers(self, *tensors: Tensor | None) -> list[Tensor]:
+        """Tensors for a program, which reads none that is absent."""
+        return [self.bias if tensor is None else tensor for tensor in tensors]
 
-    A float64 w becomes two float32 numbers, which hold 48 of its 53 digits.
-    """
-    u = None if u is None else u.float().contiguous()
-    high = w.float().contiguous()
-    if w.dtype != torch.float64:
-        return Content(u, high, None)
-    low = (w - high.double()).float().contiguous()
-    return Content(u, high, low)
+    @property
+    def inputs(self) -> list[Tensor]:
+        """What every program reads first."""
+        content = (self.u, self.w, self.w_low)
+        tables = (self.bias, self.weight)
+        return self.pointers(self.q, self.k, self.v, *tables, self.segments, *content)
+
+    def strides(self, *more: Tensor) -> list[int]:
+        """Of q, k, v and more tensors, but for the last dimension."""
+        return [stride for x in (self.q, self.k, self.v, *more) for stride in x.stride()[:3]]
+
+    def first_keys(self, tiles: Tiles) -> Tensor | None:
+        """For every block of queries, the first key that counts: [batch, heads, blocks] int32.
+
+        It is that of the block's documents, and the first that gets some weight, rounded down.
+        """
+        if not self.flags["BOUNDS"]:
+            return None
+        batch, heads, queries, _ = self.q.shape
+        blocks = blocks_of(queries, tiles.queries)
+        first = torch.zeros(batch, heads, blocks, dtype=torch.int64, device=self.q.device)
+        if self.segments is not None:
+            overlap = _documents_overlap(self.segments, queries, tiles)
+            first_block = overlap.byte().argmax(2)
+            first = torch.maximum(first, (first_block * tiles.keys)[:, None])
+        if self.reach is not None:
+            # A block of queries lies in one grain: its size divides GRAIN.
+            grain = torch.arange(blocks, device=first.device) * tiles.queries // GRAIN
+            whole_grains = self.reach // GRAIN * GRAIN
+            first = torch.maximum(first, whole_grains[grain].mT)
+        return first.to(torch.int32)
+
+    def last_queries(self, tiles: Tiles) -> Tensor | None:
+        """For every block of keys, the end of the queries that it counts for: as `first_keys`."""
+        if not self.flags["BOUNDS"]:
+            return None
+        batch, heads, queries, _ = self.q.shape
+        blocks = blocks_of(self.k.shape[2], tiles.keys)
+        end = torch.full((batch, heads, blocks), queries, device=self.q.device)
+        if self.segments is not None:
+            overlap = _documents_overlap(self.segments, queries, tiles)
+            blocks_after = overlap.byte().flip(1).argmax(1)
+            end_block = overlap.shape[1] - blocks_after
+            end = torch.minimum(end, (end_block * tiles.queries)[:, None])
+        if self.reach is not None:
+            end_key = (torch.arange(blocks, device=end.device) + 1) * tiles.keys
+            sees = self.reach.mT[:, :, None] < end_key  # [heads, grains, blocks]
+            grain = torch.arange(1, self.reach.shape[0] + 1, device=end.device)
+            end_grain = (sees * grain[:, None]).amax(1)
+            end = torch.minimum(end, end_grain * GRAIN)
+        return end.to(torch.int32)
 
 
 def reach_of(
@@ -139,138 +215,83 @@ def reach_of(
     u: Tensor | None,
     w: Tensor | None,
 ) -> Tensor | None:
-    """Which keys get some weight, as `first_of_grains` says; None where asking is not worth it.
+    """Which keys get some weight, as `first_of_grains` says; None if asking is not worth it.
 
-    u [batch, heads, queries], w [batch, heads, keys]; the GPU is not waited for.
+    The GPU is not waited for.
     """
     scope = Scope(q.shape[2], k.shape[2], None, None)
     without_bound = weight is not None or (bias is None and w is None)
     if without_bound or scope.keys < FEWEST_KEYS or scope.queries < GRAIN:
         return None
-    score_bias = None if w is None else ScoreBias.of((u, w))
-    return first_of_grains(q, k, bias, score_bias, scope)
+    return first_of_grains(q, k, bias, None if w is None else ScoreBias.of((u, w)), scope)
 
 
-def forward_pass(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    tables: PaddedTables,
-    segments: Tensor | None,
-    window: int,
-    chunk: int,
-    content: Content | None = None,
-    reach: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Output in q's shape, and lse [batch, heads, queries] float32, which `forward` describes.
-
-    reach: from `first_of_grains`, or None where all keys count
-    """
+def forward_pass(inputs: Inputs) -> tuple[Tensor, Tensor]:
+    """Output in q's shape, and lse [batch, heads, queries] float32, which `forward` describes."""
     from megatron.attention.triton_programs import forward
 
-    q, k, v = aligned(q), aligned(k), aligned(v)
-    batch, heads, queries, _ = q.shape
+    call = Call(inputs)
+    q = call.q
     out = empty_by_length(q)
     lse = q.new_empty(q.shape[:3], dtype=torch.float32)
-    flags = _flags(q, k, tables.weight, chunk, segments, content, reach)
-    tiles = tiles_for("forward", q, flags)
-    bounds = _first_keys(segments, reach, q, tiles)
-    grid = (_blocks(queries, tiles.queries), batch * heads)
+    tiles = tiles_for("forward", q, call.flags)
+    grid = (blocks_of(q.shape[2], tiles.queries), q.shape[0] * q.shape[1])
+    written = call.pointers(call.first_keys(tiles), out, lse)
     with torch.cuda.device_of(q):
         forward[grid](
-            *(q, k, v, *_pointers(tables)),
-            *(_pointer(segments, lse), *_of_content(content, lse), _pointer(bounds, lse)),
-            *(out, lse),
-            *_strides(q, k, v),
-            *_sizes(q, k, tables.bias, window, chunk),
-            **flags,
-            **_launch(tiles),
+            *call.inputs, *written, *call.strides(), *call.sizes, **call.flags, **tiles.launch
         )
     return out, lse
 
 
 def backward_pass(
-    dout: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    tables: PaddedTables,
-    segments: Tensor | None,
-    out: Tensor,
-    lse: Tensor,
-    window: int,
-    chunk: int,
-    content: Content | None = None,
-    reach: Tensor | None = None,
-    *,
-    wants_tables: bool,
-) -> Gradients:
-    """The gradients of all inputs from that of the output."""
+    dout: Tensor, inputs: Inputs, out: Tensor, lse: Tensor, *, wants_tables: bool
+) -> tuple[Tensor | None, ...]:
+    """Gradients of q, k, v, bias, weight, u and w: those of tables and content in float32.
+
+    None for what does not exist, and for tables if they are not wanted.
+    """
     from megatron.attention.triton_programs import key_gradients
 
-    dout, q, k, v = aligned(dout), aligned(q), aligned(k), aligned(v)
-    batch, heads = q.shape[:2]
-    keys = k.shape[2]
-    dq, dk, dv = empty_by_length(q), empty_by_length(k), empty_by_length(v)
+    call = Call(inputs)
+    dout = aligned(dout)
+    dq, dk, dv = empty_by_length(call.q), empty_by_length(call.k), empty_by_length(call.v)
     delta = torch.empty_like(lse)
-    du = dw = None
-    if content is not None:
-        du = None if content.u is None else torch.empty_like(content.u)
-        dw = torch.empty_like(content.w)
-    inputs = (q, k, v, *_pointers(tables), _pointer(segments, lse), *_of_content(content, lse))
-    strides = _strides(q, k, v, dout)
-    sizes = _sizes(q, k, tables.bias, window, chunk)
-    flags = _flags(q, k, tables.weight, chunk, segments, content, reach)
-    with torch.cuda.device_of(q):
-        name = "query_and_table_gradients" if wants_tables else "query_gradient"
-        wanted_tables = 0
-        if wants_tables:
-            wanted_tables = 1 if tables.weight is None else 2
-        tiles = tiles_for(name, q, flags)
-        bounds = _pointer(_first_keys(segments, reach, q, tiles), lse)
-        table_gradients = _query_gradient(
-            *(*inputs, bounds, out, lse, dout, delta, dq, _pointer(du, lse)),
-            numbers=(*strides, *sizes),
-            distances=min(keys, window, 2 * chunk),
-            tables=wanted_tables,
-            tiles=tiles,
-            flags=flags,
+    du = None if call.u is None else torch.empty_like(call.u)
+    dw = None if call.w is None else torch.empty_like(call.w)
+    tables = 0
+    if wants_tables:
+        tables = 1 if call.weight is None else 2
+    with torch.cuda.device_of(dout):
+        others = (out, lse, dout, delta, dq, du)
+        of_tables = _query_gradient(call, others, call.strides(dout), tables)
+        tiles = tiles_for("key_gradients", call.q, call.flags)
+        pairs = dout.shape[0] * dout.shape[1]
+        key_gradients[(blocks_of(call.k.shape[2], tiles.keys), pairs)](
+            *call.inputs,
+            *call.pointers(call.last_queries(tiles), lse, dout, delta, dk, dv, dw),
+            *call.strides(dout),
+            *call.sizes,
+            **call.flags,
+            **tiles.launch,
         )
-        tiles = tiles_for("key_gradients", q, flags)
-        bounds = _pointer(_last_queries(segments, reach, q, k, tiles), lse)
-        key_gradients[(_blocks(keys, tiles.keys), batch * heads)](
-            *(*inputs, bounds, lse, dout, delta, dk, dv, _pointer(dw, lse)),
-            *strides,
-            *sizes,
-            **flags,
-            **_launch(tiles),
-        )
-    if not wants_tables:
-        return Gradients(dq, dk, dv, None, None, du, dw)
-    masked = keys - table_gradients.shape[2]  # distances beyond the window or two chunks
-    padded = F.pad(table_gradients, (0, masked))
-    dbias = padded[0]
-    dweight = padded[1] if tables.weight is not None else None
-    return Gradients(dq, dk, dv, dbias, dweight, du, dw)
+    dbias = as_table(of_tables[0], inputs.bias) if tables > 0 else None
+    dweight = as_table(of_tables[1], inputs.weight) if tables > 1 else None
+    return dq, dk, dv, dbias, dweight, du, dw
 
 
-def as_table(gradient: Tensor | None, table: Tensor) -> Tensor:
-    """[heads, keys] float32 -> the shape and dtype of a table [heads, >= keys]."""
-    assert gradient is not None
+def as_table(gradient: Tensor, table: Tensor | None) -> Tensor | None:
+    """[heads, distances] float32 -> the shape and dtype of a table [heads, >= keys]."""
+    if table is None:
+        return None
     longer = table.shape[1] - gradient.shape[1]
     return F.pad(gradient, (0, longer)).to(table.dtype)
 
 
 def _query_gradient(
-    q: Tensor,
-    *others: Tensor,
-    numbers: tuple[Any, ...],
-    distances: int,
-    tables: int,
-    tiles: Tiles,
-    flags: dict[str, Any],
+    call: Call, others: tuple[Tensor | None, ...], strides: list[int], tables: int
 ) -> Tensor:
-    """Launch the program: dq and delta, and the gradients of `tables` tables.
+    """Launch the program: delta, dq and du, which others end with, and the gradients of tables.
 
     These are returned, [tables, heads, distances] float32. Every block of queries writes sums of
     its own, which are added in a fixed order. So that they do not exceed MOST_SUMS, pairs of batch
@@ -278,102 +299,31 @@ def _query_gradient(
     """
     from megatron.attention.triton_programs import query_gradient
 
-    batch, heads, queries, _ = q.shape
+    batch, heads, queries, _ = call.q.shape
     pairs = batch * heads
-    blocks = _blocks(queries, tiles.queries)
+    window, chunk = call.sizes[4:6]
+    distances = min(window, 2 * chunk)
+    program = "query_and_table_gradients" if tables else "query_gradient"
+    tiles = tiles_for(program, call.q, call.flags)
+    blocks = blocks_of(queries, tiles.queries)
     written = distances + tiles.keys  # whole tiles, of which the last may pass the end
-    options = {**flags, **_launch(tiles), "TABLES": tables > 0}
-    if tables == 0:
-        unused = (q, q)
-        query_gradient[(blocks, pairs)](q, *others, *unused, *numbers, 0, written, **options)
-        return q.new_empty((0, heads, distances), dtype=torch.float32)
-    piece = max(1, min(pairs, MOST_SUMS // (tables * blocks * written)))
-    totals = q.new_empty((tables, pairs, written), dtype=torch.float32)
-    for first in range(0, pairs, piece):
-        count = min(piece, pairs - first)
-        sums = q.new_zeros((tables, count, blocks, written), dtype=torch.float32)
-        pointers = (sums[0], sums[-1])
-        query_gradient[(blocks, count)](q, *others, *pointers, *numbers, first, written, **options)
+    pieces = pairs
+    if tables:
+        pieces = max(1, min(pairs, MOST_SUMS // (tables * blocks * written)))
+    pointers = [*call.inputs, *call.pointers(call.first_keys(tiles), *others)]
+    totals = call.bias.new_empty((tables, pairs, written))
+    for first in range(0, pairs, pieces):
+        count = min(pieces, pairs - first)
+        sums = call.bias.new_zeros((tables, count, blocks, written))
+        of_tables = (sums[0], sums[-1]) if tables else (call.bias, call.bias)
+        query_gradient[(blocks, count)](
+            *(*pointers, *of_tables, *strides, *call.sizes, first, written),
+            TABLES=tables > 0,
+            **call.flags,
+            **tiles.launch,
+        )
         totals[:, first : first + count] = sums.sum(2)
     return totals.unflatten(1, (batch, heads)).sum(1)[:, :, :distances]
-
-
-def padded_tables(
-    k: Tensor, bias: Tensor | None, weight: Tensor | None, window: int
-) -> PaddedTables:
-    """The tables of `bias` and `weight` [heads, >= keys] for the keys k, masked by the window."""
-    from megatron.attention.triton_programs import PAD
-
-    heads, keys = k.shape[1:3]
-    padded_bias = torch.full((heads, keys + 2 * PAD), -math.inf, device=k.device)
-    inside = slice(PAD, PAD + window)
-    if bias is None:
-        padded_bias[:, inside] = 0.0
-    else:
-        padded_bias[:, inside] = bias[:, :window].float() * math.log2(math.e)
-    if weight is None:
-        return PaddedTables(padded_bias[:, PAD:], None)
-    padded_weight = F.pad(weight[:, :keys].float(), (PAD, PAD))
-    return PaddedTables(padded_bias[:, PAD:], padded_weight[:, PAD:])
-
-
-def _pointers(tables: PaddedTables) -> tuple[Tensor, Tensor]:
-    """Both tables; an absent weight is not read."""
-    return tables.bias, _pointer(tables.weight, tables.bias)
-
-
-def _of_content(content: Content | None, other: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """u, w and w_low, or another tensor where the programs do not read one."""
-    if content is None:
-        return other, other, other
-    return _pointer(content.u, other), content.w, _pointer(content.w_low, other)
-
-
-def _first_keys(
-    segments: Tensor | None, reach: Tensor | None, q: Tensor, tiles: Tiles
-) -> Tensor | None:
-    """For every block of queries, the first key that counts: [batch, heads, blocks] int32.
-
-    It is that of the block's documents, and the first that gets some weight, rounded down.
-    """
-    if segments is None and reach is None:
-        return None
-    batch, heads, queries, _ = q.shape
-    blocks = _blocks(queries, tiles.queries)
-    first = torch.zeros(batch, heads, blocks, dtype=torch.int64, device=q.device)
-    if segments is not None:
-        overlap = _documents_overlap(segments, queries, tiles)
-        first_block = overlap.byte().argmax(2)
-        first = torch.maximum(first, (first_block * tiles.keys)[:, None])
-    if reach is not None:
-        # A block of queries lies in one grain: its size divides GRAIN.
-        grain = torch.arange(blocks, device=q.device) * tiles.queries // GRAIN
-        whole_grains = reach // GRAIN * GRAIN
-        first = torch.maximum(first, whole_grains[grain].mT)
-    return first.to(torch.int32)
-
-
-def _last_queries(
-    segments: Tensor | None, reach: Tensor | None, q: Tensor, k: Tensor, tiles: Tiles
-) -> Tensor | None:
-    """For every block of keys, the end of the queries that it counts for: as `_first_keys`."""
-    if segments is None and reach is None:
-        return None
-    batch, heads, queries, _ = q.shape
-    blocks = _blocks(k.shape[2], tiles.keys)
-    end = torch.full((batch, heads, blocks), queries, dtype=torch.int64, device=q.device)
-    if segments is not None:
-        overlap = _documents_overlap(segments, queries, tiles)
-        blocks_after = overlap.byte().flip(1).argmax(1)
-        end_block = overlap.shape[1] - blocks_after
-        end = torch.minimum(end, (end_block * tiles.queries)[:, None])
-    if reach is not None:
-        end_key = (torch.arange(blocks, device=q.device) + 1) * tiles.keys
-        sees = reach.mT[:, :, None] < end_key  # [heads, grains, blocks]
-        grain = torch.arange(1, reach.shape[0] + 1, device=q.device)
-        end_grain = (sees * grain[:, None]).amax(1)
-        end = torch.minimum(end, end_grain * GRAIN)
-    return end.to(torch.int32)
 
 
 def _documents_overlap(segments: Tensor, queries: int, tiles: Tiles) -> Tensor:
@@ -389,13 +339,13 @@ def _documents_overlap(segments: Tensor, queries: int, tiles: Tiles) -> Tensor:
 def _document_ranges(segments: Tensor, first: int, size: int) -> tuple[Tensor, Tensor]:
     """Lowest and highest document of every block of tokens from `first` on: [batch, blocks]."""
     keys = segments.shape[1]
-    count = _blocks(keys - first, size) * size
+    count = blocks_of(keys - first, size) * size
     index = first + torch.arange(count, device=segments.device)
     in_blocks = segments[:, index.clamp(max=keys - 1)].unflatten(1, (-1, size))
     return in_blocks.aminmax(dim=2)
 
 
-def _blocks(length: int, size: int) -> int:
+def blocks_of(length: int, size: int) -> int:
     """How many blocks of `size` cover a length."""
     return -(-length // size)
 
@@ -419,57 +369,6 @@ def empty_by_length(x: Tensor) -> Tensor:
     return x.new_empty(batch, length, heads, head_dim).transpose(1, 2)
 
 
-def _pointer(tensor: Tensor | None, other: Tensor) -> Tensor:
-    """The tensor, or another one that the program does not read."""
-    return other if tensor is None else tensor
-
-
-def _strides(*tensors: Tensor) -> list[int]:
-    return [stride for x in tensors for stride in x.stride()[:3]]
-
-
-def _sizes(q: Tensor, k: Tensor, table: Tensor, window: int, chunk: int) -> tuple[Any, ...]:
-    scale = math.log2(math.e) / math.sqrt(q.shape[3])
-    return table.stride(0), q.shape[1], q.shape[2], k.shape[2], window, chunk, scale
-
-
-def _flags(
-    q: Tensor,
-    k: Tensor,
-    weight: Tensor | None,
-    chunk: int,
-    segments: Tensor | None,
-    content: Content | None,
-    reach: Tensor | None,
-) -> dict[str, Any]:
-    ieee = q.dtype != torch.float32 or torch.get_float32_matmul_precision() == "highest"
-    on_nvidia = q.device.type == "cuda" and torch.version.cuda is not None
-    numbers_of_w = 0
-    if content is not None:
-        numbers_of_w = 1 if content.w_low is None else 2
-    return {
-        "HEAD_DIM": q.shape[3],
-        "COLUMNS": columns(q.shape[3]),
-        "WEIGHT": weight is not None,
-        "CHUNK": chunk < k.shape[2],
-        "SEGMENTS": segments is not None,
-        "BOUNDS": segments is not None or reach is not None,
-        "DIRECT": on_nvidia,
-        "PRECISION": "ieee" if ieee else "tf32",
-        "CONTENT": numbers_of_w,
-        "ONES": content is not None and content.u is None,
-    }
-
-
-def _launch(tiles: Tiles) -> dict[str, int]:
-    return {
-        "BLOCK_Q": tiles.queries,
-        "BLOCK_K": tiles.keys,
-        "num_warps": tiles.warps,
-        "num_stages": tiles.stages,
-    }
-
-
 @cache
 def all_tiles() -> dict[tuple[int, str, int, int], list[Tiles]]:
     """TILES by compute capability, program, bytes and columns."""
@@ -481,7 +380,7 @@ def all_tiles() -> dict[tuple[int, str, int, int], list[Tiles]]:
     return found
 
 
-def tiles_for(program: str, q: Tensor, flags: Mapping[str, Any]) -> Tiles:
+def tiles_for(program: str, q: Tensor, flags: dict[str, Any]) -> Tiles:
     """The tiles of a program for queries [batch, heads, queries, head_dim] and its flags."""
     capability = OTHERS  # for the interpreter's CPU too
     if q.device.type == "cuda":

@@ -66,25 +66,21 @@ def _read(address, DIRECT: tl.constexpr):
 
 
 @triton.jit
-def _scores(
-    product, position, key, distance, query_segment, key_segment, bias, weight, chunk,
-    WEIGHT: tl.constexpr, CHUNK: tl.constexpr, SEGMENTS: tl.constexpr, DIRECT: tl.constexpr,
-):  # fmt: skip
-    """Scores in base 2 with -inf where masked, and the factor that the products were multiplied by.
+def _tokens(segments, w, w_low, index, valid, SEGMENTS: tl.constexpr, CONTENT: tl.constexpr):
+    """Of tokens by their index among the keys: index, document, and w as two float32 numbers.
 
-    position, key and the segments may stand as [rows, 1] and [1, columns] or the other way round.
+    A number that is not stored is 0, and what no program uses may be anything.
     """
-    factor = product
-    if WEIGHT:
-        factor = _read(weight + distance, DIRECT)
-        product = product * factor
-    scores = product + _read(bias + distance, DIRECT)
-    if CHUNK:
-        chunks_between = position // chunk - key // chunk
-        scores = tl.where(chunks_between > 1, float("-inf"), scores)
+    document = index
+    high = tl.zeros(index.shape, tl.float32)
+    low = tl.zeros(index.shape, tl.float32)
     if SEGMENTS:
-        scores = tl.where(query_segment != key_segment, float("-inf"), scores)
-    return scores, factor
+        document = tl.load(segments + index, mask=valid, other=0)
+    if CONTENT > 0:
+        high = tl.load(w + index, mask=valid, other=0.0)
+    if CONTENT > 1:
+        low = tl.load(w_low + index, mask=valid, other=0.0)
+    return index, document, high, low
 
 
 @triton.jit
@@ -97,28 +93,55 @@ def _read_u(u, row, valid, CONTENT: tl.constexpr, ONES: tl.constexpr):
 
 
 @triton.jit
-def _read_w(w, w_low, key, valid, CONTENT: tl.constexpr):
-    """w of some keys as two float32 numbers, of which one that is not stored is 0."""
-    high = tl.zeros(key.shape, tl.float32)
-    low = tl.zeros(key.shape, tl.float32)
+def _scores(
+    product, query, row_u, key, distance, bias, weight, chunk, AXIS: tl.constexpr,
+    WEIGHT: tl.constexpr, CHUNK: tl.constexpr, SEGMENTS: tl.constexpr, DIRECT: tl.constexpr,
+    CONTENT: tl.constexpr,
+):  # fmt: skip
+    """Scores in base 2 with -inf where masked, the factor of the products, and what u multiplied.
+
+    query, key: from `_tokens`; AXIS: 1 if queries are rows of the tile, 0 if they are columns.
+    The softmax ignores what is the same for all keys of a query. So w of its own key is subtracted,
+    with the digits that both have: every program subtracts the same number whatever its tiles, and
+    lse means the same in all.
+    """
+    position, query_document, own_high, own_low = query
+    index, document, high, low = key
+    factor = product
+    if WEIGHT:
+        factor = _read(weight + distance, DIRECT)
+        product = product * factor
+    scores = product + _read(bias + distance, DIRECT)
+    if CHUNK:
+        of_queries = tl.expand_dims(position // chunk, AXIS)
+        chunks_between = of_queries - tl.expand_dims(index // chunk, 1 - AXIS)
+        scores = tl.where(chunks_between > 1, float("-inf"), scores)
+    if SEGMENTS:
+        of_queries = tl.expand_dims(query_document, AXIS)
+        is_other = of_queries != tl.expand_dims(document, 1 - AXIS)
+        scores = tl.where(is_other, float("-inf"), scores)
+    near = scores
     if CONTENT > 0:
-        high = tl.load(w + key, mask=valid, other=0.0)
-    if CONTENT > 1:
-        low = tl.load(w_low + key, mask=valid, other=0.0)
-    return high, low
+        near = tl.expand_dims(high, 1 - AXIS) - tl.expand_dims(own_high, AXIS)
+        if CONTENT > 1:
+            near += tl.expand_dims(low, 1 - AXIS) - tl.expand_dims(own_low, AXIS)
+        scores += tl.expand_dims(row_u * LOG2_E, AXIS) * near
+    return scores, factor, near
 
 
 @triton.jit
-def _nearer(high, low, own_high, own_low, CONTENT: tl.constexpr):
-    """w of keys less w of the queries' own keys, without the digits that both have.
-
-    The softmax ignores what is the same for all keys of a query. So every program subtracts the
-    same number whatever its tiles, and lse means the same in all.
-    """
-    difference = high - own_high
-    if CONTENT > 1:
-        difference += low - own_low
-    return difference
+def _of_pair(pair, heads, queries, keys, bias, weight, table_row, segments, u, w, w_low):
+    """batch, head and pair of both, and where the numbers of one pair begin."""
+    pair = pair.to(tl.int64)
+    batch = pair // heads
+    head = pair % heads
+    bias += head * table_row
+    weight += head * table_row
+    segments += batch * keys
+    u += pair * queries
+    w += pair * keys
+    w_low += pair * keys
+    return batch, head, pair, bias, weight, segments, u, w, w_low
 
 
 @triton.jit
@@ -148,8 +171,9 @@ def forward(
 ):  # fmt: skip
     """One block of queries: out, and lse, the log2 of each row's sum of exponentials in base 2."""
     block = tl.num_programs(0) - 1 - tl.program_id(0)  # the longest first
-    batch = (tl.program_id(1) // heads).to(tl.int64)
-    head = (tl.program_id(1) % heads).to(tl.int64)
+    batch, head, pair, bias, weight, segments, u, w, w_low = _of_pair(
+        tl.program_id(1), heads, queries, keys, bias, weight, table_row, segments, u, w, w_low
+    )
     row = block * BLOCK_Q + tl.arange(0, BLOCK_Q)
     valid = row < queries
     position = keys - queries + row
@@ -157,57 +181,40 @@ def forward(
     q += batch * q_batch + head * q_head
     k += batch * k_batch + head * k_head
     v += batch * v_batch + head * v_head
-    bias += head * table_row
-    weight += head * table_row
-    segments += batch * keys
-    u += (batch * heads + head) * queries
-    w += (batch * heads + head) * keys
-    w_low += (batch * heads + head) * keys
-    query_segment = position
-    if SEGMENTS:
-        query_segment = tl.load(segments + position, mask=valid, other=0)
     q_tile = _load(q, q_row, row, valid, column, HEAD_DIM)
     # Finite, so that a row whose tile is all masked gives no -inf - -inf.
     highest = tl.full([BLOCK_Q], -3.0e38, tl.float32)
     total = tl.zeros([BLOCK_Q], tl.float32)
     result = tl.zeros([BLOCK_Q, COLUMNS], tl.float32)
     row_u = _read_u(u, row, valid, CONTENT, ONES)
-    own_w, own_low = _read_w(w, w_low, position, valid, CONTENT)
+    query = _tokens(segments, w, w_low, position, valid, SEGMENTS, CONTENT)
     first, end = _visible_keys(
-        block, batch * heads + head, bounds, keys - queries, keys, window, chunk, BLOCK_Q, BOUNDS
+        block, pair, bounds, keys - queries, keys, window, chunk, BLOCK_Q, BOUNDS
     )
     distance = tl.arange(0, BLOCK_Q)[:, None] - tl.arange(0, BLOCK_K)[None, :]
     for start in range(first, end, BLOCK_K):
         tile_distance = keys - queries + block * BLOCK_Q - start
-        key = start + tl.arange(0, BLOCK_K)
-        key_segment = key
-        if SEGMENTS:
-            key_segment = tl.load(segments + key, mask=key < keys, other=0)
-        k_tile = _load(k, k_row, key, key < keys, column, HEAD_DIM)
+        index = start + tl.arange(0, BLOCK_K)
+        inside = index < keys
+        key = _tokens(segments, w, w_low, index, inside, SEGMENTS, CONTENT)
+        k_tile = _load(k, k_row, index, inside, column, HEAD_DIM)
         product = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION) * scale
-        scores, _ = _scores(
-            product, position[:, None], key[None, :], distance,
-            query_segment[:, None], key_segment[None, :], bias + tile_distance,
-            weight + tile_distance, chunk, WEIGHT, CHUNK, SEGMENTS, DIRECT,
+        scores, _, _ = _scores(
+            product, query, row_u, key, distance, bias + tile_distance, weight + tile_distance,
+            chunk, 1, WEIGHT, CHUNK, SEGMENTS, DIRECT, CONTENT,
         )  # fmt: skip
-        if CONTENT > 0:
-            key_w, key_low = _read_w(w, w_low, key, key < keys, CONTENT)
-            near = _nearer(
-                key_w[None, :], key_low[None, :], own_w[:, None], own_low[:, None], CONTENT
-            )
-            scores += row_u[:, None] * LOG2_E * near
         higher = tl.maximum(highest, tl.max(scores, 1))
         probabilities = tl.exp2(scores - higher[:, None])  # not yet divided by their sum
         decay = tl.exp2(highest - higher)
         total = total * decay + tl.sum(probabilities, 1)
-        v_tile = _load(v, v_row, key, key < keys, column, HEAD_DIM)
+        v_tile = _load(v, v_row, index, inside, column, HEAD_DIM)
         probabilities = probabilities.to(v_tile.dtype)
         decayed = result * decay[:, None]
         result = tl.dot(probabilities, v_tile, decayed, input_precision=PRECISION)
         highest = higher
     out += (batch * queries * heads + head) * HEAD_DIM
     _store(out, heads * HEAD_DIM, row, valid, column, result / total[:, None], HEAD_DIM)
-    tl.store(lse + (batch * heads + head) * queries + row, highest + tl.log2(total), mask=valid)
+    tl.store(lse + pair * queries + row, highest + tl.log2(total), mask=valid)
 
 
 @triton.jit
@@ -254,31 +261,32 @@ def query_gradient(
     distance is written once. Tiles are square then.
     """
     block = tl.num_programs(0) - 1 - tl.program_id(0)  # the longest first
-    pair = first_pair + tl.program_id(1)
-    batch = (pair // heads).to(tl.int64)
-    head = (pair % heads).to(tl.int64)
+    batch, head, pair, bias, weight, segments, u, w, w_low = _of_pair(
+        first_pair + tl.program_id(1),
+        heads,
+        queries,
+        keys,
+        bias,
+        weight,
+        table_row,
+        segments,
+        u,
+        w,
+        w_low,
+    )
     row = block * BLOCK_Q + tl.arange(0, BLOCK_Q)
     valid = row < queries
     position = keys - queries + row
     column = tl.arange(0, COLUMNS)
     k += batch * k_batch + head * k_head
     v += batch * v_batch + head * v_head
-    bias += head * table_row
-    weight += head * table_row
-    segments += batch * keys
-    u += (batch * heads + head) * queries
-    w += (batch * heads + head) * keys
-    w_low += (batch * heads + head) * keys
-    query_segment = position
-    if SEGMENTS:
-        query_segment = tl.load(segments + position, mask=valid, other=0)
     q_tile = _load(q + batch * q_batch + head * q_head, q_row, row, valid, column, HEAD_DIM)
     dout += batch * dout_batch + head * dout_head
     dout_tile = _load(dout, dout_row, row, valid, column, HEAD_DIM)
     written = (batch * queries * heads + head) * HEAD_DIM
     out_tile = _load(out + written, heads * HEAD_DIM, row, valid, column, HEAD_DIM)
     row_delta = tl.sum(out_tile.to(tl.float32) * dout_tile.to(tl.float32), 1)
-    statistics = (batch * heads + head) * queries + row
+    statistics = pair * queries + row
     tl.store(delta + statistics, row_delta, mask=valid)
     # inf beyond the last query: its probabilities are 0.
     row_lse = tl.load(lse + statistics, mask=valid, other=float("inf"))
@@ -291,32 +299,23 @@ def query_gradient(
     dweight_far = tl.zeros([BLOCK_K], tl.float32)
     tile_distance = 0
     row_u = _read_u(u, row, valid, CONTENT, ONES)
-    own_w, own_low = _read_w(w, w_low, position, valid, CONTENT)
+    query = _tokens(segments, w, w_low, position, valid, SEGMENTS, CONTENT)
     first, end = _visible_keys(
-        block, batch * heads + head, bounds, keys - queries, keys, window, chunk, BLOCK_Q, BOUNDS
+        block, pair, bounds, keys - queries, keys, window, chunk, BLOCK_Q, BOUNDS
     )
     distance = tl.arange(0, BLOCK_Q)[:, None] - tl.arange(0, BLOCK_K)[None, :]
     for start in range(first, end, BLOCK_K):
         tile_distance = keys - queries + block * BLOCK_Q - start
-        key = start + tl.arange(0, BLOCK_K)
-        key_segment = key
-        if SEGMENTS:
-            key_segment = tl.load(segments + key, mask=key < keys, other=0)
-        k_tile = _load(k, k_row, key, key < keys, column, HEAD_DIM)
-        v_tile = _load(v, v_row, key, key < keys, column, HEAD_DIM)
+        index = start + tl.arange(0, BLOCK_K)
+        inside = index < keys
+        key = _tokens(segments, w, w_low, index, inside, SEGMENTS, CONTENT)
+        k_tile = _load(k, k_row, index, inside, column, HEAD_DIM)
+        v_tile = _load(v, v_row, index, inside, column, HEAD_DIM)
         product = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION) * scale
-        scores, factor = _scores(
-            product, position[:, None], key[None, :], distance,
-            query_segment[:, None], key_segment[None, :], bias + tile_distance,
-            weight + tile_distance, chunk, WEIGHT, CHUNK, SEGMENTS, DIRECT,
+        scores, factor, near = _scores(
+            product, query, row_u, key, distance, bias + tile_distance, weight + tile_distance,
+            chunk, 1, WEIGHT, CHUNK, SEGMENTS, DIRECT, CONTENT,
         )  # fmt: skip
-        near = scores
-        if CONTENT > 0:
-            key_w, key_low = _read_w(w, w_low, key, key < keys, CONTENT)
-            near = _nearer(
-                key_w[None, :], key_low[None, :], own_w[:, None], own_low[:, None], CONTENT
-            )
-            scores += row_u[:, None] * LOG2_E * near
         probabilities = tl.exp2(scores - row_lse[:, None])
         dprobabilities = tl.dot(dout_tile, tl.trans(v_tile), input_precision=PRECISION)
         dscores = probabilities * (dprobabilities - row_delta[:, None])
@@ -356,37 +355,28 @@ def key_gradients(
 ):  # fmt: skip
     """One block of keys: dk, dv and dw; tiles are [BLOCK_K, BLOCK_Q], the left side of tl.dot."""
     block = tl.program_id(0)  # the longest first
-    batch = (tl.program_id(1) // heads).to(tl.int64)
-    head = (tl.program_id(1) % heads).to(tl.int64)
+    batch, head, pair, bias, weight, segments, u, w, w_low = _of_pair(
+        tl.program_id(1), heads, queries, keys, bias, weight, table_row, segments, u, w, w_low
+    )
     before = keys - queries
     key = block * BLOCK_K + tl.arange(0, BLOCK_K)
     valid = key < keys
     column = tl.arange(0, COLUMNS)
     q += batch * q_batch + head * q_head
     dout += batch * dout_batch + head * dout_head
-    bias += head * table_row
-    weight += head * table_row
-    segments += batch * keys
-    u += (batch * heads + head) * queries
-    w += (batch * heads + head) * keys
-    w_low += (batch * heads + head) * keys
-    lse += (batch * heads + head) * queries
-    delta += (batch * heads + head) * queries
-    key_segment = key
-    if SEGMENTS:
-        key_segment = tl.load(segments + key, mask=valid, other=0)
+    lse += pair * queries
+    delta += pair * queries
+    of_keys = _tokens(segments, w, w_low, key, valid, SEGMENTS, CONTENT)
     k_tile = _load(k + batch * k_batch + head * k_head, k_row, key, valid, column, HEAD_DIM)
     v_tile = _load(v + batch * v_batch + head * v_head, v_row, key, valid, column, HEAD_DIM)
     dk_tile = tl.zeros([BLOCK_K, COLUMNS], tl.float32)
     dv_tile = tl.zeros([BLOCK_K, COLUMNS], tl.float32)
-    key_w, key_low = _read_w(w, w_low, key, valid, CONTENT)
     key_dw = tl.zeros([BLOCK_K], tl.float32)
     last = block * BLOCK_K + BLOCK_K - 1
     end_of_window = last + window
     end_of_chunk = (last // chunk + 2) * chunk
     end = tl.minimum(tl.minimum(end_of_window, end_of_chunk) - before, queries)
     if BOUNDS:
-        pair = batch * heads + head
         end = tl.minimum(end, tl.load(bounds + pair * tl.num_programs(0) + block))
     distance = tl.arange(0, BLOCK_Q)[None, :] - tl.arange(0, BLOCK_K)[:, None]
     for start in range(tl.maximum(block * BLOCK_K - before, 0), end, BLOCK_Q):
@@ -394,26 +384,17 @@ def key_gradients(
         row = start + tl.arange(0, BLOCK_Q)
         inside = row < queries
         position = before + row
-        query_segment = position
-        if SEGMENTS:
-            query_segment = tl.load(segments + position, mask=inside, other=0)
+        query = _tokens(segments, w, w_low, position, inside, SEGMENTS, CONTENT)
+        row_u = _read_u(u, row, inside, CONTENT, ONES)
         q_tile = _load(q, q_row, row, inside, column, HEAD_DIM)
         dout_tile = _load(dout, dout_row, row, inside, column, HEAD_DIM)
         row_lse = tl.load(lse + row, mask=inside, other=float("inf"))
         row_delta = tl.load(delta + row, mask=inside, other=0.0)
         product = tl.dot(k_tile, tl.trans(q_tile), input_precision=PRECISION) * scale
-        scores, factor = _scores(
-            product, position[None, :], key[:, None], distance,
-            query_segment[None, :], key_segment[:, None], bias + tile_distance,
-            weight + tile_distance, chunk, WEIGHT, CHUNK, SEGMENTS, DIRECT,
+        scores, factor, _ = _scores(
+            product, query, row_u, of_keys, distance, bias + tile_distance, weight + tile_distance,
+            chunk, 0, WEIGHT, CHUNK, SEGMENTS, DIRECT, CONTENT,
         )  # fmt: skip
-        row_u = _read_u(u, row, inside, CONTENT, ONES)
-        if CONTENT > 0:
-            own_w, own_low = _read_w(w, w_low, position, inside, CONTENT)
-            near = _nearer(
-                key_w[:, None], key_low[:, None], own_w[None, :], own_low[None, :], CONTENT
-            )
-            scores += row_u[None, :] * LOG2_E * near
         probabilities = tl.exp2(scores - row_lse[None, :])
         rounded = probabilities.to(dout_tile.dtype)
         dv_tile = tl.dot(rounded, dout_tile, dv_tile, input_precision=PRECISION)
@@ -426,7 +407,7 @@ def key_gradients(
         dk_tile = tl.dot(dscores.to(q_tile.dtype), q_tile, dk_tile, input_precision=PRECISION)
     written = (batch * keys * heads + head) * HEAD_DIM
     if CONTENT > 0:
-        tl.store(dw + (batch * heads + head) * keys + key, key_dw, mask=valid)
+        tl.store(dw + pair * keys + key, key_dw, mask=valid)
     dk_tile = dk_tile * (scale * LOG_2)
     _store(dk + written, heads * HEAD_DIM, key, valid, column, dk_tile, HEAD_DIM)
     _store(dv + written, heads * HEAD_DIM, key, valid, column, dv_tile, HEAD_DIM)

@@ -47,9 +47,9 @@ def test_gradients_of_a_table_that_is_transposed_have_the_declared_strides():
     bias = bias.t().contiguous().t()
     sizes = (20, 20)
     out, lse = attention_op(q, k, v, bias, None, None, *sizes)
-    given = [torch.ones_like(out), q, k, v, bias, None, None, out, lse]
-    real = attention_backward_op(*given, *sizes, True, False)
+    given = [torch.ones_like(out), q, k, v, bias, None, None, *sizes, None, None, out, lse, True]
+    real = attention_backward_op(*given)
     with FakeTensorMode() as mode:
-        fakes = [x if x is None else mode.from_tensor(x) for x in given]
-        declared = attention_backward_op(*fakes, *sizes, True, False)
+        fakes = [mode.from_tensor(x) if isinstance(x, torch.Tensor) else x for x in given]
+        declared = attention_backward_op(*fakes)
     assert [x.stride() for x in real] == [x.stride() for x in declared]
