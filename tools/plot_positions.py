@@ -3,7 +3,7 @@
 python tools/plot_positions.py                          every encoding that is a bias by distance
 python tools/plot_positions.py mep_free fire --heads 8
 python tools/plot_positions.py bump --from my_encoding.py --option width=16
-python tools/plot_positions.py --checkpoint runs/mep [--step 2000] [--text page.txt] [--tokens 64]
+python tools/plot_positions.py --checkpoint runs/mep [--step 2000]
 """
 
 import argparse
@@ -17,27 +17,12 @@ from matplotlib.figure import Figure
 
 from megatron.checkpoints.read import load_for_evaluation
 from megatron.cli_errors import guarded
-from megatron.config import Config
 from megatron.config.yaml_files import read_overrides
-from megatron.data.parts import open_parts
-from megatron.data.samples import split_documents
-from megatron.data.tokenizers.build import build_tokenizer
 from megatron.errors import UserError
-from megatron.evaluation.attention_probes import attention_of
-from megatron.model import GPT
 from megatron.positions import REGISTRY, DistanceBias, Shape, build, load_file, options_of
 from megatron.positions.layers import name_of_layers
 from megatron.report.curves import write
-from megatron.report.encoding_figures import (
-    draw,
-    draw_attention,
-    draw_learned,
-    draw_trajectory,
-    panels,
-)
-from megatron.results.files import training_log
-
-SHOWN = 80  # letters of the text beneath a map of attention
+from megatron.report.encoding_figures import draw, draw_learned, panels
 
 
 @guarded
@@ -72,16 +57,11 @@ def parsed(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--checkpoint", metavar="DIR", help="folder of a run or of one checkpoint")
     step = "which checkpoint of the run; default: the latest"
     add("--step", type=int, metavar="N", help=step)
-    text = "text for the attention maps; default: held-out data"
-    add("--text", type=Path, metavar="FILE", help=text)
-    add("--tokens", type=int, default=64, metavar="N", help="its first tokens")
     folder = "default: plots, or plots in the run's folder"
     add("-o", "--output", type=Path, metavar="DIR", help=folder)
     given = parser.parse_args(argv)
-    if min(given.heads, given.head_dim, given.train_length, given.tokens) < 1 or given.length < 2:
-        parser.error(
-            "--heads, --head_dim, --train_length and --tokens are at least 1, --length at least 2"
-        )
+    if min(given.heads, given.head_dim, given.train_length) < 1 or given.length < 2:
+        parser.error("--heads, --head_dim and --train_length are at least 1, --length at least 2")
     if given.checkpoint and given.names:
         parser.error("a checkpoint knows its encoding: give names or --checkpoint, not both")
     return given
@@ -118,12 +98,11 @@ def draw_encodings(given: argparse.Namespace) -> None:
 
 
 def draw_checkpoint(given: argparse.Namespace) -> None:
-    """The trained encoding, its learned numbers, these over training, and attention on a text."""
+    """The trained encodings and their learned numbers."""
     model, config, meta = load_for_evaluation(given.checkpoint, given.step)
     checkpoint = Path(meta["path"])
     folder = given.output or checkpoint.parent / "plots" / checkpoint.name
     title = f"{name_of_layers(config.position)}, step {meta['step']}"
-    heads = config.model.num_attention_heads
     for one in model.placed:
         found = panels(one.position, given.length)
         several = len(model.placed) > 1
@@ -132,61 +111,10 @@ def draw_checkpoint(given: argparse.Namespace) -> None:
             save(draw(found, f"{title}: {one.label}" if several else title), folder / name)
     learned = model.learned()
     if learned:
+        heads = config.model.num_attention_heads
         save(draw_learned(learned, heads, f"{title}: learned numbers"), folder / "learned")
-        log = Path(config.logging.log_dir or checkpoint.parent) / "metrics.jsonl"
-        try:
-            figure = draw_trajectory(training_log(log), learned, heads, f"{title}: over training")
-        except (OSError, ValueError) as fault:
-            print(f"no trajectory: {log}: cannot be read ({fault})", file=sys.stderr)
-        else:
-            if figure is None:
-                print(f"no trajectory: {log}: holds none of {', '.join(learned)}", file=sys.stderr)
-            else:
-                save(figure, folder / "trajectory")
     else:
         print(f"{title}: learns nothing, so there are no learned numbers to draw")
-    try:
-        figure = attention_on_text(model, config, given.text, given.tokens, title)
-    except UserError as fault:
-        print(f"no attention: {fault}", file=sys.stderr)
-    else:
-        save(figure, folder / "attention")
-
-
-def attention_on_text(
-    model: GPT, config: Config, text: Path | None, tokens: int, title: str
-) -> Figure:
-    """Attention on the first tokens of a file, or of a held-out document that is long enough."""
-    data = config.data
-    tokenizer = None
-    try:
-        tokenizer = build_tokenizer(data.tokenizer_type, data.vocab_file, data.merge_file)
-    except UserError:
-        if text is not None:
-            raise
-    ids: list[int] = []
-    if text is None:
-        ids = held_out(config, tokens)
-    elif tokenizer:
-        try:
-            ids = tokenizer.encode(text.read_text(encoding="utf-8"))[:tokens]
-        except (OSError, UnicodeDecodeError) as fault:
-            raise UserError(f"--text: {text} cannot be read as text ({fault})") from None
-    if len(ids) < 2:
-        raise UserError(f"--text: {text} has {len(ids)} tokens; give a longer text")
-    words = f"{' '.join(tokenizer.decode(ids).split())[:SHOWN]} …" if tokenizer else ""
-    probabilities = attention_of(model, torch.tensor(ids, dtype=torch.long))
-    return draw_attention(probabilities, f"{title}: attention", words, model.names_of_layers)
-
-
-def held_out(config: Config, count: int) -> list[int]:
-    """The first tokens of the first document of the validation part that has so many."""
-    part = open_parts(config.data, ["valid"])["valid"]
-    for tokens in part.files:
-        for document in split_documents(tokens, part.split, "valid"):
-            if tokens.sizes[document] >= count:
-                return tokens.read(document, 0, count).astype("int64").tolist()
-    raise UserError(f"--tokens: no held-out document has {count} tokens; ask for fewer")
 
 
 if __name__ == "__main__":

@@ -32,24 +32,6 @@ def computed_by(model: GPT, attention: Callable[..., Tensor]) -> Iterator[None]:
         model.backend = backend
 
 
-@torch.no_grad()
-def attention_of(model: GPT, ids: Tensor) -> Tensor:
-    """The probabilities of every layer and head, float32 on the CPU.
-
-    ids [length] -> [layers, heads, length, length]
-    """
-    layers: list[Tensor] = []
-
-    def recording(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, **more: Any) -> Tensor:
-        p = probabilities(q, k, bias, **more)
-        layers.append(p[0])
-        return (p @ v.to(p.dtype)).to(q.dtype)
-
-    with computed_by(model, recording):
-        model(ids[None])
-    return torch.stack(layers).float().cpu()
-
-
 def edges(length: int) -> list[int]:
     """The distances at which the bins of `mass` begin, and `length`: 0, 1, 2, 4, 8, …"""
     powers = [2**power for power in range(length.bit_length())]

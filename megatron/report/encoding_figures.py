@@ -1,4 +1,4 @@
-"""Encodings as pictures: what they add by distance and head, what was learned, and attention.
+"""Encodings as pictures: what they add by distance and head, and what was learned.
 
 All pictures of encodings have the same scales. Distances are on the scale log(1 + distance), which
 has no break at 0. Values are linear; a bias is cut at -12, where a key gets no attention any more.
@@ -15,7 +15,7 @@ from matplotlib import colormaps
 from matplotlib.axes import Axes
 from matplotlib.axis import Axis
 from matplotlib.cm import ScalarMappable
-from matplotlib.colors import BoundaryNorm, ListedColormap, LogNorm
+from matplotlib.colors import BoundaryNorm, ListedColormap
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullLocator
 from torch import Tensor
@@ -25,7 +25,6 @@ from megatron.errors import UserError
 from megatron.evaluation.attention_probes import sampled
 from megatron.positions import Position
 from megatron.report.curves import GREY, style
-from megatron.results.files import Record
 
 # KERPLE (arXiv 2205.09921), appendix A.5: the effective length ends where the bias falls below.
 THRESHOLD = -2.0
@@ -299,80 +298,8 @@ def draw_learned(learned: Mapping[str, Tensor], heads: int, title: str) -> Figur
     return figure
 
 
-def draw_trajectory(
-    records: Sequence[Record], learned: Mapping[str, Tensor], heads: int, title: str
-) -> Figure | None:
-    """The numbers of `learned` over the logged steps, or None if none was logged.
-
-    One panel for each, with a line for each head, or entry of a number that is not learned by
-    head: the mean over rows or layers.
-    """
-    points: dict[str, dict[int, Tensor]] = {}
-    for record in records:
-        known = {}
-        for name, values in record.get("position", {}).items():
-            if name in learned and len(values) == learned[name].numel():
-                known[name] = torch.tensor(values).view_as(learned[name])
-        for name, table in tables_of(known, heads).items():
-            points.setdefault(name, {})[record["step"]] = table.mean(dim=0)
-    if not points:
-        return None
-    with style():
-        figure, places = _in_a_grid(len(points), title)
-        for axes, (name, values) in zip(places, points.items(), strict=False):
-            lines = torch.stack(list(values.values())).T
-            palette = colours(len(lines))
-            for number, line in enumerate(lines):
-                axes.plot(list(values), line, color=palette(number), linewidth=1.1)
-            axes.set_title(name, loc="left")
-            axes.set_xlabel("step")
-            axes.xaxis.set_major_locator(MaxNLocator(4, integer=True))
-        head_bar(figure, places, heads)
-    return figure
-
-
 def _in_a_grid(count: int, title: str) -> tuple[Figure, list[Axes]]:
     """Panels of learned numbers, three in a row."""
     columns = min(count, 3)
     size = (2.4 * max(columns, 2) + 0.6, 2.1 * math.ceil(count / columns) + 0.3)
     return panels_of(count, columns, size, title)
-
-
-# --- Attention of a real text by layer and head, as in figure 2 of MEP (arXiv 2403.17698) ---
-
-LOWEST = 1e-3  # probabilities below look the same
-MANY = 6  # layers or heads, from which on they have numbers alone
-LAYOUT = "layers downward, heads to the right; in each map queries downward, keys to the right"
-
-
-def draw_attention(
-    probabilities: Tensor, title: str, text: str = "", names: Sequence[str] = ()
-) -> Figure:
-    """A map for each layer and head on a logarithmic scale: [layers, heads, length, length].
-
-    names: of the layers' encodings, if they differ
-
-    Layers stand downward, heads to the right; in a map queries downward, keys to the right.
-    """
-    layers, heads, length, _ = probabilities.shape
-    future = torch.ones(length, length, dtype=torch.bool).triu(1)
-    shown = probabilities.clamp(min=LOWEST).masked_fill(future, float("nan"))
-    side = max(0.58, min(1.6, 7.2 / heads))
-    with style():
-        size = (side * heads + 1.3, side * layers + 0.8)
-        figure, places = panels_of(layers * heads, heads, size, title)
-        images = []
-        for number, axes in enumerate(places):
-            layer, head = divmod(number, heads)
-            images.append(axes.imshow(shown[layer, head].numpy(), norm=LogNorm(LOWEST, 1)))
-            axes.set_axis_off()
-            if layer == 0:
-                axes.set_title(f"head {head}" if heads <= MANY else str(head), fontsize=8)
-            if head == 0:
-                name = names[layer] if names else f"layer {layer}"
-                axes.text(-0.1, 0.5, name, transform=axes.transAxes, ha="right", fontsize=8)
-        figure.colorbar(images[-1], ax=places, pad=0.01, label="attention probability")
-        source = f"{length} tokens: {text}" if text else f"{length} tokens"
-        footer = f"{LAYOUT}\n{source}"
-        figure.supxlabel(footer, x=0.01, ha="left", fontsize=7, color=GREY)
-    return figure
