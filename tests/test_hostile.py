@@ -15,14 +15,14 @@ from megatron.entry import _Visible
 from megatron.errors import UserError, visible
 from megatron.evaluation.loaded_run import loaded_run
 from megatron.files import read_small
-from megatron.report.evidence import NOT_FOUND, evidence_of
+from megatron.report.page import model_beside
 from megatron.results.files import read_results
 from megatron.sweeps.cells import load_sweep
 from tests.checkpoints import make_checkpoint
 from tests.results.rows import rows
 
 ESCAPE = "\x1b[2J"  # clears a terminal
-READ_BY_PAGES = ("checkpoint.json", "config.yml", "model.safetensors", "../metrics.jsonl")
+READ_BY_PAGES = ("checkpoint.json", "config.yml", "model.safetensors")
 
 
 @pytest.fixture(autouse=True)
@@ -55,42 +55,43 @@ def test_a_page_waits_for_no_pipe_and_reads_no_device(step):
         content = place.read_bytes() if place.exists() else b""
         place.unlink(missing_ok=True)
         os.mkfifo(place)
-        assert evidence_of(str(step), []).gaps, name
+        with pytest.raises(UserError):
+            model_beside(str(step), [])
         place.unlink()
         place.symlink_to("/dev/zero")
-        assert evidence_of(str(step), []).gaps, name
+        with pytest.raises(UserError):
+            model_beside(str(step), [])
         place.unlink()
         place.write_bytes(content)
 
 
 def test_the_name_of_a_checkpoint_in_a_row_may_be_anything(tmp_path):
     for name in ("x" * 5000, "a/" * 3000, "a\0b", "/", "..", "../" * 50):
-        (gap,) = evidence_of(name, [tmp_path / "rows.jsonl"]).gaps
-        assert gap.cause == NOT_FOUND
+        with pytest.raises(UserError, match="not found from here"):
+            model_beside(name, [tmp_path / "rows.jsonl"])
 
 
 def test_a_row_that_names_another_file_shows_nothing_of_it(step, tmp_path):
-    """Only keys of the configuration and records of training are taken."""
     secret = tmp_path / "secret"
     secret.write_text("token: hunter2\n")
     for name in ("config.yml", "model.safetensors"):
         (step / name).unlink()
         (step / name).symlink_to(secret)
-    (step.parent / "metrics.jsonl").symlink_to(secret)
     for name in (str(secret), str(step)):
-        assert "hunter2" not in repr(evidence_of(name, []))
+        with pytest.raises(UserError) as refusal:
+            model_beside(name, [])
+        assert "hunter2" not in str(refusal.value)
 
 
 def test_hostile_contents_of_a_checkpoint_are_gaps(step):
     for size in (2**63, 10**8, 2**40):
         (step / "model.safetensors").write_bytes(struct.pack("<Q", size) + b"{}" * 50)
-        causes = [gap.cause for gap in evidence_of(str(step), []).gaps]
-        assert any("model.safetensors: cannot be read" in cause for cause in causes)
+        with pytest.raises(UserError, match=r"model.safetensors: cannot be read"):
+            model_beside(str(step), [])
     for text in ("&a [*a]", "a: " + "[" * 100, "a: !!python/name:os.system"):
         (step / "config.yml").write_text(text)
-        evidence = evidence_of(str(step), [])
-        assert evidence.settings == {}
-        assert any("config.yml" in gap.cause for gap in evidence.gaps)
+        with pytest.raises(UserError, match=r"config.yml"):
+            model_beside(str(step), [])
 
 
 def test_latest_may_be_a_pipe(step):

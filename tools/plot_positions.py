@@ -22,7 +22,7 @@ from megatron.errors import UserError
 from megatron.positions import REGISTRY, DistanceBias, Shape, build, load_file, options_of
 from megatron.positions.layers import name_of_layers
 from megatron.report.curves import write
-from megatron.report.encoding_figures import draw, draw_learned, panels
+from megatron.report.encoding_figures import draw, figures_of_model, panels
 
 
 @guarded
@@ -94,26 +94,21 @@ def draw_encodings(given: argparse.Namespace) -> None:
             title = ", ".join([name, *(f"{key}: {value}" for key, value in options.items())])
             save(draw(found, title), (given.output or Path("plots")) / name)
         else:
-            print(f"{name}: nothing to draw, none of its hooks does anything")
+            print(
+                f"{name}: nothing to draw, none of its hooks depends on distance or position alone"
+            )
 
 
 def draw_checkpoint(given: argparse.Namespace) -> None:
-    """The trained encodings and their learned numbers."""
+    """The trained encodings of a checkpoint, and their learned numbers."""
     model, config, meta = load_for_evaluation(given.checkpoint, given.step)
     checkpoint = Path(meta["path"])
     folder = given.output or checkpoint.parent / "plots" / checkpoint.name
     title = f"{name_of_layers(config.position)}, step {meta['step']}"
-    for one in model.placed:
-        found = panels(one.position, given.length)
-        several = len(model.placed) > 1
-        name = f"encoding-layer{one.layers[0]}" if several else "encoding"
-        if found:
-            save(draw(found, f"{title}: {one.label}" if several else title), folder / name)
-    learned = model.learned()
-    if learned:
-        heads = config.model.num_attention_heads
-        save(draw_learned(learned, heads, f"{title}: learned numbers"), folder / "learned")
-    else:
+    figures = figures_of_model(model, title, given.length)
+    for name, figure in figures.items():
+        save(figure, folder / name)
+    if "learned" not in figures:
         print(f"{title}: learns nothing, so there are no learned numbers to draw")
 
 

@@ -3,13 +3,12 @@
 import inspect
 import re
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 
 from megatron.config.document import as_yaml
-from megatron.conformance.subject import adds_to_embeddings
 from megatron.files import ROOT, write_text
 from megatron.positions import ALIASES, REGISTRY, Position, Shape, build, options_of
 from megatron.report.curves import write
@@ -18,7 +17,6 @@ from megatron.report.encoding_figures import draw, panels
 PAGE = ROOT / "docs" / "positions.md"
 SHAPE = Shape(heads=12, head_dim=64, hidden=768, train_length=512)
 LENGTH = 16384
-LONG = 120  # characters of a meaning that is not repeated
 INTRODUCTION = """\
 # Positional encodings
 
@@ -31,12 +29,23 @@ How to add one, in a file of your own or in that folder: [add_an_encoding.md](ad
 
 Pictures show the first values of seed 0, all on the same scales: distances on log(1 + d), values
 linear. A bias is cut at -12, where a key gets no attention any more. The effective length of a head
-is the smallest distance with bias < -2 (KERPLE, appendix A.5).
+is the smallest distance with bias < -2 (KERPLE, appendix A.5). An encoding that looks at content
+has no picture.
 
 `python tools/plot_positions.py NAME` draws an encoding with your options, `--checkpoint DIR` what
 was learned. `python tools/check_encoding.py NAME` tries what an encoding must keep,
 and with `--checkpoint DIR` whether what was learned is still such a kernel.
 """
+# What hooks cost beyond plain attention.
+COSTS = {
+    "distance_bias": "a table by distance for each step",
+    "distance_weight": "a table that multiplies the scores, without a fused kernel",
+    "index_bias": "a bias for each pair of tokens: time grows with length²",
+    "score_bias": "a number for each key and head",
+    "on_scores": "eager attention: time and memory grow with length²",
+    "on_queries_keys": "queries and keys change: time grows with length",
+    "on_queries_keys_by_content": "queries and keys change: time grows with length",
+}
 
 
 def page() -> str:
@@ -59,21 +68,35 @@ def section(name: str) -> str:
     module = sys.modules[encoding.__module__].__doc__ or ""
     papers = re.findall(r"\b\d{4}\.\d{5}\b", f"{module} {encoding.__doc__}")
     links = [f"[arXiv {paper}](https://arxiv.org/abs/{paper})" for paper in dict.fromkeys(papers)]
-    source = " ".join([_escaped(first_sentence(module)), *links])
-    lines = [f"## {name}\n", f"{_escaped(paragraph(encoding.__doc__))}\n", f"{source}\n"]
+    texts = [paragraph(encoding.__doc__), f"{first_sentence(module)} {' '.join(links)}"]
+
+    # The paragraphs of the docstring, and what each option means: here or in a class it extends.
     options = options_of(name)
-    details, _ = _parts(encoding, list(options))
+    names = "|".join(options) or "(?!)"
+    option = re.compile(rf"(?:^|(?<=; ))((?:{names})(?:, (?:{names}))*): ", re.MULTILINE)
     meanings: dict[str, str] = {}
-    for ancestor in reversed(encoding.__mro__):
-        meanings |= _parts(ancestor, list(options))[1]
-    lines += [f"{_escaped(text)}\n" for text in details]
+    for ancestor in encoding.__mro__:
+        for part in inspect.cleandoc(ancestor.__doc__ or "").split("\n\n")[1:]:
+            before, *found = option.split(part)
+            if ancestor is encoding and before:
+                texts.append(part)
+            for shared, meaning in zip(found[::2], found[1::2], strict=True):
+                for key in shared.split(", "):
+                    meanings.setdefault(key, " ".join(meaning.split()).removesuffix(";"))
+    lines = [f"## {name}\n", *(f"{_escaped(text)}\n" for text in texts)]
     if options:
         lines += ["| option | default | meaning |", "|---|---|---|"]
-        for key, option in options.items():
-            meaning = _escaped(meanings.get(key, ""))
-            lines.append(f"| `{key}` | {_shown(option.default)} | {meaning} |")
+        for key, parameter in options.items():
+            default = _escaped(_as_yaml(parameter.default))
+            lines.append(f"| `{key}` | {default} | {_escaped(meanings.get(key, ''))} |")
         lines.append("")
-    price = "as its options say" if position is None else cost(position)
+
+    prices = ["as its options say"]
+    if position is not None:
+        prices = [price for hook, price in COSTS.items() if position.has(hook)]
+        if position.on_embeddings(torch.zeros(1, 1, SHAPE.hidden)).any():
+            prices.append("one vector per token, once")
+    price = "; ".join(dict.fromkeys(prices)) or "none"
     lines.append(f"Learned numbers: {learned(name)}. Cost: {price}.")
     aliases = [f"`{alias}`" for alias, known in ALIASES.items() if known == name]
     if aliases:
@@ -112,62 +135,19 @@ def learned(name: str) -> str:
     return f"{count:,} per layer" if position.per_layer and count else f"{count:,}"
 
 
-def cost(position: Position) -> str:
-    """Memory and time beyond plain attention, by the hooks that act."""
-    acts = {
-        "a table by distance for each step": (position.distance_bias(1) is not None),
-        "a table that multiplies the scores, without a fused kernel": (
-            position.distance_weight(1) is not None
-        ),
-        "a bias for each pair of tokens: time grows with length²": position.has("index_bias"),
-        "a number for each key and head": (position.has("score_bias")),
-        "eager attention: time and memory grow with length²": position.has("on_scores"),
-        "queries and keys change: time grows with length": (
-            position.has("on_queries_keys") or position.has("on_queries_keys_by_content")
-        ),
-        "one vector per token, once": adds_to_embeddings(position),
-    }
-    return "; ".join(text for text, does in acts.items() if does) or "none"
-
-
 def paragraph(text: str | None) -> str:
     """The first paragraph of a docstring, on one line."""
     first, _, _ = inspect.cleandoc(text or "").partition("\n\n")
     return " ".join(first.split())
 
 
-def _parts(encoding: type, options: Sequence[str]) -> tuple[list[str], dict[str, str]]:
-    """The paragraphs of a docstring without its options, and what each option means.
-
-    An option begins a line, or follows a semicolon: `base: …; factor: …`. Several may share a
-    meaning: `beta_fast, beta_slow: …`.
-    """
-    _, _, text = inspect.cleandoc(encoding.__doc__ or "").partition("\n\n")
-    details, meanings = [], {}
-    names = "|".join(map(re.escape, options))
-    option = re.compile(rf"(?:^|(?<=; ))((?:{names})(?:, (?:{names}))*): ", re.MULTILINE)
-    for part in text.split("\n\n"):
-        if not options or not option.match(part):
-            details += [part] if part else []
-            continue
-        _, *found = option.split(part)
-        for shared, meaning in zip(found[::2], found[1::2], strict=True):
-            first, *others = shared.split(", ")
-            meanings[first] = " ".join(meaning.split()).removesuffix(";")
-            is_long = len(meanings[first]) > LONG
-            for other in others:
-                meanings[other] = f"see {first}" if is_long else meanings[first]
-    return details, meanings
-
-
 def first_sentence(text: str | None) -> str:
     """The first paragraph up to a full stop or semicolon that is outside parentheses."""
-    whole, depth = paragraph(text), 0
-    for index, sign in enumerate(whole):
-        depth += {"(": 1, ")": -1}.get(sign, 0)
-        following = whole[index + 1 : index + 2]
-        if depth == 0 and sign in ".;" and following in ("", " "):
-            return whole[:index]
+    whole = paragraph(text)
+    for end in re.finditer(r"[.;](?= |$)", whole):
+        before = whole[: end.start()]
+        if before.count("(") == before.count(")"):
+            return before
     return whole
 
 
@@ -175,16 +155,14 @@ def _escaped(text: str) -> str:
     return re.sub(r"([|*<])", r"\\\1", " ".join(text.split()))
 
 
-def _shown(value: Any) -> str:
+def _as_yaml(value: Any) -> str:
     """The default of an option as YAML has it."""
     if value is inspect.Parameter.empty:
         return "required"
     if isinstance(value, tuple):
-        parts = ", ".join(_shown(part) for part in value)
-        return _escaped(f"[{parts}]")
+        return f"[{', '.join(map(_as_yaml, value))}]"
     if isinstance(value, dict):
-        parts = ", ".join(f"{key}: {_shown(part)}" for key, part in value.items())
-        return f"{{{parts}}}"
+        return f"{{{', '.join(f'{key}: {_as_yaml(part)}' for key, part in value.items())}}}"
     return as_yaml(value)
 
 
@@ -192,11 +170,11 @@ def renew() -> None:
     """Write the page and the pictures; delete pictures of encodings that no longer exist."""
     folder = PAGE.parent / "positions"
     write_text(PAGE, page())
-    names = [name for name in REGISTRY if has_picture(name)]
+    names = sorted(name for name in REGISTRY if has_picture(name))
     for old in folder.glob("*.svg"):
         if old.stem not in names:
             old.unlink()
-    for name in sorted(names):
+    for name in names:
         position = example(name)
         assert position is not None
         write(draw(panels(position, LENGTH), name), folder / f"{name}.svg")

@@ -20,16 +20,15 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullLocator
 from torch import Tensor
 
-from megatron.conformance.subject import content_bias
 from megatron.errors import UserError
 from megatron.evaluation.attention_probes import sampled
+from megatron.model import GPT
 from megatron.positions import Position
 from megatron.report.curves import GREY, style
 
 # KERPLE (arXiv 2205.09921), appendix A.5: the effective length ends where the bias falls below.
 THRESHOLD = -2.0
 CUT = -12.0  # exp(-12) is below 0.00001
-TEXT = 256  # tokens of the random text for an encoding that looks at content
 LAYER = re.compile(r"layer\d+\.(.*)")  # the name of a learned number of one layer
 GRID = "#E8E8E8"
 
@@ -100,13 +99,13 @@ class Panel:
     """Lines over distance: values [lines, distances], a line for each head or one for all heads.
 
     is_bias: values are added to scores, and so are cut where a key gets no attention any more
-    effective: [heads], the effective lengths, for the panel that shows these instead of the lines
+    is_effective: the panel has the effective lengths of this bias instead of the lines
     """
 
     title: str
     values: Tensor
     is_bias: bool = False
-    effective: Tensor | None = None
+    is_effective: bool = False
 
 
 def effective_length(bias: Tensor) -> Tensor:
@@ -120,85 +119,54 @@ def effective_length(bias: Tensor) -> Tensor:
 def panels(position: Position, length: int) -> list[Panel]:
     """What can be drawn of an encoding on distances below `length`, hook by hook.
 
-    Empty if no hook does anything.
+    Empty if nothing depends on distance or position alone.
     """
     found = []
+    shape = position.shape
     bias, weight = position.distance_bias(length), position.distance_weight(length)
     if bias is not None:
         found.append(Panel("bias", bias, is_bias=True))
         found.append(Panel("kernel exp(bias)", bias.exp()))
-        found.append(Panel("effective length", bias, effective=effective_length(bias)))
+        title = f"effective length (bias < {THRESHOLD:g})"
+        found.append(Panel(title, bias, is_effective=True))
     if weight is not None:
         found.append(Panel("weight on q·k", weight))
     if position.has("index_bias"):
         # One query, and keys further and further back: for a near and a far query.
-        for count in dict.fromkeys((min(position.shape.train_length, length), length)):
+        for count in dict.fromkeys((min(shape.train_length, length), length)):
             query, keys = torch.tensor([count - 1]), torch.arange(count)
             of_query = position.index_bias(query, keys)[:, 0]  # [heads, count]
             found.append(Panel(f"bias of query {count - 1}", of_query.flip(1), is_bias=True))
-    turned = _turned(position, length)
+    ones = torch.ones(1, 1, 1, shape.head_dim).expand(1, shape.heads, length, shape.head_dim)
+    q, k = position.on_queries_keys(ones, ones)
+    product = (q[0, 0, -1].double() * k[0, 0].double()).sum(dim=-1).flip(0)  # [length]
+    turned = product / product[0]
     if (turned - 1).abs().max() > 1e-5:
         found.append(Panel("q·k of equal vectors, relative to distance 0", turned[None]))
-    hidden = position.shape.hidden
     try:
-        added = position.on_embeddings(torch.zeros(1, length, hidden))[0]
+        added = position.on_embeddings(torch.zeros(1, length, shape.hidden))[0]
     except UserError:  # its positions end before that
-        added = position.on_embeddings(torch.zeros(1, position.shape.train_length, hidden))[0]
+        added = position.on_embeddings(torch.zeros(1, shape.train_length, shape.hidden))[0]
     if added.any():
         cosine = torch.cosine_similarity(added[-1:], added, dim=1).flip(0)
         found.append(Panel("cosine of what two positions add", cosine[None]))
-    if position.has("on_queries_keys_by_content"):
-        turned = _turned(position, TEXT, by_content=True)
-        found.append(Panel("q·k of equal vectors in a random text", turned[None]))
-    if position.has("score_bias") or position.has("on_scores"):
-        title = "added to the scores of a random text"
-        found.append(Panel(title, _content(position), is_bias=True))
     return found
-
-
-def _turned(position: Position, length: int, *, by_content: bool = False) -> Tensor:
-    """q·k of equal vectors of ones from the last position, relative to distance 0: [length].
-
-    by_content: what a random text does to them
-    """
-    shape = position.shape
-    ones = torch.ones(1, 1, 1, shape.head_dim).expand(1, shape.heads, length, shape.head_dim)
-    q, k = position.on_queries_keys(ones, ones)
-    if by_content:
-        torch.manual_seed(0)
-        x = torch.randn(1, length, shape.hidden)
-        q, k = position.on_queries_keys_by_content(q, k, x, {})
-    product = (q[0, 0, -1].double() * k[0, 0].double()).sum(dim=-1).flip(0)
-    return product / product[0]
-
-
-def _content(position: Position) -> Tensor:
-    """What the last token of a random text adds to zero scores, by distance: [heads, TEXT]."""
-    torch.manual_seed(0)
-    shape = position.shape
-    x = torch.randn(1, TEXT, shape.hidden)
-    scores = torch.zeros(1, shape.heads, TEXT, TEXT)
-    if position.has("score_bias"):
-        scores = scores + content_bias(position, x)
-    if position.has("on_scores"):
-        q, k = torch.randn(2, 1, shape.heads, TEXT, shape.head_dim)
-        position.on_queries_keys(q, k)  # where an encoding may keep q for on_scores
-        scores = position.on_scores(scores, x, {})
-    return scores[0, :, -1].flip(1)
 
 
 def draw(found: Sequence[Panel], title: str) -> Figure:
     """The panels side by side, at the width of a page; the colour bar names the heads."""
     columns = len(found) if len(found) <= 3 else 2
-    rows = -(-len(found) // columns)
     width = 2.4 * min(max(len(found), 2), 3) + 0.5
+    height = 2.3 * math.ceil(len(found) / columns) + 0.3
     with style():
-        figure, places = panels_of(len(found), columns, (width, 2.3 * rows + 0.3), title)
+        figure, places = panels_of(len(found), columns, (width, height), title)
         for axes, panel in zip(places, found, strict=False):
-            if panel.effective is None:
-                _lines(axes, panel)
+            axes.set_title(panel.title, loc="left")
+            axes.grid(color=GRID, linewidth=0.5)
+            if panel.is_effective:
+                _effective_lengths(axes, panel.values)
             else:
-                _effective_lengths(axes, panel.effective, panel.values.shape[1])
+                _lines(axes, panel)
         heads = max(len(panel.values) for panel in found)
         if heads > 1:
             head_bar(figure, places, heads)
@@ -206,49 +174,35 @@ def draw(found: Sequence[Panel], title: str) -> Figure:
 
 
 def _lines(axes: Axes, panel: Panel) -> None:
-    length = panel.values.shape[1]
-    by_head = len(panel.values) > 1
-    distances = sampled(length, 100 if by_head else 500)
-    palette = colours(len(panel.values))
+    lines, length = panel.values.shape
+    distances = sampled(length, 100 if lines > 1 else 500)
+    palette = colours(lines) if lines > 1 else ListedColormap(["black"])
     for head, values in enumerate(panel.values[:, distances]):
-        colour = palette(head) if by_head else "black"
-        axes.plot(distances, values, color=colour, linewidth=1.1)
+        axes.plot(distances, values, color=palette(head), linewidth=1.1)
     distance_axis(axes, length)
-    axes.set_title(panel.title, loc="left")
-    axes.grid(color=GRID, linewidth=0.5)
     axes.axhline(0, color=GREY, linewidth=0.5, zorder=1)
-    lowest = float(panel.values.min())
-    highest = max(float(panel.values.max()), 0.0)
-    if panel.is_bias and lowest < CUT:
-        margin = 0.05 * (highest - CUT)
-        axes.set_ylim(CUT, highest + margin)
+    if panel.is_bias and panel.values.min() < CUT:
+        highest = max(float(panel.values.max()), 0.0)
+        axes.set_ylim(CUT, highest + 0.05 * (highest - CUT))
         axes.set_title(f"{panel.title}, cut at {CUT:g}", loc="left")
 
 
-def _effective_lengths(axes: Axes, effective: Tensor, length: int) -> None:
-    """A dot for each head; an arrow if the bias stays above the threshold up to `length`."""
-    palette = colours(len(effective))
-    for head, value in enumerate(effective.tolist()):
+def _effective_lengths(axes: Axes, bias: Tensor) -> None:
+    """A dot for each head; an arrow if the bias stays above the threshold at all distances."""
+    heads, length = bias.shape
+    palette = colours(heads)
+    for head, value in enumerate(effective_length(bias).tolist()):
         marker = "^" if value == length else "o"
         look = {"marker": marker, "markersize": 4, "color": palette(head)}
         axes.plot([head], [value], clip_on=False, zorder=3, **look)
     axes.axhline(length, color=GREY, linewidth=0.7, linestyle=(0, (4, 3)))
-    axes.annotate(
-        f"▲ beyond {length}",
-        (0, length),
-        xytext=(0, 4),
-        textcoords="offset points",
-        fontsize=7,
-        color=GREY,
-    )
+    axes.text(0, 1.3 * length, f"▲ beyond {length}", fontsize=7, color=GREY)
     axes.set_yscale("function", functions=(np.log1p, np.expm1))
     axes.set_ylim(0, length * 4)
     _powers(axes.yaxis, length)
     axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
     axes.set_xlabel("head")
     axes.set_ylabel("tokens, scale log(1 + n)")
-    axes.set_title(f"effective length (bias < {THRESHOLD:g})", loc="left")
-    axes.grid(axis="y", color=GRID, linewidth=0.5)
     axes.spines[["top", "right"]].set_visible(False)
 
 
@@ -277,16 +231,18 @@ def tables_of(learned: Mapping[str, Tensor], heads: int) -> dict[str, Tensor]:
 def draw_learned(learned: Mapping[str, Tensor], heads: int, title: str) -> Figure:
     """One panel for each learned number: a dot for each head, or a map of rows by head."""
     tables = tables_of(learned, heads)
+    columns = min(len(tables), 3)
+    size = (2.4 * max(columns, 2) + 0.6, 2.1 * math.ceil(len(tables) / columns) + 0.3)
     with style():
-        figure, places = _in_a_grid(len(tables), title)
+        figure, places = panels_of(len(tables), columns, size, title)
         for axes, (name, table) in zip(places, tables.items(), strict=False):
-            rows, columns = table.shape
+            rows, entries = table.shape
             axes.set_title(name, loc="left")
-            axes.set_xlabel("head" if columns == heads else "entry")
+            axes.set_xlabel("head" if entries == heads else "entry")
             axes.xaxis.set_major_locator(MaxNLocator(6, integer=True, min_n_ticks=1))
             if rows == 1:
-                inks = colours(columns)(range(columns))
-                axes.scatter(range(columns), table[0], c=inks, s=16, zorder=3)
+                inks = colours(entries)(range(entries))
+                axes.scatter(range(entries), table[0], c=inks, s=16, zorder=3)
                 axes.set_ylabel("value")
                 continue
             image = axes.imshow(
@@ -298,8 +254,15 @@ def draw_learned(learned: Mapping[str, Tensor], heads: int, title: str) -> Figur
     return figure
 
 
-def _in_a_grid(count: int, title: str) -> tuple[Figure, list[Axes]]:
-    """Panels of learned numbers, three in a row."""
-    columns = min(count, 3)
-    size = (2.4 * max(columns, 2) + 0.6, 2.1 * math.ceil(count / columns) + 0.3)
-    return panels_of(count, columns, size, title)
+def figures_of_model(model: GPT, title: str, length: int = 16384) -> dict[str, Figure]:
+    """The trained encodings of a model on distances below `length`, and what they learned."""
+    figures = {}
+    for one in model.placed:
+        several = len(model.placed) > 1
+        name = f"encoding-layer{one.layers[0]}" if several else "encoding"
+        if found := panels(one.position, length):
+            figures[name] = draw(found, f"{title}: {one.label}" if several else title)
+    if learned := model.learned():
+        heads = model.placed[0].position.shape.heads
+        figures["learned"] = draw_learned(learned, heads, f"{title}: learned numbers")
+    return figures

@@ -1,6 +1,12 @@
 "use strict";
 
-const value = (cell) => (cell.dataset.value === undefined ? cell.textContent.trim() : Number(cell.dataset.value));
+// A cell's number, without a mark before it and what follows it; NaN for an empty cell and n/a, else its text.
+function value(cell) {
+  const text = cell.textContent.trim().replace(/^[†‡]/, "");
+  if (["", "-", "n/a"].includes(text)) return NaN;
+  const number = Number.parseFloat(text);
+  return Number.isNaN(number) ? text : number;
+}
 
 // Cells without a number go last in either direction.
 function compare(a, b, sign) {

@@ -3,33 +3,24 @@
 import io
 import math
 import re
-import statistics
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
 
 from jinja2 import Environment, FileSystemLoader
 from markupsafe import Markup
 from matplotlib.figure import Figure
 
+from megatron.checkpoints.manifest import read_record
+from megatron.checkpoints.read import load_model, read_meta
 from megatron.errors import UserError
 from megatron.files import write_text
-from megatron.report.curves import (
-    curve_of,
-    draw_by_length,
-    draw_by_position,
-    draw_curves,
-    perplexity_curves,
-    position_curves,
-    style,
-    write,
-)
-from megatron.report.encoding_figures import draw, draw_learned, panels
-from megatron.report.evidence import Evidence, Found, Gap, gathered
+from megatron.model import GPT
+from megatron.report.curves import draw_by_position, draw_perplexity, style, write
+from megatron.report.encoding_figures import figures_of_model
 from megatron.report.probe_figure import draw_probes
-from megatron.results.comparison import Comparison, about, compared
-from megatron.results.comparison_table import by_seed_text, how_made
+from megatron.results.comparison import compared
+from megatron.results.comparison_table import how_made, tables_of
 from megatron.results.files import PICTURES, read_results
 from megatron.results.labels import kinds, labels_of, matching, select, with_sweeps
 from megatron.results.probes import ProbeRow, is_of_probes, read_probes
@@ -44,38 +35,53 @@ from megatron.results.row import (
     run_of,
     with_facts,
 )
-from megatron.results.statistics import perplexity_of
 from megatron.results.table import (
-    Cell,
     Table,
     by_length,
     mean_and_std,
     setting,
     table_of_text,
+    text_of,
     with_bits,
 )
 
 HERE = Path(__file__).parent
 OPENING = b"<!DOCTYPE html>"
-KERNEL_LENGTH = 16384
-# The costs that a line of metrics.jsonl may have; the page shows their medians.
-COSTS = ("tokens_per_second", "seconds_per_step", "model_tflops_per_second", "mfu")
+NOT_FOUND = "not found from here, so its encoding is not drawn"
+
+
+@dataclass
+class Section:
+    """One text and protocol.
+
+    tables: perplexity and, if rows have them, bits per byte
+    figures: their names by what they show
+    compared: differences from the reference, with notes; reason: why there are none
+    """
+
+    heading: str
+    protocol: str
+    tables: list[Table]
+    figures: dict[str, str] = field(default_factory=dict)
+    compared: list[Table] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    reason: str = ""
 
 
 @dataclass
 class Page:
-    """What page.html shows: sections by text and protocol, what was trained, and what is missing.
+    """What page.html shows: sections by text and protocol, probes, kernels, and what is missing.
 
-    figures: by the names of their files
+    probed: a label and the name of its figure; kernels: names of figures
+    gaps: what is missing, by its cause; figures: by the names of their files
     """
 
     rows: Sequence[Row]
     probes: Sequence[ProbeRow]
     lead: list[str] = field(default_factory=list)
-    sections: list["Section"] = field(default_factory=list)
+    sections: list[Section] = field(default_factory=list)
     probed: list[tuple[str, str]] = field(default_factory=list)
     kernels: list[str] = field(default_factory=list)
-    settings: Table | None = None
     models: Table | None = None
     gaps: dict[str, list[str]] = field(default_factory=dict)
     figures: dict[str, Figure] = field(default_factory=dict)
@@ -95,101 +101,52 @@ class Page:
         return template.render(page=self, title=title, svgs=svgs, files=files)
 
 
-class Section(NamedTuple):
-    """The tables of one text and protocol; `prefix` begins the names of its figures.
-
-    paired: differences from the reference; reason: why there are none
-    """
-
-    heading: str
-    protocol: str
-    prefix: str
-    table: Table
-    bits: Table | None
-    reference: str | None
-    about: str
-    paired: Table | None
-    reason: str
+def page_of(paths: Sequence[Path], *, against: str | None = None) -> Page:
+    """The page of some files of results and probes, with the encodings of their checkpoints."""
+    results = [path for path in paths if not is_of_probes(path)]
+    rows = read_results(results)
+    probes = read_probes([path for path in paths if path not in results])
+    return page_of_rows(rows, probes, paths, against)
 
 
 def page_of_rows(
     rows: Sequence[Row],
-    probes: Sequence[ProbeRow],
-    evidence: Found,
+    probes: Sequence[ProbeRow] = (),
+    files: Sequence[Path] = (),
     against: str | None = None,
 ) -> Page:
-    """The page of some rows; UserError if `against` means no encoding, or several."""
-    rows = with_sweeps(rows)
-    page = Page(rows, probes)
+    """The page of some rows; files: where they stand, beside which checkpoints may lie.
+
+    Raises UserError if `against` means no encoding, or several.
+    """
+    page = Page(with_sweeps(rows), probes)
     if against is not None:
-        select(against, kinds(rows))
-    configurations: dict[str, Hashable] = {}
-    for name, one in evidence.items():
-        known = {key: value for key, value in one.settings.items() if key != "seed"}
-        configurations[name] = repr(sorted(known.items())) if known else None
-    gaps = [gap for one in evidence.values() for gap in one.gaps]
-
-    for number, members in enumerate(by_text(rows), 1):
-        prefix = f"{number}-" if number > 1 else ""
-        section = measured(page, members, configurations, against, prefix)
-        page.sections.append(section)
-        for label, _, *cells in section.table.body:
-            for heading, cell in zip(section.table.head[2:], cells, strict=True):
-                if isinstance(cell, Cell) and cell.kind == "missing":
-                    gaps.append(Gap(f"{section.heading}, {label} at {heading}", cell.title))
-
-    by_run: dict[Hashable, list[ProbeRow]] = {}
-    for row in probes:
-        by_run.setdefault(run_of(row), []).append(row)
-    named = []
-    for row, *_ in by_run.values():
-        name = f"{row['pos_emb']}, seed {row.get('seed')}, step {row['step']}, {text_of(row)}"
-        named.append(with_facts(row, {"pos_emb": name}))
-    for label, of_run in zip(labels_of(named), by_run.values(), strict=True):
-        name = f"probes-{len(page.probed) + 1}"
-        page.probed.append((label, name))
-        page.figures[name] = draw_probes(of_run, label)
-        for row in of_run:
-            if reason := row.get("reason"):
-                gaps.append(Gap(f"{row['probe']} of {label} at {row['length']}", reason))
+        select(against, kinds(page.rows))
+    for members in by_text(page.rows):
+        _add_text(page, members, against)
+    _add_probes(page)
 
     not_of_model = dict.fromkeys((*SETTING, *VARIANT))
-    models = kinds([with_facts(row, not_of_model) for row in (*rows, *probes)], configurations)
-    found = {}
-    for label, of_model in models.items():
-        names = dict.fromkeys(row.get("checkpoint", "") for row in of_model)
-        found[label] = [evidence[name] for name in names if name in evidence]
-    draw_kernels(page, found)
-    draw_training(page, models, found)
-    page.settings = differences(found)
-    page.models = checkpoints([*rows, *probes], evidence)
+    every_row = [with_facts(row, not_of_model) for row in (*page.rows, *probes)]
+    models = kinds(every_row)
+    for number, (label, of_model) in enumerate(models.items(), 1):
+        _add_kernels(page, f"{number}-", label, of_model, files)
+    lines = {}
+    for row in (*page.rows, *probes):
+        facts = [row.get(key) for key in ("checkpoint", *COLUMNS)]
+        line = [plain(fact) if fact else "-" for fact in facts]
+        lines.setdefault(tuple(line), line)
+    page.models = Table(["checkpoint", *COLUMNS.values()], list(lines.values()))
 
     page.lead = [f"{len(models)} models" if len(models) != 1 else "1 model"]
     for key, name in (("corpus", "corpus"), ("seed", "seeds"), ("commit", "code")):
         values = sorted({str(row[key]) for row in rows if row.get(key) is not None})
         page.lead.append(f"{name} {', '.join(values) or 'unknown'}")
-    for where, cause in dict.fromkeys(gaps):
-        page.gaps.setdefault(cause, []).append(where)
     return page
 
 
-def text_of(row: Question) -> str:
-    """The name of the text that was scored, such as "github valid"."""
-    words = [row.get("corpus"), row.get("part")]
-    return " ".join(word for word in words if word) or "a text"
-
-
-# --- One text and protocol ---
-
-
-def measured(
-    page: Page,
-    members: Sequence[Row],
-    configurations: Mapping[str, Hashable],
-    against: str | None,
-    prefix: str,
-) -> Section:
-    """The section of rows of one text; its figures are added to the page."""
+def _add_text(page: Page, members: Sequence[Row], against: str | None) -> None:
+    """The section of rows of one text and protocol, and its figures."""
     rows: list[Row] = []
     for row in members:
         # A pass by position tells also about doublings of the training length below its own.
@@ -197,48 +154,57 @@ def measured(
         doublings = [trained * 2**power for power in range(row["length"].bit_length())]
         shorter = [length for length in doublings if length in edges and length < row["length"]]
         rows += by_length([row], [*shorter, row["length"]])
-    groups = kinds(rows, configurations)
+    groups = kinds(rows)
     first = rows[0]
     protocol = first.get("protocol") or "unknown protocol"
-    heading = f"{text_of(first)}: {protocol}"
+    heading = f"{text_of(first) or 'a text'}: {protocol}"
     if any(section.heading == heading for section in page.sections):
         tokenizer, text = first.get("tokenizer"), first.get("text")
         heading = f"{heading}, tokenizer {tokenizer}, {setting(members)}, text {text}"
+    section = Section(heading, protocol, [table_of_text(rows, over_seeds=True)])
+    if known := with_bits(rows):
+        section.tables.append(table_of_text(known, over_seeds=True, bits_per_byte=True))
 
+    figures = {}
     if len({row["length"] for row in rows}) > 1:
-        curves = perplexity_curves(groups)
-        page.figures[f"{prefix}perplexity"] = draw_by_length(curves, rows)
-        highest = {curve.label: max(curve.values, default=math.inf) for curve in curves}
-        near = [one for one in curves if highest[one.label] < 2 * min(highest.values())]
-        if 2 <= len(near) < len(curves):
-            page.figures[f"{prefix}perplexity-near"] = draw_by_length(near, rows)
-    curves = position_curves(groups)
-    if any(curve.at for curve in curves):
-        page.figures[f"{prefix}position"] = draw_by_position(curves, rows)
+        figures["perplexity"] = draw_perplexity(groups)
+        highest = {}
+        for label, of_kind in groups.items():
+            numbers = [row["perplexity"] for row in of_kind if row["perplexity"] is not None]
+            highest[label] = max(numbers, default=math.inf)
+        limit = 2 * min(highest.values())
+        near = {label: groups[label] for label, number in highest.items() if number < limit}
+        if 2 <= len(near) < len(groups):
+            figures["perplexity-near"] = draw_perplexity(near)
+    if any(row.get("position_losses") for row in rows):
+        figures["position"] = draw_by_position(groups)
+    prefix = f"{len(page.sections) + 1}-" if page.sections else ""
+    for kind, figure in figures.items():
+        section.figures[kind] = f"{prefix}{kind}"
+        page.figures[f"{prefix}{kind}"] = figure
 
-    bits, known = None, with_bits(rows)
-    if known:
-        bits = table_of_text(known, kinds(known, configurations), "bits_per_byte", True)
     reference = reference_of(groups, against)
-    comparisons: list[Comparison] = []
-    reason = ""
     if reference and len(groups) > 1:
         try:
             # The beginnings of longer windows have no losses by window.
-            comparisons = compared(kinds(members, configurations), reference)
+            comparisons = compared(kinds(members), reference)
         except UserError as fault:
-            reason = str(fault)
-    return Section(
-        heading,
-        protocol,
-        prefix,
-        table_of_text(rows, groups, over_seeds=True),
-        bits,
-        reference,
-        " or ".join(dict.fromkeys(about(one.is_claim) for one in comparisons if one.difference)),
-        paired(comparisons) if comparisons else None,
-        reason,
-    )
+            section.reason = str(fault)
+        else:
+            section.compared, section.notes = tables_of(comparisons), how_made(comparisons)
+    for label, of_kind in groups.items():
+        for row in of_kind:
+            if row["perplexity"] is None:
+                reason = row.get("reason") or "no number"
+                _note(page, f"{heading}, {label} at {row['length']}", reason)
+    page.sections.append(section)
+
+
+def _note(page: Page, place: str, cause: str) -> None:
+    """Note that something is missing."""
+    places = page.gaps.setdefault(cause, [])
+    if place not in places:
+        places.append(place)
 
 
 def reference_of(groups: Mapping[str, Sequence[Row]], against: str | None) -> str | None:
@@ -252,146 +218,78 @@ def reference_of(groups: Mapping[str, Sequence[Row]], against: str | None) -> st
     candidates: dict[tuple[int, int, float], str] = {}
     for label, rows in groups.items():
         seeds = {row.get("seed") for row in rows}
-        by_length: dict[int, list[float | None]] = {}
-        for row in rows:
-            by_length.setdefault(row["length"], []).append(row["perplexity"])
-        for length, perplexities in by_length.items():
-            mean, _ = mean_and_std(perplexities)
+        for length in {row["length"] for row in rows}:
+            mean, _ = mean_and_std([row["perplexity"] for row in rows if row["length"] == length])
             if mean is not None:
-                order = (-len(seeds), -length, mean)
-                candidates.setdefault(order, label)
+                candidates.setdefault((-len(seeds), -length, mean), label)
     return candidates[min(candidates)] if candidates else None
 
 
-def paired(comparisons: Sequence[Comparison]) -> Table:
-    """Differences from the reference: a line for each encoding, a column for each length."""
-    reference = comparisons[0].reference
-    lengths = sorted({one.length for one in comparisons})
-    lines: dict[str, dict[int, Cell]] = {}
-    for one in comparisons:
-        if one.encoding == reference:
-            continue
-        cell = Cell("-", kind="missing", title=one.reason or "not measured")
-        if one.difference:
-            mean = one.difference.mean
-            interval = "[{:+.3f}, {:+.3f}]".format(*one.interval) if one.interval else ""
-            details = [f"ratio {perplexity_of(mean) or math.inf:.4f}", by_seed_text(one)]
-            if one.p is not None:
-                details.append(f"p {one.p:.2g} over {one.unit}")
-            cell = Cell(f"{one.mark}{mean:+.3f}", interval, mean, "; ".join(details))
-        lines.setdefault(one.encoding, {})[one.length] = cell
-    missing = Cell("-", kind="missing", title="not measured")
-    body = [
-        [label, *(cells.get(length, missing) for length in lengths)]
-        for label, cells in lines.items()
-    ]
-    return Table([f"loss - {reference}", *map(str, lengths)], body, how_made(comparisons))
+def _add_probes(page: Page) -> None:
+    """A figure for each probed model, variant and text."""
+    by_run: dict[Hashable, list[ProbeRow]] = {}
+    for row in page.probes:
+        by_run.setdefault(run_of(row), []).append(row)
+    named = []
+    for row, *_ in by_run.values():
+        facts = [row["pos_emb"], f"seed {row.get('seed')}", f"step {row['step']}"]
+        name = ", ".join([*facts, text_of(row) or "a text"])
+        named.append(with_facts(row, {"pos_emb": name}))
+    for label, of_run in zip(labels_of(named), by_run.values(), strict=True):
+        name = f"probes-{len(page.probed) + 1}"
+        page.probed.append((label, name))
+        page.figures[name] = draw_probes(of_run, label)
+        for row in of_run:
+            if reason := row.get("reason"):
+                _note(page, f"{row['probe']} of {label} at {row['length']}", reason)
 
 
-# --- What was trained ---
+# --- Encodings of the checkpoints ---
 
 
-def draw_kernels(page: Page, found: Mapping[str, Sequence[Evidence]]) -> None:
-    """The encoding of one loaded checkpoint of each model, and what it learned."""
-    for number, (label, of_model) in enumerate(found.items(), 1):
-        loaded = [one for one in of_model if one.positions]
-        for one in loaded[:1]:
-            figures = {}
-            for placed in one.positions:
-                several = len(one.positions) > 1
-                name = f"{number}-kernel-layer{placed.layers[0]}" if several else f"{number}-kernel"
-                if shown := panels(placed.position, KERNEL_LENGTH):
-                    figures[name] = draw(shown, f"{label}: {placed.label}" if several else label)
-            if one.learned:
-                heads = one.positions[0].position.shape.heads
-                title = f"{label}: learned numbers"
-                figures[f"{number}-learned"] = draw_learned(one.learned, heads, title)
-            page.kernels += figures
-            page.figures |= figures
-
-
-def draw_training(
-    page: Page,
-    models: Mapping[str, Sequence[Question]],
-    found: Mapping[str, Sequence[Evidence]],
+def _add_kernels(
+    page: Page, prefix: str, label: str, rows: Sequence[Question], files: Sequence[Path]
 ) -> None:
-    """Training and validation loss by step, mean over the seeds at steps that all logged."""
-    for kind in ("train", "valid"):
-        curves = []
-        for label, rows in models.items():
-            of_seeds = []
-            for one in found[label]:
-                records = [record for record in one.metrics if record.get("kind") == kind]
-                logged = {record["step"]: record.get("loss") for record in records}
-                if logged:
-                    of_seeds.append(logged)
-            points: dict[float, Any] = {}
-            for step in of_seeds[0] if of_seeds else ():
-                losses = [one.get(step) for one in of_seeds]
-                if None not in losses:
-                    points[step] = losses
-            curves.append(curve_of(label, rows, points))
-        if any(curve.at for curve in curves):
-            figure = draw_curves(curves, "step", f"{kind} loss (nats per token)")
-            page.figures[f"training-{kind}"] = figure
-
-
-def differences(found: Mapping[str, Sequence[Evidence]]) -> Table | None:
-    """Each value of a setting in which models differ, and the models that have it."""
-    labels_of_value: dict[str, dict[str, list[str]]] = {}
-    for label, of_model in found.items():
-        known = [one.settings for one in of_model if one.settings]
-        settings = known[0] if known else {}
-        for key, value in settings.items():
-            labels_of = labels_of_value.setdefault(key, {})
-            labels_of.setdefault(plain(value), []).append(label)
-    body = []
-    for key, labels_of in labels_of_value.items():
-        if key == "seed" or len(labels_of) == 1:
+    """The encoding of the first checkpoint of a model that can be read, and what it learned."""
+    hashes = {row.get("checkpoint", ""): row["config_hash"] for row in rows}
+    hashes.pop("", None)
+    for name, config_hash in hashes.items():
+        try:
+            model = model_beside(name, files, config_hash)
+        except ValueError as fault:
+            _note(page, name, str(fault))
             continue
-        for value, labels in labels_of.items():
-            models = "; ".join(labels)
-            body.append([key, words(value), words(models)])
-    return Table(["key", "value", "models"], body) if body else None
+        for name, figure in figures_of_model(model, label).items():
+            page.kernels.append(f"{prefix}{name}")
+            page.figures[f"{prefix}{name}"] = figure
+        return
 
 
-def checkpoints(rows: Sequence[Question], evidence: Found) -> Table:
-    """What identifies and cost each checkpoint that rows name."""
-    lines: dict[tuple[str, ...], list[Cell | str]] = {}
-    for row in rows:
-        name = row.get("checkpoint") or "-"
-        texts = []
-        for key in COLUMNS:
-            value = row.get(key)
-            texts.append(plain(value) if value else "-")
-        line: list[Cell | str] = [name]
-        line += map(words, texts)
-        metrics = evidence[name].metrics if name in evidence else []
-        for key in COSTS:
-            known = [value for one in metrics if (value := one.get(key))]
-            text = f"{statistics.median(known):,.4g}" if known else "-"
-            line.append(text)
-        lines[name, *texts] = line
-    head = ["checkpoint", *COLUMNS.values()]
-    head += [key.replace("_", " ") for key in COSTS]
-    notes = ["costs: medians of the training's log"]
-    return Table(head, list(lines.values()), notes)
+def model_beside(name: str, files: Sequence[Path], config_hash: str | None = None) -> GPT:
+    """The model of a checkpoint that rows name.
 
+    files: results files that name it; config_hash: the one of these rows
 
-def words(text: str) -> Cell:
-    """Words in place of a number, which may break."""
-    return Cell(text, kind="text long")
+    It is where its row says, or beside the results. There lie checkpoints of other models with the
+    same step, so the hash of the configuration must be equal. Raises ValueError if it is not found
+    or cannot be read.
+    """
+    path = Path(name)
+    places = [path]
+    for file in files:
+        places += [file.parent.parent / path.name, file.parent / Path(*path.parts[-2:])]
+    for place in places:
+        try:
+            record = read_record(place)
+        except ValueError:
+            continue
+        if config_hash in (None, record["config_hash"]):
+            config, meta = read_meta(place)
+            return load_model(place, config, meta["vocab"])
+    raise UserError(NOT_FOUND)
 
 
 # --- Files ---
-
-
-def page_of(paths: Sequence[Path], *, against: str | None = None) -> Page:
-    """The page of some files of results and probes, with what lies beside their checkpoints."""
-    results = [path for path in paths if not is_of_probes(path)]
-    rows = read_results(results)
-    probes = read_probes([path for path in paths if path not in results])
-    return page_of_rows(rows, probes, gathered([*rows, *probes], paths), against)
 
 
 def check_page(path: Path, plots: Path | None = None) -> None:

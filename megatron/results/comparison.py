@@ -1,7 +1,6 @@
 """Encodings against one of them, length by length: differences, intervals, claims."""
 
-import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -24,6 +23,8 @@ from megatron.results.table import attention_inputs, mean_and_std, setting
 ALPHA = 0.05
 SEEDS = 3  # common seeds that a claim about an encoding needs
 WORSE, BETTER = "†", "‡"
+# What an interval speaks about: its heading, by whether it is a claim.
+ABOUT = {True: "over seeds", False: "these weights on this text"}
 
 
 @dataclass(frozen=True)
@@ -70,29 +71,32 @@ class Comparison:
     reason: str | None = None
 
     @property
-    def difference(self) -> Estimate | None:
-        """Over seeds if there are enough for a claim, else over the text."""
-        if self.over_seeds is not None:
-            return self.over_seeds
-        return self.over_text.estimate if self.over_text else None
-
-    @property
-    def unit(self) -> str | None:
-        """What the difference is a mean over: "seeds", "blocks" or "windows"."""
-        if self.over_seeds is not None:
-            return "seeds"
-        return self.over_text.unit if self.over_text else None
-
-    @property
     def is_claim(self) -> bool:
         """Whether there are seeds enough to speak about the encoding, not only these weights."""
         return self.over_seeds is not None
 
     @property
+    def difference(self) -> Estimate | None:
+        """Over seeds if there are enough for a claim, else over the text."""
+        over_text = self.over_text.estimate if self.over_text else None
+        return self.over_seeds or over_text
+
+    @property
+    def unit(self) -> str | None:
+        """What the difference is a mean over: "seeds", "blocks" or "windows"."""
+        over_text = self.over_text.unit if self.over_text else None
+        return "seeds" if self.is_claim else over_text
+
+    @property
+    def interval(self) -> tuple[float, float] | None:
+        """The 95 % interval of the difference."""
+        return self.difference.interval() if self.difference else None
+
+    @property
     def seeds_disagree(self) -> bool:
         """Whether the difference has one sign with one seed and the other with another."""
         differences = self.by_seed.values()
-        return any(one < 0 for one in differences) and any(one > 0 for one in differences)
+        return bool(differences) and min(differences) < 0 < max(differences)
 
     @property
     def mark(self) -> str:
@@ -104,41 +108,30 @@ class Comparison:
             return ""
         return WORSE if self.over_seeds.mean > 0 else BETTER
 
-    @property
-    def interval(self) -> tuple[float, float] | None:
-        """The 95 % interval of the difference."""
-        return self.difference.interval() if self.difference else None
-
     def plain(self) -> dict[str, Any]:
         """For JSON: the fields, the interval of 95 % and the ratio of the perplexities."""
         facts: dict[str, Any] = {**asdict(self), "mark": self.mark, "unit": self.unit}
         if self.difference is not None:
             mean = self.difference.mean
             facts |= {"difference": mean, "interval": self.interval, "ratio": perplexity_of(mean)}
-            facts |= {"interval_is_about": about(self.is_claim)}
+            facts["interval_is_about"] = ABOUT[self.is_claim]
         return facts
-
-
-def about(is_claim: bool) -> str:
-    """What an interval speaks about: its heading."""
-    return "over seeds" if is_claim else "these weights on this text"
 
 
 def encodings(rows: Sequence[Row]) -> dict[str, list[Row]]:
     """Rows of each kind by label, whatever the seed; UserError if a seed was measured twice."""
     kinds = rows_by_kind(rows)
     for label, group in kinds.items():
-        first_of: dict[tuple[Any, ...], Row] = {}
+        first_of: dict[Hashable, Row] = {}
         for row in group:
             seed = row.get("seed")
-            first = first_of.setdefault((*place_of(row), seed), row)
-            if first is row:
-                continue
-            raise UserError(
-                f"{label}: seed {seed} is there twice at length {row['length']}:"
-                f" {first.get('checkpoint')} and {row.get('checkpoint')}"
-                " - give the results of one of them"
-            )
+            first = first_of.setdefault((place_of(row), seed), row)
+            if first is not row:
+                raise UserError(
+                    f"{label}: seed {seed} is there twice at length {row['length']}:"
+                    f" {first.get('checkpoint')} and {row.get('checkpoint')}"
+                    " - give the results of one of them"
+                )
     return kinds
 
 
@@ -152,7 +145,7 @@ def compared(kinds: Mapping[str, Sequence[Row]], against: str | None = None) -> 
     """
     reference = next(iter(kinds)) if against is None else select(against, kinds)
     tokenizers = set()
-    places: dict[tuple[Any, ...], dict[str, list[Row]]] = {}
+    places: dict[Hashable, dict[str, list[Row]]] = {}
     for label, rows in kinds.items():
         for row in rows:
             tokenizers.add(row.get("tokenizer"))
@@ -160,34 +153,32 @@ def compared(kinds: Mapping[str, Sequence[Row]], against: str | None = None) -> 
             rows_of.setdefault(label, []).append(row)
     comparisons: list[Comparison] = []
     for rows_of in places.values():
-        every_row = itertools.chain.from_iterable(rows_of.values())
-        shared_variant = attention_inputs(list(every_row))
+        shared_variant = attention_inputs([row for rows in rows_of.values() for row in rows])
         for label, rows in rows_of.items():
             # Without its variant, so that the heading has only what all rows share.
             plain_row = with_facts(rows[0], dict.fromkeys(VARIANT))
             heading = ", ".join([setting([plain_row]), *shared_variant])
             if len(tokenizers) > 1:
                 heading += f", tokenizer {plain_row.get('tokenizer') or 'unknown'}"
-            one = _compared(label, rows, reference, rows_of.get(reference, []))
-            comparisons.append(replace(one, setting=heading))
+            theirs = rows_of.get(reference, [])
+            comparisons.append(_compared(heading, label, rows, reference, theirs))
     others = [one for one in comparisons if one.encoding != reference]
     if others and not any(one.difference for one in others):
         reasons = [f"{one.encoding} at {one.length}: {one.reason}" for one in others]
         each_once = "\n  ".join(dict.fromkeys(reasons))
         raise UserError(f"nothing can be compared with {reference}:\n  {each_once}")
-    claims = [number for number, one in enumerate(comparisons) if one.p is not None]
-    p_values = [comparisons[number].p or 0.0 for number in claims]
-    for number, p in zip(claims, holm(p_values), strict=True):
-        comparisons[number] = replace(comparisons[number], p=p)
-    return comparisons
+    corrected = iter(holm([one.p for one in comparisons if one.p is not None]))
+    return [one if one.p is None else replace(one, p=next(corrected)) for one in comparisons]
 
 
-def _compared(label: str, ours: list[Row], reference: str, theirs: list[Row]) -> Comparison:
-    """One encoding at one place; its setting is empty, its p is not corrected."""
+def _compared(
+    heading: str, label: str, ours: Sequence[Row], reference: str, theirs: Sequence[Row]
+) -> Comparison:
+    """One encoding at one place; its p is not corrected."""
     perplexity, std = mean_and_std([row["perplexity"] for row in ours])
     bits_per_byte, _ = mean_and_std([row.get("bits_per_byte") for row in ours])
     alone = Comparison(
-        setting="",
+        setting=heading,
         length=ours[0]["length"],
         encoding=label,
         reference=reference,
@@ -203,10 +194,8 @@ def _compared(label: str, ours: list[Row], reference: str, theirs: list[Row]) ->
     ours_of, theirs_of = ({row.get("seed"): row for row in rows} for rows in (ours, theirs))
     common = [seed for seed in ours_of if seed in theirs_of]
     if common:
-        ours = [ours_of[seed] for seed in common]
-        theirs = [theirs_of[seed] for seed in common]
-    reason = why_not_paired(ours, theirs, reference)
-    if reason:
+        ours, theirs = ([rows[seed] for seed in common] for rows in (ours_of, theirs_of))
+    if reason := why_not_paired(ours, theirs, reference):
         return replace(alone, reason=reason)
     by_seed = {}
     if all(ours_of[seed].get("text") == theirs_of[seed].get("text") for seed in common):
@@ -250,39 +239,34 @@ def over_text(ours: Sequence[Row], theirs: Sequence[Row]) -> TextEstimate:
     first_of: dict[str | None, Row] = {}
     for row in ours:
         first_of.setdefault(row.get("text"), row)
-    first_rows = list(first_of.values())
     differences: list[float] = []
     sizes: list[int] = []
     weights: list[float] = []
-    for first in first_rows:
+    for text, first in first_of.items():
         means = []
         for rows in (ours, theirs):
-            losses = [row.get(key, []) for row in rows if row.get("text") == first.get("text")]
+            losses = [row.get(key, []) for row in rows if row.get("text") == text]
             means.append(np.mean(losses, axis=0))
         differences += (means[0] - means[1]).tolist()
         if has_blocks:
             sizes += blocks_of_windows(first)
-            weights += tokens_of_blocks(first)
-        else:
-            weights += tokens_of_windows(first)
+        weights += tokens_of_blocks(first) if has_blocks else tokens_of_windows(first)
     if has_blocks:
-        windows = sum(row["windows"] for row in first_rows)
+        windows = sum(row["windows"] for row in first_of.values())
         estimate = mean_of_blocks(differences, sizes, weights)
         return TextEstimate(estimate, "blocks", windows, tokens=float(np.mean(weights)))
     estimate = mean_of(differences, weights)
-    tokens = first_rows[0]["tokens"] / first_rows[0]["windows"]
+    first, *_ = first_of.values()
+    tokens = first["tokens"] / first["windows"]
     return TextEstimate(estimate, "windows", windows=estimate.n, tokens=tokens)
 
 
-def tokens_of_windows(row: Row) -> list[float]:
+def tokens_of_windows(row: Row) -> Sequence[float]:
     """Scored targets of each window: [windows]."""
-    different = row.get("window_tokens")
-    if different:
-        return [float(tokens) for tokens in different]
-    return [row["tokens"] / row["windows"]] * row["windows"]
+    return row.get("window_tokens") or [row["tokens"] / row["windows"]] * row["windows"]
 
 
-def tokens_of_blocks(row: Row) -> list[int]:
+def tokens_of_blocks(row: Row) -> Sequence[int]:
     """Scored targets of each block: [blocks]."""
     return row.get("block_tokens") or [BLOCK] * len(row.get("block_losses", []))
 

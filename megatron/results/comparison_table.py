@@ -3,11 +3,12 @@
 import math
 from collections.abc import Sequence
 
-from megatron.results.comparison import ALPHA, BETTER, SEEDS, WORSE, Comparison, about
+from megatron.results.comparison import ABOUT, ALPHA, BETTER, SEEDS, WORSE, Comparison
 from megatron.results.statistics import perplexity_of
-from megatron.results.table import Cell, Table, bits, cell, spread_of
+from megatron.results.table import Table, bits, cell, with_spread
 
 FEW = 20  # windows, below which an interval over windows covers less than 95 %
+HEADINGS = {is_claim: f"95 %, {about}" for is_claim, about in ABOUT.items()}
 
 
 def tables(
@@ -17,59 +18,63 @@ def tables(
 
     bits_per_byte: with a column of them
     """
-    places: dict[tuple[str, int], list[Comparison]] = {}
-    for one in comparisons:
-        places.setdefault((one.setting, one.length), []).append(one)
     parts = []
-    for group in places.values():
-        table = _table(group, bits_per_byte=bits_per_byte)
+    for table in tables_of(comparisons, bits_per_byte=bits_per_byte):
         parts.append(table.markdown() if markdown else table.text())
     line_break = "  \n" if markdown else "\n"
     parts.append(line_break.join(how_made(comparisons)))
     return "\n\n".join(parts)
 
 
-def _table(group: Sequence[Comparison], *, bits_per_byte: bool) -> Table:
-    """The comparisons of one place; intervals and p are columns only if some row has one."""
-    columns: dict[str, list[str]] = {}
-    headings = {is_claim: f"95 %, {about(is_claim)}" for is_claim in (True, False)}
-    notes = [f"{one.encoding}: {one.reason}" for one in group if one.reason]
-    for one in group:
-        mean = cell(one.perplexity)
-        spread = "" if one.std is None else spread_of(mean, one.std)
-        cells = {
-            "encoding": one.encoding,
-            "seeds": str(len(set(one.seeds))),
-            "perplexity": str(Cell(one.mark + mean, spread)),
-            f"loss - {one.reference}": f"{one.difference.mean:+.4f}" if one.difference else "",
-        }
-        if bits_per_byte:
-            cells["bits per byte"] = bits(one.bits_per_byte)
-        ratio = _ratio(one.difference.mean) if one.difference else ""
-        cells |= dict.fromkeys(headings.values(), "")
-        if one.interval:
-            low, high = one.interval
-            cells[headings[one.is_claim]] = f"[{low:+.4f}, {high:+.4f}]"
-            ratio = f"{ratio} [{_ratio(low)}, {_ratio(high)}]"
-        cells["ratio [95 %]"] = ratio
-        cells["p"] = ""
-        if one.p is not None:
-            cells["p"] = f"{one.p:.4f}" if one.p >= 1e-4 else "<0.0001"
-        estimate = one.over_text.estimate if one.over_text else None
-        cells["n_eff"] = ""
-        if one.over_text and estimate and estimate.n_eff is not None:
-            cells["n_eff"] = f"{estimate.n_eff:.0f} of {estimate.n} {one.over_text.unit}"
-        for heading, text in cells.items():
-            columns.setdefault(heading, []).append(text)
-        too_few = 1 < len(one.by_seed) < SEEDS
-        if too_few or one.seeds_disagree:
-            notes.append(f"{one.encoding} by seed: {by_seed_text(one)}")
-    for heading in (*headings.values(), "p"):
-        if not any(columns[heading]):
-            del columns[heading]
-    body = list(zip(*columns.values(), strict=True))
-    title = f"length {group[0].length}: {group[0].setting}"
-    return Table(list(columns), body, notes, title)
+def tables_of(comparisons: Sequence[Comparison], *, bits_per_byte: bool = False) -> list[Table]:
+    """A table for each setting and length."""
+    places: dict[tuple[str, int], list[Comparison]] = {}
+    for one in comparisons:
+        places.setdefault((one.setting, one.length), []).append(one)
+    found = []
+    for (setting, length), group in places.items():
+        lines = [_cells(one) for one in group]
+        # Columns of intervals and p are there only if some encoding has one.
+        optional = {*HEADINGS.values(), "p"}
+        head = [key for key in lines[0] if key not in optional or any(line[key] for line in lines)]
+        if not bits_per_byte:
+            head.remove("bits per byte")
+        body = [[line[key] for key in head] for line in lines]
+        notes = [f"{one.encoding}: {one.reason}" for one in group if one.reason]
+        for one in group:
+            too_few = 1 < len(one.by_seed) < SEEDS
+            if too_few or one.seeds_disagree:
+                notes.append(f"{one.encoding} by seed: {_by_seed(one)}")
+        found.append(Table(head, body, notes, title=f"length {length}: {setting}"))
+    return found
+
+
+def _cells(one: Comparison) -> dict[str, str]:
+    """The cells of one encoding by their headings."""
+    difference, ratio, n_eff, p = "", "", "", ""
+    intervals = dict.fromkeys(HEADINGS.values(), "")
+    if one.difference:
+        difference, ratio = f"{one.difference.mean:+.4f}", _ratio(one.difference.mean)
+    if one.interval:
+        low, high = one.interval
+        intervals[HEADINGS[one.is_claim]] = f"[{low:+.4f}, {high:+.4f}]"
+        ratio = f"{ratio} [{_ratio(low)}, {_ratio(high)}]"
+    if one.p is not None:
+        p = f"{one.p:.4f}" if one.p >= 1e-4 else "<0.0001"
+    if one.over_text and one.over_text.estimate.n_eff is not None:
+        estimate = one.over_text.estimate
+        n_eff = f"{estimate.n_eff:.0f} of {estimate.n} {one.over_text.unit}"
+    return {
+        "encoding": one.encoding,
+        "seeds": str(len(set(one.seeds))),
+        "perplexity": with_spread(f"{one.mark}{cell(one.perplexity)}", one.std),
+        f"loss - {one.reference}": difference,
+        "bits per byte": bits(one.bits_per_byte),
+        **intervals,
+        "ratio [95 %]": ratio,
+        "p": p,
+        "n_eff": n_eff,
+    }
 
 
 def _ratio(difference: float) -> str:
@@ -79,7 +84,7 @@ def _ratio(difference: float) -> str:
     return f"{ratio:.4f}" if ratio < 10 else f"{ratio:.3g}"
 
 
-def by_seed_text(one: Comparison) -> str:
+def _by_seed(one: Comparison) -> str:
     """The difference of each seed, and whether they disagree in sign."""
     seeds = [f"{difference:+.4f} (seed {seed})" for seed, difference in one.by_seed.items()]
     text = ", ".join(seeds)
@@ -108,10 +113,9 @@ def how_made(comparisons: Sequence[Comparison]) -> list[str]:
         )
         single = sorted({one.length for one, text in blocks if text.windows == 1})
         if single:
-            lengths = ", ".join(map(str, single))
             lines.append(
-                f"one window at length {lengths}: the interval does not cover what all its blocks"
-                " share"
+                f"one window at length {', '.join(map(str, single))}: the interval does not cover"
+                " what all its blocks share"
             )
     windows = {one.length: text.estimate for one, text in others if text.unit == "windows"}
     if windows:
@@ -142,7 +146,7 @@ def how_made(comparisons: Sequence[Comparison]) -> list[str]:
         counts = [f"{math.floor(count):,}" for count in (min(tokens), max(tokens))]
         lines.append(
             f"n_eff: the number of independent {units} that would give the same error"
-            f" ({' to '.join(dict.fromkeys(counts))} tokens)"
+            f" ({_range(counts)} tokens)"
         )
     if len({one.seeds for one in comparisons}) > 1:
         lines.append(
@@ -152,6 +156,6 @@ def how_made(comparisons: Sequence[Comparison]) -> list[str]:
     return lines
 
 
-def _range(values: Sequence[int]) -> str:
+def _range(values: Sequence[object]) -> str:
     """The first and the last of sorted values: 2, or 2 to 13."""
     return " to ".join(str(end) for end in dict.fromkeys((values[0], values[-1])))

@@ -46,10 +46,10 @@ def with_sweeps(rows: Sequence[AnyQuestion]) -> list[AnyQuestion]:
 
 
 def axes_of(rows: Sequence[Question]) -> tuple[str, ...]:
-    """The axes of the rows' sweeps that say more than the keys of the rows do.
+    """The axes of the rows' sweeps that are no keys of a row.
 
     An axis such as window is called `trained window` if a model was evaluated with another one.
-    An axis that is a key under another name, such as seq_length, says nothing more.
+    The corpus to train on counts if models were evaluated on others, too.
     """
     values_of: dict[str, list[tuple[Question, Any]]] = {}
     for row in rows:
@@ -61,14 +61,12 @@ def axes_of(rows: Sequence[Question]) -> tuple[str, ...]:
             as_trained = [(row, with_facts(row, {axis: value})) for row, value in found]
             if any(value_of(row, axis) != value_of(other, axis) for row, other in as_trained):
                 names.append(f"{TRAINED}{axis}")
-            continue
-        points = [str(value) for _, value in found]
-        if axis == CORPUS_AXIS:
+        elif axis == CORPUS_AXIS:
             pairs = {(str(value), row.get("corpus")) for row, value in found}
-            repeats = len(pairs) == len({*points}) == len({corpus for _, corpus in pairs})
-        else:
-            repeats = any(points == [plain(value_of(row, key)) for row, _ in found] for key in KIND)
-        if axis not in Row.__annotations__ and not repeats:
+            trained_on, measured_on = ({pair[side] for pair in pairs} for side in (0, 1))
+            if not len(pairs) == len(trained_on) == len(measured_on):
+                names.append(axis)
+        elif axis not in Row.__annotations__:
             names.append(axis)
     return tuple(names)
 
@@ -84,15 +82,11 @@ def runs(rows: Sequence[Row]) -> dict[str, list[Row]]:
     return dict(zip(labels, ordered, strict=True))
 
 
-def kinds(
-    rows: Sequence[AnyQuestion], settings: Mapping[str, Hashable] | None = None
-) -> dict[str, list[AnyQuestion]]:
+def kinds(rows: Sequence[AnyQuestion]) -> dict[str, list[AnyQuestion]]:
     """Rows by a label for each kind: runs that differ in their seed and text alone are one.
 
-    settings: of the configurations of checkpoints without the seed, as far as they are known
-
-    If one seed was measured with several configurations in a setting, or if their settings are
-    known to differ, each configuration is a kind of its own.
+    If one seed was measured with several configurations in a setting, each configuration is a kind
+    of its own.
     """
     rows = with_sweeps(rows)
     axes = axes_of(rows)
@@ -103,8 +97,7 @@ def kinds(
     for group in groups.values():
         seeds = {identity(row, (*SETTING, "seed")) for row in group}
         configurations = {identity(row, (*SETTING, "seed", "config_hash")) for row in group}
-        known = {(settings or {}).get(row.get("checkpoint", "")) for row in group} - {None}
-        if len(seeds) == len(configurations) and len(known) < 2:
+        if len(seeds) == len(configurations):
             found.append(group)
             continue
         by_hash: dict[str, list[AnyQuestion]] = {}

@@ -1,9 +1,9 @@
 """Tables as text and as Markdown, and those of perplexity and bits per byte by length."""
 
 import statistics
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, cast
+from typing import cast
 
 from megatron.errors import UserError
 from megatron.results.labels import kinds, runs, with_sweeps
@@ -16,6 +16,7 @@ from megatron.results.row import (
     NOTES,
     PIECES,
     SETTING,
+    Question,
     Row,
     by_text,
     plain,
@@ -48,46 +49,27 @@ MEASURE_AGAIN = "measure again with evaluate.py where the tokenizer's files or a
 # --- One table, as text and as Markdown; the page's template writes it as HTML ---
 
 
-class Cell(NamedTuple):
-    """One cell.
-
-    spread: follows the text; value: what the page sorts the column by; title: what it shows on
-    hover; kind: a class of its style sheet, such as missing or text
-    """
-
-    text: str
-    spread: str = ""
-    value: float | None = None
-    title: str = ""
-    kind: str = ""
-
-    def __str__(self) -> str:
-        return f"{self.text} {self.spread}" if self.spread else self.text
-
-
 @dataclass
 class Table:
     """Headings, lines of cells and the notes beneath; title: a line above them."""
 
     head: Sequence[str]
-    body: Sequence[Sequence[Cell | str]]
+    body: Sequence[Sequence[str]]
     notes: Sequence[str] = ()
     title: str = ""
 
     def text(self) -> str:
         """For the terminal: the first column to the left, others to the right."""
-        lines = []
-        for line in (self.head, *self.body):
-            lines.append([str(cell) for cell in line])
+        lines = [self.head, *self.body]
         widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
         texts = []
-        for line in lines:
-            words = [word.rjust(width) for word, width in zip(line, widths, strict=True)]
-            words[0] = line[0].ljust(widths[0])
-            texts.append("  ".join(words))
+        for words in lines:
+            first, *others = zip(words, widths, strict=True)
+            left, width = first
+            padded = [word.rjust(width) for word, width in others]
+            texts.append("  ".join([left.ljust(width), *padded]))
         head, *body = texts
-        rule = "-" * len(head)
-        table = [head.rstrip(), rule, *body]
+        table = [head.rstrip(), "-" * len(head), *body]
         if self.title:
             table.insert(0, self.title)
         else:
@@ -99,7 +81,7 @@ class Table:
         rule = ["---"] + ["---:"] * (len(self.head) - 1)
         lines = [self.title, ""] if self.title else []
         for words in (self.head, rule, *self.body):
-            text = " | ".join(map(str, words)).replace("*", "\\*")
+            text = " | ".join(words).replace("*", "\\*")
             lines.append(f"| {text} |")
         if self.notes:
             lines += ["", "  \n".join(self.notes).replace("*", "\\*")]
@@ -146,31 +128,14 @@ def mean_and_std(values: Sequence[float | None]) -> tuple[float | None, float | 
     return statistics.fmean(numbers), std
 
 
-def spread_of(mean: str, std: float) -> str:
-    """± a standard deviation, with as many decimals as a mean that `cell` or `bits` wrote."""
+def with_spread(mean: str, std: float | None) -> str:
+    """A mean that `cell` or `bits` wrote, ± a standard deviation with as many decimals."""
+    if std is None:
+        return mean
     if "e" in mean:
-        return f"± {std:.2g}"
+        return f"{mean} ± {std:.2g}"
     decimals = len(mean.partition(".")[2])
-    return f"± {std:.{decimals}f}"
-
-
-def mean_cell(rows: Sequence[Row], key: str, form: Callable[[float | None], str]) -> Cell:
-    """The mean over seeds ± the standard deviation, with as many decimals; empty without rows.
-
-    n/a if a seed has no number: a mean is over all seeds or none.
-    """
-    if not rows:
-        return Cell("", kind="missing", title="not measured")
-    values = [row.get(key) for row in rows]
-    mean, std = mean_and_std(values)
-    text = form(mean)
-    if mean is None:
-        reasons = [row.get("reason") or "" for row in rows]
-        reason = max(reasons) or "no number"
-        return Cell(text, kind="missing", title=reason)
-    of_seeds = [f"seed {row.get('seed')}: {row.get(key):.6g}" for row in rows]
-    spread = "" if std is None else spread_of(text, std)
-    return Cell(text, spread, mean, "; ".join(of_seeds))
+    return f"{mean} ± {std:.{decimals}f}"
 
 
 # --- Perplexity and bits per byte by length ---
@@ -189,17 +154,16 @@ def table(
     bits_per_byte: in place of perplexity, whatever the tokenizers; UserError if no row has any
     """
     rows = with_sweeps(rows)
-    parts = []
-    keys, known, quantity = SETTING, rows, "perplexity"
+    keys, known = SETTING, rows
     if bits_per_byte:
         keys = tuple(key for key in SETTING if key != "tokenizer")
-        known, quantity = with_bits(rows), "bits_per_byte"
+        known = with_bits(rows)
         if not known:
             raise UserError(f"--bits-per-byte: none of these rows has them - {MEASURE_AGAIN}")
     groups = by_text(known, keys)
+    parts = []
     for group in groups:
-        lines = kinds(group) if over_seeds else runs(group)
-        one = table_of_text(group, lines, quantity, over_seeds)
+        one = table_of_text(group, over_seeds=over_seeds, bits_per_byte=bits_per_byte)
         parts.append(one.markdown() if markdown else one.text())
     if len(known) < len(rows):
         left_out = len(rows) - len(known)
@@ -210,36 +174,32 @@ def table(
 
 
 def table_of_text(
-    rows: Sequence[Row],
-    groups: Mapping[str, Sequence[Row]],
-    quantity: str = "perplexity",
-    over_seeds: bool = False,
+    rows: Sequence[Row], *, over_seeds: bool = False, bits_per_byte: bool = False
 ) -> Table:
-    """The table of rows of one text, as `by_text` groups them; groups: its lines, by label."""
-    of_bits = quantity == "bits_per_byte"
-    form = bits if of_bits else cell
+    """The table of rows of one text, as `by_text` groups them."""
+    groups = kinds(rows) if over_seeds else runs(rows)
+    lengths = sorted({row["length"] for row in rows})
+    trained = {row.get("train_length") for row in rows}
+    key, form = ("bits_per_byte", bits) if bits_per_byte else ("perplexity", cell)
     body = []
     for label, group in groups.items():
-        line: list[Cell | str] = [label]
+        line = [label]
         if over_seeds:
             line.append(str(len({row.get("seed") for row in group})))
-        for length in sorted({row["length"] for row in rows}):
-            of_length = [row for row in group if row["length"] == length]
-            line.append(mean_cell(of_length, quantity, form))
+        for length in lengths:
+            values = [row.get(key) for row in group if row["length"] == length]
+            mean, std = mean_and_std(values)
+            line.append(with_spread(form(mean), std) if values else "")
         body.append(line)
-    notes = _notes_of_bits(rows, groups) if of_bits else notes_of(rows, each=not over_seeds)
-    head = ["pos_emb", *length_headings(rows)]
+    head = ["pos_emb", "seeds"] if over_seeds else ["pos_emb"]
+    head += [f"{length}*" if length in trained else str(length) for length in lengths]
+    if bits_per_byte:
+        notes = _notes_of_bits(rows, over_seeds=over_seeds)
+    else:
+        notes = notes_of(rows, each=not over_seeds)
     if over_seeds:
         notes.append("mean ± standard deviation over seeds")
-        head.insert(1, "seeds")
     return Table(head, body, notes)
-
-
-def length_headings(rows: Sequence[Row]) -> list[str]:
-    """The lengths of the rows, shortest first; those that were trained at have a star."""
-    trained = {row.get("train_length") for row in rows}
-    lengths = sorted({row["length"] for row in rows})
-    return [f"{length}*" if length in trained else str(length) for length in lengths]
 
 
 def by_length(rows: Sequence[Row], lengths: Iterable[int]) -> list[Row]:
@@ -291,6 +251,7 @@ def notes_of(rows: Sequence[Row], *, each: bool = True) -> list[str]:
     shared = []
     if len(groups) > 1:
         shared = [key for key in NOTES if len({row.get(key) for row in rows}) == 1]
+    own = [key for key in NOTES if key not in shared]
     lines = [f"perplexity on {setting(rows)}"]
     if facts := _facts(rows[0], shared):
         lines.append(f"each: {facts}")
@@ -301,7 +262,6 @@ def notes_of(rows: Sequence[Row], *, each: bool = True) -> list[str]:
         lines.append(REPEATED_TEXT.format(length=length, epochs=epochs))
     if any(row["length"] == row.get("train_length") for row in rows):
         lines.append("* training length")
-    own = [key for key in NOTES if key not in shared]
     for label, group in groups.items():
         if each and (facts := _facts(group[0], own)):
             lines.append(f"{label}: {facts}")
@@ -319,17 +279,17 @@ def _facts(row: Row, keys: Iterable[str]) -> str:
     return ", ".join(NOTES[key].format(value) for key, value in known.items())
 
 
-def _notes_of_bits(rows: Sequence[Row], groups: Mapping[str, Sequence[Row]]) -> list[str]:
-    lines = [f"bits per byte on {setting(rows)}"]
+def _notes_of_bits(rows: Sequence[Row], *, over_seeds: bool) -> list[str]:
+    groups = kinds(rows) if over_seeds else runs(rows)
     counts = {}
     for label, group in groups.items():
         sizes = [row.get("bytes", 0) for row in group]
-        least, most = min(sizes), max(sizes)
-        size = _from_to(f"{least:,.0f}", f"{most:,.0f}")
+        size = _from_to(f"{min(sizes):,.0f}", f"{max(sizes):,.0f}")
         counts[label] = f"{size} bytes scored, {_how_counted(group)}"
     different = {*counts.values()}
     if len(counts) > 1 and len(different) == 1:
         counts = {"each": different.pop()}
+    lines = [f"bits per byte on {setting(rows)}"]
     lines += [f"{label}: {count}" for label, count in counts.items()]
     if len({row.get("tokenizer") for row in rows}) > 1:
         lines.append(OTHER_TOKENIZERS)
@@ -356,18 +316,17 @@ def _why_apart(groups: Sequence[Sequence[Row]]) -> list[str]:
 def setting(rows: Sequence[Row]) -> str:
     """Text, tokens, windows and protocol of rows of one text, and their attention inputs."""
     first = rows[0]
-    source = [first.get("corpus"), first.get("part")]
-    text = " ".join(word for word in source if word)
     tokens = [row["tokens"] for row in rows]
-    counts = _from_to(f"{min(tokens):,}", f"{max(tokens):,}")
     shortest = min(rows, key=lambda row: row["length"])
     longest = max(reversed(rows), key=lambda row: row["length"])
+    counts = _from_to(f"{min(tokens):,}", f"{max(tokens):,}")
     windows = _from_to(
         f"{shortest['windows']} x {shortest['length']}",
         f"{longest['windows']} x {longest['length']}",
     )
-    facts = [text] if text else []
-    facts.append(f"{counts} tokens ({windows})")
+    facts = [f"{counts} tokens ({windows})"]
+    if text := text_of(first):
+        facts.insert(0, text)
     if first.get("protocol"):
         facts.append(f"protocol {first.get('protocol')}")
     for key in OPTIONS:
@@ -375,6 +334,11 @@ def setting(rows: Sequence[Row]) -> str:
         if len(values) == 1 and first.get(key):
             facts.append(f"{key} {first.get(key)}")
     return ", ".join([*facts, *attention_inputs(rows)])
+
+
+def text_of(row: Question) -> str:
+    """The name of the text that was scored, such as "github valid"."""
+    return " ".join(word for word in (row.get("corpus"), row.get("part")) if word)
 
 
 def _from_to(first: str, last: str) -> str:

@@ -1,22 +1,75 @@
 """The page of results, read by a parser: every number in its place, gaps named, no links."""
 
+import json
 import re
+from html.parser import HTMLParser
 
 import pytest
+from safetensors.torch import save_file
 
-from megatron.report.evidence import Evidence, Gap
-from megatron.report.page import page_of_rows
-from tests.report.support import ROWS, Reader, row
+from megatron.config import load
+from megatron.errors import UserError
+from megatron.model import from_config
+from megatron.positions import FILES, REGISTRY, load_file
+from megatron.report.page import NOT_FOUND, model_beside, page_of_rows, reference_of
+from megatron.results.comparison import compared, encodings
+from megatron.results.files import read_results
+from megatron.results.labels import kinds
 from tests.results.rows import rows, seeds_of, with_bytes
+from tests.support import ROOT
+
+VOID = {"meta", "path", "use", "br"}
+
+
+class Reader(HTMLParser):
+    """Checks that every element is closed; keeps references, and the texts of cells by table."""
+
+    def __init__(self, page):
+        super().__init__()
+        self.open, self.references, self.ids, self.tables, self.texts = [], [], [], [], []
+        self.feed(page)
+        self.close()
+        assert self.open == []
+
+    def handle_starttag(self, tag, attributes):
+        given = dict(attributes)
+        self.references += [given[key] for key in ("src", "href", "xlink:href") if key in given]
+        self.ids += [given["id"]] if "id" in given else []
+        if tag == "table":
+            self.tables.append([])
+        elif tag == "tr":
+            self.tables[-1].append([])
+        elif tag in ("td", "th"):
+            self.tables[-1][-1].append("")
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_endtag(self, tag):
+        if tag not in VOID:
+            assert self.open.pop() == tag
+
+    def handle_data(self, text):
+        self.texts.append(text)
+        if "td" in self.open or "th" in self.open:
+            self.tables[-1][-1][-1] += text
+
+
+MEASURED = [
+    *rows("alibi", {512: 10.0, 1024: 9.0}, seed=1, checkpoint="runs/a/global_step2000"),
+    *rows("alibi", {512: 12.0, 1024: 9.5}, seed=2, checkpoint="runs/b/global_step2000"),
+    *rows("mep", {512: 11.25, 1024: 345678.0}, pos_emb_args={"kernels": ["exp", "<b>&"]}),
+    *rows("learned", {512: 13.5}),
+    *rows("learned", {1024: None}, reason="learned positions end at 512"),
+]
 
 
 @pytest.fixture(scope="module")
 def page():
-    return page_of_rows(ROWS, [], {}).html("Results <of> mine")
+    return page_of_rows(MEASURED).html("Results <of> mine")
 
 
-def tables(*arguments):
-    return Reader(page_of_rows(*arguments).html("t")).tables
+def tables(found):
+    return Reader(page_of_rows(found).html("t")).tables
 
 
 def test_the_page_is_well_formed_and_takes_nothing_from_elsewhere(page):
@@ -34,44 +87,45 @@ def test_no_text_of_a_row_is_markup():
     evil = '<script>alert("x")</script><b>&\'"'
     keys = ("pos_emb", "corpus", "part", "protocol", "checkpoint", "device", "commit", "reason")
     hostile = dict.fromkeys(keys, evil) | {"pos_emb_args": {"kernels": [evil]}}
-    found = [one | hostile | {"perplexity": None, "loss": None} for one in ROWS[:2]]
+    found = [one | hostile | {"perplexity": None, "loss": None} for one in MEASURED[:2]]
     probe = {"probe": "copy", "length": 9, "step": 1, "config_hash": evil, "reason": evil}
-    evidence = {evil: Evidence(settings={evil: evil}, gaps=[Gap(evil, evil)])}
-    page = page_of_rows([*found, *ROWS], [probe | hostile], evidence).html(evil)
+    page = page_of_rows([*found, *MEASURED], [probe | hostile]).html(evil)
     assert "<script>alert" not in page
     assert "<b>" not in page
     assert page.count("<script") == 1
     Reader(page)
 
 
-def test_every_number_of_the_rows_is_in_the_table(page):
+def test_the_table_has_means_over_seeds_and_what_is_missing_is_named_once_for_each_cause(page):
     table = Reader(page).tables[0]
     lines = {line[0]: line[1:] for line in table}
     assert table[0] == ["pos_emb", "seeds", "512*", "1024"]
     assert lines["alibi"] == ["2", "11.00 ± 1.41", "9.25 ± 0.35"]
     assert lines["mep"] == ["1", "11.25", "3.5e+05"]
     assert lines["learned"] == ["1", "13.50", "n/a"]
-    for one in ROWS:
-        if one["perplexity"] is not None:
-            assert f"seed {one['seed']}: {one['perplexity']:.6g}" in page
+    missing = page[page.index("<h2>What is missing") :]
+    assert "stdlib valid: equal_tokens, learned at 1024: learned positions end at 512" in missing
+    assert f"2 times: runs/a/global_step2000; runs/b/global_step2000: {NOT_FOUND}" in missing
+    assert "No rows of tools/probe.py were given" in page
+    models = next(table for table in Reader(page).tables if table[0][0] == "checkpoint")
+    assert any("kernels [exp, <b>&]" in line for line in models)
 
 
 def test_each_text_and_protocol_has_a_section_and_two_texts_of_a_run_are_no_two_seeds():
-    found = [row("mep", 1, 512, 10.0, text="a"), row("mep", 1, 512, 20.0, text="b")]
-    found += [row("mep", 1, 512, 30.0, protocol="tail", tail=128)]
-    headings = [section.heading for section in page_of_rows(found, [], {}).sections]
+    found = [*rows("mep", {512: 10.0}, text="a"), *rows("mep", {512: 20.0}, text="b")]
+    found += rows("mep", {512: 30.0}, protocol="tail", tail=128)
+    headings = [section.heading for section in page_of_rows(found).sections]
     assert headings[0] == "stdlib valid: equal_tokens"
     assert headings[1].endswith("protocol equal_tokens, text b")
     assert headings[2] == "stdlib valid: tail"
-    shown = [table[1] for table in tables(found, [], {}) if table[0][0] == "pos_emb"]
+    shown = [table[1] for table in tables(found) if table[0][0] == "pos_emb"]
     assert shown == [["mep", "1", "10.00"], ["mep", "1", "20.00"], ["mep", "1", "30.00"]]
 
 
 def test_a_pass_by_position_is_shown_at_the_shorter_lengths_that_it_holds():
     edges, losses = [0, 512, 1024, 1500, 2048], [3.0, 2.0, 1.0, 2.0]
     measured = {"protocol": "position", "position_edges": edges, "position_losses": losses}
-    one = row("mep", 1, 2048, 7.389, loss=2.0, windows=1, **measured)
-    table = tables([one], [], {})[0]
+    table = tables(rows("mep", {2048: 7.389}, windows=1, **measured))[0]
     assert table[0] == ["pos_emb", "seeds", "512*", "1024", "2048"]
     assert table[1][2:4] == ["20.09", "12.18"]  # exp(3) and exp(2.5)
 
@@ -79,39 +133,19 @@ def test_a_pass_by_position_is_shown_at_the_shorter_lengths_that_it_holds():
 def test_encodings_are_compared_on_the_same_text_or_the_page_says_why_not():
     shifts = {"a": [0.0, 0.0, 0.0], "b": [0.2, 0.21, 0.22], "c": [0.1]}
     found = [one for name, of_seeds in shifts.items() for one in seeds_of(name, of_seeds)]
-    page = page_of_rows(found, [], {}, "a").html("t")
-    (table,) = [one for one in Reader(page).tables if one[0][0] == "loss - a"]
-    assert table[1][0] == "b"
-    assert table[1][1].startswith("†+0.210 [")
-    assert table[2][1].startswith("+0.100 [")
-    assert "+0.2000 (seed 1), +0.2100 (seed 2)" in page
+    page = page_of_rows(found, against="a").html("t")
+    (table,) = [one for one in Reader(page).tables if one[0][0] == "encoding"]
+    differences = [line[table[0].index("loss - a")] for line in table]
+    assert differences == ["loss - a", "", "+0.2100", "+0.1000"]
     assert "Holm" in page
-    apart = page_of_rows([row(name, 1, 512, 10.0) for name in ("alibi", "mep")], [], {}).html("t")
+    apart = page_of_rows(rows("alibi", {512: 10.0}) + rows("mep", {512: 10.0})).html("t")
     assert "nothing can be compared with alibi:" in apart
     assert "mep: no losses by window" in apart
 
 
 def test_bits_per_byte_have_a_table_where_rows_have_them():
     found = with_bytes(rows("alibi", {512: 20.0, 1024: 18.0}), 30_000)
-    bits = tables(found, [], {})[1]
-    assert bits[1] == ["alibi", "1", "1.1802", "1.1387"]
-    assert len(tables(rows("alibi", {512: 20.0}), [], {})) == 2
-
-
-def test_models_that_differ_in_known_settings_are_lines_of_their_own():
-    evidence = {ROWS[0]["checkpoint"]: Evidence(settings={"lr": 1.0, "seed": 1})}
-    evidence[ROWS[1]["checkpoint"]] = Evidence(settings={"lr": 2.0, "seed": 2})
-    one = Evidence(settings={"lr": 1.0, "pos_emb_args": {"kernels": ["exp"]}})
-    evidence[ROWS[4]["checkpoint"]] = one
-    one.metrics = [{"step": 5, "kind": "train", "loss": 3.5, "tokens_per_second": 77.0}]
-    found = tables(ROWS, [], evidence)
-    labels = [line[0] for line in found[0]]
-    assert labels == ["pos_emb", "alibi, config_hash h1", "alibi, config_hash h2", "mep", "learned"]
-    (settings,) = [table for table in found if table[0][0] == "key"]
-    assert ["lr", "1.0", "alibi, config_hash h1; mep"] in settings
-    (models,) = [table for table in found if table[0][0] == "checkpoint"]
-    of_mep = dict(zip(models[0], models[3], strict=True))
-    assert (of_mep["options"], of_mep["tokens per second"]) == ("kernels [exp, <b>&]", "77")
+    assert tables(found)[1][1] == ["alibi", "1", "1.1802", "1.1387"]
 
 
 def test_probes_of_each_model_have_a_figure():
@@ -123,7 +157,7 @@ def test_probes_of_each_model_have_a_figure():
         shared | {"probe": "receptive_field", "reach": 500},
         shared | {"probe": "copy", "window": 64, "reason": "it ends"},
     ]
-    page = page_of_rows([], probes, {})
+    page = page_of_rows([], probes)
     labels = [label for label, _ in page.probed]
     assert [label.split(", ")[-1] for label in labels] == ["window none", "window 64"]
     assert {"probes-1", "probes-2"} <= page.figures.keys()
@@ -134,19 +168,97 @@ def test_probes_of_each_model_have_a_figure():
 
 
 def test_curves_that_stay_low_are_drawn_once_more():
-    found = [*ROWS[:4], row("rotary", 1, 512, 11.0), row("rotary", 1, 1024, 10.0), *ROWS[4:6]]
-    page = page_of_rows(found, [], {})
-    whole, near = (page.figures[name].axes[0] for name in ("perplexity", "perplexity-near"))
-    highest = [max(line.get_ydata()) for line in near.lines if len(line.get_ydata()) == 2]
-    assert max(highest) < 13
-    assert max(max(line.get_ydata()) for line in whole.lines) > 1e5
+    page = page_of_rows([*MEASURED, *rows("rotary", {512: 11.0, 1024: 10.0})])
+    near = page.figures["perplexity-near"].axes[0]
+    labels = {line.get_label().split()[0] for line in near.lines}
+    assert {"alibi", "rotary"} <= labels
+    assert "mep" not in labels
 
 
-def test_what_is_missing_is_said_once_for_each_cause():
-    evidence = {f"runs/{name}": Evidence(gaps=[Gap(f"runs/{name}", "gone")]) for name in "abcd"}
-    page = page_of_rows(ROWS, [], evidence).html("t")
-    missing = page[page.index("<h2>What is missing") :]
-    assert "stdlib valid: equal_tokens, learned at 1024: learned positions end at 512" in missing
-    assert "No rows of tools/probe.py were given" in page
-    assert "4 times: runs/a; runs/b; runs/c; and 1 more: gone" in missing
-    assert "No metrics.jsonl was found" in page
+def test_the_page_of_the_results_at_hand_compares_as_compare_does():
+    found = read_results(sorted((ROOT / "docs/results").glob("cpu-*.jsonl")))
+    names = ["sinusoidal", "rotary", "t5", "alibi", "kerple_log", "kerple_power", "mep_free"]
+    names.append("mep_param")
+    windowed = {f"{name}, window {n}" for name in names for n in ("none", "512")}
+    assert {*kinds(found)} == windowed
+    for section in page_of_rows(found).sections:
+        labels = {line[0] for line in section.tables[0].body}
+        assert labels == (windowed if section.protocol == "equal_tokens" else {*names})
+    tail = kinds([row for row in found if row["protocol"] == "tail"])
+    for against, label, in_section in (
+        ("mep_free, window none", "mep_free, window none", "mep_free"),
+        ("alibi, protocol tail", "alibi, window none", "alibi"),
+        # The protocol `tail` has no windows: the page takes the lowest there.
+        ("t5, window train_length", "t5, window 512", None),
+    ):
+        assert compared(encodings(found), against)[0].reference == label
+        assert reference_of(tail, against) == (in_section or reference_of(tail, None))
+    with pytest.raises(UserError, match="--against: 'alibi' means several"):
+        page_of_rows(found, against="alibi")
+    equal = kinds([row for row in found if row["protocol"] == "equal_tokens"])
+    assert reference_of(equal, None) == "mep_free, window none", "the lowest with three seeds"
+
+
+# --- Encodings of checkpoints ---
+
+OWN = """
+from megatron.positions import DistanceBias, register
+
+
+@register("bump")
+class Bump(DistanceBias):
+    '''-d / {width}.'''
+
+    def log_kernel(self, distance):
+        return (-distance.float() / {width}).expand(self.shape.heads, -1)
+"""
+SMALL = ("num_layers=1", "hidden_size=16", "num_attention_heads=2", "seq_length=16")
+
+
+def checkpoint(folder, *words):
+    """A checkpoint with the first weights of its model: its folder and the configuration's hash."""
+    config = load([], [*SMALL, "tokenizer_type=CharLevelTokenizer", f"save={folder}", *words])
+    path = folder / "global_step10"
+    path.mkdir(parents=True)
+    save_file(from_config(config, vocab=512).state_dict(), path / "model.safetensors")
+    config.save(path / "config.yml")
+    meta = {"step": 10, "config_hash": config.hash, "vocab": 512}
+    (path / "checkpoint.json").write_text(json.dumps(meta))
+    return path, config.hash
+
+
+def test_a_checkpoint_of_the_users_own_encoding_needs_the_file_that_the_user_names(
+    tmp_path, own_registry
+):
+    texts = {width: OWN.format(width=width) for width in (4, 8)}
+    for width, text in texts.items():
+        (tmp_path / f"{width}.py").write_text(text)
+    path, config_hash = checkpoint(tmp_path, f"pos_emb_file={tmp_path}/4.py", "pos_emb=bump")
+    found = rows("bump", {512: 9.0}, checkpoint=str(path), config_hash=config_hash)
+    for file, cause in ((None, "is not run unasked"), (tmp_path / "8.py", "")):
+        FILES.clear()
+        REGISTRY.pop("bump", None)
+        if file:
+            load_file(file)
+        (gap,) = page_of_rows(found).gaps
+        assert cause in gap
+    FILES.clear()
+    REGISTRY.pop("bump")
+    load_file(tmp_path / "4.py")
+    page = page_of_rows(found)
+    assert not page.gaps
+    assert page.kernels == ["1-encoding"]
+    (placed,) = model_beside(str(path), []).placed
+    assert placed.position.distance_bias(5)[0].tolist() == [0.0, -0.25, -0.5, -0.75, -1.0]
+
+
+def test_beside_the_results_each_model_finds_its_own_checkpoint(tmp_path):
+    hashes, files = {}, []
+    for name in ("alibi", "rotary", "none"):
+        _, hashes[name] = checkpoint(tmp_path / "runs" / name, f"pos_emb={name}")
+        files.append(tmp_path / "runs" / name / "evaluation/results.jsonl")
+    for name in ("alibi", "rotary"):
+        model = model_beside(f"elsewhere/{name}/global_step10", files[:2], hashes[name])
+        assert type(model.position) is REGISTRY[name]
+    with pytest.raises(UserError, match="not found from here"):
+        model_beside("elsewhere/none/global_step10", files[:2], hashes["none"])

@@ -46,13 +46,11 @@ def test_the_sampled_distances_hold_every_near_one_and_both_ends():
     assert at == sorted(set(at))
 
 
-def test_every_encoding_can_be_drawn_or_does_nothing(tmp_path):
+def test_every_encoding_can_be_drawn_or_has_no_picture(tmp_path):
     for name in REGISTRY:
         found = panels(build(name, SMALL, **NEEDED.get(name, {})).eval(), 512)
-        # ssmax multiplies the scores of all keys of a query alike.
-        assert bool(found) == (name not in ("none", "ssmax")), name
         assert all(panel.values.isfinite().all() for panel in found), name
-        if name in ("alibi", "fire", "cable"):
+        if name in ("alibi", "fire", "rotary"):
             write(draw(found, name), tmp_path / f"{name}.svg")
             text = (tmp_path / f"{name}.svg").read_text()
             words = "".join(ElementTree.fromstring(text).itertext())
@@ -64,7 +62,7 @@ def test_the_panels_show_the_hooks_on_the_same_scales():
     rotary = panels(build("rotary", SMALL), 512)[0].values[0]
     torch.testing.assert_close(rotary.double(), angle.cos().mean(dim=1), rtol=0, atol=1e-4)
     found = panels(build("alibi", SMALL), 16384)
-    assert [panel.title for panel in found] == ["bias", "kernel exp(bias)", "effective length"]
+    assert [panel.title for panel in found] == ["bias", "kernel exp(bias)", "effective length (bias < -2)"]
     torch.testing.assert_close(found[1].values, found[0].values.exp())
     bias, kernel, effective = draw(found, "alibi").axes[:3]
     assert (bias.get_xscale(), kernel.get_yscale()) == ("function", "linear")

@@ -46,7 +46,7 @@ found.textContent = JSON.stringify({ orders, copied, wide });
 
 @pytest.fixture(scope="module")
 def folder(corpus, tmp_path_factory):
-    """Two checkpoints, one probed, one with a log of training; and the demo's rows of others."""
+    """Two checkpoints, one probed; and the demo's rows of others."""
     folder = tmp_path_factory.mktemp("reported")
     for name in ("alibi", "learned"):
         make_checkpoint(
@@ -56,10 +56,6 @@ def folder(corpus, tmp_path_factory):
             "max_position_embeddings=64",
             f"log_dir={folder}/{name}",
         )
-    log = {"step": 5, "kind": "train", "loss": 3.5, "tokens_per_second": 77.0}
-    (folder / "alibi/metrics.jsonl").write_text(
-        json.dumps(log) + "\n" + json.dumps(log | {"step": 9}) + "\n"
-    )
     for name in ("alibi", "learned"):
         output = folder / f"{name}.jsonl"
         evaluate(None, Options(str(folder / name), lengths=[64, 128], output=output))
@@ -84,24 +80,18 @@ def test_the_page_shows_what_lies_beside_the_rows_and_names_what_does_not(folder
     assert headings[2:] == [
         "Probes",
         "Kernels",
-        "Training",
         "Models",
         "What is missing",
     ]
-    for line in (folder / "alibi.jsonl").read_text().splitlines():
-        assert f"{json.loads(line)['perplexity']:.6g}" in page
-    assert re.search(r"<td>pos_emb</td><td[^>]*>alibi</td>", page)
     assert "learned positions end at 64" in page
     assert re.search(r"\d times: gone/\w+/global_step\d+; .*: not found from here", page)
-    assert f"{folder}/learned/metrics.jsonl: no training curve" in page
-    assert "<td>77</td>" in page
     assert "loss - alibi" in page, "alibi has a number at the longest length, learned has none"
 
 
 def test_the_figures_are_files_too(folder):
     starts = {".png": b"\x89PNG", ".svg": b"<?xml", ".pdf": b"%PDF"}
     names = {path.stem for path in (folder / "plots").iterdir()}
-    assert {"perplexity", "2-perplexity", "probes-1", "1-kernel", "training-train"} <= names
+    assert {"perplexity", "2-perplexity", "probes-1", "1-encoding"} <= names
     for name in names:
         for suffix, start in starts.items():
             assert (folder / "plots" / f"{name}{suffix}").read_bytes().startswith(start)
