@@ -62,7 +62,8 @@ def test_the_panels_show_the_hooks_on_the_same_scales():
     rotary = panels(build("rotary", SMALL), 512)[0].values[0]
     torch.testing.assert_close(rotary.double(), angle.cos().mean(dim=1), rtol=0, atol=1e-4)
     found = panels(build("alibi", SMALL), 16384)
-    assert [panel.title for panel in found] == ["bias", "kernel exp(bias)", "effective length (bias < -2)"]
+    titles = ["bias", "kernel exp(bias)", "effective length (bias < -2)"]
+    assert [panel.title for panel in found] == titles
     torch.testing.assert_close(found[1].values, found[0].values.exp())
     bias, kernel, effective = draw(found, "alibi").axes[:3]
     assert (bias.get_xscale(), kernel.get_yscale()) == ("function", "linear")
