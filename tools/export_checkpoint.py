@@ -1,6 +1,6 @@
 """A checkpoint as a folder that Hugging Face's transformers loads.
 
-python tools/export_checkpoint.py RUN --to hf -o FOLDER [--step N] [--dtype bf16]
+python tools/export_checkpoint.py RUN --to hf -o FOLDER [--step N]
 
 RUN is a run's folder or one checkpoint. The model becomes a class of transformers where it is
 exactly one of them. Otherwise the folder holds the model's code, which needs torch and transformers
@@ -16,7 +16,7 @@ from pathlib import Path
 
 from megatron.cli_errors import guarded
 from megatron.errors import visible
-from megatron.interop.export import DTYPES, export
+from megatron.interop.export import export
 from megatron.positions import load_file
 
 
@@ -30,9 +30,6 @@ def main(argv: list[str] | None = None) -> int:
     add("--to", choices=["hf"], required=True, help="hf: Hugging Face's transformers")
     add("-o", "--output", type=Path, required=True, metavar="FOLDER", help="a folder to be made")
     add("--step", type=int, metavar="N", help="which checkpoint of the run; default: the latest")
-    add("--dtype", choices=list(DTYPES), default="float32", help="of the matrices")
-    add("--vocab-file", metavar="FILE", help="the tokenizer's, if it has moved")
-    add("--merge-file", metavar="FILE", help="the same for its merges")
     own = "your own file with the encoding, as in pos_emb_file"
     add("--from", dest="file", metavar="FILE", help=own)
     options = parser.parse_args(argv)
@@ -44,19 +41,10 @@ def main(argv: list[str] | None = None) -> int:
         # copy of the model's code stays behind.
         os.environ["HF_HUB_OFFLINE"] = "1"
         os.environ.setdefault("HF_MODULES_CACHE", modules)
-        exported = export(
-            options.run,
-            options.output,
-            step=options.step,
-            dtype=options.dtype,
-            vocab_file=options.vocab_file,
-            merge_file=options.merge_file,
-        )
+        exported = export(options.run, options.output, step=options.step)
     lines = [f"{options.output}: {exported.architecture}, step {exported.step}"]
     for length, difference in exported.differences.items():
         lines.append(f"logits at {length} tokens: within {difference:.1e} of ours")
-    if exported.rounding:
-        lines.append(f"{options.dtype} itself changes logits by up to {exported.rounding:.1e}")
     print(visible("\n".join([*lines, *exported.notes])))
     return 0
 

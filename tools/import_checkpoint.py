@@ -1,7 +1,7 @@
 """Bring a checkpoint from elsewhere into a run's folder: evaluate, probe and train it as any other.
 
 python tools/import_checkpoint.py EleutherAI/pythia-70m -o runs/pythia
-python tools/import_checkpoint.py models/Qwen3-0.6B -o runs/qwen --tokenizer models/Qwen3-0.6B
+python tools/import_checkpoint.py models/qwen3 -o runs/qwen3 --tokenizer tokenizer.json
 python tools/import_checkpoint.py neox/global_step143000 train.yml model.yml -o runs/neox
 
 SOURCE is a folder of Hugging Face's (GPT-NeoX, GPT-2, Llama, Mistral, Qwen 2 and 3) or a model of
@@ -30,10 +30,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     add = parser.add_argument
     add("source", metavar="SOURCE", help="a folder, or owner/model of Hugging Face's hub")
-    words = "the configuration of a GPT-NeoX checkpoint, unless its folder `configs` has it"
+    words = "the configuration of a GPT-NeoX checkpoint, such as the files of its folder `configs`"
     add("words", nargs="*", metavar="FILE | key=value", help=words)
     add("-o", "--output", type=Path, required=True, metavar="RUN", help="the new run's folder")
-    tokenizer = "tokenizer.json, or a folder with it or with vocab.json and merges.txt"
+    tokenizer = "if SOURCE has none: tokenizer.json, or a folder with it or GPT-2's two files"
     add("--tokenizer", type=Path, metavar="FOLDER_OR_FILE", help=tokenizer)
     own = "your own file with the encoding of an exported model"
     add("--from", dest="file", metavar="FILE", help=own)

@@ -20,8 +20,13 @@ def opened_with_tokenizer(
     trained = loaded_model(config, folder, step)
     keys = trained.config.model_keys()
     check_same_model(keys, trained.trained.model_keys(), trained.path)
+    tokenizer, _ = tokenizer_of(trained)
+    return trained, tokenizer
 
-    learned_with = trained.record.get("tokenizer") or {}
+
+def tokenizer_of(trained: LoadedModel) -> tuple[Tokenizer, str | None]:
+    """The tokenizer that a checkpoint learned with, and its vocab_file; UserError if not found."""
+    learned_with = trained.tokenizer
     expected = learned_with.get("hash")
     token_files = []
     for one in (trained.config, trained.trained):
@@ -35,7 +40,7 @@ def opened_with_tokenizer(
             tried.append(str(fault))
             continue
         if expected in (None, tokenizer.hash) and tokenizer.vocab_size <= trained.record["vocab"]:
-            return trained, tokenizer
+            return tokenizer, vocab_file
         tried.append(f"{vocab_file or kind}: is another tokenizer, {tokenizer.hash}")
     described = f"{learned_with.get('type', 'unknown')} {expected or ''}".strip()
     message = (

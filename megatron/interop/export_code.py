@@ -5,8 +5,6 @@ megatron/positions/base.py becomes positions_base.py, and nothing is written a s
 """
 
 import re
-import sys
-from functools import cache
 from pathlib import Path
 
 from megatron.config import Config
@@ -14,19 +12,18 @@ from megatron.config.config import COPY
 from megatron.errors import UserError
 from megatron.files import ROOT
 from megatron.model import GPT
-from megatron.positions import REGISTRY, Position, fingerprint
+from megatron.positions import Position, fingerprint
 
 MODELING = "megatron.interop.modeling_positions_gpt"
-POSITIONS = "megatron.positions"
-COPIED = (POSITIONS, "megatron.attention", "megatron.model", "megatron.errors", MODELING)
+COPIED = re.compile(r"megatron\.(positions|attention|model|errors|interop\.modeling_\w+)(\.|$)")
 """Packages and modules that an export may copy."""
-KNOWN = {"torch", "transformers"} | sys.stdlib_module_names
 USER_MODULE = "pos_emb_file_"  # the beginning of the names of users' modules
 USER_SOURCE = "user_encoding.py"
-OF_OURS = re.compile(r"^( *)from (megatron[\w.]*) import (\([^)]*\)|.*)$", re.MULTILINE)
-OF_OTHERS = re.compile(r"^import (\w+).*$", re.MULTILINE)
-NAMED = re.compile(r"(\w+)(?: as \w+)?")
-REGISTERED = re.compile(r'register\("(\w+)"')
+IMPORT = re.compile(r"^( *)from (megatron[\w.]*) import (\([^)]*\)|.*)$", re.MULTILINE)
+NAME = re.compile(r"(\w+)(?: as \w+)?")
+# transformers asks for all packages that are imported outside a try.
+ASKED_FOR = re.compile(r"^import triton.*$", re.MULTILINE)
+IF_INSTALLED = "try:\n    \\g<0>\nexcept ImportError:\n    raise"
 
 
 def sources(model: GPT, config: Config) -> dict[str, str]:
@@ -34,16 +31,11 @@ def sources(model: GPT, config: Config) -> dict[str, str]:
 
     Raises UserError if a user's file imports what cannot be copied.
     """
-    # The modules that define or register the model's encodings, and those inside them.
-    classes = {type(part) for part in model.positions.modules() if isinstance(part, Position)}
-    encodings = {encoding.__module__ for encoding in classes}
-    for file in sorted(path_of(POSITIONS).parent.glob("*.py")):
-        registered = REGISTERED.findall(file.read_text(encoding="utf-8"))
-        if any(REGISTRY.get(name) in classes for name in registered):
-            encodings.add(f"{POSITIONS}.{file.stem}")
+    encodings = {
+        type(part).__module__ for part in model.positions.modules() if isinstance(part, Position)
+    }
     ours = {name for name in encodings if not name.startswith(USER_MODULE)}
     registering = {file_of(name) for name in ours}
-
     files = {}
     waiting = [MODELING, *ours]
     if ours != encodings and config.pos_emb_code is not None:
@@ -51,12 +43,13 @@ def sources(model: GPT, config: Config) -> dict[str, str]:
         text = config.pos_emb_code
         files[COPY] = text  # for reading the folder back: naming this file allows to run it
         where = f"pos_emb_file: {config.position.pos_emb_file}"
-        files[USER_SOURCE], waiting[:0] = relative(text, where)
+        files[USER_SOURCE], imported = relative(text, where)
+        waiting += imported
     while waiting:
         name = waiting.pop()
         if file_of(name) not in files:
-            text = path_of(name).read_text(encoding="utf-8")
-            files[file_of(name)], waiting[:0] = relative(text, name)
+            files[file_of(name)], imported = relative(path_of(name).read_text("utf-8"), name)
+            waiting += imported
 
     lines = ["", "# The encodings of this model register themselves."]
     for file in sorted(registering):
@@ -89,14 +82,13 @@ def defining(module: str, name: str) -> str:
     path = path_of(module)
     if path.name != "__init__.py":
         return module
-    for _, source, names in OF_OURS.findall(path.read_text(encoding="utf-8")):
+    for _, source, names in IMPORT.findall(path.read_text(encoding="utf-8")):
         if name in re.findall(r"\w+", names):
             return source
     return f"{module}.{name}" if path.with_name(f"{name}.py").exists() else module
 
 
-@cache
-def relative(text: str, described: str) -> tuple[str, tuple[str, ...]]:
+def relative(text: str, described: str) -> tuple[str, list[str]]:
     """A source in which imports of this package became relative ones, and the modules it imports.
 
     described: for messages; raises UserError for imports that have no relative form
@@ -106,10 +98,9 @@ def relative(text: str, described: str) -> tuple[str, tuple[str, ...]]:
     def made_relative(found: re.Match[str]) -> str:
         indent, module, names = found.groups()
         lines = []
-        for name in NAMED.finditer(names.partition("#")[0]):
+        for name in NAME.finditer(names.partition("#")[0]):
             source = defining(module, name[1])
-            copied = any(f"{source}.".startswith(f"{one}.") for one in COPIED)
-            if not copied or not path_of(source).exists():
+            if not COPIED.match(source) or not path_of(source).exists():
                 raise UserError(
                     f"{described}: imports {name[1]} from {module}, which an exported file cannot"
                     " take along - import from megatron.positions and torch alone"
@@ -118,16 +109,10 @@ def relative(text: str, described: str) -> tuple[str, tuple[str, ...]]:
             lines.append(f"{indent}from .{file_of(source).removesuffix('.py')} import {name[0]}")
         return "\n".join(lines)
 
-    def tried(found: re.Match[str]) -> str:
-        # transformers asks for all packages that are imported outside a try.
-        if found[1] in KNOWN:
-            return found[0]
-        return f"try:\n    {found[0]}\nexcept ImportError:\n    raise"
-
-    text = OF_OTHERS.sub(tried, OF_OURS.sub(made_relative, text))
+    text = ASKED_FOR.sub(IF_INSTALLED, IMPORT.sub(made_relative, text))
     if re.search(r"^\s*import megatron", text, re.MULTILINE):
         raise UserError(
             f"{described}: imports in a way that an exported file cannot - write"
             " `from megatron.positions import NAME`"
         )
-    return text, tuple(imported)
+    return text, imported

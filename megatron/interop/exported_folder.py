@@ -12,7 +12,7 @@ from typing import Any
 from megatron.config import Config, load
 from megatron.config.config import COPY
 from megatron.config.load import USER_FILE
-from megatron.config.schema import all_keys, file_names, plain
+from megatron.config.schema import plain
 from megatron.errors import UserError
 from megatron.interop.huggingface import SETTINGS, check_memory, read_json, read_tensors
 from megatron.model import GPT, Architecture, AttentionSettings, from_config, options_of_entry
@@ -29,11 +29,10 @@ CLASSES = {
 PREFIX = "gpt."  # of the names of weights, but in folders of earlier versions
 NOT_KEPT = ("attention_backend", "attention_self_check", *ONLY_MEASURED)
 """Settings of attention that change no number, or are those of a measurement."""
-SHAPING_SECTIONS = ("model", "position", "attention")
 
 
-def keys_of(config: Config, model: GPT) -> dict[str, Any]:
-    """config.json for our own class, without what is known of the training."""
+def keys_of(config: Config, model: GPT, training: Mapping[str, Any]) -> dict[str, Any]:
+    """config.json for our own class. training: facts about it, beside its keys"""
     architecture = Architecture.of(config.model)
     attention = asdict(AttentionSettings.of(config.attention).of_one_document())
     entries = entries_of(config.position)
@@ -41,6 +40,9 @@ def keys_of(config: Config, model: GPT) -> dict[str, Any]:
     for placed in model.placed:
         entry = entries[placed.layers[0] % len(entries)]
         encodings.append({entry.name: plain(options_of_entry(config, entry))})
+    keys = config.model_keys() | plain(config.attention)
+    if config.pos_emb_code is not None:
+        keys[USER_FILE] = fingerprint(config.pos_emb_code)
     return {
         "architectures": [ARCHITECTURE],
         "model_type": MODEL_TYPE,
@@ -56,34 +58,14 @@ def keys_of(config: Config, model: GPT) -> dict[str, Any]:
         },
         "encodings": encodings,
         "encoding_of_layer": model.position_of_layer,
+        "training": {**training, "keys": keys},
     }
 
 
-def training_of(config: Config, record: Mapping[str, Any], same_tokenizer: bool) -> dict[str, Any]:
-    """Facts about the training, for config.json: `step`, `tokenizer` and `keys`.
-
-    record: checkpoint.json; same_tokenizer: whether the folder holds the very file, or none
-    The keys are those that shaped the result. Of a path only the file's name is kept.
-    """
-    keys = {}
-    for key in all_keys():
-        if not key.shapes_result and key.section not in SHAPING_SECTIONS:
-            continue
-        value = plain(config[key.name])
-        if key.names_input and value is not None:
-            value = file_names(value)
-        keys[key.name] = value
-    if config.pos_emb_code is not None:
-        keys[USER_FILE] = fingerprint(config.pos_emb_code)
-    tokenizer = (record.get("tokenizer") or {}) if same_tokenizer else {}
-    return {"step": record["step"], "tokenizer": tokenizer, "keys": keys}
-
-
 def is_folder(folder: Path) -> bool:
-    """Whether a folder holds our own exported class."""
-    place = folder / SETTINGS
+    """Whether a folder with a config.json holds our own exported class."""
     try:
-        return place.is_file() and read_json(place).get("model_type") == MODEL_TYPE
+        return read_json(folder / SETTINGS).get("model_type") == MODEL_TYPE
     except UserError:
         return False
 
