@@ -21,10 +21,10 @@ LEVELS = [
     {"config", "parallel"},
     {"model", "data"},
     {"checkpoints"},
-    {"training", "interop", "conformance"},
+    {"training", "conformance"},
     {"evaluation"},
     {"generation"},
-    {"report", "sweeps", "harness"},
+    {"report", "sweeps", "harness", "interop"},
     {"entry"},
     {"__main__", "entries"},  # train.py, tools/ ... at the root
 ]
