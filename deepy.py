@@ -27,7 +27,7 @@ from megatron.config import Config
 from megatron.config.document import help_text
 from megatron.errors import UserError
 from megatron.files import ROOT
-from megatron.parallel.grid import free_port, is_free
+from megatron.parallel.grid import free_port
 from megatron.parallel.launcher import Launcher, environments
 from megatron.training.batches import likely_rows
 from megatron.training.fits import check_fits
@@ -50,7 +50,6 @@ FOR_OTHER_MACHINES = (
 )
 
 HOST = re.compile(r"[\w.:-]+\s+slots=[1-9]\d*")
-NUMBER = re.compile(r"\d+(\.\d*)?")
 
 Device = int | str  # as CUDA_VISIBLE_DEVICES names it: a number, or an identifier of a MIG slice
 
@@ -66,7 +65,7 @@ def main(argv: Sequence[str]) -> None:
 
 
 def _start(words: list[str]) -> None:
-    if words and NUMBER.fullmatch(words[0]):
+    if words and words[0].replace(".", "", 1).isdecimal():
         ignored = f"the leading {words[0]} is accepted and has no effect"
         entry.print_notes([f"{ignored}: in the MEP fork only dead code used it"])
         words = words[1:]
@@ -130,7 +129,7 @@ def launch(script: Path, words: Sequence[str], config: Config | None) -> NoRetur
 
     devices = devices_for(script, config)
     if cuda:
-        environment["CUDA_VISIBLE_DEVICES"] = ",".join(str(device) for device in devices)
+        environment["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, devices))
     if config is not None and script.name == "train.py":
         with_parent(config)  # a missing parent is found before processes start
         count = len(devices)
@@ -142,10 +141,6 @@ def launch(script: Path, words: Sequence[str], config: Config | None) -> NoRetur
     if on_this_machine and len(devices) == 1:
         _become(command, environment)
     port = config.launch.master_port if config is not None else None
-    if port is not None and not is_free(port):
-        raise UserError(
-            f"master_port: another program uses {port} - choose another, or leave it unset"
-        )
     ranks = environments(environment, len(devices), port or free_port())
     if len(ranks) == 1:
         _become(command, ranks[0])
@@ -167,19 +162,22 @@ def devices_for(script: Path, config: Config | None) -> list[Device]:
     Raises UserError if more CUDA devices are wanted than are visible.
     """
     cuda = torch.cuda.is_available()
-    devices: list[Device] = [*range(torch.cuda.device_count() if cuda else os.cpu_count() or 1)]
+    count = torch.cuda.device_count() if cuda else os.cpu_count() or 1
+    devices: list[Device] = list(range(count))
     names = os.environ.get("CUDA_VISIBLE_DEVICES")
     if cuda and names:
         of_names = [int(name) if name.isdecimal() else name for name in names.split(",")]
-        devices = of_names[: len(devices)]
+        devices = of_names[:count]
 
-    wanted = config.launch.num_gpus if config is not None else None
-    filtered = config is not None and bool(config.launch.include or config.launch.exclude)
-    if config is not None and filtered:
+    wanted = None
+    every = cuda  # on the CPU one process is enough, unless more are asked for
+    if config is not None:
+        wanted = config.launch.num_gpus
         include, exclude = config.launch.include or "", config.launch.exclude or ""
-        devices = _filtered(devices, include, exclude)
+        if include or exclude:
+            devices, every = _filtered(devices, include, exclude), True
     if wanted is None:
-        wanted = len(devices) if cuda or filtered else 1
+        wanted = len(devices) if every else 1
     if script.name in ONE_PROCESS:
         wanted = 1
     elif script.name in ON_THIS_MACHINE:
@@ -226,11 +224,8 @@ def on_many_machines(script: Path, words: Sequence[str], config: Config) -> list
                 f"hostfile: {hostfile}:{number}: {text[:80]!r} is no line `host slots=8` - one"
                 " machine in each line, with its number of devices"
             )
-    options = []
-    for name in FOR_OTHER_MACHINES:
-        value = getattr(config.launch, name)
-        if value is not None:
-            options.append(f"--{name}={value}")
+    given = {name: getattr(config.launch, name) for name in FOR_OTHER_MACHINES}
+    options = [f"--{name}={value}" for name, value in given.items() if value is not None]
     runner = ["-u", "-m", "deepspeed.launcher.runner", *options, "--no_local_rank"]
     return [*runner, str(script), *words]
 

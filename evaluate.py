@@ -33,7 +33,6 @@ from megatron.parallel.grid import here
 from megatron.report.curves import plot_by_position, plot_perplexity
 from megatron.results.row import Row
 from megatron.results.table import by_length, lines_of_bits, table
-from megatron.training.metrics import send_results
 
 
 def add_all_options(parser: argparse.ArgumentParser) -> None:
@@ -66,7 +65,6 @@ def main(config: Config | None, arguments: argparse.Namespace) -> None:
     evaluation = evaluate(config, Options.of(arguments))
     if here().first:
         show(evaluation)
-        send_results(evaluation.rows, None if config is None else config.logging)
 
 
 def ask_tasks(config: Config | None, arguments: argparse.Namespace) -> None:

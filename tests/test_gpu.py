@@ -90,7 +90,7 @@ def test_a_snapshot_names_what_asked_for_memory_also_where_it_is_not_enough(tmp_
         asked = Logging(memory_profiling=True, memory_profiling_path=str(folder))
         with (
             pytest.raises(torch.OutOfMemoryError) if size > 1000 else torch.no_grad(),
-            Profiling(asked, None, Grid(device=device), done=0, steps=50) as profiling,
+            Profiling(asked, None, Grid(device=device), done=0) as profiling,
             profiling.step(1),
         ):
             small = torch.zeros(77, device=device)

@@ -1,6 +1,6 @@
 """The checkpoints of a run, and whether they are as they were written.
 
-python tools/inspect_checkpoint.py DIR [--quick]
+python tools/inspect_checkpoint.py DIR
 
 DIR is a run's folder or one checkpoint. Every file is compared with the size and the SHA-256 that
 the checkpoint lists. Nothing is unpickled or run. The status is 1 when anything is damaged.
@@ -9,7 +9,6 @@ the checkpoint lists. Nothing is unpickled or run. The status is 1 when anything
 import argparse
 import sys
 from pathlib import Path
-from typing import Any
 
 from megatron.checkpoints.manifest import (
     SETTINGS,
@@ -18,13 +17,11 @@ from megatron.checkpoints.manifest import (
     faults_of,
     is_verifiable,
     read_record,
-    wrong_sizes,
 )
 from megatron.checkpoints.saved import (
     MISSING,
     folder_of,
     leftovers,
-    lost_its_record,
     pointed,
     step_of,
     steps_in,
@@ -45,93 +42,53 @@ def main(argv: list[str] | None = None) -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("folder", type=Path, metavar="DIR", help="a run's folder or a checkpoint")
-    parser.add_argument("--quick", action="store_true", help="compare sizes alone, read no file")
-    options = parser.parse_args(argv)
-    folder: Path = options.folder
+    folder: Path = parser.parse_args(argv).folder
     if not folder.is_dir():
         raise UserError(f"{folder}: no such folder - name a run's folder or one checkpoint")
 
-    is_run = step_of(folder) is None
-    checkpoints, unfinished = [folder], []
-    if is_run:
+    checkpoints, faults, last_lines = [folder], [], []
+    if step_of(folder) is None:
         steps = sorted([*steps_in(folder), *without_record(folder)])
+        if not steps:
+            raise UserError(
+                f"{folder}: holds no checkpoint - name a run's folder or one checkpoint"
+            )
         checkpoints = [folder_of(folder, step) for step in steps]
-        unfinished = leftovers(folder)
-        if not checkpoints and not unfinished:
-            what = "holds no checkpoint - name a run's folder or one checkpoint"
-            raise UserError(f"{folder}: {what}")
-    lines: list[tuple[str, ...]] = [HEADER]
-    faults: list[str] = []
-    sources: dict[str, bool] = {}
-    for path in checkpoints:
-        cells, wrong, source = line_of(path, quick=options.quick)
-        lines.append(cells)
-        faults += wrong
-        if source:
-            sources[source] = True  # once each
-    shown = []
-    if checkpoints:
-        shown += [*in_columns(lines), *sources]
-    if is_run:
         step, note = pointed(folder)
-        pointer = folder / "latest"
-        if checkpoints:
-            shown.append(f"latest: step {step}" + (f" ({pointer} {note})" if note else ""))
-        shown += [f"left over by a process that died: {path}" for path in unfinished]
+        last_lines.append(f"latest: step {step}" + (f" ({note})" if note else ""))
+        last_lines += [f"left over by a process that died: {path}" for path in leftovers(folder)]
         if note and not note.startswith(("is older", MISSING)):
-            faults.append(f"{pointer}: {note}")
-    print(visible("\n".join([*shown, *faults])))
+            faults.append(f"{folder / 'latest'}: {note}")
+    lines: list[tuple[str, ...]] = [HEADER]
+    for path in checkpoints:
+        wrong = faults_of(path)
+        lines.append(line_of(path, damaged=bool(wrong)))
+        faults += wrong
+    print(visible("\n".join([*in_columns(lines), *last_lines, *faults])))
     return int(bool(faults))
 
 
-def line_of(path: Path, *, quick: bool) -> tuple[tuple[str, ...], list[str], str | None]:
-    """One checkpoint: its cells of the table, what is wrong with it, and where it came from.
-
-    quick: compare sizes alone
-    """
-    files = [file for file in path.iterdir() if file.is_file()]
-    size = sum(file.stat().st_size for file in files)
-    start = (str(step_of(path)), in_bytes(size), str(len(files)))
-    unreadable = (*start, "?", "?", "?", "damaged")
-    if lost_its_record(path):
-        return unreadable, [f"{path}/checkpoint.json: is missing"], None
+def line_of(path: Path, *, damaged: bool) -> tuple[str, ...]:
+    """One checkpoint as cells of the table."""
+    sizes = [file.stat().st_size for file in path.iterdir() if file.is_file()]
+    start = (str(step_of(path)), in_bytes(sum(sizes)), str(len(sizes)))
     try:
         record = read_record(path)
-    except Damaged as damage:
-        return unreadable, [*damage.faults], None
-    faults = [*(wrong_sizes(path, record) if quick else faults_of(path))]
-    state = "sizes as written" if quick else "verified"
-    if faults:
+    except Damaged:
+        return (*start, "?", "?", "?", "damaged")
+    state = "verified"
+    if damaged:
         state = "damaged"
     elif not is_verifiable(record):
         state = "not verifiable: written before checkpoints had sums"
-    facts = (record["config_hash"], engine_of(path, record), str(record.get("ranks", "?")), state)
-    return (*start, *facts), faults, source_of(record)
-
-
-def source_of(record: dict[str, Any]) -> str | None:
-    """Where a model came from, in words: its parent, or what it was imported from."""
-    parent, origin = record.get("parent"), record.get("origin")
-    if parent:
-        described = record.get("parent_model") or f"step {parent['step']}"
-        weights = f"config {parent['config_hash']}, weights {parent['weights']}"
-        return f"fine-tuned from {parent['path']} ({described}, {weights})"
-    if isinstance(origin, dict):
-        kind = origin.get("architecture") or origin.get("kind")
-        return f"imported from {origin.get('source')} ({kind})"
-    return None
-
-
-def engine_of(path: Path, record: dict[str, Any]) -> str:
-    """Precision and ZeRO stage by config.yml, which is only read as data."""
-    if not engine_files(path, record):
-        return "weights only"
-    try:
-        settings = read_file(path / SETTINGS)
-        stage = settings["zero_optimization"]["stage"]
-        return f"{settings['precision']} ZeRO {stage}"
-    except (ValueError, LookupError, TypeError):
-        return "?"
+    engine = "weights only"
+    if engine_files(path, record):
+        try:  # config.yml is only read as data
+            settings = read_file(path / SETTINGS)
+            engine = f"{settings['precision']} ZeRO {settings['zero_optimization']['stage']}"
+        except (ValueError, LookupError, TypeError):
+            engine = "?"
+    return (*start, record["config_hash"], engine, str(record.get("ranks", "?")), state)
 
 
 if __name__ == "__main__":

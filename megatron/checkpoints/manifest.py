@@ -12,10 +12,11 @@ import re
 from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from megatron.config.schema import Parent
 from megatron.errors import UserError, in_words
 from megatron.files import read_small, write_text
 
@@ -41,12 +42,12 @@ class Damaged(UserError):
     faults: one sentence for each, which begins with the file
     """
 
-    def __init__(self, faults: Sequence[str], advice: str = "copy the checkpoint again") -> None:
+    def __init__(self, faults: Sequence[str]) -> None:
         self.faults = list(faults)
-        shown = "; ".join(self.faults[:SHOWN])
-        if len(self.faults) > SHOWN:
-            shown += f"; {len(self.faults) - SHOWN} more"
-        super().__init__(f"{shown} - {advice}")
+        super().__init__(
+            f"{'; '.join(self.faults[:SHOWN])} - copy the checkpoint again, or take another one:"
+            " tools/inspect_checkpoint.py shows which are whole"
+        )
 
 
 Count = Annotated[int, Field(ge=0, lt=2**63)]
@@ -56,23 +57,6 @@ Steps = Annotated[int, Field(ge=0, le=10**9)]
 class FileEntry(BaseModel):
     bytes: Count
     sha256: str
-
-
-class NoiseAverages(BaseModel):
-    """Moving averages of training/noise_scale.py."""
-
-    groups: Count
-    trace: float
-    square: float
-
-
-class StartingModel(BaseModel):
-    """The parent of a fine-tuning."""
-
-    path: str
-    step: Steps
-    config_hash: str
-    weights: str
 
 
 class CheckpointRecord(BaseModel):
@@ -90,12 +74,11 @@ class CheckpointRecord(BaseModel):
     skipped: Count = 0
     pending_losses: list[float] = []
     tokenizer: dict[str, Any] | None = None
-    parent: StartingModel | None = None
+    parent: Parent | None = None
     parent_model: str | None = None
     proven: Count | None = None
     usual_loss: float | None = None
-    last_loss: float | None = None
-    noise_scale: NoiseAverages | None = None
+    noise_scale: dict[Literal["groups", "trace", "square"], float] | None = None
     # It becomes a part of an address and the name of a folder.
     wandb: Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,64}$")] | None = None
     files: dict[Annotated[str, Field(pattern=r"^[^/\x00]+$")], FileEntry] = {}
@@ -185,32 +168,22 @@ def faults_of(
         record = read_record(path)
     except Damaged as damage:
         return damage.faults
-    if not is_verifiable(record):
-        needed = {WEIGHTS, SETTINGS} if names is None else {WEIGHTS, SETTINGS} & set(names)
-        faults = [_wrong_size(path / name, None) for name in sorted(needed)]
-        return [fault for fault in faults if fault]
-    entries: Entries = record["files"]
+    entries: dict[str, Mapping[str, Any]] = {WEIGHTS: {}, SETTINGS: {}}
+    if is_verifiable(record):
+        entries = record["files"]
     if names is not None:
         entries = {name: entry for name, entry in entries.items() if name in names}
-    faults = wrong_sizes(path, {"files": entries})
-    if faults:  # most damage costs no reading
-        return faults
-    own = sorted(entries)[part::parts]
-    with ThreadPoolExecutor(THREADS) as pool:
-        faults = pool.map(_wrong_content, (path / name for name in own), map(entries.get, own))
-    return [fault for fault in faults if fault]
-
-
-def wrong_sizes(path: Path, record: Mapping[str, Any]) -> list[str]:
-    """Faults that need no reading: files that are missing, surplus or of another size."""
-    entries: Entries = record.get("files", {})
-    faults = []
+    faults = [_wrong_size(path / name, entry.get("bytes")) for name, entry in entries.items()]
     listed = {name for name in entries if Path(name).match(ENGINE_STATE)}
     if listed:  # weights alone have lost theirs on purpose
         existing = {file.name for file in path.glob(ENGINE_STATE)}
-        faults = [f"{path}/{name}: is not of this checkpoint" for name in sorted(existing - listed)]
-    sizes = [_wrong_size(path / name, entry["bytes"]) for name, entry in entries.items()]
-    return faults + [fault for fault in sizes if fault]
+        faults += [f"{path}/{name}: is not of this checkpoint" for name in existing - listed]
+    if not any(faults) and is_verifiable(record):  # most damage costs no reading
+        own = sorted(entries)[part::parts]
+        with ThreadPoolExecutor(THREADS) as pool:
+            files = (path / name for name in own)
+            faults = list(pool.map(_wrong_content, files, map(entries.get, own)))
+    return [fault for fault in faults if fault]
 
 
 def _wrong_size(file: Path, size: int | None) -> str | None:

@@ -12,11 +12,10 @@ from megatron.checkpoints.manifest import (
     WEIGHTS,
     Damaged,
     check_files,
-    faults_of,
     note_opened,
     read_record,
 )
-from megatron.checkpoints.saved import chosen, newest_good, step_of
+from megatron.checkpoints.saved import chosen
 from megatron.config import Config, load
 from megatron.config.config import COPY
 from megatron.errors import UserError
@@ -55,23 +54,11 @@ def load_for_evaluation(
     checkpoint, or it does not hold the model that its configuration describes.
     """
     path = chosen(folder, step)
-    try:
-        config, meta = read_meta(path)
-        note_opened(path, meta)
-        end = (meta.get("tokenizer") or {}).get("eod")
-        model = load_model(path, config, meta["vocab"], end)
-    except Damaged as damage:
-        good = newest_good(path, lambda other: not faults_of(other, READ_BY_EVALUATION))
-        how = f"--step {step_of(good)} takes it" if good else ""
-        raise replaced(damage.faults, good, how) from None
+    config, meta = read_meta(path)
+    note_opened(path, meta)
+    end = (meta.get("tokenizer") or {}).get("eod")
+    model = load_model(path, config, meta["vocab"], end)
     return model, config, {**meta, "path": str(path)}
-
-
-def replaced(faults: list[str], good: Path | None, how: str) -> Damaged:
-    """What is wrong with a checkpoint, and the newest good one of the run."""
-    if good is None:
-        return Damaged(faults, "no other checkpoint of the run is good: copy it again")
-    return Damaged(faults, f"the newest good checkpoint of the run is {good}: {how}")
 
 
 def load_model(path: Path, config: Config, vocab: int, end_of_document: int | None = None) -> GPT:

@@ -6,7 +6,6 @@ sweeps and evaluation agree on a run's parent, which counts for the configuratio
 
 import logging
 import os
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -75,8 +74,7 @@ def pointed(run: Path) -> tuple[int | None, str | None]:
     `latest` decides, also where newer checkpoints exist, so that a run can be set back by hand.
     The step may be that of a folder that has lost its checkpoint.json: whoever reads it says so.
     """
-    whole = steps_in(run)
-    damaged = without_record(run)
+    whole, damaged = steps_in(run), without_record(run)
     newest = max(whole or damaged, default=None)
     pointer = run / "latest"
     if not os.path.lexists(pointer):
@@ -88,12 +86,10 @@ def pointed(run: Path) -> tuple[int | None, str | None]:
     except OSError as fault:
         return newest, f"cannot be read ({fault.strerror})"
     named = FOLDER.fullmatch(content.decode("utf-8", "replace").strip())
-    if named is None:
-        return newest, f"is damaged (it holds {content[:20]!r})"
-    step = int(named[1])
+    step = int(named[1]) if named else None
     if step not in (*whole, *damaged):
-        return newest, f"names global_step{step}, which is not there"
-    newer = [str(other) for other in whole if other > step]
+        return newest, f"names no checkpoint that is there (it holds {content[:20]!r})"
+    newer = [str(other) for other in whole if step is not None and other > step]
     return step, f"is older than other checkpoints there ({', '.join(newer)})" if newer else None
 
 
@@ -140,19 +136,6 @@ def find(folder: str | Path, step: int | None = None) -> Path:
         f"checkpoint: looked for global_step{wanted}/{RECORD} in {folder},"
         f" steps there: {steps} - {cure}"
     )
-
-
-def newest_good(path: Path, is_good: Callable[[Path], bool]) -> Path | None:
-    """The checkpoint of the same run to take instead of a damaged one, or None.
-
-    It is the newest good one before it, else the newest good one: a run that was set back by hand
-    does not jump ahead.
-    """
-    step = step_of(path)
-    assert step is not None
-    others = [other for other in steps_in(path.parent) if other != step]
-    others.sort(key=lambda other: (other > step, -other))
-    return next(filter(is_good, (folder_of(path.parent, other) for other in others)), None)
 
 
 # --- removing -------------------------------------------------------------------------------------
@@ -223,27 +206,22 @@ def with_parent(config: Config) -> Config:
     load, save, finetune = (config[key] for key in ("load", "save", "finetune"))
     if load is None and finetune:
         raise UserError("load: not given; finetune starts from the checkpoint in this folder")
-    parent = Parent()
-    if load is not None and finetune and not _is_one_folder(config):
-        # One that has begun keeps its parent, also if that was trained further or is gone.
-        begun_with = recorded_parent(Path(save)) if save else None
-        known = Path(begun_with.path or "") if begun_with else Path()
-        if begun_with is not None and Path(load).resolve() in (
-            known.resolve(),
-            known.parent.resolve(),
-        ):
-            parent = begun_with
-        else:
-            parent = parent_at(find(load))
-    elif load is not None:
-        recorded = recorded_parent(Path(load))
-        if recorded is None and finetune:
+    parent = None
+    if load is not None and (not finetune or _is_one_folder(config)):
+        parent = recorded_parent(Path(load))
+        if parent is None and finetune:
             raise UserError(
                 f"finetune: load and save are both {load}, which holds no fine-tuned checkpoint -"
                 " save elsewhere to start from its weights, or set finetune: false"
             )
-        parent = recorded or parent
-    return replace(config, checkpoint=config.checkpoint.model_copy(update={"parent": parent}))
+    elif load is not None:
+        # One that has begun keeps its parent, also if that was trained further or is gone.
+        parent = recorded_parent(Path(save)) if save else None
+        known = Path(parent.path or "").resolve() if parent else Path()
+        if parent is None or Path(load).resolve() not in (known, known.parent):
+            parent = parent_at(find(load))
+    update = {"parent": parent or Parent()}
+    return replace(config, checkpoint=config.checkpoint.model_copy(update=update))
 
 
 def checkpoint_to_continue(config: Config) -> Path | None:
@@ -255,18 +233,19 @@ def checkpoint_to_continue(config: Config) -> Path | None:
     load, save = config.checkpoint.load, config.checkpoint.save
     if load is None:
         return None
-    if config.checkpoint.finetune and not _is_one_folder(config):
+    if _is_one_folder(config):
+        if latest_step(Path(load)) is None:
+            logger.info("no checkpoint in %s yet: starting at step 0", load)
+            return None
+    elif config.checkpoint.finetune:
         if save is None or latest_step(Path(save)) is None:
             return None
         path = chosen(save)
         try:
             same = read_record(path)["config_hash"] == config.hash
         except Damaged:
-            return path  # whoever starts from it says what is wrong, or takes another one
+            return path  # whoever starts from it says what is wrong
         return path if same else None
-    if _is_one_folder(config) and latest_step(Path(load)) is None:
-        logger.info("no checkpoint in %s yet: starting at step 0", load)
-        return None
     return chosen(load)
 
 
@@ -290,7 +269,7 @@ def recorded_parent(folder: Path) -> Parent | None:
             parent = read_record(candidate).get("parent")
         except Damaged:
             continue
-        return Parent(**{key: parent[key] for key in Parent.model_fields}) if parent else None
+        return Parent(**parent) if parent else None
     return None
 
 
@@ -299,7 +278,9 @@ def parent_at(path: Path) -> Parent:
     if CONTROL.search(str(path)):  # every result row repeats it
         raise UserError(f"load: {path} has a control character in its name - rename it")
     record = read_record(path)
-    step, config_hash = record["step"], record["config_hash"]
     return Parent(
-        path=str(path), step=step, config_hash=config_hash, weights=weights_of(path, record)
+        path=str(path),
+        step=record["step"],
+        config_hash=record["config_hash"],
+        weights=weights_of(path, record),
     )

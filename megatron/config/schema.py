@@ -313,7 +313,7 @@ class Training(Section):
     torch_compile: bool = Field(False, json_schema_extra=FREE)
     """Compile every layer with torch.compile. Needs a compiler and a minute; no gain on a CPU."""
     skip_nonfinite: Count = 0
-    """A step whose loss or gradient is not finite is skipped and logged with its documents; one
+    """A step whose loss or gradient is not finite is skipped and logged; one
     more than this many of them stop the run. 0: the first one stops it."""
     exit_interval: Count = Field(0, json_schema_extra=FREE)
     """Save and stop, with exit status 0, after every step that is a multiple of this; 0: never. The
@@ -482,8 +482,6 @@ class Checkpoint(Section):
     use_checkpoint_lr_scheduler: bool = False
     """true: a continued run keeps the schedule of its checkpoint: rate, floor, style, warm-up and
     lr_decay_iters."""
-    load_fallback: bool = False
-    """Where the checkpoint to load is damaged, continue from the newest good one of its run."""
     save_interval: Count = 0
     """Steps between checkpoints; 0: only at the end. Also accepted: checkpoint_factor."""
     checkpoint_scale: Literal["linear", "log"] = "linear"
@@ -545,17 +543,13 @@ class Logging(Section):
     """Dense TFLOP/s of one device, for the model FLOP utilisation (MFU) in the log; unset: the data
     sheet's for common NVIDIA devices."""
     use_wandb: bool = False
-    """Also log to Weights & Biases. Where its server cannot be used, one warning says so and the
-    records stay on this machine for `wandb sync`."""
+    """Also log to Weights & Biases. Where it cannot start, one warning says so."""
     wandb_project: str | None = None
     """Project of Weights & Biases."""
     wandb_group: str | None = None
     """Group of runs in Weights & Biases."""
     wandb_team: str | None = None
     """Team, or entity, of Weights & Biases; unset: your own default."""
-    wandb_artifacts: bool = False
-    """Also send files at the end: of a training its metrics.jsonl and its traces; of `evaluate.py`
-    its rows and plots, to the run of the training."""
     wandb_host: str | None = None
     """Address of your own Weights & Biases server."""
     profile: bool = False

@@ -167,11 +167,6 @@ class Blend:
         samples, number = self._place(index)
         return samples.read(samples.pieces(number))
 
-    def documents_of(self, index: int) -> list[str]:
-        """The documents of a window: `NAME:12` is document 12 of the token file NAME."""
-        samples, number = self._place(index)
-        return [f"{samples.tokens.prefix.name}:{one}" for one in samples.documents_of(number)]
-
     def _place(self, index: int) -> tuple[Samples, int]:
         """The corpus of a window, and its number there."""
         if not 0 <= index < len(self):

@@ -122,10 +122,6 @@ class Samples:
             start = 0
         return pieces
 
-    def documents_of(self, index: int) -> list[int]:
-        """The documents of a sample, by their numbers in the token file."""
-        return [piece.document for piece in self.pieces(index)]
-
 
 def build_split(
     tokens: TokenFile,

@@ -78,8 +78,7 @@ def evaluate(config: Config | None, options: Options) -> Evaluation:
     rows: dict[Path, list[Row]] = {output: [] for output, *_ in jobs}
     with owned_by_first(grid, *(owned_file(output, "--output") for output in rows)):
         model.to(grid.device, DTYPES[options.dtype])
-        by_load = not config.training.deterministic
-        use_threads(count_parameters(model), grid.device, by_load=by_load)
+        use_threads(count_parameters(model), grid.device)
         for attention in attentions:
             model.use_attention(attention)
             check_fits(model, lengths[-1], grid.device)

@@ -9,7 +9,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from ipaddress import ip_address
@@ -40,7 +40,6 @@ INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 HEAD_START = 3.0  # seconds in which a launcher that knows more ends this process
 MEETING = 300.0  # seconds in which all processes must come
 JOINING = {"gloo": 45.0, "nccl": 300.0}  # seconds in which those who have met must connect
-SILENT = 10.0  # seconds after which the first process says for whom it waits
 SHOWN = 8  # absent ranks in one message
 PAUSE = 0.2  # seconds between two looks
 
@@ -238,33 +237,22 @@ def _meet(rank: int, ranks: int) -> Store:
         wait_for_workers=False,
         master_listen_fd=listening,
     )
-    place.set(f"here/{rank}", "")
-    begin = time.monotonic()
-    announced = False
-    while not _are_there(place, range(ranks)):
-        waited = time.monotonic() - begin
-        absent = [str(one) for one in range(ranks) if not _are_there(place, [one])]
-        came = (
-            f"ranks: {ranks - len(absent)} of {ranks} have come to {host}:{port}, not"
-            f" {', '.join(absent[:SHOWN])}"
-        )
-        if waited > MEETING:
-            raise UserError(
-                f"{came} after {MEETING:g} seconds - start all of them with this address and port,"
-                " or let WORLD_SIZE be the number that you start"
-            )
-        if waited > SILENT and first and not announced:
-            logger.warning(f"{came}; waiting up to {MEETING:g} seconds")
-            announced = True
-        time.sleep(PAUSE)
-    return place
-
-
-def _are_there(place: Store, ranks: Iterable[int]) -> bool:
     try:
-        return place.check([f"here/{rank}" for rank in ranks])
+        place.set(f"here/{rank}", "")
+        begin = time.monotonic()
+        absent = [one for one in range(ranks) if one != rank]
+        while absent := [one for one in absent if not place.check([f"here/{one}"])]:
+            if time.monotonic() - begin > MEETING:
+                raise UserError(
+                    f"ranks: {ranks - len(absent)} of {ranks} have come to {host}:{port}, not"
+                    f" {', '.join(map(str, absent[:SHOWN]))} after {MEETING:g} seconds - start all"
+                    " of them with this address and port, or let WORLD_SIZE be the number that you"
+                    " start"
+                )
+            time.sleep(PAUSE)
     except RuntimeError:  # the first has gone, and its store with it
         raise UserError("ranks: rank 0 has ended, see its message - start all again") from None
+    return place
 
 
 def give_up(message: str) -> NoReturn:
@@ -326,17 +314,6 @@ def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]
-
-
-def is_free(port: int) -> bool:
-    """Whether this machine's TCP port can be opened."""
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind(("", port))
-        except OSError:
-            return False
-    return True
 
 
 # --- What several processes write together ---

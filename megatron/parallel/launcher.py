@@ -38,10 +38,8 @@ def environments(environment: Mapping[str, str], count: int, port: int) -> list[
         "LOCAL_WORLD_SIZE": str(count),
         "LOCAL_SIZE": str(count),  # DeepSpeed's name for it
     }
-    return [
-        {**environment, **shared, "RANK": str(rank), "LOCAL_RANK": str(rank)}
-        for rank in range(count)
-    ]
+    ranks = map(str, range(count))
+    return [{**environment, **shared, "RANK": rank, "LOCAL_RANK": rank} for rank in ranks]
 
 
 class Ending(NamedTuple):
@@ -61,6 +59,7 @@ class Launcher:
 
     def __init__(self) -> None:
         self.processes: list[subprocess.Popen] = []
+        self.ended: dict[int, int] = {}  # the status of each rank that ended by itself, in order
         self.received = 0  # the first signal
         self.received_at = 0.0
         self.deadline = float("inf")  # when those that still run are killed
@@ -73,22 +72,20 @@ class Launcher:
         before = {number: signal.signal(number, self._pass_on) for number in PASSED_ON}
         if before[signal.SIGHUP] == signal.SIG_IGN:  # under nohup
             signal.signal(signal.SIGHUP, signal.SIG_IGN)
-        ended: dict[int, int] = {}  # the status of each rank that ended by itself
         try:
             for environment in ranks:
-                self.processes.append(
-                    subprocess.Popen(
-                        die_with_parent(command),
-                        env=environment,
-                        stdin=subprocess.DEVNULL,
-                        process_group=0,
-                    )
+                process = subprocess.Popen(
+                    die_with_parent(command),
+                    env=environment,
+                    stdin=subprocess.DEVNULL,
+                    process_group=0,
                 )
+                self.processes.append(process)
                 if self.received:
                     self._send(PASSED_ON[signal.Signals(self.received)])
                     break
-            while len(ended) < len(self.processes) and time.monotonic() < self.deadline:
-                self._look(ended)
+            while len(self.ended) < len(self.processes) and time.monotonic() < self.deadline:
+                self._look()
                 time.sleep(PAUSE)
         except OSError as fault:
             raise UserError(
@@ -96,28 +93,27 @@ class Launcher:
                 f" ({fault.strerror}) - lower num_gpus, or end other programs"
             ) from None
         finally:
-            self._look(ended)
+            self._look()
             self._send(signal.SIGKILL)
             for process in self.processes:
                 process.wait()
             for number, handler in before.items():
                 signal.signal(number, handler)
-        return self._ending(ended)
+        return self._ending()
 
-    def _look(self, ended: dict[int, int]) -> None:
+    def _look(self) -> None:
         """Note who has ended: the others would wait for ever for one that failed."""
-        statuses = {rank: process.poll() for rank, process in enumerate(self.processes)}
-        # Those that were killed come first: they may be the cause of the others' faults.
-        for rank in sorted(statuses, key=lambda rank: (statuses[rank] or 0) >= 0):
-            status = statuses[rank]
-            if status is None or rank in ended:
+        for rank, process in enumerate(self.processes):
+            status = process.poll()
+            if status is None or rank in self.ended:
                 continue
-            ended[rank] = status
+            self.ended[rank] = status
+            if not status:
+                continue
             seconds = AFTER_A_FAULT if status > 0 else 0.0
             if self._is_stop(status):
                 seconds = AFTER_A_STOP
-            if status:
-                self.deadline = min(self.deadline, time.monotonic() + seconds)
+            self.deadline = min(self.deadline, time.monotonic() + seconds)
 
     def _is_stop(self, status: int) -> bool:
         """Whether a process ended as after a signal: by itself, or before it could catch one."""
@@ -136,20 +132,21 @@ class Launcher:
             self._send(signal.SIGINT)
             self.deadline = min(self.deadline, now + PATIENCE)
 
-    def _ending(self, ended: Mapping[int, int]) -> Ending:
-        failed = {rank: status for rank, status in ended.items() if status}
-        faults = {rank: status for rank, status in failed.items() if not self._is_stop(status)}
-        for rank, status in faults.items():
+    def _ending(self) -> Ending:
+        failed = {rank: status for rank, status in self.ended.items() if status}
+        others = "; the others were ended" if len(self.processes) > 1 else ""
+        for rank, status in failed.items():
+            if self._is_stop(status):
+                continue
             if status > 0 and rank == 0:  # it has printed its own fault
                 return Ending(status)
-            how = f"ended with status {status}"
-            if status < 0:
-                how = f"was killed by {signal.Signals(-status).name}"
+            if status > 0:
+                return Ending(status, f"rank {rank}: ended with status {status}{others}")
+            how = f"was killed by {signal.Signals(-status).name}"
             if -status == signal.SIGKILL:
                 how += " (out of memory? dmesg says it)"
-            others = "; the others were ended" if len(self.processes) > 1 else ""
-            return Ending(status if status > 0 else 128 - status, f"rank {rank}: {how}{others}")
-        ended_well = len(ended) == len(self.processes) > 0 and not failed
-        if self.received and not ended_well:
+            return Ending(128 - status, f"rank {rank}: {how}{others}")
+        incomplete = len(self.ended) < len(self.processes) or not self.processes
+        if self.received and (failed or incomplete):
             return Ending(128 + self.received)
         return Ending(next(iter(failed.values()), 0))

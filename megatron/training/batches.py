@@ -21,7 +21,6 @@ from megatron.parallel.grid import Grid
 logger = logging.getLogger(__name__)
 
 VOCAB = 50257  # GPT-2's
-NAMED = 8  # samples or documents of a rank that a message lists
 WAIT_FOR_REPORT = 1.0  # seconds
 
 
@@ -137,28 +136,22 @@ class Batches:
     """Windows of the training and the validation text for this rank.
 
     parts: train, and valid if the run validates
-    used: windows that all ranks together have used for training, in so many steps
+    used: windows that all ranks together have used for training
     Raises UserError if the data do not suffice.
     """
 
     def __init__(
-        self,
-        config: Config,
-        grid: Grid,
-        parts: Mapping[str, Part],
-        used: int = 0,
-        steps: int = 0,
+        self, config: Config, grid: Grid, parts: Mapping[str, Part], used: int = 0
     ) -> None:
-        self.config, self.grid, self.parts = config, grid, parts
-        self.used, self.begun_with, self.steps_before = used, used, steps
+        self.config, self.grid, self.parts, self.used = config, grid, parts, used
         training, length = config.training, config.model.seq_length
         self.per_step = windows_per_step(config) * grid.ranks
         if training.train_epochs is not None:
-            self.samples = parts["train"].epoch(length, training.seed)
+            samples = parts["train"].epoch(length, training.seed)
         else:
             count = training.train_iters * self.per_step
-            self.samples = parts["train"].samples(length, training.seed, count)
-        self.train_windows = self._batches(self.samples, used)
+            samples = parts["train"].samples(length, training.seed, count)
+        self.train_windows = self._batches(samples, used)
 
     def next_step(self) -> list[Tensor]:
         """The next step's batches of this rank: [micro_batch, length + 1] each."""
@@ -174,12 +167,9 @@ class Batches:
 
     def validation(self) -> Iterator[Tensor]:
         """Batches [micro_batch, length + 1] of the valid part, the same at each call."""
-        training = self.config.training
+        training, length = self.config.training, self.config.data.seq_length_val
         windows = training.eval_iters * training.train_micro_batch_size_per_gpu * self.grid.ranks
-        samples = self.parts["valid"].samples(
-            self.config.data.seq_length_val, training.seed, windows
-        )
-        return self._batches(samples)
+        return self._batches(self.parts["valid"].samples(length, training.seed, windows))
 
     def _batches(self, samples: Samples | Blend, used: int = 0) -> Iterator[Tensor]:
         return batches(
@@ -192,29 +182,3 @@ class Batches:
             num_workers=self.config.data.num_workers,
             pin_memory=self.grid.device.type == "cuda",
         )
-
-    def described(self, step: int, rank: int) -> str:
-        """The samples of one rank at a step, and the documents they were cut from.
-
-        In a blend each document is named with its token file, as in `github_text_document:12`.
-        """
-        training = self.config.training
-        micro_batch = training.train_micro_batch_size_per_gpu
-        used = self.begun_with + (step - 1 - self.steps_before) * self.per_step
-        windows = []
-        documents = set()
-        for part in range(training.gradient_accumulation_steps):
-            first = used + (part * self.grid.ranks + rank) * micro_batch
-            for index in range(first, first + micro_batch):
-                window = index % len(self.samples)
-                windows.append(window)
-                documents |= set(self.samples.documents_of(window))
-        return (
-            f"rank {rank} had samples {_listed(windows)} of documents {_listed(sorted(documents))}"
-        )
-
-
-def _listed(numbers: list[Any]) -> str:
-    """`3, 5, 8`, and whether there are more."""
-    more = ["…"] if len(numbers) > NAMED else []
-    return ", ".join([*map(str, numbers[:NAMED]), *more])

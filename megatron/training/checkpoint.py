@@ -37,7 +37,7 @@ from megatron.errors import UserError, in_words
 from megatron.files import remove
 from megatron.training.optimizer import keeping_settings
 from megatron.training.trainer import Trainer
-from megatron.training.universal import Engine, give_weights, restore
+from megatron.training.universal import Engine, give, restore
 
 logger = logging.getLogger(__name__)
 
@@ -45,7 +45,7 @@ FAULTS = (OSError, RuntimeError, SafetensorError)  # of torch.save and save_file
 CURE = "lower optimizer.params.lr, raise warmup, or use precision: fp32"
 SHOWN = 3  # names in a message
 EXPLODED = 1.0  # nats above the usual loss: e times the perplexity
-FALLS, RISES = 0.5, 0.1  # weight of a lower and of a higher loss in the usual one
+FOLLOWS = 0.1  # weight of a loss in the usual one
 
 
 def save(trainer: Trainer, folder: Path, facts: dict[str, Any]) -> Path:
@@ -62,11 +62,9 @@ def save(trainer: Trainer, folder: Path, facts: dict[str, Any]) -> Path:
 
     names = next(filter(None, grid.gather(not_finite(engine))), None)
     if names:
-        shown = ", ".join(names[:SHOWN])
-        if len(names) > SHOWN:
-            shown += f" and {len(names) - SHOWN} more"
         raise UserError(
-            f"save: not finite after step {step}: {shown} - nothing was saved, {kept}; {CURE}"
+            f"save: not finite after step {step}: {', '.join(names[:SHOWN])} - nothing was saved,"
+            f" {kept}; {CURE}"
         )
 
     # A rank that raised at once would leave the others waiting inside the engine. So a fault is
@@ -203,7 +201,7 @@ def resume(trainer: Trainer, path: Path, written_by: Engine) -> None:
     now = Engine.of(trainer.config, trainer.grid.ranks)
     if trainer.config.checkpoint.no_load_optim:
         with safe_open(path / WEIGHTS, framework="pt") as weights:
-            give_weights(engine, trainer.config, weights.get_tensor)
+            give(engine, weights.get_tensor)
         engine.global_steps = step
         logger.info("no_load_optim: continuing at step %d with a fresh optimizer", step)
     else:
@@ -213,7 +211,7 @@ def resume(trainer: Trainer, path: Path, written_by: Engine) -> None:
                     engine.load_checkpoint(str(path.parent), tag=path.name)
                 else:
                     logger.info("%s was written with %s; continuing with %s", path, written_by, now)
-                    restore(engine, trainer.config, path, written_by)
+                    restore(engine, path, written_by)
                     engine.global_steps = step
         except torch.OutOfMemoryError:
             raise
@@ -287,7 +285,7 @@ class Keeper:
         self.folder, self.settings = folder, settings
         self.saved = started_at
         # What the next checkpoint's record must remember.
-        self.facts = {key: record.get(key) for key in ("proven", "usual_loss", "last_loss")}
+        self.facts = {key: record.get(key) for key in ("proven", "usual_loss")}
         if self.facts["usual_loss"] is None and "vocab" in record:
             # That of guessing, which is no explosion.
             self.facts["usual_loss"] = math.log(record["vocab"])
@@ -296,26 +294,16 @@ class Keeper:
         """Steps and their finite losses, each once; deletes what a proof made needless."""
         facts, before = self.facts, self.facts["proven"]
         for step, loss in losses:
-            usual, last = facts["usual_loss"], facts["last_loss"]
-            facts["last_loss"] = loss
-            if usual is not None and loss > usual + EXPLODED:
-                if self.saved == step - 1:
-                    logger.warning(
-                        f"step {step}: loss {loss:.4g} after {usual:.4g}:"
-                        f" global_step{self.saved} follows an exploded update,"
-                        " the checkpoint before it is kept too"
-                    )
-                continue
-            # It follows a fall quickly, so that its bound stays tight. Only two low losses in a row
-            # are a fall: after one alone, every later loss would look exploded.
-            if usual is None:
-                facts["usual_loss"] = loss
-            elif loss >= usual:
-                facts["usual_loss"] = usual + RISES * (loss - usual)
-            elif last is not None and last < usual:
-                facts["usual_loss"] = usual + FALLS * (max(loss, last) - usual)
-            if self.saved is not None and self.saved < step:
-                facts["proven"] = self.saved
+            usual = loss if facts["usual_loss"] is None else facts["usual_loss"]
+            if loss <= usual + EXPLODED:
+                facts["usual_loss"] = usual + FOLLOWS * (loss - usual)
+                if self.saved is not None and self.saved < step:
+                    facts["proven"] = self.saved
+            elif self.saved == step - 1:
+                logger.warning(
+                    f"step {step}: loss {loss:.4g} after {usual:.4g}: global_step{self.saved}"
+                    " follows an exploded update, the checkpoint before it is kept too"
+                )
         if facts["proven"] != before:
             self.clean()
 

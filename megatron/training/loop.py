@@ -13,7 +13,7 @@ from torch import Tensor
 
 from megatron.checkpoints.saved import remove_unfinished, with_parent
 from megatron.config import Config
-from megatron.config.schema import plain
+from megatron.config.schema import Logging, plain
 from megatron.errors import UserError
 from megatron.folder_lock import owned_folder
 from megatron.model import from_config
@@ -60,8 +60,6 @@ SHOWN_NUMBERS = {
     "peak_memory_gib": "peak {:.2f} GiB",
 }
 """What a line of the console says of a record, in this order."""
-STATE_BYTES = 16  # of a parameter in a checkpoint, with the optimizer's state
-SLOW_DISK = 100e6  # bytes per second, until a save has been measured
 LOST_WORKER = "DataLoader worker"  # how torch's message about a lost process begins
 REFUSED = "does not have a deterministic implementation"  # torch's words
 
@@ -100,14 +98,13 @@ def train(config: Config, grid: Grid) -> Path | None:
         whole, of_encoding = need.parameters
         logger.info(f"{whole:,} parameters: {need}")
         model = from_config(config, vocab, facts["tokenizer"].get("eod"))
-        batches = Batches(config, grid, parts, start.windows, start.step)
+        batches = Batches(config, grid, parts, start.windows)
         validates = bool(training.eval_interval and training.eval_iters)
         if validates:  # what cannot be validated is refused now
             one_window = torch.zeros(1, config.data.seq_length_val, config.model.hidden_size)
             model.position.on_embeddings(one_window)
             batches.validation()
-        threads, by_load = start.record.get("threads"), not training.deterministic
-        use_threads(count_parameters(model), grid.device, before=threads, by_load=by_load)
+        use_threads(count_parameters(model), grid.device, before=start.record.get("threads"))
         parent_weights = match_weights(start.parent, model) if start.parent else None
         trainer = Trainer(config, model, grid)
         logger.info(
@@ -133,30 +130,24 @@ def train(config: Config, grid: Grid) -> Path | None:
         # What surrounds the loop.
         folder = Path(config.checkpoint.save) if config.checkpoint.save else None
         folder_of_logs = Path(logs_as.log_dir) if logs_as.log_dir else folder
-        losses = Losses(config, grid, batches, start.record)
+        losses = Losses(config, grid, start.record)
         keeper = checkpoint.Keeper(
             folder if grid.first else None,
             config.checkpoint,
             started_at=resumed_at,
             record=start.record,
         )
+        metrics = Metrics(None, Logging(), {})  # on other ranks nothing is written
         with shared_faults(grid):
-            metrics = Metrics(
-                folder_of_logs,
-                logs_as,
-                config.flat(),
-                resumed_at=resumed_at,
-                run_id=facts.get("wandb"),
-                active=grid.first,
-            )
-        stop = Stop(
-            grid,
-            steps=training.exit_interval,
-            minutes=training.exit_duration,
-            saving=whole * STATE_BYTES / SLOW_DISK,
-        )
+            if grid.first:
+                run_id = facts.get("wandb")
+                keys = config.flat()
+                metrics = Metrics(
+                    folder_of_logs, logs_as, keys, resumed_at=resumed_at, run_id=run_id
+                )
+        stop = Stop(grid, steps=training.exit_interval, minutes=training.exit_duration)
         watchdog = Watchdog(grid, config.parallel.hang_timeout)
-        profiling = Profiling(logs_as, folder_of_logs, grid, done=start.step, steps=steps)
+        profiling = Profiling(logs_as, folder_of_logs, grid, done=start.step)
         progress = Progress(start.step, steps)
         flops = flops_per_token(config.model, vocab)
         peak = logs_as.peak_theoretical_tflops or peak_tflops(grid.device, config.precision.dtype)
@@ -185,7 +176,7 @@ def train(config: Config, grid: Grid) -> Path | None:
             }
             if trainer.noise is not None:
                 record["noise_scale"] = trainer.noise.averages
-            with progress.paused(), stop.saving(), watchdog.slow():
+            with progress.paused(), watchdog.slow():
                 path = checkpoint.save(trainer, folder, record)
                 keeper.wrote(trainer.step)
                 logger.info("saved %s", path)
@@ -201,7 +192,6 @@ def train(config: Config, grid: Grid) -> Path | None:
                 with profiling.step(step):
                     result = train_step(trainer, batches.next_step())
                 watchdog.advance(step)
-                profiling.after(step)
                 losses.add(step, result)
 
                 stops = step < steps and stop.wanted(step)
@@ -288,10 +278,8 @@ class Losses:
     mean losses that were not logged yet, and the number of skipped steps
     """
 
-    def __init__(
-        self, config: Config, grid: Grid, batches: Batches, record: Mapping[str, Any]
-    ) -> None:
-        self.config, self.grid, self.batches = config, grid, batches
+    def __init__(self, config: Config, grid: Grid, record: Mapping[str, Any]) -> None:
+        self.config, self.grid = config, grid
         pending = record.get("pending_losses", ())
         self.means = [torch.tensor(loss, device=grid.device) for loss in pending]
         self.unchecked: list[tuple[int, Tensor]] = []  # steps, and [loss, norm] of this rank
@@ -317,10 +305,10 @@ class Losses:
         allowed = self.config.training.skip_nonfinite
         if self.skipped > allowed:
             raise UserError(
-                f"{what}\n  and {allowed} steps were skipped before it (skip_nonfinite: {allowed})"
+                f"{what}, and {allowed} steps were skipped before it (skip_nonfinite: {allowed})"
                 f" - {checkpoint.CURE}"
             )
-        logger.warning("%s\n  skipped, %d of %d", what, self.skipped, allowed)
+        logger.warning(f"{what}: skipped, {self.skipped} of {allowed}")
 
     def check(self) -> list[tuple[int, float]]:
         """Steps since the last check with their mean losses over all ranks.
@@ -335,20 +323,18 @@ class Losses:
         finite = means.isfinite().all(dim=1).tolist()
         if not all(finite):
             what = self._describe(*self.unchecked[finite.index(False)])
-            raise UserError(f"{what}\n  {checkpoint.CURE}, or set skip_nonfinite")
+            raise UserError(f"{what} - {checkpoint.CURE}, or set skip_nonfinite")
         self.means += list(means[:, 0])
         self.unchecked.clear()
         return list(zip(steps, means[:, 0].tolist(), strict=True))
 
     def _describe(self, step: int, numbers: Tensor) -> str:
-        """What is not finite, and the batch of the ranks whose own loss it is, else of all."""
+        """What is not finite at a step, and on which rank."""
         everyones = self.grid.gather(numbers.tolist())  # [[loss, norm]] by rank
-        bad_ranks = [rank for rank, (loss, _) in enumerate(everyones) if not math.isfinite(loss)]
-        what = f"gradient norm: {everyones[0][1]} at step {step}"
-        if bad_ranks:
-            what = f"loss: {everyones[bad_ranks[0]][0]} at step {step}"
-        ranks = bad_ranks or range(self.grid.ranks)
-        return "\n  ".join([what, *(self.batches.described(step, rank) for rank in ranks)])
+        for rank, (loss, _) in enumerate(everyones):
+            if not math.isfinite(loss):
+                return f"loss: {loss} at step {step} on rank {rank}"
+        return f"gradient norm: {everyones[0][1]} at step {step}"
 
 
 def validation_numbers(loss: float, step: int) -> dict[str, Any]:
@@ -376,12 +362,12 @@ def _console_line(numbers: Mapping[str, Any], learned: Mapping[str, Tensor], pai
 def _run_folders(config: Config, grid: Grid) -> Iterator[None]:
     """Own `save`, and `log_dir` if that is another folder; what killed runs left is removed."""
     save, log_dir = config.checkpoint.save, config.logging.log_dir
-    folders = []
+    folders = {}
+    if log_dir:
+        folders[Path(log_dir).resolve()] = owned_folder(Path(log_dir), "log_dir")
     if save:
-        folders.append(owned_folder(Path(save), "save"))
-    if log_dir and not (save and Path(save).resolve() == Path(log_dir).resolve()):
-        folders.append(owned_folder(Path(log_dir), "log_dir"))
-    with owned_by_first(grid, *folders):
+        folders[Path(save).resolve()] = owned_folder(Path(save), "save")
+    with owned_by_first(grid, *folders.values()):
         if save and grid.first:
             remove_unfinished(Path(save))
         yield

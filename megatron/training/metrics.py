@@ -14,48 +14,29 @@ import secrets
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
-from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
+import yaml
 from torch import Tensor
 
-from megatron.checkpoints.read import read_meta
 from megatron.config.schema import Logging, Model
 from megatron.errors import UserError, cannot_write, in_words
 from megatron.files import write_text
 from megatron.model import Architecture
 from megatron.model.size import BACKWARD, attention_flops, palm_weights
-from megatron.network import is_reachable
-from megatron.results.row import Row
 
 logger = logging.getLogger(__name__)
 
 LARGEST_TABLE = 1024
 """Numbers of one parameter that a record may hold: kernels, not a table of learned positions."""
-PEAKS = (
-    (r"V100-SXM2-\d+GB", 125, None, 15.7),
-    (r"V100-PCIE-\d+GB", 112, None, 14),
-    (r"A100(-SXM4|-PCIE)?[- ]\d+GB( PCIe)?", 312, 312, 19.5),
-    (r"H100 80GB HBM3", 989, 989, 67),
-    (r"H100 PCIe", 756, 756, 51),
-    (r"H100 NVL", 835, 835, 60),
-    (r"H200", 989, 989, 67),
-    (r"H200 NVL", 835, 835, 60),
-    (r"B200", 2250, 2250, 75),
-    (r"L40S", 362, 362, 91.6),
-    (r"GeForce RTX 4090", 165.2, 165.2, 82.6),
-    (r"GeForce RTX 3090", 71, 71, 35.6),
+PEAKS: dict[str, list[float | None]] = yaml.safe_load(
+    Path(__file__).with_name("peak_tflops.yml").read_text(encoding="utf-8")
 )
-"""Dense TFLOP/s by the device's full name, in fp16, bf16 and fp32.
-
-From NVIDIA's data sheets, and for GeForce from the architecture's white papers with float32
-accumulation. Data sheets often print twice this, "with sparsity".
-"""
 
 
 # --- speed ----------------------------------------------------------------------------------------
@@ -105,7 +86,7 @@ def peak_tflops(device: torch.device, precision: str) -> float | None:
 def peak_of(name: str, precision: str) -> float | None:
     """The same by CUDA's name of the device: `NVIDIA A100-SXM4-80GB`, `Tesla V100-SXM2-16GB` …"""
     bare = re.sub(r"^(NVIDIA|Tesla) ", "", name)
-    for pattern, *peaks in PEAKS:
+    for pattern, peaks in PEAKS.items():
         if re.fullmatch(pattern, bare):
             return peaks[("fp16", "bf16", "fp32").index(precision)]
     return None
@@ -159,40 +140,14 @@ def _now() -> float:
 
 # --- where the numbers go -------------------------------------------------------------------------
 
-
-class Numbers(NamedTuple):
-    """One record. kind: train, valid or skipped; learned: the encoding's parameters, per head."""
-
-    step: int
-    kind: str
-    numbers: dict[str, Any]
-    learned: dict[str, Tensor]
-
-    def charts(self) -> dict[str, float]:
-        """Every number by name, and of every parameter of the encoding its mean and range."""
-        charts = {}
-        for name, value in self.numbers.items():
-            if value is not None:
-                charts[f"{self.kind}/{name}"] = value
-        for name, tensor in self.learned.items():
-            for statistic in ("mean", "min", "max"):
-                charts[f"position/{name}/{statistic}"] = getattr(tensor, statistic)().item()
-        return charts
-
-    def histograms(self) -> dict[str, Any]:
-        """Of every parameter the finite numbers, in one dimension, for numpy."""
-        histograms = {}
-        for name, tensor in self.learned.items():
-            values = tensor.detach().float().flatten().cpu()
-            histograms[f"position/{name}"] = values[values.isfinite()].numpy()
-        return histograms
+Numbers = dict[str, Any]
+"""Of one record: step, kind (train or valid), and numbers by name."""
 
 
 class Metrics:
     """Writes numbers by step to every place that the configuration names.
 
-    active: False on other ranks than the first, which write nothing
-    folder: where metrics.jsonl grows (None: nowhere); settings: the section `logging`;
+    folder: where metrics.jsonl grows (None: nowhere); settings: the section `logging`
     config: all keys, for Weights & Biases; resumed_at: the step to continue after, None if new
     run_id: of the run of Weights & Biases, or None if there is none
     Raises UserError if a place cannot be written at the start; later that is a warning.
@@ -206,15 +161,11 @@ class Metrics:
         *,
         resumed_at: int | None = None,
         run_id: str | None = None,
-        active: bool = True,
     ) -> None:
-        self.folder, self.settings = folder, settings
-        self.writers: dict[str, Callable[[Numbers], None]] = {}
+        self.writers: dict[str, Callable[[Numbers, dict[str, Tensor]], None]] = {}
         self.lost: Counter[str] = Counter()
         self.events: Any = None
         self.wandb: Any = None
-        if not active:
-            return
         if folder is not None:
             self.path = folder / "metrics.jsonl"
             try:
@@ -236,26 +187,21 @@ class Metrics:
                 raise cannot_write(place, fault) from None
             self.writers[place] = self._write_events
         if settings.use_wandb and run_id is not None:
-            self.wandb = wandb_run(settings, config, folder, run_id)
+            self.wandb = _wandb_run(settings, config, folder, run_id)
             if self.wandb is not None:
                 self.writers["use_wandb"] = self._write_wandb
 
     def log(
-        self,
-        step: int,
-        kind: str,
-        numbers: dict[str, Any],
-        learned: dict[str, Tensor] | None = None,
+        self, step: int, kind: str, numbers: Numbers, learned: dict[str, Tensor] | None = None
     ) -> None:
-        """Write one record, see Numbers."""
-        finite = {}
+        """Write one record. kind: train or valid; learned: the encoding's parameters, per head."""
+        record: Numbers = {"step": step, "kind": kind}
         for name, value in numbers.items():  # JSON knows no infinity
             is_finite = not isinstance(value, float) or math.isfinite(value)
-            finite[name] = value if is_finite else None
-        record = Numbers(step, kind, finite, learned or {})
+            record[name] = value if is_finite else None
         for place, write in self.writers.items():
             try:
-                write(record)
+                write(record, learned or {})
             except Exception as fault:  # whatever a library or a disk may raise
                 self.lost[place] += 1
                 if self.lost[place] == 1:
@@ -270,25 +216,21 @@ class Metrics:
             with suppress(Exception):  # its disk is full, which was said
                 self.events.close()
         if self.wandb is not None:
-            files = []
-            if self.settings.wandb_artifacts and self.folder is not None:
-                files = [self.path, *sorted(self.folder.glob("profile/*"))]
-            finish_wandb(self.wandb, "training", files)
+            _finish_wandb(self.wandb)
         for place, count in self.lost.items():
             logger.warning(f"{place}: {count} record(s) were lost")
 
-    def _write_line(self, record: Numbers) -> None:
+    def _write_line(self, record: Numbers, learned: dict[str, Tensor]) -> None:
         """Append a whole line, also if the disk is full in the middle of one."""
-        facts = {"step": record.step, "kind": record.kind, **record.numbers}
         tables = {}
-        for name, tensor in record.learned.items():
+        for name, tensor in learned.items():
             if tensor.numel() <= LARGEST_TABLE:
                 tables[name] = [float(f"{value:.6g}") for value in tensor.flatten().tolist()]
         if tables:
-            facts["position"] = tables
+            record = {**record, "position": tables}
         with self.path.open("ab", buffering=0) as file:
             end = file.seek(0, os.SEEK_END)
-            remaining = (json.dumps(facts) + "\n").encode()
+            remaining = (json.dumps(record) + "\n").encode()
             try:
                 while remaining:
                     remaining = remaining[file.write(remaining) :]
@@ -296,20 +238,24 @@ class Metrics:
                 file.truncate(end)
                 raise
 
-    def _write_events(self, record: Numbers) -> None:
-        for name, value in record.charts().items():
-            self.events.add_scalar(name, value, record.step)
-        for name, values in record.histograms().items():
-            if values.size:
-                self.events.add_histogram(name, values, record.step)
+    def _write_events(self, record: Numbers, learned: dict[str, Tensor]) -> None:
+        for name, value in _charts(record, learned).items():
+            self.events.add_scalar(name, value, record["step"])
 
-    def _write_wandb(self, record: Numbers) -> None:
-        import wandb
+    def _write_wandb(self, record: Numbers, learned: dict[str, Tensor]) -> None:
+        self.wandb.log({"step": record["step"], **_charts(record, learned)})
 
-        values: dict[str, Any] = {"step": record.step, **record.charts()}
-        for name, numbers in record.histograms().items():
-            values[name] = wandb.Histogram(numbers.tolist())
-        self.wandb.log(values)
+
+def _charts(record: Numbers, learned: dict[str, Tensor]) -> dict[str, float]:
+    """Every number by name, and of every parameter of the encoding its mean and range."""
+    charts = {}
+    for name, value in record.items():
+        if name not in ("step", "kind") and value is not None:
+            charts[f"{record['kind']}/{name}"] = value
+    for name, tensor in learned.items():
+        for statistic in ("mean", "min", "max"):
+            charts[f"position/{name}/{statistic}"] = getattr(tensor, statistic)().item()
+    return charts
 
 
 def _make_room(path: Path, resumed_at: int | None) -> None:
@@ -340,12 +286,11 @@ def new_wandb_id() -> str:
     return secrets.token_hex(4)
 
 
-def wandb_run(settings: Logging, config: dict[str, Any], folder: Path | None, run_id: str) -> Any:
-    """A run of Weights & Biases, or None if it cannot start at all, which is a warning.
+def _wandb_run(settings: Logging, config: dict[str, Any], folder: Path | None, run_id: str) -> Any:
+    """A run of Weights & Biases, or None if it cannot start, which is a warning.
 
-    If its server cannot be used, the records are kept beside the run for `wandb sync`. Records
-    have an axis of their own, `step`: a resumed run sends those after its checkpoint again, and
-    W&B's own counter would drop them.
+    Records have an axis of their own, `step`: a resumed run sends those after its checkpoint again,
+    and W&B's own counter would drop them.
     """
     # Its reports of faults go to the same server, and a process waits for them at its end.
     os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
@@ -353,86 +298,45 @@ def wandb_run(settings: Logging, config: dict[str, Any], folder: Path | None, ru
         import wandb  # slow to import
 
         # It asks no terminal for a key, and a stuck service must not block log lines.
-        known = wandb.setup(wandb.Settings(silent=True, console="off")).settings
-        limits: dict[str, Any] = {"silent": True, "console": "off", "init_timeout": 15}
-        limits |= {"finish_timeout": 30, "finish_timeout_raises": True}
-        start = partial(
-            wandb.init,
+        quiet: dict[str, Any] = {"silent": True, "console": "off"}
+        known = wandb.setup(wandb.Settings(**quiet)).settings
+        limits = {"init_timeout": 15, "finish_timeout": 30, "finish_timeout_raises": True}
+        address = settings.wandb_host or known.base_url
+        run = wandb.init(
             project=settings.wandb_project,
             entity=settings.wandb_team,
             group=settings.wandb_group,
             config=config,
             dir=folder,
             id=run_id,
+            resume="allow",
+            settings=wandb.Settings(**quiet, **limits, base_url=address),
         )
-        address = settings.wandb_host or known.base_url
-        try:
-            if known.mode == "online" and not is_reachable(address):
-                raise ConnectionError(f"{address} cannot be reached")
-            run = start(settings=wandb.Settings(**limits, base_url=address), resume="allow")
-        except Exception as fault:  # no key, no rights, an answer that it cannot read
-            logger.warning(
-                f"use_wandb: the server cannot be used ({in_words(fault)}) - the run goes on;"
-                f" the records are kept in {folder or '.'}/wandb, and `wandb sync` sends them later"
-            )
-            wandb.teardown()  # its service still has a run of this id
-            run = start(settings=wandb.Settings(**limits), mode="offline")
         run.define_metric("step", hidden=True)
         run.define_metric("*", step_metric="step")
-    except Exception as fault:
+    except Exception as fault:  # no package, network, key or rights, or an answer of another form
         logger.warning(
-            f"use_wandb: cannot start ({in_words(fault)}) - the run goes on without it;"
-            " pip install wandb if the package is missing"
+            f"use_wandb: cannot start ({in_words(fault)}) - the run goes on without it; see that"
+            " the package is installed and its server answers, or set WANDB_MODE=offline to keep"
+            " the records for `wandb sync`"
         )
         return None
     return run
 
 
-def finish_wandb(run: Any, kind: str, files: Sequence[Path]) -> None:
-    """Send files, if there are any, as an artifact of this kind; and end the run.
-
-    What was not sent within 30 seconds is a warning.
-    """
+def _finish_wandb(run: Any) -> None:
+    """End the run. What was not sent within 30 seconds is a warning."""
     import wandb
 
     try:
-        if files:
-            artifact = wandb.Artifact(f"{kind}-{run.id}", type=kind)
-            for path in files:
-                artifact.add_file(str(path))
-            run.log_artifact(artifact)
         run.finish()
     except TimeoutError:
         logger.warning(
             "use_wandb: not all was sent within 30 seconds - `wandb sync"
             f" {run.settings.sync_dir}` sends it later"
         )
-    except Exception as fault:  # a file that cannot be read, or what a library may raise
-        logger.warning(f"use_wandb: its files are not sent ({in_words(fault)})")
+    except Exception as fault:  # what a library may raise
+        logger.warning(f"use_wandb: did not end well ({in_words(fault)})")
     finally:
         with suppress(Exception):  # a service that is gone
             wandb.teardown()  # else it is tried at the end of the process, with a traceback
-
-
-def send_results(results: Mapping[Path, Sequence[Row]], settings: Logging | None) -> None:
-    """Send files of rows and the plots beside them, if use_wandb and wandb_artifacts say so.
-
-    results: rows by their file, of one checkpoint; settings: the section `logging`, or None for
-    that of the training. What fails is a warning.
-    """
-    rows = [row for own in results.values() for row in own]
-    if not rows:
-        return
-    path = Path(rows[0].get("checkpoint", ""))
-    try:
-        trained, record = read_meta(path)
-    except UserError:  # the checkpoint was moved or removed meanwhile
-        return
-    settings = settings or trained.logging
-    if settings.use_wandb and settings.wandb_artifacts:
-        run = wandb_run(settings, {}, path.parent, record.get("wandb") or new_wandb_id())
-        files = list(results)
-        for file in results:
-            files += sorted(file.parent.glob(f"{file.stem}*.png"))
-        if run is not None:
-            finish_wandb(run, "evaluation", files)

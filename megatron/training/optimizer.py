@@ -1,19 +1,14 @@
-"""The optimizer, Adam, fused where the machine has it; and its learning rate by step."""
+"""The optimizer, Adam, fused; and its learning rate by step."""
 
-import importlib.util
-import logging
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
 from megatron.config.schema import Optimizer
-
-logger = logging.getLogger(__name__)
 
 
 def learning_rate(step: int, optimizer: Optimizer) -> float:
@@ -31,8 +26,8 @@ def learning_rate(step: int, optimizer: Optimizer) -> float:
     reached = min(step, steps - warmup) if old else step + 1
     if reached < warmup:
         return max(floor, peak * reached / warmup)
-    progress = (reached - warmup) / steps if old else (reached - warmup) / (steps + 1 - warmup)
-    progress = min(1.0, progress)
+    left = steps if old else steps + 1 - warmup
+    progress = min(1.0, (reached - warmup) / left)
     shape = 1.0
     if optimizer.lr_decay_style == "cosine":
         shape = (math.cos(math.pi * progress) + 1) / 2
@@ -41,9 +36,7 @@ def learning_rate(step: int, optimizer: Optimizer) -> float:
     return max(floor, peak * shape if old else floor + (peak - floor) * shape)
 
 
-def build_optimizer(
-    model: nn.Module, settings: Optimizer, device: torch.device
-) -> torch.optim.Optimizer:
+def build_optimizer(model: nn.Module, settings: Optimizer) -> torch.optim.Optimizer:
     """Adam with decoupled weight decay; `settings` is the configuration's section `optimizer`.
 
     Weight decay acts on matrices, not on norms and biases. On what an encoding learns it acts
@@ -54,9 +47,9 @@ def build_optimizer(
         {"params": [parameter for _, parameter in decayed], "weight_decay": settings.weight_decay},
         {"params": [parameter for _, parameter in exempt], "weight_decay": 0.0},
     ]
-    adam = apex_fused_adam() if device.type == "cuda" else None
-    adam = adam or partial(torch.optim.AdamW, fused=True)
-    return adam(groups, lr=settings.lr, betas=settings.betas, eps=settings.eps)
+    return torch.optim.AdamW(
+        groups, lr=settings.lr, betas=settings.betas, eps=settings.eps, fused=True
+    )
 
 
 Named = list[tuple[str, nn.Parameter]]
@@ -80,8 +73,6 @@ def named_groups(model: nn.Module, *, encoding_decays: bool) -> tuple[Named, Nam
     return decayed, exempt
 
 
-STATE_OF_GROUP = ("params", "step")
-"""Keys of an optimizer's group of parameters that are no settings; apex counts its steps there."""
 STATE_OF_SCALE = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 """Attributes of DeepSpeed's dynamic loss scale that are no settings."""
 
@@ -93,12 +84,11 @@ def keeping_settings(engine: Any) -> Iterator[None]:
     DeepSpeed's files also hold weight decay, betas, eps, clipping and how the loss scale moves.
     """
     optimizer = engine.optimizer
-    settings = []
-    for group in optimizer.param_groups:
-        settings.append({key: value for key, value in group.items() if key not in STATE_OF_GROUP})
+    settings = [{**group} for group in optimizer.param_groups]
     scaler = getattr(optimizer, "loss_scaler", None)
     yield
     for group, kept in zip(optimizer.param_groups, settings, strict=True):
+        del kept["params"]
         group.update(kept)
     if engine.zero_optimization():
         optimizer.clip_grad = engine.gradient_clipping()
@@ -115,23 +105,3 @@ def continue_scale(scaler: Any, loaded: Any) -> None:
         setattr(scaler, name, getattr(loaded, name))
     scaler.cur_scale = max(scaler.cur_scale, scaler.min_scale)
     scaler.cur_hysteresis = min(scaler.cur_hysteresis, scaler.delayed_shift)
-
-
-def apex_fused_adam() -> Callable[..., torch.optim.Optimizer] | None:
-    """FusedAdam of NVIDIA apex, or None.
-
-    Warns if the package called apex is another one or lacks its kernels.
-    """
-    if importlib.util.find_spec("apex") is None:
-        return None
-    try:
-        optimizers = importlib.import_module("apex.optimizers")
-        importlib.import_module("amp_C")  # its kernels, which it needs only when it is called
-        return optimizers.FusedAdam
-    except (ImportError, AttributeError):
-        logger.warning(
-            "apex: the installed package is not NVIDIA apex with its kernels"
-            " (PyPI's apex is an unrelated web toolkit)"
-            " - torch's fused AdamW is used; pip uninstall apex to silence this"
-        )
-        return None

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Self
 
 import torch
-from torch.profiler import ProfilerActivity, profile, record_function, schedule
+from torch.profiler import profile, record_function, schedule
 
 from megatron.config.schema import Logging
 from megatron.errors import in_words
@@ -27,8 +27,7 @@ EVENTS = 100_000  # allocations and frees that a snapshot remembers, as in GPT-N
 class Profiling:
     """What the keys `profile` and `memory_profiling` ask for, on the ranks of `profile_ranks`.
 
-    settings: the section `logging`; folder: of the run, or None; done: steps before this start;
-    steps: the last step of the training
+    settings: the section `logging`; folder: of the run, or None; done: steps before this start
 
     Writes profile/step{first}-{last}_rank{rank}.trace.json.gz, a Chrome trace that Perfetto opens,
     a table of the longest operations, .txt, and on CUDA memory_rank{rank}.pickle for
@@ -36,29 +35,21 @@ class Profiling:
     there is.
     """
 
-    def __init__(
-        self, settings: Logging, folder: Path | None, grid: Grid, *, done: int, steps: int
-    ) -> None:
-        self.settings, self.grid = settings, grid
-        self.place = folder / "profile" if folder else None
-        self.memory_place = Path(settings.memory_profiling_path or self.place or "")
-        self.done, self.step_now = done, done
+    def __init__(self, settings: Logging, folder: Path | None, grid: Grid, *, done: int) -> None:
+        self.settings, self.grid, self.done = settings, grid, done
+        self.place = (folder or Path()) / "profile"
         self.first = max(settings.profile_step_start, done + 1)
         self.last = settings.profile_step_stop
-        self.steps = steps
+        self.step_now = done
         self.profiler: profile | None = None
         self.records_memory = False
 
     def __enter__(self) -> Self:
         asked, cuda = self.settings, self.grid.device.type == "cuda"
-        wanted = asked.profile or asked.memory_profiling
-        if not wanted or self.grid.rank not in asked.profile_ranks:
+        if self.grid.rank not in asked.profile_ranks:
             return self
-        if self.first > min(self.last, self.steps) or not (self.place or asked.memory_profiling):
-            logger.warning(
-                f"profile: nothing is recorded - profile_step_stop is {self.last}, steps"
-                f" {self.first} to {self.steps} are left, and save or log_dir must be set"
-            )
+        if self.first > self.last and (asked.profile or asked.memory_profiling):
+            logger.warning(f"profile: nothing is recorded, as step {self.last} has been")
             return self
         if asked.memory_profiling and not cuda:
             logger.warning(
@@ -69,17 +60,15 @@ class Profiling:
             if asked.memory_profiling and cuda:
                 torch.cuda.memory._record_memory_history(max_entries=EVENTS)
                 self.records_memory = True
-            if asked.profile and self.place is not None:
+            if asked.profile:
                 before = self.first - 1 - self.done  # steps that are not written
                 warm_up = min(1, before)
-                active = self.last - self.first + 1
-                activities = [ProfilerActivity.CPU]
-                if cuda:
-                    activities.append(ProfilerActivity.CUDA)
                 self.profiler = profile(
-                    activities=activities,
                     schedule=schedule(
-                        wait=before - warm_up, warmup=warm_up, active=active, repeat=1
+                        wait=before - warm_up,
+                        warmup=warm_up,
+                        active=self.last - self.first + 1,
+                        repeat=1,
                     ),
                     on_trace_ready=self._write_trace,
                     record_shapes=True,
@@ -93,9 +82,6 @@ class Profiling:
         """One step of the training, which is recorded if its number is wanted."""
         with record_function(f"training step {number}"):
             yield
-
-    def after(self, number: int) -> None:
-        """Write what is complete with this step."""
         self.step_now = number
         if number >= self.last:
             self.__exit__()
@@ -111,13 +97,14 @@ class Profiling:
                 profiler.stop()
         if self.records_memory:
             self.records_memory = False
-            path = self.memory_place / f"memory_rank{self.grid.rank}.pickle"
+            folder = Path(self.settings.memory_profiling_path or self.place)
+            path = folder / f"memory_rank{self.grid.rank}.pickle"
             with self._spared(), atomic_write(path) as temporary:
                 torch.cuda.memory._dump_snapshot(str(temporary))
             torch.cuda.memory._record_memory_history(enabled=None)
 
     def _write_trace(self, profiler: profile) -> None:
-        if self.step_now < self.first or self.place is None:
+        if self.step_now < self.first:
             return
         name = f"step{self.first}-{self.step_now}_rank{self.grid.rank}"
         path = self.place / f"{name}.trace.json.gz"

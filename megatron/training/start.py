@@ -6,7 +6,7 @@ table with a row for each position keeps the rows that both have.
 """
 
 import logging
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -21,10 +21,9 @@ from megatron.checkpoints.manifest import (
     engine_files,
     faults_of,
     note_opened,
-    read_record,
 )
-from megatron.checkpoints.read import READ_BY_EVALUATION, read_meta, replaced
-from megatron.checkpoints.saved import checkpoint_to_continue, latest_step, newest_good
+from megatron.checkpoints.read import READ_BY_EVALUATION, read_meta
+from megatron.checkpoints.saved import checkpoint_to_continue, latest_step
 from megatron.config import Config
 from megatron.config.schema import Model
 from megatron.errors import UserError
@@ -35,7 +34,7 @@ from megatron.positions.layers import name_of_layers
 from megatron.positions.outline import Outline
 from megatron.training.batches import windows_per_step
 from megatron.training.trainer import Trainer
-from megatron.training.universal import give_weights
+from megatron.training.universal import give
 
 logger = logging.getLogger(__name__)
 
@@ -111,21 +110,12 @@ def starting_point(config: Config, facts: dict[str, Any], grid: Grid) -> Start:
         return Start()
     path = path or Path(str(keys.parent.path))
 
-    faults = _shared_faults_of(path, grid, READ_BY_EVALUATION if is_new else None)
-    if faults and is_new:
-        raise Damaged(faults, "copy the parent again, or load another checkpoint")
-    if faults:
-
-        def can_be_resumed(other: Path) -> bool:
-            sound = not _shared_faults_of(other, grid)
-            return sound and bool(engine_files(other, read_record(other)))
-
-        good = newest_good(path, can_be_resumed)
-        damage = replaced(faults, good, f"load={good} or load_fallback=true takes it")
-        if good is None or not keys.load_fallback:
-            raise damage
-        logger.warning("%s; load_fallback: continuing from %s", "; ".join(damage.faults), good)
-        path = good
+    faults = faults_of(
+        path, READ_BY_EVALUATION if is_new else None, part=grid.rank, parts=grid.ranks
+    )
+    every = [fault for own in grid.gather(faults) for fault in own]
+    if every:
+        raise Damaged(list(dict.fromkeys(every)))
     saved = Saved(path, *read_meta(path))
     trained, record = saved.config, saved.record
     note_opened(path, record)
@@ -189,13 +179,6 @@ def starting_point(config: Config, facts: dict[str, Any], grid: Grid) -> Start:
         step=record["step"],
         windows=record.get("windows", used),
     )
-
-
-def _shared_faults_of(path: Path, grid: Grid, names: Collection[str] | None = None) -> list[str]:
-    """The faults of a folder global_stepN; every rank calls this and gets the same."""
-    own = faults_of(path, names, part=grid.rank, parts=grid.ranks)
-    every = [fault for faults in grid.gather(own) for fault in faults]
-    return list(dict.fromkeys(every))
 
 
 def _differences(now: Mapping[str, Any], then: Mapping[str, Any]) -> str:
@@ -278,64 +261,67 @@ def match_weights(parent: Saved, model: GPT) -> ParentWeights:
     file = parent.path / WEIGHTS
     try:
         with safe_open(file, framework="pt") as weights:
-            old = {name: tuple(weights.get_slice(name).get_shape()) for name in weights.keys()}  # noqa: SIM118
+            old = {name: weights.get_slice(name).get_shape() for name in weights.keys()}  # noqa: SIM118
     except (OSError, SafetensorError) as fault:
         raise Damaged([f"{file}: cannot be read ({fault})"]) from None
     with torch.random.fork_rng(devices=[]), Outline():
         positions, layers_there = positions_from_config(parent.config)
     kinds_there = [_kinds_of(position) for position in positions]
     kinds_here = [_kinds_of(placed.position) for placed in model.placed]
-    places = list(zip(layers_there, model.position_of_layer, strict=True))
+    places = set(zip(layers_there, model.position_of_layer, strict=True))
 
     found = ParentWeights(parent)
-    outside: dict[str, tuple[int, ...]] = {}
+    outside: dict[str, list[int]] = {}
     new: list[str] = []
     for name, weight in model.named_parameters():
-        shape = tuple(weight.shape)
+        shape = list(weight.shape)
         if not name.startswith("positions."):
             outside[name] = shape
             found.sources[name] = name
             continue
         found.initial[name] = weight.detach().clone()
         _, index, rest = name.split(".", 2)
-        there = {old_place for old_place, place in places if place == int(index)}
-        source = f"positions.{min(there)}.{rest}"
-        kind, by_position = kinds_here[int(index)].get(rest, ("", False))
-        same_kind = kinds_there[min(there)].get(rest) == (kind, by_position)
-        agrees = len(there) == 1 and same_kind and old[source][1:] == shape[1:]
-        if agrees and (by_position or old[source] == shape):
-            found.sources[name] = source
-            found.rows[name] = min(old[source][0], shape[0])
+        there = [old_place for old_place, place in places if place == int(index)]
+        source = f"positions.{there[0]}.{rest}"
+        kind = kinds_here[int(index)].get(rest)
+        if len(there) == 1 and kind is not None and kinds_there[there[0]].get(rest) == kind:
+            by_position = kind[1]
+            same_rows = by_position or old[source][0] == shape[0]
+            if same_rows and old[source][1:] == shape[1:]:
+                found.sources[name] = source
+                found.rows[name] = min(old[source][0], shape[0])
         if found.rows.get(name) != shape[0]:
             new.append(name)
     if outside != {name: old[name] for name in old if not name.startswith("positions.")}:
         raise UserError(f"{file}: does not hold the model of its config.yml - copy it again")
 
     dropped = old.keys() - found.sources.values()
-    words = [", ".join(sorted(names)) or "nothing" for names in (found.rows, dropped, new)]
-    logger.info("fine-tuning %s (%s):", parent.path, parent.description)
-    logger.info("  kept: the whole model outside its encoding, and of that %s", words[0])
-    logger.info("  dropped: %s", words[1])
-    logger.info("  new: %s", words[2])
+    kept, lost, fresh = (
+        ", ".join(sorted(names)) or "nothing" for names in (found.rows, dropped, new)
+    )
+    logger.info(
+        f"fine-tuning {parent.path} ({parent.description}):\n"
+        f"  kept: the whole model outside its encoding, and of that {kept}\n"
+        f"  dropped: {lost}\n  new: {fresh}"
+    )
     return found
 
 
 def load_matching_weights(trainer: Trainer, found: ParentWeights) -> None:
     """Let a new engine start from its parent's weights. Every rank calls this."""
-
     with safe_open(found.parent.path / WEIGHTS, framework="pt") as weights:
 
         def weight(name: str) -> Tensor:
-            source = found.sources.get(name)
-            if source is None:
+            taken = found.initial.get(name)
+            if name not in found.sources:
                 return found.initial[name]
-            taken = weights.get_tensor(source)
-            if name not in found.initial:
-                return taken
+            from_parent = weights.get_tensor(found.sources[name])
+            if taken is None:
+                return from_parent
             rows = found.rows[name]
-            return torch.cat([taken[:rows], found.initial[name][rows:]])
+            return torch.cat([from_parent[:rows], taken[rows:]])
 
-        give_weights(trainer.engine, trainer.config, weight)
+        give(trainer.engine, weight)
     trainer.restore_exact_positions()
 
 

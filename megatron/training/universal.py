@@ -24,7 +24,7 @@ from megatron.training.optimizer import named_groups
 from megatron.training.trainer import parameter_size
 
 AVERAGES = ("exp_avg", "exp_avg_sq")
-"""Names of Adam's two averages, in torch and in NVIDIA's apex."""
+"""Names of Adam's two averages."""
 
 
 @dataclass(frozen=True)
@@ -54,33 +54,85 @@ class AdamState(NamedTuple):
     step: float
     pieces: dict[tuple[str, str], list[Tensor]]
 
-    def whole(self, name: str, key: str) -> Tensor:
-        """One average of one parameter, float32, in one dimension."""
-        return torch.cat(self.pieces[name, key])
 
-
-@torch.no_grad()
-def restore(engine: Any, config: Config, path: Path, written_by: Engine) -> None:
+def restore(engine: Any, path: Path, written_by: Engine) -> None:
     """Give an engine the weights and Adam's state of a folder global_stepN.
 
     Every rank calls this, inside a context where torch loads plain data alone.
     engine: of a model that has not been trained yet
-    config: what the engine was built from
     written_by: the engine that wrote the folder
     Raises what torch does for files that are damaged or incomplete.
     """
     adam = _read(path, written_by, engine.module)
     with safe_open(path / WEIGHTS, framework="pt") as weights:
-        GIVE[config.parallel.zero_stage](engine, weights.get_tensor, adam)
+        give(engine, weights.get_tensor, adam)
 
 
 @torch.no_grad()
-def give_weights(engine: Any, config: Config, weight: Callable[[str], Tensor]) -> None:
-    """Give an engine weights in float32 and leave its optimizer as new. Every rank calls this.
+def give(engine: Any, weight: Callable[[str], Tensor], adam: AdamState | None = None) -> None:
+    """Give an engine weights in float32 and Adam's state. Every rank calls this.
 
     weight: the whole tensor of a name, also for parameters that ZeRO has divided
+    adam: None leaves the optimizer as new
     """
-    GIVE[config.parallel.zero_stage](engine, weight, None)
+    from deepspeed.utils import safe_set_full_fp32_param, safe_set_full_optimizer_state
+
+    stage = engine.zero_optimization_stage()
+    parameters = list(engine.module.named_parameters())
+    optimizer = engine.optimizer.optimizer if stage else engine.optimizer
+    if adam is not None:
+        flat_groups = [parameter for _, parameter in parameters]
+        if stage == 3:
+            flat_groups = engine.optimizer.fp32_partitioned_groups_flat
+        elif stage:
+            flat_groups = [group["params"][0] for group in optimizer.param_groups]
+        for flat in flat_groups:
+            averages = {key: torch.zeros_like(flat) for key in AVERAGES}
+            # A tensor of its own for every parameter, as torch counts in place.
+            step = torch.tensor(adam.step, dtype=torch.float32, device=flat.device)
+            optimizer.state[flat] = {"step": step, **averages}
+        if stage in (1, 2):
+            engine.optimizer._lazy_init_hp_params_optimizer_state()
+
+    for name, parameter in parameters:
+        whole = {}
+        if adam is not None:
+            whole = {key: torch.cat(adam.pieces[name, key]) for key in AVERAGES}
+        if stage == 3:
+            _give_piece(engine, parameter, weight(name), whole)
+            continue
+        if stage == 0:
+            parameter.data.copy_(weight(name))
+        else:
+            safe_set_full_fp32_param(parameter, weight(name))
+        for key, average in whole.items():
+            if stage == 0:
+                optimizer.state[parameter][key].copy_(average.view(parameter.shape))
+            else:
+                safe_set_full_optimizer_state(parameter, average, key)
+    if stage in (1, 2):
+        engine.optimizer.update_lp_params()
+
+
+def _give_piece(
+    engine: Any, parameter: nn.Parameter, weight: Tensor, averages: dict[str, Tensor]
+) -> None:
+    """Stage 3: this rank's piece of one parameter. DeepSpeed's own call cannot pad the last one."""
+    import deepspeed
+    from deepspeed.utils import safe_set_local_fp32_param, safe_set_local_optimizer_state
+
+    with deepspeed.zero.GatheredParameters([parameter], modifier_rank=0):
+        parameter.data.copy_(weight)
+    size = parameter.ds_tensor.numel()
+    start = engine.global_rank * size
+
+    def own_piece(whole: Tensor) -> Tensor:
+        piece = whole.flatten()[start : start + size]
+        return nn.functional.pad(piece, (0, size - piece.numel()))
+
+    safe_set_local_fp32_param(parameter, own_piece(weight))
+    for key, average in averages.items():
+        safe_set_local_optimizer_state(parameter, own_piece(average), key)
 
 
 # --- reading the files of an engine ---------------------------------------------------------------
@@ -115,10 +167,8 @@ def _read(path: Path, written_by: Engine, model: nn.Module) -> AdamState:
             size = sum(piece.numel() for piece in pieces[name, key])
             if size != parameter_size(parameter):
                 raise ValueError(f"{name}: {size} numbers of {key}")
-    # Updates are counted for each parameter in torch, for each group in apex.
     first_state = next(iter(optimizer["state"].values()))
-    step = first_state["step"] if "step" in first_state else optimizer["param_groups"][0]["step"]
-    return AdamState(float(step), pieces)
+    return AdamState(float(first_state["step"]), pieces)
 
 
 def _pieces_of_stage_2(mappings: list[dict[str, Any]]) -> Iterator[tuple[int, str, slice]]:
@@ -143,95 +193,3 @@ def _pieces_of_stage_3(
 
 def _load(file: Path) -> Any:
     return torch.load(file, map_location="cpu", weights_only=True, mmap=True)
-
-
-# --- giving them to an engine; without Adam's state the optimizer stays as it is ------------------
-
-
-def _give_whole(engine: Any, weight: Callable[[str], Tensor], adam: AdamState | None) -> None:
-    """Stage 0: the optimizer's parameters are the model's."""
-    for name, parameter in engine.module.named_parameters():
-        parameter.data.copy_(weight(name))
-        if adam is None:
-            continue
-        averages = {}
-        for key in AVERAGES:
-            average = adam.whole(name, key)
-            averages[key] = average.view(parameter.shape).to(parameter.device)
-        _set_state(engine.optimizer, parameter, averages, adam.step)
-
-
-def _give_to_stage_2(engine: Any, weight: Callable[[str], Tensor], adam: AdamState | None) -> None:
-    """Stages 1 and 2: this rank's part of each flat group of float32 numbers."""
-    optimizer = engine.optimizer.optimizer
-    flat_groups = [group["params"][0] for group in optimizer.param_groups]
-    averages = [{key: torch.zeros_like(flat) for key in AVERAGES} for flat in flat_groups]
-    for name, parameter in engine.module.named_parameters():
-        mapping = parameter._hp_mapping
-        if mapping is None:
-            continue  # all of it is on other ranks
-        source = mapping.lp_fragment_address
-        target = mapping.get_hp_fragment_address()
-        part = slice(source.start, source.start + source.numel)
-        mapping.get_hp_fragment().copy_(weight(name).flatten()[part])
-        if adam is None:
-            continue
-        for key in AVERAGES:
-            average = averages[mapping.param_group_index][key]
-            piece = adam.whole(name, key)[part]
-            average.narrow(0, target.start, target.numel).copy_(piece)
-    if adam is not None:
-        for flat, of_group in zip(flat_groups, averages, strict=True):
-            _set_state(optimizer, flat, of_group, adam.step)
-    engine.optimizer.update_lp_params()
-
-
-def _give_to_stage_3(engine: Any, weight: Callable[[str], Tensor], adam: AdamState | None) -> None:
-    """Stage 3: this rank's piece of every parameter."""
-    import deepspeed
-    from deepspeed.utils import safe_set_local_fp32_param, safe_set_local_optimizer_state
-
-    zero = engine.optimizer
-    if adam is not None:
-        for flat in zero.fp32_partitioned_groups_flat:
-            averages = {key: torch.zeros_like(flat) for key in AVERAGES}
-            _set_state(zero.optimizer, flat, averages, adam.step)
-    for name, parameter in engine.module.named_parameters():
-        with deepspeed.zero.GatheredParameters([parameter], modifier_rank=0):
-            parameter.data.copy_(weight(name))
-        size = parameter.ds_tensor.numel()
-
-        def own_piece(whole: Tensor, size: int = size) -> Tensor:
-            start = engine.global_rank * size
-            piece = whole.flatten()[start : start + size]
-            return nn.functional.pad(piece, (0, size - piece.numel()))
-
-        safe_set_local_fp32_param(parameter, own_piece(weight(name)))
-        if adam is None:
-            continue
-        for key in AVERAGES:
-            average = adam.whole(name, key)
-            safe_set_local_optimizer_state(parameter, own_piece(average), key)
-
-
-def _set_state(
-    optimizer: torch.optim.Optimizer, parameter: Tensor, averages: dict[str, Tensor], step: float
-) -> None:
-    """Give torch's or apex's Adam its state of one parameter."""
-    state: dict[str, Any] = dict(averages)
-    if isinstance(optimizer, torch.optim.AdamW):
-        # A tensor of its own for every parameter, as torch counts in place.
-        state["step"] = torch.tensor(step, dtype=torch.float32, device=parameter.device)
-    else:
-        for group in optimizer.param_groups:
-            group["step"] = int(step)
-    optimizer.state[parameter] = state
-
-
-GIVE: dict[int, Callable[[Any, Callable[[str], Tensor], AdamState | None], None]] = {
-    0: _give_whole,
-    1: _give_to_stage_2,
-    2: _give_to_stage_2,
-    3: _give_to_stage_3,
-}
-"""How an engine of each ZeRO stage gets its numbers."""

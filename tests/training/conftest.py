@@ -6,12 +6,16 @@ import shutil
 from pathlib import Path
 
 import pytest
+import torch
 
 from megatron.config import Config, load
+from megatron.model import from_config
 from megatron.parallel.grid import Grid, connect
 from megatron.training.loop import train
+from megatron.training.trainer import Trainer
 from tests.support import LAUNCHED, call
 
+VOCAB = 61
 MODEL = ["pos_emb=mep_param", "hidden_dropout=0.1"]
 
 
@@ -42,6 +46,23 @@ def settings(corpus: Path, folder: Path, *more: str) -> Config:
     """Eight steps with two checkpoints; the run continues one that the folder holds."""
     paths = [f"data_path={corpus}", f"save={folder}", f"load={folder}"]
     return load([], tiny(*paths, "train_iters=8", "save_interval=4", *MODEL, *more))
+
+
+def trainer(grid: Grid, *words: str) -> Trainer:
+    """The small model in an engine, without a text."""
+    config = load([], tiny("train_iters=100", *words))
+    return Trainer(config, from_config(config, VOCAB), grid)
+
+
+def text(count: int, batch: int = 4) -> list[torch.Tensor]:
+    """Batches [batch, 65] with something to learn: most tokens follow from the one before."""
+    draw = torch.Generator().manual_seed(0)
+    out = torch.zeros(count, batch, 65, dtype=torch.long)
+    for i in range(1, 65):
+        noise = torch.rand(count, batch, generator=draw) < 0.1
+        out[:, :, i] = (out[:, :, i - 1] * 3 + 7 + noise) % VOCAB
+    out[:, :, 0] = torch.randint(VOCAB, (count, batch), generator=draw)
+    return list(out)
 
 
 def records(folder: Path, kind: str = "train") -> dict[int, dict]:

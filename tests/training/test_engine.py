@@ -17,26 +17,7 @@ from megatron.training.loop import train_step
 from megatron.training.trainer import Trainer, compile_layers
 from tests.encodings import every_signature
 from tests.support import NEEDED
-from tests.training.conftest import tiny
-
-VOCAB = 61
-
-
-def trainer(grid, *settings: str) -> Trainer:
-    config = load([], tiny("train_iters=100", *settings))
-    return Trainer(config, from_config(config, VOCAB), grid)
-
-
-def text(count: int, batch: int = 4) -> list[torch.Tensor]:
-    """Batches [batch, 65] with something to learn: most tokens follow from the one before."""
-    draw = torch.Generator().manual_seed(0)
-    out = torch.zeros(count, batch, 65, dtype=torch.long)
-    for i in range(1, 65):
-        out[:, :, i] = (
-            out[:, :, i - 1] * 3 + 7 + (torch.rand(count, batch, generator=draw) < 0.1)
-        ) % VOCAB
-    out[:, :, 0] = torch.randint(VOCAB, (count, batch), generator=draw)
-    return list(out)
+from tests.training.conftest import VOCAB, text, tiny, trainer
 
 
 def losses(run: Trainer, steps: int) -> list[float]:

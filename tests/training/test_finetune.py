@@ -103,12 +103,12 @@ def test_the_parent_is_in_the_record_the_rows_the_log_and_the_hash(
     assert read_record(tmp_path / "child" / "global_step2")["parent"] == parent
     facts = loaded_run(None, tmp_path / "child", None).facts()
     assert (facts["parent"], facts["parent_model"]) == (parent, "mep_param step 4")
-    start = caplog.messages.index(f"fine-tuning {parent['path']} (mep_param step 4):")
-    assert caplog.messages[start + 1 : start + 4] == [
-        "  kept: the whole model outside its encoding, and of that nothing",
-        "  dropped: positions.0.kernels.1.a, positions.0.kernels.1.p",
-        "  new: positions.0.a, positions.0.p",
-    ]
+    assert caplog.text.count(
+        f"fine-tuning {parent['path']} (mep_param step 4):\n"
+        "  kept: the whole model outside its encoding, and of that nothing\n"
+        "  dropped: positions.0.kernels.1.a, positions.0.kernels.1.p\n"
+        "  new: positions.0.a, positions.0.p\n"
+    )
 
     config = with_parent(finetuned(corpus, trained, tmp_path / "other"))
     copied = with_parent(finetuned(corpus, copy_of(trained, tmp_path), tmp_path / "other"))
@@ -198,7 +198,7 @@ def test_what_cannot_be_fine_tuned_is_refused_with_nothing_written(grid, corpus,
             r" here; .*layernorm_epsilon: 1e-05 there, 0.0001 here\)",
         ),
         ([f"save={other}"], r"step 5 already of another configuration than this fine-tuning"),
-        ([f"load={damaged}"], r"was changed after it was written - copy the parent"),
+        ([f"load={damaged}"], r"was changed after it was written - copy the"),
     ]
     for words, message in cases:
         with pytest.raises(UserError, match=message):

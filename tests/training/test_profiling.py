@@ -3,7 +3,6 @@
 import gzip
 import json
 
-import pytest
 import torch
 
 from megatron.config.schema import Logging
@@ -38,18 +37,19 @@ def test_a_trace_holds_the_named_steps_and_changes_no_loss(grid, corpus, tmp_pat
         assert without[step]["loss"] == recorded[step]["loss"]
 
 
-@pytest.mark.parametrize(
-    ("first", "last", "done", "end", "name"),
-    [(2, 9, 0, 3, "step2-3"), (2, 6, 4, 8, "step5-6"), (1, 2, 0, 8, "step1-2")],
-)
-def test_a_run_that_begins_or_ends_within_the_steps_writes_those_that_it_had(
-    tmp_path, first, last, done, end, name
-):
-    asked = Logging(profile=True, profile_step_start=first, profile_step_stop=last)
-    with Profiling(asked, tmp_path, Grid(), done=done, steps=20) as profiling:
-        for number in range(done + 1, end + 1):
-            with profiling.step(number):
-                torch.ones(2) + 1
-            profiling.after(number)
-    names = sorted(path.name for path in (tmp_path / "profile").iterdir())
-    assert names == [f"{name}_rank0.trace.json.gz", f"{name}_rank0.txt"]
+def test_a_run_that_begins_or_ends_within_the_steps_writes_those_that_it_had(tmp_path):
+    cases = [(2, 9, 0, 3, "step2-3"), (2, 6, 4, 8, "step5-6"), (1, 2, 0, 8, "step1-2")]
+    for first, last, done, end, name in cases:
+        asked = Logging(profile=True, profile_step_start=first, profile_step_stop=last)
+        folder = tmp_path / name
+        with Profiling(asked, folder, Grid(), done=done) as profiling:
+            for number in range(done + 1, end + 1):
+                with profiling.step(number):
+                    torch.ones(2) + 1
+        names = sorted(path.name for path in (folder / "profile").iterdir())
+        assert names == [f"{name}_rank0.trace.json.gz", f"{name}_rank0.txt"]
+
+
+def test_steps_that_are_over_are_a_warning(tmp_path, caplog):
+    with Profiling(Logging(profile=True), tmp_path, Grid(), done=12):
+        assert caplog.messages == ["profile: nothing is recorded, as step 12 has been"]
