@@ -53,7 +53,7 @@ class ScoreBias:
         difference = self.w[:, :, None] - self.w[:, :, query, None]
         if self.u is not None:
             difference = self.u[:, :, :, None] * difference
-        return difference.sum(-1)  # over the rank
+        return difference.sum(-1)
 
     def relative(
         self, rows: slice, keys: slice, dtype: torch.dtype
@@ -63,6 +63,11 @@ class ScoreBias:
         near = (w - w[:, :, -1:].detach()).to(dtype)
         u = None if self.u is None else self.u[:, :, rows].to(dtype)
         return u, near
+
+
+def product(u: Tensor | None, w: Tensor) -> Tensor:
+    """u·w over the rank: [batch, heads, queries or 1, keys]; u None for ones."""
+    return w.sum(-1)[:, :, None] if u is None else u @ w.mT
 
 
 def eager(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, **more: Any) -> Tensor:

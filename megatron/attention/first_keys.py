@@ -29,21 +29,8 @@ GRAINS_AT_ONCE = 64
 """Grains whose bounds by content are in memory together."""
 FEWEST_KEYS = 1024
 """With fewer keys, finding out what could be skipped costs more than it saves."""
-
-
-@dataclass(frozen=True)
-class FirstKeys:
-    """The first key that counts.
-
-    of_grains[g][h]: for the queries GRAIN · g … GRAIN · (g + 1) - 1 and head h
-    """
-
-    of_grains: list[list[int]]
-
-    def of_block(self, block: Block) -> list[int]:
-        """The first key that counts for some query of a block, for each head."""
-        grains = self.of_grains[block.start // GRAIN : (block.end - 1) // GRAIN + 1]
-        return [min(of_head) for of_head in zip(*grains, strict=True)]
+FirstKeys = list[list[int]]
+"""The first key that counts: [g][h] for the queries GRAIN · g … GRAIN · (g + 1) - 1 and head h."""
 
 
 @dataclass
@@ -67,21 +54,29 @@ class Pairs:
 
 
 def groups_of_heads(
-    block: Block, heads: int, firsts: FirstKeys | None
+    block: Block, heads: int, firsts: FirstKeys | None, most: int | None = None
 ) -> Iterator[tuple[slice, Block]]:
-    """Heads beside each other that begin at one key, and the block from there on."""
-    if firsts is None:
-        yield slice(0, heads), block
-        return
+    """Heads beside each other that begin at one key, and the block from there on.
+
+    most: scores of one sequence that a group of more than one head may have
+    """
+    of_heads = [0] * heads
+    if firsts is not None:
+        grains = firsts[block.start // GRAIN : (block.end - 1) // GRAIN + 1]
+        of_heads = [min(of_head) for of_head in zip(*grains, strict=True)]
     head = 0
-    for first, same in groupby(firsts.of_block(block)):
+    for first, same in groupby(of_heads):
+        part = block.from_key(first)
         end = head + len(list(same))
-        yield slice(head, end), block.from_key(first)
-        head = end
+        step = heads if most is None else max(1, most // (part.rows * part.columns))
+        while head < end:
+            group = slice(head, min(head + step, end))
+            yield group, part
+            head = group.stop
 
 
 def first_keys(inputs: Inputs) -> FirstKeys | None:
-    """What may be skipped, or None where nothing can be or asking would cost more."""
+    """What may be skipped, or None if nothing can be or asking would cost more."""
     q, bias, scope = inputs.q, inputs.bias, inputs.scope
     too_small = scope.keys < FEWEST_KEYS or scope.queries < GRAIN
     without_bound = inputs.weight is not None or inputs.index_bias is not None
@@ -92,13 +87,12 @@ def first_keys(inputs: Inputs) -> FirstKeys | None:
             return None
         # Whether the table alone puts some key far enough below another.
         wide = torch.promote_types(q.dtype, torch.float32)
-        most_beyond = _most_beyond(bias.detach()[:, : scope.keys].to(wide))
-        if not most_beyond[:, -1].min() < -_gap(wide):
+        if not _most_beyond(bias, scope, wide)[:, -1].min() < -_gap(wide):
             return None
     firsts = first_of_grains(q, inputs.k, bias, inputs.score_bias, scope)
     # Heads that begin together are computed together.
     rounded = (firsts // GRAIN * GRAIN).clamp(min=0)
-    return FirstKeys(rounded.tolist()) if rounded.any() else None
+    return rounded.tolist() if rounded.any() else None
 
 
 def first_of_grains(
@@ -111,10 +105,15 @@ def first_of_grains(
     """
     wide = torch.promote_types(q.dtype, torch.float32)
     gap = _gap(wide)
-    excess = _excess(q, k, wide)
-    most_beyond = None
-    if bias is not None:
-        most_beyond = _most_beyond(bias.detach()[:, : scope.keys].to(wide))
+    # The most that a product of a query exceeds that with its own key, and a rounding more. The
+    # product with the own key would give a closer bound, at twice the cost.
+    of_queries = torch.linalg.vector_norm(q.detach(), dim=-1, dtype=wide)
+    of_keys = torch.linalg.vector_norm(k.detach(), dim=-1, dtype=wide)
+    both = of_queries * (of_keys.amax(2, keepdim=True) + of_keys[:, :, scope.before :])
+    # Each of two products is rounded by at most head_dim units in the last place.
+    rounding = 4 * (q.shape[-1] + 8) * torch.finfo(wide).eps
+    excess = both * (1 + rounding) / math.sqrt(q.shape[-1])  # [batch, heads, queries]
+    most_beyond = None if bias is None else _most_beyond(bias, scope, wide)
     if score_bias is not None:
         return _by_content(excess, most_beyond, score_bias, scope, gap)
     assert most_beyond is not None
@@ -131,7 +130,10 @@ def _by_content(
     near = _in_grains(w[:, :, scope.before :])  # [batch, heads, grains, GRAIN, rank]
     origin = near[:, :, :, -1:]  # w of a grain's last key: large sums say little by themselves
     near = near - origin
-    most_w, least_w = _extremes(w)
+    # Greatest and least w of the keys before each boundary: [batch, heads, boundaries, rank].
+    whole = w.shape[2] // GRAIN * GRAIN
+    of_keys = w[:, :, :whole].unflatten(2, (-1, GRAIN))
+    most_w, least_w = of_keys.amax(3).cummax(2).values, of_keys.amin(3).cummin(2).values
     u = None
     if score_bias.u is not None:
         u = _in_grains(score_bias.u.detach()).to(near.dtype)
@@ -143,9 +145,12 @@ def _by_content(
     firsts = []
     for grains in torch.arange(len(first_queries), device=w.device).split(GRAINS_AT_ONCE):
         most = most_w[:, :, None] - origin[:, :, grains]
-        if u is not None:
+        if u is not None:  # the greatest product of a query's u and a w between the bounds
             least = least_w[:, :, None] - origin[:, :, grains]
-            most = _greatest_product(u[:, :, grains], most, least)
+            of_grains = u[:, :, grains]
+            extremes = (of_grains.amax(3, keepdim=True), of_grains.amin(3, keepdim=True))
+            products = [one * bound for one in extremes for bound in (most, least)]
+            most = torch.stack(products).amax(0)
         most = (beyond_own_key[:, :, grains, None] + most.sum(-1)).amax(0)
         distance = first_queries[grains, None] + 1 - boundaries  # of the last key before
         if most_beyond is not None:
@@ -175,46 +180,8 @@ def _gap(dtype: torch.dtype) -> float:
     return 1 - least + math.log(2)
 
 
-def _most_beyond(bias: Tensor) -> Tensor:
-    """The greatest bias at a distance and beyond, less that at 0: [heads, keys] -> same."""
+def _most_beyond(bias: Tensor, scope: Scope, dtype: torch.dtype) -> Tensor:
+    """The greatest bias at a distance and beyond, less that at 0: [heads, keys] in `dtype`."""
+    bias = bias.detach()[:, : scope.keys].to(dtype)
     beyond = bias.flip(1).cummax(1).values.flip(1)
     return beyond - bias[:, :1]
-
-
-def _excess(q: Tensor, k: Tensor, dtype: torch.dtype) -> Tensor:
-    """The most that a product of a query exceeds that with its own key: [batch, heads, queries].
-
-    |q_i| (max|k| + |k_i|) / √head_dim, and a rounding more. The product with the own key would
-    give a closer bound, at twice the cost.
-    """
-    head_dim = q.shape[-1]
-    of_queries = torch.linalg.vector_norm(q.detach(), dim=-1, dtype=dtype)
-    of_keys = torch.linalg.vector_norm(k.detach(), dim=-1, dtype=dtype)
-    of_own_keys = of_keys[:, :, k.shape[2] - q.shape[2] :]
-    both = of_queries * (of_keys.amax(2, keepdim=True) + of_own_keys)
-    # Each of two products is rounded by at most head_dim units in the last place.
-    rounding = 4 * (head_dim + 8) * torch.finfo(dtype).eps
-    return both * (1 + rounding) / math.sqrt(head_dim)
-
-
-def _extremes(w: Tensor) -> tuple[Tensor, Tensor]:
-    """Greatest and least w of the keys before GRAIN, 2 GRAIN, …, for each of the rank's numbers.
-
-    [batch, heads, keys, rank] -> [batch, heads, keys // GRAIN, rank] twice
-    """
-    whole = w.shape[2] // GRAIN * GRAIN
-    grains = w[:, :, :whole].unflatten(2, (-1, GRAIN))
-    most = grains.amax(3).cummax(2).values
-    least = grains.amin(3).cummin(2).values
-    return most, least
-
-
-def _greatest_product(u: Tensor, w_most: Tensor, w_least: Tensor) -> Tensor:
-    """The greatest u·w of a grain's queries and w between these bounds, as w_most.
-
-    u [batch, heads, grains, GRAIN, rank]; bounds [batch, heads, grains, boundaries, rank]
-    """
-    products = []
-    for of_query in (u.amax(3, keepdim=True), u.amin(3, keepdim=True)):
-        products += [of_query * w_most, of_query * w_least]
-    return torch.stack(products).amax(0)

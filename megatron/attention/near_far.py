@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from megatron.attention.eager import ScoreBias
+from megatron.attention.eager import ScoreBias, product
 
 BLOCK = 256  # queries
 MOST_SCORES = 2**23
@@ -74,78 +74,52 @@ def near_far(
     batch, heads, queries = near.q.shape[:3]
     keys = v.shape[2]
     rows = max(1, min(BLOCK, MOST_SCORES // (batch * heads * keys)))
+    nearest = min(distance, window or distance)  # keys that are near and visible
     near, far, wide_v = near.scaled(dtype), far.scaled(dtype), v.to(dtype)
+    index = torch.arange(keys, device=v.device)
     outputs = []
     for start in range(0, queries, rows):
         block = slice(start, min(start + rows, queries))
-        first, last = keys - queries + start, keys - queries + block.stop - 1
-        columns_near = slice(max(0, first - min(distance, window or distance) + 1), last + 1)
-        columns_far = _far_columns(first, last, distance, window, sinks)
-        scores_near = _scores(near, tables, block, columns_near)
-        scores_far = _scores(far, tables, block, columns_far)
-        if tables.score_bias is not None:
-            u, w = tables.score_bias.relative(block, slice(0, last + 1), dtype)
-            scores_near = scores_near + _content(u, w, columns_near)
-            scores_far = scores_far + _content(u, w, columns_far)
+        first, end = keys - queries + start, keys - queries + block.stop
+        columns_near = slice(max(0, first - nearest + 1), end)
+        far_begin = 0 if window is None else max(0, first - window + 1)
+        far_end = max(far_begin, end - distance)
+        columns_far = slice(far_begin, far_end if sinks is None else min(sinks, far_end))
+        versions = ((far, columns_far), (near, columns_near))
+        scores_far, scores_near = (_scores(*one, tables, block, end) for one in versions)
 
-        back = _back(first, block, columns_near, v.device)
-        masked = (back < 0) | (back >= min(distance, window or distance))
-        scores_near = scores_near.masked_fill_(masked, -math.inf)
-        _mask_far(scores_far, _back(first, block, columns_far, v.device), distance, window)
+        back = index[first:end, None] - index[columns_near]
+        scores_near = scores_near.masked_fill_((back < 0) | (back >= nearest), -math.inf)
+        # Only the last far columns may be near for some query, and with a window the first too far.
+        back = index[first:end, None] - index[columns_far]
+        count = back.shape[1]
+        partly = slice(max(0, count - len(back)), None)
+        scores_far[..., partly].masked_fill_(back[:, partly] < distance, -math.inf)
+        if window is not None:
+            partly = slice(0, len(back))
+            scores_far[..., partly].masked_fill_(back[:, partly] >= window, -math.inf)
 
         probabilities = torch.cat([scores_far, scores_near], dim=-1).softmax(dim=-1)
-        count = columns_far.stop - columns_far.start
         of_near = probabilities[..., count:] @ wide_v[:, :, columns_near]
         of_far = probabilities[..., :count] @ wide_v[:, :, columns_far]
         outputs.append(of_near + of_far)
     return torch.cat(outputs, dim=2).to(v.dtype)
 
 
-def _far_columns(
-    first: int, last: int, distance: int, window: int | None, sinks: int | None
-) -> slice:
-    """The keys that are far and visible for some query of a block."""
-    end = max(0, last - distance + 1)
-    if sinks is not None:
-        return slice(0, min(sinks, end))
-    begin = 0 if window is None else max(0, first - window + 1)
-    return slice(begin, max(begin, end))
+def _scores(version: Keys, columns: slice, tables: Tables, block: slice, end: int) -> Tensor:
+    """Scores of a block of queries and some keys: [batch, heads, rows, columns].
 
-
-def _mask_far(scores: Tensor, back: Tensor, distance: int, window: int | None) -> None:
-    """Mask what is near in place: the last columns, and with a window the first ones."""
-    rows = back.shape[0]
-    partly_near = slice(max(0, back.shape[1] - rows), None)
-    masked = back[:, partly_near] < distance
-    scores[..., partly_near].masked_fill_(masked, -math.inf)
-    if window is not None:
-        partly_hidden = slice(0, rows)
-        masked = back[:, partly_hidden] >= window
-        scores[..., partly_hidden].masked_fill_(masked, -math.inf)
-
-
-def _scores(version: Keys, tables: Tables, block: slice, columns: slice) -> Tensor:
-    """Scores of a block of queries and some keys: [batch, heads, rows, columns]."""
+    end: of the keys up to the block's last query
+    """
     scores = version.q[:, :, block] @ version.k[:, :, columns].mT
-    if tables.bias is None and tables.weight is None:
-        return scores
-    back = version.query[block, None] - version.key[columns]
-    back = back.clamp(min=0)  # of masked keys
-    if tables.weight is not None:
-        scores = scores * tables.weight[:, back]
-    if tables.bias is not None:
-        scores = scores + tables.bias[:, back]
+    if tables.bias is not None or tables.weight is not None:
+        back = version.query[block, None] - version.key[columns]
+        back = back.clamp(min=0)  # of masked keys
+        if tables.weight is not None:
+            scores = scores * tables.weight[:, back]
+        if tables.bias is not None:
+            scores = scores + tables.bias[:, back]
+    if tables.score_bias is not None:
+        u, w = tables.score_bias.relative(block, slice(0, end), scores.dtype)
+        scores = scores + product(u, w[:, :, columns])
     return scores
-
-
-def _content(u: Tensor | None, w: Tensor, columns: slice) -> Tensor:
-    """A bias by content of these keys: [batch, heads, rows or 1, columns]."""
-    w = w[:, :, columns]
-    return w.sum(-1)[:, :, None] if u is None else u @ w.mT
-
-
-def _back(first: int, block: slice, columns: slice, device: torch.device) -> Tensor:
-    """How many tokens each key stands before each query: [rows, columns] int64."""
-    query = torch.arange(first, first + block.stop - block.start, device=device)
-    key = torch.arange(columns.start, columns.stop, device=device)
-    return query[:, None] - key

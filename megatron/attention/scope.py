@@ -177,20 +177,26 @@ class Inputs:
     index_bias: Callable[[Tensor, Tensor], Tensor] | None = None
     score_bias: ScoreBias | None = None
 
+    @classmethod
+    def of(
+        cls,
+        scope: Scope,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        bias: Tensor | None,
+        weight: Tensor | None,
+        segments: Tensor | None,
+        u: Tensor | None,
+        w: Tensor | None,
+    ) -> "Inputs":
+        """With u and w of a bias by content."""
+        score_bias = None if w is None else ScoreBias(u, w)
+        return cls(q, k, v, bias, weight, segments, scope, score_bias=score_bias)
+
     @property
     def on_cpu(self) -> bool:
         return self.q.device.type == "cpu"
-
-    @property
-    def in_view(self) -> bool:
-        """Whether what is added to the scores of a block is a view of a table."""
-        options = (self.weight, self.segments, self.index_bias, self.score_bias)
-        return all(option is None for option in options)
-
-    @property
-    def in_groups_of_heads(self) -> bool:
-        """Whether some heads may be computed before others."""
-        return self.on_cpu and self.index_bias is None
 
     @property
     def content_alone(self) -> bool:
@@ -206,13 +212,6 @@ class Inputs:
         if any(option is not None for option in (*options, scope.window, scope.chunk)):
             return False
         return self.score_bias.u is None or self.q.dtype in (torch.float32, torch.float64)
-
-    @property
-    def differs_by_head(self) -> bool:
-        """Whether numbers are computed for each score of each head."""
-        if self.segments is not None and self.bias is not None:
-            return True
-        return self.weight is not None or self.score_bias is not None
 
     def exact_rows(self, most: int) -> int:
         """How many queries a block may have: at most `most`.

@@ -6,8 +6,7 @@ size queries · keys ever exists: gradients are recomputed block by block (`bloc
 """
 
 import math
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -17,9 +16,9 @@ from torch.autograd.function import once_differentiable
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from megatron.attention.blocked_gradients import gradients
-from megatron.attention.eager import ScoreBias
+from megatron.attention.eager import ScoreBias, product
 from megatron.attention.first_keys import FirstKeys, Pairs, first_keys, groups_of_heads
-from megatron.attention.scope import BLOCK, Block, Inputs, Scope, of_heads
+from megatron.attention.scope import BLOCK, Inputs, Scope, of_heads
 
 MOST_SCORES = 2**23
 """Scores that exist at once where a view of the table is not enough: 32 MiB."""
@@ -72,102 +71,65 @@ def sdpa(
     if index_bias is not None or fused:
         return in_blocks(inputs)
     u, w = (None, None) if score_bias is None else (score_bias.u, score_bias.w)
-    return Blocked.apply(q, k, v, bias, weight, segments, u, w, scope, pairs)
+    return Blocked.apply(pairs, scope, q, k, v, bias, weight, segments, u, w)
 
 
-def _fused(q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool) -> Tensor:
+def _fused(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
     """torch's kernel. On the CPU it takes values as wide as keys alone, and others without it."""
     features, wider = v.shape[-1], k.shape[-1] - v.shape[-1]
     if wider == 0 or q.device.type != "cpu":
-        return F.scaled_dot_product_attention(q, k, v, is_causal=is_causal)
+        return F.scaled_dot_product_attention(q, k, v, **options)
     padded = F.pad(v, (0, wider))
-    return F.scaled_dot_product_attention(q, k, padded, is_causal=is_causal)[..., :features]
+    return F.scaled_dot_product_attention(q, k, padded, **options)[..., :features]
 
 
 def in_blocks(inputs: Inputs, firsts: FirstKeys | None = None) -> Tensor:
     """See megatron.attention.attention. Under autograd every block's scores are kept."""
-    if inputs.content_alone and not torch.is_grad_enabled():
-        return attend_by_content(inputs, firsts)
-    inputs_of_blocks = _Blocks.of(inputs)
+    recorded = torch.is_grad_enabled()
+    content, scope = inputs.score_bias, inputs.scope
+    if content is not None and inputs.content_alone and not recorded:
+        return attend_by_content(inputs, content, firsts)
+    q, k, v = inputs.q, inputs.k, inputs.v
+    batch, heads = q.shape[:2]
+    bias, weight = scope.reversed_tables(inputs.bias, inputs.weight, k)
+
+    rows = min(inputs.exact_rows(BLOCK), scope.queries)
+    some_heads = inputs.on_cpu and inputs.index_bias is None  # may be computed before others
+    together = batch if some_heads else batch * heads
+    plain = weight is None and content is None and inputs.segments is None
+    if not plain or inputs.index_bias is not None:  # not a view of a table
+        rows = min(rows, max(1, MOST_SCORES // (together * scope.keys)))
+    if scope.queries > rows:
+        # Every block reads them: where they are views of a fused projection, a copy pays.
+        k, v = k.contiguous(), v.contiguous()
+    cached = CACHED_SCORES * torch.get_num_threads()
+    room = None  # numbers to be overwritten by biases of content
+    if content is not None and not recorded:
+        room = bias.new_empty(max(cached, together * rows * scope.keys))
+    of_each_head = weight is not None or content is not None
+    of_each_head = of_each_head or (inputs.segments is not None and inputs.bias is not None)
+    most = cached // batch if some_heads and of_each_head else None
+
     outputs = []
-    for block in inputs.scope.blocks(inputs_of_blocks.rows):
-        parts = inputs_of_blocks.parts(block, firsts)
-        outputs_of_heads = [inputs_of_blocks.attend(heads, part) for heads, part in parts]
+    for block in scope.blocks(rows):
+        outputs_of_heads = []
+        for group, part in groups_of_heads(block, heads, firsts, most):
+            added = part.view(of_heads(bias, group))[None]  # [1, heads or 1, rows, columns]
+            if inputs.index_bias is not None:
+                added = added + inputs.index_bias(*part.indices(scope, q.device))
+            if content is not None:
+                u, w = content.of_heads(group).relative(part.queries, part.keys, added.dtype)
+                added = plus_content(added, None if u is None else u.flip(2), w, room)
+            if inputs.segments is not None:
+                masked = part.mask(scope, inputs.segments)
+                fill = added.masked_fill if room is None else added.masked_fill_
+                added = fill(masked, -math.inf)
+            factor = None if weight is None else part.view(weight[group])
+            tile_q = q[:, group, part.queries].flip(2)
+            tile_k, tile_v = k[:, group, part.keys], v[:, group, part.keys]
+            outputs_of_heads.append(_attend(tile_q, tile_k, tile_v, added, factor).flip(2))
         outputs.append(torch.cat(outputs_of_heads, dim=1))
     return torch.cat(outputs, dim=2)
-
-
-@dataclass(frozen=True)
-class _Blocks:
-    """How blocks of queries, and groups of heads, are computed.
-
-    bias, weight: as `Block.view` reads them, in float32 or wider;
-    rows: how many queries a block has at most;
-    room: numbers to be overwritten by biases of content, None under autograd
-    """
-
-    inputs: Inputs
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    bias: Tensor
-    weight: Tensor | None
-    rows: int
-    room: Tensor | None
-
-    @classmethod
-    def of(cls, inputs: Inputs) -> "_Blocks":
-        q, k, v, scope = inputs.q, inputs.k, inputs.v, inputs.scope
-        bias, weight = scope.reversed_tables(inputs.bias, inputs.weight, k)
-        rows = min(inputs.exact_rows(BLOCK), scope.queries)
-        together = q.shape[0] if inputs.in_groups_of_heads else q.shape[0] * q.shape[1]
-        if not inputs.in_view:
-            rows = min(rows, max(1, MOST_SCORES // (together * scope.keys)))
-        if scope.queries > rows:
-            # Every block reads them: where they are views of a fused projection, a copy pays.
-            k, v = k.contiguous(), v.contiguous()
-        recorded = torch.is_grad_enabled()
-        room = None
-        if inputs.score_bias is not None and not recorded:
-            most = max(CACHED_SCORES * torch.get_num_threads(), together * rows * scope.keys)
-            room = bias.new_empty(most)
-        return cls(inputs, q, k, v, bias, weight, rows, room)
-
-    def parts(self, block: Block, firsts: FirstKeys | None) -> Iterator[tuple[slice, Block]]:
-        """Heads that are computed together, and the block with the keys that they attend to."""
-        for group, part in groups_of_heads(block, self.q.shape[1], firsts):
-            step = self._heads_together(part)
-            for head in range(group.start, group.stop, step):
-                yield slice(head, min(head + step, group.stop)), part
-
-    def _heads_together(self, part: Block) -> int:
-        """Heads whose scores fit the caches; all, where no numbers of their own are computed."""
-        inputs = self.inputs
-        heads = self.q.shape[1]
-        if not (inputs.in_groups_of_heads and inputs.differs_by_head):
-            return heads
-        scores_of_a_head = self.q.shape[0] * part.rows * part.columns
-        cached = CACHED_SCORES * torch.get_num_threads()
-        return min(heads, max(1, cached // scores_of_a_head))
-
-    def attend(self, heads: slice, part: Block) -> Tensor:
-        """The output of these heads and the block's queries: [batch, heads, rows, features]."""
-        inputs = self.inputs
-        q = self.q[:, heads, part.start : part.end]
-        k, v = self.k[:, heads, part.keys], self.v[:, heads, part.keys]
-        added = part.view(of_heads(self.bias, heads))[None]  # [1, heads or 1, rows, columns]
-        if inputs.index_bias is not None:
-            added = added + inputs.index_bias(*part.indices(inputs.scope, q.device))
-        if inputs.score_bias is not None:
-            of_these = inputs.score_bias.of_heads(heads)
-            u, w = of_these.relative(part.queries, part.keys, added.dtype)
-            added = plus_content(added, None if u is None else u.flip(2), w, self.room)
-        if inputs.segments is not None:
-            masked = part.mask(inputs.scope, inputs.segments)
-            fill = added.masked_fill if self.room is None else added.masked_fill_
-            added = fill(masked, -math.inf)
-        factor = None if self.weight is None else part.view(self.weight[heads])
-        return _attend(q.flip(2), k, v, added, factor).flip(2)
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, added: Tensor, factor: Tensor | None) -> Tensor:
@@ -179,10 +141,7 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, added: Tensor, factor: Tensor | Non
         out = scores.softmax(dim=-1) @ v.to(wide)
         return out.to(q.dtype)
     if q.device.type == "cpu":
-        # torch's fused kernel takes values as wide as keys alone.
-        features, wider = v.shape[-1], q.shape[-1] - v.shape[-1]
-        values = F.pad(v, (0, wider)) if wider else v
-        return F.scaled_dot_product_attention(q, k, values, attn_mask=added)[..., :features]
+        return _fused(q, k, v, attn_mask=added)
     # CUDA's kernels need aligned rows in q's dtype. Copy first: then gradients add up in float32.
     with sdpa_kernel(KERNELS_WITH_MASK):
         aligned = added.contiguous().to(q.dtype)
@@ -193,29 +152,26 @@ class Blocked(torch.autograd.Function):
     """`in_blocks`, without index_bias; its gradients take memory in proportion to length."""
 
     @staticmethod
-    def forward(ctx: Any, *inputs: Any) -> Tensor:
-        q, k, v, bias, weight, segments, u, w, ctx.scope, pairs = inputs
-        score_bias = None if w is None else ScoreBias(u, w)
-        given = Inputs(q, k, v, bias, weight, segments, ctx.scope, score_bias=score_bias)
-        ctx.firsts = first_keys(given)
+    def forward(ctx: Any, pairs: Pairs | None, scope: Scope, *tensors: Tensor | None) -> Tensor:
+        inputs = Inputs.of(scope, *tensors)
+        ctx.scope, ctx.firsts = scope, first_keys(inputs)
         if pairs is not None:
-            pairs.add(ctx.scope, q.shape[1], ctx.firsts)
-        out = in_blocks(given, ctx.firsts)
-        ctx.save_for_backward(q, k, v, bias, weight, segments, u, w, out)
+            pairs.add(scope, inputs.q.shape[1], ctx.firsts)
+        out = in_blocks(inputs, ctx.firsts)
+        ctx.save_for_backward(*tensors, out)
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, bias, weight, segments, u, w, out = ctx.saved_tensors
-        score_bias = None if w is None else ScoreBias(u, w)
-        given = Inputs(q, k, v, bias, weight, segments, ctx.scope, score_bias=score_bias)
-        wanted = ctx.needs_input_grad[3:5]
-        dq, dk, dv, dbias, dweight, du, dw = gradients(given, out, dout, ctx.firsts, wanted)
-        return dq, dk, dv, dbias, dweight, None, du, dw, None, None
+        *tensors, out = ctx.saved_tensors
+        inputs = Inputs.of(ctx.scope, *tensors)
+        wanted = ctx.needs_input_grad[5:7]
+        *of_tensors, du, dw = gradients(inputs, out, dout, ctx.firsts, wanted)
+        return None, None, *of_tensors, None, du, dw
 
 
-def attend_by_content(inputs: Inputs, firsts: FirstKeys | None) -> Tensor:
+def attend_by_content(inputs: Inputs, score_bias: ScoreBias, firsts: FirstKeys | None) -> Tensor:
     """Causal attention whose only bias is by content, on the CPU: no mask is ever filled.
 
     The keys before a block are visible to all of its queries, and its own keys are under torch's
@@ -223,13 +179,12 @@ def attend_by_content(inputs: Inputs, firsts: FirstKeys | None) -> Tensor:
     number for each key alone is one row, which all queries of a block read. A product u·w is one
     more feature of queries and keys. `inputs.content_alone` must hold, autograd be off.
     """
-    assert inputs.score_bias is not None
     batch, heads, queries, head_dim = inputs.q.shape
     features = inputs.v.shape[-1]
     wide = torch.promote_types(inputs.q.dtype, torch.float32)
     k = inputs.k
-    if inputs.score_bias.u is not None:
-        k = F.pad(k, (0, inputs.score_bias.u.shape[-1]))
+    if score_bias.u is not None:
+        k = F.pad(k, (0, score_bias.u.shape[-1]))
     v = F.pad(inputs.v, (0, k.shape[-1] - features)).contiguous()
     k = k.contiguous()
     out = inputs.v.new_empty(batch, heads, queries, features)
@@ -239,8 +194,7 @@ def attend_by_content(inputs: Inputs, firsts: FirstKeys | None) -> Tensor:
     for block in inputs.scope.blocks(inputs.exact_rows(LARGE_BLOCK)):
         for group, part in groups_of_heads(block, heads, firsts):
             q = inputs.q[:, group, part.queries]
-            of_these = inputs.score_bias.of_heads(group)
-            u, w = of_these.relative(part.queries, part.keys, wide)
+            u, w = score_bias.of_heads(group).relative(part.queries, part.keys, wide)
             keys, values = k[:, group, part.keys], v[:, group, part.keys]
             masks: list[Tensor | None] = [None, None]  # of the keys before, and of the block's own
             before = part.columns - part.rows
@@ -277,8 +231,6 @@ def plus_content(added: Tensor, u: Tensor | None, w: Tensor, room: Tensor | None
     if room is not None:
         shape = (*w.shape[:2], *added.shape[2:])
         out = room[: math.prod(shape)].view(shape)
-    if u is None:
-        return torch.add(added, w.sum(-1)[:, :, None], out=out)
-    if u.shape[-1] == 1:
+    if u is not None and u.shape[-1] == 1:
         return torch.addcmul(added, u, w.mT, out=out)
-    return torch.add(added, u @ w.mT, out=out)
+    return torch.add(added, product(u, w), out=out)

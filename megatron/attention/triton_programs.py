@@ -196,9 +196,9 @@ def forward(
         tile_distance = keys - queries + block * BLOCK_Q - start
         index = start + tl.arange(0, BLOCK_K)
         inside = index < keys
-        key = _tokens(segments, w, w_low, index, inside, SEGMENTS, CONTENT)
         k_tile = _load(k, k_row, index, inside, column, HEAD_DIM)
         product = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION) * scale
+        key = _tokens(segments, w, w_low, index, inside, SEGMENTS, CONTENT)
         scores, _, _ = _scores(
             product, query, row_u, key, distance, bias + tile_distance, weight + tile_distance,
             chunk, 1, WEIGHT, CHUNK, SEGMENTS, DIRECT, CONTENT,
@@ -308,10 +308,10 @@ def query_gradient(
         tile_distance = keys - queries + block * BLOCK_Q - start
         index = start + tl.arange(0, BLOCK_K)
         inside = index < keys
-        key = _tokens(segments, w, w_low, index, inside, SEGMENTS, CONTENT)
         k_tile = _load(k, k_row, index, inside, column, HEAD_DIM)
         v_tile = _load(v, v_row, index, inside, column, HEAD_DIM)
         product = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION) * scale
+        key = _tokens(segments, w, w_low, index, inside, SEGMENTS, CONTENT)
         scores, factor, near = _scores(
             product, query, row_u, key, distance, bias + tile_distance, weight + tile_distance,
             chunk, 1, WEIGHT, CHUNK, SEGMENTS, DIRECT, CONTENT,
@@ -384,13 +384,13 @@ def key_gradients(
         row = start + tl.arange(0, BLOCK_Q)
         inside = row < queries
         position = before + row
-        query = _tokens(segments, w, w_low, position, inside, SEGMENTS, CONTENT)
-        row_u = _read_u(u, row, inside, CONTENT, ONES)
         q_tile = _load(q, q_row, row, inside, column, HEAD_DIM)
         dout_tile = _load(dout, dout_row, row, inside, column, HEAD_DIM)
         row_lse = tl.load(lse + row, mask=inside, other=float("inf"))
         row_delta = tl.load(delta + row, mask=inside, other=0.0)
         product = tl.dot(k_tile, tl.trans(q_tile), input_precision=PRECISION) * scale
+        query = _tokens(segments, w, w_low, position, inside, SEGMENTS, CONTENT)
+        row_u = _read_u(u, row, inside, CONTENT, ONES)
         scores, factor, _ = _scores(
             product, query, row_u, of_keys, distance, bias + tile_distance, weight + tile_distance,
             chunk, 0, WEIGHT, CHUNK, SEGMENTS, DIRECT, CONTENT,

@@ -101,7 +101,7 @@ def test_no_key_is_skipped_that_would_get_anything():
         found += 1
         exact = scores(given, options)
         below_most = exact - exact.amax(-1, keepdim=True)
-        for grain, of_heads in enumerate(firsts.of_grains):
+        for grain, of_heads in enumerate(firsts):
             rows = slice(grain * GRAIN, (grain + 1) * GRAIN)
             for head, first_key in enumerate(of_heads):
                 skipped = below_most[:, head, rows, :first_key]
@@ -150,7 +150,7 @@ def test_alibi_computes_a_third_of_the_products_at_16384():
     all_slopes = torch.cat([slopes(8), slopes(16)[::2][:4]])
     table = -all_slopes[:, None] * torch.arange(keys)
     visible = computed_pairs = 0
-    for grain, of_heads in enumerate(first_keys(whole(q, k, table)).of_grains):
+    for grain, of_heads in enumerate(first_keys(whole(q, k, table))):
         last = (grain + 1) * GRAIN
         visible += heads * last
         computed_pairs += sum(last - first for first in of_heads)
