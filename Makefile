@@ -111,7 +111,7 @@ format: $(INSTALLED)
 docs: $(INSTALLED)
 	$(PY) -m megatron.config.document
 	$(PY) tools/document_positions.py --write
-	$(PY) tools/document_commands.py --write
+	$(PY) tools/document_commands.py
 
 # The environment and the caches: what can be had again without training. Data and checkpoints stay.
 clean:

@@ -22,7 +22,7 @@ import torch
 
 from megatron import entry
 from megatron.checkpoints.saved import with_parent
-from megatron.cli_errors import LastResort, print_line
+from megatron.cli_errors import print_line, status_of
 from megatron.config import Config
 from megatron.config.document import help_text
 from megatron.errors import UserError
@@ -59,7 +59,7 @@ def main(argv: Sequence[str]) -> None:
 
     SystemExit(1) with one message if something is wrong.
     """
-    status = LastResort().status_of(lambda: _start(list(argv)))
+    status = status_of(lambda: _start(list(argv)))
     if status:
         sys.exit(status)
 

@@ -12,7 +12,7 @@ from typing import NoReturn
 import torch
 
 from megatron.checkpoints.saved import find
-from megatron.cli_errors import LastResort, print_line
+from megatron.cli_errors import print_line, status_of
 from megatron.config import Config, load
 from megatron.config.document import help_text
 from megatron.config.load import run_named
@@ -40,11 +40,11 @@ def run(
     options: adds the script's own arguments
     config_needed: False: main gets None if neither a file nor key=value is given
     argv: the command line's words if not given
-    Any fault is printed as one message and exits with status 1; see LastResort.
+    Any fault is printed as one message and exits with status 1; see cli_errors.status_of.
     """
     start_logging()
     parser = argparse.ArgumentParser(
-        description=sys.modules[main.__module__].__doc__ or "",
+        description=sys.modules[main.__module__].__doc__,
         epilog=help_text(),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -55,7 +55,6 @@ def run(
     parser.add_argument("--local_rank", "--local-rank", help=argparse.SUPPRESS)
     if options:
         options(parser)
-    last_resort = LastResort()
 
     def command() -> int | None:
         words = sys.argv[1:] if argv is None else argv
@@ -66,12 +65,11 @@ def run(
         if given.words or config_needed:
             config = load_configuration(files, overrides, given, purpose)
             print_notes(config.notes)
-            last_resort.folder = Path(config.checkpoint.save or "")
         with left_at_the_end():
             return main(config, given)
 
     try:
-        status = last_resort.status_of(command)
+        status = status_of(command)
     except SystemExit as ended:
         if not isinstance(ended.code, int):
             raise
@@ -113,14 +111,10 @@ def settings_first(words: Sequence[str]) -> list[str]:
     The word after an option such as `--text` stays with it.
     """
     settings, others = [], []
-    before = ""
-    for word in words:
+    for before, word in zip(["", *words], words, strict=False):
         is_value_of_option = before.startswith("-") and "=" not in before
-        if is_override(word) and not is_value_of_option:
-            settings.append(word)
-        else:
-            others.append(word)
-        before = word
+        kind = others if is_value_of_option or not is_override(word) else settings
+        kind.append(word)
     return settings + others
 
 
@@ -162,11 +156,10 @@ def print_notes(notes: Sequence[str]) -> None:
     """Print notes to stderr once: by deepy.py, or by the first process if it was not used."""
     if NOTES_PRINTED in os.environ or not _is_first():
         return
-    without_effect = [note for note in notes if NO_EFFECT in note]
+    without_effect = [note.split(":")[0] for note in notes if NO_EFFECT in note]
     if len(without_effect) > FEW:  # a published file: a dozen lines would hide the other notes
-        keys = [note.split(":")[0] for note in without_effect]
-        others = [note for note in notes if note not in without_effect]
-        notes = [*others, f"accepted, have no effect here: {', '.join(keys)}"]
+        notes = [note for note in notes if NO_EFFECT not in note]
+        notes.append(f"accepted, have no effect here: {', '.join(without_effect)}")
     for note in notes:
         print_line(f"note: {note}")
 

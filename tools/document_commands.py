@@ -1,19 +1,15 @@
-"""Run docs/commands/session.yml and write docs/commands, a page for each command (`make docs`).
+"""Run docs/commands/session.yml and write docs/commands, a page for each command (`make docs`)."""
 
-python tools/document_commands.py            the pages
-python tools/document_commands.py --write    into docs/commands
-"""
-
-import argparse
 import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from megatron.cli_errors import guarded
 from megatron.config.yaml_files import parse
@@ -41,21 +37,9 @@ Runner = Callable[[Sequence[str], Path], tuple[int, str]]
 """Runs words of a Python command in a folder: status, and what it printed."""
 
 
-@dataclass(frozen=True)
-class Page:
-    """One command. Its fields are those of docs/commands/session.yml, which says what they mean."""
-
-    page: str
-    script: str
-    about: str
-    more: str
-    run: list[str]
-
-
-def session() -> list[Page]:
-    """The pages in the order in which their commands run."""
-    loaded = parse((PAGES / "session.yml").read_text(encoding="utf-8"))
-    return [Page(**fields) for fields in loaded]
+def session() -> list[dict[str, Any]]:
+    """The pages in the order in which their commands run; session.yml says what their keys mean."""
+    return parse((PAGES / "session.yml").read_text(encoding="utf-8"))
 
 
 def make_clone(folder: Path) -> None:
@@ -64,42 +48,39 @@ def make_clone(folder: Path) -> None:
     for name in (*scripts, *IN_CLONE):
         (folder / name).symlink_to(ROOT / name)
     for name in FILES:
-        (folder / name).write_text((PAGES / name).read_text(encoding="utf-8"), encoding="utf-8")
+        shutil.copy(PAGES / name, folder)
 
 
-def examples_of(page: Page, folder: Path, run: Runner) -> str:
-    """The commands of a page with what they print. Raises UserError if one fails."""
-    parts = [f"# `{page.script}`", "", f"{page.about} [More]({page.more}).", ""]
-    for command in page.run:
+def text_of(page: dict[str, Any], folder: Path, run: Runner) -> str:
+    """The commands of a page with what they print, and the options of its script.
+
+    Raises UserError if a command fails.
+    """
+    parts = [f"# `{page['script']}`", "", f"{page['about']} [More]({page['more']}).", ""]
+    for command in page["run"]:
         status, output = run(shlex.split(command)[1:], folder)
         if status != 0:
             raise UserError(f"session.yml: {command}: ended with status {status}\n{output}")
         for place, name in ((f"{folder}/", ""), (sys.prefix, ".venv"), (str(Path.home()), "~")):
             output = output.replace(place, name)
         lines = [line.rstrip() for line in output.strip("\n").splitlines()]
-        if len(lines) > SHOWN:
+        left_out = len(lines) - SHOWN + 1
+        if left_out > 1:
             half = SHOWN // 2
-            left_out = len(lines) - SHOWN + 1
             lines[half : half + left_out] = [f"… {left_out} more lines …"]
         parts += ["```sh", command, "```", "", "```text", *lines, "```", ""]
-    return "\n".join(parts)
-
-
-def options_of(page: Page, folder: Path, run: Runner) -> str:
-    """The options of a page's script."""
-    _, output = run([page.script, "--help"], folder)
+    _, output = run([page["script"], "--help"], folder)
     options, *keys = KEYS.split(output, maxsplit=1)
     if keys:
         options += "\n\nKeys of the configuration: see configs/README.md\n"
-    return f"## Options\n\n```text\n{options.strip()}\n```\n\n[All commands](README.md)\n"
+    parts += ["## Options", "", "```text", options.strip(), "```", "", "[All commands](README.md)"]
+    return "\n".join(parts) + "\n"
 
 
-def index_of(pages: Sequence[Page]) -> str:
+def index_of(pages: Sequence[dict[str, Any]]) -> str:
     """The Markdown of the list of all pages, by name."""
-    lines = []
-    for page in sorted(pages, key=lambda one: one.page):
-        lines.append(f"| [`{page.script}`]({page.page}.md) | {page.about} |\n")
-    return INDEX + "".join(lines)
+    lines = [f"| [`{page['script']}`]({page['page']}.md) | {page['about']} |\n" for page in pages]
+    return INDEX + "".join(sorted(lines, key=lambda line: line.rpartition("](")[2]))
 
 
 def in_process(words: Sequence[str], folder: Path) -> tuple[int, str]:
@@ -118,25 +99,14 @@ def in_process(words: Sequence[str], folder: Path) -> tuple[int, str]:
 
 
 @guarded
-def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--write", action="store_true", help="write docs/commands/*.md")
-    given = parser.parse_args(argv)
+def main() -> int:
     pages = session()
     with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        make_clone(folder)
-        for page in pages:
-            examples = examples_of(page, folder, in_process)
-            text = f"{examples}\n{options_of(page, folder, in_process)}"
-            if given.write:
-                write_text(PAGES / f"{page.page}.md", text)
-            else:
-                print(text)
-    if given.write:
-        write_text(PAGES / "README.md", index_of(pages))
+        make_clone(Path(name))
+        texts = {page["page"]: text_of(page, Path(name), in_process) for page in pages}
+    for name, text in texts.items():
+        write_text(PAGES / f"{name}.md", text)
+    write_text(PAGES / "README.md", index_of(pages))
     return 0
 
 
