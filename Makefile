@@ -74,7 +74,7 @@ KILLS ?= 20
 
 faults: $(INSTALLED)
 	CAMPAIGN=1 KILLS=$(KILLS) $(PY) -m pytest -v -n 2 -m campaign tests
-	KILLS=$(KILLS) $(PY) -m pytest -v -n 2 -m "not campaign" tests/faults tests/bad_inputs tests/parallel tests/test_folder_lock.py
+	KILLS=$(KILLS) $(PY) -m pytest -v -n 2 -m "not campaign" tests/faults tests/bad_inputs tests/parallel tests/test_files.py
 
 # What docs/results shows of the corpus `environment`: train, measure and probe eight encodings, in about three hours on two
 # cores. The same command goes on where it was stopped.

@@ -1,20 +1,49 @@
-"""Files and folders that appear whole or not at all."""
+"""Files and folders that appear whole or not at all, with one owner at a time."""
 
 import os
+import re
+import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pytest
 
-from megatron.files import atomic_write, atomic_write_all, folder_beside, write_text
+from megatron.errors import UserError
+from megatron.files import atomic_write, atomic_write_all, folder_beside, read_small, write_text
+from megatron.folder_lock import owned_file, owned_folder
+from tests.support import unlaunched
+
+OWNS = """
+import os, sys, time
+from pathlib import Path
+from megatron.files import atomic_write
+from megatron.folder_lock import owned_folder
+folder = Path(sys.argv[1])
+with owned_folder(folder, "save"), atomic_write(folder / "big.bin") as temporary:
+    temporary.write_text("half")
+    forked = os.fork()
+    if forked:
+        print(forked, flush=True)
+    time.sleep(60)
+"""
 
 
 def contents(folder: Path) -> dict[str, str]:
     return {path.name: path.read_text() for path in folder.iterdir()}
 
 
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
 def fail_after_writing(path: Path) -> None:
     path.write_text("part")
-    raise ValueError("half")
+    raise ZeroDivisionError
+
+
+# --- Whole or not at all ---
 
 
 def test_a_file_takes_its_place_when_the_block_ends_well(tmp_path):
@@ -23,16 +52,13 @@ def test_a_file_takes_its_place_when_the_block_ends_well(tmp_path):
         temporary.write_text("new")
         assert not path.exists()
     write_text(path, "ü\r\n")
-    assert path.read_bytes() == "ü\r\n".encode()
-    assert [one.name for one in path.parent.iterdir()] == ["a.txt"]
-
-
-def test_a_fault_leaves_the_old_file_and_nothing_beside_it(tmp_path):
-    path = tmp_path / "a.txt"
-    path.write_text("old")
-    with pytest.raises(ValueError, match="half"), atomic_write(path) as temporary:
+    with pytest.raises(ZeroDivisionError), atomic_write(path) as temporary:
         fail_after_writing(temporary)
-    assert contents(tmp_path) == {"a.txt": "old"}
+    assert path.read_bytes() == "ü\r\n".encode()
+    assert names(path.parent) == ["a.txt"]
+    assert read_small(path, 4) == path.read_bytes()
+    with pytest.raises(OSError, match="it has more than 3 bytes"):
+        read_small(path, 3)
 
 
 def test_files_that_belong_together_appear_together_the_last_one_last(tmp_path, monkeypatch):
@@ -46,21 +72,15 @@ def test_files_that_belong_together_appear_together_the_last_one_last(tmp_path, 
         replace(source, target)
 
     monkeypatch.setattr(os, "replace", noted)
+    with pytest.raises(ZeroDivisionError), atomic_write_all(*paths) as (binary, _, index):
+        fail_after_writing(binary)
+    assert contents(tmp_path) == {"a.bin": "old", "a.json": "old", "a.idx": "old"}
     with atomic_write_all(*paths) as (binary, _, index):
         binary.write_text("new")
         index.write_text("new")
         assert contents(tmp_path)["a.bin"] == "old"
     assert present == [("a.bin", False), ("a.idx", False)]
     assert contents(tmp_path) == {"a.bin": "new", "a.idx": "new"}  # a.json was not written again
-
-
-def test_a_fault_in_one_of_several_files_keeps_all_of_the_old(tmp_path):
-    paths = [tmp_path / "a.bin", tmp_path / "a.idx"]
-    for path in paths:
-        path.write_text("old")
-    with pytest.raises(ValueError, match="half"), atomic_write_all(*paths) as (binary, _):
-        fail_after_writing(binary)
-    assert contents(tmp_path) == {"a.bin": "old", "a.idx": "old"}
 
 
 def test_a_folder_appears_whole_and_the_first_of_two_stays(tmp_path):
@@ -75,4 +95,92 @@ def test_a_folder_appears_whole_and_the_first_of_two_stays(tmp_path):
     with pytest.raises(OSError, match="not empty"):
         second.__exit__(None, None, None)
     assert contents(path) == {"a": "first"}
-    assert [one.name for one in tmp_path.iterdir()] == ["maps"]
+    assert names(tmp_path) == ["maps"]
+
+
+# --- One owner ---
+
+
+@pytest.fixture
+def process(tmp_path):
+    """A process that owns tmp_path/run, writes a file there, and has forked a worker."""
+    command = [sys.executable, "-c", OWNS, str(tmp_path / "run")]
+    started = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=unlaunched())
+    assert started.stdout is not None
+    worker = int(started.stdout.readline())
+    yield started
+    os.kill(worker, signal.SIGKILL)
+    started.kill()
+    started.wait()
+    started.stdout.close()
+
+
+def test_the_second_owner_reads_who_the_first_is_and_a_killed_one_blocks_nobody(
+    tmp_path, process, caplog
+):
+    """Not even while a worker that it has forked still runs."""
+    folder = tmp_path / "run"
+    before = names(folder)
+    who = rf"process {process.pid} on {os.uname().nodename}, since [\d-]+ [\d:]+ UTC"
+    with pytest.raises(UserError) as refused, owned_folder(folder, "save"):
+        pass
+    end = "wait until it has ended, end it, or choose another folder"
+    assert re.fullmatch(rf"save: {folder} is in use by {who} - {end}", str(refused.value))
+    with owned_file(folder / "a.jsonl", "--output"), atomic_write(folder / "big.bin") as temporary:
+        temporary.write_text("mine")
+        assert set(before) < set(names(folder))
+    assert [*before, "big.bin"] == names(folder)
+    process.kill()
+    process.wait()
+    with owned_folder(folder, "save"):
+        assert names(folder) == [".owner", "big.bin"]
+    assert names(folder) == ["big.bin"]
+    note = rf"{folder}: {who}, did not finish here and has ended - taking over"
+    assert re.fullmatch(note, caplog.messages[-1])
+
+
+def test_folders_that_were_made_for_an_owner_go_with_it_if_they_stay_empty(tmp_path):
+    with pytest.raises(ZeroDivisionError), owned_folder(tmp_path / "a" / "b", "save"):
+        raise ZeroDivisionError
+    assert names(tmp_path) == []
+    with owned_folder(tmp_path / "a" / "b", "save"):
+        (tmp_path / "a" / "b" / "weights").touch()
+    assert names(tmp_path / "a" / "b") == ["weights"]
+
+
+def test_a_file_and_its_folder_have_different_owners_and_a_link_is_not_followed(tmp_path):
+    with (
+        owned_folder(tmp_path, "save"),
+        owned_file(tmp_path / "a.jsonl", "--output"),
+        owned_file(tmp_path / "b.jsonl", "--output"),
+        pytest.raises(UserError, match=r"--output: .*/a.jsonl is in use by .* choose another file"),
+        owned_file(tmp_path / "a.jsonl", "--output"),
+    ):
+        pass
+    assert names(tmp_path) == []
+    (tmp_path / "precious").write_text("text")
+    (tmp_path / ".owner").symlink_to(tmp_path / "precious")
+    with pytest.raises(UserError, match="cannot be written"), owned_folder(tmp_path, "save"):
+        pass
+    assert (tmp_path / "precious").read_text() == "text"
+
+
+def test_litter_of_dead_processes_is_removed_and_nothing_else(tmp_path):
+    dead = subprocess.Popen([sys.executable, "-c", "pass"])
+    dead.wait()
+    with atomic_write(tmp_path / "a.txt") as temporary:
+        place = temporary.name.split(".")[-2]
+        temporary.touch()
+    other_machine = f".c.txt.{dead.pid}.{'0' * 8}.tmp"
+    for name in (f".a.txt.{dead.pid}.{place}.tmp", f".b.txt.{dead.pid}.{place}.tmp", other_machine):
+        (tmp_path / name).write_text("half")
+    old = tmp_path / f".c.txt.{dead.pid}.{'1' * 8}.tmp"
+    old.write_text("half")
+    os.utime(old, (time.time() - 25 * 3600,) * 2)
+    (tmp_path / ".mine.tmp").write_text("a user's")
+    with atomic_write(tmp_path / "a.txt") as temporary:
+        temporary.write_text("whole")
+        assert not [name for name in names(tmp_path) if name.startswith(f".a.txt.{dead.pid}.")]
+        assert [name for name in names(tmp_path) if name.startswith(".b.txt")]
+    with owned_folder(tmp_path, "save"):
+        assert names(tmp_path) == [other_machine, ".mine.tmp", ".owner", "a.txt"]

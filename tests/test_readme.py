@@ -1,10 +1,8 @@
-"""The README's commands and its example run, in a copy of the project, with small sizes."""
+"""The README's commands and its example run, in a clone, with small sizes."""
 
 import json
 import re
 import shlex
-import shutil
-import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -17,8 +15,8 @@ from megatron.model import from_config
 from megatron.positions import REGISTRY
 from megatron.results.files import read_results
 from megatron.results.table import table
-from tests.forks import OTHERS, Forks
-from tests.support import ROOT, modules
+from tests.support import ROOT, make_texts, modules
+from tools.document_commands import make_clone
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 # What is appended to a command, so that it takes seconds: the last word wins.
@@ -41,39 +39,20 @@ def blocks(language: str) -> list[str]:
 
 def commands() -> list[str]:
     """Every command of the README, without its comment."""
-    lines = [
-        line.split("  #")[0].split("   ")[0].strip()
-        for block in blocks("sh")
-        for line in block.splitlines()
-    ]
-    return [line for line in lines if line]
+    lines = "".join(blocks("sh")).splitlines()
+    return [re.split(r"  #|   ", line)[0].strip() for line in lines if line]
 
 
 @pytest.fixture(scope="module")
-def project(tmp_path_factory) -> Path:
-    """What a clone holds, with small data where the README's user has put or made large ones."""
-    folder = tmp_path_factory.mktemp("readme") / "project"
-    listed = subprocess.run(
-        ["git", "ls-files", "-co", "--exclude-standard"],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=True,
-    ).stdout.split("\n")
-    for name in filter(None, listed):
-        if not name.startswith("tests/") and (ROOT / name).exists():
-            (folder / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy(ROOT / name, folder / name)
-    make_data(folder)
-    return folder
-
-
-def make_data(folder: Path) -> None:
+def clone(tmp_path_factory, forks) -> Path:
+    """A clone with small data where the README's user has put or made large ones."""
+    folder = tmp_path_factory.mktemp("readme")
+    make_clone(folder)
     texts = modules()
     bpe = ByteLevelBPETokenizer()
     special = ["<|endoftext|>"]
     bpe.train_from_iterator(texts, vocab_size=600, show_progress=False, special_tokens=special)
-    for name in ("data", "demo", "texts"):
+    for name in ("data", "demo"):
         (folder / name).mkdir()
     bpe.save_model(str(folder / "data"), "gpt2")
     lines = "".join(json.dumps({"text": text, "meta": {}}) + "\n" for text in texts)
@@ -82,66 +61,49 @@ def make_data(folder: Path) -> None:
     for name in ("mep_free", "rotary"):  # make demo's results
         of_name = [line for line in results if f'"{name}"' in line]
         (folder / "demo" / f"{name}.jsonl").write_text("".join(of_name))
-    for number, text in enumerate(texts):  # those of make demo's corpus: this project's modules
-        (folder / "texts" / f"{number:03}.txt").write_text(text)
+    make_texts(folder / "texts")  # in place of the standard library's, for make demo's corpus
+    words = "--input texts --name stdlib -t HFTokenizer --vocab-size 600 -d demo/data"
+    succeed(forks, folder, f"python prepare_data.py {words}")
+    return folder
 
 
-@pytest.fixture(scope="module")
-def forks(project):
-    """Starts the scripts of the copy. A test adds a module to it, so its own are not imported."""
-    with Forks(project, OTHERS) as forks:
-        # make demo's corpus
-        words = "--input texts --name stdlib -t HFTokenizer --vocab-size 600 -d demo/data"
-        succeed(forks, f"python prepare_data.py {words}")
-        yield forks
-
-
-def succeed(forks: Forks, command: str, more: Sequence[str] = ()) -> str:
+def succeed(forks, clone: Path, command: str, more: Sequence[str] = ()) -> str:
     """What a command of the README prints, cut down by `more`."""
     python, *words = shlex.split(command)
     assert python == "python", command
-    done = forks.run(*words, *more, timeout=300)
+    done = forks.run(*words, *more, cwd=clone, timeout=300)
     assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
     return done.stdout + done.stderr
 
 
-def test_the_readmes_commands_run_in_their_order(project, forks):
-    ran = 0
+def test_the_readmes_commands_run_in_their_order(clone, forks):
+    makefile = (ROOT / "Makefile").read_text()
     for command in commands():
         if command.startswith(("git clone ", "export PIP_")):  # they need a network
             continue
         if command.startswith("make "):
-            assert re.search(
-                rf"^{command.split()[1]}:", (ROOT / "Makefile").read_text(), flags=re.MULTILINE
-            ), command
+            assert f"\n{command.split()[1]}:" in makefile, command
             continue
         size = next((words for script, words in SMALLER.items() if script in command), [])
         if "configs/" in command and "demo.yml" not in command and size:
             size = [*size, *SMALL_MODEL]
-        output = succeed(forks, command, size)
+        output = succeed(forks, clone, command, size)
         if "evaluate.py" in command:
             assert re.search(r"512\*\s+1024", output), output
-        ran += 1
-    assert ran >= 5
-    assert (project / "runs" / "mep" / "global_step2" / "model.safetensors").exists()
+    assert (clone / "runs" / "mep" / "global_step2" / "model.safetensors").exists()
 
 
-def test_the_readmes_mixture_is_a_configuration(project):
+def test_the_readmes_encoding_and_mixture_work(clone, forks):
     for number, block in enumerate(blocks("yaml")):
-        (project / f"block{number}.yml").write_text(block)
-        assert from_config(load([ROOT / "configs/demo.yml", project / f"block{number}.yml"]), 100)
-
-
-def test_the_readmes_encoding_works_after_dropping_it_in(project, forks):
+        (clone / f"block{number}.yml").write_text(block)
+        assert from_config(load([ROOT / "configs/demo.yml", clone / f"block{number}.yml"]), 100)
     (example,) = blocks("python")
-    assert len(example.splitlines()) <= 26
-    path = project / "megatron" / "positions" / "bump.py"
-    path.write_text(example)
-    settings = ["pos_emb=bump", "save=runs/bump", *SMALLER["train.py"], "eval_interval=0"]
-    trained = succeed(forks, "python train.py configs/demo.yml", settings)
-    assert " 4 of them in the encoding" in trained
+    (clone / "bump.py").write_text(example)
+    words = [*SMALLER["train.py"], "eval_interval=0", "pos_emb_file=bump.py"]
+    train = "python train.py configs/demo.yml pos_emb=bump save=runs/bump"
+    assert " 4 of them in the encoding" in succeed(forks, clone, train, words)
     measure = "python evaluate.py --checkpoint runs/bump --lengths 512 1024 eval_tokens=4096"
-    assert "bump" in succeed(forks, measure)
+    assert "bump" in succeed(forks, clone, measure, ["pos_emb_file=bump.py"])
 
 
 def test_the_readmes_table_is_the_measured_one():
