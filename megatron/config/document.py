@@ -55,7 +55,7 @@ def readme() -> str:
         parts.append("\n| key | type | default | |\n|---|---|---|---|")
         for key in all_keys():
             if key.section == name:
-                kind = type_text(key).replace("|", "or")
+                kind = _type(key.info.annotation, key.info.metadata).replace("|", "or")
                 default = default_text(key).removeprefix("default: ")
                 parts.append(f"| `{key.name}` | {kind} | {default} | {description(key)} |")
         parts.append("")
@@ -70,25 +70,17 @@ def readme() -> str:
     return "\n".join(parts) + "\n"
 
 
-def help_text(width: int = 100) -> str:
+def help_text() -> str:
     """All keys for a terminal."""
-    indent = " " * 6
     lines = []
-    section = ""
-    for key in all_keys():
-        if key.section != section:
-            section = key.section
-            lines += ["", f"{section}: {_one_line(SECTIONS[section].__doc__)}"]
-        lines.append(f"  {key.name} ({type_text(key)}; {default_text(key)})")
-        lines += textwrap.wrap(
-            description(key), width, initial_indent=indent, subsequent_indent=indent
-        )
+    for name, section in SECTIONS.items():
+        lines += ["", f"{name}: {_one_line(section.__doc__)}"]
+        for key in all_keys():
+            if key.section == name:
+                kind = _type(key.info.annotation, key.info.metadata)
+                lines.append(f"  {key.name} ({kind}; {default_text(key)})")
+                lines.append(textwrap.indent(textwrap.fill(description(key), 94), " " * 6))
     return "\n".join(lines).strip()
-
-
-def type_text(key: Key) -> str:
-    """The values that may be written for a key, in words."""
-    return _type(key.info.annotation, key.info.metadata)
 
 
 def default_text(key: Key) -> str:
@@ -110,7 +102,7 @@ def _one_line(text: str | None) -> str:
 
 
 def _type(annotation: Any, metadata: Sequence[Any]) -> str:
-    """A type and its bounds; metadata: pydantic's constraints."""
+    """The values of a type in words; metadata: pydantic's bounds."""
     origin = typing.get_origin(annotation)
     inner = typing.get_args(annotation)
     if origin is typing.Annotated:
@@ -119,35 +111,29 @@ def _type(annotation: Any, metadata: Sequence[Any]) -> str:
         kinds = [_type(kind, metadata) for kind in inner if kind is not type(None)]
         return " | ".join(kinds)
     if origin is typing.Literal:
-        return " | ".join(str(value) for value in inner)
+        return " | ".join(map(str, inner))
     if origin is tuple:
         return f"list of: {_type(inner[0], [])}"
     if origin is dict:
         return "mapping"
-    return " ".join([WORDS[annotation], *_bounds(metadata)])
-
-
-def _bounds(metadata: Sequence[Any]) -> list[str]:
-    bounds = []
+    words = [WORDS[annotation]]
     for item in metadata:
-        bounds += _bounds(getattr(item, "metadata", ()))  # pydantic may pack several into one
-        for name, sign in SIGNS.items():
-            if hasattr(item, name):
-                bounds.append(f"{sign} {getattr(item, name):.13g}")
-    return bounds
+        for bound in getattr(item, "metadata", [item]):  # pydantic may pack several into one
+            for name, sign in SIGNS.items():
+                if hasattr(bound, name):
+                    words.append(f"{sign} {getattr(bound, name):.13g}")
+    return " ".join(words)
 
 
 def as_yaml(value: Any) -> str:
     """A plain value in YAML's spelling, and `unset` for null."""
     if value is None:
         return "unset"
-    if isinstance(value, bool):
-        return str(value).lower()
+    if isinstance(value, list):
+        return ", ".join(map(as_yaml, value))
     if isinstance(value, float):
         return f"{value:g}"
-    if isinstance(value, list):
-        return ", ".join(as_yaml(part) for part in value)
-    return str(value)
+    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 if __name__ == "__main__":
