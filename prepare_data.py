@@ -2,7 +2,7 @@
 
 python prepare_data.py --list
 python prepare_data.py openwebtext2
-python prepare_data.py pile --set ArXiv --from-dir downloads
+python prepare_data.py arxiv --from-dir downloads
 python prepare_data.py hf:HuggingFaceFW/fineweb-edu --config sample-10BT --documents 100000
 python prepare_data.py --input texts more.jsonl.zst --name mytext --vocab-size 8192
 """
@@ -15,15 +15,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megatron.cli_errors import guarded
-from megatron.data.corpora.hub_stream import HubStream, Wanted
-from megatron.data.corpora.recipes import (
-    MADE_HERE,
-    Wishes,
-    corpus_names,
-    gpt2_files,
-    listing,
-    named,
-)
+from megatron.data.corpora.hub_stream import HubStream
+from megatron.data.corpora.recipes import MADE_HERE, corpus_names, gpt2_files, listing, named
 from megatron.data.prepare import TokenizerChoice, prepare
 from megatron.data.readers import MB, READERS, Corpus, Files, Limits
 from megatron.data.tokenizers.build import KINDS
@@ -34,8 +27,8 @@ HUB = "hf:"  # before the name of a data set
 OF_HUB = ("split", "config", "revision")
 # Options that mean nothing for a kind of corpus.
 NOT_FOR = {
-    "--input": ("from_dir", "set", "documents", *OF_HUB),
-    "a data set of the hub": ("set", "skip_bad"),
+    "--input": ("from_dir", "documents", *OF_HUB),
+    "a data set of the hub": ("from_dir",),
     "a corpus that is known by name": ("name", "text_key", *OF_HUB),
 }
 POSITIVE = ("workers", "documents", "max_document_mb", "max_unpack_ratio")
@@ -101,25 +94,26 @@ def _corpus(options: argparse.Namespace) -> Corpus:
             raise UserError(f"--{name.replace('_', '-')}: is not for {kind} - leave it away")
 
     limits = Limits(options.max_document_mb * MB, options.max_unpack_ratio)
-    skip_bad = bool(options.skip_bad)
     if kind == "--input":
         if not options.name:
             raise UserError(
                 "--name: is missing - with --input give the corpus a name, such as --name mytext"
             )
-        key = options.text_key or "text"
-        return Files(options.name, options.input, key, limits, skip_bad=skip_bad)
+        return Files(options.name, options.input, options.text_key or "text", limits)
     if kind == "a data set of the hub":
         owner, _, dataset = options.corpus.removeprefix(HUB).partition("/")
         if not owner or not dataset or "/" in dataset:
             raise UserError(f"{options.corpus}: is not a name of a data set - write hf:OWNER/NAME")
-        given = {"text_key": options.text_key, "documents": options.documents}
-        given |= {name: getattr(options, name) for name in OF_HUB}
+        given = {name: getattr(options, name) for name in (*OF_HUB, "text_key", "documents")}
         chosen = {key: value for key, value in given.items() if value is not None}
-        wanted = Wanted(f"{owner}/{dataset}", **chosen)
-        return HubStream(options.name or dataset, wanted, options.from_dir)
-    wishes = Wishes(options.from_dir, options.set, options.documents, skip_bad)
-    return named(options.corpus, options.data_dir, wishes, limits)
+        return HubStream(options.name or dataset, f"{owner}/{dataset}", **chosen)
+    return named(
+        options.corpus,
+        options.data_dir,
+        from_dir=options.from_dir,
+        documents=options.documents,
+        limits=limits,
+    )
 
 
 def _choice(options: argparse.Namespace) -> TokenizerChoice:
@@ -154,97 +148,50 @@ def _parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     add = parser.add_argument
-    add(
-        "corpus",
-        nargs="?",
-        help=f"a corpus known by name: {', '.join(corpus_names())}; or hf:OWNER/NAME, a data set of"
-        " the Hugging Face hub that is read as a stream",
-    )
+    limits = Limits()
+    names = ", ".join(corpus_names())
+    what = f"a corpus known by name: {names}; or hf:OWNER/NAME, a data set of the hub as a stream"
+    add("corpus", nargs="?", help=what)
     add("--list", action="store_true", help="show the corpora, and where each comes from")
-    add(
-        "-d",
-        "--data-dir",
-        type=Path,
-        default=Path("data"),
-        metavar="DIR",
-        help="where data goes (default: data); DIR/download keeps what is downloaded",
-    )
-    add(
-        "--from-dir",
-        type=Path,
-        metavar="DIR",
-        help="take the corpus from files at hand, and download nothing",
-    )
-    add("--set", metavar="PART", help="a part of the corpus, such as ArXiv of pile")
-    add(
-        "--documents",
-        type=int,
-        metavar="N",
-        help="take the first N documents, and download no more files than they need",
-    )
+    what = "where data goes (default: data); DIR/download keeps what is downloaded"
+    add("-d", "--data-dir", type=Path, default=Path("data"), metavar="DIR", help=what)
+    what = "take the corpus from files at hand, and download nothing"
+    add("--from-dir", type=Path, metavar="DIR", help=what)
+    what = "take the first N documents, and download no more files than they need"
+    add("--documents", type=int, metavar="N", help=what)
     add("--split", help="hf: which split (default: train)")
     add("--config", help="hf: which configuration of the data set")
     add("--revision", help="hf: a branch, tag or commit (default: main)")
-    add(
-        "--tokenizer-files",
-        action="store_true",
-        help="prepare nothing: bring GPT-2's gpt2-vocab.json and gpt2-merges.txt into -d",
-    )
+    what = "prepare nothing: bring GPT-2's gpt2-vocab.json and gpt2-merges.txt into -d"
+    add("--tokenizer-files", action="store_true", help=what)
     kinds = ", ".join(READERS)
-    add(
-        "--input",
-        nargs="+",
-        metavar="FILE",
-        help=f"your own text, or folders of it: {kinds}; other UTF-8 files are one document each",
-    )
+    what = f"your own text, or folders of it: {kinds}; other UTF-8 files are one document each"
+    add("--input", nargs="+", metavar="FILE", help=what)
     add("--name", help="how your own corpus is called")
-    add(
-        "--text-key",
-        "--jsonl-keys",
-        help="what holds the text in JSON lines and tables (default: text)",
+    what = "what holds the text in JSON lines and tables (default: text)"
+    add("--text-key", "--jsonl-keys", help=what)
+    what = (
+        "refuse longer documents and lines of JSON: they must fit into memory several times"
+        " (default: %(default)s)"
     )
-    add(
-        "--max-document-mb",
-        type=int,
-        metavar="MB",
-        default=Limits().document // MB,
-        help="refuse longer documents and lines of JSON: they must fit into memory several times"
-        " (default: %(default)s)",
-    )
-    add(
-        "--skip-bad",
-        action="store_true",
-        default=None,
-        help="count damaged lines, rows and text files of --input, instead of ending with an error",
-    )
-    add(
-        "--max-unpack-ratio",
-        type=int,
-        metavar="N",
-        default=Limits().ratio,
-        help="refuse a packed file that grows by more than this (default: %(default)s)",
-    )
+    size = limits.document // MB
+    add("--max-document-mb", type=int, metavar="MB", default=size, help=what)
+    what = "refuse a packed file that grows by more than this (default: %(default)s)"
+    add("--max-unpack-ratio", type=int, metavar="N", default=limits.ratio, help=what)
     add("-t", "--tokenizer-type", metavar="TYPE", help=f"one of {', '.join(KINDS)}")
-    add(
-        "--vocab-file",
-        type=Path,
-        help="vocab.json (GPT2BPETokenizer), tokenizer.json or its folder (HFTokenizer), a"
-        " SentencePiece model (SPMTokenizer), a .tiktoken file (TiktokenTokenizer)",
+    what = (
+        "vocab.json (GPT2BPETokenizer), tokenizer.json or its folder (HFTokenizer), a SentencePiece"
+        " model (SPMTokenizer), a .tiktoken file (TiktokenTokenizer)"
     )
+    add("--vocab-file", type=Path, help=what)
     add("--merge-file", type=Path, help="merges.txt (GPT2BPETokenizer)")
     size = TokenizerChoice.vocab_size
-    add(
-        "--vocab-size",
-        type=int,
-        help=f"entries of the BPE trained where no file is given (default: {size})",
-    )
+    what = f"entries of the BPE trained where no file is given (default: {size})"
+    add("--vocab-size", type=int, help=what)
     add("--append-eod", action="store_true", help="of GPT-NeoX: an end token is always written")
     add("--workers", type=int, help="processes that encode (default: one for each core)")
-    add(
-        "--verify",
-        metavar="PREFIX",
-        help="prepare nothing: compare these token files with their sha256 and their vocabulary",
-    )
+    what = "prepare nothing: compare these token files with their sha256 and their vocabulary"
+    add("--verify", metavar="PREFIX", help=what)
     add("--overwrite", action="store_true", help="replace an earlier corpus of this name")
     return parser
 

@@ -110,6 +110,11 @@ def sync(path: Path) -> None:
         os.fsync(file.fileno())
 
 
+def place_of(prefix: str) -> str:
+    """Where the tokens of a prefix lie, the same for two spellings and for links."""
+    return os.path.realpath(f"{prefix}.bin")
+
+
 def sha256_of(path: Path) -> str:
     """The sha256 of a file, read piece by piece. Raises UserError if it cannot be read."""
     try:

@@ -17,7 +17,7 @@ LEVELS = [
     {"errors", "commit", "strict_json", "network"},
     {"files"},
     {"folder_lock", "cli_errors"},
-    {"positions", "attention", "results", "splits", "address"},
+    {"positions", "attention", "results", "splits"},
     {"config", "parallel"},
     {"model", "data"},
     {"checkpoints"},

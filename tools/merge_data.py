@@ -8,6 +8,7 @@ narrowest one that holds the ids of all. The card lists the sources of all.
 
 import argparse
 import hashlib
+import logging
 import sys
 from collections import Counter
 from collections.abc import Sequence
@@ -16,12 +17,12 @@ from typing import Any
 
 import numpy as np
 
-from megatron.address import is_address, place_of
 from megatron.cli_errors import guarded
 from megatron.data.tokens import TokenFile, TokenWriter
 from megatron.errors import CONTROL, UserError
+from megatron.files import place_of
 
-COUNTS = ("text_bytes", "blank", "only_space", "skipped")  # of a card; a merged one has their sums
+log = logging.getLogger(__name__)
 
 
 @guarded
@@ -35,10 +36,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(words)
     prefixes, output = options.prefixes, options.output
     places = {place_of(prefix) for prefix in [*prefixes, output]}
-    if len(prefixes) < 2 or is_address(output) or len(places) <= len(prefixes):
+    if len(prefixes) < 2 or len(places) <= len(prefixes):
         raise UserError(
-            "merge_data.py: give two prefixes or more, each once, and for -o another place on this"
-            " machine"
+            "merge_data.py: give two prefixes or more, each once, and for -o another place"
         )
     if options.name and CONTROL.search(options.name):
         raise UserError(f"--name: {options.name!r} has a control character - choose another")
@@ -48,12 +48,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         writer = file.meta.get("tokenizer", {})
         if not writer and not options.assume_same_tokenizer:
             raise UserError(
-                f"{file.place}: has no .json that names its tokenizer - if it is that of the"
+                f"{file.prefix}: has no .json that names its tokenizer - if it is that of the"
                 " other files, add --assume-same-tokenizer"
             )
         if writer and tokenizer and writer.get("hash") != tokenizer.get("hash"):
             raise UserError(
-                f"{file.place}: was written by another tokenizer ({writer.get('type')}"
+                f"{file.prefix}: was written by another tokenizer ({writer.get('type')}"
                 f" {writer.get('hash')}, not {tokenizer.get('type')} {tokenizer.get('hash')}),"
                 " whose ids mean different text - prepare all of the text with one of them"
             )
@@ -72,7 +72,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                     digest.update(ids.tobytes())
                 merged.end_document()
             size = file.tokens * file.dtype.itemsize
-            itself = {"path": f"{file.place}.bin", "bytes": size, "sha256": digest.hexdigest()}
+            itself = {"path": f"{prefix}.bin", "bytes": size, "sha256": digest.hexdigest()}
             sources += file.meta.get("sources") or [itself]
         if tokenizer:
             names = dict.fromkeys(file.meta.get("corpus") or file.prefix.name for file in files)
@@ -80,42 +80,28 @@ def main(argv: Sequence[str] | None = None) -> int:
                 "corpus": options.name or " + ".join(names),
                 "tokenizer": tokenizer,
                 "sources": sources,
-                "merged": [_part(file) for file in files],
-                **_sums([file.meta for file in files]),
+                "merged": [
+                    {"prefix": str(file.prefix), "documents": len(file), "tokens": file.tokens}
+                    for file in files
+                ],
                 "dtype": str(merged.dtype),
                 "date": datetime.now(UTC).isoformat(timespec="seconds"),
                 "command": ["merge_data.py", *words],
             }
+            sizes = [file.text_bytes for file in files]
+            if None not in sizes:
+                merged.meta["text_bytes"] = sum(size or 0 for size in sizes)
     repeated = [key for key, n in Counter(one["sha256"] for one in sources).items() if n > 1]
     if repeated:
-        print(
-            "warning: sources with the same sha256 are in several of the files, so their documents"
-            f" are there several times: {', '.join(one[:12] for one in repeated)}",
-            file=sys.stderr,
+        log.warning(
+            "sources with the same sha256 are in several of the files, so their documents are there"
+            " several times: %s",
+            ", ".join(one[:12] for one in repeated),
         )
     print(f"{output}: {merged.documents:,} documents, {merged.tokens:,} tokens ({merged.dtype})")
     if not tokenizer:
         print("no card was written, because none of the files has one")
     return 0
-
-
-def _part(file: TokenFile) -> dict[str, Any]:
-    """One of the merged files: where its documents end in the whole follows from the order."""
-    facts = {"prefix": file.place, "documents": len(file), "tokens": file.tokens}
-    known = {key: file.meta[key] for key in ("corpus", "recipe", "sha256") if key in file.meta}
-    return facts | known
-
-
-def _sums(cards: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Counts over all files; one that some file lacks is left out."""
-    sums: dict[str, Any] = {}
-    for key in COUNTS:
-        if all(key in card for card in cards):
-            sums[key] = sum(card[key] for card in cards)
-    skips: Counter[str] = Counter()
-    for card in cards:
-        skips.update(card.get("skips", {}))
-    return sums | ({"skips": dict(skips)} if skips else {})
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -1,25 +1,23 @@
-"""Train a tokenizer on your own text, or on a corpus that is known by name.
+"""Train a byte-level BPE, as GPT-2's is, on your own text or on a corpus that is known by name.
 
 python tools/train_tokenizer.py stdlib --vocab-size 8192 -o tokenizers/stdlib/tokenizer.json
-python tools/train_tokenizer.py --input texts more.jsonl.zst --vocab-size 32000 --model unigram \\
-    -o tokenizers/mine.model
+python tools/train_tokenizer.py --input texts more.jsonl.zst --vocab-size 32000 -o mine.json
 
-Without --model it is a byte-level BPE, as GPT-2's is; with it a SentencePiece model. Every
-twentieth document is held out, and the bytes of it per token are printed. The same text gives the
-same tokenizer.
+Every twentieth document is held out, and the bytes of it per token are printed. The same text gives
+the same tokenizer.
 """
 
 import argparse
 import sys
 from collections.abc import Iterator, Sequence
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 
 from megatron.cli_errors import guarded
 from megatron.data.corpora.recipes import corpus_names, named
 from megatron.data.readers import Corpus, Files
 from megatron.data.tokenizers.build import build_tokenizer
-from megatron.data.tokenizers.train import train_sentence_pieces, train_tokenizer
+from megatron.data.tokenizers.train import train_tokenizer
 from megatron.errors import UserError
 from megatron.files import atomic_write
 
@@ -28,7 +26,7 @@ PIECE = 100_000  # characters that are learned from, or measured, at a time
 MEASURED = 20_000_000  # characters of held-out text at most
 
 
-def pieces_of(corpus: Corpus, most: int, *, held_out: bool) -> Iterator[str]:
+def texts_of(corpus: Corpus, most: int, *, held_out: bool) -> Iterator[str]:
     """At most so many characters of the held-out documents, or of all others, in pieces.
 
     Of a named corpus only the documents that are trained on.
@@ -49,11 +47,8 @@ def pieces_of(corpus: Corpus, most: int, *, held_out: bool) -> Iterator[str]:
 def main(argv: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(argv)
     output: Path = options.output
-    kind, ending = ("SPMTokenizer", ".model") if options.model else ("HFTokenizer", ".json")
-    if output.suffix != ending:
-        raise UserError(
-            f"-o: {output} does not end with {ending}, as the file of {kind} does - rename it"
-        )
+    if output.suffix != ".json":
+        raise UserError(f"-o: {output} does not end with .json, as a tokenizer.json - rename it")
     if output.exists() and not options.overwrite:
         raise UserError(f"-o: {output} exists already - choose another name, or add --overwrite")
     if options.characters < 1:
@@ -68,35 +63,26 @@ def main(argv: Sequence[str] | None = None) -> int:
     else:
         corpus = Files("input", options.input, options.text_key)
 
-    learned = 0  # characters
-
-    def counted() -> Iterator[str]:
-        nonlocal learned
-        for text in pieces_of(corpus, options.characters, held_out=False):
-            learned += len(text)
-            yield text
-
+    learned = texts_of(corpus, options.characters, held_out=False)
+    first = next(learned, "")
+    if not first:
+        raise UserError(f"{corpus.name}: has no text to learn from - give files with text")
     with atomic_write(output) as temporary:
-        if options.model:
-            content = train_sentence_pieces(counted(), options.vocab_size, options.model)
-        else:
-            content = train_tokenizer(counted(), options.vocab_size).encode()
-        if not learned:
-            raise UserError(f"{corpus.name}: has no text to learn from - give files with text")
-        temporary.write_bytes(content)
-        tokenizer = build_tokenizer(kind, temporary)
+        text = train_tokenizer(chain([first], learned), options.vocab_size)
+        temporary.write_text(text, encoding="utf-8")
+        tokenizer = build_tokenizer("HFTokenizer", temporary)
 
     tokens = text_bytes = 0
-    for piece in pieces_of(corpus, MEASURED, held_out=True):
+    for piece in texts_of(corpus, MEASURED, held_out=True):
         tokens += len(tokenizer.encode(piece))
         text_bytes += len(piece.encode())
-    print(f"{output}: {kind} {tokenizer.hash}, {tokenizer.vocab_size:,} entries")
+    print(f"{output}: HFTokenizer {tokenizer.hash}, {tokenizer.vocab_size:,} entries")
     if tokens:
         ratio = f"{text_bytes / tokens:.3f} bytes per token"
         print(f"{ratio} on {text_bytes:,} bytes of held-out documents")
     else:
         print(f"nothing was held out to measure it on: fewer than {HELD_OUT} documents")
-    print(f"in your YAML:\n  tokenizer_type: {kind}\n  vocab_file: {output}")
+    print(f"in your YAML:\n  tokenizer_type: HFTokenizer\n  vocab_file: {output}")
     return 0
 
 
@@ -110,26 +96,10 @@ def _parser() -> argparse.ArgumentParser:
     add("--text-key", default="text", help="what holds the text in JSON lines (default: text)")
     add("-d", "--data-dir", type=Path, default=Path("data"), help="where downloads are (data)")
     add("--vocab-size", type=int, required=True, help="entries, such as 8192")
-    add(
-        "--model",
-        choices=("bpe", "unigram"),
-        help="train a SentencePiece model of this kind; without it a byte-level BPE",
-    )
-    add(
-        "--characters",
-        type=int,
-        default=200_000_000,
-        help="learn from so many characters at most (default: %(default)s); SentencePiece keeps"
-        " all of them in memory",
-    )
-    add(
-        "-o",
-        "--output",
-        type=Path,
-        required=True,
-        metavar="FILE",
-        help="tokenizer.json or a .model",
-    )
+    most = "learn from so many characters at most (default: %(default)s)"
+    add("--characters", type=int, default=200_000_000, help=most)
+    place = "the tokenizer.json that is written"
+    add("-o", "--output", type=Path, required=True, metavar="FILE", help=place)
     add("--overwrite", action="store_true", help="replace an earlier file of this name")
     return parser
 

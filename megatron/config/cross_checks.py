@@ -6,7 +6,6 @@ from urllib.parse import urlsplit
 
 import torch
 
-from megatron.address import address_fault, is_address, place_of
 from megatron.config.legacy import CORPORA
 from megatron.config.messages import Report, contradiction
 from megatron.config.schema import (
@@ -24,6 +23,7 @@ from megatron.config.schema import (
     Training,
 )
 from megatron.errors import UserError
+from megatron.files import place_of
 from megatron.positions import Shape, options_of
 from megatron.positions.base import check_key_heads
 from megatron.positions.layers import build_entry, check_embeddings, entries_of, name_of_layers
@@ -194,10 +194,6 @@ def _data(data: Data, training: Training) -> Faults:
     for key, prefixes in [("data_path", [path]), *((key, getattr(data, key)) for key in CORPORA)]:
         earlier = set()
         for prefix in prefixes:
-            fault = address_fault(prefix) if is_address(prefix) else None
-            if fault:
-                yield True, f"{key}: {fault}"
-                continue  # other messages would repeat the address with its secrets
             yield (
                 prefix.endswith((".bin", ".idx")),
                 f"{key}: {prefix} is a file; give the prefix {prefix[:-4]}",

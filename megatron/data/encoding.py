@@ -1,6 +1,5 @@
 """Documents to the bytes of their ids: in pieces, by words, here or in several processes."""
 
-import json
 import multiprocessing
 import os
 import re
@@ -12,13 +11,13 @@ from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from itertools import chain, islice
 from pathlib import Path
-from typing import NamedTuple, Protocol, runtime_checkable
+from typing import NamedTuple
 
 import numpy as np
 
 from megatron.data.readers import Corpus
 from megatron.data.tokenizers.build import build_tokenizer
-from megatron.data.tokenizers.tokenizer import Tokenizer, pieces
+from megatron.data.tokenizers.tokenizer import pieces
 from megatron.data.tokens import dtype_for
 from megatron.errors import UserError
 
@@ -39,27 +38,13 @@ LONGEST_WORD = 100  # characters of a word that is remembered
 
 
 class TextPiece(NamedTuple):
-    """A part of a document.
-
-    document: its number in the corpus, from 1 on; last: whether the document ends here
-    only_space, text_bytes: of the document, UTF-8; given with its last piece
-    """
+    """A part of a document; last: whether the document ends here."""
 
     text: str
-    document: int
     last: bool
-    only_space: bool = False
-    text_bytes: int = 0
 
 
 Batch = list[TextPiece]
-
-
-class Encoded(NamedTuple):
-    """ids: of all texts, one after another, as bytes; counts: tokens of each text"""
-
-    ids: bytes
-    counts: list[int]
 
 
 class TokenizerFiles(NamedTuple):
@@ -71,20 +56,17 @@ class TokenizerFiles(NamedTuple):
     hash: str
 
 
-def pieces_of(
-    corpus: Corpus, cuttable: bool, *, start: int = 0, stop: int | None = None
-) -> Iterator[TextPiece]:
-    """Documents number start + 1 to stop of a corpus, or to its end, in pieces.
+def pieces_of(corpus: Corpus, cuttable: bool, stop: int | None = None) -> Iterator[TextPiece]:
+    """The documents of a corpus in pieces, the first `stop` of them or all.
 
     cuttable: of the tokenizer
     """
-    for number, document in islice(enumerate(corpus.documents(), 1), start, stop):
+    for number, document in enumerate(islice(corpus.documents(), stop), 1):
         where = f"{corpus.name}: document {number}"
         *texts, last = pieces(document, where=where, cuttable=cuttable)
         for text in texts:
-            yield TextPiece(text, number, last=False)
-        size = len(document) if document.isascii() else len(document.encode())
-        yield TextPiece(last, number, True, document.isspace(), size)
+            yield TextPiece(text, last=False)
+        yield TextPiece(last, last=True)
 
 
 def batches_of(parts: Iterable[TextPiece], characters: int = BATCH_CHARACTERS) -> Iterator[Batch]:
@@ -103,8 +85,8 @@ def batches_of(parts: Iterable[TextPiece], characters: int = BATCH_CHARACTERS) -
 
 def encode_in_order(
     batches: Iterable[Batch], files: TokenizerFiles, workers: int
-) -> Generator[tuple[Batch, Encoded], None, None]:
-    """Each batch with its ids, in the order of the batches.
+) -> Generator[tuple[Batch, list[bytes]], None, None]:
+    """Each batch with the ids of its texts, in the order of the batches.
 
     workers: 1: this process does all; more: so many processes encode, and this one reads and writes
     Raises UserError if a process is lost, or a text cannot be encoded.
@@ -117,9 +99,10 @@ def encode_in_order(
         for batch in everything:
             yield batch, encoder.encode([piece.text for piece in batch])
         return
+
     # Not forks of this process: they would inherit the locks of its threads without the threads.
     context = multiprocessing.get_context("forkserver")
-    ahead: deque[tuple[Batch, Future[Encoded]]] = deque()
+    ahead: deque[tuple[Batch, Future[list[bytes]]]] = deque()
     with ProcessPoolExecutor(workers, context, _start_worker, (files,)) as pool:
         try:
             for batch in everything:
@@ -133,8 +116,7 @@ def encode_in_order(
         except BrokenProcessPool:
             raise UserError(
                 "--workers: a process that encodes has ended, killed or out of memory - start the"
-                " same command again: it continues; with fewer --workers if the memory does not"
-                " suffice"
+                " same command again, with fewer --workers if the memory does not suffice"
             ) from None
         finally:
             pool.shutdown(wait=False, cancel_futures=True)
@@ -159,16 +141,9 @@ def _end_with_parent() -> None:
     os._exit(1)
 
 
-def _encode_in_worker(texts: Sequence[str]) -> Encoded:
+def _encode_in_worker(texts: Sequence[str]) -> list[bytes]:
     assert _encoder is not None
     return _encoder.encode(texts)
-
-
-@runtime_checkable
-class WithJson(Protocol):
-    """A tokenizer whose contents can be looked at."""
-
-    def to_json(self) -> str: ...
 
 
 class Encoder:
@@ -185,21 +160,13 @@ class Encoder:
                 f"vocab_file: {files.vocab_file} was changed while it was used - start again"
             )
         self.dtype = dtype_for(self.tokenizer.vocab_size)
-        self.by_words = works_by_words(self.tokenizer)
         self.known: dict[str, bytes] = {}
         self._most = most
 
-    def encode(self, texts: Sequence[str]) -> Encoded:
-        """Raises UserError if the library fails."""
-        contents = self._by_words(texts) if self.by_words else self._contents(texts)
-        width = self.dtype.itemsize
-        return Encoded(b"".join(contents), [len(content) // width for content in contents])
-
-    def _contents(self, texts: Sequence[str]) -> list[bytes]:
-        """The ids of each text, as bytes."""
-        return [np.array(ids, self.dtype).tobytes() for ids in self.tokenizer.encode_batch(texts)]
-
-    def _by_words(self, texts: Sequence[str]) -> list[bytes]:
+    def encode(self, texts: Sequence[str]) -> list[bytes]:
+        """The ids of each text, as bytes. Raises UserError if the library fails."""
+        if not self.tokenizer.by_words:
+            return self._contents(texts)
         words_of_texts = [words_of(text) for text in texts]
         known = self.known
         unknown = list(set().union(*words_of_texts) - known.keys())
@@ -212,19 +179,8 @@ class Encoder:
             known.clear()
         return contents
 
-
-def works_by_words(tokenizer: Tokenizer) -> bool:
-    """Whether the ids of a text are those of its words, one after another.
-
-    So it is for byte-level BPE with GPT-2's pattern, where nothing else looks at the text.
-    """
-    if not tokenizer.cuttable or not isinstance(tokenizer, WithJson):
-        return False
-    parts = json.loads(tokenizer.to_json())
-    after = parts["post_processor"] or {"type": "ByteLevel"}
-    # Special tokens are not looked for in documents; others may stand across words.
-    added = [token for token in parts["added_tokens"] if not token["special"]]
-    return after["type"] == "ByteLevel" and not added
+    def _contents(self, texts: Sequence[str]) -> list[bytes]:
+        return [np.array(ids, self.dtype).tobytes() for ids in self.tokenizer.encode_batch(texts)]
 
 
 def words_of(text: str) -> list[str]:

@@ -1,11 +1,10 @@
-"""Corpora, and corpora of files: JSON lines, text, tables, packed, in tar archives or not.
+"""Corpora, and corpora of files: JSON lines, text and Parquet, packed, in tar archives or not.
 
 Files are streamed: memory holds one document several times, never a file. A table inside an archive
 is the exception, it must be as small as a document.
 """
 
 import gzip
-import hashlib
 import io
 import json
 import logging
@@ -41,7 +40,7 @@ class Corpus:
     about: what else PREFIX.json says of it, such as its recipe and how it was limited
     to_train_on: so many of its first documents are not held out; None: the split decides that
     skips: how many entries or files the last `documents()` left out, by reason
-    skipped: how many of these are damaged
+    is_here: whether `sources` can be said without a download
     """
 
     def __init__(self, name: str) -> None:
@@ -49,7 +48,7 @@ class Corpus:
         self.about: dict[str, Any] = {}
         self.to_train_on: int | None = None
         self.skips: Counter[str] = Counter()
-        self.skipped = 0
+        self.is_here = True
 
     def documents(self) -> Iterator[str]:
         """The text of every document."""
@@ -58,14 +57,6 @@ class Corpus:
     def sources(self) -> list[dict[str, Any]]:
         """The files that are read, each with its sha256."""
         raise NotImplementedError
-
-    def identity(self) -> Any:
-        """JSON values that are others when the documents may be others, found quickly."""
-        return self.sources()
-
-    def is_here(self) -> bool:
-        """Whether `sources` can be said without a download."""
-        return True
 
 
 class Limits(NamedTuple):
@@ -80,7 +71,7 @@ class Limits(NamedTuple):
 
 
 class Keep(NamedTuple):
-    """Which entries of a file belong to a corpus: those with `value` under `key`.
+    """Which entries of JSON lines belong to a corpus: those with `value` under `key`.
 
     key: with a dot for what lies deeper, such as meta.pile_set_name
     """
@@ -98,8 +89,7 @@ class Files(Corpus):
     """A corpus of files.
 
     inputs: files and folders; key: what holds the text in JSON lines and tables
-    keep: which entries of JSON lines and tables are documents of this corpus (all without it)
-    skip_bad: count damaged entries, which are errors otherwise
+    keep: which entries of JSON lines are documents of this corpus (all without it)
     Raises UserError for what is missing or cannot be read as text.
     """
 
@@ -110,17 +100,13 @@ class Files(Corpus):
         key: str = "text",
         limits: Limits | None = None,
         keep: Keep | None = None,
-        *,
-        skip_bad: bool = False,
     ):
         super().__init__(name)
         self.paths = list_files(inputs)
         self.key = key
         self.limits = limits or Limits()
         self.keep = keep
-        self.skip_bad = skip_bad
-        self._read: dict[Path, os.stat_result] = {}  # files of which documents were read
-        self._sums: dict[Path, str] = {}  # of files that were read to their end
+        self._read: dict[Path, os.stat_result] = {}  # files when they were first read
         self._left = 0  # bytes that the current file may still unpack to
 
     def needed(self) -> Iterator[Path]:
@@ -133,54 +119,29 @@ class Files(Corpus):
         Raises UserError at the first fault.
         """
         self.skips.clear()
-        self.skipped = 0
         for path in self.needed():
             with _readable(path), path.open("rb") as file:
                 status = os.fstat(file.fileno())
-                self._read[path] = status
+                self._read.setdefault(path, status)
                 self._left = max(FREE, status.st_size * self.limits.ratio)
-                if _reader(path.name) is Files._table:
-                    texts = self._table(str(path), file)
-                    summed = None
-                else:
-                    summed = _Summed(file)
-                    texts = self._texts(str(path), io.BufferedReader(summed, CHUNK))
-                for text in texts:
+                for text in self._texts(str(path), file):
                     yield _encodable(text)
-                if summed is not None:
-                    while summed.read(CHUNK):  # what follows the last document
-                        pass
-                    self._sums[path] = summed.sum.hexdigest()
-                self._check_unchanged(path)
 
     def sources(self) -> list[dict[str, Any]]:
-        """Path, bytes and sha256 of each file."""
+        """Path, bytes and sha256 of each file. Raises UserError if one was changed meanwhile."""
         entries = []
-        for path in self.needed():
+        for path in self._read or self.needed():
             with _readable(path):
-                sha256 = self._sums.get(path) or sha256_of(path)
-                entries.append({"path": str(path), "bytes": path.stat().st_size, "sha256": sha256})
-                self._check_unchanged(path)
+                sha256 = sha256_of(path)
+                now = path.stat()
+            before = self._read.get(path, now)
+            if (before.st_size, before.st_mtime_ns) != (now.st_size, now.st_mtime_ns):
+                raise UserError(
+                    f"--input: {path} was changed while it was read - wait until nothing writes to"
+                    " it, and start again"
+                )
+            entries.append({"path": str(path), "bytes": now.st_size, "sha256": sha256})
         return entries
-
-    def identity(self) -> Any:
-        """Names, sizes and times of the files, and how they are read."""
-        files = []
-        for path in self.needed():
-            with _readable(path):
-                status = path.stat()
-            files.append([str(path.absolute()), status.st_size, status.st_mtime_ns])
-        return [files, self.key, self.keep, self.skip_bad, self.limits]
-
-    def _check_unchanged(self, path: Path) -> None:
-        """Raise UserError if a file is not the one whose documents were read."""
-        before = self._read.get(path)
-        now = path.stat()
-        if before and (before.st_size, before.st_mtime_ns) != (now.st_size, now.st_mtime_ns):
-            raise UserError(
-                f"--input: {path} was changed while it was read - wait until nothing writes to it,"
-                " and start again"
-            )
 
     # --- Kinds of files. name: for messages; its end says what the file is ---
 
@@ -189,56 +150,50 @@ class Files(Corpus):
         return reader(self, name, file)
 
     def _json_lines(self, name: str, file: IO[bytes]) -> Iterator[str]:
-        for number, line in enumerate(self._lines(name, file), 1):
+        stream = self._unpacked(name, file)
+        number = 0
+        while line := stream.readline(self.limits.document + 2):
+            number += 1
             where = f"{name}:{number}"
-            self._check_size(where, len(line))
+            self._check_size(where, len(line) - 1)
             if not line.strip():
                 self.skips["empty line"] += 1
                 continue
             try:
                 entry = json.loads(line.removeprefix(b"\xef\xbb\xbf"))
             except (ValueError, RecursionError) as error:
-                fault = f"{where}: is not JSON in UTF-8 ({str(error)[:200]})"
-                self._leave_out("line that is not JSON", f"{fault} - mend or remove the line")
-                continue
-            yield from self._entry(entry, where)
+                raise UserError(
+                    f"{where}: is not JSON in UTF-8 ({str(error)[:200]}) - mend or remove the line"
+                ) from None
+            if self.keep is None or self.keep(entry):
+                yield self._text_of(entry, where)
+            else:
+                self.skips[f"not {self.keep.key} = {self.keep.value}"] += 1
 
     def _plain_text(self, name: str, file: IO[bytes]) -> Iterator[str]:
         try:
-            yield self._whole(name, file).decode("utf-8-sig")
+            yield self._whole(name, self._unpacked(name, file)).decode("utf-8-sig")
         except UnicodeDecodeError as error:
-            fault = f"{name}: is not UTF-8 (byte {error.start}) - convert the file"
-            self._leave_out("file that is not UTF-8", fault)
+            raise UserError(
+                f"{name}: is not UTF-8 (byte {error.start}) - convert the file"
+            ) from None
 
     def _table(self, name: str, file: IO[bytes]) -> Iterator[str]:
-        """The rows of a Parquet or Arrow file."""
-        import pyarrow  # here, because it is slow to import and rarely needed
-        from pyarrow import parquet
+        """The rows of a Parquet file."""
+        from pyarrow import parquet  # here, because it is slow to import and rarely needed
 
-        keys = {self.key, *([self.keep.key.split(".")[0]] if self.keep else [])}
         number = 0
         try:
-            if name.endswith(".parquet"):
-                table = parquet.ParquetFile(file)
-                columns = [key for key in table.schema_arrow.names if key in keys]
-                batches = table.iter_batches(ROWS, columns=columns or None)
-            elif file.read(6) == b"ARROW1":
-                table = pyarrow.ipc.open_file(file)
-                batches = map(table.get_batch, range(table.num_record_batches))
-            else:
-                file.seek(0)
-                batches = pyarrow.ipc.open_stream(file)
-            for batch in batches:
-                batch.validate(full=True)  # an Arrow file may claim places outside of itself
-                for row in range(batch.num_rows):
+            table = parquet.ParquetFile(file)
+            names = table.schema_arrow.names
+            columns = [self.key] if self.key in names else names
+            for batch in table.iter_batches(ROWS, columns=columns):
+                for row in batch.to_pylist():
                     number += 1
-                    entry = dict.fromkeys(batch.schema.names)
-                    for key in keys & entry.keys():
-                        entry[key] = batch.column(key)[row].as_py()
                     where = f"{name}: row {number}"
-                    for text in self._entry(entry, where):
-                        self._check_size(where, len(text))
-                        yield text
+                    text = self._text_of(row, where)
+                    self._check_size(where, len(text))
+                    yield text
         except UserError:
             raise
         except Exception as error:  # pyarrow has many
@@ -249,9 +204,9 @@ class Files(Corpus):
 
     def _archive(self, name: str, file: IO[bytes]) -> Iterator[str]:
         """The documents of the regular files of an archive; nothing is written to the disk."""
-        content = io.BufferedReader(_Chunks(self._chunks(name, file)))
+        stream = self._unpacked(name, file)
         try:
-            with tarfile.open(fileobj=content, mode="r|", tarinfo=_Member) as archive:
+            with tarfile.open(fileobj=stream, mode="r|", tarinfo=_Member) as archive:
                 while (member := archive.next()) is not None:
                     archive.members = []  # type: ignore[attr-defined]  # else memory keeps them all
                     if member.isdir():
@@ -260,20 +215,20 @@ class Files(Corpus):
                     inner_name = f"{name}: {member.name}"
                     if inner is None:
                         self.skips["link or device in an archive"] += 1
-                    elif member.name.rpartition("/")[2].startswith("."):
+                        continue
+                    if member.name.rpartition("/")[2].startswith("."):
                         self.skips["hidden file in an archive"] += 1
-                    elif _reader(inner_name) is Files._table:
-                        table = io.BytesIO(self._whole(inner_name, inner))
-                        yield from self._table(inner_name, table)
-                    else:
-                        yield from self._texts(inner_name, inner)
+                        continue
+                    if _reader(inner_name) is Files._table:
+                        inner = io.BytesIO(self._whole(inner_name, inner))
+                    yield from self._texts(inner_name, inner)
         except UserError:
             raise
         except (tarfile.TarError, OverflowError, ValueError) as fault:
             raise UserError(
                 f"{name}: is cut off or damaged as a tar archive ({fault}) - copy it again"
             ) from None
-        while rest := content.read(CHUNK):
+        while rest := stream.read(CHUNK):
             if rest.strip(b"\0"):
                 raise UserError(
                     f"{name}: goes on after the end of the archive - if several were joined, give"
@@ -282,35 +237,23 @@ class Files(Corpus):
 
     # --- Parts of files ---
 
-    def _entry(self, entry: Any, where: str) -> Iterator[str]:
-        """The text of an entry, as lm_dataformat stores it; nothing if it is not wanted.
+    def _text_of(self, entry: Any, where: str) -> str:
+        """The text of an entry, as lm_dataformat stores it.
 
         An entry is a bare string, or an object whose `key` holds text or a list of paragraphs.
         """
-        if self.keep is not None and not self.keep(entry):
-            self.skips[f"not {self.keep.key} = {self.keep.value}"] += 1
-            return
         text = entry
         if isinstance(entry, dict):
             text = entry.get(self.key)
             if isinstance(text, list) and all(isinstance(part, str) for part in text):
                 text = "\n\n".join(text)
         if isinstance(text, str):
-            yield text
-            return
-        what = f"the keys {', '.join(entry)}" if isinstance(entry, dict) else "no keys"
-        self._leave_out(
-            "entry without text",
-            f"{where}: has no text under '{self.key}', it has {what} - say which one holds the text"
-            " with --text-key",
+            return text
+        keys = f"the keys {', '.join(entry)}" if isinstance(entry, dict) else "no keys"
+        raise UserError(
+            f"{where}: has no text under '{self.key}', it has {keys} - say which one holds the text"
+            " with --text-key"
         )
-
-    def _leave_out(self, reason: str, fault: str) -> None:
-        """Count a damaged entry; raise UserError unless such are to be skipped."""
-        if not self.skip_bad:
-            raise UserError(fault)
-        self.skips[reason] += 1
-        self.skipped += 1
 
     def _check_size(self, where: str, size: int) -> None:
         if size > self.limits.document:
@@ -319,31 +262,17 @@ class Files(Corpus):
                 " memory - remove it, cut it into several, or raise --max-document-mb"
             )
 
-    def _lines(self, name: str, file: IO[bytes]) -> Iterator[bytes]:
-        """The lines of a file without their ends."""
-        begun: list[bytes] = []  # of a line that goes on in the next chunk
-        for chunk in self._chunks(name, file):
-            *ended, rest = chunk.split(b"\n")
-            for line in ended:
-                yield b"".join([*begun, line])
-                begun = []
-            begun.append(rest)
-            self._check_size(name, sum(map(len, begun)))
-        if last := b"".join(begun):
-            yield last
-
     def _whole(self, name: str, file: IO[bytes]) -> bytes:
-        content = []
-        size = 0
-        for chunk in self._chunks(name, file):
-            content.append(chunk)
-            size += len(chunk)
-            self._check_size(name, size)
-        return b"".join(content)
+        content = file.read(self.limits.document + 1)
+        self._check_size(name, len(content))
+        return content
 
-    def _chunks(self, name: str, file: IO[bytes]) -> Iterator[bytes]:
-        """The contents of a file, unpacked by its name: never more than 32 MiB at a time."""
-        for chunk in _unpacked(name, file):
+    def _unpacked(self, name: str, file: IO[bytes]) -> io.BufferedReader:
+        """A file that is read once, unpacked by its name."""
+        return io.BufferedReader(_Chunks(self._bounded_chunks(name, file)), CHUNK)
+
+    def _bounded_chunks(self, name: str, file: IO[bytes]) -> Iterator[bytes]:
+        for chunk in _chunks(name, file):
             self._left -= len(chunk)
             if self._left < 0:
                 raise UserError(
@@ -364,7 +293,6 @@ READERS: dict[str, Reader] = {
     ".txt.gz": Files._plain_text,
     ".txt.zst": Files._plain_text,
     ".parquet": Files._table,
-    ".arrow": Files._table,
     ".tar": Files._archive,
     ".tar.gz": Files._archive,
     ".tgz": Files._archive,
@@ -444,8 +372,11 @@ def _encodable(text: str) -> str:
 # --- Packed bytes ---
 
 
-def _unpacked(name: str, file: IO[bytes]) -> Iterator[bytes]:
-    """The bytes of a file. One that is cut off is a UserError, never a shorter corpus."""
+def _chunks(name: str, file: IO[bytes]) -> Iterator[bytes]:
+    """The bytes of a file, unpacked by its name: never more than 32 MiB at a time.
+
+    Raises UserError for a file that is cut off, which must not pass for a shorter corpus.
+    """
     try:
         if name.endswith(".zst"):
             yield from _zstd(file)
@@ -473,29 +404,12 @@ def _zstd(file: IO[bytes]) -> Iterator[bytes]:
         raise EOFError("inside its last zstd frame")
 
 
-class _Summed(io.RawIOBase):
-    """A file with the sha256 of what was read of it."""
-
-    def __init__(self, file: IO[bytes]) -> None:
-        self._file = file
-        self.sum = hashlib.sha256()
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer) -> int:  # type: ignore[no-untyped-def]
-        content = self._file.read(len(buffer))
-        buffer[: len(content)] = content
-        self.sum.update(content)
-        return len(content)
-
-
 class _Chunks(io.RawIOBase):
     """Chunks as a file that is read once."""
 
     def __init__(self, chunks: Iterator[bytes]) -> None:
         self._chunks = chunks
-        self._rest = b""
+        self._rest = memoryview(b"")
 
     def readable(self) -> bool:
         return True

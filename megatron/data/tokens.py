@@ -2,35 +2,23 @@
 
 import hashlib
 import json
-import logging
 import os
 from array import array
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import contextmanager
 from pathlib import Path
-from types import TracebackType
 from typing import Annotated, Any, Self
 
 import numpy as np
-from filelock import FileLock
 from numpy.typing import DTypeLike, NDArray
 from pydantic import AfterValidator, BaseModel, Field
 
-from megatron.address import address_fault, is_address
-from megatron.data.token_index import (
-    DTYPES,
-    LARGEST_CARD,
-    REMAKE,
-    Stored,
-    read_index,
-    write_index,
-)
+from megatron.data.token_index import LARGEST_CARD, REMAKE, Stored, read_index, write_index
 from megatron.data.tokenizers.tokenizer import Tokenizer
-from megatron.errors import CONTROL, UserError, in_words, visible
-from megatron.files import atomic_write, atomic_write_all, read_small, sha256_of
+from megatron.errors import CONTROL, UserError, in_words
+from megatron.files import atomic_write_all, read_small, sha256_of
 from megatron.strict_json import parse
 
-log = logging.getLogger(__name__)
 PROBE = 1 << 22  # ids that are checked at the start of a run; others, when they are read
 PIECE = 1 << 22  # ids of a document that are in memory at once
 LONGEST = 2**31 - 1  # tokens of a document
@@ -48,13 +36,10 @@ class TokenFile:
     sizes: tokens of each document, [documents] int32, mapped; int64 where a document of several
         sequences has more than 2^31 - 1
     tokens: their sum; meta: the contents of PREFIX.json, {} if there is none
-    place: where the files were opened, their address or else their prefix
     """
 
-    def __init__(self, prefix: Path, place: str, vocab: int | None = None) -> None:
-        """Open local files; `open` is the way in for paths and addresses."""
+    def __init__(self, prefix: Path, vocab: int | None = None) -> None:
         self.prefix = prefix
-        self.place = place
         stored_index = Stored(_with(prefix, ".idx"))
         index = read_index(stored_index)
         self._bin = Stored(_with(prefix, ".bin"))
@@ -88,15 +73,13 @@ class TokenFile:
 
     @classmethod
     def open(cls, prefix: str | Path, *, vocab: int | None = None) -> Self:
-        """Open PREFIX.bin and PREFIX.idx, on this machine or at an address such as s3://bucket/name.
+        """Open PREFIX.bin and PREFIX.idx.
 
         vocab: ids from here on are refused when they are read; None: PREFIX.json says so
         Raises UserError if they are missing, damaged or do not belong together. Small files are
         compared with the sha256 in PREFIX.json, `verify` does it with any.
         """
         place = str(prefix)
-        if is_address(place):
-            return cls(local_copy(place), place, vocab)
         # os.path.isfile, because it is also False for names that are too long.
         missing = [suffix for suffix in (".idx", ".bin") if not os.path.isfile(place + suffix)]
         if len(missing) == 1:
@@ -107,7 +90,9 @@ class TokenFile:
             path = Path(place)
             fix = "make them with prepare_data.py, for instance `python prepare_data.py stdlib`"
             inside = sorted(path.glob("*.idx")) if os.path.isdir(path) else []
-            if path.suffix in (".bin", ".idx"):
+            if "://" in place:
+                fix = "only files of this machine are read: copy both here first"
+            elif path.suffix in (".bin", ".idx"):
                 fix = f"leave the suffix away: {path.with_suffix('')}"
             elif inside:
                 fix = f"it is a folder: give the prefix in it, such as {inside[0].with_suffix('')}"
@@ -115,7 +100,7 @@ class TokenFile:
                 f"data_path: there are no token files {place}.bin and {place}.idx (looked from"
                 f" {Path.cwd()}) - {fix}"
             )
-        return cls(Path(prefix), place, vocab)
+        return cls(Path(prefix), vocab)
 
     @property
     def vocab_size(self) -> int | None:
@@ -133,7 +118,7 @@ class TokenFile:
 
     def __reduce__(self) -> tuple:
         # A worker process opens the files itself: pickling a memmap would copy all of it.
-        return type(self), (self.prefix, self.place, self._vocab)
+        return type(self), (self.prefix, self._vocab)
 
     def read(self, document: int, start: int = 0, count: int | None = None) -> NDArray:
         """Up to `count` ids of a document from `start` on: [count] in the file's dtype.
@@ -235,57 +220,12 @@ def verify(prefix: str | Path) -> str:
     return f"{tokens.prefix}: {len(tokens):,} documents, {tokens.tokens:,} tokens are whole ({how})"
 
 
-def local_copy(address: str) -> Path:
-    """The prefix on this machine of copies of the files at an address, copied if they are not here.
-
-    They lie in TOKEN_CACHE/<address>-NAME/<version>/, where the version stands for what the server
-    says of the files (size, ETag, time): changed files are copied anew.
-    UserError if the files cannot be had, and for an address with a password in it.
-    """
-    from fsspec.core import url_to_fs
-
-    if fault := address_fault(address):
-        raise UserError(f"data_path: {fault}")
-    cache = os.environ.get("TOKEN_CACHE") or Path.home() / ".cache/megatron-positions/tokens"
-    name = address.rstrip("/").rpartition("/")[2]
-    try:
-        files, path = url_to_fs(address)
-        files.invalidate_cache()
-        endings = [".json"] if files.exists(f"{path}.json") else []
-        facts = {ending: files.info(path + ending) for ending in (*endings, ".idx", ".bin")}
-        version = hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode())
-        place = hashlib.sha256(address.encode()).hexdigest()[:12]
-        folder = Path(cache) / f"{place}-{name}" / version.hexdigest()[:16]
-        folder.mkdir(parents=True, exist_ok=True)
-        with FileLock(folder / ".lock"):
-            for ending, fact in facts.items():
-                copy = folder / f"{name}{ending}"
-                if copy.exists():
-                    continue
-                log.info("%s%s is copied to %s (%d bytes)", address, ending, copy, fact["size"])
-                with atomic_write(copy) as temporary:
-                    files.get_file(path + ending, str(temporary))
-                    if temporary.stat().st_size != fact["size"]:
-                        raise OSError("the connection has ended too early")
-                    if ending != ".json":
-                        _check_sha256(temporary, ending, read_card(folder / f"{name}.json"))
-    except UserError:
-        raise
-    except Exception as fault:  # each protocol has classes of its own
-        reason = visible(f"{type(fault).__name__}: {fault}").partition("\n")[0][:200]
-        raise UserError(
-            f"data_path: {address} cannot be read ({reason}) - give the address of the files"
-            " without .bin and .idx, check the network and the free space of TOKEN_CACHE, and"
-            " install the package of its protocol (s3fs, gcsfs, aiohttp)"
-        ) from None
-    return folder / name
-
-
 class TokenWriter:
     """Write PREFIX.bin, .idx and .json, which replace earlier ones when the `with` block ends well.
 
     meta: what PREFIX.json says beside the numbers of documents and tokens. It may be changed inside
-    the block. Without it no .json is written.
+        the block. Without it no .json is written.
+    pending: tokens of the document that is being written
     """
 
     def __init__(
@@ -299,21 +239,12 @@ class TokenWriter:
         self.prefix = Path(prefix)
         self.dtype = np.dtype(dtype)
         self.meta: dict[str, Any] = dict(meta or {})
-        self.documents = 0
-        self.tokens = 0
-        if self.dtype not in DTYPES.values():
-            known = ", ".join(map(str, DTYPES.values()))
-            raise UserError(
-                f"{self.prefix}: tokens cannot be stored as {self.dtype} - use one of {known}"
-            )
+        self.documents = self.tokens = self.pending = 0
         self._sizes = array("i")  # four bytes a document: there may be many millions
-        self._pending = 0  # ids of the document that is being written
         self._digest = hashlib.sha256()
         self._overwrite = overwrite
         self._refuse_to_replace()
-        # The index comes last. Without it there is no token file: a crash cannot mix old and new.
-        paths = [_with(self.prefix, suffix) for suffix in (".bin", ".json", ".idx")]
-        self._files = atomic_write_all(*paths)
+        self._writing = self._write()
 
     def _refuse_to_replace(self) -> None:
         for suffix in (".idx", ".bin"):
@@ -321,35 +252,30 @@ class TokenWriter:
             if path.exists() and not self._overwrite:
                 raise UserError(f"{path}: exists already - choose another name, or add --overwrite")
 
-    def __enter__(self) -> Self:
-        self._paths: list[Path] = self._files.__enter__()
-        self._bin = self._paths[0].open("wb")
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        fault: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self._bin.close()
-        if kind is not None:
-            self._files.__exit__(kind, fault, trace)
-            return
-        with ExitStack() as stack:
-            stack.push(self._files)
+    @contextmanager
+    def _write(self) -> Iterator[Self]:
+        # The index comes last. Without it there is no token file: a crash cannot mix old and new.
+        paths = [_with(self.prefix, suffix) for suffix in (".bin", ".json", ".idx")]
+        with atomic_write_all(*paths) as (ids, card, index):
+            with ids.open("wb") as self._bin:
+                yield self
             if not self.tokens:
                 raise UserError(
                     f"{self.prefix}: no tokens to write - the input has no documents with text in"
                     " them"
                 )
-            card, index = self._paths[1:]
             write_index(index, self.dtype, self._sizes)
             if self.meta:
                 facts = self.meta | {"documents": self.documents, "tokens": self.tokens}
                 facts["sha256"] = {"bin": self._digest.hexdigest(), "idx": sha256_of(index)}
                 card.write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
             self._refuse_to_replace()  # a corpus may have appeared meanwhile
+
+    def __enter__(self) -> Self:
+        return self._writing.__enter__()
+
+    def __exit__(self, *fault: Any) -> bool | None:
+        return self._writing.__exit__(*fault)
 
     def add(self, ids: Sequence[int] | NDArray) -> None:
         """Append one document: ids [tokens].
@@ -369,12 +295,14 @@ class TokenWriter:
                 f"{self.prefix}: token {misfits[0]} does not fit {self.dtype} ({limits.min} to "
                 f"{limits.max}) - the vocabulary is too large for this file: int32 holds any"
             )
-        content = wide.astype(self.dtype).tobytes()
+        self.append(wide.astype(self.dtype).tobytes())
+
+    def append(self, content: bytes) -> None:
+        """Append ids in the file's dtype to the document that is being written."""
         self._bin.write(content)
         self._digest.update(content)
-        self._pending += len(wide)
-        self.tokens += len(wide)
-        if self._pending > LONGEST:
+        self.pending += len(content) // self.dtype.itemsize
+        if self.pending > LONGEST:
             raise UserError(
                 f"{self.prefix}: document {self.documents} has more than {LONGEST} tokens, which"
                 " the format cannot count - cut it into several"
@@ -382,9 +310,10 @@ class TokenWriter:
 
     def end_document(self) -> None:
         """Let the ids since the last document be a document."""
-        self._sizes.append(self._pending)
-        self._pending = 0
+        self._sizes.append(self.pending)
+        self.tokens += self.pending
         self.documents += 1
+        self.pending = 0
 
 
 def _with(prefix: Path, suffix: str) -> Path:

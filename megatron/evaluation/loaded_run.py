@@ -11,7 +11,6 @@ import numpy as np
 import torch
 from torch import nn
 
-from megatron.address import place_of
 from megatron.checkpoints.manifest import weights_of
 from megatron.checkpoints.read import load_for_evaluation
 from megatron.checkpoints.saved import find
@@ -23,6 +22,7 @@ from megatron.data.tokenizers.build import build_tokenizer, needs_files
 from megatron.data.tokens import TokenFile
 from megatron.errors import CONTROL, UserError
 from megatron.evaluation.protocols import Windows
+from megatron.files import place_of
 from megatron.model import GPT, AttentionSettings
 from megatron.positions.layers import name_of_layers
 from megatron.results.row import ATTENTION_INPUTS, EXACT, MEAN, Facts
@@ -261,9 +261,9 @@ def loaded_run(config: Config | None, folder: str | Path | None, step: int | Non
         trained_whole = (trained_on,)
     places = {place_of(corpus) for corpus in trained_whole}
     for tokens in texts.files:
-        if place_of(tokens.place) in places:
+        if place_of(str(tokens.prefix)) in places:
             raise UserError(
-                f"eval_part: {tokens.place} as {texts.name} text was trained on by {path}:"
+                f"eval_part: {tokens.prefix} as {texts.name} text was trained on by {path}:"
                 " a loss there says nothing of new text - give held-out text as"
                 f" {texts.name}_data_paths"
             )

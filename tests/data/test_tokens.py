@@ -277,7 +277,6 @@ def test_a_fault_while_writing_leaves_the_old_file_and_nothing_else(tmp_path):
         ([[]], np.uint16, True, "no tokens to write"),
         ([[1], [70000]], np.uint16, True, "token 70000 does not fit uint16"),
         ([[1], [-1]], np.uint16, True, "token -1 does not fit uint16"),
-        ([[1]], np.float32, True, "tokens cannot be stored as float32 - use one of uint8"),
         ([[1]], np.uint16, False, r"c\.idx: exists already - choose another name, or add --ov"),
     ):
         with pytest.raises(UserError, match=message):

@@ -79,19 +79,18 @@ PACKED = {
 @given(
     changes=st.dictionaries(st.integers(0, 4000), st.integers(0, 255), max_size=3),
     kept=st.one_of(st.just(0), st.integers(0, 200), st.integers(0, 9000)),
-    skip_bad=st.booleans(),
 )
-def test_an_archive_with_changed_bytes_and_a_cut(tmp_path, suffix, changes, kept, skip_bad):
+def test_an_archive_with_changed_bytes_and_a_cut(tmp_path, suffix, changes, kept):
     content = bytearray(PACKED[suffix])
     for place, value in changes.items():
         content[place % len(content)] = value
     path = tmp_path / f"c{suffix}"
     path.write_bytes(content[: kept or None])
-    corpus = Files("c", [path], limits=LIMITS, skip_bad=skip_bad)
+    corpus = Files("c", [path], limits=LIMITS)
     works_or_says_why(lambda: list(corpus.documents()))
 
 
-@pytest.mark.parametrize("suffix", [*PACKED, ".txt", ".parquet", ".arrow"])
+@pytest.mark.parametrize("suffix", [*PACKED, ".txt", ".parquet"])
 @fuzzed
 @given(content=st.binary(max_size=200))
 def test_any_bytes_as_text(tmp_path, suffix, content):

@@ -22,25 +22,16 @@ def texts(tmp_path):
 def test_the_same_text_gives_the_same_tokenizer_and_its_bytes_per_token(texts, tmp_path, capsys):
     held_out = [(texts / f"{number}.txt").read_text(encoding="utf-8") for number in (20, 40)]
     text_bytes = sum(len(text.encode()) for text in held_out)
-    for number, (kind, name, options) in enumerate(
-        (
-            ("HFTokenizer", "tokenizer.json", []),
-            ("SPMTokenizer", "t.model", ["--model", "bpe"]),
-            ("SPMTokenizer", "t.model", ["--model", "unigram"]),
-        )
-    ):
-        paths = [tmp_path / f"{number}{attempt}" / name for attempt in "ab"]
-        for path in paths:
-            words = ["--input", str(texts), "--vocab-size", "400", *options, "-o", str(path)]
-            assert main(words) == 0
-        shown = capsys.readouterr().out
-        assert paths[0].read_bytes() == paths[1].read_bytes()
-        tokenizer = build_tokenizer(kind, paths[0])
-        tokens = sum(len(tokenizer.encode(text)) for text in held_out)
-        rate = f"{text_bytes / tokens:.3f} bytes per token on {text_bytes:,} bytes of held-out"
-        assert rate in shown
-        assert f"{tokenizer.hash}, 400 entries\n" in shown
-        assert tokenizer.decode(tokenizer.encode(held_out[0])) == held_out[0]
+    paths = [tmp_path / f"{attempt}.json" for attempt in "ab"]
+    for path in paths:
+        assert main(["--input", str(texts), "--vocab-size", "400", "-o", str(path)]) == 0
+    shown = capsys.readouterr().out
+    assert paths[0].read_bytes() == paths[1].read_bytes()
+    tokenizer = build_tokenizer("HFTokenizer", paths[0])
+    tokens = sum(len(tokenizer.encode(text)) for text in held_out)
+    rate = f"{text_bytes / tokens:.3f} bytes per token on {text_bytes:,} bytes of held-out"
+    assert rate in shown
+    assert f"{tokenizer.hash}, 400 entries\n" in shown
 
 
 def test_what_is_held_out_is_not_learned_from(texts, tmp_path):
@@ -58,10 +49,9 @@ def test_what_cannot_be_trained_is_one_message_and_loses_nothing(tmp_path, monke
     (tmp_path / "old.json").write_text("old")
     for words, message in {
         "-o t.json": "what is it to learn from? - name a corpus (stdlib), or give --input",
-        "--input a.txt -o t.model": "-o: t.model does not end with .json, as the file",
+        "--input a.txt -o t.model": "-o: t.model does not end with .json, as a tok",
         "--input a.txt -o old.json": "-o: old.json exists already - choose another",
         "--input empty.txt -o t.json": "has no text to learn from - give files",
-        "--input a.txt --model unigram -o t.model": "300 entries cannot be learned from this text",
     }.items():
         assert main([*words.split(), "--vocab-size", "300"]) == 1
         assert message in capsys.readouterr().err

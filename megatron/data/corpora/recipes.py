@@ -2,15 +2,10 @@
 
 import itertools
 import logging
-import re
 import shutil
-import zipfile
-import zlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import cached_property
-from itertools import accumulate
 from pathlib import Path
-from typing import Any, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
@@ -30,15 +25,6 @@ DOWNLOADS = "download"  # the folder in -d that keeps what was downloaded
 MADE_HERE = ("stdlib", "environment")  # these need no download
 
 
-class Sets(BaseModel):
-    """Parts of a corpus that `--set` picks: entries with a value under a key of JSON lines."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-    key: str
-    values: list[str]
-
-
 class Recipe(BaseModel):
     """The contents of a recipe's file.
 
@@ -49,8 +35,6 @@ class Recipe(BaseModel):
     sources: places that offer it, the best first
     at_hand: patterns of files that --from-dir takes where it does not have a source's own
     text_key: what holds the text; keep: only entries with this value under this key
-    sets: parts that can be picked; article: a row that begins a document, where rows are lines
-    cut_bytes: the lengths of the documents into which the one text is cut
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -66,29 +50,12 @@ class Recipe(BaseModel):
     at_hand: list[str] = []
     text_key: str = "text"
     keep: dict[str, str] = {}
-    sets: Sets | None = None
-    article: str | None = None
-    cut_bytes: list[int] = []
 
     @property
     def wanted(self) -> str:
         """Some names of its files."""
         names = [name for source in self.sources for name in source.names]
         return " or ".join(list(dict.fromkeys([*names, *self.at_hand]))[:4])
-
-
-class Wishes(NamedTuple):
-    """The part of a corpus that the user asks for.
-
-    from_dir: take files from here, and download nothing; part: one of the recipe's sets
-    documents: take so many at most, and download no more files than they need
-    skip_bad: count damaged entries, which are errors otherwise
-    """
-
-    from_dir: Path | None = None
-    part: str | None = None
-    documents: int | None = None
-    skip_bad: bool = False
 
 
 def recipe_path(name: str) -> Path:
@@ -102,14 +69,12 @@ def read_recipe(name: str) -> Recipe:
 
     path = recipe_path(name)
     try:
-        recipe = Recipe.model_validate(read_file(path))
-        re.compile(recipe.article or "")
+        return Recipe.model_validate(read_file(path))
     except ValidationError as fault:
         lines = [f"{'.'.join(map(str, one['loc']))}: {one['msg']}" for one in fault.errors()]
         raise UserError(f"{path}: {'; '.join(lines)} - mend the recipe") from None
-    except (ValueError, re.error) as fault:
+    except ValueError as fault:
         raise UserError(f"{path}: {fault} - mend the recipe") from None
-    return recipe
 
 
 def corpus_names() -> list[str]:
@@ -119,12 +84,16 @@ def corpus_names() -> list[str]:
 def named(
     name: str,
     data_dir: Path = Path("data"),
-    wishes: Wishes | None = None,
+    *,
+    from_dir: Path | None = None,
+    documents: int | None = None,
     limits: Limits | None = None,
 ) -> Corpus:
     """The corpus of a name; UserError for one that is not known.
 
-    data_dir: where its downloads are kept; wishes: what is taken of it, and from where
+    data_dir: where its downloads are kept
+    from_dir: take files from here, and download nothing
+    documents: take so many at most, and download no more files than they need
     """
     known = corpus_names()
     if name not in known:
@@ -133,24 +102,24 @@ def named(
             f" {', '.join(known)}; for a data set of the Hugging Face hub write hf:OWNER/NAME; for"
             f" your own text use --input FILE --name {name}"
         )
-    if name in MADE_HERE and wishes and any(wishes):
+    if name in MADE_HERE and (from_dir or documents):
         raise UserError(
-            f"{name}: is made from what is installed - leave --from-dir, --set, --documents"
-            " and --skip-bad away"
+            f"{name}: is made from what is installed - leave --from-dir and --documents away"
         )
     if name == "stdlib":
         return StandardLibrary()
     recipe = read_recipe(name)
     if recipe.packages:
         return Environment(name, recipe.packages)
-    return FromRecipe(name, recipe, data_dir, wishes, limits)
+    return FromRecipe(name, recipe, data_dir, from_dir, documents, limits)
 
 
 def listing() -> str:
     """One line for each corpus: its name, size, what it is, sources and whether each was tried."""
-    width = max(map(len, corpus_names()))
+    names = corpus_names()
+    width = max(map(len, names))
     lines = []
-    for name in corpus_names():
+    for name in names:
         if name == "stdlib":
             about = "made here | the source of Python's standard library | no download"
         elif (recipe := read_recipe(name)).packages:
@@ -176,88 +145,37 @@ class FromRecipe(Files):
         name: str,
         recipe: Recipe,
         data_dir: Path,
-        wishes: Wishes | None = None,
+        from_dir: Path | None = None,
+        documents: int | None = None,
         limits: Limits | None = None,
     ) -> None:
-        wishes = wishes or Wishes()
-        part = wishes.part
         keep = next((Keep(key, value) for key, value in recipe.keep.items()), None)
-        if part is not None:
-            sets = recipe.sets
-            if sets is None or part not in sets.values:
-                known = ", ".join(sets.values) if sets else "none"
-                raise UserError(f"--set: {name} has no part {part!r} - its parts: {known}")
-            keep = Keep(sets.key, part)
-        super().__init__(name, [], recipe.text_key, limits, keep, skip_bad=wishes.skip_bad)
-        self.recipe_name = name
+        super().__init__(name, [], recipe.text_key, limits, keep)
         self.recipe = recipe
         self.downloads = data_dir / DOWNLOADS
-        self.wishes = wishes
+        self.from_dir = from_dir
+        self.limit = documents
+        self.is_here = from_dir is not None and documents is None
         self.about["recipe"] = {"name": name, "sha256": sha256_of(recipe_path(name))}
-        if part is not None:
-            self.name = f"{name}-{re.sub(r'[^A-Za-z0-9.]+', '_', part).strip('_')}"
-            self.about["set"] = part
-        if wishes.skip_bad:
-            self.about["skip_bad"] = True
-        if wishes.documents:
-            self.about["documents_limit"] = wishes.documents
+        if documents:
+            self.about["documents_limit"] = documents
 
     def documents(self) -> Iterator[str]:
         """The text of every document; with a limit files are downloaded when they are needed."""
-        self._read.clear()
-        texts = super().documents()
-        if self.recipe.article is not None:
-            texts = articles(texts, self.recipe.article)
-        yield from itertools.islice(texts, self.wishes.documents)
-
-    def sources(self) -> list[dict[str, Any]]:
-        """Path, bytes and sha256 of each file that was read."""
-        if self.wishes.documents is not None:
-            if not self._read:  # which files the limit needs is known afterwards
-                for _ in self.documents():
-                    pass
-            self.paths = list(self._read)
-        return super().sources()
-
-    def is_here(self) -> bool:
-        """Whether `sources` can be said without a download."""
-        if self.wishes.from_dir is not None:
-            return True
-        for source in self.recipe.sources:
-            folder = source.folder(self.downloads)
-            remotes = source.listing(self.downloads, ask=False)
-            if remotes and all((folder / remote.name).is_file() for remote in remotes):
-                return True
-        return False
-
-    def identity(self) -> Any:
-        """Of all files: their addresses, or their places, sizes and times."""
-        return self._chosen[1] if self.wishes.from_dir is None else super().identity()
+        yield from itertools.islice(super().documents(), self.limit)
 
     def needed(self) -> Iterator[Path]:
         """The files on this machine; with a limit each is downloaded when it is its turn."""
-        if self.paths:
+        if self.from_dir is not None:
+            self.paths = self.paths or at_hand(self.name, self.recipe, self.from_dir)
             yield from self.paths
-        elif self.wishes.from_dir is not None:
-            self.paths = at_hand(self.recipe_name, self.recipe, self.wishes.from_dir)
-            yield from self._cut(self.paths)
-        else:
-            source, remotes = self._chosen
-            for remote in remotes:
-                try:
-                    paths = download(self.name, source, [remote], self.downloads)
-                except DownloadFault as fault:
-                    raise self._no_source([f"{source.title}: {fault}"]) from None
-                yield from self._cut(paths)
-
-    def _cut(self, paths: list[Path]) -> list[Path]:
-        """The files, or the parts into which the recipe cuts their text."""
-        lengths = self.recipe.cut_bytes
-        if lengths:
-            # Not beside the archive, whose folder may be the user's own.
-            self.paths = cut(paths[0], lengths, self.downloads / self.recipe_name)
-            return self.paths
-        return paths
+            return
+        source, remotes = self._chosen
+        for remote in remotes:
+            try:
+                yield from download(source, [remote], self.downloads)
+            except DownloadFault as fault:
+                raise self._no_source([f"{source.title}: {fault}"]) from None
 
     @cached_property
     def _chosen(self) -> tuple[Source, list[Remote]]:
@@ -270,8 +188,8 @@ class FromRecipe(Files):
         for source in self.recipe.sources:
             try:
                 remotes = source.listing(self.downloads)
-                first = remotes if self.wishes.documents is None else remotes[:1]
-                download(self.name, source, first, self.downloads)
+                first = remotes if self.limit is None else remotes[:1]
+                download(source, first, self.downloads)
                 return source, remotes
             except DownloadFault as fault:
                 reasons.append(f"{source.title}: {fault}")
@@ -283,7 +201,7 @@ class FromRecipe(Files):
         return UserError(
             f"{self.name}: no source can be used: {numbered} - start again where there is a network"
             " (what came is kept), or take files at hand: python prepare_data.py"
-            f" {self.recipe_name} --from-dir DIR, with {self.recipe.wanted} in it"
+            f" {self.name} --from-dir DIR, with {self.recipe.wanted} in it"
         )
 
 
@@ -323,51 +241,6 @@ def at_hand(name: str, recipe: Recipe, folder: Path) -> list[Path]:
     return [files[path] for path in others]
 
 
-def articles(rows: Iterable[str], beginning: str) -> Iterator[str]:
-    """Rows joined to articles; a row that fits the expression `beginning` begins one."""
-    begins = re.compile(beginning)
-    article: list[str] = []
-    for row in rows:
-        if begins.fullmatch(row) and any(part.strip() for part in article):
-            yield "".join(article)
-            article = []
-        article.append(row)
-    if article:
-        yield "".join(article)
-
-
-def cut(path: Path, lengths: Sequence[int], folder: Path) -> list[Path]:
-    """The one file of a zip archive, cut into text files of these bytes in a folder.
-
-    A cut inside a character of UTF-8 moves behind it. Raises UserError for another archive.
-    """
-    pieces = [folder / f"{path.stem}.{number}.txt" for number in range(len(lengths))]
-    sizes = [piece.stat().st_size for piece in pieces if piece.is_file()]
-    if len(sizes) == len(pieces) and sum(sizes) == sum(lengths):
-        return pieces
-    try:
-        with zipfile.ZipFile(path) as archive:
-            [member] = archive.infolist()
-            text = archive.read(member) if member.file_size == sum(lengths) else b""
-    except (zipfile.BadZipFile, ValueError, NotImplementedError, RuntimeError, zlib.error) as fault:
-        raise UserError(
-            f"{path}: is not a zip archive of one file ({fault}) - get it again"
-        ) from None
-    if len(text) != sum(lengths):
-        raise UserError(
-            f"{path}: does not hold {sum(lengths):,} bytes of text - it is another file than the"
-            " recipe's: get it again"
-        )
-    start = 0
-    for piece, end in zip(pieces, accumulate(lengths), strict=True):
-        while end < len(text) and text[end] & 0b1100_0000 == 0b1000_0000:  # inside a character
-            end += 1
-        with atomic_write(piece) as temporary:
-            temporary.write_bytes(text[start:end])
-        start = end
-    return pieces
-
-
 def gpt2_files(data_dir: Path, from_dir: Path | None = None) -> list[Path]:
     """gpt2-vocab.json and gpt2-merges.txt in the data folder.
 
@@ -385,25 +258,16 @@ def gpt2_files(data_dir: Path, from_dir: Path | None = None) -> list[Path]:
             if sha256_of(path) != known["sha256"]:
                 log.warning("%s: is not GPT-2's own file; it is used as it is", path)
             continue
-        reasons = []
-        with owned_file(path, "-d"):
-            if from_dir is None:
-                for url in known["urls"]:
-                    remote = Remote(url, path.name, known["bytes"], known["sha256"])
-                    try:
-                        fetch(remote, path)
-                        break
-                    except DownloadFault as fault:
-                        reasons.append(str(fault))
-            else:
-                for folder in (from_dir, from_dir.resolve().parent):
-                    for name in (known["name"], *known["names"]):
-                        if (folder / name).is_file() and sha256_of(folder / name) == known[
-                            "sha256"
-                        ]:
-                            with atomic_write(path) as temporary:
-                                shutil.copyfile(folder / name, temporary)
-                reasons = [f"neither {from_dir} nor the folder above has GPT-2's own file"]
+        if from_dir is None:
+            reasons = _fetch_any(known, path)
+        else:
+            reasons = [f"neither {from_dir} nor the folder above has GPT-2's own file"]
+            folders = (from_dir, from_dir.resolve().parent)
+            names = (known["name"], *known["names"])
+            for copy in (folder / name for folder in folders for name in names):
+                if copy.is_file() and sha256_of(copy) == known["sha256"]:
+                    with atomic_write(path) as temporary:
+                        shutil.copyfile(copy, temporary)
         if not path.is_file():
             raise UserError(
                 f"{path}: cannot be had: {'; '.join(reasons)} - copy GPT-2's"
@@ -411,3 +275,16 @@ def gpt2_files(data_dir: Path, from_dir: Path | None = None) -> list[Path]:
                 " train a tokenizer on the text with --vocab-size"
             )
     return paths
+
+
+def _fetch_any(known: dict, path: Path) -> list[str]:
+    """Download a file from the first of its addresses that has it; returns why others did not."""
+    reasons = []
+    with owned_file(path, "-d"):
+        for url in known["urls"]:
+            try:
+                fetch(Remote(url, path.name, known["bytes"], known["sha256"]), path)
+                break
+            except DownloadFault as fault:
+                reasons.append(str(fault))
+    return reasons

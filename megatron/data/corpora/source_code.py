@@ -37,6 +37,13 @@ WRITTEN_BY_A_PROGRAM = re.compile(
 UNDECODABLE = (SyntaxError, UnicodeDecodeError)  # broken on purpose, for tests of the parser
 
 
+class File(NamedTuple):
+    """A document: its name in the package folder, and its bytes."""
+
+    name: str
+    content: bytes
+
+
 class StandardLibrary(Corpus):
     """The source code of this Python's standard library, one document per file.
 
@@ -63,26 +70,24 @@ class StandardLibrary(Corpus):
     def documents(self) -> Iterator[str]:
         """The text of each file, decoded as Python does."""
         self.skips.clear()
-        self.skipped = 0
         for path in self.files:
             try:
                 text = decoded(path.read_bytes())
             except UNDECODABLE:
                 self.skips["not decoded"] += 1
-                self.skipped += 1
                 continue
             yield text
 
     def sources(self) -> list[dict[str, Any]]:
         """One entry, whose sha256 is over the names and contents of all files in their order."""
-        contents = (
-            (path.relative_to(self.root).as_posix(), path.read_bytes()) for path in self.files
-        )
+        contents = [
+            File(one.relative_to(self.root).as_posix(), one.read_bytes()) for one in self.files
+        ]
         entry = {
             "path": str(self.root),
             "python": platform.python_version(),
-            "files": len(self.files),
-            "bytes": sum(path.stat().st_size for path in self.files),
+            "files": len(contents),
+            "bytes": sum(len(file.content) for file in contents),
             "sha256": digest_of(contents),
         }
         return [entry]
@@ -113,13 +118,6 @@ class Package(BaseModel):
     sha256: str
 
 
-class File(NamedTuple):
-    """A document: its name in the package folder, and its bytes."""
-
-    name: str
-    content: bytes
-
-
 class Environment(Corpus):
     """A corpus of installed packages, one document per file.
 
@@ -132,8 +130,6 @@ class Environment(Corpus):
     def __init__(self, name: str, packages: Mapping[str, Package]):
         super().__init__(name)
         self.packages = packages
-        of_train = [fixed for fixed in packages.values() if fixed.part == "train"]
-        self.to_train_on = sum(fixed.documents for fixed in of_train)
         for package, fixed in packages.items():
             try:
                 installed = public_version(package)
@@ -141,19 +137,21 @@ class Environment(Corpus):
                 installed = "nothing"
             if installed != fixed.version:
                 self._refuse(f"{package} {fixed.version} is needed, {installed} is installed")
+        of_train = [fixed for fixed in packages.values() if fixed.part == "train"]
+        self.to_train_on = sum(fixed.documents for fixed in of_train)
 
     @cached_property
     def files(self) -> dict[str, list[File]]:
         """The documents of each package, checked against the recipe."""
-        documents = documents_of(self.packages)
+        files_of = documents_of(self.packages)
         for package, fixed in self.packages.items():
-            digest = digest_of(documents[package])
+            digest = digest_of(files_of[package])
             if digest != fixed.sha256:
                 self._refuse(
                     f"the files of {package} {fixed.version} are not those of the recipe (sha256"
                     f" {digest[:12]}, not {fixed.sha256[:12]}): another build, or changed files"
                 )
-        return documents
+        return files_of
 
     def documents(self) -> Iterator[str]:
         """The text of each file: packages to train on, mixed; then those held out, mixed."""

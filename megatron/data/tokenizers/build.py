@@ -36,6 +36,7 @@ class Bytes:
     eod = 0
     unknown = None
     cuttable = True
+    by_words = False
     hash = hashlib.sha256(b"CharLevelTokenizer 512").hexdigest()[:12]
 
     def token_bytes(self) -> NDArray[np.int64]:
@@ -106,6 +107,7 @@ class Ranks:
     """
 
     name = "TiktokenTokenizer"
+    by_words = False
     unknown = None
 
     def __init__(self, path: Path) -> None:
@@ -179,6 +181,7 @@ class SentencePieces:
     """
 
     name = "SPMTokenizer"
+    by_words = False
     cuttable = False
 
     def __init__(self, path: Path) -> None:

@@ -50,13 +50,13 @@ class Subwords:
         self.unknown = inner.token_to_id(unknown) if unknown else None
         self.hash = fingerprint
         self.cuttable = _cuts_are_safe(parts)
+        # Special tokens are not looked for in documents; others may stand across words.
+        across_words = [token for token in parts["added_tokens"] if not token["special"]]
+        after = parts["post_processor"] or {"type": "ByteLevel"}
+        self.by_words = self.cuttable and after["type"] == "ByteLevel" and not across_words
         self.vocab_size = max(inner.get_vocab(with_added_tokens=True).values()) + 1
         inner.encode_special_tokens = True  # a document never contains its own end
         self._inner = inner
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        self._inner.encode_special_tokens = True  # the library's own pickle forgets it
 
     def encode(self, text: str) -> list[int]:
         """Ids of a text; UserError if the files promise a token that they lack."""

@@ -35,12 +35,12 @@ class Tokenizer(Protocol):
     eod: the id that ends a document; hash: names the contents; vocab_size: the highest id + 1
     unknown: the id of what the vocabulary lacks, or None if it lacks nothing
     cuttable: texts that are cut by `pieces` have the same ids, one after another
+    by_words: so have texts that are cut into words by GPT-2's pattern
     token_bytes(): UTF-8 bytes of the text of each id, [vocab_size] int64, 0 for special tokens, or
         None if tokens do not say it
 
     Special strings in a text, such as <|endoftext|>, are text: `encode` never gives eod, except for
-    a NUL as a byte of CharLevelTokenizer, as in GPT-NeoX. Each can be pickled, so processes may
-    share the work.
+    a NUL as a byte of CharLevelTokenizer, as in GPT-NeoX.
     """
 
     name: str
@@ -48,6 +48,7 @@ class Tokenizer(Protocol):
     vocab_size: int
     eod: int
     cuttable: bool
+    by_words: bool
 
     @property
     def unknown(self) -> int | None: ...
