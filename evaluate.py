@@ -14,7 +14,6 @@ Give the same call again after an interruption: it goes on where it was.
 
 import argparse
 import re
-from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
@@ -51,31 +50,27 @@ def add_all_options(parser: argparse.ArgumentParser) -> None:
 
 def main(config: Config | None, arguments: argparse.Namespace) -> None:
     """Measure, and from the first process show what was measured."""
+    options = Options.of(arguments)
     asks_for_nothing = not (arguments.protocol or arguments.lengths or arguments.checkpoint)
-    if config is not None and config.only_measures and asks_for_nothing:
-        as_published(config)
-        return
     if arguments.tasks:
-        ask_tasks(config, arguments)
+        if arguments.protocol:
+            raise UserError("--protocol: tasks have protocols of their own; leave it out")
+        tasks = Tasks(arguments.tasks, arguments.task_folder, arguments.limit, arguments.shots)
+        done = evaluate_tasks(config, tasks, options)
+        if here().first:
+            print(table_of_tasks(done.rows))
+            print(f"written to {done.output}")
         return
     for option in ("task_folder", "limit", "shots"):
         if getattr(arguments, option) is not None:
             name = option.replace("_", "-")
             raise UserError(f"--{name}: belongs to --tasks - name tasks too, or leave it out")
-    evaluation = evaluate(config, Options.of(arguments))
+    if config is not None and config.only_measures and asks_for_nothing:
+        as_published(config)
+        return
+    evaluation = evaluate(config, options)
     if here().first:
         show(evaluation)
-
-
-def ask_tasks(config: Config | None, arguments: argparse.Namespace) -> None:
-    """Ask tasks of the harness, and from the first process show what they gave."""
-    if arguments.protocol:
-        raise UserError("--protocol: tasks have protocols of their own; leave it out")
-    tasks = Tasks(arguments.tasks, arguments.task_folder, arguments.limit, arguments.shots)
-    done = evaluate_tasks(config, tasks, Options.of(arguments))
-    if here().first:
-        print(table_of_tasks(done.rows))
-        print(f"written to {done.output}")
 
 
 def as_published(config: Config) -> None:
@@ -86,7 +81,7 @@ def as_published(config: Config) -> None:
 
 
 def show(evaluation: Evaluation) -> None:
-    """Print a table for each protocol; draw a plot for each file and protocol beside the file."""
+    """Print a table for each protocol; draw each corpus and protocol of a file beside it."""
     lengths = evaluation.lengths
     rows_of_files = {file: by_length(rows, lengths) for file, rows in evaluation.rows.items()}
     by_protocol: dict[str, list[Row]] = {}
@@ -95,32 +90,24 @@ def show(evaluation: Evaluation) -> None:
             by_protocol.setdefault(row.get("protocol", ""), []).append(row)
     for rows in by_protocol.values():
         print("\n".join([table(rows), *lines_of_bits(rows)]), end="\n\n")
+
     for file, rows in rows_of_files.items():
-        draw(file, rows, max(lengths))
-
-
-def draw(file: Path, rows: Sequence[Row], longest: int) -> None:
-    """Draw each corpus and protocol of a results file beside it."""
-    drawn: dict[tuple[str | None, str | None], list[Row]] = {}
-    for row in rows:
-        drawn.setdefault((row.get("corpus"), row.get("protocol")), []).append(row)
-    corpora, protocols = {corpus for corpus, _ in drawn}, {protocol for _, protocol in drawn}
-    for (corpus, protocol), own in drawn.items():
-        words = []
-        if len(corpora) > 1:
-            words.append(re.sub(r"[^\w.+-]+", "_", str(corpus)))
-        if len(protocols) > 1:
-            words.append(str(protocol))
-        picture = file.with_suffix(".".join(["", *words, "png"]))
-        by_position = [
-            row for row in own if row.get("position_losses") and row["length"] == longest
-        ]
-        name = own[0]["pos_emb"]
-        if by_position:
-            plot_by_position(by_position, picture, title=f"Loss of {name} by position")
-        else:
-            plot_perplexity(own, picture, title=f"Perplexity of {name} at other lengths")
-        print(f"written to {file} and {picture}")
+        drawn: dict[tuple[str, str], list[Row]] = {}
+        for row in rows:
+            drawn.setdefault((str(row.get("corpus")), str(row.get("protocol"))), []).append(row)
+        corpora, protocols = map(set, zip(*drawn, strict=True))
+        for (corpus, protocol), own in drawn.items():
+            words = [re.sub(r"[^\w.+-]+", "_", corpus)] if len(corpora) > 1 else []
+            words += [protocol] if len(protocols) > 1 else []
+            picture = file.with_suffix(".".join(["", *words, "png"]))
+            name = own[0]["pos_emb"]
+            longest = [row for row in own if row["length"] == max(lengths)]
+            by_position = [row for row in longest if row.get("position_losses")]
+            if by_position:
+                plot_by_position(by_position, picture, title=f"Loss of {name} by position")
+            else:
+                plot_perplexity(own, picture, title=f"Perplexity of {name} at other lengths")
+            print(f"written to {file} and {picture}")
 
 
 def command() -> NoReturn:

@@ -50,32 +50,22 @@ def main(config: Config | None, arguments: argparse.Namespace) -> None:
 
 
 def show(rows: Sequence[ProbeRow]) -> None:
-    """Print one line about a probe at a length."""
+    """Print one line about a probe at a length: accuracies by place, a number, or a reason."""
     first = rows[0]
+    accuracies = [row.get("accuracy") for row in rows]
+    guesses = [row.get("guess") for row in rows]
+    summary = first.get("reason")
+    if summary is None and "reach" in first:
+        summary = f"reach {first['reach']}"
+    elif summary is None and "mean_entropy" in first:
+        summary = f"mean_entropy {first['mean_entropy']}"
+    elif summary is None:
+        summary = " ".join(f"{accuracy:.3f}" for accuracy in accuracies)
+        if None not in guesses:
+            rates = " ".join(f"{guess:.3f}" for guess in guesses)
+            summary = f"{summary} (guess rates {rates})"
     seconds = first.get("seconds", 0.0)
-    line = f"{first['probe']} at {first['length']}: {summary(rows)}   ({seconds:.1f} s)"
-    print(line, flush=True)
-
-
-def summary(rows: Sequence[ProbeRow]) -> str:
-    """Accuracies by place, the single number of another probe, or the reason for none."""
-    first = rows[0]
-    reason = first.get("reason")
-    if reason:
-        return reason
-    if "reach" in first:
-        return f"reach {first['reach']}"
-    if "mean_entropy" in first:
-        return f"mean_entropy {first['mean_entropy']}"
-    accuracies = " ".join(_shown(row.get("accuracy")) for row in rows)
-    if all(row.get("guess") is None for row in rows):
-        return accuracies
-    guesses = " ".join(_shown(row.get("guess")) for row in rows)
-    return f"{accuracies} (guess rates {guesses})"
-
-
-def _shown(value: float | None) -> str:
-    return "n/a" if value is None else f"{value:.3f}"
+    print(f"{first['probe']} at {first['length']}: {summary}   ({seconds:.1f} s)", flush=True)
 
 
 def command() -> NoReturn:

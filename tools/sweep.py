@@ -13,24 +13,23 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 
 from megatron.cli_errors import guarded
+from megatron.config.load import DATA_PATHS
+from megatron.config.schema import as_list
 from megatron.errors import UserError
 from megatron.evaluation.options import number
 from megatron.sweeps.cells import (
     State,
     Sweep,
-    absent_data,
     collect,
     described,
-    described_faults,
     load_sweep,
     state_of,
     unfinished,
 )
-from megatron.sweeps.cost import DEVICES, UTILISATION, cost, named_device, this_device
+from megatron.sweeps.cost import DEVICES, UTILISATION, cost, named_device
 from megatron.sweeps.runner import Runner, places_of, write_slurm_script
 
 
@@ -50,74 +49,57 @@ def main(argv: list[str] | None = None) -> int:
     add("--jobs", type=number(1, 10**4), metavar="N", help=jobs)
     devices = f"give the cost for another device: cpu, {', '.join(DEVICES)}"
     add("--device", metavar="NAME", help=devices)
-    keep = "keep the optimizer's states of finished cells (four times the disk), to train on"
-    add("--keep-states", action="store_true", help=keep)
     add("--launcher", choices=("local", "slurm"), default="local")
-    words = "--sbatch=--partition=x: for Slurm"
-    add("--sbatch", action="append", default=[], metavar="WORD", help=words)
     options = parser.parse_args(argv)
 
+    # Rows are those of all cells, not of those of --only: rows of the others must stay.
+    only = [] if options.what == "collect" else options.only
+    sweep = load_sweep(options.file, options.folder, only)
     if options.what == "collect":
-        whole = load_sweep(options.file, options.folder)
-        rows = collect(whole)
-        if not rows:
+        if not show_collected(sweep):
             raise UserError(
-                f"{whole.folder}: no cell of {whole.name} is finished, so there is nothing to"
+                f"{sweep.folder}: no cell of {sweep.name} is finished, so there is nothing to"
                 " collect - see status; --folder names another place"
             )
-        print(f"{len(rows)} rows in {whole.results}")
-        missing = len(unfinished(whole))
+        missing = len(unfinished(sweep))
         if missing:
-            print(f"{missing} of {len(whole.cells)} cells are missing: see status")
+            print(f"{missing} of {len(sweep.cells)} cells are missing: see status")
         return 0
-
-    sweep = load_sweep(options.file, options.folder, options.only)
-    if options.keep_states:
-        sweep = replace(sweep, keep_states=True)
     states = [state_of(cell) for cell in sweep.cells]
     if options.what == "status":
         print("\n".join(status(sweep, states)))
-        bad = any(state.kind in ("failed", "foreign", "damaged") for state in states)
-        return int(bad or bool(sweep.broken))
+        return int(any(state.kind in ("failed", "foreign", "damaged") for state in states))
     print(plan(sweep, states, options.jobs, options.device), flush=True)
-    several = len(sweep.broken) + len(sweep.cells)
-    if sweep.broken:
-        show(
-            f"{len(sweep.broken)} of {several} cells cannot be run:", described_faults(sweep.broken)
-        )
     if options.dry_run or all(state.kind == "done" for state in states):
-        return int(bool(sweep.broken))
+        return 0
     if options.launcher == "slurm":
-        return max(submit(sweep, options.sbatch), int(bool(sweep.broken)))
+        cells = [cell for cell, _ in unfinished(sweep)]
+        script = write_slurm_script(sweep, cells)
+        if shutil.which("sbatch"):
+            return subprocess.run(["sbatch", str(script)], check=False).returncode
+        jobs = f"the array of {len(cells)} jobs is in {script}"
+        print(f"sbatch is not on this machine; {jobs}: sbatch {script}")
+        return 0
 
     runner = Runner(places_of(options.jobs), lambda text: print(text, flush=True))
     runner.run(sweep)
-    # Of all cells, not of those of --only: rows of the others must stay.
-    rows = collect(load_sweep(options.file, options.folder))
-    print(f"{len(rows)} rows in {sweep.results}")
-    missing = [f"{cell.name}: {described(cell, state)}" for cell, state in unfinished(sweep)]
-    missing += [f"{name}: its configuration is bad, see above" for name in sweep.broken]
+    show_collected(load_sweep(options.file, options.folder))
+    missing = unfinished(sweep)
     if missing:
-        show(f"{len(missing)} of {several} cells are missing:", missing)
+        title = f"{len(missing)} of {len(sweep.cells)} cells are missing:"
+        lines = [f"{cell.name}: {described(cell, state)}" for cell, state in missing]
+        print("\n  ".join([title, *lines]), file=sys.stderr)
     if runner.stopping:
         return 130
     return int(bool(missing or runner.failed))
 
 
-def show(title: str, lines: Sequence[str]) -> None:
-    """Print indented lines to stderr."""
-    print("\n  ".join([title, *lines]), file=sys.stderr)
-
-
-def submit(sweep: Sweep, options: Sequence[str]) -> int:
-    """Hand the missing cells to Slurm, or say where their script is."""
-    missing = [cell for cell, _ in unfinished(sweep)]
-    script = write_slurm_script(sweep, missing, options)
-    if shutil.which("sbatch") is None:
-        jobs = f"the array of {len(missing)} jobs is in {script}"
-        print(f"sbatch is not on this machine; {jobs}: sbatch {script}")
-        return 0
-    return subprocess.run(["sbatch", str(script)], check=False).returncode
+def show_collected(sweep: Sweep) -> bool:
+    """Collect and say how many rows there are; whether there are any."""
+    rows = collect(sweep)
+    if rows:
+        print(f"{len(rows)} rows in {sweep.results}")
+    return bool(rows)
 
 
 def status(sweep: Sweep, states: Sequence[State]) -> list[str]:
@@ -128,8 +110,6 @@ def status(sweep: Sweep, states: Sequence[State]) -> list[str]:
     width = max(len(cell.name) for cell in sweep.cells)
     for cell, state in zip(sweep.cells, states, strict=True):
         lines.append(f"{cell.name:<{width}}  {described(cell, state)}")
-    for name, fault in sweep.broken.items():
-        lines.append(f"{name:<{width}}  cannot be run: {' '.join(fault.split())}")
     return lines
 
 
@@ -137,13 +117,12 @@ def plan(
     sweep: Sweep, states: Sequence[State], jobs: int | None, device_name: str | None = None
 ) -> str:
     """What will be done and what it costs."""
-    precision = sweep.cells[0].config.precision.dtype
+    device = named_device(device_name, sweep.cells[0].config.precision.dtype)
+    count = jobs or 1
     if device_name is None:
-        device = this_device(precision)
         count = len(set(places_of(jobs)))  # runs on one device share its speed
-    else:
-        device = named_device(device_name, precision)
-        count = 1 if device_name == "cpu" else (jobs or 1)
+    elif device_name == "cpu":
+        count = 1
     price = cost(sweep, states, device, max(count, jobs or 1))
     speed = f"{device.flops_per_second / 1e12:.3g} TFLOP/s, {device.basis}"
     folder = sweep.folder.resolve()
@@ -156,21 +135,18 @@ def plan(
         status(sweep, states)[0],
         f"to do: {price.tokens / 1e6:,.1f} million tokens of training, "
         f"{price.flops:.2e} FLOP with evaluation",
-        f"time: {duration(price.seconds / count)} on {count} x {device.name} "
+        f"time: {price.seconds / count / 3600:,.2f} hours on {count} x {device.name} "
         f"(assumed: {UTILISATION:.0%} of {speed})",
         f"disk: needs {needed}, {free / 1e9:,.0f} GB are free{warning}",
     ]
-    lines += [f"data are absent: {path} (prepare_data.py)" for path in absent_data(sweep)]
+    prefixes: set[str] = set()
+    for cell in sweep.cells:
+        for key in DATA_PATHS:
+            prefixes.update(as_list(cell.config[key]))
+    for prefix in sorted(prefixes):
+        if not Path(f"{prefix}.idx").exists():
+            lines.append(f"data are absent: {prefix} (prepare_data.py)")
     return "\n".join(lines)
-
-
-def duration(seconds: float) -> str:
-    """In the unit in which it has one to three digits: 40 seconds, 12 minutes, 3.4 hours."""
-    if seconds < 90:
-        return f"{seconds:.0f} seconds"
-    if seconds < 90 * 60:
-        return f"{seconds / 60:.0f} minutes"
-    return f"{seconds / 3600:,.1f} hours"
 
 
 if __name__ == "__main__":

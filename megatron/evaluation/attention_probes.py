@@ -53,20 +53,34 @@ def attention_by_distance(model: GPT, windows: Sequence[np.ndarray]) -> tuple[Te
             f"attention of an encoding that looks at content is measured up to length {LONGEST}"
         )
     device = model.word_embeddings.weight.device
+    key = torch.arange(length, device=device)
     inner_edges = torch.tensor(edges(length)[1:-1], device=device)
     entropies: list[Tensor] = []  # of each window and layer: [heads]
     masses: list[Tensor] = []  # of each window and layer: [bins]
 
     def recording(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, **more: Any) -> Tensor:
+        blocks: list[Tensor] = []  # probabilities of the last queries: [heads, queries, keys] each
         if "on_scores" in more:
             p = probabilities(q, k, bias, **more)
             out = (p @ v.to(p.dtype)).to(q.dtype)
-            blocks = [p[0, :, -QUERIES:]]
+            blocks.append(p[0, :, -QUERIES:])
         else:
             out = BACKENDS["sdpa"](q, k, v, bias, **more)
-            blocks = list(_blocks(q, k, bias, **more))
+            score_bias = more.pop("score_bias", None)
+            for start in range(max(0, length - QUERIES), length, BLOCK):
+                end = min(start + BLOCK, length)
+                if score_bias is not None:
+                    more["score_bias"] = score_bias.of_queries(start, end)
+                blocks.append(probabilities(q[:, :, start:end], k[:, :, :end], bias, **more)[0])
+        mass: list[Tensor] = []  # [heads, queries, bins] each
+        for p in blocks:
+            heads, queries, keys = p.shape
+            # Later keys have no probability: any bin will do.
+            distance = (key[keys - queries : keys, None] - key[:keys]).clamp(min=0)
+            bins = torch.bucketize(distance, inner_edges, right=True).expand(heads, -1, -1)
+            empty = p.new_zeros(heads, queries, len(inner_edges) + 1)
+            mass.append(empty.scatter_add_(2, bins, p))
         entropy = [torch.special.entr(p).sum(dim=-1) for p in blocks]  # [heads, queries] each
-        mass = [_mass(p, inner_edges) for p in blocks]  # [heads, queries, bins] each
         entropies.append(torch.cat(entropy, dim=1).mean(dim=1))
         masses.append(torch.cat(mass, dim=1).mean(dim=(0, 1)))
         return out
@@ -76,40 +90,11 @@ def attention_by_distance(model: GPT, windows: Sequence[np.ndarray]) -> tuple[Te
             ids = torch.from_numpy(window[None, :-1].astype(np.int64))
             model.features(ids.to(device))
 
-    def mean_over_windows(values: list[Tensor]) -> Tensor:
+    means = []
+    for values in (entropies, masses):
         by_window = torch.stack(values).view(len(windows), len(model.layers), -1)
-        return by_window.double().mean(dim=0).cpu()
-
-    return mean_over_windows(entropies), mean_over_windows(masses)
-
-
-def _blocks(q: Tensor, k: Tensor, bias: Tensor | None, **more: Any) -> Iterator[Tensor]:
-    """Probabilities of the last queries, some at a time, over the keys up to the last of them.
-
-    q, k [1, heads, length, head_dim] -> [heads, queries, keys] each
-    """
-    length = q.shape[2]
-    score_bias = more.pop("score_bias", None)
-    for start in range(max(0, length - QUERIES), length, BLOCK):
-        end = min(start + BLOCK, length)
-        if score_bias is not None:
-            more["score_bias"] = score_bias.of_queries(start, end)
-        yield probabilities(q[:, :, start:end], k[:, :, :end], bias, **more)[0]
-
-
-def _mass(p: Tensor, inner_edges: Tensor) -> Tensor:
-    """Probability by distance: [heads, queries, keys] -> [heads, queries, bins].
-
-    The queries are the last of the keys' positions. inner_edges [bins - 1]: where all bins but the
-    first begin.
-    """
-    heads, queries, keys = p.shape
-    key = torch.arange(keys, device=p.device)
-    query = key[keys - queries :, None]
-    distance = (query - key).clamp(min=0)  # later keys have no probability: any bin will do
-    bins = torch.bucketize(distance, inner_edges, right=True)  # [queries, keys]
-    mass = p.new_zeros(heads, queries, len(inner_edges) + 1)
-    return mass.scatter_add_(2, bins.expand(heads, -1, -1), p)
+        means.append(by_window.double().mean(dim=0).cpu())
+    return means[0], means[1]
 
 
 def receptive_field(model: GPT, windows: Sequence[np.ndarray]) -> Tensor:
@@ -154,11 +139,6 @@ def gradient_norms(model: GPT, window: Tensor) -> Tensor:
     finally:
         hook.remove()
     return gradient[0].double().norm(dim=-1).cpu()
-
-
-def receptive_field_tokens(cumulative: Tensor) -> int:
-    """The number of last tokens that hold 99 % of the gradient; cumulative [length]."""
-    return int((cumulative < MOST).sum()) + 1
 
 
 def sampled(length: int, count: int) -> Tensor:

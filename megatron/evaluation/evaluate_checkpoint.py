@@ -3,19 +3,21 @@
 import itertools
 import json
 import logging
+import sys
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
+
+from tqdm import tqdm
 
 from megatron.attention import Pairs
 from megatron.checkpoints.saved import find, step_of
 from megatron.config import Config
 from megatron.errors import UserError
 from megatron.evaluation.loaded_run import checkpoint_folder, loaded_run
-from megatron.evaluation.memory import check_fits
 from megatron.evaluation.options import DTYPES, VARIED, Options
-from megatron.evaluation.perplexity import measured, progress
+from megatron.evaluation.perplexity import measured
 from megatron.evaluation.protocols import PROTOCOLS, Request
 from megatron.folder_lock import owned_file
 from megatron.model import GPT, AttentionSettings
@@ -23,7 +25,7 @@ from megatron.model.methods import method_of
 from megatron.parallel.grid import here, owned_by_first
 from megatron.parallel.threads import count_parameters, use_threads
 from megatron.results.files import check_output, existing_results, write_results
-from megatron.results.row import ATTENTION_INPUTS, EXACT, Question, Row, agrees, identity
+from megatron.results.row import ATTENTION_INPUTS, Question, Row, agrees, identity
 
 logger = logging.getLogger(__name__)
 
@@ -67,7 +69,7 @@ def evaluate(config: Config | None, options: Options) -> Evaluation:
         windows_of = {protocol: PROTOCOLS[protocol](request) for protocol in protocols}
         for several in windows_of.values():
             for windows in several:
-                run.check_known_tokens(windows)
+                run.check_known_tokens(windows.ids)
         for attention, protocol in itertools.product(attentions, protocols):
             words = [protocol] if protocol != "equal_tokens" else []
             words += [options.dtype] if options.dtype != "fp32" else []
@@ -79,24 +81,19 @@ def evaluate(config: Config | None, options: Options) -> Evaluation:
     with owned_by_first(grid, *(owned_file(output, "--output") for output in rows)):
         model.to(grid.device, DTYPES[options.dtype])
         use_threads(count_parameters(model), grid.device)
-        for attention in attentions:
-            model.use_attention(attention)
-            check_fits(model, lengths[-1], grid.device)
-        facts = run.facts()
         for output, tokens, attention, protocol, by_length in jobs:
             model.use_attention(attention)
             logger.info("attention %s", model.attention_choice)
-            question = facts | run.facts_of_attention(attention)
-            question |= run.facts_of_text(protocol, tokens)
+            facts = run.facts(attention) | run.facts_of_text(protocol, tokens)
             # As the first process reads them: all processes must agree.
             existing = grid.gather(existing_results(output))[0]
             for windows in by_length:
                 name = f"{protocol} {windows.length}"
-                asked = question | windows.about | {"length": windows.length, "text": windows.text}
+                asked = facts | windows.about | {"length": windows.length, "text": windows.text}
                 # Means between other positions are another answer.
                 edges = {"position_edges": list(windows.edges)} if windows.edges else {}
-                earlier = answered(asked | edges, existing)
-                row = earlier
+                row = answered(asked | edges, existing)
+                spent = "kept from an earlier call"
                 if row is None:
                     model.pairs = Pairs()
                     with progress(name, len(windows.ids), shown=grid.first) as bar:
@@ -107,19 +104,27 @@ def evaluate(config: Config | None, options: Options) -> Evaluation:
                             grid=grid,
                             advance=bar.update,
                         )
-                    row = cast(Row, asked | numbers)
                     if model.pairs.skipped > 0:
                         logger.info("attention at %d: %s", windows.length, model.pairs)
-                # A kept row too: the tokenizer's files may not have been there before.
-                if row.get("bytes_from") != EXACT:
-                    of_text = run.bytes_of_text(tokens, windows, row["loss"])
-                    row = cast(Row, {**row, **of_text})
-                if grid.first and row != earlier:
-                    write_results(output, [row])  # at once: the longest length may fail
+                    of_text = run.bytes_of_text(tokens, windows, numbers["loss"])
+                    row = cast(Row, asked | numbers | of_text)
+                    spent = f"{numbers['seconds']:.1f} s"
+                    if grid.first:
+                        write_results(output, [row])  # at once: the longest length may fail
                 if grid.first:
-                    logger.info("%s: %s", name, described(row, kept=earlier is not None))
+                    result = f"no perplexity ({row.get('reason')})"
+                    if row["perplexity"] is not None:
+                        result = f"perplexity {row['perplexity']:.2f}"
+                    logger.info("%s: %s, %d windows, %s", name, result, row["windows"], spent)
                 rows[output].append(row)
     return Evaluation(rows, lengths)
+
+
+def progress(name: str, total: int, *, shown: bool) -> tqdm:
+    """How far one length is: a bar, in a log renewed every half minute."""
+    seconds = 0.1 if sys.stderr.isatty() else 30.0
+    bar = {"mininterval": seconds, "delay": seconds, "leave": False}
+    return tqdm(total=total, desc=name, disable=not shown, **bar)
 
 
 def variants(attention: AttentionSettings, options: Options, model: GPT) -> list[AttentionSettings]:
@@ -160,19 +165,7 @@ def answered(question: Mapping[str, Any], rows: Iterable[Row]) -> Row | None:
     return None
 
 
-def described(row: Row, *, kept: bool) -> str:
-    """One length in a line of the log."""
-    result = f"no perplexity ({row.get('reason')})"
-    if row["perplexity"] is not None:
-        result = f"perplexity {row['perplexity']:.2f}"
-    spent = "kept from an earlier call" if kept else f"{row.get('seconds', 0.0):.1f} s"
-    return f"{result}, {row['windows']} windows, {spent}"
-
-
 # --- As KERPLE and MEP evaluate ---
-
-PARTS = ("valid", "test")
-NEAREST_DTYPE = {"fp32": "fp32", "bf16": "bf16", "fp16": "fp32"}
 
 
 def evaluate_as_published(config: Config) -> Iterator[Evaluation]:
@@ -189,7 +182,7 @@ def evaluate_as_published(config: Config) -> Iterator[Evaluation]:
     windows = training.eval_iters * training.train_micro_batch_size_per_gpu * accumulation
     length = config.data.seq_length_val
     checkpoint = find(checkpoint_folder(config, None))
-    dtype = NEAREST_DTYPE[config.precision.dtype]
+    dtype = "bf16" if config.precision.dtype == "bf16" else "fp32"
     logger.info(
         "train_iters: 0 - %s is measured as KERPLE and MEP do it: protocol paper, %d windows of %d"
         " tokens of each part, model in %s",
@@ -198,7 +191,7 @@ def evaluate_as_published(config: Config) -> Iterator[Evaluation]:
     validations = 0  # which the forks count up to this step
     if training.eval_interval:
         validations = (step_of(checkpoint) or 0) * accumulation // training.eval_interval
-    for part in PARTS:
+    for part in ("valid", "test"):
         section = config.evaluation.model_copy(update={"eval_part": part})
         options = Options(
             checkpoint=str(checkpoint),

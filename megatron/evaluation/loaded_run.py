@@ -1,7 +1,8 @@
 """A checkpoint with its configuration and its text, checked to belong together."""
 
+import contextlib
 import hashlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -9,7 +10,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
 
 from megatron.checkpoints.manifest import weights_of
 from megatron.checkpoints.read import load_for_evaluation
@@ -85,8 +85,8 @@ class LoadedModel:
             found.append(("HFTokenizer", str(prefix.with_name(BESIDE_TOKENS)), None))
         return list(dict.fromkeys(found))
 
-    def facts(self) -> Facts:
-        """The keys of every row about the model, where it now is, and about the code."""
+    def facts(self, attention: AttentionSettings) -> Facts:
+        """The keys of every row about the model, as it now is, and about the code."""
         weight = next(self.model.parameters())
         facts = {
             "pos_emb": name_of_layers(self.trained.position),
@@ -101,8 +101,10 @@ class LoadedModel:
             "tokenizer": self.tokenizer.get("hash"),
             "dtype": str(weight.dtype).removeprefix("torch."),
             "device": weight.device.type,
+            "attention_backend": self.model.resolved_backend,
             "commit": commit(),
             "code": code_fingerprint(),
+            **variant(attention),
         }
         for key in ("parent", "parent_model"):
             if self.record.get(key):
@@ -110,10 +112,6 @@ class LoadedModel:
         if self.record.get("corpora"):
             facts["trained_on"] = self.record["corpus"]
         return facts
-
-    def facts_of_attention(self, attention: AttentionSettings) -> Facts:
-        """The keys of every row about attention, after the model was made to use it."""
-        return {"attention_backend": self.model.resolved_backend, **variant(attention)}
 
 
 @dataclass(frozen=True)
@@ -148,10 +146,10 @@ class LoadedRun(LoadedModel):
             "protocol": protocol,
         }
 
-    def check_known_tokens(self, windows: Windows) -> None:
+    def check_known_tokens(self, windows: Iterable[np.ndarray]) -> None:
         """Raises UserError if the text holds a token that the embedding does not have."""
         vocab = self.record["vocab"]
-        highest = max(int(ids.max()) for ids in windows.ids)
+        highest = max(int(ids.max()) for ids in windows)
         if highest >= vocab:
             raise UserError(
                 f"data_path: holds token {highest}, {self.path} knows the tokens 0 to {vocab - 1}"
@@ -166,38 +164,32 @@ class LoadedRun(LoadedModel):
         bytes: what it costs to say that a document ends counts.
         """
         count = int(windows.counts.sum())
-        sizes = self._sizes_of(tokens)
+        size, way = 0, EXACT
+        writer = tokens.meta.get("tokenizer") or self.tokenizer
+        sizes = _token_bytes(tuple(self.tokenizer_files([tokens.prefix])), writer.get("hash"))
         if sizes is not None:
-            size, way = 0, EXACT
             for targets in windows.targets:
                 known = targets[targets < len(sizes)]  # rows of the embedding may be padded
                 size += int(sizes[known].sum())
         elif tokens.text_bytes:
             size, way = tokens.text_bytes / tokens.tokens * count, MEAN
-        else:
-            return {}
-        if not size:  # only ends of documents were scored
+        if not size:  # nothing is known, or only ends of documents were scored
             return {}
         bits = None if loss is None else bits_per_byte(loss, count, size)
         return {"bytes": size, "bytes_from": way, "bits_per_byte": bits}
 
-    def _sizes_of(self, tokens: TokenFile) -> np.ndarray | None:
-        """The bytes of each id, [vocab]; or None if the tokenizer of a text is not at hand."""
-        writer = tokens.meta.get("tokenizer") or self.tokenizer
-        for files in self.tokenizer_files([tokens.prefix]):
-            sizes = _sizes_by(files, writer.get("hash"))
-            if sizes is not None:
-                return sizes
-        return None
-
 
 @cache
-def _sizes_by(files: TokenizerFiles, expected: str | None) -> np.ndarray | None:
-    try:
-        tokenizer = build_tokenizer(*files)
-    except UserError:  # an evaluation needs no tokenizer, so its faults are none of it
-        return None
-    return tokenizer.token_bytes() if tokenizer.hash == expected else None
+def _token_bytes(places: Sequence[TokenizerFiles], expected: str | None) -> np.ndarray | None:
+    """The bytes of each id, [vocab]; or None if the tokenizer of that hash is not at hand."""
+    for place in places:
+        try:
+            tokenizer = build_tokenizer(*place)
+        except UserError:  # an evaluation needs no tokenizer, so its faults are none of it
+            continue
+        if tokenizer.hash == expected:
+            return tokenizer.token_bytes()
+    return None
 
 
 def loaded_model(config: Config | None, folder: str | Path | None, step: int | None) -> LoadedModel:
@@ -206,7 +198,12 @@ def loaded_model(config: Config | None, folder: str | Path | None, step: int | N
     path = Path(record["path"])
     if CONTROL.search(str(path)):  # every row repeats it
         raise UserError(f"checkpoint: {path} has a control character in its name - rename it")
-    check_finite(model, path)
+    for name, weights in model.named_parameters():
+        if not torch.isfinite(weights).all():
+            raise UserError(
+                f"{path}: {name} holds numbers that are not finite - the training diverged"
+                " before it was saved; give an earlier --step, or train with a lower lr"
+            )
 
     # Unless the configuration says so itself, documents are kept apart as in training.
     config = config or trained
@@ -227,7 +224,7 @@ def loaded_run(config: Config | None, folder: str | Path | None, step: int | Non
     Raises UserError if there is no checkpoint or no text, or if they do not belong together.
     """
     loaded = loaded_model(config, folder, step)
-    model, trained, config, path = loaded.model, loaded.trained, loaded.config, loaded.path
+    trained, config, path = loaded.trained, loaded.config, loaded.path
     names_data = config if any(config[key] for key in DATA_PATHS) else trained
     part = config.evaluation.eval_part
     texts = open_parts(names_data.data, [part])[part]
@@ -243,31 +240,36 @@ def loaded_run(config: Config | None, folder: str | Path | None, step: int | Non
         of_training["split"] = trained.data.split
     check_same_model(wanted, of_training, path)
 
-    seen: dict[str, TokenFile] = {}
-    for tokens in texts.files:
-        for name in {name_of(tokens), tokens.prefix.name}:
-            if name in seen:
-                raise UserError(
-                    f"{texts.name}_data_paths: {seen[name].prefix} and {tokens.prefix} are both"
-                    f" called {name} in results - evaluate one at a time"
-                )
-        seen |= dict.fromkeys((name_of(tokens), tokens.prefix.name), tokens)
-        check_same_tokenizer(tokens, loaded.tokenizer, path)
-        if config.attention.reset_attention_mask:
-            tokens.check_ends("reset_attention_mask", model.end_of_document)
-
     trained_whole = trained.data.train_data_paths
     if texts.weights and trained_on:  # as a whole, it holds the training's share
         trained_whole = (trained_on,)
-    places = {place_of(corpus) for corpus in trained_whole}
+    trained_places = {place_of(corpus) for corpus in trained_whole}
+    same_name: dict[str, TokenFile] = {}
     for tokens in texts.files:
-        if place_of(str(tokens.prefix)) in places:
+        for name in {name_of(tokens), tokens.prefix.name}:
+            other = same_name.setdefault(name, tokens)
+            if other is not tokens:
+                raise UserError(
+                    f"{texts.name}_data_paths: {other.prefix} and {tokens.prefix} are both"
+                    f" called {name} in results - evaluate one at a time"
+                )
+        writer = tokens.meta.get("tokenizer") or {}
+        hashes = writer.get("hash"), loaded.tokenizer.get("hash")
+        if all(hashes) and hashes[0] != hashes[1]:
+            raise UserError(
+                f"data_path: {tokens.prefix} was written by {writer.get('type')} {hashes[0]},"
+                f" {path} learned with {loaded.tokenizer.get('type')} {hashes[1]}:"
+                f" its perplexity there would mean nothing - {PREPARE}"
+            )
+        if config.attention.reset_attention_mask:
+            tokens.check_ends("reset_attention_mask", loaded.model.end_of_document)
+        if place_of(str(tokens.prefix)) in trained_places:
             raise UserError(
                 f"eval_part: {tokens.prefix} as {texts.name} text was trained on by {path}:"
                 " a loss there says nothing of new text - give held-out text as"
                 f" {texts.name}_data_paths"
             )
-    return LoadedRun(model, trained, config, path, loaded.record, texts)
+    return LoadedRun(loaded.model, trained, config, path, loaded.record, texts)
 
 
 def check_same_model(
@@ -287,33 +289,6 @@ def check_same_model(
             )
     if len(lines) > 1:
         raise UserError("\n  ".join(lines))
-
-
-def check_finite(model: nn.Module, checkpoint: Path | str) -> None:
-    """Raises UserError if a weight is nan or infinite: every loss would be so too."""
-    for name, weights in model.named_parameters():
-        if not torch.isfinite(weights).all():
-            raise UserError(
-                f"{checkpoint}: {name} holds numbers that are not finite - the training diverged"
-                " before it was saved; give an earlier --step, or train with a lower lr"
-            )
-
-
-def check_same_tokenizer(
-    tokens: TokenFile, tokenizer: Mapping[str, Any], checkpoint: Path | str
-) -> None:
-    """Raises UserError if the data were written by another tokenizer than the checkpoint's.
-
-    tokenizer: {type, hash, vocab_size} of the checkpoint; without a hash nothing is checked
-    """
-    writer = tokens.meta.get("tokenizer") or {}
-    hashes = writer.get("hash"), tokenizer.get("hash")
-    if all(hashes) and hashes[0] != hashes[1]:
-        raise UserError(
-            f"data_path: {tokens.prefix} was written by {writer.get('type')} {hashes[0]},"
-            f" {checkpoint} learned with {tokenizer.get('type')} {hashes[1]}:"
-            f" its perplexity there would mean nothing - {PREPARE}"
-        )
 
 
 def variant(attention: AttentionSettings) -> Facts:
@@ -345,7 +320,11 @@ def checkpoint_folder(config: Config | None, step: int | None) -> str:
         raise UserError(
             "checkpoint: none is named - give the configuration of a run, or --checkpoint DIR"
         )
-    holding = [folder for folder in folders if _holds_checkpoint(folder, step)]
+    holding = []
+    for folder in folders:
+        with contextlib.suppress(UserError):
+            find(folder, step)
+            holding.append(folder)
     if len(holding) == 2:
         raise UserError(
             f"checkpoint: load ({folders[0]}) and save ({folders[1]}) both hold one"
@@ -362,11 +341,3 @@ def code_fingerprint() -> str:
         for file in sorted(path.rglob("*.py")) if path.is_dir() else [path]:
             digest.update(file.read_bytes())
     return digest.hexdigest()[:12]
-
-
-def _holds_checkpoint(folder: str, step: int | None) -> bool:
-    """Whether a folder is or has a checkpoint, of that step if one is given."""
-    try:
-        return find(folder, step).is_dir()
-    except UserError:
-        return False

@@ -1,4 +1,4 @@
-"""The memory of an evaluation: an estimate before there is a model, and what certainly fails.
+"""The memory of an evaluation, estimated before there is a model.
 
 Nothing is kept for a backward pass, so one layer and the logits of one block of tokens count:
 
@@ -14,10 +14,8 @@ the scores take 0.5 to 2.5 times what is counted. On a GPU nothing has been meas
 
 import torch
 
-from megatron.errors import UserError
-from megatron.model import GPT, Architecture
+from megatron.model import Architecture
 from megatron.model.head import tokens_at_once
-from megatron.parallel.machine import device_memory, in_bytes
 
 FLOAT32 = 4
 STREAM = 3  # numbers per token and feature: the stream, the layer's input after the norm, its sum
@@ -57,23 +55,3 @@ def evaluation_memory(
     weights = number * numbers
     stream = number * tokens * model.hidden_size
     return weights + stream + max(layer, logits)  # the logits come after all layers
-
-
-def check_fits(model: GPT, length: int, device: torch.device) -> None:
-    """Raises UserError if one window of so many tokens is certainly too large for the device.
-
-    Counted are the weights, and of one window what exists at the same time in any case: the
-    input of a block, its queries, keys and values, and with the eager backend the scores.
-    """
-    weight = next(model.parameters())
-    weights = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
-    window = 4 * length * model.word_embeddings.embedding_dim * weight.element_size()
-    if "eager" in model.backends:
-        window += 4 * model.position.shape.heads * length**2  # float32
-    memory = device_memory(device)
-    if weights + window > memory:
-        raise UserError(
-            f"eval_lengths: one window of {length} tokens needs {in_bytes(window)} beside"
-            f" {in_bytes(weights)} of weights, and there are {in_bytes(memory)} of memory"
-            " - give shorter lengths"
-        )

@@ -5,7 +5,7 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -83,12 +83,13 @@ def add_attention(parser: argparse.ArgumentParser, **how: Any) -> None:
     sinks = "first tokens that stay visible beside --window (StreamingLLM), likewise: N or none"
     clip = "tables by distance keep their value from D on, likewise: D or none"
     method = f"for longer texts, likewise: none or {', '.join(METHODS)} (docs/longer_texts.md)"
+    tokens = number(*TOKENS, or_one_of=("none",))
     options = (
-        ("--window", window_of, "W", window),
+        ("--window", number(*TOKENS, or_one_of=("none", "train_length")), "W", window),
         ("--logn-scale", switch, "on|off", "key logn_scale, likewise"),
         ("--paper-precision", switch, "on|off", "key paper_precision, likewise"),
-        ("--sinks", tokens_or_none, "N", sinks),
-        ("--clip-distance", tokens_or_none, "D", clip),
+        ("--sinks", tokens, "N", sinks),
+        ("--clip-distance", tokens, "D", clip),
         ("--method", method_or_none, "M", method),
     )
     for name, kind, metavar, words in options:
@@ -121,49 +122,40 @@ def add_whole_number(
     parser.add_argument(name, type=number(*bounds), default=default, metavar="N", help=text)
 
 
-def words_faults(words: Sequence[str]) -> str | None:
+class _Words(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise UserError(message.removeprefix("argument "))
+
+
+def words_fault(words: Sequence[str]) -> str | None:
     """The reason why evaluate.py would refuse these options, or None."""
-    parser = argparse.ArgumentParser(add_help=False, exit_on_error=False)
+    parser = _Words(add_help=False)
     add_options(parser)
-    parser.error = _raise  # pyright: ignore[reportAttributeAccessIssue]
     try:
         parser.parse_args(words)
-    except (argparse.ArgumentError, UserError) as fault:
-        return str(fault).removeprefix("argument ")
+    except UserError as fault:
+        return str(fault)
     return None
-
-
-def _raise(message: str) -> None:
-    raise UserError(message)
 
 
 # --- Kinds of values, for argparse ---
 
 
-def number(least: int, most: int) -> Callable[[str], int]:
-    """A whole number within bounds."""
+def number(least: int, most: int, or_one_of: Sequence[str] = ()) -> Callable[[str], Any]:
+    """A whole number within bounds, or one of some words; `none` becomes None."""
 
-    def parsed(text: str) -> int:
-        shown = text if len(text) <= 40 else f"{text[:40]}…"
-        if not re.fullmatch(r"-?[0-9]{1,4000}", text):
-            raise argparse.ArgumentTypeError(f"{ascii(shown)[1:-1]} is not a whole number")
-        if not least <= int(text) <= most:
+    def parsed(text: str) -> Any:
+        if text in or_one_of:
+            return None if text == "none" else text
+        if not re.fullmatch(r"-?[0-9]{1,4000}", text) or not least <= int(text) <= most:
+            shown = ascii(text)[1:-1][:40]
+            words = "".join(f", or {word}" for word in or_one_of)
             raise argparse.ArgumentTypeError(
-                f"{shown} is beyond its bounds - give {least} to {most:,}"
+                f"{shown} is not a whole number from {least} to {most:,}{words}"
             )
         return int(text)
 
     return parsed
-
-
-def tokens_or_none(text: str) -> int | None:
-    """A number of tokens, or none."""
-    return None if text == "none" else number(*TOKENS)(text)
-
-
-def window_of(text: str) -> Any:
-    """A value of the key `window`: a number of tokens, train_length or none."""
-    return text if text == "train_length" else tokens_or_none(text)
 
 
 def switch(text: str) -> bool:
@@ -175,7 +167,9 @@ def switch(text: str) -> bool:
 
 def method_or_none(text: str) -> str | None:
     """A method for longer texts, or none."""
-    fault = None if text == "none" else fault_of_name(text)
+    if text == "none":
+        return None
+    fault = fault_of_name(text)
     if fault is not None:
         raise argparse.ArgumentTypeError(fault.removeprefix("--method "))
-    return None if text == "none" else text
+    return text

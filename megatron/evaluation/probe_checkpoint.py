@@ -21,16 +21,15 @@ from megatron.config import Config
 from megatron.data.samples import split_documents
 from megatron.errors import UserError
 from megatron.evaluation.attention_probes import (
+    MOST,
     attention_by_distance,
     edges,
     receptive_field,
-    receptive_field_tokens,
     sampled,
 )
 from megatron.evaluation.loaded_run import loaded_run
-from megatron.evaluation.memory import check_fits
-from megatron.evaluation.probe_tasks import NO_TOKEN, TASKS, words_of
-from megatron.evaluation.protocols import Windows, first_tokens
+from megatron.evaluation.probe_tasks import NO_TOKEN, TASKS, Material
+from megatron.evaluation.protocols import first_tokens
 from megatron.folder_lock import owned_file
 from megatron.model import GPT, AttentionSettings
 from megatron.model.head import tokens_at_once
@@ -50,6 +49,7 @@ from megatron.results.statistics import wilson
 
 SHORTEST = 48  # tokens of a context
 SAMPLED = 200  # distances of a receptive field that a row has
+NUMBERS = ("guess", "accuracy", "error", "low", "high", "log_probability", "without")
 
 Scores = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
 """(ids [batch, length], at [count], targets [count] or [count, choices]) -> what `scored` does."""
@@ -112,17 +112,19 @@ def probe(
             f"--lengths: the {run.texts.name} part has {len(text)} tokens, {needed} are needed"
             " - give shorter lengths"
         )
-    run.check_known_tokens(Windows(len(text) - 1, [text], [0]))
+    run.check_known_tokens([text])
 
     attention = AttentionSettings.of(config.attention).of_one_document()
     output = options.output or run.default_output(tokens, attention, ["probes"])
     model.to(here().device)
     model.use_attention(attention)
-    check_fits(model, lengths[-1], here().device)
-    facts = run.facts() | run.facts_of_attention(attention) | run.facts_of_text("probes", tokens)
+    facts = run.facts(attention) | run.facts_of_text("probes", tokens)
     names: list[str] = []
     for name in options.probes:
         names += GROUPS.get(name, (name,))
+
+    last_place = max(1, options.depths - 1)
+    depths = [round(number / last_place, 4) for number in range(options.depths)]
 
     rows: list[ProbeRow] = []
     with owned_file(output, "--output"):
@@ -133,7 +135,16 @@ def probe(
             for name in dict.fromkeys(names):
                 started = time.perf_counter()
                 if name in TASKS:
-                    answers = of_task(model, name, text, length, options)
+                    answers = asked(
+                        scores_of(model),
+                        name,
+                        text,
+                        length,
+                        depths=depths,
+                        trials=options.trials,
+                        seed=options.probe_seed,
+                        device=here().device,
+                    )
                 else:
                     answers = [of_windows(model, name, windows)]
                 seconds = time.perf_counter() - started
@@ -152,11 +163,11 @@ def of_windows(model: GPT, name: str, windows: Sequence[np.ndarray]) -> Facts:
     try:
         if name == "receptive_field":
             cumulative = receptive_field(model, windows)
-            distances = sampled(length, SAMPLED).tolist()
+            distances = sampled(length, SAMPLED)
             return facts | {
-                "reach": receptive_field_tokens(cumulative),
-                "distances": distances,
-                "cumulative": [round(cumulative[distance].item(), 6) for distance in distances],
+                "reach": int((cumulative < MOST).sum()) + 1,
+                "distances": distances.tolist(),
+                "cumulative": np.round(cumulative[distances].numpy(), 6).tolist(),
             }
         entropy, mass = attention_by_distance(model, windows)
     except UserError as refusal:
@@ -171,30 +182,6 @@ def of_windows(model: GPT, name: str, windows: Sequence[np.ndarray]) -> Facts:
     }
 
 
-def of_task(
-    model: GPT, name: str, text: np.ndarray, length: int, options: ProbeOptions
-) -> list[Facts]:
-    """One task: a row for each depth, or for each number on its axis."""
-    task = TASKS[name]
-    last = max(1, options.depths - 1)
-    results = asked(
-        scores_of(model),
-        name,
-        text,
-        length,
-        depths=[round(number / last, 4) for number in range(options.depths)],
-        trials=options.trials,
-        seed=options.probe_seed,
-        device=next(model.parameters()).device,
-    )
-    rows = []
-    for result in results:
-        place = {axis_of(name): result.pop("place")}
-        form = {"form": dict(task.form)} if task.form else {}
-        rows.append(place | form | result | {"probe_seed": options.probe_seed})
-    return rows
-
-
 def asked(
     scores: Scores,
     name: str,
@@ -206,7 +193,7 @@ def asked(
     seed: int,
     device: torch.device | str = "cpu",
 ) -> list[Facts]:
-    """One task at one length: a result for each place.
+    """One task at one length: the keys of a row for each place.
 
     text: [length or more] held-out tokens, the filler
     depths: 0 to 1, the places of a task that has none of its own
@@ -217,64 +204,50 @@ def asked(
     if length < SHORTEST:
         raise UserError(f"--lengths: {length} is too short for {name} - give {SHORTEST} or more")
     task = TASKS[name]
-    places = depths if task.places is None else task.places
+    places = task.places or depths
     text = text.astype(np.int64)
-    words = len(words_of(text))
     # Of each place and trial: correct, log-probability, and that without the answers, of each
     # target, [3, count] float64; the number of right tokens; and the accuracy of guessing.
-    found: list[list[tuple[Tensor, Tensor, float | None]]] = [[] for _ in places]
+    answers: list[list[tuple[Tensor, np.ndarray, float | None]]] = [[] for _ in places]
     reason = None
     try:
         for number in range(trials):
             random = np.random.default_rng([seed, length, number])
-            for trial in task.trials(random, text, length, places):
-                targets = torch.from_numpy(trial.targets)
-                correct, log_probability = scores(
-                    torch.from_numpy(trial.ids).to(device),
-                    torch.from_numpy(trial.at).to(device),
-                    targets.to(device),
-                )  # [2, count] each
-                table = torch.stack([correct[0], log_probability[0], log_probability[1]])
-                choices = (targets.view(len(targets), -1) != NO_TOKEN).sum(dim=1)
+            for trial in task.trials(Material(random, text, length, places)):
+                arrays = (trial.ids, trial.at, trial.targets)
+                tensors = [torch.from_numpy(array).to(device) for array in arrays]
+                correct, log_probability = scores(*tensors)  # [2, count] each
+                numbers = torch.stack([correct[0], *log_probability]).double().cpu()
+                choices = (trial.targets.reshape(len(trial.at), -1) != NO_TOKEN).sum(axis=1)
                 for cell in np.unique(trial.cell):
-                    here = trial.cell == cell
-                    guess = None if trial.guess is None else float(trial.guess[here].mean())
-                    found[cell].append((table.double().cpu()[:, here], choices[here], guess))
+                    own = trial.cell == cell
+                    guess = None if trial.guess is None else float(trial.guess[own].mean())
+                    answers[cell].append((numbers[:, own], choices[own], guess))
     except UserError as refusal:
         reason = str(refusal)
 
+    words = len(np.unique(text))
     results = []
-    for place, answers in zip(places, found, strict=True):
-        result: Facts = {"length": length, "place": place, "trials": trials, "tokens": 0}
-        result |= {"chance": 1 / words, "guess": None, "accuracy": None, "error": None}
-        result |= {"low": None, "high": None, "log_probability": None, "without": None}
-        result["reason"] = reason
+    for place, of_place in zip(places, answers, strict=True):
+        result: Facts = {axis_of(name): place, "trials": trials, "probe_seed": seed, "tokens": 0}
+        if task.form:
+            result["form"] = dict(task.form)
+        result |= {"chance": 1 / words, "reason": reason, **dict.fromkeys(NUMBERS)}
         if reason is None:
-            result |= _summary(answers, words)
+            of_trials, choices, guesses = zip(*of_place, strict=True)
+            accuracies = torch.stack([numbers[0].mean() for numbers in of_trials])
+            targets = torch.cat(of_trials, dim=1)
+            result["tokens"] = targets.shape[1]
+            result["chance"] = np.concatenate(choices).mean().item() / words
+            if guesses[0] is not None:
+                result["guess"] = statistics.fmean(guesses)
+            means = targets.mean(dim=1).tolist()
+            result["accuracy"], result["log_probability"], result["without"] = means
+            result["low"], result["high"] = wilson(accuracies.mean().item(), trials)
+            if trials > 1:
+                result["error"] = accuracies.std().item() / math.sqrt(trials)
         results.append(result)
     return results
-
-
-def _summary(answers: Sequence[tuple[Tensor, Tensor, float | None]], words: int) -> Facts:
-    """The numbers of all trials at one place; words: different tokens to guess among."""
-    trials = len(answers)
-    accuracies = torch.stack([table[0].mean() for table, _, _ in answers])
-    all_targets = torch.cat([table for table, _, _ in answers], dim=1)
-    accuracy, log_probability, without = all_targets.mean(dim=1).tolist()
-    low, high = wilson(accuracies.mean().item(), trials)
-    choices = torch.cat([choices for _, choices, _ in answers])
-    guesses = [guess for _, _, guess in answers if guess is not None]
-    return {
-        "tokens": all_targets.shape[1],
-        "chance": choices.double().mean().item() / words,
-        "guess": statistics.fmean(guesses) if guesses else None,
-        "accuracy": accuracy,
-        "error": accuracies.std().item() / math.sqrt(trials) if trials > 1 else None,
-        "low": low,
-        "high": high,
-        "log_probability": log_probability,
-        "without": without,
-    }
 
 
 def scores_of(model: GPT) -> Scores:

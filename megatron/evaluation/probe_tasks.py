@@ -17,6 +17,7 @@ import numpy as np
 from megatron.errors import UserError
 
 NO_TOKEN = -1  # fills up a line of targets that has fewer right answers than another
+NO_TOKENS = np.empty(0, dtype=np.int64)
 
 
 @dataclass(frozen=True)
@@ -38,8 +39,44 @@ class Trial:
     guess: np.ndarray | None = None
 
 
-Trials = Callable[[np.random.Generator, np.ndarray, int, Sequence[float]], Iterator[Trial]]
-"""(random, text, length, places) -> contexts of `length` tokens, which ask about every place."""
+@dataclass(frozen=True)
+class Material:
+    """What contexts of `length` tokens are made of. They ask about every place.
+
+    text: [length or more] tokens; a task draws its words from them, each once
+    places: depths from 0 to 1, or numbers on the axis of a task
+    """
+
+    random: np.random.Generator
+    text: np.ndarray
+    length: int
+    places: Sequence[float]
+
+    @property
+    def words(self) -> np.ndarray:
+        return np.unique(self.text)
+
+    def shuffled(self, task: str, needed: int, lacking: int = 0) -> np.ndarray:
+        """The words in random order.
+
+        Raises UserError if there are fewer than needed, or if the context lacks tokens.
+        """
+        words = self.words
+        if len(words) < needed or lacking > 0:
+            raise UserError(
+                f"{task} needs {needed} different tokens, the text has {len(words)},"
+                f" and a length of {self.length + max(lacking, 0)} or more"
+                " - give another text or longer lengths"
+            )
+        return self.random.permutation(words)
+
+    def filler(self, length: int, without: np.ndarray, others: np.ndarray) -> np.ndarray:
+        """A random piece of the text, with random `others` in place of `without`: [length]."""
+        start = int(self.random.integers(0, len(self.text) - length + 1))
+        filler = self.text[start : start + length].copy()
+        replaced = np.isin(filler, without)
+        filler[replaced] = self.random.choice(others, replaced.sum())
+        return filler
 
 
 @dataclass(frozen=True)
@@ -51,48 +88,9 @@ class Task:
     form: the sizes that define the task; every row has them
     """
 
-    trials: Trials
+    trials: Callable[[Material], Iterator[Trial]]
     places: Sequence[float] | None = None
     form: Mapping[str, int] = field(default_factory=dict)
-
-
-def words_of(text: np.ndarray) -> np.ndarray:
-    """The tokens that questions and answers are drawn from: each token of the text once."""
-    return np.unique(text)
-
-
-def check_possible(task: str, needed: int, text: np.ndarray, length: int, lacking: int) -> None:
-    """Raises UserError if the text has too few different tokens, or the context lacks tokens."""
-    count = len(words_of(text))
-    if count < needed or lacking > 0:
-        raise UserError(
-            f"{task} needs {needed} different tokens, the text has {count},"
-            f" and a length of {length + max(lacking, 0)} or more"
-            " - give another text or longer lengths"
-        )
-
-
-def filler_of(random: np.random.Generator, text: np.ndarray, length: int) -> np.ndarray:
-    """A random piece of the text: [length]."""
-    start = int(random.integers(0, len(text) - length + 1))
-    return text[start : start + length].copy()
-
-
-def replace_tokens(
-    random: np.random.Generator, filler: np.ndarray, tokens: np.ndarray, others: np.ndarray
-) -> None:
-    """Put random ones of `others` where the filler has one of `tokens`, in place."""
-    is_one = np.isin(filler, tokens)
-    filler[is_one] = random.choice(others, is_one.sum())
-
-
-def inserted(filler: np.ndarray, pieces: np.ndarray, spots: np.ndarray) -> np.ndarray:
-    """The filler with pieces between its tokens.
-
-    filler [n], pieces [count, size], spots [count]: tokens of filler before each piece, ascending
-    -> [n + count * size]
-    """
-    return np.insert(filler, np.repeat(spots, pieces.shape[1]), pieces.ravel())
 
 
 # --- Retrieval: can a model repeat what it has read? ---
@@ -102,19 +100,17 @@ NEEDLE = 8  # tokens of the needle
 PAIRS = 4  # pairs of key and value at each depth
 
 
-def passkey(
-    random: np.random.Generator, text: np.ndarray, length: int, depths: Sequence[float]
-) -> Iterator[Trial]:
+def passkey(of: Material) -> Iterator[Trial]:
     """A cue and a needle in the text, at one depth; at its end the cue again: what follows?"""
-    filler = filler_of(random, text, length)
-    words = words_of(text)
-    cue = random.choice(words, CUE, replace=False)
-    needle = random.choice(words, NEEDLE, replace=False)
-    other = random.choice(words, NEEDLE, replace=False)
+    filler = of.filler(of.length, NO_TOKENS, NO_TOKENS)
+    words = of.words
+    cue = of.random.choice(words, CUE, replace=False)
+    needle = of.random.choice(words, NEEDLE, replace=False)
+    other = of.random.choice(words, NEEDLE, replace=False)
     question = np.concatenate([cue, needle[:-1]])
-    question_start = length - len(question)
-    at = np.arange(length - NEEDLE, length)
-    for cell, depth in enumerate(depths):
+    question_start = of.length - len(question)
+    at = np.arange(of.length - NEEDLE, of.length)
+    for cell, depth in enumerate(of.places):
         start = round(depth * (question_start - CUE - NEEDLE))
         needle_start = start + CUE
         ids = np.stack([filler, filler])
@@ -124,46 +120,39 @@ def passkey(
         yield Trial(ids, at, needle, np.full(NEEDLE, cell))
 
 
-def copy(
-    random: np.random.Generator, text: np.ndarray, length: int, depths: Sequence[float]
-) -> Iterator[Trial]:
+def copy(of: Material) -> Iterator[Trial]:
     """A random string, and length / 2 later the same again. The depths are equal parts of it."""
-    half = length // 2
-    string, other = random.choice(words_of(text), (2, half))
+    half = of.length // 2
+    string, other = of.random.choice(of.words, (2, half))
     ids = np.stack([np.concatenate([string, string]), np.concatenate([other, string])])
     # The first token of the copy is not asked for: nothing says that the string starts again.
     place = np.arange(1, half)
-    yield Trial(ids, half + place - 1, string[1:], place * len(depths) // half)
+    yield Trial(ids, half + place - 1, string[1:], place * len(of.places) // half)
 
 
-def recall(
-    random: np.random.Generator, text: np.ndarray, length: int, depths: Sequence[float]
-) -> Iterator[Trial]:
+def recall(of: Material) -> Iterator[Trial]:
     """Pairs of a key and its value at every depth; at the end each key again: which value?
 
     The keys stand there in another order (multi-query associative recall, arXiv 2312.04927).
     """
-    count = PAIRS * len(depths)
-    words = random.permutation(words_of(text))
-    check_possible("recall", 2 * count, text, length, 4 * count - length)
+    count = PAIRS * len(of.places)
+    question_start = of.length - 2 * count
+    spare = question_start - 2 * count  # tokens of filler between the pairs
+    words = of.shuffled("recall", 2 * count, -spare)
     keys = words[:count]
     values = words[count : 2 * count]
-    other_values = np.roll(values, 1)  # each key has another's value
-    order = random.permutation(count)  # of the questions
-    filler = filler_of(random, text, length)
+    order = of.random.permutation(count)  # of the questions
     # A key may stand before its value only.
-    replace_tokens(random, filler, keys, words[count:])
+    filler = of.filler(of.length, keys, words[count:])
 
     ids = np.stack([filler, filler])
-    question_start = length - 2 * count
-    spare = question_start - 2 * count  # tokens of filler between the pairs
-    for pair in range(count):
-        start = 2 * pair + round(depths[pair // PAIRS] * spare)
-        ids[:, start] = keys[pair]
-        ids[:, start + 1] = values[pair], other_values[pair]
+    depths = np.repeat(of.places, PAIRS)
+    start = 2 * np.arange(count) + np.round(depths * spare).astype(np.int64)
+    ids[:, start] = keys
+    ids[:, start + 1] = values, np.roll(values, 1)  # in the other context each has another's value
     ids[:, question_start::2] = keys[order]
     ids[:, question_start + 1 :: 2] = values[order]
-    at = np.arange(question_start, length, 2)
+    at = np.arange(question_start, of.length, 2)
     yield Trial(ids, at, values[order], order // PAIRS)
 
 
@@ -177,30 +166,22 @@ HOPS = 4  # assignments of a variable to a variable in each chain
 EXAMPLES = 2  # further chains, whose questions are answered in the context
 
 
-def multikey(
-    random: np.random.Generator,
-    text: np.ndarray,
-    length: int,
-    depths: Sequence[float],
-    *,
-    most: int | None = NEEDLES,
-) -> Iterator[Trial]:
+def multikey(of: Material, *, most: int | None = NEEDLES) -> Iterator[Trial]:
     """Needles of two key tokens and a value in the text; at its end one key again: which value?
 
     Every key token is in several keys, so only both together name the value. At depth d the asked
     needle stands there, and the fraction d of the other needles stands before it.
     most: needles; None: as many as fit, which leaves hardly any text
     """
-    check_possible("multikey", FEWEST, text, length, lacking=0)
-    words = random.permutation(words_of(text))
-    question_start = length - (KEYED - 1)
+    words = of.shuffled("multikey", FEWEST)
+    question_start = of.length - (KEYED - 1)
     fitting = question_start // KEYED
     wanted = fitting if most is None else min(most, fitting)
     # Keys are cells of a square of tokens. A quarter of the words for each side leaves values.
     side = min(math.ceil(math.sqrt(wanted)), len(words) // 4)
     count = min(wanted, side**2)
     cue, first_of_key, second_of_key, rest = np.split(words, np.cumsum([1, side, side]))
-    row, column = np.divmod(random.permutation(side**2)[:count], side)
+    row, column = np.divmod(of.random.permutation(side**2)[:count], side)
     values = rest[: min(count, len(rest) // 2)]
     number = np.arange(count)
     value = values[number % len(values)]
@@ -209,45 +190,39 @@ def multikey(
     other_needles = needles.copy()
     other_needles[:, -1] = values[(number + 1) % len(values)]
 
-    filler = filler_of(random, text, question_start - needles.size)
-    replace_tokens(random, filler, needles.ravel(), rest[len(values) :])
-    guess = np.mean(value == value[0], keepdims=True)  # needle 0 is the asked one
-    for cell, depth in enumerate(depths):
+    filler = of.filler(question_start - needles.size, needles, rest[len(values) :])
+    guess = np.mean(value == value[0])  # needle 0 is the asked one
+    for cell, depth in enumerate(of.places):
         before = round(depth * (count - 1))
         spot = round(depth * len(filler))
         order = np.insert(np.arange(1, count), before, 0)
-        spots_before = np.sort(random.integers(0, spot + 1, before))
-        spots_after = np.sort(random.integers(spot, len(filler) + 1, count - 1 - before))
+        spots_before = np.sort(of.random.integers(0, spot + 1, before))
+        spots_after = np.sort(of.random.integers(spot, len(filler) + 1, count - 1 - before))
         spots = np.concatenate([spots_before, [spot], spots_after])
-        contexts = [inserted(filler, pieces[order], spots) for pieces in (needles, other_needles)]
+        contexts = [_inserted(filler, pieces[order], spots) for pieces in (needles, other_needles)]
         yield _one_answer(contexts, needles[0, :-1], value[0], cell, guess)
 
 
-def variable_tracking(
-    random: np.random.Generator, text: np.ndarray, length: int, hops: Sequence[float]
-) -> Iterator[Trial]:
+def variable_tracking(of: Material) -> Iterator[Trial]:
     """Chains of assignments in the text (A = value, B = A, C = B); at its end: which value has C?
 
     The assignments of a chain keep their order, and those of all chains are mixed. Two further
     chains are examples: the same question, with its answer, stands before the one that counts.
-    hops: assignments from variable to variable between the asked variable and the value
+    places: assignments from variable to variable between the asked variable and the value
     """
     chains = CHAINS + EXAMPLES
     links = HOPS + 1  # assignments of a chain
     needed = 2 + chains * (links + 1) + 1
-    words = random.permutation(words_of(text))
-    question_start = length - (3 * EXAMPLES + 2)
-    spare = question_start - 3 * chains * links  # tokens of filler
-    check_possible("variable_tracking", needed, text, length, -spare)
+    spare = of.length - (3 * EXAMPLES + 2) - 3 * chains * links  # tokens of filler
+    words = of.shuffled("variable_tracking", needed, -spare)
     be, ask = words[:2]
     # Of each chain: its value, and the variables in the order of their assignments.
     names = words[2 : needed - 1].reshape(chains, links + 1)
     other_names = names.copy()
     other_names[:CHAINS, 0] = np.roll(names[:CHAINS, 0], 1)  # each chain has another's value
-    filler = filler_of(random, text, spare)
-    replace_tokens(random, filler, words[: needed - 1], words[needed - 1 :])
-    spots = np.sort(random.integers(0, spare + 1, chains * links))
-    chain = random.permutation(np.repeat(np.arange(chains), links))  # of each assignment
+    filler = of.filler(spare, words[: needed - 1], words[needed - 1 :])
+    spots = np.sort(of.random.integers(0, spare + 1, chains * links))
+    chain = of.random.permutation(np.repeat(np.arange(chains), links))  # of each assignment
     link = np.empty_like(chain)  # how many of its chain stand before each assignment
     for number in range(chains):
         link[chain == number] = np.arange(links)
@@ -255,16 +230,24 @@ def variable_tracking(
     for known in (names, other_names):
         source, variable = known[chain, link], known[chain, link + 1]
         assignments = np.stack([np.repeat(be, len(chain)), variable, source], axis=1)
-        contexts.append(inserted(filler, assignments, spots))
+        contexts.append(_inserted(filler, assignments, spots))
 
-    guess = np.array([1 / CHAINS])
     values = names[:, 0]
-    for cell, hop in enumerate(hops):
+    for cell, hop in enumerate(of.places):
         variables = names[:, int(hop) + 1]
         question: list[int] = []
         for example in range(CHAINS, chains):
             question += [ask, variables[example], values[example]]
-        yield _one_answer(contexts, [*question, ask, variables[0]], values[0], cell, guess)
+        yield _one_answer(contexts, [*question, ask, variables[0]], values[0], cell, 1 / CHAINS)
+
+
+def _inserted(filler: np.ndarray, pieces: np.ndarray, spots: np.ndarray) -> np.ndarray:
+    """The filler with pieces between its tokens.
+
+    filler [n], pieces [count, size], spots [count]: tokens of filler before each piece, ascending
+    -> [n + count * size]
+    """
+    return np.insert(filler, np.repeat(spots, pieces.shape[1]), pieces.ravel())
 
 
 def _one_answer(
@@ -272,11 +255,12 @@ def _one_answer(
     question: Sequence[int] | np.ndarray,
     answer: int,
     cell: int,
-    guess: np.ndarray,
+    guess: float,
 ) -> Trial:
     """The same question behind two contexts, answered by one token at the end."""
     ids = np.stack([np.concatenate([context, question]) for context in contexts])
-    return Trial(ids, np.array([ids.shape[1] - 1]), np.array([answer]), np.array([cell]), guess)
+    at, targets, cells = np.array([[ids.shape[1] - 1], [answer], [cell]])
+    return Trial(ids, at, targets, cells, np.array([guess]))
 
 
 # --- RULER: can it count? ---
@@ -290,83 +274,83 @@ RANKED = 16  # words of a list whose counts fall as 1 / rank
 TOP = 3  # of them, which are asked for
 COMMON_WEIGHTS = np.repeat([float(TIMES), 1.0], [COMMON, UNCOMMON])
 RANKED_WEIGHTS = 1 / np.arange(1, RANKED + 1)
-COMMON_EXAMPLE = COMMON * TIMES + UNCOMMON  # tokens of the example's list
-RANKED_EXAMPLE = 2 * RANKED
 
 
-def common_words(
-    random: np.random.Generator, text: np.ndarray, length: int, places: Sequence[float]
-) -> Iterator[Trial]:
+def common_words(of: Material) -> Iterator[Trial]:
     """A list of words; at its end the words that occur most often, in any order.
 
     Before it stands a short list with its answer. It has other common words and the same uncommon
     ones. A target is any common word that was not named before.
     places: 0, 1, … common words were named before
     """
-    total = length - COMMON_EXAMPLE - 2 * (COMMON + 1) + 1  # tokens of the list
-    needed = 2 * COMMON + UNCOMMON + 1
-    check_possible("common_words", needed, text, length, 2 * COMMON_EXAMPLE - total)
-    names = random.permutation(words_of(text))[:needed]
-    common, example_answer, uncommon, mark = np.split(names, np.cumsum([COMMON, COMMON, UNCOMMON]))
-    words = np.concatenate([common, uncommon])
-    # Four uncommon words and the common ones change places.
-    other_words = np.concatenate([uncommon[:COMMON], common, uncommon[COMMON:]])
-    example_words = np.concatenate([example_answer, uncommon])
-    example = random.permutation(example_words.repeat(counts(COMMON_WEIGHTS, COMMON_EXAMPLE)))
 
-    count = counts(COMMON_WEIGHTS, total)
-    listed = random.permutation(np.repeat(np.arange(len(words)), count))
-    named = random.permutation(COMMON)  # the order in which the answers are named
-    answer = common[named]
-    start = np.concatenate([example, mark, example_answer])
-    ids = _lists(start, (words, other_words), listed, mark, answer)
-    not_yet_named = np.triu(np.ones((COMMON, COMMON), dtype=bool))
-    targets = np.where(not_yet_named, answer, NO_TOKEN)
+    def lists(names: np.ndarray) -> list[np.ndarray]:
+        common, example_answer, uncommon = np.split(names, [COMMON, 2 * COMMON])
+        # Four uncommon words and the common ones change places.
+        other_words = [uncommon[:COMMON], common, uncommon[COMMON:]]
+        several = [[common, uncommon], other_words, [example_answer, uncommon]]
+        return [np.concatenate(words) for words in several]
 
-    occurrences = count[named]
-    before = np.cumsum(occurrences) - occurrences  # of words that were named before
-    guess = (occurrences.sum() - before) / (total - before)
-    yield Trial(ids, np.arange(length - COMMON, length), targets, np.arange(len(places)), guess)
+    needed = 2 * COMMON + UNCOMMON
+    example = COMMON * TIMES + UNCOMMON
+    yield _counting(of, "common_words", needed, lists, COMMON_WEIGHTS, example, in_order=False)
 
 
-def frequent_words(
-    random: np.random.Generator, text: np.ndarray, length: int, ranks: Sequence[float]
-) -> Iterator[Trial]:
+def frequent_words(of: Material) -> Iterator[Trial]:
     """A list of words whose counts fall as 1 / rank; at its end the first three in their order.
 
-    Before it stands a short list of other words with its answer.
-    ranks: 1, 2, …, of the words that are asked for
+    Before it stands a short list of other words with its answer. In the other context the rarest
+    words are the most frequent ones.
+    places: 1, 2, …, ranks of the words that are asked for
     """
-    total = length - RANKED_EXAMPLE - 2 * (TOP + 1) + 1  # tokens of the list
-    needed = 2 * RANKED + 1
-    check_possible("frequent_words", needed, text, length, 2 * RANKED_EXAMPLE - total)
-    names = random.permutation(words_of(text))[:needed]
-    words, example_words, mark = np.split(names, [RANKED, 2 * RANKED])
-    example = random.permutation(example_words.repeat(counts(RANKED_WEIGHTS, RANKED_EXAMPLE)))
 
-    count = counts(RANKED_WEIGHTS, total)
-    listed = random.permutation(np.repeat(np.arange(RANKED), count))
-    answer = words[:TOP]
-    start = np.concatenate([example, mark, example_words[:TOP]])
-    # In the other context the rarest words are the most frequent ones.
-    ids = _lists(start, (words, words[::-1]), listed, mark, answer)
+    def lists(names: np.ndarray) -> list[np.ndarray]:
+        words = names[:RANKED]
+        return [words, words[::-1], names[RANKED:]]
 
-    occurrences = count[:TOP]
-    before = np.cumsum(occurrences) - occurrences  # of words that were named before
-    guess = occurrences / (total - before)
-    yield Trial(ids, np.arange(length - TOP, length), answer, np.arange(len(ranks)), guess)
+    example = 2 * RANKED
+    yield _counting(of, "frequent_words", example, lists, RANKED_WEIGHTS, example, in_order=True)
 
 
-def _lists(
-    start: np.ndarray,
-    words_of_lists: Sequence[np.ndarray],
-    listed: np.ndarray,
-    mark: np.ndarray,
-    answer: np.ndarray,
-) -> np.ndarray:
-    """Lists in one order of two sets of words, with the same start and end: [2, length]."""
+def _counting(
+    of: Material,
+    task: str,
+    needed: int,
+    lists: Callable[[np.ndarray], list[np.ndarray]],
+    weights: np.ndarray,
+    example_length: int,
+    *,
+    in_order: bool,
+) -> Trial:
+    """An example with its answer, then a list, whose first words are asked for.
+
+    lists: `needed` words -> those of the list, of that of the other context and of the example's,
+        in the order of the weights of their counts
+    in_order: whether the answers are named in this order; else any that was not named is right
+    """
+    answers = len(of.places)
+    total = of.length - example_length - 2 * (answers + 1) + 1  # tokens of the list
+    names = of.shuffled(task, needed + 1, 2 * example_length - total)
+    words, other_words, example_words = lists(names[:needed])
+    mark = names[needed : needed + 1]  # stands behind a list
+    example = of.random.permutation(example_words.repeat(counts(weights, example_length)))
+    count = counts(weights, total)
+    listed = of.random.permutation(np.repeat(np.arange(len(words)), count))
+    named = np.arange(answers) if in_order else of.random.permutation(answers)
+    answer = words[named]
+    start = np.concatenate([example, mark, example_words[:answers]])
     end = np.concatenate([mark, answer[:-1]])
-    return np.stack([np.concatenate([start, words[listed], end]) for words in words_of_lists])
+    ids = np.stack([np.concatenate([start, one[listed], end]) for one in (words, other_words)])
+
+    right = count[named]  # tokens of the list that are right
+    before = np.cumsum(right) - right  # tokens of words that were named before
+    targets = answer
+    if not in_order:
+        not_yet_named = np.triu(np.ones((answers, answers), dtype=bool))
+        targets = np.where(not_yet_named, answer, NO_TOKEN)
+        right = right.sum() - before
+    at = np.arange(of.length - answers, of.length)
+    return Trial(ids, at, targets, np.arange(answers), right / (total - before))
 
 
 def counts(weights: np.ndarray, total: int) -> np.ndarray:

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import Any, cast
 
 import numpy as np
 
@@ -166,7 +167,7 @@ def first_tokens(tokens: TokenFile, documents: range, count: int) -> np.ndarray:
 
 def equal_tokens(request: Request) -> list[Windows]:
     """Cut the region into windows. Lengths that divide the longest score the same targets."""
-    return [_cut(request.region, length) for length in request.checked_lengths]
+    return [_cut(request.region, length, length) for length in request.checked_lengths]
 
 
 def paper(request: Request) -> list[Windows]:
@@ -200,15 +201,15 @@ def tail(request: Request) -> list[Windows]:
     """
     size, lengths = request.tail, request.checked_lengths
     _check_within("--tail", size, lengths[0], "the shortest length")
-    text = request.region
-    ends = _tail_ends(len(text) - 1, lengths[-1], size)
+    apart = max(size, lengths[-1] // 4)
     by_length = []
     for length in lengths:
-        ids = [text[end - length : end + 1] for end in ends]
-        first_scored = [length - size] * len(ends)
+        windows = _cut(request.region[lengths[-1] - length :], length, apart)
+        count = len(windows.ids)
+        first_scored = [length - size] * count
         about = {"tail": size}
-        windows = Windows(length, ids, first_scored, stretches=range(len(ends)), about=about)
-        by_length.append(windows)
+        own = replace(windows, first_scored=first_scored, stretches=range(count), about=about)
+        by_length.append(own)
     return by_length
 
 
@@ -218,8 +219,7 @@ def position(request: Request) -> list[Windows]:
     fine = [0, *(2**power for power in range(6))]
     edges = {*fine, *range(BUCKET, longest, BUCKET), *request.checked_lengths}
     edges_in_window = sorted(edge for edge in edges if edge <= longest)
-    windows = _cut(request.region, longest)
-    return [replace(windows, edges=tuple(edges_in_window))]
+    return [replace(_cut(request.region, longest, longest), edges=tuple(edges_in_window))]
 
 
 def sliding(request: Request) -> list[Windows]:
@@ -227,14 +227,13 @@ def sliding(request: Request) -> list[Windows]:
 
     Every target after the first window has a context of length - stride tokens or more.
     """
-    text = request.region
     by_length = []
     for length in request.checked_lengths:
-        stride = _stride(length, request.stride)
+        stride = max(1, length // 2) if request.stride is None else request.stride
         _check_within("--stride", stride, length, "the length of a window")
-        ids = _cut(text, length, stride).ids
-        first_scored = [0] + [length - stride] * (len(ids) - 1)
-        by_length.append(Windows(length, ids, first_scored, about={"stride": stride}))
+        windows = _cut(request.region, length, stride)
+        first_scored = [0] + [length - stride] * (len(windows.ids) - 1)
+        by_length.append(replace(windows, first_scored=first_scored, about={"stride": stride}))
     return by_length
 
 
@@ -265,7 +264,7 @@ def within_document(request: Request) -> list[Windows]:
         ids: list[np.ndarray] = []
         stretches: list[int] = []
         for number, chunk in enumerate(chunks):
-            of_chunk = _cut(chunk, length).ids
+            of_chunk = _cut(chunk, length, length).ids
             ids += of_chunk
             stretches += [number] * len(of_chunk)
         by_length.append(Windows(length, ids, [0] * len(ids), stretches=stretches))
@@ -282,55 +281,34 @@ PROTOCOLS: dict[str, Callable[[Request], list[Windows]]] = {
 }
 
 
+class Imagined(Request):
+    """A request for text that does not exist: how many windows would there be?"""
+
+    @cached_property
+    def region(self) -> np.ndarray:
+        longest = self.checked_lengths[-1]
+        return np.broadcast_to(np.uint8(0), self.eval_tokens // longest * longest + 1)
+
+
 def window_counts(
-    protocol: str,
-    lengths: Sequence[int],
-    eval_tokens: int,
-    *,
-    windows: int = Request.windows,
-    tail: int = Request.tail,
-    stride: int | None = Request.stride,
+    protocol: str, lengths: Sequence[int], eval_tokens: int, **options: Any
 ) -> dict[int, int]:
     """The number of windows of each length that a protocol computes, without reading any text.
 
     At most as many: a small part has less than eval_tokens, and within_document takes long
-    documents only. The other arguments are those of `Request`.
+    documents only. options: windows, tail and stride of `Request`
     """
-    longest = max(lengths)
-    region = eval_tokens // longest * longest
+    request = Imagined(cast(TokenFile, None), lengths, eval_tokens=eval_tokens, **options)
     if protocol == "paper":
-        return dict.fromkeys(lengths, windows)
-    if protocol == "tail":
-        return dict.fromkeys(lengths, len(_tail_ends(region, longest, tail)))
-    if protocol == "position":
-        return {longest: region // longest}
-    counts = {}
-    for length in lengths:
-        step = _stride(length, stride) if protocol == "sliding" else length
-        counts[length] = len(_starts(region, length, step))
-    return counts
+        return dict.fromkeys(request.checked_lengths, request.windows)
+    cut = PROTOCOLS["equal_tokens" if protocol == "within_document" else protocol]
+    return {windows.length: len(windows.ids) for windows in cut(request)}
 
 
-def _cut(text: np.ndarray, length: int, step: int | None = None) -> Windows:
-    """Windows one after another, or `step` apart, as far as whole ones go; text [targets + 1]."""
-    starts = _starts(len(text) - 1, length, step or length)
-    ids = [text[start : start + length + 1] for start in starts]
+def _cut(text: np.ndarray, length: int, step: int) -> Windows:
+    """Windows that begin `step` tokens apart, as far as whole ones go; text [targets + 1]."""
+    ids = [text[start : start + length + 1] for start in range(0, len(text) - length, step)]
     return Windows(length, ids, [0] * len(ids))
-
-
-def _starts(targets: int, length: int, step: int) -> range:
-    """Where whole windows begin that lie `step` tokens apart."""
-    return range(0, targets - length + 1, step)
-
-
-def _tail_ends(targets: int, longest: int, size: int) -> range:
-    """Where the windows of the protocol tail end."""
-    return range(longest, targets + 1, max(size, longest // 4))
-
-
-def _stride(length: int, stride: int | None) -> int:
-    """Tokens that windows move by: half of the length if none is given."""
-    return max(1, length // 2) if stride is None else stride
 
 
 def _check_within(option: str, value: int, most: int, what: str) -> None:

@@ -12,8 +12,6 @@ from typing import Any, Required, cast
 from megatron.config import Config
 from megatron.errors import UserError
 from megatron.evaluation.evaluate_checkpoint import variants
-from megatron.evaluation.loaded_run import variant
-from megatron.evaluation.memory import check_fits
 from megatron.evaluation.options import DTYPES, Options
 from megatron.folder_lock import owned_file
 from megatron.generation.with_tokenizer import opened_with_tokenizer
@@ -120,7 +118,6 @@ def evaluate_tasks(config: Config | None, tasks: Tasks, options: Options) -> Don
         for attention in several:
             model.use_attention(attention)
             for length in lengths:
-                check_fits(model, length, grid.device)
                 reading = adapter.Reading(length, options.stride or length, batch_tokens)
                 logger.info("%s at %d tokens", ", ".join(tasks.names), length)
                 try:
@@ -138,9 +135,7 @@ def evaluate_tasks(config: Config | None, tasks: Tasks, options: Options) -> Don
                         raise
                     raise failed(tasks, "failed", fault) from fault
                 facts = {
-                    **checkpoint.facts(),
-                    **checkpoint.facts_of_attention(attention),
-                    **variant(attention),
+                    **checkpoint.facts(attention),
                     "protocol": "tasks",
                     "length": length,
                     "stride": reading.stride,

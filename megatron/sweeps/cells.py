@@ -1,6 +1,7 @@
 """A sweep file -> its cells, each a checked configuration with evaluations; and how far each is."""
 
 import collections
+import contextlib
 import hashlib
 import itertools
 import json
@@ -10,25 +11,30 @@ import os
 import re
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any, cast
+from typing import Annotated, Any, Self, cast
 
 from filelock import FileLock, Timeout
-from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    StringConstraints,
+    ValidationError,
+    model_validator,
+)
 
 from megatron.checkpoints.manifest import read_record
 from megatron.checkpoints.saved import find, latest_step, with_parent
 from megatron.config import Config, load
-from megatron.config.load import DATA_PATHS
-from megatron.config.schema import KEYS, SECTIONS, as_list
+from megatron.config.schema import KEYS, SECTIONS
 from megatron.config.yaml_files import find_file, read_file
 from megatron.data.parts import open_parts
 from megatron.errors import UserError, did_you_mean
-from megatron.evaluation.options import words_faults
+from megatron.evaluation.options import words_fault
 from megatron.files import ROOT
 from megatron.results.files import existing_results, training_log, write_lines
-from megatron.results.papers import first_of
 from megatron.results.row import COLLECTED, Row
 
 SHIPPED = ROOT / "configs" / "sweeps"
@@ -37,12 +43,45 @@ LONGEST_NAME = 200  # characters of a cell's folder; most disks take 255
 # Options of evaluate.py in a sweep, which gives checkpoint, step and output itself.
 OPTIONS = ("protocol", "lengths", "windows", "start", "tail", "stride", "dtype")
 OPTIONS += ("sinks", "clip_distance", "method")
-ONLY = "only"  # of an evaluation: the values of the cells that it is for
 Values = dict[str, Any]  # a point of the grid: {axis: value}
 Label = Annotated[str, StringConstraints(pattern=r"^[\w.+-]{1,100}$")]  # it names a file
 Axis = Annotated[list, Field(min_length=1)] | dict[str, Values | None]
 
 logger = logging.getLogger(__name__)
+
+
+class Asked(BaseModel):
+    """One evaluation in a sweep file: keys of the configuration and options of evaluate.py.
+
+    only: the values of the cells that it is for
+    """
+
+    model_config = ConfigDict(extra="allow")
+    only: Values = {}
+
+    @property
+    def options(self) -> Values:
+        return self.model_extra or {}
+
+    @model_validator(mode="after")
+    def check(self) -> Self:
+        for key, value in self.options.items():
+            fault = None
+            if key in OPTIONS:
+                fault = words_fault(_words({key: value}))
+            elif key not in KEYS:
+                known = [*OPTIONS, "only", "eval_tokens", "eval_part"]
+                hint = did_you_mean(key, known) or f"use {', '.join(known)}"
+                fault = f"{ascii(key)[1:-1][:80]}: no such option; {hint}"
+            else:
+                try:
+                    SECTIONS[KEYS[key]].model_validate({key: value})
+                except ValidationError as error:  # the section may need other keys too
+                    wrong = [one["msg"] for one in error.errors() if one["type"] != "missing"]
+                    fault = f"{key}: {wrong[0]}" if wrong else None
+            if fault is not None:
+                raise ValueError(fault)
+        return self
 
 
 class SweepFile(BaseModel):
@@ -53,8 +92,7 @@ class SweepFile(BaseModel):
     settings: Values = {}
     grid: Annotated[dict[str, Axis], Field(min_length=1)]
     exclude: list[Values] = []
-    extra: list[Values] = []
-    evaluate: dict[Label, Values | None] = {}
+    evaluate: dict[Label, Asked | None] = {}
     keep_optimizer_states: bool = False
 
 
@@ -64,7 +102,7 @@ class Evaluation:
 
     label: str
     words: tuple[str, ...]
-    options: dict[str, Any]
+    options: Values
 
 
 @dataclass(frozen=True)
@@ -104,7 +142,6 @@ class Sweep:
     """All cells of a file, in the order in which they run.
 
     keep_states: whether finished cells keep the optimizer's states beside their weights
-    broken: what is wrong with the configurations of cells that cannot be run, by their names
     """
 
     name: str
@@ -112,7 +149,6 @@ class Sweep:
     folder: Path
     cells: tuple[Cell, ...]
     keep_states: bool = False
-    broken: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def results(self) -> Path:
@@ -127,56 +163,78 @@ def load_sweep(
     path: the file, or the name of a shipped sweep with `-` or `_`;
     folder: where its runs are kept, by default runs/sweeps/NAME;
     only: `axis=value,value` words that choose cells.
-    Raises UserError with every fault of the file, and if every cell is broken.
+    Raises UserError with the faults of the file, or with those of all chosen cells.
     """
     try:
         file = find_sweep(path)
         parts = SweepFile.model_validate(read_file(file))
-        faults = _faults(parts)
     except ValidationError as error:
-        faults = []
+        faults = [f"bad sweep ({path})"]
         for one in error.errors():
             place = ".".join(str(part) for part in one["loc"] if "[" not in str(part))
-            faults.append(f"{ascii(place)[1:-1][:100]}: {one['msg']}")
+            message = one["msg"].removeprefix("Value error, ")
+            faults.append(f"{ascii(place)[1:-1][:100]}: {message}")
+        raise UserError("\n  ".join(dict.fromkeys(faults))) from None
     except ValueError as fault:
         raise UserError(f"sweep: {fault}") from None
-    if faults:
-        raise UserError("\n  ".join([f"bad sweep ({file})", *dict.fromkeys(faults)]))
 
     # The first axis changes fastest: a sweep that is cut short is then whole in the first values
     # of the last axis, the seeds.
     slowest_first = [list(choices) for choices in reversed(parts.grid.values())]
-    points = []
+    count = math.prod(map(len, slowest_first))
+    if count > MOST_CELLS:
+        raise UserError(f"{file}: grid: {count:,} cells are more than {MOST_CELLS:,} - split it")
+    grid = []
     for values in itertools.product(*slowest_first):
-        point = dict(zip(parts.grid, reversed(values), strict=True))
-        if not any(rule.items() <= point.items() for rule in parts.exclude):
-            points.append(point)
-    points += [point for point in parts.extra if point not in points]
+        grid.append(dict(zip(parts.grid, reversed(values), strict=True)))
+    points = [point for point in grid if not any(_holds(rule, point) for rule in parts.exclude)]
+    rules = [("exclude", rule, grid) for rule in parts.exclude]
+    for label, asked in parts.evaluate.items():
+        if asked is not None:
+            rules.append((f"evaluate.{label}.only", asked.only, points))
+    for place, rule, several in rules:
+        if not any(_holds(rule, point) for point in several):
+            raise UserError(f"{file}: {place}: no cell has {rule} - {_axes(parts)}")
     if not points:
         raise UserError(f"{file}: no cell is left - exclude takes out the whole grid")
-    _check_points(parts, points, file)
-    points = _chosen(points, only, file)
+    for name, times in collections.Counter(map(_name, points)).items():
+        if times > 1 or not name.strip(".") or len(name) > LONGEST_NAME:
+            raise UserError(
+                f"{file}: {times} cells would be called '{name[:80]}', which names their folder -"
+                " give every value once, and names of their own of letters and digits, together"
+                f" at most {LONGEST_NAME}"
+            )
+    for word in only:
+        axis, _, text = word.partition("=")
+        wanted = text.split(",")
+        if not {str(point.get(axis)) for point in points}.issuperset(wanted):
+            raise UserError(f"--only: {word}: {file} has no such cells - {_axes(parts)}")
+        points = [point for point in points if str(point[axis]) in wanted]
 
     home = Path(folder) if folder else Path("runs/sweeps") / file.stem
     cells: list[Cell] = []
-    broken: dict[str, str] = {}
+    names_of: dict[str, list[str]] = {}  # the cells that have a fault
     for values in points:
         try:
             cells.append(_cell(parts, values, home, file))
         except UserError as fault:
-            broken[_name(values)] = str(fault)
-    if not cells:
-        title = f"{file}: none of its {len(broken)} cells can be run"
-        raise UserError("\n".join([title, *described_faults(broken)]))
-    return Sweep(file.stem, file, home, tuple(cells), parts.keep_optimizer_states, broken)
+            names_of.setdefault(str(fault), []).append(_name(values))
+    if names_of:
+        lines = [f"{file}: {len(points) - len(cells)} of {len(points)} cells cannot be run"]
+        for fault, names in names_of.items():
+            lines.append(f"{names[0]} ({len(names)} cells): {fault}")
+        raise UserError("\n".join(lines))
+    return Sweep(file.stem, file, home, tuple(cells), parts.keep_optimizer_states)
 
 
-def described_faults(broken: Mapping[str, str]) -> list[str]:
-    """A line for each broken cell; a fault that several have is written once."""
-    names_of: dict[str, list[str]] = {}
-    for name, fault in broken.items():
-        names_of.setdefault(fault, []).append(name)
-    return [f"{first_of(names)}: {fault}" for fault, names in names_of.items()]
+def _holds(rule: Values, point: Values) -> bool:
+    """Whether a point has all values of a rule."""
+    return rule.items() <= point.items()
+
+
+def _axes(parts: SweepFile) -> str:
+    axes = [f"{axis} = {', '.join(map(str, choices))}" for axis, choices in parts.grid.items()]
+    return f"its axes are {'; '.join(axes)}"
 
 
 def find_sweep(name: str | Path) -> Path:
@@ -188,94 +246,11 @@ def find_sweep(name: str | Path) -> Path:
     path = Path(name)
     shipped = SHIPPED / path.name if path.parent == Path(".") else path
     for place in (path, shipped, shipped.with_name(shipped.name.replace("-", "_"))):
-        for candidate in (place, place.with_name(f"{place.name}.yml")):
-            if candidate.is_file():
-                return candidate
-    if path.parent != Path("."):
-        return find_file(path)  # raises
+        with contextlib.suppress(ValueError):
+            return find_file(place)
     known = sorted(file.stem for file in SHIPPED.glob("*.yml"))
     hint = did_you_mean(path.stem, known) or f"give a file, or one of {', '.join(known)}"
     raise ValueError(f"{name}: no such file (looked in {Path.cwd()} and {SHIPPED}) - {hint}")
-
-
-def _faults(parts: SweepFile) -> list[str]:
-    """What evaluate.py would refuse of the evaluations; and too many cells."""
-    faults = []
-    count = math.prod(map(len, parts.grid.values()))
-    if count > MOST_CELLS:
-        faults.append(f"grid: {count:,} cells; a sweep has at most {MOST_CELLS:,} - split it")
-    for label, options in parts.evaluate.items():
-        where = f"evaluate: {label}: "
-        for key, value in (options or {}).items():
-            if key == ONLY and not isinstance(value, dict):
-                faults.append(f"{where}only: name the cells that it is for, such as {{seed: 1235}}")
-            elif key in KEYS:
-                faults += [f"{where}{key}: {fault}" for fault in _faults_of_setting(key, value)]
-            elif key in OPTIONS:
-                fault = words_faults(_words({key: value}))
-                faults += [] if fault is None else [where + fault]
-            elif key != ONLY:
-                known = [*OPTIONS, ONLY, "eval_tokens", "eval_part"]
-                hint = did_you_mean(key, known) or f"use {', '.join(known)}"
-                faults.append(f"{where}{ascii(key)[1:-1][:80]}: no such option; {hint}")
-    return faults
-
-
-def _faults_of_setting(key: str, value: Any) -> list[str]:
-    """What is wrong with the value of one key; its section may need other keys too."""
-    try:
-        SECTIONS[KEYS[key]].model_validate({key: value})
-    except ValidationError as error:
-        return [one["msg"] for one in error.errors() if one["type"] != "missing"]
-    return []
-
-
-def _check_points(parts: SweepFile, points: Sequence[Values], file: Path) -> None:
-    """Refuse rules that mean no cell, and cells that would train into each other."""
-    axes = ", ".join(parts.grid)
-    for point in (*parts.exclude, *parts.extra):
-        complete = point.keys() == parts.grid.keys()
-        if not point.keys() <= parts.grid.keys() or (point in parts.extra and not complete):
-            raise UserError(f"{file}: {point} is not a point of the grid - use its axes {axes}")
-    for rule in parts.exclude:
-        for axis, value in rule.items():
-            choices = list(parts.grid[axis])
-            if value not in choices:
-                raise UserError(
-                    f"{file}: exclude: {rule} takes out no cell, because {axis} has no {value!r}"
-                    f" - it has {', '.join(map(str, choices))}"
-                )
-    for label, options in parts.evaluate.items():
-        only = (options or {}).get(ONLY, {})
-        if not any(only.items() <= point.items() for point in points):
-            raise UserError(
-                f"{file}: evaluate: {label}: only: no cell has {only} - give values of the axes"
-                f" {axes}"
-            )
-    for name, count in collections.Counter(map(_name, points)).items():
-        if count > 1 or not name.strip(".") or len(name) > LONGEST_NAME:
-            raise UserError(
-                f"{file}: {count} cells would be called '{name[:80]}', which names their folder -"
-                " give every value once, and names of their own of letters and digits, together"
-                f" at most {LONGEST_NAME}"
-            )
-
-
-def _chosen(points: list[Values], only: Sequence[str], file: Path) -> list[Values]:
-    """The points that agree with all of the `axis=value,value` words."""
-    axes = list(points[0])
-    for word in only:
-        axis, _, text = word.partition("=")
-        wanted = text.split(",")
-        if axis not in axes:
-            raise UserError(f"--only: {word}: {file} has no axis {axis}, it has {', '.join(axes)}")
-        known = {str(point[axis]) for point in points}
-        if not known.issuperset(wanted):
-            raise UserError(
-                f"--only: {word}: {file} has {axis} = {', '.join(sorted(known))} at that place"
-            )
-        points = [point for point in points if str(point[axis]) in wanted]
-    return points
 
 
 def _cell(parts: SweepFile, values: Values, home: Path, path: Path) -> Cell:
@@ -288,7 +263,7 @@ def _cell(parts: SweepFile, values: Values, home: Path, path: Path) -> Cell:
     for axis, value in values.items():
         choices = parts.grid[axis]
         file_of_value = ROOT / "configs" / axis / f"{value}.yml"
-        if isinstance(choices, dict) and isinstance(value, str) and value in choices:
+        if isinstance(choices, dict):
             settings |= choices[value] or {}
         elif os.path.isfile(file_of_value):  # no error for a name that is too long
             files.append(file_of_value)
@@ -309,15 +284,14 @@ def _cell(parts: SweepFile, values: Values, home: Path, path: Path) -> Cell:
 
     measured = config.evaluation
     evaluations = []
-    for label, given in parts.evaluate.items():
-        options = dict(given or {})
-        only = options.pop(ONLY, {})
-        if only.items() <= values.items():
-            words = _words(options)
+    for label, asked in parts.evaluate.items():
+        asked = asked or Asked()
+        if _holds(asked.only, values):
+            words = _words(asked.options)
             shaping = [measured.eval_lengths, measured.eval_tokens, measured.eval_part]
             text = json.dumps([config.hash, words, *shaping])
             digits = hashlib.sha256(text.encode()).hexdigest()[:6]
-            evaluations.append(Evaluation(f"{label}-{digits}", tuple(words), options))
+            evaluations.append(Evaluation(f"{label}-{digits}", tuple(words), asked.options))
     return Cell(_name(values), values, folder, config, tuple(evaluations))
 
 
@@ -365,6 +339,7 @@ class State:
 
 def state_of(cell: Cell) -> State:
     """How far a cell is. A failure is shown until the next attempt begins."""
+    failure = cell.folder / "failure.txt"
     try:
         step = latest_step(cell.folder) or 0
         if step:
@@ -372,23 +347,19 @@ def state_of(cell: Cell) -> State:
             if kept != cell.config.hash:
                 note = f"{cell.folder} holds a run of configuration {kept}, not {cell.config.hash}"
                 return State("foreign", step, note=note)
-        missing = cell.evaluations
         is_trained = step >= cell.steps
+        missing = cell.evaluations
         if is_trained:
             missing = tuple(one for one in cell.evaluations if not cell.rows(one))
             if not missing:
                 return State("done", step)
-        failure = cell.folder / "failure.txt"
         if failure.exists():
             return State("failed", step, missing, failure.read_text(encoding="utf-8").strip())
-        busy = is_at_work(cell)
+        kinds = ("evaluating", "trained") if is_trained else ("training", "stopped")
+        kind = kinds[0] if is_at_work(cell) else kinds[1]
     except (UserError, OSError) as fault:
         return State("damaged", note=str(fault))
-    if is_trained:
-        return State("evaluating" if busy else "trained", step, missing)
-    if busy:
-        return State("training", step, missing)
-    return State("stopped" if step else "waiting", step, missing)
+    return State("waiting" if kind == "stopped" and not step else kind, step, missing)
 
 
 def is_at_work(cell: Cell) -> bool:
@@ -428,18 +399,19 @@ def finished_rows(sweep: Sweep) -> list[Row]:
     Each has also `sweep`, `cell`, the size of the corpus and the seconds of a training step. If the
     data are absent, facts of the corpus in an earlier results.jsonl are used again.
     """
-    earlier: dict[str, dict[str, Any]] = {}
-    try:
+    earlier: dict[str, Values] = {}
+    with contextlib.suppress(UserError):  # a file that is damaged or no results: `collect` says so
         for row in existing_results(sweep.results):
             kept = {key: value for key, value in row.items() if key in COLLECTED}
             earlier[row["config_hash"]] = kept
-    except UserError:  # another kind of file, or a damaged one: `collect` says so
-        pass
     rows: list[Row] = []
     for cell in sweep.cells:
-        facts: dict[str, Any] = {"sweep": sweep.name, "cell": cell.values}
+        facts = {"sweep": sweep.name, "cell": cell.values}
         facts |= earlier.get(cell.config.hash, {})
-        facts |= corpus_size(cell.config)
+        with contextlib.suppress(UserError):  # the data are absent
+            files = open_parts(cell.config.data, ["train"])["train"].files
+            facts["corpus_documents"] = sum(map(len, files))
+            facts["corpus_tokens"] = sum(int(tokens.tokens) for tokens in files)
         facts["seconds_per_step"] = seconds_per_step(cell) or facts.get("seconds_per_step")
         try:
             for evaluation in cell.evaluations:
@@ -449,56 +421,35 @@ def finished_rows(sweep: Sweep) -> list[Row]:
     return rows
 
 
+def seconds_per_step(cell: Cell) -> float | None:
+    """Median over the log lines of a run, or None if there are none.
+
+    The first line is left out: it contains the start of the machine.
+    """
+    path = cell.folder / "metrics.jsonl"
+    try:
+        records = training_log(path)
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError) as fault:
+        raise UserError(f"{path}: is damaged ({fault}) - remove that line, or the file") from None
+    logged = [record.get("seconds_per_step") for record in records if record.get("kind") == "train"]
+    seconds = [value for value in logged if value]
+    return statistics.median(seconds[1:]) if len(seconds) > 1 else None
+
+
 def collect(sweep: Sweep) -> list[Row]:
     """Write results.jsonl and return its rows; without rows nothing is written.
 
     Raises UserError if the rows of other cells would be lost.
     """
     rows = finished_rows(sweep)
-    if not rows and sweep.results.exists() and sweep.results.stat().st_size:
+    if rows:
+        existing_results(sweep.results)  # a damaged file is named, not replaced
+        write_lines(sweep.results, rows)
+    elif sweep.results.exists() and sweep.results.stat().st_size:
         raise UserError(
             f"{sweep.results}: holds rows, and {sweep.path} has none here - another sweep's, or "
             "brought from elsewhere; move it away, or give another --folder"
         )
-    if rows:
-        existing_results(sweep.results)  # a damaged file is named, not replaced
-        write_lines(sweep.results, rows)
     return rows
-
-
-def absent_data(sweep: Sweep) -> list[str]:
-    """The prefixes that cells name and whose token files do not exist."""
-    paths: set[str] = set()
-    for cell in sweep.cells:
-        for key in DATA_PATHS:
-            paths.update(as_list(cell.config[key]))
-    return sorted(path for path in paths if not Path(f"{path}.idx").exists())
-
-
-def corpus_size(config: Config) -> dict[str, int]:
-    """Documents and tokens of all corpora that a configuration trains on; {} if absent."""
-    try:
-        files = open_parts(config.data, ["train"])["train"].files
-    except UserError:
-        return {}
-    return {
-        "corpus_documents": sum(map(len, files)),
-        "corpus_tokens": sum(int(tokens.tokens) for tokens in files),
-    }
-
-
-def seconds_per_step(cell: Cell) -> float | None:
-    """Median over the log lines of a run; None if there are none.
-
-    The first line is left out: it contains the start of the machine.
-    """
-    path = cell.folder / "metrics.jsonl"
-    if not path.exists():
-        return None
-    try:
-        records = training_log(path)
-    except (OSError, ValueError) as fault:
-        raise UserError(f"{path}: is damaged ({fault}) - remove that line, or the file") from None
-    logged = [record.get("seconds_per_step") for record in records if record.get("kind") == "train"]
-    seconds = [value for value in logged if value]
-    return statistics.median(seconds[1:]) if len(seconds) > 1 else None

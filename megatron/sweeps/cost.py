@@ -104,44 +104,27 @@ def evaluation_flops(options: Mapping[str, Any], config: Config, vocab: int) -> 
     return total
 
 
-def this_device(precision: str) -> Device:
-    """The device that runs would use here, as fast as a matrix product that is timed now."""
-    if not torch.cuda.is_available():
-        return this_cpu()
-    speed = speed_of(torch.device("cuda"), DTYPES[precision])
-    return Device(torch.cuda.get_device_name(), speed, "a matrix product timed here")
+def named_device(name: str | None, precision: str, *, option: str = "--device") -> Device:
+    """A device by its name in DEVICES, as fast as its data sheet says.
 
-
-def this_cpu() -> Device:
-    """This machine's CPU, as fast as a float32 matrix product that is timed now."""
-    speed = speed_of(torch.device("cpu"), torch.float32)
-    return Device(f"CPU, {torch.get_num_threads()} threads", speed, "a matrix product timed here")
-
-
-def named_device(name: str, precision: str, *, option: str = "--device") -> Device:
-    """A device by its name in DEVICES, as fast as its data sheet says; `cpu` is this machine's.
-
+    name: `cpu` is this machine's, and None the device that runs would use here; both are timed
     option: what the user calls it. Raises UserError for another name.
     """
-    if name == "cpu":
-        return this_cpu()
-    if name not in DEVICES:
-        raise UserError(f"{option}: {name} is not known - use one of cpu, {', '.join(DEVICES)}")
-    # A V100 has no bf16: what it would run in its place is fp16.
-    for kind in (precision, "fp16"):
+    if name in DEVICES:
+        # A V100 has no bf16: what it would run in its place is fp16.
+        kind = precision if peak_of(DEVICES[name], precision) else "fp16"
         peak = peak_of(DEVICES[name], kind)
-        if peak is not None:
-            return Device(name, peak * 1e12, f"its data sheet's {kind} peak")
-    raise AssertionError(f"{name} has no peak in training/metrics.py")
-
-
-def speed_of(device: torch.device, dtype: torch.dtype) -> float:
-    """Operations per second of a square matrix product, the best of five."""
-    size = 1024 if device.type == "cpu" else 4096
-    a = torch.ones(size, size, dtype=dtype, device=device)
+        assert peak is not None
+        return Device(name, peak * 1e12, f"its data sheet's {kind} peak")
+    if name not in (None, "cpu"):
+        raise UserError(f"{option}: {name} is not known - use one of cpu, {', '.join(DEVICES)}")
+    shown, device, dtype, width = f"CPU, {torch.get_num_threads()} threads", "cpu", "fp32", 1024
+    if name is None and torch.cuda.is_available():
+        shown, device, dtype, width = torch.cuda.get_device_name(), "cuda", precision, 4096
+    a = torch.ones(width, width, dtype=DTYPES[dtype], device=device)
     seconds = []
     for _ in range(5):
         start = time.perf_counter()
         (a @ a)[0, 0].item()  # waits for the device
         seconds.append(time.perf_counter() - start)
-    return 2 * size**3 / min(seconds)
+    return Device(shown, 2 * width**3 / min(seconds), "a matrix product timed here")

@@ -3,14 +3,12 @@
 import contextlib
 import errno
 import os
-import queue
 import shlex
 import signal
 import subprocess
 import sys
-import threading
-import traceback
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -21,9 +19,10 @@ from megatron.checkpoints.saved import keep_weights_only
 from megatron.errors import UserError, visible
 from megatron.files import ROOT, atomic_write, write_text
 from megatron.parallel.die_with_parent import die_with_parent
-from megatron.sweeps.cells import Cell, Evaluation, Sweep, state_of
+from megatron.sweeps.cells import Cell, Sweep, state_of
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+PAUSE = 0.1  # seconds between two looks at the processes
 SLURM = """#!/bin/bash
 #SBATCH --job-name={name}
 #SBATCH --array=0-{last}
@@ -31,11 +30,11 @@ SLURM = """#!/bin/bash
 #SBATCH --ntasks=1
 #SBATCH --signal=B:TERM@120
 #SBATCH --output={folder}/slurm-%A_%a.log
-{options}CELLS=(
+CELLS=(
 {cells}
 )
 cd {here}
-exec {python} {tool} run {file} --folder {folder}{flags} --only ${{CELLS[$SLURM_ARRAY_TASK_ID]}}
+exec {python} {tool} run {file} --folder {folder} --only ${{CELLS[$SLURM_ARRAY_TASK_ID]}}
 """
 
 
@@ -64,9 +63,10 @@ def environment_at(place: str | None, places: int) -> dict[str, str]:
 
 @dataclass
 class Runner:
-    """Works on cells from several threads, one for each place.
+    """Works on cells, one at each place at a time.
 
-    places: CUDA_VISIBLE_DEVICES of the processes of each place; None leaves it as it is;
+    places: CUDA_VISIBLE_DEVICES of the processes of each place; None leaves it as it is
+    say: shows a line
     failed: names of cells that did not end well; stopping: whether a signal has come
     disk_full: whether a cell failed for that: then no other is begun
     """
@@ -76,31 +76,29 @@ class Runner:
     failed: list[str] = field(default_factory=list)
     stopping: bool = False
     disk_full: bool = False
-    processes: set[subprocess.Popen] = field(default_factory=set)
 
     def run(self, sweep: Sweep) -> None:
         """Until nothing is left to begin; after a signal, until running cells have saved."""
-        waiting: queue.SimpleQueue[Cell] = queue.SimpleQueue()
-        for cell in sweep.cells:
-            waiting.put(cell)
         under_nohup = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
         caught = [number for number in SIGNALS if not (under_nohup and number == signal.SIGHUP)]
         handlers_before = {number: signal.signal(number, self._stop) for number in caught}
-        workers = [
-            threading.Thread(target=self._work, args=(waiting, place, sweep.keep_states))
-            for place in self.places
-        ]
+        waiting = iter(sweep.cells)
+        workers = [self._work(waiting, place, sweep.keep_states) for place in self.places]
+        processes: list[subprocess.Popen | None] = [None] * len(workers)
         terminated: set[subprocess.Popen] = set()
         try:
-            for worker in workers:
-                worker.start()
-            while any(worker.is_alive() for worker in workers):
-                if self.stopping:  # each once: a second ctrl-C would end train.py without saving
-                    for process in list(self.processes - terminated):
+            while workers:
+                for number in reversed(range(len(workers))):
+                    process = processes[number]
+                    if process is None or process.poll() is not None:
+                        processes[number] = next(workers[number], None)
+                        if processes[number] is None:
+                            del workers[number], processes[number]
+                    elif self.stopping and process not in terminated:
+                        # Each once: a second ctrl-C would end train.py without saving.
                         terminated.add(process)
                         process.terminate()
-                for worker in workers:
-                    worker.join(0.2)
+                time.sleep(PAUSE)
         finally:
             for number, handler in handlers_before.items():
                 signal.signal(number, handler)
@@ -115,58 +113,57 @@ class Runner:
             self.say(text)
 
     def _work(
-        self, waiting: "queue.SimpleQueue[Cell]", place: str | None, keep_states: bool
-    ) -> None:
-        # Processes inherit this. A terminal signals all of them; each gets it once, by `run`.
-        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGHUP})
-        while not (self.stopping or self.disk_full):
-            try:
-                cell = waiting.get_nowait()
-            except queue.Empty:
+        self, waiting: Iterator[Cell], place: str | None, keep_states: bool
+    ) -> Iterator[subprocess.Popen]:
+        """Work on waiting cells, one after another; yields each process, to go on at its end."""
+        for cell in waiting:
+            if self.stopping or self.disk_full:
                 return
             try:
                 cell.folder.mkdir(parents=True, exist_ok=True)
                 with cell.lock:
-                    self._do(cell, place, keep_states)
+                    yield from self._do(cell, place, keep_states)
             except Timeout:
                 self._tell(f"{cell.name}: another process is at work on it")
             except (UserError, OSError) as fault:
                 # A damaged file or a full disk: the other cells go on.
                 self._fail(cell, str(fault))
-            except BaseException as fault:  # as a user's own file may raise
-                last = traceback.extract_tb(fault.__traceback__)[-1]
-                where = f"{Path(last.filename).name}:{last.lineno}"
-                self._fail(cell, f"internal error: {type(fault).__name__}: {fault} ({where})")
 
-    def _do(self, cell: Cell, place: str | None, keep_states: bool) -> None:
+    def _do(self, cell: Cell, place: str | None, keep_states: bool) -> Iterator[subprocess.Popen]:
         """Train a cell and evaluate it, as far as that is missing."""
         state = state_of(cell)
         if state.kind == "done":
             return
         if state.kind in ("foreign", "damaged"):
-            self._fail(cell, f"{state.note} - move it away, or give another --folder")
-            return
+            raise UserError(f"{state.note} - move it away, or give another --folder")
         (cell.folder / "failure.txt").unlink(missing_ok=True)
         settings = cell.folder / "cell.yml"
         cell.config.save(settings)
         if state.step < cell.steps:
-            if not self._call(cell, ["train.py", str(settings)], place):
+            ended_well = yield from self._call(cell, ["train.py", str(settings)], place)
+            if not ended_well:
                 return
             if state_of(cell).step < cell.steps:  # only then may the optimizer's state go
-                self._fail(cell, "training ended early, as exit_interval or exit_duration says")
-                return
+                raise UserError("training ended early, as exit_interval or exit_duration says")
         if not keep_states:
             keep_weights_only(cell.folder)
         for evaluation in state.missing:
             unfinished = cell.file(evaluation, finished=False)
             words = ["--step", str(cell.steps), "--output", str(unfinished)]
             command = ["evaluate.py", str(settings), *evaluation.words, *words]
-            if not self._call(cell, command, place):
+            ended_well = yield from self._call(cell, command, place)
+            if not ended_well:
                 return
-            _finish(cell, evaluation)
+            # Last the rows: they say that it is whole.
+            for suffix in (".png", ".jsonl"):
+                if unfinished.with_suffix(suffix).exists():
+                    finished = cell.file(evaluation).with_suffix(suffix)
+                    os.replace(unfinished.with_suffix(suffix), finished)
         self._tell(f"{cell.name}: done")
 
-    def _call(self, cell: Cell, words: list[str], place: str | None) -> bool:
+    def _call(
+        self, cell: Cell, words: list[str], place: str | None
+    ) -> Generator[subprocess.Popen, None, bool]:
         """Whether one of our scripts ended well. It ends with the sweep, however that ends."""
         if self.stopping:
             return False
@@ -174,13 +171,19 @@ class Runner:
         self._tell(f"{cell.name}: {words[0]}{where}")
         log = cell.folder / "sweep.log"
         command = die_with_parent([sys.executable, str(ROOT / words[0]), *words[1:]])
-        environment = environment_at(place, len(self.places))
         with log.open("ab") as output:
             start = output.tell()
-            process = subprocess.Popen(command, env=environment, stdout=output, stderr=output)
-        self.processes.add(process)
-        status = process.wait()
-        self.processes.discard(process)
+            # In a group of its own: what a terminal signals, it gets once, by `run`.
+            process = subprocess.Popen(
+                command,
+                env=environment_at(place, len(self.places)),
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                process_group=0,
+            )
+        yield process
+        status = process.returncode
         if status and not self.stopping:
             text = log.read_bytes()[start:].decode(errors="replace")
             lines = [line.strip() for line in text.splitlines() if line.strip()]
@@ -198,19 +201,10 @@ class Runner:
         self._tell(f"{cell.name}: failed: {note} (all of it: {cell.folder / 'sweep.log'})")
 
 
-def _finish(cell: Cell, evaluation: Evaluation) -> None:
-    """Give the files of an evaluation their names, last the rows: they say that it is whole."""
-    unfinished = cell.file(evaluation, finished=False)
-    finished = cell.file(evaluation)
-    for suffix in (".png", ".jsonl"):
-        if unfinished.with_suffix(suffix).exists():
-            os.replace(unfinished.with_suffix(suffix), finished.with_suffix(suffix))
-
-
-def write_slurm_script(sweep: Sweep, missing: Sequence[Cell], options: Sequence[str] = ()) -> Path:
+def write_slurm_script(sweep: Sweep, missing: Sequence[Cell]) -> Path:
     """Write SWEEP/slurm.sh, an array of jobs, one for each cell that is not done; its path.
 
-    Each job resumes its cell, so the script may be sent again. options: further words of sbatch
+    Each job resumes its cell, so the script may be sent again.
     """
     folder = sweep.folder.resolve()
     cells = []
@@ -221,13 +215,11 @@ def write_slurm_script(sweep: Sweep, missing: Sequence[Cell], options: Sequence[
         name=shlex.quote(sweep.name),
         last=len(missing) - 1,
         folder=shlex.quote(str(folder)),
-        options="".join(f"#SBATCH {option}\n" for option in options),
         cells="\n".join(cells),
         here=shlex.quote(str(Path.cwd())),
         python=shlex.quote(sys.executable),
         tool=shlex.quote(str(ROOT / "tools" / "sweep.py")),
         file=shlex.quote(str(sweep.path.resolve())),
-        flags=" --keep-states" if sweep.keep_states else "",
     )
     path = folder / "slurm.sh"
     with atomic_write(path) as temporary:

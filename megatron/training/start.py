@@ -168,7 +168,7 @@ def starting_point(config: Config, facts: dict[str, Any], grid: Grid) -> Start:
         raise UserError(
             f"{path}: holds weights only, training cannot continue from it"
             " - finetune=true starts a new run from them, no_load_optim=true goes on with a fresh"
-            " optimizer; a sweep keeps the optimizer's states with --keep-states"
+            " optimizer; a sweep keeps the optimizer's states with keep_optimizer_states"
         )
     # An old record does not say how many windows were used.
     used = record["step"] * windows_per_step(trained) * record.get("ranks", 1)

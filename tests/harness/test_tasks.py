@@ -11,7 +11,7 @@ import torch
 from megatron.checkpoints.read import load_for_evaluation
 from megatron.data.tokenizers.build import build_tokenizer
 from megatron.errors import UserError
-from megatron.evaluation.perplexity import measure
+from megatron.evaluation.perplexity import measured
 from megatron.evaluation.protocols import PROTOCOLS
 from megatron.harness import tasks as asking
 from megatron.harness.tasks import existing_rows
@@ -127,7 +127,7 @@ def test_rolling_is_our_sliding_protocol_on_the_same_text(opened, length, stride
     region = np.array([tokenizer.eod, *tokens])
     request = SimpleNamespace(region=region, checked_lengths=[length], stride=stride)
     (windows,) = PROTOCOLS["sliding"](request)
-    (ours,) = measure(model, [windows])
+    ours = measured(model, windows)
     harness = Harness(model, tokenizer, Reading(length, stride), Grid())
     (found,) = harness.loglikelihood_rolling(requests((text,)))
     assert ours["tokens"] == count

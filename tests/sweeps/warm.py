@@ -6,6 +6,7 @@ runs this file; by itself it gains nothing.
 
 import os
 import signal
+import subprocess
 import sys
 from collections.abc import Sequence
 from types import SimpleNamespace
@@ -21,17 +22,21 @@ class Forked:
     """What Runner needs of subprocess.Popen, for a script that starts without its imports."""
 
     def __init__(
-        self, command: Sequence[str], *, env: dict[str, str], stdout: BinaryIO, stderr: BinaryIO
+        self, command: Sequence[str], *, env: dict[str, str], stdout: BinaryIO, **others: object
     ) -> None:
         parent = os.getpid()
+        self.returncode = None
         self.pid = os.fork()
         if not self.pid:
+            os.setpgid(0, 0)
             end_with(parent)
             become(command[1:], env, stdout, stdout)
 
-    def wait(self) -> int:
-        _, status = os.waitpid(self.pid, 0)
-        return os.waitstatus_to_exitcode(status)
+    def poll(self) -> int | None:
+        if self.returncode is None:
+            pid, status = os.waitpid(self.pid, os.WNOHANG)
+            self.returncode = os.waitstatus_to_exitcode(status) if pid else None
+        return self.returncode
 
     def terminate(self) -> None:
         os.kill(self.pid, signal.SIGTERM)
@@ -39,6 +44,7 @@ class Forked:
 
 if __name__ == "__main__":
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
-    runner.subprocess = SimpleNamespace(Popen=Forked)  # the scripts' own subprocesses are real
+    # The scripts' own subprocesses are real.
+    runner.subprocess = SimpleNamespace(Popen=Forked, DEVNULL=subprocess.DEVNULL)
     runner.die_with_parent = list  # a fork ties itself
     sys.exit(sweep.main(sys.argv[1:]))
