@@ -91,13 +91,6 @@ def add_conf_dir(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("-d", "--conf_dir", metavar="DIR", help="folder of the YAML files")
 
 
-def add_number(parser: argparse.ArgumentParser, name: str, default: int, what: str) -> None:
-    """An option for a whole number; its help names the default."""
-    parser.add_argument(
-        name, type=int, default=default, metavar="N", help=f"{what}; default: {default}"
-    )
-
-
 def split_words(words: Sequence[str], folder: str | None = None) -> tuple[list[str], list[str]]:
     """Words of the command line -> (files in `folder`, overrides)."""
     files = [str(Path(folder or "") / word) for word in words if not is_override(word)]

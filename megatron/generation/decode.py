@@ -9,6 +9,7 @@ as if it were alone, whatever its encoding is. A text that has ended leaves the 
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -18,29 +19,46 @@ from torch import Tensor
 from megatron.data.tokenizers.tokenizer import Tokenizer
 from megatron.errors import UserError
 from megatron.model import GPT, Cache
-from megatron.model.methods import MOST
 
+MOST = 2**24  # tokens: beyond, positions are not exact in float32
 PIECE = 1024  # tokens of the prompts that are read in one pass
-MOST_PENALTY = 1_000_000  # and 1 divided by it: beyond any use, and logits stay finite
 INCOMPLETE = "\ufffd"  # what a decoder writes for bytes that are no whole character
 CONTEXT = 8  # tokens of the prompt that are decoded too, because a token's text may depend on them
 MOST_WAITING = 8  # tokens: no character has more
 
 
+class Number(NamedTuple):
+    """A setting that is a number: its bounds, and its meaning for --help."""
+
+    least: float
+    most: float
+    meaning: str
+
+
+NUMBERS = {
+    "repetition_penalty": Number(
+        1e-6, 1e6, "divides the logits of tokens that the text has; 1: none"
+    ),
+    "temperature": Number(0.0, 1e6, "divides all logits; 0: always the likeliest token"),
+    "top_k": Number(1, MOST, "draw among so many of the likeliest tokens"),
+    "top_p": Number(
+        1e-6, 1.0, "draw among the likeliest tokens that together have this probability"
+    ),
+    "max_new_tokens": Number(1, MOST, "tokens of a continuation at most"),
+    "seed": Number(0, MOST, "of what is drawn"),
+    "samples": Number(1, MOST, "continuations of each prompt"),
+    "batch_size": Number(1, MOST, "texts that are continued together at most"),
+}
+
+
 @dataclass(frozen=True)
 class GenerationSettings:
-    """Settings of generation. The first four act on logits, in transformers' order.
+    """Settings of generation; NUMBERS says more. The first four act on logits in this order.
 
-    repetition_penalty: positive logits of tokens that the text already has are divided by it,
-        negative ones multiplied (CTRL, arXiv 1909.05858); 1 changes nothing
-    temperature: logits are divided by it; 0: the token with the highest logit, nothing is drawn
-    top_k: only so many tokens with the highest logits; None: all
-    top_p: only the most probable tokens that together reach this probability (arXiv 1904.09751);
-        None: all
-    max_new_tokens: of a continuation; seed: of all that is drawn; samples: continuations of each
-    prompt; stops: strings before which a continuation ends; past_documents: whether it goes on
-    behind the end of a document; batch: texts that are continued together at most; cached: whether
-    earlier keys and values are kept, or all is computed again for each token
+    That is transformers' order, and they mean the same: repetition_penalty (CTRL, arXiv
+    1909.05858), temperature, top_k and top_p (arXiv 1904.09751); None: all tokens
+    stops: strings before which a continuation ends; past_documents: whether it goes on behind the
+    end of a document; cached: whether earlier keys and values are kept, or all is computed again
     """
 
     repetition_penalty: float = 1.0
@@ -50,39 +68,21 @@ class GenerationSettings:
     max_new_tokens: int = 64
     seed: int = 0
     samples: int = 1
-    stops: Sequence[str] = ()
+    batch_size: int = 16
+    stops: tuple[str, ...] = ()
     past_documents: bool = False
-    batch: int = 16
     cached: bool = True
 
     def check(self) -> None:
         """Raises UserError with all that is wrong."""
-        top_k, top_p, penalty = self.top_k, self.top_p, self.repetition_penalty
-        bounds = f"{1 / MOST_PENALTY:f} to {MOST_PENALTY}"
-        is_right = {
-            f"--temperature {self.temperature}: give 0 for the likeliest token, or more": (
-                0 <= self.temperature < math.inf
-            ),
-            f"--top-k {top_k}: give a number of tokens of at least 1, or leave it out": (
-                top_k is None or top_k >= 1
-            ),
-            f"--top-p {top_p}: give a probability above 0 and up to 1, or leave it out": (
-                top_p is None or 0 < top_p <= 1
-            ),
-            f"--repetition-penalty {penalty}: give a number of {bounds}; 1 is none": (
-                1 / MOST_PENALTY <= penalty <= MOST_PENALTY
-            ),
-            "--stop: an empty string would end every text at once; leave it out": (
-                "" not in self.stops
-            ),
-        }
-        least = {"max_new_tokens": 1, "seed": 0, "samples": 1, "batch": 1}
-        for name, lowest in least.items():
+        faults = []
+        for name, (least, most, _) in NUMBERS.items():
             value = getattr(self, name)
-            option = f"--{name.replace('_', '-')}"
-            message = f"{option} {value}: give a whole number of {lowest} to {MOST}"
-            is_right[message] = lowest <= value <= MOST
-        faults = [message for message, right in is_right.items() if not right]
+            if value is not None and not least <= value <= most:
+                option = f"--{name.replace('_', '-')}"
+                faults.append(f"{option} {value}: give a number of {least:.8g} to {most:.8g}")
+        if "" in self.stops:
+            faults.append("--stop: an empty string would end every text at once; leave it out")
         if faults:
             raise UserError("\n".join(faults))
 
@@ -99,7 +99,8 @@ class Written:
         self, tokenizer: Tokenizer, prompt: Sequence[int], stops: Sequence[str] = ()
     ) -> None:
         self.stopped = False
-        self._tokenizer, self._stops = tokenizer, list(stops)
+        self._tokenizer, self._stops = tokenizer, stops
+        self._held = max([len(stop) for stop in stops], default=1) - 1  # characters that wait
         self._ids = list(prompt[-CONTEXT:])
         self._known = len(self._ids)  # tokens whose characters were complete
         self._first = 0  # from here on tokens are decoded again
@@ -146,16 +147,8 @@ class Written:
         # What is before the text that waited cannot belong to a stop string.
         text = self._waiting + new
         places = [text.find(stop) for stop in self._stops if stop in text]
-        if places:
-            self.stopped = True
-            self._pieces.append(text[: min(places)])
-            return
-        begun = 0
-        for stop in self._stops:
-            for count in range(1, min(len(text) + 1, len(stop))):
-                if text.endswith(stop[:count]):
-                    begun = max(begun, count)
-        certain = len(text) - begun
+        self.stopped = bool(places)
+        certain = min(places) if places else max(len(text) - self._held, 0)
         self._pieces.append(text[:certain])
         self._waiting = text[certain:]
 
@@ -209,25 +202,18 @@ class Continuation:
             self.written.finish()
 
 
-def continuations(
-    tokenizer: Tokenizer, prompts: Sequence[str], settings: GenerationSettings
-) -> list[Continuation]:
-    """Texts that are to be continued, for each prompt as many as `samples`."""
+def continued(
+    model: GPT, tokenizer: Tokenizer, prompts: Sequence[str], settings: GenerationSettings
+) -> Iterator[list[Continuation]]:
+    """Continue each prompt, as often as `samples`; after each step, the texts that got a token.
+
+    Raises UserError, before anything is computed, if the model cannot read texts of that length.
+    """
     texts = []
     for number, prompt in enumerate(prompts):
         ids = tokenizer.encode(prompt)
         for sample in range(settings.samples):
             texts.append(Continuation(tokenizer, ids, settings, number, sample))
-    return texts
-
-
-def decode_in_batches(
-    model: GPT, vocab: int, texts: Sequence[Continuation], settings: GenerationSettings
-) -> Iterator[list[Continuation]]:
-    """`decode` for any number of texts.
-
-    Raises UserError, before anything is computed, if the model cannot read texts of that length.
-    """
     new = settings.max_new_tokens
     # The last token is chosen and not read.
     longest = max((len(text.prompt) for text in texts), default=1) + new - 1
@@ -239,8 +225,8 @@ def decode_in_batches(
         raise UserError(
             f"--max-new-tokens {new}: with the prompt {longest} tokens are read, and {fault}"
         ) from None
-    for batch in batches(texts, settings.batch, new):
-        yield from decode(model, vocab, batch, settings)
+    for batch in batches(texts, settings.batch_size, new):
+        yield from decode(model, tokenizer.vocab_size, batch, settings)
 
 
 def batches(texts: Sequence[Continuation], most: int, new: int) -> Iterator[list[Continuation]]:
@@ -283,10 +269,8 @@ def decode(
         rows = [row for row, text in enumerate(going) if len(text.tokens) == read]
         choosing = [going[row] for row in rows]
         if choosing:
-            logits = F.linear(features[rows], model.output_matrix)
-            for text, token in zip(
-                choosing, chosen(logits[:, :vocab], choosing, settings), strict=True
-            ):
+            logits = F.linear(features[rows], model.output_matrix)[:, :vocab]
+            for text, token in zip(choosing, chosen(logits, choosing, settings), strict=True):
                 text.add(token)
             yield choosing
 

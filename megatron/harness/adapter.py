@@ -3,9 +3,9 @@
 The harness's own HFLM needs accelerate, and computes texts of one pass with tokens of padding.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -18,13 +18,11 @@ from megatron.data.tokenizers.tokenizer import Tokenizer
 from megatron.errors import UserError
 from megatron.generation.decode import Continuation, GenerationSettings, batches, decode
 from megatron.model import GPT
-from megatron.parallel.grid import Grid
 
 TOGETHER = 512  # targets whose logits exist at once
 USUAL_NEW_TOKENS = 256  # if a task names no number, as the harness has it
-NUMBERS = {"temperature": float, "top_k": int, "top_p": float, "repetition_penalty": float}
-HANDLED = {"do_sample", "until", "max_gen_toks", *NUMBERS}
-Result = TypeVar("Result")
+SAMPLING = {"temperature": float, "top_k": int, "top_p": float, "repetition_penalty": float}
+HANDLED = {"do_sample", "until", "max_gen_toks", *SAMPLING}
 
 
 @dataclass(frozen=True)
@@ -51,14 +49,12 @@ class ScoreRequest:
 class Harness(TemplateLM):
     """A GPT with its tokenizer, as the harness asks for it.
 
-    Every process of the grid gets all requests and computes its share; the harness itself sees
-    one process. A text has the numbers that it has alone.
+    A text has the numbers that it has alone.
     """
 
-    def __init__(self, model: GPT, tokenizer: Tokenizer, reading: Reading, grid: Grid) -> None:
+    def __init__(self, model: GPT, tokenizer: Tokenizer, reading: Reading) -> None:
         super().__init__()
-        self._model, self._ours = model, tokenizer
-        self._reading, self._grid = reading, grid
+        self._model, self._ours, self._reading = model, tokenizer, reading
 
     @property
     def eot_token_id(self) -> int:
@@ -132,13 +128,13 @@ class Harness(TemplateLM):
                 longest = len(asked[number].tokens)
             together[-1].append(number)
 
-        def of_batch(numbers: list[int]) -> dict[int, tuple[float, bool]]:
+        found: dict[int, tuple[float, bool]] = {}
+        device = self._model.word_embeddings.weight.device
+        for numbers in tqdm(together, "log-likelihood"):
             # What is behind the end of a shorter text changes nothing before it.
-            device = self._model.word_embeddings.weight.device
             tokens = [torch.tensor(asked[number].tokens) for number in numbers]
             ids = torch.nn.utils.rnn.pad_sequence(tokens, batch_first=True).to(device)
             features = self._model.features(ids[:, :-1])
-            found = {}
             for row, number in enumerate(numbers):
                 end = len(asked[number].tokens) - 1
                 total, greedy = 0.0, True
@@ -150,13 +146,11 @@ class Harness(TemplateLM):
                     total -= losses.double().sum().item()
                     greedy = greedy and bool((logits.argmax(dim=-1) == labels).all())
                 found[number] = (total, greedy)
-            return found
-
-        return self._shared(together, of_batch, "log-likelihood")
+        return [found[number] for number in range(len(asked))]
 
     def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
         """The continuation of each text, without the string that ends it."""
-        by_settings: dict[str, list[Continuation]] = {}
+        by_settings: dict[GenerationSettings, list[Continuation]] = {}
         for number, request in enumerate(requests):
             text, given = request.args
             settings = settings_by(given)
@@ -168,38 +162,18 @@ class Harness(TemplateLM):
                 )
             # As in the harness, a text that is too long loses its beginning.
             prompt = self.tok_encode(text)[-room:]
-            asked = by_settings.setdefault(repr(settings), [])
+            asked = by_settings.setdefault(settings, [])
             asked.append(Continuation(self._ours, prompt, settings, number))
         most = max(1, self._reading.batch_tokens // self.max_length)
         together: list[list[Continuation]] = []
-        for asked in by_settings.values():
-            together += batches(asked, most, asked[0].settings.max_new_tokens)
-
-        def of_batch(texts: list[Continuation]) -> dict[int, str]:
+        for settings, asked in by_settings.items():
+            together += batches(asked, most, settings.max_new_tokens)
+        found: dict[int, str] = {}
+        for texts in tqdm(together, "continuations"):
             for _ in decode(self._model, self._ours.vocab_size, texts, texts[0].settings):
                 pass
-            return {text.number: text.written.text for text in texts}
-
-        return self._shared(together, of_batch, "continuations")
-
-    def _shared(
-        self,
-        together: Sequence[Any],
-        of_batch: Callable[[Any], dict[int, Result]],
-        what: str,
-    ) -> list[Result]:
-        """The results of all batches in the order of the requests, on every process.
-
-        Batches do not depend on the number of processes, so neither does any number.
-        """
-        grid = self._grid
-        mine: dict[int, Result] = {}
-        for batch in tqdm(together[grid.rank :: grid.ranks], what, disable=not grid.first):
-            mine |= of_batch(batch)
-        everybody: dict[int, Result] = {}
-        for found in grid.gather(mine):
-            everybody |= found
-        return [everybody[number] for number in range(len(everybody))]
+            found |= {text.number: text.written.text for text in texts}
+        return [found[number] for number in range(len(requests))]
 
 
 def settings_by(given: Mapping[str, Any]) -> GenerationSettings:
@@ -208,9 +182,10 @@ def settings_by(given: Mapping[str, Any]) -> GenerationSettings:
     try:
         known: dict[str, Any] = dict(normalize_gen_kwargs(dict(given), USUAL_NEW_TOKENS))
         numbers = {
-            name: kind(known[name]) for name, kind in NUMBERS.items() if known.get(name) is not None
+            name: kind(known[name])
+            for name, kind in SAMPLING.items()
+            if known.get(name) is not None
         }
-        most = int(known["max_gen_toks"])
     except (TypeError, ValueError, OverflowError) as fault:
         raise UserError(f"{where} hold what is not a number ({fault}) - correct its file") from None
     unknown = sorted(set(known) - HANDLED)
@@ -219,12 +194,10 @@ def settings_by(given: Mapping[str, Any]) -> GenerationSettings:
             f"{where} name {', '.join(unknown)}, which is not offered - leave it out; known are"
             f" {', '.join(sorted(HANDLED))}"
         )
-    stops = [stop for stop in known["until"] if stop not in ("", None)]
-    if known["do_sample"] not in (True, False) or not all(isinstance(one, str) for one in stops):
-        raise UserError(f"{where}: do_sample is true or false, and until a list of strings")
     if not known["do_sample"]:
         numbers = {"repetition_penalty": numbers.get("repetition_penalty", 1.0), "temperature": 0.0}
-    settings = GenerationSettings(max_new_tokens=most, stops=stops, **numbers)
+    stops = tuple(str(stop) for stop in known["until"] if stop not in ("", None))
+    settings = GenerationSettings(max_new_tokens=known["max_gen_toks"], stops=stops, **numbers)
     try:
         settings.check()
     except UserError as fault:

@@ -3,22 +3,20 @@
 import logging
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from difflib import get_close_matches
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from traceback import extract_tb
 from typing import Any, Required, cast
 
 from megatron.config import Config
-from megatron.errors import UserError
+from megatron.errors import UserError, did_you_mean, in_words
 from megatron.evaluation.evaluate_checkpoint import variants
 from megatron.evaluation.options import DTYPES, Options
 from megatron.folder_lock import owned_file
 from megatron.generation.with_tokenizer import opened_with_tokenizer
 from megatron.model import AttentionSettings
-from megatron.parallel.grid import here, owned_by_first
+from megatron.parallel.grid import here
 from megatron.parallel.threads import count_parameters, use_threads
-from megatron.results.files import check_output, has_lines, read_lines, write_lines
+from megatron.results.files import check_place, has_lines, read_lines, write_lines
 from megatron.results.row import Facts, Question
 from megatron.results.table import in_columns
 
@@ -85,8 +83,10 @@ def evaluate_tasks(config: Config | None, tasks: Tasks, options: Options) -> Don
         ) from None
     if tasks.folder is not None and not tasks.folder.is_dir():
         raise UserError(f"--task-folder: {tasks.folder} is not a folder with task files")
+    if here().ranks > 1:
+        raise UserError("--tasks: are asked by one process; start it without torchrun or srun")
     checkpoint, tokenizer = opened_with_tokenizer(config, options.checkpoint, options.step)
-    model, grid = checkpoint.model, here()
+    model, device = checkpoint.model, here().device
     lengths = sorted(set(options.lengths)) or [model.train_length]
     attention_of_config = AttentionSettings.of(checkpoint.config.attention)
     several = variants(attention_of_config, options, model)
@@ -100,21 +100,19 @@ def evaluate_tasks(config: Config | None, tasks: Tasks, options: Options) -> Don
         # Not beside rows of perplexity: a pattern of all files there is what compare.py is given.
         place = checkpoint.path.parent / "tasks"
         output = place / f"{checkpoint.path.name}-{names[:MOST_NAMES]}.jsonl"
-    if grid.first:
-        existing_rows(output)
-        if not output.exists():
-            check_output(output)
+    check_place(output)
+    existing_rows(output)
     manager = manager_of(tasks)
 
     from lm_eval.evaluator import simple_evaluate
 
     from megatron.harness import adapter
 
-    model.to(grid.device, DTYPES[options.dtype])
-    use_threads(count_parameters(model), grid.device)
+    model.to(device, DTYPES[options.dtype])
+    use_threads(count_parameters(model), device)
     batch_tokens = checkpoint.config.evaluation.eval_batch_tokens
     rows: list[TaskRow] = []
-    with owned_by_first(grid, owned_file(output, "--output")):
+    with owned_file(output, "--output"):
         for attention in several:
             model.use_attention(attention)
             for length in lengths:
@@ -122,17 +120,16 @@ def evaluate_tasks(config: Config | None, tasks: Tasks, options: Options) -> Don
                 logger.info("%s at %d tokens", ", ".join(tasks.names), length)
                 try:
                     results = simple_evaluate(
-                        model=adapter.Harness(model, tokenizer, reading, grid),
+                        model=adapter.Harness(model, tokenizer, reading),
                         tasks=list(tasks.names),
                         num_fewshot=tasks.shots,
                         limit=tasks.limit,
                         task_manager=manager,
                         log_samples=False,
                     )
-                except Exception as fault:  # whatever a task's own code raises, and what ours does
-                    passed = {frame.filename for frame in extract_tb(fault.__traceback__)}
-                    if isinstance(fault, UserError) or adapter.__file__ in passed:
-                        raise
+                except UserError:
+                    raise
+                except Exception as fault:  # whatever a task's own code raises
                     raise failed(tasks, "failed", fault) from fault
                 facts = {
                     **checkpoint.facts(attention),
@@ -141,19 +138,17 @@ def evaluate_tasks(config: Config | None, tasks: Tasks, options: Options) -> Don
                     "stride": reading.stride,
                     "harness": harness_version,
                 }
-                # The harness gives results to the first process of a machine alone.
-                own = [] if results is None else rows_of(results, cast("Facts", facts))
-                found = grid.gather(own)[0]
+                assert results is not None  # processes but the first get none
+                found = rows_of(results, cast("Facts", facts))
                 rows += found
-                if grid.first:
-                    # A row replaces the one that answers the same question.
-                    merged = {question_of(row): row for row in (*existing_rows(output), *found)}
-                    write_lines(output, merged.values())
+                # A row replaces the one that answers the same question.
+                merged = {question_of(row): row for row in (*existing_rows(output), *found)}
+                write_lines(output, merged.values())
     return Done(rows, output)
 
 
 def manager_of(tasks: Tasks) -> Any:
-    """The harness's manager of all tasks, those of the user's folder too.
+    """The harness's manager of its own tasks, or of those of the user's folder.
 
     Raises UserError for a name that is not known, and for a task that cannot be loaded.
     """
@@ -161,24 +156,17 @@ def manager_of(tasks: Tasks) -> Any:
 
     for name in ("lm_eval", "datasets"):  # they name each default of each task
         logging.getLogger(name).setLevel(logging.ERROR)
-    names = list(tasks.names)
-    manager = None
-    if tasks.folder is not None:
-        # The harness's own thousands of files take seconds to read.
-        manager = TaskManager(include_path=str(tasks.folder), include_defaults=False)
-    if manager is None or manager.all_groups or not set(names) <= set(manager.all_tasks):
-        folder = None if tasks.folder is None else str(tasks.folder)
-        manager = TaskManager(include_path=folder)
-    for name in names:
+    # The harness's own thousands of files take seconds to read.
+    own = None if tasks.folder is None else str(tasks.folder)
+    manager = TaskManager(include_path=own, include_defaults=own is None)
+    for name in tasks.names:
         if name not in manager.all_tasks:
-            close = get_close_matches(name, list(manager.all_tasks), n=1)
-            hint = f"; did you mean {close[0]}?" if close else ""
             raise UserError(
-                f"--tasks: no task is called {name}{hint} - `lm-eval ls tasks` lists them, and"
-                " --task-folder names a folder of your own"
+                f"--tasks: no task is called {name} - {did_you_mean(name, manager.all_tasks)}"
+                " `lm-eval ls tasks` lists them; of a --task-folder, its own alone are known"
             )
     try:
-        manager.load(names)
+        manager.load(list(tasks.names))
     except Exception as fault:  # whatever a task's own code and the hub's library raise
         raise failed(tasks, "cannot be loaded", fault) from fault
     return manager
@@ -186,11 +174,9 @@ def manager_of(tasks: Tasks) -> Any:
 
 def failed(tasks: Tasks, what: str, fault: Exception) -> UserError:
     """The message about tasks that fail by themselves."""
-    lines = str(fault).strip().splitlines()
-    reason = ": ".join([type(fault).__name__, *lines[:1]])
     return UserError(
-        f"--tasks: {', '.join(tasks.names)} {what} ({reason}) - correct a task file of your own;"
-        " data of a hub are downloaded once, with a network"
+        f"--tasks: {', '.join(tasks.names)} {what} ({type(fault).__name__}: {in_words(fault)}) -"
+        " correct a task file of your own; data of a hub are downloaded once, with a network"
     )
 
 
@@ -207,17 +193,18 @@ def rows_of(results: Mapping[str, Any], facts: Facts) -> list[TaskRow]:
             "task_version": str(results["versions"].get(task)),
         }
         known = {key: value for key, value in about.items() if value is not None}
-        for name in metrics:
-            if "," not in name or "_stderr," in name:
-                continue
+        for name, value in metrics.items():
             metric, _, which = name.partition(",")
-            numbers = {}
-            for key, of_metric in (("value", name), ("stderr", f"{metric}_stderr,{which}")):
-                value = metrics.get(of_metric)  # "N/A" for none
-                numbers[key] = float(value) if isinstance(value, int | float) else None
-            rows.append(
-                cast("TaskRow", facts | known | {"metric": metric, "filter": which} | numbers)
-            )
+            if not which or metric.endswith("_stderr"):
+                continue
+            stderr = metrics.get(f"{metric}_stderr,{which}")  # "N/A" for none
+            own = {
+                "metric": metric,
+                "filter": which,
+                "value": float(value) if isinstance(value, int | float) else None,
+                "stderr": float(stderr) if isinstance(stderr, int | float) else None,
+            }
+            rows.append(cast("TaskRow", facts | known | own))
     return rows
 
 
@@ -230,12 +217,7 @@ def existing_rows(path: Path) -> list[TaskRow]:
     """The rows of a file, none if it is absent; UserError if it holds something else."""
     if not has_lines(path):
         return []
-    try:
-        lines = read_lines(path, kind=TaskRow, writer="evaluate.py --tasks")
-    except UserError as fault:
-        raise UserError(
-            f"--output: {path} exists and holds something else - choose another name ({fault})"
-        ) from None
+    lines = read_lines(path, kind=TaskRow, writer="evaluate.py --tasks")
     return [cast("TaskRow", line) for line in lines]
 
 
@@ -248,9 +230,10 @@ def table(rows: Iterable[TaskRow]) -> str:
         named = row["metric"]
         if row.get("filter", "none") != "none":
             named = f"{named} ({row.get('filter')})"
-        numbers = []
-        for value in (row["value"], row.get("stderr")):
-            numbers.append("n/a" if value is None else f"{value:.4f}")
+        value, stderr = (
+            "n/a" if number is None else f"{number:.4f}"
+            for number in (row["value"], row.get("stderr"))
+        )
         shots, length = str(row.get("shots", "")), str(row["length"])
-        lines.append((row["task"], named, shots, asked, length, *numbers))
+        lines.append((row["task"], named, shots, asked, length, value, stderr))
     return "\n".join(in_columns(lines))
