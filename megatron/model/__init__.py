@@ -37,13 +37,18 @@ def from_config(config: "Config", vocab: int, end_of_document: int | None = None
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(config.training.seed)
         positions, of_layers = positions_from_config(config)
+        names: list[str] = []
+        if config.position.pos_emb_layers:
+            entries = entries_of(config.position)
+            firsts = [of_layers.index(position) for position in range(len(positions))]
+            names = [entries[layer % len(entries)].name for layer in firsts]
         torch.manual_seed(config.training.seed)
         model = GPT(
             Architecture.of(config.model),
             AttentionSettings.of(config.attention),
             positions=positions,
             position_of_layer=of_layers,
-            position_names=_names(config, of_layers) if config.position.pos_emb_layers else (),
+            position_names=names,
             vocab=vocab,
             end_of_document=end_of_document,
         )
@@ -64,33 +69,22 @@ def positions_from_config(config: "Config") -> tuple[list[Position], list[int]]:
     entries = entries_of(config.position)
     positions: list[Position] = []
     of_layers: list[int] = []
-    shared: dict[int, int] = {}
+    shared: dict[int, int] = {}  # the position of the first equal entry
     for layer in range(config.model.num_layers):
         entry = entries[layer % len(entries)]
         first_equal = entries.index(entry)
-        if first_equal in shared:
-            of_layers.append(shared[first_equal])
-            continue
-        index = len(positions)
-        positions.append(position_of_entry(config, entry))
+        index = shared.get(first_equal, len(positions))
+        if index == len(positions):
+            positions.append(position_of_entry(config, entry))
+            if not layers_have_their_own(config, positions[index]):
+                shared[first_equal] = index
         of_layers.append(index)
-        if not layers_have_their_own(config, positions[index]):
-            shared[first_equal] = index
     return positions, of_layers
 
 
 def layers_have_their_own(config: "Config", position: Position) -> bool:
     """Whether each layer with this encoding has numbers of its own for it."""
     return position.per_layer or not config.position.pos_emb_shared
-
-
-def _names(config: "Config", of_layers: list[int]) -> list[str]:
-    """The names of a model's encodings, which differ by layer."""
-    entries = entries_of(config.position)
-    names = {}
-    for layer, index in enumerate(of_layers):
-        names.setdefault(index, entries[layer % len(entries)].name)
-    return list(names.values())
 
 
 def position_of_entry(config: "Config", entry: Entry) -> Position:

@@ -3,19 +3,11 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, NamedTuple, cast
+from itertools import pairwise
+from typing import Any, cast
 
 import torch
 from torch import Tensor
-
-
-class DocumentPiece(NamedTuple):
-    """Tokens start … end - 1 of a row of the batch; place: of the first one in its document."""
-
-    row: int
-    start: int
-    end: int
-    place: int
 
 
 @dataclass(frozen=True)
@@ -54,17 +46,6 @@ class Documents:
         first = torch.where(after_an_end, index, 0).cummax(dim=1).values
         return (index - first)[:, -self.length :]
 
-    @cached_property
-    def pieces(self) -> list[DocumentPiece]:
-        """The new tokens, cut where a document begins."""
-        pieces = []
-        for row, places in enumerate(self.places.tolist()):
-            begins = [index for index, place in enumerate(places) if index == 0 or place == 0]
-            ends = [*begins[1:], len(places)]
-            for start, end in zip(begins, ends, strict=True):
-                pieces.append(DocumentPiece(row, start, end, places[start]))
-        return pieces
-
     def scale(self, by_place: Tensor) -> Tensor:
         """Values for the new queries: by_place [places] -> [batch, 1, length]."""
         return by_place[self.places][:, None]
@@ -79,17 +60,15 @@ def by_document(
     """
 
     def act() -> tuple[Tensor, ...]:
-        rows: dict[int, list[tuple[Tensor, ...]]] = {}
-        for row, first, end, place in documents.pieces:
-            parts = (tensor[row : row + 1, ..., first:end, :] for tensor in tensors)
-            rows.setdefault(row, []).append(hook(*parts, place))
-        whole_rows = [_joined(pieces, dim=-2) for pieces in rows.values()]
-        return _joined(whole_rows, dim=0)
+        rows = []
+        for row, places in enumerate(documents.places.tolist()):
+            pieces = []
+            begins = [index for index, place in enumerate(places) if index == 0 or place == 0]
+            for start, end in pairwise([*begins, len(places)]):
+                parts = (tensor[row : row + 1, ..., start:end, :] for tensor in tensors)
+                pieces.append(hook(*parts, places[start]))
+            rows.append([torch.cat(piece, dim=-2) for piece in zip(*pieces, strict=True)])
+        return tuple(torch.cat(parts, dim=0) for parts in zip(*rows, strict=True))
 
     # Compiled, it would be compiled again for each batch.
     return cast(Any, torch.compiler.disable)(act)()
-
-
-def _joined(parts: list[tuple[Tensor, ...]], dim: int) -> tuple[Tensor, ...]:
-    """Each tensor of all parts in one."""
-    return tuple(torch.cat(several, dim=dim) for several in zip(*parts, strict=True))

@@ -110,7 +110,7 @@ class GPT(nn.Module):
         x = self.word_embeddings(ids)
         acts_on_embeddings = self.position.has("on_embeddings")
         if documents is not None and documents.restart and acts_on_embeddings:
-            (x,) = by_document(self._embedded, (x,), documents)
+            (x,) = by_document(lambda *one: (self.position.on_embeddings(*one),), (x,), documents)
         else:
             x = self.position.on_embeddings(x, start)
         x = F.dropout(x, self.dropout, self.training)
@@ -146,9 +146,6 @@ class GPT(nn.Module):
         if cache is not None:
             cache.document_ends = documents.ends
         return documents
-
-    def _embedded(self, x: Tensor, start: int) -> tuple[Tensor]:
-        return (self.position.on_embeddings(x, start),)
 
     def _attention_inputs(
         self, start: int, length: int, cache: Cache | None, documents: Documents | None
@@ -223,7 +220,7 @@ class GPT(nn.Module):
 
     def faults_of_methods(self, attention: AttentionSettings) -> list[str]:
         """Messages about sinks, clip_distance and method for this model."""
-        return faults_of(attention, self._positions, self.train_length)
+        return list(dict.fromkeys(faults_of(attention, self._positions, self.train_length)))
 
     def _method_of(self, position: Position, window: int | None) -> Method | None:
         """The method that moves the tokens of such a layer, or None."""
@@ -237,20 +234,21 @@ class GPT(nn.Module):
         if len(self.positions) == 1:
             return self.position.learned()
         values = {}
-        for placed in self.placed:
-            for name, value in placed.position.learned().items():
-                values[placed.prefix + name] = value
+        for position, layers, name in self.placed:
+            prefix = ".".join([f"layer{layers[0]}", name]).rstrip(".")
+            for number, value in position.learned().items():
+                values[f"{prefix}.{number}"] = value
         return values
 
     @property
     def placed(self) -> list[Placed]:
         """Each encoding with the layers that have it, in the order of the first of these."""
-        found = []
-        for index, position in enumerate(self._positions):
-            layers = [layer for layer, own in enumerate(self.position_of_layer) if own == index]
-            name = self.position_names[index] if self.position_names else ""
-            found.append(Placed(position, tuple(layers), name))
-        return found
+        layers: dict[int, list[int]] = {}
+        for layer, index in enumerate(self.position_of_layer):
+            layers.setdefault(index, []).append(layer)
+        names = self.position_names or [""] * len(self.positions)
+        triples = zip(self._positions, layers.values(), names, strict=True)
+        return [Placed(position, tuple(own), name) for position, own, name in triples]
 
     @property
     def attention_choice(self) -> Choice:
@@ -264,26 +262,25 @@ class GPT(nn.Module):
     def attention_choices(self) -> list[Choice]:
         """That of each layer."""
         settings = self.attention
-        by_layer: dict[tuple[Position, int | None], Choice] = {}
+        choices = []
         for position, window in self._layers:
             method = self._method_of(position, window)
             if method is not None and method.two_versions:
-                by_layer[position, window] = Choice("near_far")
+                choices.append(Choice("near_far"))
                 continue
-            shape = position.shape
+            shape, has = position.shape, position.has
+            features = shape.head_dim * position.score_width
             needs = Needs(
-                self.word_embeddings.weight.new_empty(
-                    0, shape.heads, 0, shape.head_dim * position.score_width
-                ),
-                tables=position.has("distance_bias") or position.has("distance_weight"),
+                self.word_embeddings.weight.new_empty(0, shape.heads, 0, features),
+                tables=has("distance_bias") or has("distance_weight"),
                 masked=window is not None or settings.blockwise or settings.reset_attention_mask,
-                index_bias=position.has("index_bias"),
-                on_scores=position.has("on_scores"),
-                content_rank=int(position.has("score_bias")),
+                index_bias=has("index_bias"),
+                on_scores=has("on_scores"),
+                content_rank=int(has("score_bias")),
                 narrow_values=position.score_width != 1,
             )
-            by_layer[position, window] = choose(self.backend, needs)
-        return [by_layer[one] for one in self._layers]
+            choices.append(choose(self.backend, needs))
+        return choices
 
     @property
     def backends(self) -> set[str]:

@@ -163,33 +163,30 @@ class Method:
 def method_of(text: str, train_length: int) -> Method:
     """The method that a text such as `self_extend,window=256,group=8` describes.
 
-    Options that are not given have the defaults of their method. Raises UserError with all faults.
+    Options that are not given have the defaults of their method. Raises UserError for others.
     """
     fault = fault_of_name(text)
     if fault is not None:
         raise UserError(fault)
     name, *words = text.split(",")
     kind = METHODS[name]
-    given: dict[str, float] = {}
-    faults = []
+    options: dict[str, float] = {}
+    wanted = ", ".join(f"{option}={type.__name__}" for option, type in kind.options.items())
     for word in words:
         key, _, value = word.partition("=")
         try:
-            given[key] = kind.options[key](value[:20])
+            options[key] = kind.options[key](value[:20])
         except (KeyError, ValueError):
-            wanted = [f"{option}={type.__name__}" for option, type in kind.options.items()]
-            faults.append(f"{ascii(word)[1:-1]} is wrong; give {', '.join(wanted)}")
-    options = kind.defaults(train_length, given) | given
-    absent = kind.options.keys() - options.keys()
-    if absent and not faults:
-        faults.append(f"give {', '.join(sorted(absent))}= too; it has no default")
-    for key, value in options.items():
-        least = options["window"] if key == "limit" else LEAST[key]
+            raise UserError(f"--method {name}: {shown(word)} is wrong; give {wanted}") from None
+    options = kind.defaults(train_length, options) | options
+    for key in kind.options:
+        least = options.get("window", 1) if key == "limit" else LEAST[key]
         most = train_length if key == "window" else MOST
-        if not least <= value <= most:
-            faults.append(f"{key}={value} is not within {least} … {most}")
-    if faults:
-        raise UserError("\n".join(f"--method {shown(text)}: {fault}" for fault in faults))
+        if key not in options:
+            raise UserError(f"--method {name}: give {key}= too; it has no default")
+        if not least <= options[key] <= most:
+            value = options[key]
+            raise UserError(f"--method {name}: {key}={value} is not within {least} … {most}")
     return Method(name, options)
 
 
@@ -228,52 +225,47 @@ def method_of_layer(
 
 def faults_of(
     attention: AttentionSettings, positions: Sequence[Position], train_length: int
-) -> list[str]:
+) -> Iterator[str]:
     """Messages about sinks, clip_distance and method for layers with these encodings."""
     sinks, clip = attention.sinks, attention.clip_distance
     windows = attention.windows(len(attention.window_layers) or 1, train_length)
     lengths = [window for window in windows if window is not None]
     names = " or ".join(dict.fromkeys(name_of(one) for one in positions))
-    faults = []
     if sinks is not None and not lengths:
-        faults.append(f"--sinks {sinks}: without a window all keys are visible; give --window too")
+        yield f"--sinks {sinks}: without a window all keys are visible; give --window too"
     if clip is not None and not any(has_table(one) for one in positions):
-        faults.append(
-            f"--clip-distance {clip}: {names} has no table by distance; for rotations"
-            " --method rerope is the same"
-        )
+        rotating = "for rotations --method rerope is the same"
+        yield f"--clip-distance {clip}: {names} has no table by distance; {rotating}"
     if sinks is not None and attention.method is not None:
-        faults.append(f"--sinks {sinks}: excludes --method {attention.method}")
+        yield f"--sinks {sinks}: excludes --method {attention.method}"
     try:
-        method = chosen_method(attention, next(iter(lengths), None), train_length)
+        method = chosen_method(attention, lengths[0] if lengths else None, train_length)
     except UserError as fault:
-        return [*faults, str(fault)]
+        yield str(fault)
+        return
     if method is None:
-        return faults
+        return
 
     is_named = attention.method is not None
     where = f"--method {method.text}" if is_named else f"--sinks {sinks}"
-    reasons = []
     if method.two_versions and attention.blockwise:
-        reasons.append("has no meaning beside blockwise: true")
+        yield f"{where}: has no meaning beside blockwise: true"
     if method.two_versions and is_named and clip is not None:
-        reasons.append(f"excludes --clip-distance {clip}, since it clips itself")
+        yield f"{where}: excludes --clip-distance {clip}, since it clips itself"
     if method.two_versions and is_named and lengths:
         window = min(lengths)
         if "sinks" in method.options or window <= method.options["window"]:
-            reasons.append(f"window {window} hides what it is for; give --window none")
+            yield f"{where}: window {window} hides what it is for; give --window none"
     needs = method.kind.needs
     if needs is not None and not any(getattr(one, needs) for one in positions):
-        reasons.append(f"{names} {LACKS[needs]}, alone or in sum")
-    else:
-        for position in positions:
-            obstacle = method.obstacle(position)
-            if obstacle is not None and method.applies_to(position):
-                reasons.append(f"{name_of(position)} cannot be read so: {obstacle}")
+        yield f"{where}: {names} {LACKS[needs]}, alone or in sum"
+        return
+    for position in positions:
+        obstacle = method.obstacle(position)
+        if obstacle is not None and method.applies_to(position):
+            yield f"{where}: {name_of(position)} cannot be read so: {obstacle}"
     if attention.reset_attention_mask:
-        reasons.append("reads a text as one document; set reset_attention_mask=false")
-    faults += [f"{where}: {reason}" for reason in dict.fromkeys(reasons)]
-    return faults
+        yield f"{where}: reads a text as one document; set reset_attention_mask=false"
 
 
 def name_of(position: Position) -> str:
@@ -328,10 +320,9 @@ class Text:
         """
         q, k = self.q[:, :, rows], self.k[:, :, : len(key)]
         if self.position.has("on_queries_keys_at"):
-            dtype = self.position.origin.dtype
-            query, key = query.to(dtype), key.to(dtype)
-            place = {"start": self.start + rows.start, "stretch": stretch}
-            q, k = self.position.on_queries_keys_at(q, k, query, key, **place)
+            places = query.to(self.position.origin), key.to(self.position.origin)
+            start = self.start + rows.start
+            q, k = self.position.on_queries_keys_at(q, k, *places, start=start, stretch=stretch)
         if self.query_scale is not None:
             q = (q * self.query_scale[..., rows, None]).to(q.dtype)
         return q, for_each_query_head(k, q.shape[1] // k.shape[1])

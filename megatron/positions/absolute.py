@@ -29,14 +29,9 @@ class Learned(Position):
 
     def __init__(self, shape: Shape, *, max_positions: int | None = None) -> None:
         super().__init__(shape)
-        if max_positions is None:
-            rows = shape.train_length
-        else:
-            rows = whole("max_positions", max_positions, most=EXACT)
-        if rows < shape.train_length:
-            raise UserError(
-                f"max_positions: {rows} is less than the training length {shape.train_length}"
-            )
+        rows = shape.train_length
+        if max_positions is not None:
+            rows = whole("max_positions", max_positions, least=rows, most=EXACT)
         self.weight = nn.Parameter(torch.empty(rows, shape.hidden).normal_(0.0, 0.02))
 
     def on_embeddings(self, x: Tensor, start: int = 0) -> Tensor:

@@ -11,10 +11,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megatron.errors import UserError
 from megatron.positions.base import Position, Shape
 from megatron.positions.precision import at_least_float32, without_autocast
-from megatron.positions.registry import build, inner_options, register, whole
+from megatron.positions.registry import build_inside, register, whole
 
 SLOPE = 0.01  # of LeakyReLU below 0
 MOST_WIDTH = 4096
@@ -46,7 +45,7 @@ class Dape(Position):
         width: int = 32,
     ) -> None:
         super().__init__(shape)
-        self.inner = _built(shape, of, args)
+        self.inner, _ = build_inside(shape, of, args, example="kerple_log")
         self.by_distance = self.inner.by_distance and not self.inner.has("index_bias")
         self.grouped_queries = self.inner.grouped_queries
         self.has_bias = self.inner.has("index_bias") or self.inner.distance_bias(1) is not None
@@ -124,15 +123,3 @@ class DapeV2(Dape):
         visible = inputs.tril(keys - queries)
         with_next_key = F.pad(visible, (0, 1))
         return super().correction(with_next_key)[..., :keys]
-
-
-def _built(shape: Shape, of: str, args: Mapping[str, Any] | None) -> Position:
-    """The encoding that gives the bias; UserError for one that cannot."""
-    inner = build(of, shape, **inner_options(of, args, example="kerple_log"))
-    if inner.looks_at_content:
-        raise UserError(
-            f"of: {of} looks at content itself; choose an encoding with a bias, or none"
-        )
-    if inner.distance_weight(1) is not None:
-        raise UserError(f"of: {of} multiplies the scores by distance; choose a bias")
-    return inner

@@ -12,10 +12,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megatron.errors import UserError
 from megatron.positions.base import Position, Shape
 from megatron.positions.precision import without_autocast
-from megatron.positions.registry import positive, register, suggestion, switch, whole
+from megatron.positions.registry import chosen, listed, positive, register, switch, whole
 
 # Values of one MLP layer that exist at a time, where no gradient is needed: 8 MB of float32.
 NUMBERS = 2**21
@@ -61,13 +60,11 @@ class Fire(Position):
         floor, _ = self.bounds["length_multiplier"]
         multiplier = positive("length_multiplier", length_multiplier, least=floor)
         self.length_multiplier = nn.Parameter(torch.tensor([multiplier]))
-        if activation not in tuple(ACTIVATIONS):  # a list has no hash
-            raise UserError(
-                f"activation: {activation!r} is not known; {suggestion(activation, ACTIVATIONS)}"
-            )
-        self.activation = ACTIVATIONS[activation]
+        self.activation = ACTIVATIONS[chosen("activation", activation, ACTIVATIONS)]
         self.last_bias = switch("last_bias", last_bias)
-        widths = [1, *_checked_widths(mlp_layers), shape.heads]
+        hidden = listed("mlp_layers", mlp_layers, example="[32] or [32, 32]", most=MOST_LAYERS)
+        hidden = [whole("mlp_layers", width, most=MOST_WIDTH) for width in hidden]
+        widths = [1, *hidden, shape.heads]
         self.depth = len(widths) - 1
         for number, (inputs, outputs) in enumerate(pairwise(widths)):
             layer = nn.Linear(inputs, outputs)  # for its first values
@@ -106,17 +103,3 @@ class Fire(Position):
         if self.last_bias:
             values = values + self.bounded(f"bias_{last}")[:, None]
         return values.view(-1, *x.shape)
-
-
-def _checked_widths(mlp_layers: Sequence[int]) -> list[int]:
-    is_list = isinstance(mlp_layers, Sequence) and not isinstance(mlp_layers, str)
-    # type, not isinstance: True is an int
-    are_widths = is_list and all(type(width) is int and width > 0 for width in mlp_layers)
-    if not are_widths or not mlp_layers:
-        raise UserError(
-            f"mlp_layers: {mlp_layers!r} is not a list of widths;"
-            " write mlp_layers: [32] or [32, 32]"
-        )
-    if len(mlp_layers) > MOST_LAYERS:
-        raise UserError(f"mlp_layers: {len(mlp_layers)} layers are more than {MOST_LAYERS}")
-    return [whole("mlp_layers", width, most=MOST_WIDTH) for width in mlp_layers]

@@ -12,9 +12,10 @@ import torch
 from torch import Tensor
 
 from megatron.errors import UserError
-from megatron.positions.registry import positive, suggestion
+from megatron.positions.registry import chosen, listed, positive
 
 SCALINGS = ("none", "linear", "ntk", "by_parts", "yarn", "llama3", "longrope")
+LEAST_BASE = 1.001  # at 1 all features would turn alike
 WITH_FACTOR_ON_SCORES = ("yarn", "longrope")
 
 
@@ -37,12 +38,8 @@ class Scaling:
     def check(self, dim: int) -> None:
         """UserError for options that contradict each other."""
         name, factor = self.name, self.factor
-        if name not in SCALINGS:
-            raise UserError(f"scaling: {name!r} is not known; {suggestion(name, SCALINGS)}")
-        if positive("factor", factor) < 1:
-            raise UserError(
-                f"factor: {factor} is less than 1; give how many times longer texts get"
-            )
+        chosen("scaling", name, SCALINGS)
+        positive("factor", factor, least=1)
         if name == "none" and factor != 1:
             raise UserError(
                 f"factor: {factor} has no effect with scaling: none;"
@@ -73,12 +70,11 @@ class Scaling:
                     " it out"
                 )
             return
-        if not isinstance(factors, list | tuple) or len(factors) != pairs:
-            raise UserError(
-                f"{option}: scaling: longrope needs a list of {pairs} numbers, one for each feature"
-                f" pair that turns; got {factors!r}"
-            )
-        for number in factors:
+        example = f"{pairs} numbers, one for each feature pair that turns"
+        numbers = listed(option, factors, example=example, most=pairs)
+        if len(numbers) != pairs:
+            raise UserError(f"{option}: {len(numbers)} numbers are given; give {example}")
+        for number in numbers:
             positive(option, number)
 
     @property

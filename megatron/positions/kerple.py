@@ -19,10 +19,9 @@ import math
 import torch
 from torch import Tensor
 
-from megatron.errors import UserError
 from megatron.positions.base import DistanceBias, Position, Shape
 from megatron.positions.per_head import Given, PerHead, numbers
-from megatron.positions.registry import register
+from megatron.positions.registry import MOST, register
 
 FLOOR = 0.01  # the forks' lower bound on every learned number
 POSITIVE = (FLOOR, math.inf)
@@ -43,11 +42,8 @@ class Kerple(PerHead):
             if given is None:
                 self.set_learned(name, torch.rand(shape.heads) * high)
                 continue
-            values = numbers(name, given, shape.heads)
             _, most = self.bounds[name]
-            if max(values) > most:
-                raise UserError(f"{name}: {max(values):g} is more than {most:g}")
-            self.set_fixed(name, values)
+            self.set_fixed(name, numbers(name, given, shape.heads, min(most, MOST)))
 
 
 class WeightKernel(Position):

@@ -2,16 +2,11 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from megatron.errors import UserError
 from megatron.positions.base import Position, Shape
-from megatron.positions.registry import (
-    ALIASES,
-    build,
-    encoding_called,
-    named,
-)
+from megatron.positions.registry import ALIASES, build, encoding_called, named
 
 SHOWN = 6  # layers that a label names
 
@@ -43,34 +38,27 @@ class Placed(NamedTuple):
         layers = f"layer{'s' if len(self.layers) > 1 else ''} {shown}{more}"
         return f"{layers} ({self.name})" if self.name else layers
 
-    @property
-    def prefix(self) -> str:
-        """What names of its learned numbers begin with: `layer3.`, or `layer0.rotary.`."""
-        return f"layer{self.layers[0]}." + (f"{self.name}." if self.name else "")
 
-
-class Chosen(Protocol):
-    """The configuration's section `position`."""
-
-    @property
-    def pos_emb(self) -> str: ...
-    @property
-    def pos_emb_args(self) -> dict[str, Any]: ...
-    @property
-    def pos_emb_layers(self) -> tuple[str | dict[str, Any], ...]: ...
-
-
-def entries_of(section: Chosen) -> list[Entry]:
+def entries_of(section: Any) -> list[Entry]:
     """The encodings of the first layers, which repeat over the others; one where none differ.
 
-    UserError for an entry that is no encoding.
+    section: `position` of the configuration. UserError for an entry that is no encoding.
     """
     if not section.pos_emb_layers:
         return [Entry(section.pos_emb, dict(section.pos_emb_args))]
-    return [_entry(number, one) for number, one in enumerate(section.pos_emb_layers, 1)]
+    entries = []
+    for number, given in enumerate(section.pos_emb_layers, 1):
+        where = f"pos_emb_layers: entry {number}"
+        name, options = named(where, given)
+        try:
+            encoding_called(name)
+        except UserError as fault:
+            raise UserError(f"{where}: {fault}") from None
+        entries.append(Entry(ALIASES.get(name, name), options))
+    return entries
 
 
-def name_of_layers(section: Chosen) -> str:
+def name_of_layers(section: Any) -> str:
     """What names the encoding of a model: pos_emb, or the pattern as in `rotary, rotary, none`."""
     if not section.pos_emb_layers:
         return section.pos_emb
@@ -78,7 +66,7 @@ def name_of_layers(section: Chosen) -> str:
 
 
 def build_entry(
-    section: Chosen, entry: Entry, shape: Shape, options: Mapping[str, Any] | None = None
+    section: Any, entry: Entry, shape: Shape, options: Mapping[str, Any] | None = None
 ) -> Position:
     """The encoding of an entry; UserError for its options, naming the key.
 
@@ -103,18 +91,3 @@ def check_embeddings(positions: Sequence[Position], names: Sequence[str]) -> Non
                 f"pos_emb_layers: {name} adds positions to the embeddings, which all layers read;"
                 " give all layers this encoding, or leave it out"
             )
-
-
-def _entry(number: int, given: Any) -> Entry:
-    where = f"pos_emb_layers: entry {number}"
-    found = named(given)
-    if found is None:
-        raise UserError(
-            f"{where}: {given!r} is no encoding; write its name, or {{rotary: {{base: 1000000}}}}"
-        )
-    name, options = found
-    try:
-        encoding_called(name)
-    except UserError as fault:
-        raise UserError(f"{where}: {fault}") from None
-    return Entry(ALIASES.get(name, name), options)

@@ -16,6 +16,7 @@ from megatron.positions.registry import (
     ALIASES,
     REGISTRY,
     build,
+    listed,
     named,
     positive,
     register,
@@ -63,14 +64,9 @@ class Mixture(DistanceBias):
         weights: str | Sequence[float] = "equal",
     ) -> None:
         super().__init__(shape)
-        if not isinstance(kernels, Sequence) or isinstance(kernels, str) or not kernels:
-            raise UserError(
-                f"kernels: {kernels!r} is not a list of kernels; write kernels: [exp, gaussian]"
-            )
-        if len(kernels) > MOST_KERNELS:
-            raise UserError(f"kernels: {len(kernels)} kernels are more than {MOST_KERNELS}")
-        self.kernels = nn.ModuleList(_build_kernel(shape, item) for item in kernels)
-        count = len(kernels)
+        items = listed("kernels", kernels, example="[exp, gaussian]", most=MOST_KERNELS)
+        self.kernels = nn.ModuleList(_build_kernel(shape, item) for item in items)
+        count = len(items)
         learned = weights in LEARNED
         self.has_equal_weights = weights == "equal"
         if learned or self.has_equal_weights:
@@ -184,12 +180,7 @@ def _build_kernel(shape: Shape, item: Any) -> DistanceBias:
             name: given if isinstance(given, dict) else {"slope_factor": given}
             for name, given in item.items()
         }
-    entry = named(item)
-    if entry is None:
-        raise UserError(
-            f"kernels: {item!r} is not a kernel; write a name or {{name: {{option: value}}}}"
-        )
-    name, options = entry
+    name, options = named("kernels", item)
     registered = KERNEL_NAMES.get(name, ALIASES.get(name, name))
     mixable = [key for key, encoding in REGISTRY.items() if _is_mixable(encoding)]
     if registered in REGISTRY and registered not in mixable:
@@ -213,19 +204,15 @@ def _is_mixable(encoding: type[Position]) -> bool:
 
 def _checked_weights(weights: Any, kernels: int) -> list[float]:
     """Given weights as positive numbers, one for each kernel, that sum to 1."""
-    if not isinstance(weights, Sequence) or isinstance(weights, str):
-        raise UserError(
-            f"weights: {weights!r} is not equal, learned, learned_shared"
-            f" or a list of {kernels} numbers"
-        )
-    numbers = [positive("weights", weight) for weight in weights]
+    example = "equal, learned, learned_shared or a list of one number for each kernel"
+    given = listed("weights", weights, example=example, most=MOST_KERNELS)
+    numbers = [positive("weights", weight) for weight in given]
     if len(numbers) != kernels:
         raise UserError(
             f"weights: {len(numbers)} numbers for {kernels} kernels; give one weight per kernel"
         )
     if abs(sum(numbers) - 1) > 1e-6:
         raise UserError(
-            f"weights: {list(weights)} sum to {sum(numbers):g};"
-            " make them sum to 1, or write weights: equal"
+            f"weights: {given} sum to {sum(numbers):g}; make them sum to 1, or write weights: equal"
         )
     return numbers

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from megatron.errors import UserError
 from megatron.positions.base import Position
-from megatron.positions.registry import positive
+from megatron.positions.registry import MOST, positive
 
 Given = float | Sequence[float]
 """How a user writes such numbers: one for all heads, or a list of one per head."""
@@ -32,13 +32,13 @@ class PerHead(Position):
         return self.rounded(values)[:, None]
 
 
-def numbers(name: str, given: Any, heads: int) -> list[float]:
+def numbers(name: str, given: Any, heads: int, most: float = MOST) -> list[float]:
     """Positive numbers, one per head, or a UserError that names the option."""
     if not isinstance(given, Sequence) or isinstance(given, str):
-        return [positive(name, given)] * heads
+        return [positive(name, given, most=most)] * heads
     if len(given) != heads:
         raise UserError(
             f"{name}: {len(given)} numbers for {heads} heads;"
             " give one per head, or one for all heads"
         )
-    return [positive(name, value) for value in given]
+    return [positive(name, value, most=most) for value in given]

@@ -7,13 +7,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megatron.errors import UserError
 from megatron.positions.base import Shape, Turning
-from megatron.positions.frequencies import inverse_frequencies
+from megatron.positions.frequencies import LEAST_BASE, inverse_frequencies
 from megatron.positions.precision import at_least_float32, without_autocast
-from megatron.positions.registry import positive, register
-
-STARTS = ("zero", "uniform")
+from megatron.positions.registry import chosen, positive, register
 
 
 @register("pope")
@@ -34,14 +31,11 @@ class PoPE(Turning):
 
     def __init__(self, shape: Shape, *, base: float = 10000.0, start: str = "zero") -> None:
         super().__init__(shape)
-        if start not in STARTS:
-            raise UserError(f"start: {start!r} is not known; choose {' or '.join(STARTS)}")
-        if positive("base", base) <= 1:
-            raise UserError(f"base: {base} is not more than 1; usual values are 10000 and above")
+        base = positive("base", base, least=LEAST_BASE)
         frequencies = inverse_frequencies(2 * shape.head_dim, base)  # [head_dim]
         self.register_buffer("frequencies", frequencies.float(), persistent=False)
         delta = torch.zeros(shape.heads, shape.head_dim)
-        if start == "uniform":
+        if chosen("start", start, ("zero", "uniform")) == "uniform":
             delta.uniform_(-2 * math.pi, 0.0)
         self.delta = nn.Parameter(delta)
 

@@ -8,14 +8,7 @@ from torch import Tensor
 
 from megatron.errors import UserError
 from megatron.positions.base import EXACT, Position, Shape
-from megatron.positions.registry import (
-    build,
-    encoding_called,
-    inner_options,
-    options_of,
-    register,
-    whole,
-)
+from megatron.positions.registry import build_inside, register, whole
 
 
 @register("randomized")
@@ -41,10 +34,12 @@ class Randomized(Position):
         super().__init__(shape)
         self.range = 4 * shape.train_length
         if range is not None:
-            self.range = whole("range", range, most=EXACT)
-        if self.range < shape.train_length:
-            raise UserError(f"range: {range} is less than the training length {shape.train_length}")
-        self.inner = _build_inner(shape, of, args, self.range)
+            self.range = whole("range", range, least=shape.train_length, most=EXACT)
+        if of == "randomized":
+            raise UserError("of: randomized cannot be inside itself; name another encoding")
+        inner = build_inside(shape, of, args, example="rotary", max_positions=self.range)
+        self.inner, options = inner
+        whole("max_positions", options.get("max_positions", EXACT), least=self.range, most=EXACT)
         self.per_layer = self.inner.per_layer
         self.by_distance = self.inner.by_distance
         self.rotates, self.stretches = self.inner.rotates, self.inner.stretches
@@ -106,25 +101,3 @@ class Randomized(Position):
             return bias
         distance = (queries[:, None] - keys).clamp(min=0)
         return bias + table[:, distance]
-
-
-def _build_inner(shape: Shape, of: str, args: Mapping[str, Any] | None, positions: int) -> Position:
-    """The encoding at drawn positions; UserError for one that uses none."""
-    options = inner_options(of, args, example="rotary")
-    if issubclass(encoding_called(of), Randomized):
-        raise UserError("of: randomized cannot be inside itself; name another encoding")
-    if "max_positions" in options_of(of):
-        options.setdefault("max_positions", positions)
-    inner = build(of, shape, **options)
-    most = options.get("max_positions", positions)
-    if most < positions:
-        raise UserError(f"max_positions: {most} is less than range: {positions}; raise it")
-    if inner.looks_at_content:
-        raise UserError(
-            f"of: {of} looks at content, not at positions, so there is nothing to randomize"
-        )
-    if inner.distance_weight(1) is not None:
-        raise UserError(
-            f"of: {of} multiplies the scores by distance, which cannot be randomized; choose a bias"
-        )
-    return inner

@@ -62,34 +62,32 @@ def load_file(path: str | Path) -> str:
     digest = fingerprint(text)
     if digest in FILES:
         return text
-    loaded = [Path(known).resolve() for known in FILES.values()]
-    if Path(path).resolve() in loaded:
+    if Path(path).resolve() in (Path(known).resolve() for known in FILES.values()):
         raise UserError(
             f"pos_emb_file: {path} was changed after this process had loaded it; start again"
         )
-    encodings, aliases = set(REGISTRY), set(ALIASES)
+    before = dict(REGISTRY), dict(ALIASES)
     module = types.ModuleType(f"pos_emb_file_{digest[:12]}")
     module.__file__ = path
     sys.modules[module.__name__] = module  # dataclasses look up the names of a class there
-    problem = ""
+    problem = None
     try:
         exec(compile(text, path, "exec"), module.__dict__)
-        if REGISTRY.keys() == encodings:
+        if before[0] == REGISTRY:
             problem = f'{path} registers no encoding; put @register("its_name") above the class'
-    except SyntaxError as fault:
-        problem = f"{path}:{fault.lineno} is not valid Python ({fault.msg})"
     except KeyboardInterrupt:
         raise
+    except SyntaxError as fault:
+        problem = f"{path}:{fault.lineno} is not valid Python ({fault.msg})"
     except BaseException as fault:  # sys.exit(0) would end the command as if it had succeeded
         frames = traceback.extract_tb(fault.__traceback__)
-        lines = [frame.lineno for frame in frames if frame.filename == path]
-        where = f"{path}:{lines[-1]}" if lines else path
+        places = [f"{path}:{frame.lineno}" for frame in frames if frame.filename == path]
+        where = [path, *places][-1]
         problem = f"{where} stops with {type(fault).__name__}: {fault}"
-    if problem:
-        for name in REGISTRY.keys() - encodings:
-            del REGISTRY[name]
-        for alias in ALIASES.keys() - aliases:
-            del ALIASES[alias]
+    if problem is not None:
+        for table, entries in zip((REGISTRY, ALIASES), before, strict=True):
+            table.clear()
+            table.update(entries)
         raise UserError(f"pos_emb_file: {problem}")
     FILES[digest] = path
     return text
@@ -103,31 +101,30 @@ def fingerprint(text: str) -> str:
 def options_of(name: str) -> dict[str, inspect.Parameter]:
     """The options of the encoding `name`: keyword-only arguments, and numbers that it draws."""
     encoding = encoding_called(name)
-    options = {
-        key: parameter
-        for key, parameter in inspect.signature(encoding.__init__).parameters.items()
-        if parameter.kind is inspect.Parameter.KEYWORD_ONLY
-    }
+    options = {}
+    for key, parameter in inspect.signature(encoding.__init__).parameters.items():
+        if parameter.kind is inspect.Parameter.KEYWORD_ONLY:
+            options[key] = parameter
     for key in encoding.draws:
-        if key not in options:
-            drawn = inspect.Parameter(key, inspect.Parameter.KEYWORD_ONLY, default=None)
-            options[key] = drawn
+        drawn = inspect.Parameter(key, inspect.Parameter.KEYWORD_ONLY, default=None)
+        options.setdefault(key, drawn)
     return options
 
 
-def named(given: Any) -> tuple[str, dict[str, Any]] | None:
-    """Name and options of an encoding inside a list in YAML: a name, or {name: {option: value}}.
+def named(option: str, given: Any) -> tuple[str, dict[str, Any]]:
+    """Name and options of an encoding in a list of YAML: a name, or {name: {option: value}}.
 
-    None for anything else.
+    UserError, which names the option, for anything else.
     """
-    if isinstance(given, str):
-        return given, {}
-    if not isinstance(given, Mapping) or len(given) != 1:
-        return None
-    [(name, options)] = given.items()
-    if not isinstance(name, str) or not isinstance(options or {}, Mapping):
-        return None
-    return name, dict(options or {})
+    entry = {given: {}} if isinstance(given, str) else given
+    if isinstance(entry, Mapping) and len(entry) == 1:
+        [(name, options)] = entry.items()
+        options = options or {}
+        if isinstance(name, str) and isinstance(options, Mapping):
+            return name, dict(options)
+    raise UserError(
+        f"{option}: {given!r} is no encoding; write a name or {{name: {{option: value}}}}"
+    )
 
 
 def build(name: str, shape: Shape, **options: Any) -> Position:
@@ -165,16 +162,25 @@ def encoding_called(name: str) -> type[Position]:
     return REGISTRY[registered]
 
 
-def inner_options(of: Any, args: Any, *, example: str) -> dict[str, Any]:
-    """The options of an encoding inside another: `args`, or a UserError for another kind of value.
+def build_inside(
+    shape: Shape, of: Any, args: Any, *, example: str, **more: Any
+) -> tuple[Position, dict[str, Any]]:
+    """The encoding inside another, and its options; UserError for one that looks at content.
 
-    of: its name; example: one that the message gives
+    of, args: its name and options; example: of a name; more: options that it gets if it has them
     """
     if not isinstance(of, str):
         raise UserError(f"of: {of!r} is not the name of an encoding; write of: {example}")
     if args is not None and not isinstance(args, Mapping):
         raise UserError(f"args: {args!r} are not options; write args: {{option: value}}")
-    return dict(args or {})
+    known = options_of(of)
+    options = {name: value for name, value in more.items() if name in known} | dict(args or {})
+    inner = build(of, shape, **options)
+    if inner.looks_at_content:
+        raise UserError(f"of: {of} looks at content; choose an encoding by positions, or none")
+    if inner.distance_weight(1) is not None:
+        raise UserError(f"of: {of} multiplies the scores by distance; choose a bias")
+    return inner, options
 
 
 def positive(name: str, value: Any, *, least: float = LEAST, most: float = MOST) -> float:
@@ -183,20 +189,32 @@ def positive(name: str, value: Any, *, least: float = LEAST, most: float = MOST)
     if not is_number or not 0 < value < math.inf:
         raise UserError(f"{name}: {value!r} is not a positive number")
     if not least <= value <= most:
-        raise UserError(f"{name}: {value} is not between {_short(least)} and {_short(most)}")
+        raise UserError(f"{name}: {value} is not between {least:.12g} and {most:.12g}")
     return float(value)
 
 
-def _short(bound: float) -> str:
-    return str(bound) if isinstance(bound, int) else f"{bound:g}"
-
-
-def whole(name: str, value: Any, *, most: int) -> int:
-    """`value` as a whole number from 1 to `most`, or a UserError that names the option."""
-    number = positive(name, value, least=1, most=most)
+def whole(name: str, value: Any, *, least: int = 1, most: int) -> int:
+    """`value` as a whole number from `least` to `most`, or a UserError that names the option."""
+    number = positive(name, value, least=least, most=most)
     if not number.is_integer():
         raise UserError(f"{name}: {value!r} is not a whole number")
     return int(number)
+
+
+def listed(name: str, value: Any, *, example: str, most: int) -> list[Any]:
+    """`value` as a list of 1 to `most` entries, or a UserError that names the option."""
+    if isinstance(value, str) or not isinstance(value, Sequence):
+        raise UserError(f"{name}: {value!r} is not a list; write {name}: {example}")
+    if not 1 <= len(value) <= most:
+        raise UserError(f"{name}: {len(value)} entries are not 1 to {most}; write {example}")
+    return list(value)
+
+
+def chosen(name: str, value: Any, choices: Iterable[str]) -> str:
+    """`value` as one of the choices, or a UserError that names the option."""
+    if not isinstance(value, str) or value not in choices:
+        raise UserError(f"{name}: {value!r} is not known; {suggestion(value, choices)}")
+    return value
 
 
 def switch(name: str, value: Any) -> bool:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from megatron.errors import UserError
 from megatron.positions.base import Shape, Turning
-from megatron.positions.frequencies import Scaling, fastest, with_whole_wavelengths
+from megatron.positions.frequencies import LEAST_BASE, Scaling, fastest, with_whole_wavelengths
 from megatron.positions.frequencies import inverse_frequencies as inverse_frequencies
 from megatron.positions.registry import positive, register, switch
 
@@ -76,23 +76,11 @@ class Rotary(Turning):
         short_factor: list[float] | None = None,
     ) -> None:
         super().__init__(shape)
-        if positive("rotary_pct", rotary_pct) > 1:
-            raise UserError(
-                f"rotary_pct: {rotary_pct} is more than 1; give the part of head_dim that turns"
-            )
+        positive("rotary_pct", rotary_pct, most=1)
         described = f"rotary_pct: {rotary_pct} of head_dim = {shape.head_dim}"
         self.dim = even(int(shape.head_dim * rotary_pct), described)
-        if positive("fraction", fraction) > 1:
-            raise UserError(
-                f"fraction: {fraction} is more than 1; give the part of the frequencies that turn"
-            )
-        if fraction * (self.dim // 2) < 1:
-            raise UserError(
-                f"fraction: {fraction} of {self.dim // 2} frequencies is none; give at least"
-                f" {1 / (self.dim // 2):.3g}, or choose pos_emb: none"
-            )
-        if positive("base", base) <= 1:
-            raise UserError(f"base: {base} is not more than 1; usual values are 10000 and above")
+        positive("fraction", fraction, least=2 / self.dim, most=1)
+        positive("base", base, least=LEAST_BASE)
         self.turn = rotate_interleaved if switch("interleaved", interleaved) else rotate
         length: float = shape.train_length
         if original_length is not None:

@@ -5,7 +5,7 @@ from torch import Tensor
 
 from megatron.errors import UserError
 from megatron.positions.base import DistanceBias, Shape
-from megatron.positions.registry import positive, register
+from megatron.positions.registry import positive, register, whole
 
 MOST_DBAR = 4096  # frequencies are computed one at a time
 
@@ -26,15 +26,11 @@ class Sandwich(DistanceBias):
         self, shape: Shape, *, dbar: int = 128, base: float = 10000.0, first_frequency: int = 1
     ) -> None:
         super().__init__(shape)
-        if isinstance(dbar, bool) or not isinstance(dbar, int) or dbar < 2 or dbar % 2:
-            raise UserError(
-                f"dbar: {dbar!r} is not an even number of at least 2; each frequency counts twice"
-            )
-        if dbar > MOST_DBAR:
-            raise UserError(f"dbar: {dbar} is more than {MOST_DBAR}")
+        self.dbar = whole("dbar", dbar, least=2, most=MOST_DBAR)
+        if self.dbar % 2:
+            raise UserError(f"dbar: {dbar} is not even, and each frequency counts twice; add 1")
         if type(first_frequency) is not int or first_frequency not in (0, 1):
             raise UserError(f"first_frequency: {first_frequency!r} is not 0 or 1")
-        self.dbar = dbar
         self.base = positive("base", base)
         self.first_frequency = first_frequency
 

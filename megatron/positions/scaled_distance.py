@@ -15,7 +15,7 @@ from megatron.positions.alibi import slopes
 from megatron.positions.base import EXACT, DistanceBias, Shape
 from megatron.positions.kerple import FLOOR, POSITIVE, Kerple
 from megatron.positions.per_head import Given
-from megatron.positions.registry import positive, register, suggestion, switch, whole
+from megatron.positions.registry import chosen, positive, register, switch, whole
 
 NETWORKS = ("none", "fixed", "learned")
 SEED = 1234  # of fixed weights
@@ -70,9 +70,7 @@ class ScaledDistance(Kerple, DistanceBias):
         self.normalized = switch("normalized", normalized)
         self.over = whole("over", over, most=EXACT)
         self.clip = None if clip is None else whole("clip", clip, most=EXACT)
-        if network not in NETWORKS:
-            raise UserError(f"network: {network!r} is not known; {suggestion(network, NETWORKS)}")
-        self.has_network = network != "none"
+        self.has_network = chosen("network", network, NETWORKS) != "none"
         if self.has_network:
             self._draw_network(learned=network == "learned")
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from megatron.errors import UserError
 from megatron.positions.base import Position, Shape
-from megatron.positions.registry import build, named, register
+from megatron.positions.registry import build, listed, named, register
 
 MOST_PARTS = 8
 
@@ -26,15 +26,18 @@ class Sum(Position):
 
     def __init__(self, shape: Shape, *, parts: Sequence[Any]) -> None:
         super().__init__(shape)
-        if not isinstance(parts, Sequence) or isinstance(parts, str) or not parts:
-            raise UserError(f"parts: {parts!r} is not a list; write parts: [rotary, mep_free]")
-        if len(parts) > MOST_PARTS:
-            raise UserError(f"parts: {len(parts)} encodings are more than {MOST_PARTS}")
-        self.parts = nn.ModuleList(_built(shape, part) for part in parts)
+        self.parts = nn.ModuleList()
+        for part in listed("parts", parts, example="[rotary, mep_free]", most=MOST_PARTS):
+            name, options = named("parts", part)
+            if name == "sum":
+                raise UserError(
+                    "parts: sum cannot be inside itself; name the encodings in one list"
+                )
+            self.parts.append(build(name, shape, **options))
         self.per_layer = any(part.per_layer for part in self._parts)
         self.by_distance = all(part.by_distance for part in self._parts)
         crossing = [part.crosses_documents for part in self._parts if part.crosses_documents]
-        self.crosses_documents = crossing[0] if crossing else None
+        self.crosses_documents = next(iter(crossing), None)
         self.grouped_queries = all(part.grouped_queries for part in self._parts)
         self.score_width = self._parts[0].score_width
         rotating = [part for part in self._parts if part.rotates]
@@ -104,6 +107,7 @@ class Sum(Position):
         return sum(biases[1:], biases[0])
 
     def score_bias(self, x: Tensor, memory: dict[str, Tensor]) -> tuple[Tensor | None, Tensor]:
+        """Several products are one of higher rank."""
         biases = []
         for number, part in enumerate(self._parts):
             if part.has("score_bias"):
@@ -111,7 +115,14 @@ class Sum(Position):
                     biases.append(part.score_bias(x, own))
         if len(biases) == 1:
             return biases[0]
-        return _joined(biases)
+        us, ws = [], []
+        for u, w in biases:
+            w = w if w.dim() == 4 else w[..., None]
+            if u is None:
+                u = w.new_ones(*w.shape[:2], x.shape[1], w.shape[3])
+            us.append(u if u.dim() == 4 else u[..., None])
+            ws.append(w)
+        return torch.cat(us, dim=-1), torch.cat(ws, dim=-1)
 
     def on_scores(self, scores: Tensor, x: Tensor, memory: dict[str, Tensor]) -> Tensor:
         for number, part in enumerate(self._parts):
@@ -135,34 +146,3 @@ def _own(memory: dict[str, Tensor], number: int) -> Iterator[dict[str, Tensor]]:
     }
     yield own
     memory |= {f"{prefix}{name}": kept for name, kept in own.items()}
-
-
-def _joined(biases: Sequence[tuple[Tensor | None, Tensor]]) -> tuple[Tensor, Tensor]:
-    """Several products as one of higher rank."""
-    us, ws = [], []
-    for u, w in biases:
-        w = w if w.dim() == 4 else w[..., None]
-        queries_of_one = w.new_ones(1, 1, 1, 1) if u is None else u
-        us.append(queries_of_one if queries_of_one.dim() == 4 else queries_of_one[..., None])
-        ws.append(w)
-    queries = max(u.shape[2] for u in us)
-    shape = ws[0].shape[:2]
-    return (
-        torch.cat(
-            [u.expand(*shape, queries, w.shape[-1]) for u, w in zip(us, ws, strict=True)], -1
-        ),
-        torch.cat(ws, dim=-1),
-    )
-
-
-def _built(shape: Shape, part: Any) -> Position:
-    """One part from its YAML form: a name or {name: {options}}."""
-    found = named(part)
-    if found is None:
-        raise UserError(
-            f"parts: {part!r} is no encoding; write a name or {{name: {{option: value}}}}"
-        )
-    name, options = found
-    if name == "sum":
-        raise UserError("parts: sum cannot be inside itself; name the encodings in one list")
-    return build(name, shape, **options)

@@ -5,7 +5,6 @@ import math
 import torch
 from torch import Tensor, nn
 
-from megatron.errors import UserError
 from megatron.positions.base import EXACT, DistanceBias, Shape
 from megatron.positions.registry import register, whole
 
@@ -23,14 +22,9 @@ class T5(DistanceBias):
 
     def __init__(self, shape: Shape, *, num_buckets: int = 32, max_distance: int = 128) -> None:
         super().__init__(shape)
-        self.num_buckets = whole("num_buckets", num_buckets, most=EXACT)
-        self.max_distance = whole("max_distance", max_distance, most=EXACT)
-        exact = self.num_buckets // 2
-        if exact < 1 or self.max_distance <= exact:
-            raise UserError(
-                f"max_distance: {max_distance} is not beyond the {exact} exact buckets;"
-                " make it larger, or num_buckets smaller"
-            )
+        self.num_buckets = whole("num_buckets", num_buckets, least=2, most=EXACT)
+        exact = self.num_buckets // 2  # buckets of one distance each
+        self.max_distance = whole("max_distance", max_distance, least=exact + 1, most=EXACT)
         weight = torch.empty(self.num_buckets, shape.heads)
         self.weight = nn.Parameter(nn.init.xavier_normal_(weight))
 

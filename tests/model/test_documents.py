@@ -81,8 +81,6 @@ def test_documents_are_those_of_megatron():
         same = found.numbers[:, :, None] == found.numbers[:, None]
         assert torch.equal(same & torch.ones(40, 40).tril().bool(), allowed)
         assert torch.equal(found.places, positions)
-        pieces = [(piece.row, piece.start, piece.end) for piece in found.pieces]
-        assert pieces == documents_of(ids)
 
 
 @every_signature

@@ -105,7 +105,7 @@ def test_the_hash_counts_patterns_by_what_they_mean():
 def test_bad_patterns_are_one_message():
     for words, message in (
         (["pos_emb_layers=[rotary, alibbi]"], "entry 2: .*'alibbi'; did you mean alibi"),
-        (["pos_emb_layers=[{rotary: 5}]"], "entry 1: .* write its name"),
+        (["pos_emb_layers=[{rotary: 5}]"], "entry 1: .* write a name"),
         (["pos_emb_layers=[{rotary: {bas: 5}}]"], "pos_emb_layers: .*'bas'; did you mean base"),
         (["pos_emb_layers=[rotary, none]", "pos_emb=alibi"], "pos_emb and pos_emb_layers contr"),
         (["window_layers=[9, null]", "window=7"], "window and window_layers contradict"),
