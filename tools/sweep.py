@@ -4,13 +4,11 @@ python tools/sweep.py run configs/sweeps/cpu.yml --dry-run   the plan and what i
 python tools/sweep.py run kerple-table3 --dry-run --device a100 --jobs 8   on eight A100
 python tools/sweep.py run configs/sweeps/cpu.yml             do what is missing; it may be repeated
 python tools/sweep.py status configs/sweeps/cpu.yml
-python tools/sweep.py collect configs/sweeps/cpu.yml         results.jsonl of what is done
 """
 
 import argparse
 import collections
 import shutil
-import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,7 +16,6 @@ from pathlib import Path
 from megatron.cli_errors import guarded
 from megatron.config.load import DATA_PATHS
 from megatron.config.schema import as_list
-from megatron.errors import UserError
 from megatron.evaluation.options import number
 from megatron.sweeps.cells import (
     State,
@@ -27,10 +24,9 @@ from megatron.sweeps.cells import (
     described,
     load_sweep,
     state_of,
-    unfinished,
 )
 from megatron.sweeps.cost import DEVICES, UTILISATION, cost, named_device
-from megatron.sweeps.runner import Runner, places_of, write_slurm_script
+from megatron.sweeps.runner import Runner, places_of
 
 
 @guarded
@@ -39,7 +35,7 @@ def main(argv: list[str] | None = None) -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
-    add("what", choices=("run", "status", "collect"))
+    add("what", choices=("run", "status"))
     add("file", help="a file as in configs/sweeps, or the name of one there")
     add("--folder", type=Path, metavar="DIR", help="where the runs are; default: runs/sweeps/NAME")
     only = "some cells of the grid"
@@ -49,57 +45,33 @@ def main(argv: list[str] | None = None) -> int:
     add("--jobs", type=number(1, 10**4), metavar="N", help=jobs)
     devices = f"give the cost for another device: cpu, {', '.join(DEVICES)}"
     add("--device", metavar="NAME", help=devices)
-    add("--launcher", choices=("local", "slurm"), default="local")
     options = parser.parse_args(argv)
 
-    # Rows are those of all cells, not of those of --only: rows of the others must stay.
-    only = [] if options.what == "collect" else options.only
-    sweep = load_sweep(options.file, options.folder, only)
-    if options.what == "collect":
-        if not show_collected(sweep):
-            raise UserError(
-                f"{sweep.folder}: no cell of {sweep.name} is finished, so there is nothing to"
-                " collect - see status; --folder names another place"
-            )
-        missing = len(unfinished(sweep))
-        if missing:
-            print(f"{missing} of {len(sweep.cells)} cells are missing: see status")
-        return 0
+    sweep = load_sweep(options.file, options.folder, options.only)
     states = [state_of(cell) for cell in sweep.cells]
     if options.what == "status":
         print("\n".join(status(sweep, states)))
         return int(any(state.kind in ("failed", "foreign", "damaged") for state in states))
     print(plan(sweep, states, options.jobs, options.device), flush=True)
-    if options.dry_run or all(state.kind == "done" for state in states):
-        return 0
-    if options.launcher == "slurm":
-        cells = [cell for cell, _ in unfinished(sweep)]
-        script = write_slurm_script(sweep, cells)
-        if shutil.which("sbatch"):
-            return subprocess.run(["sbatch", str(script)], check=False).returncode
-        jobs = f"the array of {len(cells)} jobs is in {script}"
-        print(f"sbatch is not on this machine; {jobs}: sbatch {script}")
+    if options.dry_run:
         return 0
 
     runner = Runner(places_of(options.jobs), lambda text: print(text, flush=True))
     runner.run(sweep)
-    show_collected(load_sweep(options.file, options.folder))
-    missing = unfinished(sweep)
+    # Of all cells, not of those of --only: rows of the others must stay.
+    whole = load_sweep(options.file, options.folder)
+    print(f"{len(collect(whole))} rows in {whole.results}")
+    missing = []
+    for cell in sweep.cells:
+        state = state_of(cell)
+        if state.kind != "done":
+            missing.append(f"{cell.name}: {described(cell, state)}")
     if missing:
         title = f"{len(missing)} of {len(sweep.cells)} cells are missing:"
-        lines = [f"{cell.name}: {described(cell, state)}" for cell, state in missing]
-        print("\n  ".join([title, *lines]), file=sys.stderr)
+        print("\n  ".join([title, *missing]), file=sys.stderr)
     if runner.stopping:
         return 130
     return int(bool(missing or runner.failed))
-
-
-def show_collected(sweep: Sweep) -> bool:
-    """Collect and say how many rows there are; whether there are any."""
-    rows = collect(sweep)
-    if rows:
-        print(f"{len(rows)} rows in {sweep.results}")
-    return bool(rows)
 
 
 def status(sweep: Sweep, states: Sequence[State]) -> list[str]:

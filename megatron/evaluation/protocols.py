@@ -6,7 +6,6 @@ import logging
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, cast
 
 import numpy as np
 
@@ -279,30 +278,6 @@ PROTOCOLS: dict[str, Callable[[Request], list[Windows]]] = {
     "sliding": sliding,
     "within_document": within_document,
 }
-
-
-class Imagined(Request):
-    """A request for text that does not exist: how many windows would there be?"""
-
-    @cached_property
-    def region(self) -> np.ndarray:
-        longest = self.checked_lengths[-1]
-        return np.broadcast_to(np.uint8(0), self.eval_tokens // longest * longest + 1)
-
-
-def window_counts(
-    protocol: str, lengths: Sequence[int], eval_tokens: int, **options: Any
-) -> dict[int, int]:
-    """The number of windows of each length that a protocol computes, without reading any text.
-
-    At most as many: a small part has less than eval_tokens, and within_document takes long
-    documents only. options: windows, tail and stride of `Request`
-    """
-    request = Imagined(cast(TokenFile, None), lengths, eval_tokens=eval_tokens, **options)
-    if protocol == "paper":
-        return dict.fromkeys(request.checked_lengths, request.windows)
-    cut = PROTOCOLS["equal_tokens" if protocol == "within_document" else protocol]
-    return {windows.length: len(windows.ids) for windows in cut(request)}
 
 
 def _cut(text: np.ndarray, length: int, step: int) -> Windows:

@@ -1,1 +1,1 @@
-"""Many runs from one file: plan (its cells), cost, state (what is done), run, slurm, lock."""
+"""Many runs from one file: its cells, their cost, and how they run."""

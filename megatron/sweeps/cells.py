@@ -243,14 +243,12 @@ def find_sweep(name: str | Path) -> Path:
     kerple-table3, kerple_table3 and configs/sweeps/kerple-table3.yml are one file.
     Raises ValueError that says what was looked for.
     """
-    path = Path(name)
-    shipped = SHIPPED / path.name if path.parent == Path(".") else path
-    for place in (path, shipped, shipped.with_name(shipped.name.replace("-", "_"))):
-        with contextlib.suppress(ValueError):
-            return find_file(place)
-    known = sorted(file.stem for file in SHIPPED.glob("*.yml"))
-    hint = did_you_mean(path.stem, known) or f"give a file, or one of {', '.join(known)}"
-    raise ValueError(f"{name}: no such file (looked in {Path.cwd()} and {SHIPPED}) - {hint}")
+    with contextlib.suppress(ValueError):
+        return find_file(name)
+    try:
+        return find_file(SHIPPED / Path(name).name.replace("-", "_"))
+    except ValueError as fault:
+        raise ValueError(f"{name} is no file here, and {fault}") from None
 
 
 def _cell(parts: SweepFile, values: Values, home: Path, path: Path) -> Cell:
@@ -384,12 +382,6 @@ def described(cell: Cell, state: State) -> str:
     return f"{text}: {state.note}" if state.note else text
 
 
-def unfinished(sweep: Sweep) -> list[tuple[Cell, State]]:
-    """The cells that are not done, each with its state."""
-    states = [(cell, state_of(cell)) for cell in sweep.cells]
-    return [(cell, state) for cell, state in states if state.kind != "done"]
-
-
 # --- Results ---
 
 
@@ -400,7 +392,7 @@ def finished_rows(sweep: Sweep) -> list[Row]:
     data are absent, facts of the corpus in an earlier results.jsonl are used again.
     """
     earlier: dict[str, Values] = {}
-    with contextlib.suppress(UserError):  # a file that is damaged or no results: `collect` says so
+    with contextlib.suppress(UserError):  # `collect` says what is wrong with the file
         for row in existing_results(sweep.results):
             kept = {key: value for key, value in row.items() if key in COLLECTED}
             earlier[row["config_hash"]] = kept

@@ -1,5 +1,6 @@
 """What a sweep will cost: tokens, floating point operations, time on a device, disk."""
 
+import itertools
 import math
 import time
 from collections.abc import Mapping, Sequence
@@ -10,7 +11,7 @@ import torch
 
 from megatron.config import Config
 from megatron.errors import UserError
-from megatron.evaluation.protocols import window_counts
+from megatron.evaluation.protocols import Request
 from megatron.model import Architecture, size
 from megatron.results.row import ATTENTION_INPUTS
 from megatron.sweeps.cells import State, Sweep
@@ -87,20 +88,25 @@ def forward_flops(config: Config, vocab: int, length: int) -> float:
 
 
 def evaluation_flops(options: Mapping[str, Any], config: Config, vocab: int) -> float:
-    """Operations of one call of evaluate.py. options: those of the call, and keys that it sets."""
+    """Operations of one call of evaluate.py. options: those of the call, and keys that it sets.
+
+    Each target counts once; `tail` and `sliding` compute some of them several times.
+    """
 
     def several(key: str, default: Any = None) -> list[Any]:
         value = options.get(key, default)
         return list(value) if isinstance(value, list | tuple) else [value]
 
-    lengths = several("lengths", options.get("eval_lengths", config.evaluation.eval_lengths))
-    eval_tokens = options.get("eval_tokens", config.evaluation.eval_tokens)
-    asked = {key: options[key] for key in ("windows", "tail", "stride") if key in options}
+    measured = config.evaluation
+    lengths = several("lengths", options.get("eval_lengths", measured.eval_lengths))
     variants = math.prod(len(several(key)) for key in ATTENTION_INPUTS)
     total = 0.0
-    for protocol in several("protocol", "equal_tokens"):
-        for length, count in window_counts(protocol, lengths, eval_tokens, **asked).items():
-            total += variants * count * length * forward_flops(config, vocab, length)
+    for protocol, length in itertools.product(several("protocol", "equal_tokens"), lengths):
+        tokens = options.get("eval_tokens", measured.eval_tokens)
+        if protocol == "paper":
+            tokens = options.get("windows", Request.windows) * length
+        if protocol != "position" or length == max(lengths):
+            total += variants * tokens * forward_flops(config, vocab, length)
     return total
 
 

@@ -1,41 +1,26 @@
-"""Do what is missing of a sweep: one process per device, or an array of Slurm jobs."""
+"""Do what is missing of a sweep, one process per device."""
 
 import contextlib
 import errno
 import os
-import shlex
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import torch
 from filelock import Timeout
 
 from megatron.checkpoints.saved import keep_weights_only
 from megatron.errors import UserError, visible
-from megatron.files import ROOT, atomic_write, write_text
+from megatron.files import ROOT, write_text
 from megatron.parallel.die_with_parent import die_with_parent
 from megatron.sweeps.cells import Cell, Sweep, state_of
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 PAUSE = 0.1  # seconds between two looks at the processes
-SLURM = """#!/bin/bash
-#SBATCH --job-name={name}
-#SBATCH --array=0-{last}
-#SBATCH --gpus-per-task=1
-#SBATCH --ntasks=1
-#SBATCH --signal=B:TERM@120
-#SBATCH --output={folder}/slurm-%A_%a.log
-CELLS=(
-{cells}
-)
-cd {here}
-exec {python} {tool} run {file} --folder {folder} --only ${{CELLS[$SLURM_ARRAY_TASK_ID]}}
-"""
 
 
 def places_of(jobs: int | None) -> list[str | None]:
@@ -199,30 +184,3 @@ class Runner:
         with contextlib.suppress(OSError):  # a full disk; the next line says it
             write_text(cell.folder / "failure.txt", note + "\n")
         self._tell(f"{cell.name}: failed: {note} (all of it: {cell.folder / 'sweep.log'})")
-
-
-def write_slurm_script(sweep: Sweep, missing: Sequence[Cell]) -> Path:
-    """Write SWEEP/slurm.sh, an array of jobs, one for each cell that is not done; its path.
-
-    Each job resumes its cell, so the script may be sent again.
-    """
-    folder = sweep.folder.resolve()
-    cells = []
-    for cell in missing:
-        words = " ".join(f"{axis}={value}" for axis, value in cell.values.items())
-        cells.append(f"  {shlex.quote(words)}")
-    text = SLURM.format(
-        name=shlex.quote(sweep.name),
-        last=len(missing) - 1,
-        folder=shlex.quote(str(folder)),
-        cells="\n".join(cells),
-        here=shlex.quote(str(Path.cwd())),
-        python=shlex.quote(sys.executable),
-        tool=shlex.quote(str(ROOT / "tools" / "sweep.py")),
-        file=shlex.quote(str(sweep.path.resolve())),
-    )
-    path = folder / "slurm.sh"
-    with atomic_write(path) as temporary:
-        temporary.write_text(text, encoding="utf-8")
-        temporary.chmod(0o755)
-    return path

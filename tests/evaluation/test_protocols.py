@@ -12,7 +12,7 @@ from torch import nn
 from megatron.data.tokens import TokenFile, TokenWriter
 from megatron.errors import UserError
 from megatron.evaluation.perplexity import measured
-from megatron.evaluation.protocols import PROTOCOLS, Request, Windows, window_counts
+from megatron.evaluation.protocols import PROTOCOLS, Request, Windows
 from megatron.results.statistics import prefix_curve
 from megatron.results.table import by_length
 
@@ -120,19 +120,6 @@ def test_losses_by_position_are_those_of_the_buckets_and_their_prefix_curve(toke
         assert row["tokens"] == 8 * row["length"]
     assert whole["block_losses"] == result["block_losses"]
     assert all("block_losses" not in row for row in prefixes)
-
-
-@every_protocol
-def test_windows_are_counted_as_they_are_cut(tokens, protocol):
-    for lengths in (LENGTHS, [10, 33, 63], [64]):
-        for options in ({"tail": 10}, {"tail": 8, "stride": 3, "windows": 7}):
-            several = windows_of(protocol, tokens, lengths, eval_tokens=500, **options)
-            cut = {windows.length: len(windows.ids) for windows in several}
-            counted = window_counts(protocol, lengths, 500, **options)
-            if protocol == "within_document":  # short documents are left out
-                assert all(cut[length] <= counted[length] for length in lengths)
-            else:
-                assert counted == cut
 
 
 @pytest.mark.parametrize("run", VALID, ids=lambda run: run["array"])

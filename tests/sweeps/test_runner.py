@@ -1,4 +1,4 @@
-"""tools/sweep.py as it is used: stopped, killed, with a run that fails, through Slurm."""
+"""tools/sweep.py as it is used: stopped, killed, with a run that fails."""
 
 import contextlib
 import errno
@@ -18,7 +18,7 @@ from megatron.errors import UserError
 from megatron.folder_lock import owned_folder
 from megatron.sweeps.cells import collect, load_sweep, state_of
 from megatron.sweeps.runner import Runner, environment_at, places_of
-from tests.support import ROOT, call, run
+from tests.support import ROOT, call
 from tests.sweeps.conftest import STEPS, SWEEP, TABLE, WARM, rows
 
 KILLS = {"metrics.jsonl": 8, "evaluation/*.jsonl": 3}  # how often, and after which file was written
@@ -176,27 +176,6 @@ def test_a_cell_that_ends_early_and_well_has_failed_and_keeps_its_optimizer_stat
     assert not (cell.folder / "evaluation").exists()
 
 
-def test_slurm_gets_an_array_of_what_is_missing(file, whole, tmp_path, monkeypatch):
-    words = ["run", file, "--folder", tmp_path / "runs", "--launcher", "slurm"]
-    absent = call("tools/sweep.py", *words)
-    place = f"the array of 2 jobs is in {tmp_path}/runs/slurm.sh"
-    assert f"sbatch is not on this machine; {place}" in absent.stdout
-    sbatch = tmp_path / "sbatch"
-    sbatch.write_text(f'#!/bin/sh\ncp "$1" {tmp_path}/sent.sh\n')
-    sbatch.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    assert call("tools/sweep.py", *words).returncode == 0
-    script = (tmp_path / "sent.sh").read_text()
-    assert "#SBATCH --array=0-1\n" in script
-    # Without B: the signal goes to the steps of a script, and this one has none.
-    assert "#SBATCH --signal=B:TERM@120\n" in script
-    (tmp_path / "here.sh").write_text(script.replace(str(tmp_path / "runs"), str(whole[0])))
-    start = f"import os; os.execvp('bash', ['bash', '{tmp_path}/here.sh'])"
-    done = run("-c", start, env={"SLURM_ARRAY_TASK_ID": "0"})
-    assert done.returncode == 0, done.stderr
-    assert "1 cells, 1 done" in done.stdout
-
-
 def test_each_place_is_a_device_of_this_process_and_shares_its_cores(monkeypatch):
     monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,3")
@@ -222,7 +201,8 @@ def test_facts_of_an_absent_corpus_are_those_of_earlier_results(file, whole, tmp
     assert before[0]["corpus_tokens"] > 0
     (folder / "good-1/metrics.jsonl").unlink()
     monkeypatch.setattr("megatron.sweeps.cells.open_parts", failing(UserError("no token files")))
-    assert call("tools/sweep.py", "collect", file, "--folder", folder).returncode == 0
+    done = call("tools/sweep.py", "run", file, "--folder", folder, "--only", "data=good")
+    assert (done.returncode, done.stderr) == (0, "")
     assert rows(folder) == before
 
 
