@@ -53,21 +53,18 @@ def mean_of(values: ArrayLike, weights: ArrayLike | None = None) -> Estimate:
     n b / ((n - b + 1) (n - b)) times the squared means of the batches' deviations, with
     1.5 (n / b - 1) degrees of freedom.
     """
-    x, w = _as_arrays(values, weights)
-    n = len(x)
+    mean, deviation = _mean_and_deviations(values, weights)
+    n = len(deviation)
     block = block_length(n)
-    mean = float((w * x).sum() / w.sum())
     if n < FEWEST:
         return Estimate(mean, None, 0, n, block, None)
-    deviation = _linearised(x, w, mean)
     sums = np.convolve(deviation, np.ones(block), mode="valid")  # of overlapping batches
     batches = sums / block
     scale = n * block / ((n - block + 1) * (n - block))
     long_run = float(scale * (batches**2).sum())
-    own = float(deviation.var(ddof=1))
     df = math.floor(1.5 * (n / block - 1))
     df = max(1, min(n - 1, df))
-    return Estimate(mean, math.sqrt(long_run / n), df, n, block, _worth(n, own, long_run))
+    return _estimate(mean, long_run, df, n, block, own=float(deviation.var(ddof=1)))
 
 
 def mean_of_blocks(
@@ -83,23 +80,45 @@ def mean_of_blocks(
     window share: the spread of the sums of windows. A difference that depends on the position
     within the window is no error; it counts in neither where all windows have the same size.
     """
-    x, w = _as_arrays(values, weights)
-    n = len(x)
-    mean = float((w * x).sum() / w.sum())
+    mean, deviation = _mean_and_deviations(values, weights)
+    n = len(deviation)
     if n < FEWEST:
         return Estimate(mean, None, 0, n, 1, None)
-    deviation = _linearised(x, w, mean)
-    windows, in_window = _shape(sizes)
-    waves = slow_waves(windows, in_window)
-    amplitudes = waves.T @ deviation  # [waves]
+    # One window of all blocks where the sizes differ.
+    windows, in_window = (len(sizes), sizes[0]) if len(set(sizes)) == 1 else (1, n)
+    amplitudes = slow_waves(windows, in_window).T @ deviation  # [waves]
     long_run = float((amplitudes**2).mean())
     df = len(amplitudes)
     if 1 < len(sizes) < n:
-        between, between_df = _between_windows(deviation, sizes)
-        if _half_width(between, between_df) > _half_width(long_run, df):
-            long_run, df = between, between_df
-    own = _own_variance(deviation.reshape(windows, in_window))
-    return Estimate(mean, math.sqrt(long_run / n), df, n, 1, _worth(n, own, long_run))
+        # n times the variance of the mean, from independent windows.
+        sums = np.add.reduceat(deviation, np.cumsum([0, *sizes[:-1]]))  # [windows]
+        variance = len(sizes) / (len(sizes) - 1) * (sums**2).sum() / n
+        widths = []
+        for one, freedom in ((variance, len(sizes) - 1), (long_run, df)):
+            widths.append(t_quantile(0.975, freedom) * math.sqrt(one))
+        if widths[0] > widths[1]:
+            long_run, df = float(variance), len(sizes) - 1
+    # The variance of single blocks, around the mean of their position where windows repeat it.
+    own = float(deviation.var(ddof=1))
+    if windows > 1 and in_window > 1:
+        by_window = deviation.reshape(windows, in_window)
+        around = by_window - by_window.mean(axis=0)
+        own = float((around**2).sum()) / (in_window * (windows - 1))
+    return _estimate(mean, long_run, df, n, 1, own)
+
+
+def _mean_and_deviations(values: ArrayLike, weights: ArrayLike | None) -> tuple[float, Array]:
+    """The weighted mean, and deviations [n] whose plain mean varies as it does."""
+    x = np.asarray(values, dtype=np.float64)
+    w = np.ones_like(x) if weights is None else np.asarray(weights, dtype=np.float64)
+    mean = float((w * x).sum() / w.sum())
+    return mean, w * (x - mean) / w.mean()
+
+
+def _estimate(mean: float, long_run: float, df: int, n: int, block: int, own: float) -> Estimate:
+    """own: variance of one value; long_run: n times the variance of the mean"""
+    n_eff = float(n) if long_run <= 0 else min(float(n), n * own / long_run)
+    return Estimate(mean, math.sqrt(long_run / n), df, n, block, n_eff)
 
 
 @lru_cache(maxsize=16)
@@ -126,57 +145,6 @@ def slow_waves(windows: int, in_window: int) -> Array:
     orthogonal, _ = np.linalg.qr(waves)
     orthogonal.flags.writeable = False  # shared by all callers
     return orthogonal
-
-
-def _shape(sizes: Sequence[int]) -> tuple[int, int]:
-    """(windows, blocks of a window); one window of all blocks where the sizes differ."""
-    if len(set(sizes)) == 1:
-        return len(sizes), sizes[0]
-    return 1, sum(sizes)
-
-
-def _as_arrays(values: ArrayLike, weights: ArrayLike | None) -> tuple[Array, Array]:
-    x = np.asarray(values, dtype=np.float64)
-    if weights is None:
-        return x, np.ones_like(x)
-    return x, np.asarray(weights, dtype=np.float64)
-
-
-def _linearised(x: Array, w: Array, mean: float) -> Array:
-    """Deviations whose plain mean varies as the weighted mean does."""
-    return w * (x - mean) / w.mean()
-
-
-def _between_windows(deviation: Array, sizes: Sequence[int]) -> tuple[float, int]:
-    """n times the variance of the mean, from independent windows, and its degrees of freedom."""
-    windows = len(sizes)
-    starts = np.cumsum([0, *sizes[:-1]])
-    sums = np.add.reduceat(deviation, starts)  # [windows]
-    variance = windows / (windows - 1) * (sums**2).sum() / len(deviation)
-    return float(variance), windows - 1
-
-
-def _own_variance(deviation: Array) -> float:
-    """The variance of single blocks, around the mean of their position where windows repeat it."""
-    windows, in_window = deviation.shape
-    if windows == 1 or in_window == 1:
-        return float(deviation.var(ddof=1))
-    around = deviation - deviation.mean(axis=0)
-    return float((around**2).sum()) / (in_window * (windows - 1))
-
-
-def _half_width(variance: float, df: int) -> float:
-    return t_quantile(0.975, df) * math.sqrt(variance)
-
-
-def _worth(n: int, own: float, long_run: float) -> float:
-    """How many independent values have the same error.
-
-    own: variance of one value; long_run: n times the variance of the mean
-    """
-    if long_run <= 0:
-        return float(n)
-    return min(float(n), n * own / long_run)
 
 
 def mean_over_seeds(values: ArrayLike) -> Estimate:
@@ -275,22 +243,17 @@ def prefix_curve(edges: Sequence[int], losses: Sequence[float]) -> dict[int, flo
 
 
 def half_octaves(edges: Sequence[int], values: ArrayLike) -> tuple[list[float], list[float]]:
-    """(middles, means) of wider bins: buckets are joined until a bin spans a factor of √2.
+    """(middles, means) of wider bins, which begin at powers of √2.
 
     edges: positions [n + 1]; values: means [n] over the positions between edges
     """
-    starts = [0]
-    for number in range(1, len(edges) - 1):
-        if edges[number] >= math.sqrt(2) * edges[starts[-1]]:
-            starts.append(number)
-    if not len(edges):
-        return [], []
-    widths = np.diff(edges)
-    ends = [*starts[1:], len(edges) - 1]
-    sums = np.add.reduceat(widths * np.asarray(values, dtype=np.float64), starts)
-    means = sums / np.add.reduceat(widths, starts)
-    middles = [(edges[start] + edges[end]) / 2 for start, end in zip(starts, ends, strict=True)]
-    return middles, means.tolist()
+    starts, widths = np.asarray(edges[:-1]), np.diff(edges)
+    octaves = np.floor(2 * np.log2(np.maximum(starts, 1)))
+    _, firsts = np.unique(octaves, return_index=True)
+    sums = np.add.reduceat(widths * np.asarray(values, dtype=np.float64), firsts)
+    sizes = np.add.reduceat(widths, firsts)
+    middles = starts[firsts] + sizes / 2
+    return middles.tolist(), (sums / sizes).tolist()
 
 
 def wilson(mean: float, n: int, level: float = 0.95) -> tuple[float, float]:
