@@ -31,7 +31,7 @@ from megatron.harness.tasks import table as table_of_tasks
 from megatron.parallel.grid import here
 from megatron.report.curves import plot_by_position, plot_perplexity
 from megatron.results.row import Row
-from megatron.results.table import by_length, lines_of_bits, table
+from megatron.results.table import by_length, table, with_bits
 
 
 def add_all_options(parser: argparse.ArgumentParser) -> None:
@@ -89,8 +89,9 @@ def show(evaluation: Evaluation) -> None:
         for row in rows:
             by_protocol.setdefault(row.get("protocol", ""), []).append(row)
     for rows in by_protocol.values():
-        print("\n".join([table(rows), *lines_of_bits(rows)]), end="\n\n")
-
+        print(table(rows), end="\n\n")
+        if known := with_bits(rows):
+            print(table(known, bits_per_byte=True), end="\n\n")
     for file, rows in rows_of_files.items():
         drawn: dict[tuple[str, str], list[Row]] = {}
         for row in rows:

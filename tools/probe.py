@@ -14,8 +14,6 @@ from megatron.config import Config
 from megatron.entry import run
 from megatron.evaluation.options import add_checkpoint, add_whole_number
 from megatron.evaluation.probe_checkpoint import ProbeOptions, probe
-from megatron.report.curves import write
-from megatron.report.probe_figure import draw_probes
 from megatron.results.probes import GROUPS, PROBES, RULER, ProbeRow
 
 
@@ -39,14 +37,10 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def main(config: Config | None, arguments: argparse.Namespace) -> None:
-    """Ask the probes, print each answer, and draw all of them."""
+    """Ask the probes, and print each answer."""
     options = {one.name: getattr(arguments, one.name) for one in fields(ProbeOptions)}
     probed = probe(config, ProbeOptions(**options), report=show)
-    last = probed.rows[-1]
-    title = f"{last['pos_emb']}, trained at {last.get('train_length')}"
-    picture = probed.output.with_suffix(".png")
-    write(draw_probes(probed.rows, title), picture)
-    print(f"\nwritten to {probed.output} and {picture}")
+    print(f"\nwritten to {probed.output}")
 
 
 def show(rows: Sequence[ProbeRow]) -> None:

@@ -9,7 +9,6 @@ with the reason.
 import argparse
 import subprocess
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 
 from megatron.cli_errors import guarded
@@ -26,7 +25,7 @@ from megatron.results.papers import (
 )
 from megatron.results.row import CORPUS_AXIS
 from megatron.results.table import table as table_of_rows
-from megatron.sweeps.cells import Cell, Sweep, finished_rows, load_sweep
+from megatron.sweeps.cells import Sweep, finished_rows, load_sweep
 from megatron.sweeps.cost import windows_per_step
 
 
@@ -34,11 +33,32 @@ from megatron.sweeps.cost import windows_per_step
 def main(argv: list[str] | None = None) -> int:
     options = _parser().parse_args(argv)
     table = published(options.table)
-    file = _sweep_file(options.table, table)
-    if options.run and not _run(file, options.folder):
-        return 1
+    if table.sweep is None:
+        raise UserError(f"{options.table}: cannot be reproduced here: {table.why_not}")
+    # A shipped sweep, or one beside a table of the user's own.
+    own = options.table.endswith(".yml")
+    file = (Path(options.table).parent if own else ROOT / "configs" / "sweeps") / table.sweep
+    if options.run:
+        command = [sys.executable, str(ROOT / "tools" / "sweep.py"), "run", str(file)]
+        if options.folder is not None:
+            command += ["--folder", str(options.folder)]
+        if subprocess.run(command, check=False).returncode != 0:
+            return 1
     sweep = load_sweep(file, options.folder)
-    _show(table, sweep, options.results)
+    rows = read_results(options.results) if options.results else finished_rows(sweep)
+    cells = compare(table, rows, requirements(table, sweep))
+    print(render(table, cells))
+    empty = [cell for cell in cells if not cell.ours and not cell.refused]
+    if empty and options.results:
+        print(f"{len(empty)} of {len(cells)} cells have no rows: looked in", *options.results)
+    elif empty:
+        folder = sweep.folder.resolve()
+        note = "" if folder.is_dir() else " (no such folder)"
+        where = f"looked for runs of {sweep.path.name} in {folder}{note}"
+        print(f"{len(empty)} of {len(cells)} cells have no rows: {where}")
+        print("give --folder where the runs are, or --run")
+    if rows and not table.cells:
+        print(f"\nours alone:\n{table_of_rows(rows)}")
     return 0
 
 
@@ -55,71 +75,26 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _sweep_file(name: str, table: Published) -> Path:
-    """The sweep of a table: a shipped one, or beside a table of the user's own."""
-    if table.sweep is None:
-        raise UserError(f"{name}: cannot be reproduced here: {table.why_not}")
-    folder = Path(name).parent if name.endswith(".yml") else ROOT / "configs" / "sweeps"
-    return folder / table.sweep
-
-
-def _run(file: Path, folder: Path | None) -> bool:
-    """Run what the sweep lacks, in a process of its own; whether it ended well."""
-    command = [sys.executable, str(ROOT / "tools" / "sweep.py"), "run", str(file)]
-    if folder is not None:
-        command += ["--folder", str(folder)]
-    return subprocess.run(command, check=False).returncode == 0
-
-
-def _show(table: Published, sweep: Sweep, results: Sequence[Path] | None) -> None:
-    rows = read_results(results) if results else finished_rows(sweep)
-    cells = compare(table, rows, requirements(table, sweep))
-    print(render(table, cells))
-    empty = [cell for cell in cells if not cell.ours and not cell.refused]
-    if empty and results:
-        print(f"{len(empty)} of {len(cells)} cells have no rows: looked in", *results)
-    elif empty:
-        folder = sweep.folder.resolve()
-        note = "" if folder.is_dir() else " (no such folder)"
-        where = f"looked for runs of {sweep.path.name} in {folder}{note}"
-        print(f"{len(empty)} of {len(cells)} cells have no rows: {where}")
-        print("give --folder where the runs are, or --run")
-    if rows and not table.cells:
-        print(f"\nours alone:\n{table_of_rows(rows)}")
-
-
 def requirements(table: Published, sweep: Sweep) -> Requirements:
     """What rows must be: of a configuration of the sweep, and evaluated as it is."""
-    config = sweep.cells[0].config
     hashes: dict[tuple[str, str], set[str]] = {}
     for cell in sweep.cells:
-        for corpus in _corpora(cell, table):
+        # A sweep of one text need not name its corpus: the rows do.
+        corpora = [str(cell.values[CORPUS_AXIS])] if CORPUS_AXIS in cell.values else table.cells
+        for corpus in corpora:
             key = (corpus, cell.config.position.pos_emb)
             hashes.setdefault(key, set()).add(cell.config.hash)
+    config = sweep.cells[0].config
+    options = [one.options for one in sweep.cells[0].evaluations]
+    starts = [one.get("start", 0) for one in options if one.get("protocol") == "paper"]
     tokens_per_step = windows_per_step(config) * config.model.seq_length
     return Requirements(
         hashes={key: frozenset(found) for key, found in hashes.items()},
         train_length=config.model.seq_length,
         step=config.training.train_iters,
         tokens=config.training.train_iters * tokens_per_step,
-        start=_start(table, sweep),
+        start=starts[-1] if starts and table.protocol == "paper" else None,
     )
-
-
-def _corpora(cell: Cell, table: Published) -> list[str]:
-    """The corpus of a cell. A sweep of one text need not name it: its rows do."""
-    if CORPUS_AXIS in cell.values:
-        return [str(cell.values[CORPUS_AXIS])]
-    return list(table.cells)
-
-
-def _start(table: Published, sweep: Sweep) -> int | None:
-    """The first window of the protocol `paper`, where that is the table's."""
-    start = None
-    for evaluation in sweep.cells[0].evaluations:
-        if evaluation.options.get("protocol") == "paper" == table.protocol:
-            start = evaluation.options.get("start", 0)
-    return start
 
 
 if __name__ == "__main__":

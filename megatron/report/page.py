@@ -18,12 +18,11 @@ from megatron.files import write_text
 from megatron.model import GPT
 from megatron.report.curves import draw_by_position, draw_perplexity, style, write
 from megatron.report.encoding_figures import figures_of_model
-from megatron.report.probe_figure import draw_probes
 from megatron.results.comparison import compared
 from megatron.results.comparison_table import how_made, tables_of
 from megatron.results.files import PICTURES, read_results
-from megatron.results.labels import kinds, labels_of, matching, select, with_sweeps
-from megatron.results.probes import ProbeRow, is_of_probes, read_probes
+from megatron.results.labels import kinds, labels_of, matching, select
+from megatron.results.probes import ProbeRow, is_of_probes, read_probes, tables_of_probes
 from megatron.results.row import (
     COLUMNS,
     SETTING,
@@ -72,7 +71,7 @@ class Section:
 class Page:
     """What page.html shows: sections by text and protocol, probes, kernels, and what is missing.
 
-    probed: a label and the name of its figure; kernels: names of figures
+    probed: tables of each probed model, by its label; kernels: names of figures
     gaps: what is missing, by its cause; figures: by the names of their files
     """
 
@@ -80,7 +79,7 @@ class Page:
     probes: Sequence[ProbeRow]
     lead: list[str] = field(default_factory=list)
     sections: list[Section] = field(default_factory=list)
-    probed: list[tuple[str, str]] = field(default_factory=list)
+    probed: dict[str, list[Table]] = field(default_factory=dict)
     kernels: list[str] = field(default_factory=list)
     models: Table | None = None
     gaps: dict[str, list[str]] = field(default_factory=dict)
@@ -119,7 +118,7 @@ def page_of_rows(
 
     Raises UserError if `against` means no encoding, or several.
     """
-    page = Page(with_sweeps(rows), probes)
+    page = Page(rows, probes)
     if against is not None:
         select(against, kinds(page.rows))
     for members in by_text(page.rows):
@@ -226,7 +225,7 @@ def reference_of(groups: Mapping[str, Sequence[Row]], against: str | None) -> st
 
 
 def _add_probes(page: Page) -> None:
-    """A figure for each probed model, variant and text."""
+    """Tables for each probed model, variant and text."""
     by_run: dict[Hashable, list[ProbeRow]] = {}
     for row in page.probes:
         by_run.setdefault(run_of(row), []).append(row)
@@ -236,9 +235,7 @@ def _add_probes(page: Page) -> None:
         name = ", ".join([*facts, text_of(row) or "a text"])
         named.append(with_facts(row, {"pos_emb": name}))
     for label, of_run in zip(labels_of(named), by_run.values(), strict=True):
-        name = f"probes-{len(page.probed) + 1}"
-        page.probed.append((label, name))
-        page.figures[name] = draw_probes(of_run, label)
+        page.probed[label] = tables_of_probes(of_run)
         for row in of_run:
             if reason := row.get("reason"):
                 _note(page, f"{row['probe']} of {label} at {row['length']}", reason)

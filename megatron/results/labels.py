@@ -14,35 +14,15 @@ from megatron.results.row import (
     TRAINED,
     VARIANT,
     AnyQuestion,
-    Facts,
     Question,
     Row,
     by_text,
     identity,
-    model_of,
     plain,
     run_of,
     value_of,
     with_facts,
 )
-
-
-def with_sweeps(rows: Sequence[AnyQuestion]) -> list[AnyQuestion]:
-    """The rows, with `sweep` and `cell` also where a user measured a model of a sweep.
-
-    Such a row names the same weights as a row of the sweep or, in old files, the same checkpoint.
-    """
-    origins: dict[Hashable, Facts] = {}
-    for row in rows:
-        if row.get("cell"):
-            for model in (row.get("weights"), row.get("checkpoint")):
-                origins.setdefault(model, {"sweep": row.get("sweep"), "cell": row.get("cell")})
-    origins.pop(None, None)
-    found: list[AnyQuestion] = []
-    for row in rows:
-        origin = {} if row.get("cell") else origins.get(model_of(row), {})
-        found.append(with_facts(row, origin))
-    return found
 
 
 def axes_of(rows: Sequence[Question]) -> tuple[str, ...]:
@@ -74,7 +54,7 @@ def axes_of(rows: Sequence[Question]) -> tuple[str, ...]:
 def runs(rows: Sequence[Row]) -> dict[str, list[Row]]:
     """Rows by a label for each run on each text, shortest length first."""
     groups: dict[Hashable, list[Row]] = {}
-    for number, of_text in enumerate(by_text(with_sweeps(rows))):
+    for number, of_text in enumerate(by_text(rows)):
         for row in of_text:
             groups.setdefault((number, run_of(row)), []).append(row)
     labels = labels_of([group[0] for group in groups.values()], LABELS)
@@ -88,7 +68,6 @@ def kinds(rows: Sequence[AnyQuestion]) -> dict[str, list[AnyQuestion]]:
     If one seed was measured with several configurations in a setting, each configuration is a kind
     of its own.
     """
-    rows = with_sweeps(rows)
     axes = axes_of(rows)
     groups: dict[Hashable, list[AnyQuestion]] = {}
     for row in rows:

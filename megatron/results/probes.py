@@ -2,11 +2,14 @@
 
 from collections.abc import Hashable, Iterable, Sequence
 from pathlib import Path
-from typing import NamedTuple, Required, cast
+from typing import Required, cast
+
+import numpy as np
 
 from megatron.files import read_small
 from megatron.results.files import LARGEST, has_lines, read_lines, write_lines
 from megatron.results.row import Question, run_of
+from megatron.results.table import Table
 from megatron.strict_json import parse
 
 RETRIEVAL = ("passkey", "copy", "recall")
@@ -16,6 +19,13 @@ PROBES = (*TASKS, "receptive_field", "attention")
 GROUPS = {"ruler": RULER}  # several probes by one name
 AXES = {"variable_tracking": "hops", "common_words": "named", "frequent_words": "rank"}
 """What the rows of a task at one length differ in, where it is not the depth of the answer."""
+
+PLACES = {
+    "depth": "depth (0: start)",
+    "hops": "assignments to follow",
+    "named": "answers named before",
+    "rank": "rank (1: most frequent)",
+}
 
 
 class ProbeRow(Question, total=False):
@@ -58,15 +68,6 @@ class ProbeRow(Question, total=False):
     mean_entropy: float
 
 
-class Answers(NamedTuple):
-    """The numbers of one task at one place and length; gain: what the answer in the context adds
-    to its log-probability, in nats."""
-
-    accuracy: float
-    gain: float
-    guess: float | None
-
-
 def is_of_probes(path: Path) -> bool:
     """Whether the first line of a file is of tools/probe.py."""
     try:
@@ -106,25 +107,49 @@ def joined(existing: Sequence[ProbeRow], rows: Sequence[ProbeRow]) -> list[Probe
     return [*(row for row in existing if measurement(row) not in measured), *rows]
 
 
-def answers(rows: Sequence[ProbeRow], task: str) -> dict[tuple[float, int], Answers | None]:
-    """Results of one model in one task by (place, length); None without numbers.
-
-    The place is the depth, or the number on the axis of the task.
-    """
-    found: dict[tuple[float, int], Answers | None] = {}
-    for row in rows:
-        if row["probe"] != task:
-            continue
-        place = cast("dict[str, float]", row).get(axis_of(task), 0.0)
-        accuracy = row.get("accuracy")
-        with_answer, without = row.get("log_probability"), row.get("without")
-        numbers = None
-        if accuracy is not None and with_answer is not None and without is not None:
-            numbers = Answers(accuracy, with_answer - without, row.get("guess"))
-        found[place, row["length"]] = numbers
-    return found
-
-
 def axis_of(probe: str) -> str:
     """The key in which the rows of a task at one length differ."""
     return AXES.get(probe, "depth")
+
+
+def tables_of_probes(rows: Sequence[ProbeRow]) -> list[Table]:
+    """For one model: the accuracy of each task by place and length, its receptive field, and its
+    attention by distance at the longest length. Only what was measured has a table."""
+    of_probe: dict[str, list[ProbeRow]] = {}
+    for row in rows:
+        if not row.get("reason"):
+            of_probe.setdefault(row["probe"], []).append(row)
+    tables = []
+    for task in TASKS:
+        cells: dict[float, dict[int, str]] = {}
+        for row in of_probe.get(task, ()):
+            place = cast("dict[str, float]", row).get(axis_of(task), 0.0)
+            guess = row.get("guess")
+            gain = (row.get("log_probability") or 0.0) - (row.get("without") or 0.0)
+            words = [f"{row.get('accuracy') or 0.0:.2f}", f"{gain:+.2f}"]
+            if guess is not None:
+                words.insert(1, f"({guess:.2g})")
+            cells.setdefault(place, {})[row["length"]] = " ".join(words)
+        if cells:
+            lengths = sorted({length for by_length in cells.values() for length in by_length})
+            body = []
+            for place, by_length in sorted(cells.items()):
+                body.append([f"{place:g}", *(by_length.get(length, "") for length in lengths)])
+            title = f"{task}: accuracy, (guess rate), gain in nats"
+            tables.append(Table([PLACES[axis_of(task)], *map(str, lengths)], body, title=title))
+    reaches = [
+        [str(row["length"]), str(row.get("reach"))] for row in of_probe.get("receptive_field", ())
+    ]
+    if reaches:
+        title = "receptive_field: tokens that hold 99 % of the gradient"
+        tables.append(Table(["length", "tokens"], reaches, title=title))
+    if looks := of_probe.get("attention"):
+        longest = max(looks, key=lambda row: row["length"])
+        body = []
+        for layer, mass in enumerate(longest.get("mass", [])):
+            further = np.cumsum(mass[::-1])[::-1]
+            body.append([f"layer {layer}", *(f"{fraction:.3f}" for fraction in further)])
+        head = ["distance or further", *map(str, longest.get("edges", [])[:-1])]
+        title = f"attention: fraction of the probability at length {longest['length']}"
+        tables.append(Table(head, body, title=title))
+    return tables

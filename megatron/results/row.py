@@ -224,11 +224,6 @@ def place_of(row: Row) -> tuple[Hashable, ...]:
     return identity(row, (*SETTING, *place))
 
 
-def model_of(row: Question) -> Hashable:
-    """The same for all rows of one trained model, whoever measured it, or None if unknown."""
-    return row.get("weights") or row.get("checkpoint")
-
-
 def agrees(row: Mapping[str, Any], question: Mapping[str, Any]) -> bool:
     """Whether a row has every fact of a question, so that it is its answer."""
     for key, value in question.items():

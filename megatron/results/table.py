@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import cast
 
 from megatron.errors import UserError
-from megatron.results.labels import kinds, runs, with_sweeps
+from megatron.results.labels import kinds, runs
 from megatron.results.row import (
     ATTENTION_INPUTS,
     BYTES,
@@ -153,7 +153,6 @@ def table(
     over_seeds: one line per encoding, mean ± standard deviation
     bits_per_byte: in place of perplexity, whatever the tokenizers; UserError if no row has any
     """
-    rows = with_sweeps(rows)
     keys, known = SETTING, rows
     if bits_per_byte:
         keys = tuple(key for key in SETTING if key != "tokenizer")
@@ -228,15 +227,6 @@ def by_length(rows: Sequence[Row], lengths: Iterable[int]) -> list[Row]:
 def with_bits(rows: Sequence[Row]) -> list[Row]:
     """The rows that have bits per byte: older ones have none."""
     return [row for row in rows if row.get("bits_per_byte") is not None]
-
-
-def lines_of_bits(rows: Sequence[Row]) -> list[str]:
-    """A line for each run with its bits per byte at every length; none if no row has any."""
-    found = []
-    for label, group in runs(with_bits(rows)).items():
-        numbers = [f"{bits(row.get('bits_per_byte'))} at {row['length']}" for row in group]
-        found.append(f"{label}: bits per byte {', '.join(numbers)} ({_how_counted(group)})")
-    return found
 
 
 # --- Notes ---

@@ -219,7 +219,7 @@ def test_a_row_has_bits_per_byte_where_the_bytes_can_be_counted(home, folder, ca
     assert row["bytes"] == int(tokenizer.token_bytes()[targets].sum()) < row["tokens"]
     bits = row["loss"] * row["tokens"] / math.log(2) / row["bytes"]
     assert row["bits_per_byte"] == pytest.approx(bits, rel=1e-12)
-    assert f"bits per byte {bits:.4f} at 16" in capsys.readouterr().out
+    assert f"{bits:.4f}" in capsys.readouterr().out
 
     # Without the tokenizer the corpus's card says how many bytes a token has.
     card = folder / "text.json"

@@ -148,21 +148,29 @@ def test_bits_per_byte_have_a_table_where_rows_have_them():
     assert tables(found)[1][1] == ["alibi", "1", "1.1802", "1.1387"]
 
 
-def test_probes_of_each_model_have_a_figure():
+def test_probes_of_each_model_have_tables():
     shared = {"pos_emb": "mep", "seed": 1, "step": 10, "corpus": "stdlib", "part": "valid"}
     shared |= {"config_hash": "a", "length": 512}
-    answer = {"accuracy": 0.5, "low": 0.3, "high": 0.7, "log_probability": -1.0, "without": -2.5}
+    answer = {"accuracy": 0.5, "guess": 0.1, "log_probability": -1.0, "without": -2.5}
     probes = [
-        shared | {"probe": "passkey", "depth": 0.5, "guess": 0.1, **answer},
+        shared | {"probe": "passkey", "depth": 0.5, **answer},
+        shared | {"probe": "passkey", "depth": 0.0, **answer, "accuracy": 0.25, "length": 64},
         shared | {"probe": "receptive_field", "reach": 500},
+        shared | {"probe": "attention", "mass": [[0.5, 0.3, 0.2]], "edges": [0, 1, 2, 512]},
         shared | {"probe": "copy", "window": 64, "reason": "it ends"},
     ]
     page = page_of_rows([], probes)
-    labels = [label for label, _ in page.probed]
+    labels = [*page.probed]
     assert [label.split(", ")[-1] for label in labels] == ["window none", "window 64"]
-    assert {"probes-1", "probes-2"} <= page.figures.keys()
     shown = page.html("t")
-    assert {"0.50", "(0.1)", "+1.50"} <= set(Reader(shown).texts)
+    answers, reach, attention, _ = Reader(shown).tables
+    assert answers == [
+        ["depth (0: start)", "64", "512"],
+        ["0", "0.25 (0.1) +1.50", ""],
+        ["0.5", "", "0.50 (0.1) +1.50"],
+    ]
+    assert reach[1] == ["512", "500"]
+    assert attention[1] == ["layer 0", "1.000", "0.500", "0.200"]
     assert page.gaps["it ends"] == [f"copy of {labels[1]} at 512"]
     assert "Does the model repeat the tokens?" in shown
 

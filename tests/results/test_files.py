@@ -13,7 +13,7 @@ from megatron.results.files import (
     write_lines,
     write_results,
 )
-from megatron.results.probes import existing_probes, read_probes
+from megatron.results.probes import existing_probes
 from tests.results.rows import TWO, rows
 
 
@@ -68,27 +68,6 @@ def test_an_absent_or_empty_file_has_no_rows_yet(tmp_path):
         assert existing_probes(tmp_path / name) == []
 
 
-def test_what_is_no_results_file_is_named_with_its_line(tmp_path):
-    path = tmp_path / "a.jsonl"
-    no_result = "line 1: is no result of evaluate.py"
-    for text, message in {
-        "": "is empty - leave it out, or write results with evaluate.py",
-        '{"pos_emb": "t5"}': f"{no_result}, it lacks step, config_hash, length, tokens, windows",
-        "[1, 2]": f"{no_result}, it is no JSON object",
-        "{": f"{no_result}, it is no JSON",
-        '{"loss": NaN}': f"{no_result}, it has NaN, which is no number in JSON",
-        '{"loss": 1, "loss": 2}': f"{no_result}, it has the key 'loss' twice",
-    }.items():
-        path.write_text(text)
-        with pytest.raises(UserError, match=f"a.jsonl.*{message}"):
-            read_results([path])
-    with pytest.raises(UserError, match=r"absent.jsonl: there is no such results file"):
-        read_results([tmp_path / "absent.jsonl"])
-    write_results(tmp_path / "b.jsonl", TWO)
-    with pytest.raises(UserError, match=r"is no result of tools/probe.py, it lacks probe"):
-        read_probes([tmp_path / "b.jsonl"])
-
-
 def test_every_flipped_byte_of_a_line_is_noticed_or_changes_no_fact(tmp_path):
     path = tmp_path / "a.jsonl"
     write_results(path, rows("t5", {512: 9.0}))
@@ -121,23 +100,14 @@ def test_a_line_may_be_edited_without_its_checksum(tmp_path):
     assert read_results([path])[0]["corpus"] == "renamed"
 
 
-def test_facts_of_another_type_or_that_disagree_are_named(tmp_path):
+def test_facts_that_cannot_be_are_named(tmp_path):
     (row,) = rows("t5", {512: 9.0})
     path = tmp_path / "a.jsonl"
     cases = [
-        ({"loss": "abc"}, "its loss is 'abc': input should be a valid number"),
-        ({"loss": True}, "its loss is True: input should be a valid number"),
-        ({"step": 1.5}, "its step is 1.5: input should be a valid integer"),
         ({"step": 10**400}, "it has a number of too many digits"),
-        ({"cell": [1]}, r"its cell is \[1\]: input should be a valid dictionary"),
         ({"corpus": "\x1b[2J"}, "it has a control character"),
         ({"windows": 0}, "its windows is 0, not 1 or more"),
-        ({"perplexity": 9.1}, r"its perplexity is 9.1, but exp\(2.19722\) is 9.0000"),
-        ({"loss": None}, "its loss is null, its perplexity 9"),
-        ({"window_losses": [2.0]}, "it has 1 window_losses of 16 windows"),
-        ({"window_losses": [2.0] * 16}, "its loss is 2.197225, but the mean of its window_losses"),
         ({"block_losses": [2.0] * 15}, "its blocks have 7680 tokens, the row 8192"),
-        ({"block_losses": [2.0] * 16}, "its loss is 2.197225, but the mean of its block_losses"),
         ({"position_edges": [0, 1], "position_losses": [1.0]}, "the mean of its position_losses"),
     ]
     for change, message in cases:

@@ -3,7 +3,7 @@
 import pytest
 
 from megatron.errors import UserError
-from megatron.results.labels import axes_of, kinds, labels_of, matching, runs, select, with_sweeps
+from megatron.results.labels import axes_of, kinds, labels_of, matching, runs, select
 from megatron.results.row import LABELS, identity
 from tests.results.rows import rows
 
@@ -93,16 +93,6 @@ def test_axes_count_where_they_say_more_than_the_keys():
     assert list(kinds(lengths)) == ["rotary, train_length 512", "rotary, train_length 2048"]
     sizes = [one(seed=n, cell={"size": n, "seed": n}) for n in (1, 2)]
     assert axes_of(sizes) == ("size",), "that a size equals the seed is chance"
-
-
-def test_what_a_user_measured_of_a_sweeps_model_belongs_to_the_sweep():
-    cell = {"pos_emb": "rotary", "size": "wide"}
-    of_sweep = one(weights="w1", checkpoint="runs/a", sweep="cpu", cell=cell)
-    by_user = one(weights="w1", checkpoint="copied/a", window=256)
-    old = one(checkpoint="runs/a", length=1024)
-    retrained = one(weights="w2", checkpoint="runs/a")
-    found = with_sweeps([of_sweep, by_user, old, retrained])
-    assert [row.get("cell") for row in found] == [cell, cell, cell, None]
 
 
 # --- The reference of a comparison ---

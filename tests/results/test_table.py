@@ -7,7 +7,7 @@ import pytest
 
 from megatron.errors import UserError
 from megatron.results.statistics import bits_per_byte
-from megatron.results.table import by_length, cell, lines_of_bits, table
+from megatron.results.table import by_length, cell, table
 from tests.results.rows import TWO, rows, with_bytes
 
 BEYOND = "pos_emb: learned positions end at 512, so length 1024 cannot be computed"
@@ -145,6 +145,3 @@ def test_bits_over_seeds_are_their_mean_with_its_spread():
     bits = [math.log2(perplexity) * 8192 / 30_000 for perplexity in (20.0, 22.0, 27.0)]
     lines = table(found, bits_per_byte=True, over_seeds=True).splitlines()
     assert lines[2].split() == ["alibi", "3", f"{mean(bits):.4f}", "±", f"{stdev(bits):.4f}"]
-    assert lines_of_bits(found[:1]) == [
-        "alibi: bits per byte 1.1802 at 512 (bytes counted by the tokenizer)"
-    ]
