@@ -15,7 +15,6 @@ from megatron.checkpoints.saved import find
 from megatron.cli_errors import print_line, status_of
 from megatron.config import Config, load
 from megatron.config.document import help_text
-from megatron.config.load import run_named
 from megatron.config.yaml_files import is_override
 from megatron.errors import visible
 from megatron.parallel.grid import left_at_the_end
@@ -60,7 +59,7 @@ def run(
         words = sys.argv[1:] if argv is None else argv
         given = parser.parse_intermixed_args(settings_first(words))
         files, overrides = split_words(given.words, given.conf_dir)
-        bring_in(given, overrides)
+        bring_in(given)
         config = None
         if given.words or config_needed:
             config = load_configuration(files, overrides, given, purpose)
@@ -111,14 +110,10 @@ def settings_first(words: Sequence[str]) -> list[str]:
     return settings + others
 
 
-def bring_in(options: argparse.Namespace, overrides: Sequence[str]) -> None:
-    """Import the checkpoint in the options if it is not one of ours, and name the new one.
-
-    An exported model may have the encoding of a file that the settings name.
-    """
+def bring_in(options: argparse.Namespace) -> None:
+    """Import the checkpoint in the options if it is not one of ours, and name the new one."""
     checkpoint = getattr(options, "checkpoint", None)
     if checkpoint:
-        run_named(overrides)
         from megatron.interop.importing import (
             import_if_foreign,  # only here: it needs the model
         )

@@ -119,14 +119,6 @@ def _is_checkpoint(source: str) -> bool:
     return os.path.isfile(source) and os.path.exists(Path(source).parent / "checkpoint.json")
 
 
-def run_named(words: Sequence[str]) -> None:
-    """Register the encodings of the file that `key=value` words name, before all else is read.
-
-    Words that cannot be read are left to `load`. Raises UserError if the file cannot be run.
-    """
-    _run_user_file([(COMMAND_LINE, read_overrides(words, lambda fault: None))])
-
-
 def _run_user_file(sources: Sequence[Source]) -> str | None:
     """Register the encodings of the file that the last source with this key names; return its text.
 

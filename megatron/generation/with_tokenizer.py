@@ -20,12 +20,11 @@ def opened_with_tokenizer(
     trained = loaded_model(config, folder, step)
     keys = trained.config.model_keys()
     check_same_model(keys, trained.trained.model_keys(), trained.path)
-    tokenizer, _ = tokenizer_of(trained)
-    return trained, tokenizer
+    return trained, tokenizer_of(trained)
 
 
-def tokenizer_of(trained: LoadedModel) -> tuple[Tokenizer, str | None]:
-    """The tokenizer that a checkpoint learned with, and its vocab_file; UserError if not found."""
+def tokenizer_of(trained: LoadedModel) -> Tokenizer:
+    """The tokenizer that a checkpoint learned with; UserError if it is not found."""
     learned_with = trained.tokenizer
     expected = learned_with.get("hash")
     token_files = []
@@ -40,7 +39,7 @@ def tokenizer_of(trained: LoadedModel) -> tuple[Tokenizer, str | None]:
             tried.append(str(fault))
             continue
         if expected in (None, tokenizer.hash) and tokenizer.vocab_size <= trained.record["vocab"]:
-            return tokenizer, vocab_file
+            return tokenizer
         tried.append(f"{vocab_file or kind}: is another tokenizer, {tokenizer.hash}")
     described = f"{learned_with.get('type', 'unknown')} {expected or ''}".strip()
     message = (

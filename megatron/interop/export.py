@@ -4,7 +4,7 @@ import json
 import logging
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,18 +14,23 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron.config import Config
+from megatron.config.schema import plain
 from megatron.data.tokenizers.hugging_face import BESIDE, WHOLE, Subwords
 from megatron.errors import UserError, cannot_write
 from megatron.evaluation.loaded_run import loaded_model
 from megatron.files import folder_beside, sync, umask
 from megatron.generation.with_tokenizer import tokenizer_of
-from megatron.interop import export_code, exported_folder
+from megatron.interop import export_code
 from megatron.interop.families import FAMILIES, write_weights
-from megatron.model import GPT, Architecture, AttentionSettings
-from megatron.positions.layers import name_of_layers
+from megatron.model import GPT, Architecture, AttentionSettings, options_of_entry
+from megatron.model.settings import ONLY_MEASURED
+from megatron.positions.layers import entries_of, name_of_layers
 
 logger = logging.getLogger(__name__)
 
+OWN = "PositionsGPTForCausalLM"  # our class
+NOT_KEPT = ("attention_backend", "attention_self_check", *ONLY_MEASURED)
+"""Settings of attention that change no number, or are those of a measurement."""
 TOLERANCE = 1e-5  # of logits up to 1; larger ones may differ by this part of the largest
 COMPARED = 64  # last tokens of a text whose logits are compared
 SHARD = "5GB"
@@ -75,23 +80,21 @@ def export(run: str | Path, folder: str | Path, *, step: int | None = None) -> E
     model.use_attention(AttentionSettings.of(config.attention).of_one_document())
 
     notes = []
-    tokenizer = vocab_file = None
+    tokenizer = None
     try:
-        tokenizer, vocab_file = tokenizer_of(trained)
+        tokenizer = tokenizer_of(trained)
     except UserError as fault:
         logger.warning("%s", fault)
         notes.append("No tokenizer: its files were not found.")
     if tokenizer is not None and not isinstance(tokenizer, Subwords):
         notes.append(f"No tokenizer: {tokenizer.name} has no tokenizer.json.")
+    form = form_of(model, config)
     end = trained.tokenizer.get("eod")
     ends = {"bos_token_id": end, "eos_token_id": end}
     try:
         with folder_beside(folder) as temporary:
-            is_same = True
-            if isinstance(tokenizer, Subwords) and vocab_file is not None:
-                is_same = write_tokenizer(temporary, tokenizer, Path(vocab_file))
-            described = trained.tokenizer if is_same else {}
-            form = form_of(model, config, {"step": record["step"], "tokenizer": described})
+            if isinstance(tokenizer, Subwords):
+                write_tokenizer(temporary, tokenizer)
             settings = {**form.settings, **ends, "dtype": "float32"}
             texts = {
                 **form.sources,
@@ -116,7 +119,7 @@ def export(run: str | Path, folder: str | Path, *, step: int | None = None) -> E
     return Exported(form.architecture, record["step"], differences, tuple(notes))
 
 
-def form_of(model: GPT, config: Config, training: Mapping[str, Any]) -> ExportForm:
+def form_of(model: GPT, config: Config) -> ExportForm:
     """The model as the first class of transformers that is exactly it, else as our own class."""
     state = model.state_dict()
     numbers = sum(tensor.numel() for tensor in state.values())
@@ -129,10 +132,39 @@ def form_of(model: GPT, config: Config, training: Mapping[str, Any]) -> ExportFo
         weights = write_weights(family, state, Architecture.of(config.model))
         if sum(tensor.numel() for tensor in weights.values()) == numbers:
             return ExportForm(family.architecture, settings, weights, {})
-    settings = exported_folder.keys_of(config, model, training)
-    weights = {exported_folder.PREFIX + name: tensor for name, tensor in state.items()}
+    weights = {f"gpt.{name}": tensor for name, tensor in state.items()}
     code = export_code.sources(model, config)
-    return ExportForm(exported_folder.ARCHITECTURE, settings, weights, code)
+    return ExportForm(OWN, keys_of(config, model), weights, code)
+
+
+def keys_of(config: Config, model: GPT) -> dict[str, Any]:
+    """config.json for our own class."""
+    architecture = Architecture.of(config.model)
+    attention = asdict(AttentionSettings.of(config.attention).of_one_document())
+    entries = entries_of(config.position)
+    encodings = []
+    for placed in model.placed:
+        entry = entries[placed.layers[0] % len(entries)]
+        encodings.append({entry.name: plain(options_of_entry(config, entry))})
+    return {
+        "architectures": [OWN],
+        "model_type": "positions_gpt",
+        "auto_map": {
+            "AutoConfig": "modeling_positions_gpt.PositionsGPTConfig",
+            "AutoModelForCausalLM": f"modeling_positions_gpt.{OWN}",
+        },
+        "vocab_size": model.vocab,
+        "hidden_size": architecture.hidden_size,
+        "num_hidden_layers": architecture.num_layers,
+        "num_attention_heads": architecture.num_attention_heads,
+        "max_position_embeddings": config.model.max_position_embeddings,
+        "architecture": asdict(architecture),
+        "attention_settings": {
+            name: plain(value) for name, value in attention.items() if name not in NOT_KEPT
+        },
+        "encodings": encodings,
+        "encoding_of_layer": model.position_of_layer,
+    }
 
 
 def compare(folder: Path, form: ExportForm, model: GPT) -> dict[int, float]:
@@ -181,22 +213,12 @@ def compare(folder: Path, form: ExportForm, model: GPT) -> dict[int, float]:
     return differences
 
 
-def write_tokenizer(folder: Path, tokenizer: Subwords, file: Path) -> bool:
-    """tokenizer.json and tokenizer_config.json, which give a text the ids that ours gives it.
-
-    file: where the tokenizer came from, a file or the folder of a tokenizer.json
-    Returns whether tokenizer.json is that file, byte for byte, and so has its hash.
-    """
+def write_tokenizer(folder: Path, tokenizer: Subwords) -> None:
+    """tokenizer.json and tokenizer_config.json, which give a text the ids that ours gives it."""
     content = json.loads(tokenizer.to_json())
     processor = content.get("post_processor") or {}
     if processor.get("type") != "ByteLevel":  # others add tokens of their own
         content["post_processor"] = None
-    file = file / WHOLE if file.is_dir() else file
-    text = file.read_text(encoding="utf-8")
-    is_same = file.suffix == ".json" and json.loads(text) == content
-    if not is_same:
-        text = json.dumps(content, ensure_ascii=False, indent=1) + "\n"
-    (folder / WHOLE).write_text(text, encoding="utf-8", newline="")
     settings = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "bos_token": tokenizer.end_of_document,
@@ -206,8 +228,9 @@ def write_tokenizer(folder: Path, tokenizer: Subwords, file: Path) -> bool:
         "model_input_names": ["input_ids", "attention_mask"],
         "clean_up_tokenization_spaces": False,
     }
-    (folder / BESIDE).write_text(json.dumps(settings, ensure_ascii=False, indent=1) + "\n")
-    return is_same
+    for name, value in ((WHOLE, content), (BESIDE, settings)):
+        text = json.dumps(value, ensure_ascii=False, indent=1) + "\n"
+        (folder / name).write_text(text, encoding="utf-8")
 
 
 def card(

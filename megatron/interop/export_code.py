@@ -8,7 +8,6 @@ import re
 from pathlib import Path
 
 from megatron.config import Config
-from megatron.config.config import COPY
 from megatron.errors import UserError
 from megatron.files import ROOT
 from megatron.model import GPT
@@ -40,10 +39,8 @@ def sources(model: GPT, config: Config) -> dict[str, str]:
     waiting = [MODELING, *ours]
     if ours != encodings and config.pos_emb_code is not None:
         registering.add(USER_SOURCE)
-        text = config.pos_emb_code
-        files[COPY] = text  # for reading the folder back: naming this file allows to run it
         where = f"pos_emb_file: {config.position.pos_emb_file}"
-        files[USER_SOURCE], imported = relative(text, where)
+        files[USER_SOURCE], imported = relative(config.pos_emb_code, where)
         waiting += imported
     while waiting:
         name = waiting.pop()

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from megatron.checkpoints.manifest import SUM, entry_of
+from megatron.checkpoints.manifest import entry_of
 from megatron.checkpoints.saved import steps_in, without_record
 from megatron.checkpoints.write import write_checkpoint
 from megatron.config import Config
@@ -38,11 +38,6 @@ logger = logging.getLogger(__name__)
 
 TOKENIZER = "tokenizer"  # folder of a run
 ON_THE_FLY = Path("runs/imported")
-# Entries of a record that are about the files, the processes or the watch of its training.
-OF_ITS_TRAINING = (
-    *("files", SUM, "path", "commit", "step", "config_hash", "vocab", "tokenizer"),
-    *("ranks", "threads", "pending_losses", "skipped", "proven", "usual_loss", "last_loss"),
-)
 BY_ENDING = {".model": "SPMTokenizer", ".tiktoken": "TiktokenTokenizer"}
 PAIR = ("vocab.json", "merges.txt")  # GPT-2's tokenizer
 
@@ -50,12 +45,6 @@ LENGTH = 256  # tokens of a text that is compared, at most
 TEXTS = 2
 TOLERANCE = 1e-4  # of the largest logit, at least 1: two programs sum in other orders
 BYTES = 16  # of a weight while both models are in memory
-NOT_COMPARED = {
-    "ours": "it is a checkpoint of this program, whose weights are copied",
-    "exported": "it was compared when it was exported, and code in a folder is not run",
-    "gpt-neox": "GPT-NeoX and its forks do not run here",
-}
-"""Reasons why logits are not compared, by the kind of checkpoint."""
 
 
 class Imported(NamedTuple):
@@ -93,7 +82,7 @@ def import_checkpoint(
     config: Config | None = None,
     renamed: Path | None = None,
 ) -> Imported:
-    """Write a checkpoint of any kind that `open_model` takes into a run's folder.
+    """Write a checkpoint of another program, as `open_model` takes it, into a run's folder.
 
     tokenizer: its files, if the source has none; config: of a GPT-NeoX checkpoint
     renamed: what `run` will be called afterwards
@@ -102,6 +91,8 @@ def import_checkpoint(
     """
     opened = open_checkpoint(source, config)
     model, config, folder = opened.model, opened.config, opened.folder
+    if opened.kind == "ours":
+        raise UserError(f"{folder}: is a checkpoint of this program already - copy its folder")
     for name, weight in model.state_dict().items():
         if not weight.isfinite().all():
             raise UserError(
@@ -110,7 +101,7 @@ def import_checkpoint(
             )
     files, described, notes = tokenizer_of(opened, tokenizer)
     architecture = None
-    compared = {"reason": NOT_COMPARED.get(opened.kind)}
+    compared: dict[str, Any] = {"reason": "GPT-NeoX and its forks do not run here"}
     if opened.kind == "huggingface":
         architecture = huggingface.read_settings(folder)[0].architecture
         compared = compared_with_transformers(folder, model)
@@ -131,7 +122,6 @@ def import_checkpoint(
         rows = {"make_vocab_size_divisible_by": model.vocab}
         config = replace(config, model=config.model.model_copy(update=rows))
 
-    kept = {key: value for key, value in opened.record.items() if key not in OF_ITS_TRAINING}
     origin = {
         "source": str(source),
         "kind": opened.kind,
@@ -139,7 +129,7 @@ def import_checkpoint(
         "files": sums_of(opened.kind, folder),
         "compared": compared,
     }
-    facts = {**kept, "vocab": model.vocab, "tokenizer": described, "origin": origin}
+    facts = {"vocab": model.vocab, "tokenizer": described, "origin": origin}
     weights = {name: one.contiguous() for name, one in model.state_dict().items()}
     with owned_folder(run, "-o"):
         if steps_in(run) or without_record(run):
@@ -207,21 +197,14 @@ def tokenizer_of(
 
     Raises UserError if it does not fit the model, or if the one that is given is not one.
     """
-    folder, data, rows = opened.folder, opened.config.data, opened.model.vocab
-    trained_with = opened.record.get("tokenizer") or {}
-    expected = trained_with.get("hash")
+    folder, rows = opened.folder, opened.model.vocab
     files = files_in(folder)
-    if files is None and data.vocab_file and Path(data.vocab_file).is_file():
-        merges = Path(data.merge_file) if data.merge_file else None
-        files = TokenizerFiles(data.tokenizer_type, Path(data.vocab_file), merges)
     notes = []
     tokenizer = None
     try:
         tokenizer = files and build_tokenizer(*files)
     except UserError as fault:
         notes.append(f"the tokenizer of {folder} cannot be used here ({fault})")
-    if tokenizer is not None and expected not in (None, tokenizer.hash):
-        tokenizer = None  # its file was replaced after the training
     if given is not None:
         if tokenizer is not None:
             raise UserError(f"--tokenizer: {folder} has its own - leave this one out")
@@ -237,12 +220,7 @@ def tokenizer_of(
             f"{folder} has no tokenizer that is used here: evaluation needs token files of its"
             f" vocabulary, whose ids are below {rows}; --tokenizer names one"
         )
-        return None, trained_with, notes
-    if expected not in (None, tokenizer.hash):
-        raise UserError(
-            f"--tokenizer: {given} is another one than {folder} was trained with, {expected} -"
-            " give that one"
-        )
+        return None, {}, notes
     if tokenizer.vocab_size > rows:
         raise UserError(
             f"tokenizer: it has {tokenizer.vocab_size} tokens, the embedding of {folder} has {rows}"

@@ -28,7 +28,6 @@ class PositionsGPTConfig(PreTrainedConfig):
     architecture, attention_settings: values of `Architecture` and `AttentionSettings`
     encodings: each as {name: options}; encoding_of_layer: the number of each layer's
     vocab_size, hidden_size and so on repeat what other programs may ask for
-    training: the configuration of the training, as a record; the model does not read it
     """
 
     model_type = "positions_gpt"
@@ -48,7 +47,6 @@ class PositionsGPTConfig(PreTrainedConfig):
     bos_token_id: int | None = None
     eos_token_id: int | list[int] | None = None
     pad_token_id: int | None = None
-    training: dict[str, Any] | None = None
 
 
 def build_position(config: PositionsGPTConfig, index: int) -> Position:

@@ -1,17 +1,15 @@
 """One way into every checkpoint: ours, Hugging Face's, GPT-NeoX's and those of its forks."""
 
 import re
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import NamedTuple
 
-from megatron.checkpoints.manifest import RECORD, SETTINGS, WEIGHTS
+from megatron.checkpoints.manifest import RECORD
 from megatron.checkpoints.read import load_for_evaluation
-from megatron.checkpoints.saved import chosen, step_of, steps_in
+from megatron.checkpoints.saved import step_of, steps_in
 from megatron.config import Config
-from megatron.config.config import COPY
 from megatron.errors import UserError, in_words
-from megatron.interop import exported_folder, huggingface, reference
+from megatron.interop import huggingface, reference
 from megatron.model import GPT
 
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
@@ -20,13 +18,11 @@ HUB_FILES = ("*.safetensors", "*.json", "tokenizer.model", "merges.txt")
 OF_ANOTHER_PROGRAM = "consolidated*"  # a second copy of Mistral's weights
 
 
-@dataclass(frozen=True)
-class OpenedModel:
+class OpenedModel(NamedTuple):
     """A checkpoint from anywhere.
 
-    kind: what `kind_of` calls it; folder: the checkpoint's own
+    kind: what `kind_of` calls it; folder: the source's own
     model: float32, eval mode; config: what it is, in our keys; step: of its training, 0 if unknown
-    record: what a checkpoint of ours says of itself, empty for others
     """
 
     kind: str
@@ -34,7 +30,6 @@ class OpenedModel:
     model: GPT
     config: Config
     step: int = 0
-    record: dict[str, Any] = field(default_factory=dict)
 
 
 def open_model(source: str | Path, *, config: Config | None = None) -> tuple[GPT, Config]:
@@ -57,9 +52,7 @@ def open_checkpoint(source: str | Path, config: Config | None = None) -> OpenedM
         raise UserError(f"{folder}: has its own configuration - leave the other one out")
     if kind == "ours":
         model, trained, record = load_for_evaluation(folder)
-        return OpenedModel(
-            kind, Path(record["path"]), model, trained, step=record["step"], record=record
-        )
+        return OpenedModel(kind, folder, model, trained, record["step"])
     if kind == "gpt-neox":
         if config is None:
             raise UserError(
@@ -67,9 +60,7 @@ def open_checkpoint(source: str | Path, config: Config | None = None) -> OpenedM
                 f" tools/import_checkpoint.py {folder} FILES -o RUN"
             )
         model, config = reference.load_reference(folder, config)
-        return OpenedModel(kind, folder, model, config, step=step_of(folder) or 0)
-    if kind == "exported":
-        return OpenedModel(kind, folder, *exported_folder.open_folder(folder))
+        return OpenedModel(kind, folder, model, config, step_of(folder) or 0)
     if kind == "huggingface":
         return OpenedModel(kind, folder, *huggingface.open_folder(folder))
     raise UserError(
@@ -84,19 +75,13 @@ def kind_of(folder: Path) -> str | None:
         return "ours"
     if reference.holds_files(folder):
         return "gpt-neox"
-    if not (folder / huggingface.SETTINGS).is_file():
-        return None
-    return "exported" if exported_folder.is_folder(folder) else "huggingface"
+    return "huggingface" if (folder / huggingface.SETTINGS).is_file() else None
 
 
 def files_of(kind: str, folder: Path) -> list[Path]:
-    """The files of weights and settings in a source of a kind."""
+    """The files of weights and settings of a foreign source."""
     if kind == "gpt-neox":
         return sorted(folder.glob(reference.FILES))
-    if kind == "ours":
-        path = chosen(folder)
-        places = [path / name for name in (SETTINGS, COPY, WEIGHTS)]
-        return [place for place in places if place.is_file()]
     return [folder / huggingface.SETTINGS, *huggingface.weight_files(folder)]
 
 

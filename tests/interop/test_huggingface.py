@@ -4,6 +4,7 @@ import hashlib
 import json
 from pathlib import Path
 
+import huggingface_hub
 import numpy as np
 import pytest
 import torch
@@ -219,6 +220,25 @@ def test_damaged_and_missing_files_are_one_message_and_code_is_not_run(folder, t
         open_model(tmp_path / "absent")
 
 
+def test_a_name_of_the_hub_is_downloaded_without_code(folder, tmp_path, monkeypatch):
+    asked = {}
+
+    def download(name, **options):
+        asked[name] = options
+        if name != "someone/tiny":
+            raise OSError("offline")
+        return str(folder("pythia"))
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    monkeypatch.chdir(tmp_path)
+    assert open_model("someone/tiny")[0].vocab == VOCAB
+    allowed = set(asked["someone/tiny"]["allow_patterns"])
+    assert allowed == {"*.safetensors", "*.json", "tokenizer.model", "merges.txt"}
+    assert import_if_foreign("someone/tiny").name.startswith("tiny-")
+    with pytest.raises(UserError, match=r"someone/other: is not a folder here, and .* --local-dir"):
+        open_model("someone/other")
+
+
 def test_a_model_of_another_kind_says_why_it_is_none_of_theirs():
     shape = ["num_layers=2", "hidden_size=32", "num_attention_heads=4", "seq_length=64"]
     for name, settings, message in (
@@ -279,10 +299,8 @@ def test_an_import_is_an_ordinary_checkpoint_with_its_origin(folder, tmp_path, c
     assert record["vocab"] == VOCAB == padded_vocab(3, config.model.make_vocab_size_divisible_by)
     assert config.data.vocab_file == str(run / "tokenizer" / "tokenizer.json")
     assert faults_of(run / "global_step0") == []
-
-    again = import_checkpoint(run, tmp_path / "again")
-    assert again.config.hash == config.hash
-    assert torch.equal(open_model(tmp_path / "again")[0](random_ids(50)), model(random_ids(50)))
+    with pytest.raises(UserError, match="is a checkpoint of this program already"):
+        import_checkpoint(run, tmp_path / "again")
 
 
 def test_an_import_that_cannot_be_right_writes_nothing(folder, tmp_path):
