@@ -8,7 +8,7 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megatron.attention import Pairs, attention
+from megatron.attention import attention
 from megatron.model.cache import LayerCache
 from megatron.model.documents import Documents, by_document
 from megatron.model.methods import Method, Text, attention_by_method, for_each_query_head
@@ -20,28 +20,23 @@ from megatron.positions import Position
 class AttentionInputs:
     """Inputs of a layer's attention beside x, the same for every token of a step.
 
-    bias, weight [heads, keys] or None; start: index of the first query;
+    bias [heads, keys] or None; start: index of the first query;
     method: changes where tokens stand; None: nothing does. With one, the cache holds keys as they
     were before on_queries_keys, and the text is one document;
-    window, chunk: see `attention`; query_scale [queries] or [batch, 1, queries]: multiplies the
-    queries; documents: where they lie, if attention keeps them apart;
-    cache: keys, values and more of earlier tokens; None to keep nothing;
-    pairs: counts what attention skips
+    query_scale [queries] or [batch, 1, queries]: multiplies the queries;
+    options: of megatron.attention.attention, such as window and backend;
+    documents: where they lie, if attention keeps them apart;
+    cache: keys, values and more of earlier tokens; None to keep nothing
     """
 
     position: Position
-    bias: Tensor | None = None
-    weight: Tensor | None = None
+    bias: Tensor | None
+    options: dict[str, Any]
     method: Method | None = None
     start: int = 0
-    window: int | None = None
-    chunk: int | None = None
     query_scale: Tensor | None = None
     documents: Documents | None = None
-    backend: str = "auto"
-    self_check: bool = True
     cache: LayerCache | None = None
-    pairs: Pairs | None = None
 
 
 def normalisation(features: int, model: Architecture) -> nn.Module:
@@ -97,18 +92,11 @@ class SelfAttention(nn.Module):
         if inputs.cache is not None:
             k, v = inputs.cache.append(k, v)
 
-        options: dict[str, Any] = {
-            "weight": inputs.weight,
-            "window": inputs.window,
-            "chunk": inputs.chunk,
-            "segments": None if documents is None else documents.numbers,
-            "index_bias": position.index_bias if position.has("index_bias") else None,
-            "on_scores": None,
-            "score_bias": None,
-            "pairs": inputs.pairs,
-            "backend": inputs.backend,
-            "self_check": inputs.self_check,
-        }
+        options = dict(inputs.options)
+        if documents is not None:
+            options["segments"] = documents.numbers
+        if position.has("index_bias"):
+            options["index_bias"] = position.index_bias
         if position.has("on_scores"):
             options["on_scores"] = partial(position.on_scores, x=x, memory=memory)
         if position.has("score_bias"):

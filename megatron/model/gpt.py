@@ -171,18 +171,24 @@ class GPT(nn.Module):
             query_scale = scale
             if scale is not None and window is not None:  # a query sees at most that many tokens
                 query_scale = scale.minimum(self.position.log_n_scale(window - 1, 1))
+            bias, weight = tables[position]
+            options = {
+                "weight": weight,
+                "window": window,
+                "chunk": self.chunk,
+                "score_bias": None,
+                "backend": self.backend,
+                "self_check": settings.attention_self_check,
+                "pairs": self.pairs,
+            }
             inputs[position, window] = AttentionInputs(
                 position,
-                *tables[position],
+                bias,
+                options,
                 method=method,
                 start=start,
-                window=window,
-                chunk=self.chunk,
                 query_scale=query_scale,
                 documents=documents,
-                backend=self.backend,
-                self_check=settings.attention_self_check,
-                pairs=self.pairs,
             )
         of_layers = [inputs[layer] for layer in self._layers]
         if cache is None:

@@ -44,8 +44,7 @@ class Architecture:
     @classmethod
     def of(cls, section: Any) -> "Architecture":
         """The same values from the configuration's section."""
-        names = [field.name for field in fields(cls)]
-        return cls(**{name: getattr(section, name) for name in names})
+        return cls(**{field.name: getattr(section, field.name) for field in fields(cls)})
 
     @property
     def features_of_head(self) -> int:
@@ -120,7 +119,7 @@ class AttentionSettings:
     @classmethod
     def of(cls, section: Any) -> "AttentionSettings":
         """The same values from the configuration's section."""
-        names = [field.name for field in fields(cls) if field.name not in ONLY_MEASURED]
+        names = {field.name for field in fields(cls)}.difference(ONLY_MEASURED)
         return cls(**{name: getattr(section, name) for name in names})
 
     def windows(self, layers: int, train_length: int) -> list[int | None]:

@@ -12,9 +12,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from megatron.model import layers_have_their_own, position_of_entry
+from megatron.model import positions_from_config
 from megatron.model.settings import Architecture
-from megatron.positions.layers import entries_of
 from megatron.positions.outline import Outline
 
 if TYPE_CHECKING:  # as in megatron.model
@@ -89,16 +88,9 @@ def parameters(config: "Config", vocab: int) -> Parameters:
     Raises UserError if the encoding refuses its options.
     """
     model = Architecture.of(config.model)
-    entries = entries_of(config.position)
-    of_positions = 0
     with torch.random.fork_rng(devices=[]), Outline():
-        for index, entry in enumerate(entries[: model.num_layers]):
-            position = position_of_entry(config, entry)
-            of_one = sum(parameter.numel() for parameter in position.parameters())
-            if layers_have_their_own(config, position):
-                of_positions += of_one * len(range(index, model.num_layers, len(entries)))
-            elif entries.index(entry) == index:
-                of_positions += of_one
+        positions, _ = positions_from_config(config)
+    of_positions = sum(number.numel() for one in positions for number in one.parameters())
     looked_up = vocab * model.hidden_size if model.no_weight_tying else 0
     whole = palm_weights(model, vocab) + looked_up + of_positions
     return Parameters(whole, of_positions)

@@ -5,7 +5,7 @@ import pkgutil
 
 from megatron.positions.base import DistanceBias, Position, Shape
 from megatron.positions.mep import Mixture
-from megatron.positions.precision import at_least, at_least_float32, within, without_autocast
+from megatron.positions.precision import at_least_float32, within, without_autocast
 from megatron.positions.registry import (
     ALIASES,
     FILES,
@@ -29,7 +29,6 @@ __all__ = [
     "Mixture",
     "Position",
     "Shape",
-    "at_least",
     "at_least_float32",
     "build",
     "fingerprint",

@@ -5,6 +5,7 @@ and the checkpoint keeps it.
 """
 
 from collections.abc import Iterable, Sequence
+from functools import partialmethod
 from typing import Any, cast
 
 import torch
@@ -125,14 +126,7 @@ class MepFree(Mixture):
 
     reference_unused = ()
 
-    def __init__(
-        self,
-        shape: Shape,
-        *,
-        kernels: Sequence[Any] = ("exp", {"exp": 0.5}, "gaussian"),
-        weights: str | Sequence[float] = "equal",
-    ) -> None:
-        super().__init__(shape, kernels=kernels, weights=weights)
+    __init__ = partialmethod(Mixture.__init__, kernels=("exp", {"exp": 0.5}, "gaussian"))
 
 
 @register("mep_param")
@@ -144,14 +138,7 @@ class MepParam(Mixture):
 
     reference_unused = ("weight",)  # T5's table: see Mixture
 
-    def __init__(
-        self,
-        shape: Shape,
-        *,
-        kernels: Sequence[Any] = ("gaussian", "kerple_log"),
-        weights: str | Sequence[float] = "equal",
-    ) -> None:
-        super().__init__(shape, kernels=kernels, weights=weights)
+    __init__ = partialmethod(Mixture.__init__, kernels=("gaussian", "kerple_log"))
 
 
 @register("mep_param_t5", aliases=("snope_kerplelog",))
@@ -163,14 +150,7 @@ class MepParamT5(Mixture):
 
     reference_unused = ()
 
-    def __init__(
-        self,
-        shape: Shape,
-        *,
-        kernels: Sequence[Any] = ("gaussian", "exp", "t5", "kerple_log"),
-        weights: str | Sequence[float] = "equal",
-    ) -> None:
-        super().__init__(shape, kernels=kernels, weights=weights)
+    __init__ = partialmethod(Mixture.__init__, kernels=("gaussian", "exp", "t5", "kerple_log"))
 
 
 def _build_kernel(shape: Shape, item: Any) -> DistanceBias:

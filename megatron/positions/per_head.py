@@ -27,9 +27,7 @@ class PerHead(Position):
 
     def per_head(self, name: str) -> Tensor:
         """The numbers as they act: [heads, 1]."""
-        is_learned = name in dict(self.named_parameters(recurse=False))
-        values = self.bounded(name) if is_learned else getattr(self, name)
-        return self.rounded(values)[:, None]
+        return self.rounded(self.bounded(name))[:, None]
 
 
 def numbers(name: str, given: Any, heads: int, most: float = MOST) -> list[float]:

@@ -38,7 +38,9 @@ class Float32Module(nn.Module):
         self.register_buffer("origin", torch.zeros(()), persistent=False)
 
     def bounded(self, name: str) -> Tensor:
-        """The parameter `name` as it acts: in float32, and within its bounds."""
+        """The parameter `name` as it acts: in float32, and within its bounds; a buffer as it is."""
+        if name in self._buffers:
+            return self.get_buffer(name)
         low, high = self.bounds.get(name, UNBOUNDED)
         return self.bounded_to(name, low, high)
 
@@ -119,11 +121,6 @@ def within(x: Tensor, low: float, high: float) -> Tensor:
         return x
     zero_with_gradient = x - x.detach()  # added last, so that the bound is met exactly
     return x.detach().clamp(low, high) + zero_with_gradient
-
-
-def at_least(x: Tensor, low: float) -> Tensor:
-    """x, or `low` where x is smaller, in the forward pass; the gradient passes."""
-    return within(x, low, math.inf)
 
 
 def at_least_float32(x: Tensor) -> Tensor:

@@ -10,6 +10,7 @@ it without these faults. `longrope` has two sets of frequencies, one for texts u
 original_length, and therefore refuses to continue a cached text beyond that length.
 """
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -81,7 +82,7 @@ class Rotary(Turning):
         self.dim = even(int(shape.head_dim * rotary_pct), described)
         positive("fraction", fraction, least=2 / self.dim, most=1)
         positive("base", base, least=LEAST_BASE)
-        self.turn = rotate_interleaved if switch("interleaved", interleaved) else rotate
+        self.turn = partial(rotate, interleaved=switch("interleaved", interleaved))
         length: float = shape.train_length
         if original_length is not None:
             length = positive("original_length", original_length)
@@ -182,31 +183,18 @@ class Rotary(Turning):
         return position[:, None] * frequencies
 
 
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def rotate(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False) -> Tensor:
     """Turn the feature pairs (j, j + dim/2) of x: [..., length, head_dim] -> same.
 
     cos, sin [length, dim / 2] are those of the angles; features from dim on stay as they are.
-    """
-    half = cos.shape[-1]
-    first, second, rest = x.split([half, half, x.shape[-1] - 2 * half], dim=-1)
-    turned_first = first * cos - second * sin
-    turned_second = second * cos + first * sin
-    turned = torch.cat([turned_first, turned_second], dim=-1).to(x.dtype)
-    if not rest.shape[-1]:
-        return turned
-    return torch.cat([turned, rest], dim=-1)
-
-
-def rotate_interleaved(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turn the feature pairs (2j, 2j + 1) of x: [..., length, head_dim] -> same.
-
-    cos, sin as for `rotate`.
+    interleaved: the pairs are (2j, 2j + 1)
     """
     half = cos.shape[-1]
     turning, rest = x.split([2 * half, x.shape[-1] - 2 * half], dim=-1)
-    first, second = turning.unflatten(-1, (half, 2)).unbind(-1)
-    pairs = torch.stack([first * cos - second * sin, second * cos + first * sin], dim=-1)
-    turned = pairs.flatten(-2).to(x.dtype)
+    pairs, of_pair = ((half, 2), -1) if interleaved else ((2, half), -2)
+    first, second = turning.unflatten(-1, pairs).unbind(of_pair)
+    turned_pairs = [first * cos - second * sin, second * cos + first * sin]
+    turned = torch.stack(turned_pairs, dim=of_pair).flatten(-2).to(x.dtype)
     if not rest.shape[-1]:
         return turned
     return torch.cat([turned, rest], dim=-1)

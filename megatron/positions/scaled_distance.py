@@ -112,14 +112,11 @@ class ScaledDistance(Kerple, DistanceBias):
 
     def _network(self, x: Tensor) -> Tensor:
         """[length] -> [heads, length]"""
-        hidden = self._value("weight_0") * x + self._value("bias_0")[:, None]  # [32, length]
-        hidden = nn.functional.gelu(hidden)
-        return self._value("weight_1") @ hidden + self._value("bias_1")[:, None]
-
-    def _value(self, name: str) -> Tensor:
-        """A learned or a fixed number as it acts."""
-        is_learned = name in dict(self.named_parameters(recurse=False))
-        return self.rounded(self.bounded(name) if is_learned else self.get_buffer(name))
+        weight_0, bias_0, weight_1, bias_1 = (
+            self.rounded(self.bounded(name)) for name in REFERENCE
+        )
+        hidden = weight_0 * x + bias_0[:, None]  # [32, length]
+        return weight_1 @ nn.functional.gelu(hidden) + bias_1[:, None]
 
     def reference(self) -> Iterator[tuple[str, Tensor]]:
         yield "bias_a", self.a
