@@ -3,7 +3,6 @@
 python tools/check_encoding.py kerple_log
 python tools/check_encoding.py mep --option "kernels=[exp, kerple_log]" --option weights=learned
 python tools/check_encoding.py bump --from my_encoding.py --heads 12 --head_dim 64
-python tools/check_encoding.py --checkpoint runs/kerple [--step 2000]    what it has learned
 """
 
 import argparse
@@ -15,15 +14,12 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from megatron.checkpoints.read import load_for_evaluation
 from megatron.cli_errors import guarded
 from megatron.config.yaml_files import read_overrides
 from megatron.conformance.checks import examine
-from megatron.conformance.kernels import examine_learned
 from megatron.conformance.subject import FACT, FAILS, HOLDS, NOT_APPLICABLE, Finding, Subject
 from megatron.errors import UserError
 from megatron.positions import load_file
-from megatron.positions.layers import name_of_layers
 
 COLOURS = {HOLDS: "green", FAILS: "bold red", FACT: "yellow", NOT_APPLICABLE: "dim"}
 LEGEND = (
@@ -38,7 +34,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
-    add("name", nargs="?", help="the encoding, as in pos_emb")
+    add("name", help="the encoding, as in pos_emb")
     of_user = "a Python file of yours that registers encodings"
     add("--from", dest="file", metavar="FILE", help=of_user)
     option = "an option of the encoding, as in pos_emb_args; may be repeated"
@@ -47,41 +43,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("--head_dim", type=int, default=Subject.head_dim, help="features per head")
     length = "seq_length of the model; most checks use texts of this length"
     add("--train_length", type=int, default=Subject.train_length, help=length)
-    run = "folder of a run or of one checkpoint: check the numbers that it has learned"
-    add("--checkpoint", metavar="DIR", help=run)
-    step = "which checkpoint of the run; default: the latest"
-    add("--step", type=int, metavar="N", help=step)
     arguments = parser.parse_args(argv)
     logging.basicConfig(level=logging.ERROR)
 
-    if arguments.checkpoint:
-        if arguments.name or arguments.option:
-            raise UserError(
-                "--checkpoint: a checkpoint knows its encoding and its options; leave out the name"
-                " and --option"
-            )
-        if arguments.file:
-            load_file(arguments.file)
-        model, config, meta = load_for_evaluation(arguments.checkpoint, arguments.step)
-        findings = examine_learned(model.placed)
-        name = name_of_layers(config.position)
-        return report(f"{name}, step {meta['step']} of {arguments.checkpoint}", findings)
-
-    if arguments.name is None:
-        raise UserError("give the name of an encoding, or --checkpoint DIR")
-    if arguments.step is not None:
-        raise UserError("--step: it chooses a checkpoint of a run; give --checkpoint DIR too")
-    if min(arguments.heads, arguments.head_dim) < 1:
-        raise UserError("--heads and --head_dim are at least 1")
-    if arguments.train_length < 32:
-        raise UserError(f"--train_length: {arguments.train_length} is less than 32; make it longer")
+    sizes = (arguments.heads, arguments.head_dim, arguments.train_length)
+    if min(sizes[:2]) < 1 or sizes[2] < 32:
+        raise UserError("--heads and --head_dim are at least 1, --train_length at least 32")
     faults: list[str] = []
     options = read_overrides(arguments.option, faults.append)
     if faults:
         raise UserError(f"--option: {faults[0]}; write --option key=value")
     if arguments.file:
         load_file(arguments.file)
-    sizes = (arguments.heads, arguments.head_dim, arguments.train_length)
     findings = examine(Subject(arguments.name, options, *sizes))
     shown = ", ".join(f"{key}: {value}" for key, value in options.items())
     title = f"{arguments.name} {{{shown}}}" if options else arguments.name

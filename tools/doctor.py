@@ -1,6 +1,6 @@
 """Whether this machine can run a training: every finding with what to do about it.
 
-python tools/doctor.py [--save runs] [--data data] [--json]
+python tools/doctor.py [--save runs] [--data data]
 python tools/doctor.py --versions     what torch and DeepSpeed say of this machine, for a report
 
 It tries Python and the packages, torch and the GPUs, triton's compiler, what a training loads,
@@ -24,7 +24,7 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from importlib import metadata
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from megatron.cli_errors import guarded
 from megatron.errors import visible
@@ -39,16 +39,11 @@ DRIVER = Path("/proc/driver/nvidia/version")
 INSTALL = "pip install -r requirements.txt"
 TORCH = "pip install torch, with the --index-url of pytorch.org for this driver"
 NVIDIA = f"look at nvidia-smi; in a container give it the devices (--gpus all); or {TORCH}"
-ALONE = {
-    "WORLD_SIZE": "1",
-    "RANK": "0",
-    "LOCAL_RANK": "0",
-    "MASTER_ADDR": "127.0.0.1",
-    "MASTER_PORT": "29500",  # one process alone opens no port
-}
+ALONE = {"WORLD_SIZE": "1", "RANK": "0", "LOCAL_RANK": "0"}
+ALONE |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}  # one process alone opens no port
 """Inside a job of a scheduler the trial must wait for nobody."""
 STEPS = {"torch": INSTALL, "gpu": NVIDIA, "training": INSTALL, "processes": INSTALL}
-"""Steps that are tried in a process of their own, and the cure if one fails."""
+"""What is tried in a process of its own, in this order, and the cure if it fails."""
 
 
 class Finding(NamedTuple):
@@ -71,35 +66,35 @@ def main(argv: Sequence[str] | None = None) -> int:
     add = parser.add_argument
     add("--save", type=Path, default=Path("runs"), metavar="DIR", help="folder for checkpoints")
     add("--data", type=Path, default=Path("data"), metavar="DIR", help="folder of token files")
-    add("--json", action="store_true", help="print JSON: {ready, findings}")
     add("--versions", action="store_true", help="what torch and DeepSpeed say of this machine")
     add("--try", action="store_true", dest="tries", help=argparse.SUPPRESS)
     options = parser.parse_args(argv)
     if options.tries:
-        try_steps()
+        for finding in try_steps():
+            print(json.dumps({"finding": finding}), flush=True)
         return 0
     if options.versions:
         for module in ("torch.utils.collect_env", "deepspeed.env_report"):
             subprocess.run([sys.executable, "-m", module], check=False)
         return 0
 
-    findings = [*packages(), *tried(), shared_memory()]
-    findings.append(folder(options.save, "save", enough=RUN, least=LEAST_RUN))
-    findings.append(folder(options.data, "data", enough=OTHERS, least=0))
+    findings = [*packages(), *tried()]
     temporary = Path(tempfile.gettempdir())
-    findings.append(folder(temporary, "temporary", enough=OTHERS, least=LEAST_RUN))
+    for subject, path, enough, least in (
+        ("save", options.save, RUN, LEAST_RUN),
+        ("data", options.data, OTHERS, 0),
+        ("temporary", temporary, OTHERS, LEAST_RUN),
+        ("memory", Path("/dev/shm"), OTHERS, 0),  # num_workers and several GPUs need it
+    ):
+        findings.append(folder(path, subject, enough=enough, least=least))
     findings.append(loopback())
-    levels = [finding.level for finding in findings]
-    stopping, warnings = levels.count("stops"), levels.count("warning")
-    if options.json:
-        records = [finding._asdict() for finding in findings]
-        print(json.dumps({"ready": not stopping, "findings": records}, indent=2))
-        return int(bool(stopping))
     for level, subject, text, fix in findings:
         line = f"{level:<8} {subject:<12} {text}"
         print(visible(f"{line} - {fix}" if fix else line))
+    levels = [finding.level for finding in findings]
+    stopping = levels.count("stops")
     verdict = f"{stopping} finding(s)" if stopping else "nothing"
-    print(f"{verdict} would stop a run, {warnings} warning(s)")
+    print(f"{verdict} would stop a run, {levels.count('warning')} warning(s)")
     return int(bool(stopping))
 
 
@@ -135,22 +130,20 @@ def packages() -> Iterator[Finding]:
     yield Finding("ok", "packages", f"{within} within their tested ranges")
 
 
-def tried() -> Iterator[Finding]:
-    """torch, GPUs, a training's imports and a group of one process, each tried.
+def tried() -> list[Finding]:
+    """What `try_steps` finds, and the step at which it ends too early.
 
     In a process of its own: an installation may crash it, and a driver may hang it. What was
-    printed before then remains, so the step at which it ended is known.
+    printed before then remains.
     """
-    environment = os.environ | ALONE
-    environment["PYTHONPATH"] = f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}".rstrip(":")
-    command = [sys.executable, __file__, "--try"]
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     with tempfile.TemporaryFile("w+") as output, tempfile.TemporaryFile("w+") as errors:
         try:
             status = subprocess.run(
-                command,
+                [sys.executable, __file__, "--try"],
                 stdout=output,
                 stderr=errors,
-                env=environment,
+                env=os.environ | ALONE | {"PYTHONPATH": path},
                 timeout=PATIENCE,
                 check=False,
             ).returncode
@@ -161,35 +154,23 @@ def tried() -> Iterator[Finding]:
         errors.seek(0)
         last_words = errors.read().strip().splitlines()[-1:]
         lines = output.read().splitlines()
-    steps = {}
-    for line in lines:
-        if line.startswith('{"step"'):  # packages print while they load
-            facts = json.loads(line)
-            steps[facts["step"]] = facts
-
+    # Packages print while they load.
+    marked = [line for line in lines if line.startswith('{"finding"')]
+    findings = [Finding(*json.loads(line)["finding"]) for line in marked]
+    subjects = {finding.subject for finding in findings}
     for step, fix in STEPS.items():
-        if step not in steps:
-            yield Finding("stops", step, ": ".join([ending, *last_words]), fix)
-            return
-        if step == "torch":
-            built = steps["torch"]["build"] or "the CPU alone"
-            yield Finding("ok", "torch", f"{steps['torch']['version']}, built for {built}")
-        elif step == "gpu":
-            yield from gpus(steps["torch"]["build"], steps["gpu"])
-        elif step == "training":
-            yield Finding("ok", "training", "all its packages load")
-        else:
-            yield Finding("ok", "processes", "DeepSpeed joins a group of processes")
+        if step not in subjects:
+            findings.append(Finding("stops", step, ": ".join([ending, *last_words]), fix))
+            break
+    return findings
 
 
-def try_steps() -> None:
-    """Print a line of JSON after each step."""
+def try_steps() -> Iterator[Finding]:
+    """torch, GPUs, a training's imports and a group of one process, each tried."""
     import torch
 
-    def done(step: str, **facts: Any) -> None:
-        print(json.dumps({"step": step, **facts}), flush=True)
-
-    done("torch", version=torch.__version__, build=torch.version.cuda or torch.version.hip)
+    build = torch.version.cuda or torch.version.hip
+    yield Finding("ok", "torch", f"{torch.__version__}, built for {build or 'the CPU alone'}")
     reason = ""
     try:
         torch.cuda.init()
@@ -202,43 +183,44 @@ def try_steps() -> None:
         free, total = torch.cuda.mem_get_info(index)
         name = torch.cuda.get_device_name(index)
         names.append(f"{name}, {in_bytes(free)} of {in_bytes(total)} free")
-    done("gpu", names=names, reason=reason)
+    yield from gpus(build, names, reason)
 
     import megatron.evaluation.evaluate_checkpoint
     import megatron.training.loop  # noqa: F401
     from megatron.parallel.grid import connect, left_at_the_end
 
-    done("training")
+    yield Finding("ok", "training", "all its packages load")
     with left_at_the_end():
         connect()
-    done("processes")
+    yield Finding("ok", "processes", "DeepSpeed joins a group of processes")
 
 
-def gpus(build: str | None, facts: dict[str, Any]) -> Iterator[Finding]:
-    """The GPUs that torch sees, and the compiler that triton needs for them."""
-    for number, name in enumerate(facts["names"]):
-        yield Finding("ok", f"gpu {number}", name)
-    if not facts["names"]:
+def gpus(build: str | None, names: Sequence[str], reason: str) -> Iterator[Finding]:
+    """The GPUs that torch sees, and the compiler that triton needs for them.
+
+    build: of torch, None for the CPU alone; reason: why torch sees no GPU
+    """
+    for name in names:
+        yield Finding("ok", "gpu", name)
+    if not names:
+        text = "no NVIDIA driver: training runs on the CPU"
         if not DRIVER.exists():
-            yield Finding("ok", "gpu", "no NVIDIA driver: training runs on the CPU")
+            yield Finding("ok", "gpu", text)
         elif build is None:
             text = "there is an NVIDIA driver, but this torch is built for the CPU"
             yield Finding("warning", "gpu", text, TORCH)
         else:
-            text = f"there is an NVIDIA driver, but torch sees no device: {facts['reason']}"
+            text = f"there is an NVIDIA driver, but torch sees no device: {reason}"
             yield Finding("stops", "gpu", text, NVIDIA)
         return
     compiler = shutil.which(os.environ.get("CC", "gcc")) or shutil.which("clang")
     header = Path(sysconfig.get_paths()["include"]) / "Python.h"
-    instead = "or set attention_backend=sdpa"
-    if compiler is None:
-        text = "no C compiler, which triton needs at its first launch"
-        yield Finding("stops", "compiler", text, f"apt install gcc, or set CC to one, {instead}")
-    elif not header.is_file():
-        text = f"{header} is missing, which triton compiles with"
-        yield Finding("stops", "compiler", text, f"apt install python3-dev, {instead}")
-    else:
+    if compiler and header.is_file():
         yield Finding("ok", "compiler", compiler)
+        return
+    text = f"triton compiles with a C compiler and {header}, and one is missing"
+    fix = "apt install gcc python3-dev, set CC to a compiler, or set attention_backend=sdpa"
+    yield Finding("stops", "compiler", text, fix)
 
 
 def folder(path: Path, subject: str, *, enough: int, least: int) -> Finding:
@@ -261,20 +243,9 @@ def folder(path: Path, subject: str, *, enough: int, least: int) -> Finding:
         return Finding("ok", subject, text)
     level = "stops" if free < least else "warning"
     fix = "free some space, or name a folder of another disk"
+    if subject == "memory":
+        fix = "docker run --ipc=host or --shm-size=8g; else mount -o remount,size=8G /dev/shm"
     return Finding(level, subject, f"{text}: {in_bytes(enough)} are advised", fix)
-
-
-def shared_memory() -> Finding:
-    """Whether processes of this machine can share enough memory."""
-    try:
-        usage = shutil.disk_usage("/dev/shm")
-    except OSError:
-        return Finding("ok", "/dev/shm", "not of this system")
-    text = f"{in_bytes(usage.free)} of {in_bytes(usage.total)} free"
-    if usage.free >= OTHERS:
-        return Finding("ok", "/dev/shm", text)
-    fix = "docker run --ipc=host or --shm-size=8g; elsewhere mount -o remount,size=8G /dev/shm"
-    return Finding("warning", "/dev/shm", f"{text}: num_workers and several GPUs need more", fix)
 
 
 def loopback() -> Finding:

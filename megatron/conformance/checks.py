@@ -1,13 +1,13 @@
 """What every encoding must keep: its tables, its numbers, its place in a model, its gradients."""
 
 import copy
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from megatron.conformance.kernels import conditionally_positive_definite, interval
 from megatron.conformance.subject import (
     FACT,
     FAILS,
@@ -17,7 +17,6 @@ from megatron.conformance.subject import (
     VERY_FAR,
     Finding,
     Subject,
-    adds_to_embeddings,
     at_most,
     biases,
     effects_before,
@@ -37,7 +36,8 @@ from megatron.positions import Position
 Check = Callable[[Subject], Finding]
 NO_BIAS = Finding(NOT_APPLICABLE, "it has no bias by distance")
 LEARNS_NOTHING = Finding(NOT_APPLICABLE, "it learns nothing")
-STEP = 1e-6  # of a finite difference
+SIZES = (32, 256)  # tokens
+ROUNDING = 1e-11  # of the largest entry, for each token
 
 
 def examine(subject: Subject, checks: Sequence[Check] | None = None) -> list[Finding]:
@@ -75,7 +75,7 @@ def right_shape(subject: Subject) -> Finding:
             refusal = f"; not with {heads} heads: {fault}"
             continue
         for name, bias in biases(position, 40).items():
-            if tuple(bias.shape) != (heads, 40) or bias.dtype != torch.float32:
+            if bias.shape != (heads, 40) or bias.dtype != torch.float32:
                 detail = f"{name} with {heads} heads is {list(bias.shape)} {bias.dtype}"
                 return Finding(FAILS, detail)
     names = list(biases(subject.position(), 8))
@@ -90,16 +90,15 @@ def shift_invariant(subject: Subject) -> Finding:
     position = subject.position()
     if position.looks_at_content:
         return Finding(FACT, "it looks at content")
-    if adds_to_embeddings(position):
+    if position.on_embeddings(torch.zeros(1, 8, position.shape.hidden)).any():
         return Finding(FACT, "it adds something to the embedding")
     if not position.by_distance:
         return Finding(FACT, "it says that it depends on the place in the text")
     position = position.double()
     torch.manual_seed(1)
-    length, heads = 50, subject.heads
-    one_q, one_k = torch.randn(2, 1, heads, 1, subject.head_dim, dtype=torch.float64)
-    q = one_q.expand(-1, -1, length, -1)  # the same query at every position
-    k = one_k.expand(-1, -1, length, -1)
+    # The same query, and the same key, at every position.
+    one_of_each = torch.randn(2, 1, subject.heads, 1, subject.head_dim, dtype=torch.float64)
+    q, k = one_of_each.expand(-1, -1, -1, 50, -1)
     near = scores(position, q, k)
     far = scores(position, q, k, start=16000)
     moved = near[:, 1:, 1:].tril()  # one position further along the diagonals
@@ -141,6 +140,58 @@ def never_rises(subject: Subject) -> Finding:
     head, distance = rising[0].tolist()
     detail = f"head {head} rises by {rise[head, distance]:.1e} from distance {distance}"
     return Finding(FAILS if "never_rises" in position.claims else FACT, detail)
+
+
+@torch.no_grad()
+def conditionally_positive_definite(subject: Subject) -> Finding:
+    """The bias is a conditionally positive definite kernel of the distance.
+
+    KERPLE (arXiv 2205.09921) takes biases k(i - j) of which Σ_ij c_i c_j k(i - j) ≥ 0 for all c
+    whose sum is 0. Then k plus a large enough constant is positive definite, and softmax does not
+    see the constant. MEP (arXiv 2403.17698) takes positive definite kernels exp(bias) and their
+    means. That is the weaker property: a bias is conditionally positive definite if and only if
+    exp(t · bias) is positive definite for all t > 0 (Schoenberg). A matrix of a few hundred tokens
+    can refute a property. It cannot prove it for longer texts.
+    """
+    position = subject.position()
+    bias = copy.deepcopy(position).double().distance_bias(SIZES[-1])
+    if bias is None:
+        return NO_BIAS
+    if not bias.isfinite().all():
+        return Finding(FAILS, "the bias is not finite")
+    smallest = smallest_eigenvalues(bias, sum_is_zero=True)
+    negative = smallest < 0
+    if not negative.any():
+        return Finding(HOLDS, f"on {' and '.join(map(str, SIZES))} tokens")
+    value = float(smallest.min())
+    size, head = divmod(int(smallest.argmin()), len(bias))
+    detail = f"head {head} has the eigenvalue {value:.1e} on {SIZES[size]} tokens"
+    if not (smallest_eigenvalues(bias.exp()) < 0).any():
+        detail += "; exp(bias) is positive definite, as MEP's kernels are"
+    heads = negative.any(0).nonzero().flatten().tolist()
+    if len(heads) > 1:
+        detail += f"; heads that have one: {', '.join(map(str, heads))}"
+    must = "conditionally_positive_definite" in position.claims
+    return Finding(FAILS if must else FACT, detail)
+
+
+def smallest_eigenvalues(kernel: Tensor, *, sum_is_zero: bool = False) -> Tensor:
+    """The smallest eigenvalue of the matrices kernel[|i - j|], relative to their largest entry.
+
+    kernel [heads, at least the largest size] float64 -> [sizes, heads], 0 if rounding explains it;
+    sum_is_zero: only for vectors whose sum is 0
+    """
+    found = []
+    for tokens in SIZES:
+        index = torch.arange(tokens)
+        matrices = kernel[:, (index[:, None] - index).abs()]  # [heads, tokens, tokens]
+        scale = matrices.abs().amax(dim=(1, 2)).clamp(min=torch.finfo(matrices.dtype).tiny)
+        if sum_is_zero:
+            matrices = matrices - matrices.mean(dim=1, keepdim=True)
+            matrices = matrices - matrices.mean(dim=2, keepdim=True)
+        smallest = torch.linalg.eigvalsh(matrices)[:, 0] / scale
+        found.append(torch.where(smallest < -ROUNDING * tokens, smallest, 0.0))
+    return torch.stack(found)
 
 
 @torch.no_grad()
@@ -186,10 +237,15 @@ def same_at_every_length(subject: Subject) -> Finding:
 def float32_after_cast(subject: Subject) -> Finding:
     """Casting the model to bfloat16 rounds nothing."""
     position = subject.position()
-    cast = copy.deepcopy(position).bfloat16()
-    end = longest_length(position)
-    before, after = effects_before(position, end), effects_before(cast, end)
-    return at_most(0.0, largest_difference_in(before, after))
+    return same_effects(position, copy.deepcopy(position).bfloat16())
+
+
+def same_effects(first: Position, second: Position) -> Finding:
+    """Whether two encodings do the same, bit for bit."""
+    end = longest_length(first)
+    return at_most(
+        0.0, largest_difference_in(effects_before(first, end), effects_before(second, end))
+    )
 
 
 @torch.no_grad()
@@ -214,9 +270,7 @@ def survives_saving(subject: Subject) -> Finding:
         names = ", ".join(not_learned)
         return Finding(FAILS, f"{names} is saved and not learned; use persistent=False")
     loaded_one.load_state_dict(saved)
-    end = longest_length(saved_one)
-    before, after = effects_before(saved_one, end), effects_before(loaded_one, end)
-    return at_most(0.0, largest_difference_in(before, after))
+    return same_effects(saved_one, loaded_one)
 
 
 @torch.no_grad()
@@ -295,7 +349,11 @@ def gradients_match_finite_differences(subject: Subject) -> Finding:
     parameters = list(position.parameters())
     if not parameters:
         return LEARNS_NOTHING
-    _move_inside_bounds(position)
+    with torch.no_grad():  # on a bound the value is constant to one side
+        for module in position.modules():
+            for name, (low, high) in getattr(module, "bounds", {}).items():
+                margin = min(1e-3, (high - low) / 4)
+                getattr(module, name).clamp_(low + margin, high - margin)
     torch.manual_seed(1)
     shape = position.shape
     length, heads = shape.train_length, shape.heads
@@ -304,49 +362,15 @@ def gradients_match_finite_differences(subject: Subject) -> Finding:
     score_weights = torch.randn(heads, length, length, dtype=torch.float64)
     x_weights = torch.randn_like(x)
 
-    def value() -> Tensor:
+    def value(*_: Tensor) -> Tensor:
         of_embeddings = (x_weights * position.on_embeddings(x)).sum()
         of_scores = (score_weights * scores(position, q, k, x)).sum()
         return of_embeddings + of_scores
 
-    gradients = torch.autograd.grad(value(), parameters, allow_unused=True)
-    worst = 0.0
-    for parameter, gradient in zip(parameters, gradients, strict=True):
-        if gradient is None:
-            return Finding(FAILS, f"a parameter {list(parameter.shape)} gets no gradient")
-        for entry in _chosen_entries(gradient):
-            flat = parameter.detach().view(-1)
-            original = flat[entry].clone()
-            with torch.no_grad():
-                flat[entry] = original + STEP
-                above = float(value())
-                flat[entry] = original - STEP
-                below = float(value())
-                flat[entry] = original
-            expected = (above - below) / (2 * STEP)
-            error = abs(expected - float(gradient.flatten()[entry]))
-            worst = max(worst, error / max(1.0, abs(expected)))
-    return at_most(1e-4, worst, "relative difference")
-
-
-def _chosen_entries(gradient: Tensor) -> list[int]:
-    """All entries of a small parameter; of a large one some, among them the largest gradients."""
-    magnitude = gradient.abs().flatten()
-    if len(magnitude) <= 128:
-        return list(range(len(magnitude)))
-    largest = magnitude.topk(6).indices.tolist()
-    others = torch.randperm(len(magnitude))[:6].tolist()
-    return sorted({*largest, *others})
-
-
-@torch.no_grad()
-def _move_inside_bounds(position: Position) -> None:
-    """Move learned numbers off their bounds: there the value is constant, yet has a gradient."""
-    for module in position.modules():
-        if isinstance(module, Position):
-            for name, (low, high) in module.bounds.items():
-                margin = min(1e-3, (high - low) / 4)
-                getattr(module, name).clamp_(low + margin, high - margin)
+    bounds = {"atol": 1e-4, "rtol": 1e-4}
+    if torch.autograd.gradcheck(value, parameters, **bounds, fast_mode=True, raise_exception=False):
+        return Finding(HOLDS)
+    return Finding(FAILS, "they differ")
 
 
 def gradients_finite_far_away(subject: Subject) -> Finding:
@@ -409,29 +433,22 @@ def bounds_hold_anywhere(subject: Subject) -> Finding:
             position = subject.position()
             for parameter in position.parameters():
                 parameter.data = torch.full_like(parameter, value, dtype=dtype)
-            problem = _problem_with_learned(position)
-            if not problem:
-                effects = effects_before(position, longest_length(position))
-                problem = infinite_effect(effects)
+            stored = f"where {value:g} is stored in {dtype}"
+            learned = position.learned()
+            missing = sorted(dict(position.named_parameters()).keys() - learned.keys())
+            if missing:
+                return Finding(FAILS, f"learned() lacks {', '.join(missing)}")
+            for name, acting in learned.items():
+                owner, _, last = name.rpartition(".")
+                bounds = getattr(position.get_submodule(owner), "bounds", {})
+                low, high = bounds.get(last, (-math.inf, math.inf))
+                inside = (acting >= low) & (acting <= high) & acting.isfinite()
+                if acting.dtype != torch.float32 or not inside.all():
+                    return Finding(FAILS, f"{name} leaves its bounds or float32 {stored}")
+            problem = infinite_effect(effects_before(position, longest_length(position)))
             if problem:
-                return Finding(FAILS, f"{problem} where {value:g} is stored in {dtype}")
+                return Finding(FAILS, f"{problem} {stored}")
     return Finding(HOLDS, "stored as -5 and as 5")
-
-
-def _problem_with_learned(position: Position) -> str:
-    """What is wrong with the learned numbers as they act, or nothing."""
-    learned = position.learned()
-    missing = sorted(dict(position.named_parameters()).keys() - learned.keys())
-    if missing:
-        return f"learned() lacks {', '.join(missing)}"
-    for name, value in learned.items():
-        if value.dtype != torch.float32:
-            return f"{name} is {value.dtype}"
-        low, high = interval(position, name, "bounds")
-        outside = (value < low) | (value > high) | ~value.isfinite()
-        if outside.any():
-            return f"{name} is {float(value[outside][0]):g}"
-    return ""
 
 
 CHECKS: tuple[Check, ...] = (

@@ -115,11 +115,6 @@ def biases(position: Position, length: int) -> dict[str, Tensor]:
     return by_name
 
 
-def adds_to_embeddings(position: Position) -> bool:
-    """Whether the encoding changes what enters the first layer."""
-    return bool(position.on_embeddings(torch.zeros(1, 8, position.shape.hidden)).any())
-
-
 def scores(
     position: Position, q: Tensor, k: Tensor, x: Tensor | None = None, start: int = 0
 ) -> Tensor:

@@ -22,7 +22,6 @@ class Bam(PerHead, DistanceBias):
     """
 
     bounds = {"exponent": (-5.0, 5.0), "log_scale": (-20.0, 16.0)}
-    definite_within = {"exponent": (0.0, 2.0)}
 
     def __init__(self, shape: Shape) -> None:
         super().__init__(shape)

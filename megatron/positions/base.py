@@ -47,8 +47,6 @@ class Position(Float32Module):
     claims: some of "zero_at_0", "never_rises" and "conditionally_positive_definite", as KERPLE's
         kernels are; tools/check_encoding.py holds the bias to them
     bounds: intervals of learned parameters; `bounded` and `learned` give the values within them
-    definite_within: intervals of learned parameters in which the bias is conditionally positive
-        definite, where `bounds` are wider
     rows_are_positions: names of learned tables with a row for each position; a model that is
         fine-tuned with more rows keeps those that it had
     reference_names: the name that the GPT-NeoX forks give to a parameter or fixed tensor of ours
@@ -65,7 +63,6 @@ class Position(Float32Module):
     stretches: bool = False
     draws: ClassVar[dict[str, float]] = {}
     claims: ClassVar[tuple[str, ...]] = ()
-    definite_within: ClassVar[dict[str, tuple[float, float]]] = {}
     rows_are_positions: ClassVar[tuple[str, ...]] = ()
     reference_names: ClassVar[dict[str, str]] = {}
     reference_unused: ClassVar[tuple[str, ...]] = ()

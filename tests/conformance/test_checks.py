@@ -8,17 +8,10 @@ import torch
 from torch import nn
 
 from megatron.conformance import checks
-from megatron.conformance.checks import CHECKS, examine, title
-from megatron.conformance.subject import (
-    FACT,
-    FAILS,
-    HOLDS,
-    NOT_APPLICABLE,
-    Subject,
-    largest_difference,
-)
+from megatron.conformance.checks import CHECKS, SIZES, examine, smallest_eigenvalues, title
+from megatron.conformance.subject import FACT, FAILS, HOLDS, NOT_APPLICABLE, Subject
 from megatron.errors import UserError
-from megatron.positions import DistanceBias, Position, register
+from megatron.positions import REGISTRY, DistanceBias, Position, register
 from megatron.positions.rotary import Rotary
 
 pytestmark = pytest.mark.usefixtures("own_registry")
@@ -35,13 +28,8 @@ def failing(encoding: type[Position], *slow_checks) -> set:
     return {check for check, finding in pairs if finding.verdict == FAILS}
 
 
-def test_every_check_has_a_sentence_of_its_own():
-    titles = [title(check) for check in CHECKS]
-    assert len(set(titles)) == len(titles)
-    assert all(20 < len(text) < 70 for text in titles)
-
-
 def test_what_does_not_hold_or_apply_says_why():
+    positive = checks.conditionally_positive_definite
     for name, check, verdict, detail in (
         ("alibi", checks.never_rises, HOLDS, "on 0 to 16383"),
         ("learned", checks.shift_invariant, FACT, "it adds something to the embedding"),
@@ -49,11 +37,12 @@ def test_what_does_not_hold_or_apply_says_why():
         ("fire", checks.shift_invariant, FACT, "relative difference"),
         ("t5", checks.never_rises, FACT, "rises by"),
         ("learned", checks.zero_at_zero, NOT_APPLICABLE, "it has no bias by distance"),
-        ("rotary", checks.same_at_every_length, NOT_APPLICABLE, "it has no table by distance"),
         ("alibi", checks.bounds_hold_anywhere, NOT_APPLICABLE, "it learns nothing"),
         ("learned", checks.finite_far_away, NOT_APPLICABLE, "refused: pos_emb: learned positions"),
         ("learned", checks.gradients_finite_far_away, HOLDS, "at 64, where it ends"),
         ("xpos", checks.finite_far_away, HOLDS, "at 16384; at 131072 refused: pos_emb: xpos"),
+        ("alibi", positive, HOLDS, "on 32 and 256 tokens"),
+        ("mep_param", positive, FACT, "; exp(bias) is positive definite, as MEP's kernels are"),
     ):
         (finding,) = examine(Subject(name), [check])
         assert finding.verdict == verdict, (name, finding)
@@ -62,19 +51,47 @@ def test_what_does_not_hold_or_apply_says_why():
     one_per_head = Subject("alibi", {"slopes": [0.5, 0.25, 0.1, 0.05]})
     (finding,) = examine(one_per_head, [checks.right_shape])
     assert finding.detail.startswith("bias; not with 32 heads: pos_emb_args: alibi: slopes: 4 numb")
-
-
-def test_a_wrong_name_stops_before_the_checks():
     with pytest.raises(UserError, match="no encoding is called 'rotery'"):
         examine(Subject("rotery"))
 
 
-def test_a_difference_is_infinite_for_nan_and_refuses_other_shapes():
-    one, nan = torch.ones(3), torch.tensor([1.0, float("nan"), 1.0])
-    assert largest_difference(one, 3 * one) == 2.0
-    assert largest_difference(one, nan) == float("inf")
-    with pytest.raises(ValueError, match=r"\[3\] and \[1\] cannot be compared"):
-        largest_difference(one, one[:1])
+D = torch.arange(SIZES[-1], dtype=torch.float64)
+# Schoenberg: -d^p is conditionally positive definite for 0 < p <= 2 and for no other p.
+CONDITIONALLY = {
+    "-d^0.5": -D.sqrt(),
+    "-d^2": -D.square(),
+    "-log(1 + d)": -D.log1p(),
+    "cos": torch.cos(0.3 * D),
+    "triangle": (1 - D / 20).clamp(min=0),
+}
+NOT_EVEN = {"-d^2.01": -(D**2.01), "+d": D, "box": (D < 5).double()}
+
+
+def is_negative(kernel, **options) -> bool:
+    return bool(smallest_eigenvalues(kernel[None], **options).any())
+
+
+def test_known_kernels_and_counterexamples():
+    for name, kernel in CONDITIONALLY.items():
+        assert not is_negative(kernel, sum_is_zero=True), name
+        for power in (0.01, 1, 3):  # then the powers of exp are positive definite
+            assert not is_negative((power * kernel).exp()), name
+        has_spectrum = name in ("cos", "triangle")
+        assert is_negative(kernel) == (not has_spectrum), name
+    for name, kernel in NOT_EVEN.items():
+        assert is_negative(kernel, sum_is_zero=True), name
+
+
+def test_claims_hold_for_other_first_values(monkeypatch):
+    claim = "conditionally_positive_definite"
+    claiming = {name for name, encoding in REGISTRY.items() if claim in encoding.claims}
+    assert {"alibi", "kerple_log", "kerple_power", "kerple_log_3para"} <= claiming
+    for name in claiming:
+        for seed in range(3):
+            bias = Subject(name).position(seed).double().distance_bias(SIZES[-1]).detach()
+            assert not smallest_eigenvalues(bias, sum_is_zero=True).any(), name
+    monkeypatch.setattr(REGISTRY["t5"], "claims", (claim,))
+    assert checks.conditionally_positive_definite(Subject("t5")).verdict == FAILS
 
 
 class OneNumber(DistanceBias):

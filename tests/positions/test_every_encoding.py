@@ -8,7 +8,6 @@ import torch
 from megatron.config import load
 from megatron.conformance import checks
 from megatron.conformance.checks import CHECKS, examine
-from megatron.conformance.kernels import conditionally_positive_definite
 from megatron.conformance.subject import FAILS, HOLDS, NOT_APPLICABLE, Subject
 from megatron.model import GPT, from_config
 from megatron.positions import REGISTRY
@@ -43,7 +42,7 @@ REFUSALS = {
     checks.finite_far_away: "learned positions end at 4096, so length 16384 cannot be computed",
     checks.finite_losses: "learned positions end at 4096, so length 16384 cannot be computed",
 }
-BY_DISTANCE = {checks.zero_at_zero, checks.never_rises, conditionally_positive_definite}
+BY_DISTANCE = {checks.zero_at_zero, checks.never_rises, checks.conditionally_positive_definite}
 A_TABLE = {checks.same_at_every_length}
 A_BIAS = {checks.right_shape, checks.float32_under_autocast}
 LEARNS = {
