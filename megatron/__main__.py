@@ -8,22 +8,14 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 def main() -> None:
-    """Become the script that the command line names.
-
-    `megatron-sweep …`, an older spelling, has its verb in the name of the program.
-    """
-    scripts = {}
-    for path in sorted([*ROOT.glob("*.py"), *ROOT.glob("tools/*.py")]):
-        scripts[path.stem.replace("_", "-")] = path
-
-    program, *words = sys.argv
-    _, _, verb = Path(program).name.partition("megatron-")
-    if not verb and words:
-        verb, *words = words
+    """Become the script that the command line names."""
+    paths = sorted([*ROOT.glob("*.py"), *ROOT.glob("tools/*.py")])
+    scripts = {path.stem.replace("_", "-"): path for path in paths}
+    _, verb, *words = [*sys.argv, ""]
     script = scripts.get(verb.replace("_", "-"))
     if script is None:
         sys.exit(f"usage: megatron VERB …, VERB one of {', '.join(scripts)}")
-    os.execv(sys.executable, [sys.executable, str(script), *words])
+    os.execv(sys.executable, [sys.executable, str(script), *words[:-1]])
 
 
 if __name__ == "__main__":

@@ -11,7 +11,6 @@ pytestmark = pytest.mark.docs
 WITHOUT_A_PAGE = {
     "tools/document_commands.py",
     "tools/document_positions.py",
-    "tools/fix_environment.py",
 }
 
 

@@ -139,51 +139,52 @@ class Config:
         """Check what only `train` or `evaluate` needs; raises UserError with all missing keys."""
         data, training, checkpoint = self.data, self.training, self.checkpoint
         measures = purpose == "evaluate" or self.only_measures
+        trains = purpose == "train" and not measures
         validates = training.eval_interval and training.eval_iters
-        faults = []
-        if measures and not (checkpoint.load or checkpoint.save):
-            faults.append(
+        of_parts = bool(data.train_data_paths)
+        needs = [
+            (
+                measures and not (checkpoint.load or checkpoint.save),
                 "load: not given; the folder with the checkpoint"
-                " (save and --checkpoint are understood too)"
-            )
-        if purpose == "train" and not measures:
-            if not (data.data_path or data.train_data_paths):
-                faults.append(
-                    "data_path: not given; the prefix of the .bin and .idx files that"
-                    " prepare_data.py made"
-                )
-            if not (training.train_iters or training.train_epochs):
-                faults.append(
-                    "train_iters: not given; the number of steps, at least 1; 0 measures the"
-                    " checkpoint in load"
-                )
-            if not checkpoint.save:
-                faults.append("save: not given; the folder for checkpoints")
-            if validates and data.train_data_paths and not data.valid_data_paths:
-                faults.append(
-                    "valid_data_paths: not given; train_data_paths leaves no text for validations;"
-                    " give corpora for them, or eval_interval: 0"
-                )
-            if checkpoint.finetune and not checkpoint.load:
-                faults.append("load: not given; finetune starts from the checkpoint in this folder")
+                " (save and --checkpoint are understood too)",
+            ),
+            (
+                trains and not (data.data_path or of_parts),
+                "data_path: not given; the prefix of the .bin and .idx files that prepare_data.py"
+                " made",
+            ),
+            (
+                trains and not (training.train_iters or training.train_epochs),
+                "train_iters: not given; the number of steps, at least 1; 0 measures the"
+                " checkpoint in load",
+            ),
+            (trains and not checkpoint.save, "save: not given; the folder for checkpoints"),
+            (
+                trains and validates and of_parts and not data.valid_data_paths,
+                "valid_data_paths: not given; train_data_paths leaves no text for validations;"
+                " give corpora for them, or eval_interval: 0",
+            ),
+            (
+                trains and checkpoint.finetune and not checkpoint.load,
+                "load: not given; finetune starts from the checkpoint in this folder",
+            ),
+        ]
+        faults = [message for is_missing, message in needs if is_missing]
         if faults:
             raise bad_configuration(self.sources, faults)
 
     def check_batch(self, devices: int) -> None:
         """Raises UserError if train_batch_size is given and these devices make another one."""
-        whole = self.training.train_batch_size
-        micro = self.training.train_micro_batch_size_per_gpu
-        steps = self.training.gradient_accumulation_steps
-        if whole is None or whole == micro * steps * devices:
-            return
-        hint = f"train_batch_size = {micro * steps * devices}"
-        if whole % (micro * devices) == 0:
-            hint = f"gradient_accumulation_steps = {whole // (micro * devices)}"
-        fault = (
-            f"train_batch_size: {whole} is not train_micro_batch_size_per_gpu {micro} *"
-            f" gradient_accumulation_steps {steps} * {devices} devices; try {hint}"
-        )
-        raise bad_configuration(self.sources, [fault])
+        training = self.training
+        micro, steps = training.train_micro_batch_size_per_gpu, training.gradient_accumulation_steps
+        made = micro * steps * devices
+        if training.train_batch_size not in (None, made):
+            fault = (
+                f"train_batch_size: {training.train_batch_size} is not"
+                f" train_micro_batch_size_per_gpu {micro} * gradient_accumulation_steps {steps} *"
+                f" {devices} devices = {made}; change one of them"
+            )
+            raise bad_configuration(self.sources, [fault])
 
 
 def _not_default(entry: Entry) -> dict[str, Any]:

@@ -21,6 +21,7 @@ from megatron.config.schema import (
     Precision,
     Section,
     Training,
+    as_list,
 )
 from megatron.errors import UserError
 from megatron.files import place_of
@@ -153,12 +154,17 @@ def _optimizer(optimizer: Optimizer) -> Faults:
 
 
 def _data(data: Data, training: Training) -> Faults:
-    path = data.data_path or ""
-    several = ", ".join(part.strip() for part in path.split(","))
+    path, named = data.data_path, [key for key in CORPORA if getattr(data, key)]
     yield (
-        "," in path,
+        "," in (path or ""),
         f"data_path: {path!r} names several files; give one prefix, or a blend of whole corpora"
-        f" as train_data_paths: [{several}]",
+        f" as train_data_paths: [{path}]",
+    )
+    yield (
+        path and named,
+        f"data_path: {path} beside {''.join(named[:1])}; one corpus whose parts split divides is"
+        f" data_path, whole corpora for each part are {', '.join(CORPORA)}; drop one kind, such as"
+        " with data_path=null",
     )
     for part in PARTS:
         key = f"{part}_data_weights"
@@ -176,56 +182,43 @@ def _data(data: Data, training: Training) -> Faults:
         data.weight_by_num_documents and not data.train_data_paths,
         "weight_by_num_documents: weighs the corpora of train_data_paths; give them",
     )
-    trained = {place_of(path) for path in data.train_data_paths}
-    for key in CORPORA[1:]:
-        for path in getattr(data, key):
-            yield (
-                place_of(path) in trained,
-                f"{key}: {path} is trained on too (train_data_paths), so a loss there says"
-                " nothing of new text; prepare text that is held out",
-            )
-    named = [key for key in CORPORA if getattr(data, key)]
-    yield (
-        data.data_path and named,
-        f"data_path: {data.data_path} beside {''.join(named[:1])}; one corpus whose parts split"
-        f" divides is data_path, whole corpora for each part are {', '.join(CORPORA)}; drop one"
-        " kind, such as with data_path=null",
-    )
-    for key, prefixes in [("data_path", [path]), *((key, getattr(data, key)) for key in CORPORA)]:
-        earlier = set()
-        for prefix in prefixes:
-            yield (
-                prefix.endswith((".bin", ".idx")),
-                f"{key}: {prefix} is a file; give the prefix {prefix[:-4]}",
-            )
-            place = place_of(prefix)
-            yield (
-                place in earlier,
-                f"{key}: {prefix} stands there twice; give it once, with a larger weight",
-            )
-            earlier.add(place)
-    try:
-        parse_split(data.split)
-    except UserError as fault:
-        yield True, str(fault)
     # train_epochs passes over every window as often, so there is nothing to weigh.
     for key in ("train_data_weights", "weight_by_num_documents"):
         yield (
             training.train_epochs and getattr(data, key),
             f"{key}: cannot be combined with train_epochs; set train_iters",
         )
+    trained = {place_of(prefix) for prefix in data.train_data_paths}
+    for key in ("data_path", *CORPORA):
+        places = set()
+        for prefix in as_list(getattr(data, key)):
+            place = place_of(prefix)
+            yield (
+                prefix.endswith((".bin", ".idx")),
+                f"{key}: {prefix} is a file; give the prefix {prefix[:-4]}",
+            )
+            yield (
+                place in places,
+                f"{key}: {prefix} stands there twice; give it once, with a larger weight",
+            )
+            yield (
+                key in CORPORA[1:] and place in trained,
+                f"{key}: {prefix} is trained on too (train_data_paths), so a loss there says"
+                " nothing of new text; prepare text that is held out",
+            )
+            places.add(place)
+    try:
+        parse_split(data.split)
+    except UserError as fault:
+        yield True, str(fault)
 
 
 def _launch(launch: Launch) -> Faults:
-    filters = launch.include or launch.exclude
+    counted = launch.num_gpus or launch.num_nodes
+    kinds = [bool(kind) for kind in (launch.include, launch.exclude, counted)]
     yield (
-        launch.include and launch.exclude,
-        "exclude: cannot be combined with include; keep one of them",
-    )
-    yield (
-        filters and (launch.num_gpus or launch.num_nodes),
-        "num_gpus: num_gpus and num_nodes cannot be combined with include or exclude;"
-        " keep one kind",
+        sum(kinds) > 1,
+        contradiction("include", "exclude", "num_gpus or num_nodes"),
     )
     machines = launch.num_nodes or 1
     yield (
@@ -267,16 +260,15 @@ def zero_that_runs(
 
     merged: the given keys; a note says if a given stage or bucket has no effect.
     """
-    zero = parallel.zero_optimization
+    zero, given = parallel.zero_optimization, merged.get("zero_optimization", {})
     if zero.stage > 0:
         return parallel
     if precision.dtype == "fp32":
-        unused = [key for key, value in zero if key != "stage" and value is not None]
+        unused = [key for key in given if key != "stage" and given[key] is not None]
         if unused:
             report.no_effect(f"zero_optimization.{', '.join(unused)}", "they act from stage 1 on")
         return parallel
-    given = merged.get("zero_optimization")
-    if isinstance(given, dict) and "stage" in given:
+    if "stage" in given:
         report.note(
             f"zero_optimization.stage: 0 runs as 1 with {precision.dtype}: from there on DeepSpeed"
             " has float32 gradients for bf16 and hands out its float32 master weights"

@@ -12,20 +12,16 @@ from megatron.splits import canonical_split
 
 
 def _number(value: Any) -> Any:
-    """YAML 1.1 reads 6e-4 and 1e-8 as text; give the number that was meant."""
-    if not isinstance(value, str):
-        return value
+    """The number that a text such as a part of "512,1024" stands for."""
     try:
-        return float(value)
+        return float(value) if isinstance(value, str) else value
     except ValueError:
         return value
 
 
 def _whole(value: Any) -> Any:
     number = _number(value)
-    if isinstance(number, float) and number.is_integer():
-        return int(number)
-    return number
+    return int(number) if isinstance(number, float) and number.is_integer() else number
 
 
 def as_tuple(value: Any) -> Any:
@@ -366,21 +362,8 @@ class Optimizer(Section):
     steps); standard: without these two flaws."""
 
     @property
-    def type(self) -> str:
-        return self.optimizer.type
-
-    @property
     def lr(self) -> float:
         return self.optimizer.params.lr
-
-    @property
-    def betas(self) -> tuple[float, float]:
-        first, second = self.optimizer.params.betas
-        return first, second
-
-    @property
-    def eps(self) -> float:
-        return self.optimizer.params.eps
 
 
 class LossScale(Section):

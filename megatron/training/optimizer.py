@@ -47,9 +47,9 @@ def build_optimizer(model: nn.Module, settings: Optimizer) -> torch.optim.Optimi
         {"params": [parameter for _, parameter in decayed], "weight_decay": settings.weight_decay},
         {"params": [parameter for _, parameter in exempt], "weight_decay": 0.0},
     ]
-    return torch.optim.AdamW(
-        groups, lr=settings.lr, betas=settings.betas, eps=settings.eps, fused=True
-    )
+    adam = settings.optimizer.params
+    first, second = adam.betas
+    return torch.optim.AdamW(groups, lr=adam.lr, betas=(first, second), eps=adam.eps, fused=True)
 
 
 Named = list[tuple[str, nn.Parameter]]

