@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 from pydantic.fields import FieldInfo
@@ -76,22 +76,34 @@ WindowsOfLayers = Annotated[
     Field(max_length=1000),
 ]
 
-# What is known of a field beyond its type; see Key for the meanings and defaults.
-FREE: dict[str, Any] = {"shapes_result": False}
-SHAPES: dict[str, Any] = {"shapes_result": True}
-INPUT: dict[str, Any] = {"names_input": True}
-INPUT_BY_NAME: dict[str, Any] = {"names_input": True, "hash_by_file_name": True}
-
-
-def follows(key: str, shapes_result: bool = True) -> dict[str, Any]:
-    """The default is the value of another key."""
-    return {"follows": key, "shapes_result": shapes_result}
+# What is known of a key beyond its type; see Key for the meanings.
+WITHOUT_INFLUENCE = {
+    *("attention", "parallel", "checkpoint", "evaluation", "logging", "launch"),  # sections
+    *("seq_length_val", "data_impl", "num_workers", "train_batch_size", "eval_interval"),
+    *("eval_iters", "checkpoint_activations", "deterministic", "torch_compile", "exit_interval"),
+    "exit_duration",
+}
+WITH_INFLUENCE = {
+    *("window_layers", "paper_precision", "reset_attention_mask", "reset_position_ids"),
+    *("parent.step", "parent.weights"),
+}
+BY_FILE_NAME = {
+    *("data_path", "train_data_paths", "valid_data_paths", "test_data_paths"),
+    *("vocab_file", "merge_file"),
+}
+INPUTS = {*BY_FILE_NAME, "pos_emb_file", "hostfile"}
+FOLLOWS = {
+    "num_key_value_heads": "num_attention_heads",
+    "max_position_embeddings": "seq_length",
+    "use_bias_in_attn_output": "use_bias_in_attn_linear",
+    "seq_length_val": "seq_length",
+    "lr_decay_iters": "train_iters",
+}
 
 
 class Section(BaseModel):
-    """A group of keys. shapes_result: whether they count for the hash that names a model."""
+    """A group of keys."""
 
-    shapes_result: ClassVar[bool] = True
     model_config = ConfigDict(
         strict=True, extra="forbid", frozen=True, use_attribute_docstrings=True
     )
@@ -106,9 +118,7 @@ class Model(Section):
     """Width of the residual stream."""
     num_attention_heads: Annotated[Int, Field(gt=0, le=4096)]
     """Attention heads; they share hidden_size equally, unless head_dim is set."""
-    num_key_value_heads: Annotated[Int, Field(gt=0, le=4096)] | None = Field(
-        default=None, json_schema_extra=follows("num_attention_heads")
-    )
+    num_key_value_heads: Annotated[Int, Field(gt=0, le=4096)] | None = None
     """Heads of keys and values (grouped queries): query head h uses the keys of head h //
     (num_attention_heads / num_key_value_heads). Tables are those of the query heads."""
     head_dim: Annotated[Int, Field(gt=0, le=2**16)] | None = None
@@ -119,7 +129,7 @@ class Model(Section):
     has a gate; give the width that it comes to.)"""
     seq_length: Length
     """Training context in tokens."""
-    max_position_embeddings: Length = Field(json_schema_extra=follows("seq_length"))
+    max_position_embeddings: Length
     """Rows of the table of `pos_emb: learned`; limits no other encoding. At least seq_length."""
     layernorm_epsilon: Annotated[Float, Field(ge=1e-12, le=1)] = 1e-5
     """Added to the variance, or with norm: rmsnorm to the mean square. (GPT-NeoX's
@@ -158,9 +168,7 @@ class Model(Section):
     """Whether layer norms have a bias."""
     use_bias_in_attn_linear: bool = True
     """Whether the projections to queries, keys and values have a bias."""
-    use_bias_in_attn_output: bool | None = Field(
-        default=None, json_schema_extra=follows("use_bias_in_attn_linear")
-    )
+    use_bias_in_attn_output: bool | None = None
     """Whether the projection after attention has a bias."""
     use_bias_in_mlp: bool = True
     """Whether the matrices of the MLP have a bias."""
@@ -181,7 +189,7 @@ class Position(Section):
     pos_emb_shared: bool = True
     """true: all layers share the encoding's learned numbers, as in KERPLE; false: each layer has
     its own, as in DAPE."""
-    pos_emb_file: str | None = Field(None, json_schema_extra=INPUT)
+    pos_emb_file: str | None = None
     """A Python file of yours that registers encodings (docs/add_an_encoding.md). Naming it runs it,
     as an import does. Its text counts for the hash and is kept with every checkpoint; that copy is
     not run unless you name it."""
@@ -189,8 +197,6 @@ class Position(Section):
 
 class Attention(Section):
     """How attention is computed. Every backend computes the same function."""
-
-    shapes_result: ClassVar[bool] = False
 
     attention_backend: Literal["auto", "eager", "sdpa", "triton"] = "auto"
     """eager is the definition; sdpa works in blocks, on CUDA with biases in the model's dtype (in
@@ -202,7 +208,7 @@ class Attention(Section):
     window: Length | Literal["train_length"] | None = None
     """A token attends to this many tokens, itself included; train_length: to as many as in training
     (a baseline for evaluation); unset: to all before it."""
-    window_layers: WindowsOfLayers = Field((), json_schema_extra=SHAPES)
+    window_layers: WindowsOfLayers = ()
     """Windows of layers that differ, in place of window: a pattern that is repeated, such as
     `[512, null]`. It counts for the hash."""
     blockwise: bool = False
@@ -211,14 +217,14 @@ class Attention(Section):
     logn_scale: bool = False
     """Multiply the scores of a query that attends to n tokens by max(1, log n / log seq_length);
     in a layer with a window, n is at most the window."""
-    paper_precision: bool = Field(False, json_schema_extra={"shapes_result": True})
+    paper_precision: bool = False
     """Round positions, distances and biases to bfloat16, and add up a mixture's kernels as
     probabilities, as KERPLE's and MEP's code does (docs/published_files.md). It counts for the
     hash, because it changes training."""
-    reset_attention_mask: bool = Field(False, json_schema_extra=SHAPES)
+    reset_attention_mask: bool = False
     """A token attends only to its own document, in training and evaluation. The tokenizer's
     end-of-document token is the last one of each (docs/data.md). As in Megatron-LM."""
-    reset_position_ids: bool = Field(False, json_schema_extra=SHAPES)
+    reset_position_ids: bool = False
     """Beside reset_attention_mask: positions begin again at each document. It changes encodings
     that count from the beginning of the text (learned, sinusoidal, ssmax) and logn_scale."""
 
@@ -226,15 +232,15 @@ class Attention(Section):
 class Data(Section):
     """Token files and the tokenizer they were made with."""
 
-    data_path: str | None = Field(None, json_schema_extra=INPUT_BY_NAME)
+    data_path: str | None = None
     """Prefix of the .bin and .idx files, as `prepare_data.py` prints it."""
-    train_data_paths: Corpora = Field((), json_schema_extra=INPUT_BY_NAME)
+    train_data_paths: Corpora = ()
     """Instead of data_path: prefixes of whole corpora to train on, blended by train_data_weights,
     such as [data/github_text_document, data/arxiv_text_document]."""
-    valid_data_paths: Corpora = Field((), json_schema_extra=INPUT_BY_NAME)
+    valid_data_paths: Corpora = ()
     """Beside train_data_paths: whole corpora for validation. Training validates on their blend;
     evaluation measures each by itself."""
-    test_data_paths: Corpora = Field((), json_schema_extra=INPUT_BY_NAME)
+    test_data_paths: Corpora = ()
     """The same for eval_part: test."""
     train_data_weights: Weights = ()
     """Share of each corpus of train_data_paths in the windows; only their ratios count. Unset: all
@@ -251,7 +257,7 @@ class Data(Section):
     split: Annotated[str, BeforeValidator(as_split)] = "949,50,1"
     """Shares of the documents for training, validation and test, in file order, with `,` or `/`
     between them."""
-    seq_length_val: Length = Field(json_schema_extra=follows("seq_length", shapes_result=False))
+    seq_length_val: Length
     """Context of the validation windows during training."""
     tokenizer_type: Literal[
         "GPT2BPETokenizer",
@@ -265,13 +271,13 @@ class Data(Section):
     Hugging Face as vocab_file (HFGPT2Tokenizer is GPT-NeoX's other name for it), SPMTokenizer a
     SentencePiece model, TiktokenTokenizer a .tiktoken file, CharLevelTokenizer no file.
     docs/data.md says which token ends a document."""
-    vocab_file: str | None = Field(None, json_schema_extra=INPUT_BY_NAME)
+    vocab_file: str | None = None
     """Vocabulary of the tokenizer: a file, or the folder of HFTokenizer."""
-    merge_file: str | None = Field(None, json_schema_extra=INPUT_BY_NAME)
+    merge_file: str | None = None
     """Merges of GPT2BPETokenizer."""
-    data_impl: Literal["mmap", "infer"] = Field("mmap", json_schema_extra=FREE)
+    data_impl: Literal["mmap", "infer"] = "mmap"
     """Format of the token files. Both values mean memory-mapped GPT-NeoX files."""
-    num_workers: Annotated[Int, Field(ge=0, le=1024)] = Field(0, json_schema_extra=FREE)
+    num_workers: Annotated[Int, Field(ge=0, le=1024)] = 0
     """Processes that read samples; 0: the training process reads them."""
 
 
@@ -288,7 +294,7 @@ class Training(Section):
     """Windows in one forward pass on one device."""
     gradient_accumulation_steps: Positive = 1
     """Forward passes before each optimizer step."""
-    train_batch_size: Positive | None = Field(None, json_schema_extra=FREE)
+    train_batch_size: Positive | None = None
     """Windows per optimizer step over all devices. Only a check: it must be micro batch *
     accumulation * devices."""
     eod_mask_loss: bool = False
@@ -297,26 +303,24 @@ class Training(Section):
     over the targets that are left, and all micro batches weigh the same."""
     seed: Annotated[Int, Field(ge=0, lt=2**32)] = 1234
     """Seed of the weights, the dropout and the order of the data."""
-    eval_interval: Count = Field(1000, json_schema_extra=FREE)
+    eval_interval: Count = 1000
     """Steps between validations; 0: never."""
-    eval_iters: Count = Field(10, json_schema_extra=FREE)
+    eval_iters: Count = 10
     """Batches per validation."""
-    checkpoint_activations: bool = Field(False, json_schema_extra=FREE)
+    checkpoint_activations: bool = False
     """Recompute activations in the backward pass: less memory, more time."""
-    deterministic: bool = Field(False, json_schema_extra=FREE)
+    deterministic: bool = False
     """The same losses, bit for bit, whenever the run is repeated on the same hardware. Slower on
     CUDA."""
-    torch_compile: bool = Field(False, json_schema_extra=FREE)
+    torch_compile: bool = False
     """Compile every layer with torch.compile. Needs a compiler and a minute; no gain on a CPU."""
     skip_nonfinite: Count = 0
     """A step whose loss or gradient is not finite is skipped and logged; one
     more than this many of them stop the run. 0: the first one stops it."""
-    exit_interval: Count = Field(0, json_schema_extra=FREE)
+    exit_interval: Count = 0
     """Save and stop, with exit status 0, after every step that is a multiple of this; 0: never. The
     same command continues, if load is save."""
-    exit_duration: Annotated[Float, Field(gt=0)] | None = Field(
-        default=None, json_schema_extra=FREE
-    )
+    exit_duration: Annotated[Float, Field(gt=0)] | None = None
     """Save and stop, with exit status 0, this many minutes after the process started. Also
     accepted: exit_duration_in_mins."""
 
@@ -353,7 +357,7 @@ class Optimizer(Section):
     """The learning rate never falls below this."""
     lr_decay_style: Literal["cosine", "linear", "constant"] = "cosine"
     """Shape of the decay after the warm-up. (GPT-NeoX's default is linear.)"""
-    lr_decay_iters: Count = Field(json_schema_extra=follows("train_iters"))
+    lr_decay_iters: Count
     """Steps over which the learning rate decays."""
     warmup: Fraction = 0.01
     """Share of lr_decay_iters with a rising learning rate."""
@@ -415,8 +419,6 @@ class ZeroOptimization(Section):
 class Parallel(Section):
     """Several devices; data parallel only."""
 
-    shapes_result: ClassVar[bool] = False
-
     zero_optimization: ZeroOptimization = Field(default_factory=ZeroOptimization)
     pipe_parallel_size: Annotated[Int, Field(ge=0, le=1)] = 1
     """Pipeline stages: 0 or 1, both mean none."""
@@ -433,9 +435,9 @@ class Parallel(Section):
 
 
 class Parent(Section):
-    step: Count | None = Field(default=None, json_schema_extra=SHAPES)
+    step: Count | None = None
     """Step of the checkpoint that a fine-tuning started from. Training writes this mapping."""
-    weights: str | None = Field(default=None, json_schema_extra=SHAPES)
+    weights: str | None = None
     """The first 12 hex digits of the SHA-256 of its weights."""
     config_hash: str | None = None
     """Hash of its configuration."""
@@ -446,8 +448,6 @@ class Parent(Section):
 class Checkpoint(Section):
     """Where the run is kept and what it starts from. Of these keys the parent counts for the hash,
     by its weights and step."""
-
-    shapes_result: ClassVar[bool] = False
 
     save: str | None = None
     """Folder for checkpoints."""
@@ -481,8 +481,6 @@ class Checkpoint(Section):
 class Evaluation(Section):
     """What `evaluate.py` measures. No key here counts for the hash; a result row states them."""
 
-    shapes_result: ClassVar[bool] = False
-
     eval_lengths: Annotated[
         tuple[Length, ...], BeforeValidator(as_tuple), Field(min_length=1, max_length=100)
     ] = (
@@ -504,8 +502,6 @@ class Evaluation(Section):
 
 class Logging(Section):
     """What is logged during training. No key here counts for the hash."""
-
-    shapes_result: ClassVar[bool] = False
 
     log_interval: Positive = 10
     """Steps between log lines."""
@@ -556,13 +552,11 @@ class Logging(Section):
 class Launch(Section):
     """How `deepy.py` starts processes. No key here counts for the hash."""
 
-    shapes_result: ClassVar[bool] = False
-
     num_gpus: Annotated[Int, Field(gt=0, le=4096)] | None = None
     """Processes per machine; unset: one for each visible CUDA device, or one on CPU."""
     num_nodes: Positive | None = None
     """Machines of the hostfile to use; unset: all."""
-    hostfile: str | None = Field(None, json_schema_extra=INPUT)
+    hostfile: str | None = None
     """File with lines `host slots=8`; unset: this machine alone, without ssh."""
     include: str | None = None
     """Devices to use: `host:0,2@other` with a hostfile, `localhost:0,2` without."""
@@ -608,10 +602,10 @@ class Key(NamedTuple):
     name: str
     section: str
     info: FieldInfo
-    shapes_result: bool = True
-    hash_by_file_name: bool = False
-    names_input: bool = False
-    follows: str | None = None
+    shapes_result: bool
+    hash_by_file_name: bool
+    names_input: bool
+    follows: str | None
 
 
 @cache
@@ -619,22 +613,20 @@ def all_keys() -> tuple[Key, ...]:
     """Every setting, in documented order; `optimizer.params.lr` is one."""
     keys: list[Key] = []
     for name, section in SECTIONS.items():
-        keys += keys_of(name, section, "", {"shapes_result": section.shapes_result})
+        keys += keys_of(name, section, "")
     return tuple(keys)
 
 
-def keys_of(
-    name: str, section: type[Section], prefix: str, inherited: dict[str, Any]
-) -> Iterator[Key]:
-    """The settings of a section inside a section, whose facts it inherits."""
+def keys_of(place: str, section: type[Section], prefix: str) -> Iterator[Key]:
+    """The settings of a section, or of one inside it; place: the name of the outer one."""
     for field, info in section.model_fields.items():
-        own: Any = info.json_schema_extra or {}
-        facts = {**inherited, **own}
-        kind = info.annotation
+        name, kind = prefix + field, info.annotation
         if isinstance(kind, type) and issubclass(kind, Section):
-            yield from keys_of(name, kind, f"{prefix}{field}.", facts)
-        else:
-            yield Key(prefix + field, name, info, **facts)
+            yield from keys_of(place, kind, f"{name}.")
+            continue
+        shapes_result = name in WITH_INFLUENCE or WITHOUT_INFLUENCE.isdisjoint({name, place})
+        by_name, is_input = name in BY_FILE_NAME, name in INPUTS
+        yield Key(name, place, info, shapes_result, by_name, is_input, FOLLOWS.get(name))
 
 
 def default_of(info: FieldInfo) -> Any:

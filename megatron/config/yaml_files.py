@@ -1,5 +1,6 @@
 """From files and `key=value` words to plain dictionaries with underscored keys."""
 
+import json
 import math
 import os
 import re
@@ -16,29 +17,19 @@ from megatron.files import read_small
 
 MOST_BYTES = 200_000  # of one file; the largest shipped one has 5,000
 MOST_VALUES = 5_000  # of one file, with every alias written out
-DEEPEST = 50  # parts of a word with dots
 OVERRIDE = re.compile(r"([A-Za-z_][\w.-]*)=(.*)", re.DOTALL)
 SUFFIXES = ("", ".yml", ".yaml")
 TEXT = (str, str | None)  # annotations of keys that hold a text
-PLAIN = ("null", "bool", "int", "float", "seq")
+TAG = "tag:yaml.org,2002:"
+PLAIN = ("null", "bool", "int", "float", "str", "seq")
 
 
 class Loader(yaml.SafeLoader):
     """Plain values alone, 6e-4 is a number, and no key of a mapping has two values."""
 
-    def construct_document(self, node: yaml.Node) -> Any:
-        if written_out(node, {}) > MOST_VALUES:
-            raise refused(node, f"more than {MOST_VALUES} values, aliases written out")
-        return super().construct_document(node)
-
-    def text(self, node: yaml.ScalarNode) -> str:
-        text = self.construct_yaml_str(node)
-        text.encode()  # half of a surrogate pair is a UnicodeError
-        return text
-
     def mapping(self, node: yaml.MappingNode) -> dict[str, Any]:
         """A mapping with `_` for the `-` of its keys; its own keys win over those of `<<`."""
-        own = [pair for pair in node.value if pair[0].tag != "tag:yaml.org,2002:merge"]
+        own = [pair for pair in node.value if pair[0].tag != f"{TAG}merge"]
         self.flatten_mapping(node)
         values: dict[str, Any] = {}
         lines: dict[str, int] = {}
@@ -48,14 +39,28 @@ class Loader(yaml.SafeLoader):
             value = self.construct_object(value_node, deep=True)
             line = key_node.start_mark.line + 1
             if key in lines and values[key] != value:
-                message = (
+                problem = (
                     f"{key} is given twice, in lines {lines[key]} and {line}; keep one of them"
                 )
-                raise refused(key_node, message)
+                raise yaml.MarkedYAMLError(problem=problem, problem_mark=key_node.start_mark)
             values[key] = value
             if pair in own:
                 lines.setdefault(key, line)
         return values
+
+
+Loader.yaml_constructors = {
+    f"{TAG}{kind}": yaml.SafeLoader.yaml_constructors[f"{TAG}{kind}"] for kind in PLAIN
+} | {
+    None: yaml.SafeLoader.construct_undefined,
+    f"{TAG}timestamp": yaml.SafeLoader.construct_yaml_str,
+    f"{TAG}map": Loader.mapping,
+}
+Loader.add_implicit_resolver(
+    f"{TAG}float",
+    re.compile(r"[-+]?[0-9][0-9_]*(\.[0-9_]*)?[eE][-+]?[0-9]+$"),
+    list("-+0123456789"),
+)
 
 
 def written_out(node: yaml.Node, known: dict[int, float]) -> float:
@@ -72,36 +77,21 @@ def written_out(node: yaml.Node, known: dict[int, float]) -> float:
     return known[id(node)]
 
 
-def refused(where: yaml.Node, problem: str) -> yaml.MarkedYAMLError:
-    return yaml.MarkedYAMLError(problem=problem, problem_mark=where.start_mark)
-
-
-Loader.yaml_constructors = {
-    f"tag:yaml.org,2002:{kind}": yaml.SafeLoader.yaml_constructors[f"tag:yaml.org,2002:{kind}"]
-    for kind in PLAIN
-} | {
-    None: yaml.SafeLoader.construct_undefined,
-    "tag:yaml.org,2002:str": Loader.text,
-    "tag:yaml.org,2002:map": Loader.mapping,
-}
-Loader.yaml_implicit_resolvers = {
-    first: [(tag, pattern) for tag, pattern in resolvers if not tag.endswith(":timestamp")]
-    for first, resolvers in Loader.yaml_implicit_resolvers.items()
-}
-Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:float",
-    re.compile(r"[-+]?[0-9][0-9_]*(\.[0-9_]*)?[eE][-+]?[0-9]+$"),
-    list("-+0123456789"),
-)
-
-
 def parse(text: str) -> Any:
     """The value of one YAML text: numbers, texts, booleans, null, lists and mappings.
 
     Raises ValueError, with the line, if there is anything else in it or if it is not YAML.
     """
     try:
-        return yaml.load(text, Loader)
+        loader = Loader(text)
+        node = loader.get_single_node()
+        if node is None:
+            return None
+        if written_out(node, {}) > MOST_VALUES:
+            raise ValueError(f"more than {MOST_VALUES} values, aliases written out")
+        value = loader.construct_document(node)
+        json.dumps(value, ensure_ascii=False).encode()  # half of a surrogate pair is a fault
+        return value
     except RecursionError:
         problem = "values lie too deep"
     except yaml.MarkedYAMLError as fault:
@@ -166,25 +156,20 @@ def read_overrides(words: Sequence[str], add_fault: Callable[[str], None]) -> di
         if match is None:
             add_fault(f"{shortened(word)}: is neither a file nor key=value")
             continue
-        path, text = match[1].replace("-", "_").split("."), match[2]
+        *parents, key = match[1].replace("-", "_").split(".")
         try:
-            value = parse(text)
+            value = parse(match[2])
         except ValueError as fault:
             add_fault(f"{shortened(word)}: {fault}")
             continue
-        if len(path) > DEEPEST:
-            add_fault(f"{shortened(match[1])}: has {len(path)} parts; no key has that many")
-            continue
-        key = path[-1]
         inner = given
-        for part in path[:-1]:
+        for part in parents:
             if not isinstance(inner.get(part), dict):
                 inner[part] = Nested()
             inner = inner[part]
-        is_text = inner is given and key in KEYS
-        if is_text and SECTIONS[KEYS[key]].model_fields[key].annotation in TEXT:
-            is_scalar = not isinstance(value, (str, list, dict, type(None)))
-            value = text if is_scalar else value  # save=1235 names a folder
+        info = SECTIONS[KEYS[key]].model_fields[key] if inner is given and key in KEYS else None
+        if info is not None and info.annotation in TEXT and isinstance(value, int | float):
+            value = match[2]  # save=1235 names a folder
         inner[key] = value
     return given
 

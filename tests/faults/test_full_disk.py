@@ -1,14 +1,10 @@
 """A disk that is full costs what does not fit, and nothing that was there."""
 
 import json
-import os
-import subprocess
-import sys
 
 import pytest
 
-from megatron.files import atomic_write, write_text
-from megatron.folder_lock import owned_folder
+from megatron.files import write_text
 from tests.checkpoints import make_checkpoint
 from tests.faults.full_disk import fill, make_read_only, on_small_disk
 from tests.support import ROOT, call, run
@@ -97,21 +93,3 @@ def test_a_checkpoint_that_cannot_be_written_is_evaluated_into_another_folder(co
     assert "Traceback" not in message
     assert status == 0, errors
     assert json.loads(rows.read_text())["length"] == 64
-
-
-def test_litter_goes_before_anything_is_written_where_the_disk_is_full(tmp_path):
-    dead = subprocess.Popen([sys.executable, "-c", "pass"])
-    dead.wait()
-
-    def owned() -> list:
-        with atomic_write(tmp_path / "weights") as temporary:
-            litter = temporary.name.replace(f".{os.getpid()}.", f".{dead.pid}.")
-            temporary.touch()
-        (tmp_path / litter).write_bytes(bytes(200 * 1024))
-        fill(tmp_path)
-        with owned_folder(tmp_path, "save"):
-            names = sorted(path.name for path in tmp_path.iterdir())
-            (tmp_path / "weights").write_bytes(bytes(100 * 1024))
-        return names
-
-    assert on_small_disk(tmp_path, 512, owned) == [".owner", "ballast", "weights"]
