@@ -37,7 +37,6 @@ from megatron.training.fits import needs
 WIDTH = 100
 INDENT = " " * 6
 HOUR = 3600  # seconds
-EVALUATED_IN = "fp32"  # evaluate.py's default
 
 
 @guarded
@@ -131,22 +130,15 @@ def size_lines(config: Config, devices: int, kind: torch.device) -> Iterator[str
 
 
 def hour_lines(config: Config, devices: int, gpus: Sequence[str], mfu: float) -> Iterator[str]:
-    """Device hours of the training and of an evaluation on each GPU, with what they rest on."""
+    """Device hours of the training on each GPU, with what they rest on."""
     basis = "assumed" if mfu == UTILISATION else "given"
     yield ""
-    yield f"GPU hours at {mfu:.0%} of the speed below ({basis}: --mfu), to train and to evaluate"
-    trained = training_flops(config, devices)
-    evaluated = evaluation_flops({}, config, likely_rows(config))
+    yield f"GPU hours to train at {mfu:.0%} of the speed below ({basis}: --mfu)"
     for gpu in gpus:
         device = named_device(gpu, config.precision.dtype, option="--gpu")
-        measuring = named_device(gpu, EVALUATED_IN, option="--gpu")
-        hours = trained / (device.flops_per_second * mfu) / HOUR
-        to_evaluate = evaluated / (measuring.flops_per_second * mfu) / HOUR
+        hours = training_flops(config, devices) / (device.flops_per_second * mfu) / HOUR
         speed = f"{device.flops_per_second / 1e12:.4g} TFLOP/s, {device.basis}"
-        yield (
-            f"  {gpu:<9} {_short(hours)} ({_short(hours / devices)} on {devices}),"
-            f" {_short(to_evaluate)}; {speed}"
-        )
+        yield f"  {gpu:<9} {_short(hours)} ({_short(hours / devices)} on {devices}); {speed}"
 
 
 def _short(hours: float) -> str:

@@ -199,13 +199,12 @@ def _not_default(entry: Entry) -> dict[str, Any]:
 
 def _canonical(value: Any) -> Any:
     """500000.0 and 500000 are the same setting."""
-    if isinstance(value, dict):
-        return {key: _canonical(inner) for key, inner in value.items()}
-    if isinstance(value, list):
-        return [_canonical(inner) for inner in value]
-    if isinstance(value, float) and value.is_integer():
-        return int(value)
-    return value
+    return json.loads(json.dumps(value), parse_float=_shortest)
+
+
+def _shortest(digits: str) -> float:
+    number = float(digits)
+    return int(number) if number.is_integer() else number
 
 
 def deepspeed_config(config: Config) -> dict[str, Any]:

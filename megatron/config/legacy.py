@@ -52,15 +52,12 @@ def translate(source: Mapping[str, Any], report: Report) -> dict[str, Any]:
     for key, spellings in VALUES.items():
         if isinstance(given.get(key), str):
             given[key] = spellings.get(given[key], given[key])
-    for key, why in NO_EFFECT.items():
-        if _pop(given, key) is not ABSENT:
-            report.no_effect(key, why)
-    for key, why in OFF.items():
+    for key, why in (NO_EFFECT | OFF).items():
         value = _pop(given, key)
-        if value is not ABSENT and value:
+        if value is not ABSENT and value and key in OFF:
             report.fault(f"{key}: {why}; set it to false or drop it")
         elif value is not ABSENT:
-            report.no_effect(key, "it is off")
+            report.no_effect(key, "it is off" if key in OFF else why)
     _precision(given, report)
 
     # One corpus for training, validation and test, as in the files of Pythia.

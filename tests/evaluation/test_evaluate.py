@@ -400,7 +400,6 @@ SHAPES_NO_LOSS = {
     "errors.py",
     "files.py",
     "folder_lock.py",
-    "network.py",
     "process.py",
     "results",
     "strict_json.py",

@@ -77,7 +77,7 @@ def test_the_papers_run_by_hand_and_what_the_page_shows(capsys, monkeypatch):
     hours = training_flops(config, 1) / 989e12 / 0.4 / 3600
     eight = ["train_batch_size=256", "--brief", "--gpu", "h100", "--mfu", "0.4"]
     printed = explained(capsys, BASE, *eight)
-    found = re.search(r"h100 +([\d.]+) hours \(([\d.]+) hours on 8\), ", printed)
+    found = re.search(r"h100 +([\d.]+) hours \(([\d.]+) hours on 8\); ", printed)
     assert found is not None
     assert float(found[1]) == pytest.approx(8 * hours, rel=1e-2)
     assert float(found[2]) == pytest.approx(hours, rel=1e-2)

@@ -17,7 +17,6 @@ from pydantic import BaseModel, ConfigDict, model_validator
 from megatron.errors import UserError, cannot_write, in_words
 from megatron.files import sha256_of, sync, write_text
 from megatron.folder_lock import owned_folder
-from megatron.network import hub, hub_is_reachable
 from megatron.parallel.machine import free_disk, in_bytes
 
 LISTED = {"hub", "revision", "files", "address_list", "base"}  # what of a source its list follows
@@ -146,12 +145,10 @@ class Source(BaseModel):
         path = self.folder(downloads) / f"listing-{digest[:8]}.json"
         if path.is_file():
             return [Remote(**entry) for entry in json.loads(path.read_bytes())["files"]]
-        if not hub_is_reachable():
-            raise DownloadFault(f"{hub()} cannot be reached")
         try:
             remotes = self._ask_hub(self.hub)
         except Exception as fault:  # httpx has classes of its own
-            raise DownloadFault(in_words(fault)[:200]) from None
+            raise DownloadFault(f"the hub does not answer: {in_words(fault)[:200]}") from None
         names = {remote.name for remote in remotes}
         odd = [name for name in names if not all(map(NAME.fullmatch, name.split("/")))]
         if odd or len(names) < len(remotes):  # a list from elsewhere may not name files outside
