@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
@@ -16,13 +17,11 @@ class Shown:
     """A file that a server shows, and how it fails.
 
     breaks: bytes after which each of the next connections is closed
-    ranges: whether it continues a file
     length: the size that it says, if not the right one; status: what it answers instead, each once
     """
 
     content: bytes = b""
     breaks: list[int] = field(default_factory=list)
-    ranges: bool = True
     length: int | None = None
     status: list[int] = field(default_factory=list)
     location: str | None = None
@@ -40,31 +39,29 @@ class Server(ThreadingHTTPServer):
 
     def show_dataset(self, name: str, files: Mapping[str, bytes]) -> None:
         """Be a hub with one data set, as huggingface_hub asks for it."""
+        api = f"/api/datasets/{name}"
         siblings = [{"rfilename": path} for path in files]
         about = {"id": name, "sha": COMMIT, "siblings": siblings, "tags": []}
-        entries = []
-        for path, content in files.items():
-            sha256 = hashlib.sha256(content).hexdigest()
-            lfs = {"oid": sha256, "size": len(content), "pointerSize": 130}
-            entries.append(
-                {"type": "file", "path": path, "size": len(content), "oid": "0" * 40, "lfs": lfs}
-            )
-            self.files[f"/datasets/{name}/resolve/{COMMIT}/{path}"] = Shown(content)
-            self.files[f"/datasets/{name}/resolve/main/{path}"] = Shown(content)
+        for place in ("", "/revision/main", f"/revision/{COMMIT}"):
+            self.files[f"{api}{place}"] = Shown(json.dumps(about).encode())
+
         folders = {path.rpartition("/")[0] for path in files} | {""}
-        directories = [
+        entries: list[dict[str, Any]] = [
             {"type": "directory", "path": folder, "oid": "0" * 40} for folder in folders - {""}
         ]
-        for place in ("", "/revision/main", f"/revision/{COMMIT}"):
-            self.files[f"/api/datasets/{name}{place}"] = Shown(json.dumps(about).encode())
+        for path, content in files.items():
+            sha256, size = hashlib.sha256(content).hexdigest(), len(content)
+            lfs = {"oid": sha256, "size": size, "pointerSize": 130}
+            entries.append(
+                {"type": "file", "path": path, "size": size, "oid": "0" * 40, "lfs": lfs}
+            )
+            for revision in (COMMIT, "main"):
+                self.files[f"/datasets/{name}/resolve/{revision}/{path}"] = Shown(content)
         for folder in folders:
-            inside = [
-                entry
-                for entry in [*directories, *entries]
-                if entry["path"].startswith(folder) and entry["path"] != folder
-            ]
-            shown = Shown(json.dumps(inside).encode())
-            self.files[f"/api/datasets/{name}/tree/{COMMIT}/{folder}".rstrip("/")] = shown
+            inside = [entry for entry in entries if f"{entry['path']}".startswith(folder)]
+            inside = [entry for entry in inside if entry["path"] != folder]
+            place = f"{api}/tree/{COMMIT}/{folder}".rstrip("/")
+            self.files[place] = Shown(json.dumps(inside).encode())
 
     @property
     def address(self) -> str:
@@ -97,57 +94,44 @@ class _Answer(BaseHTTPRequestHandler):
         self.server.asked.append((path, wanted))
         shown = self.server.files.get(path)
         if shown is None or shown.status:
-            self.send_response(404 if shown is None else shown.status.pop(0))
-            self.send_header("X-Error-Code", self._missing(path))
-            self.send_header("Content-Length", "0")
-            self.end_headers()
-            return
-        if shown.location is not None:
-            self.send_response(302)
-            self.send_header("Location", shown.location)
-            self.send_header("Content-Length", "0")
-            self.end_headers()
-            return
-        self._send(shown, wanted)
+            # What the hub says of a path that it does not have.
+            dataset = "/".join(path.removeprefix("/api").split("/")[:4])
+            is_known = f"/api{dataset}" in self.server.files
+            missing = "RevisionNotFound" if "/revision/" in path else "EntryNotFound"
+            missing = missing if is_known else "RepoNotFound"
+            self._head(shown.status.pop(0) if shown else 404, 0, {"X-Error-Code": missing})
+        elif shown.location is not None:
+            self._head(302, 0, {"Location": shown.location})
+        else:
+            self._send(shown, wanted)
 
-    def _missing(self, path: str) -> str:
-        """What the hub says of a path that it does not have."""
-        name = "/".join(path.removeprefix("/api").split("/")[:4])
-        if f"/api{name}" not in self.server.files:
-            return "RepoNotFound"
-        return "RevisionNotFound" if "/revision/" in path else "EntryNotFound"
+    def _head(self, status: int, length: int, headers: Mapping[str, str]) -> None:
+        self.send_response(status)
+        for name, value in headers.items():
+            self.send_header(name, value)
+        self.send_header("Content-Length", str(length))
+        self.end_headers()
 
     def _send(self, shown: Shown, wanted: str | None) -> None:
         tag = f'"{hashlib.sha256(shown.content).hexdigest()}"'
-        start = 0
-        end = len(shown.content)
-        if wanted and shown.ranges and self.headers.get("If-Range", tag) == tag:
+        whole = len(shown.content)
+        start, end = 0, whole
+        if wanted and self.headers.get("If-Range", tag) == tag:
             first, last = wanted.removeprefix("bytes=").split("-")
-            start = int(first)
-            end = min(end, int(last) + 1) if last else end
+            start, end = int(first), min(whole, int(last or whole) + 1)
         body = shown.content[start:end]
         if start and not body:
-            self.send_response(416)
-            self.send_header("Content-Range", f"bytes */{len(shown.content)}")
-            self.send_header("Content-Length", "0")
-            self.end_headers()
+            self._head(416, 0, {"Content-Range": f"bytes */{whole}"})
             return
-        partly = start > 0 or end < len(shown.content)
-        self.send_response(206 if partly else 200)
-        if partly:
-            self.send_header("Content-Range", f"bytes {start}-{end - 1}/{len(shown.content)}")
-        self.send_header("X-Repo-Commit", COMMIT)
+        headers = {"X-Repo-Commit": COMMIT, "ETag": tag}
+        if len(body) < whole:
+            headers["Content-Range"] = f"bytes {start}-{end - 1}/{whole}"
         length = len(body) if shown.length is None else shown.length - start
-        self.send_header("Content-Length", str(length))
-        self.send_header("ETag", tag)
-        self.end_headers()
-        if self.command == "HEAD":
-            return
-        if shown.breaks:
-            body = body[: shown.breaks.pop(0)]
-        self.wfile.write(body)
-        if len(body) < length:
-            self.close_connection = True
+        self._head(206 if len(body) < whole else 200, length, headers)
+        if self.command == "GET":
+            kept = shown.breaks.pop(0) if shown.breaks else length
+            self.wfile.write(body[:kept])
+            self.close_connection = len(body[:kept]) < length
 
     def log_message(self, *_: object) -> None:
         """Nothing on stderr."""

@@ -115,29 +115,26 @@ def _precision(given: dict[str, Any], report: Report) -> None:
         if not isinstance(switch, dict):
             report.fault(f"{key}: must be a mapping such as {{enabled: true}}, got {switch!r}")
             continue
-        older = switch.pop("fp16", None)  # GPT-NeoX's files also write fp16: {fp16: true}
+        kind = str(switch.pop("type", ""))
+        older = switch.pop("fp16", True if kind else None)  # fp16: {fp16: true}, {type: bfloat16}
         enabled = switch.pop("enabled", older)
-        kind = switch.pop("type", None)
-        meaning = VALUES["precision"].get(str(kind), kind) or key
+        meaning = VALUES["precision"].get(kind, kind) or key
         if switch and key == "fp16":
             given[key] = switch
-        if enabled not in (None, True, False):
-            report.fault(f"{key}.enabled: must be true or false, got {enabled!r}")
-        elif meaning not in ("bf16", "fp16"):
-            report.fault(f"{key}.type: must be fp16 or bfloat16, got {kind!r}")
+        if meaning not in ("bf16", "fp16") or enabled not in (None, True, False):
+            got = f"got enabled: {enabled}, type: {kind or 'none'}"
+            report.fault(f"{key}: takes enabled: true or false, and type: fp16 or bfloat16, {got}")
+        elif enabled:
+            chosen[f"{key}: {meaning}"] = meaning
         elif enabled is False:
             off = key
-        elif kind is not None:
-            chosen[f"{key}.type: {kind}"] = meaning
-            if meaning == "bf16":
-                report.note(f"{key}.type: bfloat16 means precision: bf16, as in GPT-NeoX of 2022")
-        elif enabled:
-            chosen[f"{key}.enabled: true"] = key
     different = set(chosen.values())
     if len(different) > 1:
         report.fault(f"precision: {contradiction(*chosen)}")
     elif different:
         given["precision"] = different.pop()
+        if "fp16: bf16" in chosen:
+            report.note("fp16.type: bfloat16 means precision: bf16, as in GPT-NeoX of 2022")
     elif off:
         given["precision"] = "fp32"
         report.note(f"{off}.enabled: false means precision: fp32")

@@ -125,11 +125,12 @@ def test_every_historic_way_to_choose_a_precision(tmp_path, published):
 
 FAULTS = {
     "bf16={enabled: true};fp16={enabled: true}": (
-        "precision: bf16.enabled: true and fp16.enabled: true contradict each other;"
-        " keep one of them"
+        "precision: bf16: bf16 and fp16: fp16 contradict each other; keep one of them"
     ),
-    "fp16={enabled: true, type: bf17}": "fp16.type: must be fp16 or bfloat16, got 'bf17'",
-    "fp16={enabled: maybe}": "fp16.enabled: must be true or false, got 'maybe'",
+    "fp16={enabled: maybe, type: fp16}": (
+        "fp16: takes enabled: true or false, and type: fp16 or bfloat16, got enabled: maybe,"
+        " type: fp16"
+    ),
     "bf16=maybe": "bf16: must be a mapping such as {enabled: true}, got 'maybe'",
     "fp16.scale=1": "fp16.scale: no such key; did you mean fp16.loss_scale?",
     "save_interval=5;checkpoint_factor=6": (

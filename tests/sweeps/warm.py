@@ -14,7 +14,7 @@ from typing import BinaryIO
 
 from megatron.parallel.die_with_parent import end_with
 from megatron.sweeps import runner
-from tests.fork_server import become
+from tests.forks import become
 from tools import sweep
 
 
