@@ -71,6 +71,8 @@ def succeed(forks, clone: Path, command: str, more: Sequence[str] = ()) -> str:
     """What a command of the README prints, cut down by `more`."""
     python, *words = shlex.split(command)
     assert python == "python", command
+    if words[0] == "deepy.py" and "configs/mep.yml" not in words:
+        del words[0]  # it starts a new Python, whose imports take seconds
     done = forks.run(*words, *more, cwd=clone, timeout=300)
     assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
     return done.stdout + done.stderr

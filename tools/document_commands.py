@@ -61,20 +61,24 @@ def text_of(page: dict[str, Any], folder: Path, run: Runner) -> str:
         status, output = run(shlex.split(command)[1:], folder)
         if status != 0:
             raise UserError(f"session.yml: {command}: ended with status {status}\n{output}")
-        for place, name in ((f"{folder}/", ""), (sys.prefix, ".venv"), (str(Path.home()), "~")):
-            output = output.replace(place, name)
+        output = output.replace(f"{folder}/", "")
+        output = output.replace(sys.prefix, ".venv")
+        output = output.replace(str(Path.home()), "~")
         lines = [line.rstrip() for line in output.strip("\n").splitlines()]
         left_out = len(lines) - SHOWN + 1
         if left_out > 1:
             half = SHOWN // 2
             lines[half : half + left_out] = [f"… {left_out} more lines …"]
-        parts += ["```sh", command, "```", "", "```text", *lines, "```", ""]
+        parts += ["```sh", command, "```", ""]
+        parts += ["```text", *lines, "```", ""]
     _, output = run([page["script"], "--help"], folder)
     options, *keys = KEYS.split(output, maxsplit=1)
     if keys:
         options += "\n\nKeys of the configuration: see configs/README.md\n"
-    parts += ["## Options", "", "```text", options.strip(), "```", "", "[All commands](README.md)"]
-    return "\n".join(parts) + "\n"
+    parts += ["## Options", ""]
+    parts += ["```text", options.strip(), "```", ""]
+    parts += ["[All commands](README.md)", ""]
+    return "\n".join(parts)
 
 
 def index_of(pages: Sequence[dict[str, Any]]) -> str:

@@ -134,11 +134,14 @@ def hour_lines(config: Config, devices: int, gpus: Sequence[str], mfu: float) ->
     basis = "assumed" if mfu == UTILISATION else "given"
     yield ""
     yield f"GPU hours to train at {mfu:.0%} of the speed below ({basis}: --mfu)"
+    flops = training_flops(config, devices)
     for gpu in gpus:
         device = named_device(gpu, config.precision.dtype, option="--gpu")
-        hours = training_flops(config, devices) / (device.flops_per_second * mfu) / HOUR
-        speed = f"{device.flops_per_second / 1e12:.4g} TFLOP/s, {device.basis}"
-        yield f"  {gpu:<9} {_short(hours)} ({_short(hours / devices)} on {devices}); {speed}"
+        speed = device.flops_per_second
+        hours = flops / (speed * mfu) / HOUR
+        each = _short(hours / devices)
+        basis = f"{speed / 1e12:.4g} TFLOP/s, {device.basis}"
+        yield f"  {gpu:<9} {_short(hours)} ({each} on {devices}); {basis}"
 
 
 def _short(hours: float) -> str:
