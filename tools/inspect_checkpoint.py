@@ -19,7 +19,7 @@ from megatron.checkpoints.manifest import (
     read_record,
 )
 from megatron.checkpoints.saved import (
-    MISSING,
+    OLDER,
     folder_of,
     leftovers,
     pointed,
@@ -57,7 +57,7 @@ def main(argv: list[str] | None = None) -> int:
         step, note = pointed(folder)
         last_lines.append(f"latest: step {step}" + (f" ({note})" if note else ""))
         last_lines += [f"left over by a process that died: {path}" for path in leftovers(folder)]
-        if note and not note.startswith(("is older", MISSING)):
+        if note and OLDER not in note:
             faults.append(f"{folder / 'latest'}: {note}")
     lines: list[tuple[str, ...]] = [HEADER]
     for path in checkpoints:

@@ -28,7 +28,7 @@ from megatron.files import read_small, remove
 logger = logging.getLogger(__name__)
 
 LONGEST_POINTER = 4096  # bytes of `latest`
-MISSING = "is missing"  # said of `latest`; whoever copies checkpoints may leave it behind
+OLDER = "older than other checkpoints there"
 # Files of Hugging Face and of GPT-NeoX.
 OF_OTHERS = ("config.json", "layer_*-model_*.pt")
 
@@ -69,28 +69,25 @@ def latest_step(run: Path) -> int | None:
 
 
 def pointed(run: Path) -> tuple[int | None, str | None]:
-    """(the step to use, what is odd about `latest` or about the checkpoints, or None).
+    """(the step to use, what is odd about `latest`, or None).
 
     `latest` decides, also where newer checkpoints exist, so that a run can be set back by hand.
     The step may be that of a folder that has lost its checkpoint.json: whoever reads it says so.
     """
-    whole, damaged = steps_in(run), without_record(run)
-    newest = max(whole or damaged, default=None)
+    steps = sorted([*steps_in(run), *without_record(run)])
+    newest = steps[-1] if steps else None
     pointer = run / "latest"
     if not os.path.lexists(pointer):
-        newer = [step for step in damaged if whole and step > whole[-1]]
-        lost = f"global_step{newer[-1]} has no {RECORD}" if newer else None
-        return newest, lost or (MISSING if whole else None)
+        return newest, None
     try:
         content = read_small(pointer, LONGEST_POINTER)
     except OSError as fault:
         return newest, f"cannot be read ({fault.strerror})"
     named = FOLDER.fullmatch(content.decode("utf-8", "replace").strip())
     step = int(named[1]) if named else None
-    if step not in (*whole, *damaged):
+    if step not in steps:
         return newest, f"names no checkpoint that is there (it holds {content[:20]!r})"
-    newer = [str(other) for other in whole if step is not None and other > step]
-    return step, f"is older than other checkpoints there ({', '.join(newer)})" if newer else None
+    return step, None if step == newest else f"is {OLDER} (the newest is {newest})"
 
 
 def chosen(folder: str | Path, step: int | None = None) -> Path:
@@ -125,8 +122,8 @@ def find(folder: str | Path, step: int | None = None) -> Path:
         )
     number = latest_step(folder) if step is None else step
     existing = steps_in(folder)
-    if number is not None and (number in existing or lost_its_record(folder_of(folder, number))):
-        return folder_of(folder, number)
+    if number in existing or number in without_record(folder):
+        return folder_of(folder, int(number))
     wanted = "N" if step is None else step
     steps = ", ".join(map(str, existing)) or "none"
     cure = "check load and the step"

@@ -427,7 +427,8 @@ class Parallel(Section):
     distributed_backend: Literal["nccl", "gloo"] | None = None
     """Unset: nccl on CUDA. Without CUDA always gloo."""
     hang_timeout: Count = 1200
-    """Seconds without a step after which several processes end (saving: three times); 0: never."""
+    """Seconds of a rank's silence after which several processes end; 0: never. A step, a checkpoint
+    or a validation may take three times as long."""
 
     @property
     def zero_stage(self) -> int:

@@ -86,10 +86,8 @@ class Grid:
 
 def here() -> Grid:
     """The processes that a launcher or a scheduler started, or this one alone without a network."""
-    several = bool(_environment_of_scheduler())
-    if "WORLD_SIZE" in os.environ:
-        several = number("WORLD_SIZE", least=1) > 1
-    if several:
+    os.environ.update(_environment_of_scheduler())
+    if "WORLD_SIZE" in os.environ and number("WORLD_SIZE", least=1) > 1:
         return connect()
     return Grid(device=torch.device("cuda" if torch.cuda.is_available() else "cpu"))
 
@@ -103,10 +101,10 @@ def connect(backend: str | None = None) -> Grid:
     cuda = torch.cuda.is_available()
     if not cuda:
         os.environ["DS_ACCELERATOR"] = "cpu"
+    os.environ.update(_environment_of_scheduler())
     if "WORLD_SIZE" not in os.environ:
         alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
-        alone["MASTER_PORT"] = str(free_port())
-        os.environ.update(_environment_of_scheduler() or alone)
+        os.environ.update(alone, MASTER_PORT=str(free_port()))
     ranks, rank = number("WORLD_SIZE", least=1), number("RANK")
     local_rank, port = number("LOCAL_RANK"), number("MASTER_PORT", least=1)
     if rank >= ranks:
@@ -124,9 +122,10 @@ def connect(backend: str | None = None) -> Grid:
     device = torch.device("cuda", local_rank) if cuda else CPU
     if cuda:
         torch.cuda.set_device(device)
+    grid = Grid(rank, ranks, device)
     if not torch.distributed.is_initialized():
-        _join((backend or "nccl") if cuda else "gloo", Grid(rank, ranks, device))
-    return Grid(rank, ranks, device)
+        _join((backend or "nccl") if cuda else "gloo", grid)
+    return grid
 
 
 def number(name: str, least: int = 0) -> int:
@@ -156,13 +155,10 @@ def _join(backend: str, grid: Grid) -> None:
 
     stay_inside()
     several = grid.ranks > 1
-    seconds = JOINING[backend]
-    place: Store | None = HashStore()
-    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-        place = None
-        seconds += MEETING  # nobody calls the roll, so some may still be starting
-    elif several:
-        place = _meet(grid.rank, grid.ranks)
+    is_elastic = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    # Nobody calls torchrun's roll, so some may still be starting.
+    seconds = JOINING[backend] + MEETING if is_elastic else JOINING[backend]
+    place = _meet(grid.rank, grid.ranks) if several and not is_elastic else HashStore()
     message = (
         f"ranks: they did not connect to each other within {seconds:g} seconds, so one of them has"
         " ended or cannot be reached - see its message, and start all again"
@@ -172,7 +168,7 @@ def _join(backend: str, grid: Grid) -> None:
     if several:
         timer.start()
     try:
-        if place is not None:
+        if not is_elastic:
             torch.distributed.init_process_group(
                 backend,
                 store=place,
@@ -212,46 +208,40 @@ def _meet(rank: int, ranks: int) -> Store:
     host, port = os.environ["MASTER_ADDR"], number("MASTER_PORT")
     first = rank == 0
     listening = None
-    begin = time.monotonic()
+    end = time.monotonic() + MEETING
     while True:
         try:
             if first and _is_loopback(host):
                 listening = socket.create_server((host, port)).detach()  # torch closes it
-            elif first:
-                socket.create_server(("", port)).close()
-            else:
+            elif not first:
                 socket.create_connection((host, port), timeout=5).close()
             break
         except OSError as fault:
-            if first or time.monotonic() - begin > MEETING:
+            if first or time.monotonic() > end:
                 raise UserError(
                     f"MASTER_ADDR: the processes cannot meet at {host}:{port} ({in_words(fault)})"
                     " - start rank 0 there, with a port that no other program uses"
                 ) from None
         time.sleep(PAUSE)
-    place = TCPStore(
-        host,
-        port,
-        ranks,
-        is_master=first,
-        wait_for_workers=False,
-        master_listen_fd=listening,
-    )
     try:
+        place = TCPStore(
+            host, port, ranks, is_master=first, wait_for_workers=False, master_listen_fd=listening
+        )
         place.set(f"here/{rank}", "")
-        begin = time.monotonic()
-        absent = [one for one in range(ranks) if one != rank]
+        absent = list(range(ranks))
         while absent := [one for one in absent if not place.check([f"here/{one}"])]:
-            if time.monotonic() - begin > MEETING:
+            if time.monotonic() > end:
                 raise UserError(
-                    f"ranks: {ranks - len(absent)} of {ranks} have come to {host}:{port}, not"
-                    f" {', '.join(map(str, absent[:SHOWN]))} after {MEETING:g} seconds - start all"
-                    " of them with this address and port, or let WORLD_SIZE be the number that you"
-                    " start"
+                    f"ranks: {', '.join(map(str, absent[:SHOWN]))} of {ranks} have not come to"
+                    f" {host}:{port} within {MEETING:g} seconds - start all of them with this"
+                    " address and port, or let WORLD_SIZE be the number that you start"
                 )
             time.sleep(PAUSE)
-    except RuntimeError:  # the first has gone, and its store with it
-        raise UserError("ranks: rank 0 has ended, see its message - start all again") from None
+    except RuntimeError as fault:  # the first has gone, and its store with it; or the port is taken
+        raise UserError(
+            f"ranks: rank 0 has ended, or cannot use the port {port} ({in_words(fault)}) - see its"
+            " message, and start all again"
+        ) from None
     return place
 
 
@@ -294,12 +284,13 @@ def left_at_the_end() -> Iterator[None]:
 
 def _environment_of_scheduler() -> dict[str, str]:
     """RANK, WORLD_SIZE and LOCAL_RANK by Slurm or Open MPI; {} if they started one process."""
+    if "WORLD_SIZE" in os.environ:  # a launcher of ours or torchrun says it
+        return {}
     for rank_name, ranks_name, local_name in SCHEDULERS:
-        rank = os.environ.get(rank_name)
-        ranks = os.environ.get(ranks_name)
+        rank, ranks = os.environ.get(rank_name), os.environ.get(ranks_name)
         if rank is None or ranks is None or number(ranks_name) <= 1:
             continue
-        if "MASTER_ADDR" not in os.environ or "MASTER_PORT" not in os.environ:
+        if not {"MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys():
             raise UserError(
                 f"{ranks_name}: {ranks} processes were started, but no MASTER_ADDR and MASTER_PORT"
                 " to meet at - export them (the first machine, a free port) before starting them"

@@ -105,7 +105,7 @@ def train(config: Config, grid: Grid) -> Path | None:
             model.position.on_embeddings(one_window)
             batches.validation()
         use_threads(count_parameters(model), grid.device, before=start.record.get("threads"))
-        parent_weights = match_weights(start.parent, model) if start.parent else None
+        parent_weights = match_weights(start, model)
         trainer = Trainer(config, model, grid)
         logger.info(
             f"{name_of_layers(config.position)}: {whole:,} parameters,"
@@ -176,7 +176,7 @@ def train(config: Config, grid: Grid) -> Path | None:
             }
             if trainer.noise is not None:
                 record["noise_scale"] = trainer.noise.averages
-            with progress.paused(), watchdog.slow():
+            with progress.paused():
                 path = checkpoint.save(trainer, folder, record)
                 keeper.wrote(trainer.step)
                 logger.info("saved %s", path)
@@ -226,7 +226,7 @@ def train(config: Config, grid: Grid) -> Path | None:
                     logger.info(f"step {step}/{steps}  {line}  {progress.remaining()} left")
                 if validates_now:
                     # Before the checkpoint: after a validation that is not finite none is written.
-                    with progress.paused(), watchdog.slow():
+                    with progress.paused():
                         windows = batches.validation()
                         loss = trainer.validate(windows, training.eval_iters, stops=stop.wanted)
                     stops = stop.reason is not None

@@ -15,13 +15,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from megatron.checkpoints.manifest import (
-    WEIGHTS,
-    Damaged,
-    engine_files,
-    faults_of,
-    note_opened,
-)
+from megatron.checkpoints.manifest import WEIGHTS, Damaged, engine_files, faults_of, note_opened
 from megatron.checkpoints.read import READ_BY_EVALUATION, read_meta
 from megatron.checkpoints.saved import checkpoint_to_continue, latest_step
 from megatron.config import Config
@@ -38,18 +32,16 @@ from megatron.training.universal import give
 
 logger = logging.getLogger(__name__)
 
-MAY_CHANGE = frozenset(
-    {
-        "seq_length",
-        "max_position_embeddings",
-        "hidden_dropout",
-        "attention_dropout",
-        "init_method",
-        "init_method_std",
-        "output_layer_init_method",
-        "make_vocab_size_divisible_by",
-    }
-)
+MAY_CHANGE = {
+    "seq_length",
+    "max_position_embeddings",
+    "hidden_dropout",
+    "attention_dropout",
+    "init_method",
+    "init_method_std",
+    "output_layer_init_method",
+    "make_vocab_size_divisible_by",
+}
 """Keys of the section `model` that neither shape the parent's weights nor what is computed from
 them; the rows of the embedding are the parent's whatever the last one says."""
 SCHEDULE = ("min_lr", "lr_decay_style", "lr_decay_iters", "warmup", "lr_schedule")
@@ -64,28 +56,43 @@ class Saved:
     config: Config
     record: dict[str, Any]
 
-    @property
-    def description(self) -> str:
-        """What result rows call it: `rotary step 700`."""
-        return f"{name_of_layers(self.config.position)} step {self.record['step']}"
-
 
 @dataclass(frozen=True)
 class Start:
     """Where a run starts.
 
-    before: the checkpoint that it continues, or None for a new run; record: its checkpoint.json
+    before: the checkpoint that it continues, or None for a new run
     parent: whose weights a new run takes, or None if it has first values of its own
-    parent_model: the parent in words, also of a run that continues
-    step, windows: what all ranks together have trained
     """
 
     before: Saved | None = None
-    record: dict[str, Any] = field(default_factory=dict)
     parent: Saved | None = None
-    parent_model: str | None = None
-    step: int = 0
-    windows: int = 0
+
+    @property
+    def record(self) -> dict[str, Any]:
+        """checkpoint.json of the checkpoint that is continued; {} for a new run."""
+        return self.before.record if self.before else {}
+
+    @property
+    def step(self) -> int:
+        """Steps that were trained."""
+        return self.record.get("step", 0)
+
+    @property
+    def windows(self) -> int:
+        """What all ranks together have trained; an old record does not say it."""
+        if self.before is None:
+            return 0
+        of_step = windows_per_step(self.before.config) * self.record.get("ranks", 1)
+        return self.record.get("windows", self.step * of_step)
+
+    @property
+    def parent_model(self) -> str | None:
+        """What result rows call the parent: `rotary step 700`."""
+        if self.parent is None:
+            return self.record.get("parent_model")
+        name = name_of_layers(self.parent.config.position)
+        return f"{name} step {self.parent.record['step']}"
 
 
 def starting_point(config: Config, facts: dict[str, Any], grid: Grid) -> Start:
@@ -106,16 +113,16 @@ def starting_point(config: Config, facts: dict[str, Any], grid: Grid) -> Start:
             f" set load: {keys.save} to continue it, or save elsewhere"
         )
     is_new = path is None
-    if path is None and keys.parent.path is None:
-        return Start()
-    path = path or Path(str(keys.parent.path))
+    if path is None:
+        if keys.parent.path is None:
+            return Start()
+        path = Path(keys.parent.path)
 
-    faults = faults_of(
-        path, READ_BY_EVALUATION if is_new else None, part=grid.rank, parts=grid.ranks
-    )
-    every = [fault for own in grid.gather(faults) for fault in own]
-    if every:
-        raise Damaged(list(dict.fromkeys(every)))
+    read = READ_BY_EVALUATION if is_new else None
+    own = faults_of(path, read, part=grid.rank, parts=grid.ranks)
+    faults = [fault for of_rank in grid.gather(own) for fault in of_rank]
+    if faults:
+        raise Damaged(list(dict.fromkeys(faults)))
     saved = Saved(path, *read_meta(path))
     trained, record = saved.config, saved.record
     note_opened(path, record)
@@ -133,20 +140,19 @@ def starting_point(config: Config, facts: dict[str, Any], grid: Grid) -> Start:
             " changes the encoding, lengths, attention and data alone"
         )
 
-    now, then = facts["tokenizer"], record.get("tokenizer") or {}
+    now, then, rows = facts["tokenizer"], record.get("tokenizer") or {}, record["vocab"]
     same = then.get("hash", now["hash"]) == now["hash"]  # an old record may not say it
-    if keys.parent.path is not None and same and now["vocab_size"] <= record["vocab"]:
+    if keys.parent.path is not None and same and now["vocab_size"] <= rows:
         # A fine-tuned model has its parent's rows, whatever make_vocab_size_divisible_by says.
-        facts["vocab"] = record["vocab"]
-    if not same or facts["vocab"] != record["vocab"]:
-        learned_with = f"{then.get('type')} {then.get('hash')}"
+        facts["vocab"] = rows
+    if not same or facts["vocab"] != rows:
         raise UserError(
-            f"load: {path} learned with {learned_with} ({record['vocab']} rows of vocabulary), the"
-            f" data are written by {now['type']} {now['hash']} ({facts['vocab']} rows) - prepare"
-            " them with that tokenizer"
+            f"load: {path} learned with {then.get('type')} {then.get('hash')} ({rows} rows of"
+            f" vocabulary), the data are written by {now['type']} {now['hash']}"
+            f" ({facts['vocab']} rows) - prepare them with that tokenizer"
         )
     if is_new:
-        return Start(parent=saved, parent_model=saved.description)
+        return Start(parent=saved)
 
     if facts.get("corpora") != record.get("corpora"):
         logger.warning(
@@ -155,13 +161,13 @@ def starting_point(config: Config, facts: dict[str, Any], grid: Grid) -> Start:
         )
     # Another number of ranks may change the windows of a step if train_batch_size says so.
     ranks, windows = record.get("ranks", grid.ranks), record.get("windows_per_step")
-    own = windows_per_step(config) * grid.ranks
+    windows_here = windows_per_step(config) * grid.ranks
     is_meant = config.training.train_batch_size is not None
-    if ranks != grid.ranks and windows not in (None, own) and not is_meant:
+    if ranks != grid.ranks and windows not in (None, windows_here) and not is_meant:
         raise UserError(
             f"load: a step of {path} took {windows} windows on {ranks} rank(s), here it would take"
-            f" {own} on {grid.ranks} - change gradient_accumulation_steps to keep it, or set"
-            f" train_batch_size={own} if that is meant"
+            f" {windows_here} on {grid.ranks} - change gradient_accumulation_steps to keep it, or"
+            f" set train_batch_size={windows_here} if that is meant"
         )
     unfinished = record["step"] < config.training.train_iters
     if unfinished and not keys.no_load_optim and not engine_files(path, record):
@@ -170,24 +176,13 @@ def starting_point(config: Config, facts: dict[str, Any], grid: Grid) -> Start:
             " - finetune=true starts a new run from them, no_load_optim=true goes on with a fresh"
             " optimizer; a sweep keeps the optimizer's states with keep_optimizer_states"
         )
-    # An old record does not say how many windows were used.
-    used = record["step"] * windows_per_step(trained) * record.get("ranks", 1)
-    return Start(
-        before=saved,
-        record=record,
-        parent_model=record.get("parent_model"),
-        step=record["step"],
-        windows=record.get("windows", used),
-    )
+    return Start(before=saved)
 
 
 def _differences(now: Mapping[str, Any], then: Mapping[str, Any]) -> str:
     """`num_layers: 2 there, 3 here; …`, or nothing."""
-    differing = []
-    for key, value in now.items():
-        if value != then.get(key):
-            differing.append(f"{key}: {then.get(key)!r} there, {value!r} here")
-    return "; ".join(differing)
+    changed = [key for key in now if now[key] != then.get(key)]
+    return "; ".join(f"{key}: {then.get(key)!r} there, {now[key]!r} here" for key in changed)
 
 
 def _fixed(section: Model) -> dict[str, Any]:
@@ -208,20 +203,18 @@ def with_schedule(config: Config, start: Start) -> Config:
     Raises UserError if only a changed train_iters would change the schedule: whether the old one
     shall be stretched is asked, because each choice is a different experiment.
     """
-    if start.before is None or start.step >= config.training.train_iters:
+    steps, optimizer = config.training.train_iters, config.optimizer
+    if start.before is None or start.step >= steps:
         return config
-    trained = start.before.config
+    there = start.before.config.optimizer
     if config.checkpoint.use_checkpoint_lr_scheduler:
-        there, chosen = trained.optimizer, config.optimizer.optimizer
-        rate = chosen.params.model_copy(update={"lr": there.lr})
+        rate = optimizer.optimizer.params.model_copy(update={"lr": there.lr})
         update: dict[str, Any] = {key: getattr(there, key) for key in SCHEDULE}
-        update["optimizer"] = chosen.model_copy(update={"params": rate})
-        return replace(config, optimizer=config.optimizer.model_copy(update=update))
-    now, then = config.optimizer.lr_decay_iters, trained.optimizer.lr_decay_iters
-    if now == then:
-        return config
-    steps = config.training.train_iters
-    if "lr_decay_iters" not in config.given and not config.checkpoint.override_lr_scheduler:
+        update["optimizer"] = optimizer.optimizer.model_copy(update={"params": rate})
+        return replace(config, optimizer=optimizer.model_copy(update=update))
+    now, then = optimizer.lr_decay_iters, there.lr_decay_iters
+    is_meant = "lr_decay_iters" in config.given or config.checkpoint.override_lr_scheduler
+    if now != then and not is_meant:
         raise UserError(
             f"lr_decay_iters: follows train_iters = {steps} and was {then} when step {start.step}"
             " was trained, so the learning rate would change in the middle of the run - say which"
@@ -229,35 +222,37 @@ def with_schedule(config: Config, start: Start) -> Config:
             f" end from there on; lr_decay_iters={now} or override_lr_scheduler=true stretches the"
             f" schedule over {now} steps"
         )
-    logger.info(
-        f"lr_decay_iters is {now}, was {then}: the learning rate follows the new schedule from step"
-        f" {start.step} on; lr_decay_iters={then} would keep the old one"
-    )
     return config
+
+
+# --- the weights of a parent ----------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class ParentWeights:
     """Where the numbers of a new model come from.
 
-    initial: the encoding's own first values
+    file: the parent's weights; initial: the encoding's own first values
     sources: the parent's name of every tensor that is taken; rows: how many of its first rows, of
     tensors of the encoding
     """
 
-    parent: Saved
+    file: Path
     initial: dict[str, Tensor] = field(default_factory=dict)
     sources: dict[str, str] = field(default_factory=dict)
     rows: dict[str, int] = field(default_factory=dict)
 
 
-def match_weights(parent: Saved, model: GPT) -> ParentWeights:
-    """What a new model takes from its parent, which is logged. Call it before an engine is built.
+def match_weights(start: Start, model: GPT) -> ParentWeights | None:
+    """What a new model takes from its parent, which is logged; None for a run without a parent.
 
-    An encoding that layers share is copied to every layer. Those of several layers are not merged
-    into one: they are dropped. Raises UserError if the parent's file of weights is not that of its
-    configuration.
+    Call it before an engine is built. An encoding that layers share is copied to every layer. Those
+    of several layers are not merged into one: they are dropped. Raises UserError if the parent's
+    file of weights is not that of its configuration.
     """
+    parent = start.parent
+    if parent is None:
+        return None
     file = parent.path / WEIGHTS
     try:
         with safe_open(file, framework="pt") as weights:
@@ -270,7 +265,7 @@ def match_weights(parent: Saved, model: GPT) -> ParentWeights:
     kinds_here = [_kinds_of(placed.position) for placed in model.placed]
     places = set(zip(layers_there, model.position_of_layer, strict=True))
 
-    found = ParentWeights(parent)
+    found = ParentWeights(file)
     outside: dict[str, list[int]] = {}
     new: list[str] = []
     for name, weight in model.named_parameters():
@@ -285,7 +280,7 @@ def match_weights(parent: Saved, model: GPT) -> ParentWeights:
         source = f"positions.{there[0]}.{rest}"
         kind = kinds_here[int(index)].get(rest)
         if len(there) == 1 and kind is not None and kinds_there[there[0]].get(rest) == kind:
-            by_position = kind[1]
+            _, by_position = kind
             same_rows = by_position or old[source][0] == shape[0]
             if same_rows and old[source][1:] == shape[1:]:
                 found.sources[name] = source
@@ -300,7 +295,7 @@ def match_weights(parent: Saved, model: GPT) -> ParentWeights:
         ", ".join(sorted(names)) or "nothing" for names in (found.rows, dropped, new)
     )
     logger.info(
-        f"fine-tuning {parent.path} ({parent.description}):\n"
+        f"fine-tuning {parent.path} ({start.parent_model}):\n"
         f"  kept: the whole model outside its encoding, and of that {kept}\n"
         f"  dropped: {lost}\n  new: {fresh}"
     )
@@ -309,17 +304,16 @@ def match_weights(parent: Saved, model: GPT) -> ParentWeights:
 
 def load_matching_weights(trainer: Trainer, found: ParentWeights) -> None:
     """Let a new engine start from its parent's weights. Every rank calls this."""
-    with safe_open(found.parent.path / WEIGHTS, framework="pt") as weights:
+    with safe_open(found.file, framework="pt") as weights:
 
         def weight(name: str) -> Tensor:
-            taken = found.initial.get(name)
             if name not in found.sources:
                 return found.initial[name]
-            from_parent = weights.get_tensor(found.sources[name])
-            if taken is None:
-                return from_parent
+            taken = weights.get_tensor(found.sources[name])
+            if name not in found.initial:
+                return taken
             rows = found.rows[name]
-            return torch.cat([from_parent[:rows], taken[rows:]])
+            return torch.cat([taken[:rows], found.initial[name][rows:]])
 
         give(trainer.engine, weight)
     trainer.restore_exact_positions()

@@ -17,7 +17,7 @@ from megatron.evaluation.loaded_run import loaded_run
 from megatron.model import from_config
 from megatron.training.loop import train
 from megatron.training.optimizer import learning_rate
-from megatron.training.start import Saved, match_weights
+from megatron.training.start import Saved, Start, match_weights
 from tests.checkpoints import make_checkpoint
 from tests.training.conftest import MODEL, copy_of, records, tiny
 
@@ -147,7 +147,9 @@ def test_of_an_encoding_is_taken_what_has_its_name_kind_and_shape(
 ):
     path = make_checkpoint(tmp_path, corpus, *there) / "global_step5"
     parent = Saved(path, *read_meta(path))
-    found = match_weights(parent, from_config(load([], tiny("train_iters=2", *here)), 512))
+    model = from_config(load([], tiny("train_iters=2", *here)), 512)
+    found = match_weights(Start(parent=parent), model)
+    assert found is not None
     taken = {
         name.removeprefix("positions."): source.removeprefix("positions.")
         for name, source in found.sources.items()

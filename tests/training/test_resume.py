@@ -172,7 +172,7 @@ def scheduled(*words: str) -> Config:
 
 def continued(config: Config, step: int = 8) -> Config:
     before = Saved(Path("run"), scheduled("train_iters=8"), {"step": step})
-    return with_schedule(config, Start(before=before, step=step))
+    return with_schedule(config, Start(before=before))
 
 
 def test_more_steps_ask_whether_the_schedule_is_stretched(caplog):
