@@ -22,21 +22,6 @@ TINY = [
     "max_position_embeddings=64",
 ]
 TRAIN = [*TINY, "data_path=a", "save=b", "train_iters=1"]
-SCRIPT = """
-import os, sys
-rank = os.environ["RANK"]
-line = " ".join(["rank", rank, "of", os.environ["WORLD_SIZE"], "arguments", *sys.argv[1:]])
-os.write(1, (line + "\\n").encode())  # in one piece: both processes write into one pipe
-if f"fail={rank}" in os.environ.get("WHAT", ""):
-    sys.exit(7)
-"""
-
-
-@pytest.fixture
-def script(tmp_path):
-    path = tmp_path / "tiny.py"
-    path.write_text(SCRIPT)
-    return path
 
 
 def start(*words, cwd, **environment):
@@ -59,24 +44,6 @@ def wait_for(condition):
     deadline = time.monotonic() + 120
     while not condition() and time.monotonic() < deadline:
         time.sleep(0.1)
-
-
-@pytest.mark.distributed
-def test_two_processes_run_the_script_with_its_own_arguments(script, tmp_path):
-    own = [*TINY, "num_gpus=2", "steps_per_print=1", "--mode", "x"]
-    status, out, err = finish(start("1.5", script, *own, cwd=tmp_path, WHAT="fail=1"))
-    assert status == 7
-    given = " ".join(own)
-    assert sorted(line for line in out.splitlines() if line.startswith("rank")) == [
-        f"rank 0 of 2 arguments {given}",
-        f"rank 1 of 2 arguments {given}",
-    ]
-    notes = [line for line in err.splitlines() if line.startswith("note: ")]
-    assert [note.split(":")[1].strip() for note in notes] == [
-        "the leading 1.5 is accepted and has no effect",
-        "steps_per_print",
-    ]
-    assert err.endswith("rank 1: ended with status 7; the others were ended\n")
 
 
 @pytest.mark.distributed

@@ -13,30 +13,8 @@ import pytest
 from megatron.errors import UserError
 from megatron.parallel import grid
 from megatron.parallel.grid import SCHEDULERS, Grid, connect, free_port
-from tests.support import run, unlaunched
+from tests.support import unlaunched
 
-ENDS = """
-import torch.distributed
-from megatron import entry
-from megatron.errors import UserError
-from megatron.parallel.grid import connect
-
-def main(config, options):
-    connect().mean(torch.ones(3))
-    if FAULT:
-        raise UserError("a fault")
-
-def end():
-    try:
-        entry.run(main, config_needed=False, argv=[])
-    except SystemExit as ended:
-        print(ended.code, torch.distributed.is_initialized())
-
-for FAULT in (False, True):
-    end()
-connect()
-end()
-"""
 PLACE = {
     "WORLD_SIZE": "2",
     "RANK": "1",
@@ -123,11 +101,6 @@ def test_the_first_process_says_who_is_missing_and_the_others_end_with_it(enviro
     ended.start()
     message = fault_of(lambda: grid._meet(1, 2))
     assert message.startswith("ranks: rank 0 has ended, or cannot use the port ")
-
-
-def test_a_script_leaves_the_processes_that_it_joined_and_no_others():
-    found = run("-c", ENDS)
-    assert found.stdout.splitlines() == ["0 False", "1 False", "1 True"], found.stderr
 
 
 @dataclass(frozen=True)

@@ -64,12 +64,6 @@ def wait_for(*files: Path) -> None:
         time.sleep(0.02)
 
 
-def test_each_process_knows_its_place():
-    first, second = environments({"A": "b", "RANK": "7"}, 2, 29500)
-    assert (first["A"], first["WORLD_SIZE"], first["MASTER_PORT"]) == ("b", "2", "29500")
-    assert (first["RANK"], second["RANK"], second["LOCAL_RANK"]) == ("0", "1", "1")
-
-
 ENDINGS = {
     "exit 0": Ending(0),
     "[ $RANK = 0 ] || exit 7; sleep 60": Ending(7, f"rank 1: ended with status 7{OTHERS_ENDED}"),

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron.checkpoints.read import load_for_evaluation, read_meta
+from megatron.checkpoints.read import read_meta
 from megatron.checkpoints.saved import find
 from megatron.config import load
 from megatron.data.parts import open_parts
@@ -160,7 +160,6 @@ def test_text_that_does_not_fit_is_refused_with_its_key(grid, texts, corpus, tmp
 # --- documents apart ------------------------------------------------------------------------------
 
 END = 0
-KEYS = ["reset_attention_mask=true", "reset_position_ids=true", "eod_mask_loss=true"]
 
 
 def ending(grid, *words: str) -> Trainer:
@@ -217,23 +216,3 @@ def test_the_end_of_a_document_counts_and_the_token_after_it_does_not(grid):
     assert loss(8, END) != loss(8, 9)
     nothing = train_step(run, [torch.zeros(4, 65, dtype=torch.long)])
     assert nothing["loss"].item() == float(nothing["grad_norm"]) == 0
-
-
-@pytest.mark.distributed
-def test_two_ranks_average_their_means(forks, grid, letters, tmp_path):
-    """As GPT-NeoX: every rank's mean weighs the same, however many targets it has."""
-    words = [f"data_path={letters}", "train_iters=1", "split=1,0,0", *KEYS]
-    words.append("train_micro_batch_size_per_gpu=1")
-    log = tmp_path / "log"
-    two = tiny(*words, f"save={tmp_path / 'two'}")
-    ranks = forks.start_ranks(2, "train.py", *two, log=log)
-    assert [forks.wait(rank) for rank in ranks] == [0, 0], log.read_text()
-    # One rank with a micro batch for each of the two.
-    one = tiny(*words, f"save={tmp_path / 'one'}", "gradient_accumulation_steps=2")
-    train(load([], one), grid)
-    first, second = records(tmp_path / "two")[1], records(tmp_path / "one")[1]
-    for key in ("loss", "grad_norm"):
-        assert first[key] == pytest.approx(second[key], rel=1e-5)
-    model, _, record = load_for_evaluation(tmp_path / "two")
-    assert model.attention.reset_attention_mask
-    assert model.end_of_document == record["tokenizer"]["eod"] == 0

@@ -15,7 +15,7 @@ from megatron.config import load
 from megatron.errors import UserError
 from megatron.folder_lock import owned_folder
 from megatron.model import from_config
-from megatron.training import checkpoint, loop, stop
+from megatron.training import checkpoint, loop
 from megatron.training.checkpoint import full_weights
 from megatron.training.loop import train, train_step
 from megatron.training.trainer import Trainer, use_deterministic_algorithms
@@ -111,22 +111,6 @@ def test_a_preempted_run_finishes_the_checkpoint_that_a_second_signal_interrupts
     assert ended.value.code == 128 + signal.SIGUSR1
     assert "SIGTERM: already stopping; ctrl-C or SIGKILL ends without saving" in caplog.messages
     assert steps_in(tmp_path) == [3]
-
-
-def test_a_late_second_ctrl_c_interrupts_a_checkpoint_and_leaves_the_one_before(
-    grid, corpus, tmp_path, monkeypatch
-):
-    train(settings(corpus, tmp_path, "train_iters=2"), grid)
-    at_step(monkeypatch, 3, signals(signal.SIGINT))
-    monkeypatch.setattr(stop, "ONE_SIGNAL", 0.0)
-    monkeypatch.setattr(checkpoint, "full_weights", lambda *_, **__: signals(signal.SIGINT)())
-    with pytest.raises(KeyboardInterrupt):
-        train(settings(corpus, tmp_path), grid)
-    assert steps_in(tmp_path) == [2]
-    monkeypatch.undo()
-    train(settings(corpus, tmp_path, "train_iters=4"), grid)
-    assert steps_in(tmp_path) == [2, 4]
-    assert not list(tmp_path.glob("partial_*"))
 
 
 def test_a_lost_process_that_reads_samples_is_one_message(grid, corpus, tmp_path, monkeypatch):

@@ -79,11 +79,10 @@ def reference(grid, corpus, tmp_path_factory) -> dict:
     "how",
     [
         ["zero_optimization.stage=2", "gradient_noise_scale_cpu_offload=true"],
-        ["zero_optimization.stage=3"],
         ["train_micro_batch_size_per_gpu=2", "gradient_accumulation_steps=2", "precision=bf16"],
         ["precision=bf16", "zero_optimization.stage=3"],
     ],
-    ids=["zero2", "zero3", "bf16-accumulated", "bf16-zero3"],
+    ids=["zero2", "bf16-accumulated", "bf16-zero3"],
 )
 def test_every_engine_measures_the_same(grid, corpus, tmp_path, reference, how):
     train(settings(corpus, tmp_path, *MEASURED, "hidden_dropout=0", "train_iters=4", *how), grid)
@@ -93,10 +92,10 @@ def test_every_engine_measures_the_same(grid, corpus, tmp_path, reference, how):
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("how", ["zero_optimization.stage=0", "zero_optimization.stage=3"])
-def test_two_ranks_measure_what_one_does(forks, corpus, tmp_path, reference, how):
+def test_two_ranks_measure_what_one_does(forks, corpus, tmp_path, reference):
     log = tmp_path / "log"
-    words = tiny(*MODEL, *MEASURED, "hidden_dropout=0", "train_iters=4", how)
+    words = tiny(*MODEL, *MEASURED, "hidden_dropout=0", "train_iters=4")
+    words.append("zero_optimization.stage=3")
     words += [f"data_path={corpus}", f"save={tmp_path / 'run'}", "train_micro_batch_size_per_gpu=2"]
     pids = forks.start_ranks(2, "train.py", *words, log=log)
     assert not any([forks.wait(pid) for pid in pids]), log.read_text()

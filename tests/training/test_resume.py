@@ -120,29 +120,18 @@ def test_pickles_that_would_run_code_are_not_loaded(grid, corpus, trained, tmp_p
 # --- what is refused ------------------------------------------------------------------------------
 
 
-def test_what_would_overwrite_a_run_or_is_another_model_is_refused(grid, corpus, trained, tmp_path):
-    folder = copy_of(trained, tmp_path)
+def test_another_model_and_a_validation_that_cannot_be_are_refused(grid, corpus, trained, tmp_path):
+    """tests/bad_inputs has the others."""
     new = tmp_path / "new"
+    longer = ["pos_emb=learned", "seq_length_val=128", "eval_interval=4"]
     cases = [
-        (["load=null"], r"save: .* holds a checkpoint of step 4 already - set load: .* to contin"),
         (["pos_emb=alibi", "num_layers=3"], r"is another model \(num_layers: 2 there, 3 here; pos"),
-        ([f"load={tmp_path / 'gone'}", f"save={new}"], r"checkpoint: no folder .*gone"),
-        ([f"save={folder}/latest/run", "load=null"], r"save: .*cannot be written \(Not a direct"),
-        (
-            [
-                "load=null",
-                f"save={new}",
-                "pos_emb=learned",
-                "seq_length_val=128",
-                "eval_interval=4",
-            ],
-            "learned positions end at 64, so length 128 cannot be computed",
-        ),
-        (["load=null", f"save={new}", "split=[100, 0, 0]", "eval_interval=4"], "none for valid"),
+        (["load=null", *longer], "learned positions end at 64, so length 128 cannot be computed"),
+        (["load=null", "split=[100, 0, 0]", "eval_interval=4"], "none for valid"),
     ]
     for words, message in cases:
         with pytest.raises(UserError, match=message):
-            train(settings(corpus, folder, *words), grid)
+            train(settings(corpus, new, f"load={trained}", *words), grid)
     assert not list(tmp_path.glob("new/global_step*"))
 
 
@@ -150,13 +139,10 @@ def test_another_number_of_ranks_must_keep_the_windows_of_a_step(grid, corpus, t
     folder = copy_of(trained, tmp_path)
     path = folder / "global_step4"
     write_record(path, read_record(path) | {"ranks": 2, "windows_per_step": 8})
-    with pytest.raises(UserError) as fault:
+    with pytest.raises(
+        UserError, match=r"took 8 windows on 2 rank.s., here it would take 4 on 1 -"
+    ):
         train(settings(corpus, folder), grid)
-    assert str(fault.value) == (
-        f"load: a step of {folder}/global_step4 took 8 windows on 2 rank(s), here it would take"
-        " 4 on 1 - change gradient_accumulation_steps to keep it, or set train_batch_size=4 if that"
-        " is meant"
-    )
     train(settings(corpus, folder, "train_batch_size=4", "train_iters=5"), grid)
     assert latest_step(folder) == 5
 
@@ -263,31 +249,6 @@ def recipe(corpus: Path, save: Path, stage: int, *more: str, source: Path | None
 
 def losses(folder: Path) -> dict[int, float]:
     return {step: record["loss"] for step, record in records(folder).items() if step > 4}
-
-
-@pytest.mark.campaign
-@pytest.mark.distributed
-def test_checkpoints_continue_on_other_ranks(grid, forks, corpus, tmp_path):
-    """tests/faults/test_engines.py has more engines."""
-
-    def on_two(name: str, stage: int, source: str | None = None) -> Path:
-        path = None if source is None else tmp_path / source
-        words = recipe(corpus, tmp_path / name, stage, "gradient_accumulation_steps=1", source=path)
-        log = tmp_path / f"{name}.log"
-        pids = forks.start_ranks(2, "train.py", *words, log=log)
-        assert not any([forks.wait(pid) for pid in pids]), log.read_text()
-        return tmp_path / name
-
-    one, back = tmp_path / "one", tmp_path / "back"
-    train(load([], recipe(corpus, one, 0)), grid)
-    two = on_two("two", 2)
-    assert losses(on_two("again", 2, "two")) == losses(two)
-    assert losses(on_two("onto-two", 3, "one")) == pytest.approx(losses(one), abs=1e-5)
-    train(load([], recipe(corpus, back, 1, source=two)), grid)
-    assert losses(back) == pytest.approx(losses(two), abs=1e-5)
-    (two / "global_step4" / "zero_pp_rank_1_mp_rank_00_optim_states.pt").unlink()
-    with pytest.raises(UserError, match="zero_pp_rank_1_mp_rank_00"):
-        train(load([], recipe(corpus, tmp_path / "new", 2, source=two)), grid)
 
 
 def test_weight_decay_of_the_encoding_can_change(grid, corpus, tmp_path):
