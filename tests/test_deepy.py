@@ -24,43 +24,31 @@ TINY = [
 TRAIN = [*TINY, "data_path=a", "save=b", "train_iters=1"]
 
 
-def start(*words, cwd, **environment):
-    return subprocess.Popen(
-        [sys.executable, str(ROOT / "deepy.py"), *map(str, words)],
-        cwd=cwd,
-        env=unlaunched() | {"CUDA_VISIBLE_DEVICES": ""} | environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-
-
-def finish(process):
-    out, err = process.communicate(timeout=120)
-    return process.returncode, out, err
-
-
-def wait_for(condition):
-    deadline = time.monotonic() + 120
-    while not condition() and time.monotonic() < deadline:
-        time.sleep(0.1)
-
-
 @pytest.mark.distributed
 def test_ctrl_c_on_two_ranks_saves_and_prints_one_line(corpus, tmp_path):
     settings = ["train_iters=100000", "log_interval=10", "eval_interval=0"]
     words = [*TINY, *settings, "tokenizer_type=CharLevelTokenizer", f"data_path={corpus}"]
-    process = start("train.py", *words, "save=run", "num_gpus=2", cwd=tmp_path)
-    wait_for((tmp_path / "run" / "metrics.jsonl").exists)
+    process = subprocess.Popen(
+        [sys.executable, ROOT / "deepy.py", "train.py", *words, "save=run", "num_gpus=2"],
+        cwd=tmp_path,
+        env=unlaunched() | {"CUDA_VISIBLE_DEVICES": ""},
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    deadline = time.monotonic() + 120
+    while not (tmp_path / "run" / "metrics.jsonl").exists() and time.monotonic() < deadline:
+        time.sleep(0.1)
     process.send_signal(signal.SIGINT)
-    status, _, err = finish(process)
-    assert status == 130, err
+    err = process.communicate(timeout=120)[1]
+    assert process.returncode == 130, err
     assert "Traceback" not in err
     assert len([line for line in err.splitlines() if line.startswith("stopped at step")]) == 1
     assert (tmp_path / "run" / "latest").exists()
 
 
-def test_what_is_wrong_is_one_message_and_nothing_starts(capsys, tmp_path, monkeypatch):
+def test_what_does_not_fit_is_one_message_and_nothing_starts(capsys, monkeypatch):
+    """tests/bad_inputs has other messages."""
+
     def ended(*words):
         with pytest.raises(SystemExit) as raised:
             deepy.main([str(word) for word in words])
@@ -68,20 +56,8 @@ def test_what_is_wrong_is_one_message_and_nothing_starts(capsys, tmp_path, monke
         return capsys.readouterr().err
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert ended("train.py", *TINY, "num_layer=3", "pos_emb=rotery") == (
-        "bad configuration (command line)\n"
-        "  num_layer: no such key; did you mean num_layers?\n"
-        "  pos_emb: no encoding is called 'rotery'; did you mean rotary?\n"
-    )
     assert "data_path: not given" in ended("train.py", *TINY)
     assert "3 devices" in ended("train.py", *TRAIN, "train_batch_size=4", "num_gpus=3")
-    assert ended("trian.py").startswith(
-        "deepy.py: trian.py is not a script; write deepy.py SCRIPT FILE… key=value…, SCRIPT one of "
-    )
-    (tmp_path / "run.yml").write_text("hostfile: no/hosts\n")
-    assert ended("train.py", tmp_path / "run.yml", *TRAIN) == (
-        "hostfile: no/hosts does not exist; it has lines `host slots=8`\n"
-    )
 
 
 def test_help_explains_the_call_and_the_keys(capsys):

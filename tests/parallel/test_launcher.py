@@ -3,18 +3,15 @@
 import os
 import signal
 import subprocess
-import sys
 import threading
 import time
 from pathlib import Path
 
-import psutil
 import pytest
 
 from megatron.errors import UserError
 from megatron.parallel import launcher
 from megatron.parallel.launcher import Ending, Launcher, environments
-from tests.support import unlaunched
 
 WORKS = "touch ready$RANK; while :; do sleep 0.02; done"
 SAVES = f"trap 'sleep 0.2; touch saved$RANK; exit 143' TERM; {WORKS}"
@@ -112,21 +109,3 @@ def test_processes_that_cannot_be_started_are_one_message(monkeypatch):
         "num_gpus: process 1 of 2 cannot be started (Resource temporarily unavailable)"
         " - lower num_gpus, or end other programs"
     )
-
-
-KILLED = """
-import os
-from megatron.parallel.launcher import Launcher, environments
-script = "echo $$ > pid$RANK; touch ready$RANK; sleep 60"
-Launcher().run(["/bin/sh", "-c", script], environments(os.environ, 2, 1))
-"""
-
-
-def test_no_process_outlives_a_killed_launcher():
-    process = subprocess.Popen([sys.executable, "-c", KILLED], env=unlaunched())
-    wait_for(Path("ready0"), Path("ready1"))
-    children = [psutil.Process(int(Path(f"pid{rank}").read_text())) for rank in range(2)]
-    process.kill()
-    process.wait(30)
-    _, alive = psutil.wait_procs(children, timeout=10)
-    assert not [child for child in alive if child.status() != psutil.STATUS_ZOMBIE]

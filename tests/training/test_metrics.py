@@ -12,11 +12,9 @@ from megatron.checkpoints.manifest import read_record
 from megatron.config import load
 from megatron.config.schema import Logging
 from megatron.errors import UserError
-from megatron.training import metrics as metrics_module
 from megatron.training.loop import train
 from megatron.training.metrics import (
     Metrics,
-    Progress,
     flops_per_token,
     peak_memory,
     peak_of,
@@ -95,19 +93,6 @@ def test_a_place_that_cannot_be_written_is_refused_and_tensorboard_has_every_num
 # --- speed ----------------------------------------------------------------------------------------
 
 
-def test_a_validation_counts_for_the_time_left_but_not_for_the_speed(monkeypatch):
-    clock = [100.0]
-    monkeypatch.setattr(metrics_module, "_now", lambda: clock[0])
-    progress = Progress(step=0, steps=30)
-    clock[0] += 20  # ten steps of two seconds
-    with progress.paused():
-        clock[0] += 80
-    assert progress.advance(10) == 2
-    assert progress.remaining() == "0:03:20"  # ten seconds a step, all in all
-    clock[0] += 5
-    assert progress.advance(15) == 1
-
-
 def test_a_token_of_the_125m_model_costs_742_and_57_megaflops():
     # 12 layers of 12 * 768² + 13 * 768 weights, a norm of 2 * 768, 50304 rows of 768:
     # 123,689,472 weights.
@@ -157,18 +142,6 @@ def test_a_run_holds_every_record_and_goes_on_when_it_is_resumed(
     run_id = read_record(tmp_path / "global_step8")["wandb"]
     assert kept_in(tmp_path) == [(run_id, 2 * 4), (run_id, 2 * 2)]
     assert "use_wandb" not in caplog.text
-
-    # A service that dies costs records and no run.
-    log = Metrics(tmp_path / "dies", Logging(use_wandb=True), {}, run_id="abcd1234")
-    log.log(1, "train", {"loss": 1.0})
-    assert not log.lost
-    for child in psutil.Process().children(recursive=True):
-        if child.name().startswith("wandb"):
-            child.kill()
-            child.wait(10)
-    log.log(2, "train", {"loss": 1.0})
-    log.close()
-    assert caplog.messages[-1] == "use_wandb: 1 record(s) were lost"
 
 
 def test_a_server_that_cannot_be_used_costs_one_warning(tmp_path, caplog, monkeypatch):

@@ -33,14 +33,6 @@ def test_the_old_schedule_starts_at_zero_and_stands_still_at_the_end():
     assert found[-1] == pytest.approx(0.0954915)  # (cos(0.8 π) + 1) / 2: it never gets to 0
 
 
-def test_kerples_published_recipe():
-    words = ["lr_schedule=neox-2022", "optimizer.params.lr=6e-4", "warmup=0.01"]
-    found = rates(*words, "lr_decay_iters=50000", steps=50000)
-    assert found[500] == pytest.approx(6e-4)
-    assert found[25000] == pytest.approx(3.094e-4, rel=1e-3)
-    assert found[-1] == pytest.approx(5.9e-7, rel=1e-2)
-
-
 def test_constant_stays_at_its_peak_and_the_floor_holds_everywhere():
     assert set(rates("lr_decay_style=constant", "warmup=0")) == {1.0}
     assert min(rates("lr_schedule=neox-2022", "min_lr=0.3")) == 0.3

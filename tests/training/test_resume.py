@@ -65,18 +65,6 @@ def test_a_resumed_run_repeats_the_uninterrupted_one_to_the_last_bit(grid, corpu
         assert torch.equal(weights[name], tensor), name
 
 
-def test_a_run_goes_on_with_larger_batches_or_elsewhere_or_with_defaults_written_out(
-    grid, corpus, trained, tmp_path
-):
-    load_from = f"load={trained / 'global_step4'}"
-    train(settings(corpus, tmp_path / "a", load_from, "train_micro_batch_size_per_gpu=8"), grid)
-    meta = read_record(tmp_path / "a" / "global_step8")
-    assert (meta["windows"], meta["windows_per_step"]) == (4 * 4 + 4 * 8, 8)
-    written = ["pos_emb_args.kernels=[gaussian, kerple_log]", "pos_emb_args.weights=equal"]
-    train(settings(corpus, tmp_path / "b", load_from, *written, "train_iters=5"), grid)
-    assert records(tmp_path / "b").keys() == {5}
-
-
 # --- pickles --------------------------------------------------------------------------------------
 
 
