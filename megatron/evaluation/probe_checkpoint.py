@@ -5,7 +5,6 @@ change its output, and attention how far back it looks (attention_probes.py).
 """
 
 import math
-import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -206,9 +205,9 @@ def asked(
     task = TASKS[name]
     places = task.places or depths
     text = text.astype(np.int64)
-    # Of each place and trial: correct, log-probability, and that without the answers, of each
-    # target, [3, count] float64; the number of right tokens; and the accuracy of guessing.
-    answers: list[list[tuple[Tensor, np.ndarray, float | None]]] = [[] for _ in places]
+    # Of each place and trial: correct, log-probability, that without the answers, the number of
+    # right tokens and the accuracy of guessing, of each target: [5, count].
+    answers: list[list[np.ndarray]] = [[] for _ in places]
     reason = None
     try:
         for number in range(trials):
@@ -217,12 +216,12 @@ def asked(
                 arrays = (trial.ids, trial.at, trial.targets)
                 tensors = [torch.from_numpy(array).to(device) for array in arrays]
                 correct, log_probability = scores(*tensors)  # [2, count] each
-                numbers = torch.stack([correct[0], *log_probability]).double().cpu()
+                numbers = torch.stack([correct[0], *log_probability]).double().cpu().numpy()
                 choices = (trial.targets.reshape(len(trial.at), -1) != NO_TOKEN).sum(axis=1)
+                guess = np.broadcast_to(trial.guess, choices.shape)
+                table = np.vstack([numbers, choices, guess])
                 for cell in np.unique(trial.cell):
-                    own = trial.cell == cell
-                    guess = None if trial.guess is None else float(trial.guess[own].mean())
-                    answers[cell].append((numbers[:, own], choices[own], guess))
+                    answers[cell].append(table[:, trial.cell == cell])
     except UserError as refusal:
         reason = str(refusal)
 
@@ -234,18 +233,16 @@ def asked(
             result["form"] = dict(task.form)
         result |= {"chance": 1 / words, "reason": reason, **dict.fromkeys(NUMBERS)}
         if reason is None:
-            of_trials, choices, guesses = zip(*of_place, strict=True)
-            accuracies = torch.stack([numbers[0].mean() for numbers in of_trials])
-            targets = torch.cat(of_trials, dim=1)
-            result["tokens"] = targets.shape[1]
-            result["chance"] = np.concatenate(choices).mean().item() / words
-            if guesses[0] is not None:
-                result["guess"] = statistics.fmean(guesses)
-            means = targets.mean(dim=1).tolist()
-            result["accuracy"], result["log_probability"], result["without"] = means
-            result["low"], result["high"] = wilson(accuracies.mean().item(), trials)
+            table = np.stack(of_place)  # [trials, 5, count]
+            accuracy, log_probability, without, choices, guess = table.mean(axis=(0, 2)).tolist()
+            result |= {"accuracy": accuracy, "chance": choices / words}
+            result |= {"log_probability": log_probability, "without": without}
+            result["guess"] = None if math.isnan(guess) else guess
+            result["tokens"] = table[:, 0].size
+            result["low"], result["high"] = wilson(accuracy, trials)
             if trials > 1:
-                result["error"] = accuracies.std().item() / math.sqrt(trials)
+                spread = table[:, 0].mean(axis=1).std(ddof=1)
+                result["error"] = spread.item() / math.sqrt(trials)
         results.append(result)
     return results
 

@@ -29,14 +29,14 @@ class Trial:
     targets: [count] the answers of the first context; or [count, choices], where any of a line is
         right, and NO_TOKEN stands for none
     cell: [count] the number of the place (the depth, or the axis of its task) of each answer
-    guess: [count] accuracy of drawing among what the context offers; None: nothing is offered
+    guess: accuracy of drawing among what the context offers, of all or [count]; nan: nothing
     """
 
     ids: np.ndarray
     at: np.ndarray
     targets: np.ndarray
     cell: np.ndarray
-    guess: np.ndarray | None = None
+    guess: np.ndarray | float = math.nan
 
 
 @dataclass(frozen=True)
@@ -260,7 +260,7 @@ def _one_answer(
     """The same question behind two contexts, answered by one token at the end."""
     ids = np.stack([np.concatenate([context, question]) for context in contexts])
     at, targets, cells = np.array([[ids.shape[1] - 1], [answer], [cell]])
-    return Trial(ids, at, targets, cells, np.array([guess]))
+    return Trial(ids, at, targets, cells, guess)
 
 
 # --- RULER: can it count? ---

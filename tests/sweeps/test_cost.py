@@ -3,13 +3,8 @@
 from dataclasses import replace
 
 import pytest
-import torch
-from torch.utils.flop_counter import FlopCounterMode
 
-from megatron.config import load
 from megatron.errors import UserError
-from megatron.model import from_config
-from megatron.model.size import parameters
 from megatron.sweeps.cells import State, load_sweep
 from megatron.sweeps.cost import (
     DEVICES,
@@ -20,7 +15,6 @@ from megatron.sweeps.cost import (
     named_device,
 )
 from megatron.training.metrics import peak_of
-from tests.support import ROOT
 from tools.sweep import plan
 
 SLOW = Device("slow", 1e9, "by hand")
@@ -39,21 +33,6 @@ def sweep(tmp_path):
     path = tmp_path / "mine.yml"
     path.write_text(TEXT)
     return load_sweep(path, tmp_path / "runs")
-
-
-def test_operations_and_parameters_are_those_of_the_model():
-    config = load([ROOT / "configs/demo.yml"], ["pos_emb=none", "attention_backend=eager"])
-    length, vocab, model = 64, 256, from_config(config, vocab=256)
-    ids = torch.zeros(1, length, dtype=torch.long)
-    with FlopCounterMode(display=False) as counter, torch.no_grad():
-        model(ids, ids)
-    # The definition of attention also computes what the mask removes: as much again.
-    masked = 2 * config.model.num_layers * config.model.hidden_size * length
-    assert counter.get_total_flops() == length * (forward_flops(config, vocab, length) + masked)
-    numbers = sum(one.numel() for one in model.parameters())
-    assert parameters(config, vocab).whole == numbers
-    paper = load([ROOT / "configs/125M.yml"])
-    assert parameters(paper, 50304).whole == pytest.approx(162_322_944, rel=0.01)
 
 
 def test_the_cost_is_of_what_is_missing(sweep):
