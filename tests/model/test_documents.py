@@ -35,24 +35,14 @@ def window(seed: int = 0) -> Tensor:
     return ids
 
 
-def documents_of(ids: Tensor) -> list[tuple[int, int, int]]:
-    """(row, start, end) of each document, by a loop over the tokens."""
-    found = []
-    for row, tokens in enumerate(ids.tolist()):
-        start = 0
-        for index, token in enumerate(tokens):
-            if token == END or index == len(tokens) - 1:
-                found.append((row, start, index + 1))
-                start = index + 1
-    return found
-
-
 def one_by_one(gpt: GPT, ids: Tensor) -> Tensor:
     """Logits of every document in a pass of its own: [batch, length, vocab]."""
-    logits = torch.empty(*ids.shape, VOCAB)
-    for row, start, end in documents_of(ids):
-        logits[row, start:end] = gpt(ids[row : row + 1, start:end])[0]
-    return logits
+    rows = []
+    for tokens in ids:
+        begins = (tokens == END).nonzero().flatten() + 1
+        documents = [part for part in tokens.tensor_split(begins.tolist()) if len(part)]
+        rows.append(torch.cat([gpt(part[None])[0] for part in documents]))
+    return torch.stack(rows)
 
 
 def megatron_masks(data: Tensor) -> tuple[Tensor, Tensor]:
