@@ -24,6 +24,8 @@ from megatron.positions.layers import name_of_layers
 from megatron.report.curves import write
 from megatron.report.encoding_figures import draw, figures_of_model, panels
 
+NO_PICTURE = "nothing to draw, none of its hooks depends on distance or position alone"
+
 
 @guarded
 def main(argv: Sequence[str] | None = None) -> int:
@@ -94,13 +96,11 @@ def draw_encodings(given: argparse.Namespace) -> None:
             title = ", ".join([name, *(f"{key}: {value}" for key, value in options.items())])
             save(draw(found, title), (given.output or Path("plots")) / name)
         else:
-            print(
-                f"{name}: nothing to draw, none of its hooks depends on distance or position alone"
-            )
+            print(f"{name}: {NO_PICTURE}")
 
 
 def draw_checkpoint(given: argparse.Namespace) -> None:
-    """The trained encodings of a checkpoint, and their learned numbers."""
+    """The trained encodings of a checkpoint."""
     model, config, meta = load_for_evaluation(given.checkpoint, given.step)
     checkpoint = Path(meta["path"])
     folder = given.output or checkpoint.parent / "plots" / checkpoint.name
@@ -108,8 +108,8 @@ def draw_checkpoint(given: argparse.Namespace) -> None:
     figures = figures_of_model(model, title, given.length)
     for name, figure in figures.items():
         save(figure, folder / name)
-    if "learned" not in figures:
-        print(f"{title}: learns nothing, so there are no learned numbers to draw")
+    if not figures:
+        print(f"{title}: {NO_PICTURE}")
 
 
 if __name__ == "__main__":

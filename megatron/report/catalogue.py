@@ -28,9 +28,9 @@ How to add one, in a file of your own or in that folder: [add_an_encoding.md](ad
 `pos_emb_shared: true` all layers share them.
 
 Pictures show the first values of seed 0, all on the same scales: distances on log(1 + d), values
-linear. A bias is cut at -12, where a key gets no attention any more. The effective length of a head
-is the smallest distance with bias < -2 (KERPLE, appendix A.5). An encoding that looks at content
-has no picture.
+linear. A bias is cut at -12, where a key gets no attention any more. The dashed line at -2 is where
+the effective length of a head ends (KERPLE, appendix A.5). Encodings that look at content have no
+picture.
 
 `python tools/plot_positions.py NAME` draws an encoding with your options, `--checkpoint DIR` what
 was learned. `python tools/check_encoding.py NAME` tries what an encoding must keep,

@@ -5,7 +5,7 @@ Each .yml in the folder `published` is one table, with where its numbers were re
 
 import math
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from decimal import Decimal
 from pathlib import Path
@@ -70,19 +70,17 @@ def published(name: str) -> Published:
         text = read_small(path, LARGEST).decode()
         facts = yaml.safe_load(text)
         if isinstance(facts, dict):
+            facts["name"] = path.stem
             # As text: 3.40 stays "3.40".
-            facts |= {"cells": yaml.load(text, yaml.BaseLoader).get("cells")}
-            facts |= {"name": path.stem}
+            facts["cells"] = yaml.load(text, yaml.BaseLoader).get("cells")
         return Published.model_validate(facts)
-    except OSError as fault:
-        raise UserError(f"{path}: cannot be read ({fault.strerror})") from None
     except ValidationError as fault:
         first = fault.errors()[0]
         place = ".".join(map(str, first["loc"]))
         raise UserError(
             f"{path}: {place}: {first['msg']} - take a table of {TABLES} as an example"
         ) from None
-    except (yaml.YAMLError, UnicodeDecodeError) as fault:
+    except (OSError, yaml.YAMLError, UnicodeDecodeError) as fault:
         raise UserError(f"{path}: is not YAML: {fault}") from None
 
 
@@ -138,39 +136,36 @@ class Compared:
 
 def compare(table: Published, rows: Sequence[Row], required: Requirements) -> list[Compared]:
     """Every cell of the table with the rows that answer its question; others are refused."""
+    rows_of: dict[tuple[object, ...], list[Row]] = {}
+    for row in rows:
+        # The corpus as the sweep names it, else as the row does.
+        corpus = (row.get("cell") or {}).get(CORPUS_AXIS, row.get("corpus"))
+        place = (corpus, row["pos_emb"], row["length"], row.get("protocol"))
+        rows_of.setdefault(place, []).append(row)
     found = []
-    for corpus, encoding, length, number in _numbers(table):
-        hashes = required.hashes.get((corpus, encoding), frozenset())
-        by_seed: dict[int | None, list[float]] = {}
-        refused: dict[str, None] = {}
-        for row in rows:
-            if _place_of(row) != (corpus, encoding, length, table.protocol):
-                continue
-            reason = refusal(row, table, required, hashes)
-            if reason:
-                refused[reason] = None
-            else:
-                by_seed.setdefault(row.get("seed"), []).append(value_of(row, table.quantity))
-        for seed, values in by_seed.items():
-            if len(values) > 1:
-                reason = f"seed {seed} has {len(values)} rows: give the results of one run"
-                refused[reason] = None
-        single = tuple(values[0] for values in by_seed.values() if len(values) == 1)
-        found.append(Compared(corpus, encoding, length, number, single, tuple(refused)))
-    return found
-
-
-def _numbers(table: Published) -> Iterator[tuple[str, str, int, Number]]:
     for corpus, encodings in table.cells.items():
         for encoding, numbers in encodings.items():
+            hashes = required.hashes.get((corpus, encoding), frozenset())
             for length, number in numbers.items():
-                yield corpus, encoding, length, number
-
-
-def _place_of(row: Row) -> tuple[object, ...]:
-    """The corpus as the sweep names it, else as the row does; encoding, length and protocol."""
-    corpus = (row.get("cell") or {}).get(CORPUS_AXIS, row.get("corpus"))
-    return corpus, row["pos_emb"], row["length"], row.get("protocol")
+                by_seed: dict[int | None, list[float]] = {}
+                refused = []
+                for row in rows_of.get((corpus, encoding, length, table.protocol), ()):
+                    reason = refusal(row, table, required, hashes)
+                    if reason:
+                        refused.append(reason)
+                    else:
+                        values = by_seed.setdefault(row.get("seed"), [])
+                        values.append(value_of(row, table.quantity))
+                ours = []
+                for seed, values in by_seed.items():
+                    if len(values) > 1:
+                        rows_of_seed = f"seed {seed} has {len(values)} rows"
+                        refused.append(f"{rows_of_seed}: give the results of one run")
+                    else:
+                        ours += values
+                reasons = tuple(dict.fromkeys(refused))
+                found.append(Compared(corpus, encoding, length, number, tuple(ours), reasons))
+    return found
 
 
 def refusal(
@@ -188,8 +183,7 @@ def refusal(
     for key, value in wanted.items():
         if row.get(key) != value:
             return f"{key} is {row.get(key)}, the table's is {value}"
-    changed = attention_inputs([row])
-    if changed:
+    if changed := attention_inputs([row]):
         return f"it was evaluated with {', '.join(changed)}"
     if row["config_hash"] not in hashes:
         return (
@@ -213,30 +207,20 @@ def refusal(
 def render(table: Published, cells: Sequence[Compared]) -> str:
     """The table as text; beneath it the reasons of refusals, and the table's caveats."""
     lines = [f"{table.paper}: {table.quantity}", table.provenance, ""]
-    body = []
+    body: list[Sequence[str]] = [TABLE_HEAD]
     refused: dict[str, list[str]] = {}
     for cell in cells:
+        place = [cell.corpus, cell.encoding, str(cell.length)]
         for reason in cell.refused:
-            places = refused.setdefault(reason, [])
-            places.append(f"{cell.corpus} {cell.encoding} {cell.length}")
+            refused.setdefault(reason, []).append(" ".join(place))
+        paper = cell.paper if isinstance(cell.paper, str) else " ± ".join(map(str, cell.paper))
+        seeds = str(len(cell.ours)) if cell.ours else ""
         difference, errors = cell.difference, cell.standard_errors(table.seeds)
-        paper = cell.paper
-        if not isinstance(paper, str):
-            paper = " ± ".join(map(str, paper))
-        body.append(
-            [
-                cell.corpus,
-                cell.encoding,
-                str(cell.length),
-                paper,
-                _ours(cell),
-                str(len(cell.ours)) if cell.ours else "",
-                "" if difference is None else f"{difference:+.4g}",
-                "" if errors is None else f"{errors:+.1f}",
-            ]
-        )
+        difference_text = "" if difference is None else f"{difference:+.4g}"
+        errors_text = "" if errors is None else f"{errors:+.1f}"
+        body.append([*place, paper, _ours(cell), seeds, difference_text, errors_text])
     if cells:
-        lines += in_columns([TABLE_HEAD, *body])
+        lines += in_columns(body)
     answered = len([cell for cell in cells if cell.ours])
     lines += ["", f"{answered} of {len(cells)} cells have our numbers"]
     lines += [f"refused: {reason} ({first_of(places)})" for reason, places in refused.items()]

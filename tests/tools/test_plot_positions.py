@@ -1,7 +1,6 @@
 """The pictures: the numbers behind them, their files, and a message where one is missing."""
 
 import json
-import math
 from xml.etree import ElementTree
 
 import torch
@@ -12,7 +11,7 @@ from megatron.evaluation.attention_probes import sampled
 from megatron.model import from_config
 from megatron.positions import REGISTRY, Shape, build
 from megatron.report.curves import write
-from megatron.report.encoding_figures import draw, effective_length, panels, tables_of
+from megatron.report.encoding_figures import draw, panels
 from tests.support import NEEDED
 from tools.plot_positions import main
 
@@ -30,13 +29,6 @@ def checkpoint(folder, *words):
     config.save(path / "config.yml")
     meta = {"step": 10, "config_hash": config.hash, "vocab": 512}
     (path / "checkpoint.json").write_text(json.dumps(meta))
-
-
-def test_the_effective_length_is_where_alibis_bias_falls_below_minus_two():
-    slopes = [2 ** (-8 * (head + 1) / 8) for head in range(8)]
-    bias = build("alibi", Shape(8, 8, 64, 512)).distance_bias(600)
-    assert effective_length(bias).tolist() == [math.floor(2 / slope) + 1 for slope in slopes]
-    assert effective_length(bias[:, :400]).tolist()[-1] == 400  # 513 lies beyond
 
 
 def test_the_sampled_distances_hold_every_near_one_and_both_ends():
@@ -62,14 +54,12 @@ def test_the_panels_show_the_hooks_on_the_same_scales():
     rotary = panels(build("rotary", SMALL), 512)[0].values[0]
     torch.testing.assert_close(rotary.double(), angle.cos().mean(dim=1), rtol=0, atol=1e-4)
     found = panels(build("alibi", SMALL), 16384)
-    titles = ["bias", "kernel exp(bias)", "effective length (bias < -2)"]
-    assert [panel.title for panel in found] == titles
+    assert [panel.title for panel in found] == ["bias", "kernel exp(bias)"]
     torch.testing.assert_close(found[1].values, found[0].values.exp())
-    bias, kernel, effective = draw(found, "alibi").axes[:3]
+    bias, kernel = draw(found, "alibi").axes[:2]
     assert (bias.get_xscale(), kernel.get_yscale()) == ("function", "linear")
     assert bias.get_title(loc="left") == "bias, cut at -12"
     assert bias.get_ylim()[0] == -12
-    assert effective.get_ylabel() == "tokens, scale log(1 + n)"
 
 
 def test_the_tool_draws_what_is_named_with_its_options_and_says_what_cannot_be_drawn(
@@ -84,21 +74,13 @@ def test_the_tool_draws_what_is_named_with_its_options_and_says_what_cannot_be_d
     assert "pos_emb: no encoding is called 'bias'" in capsys.readouterr().err
 
 
-def test_a_checkpoint_gives_its_encodings_and_their_learned_numbers(tmp_path, capsys):
+def test_a_checkpoint_gives_its_encodings(tmp_path, capsys):
     folder = tmp_path / "run"
     checkpoint(folder, "pos_emb=kerple_log", "pos_emb_shared=false")
     assert main(["--checkpoint", str(folder), "--length", "100"]) == 0
     names = {path.name for path in (folder / "plots/global_step10").glob("*.svg")}
-    assert names == {"encoding-layer0.svg", "encoding-layer1.svg", "learned.svg"}
+    assert names == {"encoding-layer0.svg", "encoding-layer1.svg"}
     checkpoint(tmp_path / "none", "pos_emb=none")
     assert main(["--checkpoint", str(tmp_path / "none")]) == 0
-    assert "none, step 10: learns nothing" in capsys.readouterr().out
+    assert "none, step 10: nothing to draw" in capsys.readouterr().out
     assert main(["--checkpoint", str(tmp_path / "nowhere")]) == 1
-
-
-def test_learned_numbers_are_rows_by_heads_and_layers_become_rows():
-    numbers = {"p": torch.arange(4.0), "weight": torch.ones(32, 4), "c": torch.tensor(0.1)}
-    shapes = {name: tuple(table.shape) for name, table in tables_of(numbers, 4).items()}
-    assert shapes == {"p": (1, 4), "weight": (32, 4), "c": (1, 1)}
-    layers = {f"layer{layer}.p": torch.full((4,), float(layer)) for layer in range(3)}
-    assert tables_of(layers, 4)["p"].tolist() == [[0.0] * 4, [1.0] * 4, [2.0] * 4]
