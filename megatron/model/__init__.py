@@ -76,20 +76,18 @@ def positions_from_config(config: "Config") -> tuple[list[Position], list[int]]:
         index = shared.get(first_equal, len(positions))
         if index == len(positions):
             positions.append(position_of_entry(config, entry))
-            if not layers_have_their_own(config, positions[index]):
+            if config.position.pos_emb_shared and not positions[index].per_layer:
                 shared[first_equal] = index
         of_layers.append(index)
     return positions, of_layers
 
 
-def layers_have_their_own(config: "Config", position: Position) -> bool:
-    """Whether each layer with this encoding has numbers of its own for it."""
-    return position.per_layer or not config.position.pos_emb_shared
-
-
 def position_of_entry(config: "Config", entry: Entry) -> Position:
     """The encoding of an entry, with options that other keys give."""
-    return build_entry(config.position, entry, shape_of(config), options_of_entry(config, entry))
+    model = Architecture.of(config.model)
+    heads, head_dim = model.num_attention_heads, model.features_of_head
+    shape = Shape(heads, head_dim, model.hidden_size, model.seq_length)
+    return build_entry(config.position, entry, shape, options_of_entry(config, entry))
 
 
 def options_of_entry(config: "Config", entry: Entry) -> dict[str, Any]:
@@ -98,13 +96,6 @@ def options_of_entry(config: "Config", entry: Entry) -> dict[str, Any]:
     if "max_positions" in options_of(entry.name):
         options.setdefault("max_positions", config.model.max_position_embeddings)
     return options
-
-
-def shape_of(config: "Config") -> Shape:
-    """The sizes that an encoding may depend on."""
-    model = Architecture.of(config.model)
-    heads, head_dim = model.num_attention_heads, model.features_of_head
-    return Shape(heads, head_dim, model.hidden_size, model.seq_length)
 
 
 def padded_vocab(vocab: int, divisible_by: int) -> int:

@@ -111,11 +111,6 @@ class SelfAttention(nn.Module):
         return self.dense(out.transpose(1, 2).reshape(batch, length, -1))
 
 
-def gelu_new(x: Tensor) -> Tensor:
-    """GELU by tanh, as GPT-2 computes it: same shape."""
-    return F.gelu(x, approximate="tanh")
-
-
 def swiglu(x: Tensor) -> Tensor:
     """silu(gate) * up (arXiv 2002.05202), the gate first: [..., 2 width] -> [..., width]."""
     gate, up = x.chunk(2, dim=-1)
@@ -124,7 +119,7 @@ def swiglu(x: Tensor) -> Tensor:
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu": F.gelu,
-    "gelu_new": gelu_new,
+    "gelu_new": partial(F.gelu, approximate="tanh"),  # as GPT-2 computes it
     "relu": F.relu,
     "silu": F.silu,
     "swiglu": swiglu,

@@ -16,7 +16,15 @@ from megatron.positions.registry import chosen, listed, positive
 
 SCALINGS = ("none", "linear", "ntk", "by_parts", "yarn", "llama3", "longrope")
 LEAST_BASE = 1.001  # at 1 all features would turn alike
-WITH_FACTOR_ON_SCORES = ("yarn", "longrope")
+EFFECTIVE = {
+    "factor": SCALINGS[1:],
+    "attention_factor": ("yarn", "longrope"),
+    "long_factor": ("longrope",),
+    "short_factor": ("longrope",),
+}
+"""Options that act with some scalings alone."""
+ORDERED = (("beta_fast", "beta_slow"), ("high_freq_factor", "low_freq_factor"))
+"""Pairs of options, the larger one first."""
 
 
 @dataclass(frozen=True)
@@ -37,45 +45,30 @@ class Scaling:
 
     def check(self, dim: int) -> None:
         """UserError for options that contradict each other."""
-        name, factor = self.name, self.factor
-        chosen("scaling", name, SCALINGS)
-        positive("factor", factor, least=1)
-        if name == "none" and factor != 1:
-            raise UserError(
-                f"factor: {factor} has no effect with scaling: none;"
-                f" choose {', '.join(SCALINGS[1:])}"
-            )
+        name = chosen("scaling", self.name, SCALINGS)
+        positive("factor", self.factor, least=1)
+        for option, scalings in EFFECTIVE.items():
+            value = getattr(self, option)
+            if name not in scalings and value not in (None, 1):
+                raise UserError(
+                    f"{option}: {value} has no effect with scaling: {name};"
+                    f" choose {' or '.join(scalings)}, or leave it out"
+                )
         if name == "ntk" and dim < 4:
             raise UserError(
                 f"scaling: ntk stretches nothing with {dim} turning features; give at least 4"
             )
-        _check_order("beta_fast", self.beta_fast, "beta_slow", self.beta_slow)
-        _check_order(
-            "high_freq_factor", self.high_freq_factor, "low_freq_factor", self.low_freq_factor
-        )
-        if self.attention_factor is not None and name not in WITH_FACTOR_ON_SCORES:
-            raise UserError(
-                f"attention_factor: {self.attention_factor} has no effect with scaling: {name};"
-                f" choose {' or '.join(WITH_FACTOR_ON_SCORES)}, or leave it out"
-            )
-        for option in ("long_factor", "short_factor"):
-            self._check_factors(option, dim // 2)
-
-    def _check_factors(self, option: str, pairs: int) -> None:
-        factors = getattr(self, option)
-        if self.name != "longrope":
-            if factors is not None:
-                raise UserError(
-                    f"{option}: has no effect with scaling: {self.name}; choose longrope, or leave"
-                    " it out"
-                )
-            return
-        example = f"{pairs} numbers, one for each feature pair that turns"
-        numbers = listed(option, factors, example=example, most=pairs)
-        if len(numbers) != pairs:
-            raise UserError(f"{option}: {len(numbers)} numbers are given; give {example}")
-        for number in numbers:
-            positive(option, number)
+        for larger, smaller in ORDERED:
+            most, least = getattr(self, larger), getattr(self, smaller)
+            if positive(larger, most) <= positive(smaller, least):
+                raise UserError(f"{larger}: {most} is not more than {smaller}: {least}")
+        for option in ("long_factor", "short_factor") if name == "longrope" else ():
+            example = f"{dim // 2} numbers, one for each feature pair that turns"
+            numbers = listed(option, getattr(self, option), example=example, most=dim // 2)
+            if len(numbers) != dim // 2:
+                raise UserError(f"{option}: {len(numbers)} numbers are given; give {example}")
+            for number in numbers:
+                positive(option, number)
 
     @property
     def amplitude(self) -> float:
@@ -165,8 +158,3 @@ def _stretch(frequencies: Tensor, part: Tensor, factor: float) -> Tensor:
 
 def _numbers(factors: Sequence[float] | None) -> Tensor:
     return torch.tensor(factors, dtype=torch.float64)
-
-
-def _check_order(larger: str, value: float, smaller: str, bound: float) -> None:
-    if positive(larger, value) <= positive(smaller, bound):
-        raise UserError(f"{larger}: {value} is not more than {smaller}: {bound}")
