@@ -13,6 +13,10 @@ from megatron.positions.precision import Float32Module, without_autocast
 
 EXACT = 2**24
 """Positions from here on are no longer exact in float32."""
+Pair = tuple[Tensor, Tensor]
+"""Queries and keys, or cosines and sines."""
+Memory = dict[str, Tensor]
+"""What a layer keeps of a cached text, by name; the first dimension is the batch."""
 NO_ATTENTION = -1e9
 """A bias with which a key gets no attention, and which no backend turns into NaN, as -inf may."""
 
@@ -87,7 +91,7 @@ class Position(Float32Module):
         """
         return x
 
-    def on_queries_keys(self, q: Tensor, k: Tensor, start: int = 0) -> tuple[Tensor, Tensor]:
+    def on_queries_keys(self, q: Tensor, k: Tensor, start: int = 0) -> Pair:
         """Change queries and keys, in every layer: [batch, heads, length, head_dim] each -> same.
 
         `start` is the position of the first token. With grouped queries k has fewer heads than q.
@@ -103,7 +107,7 @@ class Position(Float32Module):
         *,
         start: int = 0,
         stretch: float = 1.0,
-    ) -> tuple[Tensor, Tensor]:
+    ) -> Pair:
         """on_queries_keys as if tokens stood at other places, for `megatron.model.methods`.
 
         q [batch, heads, queries, head_dim] at the positions query [queries], k [batch, heads, keys,
@@ -113,9 +117,7 @@ class Position(Float32Module):
         """
         raise NotImplementedError
 
-    def on_queries_keys_by_content(
-        self, q: Tensor, k: Tensor, x: Tensor, memory: dict[str, Tensor]
-    ) -> tuple[Tensor, Tensor]:
+    def on_queries_keys_by_content(self, q: Tensor, k: Tensor, x: Tensor, memory: Memory) -> Pair:
         """Change queries and keys by the content of the text, after on_queries_keys: same shapes.
 
         x [batch, length, hidden] is the input of this layer's attention, memory as for on_scores.
@@ -142,7 +144,7 @@ class Position(Float32Module):
         """
         raise NotImplementedError
 
-    def score_bias(self, x: Tensor, memory: dict[str, Tensor]) -> tuple[Tensor | None, Tensor]:
+    def score_bias(self, x: Tensor, memory: Memory) -> tuple[Tensor | None, Tensor]:
         """A bias by content that is a product, (u, w): u·w is added to q·k/√head_dim.
 
         x [batch, queries, hidden] is the input of this layer's attention, memory as for on_scores.
@@ -153,7 +155,7 @@ class Position(Float32Module):
         """
         raise NotImplementedError
 
-    def on_scores(self, scores: Tensor, x: Tensor, memory: dict[str, Tensor]) -> Tensor:
+    def on_scores(self, scores: Tensor, x: Tensor, memory: Memory) -> Tensor:
         """Change the scores by the content of the text; attention is then `eager`.
 
         scores [batch, heads, queries, keys] -> same. They are q·k/√head_dim with every bias; for
@@ -276,7 +278,7 @@ class Turning(Position):
 
     rotates = True
 
-    def on_queries_keys(self, q: Tensor, k: Tensor, start: int = 0) -> tuple[Tensor, Tensor]:
+    def on_queries_keys(self, q: Tensor, k: Tensor, start: int = 0) -> Pair:
         position = self.indices(start, q.shape[-2])
         return self.on_queries_keys_at(q, k, position, position, start=start)
 
@@ -301,7 +303,7 @@ class DistanceBias(Position):
         return self.table(kernel, length)
 
 
-def running_sum(new: Tensor, memory: dict[str, Tensor], name: str) -> Tensor:
+def running_sum(new: Tensor, memory: Memory, name: str) -> Tensor:
     """Sums of the tokens up to each key: [batch, heads, queries] -> [batch, heads, keys] float64.
 
     memory[name] holds those of earlier tokens, and then all of them. In float64, because a sum

@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megatron.positions.base import Position, Shape, running_sum
+from megatron.positions.base import Memory, Pair, Position, Shape, running_sum
 from megatron.positions.precision import at_least_float32, without_autocast
 from megatron.positions.registry import positive, register
 
@@ -30,7 +30,7 @@ class Cable(Position):
         self.step = nn.Parameter(torch.empty(size).normal_(0.0, std))  # the paper's w_c
         self.gain = nn.Parameter(torch.empty(size).normal_(0.0, std))  # the paper's w_s
 
-    def score_bias(self, x: Tensor, memory: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+    def score_bias(self, x: Tensor, memory: Memory) -> Pair:
         """x [batch, queries, hidden] -> g [batch, heads, queries] and S [batch, heads, keys].
 
         g_i S_i is the same for all keys. memory["total"] holds S of all keys, in float64.

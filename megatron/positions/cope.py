@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megatron.positions.base import Position, Shape
+from megatron.positions.base import Memory, Pair, Position, Shape
 from megatron.positions.precision import at_least_float32, without_autocast
 from megatron.positions.registry import register, switch, whole
 
@@ -47,12 +47,12 @@ class CoPE(Position):
             self.key_bias = nn.Parameter(layer.bias.detach())
         self._q: Tensor | None = None
 
-    def on_queries_keys(self, q: Tensor, k: Tensor, start: int = 0) -> tuple[Tensor, Tensor]:
+    def on_queries_keys(self, q: Tensor, k: Tensor, start: int = 0) -> Pair:
         """Keep q for `on_scores`, which attention calls next."""
         self._q = q
         return q, k
 
-    def on_scores(self, scores: Tensor, x: Tensor, memory: dict[str, Tensor]) -> Tensor:
+    def on_scores(self, scores: Tensor, x: Tensor, memory: Memory) -> Tensor:
         """scores [batch, heads, queries, keys] -> same; x [batch, queries, hidden].
 
         memory["gate_keys"] holds the gates' own keys.
@@ -72,9 +72,7 @@ class CoPE(Position):
             at_above = of_positions.gather(-1, above.long())
             return scores + at_below * (1 - part) + at_above * part
 
-    def _gate_scores(
-        self, q: Tensor, scores: Tensor, x: Tensor, memory: dict[str, Tensor]
-    ) -> Tensor:
+    def _gate_scores(self, q: Tensor, scores: Tensor, x: Tensor, memory: Memory) -> Tensor:
         """What the gates are the sigmoid of: [batch, heads, queries, keys]."""
         if self.key_weight is None:
             return scores

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megatron.positions.base import Position, Shape
+from megatron.positions.base import Memory, Pair, Position, Shape
 from megatron.positions.precision import at_least_float32, without_autocast
 from megatron.positions.registry import build_inside, register, whole
 
@@ -68,10 +68,10 @@ class Dape(Position):
     def on_embeddings(self, x: Tensor, start: int = 0) -> Tensor:
         return self.inner.on_embeddings(x, start)
 
-    def on_queries_keys(self, q: Tensor, k: Tensor, start: int = 0) -> tuple[Tensor, Tensor]:
+    def on_queries_keys(self, q: Tensor, k: Tensor, start: int = 0) -> Pair:
         return self.inner.on_queries_keys(q, k, start)
 
-    def on_scores(self, scores: Tensor, x: Tensor, memory: dict[str, Tensor]) -> Tensor:
+    def on_scores(self, scores: Tensor, x: Tensor, memory: Memory) -> Tensor:
         """scores [batch, heads, queries, keys] -> same."""
         scores = at_least_float32(scores)
         with without_autocast(scores):

@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megatron.positions.base import Position, Shape, running_sum
+from megatron.positions.base import Memory, Position, Shape, running_sum
 from megatron.positions.precision import at_least_float32, without_autocast
 from megatron.positions.registry import positive, register
 
@@ -28,7 +28,7 @@ class Fox(Position):
         self.weight = nn.Parameter(torch.empty(shape.heads, shape.hidden).normal_(0.0, std))
         self.bias = nn.Parameter(torch.zeros(shape.heads))
 
-    def score_bias(self, x: Tensor, memory: dict[str, Tensor]) -> tuple[None, Tensor]:
+    def score_bias(self, x: Tensor, memory: Memory) -> tuple[None, Tensor]:
         """Minus the sum of log f up to each key: [batch, queries, hidden] -> [batch, heads, keys].
 
         The sum up to the query is the same for all keys. memory["total"] holds the sums.

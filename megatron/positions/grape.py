@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megatron.positions.base import Shape, Turning
+from megatron.positions.base import Memory, Pair, Shape, Turning
 from megatron.positions.frequencies import inverse_frequencies
 from megatron.positions.precision import at_least_float32, without_autocast
 from megatron.positions.registry import positive, register, switch
@@ -65,7 +65,7 @@ class GrapeM(Turning):
 
     def on_queries_keys_at(
         self, q: Tensor, k: Tensor, query: Tensor, key: Tensor, **place: Any
-    ) -> tuple[Tensor, Tensor]:
+    ) -> Pair:
         """[batch, heads, length, head_dim] each -> same."""
         if self.by_content:
             return q, k
@@ -76,14 +76,12 @@ class GrapeM(Turning):
                 cos, sin = self._cos_sin(key)
             return turned_q, rotate(k, cos, sin)
 
-    def _cos_sin(self, position: Tensor) -> tuple[Tensor, Tensor]:
+    def _cos_sin(self, position: Tensor) -> Pair:
         """[length] -> [heads or 1, length, head_dim / 2] each."""
         angle = position[:, None] * self._frequencies()[:, None]
         return angle.cos(), -angle.sin()
 
-    def on_queries_keys_by_content(
-        self, q: Tensor, k: Tensor, x: Tensor, memory: dict[str, Tensor]
-    ) -> tuple[Tensor, Tensor]:
+    def on_queries_keys_by_content(self, q: Tensor, k: Tensor, x: Tensor, memory: Memory) -> Pair:
         """The same by content; x [batch, length, hidden]. memory["sum"]: that of all steps."""
         if not self.by_content:
             return q, k
@@ -99,7 +97,7 @@ class GrapeM(Turning):
         scaled = self.scale / SCALE
         return (self.bounded_to("log_frequencies", scaled * low, scaled * high) / self.scale).exp()
 
-    def _phase(self, x: Tensor, memory: dict[str, Tensor]) -> Tensor:
+    def _phase(self, x: Tensor, memory: Memory) -> Tensor:
         """The sum of the steps before each token: [batch, heads, length] float64."""
         step = F.linear(x, self.bounded("weight"), self.bounded("bias")) / SCALE
         total = step.sigmoid().transpose(1, 2).double().cumsum(dim=-1)

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megatron.positions.base import Shape, Turning
+from megatron.positions.base import Pair, Shape, Turning
 from megatron.positions.frequencies import LEAST_BASE, inverse_frequencies
 from megatron.positions.precision import at_least_float32, without_autocast
 from megatron.positions.registry import chosen, positive, register
@@ -41,7 +41,7 @@ class PoPE(Turning):
 
     def on_queries_keys_at(
         self, q: Tensor, k: Tensor, query: Tensor, key: Tensor, **place: Any
-    ) -> tuple[Tensor, Tensor]:
+    ) -> Pair:
         """[batch, heads, length, head_dim] each -> [batch, heads, length, 2 · head_dim] each."""
         with without_autocast(q):
             angle = key[:, None] * self.frequencies  # [keys, head_dim]

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from megatron.errors import UserError
-from megatron.positions.base import EXACT, Position, Shape
+from megatron.positions.base import EXACT, Pair, Position, Shape
 from megatron.positions.registry import build_inside, register, whole
 
 
@@ -69,12 +69,12 @@ class Randomized(Position):
     def on_embeddings(self, x: Tensor, start: int = 0) -> Tensor:
         return self.inner.on_embeddings(x, start)
 
-    def on_queries_keys(self, q: Tensor, k: Tensor, start: int = 0) -> tuple[Tensor, Tensor]:
+    def on_queries_keys(self, q: Tensor, k: Tensor, start: int = 0) -> Pair:
         return self.inner.on_queries_keys(q, k, start)
 
     def on_queries_keys_at(
         self, q: Tensor, k: Tensor, query: Tensor, key: Tensor, **place: Any
-    ) -> tuple[Tensor, Tensor]:
+    ) -> Pair:
         return self.inner.on_queries_keys_at(q, k, query, key, **place)
 
     @property

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from megatron.errors import UserError
-from megatron.positions.base import Shape, Turning
+from megatron.positions.base import Pair, Shape, Turning
 from megatron.positions.frequencies import LEAST_BASE, Scaling, fastest, with_whole_wavelengths
 from megatron.positions.frequencies import inverse_frequencies as inverse_frequencies
 from megatron.positions.registry import positive, register, switch
@@ -124,7 +124,7 @@ class Rotary(Turning):
         """Choose the frequencies for a text of that many tokens."""
         self.is_short = length <= self.short_length
 
-    def on_queries_keys(self, q: Tensor, k: Tensor, start: int = 0) -> tuple[Tensor, Tensor]:
+    def on_queries_keys(self, q: Tensor, k: Tensor, start: int = 0) -> Pair:
         """[batch, heads, length, head_dim] each -> same; angles and products in float32."""
         length = q.shape[-2]
         if 0 < start <= self.short_length < start + length:
@@ -144,7 +144,7 @@ class Rotary(Turning):
         *,
         stretch: float = 1.0,
         **place: Any,
-    ) -> tuple[Tensor, Tensor]:
+    ) -> Pair:
         """See Position. The base becomes base · stretch^(dim / (dim - 2))."""
         frequencies = self._frequencies()
         if stretch != 1:
@@ -166,7 +166,7 @@ class Rotary(Turning):
         """Those of the text that was prepared: [dim / 2] float32."""
         return self.short_inv_freq if self.is_short else self.inv_freq
 
-    def _cos_sin(self, position: Tensor, frequencies: Tensor) -> tuple[Tensor, Tensor]:
+    def _cos_sin(self, position: Tensor, frequencies: Tensor) -> Pair:
         """[length], [dim / 2] -> [length, dim / 2] each, float32."""
         angle = self._angle(position, frequencies)
         cos, sin = self.amplitude * angle.cos(), self.amplitude * angle.sin()

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron.errors import UserError
-from megatron.positions.base import Position, Shape
+from megatron.positions.base import Memory, Pair, Position, Shape
 from megatron.positions.frequencies import inverse_frequencies
 from megatron.positions.precision import at_least_float32, without_autocast
 from megatron.positions.registry import positive, register, switch, whole
@@ -82,9 +82,7 @@ class SelectiveRope(Position):
         frequencies = inverse_frequencies(shape.head_dim, positive("base", base))
         self.register_buffer("frequencies", frequencies.float(), persistent=False)
 
-    def on_queries_keys_by_content(
-        self, q: Tensor, k: Tensor, x: Tensor, memory: dict[str, Tensor]
-    ) -> tuple[Tensor, Tensor]:
+    def on_queries_keys_by_content(self, q: Tensor, k: Tensor, x: Tensor, memory: Memory) -> Pair:
         """q, k [batch, heads, length, head_dim] -> same; x [batch, length, hidden].
 
         memory holds the last values of φ before the convolution, and the sum of all.
@@ -94,7 +92,7 @@ class SelectiveRope(Position):
             cos, sin = angle.cos(), angle.sin()
             return rotate(q, cos, sin), rotate(k, cos, sin)
 
-    def angles(self, x: Tensor, memory: dict[str, Tensor]) -> Tensor:
+    def angles(self, x: Tensor, memory: Memory) -> Tensor:
         """Angles within ±2π: x [batch, length, hidden] -> [batch, heads, length, head_dim / 2].
 
         Summed in float64: over 16384 tokens float32 has lost what neighbours differ by.
@@ -129,7 +127,7 @@ class SelectiveRope(Position):
         of_heads = torch.einsum("blhi,hio->bhol", by_head, weight)
         return of_heads.flatten(1, 2)
 
-    def _filtered(self, phi: Tensor, memory: dict[str, Tensor]) -> Tensor:
+    def _filtered(self, phi: Tensor, memory: Memory) -> Tensor:
         """What each token adds to the sum: [batch, features, length] -> same."""
         before = 1 if self.taps is None else self.taps - 1
         earlier = memory.get("phi")

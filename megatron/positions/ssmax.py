@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megatron.positions.base import Position, Shape
+from megatron.positions.base import Pair, Position, Shape
 from megatron.positions.precision import without_autocast
 from megatron.positions.registry import positive, register, switch
 
@@ -46,7 +46,7 @@ class SSMax(Position):
             self.register_buffer("fixed", first, persistent=False)
         self.offset = nn.Parameter(torch.zeros(shape.heads)) if switch("bias", bias) else None
 
-    def on_queries_keys(self, q: Tensor, k: Tensor, start: int = 0) -> tuple[Tensor, Tensor]:
+    def on_queries_keys(self, q: Tensor, k: Tensor, start: int = 0) -> Pair:
         """[batch, heads, length, head_dim] each -> same; the factor is computed in float32."""
         with without_autocast(q):
             factor = self.factor(start, q.shape[-2])
@@ -54,7 +54,7 @@ class SSMax(Position):
 
     def on_queries_keys_at(
         self, q: Tensor, k: Tensor, query: Tensor, key: Tensor, *, start: int = 0, **place: Any
-    ) -> tuple[Tensor, Tensor]:
+    ) -> Pair:
         """The same at any position: what counts is how many keys come before."""
         return self.on_queries_keys(q, k, start)
 

@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron.positions.base import Position, Shape
+from megatron.positions.base import Memory, Position, Shape
 from megatron.positions.precision import at_least_float32, without_autocast
 from megatron.positions.registry import register, switch
 
@@ -28,7 +28,7 @@ class StickBreaking(Position):
         super().__init__(shape)
         self.attend_current = switch("attend_current", attend_current)
 
-    def on_scores(self, scores: Tensor, x: Tensor, memory: dict[str, Tensor]) -> Tensor:
+    def on_scores(self, scores: Tensor, x: Tensor, memory: Memory) -> Tensor:
         """scores [batch, heads, queries, keys] -> logarithms of the weights, same shape."""
         scores = at_least_float32(scores)
         queries, keys = scores.shape[-2:]

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron.errors import UserError
-from megatron.positions.base import Position, Shape
+from megatron.positions.base import Memory, Pair, Position, Shape
 from megatron.positions.registry import build, listed, named, register
 
 MOST_PARTS = 8
@@ -61,14 +61,14 @@ class Sum(Position):
             x = part.on_embeddings(x, start)
         return x
 
-    def on_queries_keys(self, q: Tensor, k: Tensor, start: int = 0) -> tuple[Tensor, Tensor]:
+    def on_queries_keys(self, q: Tensor, k: Tensor, start: int = 0) -> Pair:
         for part in self._parts:
             q, k = part.on_queries_keys(q, k, start)
         return q, k
 
     def on_queries_keys_at(
         self, q: Tensor, k: Tensor, query: Tensor, key: Tensor, **place: Any
-    ) -> tuple[Tensor, Tensor]:
+    ) -> Pair:
         for part in self._parts:
             if part.has("on_queries_keys_at"):
                 q, k = part.on_queries_keys_at(q, k, query, key, **place)
@@ -78,9 +78,7 @@ class Sum(Position):
     def movable(self) -> bool:
         return all(part.movable for part in self._parts)
 
-    def on_queries_keys_by_content(
-        self, q: Tensor, k: Tensor, x: Tensor, memory: dict[str, Tensor]
-    ) -> tuple[Tensor, Tensor]:
+    def on_queries_keys_by_content(self, q: Tensor, k: Tensor, x: Tensor, memory: Memory) -> Pair:
         for number, part in enumerate(self._parts):
             with _own(memory, number) as own:
                 q, k = part.on_queries_keys_by_content(q, k, x, own)
@@ -106,7 +104,7 @@ class Sum(Position):
         biases = [part.index_bias(queries, keys) for part in self._parts if part.has("index_bias")]
         return sum(biases[1:], biases[0])
 
-    def score_bias(self, x: Tensor, memory: dict[str, Tensor]) -> tuple[Tensor | None, Tensor]:
+    def score_bias(self, x: Tensor, memory: Memory) -> tuple[Tensor | None, Tensor]:
         """Several products are one of higher rank."""
         biases = []
         for number, part in enumerate(self._parts):
@@ -124,7 +122,7 @@ class Sum(Position):
             ws.append(w)
         return torch.cat(us, dim=-1), torch.cat(ws, dim=-1)
 
-    def on_scores(self, scores: Tensor, x: Tensor, memory: dict[str, Tensor]) -> Tensor:
+    def on_scores(self, scores: Tensor, x: Tensor, memory: Memory) -> Tensor:
         for number, part in enumerate(self._parts):
             if not part.has("on_scores"):
                 continue
@@ -138,7 +136,7 @@ class Sum(Position):
 
 
 @contextmanager
-def _own(memory: dict[str, Tensor], number: int) -> Iterator[dict[str, Tensor]]:
+def _own(memory: Memory, number: int) -> Iterator[Memory]:
     """What one part keeps in the memory of all."""
     prefix = f"part{number}."
     own = {

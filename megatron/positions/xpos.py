@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from megatron.errors import UserError
-from megatron.positions.base import Shape, Turning
+from megatron.positions.base import Pair, Shape, Turning
 from megatron.positions.frequencies import inverse_frequencies
 from megatron.positions.registry import positive, register
 from megatron.positions.rotary import even, rotate
@@ -56,7 +56,7 @@ class XPos(Turning):
 
     def on_queries_keys_at(
         self, q: Tensor, k: Tensor, query: Tensor, key: Tensor, *, start: int = 0, **place: Any
-    ) -> tuple[Tensor, Tensor]:
+    ) -> Pair:
         """[batch, heads, length, head_dim] each -> same; angles, scales and products in float32.
 
         UserError where the scale of a far key would overflow: beyond about 3000 tokens in fp16, and
@@ -72,7 +72,7 @@ class XPos(Turning):
         turned_q = rotate(q, cos_q * scale_q, sin_q * scale_q)
         return turned_q, rotate(k, cos_k / scale_k, sin_k / scale_k)
 
-    def _cos_sin(self, position: Tensor) -> tuple[Tensor, Tensor]:
+    def _cos_sin(self, position: Tensor) -> Pair:
         """[length] -> [length, head_dim / 2] each."""
         angle = position[:, None] * self.inv_freq
         return angle.cos(), angle.sin()
