@@ -14,22 +14,20 @@ import json
 import logging
 import sys
 import time
-from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from io import TextIOWrapper
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NoReturn
 
 from megatron.config import Config
-from megatron.data.tokenizers.tokenizer import Tokenizer
 from megatron.entry import run
 from megatron.errors import UserError
 from megatron.evaluation.loaded_run import variant
 from megatron.evaluation.options import DTYPES, VARIED, add_attention
 from megatron.files import write_text
-from megatron.generation.decode import NUMBERS, Continuation, GenerationSettings, continued
+from megatron.generation.decode import NUMBERS, GenerationSettings, continued
 from megatron.generation.with_tokenizer import opened_with_tokenizer
-from megatron.model import GPT, AttentionSettings
+from megatron.model import AttentionSettings
 from megatron.parallel.grid import here
 from megatron.parallel.threads import count_parameters, use_threads
 from megatron.results.files import check_place
@@ -39,15 +37,6 @@ NOT_FOR_TERMINALS = {code: "\ufffd" for code in CONTROL if chr(code) not in "\t\
 """A model may write what would move the cursor or more; files get it as it is."""
 
 logger = logging.getLogger("megatron.generate")
-
-
-class Session(NamedTuple):
-    """A model that continues texts. facts: all that a row says about it"""
-
-    model: GPT
-    tokenizer: Tokenizer
-    settings: GenerationSettings
-    facts: dict[str, Any]
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -112,11 +101,44 @@ def main(config: Config | None, arguments: argparse.Namespace) -> None:
         "dtype": arguments.dtype,
         **variant(model.attention),
     }
-    session = Session(model, tokenizer, settings, facts)
-    if len(prompts) == 1 and settings.samples == 1 and output is None:
-        stream(session, prompts[0])
-    else:
-        write_rows(session, prompts, output)
+    is_one = len(prompts) == 1 and settings.samples == 1 and output is None
+    rows: dict[tuple[int, int], dict[str, Any]] = {}
+    tokens = 0
+    begin = time.perf_counter()
+    try:
+        for texts in continued(model, tokenizer, prompts, settings):
+            tokens += len(texts)
+            if is_one:
+                piece = texts[0].written.take()
+                piece = piece.translate(NOT_FOR_TERMINALS) if sys.stdout.isatty() else piece
+                sys.stdout.write(piece)
+                sys.stdout.flush()
+            for text in texts:
+                if text.ended is not None:
+                    rows[text.number, text.sample] = {
+                        "prompt": prompts[text.number],
+                        "continuation": text.written.text,
+                        "prompt_number": text.number,
+                        "sample": text.sample,
+                        "prompt_tokens": len(text.prompt),
+                        "new_tokens": text.new,
+                        "ended": text.ended,
+                        **facts,
+                    }
+        seconds = time.perf_counter() - begin
+        words = f"{facts['checkpoint']}, config {facts['config_hash']}, seed {settings.seed}"
+        speed = f"{tokens} tokens in {seconds:.2f} s: {tokens / seconds:.1f} tokens/s"
+        logger.info("%s (%s)", speed, words)
+    finally:
+        # If ctrl-C or a fault ends it, texts that are finished are written.
+        lines = [json.dumps(rows[key], ensure_ascii=False) + "\n" for key in sorted(rows)]
+        if is_one:
+            sys.stdout.write("\n")
+        elif output is None:
+            sys.stdout.write("".join(lines))
+        elif lines:
+            write_text(output, "".join(lines))
+            logger.info("written to %s", output)
 
 
 def prompts_of(arguments: argparse.Namespace) -> list[str]:
@@ -141,58 +163,6 @@ def prompts_of(arguments: argparse.Namespace) -> list[str]:
     except UnicodeEncodeError:
         raise UserError("--prompt: a prompt is not UTF-8 text; convert it first") from None
     return prompts
-
-
-def timed(session: Session, prompts: Sequence[str]) -> Iterator[list[Continuation]]:
-    """After each step, the texts that have got a token; in the end a line about the speed."""
-    model, tokenizer, settings, facts = session
-    begin = time.perf_counter()
-    tokens = 0
-    for texts in continued(model, tokenizer, prompts, settings):
-        tokens += len(texts)
-        yield texts
-    seconds = time.perf_counter() - begin
-    words = f"{facts['checkpoint']}, config {facts['config_hash']}, seed {facts['seed']}"
-    speed = f"{tokens} tokens in {seconds:.2f} s: {tokens / seconds:.1f} tokens/s"
-    logger.info("%s (%s)", speed, words)
-
-
-def stream(session: Session, prompt: str) -> None:
-    """Write a continuation as it comes, and a line feed."""
-    for texts in timed(session, [prompt]):
-        piece = texts[0].written.take()
-        sys.stdout.write(piece.translate(NOT_FOR_TERMINALS) if sys.stdout.isatty() else piece)
-        sys.stdout.flush()
-    sys.stdout.write("\n")
-
-
-def write_rows(session: Session, prompts: Sequence[str], output: Path | None) -> None:
-    """Write a JSON line for each continuation, in the order of the prompts.
-
-    If ctrl-C or a fault ends it, texts that are finished are written.
-    """
-    rows: dict[tuple[int, int], dict[str, Any]] = {}
-    try:
-        for texts in timed(session, prompts):
-            for text in texts:
-                if text.ended is not None:
-                    rows[text.number, text.sample] = {
-                        "prompt": prompts[text.number],
-                        "continuation": text.written.text,
-                        "prompt_number": text.number,
-                        "sample": text.sample,
-                        "prompt_tokens": len(text.prompt),
-                        "new_tokens": text.new,
-                        "ended": text.ended,
-                        **session.facts,
-                    }
-    finally:
-        lines = [json.dumps(rows[key], ensure_ascii=False) + "\n" for key in sorted(rows)]
-        if output is None:
-            sys.stdout.write("".join(lines))
-        elif lines:
-            write_text(output, "".join(lines))
-            logger.info("written to %s", output)
 
 
 def command() -> NoReturn:

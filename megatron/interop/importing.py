@@ -1,10 +1,8 @@
 """Write a checkpoint from elsewhere as an ordinary one of ours."""
 
-import contextlib
 import hashlib
 import json
 import logging
-import os
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -265,16 +263,15 @@ def compared_with_transformers(folder: Path, model: GPT) -> dict[str, Any]:
 
     family = huggingface.read_settings(folder)[0]
     transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
     program = f"transformers {transformers.__version__} {family.architecture}"
     try:
-        # It draws bars on stderr, and writes them even where they are switched off.
-        with open(os.devnull, "w") as nothing, contextlib.redirect_stderr(nothing):
-            theirs = getattr(transformers, family.architecture).from_pretrained(
-                folder,
-                dtype=torch.float32,
-                local_files_only=True,
-                attn_implementation="eager",  # config.json may ask for one that is not installed
-            )
+        theirs = getattr(transformers, family.architecture).from_pretrained(
+            folder,
+            dtype=torch.float32,
+            local_files_only=True,
+            attn_implementation="eager",  # config.json may ask for one that is not installed
+        )
     except Exception as fault:  # it raises many kinds, for keys that change nothing here too
         raise UserError(
             f"{folder}: {program} cannot open it ({in_words(fault):.200}) - correct its"

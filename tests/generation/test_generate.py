@@ -7,11 +7,9 @@ import sys
 import pytest
 import torch
 
-import generate as command
 from megatron.checkpoints.read import load_for_evaluation
 from megatron.data.tokenizers.build import build_tokenizer
-from megatron.generation.decode import GenerationSettings
-from megatron.generation.with_tokenizer import opened_with_tokenizer
+from megatron.generation import decode as decoding
 from tests.checkpoints import make_checkpoint
 from tests.support import ROOT, call, unlaunched
 
@@ -113,25 +111,21 @@ def test_nothing_that_exists_is_replaced_and_bad_words_are_one_message(folder, t
     assert essay.read_text() == "mine"
 
 
-def test_finished_texts_are_written_where_a_fault_ends_the_others(folder, tmp_path, monkeypatch):
-    trained, tokenizer = opened_with_tokenizer(None, folder, None)
-    settings = GenerationSettings(max_new_tokens=3, past_documents=True, batch_size=1)
-    facts = {"seed": 0, "config_hash": "a", "checkpoint": "b", "step": 5}
-    session = command.Session(trained.model, tokenizer, settings, facts)
-    asked = (session, ["a", "bb", "ccc"])
+def test_finished_texts_are_written_where_ctrl_c_ends_the_others(folder, tmp_path, monkeypatch):
     whole, broken = tmp_path / "whole.jsonl", tmp_path / "broken.jsonl"
-    command.write_rows(*asked, whole)
-    decode = command.continued
+    words = ["--prompt", "a", "--prompt", "bb", "--prompt", "ccc", "--max-new-tokens", "3"]
+    words += ["--batch-size", "1", "--ignore-eod", "--checkpoint", folder, "--output"]
+    assert call("generate.py", *words, whole).returncode == 0
+    decode = decoding.continued
 
-    def stopping(*words):
-        for count, texts in enumerate(decode(*words), 1):
+    def stopping(*given):
+        for count, texts in enumerate(decode(*given), 1):
             yield texts
             if count == 7:  # in the third text
                 raise KeyboardInterrupt
 
-    monkeypatch.setattr(command, "continued", stopping)
-    with pytest.raises(KeyboardInterrupt):
-        command.write_rows(*asked, broken)
+    monkeypatch.setattr(decoding, "continued", stopping)
+    assert call("generate.py", *words, broken).returncode != 0
     assert broken.read_text().splitlines() == whole.read_text().splitlines()[:2]
 
 
