@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from lm_eval.api.model import TemplateLM
 from lm_eval.models.utils import normalize_gen_kwargs
 from lm_eval.utils import get_rolling_token_windows
+from torch import Tensor
 from tqdm import tqdm
 
 from megatron.data.tokenizers.tokenizer import Tokenizer
@@ -120,15 +121,13 @@ class Harness(TemplateLM):
         Batches hold texts of similar lengths, the longest first: they show what fits.
         """
         together: list[list[int]] = []
-        longest = 0
         for number in sorted(range(len(asked)), key=lambda one: -len(asked[one].tokens)):
-            full = together and (len(together[-1]) + 1) * longest > self._reading.batch_tokens
-            if not together or full:
+            longest = len(asked[together[-1][0]].tokens) if together else 0
+            if not together or (len(together[-1]) + 1) * longest > self._reading.batch_tokens:
                 together.append([])
-                longest = len(asked[number].tokens)
             together[-1].append(number)
 
-        found: dict[int, tuple[float, bool]] = {}
+        scores: dict[int, tuple[float, bool]] = {}
         device = self._model.word_embeddings.weight.device
         for numbers in tqdm(together, "log-likelihood"):
             # What is behind the end of a shorter text changes nothing before it.
@@ -137,16 +136,20 @@ class Harness(TemplateLM):
             features = self._model.features(ids[:, :-1])
             for row, number in enumerate(numbers):
                 end = len(asked[number].tokens) - 1
-                total, greedy = 0.0, True
-                for first in range(end - asked[number].scored, end, TOGETHER):
-                    part = slice(first, min(first + TOGETHER, end))
-                    labels = ids[row, 1:][part]
-                    logits = F.linear(features[row, part], self._model.output_matrix).float()
-                    losses = F.cross_entropy(logits, labels, reduction="none")
-                    total -= losses.double().sum().item()
-                    greedy = greedy and bool((logits.argmax(dim=-1) == labels).all())
-                found[number] = (total, greedy)
-        return [found[number] for number in range(len(asked))]
+                first = end - asked[number].scored
+                labels = ids[row, first + 1 : end + 1]
+                scores[number] = self._score(features[row, first:end], labels)
+        return [scores[number] for number in range(len(asked))]
+
+    def _score(self, features: Tensor, labels: Tensor) -> tuple[float, bool]:
+        """Of targets, [targets, hidden] and [targets]: the sum, and whether all are likeliest."""
+        total, greedy = 0.0, True
+        for x, wanted in zip(features.split(TOGETHER), labels.split(TOGETHER), strict=True):
+            logits = F.linear(x, self._model.output_matrix).float()
+            losses = F.cross_entropy(logits, wanted, reduction="none")
+            total -= losses.double().sum().item()
+            greedy = greedy and bool((logits.argmax(dim=-1) == wanted).all())
+        return total, greedy
 
     def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
         """The continuation of each text, without the string that ends it."""

@@ -22,7 +22,7 @@ from megatron.results.table import in_columns
 
 PACKAGE = "lm_eval"
 MOST_NAMES = 60  # characters of the tasks in the name of a file
-COLUMNS = ("task", "metric", "shots", "documents", "length", "value", "± standard error")
+COLUMNS = ("task", "metric", "filter", "shots", "documents", "length", "value", "stderr")
 ANSWERS = ("value", "stderr", "of_documents", "commit", "code", "attention_backend", "device")
 
 logger = logging.getLogger(__name__)
@@ -223,17 +223,12 @@ def existing_rows(path: Path) -> list[TaskRow]:
 
 def table(rows: Iterable[TaskRow]) -> str:
     """A line for each row."""
-    lines: list[tuple[str, ...]] = [COLUMNS]
+    lines: list[Sequence[str]] = [COLUMNS]
     for row in rows:
-        documents, all_of_them = row.get("documents"), row.get("of_documents")
-        asked = str(documents) if documents == all_of_them else f"{documents} of {all_of_them}"
-        named = row["metric"]
-        if row.get("filter", "none") != "none":
-            named = f"{named} ({row.get('filter')})"
-        value, stderr = (
-            "n/a" if number is None else f"{number:.4f}"
-            for number in (row["value"], row.get("stderr"))
-        )
-        shots, length = str(row.get("shots", "")), str(row["length"])
-        lines.append((row["task"], named, shots, asked, length, value, stderr))
+        texts = []
+        for column in COLUMNS:
+            value = row.get(column)
+            shown = "n/a" if value is None else value
+            texts.append(f"{shown:.4f}" if isinstance(shown, float) else str(shown))
+        lines.append(texts)
     return "\n".join(in_columns(lines))

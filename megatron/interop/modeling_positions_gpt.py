@@ -1,4 +1,4 @@
-"""Our GPT behind the interface of transformers: what generates, what is exported.
+"""Our GPT behind the interface of transformers, as exported models have it.
 
 An exported folder holds this file, and beside it the model, encodings and attention that it
 imports. They need torch and transformers alone.
@@ -70,10 +70,7 @@ def build_position(config: PositionsGPTConfig, index: int) -> Position:
 
 
 class TextCache(TheirCache):
-    """Caches of our model: one for all texts of a batch with as many tokens of padding.
-
-    Keys that no later token sees are forgotten.
-    """
+    """Caches of our model: one for all texts of a batch with as many tokens of padding."""
 
     def __init__(self) -> None:
         super().__init__(layers=[])
@@ -108,7 +105,8 @@ def rows_by_padding(mask: Tensor | None, batch: int, keys: int) -> dict[int, lis
         raise ValueError(f"attention_mask: {list(mask.shape)} must be [{batch}, {keys}]")
     before = (real.cumsum(1) == 0).sum(1)
     behind = (real.flip(1).cumsum(1) == 0).sum(1)
-    if bool((before + real.sum(1) + behind != keys).any()):
+    known = before + real.sum(1) + behind
+    if bool((known != keys).any()):
         raise ValueError("attention_mask: every text needs tokens, and none of padding among them")
     rows: dict[int, list[int]] = {}
     for row, padding in enumerate(before.tolist()):
@@ -117,10 +115,7 @@ def rows_by_padding(mask: Tensor | None, batch: int, keys: int) -> dict[int, lis
 
 
 class PositionsGPTForCausalLM(PreTrainedModel, GenerationMixin):
-    """The language model. Texts may be longer than those of the training.
-
-    gpt: the model; default: one that is built from the configuration
-    """
+    """The language model. Texts may be longer than those of the training."""
 
     config: PositionsGPTConfig
     config_class = PositionsGPTConfig
@@ -128,18 +123,16 @@ class PositionsGPTForCausalLM(PreTrainedModel, GenerationMixin):
     supports_gradient_checkpointing = True
     _keep_in_fp32_modules_strict = ["positions"]  # noqa: RUF012
 
-    def __init__(self, config: PositionsGPTConfig, gpt: GPT | None = None) -> None:
+    def __init__(self, config: PositionsGPTConfig) -> None:
         super().__init__(config)
-        if gpt is None:
-            count = len(config.encodings or [])
-            gpt = GPT(
-                Architecture(**(config.architecture or {})),
-                AttentionSettings(**(config.attention_settings or {})),
-                positions=[build_position(config, index) for index in range(count)],
-                position_of_layer=config.encoding_of_layer,
-                vocab=config.vocab_size,
-            )
-        self.gpt = gpt
+        count = len(config.encodings or [])
+        self.gpt = GPT(
+            Architecture(**(config.architecture or {})),
+            AttentionSettings(**(config.attention_settings or {})),
+            positions=[build_position(config, index) for index in range(count)],
+            position_of_layer=config.encoding_of_layer,
+            vocab=config.vocab_size,
+        )
         self.post_init()
 
     def forward(

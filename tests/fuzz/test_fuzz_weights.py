@@ -67,14 +67,6 @@ def test_a_header_of_any_entries(tmp_path, changes, removed, kept):
     loaded(tmp_path, packed(json.dumps(header).encode(), CONTENT[:kept]))
 
 
-@fuzzed
-@given(where=st.integers(0, START), value=st.integers(0, 255), kept=st.integers(0, len(WHOLE)))
-def test_weights_with_a_changed_byte_and_a_cut(tmp_path, where, value, kept):
-    changed = bytearray(WHOLE)
-    changed[where] = value
-    loaded(tmp_path, bytes(changed[: kept or None]))
-
-
 def test_a_hostile_header_is_refused(tmp_path):
     for content in (
         packed(b"[" * 100_000 + b"]" * 100_000),

@@ -2,32 +2,29 @@
 
 import importlib
 import sys
+from unittest import mock
 
 import pytest
 
 from megatron.positions import ALIASES, FILES, REGISTRY
-from tests.interop.exports import BUMP
+from tests.interop.models import BUMP
 
 
 @pytest.fixture
 def bump(tmp_path):
     """A user's file with an encoding, forgotten afterwards."""
-    known, aliases, files = dict(REGISTRY), dict(ALIASES), dict(FILES)
     path = tmp_path / "bump.py"
     path.write_text(BUMP)
-    yield path
-    for table, before in ((REGISTRY, known), (ALIASES, aliases), (FILES, files)):
-        table.clear()
-        table.update(before)
+    with mock.patch.dict(REGISTRY), mock.patch.dict(ALIASES), mock.patch.dict(FILES):
+        yield path
 
 
 @pytest.fixture(scope="session")
 def own_modules(tmp_path_factory):
     """Where transformers copies code that it runs: a folder that is gone afterwards."""
     dynamic_modules = importlib.import_module("transformers.dynamic_module_utils")
-    with pytest.MonkeyPatch.context() as patch:
-        folder = str(tmp_path_factory.mktemp("modules"))
-        patch.setattr(dynamic_modules, "HF_MODULES_CACHE", folder)
+    folder = str(tmp_path_factory.mktemp("modules"))
+    with mock.patch.object(dynamic_modules, "HF_MODULES_CACHE", folder):
         yield
     sys.path[:] = [path for path in sys.path if path != folder]
     # A package that stays imported is looked for in the folder where it was found first.

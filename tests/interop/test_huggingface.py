@@ -11,14 +11,11 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-from evaluate import add_all_options
-from evaluate import main as evaluate_main
 from megatron.checkpoints.manifest import faults_of
 from megatron.checkpoints.read import load_for_evaluation
 from megatron.config import load
 from megatron.data.tokenizers.build import build_tokenizer
 from megatron.data.tokens import TokenWriter
-from megatron.entry import run as run_entry
 from megatron.errors import UserError
 from megatron.interop import open_model
 from megatron.interop.families import FAMILIES, read_weights, write_weights
@@ -29,9 +26,8 @@ from megatron.interop.importing import (
     import_if_foreign,
 )
 from megatron.model import Architecture, padded_vocab
-from tests.interop.theirs import (
+from tests.interop.models import (
     CASES,
-    SAME_OTHERWISE,
     SCALED,
     VOCAB,
     edited,
@@ -39,9 +35,10 @@ from tests.interop.theirs import (
     random_ids,
     words_tokenizer,
 )
-from tests.support import ROOT
-from tools.import_checkpoint import main as import_main
+from tests.support import ROOT, call
 
+SAME_OTHERWISE = ("n_inner", "hidden_act", "rope_parameters", "pretraining_tp", "max_window_layers")
+"""Keys that may be spelled in more than one way; `settings_of` must read them alike."""
 every_case = pytest.mark.parametrize("case", CASES)
 
 
@@ -269,24 +266,17 @@ def test_what_transformers_does_not_take_is_one_message(folder, tmp_path):
         compared_with_transformers(folder("llama"), model)
 
 
-def test_a_tokenizer_with_an_end_of_its_own_is_copied_with_what_names_it(folder, tmp_path):
-    source = edited(folder("llama"), tmp_path / "source")
+@torch.no_grad()
+def test_an_import_is_an_ordinary_checkpoint_with_its_origin(folder, tmp_path):
+    source, run = edited(folder("qwen3"), tmp_path / "source"), tmp_path / "run"
+    # Its documents end in its own way, which a file beside it names.
     file = words_tokenizer(source / "tokenizer.json", "world")
     file.write_text(file.read_text().replace("<|endoftext|>", "</s>"))
     assert "has no tokenizer that is used" in import_checkpoint(source, tmp_path / "a").notes[-1]
     (source / "tokenizer_config.json").write_text(json.dumps({"eos_token": "</s>"}))
-    data = import_checkpoint(source, tmp_path / "b").config.data
-    assert build_tokenizer(data.tokenizer_type, data.vocab_file).eod == 0
-
-
-@torch.no_grad()
-def test_an_import_is_an_ordinary_checkpoint_with_its_origin(folder, tmp_path, capsys):
-    source, run = edited(folder("qwen3"), tmp_path / "source"), tmp_path / "run"
-    words_tokenizer(source / "tokenizer.json", "world")
-    assert import_main([str(source), "-o", str(run)]) == 0
-    printed = capsys.readouterr().out
-    assert "Qwen3ForCausalLM (the largest is" in printed
-    assert f"written to {run}/global_step0" in printed
+    done = call("tools/import_checkpoint.py", source, "-o", run)
+    assert "Qwen3ForCausalLM (the largest is" in done.stdout
+    assert f"written to {run}/global_step0" in done.stdout
     model, config, record = load_for_evaluation(run)
     expected = transformers.Qwen3ForCausalLM.from_pretrained(source)(random_ids(50)).logits
     torch.testing.assert_close(model(random_ids(50)), expected, rtol=0, atol=2e-5)
@@ -297,7 +287,7 @@ def test_an_import_is_an_ordinary_checkpoint_with_its_origin(folder, tmp_path, c
     assert 0 < origin["compared"]["largest_difference"] < 2e-5
     assert record["tokenizer"]["vocab_size"] == 3
     assert record["vocab"] == VOCAB == padded_vocab(3, config.model.make_vocab_size_divisible_by)
-    assert config.data.vocab_file == str(run / "tokenizer" / "tokenizer.json")
+    assert build_tokenizer(config.data.tokenizer_type, config.data.vocab_file).eod == 0
     assert faults_of(run / "global_step0") == []
     with pytest.raises(UserError, match="is a checkpoint of this program already"):
         import_checkpoint(run, tmp_path / "again")
@@ -322,7 +312,7 @@ def test_an_import_that_cannot_be_right_writes_nothing(folder, tmp_path):
     assert {file: file.stat().st_mtime_ns for file in run.rglob("*")} == before
 
 
-def test_the_commands_of_the_document_run(folder, tmp_path, monkeypatch, capsys):
+def test_the_commands_of_the_document_run(folder, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for case, name in (("pythia", "pythia-70m"), ("qwen3", "qwen3")):
         place = edited(folder(case), tmp_path / "models" / name)
@@ -337,19 +327,9 @@ def test_the_commands_of_the_document_run(folder, tmp_path, monkeypatch, capsys)
     assert len(lines) == 3
     for line in [*lines, lines[-1]]:
         _, script, *words = line.split()
-        if script != "evaluate.py":
-            assert import_main(words) == 0, line
-            continue
-        with pytest.raises(SystemExit) as ended:
-            run_entry(
-                evaluate_main,
-                purpose="evaluate",
-                options=add_all_options,
-                config_needed=False,
-                argv=[*words, "eval_tokens=128", "split=5,4,1"],
-            )
-        assert ended.value.code == 0, capsys.readouterr().err
-    assert {one.name for one in (tmp_path / "runs").iterdir()} == {"imported", "pythia"}
+        small = ["eval_tokens=128", "split=5,4,1"] if script == "evaluate.py" else []
+        done = call(script, *words, *small)
+        assert done.returncode == 0, done.stderr
     # A foreign folder is evaluated by its own name, and imported once.
     (run,) = (tmp_path / "runs" / "imported").iterdir()
     assert run.name.startswith("qwen3-")
