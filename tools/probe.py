@@ -39,25 +39,24 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def main(config: Config | None, arguments: argparse.Namespace) -> None:
     """Ask the probes, and print each answer."""
     options = {one.name: getattr(arguments, one.name) for one in fields(ProbeOptions)}
-    probed = probe(config, ProbeOptions(**options), report=show)
-    print(f"\nwritten to {probed.output}")
+    output = probe(config, ProbeOptions(**options), report=show)
+    print(f"\nwritten to {output}")
 
 
 def show(rows: Sequence[ProbeRow]) -> None:
     """Print one line about a probe at a length: accuracies by place, a number, or a reason."""
     first = rows[0]
-    accuracies = [row.get("accuracy") for row in rows]
-    guesses = [row.get("guess") for row in rows]
-    summary = first.get("reason")
-    if summary is None and "reach" in first:
+    if "reach" in first:
         summary = f"reach {first['reach']}"
-    elif summary is None and "mean_entropy" in first:
+    elif "mean_entropy" in first:
         summary = f"mean_entropy {first['mean_entropy']}"
-    elif summary is None:
-        summary = " ".join(f"{accuracy:.3f}" for accuracy in accuracies)
-        if None not in guesses:
-            rates = " ".join(f"{guess:.3f}" for guess in guesses)
-            summary = f"{summary} (guess rates {rates})"
+    elif first.get("reason"):
+        summary = first["reason"]
+    else:
+        summary = " ".join(f"{row['accuracy']:.3f}" for row in rows)
+        if first["guess"] is not None:
+            guesses = " ".join(f"{row['guess']:.3f}" for row in rows)
+            summary = f"{summary} (guess rates {guesses})"
     seconds = first.get("seconds", 0.0)
     print(f"{first['probe']} at {first['length']}: {summary}   ({seconds:.1f} s)", flush=True)
 

@@ -76,12 +76,14 @@ def main(argv: list[str] | None = None) -> int:
 
 def status(sweep: Sweep, states: Sequence[State]) -> list[str]:
     """A line for the sweep and one for each cell."""
-    counts = collections.Counter(state.kind for state in states)
-    counted = ", ".join(f"{count} {kind}" for kind, count in counts.items())
-    lines = [f"{sweep.name}: {len(sweep.cells)} cells, {counted}; runs in {sweep.folder}"]
-    width = max(len(cell.name) for cell in sweep.cells)
-    for cell, state in zip(sweep.cells, states, strict=True):
-        lines.append(f"{cell.name:<{width}}  {described(cell, state)}")
+    kinds = collections.Counter(state.kind for state in states)
+    counted = ", ".join(f"{count} {kind}" for kind, count in kinds.items())
+    cells = sweep.cells
+    lines = [f"{sweep.name}: {len(cells)} cells, {counted}; runs in {sweep.folder}"]
+    width = max(len(cell.name) for cell in cells)
+    for cell, state in zip(cells, states, strict=True):
+        name = cell.name.ljust(width)
+        lines.append(f"{name}  {described(cell, state)}")
     return lines
 
 
@@ -101,15 +103,13 @@ def plan(
     existing = next(path for path in (folder, *folder.parents) if path.exists())
     free = shutil.disk_usage(existing).free
     warning = "" if price.disk < free else " - NOT ENOUGH"
-    kept = "optimizer's states" if sweep.keep_states else "weights only"
-    needed = f"{price.disk / 1e9:,.1f} GB (finished cells keep {kept})"
     lines = [
         status(sweep, states)[0],
         f"to do: {price.tokens / 1e6:,.1f} million tokens of training, "
         f"{price.flops:.2e} FLOP with evaluation",
         f"time: {price.seconds / count / 3600:,.2f} hours on {count} x {device.name} "
         f"(assumed: {UTILISATION:.0%} of {speed})",
-        f"disk: needs {needed}, {free / 1e9:,.0f} GB are free{warning}",
+        f"disk: needs {price.disk / 1e9:,.1f} GB, {free / 1e9:,.0f} GB are free{warning}",
     ]
     prefixes: set[str] = set()
     for cell in sweep.cells:

@@ -64,7 +64,7 @@ def evaluate(config: Config | None, options: Options) -> Evaluation:
             tail=options.tail,
             stride=options.stride,
         )
-        lengths = request.checked_lengths
+        lengths = request.ordered_lengths
         protocols = dict.fromkeys(options.protocol or ("equal_tokens",))
         windows_of = {protocol: PROTOCOLS[protocol](request) for protocol in protocols}
         for several in windows_of.values():

@@ -43,7 +43,7 @@ from megatron.results.probes import (
     joined,
     write_probes,
 )
-from megatron.results.row import Facts, run_of
+from megatron.results.row import Facts
 from megatron.results.statistics import wilson
 
 SHORTEST = 48  # tokens of a context
@@ -75,22 +75,15 @@ class ProbeOptions:
     probe_seed: int = 0
 
 
-@dataclass(frozen=True)
-class Probed:
-    """All rows of this model in the file, earlier ones too, and the file."""
-
-    rows: list[ProbeRow]
-    output: Path
-
-
 def probe(
     config: Config | None,
     options: ProbeOptions,
     report: Callable[[list[ProbeRow]], None] = lambda rows: None,
-) -> Probed:
+) -> Path:
     """Ask the probes, and write their rows as soon as they are known.
 
     report: called with the rows of each probe and length
+    -> the file
     Raises UserError, before anything is computed, for what cannot be asked or written.
     """
     run = loaded_run(config, options.checkpoint, options.step)
@@ -151,8 +144,7 @@ def probe(
                 rows += [cast(ProbeRow, shared | answer) for answer in answers]
                 write_probes(output, joined(existing, rows))
                 report(rows[-len(answers) :])
-    of_run = run_of(rows[0])
-    return Probed([row for row in joined(existing, rows) if run_of(row) == of_run], output)
+    return output
 
 
 def of_windows(model: GPT, name: str, windows: Sequence[np.ndarray]) -> Facts:

@@ -223,9 +223,8 @@ def variable_tracking(of: Material) -> Iterator[Trial]:
     filler = of.filler(spare, words[: needed - 1], words[needed - 1 :])
     spots = np.sort(of.random.integers(0, spare + 1, chains * links))
     chain = of.random.permutation(np.repeat(np.arange(chains), links))  # of each assignment
-    link = np.empty_like(chain)  # how many of its chain stand before each assignment
-    for number in range(chains):
-        link[chain == number] = np.arange(links)
+    by_chain = np.argsort(np.argsort(chain, kind="stable"))
+    link = by_chain % links  # how many of its chain stand before each assignment
     contexts = []
     for known in (names, other_names):
         source, variable = known[chain, link], known[chain, link + 1]

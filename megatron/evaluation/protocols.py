@@ -81,7 +81,7 @@ class Request:
     """What to measure: a part of a corpus at several lengths, and the options of protocols.
 
     tokens: the corpus
-    lengths: inputs of a window, in tokens; `checked_lengths` has them in order
+    lengths: inputs of a window, in tokens; `ordered_lengths` has them in order
     split: shares of the parts, such as "949,50,1"
     part: train, valid or test
     eval_tokens: targets of the region, at most
@@ -104,15 +104,9 @@ class Request:
     stride: int | None = None
 
     @cached_property
-    def checked_lengths(self) -> list[int]:
-        """The lengths, each once, shortest first. Raises UserError for none, or one below 1."""
-        lengths = sorted(set(self.lengths))
-        if not lengths or lengths[0] < 1:
-            raise UserError(
-                f"eval_lengths: {lengths or 'none given'}"
-                " - give one or more lengths of at least 1, as 512 1024"
-            )
-        return lengths
+    def ordered_lengths(self) -> list[int]:
+        """The lengths, each once, shortest first."""
+        return sorted(set(self.lengths))
 
     @cached_property
     def documents(self) -> range:
@@ -133,17 +127,13 @@ class Request:
         multiple of the longest length. Raises UserError if there is not one window of that length.
         """
         available = self.available
-        longest = self.checked_lengths[-1]
-        if self.eval_tokens < longest:
+        longest = self.ordered_lengths[-1]
+        if min(self.eval_tokens, available) < longest:
             raise UserError(
-                f"eval_tokens: {self.eval_tokens} is less than one window of the longest length,"
-                f" {longest} - write eval_tokens={longest} or more, or leave that length out"
-            )
-        if available < longest:
-            raise UserError(
-                f"eval_part: the {self.part} part of the corpus has {max(available, 0)} tokens to"
-                f" predict, and one window of length {longest} needs {longest}"
-                f" - use a larger corpus, another split than {self.split}, or shorter lengths"
+                f"eval_lengths: one window of length {longest} needs {longest} tokens to predict;"
+                f" eval_tokens is {self.eval_tokens}, and the {self.part} part of the corpus has"
+                f" {max(available, 0)} - give shorter lengths, more eval_tokens, a larger corpus,"
+                f" or another split than {self.split}"
             )
         targets = min(self.eval_tokens, available) // longest * longest
         if available < self.eval_tokens:
@@ -166,7 +156,7 @@ def first_tokens(tokens: TokenFile, documents: range, count: int) -> np.ndarray:
 
 def equal_tokens(request: Request) -> list[Windows]:
     """Cut the region into windows. Lengths that divide the longest score the same targets."""
-    return [_cut(request.region, length, length) for length in request.checked_lengths]
+    return [_cut(request.region, length, length) for length in request.ordered_lengths]
 
 
 def paper(request: Request) -> list[Windows]:
@@ -178,7 +168,7 @@ def paper(request: Request) -> list[Windows]:
     """
     count, start = request.windows, request.start
     by_length = []
-    for length in request.checked_lengths:
+    for length in request.ordered_lengths:
         samples = build_split(
             request.tokens, request.split, request.part, length, request.seed, count
         )
@@ -198,7 +188,7 @@ def tail(request: Request) -> list[Windows]:
     Ends lie a quarter of the longest length apart, from the longest length on: there every length
     has all of its context.
     """
-    size, lengths = request.tail, request.checked_lengths
+    size, lengths = request.tail, request.ordered_lengths
     _check_within("--tail", size, lengths[0], "the shortest length")
     apart = max(size, lengths[-1] // 4)
     by_length = []
@@ -214,9 +204,9 @@ def tail(request: Request) -> list[Windows]:
 
 def position(request: Request) -> list[Windows]:
     """Cut the region by the longest length alone, and ask for the losses by position."""
-    longest = request.checked_lengths[-1]
+    longest = request.ordered_lengths[-1]
     fine = [0, *(2**power for power in range(6))]
-    edges = {*fine, *range(BUCKET, longest, BUCKET), *request.checked_lengths}
+    edges = {*fine, *range(BUCKET, longest, BUCKET), *request.ordered_lengths}
     edges_in_window = sorted(edge for edge in edges if edge <= longest)
     return [replace(_cut(request.region, longest, longest), edges=tuple(edges_in_window))]
 
@@ -227,7 +217,7 @@ def sliding(request: Request) -> list[Windows]:
     Every target after the first window has a context of length - stride tokens or more.
     """
     by_length = []
-    for length in request.checked_lengths:
+    for length in request.ordered_lengths:
         stride = max(1, length // 2) if request.stride is None else request.stride
         _check_within("--stride", stride, length, "the length of a window")
         windows = _cut(request.region, length, stride)
@@ -242,7 +232,7 @@ def within_document(request: Request) -> list[Windows]:
     Documents with at least one window of the longest length count, each from its start as far as
     such windows go, until eval_tokens are reached. Every length scores the same targets.
     """
-    longest = request.checked_lengths[-1]
+    longest = request.ordered_lengths[-1]
     wanted = request.eval_tokens // longest  # windows of the longest length
     chunks: list[np.ndarray] = []
     for document in request.documents:
@@ -259,7 +249,7 @@ def within_document(request: Request) -> list[Windows]:
             f" - give lengths up to {max(size - 1, 1)} and as many tokens"
         )
     by_length = []
-    for length in request.checked_lengths:
+    for length in request.ordered_lengths:
         ids: list[np.ndarray] = []
         stretches: list[int] = []
         for number, chunk in enumerate(chunks):

@@ -6,7 +6,6 @@ import hashlib
 import itertools
 import json
 import logging
-import math
 import os
 import re
 import statistics
@@ -38,7 +37,6 @@ from megatron.results.files import existing_results, training_log, write_lines
 from megatron.results.row import COLLECTED, Row
 
 SHIPPED = ROOT / "configs" / "sweeps"
-MOST_CELLS = 10_000
 LONGEST_NAME = 200  # characters of a cell's folder; most disks take 255
 # Options of evaluate.py in a sweep, which gives checkpoint, step and output itself.
 OPTIONS = ("protocol", "lengths", "windows", "start", "tail", "stride", "dtype")
@@ -93,7 +91,6 @@ class SweepFile(BaseModel):
     grid: Annotated[dict[str, Axis], Field(min_length=1)]
     exclude: list[Values] = []
     evaluate: dict[Label, Asked | None] = {}
-    keep_optimizer_states: bool = False
 
 
 @dataclass(frozen=True)
@@ -139,16 +136,12 @@ class Cell:
 
 @dataclass(frozen=True)
 class Sweep:
-    """All cells of a file, in the order in which they run.
-
-    keep_states: whether finished cells keep the optimizer's states beside their weights
-    """
+    """All cells of a file, in the order in which they run."""
 
     name: str
     path: Path
     folder: Path
     cells: tuple[Cell, ...]
-    keep_states: bool = False
 
     @property
     def results(self) -> Path:
@@ -181,9 +174,6 @@ def load_sweep(
     # The first axis changes fastest: a sweep that is cut short is then whole in the first values
     # of the last axis, the seeds.
     slowest_first = [list(choices) for choices in reversed(parts.grid.values())]
-    count = math.prod(map(len, slowest_first))
-    if count > MOST_CELLS:
-        raise UserError(f"{file}: grid: {count:,} cells are more than {MOST_CELLS:,} - split it")
     grid = []
     for values in itertools.product(*slowest_first):
         grid.append(dict(zip(parts.grid, reversed(values), strict=True)))
@@ -224,7 +214,7 @@ def load_sweep(
         for fault, names in names_of.items():
             lines.append(f"{names[0]} ({len(names)} cells): {fault}")
         raise UserError("\n".join(lines))
-    return Sweep(file.stem, file, home, tuple(cells), parts.keep_optimizer_states)
+    return Sweep(file.stem, file, home, tuple(cells))
 
 
 def _holds(rule: Values, point: Values) -> bool:

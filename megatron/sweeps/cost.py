@@ -62,7 +62,7 @@ class Cost:
 
 def cost(sweep: Sweep, states: Sequence[State], device: Device, jobs: int = 1) -> Cost:
     """The cost of all that is missing. jobs: how many cells train at a time."""
-    tokens, flops, stays, peaks = 0, 0.0, 0, []
+    tokens, flops, disk, largest = 0, 0.0, 0, 0
     for cell, state in zip(sweep.cells, states, strict=True):
         config, vocab = cell.config, likely_rows(cell.config)
         steps = max(0, cell.steps - state.step)
@@ -74,12 +74,11 @@ def cost(sweep: Sweep, states: Sequence[State], device: Device, jobs: int = 1) -
         if steps:
             numbers = size.parameters(config, vocab).whole
             checkpoints = kept_checkpoints(config)
-            final = (CHECKPOINT if sweep.keep_states else FLOAT32) * numbers * checkpoints
-            # One more while the next is written.
-            peaks.append(CHECKPOINT * numbers * (checkpoints + 1) - final)
-            stays += final
-    disk = stays + sum(sorted(peaks, reverse=True)[:jobs])
-    return Cost(tokens, flops, flops / (device.flops_per_second * UTILISATION), disk)
+            disk += FLOAT32 * numbers * checkpoints
+            # With the optimizer's states, and one more while the next is written.
+            largest = max(largest, CHECKPOINT * numbers * (checkpoints + 1))
+    seconds = flops / (device.flops_per_second * UTILISATION)
+    return Cost(tokens, flops, seconds, disk + jobs * largest)
 
 
 def forward_flops(config: Config, vocab: int, length: int) -> float:

@@ -68,7 +68,7 @@ class Runner:
         caught = [number for number in SIGNALS if not (under_nohup and number == signal.SIGHUP)]
         handlers_before = {number: signal.signal(number, self._stop) for number in caught}
         waiting = iter(sweep.cells)
-        workers = [self._work(waiting, place, sweep.keep_states) for place in self.places]
+        workers = [self._work(waiting, place) for place in self.places]
         processes: list[subprocess.Popen | None] = [None] * len(workers)
         terminated: set[subprocess.Popen] = set()
         try:
@@ -97,9 +97,7 @@ class Runner:
         with contextlib.suppress(OSError):  # a terminal that is gone
             self.say(text)
 
-    def _work(
-        self, waiting: Iterator[Cell], place: str | None, keep_states: bool
-    ) -> Iterator[subprocess.Popen]:
+    def _work(self, waiting: Iterator[Cell], place: str | None) -> Iterator[subprocess.Popen]:
         """Work on waiting cells, one after another; yields each process, to go on at its end."""
         for cell in waiting:
             if self.stopping or self.disk_full:
@@ -107,14 +105,14 @@ class Runner:
             try:
                 cell.folder.mkdir(parents=True, exist_ok=True)
                 with cell.lock:
-                    yield from self._do(cell, place, keep_states)
+                    yield from self._do(cell, place)
             except Timeout:
                 self._tell(f"{cell.name}: another process is at work on it")
             except (UserError, OSError) as fault:
                 # A damaged file or a full disk: the other cells go on.
                 self._fail(cell, str(fault))
 
-    def _do(self, cell: Cell, place: str | None, keep_states: bool) -> Iterator[subprocess.Popen]:
+    def _do(self, cell: Cell, place: str | None) -> Iterator[subprocess.Popen]:
         """Train a cell and evaluate it, as far as that is missing."""
         state = state_of(cell)
         if state.kind == "done":
@@ -130,8 +128,7 @@ class Runner:
                 return
             if state_of(cell).step < cell.steps:  # only then may the optimizer's state go
                 raise UserError("training ended early, as exit_interval or exit_duration says")
-        if not keep_states:
-            keep_weights_only(cell.folder)
+        keep_weights_only(cell.folder)
         for evaluation in state.missing:
             unfinished = cell.file(evaluation, finished=False)
             words = ["--step", str(cell.steps), "--output", str(unfinished)]

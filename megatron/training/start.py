@@ -174,7 +174,7 @@ def starting_point(config: Config, facts: dict[str, Any], grid: Grid) -> Start:
         raise UserError(
             f"{path}: holds weights only, training cannot continue from it"
             " - finetune=true starts a new run from them, no_load_optim=true goes on with a fresh"
-            " optimizer; a sweep keeps the optimizer's states with keep_optimizer_states"
+            " optimizer"
         )
     return Start(before=saved)
 

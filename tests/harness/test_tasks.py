@@ -115,7 +115,7 @@ def test_rolling_is_our_sliding_protocol_on_the_same_text(opened, length, stride
     tokens = tokenizer.encode(TEXT)[:count]
     text = tokenizer.decode(tokens)
     region = np.array([tokenizer.eod, *tokens])
-    request = SimpleNamespace(region=region, checked_lengths=[length], stride=stride)
+    request = SimpleNamespace(region=region, ordered_lengths=[length], stride=stride)
     (windows,) = PROTOCOLS["sliding"](request)
     ours = measured(model, windows)
     harness = Harness(model, tokenizer, Reading(length, stride))
