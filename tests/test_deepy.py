@@ -60,13 +60,6 @@ def test_what_does_not_fit_is_one_message_and_nothing_starts(capsys, monkeypatch
     assert "3 devices" in ended("train.py", *TRAIN, "train_batch_size=4", "num_gpus=3")
 
 
-def test_help_explains_the_call_and_the_keys(capsys):
-    deepy.main(["--help"])
-    shown = capsys.readouterr().out
-    assert shown.startswith("usage: deepy.py SCRIPT FILE… key=value…")
-    assert "  num_gpus (whole number > 0 ≤ 4096; default: unset)" in shown
-
-
 def test_files_end_where_the_options_of_the_script_begin(tmp_path):
     (tmp_path / "tiny.yml").write_text("\n".join(TINY).replace("=", ": "))
     checkpoint = ["--checkpoint", "x"]

@@ -154,14 +154,11 @@ def engine_files(path: Path, record: Mapping[str, Any]) -> list[str]:
     return sorted(name for name in names if Path(name).match(ENGINE_STATE))
 
 
-def faults_of(
-    path: Path, names: Collection[str] | None = None, *, part: int = 0, parts: int = 1
-) -> list[str]:
+def faults_of(path: Path, names: Collection[str] | None = None) -> list[str]:
     """What is wrong with a checkpoint, one sentence for each file; [] where nothing is.
 
     names: look at these files alone, where the checkpoint lists them; None for all. Then files of
     the engine that are not listed are faults too.
-    part, parts: hash one of several parts of the files; each of several ranks takes its own
     Of an old checkpoint without sums only what every reader needs can be missing or empty.
     """
     try:
@@ -179,10 +176,9 @@ def faults_of(
         existing = {file.name for file in path.glob(ENGINE_STATE)}
         faults += [f"{path}/{name}: is not of this checkpoint" for name in existing - listed]
     if not any(faults) and is_verifiable(record):  # most damage costs no reading
-        own = sorted(entries)[part::parts]
         with ThreadPoolExecutor(THREADS) as pool:
-            files = (path / name for name in own)
-            faults = list(pool.map(_wrong_content, files, map(entries.get, own)))
+            files = (path / name for name in entries)
+            faults = list(pool.map(_wrong_content, files, entries.values()))
     return [fault for fault in faults if fault]
 
 

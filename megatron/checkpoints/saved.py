@@ -252,22 +252,12 @@ def _is_one_folder(config: Config) -> bool:
 
 
 def recorded_parent(folder: Path) -> Parent | None:
-    """The parent that checkpoints of a run have in common, or None.
-
-    Damaged records are passed over.
-    """
+    """The parent that a run's checkpoint names, or None; also if its record is damaged."""
     try:
-        path = find(folder)
+        parent = read_record(find(folder)).get("parent")
     except UserError:
         return None
-    newest_first = [folder_of(path.parent, step) for step in reversed(steps_in(path.parent))]
-    for candidate in [path, *newest_first]:
-        try:
-            parent = read_record(candidate).get("parent")
-        except Damaged:
-            continue
-        return Parent(**parent) if parent else None
-    return None
+    return Parent(**parent) if parent else None
 
 
 def parent_at(path: Path) -> Parent:

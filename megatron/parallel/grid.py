@@ -78,11 +78,6 @@ class Grid:
             torch.distributed.all_gather_object(values, value)
         return values
 
-    def wait(self) -> None:
-        """Wait until every rank calls this."""
-        if self.ranks > 1:
-            torch.distributed.barrier()
-
 
 def here() -> Grid:
     """The processes that a launcher or a scheduler started, or this one alone without a network."""

@@ -144,10 +144,8 @@ def not_finite(engine: Any) -> list[str]:
     while hasattr(optimizer, "optimizer"):  # the engine wraps torch's own
         optimizer = optimizer.optimizer
     for number, (master, state) in enumerate(optimizer.state.items()):
-        tensors[f"master weights {number}"] = master
-        for name, value in state.items():
-            if isinstance(value, Tensor) and value.is_floating_point():
-                tensors[f"{name} {number}"] = value
+        for name, value in {"master weights": master, **state}.items():
+            tensors[f"{name} {number}"] = value
     names = []
     for name, tensor in tensors.items():
         # Least and largest show it, at an eighth of a norm's time.

@@ -55,7 +55,6 @@ SHOWN_NUMBERS = {
     "noise_scale": "noise scale {:.3g} windows",
     "tokens_per_second": "{:,.0f} tokens/s",
     "mfu": "MFU {:.1%}",
-    "mfu_without_attention": "({:.1%} without attention)",
     "model_tflops_per_second": "{:.3g} model TFLOP/s",
     "peak_memory_gib": "peak {:.2f} GiB",
 }
@@ -149,7 +148,7 @@ def train(config: Config, grid: Grid) -> Path | None:
         watchdog = Watchdog(grid, config.parallel.hang_timeout)
         profiling = Profiling(logs_as, folder_of_logs, grid, done=start.step)
         progress = Progress(start.step, steps)
-        flops = flops_per_token(config.model, vocab)
+        flops = sum(flops_per_token(config.model, vocab))
         peak = logs_as.peak_theoretical_tflops or peak_tflops(grid.device, config.precision.dtype)
         if logs_as.log_gradient_noise_scale and config.precision.dtype == "fp16":
             logger.warning("log_gradient_noise_scale: is not measured with fp16 - use bf16 or fp32")
@@ -362,12 +361,10 @@ def _console_line(numbers: Mapping[str, Any], learned: Mapping[str, Tensor], pai
 def _run_folders(config: Config, grid: Grid) -> Iterator[None]:
     """Own `save`, and `log_dir` if that is another folder; what killed runs left is removed."""
     save, log_dir = config.checkpoint.save, config.logging.log_dir
-    folders = {}
-    if log_dir:
-        folders[Path(log_dir).resolve()] = owned_folder(Path(log_dir), "log_dir")
-    if save:
-        folders[Path(save).resolve()] = owned_folder(Path(save), "save")
-    with owned_by_first(grid, *folders.values()):
+    places = {"log_dir": log_dir, "save": save}
+    folders = {Path(place).resolve(): (key, place) for key, place in places.items() if place}
+    owned = [owned_folder(Path(place), key) for key, place in folders.values()]
+    with owned_by_first(grid, *owned):
         if save and grid.first:
             remove_unfinished(Path(save))
         yield

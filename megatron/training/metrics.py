@@ -58,21 +58,15 @@ def flops_per_token(model: Model, vocab: int) -> tuple[float, float]:
     return BACKWARD * products, BACKWARD * attention
 
 
-def utilisation(
-    flops: tuple[float, float], tokens_per_second: float, peak: float | None
-) -> dict[str, float]:
+def utilisation(flops: float, tokens_per_second: float, peak: float | None) -> dict[str, float]:
     """Model TFLOP/s of one device, and its share of the peak TFLOP/s if that is known.
 
-    flops: see `flops_per_token`
-    mfu is PaLM's model FLOP utilisation; mfu_without_attention counts weights alone.
+    flops: of one token; mfu is PaLM's model FLOP utilisation.
     """
-    products, attention = flops
-    teratokens = tokens_per_second / 1e12
-    tflops = (products + attention) * teratokens
+    tflops = flops * tokens_per_second / 1e12
     numbers = {"model_tflops_per_second": tflops}
     if peak is not None:
         numbers["mfu"] = tflops / peak
-        numbers["mfu_without_attention"] = products * teratokens / peak
     return numbers
 
 
@@ -263,9 +257,7 @@ def _make_room(path: Path, resumed_at: int | None) -> None:
     if not path.exists():
         return
     if resumed_at is None:
-        number = 1
-        while path.with_name(f"{path.stem}.{number}.jsonl").exists():
-            number += 1
+        number = len(list(path.parent.glob(f"{path.stem}.*.jsonl"))) + 1
         path.rename(path.with_name(f"{path.stem}.{number}.jsonl"))
         return
     kept = []
@@ -325,18 +317,16 @@ def _wandb_run(settings: Logging, config: dict[str, Any], folder: Path | None, r
 
 
 def _finish_wandb(run: Any) -> None:
-    """End the run. What was not sent within 30 seconds is a warning."""
+    """End the run; what fails is a warning."""
     import wandb
 
     try:
         run.finish()
-    except TimeoutError:
-        logger.warning(
-            "use_wandb: not all was sent within 30 seconds - `wandb sync"
-            f" {run.settings.sync_dir}` sends it later"
-        )
     except Exception as fault:  # what a library may raise
-        logger.warning(f"use_wandb: did not end well ({in_words(fault)})")
+        logger.warning(
+            f"use_wandb: not all was sent ({in_words(fault)}) - `wandb sync` sends what is kept in"
+            f" {run.settings.sync_dir}"
+        )
     finally:
         with suppress(Exception):  # a service that is gone
             wandb.teardown()  # else it is tried at the end of the process, with a traceback

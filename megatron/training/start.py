@@ -22,7 +22,7 @@ from megatron.config import Config
 from megatron.config.schema import Model
 from megatron.errors import UserError
 from megatron.model import GPT, Architecture, positions_from_config
-from megatron.parallel.grid import Grid
+from megatron.parallel.grid import Grid, shared_faults
 from megatron.positions import Position
 from megatron.positions.layers import name_of_layers
 from megatron.positions.outline import Outline
@@ -96,7 +96,7 @@ class Start:
 
 
 def starting_point(config: Config, facts: dict[str, Any], grid: Grid) -> Start:
-    """Where this configuration starts. Every rank calls this, and hashes its share of the files.
+    """Where this configuration starts. Every rank calls this.
 
     config: with its parent; facts: of `open_text`, which get the parent's rows of embedding
     Raises UserError if `save` holds another run's checkpoint, or the checkpoint to load is damaged
@@ -118,11 +118,11 @@ def starting_point(config: Config, facts: dict[str, Any], grid: Grid) -> Start:
             return Start()
         path = Path(keys.parent.path)
 
-    read = READ_BY_EVALUATION if is_new else None
-    own = faults_of(path, read, part=grid.rank, parts=grid.ranks)
-    faults = [fault for of_rank in grid.gather(own) for fault in of_rank]
-    if faults:
-        raise Damaged(list(dict.fromkeys(faults)))
+    with shared_faults(grid):
+        if grid.first:  # one reader of a shared disk
+            faults = faults_of(path, READ_BY_EVALUATION if is_new else None)
+            if faults:
+                raise Damaged(faults)
     saved = Saved(path, *read_meta(path))
     trained, record = saved.config, saved.record
     note_opened(path, record)

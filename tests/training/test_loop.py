@@ -59,7 +59,7 @@ def test_the_console_and_the_files_tell_loss_rate_speed_norm_and_the_encodings_n
     [valid] = records(tmp_path, "valid").values()
     assert valid["perplexity"] == pytest.approx(math.exp(valid["loss"]))
     [line] = [message for message in caplog.messages if message.startswith("step 4/4")]
-    for word in ("loss", "lr", "grad norm", "tokens/s", "% without attention)", "GiB", "left"):
+    for word in ("loss", "lr", "grad norm", "tokens/s", "MFU", "GiB", "left"):
         assert word in line
 
 

@@ -41,12 +41,9 @@ def test_a_group_with_a_gradient_that_is_not_finite_is_left_out():
     for value in (1.0, float("nan"), float("inf"), 1.0):
         noise.add([torch.full((3,), value)])
     assert noise.numbers() == {}
-    noise.add([torch.tensor([1.0, 0.0])])
-    noise.add([torch.tensor([-1.0, 0.0])])
-    numbers = noise.numbers()
-    assert numbers["noise_trace"] == pytest.approx(8)
-    assert numbers["gradient_square"] == pytest.approx(-1)
-    assert numbers["noise_scale"] is None
+    for value in (1.0, -1.0):
+        noise.add([torch.tensor([value, 0.0])])
+    assert noise.numbers()["noise_scale"] is None  # noise hides the gradient
 
 
 def test_it_is_measured_without_a_change_of_any_loss_and_a_checkpoint_keeps_it(

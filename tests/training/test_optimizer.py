@@ -25,14 +25,6 @@ def test_the_standard_schedule_never_wastes_a_step(style):
     assert len(set(found[100:])) == 900
 
 
-def test_the_old_schedule_starts_at_zero_and_stands_still_at_the_end():
-    found = rates("lr_schedule=neox-2022")
-    assert found[0] == 0.0
-    assert found[100] == 1.0
-    assert len(set(found[900:])) == 1
-    assert found[-1] == pytest.approx(0.0954915)  # (cos(0.8 π) + 1) / 2: it never gets to 0
-
-
 def test_constant_stays_at_its_peak_and_the_floor_holds_everywhere():
     assert set(rates("lr_decay_style=constant", "warmup=0")) == {1.0}
     assert min(rates("lr_schedule=neox-2022", "min_lr=0.3")) == 0.3
