@@ -79,9 +79,7 @@ def test_the_same_command_goes_on_after_a_kill_also_without_its_parent(
     assert read_record(broken / "global_step5")["parent_model"] == "mep_param step 4"
 
 
-def test_the_parent_is_in_the_record_the_log_and_the_hash(
-    grid, corpus, trained, tmp_path, caplog
-):
+def test_the_parent_is_in_the_record_the_log_and_the_hash(grid, corpus, trained, tmp_path, caplog):
     config = finetuned(corpus, trained, tmp_path / "child", "pos_emb=kerple_log")
     with caplog.at_level("INFO"):
         train(config, grid)
