@@ -3,7 +3,7 @@
 import pytest
 
 from tests.support import ROOT
-from tools.document_commands import ENVIRONMENT, PAGES, index_of, make_clone, session, text_of
+from tools.document_commands import ENVIRONMENT, PAGES, make_clone, session, text_of
 
 pytestmark = pytest.mark.docs
 
@@ -22,7 +22,9 @@ def test_every_command_has_a_page_with_todays_options_and_its_examples_run(forks
     assert {path.stem for path in PAGES.glob("*.md")} == {page["page"] for page in pages} | {
         "README"
     }
-    assert (PAGES / "README.md").read_text(encoding="utf-8") == index_of(pages)
+    index = (PAGES / "README.md").read_text(encoding="utf-8")
+    for page in pages:
+        assert f"| [`{page['script']}`]({page['page']}.md) | {page['about']} |\n" in index
 
     def in_fork(words, folder):
         done = forks.run(*words, env=ENVIRONMENT, cwd=folder)

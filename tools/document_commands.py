@@ -22,16 +22,6 @@ IN_CLONE = ("megatron", "tools", "configs", "docs", "README.md", "LICENSE")
 SHOWN = 34  # lines of one command's output; more are left out in the middle
 KEYS = re.compile(r"\n\n(?:Keys[^\n]*\n\n)?model: ")  # where --help begins to list them all
 ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "COLUMNS": "100"}
-INDEX = """# Commands
-
-A page for each command: what it does, an example with its real output, and all of its options. The
-examples ran one after another with [a model that trains in seconds](tiny.yml): their numbers mean
-nothing. `make docs` runs them again ([session.yml](session.yml)), and so does `make test-docs`.
-`megatron NAME …` starts each of them from any folder.
-
-| command | what it does |
-|---|---|
-"""
 
 Runner = Callable[[Sequence[str], Path], tuple[int, str]]
 """Runs words of a Python command in a folder: status, and what it printed."""
@@ -81,12 +71,6 @@ def text_of(page: dict[str, Any], folder: Path, run: Runner) -> str:
     return "\n".join(parts)
 
 
-def index_of(pages: Sequence[dict[str, Any]]) -> str:
-    """The Markdown of the list of all pages, by name."""
-    lines = [f"| [`{page['script']}`]({page['page']}.md) | {page['about']} |\n" for page in pages]
-    return INDEX + "".join(sorted(lines, key=lambda line: line.rpartition("](")[2]))
-
-
 def in_process(words: Sequence[str], folder: Path) -> tuple[int, str]:
     """Run a command as a user does."""
     done = subprocess.run(
@@ -104,13 +88,11 @@ def in_process(words: Sequence[str], folder: Path) -> tuple[int, str]:
 
 @guarded
 def main() -> int:
-    pages = session()
     with tempfile.TemporaryDirectory() as name:
         make_clone(Path(name))
-        texts = {page["page"]: text_of(page, Path(name), in_process) for page in pages}
+        texts = {page["page"]: text_of(page, Path(name), in_process) for page in session()}
     for name, text in texts.items():
         write_text(PAGES / f"{name}.md", text)
-    write_text(PAGES / "README.md", index_of(pages))
     return 0
 
 

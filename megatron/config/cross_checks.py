@@ -52,11 +52,10 @@ def _model(model: Model) -> Faults:
         f" try hidden_size = {max(hidden // heads, 1) * heads}",
     )
     kv_heads = model.num_key_value_heads or heads
-    fitting = max(divisor for divisor in range(1, kv_heads + 1) if heads % divisor == 0)
     yield (
         heads % kv_heads,
         f"num_key_value_heads: {kv_heads} do not divide num_attention_heads = {heads};"
-        f" try num_key_value_heads = {fitting}",
+        " give a number that does",
     )
     rows, length = model.max_position_embeddings, model.seq_length
     yield (
@@ -122,8 +121,7 @@ def _training(training: Training, parallel: Parallel) -> Faults:
     yield (
         whole % part,
         f"train_batch_size: {whole} is not a multiple of train_micro_batch_size_per_gpu *"
-        f" gradient_accumulation_steps = {part};"
-        f" try train_batch_size = {max(whole // part, 1) * part}",
+        f" gradient_accumulation_steps = {part}; give one",
     )
     yield (
         training.torch_compile and parallel.zero_stage == 3,

@@ -101,14 +101,14 @@ FAULTS = {
         " the attention backends compute no dropout on probabilities"
     ),
     "num_key_value_heads=5": (
-        "num_key_value_heads: 5 do not divide num_attention_heads = 12; try num_key_value_heads = 4"
+        "num_key_value_heads: 5 do not divide num_attention_heads = 12; give a number that does"
     ),
     "max_position_embeddings=32": (
         "max_position_embeddings: 32 is less than seq_length = 64; set it to 64 or more"
     ),
     "train_batch_size=7": (
         "train_batch_size: 7 is not a multiple of train_micro_batch_size_per_gpu *"
-        " gradient_accumulation_steps = 4; try train_batch_size = 4"
+        " gradient_accumulation_steps = 4; give one"
     ),
     "checkpoint_scale=log": (
         "checkpoint_scale: log saves at the powers of save_interval = 0;"
