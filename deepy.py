@@ -108,8 +108,8 @@ def checked_config(script: Path, words: Sequence[str]) -> Config | None:
     overrides += entry.split_words(others[first:])[1]
     if not files and not overrides and script.name != "train.py":
         return None
-    entry.bring_in(given, overrides)
     config = entry.load_configuration(files, overrides, given, PURPOSES.get(script.name))
+    assert config is not None
     entry.print_notes(config.notes)
     return config
 

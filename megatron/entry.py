@@ -59,10 +59,8 @@ def run(
         words = sys.argv[1:] if argv is None else argv
         given = parser.parse_intermixed_args(settings_first(words))
         files, overrides = split_words(given.words, given.conf_dir)
-        bring_in(given)
-        config = None
-        if given.words or config_needed:
-            config = load_configuration(files, overrides, given, purpose)
+        config = load_configuration(files, overrides, given, purpose, needed=config_needed)
+        if config is not None:
             print_notes(config.notes)
         with left_at_the_end():
             return main(config, given)
@@ -110,26 +108,28 @@ def settings_first(words: Sequence[str]) -> list[str]:
     return settings + others
 
 
-def bring_in(options: argparse.Namespace) -> None:
-    """Import the checkpoint in the options if it is not one of ours, and name the new one."""
-    checkpoint = getattr(options, "checkpoint", None)
-    if checkpoint:
-        from megatron.interop.importing import (
-            import_if_foreign,  # only here: it needs the model
-        )
-
-        options.checkpoint = str(import_if_foreign(checkpoint))
-
-
 def load_configuration(
-    files: list[str], overrides: list[str], options: argparse.Namespace, purpose: str | None
-) -> Config:
+    files: list[str],
+    overrides: list[str],
+    options: argparse.Namespace,
+    purpose: str | None,
+    *,
+    needed: bool = True,
+) -> Config | None:
     """The merged configuration, with the keys that a purpose needs.
 
-    Settings without a file are laid over the configuration of the checkpoint in the options. With
-    such a checkpoint a purpose needs no keys.
+    A checkpoint in the options that is not one of ours is imported, and the option names the new
+    one. Settings without a file are laid over its configuration. With a checkpoint a purpose needs
+    no keys.
+    needed: False: None if neither a file nor key=value is given
     """
     checkpoint = getattr(options, "checkpoint", None)
+    if checkpoint:
+        from megatron.interop.importing import import_if_foreign  # only here: it needs the model
+
+        checkpoint = options.checkpoint = str(import_if_foreign(checkpoint))
+    if not (files or overrides or needed):
+        return None
     if overrides and not files and checkpoint:
         step = getattr(options, "step", None)
         folder = find(checkpoint, None if step is None else int(step))
