@@ -12,13 +12,13 @@ from typing import Any
 import matplotlib
 import yaml
 from matplotlib.figure import Figure
-from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, NullFormatter, NullLocator
+from matplotlib.ticker import LogLocator
 
 from megatron.errors import UserError
 from megatron.files import atomic_write
 from megatron.results.files import PICTURES
 from megatron.results.labels import runs
-from megatron.results.row import ATTENTION_INPUTS, Row, by_text
+from megatron.results.row import Row, by_text
 from megatron.results.statistics import half_octaves
 from megatron.results.table import cell, setting
 
@@ -37,8 +37,8 @@ STABLE: dict[Any, Any] = {"svg.fonttype": "none", "svg.hashsalt": "megatron"}
 # --- Looks: colour and marker for the encoding, in every figure; dashes for variants ---
 
 OWN_MARKERS = "X*ph"  # for encodings that looks.yml lacks
-WINDOW, SOLID = "--", "-"
-DASHES = (SOLID, ":", "-.", (0, (5, 1, 1, 1, 1, 1)), (0, (1, 3)), (0, (8, 3)))
+WINDOW = "--"
+DASHES = ("-", ":", "-.", (0, (5, 1, 1, 1, 1, 1)), (0, (1, 3)), (0, (8, 3)))
 
 
 @cache
@@ -56,8 +56,7 @@ def looks(rows: Sequence[Row]) -> list[dict[str, Any]]:
     """Colour, marker and dashes of the curve of each row, as arguments of matplotlib's plot.
 
     The encoding gives colour and marker: from looks.yml or, for others, from a hash of the name.
-    The line is solid if nothing was changed for attention, and dashed with a window. Further curves
-    of an encoding get other dashes.
+    A line is dashed with a window, and else solid. Further curves of an encoding get other dashes.
     """
     known = looks_of_encodings()
     colours = sorted({colour for colour, _ in known.values()})
@@ -68,11 +67,7 @@ def looks(rows: Sequence[Row]) -> list[dict[str, Any]]:
         first, second, *_ = hashlib.sha256(encoding.encode()).digest()
         own = colours[first % len(colours)], OWN_MARKERS[second % len(OWN_MARKERS)]
         colour, marker = known.get(encoding, own)
-        patterns = list(DASHES)
-        if row.get("window"):
-            patterns.insert(0, WINDOW)
-        elif any(row.get(key) for key in ATTENTION_INPUTS):
-            patterns.remove(SOLID)
+        patterns = [WINDOW, *DASHES] if row.get("window") else DASHES
         used_here = used.setdefault(encoding, [])
         free = [pattern for pattern in patterns if pattern not in used_here]
         used_here.append((free or patterns)[0])
@@ -180,9 +175,7 @@ def _draw(
             high = [mean + std for mean, std in zip(means, stds, strict=True)]
             axes.fill_between(at, low, high, color=look["color"], alpha=0.2, linewidth=0)
     axes.set_xscale("log", base=2)
-    axes.xaxis.set_major_locator(FixedLocator(ticks))
-    axes.xaxis.set_minor_locator(NullLocator())
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:.0f}"))
+    axes.set_xticks(ticks, [str(tick) for tick in ticks])
     axes.set_xlabel(place)
     axes.set_ylabel(quantity)
     if highest > WIDE * lowest > 0:
@@ -190,10 +183,8 @@ def _draw(
         axes.set_yscale("log")
         few_powers = highest < 100 * lowest  # then 2 and 5 help the eye
         axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5) if few_powers else (1,)))
-        axes.yaxis.set_major_formatter(
-            FuncFormatter(lambda y, _: f"{y:g}" if y < 1e5 else f"{y:.0e}")
-        )
-        axes.yaxis.set_minor_formatter(NullFormatter())
+        axes.yaxis.set_major_formatter("{x:g}")
+    axes.minorticks_off()
     axes.grid(axis="y", color="#E3E3E3", linewidth=0.8)
     axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)

@@ -15,7 +15,6 @@ from matplotlib.axes import Axes
 from matplotlib.cm import ScalarMappable
 from matplotlib.colors import BoundaryNorm, ListedColormap
 from matplotlib.figure import Figure
-from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 from torch import Tensor
 
 from megatron.errors import UserError
@@ -99,7 +98,7 @@ def draw(found: Sequence[Panel], title: str) -> Figure:
             scale = ScalarMappable(borders, colours(heads))
             ticks = list(range(0, heads, math.ceil(heads / 6)))
             bar = figure.colorbar(scale, ax=places, label="head", ticks=ticks, pad=0.01, aspect=30)
-            bar.ax.yaxis.set_minor_locator(NullLocator())
+            bar.minorticks_off()
     return figure
 
 
@@ -117,13 +116,10 @@ def _draw_panel(axes: Axes, panel: Panel) -> None:
     axes.set_xscale("function", functions=(np.log1p, np.expm1))
     axes.set_xlim(0, length)
     axes.set_xlabel("distance d (tokens), scale log(1 + d)")
-    # Ticks at 0 and at powers of ten, written as powers where the number is wider than a tick.
     powers = [10**power for power in range(9) if 10**power <= length]
-    axes.xaxis.set_major_locator(FixedLocator([0, *powers]))
-    axes.xaxis.set_minor_locator(NullLocator())
-    axes.xaxis.set_major_formatter(
-        FuncFormatter(lambda x, _: f"{x:g}" if x < 1000 else f"$10^{round(math.log10(x))}$")
-    )
+    labels = [str(power) if power < 1000 else f"$10^{len(str(power)) - 1}$" for power in powers]
+    axes.set_xticks([0, *powers], ["0", *labels])
+    axes.minorticks_off()
     axes.set_title(panel.title, loc="left")
     axes.grid(color="#E8E8E8", linewidth=0.5)
     axes.spines[["top", "right"]].set_visible(False)

@@ -77,7 +77,6 @@ class Page:
 
     rows: Sequence[Row]
     probes: Sequence[ProbeRow]
-    lead: list[str] = field(default_factory=list)
     sections: list[Section] = field(default_factory=list)
     probed: dict[str, list[Table]] = field(default_factory=dict)
     kernels: list[str] = field(default_factory=list)
@@ -136,11 +135,6 @@ def page_of_rows(
         line = [plain(fact) if fact else "-" for fact in facts]
         lines.setdefault(tuple(line), line)
     page.models = Table(["checkpoint", *COLUMNS.values()], list(lines.values()))
-
-    page.lead = [f"{len(models)} models" if len(models) != 1 else "1 model"]
-    for key, name in (("corpus", "corpus"), ("seed", "seeds"), ("commit", "code")):
-        values = sorted({str(row[key]) for row in rows if row.get(key) is not None})
-        page.lead.append(f"{name} {', '.join(values) or 'unknown'}")
     return page
 
 

@@ -248,37 +248,22 @@ def over_text(ours: Sequence[Row], theirs: Sequence[Row]) -> TextEstimate:
             losses = [row.get(key, []) for row in rows if row.get("text") == text]
             means.append(np.mean(losses, axis=0))
         differences += (means[0] - means[1]).tolist()
-        if has_blocks:
-            sizes += blocks_of_windows(first)
-        weights += tokens_of_blocks(first) if has_blocks else tokens_of_windows(first)
+        mean_tokens = first["tokens"] / first["windows"]
+        of_windows = first.get("window_tokens") or [mean_tokens] * first["windows"]
+        if not has_blocks:
+            weights += of_windows
+            continue
+        of_blocks = first.get("block_tokens") or [BLOCK] * len(first.get("block_losses", []))
+        weights += of_blocks
+        # A long window holds several blocks; a block may span several short windows.
+        starts = np.cumsum([0, *of_blocks[:-1]])
+        window_of_block = np.searchsorted(np.cumsum(of_windows), starts, side="right")
+        blocks_that_begin = np.bincount(window_of_block)
+        sizes += blocks_that_begin[blocks_that_begin > 0].tolist()
+    windows = sum(row["windows"] for row in first_of.values())
     if has_blocks:
-        windows = sum(row["windows"] for row in first_of.values())
         estimate = mean_of_blocks(differences, sizes, weights)
         return TextEstimate(estimate, "blocks", windows, tokens=float(np.mean(weights)))
     estimate = mean_of(differences, weights)
-    first, *_ = first_of.values()
-    tokens = first["tokens"] / first["windows"]
-    return TextEstimate(estimate, "windows", windows=estimate.n, tokens=tokens)
-
-
-def tokens_of_windows(row: Row) -> Sequence[float]:
-    """Scored targets of each window: [windows]."""
-    return row.get("window_tokens") or [row["tokens"] / row["windows"]] * row["windows"]
-
-
-def tokens_of_blocks(row: Row) -> Sequence[int]:
-    """Scored targets of each block: [blocks]."""
-    return row.get("block_tokens") or [BLOCK] * len(row.get("block_losses", []))
-
-
-def blocks_of_windows(row: Row) -> list[int]:
-    """Blocks that begin in each window, without windows in which none begins.
-
-    A long window holds several blocks; a block may span several short windows.
-    """
-    ends_of_windows = np.cumsum(tokens_of_windows(row))
-    tokens = np.asarray(tokens_of_blocks(row), dtype=np.int64)
-    starts_of_blocks = np.cumsum(tokens) - tokens
-    window_of_block = np.searchsorted(ends_of_windows, starts_of_blocks, side="right")
-    counts = np.bincount(window_of_block)
-    return [int(count) for count in counts if count > 0]
+    tokens = ours[0]["tokens"] / ours[0]["windows"]
+    return TextEstimate(estimate, "windows", windows, tokens)

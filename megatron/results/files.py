@@ -32,13 +32,7 @@ class Record(TypedDict, total=False):
 
     step: Required[int]
     kind: str  # train or valid
-    loss: float | None
     seconds_per_step: float | None
-    tokens_per_second: float | None
-    model_tflops_per_second: float | None
-    mfu: float | None
-    peak_memory_gib: float | None
-    position: dict[str, list[float]]  # learned numbers of the encoding, by their names
 
 
 # --- Rows of evaluation ---
@@ -122,11 +116,10 @@ def training_log(path: Path) -> list[Record]:
     for number, line in enumerate(lines, 1):
         try:
             record = parse(line)
-        except ValueError as fault:
-            raise ValueError(f"line {number}: {fault}") from None
-        if not isinstance(record, dict) or "step" not in record:
-            raise ValueError(f"line {number}: it is not a record of a step")
-        if fault := fault_of(record, Record):
+            fault = fault_of(record, Record) if isinstance(record, dict) else "it is not a record"
+        except ValueError as error:
+            fault = str(error)
+        if fault:
             raise ValueError(f"line {number}: {fault}")
         records.append(cast("Record", record))
     return records

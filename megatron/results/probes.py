@@ -120,23 +120,21 @@ def tables_of_probes(rows: Sequence[ProbeRow]) -> list[Table]:
         if not row.get("reason"):
             of_probe.setdefault(row["probe"], []).append(row)
     tables = []
-    for task in TASKS:
+    for task in [probe for probe in TASKS if probe in of_probe]:
+        axis = axis_of(task)
         cells: dict[float, dict[int, str]] = {}
-        for row in of_probe.get(task, ()):
-            place = cast("dict[str, float]", row).get(axis_of(task), 0.0)
+        for row in of_probe[task]:
             guess = row.get("guess")
+            guess_rate = "" if guess is None else f"({guess:.2g}) "
             gain = (row.get("log_probability") or 0.0) - (row.get("without") or 0.0)
-            words = [f"{row.get('accuracy') or 0.0:.2f}", f"{gain:+.2f}"]
-            if guess is not None:
-                words.insert(1, f"({guess:.2g})")
-            cells.setdefault(place, {})[row["length"]] = " ".join(words)
-        if cells:
-            lengths = sorted({length for by_length in cells.values() for length in by_length})
-            body = []
-            for place, by_length in sorted(cells.items()):
-                body.append([f"{place:g}", *(by_length.get(length, "") for length in lengths)])
-            title = f"{task}: accuracy, (guess rate), gain in nats"
-            tables.append(Table([PLACES[axis_of(task)], *map(str, lengths)], body, title=title))
+            of_place = cells.setdefault(cast("dict[str, float]", row).get(axis, 0.0), {})
+            of_place[row["length"]] = f"{row.get('accuracy') or 0.0:.2f} {guess_rate}{gain:+.2f}"
+        lengths = sorted({row["length"] for row in of_probe[task]})
+        body = []
+        for place, by_length in sorted(cells.items()):
+            body.append([f"{place:g}", *(by_length.get(length, "") for length in lengths)])
+        title = f"{task}: accuracy, (guess rate), gain in nats"
+        tables.append(Table([PLACES[axis], *map(str, lengths)], body, title=title))
     reaches = [
         [str(row["length"]), str(row.get("reach"))] for row in of_probe.get("receptive_field", ())
     ]
