@@ -7,110 +7,94 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from megatron.attention import BACKENDS, attention
-from tests.attention.random_cases import errors_of, random_case
+from megatron.attention.eager import ScoreBias
+from tests.attention.random_cases import (
+    Case,
+    error_of,
+    inputs_of,
+    random_case,
+    values_and_gradients,
+)
 
-every_backend = pytest.mark.parametrize("backend", ["eager", "sdpa"])
-CASES = {
-    "plain": {"bias": False},
-    "bias": {},
-    "weight": {"weight": True},
-    "weight alone": {"weight": True, "bias": False},
-    "window": {"window": 7},
-    "window without bias": {"window": 7, "bias": False},
-    "chunk": {"chunk": 4},
-    "segments": {"documents": True},
-    "everything": {"weight": True, "window": 5, "chunk": 3, "documents": True},
-}
-
-
-def inputs(batch, heads, queries, keys, head_dim, *, bias=True, weight=False):
-    draw = torch.Generator().manual_seed(0)
-    q = torch.randn(batch, heads, queries, head_dim, generator=draw)
-    k, v = torch.randn(2, batch, heads, keys, head_dim, generator=draw)
-    table = torch.randn(heads, keys + 3, generator=draw) if bias else None
-    factor = torch.rand(heads, keys + 3, generator=draw) if weight else None
-    return q, k, v, table, factor
+TOLERANCE = {torch.float64: 1e-7, torch.float32: 1e-5, torch.bfloat16: 3e-2}
+CASES = (
+    {"bias": None},
+    {},
+    {"weight": True},
+    {"weight": True, "bias": None},
+    {"window": 7},
+    {"chunk": 4, "bias": None},
+    {"documents": 2},
+    {"content": 2},
+    {"content": 1, "ones": True, "weight": True, "window": 5, "chunk": 3, "documents": 5},
+)
 
 
-def by_loop(q, k, v, bias, weight, window, chunk, segments):
+def by_loop(q, k, v, bias, *, weight, window, chunk, segments, index_bias, score_bias=None):
     """The contract, one query at a time in float64."""
     q, k, v = q.double(), k.double(), v.double()
-    queries, keys = q.shape[2], k.shape[2]
+    keys = k.shape[2]
     out = torch.zeros_like(q)
-    for b in range(q.shape[0]):
-        for h in range(q.shape[1]):
-            for row in range(queries):
-                i = keys - queries + row
-                visible = [
-                    j
-                    for j in range(i + 1)
-                    if (window is None or i - j < window)
-                    and (chunk is None or i // chunk - j // chunk <= 1)
-                    and (segments is None or segments[b, i] == segments[b, j])
-                ]
-                scores = []
-                for j in visible:
-                    score = (q[b, h, row] @ k[b, h, j]).item() / math.sqrt(q.shape[-1])
-                    score *= 1 if weight is None else weight[h, i - j].item()
-                    scores.append(score + (0 if bias is None else bias[h, i - j].item()))
-                probabilities = torch.tensor(scores, dtype=torch.float64).softmax(dim=0)
-                out[b, h, row] = probabilities @ v[b, h, visible]
+    for b, h, row in torch.cartesian_prod(*map(torch.arange, q.shape[:3])).tolist():
+        i = keys - q.shape[2] + row
+        visible = [
+            j
+            for j in range(i + 1)
+            if (window is None or i - j < window)
+            and (chunk is None or i // chunk - j // chunk <= 1)
+            and (segments is None or segments[b, i] == segments[b, j])
+        ]
+        scores = []
+        for j in visible:
+            score = (q[b, h, row] @ k[b, h, j]).item() / math.sqrt(q.shape[-1])
+            score *= 1 if weight is None else weight[h, i - j].item()
+            score += 0 if bias is None else bias[h, i - j].item()
+            if score_bias is not None:
+                w = score_bias.w[b, h, j]
+                u = torch.ones_like(w) if score_bias.u is None else score_bias.u[b, h, row]
+                score += (u.double() @ w).item()
+            scores.append(score)
+        probabilities = torch.tensor(scores, dtype=torch.float64).softmax(dim=0)
+        out[b, h, row] = probabilities @ v[b, h, visible]
     return out
 
 
-@every_backend
+@pytest.mark.parametrize("backend", ["eager", "sdpa"])
 def test_every_backend_keeps_the_contract(backend):
-    of_documents = torch.tensor([[0] * 4 + [1] * 15, [0] * 17 + [1] * 2])
-    for name, case in CASES.items():
-        options = dict(case)
-        masks = {name: options.pop(name, None) for name in ("window", "chunk")}
-        segments = of_documents if options.pop("documents", False) else None
+    for options in CASES:
         for queries in (1, 5, 19):
-            q, k, v, bias, weight = inputs(2, 3, queries, 19, 4, **options)
-            more = {"weight": weight, **masks, "segments": segments}
-            out = attention(q, k, v, bias, **more, backend=backend, self_check=False)
-            expected = by_loop(q, k, v, bias, **more)
-            torch.testing.assert_close(out.double(), expected, rtol=0, atol=2e-6, msg=name)
+            case = Case(heads=3, queries=queries, keys=19, head_dim=4, **options)
+            given = inputs_of(case)
+            tensors = dict(given.tensors)
+            more = dict(given.options)
+            if "w" in tensors:
+                more["score_bias"] = ScoreBias(tensors.get("u"), tensors["w"])
+            q, k, v, bias, weight = map(tensors.get, ("q", "k", "v", "bias", "weight"))
+            out = BACKENDS[backend](q, k, v, bias, weight=weight, **more)
+            expected = by_loop(q, k, v, bias, weight=weight, **more)
+            torch.testing.assert_close(out.double(), expected, rtol=0, atol=2e-6, msg=str(case))
 
 
 def test_sdpa_is_the_definition_on_random_cases_in_every_precision():
-    tolerance = {torch.float64: 1e-7, torch.float32: 1e-5, torch.bfloat16: 3e-2}
     for number in range(60):
-        dtype = list(tolerance)[number % 3]
-        case = random_case(number, 600, head_dims=(8, 16, 64))
-        found = errors_of(case, BACKENDS["sdpa"], dtype, "cpu")
-        assert max(found.values()) < tolerance[dtype], (case, dtype, found)
-
-
-def towards(out):
-    """A gradient of the output."""
-    return torch.linspace(-1, 1, out.numel()).view(out.shape).sin().to(out.dtype)
-
-
-def computed(tensors, backend="sdpa", **more):
-    """The output, and the gradients of q, k, v, bias and weight."""
-    leaves = [x if x is None else x.detach().clone().requires_grad_() for x in tensors]
-    q, k, v, bias, weight = leaves
-    out = attention(q, k, v, bias, weight=weight, backend=backend, **more)
-    present = [x for x in leaves if x is not None]
-    return [out.detach(), *torch.autograd.grad(out, present, towards(out))]
+        dtype = list(TOLERANCE)[number % 3]
+        case = random_case(number, 600, head_dims=(8, 16, 64), most_rank=3)
+        assert error_of(case, BACKENDS["sdpa"], dtype, "cpu") < TOLERANCE[dtype], (case, dtype)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_many_tiles_of_heads_and_blocks_of_queries_add_up_and_twice_to_the_same_bits(dtype):
-    for weighted in (False, True):
-        *qkv, bias, weight = inputs(2, 5, 700, 700, 64, weight=weighted)
-        tensors = [*(x.to(dtype) for x in qkv), bias, weight]
-        first, second = computed(tensors), computed(tensors)
-        assert all(map(torch.equal, first, second))
-        exact = computed([x if x is None else x.double() for x in tensors], "eager")
-        for ours, expected in zip(first, exact, strict=True):
-            error = (ours.double() - expected).norm() / expected.norm()
-            assert error < (1e-5 if dtype == torch.float32 else 3e-2)
+    for weight in (False, True):
+        case = Case(heads=5, queries=700, keys=700, head_dim=64, weight=weight)
+        assert error_of(case, BACKENDS["sdpa"], dtype, "cpu") < TOLERANCE[dtype]
+        first, second = (
+            values_and_gradients(BACKENDS["sdpa"], inputs_of(case, dtype)) for _ in range(2)
+        )
+        assert all(torch.equal(first[name], second[name]) for name in first)
 
 
 def test_what_comes_later_is_not_seen_far_out_under_the_steepest_slope():
-    q, k, v, _, _ = inputs(1, 1, 16384, 16384, 8)
+    q, k, v = torch.randn(3, 1, 1, 16384, 8)
     bias = -0.7071 * torch.arange(16384)[None]
     before = attention(q, k, v, bias)
     v[:, :, -1] += 1e4
@@ -120,26 +104,27 @@ def test_what_comes_later_is_not_seen_far_out_under_the_steepest_slope():
 
 
 def test_where_a_head_is_blind_to_a_distance_its_bias_gets_no_gradient():
-    q, k, v, bias, _ = inputs(1, 2, 300, 300, 8)
-    bias[1, 200:] = -torch.inf
-    *others, of_bias = computed([q, k, v, bias, None])
-    assert all(torch.isfinite(x).all() for x in [*others, of_bias])
-    assert (of_bias[1, 200:] == 0).all()
-    assert (of_bias[0, 200:300] != 0).all()
+    given = inputs_of(Case(heads=2, queries=300, keys=300))
+    given.tensors["bias"][1, 200:] = -torch.inf
+    found = values_and_gradients(BACKENDS["sdpa"], given)
+    assert all(x.isfinite().all() for x in found.values())
+    assert (found["bias"][1, 200:] == 0).all()
+    assert (found["bias"][0, 200:300] != 0).all()
 
 
 def test_checkpointing_and_inference_change_nothing():
-    tensors = inputs(2, 3, 300, 300, 8)
-    out, *gradients = computed(tensors)
+    tensors = inputs_of(Case(heads=3, queries=300, keys=300)).tensors.values()
+    leaves = [x.requires_grad_() for x in tensors]
+    out = attention(*leaves, backend="sdpa")
     with torch.inference_mode():
-        assert torch.equal(attention(*tensors[:4], backend="sdpa"), out)
-    given = [x.detach().requires_grad_() for x in tensors[:4]]
-    again = checkpoint(lambda *x: attention(*x, backend="sdpa"), *given, use_reentrant=False)
-    assert all(map(torch.equal, torch.autograd.grad(again, given, towards(again)), gradients))
+        assert torch.equal(attention(*leaves, backend="sdpa"), out)
+    again = checkpoint(attention, *leaves, backend="sdpa", use_reentrant=False)
+    gradients = torch.autograd.grad(out.square().sum(), leaves)
+    assert all(map(torch.equal, torch.autograd.grad(again.square().sum(), leaves), gradients))
 
 
 def test_shapes_that_disagree_are_refused():
-    q, k, v, bias, _ = inputs(2, 3, 19, 19, 4)
+    q, k, v = torch.zeros(3, 2, 3, 19, 4)
     for change, message in (
         ({"bias": torch.zeros(3, 18)}, r"bias \[3, 18\] must be \[3, at least 19\]"),
         ({"weight": torch.zeros(2, 19)}, r"weight \[2, 19\] must be \[3, at least 19\]"),
@@ -149,4 +134,4 @@ def test_shapes_that_disagree_are_refused():
         ({"score_bias": (None, torch.zeros(2, 1, 20))}, r"score_bias u none and w .* must be"),
     ):
         with pytest.raises(ValueError, match=message):
-            attention(**{"q": q, "k": k, "v": v, "bias": bias, **change})
+            attention(**{"q": q, "k": k, "v": v, **change})

@@ -7,15 +7,16 @@ import torch
 
 from megatron.attention import attention
 from megatron.attention.documents import TOGETHER, Stretch, stretches_of
+from tests.attention.random_cases import Case, inputs_of, largest_error
 
-BATCH, HEADS, KEYS, HEAD_DIM = 3, 2, 700, 8
+KEYS = 700
 
 
 def segments(kind: str) -> torch.Tensor:
-    """[BATCH, KEYS] int64."""
+    """[3, KEYS] int64."""
     draw = torch.Generator().manual_seed(5)
-    chance = {"long": 0.004, "mixed": 0.01, "short": 0.1, "one": 0.0}[kind]
-    begins = torch.rand(BATCH, KEYS, generator=draw) < chance
+    chance = {"long": 0.004, "mixed": 0.01, "short": 0.1}[kind]
+    begins = torch.rand(3, KEYS, generator=draw) < chance
     if kind == "mixed":
         begins[:, 100:140] = True  # documents of one token
         begins[1] = False  # and a row of one document
@@ -29,59 +30,31 @@ def index_bias(queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
     return -slopes * distance * (1 + queries[:, None] / 100)
 
 
+def one_by_one(q, k, v, bias, *, score_bias=None, **options):
+    """Public attention, with a bias by content as pairs of tensors."""
+    content = None if score_bias is None else (score_bias.u, score_bias.w)
+    return attention(q, k, v, bias, score_bias=content, backend="sdpa", **options)
+
+
 OPTIONS = {
-    "plain": (),
-    "bias": ("bias",),
-    "weight": ("bias", "weight"),
-    "window": ("bias", "window"),
-    "index": ("index_bias",),
-    "key bias": ("w",),
-    "product": ("u", "w", "bias"),
-    "rank 2": ("u2", "w2"),
+    "plain": {"bias": None},
+    "weight": {"weight": True},
+    "window": {"window": 90},
+    "index": {"bias": None},
+    "key bias": {"bias": None, "content": 1, "ones": True},
+    "product": {"content": 2},
 }
 
 
 @pytest.mark.parametrize("option", OPTIONS)
 def test_documents_one_by_one_are_attention_under_a_mask(option):
     for kind, queries in [("mixed", KEYS), ("short", KEYS), ("long", 450), ("mixed", 1)]:
-        compare_with_the_mask(kind, queries, option)
-
-
-def compare_with_the_mask(kind: str, queries: int, option: str) -> None:
-    torch.manual_seed(1)
-    sizes = {
-        "q": (BATCH, HEADS, queries, HEAD_DIM),
-        "k": (BATCH, HEADS, KEYS, HEAD_DIM),
-        "v": (BATCH, HEADS, KEYS, HEAD_DIM),
-        "bias": (HEADS, KEYS + 3),
-        "weight": (HEADS, KEYS),
-        "u": (BATCH, HEADS, queries),
-        "w": (BATCH, HEADS, KEYS),
-        "u2": (BATCH, HEADS, queries, 2),
-        "w2": (BATCH, HEADS, KEYS, 2),
-    }
-    names = ["q", "k", "v", *(name for name in OPTIONS[option] if name in sizes)]
-    tensors = {name: torch.randn(sizes[name]) for name in names}
-    masks = {"segments": segments(kind)}
-    if "window" in OPTIONS[option]:
-        masks["window"] = 90
-    if "index_bias" in OPTIONS[option]:
-        masks["index_bias"] = index_bias
-
-    def found(backend: str) -> list[torch.Tensor]:
-        leaves = {name: tensor.clone().requires_grad_() for name, tensor in tensors.items()}
-        more = {name: leaves[name] for name in ("weight",) if name in leaves}
-        w = leaves.get("w", leaves.get("w2"))
-        if w is not None:
-            more["score_bias"] = (leaves.get("u", leaves.get("u2")), w)
-        q, k, v = (leaves[name] for name in ("q", "k", "v"))
-        out = attention(q, k, v, leaves.get("bias"), backend=backend, **masks, **more)
-        (out * torch.arange(HEAD_DIM)).sum().backward()
-        return [out, *(leaf.grad for leaf in leaves.values())]
-
-    for name, ours, theirs in zip(["out", *names], found("sdpa"), found("eager"), strict=True):
-        size = max(1.0, float(theirs.detach().abs().max()))
-        torch.testing.assert_close(ours, theirs, rtol=0, atol=2e-5 * size, msg=name)
+        sizes = {"batch": 3, "heads": 2, "queries": queries, "keys": KEYS, "head_dim": 8}
+        inputs = inputs_of(Case(**sizes, **OPTIONS[option]))
+        inputs.options["segments"] = segments(kind)
+        if option == "index":
+            inputs.options["index_bias"] = index_bias
+        assert largest_error(one_by_one, inputs) < 1e-5, kind
 
 
 def test_neighbours_are_joined_while_they_are_short():

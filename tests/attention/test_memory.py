@@ -19,6 +19,7 @@ import sys
 from pathlib import Path
 import torch
 from megatron.attention import attention
+from megatron.attention.near_far import Keys, near_far
 
 def kib(name):
     lines = Path("/proc/self/status").read_text().splitlines()
@@ -31,8 +32,13 @@ def extra(length, learned, kind):
     u = torch.randn(1, HEADS, length) if kind == "product" else None
     w = torch.rand(1, HEADS, length) * 1e-3  # nothing may be skipped
     score_bias = (u, w.cumsum(2)) if kind == "product" else None
+    index = torch.arange(length)
+    far = Keys(q.flip(2), k.flip(2), index, index // 4)
     Path("/proc/self/clear_refs").write_text("5")  # VmHWM starts anew
     before = kib("VmRSS")
+    if kind == "near and far":
+        near_far(Keys(q, k, index, index), far, v, distance=512, sinks=4)
+        return kib("VmHWM") - before
     out = attention(q, k, v, bias, score_bias=score_bias, backend="sdpa")
     if learned:
         leaves = [q, k, v] if bias is None else [q, k, v, bias]
@@ -42,11 +48,13 @@ def extra(length, learned, kind):
 torch.set_num_threads(1)
 extra(512, True, "KIND")  # what is loaded and kept at the first call
 for length in LENGTHS:
-    print(extra(length, False, "KIND"), extra(length, True, "KIND"))
+    print(extra(length, False, "KIND"), extra(length, "KIND" != "near and far", "KIND"))
 """
 
 
-@pytest.mark.parametrize("kind", ["table", pytest.param("product", marks=pytest.mark.campaign)])
+@pytest.mark.parametrize(
+    "kind", ["table", "near and far", pytest.param("product", marks=pytest.mark.campaign)]
+)
 @pytest.mark.parametrize(
     "lengths",
     [(1024, 2048, 4096), pytest.param((4096, 8192, LONGEST), marks=pytest.mark.campaign)],
@@ -56,16 +64,14 @@ def test_memory_grows_with_length_and_16384_tokens_with_12_heads_need_less_than_
 ):
     # glibc would keep and reuse freed memory; above this size it returns every piece at once.
     env = {"MALLOC_MMAP_THRESHOLD_": "65536"}
-    script = (
-        SCRIPT.replace("HEADS", str(HEADS)).replace("LENGTHS", str(lengths)).replace("KIND", kind)
-    )
-    found = run("-c", script, env=env, timeout=400)
+    script = SCRIPT.replace("HEADS", str(HEADS)).replace("LENGTHS", str(lengths))
+    found = run("-c", script.replace("KIND", kind), env=env, timeout=400)
     assert found.returncode == 0, found.stderr
     forward, both = zip(
         *[map(int, line.split()) for line in found.stdout.splitlines()], strict=True
     )
-    for used in (forward, both):
+    for used, most in ((forward, 256), (both, 768)):  # MiB
         assert used[2] < GROWTH * used[1] < GROWTH**2 * used[0], f"{used} KiB"
-    left = LONGEST / lengths[2]  # what the longest needs of the length that was measured
-    assert forward[2] * left * ALL_HEADS / HEADS < 256 * 1024, f"{forward} KiB"
-    assert both[2] * left * ALL_HEADS / HEADS < 768 * 1024, f"{both} KiB"
+        by_token = (used[2] - used[1]) / (lengths[2] - lengths[1])
+        longest = used[2] + by_token * (LONGEST - lengths[2])
+        assert longest * ALL_HEADS / HEADS < most * 1024, f"{used} KiB"
