@@ -96,7 +96,9 @@ def attention(
     if content is not None:
         options["score_bias"] = content
     if self_check and name not in TRUSTED and not torch.compiler.is_compiling():
-        check(name, BACKENDS[name], q, k, v, bias, **options)
+        tensors = {"q": q, "k": k, "v": v, "bias": bias, "weight": weight}
+        tensors |= {} if content is None else {"u": content.u, "w": content.w}
+        check(name, BACKENDS[name], tensors, window, chunk, segments)
     options["index_bias"] = index_bias
     if on_scores is not None:
         options["on_scores"] = on_scores

@@ -1,7 +1,7 @@
 """The check of a compiled backend at its first use: a small case must agree with the definition."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
@@ -24,34 +24,25 @@ TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3, torch.float16: 1e-2, torc
 class Kind(NamedTuple):
     """What may change the compiled program, with small sizes in place of the true ones.
 
-    tensors: the dtype of each that is present, by name; learned: those that need a gradient
+    tensors: name, shape and dtype of each that is present, q first; learned: those with a gradient
     """
 
     device: torch.device
-    batch: int
-    heads: int
-    queries: int
-    keys: int
-    head_dim: int
+    tensors: tuple[tuple[str, tuple[int, ...], torch.dtype], ...]
+    learned: frozenset[str]
     window: int | None
     chunk: int | None
     segments: bool
-    tensors: tuple[tuple[str, torch.dtype], ...]
-    learned: frozenset[str]
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """That of q."""
-        return self.tensors[0][1]
 
     def __str__(self) -> str:
-        present = [name for name, _ in self.tensors[3:]]
         masks = {"window": self.window, "chunk": self.chunk, "segments": self.segments}
-        options = " and ".join([*present, *(name for name, mask in masks.items() if mask)])
-        gradients = ", with gradients" if self.learned else ""
-        dtype = str(self.dtype).removeprefix("torch.")
-        device = self.device.type
-        return f"{device} ({dtype}, head_dim {self.head_dim}, {options or 'no table'}{gradients})"
+        options = [name for name, _, _ in self.tensors[3:]]
+        options += [name for name, mask in masks.items() if mask]
+        _, shape, dtype = self.tensors[0]
+        words = [str(dtype).removeprefix("torch."), f"head_dim {shape[3]}"]
+        words.append(" and ".join(options) or "no table")
+        words += ["with gradients"] if self.learned else []
+        return f"{self.device.type} ({', '.join(words)})"
 
 
 _passed: set[tuple[Callable[..., Tensor], Kind]] = set()
@@ -60,41 +51,38 @@ _passed: set[tuple[Callable[..., Tensor], Kind]] = set()
 def check(
     name: str,
     backend: Callable[..., Tensor],
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    bias: Tensor | None,
-    *,
-    weight: Tensor | None,
+    tensors: Mapping[str, Tensor | None],
     window: int | None,
     chunk: int | None,
     segments: Tensor | None,
-    score_bias: ScoreBias | None = None,
 ) -> None:
     """Compare a backend with the definition at its first use for inputs of this kind.
 
+    tensors: q, k, v, bias, weight, u and w, of rank one.
     UserError if it is wrong or fails. Later uses cost nothing.
     """
-    u, w = (None, None) if score_bias is None else (score_bias.u, score_bias.w)
-    given = {"q": q, "k": k, "v": v, "bias": bias, "weight": weight, "u": u, "w": w}
-    present = {key: tensor for key, tensor in given.items() if tensor is not None}
-    learned = {key for key, tensor in present.items() if tensor.requires_grad}
-    for together in ({"q", "k", "v"}, {"u", "w"} & present.keys()):  # one program computes them
-        if learned & together:
-            learned |= together
+    present = {key: tensor for key, tensor in tensors.items() if tensor is not None}
+    q, k = present["q"], present["k"]
+    heads = _small_size(q.shape[1], 2)
     keys = _small_size(k.shape[2], 200)  # no multiple of a kernel's blocks
+    queries = keys if q.shape[2] == k.shape[2] else min(q.shape[2], 70)
+    small = []
+    for key, tensor in present.items():
+        shape = (min(q.shape[0], 2), heads, queries if key in ("q", "u") else keys)
+        if key in ("bias", "weight"):
+            shape = (heads, keys)
+        small.append((key, (*shape, *tensor.shape[3:]), tensor.dtype))
+    learned = {key for key, tensor in present.items() if tensor.requires_grad}
+    for together in ({"q", "k", "v"}, {"u", "w"}):  # one program computes their gradients
+        if learned & together:
+            learned |= together & present.keys()
     kind = Kind(
         device=q.device,
-        batch=min(q.shape[0], 2),
-        heads=_small_size(q.shape[1], 2),
-        queries=keys if q.shape[2] == k.shape[2] else min(q.shape[2], 70),
-        keys=keys,
-        head_dim=q.shape[3],
+        tensors=tuple(small),
+        learned=frozenset(learned if torch.is_grad_enabled() else ()),
         window=None if window is None else _small_size(window, 60),
         chunk=None if chunk is None else _small_size(chunk, 50),
         segments=segments is not None,
-        tensors=tuple((key, tensor.dtype) for key, tensor in present.items()),
-        learned=frozenset(learned if torch.is_grad_enabled() else ()),
     )
     if (backend, kind) in _passed:
         return
@@ -131,7 +119,7 @@ def _compare(name: str, backend: Callable[..., Tensor], kind: Kind) -> None:
         # A true gradient may be zero, as with a window of one key, where every kernel rounds.
         scale = max(float(exact.norm()), SMALL * math.sqrt(exact.numel()))
         error = float(difference.norm()) / scale
-        if not error <= TOLERANCE.get(kind.dtype, 0.0):  # NaN is an error too
+        if not error <= TOLERANCE.get(kind.tensors[0][2], 0.0):  # NaN is an error too
             largest = float(difference.abs().max())
             raise UserError(
                 f"attention_backend: {name} is wrong on {kind}: its {quantity} differs from the"
@@ -146,24 +134,18 @@ def _results(
     """Output and the gradients that are wanted, from the same numbers in every dtype."""
     draw = torch.Generator().manual_seed(0)  # the global generators stay as they are
     leaves = {}
-    for name, own_dtype in kind.tensors:
-        length = kind.queries if name in ("q", "u") else kind.keys
-        shape = [kind.batch, kind.heads, length]
-        if name in ("bias", "weight"):
-            shape = [kind.heads, kind.keys]
-        elif name in ("q", "k", "v"):
-            shape.append(kind.head_dim)
+    for name, shape, own_dtype in kind.tensors:
         numbers = torch.randn(shape, generator=draw)
         if name == "w":
             numbers = 0.3 * numbers.cumsum(2)
         numbers = numbers.to(own_dtype).to(kind.device, dtype)
         leaves[name] = numbers.requires_grad_(name in kind.learned)
-    segments = None
+    options: dict[str, Any] = {"window": kind.window, "chunk": kind.chunk, "segments": None}
     if kind.segments:
-        segments = (torch.arange(kind.keys, device=kind.device) // 90).expand(kind.batch, -1)
-    options: dict[str, Any] = {"window": kind.window, "chunk": kind.chunk, "segments": segments}
+        batch, _, keys, _ = leaves["k"].shape
+        options["segments"] = (torch.arange(keys, device=kind.device) // 90).expand(batch, -1)
     if "w" in leaves:
-        options["score_bias"] = ScoreBias.of((leaves.get("u"), leaves["w"]))
+        options["score_bias"] = ScoreBias(leaves.get("u"), leaves["w"])
     q, k, v, bias, weight = map(leaves.get, ("q", "k", "v", "bias", "weight"))
     out = backend(q, k, v, bias, weight=weight, index_bias=None, **options)
 
