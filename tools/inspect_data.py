@@ -11,10 +11,8 @@ import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from megatron.cli_errors import guarded
 from megatron.data.tokenizers.build import KINDS, build_tokenizer, needs_files
@@ -33,41 +31,65 @@ tokens beyond: share of tokens with that many of their own document before them
 windows inside: whole windows of that length that cross no border of documents"""
 
 
-class Beyond(NamedTuple):
-    """What lies beyond a length.
-
-    documents: with at least that many tokens; document_share: of all documents
-    token_share: of all tokens that are in these documents
-    context_share: of all tokens that have that many tokens of their own document before them
-    windows: whole ones inside documents
-    """
-
-    documents: int
-    document_share: float
-    token_share: float
-    context_share: float
-    windows: int
-
-
-def beyond(sizes: NDArray, length: int) -> Beyond:
-    """sizes: tokens of each document, [documents]."""
-    tokens = max(int(sizes.sum(dtype=np.int64)), 1)
-    long = sizes[sizes >= length].astype(np.int64)
-    return Beyond(
-        documents=len(long),
-        document_share=len(long) / len(sizes),
-        token_share=int(long.sum()) / tokens,
-        context_share=int((long - length).sum()) / tokens,
-        windows=int((long // length).sum()),
-    )
+@guarded
+def main(argv: Sequence[str] | None = None) -> int:
+    options = _parser().parse_args(argv)
+    if min(options.lengths) < 1 or options.samples < 0:
+        raise UserError("inspect_data.py: --lengths are 1 or more, --samples 0 or more")
+    tokens = TokenFile.open(options.prefix)
+    tokenizer = _tokenizer(tokens, options)
+    lines = [*lengths(tokens, options.lengths), *usage(tokens, tokenizer)]
+    for document in np.linspace(0, len(tokens) - 1, options.samples).astype(int).tolist():
+        size = int(tokens.sizes[document])
+        lines.append(f"\n--- document {document:,}, {size:,} tokens, begins ---")
+        lines.append(_text(tokenizer, tokens.read(document, 0, SHOWN).tolist()))
+    print(visible("\n".join(lines)))
+    return 0
 
 
-def count_ids(tokens: TokenFile, documents: range, entries: int) -> NDArray[np.int64]:
-    """[entries or more]: how often each id occurs in some documents.
+def lengths(tokens: TokenFile, evaluated: Sequence[int] = EVALUATED) -> list[str]:
+    """Lines: how many documents there are, how long they are, and what lies beyond each length."""
+    writer = tokens.meta.get("tokenizer", {})
+    end = tokens.end_of_documents()
+    sizes = tokens.sizes
+    ends = "No token is known to end every document."
+    if end is not None:
+        sizes = np.maximum(sizes - 1, 0)
+        ends = f"Each document ends with token {end}, which no length below counts."
+    total = max(int(sizes.sum(dtype=np.int64)), 1)
+    lines = [
+        f"{tokens.prefix} ({tokens.meta.get('corpus') or 'no card'})",
+        f"{len(tokens):,} documents, {tokens.tokens:,} tokens ({tokens.dtype}) of"
+        f" {writer.get('type', 'a tokenizer that no card names')} {writer.get('hash', '')}",
+        ends,
+    ]
+    if tokens.text_bytes:
+        ratio = tokens.text_bytes / total
+        lines.append(f"The text has {tokens.text_bytes:,} bytes: {ratio:.2f} bytes per token.")
+    lines += [
+        f"\nLengths: shortest {sizes.min():,}, median {np.median(sizes):,.0f}, mean"
+        f" {sizes.mean():,.0f}, longest {sizes.max():,} tokens",
+        "length  documents   of all  their tokens  tokens beyond  windows inside",
+    ]
+    for length in sorted(set(evaluated)):
+        long = sizes[sizes >= length].astype(np.int64)
+        beyond = int((long - length).sum())
+        windows = int((long // length).sum())
+        lines.append(
+            f"{length:<6}  {len(long):>9,}  {len(long) / len(sizes):>7.1%}"
+            f"  {int(long.sum()) / total:>12.1%}  {beyond / total:>13.1%}  {windows:>14,}"
+        )
+    return [*lines, LEGEND]
+
+
+def usage(tokens: TokenFile, tokenizer: Tokenizer | None) -> list[str]:
+    """Lines: the most frequent tokens, those that never occur, and the unknown one.
 
     UserError for ids that no vocabulary has.
     """
-    counts = np.zeros(entries, dtype=np.int64)
+    documents = range(0, len(tokens), -(-tokens.tokens // COUNTED))
+    entries = tokenizer.vocab_size if tokenizer else tokens.vocab_size
+    counts = np.zeros(entries or 0, dtype=np.int64)
     for document in documents:
         for ids in tokens.pieces(document):
             if int(ids.max()) >= LARGEST or int(ids.min()) < 0:
@@ -78,71 +100,13 @@ def count_ids(tokens: TokenFile, documents: range, entries: int) -> NDArray[np.i
             of_piece = np.bincount(ids, minlength=len(counts))
             of_piece[: len(counts)] += counts
             counts = of_piece
-    return counts
-
-
-@guarded
-def main(argv: Sequence[str] | None = None) -> int:
-    options = _parser().parse_args(argv)
-    if min(options.lengths) < 1 or options.samples < 0:
-        raise UserError("inspect_data.py: --lengths are 1 or more, --samples 0 or more")
-    tokens = TokenFile.open(options.prefix)
-    tokenizer = _tokenizer(tokens, options)
-    lines = [*_lengths(tokens, options.lengths), *_usage(tokens, tokenizer)]
-    for document in np.linspace(0, len(tokens) - 1, options.samples).astype(int).tolist():
-        size = int(tokens.sizes[document])
-        lines.append(f"\n--- document {document:,}, {size:,} tokens, begins ---")
-        lines.append(_text(tokenizer, tokens.read(document, 0, SHOWN).tolist()))
-    print(visible("\n".join(lines)))
-    return 0
-
-
-def _lengths(tokens: TokenFile, evaluated: Sequence[int]) -> list[str]:
-    """How many documents there are, how long they are, and what lies beyond each length."""
-    writer = tokens.meta.get("tokenizer", {})
-    end = tokens.end_of_documents()
-    if end is None:
-        sizes = tokens.sizes
-        ends = "No token is known to end every document."
-    else:
-        sizes = np.maximum(tokens.sizes - 1, 0)
-        ends = f"Each document ends with token {end}, which no length below counts."
-    lines = [
-        f"{tokens.prefix} ({tokens.meta.get('corpus') or 'no card'})",
-        f"{len(tokens):,} documents, {tokens.tokens:,} tokens ({tokens.dtype}) of"
-        f" {writer.get('type', 'a tokenizer that no card names')} {writer.get('hash', '')}",
-        ends,
-    ]
-    if tokens.text_bytes:
-        ratio = tokens.text_bytes / max(int(sizes.sum(dtype=np.int64)), 1)
-        lines.append(f"The text has {tokens.text_bytes:,} bytes: {ratio:.2f} bytes per token.")
-    lines += [
-        f"\nLengths: shortest {sizes.min():,}, median {np.median(sizes):,.0f}, mean"
-        f" {sizes.mean():,.0f}, longest {sizes.max():,} tokens",
-        "length  documents   of all  their tokens  tokens beyond  windows inside",
-    ]
-    for length in sorted(set(evaluated)):
-        one = beyond(sizes, length)
-        lines.append(
-            f"{length:<6}  {one.documents:>9,}  {one.document_share:>7.1%}"
-            f"  {one.token_share:>12.1%}  {one.context_share:>13.1%}  {one.windows:>14,}"
-        )
-    return [*lines, LEGEND]
-
-
-def _usage(tokens: TokenFile, tokenizer: Tokenizer | None) -> list[str]:
-    """The most frequent tokens, those that never occur, and the unknown one."""
-    documents = range(0, len(tokens), -(-tokens.tokens // COUNTED))
-    entries = tokenizer.vocab_size if tokenizer else tokens.vocab_size
-    counts = count_ids(tokens, documents, entries or 0)
     unused = np.flatnonzero(counts == 0)
     lines = [
         f"\nTokens of {len(documents):,} of {len(tokens):,} documents: {len(unused):,} of"
         f" {len(counts):,} ids never occur ({len(unused) / len(counts):.1%})"
     ]
-    unknown = tokenizer.unknown if tokenizer else None
-    if unknown is not None:
-        lines.append(f"the unknown token: {counts[unknown]:,} times")
+    if tokenizer and tokenizer.unknown is not None:
+        lines.append(f"the unknown token: {counts[tokenizer.unknown]:,} times")
     for token in np.argsort(-counts)[:LISTED].tolist():
         share = counts[token] / counts.sum()
         shown = _text(tokenizer, [token])

@@ -19,7 +19,7 @@ import numpy as np
 
 from megatron.cli_errors import guarded
 from megatron.data.tokens import TokenFile, TokenWriter
-from megatron.errors import CONTROL, UserError
+from megatron.errors import UserError
 from megatron.files import place_of
 
 log = logging.getLogger(__name__)
@@ -40,8 +40,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         raise UserError(
             "merge_data.py: give two prefixes or more, each once, and for -o another place"
         )
-    if options.name and CONTROL.search(options.name):
-        raise UserError(f"--name: {options.name!r} has a control character - choose another")
     files = [TokenFile.open(prefix) for prefix in prefixes]
     tokenizer: dict[str, Any] = {}
     for file in files:
@@ -77,13 +75,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         if tokenizer:
             names = dict.fromkeys(file.meta.get("corpus") or file.prefix.name for file in files)
             merged.meta = {
-                "corpus": options.name or " + ".join(names),
+                "corpus": " + ".join(names),
                 "tokenizer": tokenizer,
                 "sources": sources,
-                "merged": [
-                    {"prefix": str(file.prefix), "documents": len(file), "tokens": file.tokens}
-                    for file in files
-                ],
                 "dtype": str(merged.dtype),
                 "date": datetime.now(UTC).isoformat(timespec="seconds"),
                 "command": ["merge_data.py", *words],
@@ -111,12 +105,8 @@ def _parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("prefixes", nargs="+", metavar="PREFIX", help="token files, without .bin and .idx")
     add("-o", "--output", required=True, metavar="PREFIX", help="the merged file")
-    add("--name", help="how the merged corpus is called; default: the names of all, joined")
-    add(
-        "--assume-same-tokenizer",
-        action="store_true",
-        help="also take files without a card that names their tokenizer",
-    )
+    bare = "also take files without a card that names their tokenizer"
+    add("--assume-same-tokenizer", action="store_true", help=bare)
     add("--overwrite", action="store_true", help="replace an earlier file of this name")
     return parser
 

@@ -3,8 +3,7 @@
 python tools/train_tokenizer.py stdlib --vocab-size 8192 -o tokenizers/stdlib/tokenizer.json
 python tools/train_tokenizer.py --input texts more.jsonl.zst --vocab-size 32000 -o mine.json
 
-Every twentieth document is held out, and the bytes of it per token are printed. The same text gives
-the same tokenizer.
+The same text gives the same tokenizer.
 """
 
 import argparse
@@ -21,20 +20,12 @@ from megatron.data.tokenizers.train import train_tokenizer
 from megatron.errors import UserError
 from megatron.files import atomic_write
 
-HELD_OUT = 20  # one document of so many
-PIECE = 100_000  # characters that are learned from, or measured, at a time
-MEASURED = 20_000_000  # characters of held-out text at most
+PIECE = 100_000  # characters that are learned from at a time
 
 
-def texts_of(corpus: Corpus, most: int, *, held_out: bool) -> Iterator[str]:
-    """At most so many characters of the held-out documents, or of all others, in pieces.
-
-    Of a named corpus only the documents that are trained on.
-    """
-    documents = islice(corpus.documents(), corpus.to_train_on)
-    for number, document in enumerate(documents, 1):
-        if (number % HELD_OUT == 0) != held_out:
-            continue
+def texts_of(corpus: Corpus, most: int) -> Iterator[str]:
+    """At most so many characters of the documents to train on, in pieces."""
+    for document in islice(corpus.documents(), corpus.to_train_on):
         for start in range(0, len(document), PIECE):
             piece = document[start : start + min(PIECE, most)]
             yield piece
@@ -63,7 +54,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     else:
         corpus = Files("input", options.input, options.text_key)
 
-    learned = texts_of(corpus, options.characters, held_out=False)
+    learned = texts_of(corpus, options.characters)
     first = next(learned, "")
     if not first:
         raise UserError(f"{corpus.name}: has no text to learn from - give files with text")
@@ -71,17 +62,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         text = train_tokenizer(chain([first], learned), options.vocab_size)
         temporary.write_text(text, encoding="utf-8")
         tokenizer = build_tokenizer("HFTokenizer", temporary)
-
-    tokens = text_bytes = 0
-    for piece in texts_of(corpus, MEASURED, held_out=True):
-        tokens += len(tokenizer.encode(piece))
-        text_bytes += len(piece.encode())
     print(f"{output}: HFTokenizer {tokenizer.hash}, {tokenizer.vocab_size:,} entries")
-    if tokens:
-        ratio = f"{text_bytes / tokens:.3f} bytes per token"
-        print(f"{ratio} on {text_bytes:,} bytes of held-out documents")
-    else:
-        print(f"nothing was held out to measure it on: fewer than {HELD_OUT} documents")
     print(f"in your YAML:\n  tokenizer_type: HFTokenizer\n  vocab_file: {output}")
     return 0
 

@@ -7,7 +7,7 @@ import multiprocessing.util
 import signal
 from collections.abc import Iterable, Iterator
 from multiprocessing.process import BaseProcess
-from typing import Protocol, cast
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -54,9 +54,9 @@ def batches(
             "shorter (seq_length)"
         )
     loader = DataLoader(
-        cast(Dataset, _Readable(samples)),
+        _Batches(samples),
         batch_sampler=_steps(count, micro_batch, rank, ranks, start, repeat),
-        collate_fn=_stack,
+        collate_fn=_as_it_is,
         num_workers=num_workers,
         prefetch_factor=PREFETCH if num_workers else None,
         pin_memory=pin_memory,
@@ -90,17 +90,25 @@ def _raising(found: Iterator[Tensor | UserError]) -> Iterator[Tensor]:
         yield batch
 
 
-class _Readable:
-    """Samples that give a UserError as a value: torch would add a worker's traceback to it."""
+class _Batches(Dataset):
+    """Samples by the indices of a batch: [batch, length + 1] int64.
+
+    A UserError is a value here: torch would add a worker's traceback to it.
+    """
 
     def __init__(self, samples: Indexable) -> None:
         self.samples = samples
 
-    def __getitem__(self, index: int) -> NDArray[np.int64] | UserError:
+    def __getitems__(self, indices: list[int]) -> Tensor | UserError:
         try:
-            return self.samples[index]
+            batch = np.stack([self.samples[index] for index in indices])
         except UserError as fault:
             return fault
+        return torch.from_numpy(batch).long()
+
+
+def _as_it_is(batch: Tensor | UserError) -> Tensor | UserError:
+    return batch
 
 
 def _ignore_signals(worker: int) -> None:
@@ -126,13 +134,3 @@ def _steps(
             log.warning("all %d samples have been used: they start over", count)
         mine = first + rank * micro_batch
         yield [index % count for index in range(mine, mine + micro_batch)]
-
-
-def _stack(samples: list[NDArray | UserError]) -> Tensor | UserError:
-    """[batch, length + 1] int64, or the first fault."""
-    arrays = []
-    for sample in samples:
-        if isinstance(sample, UserError):
-            return sample
-        arrays.append(sample)
-    return torch.from_numpy(np.stack(arrays)).long()

@@ -3,7 +3,6 @@
 Blends are those of GPT-NeoX (2026), window for window.
 """
 
-import logging
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -18,11 +17,8 @@ from megatron.data.tokens import TokenFile
 from megatron.errors import UserError
 from megatron.splits import PARTS
 
-log = logging.getLogger(__name__)
-
 WHOLE = {"train": "1,0,0", "valid": "0,1,0", "test": "0,0,1"}  # the split that is all of a part
-BLOCK = 2048  # windows that are divided among the corpora at a time
-LEAST, MOST = 64, 4096  # blocks whose first counts are computed together
+BLOCK = 2048  # windows whose turns are kept
 SURPLUS = 1.005  # each corpus gets so many more windows than its share, as in GPT-NeoX
 
 
@@ -45,15 +41,10 @@ class Part:
         if not self.weights:
             return self._of(self.files[0], length, seed, num_samples)
         counts = samples_of_each(self.weights, num_samples)
-        several = []
-        for tokens, count in zip(self.files, counts, strict=True):
-            several.append(self._of(tokens, length, seed, count))
-            passes = count * length / tokens.tokens
-            if passes > 1 and self.name == "train":
-                log.info(
-                    "%s: %s is read %.1f times, its weight asks for %d samples of %d tokens",
-                    *(self.name, name_of(tokens), passes, count, length),
-                )
+        several = [
+            self._of(tokens, length, seed, count)
+            for tokens, count in zip(self.files, counts, strict=True)
+        ]
         return Blend(several, self.weights)
 
     def epoch(self, length: int, seed: int) -> "Samples | Blend":
@@ -71,14 +62,6 @@ class Part:
 
     def _of(self, tokens: TokenFile, length: int, seed: int, count: int) -> Samples:
         return build_split(tokens, self.split, self.name, length, seed, count)
-
-    def __str__(self) -> str:
-        """`train: github 0.667 (5,599 documents, 23,524,707 tokens), arxiv 0.333 (…)`."""
-        described = []
-        for facts in self.facts():
-            size = f"{facts['documents']:,} documents, {facts['tokens']:,} tokens"
-            described.append(f"{facts['corpus']} {facts['weight']:.3g} ({size})")
-        return f"{self.name}: {', '.join(described)}"
 
     @property
     def names(self) -> str:
@@ -129,20 +112,21 @@ def open_parts(data: Data, names: Iterable[str] = PARTS) -> dict[str, Part]:
 
     trained = {}  # the files of the training part, by the sums in their cards
     if "train" in parts:
-        trained = {
-            tokens.meta.get("sha256", {}).get("bin"): tokens for tokens in parts["train"].files
-        }
-    trained.pop(None, None)
+        trained = {_sum_of(tokens): tokens for tokens in parts["train"].files}
     for name, part in parts.items():
         for tokens in part.files:
-            known = trained.get(tokens.meta.get("sha256", {}).get("bin"))
-            if name != "train" and known is not None:
+            known = trained.get(_sum_of(tokens))
+            if name != "train" and _sum_of(tokens) is not None and known is not None:
                 raise UserError(
                     f"{name}_data_paths: {tokens.prefix} has the same tokens as {known.prefix},"
                     " which is trained on, so a loss there says nothing of new text - prepare text"
                     " that is held out"
                 )
     return parts
+
+
+def _sum_of(tokens: TokenFile) -> str | None:
+    return tokens.meta.get("sha256", {}).get("bin")
 
 
 # --- Blending ---
@@ -164,92 +148,49 @@ class Blend:
 
     def __getitem__(self, index: int) -> NDArray[np.int64]:
         """[length + 1] int64."""
-        samples, number = self._place(index)
-        return samples.read(samples.pieces(number))
-
-    def _place(self, index: int) -> tuple[Samples, int]:
-        """The corpus of a window, and its number there."""
         if not 0 <= index < len(self):
             raise IndexError(f"sample {index} of {len(self)}")
         corpus, number = self.turns[index]
-        return self.samples[corpus], number
+        return self.samples[corpus].read(number)
 
 
 class Turns:
     """Which corpus each window is of, and how many of that corpus came before.
 
     Window k is of the corpus with the largest max(k, 1) * weight - windows so far, in float64, the
-    first of equals: build_blending_indices in GPT-NeoX's helpers.cpp. That loop needs the result of
-    each window for the next, and the reference keeps 9 bytes of each. Here only the counts at every
-    BLOCK windows are kept, and a block is computed when it is asked for.
+    first of equals: build_blending_indices in GPT-NeoX's helpers.cpp, which keeps 9 bytes of each
+    window. Here the counts before every block are kept, up to the highest that was asked for.
     """
 
     def __init__(self, weights: Sequence[float]):
-        self.weights = np.array(shares(weights))
-        self.weights /= self.weights.sum()  # a second time, as the reference does
-        self._starts = np.zeros((1, len(weights)), dtype=np.int64)  # counts before each block
-        self._block = -1  # the one that is kept
+        once = np.array(shares(weights))
+        self.weights = (once / once.sum()).tolist()  # a second time, as the reference does
+        self._starts = [[0] * len(weights)]  # windows of each corpus before each block
+        self._block = -1  # the one whose turns are kept
         self._turns: list[tuple[int, int]] = []
 
     def __getitem__(self, index: int) -> tuple[int, int]:
         block, place = divmod(index, BLOCK)
-        if block == self._block:
-            return self._turns[place]
-        weights = self.weights.tolist()
-        counts = self._before(block).tolist()
+        while len(self._starts) <= block:
+            self._choose(len(self._starts) - 1)
+        if block != self._block:
+            self._choose(block)
+        return self._turns[place]
+
+    def _choose(self, block: int) -> None:
+        counts = list(self._starts[block])
         turns = []
         for window in range(block * BLOCK, (block + 1) * BLOCK):
             windows = float(max(window, 1))
-            lags = [weight * windows - count for weight, count in zip(weights, counts, strict=True)]
+            lags = [
+                weight * windows - count for weight, count in zip(self.weights, counts, strict=True)
+            ]
             corpus = lags.index(max(lags))
             turns.append((corpus, counts[corpus]))
             counts[corpus] += 1
         self._turns, self._block = turns, block
-        return turns[place]
-
-    def _before(self, block: int) -> NDArray[np.int64]:
-        """[corpora]: windows of each corpus before a block."""
-        while len(self._starts) <= block:
-            missing = block + 1 - len(self._starts)
-            blocks = min(max(missing, LEAST), MOST)
-            after = _counts_after(self.weights, len(self._starts) - 1, blocks, self._starts[-1])
-            self._starts = np.concatenate([self._starts, after])
-        return self._starts[block]
-
-
-def _counts_after(
-    weights: NDArray[np.float64], first: int, blocks: int, counts: NDArray[np.int64]
-) -> NDArray[np.int64]:
-    """[blocks, corpora]: windows of each corpus after each of so many blocks from `first` on.
-
-    counts: those before the first block.
-    All blocks are computed at once, each from a guess of the counts before it, and then again those
-    whose guess is not what the block before ended with, until all agree. The loop forgets its start
-    within a few windows, so the second time is nearly always the last.
-    """
-    windows = np.arange(first, first + blocks) * BLOCK
-
-    # The guess: whole numbers near the shares of so many windows, which they add up to.
-    ideal = weights * windows[:, None]
-    before = np.floor(ideal).astype(np.int64)
-    missing = windows - before.sum(axis=1)
-    largest_first = np.argsort(before - ideal, axis=1, kind="stable")
-    before += np.argsort(largest_first, axis=1, kind="stable") < missing[:, None]
-    before[0] = counts
-
-    after = np.empty_like(before)
-    wrong = np.ones(blocks, dtype=bool)
-    while wrong.any():
-        so_far = before[wrong]
-        rows = np.arange(len(so_far))
-        for step in range(BLOCK):
-            lags = weights * np.maximum(windows[wrong] + step, 1)[:, None] - so_far
-            so_far[rows, lags.argmax(axis=1)] += 1
-        after[wrong] = so_far
-        wrong[1:] = (before[1:] != after[:-1]).any(axis=1)
-        wrong[0] = False
-        before[1:] = after[:-1]
-    return after
+        if len(self._starts) == block + 1:
+            self._starts.append(counts)
 
 
 def shares(weights: Sequence[float]) -> list[float]:

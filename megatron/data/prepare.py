@@ -7,6 +7,7 @@ from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from tqdm import tqdm
@@ -143,27 +144,27 @@ def _check_same(corpus: Corpus, prefix: Path, choice: TokenizerChoice) -> None:
         tokens = TokenFile.open(prefix)
     except UserError as error:
         raise UserError(f"{error} (with --overwrite)") from None
-    writer = tokens.meta.get("tokenizer", {})
     vocab_file = prefix.with_name(TRAINED) if choice.trained else choice.vocab_file
     tokenizer = build_tokenizer(choice.kind, vocab_file, choice.merge_file)
-    differs = []
-    if tokenizer.hash != writer.get("hash"):
-        differs.append("with another tokenizer")
-    elif choice.trained and writer.get("trained_for") != choice.vocab_size:
-        differs.append("with a tokenizer of another size")
+    writer = tokens.meta.get("tokenizer", {})
+    has: dict[str, Any] = {
+        "tokenizer": (writer.get("hash"), writer.get("trained_for")),
+        "documents": tokens.meta.get("documents_limit"),
+    }
+    wanted: dict[str, Any] = {
+        "tokenizer": (tokenizer.hash, choice.vocab_size if choice.trained else None),
+        "documents": corpus.about.get("documents_limit"),
+    }
     if corpus.is_here:
-        before = [source["sha256"] for source in tokens.meta.get("sources", [])]
-        if before != [source["sha256"] for source in corpus.sources()]:
-            differs.append("from other sources")
+        wanted["sources"] = [source["sha256"] for source in corpus.sources()]
+        has["sources"] = [source["sha256"] for source in tokens.meta.get("sources", [])]
     else:
         log.warning(f"{corpus.name}: the tokens are not compared with the files of the network")
-    about = {key: value for key, value in corpus.about.items() if key != "recipe"}
-    if any(tokens.meta.get(key) != value for key, value in about.items()):
-        differs.append("with another limit")
+    differs = [key for key, value in wanted.items() if has[key] != value]
     if differs:
         raise UserError(
-            f"{prefix}: exists already, prepared {' and '.join(differs)} - take another --name or "
-            "-d, or --overwrite"
+            f"{prefix}: exists already, prepared with other {' and '.join(differs)} - take another"
+            " --name or -d, or --overwrite"
         )
 
 

@@ -269,17 +269,27 @@ class Files(Corpus):
 
     def _unpacked(self, name: str, file: IO[bytes]) -> io.BufferedReader:
         """A file that is read once, unpacked by its name."""
-        return io.BufferedReader(_Chunks(self._bounded_chunks(name, file)), CHUNK)
+        return io.BufferedReader(_Chunks(self._chunks(name, file)), CHUNK)
 
-    def _bounded_chunks(self, name: str, file: IO[bytes]) -> Iterator[bytes]:
-        for chunk in _chunks(name, file):
-            self._left -= len(chunk)
-            if self._left < 0:
-                raise UserError(
-                    f"{name}: unpacks to more than {FREE // MB} MB and {self.limits.ratio} times"
-                    " its size - it is no text; raise --max-unpack-ratio if it is"
-                )
-            yield chunk
+    def _chunks(self, name: str, file: IO[bytes]) -> Iterator[bytes]:
+        """The bytes of a file, unpacked by its name: never more than 32 MiB at a time.
+
+        Raises UserError for a file that is cut off, which must not pass for a shorter corpus.
+        """
+        if name.endswith((".gz", ".tgz")):
+            file = gzip.GzipFile(fileobj=file, mode="rb")  # type: ignore[assignment]
+        chunks = _zstd(file) if name.endswith(".zst") else iter(lambda: file.read(CHUNK), b"")
+        try:
+            for chunk in chunks:
+                self._left -= len(chunk)
+                if self._left < 0:
+                    raise UserError(
+                        f"{name}: unpacks to more than {FREE // MB} MB and {self.limits.ratio}"
+                        " times its size - it is no text; raise --max-unpack-ratio if it is"
+                    )
+                yield chunk
+        except (EOFError, gzip.BadGzipFile, zlib.error, zstandard.ZstdError, MemoryError) as error:
+            raise UserError(f"{name}: is cut off or damaged ({error}) - copy it again") from None
 
 
 Reader = Callable[[Files, str, IO[bytes]], Iterator[str]]
@@ -370,23 +380,6 @@ def _encodable(text: str) -> str:
 
 
 # --- Packed bytes ---
-
-
-def _chunks(name: str, file: IO[bytes]) -> Iterator[bytes]:
-    """The bytes of a file, unpacked by its name: never more than 32 MiB at a time.
-
-    Raises UserError for a file that is cut off, which must not pass for a shorter corpus.
-    """
-    try:
-        if name.endswith(".zst"):
-            yield from _zstd(file)
-            return
-        if name.endswith((".gz", ".tgz")):
-            file = gzip.GzipFile(fileobj=file, mode="rb")  # type: ignore[assignment]
-        while chunk := file.read(CHUNK):
-            yield chunk
-    except (EOFError, gzip.BadGzipFile, zlib.error, zstandard.ZstdError, MemoryError) as error:
-        raise UserError(f"{name}: is cut off or damaged ({error}) - copy it again") from None
 
 
 def _zstd(file: IO[bytes]) -> Iterator[bytes]:

@@ -8,7 +8,6 @@ import hashlib
 import logging
 import shutil
 import tempfile
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -56,17 +55,6 @@ class IndexMaps(NamedTuple):
     order: NDArray
 
 
-class WindowPiece(NamedTuple):
-    """Tokens of one document in a window: `count` of them, from its token `start` on.
-
-    document: its number in the token file
-    """
-
-    document: int
-    start: int
-    count: int
-
-
 class Samples:
     """Windows of length + 1 tokens over shuffled documents.
 
@@ -86,41 +74,30 @@ class Samples:
         """[length + 1] int64."""
         if not 0 <= index < len(self):
             raise IndexError(f"sample {index} of {len(self)}")
-        return self.read(self.pieces(index))
+        return self.read(index)
 
-    def read(self, pieces: Sequence[WindowPiece]) -> NDArray[np.int64]:
-        """The tokens of a sample's pieces: [length + 1] int64."""
-        sample = np.empty(self.length + 1, dtype=np.int64)
-        filled = 0
-        for document, start, count in pieces:
-            sample[filled : filled + count] = self.tokens.read(document, start, count)
-            filled += count
-        return sample
+    def read(self, index: int) -> NDArray[np.int64]:
+        """[length + 1] int64, of any index.
 
-    def pieces(self, index: int) -> list[WindowPiece]:
-        """The documents of a sample in their order; `count` of all together is length + 1.
-
-        So document i begins at the sum of the counts before it, unless its `start` says that the
-        window has cut its beginning off. A blend may ask for more samples than there are. As in the
-        reference it gets the one that `len` leaves out, and then those from the start again.
+        A blend may ask for more samples than there are. As in the reference it gets the one that
+        `len` leaves out, and then those from the start again.
         """
         if index > len(self):
             index %= len(self)
         ends = self.maps.ends
         token = int(self.maps.order[index]) * self.length  # of the stream
         entry = int(np.searchsorted(ends, token, side="right"))
-        start = token - (int(ends[entry - 1]) if entry else 0)
-        missing = self.length + 1
-        pieces = []
-        while missing:
-            count = min(int(ends[entry]) - token, missing)
-            if count:  # else an empty document
-                pieces.append(WindowPiece(int(self.maps.documents[entry]), start, count))
-            token += count
-            missing -= count
+        start = token - (int(ends[entry - 1]) if entry else 0)  # in its document
+        sample = np.empty(self.length + 1, dtype=np.int64)
+        filled = 0
+        while filled < len(sample):
+            document = int(self.maps.documents[entry])
+            ids = self.tokens.read(document, start, len(sample) - filled)
+            sample[filled : filled + len(ids)] = ids
+            filled += len(ids)
             entry += 1
             start = 0
-        return pieces
+        return sample
 
 
 def build_split(

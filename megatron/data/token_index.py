@@ -14,7 +14,6 @@ import os
 import struct
 import weakref
 from array import array
-from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -71,11 +70,6 @@ class Stored:
             content = content + piece if content else piece
         return content
 
-    def numbers(self, dtype: np.dtype, offset: int, first: int, count: int) -> NDArray:
-        """[count] numbers from the first on of those that begin at an offset."""
-        width = dtype.itemsize
-        return np.frombuffer(self.read(offset + first * width, count * width), dtype=dtype)
-
     def _unreadable(self, fault: OSError) -> UserError:
         return UserError(
             f"{self.path}: cannot be read ({fault.strerror}) - check its permissions and its disk"
@@ -97,52 +91,57 @@ class Index(NamedTuple):
     extent: int
 
 
-def read_index(index: Stored) -> Index:
+def read_index(path: Path) -> Index:
     """The index in a file. Raises UserError if it is damaged or of another kind."""
-    path = index.path
-    dtype, sequences, entries = _header(index)
-    lengths_at = HEADER.size
-    pointers_at = lengths_at + LENGTH.itemsize * sequences
+    dtype, sequences, entries = _header(Stored(path))
+    width = dtype.itemsize
+    pointers_at = HEADER.size + LENGTH.itemsize * sequences
     documents_at = pointers_at + POINTER.itemsize * sequences
+    lengths = _mapped(path, LENGTH, HEADER.size, sequences)
+    pointers = _mapped(path, POINTER, pointers_at, sequences)
+    firsts = _mapped(path, POINTER, documents_at, entries)
 
     extent = 0  # each pointer is the sum of the lengths before it
-    for first, count in _pieces(sequences):
-        lengths = index.numbers(LENGTH, lengths_at, first, count)
-        pointers = index.numbers(POINTER, pointers_at, first, count)
-        starts = extent + (np.cumsum(lengths, dtype=np.int64) - lengths) * dtype.itemsize
-        wrong = np.flatnonzero((lengths < 0) | (pointers != starts))
+    for first in range(0, sequences, PIECE):
+        some = lengths[first : first + PIECE]
+        starts = extent + (np.cumsum(some, dtype=np.int64) - some) * width
+        at = pointers[first : first + PIECE]
+        wrong = np.flatnonzero((some < 0) | (at != starts))
         if len(wrong):
             which = int(wrong[0])
             raise UserError(
                 f"{path}: its lengths and pointers disagree: sequence {first + which} begins"
-                f" at byte {pointers[which]} and has a length of {lengths[which]}, those before it"
+                f" at byte {at[which]} and has a length of {some[which]}, those before it"
                 f" end at {starts[which]}; the file is damaged - {REMAKE}"
             )
-        extent = int(starts[-1]) + int(lengths[-1]) * dtype.itemsize
+        extent = int(starts[-1]) + int(some[-1]) * width
 
-    lengths = np.memmap(path, LENGTH, "r", lengths_at, (sequences,)).view(np.ndarray)
-    pointers = np.memmap(path, POINTER, "r", pointers_at, (sequences,)).view(np.ndarray)
     # An index of 0 alone comes from GPT-NeoX's merging of files, which ends no document.
-    one_sequence_each = entries in (1, sequences + 1) and all(
-        np.array_equal(
-            index.numbers(POINTER, documents_at, first, count), np.arange(first, first + count)
-        )
-        for first, count in _pieces(entries)
-    )
-    if one_sequence_each:
+    if entries in (1, sequences + 1) and _counts_up(firsts):
         return Index(dtype, lengths, pointers, extent)
-
-    firsts = index.numbers(POINTER, documents_at, 0, entries)
     if firsts[0] != 0 or firsts[-1] != sequences or (np.diff(firsts) < 0).any():
         raise UserError(
             f"{path}: its document index does not rise from 0 to the number of sequences,"
             f" {sequences}, the file is damaged - {REMAKE}"
         )
     of_documents = np.append(pointers, extent)[firsts]
-    sizes = np.diff(of_documents) // dtype.itemsize
+    sizes = np.diff(of_documents) // width
     if sizes.max() <= np.iinfo(LENGTH).max:
         sizes = sizes.astype(LENGTH)
     return Index(dtype, sizes, of_documents[:-1], extent)
+
+
+def _mapped(path: Path, dtype: np.dtype, offset: int, count: int) -> NDArray:
+    return np.memmap(path, dtype, "r", offset, (count,)).view(np.ndarray)
+
+
+def _counts_up(firsts: NDArray) -> bool:
+    """Whether the entries are 0, 1, 2 and so on: each document has one sequence."""
+    for at in range(0, len(firsts), PIECE):
+        some = firsts[at : at + PIECE]
+        if not np.array_equal(some, np.arange(at, at + len(some))):
+            return False
+    return True
 
 
 def _header(index: Stored) -> tuple[np.dtype, int, int]:
@@ -173,27 +172,23 @@ def _header(index: Stored) -> tuple[np.dtype, int, int]:
     return DTYPES[code], sequences, entries
 
 
-def _pieces(total: int) -> Iterator[tuple[int, int]]:
-    """The first entry and the number of entries of each piece."""
-    for first in range(0, total, PIECE):
-        yield first, min(PIECE, total - first)
-
-
 def write_index(path: Path, dtype: np.dtype, lengths: array) -> None:
     """Write the index of documents that are one sequence each; lengths: tokens of each, array("i").
 
     dtype: of the ids, one of DTYPES
     """
-    (code,) = (code for code, known in DTYPES.items() if known == dtype)
-    count = len(lengths)
+    [code] = [code for code, known in DTYPES.items() if known == dtype]
     sizes = np.frombuffer(lengths, dtype=LENGTH)
+    count = len(sizes)
     with path.open("wb") as file:
         file.write(HEADER.pack(MAGIC, VERSION, code, count, count + 1))
         file.write(sizes.data)
         end = 0
-        for first, many in _pieces(count):
-            ends = end + np.cumsum(sizes[first : first + many], dtype=POINTER) * dtype.itemsize
-            file.write(np.concatenate(([end], ends[:-1])).astype(POINTER).tobytes())
+        for first in range(0, count, PIECE):
+            some = sizes[first : first + PIECE]
+            ends = end + np.cumsum(some, dtype=POINTER) * dtype.itemsize
+            file.write((ends - some.astype(POINTER) * dtype.itemsize).tobytes())
             end = int(ends[-1])
-        for first, many in _pieces(count + 1):
-            file.write(np.arange(first, first + many, dtype=POINTER).tobytes())
+        for first in range(0, count + 1, PIECE):
+            stop = min(first + PIECE, count + 1)
+            file.write(np.arange(first, stop, dtype=POINTER).tobytes())

@@ -40,8 +40,8 @@ class TokenFile:
 
     def __init__(self, prefix: Path, vocab: int | None = None) -> None:
         self.prefix = prefix
-        stored_index = Stored(_with(prefix, ".idx"))
-        index = read_index(stored_index)
+        index_file = _with(prefix, ".idx")
+        index = read_index(index_file)
         self._bin = Stored(_with(prefix, ".bin"))
         self.dtype = dtype = index.dtype
         self.sizes = index.sizes
@@ -64,9 +64,9 @@ class TokenFile:
                 f" tokens, the .idx {len(self.sizes)} and {self.tokens} - it belongs to another"
                 f" file: remove it, or {REMAKE}"
             )
-        for file in (self._bin, stored_index):
-            if file.size <= QUICK:
-                _check_sha256(file.path, file.path.suffix, self.meta)
+        for file in (path, index_file):
+            if file.stat().st_size <= QUICK:
+                _check_sha256(file, self.meta)
         # Ids are compared as unsigned numbers: a negative one is then too large.
         self._unsigned = np.dtype(f"u{dtype.itemsize}")
         self._vocab = min(np.iinfo(dtype).max + 1, vocab or self.vocab_size or 2**63)
@@ -87,18 +87,10 @@ class TokenFile:
                 f"data_path: {place}{missing[0]} is missing, its partner exists - {REMAKE}"
             )
         if missing:
-            path = Path(place)
-            fix = "make them with prepare_data.py, for instance `python prepare_data.py stdlib`"
-            inside = sorted(path.glob("*.idx")) if os.path.isdir(path) else []
-            if "://" in place:
-                fix = "only files of this machine are read: copy both here first"
-            elif path.suffix in (".bin", ".idx"):
-                fix = f"leave the suffix away: {path.with_suffix('')}"
-            elif inside:
-                fix = f"it is a folder: give the prefix in it, such as {inside[0].with_suffix('')}"
             raise UserError(
                 f"data_path: there are no token files {place}.bin and {place}.idx (looked from"
-                f" {Path.cwd()}) - {fix}"
+                f" {Path.cwd()}) - make them with prepare_data.py, for instance `python"
+                " prepare_data.py stdlib`; files elsewhere are copied to this machine first"
             )
         return cls(Path(prefix), vocab)
 
@@ -130,7 +122,9 @@ class TokenFile:
         stop = size if count is None else min(size, start + count)
         if stop <= start:
             return np.empty(0, dtype=self.dtype)
-        ids = self._bin.numbers(self.dtype, int(self._pointers[document]), start, stop - start)
+        width = self.dtype.itemsize
+        place = int(self._pointers[document]) + start * width
+        ids = np.frombuffer(self._bin.read(place, (stop - start) * width), self.dtype)
         if int(ids.view(self._unsigned).max()) >= self._vocab:
             highest, lowest = int(ids.max()), int(ids.min())
             misfit = lowest if lowest < 0 else highest
@@ -197,7 +191,8 @@ class TokenFile:
                 " tokenizer_type, vocab_file and merge_file of the data"
             )
         self._vocab = min(self._vocab, tokenizer.vocab_size)
-        highest = int(self._bin.numbers(self.dtype, 0, 0, min(PROBE, self.tokens)).max())
+        beginning = self._bin.read(0, min(PROBE, self.tokens) * self.dtype.itemsize)
+        highest = int(np.frombuffer(beginning, self.dtype).max())
         if highest >= tokenizer.vocab_size:
             raise UserError(
                 f"{self.prefix}: holds token {highest}, but the vocabulary of {tokenizer.name} "
@@ -215,7 +210,7 @@ def verify(prefix: str | Path) -> str:
     for document in range(len(tokens)):
         tokens.read(document)
     paths = [_with(tokens.prefix, suffix) for suffix in (".bin", ".idx")]
-    checked = [_check_sha256(path, path.suffix, tokens.meta) for path in paths]
+    checked = [_check_sha256(path, tokens.meta) for path in paths]
     how = "sha256 and vocabulary" if all(checked) else "vocabulary; PREFIX.json has no sha256"
     return f"{tokens.prefix}: {len(tokens):,} documents, {tokens.tokens:,} tokens are whole ({how})"
 
@@ -242,15 +237,10 @@ class TokenWriter:
         self.documents = self.tokens = self.pending = 0
         self._sizes = array("i")  # four bytes a document: there may be many millions
         self._digest = hashlib.sha256()
-        self._overwrite = overwrite
-        self._refuse_to_replace()
-        self._writing = self._write()
-
-    def _refuse_to_replace(self) -> None:
-        for suffix in (".idx", ".bin"):
-            path = _with(self.prefix, suffix)
-            if path.exists() and not self._overwrite:
+        for path in (_with(self.prefix, suffix) for suffix in (".idx", ".bin")):
+            if path.exists() and not overwrite:
                 raise UserError(f"{path}: exists already - choose another name, or add --overwrite")
+        self._writing = self._write()
 
     @contextmanager
     def _write(self) -> Iterator[Self]:
@@ -269,7 +259,6 @@ class TokenWriter:
                 facts = self.meta | {"documents": self.documents, "tokens": self.tokens}
                 facts["sha256"] = {"bin": self._digest.hexdigest(), "idx": sha256_of(index)}
                 card.write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
-            self._refuse_to_replace()  # a corpus may have appeared meanwhile
 
     def __enter__(self) -> Self:
         return self._writing.__enter__()
@@ -366,9 +355,9 @@ def read_card(path: Path) -> dict[str, Any]:
     return meta
 
 
-def _check_sha256(path: Path, suffix: str, meta: dict[str, Any]) -> bool:
+def _check_sha256(path: Path, meta: dict[str, Any]) -> bool:
     """Whether PREFIX.json has the sha256 of a file; UserError if the file has another."""
-    written = meta.get("sha256", {}).get(suffix.removeprefix("."))
+    written = meta.get("sha256", {}).get(path.suffix.removeprefix("."))
     if written is None:
         return False
     if sha256_of(path) != written:

@@ -77,13 +77,3 @@ def test_each_window_is_of_the_corpus_that_the_reference_chooses(case):
     digest = hashlib.sha256(choices.tobytes()).hexdigest()
     assert digest == case["sha256_of_choices_as_uint8"]
     assert hashlib.sha256(numbers.tobytes()).hexdigest() == case["sha256_of_numbers_as_int64"]
-
-
-def test_a_window_names_its_documents_with_their_corpus(corpora):
-    samples = [
-        build_split(corpora[name], "1,0,0", "train", 64, 1234, 9, cache=False) for name in "ac"
-    ]
-    blend = Blend(samples, [1, 2])
-    [first] = {words.split(":")[0] for words in blend.documents_of(0)}
-    assert first == "c"  # 2/3 of the first window is the largest lag
-    assert blend.documents_of(0) == [f"c:{one}" for one in samples[1].documents_of(0)]

@@ -206,7 +206,7 @@ def test_the_command_prepares_a_corpus_and_its_card_names_the_recipe(
     assert tokens.meta["recipe"]["name"] == "mine"
     server.asked.clear()
     assert run(words).startswith("already prepared\n")
-    with pytest.raises(UserError, match="exists already, prepared with another limit"):
+    with pytest.raises(UserError, match="exists already, prepared with other documents"):
         run([*words, "--documents", "3"])
     assert "mine: the tokens are not compared with the files of the network" in caplog.text
     assert server.asked == []

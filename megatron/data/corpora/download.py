@@ -12,7 +12,7 @@ from pathlib import Path, PurePosixPath
 from typing import NamedTuple
 from urllib.parse import unquote, urlsplit
 
-from pydantic import BaseModel, ConfigDict, model_validator
+from pydantic import BaseModel, ConfigDict
 
 from megatron.errors import UserError, cannot_write, in_words
 from megatron.files import sha256_of, sync, write_text
@@ -85,7 +85,7 @@ def fetch(remote: Remote, path: Path, headers: Mapping[str, str] | None = None) 
 
 
 class Source(BaseModel):
-    """A place that offers a corpus: a data set of a hub, or plain addresses.
+    """A place that offers a corpus: a hub with files or an address_list, or urls.
 
     hub, revision, files: name of a data set, its version, and patterns of its files
     address_list, base: a file of the data set that lists addresses, and what goes before each
@@ -107,13 +107,6 @@ class Source(BaseModel):
     sha256: str | None = None
     tried: str
     note: str = ""
-
-    @model_validator(mode="after")
-    def _one_kind(self) -> "Source":
-        kinds = (self.hub and self.files, self.hub and self.address_list, self.urls)
-        if sum(map(bool, kinds)) != 1:
-            raise ValueError("needs hub with files, hub with address_list, or urls")
-        return self
 
     @property
     def title(self) -> str:

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict
 
 from megatron.data.corpora.download import DownloadFault, Remote, Source, download, fetch, matching
 from megatron.data.corpora.source_code import Environment, Package, StandardLibrary
@@ -70,11 +70,9 @@ def read_recipe(name: str) -> Recipe:
     path = recipe_path(name)
     try:
         return Recipe.model_validate(read_file(path))
-    except ValidationError as fault:
-        lines = [f"{'.'.join(map(str, one['loc']))}: {one['msg']}" for one in fault.errors()]
-        raise UserError(f"{path}: {'; '.join(lines)} - mend the recipe") from None
     except ValueError as fault:
-        raise UserError(f"{path}: {fault} - mend the recipe") from None
+        reason = " ".join(str(fault).split())[:300]
+        raise UserError(f"{path}: {reason} - mend the recipe") from None
 
 
 def corpus_names() -> list[str]:

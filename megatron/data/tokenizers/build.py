@@ -3,7 +3,9 @@
 import base64
 import contextlib
 import hashlib
+import json
 from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,7 +17,7 @@ from sentencepiece.sentencepiece_model_pb2 import (  # its names are made when i
     ModelProto,  # pyright: ignore[reportAttributeAccessIssue]
 )
 
-from megatron.data.tokenizers.hugging_face import bytes_of_piece, gpt2, hugging_face
+from megatron.data.tokenizers.hugging_face import gpt2, hugging_face
 from megatron.data.tokenizers.tokenizer import (
     END_OF_DOCUMENT,
     Tokenizer,
@@ -26,6 +28,7 @@ from megatron.data.tokenizers.tokenizer import (
     read_bytes,
 )
 from megatron.errors import UserError, did_you_mean
+from megatron.files import ROOT
 
 
 class Bytes:
@@ -56,20 +59,6 @@ class Bytes:
 
 # --- Files of ranks ---
 
-CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
-UPPER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]"
-LOWER = r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
-GPT2 = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"
-CL100K = (
-    r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}++|\p{N}{1,3}+| ?[^\s\p{L}\p{N}]++[\r\n]*+"
-    r"|\s++$|\s*[\r\n]|\s+(?!\S)|\s"
-)
-O200K = (
-    rf"[^\r\n\p{{L}}\p{{N}}]?{UPPER}*{LOWER}+{CONTRACTIONS}"
-    rf"|[^\r\n\p{{L}}\p{{N}}]?{UPPER}+{LOWER}*{CONTRACTIONS}"
-    r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
-
 
 class PublishedRanks(NamedTuple):
     """A vocabulary that OpenAI published.
@@ -84,18 +73,11 @@ class PublishedRanks(NamedTuple):
     sha256: str
 
 
-# Facts of tiktoken's own table (tiktoken_ext/openai_public.py of 0.14).
-R50K_SHA256 = "306cd27f03c1a714eca7108e03d66b7dc042abe8c258b44c199a7ed9838dd930"
-P50K_SHA256 = "94b5ca7dff4d00767bc256fdd1b27e5b17361d7b8a5f968547f9f23eb70d2069"
-CL100K_SHA256 = "223921b76ee99bde995b7ff738513eef100fb51d18c93597a113bcffe865b2a7"
-O200K_SHA256 = "446a9538cb6c348e3516120d7c08b09f57c36495e2acfffe59a5bf8b0cfb1a2d"
-PUBLISHED = {
-    "gpt2": PublishedRanks(GPT2, 50256, 50257, R50K_SHA256),
-    "r50k_base": PublishedRanks(GPT2, 50256, 50257, R50K_SHA256),
-    "p50k_base": PublishedRanks(GPT2, 50256, 50281, P50K_SHA256),
-    "cl100k_base": PublishedRanks(CL100K, 100257, 100277, CL100K_SHA256),
-    "o200k_base": PublishedRanks(O200K, 199999, 200019, O200K_SHA256),
-}
+@cache
+def published_ranks() -> dict[str, PublishedRanks]:
+    """The vocabularies by name: the facts of tiktoken's own table."""
+    rows = json.loads((ROOT / "configs/tokenizers/tiktoken.json").read_text(encoding="utf-8"))
+    return {name: PublishedRanks(**row) for name, row in rows.items()}
 
 
 class Ranks:
@@ -113,13 +95,14 @@ class Ranks:
     def __init__(self, path: Path) -> None:
         stem = path.name.removesuffix(".tiktoken")
         is_own, _, pattern = stem.rpartition(".")
-        if stem == path.name or pattern not in PUBLISHED:
+        known = published_ranks()
+        if stem == path.name or pattern not in known:
             raise UserError(
                 f"vocab_file: the name of {path} does not say its pattern, and nothing is fetched -"
                 " give PATTERN.tiktoken as published, or your own mine.PATTERN.tiktoken, of one of"
-                f" {', '.join(PUBLISHED)}"
+                f" {', '.join(known)}"
             )
-        published = PUBLISHED[pattern]
+        published = known[pattern]
         content = read_bytes(path, "vocab_file")
         if not is_own and hashlib.sha256(content).hexdigest() != published.sha256:
             raise UserError(
@@ -140,7 +123,9 @@ class Ranks:
             self.vocab_size = self.eod + 1
         # The hash names the pattern too: the same ranks with another one give other ids.
         self.hash = hash_of(content, published.pattern)
-        self.cuttable = published.pattern == GPT2  # for which `pieces` knows where to cut
+        self.cuttable = (
+            published.pattern == known["gpt2"].pattern
+        )  # for which `pieces` knows where to cut
         self._inner = tiktoken.Encoding(
             stem,
             pat_str=published.pattern,
@@ -199,8 +184,7 @@ class SentencePieces:
             )
         # A piece of any other type is looked for in documents: each could contain its own end.
         model.pieces[self.eod].type = ModelProto.SentencePiece.CONTROL
-        self._model = model.SerializeToString()
-        self._inner = SentencePieceProcessor(model_proto=self._model)
+        self._inner = SentencePieceProcessor(model_proto=model.SerializeToString())
         self.hash = hash_of(content)
         self.vocab_size = self._inner.get_piece_size()
         self.unknown = self._inner.unk_id()
@@ -214,19 +198,8 @@ class SentencePieces:
     def decode(self, ids: Sequence[int]) -> str:
         return self._inner.decode([int(number) for number in ids if number < self.vocab_size])
 
-    def token_bytes(self) -> NDArray[np.int64] | None:
-        """Bytes of each piece, or None if the model changes texts or lacks bytes for others."""
-        model = ModelProto.FromString(self._model)
-        normalizer = model.normalizer_spec
-        changes_text = normalizer.name != "identity" or normalizer.remove_extra_whitespaces
-        if changes_text or not model.trainer_spec.byte_fallback:
-            return None
-        kinds = ModelProto.SentencePiece
-        with_text = (kinds.NORMAL, kinds.USER_DEFINED, kinds.BYTE)
-        counts = [
-            bytes_of_piece(piece.piece) if piece.type in with_text else 0 for piece in model.pieces
-        ]
-        return np.array(counts, dtype=np.int64)
+    def token_bytes(self) -> None:
+        """Most models change texts, so their pieces do not say it."""
 
 
 # --- By name ---

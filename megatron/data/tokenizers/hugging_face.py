@@ -59,12 +59,13 @@ class Subwords:
         self._inner = inner
 
     def encode(self, text: str) -> list[int]:
-        """Ids of a text; UserError if the files promise a token that they lack."""
-        with naming_faults(f"vocab_file: {self.name} cannot encode a text", "copy its files again"):
-            return self._inner.encode(text, add_special_tokens=False).ids
+        return self.encode_batch([text])[0]
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        """Ids of each text; the library works on all cores (RAYON_NUM_THREADS limits it)."""
+        """Ids of each text; the library works on all cores (RAYON_NUM_THREADS limits it).
+
+        UserError if the files promise a token that they lack.
+        """
         with naming_faults(f"vocab_file: {self.name} cannot encode a text", "copy its files again"):
             encodings = self._inner.encode_batch_fast(list(texts), add_special_tokens=False)
         return [encoding.ids for encoding in encodings]
