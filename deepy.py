@@ -108,10 +108,7 @@ def checked_config(script: Path, words: Sequence[str]) -> Config | None:
     overrides += entry.split_words(others[first:])[1]
     if not files and not overrides and script.name != "train.py":
         return None
-    config = entry.load_configuration(files, overrides, given, PURPOSES.get(script.name))
-    assert config is not None
-    entry.print_notes(config.notes)
-    return config
+    return entry.load_configuration(files, overrides, given, PURPOSES.get(script.name))
 
 
 def launch(script: Path, words: Sequence[str], config: Config | None) -> NoReturn:
@@ -121,8 +118,6 @@ def launch(script: Path, words: Sequence[str], config: Config | None) -> NoRetur
     environment["PYTHONPATH"] = f"{ROOT}{os.pathsep}{environment.get('PYTHONPATH', '')}".rstrip(":")
     if not cuda:
         environment["DS_ACCELERATOR"] = "cpu"
-    if config is not None:
-        environment[entry.NOTES_PRINTED] = "1"
     on_this_machine = script.name in ON_THIS_MACHINE
     if config is not None and config.launch.hostfile is not None and not on_this_machine:
         _become(on_many_machines(script, words, config), environment)

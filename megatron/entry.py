@@ -19,7 +19,6 @@ from megatron.config.yaml_files import is_override
 from megatron.errors import visible
 from megatron.parallel.grid import left_at_the_end
 
-NOTES_PRINTED = "MEGATRON_NOTES_PRINTED"  # set by deepy.py for the processes that it starts
 NO_EFFECT = ": accepted, has no effect here: "
 FEW = 3  # notes about keys without effect that are printed in full
 
@@ -141,8 +140,8 @@ def load_configuration(
 
 
 def print_notes(notes: Sequence[str]) -> None:
-    """Print notes to stderr once: by deepy.py, or by the first process if it was not used."""
-    if NOTES_PRINTED in os.environ or not _is_first():
+    """Print notes to stderr, by the first process alone."""
+    if not _is_first():
         return
     without_effect = [note.split(":")[0] for note in notes if NO_EFFECT in note]
     if len(without_effect) > FEW:  # a published file: a dozen lines would hide the other notes

@@ -12,11 +12,13 @@ from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
 
+import psutil
+
 from megatron.errors import UserError
 
 ROOT = Path(__file__).resolve().parents[1]  # the project's folder: entry scripts, configs, tools
 # What a process writes before it gets its name: .NAME.PID.PLACE.tmp
-TEMPORARY = re.compile(r"\.(?P<name>.+)\.(?P<pid>\d+)\.(?P<place>[0-9a-f]{8})\.tmp")
+TEMPORARY = re.compile(r"\.(?P<name>.+)\.(?P<pid>\d{1,9})\.(?P<place>[0-9a-f]{8})\.tmp")
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 DAY = 24 * 3600  # seconds; no file is written for so long without a change
 
@@ -148,21 +150,11 @@ def remove_stale_temp_files(folder: Path, name: str = "") -> None:
             path = Path(entry.path)
             with suppress(OSError):  # another process may remove it at the same time
                 if match["place"] == _place():
-                    ended = not _runs(int(match["pid"]))
+                    ended = not psutil.pid_exists(int(match["pid"]))
                 else:
                     ended = time.time() - path.lstat().st_mtime > DAY
                 if ended:
                     remove(path)
-
-
-def _runs(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except (ProcessLookupError, OverflowError):
-        return False
-    except PermissionError:  # somebody else's
-        return True
-    return True
 
 
 def remove(path: Path) -> None:

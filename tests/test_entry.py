@@ -13,7 +13,6 @@ from tests.support import run
 @pytest.fixture(autouse=True)
 def alone(monkeypatch):
     monkeypatch.delenv("RANK", raising=False)
-    monkeypatch.delenv(entry.NOTES_PRINTED, raising=False)
 
 
 def options(parser):
@@ -82,10 +81,9 @@ def test_notes_are_printed_once_by_the_first_process_and_many_without_effect_are
     assert first == "note: pos_emb: rpe means t5"
     names = second.removeprefix("note: accepted, have no effect here: ").split(", ")
     assert sorted(names) == sorted(idle)
-    for name, value in (("RANK", "1"), (entry.NOTES_PRINTED, "1")):
-        monkeypatch.setenv(name, value)
-        status(nothing, *words)
-        assert capsys.readouterr().err == ""
+    monkeypatch.setenv("RANK", "1")
+    status(nothing, *words)
+    assert capsys.readouterr().err == ""
 
 
 def test_the_purpose_says_which_keys_are_needed_and_a_checkpoint_has_them(tmp_path, capsys):
