@@ -9,7 +9,7 @@ import os
 import socket
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 
 from filelock import FileLock, Timeout
@@ -22,22 +22,18 @@ logger = logging.getLogger(__name__)
 LONGEST = 200  # characters that say who owns something
 
 
-@contextmanager
-def owned_folder(folder: Path, key: str) -> Iterator[None]:
+def owned_folder(folder: Path, key: str) -> AbstractContextManager[None]:
     """Own a folder until the block ends; it is made if it does not exist.
 
     key: what the user calls the folder, for messages
     Raises UserError if another process owns it, or if it cannot be written.
     """
-    with _owned(folder, folder / ".owner", key):
-        yield
+    return _owned(folder, folder / ".owner", key)
 
 
-@contextmanager
-def owned_file(path: Path, key: str) -> Iterator[None]:
+def owned_file(path: Path, key: str) -> AbstractContextManager[None]:
     """Own a file that is written until the block ends, as `owned_folder` does."""
-    with _owned(path, path.with_name(f".{path.name}.owner"), key):
-        yield
+    return _owned(path, path.with_name(f".{path.name}.owner"), key)
 
 
 @contextmanager

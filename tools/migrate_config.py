@@ -45,20 +45,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         "-o", "--output", type=Path, metavar="DIR", help="folder for the new files; default: none"
     )
     options = parser.parse_args(argv)
-    texts = {}
     for name in options.files:
         path, text = migrated(name)
-        place = options.output / path.name if options.output else path
-        if place in texts or (options.output and place.exists()):
-            raise UserError(
-                f"-o: {place} exists or is written twice, and no file is replaced - name another"
-                " folder, or migrate files of one name into two"
-            )
-        texts[place] = text
-    for place, text in texts.items():
-        print(visible(f"--- {place}\n{text}"))
-        if options.output:
-            write_text(place, text)
+        print(visible(f"--- {path}\n{text}"))
+        if options.output is None:
+            continue
+        place = options.output / path.name
+        if place.exists():
+            raise UserError(f"-o: {place} exists, and no file is replaced - name another folder")
+        write_text(place, text)
     return 0
 
 
