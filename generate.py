@@ -21,7 +21,7 @@ from typing import Any, NoReturn
 
 from megatron.config import Config
 from megatron.entry import run
-from megatron.errors import UserError
+from megatron.errors import UserError, visible
 from megatron.evaluation.loaded_run import variant
 from megatron.evaluation.options import DTYPES, VARIED, add_attention
 from megatron.files import write_text
@@ -31,10 +31,6 @@ from megatron.model import AttentionSettings
 from megatron.parallel.grid import here
 from megatron.parallel.threads import count_parameters, use_threads
 from megatron.results.files import check_place
-
-CONTROL = (*range(0x20), *range(0x7F, 0xA0))
-NOT_FOR_TERMINALS = {code: "\ufffd" for code in CONTROL if chr(code) not in "\t\n"}
-"""A model may write what would move the cursor or more; files get it as it is."""
 
 logger = logging.getLogger("megatron.generate")
 
@@ -110,8 +106,8 @@ def main(config: Config | None, arguments: argparse.Namespace) -> None:
             tokens += len(texts)
             if is_one:
                 piece = texts[0].written.take()
-                piece = piece.translate(NOT_FOR_TERMINALS) if sys.stdout.isatty() else piece
-                sys.stdout.write(piece)
+                # A model may write what would move the cursor or more; files get it as it is.
+                sys.stdout.write(visible(piece) if sys.stdout.isatty() else piece)
                 sys.stdout.flush()
             for text in texts:
                 if text.ended is not None:
@@ -125,6 +121,8 @@ def main(config: Config | None, arguments: argparse.Namespace) -> None:
                         "ended": text.ended,
                         **facts,
                     }
+        if is_one:
+            sys.stdout.write("\n")
         seconds = time.perf_counter() - begin
         words = f"{facts['checkpoint']}, config {facts['config_hash']}, seed {settings.seed}"
         speed = f"{tokens} tokens in {seconds:.2f} s: {tokens / seconds:.1f} tokens/s"
@@ -132,11 +130,9 @@ def main(config: Config | None, arguments: argparse.Namespace) -> None:
     finally:
         # If ctrl-C or a fault ends it, texts that are finished are written.
         lines = [json.dumps(rows[key], ensure_ascii=False) + "\n" for key in sorted(rows)]
-        if is_one:
-            sys.stdout.write("\n")
-        elif output is None:
+        if output is None and not is_one:
             sys.stdout.write("".join(lines))
-        elif lines:
+        elif output is not None and lines:
             write_text(output, "".join(lines))
             logger.info("written to %s", output)
 

@@ -3,15 +3,13 @@
 import json
 from pathlib import Path
 
-from safetensors.torch import save_file
-
-from megatron.checkpoints.manifest import entry_of, write_record
+from megatron.checkpoints.write import write_checkpoint
 from megatron.config import load
 from megatron.model import from_config, padded_vocab
 
 
 def make_checkpoint(folder: Path, corpus: Path, *settings: str, step: int = 5) -> Path:
-    """A run's folder with one checkpoint of random weights, written as training writes it."""
+    """A run's folder with one checkpoint of random weights."""
     tokenizer = json.loads(corpus.with_name(corpus.name + ".json").read_text())["tokenizer"]
     shape = [
         "num_layers=2",
@@ -22,17 +20,6 @@ def make_checkpoint(folder: Path, corpus: Path, *settings: str, step: int = 5) -
     ]
     config = load([], [*shape, "split=8,1,1", "eval_tokens=512", *settings])
     vocab = padded_vocab(tokenizer["vocab_size"], 128)
-    path = folder / f"global_step{step}"
-    path.mkdir(parents=True)
-    save_file(from_config(config, vocab=vocab).state_dict(), path / "model.safetensors")
-    config.save(path / "config.yml")
-    facts = {
-        "step": step,
-        "config_hash": config.hash,
-        "vocab": vocab,
-        "tokenizer": tokenizer,
-        "commit": None,
-    }
-    files = {file.name: entry_of(file) for file in path.iterdir()}
-    write_record(path, {**facts, "files": files})
+    weights = from_config(config, vocab=vocab).state_dict()
+    write_checkpoint(folder, step, weights, config, {"vocab": vocab, "tokenizer": tokenizer})
     return folder

@@ -208,9 +208,6 @@ def test_damaged_and_missing_files_are_one_message_and_code_is_not_run(folder, t
     (place / "model.safetensors.index.json").write_text('{"weight_map": {}}')
     with pytest.raises(UserError, match=r"index\.json: has no list of shards"):
         open_model(place)
-    (place / "config.json").write_text('{"a": NaN}')
-    with pytest.raises(UserError, match=r"config\.json: cannot be read \(it has NaN"):
-        open_model(place)
     with pytest.raises(UserError, match="holds no checkpoint that is known here"):
         open_model(tmp_path)
     with pytest.raises(UserError, match="is not a folder - give a checkpoint, or a hub's"):
@@ -331,13 +328,13 @@ def test_the_commands_of_the_document_run(folder, tmp_path, monkeypatch):
         done = call(script, *words, *small)
         assert done.returncode == 0, done.stderr
     # A foreign folder is evaluated by its own name, and imported once.
-    (run,) = (tmp_path / "runs" / "imported").iterdir()
+    (run,) = Path("runs/imported").iterdir()
     assert run.name.startswith("qwen3-")
     (file,) = (run / "evaluation").glob("*.jsonl")
     rows = [json.loads(line) for line in file.read_text().splitlines()]
     assert {row["length"] for row in rows} == {32, 64}
-    assert rows[0]["checkpoint"] == str(Path("runs/imported") / run.name / "global_step0")
-    assert open_model(run)[1].checkpoint.save == str(Path("runs/imported") / run.name)
+    assert rows[0]["checkpoint"] == str(run / "global_step0")
+    assert open_model(run)[1].checkpoint.save == str(run)
     assert import_if_foreign("runs/absent") == Path("runs/absent")
     assert import_if_foreign("runs") == Path("runs")
     # Another tokenizer makes another import.
