@@ -95,7 +95,7 @@ results: $(INSTALLED)
 
 # The table of every encoding's speed and memory in docs/performance.md, in about ten minutes on an idle core.
 encodings: $(INSTALLED)
-	$(PY) tools/bench/encodings_table.py --threads 1 --into docs/performance.md
+	$(PY) tools/bench/step.py --encodings all --hidden 256 --layers 2 --heads 4 --vocab 1024 --threads 1 --into docs/performance.md
 
 lint: $(INSTALLED)
 	$(PY) -m ruff format --check .

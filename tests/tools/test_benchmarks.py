@@ -2,12 +2,10 @@
 
 import json
 import math
-from argparse import Namespace
 from itertools import groupby
 from statistics import median
 
 import attention as bench_attention
-import encodings_table
 import pytest
 import step as bench_step
 import torch
@@ -87,18 +85,26 @@ def test_what_cannot_run_has_a_reason_and_a_way_that_is_asked_for_fails():
     assert bench_attention.main([*CPU, *small, *too_wide, "--ways", "rotary"]) == 0
 
 
-def test_rounds_rotate_and_the_reference_runs_as_long_as_anybody():
+def test_rounds_rotate():
     order = []
     calls = {name: lambda name=name: order.append(name) for name in "abc"}
-    interleaved(calls, "a", Namespace(rounds=3, seconds=math.inf, device="cpu"))
+    times = interleaved(calls, 3, "cpu")
     # the first three are warm-up
     assert "".join(name for name, _ in groupby(order)) == "abc" + "abc" + "bca" + "cab"
-    times = interleaved(calls, "a", Namespace(rounds=3, seconds=0, device="cpu"))
-    assert {name: len(found) for name, found in times.items()} == {"a": 1, "b": 1, "c": 1}
+    assert {name: len(found) for name, found in times.items()} == {"a": 3, "b": 3, "c": 3}
 
 
 def test_steps_and_evaluations_are_measured_against_rotary_and_traced(tmp_path, capsys):
-    words = ["--encodings", "rotary", "learned", "cable", "--lengths", "300"]
+    words = [
+        "--encodings",
+        "rotary",
+        "learned",
+        "cable",
+        "--eager",
+        "kerple_log",
+        "--length",
+        "300",
+    ]
     words += [*CPU, *MODEL, "--batch", "2", "--no-memory", "--output", str(tmp_path / "found.json")]
     assert bench_step.main([*words, "--trace", str(tmp_path / "trace.json.gz")]) == 0
     printed = capsys.readouterr().out
@@ -151,13 +157,16 @@ def test_a_step_trains_the_weights_and_the_encoding_whose_turn_it_is_alone():
     assert changed == [True, True, False]
 
 
-def test_every_encoding_has_a_line_between_the_marks(tmp_path):
-    begin, end = encodings_table.BEGIN, encodings_table.END
+def test_every_encoding_has_a_line_between_the_marks(tmp_path, monkeypatch):
+    for name in REGISTRY:
+        build(name, Shape(3, 8, 24, 16), **bench_step.options_in_file(name, 32))
+    assert bench_step.options_in_file("learned", 32)["max_positions"] == 32
+    monkeypatch.setattr(bench_step, "REGISTRY", SAMPLE)  # of each kind, to save time
+    begin, end = bench_step.BEGIN, bench_step.END
     page = tmp_path / "page.md"
     page.write_text(f"before\n{begin}\nan old table\n{end}\nafter\n")
-    words = ["--length", "32", "--rounds", "1", "--seconds", "0.1", "--no-memory"]
-    words += ["--encodings", *SAMPLE, "--into", str(page)]
-    assert encodings_table.main([*MODEL, *words]) == 0
+    words = ["--encodings", "all", "--length", "32", "--rounds", "1", "--no-memory"]
+    assert bench_step.main([*MODEL, *words, "--into", str(page)]) == 0
     text = page.read_text()
     assert text.startswith(f"before\n{begin}\n\n`python")
     assert text.endswith(f"\n{end}\nafter\n")
@@ -168,21 +177,14 @@ def test_every_encoding_has_a_line_between_the_marks(tmp_path):
         assert "failed" not in line
 
 
-def test_options_of_the_table_are_those_of_the_files():
-    for name in REGISTRY:
-        build(name, Shape(3, 8, 24, 16), **encodings_table.options_in_file(name, 32))
-    assert encodings_table.options_in_file("learned", 32)["max_positions"] == 32
-
-
 def test_a_bad_argument_is_one_message(capsys):
     for tool, words, message in (
         (bench_attention, "--output /no/a.json", "--output: /no/a.json must end in .json and"),
         (bench_step, "--device cuda", "--device: torch finds no CUDA device; use --device"),
         (bench_step, "--rounds 0", "--rounds: '0' is not a whole number of at least 1"),
-        (encodings_table, "--encodings rotery", "--encodings: no encoding is called rotery"),
-        (encodings_table, "--heads 5", "--hidden: 256 cannot be split over --heads 5"),
-        (encodings_table, "--into nowhere.md", "--into: nowhere.md cannot be read (No such"),
-        (encodings_table, "--into README.md", "--into: README.md has not the lines '<!-- ta"),
+        (bench_step, "--heads 5", "--hidden: 768 cannot be split over --heads 5"),
+        (bench_step, "--into nowhere.md", "--into: nowhere.md cannot be read (No such"),
+        (bench_step, "--into README.md", "--into: README.md has not the lines '<!-- ta"),
     ):
         try:
             status = tool.main(words.split())

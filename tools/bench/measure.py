@@ -39,8 +39,6 @@ def arguments(description: str) -> argparse.ArgumentParser:
     add("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=("cpu", "cuda"))
     add("--threads", type=positive, metavar="N", help="on the CPU; 1 gives the least noise")
     add("--rounds", type=positive, default=9, metavar="N", help="each runs every candidate once")
-    seconds = "a candidate that has run so long skips later rounds"
-    add("--seconds", type=float, default=20.0, metavar="S", help=seconds)
     add("--no-memory", action="store_true", help="do not measure peak memory")
     add("--output", type=Path, metavar="FILE.json", help="JSON there, and Markdown as FILE.md")
     return parser
@@ -89,12 +87,13 @@ class Bench:
         """
         calls, reasons = ready(candidates)
         reference = next((name for name in references if name in calls), None)
-        times = interleaved(calls, reference, self.options)
+        times = interleaved(calls, self.options.rounds, self.options.device)
         rows = []
         for one in candidates:
             own = times.get(one.name, [])
-            of_reference = times.get(reference or "", [])
-            ratios = [mine / theirs for mine, theirs in zip(own, of_reference, strict=False)]
+            ratios = []
+            if own and reference is not None:
+                ratios = [mine / theirs for mine, theirs in zip(own, times[reference], strict=True)]
             peak_bytes = None
             if one.name in calls and not self.options.no_memory:
                 peak_bytes = peak(one, calls[one.name])
@@ -153,27 +152,17 @@ def ready(candidates: Sequence[Any]) -> tuple[dict[str, Call], dict[str, str]]:
     return calls, reasons
 
 
-def interleaved(
-    calls: dict[str, Call], reference: str | None, options: argparse.Namespace
-) -> dict[str, list[float]]:
-    """Milliseconds of each round that a candidate took part in, by name; the order rotates.
-
-    The reference takes part as long as anybody does.
-    """
+def interleaved(calls: dict[str, Call], rounds: int, device: str) -> dict[str, list[float]]:
+    """Milliseconds of each round, by name. A round calls everything, beginning with another."""
     times: dict[str, list[float]] = {name: [] for name in calls}
-    spent = {name: clocked(call, 1, options.device) for name, call in calls.items()}
-    repeats = {name: round(SHORTEST / max(ms, 0.001)) for name, ms in spent.items()}
-    live = list(calls)
-    for number in range(options.rounds):
-        first = number % max(1, len(live))
-        for name in live[first:] + live[:first]:
-            count = max(1, min(100, repeats[name]))
-            ms = clocked(calls[name], count, options.device)
-            times[name].append(ms)
-            spent[name] += ms * count
-        live = [name for name in live if spent[name] < 1000 * options.seconds]
-        if live and reference is not None and reference not in live:
-            live.insert(0, reference)
+    repeats = {}
+    for name, call in calls.items():
+        repeats[name] = max(1, min(100, round(SHORTEST / max(clocked(call, 1, device), 0.001))))
+    names = list(calls)
+    for _ in range(rounds):
+        for name in names:
+            times[name].append(clocked(calls[name], repeats[name], device))
+        names = names[1:] + names[:1]
     return times
 
 

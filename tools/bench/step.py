@@ -1,17 +1,18 @@
 """Time, memory and throughput of a training step and of evaluation, for encodings of one GPT.
 
 python tools/bench/step.py --threads 1 --encodings rotary kerple_log --layers 4 --output step.json
+python tools/bench/step.py --threads 1 --encodings all --into docs/performance.md
 
 A step is forward, backward, clipping and torch's fused AdamW on the weights in their own dtype.
 DeepSpeed's engine, its float32 masters and the loader are not in it. Evaluation is the losses of
 one window. Every round runs each encoding once in rotated order; ratios are to rotary in the same
 round. The eager backend is what the forks do, in float32. MFU follows PaLM
-(megatron/model/size.py), against the measured speed of matrix products. --trace profiles one step
-of the first encoding.
+(megatron/model/size.py), against the measured speed of matrix products. With `all`, each encoding
+has the options of its file in configs/pos_emb. --trace profiles one step of the first encoding.
+--into writes the table between its two marks in a file.
 """
 
 import sys
-from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cache
@@ -21,7 +22,6 @@ from typing import Any
 import torch
 from measure import (
     DTYPES,
-    FIGURES,
     Bench,
     arguments,
     clocked,
@@ -36,11 +36,14 @@ from torch.profiler import profile
 
 from megatron.cli_errors import guarded
 from megatron.errors import UserError
+from megatron.files import ROOT, write_text
 from megatron.model import GPT
 from megatron.model.settings import Architecture, AttentionSettings
 from megatron.model.size import BACKWARD, forward_flops
-from megatron.positions import Shape, build
+from megatron.positions import REGISTRY, Shape, build, options_of
 
+BEGIN, END = "<!-- table of encodings -->", "<!-- end of the table -->"
+SIZES = {"hidden": 768, "layers": 12, "heads": 12, "vocab": 50304, "train_length": 512}
 ENCODINGS = ["rotary", "none", "alibi", "kerple_log", "mep_free", "mep_param_t5", "t5"]
 
 
@@ -178,82 +181,104 @@ def best_speed(device: str, dtype: str) -> float:
     return 2 * size**3 / min(times) * 1000
 
 
-def add_sizes(parser: ArgumentParser, **sizes: int) -> None:
-    """An option for each size of the model, with its default."""
-    for name, size in sizes.items():
-        parser.add_argument(f"--{name}", type=positive, default=size, help=f"default: {size}")
-
-
-def size_of(options: Namespace, dtype: str, *, compiled: bool = False) -> Size:
-    """The model that the options describe; raises UserError if heads do not fit."""
-    if options.hidden % options.heads:
-        raise UserError(f"--hidden: {options.hidden} cannot be split over --heads {options.heads}")
-    sizes = (options.hidden, options.layers, options.heads, options.vocab, options.train_length)
-    return Size(*sizes, dtype, options.device, compiled)
-
-
-def measure(bench: Bench, candidates: Sequence[GPTCandidate]) -> None:
-    """Measure candidates beside rotary; their rows get tokens per second and MFU."""
-    rows = bench.group(candidates, ["rotary, auto"])
-    for one, row in zip(candidates, rows, strict=True):
-        row |= {"tokens_per_second": None, "mfu": None}
-        if row["median_ms"] is not None:
-            seconds = row["median_ms"] / 1000
-            row["tokens_per_second"] = one.batch * one.length / seconds
-            row["mfu"] = one.flops / seconds / best_speed(one.device, one.size.dtype)
-
-
 @guarded
 def main(argv: Sequence[str] | None = None) -> int:
     parser = arguments(__doc__ or "")
     add = parser.add_argument
-    add("--encodings", nargs="+", default=ENCODINGS, metavar="NAME")
+    add("--encodings", nargs="+", default=ENCODINGS, metavar="NAME", help="or all")
     eager = "encodings to run with backend eager as well"
-    add("--eager", nargs="*", default=["kerple_log"], metavar="NAME", help=eager)
+    add("--eager", nargs="*", default=[], metavar="NAME", help=eager)
     add("--compile", action="store_true", help="compile the layers, as torch_compile does")
     add("--dtype", choices=DTYPES, help="default: bfloat16, on CPU float32")
     add("--batch", type=positive, help="windows of a step; default: 32, on CPU 1")
-    lengths = [512, 1024, 2048, 4096, 8192, 16384]
-    add("--lengths", nargs="*", type=positive, default=lengths, metavar="L", help="to evaluate")
+    add("--length", type=positive, default=4096, metavar="L", help="tokens to evaluate")
     add("--trace", type=Path, metavar="FILE.json.gz", help="for chrome://tracing and Perfetto")
-    add_sizes(parser, hidden=768, layers=12, heads=12, vocab=50304, train_length=512)
+    add("--into", type=Path, metavar="FILE.md", help="write the table between its marks there")
+    for name, size in SIZES.items():
+        add(f"--{name}", type=positive, default=size, help=f"default: {size}")
     options = parser.parse_args(argv)
+    if options.hidden % options.heads:
+        raise UserError(f"--hidden: {options.hidden} cannot be split over --heads {options.heads}")
+    if options.into:
+        between_marks(options.into, "")  # before the hour that it takes
+    kinds = [(name, "auto", {}) for name in options.encodings]
+    if options.encodings == ["all"]:
+        longest = max(options.length, options.train_length)
+        names = dict.fromkeys(["rotary", *sorted(REGISTRY)])  # the reference is called first
+        kinds = [(name, "auto", options_in_file(name, longest)) for name in names]
+    kinds += [(name, "eager", {}) for name in options.eager]
 
     bench = Bench(options)
     on_gpu = options.device == "cuda"
     dtype = options.dtype or ("bfloat16" if on_gpu else "float32")
-    size = size_of(options, dtype, compiled=options.compile)
-    kinds = [(name, "auto") for name in options.encodings]
-    kinds += [(name, "eager") for name in options.eager]
+    sizes = [getattr(options, name) for name in SIZES]
+    size = Size(*sizes, dtype, options.device, options.compile)
     works = [(True, options.train_length, options.batch or (32 if on_gpu else 1))]
-    works += [(False, length, 1) for length in options.lengths]
+    works.append((False, options.length, 1))
     for work in works:
-        report_progress(f"{'training' if work[0] else 'evaluation'}, {work[1]}")
-        measure(bench, [GPTCandidate(*kind, *work, size) for kind in kinds])
+        report_progress("training step" if work[0] else "evaluation")
+        candidates = [
+            GPTCandidate(name, backend, *work, size, more) for name, backend, more in kinds
+        ]
+        for one, row in zip(candidates, bench.group(candidates, ["rotary, auto"]), strict=True):
+            row |= {"attention": None, "tokens_per_second": None, "mfu": None}
+            if row["median_ms"] is not None:
+                seconds = row["median_ms"] / 1000
+                row["attention"] = one.chosen_backend
+                row["tokens_per_second"] = one.batch * one.length / seconds
+                row["mfu"] = one.flops / seconds / best_speed(one.device, one.size.dtype)
         bench.save(markdown(bench))
     print(markdown(bench))
+    if options.into:
+        write_text(options.into, between_marks(options.into, markdown(bench)))
     if options.trace:
-        print(traced(GPTCandidate(*kinds[0], *works[0], size), options.trace))
+        name, backend, more = kinds[0]
+        print(traced(GPTCandidate(name, backend, *works[0], size, more), options.trace))
     return 0
 
 
+def options_in_file(name: str, longest: int) -> dict[str, Any]:
+    """pos_emb_args of the encoding's file, with a row for every position of a table of rows."""
+    from megatron.config.yaml_files import read_file  # needs PyYAML
+
+    file = ROOT / "configs/pos_emb" / f"{name}.yml"
+    options = dict(read_file(file).get("pos_emb_args") or {})
+    if "max_positions" in options_of(name):
+        options["max_positions"] = longest
+    return options
+
+
 def markdown(bench: Bench) -> str:
-    """One table of training steps, one of evaluation."""
-    header = ["", "batch x length", *FIGURES, "tokens/s", "MFU %", "reason"]
-    parts = [bench.heading]
-    for title, training in (("Training step", True), ("Evaluation of one window", False)):
-        lines = []
-        for row in bench.rows:
-            if row["training"] != training:
+    """One line for each encoding, the fastest training step first."""
+    columns = ["tokens/s", "MFU %", "time (quartiles)", "peak MiB"]
+    header = ["encoding", "attention", f"step: {columns[0]}", *columns[1:]]
+    header += [f"evaluation: {columns[0]}", *columns[1:]]
+    of_evaluation = {row["candidate"]: row for row in bench.rows if not row["training"]}
+    steps = [row for row in bench.rows if row["training"]]
+    lines = []
+    for step in sorted(steps, key=lambda row: row["median_ratio"] or float("inf")):
+        line = [step["pos_emb"], step["attention"] or "-"]
+        for row in (step, of_evaluation.get(step["candidate"], {})):
+            if row.get("tokens_per_second") is None:
+                line += [row.get("reason") or "-", "-", "-", "-"]
                 continue
-            size = f"{row['batch']} x {row['length']}"
-            speed = ["-", "-"]
-            if row["tokens_per_second"] is not None:
-                speed = [shown(row["tokens_per_second"]), f"{100 * row['mfu']:.1f}"]
-            lines.append([row["candidate"], size, *figures(row), *speed, row["reason"] or ""])
-        if lines:
-            parts += [f"#### {title}\n", table(header, lines)]
-    return "\n".join(parts)
+            speed = [shown(row["tokens_per_second"]), f"{100 * row['mfu']:.1f}"]
+            line += [*speed, *figures(row)[1:]]
+        lines.append(line)
+    return f"{bench.heading}\n{table(header, lines)}"
+
+
+def between_marks(path: Path, text: str) -> str:
+    """The file's text with `text` between its marks; raises UserError if it has none."""
+    try:
+        before = path.read_text(encoding="utf-8")
+    except OSError as fault:
+        raise UserError(f"--into: {path} cannot be read ({fault.strerror})") from None
+    if before.count(BEGIN) != 1 or before.count(END) != 1:
+        raise UserError(f"--into: {path} has not the lines '{BEGIN}' and '{END}'; write them there")
+    head, _, rest = before.partition(BEGIN)
+    _, _, tail = rest.partition(END)
+    return f"{head}{BEGIN}\n\n{text}\n{END}{tail}"
 
 
 def traced(candidate: GPTCandidate, path: Path) -> str:
