@@ -21,7 +21,7 @@ from megatron.config import Config
 from megatron.entry import run
 from megatron.errors import UserError
 from megatron.evaluation.evaluate_checkpoint import (
-    Evaluation,
+    MeasuredRows,
     evaluate,
     evaluate_as_published,
 )
@@ -80,7 +80,7 @@ def as_published(config: Config) -> None:
             show(evaluation)
 
 
-def show(evaluation: Evaluation) -> None:
+def show(evaluation: MeasuredRows) -> None:
     """Print a table for each protocol; draw each corpus and protocol of a file beside it."""
     lengths = evaluation.lengths
     rows_of_files = {file: by_length(rows, lengths) for file, rows in evaluation.rows.items()}

@@ -8,7 +8,6 @@ python tools/sweep.py status configs/sweeps/cpu.yml
 
 import argparse
 import collections
-import shutil
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -97,19 +96,14 @@ def plan(
         count = len(set(places_of(jobs)))  # runs on one device share its speed
     elif device_name == "cpu":
         count = 1
-    price = cost(sweep, states, device, max(count, jobs or 1))
+    price = cost(sweep, states, device)
     speed = f"{device.flops_per_second / 1e12:.3g} TFLOP/s, {device.basis}"
-    folder = sweep.folder.resolve()
-    existing = next(path for path in (folder, *folder.parents) if path.exists())
-    free = shutil.disk_usage(existing).free
-    warning = "" if price.disk < free else " - NOT ENOUGH"
     lines = [
         status(sweep, states)[0],
         f"to do: {price.tokens / 1e6:,.1f} million tokens of training, "
         f"{price.flops:.2e} FLOP with evaluation",
         f"time: {price.seconds / count / 3600:,.2f} hours on {count} x {device.name} "
         f"(assumed: {UTILISATION:.0%} of {speed})",
-        f"disk: needs {price.disk / 1e9:,.1f} GB, {free / 1e9:,.0f} GB are free{warning}",
     ]
     prefixes: set[str] = set()
     for cell in sweep.cells:

@@ -106,39 +106,29 @@ def receptive_field(model: GPT, windows: Sequence[np.ndarray]) -> Tensor:
     again layer by layer: memory grows with the length, not with its square.
     """
     total = torch.zeros(len(windows[0]) - 1, dtype=torch.float64)
-    checkpointed = model.checkpoint_activations
-    model.checkpoint_activations = True
-    try:
-        for window in windows:
-            norms = gradient_norms(model, torch.from_numpy(window.astype(np.int64)))
-            total += norms.flip(0).cumsum(0) / norms.sum()
-    finally:
-        model.checkpoint_activations = checkpointed
-    return total / len(windows)
-
-
-def gradient_norms(model: GPT, window: Tensor) -> Tensor:
-    """|∂ loss of the last token / ∂ input embedding| at each position.
-
-    window [length + 1] -> [length] float64 on the CPU
-    """
-    window = window.to(model.word_embeddings.weight.device)
-    inputs, targets = window[None, :-1], window[None, 1:]
     leaves: list[Tensor] = []
 
     def cut(module: torch.nn.Module, arguments: object, output: Tensor) -> Tensor:
         leaves.append(output.detach().requires_grad_())
         return leaves[-1]
 
+    checkpointed = model.checkpoint_activations
+    model.checkpoint_activations = True
     hook = model.word_embeddings.register_forward_hook(cut)
     try:
-        with torch.enable_grad():
-            last = model.features(inputs)[:, -1:]  # [1, 1, hidden]
-            loss = model.losses(last, targets[:, -1:]).sum()
-            (gradient,) = torch.autograd.grad(loss, leaves)  # [1, length, hidden]
+        for window in windows:
+            ids = torch.from_numpy(window[None].astype(np.int64))
+            ids = ids.to(model.word_embeddings.weight.device)
+            with torch.enable_grad():
+                last = model.features(ids[:, :-1])[:, -1:]  # [1, 1, hidden]
+                loss = model.losses(last, ids[:, -1:]).sum()
+                (gradient,) = torch.autograd.grad(loss, leaves.pop())  # [1, length, hidden]
+            norms = gradient[0].double().norm(dim=-1).cpu()
+            total += norms.flip(0).cumsum(0) / norms.sum()
     finally:
         hook.remove()
-    return gradient[0].double().norm(dim=-1).cpu()
+        model.checkpoint_activations = checkpointed
+    return total / len(windows)
 
 
 def sampled(length: int, count: int) -> Tensor:

@@ -31,14 +31,14 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Evaluation:
+class MeasuredRows:
     """The rows by the file that holds them, and the lengths asked for."""
 
     rows: dict[Path, list[Row]]
     lengths: list[int]
 
 
-def evaluate(config: Config | None, options: Options) -> Evaluation:
+def evaluate(config: Config | None, options: Options) -> MeasuredRows:
     """Measure what the options ask for, and write each row as soon as it is known.
 
     An existing row that answers the same question is kept. Raises UserError, before anything is
@@ -78,6 +78,9 @@ def evaluate(config: Config | None, options: Options) -> Evaluation:
             jobs.append((output, tokens, attention, protocol, windows_of[protocol]))
 
     rows: dict[Path, list[Row]] = {output: [] for output, *_ in jobs}
+    # A bar for each length, which a log renews every half minute.
+    seconds = 0.1 if sys.stderr.isatty() else 30.0
+    bars = {"mininterval": seconds, "delay": seconds, "leave": False, "disable": not grid.first}
     with owned_by_first(grid, *(owned_file(output, "--output") for output in rows)):
         model.to(grid.device, DTYPES[options.dtype])
         use_threads(count_parameters(model), grid.device)
@@ -96,7 +99,7 @@ def evaluate(config: Config | None, options: Options) -> Evaluation:
                 spent = "kept from an earlier call"
                 if row is None:
                     model.pairs = Pairs()
-                    with progress(name, len(windows.ids), shown=grid.first) as bar:
+                    with tqdm(total=len(windows.ids), desc=name, **bars) as bar:
                         numbers = measured(
                             model,
                             windows,
@@ -117,14 +120,7 @@ def evaluate(config: Config | None, options: Options) -> Evaluation:
                         result = f"perplexity {row['perplexity']:.2f}"
                     logger.info("%s: %s, %d windows, %s", name, result, row["windows"], spent)
                 rows[output].append(row)
-    return Evaluation(rows, lengths)
-
-
-def progress(name: str, total: int, *, shown: bool) -> tqdm:
-    """How far one length is: a bar, in a log renewed every half minute."""
-    seconds = 0.1 if sys.stderr.isatty() else 30.0
-    bar = {"mininterval": seconds, "delay": seconds, "leave": False}
-    return tqdm(total=total, desc=name, disable=not shown, **bar)
+    return MeasuredRows(rows, lengths)
 
 
 def variants(attention: AttentionSettings, options: Options, model: GPT) -> list[AttentionSettings]:
@@ -168,7 +164,7 @@ def answered(question: Mapping[str, Any], rows: Iterable[Row]) -> Row | None:
 # --- As KERPLE and MEP evaluate ---
 
 
-def evaluate_as_published(config: Config) -> Iterator[Evaluation]:
+def evaluate_as_published(config: Config) -> Iterator[MeasuredRows]:
     """Measure both held-out parts by protocol `paper`, as their files with train-iters: 0 do.
 
     The length is seq_length_val. A part has eval_iters batches. Those of the validation begin where

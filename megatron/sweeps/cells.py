@@ -94,7 +94,7 @@ class SweepFile(BaseModel):
 
 
 @dataclass(frozen=True)
-class Evaluation:
+class EvaluationCall:
     """One call of evaluate.py: its words, and a label that changes with what is measured."""
 
     label: str
@@ -110,7 +110,7 @@ class Cell:
     values: Values
     folder: Path
     config: Config
-    evaluations: tuple[Evaluation, ...]
+    evaluations: tuple[EvaluationCall, ...]
 
     @property
     def steps(self) -> int:
@@ -121,12 +121,12 @@ class Cell:
         """Whoever works on the cell holds it."""
         return FileLock(self.folder / "lock", timeout=0.2)
 
-    def file(self, evaluation: Evaluation, *, finished: bool = True) -> Path:
+    def file(self, evaluation: EvaluationCall, *, finished: bool = True) -> Path:
         """Rows of an evaluation. They have another name until evaluate.py has ended well."""
         suffix = ".jsonl" if finished else ".unfinished.jsonl"
         return self.folder / "evaluation" / f"{evaluation.label}{suffix}"
 
-    def rows(self, evaluation: Evaluation) -> list[Row]:
+    def rows(self, evaluation: EvaluationCall) -> list[Row]:
         """Rows of a finished evaluation of this configuration's last step; else none."""
         rows = existing_results(self.file(evaluation))
         wanted = (self.config.hash, self.steps)
@@ -279,7 +279,7 @@ def _cell(parts: SweepFile, values: Values, home: Path, path: Path) -> Cell:
             shaping = [measured.eval_lengths, measured.eval_tokens, measured.eval_part]
             text = json.dumps([config.hash, words, *shaping])
             digits = hashlib.sha256(text.encode()).hexdigest()[:6]
-            evaluations.append(Evaluation(f"{label}-{digits}", tuple(words), asked.options))
+            evaluations.append(EvaluationCall(f"{label}-{digits}", tuple(words), asked.options))
     return Cell(_name(values), values, folder, config, tuple(evaluations))
 
 
@@ -321,7 +321,7 @@ class State:
 
     kind: str
     step: int = 0
-    missing: tuple[Evaluation, ...] = ()
+    missing: tuple[EvaluationCall, ...] = ()
     note: str = ""
 
 

@@ -1,4 +1,4 @@
-"""What a sweep will cost: tokens, floating point operations, time on a device, disk."""
+"""What a sweep will cost: tokens, floating point operations, time on a device."""
 
 import itertools
 import math
@@ -16,7 +16,6 @@ from megatron.model import Architecture, size
 from megatron.results.row import ATTENTION_INPUTS
 from megatron.sweeps.cells import State, Sweep
 from megatron.training.batches import likely_rows, windows_per_step
-from megatron.training.fits import CHECKPOINT, FLOAT32, kept_checkpoints
 from megatron.training.metrics import peak_of
 
 UTILISATION = 0.35  # of a device's speed in large products, which training is assumed to reach
@@ -51,34 +50,26 @@ class Device:
 class Cost:
     """What is still to be done.
 
-    tokens: of training; flops: of training and evaluation; seconds: on one device; disk: bytes
+    tokens: of training; flops: of training and evaluation; seconds: on one device
     """
 
     tokens: int
     flops: float
     seconds: float
-    disk: int
 
 
-def cost(sweep: Sweep, states: Sequence[State], device: Device, jobs: int = 1) -> Cost:
-    """The cost of all that is missing. jobs: how many cells train at a time."""
-    tokens, flops, disk, largest = 0, 0.0, 0, 0
+def cost(sweep: Sweep, states: Sequence[State], device: Device) -> Cost:
+    """The cost of all that is missing."""
+    tokens, flops = 0, 0.0
     for cell, state in zip(sweep.cells, states, strict=True):
         config, vocab = cell.config, likely_rows(cell.config)
         steps = max(0, cell.steps - state.step)
         untrained = steps * windows_per_step(config) * config.model.seq_length
-        per_token = size.BACKWARD * forward_flops(config, vocab, config.model.seq_length)
         tokens += untrained
+        per_token = size.BACKWARD * forward_flops(config, vocab, config.model.seq_length)
         flops += untrained * per_token
         flops += sum(evaluation_flops(one.options, config, vocab) for one in state.missing)
-        if steps:
-            numbers = size.parameters(config, vocab).whole
-            checkpoints = kept_checkpoints(config)
-            disk += FLOAT32 * numbers * checkpoints
-            # With the optimizer's states, and one more while the next is written.
-            largest = max(largest, CHECKPOINT * numbers * (checkpoints + 1))
-    seconds = flops / (device.flops_per_second * UTILISATION)
-    return Cost(tokens, flops, seconds, disk + jobs * largest)
+    return Cost(tokens, flops, flops / (device.flops_per_second * UTILISATION))
 
 
 def forward_flops(config: Config, vocab: int, length: int) -> float:
