@@ -13,7 +13,6 @@ Give the same call again after an interruption: it goes on where it was.
 """
 
 import argparse
-import re
 from pathlib import Path
 from typing import NoReturn
 
@@ -29,7 +28,6 @@ from megatron.evaluation.options import Options, add_options, number
 from megatron.harness.tasks import Tasks, evaluate_tasks
 from megatron.harness.tasks import table as table_of_tasks
 from megatron.parallel.grid import here
-from megatron.report.curves import plot_by_position, plot_perplexity
 from megatron.results.row import Row
 from megatron.results.table import by_length, table, with_bits
 
@@ -81,34 +79,17 @@ def as_published(config: Config) -> None:
 
 
 def show(evaluation: MeasuredRows) -> None:
-    """Print a table for each protocol; draw each corpus and protocol of a file beside it."""
-    lengths = evaluation.lengths
-    rows_of_files = {file: by_length(rows, lengths) for file, rows in evaluation.rows.items()}
+    """Print a table for each protocol, and the files of the rows."""
     by_protocol: dict[str, list[Row]] = {}
-    for rows in rows_of_files.values():
-        for row in rows:
+    for rows in evaluation.rows.values():
+        for row in by_length(rows, evaluation.lengths):
             by_protocol.setdefault(row.get("protocol", ""), []).append(row)
     for rows in by_protocol.values():
         print(table(rows), end="\n\n")
         if known := with_bits(rows):
             print(table(known, bits_per_byte=True), end="\n\n")
-    for file, rows in rows_of_files.items():
-        drawn: dict[tuple[str, str], list[Row]] = {}
-        for row in rows:
-            drawn.setdefault((str(row.get("corpus")), str(row.get("protocol"))), []).append(row)
-        corpora, protocols = map(set, zip(*drawn, strict=True))
-        for (corpus, protocol), own in drawn.items():
-            words = [re.sub(r"[^\w.+-]+", "_", corpus)] if len(corpora) > 1 else []
-            words += [protocol] if len(protocols) > 1 else []
-            picture = file.with_suffix(".".join(["", *words, "png"]))
-            name = own[0]["pos_emb"]
-            longest = [row for row in own if row["length"] == max(lengths)]
-            by_position = [row for row in longest if row.get("position_losses")]
-            if by_position:
-                plot_by_position(by_position, picture, title=f"Loss of {name} by position")
-            else:
-                plot_perplexity(own, picture, title=f"Perplexity of {name} at other lengths")
-            print(f"written to {file} and {picture}")
+    for file in evaluation.rows:
+        print(f"written to {file}")
 
 
 def command() -> NoReturn:

@@ -106,8 +106,7 @@ def add_checkpoint(parser: argparse.ArgumentParser) -> None:
     lengths = "context lengths; default: eval_lengths"
     kind = number(*TOKENS)
     add("--lengths", type=kind, nargs="+", default=(), metavar="L", help=lengths)
-    output = "JSON lines; the picture goes beside it as .png"
-    add("-o", "--output", type=Path, metavar="FILE", help=output)
+    add("-o", "--output", type=Path, metavar="FILE", help="the file of the rows, JSON lines")
 
 
 def add_whole_number(

@@ -114,11 +114,6 @@ def plot_perplexity(
     write(draw_perplexity(runs(rows), title), path)
 
 
-def plot_by_position(rows: Sequence[Row], path: Path, *, title: str) -> None:
-    """Draw the loss against the position within the windows of each row, over half octaves."""
-    write(draw_by_position(runs(rows), title), path)
-
-
 def draw_perplexity(groups: Mapping[str, Sequence[Row]], title: str = "") -> Figure:
     """Curves of perplexity by length; groups: the rows of each curve, by its label."""
     curves = {label: perplexities(rows) for label, rows in groups.items()}

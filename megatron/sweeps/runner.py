@@ -136,11 +136,7 @@ class Runner:
             ended_well = yield from self._call(cell, command, place)
             if not ended_well:
                 return
-            # Last the rows: they say that it is whole.
-            for suffix in (".png", ".jsonl"):
-                if unfinished.with_suffix(suffix).exists():
-                    finished = cell.file(evaluation).with_suffix(suffix)
-                    os.replace(unfinished.with_suffix(suffix), finished)
+            os.replace(unfinished, cell.file(evaluation))
         self._tell(f"{cell.name}: done")
 
     def _call(

@@ -136,7 +136,6 @@ def test_every_length_gets_its_line_with_the_perplexity_of_the_plain_formula(
         logged = f"equal_tokens {row['length']}: perplexity {row['perplexity']:.2f}, "
         assert sum(message.startswith(logged) for message in caplog.messages) == 1
     assert capsys.readouterr().out.split()[:4] == ["pos_emb", "16*", "32", "64"]
-    assert (tmp_path / "new/results.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_documents_are_apart_as_in_the_training_unless_the_configuration_says_otherwise(
@@ -295,8 +294,6 @@ def test_several_protocols_and_variants_of_one_model_come_from_one_call(home, tm
     printed = capsys.readouterr().out
     assert printed.count("pos_emb") == 3
     assert "mep_free, window 16, logn_scale on, paper_precision on" in printed
-    pictures = sorted(path.name for path in tmp_path.glob("all.*png"))
-    assert pictures == [f"all.{name}.png" for name in ("equal_tokens", "position", "tail")]
 
 
 def test_each_method_has_rows_of_its_own_that_name_it(home, tmp_path, capsys):

@@ -8,12 +8,14 @@ import pytest
 from megatron.errors import UserError
 from megatron.positions import REGISTRY
 from megatron.report.curves import (
+    draw_by_position,
     draw_perplexity,
     looks,
     looks_of_encodings,
-    plot_by_position,
     plot_perplexity,
+    write,
 )
+from megatron.results.labels import runs
 from tests.results.rows import rows
 
 LENGTHS = (512, 1024, 2048)
@@ -53,13 +55,13 @@ def test_a_pass_by_position_is_drawn_by_position(tmp_path):
     measured = {"position_edges": [0, 1, 256, 512], "position_losses": [0.0, 3.0, 2.0]}
     row = ROWS[0] | measured
     other = row | {"window": 256, "position_losses": [0.0, 3.0, 2.5]}
-    plot_by_position([row, other], tmp_path / "two.svg", title="By position")
+    write(draw_by_position(runs([row, other]), "By position"), tmp_path / "two.svg")
     found = words(tmp_path / "two.svg")
     for window, last in (("none", 2), (256, 2.5)):
         assert f"mep_free, window {window}  {last:.2f}" in found
     assert {"position (tokens)", "loss (nats per token)", "trained at 512"} <= {*found}
     with pytest.raises(UserError, match=r"is written as .png, .svg or .pdf"):
-        plot_by_position([row], tmp_path / "position.txt", title="")
+        plot_perplexity([row], tmp_path / "position.txt")
 
 
 def test_rows_of_different_texts_are_no_curve(tmp_path):
