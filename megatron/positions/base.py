@@ -246,6 +246,19 @@ class Position(Float32Module):
             )
         return table
 
+    def bias_between(self, queries: Tensor, keys: Tensor, length: int) -> Tensor:
+        """The whole bias of tokens at positions below `length`, later keys as at distance 0.
+
+        [queries] int64, [keys] int64 -> [heads, queries, keys] float32
+        """
+        total = self.origin.expand(self.shape.heads, len(queries), len(keys))
+        table = self.distance_bias(length)
+        if table is not None:
+            total = total + table[:, (queries[:, None] - keys).clamp(min=0)]
+        if self.has("index_bias"):
+            total = total + self.index_bias(queries, keys)
+        return total
+
     def log_n_scale(self, start: int, length: int) -> Tensor:
         """max(1, log n / log train_length) for a query with n visible keys: [length] float32.
 

@@ -77,7 +77,9 @@ class Dape(Position):
         with without_autocast(scores):
             if not self.has_bias:
                 return scores + self.correction(scores)
-            bias = self._bias(*scores.shape[-2:]).expand_as(scores)
+            queries, keys = scores.shape[-2:]
+            key = torch.arange(keys, device=scores.device)
+            bias = self.inner.bias_between(key[keys - queries :], key, keys).expand_as(scores)
             return scores + bias + self.correction(torch.cat([scores, bias], dim=1))
 
     def correction(self, inputs: Tensor) -> Tensor:
@@ -89,19 +91,6 @@ class Dape(Position):
         """[batch, inputs, queries, keys] -> [batch, outputs, queries, keys]."""
         weight, bias = self.bounded(f"weight_{number}"), self.bounded(f"bias_{number}")
         return F.conv2d(x, weight[:, :, None], bias, padding=(0, self.taps // 2))
-
-    def _bias(self, queries: int, keys: int) -> Tensor:
-        """The other encoding's bias of the last `queries` tokens: [heads, queries, keys]."""
-        key = torch.arange(keys, device=self.origin.device)
-        query = key[keys - queries :]
-        total = self.origin.expand(self.shape.heads, queries, keys)
-        table = self.inner.distance_bias(keys)
-        if table is not None:
-            distance = (query[:, None] - key).clamp(min=0)
-            total = total + table[:, distance]
-        if self.inner.has("index_bias"):
-            total = total + self.inner.index_bias(query, key)
-        return total
 
 
 @register("dape_v2")

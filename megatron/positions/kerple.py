@@ -153,7 +153,7 @@ class KerpleWeight1(Kerple, WeightKernel):
 
 
 @register("kerple_bias_wht", aliases=("kerple_power_ap_ap",))
-class KerpleBiasWeight(KerplePower, WeightKernel):
+class KerpleBiasWeight(KerplePower, KerpleWeight):
     """Scores q·k/√head_dim times exp(-weight_a · d^weight_p), plus the power bias -a · d^p.
 
     The paper's "bias+wht" (section 5.3).
@@ -165,9 +165,6 @@ class KerpleBiasWeight(KerplePower, WeightKernel):
     draws = {**KerplePower.draws, **KerpleWeight.draws}
     bounds = {**KerplePower.bounds, **KerpleWeight.bounds}
     reference_names = {**KerplePower.reference_names, **KerpleWeight.reference_names}
-
-    def weight_kernel(self, distance: Tensor) -> Tensor:
-        return torch.exp(-self.per_head("weight_a") * distance ** self.per_head("weight_p"))
 
 
 @register("kerple_bias_2para")

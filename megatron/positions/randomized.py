@@ -87,17 +87,7 @@ class Randomized(Position):
         return self.inner.distance_bias(length)
 
     def index_bias(self, queries: Tensor, keys: Tensor) -> Tensor:
-        """The bias of the positions drawn for these indices.
-
-        [queries], [keys] int64 -> [heads, queries, keys], or [] 0 where there is no bias.
-        """
-        if self.drawn is not None:
-            queries, keys = self.drawn[queries], self.drawn[keys]
-        bias = torch.zeros_like(self.origin)
-        if self.inner.has("index_bias"):
-            bias = self.inner.index_bias(queries, keys)
-        table = None if self.drawn is None else self.inner.distance_bias(self.range)
-        if table is None:
-            return bias
-        distance = (queries[:, None] - keys).clamp(min=0)
-        return bias + table[:, distance]
+        """The bias of the positions drawn for these indices, or in evaluation of these indices."""
+        if self.drawn is None:
+            return self.inner.index_bias(queries, keys)
+        return self.inner.bias_between(self.drawn[queries], self.drawn[keys], self.range)

@@ -5,7 +5,7 @@ other sizes. A file that is not there skips its test.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -25,8 +25,8 @@ from tests.support import fill
 class Case:
     """How one variant of a file is built from ours.
 
-    build: our encoding with the options and parameters of the file
-    gradients: our parameter for each gradient of the file, by its name there
+    name, options: of our encoding, the options by the numbers of the file
+    numbers: our parameter for each parameter and gradient of the file, by its name there
     constant: whether scores of a head may differ by a constant, which the softmax ignores
     last_score: whether the score of the last token with itself is theirs; if not, neither are its
         output and the gradients
@@ -34,161 +34,96 @@ class Case:
     x: numbers [batch, heads, length, head_dim] of the file that take the place of the layer's input
     """
 
-    build: Callable[[Golden], Position]
-    gradients: dict[str, str] = field(default_factory=dict)
+    name: str
+    options: Callable[[Golden], dict[str, Any]] = lambda golden: {}
+    numbers: dict[str, str] = field(default_factory=dict)
     constant: bool = False
     last_score: bool = True
     x: str | None = None
     out: str = "out"
 
+    def build(self, golden: Golden) -> Position:
+        position = build(self.name, golden.shape(), **self.options(golden))
+        fill(position, golden.params(self.numbers))
+        if self.x is not None:  # The file has the keys and not the map from x, so x is the keys.
+            torch.nn.init.eye_(position.key_weight)
+            torch.nn.init.zeros_(position.key_bias)
+        return position
 
-def p_rope(golden: Golden) -> Position:
-    return build("rotary", golden.shape(), fraction=float(golden.variant[1:]))
 
-
-def yarn(golden: Golden) -> Position:
-    options = {
+def yarn(golden: Golden) -> dict[str, Any]:
+    return {
+        "scaling": "yarn",
         "base": golden.param("base"),
         "factor": golden.param("scale"),
         "original_length": int(golden.param("orig")),
         "beta_fast": golden.param("fast"),
         "beta_slow": golden.param("slow"),
     }
-    return build("rotary", golden.shape(), scaling="yarn", **options)
 
 
-def resonance(golden: Golden) -> Position:
+def resonance(golden: Golden) -> dict[str, Any]:
     options = {"base": golden.param("base"), "resonance": True, "interleaved": True}
-    if golden.variant != "resonance":
-        options |= {"factor": golden.param("scale"), "original_length": int(golden.param("maxp"))}
+    if golden.variant == "resonance":
+        return options
+    options |= {"factor": golden.param("scale"), "original_length": int(golden.param("maxp"))}
     if golden.variant == "resonance_ntk":
-        options["scaling"] = "ntk"
-    if golden.variant == "resonance_yarn":
-        slow_and_fast = {"beta_fast": golden.param("fast"), "beta_slow": golden.param("slow")}
-        options |= {"scaling": "yarn", **slow_and_fast}
-    return build("rotary", golden.shape(), **options)
+        return {**options, "scaling": "ntk"}
+    turns = {"beta_fast": golden.param("fast"), "beta_slow": golden.param("slow")}
+    return {**options, **turns, "scaling": "yarn"}
 
 
-def longrope(golden: Golden) -> Position:
+def longrope(golden: Golden) -> dict[str, Any]:
     """Theirs takes one list at every length; ours takes short_factor up to original_length."""
-    factor = golden.param("maxp") / golden.param("orig")
-    options = {"base": golden.param("base"), "factor": factor}
+    options: dict[str, Any] = {"scaling": "longrope", "base": golden.param("base")}
+    options |= dict.fromkeys(("long_factor", "short_factor"), golden.list("factors"))
+    options["original_length"] = int(golden.param("orig"))
+    options["factor"] = golden.param("maxp") / golden.param("orig")
     if golden.variant == "ms_yarn_magnitude":
         options["attention_factor"] = golden.numbers["mscale"].item()
-    return build(
-        "rotary",
-        golden.shape(),
-        scaling="longrope",
-        original_length=int(golden.param("orig")),
-        long_factor=golden.list("factors"),
-        short_factor=golden.list("factors"),
-        **options,
-    )
+    return options
 
 
-def fire(golden: Golden) -> Position:
+def fire(golden: Golden) -> dict[str, Any]:
     width = golden.numbers["param.mlp.0.bias"].numel()
-    ours = build("fire", golden.shape(), mlp_layers=[width], threshold=golden.param("init_L"))
-    fill(ours, golden.params(OF_FIRE))
-    return ours
+    return {"mlp_layers": [width], "threshold": golden.param("init_L")}
 
 
-def pope(golden: Golden) -> Position:
-    ours = build("pope", golden.shape())
-    fill(ours, {"delta": golden.numbers["param.bias"]})
-    return ours
-
-
-def selective_rope(golden: Golden) -> Position:
-    shape = golden.shape()
+def selective_rope(golden: Golden) -> dict[str, Any]:
     theta = golden.numbers["param.temperature"].flatten()  # θ_c = base^(-2c / head_dim)
     own = golden.params(OF_SELECTIVE)
     low_rank = "down" in own
-    ours = build(
-        "selective_rope",
-        shape,
-        base=theta[1].double().item() ** (-shape.head_dim / 2),
-        rank=len(own["down"]) if low_rank else None,
-        taps=own["filter"].shape[-1] if low_rank else None,
-        drift="log_drift" in own,
-        gate="gate_weight" in own,
-    )
-    fill(ours, own)
-    return ours
-
-
-def cope(golden: Golden) -> Position:
-    vectors = golden.numbers["param.pos_emb"][0]
-    is_scaled, has_keys = golden.variant in ("ram", "ram_sepkey"), golden.variant == "ram_sepkey"
-    ours = build(
-        "cope",
-        golden.shape(),
-        positions=vectors.shape[1],
-        scaled=is_scaled,
-        separate_keys=has_keys,
-    )
-    own = {"vectors": vectors}
-    if has_keys:  # The file has the keys and not the map from x, so x is the keys here.
-        own["key_weight"] = torch.eye(len(ours.key_weight))
-        own["key_bias"] = torch.zeros(len(ours.key_bias))
-    fill(ours, own)
-    return ours
-
-
-def dape(golden: Golden) -> Position:
-    """The variants are `alibi_v1` and so on: what gives the bias, and the version."""
-    inner, version = golden.variant.split("_")
-    of = {"nope": "none", "kerple": "kerple_log"}.get(inner, inner)
-    name = {"v1": "dape", "v2": "dape_v2"}[version]
-    width = golden.numbers["param.mlp2.0.bias"].numel()
-    ours = build(name, golden.shape(), of=of, args=args_of_fire(golden), width=width)
-    fill(ours, golden.params(OF_DAPE | OF_KERPLE | OF_FIRE_INSIDE))
-    return ours
-
-
-def grape_m(golden: Golden) -> Position:
-    theirs = golden.numbers["param.log_freq"]
-    by_content = golden.variant == "ctx"
-    ours = build("grape_m", golden.shape(), by_content=by_content, by_head=theirs.dim() == 2)
-    fill(ours, golden.params(OF_GRAPE_M))
-    return ours
-
-
-def stick_breaking(golden: Golden) -> Position:
-    return build("stick_breaking", golden.shape(), attend_current=golden.variant != "strict")
-
-
-def args_of_fire(golden: Golden) -> dict[str, Any]:
-    """Options of the FIRE inside DAPE; none where there is no FIRE."""
-    if "param.init_L" not in golden.numbers:
-        return {}
     return {
-        "mlp_layers": [golden.numbers["param.mlp.0.bias"].numel()],
-        "threshold": golden.param("init_L"),
-        "activation": "leaky_relu",
-        "last_bias": True,
+        "base": theta[1].double().item() ** (-golden.shape().head_dim / 2),
+        "rank": len(own["down"]) if low_rank else None,
+        "taps": own["filter"].shape[-1] if low_rank else None,
+        "drift": "log_drift" in own,
+        "gate": "gate_weight" in own,
     }
 
 
-def fox(golden: Golden) -> Position:
-    ours = build("fox", golden.shape())
-    fill(ours, golden.params(OF_FOX))
-    return ours
+def cope(golden: Golden) -> dict[str, Any]:
+    count = golden.numbers["param.pos_emb"].shape[2]
+    scaled = golden.variant in ("ram", "ram_sepkey")
+    return {"positions": count, "scaled": scaled, "separate_keys": golden.variant == "ram_sepkey"}
 
 
-OF_FOX = {"gate_weight": "weight", "gate_bias": "bias"}
-OF_GRAPE_M = {
-    "log_freq": "log_frequencies",
-    "omega_weight": "weight",
-    "omega_bias": "bias",
-}
-OF_DAPE = {
-    "mlp2.0.weight": "weight_0",
-    "mlp2.0.bias": "bias_0",
-    "mlp2.2.weight": "weight_1",
-    "mlp2.2.bias": "bias_1",
-}
-OF_KERPLE = {"bias_p": "inner.p", "bias_a": "inner.a"}
+def dape(golden: Golden) -> dict[str, Any]:
+    """The variants are `alibi_v1` and so on: what gives the bias, and the version."""
+    inner = golden.variant.split("_")[0]
+    args = {}
+    if inner == "fire":
+        args = {**fire(golden), "activation": "leaky_relu", "last_bias": True}
+    of = {"nope": "none", "kerple": "kerple_log"}.get(inner, inner)
+    return {"of": of, "args": args, "width": golden.numbers["param.mlp2.0.bias"].numel()}
+
+
+def grape_m(golden: Golden) -> dict[str, Any]:
+    by_head = golden.numbers["param.log_freq"].dim() == 2
+    return {"by_content": golden.variant == "ctx", "by_head": by_head}
+
+
+OF_GRAPE_M = {"log_freq": "log_frequencies", "omega_weight": "weight", "omega_bias": "bias"}
 OF_FIRE = {
     "c": "c",
     "L_multiplier": "length_multiplier",
@@ -196,9 +131,20 @@ OF_FIRE = {
     "mlp.0.bias": "bias_0",
     "mlp.2.weight": "weight_1",
 }
-OF_FIRE_INSIDE = {
-    **{theirs: f"inner.{ours}" for theirs, ours in OF_FIRE.items()},
-    "mlp.2.bias": "inner.bias_1",
+OF_DAPE = {
+    "mlp2.0.weight": "weight_0",
+    "mlp2.0.bias": "bias_0",
+    "mlp2.2.weight": "weight_1",
+    "mlp2.2.bias": "bias_1",
+}
+OF_INNER = {
+    "alibi": {},
+    "nope": {},
+    "kerple": {"bias_p": "inner.p", "bias_a": "inner.a"},
+    "fire": {
+        **{theirs: f"inner.{ours}" for theirs, ours in OF_FIRE.items()},
+        "mlp.2.bias": "inner.bias_1",
+    },
 }
 OF_SELECTIVE = {
     "phi_proj.0.weight": "down",
@@ -211,46 +157,39 @@ OF_SELECTIVE = {
     "phase_gate_proj.bias": "gate_bias",
 }
 
+P_ROPE = Case("rotary", lambda golden: {"fraction": float(golden.variant[1:])})
+LONGROPE, RESONANCE = Case("rotary", longrope), Case("rotary", resonance)
+SELECTIVE = Case("selective_rope", selective_rope, OF_SELECTIVE)
+GRAPE_M = Case("grape_m", grape_m, OF_GRAPE_M)
+COPE = Case("cope", cope, {"pos_emb": "vectors"})
 CASES: dict[str, dict[str, Case]] = {
-    "p_rope": {"p0.25": Case(p_rope), "p0.75": Case(p_rope)},
-    "yarn": {"": Case(yarn)},
-    "resonance_rope": {
-        "resonance": Case(resonance),
-        "resonance_ntk": Case(resonance),
-        "resonance_yarn": Case(resonance),
-    },
-    "longrope": {"ms": Case(longrope), "ms_yarn_magnitude": Case(longrope)},
-    "fire": {"fire": Case(fire, gradients=OF_FIRE, constant=True)},
-    "fox": {"": Case(fox, gradients=OF_FOX)},
-    "selective_rope": {
-        name: Case(selective_rope, gradients=OF_SELECTIVE)
-        for name in ("default", "full_rank", "gate_bias")
-    },
-    "grape_m": {
-        "nonctx": Case(grape_m, gradients=OF_GRAPE_M),
-        "ctx": Case(grape_m, gradients=OF_GRAPE_M),
-    },
+    "p_rope": {"p0.25": P_ROPE, "p0.75": P_ROPE},
+    "yarn": {"": Case("rotary", yarn)},
+    "resonance_rope": dict.fromkeys(("resonance", "resonance_ntk", "resonance_yarn"), RESONANCE),
+    "longrope": {"ms": LONGROPE, "ms_yarn_magnitude": LONGROPE},
+    "fire": {"fire": Case("fire", fire, OF_FIRE, constant=True)},
+    "fox": {"": Case("fox", numbers={"gate_weight": "weight", "gate_bias": "bias"})},
+    "selective_rope": dict.fromkeys(("default", "full_rank", "gate_bias"), SELECTIVE),
+    "grape_m": {"nonctx": GRAPE_M, "ctx": GRAPE_M},
     "stickbreaking": {
-        "strict": Case(stick_breaking, out="out_with_remainder"),
-        "attend_current": Case(stick_breaking, out="out_with_remainder"),
+        variant: Case(
+            "stick_breaking",
+            lambda golden: {"attend_current": golden.variant != "strict"},
+            out="out_with_remainder",
+        )
+        for variant in ("strict", "attend_current")
     },
-    "pope": {"": Case(pope, gradients={"bias": "delta"})},
+    "pope": {"": Case("pope", numbers={"bias": "delta"})},
     "cope": {
-        "ram": Case(cope, gradients={"pos_emb": "vectors"}),
-        "ram_nodiv": Case(cope, gradients={"pos_emb": "vectors"}),
-        "ram_sepkey": Case(cope, gradients={"pos_emb": "vectors"}, x="key_cope"),
-        "dape": Case(cope, gradients={"pos_emb": "vectors"}),
+        **dict.fromkeys(("ram", "ram_nodiv", "dape"), COPE),
+        "ram_sepkey": replace(COPE, x="key_cope"),
     },
     "dape_v1": {
-        "alibi_v1": Case(dape, gradients=OF_DAPE),
-        "fire_v1": Case(dape, gradients=OF_DAPE | OF_FIRE_INSIDE),
-        "kerple_v1": Case(dape, gradients=OF_DAPE | OF_KERPLE),
-        "nope_v1": Case(dape, gradients=OF_DAPE),
+        f"{inner}_v1": Case("dape", dape, OF_DAPE | numbers) for inner, numbers in OF_INNER.items()
     },
     "dape_v2": {
-        "alibi_v2": Case(dape, last_score=False),
-        "fire_v2": Case(dape, last_score=False),
-        "kerple_v2": Case(dape, last_score=False),
+        f"{inner}_v2": Case("dape_v2", dape, OF_DAPE | OF_INNER[inner], last_score=False)
+        for inner in ("alibi", "fire", "kerple")
     },
 }
 
@@ -381,7 +320,7 @@ def check_gradients(
         if name in expected:
             assert tensor.grad is not None
             close(tensor.grad, expected[name], 1e-4)
-    for theirs, ours in case.gradients.items():
+    for theirs, ours in case.numbers.items():
         wanted = expected.get(f"grad.{theirs}", expected.get(f"grad_{theirs}"))
         if wanted is not None:
             inside = inside_bounds(position, ours).view(wanted.shape)
