@@ -6,6 +6,7 @@ sweeps and evaluation agree on a run's parent, which counts for the configuratio
 
 import logging
 import os
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -46,21 +47,20 @@ def step_of(path: Path) -> int | None:
 
 def steps_in(run: Path) -> list[int]:
     """Steps of the checkpoints in a folder that have a checkpoint.json, ascending."""
-    steps = [step_of(path.parent) for path in run.glob(f"global_step*/{RECORD}")]
-    return sorted(step for step in steps if step is not None)
+    return sorted(step for step, whole in _folders(run) if whole)
 
 
 def without_record(run: Path) -> list[int]:
     """Steps of folders that hold files, but have lost their checkpoint.json, ascending."""
-    steps = [step_of(path) for path in run.glob("global_step*") if lost_its_record(path)]
-    return sorted(step for step in steps if step is not None)
+    return sorted(step for step, whole in _folders(run) if not whole)
 
 
-def lost_its_record(path: Path) -> bool:
-    """Whether a folder global_stepN holds files, but no checkpoint.json."""
-    if step_of(path) is None or not path.is_dir() or (path / RECORD).exists():
-        return False
-    return any(path.iterdir())
+def _folders(run: Path) -> Iterator[tuple[int, bool]]:
+    """The step of each folder global_stepN that holds files, and whether it has its record."""
+    for path in run.glob("global_step*"):
+        step = step_of(path)
+        if step is not None and path.is_dir() and any(path.iterdir()):
+            yield step, (path / RECORD).exists()
 
 
 def latest_step(run: Path) -> int | None:
@@ -108,10 +108,11 @@ def find(folder: str | Path, step: int | None = None) -> Path:
     for an empty place.
     """
     folder = Path(folder)
-    if FOLDER.fullmatch(folder.name) and ((folder / RECORD).exists() or lost_its_record(folder)):
-        if step not in (None, step_of(folder)):
+    own_step = step_of(folder)
+    if own_step is not None and folder.is_dir() and any(folder.iterdir()):
+        if step not in (None, own_step):
             raise UserError(
-                f"checkpoint: {folder} is the one of step {step_of(folder)}, not of step {step}"
+                f"checkpoint: {folder} is the one of step {own_step}, not of step {step}"
                 " - name the run's folder, or leave the step out"
             )
         return folder

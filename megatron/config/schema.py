@@ -426,9 +426,6 @@ class Parallel(Section):
     """Tensor parallel ways: only 1."""
     distributed_backend: Literal["nccl", "gloo"] | None = None
     """Unset: nccl on CUDA. Without CUDA always gloo."""
-    hang_timeout: Count = 1200
-    """Seconds of a rank's silence after which several processes end; 0: never. A step, a checkpoint
-    or a validation may take three times as long."""
 
     @property
     def zero_stage(self) -> int:

@@ -32,8 +32,8 @@ SCHEDULERS = (
     ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"),
 )
 """Where Slurm and Open MPI give rank, number of ranks and rank on this machine."""
-LOST = ("Connection closed by peer", "Connection reset by peer", "Broken pipe")
-"""How gloo says that another rank has ended."""
+LOST = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Timed out waiting")
+"""How gloo says that another rank has ended or no longer answers."""
 LOCAL_RANKS = ("LOCAL_WORLD_SIZE", "LOCAL_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE")
 """Ranks of this machine, as launchers say it."""
 INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
@@ -266,8 +266,8 @@ def left_at_the_end() -> Iterator[None]:
             raise
         time.sleep(HEAD_START)
         raise UserError(
-            "ranks: another process of this run has ended, see its message or its launcher's -"
-            " the checkpoints are whole; start again"
+            "ranks: another process of this run has ended or does not answer, see its message or"
+            " its launcher's - the checkpoints are whole; start again"
         ) from fault
     finally:
         joined_inside = torch.distributed.is_initialized() and not joined_before

@@ -108,12 +108,9 @@ class Launcher:
             if status is None or rank in self.ended:
                 continue
             self.ended[rank] = status
-            if not status:
-                continue
-            seconds = AFTER_A_FAULT if status > 0 else 0.0
-            if self._is_stop(status):
-                seconds = AFTER_A_STOP
-            self.deadline = min(self.deadline, time.monotonic() + seconds)
+            if status:
+                patience = AFTER_A_STOP if self._is_stop(status) else AFTER_A_FAULT
+                self.deadline = min(self.deadline, time.monotonic() + patience)
 
     def _is_stop(self, status: int) -> bool:
         """Whether a process ended as after a signal: by itself, or before it could catch one."""
@@ -138,15 +135,14 @@ class Launcher:
         for rank, status in failed.items():
             if self._is_stop(status):
                 continue
-            if status > 0 and rank == 0:  # it has printed its own fault
+            if status < 0:
+                how = f"was killed by {signal.Signals(-status).name}"
+                if -status == signal.SIGKILL:
+                    how += " (out of memory? dmesg says it)"
+                return Ending(128 - status, f"rank {rank}: {how}{others}")
+            if rank == 0:  # it has printed its own fault
                 return Ending(status)
-            if status > 0:
-                return Ending(status, f"rank {rank}: ended with status {status}{others}")
-            how = f"was killed by {signal.Signals(-status).name}"
-            if -status == signal.SIGKILL:
-                how += " (out of memory? dmesg says it)"
-            return Ending(128 - status, f"rank {rank}: {how}{others}")
-        incomplete = len(self.ended) < len(self.processes) or not self.processes
-        if self.received and (failed or incomplete):
+            return Ending(status, f"rank {rank}: ended with status {status}{others}")
+        if self.received and (failed or len(self.ended) < len(self.processes)):
             return Ending(128 + self.received)
         return Ending(next(iter(failed.values()), 0))

@@ -19,7 +19,6 @@ from megatron.folder_lock import owned_folder
 from megatron.model import from_config
 from megatron.parallel.grid import Grid, owned_by_first, shared_faults
 from megatron.parallel.threads import count_parameters, local_processes, use_threads
-from megatron.parallel.watchdog import Watchdog
 from megatron.positions.layers import name_of_layers
 from megatron.training import checkpoint
 from megatron.training.batches import Batches, open_text, with_epochs
@@ -145,7 +144,6 @@ def train(config: Config, grid: Grid) -> Path | None:
                     folder_of_logs, logs_as, keys, resumed_at=resumed_at, run_id=run_id
                 )
         stop = Stop(grid, steps=training.exit_interval, minutes=training.exit_duration)
-        watchdog = Watchdog(grid, config.parallel.hang_timeout)
         profiling = Profiling(logs_as, folder_of_logs, grid, done=start.step)
         progress = Progress(start.step, steps)
         flops = sum(flops_per_token(config.model, vocab))
@@ -182,7 +180,7 @@ def train(config: Config, grid: Grid) -> Path | None:
             return path
 
         saved = None
-        with contextlib.closing(metrics), stop, watchdog, profiling:
+        with contextlib.closing(metrics), stop, profiling:
             if start.before is None and checkpoint.is_saved(0, config.checkpoint):
                 saved = save()
             peak_memory(grid.device)  # so that the first line's peak leaves out the engine's start
@@ -190,7 +188,6 @@ def train(config: Config, grid: Grid) -> Path | None:
             for step in range(start.step + 1, steps + 1):
                 with profiling.step(step):
                     result = train_step(trainer, batches.next_step())
-                watchdog.advance(step)
                 losses.add(step, result)
 
                 stops = step < steps and stop.wanted(step)

@@ -36,19 +36,20 @@ class Profiling:
     """
 
     def __init__(self, settings: Logging, folder: Path | None, grid: Grid, *, done: int) -> None:
-        self.settings, self.grid, self.done = settings, grid, done
+        self.settings, self.grid = settings, grid
         self.place = (folder or Path()) / "profile"
+        self.done = self.step_now = done
         self.first = max(settings.profile_step_start, done + 1)
         self.last = settings.profile_step_stop
-        self.step_now = done
         self.profiler: profile | None = None
         self.records_memory = False
 
     def __enter__(self) -> Self:
         asked, cuda = self.settings, self.grid.device.type == "cuda"
-        if self.grid.rank not in asked.profile_ranks:
+        wanted = asked.profile or asked.memory_profiling
+        if not wanted or self.grid.rank not in asked.profile_ranks:
             return self
-        if self.first > self.last and (asked.profile or asked.memory_profiling):
+        if self.first > self.last:
             logger.warning(f"profile: nothing is recorded, as step {self.last} has been")
             return self
         if asked.memory_profiling and not cuda:
@@ -63,13 +64,14 @@ class Profiling:
             if asked.profile:
                 before = self.first - 1 - self.done  # steps that are not written
                 warm_up = min(1, before)
+                steps = schedule(
+                    wait=before - warm_up,
+                    warmup=warm_up,
+                    active=self.last - self.first + 1,
+                    repeat=1,
+                )
                 self.profiler = profile(
-                    schedule=schedule(
-                        wait=before - warm_up,
-                        warmup=warm_up,
-                        active=self.last - self.first + 1,
-                        repeat=1,
-                    ),
+                    schedule=steps,
                     on_trace_ready=self._write_trace,
                     record_shapes=True,
                     profile_memory=asked.memory_profiling,

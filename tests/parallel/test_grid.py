@@ -103,6 +103,14 @@ def test_the_first_process_says_who_is_missing_and_the_others_end_with_it(enviro
     assert message.startswith("ranks: rank 0 has ended, or cannot use the port ")
 
 
+def test_a_rank_that_ends_or_is_silent_is_one_message(monkeypatch):
+    monkeypatch.setattr(grid, "HEAD_START", 0)
+    monkeypatch.setattr(grid.torch.distributed, "is_initialized", lambda: True)
+    for words in ("Connection closed by peer", "Timed out waiting 1800000ms for recv"):
+        with pytest.raises(UserError, match=r"does not answer, .* start"), grid.left_at_the_end():
+            raise RuntimeError(words)
+
+
 @dataclass(frozen=True)
 class Thread(Grid):
     """A rank that is a thread; one that is left alone raises BrokenBarrierError."""
