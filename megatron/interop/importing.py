@@ -64,13 +64,6 @@ class TokenizerFiles(NamedTuple):
     vocab: Path
     merges: Path | None = None
 
-    def paths(self) -> list[Path]:
-        """The files themselves, and the one beside tokenizer.json that names the end of a text."""
-        beside = self.vocab.with_name(BESIDE)
-        if self.vocab.name == WHOLE and beside.is_file():
-            return [self.vocab, beside]
-        return [file for file in (self.vocab, self.merges) if file is not None]
-
 
 def import_checkpoint(
     source: str | Path,
@@ -133,7 +126,7 @@ def import_checkpoint(
         if steps_in(run) or without_record(run):
             raise UserError(f"-o: {run} holds a checkpoint already - name another folder")
         try:
-            for file in files.paths() if files is not None else []:
+            for file in paths_of(files):
                 copy = run / TOKENIZER / file.name
                 copy.parent.mkdir(exist_ok=True)  # an import that was killed leaves it
                 if copy.exists() and copy.read_bytes() != file.read_bytes():
@@ -146,10 +139,9 @@ def import_checkpoint(
 
 
 def import_if_foreign(source: str | Path) -> Path:
-    """A run or checkpoint of ours with the source's model: itself, or one that is imported now.
+    """The source itself, or, for a model of Hugging Face's, a run of ours that is imported now.
 
-    The latter lies in runs/imported under a name that its contents give, so it is imported once.
-    A path that holds nothing known is given back: whoever opens it says what is wrong.
+    It lies in runs/imported under a name that its contents give, so it is imported once.
     """
     given = Path(source)
     # A name whose first part is a folder here is a path, whether it exists or not.
@@ -158,11 +150,10 @@ def import_if_foreign(source: str | Path) -> Path:
         return given
     folder = local_folder(source)
     kind = kind_of(folder)
-    if kind in ("ours", None):
+    if kind != "huggingface":
         return given
-    tokenizer = files_in(folder)
     sums = sums_of(kind, folder)
-    for file in tokenizer.paths() if tokenizer is not None else []:
+    for file in paths_of(files_in(folder)):
         sums[file.name] = entry_of(file)["sha256"]
     digest = hashlib.sha256(json.dumps(sums, sort_keys=True).encode()).hexdigest()[:12]
     # Of a model of the hub, the folder is called by its revision.
@@ -199,10 +190,11 @@ def tokenizer_of(
     files = files_in(folder)
     notes = []
     tokenizer = None
-    try:
-        tokenizer = files and build_tokenizer(*files)
-    except UserError as fault:
-        notes.append(f"the tokenizer of {folder} cannot be used here ({fault})")
+    if files is not None:
+        try:
+            tokenizer = build_tokenizer(*files)
+        except UserError as fault:
+            notes.append(f"the tokenizer of {folder} cannot be used here ({fault})")
     if given is not None:
         if tokenizer is not None:
             raise UserError(f"--tokenizer: {folder} has its own - leave this one out")
@@ -235,6 +227,16 @@ def description(tokenizer: Tokenizer) -> dict[str, Any]:
         "vocab_size": tokenizer.vocab_size,
         "eod": tokenizer.eod,
     }
+
+
+def paths_of(files: TokenizerFiles | None) -> list[Path]:
+    """The files themselves, and the one beside tokenizer.json that names the end of a text."""
+    if files is None:
+        return []
+    beside = files.vocab.with_name(BESIDE)
+    if files.vocab.name == WHOLE and beside.is_file():
+        return [files.vocab, beside]
+    return [file for file in (files.vocab, files.merges) if file is not None]
 
 
 def files_in(place: Path) -> TokenizerFiles | None:

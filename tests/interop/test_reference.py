@@ -173,7 +173,8 @@ def test_a_checkpoint_is_opened_and_imported_with_its_configuration(tmp_path):
     model, opened_as = open_model(folder, config=config)
     assert opened_as == config
     with pytest.raises(UserError, match="has no configuration with it - give the files of its"):
-        import_if_foreign(folder)
+        open_model(folder)
+    assert import_if_foreign(folder) == folder
     files = import_checkpoint(folder, tmp_path / "run", config=config)
     assert files.compared == {"reason": "GPT-NeoX and its forks do not run here"}
     assert files.path == tmp_path / "run" / "global_step20"
