@@ -1,6 +1,7 @@
 """A paper's numbers beside ours: the numbers, the difference, and what is not compared."""
 
 import json
+import re
 from dataclasses import replace
 
 import pytest
@@ -120,10 +121,7 @@ def test_a_seed_that_has_two_rows_is_refused():
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        ({"train_length": 256}, "train_length is 256, the table's is 512"),
-        ({"step": 700}, "step is 700"),
-        ({"windows": 8}, "windows is 8"),
-        ({"part": "test"}, "part is test"),
+        ({"windows": 8}, "windows is 8, the table's is 320"),
         ({"start": 0}, "start is 0, the table's is 16000"),
         ({"window": 512}, "evaluated with window 512"),
         ({"config_hash": "b2"}, "configuration b2 is none of the sweep's"),
@@ -134,12 +132,9 @@ def test_a_seed_that_has_two_rows_is_refused():
 )
 def test_a_row_that_answers_another_question_is_refused_with_the_reason(change, reason):
     rows = [ROW | {"seed": 1, "perplexity": 3.2} | change]
-    found = cell_of(rows)
-    assert found.ours == ()
-    assert reason in found.refused[0]
+    assert cell_of(rows).ours == ()
     text = render(published("kerple-table3"), compare(published("kerple-table3"), rows, REQUIRED))
-    assert reason in text
-    assert "(github alibi 1024)" in text
+    assert re.search(f"refused: .*{reason}.*github alibi 1024", text)
 
 
 def test_a_table_may_leave_the_number_of_windows_open_and_another_protocol_is_no_answer(tmp_path):

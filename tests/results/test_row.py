@@ -1,9 +1,5 @@
 """What makes two rows the same, and which stand in one table."""
 
-import re
-from pathlib import Path
-
-from megatron.results import row as of_rows
 from megatron.results.files import read_results
 from megatron.results.probes import is_of_probes, read_probes
 from megatron.results.row import (
@@ -27,14 +23,6 @@ from tests.support import ROOT
 def one(**facts):
     (found,) = rows("rotary", {512: 9.0}, **facts)
     return found
-
-
-def test_every_key_of_a_row_says_its_unit_or_meaning_or_needs_none():
-    text = Path(of_rows.__file__).read_text(encoding="utf-8")
-    plain_words = {"pos_emb", "seed", "corpus", "protocol", "reason", "windows", "device", "commit"}
-    plain_words |= {"corpus_documents", "corpus_tokens", "attention_backend", "seconds"}
-    for key in Row.__annotations__.keys() - plain_words:
-        assert re.search(rf"^    {key}: .*  # \S", text, re.MULTILINE), key
 
 
 def test_the_files_at_hand_are_rows():

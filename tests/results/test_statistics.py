@@ -7,7 +7,6 @@ from megatron.results.statistics import (
     holm,
     mean_of,
     mean_of_blocks,
-    slow_waves,
     t_distribution,
     t_quantile,
     wilson,
@@ -86,14 +85,6 @@ def test_a_profile_that_every_window_repeats_changes_the_mean_and_not_its_error(
     assert rising.mean - flat.mean == pytest.approx(profile.mean())
     assert (rising.stderr, rising.df) == (pytest.approx(flat.stderr), flat.df)
     assert rising.n_eff == pytest.approx(flat.n_eff)
-
-
-def test_slow_waves_are_orthogonal_to_each_other_and_to_every_profile():
-    waves = slow_waves(8, 32)
-    assert waves.shape == (256, 12)  # 0.3 n^(2/3)
-    np.testing.assert_allclose(waves.T @ waves, np.eye(12), atol=1e-12)
-    np.testing.assert_allclose(waves.reshape(8, 32, 12).sum(axis=0), 0, atol=1e-12)
-    assert slow_waves(2, 32).shape[1] == 3, "slower than a window"
 
 
 @pytest.mark.parametrize(

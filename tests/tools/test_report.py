@@ -1,4 +1,4 @@
-"""tools/report.py on what evaluation and probes leave, and its page in a browser."""
+"""tools/report.py: from results files to a page and pictures, and the page in a browser."""
 
 import html
 import json
@@ -8,18 +8,12 @@ import subprocess
 
 import pytest
 
-from megatron.evaluation.evaluate_checkpoint import evaluate
-from megatron.evaluation.options import Options
-from megatron.evaluation.probe_checkpoint import ProbeOptions, probe
-from megatron.results.files import read_results, write_results
-from tests.checkpoints import make_checkpoint
+from megatron.results.files import write_results
+from tests.results.rows import rows
 from tests.support import ROOT
 from tools.report import main
 
-BROWSER = next(
-    filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "chrome"))),
-    None,
-)
+BROWSER = shutil.which("chromium") or shutil.which("google-chrome")
 # Clicks as a user would, and leaves what a user would get in the page.
 CLICKS = """<script>
 const copied = [], orders = [];
@@ -44,50 +38,32 @@ found.textContent = JSON.stringify({ orders, copied, wide });
 
 
 @pytest.fixture(scope="module")
-def folder(corpus, tmp_path_factory):
-    """Two checkpoints, one probed; and the demo's rows of others."""
+def page(tmp_path_factory):
+    """The page of two encodings, one without a number at 1024, and of the demo."""
     folder = tmp_path_factory.mktemp("reported")
-    files = []
-    for name in ("alibi", "learned"):
-        run = folder / name
-        make_checkpoint(run, corpus, f"pos_emb={name}", "max_position_embeddings=64")
-        files.append(folder / f"{name}.jsonl")
-        evaluate(None, Options(str(run), lengths=[64, 128], output=files[-1]))
-    files.append(folder / "probes.jsonl")
-    asked = {"lengths": [64], "depths": 2, "trials": 1, "output": files[-1]}
-    probe(None, ProbeOptions(str(folder / "alibi"), **asked))
-    files.append(folder / "demo.jsonl")  # of models that are nowhere, even after `make demo`
-    files[-1].write_text((ROOT / "docs/demo.jsonl").read_text().replace('"demo/', '"gone/'))
-    words = [*map(str, files), "-o", str(folder / "report.html")]
-    assert main([*words, "--plots", str(folder / "plots")]) == 0
-    return folder
+    found = rows("alibi", {512: 10.0, 1024: 9.0}) + rows("learned", {512: 13.5})
+    found += rows("learned", {1024: None}, reason="learned positions end at 512")
+    write_results(folder / "a.jsonl", found)
+    words = [str(folder / "a.jsonl"), str(ROOT / "docs/demo.jsonl")]
+    words += ["-o", str(folder / "report.html"), "--plots", str(folder / "plots")]
+    assert main([*words, "--title", "Two <texts>"]) == 0
+    return folder / "report.html"
 
 
-def test_the_page_shows_what_lies_beside_the_rows_and_names_what_does_not(folder, tmp_path):
-    page = html.unescape((folder / "report.html").read_text(encoding="utf-8"))
-    headings = re.findall(r"<h2>(.*?)</h2>", page)
-    assert headings[:2] == ["tiny valid: equal_tokens", "stdlib valid: equal_tokens"]
-    assert headings[2:] == ["Probes", "Kernels", "Models", "What is missing"]
-    assert "learned positions end at 64" in page
-    assert re.search(r"\d times: gone/\w+/global_step\d+; .*: not found from here", page)
-    assert "loss - alibi" in page, "alibi has a number at the longest length, learned has none"
+def test_the_command_writes_a_page_and_its_figures(page):
+    text = html.unescape(page.read_text(encoding="utf-8"))
+    headings = re.findall(r"<h[12]>(.*?)</h[12]>", text)
+    assert headings[:2] == ["Two <texts>", "stdlib valid: equal_tokens"]
+    assert headings[3:] == ["Probes", "Kernels", "Models", "What is missing"]
     starts = {".png": b"\x89PNG", ".svg": b"<?xml", ".pdf": b"%PDF"}
-    names = {path.stem for path in (folder / "plots").iterdir()}
-    assert {"perplexity", "2-perplexity", "1-encoding"} <= names
-    for name in names:
-        for suffix, start in starts.items():
-            assert (folder / "plots" / f"{name}{suffix}").read_bytes().startswith(start)
-
-    shutil.copytree(folder / "alibi/global_step5", tmp_path / "sweep/alibi/global_step5")
-    results, moved = tmp_path / "sweep/results.jsonl", tmp_path / "a.html"
-    place = {"checkpoint": "/gone/alibi/global_step5"}
-    write_results(results, [row | place for row in read_results([folder / "alibi.jsonl"])])
-    assert main([str(results), "-o", str(moved)]) == 0
-    assert "kernel exp(bias)" in moved.read_text(encoding="utf-8"), "beside the results"
+    pictures = list((page.parent / "plots").iterdir())
+    expected = {f"{name}{suffix}" for name in ("perplexity", "2-perplexity") for suffix in starts}
+    assert {path.name for path in pictures} == expected
+    assert all(path.read_bytes().startswith(starts[path.suffix]) for path in pictures)
 
 
-def test_a_bad_name_is_one_message_and_nothing_is_replaced(folder, tmp_path, capsys):
-    mine, results = tmp_path / "mine.html", folder / "alibi.jsonl"
+def test_a_bad_name_is_one_message_and_nothing_is_replaced(page, tmp_path, capsys):
+    mine, results = tmp_path / "mine.html", page.with_name("a.jsonl")
     mine.write_text("mine")
     messages = {
         mine: "mine.html exists and is no page - choose another name",
@@ -100,43 +76,30 @@ def test_a_bad_name_is_one_message_and_nothing_is_replaced(folder, tmp_path, cap
 
 
 @pytest.mark.skipif(BROWSER is None, reason="needs Chromium or Chrome on the path")
-@pytest.mark.parametrize("width", [1280, 500])
-def test_in_a_browser_columns_sort_tables_are_copied_and_nothing_sticks_out(
-    folder, tmp_path, width
-):
-    page = (folder / "report.html").read_text(encoding="utf-8")
-    (tmp_path / "page.html").write_text(page.replace("</body>", CLICKS), encoding="utf-8")
-    flags = [
-        "--headless",
-        "--no-sandbox",
-        "--disable-gpu",
-        f"--user-data-dir={tmp_path}/profile",
-        "--dump-dom",
-    ]
-    shown = subprocess.run(
-        [BROWSER, *flags, f"--window-size={width},900", (tmp_path / "page.html").as_uri()],
-        capture_output=True, text=True, timeout=120, check=True,
-    ).stdout  # fmt: skip
-    found = json.loads(html.unescape(re.search(r'<pre id="found">(.*?)</pre>', shown)[1]))
-    # learned has no number at 128 and is last in either direction
-    assert found["orders"][:2] == [
-        ["ascending", "alibi", "learned"],
-        ["descending", "alibi", "learned"],
-    ]
-    assert found["orders"][2:] == [
-        ["ascending", "mep_free", "rotary"],
-        ["descending", "rotary", "mep_free"],
-    ]
-    markdown, latex = found["copied"]
-    number = re.search(r"\| alibi \| 1 \| ([0-9.]+)(?: \\?\[[^|]*)? \| ", markdown)[1]
-    assert markdown.startswith(
-        "| pos\\_emb | seeds | 64\\* | 128 |\n| --- | ---: | ---: | ---: |\n"
-    )
-    assert float(number) == pytest.approx(
-        json.loads((folder / "alibi.jsonl").read_text().split("\n")[0])["perplexity"], rel=1e-3
-    )
-    assert latex.startswith(
-        "\\begin{tabular}{lrrr}\n\\toprule\npos\\_emb & seeds & 64* & 128 \\\\\n\\midrule\n"
-    )
-    assert latex.rstrip().endswith("\\bottomrule\n\\end{tabular}")
-    assert not found["wide"], "the page scrolls sideways"
+def test_in_a_browser_columns_sort_tables_are_copied_and_nothing_sticks_out(page, tmp_path):
+    text = page.read_text(encoding="utf-8")
+    (tmp_path / "page.html").write_text(text.replace("</body>", CLICKS), encoding="utf-8")
+    address = (tmp_path / "page.html").as_uri()
+    flags = ["--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path}/profile"]
+    for width in (1280, 500):
+        words = [BROWSER, *flags, "--dump-dom", f"--window-size={width},900", address]
+        shown = subprocess.run(words, capture_output=True, text=True, timeout=120, check=True)
+        dumped = re.search(r'<pre id="found">(.*?)</pre>', shown.stdout)[1]
+        found = json.loads(html.unescape(dumped))
+        # learned has no number at 1024 and is last in either direction
+        assert found["orders"][:2] == [
+            ["ascending", "alibi", "learned"],
+            ["descending", "alibi", "learned"],
+        ]
+        assert [order[1:] for order in found["orders"][2:]] == [
+            ["mep_free", "rotary"],
+            ["rotary", "mep_free"],
+        ]
+        markdown, latex = found["copied"]
+        assert markdown.splitlines()[:3] == [
+            "| pos\\_emb | seeds | 512\\* | 1024 |",
+            "| --- | ---: | ---: | ---: |",
+            "| alibi | 1 | 10.00 | 9.00 |",
+        ]
+        assert latex.splitlines()[2:4] == ["pos\\_emb & seeds & 512* & 1024 \\\\", "\\midrule"]
+        assert not found["wide"], "the page scrolls sideways"
