@@ -64,14 +64,6 @@ def test_a_pass_by_position_is_drawn_by_position(tmp_path):
         plot_perplexity([row], tmp_path / "position.txt")
 
 
-def test_rows_of_different_texts_are_no_curve(tmp_path):
-    texts = ["a", "b", "c"]
-    found = [curve("mep_free", 12.3, None, None, text=text)[0] for text in texts]
-    plot_perplexity(found, tmp_path / "a.svg")
-    labels = [text for text in words(tmp_path / "a.svg") if text.startswith("mep_free, text")]
-    assert len(labels) == 3
-
-
 def test_a_mean_over_seeds_has_a_band_and_every_length_needs_all_seeds():
     seeds = [*curve("t5", 12.0, 9.0, None, seed=1), *curve("t5", 10.0, 9.0, 7.0, seed=2)]
     (axes,) = draw_perplexity({"t5": seeds}).axes

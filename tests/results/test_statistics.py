@@ -37,11 +37,13 @@ def test_windows_and_blocks_weigh_as_much_as_their_tokens():
     assert mean_of_blocks(values, [1] * 31, weights).mean == mean
 
 
-def test_windows_that_are_alike_count_less():
+def test_neighbours_that_are_alike_count_less():
     # An AR(1) series of n values is worth n (1 - rho) / (1 + rho) independent ones.
     for rho in (0.0, 0.5):
         (values,) = correlated(np.random.default_rng(2), 1, 20000, rho)
-        assert mean_of(values).n_eff == pytest.approx(20000 * (1 - rho) / (1 + rho), rel=0.2)
+        worth = pytest.approx(20000 * (1 - rho) / (1 + rho), rel=0.2)
+        assert mean_of(values).n_eff == worth
+        assert mean_of_blocks(values, [20000]).n_eff == worth
 
 
 def test_two_windows_or_blocks_say_nothing_about_their_error():
@@ -69,13 +71,6 @@ def test_windows_of_other_sizes_have_the_error_of_independent_clusters():
     sums = sizes * (windows - blocks.mean())
     assert estimate.stderr == pytest.approx(np.sqrt(4 / 3 * (sums**2).sum()) / 160)
     assert estimate.df == 3
-
-
-def test_neighbouring_blocks_that_correlate_count_less():
-    for rho in (0.0, 0.5):
-        (values,) = correlated(np.random.default_rng(2), 1, 20000, rho)
-        n_eff = mean_of_blocks(values, [20000]).n_eff
-        assert n_eff == pytest.approx(20000 * (1 - rho) / (1 + rho), rel=0.2)
 
 
 def test_a_profile_that_every_window_repeats_changes_the_mean_and_not_its_error():
