@@ -48,13 +48,16 @@ def as_split(value: Any) -> Any:
 Int = Annotated[int, BeforeValidator(_whole)]
 Float = Annotated[float, BeforeValidator(_number), Field(allow_inf_nan=False)]
 # Bounds keep sums and products of keys within 64 bits, and numbers within float32.
+UpTo4096 = Annotated[Int, Field(gt=0, le=4096)]
+Width = Annotated[Int, Field(gt=0, le=2**20)]
 Positive = Annotated[Int, Field(gt=0, le=10**9)]
 Count = Annotated[Int, Field(ge=0, le=10**9)]
 Length = Annotated[Int, Field(gt=0, le=2**24)]  # beyond, positions are not exact in float32
 Fraction = Annotated[Float, Field(ge=0, le=1)]
 Scale = Annotated[Float, Field(ge=0, le=1e30)]
-Bucket = Annotated[Int, Field(gt=0, le=10**12)]
-Decay = Annotated[Float, Field(ge=0, lt=1)]
+Small = Annotated[Float, Field(ge=1e-30, le=10)]
+Many = Annotated[Int, Field(gt=0, le=10**12)]
+BelowOne = Annotated[Float, Field(ge=0, lt=1)]
 # Windows of a blend are counted in one byte each by GPT-NeoX, hence its bound.
 Corpora = Annotated[
     tuple[Annotated[str, Field(min_length=1)], ...],
@@ -114,16 +117,16 @@ class Model(Section):
 
     num_layers: Positive
     """Transformer layers."""
-    hidden_size: Annotated[Int, Field(gt=0, le=2**20)]
+    hidden_size: Width
     """Width of the residual stream."""
-    num_attention_heads: Annotated[Int, Field(gt=0, le=4096)]
+    num_attention_heads: UpTo4096
     """Attention heads; they share hidden_size equally, unless head_dim is set."""
-    num_key_value_heads: Annotated[Int, Field(gt=0, le=4096)] | None = None
+    num_key_value_heads: UpTo4096 | None = None
     """Heads of keys and values (grouped queries): query head h uses the keys of head h //
     (num_attention_heads / num_key_value_heads). Tables are those of the query heads."""
-    head_dim: Annotated[Int, Field(gt=0, le=2**16)] | None = None
+    head_dim: Width | None = None
     """Features of a head; unset: hidden_size / num_attention_heads."""
-    intermediate_size: Annotated[Int, Field(gt=0, le=2**24)] | None = None
+    intermediate_size: Length | None = None
     """Width of the MLP; unset: 4 * hidden_size, with activation: swiglu 8/3 * hidden_size rounded
     up to a multiple of 64. (GPT-NeoX divides its own intermediate_size by 3 where the activation
     has a gate; give the width that it comes to.)"""
@@ -131,18 +134,18 @@ class Model(Section):
     """Training context in tokens."""
     max_position_embeddings: Length
     """Rows of the table of `pos_emb: learned`; limits no other encoding. At least seq_length."""
-    layernorm_epsilon: Annotated[Float, Field(ge=1e-12, le=1)] = 1e-5
+    layernorm_epsilon: Small = 1e-5
     """Added to the variance, or with norm: rmsnorm to the mean square. (GPT-NeoX's
     rms_norm_epsilon, whose default is 1e-8.)"""
     no_weight_tying: bool = True
     """true: the output matrix has weights of its own, as in KERPLE's and MEP's files; false: it is
     the input embedding. (GPT-NeoX's default is false.)"""
-    hidden_dropout: Annotated[Float, Field(ge=0, lt=1)] = 0.0
+    hidden_dropout: BelowOne = 0.0
     """Dropout after the embedding, the attention and the MLP. (GPT-NeoX's default is 0.1.)"""
     attention_dropout: Annotated[Float, Field(ge=0, le=0)] = 0.0
     """Only 0.0: the attention backends compute no dropout on probabilities. (GPT-NeoX's default is
     0.1.)"""
-    init_method_std: Annotated[Float, Field(ge=1e-12, le=10)] = 0.02
+    init_method_std: Small = 0.02
     """Standard deviation of the initial weights."""
     init_method: Literal["normal", "small_init"] = "normal"
     """Standard deviation of the initial weights; normal: init_method_std; small_init: sqrt(2 / (5 *
@@ -329,10 +332,10 @@ class AdamParams(Section):
     lr: Scale = 6e-4
     """Peak learning rate."""
     betas: Annotated[
-        tuple[Decay, ...], BeforeValidator(as_tuple), Field(min_length=2, max_length=2)
+        tuple[BelowOne, ...], BeforeValidator(as_tuple), Field(min_length=2, max_length=2)
     ] = (0.9, 0.999)
     """Decay of Adam's two averages."""
-    eps: Annotated[Float, Field(ge=1e-30, le=1)] = 1e-8
+    eps: Small = 1e-8
     """Added to Adam's denominator."""
 
 
@@ -346,7 +349,7 @@ class Optimizer(Section):
     """The optimizer and the learning rate schedule."""
 
     optimizer: OptimizerChoice = Field(default_factory=OptimizerChoice)
-    weight_decay: Annotated[Float, Field(ge=0, le=100)] = 0.01
+    weight_decay: Scale = 0.01
     """Decoupled weight decay of the matrices. Also accepted: optimizer.params.weight_decay."""
     pos_emb_weight_decay: bool = False
     """true: weight_decay acts on the encoding's learned numbers too, as in DAPE (in whose setting
@@ -404,13 +407,13 @@ class ZeroOptimization(Section):
     are float32."""
     allgather_partitions: bool | None = None
     """Passed on to DeepSpeed when the stage is at least 1; so are the five keys below."""
-    allgather_bucket_size: Bucket | None = None
+    allgather_bucket_size: Many | None = None
     """Numbers gathered at a time."""
     overlap_comm: bool | None = None
     """Exchange gradients during the backward pass."""
     reduce_scatter: bool | None = None
     """Reduce-scatter instead of all-reduce."""
-    reduce_bucket_size: Bucket | None = None
+    reduce_bucket_size: Many | None = None
     """Numbers reduced at a time."""
     contiguous_gradients: bool | None = None
     """Copy gradients into one buffer as they are made."""
@@ -490,7 +493,7 @@ class Evaluation(Section):
         16384,
     )
     """Context lengths."""
-    eval_tokens: Annotated[Int, Field(gt=0, le=10**12)] = 327680
+    eval_tokens: Many = 327680
     """Tokens of the text that is measured at every length."""
     eval_batch_tokens: Positive = 16384
     """Tokens per forward pass, at least one window."""
@@ -550,7 +553,7 @@ class Logging(Section):
 class Launch(Section):
     """How `deepy.py` starts processes. No key here counts for the hash."""
 
-    num_gpus: Annotated[Int, Field(gt=0, le=4096)] | None = None
+    num_gpus: UpTo4096 | None = None
     """Processes per machine; unset: one for each visible CUDA device, or one on CPU."""
     num_nodes: Positive | None = None
     """Machines of the hostfile to use; unset: all."""
