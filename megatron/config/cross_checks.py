@@ -259,17 +259,12 @@ def zero_that_runs(
 ) -> Parallel:
     """The section `parallel` as it runs: bf16 and fp16 need at least ZeRO stage 1.
 
-    merged: the given keys; a note says if a given stage or bucket has no effect.
+    merged: the given keys; a note says if a given stage is not the one that runs.
     """
-    zero, given = parallel.zero_optimization, merged.get("zero_optimization", {})
-    if zero.stage > 0:
+    zero = parallel.zero_optimization
+    if zero.stage > 0 or precision.dtype == "fp32":
         return parallel
-    if precision.dtype == "fp32":
-        unused = [key for key in given if key != "stage" and given[key] is not None]
-        if unused:
-            report.no_effect(f"zero_optimization.{', '.join(unused)}", "they act from stage 1 on")
-        return parallel
-    if "stage" in given:
+    if "stage" in merged.get("zero_optimization", {}):
         report.note(
             f"zero_optimization.stage: 0 runs as 1 with {precision.dtype}: from there on DeepSpeed"
             " has float32 gradients for bf16 and hands out its float32 master weights"

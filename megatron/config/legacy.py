@@ -204,8 +204,7 @@ def _scale(
     if {"scaling", "factor", "rotary_pct"} <= options:
         # 0 is plain, 1 is NTK-by-parts with factor 1, which is plain, all else is YaRN.
         if scaling not in (0, 1):
-            meant = {"scaling": "yarn", "factor": 2.0}
-            meant |= {option: args[option] for option in meant if option in args}
+            meant = {"scaling": "yarn", "factor": 2.0} | args
     elif {"slope_factor", "normalized"} <= options:
         # A factor of the slopes, where they are ALiBi's: 2^n below 10, n from there on.
         slope = args.get("slope_factor")

@@ -122,22 +122,19 @@ def find_file(path: str | Path) -> Path:
         raise ValueError(f"{path}: is no file; name the files of a folder, or give it as -d {path}")
     folder = Path(path).parent
     match = closest(f"{Path(path).name}.yml", [file.name for file in folder.glob("*.y*ml")])
-    if match is None:
-        raise ValueError(f"{path}: no such file, nor {path}.yml")
-    raise ValueError(f"{path}: no such file; did you mean {folder / match}?")
+    hint = f"; did you mean {folder / match}?" if match else f", nor {path}.yml"
+    raise ValueError(f"{path}: no such file{hint}")
 
 
 def read_file(path: Path) -> dict[str, Any]:
     """One YAML file as a dictionary; raises ValueError if it cannot be read."""
     try:
-        text = read_small(path, MOST_BYTES).decode("utf-8")
+        value = parse(read_small(path, MOST_BYTES).decode("utf-8"))
     except (OSError, UnicodeDecodeError) as fault:
         raise ValueError(
             f"{path}: cannot be read ({in_words(fault)});"
             f" name a YAML file in UTF-8, of at most {MOST_BYTES:,} bytes"
         ) from None
-    try:
-        value = parse(text)
     except ValueError as fault:
         raise ValueError(f"{path}: {fault}") from None
     if not isinstance(value, dict | None):

@@ -237,4 +237,4 @@ def test_deepspeed_runs_as_the_precision_needs_it(monkeypatch):
         assert theirs.grad_accum_dtype == ("fp32" if precision == "bf16" else None)
         assert str(theirs.communication_data_type) == "torch.float32"
         assert theirs.gradient_clipping == 1.0
-        assert len(config.notes) == (stage == 0)
+        assert len(config.notes) == (stage != runs)
