@@ -14,7 +14,7 @@ def parse_split(split: str) -> tuple[float, float, float]:
     Raises UserError for anything else.
     """
     try:
-        shares = [float(share) for share in canonical_split(split).split(",")]
+        shares = [float(share) for share in split.replace("/", ",").split(",")]
     except ValueError:
         shares = []
     total = sum(shares)
@@ -25,8 +25,3 @@ def parse_split(split: str) -> tuple[float, float, float]:
         )
     train, valid, test = [*shares, 0.0, 0.0][:3]
     return train, valid, test
-
-
-def canonical_split(split: str) -> str:
-    """The same shares, separated by `,`."""
-    return split.replace("/", ",")

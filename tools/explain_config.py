@@ -131,9 +131,8 @@ def size_lines(config: Config, devices: int, kind: torch.device) -> Iterator[str
 
 def hour_lines(config: Config, devices: int, gpus: Sequence[str], mfu: float) -> Iterator[str]:
     """Device hours of the training on each GPU, with what they rest on."""
-    basis = "assumed" if mfu == UTILISATION else "given"
     yield ""
-    yield f"GPU hours to train at {mfu:.0%} of the speed below ({basis}: --mfu)"
+    yield f"GPU hours to train at {mfu:.0%} (--mfu) of the speed below"
     flops = training_flops(config, devices)
     for gpu in gpus:
         device = named_device(gpu, config.precision.dtype, option="--gpu")

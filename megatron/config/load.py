@@ -43,7 +43,6 @@ def load(paths: Sequence[str | Path], overrides: Sequence[str] = ()) -> Config:
 
     Raises UserError with every fault at once.
     """
-    assert not isinstance(paths, (str, Path)), "load takes a list of files"
     report = Report()
     sources = [_read(path, report) for path in paths]
     if overrides:

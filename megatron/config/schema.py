@@ -8,8 +8,6 @@ from typing import Annotated, Any, Literal, NamedTuple
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 from pydantic.fields import FieldInfo
 
-from megatron.splits import canonical_split
-
 
 def _number(value: Any) -> Any:
     """The number that a text such as a part of "512,1024" stands for."""
@@ -42,7 +40,7 @@ def as_split(value: Any) -> Any:
     """A list of shares, or a text with `,` or `/` between them -> text with `,`."""
     if isinstance(value, list):
         return ",".join(str(part) for part in value)
-    return canonical_split(value) if isinstance(value, str) else value
+    return value.replace("/", ",") if isinstance(value, str) else value
 
 
 Int = Annotated[int, BeforeValidator(_whole)]
