@@ -3,9 +3,9 @@
 python tools/explain_config.py configs/125M.yml configs/pos_emb/kerple_log.yml seed=1235
 python tools/explain_config.py configs/125M.yml --brief --gpu h100 --mfu 0.4
 
-Then the size of the run: parameters, tokens, floating point operations, memory of the training and
-of each evaluation length, and GPU hours. Hours rest on --mfu, the share of the data sheet's speed
-that the run reaches: 0.35 is assumed, measure yours from `mfu` in the log. Nothing is trained.
+Then the size of the run: parameters, tokens, floating point operations, memory and GPU hours. Hours
+rest on --mfu, the share of the data sheet's speed that the run reaches: 0.35 is assumed, measure
+yours from `mfu` in the log. Nothing is trained.
 """
 
 import argparse
@@ -23,12 +23,9 @@ from megatron.config.schema import SECTIONS, all_keys, plain
 from megatron.data.parts import open_parts
 from megatron.entry import add_conf_dir, settings_first, split_words
 from megatron.errors import UserError, visible
-from megatron.evaluation.memory import evaluation_memory
-from megatron.model import Architecture, position_of_entry
 from megatron.model.size import BACKWARD, parameters
 from megatron.parallel.machine import in_bytes
-from megatron.positions.layers import entries_of, name_of_layers
-from megatron.positions.outline import Outline
+from megatron.positions.layers import name_of_layers
 from megatron.report.catalogue import formula
 from megatron.sweeps.cost import DEVICES, UTILISATION, evaluation_flops, forward_flops, named_device
 from megatron.training.batches import likely_rows, windows_per_step, with_epochs
@@ -114,19 +111,6 @@ def size_lines(config: Config, devices: int, kind: torch.device) -> Iterator[str
     yield f"  FLOP to evaluate    {evaluated:.3g}, eval_tokens at every length"
     yield f"  memory to train     {in_bytes(need.memory)} on each of {devices} device(s)"
     yield f"  disk                {in_bytes(need.disk)}, one checkpoint more than are kept"
-    with torch.random.fork_rng(devices=[]), Outline():
-        positions = [position_of_entry(config, entry) for entry in entries_of(config.position)]
-    for length in sorted(config.evaluation.eval_lengths):
-        size = evaluation_memory(
-            Architecture.of(config.model),
-            vocab,
-            counted.whole,
-            length,
-            batch_tokens=config.evaluation.eval_batch_tokens,
-            device=kind,
-            dense=any(position.has("on_scores") for position in positions),
-        )
-        yield f"  memory at {length:<9} {in_bytes(size)} to evaluate in float32"
 
 
 def hour_lines(config: Config, devices: int, gpus: Sequence[str], mfu: float) -> Iterator[str]:

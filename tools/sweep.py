@@ -93,16 +93,17 @@ def plan(
     device = named_device(device_name, sweep.cells[0].config.precision.dtype)
     count = jobs or 1
     if device_name is None:
-        count = len(set(places_of(jobs)))  # runs on one device share its speed
+        # Runs on one device share its speed.
+        count = len({place.get("CUDA_VISIBLE_DEVICES") for place in places_of(jobs)})
     elif device_name == "cpu":
         count = 1
-    price = cost(sweep, states, device)
+    tokens, flops = cost(sweep, states)
+    hours = flops / (device.flops_per_second * UTILISATION * count) / 3600
     speed = f"{device.flops_per_second / 1e12:.3g} TFLOP/s, {device.basis}"
     lines = [
         status(sweep, states)[0],
-        f"to do: {price.tokens / 1e6:,.1f} million tokens of training, "
-        f"{price.flops:.2e} FLOP with evaluation",
-        f"time: {price.seconds / count / 3600:,.2f} hours on {count} x {device.name} "
+        f"to do: {tokens / 1e6:,.1f} million tokens of training, {flops:.2e} FLOP with evaluation",
+        f"time: {hours:,.2f} hours on {count} x {device.name} "
         f"(assumed: {UTILISATION:.0%} of {speed})",
     ]
     prefixes: set[str] = set()

@@ -1,7 +1,7 @@
 """The options of evaluate.py and the values that they may have."""
 
 import argparse
-import re
+import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -146,13 +146,14 @@ def number(least: int, most: int, or_one_of: Sequence[str] = ()) -> Callable[[st
     def parsed(text: str) -> Any:
         if text in or_one_of:
             return None if text == "none" else text
-        if not re.fullmatch(r"-?[0-9]{1,4000}", text) or not least <= int(text) <= most:
-            shown = ascii(text)[1:-1][:40]
-            words = "".join(f", or {word}" for word in or_one_of)
-            raise argparse.ArgumentTypeError(
-                f"{shown} is not a whole number from {least} to {most:,}{words}"
-            )
-        return int(text)
+        with contextlib.suppress(ValueError):
+            if least <= int(text) <= most:
+                return int(text)
+        shown = ascii(text)[1:-1][:40]
+        words = "".join(f", or {word}" for word in or_one_of)
+        raise argparse.ArgumentTypeError(
+            f"{shown} is not a whole number from {least} to {most:,}{words}"
+        )
 
     return parsed
 

@@ -77,13 +77,10 @@ def measured(
         "length": windows.length,
         "windows": len(windows.ids),
         "tokens": tokens,
-        "loss": None,
-        "perplexity": None,
         "seconds": seconds,
         "tokens_per_second": tokens / seconds,
         "reason": refusal,
-        "loss_stderr": None,
-        "window_losses": None,
+        **dict.fromkeys(("loss", "perplexity", "loss_stderr", "window_losses")),
     }
     if refusal is not None:
         return numbers

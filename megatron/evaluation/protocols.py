@@ -1,7 +1,6 @@
 """Protocols of evaluation: which windows, and which of their targets count (docs/evaluation.md)."""
 
 import hashlib
-import itertools
 import logging
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
@@ -66,13 +65,10 @@ class Windows:
         begins a new block, so the targets of a block follow each other in the text.
         """
         starts: list[int] = []
-        end = 0
         stretches = self.stretches or [0] * len(self.ids)
-        of_windows = zip(stretches, self.counts.tolist(), strict=True)
-        for _, stretch in itertools.groupby(of_windows, key=lambda window: window[0]):
-            begin = end
-            end += sum(count for _, count in stretch)
-            starts += range(begin, end, BLOCK)
+        sizes = np.bincount(stretches, weights=self.counts).astype(np.int64)
+        for end, size in zip(sizes.cumsum().tolist(), sizes.tolist(), strict=True):
+            starts += range(end - size, end, BLOCK)
         return starts
 
 
@@ -144,13 +140,11 @@ class Request:
 def first_tokens(tokens: TokenFile, documents: range, count: int) -> np.ndarray:
     """The first `count` tokens of some documents: [count], or fewer if they have fewer."""
     pieces = [np.empty(0, dtype=tokens.dtype)]
-    remaining = count
     for document in documents:
-        if remaining <= 0:
+        pieces.append(tokens.read(document, 0, min(count, int(tokens.sizes[document]))))
+        count -= len(pieces[-1])
+        if count == 0:
             break
-        size = int(tokens.sizes[document])
-        pieces.append(tokens.read(document, 0, min(remaining, size)))
-        remaining -= len(pieces[-1])
     return np.concatenate(pieces)
 
 

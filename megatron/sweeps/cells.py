@@ -30,7 +30,7 @@ from megatron.config import Config, load
 from megatron.config.schema import KEYS, SECTIONS
 from megatron.config.yaml_files import find_file, read_file
 from megatron.data.parts import open_parts
-from megatron.errors import UserError, did_you_mean
+from megatron.errors import UserError
 from megatron.evaluation.options import words_fault
 from megatron.files import ROOT
 from megatron.results.files import existing_results, training_log, write_lines
@@ -69,8 +69,7 @@ class Asked(BaseModel):
                 fault = words_fault(_words({key: value}))
             elif key not in KEYS:
                 known = [*OPTIONS, "only", "eval_tokens", "eval_part"]
-                hint = did_you_mean(key, known) or f"use {', '.join(known)}"
-                fault = f"{ascii(key)[1:-1][:80]}: no such option; {hint}"
+                fault = f"{ascii(key)[1:-1][:80]}: no such option; use {', '.join(known)}"
             else:
                 try:
                     SECTIONS[KEYS[key]].model_validate({key: value})
@@ -343,22 +342,16 @@ def state_of(cell: Cell) -> State:
                 return State("done", step)
         if failure.exists():
             return State("failed", step, missing, failure.read_text(encoding="utf-8").strip())
-        kinds = ("evaluating", "trained") if is_trained else ("training", "stopped")
-        kind = kinds[0] if is_at_work(cell) else kinds[1]
+        kind = "stopped" if step else "waiting"
+        kind = "trained" if is_trained else kind
+        if (cell.folder / "lock").exists():  # else nobody has ever worked on it
+            with cell.lock.acquire(timeout=0):
+                pass
+    except Timeout:
+        kind = "evaluating" if is_trained else "training"
     except (UserError, OSError) as fault:
         return State("damaged", note=str(fault))
-    return State("waiting" if kind == "stopped" and not step else kind, step, missing)
-
-
-def is_at_work(cell: Cell) -> bool:
-    """Whether a process holds the lock of a cell."""
-    if not (cell.folder / "lock").exists():  # nobody has ever worked on it
-        return False
-    try:
-        with cell.lock.acquire(timeout=0):
-            return False
-    except Timeout:
-        return True
+    return State(kind, step, missing)
 
 
 def described(cell: Cell, state: State) -> str:

@@ -46,30 +46,17 @@ class Device:
     basis: str
 
 
-@dataclass(frozen=True)
-class Cost:
-    """What is still to be done.
-
-    tokens: of training; flops: of training and evaluation; seconds: on one device
-    """
-
-    tokens: int
-    flops: float
-    seconds: float
-
-
-def cost(sweep: Sweep, states: Sequence[State], device: Device) -> Cost:
-    """The cost of all that is missing."""
+def cost(sweep: Sweep, states: Sequence[State]) -> tuple[int, float]:
+    """All that is missing: tokens of training, and operations of training and evaluation."""
     tokens, flops = 0, 0.0
     for cell, state in zip(sweep.cells, states, strict=True):
         config, vocab = cell.config, likely_rows(cell.config)
-        steps = max(0, cell.steps - state.step)
-        untrained = steps * windows_per_step(config) * config.model.seq_length
+        length = config.model.seq_length
+        untrained = max(0, cell.steps - state.step) * windows_per_step(config) * length
         tokens += untrained
-        per_token = size.BACKWARD * forward_flops(config, vocab, config.model.seq_length)
-        flops += untrained * per_token
+        flops += untrained * size.BACKWARD * forward_flops(config, vocab, length)
         flops += sum(evaluation_flops(one.options, config, vocab) for one in state.missing)
-    return Cost(tokens, flops, flops / (device.flops_per_second * UTILISATION))
+    return tokens, flops
 
 
 def forward_flops(config: Config, vocab: int, length: int) -> float:

@@ -23,40 +23,34 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 PAUSE = 0.1  # seconds between two looks at the processes
 
 
-def places_of(jobs: int | None) -> list[str | None]:
-    """CUDA_VISIBLE_DEVICES for each of `jobs` runs at a time; by default one per GPU, or one."""
+def places_of(jobs: int | None) -> list[dict[str, str]]:
+    """What the environment says of each of `jobs` runs at a time, by default one per GPU or one."""
     count = torch.cuda.device_count()
-    if not count:
-        return [None] * (jobs or 1)
+    places: list[dict[str, str]] = [{} for _ in range(jobs or count or 1)]
     visible = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
     names = visible or [str(number) for number in range(count)]
-    return [names[place % count] for place in range(jobs or count)]
-
-
-def environment_at(place: str | None, places: int) -> dict[str, str]:
-    """The environment of a script at one of several places."""
-    environment = dict(os.environ)
-    if places > 1:
-        # A script chooses its threads by the load, but runs that start together do not notice
-        # each other.
-        cores = len(os.sched_getaffinity(0))
-        environment.setdefault("OMP_NUM_THREADS", str(max(1, cores // places)))
-    if place is not None:
-        environment["CUDA_VISIBLE_DEVICES"] = place
-    return environment
+    # A script chooses its threads by itself, but runs that start together do not notice each other.
+    cores = len(os.sched_getaffinity(0))
+    threads = os.environ.get("OMP_NUM_THREADS", str(max(1, cores // len(places))))
+    for number, place in enumerate(places):
+        if count:
+            place["CUDA_VISIBLE_DEVICES"] = names[number % count]
+        if len(places) > 1:
+            place["OMP_NUM_THREADS"] = threads
+    return places
 
 
 @dataclass
 class Runner:
     """Works on cells, one at each place at a time.
 
-    places: CUDA_VISIBLE_DEVICES of the processes of each place; None leaves it as it is
+    places: what the environment of the processes of each place says
     say: shows a line
     failed: names of cells that did not end well; stopping: whether a signal has come
     disk_full: whether a cell failed for that: then no other is begun
     """
 
-    places: Sequence[str | None]
+    places: Sequence[dict[str, str]]
     say: Callable[[str], None]
     failed: list[str] = field(default_factory=list)
     stopping: bool = False
@@ -68,17 +62,17 @@ class Runner:
         caught = [number for number in SIGNALS if not (under_nohup and number == signal.SIGHUP)]
         handlers_before = {number: signal.signal(number, self._stop) for number in caught}
         waiting = iter(sweep.cells)
-        workers = [self._work(waiting, place) for place in self.places]
-        processes: list[subprocess.Popen | None] = [None] * len(workers)
+        running: dict[Iterator[subprocess.Popen], subprocess.Popen | None] = {}
+        for place in self.places:
+            running[self._work(waiting, place)] = None
         terminated: set[subprocess.Popen] = set()
         try:
-            while workers:
-                for number in reversed(range(len(workers))):
-                    process = processes[number]
+            while running:
+                for worker, process in list(running.items()):
                     if process is None or process.poll() is not None:
-                        processes[number] = next(workers[number], None)
-                        if processes[number] is None:
-                            del workers[number], processes[number]
+                        running[worker] = next(worker, None)
+                        if running[worker] is None:
+                            del running[worker]
                     elif self.stopping and process not in terminated:
                         # Each once: a second ctrl-C would end train.py without saving.
                         terminated.add(process)
@@ -97,7 +91,7 @@ class Runner:
         with contextlib.suppress(OSError):  # a terminal that is gone
             self.say(text)
 
-    def _work(self, waiting: Iterator[Cell], place: str | None) -> Iterator[subprocess.Popen]:
+    def _work(self, waiting: Iterator[Cell], place: dict[str, str]) -> Iterator[subprocess.Popen]:
         """Work on waiting cells, one after another; yields each process, to go on at its end."""
         for cell in waiting:
             if self.stopping or self.disk_full:
@@ -112,7 +106,7 @@ class Runner:
                 # A damaged file or a full disk: the other cells go on.
                 self._fail(cell, str(fault))
 
-    def _do(self, cell: Cell, place: str | None) -> Iterator[subprocess.Popen]:
+    def _do(self, cell: Cell, place: dict[str, str]) -> Iterator[subprocess.Popen]:
         """Train a cell and evaluate it, as far as that is missing."""
         state = state_of(cell)
         if state.kind == "done":
@@ -140,12 +134,13 @@ class Runner:
         self._tell(f"{cell.name}: done")
 
     def _call(
-        self, cell: Cell, words: list[str], place: str | None
+        self, cell: Cell, words: list[str], place: dict[str, str]
     ) -> Generator[subprocess.Popen, None, bool]:
         """Whether one of our scripts ended well. It ends with the sweep, however that ends."""
         if self.stopping:
             return False
-        where = "" if place is None else f" on device {place}"
+        device = place.get("CUDA_VISIBLE_DEVICES")
+        where = "" if device is None else f" on device {device}"
         self._tell(f"{cell.name}: {words[0]}{where}")
         log = cell.folder / "sweep.log"
         command = die_with_parent([sys.executable, str(ROOT / words[0]), *words[1:]])
@@ -154,7 +149,7 @@ class Runner:
             # In a group of its own: what a terminal signals, it gets once, by `run`.
             process = subprocess.Popen(
                 command,
-                env=environment_at(place, len(self.places)),
+                env={**os.environ, **place},
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,

@@ -68,7 +68,6 @@ def test_a_bad_sweep_is_one_message(tmp_path):
         "grid: {seed: 1}": "grid.seed: Input should be a valid",
         f"{one}axes: {{}}": "axes: Extra inputs are not permitted",
         f"{one}evaluate: {{../x: {{}}}}": "evaluate.../x: String should match pattern",
-        f"{of_one}strid: 3}}}}": "evaluate.a: strid: no such option; did you mean stride?",
         f"{of_one}output: x}}}}": "evaluate.a: output: no such option; use protocol",
         f"{of_one}protocol: papr}}}}": "evaluate.a: --protocol: invalid choice",
         f"{of_one}windows: {10**12}}}}}": "is not a whole number from 1 to 1,000,000",

@@ -17,7 +17,7 @@ import pytest
 from megatron.errors import UserError
 from megatron.folder_lock import owned_folder
 from megatron.sweeps.cells import collect, load_sweep, state_of
-from megatron.sweeps.runner import Runner, environment_at, places_of
+from megatron.sweeps.runner import Runner, places_of
 from tests.support import ROOT, call
 from tests.sweeps.conftest import STEPS, SWEEP, TABLE, WARM, rows
 
@@ -69,7 +69,7 @@ def test_a_sweep_killed_at_random_moments_has_the_results_of_an_undisturbed_one(
         assert in_time, "too fast for this test"
     assert kills >= 10
     sweep = load_sweep(file, folder)
-    Runner([None], lambda text: None).run(sweep)
+    Runner([{}], lambda text: None).run(sweep)
     collect(sweep)
     assert rows(folder) == rows(whole[0])
     assert losses(folder) == losses(whole[0])
@@ -144,7 +144,7 @@ def test_a_cell_that_fails_is_named_and_the_others_are_tried_unless_the_disk_is_
     for fault, tried in cases:
         messages: list[str] = []
         sweep = load_sweep(file, tmp_path / str(tried))
-        runner = Runner([None], messages.append)
+        runner = Runner([{}], messages.append)
         with monkeypatch.context() as patch:
             patch.setattr(type(sweep.cells[0].config), "save", failing(fault))
             runner.run(sweep)
@@ -177,21 +177,21 @@ def test_a_cell_that_ends_early_and_well_has_failed_and_keeps_its_optimizer_stat
 
 
 def test_each_place_is_a_device_of_this_process_and_shares_its_cores(monkeypatch):
+    def devices(jobs):
+        return [place.get("CUDA_VISIBLE_DEVICES") for place in places_of(jobs)]
+
     monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,3")
-    assert places_of(None) == ["2", "3"]
-    assert places_of(3) == ["2", "3", "2"]
+    assert devices(3) == ["2", "3", "2"]
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
-    assert places_of(None) == ["0", "1"]
+    assert devices(None) == ["0", "1"]
     monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
-    assert places_of(None) == [None]
     monkeypatch.setattr("os.sched_getaffinity", lambda number: set(range(8)))
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    assert "OMP_NUM_THREADS" not in environment_at(None, 1)
-    environment = environment_at("3", 2)
-    assert (environment["OMP_NUM_THREADS"], environment["CUDA_VISIBLE_DEVICES"]) == ("4", "3")
+    assert places_of(None) == [{}]
+    assert places_of(2) == [{"OMP_NUM_THREADS": "4"}] * 2
     monkeypatch.setenv("OMP_NUM_THREADS", "5")
-    assert environment_at(None, 2)["OMP_NUM_THREADS"] == "5"
+    assert places_of(2) == [{"OMP_NUM_THREADS": "5"}] * 2
 
 
 def test_facts_of_an_absent_corpus_are_those_of_earlier_results(file, whole, tmp_path, monkeypatch):
