@@ -3,7 +3,6 @@
 import hashlib
 import os
 import random
-import resource
 
 import pytest
 
@@ -80,17 +79,3 @@ def test_what_is_wrong_is_one_reason_and_no_file(server, remote, tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match=r"a\.bin: cannot be written \(.*\) - "):
         fetch(remote, tmp_path / "file" / "a.bin")
-
-
-def test_a_disk_that_takes_no_more_is_one_message_and_what_came_is_kept(server, remote, tmp_path):
-    server.files["/a.bin"] = Shown(CONTENT)
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, hard))
-    try:
-        with pytest.raises(UserError, match=r"a\.bin: cannot be written \(File too large\) - rai"):
-            fetch(remote, tmp_path / "a.bin")
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-    fetch(remote, tmp_path / "a.bin")
-    assert (tmp_path / "a.bin").read_bytes() == CONTENT
-    assert server.asked[-1] == ("/a.bin", "bytes=100000-")

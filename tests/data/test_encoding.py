@@ -23,7 +23,6 @@ from megatron.data.encoding import (
 )
 from megatron.data.tokenizers import tokenizer as module
 from megatron.data.tokenizers.build import build_tokenizer
-from megatron.data.tokenizers.hugging_face import Subwords
 from megatron.data.tokenizers.tokenizer import pieces
 from megatron.data.tokenizers.train import train_tokenizer
 from megatron.errors import UserError
@@ -73,23 +72,26 @@ def test_words_have_the_ids_of_the_whole_text(tmp_path):
     check(Encoder(files_of(tmp_path, inner)).encode(texts), whole(texts, inner.to_str()))
 
 
-def test_other_tokenizers_do_not_work_by_words(tmp_path):
-    def changed(change):
-        inner = tokenizers.Tokenizer.from_str(TRAINED)
-        change(inner)
-        return inner
-
-    split = pre_tokenizers.Split(Regex(r"\s+|\S+"), "isolated")
-    byte_level = pre_tokenizers.ByteLevel(use_regex=False)
-    pattern = pre_tokenizers.Sequence([split, byte_level])
+def test_words_and_cuts_are_taken_only_where_that_is_proved(tmp_path):
+    plain = pre_tokenizers.ByteLevel(add_prefix_space=False)
     prefix = pre_tokenizers.ByteLevel(add_prefix_space=True)
-    for inner in (
-        changed(lambda inner: setattr(inner, "pre_tokenizer", pattern)),
-        changed(lambda inner: setattr(inner, "pre_tokenizer", prefix)),
-        changed(lambda inner: inner.add_tokens([AddedToken("cat")])),
+    split = pre_tokenizers.Split(Regex(r"\s+|\S+"), "isolated")
+    whole_words = pre_tokenizers.ByteLevel(use_regex=False)
+    pattern = pre_tokenizers.Sequence([split, whole_words])
+    for before, added, cuttable, by_words in (
+        (plain, [], True, True),
+        (plain, [AddedToken("cat")], True, False),
+        (plain, ["a b"], False, False),
+        (prefix, [], False, False),
+        (whole_words, [], False, False),
+        (pattern, [], False, False),
     ):
+        inner = tokenizers.Tokenizer.from_str(TRAINED)
+        inner.pre_tokenizer = before
+        inner.add_tokens(added)
         encoder = Encoder(files_of(tmp_path, inner))
-        assert not encoder.tokenizer.by_words
+        has = encoder.tokenizer
+        assert (has.cuttable, has.by_words) == (cuttable, by_words)
         check(encoder.encode([SAMPLE]), whole([SAMPLE], inner.to_str()))
 
 
@@ -118,25 +120,6 @@ def test_what_cannot_be_cut_is_bounded(monkeypatch):
         list(pieces("a" * 11, where="c: document 1", size=4))
     with pytest.raises(UserError, match="without a place where this tokenizer may be cut"):
         list(pieces("a a a a a a", where="c: document 1", size=4, cuttable=False))
-
-
-def test_a_cut_is_safe_only_where_that_is_proved():
-    def is_cuttable(before, added=(), normalizer=None):
-        inner = tokenizers.ByteLevelBPETokenizer()._tokenizer
-        inner.add_special_tokens(["<|endoftext|>"])
-        inner.pre_tokenizer = before
-        if normalizer is not None:
-            inner.normalizer = normalizer
-        inner.add_tokens(list(added))
-        return Subwords("HFTokenizer", inner, 0, "").cuttable
-
-    plain = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    assert is_cuttable(plain)
-    assert is_cuttable(plain, ["  "], normalizers.NFC())
-    assert not is_cuttable(plain, ["a b"])
-    assert not is_cuttable(pre_tokenizers.ByteLevel(add_prefix_space=True))
-    assert not is_cuttable(pre_tokenizers.ByteLevel(use_regex=False))
-    assert not is_cuttable(pre_tokenizers.Split(Regex("a+"), "isolated"))
 
 
 # --- Several processes ---

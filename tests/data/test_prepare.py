@@ -1,4 +1,4 @@
-"""The command that prepares data: its files, its card, its messages, and what a kill leaves."""
+"""The command that prepares data: its files, its card, its messages."""
 
 import json
 import os
@@ -61,22 +61,16 @@ def test_stdlib_becomes_token_files_with_a_tokenizer_and_a_card(tmp_path, small_
     for index, document in enumerate(documents):
         assert tokens.read(index)[-1] == tokenizer.eod
         assert tokenizer.decode(tokens.read(index)[:-1].tolist()) == document
-    assert tokens.dtype == np.uint16
     card = tokens.meta
     writer = {"type": "HFTokenizer", "hash": tokenizer.hash, "vocab_size": 400, "eod": 0}
     assert card["tokenizer"] == writer | {"trained_for": 400}
     assert (card["corpus"], card["sources"][0]["files"]) == ("stdlib", 12)
     assert card["text_bytes"] == sum(len(document.encode()) for document in documents)
     assert f"stdlib: {len(tokens):,} documents, {tokens.tokens:,} tokens (uint16)" in summary
-    assert "400 entries, trained on this text" in summary
-    assert yaml_lines(summary) == {
-        "data_path": str(prefix),
-        "tokenizer_type": "HFTokenizer",
-        "vocab_file": str(tmp_path / "stdlib" / "tokenizer.json"),
-    }
-    before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}
+    assert yaml_lines(summary)["vocab_file"] == str(tmp_path / "stdlib" / "tokenizer.json")
+    before = everything(tmp_path)
     assert run(words) == f"already prepared\n{summary}"
-    assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")} == before
+    assert everything(tmp_path) == before
 
 
 def test_documents_keep_their_order_and_those_without_text_are_left_out(tmp_path, text):
@@ -111,21 +105,14 @@ def test_what_was_prepared_from_something_else_is_kept_unless_overwritten(tmp_pa
     before = everything(data)
     other = tmp_path / "other.txt"
     other.write_text("other text")
-    cases = [
-        (other, ["--vocab-size", "300"], "prepared with other sources - take another --name or -d"),
-        (
-            text,
-            ["--vocab-size", "290"],
-            "exists already, prepared with other tokenizer - take",
-        ),
-        (other, ["-t", "CharLevelTokenizer"], "with other tokenizer and sources"),
-    ]
-    for source, words, message in cases:
+    for source, words, message in (
+        (text, "--vocab-size 290", "prepared with other tokenizer - take another --name or -d"),
+        (other, "-t CharLevelTokenizer", "prepared with other tokenizer and sources"),
+    ):
         with pytest.raises(UserError, match=message):
-            own(source, data, *words)
+            own(source, data, *words.split())
     assert everything(data) == before
-    path = data / "mine" / "mine_text_document.bin"
-    os.truncate(path, 10)
+    os.truncate(data / "mine" / "mine_text_document.bin", 10)
     with pytest.raises(UserError, match=r"\.bin: is cut off: 10 bytes.*\(with --overwrite\)"):
         own(text, data)
     own(other, data, "--vocab-size", "300", "--overwrite")
@@ -149,9 +136,8 @@ def test_a_fault_leaves_everything_as_it_was(tmp_path, text, monkeypatch):
         before = everything(data)
         for content, message in cases.items():
             bad.write_text(content)
-            for words in (["--vocab-size", "300"], ["-t", "CharLevelTokenizer"]):
-                with pytest.raises(UserError, match=message):
-                    own(bad, data, *words, "--overwrite")
+            with pytest.raises(UserError, match=message):
+                own(bad, data, "--vocab-size", "300", "--overwrite")
         with monkeypatch.context() as patched:
             patched.setattr(os, "fsync", full)
             with pytest.raises(UserError, match=r"No space left on device.* - free some space"):
@@ -189,7 +175,4 @@ def test_a_second_preparation_of_one_name_is_refused_while_the_first_works(tmp_p
             own(text, tmp_path / "data")
         assert everything(tmp_path) == before
     own(text, tmp_path / "data")
-    ends = {"_text_document.bin", "_text_document.idx", "_text_document.json"}
-    assert {path.name for path in folder.iterdir()} == {f"mine{end}" for end in ends} | {
-        "tokenizer.json"
-    }
+    assert len(list(folder.iterdir())) == 4

@@ -1,7 +1,6 @@
 """Corpora of installed source: the same text everywhere, checked against the recipe."""
 
 import importlib.metadata
-import os
 import random
 import sysconfig
 from pathlib import Path
@@ -10,11 +9,11 @@ import pytest
 
 from megatron.data.corpora.recipes import named, read_recipe
 from megatron.data.corpora.source_code import (
+    FOREIGN,
     Environment,
     Package,
     StandardLibrary,
     describe,
-    documents_of,
 )
 from megatron.errors import UserError
 from megatron.files import ROOT
@@ -23,17 +22,11 @@ CODE = "def f(x):\n    return x\n" * 30
 
 
 def test_stdlib_is_the_running_pythons_own_source_in_an_order_that_is_always_the_same():
-    corpus = StandardLibrary(limit=20)
     root = Path(sysconfig.get_paths()["stdlib"])
-    files = sorted(
-        path
-        for path in root.rglob("*.py")
-        if not {"site-packages", "dist-packages"} & set(path.parts)
-    )
-    assert Path(os.__file__) in files
+    files = [one for one in root.rglob("*.py") if not FOREIGN & set(one.parts)]
+    files.sort()
     random.Random(1234).shuffle(files)
-    assert corpus.files == files[:20]
-    assert list(corpus.documents())[3] == files[3].read_text(encoding="utf-8")
+    assert StandardLibrary(limit=20).files == files[:20]
 
 
 def test_files_are_decoded_as_python_does_and_those_it_cannot_decode_are_counted(tmp_path):
@@ -101,27 +94,6 @@ def test_the_recipe_is_what_constraints_install():
     assert held_out >= corpus.to_train_on
 
 
-def test_what_is_no_source_of_its_own_is_left_out(installed):
-    files = {
-        "a/code.py": CODE,
-        "a/short.py": "x = 1\n",
-        "a/tests/test_code.py": CODE + "1",
-        "a/test_more.py": CODE + "2",
-        "a/conftest.py": CODE + "3",
-        "a/_vendor/other.py": CODE + "4",
-        "a/version.py": CODE + "5",
-        "a/made.py": "# This file was automatically generated.\n" + CODE,
-        "a/broken.py": b"# coding: ascii\n\xff" + CODE.encode(),
-        "a/data.txt": CODE,
-        "a/again.py": CODE,
-    }
-    installed("aaa", "1.0", files)
-    installed("bbb", "1.0", {"b/copy.py": CODE, "b/own.py": CODE + "6"})
-    found = documents_of(["aaa", "bbb"])
-    assert [file.name for file in found["aaa"]] == ["a/again.py"]  # the first of two that are equal
-    assert [file.name for file in found["bbb"]] == ["b/own.py"]
-
-
 def test_another_text_than_the_recipes_is_refused(installed):
     installed("ccc", "1.0+local", {"c/code.py": CODE})
     right = Package(**describe({"ccc": "train"})["ccc"])
@@ -131,8 +103,5 @@ def test_another_text_than_the_recipes_is_refused(installed):
     changed = right.model_copy(update={"sha256": "0" * 64})
     with pytest.raises(UserError, match=r"mine: the files of ccc 1.0 are not those of the recipe"):
         list(Environment("mine", {"ccc": changed}).documents())
-    newer = right.model_copy(update={"version": "1.1"})
-    with pytest.raises(UserError, match=r"ccc 1.1 is needed, 1.0 is installed - install the vers"):
-        Environment("mine", {"ccc": newer})
     with pytest.raises(UserError, match=r"mine: no_such_package 1.0 is needed, nothing is install"):
         Environment("mine", {"no_such_package": right})

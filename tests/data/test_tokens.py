@@ -142,31 +142,28 @@ def test_a_flipped_byte_in_either_file_is_noticed(tmp_path):
 
 def test_the_tokenizer_that_wrote_a_file_is_told_from_another(tmp_path):
     ours = build_tokenizer("CharLevelTokenizer")
-    for name, fingerprint in (("same", ours.hash), ("other", "123456789abc")):
-        meta = {"tokenizer": {"type": "HFTokenizer", "hash": fingerprint, "vocab_size": 4096}}
-        write(tmp_path / name, [[1, 2]], meta=meta)
-    write(tmp_path / "fits", [[511]])
-    write(tmp_path / "over", [[512]])
-    for name in ("same", "fits"):
-        TokenFile.open(tmp_path / name).check_tokenizer(ours)
-    for name, message in (
-        ("other", "written by HFTokenizer 123456789abc with a vocabulary of 4096, but the config"),
-        ("over", "holds token 512, but the vocabulary of CharLevelTokenizer ends at 511"),
+    writer = {"type": "HFTokenizer", "hash": "123456789abc", "vocab_size": 4096}
+    for documents, meta, message in (
+        ([[511]], {}, None),
+        ([[1, 2]], {"tokenizer": writer | {"hash": ours.hash}}, None),
+        ([[1, 2]], {"tokenizer": writer}, "written by HFTokenizer 123456789abc with a vocabulary"),
+        ([[512]], {}, "holds token 512, but the vocabulary of CharLevelTokenizer ends at 511"),
     ):
+        tokens = TokenFile.open(write(tmp_path / "c", documents, meta=meta, overwrite=True))
+        if message is None:
+            tokens.check_tokenizer(ours)
+            continue
         with pytest.raises(UserError, match=message):
-            TokenFile.open(tmp_path / name).check_tokenizer(ours)
+            tokens.check_tokenizer(ours)
 
 
-def test_an_id_that_no_vocabulary_has_is_refused_wherever_it_stands(tmp_path):
-    card = {"tokenizer": {"vocab_size": 7}}
-    for dtype, misfit, meta in ((np.int32, -1, {"corpus": "c"}), (np.uint16, 7, card)):
-        ids = [[1, 2], [3, 4], [5, misfit]]
-        write(tmp_path / "c", ids, dtype, meta=meta, overwrite=True)
-        tokens = TokenFile.open(tmp_path / "c")
-        assert tokens.read(2, 0, 1).tolist() == [5]
-        for opened in (tokens, pickle.loads(pickle.dumps(tokens))):
-            with pytest.raises(UserError, match=rf"c\.bin: document 2 holds token {misfit}, but"):
-                opened.read(2)
+def test_an_id_that_no_vocabulary_has_is_refused_in_a_worker_too(tmp_path):
+    write(tmp_path / "c", [[1, 2], [5, -1]], np.int32)
+    tokens = TokenFile.open(tmp_path / "c")
+    for opened in (tokens, pickle.loads(pickle.dumps(tokens))):
+        assert opened.read(1, 0, 1).tolist() == [5]
+        with pytest.raises(UserError, match=r"c\.bin: document 1 holds token -1, but"):
+            opened.read(1)
 
 
 def test_a_file_that_is_cut_while_it_is_read_is_an_error_and_no_signal(tmp_path):
