@@ -3,7 +3,6 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import pairwise
 from typing import Any, cast
 
 import torch
@@ -62,13 +61,21 @@ def by_document(
     def act() -> tuple[Tensor, ...]:
         rows = []
         for row, places in enumerate(documents.places.tolist()):
+            of_row = [tensor[row : row + 1] for tensor in tensors]
+            later = range(1, len(places))
+            begins = [0, *(index for index in later if places[index] == 0)]
+            ends = [*begins[1:], len(places)]
             pieces = []
-            begins = [index for index, place in enumerate(places) if index == 0 or place == 0]
-            for start, end in pairwise([*begins, len(places)]):
-                parts = (tensor[row : row + 1, ..., start:end, :] for tensor in tensors)
-                pieces.append(hook(*parts, places[start]))
-            rows.append([torch.cat(piece, dim=-2) for piece in zip(*pieces, strict=True)])
-        return tuple(torch.cat(parts, dim=0) for parts in zip(*rows, strict=True))
+            for start, end in zip(begins, ends, strict=True):
+                of_document = [tensor[..., start:end, :] for tensor in of_row]
+                pieces.append(hook(*of_document, places[start]))
+            rows.append(_joined(pieces, dim=-2))
+        return _joined(rows, dim=0)
 
     # Compiled, it would be compiled again for each batch.
     return cast(Any, torch.compiler.disable)(act)()
+
+
+def _joined(parts: list[tuple[Tensor, ...]], dim: int) -> tuple[Tensor, ...]:
+    """Each tensor of all parts in one."""
+    return tuple(torch.cat(several, dim=dim) for several in zip(*parts, strict=True))

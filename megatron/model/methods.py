@@ -318,13 +318,17 @@ class Text:
         query [rows], key [keys]: int64 or float -> [batch, heads, rows, features] and
         [batch, heads, keys, features], without groups
         """
-        q, k = self.q[:, :, rows], self.k[:, :, : len(key)]
-        if self.position.has("on_queries_keys_at"):
-            places = query.to(self.position.origin), key.to(self.position.origin)
+        q = self.q[:, :, rows]
+        k = self.k[:, :, : len(key)]
+        position = self.position
+        if position.has("on_queries_keys_at"):
+            query = query.to(position.origin)
+            key = key.to(position.origin)
             start = self.start + rows.start
-            q, k = self.position.on_queries_keys_at(q, k, *places, start=start, stretch=stretch)
+            q, k = position.on_queries_keys_at(q, k, query, key, start=start, stretch=stretch)
         if self.query_scale is not None:
-            q = (q * self.query_scale[..., rows, None]).to(q.dtype)
+            scale = self.query_scale[..., rows, None]
+            q = (q * scale).to(q.dtype)
         return q, for_each_query_head(k, q.shape[1] // k.shape[1])
 
 

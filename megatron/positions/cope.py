@@ -58,13 +58,16 @@ class CoPE(Position):
         memory["gate_keys"] holds the gates' own keys.
         """
         assert self._q is not None
-        q, self._q = at_least_float32(self._q), None
+        q = at_least_float32(self._q)
+        self._q = None
+        queries, keys = scores.shape[-2:]
+        last = self.vectors.shape[1] - 1
         with without_autocast(q):
-            queries, keys = scores.shape[-2:]
             # Gates of keys after the query are 0: its last key is its own.
-            gates = self._gate_scores(q, scores, x, memory).sigmoid().tril(keys - queries)
+            gates = self._gate_scores(q, scores, x, memory).sigmoid()
+            gates = gates.tril(keys - queries)
             position = gates.flip(-1).cumsum(-1).flip(-1)
-            position = position.clamp(max=self.vectors.shape[1] - 1)
+            position = position.clamp(max=last)
             of_positions = self.scale * (q @ self.bounded("vectors"))  # [..., queries, positions]
             below, above = position.floor(), position.ceil()
             part = position - below

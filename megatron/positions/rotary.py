@@ -190,12 +190,17 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False) ->
     interleaved: the pairs are (2j, 2j + 1)
     """
     half = cos.shape[-1]
-    turning, rest = x.split([2 * half, x.shape[-1] - 2 * half], dim=-1)
-    pairs, of_pair = ((half, 2), -1) if interleaved else ((2, half), -2)
+    still = x.shape[-1] - 2 * half
+    turning, rest = x.split([2 * half, still], dim=-1)
+    pairs, of_pair = (2, half), -2
+    if interleaved:
+        pairs, of_pair = (half, 2), -1
     first, second = turning.unflatten(-1, pairs).unbind(of_pair)
-    turned_pairs = [first * cos - second * sin, second * cos + first * sin]
-    turned = torch.stack(turned_pairs, dim=of_pair).flatten(-2).to(x.dtype)
-    if not rest.shape[-1]:
+    turned_first = first * cos - second * sin
+    turned_second = second * cos + first * sin
+    turned = torch.stack([turned_first, turned_second], dim=of_pair)
+    turned = turned.flatten(-2).to(x.dtype)
+    if not still:
         return turned
     return torch.cat([turned, rest], dim=-1)
 

@@ -80,14 +80,16 @@ class ScaledDistance(Kerple, DistanceBias):
         Fixed ones are the same in every run: a checkpoint holds what is learned and nothing else.
         """
         generator = None if learned else torch.Generator().manual_seed(SEED)
-        for number, (inputs, outputs) in enumerate(((1, WIDTH), (WIDTH, self.shape.heads))):
-            reach = 1 / math.sqrt(inputs)
-            for name, size in (("weight", [outputs, inputs]), ("bias", [outputs])):
-                value = (2 * torch.rand(size, generator=generator) - 1) * reach
-                if learned:
-                    self.register_parameter(f"{name}_{number}", nn.Parameter(value))
-                else:
-                    self.register_buffer(f"{name}_{number}", value, persistent=False)
+        heads = self.shape.heads
+        sizes = ([WIDTH, 1], [WIDTH], [heads, WIDTH], [heads])
+        inputs = (1, 1, WIDTH, WIDTH)
+        for name, size, count in zip(REFERENCE, sizes, inputs, strict=True):
+            reach = 1 / math.sqrt(count)
+            value = (2 * torch.rand(size, generator=generator) - 1) * reach
+            if learned:
+                self.register_parameter(name, nn.Parameter(value))
+            else:
+                self.register_buffer(name, value, persistent=False)
 
     def log_kernel(self, distance: Tensor) -> Tensor:
         x = self.rounded(self.scaled(distance))

@@ -98,21 +98,25 @@ class SelectiveRope(Position):
         Summed in float64: over 16384 tokens float32 has lost what neighbours differ by.
         """
         by_head = x.unflatten(-1, (self.shape.heads, -1))
-        by_head = by_head / (by_head.square().sum(-1, keepdim=True) + NORM_EPSILON).sqrt()
-        step = self._filtered(self._projected(by_head), memory).unflatten(1, (self.shape.heads, -1))
+        squares = by_head.square().sum(-1, keepdim=True)
+        by_head = by_head / (squares + NORM_EPSILON).sqrt()
+        phi = self._projected(by_head)
+        step = self._filtered(phi, memory)
+        step = step.unflatten(1, (self.shape.heads, -1))
         step = step.permute(0, 1, 3, 2)  # [batch, heads, length, pairs]
         if self.log_drift is not None:
-            step = step + self.bounded_to("log_drift", *LOG_DRIFT).exp()[:, None]
+            drift = self.bounded_to("log_drift", *LOG_DRIFT).exp()
+            step = step + drift[:, None]
         if self.gate_weight is not None:
-            gate = F.linear(
-                by_head.flatten(2), self.bounded("gate_weight"), self.bounded("gate_bias")
-            )
-            step = step * gate.sigmoid().transpose(1, 2)[..., None]
+            weight, bias = self.bounded("gate_weight"), self.bounded("gate_bias")
+            gate = F.linear(by_head.flatten(2), weight, bias).sigmoid()
+            step = step * gate.transpose(1, 2)[..., None]
         total = step.double().cumsum(dim=2)
         if "sum" in memory:
             total = total + memory["sum"]
         memory["sum"] = total[:, :, -1:].detach()
-        return (total * self.frequencies).fmod(2 * math.pi).to(x.dtype)
+        angle = (total * self.frequencies).fmod(2 * math.pi)
+        return angle.to(x.dtype)
 
     def _projected(self, by_head: Tensor) -> Tensor:
         """φ before the convolution: [batch, length, heads, part] -> [batch, features, length].
@@ -134,10 +138,12 @@ class SelectiveRope(Position):
         if earlier is None:
             earlier = phi.new_zeros(*phi.shape[:2], before)
         longer = torch.cat([earlier, phi], dim=2)
-        memory["phi"] = longer[:, :, longer.shape[2] - before :].detach()
+        kept = longer.shape[2] - before
+        memory["phi"] = longer[:, :, kept:].detach()
         if self.filter is None:
             return longer.diff(dim=2)
-        return F.conv1d(longer, self.bounded("filter")[:, None], groups=phi.shape[1])
+        weight = self.bounded("filter")[:, None]
+        return F.conv1d(longer, weight, groups=phi.shape[1])
 
 
 def _linear(outputs: int, inputs: int) -> nn.Parameter:
