@@ -15,6 +15,7 @@ import os
 import re
 import sys
 from collections.abc import Mapping, Sequence
+from itertools import takewhile
 from pathlib import Path
 from typing import NoReturn
 
@@ -102,10 +103,9 @@ def checked_config(script: Path, words: Sequence[str]) -> Config | None:
     parser.add_argument("--step")
     given, others = parser.parse_known_args(words)
     # Files come before the script's own options, whose values would look like files.
-    of_options = [index for index, word in enumerate(others) if word.startswith("-")]
-    first = of_options[0] if of_options else len(others)
-    files, overrides = entry.split_words(others[:first], given.conf_dir)
-    overrides += entry.split_words(others[first:])[1]
+    leading = list(takewhile(lambda word: not word.startswith("-"), others))
+    files = entry.split_words(leading, given.conf_dir)[0]
+    overrides = entry.split_words(others)[1]
     if not files and not overrides and script.name != "train.py":
         return None
     return entry.load_configuration(files, overrides, given, PURPOSES.get(script.name))
@@ -119,13 +119,13 @@ def launch(script: Path, words: Sequence[str], config: Config | None) -> NoRetur
     if not cuda:
         environment["DS_ACCELERATOR"] = "cpu"
     on_this_machine = script.name in ON_THIS_MACHINE
-    if config is not None and config.launch.hostfile is not None and not on_this_machine:
+    if config and config.launch.hostfile is not None and not on_this_machine:
         _become(on_many_machines(script, words, config), environment)
 
     devices = devices_for(script, config)
     if cuda:
         environment["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, devices))
-    if config is not None and script.name == "train.py":
+    if config and script.name == "train.py":
         with_parent(config)  # a missing parent is found before processes start
         count = len(devices)
         config.check_batch(count)
@@ -135,8 +135,8 @@ def launch(script: Path, words: Sequence[str], config: Config | None) -> NoRetur
     command = ["-u", str(script), *words]
     if on_this_machine and len(devices) == 1:
         _become(command, environment)
-    port = config.launch.master_port if config is not None else None
-    ranks = environments(environment, len(devices), port or free_port())
+    port = (config.launch.master_port if config else None) or free_port()
+    ranks = environments(environment, len(devices), port)
     if len(ranks) == 1:
         _become(command, ranks[0])
     ending = Launcher().run([sys.executable, *command], ranks)
@@ -161,8 +161,7 @@ def devices_for(script: Path, config: Config | None) -> list[Device]:
     devices: list[Device] = list(range(count))
     names = os.environ.get("CUDA_VISIBLE_DEVICES")
     if cuda and names:
-        of_names = [int(name) if name.isdecimal() else name for name in names.split(",")]
-        devices = of_names[:count]
+        devices = names.split(",")[:count]
 
     wanted = None
     every = cuda  # on the CPU one process is enough, unless more are asked for

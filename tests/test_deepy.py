@@ -82,7 +82,7 @@ def devices(monkeypatch, count, *words, visible=None, script="train.py"):
 def test_every_visible_cuda_device_gets_a_process_and_the_cpu_one(monkeypatch):
     assert devices(monkeypatch, 4) == [0, 1, 2, 3]
     assert devices(monkeypatch, 4, "num_gpus=2") == [0, 1]
-    assert devices(monkeypatch, 2, visible="3,5") == [3, 5]
+    assert devices(monkeypatch, 2, visible="3,5") == ["3", "5"]
     assert devices(monkeypatch, 1, visible="MIG-0f") == ["MIG-0f"]
     assert devices(monkeypatch, 4, script="evaluate.py") == [0, 1, 2, 3]
     assert devices(monkeypatch, 4, script="generate.py") == [0]

@@ -142,8 +142,7 @@ def weights_of(path: Path, record: Mapping[str, Any]) -> str:
 
 def note_opened(path: Path, record: Mapping[str, Any]) -> None:
     """Log what a checkpoint holds, and that its files cannot be verified where that is so."""
-    step, vocab, config_hash = record["step"], record["vocab"], record["config_hash"]
-    logger.info("%s: step %d, %d rows of vocabulary, config %s", path, step, vocab, config_hash)
+    logger.info("%s: step %d, config %s", path, record["step"], record["config_hash"])
     if not is_verifiable(record):
         logger.info("%s: written before checkpoints had sums, so its files are not verified", path)
 

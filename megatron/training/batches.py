@@ -3,6 +3,7 @@
 import logging
 import time
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -89,11 +90,9 @@ def _tokenizer_of(config: Config, tokens: TokenFile) -> dict[str, Any]:
 def likely_rows(config: Config) -> int:
     """Rows of the embedding: by the data if they are at hand, else GPT-2's."""
     size = VOCAB
-    try:
+    with suppress(UserError):
         tokens = open_parts(config.data, ["train"])["train"].files[0]
         size = tokens.meta.get("tokenizer", {}).get("vocab_size", VOCAB)
-    except UserError:
-        pass
     return padded_vocab(size, config.model.make_vocab_size_divisible_by)
 
 

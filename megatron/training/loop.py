@@ -227,12 +227,18 @@ def train(config: Config, grid: Grid) -> Path | None:
                         loss = trainer.validate(windows, training.eval_iters, stops=stop.wanted)
                     stops = stop.reason is not None
                     if loss is not None:
-                        numbers = validation_numbers(loss, step)
-                        numbers["length"] = config.data.seq_length_val
+                        if not math.isfinite(loss):
+                            raise UserError(
+                                f"validation: its loss is {loss} at step {step}, no checkpoint of"
+                                f" this step is written - {checkpoint.CURE}"
+                            )
+                        perplexity = math.exp(min(loss, 700.0))
+                        at = config.data.seq_length_val
+                        numbers = {"loss": loss, "perplexity": perplexity, "length": at}
                         metrics.log(step, "valid", numbers)
                         logger.info(
                             f"step {step}: validation loss {loss:.4f}, perplexity"
-                            f" {numbers['perplexity']:.3f} at length {numbers['length']}"
+                            f" {perplexity:.3f} at length {at}"
                         )
                 if saves or stops:
                     saved = save()
@@ -297,14 +303,11 @@ class Losses:
             self.unchecked.append((step, numbers))
             return
         self.skipped += 1
-        what = self._describe(step, numbers)
         allowed = self.config.training.skip_nonfinite
+        what = f"{self._describe(step, numbers)}: skipped, {self.skipped} of {allowed}"
         if self.skipped > allowed:
-            raise UserError(
-                f"{what}, and {allowed} steps were skipped before it (skip_nonfinite: {allowed})"
-                f" - {checkpoint.CURE}"
-            )
-        logger.warning(f"{what}: skipped, {self.skipped} of {allowed}")
+            raise UserError(f"{what} (skip_nonfinite) - {checkpoint.CURE}")
+        logger.warning(what)
 
     def check(self) -> list[tuple[int, float]]:
         """Steps since the last check with their mean losses over all ranks.
@@ -331,16 +334,6 @@ class Losses:
             if not math.isfinite(loss):
                 return f"loss: {loss} at step {step} on rank {rank}"
         return f"gradient norm: {everyones[0][1]} at step {step}"
-
-
-def validation_numbers(loss: float, step: int) -> dict[str, Any]:
-    """Loss and perplexity; raises UserError if the loss is not finite."""
-    if not math.isfinite(loss):
-        raise UserError(
-            f"validation: its loss is {loss} at step {step}, no checkpoint of this step"
-            " is written - continue from an earlier one with a lower optimizer.params.lr"
-        )
-    return {"loss": loss, "perplexity": math.exp(min(loss, 700.0))}
 
 
 def _console_line(numbers: Mapping[str, Any], learned: Mapping[str, Tensor], pairs: Any) -> str:

@@ -25,7 +25,7 @@ import yaml
 from torch import Tensor
 
 from megatron.config.schema import Logging, Model
-from megatron.errors import UserError, cannot_write, in_words
+from megatron.errors import cannot_write, in_words
 from megatron.files import write_text
 from megatron.model import Architecture
 from megatron.model.size import BACKWARD, attention_flops, palm_weights
@@ -175,8 +175,6 @@ class Metrics:
                 from torch.utils.tensorboard import SummaryWriter  # slow to import
 
                 self.events = SummaryWriter(settings.tensorboard_dir, purge_step=purge_step)
-            except ImportError:
-                raise UserError(f"{place}: needs a package - pip install tensorboard") from None
             except OSError as fault:
                 raise cannot_write(place, fault) from None
             self.writers[place] = self._write_events

@@ -79,6 +79,16 @@ def copy_of(trained: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(trained, tmp_path / "copy"))
 
 
+def interrupted(run: Path, step: int, folder: Path) -> Path:
+    """A copy of a run that was killed after its checkpoint of that step."""
+    shutil.copytree(run, folder)
+    for path in folder.glob("global_step*"):
+        if int(path.name.removeprefix("global_step")) > step:
+            shutil.rmtree(path)
+    (folder / "latest").write_text(f"global_step{step}")
+    return folder
+
+
 @pytest.fixture(scope="session")
 def letters(tmp_path_factory) -> Path:
     """Prefix of 12 documents of letters; documents 3 and 7 have `<`, which is token 60."""

@@ -2,7 +2,6 @@
 
 import json
 import logging
-import shutil
 
 import numpy as np
 import pytest
@@ -21,7 +20,7 @@ from megatron.parallel.grid import Grid
 from megatron.training.batches import Batches, open_text
 from megatron.training.loop import train, train_step
 from megatron.training.trainer import Trainer
-from tests.training.conftest import MODEL, VOCAB, records, tiny
+from tests.training.conftest import MODEL, VOCAB, interrupted, records, tiny
 
 TOKENIZER = {"type": "CharLevelTokenizer", "hash": "aaaa", "vocab_size": 257, "eod": 256}
 OWN = [word for word in tiny() if not word.startswith("tokenizer_type")]
@@ -56,27 +55,16 @@ def blended(texts, folder, *more):
     return load([], [*OWN, *words, f"save={folder}", f"load={folder}", *MODEL, *more])
 
 
-@pytest.fixture(scope="module")
-def run_of_blend(grid, texts, tmp_path_factory):
-    """The folder of an uninterrupted run of eight steps; not to be changed."""
-    folder = tmp_path_factory.mktemp("blended")
-    train(blended(texts, folder), grid)
-    return folder
-
-
-def test_a_blend_is_named_and_resumed_to_the_last_bit(grid, texts, run_of_blend, tmp_path, caplog):
-    record = json.loads((run_of_blend / "global_step4/checkpoint.json").read_text())
+def test_a_blend_is_named_and_resumed_to_the_last_bit(grid, texts, tmp_path, caplog):
+    straight = tmp_path / "straight"
+    train(blended(texts, straight), grid)
+    record = json.loads((straight / "global_step4/checkpoint.json").read_text())
     assert record["corpus"] == "poems 0.25, prose 0.75"
-    folder = tmp_path / "run"
-    shutil.copytree(run_of_blend, folder)
-    shutil.rmtree(folder / "global_step8")
-    (folder / "latest").write_text("global_step4")
+    folder = interrupted(straight, 4, tmp_path / "run")
     train(blended(texts, folder, "num_workers=2"), grid)
     for kind in ("train", "valid"):
-        straight, resumed = records(run_of_blend, kind), records(folder, kind)
-        assert [one["loss"] for one in straight.values()] == [
-            one["loss"] for one in resumed.values()
-        ]
+        for step, one in records(straight, kind).items():
+            assert one["loss"] == records(folder, kind)[step]["loss"]
     with caplog.at_level(logging.INFO):
         train(blended(texts, folder, "train_iters=9", "train_data_weights=[1, 1]"), grid)
     assert "other text: poems 0.5, prose 0.5, was poems 0.25, prose 0.75" in caplog.text

@@ -230,7 +230,7 @@ def test_skipped_steps_are_counted_and_the_count_survives_resuming(
     assert sum(" on rank 0: skipped, " in message for message in caplog.messages) == skipped
     assert records(tmp_path)[24]["skipped"] == skipped
     assert all(record["loss"] is not None for record in records(tmp_path).values())
-    with pytest.raises(UserError, match=r"and 1 steps were skipped before it \(skip_nonfinite: 1"):
+    with pytest.raises(UserError, match=r"skipped, 2 of 1 \(skip_nonfinite\) - "):
         train(lettered(letters, tmp_path / "few", *words, "skip_nonfinite=1"), grid)
 
 

@@ -2,7 +2,6 @@
 
 import math
 import pickle
-import shutil
 from pathlib import Path
 
 import pytest
@@ -19,20 +18,10 @@ from megatron.training.checkpoint import _data_only
 from megatron.training.loop import train
 from megatron.training.optimizer import continue_scale, learning_rate
 from megatron.training.start import Saved, Start, with_schedule
-from tests.training.conftest import copy_of, records, settings, tiny
+from tests.training.conftest import copy_of, interrupted, records, settings, tiny
 
 LLAMA = ["norm=rmsnorm", "activation=swiglu", "num_key_value_heads=2", "qk_norm=true"]
 DOCUMENTS = ["reset_attention_mask=true", "reset_position_ids=true", "eod_mask_loss=true"]
-
-
-def interrupted(run: Path, step: int, folder: Path) -> Path:
-    """A copy of a run that was killed after its checkpoint of that step."""
-    shutil.copytree(run, folder)
-    for path in folder.glob("global_step*"):
-        if int(path.name.removeprefix("global_step")) > step:
-            shutil.rmtree(path)
-    (folder / "latest").write_text(f"global_step{step}")
-    return folder
 
 
 @pytest.mark.parametrize(
