@@ -93,9 +93,7 @@ def evaluate(config: Config | None, options: Options) -> MeasuredRows:
             for windows in by_length:
                 name = f"{protocol} {windows.length}"
                 asked = facts | windows.about | {"length": windows.length, "text": windows.text}
-                # Means between other positions are another answer.
-                edges = {"position_edges": list(windows.edges)} if windows.edges else {}
-                row = answered(asked | edges, existing)
+                row = answered(asked, existing)
                 spent = "kept from an earlier call"
                 if row is None:
                     model.pairs = Pairs()

@@ -121,7 +121,6 @@ VARIANT = tuple(Variant.__annotations__)
 SETTING = tuple(Setting.__annotations__)
 PLACE = ("length", "text", "tokens", "stride")
 PIECES = tuple(Pieces.__annotations__)
-COLLECTED = tuple(Collected.__annotations__)
 BYTES = ("bytes", "bytes_from", "bits_per_byte")
 EXACT, MEAN = "tokenizer", "card"  # values of bytes_from
 # What widens or narrows attention. Every row has a dtype, so it is no change to report.

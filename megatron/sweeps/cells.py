@@ -34,7 +34,7 @@ from megatron.errors import UserError
 from megatron.evaluation.options import words_fault
 from megatron.files import ROOT
 from megatron.results.files import existing_results, training_log, write_lines
-from megatron.results.row import COLLECTED, Row
+from megatron.results.row import Row
 
 SHIPPED = ROOT / "configs" / "sweeps"
 LONGEST_NAME = 200  # characters of a cell's folder; most disks take 255
@@ -371,23 +371,16 @@ def described(cell: Cell, state: State) -> str:
 def finished_rows(sweep: Sweep) -> list[Row]:
     """Rows of all finished evaluations.
 
-    Each has also `sweep`, `cell`, the size of the corpus and the seconds of a training step. If the
-    data are absent, facts of the corpus in an earlier results.jsonl are used again.
+    Each has also `sweep`, `cell`, the size of the corpus if it is here, and the seconds of a step.
     """
-    earlier: dict[str, Values] = {}
-    with contextlib.suppress(UserError):  # `collect` says what is wrong with the file
-        for row in existing_results(sweep.results):
-            kept = {key: value for key, value in row.items() if key in COLLECTED}
-            earlier[row["config_hash"]] = kept
     rows: list[Row] = []
     for cell in sweep.cells:
         facts = {"sweep": sweep.name, "cell": cell.values}
-        facts |= earlier.get(cell.config.hash, {})
+        facts["seconds_per_step"] = seconds_per_step(cell)
         with contextlib.suppress(UserError):  # the data are absent
             files = open_parts(cell.config.data, ["train"])["train"].files
             facts["corpus_documents"] = sum(map(len, files))
             facts["corpus_tokens"] = sum(int(tokens.tokens) for tokens in files)
-        facts["seconds_per_step"] = seconds_per_step(cell) or facts.get("seconds_per_step")
         try:
             for evaluation in cell.evaluations:
                 rows += [cast(Row, {**row, **facts}) for row in cell.rows(evaluation)]

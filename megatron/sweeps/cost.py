@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from megatron.config import Config
+from megatron.config.schema import as_list
 from megatron.errors import UserError
 from megatron.evaluation.protocols import Request
 from megatron.model import Architecture, size
@@ -69,16 +70,13 @@ def evaluation_flops(options: Mapping[str, Any], config: Config, vocab: int) -> 
 
     Each target counts once; `tail` and `sliding` compute some of them several times.
     """
-
-    def several(key: str, default: Any = None) -> list[Any]:
-        value = options.get(key, default)
-        return list(value) if isinstance(value, list | tuple) else [value]
-
     measured = config.evaluation
-    lengths = several("lengths", options.get("eval_lengths", measured.eval_lengths))
-    variants = math.prod(len(several(key)) for key in ATTENTION_INPUTS)
+    lengths = as_list(options.get("lengths", options.get("eval_lengths", measured.eval_lengths)))
+    protocols = as_list(options.get("protocol", "equal_tokens"))
+    varied = [options[key] for key in ATTENTION_INPUTS if options.get(key) is not None]
+    variants = math.prod(len(as_list(values)) for values in varied)
     total = 0.0
-    for protocol, length in itertools.product(several("protocol", "equal_tokens"), lengths):
+    for protocol, length in itertools.product(protocols, lengths):
         tokens = options.get("eval_tokens", measured.eval_tokens)
         if protocol == "paper":
             tokens = options.get("windows", Request.windows) * length
