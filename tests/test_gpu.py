@@ -1,7 +1,6 @@
 """Model and engine on a CUDA device; `make gpu-check` runs all gpu tests alone."""
 
 import math
-import pickle
 
 import pytest
 import torch
@@ -76,27 +75,3 @@ def test_batches_for_cuda_are_pinned():
         batch = next(batches(samples, 2, num_workers=workers, pin_memory=True))
         assert batch.is_pinned()
         assert batch.tolist() == [[0, 1, 2, 3, 4], [10, 11, 12, 13, 14]]
-
-
-def test_a_snapshot_names_what_asked_for_memory_also_where_it_is_not_enough(tmp_path):
-    for package in ("pydantic", "yaml"):
-        pytest.importorskip(package)
-    from megatron.config.schema import Logging
-    from megatron.parallel.grid import Grid
-    from megatron.training.profiling import Profiling
-
-    device = torch.device("cuda")
-    for folder, size in ((tmp_path / "enough", 1000), (tmp_path / "lack", 2**50)):
-        asked = Logging(memory_profiling=True, memory_profiling_path=str(folder))
-        with (
-            pytest.raises(torch.OutOfMemoryError) if size > 1000 else torch.no_grad(),
-            Profiling(asked, None, Grid(device=device), done=0) as profiling,
-            profiling.step(1),
-        ):
-            small = torch.zeros(77, device=device)
-            large = torch.zeros(size, device=device)
-            del small, large
-        with (folder / "memory_rank0.pickle").open("rb") as file:
-            snapshot = pickle.load(file)
-        events = [event for trace in snapshot["device_traces"] for event in trace]
-        assert any(event["action"] == "alloc" and event["frames"] for event in events)

@@ -76,7 +76,12 @@ def eager(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, **more: Any) -> 
     return (attended @ v.to(attended.dtype)).to(q.dtype)
 
 
-def probabilities(
+def probabilities(q: Tensor, k: Tensor, bias: Tensor | None, **more: Any) -> Tensor:
+    """How much of each key a query takes: [batch, heads, queries, keys], at least float32."""
+    return all_scores(q, k, bias, **more).softmax(dim=-1)
+
+
+def all_scores(
     q: Tensor,
     k: Tensor,
     bias: Tensor | None,
@@ -89,7 +94,7 @@ def probabilities(
     on_scores: Callable[[Tensor], Tensor] | None = None,
     score_bias: ScoreBias | None = None,
 ) -> Tensor:
-    """How much of each key a query takes: [batch, heads, queries, keys], at least float32."""
+    """Scores, -inf where masked: [batch, heads, queries, keys], at least float32."""
     dtype = torch.promote_types(q.dtype, torch.float32)
     queries, keys = q.shape[2], k.shape[2]
     key = torch.arange(keys, device=q.device)
@@ -108,8 +113,7 @@ def probabilities(
         scores = scores + score_bias.bias(query).to(dtype)
     if on_scores is not None:
         scores = on_scores(scores)
-    scores = scores.masked_fill(mask(query, key, window, chunk, segments), -math.inf)
-    return scores.softmax(dim=-1)
+    return scores.masked_fill(mask(query, key, window, chunk, segments), -math.inf)
 
 
 def mask(

@@ -77,55 +77,58 @@ def groups_of_heads(
 
 def first_keys(inputs: Inputs) -> FirstKeys | None:
     """What may be skipped, or None if nothing can be or asking would cost more."""
-    q, bias, scope = inputs.q, inputs.bias, inputs.scope
+    q, k, scope, score_bias = inputs.q, inputs.k, inputs.scope, inputs.score_bias
     too_small = scope.keys < FEWEST_KEYS or scope.queries < GRAIN
     without_bound = inputs.weight is not None or inputs.index_bias is not None
     if too_small or without_bound or not inputs.on_cpu or torch.compiler.is_compiling():
         return None
-    if inputs.score_bias is None:
-        if bias is None:
-            return None
-        # Whether the table alone puts some key far enough below another.
-        wide = torch.promote_types(q.dtype, torch.float32)
-        if not _most_beyond(bias, scope, wide)[:, -1].min() < -_gap(wide):
-            return None
-    firsts = first_of_grains(q, inputs.k, bias, inputs.score_bias, scope)
-    # Heads that begin together are computed together.
-    rounded = (firsts // GRAIN * GRAIN).clamp(min=0)
-    return rounded.tolist() if rounded.any() else None
-
-
-def first_of_grains(
-    q: Tensor, k: Tensor, bias: Tensor | None, score_bias: ScoreBias | None, scope: Scope
-) -> Tensor:
-    """The first key that counts by the bounds of its scores, for each GRAIN queries and head.
-
-    [grains, heads] int64 on the device of q, which need not be waited for; it may be negative. At
-    least one of bias and score_bias is given.
-    """
     wide = torch.promote_types(q.dtype, torch.float32)
-    gap = _gap(wide)
+    # e to the power of minus this is 0, also after rounding: 105 for float32.
+    numbers = torch.finfo(wide)
+    gap = 1 - math.log(numbers.smallest_normal) - math.log(numbers.eps) + math.log(2)
+    most_beyond = None  # the greatest bias at a distance and beyond, less that at 0: [heads, keys]
+    if inputs.bias is not None:
+        bias = inputs.bias.detach()[:, : scope.keys].to(wide)
+        most_beyond = bias.flip(1).cummax(1).values.flip(1) - bias[:, :1]
+    # Whether the table alone puts some key far enough below another.
+    falls = most_beyond is not None and bool(most_beyond[:, -1].min() < -gap)
+    if score_bias is None and not falls:
+        return None
+
     # The most that a product of a query exceeds that with its own key, and a rounding more. The
     # product with the own key would give a closer bound, at twice the cost.
     of_queries = torch.linalg.vector_norm(q.detach(), dim=-1, dtype=wide)
     of_keys = torch.linalg.vector_norm(k.detach(), dim=-1, dtype=wide)
     both = of_queries * (of_keys.amax(2, keepdim=True) + of_keys[:, :, scope.before :])
     # Each of two products is rounded by at most head_dim units in the last place.
-    rounding = 4 * (q.shape[-1] + 8) * torch.finfo(wide).eps
-    excess = both * (1 + rounding) / math.sqrt(q.shape[-1])  # [batch, heads, queries]
-    most_beyond = None if bias is None else _most_beyond(bias, scope, wide)
+    rounding = 4 * (q.shape[-1] + 8) * numbers.eps
+    excess = both * (1 + rounding) / math.sqrt(q.shape[-1])
+    excess = _in_grains(excess)  # [batch, heads, grains, GRAIN]
+    first_queries = torch.arange(scope.before, scope.keys, GRAIN)  # of grains, among all keys
     if score_bias is not None:
-        return _by_content(excess, most_beyond, score_bias, scope, gap)
-    assert most_beyond is not None
-    excess = _in_grains(excess).amax((0, 3))  # [heads, grains]
-    nearest_skipped = torch.searchsorted(-most_beyond, excess + gap, right=True)
-    return (_first_queries(scope, excess.device) + 1 - nearest_skipped).mT
+        firsts = _by_content(excess, most_beyond, score_bias, first_queries, scope, gap)
+    else:
+        assert most_beyond is not None
+        largest = excess.amax((0, 3))  # [heads, grains]
+        nearest_skipped = torch.searchsorted(-most_beyond, largest + gap, right=True)
+        firsts = (first_queries + 1 - nearest_skipped).mT
+    # Heads that begin together are computed together.
+    rounded = (firsts // GRAIN * GRAIN).clamp(min=0)
+    return rounded.tolist() if rounded.any() else None
 
 
 def _by_content(
-    excess: Tensor, most_beyond: Tensor | None, score_bias: ScoreBias, scope: Scope, gap: float
+    excess: Tensor,
+    most_beyond: Tensor | None,
+    score_bias: ScoreBias,
+    first_queries: Tensor,
+    scope: Scope,
+    gap: float,
 ) -> Tensor:
-    """The same with a bias by content: keys before GRAIN, 2 GRAIN, … have bounds."""
+    """First keys with a bias by content: [grains, heads].
+
+    Keys before GRAIN, 2 GRAIN, … have bounds.
+    """
     w = score_bias.w.detach()
     near = _in_grains(w[:, :, scope.before :])  # [batch, heads, grains, GRAIN, rank]
     origin = near[:, :, :, -1:]  # w of a grain's last key: large sums say little by themselves
@@ -138,12 +141,11 @@ def _by_content(
     if score_bias.u is not None:
         u = _in_grains(score_bias.u.detach()).to(near.dtype)
         near = u * near
-    beyond_own_key = (_in_grains(excess) - near.sum(-1)).amax(3)  # [batch, heads, grains]
+    beyond_own_key = (excess - near.sum(-1)).amax(3)  # [batch, heads, grains]
 
-    first_queries = _first_queries(scope, w.device)
-    boundaries = torch.arange(1, most_w.shape[2] + 1, device=w.device) * GRAIN
+    boundaries = torch.arange(1, most_w.shape[2] + 1) * GRAIN
     firsts = []
-    for grains in torch.arange(len(first_queries), device=w.device).split(GRAINS_AT_ONCE):
+    for grains in torch.arange(len(first_queries)).split(GRAINS_AT_ONCE):
         most = most_w[:, :, None] - origin[:, :, grains]
         if u is not None:  # the greatest product of a query's u and a w between the bounds
             least = least_w[:, :, None] - origin[:, :, grains]
@@ -160,28 +162,9 @@ def _by_content(
     return torch.cat(firsts)
 
 
-def _first_queries(scope: Scope, device: torch.device) -> Tensor:
-    """The index of each grain's first query among all keys: [grains] int64."""
-    return torch.arange(scope.before, scope.keys, GRAIN, device=device)
-
-
 def _in_grains(x: Tensor) -> Tensor:
     """[batch, heads, queries, …] -> [batch, heads, grains, GRAIN, …], the last row repeated."""
     queries = x.shape[2]
     grains = -(-queries // GRAIN)
-    index = torch.arange(grains * GRAIN, device=x.device).clamp(max=queries - 1)
+    index = torch.arange(grains * GRAIN).clamp(max=queries - 1)
     return x[:, :, index].unflatten(2, (grains, GRAIN))
-
-
-def _gap(dtype: torch.dtype) -> float:
-    """e to the power of minus this is 0 in `dtype`, also after rounding: 105 for float32."""
-    numbers = torch.finfo(dtype)
-    least = math.log(numbers.smallest_normal) + math.log(numbers.eps)
-    return 1 - least + math.log(2)
-
-
-def _most_beyond(bias: Tensor, scope: Scope, dtype: torch.dtype) -> Tensor:
-    """The greatest bias at a distance and beyond, less that at 0: [heads, keys] in `dtype`."""
-    bias = bias.detach()[:, : scope.keys].to(dtype)
-    beyond = bias.flip(1).cummax(1).values.flip(1)
-    return beyond - bias[:, :1]

@@ -16,18 +16,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron.attention.eager import ScoreBias
-from megatron.attention.first_keys import GRAIN, first_of_grains
-from megatron.attention.scope import Scope
-
 MOST_SUMS = 64 * 2**20
 """float32 numbers (256 MiB) in which the tables' gradients are summed at once.
 
 More only where one pair of batch and head needs more: from about 46,000 tokens on.
 """
-FEWEST_KEYS = 8192
-"""With fewer, some twenty small launches would cost more than a few percent of the forward pass, by
-estimate: the products of 12 heads at 8192 tokens take an H100 a millisecond or two."""
 
 
 class Tiles(NamedTuple):
@@ -115,7 +108,6 @@ class Call:
         heads, keys = k.shape[1:3]
         self.q, self.k, self.v = aligned(q), aligned(k), aligned(v)
         self.segments = segments
-        self.reach = reach_of(q, k, bias, weight, u, w)
         # Both tables from distance 0 on; the bias is in base 2, with -inf where masked.
         table = torch.full((heads, keys + 2 * PAD), -math.inf, device=k.device)
         inside = slice(PAD, PAD + window)
@@ -141,7 +133,6 @@ class Call:
             "WEIGHT": weight is not None,
             "CHUNK": chunk < keys,
             "SEGMENTS": segments is not None,
-            "BOUNDS": segments is not None or self.reach is not None,
             "DIRECT": q.device.type == "cuda" and torch.version.cuda is not None,
             "PRECISION": "ieee" if ieee else "tf32",
             "CONTENT": (w is not None) + (self.w_low is not None),
@@ -166,64 +157,22 @@ class Call:
         return [stride for x in (self.q, self.k, self.v, *more) for stride in x.stride()[:3]]
 
     def first_keys(self, tiles: Tiles) -> Tensor | None:
-        """For every block of queries, the first key that counts: [batch, heads, blocks] int32.
+        """For every block of queries, the first key of its documents: [batch, blocks] int32.
 
-        It is that of the block's documents, and the first that gets some weight, rounded down.
+        Rounded down; None without documents.
         """
-        if not self.flags["BOUNDS"]:
+        if self.segments is None:
             return None
-        batch, heads, queries, _ = self.q.shape
-        blocks = blocks_of(queries, tiles.queries)
-        first = torch.zeros(batch, heads, blocks, dtype=torch.int64, device=self.q.device)
-        if self.segments is not None:
-            overlap = _documents_overlap(self.segments, queries, tiles)
-            first_block = overlap.byte().argmax(2)
-            first = torch.maximum(first, (first_block * tiles.keys)[:, None])
-        if self.reach is not None:
-            # A block of queries lies in one grain: its size divides GRAIN.
-            grain = torch.arange(blocks, device=first.device) * tiles.queries // GRAIN
-            whole_grains = self.reach // GRAIN * GRAIN
-            first = torch.maximum(first, whole_grains[grain].mT)
-        return first.to(torch.int32)
+        overlap = _documents_overlap(self.segments, self.q.shape[2], tiles)
+        return (overlap.byte().argmax(2) * tiles.keys).to(torch.int32)
 
     def last_queries(self, tiles: Tiles) -> Tensor | None:
-        """For every block of keys, the end of the queries that it counts for: as `first_keys`."""
-        if not self.flags["BOUNDS"]:
+        """For every block of keys, the end of the queries of its documents: as `first_keys`."""
+        if self.segments is None:
             return None
-        batch, heads, queries, _ = self.q.shape
-        blocks = blocks_of(self.k.shape[2], tiles.keys)
-        end = torch.full((batch, heads, blocks), queries, device=self.q.device)
-        if self.segments is not None:
-            overlap = _documents_overlap(self.segments, queries, tiles)
-            blocks_after = overlap.byte().flip(1).argmax(1)
-            end_block = overlap.shape[1] - blocks_after
-            end = torch.minimum(end, (end_block * tiles.queries)[:, None])
-        if self.reach is not None:
-            end_key = (torch.arange(blocks, device=end.device) + 1) * tiles.keys
-            sees = self.reach.mT[:, :, None] < end_key  # [heads, grains, blocks]
-            grain = torch.arange(1, self.reach.shape[0] + 1, device=end.device)
-            end_grain = (sees * grain[:, None]).amax(1)
-            end = torch.minimum(end, end_grain * GRAIN)
-        return end.to(torch.int32)
-
-
-def reach_of(
-    q: Tensor,
-    k: Tensor,
-    bias: Tensor | None,
-    weight: Tensor | None,
-    u: Tensor | None,
-    w: Tensor | None,
-) -> Tensor | None:
-    """Which keys get some weight, as `first_of_grains` says; None if asking is not worth it.
-
-    The GPU is not waited for.
-    """
-    scope = Scope(q.shape[2], k.shape[2], None, None)
-    without_bound = weight is not None or (bias is None and w is None)
-    if without_bound or scope.keys < FEWEST_KEYS or scope.queries < GRAIN:
-        return None
-    return first_of_grains(q, k, bias, None if w is None else ScoreBias.of((u, w)), scope)
+        overlap = _documents_overlap(self.segments, self.q.shape[2], tiles)
+        blocks_after = overlap.byte().flip(1).argmax(1)
+        return ((overlap.shape[1] - blocks_after) * tiles.queries).to(torch.int32)
 
 
 def forward_pass(inputs: Inputs) -> tuple[Tensor, Tensor]:

@@ -6,12 +6,11 @@ ragged ends, and no read is out of bounds. Scores are in base 2 (bias and `scale
 
 Shapes and names are those of megatron.attention. Tiles are [BLOCK_Q, BLOCK_K]; COLUMNS is head_dim
 rounded up to a power of two. `position` is a query's index among the keys, `row` its index among
-the queries. `bounds` says for every pair of batch and head, and block, where the keys or queries
-that count for it begin or end: those of its documents, and those that get some weight (see
-triton_passes.py). A prefix d means the gradient of the loss: dout, dq, dscores.
+the queries. `bounds` says for every text of the batch and block where the keys or queries of its
+documents begin or end. A prefix d means the gradient of the loss: dout, dq, dscores.
 
 Outputs are laid out as [batch, length, heads, head_dim], statistics of rows (lse, delta) as
-[batch, heads, queries]. The flags WEIGHT, CHUNK, SEGMENTS and BOUNDS say which pointers are read,
+[batch, heads, queries]. The flags WEIGHT, CHUNK and SEGMENTS say which pointers are read,
 DIRECT how tables are (see `_read`), TABLES whether gradients of tables are wanted.
 
 A bias by content is u [batch, heads, queries] times w [batch, heads, keys]. CONTENT says how many
@@ -146,16 +145,16 @@ def _of_pair(pair, heads, queries, keys, bias, weight, table_row, segments, u, w
 
 @triton.jit
 def _visible_keys(
-    block, pair, bounds, before, keys, window, chunk,
-    BLOCK_Q: tl.constexpr, BOUNDS: tl.constexpr,
+    block, batch, bounds, before, keys, window, chunk,
+    BLOCK_Q: tl.constexpr, SEGMENTS: tl.constexpr,
 ):  # fmt: skip
     """The keys that some query of a block may attend to: first, end."""
     start = before + block * BLOCK_Q
     first_of_window = start - window + 1
     first_of_chunk = (start // chunk - 1) * chunk
     first = tl.maximum(tl.maximum(first_of_window, first_of_chunk), 0)
-    if BOUNDS:
-        first = tl.maximum(first, tl.load(bounds + pair * tl.num_programs(0) + block))
+    if SEGMENTS:
+        first = tl.maximum(first, tl.load(bounds + batch * tl.num_programs(0) + block))
     end = tl.minimum(start + BLOCK_Q, keys)
     return first, end
 
@@ -167,7 +166,7 @@ def forward(
     table_row, heads, queries, keys, window, chunk, scale,
     HEAD_DIM: tl.constexpr, COLUMNS: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
     WEIGHT: tl.constexpr, CHUNK: tl.constexpr, SEGMENTS: tl.constexpr, DIRECT: tl.constexpr,
-    BOUNDS: tl.constexpr, PRECISION: tl.constexpr, CONTENT: tl.constexpr, ONES: tl.constexpr,
+    PRECISION: tl.constexpr, CONTENT: tl.constexpr, ONES: tl.constexpr,
 ):  # fmt: skip
     """One block of queries: out, and lse, the log2 of each row's sum of exponentials in base 2."""
     block = tl.num_programs(0) - 1 - tl.program_id(0)  # the longest first
@@ -189,7 +188,7 @@ def forward(
     row_u = _read_u(u, row, valid, CONTENT, ONES)
     query = _tokens(segments, w, w_low, position, valid, SEGMENTS, CONTENT)
     first, end = _visible_keys(
-        block, pair, bounds, keys - queries, keys, window, chunk, BLOCK_Q, BOUNDS
+        block, batch, bounds, keys - queries, keys, window, chunk, BLOCK_Q, SEGMENTS
     )
     distance = tl.arange(0, BLOCK_Q)[:, None] - tl.arange(0, BLOCK_K)[None, :]
     for start in range(first, end, BLOCK_K):
@@ -251,7 +250,7 @@ def query_gradient(
     table_row, heads, queries, keys, window, chunk, scale, first_pair, distances,
     HEAD_DIM: tl.constexpr, COLUMNS: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
     WEIGHT: tl.constexpr, CHUNK: tl.constexpr, SEGMENTS: tl.constexpr, DIRECT: tl.constexpr,
-    BOUNDS: tl.constexpr, PRECISION: tl.constexpr, TABLES: tl.constexpr, CONTENT: tl.constexpr,
+    PRECISION: tl.constexpr, TABLES: tl.constexpr, CONTENT: tl.constexpr,
     ONES: tl.constexpr,
 ):  # fmt: skip
     """One block of queries: dq, du, and delta, the row sums of out · dout that other programs need.
@@ -301,7 +300,7 @@ def query_gradient(
     row_u = _read_u(u, row, valid, CONTENT, ONES)
     query = _tokens(segments, w, w_low, position, valid, SEGMENTS, CONTENT)
     first, end = _visible_keys(
-        block, pair, bounds, keys - queries, keys, window, chunk, BLOCK_Q, BOUNDS
+        block, batch, bounds, keys - queries, keys, window, chunk, BLOCK_Q, SEGMENTS
     )
     distance = tl.arange(0, BLOCK_Q)[:, None] - tl.arange(0, BLOCK_K)[None, :]
     for start in range(first, end, BLOCK_K):
@@ -351,7 +350,7 @@ def key_gradients(
     table_row, heads, queries, keys, window, chunk, scale,
     HEAD_DIM: tl.constexpr, COLUMNS: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
     WEIGHT: tl.constexpr, CHUNK: tl.constexpr, SEGMENTS: tl.constexpr, DIRECT: tl.constexpr,
-    BOUNDS: tl.constexpr, PRECISION: tl.constexpr, CONTENT: tl.constexpr, ONES: tl.constexpr,
+    PRECISION: tl.constexpr, CONTENT: tl.constexpr, ONES: tl.constexpr,
 ):  # fmt: skip
     """One block of keys: dk, dv and dw; tiles are [BLOCK_K, BLOCK_Q], the left side of tl.dot."""
     block = tl.program_id(0)  # the longest first
@@ -376,8 +375,8 @@ def key_gradients(
     end_of_window = last + window
     end_of_chunk = (last // chunk + 2) * chunk
     end = tl.minimum(tl.minimum(end_of_window, end_of_chunk) - before, queries)
-    if BOUNDS:
-        end = tl.minimum(end, tl.load(bounds + pair * tl.num_programs(0) + block))
+    if SEGMENTS:
+        end = tl.minimum(end, tl.load(bounds + batch * tl.num_programs(0) + block))
     distance = tl.arange(0, BLOCK_Q)[None, :] - tl.arange(0, BLOCK_K)[:, None]
     for start in range(tl.maximum(block * BLOCK_K - before, 0), end, BLOCK_Q):
         tile_distance = before + start - block * BLOCK_K

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.attention.eager import ScoreBias
+from megatron.attention.eager import ScoreBias, all_scores
 from megatron.errors import UserError
 from megatron.model.gpt import GPT
 from megatron.model.settings import Architecture, AttentionSettings
@@ -121,38 +121,21 @@ def scores(
     """q·k/√head_dim with all that the encoding does to it: [heads, length, length].
 
     Scores of later keys are 0. The first token is at `start`.
-    q, k [1, heads, length, head_dim]; x [1, length, hidden]: the layer's input, for on_scores
+    q, k [1, heads, length, head_dim]; x [1, length, hidden]: the layer's input, for content
     """
-    length = q.shape[2]
     q, k = position.on_queries_keys(q, k, start)
+    options: dict[str, Any] = dict.fromkeys(("window", "chunk", "segments", "index_bias"))
+    if position.has("index_bias"):
+        options["index_bias"] = lambda i, j: position.index_bias(start + i, start + j)
     if x is not None:
         q, k = position.on_queries_keys_by_content(q, k, x, {})
-    index = torch.arange(length)
-    distance = (index[:, None] - index).clamp(min=0)
-    result = (q @ k.transpose(-1, -2))[0] / math.sqrt(q.shape[-1])
-    by_name = tables(position, length)
-    if "weight" in by_name:
-        result = result * by_name["weight"][:, distance]
-    if "bias" in by_name:
-        result = result + by_name["bias"][:, distance]
-    if position.has("index_bias"):
-        result = result + position.index_bias(start + index, start + index)
-    if position.has("score_bias") and x is not None:
-        result = result + content_bias(position, x)
-    if position.has("on_scores") and x is not None:
-        result = position.on_scores(result[None], x, {})[0]
-    return result.tril()
-
-
-def content_bias(position: Position, x: Tensor) -> Tensor:
-    """What score_bias adds to a text without earlier tokens: [heads, length, length].
-
-    The key of the query itself gets 0.
-    """
-    score_bias = ScoreBias.of(position.score_bias(x, {}))
-    assert score_bias is not None
-    own_key = torch.arange(x.shape[1])
-    return score_bias.bias(own_key)[0].to(position.origin.dtype)
+        if position.has("score_bias"):
+            options["score_bias"] = ScoreBias.of(position.score_bias(x, {}))
+        if position.has("on_scores"):
+            options["on_scores"] = lambda scores: position.on_scores(scores, x, {})
+    by_name = tables(position, q.shape[2])
+    weight = by_name.get("weight")
+    return all_scores(q, k, by_name.get("bias"), weight=weight, **options)[0].tril()
 
 
 def effects_before(position: Position, end: int) -> dict[str, Tensor]:
@@ -171,8 +154,10 @@ def effects_before(position: Position, end: int) -> dict[str, Tensor]:
     if position.has("index_bias"):
         last = torch.arange(end - 4, end)
         effects["index bias"] = position.index_bias(last, torch.arange(end))
-    if position.has("score_bias"):
-        effects["content bias"] = content_bias(position, x).tril()
+    if position.has("score_bias"):  # less that of the query's own key
+        score_bias = ScoreBias.of(position.score_bias(x, {}))
+        assert score_bias is not None
+        effects["content bias"] = score_bias.bias(torch.arange(CHUNK))[0].float().tril()
     if position.has("on_scores"):
         no_scores = torch.zeros(1, shape.heads, CHUNK, CHUNK)
         effects["content score"] = position.on_scores(no_scores, x, {}).tril()

@@ -21,7 +21,7 @@ from megatron.attention.triton_passes import Tiles, all_tiles, columns
 HEAD_DIM = 64
 FLOATS = {"bias", "weight", "lse", "delta", "dbias", "dweight", "u", "w", "w_low", "du", "dw"}
 MATRICES = {"q", "k", "v", "out", "dout", "dq", "dk", "dv"}
-OFF = ("WEIGHT", "CHUNK", "SEGMENTS", "BOUNDS", "CONTENT", "ONES")
+OFF = ("WEIGHT", "CHUNK", "SEGMENTS", "CONTENT", "ONES")
 
 
 def build(name: str, arch: int, tiles: Tiles) -> dict[str, Any]:

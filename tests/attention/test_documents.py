@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from megatron.attention import attention
-from megatron.attention.documents import TOGETHER, Stretch, stretches_of
+from megatron.attention.documents import stretches_of
 from tests.attention.random_cases import Case, inputs_of, largest_error
 
 KEYS = 700
@@ -55,17 +55,6 @@ def test_documents_one_by_one_are_attention_under_a_mask(option):
         if option == "index":
             inputs.options["index_bias"] = index_bias
         assert largest_error(one_by_one, inputs) < 1e-5, kind
-
-
-def test_neighbours_are_joined_while_they_are_short():
-    sizes = [100, 100, 57, TOGETHER + 1, 1, 2, 240, 14, TOGETHER]
-    numbers = torch.arange(len(sizes)).repeat_interleave(torch.tensor(sizes))
-    (row,) = stretches_of(numbers[None])
-    lengths = [(one.length, one.is_one) for one in row]
-    assert lengths == [(200, False), (57, True), (257, True), (243, False), (14, True), (256, True)]
-    assert row[0] == Stretch(0, 200, False)
-    assert [one.start for one in row[1:]] == [one.end for one in row[:-1]]
-    assert row[-1].end == sum(sizes)
 
 
 def test_a_document_that_comes_back_is_computed_under_the_mask():

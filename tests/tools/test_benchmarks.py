@@ -2,7 +2,6 @@
 
 import json
 import math
-from itertools import groupby
 from statistics import median
 
 import attention as bench_attention
@@ -10,7 +9,7 @@ import pytest
 import step as bench_step
 import torch
 from attention import forks
-from measure import interleaved, ready
+from measure import ready
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -83,15 +82,6 @@ def test_what_cannot_run_has_a_reason_and_a_way_that_is_asked_for_fails():
     too_wide = ["--dtypes", "float32", "--tables", "frozen", "--head_dim", "136"]
     assert bench_attention.main([*CPU, *small, *too_wide, "--ways", "triton"]) == 1
     assert bench_attention.main([*CPU, *small, *too_wide, "--ways", "rotary"]) == 0
-
-
-def test_rounds_rotate():
-    order = []
-    calls = {name: lambda name=name: order.append(name) for name in "abc"}
-    times = interleaved(calls, 3, "cpu")
-    # the first three are warm-up
-    assert "".join(name for name, _ in groupby(order)) == "abc" + "abc" + "bca" + "cab"
-    assert {name: len(found) for name, found in times.items()} == {"a": 3, "b": 3, "c": 3}
 
 
 def test_steps_and_evaluations_are_measured_against_rotary_and_traced(tmp_path, capsys):
