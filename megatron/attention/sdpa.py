@@ -152,7 +152,7 @@ class Blocked(torch.autograd.Function):
     """`in_blocks`, without index_bias; its gradients take memory in proportion to length."""
 
     @staticmethod
-    def forward(ctx: Any, pairs: Pairs | None, scope: Scope, *tensors: Tensor | None) -> Tensor:
+    def forward(ctx: Any, pairs: Pairs | None, scope: Scope, *tensors: Any) -> Tensor:
         inputs = Inputs.of(scope, *tensors)
         ctx.scope, ctx.firsts = scope, first_keys(inputs)
         if pairs is not None:

@@ -35,13 +35,18 @@ class Kind(NamedTuple):
     segments: bool
 
     def __str__(self) -> str:
-        masks = {"window": self.window, "chunk": self.chunk, "segments": self.segments}
-        options = [name for name, _, _ in self.tensors[3:]]
-        options += [name for name, mask in masks.items() if mask]
         _, shape, dtype = self.tensors[0]
-        words = [str(dtype).removeprefix("torch."), f"head_dim {shape[3]}"]
-        words.append(" and ".join(options) or "no table")
-        words += ["with gradients"] if self.learned else []
+        options = [name for name, _, _ in self.tensors[3:]]
+        for mask in ("window", "chunk", "segments"):
+            if getattr(self, mask):
+                options.append(mask)
+        words = [
+            str(dtype).removeprefix("torch."),
+            f"head_dim {shape[3]}",
+            " and ".join(options) or "no table",
+        ]
+        if self.learned:
+            words.append("with gradients")
         return f"{self.device.type} ({', '.join(words)})"
 
 

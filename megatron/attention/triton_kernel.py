@@ -110,8 +110,10 @@ def attention_backward_op(
     gradients = backward_pass(dout, inputs, out, lse, wants_tables=wants_tables)
     found = []
     for gradient, x in zip(gradients, (q, k, v, bias, weight, u, w), strict=True):
-        absent = gradient is None or x is None
-        found.append(q.new_empty(0) if absent else gradient.to(x.dtype))
+        if gradient is None or x is None:
+            found.append(q.new_empty(0))
+        else:
+            found.append(gradient.to(x.dtype))
     return found
 
 

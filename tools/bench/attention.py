@@ -200,12 +200,17 @@ def markdown(rows: list[dict[str, Any]]) -> str:
     ratios: dict[str, list[str]] = {}
     lines = []
     for row in rows:
-        name, ratio = row["candidate"], row["median_ratio"]
-        ratios.setdefault(name, [name]).append("-" if ratio is None else f"{ratio:.2f}")
+        name = row["candidate"]
+        cells = ratios.setdefault(name, [name])
+        if row["median_ratio"] is None:
+            cells.append("-")
+        else:
+            cells.append(f"{row['median_ratio']:.2f}")
         size = f"{row['batch']} x {row['length']}"
         lines.append([name, size, *figures(row), row["reason"] or ""])
     overview = table(["ratio", *lengths], list(ratios.values()))
-    return overview + "\n" + table(["", "batch x length", *FIGURES, "reason"], lines)
+    every_figure = table(["", "batch x length", *FIGURES, "reason"], lines)
+    return f"{overview}\n{every_figure}"
 
 
 if __name__ == "__main__":

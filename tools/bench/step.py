@@ -211,8 +211,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     bench = Bench(options)
     on_gpu = options.device == "cuda"
     dtype = options.dtype or ("bfloat16" if on_gpu else "float32")
-    sizes = [getattr(options, name) for name in SIZES]
-    size = Size(*sizes, dtype, options.device, options.compile)
+    sizes = {name: getattr(options, name) for name in SIZES}
+    size = Size(**sizes, dtype=dtype, device=options.device, compiled=options.compile)
     works = [(True, options.train_length, options.batch or (32 if on_gpu else 1))]
     works.append((False, options.length, 1))
     for work in works:
