@@ -7,13 +7,12 @@ torch's own store and gloo listen on every interface, and ask nobody who connect
 import logging
 import os
 import socket
-import threading
 import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from ipaddress import ip_address
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 import torch.distributed
@@ -39,7 +38,6 @@ LOCAL_RANKS = ("LOCAL_WORLD_SIZE", "LOCAL_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE")
 INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 HEAD_START = 3.0  # seconds in which a launcher that knows more ends this process
 MEETING = 300.0  # seconds in which all processes must come
-JOINING = {"gloo": 45.0, "nccl": 300.0}  # seconds in which those who have met must connect
 SHOWN = 8  # absent ranks in one message
 PAUSE = 0.2  # seconds between two looks
 
@@ -135,10 +133,7 @@ def number(name: str, least: int = 0) -> int:
 
 
 def _join(backend: str, grid: Grid) -> None:
-    """Connect the ranks, in a time in which nobody who is there can miss it.
-
-    torch would wait for 30 minutes for a rank that is gone, and cannot be interrupted there.
-    """
+    """Connect the ranks. Under torchrun they meet through its own store."""
     import deepspeed  # only now: it reads DS_ACCELERATOR when it is imported
     import deepspeed.ops
 
@@ -150,31 +145,16 @@ def _join(backend: str, grid: Grid) -> None:
 
     stay_inside()
     several = grid.ranks > 1
-    is_elastic = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    # Nobody calls torchrun's roll, so some may still be starting.
-    seconds = JOINING[backend] + MEETING if is_elastic else JOINING[backend]
-    place = _meet(grid.rank, grid.ranks) if several and not is_elastic else HashStore()
-    message = (
-        f"ranks: they did not connect to each other within {seconds:g} seconds, so one of them has"
-        " ended or cannot be reached - see its message, and start all again"
-    )
-    timer = threading.Timer(seconds, give_up, [message])
-    timer.daemon = True
-    if several:
-        timer.start()
-    try:
-        if not is_elastic:
-            torch.distributed.init_process_group(
-                backend,
-                store=place,
-                rank=grid.rank,
-                world_size=grid.ranks,
-                timeout=deepspeed.comm.default_pg_timeout,  # DeepSpeed takes over this group
-                device_id=grid.device if grid.device.type == "cuda" and several else None,
-            )
-        deepspeed.init_distributed(dist_backend=backend, auto_mpi_discovery=False, verbose=False)
-    finally:
-        timer.cancel()
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        torch.distributed.init_process_group(
+            backend,
+            store=_meet(grid.rank, grid.ranks) if several else HashStore(),
+            rank=grid.rank,
+            world_size=grid.ranks,
+            timeout=deepspeed.comm.default_pg_timeout,  # DeepSpeed takes over this group
+            device_id=grid.device if grid.device.type == "cuda" and several else None,
+        )
+    deepspeed.init_distributed(dist_backend=backend, auto_mpi_discovery=False, verbose=False)
 
 
 def stay_inside() -> None:
@@ -238,14 +218,6 @@ def _meet(rank: int, ranks: int) -> Store:
             " message, and start all again"
         ) from None
     return place
-
-
-def give_up(message: str) -> NoReturn:
-    """End this process from any of its threads: a message, and status 1."""
-    logger.error(message)
-    for handler in logging.getLogger().handlers:
-        handler.flush()
-    os._exit(1)
 
 
 @contextmanager

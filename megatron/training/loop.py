@@ -146,7 +146,7 @@ def train(config: Config, grid: Grid) -> Path | None:
         stop = Stop(grid, steps=training.exit_interval, minutes=training.exit_duration)
         profiling = Profiling(logs_as, folder_of_logs, grid, done=start.step)
         progress = Progress(start.step, steps)
-        flops = sum(flops_per_token(config.model, vocab))
+        flops = flops_per_token(config.model, vocab)
         peak = logs_as.peak_theoretical_tflops or peak_tflops(grid.device, config.precision.dtype)
         if logs_as.log_gradient_noise_scale and config.precision.dtype == "fp16":
             logger.warning("log_gradient_noise_scale: is not measured with fp16 - use bf16 or fp32")
@@ -218,7 +218,7 @@ def train(config: Config, grid: Grid) -> Path | None:
                         numbers |= trainer.noise.numbers()
                     learned = trainer.model.learned()
                     metrics.log(step, "train", numbers, learned)
-                    line = _console_line(numbers, learned, trainer.model.pairs)
+                    line = _console_line(numbers, learned)
                     logger.info(f"step {step}/{steps}  {line}  {progress.remaining()} left")
                 if validates_now:
                     # Before the checkpoint: after a validation that is not finite none is written.
@@ -336,13 +336,11 @@ class Losses:
         return f"gradient norm: {everyones[0][1]} at step {step}"
 
 
-def _console_line(numbers: Mapping[str, Any], learned: Mapping[str, Tensor], pairs: Any) -> str:
+def _console_line(numbers: Mapping[str, Any], learned: Mapping[str, Tensor]) -> str:
     words = []
     for name, text in SHOWN_NUMBERS.items():
         if numbers.get(name) is not None:
             words.append(text.format(numbers[name]))
-    if pairs.skipped > 0:
-        words.append(f"attention: {pairs}")
     words += [f"{name} {value.mean():.3f}" for name, value in list(learned.items())[:SHOWN]]
     return "  ".join(words)
 

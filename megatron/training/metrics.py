@@ -42,8 +42,8 @@ PEAKS: dict[str, list[float | None]] = yaml.safe_load(
 # --- speed ----------------------------------------------------------------------------------------
 
 
-def flops_per_token(model: Model, vocab: int) -> tuple[float, float]:
-    """(6 N, 12 layers hidden length): FLOPs of one token, forward and backward.
+def flops_per_token(model: Model, vocab: int) -> float:
+    """6 N + 12 layers hidden length: FLOPs of one token, forward and backward.
 
     `hidden` stands for all heads' features.
 
@@ -54,8 +54,7 @@ def flops_per_token(model: Model, vocab: int) -> tuple[float, float]:
     """
     architecture = Architecture.of(model)
     products = 2.0 * palm_weights(architecture, vocab)
-    attention = attention_flops(architecture, keys=float(model.seq_length))
-    return BACKWARD * products, BACKWARD * attention
+    return BACKWARD * (products + attention_flops(architecture, keys=float(model.seq_length)))
 
 
 def utilisation(flops: float, tokens_per_second: float, peak: float | None) -> dict[str, float]:

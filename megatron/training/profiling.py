@@ -15,12 +15,11 @@ from torch.profiler import profile, record_function, schedule
 
 from megatron.config.schema import Logging
 from megatron.errors import in_words
-from megatron.files import atomic_write, write_text
+from megatron.files import atomic_write
 from megatron.parallel.grid import Grid
 
 logger = logging.getLogger(__name__)
 
-OPERATIONS = 40  # lines of the table beside a trace
 EVENTS = 100_000  # allocations and frees that a snapshot remembers, as in GPT-NeoX
 
 
@@ -30,9 +29,8 @@ class Profiling:
     settings: the section `logging`; folder: of the run, or None; done: steps before this start
 
     Writes profile/step{first}-{last}_rank{rank}.trace.json.gz, a Chrome trace that Perfetto opens,
-    a table of the longest operations, .txt, and on CUDA memory_rank{rank}.pickle for
-    https://pytorch.org/memory_viz. A run that ends earlier, also by a lack of memory, writes what
-    there is.
+    and on CUDA memory_rank{rank}.pickle for https://pytorch.org/memory_viz. A run that ends
+    earlier, also by a lack of memory, writes what there is.
     """
 
     def __init__(self, settings: Logging, folder: Path | None, grid: Grid, *, done: int) -> None:
@@ -108,16 +106,13 @@ class Profiling:
     def _write_trace(self, profiler: profile) -> None:
         if self.step_now < self.first:
             return
-        name = f"step{self.first}-{self.step_now}_rank{self.grid.rank}"
-        path = self.place / f"{name}.trace.json.gz"
+        name = f"step{self.first}-{self.step_now}_rank{self.grid.rank}.trace.json.gz"
+        path = self.place / name
         with atomic_write(path) as temporary:
             # The ending says that it is to be packed.
             packed = temporary.with_name(f"{temporary.name}.json.gz")
             profiler.export_chrome_trace(str(packed))
             packed.replace(temporary)
-        order = f"self_{self.grid.device.type}_time_total"
-        table = profiler.key_averages().table(sort_by=order, row_limit=OPERATIONS)
-        write_text(self.place / f"{name}.txt", table + "\n")
         logger.info(f"profile: {path}, for https://ui.perfetto.dev")
 
     @contextmanager
