@@ -151,24 +151,34 @@ def compared(kinds: Mapping[str, Sequence[Row]], against: str | None = None) -> 
             tokenizers.add(row.get("tokenizer"))
             rows_of = places.setdefault(place_of(row), {})
             rows_of.setdefault(label, []).append(row)
+
     comparisons: list[Comparison] = []
     for rows_of in places.values():
-        shared_variant = attention_inputs([row for rows in rows_of.values() for row in rows])
+        theirs = rows_of.get(reference, [])
+        every_row = [row for rows in rows_of.values() for row in rows]
+        changes = attention_inputs(every_row)
         for label, rows in rows_of.items():
             # Without its variant, so that the heading has only what all rows share.
             plain_row = with_facts(rows[0], dict.fromkeys(VARIANT))
-            heading = ", ".join([setting([plain_row]), *shared_variant])
+            heading = ", ".join([setting([plain_row]), *changes])
             if len(tokenizers) > 1:
-                heading += f", tokenizer {plain_row.get('tokenizer') or 'unknown'}"
-            theirs = rows_of.get(reference, [])
-            comparisons.append(_compared(heading, label, rows, reference, theirs))
+                tokenizer = plain_row.get("tokenizer") or "unknown"
+                heading = f"{heading}, tokenizer {tokenizer}"
+            one = _compared(heading, label, rows, reference, theirs)
+            comparisons.append(one)
+
     others = [one for one in comparisons if one.encoding != reference]
     if others and not any(one.difference for one in others):
-        reasons = [f"{one.encoding} at {one.length}: {one.reason}" for one in others]
-        each_once = "\n  ".join(dict.fromkeys(reasons))
+        reasons = {f"{one.encoding} at {one.length}: {one.reason}": None for one in others}
+        each_once = "\n  ".join(reasons)
         raise UserError(f"nothing can be compared with {reference}:\n  {each_once}")
-    corrected = iter(holm([one.p for one in comparisons if one.p is not None]))
-    return [one if one.p is None else replace(one, p=next(corrected)) for one in comparisons]
+
+    p_values = [one.p for one in comparisons if one.p is not None]
+    corrected = iter(holm(p_values))
+    for number, one in enumerate(comparisons):
+        if one.p is not None:
+            comparisons[number] = replace(one, p=next(corrected))
+    return comparisons
 
 
 def _compared(

@@ -56,10 +56,14 @@ def runs(rows: Sequence[Row]) -> dict[str, list[Row]]:
     groups: dict[Hashable, list[Row]] = {}
     for number, of_text in enumerate(by_text(rows)):
         for row in of_text:
-            groups.setdefault((number, run_of(row)), []).append(row)
-    labels = labels_of([group[0] for group in groups.values()], LABELS)
-    ordered = [sorted(group, key=lambda row: row["length"]) for group in groups.values()]
-    return dict(zip(labels, ordered, strict=True))
+            group = groups.setdefault((number, run_of(row)), [])
+            group.append(row)
+    for group in groups.values():
+        group.sort(key=lambda row: row["length"])
+    # What labels tell apart does not change with the length.
+    first_rows = [group[0] for group in groups.values()]
+    labels = labels_of(first_rows, LABELS)
+    return dict(zip(labels, groups.values(), strict=True))
 
 
 def kinds(rows: Sequence[AnyQuestion]) -> dict[str, list[AnyQuestion]]:

@@ -206,24 +206,34 @@ def refusal(
 
 def render(table: Published, cells: Sequence[Compared]) -> str:
     """The table as text; beneath it the reasons of refusals, and the table's caveats."""
-    lines = [f"{table.paper}: {table.quantity}", table.provenance, ""]
     body: list[Sequence[str]] = [TABLE_HEAD]
     refused: dict[str, list[str]] = {}
+    answered = 0
     for cell in cells:
         place = [cell.corpus, cell.encoding, str(cell.length)]
         for reason in cell.refused:
-            refused.setdefault(reason, []).append(" ".join(place))
-        paper = cell.paper if isinstance(cell.paper, str) else " ± ".join(map(str, cell.paper))
-        seeds = str(len(cell.ours)) if cell.ours else ""
-        difference, errors = cell.difference, cell.standard_errors(table.seeds)
-        difference_text = "" if difference is None else f"{difference:+.4g}"
-        errors_text = "" if errors is None else f"{errors:+.1f}"
-        body.append([*place, paper, _ours(cell), seeds, difference_text, errors_text])
+            places = refused.setdefault(reason, [])
+            places.append(" ".join(place))
+        paper = cell.paper
+        if not isinstance(paper, str):
+            paper = " ± ".join(map(str, paper))
+        seeds, difference, errors = "", "", ""
+        if cell.ours:
+            answered += 1
+            seeds = str(len(cell.ours))
+        if cell.difference is not None:
+            difference = f"{cell.difference:+.4g}"
+        standard_errors = cell.standard_errors(table.seeds)
+        if standard_errors is not None:
+            errors = f"{standard_errors:+.1f}"
+        body.append([*place, paper, _ours(cell), seeds, difference, errors])
+
+    lines = [f"{table.paper}: {table.quantity}", table.provenance, ""]
     if cells:
         lines += in_columns(body)
-    answered = len([cell for cell in cells if cell.ours])
     lines += ["", f"{answered} of {len(cells)} cells have our numbers"]
-    lines += [f"refused: {reason} ({first_of(places)})" for reason, places in refused.items()]
+    for reason, places in refused.items():
+        lines.append(f"refused: {reason} ({first_of(places)})")
     lines += [f"caveat: {caveat}" for caveat in table.caveats]
     return "\n".join(lines)
 
@@ -242,9 +252,13 @@ def _ours(cell: Compared) -> str:
     """
     if not cell.ours:
         return "refused" if cell.refused else "missing"
-    digits = ["0.00"] if isinstance(cell.paper, str) else list(map(str, cell.paper))
+    digits = ["0.00"]
+    if not isinstance(cell.paper, str):
+        digits = list(map(str, cell.paper))
     decimals = [len(text.partition(".")[2]) for text in digits]
-    mean = f"{statistics.mean(cell.ours):.{decimals[0]}f}"
+    mean = statistics.mean(cell.ours)
+    text = f"{mean:.{decimals[0]}f}"
     if len(cell.ours) == 1:
-        return mean
-    return f"{mean} ± {statistics.stdev(cell.ours):.{decimals[-1]}f}"
+        return text
+    std = statistics.stdev(cell.ours)
+    return f"{text} ± {std:.{decimals[-1]}f}"

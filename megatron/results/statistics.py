@@ -58,13 +58,15 @@ def mean_of(values: ArrayLike, weights: ArrayLike | None = None) -> Estimate:
     block = block_length(n)
     if n < FEWEST:
         return Estimate(mean, None, 0, n, block, None)
-    sums = np.convolve(deviation, np.ones(block), mode="valid")  # of overlapping batches
+    ones = np.ones(block)
+    sums = np.convolve(deviation, ones, mode="valid")  # of overlapping batches
     batches = sums / block
     scale = n * block / ((n - block + 1) * (n - block))
     long_run = float(scale * (batches**2).sum())
     df = math.floor(1.5 * (n / block - 1))
     df = max(1, min(n - 1, df))
-    return _estimate(mean, long_run, df, n, block, own=float(deviation.var(ddof=1)))
+    own = float(deviation.var(ddof=1))
+    return _estimate(mean, long_run, df, n, block, own)
 
 
 def mean_of_blocks(
@@ -84,20 +86,24 @@ def mean_of_blocks(
     n = len(deviation)
     if n < FEWEST:
         return Estimate(mean, None, 0, n, 1, None)
-    # One window of all blocks where the sizes differ.
-    windows, in_window = (len(sizes), sizes[0]) if len(set(sizes)) == 1 else (1, n)
-    amplitudes = slow_waves(windows, in_window).T @ deviation  # [waves]
+    windows, in_window = len(sizes), sizes[0]
+    if any(size != in_window for size in sizes):
+        windows, in_window = 1, n  # one window of all blocks
+    waves = slow_waves(windows, in_window)
+    amplitudes = waves.T @ deviation  # [waves]
     long_run = float((amplitudes**2).mean())
     df = len(amplitudes)
+
     if 1 < len(sizes) < n:
         # n times the variance of the mean, from independent windows.
-        sums = np.add.reduceat(deviation, np.cumsum([0, *sizes[:-1]]))  # [windows]
-        variance = len(sizes) / (len(sizes) - 1) * (sums**2).sum() / n
-        widths = []
-        for one, freedom in ((variance, len(sizes) - 1), (long_run, df)):
-            widths.append(t_quantile(0.975, freedom) * math.sqrt(one))
-        if widths[0] > widths[1]:
-            long_run, df = float(variance), len(sizes) - 1
+        between_df = len(sizes) - 1
+        starts = np.cumsum([0, *sizes[:-1]])
+        sums = np.add.reduceat(deviation, starts)  # [windows]
+        between = float(len(sizes) / between_df * (sums**2).sum() / n)
+        width = t_quantile(0.975, df) * math.sqrt(long_run)
+        if t_quantile(0.975, between_df) * math.sqrt(between) > width:
+            long_run, df = between, between_df
+
     # The variance of single blocks, around the mean of their position where windows repeat it.
     own = float(deviation.var(ddof=1))
     if windows > 1 and in_window > 1:
@@ -242,18 +248,22 @@ def prefix_curve(edges: Sequence[int], losses: Sequence[float]) -> dict[int, flo
     return {edge: float(total / edge) for edge, total in zip(edges[1:], totals, strict=True)}
 
 
-def half_octaves(edges: Sequence[int], values: ArrayLike) -> tuple[list[float], list[float]]:
+def half_octaves(edges: Sequence[int], values: Sequence[float]) -> tuple[list[float], list[float]]:
     """(middles, means) of wider bins, which begin at powers of √2.
 
     edges: positions [n + 1]; values: means [n] over the positions between edges
     """
-    starts, widths = np.asarray(edges[:-1]), np.diff(edges)
-    octaves = np.floor(2 * np.log2(np.maximum(starts, 1)))
-    _, firsts = np.unique(octaves, return_index=True)
-    sums = np.add.reduceat(widths * np.asarray(values, dtype=np.float64), firsts)
+    starts = np.asarray(edges[:-1])
+    widths = np.diff(edges)
+    octaves = np.log2(np.maximum(starts, 1))
+    bins = np.floor(2 * octaves)
+    _, firsts = np.unique(bins, return_index=True)
+
+    sums = np.add.reduceat(widths * values, firsts)
     sizes = np.add.reduceat(widths, firsts)
     middles = starts[firsts] + sizes / 2
-    return middles.tolist(), (sums / sizes).tolist()
+    means = sums / sizes
+    return middles.tolist(), means.tolist()
 
 
 def wilson(mean: float, n: int, level: float = 0.95) -> tuple[float, float]:
