@@ -66,9 +66,11 @@ def section(name: str) -> str:
     """Everything about one encoding."""
     encoding, position = REGISTRY[name], example(name)
     module = sys.modules[encoding.__module__].__doc__ or ""
+    source = first_sentence(module)
     papers = re.findall(r"\b\d{4}\.\d{5}\b", f"{module} {encoding.__doc__}")
-    links = [f"[arXiv {paper}](https://arxiv.org/abs/{paper})" for paper in dict.fromkeys(papers)]
-    texts = [paragraph(encoding.__doc__), f"{first_sentence(module)} {' '.join(links)}"]
+    for paper in dict.fromkeys(papers):
+        source = f"{source} [arXiv {paper}](https://arxiv.org/abs/{paper})"
+    texts = [paragraph(encoding.__doc__), source]
 
     # The paragraphs of the docstring, and what each option means: here or in a class it extends.
     options = options_of(name)
@@ -76,25 +78,30 @@ def section(name: str) -> str:
     option = re.compile(rf"(?:^|(?<=; ))((?:{names})(?:, (?:{names}))*): ", re.MULTILINE)
     meanings: dict[str, str] = {}
     for ancestor in encoding.__mro__:
-        for part in inspect.cleandoc(ancestor.__doc__ or "").split("\n\n")[1:]:
+        _, *parts = inspect.cleandoc(ancestor.__doc__ or "").split("\n\n")
+        for part in parts:
             before, *found = option.split(part)
             if ancestor is encoding and before:
                 texts.append(part)
-            for shared, meaning in zip(found[::2], found[1::2], strict=True):
-                for key in shared.split(", "):
-                    meanings.setdefault(key, " ".join(meaning.split()).removesuffix(";"))
-    lines = [f"## {name}\n", *(f"{_escaped(text)}\n" for text in texts)]
+            for keys, meaning in zip(found[::2], found[1::2], strict=True):
+                for key in keys.split(", "):
+                    meanings.setdefault(key, meaning.strip().removesuffix(";"))
+
+    lines = [f"## {name}\n"]
+    lines += [f"{_escaped(text)}\n" for text in texts]
     if options:
         lines += ["| option | default | meaning |", "|---|---|---|"]
         for key, parameter in options.items():
             default = _escaped(_as_yaml(parameter.default))
-            lines.append(f"| `{key}` | {default} | {_escaped(meanings.get(key, ''))} |")
+            meaning = _escaped(meanings.get(key, ""))
+            lines.append(f"| `{key}` | {default} | {meaning} |")
         lines.append("")
 
     prices = ["as its options say"]
     if position is not None:
         prices = [price for hook, price in COSTS.items() if position.has(hook)]
-        if position.on_embeddings(torch.zeros(1, 1, SHAPE.hidden)).any():
+        embeddings = torch.zeros(1, 1, SHAPE.hidden)
+        if position.on_embeddings(embeddings).any():
             prices.append("one vector per token, once")
     price = "; ".join(dict.fromkeys(prices)) or "none"
     lines.append(f"Learned numbers: {learned(name)}. Cost: {price}.")

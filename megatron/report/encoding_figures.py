@@ -59,16 +59,19 @@ def panels(position: Position, length: int) -> list[Panel]:
             query, keys = torch.tensor([count - 1]), torch.arange(count)
             of_query = position.index_bias(query, keys)[:, 0]  # [heads, count]
             found.append(Panel(f"bias of query {count - 1}", of_query.flip(1), is_bias=True))
-    ones = torch.ones(1, 1, 1, shape.head_dim).expand(1, shape.heads, length, shape.head_dim)
+    ones = torch.ones(1, 1, 1, shape.head_dim)
+    ones = ones.expand(1, shape.heads, length, shape.head_dim)
     q, k = position.on_queries_keys(ones, ones)
-    product = (q[0, 0, -1].double() * k[0, 0].double()).sum(dim=-1).flip(0)  # [length]
+    last, keys = q[0, 0, -1].double(), k[0, 0].double()
+    product = (last * keys).sum(dim=-1).flip(0)  # [length]
     turned = product / product[0]
     if (turned - 1).abs().max() > 1e-5:
         found.append(Panel("q·k of equal vectors, relative to distance 0", turned[None]))
+    embeddings = torch.zeros(1, length, shape.hidden)
     try:
-        added = position.on_embeddings(torch.zeros(1, length, shape.hidden))[0]
+        added = position.on_embeddings(embeddings)[0]
     except UserError:  # its positions end before that
-        added = position.on_embeddings(torch.zeros(1, shape.train_length, shape.hidden))[0]
+        added = position.on_embeddings(embeddings[:, : shape.train_length])[0]
     if added.any():
         cosine = torch.cosine_similarity(added[-1:], added, dim=1).flip(0)
         found.append(Panel("cosine of what two positions add", cosine[None]))
@@ -111,14 +114,19 @@ def _draw_panel(axes: Axes, panel: Panel) -> None:
     heads, length = panel.values.shape
     distances = sampled(length, 100 if heads > 1 else 500)
     palette = colours(heads) if heads > 1 else ListedColormap(["black"])
-    for head, values in enumerate(panel.values[:, distances]):
+    shown = panel.values[:, distances]
+    for head, values in enumerate(shown):
         axes.plot(distances, values, color=palette(head), linewidth=1.1)
+
     axes.set_xscale("function", functions=(np.log1p, np.expm1))
     axes.set_xlim(0, length)
     axes.set_xlabel("distance d (tokens), scale log(1 + d)")
-    powers = [10**power for power in range(9) if 10**power <= length]
-    labels = [str(power) if power < 1000 else f"$10^{len(str(power)) - 1}$" for power in powers]
-    axes.set_xticks([0, *powers], ["0", *labels])
+    ticks, labels = [0], ["0"]
+    for power in range(9):
+        if 10**power <= length:
+            ticks.append(10**power)
+            labels.append(str(10**power) if power < 3 else f"$10^{power}$")
+    axes.set_xticks(ticks, labels)
     axes.minorticks_off()
     axes.set_title(panel.title, loc="left")
     axes.grid(color="#E8E8E8", linewidth=0.5)
@@ -126,11 +134,14 @@ def _draw_panel(axes: Axes, panel: Panel) -> None:
     axes.axhline(0, color=GREY, linewidth=0.5, zorder=1)
     if not panel.is_bias:
         return
-    lowest, highest = float(panel.values.min()), max(float(panel.values.max()), 0.0)
+
+    lowest = float(panel.values.min())
+    highest = max(float(panel.values.max()), 0.0)
     if lowest < THRESHOLD:
         axes.axhline(THRESHOLD, color=GREY, linewidth=0.7, linestyle=(0, (4, 3)), zorder=1)
     if lowest < CUT:
-        axes.set_ylim(CUT, highest + 0.05 * (highest - CUT))
+        margin = 0.05 * (highest - CUT)
+        axes.set_ylim(CUT, highest + margin)
         axes.set_title(f"{panel.title}, cut at {CUT:g}", loc="left")
 
 

@@ -208,14 +208,18 @@ def reference_of(groups: Mapping[str, Sequence[Row]], against: str | None) -> st
     """
     if against is not None and matching(against, groups):
         return select(against, groups)
-    candidates: dict[tuple[int, int, float], str] = {}
+    candidates = []
     for label, rows in groups.items():
         seeds = {row.get("seed") for row in rows}
         for length in {row["length"] for row in rows}:
-            mean, _ = mean_and_std([row["perplexity"] for row in rows if row["length"] == length])
+            perplexities = [row["perplexity"] for row in rows if row["length"] == length]
+            mean, _ = mean_and_std(perplexities)
             if mean is not None:
-                candidates.setdefault((-len(seeds), -length, mean), label)
-    return candidates[min(candidates)] if candidates else None
+                candidates.append((-len(seeds), -length, mean, label))
+    if not candidates:
+        return None
+    *_, lowest = min(candidates)
+    return lowest
 
 
 def _add_probes(page: Page) -> None:

@@ -248,22 +248,24 @@ def _disagreement(row: Mapping[str, Any]) -> str | None:
     expected = perplexity_of(loss)
     if not math.isclose(perplexity or math.inf, expected or math.inf):
         return f"its perplexity is {perplexity}, but exp({loss:g}) is {expected}"
-    blocks = row.get("block_losses") or []
     windows = row.get("window_losses") or []
+    blocks = row.get("block_losses") or []
+    positions = row.get("position_losses") or []
+    of_windows = row.get("window_tokens") or [1] * len(windows)
+    of_blocks = row.get("block_tokens") or [BLOCK] * len(blocks)
+    of_positions = np.diff(row.get("position_edges") or [0])
     if windows and len(windows) != row["windows"]:
         return f"it has {len(windows)} window_losses of {row['windows']} windows"
-    parts = {
-        "window_losses": row.get("window_tokens") or [1] * len(windows),
-        "block_losses": row.get("block_tokens") or [BLOCK] * len(blocks),
-        "position_losses": np.diff(row.get("position_edges") or [0]),
-    }
-    if blocks and sum(parts["block_losses"]) != row["tokens"]:
-        return f"its blocks have {sum(parts['block_losses'])} tokens, the row {row['tokens']}"
-    for key, weights in parts.items():
-        losses = row.get(key) or []
-        if len(losses) != len(weights) or np.any(np.less(weights, 1)):
-            return f"its {len(losses)} {key} do not fit their {len(weights)} numbers of tokens"
-        mean = np.average(losses, weights=weights) if losses else loss
+    if blocks and sum(of_blocks) != row["tokens"]:
+        return f"its blocks have {sum(of_blocks)} tokens, the row {row['tokens']}"
+    for key, losses, tokens in (
+        ("window_losses", windows, of_windows),
+        ("block_losses", blocks, of_blocks),
+        ("position_losses", positions, of_positions),
+    ):
+        if len(losses) != len(tokens) or min(tokens, default=1) < 1:
+            return f"its {len(losses)} {key} do not fit their {len(tokens)} numbers of tokens"
+        mean = np.average(losses, weights=tokens) if losses else loss
         if not math.isclose(mean, loss, rel_tol=1e-9, abs_tol=ROUNDING):
             return f"its loss is {loss:.6f}, but the mean of its {key} {mean:.6f}"
     return None

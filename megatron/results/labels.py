@@ -1,7 +1,6 @@
 """Labels: rows by what they measured, and the label that `--against` means."""
 
 from collections.abc import Hashable, Mapping, Sequence
-from typing import Any
 
 from megatron.errors import UserError
 from megatron.results.row import (
@@ -31,20 +30,23 @@ def axes_of(rows: Sequence[Question]) -> tuple[str, ...]:
     An axis such as window is called `trained window` if a model was evaluated with another one.
     The corpus to train on counts if models were evaluated on others, too.
     """
-    values_of: dict[str, list[tuple[Question, Any]]] = {}
+    rows_of: dict[str, list[Question]] = {}
     for row in rows:
-        for axis, value in (row.get("cell") or {}).items():
-            values_of.setdefault(axis, []).append((row, value))
+        for axis in row.get("cell") or {}:
+            rows_of.setdefault(axis, []).append(row)
     names: list[str] = []
-    for axis, found in values_of.items():
+    for axis, found in rows_of.items():
+        trained = [(row.get("cell") or {})[axis] for row in found]
         if axis in VARIANT:
-            as_trained = [(row, with_facts(row, {axis: value})) for row, value in found]
-            if any(value_of(row, axis) != value_of(other, axis) for row, other in as_trained):
-                names.append(f"{TRAINED}{axis}")
+            for row, value in zip(found, trained, strict=True):
+                as_trained = with_facts(row, {axis: value})
+                if value_of(row, axis) != value_of(as_trained, axis):
+                    names.append(f"{TRAINED}{axis}")
+                    break
         elif axis == CORPUS_AXIS:
-            pairs = {(str(value), row.get("corpus")) for row, value in found}
-            trained_on, measured_on = ({pair[side] for pair in pairs} for side in (0, 1))
-            if not len(pairs) == len(trained_on) == len(measured_on):
+            measured = [row.get("corpus") for row in found]
+            pairs = {*zip(map(str, trained), measured, strict=True)}
+            if not len(pairs) == len({*map(str, trained)}) == len({*measured}):
                 names.append(axis)
         elif axis not in Row.__annotations__:
             names.append(axis)
@@ -135,15 +137,20 @@ def matching(against: str, kinds: Mapping[str, Sequence[Question]]) -> list[str]
     """
     if against in kinds:
         return [against]
-    return [label for label, rows in kinds.items() if any(_describes(against, r) for r in rows)]
+    found = []
+    for label, rows in kinds.items():
+        if any(_describes(against, row) for row in rows):
+            found.append(label)
+    return found
 
 
 def _describes(text: str, row: Question) -> bool:
-    facts = [f"{axis} {value}" for axis, value in (row.get("cell") or {}).items()]
+    cell = row.get("cell") or {}
+    facts = [f"{axis} {value}" for axis, value in cell.items()]
     for key in LABELS:
         for value in (value_of(row, key), row.get(key)):
-            if value is not None:
-                facts.append(f"{key} {plain(value)}")
-    for fact in sorted(facts, key=len, reverse=True):
+            facts.append(f"{key} {plain(value)}")
+    facts.sort(key=len, reverse=True)
+    for fact in facts:
         text = text.replace(f", {fact}", "", 1)
     return text == row["pos_emb"]

@@ -120,34 +120,39 @@ def tables_of_probes(rows: Sequence[ProbeRow]) -> list[Table]:
         if not row.get("reason"):
             of_probe.setdefault(row["probe"], []).append(row)
     tables = []
-    for task in [probe for probe in TASKS if probe in of_probe]:
+    for task in TASKS:
+        if task not in of_probe:
+            continue
         axis = axis_of(task)
         cells: dict[float, dict[int, str]] = {}
         for row in of_probe[task]:
             guess = row.get("guess")
             guess_rate = "" if guess is None else f"({guess:.2g}) "
+            accuracy = row.get("accuracy") or 0.0
             gain = (row.get("log_probability") or 0.0) - (row.get("without") or 0.0)
-            of_place = cells.setdefault(cast("dict[str, float]", row).get(axis, 0.0), {})
-            of_place[row["length"]] = f"{row.get('accuracy') or 0.0:.2f} {guess_rate}{gain:+.2f}"
+            place = cast("dict[str, float]", row).get(axis, 0.0)
+            by_length = cells.setdefault(place, {})
+            by_length[row["length"]] = f"{accuracy:.2f} {guess_rate}{gain:+.2f}"
         lengths = sorted({row["length"] for row in of_probe[task]})
+        head = [PLACES[axis], *map(str, lengths)]
         body = []
         for place, by_length in sorted(cells.items()):
-            body.append([f"{place:g}", *(by_length.get(length, "") for length in lengths)])
-        title = f"{task}: accuracy, (guess rate), gain in nats"
-        tables.append(Table([PLACES[axis], *map(str, lengths)], body, title=title))
-    reaches = [
-        [str(row["length"]), str(row.get("reach"))] for row in of_probe.get("receptive_field", ())
-    ]
-    if reaches:
+            numbers = [by_length.get(length, "") for length in lengths]
+            body.append([f"{place:g}", *numbers])
+        tables.append(Table(head, body, title=f"{task}: accuracy, (guess rate), gain in nats"))
+    if fields := of_probe.get("receptive_field"):
+        body = [[str(row["length"]), str(row.get("reach"))] for row in fields]
         title = "receptive_field: tokens that hold 99 % of the gradient"
-        tables.append(Table(["length", "tokens"], reaches, title=title))
+        tables.append(Table(["length", "tokens"], body, title=title))
     if looks := of_probe.get("attention"):
         longest = max(looks, key=lambda row: row["length"])
+        edges = longest.get("edges", [])
+        head = ["distance or further", *map(str, edges[:-1])]
         body = []
         for layer, mass in enumerate(longest.get("mass", [])):
             further = np.cumsum(mass[::-1])[::-1]
-            body.append([f"layer {layer}", *(f"{fraction:.3f}" for fraction in further)])
-        head = ["distance or further", *map(str, longest.get("edges", [])[:-1])]
+            numbers = [f"{fraction:.3f}" for fraction in further]
+            body.append([f"layer {layer}", *numbers])
         title = f"attention: fraction of the probability at length {longest['length']}"
         tables.append(Table(head, body, title=title))
     return tables

@@ -270,16 +270,18 @@ def by_text(rows: Iterable[Row], keys: Iterable[str] = SETTING) -> list[list[Row
 def _same_text(row: Row, other: Row) -> bool:
     if row.get("tokenizer") != other.get("tokenizer"):
         return True  # the same characters have other tokens, and another hash
-    strides = {one.get("stride") for one in (row, other)}
-    if len(strides) > 1 and any(2 * one.get("stride", 0) != one["length"] for one in (row, other)):
-        return False
-    text, other_text = (one.get("text") or one["tokens"] for one in (row, other))
-    if text == other_text:
+    if row.get("stride") != other.get("stride"):
+        for one in (row, other):
+            if 2 * one.get("stride", 0) != one["length"]:
+                return False
+    text = row.get("text") or row["tokens"]
+    if text == (other.get("text") or other["tokens"]):
         return True
+    same_length = row["length"] == other["length"]
     if row.get("protocol") == "paper":  # windows are counted, and drawn for each seed and length
-        drawn, other_drawn = ((one["length"], one.get("seed")) for one in (row, other))
-        return drawn != other_drawn and row["windows"] == other["windows"]
-    if row["length"] == other["length"] or row.get("protocol") == "position":
+        same_draw = same_length and row.get("seed") == other.get("seed")
+        return not same_draw and row["windows"] == other["windows"]
+    if same_length or row.get("protocol") == "position":
         return False
     left_out = abs(row["tokens"] - other["tokens"])
     return 0 < left_out < max(row["length"], other["length"])

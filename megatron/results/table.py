@@ -237,29 +237,32 @@ def notes_of(rows: Sequence[Row], *, each: bool = True) -> list[str]:
 
     rows: of one text, as `by_text` groups them; each: a line for the facts of each run
     """
+    lengths = {row["length"] for row in rows}
     groups = runs(rows)
     shared = []
     if len(groups) > 1:
         shared = [key for key in NOTES if len({row.get(key) for row in rows}) == 1]
     own = [key for key in NOTES if key not in shared]
+
     lines = [f"perplexity on {setting(rows)}"]
     if facts := _facts(rows[0], shared):
         lines.append(f"each: {facts}")
-    if rows[0].get("protocol") in OTHER_TEXT and len({row["length"] for row in rows}) > 1:
+    if rows[0].get("protocol") in OTHER_TEXT and len(lengths) > 1:
         lines.append(OTHER_TEXT_NOTE)
     epochs_of = {row["length"]: row.get("epochs") for row in rows if row.get("epochs")}
     for length, epochs in sorted(epochs_of.items()):
         lines.append(REPEATED_TEXT.format(length=length, epochs=epochs))
-    if any(row["length"] == row.get("train_length") for row in rows):
+    if lengths & {row.get("train_length") for row in rows}:
         lines.append("* training length")
     for label, group in groups.items():
-        if each and (facts := _facts(group[0], own)):
+        facts = _facts(group[0], own)
+        if each and facts:
             lines.append(f"{label}: {facts}")
         refused = [row for row in group if row["perplexity"] is None]
         if refused:
-            lengths = ", ".join(str(row["length"]) for row in refused)
+            at = ", ".join(str(row["length"]) for row in refused)
             reason = refused[0].get("reason") or "no reason given"
-            lines.append(f"{label}: n/a at {lengths}: {reason}")
+            lines.append(f"{label}: n/a at {at}: {reason}")
     return lines
 
 
@@ -274,21 +277,21 @@ def _notes_of_bits(rows: Sequence[Row], *, over_seeds: bool) -> list[str]:
     counts = {}
     for label, group in groups.items():
         sizes = [row.get("bytes", 0) for row in group]
-        size = _from_to(f"{min(sizes):,.0f}", f"{max(sizes):,.0f}")
-        counts[label] = f"{size} bytes scored, {_how_counted(group)}"
+        least, most = min(sizes), max(sizes)
+        size = _from_to(f"{least:,.0f}", f"{most:,.0f}")
+        ways = dict.fromkeys(row.get("bytes_from", "") for row in group)
+        how = "; ".join(COUNTED.get(way, f"bytes from {way}") for way in ways)
+        counts[label] = f"{size} bytes scored, {how}"
     different = {*counts.values()}
     if len(counts) > 1 and len(different) == 1:
         counts = {"each": different.pop()}
+
     lines = [f"bits per byte on {setting(rows)}"]
     lines += [f"{label}: {count}" for label, count in counts.items()]
-    if len({row.get("tokenizer") for row in rows}) > 1:
+    tokenizers = {row.get("tokenizer") for row in rows}
+    if len(tokenizers) > 1:
         lines.append(OTHER_TOKENIZERS)
     return lines
-
-
-def _how_counted(rows: Sequence[Row]) -> str:
-    ways = dict.fromkeys(row.get("bytes_from", "") for row in rows)
-    return "; ".join(COUNTED.get(way, f"bytes from {way}") for way in ways)
 
 
 def _why_apart(groups: Sequence[Sequence[Row]]) -> list[str]:
@@ -307,14 +310,10 @@ def setting(rows: Sequence[Row]) -> str:
     """Text, tokens, windows and protocol of rows of one text, and their attention inputs."""
     first = rows[0]
     tokens = [row["tokens"] for row in rows]
-    shortest = min(rows, key=lambda row: row["length"])
-    longest = max(reversed(rows), key=lambda row: row["length"])
+    by_length = sorted(rows, key=lambda row: row["length"])
+    sizes = [f"{row['windows']} x {row['length']}" for row in by_length]
     counts = _from_to(f"{min(tokens):,}", f"{max(tokens):,}")
-    windows = _from_to(
-        f"{shortest['windows']} x {shortest['length']}",
-        f"{longest['windows']} x {longest['length']}",
-    )
-    facts = [f"{counts} tokens ({windows})"]
+    facts = [f"{counts} tokens ({_from_to(sizes[0], sizes[-1])})"]
     if text := text_of(first):
         facts.insert(0, text)
     if first.get("protocol"):
