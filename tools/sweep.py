@@ -37,8 +37,8 @@ def main(argv: list[str] | None = None) -> int:
     add("what", choices=("run", "status"))
     add("file", help="a file as in configs/sweeps, or the name of one there")
     add("--folder", type=Path, metavar="DIR", help="where the runs are; default: runs/sweeps/NAME")
-    only = "some cells of the grid"
-    add("--only", nargs="+", default=[], metavar="AXIS=VALUE[,VALUE]", help=only)
+    only = "AXIS=VALUE[,VALUE]"
+    add("--only", nargs="+", default=[], metavar=only, help="some cells of the grid")
     add("--dry-run", action="store_true", help="say what run would do, and its cost")
     jobs = "runs at a time; default: one per GPU, or one"
     add("--jobs", type=number(1, 10**4), metavar="N", help=jobs)
@@ -70,7 +70,7 @@ def main(argv: list[str] | None = None) -> int:
         print("\n  ".join([title, *missing]), file=sys.stderr)
     if runner.stopping:
         return 130
-    return int(bool(missing or runner.failed))
+    return int(bool(missing))
 
 
 def status(sweep: Sweep, states: Sequence[State]) -> list[str]:

@@ -11,7 +11,6 @@ from typing import Any, cast
 
 from tqdm import tqdm
 
-from megatron.attention import Pairs
 from megatron.checkpoints.saved import find, step_of
 from megatron.config import Config
 from megatron.errors import UserError
@@ -96,7 +95,6 @@ def evaluate(config: Config | None, options: Options) -> MeasuredRows:
                 row = answered(asked, existing)
                 spent = "kept from an earlier call"
                 if row is None:
-                    model.pairs = Pairs()
                     with tqdm(total=len(windows.ids), desc=name, **bars) as bar:
                         numbers = measured(
                             model,
@@ -105,8 +103,6 @@ def evaluate(config: Config | None, options: Options) -> MeasuredRows:
                             grid=grid,
                             advance=bar.update,
                         )
-                    if model.pairs.skipped > 0:
-                        logger.info("attention at %d: %s", windows.length, model.pairs)
                     of_text = run.bytes_of_text(tokens, windows, numbers["loss"])
                     row = cast(Row, asked | numbers | of_text)
                     spent = f"{numbers['seconds']:.1f} s"

@@ -8,7 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from filelock import Timeout
@@ -46,13 +46,12 @@ class Runner:
 
     places: what the environment of the processes of each place says
     say: shows a line
-    failed: names of cells that did not end well; stopping: whether a signal has come
+    stopping: whether a signal has come
     disk_full: whether a cell failed for that: then no other is begun
     """
 
     places: Sequence[dict[str, str]]
     say: Callable[[str], None]
-    failed: list[str] = field(default_factory=list)
     stopping: bool = False
     disk_full: bool = False
 
@@ -167,7 +166,6 @@ class Runner:
         return status == 0
 
     def _fail(self, cell: Cell, note: str) -> None:
-        self.failed.append(cell.name)
         self.disk_full |= os.strerror(errno.ENOSPC) in note
         with contextlib.suppress(OSError):  # a full disk; the next line says it
             write_text(cell.folder / "failure.txt", note + "\n")
