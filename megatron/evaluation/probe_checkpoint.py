@@ -115,9 +115,6 @@ def probe(
     for name in options.probes:
         names += GROUPS.get(name, (name,))
 
-    last_place = max(1, options.depths - 1)
-    depths = [round(number / last_place, 4) for number in range(options.depths)]
-
     rows: list[ProbeRow] = []
     with owned_file(output, "--output"):
         existing = existing_probes(output)
@@ -127,16 +124,8 @@ def probe(
             for name in dict.fromkeys(names):
                 started = time.perf_counter()
                 if name in TASKS:
-                    answers = asked(
-                        scores_of(model),
-                        name,
-                        text,
-                        length,
-                        depths=depths,
-                        trials=options.trials,
-                        seed=options.probe_seed,
-                        device=here().device,
-                    )
+                    scores = scores_of(model)
+                    answers = asked(scores, name, text, length, options, here().device)
                 else:
                     answers = [of_windows(model, name, windows)]
                 seconds = time.perf_counter() - started
@@ -178,24 +167,22 @@ def asked(
     name: str,
     text: np.ndarray,
     length: int,
-    *,
-    depths: Sequence[float],
-    trials: int,
-    seed: int,
+    options: ProbeOptions,
     device: torch.device | str = "cpu",
 ) -> list[Facts]:
     """One task at one length: the keys of a row for each place.
 
     text: [length or more] held-out tokens, the filler
-    depths: 0 to 1, the places of a task that has none of its own
-    seed: of the questions, which are the same for every model
     If the task or the model refuses this length, every result has the reason. Raises UserError for
     a length that is too short for any task.
     """
     if length < SHORTEST:
         raise UserError(f"--lengths: {length} is too short for {name} - give {SHORTEST} or more")
     task = TASKS[name]
+    last_place = max(1, options.depths - 1)
+    depths = [round(number / last_place, 4) for number in range(options.depths)]
     places = task.places or depths
+    trials, seed = options.trials, options.probe_seed
     text = text.astype(np.int64)
     # Of each place and trial: correct, log-probability, that without the answers, the number of
     # right tokens and the accuracy of guessing, of each target: [5, count].

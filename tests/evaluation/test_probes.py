@@ -14,7 +14,7 @@ from megatron.evaluation.attention_probes import (
     edges,
     receptive_field,
 )
-from megatron.evaluation.probe_checkpoint import asked, scored, scores_of
+from megatron.evaluation.probe_checkpoint import ProbeOptions, asked, scored, scores_of
 from megatron.evaluation.probe_tasks import TASKS, Material
 from megatron.model import from_config
 from megatron.results.probes import RETRIEVAL, RULER
@@ -43,7 +43,7 @@ GUESSES = {
 
 
 def ask(scores, task, length=512, *, text=TEXT):
-    return asked(scores, task, text, length, depths=DEPTHS, trials=2, seed=1)
+    return asked(scores, task, text, length, ProbeOptions(depths=3, trials=2, probe_seed=1))
 
 
 def no_preference(ids, at, targets):
