@@ -3,7 +3,7 @@
 python generate.py --checkpoint runs/mep --prompt "The theorem" --max-new-tokens 64 --seed 1
 python generate.py --checkpoint runs/mep --temperature 0 < essay.txt
 python generate.py --checkpoint runs/mep --prompts many.txt --output answers.jsonl
-python deepy.py generate.py configs/mep.yml --window 512 --sinks 4 --max-new-tokens 100000
+python deepy.py generate.py configs/mep.yml --window 512 --sinks 4 --max-new-tokens 2000
 
 One text is written to standard output as it comes: the continuation alone, and a line feed.
 Several are JSON lines, in the order of the prompts. How fast it was goes to standard error.

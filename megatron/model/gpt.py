@@ -15,7 +15,7 @@ from megatron.model.block import AttentionInputs, Block, normalisation
 from megatron.model.cache import Cache, LayerCache
 from megatron.model.documents import Documents, by_document
 from megatron.model.head import mean_loss, token_losses
-from megatron.model.methods import Method, clipped, faults_of, method_of_layer
+from megatron.model.methods import Method, chosen_method, clipped, faults_of
 from megatron.model.settings import Architecture, AttentionSettings, initialize
 from megatron.positions import Position
 from megatron.positions.base import check_key_heads
@@ -230,7 +230,8 @@ class GPT(nn.Module):
 
     def _method_of(self, position: Position, window: int | None) -> Method | None:
         """The method that moves the tokens of such a layer, or None."""
-        return method_of_layer(self.attention, position, window, self.train_length)
+        method = chosen_method(self.attention, window, self.train_length)
+        return method if method is not None and method.applies_to(position) else None
 
     def learned(self) -> dict[str, Tensor]:
         """The effective values of the encoding's learned numbers, by name.

@@ -215,14 +215,6 @@ def chosen_method(
     return Method("sinks", {"window": window, "sinks": attention.sinks})
 
 
-def method_of_layer(
-    attention: AttentionSettings, position: Position, window: int | None, train_length: int
-) -> Method | None:
-    """The method that changes attention in a layer with this encoding and window, or None."""
-    method = chosen_method(attention, window, train_length)
-    return method if method is not None and method.applies_to(position) else None
-
-
 def faults_of(
     attention: AttentionSettings, positions: Sequence[Position], train_length: int
 ) -> Iterator[str]:

@@ -63,9 +63,10 @@ def load(name: str, variant: str) -> Golden:
         pytest.skip(f"{path} is not there")
     numbers = load_file(path)
     prefix = f"{variant}." if variant else ""
-    own = {key.removeprefix(prefix): value for key, value in numbers.items()}
-    of_variant = {key: own[key.removeprefix(prefix)] for key in numbers if key.startswith(prefix)}
-    shared = {key: value for key, value in numbers.items() if key.startswith("param.")}
-    named = {key.removeprefix(prefix): value for key, value in of_variant.items()}
+    named = {}
+    for start in ("param.", prefix):  # those of all variants, and its own
+        for key, value in numbers.items():
+            if key.startswith(start):
+                named[key.removeprefix(prefix)] = value
     inputs = load_file(FOLDER / "inputs.safetensors")
-    return Golden(variant, shared | named, inputs)
+    return Golden(variant, named, inputs)
