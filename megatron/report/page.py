@@ -72,7 +72,7 @@ class Page:
     """What page.html shows: sections by text and protocol, probes, kernels, and what is missing.
 
     probed: tables of each probed model, by its label; kernels: names of figures
-    gaps: what is missing, by its cause; figures: by the names of their files
+    gaps: what is missing, and its cause; figures: by the names of their files
     """
 
     rows: Sequence[Row]
@@ -81,12 +81,11 @@ class Page:
     probed: dict[str, list[Table]] = field(default_factory=dict)
     kernels: list[str] = field(default_factory=list)
     models: Table | None = None
-    gaps: dict[str, list[str]] = field(default_factory=dict)
+    gaps: list[tuple[str, str]] = field(default_factory=list)
     figures: dict[str, Figure] = field(default_factory=dict)
 
     def html(self, title: str) -> str:
         environment = Environment(loader=FileSystemLoader(HERE), autoescape=True)
-        files = {name: Markup((HERE / name).read_text("utf-8")) for name in ("page.css", "page.js")}
         svgs = {}
         for number, (name, figure) in enumerate(self.figures.items()):
             file = io.StringIO()
@@ -96,7 +95,7 @@ class Page:
             svg = re.sub(r'(id="|href="#|url\(#)', rf"\g<1>f{number}-", svg)
             svgs[name] = Markup(f'<svg role="img" aria-label="{name}" {svg}')
         template = environment.get_template("page.html")
-        return template.render(page=self, title=title, svgs=svgs, files=files)
+        return template.render(page=self, title=title, svgs=svgs)
 
 
 def page_of(paths: Sequence[Path], *, against: str | None = None) -> Page:
@@ -189,15 +188,8 @@ def _add_text(page: Page, members: Sequence[Row], against: str | None) -> None:
         for row in of_kind:
             if row["perplexity"] is None:
                 reason = row.get("reason") or "no number"
-                _note(page, f"{heading}, {label} at {row['length']}", reason)
+                page.gaps.append((f"{heading}, {label} at {row['length']}", reason))
     page.sections.append(section)
-
-
-def _note(page: Page, place: str, cause: str) -> None:
-    """Note that something is missing."""
-    places = page.gaps.setdefault(cause, [])
-    if place not in places:
-        places.append(place)
 
 
 def reference_of(groups: Mapping[str, Sequence[Row]], against: str | None) -> str | None:
@@ -236,7 +228,7 @@ def _add_probes(page: Page) -> None:
         page.probed[label] = tables_of_probes(of_run)
         for row in of_run:
             if reason := row.get("reason"):
-                _note(page, f"{row['probe']} of {label} at {row['length']}", reason)
+                page.gaps.append((f"{row['probe']} of {label} at {row['length']}", reason))
 
 
 # --- Encodings of the checkpoints ---
@@ -252,7 +244,7 @@ def _add_kernels(
         try:
             model = model_beside(name, files, config_hash)
         except ValueError as fault:
-            _note(page, name, str(fault))
+            page.gaps.append((name, str(fault)))
             continue
         for name, figure in figures_of_model(model, label).items():
             page.kernels.append(f"{prefix}{name}")

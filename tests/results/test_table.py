@@ -7,7 +7,7 @@ import pytest
 
 from megatron.errors import UserError
 from megatron.results.statistics import bits_per_byte
-from megatron.results.table import by_length, cell, table
+from megatron.results.table import cell, table
 from tests.results.rows import TWO, rows, with_bytes
 
 BEYOND = "pos_emb: learned positions end at 512, so length 1024 cannot be computed"
@@ -86,20 +86,6 @@ def test_numbers_keep_what_matters_and_stay_narrow():
     numbers = {3.14159: "3.14", 99.996: "100.0", 123.45: "123.5", 999.96: "1000"}
     for value, text in {None: "n/a", **numbers, 123456.0: "1.2e+05"}.items():
         assert cell(value) == text
-
-
-def test_a_row_with_losses_by_position_has_a_number_for_every_shorter_length():
-    # Two windows of 4; means over positions 0-1 and 2-3.
-    (whole,) = rows("t5", {4: 9.0}, position_edges=[0, 2, 4], position_losses=[3.0, 1.0])
-    whole |= {"windows": 2, "tokens": 8, "loss": 2.0, "window_losses": [2.5, 1.5]}
-    whole |= {"block_losses": [2.0], "block_tokens": [8], "bytes": 9.0, "bits_per_byte": 2.6}
-    short, long = by_length([whole], [2, 4])
-    assert (short["length"], short["tokens"], short["loss"]) == (2, 4, 3.0)
-    assert short["perplexity"] == pytest.approx(math.exp(3.0))
-    assert (long["length"], long["tokens"], long["loss"]) == (4, 8, 2.0)
-    of_whole_windows = {"window_losses", "block_losses", "block_tokens", "bits_per_byte"}
-    assert of_whole_windows <= long.keys()
-    assert not of_whole_windows & short.keys()
 
 
 # --- Bits per byte ---
