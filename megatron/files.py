@@ -12,8 +12,6 @@ from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
 
-import psutil
-
 from megatron.errors import UserError
 
 ROOT = Path(__file__).resolve().parents[1]  # the project's folder: entry scripts, configs, tools
@@ -142,6 +140,8 @@ def remove_stale_temp_files(folder: Path, name: str = "") -> None:
     What a process of another machine or container was writing stays for a day. It cannot be known
     whether that process still runs.
     """
+    import psutil  # the benchmarks write where it is missing
+
     with suppress(OSError), os.scandir(folder) as entries:
         for entry in entries:
             match = TEMPORARY.fullmatch(entry.name)
