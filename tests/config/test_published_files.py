@@ -1,9 +1,13 @@
 """All 30 files of KERPLE and all 777 of MEP load, and nothing about their mixtures is guessed."""
 
+import os
+import sys
 from collections import Counter
+from pathlib import Path
 
 import pytest
 
+import deepy
 from megatron.config import Config, load
 from megatron.positions import REGISTRY, options_of
 from tests.config.small import loaded
@@ -112,3 +116,17 @@ def test_a_recipe_of_2022_keeps_its_schedule_and_says_what_differs(bases):
     assert load(files, ["lr_schedule=standard"]).optimizer.lr_schedule == "standard"
     for word in ("precision=bf16", "fp16={enabled: true}", "bf16=true"):
         assert loaded(word).optimizer.lr_schedule == "standard"
+
+
+def test_deepy_makes_no_training_steps_an_evaluation(bases, monkeypatch):
+    started = []
+
+    def execve(_, command, environment):
+        started.append(Path(command[2]).name)
+        sys.exit(0)
+
+    monkeypatch.setattr(os, "execve", execve)
+    for position in ("train", "evaluate"):
+        with pytest.raises(SystemExit):
+            deepy.main(["1.5", "train.py", *map(str, files_of(SOME[0], bases, position))])
+    assert started == ["train.py", "evaluate.py"]
