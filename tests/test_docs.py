@@ -156,7 +156,7 @@ def test_the_commands_of_every_page_are_run_by_a_test():
         text = path.read_text(encoding="utf-8")
         assert not re.search(r"^    (python|make|torchrun) ", text, flags=re.MULTILINE), path
     with_commands = {path.stem for path in DOCS.glob("*.md") if commands(path.stem)}
-    assert with_commands == {*PAGES, *ELSEWHERE, "performance"}
+    assert with_commands <= {*PAGES, *ELSEWHERE, "performance"}
     for page, file in ELSEWHERE.items():
         assert f"{page}.md" in (ROOT / "tests" / file).read_text(encoding="utf-8"), file
 
