@@ -92,7 +92,9 @@ def evaluate(config: Config | None, options: Options) -> MeasuredRows:
             for windows in by_length:
                 name = f"{protocol} {windows.length}"
                 asked = facts | windows.about | {"length": windows.length, "text": windows.text}
-                row = answered(asked, existing)
+                # Means between other positions are another answer.
+                edges = {"position_edges": list(windows.edges)} if windows.edges else {}
+                row = answered(asked | edges, existing)
                 spent = "kept from an earlier call"
                 if row is None:
                     with tqdm(total=len(windows.ids), desc=name, **bars) as bar:

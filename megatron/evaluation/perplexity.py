@@ -111,5 +111,6 @@ def measured(
         numbers["block_tokens"] = block_counts.tolist()
     if windows.edges:
         position_means = sums.mean(axis=0) / np.diff(windows.edges)
+        numbers["position_edges"] = list(windows.edges)
         numbers["position_losses"] = position_means.round(DIGITS).tolist()
     return numbers

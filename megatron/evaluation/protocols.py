@@ -5,7 +5,6 @@ import logging
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any
 
 import numpy as np
 
@@ -37,7 +36,7 @@ class Windows:
     first_scored: Sequence[int]
     stretches: Sequence[int] = ()
     edges: tuple[int, ...] = ()
-    about: dict[str, Any] = field(default_factory=dict)
+    about: dict[str, int] = field(default_factory=dict)
 
     @property
     def counts(self) -> np.ndarray:
@@ -203,10 +202,7 @@ def position(request: Request) -> list[Windows]:
     fine = [0, *(2**power for power in range(6))]
     edges = {*fine, *range(BUCKET, longest, BUCKET), *request.ordered_lengths}
     edges_in_window = sorted(edge for edge in edges if edge <= longest)
-    # In the row's question too: means between other positions are another answer.
-    about = {"position_edges": edges_in_window}
-    windows = _cut(request.region, longest, longest)
-    return [replace(windows, edges=tuple(edges_in_window), about=about)]
+    return [replace(_cut(request.region, longest, longest), edges=tuple(edges_in_window))]
 
 
 def sliding(request: Request) -> list[Windows]:
