@@ -14,7 +14,7 @@ import torch
 
 from megatron import cli_errors
 from megatron.cli_errors import guarded, status_of
-from megatron.errors import UserError, closest
+from megatron.errors import UserError
 from tests.support import ROOT, run, unlaunched
 
 COMMAND = Path(sys.argv[0]).name
@@ -146,10 +146,3 @@ def test_every_command_has_the_handler_and_light_ones_stay_light():
         assert any(handler in text for handler in handlers), path
     code = "import sys, prepare_data; print('torch' in sys.modules)"
     assert run("-c", code).stdout == "False\n"
-
-
-def test_the_closest_name_is_found_whatever_the_case():
-    names = ["rotary", "alibi", "CharLevelTokenizer", "GPT2BPETokenizer"]
-    expected = {"rotery": "rotary", "charlevel": "CharLevelTokenizer", "flux": None, "": None}
-    for name, match in expected.items():
-        assert closest(name, names) == match
