@@ -83,7 +83,7 @@ def lengths(tokens: TokenFile, evaluated: Sequence[int] = EVALUATED) -> list[str
 
 
 def usage(tokens: TokenFile, tokenizer: Tokenizer | None) -> list[str]:
-    """Lines: the most frequent tokens, those that never occur, and the unknown one.
+    """Lines: how many tokens never occur, the unknown one, and the most frequent.
 
     UserError for ids that no vocabulary has.
     """
@@ -100,10 +100,10 @@ def usage(tokens: TokenFile, tokenizer: Tokenizer | None) -> list[str]:
             of_piece = np.bincount(ids, minlength=len(counts))
             of_piece[: len(counts)] += counts
             counts = of_piece
-    unused = np.flatnonzero(counts == 0)
+    unused = int((counts == 0).sum())
     lines = [
-        f"\nTokens of {len(documents):,} of {len(tokens):,} documents: {len(unused):,} of"
-        f" {len(counts):,} ids never occur ({len(unused) / len(counts):.1%})"
+        f"\nTokens of {len(documents):,} of {len(tokens):,} documents: {unused:,} of"
+        f" {len(counts):,} ids never occur ({unused / len(counts):.1%})"
     ]
     if tokenizer and tokenizer.unknown is not None:
         lines.append(f"the unknown token: {counts[tokenizer.unknown]:,} times")
@@ -111,9 +111,6 @@ def usage(tokens: TokenFile, tokenizer: Tokenizer | None) -> list[str]:
         share = counts[token] / counts.sum()
         shown = _text(tokenizer, [token])
         lines.append(f"{token:>8} {counts[token]:>14,} {share:>7.1%}  {shown!r}")
-    some = unused[:: max(1, len(unused) // LISTED)][:LISTED].tolist()
-    examples = ", ".join(repr(_text(tokenizer, [one])) for one in some)
-    lines.append(f"never used, for example: {examples}" if examples else "every id is used")
     return lines
 
 

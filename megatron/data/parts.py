@@ -69,9 +69,7 @@ class Part:
         return ", ".join(f"{one['corpus']} {one['weight']:.3g}" for one in self.facts())
 
     def facts(self) -> list[dict[str, Any]]:
-        """Each corpus of a blend: its name, size and weight; nothing for a share of one corpus."""
-        if not self.weights:
-            return []
+        """Each corpus of a blend: its name, size and weight."""
         facts = []
         for tokens, weight in zip(self.files, shares(self.weights), strict=True):
             size = {"documents": len(tokens), "tokens": int(tokens.tokens)}

@@ -211,14 +211,12 @@ class Files(Corpus):
                     archive.members = []  # type: ignore[attr-defined]  # else memory keeps them all
                     if member.isdir():
                         continue
+                    is_hidden = member.name.rpartition("/")[2].startswith(".")
                     inner = archive.extractfile(member) if member.isreg() else None
+                    if inner is None or is_hidden:
+                        self.skips["link, device or hidden file in an archive"] += 1
+                        continue
                     inner_name = f"{name}: {member.name}"
-                    if inner is None:
-                        self.skips["link or device in an archive"] += 1
-                        continue
-                    if member.name.rpartition("/")[2].startswith("."):
-                        self.skips["hidden file in an archive"] += 1
-                        continue
                     if _reader(inner_name) is Files._table:
                         inner = io.BytesIO(self._whole(inner_name, inner))
                     yield from self._texts(inner_name, inner)

@@ -107,8 +107,6 @@ def build_split(
     length: int = 512,
     seed: int = 1234,
     num_samples: int = 1,
-    *,
-    cache: bool = True,
 ) -> Samples:
     """The samples of one part, over as many epochs as num_samples need.
 
@@ -122,7 +120,7 @@ def build_split(
             "- enlarge its share of split = %s",
             *(tokens.prefix, part, plan.tokens_per_epoch, length, split),
         )
-    maps = _kept_maps(tokens, plan) if cache else None
+    maps = _kept_maps(tokens, plan)
     if maps is None:
         with tempfile.TemporaryDirectory() as folder:  # mapped files stay readable without a name
             _write_maps(Path(folder), tokens.sizes, plan)
@@ -245,13 +243,12 @@ def _load(folder: Path, plan: Plan) -> IndexMaps | None:
     try:
         files = [folder / f"{name}.npy" for name in IndexMaps._fields]
         maps = IndexMaps(*(np.load(file, mmap_mode="r", allow_pickle=False) for file in files))
+        count = len(plan.documents) * plan.epochs
+        expected = [(count,), (count,), (plan.samples,)]
+        is_whole = [array.shape for array in maps] == expected
+        if not is_whole or int(maps.ends[-1]) != plan.epochs * plan.tokens_per_epoch:
+            raise ValueError("they are of other sizes")
     except (OSError, ValueError, EOFError) as error:
         log.warning("index maps in %s are built anew: %s", folder, error)
         return None
-    count = len(plan.documents) * plan.epochs
-    shapes = [array.shape for array in maps]
-    tokens = plan.epochs * plan.tokens_per_epoch
-    if shapes == [(count,), (count,), (plan.samples,)] and int(maps.ends[-1]) == tokens:
-        return maps
-    log.warning("index maps in %s are built anew: they are of other sizes", folder)
-    return None
+    return maps

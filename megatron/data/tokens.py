@@ -19,7 +19,6 @@ from megatron.errors import CONTROL, UserError, in_words
 from megatron.files import atomic_write_all, read_small, sha256_of
 from megatron.strict_json import parse
 
-PROBE = 1 << 22  # ids that are checked at the start of a run; others, when they are read
 PIECE = 1 << 22  # ids of a document that are in memory at once
 LONGEST = 2**31 - 1  # tokens of a document
 QUICK = 1 << 24  # bytes of a file that is compared with its sha256 whenever it is opened
@@ -180,7 +179,8 @@ class TokenFile:
     def check_tokenizer(self, tokenizer: Tokenizer) -> None:
         """Raise UserError unless that tokenizer can have written these ids.
 
-        With PREFIX.json the tokenizers' hashes must agree, else the ids must fit the vocabulary.
+        With PREFIX.json the tokenizers' hashes must agree, else ids must fit the vocabulary when
+        they are read.
         """
         writer = self.meta.get("tokenizer")
         if writer and writer.get("hash") != tokenizer.hash:
@@ -191,14 +191,6 @@ class TokenFile:
                 " tokenizer_type, vocab_file and merge_file of the data"
             )
         self._vocab = min(self._vocab, tokenizer.vocab_size)
-        beginning = self._bin.read(0, min(PROBE, self.tokens) * self.dtype.itemsize)
-        highest = int(np.frombuffer(beginning, self.dtype).max())
-        if highest >= tokenizer.vocab_size:
-            raise UserError(
-                f"{self.prefix}: holds token {highest}, but the vocabulary of {tokenizer.name} "
-                f"ends at {tokenizer.vocab_size - 1} - give the tokenizer that the data was "
-                "prepared with"
-            )
 
 
 def verify(prefix: str | Path) -> str:

@@ -9,7 +9,6 @@ import pytest
 from megatron.data.corpora import recipes
 from megatron.data.corpora.source_code import StandardLibrary
 from megatron.data.tokenizers.build import build_tokenizer
-from megatron.data.tokenizers.train import train_tokenizer
 from megatron.data.tokens import TokenFile
 from megatron.errors import UserError
 from megatron.folder_lock import owned_folder
@@ -82,23 +81,6 @@ def test_documents_keep_their_order_and_those_without_text_are_left_out(tmp_path
     assert tokens.meta["skips"] == {"blank document": 1}
 
 
-def test_gpt2_files_are_used_as_given_with_gpt_neox_spellings(tmp_path, text):
-    model = json.loads(train_tokenizer(TEXTS, 270))["model"]
-    vocab, merges = tmp_path / "vocab.json", tmp_path / "merges.txt"
-    vocab.write_text(json.dumps(model["vocab"]))
-    pairs = "\n".join(" ".join(pair) for pair in model["merges"])
-    merges.write_text(f"#version: 0.2\n{pairs}\n")
-    options = ["-t", "GPT2BPETokenizer", "--vocab_file", str(vocab), f"--merge_file={merges}"]
-    summary = own(text, tmp_path, *options, "--workers", "2")
-    assert yaml_lines(summary) == {
-        "data_path": str(tmp_path / "mine" / "mine_text_document"),
-        "tokenizer_type": "GPT2BPETokenizer",
-        "vocab_file": str(vocab),
-        "merge_file": str(merges),
-    }
-    assert not (tmp_path / "mine" / "tokenizer.json").exists()
-
-
 def test_what_was_prepared_from_something_else_is_kept_unless_overwritten(tmp_path, text):
     data = tmp_path / "data"
     own(text, data)
@@ -106,7 +88,7 @@ def test_what_was_prepared_from_something_else_is_kept_unless_overwritten(tmp_pa
     other = tmp_path / "other.txt"
     other.write_text("other text")
     for source, words, message in (
-        (text, "--vocab-size 290", "prepared with other tokenizer - take another --name or -d"),
+        (text, "--vocab_size=290", "prepared with other tokenizer - take another --name or -d"),
         (other, "-t CharLevelTokenizer", "prepared with other tokenizer and sources"),
     ):
         with pytest.raises(UserError, match=message):

@@ -165,15 +165,12 @@ class Source(BaseModel):
                 return [Remote(self.base + path, path) for path in paths]
             return [Remote(path, _name_in(path)) for path in paths]
 
-        # The folders before a wildcard: the whole data set may have 100,000 files.
-        folders = {re.split(r"[^/]*[*?\[]", one)[0].rpartition("/")[0] for one in self.files}
         files: dict[str, RepoFile] = {}
-        for folder in folders:
-            for entry in HfApi().list_repo_tree(
-                name, folder or None, recursive=True, revision=commit, repo_type="dataset"
-            ):
-                if isinstance(entry, RepoFile):
-                    files[entry.path] = entry
+        for entry in HfApi().list_repo_tree(
+            name, recursive=True, revision=commit, repo_type="dataset"
+        ):
+            if isinstance(entry, RepoFile):
+                files[entry.path] = entry
         remotes = []
         for path in matching(files, self.files):
             address = hf_hub_url(name, path, repo_type="dataset", revision=commit)
