@@ -42,14 +42,10 @@ DASHES = ("-", ":", "-.", (0, (5, 1, 1, 1, 1, 1)), (0, (1, 3)), (0, (8, 3)))
 
 
 @cache
-def looks_of_encodings() -> dict[str, tuple[str, str]]:
+def looks_of_encodings() -> dict[str, list[str]]:
     """Colour and marker by encoding, from looks.yml."""
     text = Path(__file__).with_name("looks.yml").read_text(encoding="utf-8")
-    found = {}
-    for encoding, look in yaml.safe_load(text).items():
-        colour, marker = look.split()
-        found[encoding] = colour, marker
-    return found
+    return yaml.safe_load(text)
 
 
 def looks(rows: Sequence[Row]) -> list[dict[str, Any]]:

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 from megatron.results.comparison import ABOUT, ALPHA, BETTER, SEEDS, WORSE, Comparison
 from megatron.results.statistics import perplexity_of
-from megatron.results.table import Table, bits, cell, with_spread
+from megatron.results.table import Table, bits, cell, from_to, with_spread
 
 FEW = 20  # windows, below which an interval over windows covers less than 95 %
 HEADINGS = {is_claim: f"95 %, {about}" for is_claim, about in ABOUT.items()}
@@ -98,10 +98,11 @@ def how_made(comparisons: Sequence[Comparison]) -> list[str]:
     others = [(one, text) for one, text in texts if not one.is_claim]
     lines = []
     if others:
-        counts = sorted({len(one.by_seed) for one, _ in others})
-        noun = "common seed" if counts[-1] == 1 else "common seeds"
+        seeds = [len(one.by_seed) for one, _ in others]
+        counts = from_to(min(seeds), max(seeds))
+        noun = "common seed" if max(seeds) == 1 else "common seeds"
         lines.append(
-            f"these weights on this text: {_range(counts)} {noun}; an interval does not cover how"
+            f"these weights on this text: {counts} {noun}; an interval does not cover how"
             " other seeds would differ, so nothing is marked: a claim about an encoding needs"
             f" {SEEDS} seeds"
         )
@@ -119,7 +120,8 @@ def how_made(comparisons: Sequence[Comparison]) -> list[str]:
             )
     windows = {one.length: text.estimate for one, text in others if text.unit == "windows"}
     if windows:
-        batches = _range(sorted({estimate.block for estimate in windows.values()}))
+        sizes = [estimate.block for estimate in windows.values()]
+        batches = from_to(min(sizes), max(sizes))
         sample = "windows" if batches == "1" else f"overlapping batches of {batches} windows"
         lines.append(f"differences of the same windows; Student's t over {sample}")
         few = [f"{one.n} at length {length}" for length, one in windows.items() if one.n < FEW]
@@ -131,7 +133,8 @@ def how_made(comparisons: Sequence[Comparison]) -> list[str]:
             )
     if claims:
         tests = sum(one.p is not None for one in claims)
-        counts = _range(sorted({len(one.by_seed) for one in claims}))
+        seeds = [len(one.by_seed) for one in claims]
+        counts = from_to(min(seeds), max(seeds))
         reference = claims[0].reference
         lines += [
             f"over seeds: differences of the same seeds ({counts}), Student's t over seeds"
@@ -143,10 +146,10 @@ def how_made(comparisons: Sequence[Comparison]) -> list[str]:
     tokens = [text.estimate.n_eff * text.tokens for _, text in texts if text.estimate.n_eff]
     if tokens:
         units = " or ".join(dict.fromkeys(text.unit for _, text in texts))
-        counts = [f"{math.floor(count):,}" for count in (min(tokens), max(tokens))]
+        least, most = (f"{math.floor(end(tokens)):,}" for end in (min, max))
         lines.append(
             f"n_eff: the number of independent {units} that would give the same error"
-            f" ({_range(counts)} tokens)"
+            f" ({from_to(least, most)} tokens)"
         )
     if len({one.seeds for one in comparisons}) > 1:
         lines.append(
@@ -154,8 +157,3 @@ def how_made(comparisons: Sequence[Comparison]) -> list[str]:
             " the difference over those that both have"
         )
     return lines
-
-
-def _range(values: Sequence[object]) -> str:
-    """The first and the last of sorted values: 2, or 2 to 13."""
-    return " to ".join(str(end) for end in dict.fromkeys((values[0], values[-1])))

@@ -24,6 +24,7 @@ CHECKSUM = "checksum"  # the last key of a line: part of the file, not of the ro
 LARGEST = 1 << 30  # bytes of a file: a log of a million steps has 250 MB
 WHOLE = 2**63  # whole numbers are smaller
 ROUNDING = 2e-6  # losses of windows and blocks are written with six digits
+adapter = cache(TypeAdapter)  # of the kinds of lines
 COUNTS = ("length", "tokens", "windows")  # at least one of each
 
 
@@ -209,7 +210,7 @@ def fault_of(line: Mapping[str, Any], kind: type) -> str | None:
         if isinstance(value, int) and abs(value) >= WHOLE:
             return "it has a number of too many digits"
     try:
-        _adapter(kind).validate_python(line, strict=True)
+        adapter(kind).validate_python(line, strict=True)
     except ValidationError as fault:
         first = fault.errors(include_url=False)[0]
         value = ascii(first["input"])[:40]
@@ -219,11 +220,6 @@ def fault_of(line: Mapping[str, Any], kind: type) -> str | None:
         if key in line and line[key] < (0 if unanswered else 1):
             return f"its {key} is {line[key]}, not 1 or more"
     return _disagreement(line) if kind is Row else None
-
-
-@cache
-def _adapter(kind: type) -> TypeAdapter:
-    return TypeAdapter(kind)
 
 
 def _values(value: Any) -> Iterator[Any]:

@@ -29,11 +29,11 @@ class Estimate:
     block: int
     n_eff: float | None
 
-    def interval(self, level: float = 0.95) -> tuple[float, float] | None:
-        """Student's interval around the mean; None where there are too few values for an error."""
+    def interval(self) -> tuple[float, float] | None:
+        """Student's interval of 95 % around the mean, or None if there are too few values."""
         if self.stderr is None:
             return None
-        half = t_quantile(0.5 + level / 2, self.df) * self.stderr
+        half = t_quantile(0.975, self.df) * self.stderr
         return self.mean - half, self.mean + half
 
     @property

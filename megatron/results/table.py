@@ -278,7 +278,7 @@ def _notes_of_bits(rows: Sequence[Row], *, over_seeds: bool) -> list[str]:
     for label, group in groups.items():
         sizes = [row.get("bytes", 0) for row in group]
         least, most = min(sizes), max(sizes)
-        size = _from_to(f"{least:,.0f}", f"{most:,.0f}")
+        size = from_to(f"{least:,.0f}", f"{most:,.0f}")
         ways = dict.fromkeys(row.get("bytes_from", "") for row in group)
         how = "; ".join(COUNTED.get(way, f"bytes from {way}") for way in ways)
         counts[label] = f"{size} bytes scored, {how}"
@@ -312,8 +312,8 @@ def setting(rows: Sequence[Row]) -> str:
     tokens = [row["tokens"] for row in rows]
     by_length = sorted(rows, key=lambda row: row["length"])
     sizes = [f"{row['windows']} x {row['length']}" for row in by_length]
-    counts = _from_to(f"{min(tokens):,}", f"{max(tokens):,}")
-    facts = [f"{counts} tokens ({_from_to(sizes[0], sizes[-1])})"]
+    counts = from_to(f"{min(tokens):,}", f"{max(tokens):,}")
+    facts = [f"{counts} tokens ({from_to(sizes[0], sizes[-1])})"]
     if text := text_of(first):
         facts.insert(0, text)
     if first.get("protocol"):
@@ -330,8 +330,9 @@ def text_of(row: Question) -> str:
     return " ".join(word for word in (row.get("corpus"), row.get("part")) if word)
 
 
-def _from_to(first: str, last: str) -> str:
-    return first if first == last else f"{first} to {last}"
+def from_to(first: object, last: object) -> str:
+    """Two ends, such as "2 to 13", or one if they are the same."""
+    return str(first) if first == last else f"{first} to {last}"
 
 
 def attention_inputs(rows: Sequence[Row]) -> list[str]:

@@ -15,12 +15,6 @@ from megatron.results.probes import existing_probes
 from tests.results.rows import TWO, rows
 
 
-def test_results_survive_the_way_to_the_file_and_back(tmp_path):
-    write_results(tmp_path / "new/a.jsonl", TWO[:2])
-    write_results(tmp_path / "b.jsonl", TWO[2:])
-    assert read_results([tmp_path / "new/a.jsonl", tmp_path / "b.jsonl"]) == TWO
-
-
 def test_results_join_those_that_are_there_and_replace_the_same_measurement_only(tmp_path):
     path = tmp_path / "a.jsonl"
     write_results(path, rows("t5", {512: 9.0, 1024: 8.0}))

@@ -91,8 +91,6 @@ def test_against_is_a_label_or_an_encoding_with_any_of_its_facts():
         "alibi, size wide, corpus stdlib": "alibi",
     }.items():
         assert select(against, WINDOWS) == label
-    plain, transferred = [one()], [one(cell={"data": "arxiv"})]
-    assert select("rotary", {"rotary": plain, "rotary, data arxiv": transferred}) == "rotary"
 
 
 def test_against_none_or_several_names_the_choices():

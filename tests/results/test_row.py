@@ -12,7 +12,6 @@ from megatron.results.row import (
     by_text,
     measurement_of,
     place_of,
-    plain,
     run_of,
     value_of,
 )
@@ -101,10 +100,3 @@ def test_only_rows_of_one_text_stand_together():
     assert not together(seeds[0], one(protocol="paper", windows=8, text="5", seed=3))
     position = {"protocol": "position"}
     assert not together(one(**position, text="a"), one(**position, text="b", length=1024))
-
-
-def test_values_are_short_texts():
-    cases = {"on": True, "off": False, "512": 512, "defaults": {}}
-    cases["kernels [exp, {exp: 0.5}]"] = {"kernels": ["exp", {"exp": 0.5}]}
-    for text, value in cases.items():
-        assert plain(value) == text
