@@ -266,13 +266,13 @@ def half_octaves(edges: Sequence[int], values: Sequence[float]) -> tuple[list[fl
     return middles.tolist(), means.tolist()
 
 
-def wilson(mean: float, n: int, level: float = 0.95) -> tuple[float, float]:
-    """Wilson's score interval of a fraction (1927): (low, high), within 0 and 1.
+def wilson(mean: float, n: int) -> tuple[float, float]:
+    """Wilson's score interval of 95 % of a fraction (1927): (low, high), within 0 and 1.
 
     mean: of n independent values from 0 to 1. Values between 0 and 1 vary less than successes and
     failures of the same mean, so for them the interval is wider than need be.
     """
-    z = NormalDist().inv_cdf(0.5 + level / 2)
+    z = NormalDist().inv_cdf(0.975)
     shrunk = (mean + z**2 / (2 * n)) / (1 + z**2 / n)
     half = z / (1 + z**2 / n) * math.sqrt(mean * (1 - mean) / n + z**2 / (4 * n**2))
     return max(0.0, shrunk - half), min(1.0, shrunk + half)
