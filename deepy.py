@@ -161,7 +161,7 @@ def devices_for(script: Path, config: Config | None) -> list[Device]:
     devices: list[Device] = list(range(count))
     names = os.environ.get("CUDA_VISIBLE_DEVICES")
     if cuda and names:
-        devices = names.split(",")[:count]
+        devices = [*names.split(",")[:count]]
 
     wanted = None
     every = cuda  # on the CPU one process is enough, unless more are asked for

@@ -88,11 +88,11 @@ def _explained(fault: Exception) -> str | None:
             f"{command}: the machine's memory does not suffice ({reason}) - lower the"
             " sizes that are configured or num_workers, or end other programs"
         )
-    what_to_do = cure(fault) if isinstance(fault, OSError) else None
-    if what_to_do and fault.filename is not None:
-        return f"{os.fsdecode(fault.filename)}: {reason} - {what_to_do}"
-    if what_to_do and fault.errno in OF_ANY_FILE:
-        return f"{command}: {reason} - {what_to_do}"
+    if isinstance(fault, OSError) and cure(fault):
+        if fault.filename is not None:
+            return f"{os.fsdecode(fault.filename)}: {reason} - {cure(fault)}"
+        if fault.errno in OF_ANY_FILE:
+            return f"{command}: {reason} - {cure(fault)}"
     return None
 
 
@@ -122,9 +122,10 @@ def print_line(text: str) -> None:
 
 def _forget_output() -> None:
     """Drop output that cannot be written: Python would complain about it at its very end."""
+    if sys.stdout is None:
+        return
     try:
-        if sys.stdout is not None:
-            sys.stdout.flush()
+        sys.stdout.flush()
     except OSError:
         with suppress(OSError, ValueError):
             nowhere = os.open(os.devnull, os.O_WRONLY)

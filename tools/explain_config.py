@@ -50,7 +50,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     lines = [] if options.brief else [*key_lines(config, only_given=options.given)]
     lines += size_lines(config, devices, torch.device("cpu" if options.gpu == "cpu" else "cuda"))
-    lines += hour_lines(config, devices, [options.gpu] if options.gpu else DEVICES, options.mfu)
+    gpus = [options.gpu] if options.gpu else list(DEVICES)
+    lines += hour_lines(config, devices, gpus, options.mfu)
     print(visible("\n".join(lines)))
     return 0
 

@@ -79,7 +79,7 @@ def migrated(name: str | Path) -> tuple[Path, str]:
     lines = [f"# {shortened(path.name)} in today's spelling, by tools/migrate_config.py."]
     lines += [f"# {note}" for note in report.notes]
     if str(published).startswith(HIDES_MIXTURE) and published in ALIASES:
-        default = [*options_of(encoding)["kernels"].default]
+        default = [*options_of(str(encoding))["kernels"].default]
         lines.append(f"# pos_emb: the released code computes kernels: {_flow(default)}")
         named = mixture_named(path.stem, published)
         if isinstance(named, str):

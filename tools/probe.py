@@ -51,11 +51,11 @@ def show(rows: Sequence[ProbeRow]) -> None:
     elif "mean_entropy" in first:
         summary = f"mean_entropy {first['mean_entropy']}"
     elif first.get("reason"):
-        summary = first["reason"]
+        summary = str(first.get("reason"))
     else:
-        summary = " ".join(f"{row['accuracy']:.3f}" for row in rows)
-        if first["guess"] is not None:
-            guesses = " ".join(f"{row['guess']:.3f}" for row in rows)
+        summary = " ".join(f"{row.get('accuracy'):.3f}" for row in rows)
+        if first.get("guess") is not None:
+            guesses = " ".join(f"{row.get('guess'):.3f}" for row in rows)
             summary = f"{summary} (guess rates {guesses})"
     seconds = first.get("seconds", 0.0)
     print(f"{first['probe']} at {first['length']}: {summary}   ({seconds:.1f} s)", flush=True)

@@ -56,7 +56,7 @@ def batches(
     loader = DataLoader(
         _Batches(samples),
         batch_sampler=_steps(count, micro_batch, rank, ranks, start, repeat),
-        collate_fn=_as_it_is,
+        collate_fn=_as_it_is,  # pyright: ignore[reportArgumentType]  torch names only lists here
         num_workers=num_workers,
         prefetch_factor=PREFETCH if num_workers else None,
         pin_memory=pin_memory,

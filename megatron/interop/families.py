@@ -129,7 +129,8 @@ class Family:
             value = config.model.seq_length if name == "seq_length" else ours[name]
             if key in self.values:
                 # Of several spellings the first is written.
-                spelled = {mine: other for other, mine in reversed(self.values[key].items())}
+                pairs = reversed(list(self.values[key].items()))
+                spelled = {mine: other for other, mine in pairs}
                 value = spelled.get(value)
             theirs[key] = value
 

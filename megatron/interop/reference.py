@@ -7,11 +7,11 @@ those of GPT-NeoX's pipeline.
 import logging
 import re
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from pickle import UnpicklingError
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -138,7 +138,7 @@ def load_reference(folder: str | Path, config: Config) -> tuple[GPT, Config]:
             " num_layers, hidden_size, num_attention_heads, no_weight_tying and pos_emb"
         )
     gpt.load_state_dict(weights, strict=False)
-    for index, position in enumerate(gpt.positions):
+    for index, position in enumerate(cast(Sequence[Position], gpt.positions)):
         own_copies = {name: one[min(index, len(one) - 1)] for name, one in copies.items()}
         load_position(position, own_copies, folder)
     return gpt.eval(), config

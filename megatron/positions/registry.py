@@ -85,9 +85,10 @@ def load_file(path: str | Path) -> str:
         where = [path, *places][-1]
         problem = f"{where} stops with {type(fault).__name__}: {fault}"
     if problem is not None:
-        for table, entries in zip((REGISTRY, ALIASES), before, strict=True):
-            table.clear()
-            table.update(entries)
+        REGISTRY.clear()
+        REGISTRY.update(before[0])
+        ALIASES.clear()
+        ALIASES.update(before[1])
         raise UserError(f"pos_emb_file: {problem}")
     FILES[digest] = path
     return text

@@ -141,6 +141,7 @@ def _draw(
     figure = Figure(figsize=(7.2, 4.5), layout="constrained")
     axes = figure.add_subplot()
     furthest = max((at for points in curves.values() for at in points), default=0)
+    last_values = []
     lines = []
     lowest, highest = math.inf, -math.inf
     for (label, points), look in zip(
@@ -156,6 +157,7 @@ def _draw(
         if at[-1] < furthest:
             label = f"{label} at {at[-1]:g}"
         every = max(1, len(at) // MARKERS_OF_A_CURVE)
+        last_values.append(means[-1])
         lines += axes.plot(
             at, means, label=label, linewidth=2, markevery=every, clip_on=False, **look
         )
@@ -185,8 +187,9 @@ def _draw(
         at_the_top = axes.get_xaxis_transform()
         axes.text(length, 1, f" trained at {length}", transform=at_the_top, va="top", color=GREY)
     if lines:
+        highest_first = sorted(range(len(lines)), key=lambda one: -last_values[one])
         axes.legend(
-            handles=sorted(lines, key=lambda line: line.get_ydata()[-1], reverse=True),
+            handles=[lines[one] for one in highest_first],
             labelcolor="linecolor",
             loc="center left",
             bbox_to_anchor=(1, 0.5),

@@ -1,8 +1,11 @@
 """The optimizer, Adam, fused; and its learning rate by step."""
 
+import importlib
+import importlib.util
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -36,7 +39,9 @@ def learning_rate(step: int, optimizer: Optimizer) -> float:
     return max(floor, peak * shape if old else floor + (peak - floor) * shape)
 
 
-def build_optimizer(model: nn.Module, settings: Optimizer) -> torch.optim.Optimizer:
+def build_optimizer(
+    model: nn.Module, settings: Optimizer, device: torch.device
+) -> torch.optim.Optimizer:
     """Adam with decoupled weight decay; `settings` is the configuration's section `optimizer`.
 
     Weight decay acts on matrices, not on norms and biases. On what an encoding learns it acts
@@ -48,8 +53,18 @@ def build_optimizer(model: nn.Module, settings: Optimizer) -> torch.optim.Optimi
         {"params": [parameter for _, parameter in exempt], "weight_decay": 0.0},
     ]
     adam = settings.optimizer.params
-    first, second = adam.betas
-    return torch.optim.AdamW(groups, lr=adam.lr, betas=(first, second), eps=adam.eps, fused=True)
+    build = fused_adam(device)
+    return build(groups, lr=adam.lr, betas=tuple(adam.betas), eps=adam.eps)
+
+
+def fused_adam(device: torch.device) -> Callable[..., torch.optim.Optimizer]:
+    """FusedAdam of NVIDIA's apex on CUDA where its kernels are installed, else torch's AdamW.
+
+    PyPI's apex, another package, has no amp_C.
+    """
+    if device.type == "cuda" and importlib.util.find_spec("amp_C"):
+        return importlib.import_module("apex.optimizers").FusedAdam
+    return partial(torch.optim.AdamW, fused=True)
 
 
 Named = list[tuple[str, nn.Parameter]]
@@ -89,6 +104,7 @@ def keeping_settings(engine: Any) -> Iterator[None]:
     yield
     for group, kept in zip(optimizer.param_groups, settings, strict=True):
         del kept["params"]
+        kept.pop("step", None)  # where apex counts
         group.update(kept)
     if engine.zero_optimization():
         optimizer.clip_grad = engine.gradient_clipping()

@@ -52,7 +52,7 @@ class Trainer:
 
             engine, *_ = deepspeed.initialize(
                 model=model,
-                optimizer=build_optimizer(model, config.optimizer),
+                optimizer=build_optimizer(model, config.optimizer, grid.device),
                 config=deepspeed_config(config),
                 dist_init_required=False,
             )
@@ -125,9 +125,10 @@ class Trainer:
                 self.noise.add(own_gradients(self.model.parameters(), self.grid))
         self.norm = unscaled
         hook = None
+        optimizer = self.engine.optimizer
+        before = [dict(group) for group in optimizer.param_groups]
         if self.skips and unscaled is not None and not unscaled.isfinite():
             # The optimizer finds no gradients. Not earlier: DeepSpeed's clipping needs them.
-            optimizer = self.engine.optimizer
             hook = optimizer.register_step_pre_hook(lambda *_: self.engine.zero_grad())
         try:
             self.engine.step()
@@ -140,6 +141,8 @@ class Trainer:
             ) from None
         if hook is not None:
             hook.remove()
+            for group, values in zip(optimizer.param_groups, before, strict=True):
+                group.update(values)  # apex counts its steps here
 
     def end_step(self, loss: Tensor) -> tuple[Tensor | float | None, bool]:
         """The norm of the gradient, and whether the step was skipped by all ranks.

@@ -24,7 +24,7 @@ from megatron.training.optimizer import named_groups
 from megatron.training.trainer import parameter_size
 
 AVERAGES = ("exp_avg", "exp_avg_sq")
-"""Names of Adam's two averages."""
+"""Names of Adam's two averages, in torch and in NVIDIA's apex."""
 
 
 @dataclass(frozen=True)
@@ -88,9 +88,14 @@ def give(engine: Any, weight: Callable[[str], Tensor], adam: AdamState | None = 
             flat_groups = [group["params"][0] for group in optimizer.param_groups]
         for flat in flat_groups:
             averages = {key: torch.zeros_like(flat) for key in AVERAGES}
-            # A tensor of its own for every parameter, as torch counts in place.
-            step = torch.tensor(adam.step, dtype=torch.float32, device=flat.device)
-            optimizer.state[flat] = {"step": step, **averages}
+            optimizer.state[flat] = averages
+            if isinstance(optimizer, torch.optim.AdamW):
+                # A tensor of its own for every parameter, as torch counts in place.
+                step = torch.tensor(adam.step, dtype=torch.float32, device=flat.device)
+                optimizer.state[flat]["step"] = step
+        for group in optimizer.param_groups:
+            if not isinstance(optimizer, torch.optim.AdamW):
+                group["step"] = int(adam.step)
         if stage in (1, 2):
             engine.optimizer._lazy_init_hp_params_optimizer_state()
 
@@ -114,9 +119,7 @@ def give(engine: Any, weight: Callable[[str], Tensor], adam: AdamState | None = 
         engine.optimizer.update_lp_params()
 
 
-def _give_piece(
-    engine: Any, parameter: nn.Parameter, weight: Tensor, averages: dict[str, Tensor]
-) -> None:
+def _give_piece(engine: Any, parameter: Any, weight: Tensor, averages: dict[str, Tensor]) -> None:
     """Stage 3: this rank's piece of one parameter. DeepSpeed's own call cannot pad the last one."""
     import deepspeed
     from deepspeed.utils import safe_set_local_fp32_param, safe_set_local_optimizer_state
@@ -168,7 +171,8 @@ def _read(path: Path, written_by: Engine, model: nn.Module) -> AdamState:
             if size != parameter_size(parameter):
                 raise ValueError(f"{name}: {size} numbers of {key}")
     first_state = next(iter(optimizer["state"].values()))
-    return AdamState(float(first_state["step"]), pieces)
+    step = first_state.get("step") or optimizer["param_groups"][0]["step"]  # there apex counts
+    return AdamState(float(step), pieces)
 
 
 def _pieces_of_stage_2(mappings: list[dict[str, Any]]) -> Iterator[tuple[int, str, slice]]:
