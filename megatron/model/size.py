@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from megatron.model import positions_from_config
+from megatron.model import position_of_entry
 from megatron.model.settings import Architecture
+from megatron.positions.layers import entries_of
 from megatron.positions.outline import Outline
 
 if TYPE_CHECKING:  # as in megatron.model
@@ -88,9 +89,17 @@ def parameters(config: "Config", vocab: int) -> Parameters:
     Raises UserError if the encoding refuses its options.
     """
     model = Architecture.of(config.model)
+    entries = entries_of(config.position)
+    of_positions = 0
     with torch.random.fork_rng(devices=[]), Outline():
-        positions, _ = positions_from_config(config)
-    of_positions = sum(number.numel() for one in positions for number in one.parameters())
+        for index, entry in enumerate(entries[: model.num_layers]):
+            position = position_of_entry(config, entry)
+            numbers = sum(parameter.numel() for parameter in position.parameters())
+            if position.per_layer or not config.position.pos_emb_shared:
+                numbers *= len(range(index, model.num_layers, len(entries)))
+            elif entry in entries[:index]:
+                numbers = 0  # its layers share the first equal encoding
+            of_positions += numbers
     looked_up = vocab * model.hidden_size if model.no_weight_tying else 0
     whole = palm_weights(model, vocab) + looked_up + of_positions
     return Parameters(whole, of_positions)
