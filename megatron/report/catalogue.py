@@ -33,13 +33,12 @@ the effective length of a head ends (KERPLE, appendix A.5). Encodings that look 
 picture.
 
 `python tools/plot_positions.py NAME` draws an encoding with your options, `--checkpoint DIR` what
-was learned. `python tools/check_encoding.py NAME` tries what an encoding must keep,
-and with `--checkpoint DIR` whether what was learned is still such a kernel.
+was learned. `python tools/check_encoding.py NAME` tries what an encoding must keep.
 """
 # What hooks cost beyond plain attention.
 COSTS = {
     "distance_bias": "a table by distance for each step",
-    "distance_weight": "a table that multiplies the scores, without a fused kernel",
+    "distance_weight": "a table that multiplies the scores; on the CPU without a fused kernel",
     "index_bias": "a bias for each pair of tokens: time grows with length²",
     "score_bias": "a number for each key and head",
     "on_scores": "eager attention: time and memory grow with length²",

@@ -192,7 +192,7 @@ def refusal(
         )
     corpus_tokens = row.get("corpus_tokens")
     if corpus_tokens is None:
-        return "the size of its corpus is not known: collect it where the data are"
+        return "the size of its corpus is not known: run the sweep where the data are"
     if corpus_tokens < required.tokens:
         has, reads = f"{corpus_tokens / 1e6:,.0f}", f"{required.tokens / 1e6:,.0f}"
         return (
