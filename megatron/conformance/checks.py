@@ -68,7 +68,8 @@ def title(check: Check) -> str:
 def right_shape(subject: Subject) -> Finding:
     """Biases are [heads, length] float32 for 1 to 32 heads."""
     refusal = ""
-    for heads in sorted({1, 3, 12, 16, 32, subject.heads}):
+    numbers_of_heads = sorted({1, 3, 12, 16, 32, subject.heads})
+    for heads in numbers_of_heads:
         try:
             position = replace(subject, heads=heads).position()
         except UserError as fault:  # its options hold one number per head
@@ -76,12 +77,13 @@ def right_shape(subject: Subject) -> Finding:
             continue
         for name, bias in biases(position, 40).items():
             if bias.shape != (heads, 40) or bias.dtype != torch.float32:
-                detail = f"{name} with {heads} heads is {list(bias.shape)} {bias.dtype}"
+                shape = list(bias.shape)
+                detail = f"{name} with {heads} heads is {shape} {bias.dtype}"
                 return Finding(FAILS, detail)
-    names = list(biases(subject.position(), 8))
+    names = ", ".join(biases(subject.position(), 8))
     if not names:
         return Finding(NOT_APPLICABLE, "it has no bias")
-    return Finding(HOLDS, ", ".join(names) + refusal)
+    return Finding(HOLDS, names + refusal)
 
 
 @torch.no_grad()
@@ -263,9 +265,11 @@ def float32_under_autocast(subject: Subject) -> Finding:
 @torch.no_grad()
 def survives_saving(subject: Subject) -> Finding:
     """Saving and loading changes nothing."""
-    saved_one, loaded_one = subject.position(seed=0), subject.position(seed=1)
+    saved_one = subject.position(seed=0)
+    loaded_one = subject.position(seed=1)
     saved = saved_one.state_dict()
-    not_learned = sorted(saved.keys() - dict(saved_one.named_parameters()).keys())
+    learned = dict(saved_one.named_parameters())
+    not_learned = sorted(saved.keys() - learned.keys())
     if not_learned:
         names = ", ".join(not_learned)
         return Finding(FAILS, f"{names} is saved and not learned; use persistent=False")
@@ -322,15 +326,19 @@ def backends_agree(subject: Subject) -> Finding:
     position = subject.position()
     if position.has("on_scores"):
         return Finding(NOT_APPLICABLE, "scores that look at content exist in eager only")
-    ids = random_ids(min(longest_length(position), 300) + 1, batch=2)
+    length = min(longest_length(position), 300)
+    ids = random_ids(length + 1, batch=2)
+    inputs, labels = ids[:, :-1], ids[:, 1:]
     results = []
     for backend in ("eager", "sdpa"):
         gpt = subject.gpt(backend)
-        losses = gpt(ids[:, :-1], labels=ids[:, 1:])
+        losses = gpt(inputs, labels=labels)
         losses.mean().backward()
-        named = gpt.named_parameters()
-        gradients = {name: one.grad for name, one in named if one.grad is not None}
-        results.append({"loss": losses.detach(), **gradients})
+        result = {"loss": losses.detach()}
+        for name, parameter in gpt.named_parameters():
+            if parameter.grad is not None:
+                result[name] = parameter.grad
+        results.append(result)
     return at_most(1e-4, largest_difference_in(*results))
 
 
@@ -342,10 +350,14 @@ def finite_losses(subject: Subject) -> Finding:
     length = 2048 if content else FAR
     for dtype, tokens in ((torch.float32, length // 4), (torch.bfloat16, length)):
         ids = random_ids(tokens + 1)
+        inputs, labels = ids[:, :-1], ids[:, 1:]
         gpt = subject.gpt(layers=1).to(dtype)
-        if not gpt(ids[:, :-1], labels=ids[:, 1:]).isfinite().all():
+        losses = gpt(inputs, labels=labels)
+        if not losses.isfinite().all():
             return Finding(FAILS, f"not finite in {dtype}")
-    return Finding(HOLDS, f"at {length}: content needs memory for length²" if content else "")
+    if content:
+        return Finding(HOLDS, f"at {length}: content needs memory for length²")
+    return Finding(HOLDS)
 
 
 def gradients_match_finite_differences(subject: Subject) -> Finding:
@@ -356,12 +368,15 @@ def gradients_match_finite_differences(subject: Subject) -> Finding:
         return LEARNS_NOTHING
     with torch.no_grad():  # on a bound the value is constant to one side
         for module in position.modules():
-            for name, (low, high) in getattr(module, "bounds", {}).items():
+            bounds = getattr(module, "bounds", {})
+            for name, (low, high) in bounds.items():
                 margin = min(1e-3, (high - low) / 4)
-                getattr(module, name).clamp_(low + margin, high - margin)
+                bounded = getattr(module, name)
+                bounded.clamp_(low + margin, high - margin)
     torch.manual_seed(1)
     shape = position.shape
-    length, heads = shape.train_length, shape.heads
+    length = shape.train_length
+    heads = shape.heads
     q, k = torch.randn(2, 1, heads, length, shape.head_dim, dtype=torch.float64)
     x = torch.randn(1, length, shape.hidden, dtype=torch.float64)
     score_weights = torch.randn(heads, length, length, dtype=torch.float64)
@@ -393,11 +408,15 @@ def gradients_finite_far_away(subject: Subject) -> Finding:
         end = longest_length(position)
         effects = effects_before(position, end)
     # Relative to its own size, so that a finite number cannot overflow in the sum.
-    terms = [(value / value.detach().abs().clamp(min=1)).mean() for value in effects.values()]
+    terms = []
+    for value in effects.values():
+        size = value.detach().abs().clamp(min=1)
+        terms.append((value / size).mean())
     total = torch.stack(terms).sum()
     if not total.requires_grad:
         return Finding(FAILS, "nothing that it learns has an effect")
-    gradients = torch.autograd.grad(total, list(named.values()), allow_unused=True)
+    parameters = list(named.values())
+    gradients = torch.autograd.grad(total, parameters, allow_unused=True)
     for name, gradient in zip(named, gradients, strict=True):
         if gradient is not None and not gradient.isfinite().all():
             return Finding(FAILS, f"the gradient of {name} is not finite at {end}")
@@ -410,22 +429,27 @@ def gradients_reach_every_parameter(subject: Subject) -> Finding:
     At once, or after one step: where a learned factor begins at 0, the other has no gradient yet.
     """
     gpt = subject.gpt().train()
-    ids = random_ids(subject.train_length + 1, batch=2)
+    length = subject.train_length
+    ids = random_ids(length + 1, batch=2)
+    inputs, labels = ids[:, :-1], ids[:, 1:]
     optimizer = torch.optim.SGD(gpt.parameters(), lr=0.1)
     unreached = set(dict(gpt.named_parameters()))
     for _ in range(2):
         optimizer.zero_grad()
-        gpt(ids[:, :-1], labels=ids[:, 1:]).mean().backward()
+        losses = gpt(inputs, labels=labels)
+        losses.mean().backward()
         for name, parameter in gpt.named_parameters():
-            if parameter.grad is None:
+            gradient = parameter.grad
+            if gradient is None:
                 return Finding(FAILS, f"{name} gets no gradient")
-            if not parameter.grad.isfinite().all():
+            if not gradient.isfinite().all():
                 return Finding(FAILS, f"the gradient of {name} is not finite")
-            if parameter.grad.any():
+            if gradient.any():
                 unreached.discard(name)
         optimizer.step()
     if unreached:
-        detail = f"the gradient of {min(unreached)} is 0 at {subject.train_length} tokens"
+        example = min(unreached)
+        detail = f"the gradient of {example} is 0 at {length} tokens"
         return Finding(FAILS, detail)
     return Finding(HOLDS)
 

@@ -124,7 +124,11 @@ def variants(attention: AttentionSettings, options: Options, model: GPT) -> list
 
     Raises UserError with all that is wrong with sinks, clipped distances and methods.
     """
-    values = {key: getattr(options, key) for key in VARIED if getattr(options, key)}
+    values = {}
+    for key in VARIED:
+        asked = getattr(options, key)
+        if asked:
+            values[key] = asked
     found: dict[AttentionSettings, None] = {}
     faults: dict[str, None] = {}
     for combination in itertools.product(*values.values()):

@@ -194,7 +194,8 @@ def _token_bytes(places: Sequence[TokenizerFiles], expected: str | None) -> np.n
 
 def loaded_model(config: Config | None, folder: str | Path | None, step: int | None) -> LoadedModel:
     """Open a checkpoint without a text; arguments and errors as for `loaded_run`."""
-    model, trained, record = load_for_evaluation(folder or checkpoint_folder(config, step), step)
+    where = folder or checkpoint_folder(config, step)
+    model, trained, record = load_for_evaluation(where, step)
     path = Path(record["path"])
     if CONTROL.search(str(path)):  # every row repeats it
         raise UserError(f"checkpoint: {path} has a control character in its name - rename it")
@@ -207,12 +208,15 @@ def loaded_model(config: Config | None, folder: str | Path | None, step: int | N
 
     # Unless the configuration says so itself, documents are kept apart as in training.
     config = config or trained
-    keys = ("reset_attention_mask", "reset_position_ids")
-    values = {key: trained[key] for key in keys if key not in config.given}
+    values = {}
+    for key in ("reset_attention_mask", "reset_position_ids"):
+        if key not in config.given:
+            values[key] = trained[key]
     if "reset_attention_mask" in config.given and not config["reset_attention_mask"]:
         values = {"reset_position_ids": False}  # which needs the mask
     attention = config.attention.model_copy(update=values)
-    return LoadedModel(model, trained, replace(config, attention=attention), path, record)
+    config = replace(config, attention=attention)
+    return LoadedModel(model, trained, config, path, record)
 
 
 def loaded_run(config: Config | None, folder: str | Path | None, step: int | None) -> LoadedRun:

@@ -147,8 +147,9 @@ def number(least: int, most: int, or_one_of: Sequence[str] = ()) -> Callable[[st
         if text in or_one_of:
             return None if text == "none" else text
         with contextlib.suppress(ValueError):
-            if least <= int(text) <= most:
-                return int(text)
+            value = int(text)
+            if least <= value <= most:
+                return value
         shown = ascii(text)[1:-1][:40]
         words = "".join(f", or {word}" for word in or_one_of)
         raise argparse.ArgumentTypeError(

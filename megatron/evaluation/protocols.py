@@ -141,8 +141,10 @@ def first_tokens(tokens: TokenFile, documents: range, count: int) -> np.ndarray:
     """The first `count` tokens of some documents: [count], or fewer if they have fewer."""
     pieces = [np.empty(0, dtype=tokens.dtype)]
     for document in documents:
-        pieces.append(tokens.read(document, 0, min(count, int(tokens.sizes[document]))))
-        count -= len(pieces[-1])
+        size = int(tokens.sizes[document])
+        piece = tokens.read(document, 0, min(count, size))
+        pieces.append(piece)
+        count -= len(piece)
         if count == 0:
             break
     return np.concatenate(pieces)
@@ -166,9 +168,11 @@ def paper(request: Request) -> list[Windows]:
         samples = build_split(
             request.tokens, request.split, request.part, length, request.seed, count
         )
-        ids = [samples[(start + number) % len(samples)] for number in range(count)]
+        numbers = range(start, start + count)
+        ids = [samples[number % len(samples)] for number in numbers]
         about = {"start": start}
-        epochs = -(-count * length // max(request.available, 1))
+        scored = count * length
+        epochs = -(-scored // max(request.available, 1))
         if epochs > 1:
             about["epochs"] = epochs
         windows = Windows(length, ids, [0] * count, stretches=range(count), about=about)
@@ -182,12 +186,15 @@ def tail(request: Request) -> list[Windows]:
     Ends lie a quarter of the longest length apart, from the longest length on: there every length
     has all of its context.
     """
-    size, lengths = request.tail, request.ordered_lengths
+    size = request.tail
+    lengths = request.ordered_lengths
+    longest = lengths[-1]
     _check_within("--tail", size, lengths[0], "the shortest length")
-    apart = max(size, lengths[-1] // 4)
+    apart = max(size, longest // 4)
     by_length = []
     for length in lengths:
-        windows = _cut(request.region[lengths[-1] - length :], length, apart)
+        region = request.region[longest - length :]
+        windows = _cut(region, length, apart)
         count = len(windows.ids)
         first_scored = [length - size] * count
         about = {"tail": size}
@@ -230,10 +237,12 @@ def within_document(request: Request) -> list[Windows]:
     wanted = request.eval_tokens // longest  # windows of the longest length
     chunks: list[np.ndarray] = []
     for document in request.documents:
-        in_document = (int(request.tokens.sizes[document]) - 1) // longest
+        size = int(request.tokens.sizes[document])
+        in_document = (size - 1) // longest
         count = min(wanted, in_document)
         if count > 0:
-            chunks.append(request.tokens.read(document, 0, count * longest + 1))
+            chunk = request.tokens.read(document, 0, count * longest + 1)
+            chunks.append(chunk)
             wanted -= count
     if not chunks:
         size = max(int(request.tokens.sizes[document]) for document in request.documents)

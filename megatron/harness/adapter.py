@@ -120,25 +120,31 @@ class Harness(TemplateLM):
 
         Batches hold texts of similar lengths, the longest first: they show what fits.
         """
+        sizes = [len(request.tokens) for request in asked]
+        longest_first = sorted(range(len(asked)), key=lambda number: -sizes[number])
         together: list[list[int]] = []
-        for number in sorted(range(len(asked)), key=lambda one: -len(asked[one].tokens)):
-            longest = len(asked[together[-1][0]].tokens) if together else 0
-            if not together or (len(together[-1]) + 1) * longest > self._reading.batch_tokens:
+        room = 0  # for further texts in the last batch
+        for number in longest_first:
+            if room == 0:
                 together.append([])
+                room = max(1, self._reading.batch_tokens // sizes[number])
             together[-1].append(number)
+            room -= 1
 
         scores: dict[int, tuple[float, bool]] = {}
         device = self._model.word_embeddings.weight.device
         for numbers in tqdm(together, "log-likelihood"):
             # What is behind the end of a shorter text changes nothing before it.
             tokens = [torch.tensor(asked[number].tokens) for number in numbers]
-            ids = torch.nn.utils.rnn.pad_sequence(tokens, batch_first=True).to(device)
+            padded = torch.nn.utils.rnn.pad_sequence(tokens, batch_first=True)
+            ids = padded.to(device)
             features = self._model.features(ids[:, :-1])
             for row, number in enumerate(numbers):
-                end = len(asked[number].tokens) - 1
+                end = sizes[number] - 1
                 first = end - asked[number].scored
+                of_targets = features[row, first:end]
                 labels = ids[row, first + 1 : end + 1]
-                scores[number] = self._score(features[row, first:end], labels)
+                scores[number] = self._score(of_targets, labels)
         return [scores[number] for number in range(len(asked))]
 
     def _score(self, features: Tensor, labels: Tensor) -> tuple[float, bool]:
@@ -153,29 +159,33 @@ class Harness(TemplateLM):
 
     def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
         """The continuation of each text, without the string that ends it."""
+        length = self.max_length
         by_settings: dict[GenerationSettings, list[Continuation]] = {}
         for number, request in enumerate(requests):
             text, given = request.args
             settings = settings_by(given)
-            room = self.max_length - settings.max_new_tokens
+            new_tokens = settings.max_new_tokens
+            room = length - new_tokens
             if room < 1:
                 raise UserError(
-                    f"--lengths {self.max_length}: a task asks for {settings.max_new_tokens} new"
-                    " tokens, which leaves no place for its text - give a longer length"
+                    f"--lengths {length}: a task asks for {new_tokens} new tokens, which leaves no"
+                    " place for its text - give a longer length"
                 )
             # As in the harness, a text that is too long loses its beginning.
             prompt = self.tok_encode(text)[-room:]
             asked = by_settings.setdefault(settings, [])
             asked.append(Continuation(self._ours, prompt, settings, number))
-        most = max(1, self._reading.batch_tokens // self.max_length)
+        most = max(1, self._reading.batch_tokens // length)
         together: list[list[Continuation]] = []
         for settings, asked in by_settings.items():
             together += batches(asked, most, settings.max_new_tokens)
         found: dict[int, str] = {}
-        for texts in tqdm(together, "continuations"):
-            for _ in decode(self._model, self._ours.vocab_size, texts, texts[0].settings):
+        for batch in tqdm(together, "continuations"):
+            settings = batch[0].settings
+            for _ in decode(self._model, self._ours.vocab_size, batch, settings):
                 pass
-            found |= {text.number: text.written.text for text in texts}
+            for continuation in batch:
+                found[continuation.number] = continuation.written.text
         return [found[number] for number in range(len(requests))]
 
 

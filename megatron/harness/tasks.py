@@ -228,7 +228,12 @@ def table(rows: Iterable[TaskRow]) -> str:
         texts = []
         for column in COLUMNS:
             value = row.get(column)
-            shown = "n/a" if value is None else value
-            texts.append(f"{shown:.4f}" if isinstance(shown, float) else str(shown))
+            if value is None:
+                text = "n/a"
+            elif isinstance(value, float):
+                text = f"{value:.4f}"
+            else:
+                text = str(value)
+            texts.append(text)
         lines.append(texts)
     return "\n".join(in_columns(lines))

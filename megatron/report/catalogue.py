@@ -166,9 +166,12 @@ def _as_yaml(value: Any) -> str:
     if value is inspect.Parameter.empty:
         return "required"
     if isinstance(value, tuple):
-        return f"[{', '.join(map(_as_yaml, value))}]"
+        items = ", ".join(map(_as_yaml, value))
+        return f"[{items}]"
     if isinstance(value, dict):
-        return f"{{{', '.join(f'{key}: {_as_yaml(part)}' for key, part in value.items())}}}"
+        pairs = [f"{key}: {_as_yaml(part)}" for key, part in value.items()]
+        items = ", ".join(pairs)
+        return f"{{{items}}}"
     return as_yaml(value)
 
 

@@ -148,9 +148,12 @@ def _draw_panel(axes: Axes, panel: Panel) -> None:
 def figures_of_model(model: GPT, title: str, length: int = 16384) -> dict[str, Figure]:
     """The trained encodings of a model on distances below `length`, where they can be drawn."""
     figures = {}
+    several = len(model.placed) > 1
     for one in model.placed:
-        several = len(model.placed) > 1
-        name = f"encoding-layer{one.layers[0]}" if several else "encoding"
+        name, heading = "encoding", title
+        if several:
+            name = f"encoding-layer{one.layers[0]}"
+            heading = f"{title}: {one.label}"
         if found := panels(one.position, length):
-            figures[name] = draw(found, f"{title}: {one.label}" if several else title)
+            figures[name] = draw(found, heading)
     return figures

@@ -123,17 +123,20 @@ def page_of_rows(
         _add_text(page, members, against)
     _add_probes(page)
 
+    every_row = [*page.rows, *probes]
     not_of_model = dict.fromkeys((*SETTING, *VARIANT))
-    every_row = [with_facts(row, not_of_model) for row in (*page.rows, *probes)]
-    models = kinds(every_row)
+    models = kinds([with_facts(row, not_of_model) for row in every_row])
     for number, (label, of_model) in enumerate(models.items(), 1):
-        _add_kernels(page, f"{number}-", label, of_model, files)
+        prefix = f"{number}-"
+        _add_kernels(page, prefix, label, of_model, files)
+    keys = ["checkpoint", *COLUMNS]
+    head = ["checkpoint", *COLUMNS.values()]
     lines = {}
-    for row in (*page.rows, *probes):
-        facts = [row.get(key) for key in ("checkpoint", *COLUMNS)]
+    for row in every_row:
+        facts = [row.get(key) for key in keys]
         line = [plain(fact) if fact else "-" for fact in facts]
         lines.setdefault(tuple(line), line)
-    page.models = Table(["checkpoint", *COLUMNS.values()], list(lines.values()))
+    page.models = Table(head, list(lines.values()))
     return page
 
 
@@ -221,14 +224,18 @@ def _add_probes(page: Page) -> None:
         by_run.setdefault(run_of(row), []).append(row)
     named = []
     for row, *_ in by_run.values():
-        facts = [row["pos_emb"], f"seed {row.get('seed')}", f"step {row['step']}"]
-        name = ", ".join([*facts, text_of(row) or "a text"])
+        seed = f"seed {row.get('seed')}"
+        step = f"step {row['step']}"
+        text = text_of(row) or "a text"
+        name = ", ".join([row["pos_emb"], seed, step, text])
         named.append(with_facts(row, {"pos_emb": name}))
-    for label, of_run in zip(labels_of(named), by_run.values(), strict=True):
+    labels = labels_of(named)
+    for label, of_run in zip(labels, by_run.values(), strict=True):
         page.probed[label] = tables_of_probes(of_run)
         for row in of_run:
             if reason := row.get("reason"):
-                page.gaps.append((f"{row['probe']} of {label} at {row['length']}", reason))
+                place = f"{row['probe']} of {label} at {row['length']}"
+                page.gaps.append((place, reason))
 
 
 # --- Encodings of the checkpoints ---

@@ -201,20 +201,25 @@ def _compared(
     if label == reference:
         refusals = [row.get("reason") for row in ours if row["loss"] is None]
         return replace(alone, reason=refusals[0] if refusals else None)
-    ours_of, theirs_of = ({row.get("seed"): row for row in rows} for rows in (ours, theirs))
+    ours_of = {row.get("seed"): row for row in ours}
+    theirs_of = {row.get("seed"): row for row in theirs}
     common = [seed for seed in ours_of if seed in theirs_of]
     if common:
-        ours, theirs = ([rows[seed] for seed in common] for rows in (ours_of, theirs_of))
+        ours = [ours_of[seed] for seed in common]
+        theirs = [theirs_of[seed] for seed in common]
     if reason := why_not_paired(ours, theirs, reference):
         return replace(alone, reason=reason)
     by_seed = {}
-    if all(ours_of[seed].get("text") == theirs_of[seed].get("text") for seed in common):
+    same_text = all(ours_of[seed].get("text") == theirs_of[seed].get("text") for seed in common)
+    if same_text:
         for seed in common:
-            our_loss, their_loss = ours_of[seed]["loss"], theirs_of[seed]["loss"]
+            our_loss = ours_of[seed]["loss"]
+            their_loss = theirs_of[seed]["loss"]
             assert our_loss is not None
             assert their_loss is not None
             by_seed[seed] = our_loss - their_loss
-    paired = replace(alone, by_seed=by_seed, over_text=over_text(ours, theirs))
+    text = over_text(ours, theirs)
+    paired = replace(alone, by_seed=by_seed, over_text=text)
     if len(by_seed) < SEEDS:
         return paired
     over_seeds = mean_over_seeds(list(by_seed.values()))

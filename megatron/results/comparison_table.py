@@ -54,20 +54,25 @@ def _cells(one: Comparison) -> dict[str, str]:
     difference, ratio, n_eff, p = "", "", "", ""
     intervals = dict.fromkeys(HEADINGS.values(), "")
     if one.difference:
-        difference, ratio = f"{one.difference.mean:+.4f}", _ratio(one.difference.mean)
+        mean = one.difference.mean
+        difference = f"{mean:+.4f}"
+        ratio = _ratio(mean)
     if one.interval:
         low, high = one.interval
-        intervals[HEADINGS[one.is_claim]] = f"[{low:+.4f}, {high:+.4f}]"
+        heading = HEADINGS[one.is_claim]
+        intervals[heading] = f"[{low:+.4f}, {high:+.4f}]"
         ratio = f"{ratio} [{_ratio(low)}, {_ratio(high)}]"
     if one.p is not None:
         p = f"{one.p:.4f}" if one.p >= 1e-4 else "<0.0001"
     if one.over_text and one.over_text.estimate.n_eff is not None:
         estimate = one.over_text.estimate
         n_eff = f"{estimate.n_eff:.0f} of {estimate.n} {one.over_text.unit}"
+    seeds = set(one.seeds)
+    perplexity = f"{one.mark}{cell(one.perplexity)}"
     return {
         "encoding": one.encoding,
-        "seeds": str(len(set(one.seeds))),
-        "perplexity": with_spread(f"{one.mark}{cell(one.perplexity)}", one.std),
+        "seeds": str(len(seeds)),
+        "perplexity": with_spread(perplexity, one.std),
         f"loss - {one.reference}": difference,
         "bits per byte": bits(one.bits_per_byte),
         **intervals,

@@ -95,13 +95,14 @@ def read_results(paths: Iterable[str | Path]) -> list[Row]:
     """
     rows: dict[tuple, Row] = {}
     for path in paths:
-        for line in read_lines(Path(path), kind=Row, writer="evaluate.py"):
+        lines = read_lines(Path(path), kind=Row, writer="evaluate.py")
+        for line in lines:
             row = cast("Row", line)
             measurement = measurement_of(row)
             replaced = rows.get(measurement, row)
-            if replaced.get("cell") and not row.get("cell"):
-                cell = {"sweep": replaced.get("sweep"), "cell": replaced.get("cell")}
-                row = with_facts(row, cell)
+            cell = replaced.get("cell")
+            if cell and not row.get("cell"):
+                row = with_facts(row, {"sweep": replaced.get("sweep"), "cell": cell})
             rows[measurement] = row
     return list(rows.values())
 

@@ -255,7 +255,10 @@ def _ours(cell: Compared) -> str:
     digits = ["0.00"]
     if not isinstance(cell.paper, str):
         digits = list(map(str, cell.paper))
-    decimals = [len(text.partition(".")[2]) for text in digits]
+    decimals = []
+    for number in digits:
+        _, _, fraction = number.partition(".")
+        decimals.append(len(fraction))
     mean = statistics.mean(cell.ours)
     text = f"{mean:.{decimals[0]}f}"
     if len(cell.ours) == 1:

@@ -175,8 +175,11 @@ def value_of(row: Question, key: str) -> Any:
     A window of train_length is that many tokens. An axis that repeats the corpus has no value.
     """
     if key not in Row.__annotations__:
-        value = (row.get("cell") or {}).get(key.removeprefix(TRAINED))
-        return None if value is None or value == row.get("corpus") else str(value)
+        cell = row.get("cell") or {}
+        value = cell.get(key.removeprefix(TRAINED))
+        if value is None or value == row.get("corpus"):
+            return None
+        return str(value)
     value = row.get(key)
     if key == "window" and value == "train_length":
         return row.get("train_length") or value

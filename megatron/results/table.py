@@ -61,15 +61,17 @@ class Table:
     def text(self) -> str:
         """For the terminal: the first column to the left, others to the right."""
         lines = [self.head, *self.body]
-        widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+        columns = zip(*lines, strict=True)
+        first_width, *widths = [max(map(len, column)) for column in columns]
         texts = []
-        for words in lines:
-            first, *others = zip(words, widths, strict=True)
-            left, width = first
-            padded = [word.rjust(width) for word, width in others]
-            texts.append("  ".join([left.ljust(width), *padded]))
+        for first, *others in lines:
+            padded = [first.ljust(first_width)]
+            for word, width in zip(others, widths, strict=True):
+                padded.append(word.rjust(width))
+            texts.append("  ".join(padded))
         head, *body = texts
-        table = [head.rstrip(), "-" * len(head), *body]
+        rule = "-" * len(head)
+        table = [head.rstrip(), rule, *body]
         if self.title:
             table.insert(0, self.title)
         else:
@@ -179,18 +181,23 @@ def table_of_text(
     groups = kinds(rows) if over_seeds else runs(rows)
     lengths = sorted({row["length"] for row in rows})
     trained = {row.get("train_length") for row in rows}
-    key, form = ("bits_per_byte", bits) if bits_per_byte else ("perplexity", cell)
+    key, form = "perplexity", cell
+    if bits_per_byte:
+        key, form = "bits_per_byte", bits
     body = []
     for label, group in groups.items():
         line = [label]
         if over_seeds:
-            line.append(str(len({row.get("seed") for row in group})))
+            seeds = {row.get("seed") for row in group}
+            line.append(str(len(seeds)))
         for length in lengths:
             values = [row.get(key) for row in group if row["length"] == length]
             mean, std = mean_and_std(values)
             line.append(with_spread(form(mean), std) if values else "")
         body.append(line)
-    head = ["pos_emb", "seeds"] if over_seeds else ["pos_emb"]
+    head = ["pos_emb"]
+    if over_seeds:
+        head.append("seeds")
     head += [f"{length}*" if length in trained else str(length) for length in lengths]
     if bits_per_byte:
         notes = _notes_of_bits(rows, over_seeds=over_seeds)
@@ -212,15 +219,21 @@ def by_length(rows: Sequence[Row], lengths: Iterable[int]) -> list[Row]:
         if row["loss"] is None or "position_edges" not in row:
             found.append(row)
             continue
-        curve = prefix_curve(row["position_edges"], row.get("position_losses", []))
+        losses = row.get("position_losses", [])
+        curve = prefix_curve(row["position_edges"], losses)
         # Losses of windows and blocks, and their bytes, are those of the whole windows.
         whole = (*PIECES, *BYTES)
         beginning = cast("Row", {key: row[key] for key in row if key not in whole})
         for length in lengths:
             loss = curve[length]
-            numbers = {"length": length, "tokens": row["windows"] * length, "loss": loss}
+            numbers = {
+                "length": length,
+                "tokens": row["windows"] * length,
+                "loss": loss,
+                "perplexity": perplexity_of(loss),
+            }
             kept = beginning if length < row["length"] else row
-            found.append(with_facts(kept, {**numbers, "perplexity": perplexity_of(loss)}))
+            found.append(with_facts(kept, numbers))
     return found
 
 
@@ -279,8 +292,11 @@ def _notes_of_bits(rows: Sequence[Row], *, over_seeds: bool) -> list[str]:
         sizes = [row.get("bytes", 0) for row in group]
         least, most = min(sizes), max(sizes)
         size = from_to(f"{least:,.0f}", f"{most:,.0f}")
-        ways = dict.fromkeys(row.get("bytes_from", "") for row in group)
-        how = "; ".join(COUNTED.get(way, f"bytes from {way}") for way in ways)
+        ways = {}
+        for row in group:
+            way = row.get("bytes_from", "")
+            ways[way] = COUNTED.get(way, f"bytes from {way}")
+        how = "; ".join(ways.values())
         counts[label] = f"{size} bytes scored, {how}"
     different = {*counts.values()}
     if len(counts) > 1 and len(different) == 1:
@@ -309,20 +325,28 @@ def _why_apart(groups: Sequence[Sequence[Row]]) -> list[str]:
 def setting(rows: Sequence[Row]) -> str:
     """Text, tokens, windows and protocol of rows of one text, and their attention inputs."""
     first = rows[0]
+    facts = []
+    if text := text_of(first):
+        facts.append(text)
+
     tokens = [row["tokens"] for row in rows]
+    fewest, most = min(tokens), max(tokens)
+    counts = from_to(f"{fewest:,}", f"{most:,}")
     by_length = sorted(rows, key=lambda row: row["length"])
     sizes = [f"{row['windows']} x {row['length']}" for row in by_length]
-    counts = from_to(f"{min(tokens):,}", f"{max(tokens):,}")
-    facts = [f"{counts} tokens ({from_to(sizes[0], sizes[-1])})"]
-    if text := text_of(first):
-        facts.insert(0, text)
-    if first.get("protocol"):
-        facts.append(f"protocol {first.get('protocol')}")
+    windows = from_to(sizes[0], sizes[-1])
+    facts.append(f"{counts} tokens ({windows})")
+
+    protocol = first.get("protocol")
+    if protocol:
+        facts.append(f"protocol {protocol}")
     for key in OPTIONS:
         values = {row.get(key) for row in rows}
-        if len(values) == 1 and first.get(key):
-            facts.append(f"{key} {first.get(key)}")
-    return ", ".join([*facts, *attention_inputs(rows)])
+        value = first.get(key)
+        if len(values) == 1 and value:
+            facts.append(f"{key} {value}")
+    facts += attention_inputs(rows)
+    return ", ".join(facts)
 
 
 def text_of(row: Question) -> str:

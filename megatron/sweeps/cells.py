@@ -68,8 +68,9 @@ class Asked(BaseModel):
             if key in OPTIONS:
                 fault = words_fault(_words({key: value}))
             elif key not in KEYS:
-                known = [*OPTIONS, "only", "eval_tokens", "eval_part"]
-                fault = f"{ascii(key)[1:-1][:80]}: no such option; use {', '.join(known)}"
+                shown = ascii(key)[1:-1][:80]
+                known = ", ".join([*OPTIONS, "only", "eval_tokens", "eval_part"])
+                fault = f"{shown}: no such option; use {known}"
             else:
                 try:
                     SECTIONS[KEYS[key]].model_validate({key: value})
@@ -293,8 +294,9 @@ def _words(options: Mapping[str, Any]) -> list[str]:
         if key in KEYS:
             words.append(f"{key}={json.dumps(value)}")
             continue
+        option = "--" + key.replace("_", "-")
         several = value if isinstance(value, list) else [value]
-        words += ["--" + key.replace("_", "-"), *map(str, several)]
+        words += [option, *map(str, several)]
     return words
 
 
@@ -378,12 +380,14 @@ def finished_rows(sweep: Sweep) -> list[Row]:
         facts = {"sweep": sweep.name, "cell": cell.values}
         facts["seconds_per_step"] = seconds_per_step(cell)
         with contextlib.suppress(UserError):  # the data are absent
-            files = open_parts(cell.config.data, ["train"])["train"].files
+            parts = open_parts(cell.config.data, ["train"])
+            files = parts["train"].files
             facts["corpus_documents"] = sum(map(len, files))
             facts["corpus_tokens"] = sum(int(tokens.tokens) for tokens in files)
         try:
             for evaluation in cell.evaluations:
-                rows += [cast(Row, {**row, **facts}) for row in cell.rows(evaluation)]
+                for row in cell.rows(evaluation):
+                    rows.append(cast(Row, {**row, **facts}))
         except UserError as fault:
             logger.warning("%s: left out: %s", cell.name, fault)
     return rows
@@ -403,7 +407,9 @@ def seconds_per_step(cell: Cell) -> float | None:
         raise UserError(f"{path}: is damaged ({fault}) - remove that line, or the file") from None
     logged = [record.get("seconds_per_step") for record in records if record.get("kind") == "train"]
     seconds = [value for value in logged if value]
-    return statistics.median(seconds[1:]) if len(seconds) > 1 else None
+    if len(seconds) < 2:
+        return None
+    return statistics.median(seconds[1:])
 
 
 def collect(sweep: Sweep) -> list[Row]:

@@ -58,7 +58,9 @@ class Runner:
     def run(self, sweep: Sweep) -> None:
         """Until nothing is left to begin; after a signal, until running cells have saved."""
         under_nohup = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
-        caught = [number for number in SIGNALS if not (under_nohup and number == signal.SIGHUP)]
+        caught = list(SIGNALS)
+        if under_nohup:
+            caught.remove(signal.SIGHUP)
         handlers_before = {number: signal.signal(number, self._stop) for number in caught}
         waiting = iter(sweep.cells)
         running: dict[Iterator[subprocess.Popen], subprocess.Popen | None] = {}
@@ -116,7 +118,8 @@ class Runner:
         settings = cell.folder / "cell.yml"
         cell.config.save(settings)
         if state.step < cell.steps:
-            ended_well = yield from self._call(cell, ["train.py", str(settings)], place)
+            command = ["train.py", str(settings)]
+            ended_well = yield from self._call(cell, command, place)
             if not ended_well:
                 return
             if state_of(cell).step < cell.steps:  # only then may the optimizer's state go
