@@ -88,10 +88,11 @@ def find_script(name: str) -> Path:
     for candidate in (Path(name), ROOT / name):
         if candidate.is_file() and candidate.suffix == ".py":
             return candidate.resolve()
-    known = [path.name for path in sorted(ROOT.glob("*.py")) if path.name != LAUNCHER]
+    scripts = [path.name for path in sorted(ROOT.glob("*.py")) if path.name != LAUNCHER]
+    known = ", ".join(scripts)
     raise UserError(
         f"{LAUNCHER}: {name} is not a script; write {LAUNCHER} SCRIPT FILE… key=value…,"
-        f" SCRIPT one of {', '.join(known)}"
+        f" SCRIPT one of {known}"
     )
 
 

@@ -11,11 +11,13 @@ def main() -> None:
     """Become the script that the command line names."""
     paths = sorted([*ROOT.glob("*.py"), *ROOT.glob("tools/*.py")])
     scripts = {path.stem.replace("_", "-"): path for path in paths}
-    verb = sys.argv[1] if len(sys.argv) > 1 else ""
-    script = scripts.get(verb.replace("_", "-"))
-    if script is None:
-        sys.exit(f"usage: megatron VERB …, VERB one of {', '.join(scripts)}")
-    os.execv(sys.executable, [sys.executable, str(script), *sys.argv[2:]])
+    words = sys.argv[1:]
+    verb = words[0].replace("_", "-") if words else ""
+    if verb not in scripts:
+        verbs = ", ".join(scripts)
+        sys.exit(f"usage: megatron VERB …, VERB one of {verbs}")
+    script = str(scripts[verb])
+    os.execv(sys.executable, [sys.executable, script, *words[1:]])
 
 
 if __name__ == "__main__":

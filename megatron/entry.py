@@ -146,7 +146,8 @@ def print_notes(notes: Sequence[str]) -> None:
     without_effect = [note.split(":")[0] for note in notes if NO_EFFECT in note]
     if len(without_effect) > FEW:  # a published file: a dozen lines would hide the other notes
         notes = [note for note in notes if NO_EFFECT not in note]
-        notes.append(f"accepted, have no effect here: {', '.join(without_effect)}")
+        keys = ", ".join(without_effect)
+        notes.append(f"accepted, have no effect here: {keys}")
     for note in notes:
         print_line(f"note: {note}")
 

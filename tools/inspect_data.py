@@ -39,10 +39,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     tokens = TokenFile.open(options.prefix)
     tokenizer = _tokenizer(tokens, options)
     lines = [*lengths(tokens, options.lengths), *usage(tokens, tokenizer)]
-    for document in np.linspace(0, len(tokens) - 1, options.samples).astype(int).tolist():
+    evenly_spread = np.linspace(0, len(tokens) - 1, options.samples)
+    for document in evenly_spread.astype(int).tolist():
         size = int(tokens.sizes[document])
+        beginning = tokens.read(document, 0, SHOWN).tolist()
         lines.append(f"\n--- document {document:,}, {size:,} tokens, begins ---")
-        lines.append(_text(tokenizer, tokens.read(document, 0, SHOWN).tolist()))
+        lines.append(_text(tokenizer, beginning))
     print(visible("\n".join(lines)))
     return 0
 

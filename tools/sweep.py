@@ -76,13 +76,15 @@ def main(argv: list[str] | None = None) -> int:
 def status(sweep: Sweep, states: Sequence[State]) -> list[str]:
     """A line for the sweep and one for each cell."""
     kinds = collections.Counter(state.kind for state in states)
-    counted = ", ".join(f"{count} {kind}" for kind, count in kinds.items())
+    counts = [f"{count} {kind}" for kind, count in kinds.items()]
+    counted = ", ".join(counts)
     cells = sweep.cells
     lines = [f"{sweep.name}: {len(cells)} cells, {counted}; runs in {sweep.folder}"]
     width = max(len(cell.name) for cell in cells)
     for cell, state in zip(cells, states, strict=True):
         name = cell.name.ljust(width)
-        lines.append(f"{name}  {described(cell, state)}")
+        description = described(cell, state)
+        lines.append(f"{name}  {description}")
     return lines
 
 

@@ -201,7 +201,9 @@ def with_parent(config: Config) -> Config:
     A run that continues has the parent that its checkpoint has. Raises UserError if there is no
     checkpoint to start from.
     """
-    load, save, finetune = (config[key] for key in ("load", "save", "finetune"))
+    load = config["load"]
+    save = config["save"]
+    finetune = config["finetune"]
     if load is None and finetune:
         raise UserError("load: not given; finetune starts from the checkpoint in this folder")
     parent = None

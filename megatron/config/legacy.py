@@ -189,9 +189,12 @@ def fold(merged: dict[str, Any], options: set[str], report: Report) -> None:
         if option not in options:
             report.no_effect(old, f"pos_emb {name} has no such option")
         elif args.setdefault(option, value) != value:
-            report.fault(contradiction(f"{old}: {value}", f"pos_emb_args.{option}: {args[option]}"))
+            old_setting = f"{old}: {value}"
+            setting = f"pos_emb_args.{option}: {args[option]}"
+            report.fault(contradiction(old_setting, setting))
     if "alibi_scaling" in merged:
-        _scale(merged.pop("alibi_scaling"), name, args, options, report)
+        scaling = merged.pop("alibi_scaling")
+        _scale(scaling, name, args, options, report)
     if args:
         merged["pos_emb_args"] = args
 

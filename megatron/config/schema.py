@@ -619,13 +619,16 @@ def all_keys() -> tuple[Key, ...]:
 def keys_of(place: str, section: type[Section], prefix: str) -> Iterator[Key]:
     """The settings of a section, or of one inside it; place: the name of the outer one."""
     for field, info in section.model_fields.items():
-        name, kind = prefix + field, info.annotation
+        name = prefix + field
+        kind = info.annotation
         if isinstance(kind, type) and issubclass(kind, Section):
             yield from keys_of(place, kind, f"{name}.")
             continue
         shapes_result = name in WITH_INFLUENCE or WITHOUT_INFLUENCE.isdisjoint({name, place})
-        by_name, is_input = name in BY_FILE_NAME, name in INPUTS
-        yield Key(name, place, info, shapes_result, by_name, is_input, FOLLOWS.get(name))
+        by_name = name in BY_FILE_NAME
+        is_input = name in INPUTS
+        follows = FOLLOWS.get(name)
+        yield Key(name, place, info, shapes_result, by_name, is_input, follows)
 
 
 def default_of(info: FieldInfo) -> Any:

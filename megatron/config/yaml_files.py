@@ -68,13 +68,14 @@ def written_out(node: yaml.Node, known: dict[int, float]) -> float:
 
     known: the counts so far, by the identity of a node; one that holds itself is infinite
     """
-    if id(node) not in known:
-        known[id(node)] = math.inf
+    identity = id(node)
+    if identity not in known:
+        known[identity] = math.inf
         parts = node.value if isinstance(node, yaml.CollectionNode) else []
         if isinstance(node, yaml.MappingNode):
             parts = [part for pair in parts for part in pair]
-        known[id(node)] = 1 + sum(written_out(part, known) for part in parts)
-    return known[id(node)]
+        known[identity] = 1 + sum(written_out(part, known) for part in parts)
+    return known[identity]
 
 
 def parse(text: str) -> Any:
@@ -164,7 +165,9 @@ def read_overrides(words: Sequence[str], add_fault: Callable[[str], None]) -> di
             if not isinstance(inner.get(part), dict):
                 inner[part] = Nested()
             inner = inner[part]
-        info = SECTIONS[KEYS[key]].model_fields[key] if inner is given and key in KEYS else None
+        info = None
+        if inner is given and key in KEYS:
+            info = SECTIONS[KEYS[key]].model_fields[key]
         if info is not None and info.annotation in TEXT and isinstance(value, int | float):
             value = match[2]  # save=1235 names a folder
         inner[key] = value

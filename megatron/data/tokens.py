@@ -201,10 +201,13 @@ def verify(prefix: str | Path) -> str:
     tokens = TokenFile.open(prefix)
     for document in range(len(tokens)):
         tokens.read(document)
-    paths = [_with(tokens.prefix, suffix) for suffix in (".bin", ".idx")]
-    checked = [_check_sha256(path, tokens.meta) for path in paths]
-    how = "sha256 and vocabulary" if all(checked) else "vocabulary; PREFIX.json has no sha256"
-    return f"{tokens.prefix}: {len(tokens):,} documents, {tokens.tokens:,} tokens are whole ({how})"
+    how = "sha256 and vocabulary"
+    for suffix in (".bin", ".idx"):
+        path = _with(tokens.prefix, suffix)
+        if not _check_sha256(path, tokens.meta):
+            how = "vocabulary; PREFIX.json has no sha256"
+    counts = f"{len(tokens):,} documents, {tokens.tokens:,} tokens"
+    return f"{tokens.prefix}: {counts} are whole ({how})"
 
 
 class TokenWriter:

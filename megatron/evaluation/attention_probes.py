@@ -67,19 +67,24 @@ def attention_by_distance(model: GPT, windows: Sequence[np.ndarray]) -> tuple[Te
         else:
             out = BACKENDS["sdpa"](q, k, v, bias, **more)
             score_bias = more.pop("score_bias", None)
-            for start in range(max(0, length - QUERIES), length, BLOCK):
+            first = max(0, length - QUERIES)
+            for start in range(first, length, BLOCK):
                 end = min(start + BLOCK, length)
                 if score_bias is not None:
                     more["score_bias"] = score_bias.of_queries(start, end)
-                blocks.append(probabilities(q[:, :, start:end], k[:, :, :end], bias, **more)[0])
+                queries_of_block = q[:, :, start:end]
+                visible_keys = k[:, :, :end]
+                p = probabilities(queries_of_block, visible_keys, bias, **more)
+                blocks.append(p[0])
         mass: list[Tensor] = []  # [heads, queries, bins] each
         for p in blocks:
             heads, queries, keys = p.shape
             # Later keys have no probability: any bin will do.
-            distance = (key[keys - queries : keys, None] - key[:keys]).clamp(min=0)
-            bins = torch.bucketize(distance, inner_edges, right=True).expand(heads, -1, -1)
+            query = key[keys - queries : keys, None]
+            distance = (query - key[:keys]).clamp(min=0)
+            bins = torch.bucketize(distance, inner_edges, right=True)
             empty = p.new_zeros(heads, queries, len(inner_edges) + 1)
-            mass.append(empty.scatter_add_(2, bins, p))
+            mass.append(empty.scatter_add_(2, bins.expand(heads, -1, -1), p))
         entropy = [torch.special.entr(p).sum(dim=-1) for p in blocks]  # [heads, queries] each
         entropies.append(torch.cat(entropy, dim=1).mean(dim=1))
         masses.append(torch.cat(mass, dim=1).mean(dim=(0, 1)))

@@ -257,7 +257,9 @@ def scored(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
     own = logits.gather(2, index).masked_fill(~is_token, -math.inf)
     best = logits.amax(dim=2, keepdim=True)
     number_of_best = (logits == best).sum(dim=2)
-    correct = (own == best).sum(dim=2) / number_of_best
+    right_ones_of_best = (own == best).sum(dim=2)
+    correct = right_ones_of_best / number_of_best
     log_probabilities = logits.float().log_softmax(dim=2)
-    own_log_probabilities = log_probabilities.gather(2, index).masked_fill(~is_token, -math.inf)
-    return correct, own_log_probabilities.logsumexp(dim=2)
+    of_choices = log_probabilities.gather(2, index)
+    of_right_ones = of_choices.masked_fill(~is_token, -math.inf)
+    return correct, of_right_ones.logsumexp(dim=2)

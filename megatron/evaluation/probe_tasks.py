@@ -147,13 +147,16 @@ def recall(of: Material) -> Iterator[Trial]:
 
     ids = np.stack([filler, filler])
     depths = np.repeat(of.places, PAIRS)
-    start = 2 * np.arange(count) + np.round(depths * spare).astype(np.int64)
+    filler_before = np.round(depths * spare).astype(np.int64)
+    start = 2 * np.arange(count) + filler_before
     ids[:, start] = keys
     ids[:, start + 1] = values, np.roll(values, 1)  # in the other context each has another's value
+    answers = values[order]
     ids[:, question_start::2] = keys[order]
-    ids[:, question_start + 1 :: 2] = values[order]
+    ids[:, question_start + 1 :: 2] = answers
     at = np.arange(question_start, of.length, 2)
-    yield Trial(ids, at, values[order], order // PAIRS)
+    cells = order // PAIRS
+    yield Trial(ids, at, answers, cells)
 
 
 # --- RULER: can it tell keys apart, and follow chains? ---
@@ -178,29 +181,36 @@ def multikey(of: Material, *, most: int | None = NEEDLES) -> Iterator[Trial]:
     fitting = question_start // KEYED
     wanted = fitting if most is None else min(most, fitting)
     # Keys are cells of a square of tokens. A quarter of the words for each side leaves values.
-    side = min(math.ceil(math.sqrt(wanted)), len(words) // 4)
+    smallest = math.ceil(math.sqrt(wanted))
+    side = min(smallest, len(words) // 4)
     count = min(wanted, side**2)
-    cue, first_of_key, second_of_key, rest = np.split(words, np.cumsum([1, side, side]))
-    row, column = np.divmod(of.random.permutation(side**2)[:count], side)
-    values = rest[: min(count, len(rest) // 2)]
+    ends = np.cumsum([1, side, side])
+    cue, first_of_key, second_of_key, rest = np.split(words, ends)
+    keys = of.random.permutation(side**2)[:count]
+    row, column = np.divmod(keys, side)
+    different = min(count, len(rest) // 2)
+    values, spare = rest[:different], rest[different:]
     number = np.arange(count)
-    value = values[number % len(values)]
+    value = values[number % different]
     cues = np.repeat(cue, count)
     needles = np.stack([cues, first_of_key[row], second_of_key[column], value], axis=1)
     other_needles = needles.copy()
-    other_needles[:, -1] = values[(number + 1) % len(values)]
+    other_needles[:, -1] = values[(number + 1) % different]
 
-    filler = of.filler(question_start - needles.size, needles, rest[len(values) :])
-    guess = np.mean(value == value[0])  # needle 0 is the asked one
+    filler = of.filler(question_start - needles.size, needles, spare)
+    question = needles[0, :-1]  # needle 0 is the asked one
+    guess = np.mean(value == value[0])
     for cell, depth in enumerate(of.places):
         before = round(depth * (count - 1))
+        after = count - 1 - before
         spot = round(depth * len(filler))
         order = np.insert(np.arange(1, count), before, 0)
         spots_before = np.sort(of.random.integers(0, spot + 1, before))
-        spots_after = np.sort(of.random.integers(spot, len(filler) + 1, count - 1 - before))
+        spots_after = np.sort(of.random.integers(spot, len(filler) + 1, after))
         spots = np.concatenate([spots_before, [spot], spots_after])
-        contexts = [_inserted(filler, pieces[order], spots) for pieces in (needles, other_needles)]
-        yield _one_answer(contexts, needles[0, :-1], value[0], cell, guess)
+        context = _inserted(filler, needles[order], spots)
+        other_context = _inserted(filler, other_needles[order], spots)
+        yield _one_answer([context, other_context], question, value[0], cell, guess)
 
 
 def variable_tracking(of: Material) -> Iterator[Trial]:
@@ -213,7 +223,8 @@ def variable_tracking(of: Material) -> Iterator[Trial]:
     chains = CHAINS + EXAMPLES
     links = HOPS + 1  # assignments of a chain
     needed = 2 + chains * (links + 1) + 1
-    spare = of.length - (3 * EXAMPLES + 2) - 3 * chains * links  # tokens of filler
+    count = chains * links  # of all assignments
+    spare = of.length - (3 * EXAMPLES + 2) - 3 * count  # tokens of filler
     words = of.shuffled("variable_tracking", needed, -spare)
     be, ask = words[:2]
     # Of each chain: its value, and the variables in the order of their assignments.
@@ -221,14 +232,18 @@ def variable_tracking(of: Material) -> Iterator[Trial]:
     other_names = names.copy()
     other_names[:CHAINS, 0] = np.roll(names[:CHAINS, 0], 1)  # each chain has another's value
     filler = of.filler(spare, words[: needed - 1], words[needed - 1 :])
-    spots = np.sort(of.random.integers(0, spare + 1, chains * links))
-    chain = of.random.permutation(np.repeat(np.arange(chains), links))  # of each assignment
-    by_chain = np.argsort(np.argsort(chain, kind="stable"))
+    spots = np.sort(of.random.integers(0, spare + 1, count))
+    unmixed = np.repeat(np.arange(chains), links)
+    chain = of.random.permutation(unmixed)  # of each assignment
+    order = np.argsort(chain, kind="stable")
+    by_chain = np.argsort(order)
     link = by_chain % links  # how many of its chain stand before each assignment
     contexts = []
     for known in (names, other_names):
-        source, variable = known[chain, link], known[chain, link + 1]
-        assignments = np.stack([np.repeat(be, len(chain)), variable, source], axis=1)
+        source = known[chain, link]
+        variable = known[chain, link + 1]
+        be_tokens = np.repeat(be, count)
+        assignments = np.stack([be_tokens, variable, source], axis=1)
         contexts.append(_inserted(filler, assignments, spots))
 
     values = names[:, 0]

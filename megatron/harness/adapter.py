@@ -149,12 +149,15 @@ class Harness(TemplateLM):
 
     def _score(self, features: Tensor, labels: Tensor) -> tuple[float, bool]:
         """Of targets, [targets, hidden] and [targets]: the sum, and whether all are likeliest."""
-        total, greedy = 0.0, True
-        for x, wanted in zip(features.split(TOGETHER), labels.split(TOGETHER), strict=True):
+        total = 0.0
+        greedy = True
+        parts = zip(features.split(TOGETHER), labels.split(TOGETHER), strict=True)
+        for x, wanted in parts:
             logits = F.linear(x, self._model.output_matrix).float()
             losses = F.cross_entropy(logits, wanted, reduction="none")
             total -= losses.double().sum().item()
-            greedy = greedy and bool((logits.argmax(dim=-1) == wanted).all())
+            likeliest = logits.argmax(dim=-1)
+            greedy = greedy and torch.equal(likeliest, wanted)
         return total, greedy
 
     def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:

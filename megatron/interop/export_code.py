@@ -95,15 +95,18 @@ def relative(text: str, described: str) -> tuple[str, list[str]]:
     def made_relative(found: re.Match[str]) -> str:
         indent, module, names = found.groups()
         lines = []
-        for name in NAME.finditer(names.partition("#")[0]):
+        without_comment, _, _ = names.partition("#")
+        for name in NAME.finditer(without_comment):
             source = defining(module, name[1])
-            if not COPIED.match(source) or not path_of(source).exists():
+            is_ours = COPIED.match(source) and path_of(source).exists()
+            if not is_ours:
                 raise UserError(
                     f"{described}: imports {name[1]} from {module}, which an exported file cannot"
                     " take along - import from megatron.positions and torch alone"
                 )
             imported.append(source)
-            lines.append(f"{indent}from .{file_of(source).removesuffix('.py')} import {name[0]}")
+            stem = file_of(source).removesuffix(".py")
+            lines.append(f"{indent}from .{stem} import {name[0]}")
         return "\n".join(lines)
 
     text = ASKED_FOR.sub(IF_INSTALLED, IMPORT.sub(made_relative, text))

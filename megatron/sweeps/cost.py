@@ -98,14 +98,18 @@ def named_device(name: str | None, precision: str, *, option: str = "--device") 
         assert peak is not None
         return Device(name, peak * 1e12, f"its data sheet's {kind} peak")
     if name not in (None, "cpu"):
-        raise UserError(f"{option}: {name} is not known - use one of cpu, {', '.join(DEVICES)}")
-    shown, device, dtype, width = f"CPU, {torch.get_num_threads()} threads", "cpu", "fp32", 1024
+        known = ", ".join(DEVICES)
+        raise UserError(f"{option}: {name} is not known - use one of cpu, {known}")
+    shown = f"CPU, {torch.get_num_threads()} threads"
+    device, dtype, width = "cpu", "fp32", 1024
     if name is None and torch.cuda.is_available():
-        shown, device, dtype, width = torch.cuda.get_device_name(), "cuda", precision, 4096
+        shown = torch.cuda.get_device_name()
+        device, dtype, width = "cuda", precision, 4096
     a = torch.ones(width, width, dtype=DTYPES[dtype], device=device)
     seconds = []
     for _ in range(5):
         start = time.perf_counter()
         (a @ a)[0, 0].item()  # waits for the device
         seconds.append(time.perf_counter() - start)
-    return Device(shown, 2 * width**3 / min(seconds), "a matrix product timed here")
+    operations = 2 * width**3
+    return Device(shown, operations / min(seconds), "a matrix product timed here")

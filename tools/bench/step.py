@@ -136,7 +136,8 @@ class GPTCandidate:
         """
         model, optimizer = trunk(self.size)
         positions = self.positions()
-        ids = torch.randint(1, self.size.vocab, (self.batch, self.length + 1)).to(self.device)
+        shape = (self.batch, self.length + 1)
+        ids = torch.randint(1, self.size.vocab, shape).to(self.device)
         inputs, labels = ids[:, :-1], ids[:, 1:]
         settings = AttentionSettings(attention_backend=self.backend)
 
@@ -148,7 +149,8 @@ class GPTCandidate:
                     model(inputs, labels=labels)
                 return
             optimizer.param_groups[1]["params"] = list(positions.parameters())
-            model(inputs, labels=labels, mean=True).backward()
+            loss = model(inputs, labels=labels, mean=True)
+            loss.backward()
             nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
             optimizer.zero_grad()
@@ -253,17 +255,25 @@ def markdown(bench: Bench) -> str:
     columns = ["tokens/s", "MFU %", "time (quartiles)", "peak MiB"]
     header = ["encoding", "attention", f"step: {columns[0]}", *columns[1:]]
     header += [f"evaluation: {columns[0]}", *columns[1:]]
-    of_evaluation = {row["candidate"]: row for row in bench.rows if not row["training"]}
-    steps = [row for row in bench.rows if row["training"]]
+    steps, evaluations = [], {}
+    for row in bench.rows:
+        if row["training"]:
+            steps.append(row)
+        else:
+            evaluations[row["candidate"]] = row
+    steps.sort(key=lambda row: row["median_ratio"] or float("inf"))
     lines = []
-    for step in sorted(steps, key=lambda row: row["median_ratio"] or float("inf")):
+    for step in steps:
+        evaluation = evaluations.get(step["candidate"], {})
         line = [step["pos_emb"], step["attention"] or "-"]
-        for row in (step, of_evaluation.get(step["candidate"], {})):
-            if row.get("tokens_per_second") is None:
-                line += [row.get("reason") or "-", "-", "-", "-"]
+        for row in (step, evaluation):
+            speed = row.get("tokens_per_second")
+            if speed is None:
+                reason = row.get("reason") or "-"
+                line += [reason, "-", "-", "-"]
                 continue
-            speed = [shown(row["tokens_per_second"]), f"{100 * row['mfu']:.1f}"]
-            line += [*speed, *figures(row)[1:]]
+            mfu = f"{100 * row['mfu']:.1f}"
+            line += [shown(speed), mfu, *figures(row)[1:]]
         lines.append(line)
     return f"{bench.heading}\n{table(header, lines)}"
 

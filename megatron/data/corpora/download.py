@@ -134,22 +134,31 @@ class Source(BaseModel):
             size = self.bytes if len(self.urls) == 1 else None
             return [Remote(url, _name_in(url), size, self.sha256) for url in self.urls]
         described = self.model_dump(include=LISTED)
-        digest = hashlib.sha256(json.dumps(described, sort_keys=True).encode()).hexdigest()
+        text = json.dumps(described, sort_keys=True)
+        digest = hashlib.sha256(text.encode()).hexdigest()
         path = self.folder(downloads) / f"listing-{digest[:8]}.json"
         if path.is_file():
-            return [Remote(**entry) for entry in json.loads(path.read_bytes())["files"]]
+            kept = json.loads(path.read_bytes())
+            return [Remote(**entry) for entry in kept["files"]]
         try:
             remotes = self._ask_hub(self.hub)
         except Exception as fault:  # httpx has classes of its own
-            raise DownloadFault(f"the hub does not answer: {in_words(fault)[:200]}") from None
-        names = {remote.name for remote in remotes}
-        odd = [name for name in names if not all(map(NAME.fullmatch, name.split("/")))]
-        if odd or len(names) < len(remotes):  # a list from elsewhere may not name files outside
-            raise DownloadFault(f"{self.title} lists {(odd or ['a name twice'])[0]!r}")
+            reason = in_words(fault)[:200]
+            raise DownloadFault(f"the hub does not answer: {reason}") from None
+        names = set()
+        for remote in remotes:
+            name = remote.name
+            # A list from elsewhere may not name files outside.
+            if not all(map(NAME.fullmatch, name.split("/"))):
+                raise DownloadFault(f"{self.title} lists {name!r}")
+            names.add(name)
+        if len(names) < len(remotes):
+            raise DownloadFault(f"{self.title} lists 'a name twice'")
         if not remotes or self.count not in (None, len(remotes)):
             raise DownloadFault(f"{self.title} lists {len(remotes)} files, not {self.count}")
         files = [remote._asdict() for remote in remotes]
-        write_text(path, json.dumps({"source": described, "files": files}, indent=1) + "\n")
+        listing = {"source": described, "files": files}
+        write_text(path, json.dumps(listing, indent=1) + "\n")
         return remotes
 
     def _ask_hub(self, name: str) -> list[Remote]:
@@ -218,11 +227,13 @@ def matching(names: Iterable[str], patterns: Sequence[str]) -> list[str]:
     may have been copied anywhere; where one does, a file of another folder is another file.
     """
     known = sorted(names)
-    for wanted in (patterns, [pattern.rpartition("/")[2] for pattern in patterns]):
+    without_folders = [pattern.rpartition("/")[2] for pattern in patterns]
+    for wanted in (patterns, without_folders):
         found: dict[str, None] = {}
         for pattern in wanted:
-            ends = [name for name in known if fnmatchcase(f"/{name}", f"*/{pattern}")]
-            found |= dict.fromkeys(ends)
+            end = f"*/{pattern}"
+            fitting = [name for name in known if fnmatchcase(f"/{name}", end)]
+            found |= dict.fromkeys(fitting)
         if found:
             return list(found)
     return []

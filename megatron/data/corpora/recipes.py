@@ -121,12 +121,16 @@ def listing() -> str:
         if name == "stdlib":
             about = "made here | the source of Python's standard library | no download"
         elif (recipe := read_recipe(name)).packages:
-            size = in_bytes(sum(package.bytes for package in recipe.packages.values()))
+            sizes = [package.bytes for package in recipe.packages.values()]
+            size = in_bytes(sum(sizes))
             about = f"{size} of text, made here | {recipe.about} | no download"
         else:
-            sources = [f"{source.title} ({source.tried})" for source in recipe.sources]
-            what = recipe.about + (f"; not {recipe.is_not}" if recipe.is_not else "")
-            about = f"{recipe.size} | {what} | {', '.join(sources)}"
+            what = recipe.about
+            if recipe.is_not:
+                what += f"; not {recipe.is_not}"
+            tried = [f"{source.title} ({source.tried})" for source in recipe.sources]
+            sources = ", ".join(tried)
+            about = f"{recipe.size} | {what} | {sources}"
         lines.append(f"{name:{width}} | {about}")
     return "\n".join(lines)
 
