@@ -9,7 +9,6 @@ from torch import Tensor
 
 from megatron.attention.documents import TOGETHER, by_document, stretches_of
 from megatron.attention.eager import ScoreBias, eager
-from megatron.attention.first_keys import Pairs
 from megatron.attention.sdpa import sdpa
 from megatron.attention.self_check import check
 from megatron.attention.triton_kernel import refusal as triton_refusal
@@ -38,7 +37,6 @@ def attention(
     index_bias: Callable[[Tensor, Tensor], Tensor] | None = None,
     on_scores: Callable[[Tensor], Tensor] | None = None,
     score_bias: tuple[Tensor | None, Tensor] | None = None,
-    pairs: Pairs | None = None,
     backend: str = "auto",
     self_check: bool = True,
 ) -> Tensor:
@@ -57,7 +55,6 @@ def attention(
     on_scores [batch, heads, queries, keys] -> same: after all biases, where content decides;
     score_bias (u, w): adds u·w by content, u [batch, heads, queries] or None for ones, w
     [batch, heads, keys]; a last dimension of both is a rank above one. w may be float64;
-    pairs: counts what was skipped because it has no weight, where the backend skips;
     backend: see `choose`;
     self_check: compare a compiled backend with the definition at its first use of a kind.
 
@@ -88,8 +85,7 @@ def attention(
     if segments is not None and one_by_one:
         rows = stretches_of(segments)
         if rows is not None:
-            more = {"index_bias": index_bias, "score_bias": score_bias, **options}
-            more |= {"pairs": pairs, "backend": name}
+            more = {"index_bias": index_bias, "score_bias": score_bias, "backend": name, **options}
             return by_document(attention, q, k, v, bias, rows, segments=segments, **more)
 
     options |= {"chunk": chunk, "segments": segments}
@@ -102,8 +98,6 @@ def attention(
     options["index_bias"] = index_bias
     if on_scores is not None:
         options["on_scores"] = on_scores
-    if pairs is not None and name == "sdpa":
-        options["pairs"] = pairs
     return BACKENDS[name](q, k, v, bias, **options)
 
 

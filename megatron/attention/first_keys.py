@@ -14,7 +14,6 @@ of queries and head.
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
 from itertools import groupby
 
 import torch
@@ -31,26 +30,6 @@ FEWEST_KEYS = 1024
 """With fewer keys, finding out what could be skipped costs more than it saves."""
 FirstKeys = list[list[int]]
 """The first key that counts: [g][h] for the queries GRAIN · g … GRAIN · (g + 1) - 1 and head h."""
-
-
-@dataclass
-class Pairs:
-    """How many pairs of a query and a key there were, up to GRAIN more for a query, and skipped."""
-
-    all: int = 0
-    skipped: int = 0
-
-    def add(self, scope: Scope, heads: int, firsts: FirstKeys | None) -> None:
-        """Count an attention of these lengths."""
-        for block in scope.blocks(GRAIN):
-            self.all += heads * block.rows * block.columns
-            for group, part in groups_of_heads(block, heads, firsts):
-                fewer = part.first_key - block.first_key
-                self.skipped += (group.stop - group.start) * block.rows * fewer
-
-    def __str__(self) -> str:
-        share = self.skipped / max(1, self.all)
-        return f"{share:.0%} of the pairs of a query and a key were skipped: they have no weight"
 
 
 def groups_of_heads(

@@ -17,7 +17,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from megatron.attention.blocked_gradients import gradients
 from megatron.attention.eager import ScoreBias, product
-from megatron.attention.first_keys import FirstKeys, Pairs, first_keys, groups_of_heads
+from megatron.attention.first_keys import FirstKeys, first_keys, groups_of_heads
 from megatron.attention.scope import BLOCK, Inputs, Scope, of_heads
 
 MOST_SCORES = 2**23
@@ -42,7 +42,6 @@ def sdpa(
     segments: Tensor | None,
     index_bias: Callable[[Tensor, Tensor], Tensor] | None,
     score_bias: ScoreBias | None = None,
-    pairs: Pairs | None = None,
 ) -> Tensor:
     """See megatron.attention.attention.
 
@@ -71,7 +70,7 @@ def sdpa(
     if index_bias is not None or fused:
         return in_blocks(inputs)
     u, w = (None, None) if score_bias is None else (score_bias.u, score_bias.w)
-    return Blocked.apply(pairs, scope, q, k, v, bias, weight, segments, u, w)
+    return Blocked.apply(scope, q, k, v, bias, weight, segments, u, w)
 
 
 def _fused(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
@@ -152,11 +151,9 @@ class Blocked(torch.autograd.Function):
     """`in_blocks`, without index_bias; its gradients take memory in proportion to length."""
 
     @staticmethod
-    def forward(ctx: Any, pairs: Pairs | None, scope: Scope, *tensors: Any) -> Tensor:
+    def forward(ctx: Any, scope: Scope, *tensors: Any) -> Tensor:
         inputs = Inputs.of(scope, *tensors)
         ctx.scope, ctx.firsts = scope, first_keys(inputs)
-        if pairs is not None:
-            pairs.add(scope, inputs.q.shape[1], ctx.firsts)
         out = in_blocks(inputs, ctx.firsts)
         ctx.save_for_backward(*tensors, out)
         return out
@@ -166,9 +163,9 @@ class Blocked(torch.autograd.Function):
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
         *tensors, out = ctx.saved_tensors
         inputs = Inputs.of(ctx.scope, *tensors)
-        wanted = ctx.needs_input_grad[5:7]
+        wanted = ctx.needs_input_grad[4:6]
         *of_tensors, du, dw = gradients(inputs, out, dout, ctx.firsts, wanted)
-        return None, None, *of_tensors, None, du, dw
+        return None, *of_tensors, None, du, dw
 
 
 def attend_by_content(inputs: Inputs, score_bias: ScoreBias, firsts: FirstKeys | None) -> Tensor:

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from megatron.attention import Choice, Needs, Pairs, choose, joined
+from megatron.attention import Choice, Needs, choose, joined
 from megatron.errors import UserError
 from megatron.model.block import AttentionInputs, Block, normalisation
 from megatron.model.cache import Cache, LayerCache
@@ -179,7 +179,6 @@ class GPT(nn.Module):
                 "score_bias": None,
                 "backend": self.backend,
                 "self_check": settings.attention_self_check,
-                "pairs": self.pairs,
             }
             inputs[position, window] = AttentionInputs(
                 position,
@@ -193,8 +192,8 @@ class GPT(nn.Module):
         of_layers = [inputs[layer] for layer in self._layers]
         if cache is None:
             return of_layers
-        pairs = zip(of_layers, cache.layers, strict=True)
-        return [replace(of_layer, cache=kept) for of_layer, kept in pairs]
+        with_cache = zip(of_layers, cache.layers, strict=True)
+        return [replace(of_layer, cache=kept) for of_layer, kept in with_cache]
 
     def losses(self, x: Tensor, labels: Tensor) -> Tensor:
         """Cross entropy of each token in float32.
@@ -219,7 +218,6 @@ class GPT(nn.Module):
             position.use_paper_precision(attention.paper_precision)
             if attention.reset_attention_mask:
                 position.check_documents(restart=attention.reset_position_ids)
-        self.pairs = Pairs()
         self.backend = attention.attention_backend
         self.windows = attention.windows(len(self.layers), self.train_length)
         self.chunk = max(1, self.train_length // 2) if attention.blockwise else None

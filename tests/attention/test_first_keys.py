@@ -5,10 +5,10 @@ import random
 
 import torch
 
-from megatron.attention import BACKENDS, attention
+from megatron.attention import BACKENDS
 from megatron.attention import first_keys as module
 from megatron.attention.eager import ScoreBias, mask
-from megatron.attention.first_keys import GRAIN, Pairs, first_keys
+from megatron.attention.first_keys import GRAIN, first_keys
 from megatron.attention.scope import Inputs, Scope
 from tests.attention import random_cases
 
@@ -124,11 +124,12 @@ def test_where_no_table_falls_far_enough_nothing_is_asked(monkeypatch):
     assert first_keys(whole(q, k, table)) is None
 
 
-def test_what_was_skipped_is_counted():
-    q, k, v = torch.zeros(3, 1, 2, KEYS, 8)
-    bias = -0.5 * torch.arange(KEYS).float().expand(2, -1)  # nothing beyond 210
-    pairs = Pairs()
-    attention(q, k, v, bias, pairs=pairs)
-    share = pairs.skipped / pairs.all
-    assert 0.4 < share < 0.7
-    assert f"{share:.0%} of the pairs of a query and a key were skipped" in str(pairs)
+def test_keys_beyond_the_reach_of_a_steep_bias_are_skipped():
+    q, k = torch.zeros(2, 1, 2, KEYS, 8)
+    table = -0.5 * torch.arange(KEYS).float().expand(2, -1)  # nothing beyond 210
+    firsts = first_keys(whole(q, k, table))
+    assert firsts is not None
+    for grain, of_heads in enumerate(firsts):
+        least = max(0, GRAIN * grain - 210)
+        assert all(least - 2 * GRAIN <= first <= least for first in of_heads)
+    assert firsts[-1][0] > 0
