@@ -50,8 +50,11 @@ def translate(source: Mapping[str, Any], report: Report) -> dict[str, Any]:
         if value is not ABSENT and given.setdefault(new, value) != value:
             report.fault(contradiction(f"{new}: {given[new]}", f"{old}: {value}"))
     for key, spellings in VALUES.items():
-        if isinstance(given.get(key), str):
-            given[key] = spellings.get(given[key], given[key])
+        value = given.get(key)
+        if isinstance(value, str) and value in spellings:
+            given[key] = spellings[value]
+            if value in SPELLINGS["notes"]:
+                report.note(f"{key}: {value} means {given[key]}; {SPELLINGS['notes'][value]}")
     for key, why in (NO_EFFECT | OFF).items():
         value = _pop(given, key)
         if value is not ABSENT and value and key in OFF:

@@ -114,7 +114,7 @@ def test_every_historic_way_to_choose_a_precision(tmp_path, published):
         for word in words.split(";"):
             assert loaded(word).precision.dtype == dtype, word
     assert loaded("fp16={enabled: false}", "bf16={enabled: true}").precision.dtype == "bf16"
-    # A later source decides, and switching fp16 off takes back fp16 and nothing else.
+    # A later source decides: switching fp16 off means float32, and a note says so.
     assert load(published, ["precision=fp32"]).precision.dtype == "fp32"
     half = write(tmp_path / "half.yml", "fp16: {enabled: true}")
     assert load([half], [*SIZES, "fp16.enabled=false"]).precision.dtype == "fp32"
@@ -215,6 +215,12 @@ def test_alibi_scaling_is_what_the_mep_fork_made_of_it():
         assert config.position.pos_emb_args == args
         assert config.notes[-1].startswith(f"alibi_scaling: {value} meant ")
         assert config.notes[-1].endswith(" in the MEP fork, which is what it is here")
+
+
+def test_a_backend_that_is_no_more_is_named_in_a_note():
+    config = loaded("attention_backend=flex")
+    assert config.attention.attention_backend == "auto"
+    assert config.notes[0].startswith("attention_backend: flex means auto; FlexAttention")
 
 
 def test_full_attention_needs_no_key():
