@@ -254,7 +254,9 @@ def _make_room(path: Path, resumed_at: int | None) -> None:
     if not path.exists():
         return
     if resumed_at is None:
-        number = len(list(path.parent.glob(f"{path.stem}.*.jsonl"))) + 1
+        number = 1
+        while path.with_name(f"{path.stem}.{number}.jsonl").exists():
+            number += 1
         path.rename(path.with_name(f"{path.stem}.{number}.jsonl"))
         return
     kept = []

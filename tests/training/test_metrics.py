@@ -72,6 +72,11 @@ def test_a_resumed_run_drops_what_it_writes_again_and_a_new_one_keeps_an_old_fil
     Metrics(tmp_path, Logging(), {}).log(1, "train", {}, {"large": large, "few": large[:2]})
     assert len(records_of(tmp_path / "metrics.1.jsonl")) == 3
     assert records_of(path) == [{"step": 1, "kind": "train", "position": {"few": [0.0, 0.0]}}]
+    # A removed file leaves a gap in the numbers, which must not make another one be replaced.
+    (tmp_path / "metrics.1.jsonl").rename(tmp_path / "metrics.2.jsonl")
+    Metrics(tmp_path, Logging(), {})
+    assert len(records_of(tmp_path / "metrics.1.jsonl")) == 1
+    assert len(records_of(tmp_path / "metrics.2.jsonl")) == 3
 
 
 def test_a_place_that_cannot_be_written_is_refused_and_tensorboard_has_every_number(tmp_path):
