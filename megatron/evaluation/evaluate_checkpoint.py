@@ -24,7 +24,15 @@ from megatron.model.methods import method_of
 from megatron.parallel.grid import here, owned_by_first
 from megatron.parallel.threads import count_parameters, use_threads
 from megatron.results.files import check_output, existing_results, write_results
-from megatron.results.row import ATTENTION_INPUTS, Question, Row, agrees, identity
+from megatron.results.row import (
+    ATTENTION_INPUTS,
+    EXACT,
+    Question,
+    Row,
+    agrees,
+    identity,
+    with_facts,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -94,8 +102,8 @@ def evaluate(config: Config | None, options: Options) -> MeasuredRows:
                 asked = facts | windows.about | {"length": windows.length, "text": windows.text}
                 # Means between other positions are another answer.
                 edges = {"position_edges": list(windows.edges)} if windows.edges else {}
-                row = answered(asked | edges, existing)
-                spent = "kept from an earlier call"
+                kept = answered(asked | edges, existing)
+                row, spent = kept, "kept from an earlier call"
                 if row is None:
                     with tqdm(total=len(windows.ids), desc=name, **bars) as bar:
                         numbers = measured(
@@ -105,11 +113,12 @@ def evaluate(config: Config | None, options: Options) -> MeasuredRows:
                             grid=grid,
                             advance=bar.update,
                         )
-                    of_text = run.bytes_of_text(tokens, windows, numbers["loss"])
-                    row = cast(Row, asked | numbers | of_text)
+                    row = cast(Row, asked | numbers)
                     spent = f"{numbers['seconds']:.1f} s"
-                    if grid.first:
-                        write_results(output, [row])  # at once: the longest length may fail
+                if row.get("bytes_from") != EXACT:  # the tokenizer may have been absent before
+                    row = with_facts(row, run.bytes_of_text(tokens, windows, row["loss"]))
+                if grid.first and row != kept:
+                    write_results(output, [row])  # at once: the longest length may fail
                 if grid.first:
                     result = f"no perplexity ({row.get('reason')})"
                     if row["perplexity"] is not None:

@@ -21,7 +21,7 @@ from megatron.evaluation import evaluate_checkpoint, loaded_run
 from megatron.evaluation.loaded_run import SHAPES_LOSSES, code_fingerprint
 from megatron.folder_lock import owned_file
 from megatron.model import from_config
-from megatron.results.files import read_results
+from megatron.results.files import read_results, write_lines
 from tests.support import ROOT
 from tests.support import run as run_script
 
@@ -206,6 +206,13 @@ def test_a_row_has_bits_per_byte_where_the_bytes_can_be_counted(home, folder, ca
     bits = row["loss"] * row["tokens"] / math.log(2) / row["bytes"]
     assert row["bits_per_byte"] == pytest.approx(bits, rel=1e-12)
     assert f"{bits:.4f}" in capsys.readouterr().out
+
+    # Rows that were kept from a time without the tokenizer get the numbers, too.
+    rows = read_results([folder / "b.jsonl"])
+    unknown = {"bytes", "bytes_from", "bits_per_byte"}
+    older = [{key: row[key] for key in row.keys() - unknown} for row in rows]
+    write_lines(folder / "b.jsonl", older)
+    assert rows_of(folder / "b.jsonl", *words) == rows
 
     # Without the tokenizer the corpus's card says how many bytes a token has.
     card = folder / "text.json"
