@@ -127,7 +127,7 @@ def compared_texts(node: ast.AST) -> set[str]:
         sides = [node.left, *node.comparators]
     elif isinstance(node, ast.match_case):
         sides = [node.pattern]
-    elif isinstance(node, ast.Call) and re.search(r"\.\w+swith$", ast.unparse(node.func)):
+    elif isinstance(node, ast.Call) and re.search(r"\.(starts|ends)with$", ast.unparse(node.func)):
         sides = node.args
     else:
         return set()

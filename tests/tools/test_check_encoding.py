@@ -66,7 +66,7 @@ def test_what_the_user_got_wrong_is_one_message(capsys):
         ("alibi --option slope_factor", "--option: slope_factor: is neither a file nor key=value;"),
         ("alibi --from nowhere.py", "pos_emb_file: nowhere.py cannot be read"),
         ("mep", "pos_emb_args: mep needs the option kernels"),
-        ("alibi --train_length 8", "--heads and --head_dim are at least 1, --train_length at leas"),
+        ("alibi --train_length 8", "--heads and --head_dim are at least 1, --train_length at"),
     ):
         assert main(words.split()) == 1
         printed = capsys.readouterr()
