@@ -46,7 +46,7 @@ STEPS = {"torch": INSTALL, "gpu": NVIDIA, "training": INSTALL, "processes": INST
 """What is tried in a process of its own, in this order, and the cure if it fails."""
 
 
-class Finding(NamedTuple):
+class Diagnosis(NamedTuple):
     """One thing that was looked at.
 
     level: `stops` would end a run or keep it from starting; `warning` costs speed or some command
@@ -98,16 +98,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     return int(bool(stopping))
 
 
-def packages() -> Iterator[Finding]:
+def packages() -> Iterator[Diagnosis]:
     """Python, and what is missing or outside its tested range.
 
     No missing package stops a run by itself: `tried` loads what a training loads.
     """
-    yield Finding("ok", "python", f"{sys.version.split()[0]} ({sys.executable})")
+    yield Diagnosis("ok", "python", f"{sys.version.split()[0]} ({sys.executable})")
     try:
         from packaging.requirements import Requirement
     except ImportError:
-        yield Finding("stops", "packages", "`packaging` is not installed", INSTALL)
+        yield Diagnosis("stops", "packages", "`packaging` is not installed", INSTALL)
         return
     within = 0
     for line in (ROOT / "requirements.txt").read_text(encoding="utf-8").splitlines():
@@ -119,18 +119,18 @@ def packages() -> Iterator[Finding]:
             version = metadata.version(requirement.name)
         except metadata.PackageNotFoundError:
             what = f"{requirement.name} is not installed; commands that need it fail"
-            yield Finding("warning", "packages", what, INSTALL)
+            yield Diagnosis("warning", "packages", what, INSTALL)
             continue
         if requirement.specifier.contains(version, prereleases=True):
             within += 1
             continue
         what = f"{requirement.name} {version} is outside the tested range {requirement.specifier}"
         fix = f"pip install '{requirement.name}{requirement.specifier}'"
-        yield Finding("warning", "packages", what, fix)
-    yield Finding("ok", "packages", f"{within} within their tested ranges")
+        yield Diagnosis("warning", "packages", what, fix)
+    yield Diagnosis("ok", "packages", f"{within} within their tested ranges")
 
 
-def tried() -> list[Finding]:
+def tried() -> list[Diagnosis]:
     """What `try_steps` finds, and the step at which it ends too early.
 
     In a process of its own: an installation may crash it, and a driver may hang it. What was
@@ -156,21 +156,21 @@ def tried() -> list[Finding]:
         lines = output.read().splitlines()
     # Packages print while they load.
     marked = [line for line in lines if line.startswith('{"finding"')]
-    findings = [Finding(*json.loads(line)["finding"]) for line in marked]
+    findings = [Diagnosis(*json.loads(line)["finding"]) for line in marked]
     subjects = {finding.subject for finding in findings}
     for step, fix in STEPS.items():
         if step not in subjects:
-            findings.append(Finding("stops", step, ": ".join([ending, *last_words]), fix))
+            findings.append(Diagnosis("stops", step, ": ".join([ending, *last_words]), fix))
             break
     return findings
 
 
-def try_steps() -> Iterator[Finding]:
+def try_steps() -> Iterator[Diagnosis]:
     """torch, GPUs, a training's imports and a group of one process, each tried."""
     import torch
 
     build = torch.version.cuda or torch.version.hip
-    yield Finding("ok", "torch", f"{torch.__version__}, built for {build or 'the CPU alone'}")
+    yield Diagnosis("ok", "torch", f"{torch.__version__}, built for {build or 'the CPU alone'}")
     reason = ""
     try:
         torch.cuda.init()
@@ -189,41 +189,41 @@ def try_steps() -> Iterator[Finding]:
     import megatron.training.loop  # noqa: F401
     from megatron.parallel.grid import connect, left_at_the_end
 
-    yield Finding("ok", "training", "all its packages load")
+    yield Diagnosis("ok", "training", "all its packages load")
     with left_at_the_end():
         connect()
-    yield Finding("ok", "processes", "DeepSpeed joins a group of processes")
+    yield Diagnosis("ok", "processes", "DeepSpeed joins a group of processes")
 
 
-def gpus(build: str | None, names: Sequence[str], reason: str) -> Iterator[Finding]:
+def gpus(build: str | None, names: Sequence[str], reason: str) -> Iterator[Diagnosis]:
     """The GPUs that torch sees, and the compiler that triton needs for them.
 
     build: of torch, None for the CPU alone; reason: why torch sees no GPU
     """
     for name in names:
-        yield Finding("ok", "gpu", name)
+        yield Diagnosis("ok", "gpu", name)
     if not names:
         text = "no NVIDIA driver: training runs on the CPU"
         if not DRIVER.exists():
-            yield Finding("ok", "gpu", text)
+            yield Diagnosis("ok", "gpu", text)
         elif build is None:
             text = "there is an NVIDIA driver, but this torch is built for the CPU"
-            yield Finding("warning", "gpu", text, TORCH)
+            yield Diagnosis("warning", "gpu", text, TORCH)
         else:
             text = f"there is an NVIDIA driver, but torch sees no device: {reason}"
-            yield Finding("stops", "gpu", text, NVIDIA)
+            yield Diagnosis("stops", "gpu", text, NVIDIA)
         return
     compiler = shutil.which(os.environ.get("CC", "gcc")) or shutil.which("clang")
     header = Path(sysconfig.get_paths()["include"]) / "Python.h"
     if compiler and header.is_file():
-        yield Finding("ok", "compiler", compiler)
+        yield Diagnosis("ok", "compiler", compiler)
         return
     text = f"triton compiles with a C compiler and {header}, and one is missing"
     fix = "apt install gcc python3-dev, set CC to a compiler, or set attention_backend=sdpa"
-    yield Finding("stops", "compiler", text, fix)
+    yield Diagnosis("stops", "compiler", text, fix)
 
 
-def folder(path: Path, subject: str, *, enough: int, least: int) -> Finding:
+def folder(path: Path, subject: str, *, enough: int, least: int) -> Diagnosis:
     """Whether a folder can be made and written as a run does with `save`, and its free space.
 
     enough: bytes below which it is a warning; least: bytes below which a run would stop
@@ -234,29 +234,31 @@ def folder(path: Path, subject: str, *, enough: int, least: int) -> Finding:
             (Path(trial) / "written").write_text("whole\n")
     except OSError as fault:
         level = "stops" if least else "warning"
-        return Finding(level, subject, f"{path} cannot be written: {fault}", "name another folder")
+        return Diagnosis(
+            level, subject, f"{path} cannot be written: {fault}", "name another folder"
+        )
     free = free_disk(path)
     if free is None:
-        return Finding("ok", subject, f"{path} can be written")
+        return Diagnosis("ok", subject, f"{path} can be written")
     text = f"{path} can be written, {in_bytes(free)} free"
     if free >= enough:
-        return Finding("ok", subject, text)
+        return Diagnosis("ok", subject, text)
     level = "stops" if free < least else "warning"
     fix = "free some space, or name a folder of another disk"
     if subject == "memory":
         fix = "docker run --ipc=host or --shm-size=8g; else mount -o remount,size=8G /dev/shm"
-    return Finding(level, subject, f"{text}: {in_bytes(enough)} are advised", fix)
+    return Diagnosis(level, subject, f"{text}: {in_bytes(enough)} are advised", fix)
 
 
-def loopback() -> Finding:
+def loopback() -> Diagnosis:
     """Whether processes of this machine can meet, as several ranks on it do."""
     try:
         with socket.create_server(("127.0.0.1", 0)) as server:
             socket.create_connection(server.getsockname(), timeout=5).close()
     except OSError as fault:
         fix = "ip link set lo up, and let no firewall close 127.0.0.1"
-        return Finding("stops", "loopback", f"127.0.0.1 does not answer ({fault})", fix)
-    return Finding("ok", "loopback", "processes of this machine can meet at 127.0.0.1")
+        return Diagnosis("stops", "loopback", f"127.0.0.1 does not answer ({fault})", fix)
+    return Diagnosis("ok", "loopback", "processes of this machine can meet at 127.0.0.1")
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from megatron.attention.eager import ScoreBias
-from megatron.attention.scope import Block, Inputs, Scope
+from megatron.attention.scope import Inputs, QueryBlock, Scope
 
 GRAIN = 128
 """Queries that begin at the same key, and keys that are skipped together."""
@@ -33,8 +33,8 @@ FirstKeys = list[list[int]]
 
 
 def groups_of_heads(
-    block: Block, heads: int, firsts: FirstKeys | None, most: int | None = None
-) -> Iterator[tuple[slice, Block]]:
+    block: QueryBlock, heads: int, firsts: FirstKeys | None, most: int | None = None
+) -> Iterator[tuple[slice, QueryBlock]]:
     """Heads beside each other that begin at one key, and the block from there on.
 
     most: scores of one sequence that a group of more than one head may have

@@ -34,7 +34,7 @@ class Scope:
         """Keys before the first query."""
         return self.keys - self.queries
 
-    def blocks(self, size: int) -> Iterator["Block"]:
+    def blocks(self, size: int) -> Iterator["QueryBlock"]:
         """Blocks of at most `size` queries; all queries of a block are in one chunk."""
         start = 0
         while start < self.queries:
@@ -49,7 +49,7 @@ class Scope:
                 first_key = max(first_key, self.before + start - self.window + 1)
             end_key = self.before + end
             offset = self.queries - end + first_key
-            yield Block(start, end, first_key, end_key, offset)
+            yield QueryBlock(start, end, first_key, end_key, offset)
             start = end
 
     def reversed(self, table: Tensor, outside: float, dtype: torch.dtype) -> Tensor:
@@ -64,7 +64,7 @@ class Scope:
     def reversed_tables(
         self, bias: Tensor | None, weight: Tensor | None, k: Tensor
     ) -> tuple[Tensor, Tensor | None]:
-        """Bias and weight as `Block.view` reads them, in float32 or wider.
+        """Bias and weight as `QueryBlock.view` reads them, in float32 or wider.
 
         Without a bias, zeros that all heads share: [1, …].
         """
@@ -85,7 +85,7 @@ class Scope:
 
 
 @dataclass(frozen=True)
-class Block:
+class QueryBlock:
     """Queries start … end - 1 and the keys that some of them attend to, first_key … end_key - 1.
 
     offset: where the block's view of the reversed table begins
@@ -117,7 +117,7 @@ class Block:
         """The block's keys in a tensor of all keys."""
         return slice(self.first_key, self.end_key)
 
-    def from_key(self, first_key: int) -> "Block":
+    def from_key(self, first_key: int) -> "QueryBlock":
         """The same queries, without the keys before `first_key`."""
         skipped = max(0, first_key - self.first_key)
         return replace(self, first_key=self.first_key + skipped, offset=self.offset + skipped)

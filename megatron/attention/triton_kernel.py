@@ -11,7 +11,12 @@ import torch
 from torch import Tensor
 
 from megatron.attention.eager import ScoreBias
-from megatron.attention.triton_passes import Inputs, backward_pass, empty_by_length, forward_pass
+from megatron.attention.triton_passes import (
+    KernelInputs,
+    backward_pass,
+    empty_by_length,
+    forward_pass,
+)
 
 LARGEST_HEAD = 128
 MOST_PROGRAMS = 65535  # along the second dimension of CUDA's grid
@@ -79,8 +84,8 @@ def attention_op(
     u: Tensor | None = None,
     w: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Output and lse, as `forward_pass` has them; the arguments are those of `Inputs`."""
-    return forward_pass(Inputs(q, k, v, bias, weight, segments, window, chunk, u, w))
+    """Output and lse, as `forward_pass` has them; the arguments are those of `KernelInputs`."""
+    return forward_pass(KernelInputs(q, k, v, bias, weight, segments, window, chunk, u, w))
 
 
 @attention_op.register_fake
@@ -106,7 +111,7 @@ def attention_backward_op(
     wants_tables: bool,
 ) -> list[Tensor]:
     """Gradients of q, k, v, bias, weight, u and w; empty where there is or is wanted none."""
-    inputs = Inputs(q, k, v, bias, weight, segments, window, chunk, u, w)
+    inputs = KernelInputs(q, k, v, bias, weight, segments, window, chunk, u, w)
     gradients = backward_pass(dout, inputs, out, lse, wants_tables=wants_tables)
     found = []
     for gradient, x in zip(gradients, (q, k, v, bias, weight, u, w), strict=True):

@@ -79,7 +79,7 @@ number, and most columns: tiles as queries x keys / warps / stages. First those 
 a bias, then with chunks or documents, then with a weight or a bias by content."""
 
 
-class Inputs(NamedTuple):
+class KernelInputs(NamedTuple):
     """An attention's inputs as megatron.attention.attention has them, for whole tables.
 
     bias, weight [heads, >= keys]; segments [batch, keys] int32; u [batch, heads, queries], w
@@ -101,7 +101,7 @@ class Inputs(NamedTuple):
 class Call:
     """What all programs of an attention are called with."""
 
-    def __init__(self, inputs: Inputs) -> None:
+    def __init__(self, inputs: KernelInputs) -> None:
         from megatron.attention.triton_programs import PAD
 
         q, k, v, bias, weight, segments, window, chunk, u, w = inputs
@@ -175,7 +175,7 @@ class Call:
         return ((overlap.shape[1] - blocks_after) * tiles.queries).to(torch.int32)
 
 
-def forward_pass(inputs: Inputs) -> tuple[Tensor, Tensor]:
+def forward_pass(inputs: KernelInputs) -> tuple[Tensor, Tensor]:
     """Output in q's shape, and lse [batch, heads, queries] float32, which `forward` describes."""
     from megatron.attention.triton_programs import forward
 
@@ -194,7 +194,7 @@ def forward_pass(inputs: Inputs) -> tuple[Tensor, Tensor]:
 
 
 def backward_pass(
-    dout: Tensor, inputs: Inputs, out: Tensor, lse: Tensor, *, wants_tables: bool
+    dout: Tensor, inputs: KernelInputs, out: Tensor, lse: Tensor, *, wants_tables: bool
 ) -> tuple[Tensor | None, ...]:
     """Gradients of q, k, v, bias, weight, u and w: those of tables and content in float32.
 

@@ -57,7 +57,7 @@ class Imported(NamedTuple):
     notes: list[str]
 
 
-class TokenizerFiles(NamedTuple):
+class TokenizerSource(NamedTuple):
     """tokenizer_type and its files: vocab_file and, for GPT-2's, merge_file."""
 
     kind: str
@@ -181,7 +181,7 @@ def sums_of(kind: str, folder: Path) -> dict[str, str]:
 
 def tokenizer_of(
     opened: OpenedModel, given: Path | None
-) -> tuple[TokenizerFiles | None, dict[str, Any], list[str]]:
+) -> tuple[TokenizerSource | None, dict[str, Any], list[str]]:
     """The source's own tokenizer, else the one that is given: its files, description and notes.
 
     Raises UserError if it does not fit the model, or if the one that is given is not one.
@@ -229,7 +229,7 @@ def description(tokenizer: Tokenizer) -> dict[str, Any]:
     }
 
 
-def paths_of(files: TokenizerFiles | None) -> list[Path]:
+def paths_of(files: TokenizerSource | None) -> list[Path]:
     """The files themselves, and the one beside tokenizer.json that names the end of a text."""
     if files is None:
         return []
@@ -239,15 +239,15 @@ def paths_of(files: TokenizerFiles | None) -> list[Path]:
     return [file for file in (files.vocab, files.merges) if file is not None]
 
 
-def files_in(place: Path) -> TokenizerFiles | None:
+def files_in(place: Path) -> TokenizerSource | None:
     """The tokenizer that a folder holds or a file is, or None."""
     if place.is_file():
-        return TokenizerFiles(BY_ENDING.get(place.suffix, "HFTokenizer"), place)
+        return TokenizerSource(BY_ENDING.get(place.suffix, "HFTokenizer"), place)
     if (place / WHOLE).is_file():
-        return TokenizerFiles("HFTokenizer", place / WHOLE)
+        return TokenizerSource("HFTokenizer", place / WHOLE)
     vocab, merges = place / PAIR[0], place / PAIR[1]
     if vocab.is_file() and merges.is_file():
-        return TokenizerFiles("GPT2BPETokenizer", vocab, merges)
+        return TokenizerSource("GPT2BPETokenizer", vocab, merges)
     return None
 
 

@@ -50,7 +50,7 @@ NOT_FOUND = "not found from here, so its encoding is not drawn"
 
 
 @dataclass
-class Section:
+class PageSection:
     """One text and protocol.
 
     tables: perplexity and, if rows have them, bits per byte
@@ -77,7 +77,7 @@ class Page:
 
     rows: Sequence[Row]
     probes: Sequence[ProbeRow]
-    sections: list[Section] = field(default_factory=list)
+    sections: list[PageSection] = field(default_factory=list)
     probed: dict[str, list[Table]] = field(default_factory=dict)
     kernels: list[str] = field(default_factory=list)
     models: Table | None = None
@@ -156,7 +156,7 @@ def _add_text(page: Page, members: Sequence[Row], against: str | None) -> None:
     if any(section.heading == heading for section in page.sections):
         tokenizer, text = first.get("tokenizer"), first.get("text")
         heading = f"{heading}, tokenizer {tokenizer}, {setting(members)}, text {text}"
-    section = Section(heading, protocol, [table_of_text(rows, over_seeds=True)])
+    section = PageSection(heading, protocol, [table_of_text(rows, over_seeds=True)])
     if known := with_bits(rows):
         section.tables.append(table_of_text(known, over_seeds=True, bits_per_byte=True))
 

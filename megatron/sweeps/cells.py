@@ -48,7 +48,7 @@ Axis = Annotated[list, Field(min_length=1)] | dict[str, Values | None]
 logger = logging.getLogger(__name__)
 
 
-class Asked(BaseModel):
+class EvaluationRequest(BaseModel):
     """One evaluation in a sweep file: keys of the configuration and options of evaluate.py.
 
     only: the values of the cells that it is for
@@ -90,7 +90,7 @@ class SweepFile(BaseModel):
     settings: Values = {}
     grid: Annotated[dict[str, Axis], Field(min_length=1)]
     exclude: list[Values] = []
-    evaluate: dict[Label, Asked | None] = {}
+    evaluate: dict[Label, EvaluationRequest | None] = {}
 
 
 @dataclass(frozen=True)
@@ -273,7 +273,7 @@ def _cell(parts: SweepFile, values: Values, home: Path, path: Path) -> Cell:
     measured = config.evaluation
     evaluations = []
     for label, asked in parts.evaluate.items():
-        asked = asked or Asked()
+        asked = asked or EvaluationRequest()
         if _holds(asked.only, values):
             words = _words(asked.options)
             shaping = [measured.eval_lengths, measured.eval_tokens, measured.eval_part]

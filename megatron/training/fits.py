@@ -30,7 +30,7 @@ CHECKPOINT = 16  # bytes of a number in a checkpoint: float32 weights, the engin
 SMALLEST_DEVICE = 2_000_000_000  # bytes; asking a CUDA device takes a second
 
 
-class Needs(NamedTuple):
+class TrainingNeeds(NamedTuple):
     """Of one training. state, activations: bytes per device; disk: of checkpoints, at most."""
 
     parameters: Parameters
@@ -48,7 +48,7 @@ class Needs(NamedTuple):
         return f"about {memory} of memory per device, {disk} of disk for checkpoints"
 
 
-def needs(config: Config, vocab: int, ranks: int, device: torch.device) -> Needs:
+def needs(config: Config, vocab: int, ranks: int, device: torch.device) -> TrainingNeeds:
     """What a training on so many ranks of such devices needs."""
     counted = parameters(config, vocab)
     whole = counted.whole
@@ -72,7 +72,7 @@ def needs(config: Config, vocab: int, ranks: int, device: torch.device) -> Needs
     activations += FLOAT32 * vocab * model.hidden_size
     activations += 3 * FLOAT32 * min(tokens, tokens_at_once(device)) * vocab
     disk = CHECKPOINT * whole * (kept_checkpoints(config) + 1)
-    return Needs(counted, state, activations, disk)
+    return TrainingNeeds(counted, state, activations, disk)
 
 
 def kept_checkpoints(config: Config) -> int:
@@ -85,7 +85,7 @@ def kept_checkpoints(config: Config) -> int:
 
 def check_fits(
     config: Config, vocab: int, *, ranks: int, ranks_here: int, device: torch.device
-) -> Needs:
+) -> TrainingNeeds:
     """What a training needs; raises UserError if its state alone is beyond the memory.
 
     ranks: of the whole run; ranks_here: those on this machine, whose memory they share on the CPU

@@ -11,7 +11,7 @@ from tests.training.conftest import tiny
 CPU = torch.device("cpu")
 
 
-def needs(*words: str, ranks: int = 1) -> fits.Needs:
+def needs(*words: str, ranks: int = 1) -> fits.TrainingNeeds:
     return fits.needs(load([], tiny("train_iters=1", *words)), 512, ranks, CPU)
 
 
