@@ -8,6 +8,13 @@ from megatron.config import load
 from megatron.model import from_config, padded_vocab
 
 
+def checkpoint_of_bytes(run: Path, *settings: str) -> tuple[Path, str]:
+    """A checkpoint of random weights at step 10 whose ids are bytes, and its config hash."""
+    config = load([], [*settings, "tokenizer_type=CharLevelTokenizer", f"save={run}"])
+    weights = from_config(config, vocab=512).state_dict()
+    return write_checkpoint(run, 10, weights, config, {"vocab": 512}), config.hash
+
+
 def make_checkpoint(folder: Path, corpus: Path, *settings: str, step: int = 5) -> Path:
     """A run's folder with one checkpoint of random weights."""
     tokenizer = json.loads(corpus.with_name(corpus.name + ".json").read_text())["tokenizer"]

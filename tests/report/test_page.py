@@ -1,20 +1,17 @@
 """The page of results, read by a parser: every number in its place, gaps named, no links."""
 
-import json
 import re
 from html import unescape
 
 import pytest
-from safetensors.torch import save_file
 
-from megatron.config import load
 from megatron.errors import UserError
-from megatron.model import from_config
 from megatron.positions import FILES, REGISTRY
 from megatron.report.page import NOT_FOUND, model_beside, page_of_rows, reference_of
 from megatron.results.comparison import compared, encodings
 from megatron.results.files import read_results
 from megatron.results.labels import kinds
+from tests.checkpoints import checkpoint_of_bytes
 from tests.results.rows import rows, seeds_of
 from tests.support import ROOT
 
@@ -178,22 +175,10 @@ def test_the_page_of_the_results_at_hand_compares_as_compare_does():
 SMALL = ("num_layers=1", "hidden_size=16", "num_attention_heads=2", "seq_length=16")
 
 
-def checkpoint(folder, *words):
-    """A checkpoint with the first weights of its model: its folder and the configuration's hash."""
-    config = load([], [*SMALL, "tokenizer_type=CharLevelTokenizer", f"save={folder}", *words])
-    path = folder / "global_step10"
-    path.mkdir(parents=True)
-    save_file(from_config(config, vocab=512).state_dict(), path / "model.safetensors")
-    config.save(path / "config.yml")
-    meta = {"step": 10, "config_hash": config.hash, "vocab": 512}
-    (path / "checkpoint.json").write_text(json.dumps(meta))
-    return path, config.hash
-
-
 def test_beside_the_results_each_model_finds_its_own_checkpoint(tmp_path):
     hashes, files = {}, []
     for name in ("alibi", "rotary", "none"):
-        _, hashes[name] = checkpoint(tmp_path / "runs" / name, f"pos_emb={name}")
+        _, hashes[name] = checkpoint_of_bytes(tmp_path / "runs" / name, *SMALL, f"pos_emb={name}")
         files.append(tmp_path / "runs" / name / "evaluation/results.jsonl")
     for name in ("alibi", "rotary"):
         model = model_beside(f"elsewhere/{name}/global_step10", files[:2], hashes[name])
@@ -209,7 +194,8 @@ def test_beside_the_results_each_model_finds_its_own_checkpoint(tmp_path):
 def test_the_code_of_a_checkpoint_is_not_run_for_its_picture(tmp_path, own_registry):
     own = "from megatron.positions import Position, register\n\n\n@register('mine')\n"
     (tmp_path / "mine.py").write_text(f"{own}class Mine(Position):\n    pass\n")
-    path, config_hash = checkpoint(tmp_path, f"pos_emb_file={tmp_path}/mine.py", "pos_emb=mine")
+    words = [f"pos_emb_file={tmp_path}/mine.py", "pos_emb=mine"]
+    path, config_hash = checkpoint_of_bytes(tmp_path, *SMALL, *words)
     FILES.clear()
     del REGISTRY["mine"]
     found = rows("mine", {512: 9.0}, checkpoint=str(path), config_hash=config_hash)

@@ -1,34 +1,19 @@
 """The pictures: the numbers behind them, their files, and a message where one is missing."""
 
-import json
 from xml.etree import ElementTree
 
 import torch
-from safetensors.torch import save_file
 
-from megatron.config import load
 from megatron.evaluation.attention_probes import sampled
-from megatron.model import from_config
 from megatron.positions import REGISTRY, Shape, build
 from megatron.report.curves import write
 from megatron.report.encoding_figures import draw, panels
+from tests.checkpoints import checkpoint_of_bytes
 from tests.support import NEEDED
 from tools.plot_positions import main
 
 SMALL = Shape(4, 8, 32, 64)
 SHAPE = ["num_layers=2", "hidden_size=32", "num_attention_heads=4", "seq_length=64"]
-
-
-def checkpoint(folder, *words):
-    """As training leaves it, with random weights: a checkpoint of step 10."""
-    byte_level = "tokenizer_type=CharLevelTokenizer"
-    config = load([], [*SHAPE, byte_level, f"save={folder}", *words])
-    path = folder / "global_step10"
-    path.mkdir(parents=True)
-    save_file(from_config(config, vocab=512).state_dict(), path / "model.safetensors")
-    config.save(path / "config.yml")
-    meta = {"step": 10, "config_hash": config.hash, "vocab": 512}
-    (path / "checkpoint.json").write_text(json.dumps(meta))
 
 
 def test_the_sampled_distances_hold_every_near_one_and_both_ends():
@@ -76,11 +61,11 @@ def test_the_tool_draws_what_is_named_with_its_options_and_says_what_cannot_be_d
 
 def test_a_checkpoint_gives_its_encodings(tmp_path, capsys):
     folder = tmp_path / "run"
-    checkpoint(folder, "pos_emb=kerple_log", "pos_emb_shared=false")
+    checkpoint_of_bytes(folder, *SHAPE, "pos_emb=kerple_log", "pos_emb_shared=false")
     assert main(["--checkpoint", str(folder), "--length", "100"]) == 0
     names = {path.name for path in (folder / "plots/global_step10").glob("*.svg")}
     assert names == {"encoding-layer0.svg", "encoding-layer1.svg"}
-    checkpoint(tmp_path / "none", "pos_emb=none")
+    checkpoint_of_bytes(tmp_path / "none", *SHAPE, "pos_emb=none")
     assert main(["--checkpoint", str(tmp_path / "none")]) == 0
     assert "none, step 10: nothing to draw" in capsys.readouterr().out
     assert main(["--checkpoint", str(tmp_path / "nowhere")]) == 1
