@@ -43,7 +43,7 @@ ALONE = {"WORLD_SIZE": "1", "RANK": "0", "LOCAL_RANK": "0"}
 ALONE |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}  # one process alone opens no port
 """Inside a job of a scheduler the trial must wait for nobody."""
 STEPS = {"torch": INSTALL, "gpu": NVIDIA, "training": INSTALL, "processes": INSTALL}
-"""What is tried in a process of its own, in this order, and the cure if it fails."""
+"""Steps that are tried in a process of their own, in this order, and the cure of each."""
 
 
 class Diagnosis(NamedTuple):
@@ -131,7 +131,7 @@ def packages() -> Iterator[Diagnosis]:
 
 
 def tried() -> list[Diagnosis]:
-    """What `try_steps` finds, and the step at which it ends too early.
+    """The findings of `try_steps`, and the step at which it ends too early.
 
     In a process of its own: an installation may crash it, and a driver may hang it. What was
     printed before then remains.

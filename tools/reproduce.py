@@ -76,7 +76,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def requirements(table: Published, sweep: Sweep) -> Requirements:
-    """What rows must be: of a configuration of the sweep, and evaluated as it is."""
+    """Values that rows must have: of a configuration of the sweep, and evaluated as it is."""
     hashes: dict[tuple[str, str], set[str]] = {}
     for cell in sweep.cells:
         # A sweep of one text need not name its corpus: the rows do.

@@ -91,7 +91,7 @@ def status(sweep: Sweep, states: Sequence[State]) -> list[str]:
 def plan(
     sweep: Sweep, states: Sequence[State], jobs: int | None, device_name: str | None = None
 ) -> str:
-    """What will be done and what it costs."""
+    """The cells that will run, and their cost."""
     device = named_device(device_name, sweep.cells[0].config.precision.dtype)
     count = jobs or 1
     if device_name is None:

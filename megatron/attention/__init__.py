@@ -20,7 +20,7 @@ BACKENDS: dict[str, Callable[..., Tensor]] = {
     "sdpa": sdpa,
     "triton": triton_attention,
 }
-"""What `attention_backend` may name, besides auto."""
+"""Values of `attention_backend`, besides auto."""
 TRUSTED = {"eager", "sdpa"}  # these need no compiler of ours
 
 
@@ -103,7 +103,7 @@ def attention(
 
 @dataclass(frozen=True)
 class Needs:
-    """What decides which backends can compute an attention.
+    """Facts that decide which backends can compute an attention.
 
     q [batch, heads, queries, head_dim]: any tensor of the queries' device, dtype and head_dim;
     tables: there is a bias or weight by distance;

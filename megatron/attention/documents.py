@@ -24,7 +24,7 @@ class Stretch(NamedTuple):
 
 
 def stretches_of(segments: Tensor) -> list[list[Stretch]] | None:
-    """Each row cut where documents begin; None where a document comes back after another one.
+    """Each row cut where documents begin, or None if a document comes back after another one.
 
     segments [batch, keys] int
     """

@@ -55,7 +55,7 @@ def groups_of_heads(
 
 
 def first_keys(inputs: Inputs) -> FirstKeys | None:
-    """What may be skipped, or None if nothing can be or asking would cost more."""
+    """The first keys that count, or None if nothing can be or asking would cost more."""
     q, k, scope, score_bias = inputs.q, inputs.k, inputs.scope, inputs.score_bias
     too_small = scope.keys < FEWEST_KEYS or scope.queries < GRAIN
     without_bound = inputs.weight is not None or inputs.index_bias is not None

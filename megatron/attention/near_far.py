@@ -40,7 +40,7 @@ class Keys:
 
 @dataclass(frozen=True)
 class Tables:
-    """What is added to q·k/√features, and what multiplies it, as in megatron.attention.attention.
+    """The bias of q·k/√features and its weight, as in megatron.attention.attention.
 
     bias, weight [heads, distances] or None; score_bias: by content
     """

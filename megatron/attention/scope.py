@@ -165,7 +165,7 @@ def of_heads(table: Tensor, heads: slice) -> Tensor:
 
 @dataclass(frozen=True)
 class Inputs:
-    """What `megatron.attention.attention` takes; scope: its lengths, window and chunk."""
+    """The arguments of `megatron.attention.attention`; scope: its lengths, window and chunk."""
 
     q: Tensor
     k: Tensor

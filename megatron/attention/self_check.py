@@ -22,7 +22,7 @@ TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3, torch.float16: 1e-2, torc
 
 
 class Kind(NamedTuple):
-    """What may change the compiled program, with small sizes in place of the true ones.
+    """Facts that may change the compiled program, with small sizes in place of the true ones.
 
     tensors: name, shape and dtype of each that is present, q first; learned: those with a gradient
     """

@@ -99,7 +99,7 @@ class KernelInputs(NamedTuple):
 
 
 class Call:
-    """What all programs of an attention are called with."""
+    """The arguments that all programs of an attention share."""
 
     def __init__(self, inputs: KernelInputs) -> None:
         from megatron.attention.triton_programs import PAD
@@ -147,7 +147,7 @@ class Call:
 
     @property
     def inputs(self) -> list[Tensor]:
-        """What every program reads first."""
+        """The arguments that every program reads first."""
         content = (self.u, self.w, self.w_low)
         tables = (self.bias, self.weight)
         return self.pointers(self.q, self.k, self.v, *tables, self.segments, *content)

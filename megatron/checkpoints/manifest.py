@@ -85,7 +85,7 @@ class CheckpointRecord(BaseModel):
 
 
 def entry_of(path: Path) -> dict[str, Any]:
-    """What a record says of a file: its size and SHA-256."""
+    """The entry of a file in a record: its size and SHA-256."""
     with path.open("rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
         return {"bytes": file.tell(), "sha256": digest}
@@ -154,7 +154,7 @@ def engine_files(path: Path, record: Mapping[str, Any]) -> list[str]:
 
 
 def faults_of(path: Path, names: Collection[str] | None = None) -> list[str]:
-    """What is wrong with a checkpoint, one sentence for each file; [] where nothing is.
+    """Faults of a checkpoint, one sentence for each file; [] if there are none.
 
     names: look at these files alone, where the checkpoint lists them; None for all. Then files of
     the engine that are not listed are faults too.

@@ -179,7 +179,7 @@ class Nested(dict):
 
 
 def merge(earlier: Any, later: Any) -> Any:
-    """What `later` makes of `earlier`: a Nested changes single entries, all else replaces."""
+    """`earlier` as `later` changes it: a Nested changes single entries, all else replaces."""
     if not isinstance(later, Nested):
         return later
     merged = dict(earlier) if isinstance(earlier, dict) else {}

@@ -139,7 +139,7 @@ def scores(
 
 
 def effects_before(position: Position, end: int) -> dict[str, Tensor]:
-    """What each hook does to the 32 tokens before `end`, by a name for the hook."""
+    """The effect of each hook on the 32 tokens before `end`, by a name for the hook."""
     shape = position.shape
     start = end - CHUNK
     torch.manual_seed(1)

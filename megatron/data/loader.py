@@ -43,7 +43,7 @@ def batches(
     start: samples that all ranks together have used before;
     repeat: start over after the last whole step, with a line in the log, instead of ending there;
     num_workers: processes that read ahead; pin_memory: copies to CUDA need not wait for the host.
-    Raises UserError where there is not one whole step.
+    Raises UserError if there is not one whole step.
     """
     count = len(samples)
     needed = 1 if repeat else micro_batch * ranks

@@ -309,7 +309,7 @@ READERS: dict[str, Reader] = {
 
 
 def _reader(name: str) -> Reader | None:
-    """What reads files of this name, or None for a kind that is not known."""
+    """The reader of files of this name, or None for a kind that is not known."""
     return next((reader for end, reader in READERS.items() if name.endswith(end)), None)
 
 

@@ -41,7 +41,7 @@ class Trial:
 
 @dataclass(frozen=True)
 class Material:
-    """What contexts of `length` tokens are made of. They ask about every place.
+    """The parts that contexts of `length` tokens are made of. They ask about every place.
 
     text: [length or more] tokens; a task draws its words from them, each once
     places: depths from 0 to 1, or numbers on the axis of a task

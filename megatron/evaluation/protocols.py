@@ -74,7 +74,7 @@ class Windows:
 
 @dataclass(frozen=True)
 class Request:
-    """What to measure: a part of a corpus at several lengths, and the options of protocols.
+    """A request to measure: a part of a corpus at several lengths, and the options of protocols.
 
     tokens: the corpus
     lengths: inputs of a window, in tokens; `ordered_lengths` has them in order

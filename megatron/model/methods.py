@@ -80,7 +80,7 @@ LACKS = {
     "rotates": "does not turn queries and keys by position; it is for encodings such as rotary",
     "stretches": "has no base that can grow; it is for rotary without scaling",
 }
-"""What is said of encodings that are not as a method needs them."""
+"""Reasons why an encoding does not fit a method."""
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""What this machine has: memory with its container's limit, free disk, memory of devices."""
+"""This machine: memory with its container's limit, free disk, memory of devices."""
 
 import os
 import shutil
@@ -40,7 +40,7 @@ def device_memory(device: "torch.device") -> int:
 
 
 def free_disk(folder: Path) -> int | None:
-    """Free bytes where a folder is or will be; None where that is not known."""
+    """Free bytes where a folder is or will be, or None if that is not known."""
     try:
         existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
         usage = shutil.disk_usage(existing)

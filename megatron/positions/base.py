@@ -16,7 +16,7 @@ EXACT = 2**24
 Pair = tuple[Tensor, Tensor]
 """Queries and keys, or cosines and sines."""
 Memory = dict[str, Tensor]
-"""What a layer keeps of a cached text, by name; the first dimension is the batch."""
+"""The tensors that a layer keeps of a cached text, by name; the first dimension is the batch."""
 NO_ATTENTION = -1e9
 """A bias with which a key gets no attention, and which no backend turns into NaN, as -inf may."""
 
@@ -170,7 +170,7 @@ class Position(Float32Module):
         raise NotImplementedError
 
     def check_documents(self, *, restart: bool) -> None:
-        """UserError where this encoding cannot keep the documents of a text apart.
+        """Raises UserError if this encoding cannot keep the documents of a text apart.
 
         restart: whether positions are to begin again at each document
         """
@@ -191,7 +191,7 @@ class Position(Float32Module):
     def use_paper_precision(self, on: bool) -> None:
         """Compute positions, distances and biases in bfloat16, as the forks' code does, or not.
 
-        UserError where the forks have no such encoding.
+        Raises UserError if the forks have no such encoding.
         """
         if on and not self.published:
             raise UserError(
@@ -276,7 +276,7 @@ class Position(Float32Module):
 
 
 def check_key_heads(position: Position, key_heads: int) -> None:
-    """UserError where key heads are fewer than the encoding needs."""
+    """Raises UserError if key heads are fewer than the encoding needs."""
     heads = position.shape.heads
     if not position.grouped_queries and key_heads < heads:
         raise UserError(
@@ -300,7 +300,7 @@ class DistanceBias(Position):
     """An encoding that is one function of the distance: a family writes `log_kernel` only."""
 
     def log_kernel(self, distance: Tensor) -> Tensor:
-        """What is added to q·k/√head_dim: [length] float32 -> [heads, length] float32."""
+        """The bias of q·k/√head_dim: [length] float32 -> [heads, length] float32."""
         raise NotImplementedError
 
     def paper_kernel(self, distance: Tensor) -> Tensor:

@@ -76,7 +76,7 @@ class CoPE(Position):
             return scores + at_below * (1 - part) + at_above * part
 
     def _gate_scores(self, q: Tensor, scores: Tensor, x: Tensor, memory: Memory) -> Tensor:
-        """What the gates are the sigmoid of: [batch, heads, queries, keys]."""
+        """The gates before their sigmoid: [batch, heads, queries, keys]."""
         if self.key_weight is None:
             return scores
         x = at_least_float32(x)

@@ -72,7 +72,7 @@ class Scaling:
 
     @property
     def amplitude(self) -> float:
-        """What multiplies queries and keys, so that scores change by its square."""
+        """The factor of queries and keys, so that scores change by its square."""
         if self.attention_factor is not None:
             return positive("attention_factor", self.attention_factor)
         if self.name == "yarn":

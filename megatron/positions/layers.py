@@ -59,7 +59,7 @@ def entries_of(section: Any) -> list[Entry]:
 
 
 def name_of_layers(section: Any) -> str:
-    """What names the encoding of a model: pos_emb, or the pattern as in `rotary, rotary, none`."""
+    """The name of a model's encoding: pos_emb, or the pattern as in `rotary, rotary, none`."""
     if not section.pos_emb_layers:
         return section.pos_emb
     return ", ".join(str(entry) for entry in entries_of(section))
@@ -82,7 +82,7 @@ def build_entry(
 
 
 def check_embeddings(positions: Sequence[Position], names: Sequence[str]) -> None:
-    """UserError where only some layers' encodings act on the embeddings, which all layers share."""
+    """Raises UserError if the encodings of only some layers act on the shared embeddings."""
     if len(set(names)) == 1:
         return
     for position, name in zip(positions, names, strict=True):

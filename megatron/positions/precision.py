@@ -105,7 +105,7 @@ class Float32Module(nn.Module):
                     yield owner, name, parameter
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        """What `.to`, `.cuda` and `.bfloat16` call: move the tensors, but never round them."""
+        """The call behind `.to`, `.cuda` and `.bfloat16`: tensors move, but are never rounded."""
         before = [tensor.detach() for tensor in (*self.parameters(), *self.buffers())]
         super()._apply(fn, recurse)
         after = (*self.parameters(), *self.buffers())

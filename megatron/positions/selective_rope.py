@@ -132,7 +132,7 @@ class SelectiveRope(Position):
         return of_heads.flatten(1, 2)
 
     def _filtered(self, phi: Tensor, memory: Memory) -> Tensor:
-        """What each token adds to the sum: [batch, features, length] -> same."""
+        """The summand of each token: [batch, features, length] -> same."""
         before = 1 if self.taps is None else self.taps - 1
         earlier = memory.get("phi")
         if earlier is None:

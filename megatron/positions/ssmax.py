@@ -59,7 +59,7 @@ class SSMax(Position):
         return self.on_queries_keys(q, k, start)
 
     def factor(self, start: int, length: int) -> Tensor:
-        """What multiplies the scores of each query: [heads, length] float32."""
+        """The factor of each query's scores: [heads, length] float32."""
         visible_keys = start + self.distances(length) + 1
         scale = self.fixed if self.scale is None else self.bounded("scale")
         factor = scale[:, None] * visible_keys.log()

@@ -137,7 +137,7 @@ class Sum(Position):
 
 @contextmanager
 def _own(memory: Memory, number: int) -> Iterator[Memory]:
-    """What one part keeps in the memory of all."""
+    """The memory of one part, out of that of all."""
     prefix = f"part{number}."
     own = {
         name.removeprefix(prefix): kept for name, kept in memory.items() if name.startswith(prefix)

@@ -59,8 +59,8 @@ class XPos(Turning):
     ) -> Pair:
         """[batch, heads, length, head_dim] each -> same; angles, scales and products in float32.
 
-        UserError where the scale of a far key would overflow: beyond about 3000 tokens in fp16, and
-        34000 in bf16 and fp32.
+        Raises UserError if the scale of a far key would overflow: beyond about 3000 tokens in fp16,
+        and 34000 in bf16 and fp32.
         """
         cos_q, sin_q = self._cos_sin(query)
         cos_k, sin_k = (cos_q, sin_q) if key is query else self._cos_sin(key)
@@ -99,7 +99,7 @@ class XPos(Turning):
         return decay.to(distance.dtype).expand(self.shape.heads, -1)
 
     def _check_length(self, end: int, dtype: torch.dtype) -> None:
-        """UserError where the largest scale, 1 / zeta_0 at the last position, overflows `dtype`."""
+        """Raises UserError if the largest scale, 1 / zeta_0 at the last position, is too large."""
         largest = torch.finfo(dtype).max / ROOM
         exponent = math.log(largest) / math.log(1.4 / 0.4)
         most = int(exponent * self.scale_base + self.centre)

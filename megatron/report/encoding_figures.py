@@ -41,7 +41,7 @@ class Panel(NamedTuple):
 
 @torch.no_grad()
 def panels(position: Position, length: int) -> list[Panel]:
-    """What can be drawn of an encoding on distances below `length`, hook by hook.
+    """The panels of an encoding on distances below `length`, hook by hook.
 
     Empty if nothing depends on distance or position alone.
     """

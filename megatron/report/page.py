@@ -69,7 +69,7 @@ class PageSection:
 
 @dataclass
 class Page:
-    """What page.html shows: sections by text and protocol, probes, kernels, and what is missing.
+    """The contents of page.html: sections by text and protocol, probes, kernels, and gaps.
 
     probed: tables of each probed model, by its label; kernels: names of figures
     gaps: what is missing, and its cause; figures: by the names of their files
@@ -196,7 +196,7 @@ def _add_text(page: Page, members: Sequence[Row], against: str | None) -> None:
 
 
 def reference_of(groups: Mapping[str, Sequence[Row]], against: str | None) -> str | None:
-    """What `--against` means among these groups; without it or a match, the lowest of them.
+    """The group that `--against` names; without it or a match, the lowest of them.
 
     The lowest at the longest length that has a number, of the groups with most seeds: only against
     several seeds can there be a claim about an encoding. UserError if several groups match.

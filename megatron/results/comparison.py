@@ -83,7 +83,7 @@ class Comparison:
 
     @property
     def unit(self) -> str | None:
-        """What the difference is a mean over: "seeds", "blocks" or "windows"."""
+        """The units of which the difference is a mean: "seeds", "blocks" or "windows"."""
         over_text = self.over_text.unit if self.over_text else None
         return "seeds" if self.is_claim else over_text
 

@@ -201,7 +201,7 @@ def read_lines(path: Path, *, kind: type, writer: str) -> list[Facts]:
 
 
 def fault_of(line: Mapping[str, Any], kind: type) -> str | None:
-    """What is wrong with the facts of a line, in words that follow its place, or None.
+    """The fault of a line's facts, in words that follow its place, or None.
 
     kind: the TypedDict that describes such lines. Keys that it does not know may hold anything.
     """

@@ -89,7 +89,7 @@ def published(name: str) -> Published:
 
 @dataclass(frozen=True)
 class Requirements:
-    """What a row must be to answer a table's question.
+    """Values that a row must have to answer a table's question.
 
     hashes: of the configurations of the sweep's cells, by corpus and encoding
     tokens: that training reads, so that the corpus must hold as many

@@ -18,7 +18,7 @@ TASKS = (*RETRIEVAL, *RULER)
 PROBES = (*TASKS, "receptive_field", "attention")
 GROUPS = {"ruler": RULER}  # several probes by one name
 AXES = {"variable_tracking": "hops", "common_words": "named", "frequent_words": "rank"}
-"""What the rows of a task at one length differ in, where it is not the depth of the answer."""
+"""The key in which a task's rows of one length differ, if it is not the depth of the answer."""
 
 PLACES = {
     "depth": "depth (0: start)",

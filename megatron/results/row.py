@@ -47,7 +47,7 @@ class Setting(TypedDict, total=False):
 
 
 class Question(Variant, Setting, total=False):
-    """What is known of a line before anything is measured: model, text and manner.
+    """The facts of a line before anything is measured: model, text and manner.
 
     A key may be absent: older files lack later keys.
     """
@@ -85,7 +85,7 @@ class Pieces(TypedDict, total=False):
 
 
 class Collected(TypedDict, total=False):
-    """What a sweep adds when it collects its rows."""
+    """Keys that a sweep adds when it collects its rows."""
 
     corpus_documents: int
     corpus_tokens: int
@@ -208,17 +208,17 @@ def identity(row: Question, keys: Iterable[str]) -> tuple[Hashable, ...]:
 
 
 def run_of(row: Question) -> tuple[Hashable, ...]:
-    """What makes two rows belong to the same line of a table: model, variant and setting."""
+    """Model, variant and setting: equal for two rows of the same line of a table."""
     return identity(row, RUN)
 
 
 def measurement_of(row: Row) -> tuple[Hashable, ...]:
-    """What makes one row the repetition of another: the same run on the same scored targets."""
+    """The run and the scored targets: equal for a row and its repetition."""
     return identity(row, (*RUN, *PLACE))
 
 
 def place_of(row: Row) -> tuple[Hashable, ...]:
-    """What must agree for two rows to be compared, beside the text.
+    """Values that must agree for two rows to be compared, beside the text.
 
     Runs of several seeds may have a text each.
     """

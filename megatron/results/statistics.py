@@ -226,7 +226,7 @@ def t_quantile(probability: float, df: int) -> float:
 
 
 def perplexity_of(loss: float) -> float | None:
-    """exp(loss), or None where that is too large for a number."""
+    """exp(loss), or None if that is too large for a number."""
     largest = math.log(np.finfo(np.float64).max)
     return math.exp(loss) if loss < largest else None
 

@@ -246,7 +246,7 @@ def with_bits(rows: Sequence[Row]) -> list[Row]:
 
 
 def notes_of(rows: Sequence[Row], *, each: bool = True) -> list[str]:
-    """What was measured, what each run was, why cells are empty, and what cannot be compared.
+    """Notes: the measurement, each run, why cells are empty, and what cannot be compared.
 
     rows: of one text, as `by_text` groups them; each: a line for the facts of each run
     """
@@ -360,7 +360,7 @@ def from_to(first: object, last: object) -> str:
 
 
 def attention_inputs(rows: Sequence[Row]) -> list[str]:
-    """What was changed for the attention of all rows, such as "window 512".
+    """The change to the attention of all rows, such as "window 512".
 
     Labels contain only what differs between rows.
     """

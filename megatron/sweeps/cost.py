@@ -1,4 +1,4 @@
-"""What a sweep will cost: tokens, floating point operations, time on a device."""
+"""The cost of a sweep: tokens, floating point operations, time on a device."""
 
 import itertools
 import math

@@ -24,7 +24,7 @@ PAUSE = 0.1  # seconds between two looks at the processes
 
 
 def places_of(jobs: int | None) -> list[dict[str, str]]:
-    """What the environment says of each of `jobs` runs at a time, by default one per GPU or one."""
+    """Variables for the environment of each of `jobs` runs at a time; default: one per GPU."""
     count = torch.cuda.device_count()
     places: list[dict[str, str]] = [{} for _ in range(jobs or count or 1)]
     visible = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]

@@ -1,4 +1,4 @@
-"""What a training needs of memory and disk, held against what the machine has.
+"""Memory and disk that a training needs, held against what the machine has.
 
 Per device, for P learned numbers, N ranks and e bytes of a number (4 in fp32, else 2):
 
@@ -49,7 +49,7 @@ class TrainingNeeds(NamedTuple):
 
 
 def needs(config: Config, vocab: int, ranks: int, device: torch.device) -> TrainingNeeds:
-    """What a training on so many ranks of such devices needs."""
+    """The needs of a training on so many ranks of such devices."""
     counted = parameters(config, vocab)
     whole = counted.whole
     stage = config.parallel.zero_stage
@@ -86,7 +86,7 @@ def kept_checkpoints(config: Config) -> int:
 def check_fits(
     config: Config, vocab: int, *, ranks: int, ranks_here: int, device: torch.device
 ) -> TrainingNeeds:
-    """What a training needs; raises UserError if its state alone is beyond the memory.
+    """The needs of a training; raises UserError if its state alone is beyond the memory.
 
     ranks: of the whole run; ranks_here: those on this machine, whose memory they share on the CPU
     """

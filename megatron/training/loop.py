@@ -57,7 +57,7 @@ SHOWN_NUMBERS = {
     "model_tflops_per_second": "{:.3g} model TFLOP/s",
     "peak_memory_gib": "peak {:.2f} GiB",
 }
-"""What a line of the console says of a record, in this order."""
+"""The numbers of a record in a line of the console, in this order."""
 LOST_WORKER = "DataLoader worker"  # how torch's message about a lost process begins
 REFUSED = "does not have a deterministic implementation"  # torch's words
 
@@ -328,7 +328,7 @@ class Losses:
         return list(zip(steps, means[:, 0].tolist(), strict=True))
 
     def _describe(self, step: int, numbers: Tensor) -> str:
-        """What is not finite at a step, and on which rank."""
+        """The number that is not finite at a step, and its rank."""
         everyones = self.grid.gather(numbers.tolist())  # [[loss, norm]] by rank
         for rank, (loss, _) in enumerate(everyones):
             if not math.isfinite(loss):

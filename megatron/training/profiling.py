@@ -24,7 +24,7 @@ EVENTS = 100_000  # allocations and frees that a snapshot remembers, as in GPT-N
 
 
 class Profiling:
-    """What the keys `profile` and `memory_profiling` ask for, on the ranks of `profile_ranks`.
+    """Traces (`profile`) and snapshots (`memory_profiling`), on the ranks of `profile_ranks`.
 
     settings: the section `logging`; folder: of the run, or None; done: steps before this start
 

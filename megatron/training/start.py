@@ -80,7 +80,7 @@ class Start:
 
     @property
     def windows(self) -> int:
-        """What all ranks together have trained; an old record does not say it."""
+        """Windows that all ranks together have trained; an old record does not say it."""
         if self.before is None:
             return 0
         of_step = windows_per_step(self.before.config) * self.record.get("ranks", 1)
@@ -88,7 +88,7 @@ class Start:
 
     @property
     def parent_model(self) -> str | None:
-        """What result rows call the parent: `rotary step 700`."""
+        """The parent as result rows call it: `rotary step 700`."""
         if self.parent is None:
             return self.record.get("parent_model")
         name = name_of_layers(self.parent.config.position)
@@ -244,7 +244,7 @@ class ParentWeights:
 
 
 def match_weights(start: Start, model: GPT) -> ParentWeights | None:
-    """What a new model takes from its parent, which is logged; None for a run without a parent.
+    """The weights that a new model takes from its parent, or None without a parent; logs them.
 
     Call it before an engine is built. An encoding that layers share is copied to every layer. Those
     of several layers are not merged into one: they are dropped. Raises UserError if the parent's

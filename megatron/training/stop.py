@@ -1,4 +1,4 @@
-"""What ends a run before its last step: signals, and a set duration."""
+"""Reasons to end a run before its last step: signals, and a set duration."""
 
 import logging
 import signal

@@ -29,7 +29,7 @@ AVERAGES = ("exp_avg", "exp_avg_sq")
 
 @dataclass(frozen=True)
 class Engine:
-    """What DeepSpeed's files of a checkpoint depend on.
+    """Facts that DeepSpeed's files of a checkpoint depend on.
 
     ranks: 1 at stage 0, whose files do not depend on it
     encoding_decays: pos_emb_weight_decay, which decides the order of parameters

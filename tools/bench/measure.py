@@ -126,7 +126,7 @@ class Bench:
 
 
 def ready(candidates: Sequence[Any]) -> tuple[dict[str, Call], dict[str, str]]:
-    """What each candidate runs, called once, and why the others do not run, by name.
+    """The function of each candidate, called once, and why the others do not run, by name.
 
     All inputs exist before the first call: what fits once fits in every round.
     """

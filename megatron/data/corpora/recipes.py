@@ -95,9 +95,10 @@ def named(
     """
     known = corpus_names()
     if name not in known:
+        others = f"{did_you_mean(name, known)} Known are {', '.join(known)}".strip()
         raise UserError(
-            f"{name}: there is no corpus of this name - {did_you_mean(name, known)} Known are"
-            f" {', '.join(known)}; for a data set of the Hugging Face hub write hf:OWNER/NAME; for"
+            f"{name}: there is no corpus of this name - {others}; for a data set of the"
+            " Hugging Face hub write hf:OWNER/NAME; for"
             f" your own text use --input FILE --name {name}"
         )
     if name in MADE_HERE and (from_dir or documents):
