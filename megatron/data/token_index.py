@@ -116,7 +116,7 @@ def read_index(path: Path) -> Index:
             )
         extent = int(starts[-1]) + int(some[-1]) * width
 
-    # An index of 0 alone comes from GPT-NeoX's merging of files, which ends no document.
+    # GPT-NeoX merges files without ending a document: the index is 0 alone.
     if entries in (1, sequences + 1) and _counts_up(firsts):
         return Index(dtype, lengths, pointers, extent)
     if firsts[0] != 0 or firsts[-1] != sequences or (np.diff(firsts) < 0).any():

@@ -183,8 +183,8 @@ def paper(request: Request) -> list[Windows]:
 def tail(request: Request) -> list[Windows]:
     """Score the same ends of windows at every length: what more context gives these targets.
 
-    Ends lie a quarter of the longest length apart, from the longest length on: there every length
-    has all of its context.
+    The first block ends at the longest length, and the others follow at a quarter of it each, so
+    that every length has all of its context.
     """
     size = request.tail
     lengths = request.ordered_lengths

@@ -114,14 +114,14 @@ def how_made(comparisons: Sequence[Comparison]) -> list[str]:
     blocks = [(one, text) for one, text in others if text.unit == "blocks"]
     if blocks:
         lines.append(
-            "differences of the same blocks of up to 512 targets; the error allows for correlated"
-            " neighbours and for what the blocks of a window share"
+            "differences of the same blocks of up to 512 targets; the error accounts for the"
+            " correlation of neighbouring blocks and of the blocks of one window"
         )
         single = sorted({one.length for one, text in blocks if text.windows == 1})
         if single:
             lines.append(
-                f"one window at length {', '.join(map(str, single))}: the interval does not cover"
-                " what all its blocks share"
+                f"one window at length {', '.join(map(str, single))}: the interval does not include"
+                " the difference between windows"
             )
     windows = {one.length: text.estimate for one, text in others if text.unit == "windows"}
     if windows:

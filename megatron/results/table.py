@@ -29,7 +29,7 @@ OPTIONS = ("tail", "stride", "start")  # of protocols
 # Protocols that score other text at each length.
 OTHER_TEXT = ("paper", "position")
 OTHER_TEXT_NOTE = (
-    "every length has other text: compare encodings at a length, not one encoding at two"
+    "each length has its own text: compare encodings at a length, not one encoding at two"
 )
 REPEATED_TEXT = (
     "length {length}: the part is short and was read up to {epochs} times:"

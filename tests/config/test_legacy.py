@@ -24,7 +24,8 @@ PYTHIA = """{
     "fp16": {"fp16": true, "enabled": true, "auto_cast": false, "loss_scale": 0},
     "train_data_paths": ["pile_text_document"], "valid_data_paths": ["pile_text_document"],
     "test_data_paths": ["pile_text_document"], "data_types": {"grad_accum_dtype": "fp32"},
-    "checkpoint_factor": 1000, "extra_save_iters": [0, 1, 2], "exit_interval": 50
+    "checkpoint_factor": 1000, "extra_save_iters": [0, 1, 2], "exit_interval": 50,
+    "deepspeed_slurm": true, "deepspeed_extra_args": {"comms_logger": {"enabled": true}}
 }"""
 
 
@@ -142,6 +143,10 @@ FAULTS = {
     "zero_optimization.cpu_offload=true": (
         "zero_optimization.cpu_offload: moving the optimizer to the CPU's memory is not offered;"
         " set it to false or drop it"
+    ),
+    "deepspeed_extra_args.bf16.enabled=true": (
+        "deepspeed_extra_args: DeepSpeed gets settings of its own from the keys here; set it to"
+        " false or drop it"
     ),
     "te_mha=true": "te_mha: TransformerEngine and fp8 are not used; set it to false or drop it",
     "attention_config=[[[local], 2]]": (

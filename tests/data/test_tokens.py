@@ -85,7 +85,7 @@ def test_documents_may_have_several_sequences_and_more_tokens_than_an_int32_coun
     sequences = [[1, 2], [3], [], [4, 5, 6], [7]]
     tokens = TokenFile.open(write_bytes(tmp_path / "c", sequences, [0, 2, 2, 4, 5]))
     assert documents_of(tokens) == [[1, 2, 3], [], [4, 5, 6], [7]]
-    # As GPT-NeoX's merging of files leaves it: no document was ended.
+    # GPT-NeoX merges files without ending a document.
     assert documents_of(TokenFile.open(write_bytes(tmp_path / "d", sequences, [0]))) == sequences
 
     long = 2**31 - 1

@@ -61,7 +61,7 @@ def test_what_a_reader_must_know_of_numbers_is_noted():
     refused = rows("learned", {512: 13.0}) + rows("learned", {1024: None}, reason=BEYOND)
     assert "learned  13.00   n/a\n" in table(refused)
     assert f"learned: n/a at 1024: {BEYOND}" in table(refused)
-    note = "every length has other text: compare encodings at a length, not one encoding at two"
+    note = "each length has its own text: compare encodings at a length, not one encoding at two"
     paper = [one | {"protocol": "paper", "windows": 16, "epochs": 2} for one in TWO]
     assert note in table(paper)
     assert "length 1024: the part is short and was read up to 2 times" in table(paper)
