@@ -3,12 +3,13 @@
 import re
 import shlex
 import shutil
+from contextlib import chdir
 from pathlib import Path
 
 import pytest
 import torch
-from transformers import GPTNeoXConfig, GPTNeoXForCausalLM
 
+from megatron.config import load
 from tests.published import KERPLE, MEP, experiments, write_bases
 from tests.support import ROOT
 from tools.document_commands import make_clone
@@ -32,6 +33,7 @@ SMALLER: list[tuple[str, list[str]]] = [
     ("sweep.py run docs/tutorial/rehearsal.yml --dry-run", []),
     ("sweep.py run rehearsal.yml", ["--only", "seed=1234", "--jobs", "1"]),
     ("train.py first.yml", ["train_iters=20", "lr_decay_iters=20"]),
+    ("graft.yml", ["train_iters=20", "lr_decay_iters=20"]),
     ("train_iters=60000", [*MODEL, *ONE, "train_iters=4", "lr_decay_iters=4"]),
     ("profile=true", [*MODEL, *ONE, "train_iters=13", "lr_decay_iters=13"]),
     ("--probes", ["--lengths", "128", "--trials", "1"]),
@@ -52,6 +54,7 @@ With others the script that it would start is run; test_deepy.py is about deepy.
 PAGES = (
     *("tutorial", "questions", "coming_from", "generation", "harness", "evaluation"),
     *("layers", "longer_texts", "watching", "doctor", "explain_config", "published_files"),
+    "from_huggingface",
 )
 ELSEWHERE = {  # pages whose commands other tests run, and one that holds the page's name
     "add_an_encoding": "tools/test_add_an_encoding.py",
@@ -72,6 +75,7 @@ def commands(page: str) -> list[str]:
     """Every command of a page, also those that a job script gives to srun."""
     lines = [line for block in blocks(page, "sh") for line in block.splitlines()]
     for block in blocks(page, "bash"):
+        assert "srun" not in block or "export MASTER_ADDR=" in block  # a run needs it there
         lines += [line for line in block.splitlines() if line.startswith("srun ")]
     lines = [line.split("   #")[0].strip() for line in lines]
     return [line for line in lines if line and not line.startswith("#")]
@@ -94,12 +98,12 @@ def clone(tmp_path_factory, forks) -> Path:
     succeed(forks, folder, measure, EVALUATED)
     for name in ("A.jsonl", "B.jsonl"):
         shutil.copy(next((folder / "runs/alibi/evaluation").glob("*.jsonl")), folder / name)
-    sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
-    config = GPTNeoXConfig(vocab_size=512, intermediate_size=64, **sizes)
     torch.manual_seed(1)
-    GPTNeoXForCausalLM(config).save_pretrained(folder / "models" / "pythia")
-    tokenizer = (folder / "data" / "text" / "tokenizer.json").read_text()
-    (folder / "models" / "pythia" / "tokenizer.json").write_text(tokenizer)
+    with chdir(folder):
+        exec(blocks("from_huggingface", "python")[0])
+    swept = folder / "runs/sweeps/mep_small"
+    swept.mkdir(parents=True)
+    shutil.copy(DOCS / "results/cpu-environment.jsonl", swept / "results.jsonl")
     (folder / "tasks").mkdir()
     (task,), (rows,) = blocks("harness", "yaml"), blocks("harness", "json")
     (folder / "tasks" / "cloze.yaml").write_text(task)
@@ -118,8 +122,8 @@ def clone(tmp_path_factory, forks) -> Path:
         for one in experiments(table):
             if one.seed == 1235 and one.name.startswith(("kerple_log", "ali_tanh")):
                 (folder / name / "exp_configs" / f"{one.stem}.yml").write_text(one.text)
-    (neox,) = blocks("coming_from", "yaml")
-    (folder / "neox.yml").write_text(neox)
+    for page, name in (("coming_from", "neox"), ("from_huggingface", "graft")):
+        (folder / f"{name}.yml").write_text(blocks(page, "yaml")[0])
     return folder
 
 
@@ -170,6 +174,13 @@ def test_the_commands_of_a_page_run_in_their_order(page, clone, forks):
             command = command.replace("docs/tutorial/rehearsal.yml", "rehearsal.yml")
         more = next((words for part, words in SMALLER if part in command), [])
         succeed(forks, clone, command, more)
+
+
+def test_the_questions_settings_and_its_two_nodes_are_understood(tmp_path):
+    (settings,) = blocks("questions", "yaml")
+    (tmp_path / "settings.yml").write_text(settings)
+    (words,) = re.findall(r"mep.yml (.* hostfile=hosts)", "".join(blocks("questions", "bash")))
+    load([ROOT / "configs/mep.yml", tmp_path / "settings.yml"], words.split()).check_batch(16)
 
 
 def anchors(text: str) -> set[str]:

@@ -314,9 +314,10 @@ def test_the_commands_of_the_document_run(folder, tmp_path, monkeypatch):
     for case, name in (("pythia", "pythia-70m"), ("qwen3", "qwen3")):
         place = edited(folder(case), tmp_path / "models" / name)
         words_tokenizer(place / "tokenizer.json", "world")
-    (tmp_path / "data").mkdir()
     draw = np.random.default_rng(3)
-    with TokenWriter(tmp_path / "data" / "text", np.uint16, meta={"corpus": "noise"}) as writer:
+    with TokenWriter(
+        tmp_path / "data/text/text_text_document", np.uint16, meta={"corpus": "noise"}
+    ) as writer:
         for _ in range(40):
             writer.add(draw.integers(0, VOCAB, 40))
     text = (ROOT / "docs" / "importing.md").read_text(encoding="utf-8")
