@@ -76,8 +76,8 @@ faults: $(INSTALLED)
 	CAMPAIGN=1 KILLS=$(KILLS) $(PY) -m pytest -v -n 2 -m campaign tests
 	KILLS=$(KILLS) $(PY) -m pytest -v -n 2 -m "not campaign" tests/faults tests/bad_inputs tests/parallel tests/test_files.py
 
-# What docs/results shows of the corpus `environment`: train, measure and probe eight encodings, in about three hours on two
-# cores. The same command goes on where it was stopped.
+# What docs/results shows of the corpus `environment`: train, measure and probe eight encodings: the runs take five hours of one
+# CPU core. The same command goes on where it was stopped.
 SWEEP = runs/sweeps/cpu
 PROBE = $(PY) tools/probe.py --lengths 512 2048 8192 --depths 3 --trials 4
 

@@ -192,3 +192,7 @@ def test_the_map_has_a_line_for_every_file_and_no_other():
     places.update(f"megatron/positions/{name}.py" for name in re.findall(r"`(\w+)`", families))
     named = {file for file in PRODUCT if not file.endswith("__init__.py")}
     assert places - {"megatron/attention/__init__.py"} == named
+    answers = re.findall(r"`(\w+/\w+\.\w+)`", text[: text.index("## One idea")])
+    assert {file for file in answers if not (ROOT / "megatron" / file).exists()} == {
+        "positions/NAME.py"
+    }
