@@ -74,6 +74,7 @@ class CheckpointRecord(BaseModel):
     skipped: Count = 0
     pending_losses: list[float] = []
     tokenizer: dict[str, Any] | None = None
+    corpora: list[dict[str, Any]] = []
     parent: Parent | None = None
     parent_model: str | None = None
     proven: Count | None = None

@@ -63,17 +63,12 @@ class Part:
     def _of(self, tokens: TokenFile, length: int, seed: int, count: int) -> Samples:
         return build_split(tokens, self.split, self.name, length, seed, count)
 
-    @property
-    def names(self) -> str:
-        """`github 0.667, arxiv 0.333`."""
-        return ", ".join(f"{one['corpus']} {one['weight']:.3g}" for one in self.facts())
-
     def facts(self) -> list[dict[str, Any]]:
-        """Each corpus of a blend: its name, size and weight."""
+        """Each corpus: its name, which share of it is read, and what it is."""
         facts = []
-        for tokens, weight in zip(self.files, shares(self.weights), strict=True):
-            size = {"documents": len(tokens), "tokens": int(tokens.tokens)}
-            facts.append({"corpus": name_of(tokens), "weight": weight, **size})
+        for tokens, weight in zip(self.files, shares(self.weights or (1.0,)), strict=True):
+            use = {"part": self.name, "split": self.split, "weight": weight}
+            facts.append({"corpus": name_of(tokens), **use, **tokens.identity()})
         return facts
 
 
@@ -110,21 +105,17 @@ def open_parts(data: Data, names: Iterable[str] = PARTS) -> dict[str, Part]:
 
     trained = {}  # the files of the training part, by the sums in their cards
     if "train" in parts:
-        trained = {_sum_of(tokens): tokens for tokens in parts["train"].files}
+        trained = {tokens.sums.get("bin", ""): tokens for tokens in parts["train"].files}
     for name, part in parts.items():
         for tokens in part.files:
-            known = trained.get(_sum_of(tokens))
-            if name != "train" and _sum_of(tokens) is not None and known is not None:
+            known = trained.get(tokens.sums.get("bin"))
+            if name != "train" and known is not None:
                 raise UserError(
                     f"{name}_data_paths: {tokens.prefix} has the same tokens as {known.prefix},"
                     " which is trained on, so a loss there says nothing of new text - prepare text"
                     " that is held out"
                 )
     return parts
-
-
-def _sum_of(tokens: TokenFile) -> str | None:
-    return tokens.meta.get("sha256", {}).get("bin")
 
 
 # --- Blending ---

@@ -16,12 +16,14 @@ from pydantic import AfterValidator, BaseModel, Field
 from megatron.data.token_index import LARGEST_CARD, REMAKE, Stored, read_index, write_index
 from megatron.data.tokenizers.tokenizer import Tokenizer
 from megatron.errors import CONTROL, UserError, in_words
-from megatron.files import atomic_write_all, read_small, sha256_of
+from megatron.files import atomic_write_all, place_of, read_small, sha256_of
 from megatron.strict_json import parse
 
 PIECE = 1 << 22  # ids of a document that are in memory at once
 LONGEST = 2**31 - 1  # tokens of a document
 QUICK = 1 << 24  # bytes of a file that is compared with its sha256 whenever it is opened
+EDGE = 1 << 16  # bytes at each end of PREFIX.bin that tell a text from another
+BEGINNING = 4096  # tokens of a document that may run over the end of another
 
 
 def dtype_for(vocab_size: int) -> np.dtype:
@@ -65,7 +67,7 @@ class TokenFile:
             )
         for file in (path, index_file):
             if file.stat().st_size <= QUICK:
-                _check_sha256(file, self.meta)
+                _check_sha256(file, self.sums)
         # Ids are compared as unsigned numbers: a negative one is then too large.
         self._unsigned = np.dtype(f"u{dtype.itemsize}")
         self._vocab = min(np.iinfo(dtype).max + 1, vocab or self.vocab_size or 2**63)
@@ -103,6 +105,29 @@ class TokenFile:
         """UTF-8 bytes of the text, or None if PREFIX.json does not say it."""
         size = self.meta.get("text_bytes")
         return size if type(size) is int and size > 0 else None
+
+    def identity(self) -> dict[str, Any]:
+        """What tells this text from any other, without reading all of it; and where it lies.
+
+        digest: of the documents' lengths and both ends of PREFIX.bin; sha256: of all of it, as its
+            card says, "" without
+        """
+        size, edge = self._bin.size, min(EDGE, self._bin.size)
+        digest = hashlib.sha256(np.ascontiguousarray(self.sizes).data)
+        digest.update(self._bin.read(0, edge))
+        digest.update(self._bin.read(size - edge, edge))
+        return {
+            "path": place_of(str(self.prefix)),
+            "documents": len(self.sizes),
+            "tokens": self.tokens,
+            "digest": digest.hexdigest()[:16],
+            "sha256": self.sums.get("bin", "")[:16],
+        }
+
+    @property
+    def sums(self) -> dict[str, str]:
+        """The sha256 of `bin` and `idx`, as far as PREFIX.json has them."""
+        return self.meta.get("sha256", {})
 
     def __len__(self) -> int:
         return len(self.sizes)
@@ -142,21 +167,26 @@ class TokenFile:
     def end_of_documents(self) -> int | None:
         """The id that ends every document, or None if they do not end alike.
 
-        Up to 1000 documents are asked, spread over the file. If the card names such an id, it is
-        that one or none. Without a card a single document does not say it.
+        If the card names such an id, it is that one or none. Without a card a single document does
+        not say it.
         """
-        with_text = np.flatnonzero(np.asarray(self.sizes) > 0)
-        places = np.linspace(0, len(with_text) - 1, min(len(with_text), 1000)).astype(np.int64)
-        last = set()
-        for document in with_text[places].tolist():
-            last.add(int(self.read(document, int(self.sizes[document]) - 1)[0]))
-            if len(last) > 1:
-                return None
-        (end,) = last
+        last = self._last_tokens()
+        end, *others = set(last.values())
+        if others:
+            return None
         declared = self.meta.get("tokenizer", {}).get("eod")
         if declared is None:
-            return end if len(with_text) > 1 else None
+            return end if len(last) > 1 else None
         return end if end == declared else None
+
+    def _last_tokens(self) -> dict[int, int]:
+        """The last token of up to 1000 documents with text, from the first to the last of them."""
+        with_text = np.flatnonzero(np.asarray(self.sizes) > 0)
+        places = np.linspace(0, len(with_text) - 1, min(len(with_text), 1000)).astype(np.int64)
+        return {
+            document: int(self.read(document, int(self.sizes[document]) - 1)[0])
+            for document in with_text[places].tolist()
+        }
 
     def check_ends(self, key: str, end: int | None) -> None:
         """Raise UserError unless all documents end with the tokenizer's token for it.
@@ -179,8 +209,9 @@ class TokenFile:
     def check_tokenizer(self, tokenizer: Tokenizer) -> None:
         """Raise UserError unless that tokenizer can have written these ids.
 
-        With PREFIX.json the tokenizers' hashes must agree, else ids must fit the vocabulary when
-        they are read.
+        With PREFIX.json the tokenizers' hashes must agree. Else ids must fit the vocabulary when
+        they are read, and the .idx must not be that of another .bin: where the text ends with the
+        tokenizer's end of a document, either all end so, or none goes on after one.
         """
         writer = self.meta.get("tokenizer")
         if writer and writer.get("hash") != tokenizer.hash:
@@ -191,6 +222,19 @@ class TokenFile:
                 " tokenizer_type, vocab_file and merge_file of the data"
             )
         self._vocab = min(self._vocab, tokenizer.vocab_size)
+        if writer:
+            return
+        last, end = self._last_tokens(), tokenizer.eod
+        *_, end_of_text = last.values()
+        if end_of_text != end or set(last.values()) == {end}:
+            return
+        for document in last:
+            if end in self.read(document, 0, BEGINNING)[:-1]:
+                raise UserError(
+                    f"{self._bin.path}: does not belong to its .idx, by which document {document}"
+                    f" goes on after token {end}, the end of a document, and others lack it -"
+                    f" {REMAKE}"
+                )
 
 
 def verify(prefix: str | Path) -> str:
@@ -201,11 +245,9 @@ def verify(prefix: str | Path) -> str:
     tokens = TokenFile.open(prefix)
     for document in range(len(tokens)):
         tokens.read(document)
-    how = "sha256 and vocabulary"
-    for suffix in (".bin", ".idx"):
-        path = _with(tokens.prefix, suffix)
-        if not _check_sha256(path, tokens.meta):
-            how = "vocabulary; PREFIX.json has no sha256"
+    sums = [_check_sha256(_with(tokens.prefix, suffix), tokens.sums) for suffix in (".bin", ".idx")]
+    how = "vocabulary" if tokens.vocab_size else f"range of {tokens.dtype}"
+    how = f"sha256 and {how}" if all(sums) else f"{how}; PREFIX.json has no sha256"
     counts = f"{len(tokens):,} documents, {tokens.tokens:,} tokens"
     return f"{tokens.prefix}: {counts} are whole ({how})"
 
@@ -350,9 +392,9 @@ def read_card(path: Path) -> dict[str, Any]:
     return meta
 
 
-def _check_sha256(path: Path, meta: dict[str, Any]) -> bool:
+def _check_sha256(path: Path, sums: dict[str, str]) -> bool:
     """Whether PREFIX.json has the sha256 of a file; UserError if the file has another."""
-    written = meta.get("sha256", {}).get(path.suffix.removeprefix("."))
+    written = sums.get(path.suffix.removeprefix("."))
     if written is None:
         return False
     if sha256_of(path) != written:

@@ -109,7 +109,7 @@ class LoadedModel:
         for key in ("parent", "parent_model"):
             if self.record.get(key):
                 facts[key] = self.record[key]
-        if self.record.get("corpora"):
+        if self.record.get("corpora") and self.trained.data.train_data_paths:
             facts["trained_on"] = self.record["corpus"]
         return facts
 

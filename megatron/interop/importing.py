@@ -16,7 +16,7 @@ from megatron.checkpoints.write import write_checkpoint
 from megatron.config import Config
 from megatron.data.tokenizers.build import build_tokenizer
 from megatron.data.tokenizers.hugging_face import BESIDE, WHOLE
-from megatron.data.tokenizers.tokenizer import Tokenizer
+from megatron.data.tokenizers.tokenizer import description
 from megatron.errors import UserError, cannot_write, in_words
 from megatron.files import folder_beside
 from megatron.folder_lock import owned_folder
@@ -217,16 +217,6 @@ def tokenizer_of(
             " rows - give the tokenizer that it was trained with"
         )
     return files, description(tokenizer), notes
-
-
-def description(tokenizer: Tokenizer) -> dict[str, Any]:
-    """The entry of checkpoint.json about a tokenizer."""
-    return {
-        "type": tokenizer.name,
-        "hash": tokenizer.hash,
-        "vocab_size": tokenizer.vocab_size,
-        "eod": tokenizer.eod,
-    }
 
 
 def paths_of(files: TokenizerSource | None) -> list[Path]:

@@ -14,6 +14,7 @@ from megatron.data.loader import batches
 from megatron.data.parts import Blend, Part, open_parts
 from megatron.data.samples import Samples
 from megatron.data.tokenizers.build import build_tokenizer, needs_files, same_kind
+from megatron.data.tokenizers.tokenizer import description
 from megatron.data.tokens import TokenFile
 from megatron.errors import UserError
 from megatron.model import padded_vocab
@@ -29,8 +30,8 @@ def open_text(config: Config) -> tuple[dict[str, Part], dict[str, Any]]:
     """The parts train and, if the run validates, valid; and what a checkpoint says of the text.
 
     The facts are vocab (rows of the embedding), tokenizer {type, hash, vocab_size, eod}, corpus and
-    for a blend corpora. Raises UserError if token files and configured tokenizer disagree, neither
-    gives the vocabulary, or a key needs an end of documents that the text lacks.
+    corpora, those of both parts. Raises UserError if token files and configured tokenizer disagree,
+    neither gives the vocabulary, or a key needs an end of documents that the text lacks.
     """
     names = ["train"]
     if config.training.eval_interval and config.training.eval_iters:
@@ -52,10 +53,10 @@ def open_text(config: Config) -> tuple[dict[str, Part], dict[str, Any]]:
     vocab = padded_vocab(tokenizer["vocab_size"], config.model.make_vocab_size_divisible_by)
     facts: dict[str, Any] = {"vocab": vocab, "tokenizer": tokenizer}
     train = parts["train"]
-    if train.weights:
-        facts |= {"corpus": train.names, "corpora": train.facts()}
-    else:
-        facts["corpus"] = train.files[0].meta.get("corpus")
+    corpora = [one for part in parts.values() for one in part.facts()]
+    names = [f"{one['corpus']} {one['weight']:.3g}" for one in corpora if one["part"] == "train"]
+    facts["corpus"] = ", ".join(names) if train.weights else train.files[0].meta.get("corpus")
+    facts["corpora"] = corpora
     return parts, facts
 
 
@@ -65,26 +66,21 @@ def _tokenizer_of(config: Config, tokens: TokenFile) -> dict[str, Any]:
     if data.vocab_file or not needs_files(data.tokenizer_type):
         tokenizer = build_tokenizer(data.tokenizer_type, data.vocab_file, data.merge_file)
         tokens.check_tokenizer(tokenizer)
-        return {
-            "hash": tokenizer.hash,
-            "vocab_size": tokenizer.vocab_size,
-            "eod": tokenizer.eod,
-            "type": tokenizer.name,
-        }
+        return description(tokenizer)
     if "tokenizer" not in tokens.meta:
         raise UserError(
             f"vocab_file: not set, and {tokens.prefix} has no sidecar {tokens.prefix}.json"
             " that names its tokenizer"
             " - set tokenizer_type, vocab_file and merge_file to what the data was prepared with"
         )
-    description = tokens.meta["tokenizer"]
-    writer = description.get("type", data.tokenizer_type)
+    described = tokens.meta["tokenizer"]
+    writer = described.get("type", data.tokenizer_type)
     if "tokenizer_type" in config.given and not same_kind(data.tokenizer_type, writer):
         raise UserError(
             f"tokenizer_type: {data.tokenizer_type} is not what {tokens.prefix} was written by,"
             f" {writer} - leave tokenizer_type out, or give the data that it wrote"
         )
-    return description
+    return described
 
 
 def likely_rows(config: Config) -> int:

@@ -44,6 +44,7 @@ MAY_CHANGE = {
 }
 """Keys of the section `model` that neither shape the parent's weights nor what is computed from
 them; the rows of the embedding are the parent's whatever the last one says."""
+PLACE = ("corpus", "path")  # a corpus may be moved and renamed
 SCHEDULE = ("min_lr", "lr_decay_style", "lr_decay_iters", "warmup", "lr_schedule")
 """Keys of the section `optimizer` that shape the learning rate, beside optimizer.params.lr."""
 
@@ -154,11 +155,21 @@ def starting_point(config: Config, facts: dict[str, Any], grid: Grid) -> Start:
     if is_new:
         return Start(parent=saved)
 
-    if facts.get("corpora") != record.get("corpora"):
-        logger.warning(
-            f"continuing with other text: {facts['corpus']}, was {record.get('corpus')};"
-            " text that was used may come again, and other text may be left out"
-        )
+    # Old records have none or fewer facts, and not every corpus has a card.
+    for now, then in zip(facts["corpora"], record.get("corpora", ()), strict=False):
+        known = [name for name in now if name not in PLACE and now[name] and then.get(name)]
+        differences = _differences({name: now[name] for name in known}, then)
+        if differences and (continues_it or now["path"] == then.get("path")):
+            raise UserError(
+                f"load: {path} learned from other text than {now['path']} ({differences}) - give"
+                " that text, or set finetune: true and save elsewhere for a new run on other data"
+                " from these weights"
+            )
+        if differences:
+            logger.warning(
+                f"continuing with other text, {now['path']} ({differences}); text that was used may"
+                " come again, and other text may be left out"
+            )
     # Another number of ranks may change the windows of a step if train_batch_size says so.
     ranks, windows = record.get("ranks", grid.ranks), record.get("windows_per_step")
     windows_here = windows_per_step(config) * grid.ranks

@@ -135,9 +135,37 @@ def test_a_flipped_byte_in_either_file_is_noticed(tmp_path):
                 TokenFile.open(tmp_path / "c")
         (tmp_path / f"c.{suffix}").write_bytes(whole)
     assert verify(tmp_path / "c").endswith(
-        "c: 2 documents, 3 tokens are whole (sha256 and vocabulary)"
+        "c: 2 documents, 3 tokens are whole (sha256 and range of uint16)"
     )
-    assert verify(GOLDEN).endswith("tokens are whole (vocabulary; PREFIX.json has no sha256)")
+    assert verify(GOLDEN).endswith("are whole (range of uint16; PREFIX.json has no sha256)")
+
+
+def test_the_identity_of_a_text_is_that_of_its_tokens_and_documents(tmp_path):
+    documents = [[1, 2], [3], np.arange(70_000) % 9]
+    write(tmp_path / "a", documents)
+    write(tmp_path / "b", documents, meta={"corpus": "with a card"})
+    write(tmp_path / "c", [[1], [2, 3], documents[2]])
+    write(tmp_path / "d", [[1, 2], [4], documents[2]])
+    a, b, c, d = (TokenFile.open(tmp_path / name).identity() for name in "abcd")
+    assert b == a | {"path": b["path"], "sha256": TokenFile.open(tmp_path / "b").sums["bin"][:16]}
+    assert len({one["digest"] for one in (a, c, d)}) == 3
+    assert a["path"] == str(tmp_path / "a.bin")
+
+
+def test_a_file_of_ids_beside_the_index_of_another_is_refused(tmp_path):
+    """They have as many tokens, so sizes agree."""
+    tokenizer = build_tokenizer("CharLevelTokenizer")
+    write(tmp_path / "c", [[7, 8, 0], [9, 0], [7, 7, 7, 0]])
+    TokenFile.open(tmp_path / "c").check_tokenizer(tokenizer)
+    write(tmp_path / "d", [[7, 0], [7, 7, 0], [9, 9, 9, 0]])
+    (tmp_path / "d.idx").rename(tmp_path / "c.idx")
+    with pytest.raises(
+        UserError, match=r"c\.bin: does not belong to its \.idx, by which document 1 goes"
+    ):
+        TokenFile.open(tmp_path / "c").check_tokenizer(tokenizer)
+    for documents in ([[7, 8], [9, 0]], [[7, 0, 8], [9]]):  # cut documents; no ends at all
+        tokens = TokenFile.open(write(tmp_path / "e", documents, overwrite=True))
+        tokens.check_tokenizer(tokenizer)
 
 
 def test_the_tokenizer_that_wrote_a_file_is_told_from_another(tmp_path):
@@ -155,9 +183,8 @@ def test_the_tokenizer_that_wrote_a_file_is_told_from_another(tmp_path):
         with pytest.raises(UserError, match=message):
             tokens.check_tokenizer(ours)
     tokens = TokenFile.open(write(tmp_path / "c", [[512]], overwrite=True))
-    tokens.check_tokenizer(ours)
     with pytest.raises(UserError, match="holds token 512, but the vocabulary ends at 511"):
-        tokens.read(0)
+        tokens.check_tokenizer(ours)
 
 
 def test_an_id_that_no_vocabulary_has_is_refused_in_a_worker_too(tmp_path):

@@ -55,7 +55,7 @@ def blended(texts, folder, *more):
     return load([], [*OWN, *words, f"save={folder}", f"load={folder}", *MODEL, *more])
 
 
-def test_a_blend_is_named_and_resumed_to_the_last_bit(grid, texts, tmp_path, caplog):
+def test_a_blend_is_named_and_resumed_to_the_last_bit(grid, texts, tmp_path):
     straight = tmp_path / "straight"
     train(blended(texts, straight), grid)
     record = json.loads((straight / "global_step4/checkpoint.json").read_text())
@@ -65,9 +65,15 @@ def test_a_blend_is_named_and_resumed_to_the_last_bit(grid, texts, tmp_path, cap
     for kind in ("train", "valid"):
         for step, one in records(straight, kind).items():
             assert one["loss"] == records(folder, kind)[step]["loss"]
-    with caplog.at_level(logging.INFO):
-        train(blended(texts, folder, "train_iters=9", "train_data_weights=[1, 1]"), grid)
-    assert "other text: poems 0.5, prose 0.5, was poems 0.25, prose 0.75" in caplog.text
+    swapped = f"valid_data_paths=[{texts['new_prose']},{texts['new_poems']}]"
+    for words, message in {
+        "train_data_weights=[1,1]": r"text than \S+poems\S+ \(weight: 0\.25 there, 0\.5 here\)",
+        f"train_data_paths=[{texts['poems']}] train_data_weights=null": r"0\.25 there, 1\.0 here",
+        swapped: r"text than \S+new_prose\S+ \(tokens: 2730 there, 3330 here",
+    }.items():
+        words = ["train_iters=9", *words.split()]
+        with pytest.raises(UserError, match=message):
+            train(blended(texts, folder, *words), grid)
 
 
 def test_ranks_divide_the_windows_of_a_blend(texts, tmp_path):

@@ -2,6 +2,7 @@
 
 import math
 import pickle
+import shutil
 from pathlib import Path
 
 import pytest
@@ -110,6 +111,31 @@ def test_another_model_and_a_validation_that_cannot_be_are_refused(grid, corpus,
         with pytest.raises(UserError, match=message):
             train(settings(corpus, new, f"load={trained}", *words), grid)
     assert not list(tmp_path.glob("new/global_step*"))
+
+
+def test_a_run_goes_on_with_its_own_text_wherever_that_lies(
+    grid, corpus, trained, tmp_path, caplog
+):
+    folder, moved = copy_of(trained, tmp_path), tmp_path / "moved"
+    bare = [Path(shutil.copy(f"{corpus}{end}", f"{moved}{end}")) for end in (".idx", ".bin")]
+    train(settings(moved, folder, "train_iters=5"), grid)
+    content = bytearray(bare[1].read_bytes())
+    content[-4] ^= 1
+    bare[1].write_bytes(content)
+    with pytest.raises(
+        UserError,
+        match=r"step5 learned from other text than \S+moved\.bin \(.*here\)"
+        r" - give that text, or set finetune: true",
+    ):
+        train(settings(moved, folder), grid)
+    train(settings(moved, tmp_path / "new", f"load={trained}", "train_iters=5"), grid)
+    assert "continuing with other text, " in caplog.text
+    record = read_record(folder / "global_step5")
+    del record["corpora"]  # as old checkpoints are
+    write_record(folder / "global_step5", record)
+    caplog.clear()
+    train(settings(moved, folder, "train_iters=6"), grid)
+    assert "other text" not in caplog.text
 
 
 def test_another_number_of_ranks_must_keep_the_windows_of_a_step(grid, corpus, trained, tmp_path):

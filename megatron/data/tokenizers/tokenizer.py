@@ -59,6 +59,16 @@ class Tokenizer(Protocol):
     def token_bytes(self) -> NDArray[np.int64] | None: ...
 
 
+def description(tokenizer: Tokenizer) -> dict[str, Any]:
+    """The entry of checkpoint.json and of PREFIX.json about a tokenizer."""
+    return {
+        "type": tokenizer.name,
+        "hash": tokenizer.hash,
+        "vocab_size": tokenizer.vocab_size,
+        "eod": tokenizer.eod,
+    }
+
+
 def encoding_threads() -> int:
     """As many as RAYON_NUM_THREADS says, which limits the `tokenizers` library too; else all cores.
 
