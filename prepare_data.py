@@ -99,7 +99,7 @@ def _corpus(options: argparse.Namespace) -> Corpus:
             raise UserError(
                 "--name: is missing - with --input give the corpus a name, such as --name mytext"
             )
-        return Files(options.name, options.input, options.text_key or "text", limits)
+        return Files(options.name, options.input, options.text_key or ["text"], limits)
     if kind == "a data set of the hub":
         owner, _, dataset = options.corpus.removeprefix(HUB).partition("/")
         if not owner or not dataset or "/" in dataset:
@@ -168,8 +168,11 @@ def _parser() -> argparse.ArgumentParser:
     what = f"your own text, or folders of it: {kinds}; other UTF-8 files are one document each"
     add("--input", nargs="+", metavar="FILE", help=what)
     add("--name", help="how your own corpus is called")
-    what = "what holds the text in JSON lines and tables (default: text)"
-    add("--text-key", "--jsonl-keys", help=what)
+    what = (
+        "what holds the text in JSON lines and tables (default: text); given several times, the"
+        " first key that an entry has"
+    )
+    add("--text-key", "--jsonl-keys", action="append", metavar="KEY", help=what)
     what = (
         "refuse longer documents and lines of JSON: they must fit into memory several times"
         " (default: %(default)s)"

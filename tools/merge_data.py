@@ -7,12 +7,12 @@ narrowest one that holds the ids of all. The card lists the sources of all.
 """
 
 import argparse
-import hashlib
 import logging
 import sys
 from collections import Counter
 from collections.abc import Sequence
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,7 +20,7 @@ import numpy as np
 from megatron.cli_errors import guarded
 from megatron.data.tokens import TokenFile, TokenWriter
 from megatron.errors import UserError
-from megatron.files import place_of
+from megatron.files import place_of, sha256_of
 
 log = logging.getLogger(__name__)
 
@@ -59,19 +59,22 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     vocab = tokenizer.get("vocab_size")  # ids of a file without a card must be below it, too
     sources: list[dict[str, Any]] = []
+    files_of: Counter[str] = Counter()  # how many of the files have a source, by its sha256
     dtype = np.result_type(*(file.dtype for file in files))
     with TokenWriter(output, dtype, overwrite=options.overwrite) as merged:
         for prefix in prefixes:
             file = TokenFile.open(prefix, vocab=vocab)
-            digest = hashlib.sha256()
             for document in range(len(file)):
                 for ids in file.pieces(document):
                     merged.extend(ids)
-                    digest.update(ids.tobytes())
                 merged.end_document()
-            size = file.tokens * file.dtype.itemsize
-            itself = {"path": f"{prefix}.bin", "bytes": size, "sha256": digest.hexdigest()}
-            sources += file.meta.get("sources") or [itself]
+            of_file = file.meta.get("sources")
+            if not of_file:
+                path = Path(f"{prefix}.bin")
+                size, sha256 = path.stat().st_size, sha256_of(path)
+                of_file = [{"path": str(path), "bytes": size, "sha256": sha256}]
+            sources += of_file
+            files_of.update({source["sha256"] for source in of_file})
         if tokenizer:
             names = dict.fromkeys(file.meta.get("corpus") or file.prefix.name for file in files)
             merged.meta = {
@@ -85,12 +88,12 @@ def main(argv: Sequence[str] | None = None) -> int:
             sizes = [file.text_bytes for file in files]
             if None not in sizes:
                 merged.meta["text_bytes"] = sum(size or 0 for size in sizes)
-    repeated = [key for key, n in Counter(one["sha256"] for one in sources).items() if n > 1]
-    if repeated:
+    shared = [sha256[:12] for sha256, count in files_of.items() if count > 1]
+    if shared:
         log.warning(
-            "sources with the same sha256 are in several of the files, so their documents are there"
-            " several times: %s",
-            ", ".join(one[:12] for one in repeated),
+            "several of the files were made from the same sources; documents that more than one of"
+            " them took from there are there several times: %s",
+            ", ".join(shared),
         )
     print(f"{output}: {merged.documents:,} documents, {merged.tokens:,} tokens ({merged.dtype})")
     if not tokenizer:

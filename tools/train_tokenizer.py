@@ -8,30 +8,18 @@ The same text gives the same tokenizer.
 
 import argparse
 import sys
-from collections.abc import Iterator, Sequence
-from itertools import chain, islice
+from collections.abc import Sequence
+from itertools import chain
 from pathlib import Path
 
 from megatron.cli_errors import guarded
 from megatron.data.corpora.recipes import corpus_names, named
-from megatron.data.readers import Corpus, Files
+from megatron.data.prepare import TRAINING_CHARACTERS, training_texts
+from megatron.data.readers import Files
 from megatron.data.tokenizers.build import build_tokenizer
 from megatron.data.tokenizers.train import train_tokenizer
 from megatron.errors import UserError
 from megatron.files import atomic_write
-
-PIECE = 100_000  # characters that are learned from at a time
-
-
-def texts_of(corpus: Corpus, most: int) -> Iterator[str]:
-    """At most so many characters of the documents to train on, in pieces."""
-    for document in islice(corpus.documents(), corpus.to_train_on):
-        for start in range(0, len(document), PIECE):
-            piece = document[start : start + min(PIECE, most)]
-            yield piece
-            most -= len(piece)
-            if most <= 0:
-                return
 
 
 @guarded
@@ -52,9 +40,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     if options.corpus:
         corpus = named(options.corpus, options.data_dir)
     else:
-        corpus = Files("input", options.input, options.text_key)
+        corpus = Files("input", options.input, options.text_key or ["text"])
 
-    learned = texts_of(corpus, options.characters)
+    learned = training_texts(corpus, options.characters)
     first = next(learned, "")
     if not first:
         raise UserError(f"{corpus.name}: has no text to learn from - give files with text")
@@ -74,11 +62,12 @@ def _parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("corpus", nargs="?", help=f"a corpus known by name: {', '.join(corpus_names())}")
     add("--input", nargs="+", metavar="FILE", help="your own text, or folders of it")
-    add("--text-key", default="text", help="what holds the text in JSON lines (default: text)")
+    key = "what holds the text in JSON lines (default: text); of several the first that is there"
+    add("--text-key", action="append", metavar="KEY", help=key)
     add("-d", "--data-dir", type=Path, default=Path("data"), help="where downloads are (data)")
     add("--vocab-size", type=int, required=True, help="entries, such as 8192")
     most = "learn from so many characters at most (default: %(default)s)"
-    add("--characters", type=int, default=200_000_000, help=most)
+    add("--characters", type=int, default=TRAINING_CHARACTERS, help=most)
     place = "the tokenizer.json that is written"
     add("-o", "--output", type=Path, required=True, metavar="FILE", help=place)
     add("--overwrite", action="store_true", help="replace an earlier file of this name")

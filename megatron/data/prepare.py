@@ -15,7 +15,7 @@ from tqdm import tqdm
 from megatron.data.encoding import TokenizerFiles, batches_of, encode_in_order, pieces_of
 from megatron.data.readers import Corpus
 from megatron.data.tokenizers.build import build_tokenizer
-from megatron.data.tokenizers.tokenizer import Tokenizer
+from megatron.data.tokenizers.tokenizer import Tokenizer, description
 from megatron.data.tokenizers.train import train_tokenizer
 from megatron.data.tokens import TokenFile, TokenWriter, dtype_for
 from megatron.errors import UserError, cannot_write
@@ -66,19 +66,14 @@ def prepare(
             vocab_file = choice.vocab_file
             if choice.trained:
                 vocab_file = files.enter_context(atomic_write(folder / TRAINED))
-                text = train_tokenizer(_training_texts(corpus), choice.vocab_size)
+                text = train_tokenizer(training_texts(corpus), choice.vocab_size)
                 vocab_file.write_text(text, encoding="utf-8")
             tokenizer = build_tokenizer(choice.kind, vocab_file, choice.merge_file)
             known = TokenizerFiles(choice.kind, vocab_file, choice.merge_file, tokenizer.hash)
             dtype = dtype_for(tokenizer.vocab_size)
             with TokenWriter(prefix, dtype, overwrite=overwrite) as writer:
                 _encode(corpus, tokenizer, known, writer, workers)
-                of_writer = {
-                    "type": tokenizer.name,
-                    "hash": tokenizer.hash,
-                    "vocab_size": tokenizer.vocab_size,
-                    "eod": tokenizer.eod,
-                }
+                of_writer = description(tokenizer)
                 if choice.trained:
                     of_writer["trained_for"] = choice.vocab_size
                 writer.meta |= {
@@ -128,9 +123,8 @@ def _encode(
     corpus.skips["blank document"] += blank
 
 
-def _training_texts(corpus: Corpus) -> Iterator[str]:
-    """The text that a tokenizer is trained on: the first that is not held out, in pieces."""
-    left = TRAINING_CHARACTERS
+def training_texts(corpus: Corpus, left: int = TRAINING_CHARACTERS) -> Iterator[str]:
+    """The text that a tokenizer is trained on: the first characters not held out, in pieces."""
     for piece in pieces_of(corpus, True, stop=corpus.to_train_on):
         yield piece.text[:left]
         left -= len(piece.text)

@@ -88,7 +88,8 @@ class Keep(NamedTuple):
 class Files(Corpus):
     """A corpus of files.
 
-    inputs: files and folders; key: what holds the text in JSON lines and tables
+    inputs: files and folders
+    keys: what holds the text in JSON lines and tables; the first that an entry has
     keep: which entries of JSON lines are documents of this corpus (all without it)
     Raises UserError for what is missing or cannot be read as text.
     """
@@ -97,13 +98,13 @@ class Files(Corpus):
         self,
         name: str,
         inputs: Sequence[str | Path],
-        key: str = "text",
+        keys: Sequence[str] = ("text",),
         limits: Limits | None = None,
         keep: Keep | None = None,
     ):
         super().__init__(name)
         self.paths = list_files(inputs)
-        self.key = key
+        self.keys = keys
         self.limits = limits or Limits()
         self.keep = keep
         self._read: dict[Path, os.stat_result] = {}  # files when they were first read
@@ -186,7 +187,7 @@ class Files(Corpus):
         try:
             table = parquet.ParquetFile(file)
             names = table.schema_arrow.names
-            columns = [self.key] if self.key in names else names
+            columns = [key for key in self.keys if key in names] or names
             for batch in table.iter_batches(ROWS, columns=columns):
                 for row in batch.to_pylist():
                     number += 1
@@ -238,19 +239,20 @@ class Files(Corpus):
     def _text_of(self, entry: Any, where: str) -> str:
         """The text of an entry, as lm_dataformat stores it.
 
-        An entry is a bare string, or an object whose `key` holds text or a list of paragraphs.
+        An entry is a bare string, or an object with text or a list of paragraphs under a key.
         """
         text = entry
         if isinstance(entry, dict):
-            text = entry.get(self.key)
+            values = map(entry.get, self.keys)
+            text = next((value for value in values if value is not None), None)
             if isinstance(text, list) and all(isinstance(part, str) for part in text):
                 text = "\n\n".join(text)
         if isinstance(text, str):
             return text
         keys = f"the keys {', '.join(entry)}" if isinstance(entry, dict) else "no keys"
         raise UserError(
-            f"{where}: has no text under '{self.key}', it has {keys} - say which one holds the text"
-            " with --text-key"
+            f"{where}: has no text under '{' or '.join(self.keys)}', it has {keys} - say which one"
+            " holds the text with --text-key"
         )
 
     def _check_size(self, where: str, size: int) -> None:
@@ -274,6 +276,8 @@ class Files(Corpus):
 
         Raises UserError for a file that is cut off, which must not pass for a shorter corpus.
         """
+        if name.endswith((".gz", ".tgz", ".zst")) and not file.peek(1):  # type: ignore[attr-defined]
+            raise UserError(f"{name}: is empty, as no packed file is - copy it again")
         if name.endswith((".gz", ".tgz")):
             file = gzip.GzipFile(fileobj=file, mode="rb")  # type: ignore[assignment]
         chunks = _zstd(file) if name.endswith(".zst") else iter(lambda: file.read(CHUNK), b"")

@@ -62,7 +62,7 @@ def test_files_without_a_card_are_taken_only_where_the_user_says_so(pair, tmp_pa
     assert "text_bytes" not in merged.meta, "one of them is unknown"
     again = write(tmp_path / "again", SECOND, number=1)
     assert main([pair[0], again, "-o", str(tmp_path / "twice")]) == 0
-    assert f"there several times: {'1' * 12}" in caplog.text
+    assert f"took from there are there several times: {'1' * 12}" in caplog.text
 
 
 def test_what_cannot_be_merged_is_one_message_and_changes_nothing(pair, tmp_path, capsys):

@@ -305,7 +305,8 @@ def test_a_data_set_that_only_lists_addresses_is_followed_but_not_out_of_its_fol
 
 
 def test_any_data_set_is_read_as_a_stream(hub, prepare, tmp_path):
-    done = prepare("hf:someone/texts", "--documents", "2")
+    keys = ["--text-key", "no", "--text-key", "text"]
+    done = prepare("hf:someone/texts", "--documents", "2", *keys)
     assert done.returncode == 0, done.stderr
     tokens = TokenFile.open(tmp_path / "data/texts/texts_text_document")
     assert (len(tokens), tokens.meta["documents_limit"]) == (2, 2)

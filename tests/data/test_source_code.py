@@ -13,7 +13,9 @@ from megatron.data.corpora.source_code import (
     Environment,
     Package,
     StandardLibrary,
-    describe,
+    digest_of,
+    documents_of,
+    public_version,
 )
 from megatron.errors import UserError
 from megatron.files import ROOT
@@ -63,6 +65,20 @@ def installed(tmp_path, monkeypatch):
         (about / "RECORD").write_text("".join(f"{path},,\n" for path in files))
 
     return install
+
+
+def describe(parts: dict[str, str]) -> dict[str, dict]:
+    """The facts of the installed packages that a recipe would fix; parts: the part of each."""
+    described = {}
+    for package, files in documents_of(parts).items():
+        described[package] = {
+            "version": public_version(package),
+            "part": parts[package],
+            "documents": len(files),
+            "bytes": sum(len(file.content) for file in files),
+            "sha256": digest_of(files),
+        }
+    return described
 
 
 def test_the_recipe_is_what_constraints_install():

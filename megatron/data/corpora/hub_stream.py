@@ -3,7 +3,7 @@
 import hashlib
 import itertools
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from megatron.data.readers import Corpus
@@ -13,7 +13,8 @@ from megatron.errors import UserError, in_words
 class HubStream(Corpus):
     """The corpus of a data set of the hub.
 
-    config: one of its configurations; split: train, validation, test …; text_key: the column
+    config: one of its configurations; split: train, validation, test …; text_key: the columns
+        that hold the text, the first that a row has
     revision: a branch, tag or commit; documents: so many at most
     Raises UserError: no network, no such data set, configuration, split or column.
     """
@@ -24,7 +25,7 @@ class HubStream(Corpus):
         dataset: str,
         *,
         split: str = "train",
-        text_key: str = "text",
+        text_key: Sequence[str] = ("text",),
         config: str | None = None,
         revision: str = "main",
         documents: int | None = None,
@@ -32,7 +33,7 @@ class HubStream(Corpus):
         super().__init__(name)
         self.dataset = dataset
         self.split = split
-        self.text_key = text_key
+        self.keys = text_key
         self.config = config
         self.revision = revision
         self.limit = documents
@@ -54,11 +55,12 @@ class HubStream(Corpus):
                 self.dataset, self.config, split=self.split, revision=self.commit, streaming=True
             )
             for number, row in enumerate(itertools.islice(rows, self.limit), 1):
-                text = row.get(self.text_key)
+                text = next((row[key] for key in self.keys if key in row), None)
                 if not isinstance(text, str):
                     raise UserError(
                         f"--text-key: {self.dataset}: row {number} has no text in column"
-                        f" {self.text_key!r}, it has the columns {', '.join(row)} - choose another"
+                        f" '{' or '.join(self.keys)}', it has the columns {', '.join(row)} - choose"
+                        " another"
                     )
                 yield text
         except UserError:
@@ -71,7 +73,7 @@ class HubStream(Corpus):
         entry: dict[str, Any] = {
             "dataset": self.dataset,
             "split": self.split,
-            "text_key": self.text_key,
+            "text_key": " or ".join(self.keys),
             "config": self.config,
             "revision": self.revision,
             "commit": self.commit,

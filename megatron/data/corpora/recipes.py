@@ -153,7 +153,7 @@ class FromRecipe(Files):
         limits: Limits | None = None,
     ) -> None:
         keep = next((Keep(key, value) for key, value in recipe.keep.items()), None)
-        super().__init__(name, [], recipe.text_key, limits, keep)
+        super().__init__(name, [], [recipe.text_key], limits, keep)
         self.recipe = recipe
         self.downloads = data_dir / DOWNLOADS
         self.from_dir = from_dir

@@ -202,20 +202,6 @@ def documents_of(packages: Iterable[str]) -> dict[str, list[File]]:
     return documents
 
 
-def describe(parts: Mapping[str, str]) -> dict[str, dict[str, Any]]:
-    """The facts of the installed packages that a recipe would fix; parts: the part of each."""
-    described = {}
-    for package, files in documents_of(parts).items():
-        described[package] = {
-            "version": public_version(package),
-            "part": parts[package],
-            "documents": len(files),
-            "bytes": sum(len(file.content) for file in files),
-            "sha256": digest_of(files),
-        }
-    return described
-
-
 def digest_of(files: Iterable[tuple[str, bytes]]) -> str:
     """The sha256 of names and contents."""
     digest = hashlib.sha256()
