@@ -22,6 +22,7 @@ from megatron.data.readers import MB, READERS, Corpus, Files, Limits
 from megatron.data.tokenizers.build import KINDS
 from megatron.data.tokens import verify
 from megatron.errors import UserError
+from megatron.parallel.machine import total_memory
 
 HUB = "hf:"  # before the name of a data set
 OF_HUB = ("split", "config", "revision")
@@ -31,6 +32,7 @@ NOT_FOR = {
     "a data set of the hub": ("from_dir",),
     "a corpus that is known by name": ("name", "text_key", *OF_HUB),
 }
+ENCODER = 25_000_000  # bytes of a process that encodes, at least
 POSITIVE = ("workers", "documents", "max_document_mb", "max_unpack_ratio")
 
 
@@ -59,6 +61,12 @@ def run(words: Sequence[str]) -> str:
         if value is not None and value < 1:
             raise UserError(f"--{name.replace('_', '-')}: {value} is too small - use 1 or more")
     workers = options.workers or len(os.sched_getaffinity(0))
+    most = total_memory() // ENCODER
+    if workers > most:
+        raise UserError(
+            f"--workers: {workers} processes do not fit into memory, which holds {most} at most -"
+            " leave it away for one on each core"
+        )
     if options.workers:
         # The library reads this when it starts its threads, at first use.
         os.environ["RAYON_NUM_THREADS"] = str(workers)

@@ -17,7 +17,7 @@ import numpy as np
 from megatron.cli_errors import guarded
 from megatron.data.tokenizers.build import KINDS, build_tokenizer, needs_files
 from megatron.data.tokenizers.tokenizer import Tokenizer
-from megatron.data.tokens import TokenFile
+from megatron.data.tokens import LONGEST, TokenFile
 from megatron.errors import UserError, visible
 
 EVALUATED = (512, 1024, 2048, 4096, 8192, 16384)  # the lengths of KERPLE's and MEP's tables
@@ -34,12 +34,12 @@ windows inside: whole windows of that length that cross no border of documents""
 @guarded
 def main(argv: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(argv)
-    if min(options.lengths) < 1 or options.samples < 0:
-        raise UserError("inspect_data.py: --lengths are 1 or more, --samples 0 or more")
+    if min(options.lengths) < 1 or max(options.lengths) > LONGEST or options.samples < 0:
+        raise UserError(f"inspect_data.py: --lengths are 1 to {LONGEST}, --samples 0 or more")
     tokens = TokenFile.open(options.prefix)
     tokenizer = _tokenizer(tokens, options)
     lines = [*lengths(tokens, options.lengths), *usage(tokens, tokenizer)]
-    evenly_spread = np.linspace(0, len(tokens) - 1, options.samples)
+    evenly_spread = np.linspace(0, len(tokens) - 1, min(options.samples, len(tokens)))
     for document in evenly_spread.astype(int).tolist():
         size = int(tokens.sizes[document])
         beginning = tokens.read(document, 0, SHOWN).tolist()
