@@ -55,8 +55,8 @@ def batches(
         )
     loader = DataLoader(
         _Batches(samples),
-        batch_sampler=_steps(count, micro_batch, rank, ranks, start, repeat),
-        collate_fn=_as_it_is,  # pyright: ignore[reportArgumentType]  torch names only lists here
+        batch_size=None,  # the samples of a batch are one item
+        sampler=_steps(count, micro_batch, rank, ranks, start, repeat),
         num_workers=num_workers,
         prefetch_factor=PREFETCH if num_workers else None,
         pin_memory=pin_memory,
@@ -99,16 +99,12 @@ class _Batches(Dataset):
     def __init__(self, samples: Indexable) -> None:
         self.samples = samples
 
-    def __getitems__(self, indices: list[int]) -> Tensor | UserError:
+    def __getitem__(self, indices: list[int]) -> Tensor | UserError:
         try:
             batch = np.stack([self.samples[index] for index in indices])
         except UserError as fault:
             return fault
         return torch.from_numpy(batch).long()
-
-
-def _as_it_is(batch: Tensor | UserError) -> Tensor | UserError:
-    return batch
 
 
 def _ignore_signals(worker: int) -> None:

@@ -167,7 +167,7 @@ class Files(Corpus):
                     f"{where}: is not JSON in UTF-8 ({str(error)[:200]}) - mend or remove the line"
                 ) from None
             if self.keep is None or self.keep(entry):
-                yield self._text_of(entry, where)
+                yield text_of(entry, self.keys, where)
             else:
                 self.skips[f"not {self.keep.key} = {self.keep.value}"] += 1
 
@@ -192,7 +192,7 @@ class Files(Corpus):
                 for row in batch.to_pylist():
                     number += 1
                     where = f"{name}: row {number}"
-                    text = self._text_of(row, where)
+                    text = text_of(row, self.keys, where)
                     self._check_size(where, len(text))
                     yield text
         except UserError:
@@ -235,25 +235,6 @@ class Files(Corpus):
                 )
 
     # --- Parts of files ---
-
-    def _text_of(self, entry: Any, where: str) -> str:
-        """The text of an entry, as lm_dataformat stores it.
-
-        An entry is a bare string, or an object with text or a list of paragraphs under a key.
-        """
-        text = entry
-        if isinstance(entry, dict):
-            values = map(entry.get, self.keys)
-            text = next((value for value in values if value is not None), None)
-            if isinstance(text, list) and all(isinstance(part, str) for part in text):
-                text = "\n\n".join(text)
-        if isinstance(text, str):
-            return text
-        keys = f"the keys {', '.join(entry)}" if isinstance(entry, dict) else "no keys"
-        raise UserError(
-            f"{where}: has no text under '{' or '.join(self.keys)}', it has {keys} - say which one"
-            " holds the text with --text-key"
-        )
 
     def _check_size(self, where: str, size: int) -> None:
         if size > self.limits.document:
@@ -358,6 +339,26 @@ def list_files(inputs: Sequence[str | Path]) -> list[Path]:
             *(len(unknown), unknown[0]),
         )
     return files
+
+
+def text_of(entry: Any, keys: Sequence[str], where: str) -> str:
+    """The text of an entry, as lm_dataformat stores it.
+
+    An entry is a bare string, or an object with text or a list of paragraphs under a key.
+    """
+    text = entry
+    if isinstance(entry, dict):
+        values = map(entry.get, keys)
+        text = next((value for value in values if value is not None), None)
+        if isinstance(text, list) and all(isinstance(part, str) for part in text):
+            text = "\n\n".join(text)
+    if isinstance(text, str):
+        return text
+    has = f"the keys {', '.join(entry)}" if isinstance(entry, dict) else "no keys"
+    raise UserError(
+        f"{where}: has no text under '{' or '.join(keys)}', it has {has} - say which one holds"
+        " the text with --text-key"
+    )
 
 
 @contextmanager

@@ -155,7 +155,8 @@ def starting_point(config: Config, facts: dict[str, Any], grid: Grid) -> Start:
     if is_new:
         return Start(parent=saved)
 
-    # Old records have none or fewer facts, and not every corpus has a card.
+    # Old records have none or fewer facts, and not every corpus has a card. Another path together
+    # with another folder is a choice, which the log names above.
     for now, then in zip(facts["corpora"], record.get("corpora", ()), strict=False):
         known = [name for name in now if name not in PLACE and now[name] and then.get(name)]
         differences = _differences({name: now[name] for name in known}, then)
@@ -165,11 +166,7 @@ def starting_point(config: Config, facts: dict[str, Any], grid: Grid) -> Start:
                 " that text, or set finetune: true and save elsewhere for a new run on other data"
                 " from these weights"
             )
-        if differences:
-            logger.warning(
-                f"continuing with other text, {now['path']} ({differences}); text that was used may"
-                " come again, and other text may be left out"
-            )
+
     # Another number of ranks may change the windows of a step if train_batch_size says so.
     ranks, windows = record.get("ranks", grid.ranks), record.get("windows_per_step")
     windows_here = windows_per_step(config) * grid.ranks

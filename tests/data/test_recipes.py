@@ -316,7 +316,7 @@ def test_any_data_set_is_read_as_a_stream(hub, prepare, tmp_path):
     assert not (tmp_path / "data/download").exists()
     for words, message in {
         "--revision v9": "hf:someone/texts: cannot be read (",
-        "--text-key txt": "row 1 has no text in column 'txt', it has the columns text",
+        "--text-key txt": "row 1: has no text under 'txt', it has the keys text, ",
     }.items():
         done = prepare("hf:someone/texts", *words.split(), "-d", "other")
         assert done.returncode == 1

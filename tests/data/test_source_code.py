@@ -15,7 +15,6 @@ from megatron.data.corpora.source_code import (
     StandardLibrary,
     digest_of,
     documents_of,
-    public_version,
 )
 from megatron.errors import UserError
 from megatron.files import ROOT
@@ -67,20 +66,6 @@ def installed(tmp_path, monkeypatch):
     return install
 
 
-def describe(parts: dict[str, str]) -> dict[str, dict]:
-    """The facts of the installed packages that a recipe would fix; parts: the part of each."""
-    described = {}
-    for package, files in documents_of(parts).items():
-        described[package] = {
-            "version": public_version(package),
-            "part": parts[package],
-            "documents": len(files),
-            "bytes": sum(len(file.content) for file in files),
-            "sha256": digest_of(files),
-        }
-    return described
-
-
 def test_the_recipe_is_what_constraints_install():
     pins = dict(
         line.split("==")
@@ -98,8 +83,9 @@ def test_the_recipe_is_what_constraints_install():
     ]
     if different:
         pytest.skip(f"other versions than those of constraints.txt: {', '.join(different)}")
-    parts = {name: fixed.part for name, fixed in packages.items()}
-    assert describe(parts) == {name: fixed.model_dump() for name, fixed in packages.items()}
+    for name, files in documents_of(packages).items():
+        facts = len(files), sum(len(file.content) for file in files), digest_of(files)
+        assert facts == (packages[name].documents, packages[name].bytes, packages[name].sha256)
 
     corpus = named("environment")
     documents = list(corpus.documents())
@@ -112,8 +98,8 @@ def test_the_recipe_is_what_constraints_install():
 
 def test_another_text_than_the_recipes_is_refused(installed):
     installed("ccc", "1.0+local", {"c/code.py": CODE})
-    right = Package(**describe({"ccc": "train"})["ccc"])
-    assert right.version == "1.0"
+    digest = digest_of([("c/code.py", CODE.encode())])
+    right = Package(version="1.0", part="train", documents=1, bytes=len(CODE), sha256=digest)
     assert list(Environment("mine", {"ccc": right}).documents()) == [CODE]
 
     changed = right.model_copy(update={"sha256": "0" * 64})

@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from megatron.data.readers import Corpus
+from megatron.data.readers import Corpus, text_of
 from megatron.errors import UserError, in_words
 
 
@@ -55,14 +55,7 @@ class HubStream(Corpus):
                 self.dataset, self.config, split=self.split, revision=self.commit, streaming=True
             )
             for number, row in enumerate(itertools.islice(rows, self.limit), 1):
-                text = next((row[key] for key in self.keys if key in row), None)
-                if not isinstance(text, str):
-                    raise UserError(
-                        f"--text-key: {self.dataset}: row {number} has no text in column"
-                        f" '{' or '.join(self.keys)}', it has the columns {', '.join(row)} - choose"
-                        " another"
-                    )
-                yield text
+                yield text_of(row, self.keys, f"hf:{self.dataset}: row {number}")
         except UserError:
             raise
         except Exception as fault:  # datasets and the libraries for each kind of file have many
