@@ -104,7 +104,8 @@ def draw_checkpoint(given: argparse.Namespace) -> None:
     model, config, meta = load_for_evaluation(given.checkpoint, given.step)
     checkpoint = Path(meta["path"])
     folder = given.output or checkpoint.parent / "plots" / checkpoint.name
-    title = f"{name_of_layers(config.position)}, step {meta['step']}"
+    name, seed = name_of_layers(config.position), config.training.seed
+    title = f"{name}, seed {seed}, step {meta['step']}"
     figures = figures_of_model(model, title, given.length)
     for name, figure in figures.items():
         save(figure, folder / name)

@@ -40,7 +40,8 @@ def main(config: Config | None, arguments: argparse.Namespace) -> None:
     """Ask the probes, and print each answer."""
     options = {one.name: getattr(arguments, one.name) for one in fields(ProbeOptions)}
     output = probe(config, ProbeOptions(**options), report=show)
-    print(f"\nwritten to {output}")
+    print("\naccuracies of 0 are expected of small models and short trainings")
+    print(f"written to {output}")
 
 
 def show(rows: Sequence[ProbeRow]) -> None:

@@ -27,7 +27,7 @@ def main(argv: list[str] | None = None) -> int:
         )
     )
     if options.output:
-        plot_perplexity(rows, options.output)
+        plot_perplexity(rows, options.output, over_seeds=options.over_seeds)
         print(f"\nplot: {options.output}")
     return 0
 

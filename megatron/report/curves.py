@@ -3,21 +3,26 @@
 import hashlib
 import math
 import statistics
-from collections.abc import Mapping, Sequence
+import textwrap
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import cache
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import matplotlib
+import numpy as np
 import yaml
 from matplotlib.figure import Figure
+from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.ticker import LogLocator
+from matplotlib.transforms import ScaledTranslation
 
 from megatron.errors import UserError
 from megatron.files import atomic_write
 from megatron.results.files import PICTURES
-from megatron.results.labels import runs
+from megatron.results.labels import kinds, runs
 from megatron.results.row import Row, by_text
 from megatron.results.statistics import half_octaves
 from megatron.results.table import cell, setting
@@ -34,11 +39,15 @@ SIZES: dict[Any, Any] = {
 }
 STABLE: dict[Any, Any] = {"svg.fonttype": "none", "svg.hashsalt": "megatron"}
 
-# --- Looks: colour and marker for the encoding, in every figure; dashes for variants ---
+# In inches: the width of a paper's text, a panel without its legend, a line of a legend, and the
+# corner of the legend from that of the axes.
+WIDTH, PANEL, LINE, BELOW = 5.5, 3.8, 0.19, (-0.5, -0.45)
+LETTERS, HALF = 64, 28  # of a line of a legend, and of one of two columns
+
+# --- Looks: colour and marker for the encoding, in every figure; dashes for further curves ---
 
 OWN_MARKERS = "X*ph"  # for encodings that looks.yml lacks
-WINDOW = "--"
-DASHES = ("-", ":", "-.", (0, (5, 1, 1, 1, 1, 1)), (0, (1, 3)), (0, (8, 3)))
+DASHES = ("-", "--", ":", "-.", (0, (5, 1, 1, 1, 1, 1)), (0, (8, 3)))
 
 
 @cache
@@ -48,26 +57,31 @@ def looks_of_encodings() -> dict[str, list[str]]:
     return yaml.safe_load(text)
 
 
-def looks(rows: Sequence[Row]) -> list[dict[str, Any]]:
-    """Colour, marker and dashes of the curve of each row, as arguments of matplotlib's plot.
+def looks(encodings: Sequence[str]) -> list[dict[str, Any]]:
+    """Colour, marker and dashes of the curves of a figure, as arguments of matplotlib's plot.
 
-    The encoding gives colour and marker: from looks.yml or, for others, from a hash of the name.
-    A line is dashed with a window, and else solid. Further curves of an encoding get other dashes.
+    encodings: that of each curve. It gives marker and colour: from looks.yml or, for others, from a
+    hash of the name. The first that wants a colour has it; others have what is left. When all
+    colours are used, they come again with other dashes.
     """
     known = looks_of_encodings()
-    colours = sorted({colour for colour, _ in known.values()})
-    used: dict[str, list[Any]] = {}
-    found = []
-    for row in rows:
-        encoding = row["pos_emb"]
+    palette = sorted({colour for colour, _ in known.values()})
+    wanted, markers = [], []
+    for encoding in encodings:
         first, second, *_ = hashlib.sha256(encoding.encode()).digest()
-        own = colours[first % len(colours)], OWN_MARKERS[second % len(OWN_MARKERS)]
+        own = palette[first % len(palette)], OWN_MARKERS[second % len(OWN_MARKERS)]
         colour, marker = known.get(encoding, own)
-        patterns = [WINDOW, *DASHES] if row.get("window") else DASHES
-        used_here = used.setdefault(encoding, [])
-        free = [pattern for pattern in patterns if pattern not in used_here]
-        used_here.append((free or patterns)[0])
-        found.append({"color": colour, "marker": marker, "linestyle": used_here[-1]})
+        wanted.append(colour)
+        markers.append(marker)
+
+    free = list(product(DASHES, palette)) * len(wanted)
+    found: list[dict[str, Any]] = [{}] * len(wanted)
+    for number in sorted(range(len(wanted)), key=lambda one: wanted.index(wanted[one]) != one):
+        dashes, colour = free[0]
+        if (dashes, wanted[number]) in free[: len(palette)]:
+            colour = wanted[number]
+        free.remove((dashes, colour))
+        found[number] = {"color": colour, "marker": markers[number], "linestyle": dashes}
     return found
 
 
@@ -102,102 +116,137 @@ def losses_by_position(rows: Sequence[Row]) -> Points:
 
 # --- Figures ---
 
+Groups = Mapping[str, Sequence[Row]]  # the rows of each curve, by its label
+
 
 def plot_perplexity(
-    rows: Sequence[Row], path: Path, *, title: str = "Perplexity beyond the training length"
+    rows: Sequence[Row],
+    path: Path,
+    *,
+    over_seeds: bool = False,
+    title: str = "Perplexity beyond the training length",
 ) -> None:
-    """Draw perplexity against length, a curve for each run on each text."""
-    write(draw_perplexity(runs(rows), title), path)
+    """Draw perplexity against length, in a panel for each text and protocol.
+
+    over_seeds: a curve for each encoding instead of each run
+    """
+    texts = [kinds(of_text) if over_seeds else runs(of_text) for of_text in by_text(rows)]
+    write(draw_perplexity(*texts, title=title), path)
 
 
-def draw_perplexity(groups: Mapping[str, Sequence[Row]], title: str = "") -> Figure:
-    """Curves of perplexity by length; groups: the rows of each curve, by its label."""
-    curves = {label: perplexities(rows) for label, rows in groups.items()}
-    ticks = sorted({row["length"] for rows in groups.values() for row in rows})
-    return _draw(groups, curves, ticks, "evaluation length (tokens)", "perplexity", title)
+def draw_perplexity(*texts: Groups, without: Collection[str] = (), title: str = "") -> Figure:
+    """Curves of perplexity by length, in a panel for each text.
+
+    without: labels of curves to leave out; the others keep their looks
+    """
+    curves = []
+    for groups in texts:
+        kept = groups.keys() - without
+        curves.append({label: perplexities(groups[label]) for label in kept})
+    return _draw(texts, curves, "evaluation length (tokens)", "perplexity", title)
 
 
-def draw_by_position(groups: Mapping[str, Sequence[Row]], title: str = "") -> Figure:
-    """Curves of the loss by position; groups: the rows of each curve, by its label."""
-    curves = {label: losses_by_position(rows) for label, rows in groups.items()}
-    longest = max((place for points in curves.values() for place in points), default=1)
-    ticks = [2**power for power in range(0, int(longest).bit_length() + 1, 2)]
-    return _draw(groups, curves, ticks, "position (tokens)", "loss (nats per token)", title)
+def draw_by_position(groups: Groups, minus: str, without: Collection[str] = ()) -> Figure:
+    """Curves of the loss by position; minus: the label whose mean loss is subtracted."""
+    subtracted = losses_by_position(groups[minus])
+    curves = {}
+    for label in groups.keys() - without:
+        points = losses_by_position(groups[label])
+        curves[label] = {
+            at: [loss - statistics.fmean(subtracted[at]) for loss in losses]
+            for at, losses in points.items()
+            if at in subtracted
+        }
+    quantity = "difference in loss (nats per token)"
+    return _draw([groups], [curves], "position (tokens)", quantity, f"Loss minus that of {minus}")
 
 
 def _draw(
-    groups: Mapping[str, Sequence[Row]],
-    curves: Mapping[str, Points],
-    ticks: Sequence[int],
+    texts: Sequence[Groups],
+    curves: Sequence[Mapping[str, Points]],
     place: str,
     quantity: str,
     title: str,
 ) -> Figure:
-    """Means over seeds, bands of one standard deviation, and a legend with the last values.
+    """Means over seeds, bands of one standard deviation, and legends with the last values.
 
-    groups: the rows of each curve, which give looks, training lengths and the lines beneath
+    texts, curves: for each panel all rows, which give looks, and the points of curves, by label
     place, quantity: what the axes show
+
+    Width and text sizes are the same in every figure. The height grows with the legends.
     """
-    figure = Figure(figsize=(7.2, 4.5), layout="constrained")
-    axes = figure.add_subplot()
-    furthest = max((at for points in curves.values() for at in points), default=0)
-    last_values = []
-    lines = []
-    lowest, highest = math.inf, -math.inf
-    for (label, points), look in zip(
-        curves.items(), looks([rows[0] for rows in groups.values()]), strict=True
-    ):
-        # An empty line that is not clipped lies at the corner, and the axes would shrink for it.
-        if not points:
-            continue
-        at = list(points)
-        means = [statistics.fmean(values) for values in points.values()]
-        lowest, highest = min(lowest, *means), max(highest, *means)
-        label = f"{label}  {cell(means[-1])}"
-        if at[-1] < furthest:
-            label = f"{label} at {at[-1]:g}"
-        every = max(1, len(at) // MARKERS_OF_A_CURVE)
-        last_values.append(means[-1])
-        lines += axes.plot(
-            at, means, label=label, linewidth=2, markevery=every, clip_on=False, **look
-        )
-        if min(map(len, points.values())) > 1:
-            stds = [statistics.stdev(values) for values in points.values()]
-            # A logarithmic axis has no place for a band that goes below zero.
-            low = [max(mean - std, 0.01 * mean) for mean, std in zip(means, stds, strict=True)]
-            high = [mean + std for mean, std in zip(means, stds, strict=True)]
-            axes.fill_between(at, low, high, color=look["color"], alpha=0.2, linewidth=0)
-    axes.set_xscale("log", base=2)
-    axes.set_xticks(ticks, [str(tick) for tick in ticks])
-    axes.set_xlabel(place)
-    axes.set_ylabel(quantity)
-    if highest > WIDE * lowest > 0:
-        axes.set_ylabel(f"{quantity}, log scale")
-        axes.set_yscale("log")
-        few_powers = highest < 100 * lowest  # then 2 and 5 help the eye
-        axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5) if few_powers else (1,)))
-        axes.yaxis.set_major_formatter("{x:g}")
-    axes.minorticks_off()
-    axes.grid(axis="y", color="#E3E3E3", linewidth=0.8)
-    axes.set_axisbelow(True)
-    axes.spines[["top", "right"]].set_visible(False)
-    rows = [row for group in groups.values() for row in group]
-    for length in sorted({row.get("train_length") or 0 for row in rows} - {0}):
-        axes.axvline(length, color=GREY, linestyle=(0, (4, 3)), linewidth=1, zorder=1)
-        at_the_top = axes.get_xaxis_transform()
-        axes.text(length, 1, f" trained at {length}", transform=at_the_top, va="top", color=GREY)
-    if lines:
-        highest_first = sorted(range(len(lines)), key=lambda one: -last_values[one])
+    figure = Figure(layout=ConstrainedLayoutEngine(h_pad=0.06))
+    figure.suptitle(title, x=0.01, ha="left", fontsize=12, wrap=True)
+    height = 0.0
+    panels = figure.subplots(len(texts), squeeze=False)[:, 0]
+    for axes, groups, points_of in zip(panels, texts, curves, strict=True):
+        furthest = max((at for points in points_of.values() for at in points), default=0)
+        last_values = {}
+        values = [statistics.fmean(of) for points in points_of.values() for of in points.values()]
+        lowest, highest = min(values, default=0), max(values, default=0)
+        logarithmic = highest > WIDE * lowest > 0
+        encodings = [rows[0]["pos_emb"] for rows in groups.values()]
+        for label, look in zip(groups, looks(encodings), strict=True):
+            points = points_of.get(label)
+            # An empty line that is not clipped lies at the corner; the axes would shrink for it.
+            if not points:
+                continue
+            at = list(points)
+            means = np.array([statistics.fmean(values) for values in points.values()])
+            label = f"{label}: {cell(means[-1])}"
+            if at[-1] < furthest:
+                label = f"{label} at {at[-1]:g}"
+            every = max(1, len(at) // MARKERS_OF_A_CURVE)
+            (line,) = axes.plot(at, means, markevery=every, clip_on=False, **look)
+            line.set_label(textwrap.fill(label, LETTERS))
+            last_values[line] = means[-1]
+            if min(map(len, points.values())) > 1:
+                stds = np.array([statistics.stdev(values) for values in points.values()])
+                low = means - stds
+                if logarithmic:  # there is no place for a band that goes below zero
+                    low = np.maximum(low, 0.01 * means)
+                axes.fill_between(
+                    at, low, means + stds, color=look["color"], alpha=0.2, linewidth=0
+                )
+        axes.set_xscale("log", base=2)
+        axes.xaxis.set_major_formatter("{x:.0f}")
+        axes.set_ylabel(quantity)
+        if logarithmic:
+            axes.set_ylabel(f"{quantity}, log scale")
+            axes.set_yscale("log")
+            few_powers = highest < 100 * lowest  # then 2 and 5 help the eye
+            axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5) if few_powers else (1,)))
+            axes.yaxis.set_major_formatter("{x:g}")
+        axes.minorticks_off()
+        axes.grid(axis="y", color="#E3E3E3", linewidth=0.8)
+        axes.set_axisbelow(True)
+        axes.spines[["top", "right"]].set_visible(False)
+        rows = [row for group in groups.values() for row in group]
+        trained = sorted({row.get("train_length") or 0 for row in rows} - {0})
+        for length in trained:
+            axes.axvline(length, color=GREY, linestyle=(0, (4, 3)), linewidth=1, zorder=1)
+        axes.set_xlabel(place)
+        if trained:
+            lengths = ", ".join(map(str, trained))
+            axes.set_xlabel(f"{place}; dashed: training length {lengths}")
+        axes.set_title(setting(rows), loc="left", fontsize=8, color=GREY, wrap=True)
+        handles = sorted(last_values, key=lambda line: -last_values[line])
+        lines = "\n".join(line.get_label() for line in handles).split("\n")
+        columns = 2 if max(map(len, lines)) < HALF else 1
         axes.legend(
-            handles=[lines[one] for one in highest_first],
-            labelcolor="linecolor",
-            loc="center left",
-            bbox_to_anchor=(1, 0.5),
+            handles=handles,
+            title=f"{quantity} at the right end",
+            alignment="left",
+            fontsize=9,
+            loc="upper left",
+            bbox_to_anchor=(0, 0),
+            bbox_transform=axes.transAxes + ScaledTranslation(*BELOW, figure.dpi_scale_trans),
+            ncols=columns,
+            handlelength=3.5,
             frameon=False,
         )
-    axes.set_title(title, loc="left", fontsize=12)
-    below = "\n".join(dict.fromkeys(setting(members) for members in by_text(rows)))
-    figure.supxlabel(below, x=0.01, ha="left", fontsize=8, color=GREY)
+        height += PANEL + LINE * math.ceil(len(lines) / columns)
+    figure.set_size_inches(WIDTH, height)
     return figure
 
 
@@ -213,4 +262,4 @@ def write(figure: Figure, path: Path) -> None:
         raise UserError(f"{path}: a plot is written as .png, .svg or .pdf - name the file so")
     metadata = {"Date": None, "Creator": None} if suffix == ".svg" else None
     with style(), atomic_write(path) as temporary:
-        figure.savefig(temporary, format=suffix[1:], dpi=160, metadata=metadata)
+        figure.savefig(temporary, format=suffix[1:], dpi=200, metadata=metadata)

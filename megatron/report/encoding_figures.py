@@ -11,7 +11,6 @@ from typing import NamedTuple
 import numpy as np
 import torch
 from matplotlib import colormaps
-from matplotlib.axes import Axes
 from matplotlib.cm import ScalarMappable
 from matplotlib.colors import BoundaryNorm, ListedColormap
 from matplotlib.figure import Figure
@@ -93,8 +92,39 @@ def draw(found: Sequence[Panel], title: str) -> Figure:
         for unused in places[len(found) :]:
             unused.set_axis_off()
         for axes, panel in zip(places, found, strict=False):
-            _draw_panel(axes, panel)
-        figure.suptitle(title, x=0.01, ha="left", fontsize=10)
+            count, length = panel.values.shape
+            distances = sampled(length, 100 if count > 1 else 500)
+            palette = colours(count) if count > 1 else ListedColormap(["black"])
+            shown = panel.values[:, distances]
+            for head, values in enumerate(shown):
+                axes.plot(distances, values, color=palette(head), linewidth=1.1)
+
+            axes.set_xscale("function", functions=(np.log1p, np.expm1))
+            axes.set_xlim(0, length)
+            axes.set_xlabel("distance d (tokens), scale log(1 + d)")
+            ticks, labels = [0], ["0"]
+            for power in range(9):
+                if 10**power <= length:
+                    ticks.append(10**power)
+                    labels.append(str(10**power) if power < 3 else f"$10^{power}$")
+            axes.set_xticks(ticks, labels)
+            axes.minorticks_off()
+            axes.set_title(panel.title, loc="left")
+            axes.grid(color="#E8E8E8", linewidth=0.5)
+            axes.spines[["top", "right"]].set_visible(False)
+            axes.axhline(0, color=GREY, linewidth=0.5, zorder=1)
+            if not panel.is_bias:
+                continue
+            lowest = float(panel.values.min())
+            highest = max(float(panel.values.max()), 0.0)
+            if lowest < THRESHOLD:
+                axes.axhline(THRESHOLD, color=GREY, linewidth=0.7, linestyle=(0, (4, 3)), zorder=1)
+            if lowest < CUT:
+                margin = 0.05 * (highest - CUT)
+                axes.set_ylim(CUT, highest + margin)
+                axes.set_title(f"{panel.title}, cut at {CUT:g}", loc="left")
+
+        figure.suptitle(title, x=0.01, ha="left", fontsize=10, wrap=True)
         if heads > 1:
             # Heads are numbered from 0, as in the tensors.
             borders = BoundaryNorm(np.arange(heads + 1) - 0.5, heads)
@@ -108,41 +138,6 @@ def draw(found: Sequence[Panel], title: str) -> Figure:
 def colours(count: int) -> ListedColormap:
     """A sequential map for any colour vision, without the yellow that is faint on white paper."""
     return ListedColormap(colormaps["viridis"](np.linspace(0, 0.9, count)))
-
-
-def _draw_panel(axes: Axes, panel: Panel) -> None:
-    heads, length = panel.values.shape
-    distances = sampled(length, 100 if heads > 1 else 500)
-    palette = colours(heads) if heads > 1 else ListedColormap(["black"])
-    shown = panel.values[:, distances]
-    for head, values in enumerate(shown):
-        axes.plot(distances, values, color=palette(head), linewidth=1.1)
-
-    axes.set_xscale("function", functions=(np.log1p, np.expm1))
-    axes.set_xlim(0, length)
-    axes.set_xlabel("distance d (tokens), scale log(1 + d)")
-    ticks, labels = [0], ["0"]
-    for power in range(9):
-        if 10**power <= length:
-            ticks.append(10**power)
-            labels.append(str(10**power) if power < 3 else f"$10^{power}$")
-    axes.set_xticks(ticks, labels)
-    axes.minorticks_off()
-    axes.set_title(panel.title, loc="left")
-    axes.grid(color="#E8E8E8", linewidth=0.5)
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.axhline(0, color=GREY, linewidth=0.5, zorder=1)
-    if not panel.is_bias:
-        return
-
-    lowest = float(panel.values.min())
-    highest = max(float(panel.values.max()), 0.0)
-    if lowest < THRESHOLD:
-        axes.axhline(THRESHOLD, color=GREY, linewidth=0.7, linestyle=(0, (4, 3)), zorder=1)
-    if lowest < CUT:
-        margin = 0.05 * (highest - CUT)
-        axes.set_ylim(CUT, highest + margin)
-        axes.set_title(f"{panel.title}, cut at {CUT:g}", loc="left")
 
 
 def figures_of_model(model: GPT, title: str, length: int = 16384) -> dict[str, Figure]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from jinja2 import Environment, FileSystemLoader
-from markupsafe import Markup
+from markupsafe import Markup, escape
 from matplotlib.figure import Figure
 
 from megatron.checkpoints.manifest import read_record
@@ -90,10 +90,14 @@ class Page:
         for number, (name, figure) in enumerate(self.figures.items()):
             file = io.StringIO()
             with style():
-                figure.savefig(file, format="svg", metadata={"Date": None, "Creator": None})
+                metadata = {"Date": None, "Creator": None}
+                figure.savefig(file, format="svg", transparent=True, metadata=metadata)
             _, _, svg = file.getvalue().partition("<svg ")
             svg = re.sub(r'(id="|href="#|url\(#)', rf"\g<1>f{number}-", svg)
-            svgs[name] = Markup(f'<svg role="img" aria-label="{name}" {svg}')
+            first, *_ = figure.axes
+            _, curves = first.get_legend_handles_labels()
+            spoken = "; ".join([figure.get_suptitle(), first.get_ylabel(), *curves])
+            svgs[name] = Markup(f'<svg role="img" aria-label="{escape(spoken)}" {svg}')
         template = environment.get_template("page.html")
         return template.render(page=self, title=title, svgs=svgs)
 
@@ -160,25 +164,25 @@ def _add_text(page: Page, members: Sequence[Row], against: str | None) -> None:
     if known := with_bits(rows):
         section.tables.append(table_of_text(known, over_seeds=True, bits_per_byte=True))
 
+    reference = reference_of(groups, against)
+    highest = {}
+    for label, of_kind in groups.items():
+        numbers = [row["perplexity"] for row in of_kind if row["perplexity"] is not None]
+        highest[label] = max(numbers, default=math.inf)
+    limit = 2 * min(highest.values())
+    far = [label for label, number in highest.items() if number >= limit]
     figures = {}
     if len({row["length"] for row in rows}) > 1:
         figures["perplexity"] = draw_perplexity(groups)
-        highest = {}
-        for label, of_kind in groups.items():
-            numbers = [row["perplexity"] for row in of_kind if row["perplexity"] is not None]
-            highest[label] = max(numbers, default=math.inf)
-        limit = 2 * min(highest.values())
-        near = {label: groups[label] for label, number in highest.items() if number < limit}
-        if 2 <= len(near) < len(groups):
-            figures["perplexity-near"] = draw_perplexity(near)
-    if any(row.get("position_losses") for row in rows):
-        figures["position"] = draw_by_position(groups)
+        if far and len(groups) >= len(far) + 2:
+            figures["perplexity-near"] = draw_perplexity(groups, without=far)
+    if reference and any(row.get("position_losses") for row in rows):
+        figures["position"] = draw_by_position(groups, reference, far)
     prefix = f"{len(page.sections) + 1}-" if page.sections else ""
     for kind, figure in figures.items():
         section.figures[kind] = f"{prefix}{kind}"
         page.figures[f"{prefix}{kind}"] = figure
 
-    reference = reference_of(groups, against)
     if reference and len(groups) > 1:
         try:
             # The beginnings of longer windows have no losses by window.
@@ -245,15 +249,16 @@ def _add_kernels(
     page: Page, prefix: str, label: str, rows: Sequence[Question], files: Sequence[Path]
 ) -> None:
     """The encoding of the first checkpoint of a model that can be read, and what it learned."""
-    hashes = {row.get("checkpoint", ""): row["config_hash"] for row in rows}
-    hashes.pop("", None)
-    for name, config_hash in hashes.items():
+    row_of = {row.get("checkpoint", ""): row for row in rows}
+    row_of.pop("", None)
+    for checkpoint, row in row_of.items():
         try:
-            model = model_beside(name, files, config_hash)
+            model = model_beside(checkpoint, files, row["config_hash"])
         except ValueError as fault:
-            page.gaps.append((name, str(fault)))
+            page.gaps.append((checkpoint, str(fault)))
             continue
-        for name, figure in figures_of_model(model, label).items():
+        title = f"{label}, seed {row.get('seed')}"
+        for name, figure in figures_of_model(model, title).items():
             page.kernels.append(f"{prefix}{name}")
             page.figures[f"{prefix}{name}"] = figure
         return

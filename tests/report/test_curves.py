@@ -2,8 +2,9 @@ import html
 import math
 import re
 
-import matplotlib.image
 import pytest
+from matplotlib.text import Text
+from matplotlib.transforms import Bbox
 
 from megatron.errors import UserError
 from megatron.positions import REGISTRY
@@ -16,6 +17,7 @@ from megatron.report.curves import (
     write,
 )
 from megatron.results.labels import runs
+from megatron.results.row import by_text
 from tests.results.rows import rows
 
 LENGTHS = (512, 1024, 2048)
@@ -41,27 +43,52 @@ def words(path):
 def test_the_picture_names_curves_with_their_last_values_lengths_and_training_length(tmp_path):
     plot_perplexity(ROWS, tmp_path / "curves.svg", title="Perplexity of three")
     found = words(tmp_path / "curves.svg")
-    labels = ["rotary  900.0", "learned  13.00 at 512", "mep_free  12.00"]
+    labels = ["rotary: 900.0", "learned: 13.00 at 512", "mep_free: 12.00"]
     assert [text for text in found if text in labels] == labels
-    assert {"trained at 512", "Perplexity of three", "512", "1024", "2048"} <= {*found}
-    assert {"evaluation length (tokens)", "perplexity, log scale"} <= {*found}
+    assert {"Perplexity of three", "512", "1024", "2048", "perplexity, log scale"} <= {*found}
+    assert "evaluation length (tokens); dashed: training length 512" in found
     assert any(text.startswith("stdlib valid") for text in found)
-    plot_perplexity(ROWS, tmp_path / "curves.png")
-    height, width, _ = matplotlib.image.imread(tmp_path / "curves.png").shape
-    assert (width, height) == (1152, 720)
+    with pytest.raises(UserError, match=r"is written as .png, .svg or .pdf"):
+        plot_perplexity(ROWS, tmp_path / "curves.txt")
 
 
-def test_a_pass_by_position_is_drawn_by_position(tmp_path):
+NAMES = ["mep_free", "kerple_bias_2para", *["rotary"] * 13, "t5", "fire", "alibi", "tanh", "xpos"]
+
+
+@pytest.mark.parametrize("count", [2, 8, 20])
+def test_no_text_is_cut_or_covered_and_each_curve_has_a_look_of_its_own(count, monkeypatch):
+    found = []
+    for corpus in ("stdlib", "a corpus whose name is so long that no line has room for it"):
+        for number, name in enumerate(NAMES[:count]):
+            curve = dict.fromkeys([2**power for power in range(6, 21)], 10.0 + number)
+            found += rows(name, curve, corpus=corpus, method=f"yarn,factor={number}" * number)
+    texts = [runs(of_text) for of_text in by_text(found)]
+    figure = draw_perplexity(*texts, title="Longer than the figure is wide " * 4)
+
+    drawn = []
+    monkeypatch.setattr(Text, "draw", lambda text, _: drawn.append(text))
+    figure.draw_without_rendering()
+    shown = [text for text in drawn if text.get_visible() and text.get_text()]
+    boxes = [(text.get_window_extent(), text) for text in shown]
+    for number, (box, text) in enumerate(boxes):
+        assert Bbox.intersection(box, figure.bbox).bounds == box.bounds, text
+        assert not [other for place, other in boxes[:number] if box.overlaps(place)], text
+    for axes in figure.axes:
+        assert axes.bbox.height > 200, "a long legend takes nothing of the axes"
+        curves = axes.get_legend_handles_labels()[0]
+        assert len({(curve.get_color(), curve.get_linestyle()) for curve in curves}) == count
+        assert len({curve.get_color() for curve in curves}) == min(count, 8)
+
+
+def test_a_pass_by_position_is_drawn_as_the_difference_from_an_encoding(tmp_path):
     measured = {"position_edges": [0, 1, 256, 512], "position_losses": [0.0, 3.0, 2.0]}
     row = ROWS[0] | measured
     other = row | {"window": 256, "position_losses": [0.0, 3.0, 2.5]}
-    write(draw_by_position(runs([row, other]), "By position"), tmp_path / "two.svg")
+    reference = "mep_free, window none"
+    write(draw_by_position(runs([row, other]), reference), tmp_path / "two.svg")
     found = words(tmp_path / "two.svg")
-    for window, last in (("none", 2), (256, 2.5)):
-        assert f"mep_free, window {window}  {last:.2f}" in found
-    assert {"position (tokens)", "loss (nats per token)", "trained at 512"} <= {*found}
-    with pytest.raises(UserError, match=r"is written as .png, .svg or .pdf"):
-        plot_perplexity([row], tmp_path / "position.txt")
+    assert {f"{reference}: 0.00", "mep_free, window 256: 0.50"} <= {*found}
+    assert {f"Loss minus that of {reference}", "difference in loss (nats per token)"} <= {*found}
 
 
 def test_a_mean_over_seeds_has_a_band_and_every_length_needs_all_seeds():
@@ -78,9 +105,6 @@ def test_the_look_of_an_encoding_is_its_own_in_every_figure():
     known = looks_of_encodings()
     assert {*known} <= {*REGISTRY}
     assert len({*map(tuple, known.values())}) == len(known)
-    names = ("rotary", "bump", "mep_free")  # a new encoding needs no line there
-    together = looks([{"pos_emb": name} for name in names])
-    alone = [looks([{"pos_emb": name}])[0] for name in names]
-    assert together == alone
-    windows = [{"pos_emb": "t5", "window": window} for window in (None, 512, 256)]
-    assert len({look["linestyle"] for look in looks(windows)}) == 3
+    names = ["rotary", "bump", "mep_free"]  # a new encoding needs no line there
+    assert looks(names) == [looks([name])[0] for name in names]
+    assert looks(["rotary", "rotary", "t5"])[-1] == looks(["t5"])[0], "its colour is not taken"

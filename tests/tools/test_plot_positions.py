@@ -67,5 +67,5 @@ def test_a_checkpoint_gives_its_encodings(tmp_path, capsys):
     assert names == {"encoding-layer0.svg", "encoding-layer1.svg"}
     checkpoint_of_bytes(tmp_path / "none", *SHAPE, "pos_emb=none")
     assert main(["--checkpoint", str(tmp_path / "none")]) == 0
-    assert "none, step 10: nothing to draw" in capsys.readouterr().out
+    assert "none, seed 1234, step 10: nothing to draw" in capsys.readouterr().out
     assert main(["--checkpoint", str(tmp_path / "nowhere")]) == 1

@@ -14,6 +14,10 @@ def test_results_come_in_one_table_and_one_plot_or_one_message(tmp_path, capsys)
     shown = capsys.readouterr().out
     assert [line.split()[0] for line in shown.splitlines()[2:4]] == ["mep_free", "rotary"]
     assert "mep_free" in plot.read_text()
+    words = [str(RESULTS / "cpu-environment.jsonl"), "--over-seeds", "-o", str(plot)]
+    assert main(words) == 0
+    assert "rotary: 101.9" in plot.read_text()
+    assert "seed 123" not in plot.read_text()
     (tmp_path / "a.jsonl").write_text("{}\n")
     assert main([str(tmp_path / "a.jsonl")]) == 1
     assert "is no result of evaluate.py" in capsys.readouterr().err
