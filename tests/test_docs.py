@@ -56,6 +56,12 @@ PAGES = (
     *("layers", "longer_texts", "watching", "doctor", "explain_config", "published_files"),
     "from_huggingface",
 )
+FILES = (  # that a page shows
+    ("harness", "yaml", "tasks/cloze.yaml"),
+    ("harness", "json", "tasks/cloze.jsonl"),
+    ("coming_from", "yaml", "neox.yml"),
+    ("from_huggingface", "yaml", "graft.yml"),
+)
 ELSEWHERE = {  # pages whose commands other tests run, and one that holds the page's name
     "add_an_encoding": "tools/test_add_an_encoding.py",
     "data": "data/test_recipes.py",
@@ -105,9 +111,6 @@ def clone(tmp_path_factory, forks) -> Path:
     swept.mkdir(parents=True)
     shutil.copy(DOCS / "results/cpu-environment.jsonl", swept / "results.jsonl")
     (folder / "tasks").mkdir()
-    (task,), (rows,) = blocks("harness", "yaml"), blocks("harness", "json")
-    (folder / "tasks" / "cloze.yaml").write_text(task)
-    (folder / "tasks" / "cloze.jsonl").write_text(rows)
     (first,) = (block for block in blocks("tutorial", "yaml") if "train_iters" in block)
     (folder / "first.yml").write_text(first)
     rehearsal = (DOCS / "tutorial" / "rehearsal.yml").read_text(encoding="utf-8")
@@ -122,8 +125,8 @@ def clone(tmp_path_factory, forks) -> Path:
         for one in experiments(table):
             if one.seed == 1235 and one.name.startswith(("kerple_log", "ali_tanh")):
                 (folder / name / "exp_configs" / f"{one.stem}.yml").write_text(one.text)
-    for page, name in (("coming_from", "neox"), ("from_huggingface", "graft")):
-        (folder / f"{name}.yml").write_text(blocks(page, "yaml")[0])
+    for page, language, name in FILES:
+        (folder / name).write_text(blocks(page, language)[0])
     return folder
 
 

@@ -126,15 +126,15 @@ class Model(Section):
     """Features of a head; unset: hidden_size / num_attention_heads."""
     intermediate_size: Length | None = None
     """Width of the MLP; unset: 4 * hidden_size, with activation: swiglu 8/3 * hidden_size rounded
-    up to a multiple of 64. (GPT-NeoX divides its own intermediate_size by 3 where the activation
-    has a gate; give the width that it comes to.)"""
+    up to a multiple of 64. (With a gated activation GPT-NeoX divides its intermediate_size by
+    3: give the divided width.)"""
     seq_length: Length
     """Training context in tokens."""
     max_position_embeddings: Length
     """Rows of the table of `pos_emb: learned`; limits no other encoding. At least seq_length."""
     layernorm_epsilon: Small = 1e-5
-    """Added to the variance, or with norm: rmsnorm to the mean square. (GPT-NeoX's
-    rms_norm_epsilon, whose default is 1e-8.)"""
+    """Added to the variance, or with norm: rmsnorm to the mean square. (In
+    GPT-NeoX rms_norm_epsilon, by default 1e-8.)"""
     no_weight_tying: bool = True
     """true: the output matrix has weights of its own, as in KERPLE's and MEP's files; false: it is
     the input embedding. (GPT-NeoX's default is false.)"""
@@ -184,16 +184,16 @@ class Position(Section):
     pos_emb_args: dict[str, Any] = Field(default_factory=dict)
     """Options of that encoding, for example `{base: 500000}` for rotary."""
     pos_emb_layers: EncodingsOfLayers = ()
-    """Encodings of layers that differ, in place of pos_emb: a pattern that is repeated, such as
+    """Instead of pos_emb, for layers with different encodings: a repeated pattern, such as
     `[rotary, rotary, rotary, none]`. An entry with options is
     `{rotary: {base: 1000000}}`."""
     pos_emb_shared: bool = True
     """true: all layers share the encoding's learned numbers, as in KERPLE; false: each layer has
     its own, as in DAPE."""
     pos_emb_file: str | None = None
-    """A Python file of yours that registers encodings (docs/add_an_encoding.md). Naming it runs it,
-    as an import does. Its text counts for the hash and is kept with every checkpoint; that copy is
-    not run unless you name it."""
+    """A Python file of yours that registers encodings (docs/add_an_encoding.md). It is run, as
+    by an import. Its text counts for the hash, and every checkpoint keeps a copy, which is run only
+    if you name it."""
 
 
 class Attention(Section):
@@ -207,10 +207,10 @@ class Attention(Section):
     """Compare a compiled backend (triton) with eager on a small case, at its first use for a
     kind of input."""
     window: Length | Literal["train_length"] | None = None
-    """A token attends to this many tokens, itself included; train_length: to as many as in training
-    (a baseline for evaluation); unset: to all before it."""
+    """Number of tokens that a token attends to, itself included; train_length: seq_length of the
+    training (a baseline for evaluation); unset: no limit."""
     window_layers: WindowsOfLayers = ()
-    """Windows of layers that differ, in place of window: a pattern that is repeated, such as
+    """Instead of window, for layers with different windows: a repeated pattern, such as
     `[512, null]`. It counts for the hash."""
     blockwise: bool = False
     """Blockwise causal attention (xPos): a token attends to its own block of seq_length / 2 tokens
@@ -231,7 +231,7 @@ class Attention(Section):
 
 
 class Data(Section):
-    """Token files and the tokenizer they were made with."""
+    """Token files, and the tokenizer that made them."""
 
     data_path: str | None = None
     """Prefix of the .bin and .idx files, as `prepare_data.py` prints it."""
@@ -287,10 +287,10 @@ class Training(Section):
 
     train_iters: Count = 0
     """Optimizer steps. With 0 train.py measures the checkpoint in load, as KERPLE and MEP do:
-    protocol paper at seq_length_val, eval_iters windows of the validation and of the test."""
+    protocol paper at seq_length_val, eval_iters batches of the validation and of the test text."""
     train_epochs: Positive | None = None
-    """Instead of train_iters: as many steps as fit into so many passes over the training text. All
-    passes have the same order. Several corpora take turns in proportion to their windows."""
+    """Instead of train_iters: number of passes over the training text. All passes have the same
+    order. Several corpora take turns in proportion to their windows."""
     train_micro_batch_size_per_gpu: Positive = 4
     """Windows in one forward pass on one device."""
     gradient_accumulation_steps: Positive = 1
@@ -300,8 +300,8 @@ class Training(Section):
     accumulation * devices."""
     eod_mask_loss: bool = False
     """The loss leaves out the targets that follow the end of a document, in training and its
-    validations: the first token of each next document, as in GPT-NeoX. Each micro batch's mean is
-    over the targets that are left, and all micro batches weigh the same."""
+    validations: the first token of each next document, as in GPT-NeoX. The mean of a
+    micro batch is over the remaining targets, and all micro batches have the same weight."""
     seed: Annotated[Int, Field(ge=0, lt=2**32)] = 1234
     """Seed of the weights, the dropout and the order of the data."""
     eval_interval: Count = 1000
@@ -311,13 +311,12 @@ class Training(Section):
     checkpoint_activations: bool = False
     """Recompute activations in the backward pass: less memory, more time."""
     deterministic: bool = False
-    """The same losses, bit for bit, whenever the run is repeated on the same hardware. Slower on
-    CUDA."""
+    """A repeated run on the same hardware has the same losses, bit for bit. Slower on CUDA."""
     torch_compile: bool = False
     """Compile every layer with torch.compile. Needs a compiler and a minute; no gain on a CPU."""
     skip_nonfinite: Count = 0
-    """A step whose loss or gradient is not finite is skipped and logged; one
-    more than this many of them stop the run. 0: the first one stops it."""
+    """Number of steps that may be skipped, with a log line, because their loss or gradient is not
+    finite; one more stops the run. 0: the first one stops it."""
     exit_interval: Count = 0
     """Save and stop, with exit status 0, after every step that is a multiple of this; 0: never. The
     same command continues, if load is save."""
@@ -392,7 +391,7 @@ class Precision(Section):
     `fp16: {enabled: true, type: bfloat16}` …"""
     fp16: LossScale = Field(default_factory=LossScale)
     fp32_allreduce: bool = False
-    """Exchange gradients between devices in float32 whatever the precision."""
+    """Exchange gradients between devices in float32 with every precision."""
 
     @property
     def dtype(self) -> Literal["fp32", "bf16", "fp16"]:
@@ -404,7 +403,7 @@ class ZeroOptimization(Section):
     """DeepSpeed's ZeRO stage. With bf16 and fp16, 0 runs as 1, where gradients and master weights
     are float32."""
     allgather_partitions: bool | None = None
-    """Passed on to DeepSpeed when the stage is at least 1; so are the five keys below."""
+    """Passed to DeepSpeed from stage 1 on, as are the five keys below."""
     allgather_bucket_size: Many | None = None
     """Numbers gathered at a time."""
     overlap_comm: bool | None = None
@@ -422,9 +421,9 @@ class Parallel(Section):
 
     zero_optimization: ZeroOptimization = Field(default_factory=ZeroOptimization)
     pipe_parallel_size: Annotated[Int, Field(ge=0, le=1)] = 1
-    """Pipeline stages: 0 or 1, both mean none."""
+    """Only 0 or 1: both mean no pipeline stages."""
     model_parallel_size: Annotated[Int, Field(ge=1, le=1)] = 1
-    """Tensor parallel ways: only 1."""
+    """Only 1: there is no tensor parallelism."""
     distributed_backend: Literal["nccl", "gloo"] | None = None
     """Unset: nccl on CUDA. Without CUDA always gloo."""
 
@@ -445,7 +444,7 @@ class Parent(Section):
 
 
 class Checkpoint(Section):
-    """Where the run is kept and what it starts from. Of these keys the parent counts for the hash,
+    """Folders and files of a run, and its start. Of these keys only the parent counts for the hash,
     by its weights and step."""
 
     save: str | None = None
@@ -459,8 +458,8 @@ class Checkpoint(Section):
     no_load_optim: bool = False
     """true: continue at the step of load with a fresh optimizer; weights alone suffice."""
     override_lr_scheduler: bool = False
-    """true: a continued run may follow the schedule of this configuration although it has other
-    lr_decay_iters than before, because these follow a changed train_iters."""
+    """true: a continued run stretches its schedule over a changed train_iters, which lr_decay_iters
+    follows."""
     use_checkpoint_lr_scheduler: bool = False
     """true: a continued run keeps the schedule of its checkpoint: rate, floor, style, warm-up and
     lr_decay_iters."""
@@ -473,8 +472,8 @@ class Checkpoint(Section):
     """Further steps to save at, for example [0, 10, 100]; 0: the initial weights.
     keep_last_n_checkpoints never deletes these."""
     keep_last_n_checkpoints: Positive | None = None
-    """Older checkpoints are deleted, except those of extra_save_iters and the newest one after
-    which a loss was as usual; unset: all stay."""
+    """Number of checkpoints to keep. Those of extra_save_iters stay too, and the newest one that a
+    usual loss has followed. Unset: all stay."""
 
 
 class Evaluation(Section):
@@ -521,7 +520,7 @@ class Logging(Section):
     """Dense TFLOP/s of one device, for the model FLOP utilisation (MFU) in the log; unset: the data
     sheet's for common NVIDIA devices."""
     use_wandb: bool = False
-    """Also log to Weights & Biases. Where it cannot start, one warning says so."""
+    """Also log to Weights & Biases. If it cannot start, a warning says so."""
     wandb_project: str | None = None
     """Project of Weights & Biases."""
     wandb_group: str | None = None
@@ -542,8 +541,8 @@ class Logging(Section):
     )
     """Ranks that record, each in a file of its own."""
     memory_profiling: bool = False
-    """Write what asked for CUDA memory up to profile_step_stop, or up to the lack of memory that
-    ends the run. On the CPU the trace of profile shows what each operation allocates."""
+    """Record allocations of CUDA memory until profile_step_stop, or until a lack of memory ends the
+    run. On the CPU the trace of profile shows the allocations of each operation."""
     memory_profiling_path: str | None = None
     """Folder for memory_rank0.pickle and so on; unset: the folder `profile` of the run."""
 
