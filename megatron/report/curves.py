@@ -1,6 +1,5 @@
 """Curves over length or position: colours and markers, one way to draw them, and files."""
 
-import hashlib
 import math
 import statistics
 import textwrap
@@ -10,6 +9,7 @@ from functools import cache
 from itertools import product
 from pathlib import Path
 from typing import Any
+from zlib import crc32
 
 import matplotlib
 import numpy as np
@@ -68,8 +68,8 @@ def looks(encodings: Sequence[str]) -> list[dict[str, Any]]:
     palette = sorted({colour for colour, _ in known.values()})
     wanted, markers = [], []
     for encoding in encodings:
-        first, second, *_ = hashlib.sha256(encoding.encode()).digest()
-        own = palette[first % len(palette)], OWN_MARKERS[second % len(OWN_MARKERS)]
+        number = crc32(encoding.encode())
+        own = palette[number % len(palette)], OWN_MARKERS[number % len(OWN_MARKERS)]
         colour, marker = known.get(encoding, own)
         wanted.append(colour)
         markers.append(marker)
