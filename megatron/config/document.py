@@ -36,7 +36,7 @@ Give several files, and `key=value` words on the command line:
   A key without effect here is named in a note at the start.
 * A relative path is relative to the current folder.
 
-| files | what they hold |
+| files | content |
 |---|---|
 | `125M.yml` `350M.yml` | a model's shape and the recipe of the papers, without data and encoding |
 | `mep.yml` | everything for one run of MEP: shape, recipe, data and encoding |
