@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import ParamSpec
 
 from megatron.commit import commit
-from megatron.errors import UserError, cure, in_words, visible
+from megatron.errors import UserError, cure, fault_in, in_words, visible
 
 HEAD_START = 5  # seconds in which the first process may report a fault that all have
 FAILED = 1
@@ -61,7 +61,7 @@ def status_of(command: Callable[[], int | None]) -> int:
         _forget_output()
         if isinstance(fault, BrokenPipeError) and fault.filename is None:
             return READER_HAS_GONE
-        text = _explained(fault) or _internal(fault)
+        text = explained(fault) or _internal(fault)
         rank = os.environ.get("RANK", "0")
         if rank != "0":
             time.sleep(HEAD_START)
@@ -70,7 +70,7 @@ def status_of(command: Callable[[], int | None]) -> int:
         return FAILED
 
 
-def _explained(fault: Exception) -> str | None:
+def explained(fault: Exception) -> str | None:
     """The message for a fault of the user, a disk or the memory; None for a fault of ours."""
     command = Path(sys.argv[0]).name
     reason = in_words(fault)
@@ -88,6 +88,10 @@ def _explained(fault: Exception) -> str | None:
             f"{command}: the machine's memory does not suffice ({reason}) - lower the"
             " sizes that are configured or num_workers, or end other programs"
         )
+    positions = sys.modules.get("megatron.positions")  # if not imported, no file of a user was run
+    in_file_of_user = fault_in(positions.FILES.values(), fault) if positions else None
+    if in_file_of_user:
+        return f"pos_emb_file: {in_file_of_user}"
     if isinstance(fault, OSError) and cure(fault):
         if fault.filename is not None:
             return f"{os.fsdecode(fault.filename)}: {reason} - {cure(fault)}"

@@ -3,7 +3,8 @@
 import difflib
 import errno
 import re
-from collections.abc import Iterable
+import traceback
+from collections.abc import Collection, Iterable
 from pathlib import Path
 
 SPACE = "free some space, or choose another disk"
@@ -61,6 +62,15 @@ def in_words(fault: Exception) -> str:
         return fault.strerror
     lines = str(fault).strip().splitlines()
     return lines[0] if lines else type(fault).__name__
+
+
+def fault_in(files: Collection[str], fault: BaseException) -> str | None:
+    """`mine.py:3 stops with NameError: …`: the deepest line of a fault in these files, or None."""
+    for frame in reversed(traceback.extract_tb(fault.__traceback__)):
+        if frame.filename in files:
+            reason = f"{type(fault).__name__}: {fault}"
+            return f"{frame.filename}:{frame.lineno} stops with {reason}"
+    return None
 
 
 def visible(text: str) -> str:

@@ -19,6 +19,7 @@ from megatron.config.yaml_files import read_overrides
 from megatron.conformance.checks import examine
 from megatron.conformance.subject import FACT, FAILS, HOLDS, NOT_APPLICABLE, Finding, Subject
 from megatron.errors import UserError
+from megatron.evaluation.options import number
 from megatron.positions import load_file
 
 COLOURS = {HOLDS: "green", FAILS: "bold red", FACT: "yellow", NOT_APPLICABLE: "dim"}
@@ -39,16 +40,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("--from", dest="file", metavar="FILE", help=of_user)
     option = "an option of the encoding, as in pos_emb_args; may be repeated"
     add("--option", action="append", default=[], metavar="KEY=VALUE", help=option)
-    add("--heads", type=int, default=Subject.heads, help="number of heads")
-    add("--head_dim", type=int, default=Subject.head_dim, help="features per head")
+    size = number(1, 1024)
+    add("--heads", type=size, default=Subject.heads, help="number of heads")
+    add("--head_dim", type=size, default=Subject.head_dim, help="features per head")
     length = "seq_length of the model; most checks use texts of this length"
-    add("--train_length", type=int, default=Subject.train_length, help=length)
+    add("--train_length", type=number(32, 2**17), default=Subject.train_length, help=length)
     arguments = parser.parse_args(argv)
     logging.basicConfig(level=logging.ERROR)
 
     sizes = (arguments.heads, arguments.head_dim, arguments.train_length)
-    if min(sizes[:2]) < 1 or sizes[2] < 32:
-        raise UserError("--heads and --head_dim are at least 1, --train_length at least 32")
     faults: list[str] = []
     options = read_overrides(arguments.option, faults.append)
     if faults:

@@ -83,7 +83,7 @@ def requirements(table: Published, sweep: Sweep) -> Requirements:
         corpora = [str(cell.values[CORPUS_AXIS])] if CORPUS_AXIS in cell.values else table.cells
         for corpus in corpora:
             key = (corpus, cell.config.position.pos_emb)
-            hashes.setdefault(key, set()).add(cell.config.hash)
+            hashes.setdefault(key, set()).update(cell.config.hashes)
     config = sweep.cells[0].config
     options = [one.options for one in sweep.cells[0].evaluations]
     starts = [one.get("start", 0) for one in options if one.get("protocol") == "paper"]

@@ -36,7 +36,7 @@ def read_meta(path: Path) -> tuple[Config, dict[str, Any]]:
     config_hash = meta["config_hash"]
     check_files(path, SETTINGS, COPY)
     config = load([path / SETTINGS])
-    if config.hash != config_hash:
+    if config_hash not in config.hashes:
         files = SETTINGS if config.pos_emb_code is None else f"{SETTINGS} with {COPY}"
         raise UserError(
             f"{path}/{files}: its hash is {config.hash}, the checkpoint says {config_hash}"

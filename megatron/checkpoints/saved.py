@@ -242,7 +242,7 @@ def checkpoint_to_continue(config: Config) -> Path | None:
             return None
         path = chosen(save)
         try:
-            same = read_record(path)["config_hash"] == config.hash
+            same = read_record(path)["config_hash"] in config.hashes
         except Damaged:
             return path  # whoever starts from it says what is wrong
         return path if same else None

@@ -1,6 +1,5 @@
 """The merged configuration: its sections, its hash, its file, and its form for DeepSpeed."""
 
-import hashlib
 import json
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -30,7 +29,7 @@ from megatron.config.schema import (
     plain,
 )
 from megatron.files import write_text
-from megatron.positions import fingerprint, options_of
+from megatron.positions import code_fingerprint, fingerprint, options_of
 from megatron.positions.layers import Entry, entries_of
 
 COPY = "pos_emb_file.py"  # the user's own encoding, beside the configuration of a checkpoint
@@ -90,8 +89,13 @@ class Config:
         default.
 
         A new key with a default changes no old hash. Folders, logging, launching and evaluation do
-        not count.
+        not count, nor do comments in pos_emb_file.
         """
+        return self.hashes[0]
+
+    @property
+    def hashes(self) -> tuple[str, str]:
+        """The hash, and that of earlier versions, where comments in pos_emb_file counted."""
         shaping = {}
         for key in all_keys():
             value = plain(self[key.name])
@@ -100,13 +104,16 @@ class Config:
         if self.training.train_epochs is not None:  # train_iters follows from the data
             shaping.pop("train_iters", None)
         shaping |= self._chosen()
-        if self.pos_emb_code is not None:  # the text counts, not where the file is
-            shaping["pos_emb_file"] = fingerprint(self.pos_emb_code)
         if not shaping["pos_emb_layers"]:
             del shaping["pos_emb_layers"]
         not_empty = {key: value for key, value in shaping.items() if value != {}}
-        text = json.dumps(_canonical(not_empty), sort_keys=True)
-        return hashlib.sha256(text.encode()).hexdigest()[:12]
+        hashes = []
+        for digest_of in (code_fingerprint, fingerprint):
+            if self.pos_emb_code is not None:  # the text counts, not where the file is
+                not_empty["pos_emb_file"] = digest_of(self.pos_emb_code)
+            text = json.dumps(_canonical(not_empty), sort_keys=True)
+            hashes.append(fingerprint(text)[:12])
+        return hashes[0], hashes[1]
 
     def model_keys(self) -> dict[str, Any]:
         """The keys that make two models the same: model and position, without default options."""

@@ -22,7 +22,7 @@ from megatron.config.schema import KEYS, SECTIONS, Position, Section, all_keys, 
 from megatron.config.yaml_files import find_file, merge, read_file, read_overrides
 from megatron.errors import UserError
 from megatron.files import read_small
-from megatron.positions import FILES, REGISTRY, fingerprint, load_file, options_of
+from megatron.positions import FILES, REGISTRY, code_fingerprint, load_file, options_of
 
 COMMAND_LINE = "command line"
 DATA_PATHS = ("data_path", *CORPORA)
@@ -139,13 +139,13 @@ def _run_user_file(sources: Sequence[Source]) -> str | None:
         raise UserError(
             f"{USER_FILE}: {copy} is missing or is not text; copy the checkpoint again"
         ) from None
-    if fingerprint(text) in FILES:
+    if code_fingerprint(text) in FILES:
         return text
-    other = f", and {', '.join(FILES.values())} has another text" if FILES else ""
+    other = f", and {', '.join(FILES.values())} has other code" if FILES else ""
     raise UserError(
         f"{USER_FILE}: {copy} defines this checkpoint's encoding{other}; code that lies in a"
         f" checkpoint is not run unasked: read it, then write {USER_FILE}={copy} on the command"
-        f" line (to a tool --from {copy}), or name your own file with the same text"
+        f" line (to a tool --from {copy}), or name your own file with the same code"
     )
 
 

@@ -8,6 +8,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from megatron.cli_errors import explained
 from megatron.conformance.subject import (
     FACT,
     FAILS,
@@ -32,10 +33,12 @@ from megatron.errors import UserError
 from megatron.model.cache import Cache
 from megatron.model.gpt import GPT
 from megatron.positions import Position
+from megatron.positions.base import WrongEncoding
 
 Check = Callable[[Subject], Finding]
 NO_BIAS = Finding(NOT_APPLICABLE, "it has no bias by distance")
 LEARNS_NOTHING = Finding(NOT_APPLICABLE, "it learns nothing")
+TOO_FAR = Finding(NOT_APPLICABLE, "on 32 tokens: a matrix of its scores would be too large")
 SIZES = (32, 256)  # tokens
 ROUNDING = 1e-11  # of the largest entry, for each token
 
@@ -43,16 +46,21 @@ ROUNDING = 1e-11  # of the largest entry, for each token
 def examine(subject: Subject, checks: Sequence[Check] | None = None) -> list[Finding]:
     """Try the checks in order, and go on after one that fails or raises.
 
-    Raises UserError for a wrong name or option of the encoding.
+    A hook that returns something of another shape ends the examination. Raises UserError for a
+    wrong name or option of the encoding, what the user's own file raises, and a lack of memory.
     """
     subject.position()
     findings = []
     for check in CHECKS if checks is None else checks:
         try:
             finding = check(subject)
+        except WrongEncoding as wrong:  # others would only say the same
+            return [*findings, Finding(FAILS, str(wrong), title(check))]
         except UserError as refusal:
             finding = Finding(NOT_APPLICABLE, f"refused: {refusal}")
         except Exception as fault:
+            if explained(fault):
+                raise
             finding = Finding(FAILS, f"{type(fault).__name__}: {fault}")
         findings.append(replace(finding, check=title(check)))
     return findings
@@ -211,7 +219,7 @@ def finite_far_away(subject: Subject) -> Finding:
             continue
         if problem:
             return Finding(FAILS, f"{problem} at {end}")
-    return Finding(HOLDS, detail)
+    return TOO_FAR if position.has("on_scores") else Finding(HOLDS, detail)
 
 
 @torch.no_grad()
@@ -420,6 +428,8 @@ def gradients_finite_far_away(subject: Subject) -> Finding:
     for name, gradient in zip(named, gradients, strict=True):
         if gradient is not None and not gradient.isfinite().all():
             return Finding(FAILS, f"the gradient of {name} is not finite at {end}")
+    if position.has("on_scores"):
+        return TOO_FAR
     return Finding(HOLDS, "" if end == VERY_FAR else f"at {end}, where it ends")
 
 

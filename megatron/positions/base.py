@@ -1,5 +1,6 @@
 """The hooks of a positional encoding: what every encoding can do, and what the model calls."""
 
+import inspect
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -29,6 +30,15 @@ class Shape:
     head_dim: int
     hidden: int
     train_length: int
+
+
+class WrongEncoding(UserError):
+    """A method of an encoding does not do what it must; the message has its file and line."""
+
+    def __init__(self, method: Callable, fault: str) -> None:
+        code = inspect.unwrap(method).__code__
+        place = f"{code.co_filename}:{code.co_firstlineno}"
+        super().__init__(f"pos_emb: {place}: {method.__qualname__} {fault}")
 
 
 class Position(Float32Module):
@@ -230,7 +240,7 @@ class Position(Float32Module):
     def table(self, kernel: Callable[[Tensor], Tensor], length: int) -> Tensor:
         """`kernel` of the distances 0 … length - 1, outside autocast: [heads, length] float32.
 
-        Raises TypeError for another shape or dtype.
+        Raises WrongEncoding for another shape or dtype.
         """
         distance = self.distances(length)
         with without_autocast(distance):
@@ -238,12 +248,10 @@ class Position(Float32Module):
             if self.paper_precision:
                 # The forks' -inf: no key gets less than no attention.
                 table = table.to(distance.dtype).clamp(min=NO_ATTENTION)
-        shape, expected_shape = list(table.shape), [self.shape.heads, length]
-        if shape != expected_shape or table.dtype != distance.dtype:
-            raise TypeError(
-                f"{type(self).__name__}: a kernel must give {expected_shape} {distance.dtype},"
-                f" not {shape} {table.dtype}"
-            )
+        returned = f"{list(table.shape)} {table.dtype}"
+        expected = f"{[self.shape.heads, length]} {distance.dtype}"
+        if returned != expected:
+            raise WrongEncoding(kernel, f"must return {expected}, not {returned}")
         return table
 
     def bias_between(self, queries: Tensor, keys: Tensor, length: int) -> Tensor:

@@ -1,17 +1,19 @@
 """Every encoding by its name in the YAML key `pos_emb`, and how one is built from its options."""
 
+import ast
+import functools
 import hashlib
 import inspect
 import math
+import re
 import sys
-import traceback
 import types
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron.errors import UserError, did_you_mean
-from megatron.positions.base import Position, Shape
+from megatron.errors import UserError, did_you_mean, fault_in
+from megatron.positions.base import Position, Shape, WrongEncoding
 
 REGISTRY: dict[str, type[Position]] = {}
 """Every encoding by its name in the YAML key `pos_emb`."""
@@ -23,7 +25,19 @@ LEAST, MOST = 1e-12, 1e12  # what `positive` takes
 """Numbers of an encoding. A slope of 1e12 at distance 2^24 squared still is a float32 number."""
 
 FILES: dict[str, str] = {}
-"""The users' own files that were loaded: path by fingerprint of the text."""
+"""The users' own files that were loaded: path by fingerprint of the code."""
+
+RETURNED = {
+    "on_embeddings": 1,
+    "on_queries_keys": 2,
+    "on_queries_keys_by_content": 2,
+    "on_scores": 1,
+}
+RETURNED |= {"distance_bias": 0, "distance_weight": 0, "index_bias": 0}
+"""How many of its arguments each hook returns in their shapes; 0 for a table."""
+
+NO_CODE = re.compile(r"Expr\(value=Constant\(value=0\)\)|\w+=\[\]|ctx=Load\(\)|, ")
+"""In a dumped syntax tree: docstrings, and what some versions of Python write and others do not."""
 
 
 def register(name: str, *, aliases: Sequence[str] = ()) -> Callable[[type], type]:
@@ -59,7 +73,7 @@ def load_file(path: str | Path) -> str:
         raise UserError(
             f"pos_emb_file: {path} cannot be read ({reason}); give the path of a Python file"
         ) from None
-    digest = fingerprint(text)
+    digest = code_fingerprint(text)
     if digest in FILES:
         return text
     if Path(path).resolve() in (Path(known).resolve() for known in FILES.values()):
@@ -80,18 +94,53 @@ def load_file(path: str | Path) -> str:
     except SyntaxError as fault:
         problem = f"{path}:{fault.lineno} is not valid Python ({fault.msg})"
     except BaseException as fault:  # sys.exit(0) would end the command as if it had succeeded
-        frames = traceback.extract_tb(fault.__traceback__)
-        places = [f"{path}:{frame.lineno}" for frame in frames if frame.filename == path]
-        where = [path, *places][-1]
-        problem = f"{where} stops with {type(fault).__name__}: {fault}"
+        problem = fault_in([path], fault) or f"{path} stops with {type(fault).__name__}: {fault}"
     if problem is not None:
         REGISTRY.clear()
         REGISTRY.update(before[0])
         ALIASES.clear()
         ALIASES.update(before[1])
         raise UserError(f"pos_emb_file: {problem}")
+    for name in REGISTRY.keys() - before[0].keys():
+        for hook in RETURNED:
+            method = getattr(REGISTRY[name], hook)
+            if method.__module__ == module.__name__:
+                setattr(REGISTRY[name], hook, _checked(method, RETURNED[hook]))
     FILES[digest] = path
     return text
+
+
+def _checked(hook: Callable, count: int) -> Callable:
+    """A user's hook that refuses to return another shape than it must; count: as in RETURNED."""
+
+    @functools.wraps(hook)
+    def checked(self: Position, *inputs: Any, **options: Any) -> Any:
+        returned = hook(self, *inputs, **options)
+        if count:
+            expected = [list(x.shape) for x in inputs[:count]]
+        else:
+            sizes = [n if isinstance(n, int) else len(n) for n in inputs]
+            expected = [[self.shape.heads, *sizes]]
+        several = returned if isinstance(returned, tuple) else [returned]
+        shapes = [list(getattr(x, "shape", [])) for x in several]
+        no_table = returned is None and not count
+        if shapes != expected and not no_table and self.score_width == 1:
+            raise WrongEncoding(hook, f"must return the shapes {expected}, not {shapes}")
+        return returned
+
+    return checked
+
+
+def code_fingerprint(text: str) -> str:
+    """The same of what Python makes of a text: comments, docstrings and layout do not count."""
+    try:
+        tree = ast.parse(text)
+    except (SyntaxError, ValueError):  # whoever runs it says so
+        return fingerprint(text)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
+            node.value.value = 0
+    return fingerprint(NO_CODE.sub("", ast.dump(tree)))
 
 
 def fingerprint(text: str) -> str:
@@ -147,6 +196,8 @@ def build(name: str, shape: Shape, **options: Any) -> Position:
         position = encoding(shape, **options)
     except UserError as fault:
         raise UserError(f"pos_emb_args: {name}: {fault}") from None
+    if "shape" not in vars(position):
+        raise WrongEncoding(encoding.__init__, "must begin with super().__init__(shape)")
     for path, parameter in position.named_parameters():
         if parameter.dim() == 0:  # DeepSpeed's bf16 engine crashes on it
             raise UserError(

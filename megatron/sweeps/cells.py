@@ -2,7 +2,6 @@
 
 import collections
 import contextlib
-import hashlib
 import itertools
 import json
 import logging
@@ -33,6 +32,7 @@ from megatron.data.parts import open_parts
 from megatron.errors import UserError
 from megatron.evaluation.options import words_fault
 from megatron.files import ROOT
+from megatron.positions import fingerprint
 from megatron.results.files import existing_results, training_log, write_lines
 from megatron.results.row import Row
 
@@ -129,8 +129,8 @@ class Cell:
     def rows(self, evaluation: EvaluationCall) -> list[Row]:
         """Rows of a finished evaluation of this configuration's last step; else none."""
         rows = existing_results(self.file(evaluation))
-        wanted = (self.config.hash, self.steps)
-        same = all((row["config_hash"], row["step"]) == wanted for row in rows)
+        ours = self.config.hashes
+        same = all(row["config_hash"] in ours and row["step"] == self.steps for row in rows)
         return rows if same else []
 
 
@@ -277,9 +277,12 @@ def _cell(parts: SweepFile, values: Values, home: Path, path: Path) -> Cell:
         if _holds(asked.only, values):
             words = _words(asked.options)
             shaping = [measured.eval_lengths, measured.eval_tokens, measured.eval_part]
-            text = json.dumps([config.hash, words, *shaping])
-            digits = hashlib.sha256(text.encode()).hexdigest()[:6]
-            evaluations.append(EvaluationCall(f"{label}-{digits}", tuple(words), asked.options))
+            for config_hash in reversed(config.hashes):
+                text = json.dumps([config_hash, words, *shaping])
+                name = f"{label}-{fingerprint(text)[:6]}"
+                if (folder / "evaluation" / f"{name}.jsonl").exists():  # of an earlier version
+                    break
+            evaluations.append(EvaluationCall(name, tuple(words), asked.options))
     return Cell(_name(values), values, folder, config, tuple(evaluations))
 
 
@@ -333,7 +336,7 @@ def state_of(cell: Cell) -> State:
         step = latest_step(cell.folder) or 0
         if step:
             kept = read_record(find(cell.folder, step))["config_hash"]
-            if kept != cell.config.hash:
+            if kept not in cell.config.hashes:
                 note = f"{cell.folder} holds a run of configuration {kept}, not {cell.config.hash}"
                 return State("foreign", step, note=note)
         is_trained = step >= cell.steps

@@ -70,7 +70,7 @@ def check(command: str, message: str, places: dict[str, str]) -> None:
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case["case"])
-def test_a_bad_input_is_one_message_and_loses_nothing(case, corpus, trained, here):
+def test_a_bad_input_is_one_message_and_loses_nothing(case, corpus, trained, here, own_registry):
     if case.get("copy"):
         shutil.copytree(trained, "copy")
     if "move" in case:

@@ -46,7 +46,7 @@ def checkpoint(mine, tmp_path) -> Path:
     """What training leaves of a configuration, for a process that has loaded nothing yet."""
     folder = tmp_path / "run/global_step1"
     config = loaded(f"pos_emb_file={mine}", "pos_emb=flat")
-    record = {"step": 1, "config_hash": config.hash, "vocab": 128}
+    record = {"step": 1, "config_hash": config.hashes[1], "vocab": 128}  # of an earlier version
     write(folder / "checkpoint.json", json.dumps(record))
     config.save(folder / "config.yml")
     forget(mine)
@@ -70,20 +70,25 @@ def test_a_file_is_run_once_and_its_encoding_has_options_messages_and_aliases(mi
     assert load([one], words).position.pos_emb == "flat"
     (line,) = faults("pos_emb=flat", "pos_emb_args.heit=2")
     assert "flat takes no option 'heit'; did you mean height?" in line
-    mine.write_text(CODE + "# edited\n")
+    mine.write_text(CODE + "edited = True\n")
     (line,) = faults(f"pos_emb_file={mine}")
     assert "was changed after this process had loaded it; start again" in line
 
 
-def test_the_text_counts_for_the_hash_and_its_place_does_not(mine, tmp_path):
+def test_the_code_counts_for_the_hash_and_its_comments_and_place_do_not(mine, tmp_path):
     first = loaded("pos_emb=flat", f"pos_emb_file={mine}")
     moved = shutil.copy(mine, write(tmp_path / "elsewhere/renamed.py", ""))
     assert loaded("pos_emb=flat", f"pos_emb_file={moved}").hash == first.hash
+    words = CODE.replace("height'''", "how high'''").replace("):\n", "):  # why\n\n")
+    moved = write(tmp_path / "commented.py", words)
+    assert loaded("pos_emb=flat", f"pos_emb_file={moved}").hash == first.hash
+    # As versions wrote it for which comments counted.
+    assert first.hashes == ("05e160840157", "413268c8fbf2")
     assert (
         loaded("pos_emb=flat").hash != first.hash
     )  # known by now, but nobody could say from where
     forget(mine)
-    edited = write(tmp_path / "edited.py", CODE + "# another text\n")
+    edited = write(tmp_path / "edited.py", CODE + "another = 'text'\n")
     assert loaded("pos_emb=flat", f"pos_emb_file={edited}").hash != first.hash
 
 
@@ -133,12 +138,12 @@ def test_code_in_a_checkpoint_is_never_run_unasked(checkpoint, mine, tmp_path):
 
 
 def test_a_checkpoint_takes_the_same_text_from_anywhere_and_no_other(checkpoint, mine, tmp_path):
-    mine.write_text(CODE + "# edited\n")
+    mine.write_text(CODE + "edited = True\n")
     load_file(mine)
-    with pytest.raises(UserError, match=r"checkpoint's encoding, and \S*mine.py has another text"):
+    with pytest.raises(UserError, match=r"checkpoint's encoding, and \S*mine.py has other code"):
         read_meta(checkpoint)
     forget(mine)
-    load_file(write(tmp_path / "another/place.py", CODE))
+    load_file(write(tmp_path / "another/place.py", CODE + "# not the code\n"))
     config, _ = read_meta(checkpoint)
     assert config.pos_emb_code == CODE
     (checkpoint / "pos_emb_file.py").unlink()

@@ -59,6 +59,20 @@ def test_a_failure_is_printed_and_is_the_exit_status(quick, tmp_path, capsys):
     assert "6 hold, 1 fail\n" in printed
 
 
+def test_lack_of_memory_is_no_fault_of_the_encoding(monkeypatch, capsys):
+    def check(subject):
+        raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
+
+    monkeypatch.setattr(command, "examine", lambda subject: examine(subject, [check]))
+    assert main(["alibi"]) == 1
+    printed = capsys.readouterr()
+    assert "the machine's memory does not suffice" in printed.err
+    assert printed.out == ""
+    with pytest.raises(SystemExit):
+        main(["alibi", "--heads", "99999999"])
+    assert "--heads: 99999999 is not a whole number from 1 to 1,024" in capsys.readouterr().err
+
+
 def test_what_the_user_got_wrong_is_one_message(capsys):
     for words, message in (
         ("kerple_lag", "pos_emb: no encoding is called 'kerple_lag'; did you mean kerple_log?"),
@@ -66,7 +80,6 @@ def test_what_the_user_got_wrong_is_one_message(capsys):
         ("alibi --option slope_factor", "--option: slope_factor: is neither a file nor key=value;"),
         ("alibi --from nowhere.py", "pos_emb_file: nowhere.py cannot be read"),
         ("mep", "pos_emb_args: mep needs the option kernels"),
-        ("alibi --train_length 8", "--heads and --head_dim are at least 1, --train_length at"),
     ):
         assert main(words.split()) == 1
         printed = capsys.readouterr()
