@@ -34,7 +34,7 @@ from megatron.evaluation.options import words_fault
 from megatron.files import ROOT
 from megatron.positions import fingerprint
 from megatron.results.files import existing_results, training_log, write_lines
-from megatron.results.row import Row
+from megatron.results.row import Row, measurement_of
 
 SHIPPED = ROOT / "configs" / "sweeps"
 LONGEST_NAME = 200  # characters of a cell's folder; most disks take 255
@@ -418,11 +418,18 @@ def seconds_per_step(cell: Cell) -> float | None:
 def collect(sweep: Sweep) -> list[Row]:
     """Write results.jsonl and return its rows; without rows nothing is written.
 
+    Its rows of another configuration stay as long as their run is in its cell's folder.
     Raises UserError if the rows of other cells would be lost.
     """
     rows = finished_rows(sweep)
+    measured = set(map(measurement_of, rows))
+    for row in existing_results(sweep.results):
+        folder = sweep.folder / _name(row.get("cell", {}))
+        with contextlib.suppress(UserError):  # no such run
+            kept = read_record(find(folder, row["step"]))["config_hash"]
+            if kept == row["config_hash"] and measurement_of(row) not in measured:
+                rows.append(row)
     if rows:
-        existing_results(sweep.results)  # a damaged file is named, not replaced
         write_lines(sweep.results, rows)
     elif sweep.results.exists() and sweep.results.stat().st_size:
         raise UserError(

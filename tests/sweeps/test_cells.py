@@ -2,11 +2,12 @@
 
 import json
 import math
+from dataclasses import replace
 
 import pytest
 
 from megatron.errors import UserError
-from megatron.sweeps.cells import collect, find_sweep, load_sweep
+from megatron.sweeps.cells import collect, find_sweep, load_sweep, state_of
 from tests.support import ROOT, call
 from tests.sweeps.conftest import SWEEP
 
@@ -122,19 +123,20 @@ def cell(path, tmp_path):
     return load_sweep(path, tmp_path / "runs").cells[0]
 
 
-def checkpoint(cell, step):
+def checkpoint(cell, step, config_hash=None):
     """As much of a checkpoint as says how far a cell is."""
     folder = cell.folder / f"global_step{step}"
     folder.mkdir(parents=True)
-    record = {"step": step, "config_hash": cell.config.hash, "vocab": 64}
+    record = {"step": step, "config_hash": config_hash or cell.config.hash, "vocab": 64}
     (folder / "checkpoint.json").write_text(json.dumps(record))
 
 
-def evaluated(cell, evaluation):
+def evaluated(cell, evaluation, config_hash=None):
     path = cell.file(evaluation)
     path.parent.mkdir(exist_ok=True)
     row = {"pos_emb": "kerple_log", "length": 32, "windows": 1, "tokens": 32, "loss": 1.0}
-    row |= {"perplexity": math.e, "step": cell.steps, "config_hash": cell.config.hash}
+    row |= {"perplexity": math.e, "step": cell.steps}
+    row["config_hash"] = config_hash or cell.config.hash
     path.write_text(json.dumps(row) + "\n")
 
 
@@ -174,10 +176,45 @@ def test_a_cell_is_worked_on_only_while_somebody_holds_its_lock(path, cell, tmp_
     assert shown().startswith(f"damaged: {cell.folder}/global_step10/checkpoint.json: not readable")
 
 
+MINE = """
+from megatron.positions import DistanceBias, register
+
+
+@register("flat")
+class Flat(DistanceBias):
+    '''0'''
+
+    def log_kernel(self, distance):
+        return (0 * distance).expand(self.shape.heads, -1)
+"""
+
+
+def test_a_comment_in_the_users_file_leaves_finished_cells_and_code_leaves_their_rows(
+    tmp_path, own_registry
+):
+    mine = tmp_path / "mine.py"
+    mine.write_text(MINE)
+    settings = TINY.replace("{", f"{{pos_emb_file: {mine}, pos_emb: flat, ", 1)
+    text = settings + "grid: {seed: [2, 1]}\nevaluate: {a: {}}\n"
+    new, old = sweep_of(tmp_path, text).cells
+    checkpoint(new, 10)
+    evaluated(new, new.evaluations[0])
+    # As a version left it for which comments counted.
+    checkpoint(old, 10, old.config.hashes[1])
+    evaluated(old, replace(old.evaluations[0], label="a-d00603"), old.config.hashes[1])
+    assert len(collect(sweep_of(tmp_path, text))) == 2
+    mine.write_text(MINE.replace("'0'", "'nothing'") + "# a comment\n")
+    assert state_of(sweep_of(tmp_path, text).cells[0]).kind == "done"
+
+    changed = sweep_of(tmp_path, text.replace("hidden_size: 64", "hidden_size: 32"))
+    assert state_of(changed.cells[0]).kind == "foreign"
+    assert len(collect(changed)) == 2
+
+
 def test_results_of_another_sweep_are_neither_replaced_nor_emptied(path, tmp_path):
     results = tmp_path / "results.jsonl"
     results.write_text("rows\n")
-    with pytest.raises(UserError, match="holds rows, and"):
+    with pytest.raises(UserError, match="is no result of"):
         collect(load_sweep(path, tmp_path))
     reproduced = call("tools/reproduce.py", "kerple-table5", "--folder", tmp_path)
     assert results.read_text() == "rows\n"
