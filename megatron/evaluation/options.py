@@ -2,6 +2,8 @@
 
 import argparse
 import contextlib
+import hashlib
+import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -9,12 +11,15 @@ from typing import Any, NoReturn
 
 import torch
 
+from megatron import strict_json
 from megatron.errors import UserError
 from megatron.evaluation.protocols import PROTOCOLS, Request
-from megatron.model.methods import METHODS, fault_of_name
+from megatron.files import read_small
+from megatron.model.methods import FACTORS, METHODS, fault_of_name, shown
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 MOST = 10**12
+LONGEST_FACTORS = 10**6  # bytes of a file of factors
 TOKENS = (1, 2**24)  # beyond, positions are not exact in float32
 VARIED = ("window", "logn_scale", "paper_precision", "sinks", "clip_distance", "method")
 """Settings of attention of which an evaluation may try several values on the same weights."""
@@ -72,13 +77,13 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add_whole_number(parser, "--tail", Options.tail, "tail: scored tokens of a window", TOKENS)
     stride = "sliding: tokens that windows move by; default: half of each"
     add("--stride", type=number(*TOKENS), metavar="N", help=stride)
-    add_attention(parser, nargs="+", default=())
+    add_attention(parser, nargs="+", action="extend", default=[])
     dtype = "of the model; tables stay float32"
     add("--dtype", choices=tuple(DTYPES), default=Options.dtype, help=dtype)
 
 
 def add_attention(parser: argparse.ArgumentParser, **how: Any) -> None:
-    """The settings of attention in VARIED. how: nargs and default of each option"""
+    """The settings of attention in VARIED. how: nargs, action and default of each option"""
     window = "key window, each value on the same weights: N, train_length or none"
     sinks = "first tokens that stay visible beside --window (StreamingLLM), likewise: N or none"
     clip = "tables by distance keep their value from D on, likewise: D or none"
@@ -167,10 +172,26 @@ def switch(text: str) -> bool:
 
 
 def method_or_none(text: str) -> str | None:
-    """A method for longer texts, or none."""
+    """A method for longer texts, or none. A file of factors is read, and its contents named."""
     if text == "none":
         return None
     fault = fault_of_name(text)
     if fault is not None:
         raise argparse.ArgumentTypeError(fault.removeprefix("--method "))
-    return text
+    if not text.startswith("longrope"):
+        return text
+    options, _, file = text.partition(",factors=")
+    try:
+        found = strict_json.parse(read_small(Path(file), LONGEST_FACTORS))
+        for key in ("rope_scaling", "rope_parameters"):  # where a config.json has them
+            found = found.get(key) or found
+        factors = {key: found[key] for key in ("long_factor", "short_factor")}
+    except (OSError, ValueError, AttributeError, LookupError, TypeError):
+        raise argparse.ArgumentTypeError(
+            f"{shown(text)}: give longrope,factor=N,factors=FILE; FILE is JSON with the lists"
+            " long_factor and short_factor, one number for each feature pair, such as config.json"
+            " of a model with them"
+        ) from None
+    name = hashlib.sha256(json.dumps(factors).encode()).hexdigest()[:12]
+    FACTORS[name] = factors
+    return f"{options},factors={name}"

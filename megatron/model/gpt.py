@@ -214,7 +214,9 @@ class GPT(nn.Module):
         if faults:
             raise UserError("\n".join(faults))
         self.attention = attention
+        method = chosen_method(attention, None, self.train_length)
         for position in self._positions:
+            position.use_scaling({} if method is None else method.scaling)
             position.use_paper_precision(attention.paper_precision)
             if attention.reset_attention_mask:
                 position.check_documents(restart=attention.reset_position_ids)
@@ -229,7 +231,9 @@ class GPT(nn.Module):
     def _method_of(self, position: Position, window: int | None) -> Method | None:
         """The method that moves the tokens of such a layer, or None."""
         method = chosen_method(self.attention, window, self.train_length)
-        return method if method is not None and method.applies_to(position) else None
+        if method is None or method.scaling or not method.applies_to(position):
+            return None
+        return method
 
     def learned(self) -> dict[str, Tensor]:
         """The effective values of the encoding's learned numbers, by name.

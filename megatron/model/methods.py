@@ -17,10 +17,14 @@ their number of keys n, rounded up to whole steps. The base is base · (factor �
 factor + 1)^(dim / (dim - 2)) beyond seq_length; all keys are turned by it too. transformers gives
 every query the base of the whole text, so that a longer text changes what came before. Here the
 last query of a step has what they give it.
+
+`pi`, `ntk`, `yarn` and `longrope` are the scalings of `rotary` (positions/frequencies.py), on a
+model that was trained without: tokens stay where they are, and frequencies change.
 """
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -45,12 +49,14 @@ class MethodKind(NamedTuple):
     defaults: of options that need not be given, by the training's length and what is given
     needs: the attribute that the encoding of at least one layer must have; None: nothing
     between: far distances may lie between whole numbers, where tables have no value
+    scaling: of `rotary`, which the encoding gets; None: tokens move instead
     """
 
     options: dict[str, type]
-    defaults: Callable[[int, Mapping[str, float]], dict[str, float]]
+    defaults: Callable[[int, Mapping[str, float]], dict[str, float]] = lambda length, given: {}
     needs: str | None = "rotates"
     between: bool = False
+    scaling: str | None = None
 
 
 def half(train_length: int, _: Mapping[str, float]) -> dict[str, float]:
@@ -72,13 +78,22 @@ METHODS = {
         lambda length, given: {"factor": 1.0, "step": length},
         needs="stretches",
     ),
+    "pi": MethodKind({"factor": float}, needs="stretches", scaling="linear"),
+    "ntk": MethodKind({"factor": float}, needs="stretches", scaling="ntk"),
+    "yarn": MethodKind({"factor": float}, needs="stretches", scaling="yarn"),
+    "longrope": MethodKind(
+        {"factor": float, "factors": str}, needs="stretches", scaling="longrope"
+    ),
 }
 """All that `--method` may name."""
-SINKS = MethodKind({"window": int, "sinks": int}, lambda length, given: {}, needs=None)
+SINKS = MethodKind({"window": int, "sinks": int}, needs=None)
 """The setting `sinks` beside `window`."""
+FACTORS: dict[str, dict[str, list[float]]] = {}
+"""LongRoPE's factors that were read: long_factor and short_factor, by a name of their contents."""
 LACKS = {
     "rotates": "does not turn queries and keys by position; it is for encodings such as rotary",
-    "stretches": "has no base that can grow; it is for rotary without scaling",
+    "stretches": "has no frequencies to stretch, or stretched ones already; it is for rotary"
+    " without scaling",
 }
 """Reasons why an encoding does not fit a method."""
 
@@ -104,6 +119,14 @@ class Method:
         """The method as `method_of` reads it, with all options: rerope,window=256."""
         words = [f"{name}={self.options[name]}" for name in self.kind.options]
         return ",".join([self.name, *(word.removesuffix(".0") for word in words)])
+
+    @property
+    def scaling(self) -> dict[str, Any]:
+        """What it changes of the encoding's `Scaling`; {}: nothing, tokens move."""
+        if self.kind.scaling is None:
+            return {}
+        scaling = {"name": self.kind.scaling, "factor": self.options["factor"]}
+        return scaling | FACTORS.get(self.options.get("factors", ""), {})
 
     def far(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
         """Positions of queries for far keys, and of these for them: [queries], [keys] -> same."""
@@ -136,6 +159,12 @@ class Method:
             return "its bias by distance has no value between whole distances"
         if self.kind.needs == "stretches" and not position.stretches:
             return "its base cannot change, or is that of longer texts already"
+        if self.scaling:
+            try:
+                deepcopy(position).use_scaling(self.scaling)
+            except UserError as fault:
+                return str(fault)
+            return None
         if has("on_scores"):
             return "it changes all scores of a query by their content"
         if has("on_embeddings"):
@@ -170,7 +199,7 @@ def method_of(text: str, train_length: int) -> Method:
         raise UserError(fault)
     name, *words = text.split(",")
     kind = METHODS[name]
-    options: dict[str, float] = {}
+    options: dict[str, Any] = {}
     wanted = ", ".join(f"{option}={type.__name__}" for option, type in kind.options.items())
     for word in words:
         key, _, value = word.partition("=")
@@ -180,10 +209,12 @@ def method_of(text: str, train_length: int) -> Method:
             raise UserError(f"--method {name}: {shown(word)} is wrong; give {wanted}") from None
     options = kind.defaults(train_length, options) | options
     for key in kind.options:
-        least = options.get("window", 1) if key == "limit" else LEAST[key]
-        most = train_length if key == "window" else MOST
         if key not in options:
             raise UserError(f"--method {name}: give {key}= too; it has no default")
+        if key == "factors":  # a name of numbers
+            continue
+        least = options.get("window", 1) if key == "limit" else LEAST[key]
+        most = train_length if key == "window" else MOST
         if not least <= options[key] <= most:
             value = options[key]
             raise UserError(f"--method {name}: {key}={value} is not within {least} … {most}")

@@ -2,9 +2,9 @@
 
 import inspect
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -56,7 +56,7 @@ class Position(Float32Module):
     grouped_queries: whether the model may have fewer key heads than heads
     score_width: how many times as wide as values on_queries_keys makes queries and keys
     rotates: on_queries_keys makes q·k depend on the distance, and on_queries_keys_at can be asked
-    stretches: on_queries_keys_at knows `stretch`
+    stretches: on_queries_keys_at knows `stretch`, and use_scaling other options than none
     draws: numbers per head that KERPLE's constructor draws from U(0, high); they are options too
     claims: some of "zero_at_0", "never_rises" and "conditionally_positive_definite", as KERPLE's
         kernels are; tools/check_encoding.py holds the bias to them
@@ -211,6 +211,15 @@ class Position(Float32Module):
         for module in self.modules():
             if isinstance(module, Position):
                 module.paper_precision = on
+
+    def use_scaling(self, options: Mapping[str, Any]) -> None:
+        """Turn by the frequencies that these options of a `Scaling` give; {}: as trained.
+
+        Raises UserError for options that do not fit. Encodings that turn nothing stay as they are.
+        """
+        for part in self.modules():
+            if isinstance(part, Position) and part is not self:
+                part.use_scaling(options)
 
     def has(self, hook: str) -> bool:
         """Whether this encoding overrides a hook: index_bias, on_scores, distance_bias …"""

@@ -10,6 +10,8 @@ it without these faults. `longrope` has two sets of frequencies, one for texts u
 original_length, and therefore refuses to continue a cached text beyond that length.
 """
 
+from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -86,7 +88,7 @@ class Rotary(Turning):
         length: float = shape.train_length
         if original_length is not None:
             length = positive("original_length", original_length)
-        options = Scaling(
+        self.own_scaling = Scaling(
             scaling,
             factor,
             length,
@@ -99,26 +101,35 @@ class Rotary(Turning):
             long_factor,
             short_factor,
         )
-        options.check(self.dim)
-        self.is_scaled = scaling != "none"
-        self.stretches = not self.is_scaled and self.dim > 2
+        self.stretches = scaling == "none" and self.dim > 2
         self.base = base
-        self.amplitude = options.amplitude
         self.fraction, self.resonance = fraction, switch("resonance", resonance)
-        inv_freq = self._turning(options.stretched(self.dim, base))
+        self.scaling: Scaling | None = None  # in use
+        self.use_scaling({})
+        self.is_short = False
+
+    def use_scaling(self, options: Mapping[str, Any]) -> None:
+        """See Position."""
+        scaling = replace(self.own_scaling, **options)
+        if scaling == self.scaling:
+            return
+        scaling.check(self.dim)
+        self.scaling = scaling
+        self.is_scaled = scaling.name != "none"
+        self.amplitude = scaling.amplitude
+        inv_freq = self._turning(scaling.stretched(self.dim, self.base)).to(self.origin)
         self.register_buffer("inv_freq", inv_freq, persistent=False)
         self.short_length = 0  # up to which the other frequencies hold
-        of_short_texts = options.of_short_texts(self.dim, base)
-        if of_short_texts is not None:
-            self.short_length = int(length)
-            short_inv_freq = self._turning(of_short_texts)
-            self.register_buffer("short_inv_freq", short_inv_freq, persistent=False)
-        self.is_short = False
+        short_inv_freq = scaling.of_short_texts(self.dim, self.base)
+        if short_inv_freq is not None:
+            self.short_length = int(scaling.length)
+            short_inv_freq = self._turning(short_inv_freq).to(self.origin)
+        self.register_buffer("short_inv_freq", short_inv_freq, persistent=False)
 
     @property
     def movable(self) -> bool:
-        """Not where the frequencies depend on the length of the text."""
-        return self.short_length == 0
+        """Not where the frequencies of training depend on the length of the text."""
+        return self.own_scaling.name != "longrope"
 
     def prepare(self, length: int) -> None:
         """Choose the frequencies for a text of that many tokens."""

@@ -22,6 +22,7 @@ from megatron.evaluation.loaded_run import SHAPES_LOSSES, code_fingerprint
 from megatron.folder_lock import owned_file
 from megatron.model import from_config
 from megatron.results.files import read_results, write_lines
+from megatron.results.labels import runs
 from tests.support import ROOT
 from tests.support import run as run_script
 
@@ -307,7 +308,8 @@ def test_each_method_has_rows_of_its_own_that_name_it(home, tmp_path, capsys):
     words = f"--checkpoint {home}/run --step 4 --lengths 16 64"
     methods = "none dynamic_ntk rerope leaky_rerope,factor=4 self_extend,window=8,group=2"
     output = tmp_path / "a.jsonl"
-    first = rows_of(output, words, f"--method {methods} lm_infinite,sinks=2")
+    stretched = "--method yarn,factor=4.0 pi,factor=4 --method ntk,factor=4"
+    first = rows_of(output, words, f"--method {methods} lm_infinite,sinks=2 {stretched}")
     rows = rows_of(output, words, "--method rerope,window=8 rerope,window=4")
     assert [row for row in rows if row in first] == first, "kept, with the seconds that it took"
     assert {row.get("method") for row in rows} == {
@@ -318,9 +320,11 @@ def test_each_method_has_rows_of_its_own_that_name_it(home, tmp_path, capsys):
         "self_extend,window=8,group=2",
         "lm_infinite,window=16,sinks=2,limit=16",
         "dynamic_ntk,factor=1,step=16",
+        *("yarn,factor=4", "pi,factor=4", "ntk,factor=4"),
     }
+    assert {f"rotary, method {row.get('method') or 'none'}" for row in rows} == set(runs(rows))
     rows += rows_of(tmp_path / "sinks.jsonl", words, "--window 14 --sinks none 2")
-    assert len({row["loss"] for row in rows if row["length"] == 64}) == 9
+    assert len({row["loss"] for row in rows if row["length"] == 64}) == 12
     clip = f"--checkpoint {home}/run --step 3 --lengths 16 64 --clip-distance none 15"
     clipped = rows_of(tmp_path / "clip.jsonl", clip)
     loss = {(row.get("clip_distance"), row["length"]): row["loss"] for row in clipped}
@@ -453,6 +457,7 @@ def test_what_cannot_be_evaluated_is_one_message_and_writes_nothing(home, folder
         f"{own} --output {folder}/notes.txt": "notes.txt exists and holds something else",
         f"{own} --window wide": "argument --window: wide is not .* 16,777,216, or none, or train_",
         f"{own} --method rerop": "argument --method: rerop: no such method; did you mean rerope",
+        f"{own} --method longrope": "argument --method: longrope: give longrope,factor=N,fac",
         f"{own} --logn-scale yes": "argument --logn-scale: yes: give on or off",
         f"{run_folder} --step 4 --sinks 2 --clip-distance 5 --method rerope rerope,window=17": (
             "--sinks 2: without a window(.|\\n)*--clip-distance 5: rotary has no table by distance"

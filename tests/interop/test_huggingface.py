@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import huggingface_hub
@@ -17,6 +18,7 @@ from megatron.config import load
 from megatron.data.tokenizers.build import build_tokenizer
 from megatron.data.tokens import TokenWriter
 from megatron.errors import UserError
+from megatron.evaluation.options import method_or_none
 from megatron.interop import open_model
 from megatron.interop.families import FAMILIES, read_weights, write_weights
 from megatron.interop.huggingface import read_settings
@@ -25,7 +27,7 @@ from megatron.interop.importing import (
     import_checkpoint,
     import_if_foreign,
 )
-from megatron.model import Architecture, padded_vocab
+from megatron.model import Architecture, AttentionSettings, padded_vocab
 from tests.interop.models import (
     CASES,
     SCALED,
@@ -33,6 +35,7 @@ from tests.interop.models import (
     edited,
     of_theirs,
     random_ids,
+    rope,
     words_tokenizer,
 )
 from tests.support import ROOT, call
@@ -76,6 +79,26 @@ def test_logits_and_gradients_are_those_of_hugging_face(case, folder):
         size = expected_gradients[name].abs().max()
         difference = (parameter.grad - expected_gradients[name]).abs().max()
         assert difference <= 1e-4 * size, name
+
+
+@torch.no_grad()
+def test_a_method_gives_the_logits_of_a_config_with_that_scaling(folder, tmp_path):
+    lists = {"long_factor": [1.0, 1.5, 2.5, 4.0], "short_factor": [1.0, 1.0, 1.2, 1.5]}
+    scaled = {"factor": 4.0, "original_max_position_embeddings": 320}
+    cases = {
+        "pi,factor=4": rope("linear", factor=4.0),
+        "ntk,factor=4": rope("default", rope_theta=10000 * 4 ** (8 / 6)),
+        "yarn,factor=4": rope("yarn", **scaled),
+        f"longrope,factor=4,factors={tmp_path}/3/config.json": rope("longrope", **scaled, **lists),
+    }
+    ours, config = open_model(folder("llama"))
+    for number, (method, scaling) in enumerate(cases.items()):
+        place = edited(folder("llama"), tmp_path / str(number), **scaling)
+        theirs = transformers.LlamaForCausalLM.from_pretrained(place)
+        settings = AttentionSettings.of(config.attention)
+        ours.use_attention(replace(settings, method=method_or_none(method)))
+        for ids in (random_ids(320), random_ids(700)):
+            torch.testing.assert_close(ours(ids), theirs(ids).logits, rtol=0, atol=5e-5)
 
 
 @every_case

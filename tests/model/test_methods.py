@@ -11,7 +11,15 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply
 
 from megatron.errors import UserError
 from megatron.model import GPT, AttentionSettings
-from megatron.model.methods import METHODS, Method, Text, attention_by_method, clipped, method_of
+from megatron.model.methods import (
+    FACTORS,
+    METHODS,
+    Method,
+    Text,
+    attention_by_method,
+    clipped,
+    method_of,
+)
 from megatron.positions import Position, Shape, build
 from tests.encodings import every_signature
 from tests.model.test_cache import in_pieces, model
@@ -24,7 +32,10 @@ VARIANTS = {
     "self_extend": {"method": "self_extend,window=20,group=3"},
     "lm_infinite": {"method": "lm_infinite,sinks=3,window=20"},
     "dynamic_ntk": {"method": "dynamic_ntk,step=20"},
+    "yarn": {"method": "yarn,factor=4"},
 }
+NEAR = {"dynamic_ntk": 48, "yarn": 1}
+"""Up to which token a text is read as without the method."""
 MOVING = ("leaky_rerope", "rerope", "self_extend")
 # What encodings can be read with. Of a name that is not here both answers are right.
 TABLES = {
@@ -38,13 +49,13 @@ ACCEPTED = {
     **{name: {"sinks", "lm_infinite", "clip_distance"} for name in TABLES},
     **{name: {"sinks", "lm_infinite"} for name in NO_POSITIONS},
     **{name: set() for name in REFUSE_ALL},
-    "rotary": {"sinks", "lm_infinite", "dynamic_ntk", *MOVING},
-    "randomized": {"sinks", "lm_infinite", "dynamic_ntk", *MOVING},
+    "rotary": {"sinks", "lm_infinite", *NEAR, *MOVING},
+    "randomized": {"sinks", "lm_infinite", *NEAR, *MOVING},
     "xpos": {"sinks", "lm_infinite", *MOVING},
     "pope": {"sinks", "lm_infinite", *MOVING},
     "grape_m": {"sinks", "lm_infinite", *MOVING},
     # Its parts here are rotary and kerple_log, and a table has no value between distances.
-    "sum": {"sinks", "lm_infinite", "clip_distance", "dynamic_ntk", "rerope"},
+    "sum": {"sinks", "lm_infinite", "clip_distance", *NEAR, "rerope"},
 }
 # With first values that leave keys 20 tokens back no weight, or a score of 0.
 FORGETTING = {"fox", "kerple_bias_2para", "kerple_wht_1para"}
@@ -75,7 +86,7 @@ def test_an_encoding_refuses_a_method_or_decodes_with_it_in_pieces_as_in_a_whole
         expected = with_method(gpt, variant)(ids)
         found = in_pieces(gpt, ids, [1, 1, 46, 1, 1, 40, 1, 50])
         torch.testing.assert_close(found, expected, rtol=0, atol=1e-4)
-        near = 20 if variant != "dynamic_ntk" else 48
+        near = NEAR.get(variant, 20)
         torch.testing.assert_close(expected[:, :near], plain[:, :near], rtol=0, atol=1e-4)
         if name not in FORGETTING:
             assert (expected - plain)[:, 60:].abs().max() > 1e-4, "beyond, it changes something"
@@ -84,10 +95,24 @@ def test_an_encoding_refuses_a_method_or_decodes_with_it_in_pieces_as_in_a_whole
 def test_a_layer_that_cannot_is_named():
     for names, variant, message in (
         ("[rotary, alibi]", "self_extend", "self_extend,window=20,group=3: alibi cannot be read"),
+        ("[rotary: {scaling: linear}]", "yarn", "rotary has no frequencies to stretch, or"),
         ("[rotary, fire]", "sinks", "fire cannot be read so: its bias depends on the places"),
     ):
         with pytest.raises(UserError, match=message):
             with_method(model("rotary", f"pos_emb_layers={names}"), variant)
+
+
+FACTORS["of_eight"] = {"long_factor": [1.0, 2.0, 3.0, 4.0], "short_factor": [1.0, 1.0, 1.5, 2.0]}
+FACTORS["of_two"] = {"long_factor": [1.0, 2.0], "short_factor": [1.0, 2.0]}
+
+
+@torch.no_grad()
+def test_after_other_frequencies_a_model_reads_as_it_was_trained():
+    gpt, ids = model("sum"), torch.randint(50, (1, 100))
+    plain = gpt(ids)
+    for method in ("longrope,factor=4,factors=of_eight", "yarn,factor=4", "rerope", None):
+        gpt.use_attention(settings(method=method))
+        assert torch.allclose(gpt(ids), plain) == (method is None)
 
 
 def text_of(position: Position, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> Text:
@@ -151,6 +176,10 @@ REFUSED = (
     ({"method": "rerope,window=49"}, ["window=49 is not within 1 … 48"]),
     ({"method": "rerope,window=4.5"}, ["window=4.5 is wrong; give window=int"]),
     ({"method": "self_extend"}, ["--method self_extend: give group= too; it has no default"]),
+    (
+        {"method": "longrope,factor=4,factors=of_two"},
+        ["rotary cannot be read so: long_factor: 2 numbers are given; give 4 numbers, one for"],
+    ),
     ({"method": "leaky_rerope,factor=nan"}, ["factor=nan is not within 1 … 16777216"]),
     ({"method": "lm_infinite,sinks=0,limit=3"}, ["sinks=0 is not within 1"]),
     (
@@ -187,7 +216,8 @@ def test_a_method_names_all_of_its_options():
         ("self_extend,group=2", "self_extend,window=256,group=2"),
         ("lm_infinite,sinks=4", "lm_infinite,window=512,sinks=4,limit=512"),
         ("dynamic_ntk", "dynamic_ntk,factor=1,step=512"),
+        ("yarn,factor=4.0", "yarn,factor=4"),
     ):
         assert method_of(given, 512).text == text
         assert method_of(text, 512) == method_of(given, 512)
-    assert set(METHODS) == set(VARIANTS) - {"sinks", "clip_distance"}
+    assert set(METHODS) == set(VARIANTS) - {"sinks", "clip_distance"} | {"pi", "ntk", "longrope"}

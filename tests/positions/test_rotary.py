@@ -50,15 +50,15 @@ def test_scaled_frequencies_are_those_of_hugging_face():
             for length in (512, 513):  # longrope has others from there on
                 theirs = {**options, "original_max_position_embeddings": 512}
                 expected, amplitude = hugging_face(scaling, length, base, part, **theirs)
-                ours = build(
-                    "rotary", SHAPE, scaling=scaling, base=base, rotary_pct=part, **options
-                )
+                ours = build("rotary", SHAPE, base=base, rotary_pct=part)
+                ours.use_scaling({"name": scaling, **options})
                 ours.prepare(length)
                 torch.testing.assert_close(ours._frequencies(), expected, rtol=3e-6, atol=0)
                 assert ours.amplitude == pytest.approx(amplitude, rel=1e-12)
     # Their `dynamic` is our ntk with factor = length / original length.
     expected, _ = hugging_face("dynamic", 1024, 10000.0, 1.0, factor=1.0)
-    ours = build("rotary", SHAPE, scaling="ntk", factor=2.0)
+    ours = build("rotary", SHAPE)
+    ours.use_scaling({"name": "ntk", "factor": 2.0})
     torch.testing.assert_close(ours.inv_freq, expected, rtol=3e-6, atol=0)
 
 
