@@ -24,13 +24,12 @@ from megatron.entry import run
 from megatron.errors import UserError, visible
 from megatron.evaluation.loaded_run import variant
 from megatron.evaluation.options import DTYPES, VARIED, add_attention
-from megatron.files import write_text
+from megatron.files import check_output, write_output
 from megatron.generation.decode import NUMBERS, GenerationSettings, continued
 from megatron.generation.with_tokenizer import opened_with_tokenizer
 from megatron.model import AttentionSettings
 from megatron.parallel.grid import here
 from megatron.parallel.threads import count_parameters, use_threads
-from megatron.results.files import check_place
 
 logger = logging.getLogger("megatron.generate")
 
@@ -73,9 +72,7 @@ def main(config: Config | None, arguments: argparse.Namespace) -> None:
     settings.check()
     output = arguments.output
     if output is not None:
-        check_place(output)
-        if output.exists() and output.stat().st_size:
-            raise UserError(f"--output: {output} exists - name a new file, or remove this one")
+        check_output(output)
     prompts = prompts_of(arguments)
     if here().ranks > 1:
         raise UserError("generate.py: is one process; start it without torchrun or srun")
@@ -133,7 +130,7 @@ def main(config: Config | None, arguments: argparse.Namespace) -> None:
         if output is None and not is_one:
             sys.stdout.write("".join(lines))
         elif output is not None and lines:
-            write_text(output, "".join(lines))
+            write_output(output, "".join(lines).encode(), mark=b"")
             logger.info("written to %s", output)
 
 

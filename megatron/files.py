@@ -6,10 +6,12 @@ import os
 import re
 import shutil
 import socket
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from functools import cache
+from io import FileIO
 from pathlib import Path
 
 from megatron.errors import UserError
@@ -19,6 +21,7 @@ ROOT = Path(__file__).resolve().parents[1]  # the project's folder: entry script
 TEMPORARY = re.compile(r"\.(?P<name>.+)\.(?P<pid>\d{1,9})\.(?P<place>[0-9a-f]{8})\.tmp")
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 DAY = 24 * 3600  # seconds; no file is written for so long without a change
+MARKED = 1 << 26  # bytes of an earlier output in which its mark stands
 
 
 @contextmanager
@@ -86,6 +89,67 @@ def write_text(path: Path, text: str) -> None:
     """Write the whole file in UTF-8: readers see the old text or the new one, never a part."""
     with atomic_write(path) as temporary:
         temporary.write_text(text, encoding="utf-8", newline="")
+
+
+# --- Outputs that a user names ---
+
+
+def check_output(path: Path, mark: bytes | None = None) -> None:
+    """Raises UserError or OSError if an output could not be written, or must not be replaced.
+
+    mark: what every earlier output of this kind has in it; without one, no file is replaced
+    """
+    if stream(path):
+        return
+    place = Path(os.path.realpath(path))
+    place.parent.mkdir(parents=True, exist_ok=True)
+    if not os.access(place.parent, os.W_OK):
+        raise UserError(f"--output: {path} cannot be written - choose another place")
+    if not place.exists():
+        return
+    with place.open("rb") as file:
+        content = file.read(MARKED)
+    if content and (mark is None or mark not in content):
+        raise UserError(
+            f"--output: {path} exists and is no earlier output to be replaced - choose another"
+            " name, or remove it"
+        )
+
+
+def write_output(path: Path, content: bytes, mark: bytes | None = None) -> None:
+    """Write an output where a user wants it: a new file, or one with the mark is replaced.
+
+    A device or a pipe is written through. Raises what `check_output` does.
+    """
+    check_output(path, mark)
+    file = stream(path)
+    if file is None:
+        with atomic_write(Path(os.path.realpath(path))) as temporary:
+            temporary.write_bytes(content)
+        return
+    try:
+        while content:
+            content = content[file.write(content) :]
+    except OSError as fault:
+        if fault.errno in FULL:
+            fault.filename = str(path)
+        raise
+
+
+@cache
+def stream(path: Path) -> FileIO | None:
+    """A device, a pipe or the standard output, also by a link, to be written; None for a file.
+
+    It stays open: to the reader of a pipe its closing is the end of all output.
+    """
+    if not path.exists() or path.is_dir():
+        return None
+    if sys.stdout is not None and os.path.samestat(path.stat(), os.fstat(1)):
+        return FileIO(os.dup(1), "wb")
+    return None if path.is_file() else FileIO(path, "wb")
+
+
+# --- Reading, and what was left ---
 
 
 def read_small(path: Path, most: int) -> bytes:

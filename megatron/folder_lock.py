@@ -9,13 +9,13 @@ import os
 import socket
 import time
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from pathlib import Path
 
 from filelock import FileLock, Timeout
 
 from megatron.errors import UserError, cannot_write
-from megatron.files import remove_stale_temp_files
+from megatron.files import remove_stale_temp_files, stream
 
 logger = logging.getLogger(__name__)
 
@@ -32,7 +32,12 @@ def owned_folder(folder: Path, key: str) -> AbstractContextManager[None]:
 
 
 def owned_file(path: Path, key: str) -> AbstractContextManager[None]:
-    """Own a file that is written until the block ends, as `owned_folder` does."""
+    """Own a file that is written until the block ends, as `owned_folder` does.
+
+    A device or a pipe has no owner.
+    """
+    if stream(path):
+        return nullcontext()
     return _owned(path, path.with_name(f".{path.name}.owner"), key)
 
 

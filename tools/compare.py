@@ -14,7 +14,7 @@ from pathlib import Path
 
 from megatron.cli_errors import guarded
 from megatron.errors import UserError
-from megatron.files import write_text
+from megatron.files import write_output
 from megatron.results.comparison import compared, encodings
 from megatron.results.comparison_table import tables
 from megatron.results.files import read_results
@@ -33,14 +33,18 @@ def main(argv: list[str] | None = None) -> int:
     if not kept:
         raise UserError("compare.py: every file holds probes - give files of evaluate.py")
     comparisons = compared(encodings(read_results(kept)), options.against)
-    if options.output:
-        if options.output.suffix == ".md":
-            text = tables(comparisons, markdown=True, bits_per_byte=options.bits_per_byte)
-        elif options.output.suffix == ".json":
+    output = options.output
+    if output:
+        mark = "<!-- by tools/compare.py -->"
+        if output.suffix in (".md", ""):
+            markdown = tables(comparisons, markdown=True, bits_per_byte=options.bits_per_byte)
+            text = f"{mark}\n\n{markdown}"
+        elif output.suffix == ".json":
+            mark = '"over_text": '
             text = json.dumps([one.plain() for one in comparisons], indent=1)
         else:
-            raise UserError(f"--output: {options.output} is neither .md nor .json - name it so")
-        write_text(options.output, text + "\n")
+            raise UserError(f"--output: {output} is neither .md nor .json - name it so")
+        write_output(output, f"{text}\n".encode(), mark.encode())
     print(tables(comparisons, bits_per_byte=options.bits_per_byte))
     return 0
 

@@ -1,5 +1,6 @@
 """Run docs/commands/session.yml and write docs/commands, a page for each command (`make docs`)."""
 
+import argparse
 import os
 import re
 import shlex
@@ -88,6 +89,7 @@ def in_process(words: Sequence[str], folder: Path) -> tuple[int, str]:
 
 @guarded
 def main() -> int:
+    argparse.ArgumentParser(description=__doc__).parse_args()
     with tempfile.TemporaryDirectory() as name:
         make_clone(Path(name))
         texts = {page["page"]: text_of(page, Path(name), in_process) for page in session()}

@@ -26,7 +26,7 @@ from megatron.config.legacy import SPELLINGS, complete_recipe, fold, translate
 from megatron.config.messages import Report, bad_configuration, shortened
 from megatron.config.yaml_files import find_file, read_file
 from megatron.errors import UserError, visible
-from megatron.files import write_text
+from megatron.files import write_output
 from megatron.positions import ALIASES, REGISTRY, options_of
 
 EXPERIMENT = re.compile(r"(.+)_(openwebtext2|github|arxiv|pg19)_\d+")
@@ -48,12 +48,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     for name in options.files:
         path, text = migrated(name)
         print(visible(f"--- {path}\n{text}"))
-        if options.output is None:
-            continue
-        place = options.output / path.name
-        if place.exists():
-            raise UserError(f"-o: {place} exists, and no file is replaced - name another folder")
-        write_text(place, text)
+        if options.output is not None:
+            write_output(options.output / path.name, text.encode())
     return 0
 
 

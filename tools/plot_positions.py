@@ -23,6 +23,7 @@ from megatron.positions import REGISTRY, DistanceBias, Shape, build, load_file, 
 from megatron.positions.layers import name_of_layers
 from megatron.report.curves import write
 from megatron.report.encoding_figures import draw, figures_of_model, panels
+from megatron.results.files import PICTURES
 
 NO_PICTURE = "nothing to draw, none of its hooks depends on distance or position alone"
 
@@ -66,6 +67,8 @@ def parsed(argv: Sequence[str] | None) -> argparse.Namespace:
         parser.error("--heads, --head_dim and --train_length are at least 1, --length at least 2")
     if given.checkpoint and given.names:
         parser.error("a checkpoint knows its encoding: give names or --checkpoint, not both")
+    if given.output and given.output.suffix in PICTURES:
+        parser.error("--output: is the folder of the pictures, so it has no name of one")
     return given
 
 

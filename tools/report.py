@@ -19,7 +19,7 @@ from megatron.report.page import check_page, page_of, write_page
 def main(argv: Sequence[str] | None = None) -> int:
     given = parsed(argv)
     logging.basicConfig(level=logging.ERROR)
-    check_page(given.output, given.plots)
+    check_page(given.output)
     for file in given.files:
         load_file(file)
     page = page_of(given.results, against=given.against)

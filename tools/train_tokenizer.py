@@ -11,6 +11,7 @@ import sys
 from collections.abc import Sequence
 from itertools import chain
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from megatron.cli_errors import guarded
 from megatron.data.corpora.recipes import corpus_names, named
@@ -19,7 +20,7 @@ from megatron.data.readers import Files
 from megatron.data.tokenizers.build import build_tokenizer
 from megatron.data.tokenizers.train import train_tokenizer
 from megatron.errors import UserError
-from megatron.files import atomic_write
+from megatron.files import check_output, write_output
 
 
 @guarded
@@ -28,8 +29,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     output: Path = options.output
     if output.suffix != ".json":
         raise UserError(f"-o: {output} does not end with .json, as a tokenizer.json - rename it")
-    if output.exists() and not options.overwrite:
-        raise UserError(f"-o: {output} exists already - choose another name, or add --overwrite")
+    mark = b'"ByteLevel"' if options.overwrite else None
+    check_output(output, mark)
     if options.characters < 1:
         raise UserError(f"--characters: {options.characters} is no text - use 1 or more")
     if bool(options.corpus) == bool(options.input):
@@ -46,10 +47,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     first = next(learned, "")
     if not first:
         raise UserError(f"{corpus.name}: has no text to learn from - give files with text")
-    with atomic_write(output) as temporary:
-        text = train_tokenizer(chain([first], learned), options.vocab_size)
+    text = train_tokenizer(chain([first], learned), options.vocab_size)
+    with TemporaryDirectory() as folder:
+        temporary = Path(folder, "tokenizer.json")
         temporary.write_text(text, encoding="utf-8")
         tokenizer = build_tokenizer("HFTokenizer", temporary)
+    write_output(output, text.encode(), mark)
     print(f"{output}: HFTokenizer {tokenizer.hash}, {tokenizer.vocab_size:,} entries")
     print(f"in your YAML:\n  tokenizer_type: HFTokenizer\n  vocab_file: {output}")
     return 0

@@ -1,5 +1,6 @@
 """The text of every key, for --help and configs/README.md (`make docs` writes the latter)."""
 
+import argparse
 import textwrap
 import types
 import typing
@@ -9,6 +10,7 @@ from typing import Any
 
 from megatron.config.legacy import NO_EFFECT, OFF, OPTIONS, RENAMED, SPELLINGS
 from megatron.config.schema import SECTIONS, Key, all_keys, default_of, plain
+from megatron.files import write_text
 
 WORDS = {int: "whole number", float: "number", bool: "true | false", str: "text"}
 SIGNS = {"gt": ">", "ge": "≥", "lt": "<", "le": "≤"}
@@ -137,4 +139,5 @@ def as_yaml(value: Any) -> str:
 
 
 if __name__ == "__main__":
-    README.write_text(readme(), encoding="utf-8")
+    argparse.ArgumentParser(description=__doc__).parse_args()
+    write_text(README, readme())

@@ -16,7 +16,13 @@ from pydantic import AfterValidator, BaseModel, Field
 from megatron.data.token_index import LARGEST_CARD, REMAKE, Stored, read_index, write_index
 from megatron.data.tokenizers.tokenizer import Tokenizer
 from megatron.errors import CONTROL, UserError, in_words
-from megatron.files import atomic_write_all, place_of, read_small, sha256_of
+from megatron.files import (
+    atomic_write_all,
+    check_output,
+    place_of,
+    read_small,
+    sha256_of,
+)
 from megatron.strict_json import parse
 
 PIECE = 1 << 22  # ids of a document that are in memory at once
@@ -274,9 +280,10 @@ class TokenWriter:
         self.documents = self.tokens = self.pending = 0
         self._sizes = array("i")  # four bytes a document: there may be many millions
         self._digest = hashlib.sha256()
-        for path in (_with(self.prefix, suffix) for suffix in (".idx", ".bin")):
+        for path in (_with(self.prefix, suffix) for suffix in (".idx", ".bin", ".json")):
             if path.exists() and not overwrite:
                 raise UserError(f"{path}: exists already - choose another name, or add --overwrite")
+        check_output(_with(self.prefix, ".json"), b'"documents"')
         self._writing = self._write()
 
     @contextmanager

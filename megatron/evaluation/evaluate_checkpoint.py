@@ -23,7 +23,7 @@ from megatron.model import GPT, AttentionSettings
 from megatron.model.methods import method_of
 from megatron.parallel.grid import here, owned_by_first
 from megatron.parallel.threads import count_parameters, use_threads
-from megatron.results.files import check_output, existing_results, write_results
+from megatron.results.files import check_place, existing_results, write_results
 from megatron.results.row import (
     ATTENTION_INPUTS,
     EXACT,
@@ -81,7 +81,8 @@ def evaluate(config: Config | None, options: Options) -> MeasuredRows:
             words = [protocol] if protocol != "equal_tokens" else []
             words += [options.dtype] if options.dtype != "fp32" else []
             output = options.output or run.default_output(tokens, attention, words)
-            check_output(output)
+            check_place(output)
+            existing_results(output)
             jobs.append((output, tokens, attention, protocol, windows_of[protocol]))
 
     rows: dict[Path, list[Row]] = {output: [] for output, *_ in jobs}

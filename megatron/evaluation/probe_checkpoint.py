@@ -33,6 +33,7 @@ from megatron.folder_lock import owned_file
 from megatron.model import GPT, AttentionSettings
 from megatron.model.head import tokens_at_once
 from megatron.parallel.grid import here
+from megatron.results.files import check_place
 from megatron.results.probes import (
     GROUPS,
     PROBES,
@@ -40,7 +41,6 @@ from megatron.results.probes import (
     ProbeRow,
     axis_of,
     existing_probes,
-    joined,
     write_probes,
 )
 from megatron.results.row import Facts
@@ -115,9 +115,9 @@ def probe(
     for name in options.probes:
         names += GROUPS.get(name, (name,))
 
-    rows: list[ProbeRow] = []
+    check_place(output)
     with owned_file(output, "--output"):
-        existing = existing_probes(output)
+        existing_probes(output)  # before anything is asked
         for length in lengths:
             last = min(len(text) - length, options.trials * length)
             windows = [text[start : start + length + 1] for start in range(0, last, length)]
@@ -130,9 +130,9 @@ def probe(
                     answers = [of_windows(model, name, windows)]
                 seconds = time.perf_counter() - started
                 shared = facts | {"probe": name, "length": length, "seconds": seconds}
-                rows += [cast(ProbeRow, shared | answer) for answer in answers]
-                write_probes(output, joined(existing, rows))
-                report(rows[-len(answers) :])
+                rows = [cast(ProbeRow, shared | answer) for answer in answers]
+                write_probes(output, rows)
+                report(rows)
     return output
 
 

@@ -6,6 +6,7 @@ import textwrap
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import cache
+from io import BytesIO
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from matplotlib.ticker import LogLocator
 from matplotlib.transforms import ScaledTranslation
 
 from megatron.errors import UserError
-from megatron.files import atomic_write
+from megatron.files import write_output
 from megatron.results.files import PICTURES
 from megatron.results.labels import kinds, runs
 from megatron.results.row import Row, by_text
@@ -37,6 +38,7 @@ SIZES: dict[Any, Any] = {
     "xtick.labelsize": 7,
     "ytick.labelsize": 7,
 }
+MARK = "megatron/report"  # the creator of a picture, for the program that may replace it
 STABLE: dict[Any, Any] = {"svg.fonttype": "none", "svg.hashsalt": "megatron"}
 
 # In inches: the width of a paper's text, a panel without its legend, a line of a legend, and the
@@ -257,9 +259,13 @@ def style() -> AbstractContextManager[None]:
 
 def write(figure: Figure, path: Path) -> None:
     """Write a figure as PNG, SVG or PDF, by the suffix; the same figure has the same bytes."""
-    suffix = path.suffix.lower()
+    suffix = path.suffix.lower() or ".png"
     if suffix not in PICTURES:
         raise UserError(f"{path}: a plot is written as .png, .svg or .pdf - name the file so")
-    metadata = {"Date": None, "Creator": None} if suffix == ".svg" else None
-    with style(), atomic_write(path) as temporary:
-        figure.savefig(temporary, format=suffix[1:], dpi=200, metadata=metadata)
+    metadata: dict[str, Any] = {"Creator": MARK}
+    if suffix == ".svg":
+        metadata["Date"] = None
+    content = BytesIO()
+    with style():
+        figure.savefig(content, format=suffix[1:], dpi=200, metadata=metadata)
+    write_output(path, content.getvalue(), MARK.encode())

@@ -14,7 +14,7 @@ from matplotlib.figure import Figure
 from megatron.checkpoints.manifest import read_record
 from megatron.checkpoints.read import load_model, read_meta
 from megatron.errors import UserError
-from megatron.files import write_text
+from megatron.files import check_output, write_output
 from megatron.model import GPT
 from megatron.report.curves import draw_by_position, draw_perplexity, style, write
 from megatron.report.encoding_figures import figures_of_model
@@ -45,7 +45,7 @@ from megatron.results.table import (
 )
 
 HERE = Path(__file__).parent
-OPENING = b"<!DOCTYPE html>"
+MARK = b'name="generator" content="megatron/report"'  # of page.html
 NOT_FOUND = "not found from here, so its encoding is not drawn"
 
 
@@ -291,25 +291,17 @@ def model_beside(name: str, files: Sequence[Path], config_hash: str | None = Non
 # --- Files ---
 
 
-def check_page(path: Path, plots: Path | None = None) -> None:
-    """Raises UserError if a page has no name of a page, or something else is in the way.
-
-    plots: the folder for its figures
-    """
-    if path.suffix != ".html":
+def check_page(path: Path) -> None:
+    """Raises UserError if a page has no name of a page, or something else is in the way."""
+    if path.suffix not in (".html", ""):
         page = path.with_suffix(".html")
         raise UserError(f"--output: {path} is no name of a page - name it {page}")
-    if path.exists() and not path.read_bytes().startswith(OPENING):
-        raise UserError(f"--output: {path} exists and is no page - choose another name")
-    if plots is not None and plots.exists() and not plots.is_dir():
-        raise UserError(f"--plots: {plots} is a file - name a folder")
+    check_output(path, MARK)
 
 
 def write_page(page: Page, path: Path, *, title: str, plots: Path | None = None) -> None:
     """Write the page, and with `plots` its figures as files in that folder."""
-    write_text(path, page.html(title))
-    if plots is None:
-        return
-    for name, figure in page.figures.items():
+    for name, figure in page.figures.items() if plots else ():
         for suffix in PICTURES:
             write(figure, plots / f"{name}{suffix}")
+    write_output(path, page.html(title).encode(), MARK)

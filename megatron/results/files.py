@@ -2,7 +2,6 @@
 
 import json
 import math
-import os
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cache
@@ -14,12 +13,13 @@ from pydantic import TypeAdapter, ValidationError
 from typing_extensions import TypedDict
 
 from megatron.errors import CONTROL, UserError
-from megatron.files import read_small, write_text
+from megatron.files import check_output, read_small, stream, write_output
 from megatron.results.row import BLOCK, Facts, Row, measurement_of, with_facts
 from megatron.results.statistics import perplexity_of
 from megatron.strict_json import parse
 
 PICTURES = (".png", ".svg", ".pdf")
+LINES = b'"config_hash"'  # what files of lines have in them
 CHECKSUM = "checksum"  # the last key of a line: part of the file, not of the row
 LARGEST = 1 << 30  # bytes of a file: a log of a million steps has 250 MB
 WHOLE = 2**63  # whole numbers are smaller
@@ -39,30 +39,12 @@ class Record(TypedDict, total=False):
 # --- Rows of evaluation ---
 
 
-def check_output(path: Path) -> None:
-    """Raises UserError if results could not be written, or would replace another kind of file.
-
-    Called before anything is measured.
-    """
-    check_place(path)
-    _existing_output(path)
-
-
 def check_place(path: Path) -> None:
-    """Raises UserError if lines could not be written; the folder is made if it is missing."""
+    """Raises UserError if lines could not be written, or would replace another kind of file."""
     if path.suffix.lower() in PICTURES:
         lines = path.with_suffix(".jsonl")
         raise UserError(f"--output: {path} is the name of a picture - name the lines {lines}")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as fault:
-        raise UserError(
-            f"--output: {path.parent} cannot be made ({fault.strerror}) - choose another place"
-        ) from None
-    if path.is_dir():
-        raise UserError(f"--output: {path} is a folder - name a file in it, as in {path}/a.jsonl")
-    if not os.access(path.parent, os.W_OK):
-        raise UserError(f"--output: {path} cannot be written - choose another place")
+    check_output(path, LINES)
 
 
 def write_results(path: Path, rows: Sequence[Row]) -> None:
@@ -70,17 +52,8 @@ def write_results(path: Path, rows: Sequence[Row]) -> None:
 
     Raises UserError if another kind of file is in the way.
     """
-    merged = {measurement_of(row): row for row in (*_existing_output(path), *rows)}
+    merged = {measurement_of(row): row for row in (*existing_results(path), *rows)}
     write_lines(path, merged.values())
-
-
-def _existing_output(path: Path) -> list[Row]:
-    try:
-        return existing_results(path)
-    except UserError as fault:
-        raise UserError(
-            f"--output: {path} exists and holds something else - choose another name ({fault})"
-        ) from None
 
 
 def existing_results(path: Path) -> list[Row]:
@@ -131,8 +104,8 @@ def training_log(path: Path) -> list[Record]:
 
 
 def has_lines(path: Path) -> bool:
-    """Whether a file exists and is not empty."""
-    return path.exists() and path.stat().st_size > 0
+    """Whether a file exists and is not empty. A device or a pipe is only written."""
+    return path.exists() and not stream(path) and path.stat().st_size > 0
 
 
 def write_lines(path: Path, lines: Iterable[Mapping[str, Any]]) -> None:
@@ -144,7 +117,7 @@ def write_lines(path: Path, lines: Iterable[Mapping[str, Any]]) -> None:
     for line in lines:
         text = json.dumps({**line, CHECKSUM: checksum(line)}, allow_nan=False)
         texts.append(text + "\n")
-    write_text(path, "".join(texts))
+    write_output(path, "".join(texts).encode(), LINES)
 
 
 def checksum(line: Mapping[str, Any]) -> str:

@@ -79,8 +79,14 @@ def is_of_probes(path: Path) -> bool:
 
 
 def write_probes(path: Path, rows: Sequence[ProbeRow]) -> None:
-    """Write the whole file at once."""
-    write_lines(path, rows)
+    """Add rows to a file; they replace all of the same run, probe and length."""
+
+    def measurement(row: ProbeRow) -> tuple[Hashable, ...]:
+        return (*run_of(row), row["probe"], row["length"])
+
+    measured = {measurement(row) for row in rows}
+    kept = [row for row in existing_probes(path) if measurement(row) not in measured]
+    write_lines(path, [*kept, *rows])
 
 
 def existing_probes(path: Path) -> list[ProbeRow]:
@@ -95,16 +101,6 @@ def read_probes(paths: Iterable[str | Path]) -> list[ProbeRow]:
         lines = read_lines(Path(path), kind=ProbeRow, writer="tools/probe.py")
         rows += cast("list[ProbeRow]", lines)
     return rows
-
-
-def joined(existing: Sequence[ProbeRow], rows: Sequence[ProbeRow]) -> list[ProbeRow]:
-    """Existing rows and new ones, which replace all of the same run, probe and length."""
-
-    def measurement(row: ProbeRow) -> tuple[Hashable, ...]:
-        return (*run_of(row), row["probe"], row["length"])
-
-    measured = {measurement(row) for row in rows}
-    return [*(row for row in existing if measurement(row) not in measured), *rows]
 
 
 def axis_of(probe: str) -> str:

@@ -454,7 +454,7 @@ def test_what_cannot_be_evaluated_is_one_message_and_writes_nothing(home, folder
         f"{run_folder} --step 6 data_path={folder}/endless": "reset_attention_mask: the documents",
         f"--checkpoint {folder}/diverged": "dense.bias holds numbers that are not finite",
         f"{own} eval_tokens=32": "length 64 needs 64 tokens to predict; eval_tokens is 32",
-        f"{own} --output {folder}/notes.txt": "notes.txt exists and holds something else",
+        f"{own} --output {folder}/notes.txt": "notes.txt exists and is no earlier output",
         f"{own} --window wide": "argument --window: wide is not .* 16,777,216, or none, or train_",
         f"{own} --method rerop": "argument --method: rerop: no such method; did you mean rerope",
         f"{own} --method longrope": "argument --method: longrope: give longrope,factor=N,fac",

@@ -100,7 +100,7 @@ def test_nothing_that_exists_is_replaced_and_bad_words_are_one_message(folder, t
     essay = tmp_path / "essay.txt"
     essay.write_text("mine")
     refused = {
-        ("--prompt", "a", "-o", essay): f"--output: {essay} exists - name a new file",
+        ("--prompt", "a", "-o", essay): f"--output: {essay} exists and is no",
         ("--prompts", tmp_path): "cannot be read as text",
         ("--prompt", "a", "--temperature", "-1"): "--temperature -1.0: give a number of 0 to",
     }

@@ -4,7 +4,7 @@ import pytest
 
 from megatron.errors import UserError
 from megatron.results.files import (
-    check_output,
+    check_place,
     existing_results,
     read_results,
     training_log,
@@ -23,7 +23,7 @@ def test_results_join_those_that_are_there_and_replace_the_same_measurement_only
     write_results(path, [row | {"tokens": 512} for row in rows("t5", {512: 5.0})])
     assert [row["perplexity"] for row in read_results([path])] == [7.0, 8.0, 6.0, 5.0]
     (tmp_path / "notes.txt").write_text("my thesis\n")
-    with pytest.raises(UserError, match=r"--output: .*notes.txt exists and holds something else"):
+    with pytest.raises(UserError, match=r"notes.txt, line 1: is no result of evaluate.py"):
         write_results(tmp_path / "notes.txt", TWO)
     with pytest.raises(ValueError, match="not JSON compliant"):
         write_results(path, rows("t5", {512: float("nan")}))
@@ -40,17 +40,17 @@ def test_a_row_measured_again_stays_in_the_cell_of_its_sweep(tmp_path):
 
 
 def test_a_place_that_cannot_be_written_is_named_before_anything_is_measured(tmp_path):
-    check_output(tmp_path / "new/results.jsonl")
+    check_place(tmp_path / "new/results.jsonl")
     assert list(tmp_path.rglob("*.*")) == []
     (tmp_path / "notes.txt").write_text("my thesis\n")
     for name, message in {
         "curve.png": "curve.png is the name of a picture - name the lines .*curve.jsonl",
-        "new": "new is a folder - name a file in it, as in .*new/a.jsonl",
-        "notes.txt/results.jsonl": r"notes.txt cannot be made \(.*\) - choose another place",
-        "notes.txt": "notes.txt exists and holds something else - choose another name",
+        "new": "Is a directory",
+        "notes.txt/results.jsonl": "File exists: .*notes.txt",
+        "notes.txt": "notes.txt exists and is no earlier output to be replaced - choose another",
     }.items():
-        with pytest.raises(UserError, match=f"--output: .*{message}"):
-            check_output(tmp_path / name)
+        with pytest.raises((UserError, OSError), match=message):
+            check_place(tmp_path / name)
 
 
 def test_an_absent_or_empty_file_has_no_rows_yet(tmp_path):

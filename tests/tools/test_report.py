@@ -66,7 +66,7 @@ def test_a_bad_name_is_one_message_and_nothing_is_replaced(page, tmp_path, capsy
     mine, results = tmp_path / "mine.html", page.with_name("a.jsonl")
     mine.write_text("mine")
     messages = {
-        mine: "mine.html exists and is no page - choose another name",
+        mine: "mine.html exists and is no earlier output to be replaced - choose another",
         tmp_path / "a.pdf": "a.pdf is no name of a page - name it",
     }
     for output, message in messages.items():

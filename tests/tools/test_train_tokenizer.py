@@ -32,7 +32,7 @@ def test_what_cannot_be_trained_is_one_message_and_loses_nothing(tmp_path, monke
     for words, message in {
         "-o t.json": "what is it to learn from? - name a corpus (stdlib), or give --input",
         "--input a.txt -o t.model": "-o: t.model does not end with .json, as a tok",
-        "--input a.txt -o old.json": "-o: old.json exists already - choose another",
+        "--input a.txt -o old.json": "old.json exists and is no earlier output to be",
         "--input empty.txt -o t.json": "has no text to learn from - give files",
     }.items():
         assert main([*words.split(), "--vocab-size", "300"]) == 1

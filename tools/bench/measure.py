@@ -21,12 +21,13 @@ import torch
 
 from megatron.commit import commit
 from megatron.errors import UserError
-from megatron.files import write_text
+from megatron.files import check_output, write_output
 from megatron.parallel.machine import total_memory
 
 SHORTEST = 20  # milliseconds that one measurement lasts at least, by repeating the call
 DTYPES = ("float32", "bfloat16", "float16")
 FIGURES = ["ms (quartiles)", "ratio (quartiles)", "peak MiB"]
+RECORD, PAGE = b'{"conditions": {"command": ', b"<!-- by tools/bench -->"  # marks of the output
 Call = Callable[[], Any]
 
 
@@ -64,8 +65,11 @@ class Bench:
         if on_gpu and not torch.cuda.is_available():
             raise UserError("--device: torch finds no CUDA device; use --device cpu")
         output = options.output
-        if output and (output.suffix != ".json" or not output.parent.is_dir()):
-            raise UserError(f"--output: {output} must end in .json and lie in a folder that exists")
+        if output:
+            if output.suffix != ".json":
+                raise UserError(f"--output: {output} does not end in .json - name it so")
+            check_output(output, RECORD)
+            check_output(output.with_suffix(".md"), PAGE)
         if options.threads:
             torch.set_num_threads(options.threads)
         self.options = options
@@ -113,8 +117,9 @@ class Bench:
         output = self.options.output
         if output:
             record = {"conditions": self.conditions, "rows": self.rows}
-            write_text(output, json.dumps(record) + "\n")
-            write_text(output.with_suffix(".md"), markdown + "\n")
+            write_output(output, f"{json.dumps(record)}\n".encode(), RECORD)
+            page = PAGE + f"\n\n{markdown}\n".encode()
+            write_output(output.with_suffix(".md"), page, PAGE)
 
     @property
     def heading(self) -> str:

@@ -36,7 +36,7 @@ from torch.profiler import profile
 
 from megatron.cli_errors import guarded
 from megatron.errors import UserError
-from megatron.files import ROOT, write_text
+from megatron.files import ROOT, check_output, write_text
 from megatron.model import GPT
 from megatron.model.settings import Architecture, AttentionSettings
 from megatron.model.size import BACKWARD, forward_flops
@@ -203,6 +203,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         raise UserError(f"--hidden: {options.hidden} cannot be split over --heads {options.heads}")
     if options.into:
         between_marks(options.into, "")  # before the hour that it takes
+    if options.trace:
+        check_output(options.trace)
     kinds = [(name, "auto", {}) for name in options.encodings]
     if options.encodings == ["all"]:
         longest = max(options.length, options.train_length)

@@ -1,0 +1,116 @@
+"""Where commands write what a user names: through streams and links, over their own files alone."""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import threading
+
+import pytest
+
+from tests.checkpoints import make_checkpoint
+from tests.support import ROOT, call, modules
+
+ROWS = ROOT / "docs/demo.jsonl"
+RUN = "{run} --lengths 64"
+COMMANDS = {
+    "a.md": "tools/compare.py {input} -o",
+    "a.json": "tools/compare.py {input} -o",
+    "a.png": "tools/show_results.py {input} -o",
+    "a.svg": "tools/show_results.py {input} -o",
+    "a.pdf": "tools/show_results.py {input} -o",
+    "a.html": "tools/report.py {input} -o",
+    "tokenizer.json": "tools/train_tokenizer.py --input {text} --vocab-size 280 --overwrite -o",
+    "rows.jsonl": f"evaluate.py --checkpoint {RUN} -o",
+    "probes.jsonl": f"tools/probe.py --checkpoint {RUN} --probes passkey attention --trials 1 -o",
+    "texts.jsonl": "generate.py --checkpoint {run} --prompt ab --max-new-tokens 2 -o",
+}
+NO_NAMES = {"rows.jsonl", "probes.jsonl", "texts.jsonl"}  # of inputs
+
+
+@pytest.fixture(params=COMMANDS)
+def command(request, corpus, tmp_path):
+    """A function that runs a command of the table, with more words; the name of its output."""
+    name = request.param
+    words = COMMANDS[name]
+    paths = {"input": ROWS, "text": tmp_path / "input.txt"}
+    if "{run}" in words:
+        paths["run"] = make_checkpoint(tmp_path / "run", corpus)
+    paths["text"].write_text(modules()[3])
+
+    def run(output, **others):
+        return call(*words.format(**paths | others).split(), output)
+
+    return run, tmp_path / name
+
+
+def test_a_device_a_pipe_and_a_link_are_written_through(command):
+    run, path = command
+    device, pipe = (path.with_name(f"{kind}-{path.name}") for kind in ("device", "pipe"))
+    device.symlink_to(os.devnull)
+    done = run(device)
+    assert done.returncode == 0, done.stderr
+    assert device.is_symlink()
+    assert device.is_char_device()
+
+    os.mkfifo(pipe)
+    piped = []
+    reader = threading.Thread(target=lambda: piped.append(pipe.read_bytes()), daemon=True)
+    reader.start()
+    # In a process of its own, which closes the pipe at its end.
+    pid = os.fork()
+    if not pid:
+        os._exit(run(pipe).returncode)
+    assert os.waitpid(pid, 0)[1] == 0
+    reader.join(30)
+
+    target = path.with_name(f"target-{path.name}")
+    path.symlink_to(target)
+    assert run(path).returncode == 0
+    assert path.is_symlink()
+    assert target.read_bytes()[:8] == piped[0][:8]
+    assert target.read_bytes().count(b"\n") == piped[0].count(b"\n")
+    again = run(path)
+    assert again.returncode == (path.name == "texts.jsonl"), again.stderr
+    assert not list(path.parent.glob(".*"))
+
+
+def test_another_file_a_folder_and_an_input_stay_as_they_are(command):
+    run, path = command
+    for content in (b"mine\n", b"\x89PNG\r\n\x1a\n", b'{"mine": 1}\n', b"<!DOCTYPE html>"):
+        path.write_bytes(content)
+        done = run(path)
+        assert done.returncode == 1
+        assert done.stderr == (
+            f"--output: {path} exists and is no earlier output to be replaced - choose another"
+            " name, or remove it\n"
+        )
+        assert path.read_bytes() == content
+    path.unlink()
+    if path.name not in NO_NAMES:
+        shutil.copy(ROWS, path)
+        assert run(path, input=path, text=path).returncode == 1
+        assert path.read_bytes() == ROWS.read_bytes()
+        path.unlink()
+    path.mkdir()
+    done = run(path)
+    assert (done.returncode, done.stderr.count("\n")) == (1, 1)
+    assert list(path.iterdir()) == []
+
+
+def test_what_goes_to_the_standard_output_stands_before_what_is_printed(tmp_path):
+    path, shown = tmp_path / "a.md", tmp_path / "shown"
+    path.symlink_to("/dev/stdout")
+    with shown.open("w") as file:
+        words = [sys.executable, ROOT / "tools/compare.py", ROWS, "-o", path]
+        subprocess.run(words, stdout=file, check=True)
+    assert path.is_symlink()
+    assert re.match(r"(?s)<!-- .*\| encoding \|.*\nlength 512", shown.read_text())
+
+
+def test_help_writes_nothing():
+    for words in (["tools/document_commands.py"], ["-m", "megatron.config.document"]):
+        command = [sys.executable, *words, "--help"]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=20)
+        assert done.stdout.startswith("usage: ")
