@@ -30,3 +30,5 @@ def test_every_recipe_loads_over_a_model_and_is_in_the_guide(path):
     assert config.checkpoint.finetune
     assert f"`{path.name}`" in GUIDE
     config.require_for("train")
+    is_scaled = "scaling" in config["pos_emb_args"]
+    assert is_scaled == (config["optimizer"].params.lr < 6e-4), "a rate of its own"
