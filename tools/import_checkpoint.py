@@ -5,8 +5,9 @@ python tools/import_checkpoint.py models/qwen3 -o runs/qwen3 --tokenizer tokeniz
 python tools/import_checkpoint.py neox/global_step143000 train.yml model.yml -o runs/neox
 
 SOURCE is a folder of Hugging Face's (GPT-NeoX, GPT-2, Llama, Mistral, Qwen 2 and 3, SmolLM3) or a
-model of its hub, or a checkpoint of GPT-NeoX, KERPLE or MEP. Nothing in it is run. A model of
-Hugging Face's is compared with transformers' own class before anything is written.
+model of its hub, a folder that export_checkpoint.py wrote, or a checkpoint of GPT-NeoX, KERPLE or
+MEP. Nothing in it is run. Sums of an exported folder are compared first. A model of Hugging Face's
+is compared with transformers' own class before anything is written.
 """
 
 import argparse
@@ -20,6 +21,7 @@ from megatron.entry import print_notes, settings_first, split_words
 from megatron.errors import visible
 from megatron.interop.importing import import_checkpoint
 from megatron.interop.reference import ONE_RANK
+from megatron.positions import load_file
 
 
 @guarded
@@ -34,8 +36,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("-o", "--output", type=Path, required=True, metavar="RUN", help="the new run's folder")
     tokenizer = "if SOURCE has none: tokenizer.json, or a folder with it or GPT-2's two files"
     add("--tokenizer", type=Path, metavar="FOLDER_OR_FILE", help=tokenizer)
+    own = "your own file with the encoding of an export, as in pos_emb_file"
+    add("--from", dest="file", metavar="FILE", help=own)
     options = parser.parse_intermixed_args(settings_first(argv) if argv is not None else None)
 
+    if options.file:
+        load_file(options.file)
     config = None
     if options.words:
         files, overrides = split_words(options.words)

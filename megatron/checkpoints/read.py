@@ -1,11 +1,13 @@
 """Read a checkpoint: its configuration, its record and its model in float32."""
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
+from torch import Tensor
 
 from megatron.checkpoints.manifest import (
     SETTINGS,
@@ -56,31 +58,31 @@ def load_for_evaluation(
     path = chosen(folder, step)
     config, meta = read_meta(path)
     note_opened(path, meta)
-    end = (meta.get("tokenizer") or {}).get("eod")
-    model = load_model(path, config, meta["vocab"], end)
+    model = load_model(path, config, meta)
     return model, config, {**meta, "path": str(path)}
 
 
-def load_model(path: Path, config: Config, vocab: int, end_of_document: int | None = None) -> GPT:
+def load_model(
+    path: Path,
+    config: Config,
+    record: Mapping[str, Any],
+    weights: dict[str, Tensor] | None = None,
+) -> GPT:
     """The model of a configuration with the weights of a folder global_stepN, in eval mode.
 
-    end_of_document: see `from_config`
+    record: checkpoint.json; weights: those of another kind of folder, which are checked already
     Raises UserError if the weights cannot be read, were changed or are those of another model.
     """
-    wanted = FLOAT32 * parameters(config, vocab).whole
-    if wanted > total_memory():
-        raise UserError(
-            f"num_layers = {config.model.num_layers}, hidden_size = {config.model.hidden_size}:"
-            f" the weights need {in_bytes(wanted)}, and there are {in_bytes(total_memory())} of"
-            " memory; measure this checkpoint on a larger machine"
-        )
+    vocab = record["vocab"]
+    check_memory(path, config, vocab, FLOAT32)
     file = path / WEIGHTS
-    check_files(path, WEIGHTS)
-    model = from_config(config, vocab, end_of_document)
-    try:
-        weights = load_file(file)
-    except (OSError, SafetensorError) as fault:
-        raise Damaged([f"{file}: cannot be read ({fault})"]) from None
+    if weights is None:
+        check_files(path, WEIGHTS)
+        try:
+            weights = load_file(file)
+        except (OSError, SafetensorError) as fault:
+            raise Damaged([f"{file}: cannot be read ({fault})"]) from None
+    model = from_config(config, vocab, (record.get("tokenizer") or {}).get("eod"))
     for name, weight in weights.items():
         if weight.dtype != torch.float32:  # torch would convert it without a word
             kind = str(weight.dtype).removeprefix("torch.")
@@ -90,3 +92,13 @@ def load_model(path: Path, config: Config, vocab: int, end_of_document: int | No
     except RuntimeError as fault:
         raise UserError(f"{file}: does not hold the model of its config.yml ({fault})") from None
     return model.eval()
+
+
+def check_memory(place: Path, config: Config, vocab: int, bytes_of_weight: int) -> None:
+    """Raises UserError if the weights in a folder are more than this machine's memory."""
+    needed = bytes_of_weight * parameters(config, vocab).whole
+    if needed > total_memory():
+        raise UserError(
+            f"{place}: opening it needs {in_bytes(needed)}, and there are"
+            f" {in_bytes(total_memory())} of memory - open it on a larger machine"
+        )

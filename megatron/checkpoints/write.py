@@ -58,8 +58,8 @@ def finish(
     """
     run = partial.parent
     final = folder_of(run, step)
-    record = {"step": step, "config_hash": config.hash, "commit": commit(), **facts}
-    write_record(partial, {**record, "files": files})
+    record = {"step": step, "config_hash": config.hash, "commit": commit()}
+    write_record(partial, {**facts, **record, "files": files})
     remove_checkpoint(final)
     partial.rename(final)
     write_text(run / "latest", final.name)

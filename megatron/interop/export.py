@@ -11,17 +11,22 @@ from typing import Any
 import jinja2
 import torch
 import torch.nn.functional as F
+import yaml
 from torch import Tensor
 
+from megatron.checkpoints.manifest import SETTINGS, write_record
+from megatron.checkpoints.write import synced
 from megatron.config import Config
-from megatron.config.schema import plain
+from megatron.config.config import COPY
+from megatron.config.schema import INPUTS, KEYS, file_names, plain
 from megatron.data.tokenizers.hugging_face import BESIDE, WHOLE, Subwords
 from megatron.errors import UserError, cannot_write
 from megatron.evaluation.loaded_run import loaded_model
-from megatron.files import folder_beside, sync, umask
+from megatron.files import folder_beside, umask
 from megatron.generation.with_tokenizer import tokenizer_of
 from megatron.interop import export_code
 from megatron.interop.families import FAMILIES, write_weights
+from megatron.interop.open import PREFIX
 from megatron.model import GPT, Architecture, AttentionSettings, options_of_entry
 from megatron.model.settings import ONLY_MEASURED
 from megatron.positions.layers import entries_of, name_of_layers
@@ -35,7 +40,11 @@ TOLERANCE = 1e-5  # of logits up to 1; larger ones may differ by this part of th
 COMPARED = 64  # last tokens of a text whose logits are compared
 SHARD = "5GB"
 NO_LIMIT = 10**9  # of tokens: transformers warns about texts that are longer
-CARD = Path(__file__).with_name("model_card.md.jinja")
+CARD = "README.md"
+TEMPLATE = Path(__file__).with_name("model_card.md.jinja")
+PUBLISHED = ("step", "config_hash", "vocab", "tokenizer", "corpus", "windows_per_step")
+"""Entries of checkpoint.json that the exported one repeats."""
+PRIVATE = ("checkpoint", "logging", "launch")  # sections of folders, accounts and machines
 
 
 @dataclass(frozen=True)
@@ -98,10 +107,14 @@ def export(run: str | Path, folder: str | Path, *, step: int | None = None) -> E
             settings = {**form.settings, **ends, "dtype": "float32"}
             texts = {
                 **form.sources,
-                "README.md": card(form, folder.name, config, record, notes),
+                CARD: card(form, folder.name, config, record, notes),
                 "config.json": json.dumps(settings, indent=2) + "\n",
                 "generation_config.json": json.dumps(ends, indent=2) + "\n",
             }
+            if form.sources:  # our own class is read back by these
+                texts[SETTINGS] = yaml.safe_dump(published(config), sort_keys=False)
+                if config.pos_emb_code is not None:
+                    texts[COPY] = config.pos_emb_code
             for name, text in texts.items():
                 (temporary / name).write_text(text, encoding="utf-8")
             from huggingface_hub import save_torch_state_dict  # only here: importing it takes long
@@ -113,7 +126,12 @@ def export(run: str | Path, folder: str | Path, *, step: int | None = None) -> E
             differences = compare(temporary, form, model)
             for file in temporary.iterdir():
                 file.chmod(0o666 & ~umask())  # safetensors lets only the owner read its file
-                sync(file)
+            sums = synced(sorted(temporary.iterdir()))
+            # No import reads the code, and in the card its owner writes the licence.
+            for name in (CARD, *form.sources):
+                del sums[name]
+            facts = {key: record.get(key) for key in PUBLISHED}
+            write_record(temporary, {**facts, "files": sums})
     except OSError as fault:
         raise cannot_write(f"--output: {folder}", fault) from None
     return Exported(form.architecture, record["step"], differences, tuple(notes))
@@ -132,7 +150,7 @@ def form_of(model: GPT, config: Config) -> ExportForm:
         weights = write_weights(family, state, Architecture.of(config.model))
         if sum(tensor.numel() for tensor in weights.values()) == numbers:
             return ExportForm(family.architecture, settings, weights, {})
-    weights = {f"gpt.{name}": tensor for name, tensor in state.items()}
+    weights = {PREFIX + name: tensor for name, tensor in state.items()}
     code = export_code.sources(model, config)
     return ExportForm(OWN, keys_of(config, model), weights, code)
 
@@ -165,6 +183,13 @@ def keys_of(config: Config, model: GPT) -> dict[str, Any]:
         "encodings": encodings,
         "encoding_of_layer": model.position_of_layer,
     }
+
+
+def published(config: Config) -> dict[str, Any]:
+    """config.yml without folders, machines and accounts; its hash is the same."""
+    keys = {key: value for key, value in config.flat().items() if KEYS[key] not in PRIVATE}
+    named = {key: file_names(keys[key]) for key in INPUTS & keys.keys() if keys[key]}
+    return keys | named | {"parent": plain(config.checkpoint.parent) | {"path": None}}
 
 
 def compare(folder: Path, form: ExportForm, model: GPT) -> dict[int, float]:
@@ -229,7 +254,8 @@ def write_tokenizer(folder: Path, tokenizer: Subwords) -> None:
         "clean_up_tokenization_spaces": False,
     }
     for name, value in ((WHOLE, content), (BESIDE, settings)):
-        text = json.dumps(value, ensure_ascii=False, indent=1) + "\n"
+        # As the tokenizers library writes it, so that its hash is that of most originals.
+        text = json.dumps(value, ensure_ascii=False, indent=2)
         (folder / name).write_text(text, encoding="utf-8")
 
 
@@ -241,7 +267,7 @@ def card(
     name: of the folder; record: checkpoint.json; notes: sentences for the reader
     """
     environment = jinja2.Environment(keep_trailing_newline=True)
-    return environment.from_string(CARD.read_text(encoding="utf-8")).render(
+    return environment.from_string(TEMPLATE.read_text(encoding="utf-8")).render(
         architecture=form.architecture,
         name=name,
         own_class=bool(form.sources),

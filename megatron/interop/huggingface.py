@@ -10,6 +10,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from megatron import strict_json
+from megatron.checkpoints.read import check_memory
 from megatron.config import Config
 from megatron.errors import UserError
 from megatron.files import read_small
@@ -21,8 +22,6 @@ from megatron.interop.families import (
     write_weights,
 )
 from megatron.model import GPT, Architecture, from_config
-from megatron.model.size import parameters
-from megatron.parallel.machine import in_bytes, total_memory
 
 logger = logging.getLogger(__name__)
 
@@ -41,7 +40,7 @@ def open_folder(folder: Path) -> tuple[GPT, Config]:
     and for weights that are damaged, missing, left over or of another shape.
     """
     family, config, vocab = read_settings(folder)
-    check_memory(folder, config, vocab)
+    check_memory(folder, config, vocab, BYTES)
     model = from_config(config, vocab=vocab)
     architecture = Architecture.of(config.model)
     theirs = read_tensors(folder)
@@ -91,7 +90,8 @@ def read_settings(folder: Path) -> tuple[Family, Config, int]:
     family = FAMILIES.get(names[0]) if isinstance(names, list) and len(names) == 1 else None
     if family is None:
         raise UserError(
-            f"{place}: architectures: {names!r} is not offered; known are {', '.join(FAMILIES)}"
+            f"{place}: architectures: {names!r} is not offered; known are {', '.join(FAMILIES)},"
+            " and PositionsGPTForCausalLM with the checkpoint.json and config.yml of its export"
         )
     known = family.known_keys | IGNORED_HF_KEYS
     unset = (None, False, {}, [])
@@ -119,16 +119,6 @@ def read_settings(folder: Path) -> tuple[Family, Config, int]:
             family.architecture,
         )
     return family, config, theirs["vocab_size"]
-
-
-def check_memory(folder: Path, config: Config, vocab: int) -> None:
-    """Raises UserError if the weights in a folder are more than this machine's memory."""
-    needed = BYTES * parameters(config, vocab).whole
-    if needed > total_memory():
-        raise UserError(
-            f"{folder}: opening it needs {in_bytes(needed)}, and there are"
-            f" {in_bytes(total_memory())} of memory - open it on a larger machine"
-        )
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -4,27 +4,30 @@ import hashlib
 import json
 import logging
 import shutil
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
-from megatron.checkpoints.manifest import entry_of
+from megatron.checkpoints.manifest import entry_of, read_record
 from megatron.checkpoints.saved import steps_in, without_record
 from megatron.checkpoints.write import write_checkpoint
 from megatron.config import Config
+from megatron.config.config import COPY
 from megatron.data.tokenizers.build import build_tokenizer
 from megatron.data.tokenizers.hugging_face import BESIDE, WHOLE
 from megatron.data.tokenizers.tokenizer import description
 from megatron.errors import UserError, cannot_write, in_words
 from megatron.files import folder_beside
 from megatron.folder_lock import owned_folder
-from megatron.interop import huggingface
+from megatron.interop import huggingface, reference
 from megatron.interop.open import (
     HUB_NAME,
     OpenedModel,
-    files_of,
+    check_sums,
+    has_sums,
     kind_of,
     local_folder,
     open_checkpoint,
@@ -72,11 +75,12 @@ def import_checkpoint(
     tokenizer: Path | None = None,
     config: Config | None = None,
     renamed: Path | None = None,
+    sums: Mapping[str, str] | None = None,
 ) -> Imported:
     """Write a checkpoint of another program, as `open_model` takes it, into a run's folder.
 
     tokenizer: its files, if the source has none; config: of a GPT-NeoX checkpoint
-    renamed: what `run` will be called afterwards
+    renamed: what `run` will be called afterwards; sums: `sums_of` the source, if they are known
     Raises UserError, and nothing is written, if the source or the tokenizer is not what it should
     be, if the logits differ from the other side's, or if `run` holds a checkpoint already.
     """
@@ -91,8 +95,10 @@ def import_checkpoint(
                 " checkpoint"
             )
     files, described, notes = tokenizer_of(opened, tokenizer)
+    if not has_sums(folder):
+        notes.append(f"{folder} has no sums, so its files were not checked for damage")
     architecture = None
-    compared: dict[str, Any] = {"reason": "GPT-NeoX and its forks do not run here"}
+    compared: dict[str, Any] = {"reason": "no class of transformers has these weights"}
     if opened.kind == "huggingface":
         architecture = huggingface.read_settings(folder)[0].architecture
         compared = compared_with_transformers(folder, model)
@@ -117,10 +123,10 @@ def import_checkpoint(
         "source": str(source),
         "kind": opened.kind,
         "architecture": architecture,
-        "files": sums_of(opened.kind, folder),
+        "files": sums or sums_of(opened.kind, folder),
         "compared": compared,
     }
-    facts = {"vocab": model.vocab, "tokenizer": described, "origin": origin}
+    facts = {**opened.record, "vocab": model.vocab, "tokenizer": described, "origin": origin}
     weights = {name: one.contiguous() for name, one in model.state_dict().items()}
     with owned_folder(run, "-o"):
         if steps_in(run) or without_record(run):
@@ -150,20 +156,20 @@ def import_if_foreign(source: str | Path) -> Path:
         return given
     folder = local_folder(source)
     kind = kind_of(folder)
-    if kind != "huggingface":
+    # An encoding of the user's own is imported by the tool alone, whose --from names its file.
+    if kind not in ("huggingface", "exported") or (folder / COPY).exists():
         return given
     sums = sums_of(kind, folder)
-    for file in paths_of(files_in(folder)):
-        sums[file.name] = entry_of(file)["sha256"]
     digest = hashlib.sha256(json.dumps(sums, sort_keys=True).encode()).hexdigest()[:12]
     # Of a model of the hub, the folder is called by its revision.
     name = given.resolve().name if given.is_dir() else given.name
     run = ON_THE_FLY / f"{name}-{digest}"
     if steps_in(run):
+        check_sums(folder)
         return run
     try:
         with folder_beside(run) as temporary:
-            imported = import_checkpoint(source, temporary, renamed=run)
+            imported = import_checkpoint(source, temporary, renamed=run, sums=sums)
     except OSError as fault:
         if not steps_in(run):  # nor did another process import it meanwhile
             raise cannot_write(run, fault) from None
@@ -175,8 +181,16 @@ def import_if_foreign(source: str | Path) -> Path:
 
 
 def sums_of(kind: str, folder: Path) -> dict[str, str]:
-    """SHA-256 of each file of weights and settings, by its name."""
-    return {file.name: entry_of(file)["sha256"] for file in files_of(kind, folder)}
+    """SHA-256 of each file that a foreign source is made of, by its name.
+
+    Those of an export are taken from its checkpoint.json, because `check_sums` reads the files.
+    """
+    files = sorted(folder.glob(reference.FILES))
+    if kind != "gpt-neox":
+        files = [folder / huggingface.SETTINGS, *huggingface.weight_files(folder)]
+        files += paths_of(files_in(folder))
+    written = read_record(folder).get("files", {}) if has_sums(folder) else {}
+    return {file.name: (written.get(file.name) or entry_of(file))["sha256"] for file in files}
 
 
 def tokenizer_of(
@@ -206,11 +220,13 @@ def tokenizer_of(
             )
         tokenizer = build_tokenizer(*files)
     if tokenizer is None:
-        notes.append(
-            f"{folder} has no tokenizer that is used here: evaluation needs token files of its"
-            f" vocabulary, whose ids are below {rows}; --tokenizer names one"
-        )
-        return None, {}, notes
+        known = opened.record.get("tokenizer") or {}
+        if not known:
+            notes.append(
+                f"{folder} has no tokenizer that is used here: evaluation needs token files of its"
+                f" vocabulary, whose ids are below {rows}; --tokenizer names one"
+            )
+        return None, known, notes
     if tokenizer.vocab_size > rows:
         raise UserError(
             f"tokenizer: it has {tokenizer.vocab_size} tokens, the embedding of {folder} has {rows}"

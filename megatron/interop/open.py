@@ -1,11 +1,12 @@
 """One way into every checkpoint: ours, Hugging Face's, GPT-NeoX's and those of its forks."""
 
 import re
+from collections.abc import Mapping
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from megatron.checkpoints.manifest import RECORD
-from megatron.checkpoints.read import load_for_evaluation
+from megatron.checkpoints.manifest import RECORD, SETTINGS, SHOWN, faults_of
+from megatron.checkpoints.read import load_for_evaluation, load_model, read_meta
 from megatron.checkpoints.saved import step_of, steps_in
 from megatron.config import Config
 from megatron.errors import UserError, in_words
@@ -13,9 +14,10 @@ from megatron.interop import huggingface, reference
 from megatron.model import GPT
 
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
-HUB_FILES = ("*.safetensors", "*.json", "tokenizer.model", "merges.txt")
+HUB_FILES = ("*.safetensors", "*.json", "tokenizer.model", "merges.txt", SETTINGS)
 """Files that are downloaded: weights, settings and tokenizer, and no code."""
 OF_ANOTHER_PROGRAM = "consolidated*"  # a second copy of Mistral's weights
+PREFIX = "gpt."  # of the names of weights in an export that has our own class
 
 
 class OpenedModel(NamedTuple):
@@ -23,6 +25,7 @@ class OpenedModel(NamedTuple):
 
     kind: what `kind_of` calls it; folder: the source's own
     model: float32, eval mode; config: what it is, in our keys; step: of its training, 0 if unknown
+    record: checkpoint.json of an export
     """
 
     kind: str
@@ -30,6 +33,7 @@ class OpenedModel(NamedTuple):
     model: GPT
     config: Config
     step: int = 0
+    record: Mapping[str, Any] = {}
 
 
 def open_model(source: str | Path, *, config: Config | None = None) -> tuple[GPT, Config]:
@@ -48,6 +52,7 @@ def open_checkpoint(source: str | Path, config: Config | None = None) -> OpenedM
     """The checkpoint of a source; arguments and errors as for `open_model`."""
     folder = local_folder(source)
     kind = kind_of(folder)
+    check_sums(folder)
     if config is not None and kind != "gpt-neox":
         raise UserError(f"{folder}: has its own configuration - leave the other one out")
     if kind == "ours":
@@ -63,6 +68,12 @@ def open_checkpoint(source: str | Path, config: Config | None = None) -> OpenedM
         return OpenedModel(kind, folder, model, config, step_of(folder) or 0)
     if kind == "huggingface":
         return OpenedModel(kind, folder, *huggingface.open_folder(folder))
+    if kind == "exported":
+        config, record = read_meta(folder)
+        theirs = huggingface.read_tensors(folder)
+        weights = {name.removeprefix(PREFIX): tensor for name, tensor in theirs.items()}
+        model = load_model(folder, config, record, weights)
+        return OpenedModel(kind, folder, model, config, record["step"], record)
     raise UserError(
         f"{folder}: holds no checkpoint that is known here - give a folder with"
         f" {huggingface.SETTINGS}, a run or global_stepN of ours, or global_stepN of GPT-NeoX"
@@ -70,7 +81,12 @@ def open_checkpoint(source: str | Path, config: Config | None = None) -> OpenedM
 
 
 def kind_of(folder: Path) -> str | None:
-    """The kind of checkpoint that a folder is or holds, or None."""
+    """The kind of checkpoint that a folder is or holds, or None.
+
+    exported: by export.py as our own class; an export as a class of transformers is huggingface
+    """
+    if has_sums(folder):
+        return "exported" if (folder / SETTINGS).is_file() else "huggingface"
     if steps_in(folder) or (folder / RECORD).is_file():
         return "ours"
     if reference.holds_files(folder):
@@ -78,11 +94,18 @@ def kind_of(folder: Path) -> str | None:
     return "huggingface" if (folder / huggingface.SETTINGS).is_file() else None
 
 
-def files_of(kind: str, folder: Path) -> list[Path]:
-    """The files of weights and settings of a foreign source."""
-    if kind == "gpt-neox":
-        return sorted(folder.glob(reference.FILES))
-    return [folder / huggingface.SETTINGS, *huggingface.weight_files(folder)]
+def has_sums(folder: Path) -> bool:
+    """Whether a folder is an export of ours, whose checkpoint.json has the sum of each file."""
+    return (folder / RECORD).is_file() and (folder / huggingface.SETTINGS).is_file()
+
+
+def check_sums(folder: Path) -> None:
+    """Raises UserError unless an exported folder is as it was written; others pass."""
+    faults = faults_of(folder) if has_sums(folder) else []
+    if faults:
+        raise UserError(
+            f"{'; '.join(faults[:SHOWN])} - copy the folder again, or export its checkpoint again"
+        )
 
 
 def local_folder(source: str | Path) -> Path:

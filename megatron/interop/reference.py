@@ -64,12 +64,6 @@ def holds_files(folder: Path) -> bool:
     return next(folder.glob(FILES), None) is not None
 
 
-def load_model(folder: str | Path, config: Config) -> GPT:
-    """The model of `load_reference` alone."""
-    model, _ = load_reference(folder, config)
-    return model
-
-
 def load_reference(folder: str | Path, config: Config) -> tuple[GPT, Config]:
     """The model in `folder` as `config` describes it, and the configuration that it now has.
 

@@ -284,7 +284,7 @@ def model_beside(name: str, files: Sequence[Path], config_hash: str | None = Non
             continue
         if config_hash in (None, record["config_hash"]):
             config, meta = read_meta(place)
-            return load_model(place, config, meta["vocab"])
+            return load_model(place, config, meta)
     raise UserError(NOT_FOUND)
 
 

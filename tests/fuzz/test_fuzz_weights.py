@@ -17,6 +17,7 @@ from tests.fuzz.settings import fuzzed, in_time, works_or_says_why
 VOCAB = 8
 SHAPE = ["num_layers=1", "hidden_size=4", "num_attention_heads=1", "seq_length=8"]
 CONFIG = load([], [*SHAPE, "pos_emb=mep_param"])
+RECORD = {"step": 1, "config_hash": CONFIG.hash, "vocab": VOCAB}
 WHOLE = save(from_config(CONFIG, vocab=VOCAB).state_dict())
 START = 8 + struct.unpack("<Q", WHOLE[:8])[0]
 HEADER = json.loads(WHOLE[8:START])
@@ -41,13 +42,12 @@ NAMES = st.sampled_from([*sorted(HEADER), "another", "__metadata__"])
 def place(folder, content: bytes) -> None:
     """A checkpoint with these weights and no hashes, as earlier versions wrote them."""
     (folder / "model.safetensors").write_bytes(content)
-    record = {"step": 1, "config_hash": CONFIG.hash, "vocab": VOCAB}
-    (folder / "checkpoint.json").write_text(json.dumps(record))
+    (folder / "checkpoint.json").write_text(json.dumps(RECORD))
 
 
 def loaded(folder, content: bytes) -> None:
     place(folder, content)
-    works_or_says_why(lambda: load_model(folder, CONFIG, VOCAB))
+    works_or_says_why(lambda: load_model(folder, CONFIG, RECORD))
 
 
 def packed(header: bytes, content: bytes = CONTENT) -> bytes:
@@ -77,11 +77,11 @@ def test_a_hostile_header_is_refused(tmp_path):
         place(tmp_path, content)
         refused = pytest.raises(UserError, match=r"model\.safetensors: (cannot be read|is empty)")
         with in_time(5), refused:
-            load_model(tmp_path, CONFIG, VOCAB)
+            load_model(tmp_path, CONFIG, RECORD)
 
 
 def test_numbers_of_another_type_are_refused(tmp_path):
     weights = from_config(CONFIG, vocab=VOCAB).half().state_dict()
     place(tmp_path, save(weights))
     with pytest.raises(UserError, match="weight is float16, not float32 - copy the che"):
-        load_model(tmp_path, CONFIG, VOCAB)
+        load_model(tmp_path, CONFIG, RECORD)

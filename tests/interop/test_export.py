@@ -2,9 +2,11 @@
 
 import ast
 import json
+import os
 import re
 import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -22,7 +24,7 @@ from megatron.interop import export as exporting
 from megatron.interop import open_model
 from megatron.interop.export import export
 from megatron.interop.export_code import sources
-from megatron.interop.importing import description
+from megatron.interop.importing import description, import_if_foreign
 from megatron.model import from_config
 from megatron.positions import FILES, REGISTRY
 from tests.encodings import every_signature
@@ -131,6 +133,10 @@ def test_a_users_own_encoding_goes_along_and_is_not_run_unasked(bump, tmp_path):
     assert "(to a tool --from " in call(*words).stderr
     assert call(*words, "--from", bump).returncode == 0
     check_same_in_transformers(tmp_path / "out", model)
+    forget()
+    words = ["tools/import_checkpoint.py", tmp_path / "out", "-o", tmp_path / "again"]
+    assert "is not run unasked: read it" in call(*words).stderr
+    assert call(*words, "--from", bump).returncode == 0
     forget()
     reading = "open(__file__.rpartition('/')[0] + '/bump.py').close()"
     for number, (text, message) in enumerate(
@@ -329,6 +335,27 @@ def test_the_commands_of_the_guide_run_and_write_a_card(tmp_path, monkeypatch):
     names = {"ids": random_ids(TRAINED, 1)}
     exec(code, names)
     assert names["continued"].shape[1] > TRAINED
+
+
+# --- Reading it back ---
+
+
+@pytest.mark.parametrize("settings", [STANDARD["GPTNeoXForCausalLM"], ["pos_emb=mep_free"]])
+def test_an_export_is_imported_bit_for_bit_and_refused_where_it_is_damaged(
+    settings, tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    path, _ = a_run(tmp_path, *settings, f"data_path={tmp_path}/text")
+    export(path, "out")
+    for file in Path("out").glob("*.[jsy]*"):  # weights and settings
+        whole = file.read_bytes()
+        assert os.fsencode(tmp_path) not in whole, "no path of this machine is published"
+        file.write_bytes(whole.replace(b"0", b"1", 1))
+        with pytest.raises(UserError, match=f"{file}: was changed .* - copy the folder again"):
+            open_model("out")
+        file.write_bytes(whole)
+    weights = [next(run.rglob("model.safetensors")) for run in (path, import_if_foreign("out"))]
+    assert weights[0].read_bytes() == weights[1].read_bytes()
 
 
 # --- What is refused ---

@@ -248,7 +248,7 @@ def test_a_name_of_the_hub_is_downloaded_without_code(folder, tmp_path, monkeypa
     monkeypatch.chdir(tmp_path)
     assert open_model("someone/tiny")[0].vocab == VOCAB
     allowed = set(asked["someone/tiny"]["allow_patterns"])
-    assert allowed == {"*.safetensors", "*.json", "tokenizer.model", "merges.txt"}
+    assert allowed == {"*.safetensors", "*.json", "tokenizer.model", "merges.txt", "config.yml"}
     assert import_if_foreign("someone/tiny").name.startswith("tiny-")
     with pytest.raises(UserError, match=r"someone/other: is not a folder here, and .* --local-dir"):
         open_model("someone/other")
@@ -290,7 +290,9 @@ def test_an_import_is_an_ordinary_checkpoint_with_its_origin(folder, tmp_path):
     # Its documents end in its own way, which a file beside it names.
     file = words_tokenizer(source / "tokenizer.json", "world")
     file.write_text(file.read_text().replace("<|endoftext|>", "</s>"))
-    assert "has no tokenizer that is used" in import_checkpoint(source, tmp_path / "a").notes[-1]
+    *_, without_tokenizer, without_sums = import_checkpoint(source, tmp_path / "a").notes
+    assert "has no tokenizer that is used" in without_tokenizer
+    assert without_sums == f"{source} has no sums, so its files were not checked for damage"
     (source / "tokenizer_config.json").write_text(json.dumps({"eos_token": "</s>"}))
     done = call("tools/import_checkpoint.py", source, "-o", run)
     assert "Qwen3ForCausalLM (the largest is" in done.stdout

@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file
 
 from megatron.config import load
-from megatron.interop.reference import load_model
+from megatron.interop.reference import load_reference
 from megatron.training.loop import train_step
 from megatron.training.optimizer import learning_rate
 from megatron.training.trainer import Trainer
@@ -34,7 +34,8 @@ RECIPE = [
 @pytest.mark.parametrize("case", sorted(EXPECTED["loss"]))
 def test_training_follows_the_reference(case, grid, tmp_path):
     config = load([], [*RECIPE, f"pos_emb={case}"])
-    trainer = Trainer(config, load_model(write_checkpoint(case, tmp_path), config), grid)
+    model, _ = load_reference(write_checkpoint(case, tmp_path), config)
+    trainer = Trainer(config, model, grid)
     golden = load_file(GOLDEN / "batches.safetensors")
     losses = [train_step(trainer, [batch.long()])["loss"].item() for batch in golden["ids"]]
     assert losses == pytest.approx(EXPECTED["loss"][case], rel=2e-3)
