@@ -41,19 +41,18 @@ class UserError(ValueError):
     """
 
 
-def cure(fault: OSError) -> str | None:
+def cure(fault: Exception) -> str | None:
     """The cure of a fault of a disk or a path, or None if it is another fault."""
-    return CURES.get(fault.errno or 0)
+    return CURES.get(getattr(fault, "errno", None) or 0)
 
 
-def cannot_write(place: str | Path, fault: OSError) -> UserError:
+def cannot_write(place: str | Path, fault: Exception) -> UserError:
     """The error that names what cannot be written, why, and what to do.
 
     place: the file or folder, after its key or option: `save: runs/mep`
     """
-    reason = fault.strerror or str(fault)
     what_to_do = cure(fault) or "choose another place"
-    return UserError(f"{place}: cannot be written ({reason}) - {what_to_do}")
+    return UserError(f"{place}: cannot be written ({in_words(fault)}) - {what_to_do}")
 
 
 def in_words(fault: Exception) -> str:

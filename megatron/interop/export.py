@@ -12,6 +12,7 @@ import jinja2
 import torch
 import torch.nn.functional as F
 import yaml
+from safetensors import SafetensorError
 from torch import Tensor
 
 from megatron.checkpoints.manifest import SETTINGS, write_record
@@ -132,7 +133,7 @@ def export(run: str | Path, folder: str | Path, *, step: int | None = None) -> E
                 del sums[name]
             facts = {key: record.get(key) for key in PUBLISHED}
             write_record(temporary, {**facts, "files": sums})
-    except OSError as fault:
+    except (OSError, SafetensorError) as fault:
         raise cannot_write(f"--output: {folder}", fault) from None
     return Exported(form.architecture, record["step"], differences, tuple(notes))
 

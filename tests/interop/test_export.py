@@ -7,10 +7,13 @@ import re
 import sys
 from dataclasses import replace
 from pathlib import Path
+from unittest import mock
 
+import huggingface_hub
 import pytest
 import torch
 import torch.nn.functional as F
+from safetensors import SafetensorError
 from tokenizers import Tokenizer
 from tokenizers.processors import TemplateProcessing
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, DynamicCache
@@ -382,6 +385,10 @@ def test_what_cannot_be_exported_is_one_message_and_leaves_nothing(tmp_path, mon
     assert export(other, tmp_path / "none").notes == ("No tokenizer: its files were not found.",)
     monkeypatch.setattr(exporting, "TOLERANCE", -1.0)
     message = "PositionsGPTForCausalLM: its logits differ by 0.0e+00 from ours at 64 tokens"
+    assert message in refused(path, tmp_path / "out")
+    full = mock.Mock(side_effect=SafetensorError("No space left on device (os error 28)"))
+    monkeypatch.setattr(huggingface_hub, "save_torch_state_dict", full)
+    message = "out: cannot be written (No space left on device (os error 28)) - choose another"
     assert message in refused(path, tmp_path / "out")
 
 
