@@ -211,6 +211,12 @@ def _values(value: Any) -> Iterator[Any]:
 def _disagreement(row: Mapping[str, Any]) -> str | None:
     """How two numbers of a row that say the same thing differ, or None."""
     loss, perplexity = row["loss"], row["perplexity"]
+    first = row.get("tail") or row["length"]
+    further = row.get("tail") or row.get("stride") or row["length"]
+    scored = first + (row["windows"] - 1) * further
+    if row["tokens"] != scored:
+        windows = f"{row['windows']} windows of {row['length']}"
+        return f"its tokens are {row['tokens']:,}, but its {windows} score {scored:,}"
     if loss is None:
         return None if perplexity is None else f"its loss is null, its perplexity {perplexity:g}"
     if loss < 0:

@@ -6,6 +6,7 @@ from typing import Required, cast
 
 import numpy as np
 
+from megatron.errors import UserError
 from megatron.files import read_small
 from megatron.results.files import LARGEST, has_lines, read_lines, write_lines
 from megatron.results.row import Question, run_of
@@ -128,13 +129,18 @@ def tables_of_probes(rows: Sequence[ProbeRow]) -> list[Table]:
             gain = (row.get("log_probability") or 0.0) - (row.get("without") or 0.0)
             place = cast("dict[str, float]", row).get(axis, 0.0)
             by_length = cells.setdefault(place, {})
-            by_length[row["length"]] = f"{accuracy:.2f} {guess_rate}{gain:+.2f}"
+            numbers = f"{accuracy:.2f} {guess_rate}{gain:+.2f}"
+            if by_length.setdefault(row["length"], numbers) != numbers:
+                raise UserError(
+                    f"{task}: {row['pos_emb']} was asked twice at length {row['length']}, and its"
+                    " answers differ - give the results of one call"
+                )
         lengths = sorted({row["length"] for row in of_probe[task]})
         head = [PLACES[axis], *map(str, lengths)]
         body = []
         for place, by_length in sorted(cells.items()):
-            numbers = [by_length.get(length, "") for length in lengths]
-            body.append([f"{place:g}", *numbers])
+            line = [by_length.get(length, "") for length in lengths]
+            body.append([f"{place:g}", *line])
         tables.append(Table(head, body, title=f"{task}: accuracy, (guess rate), gain in nats"))
     if fields := of_probe.get("receptive_field"):
         body = [[str(row["length"]), str(row.get("reach"))] for row in fields]

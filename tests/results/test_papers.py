@@ -79,21 +79,6 @@ def test_a_table_has_one_name_in_both_spellings_and_a_misspelt_one_is_suggested(
         published("kerple-table33")
 
 
-def test_a_faulty_table_of_ones_own_is_one_message(tmp_path):
-    whole = {"paper": "x", "provenance": "x", "sweep": None, "quantity": "x"}
-    file = tmp_path / "mine.yml"
-    for fault, cells in {
-        "cells.github.alibi": {"github": {"alibi": 3.4}},
-        "cells.github.alibi.512": {"github": {"alibi": {512: 3.4}}},
-    }.items():
-        file.write_text(json.dumps(whole | {"cells": cells}))
-        with pytest.raises(UserError, match=f"mine.yml: {fault}"):
-            published(str(file))
-    file.write_text("- a")
-    with pytest.raises(UserError, match=r"mine.yml: "):
-        published(str(file))
-
-
 def test_a_difference_is_counted_in_standard_errors():
     rows = [
         ROW | {"seed": seed, "perplexity": value}

@@ -23,7 +23,7 @@ def test_the_tool_prints_a_table_for_each_length_and_writes_markdown_and_json(tm
     results, probes = tmp_path / "results.jsonl", tmp_path / "probes.jsonl"
     rows = []
     for name, shifts in {"mep_free": [0.0, 0.0, 0.0], "rotary": [0.2, 0.21, 0.22]}.items():
-        rows += [*seeds_of(name, shifts), *seeds_of(name, shifts, length=1024)]
+        rows += [*seeds_of(name, shifts), *seeds_of(name, shifts, length=1024, tokens=65536)]
     write_lines(results, rows)
     probes.write_text('{"probe": "copy"}\n')
     for suffix, shows in (("md", "| rotary | 3 | †"), ("json", '"unit": "seeds"')):
