@@ -15,9 +15,10 @@ from pathlib import Path
 from megatron.cli_errors import guarded
 from megatron.errors import UserError
 from megatron.files import write_output
-from megatron.results.comparison import compared, encodings
+from megatron.results.comparison import compared
 from megatron.results.comparison_table import tables
 from megatron.results.files import read_results
+from megatron.results.labels import kinds
 from megatron.results.probes import is_of_probes
 
 
@@ -32,7 +33,7 @@ def main(argv: list[str] | None = None) -> int:
             kept.append(path)
     if not kept:
         raise UserError("compare.py: every file holds probes - give files of evaluate.py")
-    comparisons = compared(encodings(read_results(kept)), options.against)
+    comparisons = compared(kinds(read_results(kept)), options.against)
     output = options.output
     if output:
         mark = "<!-- by tools/compare.py -->"

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megatron.cli_errors import guarded
+from megatron.errors import UserError
 from megatron.positions import load_file
 from megatron.report.page import check_page, page_of, write_page
 
@@ -26,6 +27,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     write_page(page, given.output, title=given.title, plots=given.plots)
     counts = f"{len(page.rows)} rows, {len(page.probes)} of probes, {len(page.figures)} figures"
     print(f"{given.output}: {counts}")
+    if page.faults:
+        raise UserError("\n".join(["encodings that are not drawn:", *page.faults]))
     return 0
 
 

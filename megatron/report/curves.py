@@ -24,7 +24,7 @@ from megatron.errors import UserError
 from megatron.files import write_output
 from megatron.results.files import PICTURES
 from megatron.results.labels import kinds, runs
-from megatron.results.row import Row, by_text
+from megatron.results.row import Row, by_text, trained_length
 from megatron.results.statistics import half_octaves
 from megatron.results.table import cell, setting
 
@@ -224,7 +224,7 @@ def _draw(
         axes.set_axisbelow(True)
         axes.spines[["top", "right"]].set_visible(False)
         rows = [row for group in groups.values() for row in group]
-        trained = sorted({row.get("train_length") or 0 for row in rows} - {0})
+        trained = sorted({trained_length(row) or 0 for row in rows} - {0})
         for length in trained:
             axes.axvline(length, color=GREY, linestyle=(0, (4, 3)), linewidth=1, zorder=1)
         axes.set_xlabel(place)

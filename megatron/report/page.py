@@ -2,6 +2,7 @@
 
 import io
 import math
+import os
 import re
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -11,7 +12,7 @@ from jinja2 import Environment, FileSystemLoader
 from markupsafe import Markup, escape
 from matplotlib.figure import Figure
 
-from megatron.checkpoints.manifest import read_record
+from megatron.checkpoints.manifest import RECORD, read_record
 from megatron.checkpoints.read import load_model, read_meta
 from megatron.errors import UserError
 from megatron.files import check_output, write_output
@@ -21,26 +22,25 @@ from megatron.report.encoding_figures import figures_of_model
 from megatron.results.comparison import compared
 from megatron.results.comparison_table import how_made, tables_of
 from megatron.results.files import PICTURES, read_results
-from megatron.results.labels import kinds, labels_of, matching, select
+from megatron.results.labels import kinds, labels_of, matching, sections, select
 from megatron.results.probes import ProbeRow, is_of_probes, read_probes, tables_of_probes
 from megatron.results.row import (
     COLUMNS,
+    LABELS,
     SETTING,
     VARIANT,
     Question,
     Row,
-    by_text,
     plain,
     run_of,
+    text_of,
     with_facts,
 )
 from megatron.results.table import (
     Table,
     by_length,
     mean_and_std,
-    setting,
     table_of_text,
-    text_of,
     with_bits,
 )
 
@@ -72,7 +72,8 @@ class Page:
     """The contents of page.html: sections by text and protocol, probes, kernels, and gaps.
 
     probed: tables of each probed model, by its label; kernels: names of figures
-    gaps: what is missing, and its cause; figures: by the names of their files
+    gaps: what is missing, and its cause; faults: checkpoints that could not be read, and why
+    figures: by the names of their files
     """
 
     rows: Sequence[Row]
@@ -82,6 +83,7 @@ class Page:
     kernels: list[str] = field(default_factory=list)
     models: Table | None = None
     gaps: list[tuple[str, str]] = field(default_factory=list)
+    faults: list[str] = field(default_factory=list)
     figures: dict[str, Figure] = field(default_factory=dict)
 
     def html(self, title: str) -> str:
@@ -123,8 +125,8 @@ def page_of_rows(
     page = Page(rows, probes)
     if against is not None:
         select(against, kinds(page.rows))
-    for members in by_text(page.rows):
-        _add_text(page, members, against)
+    for heading, members in sections(page.rows).items():
+        _add_text(page, heading, members, against)
     _add_probes(page)
 
     every_row = [*page.rows, *probes]
@@ -144,7 +146,7 @@ def page_of_rows(
     return page
 
 
-def _add_text(page: Page, members: Sequence[Row], against: str | None) -> None:
+def _add_text(page: Page, heading: str, members: Sequence[Row], against: str | None) -> None:
     """The section of rows of one text and protocol, and its figures."""
     rows: list[Row] = []
     for row in members:
@@ -154,12 +156,7 @@ def _add_text(page: Page, members: Sequence[Row], against: str | None) -> None:
         shorter = [length for length in doublings if length in edges and length < row["length"]]
         rows += by_length([row], [*shorter, row["length"]])
     groups = kinds(rows)
-    first = rows[0]
-    protocol = first.get("protocol") or "unknown protocol"
-    heading = f"{text_of(first) or 'a text'}: {protocol}"
-    if any(section.heading == heading for section in page.sections):
-        tokenizer, text = first.get("tokenizer"), first.get("text")
-        heading = f"{heading}, tokenizer {tokenizer}, {setting(members)}, text {text}"
+    protocol = rows[0].get("protocol") or ""
     section = PageSection(heading, protocol, [table_of_text(rows, over_seeds=True)])
     if known := with_bits(rows):
         section.tables.append(table_of_text(known, over_seeds=True, bits_per_byte=True))
@@ -233,7 +230,7 @@ def _add_probes(page: Page) -> None:
         text = text_of(row) or "a text"
         name = ", ".join([row["pos_emb"], seed, step, text])
         named.append(with_facts(row, {"pos_emb": name}))
-    labels = labels_of(named)
+    labels = labels_of(named, LABELS)
     for label, of_run in zip(labels, by_run.values(), strict=True):
         page.probed[label] = tables_of_probes(of_run)
         for row in of_run:
@@ -256,6 +253,10 @@ def _add_kernels(
             model = model_beside(checkpoint, files, row["config_hash"])
         except ValueError as fault:
             page.gaps.append((checkpoint, str(fault)))
+            page.faults.append(str(fault))
+            continue
+        if model is None:
+            page.gaps.append((checkpoint, NOT_FOUND))
             continue
         title = f"{label}, seed {row.get('seed')}"
         for name, figure in figures_of_model(model, title).items():
@@ -264,28 +265,34 @@ def _add_kernels(
         return
 
 
-def model_beside(name: str, files: Sequence[Path], config_hash: str | None = None) -> GPT:
-    """The model of a checkpoint that rows name.
+def model_beside(name: str, files: Sequence[Path], config_hash: str | None = None) -> GPT | None:
+    """The model of a checkpoint that rows name, or None if it is not found.
 
     files: results files that name it; config_hash: the one of these rows
 
     It is where its row says, or beside the results. There lie checkpoints of other models with the
-    same step, so the hash of the configuration must be equal. Raises ValueError if it is not found
-    or cannot be read.
+    same step, so the hash of the configuration must be equal. Raises ValueError if it, or the
+    record of one that may be it, cannot be read.
     """
     path = Path(name)
     places = [path]
     for file in files:
         places += [file.parent.parent / path.name, file.parent / Path(*path.parts[-2:])]
+    damaged = None
     for place in places:
+        if not os.path.exists(place / RECORD):  # Path's method raises for a name that is too long
+            continue
         try:
             record = read_record(place)
-        except ValueError:
+        except ValueError as fault:
+            damaged = damaged or fault
             continue
         if config_hash in (None, record["config_hash"]):
             config, meta = read_meta(place)
             return load_model(place, config, meta)
-    raise UserError(NOT_FOUND)
+    if damaged:
+        raise damaged
+    return None
 
 
 # --- Files ---

@@ -7,8 +7,7 @@ from typing import Any
 import numpy as np
 
 from megatron.errors import UserError
-from megatron.results.labels import kinds as rows_by_kind
-from megatron.results.labels import select
+from megatron.results.labels import labels_of, select
 from megatron.results.row import BLOCK, VARIANT, Row, place_of, with_facts
 from megatron.results.statistics import (
     Estimate,
@@ -18,7 +17,7 @@ from megatron.results.statistics import (
     mean_over_seeds,
     perplexity_of,
 )
-from megatron.results.table import attention_inputs, mean_and_std, setting
+from megatron.results.table import mean_and_std, setting, variant_of
 
 ALPHA = 0.05
 SEEDS = 3  # common seeds that a claim about an encoding needs
@@ -118,52 +117,40 @@ class Comparison:
         return facts
 
 
-def encodings(rows: Sequence[Row]) -> dict[str, list[Row]]:
-    """Rows of each kind by label, whatever the seed; UserError if a seed was measured twice."""
-    kinds = rows_by_kind(rows)
-    for label, group in kinds.items():
-        first_of: dict[Hashable, Row] = {}
-        for row in group:
-            seed = row.get("seed")
-            first = first_of.setdefault((place_of(row), seed), row)
-            if first is not row:
-                raise UserError(
-                    f"{label}: seed {seed} is there twice at length {row['length']}:"
-                    f" {first.get('checkpoint')} and {row.get('checkpoint')}"
-                    " - give the results of one of them"
-                )
-    return kinds
-
-
 def compared(kinds: Mapping[str, Sequence[Row]], against: str | None = None) -> list[Comparison]:
     """Every encoding at every length of every setting, compared with one of them.
 
-    kinds: rows by encoding, as `encodings` returns them
+    kinds: rows by label, as `kinds` of megatron.results.labels returns them
     against: the reference; the first encoding if it is None
 
-    Raises UserError if nothing can be paired.
+    Raises UserError if nothing can be paired, or a seed was measured on two texts of one size.
     """
     reference = next(iter(kinds)) if against is None else select(against, kinds)
-    tokenizers = set()
     places: dict[Hashable, dict[str, list[Row]]] = {}
     for label, rows in kinds.items():
         for row in rows:
-            tokenizers.add(row.get("tokenizer"))
             rows_of = places.setdefault(place_of(row), {})
-            rows_of.setdefault(label, []).append(row)
+            of_kind = rows_of.setdefault(label, [])
+            if row.get("seed") in [one.get("seed") for one in of_kind]:
+                raise UserError(
+                    f"{label}: seed {row.get('seed')} was measured on two texts at length"
+                    f" {row['length']} - give the results of one of them"
+                )
+            of_kind.append(row)
+
+    # A heading for each place: what all rows share, and what tells it from other places.
+    first_rows, names = [], []
+    for rows_of in places.values():
+        every_row = [row for rows in rows_of.values() for row in rows]
+        first_rows.append(every_row[0])
+        plain_row = with_facts(every_row[0], dict.fromkeys(VARIANT))
+        names.append(", ".join([setting([plain_row]), *variant_of(every_row)]))
+    headings = labels_of(first_rows, ("split", "tokenizer"), (), names=names)
 
     comparisons: list[Comparison] = []
-    for rows_of in places.values():
+    for heading, rows_of in zip(headings, places.values(), strict=True):
         theirs = rows_of.get(reference, [])
-        every_row = [row for rows in rows_of.values() for row in rows]
-        changes = attention_inputs(every_row)
         for label, rows in rows_of.items():
-            # Without its variant, so that the heading has only what all rows share.
-            plain_row = with_facts(rows[0], dict.fromkeys(VARIANT))
-            heading = ", ".join([setting([plain_row]), *changes])
-            if len(tokenizers) > 1:
-                tokenizer = plain_row.get("tokenizer") or "unknown"
-                heading = f"{heading}, tokenizer {tokenizer}"
             one = _compared(heading, label, rows, reference, theirs)
             comparisons.append(one)
 

@@ -1,6 +1,7 @@
 """Labels: rows by what they measured, and the label that `--against` means."""
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from typing import Any
 
 from megatron.errors import UserError
 from megatron.results.row import (
@@ -10,7 +11,9 @@ from megatron.results.row import (
     KIND_LABELS,
     LABELS,
     SETTING,
+    TEXT_LABELS,
     TRAINED,
+    USUAL,
     VARIANT,
     AnyQuestion,
     Question,
@@ -19,6 +22,7 @@ from megatron.results.row import (
     identity,
     plain,
     run_of,
+    text_of,
     value_of,
     with_facts,
 )
@@ -64,31 +68,45 @@ def runs(rows: Sequence[Row]) -> dict[str, list[Row]]:
         group.sort(key=lambda row: row["length"])
     # What labels tell apart does not change with the length.
     first_rows = [group[0] for group in groups.values()]
-    labels = labels_of(first_rows, LABELS)
-    return dict(zip(labels, groups.values(), strict=True))
+    return dict(zip(labels_of(first_rows, LABELS), groups.values(), strict=True))
+
+
+def sections(rows: Sequence[Row], keys: Iterable[str] = SETTING) -> dict[str, list[Row]]:
+    """Rows by a heading for each text and protocol, such as "github valid: tail, tail 128".
+
+    keys: as `by_text` has them
+    """
+    texts = by_text(rows, keys)
+    examples = [min(text, key=lambda row: (row["length"], str(row.get("text")))) for text in texts]
+    names = []
+    for row in examples:
+        name = text_of(row) or "a text"
+        names.append(f"{name}: {row.get('protocol') or 'unknown protocol'}")
+    headings = labels_of(examples, TEXT_LABELS, (), names=names, always=())
+    return dict(zip(headings, texts, strict=True))
 
 
 def kinds(rows: Sequence[AnyQuestion]) -> dict[str, list[AnyQuestion]]:
     """Rows by a label for each kind: runs that differ in their seed and text alone are one.
 
-    If one seed was measured with several configurations in a setting, each configuration is a kind
-    of its own.
+    If one seed was measured with several configurations in a setting, or in several checkpoints,
+    each of them is a kind of its own.
     """
     axes = axes_of(rows)
     groups: dict[Hashable, list[AnyQuestion]] = {}
     for row in rows:
         groups.setdefault(identity(row, (*KIND, *axes)), []).append(row)
-    found: list[list[AnyQuestion]] = []
-    for group in groups.values():
-        seeds = {identity(row, (*SETTING, "seed")) for row in group}
-        configurations = {identity(row, (*SETTING, "seed", "config_hash")) for row in group}
-        if len(seeds) == len(configurations):
-            found.append(group)
-            continue
-        by_hash: dict[str, list[AnyQuestion]] = {}
-        for row in group:
-            by_hash.setdefault(row["config_hash"], []).append(row)
-        found += by_hash.values()
+    found = [*groups.values()]
+    for key in ("config_hash", "checkpoint"):
+        parts: list[list[AnyQuestion]] = []
+        for group in found:
+            by_key: dict[Any, list[AnyQuestion]] = {}
+            for row in group:
+                by_key.setdefault(row.get(key), []).append(row)
+            seeds = {identity(row, (*SETTING, "seed")) for row in group}
+            values_of_seeds = {identity(row, (*SETTING, "seed", key)) for row in group}
+            parts += [group] if len(seeds) == len(values_of_seeds) else by_key.values()
+        found = parts
     labels = labels_of([group[0] for group in found], KIND_LABELS, axes)
     return dict(zip(labels, found, strict=True))
 
@@ -97,24 +115,32 @@ def labels_of(
     rows: Sequence[Question],
     keys: Sequence[str] = KIND_LABELS,
     axes: Sequence[str] | None = None,
+    *,
+    names: Sequence[str] | None = None,
+    always: Sequence[str] = (*VARIANT, *SETTING),
 ) -> list[str]:
     """A label for each row: the encoding, then what distinguishes it from others of that name.
 
-    keys: those that may stand in a label: `LABELS` for runs, `KIND_LABELS` where seeds are one.
+    keys: those that may stand in a label: of `LABELS`
     axes: of sweeps, by default `axes_of` these rows. They follow the measured keys.
+    names: what labels begin with, by default the encoding
+    always: keys whose unusual values are named wherever rows differ in them, whatever the encoding
     An unknown value adds no word.
     """
     if axes is None:
         axes = axes_of(rows)
-    measured = [key for key in keys if key not in BOOKKEEPING]
-    labels = [row["pos_emb"] for row in rows]
-    for key in (*measured, *axes, *BOOKKEEPING):
+    labels = list(names or [row["pos_emb"] for row in rows])
+    for key in sorted((*keys, *axes), key=BOOKKEEPING.__contains__):
         values = [value_of(row, key) for row in rows]
         values_of: dict[str, set[str]] = {}
         for label, value in zip(labels, values, strict=True):
             values_of.setdefault(label, set()).add(plain(value))
+        rows_differ = len(set().union(*values_of.values())) > 1
         for number, value in enumerate(values):
-            if value is not None and len(values_of[labels[number]]) > 1:
+            if value is None:
+                continue
+            named = rows_differ and key in always and value != USUAL.get(key)
+            if named or len(values_of[labels[number]]) > 1:
                 labels[number] += f", {key} {plain(value)}"
     return labels
 

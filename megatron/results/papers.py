@@ -16,8 +16,8 @@ from pydantic import BaseModel, ConfigDict, StringConstraints, ValidationError
 
 from megatron.errors import UserError, did_you_mean
 from megatron.files import read_small
-from megatron.results.row import CORPUS_AXIS, Row, value_of
-from megatron.results.table import attention_inputs, in_columns
+from megatron.results.row import ATTENTION_INPUTS, CORPUS_AXIS, Row, value_of
+from megatron.results.table import in_columns, variant_of
 
 TABLES = Path(__file__).parent / "published"
 LARGEST = 1 << 20  # bytes; the largest table here has a few thousand
@@ -183,7 +183,7 @@ def refusal(
     for key, value in wanted.items():
         if row.get(key) != value:
             return f"{key} is {row.get(key)}, the table's is {value}"
-    if changed := attention_inputs([row]):
+    if changed := variant_of([row], ATTENTION_INPUTS):
         return f"it was evaluated with {', '.join(changed)}"
     if row["config_hash"] not in hashes:
         return (

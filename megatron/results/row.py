@@ -6,7 +6,7 @@ protocol is part of every row's identity and of every label.
 """
 
 import json
-from collections.abc import Hashable, Iterable, Mapping
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from typing import Any, Required, TypeVar, cast
 
 from typing_extensions import TypedDict  # pydantic checks rows by these types
@@ -129,13 +129,18 @@ ATTENTION_INPUTS = tuple(key for key in VARIANT if key != "dtype")
 DEFAULTS = {key: "off" if Variant.__annotations__[key] is bool else "none" for key in VARIANT}
 DEFAULTS.pop("dtype")
 
-# Labels keep this order: what was measured stands first, the axes of sweeps and bookkeeping last.
+# The one list of what makes measurements different, beside the encoding and the length, which have
+# a place of their own in tables. Labels keep its order: what was measured stands first, the axes of
+# sweeps and bookkeeping last. EXPLAINS: words for what the hash of a configuration contains.
 _OF_MODEL = ("train_length", "step", "windows_per_step", "trained_on", "parent_model")
-BOOKKEEPING = ("sweep", "config_hash", "checkpoint", "text")
-KIND_LABELS = ("pos_emb_args", *VARIANT, *_OF_MODEL, *BOOKKEEPING)
+EXPLAINS = {"pos_emb_args", "sweep", *_OF_MODEL} - {"step"}
+BOOKKEEPING = ("sweep", "config_hash", "checkpoint", "tokens", "stride", "text")
 LABELS = ("pos_emb_args", *VARIANT, *_OF_MODEL, "seed", *SETTING, *BOOKKEEPING)
-KIND = ("pos_emb", "pos_emb_args", *VARIANT, *_OF_MODEL, "sweep")
-RUN = ("pos_emb", *VARIANT, "step", "seed", *SETTING, "config_hash", "checkpoint")
+RUN = ("pos_emb", *(key for key in LABELS if key not in (*EXPLAINS, *PLACE)))
+KIND_LABELS = tuple(key for key in LABELS if key not in ("seed", *SETTING, *PLACE))
+KIND = ("pos_emb", *(key for key in KIND_LABELS if key not in ("config_hash", "checkpoint")))
+TEXT_LABELS = tuple(key for key in LABELS if key in (*SETTING, *PLACE))
+USUAL = {**DEFAULTS, "dtype": "float32"}  # values that a label need not name
 
 # How the notes beneath a table write a key, and the headings of a table of runs.
 NOTES = {
@@ -240,6 +245,16 @@ def agrees(row: Mapping[str, Any], question: Mapping[str, Any]) -> bool:
     return True
 
 
+def text_of(row: Question) -> str:
+    """The name of the text that was scored, such as "github valid"."""
+    return " ".join(word for word in (row.get("corpus"), row.get("part")) if word)
+
+
+def trained_length(row: Question) -> int | None:
+    """The tokens of a window in training; None before the first update, or if it is unknown."""
+    return row.get("train_length") if row["step"] > 0 else None
+
+
 def with_facts(row: AnyQuestion, facts: Mapping[str, Any]) -> AnyQuestion:
     """The row with other values of some keys."""
     return cast("AnyQuestion", {**row, **facts})
@@ -248,26 +263,34 @@ def with_facts(row: AnyQuestion, facts: Mapping[str, Any]) -> AnyQuestion:
 # --- Rows together ---
 
 
-def by_text(rows: Iterable[Row], keys: Iterable[str] = SETTING) -> list[list[Row]]:
+def by_text(rows: Sequence[Row], keys: Iterable[str] = SETTING) -> list[list[Row]]:
     """Rows of one setting and one text each: only their numbers stand in one table or figure.
 
     keys: the setting; without the tokenizer for numbers that can be compared between tokenizers
 
     Rows of one length, and in the protocol `paper` of one seed, have the same text if its hash or,
     in old rows, the number of its targets is the same. Rows of other lengths belong to them if
-    their targets differ by less than a window, which the end of the text leaves out.
+    they lack less than one of their windows, which the end of the text leaves out. Rows that may
+    belong to two texts belong to neither. The order of the rows does not matter.
     """
     keys = tuple(keys)
-    texts: dict[tuple[Hashable, ...], list[list[Row]]] = {}
+    facts = (*keys, "tokenizer", "seed", "windows", *PLACE)
+    examples = {identity(row, facts): row for row in rows}
+    fitting: dict[Hashable, frozenset[Hashable]] = {}
+    for key, row in examples.items():
+        others = [other for other in examples if other[: len(keys)] == key[: len(keys)]]
+        fitting[key] = frozenset(other for other in others if _same_text(row, examples[other]))
+    texts: dict[Hashable, list[Row]] = {}
     for row in rows:
-        of_setting = texts.setdefault(identity(row, keys), [])
-        for members in of_setting:
-            if all(_same_text(row, member) for member in members):
-                members.append(row)
-                break
-        else:
-            of_setting.append([row])
-    return [members for of_setting in texts.values() for members in of_setting]
+        text = fitting[identity(row, facts)]
+        is_one_text = all(fitting[key] >= text for key in text)
+        of_text = texts.setdefault(text if is_one_text else (text, _targets(row)), [])
+        of_text.append(row)
+    return list(texts.values())
+
+
+def _targets(row: Row) -> tuple[Hashable, ...]:
+    return row.get("tokenizer"), row.get("text") or row["tokens"]
 
 
 def _same_text(row: Row, other: Row) -> bool:
@@ -277,8 +300,7 @@ def _same_text(row: Row, other: Row) -> bool:
         for one in (row, other):
             if 2 * one.get("stride", 0) != one["length"]:
                 return False
-    text = row.get("text") or row["tokens"]
-    if text == (other.get("text") or other["tokens"]):
+    if _targets(row) == _targets(other):
         return True
     same_length = row["length"] == other["length"]
     if row.get("protocol") == "paper":  # windows are counted, and drawn for each seed and length
@@ -286,5 +308,5 @@ def _same_text(row: Row, other: Row) -> bool:
         return not same_draw and row["windows"] == other["windows"]
     if same_length or row.get("protocol") == "position":
         return False
-    left_out = abs(row["tokens"] - other["tokens"])
-    return 0 < left_out < max(row["length"], other["length"])
+    fewer, more = sorted((row, other), key=lambda one: one["tokens"])
+    return 0 < more["tokens"] - fewer["tokens"] < fewer["length"]

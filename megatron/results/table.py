@@ -1,25 +1,25 @@
 """Tables as text and as Markdown, and those of perplexity and bits per byte by length."""
 
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import cast
 
 from megatron.errors import UserError
-from megatron.results.labels import kinds, runs
+from megatron.results.labels import kinds, runs, sections
 from megatron.results.row import (
-    ATTENTION_INPUTS,
     BYTES,
-    DEFAULTS,
     EXACT,
     MEAN,
     NOTES,
     PIECES,
     SETTING,
-    Question,
+    USUAL,
+    VARIANT,
     Row,
-    by_text,
     plain,
+    text_of,
+    trained_length,
     value_of,
     with_facts,
 )
@@ -152,6 +152,7 @@ def table(
 ) -> str:
     """A table for each text and protocol: one line per run, one column per length, notes beneath.
 
+    Several have headings: numbers are comparable within one table only.
     over_seeds: one line per encoding, mean ± standard deviation
     bits_per_byte: in place of perplexity, whatever the tokenizers; UserError if no row has any
     """
@@ -161,16 +162,16 @@ def table(
         known = with_bits(rows)
         if not known:
             raise UserError(f"--bits-per-byte: none of these rows has them - {MEASURE_AGAIN}")
-    groups = by_text(known, keys)
+    texts = sections(known, keys)
     parts = []
-    for group in groups:
+    for heading, group in texts.items():
         one = table_of_text(group, over_seeds=over_seeds, bits_per_byte=bits_per_byte)
+        if len(texts) > 1:
+            parts.append(heading)
         parts.append(one.markdown() if markdown else one.text())
     if len(known) < len(rows):
         left_out = len(rows) - len(known)
         parts.append(f"left out: {left_out} rows without bits per byte - {MEASURE_AGAIN}")
-    if not over_seeds and not bits_per_byte and len(groups) > 1:
-        parts.append("\n".join(_why_apart(groups)))
     return "\n\n".join(parts)
 
 
@@ -180,7 +181,7 @@ def table_of_text(
     """The table of rows of one text, as `by_text` groups them."""
     groups = kinds(rows) if over_seeds else runs(rows)
     lengths = sorted({row["length"] for row in rows})
-    trained = {row.get("train_length") for row in rows}
+    trained = {trained_length(row) for row in rows}
     key, form = "perplexity", cell
     if bits_per_byte:
         key, form = "bits_per_byte", bits
@@ -200,9 +201,9 @@ def table_of_text(
         head.append("seeds")
     head += [f"{length}*" if length in trained else str(length) for length in lengths]
     if bits_per_byte:
-        notes = _notes_of_bits(rows, over_seeds=over_seeds)
+        notes = _notes_of_bits(rows, groups)
     else:
-        notes = notes_of(rows, each=not over_seeds)
+        notes = _notes(rows, groups, each=not over_seeds)
     if over_seeds:
         notes.append("mean ± standard deviation over seeds")
     return Table(head, body, notes)
@@ -245,10 +246,10 @@ def with_bits(rows: Sequence[Row]) -> list[Row]:
 # --- Notes ---
 
 
-def notes_of(rows: Sequence[Row], *, each: bool = True) -> list[str]:
+def _notes(rows: Sequence[Row], lines_of: Mapping[str, Sequence[Row]], *, each: bool) -> list[str]:
     """Notes: the measurement, each run, why cells are empty, and what cannot be compared.
 
-    rows: of one text, as `by_text` groups them; each: a line for the facts of each run
+    lines_of: the rows of each line of the table; each: a line for the facts of each run
     """
     lengths = {row["length"] for row in rows}
     groups = runs(rows)
@@ -265,8 +266,12 @@ def notes_of(rows: Sequence[Row], *, each: bool = True) -> list[str]:
     epochs_of = {row["length"]: row.get("epochs") for row in rows if row.get("epochs")}
     for length, epochs in sorted(epochs_of.items()):
         lines.append(REPEATED_TEXT.format(length=length, epochs=epochs))
-    if lengths & {row.get("train_length") for row in rows}:
-        lines.append("* training length")
+    trained: dict[int | None, list[str]] = {}
+    for label, group in lines_of.items():
+        trained.setdefault(trained_length(group[0]), []).append(label)
+    for length in sorted(lengths & trained.keys()):
+        of_some = f" {length} of {'; '.join(trained[length])}" if len(trained) > 1 else ""
+        lines.append(f"* training length{of_some}")
     for label, group in groups.items():
         facts = _facts(group[0], own)
         if each and facts:
@@ -285,10 +290,9 @@ def _facts(row: Row, keys: Iterable[str]) -> str:
     return ", ".join(NOTES[key].format(value) for key, value in known.items())
 
 
-def _notes_of_bits(rows: Sequence[Row], *, over_seeds: bool) -> list[str]:
-    groups = kinds(rows) if over_seeds else runs(rows)
+def _notes_of_bits(rows: Sequence[Row], lines_of: Mapping[str, Sequence[Row]]) -> list[str]:
     counts = {}
-    for label, group in groups.items():
+    for label, group in lines_of.items():
         sizes = [row.get("bytes", 0) for row in group]
         least, most = min(sizes), max(sizes)
         size = from_to(f"{least:,.0f}", f"{most:,.0f}")
@@ -310,20 +314,8 @@ def _notes_of_bits(rows: Sequence[Row], *, over_seeds: bool) -> list[str]:
     return lines
 
 
-def _why_apart(groups: Sequence[Sequence[Row]]) -> list[str]:
-    """Why rows stand in several tables."""
-    lines = []
-    for key in (*SETTING, "text"):
-        values = dict.fromkeys(str(row.get(key)) for rows in groups for row in rows)
-        if key in OPTIONS:
-            values.pop("None", None)
-        if len(values) > 1 and (key != "text" or not lines):
-            lines.append(f"not comparable across tables: {key} is {' or '.join(values)}")
-    return lines
-
-
 def setting(rows: Sequence[Row]) -> str:
-    """Text, tokens, windows and protocol of rows of one text, and their attention inputs."""
+    """Text, tokens, windows and protocol of rows of one text, and how they were evaluated."""
     first = rows[0]
     facts = []
     if text := text_of(first):
@@ -345,13 +337,8 @@ def setting(rows: Sequence[Row]) -> str:
         value = first.get(key)
         if len(values) == 1 and value:
             facts.append(f"{key} {value}")
-    facts += attention_inputs(rows)
+    facts += variant_of(rows)
     return ", ".join(facts)
-
-
-def text_of(row: Question) -> str:
-    """The name of the text that was scored, such as "github valid"."""
-    return " ".join(word for word in (row.get("corpus"), row.get("part")) if word)
 
 
 def from_to(first: object, last: object) -> str:
@@ -359,15 +346,15 @@ def from_to(first: object, last: object) -> str:
     return str(first) if first == last else f"{first} to {last}"
 
 
-def attention_inputs(rows: Sequence[Row]) -> list[str]:
-    """The change to the attention of all rows, such as "window 512".
+def variant_of(rows: Sequence[Row], keys: Iterable[str] = VARIANT) -> list[str]:
+    """How all rows were evaluated, where that is unusual, such as "window 512".
 
     Labels contain only what differs between rows.
     """
     changes = []
-    for key in ATTENTION_INPUTS:
+    for key in keys:
         values = {value_of(row, key) for row in rows}
         value = values.pop()
-        if not values and value != DEFAULTS[key]:
+        if not values and value not in (None, USUAL[key]):
             changes.append(f"{key} {plain(value)}")
     return changes

@@ -1,5 +1,6 @@
 """The page of results, read by a parser: every number in its place, gaps named, no links."""
 
+import itertools
 import re
 from html import unescape
 
@@ -8,7 +9,7 @@ import pytest
 from megatron.errors import UserError
 from megatron.positions import FILES, REGISTRY
 from megatron.report.page import NOT_FOUND, model_beside, page_of_rows, reference_of
-from megatron.results.comparison import compared, encodings
+from megatron.results.comparison import compared
 from megatron.results.files import read_results
 from megatron.results.labels import kinds
 from tests.checkpoints import checkpoint_of_bytes
@@ -79,15 +80,28 @@ def test_the_table_has_means_over_seeds_and_what_is_missing_is_named_once_for_ea
     assert any("kernels [exp, <b>&]" in line for line in models)
 
 
-def test_each_text_and_protocol_has_a_section_and_two_texts_of_a_run_are_no_two_seeds():
-    found = [*rows("mep", {512: 10.0}, text="a"), *rows("mep", {512: 20.0}, text="b")]
-    found += rows("mep", {512: 30.0}, protocol="tail", tail=128)
-    headings = [section.heading for section in page_of_rows(found).sections]
-    assert headings[0] == "stdlib valid: equal_tokens"
-    assert headings[1].endswith("protocol equal_tokens, text b")
-    assert headings[2] == "stdlib valid: tail"
-    shown = [table[1] for table in tables(found) if table[0][0] == "pos_emb"]
-    assert shown == [["mep", "1", "10.00"], ["mep", "1", "20.00"], ["mep", "1", "30.00"]]
+def test_each_text_has_a_section_with_its_own_reference_in_whatever_order_files_are():
+    files = [
+        [*seeds_of("a", [0.0]), *seeds_of("a", [0.3], text="b")],
+        [*seeds_of("b", [0.1]), *seeds_of("b", [0.2], text="b")],
+        seeds_of("a", [0.2], window=508, sinks=4),
+        rows("b", {512: 30.0}, protocol="tail", tail=512),
+    ]
+    for in_order in itertools.permutations(files):
+        sections = page_of_rows([*itertools.chain(*in_order)]).sections
+        differences = {}
+        for section in sections:
+            table = section.compared[0] if section.compared else section.tables[0]
+            differences[section.heading] = sorted((line[0], *line[3:4]) for line in table.body)
+        assert differences == {
+            "stdlib valid: equal_tokens, text ab12": [
+                ("a, window 508, sinks 4", "+0.2000"),
+                ("a, window none", ""),
+                ("b", "+0.1000"),
+            ],
+            "stdlib valid: equal_tokens, text b": [("a", "+0.1000"), ("b", "")],
+            "stdlib valid: tail": [("b",)],
+        }
 
 
 def test_a_pass_by_position_is_shown_at_the_shorter_lengths_that_it_holds():
@@ -137,6 +151,8 @@ def test_probes_of_each_model_have_tables():
     assert (f"copy of {labels[1]} at 512", "it ends") in page.gaps
     assert "Does the model repeat the tokens?" in shown
     assert "have not learned to retrieve: expect accuracies of 0.00" in shown
+    others = [probes[0] | {"split": split} for split in ("949,50,1", "8,1,1")]
+    assert len(page_of_rows([], others).probed) == 2
 
 
 def test_curves_that_stay_low_are_drawn_once_more():
@@ -163,7 +179,7 @@ def test_the_page_of_the_results_at_hand_compares_as_compare_does():
         # The protocol `tail` has no windows: the page takes the lowest there.
         ("t5, window train_length", "t5, window 512", lowest),
     ):
-        assert compared(encodings(found), against)[0].reference == label
+        assert compared(kinds(found), against)[0].reference == label
         assert reference_of(tail, against) == in_section
     with pytest.raises(UserError, match="--against: 'alibi' means several"):
         page_of_rows(found, against="alibi")
@@ -184,8 +200,7 @@ def test_beside_the_results_each_model_finds_its_own_checkpoint(tmp_path):
     for name in ("alibi", "rotary"):
         model = model_beside(f"elsewhere/{name}/global_step10", files[:2], hashes[name])
         assert type(model.position) is REGISTRY[name]
-    with pytest.raises(UserError, match="not found from here"):
-        model_beside("elsewhere/none/global_step10", files[:2], hashes["none"])
+    assert model_beside("elsewhere/none/global_step10", files[:2], hashes["none"]) is None
     place = {"checkpoint": "elsewhere/alibi/global_step10", "config_hash": hashes["alibi"]}
     page = page_of_rows(rows("alibi", {512: 9.0}, **place), files=files)
     assert page.kernels == ["1-encoding"]

@@ -4,7 +4,8 @@ import math
 
 import numpy as np
 
-from megatron.results.comparison import compared, encodings
+from megatron.results.comparison import compared
+from megatron.results.labels import kinds
 
 
 def rows(pos_emb, perplexities, **facts):
@@ -76,7 +77,7 @@ def row_of_blocks(pos_emb, losses, seed=1, **more):
 
 def against(rows, name=None):
     """Comparisons of rows with the encoding of that name, or the first."""
-    return compared(encodings(rows), name)
+    return compared(kinds(rows), name)
 
 
 def texts(n=64, seed=0):

@@ -4,7 +4,6 @@ import numpy as np
 import pytest
 
 from megatron.errors import UserError
-from megatron.results.comparison import encodings
 from megatron.results.comparison_table import tables
 from tests.results.rows import against, row, row_of_blocks, seeds_of, texts, with_bytes
 
@@ -142,10 +141,10 @@ def test_what_is_no_pair_is_refused_with_the_reason():
             against([row("a", hard), other])
     both = against([row("a", hard), row("b", hard, text="cd34"), row("c", hard + 1)])
     assert [one.reason is None for one in both] == [True, False, True]
-    twice = [row("b", hard, checkpoint="runs/x"), row("b", hard, checkpoint="runs/y")]
-    message = r"b: seed 1 is there twice at length 512: runs/x and runs/y - give the results"
+    twice = [row("b", hard, text=text) for text in ("ab12", "cd34")]
+    message = "b: seed 1 was measured on two texts at length 512 - give the results of one of them"
     with pytest.raises(UserError, match=message):
-        encodings(twice)
+        against(twice)
 
 
 def test_each_place_is_a_table_of_its_own_under_its_setting():
@@ -153,8 +152,12 @@ def test_each_place_is_a_table_of_its_own_under_its_setting():
     paper = {"protocol": "paper", "start": 16000, "text": "cd34"}
     rows = [row("a", hard, tokenizer="aa"), row("a", hard, **paper)]
     rows += [row("b", hard + 0.1, tokenizer="aa"), row("b", hard + 0.2, **paper)]
+    other_split = {"tokenizer": "aa", "split": "8,1,1", "text": "ef56"}
+    rows += [row("a", hard, **other_split), row("b", hard + 0.3, **other_split)]
     found = against(rows)
-    assert [one.difference.mean for one in found if one.difference] == pytest.approx([0.1, 0.2])
+    differences = [one.difference.mean for one in found if one.difference]
+    assert differences == pytest.approx([0.1, 0.2, 0.3])
     text = tables(found)
-    assert "protocol paper, start 16000, tokenizer unknown\n" in text
+    assert "protocol paper, start 16000\n" in text
     assert "protocol equal_tokens, tokenizer aa\n" in text
+    assert "protocol equal_tokens, split 8,1,1, tokenizer aa\n" in text

@@ -1,10 +1,9 @@
 """Labels name what differs between rows in fact, what was measured first."""
 
-import pytest
+import random
 
-from megatron.errors import UserError
-from megatron.results.labels import axes_of, kinds, labels_of, matching, runs, select
-from megatron.results.row import LABELS, identity
+from megatron.results.labels import axes_of, kinds, runs, sections, select
+from megatron.results.row import USUAL, VARIANT, measurement_of, plain, value_of
 from tests.results.rows import rows
 
 
@@ -39,16 +38,51 @@ def test_what_is_unknown_adds_no_word_and_loses_no_row():
     assert runs([known, unknown]) == {"rotary, seed 7": [known], "rotary": [unknown]}
 
 
-def test_labels_of_different_runs_are_different():
-    changes = [{key: value} for key in LABELS for value in (None, "a", "b")]
-    found = [one(**change) for change in changes]
-    distinct = {identity(row, LABELS) for row in found}
-    assert len(set(labels_of(found, LABELS))) == len(distinct) > 2 * len(LABELS)
+# Values of what evaluate.py measures with, and of models; each row takes a few.
+DRAWN = {
+    "window": [508, 512, "train_length"],
+    "method": ["rerope,window=256", "self_extend,group=8,window=256", "yarn,factor=4"],
+    "dtype": ["float32", "bfloat16"],
+    "protocol": ["paper", "tail", "sliding"],
+    "pos_emb": ["alibi"],
+    "pos_emb_args": [{"base": 10}],
+}
+for numbers in ("sinks", "clip_distance", "tail", "start", "stride", "seed", "step", "tokens"):
+    DRAWN[numbers] = [64, 128]
+for switches in ("logn_scale", "paper_precision", "blockwise", "reset_position_ids"):
+    DRAWN[switches] = [True, False]
+for names in ("corpus", "part", "split", "tokenizer", "text", "config_hash", "checkpoint", "sweep"):
+    DRAWN[names] = ["a", "b"]
+
+
+def test_different_measurements_have_different_labels_that_name_how_each_was_made():
+    draw = random.Random(29)
+    for _ in range(300):
+        found = [one(window=508, sinks=4), one()]
+        for _ in range(draw.randrange(1, 6)):
+            keys = draw.sample([*DRAWN], draw.randrange(1, 5))
+            found.append(one(**{key: draw.choice(DRAWN[key]) for key in keys}))
+        found = [*{measurement_of(row): row for row in found}.values()]
+        groups = runs(found)
+        assert sorted(map(len, groups.values())) == [1] * len(found), found
+        for label, (row,) in groups.items():
+            for key in VARIANT:
+                value, values = value_of(row, key), {value_of(row, key) for row in found}
+                unusual = value not in (None, USUAL[key]) and len(values) > 1
+                assert not unusual or f", {key} {plain(value)}" in label, (label, found)
+        texts = sections(found).values()
+        assert sum(map(len, texts)) == len(found)
+        for text in texts:
+            for of_kind in kinds(text).values():
+                seeds = [row["seed"] for row in of_kind]
+                assert len(set(seeds)) == len(seeds), "two measurements are one mean"
 
 
 def test_a_kind_never_holds_two_configurations_of_one_seed():
     twins = [one(config_hash="a"), one(config_hash="b")]
     assert list(kinds(twins)) == ["rotary, config_hash a", "rotary, config_hash b"]
+    places = [one(checkpoint="runs/a"), one(checkpoint="runs/b")]
+    assert list(kinds(places)) == ["rotary, checkpoint runs/a", "rotary, checkpoint runs/b"]
     seeds = [one(seed=seed, config_hash=str(seed), checkpoint=str(seed)) for seed in (1, 2)]
     assert len(kinds(seeds)) == 1
 
@@ -91,14 +125,3 @@ def test_against_is_a_label_or_an_encoding_with_any_of_its_facts():
         "alibi, size wide, corpus stdlib": "alibi",
     }.items():
         assert select(against, WINDOWS) == label
-
-
-def test_against_none_or_several_names_the_choices():
-    choices = "'mep_free, window none', 'mep_free, window 512'"
-    for against in ("mep", "alibi, window 51", "alibi window"):
-        assert matching(against, WINDOWS) == []
-        message = f"--against: '{against}' is no encoding of these results - choose one of"
-        with pytest.raises(UserError, match=f"{message} {choices}, 'alibi'"):
-            select(against, WINDOWS)
-    with pytest.raises(UserError, match=f"'mep_free' means several .* - choose one of {choices}"):
-        select("mep_free", WINDOWS)

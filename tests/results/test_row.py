@@ -1,12 +1,10 @@
 """What makes two rows the same, and which stand in one table."""
 
+import itertools
+
 from megatron.results.files import read_results
 from megatron.results.probes import is_of_probes, read_probes
 from megatron.results.row import (
-    LABELS,
-    RUN,
-    SETTING,
-    VARIANT,
     Row,
     agrees,
     by_text,
@@ -30,12 +28,6 @@ def test_the_files_at_hand_are_rows():
             assert read_probes([path])
         else:
             assert {key for row in read_results([path]) for key in row} <= {*Row.__annotations__}
-
-
-def test_every_option_of_a_measurement_is_part_of_identity_and_label():
-    for key in (*VARIANT, *SETTING):
-        assert key in RUN
-        assert key in LABELS
 
 
 def test_a_key_changes_what_it_identifies():
@@ -87,6 +79,8 @@ def test_only_rows_of_one_text_stand_together():
     assert not together(one(), one(tokens=4096)), "a row of old files has no text"
     assert not together(first, one(text="b", length=1024, tokens=16384)), "more tokens"
     assert together(first, one(text="b", length=768, tokens=7680)), "the end is left out"
+    other = one(text="b", length=4096, tokens=118784)
+    assert not together(other, one(text="c", length=16384, tokens=131072)), "three windows more"
     assert not together(first, one(text="a", corpus="arxiv"))
     tail = {"protocol": "tail", "text": "a"}
     assert not together(one(**tail, tail=128), one(**tail, tail=256))
@@ -100,3 +94,13 @@ def test_only_rows_of_one_text_stand_together():
     assert not together(seeds[0], one(protocol="paper", windows=8, text="5", seed=3))
     position = {"protocol": "position"}
     assert not together(one(**position, text="a"), one(**position, text="b", length=1024))
+
+
+def test_texts_do_not_depend_on_the_order_of_rows_and_what_may_be_of_two_is_of_neither():
+    first = [one(text="a", length=length) for length in (512, 1024)]
+    other = [one(text="b"), one(text="b", seed=7)]
+    of_either = [one(text="c", length=768, tokens=7680)]
+    found = [*first, *other, *of_either]
+    for rows_in_order in itertools.permutations(found):
+        texts = [sorted(map(found.index, text)) for text in by_text(rows_in_order)]
+        assert sorted(texts) == [[0, 1], [2, 3], [4]]

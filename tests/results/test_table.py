@@ -42,12 +42,9 @@ def test_rows_of_several_texts_or_protocols_have_a_table_each():
     found = table(TWO + tail + arxiv)
     assert [table(group) in found for group in (TWO, tail, arxiv)] == [True] * 3
     assert "protocol tail, tail 256\n" in found
-    assert found.split("\n\n")[-1].splitlines() == [
-        "not comparable across tables: corpus is stdlib or arxiv",
-        "not comparable across tables: protocol is equal_tokens or tail",
-    ]
-    first, other = (rows("rotary", {512: 12.0}, text=text) for text in ("ab", "cd"))
-    assert table(first + other).endswith("not comparable across tables: text is ab or cd")
+    headings = [part for part in found.split("\n\n") if "\n" not in part]
+    equal = "valid: equal_tokens"
+    assert headings == [f"stdlib {equal}", "stdlib valid: tail", f"arxiv {equal}"]
 
 
 def test_what_all_rows_share_stands_beneath_the_table():
@@ -66,6 +63,10 @@ def test_what_a_reader_must_know_of_numbers_is_noted():
     assert note in table(paper)
     assert "length 1024: the part is short and was read up to 2 times" in table(paper)
     assert note not in table(TWO)
+    assert "512*" not in table([one | {"step": 0} for one in TWO]), "it was not trained yet"
+    longer = rows("alibi", {512: 9.0, 1024: 8.0}, train_length=1024)
+    stars = "* training length 512 of mep_free; rotary\n* training length 1024 of alibi\n"
+    assert f"\n{stars}" in table(TWO + longer)
 
 
 def test_a_mean_over_seeds_is_over_all_or_none():

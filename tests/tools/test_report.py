@@ -9,6 +9,7 @@ import subprocess
 import pytest
 
 from megatron.results.files import write_results
+from tests.checkpoints import checkpoint_of_bytes
 from tests.results.rows import rows
 from tests.support import ROOT
 from tools.report import main
@@ -73,6 +74,20 @@ def test_a_bad_name_is_one_message_and_nothing_is_replaced(page, tmp_path, capsy
         assert main([str(results), "-o", str(output)]) == 1
         assert message in capsys.readouterr().err
     assert mine.read_text() == "mine"
+
+
+def test_a_damaged_checkpoint_is_on_the_terminal_and_in_the_exit_status(tmp_path, capsys):
+    sizes = ["num_layers=1", "hidden_size=16", "num_attention_heads=2", "seq_length=16"]
+    checkpoint, config_hash = checkpoint_of_bytes(tmp_path / "run", *sizes)
+    facts = {"checkpoint": str(checkpoint), "config_hash": config_hash}
+    write_results(tmp_path / "a.jsonl", rows("rotary", {512: 10.0}, **facts))
+    words = [str(tmp_path / "a.jsonl"), "-o", str(tmp_path / "page.html")]
+    assert main(words) == 0
+    for name in ("model.safetensors", "checkpoint.json"):
+        file = checkpoint / name
+        file.write_bytes(file.read_bytes()[:100])
+        assert main(words) == 1
+        assert f"encodings that are not drawn:\n{file}: " in capsys.readouterr().err
 
 
 @pytest.mark.skipif(BROWSER is None, reason="needs Chromium or Chrome on the path")
