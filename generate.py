@@ -24,12 +24,14 @@ from megatron.entry import run
 from megatron.errors import UserError, visible
 from megatron.evaluation.loaded_run import variant
 from megatron.evaluation.options import DTYPES, VARIED, add_attention
-from megatron.files import check_output, write_output
+from megatron.files import check_output, read_small, write_output
 from megatron.generation.decode import NUMBERS, GenerationSettings, continued
 from megatron.generation.with_tokenizer import opened_with_tokenizer
 from megatron.model import AttentionSettings
 from megatron.parallel.grid import here
 from megatron.parallel.threads import count_parameters, use_threads
+
+LONGEST = 1 << 26  # bytes of prompts, characters of standard input
 
 logger = logging.getLogger("megatron.generate")
 
@@ -140,12 +142,14 @@ def prompts_of(arguments: argparse.Namespace) -> list[str]:
     path = arguments.prompts
     if path is not None:
         try:
-            lines = path.read_text(encoding="utf-8").split("\n")
+            lines = read_small(path, LONGEST).decode().split("\n")
         except (OSError, UnicodeDecodeError) as fault:
             raise UserError(f"--prompts: {path} cannot be read as text ({fault})") from None
         prompts += [line for line in lines if line.strip()]
     elif not prompts and sys.stdin is not None and not sys.stdin.isatty():
-        prompts = [sys.stdin.read()]
+        prompts = [sys.stdin.read(LONGEST)]
+        if len(prompts[0]) == LONGEST:
+            raise UserError(f"standard input: has {LONGEST:,} characters or more - give fewer")
     if not prompts:
         raise UserError(
             "--prompt: no prompt is given - write --prompt TEXT or --prompts FILE, or send a text"

@@ -109,13 +109,19 @@ def has_lines(path: Path) -> bool:
 
 
 def write_lines(path: Path, lines: Iterable[Mapping[str, Any]]) -> None:
-    """Write one JSON object per line, the whole file at once; ValueError for nan and infinity.
+    """Write one JSON object per line, the whole file at once; UserError for nan and infinity.
 
     Each line ends with a checksum of its facts, so that one damaged digit is noticed.
     """
     texts = []
     for line in lines:
-        text = json.dumps({**line, CHECKSUM: checksum(line)}, allow_nan=False)
+        try:
+            text = json.dumps({**line, CHECKSUM: checksum(line)}, allow_nan=False)
+        except ValueError as fault:
+            raise UserError(
+                f"{path}: a number of the model is not finite ({fault}) - take an earlier"
+                " checkpoint (--step)"
+            ) from None
         texts.append(text + "\n")
     write_output(path, "".join(texts).encode(), LINES)
 

@@ -8,14 +8,15 @@ Per device, for P learned numbers, N ranks and e bytes of a number (4 in fp32, e
                   checkpoint_activations e tokens (layers * hidden + one + 4 hidden)
     head          4 vocab hidden for the gradient of the output matrix, and three blocks of logits
 
-The state is a lower bound, and what is beyond the memory even so is refused. The rest is an
-estimate: the peaks of four small fp32 steps on the CPU (292 to 760 MB estimated) were 1.2 to 1.6
-times it, most with checkpoint_activations.
+The state is a lower bound. The rest is an estimate: the peaks of four small fp32 steps on the CPU
+(292 to 760 MB estimated) were 1.2 to 1.6 times it, most with checkpoint_activations. So the state
+and half of the rest are certain, and what is beyond the memory even so is refused.
 """
 
 from typing import NamedTuple
 
 import torch
+from psutil import swap_memory
 
 from megatron.config import Config
 from megatron.errors import UserError
@@ -86,22 +87,26 @@ def kept_checkpoints(config: Config) -> int:
 def check_fits(
     config: Config, vocab: int, *, ranks: int, ranks_here: int, device: torch.device
 ) -> TrainingNeeds:
-    """The needs of a training; raises UserError if its state alone is beyond the memory.
+    """The needs of a training; raises UserError if what is certain of them is beyond the memory.
 
     ranks: of the whole run; ranks_here: those on this machine, whose memory they share on the CPU
     """
     need = needs(config, vocab, ranks, device)
     sharing = ranks_here if device.type == "cpu" else 1
-    wanted = need.state * sharing
+    wanted = (need.state + need.activations // 2) * sharing
     if device.type == "cuda" and wanted < SMALLEST_DEVICE:
         return need
     memory = device_memory(device)
+    if device.type == "cpu":
+        memory += swap_memory().total
     if wanted > memory:
         model = config.model
+        windows = config.training.train_micro_batch_size_per_gpu
         raise UserError(
-            f"num_layers = {model.num_layers}, hidden_size = {model.hidden_size}:"
-            f" {need.parameters.whole:,} parameters need {in_bytes(wanted)} for weights, gradients"
-            f" and Adam in {sharing} process(es), and there are {in_bytes(memory)} of memory -"
-            " lower them, make_vocab_size_divisible_by or the encoding's options"
+            f"num_layers = {model.num_layers}, hidden_size = {model.hidden_size}, seq_length ="
+            f" {model.seq_length}, train_micro_batch_size_per_gpu = {windows}:"
+            f" {need.parameters.whole:,} parameters and what a step keeps need {in_bytes(wanted)}"
+            f" or more in {sharing} process(es), and there are {in_bytes(memory)} of memory - lower"
+            " them, make_vocab_size_divisible_by or the encoding's options"
         )
     return need

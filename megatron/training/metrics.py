@@ -26,9 +26,10 @@ from torch import Tensor
 
 from megatron.config.schema import Logging, Model
 from megatron.errors import cannot_write, in_words
-from megatron.files import write_text
+from megatron.files import read_small, write_text
 from megatron.model import Architecture
 from megatron.model.size import BACKWARD, attention_flops, palm_weights
+from megatron.results.files import LARGEST
 
 logger = logging.getLogger(__name__)
 
@@ -260,7 +261,8 @@ def _make_room(path: Path, resumed_at: int | None) -> None:
         path.rename(path.with_name(f"{path.stem}.{number}.jsonl"))
         return
     kept = []
-    for line in path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True):
+    text = read_small(path, LARGEST).decode(errors="replace")
+    for line in text.splitlines(keepends=True):
         try:
             if json.loads(line)["step"] <= resumed_at:
                 kept.append(line)

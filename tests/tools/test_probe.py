@@ -5,7 +5,9 @@ import re
 from collections import Counter
 
 import pytest
+from safetensors.torch import load_file, save_file
 
+from megatron.checkpoints.manifest import read_record
 from megatron.results.probes import PROBES, RULER, axis_of, read_probes
 from tests.checkpoints import make_checkpoint
 from tests.support import call
@@ -70,11 +72,26 @@ def test_probes_of_other_lengths_and_kinds_stay_when_some_are_asked_again(folder
     assert others == [row for row in first if (row["probe"], row["length"]) != ("copy", 64)]
 
 
+def test_weights_that_overflow_are_one_message(corpus, tmp_path):
+    step = make_checkpoint(tmp_path, corpus) / "global_step5"
+    record = read_record(step)
+    weights = load_file(step / "model.safetensors")
+    large = {name: 1e38 * weight for name, weight in weights.items()}
+    save_file(large, step / "model.safetensors")
+    del record["files"], record["sha256"]
+    (step / "checkpoint.json").write_text(json.dumps(record))
+    for name in ("copy", "receptive_field", "attention"):
+        done = probe(tmp_path, "--lengths", 64, "--trials", 1, "--probes", name)
+        assert done.returncode == 1
+        assert re.fullmatch(r".*: a number of the model is not finite .*\n", done.stderr)
+    assert list(tmp_path.rglob("*.jsonl")) == []
+
+
 def test_what_cannot_be_asked_is_one_message_and_writes_nothing(folder, tmp_path):
     output = tmp_path / "a.jsonl"
     output.write_text(json.dumps({"pos_emb": "mine"}) + "\n")
     cases = {
-        ("-o", output): r"a.jsonl, line 1: is no result of tools/probe.py",
+        ("-o", output): "a.jsonl exists and is no earlier output to be replaced",
         ("--lengths", 10**7): r"the valid part has \d+ tokens, 10000001 are needed - give shorter",
         ("--probes", "rulers"): "invalid choice: 'rulers'.*'multikey_dense'",
     }

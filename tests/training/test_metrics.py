@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 from pathlib import Path
 
 import psutil
@@ -82,6 +83,9 @@ def test_a_resumed_run_drops_what_it_writes_again_and_a_new_one_keeps_an_old_fil
 def test_a_place_that_cannot_be_written_is_refused_and_tensorboard_has_every_number(tmp_path):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+    os.mkfifo(tmp_path / "metrics.jsonl")
+    with pytest.raises(UserError, match=r"metrics.jsonl: cannot be written \(it is no regular"):
+        Metrics(tmp_path, Logging(), {}, resumed_at=2)
     (tmp_path / "file").touch()
     with pytest.raises(UserError, match=r"file/metrics.jsonl: cannot be written"):
         Metrics(tmp_path / "file", Logging(), {})
