@@ -4,7 +4,7 @@ import itertools
 import json
 import logging
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
@@ -13,16 +13,19 @@ from tqdm import tqdm
 
 from megatron.checkpoints.saved import find, step_of
 from megatron.config import Config
+from megatron.config.schema import as_list
+from megatron.data.tokens import TokenFile
 from megatron.errors import UserError
 from megatron.evaluation.loaded_run import checkpoint_folder, loaded_run
 from megatron.evaluation.options import DTYPES, VARIED, Options
 from megatron.evaluation.perplexity import measured
-from megatron.evaluation.protocols import PROTOCOLS, Request
+from megatron.evaluation.protocols import OF_DOCUMENTS, PROTOCOLS, Request, WithoutText
 from megatron.folder_lock import owned_file
-from megatron.model import GPT, AttentionSettings
-from megatron.model.methods import method_of
+from megatron.model import AttentionSettings, positions_from_config
+from megatron.model.methods import faults_of, method_of
 from megatron.parallel.grid import here, owned_by_first
 from megatron.parallel.threads import count_parameters, use_threads
+from megatron.positions import Position
 from megatron.results.files import check_place, existing_results, write_results
 from megatron.results.row import (
     ATTENTION_INPUTS,
@@ -55,7 +58,9 @@ def evaluate(config: Config | None, options: Options) -> MeasuredRows:
     config, model, grid = run.config, run.model, here()
 
     # Each protocol on each variant of each text, with the file of its rows.
-    attentions = variants(AttentionSettings.of(config.attention), options, model)
+    positions = [placed.position for placed in model.placed]
+    attention = AttentionSettings.of(config.attention)
+    attentions = variants(attention, options, positions, model.train_length)
     jobs = []
     lengths: list[int] = []
     for tokens in run.texts.files:
@@ -129,7 +134,29 @@ def evaluate(config: Config | None, options: Options) -> MeasuredRows:
     return MeasuredRows(rows, lengths)
 
 
-def variants(attention: AttentionSettings, options: Options, model: GPT) -> list[AttentionSettings]:
+def check_options(config: Config, options: Options) -> None:
+    """Raises UserError for options that no checkpoint of a configuration and no text can meet."""
+    attention = AttentionSettings.of(config.attention)
+    positions, _ = positions_from_config(config)
+    variants(attention, options, positions, config.model.seq_length)
+    request = WithoutText(
+        cast(TokenFile, None),
+        as_list(options.lengths or config.evaluation.eval_lengths),
+        eval_tokens=config.evaluation.eval_tokens,
+        tail=options.tail,
+        stride=options.stride,
+    )
+    for protocol in options.protocol or ("equal_tokens",):
+        if protocol not in OF_DOCUMENTS:
+            PROTOCOLS[protocol](request)
+
+
+def variants(
+    attention: AttentionSettings,
+    options: Options,
+    positions: Sequence[Position],
+    train_length: int,
+) -> list[AttentionSettings]:
     """The settings with every combination of the values that the options ask for.
 
     Raises UserError with all that is wrong with sinks, clipped distances and methods.
@@ -146,11 +173,11 @@ def variants(attention: AttentionSettings, options: Options, model: GPT) -> list
         if "window" in chosen:
             chosen["window_layers"] = ()
         settings = replace(attention, **chosen)
-        wrong = model.faults_of_methods(settings)
-        faults |= dict.fromkeys(wrong)
+        wrong = dict.fromkeys(faults_of(settings, positions, train_length))
+        faults |= wrong
         if settings.method is not None and not wrong:
             # With all of its options, so that equal ones have equal rows.
-            method = method_of(settings.method, model.train_length)
+            method = method_of(settings.method, train_length)
             settings = replace(settings, method=method.text)
         found[settings] = None
     if faults:

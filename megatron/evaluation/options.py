@@ -131,15 +131,11 @@ class _Words(argparse.ArgumentParser):
         raise UserError(message.removeprefix("argument "))
 
 
-def words_fault(words: Sequence[str]) -> str | None:
-    """The reason why evaluate.py would refuse these options, or None."""
+def options_of_words(words: Sequence[str]) -> Options:
+    """The options of a command line; raises UserError for those that evaluate.py would refuse."""
     parser = _Words(add_help=False)
     add_options(parser)
-    try:
-        parser.parse_args(words)
-    except UserError as fault:
-        return str(fault)
-    return None
+    return Options.of(parser.parse_args(words))
 
 
 # --- Kinds of values, for argparse ---

@@ -116,25 +116,46 @@ class Request:
         return int(np.sum(sizes, dtype=np.int64)) - 1
 
     @cached_property
-    def region(self) -> np.ndarray:
-        """The first text of the part, the same for every length: [targets + 1] tokens.
+    def targets(self) -> int:
+        """How many targets the region has: a multiple of the longest length.
 
-        Documents stand in file order, each with the EOD that ends it. The number of targets is a
-        multiple of the longest length. Raises UserError if there is not one window of that length.
+        Raises UserError if there is not one window of that length.
         """
         available = self.available
         longest = self.ordered_lengths[-1]
         if min(self.eval_tokens, available) < longest:
+            limit = f"eval_tokens is {self.eval_tokens}"
+            if available < self.eval_tokens:
+                limit = f"the {self.part} part of the corpus has {max(available, 0)}"
             raise UserError(
                 f"eval_lengths: one window of length {longest} needs {longest} tokens to predict;"
-                f" eval_tokens is {self.eval_tokens}, and the {self.part} part of the corpus has"
-                f" {max(available, 0)} - give shorter lengths, more eval_tokens, a larger corpus,"
+                f" {limit} - give shorter lengths, more eval_tokens, a larger corpus,"
                 f" or another split than {self.split}"
             )
         targets = min(self.eval_tokens, available) // longest * longest
         if available < self.eval_tokens:
             logger.info("eval_tokens: the %s part has %d: %d", self.part, available, targets)
-        return first_tokens(self.tokens, self.documents, targets + 1)
+        return targets
+
+    @cached_property
+    def region(self) -> np.ndarray:
+        """The first text of the part, the same for every length: [targets + 1] tokens.
+
+        Documents stand in file order, each with the EOD that ends it.
+        """
+        return first_tokens(self.tokens, self.documents, self.targets + 1)
+
+
+class WithoutText(Request):
+    """A request before its text is there: of any text, with as many tokens as are wanted."""
+
+    @property
+    def available(self) -> int:
+        return self.eval_tokens
+
+    @cached_property
+    def region(self) -> np.ndarray:
+        return np.zeros(self.targets + 1, dtype=np.int64)
 
 
 def first_tokens(tokens: TokenFile, documents: range, count: int) -> np.ndarray:
@@ -262,6 +283,9 @@ def within_document(request: Request) -> list[Windows]:
         by_length.append(Windows(length, ids, [0] * len(ids), stretches=stretches))
     return by_length
 
+
+OF_DOCUMENTS = ("paper", "within_document")
+"""Protocols that need more of a text than its region."""
 
 PROTOCOLS: dict[str, Callable[[Request], list[Windows]]] = {
     "equal_tokens": equal_tokens,

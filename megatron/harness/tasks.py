@@ -89,7 +89,8 @@ def evaluate_tasks(config: Config | None, tasks: Tasks, options: Options) -> Don
     model, device = checkpoint.model, here().device
     lengths = sorted(set(options.lengths)) or [model.train_length]
     attention_of_config = AttentionSettings.of(checkpoint.config.attention)
-    several = variants(attention_of_config, options, model)
+    positions = [placed.position for placed in model.placed]
+    several = variants(attention_of_config, options, positions, model.train_length)
     for length in lengths:
         model.check_length(length)
         if options.stride is not None and options.stride > length:

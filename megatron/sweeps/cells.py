@@ -30,7 +30,8 @@ from megatron.config.schema import KEYS, SECTIONS
 from megatron.config.yaml_files import find_file, read_file
 from megatron.data.parts import open_parts
 from megatron.errors import UserError
-from megatron.evaluation.options import words_fault
+from megatron.evaluation.evaluate_checkpoint import check_options
+from megatron.evaluation.options import options_of_words
 from megatron.files import ROOT
 from megatron.positions import fingerprint
 from megatron.results.files import existing_results, training_log, write_lines
@@ -66,7 +67,7 @@ class EvaluationRequest(BaseModel):
         for key, value in self.options.items():
             fault = None
             if key in OPTIONS:
-                fault = words_fault(_words({key: value}))
+                options_of_words(_words({key: value}))
             elif key not in KEYS:
                 shown = ascii(key)[1:-1][:80]
                 known = ", ".join([*OPTIONS, "only", "eval_tokens", "eval_part"])
@@ -276,6 +277,7 @@ def _cell(parts: SweepFile, values: Values, home: Path, path: Path) -> Cell:
         asked = asked or EvaluationRequest()
         if _holds(asked.only, values):
             words = _words(asked.options)
+            _check(config, label, asked.options)
             shaping = [measured.eval_lengths, measured.eval_tokens, measured.eval_part]
             for config_hash in reversed(config.hashes):
                 text = json.dumps([config_hash, words, *shaping])
@@ -284,6 +286,18 @@ def _cell(parts: SweepFile, values: Values, home: Path, path: Path) -> Cell:
                     break
             evaluations.append(EvaluationCall(name, tuple(words), asked.options))
     return Cell(_name(values), values, folder, config, tuple(evaluations))
+
+
+def _check(config: Config, label: str, options: Values) -> None:
+    """Raises UserError, before anything is trained, where evaluate.py would afterwards."""
+    words = _words({key: value for key, value in options.items() if key not in KEYS})
+    for key in options.keys() & KEYS.keys():
+        section = getattr(config, KEYS[key]).model_copy(update={key: options[key]})
+        config = replace(config, **{KEYS[key]: section})
+    try:
+        check_options(config, options_of_words(words))
+    except UserError as fault:
+        raise UserError(f"evaluate.{label}: {fault}") from None
 
 
 def _name(values: Mapping[str, Any]) -> str:

@@ -180,7 +180,7 @@ def test_what_a_protocol_cannot_measure_is_one_message(tokens):
             {"lengths": [512]},
             "no document of the valid part has 513 tokens, the",
         ),
-        ("equal_tokens", {"eval_tokens": 63}, "64 tokens to predict; eval_tokens is 63, and the"),
+        ("equal_tokens", {"eval_tokens": 63}, "64 tokens to predict; eval_tokens is 63 - give"),
     ]
     for protocol, options, message in cases:
         with pytest.raises(UserError) as caught:

@@ -13,7 +13,8 @@ settings: {{num_layers: 1, hidden_size: 16, num_attention_heads: 2, seq_length: 
   keep_last_n_checkpoints: 1, log_interval: 5, eval_interval: 0, eval_lengths: [32, 64, 128],
   eval_tokens: 4096, pos_emb: kerple_log}}
 grid:
-  data: {{good: {{data_path: {corpus}}}, absent: {{data_path: {corpus}_of_nobody}}}}
+  data: {{good: {{data_path: {corpus}}}
+    , absent: {{data_path: {corpus}, vocab_file: {corpus}_of_nobody, tokenizer_type: HFTokenizer}}}}
   seed: [1]
 evaluate: {{equal: {{protocol: equal_tokens}}, paper: {{protocol: paper, windows: 8}}}}
 """

@@ -74,6 +74,9 @@ def test_a_bad_sweep_is_one_message(tmp_path):
         f"{of_one}windows: {10**12}}}}}": "is not a whole number from 1 to 1,000,000",
         f"{of_one}eval_tokens: -3}}}}": "evaluate.a: eval_tokens: Input should be greater than 0",
         f"{of_one}only: {{seed: 3}}}}}}": "only: no cell has {'seed': 3} - its axes are seed = 1",
+        f"{of_one}protocol: tail, lengths: [32, 512]}}}}": "evaluate.a: --tail 256: must be 1 to",
+        f"{of_one}eval_tokens: 64}}}}": "evaluate.a: eval_lengths: one window of length 16384",
+        f"{of_one}sinks: 4}}}}": "evaluate.a: --sinks 4: without a window all keys are visible",
         f"{one}exclude: [{{sead: 1}}]": "exclude: no cell has {'sead': 1} - its axes are seed = 1",
         f"{one}exclude: [{{seed: 1}}]": "no cell is left - exclude takes out the whole grid",
         f"{one}base: [configs/126M.yml]": "did you mean",
@@ -112,9 +115,9 @@ def test_a_shipped_sweep_has_one_name_with_either_dash(tmp_path, monkeypatch):
 
 
 @pytest.fixture
-def path(tmp_path):
+def path(tmp_path, corpus):
     path = tmp_path / "tiny.yml"
-    path.write_text(SWEEP.format(corpus="text", steps=10))
+    path.write_text(SWEEP.format(corpus=corpus, steps=10))
     return path
 
 

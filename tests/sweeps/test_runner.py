@@ -193,7 +193,7 @@ def test_each_place_is_a_device_of_this_process_and_shares_its_cores(monkeypatch
     assert places_of(2) == [{"OMP_NUM_THREADS": "5"}] * 2
 
 
-def test_a_table_of_ones_own_stands_beside_what_its_sweep_measured(file, whole):
+def test_a_table_of_ones_own_stands_beside_what_its_sweep_measured(file, whole, capfd):
     folder = whole[0]
     table = file.with_name("table") / "mine.yml"
     table.parent.mkdir()
@@ -214,3 +214,7 @@ def test_a_table_of_ones_own_stands_beside_what_its_sweep_measured(file, whole):
     assert "3 of 5 cells have our numbers" in lines
     done = call("tools/reproduce.py", "kerple-table5", "--folder", folder)
     assert "36 of 36 cells have no rows" in done.stdout  # those there are of another sweep
+    done = call("tools/reproduce.py", "kerple-table5", "--folder", file.parent / "new", "--run")
+    assert done.returncode == 1
+    assert "arxiv_text_document - python prepare_data.py arxiv (30 files" in capfd.readouterr().err
+    assert not (file.parent / "new").exists()
