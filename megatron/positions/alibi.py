@@ -51,7 +51,7 @@ class Sloped(PerHead, DistanceBias):
     """A kernel with one slope s per head.
 
     slope_factor: multiplies every slope
-    slopes: by default the published ones; else one number for all heads, or a list of one per head
+    slopes: one number, or a list of one per head; by default the published ones
     learned_slopes: learn the slopes, starting from the given ones; learned slopes are at least 1e-6
     """
 
@@ -119,8 +119,8 @@ class Gaussian(Sloped):
 class Tanh(Sloped):
     """log(1e-6 + 1 + tanh(-s · d)), on the 12 slopes of the authors' code (`tanh_kernel_slopes`).
 
-    They published slopes for 12 heads only. For another number of heads we take 0.5148 times
-    ALiBi's, about the ratio of the steeper published ones. With slopes s/2 it is the sigmoid kernel
+    They published slopes for 12 heads only. Other numbers of heads take 0.5148 times ALiBi's,
+    about the ratio of the steeper published ones. With slopes s/2 it is the sigmoid kernel
     of slope s plus the constant log 2, because 1 + tanh(-x/2) = 2 / (1 + exp(x)).
     """
 

@@ -19,11 +19,11 @@ class ApeDecay(PerHead, DistanceBias):
 
     The additive part of Adaptive Positional Encoding. Its other parts are left out: a rotation
     whose frequencies follow the entropy of attention, and a factor 1 / (1 + λd) on the scores.
-    `sum` joins it to rotary. The paper's text and code could not be had: the formula is from a
-    third party's notes on it, and its abstract names the same three terms. First values are ours:
-    linear from ALiBi's slopes, log and root from U(0, 1).
+    `sum` joins it to rotary. The paper's text and code were not available: the formula is from a
+    third party's notes, and the abstract names the same three terms. First values are ours: linear
+    from ALiBi's slopes, log and root from U(0, 1).
 
-    linear, log, root: one number for all heads, or a list of one per head, fixes them
+    linear, log, root: learned unless given as one number or one per head
     """
 
     claims = ("zero_at_0", "never_rises", "conditionally_positive_definite")

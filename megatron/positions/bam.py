@@ -15,7 +15,7 @@ EPSILON = 1e-5  # the authors': it keeps a distance of 0 to a negative power fin
 class Bam(PerHead, DistanceBias):
     """-exp(log_scale) · (d + 1e-5)^exponent; exponent starts at 1, exp(log_scale) at ALiBi's slope.
 
-    This is the authors' code with the paper's location mu at 0. It starts as ALiBi, up to the 1e-5.
+    The authors' code with the paper's location mu at 0. It starts as ALiBi, up to the 1e-5.
     Unlike KERPLE's power, the exponent may exceed 2, and it may become negative, which favours far
     tokens. The paper learns both numbers for every head of every layer: set pos_emb_shared: false.
     Bounds keep the bias finite in float32 up to a million tokens.

@@ -337,7 +337,7 @@ def running_sum(new: Tensor, memory: Memory, name: str) -> Tensor:
     """Sums of the tokens up to each key: [batch, heads, queries] -> [batch, heads, keys] float64.
 
     memory[name] holds those of earlier tokens, and then all of them. In float64, because a sum
-    over 16384 tokens in float32 has lost what its neighbours differ by.
+    over 16384 tokens in float32 loses the difference between neighbours.
     """
     total = new.double().cumsum(dim=-1)
     if name in memory:

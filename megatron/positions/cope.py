@@ -1,4 +1,4 @@
-"""CoPE: a position counts the keys that a gate of their content lets through (2405.18719)."""
+"""CoPE: a position is a count of keys, weighted by gates of their content (2405.18719)."""
 
 import math
 
@@ -17,10 +17,10 @@ class CoPE(Position):
 
     e has a vector for each of `positions` positions, learned in every layer and shared by its
     heads; between whole positions it is interpolated, and p stays at the last one (arXiv
-    2405.18719, equations 3 to 6). p depends on query and key together, so that attention needs all
+    2405.18719, equations 3 to 6). p depends on query and key together, so attention needs all
     scores at once.
 
-    positions: how many vectors; the paper's code and DAPE's have 64
+    positions: number of vectors; 64 in the paper's code and in DAPE's
     scaled: whether q·e is divided by √head_dim too, as in the released code but not in the paper's
     separate_keys: whether gates have keys of their own, a linear map of the layer's input (the
         released code's cope_sep_key)

@@ -25,9 +25,8 @@ class Dape(Position):
 
     f is a network of two layers with LeakyReLU, applied to each pair of tokens: all heads of A,
     then all heads of B -> width -> heads (arXiv 2405.14722, equation 4). Each layer of the model
-    has its own, from torch's usual first values, as in the authors' code. Without a bias, as with
-    `of: none` or rotary, it is A + f(A). The scores of all heads are seen together, so attention is
-    `eager`.
+    has its own, with torch's usual first values, as in the authors' code. Without a bias, as with
+    `of: none` or rotary, it is A + f(A). f needs the scores of all heads, so attention is `eager`.
 
     of: the encoding that gives B; its rotation of queries and keys acts too
     args: its options; width: of the hidden layer
@@ -97,9 +96,9 @@ class Dape(Position):
 class DapeV2(Dape):
     """The same with f over three keys side by side: convolutions of 1 x 3 (arXiv 2410.04798).
 
-    Scores and biases of later keys are 0 for f. Where the authors' second convolution would read
-    beyond the end of the text, ours reads what a longer text has there, so that no score depends on
-    what follows. It differs from their code in the score of the last token with itself.
+    Scores and biases of later keys are 0 for f. At the end of the text, the authors' second
+    convolution reads padding; ours reads the values of a longer text, so that no score depends on
+    later tokens. The score of the last token with itself differs from their code.
 
     of, args, width: as for dape
     """

@@ -31,9 +31,9 @@ class Fire(Position):
 
     threshold: L = length_multiplier · threshold; by default half of seq_length, as in DAPE's code
     mlp_layers: widths of the hidden layers, with ReLU between; the paper and DAPE's code have [32]
-    c, length_multiplier: first values of these learned numbers; both stay positive
+    c, length_multiplier: first value, learned and kept positive
     activation: relu, or leaky_relu as for FIRE inside DAPE's code
-    last_bias: whether the last layer has a bias too, which the softmax ignores but DAPE does not
+    last_bias: whether the last layer has a bias too, which matters inside DAPE only
     """
 
     # Below these bounds psi(d) / psi(L) is d / L to float32's precision anyway, or L is 0.

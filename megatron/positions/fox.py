@@ -1,4 +1,4 @@
-"""FoX: a gate at every token says how much of the past stays (arXiv 2503.02130)."""
+"""FoX: a gate at every token decides how much of the past is kept (arXiv 2503.02130)."""
 
 import torch
 import torch.nn.functional as F
@@ -14,8 +14,8 @@ class Fox(Position):
     """Σ log f_l over the tokens l = j+1 … i between key j and query i, f_l = sigmoid(w·x_l + b).
 
     The Forgetting Transformer (arXiv 2503.02130, equation 5). w and b are learned for each head, in
-    every layer. Without other positions; `sum` joins it to rotary. The paper's "Pro" block is more
-    than an encoding and is not here.
+    every layer. Without other positions; `sum` joins it to rotary. The paper's "Pro" block is not
+    here.
 
     init_std: standard deviation of the first values of w; b begins at 0, so f near 1/2
     """

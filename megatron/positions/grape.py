@@ -22,12 +22,12 @@ class GrapeM(Turning):
     """Rotary with learned frequencies, turned by the position or by Σ sigmoid(w·x_t + b).
 
     The commuting form of GRAPE-M with the released code's parameters: frequencies exp(f / 16) for
-    turns by position, exp(f) with steps by content, where w and b are divided by 16 too. Each layer
+    turns by position, or exp(f) for steps by content, with w and b divided by 16 too. Each layer
     has its own.
 
     by_content: whether the step from token t to the next depends on the layer's input, per head
     by_head: whether each head has frequencies of its own
-    base: of the first frequencies, those of rotary
+    base: base of the first frequencies, which are rotary's
     """
 
     per_layer = True

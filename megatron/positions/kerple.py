@@ -9,8 +9,8 @@ First values: log, power, bias+wht and 2-para-wht are in the released code and s
 appendix A.3). They take the code's values for similar numbers: exponents and the first number of a
 log kernel from U(0, 2), all others from U(0, 1).
 
-Learned numbers are at least 0.01, and exponents at most 2. Every number can be fixed instead: an
-option of its name takes one number, or a list of one per head. Layers share them if
+Learned numbers are at least 0.01, and exponents at most 2. An option fixes the number of its name:
+one number, or a list with one per head. Layers share them if
 `pos_emb_shared` is true, as in the released code.
 """
 
@@ -65,7 +65,7 @@ class WeightKernel(Position):
 class KerpleLog(Kerple, DistanceBias):
     """-p · log(1 + a·d), p ~ U(0, 2), a ~ U(0, 1), both at least 0.01 (the paper's r1 and r2).
 
-    p, a: learned by default; one number for all heads, or a list of one per head, fixes them
+    p, a: learned unless given as one number or one per head
     """
 
     published = True
@@ -88,7 +88,7 @@ class KerpleLog3(Kerple, DistanceBias):
     The paper's 3-para-log (section 5.3, table 5), not in the released code. With r3 = 1 it is
     kerple_log.
 
-    r1, r2, r3: learned by default; one number for all heads, or a list of one per head, fixes them
+    r1, r2, r3: learned unless given as one number or one per head
     """
 
     claims = ("zero_at_0", "never_rises", "conditionally_positive_definite")
@@ -104,7 +104,7 @@ class KerpleLog3(Kerple, DistanceBias):
 class KerplePower(Kerple, DistanceBias):
     """-a · d^p, a ~ U(0, 1) at least 0.01, p ~ U(0, 2) in [0.01, 2] (the paper's r1 and r2).
 
-    a, p: learned by default; one number for all heads, or a list of one per head, fixes them
+    a, p: learned unless given as one number or one per head
     """
 
     published = True
@@ -123,8 +123,7 @@ class KerpleWeight(Kerple, WeightKernel):
 
     The paper's 2-para-wht (appendix A.3, table 6): weight_a ~ U(0, 1) is r1, weight_p ~ U(0, 2) r2.
 
-    weight_a, weight_p: learned by default; one number for all heads, or a list of one per head,
-        fixes them
+    weight_a, weight_p: learned unless given as one number or one per head
     """
 
     published = True
@@ -142,7 +141,7 @@ class KerpleWeight1(Kerple, WeightKernel):
 
     The paper's 1-para-wht (appendix A.3, table 6), not in the released code.
 
-    weight_a: learned by default; one number for all heads, or a list of one per head, fixes it
+    weight_a: learned unless given as one number or one per head
     """
 
     draws = {"weight_a": 1.0}
@@ -158,8 +157,7 @@ class KerpleBiasWeight(KerplePower, KerpleWeight):
 
     The paper's "bias+wht" (section 5.3).
 
-    a, p, weight_a, weight_p: learned by default; one number for all heads, or a list of one per
-        head, fixes them
+    a, p, weight_a, weight_p: learned unless given as one number or one per head
     """
 
     draws = {**KerplePower.draws, **KerpleWeight.draws}
@@ -171,10 +169,10 @@ class KerpleBiasWeight(KerplePower, KerpleWeight):
 class KerpleBump(Kerple, DistanceBias):
     """+r1 · exp(-r2 · d²), a positive bump near the token, r1 and r2 ~ U(0, 1).
 
-    The paper's 2-para-bias (appendix A.3, table 6), not in the released code. It does not
-    extrapolate in the paper.
+    The paper's 2-para-bias (appendix A.3, table 6), not in the released code. In the paper it
+    does not extrapolate.
 
-    r1, r2: learned by default; one number for all heads, or a list of one per head, fixes them
+    r1, r2: learned unless given as one number or one per head
     """
 
     claims = ("never_rises", "conditionally_positive_definite")
@@ -189,10 +187,10 @@ class KerpleBump(Kerple, DistanceBias):
 class KerpleBump3(Kerple, DistanceBias):
     """+r1 · exp(-r2 · d^r3), r1 and r2 ~ U(0, 1), r3 ~ U(0, 2) in [0.01, 2].
 
-    The paper's 3-para-bias (appendix A.3, table 6), not in the released code. It does not
-    extrapolate in the paper.
+    The paper's 3-para-bias (appendix A.3, table 6), not in the released code. In the paper it
+    does not extrapolate.
 
-    r1, r2, r3: learned by default; one number for all heads, or a list of one per head, fixes them
+    r1, r2, r3: learned unless given as one number or one per head
     """
 
     claims = ("never_rises", "conditionally_positive_definite")

@@ -47,10 +47,10 @@ OTHER_HOOKS = (
 class Mixture(DistanceBias):
     """log Σ_k w_k exp(table_k), the log of a weighted mean of kernels (MEP, arXiv 2403.17698).
 
-    kernels: a list of encodings that are functions of the distance, each a name, {name: {options}}
-        or {name: slope_factor}; exp is the paper's name for alibi; mep nests a mixture
-    weights: "equal", a list of positive numbers that sum to 1, "learned" (a softmax over kernels
-        for each head) or "learned_shared" (one softmax for all heads); learned weights start equal
+    kernels: a list of encodings by distance, each a name, {name: {options}} or {name:
+        slope_factor}; exp is the paper's name for alibi; mep nests a mixture
+    weights: "equal", positive numbers that sum to 1, "learned" (a softmax over kernels per head)
+        or "learned_shared" (one softmax for all heads); learned weights start equal
     """
 
     # The authors' class stores what any parameterised mixture needs, used or not.

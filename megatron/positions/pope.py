@@ -18,8 +18,8 @@ class PoPE(Turning):
     """Σ_c softplus(q_c) softplus(k_c) cos((j - i) θ_c + δ_c) / √head_dim for query i and key j.
 
     θ_c = base^(-c / head_dim) for every feature c (arXiv 2509.10534, equations 3 to 6). δ is
-    learned for each head and feature within [-2π, 0], in every layer. Queries and keys get twice
-    as wide as values: a cache holds half as much again, and only `sdpa` and `eager` compute it.
+    learned for each head and feature within [-2π, 0], in every layer. Queries and keys become
+    twice as wide as values: a cache is 1.5 times as large, and only `sdpa` and `eager` compute it.
 
     base: slowest wavelength / 2π; start: zero or uniform, the first values of δ
     """

@@ -15,8 +15,8 @@ from megatron.positions.registry import build_inside, register, whole
 class Randomized(Position):
     """In training, the encoding `of` at sorted distinct positions drawn from 0 … range - 1.
 
-    Section 3.1 of the paper. There is one draw for each forward pass; layers that have encodings of
-    their own draw for themselves. In evaluation it is the encoding `of` itself.
+    Section 3.1 of the paper. There is one draw for each forward pass, or for each layer if layers
+    have encodings of their own. In evaluation it is the encoding `of` itself.
 
     of: name of the encoding; args: its options; range: the paper's L, by default 4 · seq_length
     """

@@ -29,27 +29,27 @@ from megatron.positions.registry import positive, register, switch
 class Rotary(Turning):
     """Rotate queries and keys by position · base^(-2j/dim), so that q·k depends on distance alone.
 
-    rotary_pct: part of head_dim that turns; base: slowest wavelength / 2π
-    fraction: part of the frequencies that turn, the fastest; the others carry content without
-        positions (p-RoPE, arXiv 2410.06205). rotary_pct divides by the turning features instead
+    rotary_pct: fraction of head_dim that turns; base: slowest wavelength / 2π
+    fraction: fraction of the frequencies that turn, the fastest ones; the others carry content
+        without positions (p-RoPE, arXiv 2410.06205). Unlike rotary_pct, it changes no frequency
     resonance: whether wavelengths are rounded to whole tokens (Resonance RoPE, arXiv 2403.00071)
     interleaved: whether feature 2j turns with 2j + 1 (GPT-J), and not j with j + dim/2 (GPT-NeoX)
     scaling: none, linear (position interpolation, arXiv 2306.15595), ntk (a larger base),
         by_parts (slow features as linear, fast ones as none), yarn (by_parts with larger scores,
         arXiv 2309.00071), llama3 (by_parts with another ramp, as in Llama 3.1) or longrope (a
         factor for each feature, arXiv 2402.13753)
-    factor: how many times longer texts get
-    original_length: the length that is stretched, by default seq_length
+    factor: length of the texts, as a multiple of original_length
+    original_length: the length before stretching, by default seq_length
     beta_fast, beta_slow: for by_parts and yarn; features that turn more than beta_fast times within
-        original_length stay as they are, features that turn less than beta_slow times are stretched
-        fully, and features in between are stretched in part
+        original_length stay as they are, those with less than beta_slow turns are stretched fully,
+        the others in part
     truncate: for by_parts and yarn; whether the ramp between them begins and ends at whole features
     attention_factor: multiplies queries and keys; for yarn, by default 0.1 ln(factor) + 1, and for
         longrope, by default √(1 + ln(factor) / ln(original_length))
-    high_freq_factor, low_freq_factor: for llama3 what beta_fast and beta_slow are for by_parts;
-        its ramp is linear in the number of turns
-    long_factor, short_factor: for longrope; what divides the frequency of each feature pair, in
-        texts longer than original_length and in all others
+    high_freq_factor, low_freq_factor: for llama3; as beta_fast and beta_slow for by_parts, with a
+        ramp that is linear in the number of turns
+    long_factor: for longrope; divisors of the frequencies in texts longer than original_length
+    short_factor: for longrope; divisors of the frequencies in all other texts
     """
 
     published = True

@@ -14,8 +14,8 @@ MOST_DBAR = 4096  # frequencies are computed one at a time
 class Sandwich(DistanceBias):
     """(Σ_i cos(d / base^(2i/dbar)) - dbar/2) / (8h/H), over dbar/2 frequencies, for head h = 1 … H.
 
-    dbar: twice the number of frequencies, 128 in the paper; it need not be head_dim
-    base: of the frequencies
+    dbar: twice the number of frequencies, 128 in the paper; it may differ from head_dim
+    base: base of the frequencies
     first_frequency: the first i, 1 as in NVIDIA NeMo (SandwichRelativePositionEmbedding) or 0 as in
         attention-gym
     """

@@ -1,4 +1,4 @@
-"""A linear penalty on a normalised or clipped distance, or on a small network's view of it.
+"""A linear penalty on a normalised or clipped distance, or on a small network of it.
 
 Eight experiments of MEP's released code (its class ParallelKerplePower) and KERPLE's
 `kerple_power_original`; no paper describes them. docs/published_files.md has their names.
@@ -34,16 +34,15 @@ REFERENCE = {
 class ScaledDistance(Kerple, DistanceBias):
     """-a · f((d - m) / r), m and r the mean and the rms of 0 … 511, a ~ U(0, 1) at least 0.01.
 
-    a: learned by default; one number for all heads, or a list of one per head, fixes it
-    slope_factor: fixes a instead: ALiBi's slopes times this, none below 0.01
+    a: learned unless given as one number or one per head
+    slope_factor: fixes a as ALiBi's slopes times this, at least 0.01
     normalized: false: f(d) without m and r
-    over: the distances 0 … over - 1 give m and r. The authors take min(512, length of the window),
-        which is 512 in every file that they published
-    clip: from here on clip tokens count as one: d becomes clip - 1 + (d - clip + 1) / clip
-    network: f is the identity (none), or a network of 32 GELU units with one output per head. Its
-        weights are random and stay (fixed: the same in every run), or are learned. The authors'
-        weights stay: their code keeps what activation checkpointing computed without gradients, and
-        crashes without it
+    over: m and r are of the distances 0 … over - 1. The authors take min(512, length of the
+        window), which is 512 in all their published files
+    clip: from here on, clip tokens count as one: d becomes clip - 1 + (d - clip + 1) / clip
+    network: f is the identity (none), or a network of 32 GELU units with one output per head, with
+        random weights that are the same in every run (fixed) or learned. The authors' weights are
+        fixed, because their code computes them without gradients
     """
 
     published = True

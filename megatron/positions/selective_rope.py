@@ -1,4 +1,4 @@
-"""Selective RoPE: rotary whose angles grow by what each token says (arXiv 2511.17388)."""
+"""Selective RoPE: rotary whose angles depend on each token's content (arXiv 2511.17388)."""
 
 import math
 
@@ -21,13 +21,13 @@ LOG_DRIFT = (-20.0, 20.0)
 class SelectiveRope(Position):
     """Rotary whose pair c of token i is turned by θ_c Σ φ_t over the tokens t ≤ i.
 
-    φ is a linear map of the layer's input, of which each head's part has length 1, and then a
-    causal convolution over the last tokens; θ_c = base^(-2c / head_dim). Each layer has its own
+    φ is a linear map of the layer's input, normalised to length 1 for each head, then a causal
+    convolution over the last tokens; θ_c = base^(-2c / head_dim). Each layer has its own
     maps (arXiv 2511.17388, with the released code's normalisation and convolution). It needs a key
     head for each head.
 
-    rank: of the linear map for all heads; null for one of full rank for each head
-    taps: tokens of the convolution; null for differences of neighbours, whose sum is φ itself
+    rank: rank of the linear map for all heads; null for a map of full rank for each head
+    taps: tokens of the convolution; null for differences of neighbours, which sum to φ
     base: slowest wavelength / 2π at φ = 1
     drift: whether a positive number is learned for each pair and added to φ, 1 at first
     gate: whether φ is multiplied by a learned gate of the token, for each head
@@ -95,7 +95,7 @@ class SelectiveRope(Position):
     def angles(self, x: Tensor, memory: Memory) -> Tensor:
         """Angles within ±2π: x [batch, length, hidden] -> [batch, heads, length, head_dim / 2].
 
-        Summed in float64: over 16384 tokens float32 has lost what neighbours differ by.
+        Summed in float64: over 16384 tokens float32 loses the difference between neighbours.
         """
         by_head = x.unflatten(-1, (self.shape.heads, -1))
         squares = by_head.square().sum(-1, keepdim=True)

@@ -1,4 +1,4 @@
-"""Stick-breaking attention: each key takes its part of what nearer keys left (arXiv 2410.17980)."""
+"""Stick-breaking attention: each key takes a part, nearer keys first (arXiv 2410.17980)."""
 
 import torch
 import torch.nn.functional as F
@@ -16,10 +16,10 @@ class StickBreaking(Position):
     z = sigmoid(q·k/√head_dim). Nearer keys come first, so the order is known without positions. The
     rest, Π (1 - z_it) over all keys, goes to the value of the token itself, as in the released code
     with its remainder. Then the weights sum to 1, and their logarithms are scores for the softmax.
-    Under a window these are normalised; with reset_attention_mask it is refused. Attention needs
-    all scores at once.
+    Under a window they are normalised; reset_attention_mask is refused. Attention needs all scores
+    at once.
 
-    attend_current: whether a query also looks at its own key before all others
+    attend_current: whether a query attends to its own key too, before all others
     """
 
     crosses_documents = "what a query keeps of all earlier keys"

@@ -18,8 +18,8 @@ MOST_PARTS = 8
 class Sum(Position):
     """All of its parts act: rotations one after the other, biases added, weights multiplied.
 
-    MEP (arXiv 2403.17698, section 6) leaves open what its bias does beside rotary: that is
-    `parts: [rotary, mep_free]`.
+    `parts: [rotary, mep_free]` is MEP's bias with rotary, which the paper leaves open (arXiv
+    2403.17698, section 6).
 
     parts: a list of encodings, each a name or {name: {options}}; they act in this order
     """

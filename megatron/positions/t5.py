@@ -14,7 +14,7 @@ class T5(DistanceBias):
     """√head_dim · weight[bucket(d), head], Xavier-normal weights, as in GPT-NeoX (`rpe`).
 
     num_buckets: half hold one distance each, the others grow logarithmically
-    max_distance: where the last bucket begins
+    max_distance: distance at which the last bucket begins
     """
 
     published = True

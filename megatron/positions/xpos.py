@@ -22,10 +22,9 @@ class XPos(Turning):
     Algorithm 1 of the paper, with gamma and scale_base as in torchscale. Evaluate it with
     blockwise: true, as the paper does.
 
-    base: slowest wavelength / 2π; scale_base: tokens over which zeta_i acts once
-    xi: one factor per token of distance for all pairs, in place of zeta_i: the scores are those of
-        rotary times xi^d (Su 2023, kexue.fm/archives/9431). It is exact at any length, because
-        scores are multiplied, not queries and keys
+    base: slowest wavelength / 2π; scale_base: the distance at which pair i decays to zeta_i
+    xi: replaces zeta_i by one factor for all pairs: rotary's scores times xi^d (Su 2023,
+        kexue.fm/archives/9431), exact at any length, because scores are multiplied, not q and k
     """
 
     inv_freq: Tensor

@@ -33,7 +33,7 @@ the effective length of a head ends (KERPLE, appendix A.5). Encodings that look 
 picture.
 
 `python tools/plot_positions.py NAME` draws an encoding with your options, `--checkpoint DIR` what
-was learned. `python tools/check_encoding.py NAME` tries what an encoding must keep.
+was learned. `python tools/check_encoding.py NAME` tests the properties that it must have.
 """
 # What hooks cost beyond plain attention.
 COSTS = {
