@@ -15,11 +15,8 @@ from pathlib import Path
 from megatron.cli_errors import guarded
 from megatron.config.load import DATA_PATHS
 from megatron.config.schema import as_list
-from megatron.data.corpora.recipes import MADE_HERE, corpus_names, read_recipe
 from megatron.errors import UserError
 from megatron.evaluation.options import number
-from megatron.model.size import parameters
-from megatron.parallel.machine import in_bytes
 from megatron.sweeps.cells import (
     State,
     Sweep,
@@ -30,7 +27,6 @@ from megatron.sweeps.cells import (
 )
 from megatron.sweeps.cost import DEVICES, UTILISATION, cost, named_device
 from megatron.sweeps.runner import Runner, places_of
-from megatron.training.batches import likely_rows
 
 
 @guarded
@@ -111,10 +107,6 @@ def plan(
     elif device_name == "cpu":
         count = 1
     tokens, flops = cost(sweep, states)
-    weights = 0
-    for cell, state in zip(sweep.cells, states, strict=True):
-        if state.kind != "done":
-            weights += 4 * parameters(cell.config, likely_rows(cell.config)).whole
     hours = flops / (device.flops_per_second * UTILISATION * count) / 3600
     speed = f"{device.flops_per_second / 1e12:.3g} TFLOP/s, {device.basis}"
     lines = [
@@ -122,14 +114,13 @@ def plan(
         f"to do: {tokens / 1e6:,.1f} million tokens of training, {flops:.2e} FLOP with evaluation",
         f"time: {hours:,.2f} hours on {count} x {device.name} "
         f"(assumed: {UTILISATION:.0%} of {speed})",
-        f"disk: {in_bytes(weights)} for the weights of these cells",
-        "not counted: downloads, tokenising and disk of the data",
+        "not counted: downloads, tokenising, and the disk for data and weights",
     ]
     return "\n".join(lines)
 
 
 def absent_data(sweep: Sweep, states: Sequence[State]) -> list[str]:
-    """A line for each corpus that is missing: the command that makes it, and its size."""
+    """A line for each corpus that is missing, with the command that makes it."""
     prefixes: set[str] = set()
     for cell, state in zip(sweep.cells, states, strict=True):
         for key in DATA_PATHS:
@@ -139,13 +130,8 @@ def absent_data(sweep: Sweep, states: Sequence[State]) -> list[str]:
     for prefix in sorted(prefixes):
         if not Path(f"{prefix}.idx").exists():
             name = Path(prefix).name.removesuffix("_text_document")
-            command = f"--input FILES --name {name}"
-            if name in corpus_names():
-                size = f"no download; options are in {sweep.path}"
-                if name not in MADE_HERE:
-                    size = read_recipe(name).size
-                command = f"{name} ({size})"
-            lines.append(f"data are absent: {prefix} - python prepare_data.py {command}")
+            command = f"python prepare_data.py {name}"
+            lines.append(f"data are absent: {prefix} - {command} (sizes: --list)")
     return lines
 
 

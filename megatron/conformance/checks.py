@@ -38,7 +38,7 @@ from megatron.positions.base import WrongEncoding
 Check = Callable[[Subject], Finding]
 NO_BIAS = Finding(NOT_APPLICABLE, "it has no bias by distance")
 LEARNS_NOTHING = Finding(NOT_APPLICABLE, "it learns nothing")
-TOO_FAR = Finding(NOT_APPLICABLE, "on 32 tokens: a matrix of its scores would be too large")
+TOO_FAR = Finding(NOT_APPLICABLE, "it looks at content, which was computed on 32 tokens alone")
 SIZES = (32, 256)  # tokens
 ROUNDING = 1e-11  # of the largest entry, for each token
 
@@ -219,7 +219,7 @@ def finite_far_away(subject: Subject) -> Finding:
             continue
         if problem:
             return Finding(FAILS, f"{problem} at {end}")
-    return TOO_FAR if position.has("on_scores") else Finding(HOLDS, detail)
+    return TOO_FAR if position.looks_at_content else Finding(HOLDS, detail)
 
 
 @torch.no_grad()
@@ -428,7 +428,7 @@ def gradients_finite_far_away(subject: Subject) -> Finding:
     for name, gradient in zip(named, gradients, strict=True):
         if gradient is not None and not gradient.isfinite().all():
             return Finding(FAILS, f"the gradient of {name} is not finite at {end}")
-    if position.has("on_scores"):
+    if position.looks_at_content:
         return TOO_FAR
     return Finding(HOLDS, "" if end == VERY_FAR else f"at {end}, where it ends")
 

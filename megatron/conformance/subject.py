@@ -139,10 +139,7 @@ def scores(
 
 
 def effects_before(position: Position, end: int) -> dict[str, Tensor]:
-    """The effect of each hook on the 32 tokens before `end`, by a name for the hook.
-
-    That of on_scores is on a text of 32 tokens, for it needs all scores of a text.
-    """
+    """The effect of each hook on the 32 tokens before `end`, by a name for the hook."""
     shape = position.shape
     start = end - CHUNK
     torch.manual_seed(1)
@@ -150,20 +147,17 @@ def effects_before(position: Position, end: int) -> dict[str, Tensor]:
     q, k = torch.randn(2, 1, shape.heads, CHUNK, shape.head_dim)
     effects = {"embedding": position.on_embeddings(x, start=start)}
     effects["query"], effects["key"] = position.on_queries_keys(q, k, start=start)
-    text = torch.randn(1, end, shape.hidden) if position.looks_at_content else x
     if position.has("on_queries_keys_by_content"):
-        q, k = torch.randn(2, 1, shape.heads, end, shape.head_dim)
-        q, k = position.on_queries_keys_by_content(q, k, text, {})
-        effects["query by content"], effects["key by content"] = q[:, :, -CHUNK:], k[:, :, -CHUNK:]
+        turned = position.on_queries_keys_by_content(q, k, x, {})
+        effects["query by content"], effects["key by content"] = turned
     effects |= tables(position, end)
-    last = torch.arange(end - 4, end)
     if position.has("index_bias"):
+        last = torch.arange(end - 4, end)
         effects["index bias"] = position.index_bias(last, torch.arange(end))
     if position.has("score_bias"):  # less that of the query's own key
-        score_bias = ScoreBias.of(position.score_bias(text, {}))
+        score_bias = ScoreBias.of(position.score_bias(x, {}))
         assert score_bias is not None
-        u = None if score_bias.u is None else score_bias.u[:, :, last]
-        effects["content bias"] = ScoreBias(u, score_bias.w).bias(last)[0].float()
+        effects["content bias"] = score_bias.bias(torch.arange(CHUNK))[0].float().tril()
     if position.has("on_scores"):
         no_scores = torch.zeros(1, shape.heads, CHUNK, CHUNK)
         effects["content score"] = position.on_scores(no_scores, x, {}).tril()

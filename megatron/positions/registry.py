@@ -1,7 +1,6 @@
 """Every encoding by its name in the YAML key `pos_emb`, and how one is built from its options."""
 
 import ast
-import functools
 import hashlib
 import inspect
 import math
@@ -113,13 +112,11 @@ def load_file(path: str | Path) -> str:
 def _checked(hook: Callable, count: int) -> Callable:
     """A user's hook that refuses to return another shape than it must; count: as in RETURNED."""
 
-    @functools.wraps(hook)
     def checked(self: Position, *inputs: Any, **options: Any) -> Any:
         returned = hook(self, *inputs, **options)
-        if count:
-            expected = [list(x.shape) for x in inputs[:count]]
-        else:
-            sizes = [n if isinstance(n, int) else len(n) for n in inputs]
+        expected = [list(x.shape) for x in inputs[:count]]
+        if not count:
+            sizes = (getattr(n, "shape", [n])[0] for n in inputs)
             expected = [[self.shape.heads, *sizes]]
         several = returned if isinstance(returned, tuple) else [returned]
         shapes = [list(getattr(x, "shape", [])) for x in several]

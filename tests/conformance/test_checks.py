@@ -40,7 +40,7 @@ def test_what_does_not_hold_or_apply_says_why():
         ("alibi", checks.bounds_hold_anywhere, NOT_APPLICABLE, "it learns nothing"),
         ("learned", checks.finite_far_away, NOT_APPLICABLE, "refused: pos_emb: learned positions"),
         ("learned", checks.gradients_finite_far_away, HOLDS, "at 64, where it ends"),
-        ("cope", checks.finite_far_away, NOT_APPLICABLE, "on 32 tokens: a matrix of its scores"),
+        ("cope", checks.finite_far_away, NOT_APPLICABLE, "which was computed on 32 tokens alone"),
         ("xpos", checks.finite_far_away, HOLDS, "at 16384; at 131072 refused: pos_emb: xpos"),
         ("alibi", positive, HOLDS, "on 32 and 256 tokens"),
         ("mep_param", positive, FACT, "; exp(bias) is positive definite, as MEP's kernels are"),

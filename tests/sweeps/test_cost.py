@@ -46,13 +46,8 @@ def test_a_plan_can_be_priced_for_another_device(sweep):
     assert "on 1 x CPU, 1 threads (assumed: 35% of" in plan(sweep, [HALF, DONE], 2, "cpu")
     here = plan(sweep, [HALF, DONE], 2)
     assert "hours on 1 x" in here, "runs that share the CPU take no less time together"
-    weights, data = here.splitlines()[-2:]
-    numbers = 2 * 50304 * 64 + 2 * (12 * 64**2 + 13 * 64) + 2 * 64
-    assert weights == f"disk: {4 * numbers / 1e6:.3g} MB for the weights of these cells"
-    assert data == "not counted: downloads, tokenising and disk of the data"
-    assert absent_data(sweep, [DONE, DONE]) == []
-    (line,) = absent_data(sweep, [HALF, DONE])
-    assert line == "data are absent: text - python prepare_data.py --input FILES --name text"
+    assert here.endswith("not counted: downloads, tokenising, and the disk for data and weights")
+    assert not absent_data(sweep, [DONE, DONE])
 
 
 def test_every_device_that_can_be_named_has_a_peak_in_the_table_of_training():

@@ -216,5 +216,5 @@ def test_a_table_of_ones_own_stands_beside_what_its_sweep_measured(file, whole, 
     assert "36 of 36 cells have no rows" in done.stdout  # those there are of another sweep
     done = call("tools/reproduce.py", "kerple-table5", "--folder", file.parent / "new", "--run")
     assert done.returncode == 1
-    assert "arxiv_text_document - python prepare_data.py arxiv (30 files" in capfd.readouterr().err
+    assert "arxiv_text_document - python prepare_data.py arxiv (sizes" in capfd.readouterr().err
     assert not (file.parent / "new").exists()
