@@ -223,14 +223,12 @@ def _add_probes(page: Page) -> None:
     by_run: dict[Hashable, list[ProbeRow]] = {}
     for row in page.probes:
         by_run.setdefault(run_of(row), []).append(row)
-    named = []
-    for row, *_ in by_run.values():
-        seed = f"seed {row.get('seed')}"
-        step = f"step {row['step']}"
-        text = text_of(row) or "a text"
-        name = ", ".join([row["pos_emb"], seed, step, text])
-        named.append(with_facts(row, {"pos_emb": name}))
-    labels = labels_of(named, LABELS)
+    first_rows = [rows[0] for rows in by_run.values()]
+    names = []
+    for row in first_rows:
+        model = f"{row['pos_emb']}, seed {row.get('seed')}, step {row['step']}"
+        names.append(f"{model}, {text_of(row) or 'a text'}")
+    labels = labels_of(first_rows, LABELS, names=names)
     for label, of_run in zip(labels, by_run.values(), strict=True):
         page.probed[label] = tables_of_probes(of_run)
         for row in of_run:
@@ -278,20 +276,13 @@ def model_beside(name: str, files: Sequence[Path], config_hash: str | None = Non
     places = [path]
     for file in files:
         places += [file.parent.parent / path.name, file.parent / Path(*path.parts[-2:])]
-    damaged = None
     for place in places:
         if not os.path.exists(place / RECORD):  # Path's method raises for a name that is too long
             continue
-        try:
-            record = read_record(place)
-        except ValueError as fault:
-            damaged = damaged or fault
-            continue
+        record = read_record(place)
         if config_hash in (None, record["config_hash"]):
             config, meta = read_meta(place)
             return load_model(place, config, meta)
-    if damaged:
-        raise damaged
     return None
 
 

@@ -8,7 +8,7 @@ import numpy as np
 
 from megatron.errors import UserError
 from megatron.results.labels import labels_of, select
-from megatron.results.row import BLOCK, VARIANT, Row, place_of, with_facts
+from megatron.results.row import BLOCK, Row, place_of
 from megatron.results.statistics import (
     Estimate,
     holm,
@@ -17,7 +17,7 @@ from megatron.results.statistics import (
     mean_over_seeds,
     perplexity_of,
 )
-from megatron.results.table import mean_and_std, setting, variant_of
+from megatron.results.table import mean_and_std, setting
 
 ALPHA = 0.05
 SEEDS = 3  # common seeds that a claim about an encoding needs
@@ -138,13 +138,9 @@ def compared(kinds: Mapping[str, Sequence[Row]], against: str | None = None) -> 
                 )
             of_kind.append(row)
 
-    # A heading for each place: what all rows share, and what tells it from other places.
-    first_rows, names = [], []
-    for rows_of in places.values():
-        every_row = [row for rows in rows_of.values() for row in rows]
-        first_rows.append(every_row[0])
-        plain_row = with_facts(every_row[0], dict.fromkeys(VARIANT))
-        names.append(", ".join([setting([plain_row]), *variant_of(every_row)]))
+    at_place = [[row for rows in rows_of.values() for row in rows] for rows_of in places.values()]
+    names = [setting(rows) for rows in at_place]
+    first_rows = [rows[0] for rows in at_place]
     headings = labels_of(first_rows, ("split", "tokenizer"), (), names=names)
 
     comparisons: list[Comparison] = []

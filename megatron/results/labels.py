@@ -1,7 +1,6 @@
 """Labels: rows by what they measured, and the label that `--against` means."""
 
 from collections.abc import Hashable, Iterable, Mapping, Sequence
-from typing import Any
 
 from megatron.errors import UserError
 from megatron.results.row import (
@@ -82,7 +81,7 @@ def sections(rows: Sequence[Row], keys: Iterable[str] = SETTING) -> dict[str, li
     for row in examples:
         name = text_of(row) or "a text"
         names.append(f"{name}: {row.get('protocol') or 'unknown protocol'}")
-    headings = labels_of(examples, TEXT_LABELS, (), names=names, always=())
+    headings = labels_of(examples, TEXT_LABELS, (), names=names)
     return dict(zip(headings, texts, strict=True))
 
 
@@ -96,17 +95,15 @@ def kinds(rows: Sequence[AnyQuestion]) -> dict[str, list[AnyQuestion]]:
     groups: dict[Hashable, list[AnyQuestion]] = {}
     for row in rows:
         groups.setdefault(identity(row, (*KIND, *axes)), []).append(row)
-    found = [*groups.values()]
+    found = list(groups.values())
     for key in ("config_hash", "checkpoint"):
-        parts: list[list[AnyQuestion]] = []
-        for group in found:
-            by_key: dict[Any, list[AnyQuestion]] = {}
-            for row in group:
-                by_key.setdefault(row.get(key), []).append(row)
+        parts: dict[Hashable, list[AnyQuestion]] = {}
+        for number, group in enumerate(found):
             seeds = {identity(row, (*SETTING, "seed")) for row in group}
-            values_of_seeds = {identity(row, (*SETTING, "seed", key)) for row in group}
-            parts += [group] if len(seeds) == len(values_of_seeds) else by_key.values()
-        found = parts
+            once = len(seeds) == len({identity(row, (*SETTING, "seed", key)) for row in group})
+            for row in group:
+                parts.setdefault((number, once or row.get(key)), []).append(row)
+        found = list(parts.values())
     labels = labels_of([group[0] for group in found], KIND_LABELS, axes)
     return dict(zip(labels, found, strict=True))
 
@@ -117,15 +114,15 @@ def labels_of(
     axes: Sequence[str] | None = None,
     *,
     names: Sequence[str] | None = None,
-    always: Sequence[str] = (*VARIANT, *SETTING),
 ) -> list[str]:
     """A label for each row: the encoding, then what distinguishes it from others of that name.
 
     keys: those that may stand in a label: of `LABELS`
     axes: of sweeps, by default `axes_of` these rows. They follow the measured keys.
     names: what labels begin with, by default the encoding
-    always: keys whose unusual values are named wherever rows differ in them, whatever the encoding
-    An unknown value adds no word.
+
+    An unusual value of how a row was evaluated is named wherever rows differ in it, whatever the
+    encoding. An unknown value adds no word.
     """
     if axes is None:
         axes = axes_of(rows)
@@ -139,7 +136,7 @@ def labels_of(
         for number, value in enumerate(values):
             if value is None:
                 continue
-            named = rows_differ and key in always and value != USUAL.get(key)
+            named = rows_differ and key in VARIANT and value != USUAL.get(key)
             if named or len(values_of[labels[number]]) > 1:
                 labels[number] += f", {key} {plain(value)}"
     return labels

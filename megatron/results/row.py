@@ -276,10 +276,14 @@ def by_text(rows: Sequence[Row], keys: Iterable[str] = SETTING) -> list[list[Row
     keys = tuple(keys)
     facts = (*keys, "tokenizer", "seed", "windows", *PLACE)
     examples = {identity(row, facts): row for row in rows}
+    setting = len(keys)
     fitting: dict[Hashable, frozenset[Hashable]] = {}
     for key, row in examples.items():
-        others = [other for other in examples if other[: len(keys)] == key[: len(keys)]]
-        fitting[key] = frozenset(other for other in others if _same_text(row, examples[other]))
+        fitting[key] = frozenset(
+            other
+            for other, example in examples.items()
+            if other[:setting] == key[:setting] and _same_text(row, example)
+        )
     texts: dict[Hashable, list[Row]] = {}
     for row in rows:
         text = fitting[identity(row, facts)]
@@ -296,10 +300,9 @@ def _targets(row: Row) -> tuple[Hashable, ...]:
 def _same_text(row: Row, other: Row) -> bool:
     if row.get("tokenizer") != other.get("tokenizer"):
         return True  # the same characters have other tokens, and another hash
-    if row.get("stride") != other.get("stride"):
-        for one in (row, other):
-            if 2 * one.get("stride", 0) != one["length"]:
-                return False
+    usual_strides = all(2 * one.get("stride", 0) == one["length"] for one in (row, other))
+    if row.get("stride") != other.get("stride") and not usual_strides:
+        return False
     if _targets(row) == _targets(other):
         return True
     same_length = row["length"] == other["length"]

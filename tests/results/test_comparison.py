@@ -159,5 +159,5 @@ def test_each_place_is_a_table_of_its_own_under_its_setting():
     assert differences == pytest.approx([0.1, 0.2, 0.3])
     text = tables(found)
     assert "protocol paper, start 16000\n" in text
-    assert "protocol equal_tokens, tokenizer aa\n" in text
-    assert "protocol equal_tokens, split 8,1,1, tokenizer aa\n" in text
+    assert "protocol equal_tokens\n" in text
+    assert "protocol equal_tokens, split 8,1,1\n" in text

@@ -6,7 +6,6 @@ from dataclasses import replace
 
 import pytest
 
-from megatron.errors import UserError
 from megatron.results.papers import (
     Requirements,
     compare,
@@ -72,11 +71,8 @@ def test_every_table_says_where_it_was_read_and_holds_only_numbers_that_were_rea
         assert bool(table.cells) == table.verified
 
 
-def test_a_table_has_one_name_in_both_spellings_and_a_misspelt_one_is_suggested():
+def test_a_table_has_one_name_in_both_spellings():
     assert published("kerple-table9-len1024").name == "kerple_table9_len1024"
-    message = r"kerple-table33: no such table; did you mean kerple_table3\? - give a .yml or one of"
-    with pytest.raises(UserError, match=f"{message} .*kerple_table10, kerple_table3, "):
-        published("kerple-table33")
 
 
 def test_a_difference_is_counted_in_standard_errors():

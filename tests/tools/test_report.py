@@ -63,19 +63,6 @@ def test_the_command_writes_a_page_and_its_figures(page):
     assert all(path.read_bytes().startswith(starts[path.suffix]) for path in pictures)
 
 
-def test_a_bad_name_is_one_message_and_nothing_is_replaced(page, tmp_path, capsys):
-    mine, results = tmp_path / "mine.html", page.with_name("a.jsonl")
-    mine.write_text("mine")
-    messages = {
-        mine: "mine.html exists and is no earlier output to be replaced - choose another",
-        tmp_path / "a.pdf": "a.pdf is no name of a page - name it",
-    }
-    for output, message in messages.items():
-        assert main([str(results), "-o", str(output)]) == 1
-        assert message in capsys.readouterr().err
-    assert mine.read_text() == "mine"
-
-
 def test_a_damaged_checkpoint_is_on_the_terminal_and_in_the_exit_status(tmp_path, capsys):
     sizes = ["num_layers=1", "hidden_size=16", "num_attention_heads=2", "seq_length=16"]
     checkpoint, config_hash = checkpoint_of_bytes(tmp_path / "run", *sizes)
