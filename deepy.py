@@ -4,7 +4,7 @@
 python deepy.py train.py configs/mep.yml seed=1235
 python deepy.py evaluate.py configs/mep.yml --lengths 512 1024
 
-Exit status: 0; 1 for a fault in what was given; 128 + N after signal N (130 after ctrl-C, 143 after
+Exit status: 0; 1 for bad input; 128 + N after signal N (130 after ctrl-C, 143 after
 SIGTERM: training has saved) and where a process was killed by signal N; else that of the first
 process that failed. With a hostfile DeepSpeed's launcher starts the processes: after a signal it
 kills them within 30 seconds and exits with 1.

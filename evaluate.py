@@ -9,7 +9,8 @@ python evaluate.py --checkpoint runs/mep --protocol equal_tokens tail --window n
 python evaluate.py --checkpoint runs/mine pos_emb_file=my_encoding.py
 python evaluate.py --checkpoint runs/mep --tasks lambada_openai --lengths 512 2048
 
-Give the same call again after an interruption: it goes on where it was.
+Options from --window to --method take several values, each measured with the same weights.
+After an interruption, give the same command again: it continues.
 """
 
 import argparse
@@ -38,7 +39,7 @@ def add_all_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     tasks = "tasks of lm-evaluation-harness in place of perplexity (docs/harness.md)"
     add("--tasks", nargs="+", metavar="NAME", help=tasks)
-    folder = "task files of your own; the Python that they name is run"
+    folder = "your own task files; Python functions that they name are run"
     add("--task-folder", type=Path, metavar="DIR", help=folder)
     limit = "documents of each task at most, to try it out"
     add("--limit", type=number(1, 10**9), metavar="N", help=limit)

@@ -5,8 +5,8 @@ python generate.py --checkpoint runs/mep --temperature 0 < essay.txt
 python generate.py --checkpoint runs/mep --prompts many.txt --output answers.jsonl
 python deepy.py generate.py configs/mep.yml --window 512 --sinks 4 --max-new-tokens 2000
 
-One text is written to standard output as it comes: the continuation alone, and a line feed.
-Several are JSON lines, in the order of the prompts. How fast it was goes to standard error.
+One continuation goes to standard output, token by token, with a line feed at the end. Several are
+JSON lines, in the order of the prompts. The speed goes to standard error.
 """
 
 import argparse
@@ -53,8 +53,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         add(option, type=type(number.least), default=usual, metavar="X", help=meaning)
     stop = "end before this string; may be given several times; \\n is a line feed"
     add("--stop", action="append", default=[], metavar="TEXT", help=stop)
-    add("--ignore-eod", action="store_true", help="go on behind the end of a document")
-    add("--no-cache", action="store_true", help="compute everything again for each token")
+    add("--ignore-eod", action="store_true", help="continue beyond the end of a document")
+    add("--no-cache", action="store_true", help="no cache: compute all tokens again for each one")
     add_attention(parser, default=argparse.SUPPRESS)
     dtype = "of the model; tables stay float32"
     add("--dtype", choices=tuple(DTYPES), default="fp32", help=dtype)

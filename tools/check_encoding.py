@@ -1,4 +1,4 @@
-"""Try on one encoding what every encoding must keep; exit status 1 if something fails.
+"""Test one encoding for the properties that all must have; exit status 1 if something fails.
 
 python tools/check_encoding.py kerple_log
 python tools/check_encoding.py mep --option "kernels=[exp, kerple_log]" --option weights=learned

@@ -1,10 +1,10 @@
-"""Are encodings different, and how sure is that?
+"""Compare encodings, with 95 % intervals of their differences.
 
 python tools/compare.py A.jsonl B.jsonl … [--against NAME] [-o out.md]
 
-Pairs the losses of the same text, as evaluate.py wrote them; the first encoding is the reference.
-From three common seeds on a difference is tested over seeds. With fewer, its interval is about
-these weights on this text, and nothing is marked as significant.
+It pairs losses of the same text, as evaluate.py wrote them; the first encoding is the reference.
+From three common seeds on, differences are tested over seeds. With fewer, intervals hold for these
+weights on this text, and nothing is marked as significant.
 """
 
 import argparse

@@ -1,11 +1,11 @@
-"""Whether this machine can run a training: every finding with what to do about it.
+"""Test whether this machine can run a training; each finding has a remedy.
 
 python tools/doctor.py [--save runs] [--data data]
-python tools/doctor.py --versions     what torch and DeepSpeed say of this machine, for a report
+python tools/doctor.py --versions     torch's and DeepSpeed's report about this machine
 
-It tries Python and the packages, torch and the GPUs, triton's compiler, what a training loads,
-disks, /dev/shm, and the network inside this machine. Nothing is changed or sent. The status is 1 if
-something would stop a run, else 0.
+It tests Python and the packages, torch and the GPUs, triton's compiler, the imports of a training,
+disks, /dev/shm, and the network inside this machine. Nothing is changed or sent. The exit status is
+1 if something would stop a run, else 0.
 """
 
 import sys

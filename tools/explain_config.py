@@ -1,11 +1,11 @@
-"""The meaning of a configuration: every key with its value, where that comes from and what it does.
+"""Explain a configuration: every key with its value, its source and its meaning.
 
 python tools/explain_config.py configs/125M.yml configs/pos_emb/kerple_log.yml seed=1235
 python tools/explain_config.py configs/125M.yml --brief --gpu h100 --mfu 0.4
 
 Then the size of the run: parameters, tokens, floating point operations, memory and GPU hours. Hours
-rest on --mfu, the share of the data sheet's speed that the run reaches: 0.35 is assumed, measure
-yours from `mfu` in the log. Nothing is trained.
+depend on --mfu, the fraction of the data sheet's speed that the run reaches: 0.35 is assumed, the
+log shows yours as `mfu`. Nothing is trained.
 """
 
 import argparse

@@ -1,11 +1,11 @@
-"""A checkpoint as a folder that Hugging Face's transformers loads.
+"""Write a checkpoint as a folder that Hugging Face's transformers loads.
 
 python tools/export_checkpoint.py RUN --to hf -o FOLDER [--step N]
 
-RUN is a run's folder or one checkpoint. The model becomes a class of transformers where it is
-exactly one of them. Otherwise the folder holds the model's code, which needs torch and transformers
-alone. The logits are compared with ours before the folder gets its name. A run with a pos_emb_file
-needs that file: --from my_encoding.py.
+RUN is a run's folder or one checkpoint. A model that is exactly one of transformers' classes is
+written as that class. Otherwise the folder holds the model's code, which needs only torch and
+transformers. The logits are compared with ours before the folder gets its name. A run with a
+pos_emb_file needs that file: --from my_encoding.py.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""The checkpoints of a run, and whether they are as they were written.
+"""List the checkpoints of a run, and test whether their files are unchanged.
 
 python tools/inspect_checkpoint.py DIR
 

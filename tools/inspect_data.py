@@ -1,9 +1,9 @@
-"""What is in a token file: lengths of documents, tokens in use, and some of its text.
+"""Show a token file: lengths of documents, tokens in use, and some of its text.
 
 python tools/inspect_data.py data/stdlib/stdlib_text_document
 python tools/inspect_data.py PREFIX --vocab-file vocab.json --merge-file merges.txt
 
-In a large file every n-th document is asked for its tokens, and the text says how many; lengths
+In a large file the tokens of every n-th document are counted, and the output says how many; lengths
 are those of all documents.
 """
 

@@ -1,9 +1,9 @@
-"""Several token files of one tokenizer as one.
+"""Merge several token files of one tokenizer.
 
 python tools/merge_data.py data/a/a_text_document data/b/b_text_document -o data/both/both
 
-The documents stand in the order of the files. Where the files differ in dtype, the result has the
-narrowest one that holds the ids of all. The card lists the sources of all.
+The documents keep the order of the files. If the files differ in dtype, the result has the
+narrowest one that holds all ids. The card lists the sources of all.
 """
 
 import argparse
@@ -108,7 +108,7 @@ def _parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("prefixes", nargs="+", metavar="PREFIX", help="token files, without .bin and .idx")
     add("-o", "--output", required=True, metavar="PREFIX", help="the merged file")
-    bare = "also take files without a card that names their tokenizer"
+    bare = "also merge files without a card that names their tokenizer"
     add("--assume-same-tokenizer", action="store_true", help=bare)
     add("--overwrite", action="store_true", help="replace an earlier file of this name")
     return parser

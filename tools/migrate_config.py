@@ -3,12 +3,11 @@
 python tools/migrate_config.py train.yml exp_configs/ali_tanh_gau_all003_fp32_openwebtext2_1235.yml
 python tools/migrate_config.py exp_configs/*.yml -o configs/mine
 
-Where a file of MEP has a pos-emb that hides its mixture, explicit kernels are proposed from the
-file's name. Without -o nothing is written, and no file is ever replaced.
+If the pos-emb of a file of MEP hides its mixture, explicit kernels are proposed from the file's
+name. Without -o nothing is written, and no file is ever replaced.
 
-400 files of MEP have one and the same pos-emb, 176 another: the authors chose the kernels by
-commenting source lines in and out, and noted them in the file's name. docs/published_files.md lists
-the words.
+400 files of MEP share one pos-emb, 176 another: the authors chose the kernels by commenting source
+lines in and out, and noted them in the file's name. docs/published_files.md lists the words.
 """
 
 import argparse

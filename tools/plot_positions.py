@@ -1,4 +1,4 @@
-"""Draw encodings, or what a checkpoint has learned of its encoding, as PNG and SVG.
+"""Draw encodings, or the learned encoding of a checkpoint, as PNG and SVG.
 
 python tools/plot_positions.py                          every encoding that is a bias by distance
 python tools/plot_positions.py mep_free fire --heads 8

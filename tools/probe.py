@@ -1,4 +1,4 @@
-"""What a perplexity does not show: retrieval, the receptive field, and attention by distance.
+"""Measure retrieval, the receptive field, and attention by distance.
 
 python tools/probe.py --checkpoint runs/mep [--step 2000] [--lengths 512 1024] [--probes copy]
 python tools/probe.py --checkpoint runs/mep eval_part=test --output probes.jsonl

@@ -1,4 +1,4 @@
-"""Results as one HTML page that needs no network, and its figures as files.
+"""Write results as one HTML page that needs no network, and its figures as files.
 
 python tools/report.py RESULTS.jsonl … [PROBES.jsonl …] -o report.html [--plots FOLDER]
 python tools/report.py RESULTS.jsonl … --from my_encoding.py      draws an encoding of your own too

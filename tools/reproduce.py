@@ -1,8 +1,8 @@
 """A paper's table beside ours: python tools/reproduce.py kerple_table3 [--run] [--folder DIR]
 
 A table of your own is a .yml like those in megatron/results/published, with its sweep beside it.
-Without --run it takes what the sweep has measured so far; --run first does what is missing.
-A cell is compared only where its rows answer the table's question. Others are missing, or refused
+Without --run it uses the rows that the sweep has so far; --run first runs the missing cells.
+A cell is compared only if its rows measure what the table shows. Others are missing, or refused
 with the reason.
 """
 
@@ -67,10 +67,10 @@ def _parser() -> argparse.ArgumentParser:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("table", help="a .yml, or " + ", ".join(published_tables()))
-    parser.add_argument("--run", action="store_true", help="first run what the sweep lacks")
+    parser.add_argument("--run", action="store_true", help="first run the missing cells")
     parser.add_argument("--folder", type=Path, metavar="DIR", help="where the sweep's runs are")
     parser.add_argument(
-        "--results", type=Path, nargs="+", metavar="FILE", help="take these rows, not the sweep's"
+        "--results", type=Path, nargs="+", metavar="FILE", help="use these rows, not the sweep's"
     )
     return parser
 

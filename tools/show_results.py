@@ -1,7 +1,7 @@
 """Results of several runs as tables and one plot: python tools/show_results.py A.jsonl … [-o PLOT]
 
-Each corpus, part and protocol has a table of its own: only there numbers can be compared.
-Perplexities of several tokenizers cannot be compared; --bits-per-byte shows what can.
+Each corpus, part and protocol has its own table: compare numbers within one table only.
+Perplexities of different tokenizers cannot be compared; bits per byte can (--bits-per-byte).
 """
 
 import argparse

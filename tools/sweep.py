@@ -1,4 +1,4 @@
-"""Many runs from one file: encodings x corpora x seeds x sizes, trained, evaluated, collected.
+"""Run many trainings from one file: encodings x corpora x seeds x sizes, evaluated and collected.
 
 python tools/sweep.py run configs/sweeps/cpu.yml --dry-run   the plan and what it costs
 python tools/sweep.py run kerple-table3 --dry-run --device a100 --jobs 8   on eight A100
@@ -40,7 +40,7 @@ def main(argv: list[str] | None = None) -> int:
     add("--folder", type=Path, metavar="DIR", help="where the runs are; default: runs/sweeps/NAME")
     only = "AXIS=VALUE[,VALUE]"
     add("--only", nargs="+", default=[], metavar=only, help="some cells of the grid")
-    add("--dry-run", action="store_true", help="say what run would do, and its cost")
+    add("--dry-run", action="store_true", help="show the plan of run, and its cost")
     jobs = "runs at a time; default: one per GPU, or one"
     add("--jobs", type=number(1, 10**4), metavar="N", help=jobs)
     devices = f"give the cost for another device: cpu, {', '.join(DEVICES)}"

@@ -69,9 +69,9 @@ def _parser() -> argparse.ArgumentParser:
     add("--text-key", action="append", metavar="KEY", help=key)
     add("-d", "--data-dir", type=Path, default=Path("data"), help="where downloads are (data)")
     add("--vocab-size", type=int, required=True, help="entries, such as 8192")
-    most = "learn from so many characters at most (default: %(default)s)"
+    most = "characters to learn from at most (default: %(default)s)"
     add("--characters", type=int, default=TRAINING_CHARACTERS, help=most)
-    place = "the tokenizer.json that is written"
+    place = "the new tokenizer.json"
     add("-o", "--output", type=Path, required=True, metavar="FILE", help=place)
     add("--overwrite", action="store_true", help="replace an earlier file of this name")
     return parser

@@ -68,8 +68,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add_checkpoint(parser)
     add = parser.add_argument
     protocol = (
-        "default: equal_tokens, or with train_iters: 0 and no --lengths what KERPLE and MEP do;"
-        " docs/evaluation.md says what each answers"
+        "default: equal_tokens, or with train_iters: 0 and no --lengths as KERPLE and MEP measure;"
+        " docs/evaluation.md explains each"
     )
     add("--protocol", nargs="+", default=(), choices=tuple(PROTOCOLS), help=protocol)
     add_whole_number(parser, "--windows", Options.windows, "paper: windows per length", (1, 10**6))
@@ -84,15 +84,15 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def add_attention(parser: argparse.ArgumentParser, **how: Any) -> None:
     """The settings of attention in VARIED. how: nargs, action and default of each option"""
-    window = "key window, each value on the same weights: N, train_length or none"
-    sinks = "first tokens that stay visible beside --window (StreamingLLM), likewise: N or none"
-    clip = "tables by distance keep their value from D on, likewise: D or none"
-    method = f"for longer texts, likewise: none or {', '.join(METHODS)} (docs/longer_texts.md)"
+    window = "the key window: N, train_length or none"
+    sinks = "first tokens that stay visible beside --window (StreamingLLM): N or none"
+    clip = "tables by distance keep their value from D on: D or none"
+    method = f"for longer texts: none or {', '.join(METHODS)} (docs/longer_texts.md)"
     tokens = number(*TOKENS, or_one_of=("none",))
     options = (
         ("--window", number(*TOKENS, or_one_of=("none", "train_length")), "W", window),
-        ("--logn-scale", switch, "on|off", "key logn_scale, likewise"),
-        ("--paper-precision", switch, "on|off", "key paper_precision, likewise"),
+        ("--logn-scale", switch, "on|off", "the key logn_scale"),
+        ("--paper-precision", switch, "on|off", "the key paper_precision"),
         ("--sinks", tokens, "N", sinks),
         ("--clip-distance", tokens, "D", clip),
         ("--method", method_or_none, "M", method),
@@ -111,7 +111,7 @@ def add_checkpoint(parser: argparse.ArgumentParser) -> None:
     lengths = "context lengths; default: eval_lengths"
     kind = number(*TOKENS)
     add("--lengths", type=kind, nargs="+", default=(), metavar="L", help=lengths)
-    add("-o", "--output", type=Path, metavar="FILE", help="the file of the rows, JSON lines")
+    add("-o", "--output", type=Path, metavar="FILE", help="file for the rows, JSON lines")
 
 
 def add_whole_number(
