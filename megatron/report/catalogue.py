@@ -68,7 +68,9 @@ def section(name: str) -> str:
     source = first_sentence(module)
     papers = re.findall(r"\b\d{4}\.\d{5}\b", f"{module} {encoding.__doc__}")
     for paper in dict.fromkeys(papers):
-        source = f"{source} [arXiv {paper}](https://arxiv.org/abs/{paper})"
+        words = f"arXiv {paper}"
+        link = f"[{words}](https://arxiv.org/abs/{paper})"
+        source = source.replace(words, link) if words in source else f"{source} {link}"
     texts = [paragraph(encoding.__doc__), source]
 
     # The paragraphs of the docstring, and what each option means: here or in a class it extends.
