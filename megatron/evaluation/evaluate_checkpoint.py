@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
+import numpy as np
 from tqdm import tqdm
 
 from megatron.checkpoints.saved import find, step_of
@@ -140,7 +141,7 @@ def check_options(config: Config, options: Options) -> None:
     positions, _ = positions_from_config(config)
     variants(attention, options, positions, config.model.seq_length)
     request = WithoutText(
-        cast(TokenFile, None),
+        cast(TokenFile, np.empty(0)),
         as_list(options.lengths or config.evaluation.eval_lengths),
         eval_tokens=config.evaluation.eval_tokens,
         tail=options.tail,

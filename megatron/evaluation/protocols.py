@@ -116,10 +116,11 @@ class Request:
         return int(np.sum(sizes, dtype=np.int64)) - 1
 
     @cached_property
-    def targets(self) -> int:
-        """How many targets the region has: a multiple of the longest length.
+    def region(self) -> np.ndarray:
+        """The first text of the part, the same for every length: [targets + 1] tokens.
 
-        Raises UserError if there is not one window of that length.
+        Documents stand in file order, each with the EOD that ends it. The number of targets is a
+        multiple of the longest length. Raises UserError if there is not one window of that length.
         """
         available = self.available
         longest = self.ordered_lengths[-1]
@@ -135,27 +136,19 @@ class Request:
         targets = min(self.eval_tokens, available) // longest * longest
         if available < self.eval_tokens:
             logger.info("eval_tokens: the %s part has %d: %d", self.part, available, targets)
-        return targets
-
-    @cached_property
-    def region(self) -> np.ndarray:
-        """The first text of the part, the same for every length: [targets + 1] tokens.
-
-        Documents stand in file order, each with the EOD that ends it.
-        """
-        return first_tokens(self.tokens, self.documents, self.targets + 1)
+        return first_tokens(self.tokens, self.documents, targets + 1)
 
 
 class WithoutText(Request):
-    """A request before its text is there: of any text, with as many tokens as are wanted."""
+    """A request before its text is there: it refuses what no text allows, and has no windows."""
+
+    @cached_property
+    def documents(self) -> range:
+        return range(0)
 
     @property
     def available(self) -> int:
         return self.eval_tokens
-
-    @cached_property
-    def region(self) -> np.ndarray:
-        return np.zeros(self.targets + 1, dtype=np.int64)
 
 
 def first_tokens(tokens: TokenFile, documents: range, count: int) -> np.ndarray:
