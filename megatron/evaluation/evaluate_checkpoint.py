@@ -21,13 +21,14 @@ from megatron.evaluation.loaded_run import checkpoint_folder, loaded_run
 from megatron.evaluation.options import DTYPES, VARIED, Options
 from megatron.evaluation.perplexity import measured
 from megatron.evaluation.protocols import OF_DOCUMENTS, PROTOCOLS, Request, WithoutText
+from megatron.files import check_output
 from megatron.folder_lock import owned_file
 from megatron.model import AttentionSettings, positions_from_config
 from megatron.model.methods import faults_of, method_of
 from megatron.parallel.grid import here, owned_by_first
 from megatron.parallel.threads import count_parameters, use_threads
 from megatron.positions import Position
-from megatron.results.files import check_place, existing_results, write_results
+from megatron.results.files import LINES, existing_results, write_results
 from megatron.results.row import (
     ATTENTION_INPUTS,
     EXACT,
@@ -87,7 +88,7 @@ def evaluate(config: Config | None, options: Options) -> MeasuredRows:
             words = [protocol] if protocol != "equal_tokens" else []
             words += [options.dtype] if options.dtype != "fp32" else []
             output = options.output or run.default_output(tokens, attention, words)
-            check_place(output)
+            check_output(output, LINES)
             existing_results(output)
             jobs.append((output, tokens, attention, protocol, windows_of[protocol]))
 

@@ -29,11 +29,12 @@ from megatron.evaluation.attention_probes import (
 from megatron.evaluation.loaded_run import loaded_run
 from megatron.evaluation.probe_tasks import NO_TOKEN, TASKS, Material
 from megatron.evaluation.protocols import first_tokens
+from megatron.files import check_output
 from megatron.folder_lock import owned_file
 from megatron.model import GPT, AttentionSettings
 from megatron.model.head import tokens_at_once
 from megatron.parallel.grid import here
-from megatron.results.files import check_place
+from megatron.results.files import LINES
 from megatron.results.probes import (
     GROUPS,
     PROBES,
@@ -115,7 +116,7 @@ def probe(
     for name in options.probes:
         names += GROUPS.get(name, (name,))
 
-    check_place(output)
+    check_output(output, LINES)
     with owned_file(output, "--output"):
         existing_probes(output)  # before anything is asked
         for length in lengths:

@@ -11,12 +11,13 @@ from megatron.config import Config
 from megatron.errors import UserError, did_you_mean, in_words
 from megatron.evaluation.evaluate_checkpoint import variants
 from megatron.evaluation.options import DTYPES, Options
+from megatron.files import check_output
 from megatron.folder_lock import owned_file
 from megatron.generation.with_tokenizer import opened_with_tokenizer
 from megatron.model import AttentionSettings
 from megatron.parallel.grid import here
 from megatron.parallel.threads import count_parameters, use_threads
-from megatron.results.files import check_place, has_lines, read_lines, write_lines
+from megatron.results.files import LINES, has_lines, read_lines, write_lines
 from megatron.results.row import Facts, Question
 from megatron.results.table import in_columns
 
@@ -101,7 +102,7 @@ def evaluate_tasks(config: Config | None, tasks: Tasks, options: Options) -> Don
         # Not beside rows of perplexity: a pattern of all files there is what compare.py is given.
         place = checkpoint.path.parent / "tasks"
         output = place / f"{checkpoint.path.name}-{names[:MOST_NAMES]}.jsonl"
-    check_place(output)
+    check_output(output, LINES)
     existing_rows(output)
     manager = manager_of(tasks)
 

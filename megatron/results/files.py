@@ -13,7 +13,7 @@ from pydantic import TypeAdapter, ValidationError
 from typing_extensions import TypedDict
 
 from megatron.errors import CONTROL, UserError
-from megatron.files import check_output, read_small, stream, write_output
+from megatron.files import read_small, stream, write_output
 from megatron.results.row import BLOCK, Facts, Row, measurement_of, with_facts
 from megatron.results.statistics import perplexity_of
 from megatron.strict_json import parse
@@ -37,14 +37,6 @@ class Record(TypedDict, total=False):
 
 
 # --- Rows of evaluation ---
-
-
-def check_place(path: Path) -> None:
-    """Raises UserError if lines could not be written, or would replace another kind of file."""
-    if path.suffix.lower() in PICTURES:
-        lines = path.with_suffix(".jsonl")
-        raise UserError(f"--output: {path} is the name of a picture - name the lines {lines}")
-    check_output(path, LINES)
 
 
 def write_results(path: Path, rows: Sequence[Row]) -> None:

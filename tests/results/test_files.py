@@ -4,7 +4,6 @@ import pytest
 
 from megatron.errors import UserError
 from megatron.results.files import (
-    check_place,
     existing_results,
     read_results,
     training_log,
@@ -36,20 +35,6 @@ def test_a_row_measured_again_stays_in_the_cell_of_its_sweep(tmp_path):
     write_results(tmp_path / "again.jsonl", [TWO[0] | {"seconds": 7.0}])
     (row,) = read_results([tmp_path / "sweep.jsonl", tmp_path / "again.jsonl"])
     assert row == TWO[0] | {"seconds": 7.0} | cell
-
-
-def test_a_place_that_cannot_be_written_is_named_before_anything_is_measured(tmp_path):
-    check_place(tmp_path / "new/results.jsonl")
-    assert list(tmp_path.rglob("*.*")) == []
-    (tmp_path / "notes.txt").write_text("my thesis\n")
-    for name, message in {
-        "curve.png": "curve.png is the name of a picture - name the lines .*curve.jsonl",
-        "new": "Is a directory",
-        "notes.txt/results.jsonl": "File exists: .*notes.txt",
-        "notes.txt": "notes.txt exists and is no earlier output to be replaced - choose another",
-    }.items():
-        with pytest.raises((UserError, OSError), match=message):
-            check_place(tmp_path / name)
 
 
 def test_an_absent_or_empty_file_has_no_rows_yet(tmp_path):
