@@ -46,22 +46,6 @@ def test_ctrl_c_on_two_ranks_saves_and_prints_one_line(corpus, tmp_path):
     assert (tmp_path / "run" / "latest").exists()
 
 
-def test_what_does_not_fit_is_one_message_and_nothing_starts(capsys, monkeypatch):
-    """tests/bad_inputs has other messages."""
-
-    def ended(*words):
-        with pytest.raises(SystemExit) as raised:
-            deepy.main(words)
-        assert raised.value.code == 1
-        return capsys.readouterr().err
-
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert "data_path: not given" in ended("train.py", *TINY)
-    assert "3 devices" in ended("train.py", *TRAIN, "train_batch_size=4", "num_gpus=3")
-    assert "no/hosts does not exist" in ended("train.py", *TRAIN, "hostfile=no/hosts")
-    assert "trian.py is not a script; write deepy.py SCRIPT FILE…" in ended("trian.py")
-
-
 def test_files_end_where_the_options_of_the_script_begin(tmp_path):
     (tmp_path / "tiny.yml").write_text("\n".join(TINY).replace("=", ": "))
     checkpoint = ["--checkpoint", "x"]

@@ -131,24 +131,6 @@ def test_a_fault_leaves_everything_as_it_was(tmp_path, text, monkeypatch):
         own(text, tmp_path / "file")
 
 
-def test_wrong_commands_are_explained(tmp_path, monkeypatch):
-    """More is asked of the command in tests/bad_inputs."""
-    monkeypatch.chdir(tmp_path)
-    cases = {
-        "stdlib --name x": "--name: is not for a corpus that is known by name - leave it away",
-        "--input x.txt": "--name: is missing - with --input give the corpus a name",
-        "stdlib -t CharLevelTokenizer --vocab-size 9": "--vocab-size: is for a tokenizer that is",
-        "stdlib -t HFTokenizer --merge-file m": "--merge-file: HFTokenizer has none - leave it",
-        "stdlib --documents 3": "stdlib: is made from what is installed - leave",
-        "hf:owner": "hf:owner: is not a name of a data set - write hf:OWNER/NAME",
-    }
-    for words, message in cases.items():
-        with pytest.raises(UserError) as caught:
-            run(words.split())
-        assert message in str(caught.value)
-        assert list(tmp_path.iterdir()) == []
-
-
 def test_a_second_preparation_of_one_name_is_refused_while_the_first_works(tmp_path, text):
     folder = tmp_path / "data" / "mine"
     with owned_folder(folder, "-d"):

@@ -177,19 +177,6 @@ def test_extremes_of_the_settings():
         assert drawn(logits, [[0]], draw, top_k=2)[0] in (0, 1)
 
 
-def test_all_that_is_wrong_is_said_at_once():
-    wrong = GenerationSettings(temperature=-1, top_k=0, top_p=1.5, stops=("",), batch_size=0)
-    with pytest.raises(UserError) as fault:
-        wrong.check()
-    assert str(fault.value).splitlines() == [
-        "--temperature -1: give a number of 0 to 1000000",
-        "--top-k 0: give a number of 1 to 16777216",
-        "--top-p 1.5: give a number of 1e-06 to 1",
-        "--batch-size 0: give a number of 1 to 16777216",
-        "--stop: an empty string would end every text at once; leave it out",
-    ]
-
-
 # --- text ---
 
 

@@ -96,21 +96,6 @@ def test_rows_say_what_was_asked_and_of_which_checkpoint(generate, folder, tmp_p
     assert rows[0]["continuation"] != rows[1]["continuation"]
 
 
-def test_nothing_that_exists_is_replaced_and_bad_words_are_one_message(folder, tmp_path):
-    essay = tmp_path / "essay.txt"
-    essay.write_text("mine")
-    refused = {
-        ("--prompt", "a", "-o", essay): f"--output: {essay} exists and is no",
-        ("--prompts", tmp_path): "cannot be read as text",
-        ("--prompt", "a", "--temperature", "-1"): "--temperature -1.0: give a number of 0 to",
-    }
-    for words, message in refused.items():
-        done = call("generate.py", "--checkpoint", folder, *words)
-        assert (done.returncode, done.stdout) == (1, "")
-        assert message in done.stderr.splitlines()[-1]
-    assert essay.read_text() == "mine"
-
-
 def test_finished_texts_are_written_where_ctrl_c_ends_the_others(folder, tmp_path, monkeypatch):
     whole, broken = tmp_path / "whole.jsonl", tmp_path / "broken.jsonl"
     words = ["--prompt", "a", "--prompt", "bb", "--prompt", "ccc", "--max-new-tokens", "3"]

@@ -93,16 +93,6 @@ def test_documents_of_a_window_are_each_of_them_alone_or_refused(name):
         torch.testing.assert_close(torch.cat(parts, dim=1), found, rtol=0, atol=1e-4)
 
 
-def test_what_is_inside_another_encoding_is_refused_too():
-    for name, args, settings, message in (
-        ("sum", "{parts: [none, dape_v2]}", [MASK], "reset_attention_mask: Sum cannot keep"),
-        ("sum", "{parts: [rotary, fire]}", [MASK, RESTART], "depends on the index of the query"),
-        ("dape", "{of: fire}", [MASK, RESTART], "depends on the index of the query"),
-    ):
-        with pytest.raises(UserError, match=message):
-            model(name, *settings, f"pos_emb_args={args}")
-
-
 @torch.no_grad()
 def test_logn_scale_counts_from_the_window_or_from_the_document():
     ids = window()

@@ -3,7 +3,6 @@
 from pathlib import Path
 
 import pytest
-import torch
 import yaml
 
 from megatron.errors import UserError
@@ -37,29 +36,3 @@ def test_a_name_is_given_once():
 def test_options_are_those_of_the_constructor():
     assert list(options_of("xpos")) == ["base", "scale_base", "xi"]
     assert options_of("xpos")["base"].default == 10000.0
-
-
-def test_a_kernel_of_the_wrong_shape_or_dtype_is_reported_by_its_class():
-    class Half(DistanceBias):
-        def log_kernel(self, distance: torch.Tensor) -> torch.Tensor:
-            return distance.bfloat16().expand(4, -1)
-
-    with pytest.raises(
-        UserError,
-        match=r"test_build.py:\d+: .*Half.log_kernel must return \[4, 5\] torch.float32, not \[4",
-    ):
-        Half(SHAPE).distance_bias(5)
-
-
-def test_a_parameter_without_dimensions_is_refused_before_deepspeed_crashes_on_it(own_registry):
-    @register("lonely")
-    class Lonely(DistanceBias):
-        def __init__(self, shape: Shape) -> None:
-            super().__init__(shape)
-            self.slope = torch.nn.Parameter(torch.tensor(0.5))
-
-    with pytest.raises(
-        UserError,
-        match=r"pos_emb: lonely: the parameter slope has no dimensions; give it the shape",
-    ):
-        build("lonely", SHAPE)

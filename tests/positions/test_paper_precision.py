@@ -9,8 +9,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron.config import load
-from megatron.errors import UserError
 from megatron.positions import Position, build
 from tests.positions.test_formulas import SHAPE, SLOPES
 
@@ -129,13 +127,3 @@ def test_sinusoidal_positions_are_rounded():
     angle = ROUNDED[:300, None] * frequencies
     expected = torch.cat([angle.sin(), angle.cos()], -1).float()
     torch.testing.assert_close(table, expected, rtol=0, atol=2**-8)
-
-
-TINY = ["num_layers=1", "hidden_size=24", "num_attention_heads=12", "seq_length=16"]
-
-
-def test_what_the_forks_do_not_have_is_refused():
-    for name in ("fire", "mep"):
-        args = ["pos_emb_args={kernels: [exp, bam]}"] if name == "mep" else []
-        with pytest.raises(UserError, match="paper_precision: KERPLE's and MEP's code has no"):
-            load([], [*TINY, f"pos_emb={name}", *args, "paper_precision=true"])

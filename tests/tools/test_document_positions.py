@@ -57,5 +57,3 @@ def test_a_file_of_the_users_own_prints_its_sections_and_no_others(tmp_path, cap
     assert "# Positional encodings" not in printed.splitlines()
     assert "alibi" not in printed
     assert "[arXiv 1234.56789](https://arxiv.org/abs/1234.56789)" in printed
-    assert main(["--from", str(tmp_path / "nowhere.py")]) == 1
-    assert "cannot be read" in capsys.readouterr().err

@@ -90,14 +90,3 @@ def test_the_papers_run_by_hand_and_what_the_page_shows(capsys, monkeypatch):
         assert shown in printed
     for one in re.findall(r"(\d+) hours of one H100", " ".join(text.split())):
         assert int(one) == round(6 * 3 * 5 * hours * 0.4 / 0.35)  # encodings, corpora, seeds
-
-
-def test_bad_input_is_one_message(capsys):
-    for words, message in (
-        (["--gpu", "h1000"], "--gpu: h1000 is not known - use one of cpu, v100, a100"),
-        (["--mfu", "0"], "--mfu: 0 is not a share - give more than 0 and at most 1"),
-        (["train_epochs=2", "data_path=gone/x"], "data_path: there are no token files gone/x.bin"),
-        (["hidden_sise=3"], "hidden_sise: no such key; did you mean hidden_size?"),
-    ):
-        assert main([BASE, *words]) == 1
-        assert message in capsys.readouterr().err

@@ -42,11 +42,3 @@ def test_whole_checkpoints_are_shown_and_damage_is_named_with_status_1(corpus, t
         f"{run}/latest: names no checkpoint that is there (it holds b'global_step7')",
     ):
         assert line in shown
-
-
-def test_a_folder_without_checkpoints_is_one_message(tmp_path):
-    for name, what in (("", "holds no checkpoint"), ("gone", "no such folder")):
-        done = call("tools/inspect_checkpoint.py", tmp_path / name)
-        assert done.returncode == 1
-        place = f"{tmp_path / name}: {what}"
-        assert done.stderr == f"{place} - name a run's folder or one checkpoint\n"

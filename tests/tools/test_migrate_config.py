@@ -49,17 +49,3 @@ def test_every_encoding_migrates_to_what_loads_and_no_kernels_are_guessed(publis
         if after.position.pos_emb != "mep":
             assert after.position == before.position
     assert "not say which were meant: the released code has no sigmoid" in capsys.readouterr().out
-
-
-def test_bad_files_have_one_message(published, capsys):
-    for text, message in {
-        "[1]": "holds no `key: value` lines, but [1]",
-        "pos-emb: kerple_power_b_": "no encoding is called 'kerple_power_b_'",
-        "zero_optimization: {cpu_offload: true}": "CPU's memory is not offered",
-    }.items():
-        (published / "bad.yml").write_text(text)
-        assert main(["bad.yml", "-o", "out"]) == 1
-        assert message in capsys.readouterr().err
-    assert main(["absent.yml"]) == 1
-    assert "absent.yml: no such file" in capsys.readouterr().err
-    assert not (published / "out").exists()

@@ -82,14 +82,3 @@ def test_weights_that_overflow_are_one_message(corpus, tmp_path):
         assert done.returncode == 1
         assert re.fullmatch(r".*: a number of the model is not finite .*\n", done.stderr)
     assert list(tmp_path.rglob("*.jsonl")) == []
-
-
-def test_what_cannot_be_asked_is_one_message(folder):
-    cases = {
-        ("--lengths", 10**7): r"the valid part has \d+ tokens, 10000001 are needed - give shorter",
-        ("--probes", "rulers"): "invalid choice: 'rulers'.*'multikey_dense'",
-    }
-    for words, message in cases.items():
-        done = probe(folder, "--lengths", 64, *words)
-        assert done.returncode == (2 if "choice" in message else 1)
-        assert re.search(message, done.stderr)

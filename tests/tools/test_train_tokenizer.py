@@ -22,17 +22,3 @@ def test_the_same_text_gives_the_same_tokenizer(tmp_path, capsys):
     words = ["--input", str(folder), "--vocab-size", "280", "--characters", "900"]
     assert main([*words, "-o", str(output), "--overwrite"]) == 0
     assert output.read_text(encoding="utf-8") == train_tokenizer(["".join(texts)[:900]], 280)
-
-
-def test_what_cannot_be_trained_is_one_message_and_loses_nothing(tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "a.txt").write_text("a b")
-    (tmp_path / "empty.txt").write_text("")
-    for words, message in {
-        "-o t.json": "what is it to learn from? - name a corpus (stdlib), or give --input",
-        "--input a.txt -o t.model": "-o: t.model does not end with .json, as a tok",
-        "--input empty.txt -o t.json": "has no text to learn from - give files",
-    }.items():
-        assert main([*words.split(), "--vocab-size", "300"]) == 1
-        assert message in capsys.readouterr().err
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.txt", "empty.txt"]

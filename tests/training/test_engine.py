@@ -40,13 +40,6 @@ def test_bfloat16_trains_like_float32_within_noise_at_every_zero_stage(grid, flo
     assert rounded == pytest.approx(float32_losses, rel=1e-2)
 
 
-def test_fp16_on_the_cpu_is_refused_with_the_cure(grid):
-    with pytest.raises(
-        UserError, match="precision: fp16 needs a CUDA device - use bf16 or fp32 on the CPU"
-    ):
-        trainer(grid, "precision=fp16")
-
-
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.parametrize("name", ["kerple_bias_wht", "mep_param_t5"])
 def test_learned_kernels_act_with_their_float32_values_although_the_engine_rounds_them(

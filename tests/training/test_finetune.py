@@ -176,7 +176,6 @@ def test_what_cannot_be_fine_tuned_is_refused_with_nothing_written(grid, corpus,
     other = make_checkpoint(tmp_path / "other", corpus)
     shapes = ["hidden_size=48", "num_layers=1", "layernorm_epsilon=1e-4"]
     cases = [
-        (["load=null"], r"load: not given; finetune starts from the checkpoint"),
         ([f"save={trained}"], r"finetune: load and save are both .* no fine-tuned checkpoint"),
         (
             shapes,
