@@ -160,25 +160,25 @@ def _parser() -> argparse.ArgumentParser:
     names = ", ".join(corpus_names())
     what = f"a corpus known by name: {names}; or hf:OWNER/NAME, a data set of the hub as a stream"
     add("corpus", nargs="?", help=what)
-    add("--list", action="store_true", help="show the corpora, and where each comes from")
-    what = "where data goes (default: data); DIR/download keeps what is downloaded"
+    add("--list", action="store_true", help="show the corpora and their sources")
+    what = "folder of the data (default: data); downloads are kept in DIR/download"
     add("-d", "--data-dir", type=Path, default=Path("data"), metavar="DIR", help=what)
-    what = "take the corpus from files at hand, and download nothing"
+    what = "take the corpus from files in this folder, and download nothing"
     add("--from-dir", type=Path, metavar="DIR", help=what)
     what = "take the first N documents, and download no more files than they need"
     add("--documents", type=int, metavar="N", help=what)
     add("--split", help="hf: which split (default: train)")
     add("--config", help="hf: which configuration of the data set")
     add("--revision", help="hf: a branch, tag or commit (default: main)")
-    what = "prepare nothing: bring GPT-2's gpt2-vocab.json and gpt2-merges.txt into -d"
+    what = "only download GPT-2's gpt2-vocab.json and gpt2-merges.txt into -d"
     add("--tokenizer-files", action="store_true", help=what)
     kinds = ", ".join(READERS)
     what = f"your own text, or folders of it: {kinds}; other UTF-8 files are one document each"
     add("--input", nargs="+", metavar="FILE", help=what)
-    add("--name", help="how your own corpus is called")
+    add("--name", help="name of your own corpus")
     what = (
-        "what holds the text in JSON lines and tables (default: text); given several times, the"
-        " first key that an entry has"
+        "key of the text in JSON lines and tables (default: text); given several times: the first"
+        " key that an entry has"
     )
     add("--text-key", "--jsonl-keys", action="append", metavar="KEY", help=what)
     what = (
@@ -197,11 +197,15 @@ def _parser() -> argparse.ArgumentParser:
     add("--vocab-file", type=Path, help=what)
     add("--merge-file", type=Path, help="merges.txt (GPT2BPETokenizer)")
     size = TokenizerChoice.vocab_size
-    what = f"entries of the BPE trained where no file is given (default: {size})"
+    what = f"entries of the BPE that is trained if no file is given (default: {size})"
     add("--vocab-size", type=int, help=what)
-    add("--append-eod", action="store_true", help="of GPT-NeoX: an end token is always written")
+    add(
+        "--append-eod",
+        action="store_true",
+        help="accepted as in GPT-NeoX: an end token is always written",
+    )
     add("--workers", type=int, help="processes that encode (default: one for each core)")
-    what = "prepare nothing: compare these token files with their sha256 and their vocabulary"
+    what = "only compare these token files with their sha256 and their vocabulary"
     add("--verify", metavar="PREFIX", help=what)
     add("--overwrite", action="store_true", help="replace an earlier corpus of this name")
     return parser

@@ -58,12 +58,14 @@ def _parser() -> argparse.ArgumentParser:
         "results", type=Path, nargs="+", metavar="FILE", help="JSON lines that evaluate.py wrote"
     )
     parser.add_argument(
-        "--against", metavar="NAME", help="the encoding to compare with; default: the first"
+        "--against", metavar="NAME", help="reference of the comparison; default: the first encoding"
     )
     parser.add_argument(
-        "--bits-per-byte", action="store_true", help="a column of them, where rows have them"
+        "--bits-per-byte", action="store_true", help="add a column with them, if rows have them"
     )
-    parser.add_argument("-o", "--output", type=Path, metavar="FILE", help="also as .md or .json")
+    parser.add_argument(
+        "-o", "--output", type=Path, metavar="FILE", help="a .md or .json file to write too"
+    )
     return parser
 
 

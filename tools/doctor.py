@@ -66,7 +66,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     add = parser.add_argument
     add("--save", type=Path, default=Path("runs"), metavar="DIR", help="folder for checkpoints")
     add("--data", type=Path, default=Path("data"), metavar="DIR", help="folder of token files")
-    add("--versions", action="store_true", help="what torch and DeepSpeed say of this machine")
+    add("--versions", action="store_true", help="show torch's and DeepSpeed's report")
     add("--try", action="store_true", dest="tries", help=argparse.SUPPRESS)
     options = parser.parse_args(argv)
     if options.tries:

@@ -28,7 +28,7 @@ def main(argv: list[str] | None = None) -> int:
     add = parser.add_argument
     add("run", type=Path, metavar="RUN", help="a run's folder or one checkpoint")
     add("--to", choices=["hf"], required=True, help="hf: Hugging Face's transformers")
-    add("-o", "--output", type=Path, required=True, metavar="FOLDER", help="a folder to be made")
+    add("-o", "--output", type=Path, required=True, metavar="FOLDER", help="the new folder")
     add("--step", type=int, metavar="N", help="which checkpoint of the run; default: the latest")
     own = "your own file with the encoding, as in pos_emb_file"
     add("--from", dest="file", metavar="FILE", help=own)

@@ -46,7 +46,7 @@ def parsed(argv: Sequence[str] | None) -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
-    names = "encodings; default: all that are a bias by distance"
+    names = "encodings; default: every bias by distance"
     add("names", nargs="*", metavar="NAME", help=names)
     own = "a Python file of yours that registers encodings"
     add("--from", dest="file", metavar="FILE", help=own)

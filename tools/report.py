@@ -41,16 +41,16 @@ def parsed(argv: Sequence[str] | None) -> argparse.Namespace:
         type=Path,
         nargs="+",
         metavar="FILE",
-        help="of evaluate.py, a sweep or tools/probe.py",
+        help="rows of evaluate.py, a sweep or tools/probe.py",
     )
     parser.add_argument("-o", "--output", type=Path, default=Path("report.html"), metavar="PAGE")
     parser.add_argument(
-        "--plots", type=Path, metavar="FOLDER", help="the figures as PNG, SVG and PDF"
+        "--plots", type=Path, metavar="FOLDER", help="folder for the figures as PNG, SVG and PDF"
     )
     parser.add_argument(
         "--against",
         metavar="NAME",
-        help="the encoding that others are compared with; default: the lowest",
+        help="reference of the comparisons; default: the lowest at the longest length",
     )
     parser.add_argument(
         "--from",

@@ -68,7 +68,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("table", help="a .yml, or " + ", ".join(published_tables()))
     parser.add_argument("--run", action="store_true", help="first run the missing cells")
-    parser.add_argument("--folder", type=Path, metavar="DIR", help="where the sweep's runs are")
+    parser.add_argument("--folder", type=Path, metavar="DIR", help="folder of the sweep's runs")
     parser.add_argument(
         "--results", type=Path, nargs="+", metavar="FILE", help="use these rows, not the sweep's"
     )

@@ -2,7 +2,7 @@
 
 python tools/sweep.py run configs/sweeps/cpu.yml --dry-run   the plan and what it costs
 python tools/sweep.py run kerple-table3 --dry-run --device a100 --jobs 8   on eight A100
-python tools/sweep.py run configs/sweeps/cpu.yml             do what is missing; it may be repeated
+python tools/sweep.py run configs/sweeps/cpu.yml             run the missing cells; may be repeated
 python tools/sweep.py status configs/sweeps/cpu.yml
 """
 

@@ -65,9 +65,15 @@ def _parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("corpus", nargs="?", help=f"a corpus known by name: {', '.join(corpus_names())}")
     add("--input", nargs="+", metavar="FILE", help="your own text, or folders of it")
-    key = "what holds the text in JSON lines (default: text); of several the first that is there"
+    key = "key of the text in JSON lines (default: text); of several, the first that an entry has"
     add("--text-key", action="append", metavar="KEY", help=key)
-    add("-d", "--data-dir", type=Path, default=Path("data"), help="where downloads are (data)")
+    add(
+        "-d",
+        "--data-dir",
+        type=Path,
+        default=Path("data"),
+        help="folder of the data (default: data)",
+    )
     add("--vocab-size", type=int, required=True, help="entries, such as 8192")
     most = "characters to learn from at most (default: %(default)s)"
     add("--characters", type=int, default=TRAINING_CHARACTERS, help=most)

@@ -37,17 +37,17 @@ class Number(NamedTuple):
 
 NUMBERS = {
     "repetition_penalty": Number(
-        1e-6, 1e6, "divides the logits of tokens that the text has; 1: none"
+        1e-6, 1e6, "divides the logits of tokens in the text; 1: no penalty"
     ),
     "temperature": Number(0.0, 1e6, "divides all logits; 0: always the likeliest token"),
-    "top_k": Number(1, MOST, "draw among so many of the likeliest tokens"),
+    "top_k": Number(1, MOST, "draw among this many of the likeliest tokens"),
     "top_p": Number(
         1e-6, 1.0, "draw among the likeliest tokens that together have this probability"
     ),
     "max_new_tokens": Number(1, MOST, "tokens of a continuation at most"),
-    "seed": Number(0, MOST, "of what is drawn"),
+    "seed": Number(0, MOST, "seed of the random draws"),
     "samples": Number(1, MOST, "continuations of each prompt"),
-    "batch_size": Number(1, MOST, "texts that are continued together at most"),
+    "batch_size": Number(1, MOST, "texts continued together at most"),
 }
 
 
