@@ -43,7 +43,7 @@ def test_every_way_is_measured_beside_plain_attention_with_its_conditions(tmp_pa
         assert row["median_ms"] == median(row["ms"])
         assert row["median_ratio"] == pytest.approx(median(ratios))
     printed = capsys.readouterr().out
-    assert (tmp_path / "found.md").read_text() == printed
+    assert (tmp_path / "found.md").read_text() == f"<!-- by tools/bench -->\n\n{printed}"
     assert "| sdpa, frozen | 2 x 24 |" in printed
 
 
