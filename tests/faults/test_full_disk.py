@@ -9,6 +9,7 @@ from tests.checkpoints import make_checkpoint
 from tests.faults.full_disk import fill, make_read_only, on_small_disk
 from tests.support import ROOT, call, run
 
+MARKED = "<!-- by tools/compare.py -->"
 TINY = [
     "num_layers=2",
     "hidden_size=32",
@@ -52,7 +53,7 @@ def test_a_run_whose_checkpoint_does_not_fit_ends_with_the_one_before(corpus, tm
     ("prepare", "reason"),
     [
         (fill, "No space left on device - free some space, or choose another disk"),
-        (make_read_only, "Read-only file system - choose a place that can be written"),
+        (make_read_only, "cannot be written - choose another place"),
     ],
     ids=["full", "read-only"],
 )
@@ -63,13 +64,13 @@ def test_a_command_names_the_file_that_a_disk_refused_and_keeps_the_old_one(
     path = tmp_path / "table.md"
 
     def compared() -> list:
-        write_text(path, "old")
+        write_text(path, MARKED)
         prepare(tmp_path)
         done = call("tools/compare.py", rows, "-o", path)
         return [done.returncode, done.stderr, path.read_text(), len(list(tmp_path.iterdir()))]
 
     status, message, kept, _ = on_small_disk(tmp_path, 64, compared)
-    assert (status, kept) == (1, "old")
+    assert (status, kept) == (1, MARKED)
     assert json.dumps(message).count("Traceback") == 0
     assert reason in message
     assert str(path.parent) in message
