@@ -1,6 +1,7 @@
 """Results as one HTML page that needs no network: here is its data, page.html says how it looks."""
 
 import io
+import itertools
 import math
 import os
 import re
@@ -299,7 +300,7 @@ def check_page(path: Path) -> None:
 
 def write_page(page: Page, path: Path, *, title: str, plots: Path | None = None) -> None:
     """Write the page, and with `plots` its figures as files in that folder."""
-    for name, figure in page.figures.items() if plots else ():
-        for suffix in PICTURES:
+    if plots is not None:
+        for (name, figure), suffix in itertools.product(page.figures.items(), PICTURES):
             write(figure, plots / f"{name}{suffix}")
     write_output(path, page.html(title).encode(), MARK)
