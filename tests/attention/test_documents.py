@@ -1,12 +1,9 @@
 """Documents computed one by one give what the definition gives under a mask."""
 
-import math
-
 import pytest
 import torch
 
 from megatron.attention import attention
-from megatron.attention.documents import stretches_of
 from tests.attention.random_cases import Case, inputs_of, largest_error
 
 KEYS = 700
@@ -55,13 +52,3 @@ def test_documents_one_by_one_are_attention_under_a_mask(option):
         if option == "index":
             inputs.options["index_bias"] = index_bias
         assert largest_error(one_by_one, inputs) < 1e-5, kind
-
-
-def test_a_document_that_comes_back_is_computed_under_the_mask():
-    numbers = torch.tensor([0] * 100 + [1] * 150 + [0] * 100)[None]
-    assert stretches_of(numbers) is None
-    q, k, v = torch.randn(3, 1, 2, 350, 4)
-    last = attention(q, k, v, segments=numbers, backend="sdpa")[0, :, -1]
-    visible = numbers[0] == 0
-    scores = (q[0, :, -1:] @ k[0, :, visible].mT / math.sqrt(4)).softmax(dim=-1)
-    torch.testing.assert_close(last, (scores @ v[0, :, visible])[:, 0], rtol=0, atol=1e-5)

@@ -5,8 +5,6 @@ import hashlib
 import io
 import json
 import os
-import subprocess
-import sys
 import tarfile
 
 import pyarrow
@@ -18,7 +16,7 @@ from pyarrow import parquet
 from megatron.data import readers
 from megatron.data.readers import MB, Files, Keep, Limits
 from megatron.errors import UserError
-from tests.support import ROOT, unlaunched
+from tests.support import run
 
 TEXTS = ["first\ndocument", "", "zweites Dokument: äöü", "x" * 3_000_000]
 LINES = b'{"text": "one", "meta": {"set": "A"}}\n{"text": "two", "meta": {"set": "B"}}\n'
@@ -216,10 +214,7 @@ def test_a_bomb_is_refused_in_little_memory(tmp_path):
     path = tmp_path / "c.jsonl.zst"
     path.write_bytes(zstandard.compress(b'{"text": "' + b"a" * 200 * MB + b'"}\n', 19))
     words = ["--input", path, "--name", "c", "-d", tmp_path / "data", "--max-document-mb", 5]
-    command = [sys.executable, "-c", MEASURE, *map(str, words)]
-    done = subprocess.run(
-        command, cwd=ROOT, env=unlaunched(), capture_output=True, text=True, timeout=100
-    )
+    done = run("-c", MEASURE, *words, timeout=100)
     assert done.returncode == 1
     assert done.stderr.startswith(f"{path}:1: is longer than 5 MB, which would fill the memory")
     assert int(done.stdout.split()[-1]) < 120  # MB

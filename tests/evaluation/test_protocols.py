@@ -172,22 +172,6 @@ def test_the_targets_of_a_block_follow_each_other_and_blocks_average_to_the_loss
 # --- What cannot be measured ---
 
 
-def test_what_a_protocol_cannot_measure_is_one_message(tokens):
-    cases = [
-        ("tail", {"tail": 17}, "--tail 17: must be 1 to 16, the shortest length - give another"),
-        (
-            "within_document",
-            {"lengths": [512]},
-            "no document of the valid part has 513 tokens, the",
-        ),
-        ("equal_tokens", {"eval_tokens": 63}, "64 tokens to predict; eval_tokens is 63 - give"),
-    ]
-    for protocol, options, message in cases:
-        with pytest.raises(UserError) as caught:
-            windows_of(protocol, tokens, **options)
-        assert message in str(caught.value)
-
-
 def test_a_length_without_a_perplexity_says_why_and_a_large_batch_what_helps(tokens):
     class Always(Known):
         loss = math.nan

@@ -41,19 +41,6 @@ def test_an_index_of_any_fields(tmp_path, numbers, sizes, offsets, ids, sidecar)
     works_or_says_why(lambda: verify(prefix))
 
 
-@fuzzed
-@given(place=st.integers(0, 89), value=st.integers(0, 255), kept=st.integers(0, 90))
-def test_an_index_with_a_changed_byte_and_a_cut(tmp_path, place, value, kept):
-    whole = b"MMIDIDX\x00\x00" + struct.pack("<QBQQ", 1, 8, 2, 3)
-    whole += struct.pack("<iiqqqqq", 1, 1, 0, 2, 0, 1, 2)
-    changed = bytearray(whole)
-    changed[place % len(whole)] = value
-    prefix = tmp_path / "c"
-    prefix.with_suffix(".idx").write_bytes(changed[: kept or None])
-    prefix.with_suffix(".bin").write_bytes(b"\x01\x00\x02\x00")
-    works_or_says_why(lambda: verify(prefix))
-
-
 def tar() -> bytes:
     content = io.BytesIO()
     with tarfile.open(fileobj=content, mode="w") as archive:

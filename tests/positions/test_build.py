@@ -6,7 +6,7 @@ import pytest
 import yaml
 
 from megatron.errors import UserError
-from megatron.positions import ALIASES, REGISTRY, DistanceBias, Shape, build, options_of, register
+from megatron.positions import ALIASES, REGISTRY, Shape, build
 
 SLIPS = Path(__file__).with_name("slips.yml")
 SHAPE = Shape(heads=4, head_dim=8, hidden=32, train_length=64)
@@ -21,18 +21,6 @@ def test_a_slip_is_named_with_its_cure():
             assert slip["message"] in str(fault.value)
 
 
-def test_the_forks_spellings_are_known():
-    assert ALIASES["rpe"] == "t5"
-    assert ALIASES["snope_norm_original_scaling__"] == "mep_free"
+def test_every_alias_is_of_an_encoding_and_builds_it():
     assert set(ALIASES.values()) <= REGISTRY.keys()
     assert type(build("rpe", SHAPE)) is REGISTRY["t5"]
-
-
-def test_a_name_is_given_once():
-    with pytest.raises(ValueError, match="the name 'alibi' is taken by another encoding"):
-        register("alibi")(DistanceBias)
-
-
-def test_options_are_those_of_the_constructor():
-    assert list(options_of("xpos")) == ["base", "scale_base", "xi"]
-    assert options_of("xpos")["base"].default == 10000.0

@@ -100,22 +100,15 @@ def test_epochs_mean_as_many_steps_as_there_is_text_for(grid, texts, tmp_path, c
 
 
 def test_text_that_does_not_fit_is_refused_with_its_key(grid, texts, tmp_path):
+    """tests/bad_inputs has more."""
     other = write(tmp_path, "odd", 80, TOKENIZER | {"hash": "bbbb"})
     bare = write(tmp_path, "bare", 80, {"type": "HFTokenizer", "hash": "b", "vocab_size": 257})
     plain = write(tmp_path, "plain", 80, {})
     alone, own = ["train_iters=1", "split=1,0,0"], "tokenizer_type=CharLevelTokenizer"
     cases = [
         (
-            [f"train_data_paths=[{texts['poems']},gone/away]", "train_iters=1"],
-            r"train_data_paths: there are no token files gone/away.bin and gone/away.idx",
-        ),
-        (
             [f"train_data_paths=[{texts['poems']},{other}]", "train_iters=1"],
             "odd_text_document: was written by CharLevelTokenizer bbbb",
-        ),
-        (
-            [f"data_path={texts['poems']}", "train_epochs=1", "gradient_accumulation_steps=1000"],
-            r"train_epochs: 1 of .* are less than one step of 4000",
         ),
         (
             [*alone, f"data_path={bare}", "eod_mask_loss=true"],

@@ -10,7 +10,7 @@ import torch
 from megatron.checkpoints import write
 from megatron.checkpoints.manifest import RECORD, read_record
 from megatron.checkpoints.read import load_for_evaluation
-from megatron.checkpoints.saved import find, keep_weights_only, latest_step, steps_in
+from megatron.checkpoints.saved import keep_weights_only, latest_step, steps_in
 from megatron.config import load
 from megatron.config.schema import Checkpoint
 from megatron.errors import UserError
@@ -38,12 +38,6 @@ def test_a_checkpoint_gives_back_the_trained_model_and_its_own_configuration(
     assert (weight != weight.bfloat16().float()).float().mean() > 0.9
 
 
-def test_a_checkpoint_of_another_program_names_the_importer(tmp_path):
-    (tmp_path / "config.json").touch()
-    with pytest.raises(UserError, match=rf"import_checkpoint.py {tmp_path} -o RUN brings in"):
-        find(tmp_path)
-
-
 # --- damage ---------------------------------------------------------------------------------------
 
 
@@ -58,23 +52,14 @@ def test_no_damage_to_any_file_is_used(grid, corpus, tmp_path):
     assert latest_step(tmp_path / "run") == 2
 
 
-def test_a_flipped_bit_or_another_entry_of_the_record_is_noticed(trained, tmp_path):
+def test_a_flipped_bit_of_the_record_is_noticed(trained, tmp_path):
+    """tests/bad_inputs has other records."""
     file = copy_of(trained, tmp_path) / "global_step4" / RECORD
     content = file.read_bytes()
     for place in range(0, len(content), 7):
         damaged = bytearray(content)
         damaged[place] ^= 1 << place % 8
         with changed(file, bytes(damaged)), pytest.raises(UserError, match=RECORD):
-            read_record(file.parent)
-    record = {"step": 4, "config_hash": "0", "vocab": 9}
-    cases = [
-        ("{}", r"not readable \(no step in it\)"),
-        (json.dumps(record | {"wandb": "../x"}), r"wandb is '\.\./x', which cannot be"),
-        (json.dumps(record | {"usual_loss": math.inf}), "usual_loss is inf, which cannot be"),
-    ]
-    for words, message in cases:
-        file.write_text(words)
-        with pytest.raises(UserError, match=f"checkpoint.json: {message}"):
             read_record(file.parent)
 
 

@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 
 from megatron.checkpoints.manifest import entry_of, read_record, write_record
 from megatron.checkpoints.read import read_meta
-from megatron.checkpoints.saved import latest_step, with_parent
+from megatron.checkpoints.saved import with_parent
 from megatron.config import load
 from megatron.errors import UserError
 from megatron.model import from_config
@@ -170,22 +170,3 @@ def test_the_rows_of_the_embedding_are_the_parents(grid, corpus, trained, tmp_pa
     message = r"load: .* learned with None None \(100 rows .* prepare them"
     with pytest.raises(UserError, match=message):
         train(finetuned(corpus, path, tmp_path / "b"), grid)
-
-
-def test_what_cannot_be_fine_tuned_is_refused_with_nothing_written(grid, corpus, trained, tmp_path):
-    other = make_checkpoint(tmp_path / "other", corpus)
-    shapes = ["hidden_size=48", "num_layers=1", "layernorm_epsilon=1e-4"]
-    cases = [
-        ([f"save={trained}"], r"finetune: load and save are both .* no fine-tuned checkpoint"),
-        (
-            shapes,
-            r"is another model \(num_layers: 2 there, 1 here; hidden_size: 32 there, 48"
-            r" here; .*layernorm_epsilon: 1e-05 there, 0.0001 here\)",
-        ),
-        ([f"save={other}"], r"step 5 already of another configuration than this fine-tuning"),
-    ]
-    for words, message in cases:
-        with pytest.raises(UserError, match=message):
-            train(finetuned(corpus, trained, tmp_path / "child", *words), grid)
-    assert not list(tmp_path.glob("child/global_step*"))
-    assert latest_step(trained) == 4
