@@ -1,5 +1,6 @@
 """How a command ends: with its status, or with one message and no traceback on the screen."""
 
+import argparse
 import errno
 import faulthandler
 import functools
@@ -37,6 +38,13 @@ def guarded(main: Callable[Words, int | None]) -> Callable[Words, int]:
         return status_of(lambda: main(*words, **options))
 
     return with_status
+
+
+def command_parser(text: str | None) -> argparse.ArgumentParser:
+    """A parser for the words of a command, whose help has this text as it stands in the file."""
+    return argparse.ArgumentParser(
+        description=text, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
 
 
 def status_of(command: Callable[[], int | None]) -> int:

@@ -26,7 +26,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import NamedTuple
 
-from megatron.cli_errors import guarded
+from megatron.cli_errors import command_parser, guarded
 from megatron.errors import visible
 from megatron.files import ROOT
 from megatron.parallel.machine import free_disk, in_bytes
@@ -60,9 +60,7 @@ class Diagnosis(NamedTuple):
 
 @guarded
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_parser(__doc__)
     add = parser.add_argument
     add("--save", type=Path, default=Path("runs"), metavar="DIR", help="folder for checkpoints")
     add("--data", type=Path, default=Path("data"), metavar="DIR", help="folder of token files")

@@ -3,20 +3,17 @@
 python tools/document_positions.py --from my_encoding.py    the sections of a file of yours
 """
 
-import argparse
 import sys
 from collections.abc import Sequence
 
-from megatron.cli_errors import guarded
+from megatron.cli_errors import command_parser, guarded
 from megatron.positions import REGISTRY, load_file
 from megatron.report.catalogue import page, renew, sections
 
 
 @guarded
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_parser(__doc__)
     choice = parser.add_mutually_exclusive_group()
     choice.add_argument(
         "--write", action="store_true", help="renew docs/positions.md and docs/positions/*.svg"

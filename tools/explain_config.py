@@ -8,7 +8,6 @@ depend on --mfu, the fraction of the data sheet's speed that the run reaches: 0.
 log shows yours as `mfu`. Nothing is trained.
 """
 
-import argparse
 import sys
 import textwrap
 from collections.abc import Iterator, Sequence
@@ -16,7 +15,7 @@ from collections.abc import Iterator, Sequence
 import torch
 import yaml
 
-from megatron.cli_errors import guarded
+from megatron.cli_errors import command_parser, guarded
 from megatron.config import Config, load
 from megatron.config.document import description
 from megatron.config.schema import SECTIONS, all_keys, plain
@@ -38,7 +37,18 @@ HOUR = 3600  # seconds
 
 @guarded
 def main(argv: Sequence[str] | None = None) -> int:
-    options = _options(argv)
+    parser = command_parser(__doc__)
+    add = parser.add_argument
+    add("words", nargs="+", metavar="FILE | key=value", help="YAML files in order, then settings")
+    add_conf_dir(parser)
+    add("--given", action="store_true", help="show only keys that a source sets")
+    add("--brief", action="store_true", help="show no key, only the size of the run")
+    add("--gpu", metavar="NAME", help=f"one of cpu, {', '.join(DEVICES)}; default: all but cpu")
+    add("--mfu", type=float, default=UTILISATION, metavar="SHARE", help="default: %(default)s")
+    words = sys.argv[1:] if argv is None else list(argv)
+    options = parser.parse_intermixed_args(settings_first(words))
+    if not 0 < options.mfu <= 1:
+        raise UserError(f"--mfu: {options.mfu:g} is not a share - give more than 0 and at most 1")
     files, overrides = split_words(options.words, options.conf_dir)
     config = load(files, overrides)
     devices = (config.launch.num_gpus or 1) * (config.launch.num_nodes or 1)
@@ -49,9 +59,32 @@ def main(argv: Sequence[str] | None = None) -> int:
         config = with_epochs(config, part, devices)
 
     lines = [] if options.brief else [*key_lines(config, only_given=options.given)]
-    lines += size_lines(config, devices, torch.device("cpu" if options.gpu == "cpu" else "cuda"))
-    gpus = [options.gpu] if options.gpu else list(DEVICES)
-    lines += hour_lines(config, devices, gpus, options.mfu)
+    vocab = likely_rows(config)
+    counted = parameters(config, vocab)
+    kind = "cpu" if options.gpu == "cpu" else "cuda"  # where blocks of logits are larger
+    need = needs(config, vocab, devices, torch.device(kind))
+    evaluated = evaluation_flops({}, config, vocab)
+    flops = training_flops(config, devices)
+    lines += [
+        f"this run (hash {config.hash}, encoding {name_of_layers(config.position)})",
+        f"  parameters          {counted.whole:,}",
+        f"    in the encoding   {counted.positions:,}",
+        f"  vocabulary          {vocab:,} rows, by the data, or GPT-2's if there are none",
+        f"  tokens              {training_tokens(config, devices):,}",
+        f"  FLOP of training    {flops:.3g}",
+        f"  FLOP to evaluate    {evaluated:.3g}, eval_tokens at every length",
+        f"  memory to train     {in_bytes(need.memory)} on each of {devices} device(s)",
+        f"  disk                {in_bytes(need.disk)}, one checkpoint more than are kept",
+        "",
+        f"GPU hours to train at {options.mfu:.0%} (--mfu) of the speed below",
+    ]
+    for gpu in [options.gpu] if options.gpu else DEVICES:
+        device = named_device(gpu, config.precision.dtype, option="--gpu")
+        speed = device.flops_per_second
+        hours = flops / (speed * options.mfu) / HOUR
+        each = _short(hours / devices)
+        basis = f"{speed / 1e12:.4g} TFLOP/s, {device.basis}"
+        lines.append(f"  {gpu:<9} {_short(hours)} ({each} on {devices}); {basis}")
     print(visible("\n".join(lines)))
     return 0
 
@@ -97,57 +130,8 @@ def key_lines(config: Config, *, only_given: bool) -> Iterator[str]:
     yield ""
 
 
-def size_lines(config: Config, devices: int, kind: torch.device) -> Iterator[str]:
-    """The size of the run, a figure in each line. kind: blocks of logits are larger on CUDA"""
-    vocab = likely_rows(config)
-    counted = parameters(config, vocab)
-    need = needs(config, vocab, devices, kind)
-    evaluated = evaluation_flops({}, config, vocab)
-    yield f"this run (hash {config.hash}, encoding {name_of_layers(config.position)})"
-    yield f"  parameters          {counted.whole:,}"
-    yield f"    in the encoding   {counted.positions:,}"
-    yield f"  vocabulary          {vocab:,} rows, by the data, or GPT-2's if there are none"
-    yield f"  tokens              {training_tokens(config, devices):,}"
-    yield f"  FLOP of training    {training_flops(config, devices):.3g}"
-    yield f"  FLOP to evaluate    {evaluated:.3g}, eval_tokens at every length"
-    yield f"  memory to train     {in_bytes(need.memory)} on each of {devices} device(s)"
-    yield f"  disk                {in_bytes(need.disk)}, one checkpoint more than are kept"
-
-
-def hour_lines(config: Config, devices: int, gpus: Sequence[str], mfu: float) -> Iterator[str]:
-    """Device hours of the training on each GPU, with what they rest on."""
-    yield ""
-    yield f"GPU hours to train at {mfu:.0%} (--mfu) of the speed below"
-    flops = training_flops(config, devices)
-    for gpu in gpus:
-        device = named_device(gpu, config.precision.dtype, option="--gpu")
-        speed = device.flops_per_second
-        hours = flops / (speed * mfu) / HOUR
-        each = _short(hours / devices)
-        basis = f"{speed / 1e12:.4g} TFLOP/s, {device.basis}"
-        yield f"  {gpu:<9} {_short(hours)} ({each} on {devices}); {basis}"
-
-
 def _short(hours: float) -> str:
     return f"{hours * 60:.2g} minutes" if hours < 0.1 else f"{hours:.3g} hours"
-
-
-def _options(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    add = parser.add_argument
-    add("words", nargs="+", metavar="FILE | key=value", help="YAML files in order, then settings")
-    add_conf_dir(parser)
-    add("--given", action="store_true", help="show only keys that a source sets")
-    add("--brief", action="store_true", help="show no key, only the size of the run")
-    add("--gpu", metavar="NAME", help=f"one of cpu, {', '.join(DEVICES)}; default: all but cpu")
-    add("--mfu", type=float, default=UTILISATION, metavar="SHARE", help="default: %(default)s")
-    words = sys.argv[1:] if argv is None else list(argv)
-    options = parser.parse_intermixed_args(settings_first(words))
-    if not 0 < options.mfu <= 1:
-        raise UserError(f"--mfu: {options.mfu:g} is not a share - give more than 0 and at most 1")
-    return options
 
 
 if __name__ == "__main__":

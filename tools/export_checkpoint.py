@@ -8,13 +8,12 @@ transformers. The logits are compared with ours before the folder gets its name.
 pos_emb_file needs that file: --from my_encoding.py.
 """
 
-import argparse
 import os
 import sys
 import tempfile
 from pathlib import Path
 
-from megatron.cli_errors import guarded
+from megatron.cli_errors import command_parser, guarded
 from megatron.errors import visible
 from megatron.interop.export import export
 from megatron.positions import load_file
@@ -22,9 +21,7 @@ from megatron.positions import load_file
 
 @guarded
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_parser(__doc__)
     add = parser.add_argument
     add("run", type=Path, metavar="RUN", help="a run's folder or one checkpoint")
     add("--to", choices=["hf"], required=True, help="hf: Hugging Face's transformers")

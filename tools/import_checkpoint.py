@@ -10,12 +10,11 @@ MEP. Nothing in it is run. Sums of an exported folder are compared first. A mode
 is compared with transformers' own class before anything is written.
 """
 
-import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from megatron.cli_errors import guarded
+from megatron.cli_errors import command_parser, guarded
 from megatron.config import load
 from megatron.entry import print_notes, settings_first, split_words
 from megatron.errors import visible
@@ -26,9 +25,7 @@ from megatron.positions import load_file
 
 @guarded
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_parser(__doc__)
     add = parser.add_argument
     add("source", metavar="SOURCE", help="a folder, or owner/model of Hugging Face's hub")
     words = "the configuration of a GPT-NeoX checkpoint, such as the files of its folder `configs`"

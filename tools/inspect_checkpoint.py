@@ -6,7 +6,6 @@ DIR is a run's folder or one checkpoint. Every file is compared with the size an
 the checkpoint lists. Nothing is unpickled or run. The status is 1 when anything is damaged.
 """
 
-import argparse
 import sys
 from pathlib import Path
 
@@ -27,7 +26,7 @@ from megatron.checkpoints.saved import (
     steps_in,
     without_record,
 )
-from megatron.cli_errors import guarded
+from megatron.cli_errors import command_parser, guarded
 from megatron.config.yaml_files import read_file
 from megatron.errors import UserError, visible
 from megatron.parallel.machine import in_bytes
@@ -38,9 +37,7 @@ HEADER = ("step", "size", "files", "config", "engine", "ranks", "state")
 
 @guarded
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_parser(__doc__)
     parser.add_argument("folder", type=Path, metavar="DIR", help="a run's folder or a checkpoint")
     folder: Path = parser.parse_args(argv).folder
     if not folder.is_dir():

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
-from megatron.cli_errors import guarded
+from megatron.cli_errors import command_parser, guarded
 from megatron.data.tokenizers.build import KINDS, build_tokenizer, needs_files
 from megatron.data.tokenizers.tokenizer import Tokenizer
 from megatron.data.tokens import LONGEST, TokenFile
@@ -33,7 +33,16 @@ windows inside: whole windows of that length that cross no border of documents""
 
 @guarded
 def main(argv: Sequence[str] | None = None) -> int:
-    options = _parser().parse_args(argv)
+    parser = command_parser(__doc__)
+    add = parser.add_argument
+    add("prefix", metavar="PREFIX", help="token files, without .bin and .idx")
+    windows = "lengths of an evaluation (default: 512 to 16384)"
+    add("--lengths", type=int, nargs="+", metavar="L", default=EVALUATED, help=windows)
+    add("-t", "--tokenizer-type", metavar="TYPE", help=f"one of {', '.join(KINDS)}")
+    add("--vocab-file", type=Path, metavar="FILE", help="vocab.json, tokenizer.json, its folder …")
+    add("--merge-file", type=Path, metavar="FILE", help="merges.txt (GPT2BPETokenizer)")
+    add("--samples", type=int, metavar="N", default=2, help="documents that are shown (default: 2)")
+    options = parser.parse_args(argv)
     if min(options.lengths) < 1 or max(options.lengths) > LONGEST or options.samples < 0:
         raise UserError(f"inspect_data.py: --lengths are 1 to {LONGEST}, --samples 0 or more")
     tokens = TokenFile.open(options.prefix)
@@ -136,21 +145,6 @@ def _tokenizer(tokens: TokenFile, options: argparse.Namespace) -> Tokenizer | No
     except UserError:
         return None
     return tokenizer if tokenizer.hash == writer.get("hash") else None
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    add = parser.add_argument
-    add("prefix", metavar="PREFIX", help="token files, without .bin and .idx")
-    windows = "lengths of an evaluation (default: 512 to 16384)"
-    add("--lengths", type=int, nargs="+", metavar="L", default=EVALUATED, help=windows)
-    add("-t", "--tokenizer-type", metavar="TYPE", help=f"one of {', '.join(KINDS)}")
-    add("--vocab-file", type=Path, metavar="FILE", help="vocab.json, tokenizer.json, its folder …")
-    add("--merge-file", type=Path, metavar="FILE", help="merges.txt (GPT2BPETokenizer)")
-    add("--samples", type=int, metavar="N", default=2, help="documents that are shown (default: 2)")
-    return parser
 
 
 if __name__ == "__main__":

@@ -6,7 +6,6 @@ The documents keep the order of the files. If the files differ in dtype, the res
 narrowest one that holds all ids. The card lists the sources of all.
 """
 
-import argparse
 import logging
 import sys
 from collections import Counter
@@ -17,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from megatron.cli_errors import guarded
+from megatron.cli_errors import command_parser, guarded
 from megatron.data.tokens import TokenFile, TokenWriter
 from megatron.errors import UserError
 from megatron.files import place_of, sha256_of
@@ -32,8 +31,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     Raises UserError if the files are not of one tokenizer, or one cannot be read. Then nothing
     has changed on disk.
     """
+    parser = command_parser(__doc__)
+    add = parser.add_argument
+    add("prefixes", nargs="+", metavar="PREFIX", help="token files, without .bin and .idx")
+    add("-o", "--output", required=True, metavar="PREFIX", help="the merged file")
+    bare = "also merge files without a card that names their tokenizer"
+    add("--assume-same-tokenizer", action="store_true", help=bare)
+    add("--overwrite", action="store_true", help="replace an earlier file of this name")
     words = sys.argv[1:] if argv is None else argv
-    options = _parser().parse_args(words)
+    options = parser.parse_args(words)
     prefixes, output = options.prefixes, options.output
     places = {place_of(prefix) for prefix in [*prefixes, output]}
     if len(prefixes) < 2 or len(places) <= len(prefixes):
@@ -99,19 +105,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not tokenizer:
         print("no card was written, because none of the files has one")
     return 0
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    add = parser.add_argument
-    add("prefixes", nargs="+", metavar="PREFIX", help="token files, without .bin and .idx")
-    add("-o", "--output", required=True, metavar="PREFIX", help="the merged file")
-    bare = "also merge files without a card that names their tokenizer"
-    add("--assume-same-tokenizer", action="store_true", help=bare)
-    add("--overwrite", action="store_true", help="replace an earlier file of this name")
-    return parser
 
 
 if __name__ == "__main__":

@@ -10,7 +10,6 @@ name. Without -o nothing is written, and no file is ever replaced.
 lines in and out, and noted them in the file's name. docs/published_files.md lists the words.
 """
 
-import argparse
 import re
 import sys
 from collections.abc import Sequence
@@ -20,7 +19,7 @@ from typing import Any
 
 import yaml
 
-from megatron.cli_errors import guarded
+from megatron.cli_errors import command_parser, guarded
 from megatron.config.legacy import SPELLINGS, complete_recipe, fold, translate
 from megatron.config.messages import Report, bad_configuration, shortened
 from megatron.config.yaml_files import find_file, read_file
@@ -36,54 +35,49 @@ HIDES_MIXTURE = "snope"  # the beginning of such spellings of the MEP fork
 
 @guarded
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_parser(__doc__)
     parser.add_argument("files", nargs="+", metavar="FILE", help="YAML files, each by itself")
     parser.add_argument(
         "-o", "--output", type=Path, metavar="DIR", help="folder for the new files; default: none"
     )
     options = parser.parse_args(argv)
     for name in options.files:
-        path, text = migrated(name)
+        try:
+            path = find_file(name)
+            source = read_file(path)
+        except ValueError as fault:
+            raise UserError(str(fault)) from None
+        report = Report()
+        given = translate(source, report)
+        complete_recipe([source], given, report)
+        encoding = given.get("pos_emb")
+        if encoding in REGISTRY:
+            fold(given, set(options_of(encoding)), report)
+        elif encoding is not None:
+            report.fault(f"pos_emb: no encoding is called {encoding!r}")
+        if report.faults:
+            raise bad_configuration([str(path)], report.faults)
+
+        published = source.get("pos_emb")
+        lines = [f"# {shortened(path.name)} in today's spelling, by tools/migrate_config.py."]
+        lines += [f"# {note}" for note in report.notes]
+        if str(published).startswith(HIDES_MIXTURE) and published in ALIASES:
+            default = [*options_of(str(encoding))["kernels"].default]
+            lines.append(f"# pos_emb: the released code computes kernels: {_flow(default)}")
+            named = mixture_named(path.stem, published)
+            if isinstance(named, str):
+                lines.append(f"# pos_emb: the file's name does not say which were meant: {named}")
+            else:
+                lines.append(
+                    "# pos_emb: these kernels were derived from the file's name; check them"
+                )
+                given |= {"pos_emb": "mep", "pos_emb_args": named}
+        lines += [f"{key}: {_flow(value)}" for key, value in given.items()]
+        text = "\n".join(lines) + "\n"
         print(visible(f"--- {path}\n{text}"))
         if options.output is not None:
             write_output(options.output / path.name, text.encode())
     return 0
-
-
-def migrated(name: str | Path) -> tuple[Path, str]:
-    """One file and its text in today's spelling. Raises UserError if it cannot be read."""
-    try:
-        path = find_file(name)
-        source = read_file(path)
-    except ValueError as fault:
-        raise UserError(str(fault)) from None
-    report = Report()
-    given = translate(source, report)
-    complete_recipe([source], given, report)
-    encoding = given.get("pos_emb")
-    if encoding in REGISTRY:
-        fold(given, set(options_of(encoding)), report)
-    elif encoding is not None:
-        report.fault(f"pos_emb: no encoding is called {encoding!r}")
-    if report.faults:
-        raise bad_configuration([str(path)], report.faults)
-
-    published = source.get("pos_emb")
-    lines = [f"# {shortened(path.name)} in today's spelling, by tools/migrate_config.py."]
-    lines += [f"# {note}" for note in report.notes]
-    if str(published).startswith(HIDES_MIXTURE) and published in ALIASES:
-        default = [*options_of(str(encoding))["kernels"].default]
-        lines.append(f"# pos_emb: the released code computes kernels: {_flow(default)}")
-        named = mixture_named(path.stem, published)
-        if isinstance(named, str):
-            lines.append(f"# pos_emb: the file's name does not say which were meant: {named}")
-        else:
-            lines.append("# pos_emb: these kernels were derived from the file's name; check them")
-            given |= {"pos_emb": "mep", "pos_emb_args": named}
-    lines += [f"{key}: {_flow(value)}" for key, value in given.items()]
-    return path, "\n".join(lines) + "\n"
 
 
 def mixture_named(stem: str, pos_emb: str) -> dict[str, Any] | str:

@@ -6,7 +6,6 @@ python tools/plot_positions.py bump --from my_encoding.py --option width=16
 python tools/plot_positions.py --checkpoint runs/mep [--step 2000]
 """
 
-import argparse
 import logging
 import sys
 from collections.abc import Sequence
@@ -16,7 +15,7 @@ import torch
 from matplotlib.figure import Figure
 
 from megatron.checkpoints.read import load_for_evaluation
-from megatron.cli_errors import guarded
+from megatron.cli_errors import command_parser, guarded
 from megatron.config.yaml_files import read_overrides
 from megatron.errors import UserError
 from megatron.positions import REGISTRY, DistanceBias, Shape, build, load_file, options_of
@@ -30,21 +29,7 @@ NO_PICTURE = "nothing to draw, none of its hooks depends on distance or position
 
 @guarded
 def main(argv: Sequence[str] | None = None) -> int:
-    given = parsed(argv)
-    logging.basicConfig(level=logging.ERROR)
-    if given.file:
-        load_file(given.file)
-    if given.checkpoint:
-        draw_checkpoint(given)
-    else:
-        draw_encodings(given)
-    return 0
-
-
-def parsed(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_parser(__doc__)
     add = parser.add_argument
     names = "encodings; default: every bias by distance"
     add("names", nargs="*", metavar="NAME", help=names)
@@ -69,19 +54,24 @@ def parsed(argv: Sequence[str] | None) -> argparse.Namespace:
         parser.error("a checkpoint knows its encoding: give names or --checkpoint, not both")
     if given.output and given.output.suffix in PICTURES:
         parser.error("--output: is the folder of the pictures, so it has no name of one")
-    return given
 
+    logging.basicConfig(level=logging.ERROR)
+    if given.file:
+        load_file(given.file)
+    if given.checkpoint:  # what it has learned
+        model, config, meta = load_for_evaluation(given.checkpoint, given.step)
+        checkpoint = Path(meta["path"])
+        folder = given.output or checkpoint.parent / "plots" / checkpoint.name
+        name, seed = name_of_layers(config.position), config.training.seed
+        title = f"{name}, seed {seed}, step {meta['step']}"
+        figures = figures_of_model(model, title, given.length)
+        for name, figure in figures.items():
+            save(figure, folder / name)
+        if not figures:
+            print(f"{title}: {NO_PICTURE}")
+        return 0
 
-def save(figure: Figure, path: Path) -> None:
-    """Write a figure as PNG and as SVG, and print the files."""
-    paths = [path.with_name(f"{path.name}.{suffix}") for suffix in ("png", "svg")]
-    for one in paths:
-        write(figure, one)
-    print(*paths)
-
-
-def draw_encodings(given: argparse.Namespace) -> None:
-    """Encodings with the first values of seed 0."""
+    # First values of seed 0.
     faults: list[str] = []
     options = read_overrides(given.option, faults.append)
     if faults:
@@ -100,20 +90,15 @@ def draw_encodings(given: argparse.Namespace) -> None:
             save(draw(found, title), (given.output or Path("plots")) / name)
         else:
             print(f"{name}: {NO_PICTURE}")
+    return 0
 
 
-def draw_checkpoint(given: argparse.Namespace) -> None:
-    """The trained encodings of a checkpoint."""
-    model, config, meta = load_for_evaluation(given.checkpoint, given.step)
-    checkpoint = Path(meta["path"])
-    folder = given.output or checkpoint.parent / "plots" / checkpoint.name
-    name, seed = name_of_layers(config.position), config.training.seed
-    title = f"{name}, seed {seed}, step {meta['step']}"
-    figures = figures_of_model(model, title, given.length)
-    for name, figure in figures.items():
-        save(figure, folder / name)
-    if not figures:
-        print(f"{title}: {NO_PICTURE}")
+def save(figure: Figure, path: Path) -> None:
+    """Write a figure as PNG and as SVG, and print the files."""
+    paths = [path.with_name(f"{path.name}.{suffix}") for suffix in ("png", "svg")]
+    for one in paths:
+        write(figure, one)
+    print(*paths)
 
 
 if __name__ == "__main__":

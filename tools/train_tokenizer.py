@@ -6,14 +6,13 @@ python tools/train_tokenizer.py --input texts more.jsonl.zst --vocab-size 32000 
 The same text gives the same tokenizer.
 """
 
-import argparse
 import sys
 from collections.abc import Sequence
 from itertools import chain
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from megatron.cli_errors import guarded
+from megatron.cli_errors import command_parser, guarded
 from megatron.data.corpora.recipes import corpus_names, named
 from megatron.data.prepare import TRAINING_CHARACTERS, training_texts
 from megatron.data.readers import Files
@@ -25,7 +24,21 @@ from megatron.files import check_output, write_output
 
 @guarded
 def main(argv: Sequence[str] | None = None) -> int:
-    options = _parser().parse_args(argv)
+    parser = command_parser(__doc__)
+    add = parser.add_argument
+    add("corpus", nargs="?", help=f"a corpus known by name: {', '.join(corpus_names())}")
+    add("--input", nargs="+", metavar="FILE", help="your own text, or folders of it")
+    key = "key of the text in JSON lines (default: text); of several, the first that an entry has"
+    add("--text-key", action="append", metavar="KEY", help=key)
+    folder = "folder of the data (default: data)"
+    add("-d", "--data-dir", type=Path, default=Path("data"), help=folder)
+    add("--vocab-size", type=int, required=True, help="entries, such as 8192")
+    most = "characters to learn from at most (default: %(default)s)"
+    add("--characters", type=int, default=TRAINING_CHARACTERS, help=most)
+    place = "the new tokenizer.json"
+    add("-o", "--output", type=Path, required=True, metavar="FILE", help=place)
+    add("--overwrite", action="store_true", help="replace an earlier file of this name")
+    options = parser.parse_args(argv)
     output: Path = options.output
     if output.suffix != ".json":
         raise UserError(f"-o: {output} does not end with .json, as a tokenizer.json - rename it")
@@ -56,31 +69,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     print(f"{output}: HFTokenizer {tokenizer.hash}, {tokenizer.vocab_size:,} entries")
     print(f"in your YAML:\n  tokenizer_type: HFTokenizer\n  vocab_file: {output}")
     return 0
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    add = parser.add_argument
-    add("corpus", nargs="?", help=f"a corpus known by name: {', '.join(corpus_names())}")
-    add("--input", nargs="+", metavar="FILE", help="your own text, or folders of it")
-    key = "key of the text in JSON lines (default: text); of several, the first that an entry has"
-    add("--text-key", action="append", metavar="KEY", help=key)
-    add(
-        "-d",
-        "--data-dir",
-        type=Path,
-        default=Path("data"),
-        help="folder of the data (default: data)",
-    )
-    add("--vocab-size", type=int, required=True, help="entries, such as 8192")
-    most = "characters to learn from at most (default: %(default)s)"
-    add("--characters", type=int, default=TRAINING_CHARACTERS, help=most)
-    place = "the new tokenizer.json"
-    add("-o", "--output", type=Path, required=True, metavar="FILE", help=place)
-    add("--overwrite", action="store_true", help="replace an earlier file of this name")
-    return parser
 
 
 if __name__ == "__main__":

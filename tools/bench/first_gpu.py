@@ -9,7 +9,6 @@ that had not begun, and that were done with another commit, device or command. A
 same commands with small sizes on the CPU. docs/first_gpu.md says what each figure decides.
 """
 
-import argparse
 import importlib.util
 import json
 import os
@@ -26,7 +25,7 @@ from typing import Any
 import torch
 from measure import report_progress, table
 
-from megatron.cli_errors import guarded
+from megatron.cli_errors import command_parser, guarded
 from megatron.commit import commit
 from megatron.files import ROOT, write_text
 
@@ -39,9 +38,7 @@ Record = dict[str, Any]
 
 @guarded
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_parser(__doc__)
     add = parser.add_argument
     add("blocks", nargs="+", type=int, choices=(1, 2, 3), metavar="BLOCK", help="1, 2 or 3")
     add("--output", type=Path, metavar="DIR", default=Path("gpu-check"), help="of the results")
@@ -60,7 +57,15 @@ def main(argv: Sequence[str] | None = None) -> int:
             folder.mkdir(parents=True, exist_ok=True)
             data = options.data
             if options.dry and block == 3:
-                data = small_corpus(folder)
+                # This project's documents.
+                prefix = folder / "data/docs/docs_text_document"
+                if not prefix.with_suffix(".idx").exists():
+                    texts = [str(path) for path in sorted(ROOT.glob("docs/*.md"))]
+                    words = ["--input", *texts, "--name", "docs", "-t", "CharLevelTokenizer"]
+                    words += ["-d", str(folder / "data")]
+                    command = [sys.executable, "prepare_data.py", *words]
+                    subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
+                data = [f"data_path={prefix}"]
             records = run_steps(steps(block, folder, data), folder, dry=options.dry)
             print(f"block {block}\n\n{summary(records)}")
             ends_well &= all(one["status"] in ("done", "skipped") for one in records.values())
@@ -169,17 +174,6 @@ def stop(processes: Sequence[subprocess.Popen[bytes]]) -> None:
         except subprocess.TimeoutExpired:
             os.killpg(process.pid, signal.SIGKILL)
             process.wait()
-
-
-def small_corpus(folder: Path) -> list[str]:
-    """A corpus of this project's documents, for a dry run: the settings that name it."""
-    prefix = folder / "data/docs/docs_text_document"
-    if not prefix.with_suffix(".idx").exists():
-        texts = [str(path) for path in sorted(ROOT.glob("docs/*.md"))]
-        words = ["--input", *texts, "--name", "docs", "-t", "CharLevelTokenizer"]
-        command = [sys.executable, "prepare_data.py", *words, "-d", str(folder / "data")]
-        subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
-    return [f"data_path={prefix}"]
 
 
 def summary(records: dict[str, Record]) -> str:

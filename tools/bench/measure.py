@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from megatron.cli_errors import command_parser
 from megatron.commit import commit
 from megatron.errors import UserError
 from megatron.files import check_output, write_output
@@ -33,9 +34,7 @@ Call = Callable[[], Any]
 
 def arguments(description: str) -> argparse.ArgumentParser:
     """The options that the benchmarks share."""
-    parser = argparse.ArgumentParser(
-        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_parser(description)
     add = parser.add_argument
     add("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=("cpu", "cuda"))
     add("--threads", type=positive, metavar="N", help="on the CPU; 1 gives the least noise")
