@@ -47,7 +47,17 @@ def _owned(path: Path, file: Path, key: str) -> Iterator[None]:
     new_folders = [one for one in (folder, *folder.parents) if not one.exists()]
     lock = FileLock(file, timeout=0, mode=0o666)
     try:
-        _take(lock, path, file, key)
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            lock.acquire()
+        except Timeout:
+            kind = "file" if path.parent == folder else "folder"
+            raise UserError(
+                f"{key}: {path} is in use by {_owner_in(file) or 'another process'}"
+                f" - wait until it has ended, end it, or choose another {kind}"
+            ) from None
+        except OSError as fault:
+            raise cannot_write(f"{key}: {path}", fault) from None
         owner_before = _owner_in(file)
         if owner_before:
             logger.warning(
@@ -66,20 +76,6 @@ def _owned(path: Path, file: Path, key: str) -> Iterator[None]:
         for folder in new_folders:
             with suppress(OSError):  # not empty if all went well
                 folder.rmdir()
-
-
-def _take(lock: FileLock, path: Path, file: Path, key: str) -> None:
-    try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        lock.acquire()
-    except Timeout:
-        kind = "file" if path.parent == file.parent else "folder"
-        raise UserError(
-            f"{key}: {path} is in use by {_owner_in(file) or 'another process'}"
-            f" - wait until it has ended, end it, or choose another {kind}"
-        ) from None
-    except OSError as fault:
-        raise cannot_write(f"{key}: {path}", fault) from None
 
 
 def _owner_in(file: Path) -> str:

@@ -14,7 +14,6 @@ from megatron.config.schema import (
     Checkpoint,
     Data,
     Evaluation,
-    Key,
     Launch,
     Logging,
     Model,
@@ -99,7 +98,8 @@ class Config:
         shaping = {}
         for key in all_keys():
             value = plain(self[key.name])
-            if key.shapes_result and value != self._default(key):
+            default = self[key.follows] if key.follows else plain(default_of(key.info))
+            if key.shapes_result and value != default:
                 shaping[key.name] = file_names(value) if key.hash_by_file_name else value
         if self.training.train_epochs is not None:  # train_iters follows from the data
             shaping.pop("train_iters", None)
@@ -124,10 +124,6 @@ class Config:
             names.remove("max_position_embeddings")
         keys = {key: value for key, value in self.flat().items() if key in names}
         return keys | _canonical(self._chosen())
-
-    def _default(self, key: Key) -> Any:
-        """The value that a key has here if nobody sets it."""
-        return self[key.follows] if key.follows else plain(default_of(key.info))
 
     def _chosen(self) -> dict[str, Any]:
         """The encoding's options that differ from its own defaults, however they are spelt."""

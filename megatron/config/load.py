@@ -59,7 +59,24 @@ def load(paths: Sequence[str | Path], overrides: Sequence[str] = ()) -> Config:
     origins: dict[str, str] = {}
     for name, given in sources:
         later = translate(given, report)
-        _lay_over(merged, later, report)
+        encoding = merged.get("pos_emb")
+        changed = later.get("pos_emb", encoding) != encoding
+        if encoding is not None and changed and merged.pop("pos_emb_args", None):
+            report.note(
+                f"pos_emb_args of {encoding} are dropped, because a later source sets pos_emb:"
+                f" {later['pos_emb']}"
+            )
+        for key, others in INSTEAD.items():
+            winner, losers = "", ()
+            if later.get(key):
+                winner, losers = key, others
+            elif others[0] in later and key not in later:
+                winner, losers = others[0], (key,)
+            dropped = [loser for loser in losers if merged.pop(loser, None)]
+            if dropped:
+                report.note(f"{', '.join(dropped)}: dropped, because a later source sets {winner}")
+        for key, value in later.items():
+            merged[key] = merge(merged.get(key), value)
         origins |= {AFTER_MERGE.get(key, key): name for key in _settings(later)}
     complete_recipe([given for _, given in sources], merged, report)
     encoding = merged.setdefault("pos_emb", Position.model_fields["pos_emb"].default)
@@ -147,28 +164,6 @@ def _run_user_file(sources: Sequence[Source]) -> str | None:
         f" checkpoint is not run unasked: read it, then write {USER_FILE}={copy} on the command"
         f" line (to a tool --from {copy}), or name your own file with the same code"
     )
-
-
-def _lay_over(merged: dict[str, Any], later: Mapping[str, Any], report: Report) -> None:
-    """Let one source, in today's spelling, win over the earlier ones."""
-    encoding = merged.get("pos_emb")
-    changed = later.get("pos_emb", encoding) != encoding
-    if encoding is not None and changed and merged.pop("pos_emb_args", None):
-        report.note(
-            f"pos_emb_args of {encoding} are dropped, because a later source sets pos_emb:"
-            f" {later['pos_emb']}"
-        )
-    for key, others in INSTEAD.items():
-        winner, losers = "", ()
-        if later.get(key):
-            winner, losers = key, others
-        elif others[0] in later and key not in later:
-            winner, losers = others[0], (key,)
-        dropped = [loser for loser in losers if merged.pop(loser, None)]
-        if dropped:
-            report.note(f"{', '.join(dropped)}: dropped, because a later source sets {winner}")
-    for key, value in later.items():
-        merged[key] = merge(merged.get(key), value)
 
 
 def _settings(given: Mapping[str, Any], prefix: str = "") -> list[str]:

@@ -59,8 +59,33 @@ def prepare(
     folder = data_dir / corpus.name
     prefix = folder / f"{corpus.name}_text_document"
     if prefix.with_name(prefix.name + ".idx").exists() and not overwrite:
-        _check_same(corpus, prefix, choice)
-        return f"already prepared\n{_summary(TokenFile.open(prefix), choice)}"
+        try:
+            tokens = TokenFile.open(prefix)
+        except UserError as error:
+            raise UserError(f"{error} (with --overwrite)") from None
+        vocab_file = prefix.with_name(TRAINED) if choice.trained else choice.vocab_file
+        tokenizer = build_tokenizer(choice.kind, vocab_file, choice.merge_file)
+        writer = tokens.meta.get("tokenizer", {})
+        has: dict[str, Any] = {
+            "tokenizer": (writer.get("hash"), writer.get("trained_for")),
+            "documents": tokens.meta.get("documents_limit"),
+        }
+        wanted: dict[str, Any] = {
+            "tokenizer": (tokenizer.hash, choice.vocab_size if choice.trained else None),
+            "documents": corpus.about.get("documents_limit"),
+        }
+        if corpus.is_here:
+            wanted["sources"] = [source["sha256"] for source in corpus.sources()]
+            has["sources"] = [source["sha256"] for source in tokens.meta.get("sources", [])]
+        else:
+            log.warning(f"{corpus.name}: the tokens are not compared with the files of the network")
+        differs = [key for key, value in wanted.items() if has[key] != value]
+        if differs:
+            raise UserError(
+                f"{prefix}: exists already, prepared with other {' and '.join(differs)} - take"
+                " another --name or -d, or --overwrite"
+            )
+        return f"already prepared\n{_summary(tokens, choice)}"
     try:
         with owned_folder(folder, "-d"), ExitStack() as files:
             vocab_file = choice.vocab_file
@@ -130,36 +155,6 @@ def training_texts(corpus: Corpus, left: int = TRAINING_CHARACTERS) -> Iterator[
         left -= len(piece.text)
         if left <= 0:
             return
-
-
-def _check_same(corpus: Corpus, prefix: Path, choice: TokenizerChoice) -> None:
-    """Raise UserError unless the existing token file has the same sources and tokenizer."""
-    try:
-        tokens = TokenFile.open(prefix)
-    except UserError as error:
-        raise UserError(f"{error} (with --overwrite)") from None
-    vocab_file = prefix.with_name(TRAINED) if choice.trained else choice.vocab_file
-    tokenizer = build_tokenizer(choice.kind, vocab_file, choice.merge_file)
-    writer = tokens.meta.get("tokenizer", {})
-    has: dict[str, Any] = {
-        "tokenizer": (writer.get("hash"), writer.get("trained_for")),
-        "documents": tokens.meta.get("documents_limit"),
-    }
-    wanted: dict[str, Any] = {
-        "tokenizer": (tokenizer.hash, choice.vocab_size if choice.trained else None),
-        "documents": corpus.about.get("documents_limit"),
-    }
-    if corpus.is_here:
-        wanted["sources"] = [source["sha256"] for source in corpus.sources()]
-        has["sources"] = [source["sha256"] for source in tokens.meta.get("sources", [])]
-    else:
-        log.warning(f"{corpus.name}: the tokens are not compared with the files of the network")
-    differs = [key for key, value in wanted.items() if has[key] != value]
-    if differs:
-        raise UserError(
-            f"{prefix}: exists already, prepared with other {' and '.join(differs)} - take another"
-            " --name or -d, or --overwrite"
-        )
 
 
 def _summary(tokens: TokenFile, choice: TokenizerChoice) -> str:

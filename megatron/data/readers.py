@@ -126,7 +126,12 @@ class Files(Corpus):
                 self._read.setdefault(path, status)
                 self._left = max(FREE, status.st_size * self.limits.ratio)
                 for text in self._texts(str(path), file):
-                    yield _encodable(text)
+                    try:
+                        text.encode()
+                    except UnicodeEncodeError:
+                        # JSON can spell half a surrogate pair, which no tokenizer takes: U+FFFD.
+                        text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+                    yield text
 
     def sources(self) -> list[dict[str, Any]]:
         """Path, bytes and sha256 of each file. Raises UserError if one was changed meanwhile."""
@@ -371,15 +376,6 @@ def _readable(path: Path) -> Iterator[None]:
             f"--input: {path} cannot be read ({error.strerror or error}) - check that it is still "
             "there, its permissions and its disk"
         ) from None
-
-
-def _encodable(text: str) -> str:
-    """JSON can spell half a surrogate pair, which no tokenizer takes: it becomes U+FFFD."""
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
-    return text
 
 
 # --- Packed bytes ---

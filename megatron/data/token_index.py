@@ -93,7 +93,32 @@ class Index(NamedTuple):
 
 def read_index(path: Path) -> Index:
     """The index in a file. Raises UserError if it is damaged or of another kind."""
-    dtype, sequences, entries = _header(Stored(path))
+    index = Stored(path)
+    length = index.size
+    head = index.read(0, min(length, HEADER.size))
+    if not head.startswith(MAGIC) or len(head) < HEADER.size:
+        raise UserError(
+            f"{path}: is not a whole GPT-NeoX index file (it starts with {head[:9]!r} and has"
+            f" {length} bytes) - {REMAKE}"
+        )
+    _, version, code, sequences, entries = HEADER.unpack(head)
+    if version != VERSION or code not in DTYPES:
+        known = ", ".join(map(str, DTYPES))
+        raise UserError(
+            f"{path}: has format version {version} and dtype code {code}, but only version"
+            f" {VERSION} and codes of whole numbers ({known}) can be read - {REMAKE}"
+        )
+    end = HEADER.size + (LENGTH.itemsize + POINTER.itemsize) * sequences
+    end += POINTER.itemsize * entries
+    if length != end:
+        raise UserError(
+            f"{path}: is {'cut off' if length < end else 'too long'}: {length} bytes instead of the"
+            f" {end} of {sequences} documents - {REMAKE}"
+        )
+    if not sequences or not entries:
+        raise UserError(f"{path}: has no documents - make it anew from an input with text in it")
+
+    dtype = DTYPES[code]
     width = dtype.itemsize
     pointers_at = HEADER.size + LENGTH.itemsize * sequences
     documents_at = pointers_at + POINTER.itemsize * sequences
@@ -142,34 +167,6 @@ def _counts_up(firsts: NDArray) -> bool:
         if not np.array_equal(some, np.arange(at, at + len(some))):
             return False
     return True
-
-
-def _header(index: Stored) -> tuple[np.dtype, int, int]:
-    """dtype, sequences and entries of the document index; the file is as long as they say."""
-    path, length = index.path, index.size
-    head = index.read(0, min(length, HEADER.size))
-    if not head.startswith(MAGIC) or len(head) < HEADER.size:
-        raise UserError(
-            f"{path}: is not a whole GPT-NeoX index file (it starts with {head[:9]!r} and has"
-            f" {length} bytes) - {REMAKE}"
-        )
-    _, version, code, sequences, entries = HEADER.unpack(head)
-    if version != VERSION or code not in DTYPES:
-        known = ", ".join(map(str, DTYPES))
-        raise UserError(
-            f"{path}: has format version {version} and dtype code {code}, but only version"
-            f" {VERSION} and codes of whole numbers ({known}) can be read - {REMAKE}"
-        )
-    end = HEADER.size + (LENGTH.itemsize + POINTER.itemsize) * sequences
-    end += POINTER.itemsize * entries
-    if length != end:
-        raise UserError(
-            f"{path}: is {'cut off' if length < end else 'too long'}: {length} bytes instead of the"
-            f" {end} of {sequences} documents - {REMAKE}"
-        )
-    if not sequences or not entries:
-        raise UserError(f"{path}: has no documents - make it anew from an input with text in it")
-    return DTYPES[code], sequences, entries
 
 
 def write_index(path: Path, dtype: np.dtype, lengths: array) -> None:

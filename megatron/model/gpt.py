@@ -105,7 +105,17 @@ class GPT(nn.Module):
             cache.layers = [LayerCache() for _ in self.layers]
         documents = None
         if self.attention.reset_attention_mask:
-            documents = self._documents(ids, cache)
+            if self.end_of_document is None:
+                raise UserError(
+                    "reset_attention_mask: which token ends a document is not known, because the"
+                    " model has no tokenizer - set it to false, or import the model with its"
+                    " tokenizer"
+                )
+            earlier = None if cache is None else cache.document_ends
+            restart = self.attention.reset_position_ids
+            documents = Documents.of(ids, self.end_of_document, earlier=earlier, restart=restart)
+            if cache is not None:
+                cache.document_ends = documents.ends
 
         x = self.word_embeddings(ids)
         acts_on_embeddings = self.position.has("on_embeddings")
@@ -132,20 +142,6 @@ class GPT(nn.Module):
         for position in self._positions:
             position.prepare(length)
         self.position.on_embeddings(last_token, length - 1)
-
-    def _documents(self, ids: Tensor, cache: Cache | None) -> Documents:
-        """The documents that attention keeps apart."""
-        if self.end_of_document is None:
-            raise UserError(
-                "reset_attention_mask: which token ends a document is not known, because the model"
-                " has no tokenizer - set it to false, or import the model with its tokenizer"
-            )
-        earlier = None if cache is None else cache.document_ends
-        restart = self.attention.reset_position_ids
-        documents = Documents.of(ids, self.end_of_document, earlier=earlier, restart=restart)
-        if cache is not None:
-            cache.document_ends = documents.ends
-        return documents
 
     def _attention_inputs(
         self, start: int, length: int, cache: Cache | None, documents: Documents | None

@@ -5,7 +5,7 @@ A product of an [m, k] and a [k, n] matrix is 2 m k n operations: a multiplicati
 for each term. Norms, softmax, activations, the encoding and recomputation do not count.
 PaLM lets every token attend to the whole window; a causal token attends to half of it.
 `keys` is how many keys a token attends to: the window's `length` for PaLM's count,
-`causal_keys(length)` for the work that a causal mask leaves.
+`causal_pairs(length) / length` for the work that a causal mask leaves.
 """
 
 from typing import TYPE_CHECKING, NamedTuple
@@ -69,11 +69,6 @@ def forward_flops(model: Architecture, vocab: int, keys: float) -> float:
 def causal_pairs(length: int) -> int:
     """Pairs of a query and a key in a causal window, a token's own key included."""
     return length * (length + 1) // 2
-
-
-def causal_keys(length: int) -> float:
-    """Keys that a token of a causal window attends to, on average."""
-    return causal_pairs(length) / length
 
 
 class Parameters(NamedTuple):

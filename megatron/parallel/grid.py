@@ -116,8 +116,31 @@ def connect(backend: str | None = None) -> Grid:
     if cuda:
         torch.cuda.set_device(device)
     grid = Grid(rank, ranks, device)
-    if not torch.distributed.is_initialized():
-        _join((backend or "nccl") if cuda else "gloo", grid)
+    if torch.distributed.is_initialized():
+        return grid
+
+    import deepspeed  # only now: it reads DS_ACCELERATOR when it is imported
+    import deepspeed.ops
+
+    # DeepSpeed would compile its shared-memory operation at a first run, which needs g++ and ninja
+    # and takes half a minute; after a killed build, every later run waits for its lock for ever.
+    # gloo does the same work. DeepSpeed asks a dict, for which it would run compilers.
+    ops: Any = deepspeed.ops
+    ops.__compatible_ops__ = {"deepspeed_shm_comm": False}
+
+    stay_inside()
+    several = ranks > 1
+    backend = (backend or "nccl") if cuda else "gloo"
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":  # torchrun has its own store
+        torch.distributed.init_process_group(
+            backend,
+            store=_meet(rank, ranks) if several else HashStore(),
+            rank=rank,
+            world_size=ranks,
+            timeout=deepspeed.comm.default_pg_timeout,  # DeepSpeed takes over this group
+            device_id=device if cuda and several else None,
+        )
+    deepspeed.init_distributed(dist_backend=backend, auto_mpi_discovery=False, verbose=False)
     return grid
 
 
@@ -130,31 +153,6 @@ def number(name: str, least: int = 0) -> int:
             " start with deepy.py or torchrun, or unset WORLD_SIZE to run one process alone"
         )
     return int(text)
-
-
-def _join(backend: str, grid: Grid) -> None:
-    """Connect the ranks. Under torchrun they meet through its own store."""
-    import deepspeed  # only now: it reads DS_ACCELERATOR when it is imported
-    import deepspeed.ops
-
-    # DeepSpeed would compile its shared-memory operation at a first run, which needs g++ and ninja
-    # and takes half a minute; after a killed build, every later run waits for its lock for ever.
-    # gloo does the same work. DeepSpeed asks a dict, for which it would run compilers.
-    ops: Any = deepspeed.ops
-    ops.__compatible_ops__ = {"deepspeed_shm_comm": False}
-
-    stay_inside()
-    several = grid.ranks > 1
-    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
-        torch.distributed.init_process_group(
-            backend,
-            store=_meet(grid.rank, grid.ranks) if several else HashStore(),
-            rank=grid.rank,
-            world_size=grid.ranks,
-            timeout=deepspeed.comm.default_pg_timeout,  # DeepSpeed takes over this group
-            device_id=grid.device if grid.device.type == "cuda" and several else None,
-        )
-    deepspeed.init_distributed(dist_backend=backend, auto_mpi_discovery=False, verbose=False)
 
 
 def stay_inside() -> None:

@@ -2,6 +2,7 @@
 
 import os
 import shutil
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -18,16 +19,10 @@ UNITS = ("bytes", "KB", "MB", "GB", "TB", "PB", "EB")
 def total_memory() -> int:
     """Bytes of memory that processes here may use together: the machine's or the container's."""
     total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    limits = [_limit(path) for path in CGROUP_LIMITS]
-    return min([total, *(limit for limit in limits if limit)])
-
-
-def _limit(path: Path) -> int | None:
-    """Bytes in a file of a control group; None without a limit (`max`) or without the file."""
-    try:
-        return int(path.read_text())
-    except (OSError, ValueError):
-        return None
+    for path in CGROUP_LIMITS:
+        with suppress(OSError, ValueError):  # without the file, or without a limit (`max`)
+            total = min(total, int(path.read_text()) or total)
+    return total
 
 
 def device_memory(device: "torch.device") -> int:

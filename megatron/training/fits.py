@@ -72,16 +72,12 @@ def needs(config: Config, vocab: int, ranks: int, device: torch.device) -> Train
     activations = number * tokens * (of_layers + 4 * model.hidden_size)
     activations += FLOAT32 * vocab * model.hidden_size
     activations += 3 * FLOAT32 * min(tokens, tokens_at_once(device)) * vocab
-    disk = CHECKPOINT * whole * (kept_checkpoints(config) + 1)
+    interval, most = config.checkpoint.save_interval, config.checkpoint.keep_last_n_checkpoints
+    kept = -(-config.training.train_iters // interval) if interval else 1
+    if most:
+        kept = min(kept, most)
+    disk = CHECKPOINT * whole * (kept + 1)
     return TrainingNeeds(counted, state, activations, disk)
-
-
-def kept_checkpoints(config: Config) -> int:
-    """Checkpoints that a run keeps."""
-    interval = config.checkpoint.save_interval
-    keep = config.checkpoint.keep_last_n_checkpoints
-    written = -(-config.training.train_iters // interval) if interval else 1
-    return min(written, keep) if keep else written
 
 
 def check_fits(

@@ -3,6 +3,7 @@
 import contextlib
 import logging
 import math
+import secrets
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -27,7 +28,6 @@ from megatron.training.metrics import (
     Metrics,
     Progress,
     flops_per_token,
-    new_wandb_id,
     peak_memory,
     peak_tflops,
     utilisation,
@@ -69,7 +69,15 @@ def train(config: Config, grid: Grid) -> Path | None:
     A signal ends the process with 128 + its number. Raises UserError if something does not fit,
     which is found before the engine is built, or a loss is not finite.
     """
-    with _run_folders(config, grid), _known_faults():
+    # Own `save`, and `log_dir` if that is another folder; what killed runs left is removed.
+    save_to = config.checkpoint.save
+    places = {"log_dir": config.logging.log_dir, "save": save_to}
+    folders = {Path(place).resolve(): (key, place) for key, place in places.items() if place}
+    owned = [owned_folder(Path(place), key) for key, place in folders.values()]
+    with owned_by_first(grid, *owned), _known_faults():
+        if save_to and grid.first:
+            remove_unfinished(Path(save_to))
+
         # Open: the text, and the checkpoint that the run goes on from.
         with shared_faults(grid):
             config = with_parent(config)
@@ -84,7 +92,7 @@ def train(config: Config, grid: Grid) -> Path | None:
             facts["parent"] = plain(config.checkpoint.parent)
             facts["parent_model"] = start.parent_model
         if "wandb" in start.record or logs_as.use_wandb:
-            facts["wandb"] = start.record.get("wandb") or new_wandb_id()
+            facts["wandb"] = start.record.get("wandb") or secrets.token_hex(4)
         if start.step >= steps:
             logger.info("step %d of %d: nothing left to train", start.step, steps)
             return start.before.path if start.before else None
@@ -126,7 +134,7 @@ def train(config: Config, grid: Grid) -> Path | None:
             checkpoint.resume(trainer, start.before.path, written_by)
 
         # What surrounds the loop.
-        folder = Path(config.checkpoint.save) if config.checkpoint.save else None
+        folder = Path(save_to) if save_to else None
         folder_of_logs = Path(logs_as.log_dir) if logs_as.log_dir else folder
         losses = Losses(config, grid, start.record)
         keeper = checkpoint.Keeper(
@@ -218,8 +226,13 @@ def train(config: Config, grid: Grid) -> Path | None:
                         numbers |= trainer.noise.numbers()
                     learned = trainer.model.learned()
                     metrics.log(step, "train", numbers, learned)
-                    line = _console_line(numbers, learned)
-                    logger.info(f"step {step}/{steps}  {line}  {progress.remaining()} left")
+                    words = [f"step {step}/{steps}"]
+                    for name, text in SHOWN_NUMBERS.items():
+                        if numbers.get(name) is not None:
+                            words.append(text.format(numbers[name]))
+                    for name, value in list(learned.items())[:SHOWN]:
+                        words.append(f"{name} {value.mean():.3f}")
+                    logger.info("  ".join([*words, f"{progress.remaining()} left"]))
                 if validates_now:
                     # Before the checkpoint: after a validation that is not finite none is written.
                     with progress.paused():
@@ -334,28 +347,6 @@ class Losses:
             if not math.isfinite(loss):
                 return f"loss: {loss} at step {step} on rank {rank}"
         return f"gradient norm: {everyones[0][1]} at step {step}"
-
-
-def _console_line(numbers: Mapping[str, Any], learned: Mapping[str, Tensor]) -> str:
-    words = []
-    for name, text in SHOWN_NUMBERS.items():
-        if numbers.get(name) is not None:
-            words.append(text.format(numbers[name]))
-    words += [f"{name} {value.mean():.3f}" for name, value in list(learned.items())[:SHOWN]]
-    return "  ".join(words)
-
-
-@contextlib.contextmanager
-def _run_folders(config: Config, grid: Grid) -> Iterator[None]:
-    """Own `save`, and `log_dir` if that is another folder; what killed runs left is removed."""
-    save, log_dir = config.checkpoint.save, config.logging.log_dir
-    places = {"log_dir": log_dir, "save": save}
-    folders = {Path(place).resolve(): (key, place) for key, place in places.items() if place}
-    owned = [owned_folder(Path(place), key) for key, place in folders.values()]
-    with owned_by_first(grid, *owned):
-        if save and grid.first:
-            remove_unfinished(Path(save))
-        yield
 
 
 @contextlib.contextmanager

@@ -10,7 +10,6 @@ import math
 import os
 import re
 import resource
-import secrets
 import sys
 import time
 from collections import Counter
@@ -178,10 +177,41 @@ class Metrics:
             except OSError as fault:
                 raise cannot_write(place, fault) from None
             self.writers[place] = self._write_events
-        if settings.use_wandb and run_id is not None:
-            self.wandb = _wandb_run(settings, config, folder, run_id)
-            if self.wandb is not None:
-                self.writers["use_wandb"] = self._write_wandb
+        if not settings.use_wandb or run_id is None:
+            return
+        # Its reports of faults go to the same server, and a process waits for them at its end.
+        os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
+        try:
+            import wandb  # slow to import
+
+            # It asks no terminal for a key, and a stuck service must not block log lines.
+            quiet: dict[str, Any] = {"silent": True, "console": "off"}
+            known = wandb.setup(wandb.Settings(**quiet)).settings
+            limits = {"init_timeout": 15, "finish_timeout": 30, "finish_timeout_raises": True}
+            address = settings.wandb_host or known.base_url
+            run = wandb.init(
+                project=settings.wandb_project,
+                entity=settings.wandb_team,
+                group=settings.wandb_group,
+                config=config,
+                dir=folder,
+                id=run_id,
+                resume="allow",
+                settings=wandb.Settings(**quiet, **limits, base_url=address),
+            )
+            # Records have an axis of their own: a resumed run sends those after its checkpoint
+            # again, and W&B's own counter would drop them.
+            run.define_metric("step", hidden=True)
+            run.define_metric("*", step_metric="step")
+        except Exception as fault:  # no package, network, key or rights, or an unknown answer
+            logger.warning(
+                f"use_wandb: cannot start ({in_words(fault)}) - the run goes on without it; see"
+                " that the package is installed and its server answers, or set WANDB_MODE=offline"
+                " to keep the records for `wandb sync`"
+            )
+            return
+        self.wandb = run
+        self.writers["use_wandb"] = self._write_wandb
 
     def log(
         self, step: int, kind: str, numbers: Numbers, learned: dict[str, Tensor] | None = None
@@ -208,7 +238,18 @@ class Metrics:
             with suppress(Exception):  # its disk is full, which was said
                 self.events.close()
         if self.wandb is not None:
-            _finish_wandb(self.wandb)
+            import wandb
+
+            try:
+                self.wandb.finish()
+            except Exception as fault:  # what a library may raise
+                logger.warning(
+                    f"use_wandb: not all was sent ({in_words(fault)}) - `wandb sync` sends what is"
+                    f" kept in {self.wandb.settings.sync_dir}"
+                )
+            finally:
+                with suppress(Exception):  # a service that is gone
+                    wandb.teardown()  # else it is tried at the very end, with a traceback
         for place, count in self.lost.items():
             logger.warning(f"{place}: {count} record(s) were lost")
 
@@ -269,65 +310,3 @@ def _make_room(path: Path, resumed_at: int | None) -> None:
         except (ValueError, LookupError, TypeError, RecursionError):  # a line that was cut off
             continue
     write_text(path, "".join(kept))
-
-
-# --- Weights & Biases -----------------------------------------------------------------------------
-
-
-def new_wandb_id() -> str:
-    """The id of a new run, which its checkpoints keep."""
-    return secrets.token_hex(4)
-
-
-def _wandb_run(settings: Logging, config: dict[str, Any], folder: Path | None, run_id: str) -> Any:
-    """A run of Weights & Biases, or None if it cannot start, which is a warning.
-
-    Records have an axis of their own, `step`: a resumed run sends those after its checkpoint again,
-    and W&B's own counter would drop them.
-    """
-    # Its reports of faults go to the same server, and a process waits for them at its end.
-    os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
-    try:
-        import wandb  # slow to import
-
-        # It asks no terminal for a key, and a stuck service must not block log lines.
-        quiet: dict[str, Any] = {"silent": True, "console": "off"}
-        known = wandb.setup(wandb.Settings(**quiet)).settings
-        limits = {"init_timeout": 15, "finish_timeout": 30, "finish_timeout_raises": True}
-        address = settings.wandb_host or known.base_url
-        run = wandb.init(
-            project=settings.wandb_project,
-            entity=settings.wandb_team,
-            group=settings.wandb_group,
-            config=config,
-            dir=folder,
-            id=run_id,
-            resume="allow",
-            settings=wandb.Settings(**quiet, **limits, base_url=address),
-        )
-        run.define_metric("step", hidden=True)
-        run.define_metric("*", step_metric="step")
-    except Exception as fault:  # no package, network, key or rights, or an answer of another form
-        logger.warning(
-            f"use_wandb: cannot start ({in_words(fault)}) - the run goes on without it; see that"
-            " the package is installed and its server answers, or set WANDB_MODE=offline to keep"
-            " the records for `wandb sync`"
-        )
-        return None
-    return run
-
-
-def _finish_wandb(run: Any) -> None:
-    """End the run; what fails is a warning."""
-    import wandb
-
-    try:
-        run.finish()
-    except Exception as fault:  # what a library may raise
-        logger.warning(
-            f"use_wandb: not all was sent ({in_words(fault)}) - `wandb sync` sends what is kept in"
-            f" {run.settings.sync_dir}"
-        )
-    finally:
-        with suppress(Exception):  # a service that is gone
-            wandb.teardown()  # else it is tried at the end of the process, with a traceback

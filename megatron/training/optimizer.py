@@ -3,9 +3,8 @@
 import importlib
 import importlib.util
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 import torch
@@ -53,18 +52,11 @@ def build_optimizer(
         {"params": [parameter for _, parameter in exempt], "weight_decay": 0.0},
     ]
     adam = settings.optimizer.params
-    build = fused_adam(device)
-    return build(groups, lr=adam.lr, betas=tuple(adam.betas), eps=adam.eps)
-
-
-def fused_adam(device: torch.device) -> Callable[..., torch.optim.Optimizer]:
-    """FusedAdam of NVIDIA's apex on CUDA where its kernels are installed, else torch's AdamW.
-
-    PyPI's apex, another package, has no amp_C.
-    """
+    options: dict[str, Any] = {"lr": adam.lr, "betas": tuple(adam.betas), "eps": adam.eps}
+    # NVIDIA's apex where its kernels are installed; PyPI's apex, another package, has no amp_C.
     if device.type == "cuda" and importlib.util.find_spec("amp_C"):
-        return importlib.import_module("apex.optimizers").FusedAdam
-    return partial(torch.optim.AdamW, fused=True)
+        return importlib.import_module("apex.optimizers").FusedAdam(groups, **options)
+    return torch.optim.AdamW(groups, fused=True, **options)
 
 
 Named = list[tuple[str, nn.Parameter]]

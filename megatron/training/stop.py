@@ -69,20 +69,17 @@ class Stop:
             return False
         now = time.monotonic()
         seconds = (now - self.moment) / (self.ticks - self.last_tick)
-        everyone = self.grid.gather((self._own_reason(), seconds))
+        own = None  # plain data, because ranks exchange it
+        if self.signal:
+            own = signal.Signals(self.signal).name, 128 + self.signal
+        elif self.minutes is not None and time.time() - self.started > 60 * self.minutes:
+            own = f"exit_duration: {self.minutes:g}", 0
+        everyone = self.grid.gather((own, seconds))
         slowest = max(seconds for _, seconds in everyone)
         self.next_tick = self.ticks + min(MOST, max(1, int(APART / max(slowest, 1e-6))))
         self.last_tick, self.moment = self.ticks, now
         self.reason = next((reason for reason, _ in everyone if reason is not None), None)
         return self.reason is not None
-
-    def _own_reason(self) -> tuple[str, int] | None:
-        """This rank's reason; plain data, because ranks exchange it."""
-        if self.signal:
-            return signal.Signals(self.signal).name, 128 + self.signal
-        if self.minutes is not None and time.time() - self.started > 60 * self.minutes:
-            return f"exit_duration: {self.minutes:g}", 0
-        return None
 
     def _record(self, number: int, frame: FrameType | None) -> None:
         now = time.monotonic()

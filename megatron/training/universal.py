@@ -9,7 +9,7 @@ full, and its loading at stage 3 gives every group of parameters the weight deca
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -155,13 +155,24 @@ def _read(path: Path, written_by: Engine, model: nn.Module) -> AdamState:
             prefix = "bf16_" if written_by.precision == "bf16" else ""
             of_rank = f"zero_pp_rank_{rank}_mp_rank_00"
             saved = _load(path / f"{prefix}{of_rank}_optim_states.pt")["optimizer_state_dict"]
+            parts = []  # (group, parameter, where it is in the flat group) of this rank
             if written_by.stage == 3:
+                # Each parameter is cut in equal pieces, the last ones padded.
                 shapes = _load(path / f"{of_rank}_model_states.pt")["param_shapes"]
                 optimizer = saved["optimizer_state_dict"]
-                parts = _pieces_of_stage_3(shapes, rank, written_by.ranks)
+                for group, of_group in enumerate(shapes):
+                    start = 0
+                    for name, shape in of_group.items():
+                        size = -(-shape.numel() // written_by.ranks)
+                        filled = min(size, max(0, shape.numel() - rank * size))
+                        parts.append((group, name, slice(start, start + filled)))
+                        start += size
             else:
                 optimizer = saved["base_optimizer_state"]
-                parts = _pieces_of_stage_2(saved["param_slice_mappings"])
+                for group, addresses in enumerate(saved["param_slice_mappings"]):
+                    for name, address in addresses.items():
+                        part = slice(address.start, address.start + address.numel)
+                        parts.append((group, name, part))
         for group, name, part in parts:
             for key in AVERAGES:
                 pieces[name, key].append(optimizer["state"][group][key].flatten()[part])
@@ -173,26 +184,6 @@ def _read(path: Path, written_by: Engine, model: nn.Module) -> AdamState:
     first_state = next(iter(optimizer["state"].values()))
     step = first_state.get("step") or optimizer["param_groups"][0]["step"]  # there apex counts
     return AdamState(float(step), pieces)
-
-
-def _pieces_of_stage_2(mappings: list[dict[str, Any]]) -> Iterator[tuple[int, str, slice]]:
-    """(group, parameter, where it is in the flat group) of one rank; also for stage 1."""
-    for group, addresses in enumerate(mappings):
-        for name, address in addresses.items():
-            yield group, name, slice(address.start, address.start + address.numel)
-
-
-def _pieces_of_stage_3(
-    shapes: list[dict[str, torch.Size]], rank: int, ranks: int
-) -> Iterator[tuple[int, str, slice]]:
-    """The same: each parameter is cut in equal pieces, the last ones padded."""
-    for group, of_group in enumerate(shapes):
-        start = 0
-        for name, shape in of_group.items():
-            size = -(-shape.numel() // ranks)
-            filled = min(size, max(0, shape.numel() - rank * size))
-            yield group, name, slice(start, start + filled)
-            start += size
 
 
 def _load(file: Path) -> Any:

@@ -6,7 +6,6 @@ from megatron.model.settings import Architecture
 from megatron.model.size import (
     BACKWARD,
     attention_flops,
-    causal_keys,
     causal_pairs,
     forward_flops,
     matrix_weights,
@@ -28,9 +27,9 @@ def test_a_trained_token_costs_palms_six_n_and_twelve_layers_hidden_length():
 
 def test_a_causal_token_attends_to_half_of_the_window_and_to_itself():
     assert causal_pairs(LENGTH) == sum(range(1, LENGTH + 1))
-    assert causal_keys(LENGTH) == (LENGTH + 1) / 2
+    assert causal_pairs(LENGTH) / LENGTH == (LENGTH + 1) / 2
     whole = forward_flops(MODEL, VOCAB, LENGTH)
-    causal = forward_flops(MODEL, VOCAB, causal_keys(LENGTH))
+    causal = forward_flops(MODEL, VOCAB, causal_pairs(LENGTH) / LENGTH)
     assert whole - causal == pytest.approx(4 * LAYERS * HIDDEN * (LENGTH - 1) / 2)
 
 

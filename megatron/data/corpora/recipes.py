@@ -262,7 +262,14 @@ def gpt2_files(data_dir: Path, from_dir: Path | None = None) -> list[Path]:
                 log.warning("%s: is not GPT-2's own file; it is used as it is", path)
             continue
         if from_dir is None:
-            reasons = _fetch_any(known, path)
+            reasons = []
+            with owned_file(path, "-d"):
+                for url in known["urls"]:
+                    try:
+                        fetch(Remote(url, path.name, known["bytes"], known["sha256"]), path)
+                        break
+                    except DownloadFault as fault:
+                        reasons.append(str(fault))
         else:
             reasons = [f"neither {from_dir} nor the folder above has GPT-2's own file"]
             folders = (from_dir, from_dir.resolve().parent)
@@ -278,16 +285,3 @@ def gpt2_files(data_dir: Path, from_dir: Path | None = None) -> list[Path]:
                 " train a tokenizer on the text with --vocab-size"
             )
     return paths
-
-
-def _fetch_any(known: dict, path: Path) -> list[str]:
-    """Download a file from the first of its addresses that has it; returns why others did not."""
-    reasons = []
-    with owned_file(path, "-d"):
-        for url in known["urls"]:
-            try:
-                fetch(Remote(url, path.name, known["bytes"], known["sha256"]), path)
-                break
-            except DownloadFault as fault:
-                reasons.append(str(fault))
-    return reasons
