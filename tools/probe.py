@@ -7,7 +7,6 @@ python tools/probe.py --checkpoint runs/mep --probes ruler --lengths 512 1024 20
 
 import argparse
 from collections.abc import Sequence
-from dataclasses import fields
 from typing import NoReturn
 
 from megatron.config import Config
@@ -38,8 +37,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def main(config: Config | None, arguments: argparse.Namespace) -> None:
     """Ask the probes, and print each answer."""
-    options = {one.name: getattr(arguments, one.name) for one in fields(ProbeOptions)}
-    output = probe(config, ProbeOptions(**options), report=show)
+    output = probe(config, ProbeOptions.of(arguments), report=show)
     print("\naccuracies of 0 are expected of small models and short trainings")
     print(f"written to {output}")
 

@@ -102,7 +102,9 @@ def in_blocks(inputs: Inputs, firsts: FirstKeys | None = None) -> Tensor:
         # Every block reads them: where they are views of a fused projection, a copy pays.
         k, v = k.contiguous(), v.contiguous()
     cached = CACHED_SCORES * torch.get_num_threads()
-    room = None  # numbers to be overwritten by biases of content
+    # Numbers to be overwritten by biases of content, which then have no gradient. Memory that the
+    # system gives anew for each block takes nine times as long to fill.
+    room = None
     if content is not None and not recorded:
         room = bias.new_empty(max(cached, together * rows * scope.keys))
     of_each_head = weight is not None or content is not None
@@ -118,7 +120,15 @@ def in_blocks(inputs: Inputs, firsts: FirstKeys | None = None) -> Tensor:
                 added = added + inputs.index_bias(*part.indices(scope, q.device))
             if content is not None:
                 u, w = content.of_heads(group).relative(part.queries, part.keys, added.dtype)
-                added = plus_content(added, None if u is None else u.flip(2), w, room)
+                out = None
+                if room is not None:
+                    shape = (*w.shape[:2], *added.shape[2:])
+                    out = room[: math.prod(shape)].view(shape)
+                if u is not None and u.shape[-1] == 1:  # in one pass
+                    added = torch.addcmul(added, u.flip(2), w.mT, out=out)
+                else:
+                    of_content = product(None if u is None else u.flip(2), w)
+                    added = torch.add(added, of_content, out=out)
             if inputs.segments is not None:
                 masked = part.mask(scope, inputs.segments)
                 fill = added.masked_fill if room is None else added.masked_fill_
@@ -215,19 +225,3 @@ def attend_by_content(inputs: Inputs, score_bias: ScoreBias, firsts: FirstKeys |
                 result = torch.lerp(result.to(dtype), far.to(dtype), share_of_far)
             out[:, group, block.queries] = result[..., :features].to(inputs.q.dtype)
     return out
-
-
-def plus_content(added: Tensor, u: Tensor | None, w: Tensor, room: Tensor | None = None) -> Tensor:
-    """added + u·w: [batch, heads, queries, keys], in one pass where the rank is one.
-
-    added [batch or 1, heads, queries, keys];
-    room: numbers to be overwritten by the result, which then has no gradient. Memory that the
-    system gives anew for each block takes nine times as long to fill.
-    """
-    out = None
-    if room is not None:
-        shape = (*w.shape[:2], *added.shape[2:])
-        out = room[: math.prod(shape)].view(shape)
-    if u is not None and u.shape[-1] == 1:
-        return torch.addcmul(added, u, w.mT, out=out)
-    return torch.add(added, product(u, w), out=out)

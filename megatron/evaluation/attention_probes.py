@@ -1,7 +1,6 @@
 """How far back a model looks: attention by distance, and the effective receptive field."""
 
-import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -17,19 +16,6 @@ QUERIES = 256  # the last queries of a window, whose attention is measured
 BLOCK = 64  # queries at a time
 LONGEST = 2048  # tokens, for an encoding that needs the whole matrix of scores
 MOST = 0.99  # of the gradient: the tokens that hold so much are the receptive field
-
-
-@contextlib.contextmanager
-def computed_by(model: GPT, attention: Callable[..., Tensor]) -> Iterator[None]:
-    """Inside the block every layer computes attention by this function, called as `eager` is."""
-    backend = model.backend
-    model.backend = "eager"
-    BACKENDS["eager"] = attention
-    try:
-        yield
-    finally:
-        BACKENDS["eager"] = eager
-        model.backend = backend
 
 
 def edges(length: int) -> list[int]:
@@ -90,10 +76,16 @@ def attention_by_distance(model: GPT, windows: Sequence[np.ndarray]) -> tuple[Te
         masses.append(torch.cat(mass, dim=1).mean(dim=(0, 1)))
         return out
 
-    with computed_by(model, recording):
+    backend = model.backend
+    model.backend = "eager"
+    BACKENDS["eager"] = recording  # every layer calls it
+    try:
         for window in windows:
             ids = torch.from_numpy(window[None, :-1].astype(np.int64))
             model.features(ids.to(device))
+    finally:
+        BACKENDS["eager"] = eager
+        model.backend = backend
 
     means = []
     for values in (entropies, masses):

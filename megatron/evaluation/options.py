@@ -7,7 +7,7 @@ import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Self
 
 import torch
 
@@ -26,13 +26,30 @@ VARIED = ("window", "logn_scale", "paper_precision", "sinks", "clip_distance", "
 
 
 @dataclass(frozen=True)
-class Options:
-    """The wishes of one evaluation beside its configuration.
+class Asked:
+    """What is measured beside the configuration: the options of `add_checkpoint`.
 
     checkpoint: folder of a run or of one checkpoint; None for load or save of the configuration
     step: which checkpoint of the run; None for the latest
     lengths: tokens of a window; empty for eval_lengths of the configuration
     output: file of JSON lines; None for a name in the run's folder that says what is measured
+    """
+
+    checkpoint: str | None = None
+    step: int | None = None
+    lengths: Sequence[int] = ()
+    output: Path | None = None
+
+    @classmethod
+    def of(cls, arguments: argparse.Namespace) -> Self:
+        """The words of a command line."""
+        return cls(**{one.name: getattr(arguments, one.name) for one in fields(cls)})
+
+
+@dataclass(frozen=True)
+class Options(Asked):
+    """The wishes of one evaluation beside its configuration.
+
     protocol: names in PROTOCOLS; empty for equal_tokens
     window, logn_scale, …, method: values of settings of attention, each on the same weights; empty
         for that of the configuration
@@ -40,10 +57,6 @@ class Options:
     windows, start, tail, stride: of single protocols, see protocols.Request
     """
 
-    checkpoint: str | None = None
-    step: int | None = None
-    lengths: Sequence[int] = ()
-    output: Path | None = None
     protocol: Sequence[str] = ()
     window: Sequence[Any] = ()
     logn_scale: Sequence[bool] = ()
@@ -56,11 +69,6 @@ class Options:
     start: int = Request.start
     tail: int = Request.tail
     stride: int | None = Request.stride
-
-    @classmethod
-    def of(cls, arguments: argparse.Namespace) -> "Options":
-        """The words of a command line."""
-        return cls(**{one.name: getattr(arguments, one.name) for one in fields(cls)})
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:

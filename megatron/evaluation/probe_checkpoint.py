@@ -27,6 +27,7 @@ from megatron.evaluation.attention_probes import (
     sampled,
 )
 from megatron.evaluation.loaded_run import loaded_run
+from megatron.evaluation.options import Asked
 from megatron.evaluation.probe_tasks import NO_TOKEN, TASKS, Material
 from megatron.evaluation.protocols import first_tokens
 from megatron.files import check_output
@@ -56,20 +57,15 @@ Scores = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
 @dataclass(frozen=True)
-class ProbeOptions:
+class ProbeOptions(Asked):
     """The wishes of one call of the probes beside its configuration.
 
-    checkpoint, step, lengths, output: as in megatron.evaluation.options.Options
     probes: names in PROBES or GROUPS
     depths: places of the context that tasks ask about
     trials: contexts for each length, task and place, and windows of text for the other probes
     probe_seed: of the questions
     """
 
-    checkpoint: str | None = None
-    step: int | None = None
-    lengths: Sequence[int] = ()
-    output: Path | None = None
     probes: Sequence[str] = tuple(name for name in PROBES if name not in RULER)
     depths: int = 5
     trials: int = 8

@@ -12,7 +12,6 @@ import torch.nn.functional as F
 from lm_eval.api.model import TemplateLM
 from lm_eval.models.utils import normalize_gen_kwargs
 from lm_eval.utils import get_rolling_token_windows
-from torch import Tensor
 from tqdm import tqdm
 
 from megatron.data.tokenizers.tokenizer import Tokenizer
@@ -142,23 +141,16 @@ class Harness(TemplateLM):
             for row, number in enumerate(numbers):
                 end = sizes[number] - 1
                 first = end - asked[number].scored
-                of_targets = features[row, first:end]
-                labels = ids[row, first + 1 : end + 1]
-                scores[number] = self._score(of_targets, labels)
+                of_targets = features[row, first:end].split(TOGETHER)
+                labels = ids[row, first + 1 : end + 1].split(TOGETHER)
+                total, greedy = 0.0, True
+                for x, wanted in zip(of_targets, labels, strict=True):
+                    logits = F.linear(x, self._model.output_matrix).float()
+                    losses = F.cross_entropy(logits, wanted, reduction="none")
+                    total -= losses.double().sum().item()
+                    greedy = greedy and torch.equal(logits.argmax(dim=-1), wanted)
+                scores[number] = total, greedy
         return [scores[number] for number in range(len(asked))]
-
-    def _score(self, features: Tensor, labels: Tensor) -> tuple[float, bool]:
-        """Of targets, [targets, hidden] and [targets]: the sum, and whether all are likeliest."""
-        total = 0.0
-        greedy = True
-        parts = zip(features.split(TOGETHER), labels.split(TOGETHER), strict=True)
-        for x, wanted in parts:
-            logits = F.linear(x, self._model.output_matrix).float()
-            losses = F.cross_entropy(logits, wanted, reduction="none")
-            total -= losses.double().sum().item()
-            likeliest = logits.argmax(dim=-1)
-            greedy = greedy and torch.equal(likeliest, wanted)
-        return total, greedy
 
     def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
         """The continuation of each text, without the string that ends it."""

@@ -313,6 +313,18 @@ class Turning(Position):
         return self.on_queries_keys_at(q, k, position, position, start=start)
 
 
+class Around(Position):
+    """An encoding around another one, `inner`, which acts on embeddings, queries and keys."""
+
+    inner: Position
+
+    def on_embeddings(self, x: Tensor, start: int = 0) -> Tensor:
+        return self.inner.on_embeddings(x, start)
+
+    def on_queries_keys(self, q: Tensor, k: Tensor, start: int = 0) -> Pair:
+        return self.inner.on_queries_keys(q, k, start)
+
+
 class DistanceBias(Position):
     """An encoding that is one function of the distance: a family writes `log_kernel` only."""
 
@@ -333,15 +345,15 @@ class DistanceBias(Position):
         return self.table(kernel, length)
 
 
-def running_sum(new: Tensor, memory: Memory, name: str) -> Tensor:
+def running_sum(new: Tensor, memory: Memory) -> Tensor:
     """Sums of the tokens up to each key: [batch, heads, queries] -> [batch, heads, keys] float64.
 
-    memory[name] holds those of earlier tokens, and then all of them. In float64, because a sum
+    memory["total"] holds those of earlier tokens, and then all of them. In float64, because a sum
     over 16384 tokens in float32 loses the difference between neighbours.
     """
     total = new.double().cumsum(dim=-1)
-    if name in memory:
-        earlier = memory[name]
+    if "total" in memory:
+        earlier = memory["total"]
         total = torch.cat([earlier, earlier[..., -1:] + total], dim=-1)
-    memory[name] = total
+    memory["total"] = total
     return total

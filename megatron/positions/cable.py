@@ -38,4 +38,4 @@ class Cable(Position):
             x = at_least_float32(x)
             step = torch.relu(x @ self.bounded("step")).transpose(1, 2)  # [batch, heads, queries]
             gain = F.softplus(x @ self.bounded("gain")).transpose(1, 2)
-            return gain, running_sum(step, memory, "total")
+            return gain, running_sum(step, memory)

@@ -63,9 +63,17 @@ class CoPE(Position):
         queries, keys = scores.shape[-2:]
         last = self.vectors.shape[1] - 1
         with without_autocast(q):
+            of_gates = scores
+            if self.key_weight is not None:
+                weight, bias = self.bounded("key_weight"), self.bounded("key_bias")
+                new = F.linear(at_least_float32(x), weight, bias)
+                own_keys = new.unflatten(-1, (self.shape.heads, -1)).transpose(1, 2)
+                if "gate_keys" in memory:
+                    own_keys = torch.cat([memory["gate_keys"], own_keys], dim=2)
+                memory["gate_keys"] = own_keys
+                of_gates = q @ own_keys.mT / math.sqrt(self.shape.head_dim)
             # Gates of keys after the query are 0: its last key is its own.
-            gates = self._gate_scores(q, scores, x, memory).sigmoid()
-            gates = gates.tril(keys - queries)
+            gates = of_gates.sigmoid().tril(keys - queries)
             position = gates.flip(-1).cumsum(-1).flip(-1)
             position = position.clamp(max=last)
             of_positions = self.scale * (q @ self.bounded("vectors"))  # [..., queries, positions]
@@ -74,15 +82,3 @@ class CoPE(Position):
             at_below = of_positions.gather(-1, below.long())
             at_above = of_positions.gather(-1, above.long())
             return scores + at_below * (1 - part) + at_above * part
-
-    def _gate_scores(self, q: Tensor, scores: Tensor, x: Tensor, memory: Memory) -> Tensor:
-        """The gates before their sigmoid: [batch, heads, queries, keys]."""
-        if self.key_weight is None:
-            return scores
-        x = at_least_float32(x)
-        new = F.linear(x, self.bounded("key_weight"), self.bounded("key_bias"))
-        keys = new.unflatten(-1, (self.shape.heads, -1)).transpose(1, 2)
-        if "gate_keys" in memory:
-            keys = torch.cat([memory["gate_keys"], keys], dim=2)
-        memory["gate_keys"] = keys
-        return q @ keys.mT / math.sqrt(self.shape.head_dim)

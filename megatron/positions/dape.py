@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megatron.positions.base import Memory, Pair, Position, Shape
+from megatron.positions.base import Around, Memory, Shape
 from megatron.positions.precision import at_least_float32, without_autocast
 from megatron.positions.registry import build_inside, register, whole
 
@@ -20,7 +20,7 @@ MOST_WIDTH = 4096
 
 
 @register("dape")
-class Dape(Position):
+class Dape(Around):
     """A + B + f([A; B]): A = q·k/√head_dim, B the bias of another encoding, f over the heads.
 
     f is a network of two layers with LeakyReLU, applied to each pair of tokens: all heads of A,
@@ -63,12 +63,6 @@ class Dape(Position):
 
     def prepare(self, length: int) -> None:
         self.inner.prepare(length)
-
-    def on_embeddings(self, x: Tensor, start: int = 0) -> Tensor:
-        return self.inner.on_embeddings(x, start)
-
-    def on_queries_keys(self, q: Tensor, k: Tensor, start: int = 0) -> Pair:
-        return self.inner.on_queries_keys(q, k, start)
 
     def on_scores(self, scores: Tensor, x: Tensor, memory: Memory) -> Tensor:
         """scores [batch, heads, queries, keys] -> same."""

@@ -77,8 +77,20 @@ class Fire(Position):
         """[queries], [keys] int64 -> [heads, queries, keys] float32, a few queries at a time."""
         widths = [self.get_parameter(f"weight_{number}").shape[0] for number in range(self.depth)]
         rows = max(1, NUMBERS // (max(widths) * len(keys)))
+        last = self.depth - 1
+        blocks = []
         with without_autocast(self.origin):
-            blocks = [self._mlp(self.ratio(block, keys)) for block in queries.split(rows)]
+            for block in queries.split(rows):
+                ratio = self.ratio(block, keys)
+                values = ratio.reshape(1, -1)  # features first, so that nothing is transposed
+                for number in range(last):
+                    weight = self.bounded(f"weight_{number}")
+                    bias = self.bounded(f"bias_{number}")
+                    values = self.activation((weight @ values).add_(bias[:, None]))
+                values = self.bounded(f"weight_{last}") @ values
+                if self.last_bias:
+                    values = values + self.bounded(f"bias_{last}")[:, None]
+                blocks.append(values.view(-1, *ratio.shape))
             return torch.cat(blocks, dim=1)
 
     def ratio(self, queries: Tensor, keys: Tensor) -> Tensor:
@@ -90,16 +102,3 @@ class Fire(Position):
         end = torch.maximum(query, self.bounded("length_multiplier") * self.threshold)
         normalizer = torch.log1p(c * end) + 1e-6  # 1e-6: as in the paper's appendix
         return torch.log1p(c * distance) / normalizer
-
-    def _mlp(self, x: Tensor) -> Tensor:
-        """[queries, keys] -> [heads, queries, keys]"""
-        values = x.reshape(1, -1)  # features first, so that nothing is transposed
-        last = self.depth - 1
-        for number in range(last):
-            weight = self.bounded(f"weight_{number}")
-            bias = self.bounded(f"bias_{number}")
-            values = self.activation((weight @ values).add_(bias[:, None]))
-        values = self.bounded(f"weight_{last}") @ values
-        if self.last_bias:
-            values = values + self.bounded(f"bias_{last}")[:, None]
-        return values.view(-1, *x.shape)

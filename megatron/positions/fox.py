@@ -36,4 +36,4 @@ class Fox(Position):
         with without_autocast(x):
             gate = F.linear(at_least_float32(x), self.bounded("weight"), self.bounded("bias"))
             log_f = F.logsigmoid(gate).transpose(1, 2)  # [batch, heads, queries]
-            return None, -running_sum(log_f, memory, "total")
+            return None, -running_sum(log_f, memory)

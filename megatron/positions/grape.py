@@ -86,8 +86,14 @@ class GrapeM(Turning):
         if not self.by_content:
             return q, k
         with without_autocast(x):
-            phase = self._phase(at_least_float32(x), memory)
-            turns = phase[..., None] * self._frequencies()[:, None].double()
+            weight, bias = self.bounded("weight"), self.bounded("bias")
+            step = F.linear(at_least_float32(x), weight, bias) / SCALE
+            total = step.sigmoid().transpose(1, 2).double().cumsum(dim=-1)
+            before = memory.get("sum", total.new_zeros(*total.shape[:2], 1))
+            total = torch.cat([before, before + total], dim=-1)
+            memory["sum"] = total[..., -1:].detach()
+            phase = total[..., :-1, None]  # the steps before each token: [batch, heads, length, 1]
+            turns = phase * self._frequencies()[:, None].double()
             angle = turns.fmod(2 * math.pi).to(self.origin.dtype)  # [batch, heads, length, pairs]
             cos, sin = angle.cos(), -angle.sin()
             return rotate(q, cos, sin), rotate(k, cos, sin)
@@ -96,12 +102,3 @@ class GrapeM(Turning):
         low, high = self.bounds["log_frequencies"]
         scaled = self.scale / SCALE
         return (self.bounded_to("log_frequencies", scaled * low, scaled * high) / self.scale).exp()
-
-    def _phase(self, x: Tensor, memory: Memory) -> Tensor:
-        """The sum of the steps before each token: [batch, heads, length] float64."""
-        step = F.linear(x, self.bounded("weight"), self.bounded("bias")) / SCALE
-        total = step.sigmoid().transpose(1, 2).double().cumsum(dim=-1)
-        before = memory.get("sum", total.new_zeros(*total.shape[:2], 1))
-        total = torch.cat([before, before + total], dim=-1)
-        memory["sum"] = total[..., -1:].detach()
-        return total[..., :-1]

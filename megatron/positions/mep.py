@@ -73,7 +73,18 @@ class Mixture(DistanceBias):
         if learned or self.has_equal_weights:
             fixed = [1 / count] * count
         else:
-            fixed = _checked_weights(weights, count)
+            example = "equal, learned, learned_shared or a list of one number for each kernel"
+            given = listed("weights", weights, example=example, most=MOST_KERNELS)
+            fixed = [positive("weights", weight) for weight in given]
+            if len(fixed) != count:
+                raise UserError(
+                    f"weights: {len(fixed)} numbers for {count} kernels; give one weight per kernel"
+                )
+            if abs(sum(fixed) - 1) > 1e-6:
+                raise UserError(
+                    f"weights: {given} sum to {sum(fixed):g}; make them sum to 1, or write"
+                    " weights: equal"
+                )
         self.register_buffer("log_weights", torch.tensor(fixed).log()[:, None], persistent=False)
         columns = 1 if weights == "learned_shared" else shape.heads
         self.weight_logits = nn.Parameter(torch.zeros(count, columns)) if learned else None
@@ -180,19 +191,3 @@ def _is_mixable(encoding: type[Position]) -> bool:
     if not issubclass(encoding, DistanceBias):
         return False
     return all(getattr(encoding, hook) is getattr(Position, hook) for hook in OTHER_HOOKS)
-
-
-def _checked_weights(weights: Any, kernels: int) -> list[float]:
-    """Given weights as positive numbers, one for each kernel, that sum to 1."""
-    example = "equal, learned, learned_shared or a list of one number for each kernel"
-    given = listed("weights", weights, example=example, most=MOST_KERNELS)
-    numbers = [positive("weights", weight) for weight in given]
-    if len(numbers) != kernels:
-        raise UserError(
-            f"weights: {len(numbers)} numbers for {kernels} kernels; give one weight per kernel"
-        )
-    if abs(sum(numbers) - 1) > 1e-6:
-        raise UserError(
-            f"weights: {given} sum to {sum(numbers):g}; make them sum to 1, or write weights: equal"
-        )
-    return numbers

@@ -7,12 +7,12 @@ import torch
 from torch import Tensor
 
 from megatron.errors import UserError
-from megatron.positions.base import EXACT, Pair, Position, Shape
+from megatron.positions.base import EXACT, Around, Pair, Shape
 from megatron.positions.registry import build_inside, register, whole
 
 
 @register("randomized")
-class Randomized(Position):
+class Randomized(Around):
     """In training, the encoding `of` at sorted distinct positions drawn from 0 … range - 1.
 
     Section 3.1 of the paper. There is one draw for each forward pass, or for each layer if layers
@@ -20,8 +20,6 @@ class Randomized(Position):
 
     of: name of the encoding; args: its options; range: the paper's L, by default 4 · seq_length
     """
-
-    inner: Position
 
     def __init__(
         self,
@@ -65,12 +63,6 @@ class Randomized(Position):
             )
         positions = torch.randperm(self.range, device=self.origin.device)
         return positions[:length].sort().values
-
-    def on_embeddings(self, x: Tensor, start: int = 0) -> Tensor:
-        return self.inner.on_embeddings(x, start)
-
-    def on_queries_keys(self, q: Tensor, k: Tensor, start: int = 0) -> Pair:
-        return self.inner.on_queries_keys(q, k, start)
 
     def on_queries_keys_at(
         self, q: Tensor, k: Tensor, query: Tensor, key: Tensor, **place: Any

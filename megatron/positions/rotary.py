@@ -178,20 +178,17 @@ class Rotary(Turning):
         return self.short_inv_freq if self.is_short else self.inv_freq
 
     def _cos_sin(self, position: Tensor, frequencies: Tensor) -> Pair:
-        """[length], [dim / 2] -> [length, dim / 2] each, float32."""
-        angle = self._angle(position, frequencies)
-        cos, sin = self.amplitude * angle.cos(), self.amplitude * angle.sin()
-        return self.rounded(cos).to(angle.dtype), self.rounded(sin).to(angle.dtype)
-
-    def _angle(self, position: Tensor, frequencies: Tensor) -> Tensor:
-        """[length] float32 -> [length, dim / 2] float32.
+        """[length], [dim / 2] -> [length, dim / 2] each, float32.
 
         The forks' engine rounds the frequencies, and they make positions and angles of the same
         dtype. MEP's YaRN has its angles before the engine comes.
         """
         if self.paper_precision and not self.is_scaled:
-            return (self.rounded(position)[:, None] * self.rounded(frequencies)).float()
-        return position[:, None] * frequencies
+            angle = (self.rounded(position)[:, None] * self.rounded(frequencies)).float()
+        else:
+            angle = position[:, None] * frequencies
+        cos, sin = self.amplitude * angle.cos(), self.amplitude * angle.sin()
+        return self.rounded(cos).to(angle.dtype), self.rounded(sin).to(angle.dtype)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False) -> Tensor:

@@ -64,22 +64,21 @@ class ScaledDistance(Kerple, DistanceBias):
         if slope_factor is not None:
             if a is not None:
                 raise UserError("slope_factor: fixes a, which is given too; keep one of them")
-            a = floored_slopes(shape.heads, slope_factor)
+            # ALiBi's slopes times a factor, as the authors' code has them: none below 0.01.
+            factor = positive("slope_factor", slope_factor)
+            a = [max(FLOOR, factor * slope) for slope in slopes(shape.heads)]
         super().__init__(shape, a=a)
         self.normalized = switch("normalized", normalized)
         self.over = whole("over", over, most=EXACT)
         self.clip = None if clip is None else whole("clip", clip, most=EXACT)
         self.has_network = chosen("network", network, NETWORKS) != "none"
-        if self.has_network:
-            self._draw_network(learned=network == "learned")
-
-    def _draw_network(self, *, learned: bool) -> None:
-        """First values in the ranges of torch's nn.Linear, as in the authors' code.
-
-        Fixed ones are the same in every run: a checkpoint holds what is learned and nothing else.
-        """
+        if not self.has_network:
+            return
+        # First values in the ranges of torch's nn.Linear, as in the authors' code. Fixed ones are
+        # the same in every run: a checkpoint holds what is learned and nothing else.
+        learned = network == "learned"
         generator = None if learned else torch.Generator().manual_seed(SEED)
-        heads = self.shape.heads
+        heads = shape.heads
         sizes = ([WIDTH, 1], [WIDTH], [heads, WIDTH], [heads])
         inputs = (1, 1, WIDTH, WIDTH)
         for name, size, count in zip(REFERENCE, sizes, inputs, strict=True):
@@ -93,7 +92,11 @@ class ScaledDistance(Kerple, DistanceBias):
     def log_kernel(self, distance: Tensor) -> Tensor:
         x = self.rounded(self.scaled(distance))
         if self.has_network:
-            x = self._network(x)
+            weight_0, bias_0, weight_1, bias_1 = (
+                self.rounded(self.bounded(name)) for name in REFERENCE
+            )
+            hidden = weight_0 * x + bias_0[:, None]  # [32, length]
+            x = weight_1 @ nn.functional.gelu(hidden) + bias_1[:, None]  # [heads, length]
         return -self.per_head("a") * x
 
     def paper_kernel(self, distance: Tensor) -> Tensor:
@@ -111,22 +114,8 @@ class ScaledDistance(Kerple, DistanceBias):
             x = (x - mean) / math.sqrt(mean_square + EPSILON)
         return x
 
-    def _network(self, x: Tensor) -> Tensor:
-        """[length] -> [heads, length]"""
-        weight_0, bias_0, weight_1, bias_1 = (
-            self.rounded(self.bounded(name)) for name in REFERENCE
-        )
-        hidden = weight_0 * x + bias_0[:, None]  # [32, length]
-        return weight_1 @ nn.functional.gelu(hidden) + bias_1[:, None]
-
     def reference(self) -> Iterator[tuple[str, Tensor]]:
         yield "bias_a", self.a
         if self.has_network:
             for ours, theirs in REFERENCE.items():
                 yield theirs, getattr(self, ours)
-
-
-def floored_slopes(heads: int, factor: float) -> list[float]:
-    """ALiBi's slopes times a factor, as the authors' code has them: none below 0.01."""
-    scaled = positive("slope_factor", factor)
-    return [max(FLOOR, scaled * slope) for slope in slopes(heads)]
