@@ -170,7 +170,19 @@ def devices_for(script: Path, config: Config | None) -> list[Device]:
         wanted = config.launch.num_gpus
         include, exclude = config.launch.include or "", config.launch.exclude or ""
         if include or exclude:
-            devices, every = _filtered(devices, include, exclude), True
+            from deepspeed.launcher.runner import parse_resource_filter
+
+            hosts = {"localhost": list(range(len(devices)))}
+            try:
+                slots = parse_resource_filter(hosts, include, exclude).get("localhost", [])
+            except ValueError as fault:
+                raise UserError(
+                    f"include: {include or exclude!r} does not fit this machine: {fault};"
+                    " write localhost:0,1"
+                ) from None
+            if not slots:
+                raise UserError(f"exclude: {exclude!r} leaves no device")
+            devices, every = [devices[slot] for slot in slots], True
     if wanted is None:
         wanted = len(devices) if every else 1
     if script.name in ONE_PROCESS:
@@ -185,23 +197,6 @@ def devices_for(script: Path, config: Config | None) -> list[Device]:
     if wanted > len(devices):
         return [*range(wanted)]  # processes may share a core
     return devices[:wanted]
-
-
-def _filtered(devices: Sequence[Device], include: str, exclude: str) -> list[Device]:
-    """The devices that include and exclude leave."""
-    from deepspeed.launcher.runner import parse_resource_filter
-
-    hosts = {"localhost": list(range(len(devices)))}
-    try:
-        slots = parse_resource_filter(hosts, include, exclude).get("localhost", [])
-    except ValueError as fault:
-        raise UserError(
-            f"include: {include or exclude!r} does not fit this machine: {fault};"
-            " write localhost:0,1"
-        ) from None
-    if not slots:
-        raise UserError(f"exclude: {exclude!r} leaves no device")
-    return [devices[slot] for slot in slots]
 
 
 def on_many_machines(script: Path, words: Sequence[str], config: Config) -> list[str]:

@@ -71,10 +71,31 @@ def run(words: Sequence[str]) -> str:
         # The library reads this when it starts its threads, at first use.
         os.environ["RAYON_NUM_THREADS"] = str(workers)
     corpus = _corpus(options)
+
+    of_user = (options.tokenizer_type, options.vocab_file, options.merge_file, options.vocab_size)
+    if options.corpus and options.corpus not in MADE_HERE and not any(of_user):
+        options.vocab_file, options.merge_file = gpt2_files(options.data_dir, options.from_dir)
+    default = "GPT2BPETokenizer" if options.merge_file else "HFTokenizer"
+    choice = TokenizerChoice(
+        kind=options.tokenizer_type or default,
+        vocab_file=options.vocab_file,
+        merge_file=options.merge_file,
+        vocab_size=options.vocab_size or TokenizerChoice.vocab_size,
+    )
+    if options.vocab_size and not choice.trained:
+        raise UserError(
+            f"--vocab-size: is for a tokenizer that is trained here, {choice.kind} has its own "
+            "- leave it away"
+        )
+    if options.merge_file and choice.kind != "GPT2BPETokenizer":
+        raise UserError(
+            f"--merge-file: {choice.kind} has none - leave it away, or use "
+            "--tokenizer-type GPT2BPETokenizer"
+        )
     return prepare(
         corpus,
         options.data_dir,
-        _choice(options),
+        choice,
         overwrite=options.overwrite,
         workers=workers,
         command=["prepare_data.py", *words],
@@ -122,30 +143,6 @@ def _corpus(options: argparse.Namespace) -> Corpus:
         documents=options.documents,
         limits=limits,
     )
-
-
-def _choice(options: argparse.Namespace) -> TokenizerChoice:
-    of_user = (options.tokenizer_type, options.vocab_file, options.merge_file, options.vocab_size)
-    if options.corpus and options.corpus not in MADE_HERE and not any(of_user):
-        options.vocab_file, options.merge_file = gpt2_files(options.data_dir, options.from_dir)
-    default = "GPT2BPETokenizer" if options.merge_file else "HFTokenizer"
-    choice = TokenizerChoice(
-        kind=options.tokenizer_type or default,
-        vocab_file=options.vocab_file,
-        merge_file=options.merge_file,
-        vocab_size=options.vocab_size or TokenizerChoice.vocab_size,
-    )
-    if options.vocab_size and not choice.trained:
-        raise UserError(
-            f"--vocab-size: is for a tokenizer that is trained here, {choice.kind} has its own "
-            "- leave it away"
-        )
-    if options.merge_file and choice.kind != "GPT2BPETokenizer":
-        raise UserError(
-            f"--merge-file: {choice.kind} has none - leave it away, or use "
-            "--tokenizer-type GPT2BPETokenizer"
-        )
-    return choice
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -5,7 +5,6 @@ python tools/check_encoding.py mep --option "kernels=[exp, kerple_log]" --option
 python tools/check_encoding.py bump --from my_encoding.py --heads 12 --head_dim 64
 """
 
-import argparse
 import logging
 import sys
 from collections.abc import Sequence
@@ -14,7 +13,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from megatron.cli_errors import guarded
+from megatron.cli_errors import command_parser, guarded
 from megatron.config.yaml_files import read_overrides
 from megatron.conformance.checks import examine
 from megatron.conformance.subject import FACT, FAILS, HOLDS, NOT_APPLICABLE, Finding, Subject
@@ -31,9 +30,7 @@ LEGEND = (
 
 @guarded
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_parser(__doc__)
     add = parser.add_argument
     add("name", help="the encoding, as in pos_emb")
     of_user = "a Python file of yours that registers encodings"

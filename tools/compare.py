@@ -12,7 +12,7 @@ import json
 import sys
 from pathlib import Path
 
-from megatron.cli_errors import guarded
+from megatron.cli_errors import command_parser, guarded
 from megatron.errors import UserError
 from megatron.files import write_output
 from megatron.results.comparison import compared
@@ -51,9 +51,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_parser(__doc__)
     parser.add_argument(
         "results", type=Path, nargs="+", metavar="FILE", help="JSON lines that evaluate.py wrote"
     )

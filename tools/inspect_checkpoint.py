@@ -59,33 +59,30 @@ def main(argv: list[str] | None = None) -> int:
     lines: list[tuple[str, ...]] = [HEADER]
     for path in checkpoints:
         wrong = faults_of(path)
-        lines.append(line_of(path, damaged=bool(wrong)))
         faults += wrong
+        sizes = [file.stat().st_size for file in path.iterdir() if file.is_file()]
+        start = (str(step_of(path)), in_bytes(sum(sizes)), str(len(sizes)))
+        try:
+            record = read_record(path)
+        except Damaged:
+            lines.append((*start, "?", "?", "?", "damaged"))
+            continue
+        state = "verified"
+        if wrong:
+            state = "damaged"
+        elif not is_verifiable(record):
+            state = "not verifiable: written before checkpoints had sums"
+        engine = "weights only"
+        if engine_files(path, record):
+            try:  # config.yml is only read as data
+                settings = read_file(path / SETTINGS)
+                engine = f"{settings['precision']} ZeRO {settings['zero_optimization']['stage']}"
+            except (ValueError, LookupError, TypeError):
+                engine = "?"
+        ranks = str(record.get("ranks", "?"))
+        lines.append((*start, record["config_hash"], engine, ranks, state))
     print(visible("\n".join([*in_columns(lines), *last_lines, *faults])))
     return int(bool(faults))
-
-
-def line_of(path: Path, *, damaged: bool) -> tuple[str, ...]:
-    """One checkpoint as cells of the table."""
-    sizes = [file.stat().st_size for file in path.iterdir() if file.is_file()]
-    start = (str(step_of(path)), in_bytes(sum(sizes)), str(len(sizes)))
-    try:
-        record = read_record(path)
-    except Damaged:
-        return (*start, "?", "?", "?", "damaged")
-    state = "verified"
-    if damaged:
-        state = "damaged"
-    elif not is_verifiable(record):
-        state = "not verifiable: written before checkpoints had sums"
-    engine = "weights only"
-    if engine_files(path, record):
-        try:  # config.yml is only read as data
-            settings = read_file(path / SETTINGS)
-            engine = f"{settings['precision']} ZeRO {settings['zero_optimization']['stage']}"
-        except (ValueError, LookupError, TypeError):
-            engine = "?"
-    return (*start, record["config_hash"], engine, str(record.get("ranks", "?")), state)
 
 
 if __name__ == "__main__":

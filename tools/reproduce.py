@@ -11,7 +11,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from megatron.cli_errors import guarded
+from megatron.cli_errors import command_parser, guarded
 from megatron.errors import UserError
 from megatron.files import ROOT
 from megatron.results.files import read_results
@@ -63,9 +63,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_parser(__doc__)
     parser.add_argument("table", help="a .yml, or " + ", ".join(published_tables()))
     parser.add_argument("--run", action="store_true", help="first run the missing cells")
     parser.add_argument("--folder", type=Path, metavar="DIR", help="folder of the sweep's runs")

@@ -8,7 +8,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from megatron.cli_errors import guarded
+from megatron.cli_errors import command_parser, guarded
 from megatron.report.curves import plot_perplexity
 from megatron.results.files import read_results
 from megatron.results.table import table
@@ -33,9 +33,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_parser(__doc__)
     parser.add_argument(
         "results", type=Path, nargs="+", metavar="FILE", help="JSON lines that evaluate.py wrote"
     )

@@ -6,13 +6,12 @@ python tools/sweep.py run configs/sweeps/cpu.yml             run the missing cel
 python tools/sweep.py status configs/sweeps/cpu.yml
 """
 
-import argparse
 import collections
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from megatron.cli_errors import guarded
+from megatron.cli_errors import command_parser, guarded
 from megatron.config.load import DATA_PATHS
 from megatron.config.schema import as_list
 from megatron.errors import UserError
@@ -31,9 +30,7 @@ from megatron.sweeps.runner import Runner, places_of
 
 @guarded
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_parser(__doc__)
     add = parser.add_argument
     add("what", choices=("run", "status"))
     add("file", help="a file as in configs/sweeps, or the name of one there")

@@ -219,7 +219,16 @@ def with_parent(config: Config) -> Config:
         parent = recorded_parent(Path(save)) if save else None
         known = Path(parent.path or "").resolve() if parent else Path()
         if parent is None or Path(load).resolve() not in (known, known.parent):
-            parent = parent_at(find(load))
+            path = find(load)
+            if CONTROL.search(str(path)):  # every result row repeats it
+                raise UserError(f"load: {path} has a control character in its name - rename it")
+            record = read_record(path)
+            parent = Parent(
+                path=str(path),
+                step=record["step"],
+                config_hash=record["config_hash"],
+                weights=weights_of(path, record),
+            )
     update = {"parent": parent or Parent()}
     return replace(config, checkpoint=config.checkpoint.model_copy(update=update))
 
@@ -261,16 +270,3 @@ def recorded_parent(folder: Path) -> Parent | None:
     except UserError:
         return None
     return Parent(**parent) if parent else None
-
-
-def parent_at(path: Path) -> Parent:
-    """A checkpoint as the parent of others: {path, step, config_hash, weights}."""
-    if CONTROL.search(str(path)):  # every result row repeats it
-        raise UserError(f"load: {path} has a control character in its name - rename it")
-    record = read_record(path)
-    return Parent(
-        path=str(path),
-        step=record["step"],
-        config_hash=record["config_hash"],
-        weights=weights_of(path, record),
-    )

@@ -197,30 +197,24 @@ def fold(merged: dict[str, Any], options: set[str], report: Report) -> None:
             report.fault(contradiction(old_setting, setting))
     if "alibi_scaling" in merged:
         scaling = merged.pop("alibi_scaling")
-        _scale(scaling, name, args, options, report)
+        meant = None  # options that are what the MEP fork made of it
+        if {"scaling", "factor", "rotary_pct"} <= options:
+            # 0 is plain, 1 is NTK-by-parts with factor 1, which is plain, all else is YaRN.
+            meant = {} if scaling in (0, 1) else {"scaling": "yarn", "factor": 2.0} | args
+        elif {"slope_factor", "normalized"} <= options:
+            # A factor of the slopes, where they are ALiBi's: 2^n below 10, n from there on.
+            meant = {}
+            slope = args.get("slope_factor")
+            if isinstance(slope, int | float) and isinstance(scaling, int):
+                meant = {"slope_factor": slope * (2**scaling if scaling < 10 else scaling)}
+        if meant is None:
+            why = f"the MEP fork does not use it for {name} either"
+            report.no_effect("alibi_scaling", why)
+        else:
+            args |= meant
+            report.note(
+                f"alibi_scaling: {scaling} meant {_listed(meant) or f'plain {name}'} in the MEP"
+                " fork, which is what it is here"
+            )
     if args:
         merged["pos_emb_args"] = args
-
-
-def _scale(
-    scaling: Any, name: Any, args: dict[str, Any], options: set[str], report: Report
-) -> None:
-    """Give the options of an encoding what alibi_scaling made of it in the MEP fork."""
-    meant = {}
-    if {"scaling", "factor", "rotary_pct"} <= options:
-        # 0 is plain, 1 is NTK-by-parts with factor 1, which is plain, all else is YaRN.
-        if scaling not in (0, 1):
-            meant = {"scaling": "yarn", "factor": 2.0} | args
-    elif {"slope_factor", "normalized"} <= options:
-        # A factor of the slopes, where they are ALiBi's: 2^n below 10, n from there on.
-        slope = args.get("slope_factor")
-        if isinstance(slope, int | float) and isinstance(scaling, int):
-            meant = {"slope_factor": slope * (2**scaling if scaling < 10 else scaling)}
-    else:
-        report.no_effect("alibi_scaling", f"the MEP fork does not use it for {name} either")
-        return
-    args |= meant
-    report.note(
-        f"alibi_scaling: {scaling} meant {_listed(meant) or f'plain {name}'} in the MEP fork,"
-        " which is what it is here"
-    )

@@ -206,7 +206,7 @@ class GPT(nn.Module):
         documents that this encoding cannot keep apart, and for methods that exclude each other or
         have no meaning for it.
         """
-        faults = self.faults_of_methods(attention)
+        faults = dict.fromkeys(faults_of(attention, self._positions, self.train_length))
         if faults:
             raise UserError("\n".join(faults))
         self.attention = attention
@@ -219,10 +219,6 @@ class GPT(nn.Module):
         self.backend = attention.attention_backend
         self.windows = attention.windows(len(self.layers), self.train_length)
         self.chunk = max(1, self.train_length // 2) if attention.blockwise else None
-
-    def faults_of_methods(self, attention: AttentionSettings) -> list[str]:
-        """Messages about sinks, clip_distance and method for this model."""
-        return list(dict.fromkeys(faults_of(attention, self._positions, self.train_length)))
 
     def _method_of(self, position: Position, window: int | None) -> Method | None:
         """The method that moves the tokens of such a layer, or None."""

@@ -15,7 +15,6 @@ from megatron.data.parts import Blend, Part, open_parts
 from megatron.data.samples import Samples
 from megatron.data.tokenizers.build import build_tokenizer, needs_files, same_kind
 from megatron.data.tokenizers.tokenizer import description
-from megatron.data.tokens import TokenFile
 from megatron.errors import UserError
 from megatron.model import padded_vocab
 from megatron.parallel.grid import Grid
@@ -38,7 +37,29 @@ def open_text(config: Config) -> tuple[dict[str, Part], dict[str, Any]]:
         names.append("valid")
     parts = open_parts(config.data, names)
     files = [tokens for part in parts.values() for tokens in part.files]
-    descriptions = [_tokenizer_of(config, tokens) for tokens in files]
+    data = config.data
+    descriptions = []
+    for tokens in files:
+        if data.vocab_file or not needs_files(data.tokenizer_type):
+            built = build_tokenizer(data.tokenizer_type, data.vocab_file, data.merge_file)
+            tokens.check_tokenizer(built)
+            descriptions.append(description(built))
+            continue
+        if "tokenizer" not in tokens.meta:
+            raise UserError(
+                f"vocab_file: not set, and {tokens.prefix} has no sidecar {tokens.prefix}.json"
+                " that names its tokenizer"
+                " - set tokenizer_type, vocab_file and merge_file to what the data was prepared"
+                " with"
+            )
+        described = tokens.meta["tokenizer"]
+        writer = described.get("type", data.tokenizer_type)
+        if "tokenizer_type" in config.given and not same_kind(data.tokenizer_type, writer):
+            raise UserError(
+                f"tokenizer_type: {data.tokenizer_type} is not what {tokens.prefix} was written"
+                f" by, {writer} - leave tokenizer_type out, or give the data that it wrote"
+            )
+        descriptions.append(described)
     tokenizer = descriptions[0]
     for tokens, other in zip(files, descriptions, strict=True):
         if other.get("hash") != tokenizer.get("hash"):
@@ -58,29 +79,6 @@ def open_text(config: Config) -> tuple[dict[str, Part], dict[str, Any]]:
     facts["corpus"] = ", ".join(names) if train.weights else train.files[0].meta.get("corpus")
     facts["corpora"] = corpora
     return parts, facts
-
-
-def _tokenizer_of(config: Config, tokens: TokenFile) -> dict[str, Any]:
-    """{type, hash, vocab_size, eod}: by the files that the configuration names, or the sidecar."""
-    data = config.data
-    if data.vocab_file or not needs_files(data.tokenizer_type):
-        tokenizer = build_tokenizer(data.tokenizer_type, data.vocab_file, data.merge_file)
-        tokens.check_tokenizer(tokenizer)
-        return description(tokenizer)
-    if "tokenizer" not in tokens.meta:
-        raise UserError(
-            f"vocab_file: not set, and {tokens.prefix} has no sidecar {tokens.prefix}.json"
-            " that names its tokenizer"
-            " - set tokenizer_type, vocab_file and merge_file to what the data was prepared with"
-        )
-    described = tokens.meta["tokenizer"]
-    writer = described.get("type", data.tokenizer_type)
-    if "tokenizer_type" in config.given and not same_kind(data.tokenizer_type, writer):
-        raise UserError(
-            f"tokenizer_type: {data.tokenizer_type} is not what {tokens.prefix} was written by,"
-            f" {writer} - leave tokenizer_type out, or give the data that it wrote"
-        )
-    return described
 
 
 def likely_rows(config: Config) -> int:

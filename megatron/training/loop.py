@@ -29,7 +29,7 @@ from megatron.training.metrics import (
     Progress,
     flops_per_token,
     peak_memory,
-    peak_tflops,
+    peak_of,
     utilisation,
 )
 from megatron.training.noise_scale import NoiseScale
@@ -155,7 +155,9 @@ def train(config: Config, grid: Grid) -> Path | None:
         profiling = Profiling(logs_as, folder_of_logs, grid, done=start.step)
         progress = Progress(start.step, steps)
         flops = flops_per_token(config.model, vocab)
-        peak = logs_as.peak_theoretical_tflops or peak_tflops(grid.device, config.precision.dtype)
+        peak = logs_as.peak_theoretical_tflops
+        if peak is None and grid.device.type == "cuda":
+            peak = peak_of(torch.cuda.get_device_name(grid.device), config.precision.dtype)
         if logs_as.log_gradient_noise_scale and config.precision.dtype == "fp16":
             logger.warning("log_gradient_noise_scale: is not measured with fp16 - use bf16 or fp32")
         elif logs_as.log_gradient_noise_scale:

@@ -69,15 +69,11 @@ def utilisation(flops: float, tokens_per_second: float, peak: float | None) -> d
     return numbers
 
 
-def peak_tflops(device: torch.device, precision: str) -> float | None:
-    """Dense TFLOP/s of this device by its data sheet, or None for a CPU or an unknown device."""
-    if device.type != "cuda":
-        return None
-    return peak_of(torch.cuda.get_device_name(device), precision)
-
-
 def peak_of(name: str, precision: str) -> float | None:
-    """The same by CUDA's name of the device: `NVIDIA A100-SXM4-80GB`, `Tesla V100-SXM2-16GB` …"""
+    """Dense TFLOP/s of a device by its data sheet, or None if it is unknown.
+
+    name: as CUDA has it: `NVIDIA A100-SXM4-80GB`, `Tesla V100-SXM2-16GB` …
+    """
     bare = re.sub(r"^(NVIDIA|Tesla) ", "", name)
     for pattern, peaks in PEAKS.items():
         if re.fullmatch(pattern, bare):
