@@ -3,6 +3,7 @@
 Tests of the kernels import it where torch, numpy and pytest alone are installed.
 """
 
+import json
 import multiprocessing
 import os
 import runpy
@@ -71,6 +72,11 @@ def unlaunched(root: Path = ROOT) -> dict[str, str]:
 def modules() -> list[str]:
     """A real text at hand: this project's own modules."""
     return [path.read_text(encoding="utf-8") for path in sorted((ROOT / "megatron").rglob("*.py"))]
+
+
+def of_encoding(name: str) -> list[str]:
+    """The settings of an encoding by its name, with the options that it needs."""
+    return [f"pos_emb={name}", f"pos_emb_args={json.dumps(NEEDED.get(name, {}))}"]
 
 
 def fill(module: Any, values: Mapping[str, Any]) -> None:

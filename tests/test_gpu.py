@@ -8,7 +8,7 @@ import torch
 from megatron.conformance.subject import VOCAB, Subject
 from megatron.data.loader import batches
 from tests.encodings import every_signature
-from tests.support import NEEDED
+from tests.support import NEEDED, of_encoding
 
 pytestmark = pytest.mark.gpu
 
@@ -52,16 +52,15 @@ def test_the_engine_trains_every_encoding_in_every_precision(name, precision):
         "hidden_size=256",
         "num_attention_heads=4",
         "seq_length=128",
-        f"pos_emb={name}",
+        *of_encoding(name),
     ]
-    args = [f"pos_emb_args={NEEDED[name]}".replace("'", "")] if name in NEEDED else []
     more = [
         f"precision={precision}",
         "train_iters=60",
         "optimizer.params.lr=2e-3",
         "train_micro_batch_size_per_gpu=8",
     ]
-    config = load([], [*shape, *args, *more, "fp16.initial_scale_power=12"])
+    config = load([], [*shape, *more, "fp16.initial_scale_power=12"])
     trainer = Trainer(config, from_config(config, 64), connect())
     rows = torch.arange(129).repeat(8, 1) * torch.tensor([3, 5, 7, 9, 11, 13, 15, 17])[:, None]
     losses = [float(train_step(trainer, [rows % 64])["loss"]) for _ in range(60)]

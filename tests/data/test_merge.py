@@ -63,21 +63,3 @@ def test_files_without_a_card_are_taken_only_where_the_user_says_so(pair, tmp_pa
     again = write(tmp_path / "again", SECOND, number=1)
     assert main([pair[0], again, "-o", str(tmp_path / "twice")]) == 0
     assert f"took from there are there several times: {'1' * 12}" in caplog.text
-
-
-def test_what_cannot_be_merged_is_one_message_and_changes_nothing(pair, tmp_path, capsys):
-    first, second = pair
-    strange = write(tmp_path / "strange", SECOND, number=3, tokenizer=TOKENIZER | {"hash": "b"})
-    beyond = write(tmp_path / "beyond", [[501]])
-    before = {path: path.read_bytes() for path in tmp_path.iterdir()}
-    new = str(tmp_path / "new")
-    for words, message in {
-        (first, "-o", new): "give two prefixes or more",
-        (first, second, "-o", second): "for -o another place",
-        (first, second, "-o", strange): "exists already - choose another name, or add --overwrite",
-        (first, strange, "-o", new): "was written by another tokenizer",
-        (first, beyond, "-o", new, "--assume-same-tokenizer"): "token 501, but the vocabulary ends",
-    }.items():
-        assert main(list(words)) == 1
-        assert message in capsys.readouterr().err
-    assert {path: path.read_bytes() for path in tmp_path.iterdir()} == before

@@ -12,7 +12,6 @@ from megatron.checkpoints.write import write_checkpoint
 from megatron.config import load
 from megatron.interop.export import export
 from megatron.model import GPT, Cache, from_config
-from tests.support import NEEDED
 
 VOCAB = 61
 
@@ -63,11 +62,6 @@ class Bump(DistanceBias):
         bump = self.bounded("height")[:, None] * torch.exp(-distance / self.width)
         return bump - self.slope[:, None] * distance
 '''
-
-
-def of_encoding(name: str) -> list[str]:
-    """The settings of an encoding by its name."""
-    return [f"pos_emb={name}", f"pos_emb_args={json.dumps(NEEDED.get(name, {}))}"]
 
 
 def a_run(

@@ -39,11 +39,10 @@ from tests.interop.models import (
     a_run,
     exported,
     greedy,
-    of_encoding,
     of_theirs,
     random_ids,
 )
-from tests.support import ROOT, call, modules
+from tests.support import ROOT, call, modules, of_encoding
 
 pytestmark = pytest.mark.usefixtures("own_modules")
 ALLOWED = {"torch", "transformers", "triton"} | sys.stdlib_module_names

@@ -5,7 +5,7 @@ import torch
 from megatron.config import load
 from megatron.model import GPT, Cache, from_config
 from tests.encodings import every_signature
-from tests.support import NEEDED
+from tests.support import of_encoding
 
 OPTIONS = [
     ["blockwise=true"],
@@ -18,9 +18,8 @@ OPTIONS = [
 def model(name: str, *settings: str) -> GPT:
     """Weights large enough for attention to be far from uniform."""
     shape = ["num_layers=2", "hidden_size=32", "num_attention_heads=4", "seq_length=48"]
-    args = [f"pos_emb_args={NEEDED[name]}".replace("'", "")] if name in NEEDED else []
-    shape += [f"pos_emb={name}", "max_position_embeddings=256", "init_method_std=0.15"]
-    return from_config(load([], [*shape, *args, *settings]), vocab=50).eval()
+    shape += ["max_position_embeddings=256", "init_method_std=0.15"]
+    return from_config(load([], [*shape, *of_encoding(name), *settings]), vocab=50).eval()
 
 
 def in_pieces(gpt: GPT, ids: torch.Tensor, pieces: list[int]) -> torch.Tensor:

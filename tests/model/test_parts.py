@@ -1,6 +1,5 @@
 """The parts of a GPT, each chosen by a key: sizes, layouts, first values, decoding."""
 
-import json
 import math
 from dataclasses import replace
 
@@ -22,7 +21,7 @@ from megatron.model import (
 from megatron.model.size import forward_flops, parameters
 from megatron.positions import REGISTRY
 from tests.encodings import every_signature
-from tests.support import NEEDED
+from tests.support import of_encoding
 
 TINY = ["num_layers=2", "hidden_size=32", "num_attention_heads=4", "seq_length=64"]
 GROUPED = ["num_key_value_heads=2"]
@@ -75,7 +74,7 @@ def test_decoding_in_pieces_is_the_whole_pass(parts):
 @every_signature
 @torch.no_grad()
 def test_every_encoding_takes_grouped_queries_or_refuses_them_when_it_is_read(name):
-    encoding = [f"pos_emb={name}", f"pos_emb_args={json.dumps(NEEDED.get(name, {}))}"]
+    encoding = of_encoding(name)
     if REGISTRY[name].grouped_queries:
         assert model(*GROUPED, *encoding)(torch.randint(50, (2, 40))).isfinite().all()
         return

@@ -11,7 +11,7 @@ from megatron.conformance.checks import CHECKS, examine
 from megatron.conformance.subject import FAILS, NOT_APPLICABLE, Subject
 from megatron.model import GPT, from_config
 from megatron.positions import REGISTRY
-from tests.support import NEEDED
+from tests.support import NEEDED, of_encoding
 
 OPTIONS = {**NEEDED, "learned": {"max_positions": 4096}}
 ENCODINGS = {name: Subject(name, OPTIONS.get(name, {})) for name in sorted(REGISTRY)}
@@ -87,9 +87,8 @@ def test_a_model_has_finite_losses_at_every_length(name):
 
 
 def gpt(name: str) -> GPT:
-    options = str(NEEDED.get(name, {})).replace("'", "")
     shape = ["num_layers=2", "hidden_size=32", "num_attention_heads=4", "seq_length=64"]
-    config = load([], [*shape, f"pos_emb={name}", f"pos_emb_args={options}"])
+    config = load([], [*shape, *of_encoding(name)])
     return from_config(config, vocab=50)
 
 

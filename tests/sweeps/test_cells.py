@@ -60,47 +60,6 @@ def test_axes_are_settings_files_or_settings_under_a_name(tmp_path):
     assert [cell.name for cell in some.cells] == ["alibi-wide-1", "t5-wide-1"]
 
 
-def test_a_bad_sweep_is_one_message(tmp_path):
-    one = TINY + "grid: {seed: [1]}\n"
-    of_one = f"{one}evaluate: {{a: {{"
-    unfit = "would be called '{}', which names their folder"
-    cases = {
-        TINY: "grid: Field required",
-        "grid: {seed: 1}": "grid.seed: Input should be a valid",
-        f"{one}axes: {{}}": "axes: Extra inputs are not permitted",
-        f"{one}evaluate: {{../x: {{}}}}": "evaluate.../x: String should match pattern",
-        f"{of_one}output: x}}}}": "evaluate.a: output: no such option; use protocol",
-        f"{of_one}protocol: papr}}}}": "evaluate.a: --protocol: invalid choice",
-        f"{of_one}windows: {10**12}}}}}": "is not a whole number from 1 to 1,000,000",
-        f"{of_one}eval_tokens: -3}}}}": "evaluate.a: eval_tokens: Input should be greater than 0",
-        f"{of_one}only: {{seed: 3}}}}}}": "only: no cell has {'seed': 3} - its axes are seed = 1",
-        f"{of_one}protocol: tail, lengths: [32, 512]}}}}": "evaluate.a: --tail 256: must be 1 to",
-        f"{of_one}eval_tokens: 64}}}}": "evaluate.a: eval_lengths: one window of length 16384",
-        f"{of_one}sinks: 4}}}}": "evaluate.a: --sinks 4: without a window all keys are visible",
-        f"{one}exclude: [{{sead: 1}}]": "exclude: no cell has {'sead': 1} - its axes are seed = 1",
-        f"{one}exclude: [{{seed: 1}}]": "no cell is left - exclude takes out the whole grid",
-        f"{one}base: [configs/126M.yml]": "did you mean",
-        TINY + "grid: {pos_emb: [..]}": unfit.format(".."),
-        TINY + "grid: {pos_emb: [" + "a" * 400 + "]}": unfit.format("a" * 80),
-        TINY + "grid: {size: {a b: {seed: 1}, a_b: {seed: 2}}}": "2 cells " + unfit.format("a_b"),
-        "[1, 2]": "mine.yml: holds ",
-    }
-    for text, message in cases.items():
-        with pytest.raises(UserError) as fault:
-            sweep_of(tmp_path, text)
-        assert message in str(fault.value)
-    assert not (tmp_path / "runs").exists()
-    for word in ("seed=3", "sed=1"):
-        with pytest.raises(UserError, match=f"--only: {word}: .* its axes are seed = 1, 2"):
-            sweep_of(tmp_path, f"{TINY}grid: {{seed: [1, 2]}}", only=[word])
-    with pytest.raises(UserError) as fault:
-        sweep_of(tmp_path, f"{TINY}grid: {{pos_emb: [alibi, rotery], seed: [1, 2]}}")
-    title, line, *_ = str(fault.value).splitlines()
-    assert title.endswith("mine.yml: 2 of 4 cells cannot be run")
-    assert line.startswith("rotery-1 (2 cells): bad configuration")
-    assert "did you mean rotary?" in str(fault.value)
-
-
 def test_a_shipped_sweep_has_one_name_with_either_dash(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for name in ("kerple-table3", "kerple_table3.yml", SHIPPED / "kerple-table3"):

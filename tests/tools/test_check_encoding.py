@@ -68,17 +68,3 @@ def test_lack_of_memory_is_no_fault_of_the_encoding(monkeypatch, capsys):
     printed = capsys.readouterr()
     assert "the machine's memory does not suffice" in printed.err
     assert printed.out == ""
-
-
-def test_what_the_user_got_wrong_is_one_message(capsys):
-    for words, message in (
-        ("kerple_lag", "pos_emb: no encoding is called 'kerple_lag'; did you mean kerple_log?"),
-        ("alibi --option slope=1", "pos_emb_args: alibi takes no option 'slope'; did you mean slo"),
-        ("alibi --option slope_factor", "--option: slope_factor: is neither a file nor key=value;"),
-        ("alibi --from nowhere.py", "pos_emb_file: nowhere.py cannot be read"),
-        ("mep", "pos_emb_args: mep needs the option kernels"),
-    ):
-        assert main(words.split()) == 1
-        printed = capsys.readouterr()
-        assert message in printed.err
-        assert printed.out == ""

@@ -16,7 +16,7 @@ from megatron.training.checkpoint import full_weights
 from megatron.training.loop import train_step
 from megatron.training.trainer import Trainer, compile_layers
 from tests.encodings import every_signature
-from tests.support import NEEDED
+from tests.support import of_encoding
 from tests.training.conftest import VOCAB, text, tiny, trainer
 
 
@@ -97,8 +97,7 @@ def test_a_machine_that_cannot_compile_is_told_so_and_a_broken_backend_is_found(
 
 @every_signature
 def test_training_leaves_learned_numbers_float32_and_within_their_bounds(grid, name):
-    options = [f"pos_emb_args.{key}={value}" for key, value in NEEDED.get(name, {}).items()]
-    run = trainer(grid, f"pos_emb={name}", "precision=bf16", *options)
+    run = trainer(grid, *of_encoding(name), "precision=bf16")
     assert all(math.isfinite(loss) for loss in losses(run, 5))
     position = run.model.position
     for key, value in position.learned().items():
