@@ -66,7 +66,14 @@ def status_of(command: Callable[[], int | None]) -> int:
     except KeyboardInterrupt:
         return INTERRUPTED
     except Exception as fault:
-        _forget_output()
+        if sys.stdout is not None:
+            try:
+                sys.stdout.flush()
+            except OSError:  # output that cannot be written: Python would complain at its very end
+                with suppress(OSError, ValueError):
+                    nowhere = os.open(os.devnull, os.O_WRONLY)
+                    os.dup2(nowhere, sys.stdout.fileno())
+                    os.close(nowhere)
         if isinstance(fault, BrokenPipeError) and fault.filename is None:
             return READER_HAS_GONE
         text = explained(fault) or _internal(fault)
@@ -130,16 +137,3 @@ def print_line(text: str) -> None:
     """Print to stderr, if there is one; names in the text cannot control the terminal."""
     with suppress(OSError):  # closed, full, or without a reader: the exit status still tells
         print(visible(text), file=sys.stderr, flush=True)
-
-
-def _forget_output() -> None:
-    """Drop output that cannot be written: Python would complain about it at its very end."""
-    if sys.stdout is None:
-        return
-    try:
-        sys.stdout.flush()
-    except OSError:
-        with suppress(OSError, ValueError):
-            nowhere = os.open(os.devnull, os.O_WRONLY)
-            os.dup2(nowhere, sys.stdout.fileno())
-            os.close(nowhere)

@@ -61,7 +61,34 @@ def attention(
     Returns [batch, heads, queries, features] in q's dtype. ValueError if shapes disagree or the
     backend refuses.
     """
-    _check_shapes(q, k, v, {"bias": bias, "weight": weight}, segments, score_bias)
+    heads, keys = k.shape[1:3]
+    same_heads = q.shape[:2] == k.shape[:2] and q.shape[3] == k.shape[3]
+    if not (same_heads and q.shape[2] <= keys and k.shape[:3] == v.shape[:3]):
+        raise ValueError(
+            f"attention: q {list(q.shape)}, k {list(k.shape)} and v {list(v.shape)} do not fit"
+            " together"
+        )
+    for table_name, table in {"bias": bias, "weight": weight}.items():
+        if table is None:
+            continue
+        if table.dim() != 2 or table.shape[0] != heads or table.shape[1] < keys:
+            raise ValueError(
+                f"attention: {table_name} {list(table.shape)} must be [{heads}, at least {keys}]"
+            )
+    expected = [k.shape[0], keys]
+    if segments is not None and list(segments.shape) != expected:
+        raise ValueError(f"attention: segments {list(segments.shape)} must be {expected}")
+    if score_bias is not None:
+        u, w = score_bias
+        rank = w.shape[3:]
+        u_fits = u is None or u.shape == (*q.shape[:3], *rank)
+        if not u_fits or w.shape != (*k.shape[:3], *rank) or len(rank) > 1:
+            shown = "none" if u is None else list(u.shape)
+            raise ValueError(
+                f"attention: score_bias u {shown} and w {list(w.shape)} must be"
+                f" {list(q.shape[:3])} and {list(k.shape[:3])}, with the same last dimension where"
+                " the rank is above one"
+            )
     for key, length in {"window": window, "chunk": chunk}.items():
         if length is not None and length < 1:
             raise UserError(f"{key}: {length} must be at least 1, or left out")
@@ -194,41 +221,3 @@ def refusal(backend: str, needs: Needs) -> str | None:
     if needs.narrow_values:
         return "queries and keys are wider than values"
     return triton_refusal(needs.q, index_bias=needs.index_bias, content_rank=needs.content_rank)
-
-
-def _check_shapes(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    tables: dict[str, Tensor | None],
-    segments: Tensor | None,
-    score_bias: tuple[Tensor | None, Tensor] | None,
-) -> None:
-    heads, keys = k.shape[1:3]
-    same_heads = q.shape[:2] == k.shape[:2] and q.shape[3] == k.shape[3]
-    if not (same_heads and q.shape[2] <= keys and k.shape[:3] == v.shape[:3]):
-        raise ValueError(
-            f"attention: q {list(q.shape)}, k {list(k.shape)} and v {list(v.shape)} do not fit"
-            " together"
-        )
-    for name, table in tables.items():
-        if table is None:
-            continue
-        if table.dim() != 2 or table.shape[0] != heads or table.shape[1] < keys:
-            raise ValueError(
-                f"attention: {name} {list(table.shape)} must be [{heads}, at least {keys}]"
-            )
-    expected = [k.shape[0], keys]
-    if segments is not None and list(segments.shape) != expected:
-        raise ValueError(f"attention: segments {list(segments.shape)} must be {expected}")
-    if score_bias is None:
-        return
-    u, w = score_bias
-    rank = w.shape[3:]
-    u_fits = u is None or u.shape == (*q.shape[:3], *rank)
-    if not u_fits or w.shape != (*k.shape[:3], *rank) or len(rank) > 1:
-        shown = "none" if u is None else list(u.shape)
-        raise ValueError(
-            f"attention: score_bias u {shown} and w {list(w.shape)} must be {list(q.shape[:3])} and"
-            f" {list(k.shape[:3])}, with the same last dimension where the rank is above one"
-        )

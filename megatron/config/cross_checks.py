@@ -28,7 +28,7 @@ from megatron.errors import UserError
 from megatron.files import place_of
 from megatron.positions import Shape, options_of
 from megatron.positions.base import check_key_heads
-from megatron.positions.layers import build_entry, check_embeddings, entries_of, name_of_layers
+from megatron.positions.layers import build_entry, entries_of, name_of_layers
 from megatron.positions.outline import Outline
 from megatron.splits import PARTS, parse_split
 
@@ -103,8 +103,13 @@ def _encoding(model: Model, position: Position, attention: Attention) -> Faults:
         # Drawing first values must not move the caller's generator.
         with torch.random.fork_rng(devices=[]), Outline():
             encodings = [build_entry(position, entry, shape) for entry in entries]
-        check_embeddings(encodings, [str(entry) for entry in entries])
-        for encoding in encodings:
+        several = len({str(entry) for entry in entries}) > 1
+        for encoding, entry in zip(encodings, entries, strict=True):
+            if several and encoding.has("on_embeddings"):
+                raise UserError(
+                    f"pos_emb_layers: {entry} adds positions to the embeddings, which all layers"
+                    " read; give all layers this encoding, or leave it out"
+                )
             check_key_heads(encoding, model.num_key_value_heads or heads)
             if attention.paper_precision:
                 encoding.use_paper_precision(True)

@@ -19,7 +19,7 @@ from megatron.config.messages import (
     no_such_key,
 )
 from megatron.config.schema import KEYS, SECTIONS, Position, Section, all_keys, default_of
-from megatron.config.yaml_files import find_file, merge, read_file, read_overrides
+from megatron.config.yaml_files import Nested, find_file, merge, read_file, read_overrides
 from megatron.errors import UserError
 from megatron.files import read_small
 from megatron.positions import FILES, REGISTRY, code_fingerprint, load_file, options_of
@@ -75,8 +75,7 @@ def load(paths: Sequence[str | Path], overrides: Sequence[str] = ()) -> Config:
             dropped = [loser for loser in losers if merged.pop(loser, None)]
             if dropped:
                 report.note(f"{', '.join(dropped)}: dropped, because a later source sets {winner}")
-        for key, value in later.items():
-            merged[key] = merge(merged.get(key), value)
+        merged = merge(merged, Nested(later))
         origins |= {AFTER_MERGE.get(key, key): name for key in _settings(later)}
     complete_recipe([given for _, given in sources], merged, report)
     encoding = merged.setdefault("pos_emb", Position.model_fields["pos_emb"].default)

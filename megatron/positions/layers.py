@@ -1,6 +1,6 @@
 """Which encoding each layer has, where layers differ."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -79,15 +79,3 @@ def build_entry(
         if not section.pos_emb_layers:
             raise
         raise UserError(f"pos_emb_layers: {fault}") from None
-
-
-def check_embeddings(positions: Sequence[Position], names: Sequence[str]) -> None:
-    """Raises UserError if the encodings of only some layers act on the shared embeddings."""
-    if len(set(names)) == 1:
-        return
-    for position, name in zip(positions, names, strict=True):
-        if position.has("on_embeddings"):
-            raise UserError(
-                f"pos_emb_layers: {name} adds positions to the embeddings, which all layers read;"
-                " give all layers this encoding, or leave it out"
-            )

@@ -113,18 +113,15 @@ class Mixture(DistanceBias):
             distance = distance.bfloat16().to(distance.dtype)
         kernels = cast(Iterable[DistanceBias], self.kernels)
         probabilities = [kernel.paper_probability(distance) for kernel in kernels]
-        return torch.log(self._paper_mean(probabilities))
-
-    def _paper_mean(self, probabilities: Sequence[Tensor]) -> Tensor:
-        """[heads, length] of each kernel -> their weighted mean, one after the other."""
+        # Their weighted mean, one after the other: [heads, length].
+        if self.has_equal_weights:
+            return torch.log(sum(probabilities[1:], probabilities[0]) / len(probabilities))
+        weights = self.log_weights.exp()
         if self.weight_logits is not None:
-            weights = self.rounded(self.bounded("weight_logits").softmax(dim=0))
-        elif self.has_equal_weights:
-            return sum(probabilities[1:], probabilities[0]) / len(probabilities)
-        else:
-            weights = self.rounded(self.log_weights.exp())
+            weights = self.bounded("weight_logits").softmax(dim=0)
+        weights = self.rounded(weights)
         terms = [weight[:, None] * p for weight, p in zip(weights, probabilities, strict=True)]
-        return sum(terms[1:], terms[0])
+        return torch.log(sum(terms[1:], terms[0]))
 
 
 @register("mep_free", aliases=("snope_norm_original_scaling__", "snope_norm_original_scaling_"))

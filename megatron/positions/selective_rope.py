@@ -100,7 +100,13 @@ class SelectiveRope(Position):
         by_head = x.unflatten(-1, (self.shape.heads, -1))
         squares = by_head.square().sum(-1, keepdim=True)
         by_head = by_head / (squares + NORM_EPSILON).sqrt()
-        phi = self._projected(by_head)
+        if self.rank is not None:  # φ before the convolution: [batch, features, length]
+            low = F.linear(by_head.flatten(2), self.bounded("down"))
+            phi = F.linear(low, self.bounded("up")).transpose(1, 2)
+        else:
+            unit = F.normalize(self.bounded("directions"), dim=1)
+            weight = self.bounded("lengths")[:, None, None] * unit
+            phi = torch.einsum("blhi,hio->bhol", by_head, weight).flatten(1, 2)
         step = self._filtered(phi, memory)
         step = step.unflatten(1, (self.shape.heads, -1))
         step = step.permute(0, 1, 3, 2)  # [batch, heads, length, pairs]
@@ -117,19 +123,6 @@ class SelectiveRope(Position):
         memory["sum"] = total[:, :, -1:].detach()
         angle = (total * self.frequencies).fmod(2 * math.pi)
         return angle.to(x.dtype)
-
-    def _projected(self, by_head: Tensor) -> Tensor:
-        """φ before the convolution: [batch, length, heads, part] -> [batch, features, length].
-
-        The features are the pairs of all heads.
-        """
-        if self.rank is not None:
-            low = F.linear(by_head.flatten(2), self.bounded("down"))
-            return F.linear(low, self.bounded("up")).transpose(1, 2)
-        unit = F.normalize(self.bounded("directions"), dim=1)
-        weight = self.bounded("lengths")[:, None, None] * unit
-        of_heads = torch.einsum("blhi,hio->bhol", by_head, weight)
-        return of_heads.flatten(1, 2)
 
     def _filtered(self, phi: Tensor, memory: Memory) -> Tensor:
         """The summand of each token: [batch, features, length] -> same."""
