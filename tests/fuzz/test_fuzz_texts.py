@@ -10,8 +10,9 @@ from megatron.config import load
 from megatron.data.tokenizers.build import build_tokenizer
 from megatron.data.tokenizers.train import train_tokenizer
 from megatron.report.page import page_of
-from megatron.results.comparison import compared, encodings
+from megatron.results.comparison import compared
 from megatron.results.files import read_results
+from megatron.results.labels import kinds
 from megatron.results.row import Row
 from megatron.results.table import table
 from tests.fuzz.settings import fuzzed, works_or_says_why
@@ -38,7 +39,7 @@ KEYS = st.sampled_from(sorted(Row.__annotations__))
 def shown(path):
     found = read_results([path])
     table(found)
-    compared(encodings(found), None)
+    compared(kinds(found))
 
 
 @fuzzed
