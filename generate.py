@@ -142,7 +142,7 @@ def prompts_of(arguments: argparse.Namespace) -> list[str]:
     path = arguments.prompts
     if path is not None:
         try:
-            lines = read_small(path, LONGEST).decode().split("\n")
+            lines = read_small(path, LONGEST).decode().replace("\r\n", "\n").split("\n")
         except (OSError, UnicodeDecodeError) as fault:
             raise UserError(f"--prompts: {path} cannot be read as text ({fault})") from None
         prompts += [line for line in lines if line.strip()]

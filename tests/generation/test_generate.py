@@ -66,7 +66,7 @@ def test_with_and_without_a_cache_the_text_is_the_same_and_a_seed_repeats_it(gen
 
 
 def test_prompts_come_from_words_a_file_and_standard_input(generate, folder, tmp_path):
-    (tmp_path / "many.txt").write_text(f"{PROMPT}\n\nimport torch\n")
+    (tmp_path / "many.txt").write_text(f"{PROMPT}\n\nimport torch\r\n")
     expected = by_hand(folder, PROMPT, 20)
     many = ("--prompt", "", "--prompts", tmp_path / "many.txt", *GREEDY)
     rows = [json.loads(line) for line in generate(*many).splitlines()]
