@@ -217,7 +217,8 @@ class TokenFile:
 
         With PREFIX.json the tokenizers' hashes must agree. Else ids must fit the vocabulary when
         they are read, and the .idx must not be that of another .bin: where the text ends with the
-        tokenizer's end of a document, either all end so, or none goes on after one.
+        tokenizer's end of a document, either all end so, or none goes on after one. Windows of one
+        length are no documents, and are not asked.
         """
         writer = self.meta.get("tokenizer")
         if writer and writer.get("hash") != tokenizer.hash:
@@ -232,7 +233,7 @@ class TokenFile:
             return
         last, end = self._last_tokens(), tokenizer.eod
         *_, end_of_text = last.values()
-        if end_of_text != end or set(last.values()) == {end}:
+        if end_of_text != end or set(last.values()) == {end} or not np.ptp(self.sizes[:-1]):
             return
         for document in last:
             if end in self.read(document, 0, BEGINNING)[:-1]:

@@ -141,7 +141,7 @@ def test_a_flipped_byte_in_either_file_is_noticed(tmp_path):
 
 
 def test_a_text_without_ends_of_documents_is_no_text_beside_another_index(tmp_path):
-    for documents in ([[7, 8], [9, 0]], [[7, 0, 8], [9]]):
+    for documents in ([[7, 8], [9, 0]], [[7, 0, 8], [9]], [[7, 0, 8], [9, 8, 0], [7, 0]]):
         tokens = TokenFile.open(write(tmp_path / "c", documents, overwrite=True))
         tokens.check_tokenizer(build_tokenizer("CharLevelTokenizer"))
 
