@@ -31,12 +31,18 @@ RETURNED = {
     "on_queries_keys": 2,
     "on_queries_keys_by_content": 2,
     "on_scores": 1,
+    "distance_bias": 0,
+    "distance_weight": 0,
+    "index_bias": 0,
 }
-RETURNED |= {"distance_bias": 0, "distance_weight": 0, "index_bias": 0}
 """How many of its arguments each hook returns in their shapes; 0 for a table."""
 
-NO_CODE = re.compile(r"Expr\(value=Constant\(value=0\)\)|\w+=\[\]|ctx=Load\(\)|, ")
-"""In a dumped syntax tree: docstrings, and what some versions of Python write and others do not."""
+NO_CODE = re.compile(
+    r"(?<=[(\[])((Expr\(value=Constant\(value=0\)\)|\w+=\[\]|ctx=Load\(\))(, |(?=[)\]])))+"
+    r"|, (Expr\(value=Constant\(value=0\)\)|\w+=\[\]|ctx=Load\(\))"
+)
+"""In a dumped syntax tree: docstrings, and what some versions of Python write and others do not.
+Each goes with one comma, so that no text in quotes loses its own."""
 
 
 def register(name: str, *, aliases: Sequence[str] = ()) -> Callable[[type], type]:
