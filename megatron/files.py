@@ -111,7 +111,7 @@ def check_output(path: Path, mark: bytes | None = None) -> None:
         content = file.read(MARKED)
     if content and (mark is None or mark not in content):
         raise UserError(
-            f"--output: {path} exists and is no earlier output to be replaced - choose another"
+            f"--output: {path} exists and is no output that may be replaced - choose another"
             " name, or remove it"
         )
 

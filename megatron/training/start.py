@@ -162,9 +162,9 @@ def starting_point(config: Config, facts: dict[str, Any], grid: Grid) -> Start:
         differences = _differences({name: now[name] for name in known}, then)
         if differences and (continues_it or now["path"] == then.get("path")):
             raise UserError(
-                f"load: {path} learned from other text than {now['path']} ({differences}) - give"
-                " that text, or set finetune: true and save elsewhere for a new run on other data"
-                " from these weights"
+                f"load: {path} has another {now['part']} text than {now['path']} ({differences}) -"
+                " give that text, or set finetune: true and save elsewhere for a new run on other"
+                " data from these weights"
             )
 
     # Another number of ranks may change the windows of a step if train_batch_size says so.
