@@ -65,10 +65,16 @@ def main(config: Config | None, arguments: argparse.Namespace) -> None:
             name = option.replace("_", "-")
             raise UserError(f"--{name}: belongs to --tasks - name tasks too, or leave it out")
     if config is not None and config.only_measures and asks_for_nothing:
-        evaluations = evaluate_as_published(config)
-    else:
-        evaluations = iter([evaluate(config, options)])
-    for evaluation in evaluations:
+        as_published(config)
+        return
+    evaluation = evaluate(config, options)
+    if here().first:
+        show(evaluation)
+
+
+def as_published(config: Config) -> None:
+    """Measure as KERPLE and MEP do with train-iters: 0, and show it."""
+    for evaluation in evaluate_as_published(config):
         if here().first:
             show(evaluation)
 

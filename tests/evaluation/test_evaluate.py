@@ -25,6 +25,7 @@ from megatron.results.files import read_results, write_lines
 from megatron.results.labels import runs
 from tests.support import ROOT
 from tests.support import run as run_script
+from train import measure
 
 TOKENIZER = {"type": "HFTokenizer", "hash": "aaaa", "vocab_size": 60, "eod": 0}
 SHAPE = {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "seq_length": 16}
@@ -278,6 +279,9 @@ def test_no_training_steps_measure_as_kerple_and_mep_do(home, folder, capsys):
             assert same[key] == row[key]
     (row,) = rows_of(folder / "own.jsonl", file, "--lengths 16")
     assert row["protocol"] == "equal_tokens"
+    capsys.readouterr()
+    measure(load([file]))  # as train.py does
+    assert "protocol paper" in capsys.readouterr().out
     assert evaluate(file, "eval_iters=0") == 1
     assert "eval_iters: 0 batches are nothing to measure" in capsys.readouterr().err
 
