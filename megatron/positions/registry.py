@@ -124,7 +124,7 @@ def _checked(hook: Callable, count: int) -> Callable:
         if not count:
             sizes = (getattr(n, "shape", [n])[0] for n in inputs)
             expected = [[self.shape.heads, *sizes]]
-        several = returned if isinstance(returned, tuple) else [returned]
+        several = returned if isinstance(returned, tuple | list) else [returned]
         shapes = [list(getattr(x, "shape", [])) for x in several]
         no_table = returned is None and not count
         if shapes != expected and not no_table and self.score_width == 1:
