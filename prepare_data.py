@@ -65,7 +65,7 @@ def run(words: Sequence[str]) -> str:
     if workers > most:
         raise UserError(
             f"--workers: {workers} processes do not fit into memory, which holds {most} at most -"
-            " leave it away for one on each core"
+            " leave it out for one on each core"
         )
     if options.workers:
         # The library reads this when it starts its threads, at first use.
@@ -85,11 +85,11 @@ def run(words: Sequence[str]) -> str:
     if options.vocab_size and not choice.trained:
         raise UserError(
             f"--vocab-size: is for a tokenizer that is trained here, {choice.kind} has its own "
-            "- leave it away"
+            "- leave it out"
         )
     if options.merge_file and choice.kind != "GPT2BPETokenizer":
         raise UserError(
-            f"--merge-file: {choice.kind} has none - leave it away, or use "
+            f"--merge-file: {choice.kind} has none - leave it out, or use "
             "--tokenizer-type GPT2BPETokenizer"
         )
     return prepare(
@@ -120,7 +120,7 @@ def _corpus(options: argparse.Namespace) -> Corpus:
         kind = "a data set of the hub"
     for name in NOT_FOR[kind]:
         if getattr(options, name) is not None:
-            raise UserError(f"--{name.replace('_', '-')}: is not for {kind} - leave it away")
+            raise UserError(f"--{name.replace('_', '-')}: is not for {kind} - leave it out")
 
     limits = Limits(options.max_document_mb * MB, options.max_unpack_ratio)
     if kind == "--input":

@@ -53,7 +53,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if given.checkpoint and given.names:
         parser.error("a checkpoint knows its encoding: give names or --checkpoint, not both")
     if given.output and given.output.suffix in PICTURES:
-        parser.error("--output: is the folder of the pictures, so it has no name of one")
+        parser.error("--output: names the folder of the pictures - give it without a suffix")
 
     logging.basicConfig(level=logging.ERROR)
     if given.file:

@@ -87,7 +87,7 @@ def kind_of(folder: Path) -> str | None:
     """
     if has_sums(folder):
         return "exported" if (folder / SETTINGS).is_file() else "huggingface"
-    if steps_in(folder) or (folder / RECORD).is_file():
+    if steps_in(folder) or (folder / RECORD).exists():
         return "ours"
     if reference.holds_files(folder):
         return "gpt-neox"
@@ -96,7 +96,7 @@ def kind_of(folder: Path) -> str | None:
 
 def has_sums(folder: Path) -> bool:
     """Whether a folder is an export of ours, whose checkpoint.json has the sum of each file."""
-    return (folder / RECORD).is_file() and (folder / huggingface.SETTINGS).is_file()
+    return (folder / RECORD).exists() and (folder / huggingface.SETTINGS).is_file()
 
 
 def check_sums(folder: Path) -> None:

@@ -257,7 +257,9 @@ class Position(Float32Module):
             if self.paper_precision:
                 # The forks' -inf: no key gets less than no attention.
                 table = table.to(distance.dtype).clamp(min=NO_ATTENTION)
-        returned = f"{list(table.shape)} {table.dtype}"
+        returned = (
+            f"{list(table.shape)} {table.dtype}" if isinstance(table, Tensor) else repr(table)
+        )
         expected = f"{[self.shape.heads, length]} {distance.dtype}"
         if returned != expected:
             raise WrongEncoding(kernel, f"must return {expected}, not {returned}")
@@ -330,7 +332,7 @@ class DistanceBias(Position):
 
     def log_kernel(self, distance: Tensor) -> Tensor:
         """The bias of q·k/√head_dim: [length] float32 -> [heads, length] float32."""
-        raise NotImplementedError
+        raise WrongEncoding(self.log_kernel, f"must be defined in {type(self).__name__}")
 
     def paper_kernel(self, distance: Tensor) -> Tensor:
         """The same in bfloat16, as the forks do: [length] float32 -> [heads, length] bfloat16."""

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.errors import UserError, did_you_mean, fault_in
-from megatron.positions.base import Position, Shape, WrongEncoding
+from megatron.positions.base import DistanceBias, Position, Shape, WrongEncoding
 
 REGISTRY: dict[str, type[Position]] = {}
 """Every encoding by its name in the YAML key `pos_emb`."""
@@ -92,8 +92,18 @@ def load_file(path: str | Path) -> str:
     problem = None
     try:
         exec(compile(text, path, "exec"), module.__dict__)
-        if before[0] == REGISTRY:
+        registered = [REGISTRY[name] for name in REGISTRY.keys() - before[0].keys()]
+        if not registered:
             problem = f'{path} registers no encoding; put @register("its_name") above the class'
+        for encoding in registered:
+            for hook in vars(encoding).keys() & {*RETURNED, "log_kernel"}:
+                method = getattr(encoding, hook)
+                arguments = inspect.getfullargspec(getattr(DistanceBias, hook)).args
+                try:
+                    inspect.signature(method).bind(*arguments)
+                except TypeError:
+                    place = f"{path}:{method.__code__.co_firstlineno}"
+                    problem = f"{place}: {method.__qualname__} must take ({', '.join(arguments)})"
     except KeyboardInterrupt:
         raise
     except SyntaxError as fault:
@@ -106,11 +116,11 @@ def load_file(path: str | Path) -> str:
         ALIASES.clear()
         ALIASES.update(before[1])
         raise UserError(f"pos_emb_file: {problem}")
-    for name in REGISTRY.keys() - before[0].keys():
+    for encoding in registered:
         for hook in RETURNED:
-            method = getattr(REGISTRY[name], hook)
+            method = getattr(encoding, hook)
             if method.__module__ == module.__name__:
-                setattr(REGISTRY[name], hook, _checked(method, RETURNED[hook]))
+                setattr(encoding, hook, _checked(method, RETURNED[hook]))
     FILES[digest] = path
     return text
 
