@@ -14,6 +14,7 @@ from pathlib import Path
 from megatron.cli_errors import command_parser, guarded
 from megatron.config.load import DATA_PATHS
 from megatron.config.schema import as_list
+from megatron.data.corpora.recipes import corpus_names
 from megatron.errors import UserError
 from megatron.evaluation.options import number
 from megatron.sweeps.cells import (
@@ -127,8 +128,10 @@ def absent_data(sweep: Sweep, states: Sequence[State]) -> list[str]:
     for prefix in sorted(prefixes):
         if not Path(f"{prefix}.idx").exists():
             name = Path(prefix).name.removesuffix("_text_document")
-            command = f"python prepare_data.py {name}"
-            lines.append(f"data are absent: {prefix} - {command} (sizes: --list)")
+            command = f"python prepare_data.py {name} (sizes: --list)"
+            if name not in corpus_names():
+                command = f"python prepare_data.py --input FILES --name {name}"
+            lines.append(f"data are absent: {prefix} - {command}")
     return lines
 
 
