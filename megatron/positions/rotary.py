@@ -104,13 +104,17 @@ class Rotary(Turning):
         self.stretches = scaling == "none" and self.dim > 2
         self.base = base
         self.fraction, self.resonance = fraction, switch("resonance", resonance)
+        self.scaling: Scaling | None = None  # in use
         self.use_scaling({})
         self.is_short = False
 
     def use_scaling(self, options: Mapping[str, Any]) -> None:
         """See Position."""
         scaling = replace(self.own_scaling, **options)
+        if scaling == self.scaling:  # transformers calls this where numbers cannot be made
+            return
         scaling.check(self.dim)
+        self.scaling = scaling
         self.is_scaled = scaling.name != "none"
         self.amplitude = scaling.amplitude
         inv_freq = self._turning(scaling.stretched(self.dim, self.base)).to(self.origin)

@@ -106,17 +106,17 @@ def _moment_comes(
     chance: random.Random,
 ) -> bool:
     """Wait for any moment of a run, or of the writing of a checkpoint; whether all still run."""
-    begin = time.time()
     # torch waits half an hour for a rank that ends while the engine connects; a launcher would
-    # end the others. Here nobody does, so the loop must have begun.
-    metrics = folder / "metrics.jsonl"
+    # end the others. Here nobody does, so a step must have been logged.
+    log = _log(folder)
+    earlier = log.stat().st_size if log.exists() else 0
     waits_for_loop = not command.all_die
     aims_at_saving = command.saves and chance.random() < 0.5
     end = time.monotonic() + chance.uniform(0, seconds)
     while time.monotonic() < end or aims_at_saving or waits_for_loop:
         if any(forks.poll(pid) is not None for pid in pids):
             return False
-        if waits_for_loop and metrics.exists() and metrics.stat().st_mtime > begin:
+        if waits_for_loop and log.exists() and b"  loss " in log.read_bytes()[earlier:]:
             waits_for_loop = False
             end = time.monotonic() + chance.uniform(0, seconds)
         if aims_at_saving and time.monotonic() >= end and any(folder.glob("partial_step*")):
