@@ -44,7 +44,7 @@ MAY_CHANGE = {
 }
 """Keys of the section `model` that neither shape the parent's weights nor what is computed from
 them; the rows of the embedding are the parent's whatever the last one says."""
-PLACE = ("corpus", "path")  # a corpus may be moved and renamed
+NO_TEXT = ("corpus", "path", "weight")  # a corpus may be moved, renamed and weighed anew
 SCHEDULE = ("min_lr", "lr_decay_style", "lr_decay_iters", "warmup", "lr_schedule")
 """Keys of the section `optimizer` that shape the learning rate, beside optimizer.params.lr."""
 
@@ -158,13 +158,17 @@ def starting_point(config: Config, facts: dict[str, Any], grid: Grid) -> Start:
     # Old records have none or fewer facts, and not every corpus has a card. Another path together
     # with another folder is a choice, which the log names above.
     for now, then in zip(facts["corpora"], record.get("corpora", ()), strict=False):
-        known = [name for name in now if name not in PLACE and now[name] and then.get(name)]
+        known = [name for name in now if name not in NO_TEXT and now[name] and then.get(name)]
         differences = _differences({name: now[name] for name in known}, then)
-        if differences and (continues_it or now["path"] == then.get("path")):
+        if not differences:
+            continue
+        change = f"{path} has another {now['part']} text than {now['path']} ({differences})"
+        if now["part"] != "train":
+            logger.warning(f"load: {change}; its losses cannot be compared with earlier ones")
+        elif continues_it or now["path"] == then.get("path"):
             raise UserError(
-                f"load: {path} has another {now['part']} text than {now['path']} ({differences}) -"
-                " give that text, or set finetune: true and save elsewhere for a new run on other"
-                " data from these weights"
+                f"load: {change} - give that text, or set finetune: true and save elsewhere for a"
+                " new run on other data from these weights"
             )
 
     # Another number of ranks may change the windows of a step if train_batch_size says so.

@@ -2,6 +2,7 @@
 
 import json
 import logging
+import re
 
 import numpy as np
 import pytest
@@ -55,7 +56,7 @@ def blended(texts, folder, *more):
     return load([], [*OWN, *words, f"save={folder}", f"load={folder}", *MODEL, *more])
 
 
-def test_a_blend_is_named_and_resumed_to_the_last_bit(grid, texts, tmp_path):
+def test_a_blend_is_named_and_resumed_to_the_last_bit(grid, texts, tmp_path, caplog):
     straight = tmp_path / "straight"
     train(blended(texts, straight), grid)
     record = json.loads((straight / "global_step4/checkpoint.json").read_text())
@@ -66,14 +67,14 @@ def test_a_blend_is_named_and_resumed_to_the_last_bit(grid, texts, tmp_path):
         for step, one in records(straight, kind).items():
             assert one["loss"] == records(folder, kind)[step]["loss"]
     swapped = f"valid_data_paths=[{texts['new_prose']},{texts['new_poems']}]"
-    for words, message in {
-        "train_data_weights=[1,1]": r"text than \S+poems\S+ \(weight: 0\.25 there, 0\.5 here\)",
-        f"train_data_paths=[{texts['poems']}] train_data_weights=null": r"0\.25 there, 1\.0 here",
-        swapped: r"text than \S+new_prose\S+ \(tokens: 2730 there, 3330 here",
-    }.items():
-        words = ["train_iters=9", *words.split()]
-        with pytest.raises(UserError, match=message):
-            train(blended(texts, folder, *words), grid)
+    with caplog.at_level(logging.INFO):
+        train(blended(texts, folder, "train_iters=9", "train_data_weights=[1,1]", swapped), grid)
+    assert "train_data_weights: [1.0, 3.0] there, [1.0, 1.0] here" in caplog.text
+    change = r"another valid text than \S+new_prose\S+ \(tokens: 2730 there, 3330 here"
+    assert re.search(change, caplog.text)
+    other = f"train_data_paths=[{texts['prose']},{texts['poems']}]"
+    with pytest.raises(UserError, match=r"another train text than \S+prose\S+ \(tokens: "):
+        train(blended(texts, folder, "train_iters=10", other), grid)
 
 
 def test_ranks_divide_the_windows_of_a_blend(texts, tmp_path):
