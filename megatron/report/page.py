@@ -99,7 +99,8 @@ class Page:
             svg = re.sub(r'(id="|href="#|url\(#)', rf"\g<1>f{number}-", svg)
             first, *_ = figure.axes
             _, curves = first.get_legend_handles_labels()
-            spoken = "; ".join([figure.get_suptitle(), first.get_ylabel(), *curves])
+            words = [figure.get_suptitle(), first.get_ylabel(), *curves]
+            spoken = "; ".join(filter(None, words))
             svgs[name] = Markup(f'<svg role="img" aria-label="{escape(spoken)}" {svg}')
         template = environment.get_template("page.html")
         return template.render(page=self, title=title, svgs=svgs)
