@@ -1,7 +1,6 @@
 """Test whether this machine can run a training; each finding has a remedy.
 
 python tools/doctor.py [--save runs] [--data data]
-python tools/doctor.py --versions     torch's and DeepSpeed's report about this machine
 
 It tests Python and the packages, torch and the GPUs, triton's compiler, the imports of a training,
 disks, /dev/shm, and the network inside this machine. Nothing is changed or sent. The exit status is
@@ -64,16 +63,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     add = parser.add_argument
     add("--save", type=Path, default=Path("runs"), metavar="DIR", help="folder for checkpoints")
     add("--data", type=Path, default=Path("data"), metavar="DIR", help="folder of token files")
-    add("--versions", action="store_true", help="show torch's and DeepSpeed's report")
     add("--try", action="store_true", dest="tries", help=argparse.SUPPRESS)
     options = parser.parse_args(argv)
     if options.tries:
         for finding in try_steps():
             print(json.dumps({"finding": finding}), flush=True)
-        return 0
-    if options.versions:
-        for module in ("torch.utils.collect_env", "deepspeed.env_report"):
-            subprocess.run([sys.executable, "-m", module], check=False)
         return 0
 
     findings = [*packages(), *tried()]
@@ -134,14 +128,13 @@ def tried() -> list[Diagnosis]:
     In a process of its own: an installation may crash it, and a driver may hang it. What was
     printed before then remains.
     """
-    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     with tempfile.TemporaryFile("w+") as output, tempfile.TemporaryFile("w+") as errors:
         try:
             status = subprocess.run(
                 [sys.executable, __file__, "--try"],
                 stdout=output,
                 stderr=errors,
-                env=os.environ | ALONE | {"PYTHONPATH": path},
+                env=os.environ | ALONE,
                 timeout=PATIENCE,
                 check=False,
             ).returncode

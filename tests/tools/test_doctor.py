@@ -34,7 +34,7 @@ def test_this_machine_is_well_and_a_folder_that_cannot_be_made_is_named(tmp_path
 def test_a_torch_that_fails_or_crashes_is_a_finding(torch, ending, tmp_path, monkeypatch):
     (tmp_path / "torch").mkdir()
     (tmp_path / "torch" / "__init__.py").write_text(torch)
-    monkeypatch.setattr(doctor, "ROOT", f"{tmp_path}{os.pathsep}{ROOT}")  # looked through first
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{ROOT}")  # looked through first
     (finding,) = doctor.tried()
     assert finding[:2] == ("stops", "torch")
     assert finding.text.startswith("ended with status")

@@ -136,8 +136,7 @@ def run_steps(
 
 def run_command(command: list[str], log: Path, parts: int, until: float, *, dry: bool) -> str:
     """Run a command in `parts` processes until they end or the time is over; how they ended."""
-    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-    variables = os.environ | {"PYTHONUNBUFFERED": "1", "PYTHONPATH": path}
+    variables = os.environ | {"PYTHONUNBUFFERED": "1"}
     if "pytest" in command:
         variables["TEST_GPU"] = "1"
     if dry:
