@@ -77,12 +77,9 @@ def visible(text: str) -> str:
 
     A name of a file from elsewhere must not colour, clear or rewrite the screen.
     """
-    return CONTROL.sub(_written_out, text)
-
-
-def _written_out(match: re.Match[str]) -> str:
-    character = match[0]
-    return character if character in "\n\t" else ascii(character)[1:-1]
+    return CONTROL.sub(
+        lambda match: match[0] if match[0] in "\n\t" else ascii(match[0])[1:-1], text
+    )
 
 
 def closest(name: str, names: Iterable[str]) -> str | None:

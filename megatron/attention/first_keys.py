@@ -19,8 +19,7 @@ from itertools import groupby
 import torch
 from torch import Tensor
 
-from megatron.attention.eager import ScoreBias
-from megatron.attention.scope import Inputs, QueryBlock, Scope
+from megatron.attention.scope import Inputs, QueryBlock
 
 GRAIN = 128
 """Queries that begin at the same key, and keys that are skipped together."""
@@ -84,61 +83,46 @@ def first_keys(inputs: Inputs) -> FirstKeys | None:
     excess = both * (1 + rounding) / math.sqrt(q.shape[-1])
     excess = _in_grains(excess)  # [batch, heads, grains, GRAIN]
     first_queries = torch.arange(scope.before, scope.keys, GRAIN)  # of grains, among all keys
-    if score_bias is not None:
-        firsts = _by_content(excess, most_beyond, score_bias, first_queries, scope, gap)
-    else:
+    if score_bias is None:
         assert most_beyond is not None
         largest = excess.amax((0, 3))  # [heads, grains]
         nearest_skipped = torch.searchsorted(-most_beyond, largest + gap, right=True)
         firsts = (first_queries + 1 - nearest_skipped).mT
-    # Heads that begin together are computed together.
+    else:  # the keys before GRAIN, 2 GRAIN, … have bounds
+        w = score_bias.w.detach()
+        near = _in_grains(w[:, :, scope.before :])  # [batch, heads, grains, GRAIN, rank]
+        origin = near[:, :, :, -1:]  # w of a grain's last key: large sums say little by themselves
+        near = near - origin
+        # Greatest and least w of the keys before each boundary: [batch, heads, boundaries, rank].
+        whole = w.shape[2] // GRAIN * GRAIN
+        in_grains = w[:, :, :whole].unflatten(2, (-1, GRAIN))
+        most_w, least_w = in_grains.amax(3).cummax(2).values, in_grains.amin(3).cummin(2).values
+        u = None
+        if score_bias.u is not None:
+            u = _in_grains(score_bias.u.detach()).to(near.dtype)
+            near = u * near
+        beyond_own_key = (excess - near.sum(-1)).amax(3)  # [batch, heads, grains]
+
+        boundaries = torch.arange(1, most_w.shape[2] + 1) * GRAIN
+        firsts_of_parts = []
+        for grains in torch.arange(len(first_queries)).split(GRAINS_AT_ONCE):
+            most = most_w[:, :, None] - origin[:, :, grains]
+            if u is not None:  # the greatest product of a query's u and a w between the bounds
+                least = least_w[:, :, None] - origin[:, :, grains]
+                of_grains = u[:, :, grains]
+                extremes = (of_grains.amax(3, keepdim=True), of_grains.amin(3, keepdim=True))
+                products = [one * bound for one in extremes for bound in (most, least)]
+                most = torch.stack(products).amax(0)
+            most = (beyond_own_key[:, :, grains, None] + most.sum(-1)).amax(0)
+            distance = first_queries[grains, None] + 1 - boundaries  # of the last key before
+            if most_beyond is not None:
+                most = most + most_beyond[:, distance.clamp(min=0)]
+            skipped = (most < -gap) & (distance > 0)  # [heads, grains, boundaries]
+            firsts_of_parts.append(skipped.sum(2).mT * GRAIN)
+        firsts = torch.cat(firsts_of_parts)
+    # [grains, heads]; heads that begin together are computed together.
     rounded = (firsts // GRAIN * GRAIN).clamp(min=0)
     return rounded.tolist() if rounded.any() else None
-
-
-def _by_content(
-    excess: Tensor,
-    most_beyond: Tensor | None,
-    score_bias: ScoreBias,
-    first_queries: Tensor,
-    scope: Scope,
-    gap: float,
-) -> Tensor:
-    """First keys with a bias by content: [grains, heads].
-
-    Keys before GRAIN, 2 GRAIN, … have bounds.
-    """
-    w = score_bias.w.detach()
-    near = _in_grains(w[:, :, scope.before :])  # [batch, heads, grains, GRAIN, rank]
-    origin = near[:, :, :, -1:]  # w of a grain's last key: large sums say little by themselves
-    near = near - origin
-    # Greatest and least w of the keys before each boundary: [batch, heads, boundaries, rank].
-    whole = w.shape[2] // GRAIN * GRAIN
-    of_keys = w[:, :, :whole].unflatten(2, (-1, GRAIN))
-    most_w, least_w = of_keys.amax(3).cummax(2).values, of_keys.amin(3).cummin(2).values
-    u = None
-    if score_bias.u is not None:
-        u = _in_grains(score_bias.u.detach()).to(near.dtype)
-        near = u * near
-    beyond_own_key = (excess - near.sum(-1)).amax(3)  # [batch, heads, grains]
-
-    boundaries = torch.arange(1, most_w.shape[2] + 1) * GRAIN
-    firsts = []
-    for grains in torch.arange(len(first_queries)).split(GRAINS_AT_ONCE):
-        most = most_w[:, :, None] - origin[:, :, grains]
-        if u is not None:  # the greatest product of a query's u and a w between the bounds
-            least = least_w[:, :, None] - origin[:, :, grains]
-            of_grains = u[:, :, grains]
-            extremes = (of_grains.amax(3, keepdim=True), of_grains.amin(3, keepdim=True))
-            products = [one * bound for one in extremes for bound in (most, least)]
-            most = torch.stack(products).amax(0)
-        most = (beyond_own_key[:, :, grains, None] + most.sum(-1)).amax(0)
-        distance = first_queries[grains, None] + 1 - boundaries  # of the last key before
-        if most_beyond is not None:
-            most = most + most_beyond[:, distance.clamp(min=0)]
-        skipped = (most < -gap) & (distance > 0)  # [heads, grains, boundaries]
-        firsts.append(skipped.sum(2).mT * GRAIN)
-    return torch.cat(firsts)
 
 
 def _in_grains(x: Tensor) -> Tensor:

@@ -221,15 +221,15 @@ class Inputs:
         """
         if self.score_bias is None:
             return most
+        u, w = self.score_bias.u, self.score_bias.w[:, :, self.scope.before :]
         rows = most
-        while rows > LEAST_ROWS and not self._spread(rows) <= EXACT_SPREAD:
+        while rows > LEAST_ROWS:
+            # By how much u·w differs, at most, between the own keys of a block.
+            blocks = w.split(rows, dim=2)
+            spread = max(float((of_block.amax(2) - of_block.amin(2)).max()) for of_block in blocks)
+            if u is not None:
+                spread *= float(u.abs().max())
+            if spread <= EXACT_SPREAD:
+                break
             rows //= 2
         return rows
-
-    def _spread(self, rows: int) -> float:
-        """By how much u·w differs, at most, between the own keys of a block of so many queries."""
-        assert self.score_bias is not None
-        u, w = self.score_bias.u, self.score_bias.w[:, :, self.scope.before :]
-        blocks = w.split(rows, dim=2)
-        spread = max(float((of_block.amax(2) - of_block.amin(2)).max()) for of_block in blocks)
-        return spread if u is None else spread * float(u.abs().max())

@@ -170,28 +170,29 @@ def faults_of(path: Path, names: Collection[str] | None = None) -> list[str]:
         entries = record["files"]
     if names is not None:
         entries = {name: entry for name, entry in entries.items() if name in names}
-    faults = [_wrong_size(path / name, entry.get("bytes")) for name, entry in entries.items()]
+    faults = []
+    for name, entry in entries.items():
+        file = path / name
+        if not os.path.exists(file):
+            faults.append(f"{file}: is missing")
+            continue
+        if not file.is_file():
+            faults.append(f"{file}: is not a file")
+            continue
+        size, expected = file.stat().st_size, entry.get("bytes")
+        if expected is None and not size:
+            faults.append(f"{file}: is empty")
+        elif expected not in (None, size):
+            faults.append(f"{file}: has {size:,} bytes, {expected:,} were written")
     listed = {name for name in entries if Path(name).match(ENGINE_STATE)}
     if listed:  # weights alone have lost theirs on purpose
         existing = {file.name for file in path.glob(ENGINE_STATE)}
         faults += [f"{path}/{name}: is not of this checkpoint" for name in existing - listed]
-    if not any(faults) and is_verifiable(record):  # most damage costs no reading
+    if not faults and is_verifiable(record):  # most damage costs no reading
         with ThreadPoolExecutor(THREADS) as pool:
             files = (path / name for name in entries)
-            faults = list(pool.map(_wrong_content, files, entries.values()))
-    return [fault for fault in faults if fault]
-
-
-def _wrong_size(file: Path, size: int | None) -> str | None:
-    """size: that was written, or None if that is unknown."""
-    if not os.path.exists(file):
-        return f"{file}: is missing"
-    if not file.is_file():
-        return f"{file}: is not a file"
-    now = file.stat().st_size
-    if size is None:
-        return None if now else f"{file}: is empty"
-    return None if now == size else f"{file}: has {now:,} bytes, {size:,} were written"
+            faults += filter(None, pool.map(_wrong_content, files, entries.values()))
+    return faults
 
 
 def _wrong_content(file: Path, entry: Mapping[str, Any]) -> str | None:

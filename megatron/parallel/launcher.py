@@ -99,7 +99,23 @@ class Launcher:
                 process.wait()
             for number, handler in before.items():
                 signal.signal(number, handler)
-        return self._ending()
+
+        failed = {rank: status for rank, status in self.ended.items() if status}
+        others = "; the others were ended" if len(self.processes) > 1 else ""
+        for rank, status in failed.items():
+            if self._is_stop(status):
+                continue
+            if status < 0:
+                how = f"was killed by {signal.Signals(-status).name}"
+                if -status == signal.SIGKILL:
+                    how += " (out of memory? dmesg says it)"
+                return Ending(128 - status, f"rank {rank}: {how}{others}")
+            if rank == 0:  # it has printed its own fault
+                return Ending(status)
+            return Ending(status, f"rank {rank}: ended with status {status}{others}")
+        if self.received and (failed or len(self.ended) < len(self.processes)):
+            return Ending(128 + self.received)
+        return Ending(next(iter(failed.values()), 0))
 
     def _look(self) -> None:
         """Note who has ended: the others would wait for ever for one that failed."""
@@ -128,21 +144,3 @@ class Launcher:
         elif number == signal.SIGINT and now - self.received_at > ONE_SIGNAL:
             self._send(signal.SIGINT)
             self.deadline = min(self.deadline, now + PATIENCE)
-
-    def _ending(self) -> Ending:
-        failed = {rank: status for rank, status in self.ended.items() if status}
-        others = "; the others were ended" if len(self.processes) > 1 else ""
-        for rank, status in failed.items():
-            if self._is_stop(status):
-                continue
-            if status < 0:
-                how = f"was killed by {signal.Signals(-status).name}"
-                if -status == signal.SIGKILL:
-                    how += " (out of memory? dmesg says it)"
-                return Ending(128 - status, f"rank {rank}: {how}{others}")
-            if rank == 0:  # it has printed its own fault
-                return Ending(status)
-            return Ending(status, f"rank {rank}: ended with status {status}{others}")
-        if self.received and (failed or len(self.ended) < len(self.processes)):
-            return Ending(128 + self.received)
-        return Ending(next(iter(failed.values()), 0))

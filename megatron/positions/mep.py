@@ -170,7 +170,11 @@ def _build_kernel(shape: Shape, item: Any) -> DistanceBias:
         }
     name, options = named("kernels", item)
     registered = KERNEL_NAMES.get(name, ALIASES.get(name, name))
-    mixable = [key for key, encoding in REGISTRY.items() if _is_mixable(encoding)]
+    mixable = []  # what is a bias by distance and nothing else
+    for key, encoding in REGISTRY.items():
+        others = [getattr(encoding, hook) is not getattr(Position, hook) for hook in OTHER_HOOKS]
+        if issubclass(encoding, DistanceBias) and not any(others):
+            mixable.append(key)
     if registered in REGISTRY and registered not in mixable:
         raise UserError(f"kernels: {name} is more than a bias by distance, so it cannot be mixed")
     if registered not in mixable:
@@ -181,10 +185,3 @@ def _build_kernel(shape: Shape, item: Any) -> DistanceBias:
     except UserError as fault:
         message = str(fault).replace(f"pos_emb_args: {registered}", f"kernels: {name}", 1)
         raise UserError(message) from None
-
-
-def _is_mixable(encoding: type[Position]) -> bool:
-    """Whether an encoding is a bias by distance and nothing else."""
-    if not issubclass(encoding, DistanceBias):
-        return False
-    return all(getattr(encoding, hook) is getattr(Position, hook) for hook in OTHER_HOOKS)

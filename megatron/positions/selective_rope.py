@@ -107,7 +107,19 @@ class SelectiveRope(Position):
             unit = F.normalize(self.bounded("directions"), dim=1)
             weight = self.bounded("lengths")[:, None, None] * unit
             phi = torch.einsum("blhi,hio->bhol", by_head, weight).flatten(1, 2)
-        step = self._filtered(phi, memory)
+
+        before = 1 if self.taps is None else self.taps - 1
+        earlier = memory.get("phi")
+        if earlier is None:
+            earlier = phi.new_zeros(*phi.shape[:2], before)
+        longer = torch.cat([earlier, phi], dim=2)
+        kept = longer.shape[2] - before
+        memory["phi"] = longer[:, :, kept:].detach()
+        if self.filter is None:
+            step = longer.diff(dim=2)
+        else:
+            weight = self.bounded("filter")[:, None]
+            step = F.conv1d(longer, weight, groups=phi.shape[1])
         step = step.unflatten(1, (self.shape.heads, -1))
         step = step.permute(0, 1, 3, 2)  # [batch, heads, length, pairs]
         if self.log_drift is not None:
@@ -123,20 +135,6 @@ class SelectiveRope(Position):
         memory["sum"] = total[:, :, -1:].detach()
         angle = (total * self.frequencies).fmod(2 * math.pi)
         return angle.to(x.dtype)
-
-    def _filtered(self, phi: Tensor, memory: Memory) -> Tensor:
-        """The summand of each token: [batch, features, length] -> same."""
-        before = 1 if self.taps is None else self.taps - 1
-        earlier = memory.get("phi")
-        if earlier is None:
-            earlier = phi.new_zeros(*phi.shape[:2], before)
-        longer = torch.cat([earlier, phi], dim=2)
-        kept = longer.shape[2] - before
-        memory["phi"] = longer[:, :, kept:].detach()
-        if self.filter is None:
-            return longer.diff(dim=2)
-        weight = self.bounded("filter")[:, None]
-        return F.conv1d(longer, weight, groups=phi.shape[1])
 
 
 def _linear(outputs: int, inputs: int) -> nn.Parameter:

@@ -30,7 +30,6 @@ from megatron.results.row import (
     LABELS,
     SETTING,
     VARIANT,
-    Question,
     Row,
     plain,
     run_of,
@@ -129,14 +128,45 @@ def page_of_rows(
         select(against, kinds(page.rows))
     for heading, members in sections(page.rows).items():
         _add_text(page, heading, members, against)
-    _add_probes(page)
+
+    probes_of_runs: dict[Hashable, list[ProbeRow]] = {}
+    for row in page.probes:
+        probes_of_runs.setdefault(run_of(row), []).append(row)
+    first_rows = [of_run[0] for of_run in probes_of_runs.values()]
+    names = []
+    for row in first_rows:
+        model = f"{row['pos_emb']}, seed {row.get('seed')}, step {row['step']}"
+        names.append(f"{model}, {text_of(row) or 'a text'}")
+    labels = labels_of(first_rows, LABELS, names=names)
+    for label, of_run in zip(labels, probes_of_runs.values(), strict=True):
+        page.probed[label] = tables_of_probes(of_run)
+        for row in of_run:
+            if reason := row.get("reason"):
+                place = f"{row['probe']} of {label} at {row['length']}"
+                page.gaps.append((place, reason))
 
     every_row = [*page.rows, *probes]
     not_of_model = dict.fromkeys((*SETTING, *VARIANT))
     models = kinds([with_facts(row, not_of_model) for row in every_row])
     for number, (label, of_model) in enumerate(models.items(), 1):
-        prefix = f"{number}-"
-        _add_kernels(page, prefix, label, of_model, files)
+        row_of = {row.get("checkpoint", ""): row for row in of_model}
+        row_of.pop("", None)
+        for checkpoint, row in row_of.items():
+            try:
+                model = model_beside(checkpoint, files, row["config_hash"])
+            except ValueError as fault:
+                page.gaps.append((checkpoint, str(fault)))
+                page.faults.append(str(fault))
+                continue
+            if model is None:
+                page.gaps.append((checkpoint, NOT_FOUND))
+                continue
+            title = f"{label}, seed {row.get('seed')}"
+            for name, figure in figures_of_model(model, title).items():
+                page.kernels.append(f"{number}-{name}")
+                page.figures[f"{number}-{name}"] = figure
+            break  # of each model, the first checkpoint that can be read
+
     keys = ["checkpoint", *COLUMNS]
     head = ["checkpoint", *COLUMNS.values()]
     lines = {}
@@ -218,51 +248,6 @@ def reference_of(groups: Mapping[str, Sequence[Row]], against: str | None) -> st
         return None
     *_, lowest = min(candidates)
     return lowest
-
-
-def _add_probes(page: Page) -> None:
-    """Tables for each probed model, variant and text."""
-    by_run: dict[Hashable, list[ProbeRow]] = {}
-    for row in page.probes:
-        by_run.setdefault(run_of(row), []).append(row)
-    first_rows = [rows[0] for rows in by_run.values()]
-    names = []
-    for row in first_rows:
-        model = f"{row['pos_emb']}, seed {row.get('seed')}, step {row['step']}"
-        names.append(f"{model}, {text_of(row) or 'a text'}")
-    labels = labels_of(first_rows, LABELS, names=names)
-    for label, of_run in zip(labels, by_run.values(), strict=True):
-        page.probed[label] = tables_of_probes(of_run)
-        for row in of_run:
-            if reason := row.get("reason"):
-                place = f"{row['probe']} of {label} at {row['length']}"
-                page.gaps.append((place, reason))
-
-
-# --- Encodings of the checkpoints ---
-
-
-def _add_kernels(
-    page: Page, prefix: str, label: str, rows: Sequence[Question], files: Sequence[Path]
-) -> None:
-    """The encoding of the first checkpoint of a model that can be read, and what it learned."""
-    row_of = {row.get("checkpoint", ""): row for row in rows}
-    row_of.pop("", None)
-    for checkpoint, row in row_of.items():
-        try:
-            model = model_beside(checkpoint, files, row["config_hash"])
-        except ValueError as fault:
-            page.gaps.append((checkpoint, str(fault)))
-            page.faults.append(str(fault))
-            continue
-        if model is None:
-            page.gaps.append((checkpoint, NOT_FOUND))
-            continue
-        title = f"{label}, seed {row.get('seed')}"
-        for name, figure in figures_of_model(model, title).items():
-            page.kernels.append(f"{prefix}{name}")
-            page.figures[f"{prefix}{name}"] = figure
-        return
 
 
 def model_beside(name: str, files: Sequence[Path], config_hash: str | None = None) -> GPT | None:

@@ -44,7 +44,9 @@ def tables_of(comparisons: Sequence[Comparison], *, bits_per_byte: bool = False)
         for one in group:
             too_few = 1 < len(one.by_seed) < SEEDS
             if too_few or one.seeds_disagree:
-                notes.append(f"{one.encoding} by seed: {_by_seed(one)}")
+                seeds = [f"{loss:+.4f} (seed {seed})" for seed, loss in one.by_seed.items()]
+                note = f"{one.encoding} by seed: {', '.join(seeds)}"
+                notes.append(f"{note}; seeds disagree in sign" if one.seeds_disagree else note)
         found.append(Table(head, body, notes, title=f"length {length}: {setting}"))
     return found
 
@@ -87,13 +89,6 @@ def _ratio(difference: float) -> str:
     if ratio is None:
         return "inf"
     return f"{ratio:.4f}" if ratio < 10 else f"{ratio:.3g}"
-
-
-def _by_seed(one: Comparison) -> str:
-    """The difference of each seed, and whether they disagree in sign."""
-    seeds = [f"{difference:+.4f} (seed {seed})" for seed, difference in one.by_seed.items()]
-    text = ", ".join(seeds)
-    return f"{text}; seeds disagree in sign" if one.seeds_disagree else text
 
 
 def how_made(comparisons: Sequence[Comparison]) -> list[str]:

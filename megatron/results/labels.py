@@ -162,18 +162,16 @@ def matching(against: str, kinds: Mapping[str, Sequence[Question]]) -> list[str]
         return [against]
     found = []
     for label, rows in kinds.items():
-        if any(_describes(against, row) for row in rows):
-            found.append(label)
+        for row in rows:
+            cell = row.get("cell") or {}
+            facts = [f"{axis} {value}" for axis, value in cell.items()]
+            for key in LABELS:
+                for value in (value_of(row, key), row.get(key)):
+                    facts.append(f"{key} {plain(value)}")
+            text = against
+            for fact in sorted(facts, key=len, reverse=True):
+                text = text.replace(f", {fact}", "", 1)
+            if text == row["pos_emb"]:
+                found.append(label)
+                break
     return found
-
-
-def _describes(text: str, row: Question) -> bool:
-    cell = row.get("cell") or {}
-    facts = [f"{axis} {value}" for axis, value in cell.items()]
-    for key in LABELS:
-        for value in (value_of(row, key), row.get(key)):
-            facts.append(f"{key} {plain(value)}")
-    facts.sort(key=len, reverse=True)
-    for fact in facts:
-        text = text.replace(f", {fact}", "", 1)
-    return text == row["pos_emb"]

@@ -200,10 +200,29 @@ def table_of_text(
     if over_seeds:
         head.append("seeds")
     head += [f"{length}*" if length in trained else str(length) for length in lengths]
-    if bits_per_byte:
-        notes = _notes_of_bits(rows, groups)
-    else:
+    if not bits_per_byte:
         notes = _notes(rows, groups, each=not over_seeds)
+    else:
+        counts = {}
+        for label, group in groups.items():
+            sizes = [row.get("bytes", 0) for row in group]
+            least, most = min(sizes), max(sizes)
+            size = from_to(f"{least:,.0f}", f"{most:,.0f}")
+            ways = {}
+            for row in group:
+                way = row.get("bytes_from", "")
+                ways[way] = COUNTED.get(way, f"bytes from {way}")
+            how = "; ".join(ways.values())
+            counts[label] = f"{size} bytes scored, {how}"
+        different = {*counts.values()}
+        if len(counts) > 1 and len(different) == 1:
+            counts = {"each": different.pop()}
+
+        notes = [f"bits per byte on {setting(rows)}"]
+        notes += [f"{label}: {count}" for label, count in counts.items()]
+        tokenizers = {row.get("tokenizer") for row in rows}
+        if len(tokenizers) > 1:
+            notes.append(OTHER_TOKENIZERS)
     if over_seeds:
         notes.append("mean ± standard deviation over seeds")
     return Table(head, body, notes)
@@ -288,30 +307,6 @@ def _facts(row: Row, keys: Iterable[str]) -> str:
     """Some of the noted keys of a row, such as "float32, step 1000, seed 1234"."""
     known = {key: row.get(key) for key in keys if row.get(key) is not None}
     return ", ".join(NOTES[key].format(value) for key, value in known.items())
-
-
-def _notes_of_bits(rows: Sequence[Row], lines_of: Mapping[str, Sequence[Row]]) -> list[str]:
-    counts = {}
-    for label, group in lines_of.items():
-        sizes = [row.get("bytes", 0) for row in group]
-        least, most = min(sizes), max(sizes)
-        size = from_to(f"{least:,.0f}", f"{most:,.0f}")
-        ways = {}
-        for row in group:
-            way = row.get("bytes_from", "")
-            ways[way] = COUNTED.get(way, f"bytes from {way}")
-        how = "; ".join(ways.values())
-        counts[label] = f"{size} bytes scored, {how}"
-    different = {*counts.values()}
-    if len(counts) > 1 and len(different) == 1:
-        counts = {"each": different.pop()}
-
-    lines = [f"bits per byte on {setting(rows)}"]
-    lines += [f"{label}: {count}" for label, count in counts.items()]
-    tokenizers = {row.get("tokenizer") for row in rows}
-    if len(tokenizers) > 1:
-        lines.append(OTHER_TOKENIZERS)
-    return lines
 
 
 def setting(rows: Sequence[Row]) -> str:

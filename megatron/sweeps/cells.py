@@ -277,7 +277,16 @@ def _cell(parts: SweepFile, values: Values, home: Path, path: Path) -> Cell:
         asked = asked or EvaluationRequest()
         if _holds(asked.only, values):
             words = _words(asked.options)
-            _check(config, label, asked.options)
+            # Options of evaluate.py are refused here, before anything is trained.
+            as_asked = config
+            for key in asked.options.keys() & KEYS.keys():
+                section = getattr(as_asked, KEYS[key]).model_copy(update={key: asked.options[key]})
+                as_asked = replace(as_asked, **{KEYS[key]: section})
+            others = {key: value for key, value in asked.options.items() if key not in KEYS}
+            try:
+                check_options(as_asked, options_of_words(_words(others)))
+            except UserError as fault:
+                raise UserError(f"evaluate.{label}: {fault}") from None
             shaping = [measured.eval_lengths, measured.eval_tokens, measured.eval_part]
             for config_hash in reversed(config.hashes):
                 text = json.dumps([config_hash, words, *shaping])
@@ -286,18 +295,6 @@ def _cell(parts: SweepFile, values: Values, home: Path, path: Path) -> Cell:
                     break
             evaluations.append(EvaluationCall(name, tuple(words), asked.options))
     return Cell(_name(values), values, folder, config, tuple(evaluations))
-
-
-def _check(config: Config, label: str, options: Values) -> None:
-    """Raises UserError, before anything is trained, where evaluate.py would afterwards."""
-    words = _words({key: value for key, value in options.items() if key not in KEYS})
-    for key in options.keys() & KEYS.keys():
-        section = getattr(config, KEYS[key]).model_copy(update={key: options[key]})
-        config = replace(config, **{KEYS[key]: section})
-    try:
-        check_options(config, options_of_words(words))
-    except UserError as fault:
-        raise UserError(f"evaluate.{label}: {fault}") from None
 
 
 def _name(values: Mapping[str, Any]) -> str:

@@ -207,7 +207,9 @@ class Metrics:
             )
             return
         self.wandb = run
-        self.writers["use_wandb"] = self._write_wandb
+        self.writers["use_wandb"] = lambda record, learned: run.log(
+            {"step": record["step"], **_charts(record, learned)}
+        )
 
     def log(
         self, step: int, kind: str, numbers: Numbers, learned: dict[str, Tensor] | None = None
@@ -270,9 +272,6 @@ class Metrics:
     def _write_events(self, record: Numbers, learned: dict[str, Tensor]) -> None:
         for name, value in _charts(record, learned).items():
             self.events.add_scalar(name, value, record["step"])
-
-    def _write_wandb(self, record: Numbers, learned: dict[str, Tensor]) -> None:
-        self.wandb.log({"step": record["step"], **_charts(record, learned)})
 
 
 def _charts(record: Numbers, learned: dict[str, Tensor]) -> dict[str, float]:

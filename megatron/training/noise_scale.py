@@ -99,7 +99,7 @@ def _square(part: Tensor) -> Tensor:
     return torch.linalg.vector_norm(part, dtype=torch.float64).square()
 
 
-def own_gradients(parameters: Iterable[Tensor], grid: Grid) -> Iterator[Tensor]:
+def own_gradients(parameters: Iterable[Any], grid: Grid) -> Iterator[Tensor]:
     """This rank's parts of an engine's gradient, between its backward pass and its step.
 
     The parts of all ranks together hold every number once, and zeros. Any shapes.
@@ -110,17 +110,14 @@ def own_gradients(parameters: Iterable[Tensor], grid: Grid) -> Iterator[Tensor]:
 
             yield safe_get_local_grad(parameter)
         elif hasattr(parameter, "_hp_mapping"):  # ZeRO 1 and 2
-            yield _fragment(parameter)
+            mapping: Any = parameter._hp_mapping
+            if mapping is None:  # all of it is on other ranks
+                yield parameter.new_zeros(0)
+                continue
+            fragment = mapping.get_lp_grad_fragment(parameter._index_in_param_group).flatten()
+            address = mapping.lp_fragment_address
+            if fragment.numel() != address.numel:  # DeepSpeed's bf16 engine keeps all of it
+                fragment = fragment.narrow(0, address.start, address.numel)
+            yield fragment
         elif grid.first and parameter.grad is not None:  # all ranks have all of it
             yield parameter.grad
-
-
-def _fragment(parameter: Any) -> Tensor:
-    mapping = parameter._hp_mapping
-    if mapping is None:  # all of it is on other ranks
-        return parameter.new_zeros(0)
-    address = mapping.lp_fragment_address
-    part = mapping.get_lp_grad_fragment(parameter._index_in_param_group).flatten()
-    if part.numel() == address.numel:
-        return part
-    return part.narrow(0, address.start, address.numel)  # DeepSpeed's bf16 engine keeps all of it

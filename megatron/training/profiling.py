@@ -70,7 +70,6 @@ class Profiling:
                 )
                 self.profiler = profile(
                     schedule=steps,
-                    on_trace_ready=self._write_trace,
                     record_shapes=True,
                     profile_memory=asked.memory_profiling,
                 )
@@ -95,6 +94,15 @@ class Profiling:
         if profiler is not None:
             with self._spared():
                 profiler.stop()
+                if self.step_now >= self.first:
+                    name = f"step{self.first}-{self.step_now}_rank{self.grid.rank}.trace.json.gz"
+                    path = self.place / name
+                    with atomic_write(path) as temporary:
+                        # The ending says that it is to be packed.
+                        packed = temporary.with_name(f"{temporary.name}.json.gz")
+                        profiler.export_chrome_trace(str(packed))
+                        packed.replace(temporary)
+                    logger.info(f"profile: {path}, for https://ui.perfetto.dev")
         if self.records_memory:
             self.records_memory = False
             folder = Path(self.settings.memory_profiling_path or self.place)
@@ -102,18 +110,6 @@ class Profiling:
             with self._spared(), atomic_write(path) as temporary:
                 torch.cuda.memory._dump_snapshot(str(temporary))
             torch.cuda.memory._record_memory_history(enabled=None)
-
-    def _write_trace(self, profiler: profile) -> None:
-        if self.step_now < self.first:
-            return
-        name = f"step{self.first}-{self.step_now}_rank{self.grid.rank}.trace.json.gz"
-        path = self.place / name
-        with atomic_write(path) as temporary:
-            # The ending says that it is to be packed.
-            packed = temporary.with_name(f"{temporary.name}.json.gz")
-            profiler.export_chrome_trace(str(packed))
-            packed.replace(temporary)
-        logger.info(f"profile: {path}, for https://ui.perfetto.dev")
 
     @contextmanager
     def _spared(self) -> Iterator[None]:

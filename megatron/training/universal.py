@@ -75,7 +75,13 @@ def give(engine: Any, weight: Callable[[str], Tensor], adam: AdamState | None = 
     weight: the whole tensor of a name, also for parameters that ZeRO has divided
     adam: None leaves the optimizer as new
     """
-    from deepspeed.utils import safe_set_full_fp32_param, safe_set_full_optimizer_state
+    import deepspeed
+    from deepspeed.utils import (
+        safe_set_full_fp32_param,
+        safe_set_full_optimizer_state,
+        safe_set_local_fp32_param,
+        safe_set_local_optimizer_state,
+    )
 
     stage = engine.zero_optimization_stage()
     parameters = list(engine.module.named_parameters())
@@ -104,7 +110,19 @@ def give(engine: Any, weight: Callable[[str], Tensor], adam: AdamState | None = 
         if adam is not None:
             whole = {key: torch.cat(adam.pieces[name, key]) for key in AVERAGES}
         if stage == 3:
-            _give_piece(engine, parameter, weight(name), whole)
+            # DeepSpeed's own call cannot pad the last rank's piece.
+            given = weight(name)
+            with deepspeed.zero.GatheredParameters([parameter], modifier_rank=0):
+                parameter.data.copy_(given)
+            size = parameter.ds_tensor.numel()
+            start = engine.global_rank * size
+            pieces = []
+            for tensor in (given, *whole.values()):
+                piece = tensor.flatten()[start : start + size]
+                pieces.append(nn.functional.pad(piece, (0, size - piece.numel())))
+            safe_set_local_fp32_param(parameter, pieces[0])
+            for key, piece in zip(whole, pieces[1:], strict=True):
+                safe_set_local_optimizer_state(parameter, piece, key)
             continue
         if stage == 0:
             parameter.data.copy_(weight(name))
@@ -117,25 +135,6 @@ def give(engine: Any, weight: Callable[[str], Tensor], adam: AdamState | None = 
                 safe_set_full_optimizer_state(parameter, average, key)
     if stage in (1, 2):
         engine.optimizer.update_lp_params()
-
-
-def _give_piece(engine: Any, parameter: Any, weight: Tensor, averages: dict[str, Tensor]) -> None:
-    """Stage 3: this rank's piece of one parameter. DeepSpeed's own call cannot pad the last one."""
-    import deepspeed
-    from deepspeed.utils import safe_set_local_fp32_param, safe_set_local_optimizer_state
-
-    with deepspeed.zero.GatheredParameters([parameter], modifier_rank=0):
-        parameter.data.copy_(weight)
-    size = parameter.ds_tensor.numel()
-    start = engine.global_rank * size
-
-    def own_piece(whole: Tensor) -> Tensor:
-        piece = whole.flatten()[start : start + size]
-        return nn.functional.pad(piece, (0, size - piece.numel()))
-
-    safe_set_local_fp32_param(parameter, own_piece(weight))
-    for key, average in averages.items():
-        safe_set_local_optimizer_state(parameter, own_piece(average), key)
 
 
 # --- reading the files of an engine ---------------------------------------------------------------
