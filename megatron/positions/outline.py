@@ -35,13 +35,10 @@ class Outline(TorchDispatchMode):
             one = func([1], *args[1:], **kwargs)
             return one.expand(args[0])
         written = kwargs.get("out", args[0] if args else None) if func._schema.is_mutable else None
-        if isinstance(written, Tensor) and (written.numel() > LARGE or _is_repeated(written)):
-            return written
+        if isinstance(written, Tensor):
+            # What is, or was cut from, one number that is repeated cannot be filled by torch.
+            sides = zip(written.stride(), written.shape, strict=True)
+            is_repeated = any(stride == 0 and size > 1 for stride, size in sides)
+            if is_repeated or written.numel() > LARGE:
+                return written
         return func(*args, **kwargs)
-
-
-def _is_repeated(tensor: Tensor) -> bool:
-    """Whether a tensor is, or was cut from, one number that is repeated: torch cannot fill it."""
-    return any(
-        stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True)
-    )

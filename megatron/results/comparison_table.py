@@ -33,7 +33,39 @@ def tables_of(comparisons: Sequence[Comparison], *, bits_per_byte: bool = False)
         places.setdefault((one.setting, one.length), []).append(one)
     found = []
     for (setting, length), group in places.items():
-        lines = [_cells(one) for one in group]
+        lines = []
+        for one in group:
+            difference, ratio, n_eff, p = "", "", "", ""
+            intervals = dict.fromkeys(HEADINGS.values(), "")
+            if one.difference:
+                mean = one.difference.mean
+                difference = f"{mean:+.4f}"
+                ratio = _ratio(mean)
+            if one.interval:
+                low, high = one.interval
+                heading = HEADINGS[one.is_claim]
+                intervals[heading] = f"[{low:+.4f}, {high:+.4f}]"
+                ratio = f"{ratio} [{_ratio(low)}, {_ratio(high)}]"
+            if one.p is not None:
+                p = f"{one.p:.4f}" if one.p >= 1e-4 else "<0.0001"
+            if one.over_text and one.over_text.estimate.n_eff is not None:
+                estimate = one.over_text.estimate
+                n_eff = f"{estimate.n_eff:.0f} of {estimate.n} {one.over_text.unit}"
+            seeds = set(one.seeds)
+            perplexity = f"{one.mark}{cell(one.perplexity)}"
+            line = {
+                "encoding": one.encoding,
+                "seeds": str(len(seeds)),
+                "perplexity": with_spread(perplexity, one.std),
+                f"loss - {one.reference}": difference,
+                "bits per byte": bits(one.bits_per_byte),
+                **intervals,
+                "ratio [95 %]": ratio,
+                "p": p,
+                "n_eff": n_eff,
+            }
+            lines.append(line)
+
         # Columns of intervals and p are there only if some encoding has one.
         optional = {*HEADINGS.values(), "p"}
         head = [key for key in lines[0] if key not in optional or any(line[key] for line in lines)]
@@ -44,44 +76,11 @@ def tables_of(comparisons: Sequence[Comparison], *, bits_per_byte: bool = False)
         for one in group:
             too_few = 1 < len(one.by_seed) < SEEDS
             if too_few or one.seeds_disagree:
-                seeds = [f"{loss:+.4f} (seed {seed})" for seed, loss in one.by_seed.items()]
-                note = f"{one.encoding} by seed: {', '.join(seeds)}"
+                losses = [f"{loss:+.4f} (seed {seed})" for seed, loss in one.by_seed.items()]
+                note = f"{one.encoding} by seed: {', '.join(losses)}"
                 notes.append(f"{note}; seeds disagree in sign" if one.seeds_disagree else note)
         found.append(Table(head, body, notes, title=f"length {length}: {setting}"))
     return found
-
-
-def _cells(one: Comparison) -> dict[str, str]:
-    """The cells of one encoding by their headings."""
-    difference, ratio, n_eff, p = "", "", "", ""
-    intervals = dict.fromkeys(HEADINGS.values(), "")
-    if one.difference:
-        mean = one.difference.mean
-        difference = f"{mean:+.4f}"
-        ratio = _ratio(mean)
-    if one.interval:
-        low, high = one.interval
-        heading = HEADINGS[one.is_claim]
-        intervals[heading] = f"[{low:+.4f}, {high:+.4f}]"
-        ratio = f"{ratio} [{_ratio(low)}, {_ratio(high)}]"
-    if one.p is not None:
-        p = f"{one.p:.4f}" if one.p >= 1e-4 else "<0.0001"
-    if one.over_text and one.over_text.estimate.n_eff is not None:
-        estimate = one.over_text.estimate
-        n_eff = f"{estimate.n_eff:.0f} of {estimate.n} {one.over_text.unit}"
-    seeds = set(one.seeds)
-    perplexity = f"{one.mark}{cell(one.perplexity)}"
-    return {
-        "encoding": one.encoding,
-        "seeds": str(len(seeds)),
-        "perplexity": with_spread(perplexity, one.std),
-        f"loss - {one.reference}": difference,
-        "bits per byte": bits(one.bits_per_byte),
-        **intervals,
-        "ratio [95 %]": ratio,
-        "p": p,
-        "n_eff": n_eff,
-    }
 
 
 def _ratio(difference: float) -> str:
