@@ -100,7 +100,7 @@ def run_steps(
     end = time.monotonic() + seconds
     on_gpu = torch.cuda.is_available() and not dry
     device = torch.cuda.get_device_name() if on_gpu else "cpu"
-    file = folder / "steps.json"
+    file = folder / "summary.json"
     earlier = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
     records: dict[str, Record] = {}
     for step in wanted:
