@@ -132,7 +132,7 @@ def main(config: Config | None, arguments: argparse.Namespace) -> None:
         if output is None and not is_one:
             sys.stdout.write("".join(lines))
         elif output is not None and lines:
-            write_output(output, "".join(lines).encode(), mark=b"")
+            write_output(output, "".join(lines).encode())
             logger.info("written to %s", output)
 
 

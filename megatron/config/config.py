@@ -28,7 +28,7 @@ from megatron.config.schema import (
     plain,
 )
 from megatron.files import write_text
-from megatron.positions import code_fingerprint, fingerprint, options_of
+from megatron.positions import fingerprint, options_of, syntax_fingerprint
 from megatron.positions.layers import Entry, entries_of
 
 COPY = "pos_emb_file.py"  # the user's own encoding, beside the configuration of a checkpoint
@@ -93,7 +93,7 @@ class Config:
         return self.hashes[0]
 
     @property
-    def hashes(self) -> tuple[str, str]:
+    def hashes(self) -> list[str]:
         """The hash, and that of earlier versions, where comments in pos_emb_file counted."""
         shaping = {}
         for key in all_keys():
@@ -108,12 +108,12 @@ class Config:
             del shaping["pos_emb_layers"]
         not_empty = {key: value for key, value in shaping.items() if value != {}}
         hashes = []
-        for digest_of in (code_fingerprint, fingerprint):
+        for digest_of in (syntax_fingerprint, fingerprint):
             if self.pos_emb_code is not None:  # the text counts, not where the file is
                 not_empty["pos_emb_file"] = digest_of(self.pos_emb_code)
             text = json.dumps(_canonical(not_empty), sort_keys=True)
             hashes.append(fingerprint(text)[:12])
-        return hashes[0], hashes[1]
+        return hashes
 
     def model_keys(self) -> dict[str, Any]:
         """The keys that make two models the same: model and position, without default options."""

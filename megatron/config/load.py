@@ -22,7 +22,7 @@ from megatron.config.schema import KEYS, SECTIONS, Position, Section, all_keys, 
 from megatron.config.yaml_files import Nested, find_file, merge, read_file, read_overrides
 from megatron.errors import UserError
 from megatron.files import read_small
-from megatron.positions import FILES, REGISTRY, code_fingerprint, load_file, options_of
+from megatron.positions import FILES, REGISTRY, load_file, options_of, syntax_fingerprint
 
 COMMAND_LINE = "command line"
 DATA_PATHS = ("data_path", *CORPORA)
@@ -155,7 +155,7 @@ def _run_user_file(sources: Sequence[Source]) -> str | None:
         raise UserError(
             f"{USER_FILE}: {copy} is missing or is not text; copy the checkpoint again"
         ) from None
-    if code_fingerprint(text) in FILES:
+    if syntax_fingerprint(text) in FILES:
         return text
     other = f", and {', '.join(FILES.values())} has other code" if FILES else ""
     raise UserError(

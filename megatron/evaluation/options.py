@@ -2,7 +2,6 @@
 
 import argparse
 import contextlib
-import hashlib
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
@@ -16,6 +15,7 @@ from megatron.errors import UserError
 from megatron.evaluation.protocols import PROTOCOLS, Request
 from megatron.files import read_small
 from megatron.model.methods import FACTORS, METHODS, fault_of_name, shown
+from megatron.positions import fingerprint
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 MOST = 10**12
@@ -182,7 +182,7 @@ def method_or_none(text: str) -> str | None:
     fault = fault_of_name(text)
     if fault is not None:
         raise argparse.ArgumentTypeError(fault.removeprefix("--method "))
-    if not text.startswith("longrope"):
+    if "factors" not in METHODS[text.partition(",")[0]].options:
         return text
     options, _, file = text.partition(",factors=")
     try:
@@ -196,6 +196,6 @@ def method_or_none(text: str) -> str | None:
             " long_factor and short_factor, one number for each feature pair, such as config.json"
             " of a model with them"
         ) from None
-    name = hashlib.sha256(json.dumps(factors).encode()).hexdigest()[:12]
+    name = fingerprint(json.dumps(factors))[:12]
     FACTORS[name] = factors
     return f"{options},factors={name}"

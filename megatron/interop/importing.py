@@ -1,6 +1,5 @@
 """Write a checkpoint from elsewhere as an ordinary one of ours."""
 
-import hashlib
 import json
 import logging
 import shutil
@@ -34,6 +33,7 @@ from megatron.interop.open import (
 )
 from megatron.model import GPT, padded_vocab
 from megatron.parallel.machine import in_bytes, total_memory
+from megatron.positions import fingerprint
 
 logger = logging.getLogger(__name__)
 
@@ -160,7 +160,7 @@ def import_if_foreign(source: str | Path) -> Path:
     if kind not in ("huggingface", "exported") or (folder / COPY).exists():
         return given
     sums = sums_of(kind, folder)
-    digest = hashlib.sha256(json.dumps(sums, sort_keys=True).encode()).hexdigest()[:12]
+    digest = fingerprint(json.dumps(sums, sort_keys=True))[:12]
     # Of a model of the hub, the folder is called by its revision.
     name = given.resolve().name if given.is_dir() else given.name
     run = ON_THE_FLY / f"{name}-{digest}"

@@ -11,12 +11,12 @@ from megatron.positions.registry import (
     FILES,
     REGISTRY,
     build,
-    code_fingerprint,
     fingerprint,
     load_file,
     options_of,
     positive,
     register,
+    syntax_fingerprint,
 )
 
 for _module in pkgutil.iter_modules(__path__):
@@ -32,12 +32,12 @@ __all__ = [
     "Shape",
     "at_least_float32",
     "build",
-    "code_fingerprint",
     "fingerprint",
     "load_file",
     "options_of",
     "positive",
     "register",
+    "syntax_fingerprint",
     "within",
     "without_autocast",
 ]

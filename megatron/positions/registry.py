@@ -78,7 +78,7 @@ def load_file(path: str | Path) -> str:
         raise UserError(
             f"pos_emb_file: {path} cannot be read ({reason}); give the path of a Python file"
         ) from None
-    digest = code_fingerprint(text)
+    digest = syntax_fingerprint(text)
     if digest in FILES:
         return text
     if Path(path).resolve() in (Path(known).resolve() for known in FILES.values()):
@@ -144,7 +144,7 @@ def _checked(hook: Callable, count: int) -> Callable:
     return checked
 
 
-def code_fingerprint(text: str) -> str:
+def syntax_fingerprint(text: str) -> str:
     """The same of what Python makes of a text: comments, docstrings and layout do not count."""
     try:
         tree = ast.parse(text)

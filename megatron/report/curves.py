@@ -78,7 +78,7 @@ def looks(encodings: Sequence[str]) -> list[dict[str, Any]]:
 
     free = list(product(DASHES, palette)) * len(wanted)
     found: list[dict[str, Any]] = [{}] * len(wanted)
-    for number in sorted(range(len(wanted)), key=lambda one: wanted.index(wanted[one]) != one):
+    for number in sorted(range(len(wanted)), key=lambda one: wanted[one] in wanted[:one]):
         dashes, colour = free[0]
         if (dashes, wanted[number]) in free[: len(palette)]:
             colour = wanted[number]

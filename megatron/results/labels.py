@@ -100,9 +100,10 @@ def kinds(rows: Sequence[AnyQuestion]) -> dict[str, list[AnyQuestion]]:
         parts: dict[Hashable, list[AnyQuestion]] = {}
         for number, group in enumerate(found):
             seeds = {identity(row, (*SETTING, "seed")) for row in group}
-            once = len(seeds) == len({identity(row, (*SETTING, "seed", key)) for row in group})
+            measured = {identity(row, (*SETTING, "seed", key)) for row in group}
             for row in group:
-                parts.setdefault((number, once or row.get(key)), []).append(row)
+                part = row.get(key) if len(measured) > len(seeds) else None
+                parts.setdefault((number, part), []).append(row)
         found = list(parts.values())
     labels = labels_of([group[0] for group in found], KIND_LABELS, axes)
     return dict(zip(labels, found, strict=True))
@@ -127,12 +128,14 @@ def labels_of(
     if axes is None:
         axes = axes_of(rows)
     labels = list(names or [row["pos_emb"] for row in rows])
-    for key in sorted((*keys, *axes), key=BOOKKEEPING.__contains__):
+    measured = [key for key in keys if key not in BOOKKEEPING]
+    bookkeeping = [key for key in keys if key in BOOKKEEPING]
+    for key in (*measured, *axes, *bookkeeping):
         values = [value_of(row, key) for row in rows]
         values_of: dict[str, set[str]] = {}
         for label, value in zip(labels, values, strict=True):
             values_of.setdefault(label, set()).add(plain(value))
-        rows_differ = len(set().union(*values_of.values())) > 1
+        rows_differ = len(set(map(plain, values))) > 1
         for number, value in enumerate(values):
             if value is None:
                 continue

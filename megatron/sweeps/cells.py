@@ -435,10 +435,12 @@ def collect(sweep: Sweep) -> list[Row]:
     rows = finished_rows(sweep)
     measured = set(map(measurement_of, rows))
     for row in existing_results(sweep.results):
+        if measurement_of(row) in measured:
+            continue
         folder = sweep.folder / _name(row.get("cell", {}))
         with contextlib.suppress(UserError):  # no such run
             kept = read_record(find(folder, row["step"]))["config_hash"]
-            if kept == row["config_hash"] and measurement_of(row) not in measured:
+            if kept == row["config_hash"]:
                 rows.append(row)
     if rows:
         write_lines(sweep.results, rows)
