@@ -166,6 +166,10 @@ def _data(data: Data, training: Training) -> Faults:
         f" as train_data_paths: [{path}]",
     )
     yield (
+        data.task_args and not (path or "").startswith("task:"),
+        "task_args: belong to a task; give data_path=task:NAME beside them",
+    )
+    yield (
         path and named,
         f"data_path: {path} beside {''.join(named[:1])}; one corpus whose parts split divides is"
         f" data_path, whole corpora for each part are {', '.join(CORPORA)}; drop one kind, such as"

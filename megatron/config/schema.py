@@ -234,7 +234,10 @@ class Data(Section):
     """Token files, and the tokenizer that made them."""
 
     data_path: str | None = None
-    """Prefix of the .bin and .idx files, as `prepare_data.py` prints it."""
+    """Prefix of the .bin and .idx files, as `prepare_data.py` prints it. Or task:NAME, a task that
+    is made as it is read (docs/tasks.md)."""
+    task_args: dict[str, Any] = Field(default_factory=dict)
+    """Options of a task, such as {group: S3}; `prepare_data.py --list` shows them."""
     train_data_paths: Corpora = ()
     """Instead of data_path: prefixes of whole corpora to train on, blended by train_data_weights,
     such as [data/github_text_document, data/arxiv_text_document]."""

@@ -6,13 +6,15 @@ Blends are those of GPT-NeoX (2026), window for window.
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
 from megatron.config.schema import Data
+from megatron.data.loader import Indexable
 from megatron.data.samples import Samples, build_split, windows_of_an_epoch
+from megatron.data.tasks import PREFIX, TaskText
 from megatron.data.tokens import TokenFile
 from megatron.errors import UserError
 from megatron.splits import PARTS
@@ -24,7 +26,7 @@ SURPLUS = 1.005  # each corpus gets so many more windows than its share, as in G
 
 @dataclass(frozen=True)
 class Part:
-    """Token files of a part.
+    """Token files of a part, or a task.
 
     name: train, valid or test
     split: what of each file belongs to the part
@@ -36,8 +38,10 @@ class Part:
     split: str
     weights: tuple[float, ...] = ()
 
-    def samples(self, length: int, seed: int, num_samples: int) -> "Samples | Blend":
+    def samples(self, length: int, seed: int, num_samples: int) -> Indexable:
         """Windows for so many samples; UserError if there is no text."""
+        if isinstance(self.files[0], TaskText):
+            return self.files[0].samples(self.name, length, seed)
         if not self.weights:
             return self._of(self.files[0], length, seed, num_samples)
         counts = samples_of_each(self.weights, num_samples)
@@ -55,7 +59,9 @@ class Part:
         return Blend(several, [len(samples) for samples in several])
 
     def windows_of_an_epoch(self, length: int) -> int:
-        """How many windows `epoch` has, without building it."""
+        """How many windows `epoch` has, without building it. UserError for a task, without end."""
+        if isinstance(self.files[0], TaskText):
+            raise UserError(f"train_epochs: {self.files[0].prefix} has no end - set train_iters")
         return sum(
             windows_of_an_epoch(tokens, self.split, self.name, length) for tokens in self.files
         )
@@ -82,6 +88,9 @@ def open_parts(data: Data, names: Iterable[str] = PARTS) -> dict[str, Part]:
 
     UserError for a token file that is missing or damaged, and where no part of `names` has text.
     """
+    if (data.data_path or "").startswith(PREFIX):
+        task = TaskText(str(data.data_path).removeprefix(PREFIX), data.task_args)
+        return {name: Part(name, (cast(TokenFile, task),), data.split) for name in names}
     if not any(getattr(data, f"{name}_data_paths") for name in PARTS):
         tokens = TokenFile.open(data.data_path or "")
         return {name: Part(name, (tokens,), data.split) for name in names}

@@ -15,6 +15,7 @@ from tqdm import tqdm
 from megatron.checkpoints.saved import find, step_of
 from megatron.config import Config
 from megatron.config.schema import as_list
+from megatron.data.tasks import TaskText
 from megatron.data.tokens import TokenFile
 from megatron.errors import UserError
 from megatron.evaluation.loaded_run import checkpoint_folder, loaded_run
@@ -79,7 +80,10 @@ def evaluate(config: Config | None, options: Options) -> MeasuredRows:
             stride=options.stride,
         )
         lengths = request.ordered_lengths
-        protocols = dict.fromkeys(options.protocol or ("equal_tokens",))
+        is_task = isinstance(tokens, TaskText)
+        protocols = dict.fromkeys(options.protocol or (["task"] if is_task else ["equal_tokens"]))
+        if is_task and set(protocols) != {"task"}:
+            raise UserError(f"--protocol: {tokens.prefix} is a task - leave the protocol out")
         windows_of = {protocol: PROTOCOLS[protocol](request) for protocol in protocols}
         for several in windows_of.values():
             for windows in several:

@@ -80,7 +80,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         " docs/evaluation.md explains each"
     )
     add("--protocol", nargs="+", default=(), choices=tuple(PROTOCOLS), help=protocol)
-    add_whole_number(parser, "--windows", Options.windows, "paper: windows per length", (1, 10**6))
+    add_whole_number(
+        parser, "--windows", Options.windows, "paper and task: windows per length", (1, 10**6)
+    )
     add_whole_number(parser, "--start", Options.start, "paper: first window", (0, MOST))
     add_whole_number(parser, "--tail", Options.tail, "tail: scored tokens of a window", TOKENS)
     stride = "sliding: tokens that windows move by; default: half of each"

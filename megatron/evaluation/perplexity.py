@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from megatron.errors import UserError
@@ -15,6 +16,7 @@ from megatron.results.row import BLOCK, Facts
 from megatron.results.statistics import mean_of, perplexity_of
 
 DIGITS = 6  # of the losses of windows, blocks and positions
+DIGITS_OF_SHARES = 4
 
 
 def measured(
@@ -27,7 +29,8 @@ def measured(
 ) -> Facts:
     """The numbers of one length, named as in megatron.results.row.
 
-    model: model(ids [batch, length], labels [batch, length]) -> losses [batch, length]
+    model: model(ids [batch, length], labels [batch, length]) -> losses [batch, length], and without
+        labels, for answers of a task, logits [batch, length, vocab]
     batch_tokens: tokens of a forward pass; one window at least
     grid: the processes that share the windows. Each of them calls this and gets the same result.
     advance: called with the number of windows that are finished since the last call
@@ -49,11 +52,18 @@ def measured(
         for batch in batches[grid.rank :: grid.ranks]:
             tokens = np.stack([windows.ids[number] for number in batch]).astype(np.int64)
             ids = torch.from_numpy(tokens).to(device)
+            inputs, labels = ids[:, :-1], ids[:, 1:]
             with torch.inference_mode():
-                losses = model(ids[:, :-1], ids[:, 1:])
-            rows = losses.float().cpu().numpy()  # [batch, length]
+                if windows.answers:
+                    logits = model(inputs).float()
+                    losses = F.cross_entropy(logits.transpose(1, 2), labels, reduction="none")
+                    right = logits.argmax(dim=-1) == labels
+                    found = torch.stack([losses, right], dim=1)
+                else:
+                    found = model(inputs, labels)[:, None]
+            rows = found.float().cpu().numpy()  # [batch, 1, length]; 2 with what is right
             for number, row in zip(batch, rows, strict=True):
-                own[number] = row[windows.first_scored[number] :].astype(np.float64)
+                own[number] = row[:, windows.scored[number]].astype(np.float64)
             advance(len(batch) * grid.ranks)  # the other processes are about as far as this one
     except UserError as fault:
         refusal = str(fault)
@@ -82,11 +92,13 @@ def measured(
         "reason": refusal,
         **dict.fromkeys(("loss", "perplexity", "loss_stderr", "window_losses")),
     }
+    if windows.answers:
+        numbers |= dict.fromkeys(("accuracy", "token_accuracy", "window_accuracies"))
     if refusal is not None:
         return numbers
 
     # Each window is summed by itself, so that neither its batch nor its process changes its sum.
-    targets = [everywhere[number] for number in order]  # [windows] of [count]
+    targets = [everywhere[number][0] for number in order]  # [windows] of [count]
     edges = windows.edges[:-1] or (0,)
     sums = np.array([np.add.reduceat(window, edges) for window in targets])  # [windows, buckets]
     loss = float(sums.sum()) / tokens
@@ -102,6 +114,16 @@ def measured(
         "perplexity": perplexity,
         "reason": None if perplexity else f"exp({loss:g}) is too large for a number",
         "loss_stderr": mean_of(window_means, counts).stderr,
+    }
+    if windows.answers:
+        right = [everywhere[number][1] for number in order]
+        shares = np.array([answers.mean() for answers in right])  # [windows]
+        return numbers | {
+            "accuracy": float((shares == 1).mean()),
+            "token_accuracy": float(np.concatenate(right).mean()),
+            "window_accuracies": shares.round(DIGITS_OF_SHARES).tolist(),
+        }
+    numbers |= {
         "window_losses": window_means.round(DIGITS).tolist(),
         "block_losses": block_means.round(DIGITS).tolist(),
     }

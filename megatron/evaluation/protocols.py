@@ -5,10 +5,12 @@ import logging
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 
 from megatron.data.samples import build_split, split_documents
+from megatron.data.tasks import TaskText
 from megatron.data.tokens import TokenFile
 from megatron.errors import UserError
 from megatron.results.row import BLOCK
@@ -29,31 +31,44 @@ class Windows:
         the scored targets of one stretch follow each other. Empty if all are one stretch.
     edges: [buckets + 1] positions between which a mean loss of its own is wanted; empty for none
     about: keys of the protocol for the row, such as {"tail": 256}
+    answers: [windows] of the positions of a task's answers, which alone are scored, in place of
+        first_scored; empty for a text
     """
 
     length: int
     ids: Sequence[np.ndarray]
-    first_scored: Sequence[int]
+    first_scored: Sequence[int] = ()
     stretches: Sequence[int] = ()
     edges: tuple[int, ...] = ()
-    about: dict[str, int] = field(default_factory=dict)
+    about: dict[str, Any] = field(default_factory=dict)
+    answers: Sequence[np.ndarray] = ()
 
-    @property
+    @cached_property
+    def scored(self) -> Sequence[np.ndarray]:
+        """The positions of the scored targets: [windows] of [count]."""
+        if self.answers:
+            return self.answers
+        return [np.arange(first, self.length) for first in self.first_scored]
+
+    @cached_property
     def counts(self) -> np.ndarray:
         """The scored targets of each window: [windows] int64."""
-        return self.length - np.asarray(self.first_scored, dtype=np.int64)
+        return np.array([len(positions) for positions in self.scored], dtype=np.int64)
 
     @property
     def targets(self) -> Iterable[np.ndarray]:
         """The scored targets of each window: [windows] of [count] tokens."""
-        for ids, first in zip(self.ids, self.first_scored, strict=True):
-            yield ids[1 + first :]
+        for ids, positions in zip(self.ids, self.scored, strict=True):
+            yield ids[1 + positions]
 
     @cached_property
     def text(self) -> str:
-        """16 hex digits of the scored targets: two rows can be paired only where these agree."""
+        """16 hex digits of what is scored: two rows can be paired only where these agree.
+
+        Of a text these are the targets, of a task the whole problems.
+        """
         digest = hashlib.sha256()
-        for targets in self.targets:
+        for targets in self.ids if self.answers else self.targets:
             digest.update(targets.astype("<i8").tobytes())
         return digest.hexdigest()[:16]
 
@@ -82,7 +97,7 @@ class Request:
     part: train, valid or test
     eval_tokens: targets of the region, at most
     seed: of the training. Protocol paper: it shuffles documents and windows
-    windows: protocol paper, windows of each length
+    windows: protocols paper and task, windows of each length
     start: protocol paper, number of the first window
     tail: protocol tail, scored targets at the end of a window
     stride: protocol sliding, tokens from one window to the next; None for half of each length
@@ -277,7 +292,25 @@ def within_document(request: Request) -> list[Windows]:
     return by_length
 
 
-OF_DOCUMENTS = ("paper", "within_document")
+def task(request: Request) -> list[Windows]:
+    """The largest problems of a task that fit, each in a window: answers alone are scored."""
+    text = request.tokens
+    if not isinstance(text, TaskText):
+        raise UserError(
+            f"--protocol task: {text.prefix} is no task - give data_path=task:NAME, or another"
+            " protocol"
+        )
+    by_length = []
+    for length in request.ordered_lengths:
+        ids, marks = text.windows(request.part, length, request.windows).swapaxes(0, 1)
+        answers = [np.flatnonzero(of_window[1:]) for of_window in marks]
+        about = {"task_args": dict(text.options)} if text.options else {}
+        stretches = range(len(ids))
+        by_length.append(Windows(length, list(ids), (), stretches, about=about, answers=answers))
+    return by_length
+
+
+OF_DOCUMENTS = ("paper", "within_document", "task")
 """Protocols that need more of a text than its region."""
 
 PROTOCOLS: dict[str, Callable[[Request], list[Windows]]] = {
@@ -287,6 +320,7 @@ PROTOCOLS: dict[str, Callable[[Request], list[Windows]]] = {
     "position": position,
     "sliding": sliding,
     "within_document": within_document,
+    "task": task,
 }
 
 

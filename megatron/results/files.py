@@ -212,6 +212,8 @@ def _disagreement(row: Mapping[str, Any]) -> str | None:
     first = row.get("tail") or row["length"]
     further = row.get("tail") or row.get("stride") or row["length"]
     scored = first + (row["windows"] - 1) * further
+    if row.get("protocol") == "task":  # answers alone are scored
+        scored = min(max(row["tokens"], row["windows"]), scored)
     if row["tokens"] != scored:
         windows = f"{row['windows']} windows of {row['length']}"
         return f"its tokens are {row['tokens']:,}, but its {windows} score {scored:,}"

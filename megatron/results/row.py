@@ -44,6 +44,7 @@ class Setting(TypedDict, total=False):
     tokenizer: str | None  # hash of the tokenizer
     tail: int  # tail: scored targets of a window
     start: int  # paper: first window
+    task_args: dict[str, Any]  # task: options of the problems that are not the defaults
 
 
 class Question(Variant, Setting, total=False):
@@ -84,6 +85,14 @@ class Pieces(TypedDict, total=False):
     block_tokens: list[int]  # [blocks], scored targets of each, if not every block has 512
 
 
+class Answers(TypedDict, total=False):
+    """Numbers of a task's answers: shares that the argmax has right. None if loss is None."""
+
+    accuracy: float | None  # of the windows, those with every token right
+    token_accuracy: float | None  # of all tokens of answers
+    window_accuracies: list[float] | None  # [windows], of the tokens of each
+
+
 class Collected(TypedDict, total=False):
     """Keys that a sweep adds when it collects its rows."""
 
@@ -92,7 +101,7 @@ class Collected(TypedDict, total=False):
     seconds_per_step: float | None  # of training, median
 
 
-class Row(Question, Pieces, Collected, total=False):
+class Row(Question, Pieces, Answers, Collected, total=False):
     """One length of one checkpoint. Losses are means over targets, in nats."""
 
     # The place: which measurement of the setting.

@@ -10,9 +10,8 @@ from typing import Any
 from torch import Tensor
 
 from megatron.config import Config
-from megatron.data.loader import batches
-from megatron.data.parts import Blend, Part, open_parts
-from megatron.data.samples import Samples
+from megatron.data.loader import Indexable, batches
+from megatron.data.parts import Part, open_parts
 from megatron.data.tokenizers.build import build_tokenizer, needs_files, same_kind
 from megatron.data.tokenizers.tokenizer import description
 from megatron.errors import UserError
@@ -164,7 +163,7 @@ class Batches:
         windows = training.eval_iters * training.train_micro_batch_size_per_gpu * self.grid.ranks
         return self._batches(self.parts["valid"].samples(length, training.seed, windows))
 
-    def _batches(self, samples: Samples | Blend, used: int = 0) -> Iterator[Tensor]:
+    def _batches(self, samples: Indexable, used: int = 0) -> Iterator[Tensor]:
         return batches(
             samples,
             self.config.training.train_micro_batch_size_per_gpu,

@@ -86,21 +86,28 @@ class Trainer:
 
         batch [micro_batch, length + 1] int64 -> [micro_batch, length]
         """
-        ids = batch.to(self.grid.device, non_blocking=True)
+        batch = batch.to(self.grid.device, non_blocking=True)
+        ids, counted = self._split(batch)
         inputs, labels = ids[:, :-1], ids[:, 1:]
         if not mean:
             return self.engine(inputs, labels=labels)
-        return self.engine(inputs, labels=labels, mean=True, counted=self._counted(inputs))
+        return self.engine(inputs, labels=labels, mean=True, counted=counted)
 
-    def _counted(self, inputs: Tensor) -> Tensor | None:
-        """The targets whose loss counts, by their inputs, or None for all: [micro_batch, length].
+    def _split(self, batch: Tensor) -> tuple[Tensor, Tensor | None]:
+        """The ids, and the targets whose loss counts, None for all.
+
+        batch [micro_batch, length + 1], or of a task [micro_batch, 2, length + 1] with its marks
+        -> ids [micro_batch, length + 1], counted [micro_batch, length] bool
 
         As in GPT-NeoX and Megatron-LM, eod_mask_loss leaves out what follows the end of a document:
         the first token of the next one. The end itself is learned.
         """
+        if batch.dim() == 3:
+            ids, marks = batch.unbind(1)
+            return ids, marks[:, 1:].bool()
         if not self.config.training.eod_mask_loss:
-            return None
-        return inputs != self.model.end_of_document
+            return batch, None
+        return batch, batch[:, :-1] != self.model.end_of_document
 
     def backward(self, loss: Tensor) -> None:
         """Gradients of one micro batch. With skip_nonfinite those of a loss that is not finite are
@@ -177,11 +184,11 @@ class Trainer:
         total = torch.zeros((), dtype=torch.float64, device=self.grid.device)
         for _ in range(count):
             batch = next(windows)
-            length = batch.shape[1] - 1
+            length = batch.shape[-1] - 1
             # A longer window gets a smaller batch: validation needs no more memory than training.
             part_size = max(1, len(batch) * self.config.model.seq_length // length)
             losses = torch.cat([self.losses(part) for part in batch.split(part_size)]).double()
-            counted = self._counted(batch[:, :-1].to(losses.device))
+            _, counted = self._split(batch.to(losses.device))
             if counted is not None:
                 losses = losses[counted]
             total += losses.sum() / max(1, losses.numel())

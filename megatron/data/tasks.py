@@ -1,0 +1,461 @@
+"""Tasks: small problems that need distant tokens, as texts without end.
+
+The key `data_path: task:NAME` names one, and `task_args` its options.
+
+A problem is one window: a question, its answer, and padding. Loss and accuracy count the tokens of
+answers alone. A training draws problems of every size that fits into its windows, a measurement
+the largest that fits. Nothing is on disk: a problem follows from the seed and its number.
+"""
+
+import inspect
+import itertools
+import json
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.random import RandomState
+from numpy.typing import NDArray
+
+from megatron.data.tokenizers.tokenizer import Tokenizer, hash_of
+from megatron.errors import UserError, did_you_mean
+from megatron.splits import PARTS
+
+PREFIX = "task:"  # before the name of a task in data_path
+PADDING = "<pad>"
+ENDLESS = 1 << 40  # problems
+HELD_OUT = {0: "test", 1: "valid"}  # of eight problems; the others are trained on
+MOST_DRAWS = 10_000  # for one problem of a part
+
+Problem = list[tuple[str, bool]]  # words, and whether each belongs to an answer
+
+
+@dataclass(frozen=True)
+class Task:
+    """A kind of problem.
+
+    generate: (random, size, **options) -> a problem; its number of tokens grows with the size by
+        the same number each
+    words: (**options) -> every word of its problems
+    least: (**options) -> the smallest size
+    """
+
+    generate: Callable[..., Problem]
+    words: Callable[..., Sequence[str]]
+    least: Callable[..., int]
+
+    @property
+    def defaults(self) -> dict[str, Any]:
+        """The options with their defaults."""
+        _, _, *options = inspect.signature(self.generate).parameters.values()
+        return {option.name: option.default for option in options}
+
+    @property
+    def title(self) -> str:
+        """What it is, in one line."""
+        return (inspect.getdoc(self.generate) or "").partition("\n")[0]
+
+
+TASKS: dict[str, Task] = {}
+
+
+def task(
+    words: Callable[..., Sequence[str]], least: Callable[..., int] = lambda: 1
+) -> Callable[[Callable[..., Problem]], Callable[..., Problem]]:
+    """Register a generator under its own name; see Task."""
+
+    def register(generate: Callable[..., Problem]) -> Callable[..., Problem]:
+        TASKS[generate.__name__] = Task(generate, words, least)
+        return generate
+
+    return register
+
+
+def question(*words: str) -> Problem:
+    """Words that are given."""
+    return [(word, False) for word in words]
+
+
+def answer(*words: str) -> Problem:
+    """Words that are asked for."""
+    return [(word, True) for word in words]
+
+
+def drawn(random: RandomState, words: tuple[str, ...], count: int) -> list[str]:
+    """So many words, each drawn from all."""
+    return [words[number] for number in random.randint(len(words), size=count)]
+
+
+def without_repeats(random: RandomState, words: tuple[str, ...], count: int) -> list[str]:
+    """So many different words."""
+    return [words[number] for number in random.permutation(len(words))[:count]]
+
+
+def scattered(random: RandomState, pieces: Sequence[Problem], filler: Sequence[str]) -> Problem:
+    """Pieces in their order at random places of a filler."""
+    places = np.sort(random.randint(len(filler) + 1, size=len(pieces))).tolist()
+    problem: Problem = []
+    before = 0
+    for place, piece in zip(places, pieces, strict=True):
+        problem += question(*filler[before:place]) + piece
+        before = place
+    return problem + question(*filler[before:])
+
+
+LETTERS = tuple("abcdefghijklmnopqrstuvwxyz")
+NAMES = tuple("ABCDEFGHIJKLMNOPQRSTUVWXYZ")
+DIGITS = tuple("0123456789")
+
+
+# --- Sequences (2305.19466, section 3; reverse and sorting: 2207.02098, 2106.06981) ---
+
+
+@task(words=lambda: ("=", *LETTERS))
+def copy(random: RandomState, size: int) -> Problem:
+    """Repeat the letters."""
+    letters = drawn(random, LETTERS, size)
+    return question(*letters, "=") + answer(*letters)
+
+
+@task(words=lambda: ("=", *LETTERS))
+def reverse(random: RandomState, size: int) -> Problem:
+    """Repeat the letters from the last to the first."""
+    letters = drawn(random, LETTERS, size)
+    return question(*letters, "=") + answer(*reversed(letters))
+
+
+@task(words=lambda: ("=", *LETTERS))
+def sorting(random: RandomState, size: int) -> Problem:
+    """Repeat the letters in the order of the alphabet."""
+    letters = drawn(random, LETTERS, size)
+    return question(*letters, "=") + answer(*sorted(letters))
+
+
+@task(words=lambda: ("=", "0", "1"))
+def parity(random: RandomState, size: int) -> Problem:
+    """Whether the number of ones is odd."""
+    bits = random.randint(2, size=size)
+    return question(*map(str, bits), "=") + answer(str(bits.sum() % 2))
+
+
+@task(words=lambda: ("+", "=", *DIGITS))
+def addition(random: RandomState, size: int, order: str = "reversed") -> Problem:
+    """Add two numbers of `size` digits. order: forward, or reversed with the ones first.
+
+    Reversed digits let each digit depend on its own column and a carry (2307.03381).
+    """
+    _one_of("order", order, ("forward", "reversed"))
+    first, second = drawn(random, DIGITS, size), drawn(random, DIGITS, size)
+    result = []  # the ones first
+    carry = 0
+    for one, other in zip(reversed(first), reversed(second), strict=True):
+        carry, digit = divmod(int(one) + int(other) + carry, 10)
+        result.append(str(digit))
+    result.append(str(carry))
+    for digits in (first, second) if order == "reversed" else (result,):
+        digits.reverse()
+    return question(*first, "+", *second, "=") + answer(*result)
+
+
+# --- Recall among other tokens (2312.04927, 2312.00752, 2404.06654) ---
+
+
+@task(words=lambda: ("=", ".", *LETTERS), least=lambda letters: letters)
+def selective_copy(random: RandomState, size: int, letters: int = 8) -> Problem:
+    """Repeat a few letters that stand among `size` tokens, mostly blanks (2312.00752, 4.1.1)."""
+    _number("letters", letters, 1, 64)
+    marked = drawn(random, LETTERS, letters)
+    pieces = [question(letter) for letter in marked]
+    problem = scattered(random, pieces, ["."] * (size - letters))
+    return problem + question("=") + answer(*marked)
+
+
+@task(words=lambda: ("!", *LETTERS))
+def induction(random: RandomState, size: int) -> Problem:
+    """What stood behind the mark, which is given once more (2209.11895; 2312.00752, 4.1.2)."""
+    letter = drawn(random, LETTERS, 1)
+    filler = drawn(random, LETTERS, size)
+    return scattered(random, [question("!", *letter)], filler) + question("!") + answer(*letter)
+
+
+@task(words=lambda: (*DIGITS, *LETTERS, *NAMES))
+def recall(random: RandomState, size: int, pairs: int = 4) -> Problem:
+    """The values of several keys, asked for among `size` other tokens (MQAR, 2312.04927).
+
+    There distances follow a power law; here they are uniform.
+    """
+    _number("pairs", pairs, 1, len(NAMES))
+    keys = without_repeats(random, NAMES, pairs)
+    values = drawn(random, LETTERS, pairs)
+    both = list(zip(keys, values, strict=True))
+    given = question(*itertools.chain.from_iterable(both))
+    order = random.permutation(pairs).tolist()
+    asked = [question(both[number][0]) + answer(both[number][1]) for number in order]
+    return given + scattered(random, asked, drawn(random, DIGITS, size))
+
+
+@task(words=lambda: ("?", *DIGITS, *LETTERS, *NAMES))
+def needle(random: RandomState, size: int, needles: int = 1, digits: int = 3) -> Problem:
+    """The number behind one of the keys that stand among `size` letters (RULER, 2404.06654)."""
+    _number("needles", needles, 1, len(NAMES))
+    _number("digits", digits, 1, 64)
+    keys = without_repeats(random, NAMES, needles)
+    numbers = [drawn(random, DIGITS, digits) for _ in keys]
+    pieces = [question(key, *number) for key, number in zip(keys, numbers, strict=True)]
+    hidden = scattered(random, pieces, drawn(random, LETTERS, size))
+    asked = random.randint(needles)
+    return hidden + question("?", keys[asked]) + answer(*numbers[asked])
+
+
+@task(words=lambda: ("=", "?", *DIGITS, *LETTERS, *NAMES))
+def variable_tracking(random: RandomState, size: int, chains: int = 2, hops: int = 2) -> Problem:
+    """The value of a variable that was assigned through others (RULER, 2404.06654).
+
+    `chains` values go through `hops` further variables each, among `size` letters. RULER asks for
+    all variables of a value; here the value of the last variable of a chain is asked for.
+    """
+    _number("chains", chains, 1, len(NAMES))
+    _number("hops", hops, 0, len(NAMES) // chains - 1)
+    names = without_repeats(random, NAMES, chains * (hops + 1))
+    values = drawn(random, DIGITS, chains)
+    # Statements of all chains are mixed, those of one chain stay in their order.
+    turns = random.permutation(np.repeat(np.arange(chains), hops + 1)).tolist()
+    last = list(values)  # of each chain, what its next variable is set to
+    statements = []
+    for name, chain in zip(names, turns, strict=True):
+        statements.append(question(name, "=", last[chain]))
+        last[chain] = name
+    asked = random.randint(chains)
+    text = scattered(random, statements, drawn(random, LETTERS, size))
+    return text + question("?", last[asked], "=") + answer(values[asked])
+
+
+# --- States (2306.00946, 2404.08819) ---
+
+
+@task(words=lambda: ("w", "r", "i", "0", "1"), least=lambda: 2)
+def flip_flop(random: RandomState, size: int, ignored: float = 0.8) -> Problem:
+    """What was last written, among `size` instructions to write, read or ignore (2306.00946).
+
+    `ignored`: share of the instructions between the first, a write, and the last, a read
+    """
+    _number("ignored", ignored, 0.0, 1.0)
+    rest = (1 - ignored) / 2
+    bounds = np.searchsorted([rest, 2 * rest], random.random_sample(size), side="right")
+    instructions = ["wri"[number] for number in bounds]
+    instructions[0], instructions[-1] = "w", "r"
+    problem: Problem = []
+    memory = ""
+    for instruction, bit in zip(instructions, drawn(random, DIGITS[:2], size), strict=True):
+        if instruction == "w":
+            memory = bit
+        shown = answer(memory) if instruction == "r" else question(bit)
+        problem += question(instruction) + shown
+    return problem
+
+
+def _elements(group: str) -> tuple[str, ...]:
+    _one_of("group", group, ("S3", "S4", "S5"))
+    orders = itertools.permutations("12345"[: int(group[1])])
+    return tuple(map("".join, orders))
+
+
+@task(words=lambda group: ("=", *_elements(group)))
+def word_problem(random: RandomState, size: int, group: str = "S5") -> Problem:
+    """The product of permutations, each applied after the one before (2404.08819, 2505.16381).
+
+    group: S3, S4 or S5. A permutation is one token that says where 1, 2, 3, … go.
+    """
+    elements = drawn(random, _elements(group), size)
+    product = elements[0]
+    for element in elements[1:]:
+        product = "".join(element[int(place) - 1] for place in product)
+    return question(*elements, "=") + answer(product)
+
+
+def _number(name: str, value: Any, least: float, most: float) -> None:
+    wanted = type(value) is int or (type(value) is float and type(most) is float)
+    if not wanted or not least <= value <= most:
+        raise UserError(
+            f"task_args.{name}: {value!r} is not a number from {least} to {most} - give another"
+        )
+
+
+def _one_of(name: str, value: Any, choices: Sequence[str]) -> None:
+    if value not in choices:
+        raise UserError(f"task_args.{name}: {value!r} - use {' or '.join(choices)}")
+
+
+# --- As a text of a training and a measurement ---
+
+
+@dataclass(frozen=True)
+class TaskText:
+    """The problems of a task with its options, behind the interface of a token file.
+
+    name: such as copy; options: those given, see Task.defaults
+    """
+
+    name: str
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.name not in TASKS:
+            guess = did_you_mean(self.name, TASKS)
+            raise UserError(
+                f"data_path: no task is called '{self.name[:40]}' - {guess} There are"
+                f" {', '.join(TASKS)}"
+            )
+        known = self.task.defaults
+        for key in self.options:
+            if key not in known:
+                raise UserError(
+                    f"task_args: {self.name} has no option '{key}' - it has"
+                    f" {', '.join(known) or 'none'}"
+                )
+        _ = self._tokens_by_size, self.words  # which checks the values
+
+    @property
+    def task(self) -> Task:
+        return TASKS[self.name]
+
+    @cached_property
+    def all_options(self) -> dict[str, Any]:
+        return self.task.defaults | dict(self.options)
+
+    @cached_property
+    def words(self) -> list[str]:
+        """Its vocabulary: the id of a word is its place."""
+        return [PADDING, *self.task.words(**self._given_to(self.task.words))]
+
+    @cached_property
+    def ids(self) -> dict[str, int]:
+        """The id of each word."""
+        return {word: number for number, word in enumerate(self.words)}
+
+    def _given_to(self, function: Callable[..., Any]) -> dict[str, Any]:
+        """The options that a function takes."""
+        taken = inspect.signature(function).parameters
+        return {key: value for key, value in self.all_options.items() if key in taken}
+
+    @cached_property
+    def _random(self) -> RandomState:
+        """Seeded anew for each problem: to make one costs more than the problem."""
+        return RandomState(0)
+
+    @cached_property
+    def least(self) -> int:
+        """The smallest size of a problem."""
+        return self.task.least(**self._given_to(self.task.least))
+
+    @cached_property
+    def _tokens_by_size(self) -> tuple[int, int]:
+        """(tokens of the smallest problem, tokens that each further size adds)."""
+        sizes = (self.least, self.least + 1)
+        first, second = (
+            len(self.task.generate(self._random, size, **self.all_options)) for size in sizes
+        )
+        return first, second - first
+
+    def largest(self, length: int) -> int:
+        """The largest size of a problem in a window of `length` inputs.
+
+        Raises UserError if none fits.
+        """
+        tokens, more = self._tokens_by_size
+        if tokens > length + 1:
+            raise UserError(
+                f"seq_length: a window of {length} tokens is too short for {self.prefix}, whose"
+                f" smallest problem has {tokens} - use {tokens - 1} or more"
+            )
+        return self.least + (length + 1 - tokens) // more
+
+    def problem(self, part: str, seed: int, number: int, sizes: range) -> Problem:
+        """One problem of a part, of a size drawn from `sizes`.
+
+        The parts have no problem in common: whose problem it is follows from its text.
+        """
+        random = self._random
+        random.seed([PARTS.index(part), seed, number % 2**32, number >> 32])
+        for _ in range(MOST_DRAWS):
+            size = sizes[random.randint(len(sizes))]
+            found = self.task.generate(random, size, **self.all_options)
+            text = " ".join(word for word, _ in found)
+            if HELD_OUT.get(zlib.crc32(text.encode()) % 8, "train") == part:
+                return found
+        raise UserError(
+            f"{self.prefix}: has no {part} problem of {sizes.start} to {sizes[-1]} - give longer"
+            " windows"
+        )
+
+    def samples(self, part: str, length: int, seed: int) -> "TaskSamples":
+        """Problems of all sizes, for a training."""
+        return TaskSamples(self, part, seed, length, range(self.least, self.largest(length) + 1))
+
+    def windows(self, part: str, length: int, count: int) -> NDArray[np.int64]:
+        """The first problems of the largest size, for measurements: [count, 2, length + 1].
+
+        They are the same for every model.
+        """
+        largest = self.largest(length)
+        samples = TaskSamples(self, part, 0, length, range(largest, largest + 1))
+        return np.stack([samples[number] for number in range(count)])
+
+    # What callers ask a token file for.
+
+    @property
+    def prefix(self) -> Path:
+        return Path(f"{PREFIX}{self.name}")
+
+    @cached_property
+    def meta(self) -> dict[str, Any]:
+        words = self.words
+        described = {"type": "task", "hash": hash_of(*words), "vocab_size": len(words), "eod": 0}
+        return {"corpus": str(self.prefix), "tokenizer": described}
+
+    sums: Mapping[str, str] = field(default_factory=dict, init=False)
+    text_bytes: None = field(default=None, init=False)
+
+    def identity(self) -> dict[str, Any]:
+        """What tells it from another text."""
+        options = json.dumps(self.all_options, sort_keys=True)
+        facts = {"path": str(self.prefix), "documents": 0, "tokens": 0, "sha256": ""}
+        return facts | {"digest": hash_of(self.name, options)}
+
+    def check_tokenizer(self, tokenizer: Tokenizer) -> None:
+        """Raises UserError: a task needs no tokenizer."""
+        raise UserError(
+            f"tokenizer_type: {self.prefix} has words of its own and no {tokenizer.name} - leave"
+            " tokenizer_type, vocab_file and merge_file out"
+        )
+
+    def check_ends(self, key: str, end: int | None) -> None:
+        """Raises UserError: a window has one problem, which nothing ends."""
+        raise UserError(f"{key}: {self.prefix} has no documents - set {key}: false")
+
+
+@dataclass(frozen=True)
+class TaskSamples:
+    """Problems as windows of length + 1 tokens, without end."""
+
+    text: TaskText
+    part: str
+    seed: int
+    length: int
+    sizes: range
+
+    def __len__(self) -> int:
+        return ENDLESS
+
+    def __getitem__(self, number: int) -> NDArray[np.int64]:
+        """[2, length + 1] int64: ids, and 1 where a token belongs to an answer."""
+        ids = self.text.ids
+        problem = self.text.problem(self.part, self.seed, number, self.sizes)
+        window = np.zeros((2, self.length + 1), dtype=np.int64)
+        window[0, : len(problem)] = [ids[word] for word, _ in problem]
+        window[1, : len(problem)] = [is_answer for _, is_answer in problem]
+        return window
