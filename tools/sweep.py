@@ -15,6 +15,7 @@ from megatron.cli_errors import command_parser, guarded
 from megatron.config.load import DATA_PATHS
 from megatron.config.schema import as_list
 from megatron.data.corpora.recipes import corpus_names
+from megatron.data.tasks import PREFIX
 from megatron.errors import UserError
 from megatron.evaluation.options import number
 from megatron.sweeps.cells import (
@@ -126,7 +127,7 @@ def absent_data(sweep: Sweep, states: Sequence[State]) -> list[str]:
                 prefixes.update(as_list(cell.config[key]))
     lines = []
     for prefix in sorted(prefixes):
-        if not Path(f"{prefix}.idx").exists():
+        if not prefix.startswith(PREFIX) and not Path(f"{prefix}.idx").exists():
             name = Path(prefix).name.removesuffix("_text_document")
             command = f"python prepare_data.py {name} (sizes: --list)"
             if name not in corpus_names():

@@ -29,6 +29,7 @@ from megatron.config import Config, load
 from megatron.config.schema import KEYS, SECTIONS
 from megatron.config.yaml_files import find_file, read_file
 from megatron.data.parts import open_parts
+from megatron.data.tasks import TaskText
 from megatron.errors import UserError
 from megatron.evaluation.evaluate_checkpoint import check_options
 from megatron.evaluation.options import options_of_words
@@ -396,8 +397,9 @@ def finished_rows(sweep: Sweep) -> list[Row]:
         with contextlib.suppress(UserError):  # the data are absent
             parts = open_parts(cell.config.data, ["train"])
             files = parts["train"].files
-            facts["corpus_documents"] = sum(map(len, files))
-            facts["corpus_tokens"] = sum(int(tokens.tokens) for tokens in files)
+            if not isinstance(files[0], TaskText):  # which has no end
+                facts["corpus_documents"] = sum(map(len, files))
+                facts["corpus_tokens"] = sum(int(tokens.tokens) for tokens in files)
         try:
             for evaluation in cell.evaluations:
                 for row in cell.rows(evaluation):
