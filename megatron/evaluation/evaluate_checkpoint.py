@@ -18,7 +18,13 @@ from megatron.config.schema import as_list
 from megatron.data.tasks import TaskText
 from megatron.data.tokens import TokenFile
 from megatron.errors import UserError
-from megatron.evaluation.loaded_run import checkpoint_folder, loaded_run
+from megatron.evaluation.loaded_run import (
+    LoadedModel,
+    LoadedRun,
+    checkpoint_folder,
+    loaded_model,
+    loaded_run,
+)
 from megatron.evaluation.options import DTYPES, VARIED, Options
 from megatron.evaluation.perplexity import measured
 from megatron.evaluation.protocols import OF_DOCUMENTS, PROTOCOLS, Request, WithoutText
@@ -64,6 +70,7 @@ def evaluate(config: Config | None, options: Options) -> MeasuredRows:
     positions = [placed.position for placed in model.placed]
     attention = AttentionSettings.of(config.attention)
     attentions = variants(attention, options, positions, model.train_length)
+    judge = judge_of(run, options) if "longppl" in options.protocol else run
     jobs = []
     lengths: list[int] = []
     for tokens in run.texts.files:
@@ -78,6 +85,8 @@ def evaluate(config: Config | None, options: Options) -> MeasuredRows:
             start=options.start,
             tail=options.tail,
             stride=options.stride,
+            rule=options.key_rule(model.train_length),
+            judge="self" if judge is run else judge.name,
         )
         lengths = request.ordered_lengths
         is_task = isinstance(tokens, TaskText)
@@ -88,6 +97,7 @@ def evaluate(config: Config | None, options: Options) -> MeasuredRows:
         for several in windows_of.values():
             for windows in several:
                 run.check_known_tokens(windows.ids)
+                judge.check_known_tokens(windows.ids)
         for attention, protocol in itertools.product(attentions, protocols):
             words = [protocol] if protocol != "equal_tokens" else []
             words += [options.dtype] if options.dtype != "fp32" else []
@@ -101,7 +111,8 @@ def evaluate(config: Config | None, options: Options) -> MeasuredRows:
     seconds = 0.1 if sys.stderr.isatty() else 30.0
     bars = {"mininterval": seconds, "delay": seconds, "leave": False, "disable": not grid.first}
     with owned_by_first(grid, *(owned_file(output, "--output") for output in rows)):
-        model.to(grid.device, DTYPES[options.dtype])
+        for one in (model, judge.model):
+            one.to(grid.device, DTYPES[options.dtype])
         use_threads(count_parameters(model), grid.device)
         for output, tokens, attention, protocol, by_length in jobs:
             model.use_attention(attention)
@@ -117,17 +128,21 @@ def evaluate(config: Config | None, options: Options) -> MeasuredRows:
                 kept = answered(asked | edges, existing)
                 row, spent = kept, "kept from an earlier call"
                 if row is None:
-                    with tqdm(total=len(windows.ids), desc=name, **bars) as bar:
+                    total = None if windows.rule else len(windows.ids)
+                    with tqdm(total=total, desc=name, **bars) as bar:
                         numbers = measured(
                             model,
                             windows,
+                            judge=None if judge is run else judge.model,
                             batch_tokens=config.evaluation.eval_batch_tokens,
                             grid=grid,
                             advance=bar.update,
                         )
                     row = cast(Row, asked | numbers)
                     spent = f"{numbers['seconds']:.1f} s"
-                if row.get("bytes_from") != EXACT:  # the tokenizer may have been absent before
+                if (
+                    row.get("bytes_from") != EXACT and not windows.rule
+                ):  # the tokenizer may have been absent before
                     row = with_facts(row, run.bytes_of_text(tokens, windows, row["loss"]))
                 if grid.first and row != kept:
                     write_results(output, [row])  # at once: the longest length may fail
@@ -138,6 +153,20 @@ def evaluate(config: Config | None, options: Options) -> MeasuredRows:
                     logger.info("%s: %s, %d windows, %s", name, result, row["windows"], spent)
                 rows[output].append(row)
     return MeasuredRows(rows, lengths)
+
+
+def judge_of(run: LoadedRun, options: Options) -> LoadedModel:
+    """The model that says which tokens are key tokens: another checkpoint, or the run's own."""
+    if options.judge is None:
+        return run
+    judge = loaded_model(None, options.judge, None)
+    hashes = judge.tokenizer.get("hash"), run.tokenizer.get("hash")
+    if all(hashes) and hashes[0] != hashes[1]:
+        raise UserError(
+            f"--judge: {judge.path} learned with the tokenizer {hashes[0]}, {run.path} with"
+            f" {hashes[1]}: key tokens are those of one tokenizer - give a judge with the same"
+        )
+    return judge
 
 
 def check_options(config: Config, options: Options) -> None:
@@ -151,6 +180,7 @@ def check_options(config: Config, options: Options) -> None:
         eval_tokens=config.evaluation.eval_tokens,
         tail=options.tail,
         stride=options.stride,
+        rule=options.key_rule(config.model.seq_length),
     )
     for protocol in options.protocol or ("equal_tokens",):
         if protocol not in OF_DOCUMENTS:

@@ -72,6 +72,13 @@ class LoadedModel:
         """{type, hash, vocab_size} of the tokenizer that it learned with; {} if unknown."""
         return self.record.get("tokenizer") or {}
 
+    @property
+    def name(self) -> str:
+        """Encoding, seed, step and weights, such as "rotary seed 1 step 500 0123456789ab"."""
+        encoding, seed = name_of_layers(self.trained.position), self.trained.training.seed
+        weights = weights_of(self.path, self.record)
+        return f"{encoding} seed {seed} step {self.record['step']} {weights}"
+
     def tokenizer_files(self, prefixes: Iterable[Path]) -> list[TokenizerFiles]:
         """Where its tokenizer's files may be: as given, as in training, beside token files."""
         found: list[TokenizerFiles] = []
@@ -84,6 +91,16 @@ class LoadedModel:
         for prefix in prefixes:
             found.append(("HFTokenizer", str(prefix.with_name(BESIDE_TOKENS)), None))
         return list(dict.fromkeys(found))
+
+    def check_known_tokens(self, windows: Iterable[np.ndarray]) -> None:
+        """Raises UserError if the text holds a token that the embedding does not have."""
+        vocab = self.record["vocab"]
+        highest = max(int(ids.max()) for ids in windows)
+        if highest >= vocab:
+            raise UserError(
+                f"data_path: holds token {highest}, {self.path} knows the tokens 0 to {vocab - 1}"
+                f" - {PREPARE}"
+            )
 
     def facts(self, attention: AttentionSettings) -> Facts:
         """The keys of every row about the model, as it now is, and about the code."""
@@ -145,16 +162,6 @@ class LoadedRun(LoadedModel):
             "split": self.texts.split,
             "protocol": protocol,
         }
-
-    def check_known_tokens(self, windows: Iterable[np.ndarray]) -> None:
-        """Raises UserError if the text holds a token that the embedding does not have."""
-        vocab = self.record["vocab"]
-        highest = max(int(ids.max()) for ids in windows)
-        if highest >= vocab:
-            raise UserError(
-                f"data_path: holds token {highest}, {self.path} knows the tokens 0 to {vocab - 1}"
-                f" - {PREPARE}"
-            )
 
     def bytes_of_text(self, tokens: TokenFile, windows: Windows, loss: float | None) -> Facts:
         """bytes, bytes_from and bits_per_byte of the scored targets; {} if nothing is known.

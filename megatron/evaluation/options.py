@@ -3,6 +3,7 @@
 import argparse
 import contextlib
 import json
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -12,7 +13,7 @@ import torch
 
 from megatron import strict_json
 from megatron.errors import UserError
-from megatron.evaluation.protocols import PROTOCOLS, Request
+from megatron.evaluation.protocols import PROTOCOLS, KeyRule, Request
 from megatron.files import read_small
 from megatron.model.methods import FACTORS, METHODS, fault_of_name, shown
 from megatron.positions import fingerprint
@@ -55,6 +56,9 @@ class Options(Asked):
         for that of the configuration
     dtype: of the model's matrices, a name in DTYPES
     windows, start, tail, stride: of single protocols, see protocols.Request
+    judge: folder of the checkpoint that says which tokens are key tokens; None: the model itself
+    alpha, beta, trunc_len, sliding_window: see protocols.KeyRule; None for a part of the training
+        length
     """
 
     protocol: Sequence[str] = ()
@@ -69,6 +73,17 @@ class Options(Asked):
     start: int = Request.start
     tail: int = Request.tail
     stride: int | None = Request.stride
+    judge: str | None = None
+    alpha: float = 2.0
+    beta: float = -2.0
+    trunc_len: int | None = None
+    sliding_window: int | None = None
+
+    def key_rule(self, train_length: int) -> KeyRule:
+        """The rule of protocol longppl; in the paper the short context has 4096 tokens or more."""
+        trunc_len = self.trunc_len or max(1, train_length // 2)
+        sliding_window = self.sliding_window or max(1, trunc_len // 4)
+        return KeyRule(self.alpha, self.beta, trunc_len, sliding_window)
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -87,6 +102,16 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add_whole_number(parser, "--tail", Options.tail, "tail: scored tokens of a window", TOKENS)
     stride = "sliding: tokens that windows move by; default: half of each"
     add("--stride", type=number(*TOKENS), metavar="N", help=stride)
+    judge = "longppl: checkpoint that says which tokens are key; default: the model itself"
+    add("--judge", metavar="DIR", help=judge)
+    alpha = "longppl: nats that far context gains a key token; default: 2"
+    add("--alpha", type=real, default=Options.alpha, metavar="A", help=alpha)
+    beta = "longppl: a key token has a loss below -B; default: -2"
+    add("--beta", type=real, default=Options.beta, metavar="B", help=beta)
+    trunc_len = "longppl: tokens of a short context; default: half of seq_length"
+    add("--trunc-len", type=number(*TOKENS), metavar="N", help=trunc_len)
+    sliding = "longppl: tokens that short contexts move by; default: a quarter of --trunc-len"
+    add("--sliding-window", type=number(*TOKENS), metavar="N", help=sliding)
     add_attention(parser, nargs="+", action="extend", default=[])
     dtype = "of the model; tables stay float32"
     add("--dtype", choices=tuple(DTYPES), default=Options.dtype, help=dtype)
@@ -168,6 +193,15 @@ def number(least: int, most: int, or_one_of: Sequence[str] = ()) -> Callable[[st
         )
 
     return parsed
+
+
+def real(text: str) -> float:
+    """A finite number."""
+    with contextlib.suppress(ValueError):
+        value = float(text)
+        if math.isfinite(value):
+            return value
+    raise argparse.ArgumentTypeError(f"{ascii(text)[1:-1][:40]} is not a number")
 
 
 def switch(text: str) -> bool:

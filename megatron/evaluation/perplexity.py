@@ -1,8 +1,10 @@
 """Perplexity of a model on the windows of a protocol: the one loop that measures."""
 
+import hashlib
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -19,10 +21,15 @@ DIGITS = 6  # of the losses of windows, blocks and positions
 DIGITS_OF_SHARES = 4
 
 
+class Refusal(Exception):
+    """The reason why a model cannot compute a length."""
+
+
 def measured(
     model: nn.Module,
     windows: Windows,
     *,
+    judge: nn.Module | None = None,
     batch_tokens: int = 16384,
     grid: Grid | None = None,
     advance: Callable[[int], object] = int,
@@ -31,15 +38,75 @@ def measured(
 
     model: model(ids [batch, length], labels [batch, length]) -> losses [batch, length], and without
         labels, for answers of a task, logits [batch, length, vocab]
+    judge: the model that says which targets are key tokens by `windows.rule`; None: the same
     batch_tokens: tokens of a forward pass; one window at least
     grid: the processes that share the windows. Each of them calls this and gets the same result.
     advance: called with the number of windows that are finished since the last call
 
-    A length that the model refuses with a UserError has that reason in place of a loss.
+    A length that a model refuses with a UserError has that reason in place of a loss.
     Raises UserError if a batch does not fit into the device's memory.
     """
-    grid = grid or Grid()
     started = time.perf_counter()
+
+    def found(model: nn.Module, windows: Windows) -> list[np.ndarray]:
+        return losses_of_targets(model, windows, batch_tokens, grid or Grid(), advance)
+
+    try:
+        losses = found(model, windows)
+        rule = windows.rule
+        if rule is None:
+            return numbers_of(windows, losses, time.perf_counter() - started)
+        judged = losses if judge is None else found(judge, windows)
+        judge = judge or model
+        short = [found(judge, pieces) for pieces in rule.short_windows(windows)]
+    except Refusal as fault:
+        return numbers_of(windows, str(fault), time.perf_counter() - started)
+
+    # Of all targets, the key tokens are kept. A block never crosses from one window to the next.
+    all_losses = np.concatenate([of_window[0] for of_window in losses])
+    keys = {}  # positions by window, where it has any
+    for number, long in enumerate(judged):
+        pieces = [of_start[number][0] for of_start in short]
+        places = rule.places(long[0], pieces)
+        if len(places):
+            keys[number] = places
+    scored = replace(
+        windows,
+        ids=[windows.ids[number] for number in keys],
+        first_scored=(),
+        answers=list(keys.values()),
+        stretches=range(len(keys)),
+    )
+    kept: list[np.ndarray] | str = [losses[number][:, keys[number]] for number in keys]
+    if not keys:
+        kept = (
+            f"no key token: no target at a loss below {-rule.beta:g} gains more than {rule.alpha:g}"
+            f" by the context before the last {rule.trunc_len} tokens"
+        )
+    facts = numbers_of(scored, kept, time.perf_counter() - started)
+    if not np.isfinite(all_losses).all():
+        return facts | {"reason": "a loss is not finite", "loss": None, "perplexity": None}
+    if keys:
+        every_place = np.concatenate([number * windows.length + keys[number] for number in keys])
+        facts["key_text"] = hashlib.sha256(every_place.tobytes()).hexdigest()[:16]
+        facts["window_tokens"] = scored.counts.tolist()
+    loss = float(all_losses.mean())
+    perplexity = perplexity_of(loss)
+    every = {"all_tokens": len(all_losses), "all_loss": loss, "all_perplexity": perplexity}
+    return facts | every | {"windows": len(windows.ids)}
+
+
+def losses_of_targets(
+    model: nn.Module,
+    windows: Windows,
+    batch_tokens: int,
+    grid: Grid,
+    advance: Callable[[int], object],
+) -> list[np.ndarray]:
+    """Losses of targets, and of answers which are right: [windows] of [1 or 2, count] float64.
+
+    Raises Refusal for what the model refuses. Arguments and other errors are those of `measured`.
+    """
     device = next(model.parameters()).device
     order = range(len(windows.ids))
     batch_size = max(1, batch_tokens // windows.length)
@@ -79,8 +146,16 @@ def measured(
     everywhere: dict[int, np.ndarray] = {}
     for finished, _ in gathered:
         everywhere |= finished
-    seconds = time.perf_counter() - started
+    if refusal is not None:
+        raise Refusal(refusal)
+    return [everywhere[number] for number in order]
 
+
+def numbers_of(windows: Windows, found: Sequence[np.ndarray] | str, seconds: float) -> Facts:
+    """The numbers of one length.
+
+    found: what `losses_of_targets` returns, or the reason why there is nothing
+    """
     counts = windows.counts
     tokens = int(counts.sum())
     numbers: Facts = {
@@ -89,16 +164,17 @@ def measured(
         "tokens": tokens,
         "seconds": seconds,
         "tokens_per_second": tokens / seconds,
-        "reason": refusal,
+        "reason": found if isinstance(found, str) else None,
         **dict.fromkeys(("loss", "perplexity", "loss_stderr", "window_losses")),
     }
-    if windows.answers:
+    is_task = bool(windows.answers) and windows.rule is None
+    if is_task:
         numbers |= dict.fromkeys(("accuracy", "token_accuracy", "window_accuracies"))
-    if refusal is not None:
+    if isinstance(found, str):
         return numbers
 
     # Each window is summed by itself, so that neither its batch nor its process changes its sum.
-    targets = [everywhere[number][0] for number in order]  # [windows] of [count]
+    targets = [of_window[0] for of_window in found]  # [windows] of [count]
     edges = windows.edges[:-1] or (0,)
     sums = np.array([np.add.reduceat(window, edges) for window in targets])  # [windows, buckets]
     loss = float(sums.sum()) / tokens
@@ -115,8 +191,8 @@ def measured(
         "reason": None if perplexity else f"exp({loss:g}) is too large for a number",
         "loss_stderr": mean_of(window_means, counts).stderr,
     }
-    if windows.answers:
-        right = [everywhere[number][1] for number in order]
+    if is_task:
+        right = [of_window[1] for of_window in found]
         shares = np.array([answers.mean() for answers in right])  # [windows]
         return numbers | {
             "accuracy": float((shares == 1).mean()),

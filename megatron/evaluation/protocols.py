@@ -3,7 +3,7 @@
 import hashlib
 import logging
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -31,8 +31,9 @@ class Windows:
         the scored targets of one stretch follow each other. Empty if all are one stretch.
     edges: [buckets + 1] positions between which a mean loss of its own is wanted; empty for none
     about: keys of the protocol for the row, such as {"tail": 256}
-    answers: [windows] of the positions of a task's answers, which alone are scored, in place of
-        first_scored; empty for a text
+    answers: [windows] of the positions of a task's answers or of key tokens, which alone are
+        scored, in place of first_scored; empty for a text
+    rule: protocol longppl, which of the targets are key tokens
     """
 
     length: int
@@ -42,6 +43,7 @@ class Windows:
     edges: tuple[int, ...] = ()
     about: dict[str, Any] = field(default_factory=dict)
     answers: Sequence[np.ndarray] = ()
+    rule: "KeyRule | None" = None
 
     @cached_property
     def scored(self) -> Sequence[np.ndarray]:
@@ -88,6 +90,47 @@ class Windows:
 
 
 @dataclass(frozen=True)
+class KeyRule:
+    """The rule of LongPPL (arXiv 2410.23771) for key tokens, by the losses of a judge in nats.
+
+    alpha: a key token's loss after a short context is more than this above that after a long one
+    beta: its loss after the long context is below -beta
+    trunc_len: tokens of the short context at least; targets with fewer tokens before them never are
+        key tokens
+    sliding_window: targets after which a short context begins anew; it has up to trunc_len +
+        sliding_window - 1 tokens
+    """
+
+    alpha: float
+    beta: float
+    trunc_len: int
+    sliding_window: int
+
+    def short_windows(self, windows: Windows) -> list[Windows]:
+        """Windows that give each target a short context once, in the order of the targets.
+
+        Target t of a text, counted from 0, follows the tokens from
+        floor((t - trunc_len) / sliding_window) · sliding_window on.
+        """
+        found = []
+        for start in range(0, windows.length + 1 - self.trunc_len, self.sliding_window):
+            end = min(start + self.trunc_len + self.sliding_window, windows.length + 1)
+            ids = [text[start:end] for text in windows.ids]
+            found.append(Windows(end - start - 1, ids, [self.trunc_len - 1] * len(ids)))
+        return found
+
+    def places(self, long: np.ndarray, short: Sequence[np.ndarray]) -> np.ndarray:
+        """Positions of the key tokens of a window: [keys].
+
+        long: losses of all targets [length]; short: those after short contexts, piece by piece
+        """
+        first = self.trunc_len - 1
+        after_long = long[first:]
+        gain = np.concatenate([np.empty(0), *short]) - after_long
+        return first + np.flatnonzero((gain > self.alpha) & (after_long < -self.beta))
+
+
+@dataclass(frozen=True)
 class Request:
     """A request to measure: a part of a corpus at several lengths, and the options of protocols.
 
@@ -101,6 +144,8 @@ class Request:
     start: protocol paper, number of the first window
     tail: protocol tail, scored targets at the end of a window
     stride: protocol sliding, tokens from one window to the next; None for half of each length
+    rule: protocol longppl, which targets are key tokens
+    judge: protocol longppl, the name of the model that says so
     """
 
     tokens: TokenFile
@@ -113,6 +158,8 @@ class Request:
     start: int = 0
     tail: int = 256
     stride: int | None = None
+    rule: KeyRule | None = None
+    judge: str = "self"
 
     @cached_property
     def ordered_lengths(self) -> list[int]:
@@ -310,6 +357,14 @@ def task(request: Request) -> list[Windows]:
     return by_length
 
 
+def longppl(request: Request) -> list[Windows]:
+    """Cut the region as `equal_tokens` does, and count the key tokens of each window alone."""
+    rule = request.rule
+    assert rule is not None
+    about = {"judge": request.judge, **asdict(rule)}
+    return [replace(windows, about=about, rule=rule) for windows in equal_tokens(request)]
+
+
 OF_DOCUMENTS = ("paper", "within_document", "task")
 """Protocols that need more of a text than its region."""
 
@@ -320,6 +375,7 @@ PROTOCOLS: dict[str, Callable[[Request], list[Windows]]] = {
     "position": position,
     "sliding": sliding,
     "within_document": within_document,
+    "longppl": longppl,
     "task": task,
 }
 

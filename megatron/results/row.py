@@ -45,6 +45,11 @@ class Setting(TypedDict, total=False):
     tail: int  # tail: scored targets of a window
     start: int  # paper: first window
     task_args: dict[str, Any]  # task: options of the problems that are not the defaults
+    judge: str  # longppl: the model that says which targets are key tokens, or self
+    alpha: float  # longppl: nats that far context gains a key token
+    beta: float  # longppl: a key token's loss is below -beta
+    trunc_len: int  # longppl: tokens of a short context
+    sliding_window: int  # longppl: tokens that short contexts move by
 
 
 class Question(Variant, Setting, total=False):
@@ -79,7 +84,8 @@ class Question(Variant, Setting, total=False):
 class Pieces(TypedDict, total=False):
     """Numbers of parts of the text, in text order."""
 
-    window_losses: list[float] | None  # [windows], mean loss of each; None if loss is None
+    # [windows], mean loss of each that has scored targets; None if loss is None
+    window_losses: list[float] | None
     window_tokens: list[int]  # [windows], scored targets of each, if these differ
     block_losses: list[float]  # [blocks], mean loss of consecutive blocks of up to 512 targets
     block_tokens: list[int]  # [blocks], scored targets of each, if not every block has 512
@@ -106,8 +112,9 @@ class Row(Question, Pieces, Answers, Collected, total=False):
 
     # The place: which measurement of the setting.
     length: Required[int]  # tokens of a window
-    text: str  # 16 hex digits of the scored targets
-    tokens: Required[int]  # scored targets
+    text: str  # 16 hex digits of the scored targets; longppl: of all targets
+    tokens: Required[int]  # scored targets; longppl: key tokens
+    key_text: str  # longppl: 16 hex digits of the key tokens
     stride: int  # sliding: tokens from one window to the next
 
     # The numbers.
@@ -117,6 +124,9 @@ class Row(Question, Pieces, Answers, Collected, total=False):
     perplexity: Required[float | None]  # exp(loss)
     loss_stderr: float | None  # from the windows, allowing for correlated neighbours
     reason: str | None
+    all_tokens: int  # longppl: all targets, key tokens or not
+    all_loss: float  # longppl: mean over them
+    all_perplexity: float | None  # longppl: exp(all_loss)
     bytes: float  # UTF-8 bytes of the scored targets; the end of a document has none
     bytes_from: str  # tokenizer: counted exactly; card: tokens times the corpus's bytes per token
     bits_per_byte: float | None  # loss * tokens / (ln 2 * bytes)
@@ -237,7 +247,7 @@ def place_of(row: Row) -> tuple[Hashable, ...]:
     Runs of several seeds may have a text each.
     """
     place = [key for key in PLACE if key != "text"]
-    return identity(row, (*SETTING, *place))
+    return identity(row, (*SETTING, *place, "key_text"))
 
 
 def agrees(row: Mapping[str, Any], question: Mapping[str, Any]) -> bool:
@@ -320,5 +330,6 @@ def _same_text(row: Row, other: Row) -> bool:
         return not same_draw and row["windows"] == other["windows"]
     if same_length or row.get("protocol") == "position":
         return False
-    fewer, more = sorted((row, other), key=lambda one: one["tokens"])
-    return 0 < more["tokens"] - fewer["tokens"] < fewer["length"]
+    counts = [one.get("all_tokens", one["tokens"]) for one in (row, other)]
+    fewer = row if counts[0] < counts[1] else other
+    return 0 < max(counts) - min(counts) < fewer["length"]

@@ -25,7 +25,8 @@ from megatron.results.row import (
 )
 from megatron.results.statistics import perplexity_of, prefix_curve
 
-OPTIONS = ("tail", "stride", "start")  # of protocols
+OPTIONS = ("tail", "stride", "start", "judge", "alpha", "beta", "trunc_len", "sliding_window")
+"""Options of protocols."""
 # Protocols that score other text at each length.
 OTHER_TEXT = ("paper", "position")
 OTHER_TEXT_NOTE = (
@@ -295,6 +296,10 @@ def _notes(rows: Sequence[Row], lines_of: Mapping[str, Sequence[Row]], *, each: 
         facts = _facts(group[0], own)
         if each and facts:
             lines.append(f"{label}: {facts}")
+        whole = [row for row in group if row.get("all_perplexity")]
+        if whole:
+            numbers = [f"{cell(row.get('all_perplexity'))} at {row['length']}" for row in whole]
+            lines.append(f"{label}: over all targets, key tokens or not: {', '.join(numbers)}")
         refused = [row for row in group if row["perplexity"] is None]
         if refused:
             at = ", ".join(str(row["length"]) for row in refused)

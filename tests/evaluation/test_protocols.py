@@ -3,6 +3,7 @@
 import json
 import math
 import shutil
+from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +14,7 @@ from torch import nn
 from megatron.data.tokens import TokenFile, TokenWriter
 from megatron.errors import UserError
 from megatron.evaluation.perplexity import measured
-from megatron.evaluation.protocols import PROTOCOLS, Request
+from megatron.evaluation.protocols import PROTOCOLS, KeyRule, Request
 from megatron.results.table import by_length
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "data"
@@ -21,6 +22,7 @@ RUNS = json.loads((GOLDEN / "expected.json").read_text())["runs"]
 VALID = [run for run in RUNS if run["split"] == "valid"]
 SIZES = [30, 200, 7, 64, 65, 300, 40, 129, 1, 90]
 LENGTHS = [16, 32, 64]
+EVERY_TARGET = KeyRule(alpha=-1e9, beta=-1e9, trunc_len=1, sliding_window=64)  # is a key token
 every_protocol = pytest.mark.parametrize("protocol", PROTOCOLS)
 
 
@@ -56,7 +58,7 @@ def long_tokens(tmp_path_factory):
 
 
 def windows_of(protocol, tokens, lengths=LENGTHS, **more):
-    options = {"eval_tokens": 512, "tail": 8} | more
+    options = {"eval_tokens": 512, "tail": 8, "rule": EVERY_TARGET} | more
     return PROTOCOLS[protocol](Request(tokens, lengths, "0,1,0", **options))
 
 
@@ -68,7 +70,7 @@ def by_hand(targets, contexts):
 def scored(protocol, length):
     """Targets and their positions in the window, token by token, as the protocol is defined."""
     region = range(1, 513)
-    if protocol in ("equal_tokens", "position"):
+    if protocol in ("equal_tokens", "position", "longppl"):
         return [(target, (target - 1) % length) for target in region]
     if protocol == "tail":
         ends = [64 + 16 * number for number in range(29)]
@@ -100,6 +102,7 @@ def test_a_protocol_gives_the_value_computed_by_hand_at_every_length(tokens, pro
     assert len({one.text for one in windows}) == 1, "every length scores the same targets"
     assert [one.length for one in windows] == ([64] if protocol == "position" else LENGTHS)
     about = {"tail": {"tail": 8}, "sliding": {"stride": one.length // 2}}
+    about["longppl"] = {"judge": "self", **asdict(EVERY_TARGET)}
     assert one.about == about.get(protocol, {})
 
 

@@ -1,0 +1,158 @@
+"""Protocol longppl: key tokens and perplexities of the authors' code, and rows of evaluate.py."""
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from megatron.errors import UserError
+from megatron.evaluation.perplexity import measured
+from megatron.evaluation.protocols import KeyRule, Windows
+from megatron.results.comparison import compared
+from megatron.results.files import read_results
+from megatron.results.labels import kinds
+from tests.evaluation.test_evaluate import configuration, evaluate, held_out, home, model, rows_of
+from tests.positions.golden import load
+
+VARIANTS = ("same", "two_tokenizers", "loose", "none")
+every_variant = pytest.mark.parametrize("variant", VARIANTS)
+home = home
+
+
+class Losses(nn.Module):
+    """A model whose losses are known: of a token in the whole text, and in a shorter one."""
+
+    def __init__(self, whole, shorter=None):
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(1))
+        self.whole, self.shorter = whole, shorter
+
+    def forward(self, ids, labels):
+        is_whole = labels.shape[1] == len(self.whole) - 1
+        return (self.whole if is_whole else self.shorter)[labels]
+
+
+def rule_of(golden):
+    trunc_len, sliding_window = golden.param("trunc_len"), golden.param("sliding_window")
+    return KeyRule(golden.param("alpha"), golden.param("beta"), trunc_len, sliding_window)
+
+
+@every_variant
+def test_key_tokens_are_those_of_the_authors_code(variant):
+    golden = load("longppl", variant)
+    rule = rule_of(golden)
+    long, short = (golden.numbers[f"loss_{which}"].double().numpy() for which in ("long", "short"))
+    places = rule.places(long[1:], [short[rule.trunc_len :]])
+    assert (places + 1).tolist() == golden.numbers["key_evaluator"].tolist()
+
+
+@every_variant
+def test_every_target_has_the_short_context_of_the_authors_code(variant):
+    golden = load("longppl", variant)
+    starts = golden.numbers["window_start"].tolist()
+    texts = [1000 * number + np.arange(len(starts)) for number in range(2)]
+    windows = Windows(len(starts) - 1, texts, [0, 0])
+    found = {}
+    for pieces in rule_of(golden).short_windows(windows):
+        for ids, targets in zip(pieces.ids, pieces.targets, strict=True):
+            found |= {int(target): int(ids[0]) for target in targets}
+    expected = {token: start for token, start in enumerate(starts) if start >= 0}
+    again = {1000 + token: 1000 + start for token, start in expected.items()}
+    assert found == expected | again
+
+
+@pytest.mark.parametrize("variant", ["same", "none"])
+def test_the_perplexities_are_those_of_the_authors_code(variant):
+    golden = load("longppl", variant)
+    numbers = golden.numbers
+    judge = Losses(numbers["loss_long"], numbers["loss_short"])
+    count = len(numbers["loss_model"])
+    windows = Windows(count - 1, [np.arange(count)], [0], rule=rule_of(golden))
+    row = measured(Losses(numbers["loss_model"]), windows, judge=judge)
+    assert row["all_perplexity"] == pytest.approx(numbers["ppl"].item(), rel=1e-6)
+    assert row["all_tokens"] == count - 1
+    if variant == "same":
+        assert row["perplexity"] == pytest.approx(numbers["longppl"].item(), rel=1e-6)
+        assert row["tokens"] == numbers["n_key_token"].item()
+    else:
+        assert row["perplexity"] is None
+        assert row["tokens"] == 0
+        assert row["reason"].startswith("no key token: no target at a loss below 2 gains more than")
+
+
+OPTIONS = ["--protocol", "longppl", "--alpha", "0.02", "--beta", "-6"]
+
+
+def by_hand(config, length, text, alpha, beta, trunc_len, sliding_window):
+    """Losses of all targets, and which are key tokens, from one pass for each target."""
+    judge = model(config).double().eval()
+    losses, keys = [], []
+    for start in range(0, len(text) - 1, length):
+        window = text[start : start + length + 1]
+        for target in range(1, length + 1):
+            several = [window[:target]]
+            if target >= trunc_len:
+                begin = (target - trunc_len) // sliding_window * sliding_window
+                several.append(window[begin:target])
+            nats = []
+            for context in several:
+                logits = judge(context[None])[0, -1]
+                nats.append(F.cross_entropy(logits, window[target]).item())
+            losses.append(nats[0])
+            keys.append(len(nats) > 1 and nats[1] - nats[0] > alpha and nats[0] < -beta)
+    return np.array(losses), np.array(keys)
+
+
+def test_rows_have_the_key_tokens_of_the_definition_and_the_perplexity_of_all(
+    home, tmp_path, capsys
+):
+    words = [f"--checkpoint {home}/run --step 3", *OPTIONS, "--lengths", "8", "16", "32"]
+    rows = rows_of(tmp_path / "own.jsonl", *words)
+    for row in rows:
+        assert row["judge"] == "self"
+        assert (row["trunc_len"], row["sliding_window"]) == (8, 2)  # of 16 tokens in training
+        config = configuration(home, "seed=3", "pos_emb=alibi")
+        losses, keys = by_hand(config, row["length"], held_out(home, 129), 0.02, -6, 8, 2)
+        assert row["all_loss"] == pytest.approx(losses.mean(), abs=1e-5)
+        assert row["tokens"] == keys.sum()
+        if row["length"] > 8:
+            assert 0 < row["tokens"] < row["all_tokens"] == 128
+            assert row["loss"] == pytest.approx(losses[keys].mean(), abs=1e-5)
+            assert sum(row["window_tokens"]) == row["tokens"]
+    assert rows[0]["reason"].startswith("no key token")
+    shown = capsys.readouterr().out
+    assert "alibi: n/a at 8: no key token" in shown
+    assert f"16: {rows[1]['all_perplexity']:.1f}"[4:] in shown
+    assert rows_of(tmp_path / "own.jsonl", *words) == rows  # kept: nothing is measured again
+
+
+def test_models_are_compared_on_the_key_tokens_of_one_judge_alone(home, tmp_path):
+    judged = tmp_path / "judged.jsonl"
+    of_itself = tmp_path / "own.jsonl"
+    lengths = ["--lengths", "32"]
+    for step in (3, 4):
+        words = [f"--checkpoint {home}/run --step {step}", *OPTIONS, *lengths]
+        rows_of(of_itself, *words)
+        rows_of(judged, *words, "--judge", home / "run/global_step7")
+    rows = read_results([judged])
+    assert rows[0]["judge"].startswith("mep_free seed 7 step 7 ")
+    _, keys = by_hand(configuration(home, "seed=7"), 32, held_out(home, 129), 0.02, -6, 8, 2)
+    assert {row["tokens"] for row in rows} == {keys.sum()}
+    alibi, rotary = rows
+    _, difference = compared(kinds([dict(row, seed=1) for row in rows]))
+    expected = rotary["loss"] - alibi["loss"]
+    assert difference.over_text.estimate.mean == pytest.approx(expected, abs=1e-5)
+    with pytest.raises(UserError, match="was not measured there"):
+        compared(kinds([dict(row, seed=1) for row in read_results([of_itself])]))
+
+
+def test_a_judge_of_another_tokenizer_is_refused(home, tmp_path, capsys):
+    other = tmp_path / "global_step7"
+    other.mkdir()
+    for file in (home / "run/global_step7").iterdir():
+        content = file.read_bytes()
+        (other / file.name).write_bytes(content.replace(b'"hash": "aaaa"', b'"hash": "bbbb"'))
+    words = [f"--checkpoint {home}/run", *OPTIONS, "--judge", other]
+    assert evaluate(*words, "--output", tmp_path / "a.jsonl") != 0
+    assert "learned with the tokenizer bbbb" in capsys.readouterr().err
