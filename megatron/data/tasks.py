@@ -7,10 +7,10 @@ answers alone. A training draws problems of every size that fits into its window
 the largest that fits. Nothing is on disk: a problem follows from the seed and its number.
 """
 
+import hashlib
 import inspect
 import itertools
 import json
-import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -190,7 +190,7 @@ def recall(random: RandomState, size: int, pairs: int = 4) -> Problem:
     """
     _number("pairs", pairs, 1, len(NAMES))
     keys = without_repeats(random, NAMES, pairs)
-    values = drawn(random, LETTERS, pairs)
+    values = without_repeats(random, LETTERS, pairs)
     both = list(zip(keys, values, strict=True))
     given = question(*itertools.chain.from_iterable(both))
     order = random.permutation(pairs).tolist()
@@ -218,10 +218,10 @@ def variable_tracking(random: RandomState, size: int, chains: int = 2, hops: int
     `chains` values go through `hops` further variables each, among `size` letters. RULER asks for
     all variables of a value; here the value of the last variable of a chain is asked for.
     """
-    _number("chains", chains, 1, len(NAMES))
+    _number("chains", chains, 1, len(DIGITS))
     _number("hops", hops, 0, len(NAMES) // chains - 1)
     names = without_repeats(random, NAMES, chains * (hops + 1))
-    values = drawn(random, DIGITS, chains)
+    values = without_repeats(random, DIGITS, chains)
     # Statements of all chains are mixed, those of one chain stay in their order.
     turns = random.permutation(np.repeat(np.arange(chains), hops + 1)).tolist()
     last = list(values)  # of each chain, what its next variable is set to
@@ -385,7 +385,8 @@ class TaskText:
             size = sizes[random.randint(len(sizes))]
             found = self.task.generate(random, size, **self.all_options)
             text = " ".join(word for word, _ in found)
-            if HELD_OUT.get(zlib.crc32(text.encode()) % 8, "train") == part:
+            place = hashlib.blake2b(text.encode(), digest_size=1).digest()[0] % 8
+            if HELD_OUT.get(place, "train") == part:
                 return found
         raise UserError(
             f"{self.prefix}: has no {part} problem of {sizes.start} to {sizes[-1]} - give longer"
