@@ -362,7 +362,11 @@ def longppl(request: Request) -> list[Windows]:
     rule = request.rule
     assert rule is not None
     about = {"judge": request.judge, **asdict(rule)}
-    return [replace(windows, about=about, rule=rule) for windows in equal_tokens(request)]
+    by_length = []
+    for windows in equal_tokens(request):
+        stretches = range(len(windows.ids))
+        by_length.append(replace(windows, stretches=stretches, about=about, rule=rule))
+    return by_length
 
 
 OF_DOCUMENTS = ("paper", "within_document", "task")

@@ -81,7 +81,7 @@ def test_the_perplexities_are_those_of_the_authors_code(variant):
         assert row["reason"].startswith("no key token: no target at a loss below 2 gains more than")
 
 
-OPTIONS = ["--protocol", "longppl", "--alpha", "0.02", "--beta", "-6"]
+OPTIONS = ["--protocol", "longppl", "--alpha", "0.02", "--beta", "-6", "eval_tokens=64"]
 
 
 def by_hand(config, length, text, alpha, beta, trunc_len, sliding_window):
@@ -107,23 +107,23 @@ def by_hand(config, length, text, alpha, beta, trunc_len, sliding_window):
 def test_rows_have_the_key_tokens_of_the_definition_and_the_perplexity_of_all(
     home, tmp_path, capsys
 ):
-    words = [f"--checkpoint {home}/run --step 3", *OPTIONS, "--lengths", "8", "16", "32"]
+    words = [f"--checkpoint {home}/run --step 3", *OPTIONS, "--lengths", "8", "32"]
     rows = rows_of(tmp_path / "own.jsonl", *words)
     for row in rows:
         assert row["judge"] == "self"
         assert (row["trunc_len"], row["sliding_window"]) == (8, 2)  # of 16 tokens in training
         config = configuration(home, "seed=3", "pos_emb=alibi")
-        losses, keys = by_hand(config, row["length"], held_out(home, 129), 0.02, -6, 8, 2)
+        losses, keys = by_hand(config, row["length"], held_out(home, 65), 0.02, -6, 8, 2)
         assert row["all_loss"] == pytest.approx(losses.mean(), abs=1e-5)
         assert row["tokens"] == keys.sum()
         if row["length"] > 8:
-            assert 0 < row["tokens"] < row["all_tokens"] == 128
+            assert 0 < row["tokens"] < row["all_tokens"] == 64
             assert row["loss"] == pytest.approx(losses[keys].mean(), abs=1e-5)
             assert sum(row["window_tokens"]) == row["tokens"]
     assert rows[0]["reason"].startswith("no key token")
     shown = capsys.readouterr().out
     assert "alibi: n/a at 8: no key token" in shown
-    assert f"16: {rows[1]['all_perplexity']:.1f}"[4:] in shown
+    assert f"{rows[1]['all_perplexity']:.1f} at 32" in shown
     assert rows_of(tmp_path / "own.jsonl", *words) == rows  # kept: nothing is measured again
 
 
@@ -137,7 +137,7 @@ def test_models_are_compared_on_the_key_tokens_of_one_judge_alone(home, tmp_path
         rows_of(judged, *words, "--judge", home / "run/global_step7")
     rows = read_results([judged])
     assert rows[0]["judge"].startswith("mep_free seed 7 step 7 ")
-    _, keys = by_hand(configuration(home, "seed=7"), 32, held_out(home, 129), 0.02, -6, 8, 2)
+    _, keys = by_hand(configuration(home, "seed=7"), 32, held_out(home, 65), 0.02, -6, 8, 2)
     assert {row["tokens"] for row in rows} == {keys.sum()}
     alibi, rotary = rows
     _, difference = compared(kinds([dict(row, seed=1) for row in rows]))
