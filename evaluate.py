@@ -6,6 +6,7 @@ python deepy.py evaluate.py configs/mep.yml [--lengths 512 1024] [--output resul
 python evaluate.py --checkpoint runs/mep [--step 2000]
 python evaluate.py --checkpoint runs/mep eval_tokens=65536 eval_part=test
 python evaluate.py --checkpoint runs/mep --protocol equal_tokens tail --window none train_length
+python evaluate.py --checkpoint runs/mep --protocol tail --two-by-two
 python evaluate.py --checkpoint runs/mine pos_emb_file=my_encoding.py
 python evaluate.py --checkpoint runs/mep --tasks lambada_openai --lengths 512 2048
 
@@ -29,6 +30,7 @@ from megatron.evaluation.options import Options, add_options, number
 from megatron.harness.tasks import Tasks, evaluate_tasks
 from megatron.harness.tasks import table as table_of_tasks
 from megatron.parallel.grid import here
+from megatron.results.comparison_table import two_by_two
 from megatron.results.row import Row
 from megatron.results.table import by_length, table, with_bits
 
@@ -89,6 +91,8 @@ def show(evaluation: MeasuredRows) -> None:
         print(table(rows), end="\n\n")
         if known := with_bits(rows):
             print(table(known, bits_per_byte=True), end="\n\n")
+        if found := two_by_two(rows):
+            print(found.text(), end="\n\n")
     for file in evaluation.rows:
         print(f"written to {file}")
 

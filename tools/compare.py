@@ -16,9 +16,9 @@ from megatron.cli_errors import command_parser, guarded
 from megatron.errors import UserError
 from megatron.files import write_output
 from megatron.results.comparison import compared
-from megatron.results.comparison_table import tables
+from megatron.results.comparison_table import tables, two_by_two
 from megatron.results.files import read_results
-from megatron.results.labels import kinds
+from megatron.results.labels import kinds, sections
 from megatron.results.probes import is_of_probes
 
 
@@ -33,13 +33,16 @@ def main(argv: list[str] | None = None) -> int:
             kept.append(path)
     if not kept:
         raise UserError("compare.py: every file holds probes - give files of evaluate.py")
-    comparisons = compared(kinds(read_results(kept)), options.against)
+    rows = read_results(kept)
+    comparisons = compared(kinds(rows), options.against)
     output = options.output
+    found = [two_by_two(of_text, heading) for heading, of_text in sections(rows).items()]
+    repairs = [table for table in found if table]
     if output:
         mark = "<!-- by tools/compare.py -->"
         if output.suffix in (".md", ""):
             markdown = tables(comparisons, markdown=True, bits_per_byte=options.bits_per_byte)
-            text = f"{mark}\n\n{markdown}"
+            text = "\n\n".join([mark, markdown, *(table.markdown() for table in repairs)])
         elif output.suffix == ".json":
             mark = '"over_text": '
             text = json.dumps([one.plain() for one in comparisons], indent=1)
@@ -47,6 +50,8 @@ def main(argv: list[str] | None = None) -> int:
             raise UserError(f"--output: {output} is neither .md nor .json - name it so")
         write_output(output, f"{text}\n".encode(), mark.encode())
     print(tables(comparisons, bits_per_byte=options.bits_per_byte))
+    for table in repairs:
+        print(f"\n{table.text()}")
     return 0
 
 

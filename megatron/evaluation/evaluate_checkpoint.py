@@ -202,6 +202,24 @@ def variants(
         asked = getattr(options, key)
         if asked:
             values[key] = asked
+    if options.two_by_two:
+        if values:
+            given = ", ".join("--" + key.replace("_", "-") for key in values)
+            raise UserError(f"--two-by-two: sets what is varied by itself - leave out {given}")
+        # Rotations are clipped by ReRoPE, tables by their last value; others have no distance.
+        last = train_length - 1
+        clips = [{"method": f"rerope,window={last}"}, {"clip_distance": last}]
+        for clip in clips:
+            wrong = list(faults_of(replace(attention, **clip), positions, train_length))
+            if not wrong:
+                break
+        else:
+            clip = {}
+            logger.warning("--two-by-two: distances are not clipped: %s", wrong[0])
+        scaled = {"logn_scale": True}
+        window = {"window": train_length, "window_layers": ()}
+        cells = ({}, clip, scaled, clip | scaled, window)
+        return list(dict.fromkeys(replace(attention, **cell) for cell in cells))
     found: dict[AttentionSettings, None] = {}
     faults: dict[str, None] = {}
     for combination in itertools.product(*values.values()):

@@ -54,6 +54,8 @@ class Options(Asked):
     protocol: names in PROTOCOLS; empty for equal_tokens
     window, logn_scale, …, method: values of settings of attention, each on the same weights; empty
         for that of the configuration
+    two_by_two: the variants that tell untrained distances from untrained numbers of keys, in place
+        of values of these settings
     dtype: of the model's matrices, a name in DTYPES
     windows, start, tail, stride: of single protocols, see protocols.Request
     judge: folder of the checkpoint that says which tokens are key tokens; None: the model itself
@@ -68,6 +70,7 @@ class Options(Asked):
     sinks: Sequence[int | None] = ()
     clip_distance: Sequence[int | None] = ()
     method: Sequence[str | None] = ()
+    two_by_two: bool = False
     dtype: str = "fp32"
     windows: int = Request.windows
     start: int = Request.start
@@ -113,6 +116,11 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     sliding = "longppl: tokens that short contexts move by; default: a quarter of --trunc-len"
     add("--sliding-window", type=number(*TOKENS), metavar="N", help=sliding)
     add_attention(parser, nargs="+", action="extend", default=[])
+    two_by_two = (
+        "with distances clipped or not, and numbers of keys scaled or not: which of the two breaks"
+        " long texts (docs/longer_texts.md)"
+    )
+    add("--two-by-two", action="store_true", help=two_by_two)
     dtype = "of the model; tables stay float32"
     add("--dtype", choices=tuple(DTYPES), default=Options.dtype, help=dtype)
 

@@ -21,7 +21,7 @@ from megatron.model import GPT
 from megatron.report.curves import draw_by_position, draw_perplexity, style, write
 from megatron.report.encoding_figures import figures_of_model
 from megatron.results.comparison import compared
-from megatron.results.comparison_table import how_made, tables_of
+from megatron.results.comparison_table import how_made, tables_of, two_by_two
 from megatron.results.files import PICTURES, read_results
 from megatron.results.labels import kinds, labels_of, matching, sections, select
 from megatron.results.probes import ProbeRow, is_of_probes, read_probes, tables_of_probes
@@ -192,6 +192,9 @@ def _add_text(page: Page, heading: str, members: Sequence[Row], against: str | N
     section = PageSection(heading, protocol, [table_of_text(rows, over_seeds=True)])
     if known := with_bits(rows):
         section.tables.append(table_of_text(known, over_seeds=True, bits_per_byte=True))
+
+    if repairs := two_by_two(members, "Which of two breaks longer texts"):
+        section.tables.append(repairs)
 
     reference = reference_of(groups, against)
     highest = {}

@@ -1,9 +1,13 @@
 """Comparisons as tables, with sentences on how their numbers were made."""
 
+import contextlib
 import math
 from collections.abc import Sequence
 
-from megatron.results.comparison import ABOUT, ALPHA, BETTER, SEEDS, WORSE, Comparison
+from megatron.errors import UserError
+from megatron.results.comparison import ABOUT, ALPHA, BETTER, SEEDS, WORSE, Comparison, compared
+from megatron.results.labels import kinds
+from megatron.results.row import Row, value_of, with_facts
 from megatron.results.statistics import perplexity_of
 from megatron.results.table import Table, bits, cell, from_to, with_spread
 
@@ -81,6 +85,67 @@ def tables_of(comparisons: Sequence[Comparison], *, bits_per_byte: bool = False)
                 notes.append(f"{note}; seeds disagree in sign" if one.seeds_disagree else note)
         found.append(Table(head, body, notes, title=f"length {length}: {setting}"))
     return found
+
+
+REPAIRS = ("as trained", "clipped", "log n", "clipped, log n", "window")
+"""Su's 2 x 2 (docs/longer_texts.md), and the window that repairs both."""
+
+
+def two_by_two(rows: Sequence[Row], title: str = "") -> Table | None:
+    """Repaired attention against attention as trained, from rows of one text.
+
+    A line for each encoding and length, with differences in loss and their 95 % intervals; None if
+    no model was measured both ways. A window alone is no repair of one thing.
+    """
+    repair_of: dict[int, str] = {}  # by the id of a row without it
+    models = []
+    for row in rows:
+        last = (row.get("train_length") or 0) - 1
+        method, clip = row.get("method"), row.get("clip_distance")
+        is_clipped = method == f"rerope,window={last}" or clip == last
+        names = ["clipped"] if is_clipped else []
+        names += ["log n"] if row.get("logn_scale") else []
+        window = value_of(row, "window")
+        names += [] if window == "none" else ["window"]
+        name = ", ".join(names) or "as trained"
+        is_other = window not in ("none", last + 1) or (not is_clipped and (method or clip))
+        if name in REPAIRS and not is_other:
+            keys = ("window", "logn_scale", "clip_distance", "method")
+            model = with_facts(row, dict.fromkeys(keys))
+            repair_of[id(model)] = name
+            models.append(model)
+
+    lines = []
+    kinds_of_interval = set()
+    for label, of_kind in kinds(models).items():
+        by_repair: dict[str, list[Row]] = {}
+        for row in of_kind:
+            by_repair.setdefault(repair_of[id(row)], []).append(row)
+        if "as trained" not in by_repair or by_repair.keys() <= {"as trained", "window"}:
+            continue
+        texts: dict[int, dict[str, str]] = {}
+        with contextlib.suppress(UserError):  # no length has two numbers
+            for one in compared(by_repair, "as trained"):
+                text = cell(one.perplexity)
+                if one.encoding != "as trained" and one.difference:
+                    text = f"{one.difference.mean:+.4f}"
+                if one.interval:
+                    low, high = one.interval
+                    text = f"{text} [{low:+.4f}, {high:+.4f}]"
+                    kinds_of_interval.add(ABOUT[one.is_claim])
+                texts.setdefault(one.length, {})[one.encoding] = text
+        for length, of_length in sorted(texts.items()):
+            cells = [of_length.get(name, "") for name in REPAIRS]
+            lines.append([label, str(length), *cells])
+    if not lines:
+        return None
+    notes = [
+        "as trained: perplexity; others: loss minus that as trained, in nats: below 0 is better;"
+        f" 95 % intervals: {' or '.join(sorted(kinds_of_interval))}",
+        "clipped: no distance that was not trained; log n: scores scaled for the number of keys;"
+        " window: distances and numbers of keys as in training",
+    ]
+    return Table(["pos_emb", "length", *REPAIRS], lines, notes, title)
 
 
 def _ratio(difference: float) -> str:

@@ -1,10 +1,12 @@
 """Encodings against one of them: what is paired, what is a claim, and what is refused."""
 
+import math
+
 import numpy as np
 import pytest
 
 from megatron.errors import UserError
-from megatron.results.comparison_table import tables
+from megatron.results.comparison_table import REPAIRS, tables, two_by_two
 from tests.results.rows import against, row, row_of_blocks, seeds_of, texts, with_bytes
 
 # --- Claims ---
@@ -114,6 +116,31 @@ def test_the_same_blocks_are_paired_at_every_length():
     text = tables(found)
     assert "one window at length 32768: the interval does not include the" in text
     assert "n_eff: the number of independent blocks that would give the same error" in text
+
+
+def test_repairs_of_attention_stand_against_attention_as_trained_in_one_table():
+    clipped = {"a": {"method": "rerope,window=511"}, "b": {"clip_distance": 511}}
+    found = []
+    for name, clip in clipped.items():
+        found += seeds_of(name, [0.0, 0.01, -0.01])
+        found += seeds_of(name, [-0.2, -0.21, -0.22], **clip)
+        found += seeds_of(name, [0.1, 0.11, 0.09], logn_scale=True)
+        found += seeds_of(name, [-0.3, -0.29, -0.31], logn_scale=True, **clip)
+        found += seeds_of(name, [-0.4, -0.39, -0.41], window="train_length")
+        found += seeds_of(name, [9.0], method="rerope,window=256")  # no cell of the table
+    found += seeds_of("c", [0.0])
+    found += seeds_of("c", [0.1], window=512)  # a window alone
+    table = two_by_two(found, "A title")
+    assert table.head == ["pos_emb", "length", *REPAIRS]
+    assert [line[:2] for line in table.body] == [["a", "512"], ["b", "512"]]
+    differences = np.array([-0.2, -0.22, -0.21])
+    half = 4.302652729911275 * differences.std(ddof=1) / math.sqrt(3)  # Student's t, 2 df, 97.5 %
+    mean = differences.mean()
+    for line in table.body:
+        assert line[3] == f"{mean:+.4f} [{mean - half:+.4f}, {mean + half:+.4f}]"
+        assert [cell.split()[0] for cell in line[4:]] == ["+0.1000", "-0.3000", "-0.4000"]
+    assert "over seeds" in table.notes[0]
+    assert two_by_two([one for one in found if one["pos_emb"] == "c"]) is None
 
 
 def test_several_seeds_with_a_text_each_are_paired_within_their_seed():
