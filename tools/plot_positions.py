@@ -4,11 +4,17 @@ python tools/plot_positions.py                          every encoding that is a
 python tools/plot_positions.py mep_free fire --heads 8
 python tools/plot_positions.py bump --from my_encoding.py --option width=16
 python tools/plot_positions.py --checkpoint runs/mep [--step 2000]
+python tools/plot_positions.py alibi mep_free --figure effective_length
+
+--figure derivative draws a kernel and its change from a distance to the next; effective_length,
+in one figure for all, the number of heads whose bias has fallen below -2 (KERPLE, figure 6);
+training, the encoding at six steps of a run, from the learned numbers in its metrics.jsonl.
 """
 
 import logging
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -18,13 +24,20 @@ from megatron.checkpoints.read import load_for_evaluation
 from megatron.cli_errors import command_parser, guarded
 from megatron.config.yaml_files import read_overrides
 from megatron.errors import UserError
-from megatron.positions import REGISTRY, DistanceBias, Shape, build, load_file, options_of
+from megatron.positions import REGISTRY, DistanceBias, Position, Shape, build, load_file, options_of
 from megatron.positions.layers import name_of_layers
 from megatron.report.curves import write
-from megatron.report.encoding_figures import draw, figures_of_model, panels
-from megatron.results.files import PICTURES
+from megatron.report.encoding_figures import (
+    derivative_panels,
+    draw,
+    effective_panel,
+    figures_of_model,
+    panels,
+    training_panels,
+)
+from megatron.results.files import PICTURES, training_log
 
-NO_PICTURE = "nothing to draw, none of its hooks depends on distance or position alone"
+NO_PICTURE = "nothing to draw, no hook of this figure depends on distance or position alone"
 
 
 @guarded
@@ -42,7 +55,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     train_length = "seq_length of the model"
     add("--train_length", type=int, default=512, metavar="L", help=train_length)
     add("--length", type=int, default=16384, metavar="L", help="distances to draw")
-    add("--checkpoint", metavar="DIR", help="folder of a run or of one checkpoint")
+    checkpoints = "folders of runs or of single checkpoints"
+    add("--checkpoint", nargs="+", default=[], metavar="DIR", help=checkpoints)
+    figures = ["shape", "derivative", "effective_length", "training"]
+    add("--figure", choices=figures, default="shape", help="default: shape")
     step = "which checkpoint of the run; default: the latest"
     add("--step", type=int, metavar="N", help=step)
     folder = "default: plots, or plots in the run's folder"
@@ -54,22 +70,46 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error("a checkpoint knows its encoding: give names or --checkpoint, not both")
     if given.output and given.output.suffix in PICTURES:
         parser.error("--output: names the folder of the pictures - give it without a suffix")
+    if given.output and len(given.checkpoint) > 1 and given.figure != "effective_length":
+        parser.error("--output: would hold several runs - give one --checkpoint, or no --output")
+    if given.figure == "training" and not given.checkpoint:
+        parser.error("--figure training: give --checkpoint, the run whose numbers were learned")
+    suffix = "" if given.figure == "shape" else f"-{given.figure}"
+    panels_of = derivative_panels if given.figure == "derivative" else panels
 
     logging.basicConfig(level=logging.ERROR)
     if given.file:
         load_file(given.file)
-    if given.checkpoint:  # what it has learned
-        model, config, meta = load_for_evaluation(given.checkpoint, given.step)
+    compared: dict[str, Position] = {}  # in the figure of effective lengths
+    for run in given.checkpoint:  # what it has learned
+        model, config, meta = load_for_evaluation(run, given.step)
         checkpoint = Path(meta["path"])
         folder = given.output or checkpoint.parent / "plots" / checkpoint.name
         name, seed = name_of_layers(config.position), config.training.seed
         title = f"{name}, seed {seed}, step {meta['step']}"
-        figures = figures_of_model(model, title, given.length)
+        if given.figure == "effective_length":
+            for one in model.placed:
+                compared[f"{checkpoint.parent.name} {one.label}".rstrip()] = one.position
+            continue
+        if given.figure == "training":
+            log = Path(config.logging.log_dir or checkpoint.parent) / "metrics.jsonl"
+            try:
+                records = [record for record in training_log(log) if "position" in record]
+            except (OSError, ValueError) as fault:
+                raise UserError(
+                    f"{log}: cannot be read: {fault} - give a run of train.py"
+                ) from None
+            if len(model.positions) > 1 or not records:
+                raise UserError(
+                    f"{log}: has no learned numbers of one encoding for all layers - give the run"
+                    " of an encoding that learns, such as kerple_log"
+                )
+            panels_of = partial(training_panels, records)
+        figures = figures_of_model(model, title, given.length, panels_of)
         for name, figure in figures.items():
-            save(figure, folder / name)
+            save(figure, folder / f"{name}{suffix}")
         if not figures:
             print(f"{title}: {NO_PICTURE}")
-        return 0
 
     # First values of seed 0.
     faults: list[str] = []
@@ -78,18 +118,23 @@ def main(argv: Sequence[str] | None = None) -> int:
         raise UserError(f"--option: {faults[0]}; write --option key=value")
     shape = Shape(given.heads, given.head_dim, given.heads * given.head_dim, given.train_length)
     names = given.names
-    for name, encoding in sorted(REGISTRY.items()) if not names else ():
+    for name, encoding in sorted(REGISTRY.items()) if not names and not given.checkpoint else ():
         complete = all(option.default is not option.empty for option in options_of(name).values())
         if complete and issubclass(encoding, DistanceBias):
             names = [*names, name]
     for name in names:
         torch.manual_seed(0)
-        found = panels(build(name, shape, **options).eval(), given.length)
-        if found:
-            title = ", ".join([name, *(f"{key}: {value}" for key, value in options.items())])
-            save(draw(found, title), (given.output or Path("plots")) / name)
+        position = build(name, shape, **options).eval()
+        title = ", ".join([name, *(f"{key}: {value}" for key, value in options.items())])
+        if given.figure == "effective_length":
+            compared[title] = position
+        elif found := panels_of(position, given.length):
+            save(draw(found, title), (given.output or Path("plots")) / f"{name}{suffix}")
         else:
             print(f"{name}: {NO_PICTURE}")
+    if compared:
+        figure = draw([effective_panel(compared, given.length)], "")
+        save(figure, (given.output or Path("plots")) / "effective_length")
     return 0
 
 
