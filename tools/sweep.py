@@ -11,6 +11,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+import torch
+
 from megatron.cli_errors import command_parser, guarded
 from megatron.config.load import DATA_PATHS
 from megatron.config.schema import as_list
@@ -18,6 +20,7 @@ from megatron.data.corpora.recipes import corpus_names
 from megatron.data.tasks import PREFIX
 from megatron.errors import UserError
 from megatron.evaluation.options import number
+from megatron.parallel.machine import in_bytes
 from megatron.sweeps.cells import (
     State,
     Sweep,
@@ -28,6 +31,8 @@ from megatron.sweeps.cells import (
 )
 from megatron.sweeps.cost import DEVICES, UTILISATION, cost, named_device
 from megatron.sweeps.runner import Runner, places_of
+from megatron.training.batches import likely_rows
+from megatron.training.fits import FLOAT32, needs
 
 
 @guarded
@@ -108,12 +113,22 @@ def plan(
     tokens, flops = cost(sweep, states)
     hours = flops / (device.flops_per_second * UTILISATION * count) / 3600
     speed = f"{device.flops_per_second / 1e12:.3g} TFLOP/s, {device.basis}"
+    kind = torch.device("cpu" if device.name.startswith("CPU") else "cuda")
+    memory, in_training, weights = 0, 0, 0
+    for cell, state in zip(sweep.cells, states, strict=True):
+        if state.kind != "done":
+            need = needs(cell.config, likely_rows(cell.config), 1, kind)
+            memory = max(memory, need.memory)
+            in_training = max(in_training, need.disk)
+            weights += FLOAT32 * need.parameters.whole
     lines = [
         status(sweep, states)[0],
         f"to do: {tokens / 1e6:,.1f} million tokens of training, {flops:.2e} FLOP with evaluation",
         f"time: {hours:,.2f} hours on {count} x {device.name} "
         f"(assumed: {UTILISATION:.0%} of {speed})",
-        "not counted: downloads, tokenising, and the disk for data and weights",
+        f"memory to train: about {in_bytes(memory)} of each device",
+        f"disk: {in_bytes(weights)} for weights, and {in_bytes(count * in_training)} in training",
+        "not counted: downloads, tokenising, and the disk for data",
     ]
     return "\n".join(lines)
 

@@ -1,5 +1,7 @@
 """What a sweep costs: operations of the model, windows of the protocols, time, disk."""
 
+import re
+
 import pytest
 
 from megatron.errors import UserError
@@ -46,8 +48,23 @@ def test_a_plan_can_be_priced_for_another_device(sweep):
     assert "on 1 x CPU, 1 threads (assumed: 35% of" in plan(sweep, [HALF, DONE], 2, "cpu")
     here = plan(sweep, [HALF, DONE], 2)
     assert "hours on 1 x" in here, "runs that share the CPU take no less time together"
-    assert here.endswith("not counted: downloads, tokenising, and the disk for data and weights")
+    assert here.endswith("not counted: downloads, tokenising, and the disk for data")
     assert not absent_data(sweep, [DONE, DONE])
+
+
+def test_a_plan_names_the_memory_and_the_disk_of_the_papers_largest_models():
+    sweep = load_sweep("kerple_table9_1.3b", only=["seed=1235", "data=github", "pos_emb=alibi"])
+    # 24 layers of 12 width² weights, 13 width biases and norms, two matrices of the vocabulary.
+    parameters = 24 * (12 * 2048**2 + 13 * 2048) + 2 * 50304 * 2048 + 2 * 2048
+    text = plan(sweep, [State("waiting")], 2, "a100")
+    found = re.search(r"memory to train: about ([\d.]+) GB of each device", text)
+    # 16 bytes of a number are certain; four trainings took up to 1.6 times the estimate.
+    assert 16e-9 * parameters < float(found[1]) < 80 / 1.6
+    disk = (
+        f"{4e-9 * parameters:.3g} GB for weights, and {2 * 32e-9 * parameters:.3g} GB in training"
+    )
+    assert disk in text
+    assert "memory to train: about 0" in plan(sweep, [State("done")], 2, "a100")
 
 
 def test_every_device_that_can_be_named_has_a_peak_in_the_table_of_training():
