@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from megatron.config import load
+from megatron.results.papers import published, published_tables
 from tests.published import KERPLE, MEP, experiments, write_bases
 from tests.support import ROOT
 from tools.document_commands import make_clone
@@ -54,7 +55,7 @@ With others the script that it would start is run; test_deepy.py is about deepy.
 PAGES = (
     *("tutorial", "questions", "coming_from", "generation", "harness", "evaluation"),
     *("layers", "longer_texts", "watching", "doctor", "explain_config", "published_files"),
-    "from_huggingface",
+    *("from_huggingface", "papers"),
 )
 FILES = (  # that a page shows
     ("harness", "yaml", "tasks/cloze.yaml"),
@@ -78,8 +79,15 @@ def blocks(page: str, language: str) -> list[str]:
 
 
 def commands(page: str) -> list[str]:
-    """Every command of a page, also those that a job script gives to srun."""
+    """Every command of a page, also those in tables and those that a job script gives to srun.
+
+    Not those in which a word of capitals stands for something.
+    """
     lines = [line for block in blocks(page, "sh") for line in block.splitlines()]
+    text = (DOCS / f"{page}.md").read_text(encoding="utf-8")
+    for row in re.findall(r"^\|.*$", text, re.MULTILINE):
+        found = re.findall(r"`(python [^`]+)`", row)
+        lines += [line for line in found if not re.search(r"\b[A-Z]{3,}\b", line)]
     for block in blocks(page, "bash"):
         assert "srun" not in block or "export MASTER_ADDR=" in block  # a run needs it there
         lines += [line for line in block.splitlines() if line.startswith("srun ")]
@@ -166,6 +174,17 @@ def test_the_commands_of_every_page_are_run_by_a_test():
     assert with_commands <= {*PAGES, *ELSEWHERE, "performance"}
     for page, file in ELSEWHERE.items():
         assert f"{page}.md" in (ROOT / "tests" / file).read_text(encoding="utf-8"), file
+
+
+def test_every_sweep_and_table_of_the_papers_has_its_row():
+    text = (DOCS / "papers.md").read_text(encoding="utf-8")
+    sweeps = set(re.findall(r"`S ([a-z][\w.]*)", text)) | {"kerple_one"}
+    shipped = {path.stem for path in (ROOT / "configs/sweeps").glob("*.yml")}
+    assert sweeps == {name for name in shipped if name.startswith(("kerple", "mep"))}
+    assert set(re.findall(r"`R ([a-z][\w.]*)", text)) == set(published_tables())
+    for name in published_tables():
+        sweep = published(name).sweep
+        assert sweep is None or sweep.removesuffix(".yml") in sweeps
 
 
 @pytest.mark.parametrize("page", PAGES)

@@ -54,9 +54,12 @@ def cell_of(rows):
         ("kerple-table5", "github", "kerple_log_3para", 8192, ["2.68", "0.04"]),
         ("kerple-table5", "arxiv", "kerple_bias_wht", 16384, "out of memory"),
         ("kerple-table6", "openwebtext2", "kerple_bias_2para", 512, ["58.4", "71.6"]),
-        ("kerple-table9-len1024", "arxiv", "t5", 16384, ["16.0"]),
-        ("kerple-table9-1.3b", "openwebtext2", "kerple_log", 8192, ["16.9"]),
+        ("kerple-table6", "github", "kerple_wht_2para", 4096, ["2.93", "0.09"]),
+        ("kerple-table7", "github", "kerple_bias_3para", 512, ["0.351"]),
+        ("kerple-table9-len1024", "arxiv", "t5", 16384, ["16.0", "4.77"]),
+        ("kerple-table9-1.3b", "openwebtext2", "kerple_log", 8192, ["16.9", "0.7"]),
         ("kerple-table10", "wikitext103", "alibi", 3072, ["18.40"]),
+        ("kerple-table10-len2048", "wikitext103", "kerple_log", 3072, ["17.56"]),
     ],
 )
 def test_published_numbers_are_the_papers(table, corpus, encoding, length, number):
@@ -144,7 +147,9 @@ def test_the_command_shows_what_is_there_and_what_cannot_be_had(tmp_path, capsys
     assert main(["kerple_table5", "--results", str(ROOT / "docs/demo.jsonl")]) == 0
     assert "36 of 36 cells have no rows: looked in" in capsys.readouterr().out
     assert main(["mep", "--folder", str(folder)]) == 0
-    assert "NOT FOUND" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert "NOT FOUND" in shown
+    assert "second-hand" in shown
     assert main(["kerple-table10"]) == 1
     assert "cannot be reproduced here: the paper used ALiBi's fairseq" in capsys.readouterr().err
     assert not folder.exists()
