@@ -5,6 +5,10 @@ python prepare_data.py openwebtext2
 python prepare_data.py arxiv --from-dir downloads
 python prepare_data.py hf:HuggingFaceFW/fineweb-edu --config sample-10BT --documents 100000
 python prepare_data.py --input texts more.jsonl.zst --name mytext --vocab-size 8192
+python prepare_data.py task:copy --documents 1000
+
+A task needs no preparation (docs/tasks.md). The last command writes problems to read them or to use
+them elsewhere: DIR/copy/copy.jsonl.
 """
 
 import argparse
@@ -15,6 +19,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megatron.cli_errors import guarded
+from megatron.config.schema import Training
+from megatron.config.yaml_files import parse
+from megatron.data import tasks
 from megatron.data.corpora.hub_stream import HubStream
 from megatron.data.corpora.recipes import MADE_HERE, corpus_names, gpt2_files, listing, named
 from megatron.data.prepare import TokenizerChoice, prepare
@@ -22,18 +29,25 @@ from megatron.data.readers import MB, READERS, Corpus, Files, Limits
 from megatron.data.tokenizers.build import KINDS
 from megatron.data.tokens import verify
 from megatron.errors import UserError
+from megatron.files import write_output
 from megatron.parallel.machine import total_memory
+from megatron.splits import PARTS
 
 HUB = "hf:"  # before the name of a data set
 OF_HUB = ("split", "config", "revision")
+OF_TASK = ("length", "task_args")
+OF_TOKENIZER = ("tokenizer_type", "vocab_file", "merge_file", "vocab_size")
 # Options that mean nothing for a kind of corpus.
 NOT_FOR = {
-    "--input": ("from_dir", "documents", *OF_HUB),
-    "a data set of the hub": ("from_dir",),
-    "a corpus that is known by name": ("name", "text_key", *OF_HUB),
+    "--input": ("from_dir", "documents", *OF_HUB, *OF_TASK),
+    "a data set of the hub": ("from_dir", *OF_TASK),
+    "a corpus that is known by name": ("name", "text_key", *OF_HUB, *OF_TASK),
+    "a task": ("from_dir", "text_key", "config", "revision", *OF_TOKENIZER),
 }
+LENGTH = 64  # tokens
+MARK = b'"question": '  # in every file of problems
 ENCODER = 25_000_000  # bytes of a process that encodes, at least
-POSITIVE = ("workers", "documents", "max_document_mb", "max_unpack_ratio")
+POSITIVE = ("workers", "documents", "length", "max_document_mb", "max_unpack_ratio")
 
 
 @guarded
@@ -53,7 +67,7 @@ def run(words: Sequence[str]) -> str:
     if options.verify:
         return verify(options.verify)
     if options.list:
-        return listing()
+        return f"{listing()}\n\n{tasks.listing()}"
     if options.tokenizer_files:
         return "\n".join(map(str, gpt2_files(options.data_dir, options.from_dir)))
     for name in POSITIVE:
@@ -70,7 +84,10 @@ def run(words: Sequence[str]) -> str:
     if options.workers:
         # The library reads this when it starts its threads, at first use.
         os.environ["RAYON_NUM_THREADS"] = str(workers)
-    corpus = _corpus(options)
+    kind = _kind(options)
+    if kind == "a task":
+        return _write_problems(options)
+    corpus = _corpus(options, kind)
 
     of_user = (options.tokenizer_type, options.vocab_file, options.merge_file, options.vocab_size)
     if options.corpus and options.corpus not in MADE_HERE and not any(of_user):
@@ -102,7 +119,8 @@ def run(words: Sequence[str]) -> str:
     )
 
 
-def _corpus(options: argparse.Namespace) -> Corpus:
+def _kind(options: argparse.Namespace) -> str:
+    """What is to be prepared: a key of NOT_FOR. UserError for options that are not for it."""
     if bool(options.corpus) == bool(options.input):
         raise UserError(
             "prepare_data.py: what is to be prepared? - name a corpus (--list shows them), or give "
@@ -118,10 +136,36 @@ def _corpus(options: argparse.Namespace) -> Corpus:
         kind = "--input"
     elif options.corpus.startswith(HUB):
         kind = "a data set of the hub"
+    elif options.corpus.startswith(tasks.PREFIX):
+        kind = "a task"
     for name in NOT_FOR[kind]:
         if getattr(options, name) is not None:
             raise UserError(f"--{name.replace('_', '-')}: is not for {kind} - leave it out")
+    return kind
 
+
+def _write_problems(options: argparse.Namespace) -> str:
+    """Write problems of a task as JSON lines, those that a training with the default seed reads."""
+    try:
+        task_args = dict(parse(options.task_args or "{}"))
+    except (TypeError, ValueError) as fault:
+        raise UserError(f"--task-args: {fault} - write such as '{{group: S3}}'") from None
+    text = tasks.TaskText(options.corpus.removeprefix(tasks.PREFIX), task_args)
+    part, count = options.split or "train", options.documents
+    if part not in PARTS or count is None:
+        raise UserError(
+            f"{text.prefix}: of which part, and how many problems? - give --documents N, and as"
+            f" --split one of {', '.join(PARTS)}"
+        )
+    name = options.name or text.name
+    file = options.data_dir / name / f"{name}.jsonl"
+    seed = Training.model_fields["seed"].default
+    lines = [f"{line}\n" for line in text.lines(part, options.length or LENGTH, seed, count)]
+    write_output(file, "".join(lines).encode(), MARK if options.overwrite else None)
+    return f"{file}: {count:,} {part} problems of {text.prefix}"
+
+
+def _corpus(options: argparse.Namespace, kind: str) -> Corpus:
     limits = Limits(options.max_document_mb * MB, options.max_unpack_ratio)
     if kind == "--input":
         if not options.name:
@@ -155,18 +199,24 @@ def _parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     limits = Limits()
     names = ", ".join(corpus_names())
-    what = f"a corpus known by name: {names}; or hf:OWNER/NAME, a data set of the hub as a stream"
+    what = (
+        f"a corpus known by name: {names}; or hf:OWNER/NAME, a data set of the hub as a stream; or"
+        " task:NAME"
+    )
     add("corpus", nargs="?", help=what)
-    add("--list", action="store_true", help="show the corpora and their sources")
+    add("--list", action="store_true", help="show the corpora and their sources, and the tasks")
     what = "folder of the data (default: data); downloads are kept in DIR/download"
     add("-d", "--data-dir", type=Path, default=Path("data"), metavar="DIR", help=what)
     what = "take the corpus from files in this folder, and download nothing"
     add("--from-dir", type=Path, metavar="DIR", help=what)
     what = "take the first N documents, and download no more files than they need"
     add("--documents", type=int, metavar="N", help=what)
-    add("--split", help="hf: which split (default: train)")
+    add("--split", help="hf: which split; a task: which part (default: train)")
     add("--config", help="hf: which configuration of the data set")
     add("--revision", help="hf: a branch, tag or commit (default: main)")
+    what = f"a task: problems that fit into windows of L tokens (default: {LENGTH})"
+    add("--length", type=int, metavar="L", help=what)
+    add("--task-args", metavar="YAML", help="a task: its options, such as '{group: S3}'")
     what = "only download GPT-2's gpt2-vocab.json and gpt2-merges.txt into -d"
     add("--tokenizer-files", action="store_true", help=what)
     kinds = ", ".join(READERS)

@@ -92,6 +92,8 @@ def load(paths: Sequence[str | Path], overrides: Sequence[str] = ()) -> Config:
         report.fault(contradiction("train_iters", "train_epochs"))
     if merged.get("train_data_paths") and "split" in chosen:
         report.no_effect("split", "corpora of train_data_paths are whole")
+    if str(merged.get("data_path")).startswith("task:") and "split" in chosen:
+        report.no_effect("split", "a task holds out problems itself")
     sections = _sections(merged, report)
     if code is None and merged.get(USER_FILE) and not is_registered:
         # The user's file has a fault, which is reported. What it would register is unknown.

@@ -1,17 +1,20 @@
-"""Tasks: small problems that need distant tokens, as texts without end.
+"""Tasks: small problems that need distant tokens, as texts without end (docs/tasks.md).
 
 The key `data_path: task:NAME` names one, and `task_args` its options.
 
 A problem is one window: a question, its answer, and padding. Loss and accuracy count the tokens of
 answers alone. A training draws problems of every size that fits into its windows, a measurement
 the largest that fits. Nothing is on disk: a problem follows from the seed and its number.
+
+The papers' problems are sentences that end with a token. Here a word is one token, nothing says in
+words what to do, and no end is asked for: the size of a problem gives that of its answer.
 """
 
 import hashlib
 import inspect
 import itertools
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -63,6 +66,17 @@ class Task:
 TASKS: dict[str, Task] = {}
 
 
+def listing() -> str:
+    """One line for each task: its name, what it is, and its options with their defaults."""
+    width = max(map(len, TASKS)) + len(PREFIX)
+    lines = []
+    for name, one in TASKS.items():
+        options = ", ".join(f"{key}: {value}" for key, value in one.defaults.items())
+        about = f"{one.title} | task_args {{{options}}}" if options else one.title
+        lines.append(f"{PREFIX + name:{width}} | {about}")
+    return "\n".join(lines)
+
+
 def task(
     words: Callable[..., Sequence[str]], least: Callable[..., int] = lambda: 1
 ) -> Callable[[Callable[..., Problem]], Callable[..., Problem]]:
@@ -111,7 +125,7 @@ NAMES = tuple("ABCDEFGHIJKLMNOPQRSTUVWXYZ")
 DIGITS = tuple("0123456789")
 
 
-# --- Sequences (2305.19466, section 3; reverse and sorting: 2207.02098, 2106.06981) ---
+# --- Sequences (2305.19466, section 3; 2207.02098) ---
 
 
 @task(words=lambda: ("=", *LETTERS))
@@ -137,7 +151,7 @@ def sorting(random: RandomState, size: int) -> Problem:
 
 @task(words=lambda: ("=", "0", "1"))
 def parity(random: RandomState, size: int) -> Problem:
-    """Whether the number of ones is odd."""
+    """Whether the number of ones is odd, at the end alone."""
     bits = random.randint(2, size=size)
     return question(*map(str, bits), "=") + answer(str(bits.sum() % 2))
 
@@ -146,7 +160,9 @@ def parity(random: RandomState, size: int) -> Problem:
 def addition(random: RandomState, size: int, order: str = "reversed") -> Problem:
     """Add two numbers of `size` digits. order: forward, or reversed with the ones first.
 
-    Reversed digits let each digit depend on its own column and a carry (2307.03381).
+    Reversed, a digit depends on its own column and a carry: 2307.03381 reverses the sum, 2402.09371
+    all three numbers, as here. Zeros in front make both numbers equally long; in 2305.19466 they
+    are not.
     """
     _one_of("order", order, ("forward", "reversed"))
     first, second = drawn(random, DIGITS, size), drawn(random, DIGITS, size)
@@ -166,7 +182,10 @@ def addition(random: RandomState, size: int, order: str = "reversed") -> Problem
 
 @task(words=lambda: ("=", ".", *LETTERS), least=lambda letters: letters)
 def selective_copy(random: RandomState, size: int, letters: int = 8) -> Problem:
-    """Repeat a few letters that stand among `size` tokens, mostly blanks (2312.00752, 4.1.1)."""
+    """Repeat a few letters that stand among `size` tokens, mostly blanks (2312.00752, 4.1.1).
+
+    letters: 16 of 4,096 tokens there
+    """
     _number("letters", letters, 1, 64)
     marked = drawn(random, LETTERS, letters)
     pieces = [question(letter) for letter in marked]
@@ -186,7 +205,8 @@ def induction(random: RandomState, size: int) -> Problem:
 def recall(random: RandomState, size: int, pairs: int = 4) -> Problem:
     """The values of several keys, asked for among `size` other tokens (MQAR, 2312.04927).
 
-    There distances follow a power law; here they are uniform.
+    There distances follow a power law; here they are uniform. The other tokens are no keys and no
+    values, and a value stands behind its key once more, as in a text.
     """
     _number("pairs", pairs, 1, len(NAMES))
     keys = without_repeats(random, NAMES, pairs)
@@ -200,7 +220,10 @@ def recall(random: RandomState, size: int, pairs: int = 4) -> Problem:
 
 @task(words=lambda: ("?", *DIGITS, *LETTERS, *NAMES))
 def needle(random: RandomState, size: int, needles: int = 1, digits: int = 3) -> Problem:
-    """The number behind one of the keys that stand among `size` letters (RULER, 2404.06654)."""
+    """The number behind one of the keys that stand among `size` letters (RULER, 2404.06654).
+
+    needles: several are RULER's multi-key needles. The letters are random, in place of essays.
+    """
     _number("needles", needles, 1, len(NAMES))
     _number("digits", digits, 1, 64)
     keys = without_repeats(random, NAMES, needles)
@@ -268,7 +291,8 @@ def _elements(group: str) -> tuple[str, ...]:
 def word_problem(random: RandomState, size: int, group: str = "S5") -> Problem:
     """The product of permutations, each applied after the one before (2404.08819, 2505.16381).
 
-    group: S3, S4 or S5. A permutation is one token that says where 1, 2, 3, … go.
+    group: S3, S4 or S5. A permutation is one token that says where 1, 2, 3, … go. The papers ask
+    for the product of every prefix, here the whole alone is asked for.
     """
     elements = drawn(random, _elements(group), size)
     product = elements[0]
@@ -326,6 +350,12 @@ class TaskText:
     @cached_property
     def all_options(self) -> dict[str, Any]:
         return self.task.defaults | dict(self.options)
+
+    @property
+    def changed_options(self) -> dict[str, Any]:
+        """The options that are not the defaults."""
+        defaults = self.task.defaults
+        return {key: value for key, value in self.options.items() if value != defaults[key]}
 
     @cached_property
     def words(self) -> list[str]:
@@ -405,6 +435,18 @@ class TaskText:
         largest = self.largest(length)
         samples = TaskSamples(self, part, 0, length, range(largest, largest + 1))
         return np.stack([samples[number] for number in range(count)])
+
+    def lines(self, part: str, length: int, seed: int, count: int) -> Iterator[str]:
+        """The first problems of a training, in JSON: question, with _ for each word of the answer.
+
+        The answer to `a b = _ _` is `a b`.
+        """
+        sizes = range(self.least, self.largest(length) + 1)
+        for number in range(count):
+            problem = self.problem(part, seed, number, sizes)
+            asked = ["_" if is_answer else word for word, is_answer in problem]
+            answers = [word for word, is_answer in problem if is_answer]
+            yield json.dumps({"question": " ".join(asked), "answer": " ".join(answers)})
 
     # What callers ask a token file for.
 

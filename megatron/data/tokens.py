@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import DTypeLike, NDArray
 from pydantic import AfterValidator, BaseModel, Field
 
+from megatron.data.tasks import PREFIX
 from megatron.data.token_index import LARGEST_CARD, REMAKE, Stored, read_index, write_index
 from megatron.data.tokenizers.tokenizer import Tokenizer
 from megatron.errors import CONTROL, UserError, in_words
@@ -87,6 +88,11 @@ class TokenFile:
         compared with the sha256 in PREFIX.json, `verify` does it with any.
         """
         place = str(prefix)
+        if place.startswith(PREFIX):
+            raise UserError(
+                f"data_path: {place} is a task, which has no files - train.py and evaluate.py alone"
+                f" read it, as data_path: {place}"
+            )
         # os.path.isfile, because it is also False for names that are too long.
         missing = [suffix for suffix in (".idx", ".bin") if not os.path.isfile(place + suffix)]
         if len(missing) == 1:

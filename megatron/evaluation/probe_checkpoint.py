@@ -18,6 +18,7 @@ from torch import Tensor
 
 from megatron.config import Config
 from megatron.data.samples import split_documents
+from megatron.data.tasks import TaskText
 from megatron.errors import UserError
 from megatron.evaluation.attention_probes import (
     MOST,
@@ -90,6 +91,9 @@ def probe(
         key = f"{run.texts.name}_data_paths"
         choices = ", ".join(str(one.prefix) for one in run.texts.files)
         raise UserError(f"{key}: probes read one corpus - give one of {choices} as {key}=[PREFIX]")
+
+    if isinstance(tokens, TaskText):
+        raise UserError(f"data_path: probes read a text, {tokens.prefix} is a task - give a text")
 
     # The first tokens of the part: eval_tokens of them, or one window of the longest length.
     lengths = sorted(set(options.lengths or config.evaluation.eval_lengths))

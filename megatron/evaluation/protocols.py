@@ -351,7 +351,7 @@ def task(request: Request) -> list[Windows]:
     for length in request.ordered_lengths:
         ids, marks = text.windows(request.part, length, request.windows).swapaxes(0, 1)
         answers = [np.flatnonzero(of_window[1:]) for of_window in marks]
-        about = {"task_args": dict(text.options)} if text.options else {}
+        about = {"task_args": text.changed_options} if text.changed_options else {}
         stretches = range(len(ids))
         by_length.append(Windows(length, list(ids), (), stretches, about=about, answers=answers))
     return by_length

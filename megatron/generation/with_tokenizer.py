@@ -27,6 +27,11 @@ def tokenizer_of(trained: LoadedModel) -> Tokenizer:
     """The tokenizer that a checkpoint learned with; UserError if it is not found."""
     learned_with = trained.tokenizer
     expected = learned_with.get("hash")
+    if learned_with.get("type") == "task":
+        raise UserError(
+            f"{trained.path}: learned a task, which has no tokenizer for texts - evaluate.py"
+            " without --tasks measures it"
+        )
     token_files = []
     for one in (trained.config, trained.trained):
         prefixes = (one.data.data_path, *one.data.train_data_paths)

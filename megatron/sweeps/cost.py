@@ -78,7 +78,7 @@ def evaluation_flops(options: Mapping[str, Any], config: Config, vocab: int) -> 
     total = 0.0
     for protocol, length in itertools.product(protocols, lengths):
         tokens = options.get("eval_tokens", measured.eval_tokens)
-        if protocol == "paper":
+        if protocol in ("paper", "task"):
             tokens = options.get("windows", Request.windows) * length
         if protocol != "position" or length == max(lengths):
             total += variants * tokens * forward_flops(config, vocab, length)

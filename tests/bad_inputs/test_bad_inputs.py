@@ -24,6 +24,8 @@ DATA = "eval_interval=0 data_path={corpus}"
 WORDS = {
     "{train}": f"train.py {MODEL} {DATA} train_iters=4 save=run",
     "{resume}": f"train.py {MODEL} {DATA} train_iters=6 save=copy load=copy",
+    "{task}": "train.py num_layers=1 hidden_size=16 num_attention_heads=2 seq_length=24"
+    " eval_interval=0 save=run",
     "{model}": MODEL,
 }
 

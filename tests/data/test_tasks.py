@@ -1,0 +1,292 @@
+"""Problems of tasks: their answers by solvers that read the words alone, their sizes and parts."""
+
+import hashlib
+import itertools
+import json
+import re
+import string
+
+import numpy as np
+import pytest
+
+from megatron.config import load
+from megatron.data.loader import batches
+from megatron.data.parts import open_parts
+from megatron.data.tasks import PADDING, TASKS, TaskText
+from prepare_data import run
+
+CASES = [
+    *((name, {}) for name in TASKS),
+    ("addition", {"order": "forward"}),
+    ("selective_copy", {"letters": 3}),
+    ("recall", {"pairs": 1}),
+    ("recall", {"pairs": 26}),
+    ("needle", {"needles": 5, "digits": 7}),
+    ("variable_tracking", {"chains": 1, "hops": 0}),
+    ("variable_tracking", {"chains": 4, "hops": 5}),
+    ("flip_flop", {"ignored": 0.0}),
+    ("flip_flop", {"ignored": 1}),
+    ("word_problem", {"group": "S3"}),
+    ("word_problem", {"group": "S4"}),
+]
+
+
+def title(name, options):
+    return " ".join([name, *map(str, options.values())])
+
+
+TITLES = [title(*case) for case in CASES]
+every_case = pytest.mark.parametrize(("name", "options"), CASES, ids=TITLES)
+
+
+# --- Solvers: the words of a problem -> {place: word} of its answer ---
+
+
+def at_the_end(words, answer):
+    """An answer behind everything that is given."""
+    return dict(zip(range(len(words) - len(answer), len(words)), answer, strict=True))
+
+
+def given(words):
+    """The words before `=`, of as many that an answer repeats."""
+    return words[: words.index("=")]
+
+
+def alphabetical(letters):
+    return [letter for letter in string.ascii_lowercase for _ in range(letters.count(letter))]
+
+
+def added(words, order):
+    match = re.fullmatch(r"(\d+)\+(\d+)=\d+", "".join(words))
+    turn = -1 if order == "reversed" else 1
+    first, second = (int(digits[::turn]) for digits in match.groups())
+    assert len(match[1]) == len(match[2])
+    return f"{first + second:0{len(match[1]) + 1}}"[::turn]
+
+
+def recalled(words):
+    """The second time a key stands there, its value follows again."""
+    values, found = {}, {}
+    for place, word in enumerate(words):
+        if word in values:
+            found[place + 1] = values[word]
+        elif word.isupper():
+            values[word] = words[place + 1]
+    assert len(found) == len(values) == len(set(values.values()))
+    return found
+
+
+def found_needle(words):
+    text = "".join(words)
+    key = re.search(r"\?(\w)\d+$", text)[1]
+    return re.search(rf"{key}(\d+)", text)[1]
+
+
+def tracked(words):
+    text = "".join(words)
+    value = re.search(r"\?(\w)=\d$", text)[1]
+    statements = dict(re.findall(r"(\w)=(\w)", text.partition("?")[0]))
+    while not value.isdigit():
+        value = statements[value]
+    return value
+
+
+def read_bits(words):
+    found, pairs = {}, zip(words[::2], words[1::2], strict=True)
+    for number, (instruction, bit) in enumerate(pairs):
+        if instruction == "w":
+            memory = bit
+        if instruction == "r":
+            found[2 * number + 1] = memory
+    return found
+
+
+def product(words):
+    """By matrices: row i of a permutation has its one in the column of where i goes."""
+    size = len(words[0])
+    matrices = [np.eye(size)[[int(place) - 1 for place in word]] for word in given(words)]
+    whole = np.linalg.multi_dot(matrices) if len(matrices) > 1 else matrices[0]
+    return "".join(str(column + 1) for column in whole.argmax(axis=1))
+
+
+SOLVERS = {
+    "copy": lambda words: at_the_end(words, given(words)),
+    "reverse": lambda words: at_the_end(words, given(words)[::-1]),
+    "sorting": lambda words: at_the_end(words, alphabetical(given(words))),
+    "parity": lambda words: at_the_end(words, str(int("".join(given(words)), 2).bit_count() % 2)),
+    "addition": lambda words, order="reversed": at_the_end(words, added(words, order)),
+    "selective_copy": lambda words: at_the_end(words, re.findall("[a-z]", "".join(given(words)))),
+    "induction": lambda words: at_the_end(words, re.search("!(.)", "".join(words))[1]),
+    "recall": recalled,
+    "needle": lambda words: at_the_end(words, found_needle(words)),
+    "variable_tracking": lambda words: at_the_end(words, tracked(words)),
+    "flip_flop": read_bits,
+    "word_problem": lambda words: at_the_end(words, [product(words)]),
+}
+
+
+@every_case
+def test_answers_are_those_of_a_solver_and_alone_are_marked(name, options):
+    text = TaskText(name, options)
+    given_to_solver = options if name == "addition" else {}
+    smallest, _ = text._tokens_by_size
+    for more, part, seed in itertools.product((10, 30), ("train", "valid", "test"), (1, 2**32 - 1)):
+        samples = text.samples(part, smallest + more, seed)
+        for number in (*range(12), 2**33):
+            ids, marks = samples[number]
+            assert ids.dtype == marks.dtype == np.int64
+            assert ids.shape == marks.shape == (smallest + more + 1,)
+            assert not ids.any() or ids[: np.flatnonzero(ids)[-1] + 1].all()  # padding at the end
+            words = [text.words[one] for one in ids[ids > 0]]
+            expected = SOLVERS[name](words, **given_to_solver)
+            places = np.flatnonzero(marks).tolist()
+            assert {place: words[place] for place in places} == expected
+            assert 0 < places[-1] < len(words)
+
+
+@every_case
+def test_a_window_has_the_largest_problem_that_fits_and_too_short_ones_are_refused(name, options):
+    text = TaskText(name, options)
+    smallest, more = text._tokens_by_size
+    with pytest.raises(ValueError, match=f"seq_length: .* use {smallest - 1} or more"):
+        text.largest(smallest - 2)
+    for length in range(smallest + 12, smallest + 18):
+        ids, marks = text.windows("valid", length, 3).swapaxes(0, 1)
+        tokens = set((ids > 0).sum(axis=1).tolist())
+        assert tokens == {smallest + (length + 1 - smallest) // more * more}
+        assert marks.any(axis=1).all()
+    sizes = range(text.least, text.largest(smallest + 3 * more) + 1)
+    samples = text.samples("train", smallest + 3 * more, 0)
+    found = {int((samples[number][0] > 0).sum()) for number in range(100)}
+    assert found == {smallest + more * step for step in range(len(sizes))}
+
+
+def test_the_vocabulary_is_the_words_that_occur():
+    for name in TASKS:
+        text = TaskText(name)
+        assert text.words[0] == PADDING
+        assert len(set(text.words)) == len(text.words) == text.meta["tokenizer"]["vocab_size"]
+        used = np.unique(np.stack([text.samples("train", 160, 0)[i][0] for i in range(200)]))
+        if name != "flip_flop":  # without w, r or i at its ends
+            assert len(used) == len(text.words)
+
+
+# --- Parts and seeds ---
+
+
+def problems(name, part, length, count, seed=0, **options):
+    """Texts of problems with their answers, of all sizes that fit."""
+    return {
+        (line["question"], line["answer"])
+        for line in map(json.loads, TaskText(name, options).lines(part, length, seed, count))
+    }
+
+
+def test_parts_have_no_problem_in_common_whatever_the_seed():
+    """Of so many small problems that every part has nearly all of its own."""
+    for name, length in (("parity", 9), ("copy", 4), ("addition", 6)):
+        train = problems(name, "train", length, 900) | problems(name, "train", length, 300, 7)
+        valid, test = (problems(name, part, length, 200, 3) for part in ("valid", "test"))
+        assert len(train | valid | test) == len(train) + len(valid) + len(test)
+        assert min(len(valid), len(test)) > 8
+
+
+def test_a_part_without_problems_of_these_sizes_is_refused():
+    with pytest.raises(ValueError, match="task:parity: has no valid problem of 1 to 1 - give"):
+        TaskText("parity").samples("valid", 2, 0)[0]
+
+
+def test_which_problems_are_held_out_says_nothing_of_the_answer():
+    """CRC-32 is affine: all held-out problems of four bits had one answer."""
+    text = TaskText("parity")
+    for bits, part in itertools.product((8, 9), ("valid", "test")):
+        drawn = [text.problem(part, 0, number, range(bits, bits + 1)) for number in range(400)]
+        answers = {str(problem): problem[-1][0] for problem in drawn}
+        assert len(answers) / 2**bits == pytest.approx(1 / 8, abs=0.03)
+        assert list(answers.values()).count("1") / len(answers) == pytest.approx(0.5, abs=0.15)
+
+
+DIGESTS = {
+    "copy": "721a2dcbe3b5",
+    "reverse": "fcff5c8e59df",
+    "sorting": "3b7308b0bc6f",
+    "parity": "55661004de0e",
+    "addition": "9810b51afb8a",
+    "selective_copy": "8484d4a17f4b",
+    "induction": "4646ed7ae585",
+    "recall": "9c86c32f25f1",
+    "needle": "a7ce91fec190",
+    "variable_tracking": "f832e470c2c2",
+    "flip_flop": "7d88626b26c9",
+    "word_problem": "9545537d3e94",
+    "addition forward": "b1a5076d949d",
+    "selective_copy 3": "f7fc808de519",
+    "recall 1": "cab99c644ede",
+    "recall 26": "f97e78864bf2",
+    "needle 5 7": "1e846b90abf7",
+    "variable_tracking 1 0": "51c7a9ead9e4",
+    "variable_tracking 4 5": "8956e6d12a6a",
+    "flip_flop 0.0": "951f87644098",
+    "flip_flop 1": "26c03661cc1d",
+    "word_problem S3": "6a820b6ff4df",
+    "word_problem S4": "eea70d2adf0a",
+}
+
+
+@every_case
+def test_a_seed_gives_the_same_problems_on_every_machine(name, options):
+    text = TaskText(name, options)
+    length = text._tokens_by_size[0] + 20
+    digest = hashlib.sha256()
+    for samples in (text.samples("train", length, 1234), text.samples("valid", length, 5)):
+        for number in range(20):
+            digest.update(samples[number].astype("<i8").tobytes())
+    digest.update(text.windows("test", length + 7, 5).astype("<i8").tobytes())
+    assert digest.hexdigest()[:12] == DIGESTS[title(name, options)]
+
+
+def test_other_seeds_and_numbers_give_other_problems():
+    text = TaskText("copy")
+    first, second = (text.samples("train", 60, seed) for seed in (1, 2))
+    windows = [window[number].tobytes() for window in (first, second) for number in range(50)]
+    assert len(set(windows)) > 95  # a short one may come twice
+
+
+def test_two_ranks_read_the_problems_of_one():
+    shape = ["num_layers=1", "hidden_size=32", "num_attention_heads=4", "seq_length=24"]
+    data = load([], [*shape, "data_path=task:recall"]).data
+    samples = open_parts(data, ["train"])["train"].samples(24, 3, 8)
+    alone = batches(samples, 4, repeat=True)
+    shares = [batches(samples, 2, rank=rank, ranks=2, repeat=True) for rank in range(2)]
+    for _ in range(3):
+        together = [next(share) for share in shares]
+        assert np.array_equal(np.concatenate(together), next(alone))
+    resumed = batches(samples, 4, repeat=True, start=12)
+    assert np.array_equal(next(resumed), next(alone))
+
+
+# --- On the disk, where it is asked for ---
+
+
+def test_problems_are_written_as_json_lines_and_listed(tmp_path):
+    words = ["task:recall", "--documents", "7", "-d", str(tmp_path), "--length", "20"]
+    shown = run([*words, "--task-args", "{pairs: 2}", "--split", "valid", "--name", "two"])
+    file = tmp_path / "two/two.jsonl"
+    assert shown == f"{file}: 7 valid problems of task:recall"
+    text = TaskText("recall", {"pairs": 2})
+    samples = text.samples("valid", 20, 1234)
+    for number, line in enumerate(file.read_text().splitlines()):
+        problem = json.loads(line)
+        answer = iter(problem["answer"].split())
+        words_of_line = [next(answer) if w == "_" else w for w in problem["question"].split()]
+        ids, marks = samples[number]
+        assert words_of_line == [text.words[one] for one in ids[ids > 0]]
+        assert problem["question"].split().count("_") == marks.sum()
+    assert number == 6
+    run(["task:copy", "--documents", "1", "-d", str(tmp_path)])
+    with pytest.raises(ValueError, match=r"copy.jsonl exists"):
+        run(["task:copy", "--documents", "2", "-d", str(tmp_path)])
+    run(["task:copy", "--documents", "2", "-d", str(tmp_path), "--overwrite"])
+    assert len((tmp_path / "copy/copy.jsonl").read_text().splitlines()) == 2
+    listed = [line.split(" ")[0] for line in run(["--list"]).split("\n\n")[1].splitlines()]
+    assert listed == [f"task:{name}" for name in TASKS]
