@@ -1,10 +1,10 @@
 """A checkpoint of random weights, for tests of what reads checkpoints."""
 
-import json
 from pathlib import Path
 
 from megatron.checkpoints.write import write_checkpoint
 from megatron.config import load
+from megatron.data.parts import open_parts
 from megatron.model import from_config, padded_vocab
 
 
@@ -15,9 +15,8 @@ def checkpoint_of_bytes(run: Path, *settings: str) -> tuple[Path, str]:
     return write_checkpoint(run, 10, weights, config, {"vocab": 512}), config.hash
 
 
-def make_checkpoint(folder: Path, corpus: Path, *settings: str, step: int = 5) -> Path:
-    """A run's folder with one checkpoint of random weights."""
-    tokenizer = json.loads(corpus.with_name(corpus.name + ".json").read_text())["tokenizer"]
+def make_checkpoint(folder: Path, corpus: Path | str, *settings: str, step: int = 5) -> Path:
+    """A run's folder with one checkpoint of random weights; corpus: a prefix or a task."""
     shape = [
         "num_layers=2",
         "hidden_size=32",
@@ -26,6 +25,7 @@ def make_checkpoint(folder: Path, corpus: Path, *settings: str, step: int = 5) -
         f"data_path={corpus}",
     ]
     config = load([], [*shape, "split=8,1,1", "eval_tokens=512", *settings])
+    tokenizer = open_parts(config.data, ["train"])["train"].files[0].meta["tokenizer"]
     vocab = padded_vocab(tokenizer["vocab_size"], 128)
     weights = from_config(config, vocab=vocab).state_dict()
     write_checkpoint(folder, step, weights, config, {"vocab": vocab, "tokenizer": tokenizer})

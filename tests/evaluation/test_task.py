@@ -1,0 +1,110 @@
+"""Protocol task: what is counted, what a row says of its problems, and what a task refuses."""
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from megatron.data.tasks import TaskText
+from megatron.evaluation.loaded_run import loaded_model
+from megatron.evaluation.perplexity import measured
+from megatron.evaluation.protocols import Request, task
+from megatron.results.files import read_results
+from tests.checkpoints import make_checkpoint
+from tests.support import call
+
+RECALL = TaskText("recall", {"pairs": 2})
+
+
+class Noise(nn.Module):
+    """Random logits, but right or wrong where they are asked to be."""
+
+    def __init__(self, windows, wrong):
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(1))
+        self.logits = torch.randn(len(windows.ids), windows.length, 70)
+        self.done = 0
+        for number, (ids, places) in enumerate(zip(windows.ids, windows.answers, strict=True)):
+            for turn, place in enumerate(places):
+                token = 0 if (number, turn) in wrong else ids[place + 1]
+                self.logits[number, place, token] = 9.0
+
+    def forward(self, ids):
+        self.done += len(ids)
+        return self.logits[self.done - len(ids) : self.done]
+
+
+def test_answers_alone_are_counted_each_and_as_a_whole():
+    [windows] = task(Request(tokens=RECALL, lengths=[24], part="test", windows=5))
+    model = Noise(windows, wrong={(1, 0), (3, 0), (3, 1)})
+    row = measured(model, windows, batch_tokens=48)
+    assert row["accuracy"] == 3 / 5
+    assert row["token_accuracy"] == 7 / 10
+    assert row["window_accuracies"] == [1, 0.5, 1, 0, 1]
+    assert (row["windows"], row["tokens"]) == (5, 10)
+    losses = -model.logits.double().log_softmax(dim=-1)
+    expected = []
+    for number, window in enumerate(windows.ids):
+        words = [RECALL.words[one] for one in window]
+        for place in range(4, 24):  # behind the two pairs
+            if words[place].isupper():  # a key, whose value is asked for
+                expected.append(losses[number, place, window[place + 1]].item())
+    assert row["loss"] == pytest.approx(np.mean(expected), rel=1e-6)
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """A run on flip_flop with large random weights."""
+    words = ["seq_length=24", "eval_lengths=[24,48]", "init_method_std=0.5", "split=949,50,1"]
+    return make_checkpoint(tmp_path_factory.mktemp("task") / "run", "task:flip_flop", *words)
+
+
+def rows_of(trained, output, *words):
+    done = call("evaluate.py", *words, "--checkpoint", trained, "--output", output)
+    assert done.returncode == 0, done.stderr
+    return read_results([output])
+
+
+def test_a_row_says_which_problems_and_has_the_loss_of_the_plain_formula(trained, tmp_path):
+    rows = rows_of(trained, tmp_path / "a.jsonl", "--windows", 6)
+    assert [row["length"] for row in rows] == [24, 48]
+    model = loaded_model(None, trained, None).model.double()
+    for row in rows:
+        ids, marks = torch.from_numpy(
+            TaskText("flip_flop").windows("valid", row["length"], 6)
+        ).unbind(1)
+        logits = model(ids[:, :-1])
+        losses = -logits.log_softmax(dim=-1).gather(2, ids[:, 1:, None])[..., 0]
+        asked = marks[:, 1:].bool()
+        right = (logits.argmax(dim=-1) == ids[:, 1:])[asked]
+        assert row["loss"] == pytest.approx(losses[asked].mean().item(), rel=1e-5)
+        assert row["token_accuracy"] == right.double().mean().item()
+        assert (row["windows"], row["tokens"]) == (6, asked.sum())
+        assert (row["protocol"], row["corpus"]) == ("task", "task:flip_flop")
+        assert not row.keys() & {"task_args", "bits_per_byte"}
+    same = rows_of(trained, tmp_path / "b.jsonl", "task_args={ignored: 0.8}", "--windows", 6)
+    other = rows_of(trained, tmp_path / "c.jsonl", "task_args.ignored=0.1", "--windows", 6)
+    assert [row["text"] for row in same] == [row["text"] for row in rows]
+    assert "task_args" not in same[0]
+    assert [row["task_args"] for row in other] == [{"ignored": 0.1}] * 2
+    assert {row["text"] for row in other}.isdisjoint(row["text"] for row in rows)
+    both = rows_of(trained, tmp_path / "a.jsonl", "task_args.ignored=0.1", "--windows", 6)
+    assert len(both) == 4
+
+
+@pytest.mark.parametrize(
+    ("command", "message"),
+    [
+        ("evaluate.py --protocol tail", "--protocol: task:flip_flop is a task - leave"),
+        ("evaluate.py data_path=task:copy", "data_path: task:copy was written by task"),
+        ("evaluate.py --lengths 2", "a window of 2 tokens is too short for task:flip_flop, whose"),
+        ("evaluate.py --tasks x", "learned a task, which has no tokenizer for texts"),
+        ("generate.py --prompt w", "learned a task, which has no tokenizer for texts"),
+        ("tools/probe.py", "data_path: probes read a text, task:flip_flop is a task"),
+    ],
+)
+def test_what_needs_a_text_is_refused(trained, command, message):
+    script, *words = command.split()
+    done = call(script, *words, "--checkpoint", trained)
+    assert done.returncode == 1
+    assert message in done.stderr

@@ -1,0 +1,77 @@
+"""A training on a task: the loss of answers alone, and the problems that it goes on with."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file
+
+from megatron.config import load
+from megatron.data.tasks import TaskText
+from megatron.errors import UserError
+from megatron.model import from_config
+from megatron.training.batches import Batches, open_text
+from megatron.training.loop import train, train_step
+from megatron.training.trainer import Trainer
+from tests.training.conftest import interrupted, records, tiny
+
+OWN = [word for word in tiny() if not word.startswith("tokenizer_type")]
+TASK = ["data_path=task:recall", "seq_length=24", "train_iters=4", "save_interval=2"]
+TASK += ["eval_interval=2", "eval_iters=2", "seq_length_val=32"]
+
+
+def settings(folder, *more):
+    return load([], [*OWN, *TASK, f"save={folder}", f"load={folder}", *more])
+
+
+def loss_of_answers(model, batches):
+    """The mean over micro batches of the mean over answers, from logits in float64."""
+    means = []
+    for batch in batches:
+        ids, marks = batch[:, 0], batch[:, 1, 1:].bool()
+        logits = model.double()(ids[:, :-1])
+        losses = F.cross_entropy(logits.transpose(1, 2), ids[:, 1:], reduction="none")
+        means.append(losses[marks].mean())
+    return torch.stack(means).mean()
+
+
+def test_a_step_has_the_loss_and_gradient_of_the_answers_alone(grid, tmp_path):
+    config = settings(tmp_path, "gradient_accumulation_steps=2", "gradient_clipping=0")
+    parts, facts = open_text(config)
+    assert facts["vocab"] == 128
+    run = Trainer(config, from_config(config, facts["vocab"]), grid)
+    batches = Batches(config, grid, parts)
+    step = batches.next_step()
+    samples = TaskText("recall").samples("train", 24, config.training.seed)
+    assert [window.tolist() for batch in step for window in batch] == [
+        samples[number].tolist() for number in range(8)
+    ]
+    plain = from_config(config, facts["vocab"])
+    plain.load_state_dict(run.model.state_dict())
+    validation = run.validate(batches.validation(), 2)
+    held_out = TaskText("recall").samples("valid", 32, config.training.seed)
+    windows = torch.stack([torch.from_numpy(held_out[number]) for number in range(8)])
+    expected = loss_of_answers(plain, windows.split(4))
+    assert validation == pytest.approx(expected.item(), rel=1e-5)
+    plain.zero_grad()
+    expected = loss_of_answers(plain, step)
+    expected.backward()
+    norm = torch.nn.utils.get_total_norm([weight.grad for weight in plain.parameters()])
+    found = train_step(run, step)
+    assert found["loss"].item() == pytest.approx(expected.item(), rel=1e-5)
+    assert float(found["grad_norm"]) == pytest.approx(float(norm), rel=1e-4)
+
+
+def test_a_task_resumes_to_the_last_bit_and_not_with_other_problems(grid, tmp_path):
+    straight = tmp_path / "straight"
+    train(settings(straight), grid)
+    broken = interrupted(straight, 2, tmp_path / "broken")
+    with pytest.raises(UserError, match=r"has another train text than task:recall \(digest: "):
+        train(settings(broken, "task_args.pairs=3"), grid)
+    train(settings(broken), grid)
+    for kind, key in (("train", "loss"), ("train", "grad_norm"), ("valid", "loss")):
+        first, second = records(straight, kind), records(broken, kind)
+        assert first.keys() == second.keys()
+        assert [one[key] for one in first.values()] == [one[key] for one in second.values()]
+    weights = load_file(broken / "global_step4/model.safetensors")
+    for name, tensor in load_file(straight / "global_step4/model.safetensors").items():
+        assert torch.equal(weights[name], tensor), name
