@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from megatron.config import Config
+from megatron.config.yaml_files import read_overrides
 from megatron.entry import run
 from megatron.errors import UserError
 from megatron.evaluation.evaluate_checkpoint import (
@@ -47,6 +48,8 @@ def add_all_options(parser: argparse.ArgumentParser) -> None:
     add("--limit", type=number(1, 10**9), metavar="N", help=limit)
     shots = "examples in each prompt; default: the task's"
     add("--shots", type=number(0, 1000), metavar="N", help=shots)
+    metadata = "what a task makes or chooses its texts by (docs/harness.md); may be given again"
+    add("--metadata", action="append", metavar="KEY=VALUE", help=metadata)
 
 
 def main(config: Config | None, arguments: argparse.Namespace) -> None:
@@ -56,13 +59,18 @@ def main(config: Config | None, arguments: argparse.Namespace) -> None:
     if arguments.tasks:
         if arguments.protocol:
             raise UserError("--protocol: tasks have protocols of their own; leave it out")
-        tasks = Tasks(arguments.tasks, arguments.task_folder, arguments.limit, arguments.shots)
+        faults: list[str] = []
+        metadata = read_overrides(arguments.metadata or (), faults.append)
+        if faults:
+            raise UserError(f"--metadata: {faults[0]}; write --metadata key=value")
+        of_tasks = (arguments.task_folder, arguments.limit, arguments.shots)
+        tasks = Tasks(arguments.tasks, *of_tasks, metadata)
         done = evaluate_tasks(config, tasks, options)
         if here().first:
             print(table_of_tasks(done.rows))
             print(f"written to {done.output}")
         return
-    for option in ("task_folder", "limit", "shots"):
+    for option in ("task_folder", "limit", "shots", "metadata"):
         if getattr(arguments, option) is not None:
             name = option.replace("_", "-")
             raise UserError(f"--{name}: belongs to --tasks - name tasks too, or leave it out")

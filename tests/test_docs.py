@@ -48,7 +48,10 @@ SMALLER: list[tuple[str, list[str]]] = [
     ("evaluate.py --checkpoint", ["eval_tokens=65536"]),
     ("--max-new-tokens", ["--max-new-tokens", "20"]),
 ]
-NEEDS_A_NETWORK = {"lambada_openai": "are downloaded once"}  # and what is said without one
+NEEDS_A_NETWORK = dict.fromkeys(  # and what is said without one
+    ("lambada_openai", "ruler --metadata", "babilong", "longbench2", "infinitebench", "helmet"),
+    "are downloaded once",
+)
 LAUNCHED = ("first.yml", "num_gpus")
 """In these commands deepy.py itself is run: it starts a new Python, whose imports take seconds.
 With others the script that it would start is run; test_deepy.py is about deepy.py."""

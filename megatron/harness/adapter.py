@@ -3,6 +3,7 @@
 The harness's own HFLM needs accelerate, and computes texts of one pass with tokens of padding.
 """
 
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -23,6 +24,8 @@ TOGETHER = 512  # targets whose logits exist at once
 USUAL_NEW_TOKENS = 256  # if a task names no number, as the harness has it
 SAMPLING = {"temperature": float, "top_k": int, "top_p": float, "repetition_penalty": float}
 HANDLED = {"do_sample", "until", "max_gen_toks", *SAMPLING}
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -79,6 +82,7 @@ class Harness(TemplateLM):
     ) -> list[tuple[float, bool]]:
         """(text, context, continuation) of each -> log-likelihood in nats, and whether greedy."""
         asked = []
+        self._warn_of_cuts([len(one) + len(more) - 1 for _, one, more in requests])
         for _, context, continuation in requests:
             if len(continuation) > self.max_length:
                 raise UserError(
@@ -155,6 +159,7 @@ class Harness(TemplateLM):
     def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
         """The continuation of each text, without the string that ends it."""
         length = self.max_length
+        sizes = []
         by_settings: dict[GenerationSettings, list[Continuation]] = {}
         for number, request in enumerate(requests):
             text, given = request.args
@@ -167,9 +172,11 @@ class Harness(TemplateLM):
                     " place for its text - give a longer length"
                 )
             # As in the harness, a text that is too long loses its beginning.
-            prompt = self.tok_encode(text)[-room:]
+            prompt = self.tok_encode(text)
+            sizes.append(len(prompt) + new_tokens)
             asked = by_settings.setdefault(settings, [])
-            asked.append(Continuation(self._ours, prompt, settings, number))
+            asked.append(Continuation(self._ours, prompt[-room:], settings, number))
+        self._warn_of_cuts(sizes)
         most = max(1, self._reading.batch_tokens // length)
         together: list[list[Continuation]] = []
         for settings, asked in by_settings.items():
@@ -182,6 +189,18 @@ class Harness(TemplateLM):
             for continuation in batch:
                 found[continuation.number] = continuation.written.text
         return [found[number] for number in range(len(requests))]
+
+    def _warn_of_cuts(self, sizes: Sequence[int]) -> None:
+        """Say how many texts lose their beginning; sizes: tokens of each with its continuation."""
+        cut = sum(size > self.max_length for size in sizes)
+        if cut:
+            logger.warning(
+                "%d of %d texts are longer than %d tokens, up to %d: they lost their beginning",
+                cut,
+                len(sizes),
+                self.max_length,
+                max(sizes),
+            )
 
 
 def settings_by(given: Mapping[str, Any]) -> GenerationSettings:

@@ -1,13 +1,23 @@
 """Tasks of lm-evaluation-harness on one checkpoint: from names to rows, JSON lines of a file."""
 
+import json
 import logging
+import random
+import sys
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import redirect_stdout
+from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Required, cast
+from unittest import mock
+from uuid import uuid4
+
+import numpy as np
 
 from megatron.config import Config
+from megatron.data.tokenizers.tokenizer import Tokenizer
 from megatron.errors import UserError, did_you_mean, in_words
 from megatron.evaluation.evaluate_checkpoint import variants
 from megatron.evaluation.options import DTYPES, Options
@@ -25,6 +35,9 @@ PACKAGE = "lm_eval"
 MOST_NAMES = 60  # characters of the tasks in the name of a file
 COLUMNS = ("task", "metric", "filter", "shots", "documents", "length", "value", "stderr")
 ANSWERS = ("value", "stderr", "of_documents", "commit", "code", "attention_backend", "device")
+SEEDS = (0, 1234)  # of random and numpy, as the harness sets them
+SHORTEST = 512  # tokens of RULER's texts
+TRACKING = {"ruler", "ruler_vt", "longcxt"}  # names that mean RULER's variable tracking, too
 
 logger = logging.getLogger(__name__)
 
@@ -35,13 +48,15 @@ class Tasks:
 
     names: of tasks, groups or tags of the harness; folder: of a user's own task files, which may
     name Python functions beside them, so they are run; limit: documents of each task at most;
-    shots: examples in each prompt; None: what the task says
+    shots: examples in each prompt; None: what the task says; metadata: given to tasks that make
+    or choose their texts by it
     """
 
     names: Sequence[str]
     folder: Path | None = None
     limit: int | None = None
     shots: int | None = None
+    metadata: Mapping[str, Any] = field(default_factory=dict)
 
 
 class TaskRow(Question, total=False):
@@ -57,6 +72,7 @@ class TaskRow(Question, total=False):
     documents: int  # that were asked
     of_documents: int  # that the task has
     shots: int  # examples in each prompt
+    metadata: str  # JSON, if the tasks were given any
     task_version: str
     harness: str  # version of lm-evaluation-harness
 
@@ -104,7 +120,7 @@ def evaluate_tasks(config: Config | None, tasks: Tasks, options: Options) -> Don
         output = place / f"{checkpoint.path.name}-{names[:MOST_NAMES]}.jsonl"
     check_output(output, LINES)
     existing_rows(output)
-    manager = manager_of(tasks)
+    manager, loaded = loaded_tasks(tasks, tokenizer, lengths[0])
 
     from lm_eval.evaluator import simple_evaluate
 
@@ -123,7 +139,7 @@ def evaluate_tasks(config: Config | None, tasks: Tasks, options: Options) -> Don
                 try:
                     results = simple_evaluate(
                         model=adapter.Harness(model, tokenizer, reading),
-                        tasks=list(tasks.names),
+                        tasks=loaded,
                         num_fewshot=tasks.shots,
                         limit=tasks.limit,
                         task_manager=manager,
@@ -140,6 +156,8 @@ def evaluate_tasks(config: Config | None, tasks: Tasks, options: Options) -> Don
                     "stride": reading.stride,
                     "harness": harness_version,
                 }
+                if tasks.metadata:
+                    facts["metadata"] = json.dumps(tasks.metadata, sort_keys=True)
                 assert results is not None  # processes but the first get none
                 found = rows_of(results, cast("Facts", facts))
                 rows += found
@@ -149,36 +167,99 @@ def evaluate_tasks(config: Config | None, tasks: Tasks, options: Options) -> Don
     return Done(rows, output)
 
 
-def manager_of(tasks: Tasks) -> Any:
-    """The harness's manager of its own tasks, or of those of the user's folder.
+def loaded_tasks(tasks: Tasks, tokenizer: Tokenizer, window: int) -> tuple[Any, list[Any]]:
+    """The harness's manager of its own tasks, or of those of the user's folder, and what it loads.
 
+    window: tokens that the model sees at least
     Raises UserError for a name that is not known, and for a task that cannot be loaded.
     """
     from lm_eval.tasks import TaskManager
+    from transformers import AutoTokenizer
 
     for name in ("lm_eval", "datasets"):  # they name each default of each task
         logging.getLogger(name).setLevel(logging.ERROR)
     # The harness's own thousands of files take seconds to read.
     own = None if tasks.folder is None else str(tasks.folder)
-    manager = TaskManager(include_path=own, include_defaults=own is None)
+    # RULER's tasks count tokens by a tokenizer that transformers opens by its name.
+    ours = f"of the checkpoint {uuid4()}"  # another name each time: they keep what they have opened
+    manager: Any = TaskManager(
+        include_path=own,
+        include_defaults=own is None,
+        metadata={**tasks.metadata, "tokenizer": ours},
+    )
     for name in tasks.names:
         if name not in manager.all_tasks:
             raise UserError(
                 f"--tasks: no task is called {name} - {did_you_mean(name, manager.all_tasks)}"
                 " `lm-eval ls tasks` lists them; of a --task-folder, its own alone are known"
             )
+    by_transformers = AutoTokenizer.from_pretrained
+
+    def opened(name: str, **options: Any) -> Any:
+        if name != ours:
+            return by_transformers(name, **options)
+        check_ruler(tasks, tokenizer, window)
+        return lambda text: SimpleNamespace(input_ids=tokenizer.encode(text))
+
+    random.seed(SEEDS[0])  # of texts that tasks make up
+    np.random.seed(SEEDS[1])
     try:
-        manager.load(list(tasks.names))
+        with (
+            mock.patch.object(AutoTokenizer, "from_pretrained", opened),
+            redirect_stdout(sys.stderr),  # some tasks print while they make texts
+        ):
+            found = manager.load(list(tasks.names))
+    except UserError:
+        raise
     except Exception as fault:  # whatever a task's own code and the hub's library raise
         raise failed(tasks, "cannot be loaded", fault) from fault
-    return manager
+    within = {name for group in found["groups"].values() for name in group.child_names}
+    everything = {**found["groups"], **found["tasks"]}
+    return manager, [one for name, one in everything.items() if name not in within]
+
+
+def check_ruler(tasks: Tasks, tokenizer: Tokenizer, window: int) -> None:
+    """UserError for lengths of RULER's texts that the model cannot see, or that nothing fits.
+
+    Where nothing fits, the harness looks for a shorter text without end, and ignores ctrl-C
+    (its issue 2963).
+    """
+    from lm_eval.tasks.ruler import common_utils, vt_utils
+
+    lengths = tasks.metadata.get("max_seq_lengths", common_utils.DEFAULT_SEQ_LENGTHS)
+    longest, shortest = max(lengths), min(lengths)
+    if longest > window:
+        raise UserError(
+            f"--metadata max_seq_lengths: the model sees --lengths {window}, less than RULER's"
+            f" {longest} - ask for shorter texts, or give --lengths {longest + 128}"
+        )
+    example, needed = 0, SHORTEST
+    if TRACKING & set(tasks.names):
+        texts = [vt_utils.generate_input_output(5, 1, 4, is_icl=True)]
+        texts.append(vt_utils.generate_input_output(10, 1, 4))
+        example, text = (
+            int(1.1 * len(tokenizer.encode(f"{text} {names}"))) + 30  # names are random
+            for text, names in texts
+        )
+        needed = example + text
+    if example > 500:
+        raise UserError(
+            f"--tasks: ruler_vt's example has {example} tokens with this tokenizer, and 500 are its"
+            " most - name the other tasks of RULER"
+        )
+    if shortest < needed:
+        raise UserError(
+            f"--metadata max_seq_lengths: RULER's texts need {needed} tokens or more, not"
+            f" {shortest} - ask for longer ones, or leave ruler_vt out, which needs most"
+        )
 
 
 def failed(tasks: Tasks, what: str, fault: Exception) -> UserError:
     """The message about tasks that fail by themselves."""
     return UserError(
         f"--tasks: {', '.join(tasks.names)} {what} ({type(fault).__name__}: {in_words(fault)}) -"
-        " correct a task file of your own; data of a hub are downloaded once, with a network"
+        " correct a task file of your own, or install what it needs; data of a hub are downloaded"
+        " once, with a network"
     )
 
 
@@ -198,6 +279,8 @@ def rows_of(results: Mapping[str, Any], facts: Facts) -> list[TaskRow]:
         for name, value in metrics.items():
             metric, _, which = name.partition(",")
             if not which or metric.endswith("_stderr"):
+                continue
+            if metric.isdigit() and value == -1:  # RULER: no text has this length
                 continue
             stderr = metrics.get(f"{metric}_stderr,{which}")  # "N/A" for none
             own = {

@@ -99,7 +99,7 @@ def log_p(model, tokens):
     return found[torch.arange(len(tokens) - 1), torch.tensor(tokens[1:])]
 
 
-def test_a_continuation_behind_a_long_text_is_scored_with_the_last_tokens_of_it(opened):
+def test_a_continuation_behind_a_long_text_is_scored_with_the_last_tokens_of_it(opened, caplog):
     model, tokenizer = opened
     harness = Harness(model, tokenizer, Reading(64, 64))
     text, continuation = TEXT[:200].rstrip(), " and more"
@@ -107,6 +107,8 @@ def test_a_continuation_behind_a_long_text_is_scored_with_the_last_tokens_of_it(
     tokens = tokenizer.encode(text + continuation)[-65:]
     expected = log_p(model, tokens)[-len(tokenizer.encode(continuation)) :].sum()
     assert found == pytest.approx(expected.item(), abs=1e-4)
+    read = len(tokenizer.encode(text + continuation)) - 1  # the last token is only predicted
+    assert f"1 of 1 texts are longer than 64 tokens, up to {read}: they lost" in caplog.text
 
 
 @pytest.mark.parametrize(("length", "stride"), [(64, 64), (64, 1), (48, 16), (200, 100)])
