@@ -20,6 +20,7 @@ from megatron.results.comparison_table import tables, two_by_two
 from megatron.results.files import read_results
 from megatron.results.labels import kinds, sections
 from megatron.results.probes import is_of_probes
+from megatron.results.row import TASK
 
 
 @guarded
@@ -34,6 +35,11 @@ def main(argv: list[str] | None = None) -> int:
     if not kept:
         raise UserError("compare.py: every file holds probes - give files of evaluate.py")
     rows = read_results(kept)
+    if any(row.get("protocol") == TASK for row in rows):
+        raise UserError(
+            "compare.py: rows of tasks have accuracies, and losses are compared here - leave their"
+            " files out, or use tools/claims.py, such as 'fox > alibi, accuracy at 4 L (recall)'"
+        )
     comparisons = compared(kinds(rows), options.against)
     output = options.output
     found = [two_by_two(of_text, heading) for heading, of_text in sections(rows).items()]

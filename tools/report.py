@@ -58,7 +58,7 @@ def parsed(argv: Sequence[str] | None) -> argparse.Namespace:
         metavar="FILE",
         help="a Python file of yours that registers encodings of these checkpoints",
     )
-    parser.add_argument("--title", default="Perplexity beyond the training length")
+    parser.add_argument("--title", default="Results beyond the training length")
     return parser.parse_args(argv)
 
 

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 from megatron.cli_errors import command_parser, guarded
-from megatron.report.curves import plot_perplexity
+from megatron.report.curves import plot_results
 from megatron.results.files import read_results
 from megatron.results.table import table
 
@@ -27,7 +27,7 @@ def main(argv: list[str] | None = None) -> int:
         )
     )
     if options.output:
-        plot_perplexity(rows, options.output, over_seeds=options.over_seeds)
+        plot_results(rows, options.output, over_seeds=options.over_seeds)
         print(f"\nplot: {options.output}")
     return 0
 

@@ -1,4 +1,4 @@
-"""Curves over length or position: colours and markers, one way to draw them, and files."""
+"""Curves over length or position, accuracy by length as a heatmap, their looks and files."""
 
 import math
 import statistics
@@ -15,6 +15,7 @@ from zlib import crc32
 import matplotlib
 import numpy as np
 import yaml
+from matplotlib.colors import to_hex
 from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.ticker import LogLocator
@@ -23,10 +24,10 @@ from matplotlib.transforms import ScaledTranslation
 from megatron.errors import UserError
 from megatron.files import write_output
 from megatron.results.files import PICTURES
-from megatron.results.labels import kinds, runs
-from megatron.results.row import Row, by_text, trained_length
+from megatron.results.labels import kinds, runs, sections
+from megatron.results.row import TASK, Row, trained_length
 from megatron.results.statistics import half_octaves
-from megatron.results.table import cell, setting
+from megatron.results.table import GUESSES, TOKENS_RIGHT, cell, mean_and_std, setting, starred
 
 GREY = "#666666"
 WIDE = 4  # a logarithmic axis from this ratio of largest to smallest value on
@@ -45,6 +46,14 @@ STABLE: dict[Any, Any] = {"svg.fonttype": "none", "svg.hashsalt": "megatron"}
 # corner of the legend from that of the axes.
 WIDTH, PANEL, LINE, BELOW = 5.5, 3.8, 0.19, (-0.5, -0.45)
 LETTERS, HALF = 64, 28  # of a line of a legend, and of one of two columns
+
+# A heatmap: inches of a cell and of a letter of a label, letters of a line of a label, panels side
+# by side. Its colours grow dark evenly, for any colour vision and for grey print.
+CELL, LETTER, LETTERS_OF_A_LABEL, ACROSS = 0.42, 0.055, 30, 3
+SHADES, DARK = "Blues", 72  # a number is white from this percentage on
+HOW_TO_READ = (
+    "% of answer tokens right, mean ± standard deviation over seeds; hatched: not measured"
+)
 
 # --- Looks: colour and marker for the encoding, in every figure; dashes for further curves ---
 
@@ -121,19 +130,27 @@ def losses_by_position(rows: Sequence[Row]) -> Points:
 Groups = Mapping[str, Sequence[Row]]  # the rows of each curve, by its label
 
 
-def plot_perplexity(
-    rows: Sequence[Row],
-    path: Path,
-    *,
-    over_seeds: bool = False,
-    title: str = "Perplexity beyond the training length",
+def plot_results(
+    rows: Sequence[Row], path: Path, *, over_seeds: bool = False, title: str = ""
 ) -> None:
-    """Draw perplexity against length, in a panel for each text and protocol.
+    """Draw perplexity against length, or accuracy, in a panel for each text and protocol.
 
     over_seeds: a curve for each encoding instead of each run
+
+    Raises UserError for rows of tasks beside others.
     """
-    texts = [kinds(of_text) if over_seeds else runs(of_text) for of_text in by_text(rows)]
-    write(draw_perplexity(*texts, title=title), path)
+    texts = {}
+    for heading, of_text in sections(rows).items():
+        texts[heading] = kinds(of_text) if over_seeds else runs(of_text)
+    are_tasks = {row.get("protocol") == TASK for row in rows}
+    if len(are_tasks) > 1:
+        raise UserError(f"{path}: tasks and texts have no common plot - give the files of one kind")
+    if True in are_tasks:
+        figure = draw_accuracy(texts, title or "Accuracy beyond the training length")
+    else:
+        title = title or "Perplexity beyond the training length"
+        figure = draw_perplexity(*texts.values(), title=title)
+    write(figure, path)
 
 
 def draw_perplexity(*texts: Groups, without: Collection[str] = (), title: str = "") -> Figure:
@@ -249,6 +266,72 @@ def _draw(
         )
         height += PANEL + LINE * math.ceil(len(lines) / columns)
     figure.set_size_inches(WIDTH, height)
+    return figure
+
+
+def draw_accuracy(texts: Mapping[str, Groups], title: str = "") -> Figure:
+    """A heatmap of the percentage of answer tokens that are right, with its numbers.
+
+    texts: for each task, by its heading, the rows of each line by its label
+
+    A column is a length, ± is one standard deviation over seeds. With a title the figure is
+    complete: a sentence below says how to read it.
+    """
+    labels = list(dict.fromkeys(label for groups in texts.values() for label in groups))
+    shown = [textwrap.fill(label, LETTERS_OF_A_LABEL) for label in labels]
+    across = min(len(texts), ACROSS)
+    down = math.ceil(len(texts) / across)
+    columns = 0
+    with style():
+        figure = Figure(layout=ConstrainedLayoutEngine(w_pad=0.08))
+        figure.suptitle(title, x=0.01, ha="left", fontsize=12)
+        figure.supxlabel(HOW_TO_READ if title else "", x=0.01, ha="left", fontsize=7, wrap=True)
+        panels = figure.subplots(down, across, squeeze=False).ravel()
+        for unused in panels[len(texts) :]:
+            unused.set_axis_off()
+        for number, (heading, groups) in enumerate(texts.items()):
+            axes = panels[number]
+            rows = [row for group in groups.values() for row in group]
+            lengths = sorted({row["length"] for row in rows})
+            columns = max(columns, len(lengths))
+            for line, label in enumerate(labels):
+                colours, spoken = ["none"] * len(lengths), []
+                for column, length in enumerate(lengths):
+                    of_seeds = [row for row in groups.get(label, ()) if row["length"] == length]
+                    mean, std = mean_and_std([TOKENS_RIGHT.of(row) for row in of_seeds])
+                    words, spread = "n/a" if of_seeds else "", ""
+                    ink = "black"
+                    if mean is not None:
+                        words = f"{mean:.0f}"
+                        colours[column] = to_hex(matplotlib.colormaps[SHADES](mean / 100))
+                        ink = "white" if mean > DARK else "black"
+                    if std is not None:
+                        spread = f"±{std:.0f}"
+                    spoken.append(f"{words or '-'}{spread} at {length}")
+                    side = "right" if spread else "center"
+                    for text, align, size in ((words, side, 7.5), (spread, "left", 5.5)):
+                        drawn = axes.text(column, line, text, ha=align, fontsize=size, color=ink)
+                        drawn.set(va="center_baseline", in_layout=False)
+                label = f"{label}: {', '.join(spoken)}"
+                at = range(len(lengths))
+                axes.bar(at, 1, 1, line - 0.5, color=colours, edgecolor="white", label=label)
+            ground = axes.axhspan(-0.5, len(labels) - 0.5, fill=False, linewidth=0, zorder=0)
+            ground.set(hatch="/////", edgecolor="#D0D0D0")  # shows where cells are empty
+            axes.set_xlim(-0.5, len(lengths) - 0.5)
+            axes.set_ylim(len(labels) - 0.5, -0.5)
+            axes.set_xticks(range(len(lengths)), starred(rows, lengths))
+            axes.set_yticks(range(len(labels)), shown)
+            axes.tick_params(length=0, labelleft=number % across == 0)
+            axes.spines[:].set_visible(False)
+            axes.set_xlabel("length (tokens), * in training")
+            guess = GUESSES.get(rows[0].get("corpus") or "")
+            name = heading.removeprefix("task:")
+            axes.set_title(f"{name} (guessing: {guess} %)" if guess else name, loc="left")
+        letters = max(len(line) for label in shown for line in label.split("\n"))
+        lines = max(label.count("\n") for label in shown) + 1
+        width = LETTER * letters + across * (CELL * columns + 0.25)
+        height = 0.5 + down * (max(0.19, 0.125 * lines) * len(labels) + 0.5)
+        figure.set_size_inches(width, height)
     return figure
 
 

@@ -18,7 +18,7 @@ from megatron.checkpoints.read import load_model, read_meta
 from megatron.errors import UserError
 from megatron.files import check_output, write_output
 from megatron.model import GPT
-from megatron.report.curves import draw_by_position, draw_perplexity, style, write
+from megatron.report.curves import draw_accuracy, draw_by_position, draw_perplexity, style, write
 from megatron.report.encoding_figures import figures_of_model
 from megatron.results.comparison import compared
 from megatron.results.comparison_table import how_made, tables_of, two_by_two
@@ -29,6 +29,7 @@ from megatron.results.row import (
     COLUMNS,
     LABELS,
     SETTING,
+    TASK,
     VARIANT,
     Row,
     plain,
@@ -37,9 +38,11 @@ from megatron.results.row import (
     with_facts,
 )
 from megatron.results.table import (
+    BITS,
     Table,
     by_length,
     mean_and_std,
+    quantities_of,
     table_of_text,
     with_bits,
 )
@@ -53,7 +56,7 @@ NOT_FOUND = "not found from here, so its encoding is not drawn"
 class PageSection:
     """One text and protocol.
 
-    tables: perplexity and, if rows have them, bits per byte
+    tables: perplexity and, if rows have them, bits per byte; or the accuracy of a task
     figures: their names by what they show
     compared: differences from the reference, with notes; reason: why there are none
     """
@@ -71,7 +74,7 @@ class PageSection:
 class Page:
     """The contents of page.html: sections by text and protocol, probes, kernels, and gaps.
 
-    probed: tables of each probed model, by its label; kernels: names of figures
+    tasks, kernels: names of figures; probed: tables of each probed model, by its label
     gaps: what is missing, and its cause; faults: checkpoints that could not be read, and why
     figures: by the names of their files
     """
@@ -79,6 +82,7 @@ class Page:
     rows: Sequence[Row]
     probes: Sequence[ProbeRow]
     sections: list[PageSection] = field(default_factory=list)
+    tasks: list[str] = field(default_factory=list)
     probed: dict[str, list[Table]] = field(default_factory=dict)
     kernels: list[str] = field(default_factory=list)
     models: Table | None = None
@@ -98,7 +102,8 @@ class Page:
             svg = re.sub(r'(id="|href="#|url\(#)', rf"\g<1>f{number}-", svg)
             first, *_ = figure.axes
             _, curves = first.get_legend_handles_labels()
-            words = [figure.get_suptitle(), first.get_ylabel(), *curves]
+            title_of = [figure.get_suptitle(), first.get_title(loc="left")]
+            words = [*title_of, first.get_ylabel(), *curves]
             spoken = "; ".join(filter(None, words))
             svgs[name] = Markup(f'<svg role="img" aria-label="{escape(spoken)}" {svg}')
         template = environment.get_template("page.html")
@@ -189,14 +194,17 @@ def _add_text(page: Page, heading: str, members: Sequence[Row], against: str | N
         rows += by_length([row], [*shorter, row["length"]])
     groups = kinds(rows)
     protocol = rows[0].get("protocol") or ""
-    section = PageSection(heading, protocol, [table_of_text(rows, over_seeds=True)])
+    shown = quantities_of(rows)
+    section_tables = [table_of_text(rows, quantity, over_seeds=True) for quantity in shown]
+    section = PageSection(heading, protocol, section_tables)
     if known := with_bits(rows):
-        section.tables.append(table_of_text(known, over_seeds=True, bits_per_byte=True))
+        section.tables.append(table_of_text(known, BITS, over_seeds=True))
 
     if repairs := two_by_two(members, "Which of two breaks longer texts"):
         section.tables.append(repairs)
 
-    reference = reference_of(groups, against)
+    # Accuracies are compared by tools/claims.py.
+    reference = None if protocol == TASK else reference_of(groups, against)
     highest = {}
     for label, of_kind in groups.items():
         numbers = [row["perplexity"] for row in of_kind if row["perplexity"] is not None]
@@ -204,13 +212,16 @@ def _add_text(page: Page, heading: str, members: Sequence[Row], against: str | N
     limit = 2 * min(highest.values())
     far = [label for label, number in highest.items() if number >= limit]
     figures = {}
-    if len({row["length"] for row in rows}) > 1:
+    prefix = f"{len(page.sections) + 1}-" if page.sections else ""
+    if protocol == TASK:
+        page.tasks.append(f"{prefix}accuracy")
+        page.figures[f"{prefix}accuracy"] = draw_accuracy({heading: groups})
+    elif len({row["length"] for row in rows}) > 1:
         figures["perplexity"] = draw_perplexity(groups)
         if far and len(groups) >= len(far) + 2:
             figures["perplexity-near"] = draw_perplexity(groups, without=far)
     if reference and any(row.get("position_losses") for row in rows):
         figures["position"] = draw_by_position(groups, reference, far)
-    prefix = f"{len(page.sections) + 1}-" if page.sections else ""
     for kind, figure in figures.items():
         section.figures[kind] = f"{prefix}{kind}"
         page.figures[f"{prefix}{kind}"] = figure
@@ -225,7 +236,7 @@ def _add_text(page: Page, heading: str, members: Sequence[Row], against: str | N
             section.compared, section.notes = tables_of(comparisons), how_made(comparisons)
     for label, of_kind in groups.items():
         for row in of_kind:
-            if row["perplexity"] is None:
+            if shown[0].of(row) is None:
                 reason = row.get("reason") or "no number"
                 page.gaps.append((f"{heading}, {label} at {row['length']}", reason))
     page.sections.append(section)

@@ -10,6 +10,7 @@ from megatron.results.row import (
     KIND_LABELS,
     LABELS,
     SETTING,
+    TASK,
     TEXT_LABELS,
     TRAINED,
     USUAL,
@@ -73,14 +74,16 @@ def runs(rows: Sequence[Row]) -> dict[str, list[Row]]:
 def sections(rows: Sequence[Row], keys: Iterable[str] = SETTING) -> dict[str, list[Row]]:
     """Rows by a heading for each text and protocol, such as "github valid: tail, tail 128".
 
+    A task has the heading "task:copy".
+
     keys: as `by_text` has them
     """
     texts = by_text(rows, keys)
     examples = [min(text, key=lambda row: (row["length"], str(row.get("text")))) for text in texts]
     names = []
     for row in examples:
-        name = text_of(row) or "a text"
-        names.append(f"{name}: {row.get('protocol') or 'unknown protocol'}")
+        name = f"{text_of(row) or 'a text'}: {row.get('protocol') or 'unknown protocol'}"
+        names.append(row.get("corpus", "") if row.get("protocol") == TASK else name)
     headings = labels_of(examples, TEXT_LABELS, (), names=names)
     return dict(zip(headings, texts, strict=True))
 

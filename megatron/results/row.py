@@ -13,6 +13,7 @@ from typing_extensions import TypedDict  # pydantic checks rows by these types
 
 Facts = dict[str, Any]  # some keys of a row
 CORPUS_AXIS = "data"  # the axis of a sweep that names the corpus to train on
+TASK = "task"  # the protocol of problems whose answers are counted
 TRAINED = "trained "  # before the name of an axis that evaluation may change, such as window
 
 # Scored targets of a block, if a row does not say otherwise. Files rely on it: never change it.
@@ -289,8 +290,9 @@ def by_text(rows: Sequence[Row], keys: Iterable[str] = SETTING) -> list[list[Row
 
     Rows of one length, and in the protocol `paper` of one seed, have the same text if its hash or,
     in old rows, the number of its targets is the same. Rows of other lengths belong to them if
-    they lack less than one of their windows, which the end of the text leaves out. Rows that may
-    belong to two texts belong to neither. The order of the rows does not matter.
+    they lack less than one of their windows, which the end of the text leaves out; in `paper` and
+    `task`, where each length has its own windows, if these are as many. Rows that may belong to
+    two texts belong to neither. The order of the rows does not matter.
     """
     keys = tuple(keys)
     facts = (*keys, "tokenizer", "seed", "windows", *PLACE)
@@ -325,9 +327,9 @@ def _same_text(row: Row, other: Row) -> bool:
     if _targets(row) == _targets(other):
         return True
     same_length = row["length"] == other["length"]
-    if row.get("protocol") == "paper":  # windows are counted, and drawn for each seed and length
-        same_draw = same_length and row.get("seed") == other.get("seed")
-        return not same_draw and row["windows"] == other["windows"]
+    if row.get("protocol") in ("paper", TASK):  # windows are counted, and drawn for each length
+        of_each_seed = row.get("protocol") == "paper" and row.get("seed") != other.get("seed")
+        return (of_each_seed or not same_length) and row["windows"] == other["windows"]
     if same_length or row.get("protocol") == "position":
         return False
     counts = [one.get("all_tokens", one["tokens"]) for one in (row, other)]

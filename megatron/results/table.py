@@ -1,7 +1,7 @@
-"""Tables as text and as Markdown, and those of perplexity and bits per byte by length."""
+"""Tables as text and as Markdown, and those of perplexity, bits per byte and accuracy by length."""
 
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import cast
 
@@ -14,6 +14,7 @@ from megatron.results.row import (
     NOTES,
     PIECES,
     SETTING,
+    TASK,
     USUAL,
     VARIANT,
     Row,
@@ -45,6 +46,8 @@ OTHER_TOKENIZERS = (
     " that scored about the same bytes of the same part"
 )
 MEASURE_AGAIN = "measure again with evaluate.py where the tokenizer's files or a new card exist"
+# Accuracy of guessing, in percent, where answers have few values.
+GUESSES = {"task:parity": 50, "task:flip_flop": 50}
 
 
 # --- One table, as text and as Markdown; the page's template writes it as HTML ---
@@ -119,6 +122,11 @@ def bits(number: float | None) -> str:
     return "n/a" if number is None else f"{number:.4f}"
 
 
+def percent(number: float | None) -> str:
+    """A percentage for a table."""
+    return "n/a" if number is None else f"{number:.1f}"
+
+
 def mean_and_std(values: Sequence[float | None]) -> tuple[float | None, float | None]:
     """Mean and standard deviation over seeds; (None, None) if a seed has no number.
 
@@ -132,7 +140,7 @@ def mean_and_std(values: Sequence[float | None]) -> tuple[float | None, float | 
 
 
 def with_spread(mean: str, std: float | None) -> str:
-    """A mean that `cell` or `bits` wrote, ± a standard deviation with as many decimals."""
+    """A mean as a cell shows it, ± a standard deviation with as many decimals."""
     if std is None:
         return mean
     if "e" in mean:
@@ -141,7 +149,39 @@ def with_spread(mean: str, std: float | None) -> str:
     return f"{mean} ± {std:.{decimals}f}"
 
 
-# --- Perplexity and bits per byte by length ---
+# --- Perplexity, bits per byte and accuracy by length ---
+
+
+@dataclass(frozen=True)
+class Quantity:
+    """A number of rows: its key, its name above and below a table, and how a cell shows it."""
+
+    key: str
+    name: str
+    form: Callable[[float | None], str]
+    scale: int = 1
+
+    def of(self, row: Row) -> float | None:
+        """The number of a row; None if it has none."""
+        value = cast("Mapping[str, float | None]", row).get(self.key)
+        return None if value is None else self.scale * value
+
+
+PERPLEXITY = Quantity("perplexity", "perplexity", cell)
+BITS = Quantity("bits_per_byte", "bits per byte", bits)
+TOKENS_RIGHT = Quantity("token_accuracy", "% of answer tokens right", percent, 100)
+ANSWERS_RIGHT = Quantity("accuracy", "% of answers right in every token", percent, 100)
+
+
+def quantities_of(rows: Sequence[Row]) -> list[Quantity]:
+    """What tables of rows of one text show: perplexity, and of a task the accuracy.
+
+    Whole answers have a table of their own if they differ from single tokens.
+    """
+    if rows[0].get("protocol") != TASK:
+        return [PERPLEXITY]
+    differ = any(TOKENS_RIGHT.of(row) != ANSWERS_RIGHT.of(row) for row in rows)
+    return [TOKENS_RIGHT, ANSWERS_RIGHT] if differ else [TOKENS_RIGHT]
 
 
 def table(
@@ -151,11 +191,11 @@ def table(
     bits_per_byte: bool = False,
     markdown: bool = False,
 ) -> str:
-    """A table for each text and protocol: one line per run, one column per length, notes beneath.
+    """Tables for each text and protocol: one line per run, one column per length, notes beneath.
 
     Several have headings: numbers are comparable within one table only.
     over_seeds: one line per encoding, mean ± standard deviation
-    bits_per_byte: in place of perplexity, whatever the tokenizers; UserError if no row has any
+    bits_per_byte: in place of others, whatever the tokenizers; UserError if no row has any
     """
     keys, known = SETTING, rows
     if bits_per_byte:
@@ -166,26 +206,21 @@ def table(
     texts = sections(known, keys)
     parts = []
     for heading, group in texts.items():
-        one = table_of_text(group, over_seeds=over_seeds, bits_per_byte=bits_per_byte)
         if len(texts) > 1:
             parts.append(heading)
-        parts.append(one.markdown() if markdown else one.text())
+        for quantity in [BITS] if bits_per_byte else quantities_of(group):
+            one = table_of_text(group, quantity, over_seeds=over_seeds)
+            parts.append(one.markdown() if markdown else one.text())
     if len(known) < len(rows):
         left_out = len(rows) - len(known)
         parts.append(f"left out: {left_out} rows without bits per byte - {MEASURE_AGAIN}")
     return "\n\n".join(parts)
 
 
-def table_of_text(
-    rows: Sequence[Row], *, over_seeds: bool = False, bits_per_byte: bool = False
-) -> Table:
+def table_of_text(rows: Sequence[Row], quantity: Quantity, *, over_seeds: bool = False) -> Table:
     """The table of rows of one text, as `by_text` groups them."""
     groups = kinds(rows) if over_seeds else runs(rows)
     lengths = sorted({row["length"] for row in rows})
-    trained = {trained_length(row) for row in rows}
-    key, form = "perplexity", cell
-    if bits_per_byte:
-        key, form = "bits_per_byte", bits
     body = []
     for label, group in groups.items():
         line = [label]
@@ -193,17 +228,18 @@ def table_of_text(
             seeds = {row.get("seed") for row in group}
             line.append(str(len(seeds)))
         for length in lengths:
-            values = [row.get(key) for row in group if row["length"] == length]
+            values = [quantity.of(row) for row in group if row["length"] == length]
             mean, std = mean_and_std(values)
-            line.append(with_spread(form(mean), std) if values else "")
+            line.append(with_spread(quantity.form(mean), std) if values else "")
         body.append(line)
     head = ["pos_emb"]
     if over_seeds:
         head.append("seeds")
-    head += [f"{length}*" if length in trained else str(length) for length in lengths]
-    if not bits_per_byte:
-        notes = _notes(rows, groups, each=not over_seeds)
-    else:
+    head += starred(rows, lengths)
+    notes = [f"{quantity.name} on {setting(rows)}"]
+    if quantity in (PERPLEXITY, TOKENS_RIGHT):
+        notes += _notes(rows, groups, quantity, each=not over_seeds)
+    elif quantity is BITS:
         counts = {}
         for label, group in groups.items():
             sizes = [row.get("bytes", 0) for row in group]
@@ -219,7 +255,6 @@ def table_of_text(
         if len(counts) > 1 and len(different) == 1:
             counts = {"each": different.pop()}
 
-        notes = [f"bits per byte on {setting(rows)}"]
         notes += [f"{label}: {count}" for label, count in counts.items()]
         tokenizers = {row.get("tokenizer") for row in rows}
         if len(tokenizers) > 1:
@@ -227,6 +262,12 @@ def table_of_text(
     if over_seeds:
         notes.append("mean ± standard deviation over seeds")
     return Table(head, body, notes)
+
+
+def starred(rows: Sequence[Row], lengths: Iterable[int]) -> list[str]:
+    """Headings of lengths, with a star at those of a training."""
+    trained = {trained_length(row) for row in rows}
+    return [f"{length}*" if length in trained else str(length) for length in lengths]
 
 
 def by_length(rows: Sequence[Row], lengths: Iterable[int]) -> list[Row]:
@@ -266,8 +307,10 @@ def with_bits(rows: Sequence[Row]) -> list[Row]:
 # --- Notes ---
 
 
-def _notes(rows: Sequence[Row], lines_of: Mapping[str, Sequence[Row]], *, each: bool) -> list[str]:
-    """Notes: the measurement, each run, why cells are empty, and what cannot be compared.
+def _notes(
+    rows: Sequence[Row], lines_of: Mapping[str, Sequence[Row]], quantity: Quantity, *, each: bool
+) -> list[str]:
+    """Notes: each run, why cells are empty, and what cannot be compared.
 
     lines_of: the rows of each line of the table; each: a line for the facts of each run
     """
@@ -278,11 +321,13 @@ def _notes(rows: Sequence[Row], lines_of: Mapping[str, Sequence[Row]], *, each: 
         shared = [key for key in NOTES if len({row.get(key) for row in rows}) == 1]
     own = [key for key in NOTES if key not in shared]
 
-    lines = [f"perplexity on {setting(rows)}"]
+    lines = []
     if facts := _facts(rows[0], shared):
         lines.append(f"each: {facts}")
     if rows[0].get("protocol") in OTHER_TEXT and len(lengths) > 1:
         lines.append(OTHER_TEXT_NOTE)
+    if guess := GUESSES.get(rows[0].get("corpus") or ""):
+        lines.append(f"guessing has {guess} % right")
     epochs_of = {row["length"]: row.get("epochs") for row in rows if row.get("epochs")}
     for length, epochs in sorted(epochs_of.items()):
         lines.append(REPEATED_TEXT.format(length=length, epochs=epochs))
@@ -300,7 +345,7 @@ def _notes(rows: Sequence[Row], lines_of: Mapping[str, Sequence[Row]], *, each: 
         if whole:
             numbers = [f"{cell(row.get('all_perplexity'))} at {row['length']}" for row in whole]
             lines.append(f"{label}: over all targets, key tokens or not: {', '.join(numbers)}")
-        refused = [row for row in group if row["perplexity"] is None]
+        refused = [row for row in group if quantity.of(row) is None]
         if refused:
             at = ", ".join(str(row["length"]) for row in refused)
             reason = refused[0].get("reason") or "no reason given"
@@ -315,7 +360,10 @@ def _facts(row: Row, keys: Iterable[str]) -> str:
 
 
 def setting(rows: Sequence[Row]) -> str:
-    """Text, tokens, windows and protocol of rows of one text, and how they were evaluated."""
+    """Text, tokens, windows and protocol of rows of one text, and how they were evaluated.
+
+    A window of a task is a problem, and its tokens are those of the answer.
+    """
     first = rows[0]
     facts = []
     if text := text_of(first):
@@ -327,9 +375,13 @@ def setting(rows: Sequence[Row]) -> str:
     by_length = sorted(rows, key=lambda row: row["length"])
     sizes = [f"{row['windows']} x {row['length']}" for row in by_length]
     windows = from_to(sizes[0], sizes[-1])
-    facts.append(f"{counts} tokens ({windows})")
-
     protocol = first.get("protocol")
+    if protocol == TASK:
+        problems = first["windows"]
+        facts.append(f"{problems} problems of the largest size that fits, {counts} answer tokens")
+    else:
+        facts.append(f"{counts} tokens ({windows})")
+
     if protocol:
         facts.append(f"protocol {protocol}")
     for key in OPTIONS:

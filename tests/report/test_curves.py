@@ -1,24 +1,27 @@
 import html
+import itertools
 import math
 import re
 
 import pytest
+from matplotlib.colors import to_rgb
 from matplotlib.text import Text
 from matplotlib.transforms import Bbox
 
 from megatron.errors import UserError
 from megatron.positions import REGISTRY
 from megatron.report.curves import (
+    draw_accuracy,
     draw_by_position,
     draw_perplexity,
     looks,
     looks_of_encodings,
-    plot_perplexity,
+    plot_results,
     write,
 )
-from megatron.results.labels import runs
+from megatron.results.labels import kinds, runs
 from megatron.results.row import by_text
-from tests.results.rows import rows
+from tests.results.rows import answers, rows
 
 LENGTHS = (512, 1024, 2048)
 
@@ -41,7 +44,7 @@ def words(path):
 
 
 def test_the_picture_names_curves_with_their_last_values_lengths_and_training_length(tmp_path):
-    plot_perplexity(ROWS, tmp_path / "curves.svg", title="Perplexity of three")
+    plot_results(ROWS, tmp_path / "curves.svg", title="Perplexity of three")
     found = words(tmp_path / "curves.svg")
     labels = ["rotary: 900.0", "learned: 13.00 at 512", "mep_free: 12.00"]
     assert [text for text in found if text in labels] == labels
@@ -49,7 +52,7 @@ def test_the_picture_names_curves_with_their_last_values_lengths_and_training_le
     assert "evaluation length (tokens); dashed: training length 512" in found
     assert any(text.startswith("stdlib valid") for text in found)
     with pytest.raises(UserError, match=r"is written as .png, .svg or .pdf"):
-        plot_perplexity(ROWS, tmp_path / "curves.txt")
+        plot_results(ROWS, tmp_path / "curves.txt")
 
 
 NAMES = ["mep_free", "kerple_bias_2para", *["rotary"] * 13, "t5", "fire", "alibi", "tanh", "xpos"]
@@ -100,6 +103,70 @@ def test_a_mean_over_seeds_has_a_band_and_every_length_needs_all_seeds():
     (band,) = axes.collections
     top = max(y for _, y in band.get_paths()[0].vertices)
     assert top == pytest.approx(11 + math.sqrt(2))
+
+
+# --- The heatmap of tasks ---
+
+
+def test_a_heatmap_has_a_panel_for_each_task_with_the_mean_and_the_spread_of_every_cell(tmp_path):
+    found = answers("rotary", {512: 1.0, 1024: 0.5}, seed=1)
+    found += answers("rotary", {512: 1.0, 1024: 0.4}, seed=2)
+    found += answers("learned", {512: 0.973, 1024: None, 2048: 0.0}, reason="it ends")
+    found += answers("none", {512: 0.6, 1024: 0.5}, corpus="task:parity")
+    plot_results(found, tmp_path / "map.svg", over_seeds=True)
+    shown = words(tmp_path / "map.svg")
+    assert {"Accuracy beyond the training length", "copy", "parity (guessing: 50 %)"} <= {*shown}
+    assert any("mean ± standard deviation over seeds" in text for text in shown)
+    cells = [text for text in shown if re.fullmatch(r"n/a|±?\d{1,4}\*?", text)]
+    copying = ["100", "±0", "45", "±7", "97", "n/a", "0"]
+    assert cells == ["512*", "1024", "2048", *copying, "512*", "1024", "60", "50"]
+    with pytest.raises(UserError, match="tasks and texts have no common plot"):
+        plot_results([*found, *ROWS], tmp_path / "both.svg")
+
+
+def luminance(colour):
+    """That of WCAG 2."""
+    linear = [c / 12.92 if c <= 0.03928 else ((c + 0.055) / 1.055) ** 2.4 for c in to_rgb(colour)]
+    return sum(part * weight for part, weight in zip(linear, (0.2126, 0.7152, 0.0722), strict=True))
+
+
+def test_the_cells_of_a_heatmap_darken_with_accuracy_and_their_numbers_stand_out():
+    shares = {length: number / 100 for number, length in enumerate(range(512, 613))}
+    (axes,) = draw_accuracy({"task:copy": kinds(answers("alibi", shares))}).axes
+    (cells,) = axes.containers
+    grounds = [luminance(cell.get_facecolor()) for cell in cells]
+    assert len(grounds) == 101
+    assert grounds == sorted(grounds, reverse=True)
+    inks = [luminance(text.get_color()) for text in axes.texts if text.get_text()]
+    for ground, ink in zip(grounds, inks, strict=True):
+        darker, lighter = sorted((ground, ink))
+        assert (lighter + 0.05) / (darker + 0.05) >= 4.5, "the contrast that WCAG asks for"
+
+
+def test_fourteen_encodings_at_six_lengths_stay_readable():
+    found = []
+    for task in ("copy", "parity"):
+        for number, name in enumerate([*NAMES[:14], "rotary"]):
+            shares = {512 * 2**power: (1.0, 0.09)[power % 2] for power in range(6)}
+            facts = {"corpus": f"task:{task}", "pos_emb_args": {"percent": number}}
+            found += answers(name, shares, seed=1, **facts)
+            others = {length: max(0.0, share - 0.3) for length, share in shares.items()}
+            found += answers(name, others, seed=2, **facts)
+    texts = {of_text[0]["corpus"]: kinds(of_text) for of_text in by_text(found)}
+    figure = draw_accuracy(texts, "Accuracy")
+    figure.draw_without_rendering()
+    for axes in figure.axes:
+        cells = [text for text in axes.texts if text.get_text()]
+        assert len(cells) == 2 * 15 * 6
+        for text in cells:
+            column, line = text.get_position()
+            corners = [(column - 0.5, line + 0.5), (column + 0.5, line - 0.5)]
+            cell = Bbox(axes.transData.transform(corners))
+            box = text.get_window_extent()
+            assert Bbox.intersection(box, cell).bounds == pytest.approx(box.bounds), text
+    boxes = [label.get_window_extent() for label in figure.axes[0].get_yticklabels()]
+    assert not [box for above, box in itertools.pairwise(boxes) if box.overlaps(above)]
+    assert min(box.x0 for box in boxes) >= 0
 
 
 def test_the_look_of_an_encoding_is_its_own_in_every_figure():

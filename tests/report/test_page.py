@@ -13,7 +13,7 @@ from megatron.results.comparison import compared
 from megatron.results.files import read_results
 from megatron.results.labels import kinds
 from tests.checkpoints import checkpoint_of_bytes
-from tests.results.rows import rows, seeds_of
+from tests.results.rows import answers, rows, seeds_of
 from tests.support import ROOT
 
 MEASURED = [
@@ -123,6 +123,26 @@ def test_encodings_are_compared_on_the_same_text_or_the_page_says_why_not():
     apart = page_of_rows(rows("alibi", {512: 10.0}) + rows("mep", {512: 10.0})).html("t")
     assert "nothing can be compared with alibi:" in apart
     assert "mep: no losses by window" in apart
+
+
+def test_tasks_come_first_as_heatmaps_that_are_spoken_and_have_tables():
+    found = answers("rotary", {512: (1.0, 1.0), 1024: (0.5, 0.0)}, seed=1)
+    found += answers("rotary", {512: (1.0, 1.0), 1024: (0.4, 0.0)}, seed=2)
+    found += answers("learned", {512: 0.97}) + answers("learned", {1024: None}, reason="it ends")
+    page = page_of_rows([*MEASURED[:2], *found])
+    shown = page.html("t")
+    assert 'aria-label="copy; rotary: 100±0 at 512, 45±7 at 1024; learned: 97 at' in shown
+    headings = re.findall("<h2>(.*?)</h2>", shown)
+    assert headings[:3] == ["Tasks", "stdlib valid: equal_tokens", "task:copy"]
+    assert [*page.figures] == ["perplexity", "2-accuracy"]
+    _, tokens, whole, _ = tables_of(shown)
+    assert tokens[1:] == [
+        ["rotary", "2", "100.0 ± 0.0", "45.0 ± 7.1"],
+        ["learned", "1", "97.0", "n/a"],
+    ]
+    assert whole[1] == ["rotary", "2", "100.0 ± 0.0", "0.0 ± 0.0"]
+    assert ("task:copy, learned at 1024", "it ends") in page.gaps
+    assert "of the largest size that fits" in shown
 
 
 def test_probes_of_each_model_have_tables():

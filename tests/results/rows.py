@@ -33,6 +33,18 @@ TWO = rows("mep_free", {512: 12.314, 1024: 12.1}) + rows(
 )
 
 
+def answers(pos_emb, shares, **facts):
+    """Rows of a task: {length: share of right tokens, or (that, share of whole answers)}."""
+    found = []
+    for length, share in shares.items():
+        of_tokens, of_answers = share if isinstance(share, tuple) else (share, share)
+        refused = of_tokens is None
+        numbers = {"token_accuracy": of_tokens, "accuracy": of_answers, "windows": 256}
+        numbers |= {"tokens": 1024, "text": str(length), "corpus": "task:copy", "protocol": "task"}
+        found += rows(pos_emb, {length: None if refused else 2.0}, **numbers | facts)
+    return found
+
+
 def with_bytes(found, size, way="tokenizer"):
     """The rows, with the bytes of their text and the bits that each needs."""
     for one in found:

@@ -85,6 +85,11 @@ def test_only_rows_of_one_text_stand_together():
     assert together(*seeds, one(**paper, text="3", seed=1, length=1024, tokens=327680))
     assert not together(seeds[0], one(**paper, text="4", seed=1))
     assert not together(seeds[0], one(protocol="paper", windows=8, text="5", seed=3))
+    task = {"protocol": "task", "windows": 256, "tokens": 1024}
+    problems = one(**task, text="a", seed=1)
+    assert together(problems, one(**task, text="a", seed=2), one(**task, text="b", length=1024))
+    assert not together(problems, one(**task, text="b", seed=2)), "other problems of one length"
+    assert not together(problems, one(**task | {"windows": 8}, text="b", length=1024))
     position = {"protocol": "position"}
     assert not together(one(**position, text="a"), one(**position, text="b", length=1024))
 

@@ -7,7 +7,7 @@ import pytest
 
 from megatron.results.statistics import bits_per_byte
 from megatron.results.table import cell, table
-from tests.results.rows import TWO, rows, with_bytes
+from tests.results.rows import TWO, answers, rows, with_bytes
 
 BEYOND = "pos_emb: learned positions end at 512, so length 1024 cannot be computed"
 
@@ -83,6 +83,47 @@ def test_numbers_keep_what_matters_and_stay_narrow():
     numbers = {3.14159: "3.14", 99.996: "100.0", 123.45: "123.5", 999.96: "1000"}
     for value, text in {None: "n/a", **numbers, 123456.0: "1.2e+05"}.items():
         assert cell(value) == text
+
+
+# --- Accuracy of tasks ---
+
+
+def test_a_task_has_tables_of_right_tokens_and_where_they_differ_of_right_answers():
+    found = answers("rotary", {512: (0.999, 0.99), 1024: (0.25, 0.0)}, seed=1)
+    found += answers("rotary", {512: (0.997, 0.97), 1024: (0.15, 0.0)}, seed=2)
+    found += answers("learned", {512: 1.0}) + answers("learned", {1024: None}, reason=BEYOND)
+    measured = "256 problems of the largest size that fits, 1,024 answer tokens, protocol task"
+    assert table(found, over_seeds=True) == (
+        "pos_emb  seeds        512*        1024\n"
+        "--------------------------------------\n"
+        "rotary       2  99.8 ± 0.1  20.0 ± 7.1\n"
+        "learned      1       100.0         n/a\n"
+        "\n"
+        f"% of answer tokens right on task:copy valid, {measured}\n"
+        "each: step 2000, config ab12cd34ef56\n"
+        "* training length\n"
+        f"learned: n/a at 1024: {BEYOND}\n"
+        "mean ± standard deviation over seeds\n"
+        "\n"
+        "pos_emb  seeds        512*       1024\n"
+        "-------------------------------------\n"
+        "rotary       2  98.0 ± 1.4  0.0 ± 0.0\n"
+        "learned      1       100.0        n/a\n"
+        "\n"
+        f"% of answers right in every token on task:copy valid, {measured}\n"
+        "mean ± standard deviation over seeds"
+    )
+
+
+def test_a_task_of_single_answers_has_one_table_which_names_the_accuracy_of_guessing():
+    found = answers("none", {512: 1.0, 1024: 0.5})
+    assert table(found).count("pos_emb") == 1
+    assert "guessing" not in table(found)
+    parity = [row | {"corpus": "task:parity"} for row in found]
+    assert "guessing has 50 % right\n" in table(parity)
+    both = table([*found, *parity, *(row | {"task_args": {"group": "S3"}} for row in found)])
+    headings = [part for part in both.split("\n\n") if part.startswith("task:")]
+    assert headings == ["task:copy", "task:parity", "task:copy, task_args group S3"]
 
 
 # --- Bits per byte ---

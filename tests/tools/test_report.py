@@ -10,7 +10,7 @@ import pytest
 
 from megatron.results.files import write_results
 from tests.checkpoints import checkpoint_of_bytes
-from tests.results.rows import rows
+from tests.results.rows import answers, rows
 from tests.support import ROOT
 from tools.report import main
 
@@ -40,12 +40,13 @@ found.textContent = JSON.stringify({ orders, copied, wide });
 
 @pytest.fixture(scope="module")
 def page(tmp_path_factory):
-    """The page of two encodings, one without a number at 1024, and of the demo."""
+    """The page of two encodings, one without a number at 1024, of the demo and of a task."""
     folder = tmp_path_factory.mktemp("reported")
     found = rows("alibi", {512: 10.0, 1024: 9.0}) + rows("learned", {512: 13.5})
     found += rows("learned", {1024: None}, reason="learned positions end at 512")
     write_results(folder / "a.jsonl", found)
-    words = [str(folder / "a.jsonl"), str(ROOT / "docs/demo.jsonl")]
+    write_results(folder / "task.jsonl", answers("alibi", {512: 1.0, 1024: 0.25}))
+    words = [str(folder / "a.jsonl"), str(ROOT / "docs/demo.jsonl"), str(folder / "task.jsonl")]
     words += ["-o", str(folder / "report.html"), "--plots", str(folder / "plots")]
     assert main([*words, "--title", "Two <texts>"]) == 0
     return folder / "report.html"
@@ -54,11 +55,12 @@ def page(tmp_path_factory):
 def test_the_command_writes_a_page_and_its_figures(page):
     text = html.unescape(page.read_text(encoding="utf-8"))
     headings = re.findall(r"<h[12]>(.*?)</h[12]>", text)
-    assert headings[:2] == ["Two <texts>", "stdlib valid: equal_tokens"]
-    assert headings[3:] == ["Probes", "Kernels", "Models", "What is missing"]
+    assert headings[:3] == ["Two <texts>", "Tasks", "stdlib valid: equal_tokens"]
+    assert headings[4:] == ["task:copy", "Probes", "Kernels", "Models", "What is missing"]
     starts = {".png": b"\x89PNG", ".svg": b"<?xml", ".pdf": b"%PDF"}
     pictures = list((page.parent / "plots").iterdir())
-    expected = {f"{name}{suffix}" for name in ("perplexity", "2-perplexity") for suffix in starts}
+    names = ("perplexity", "2-perplexity", "3-accuracy")
+    expected = {f"{name}{suffix}" for name in names for suffix in starts}
     assert {path.name for path in pictures} == expected
     assert all(path.read_bytes().startswith(starts[path.suffix]) for path in pictures)
 
