@@ -60,6 +60,7 @@ def cell_of(rows):
         ("kerple-table9-1.3b", "openwebtext2", "kerple_log", 8192, ["16.9", "0.7"]),
         ("kerple-table10", "wikitext103", "alibi", 3072, ["18.40"]),
         ("kerple-table10-len2048", "wikitext103", "kerple_log", 3072, ["17.56"]),
+        ("su-rerope", "not_repeated", "rotary+rerope_256+logn", 4096, ["48.85"]),
     ],
 )
 def test_published_numbers_are_the_papers(table, corpus, encoding, length, number):
