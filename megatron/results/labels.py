@@ -169,15 +169,21 @@ def matching(against: str, kinds: Mapping[str, Sequence[Question]]) -> list[str]
     found = []
     for label, rows in kinds.items():
         for row in rows:
-            cell = row.get("cell") or {}
-            facts = [f"{axis} {value}" for axis, value in cell.items()]
-            for key in LABELS:
-                for value in (value_of(row, key), row.get(key)):
-                    facts.append(f"{key} {plain(value)}")
             text = against
-            for fact in sorted(facts, key=len, reverse=True):
+            for fact in sorted(facts_of(row), key=len, reverse=True):
                 text = text.replace(f", {fact}", "", 1)
             if text == row["pos_emb"]:
                 found.append(label)
                 break
     return found
+
+
+def facts_of(row: Question) -> set[str]:
+    """Texts that describe a row, such as "window 512": its labels, axes and single options."""
+    options = [*(row.get("cell") or {}).items()]
+    for key in LABELS:
+        value = row.get(key)
+        options += [(key, value), (key, value_of(row, key))]
+        if isinstance(value, dict):
+            options += value.items()
+    return {f"{key} {plain(value)}" for key, value in options}

@@ -1,6 +1,7 @@
 """Means of losses and of paired differences, with errors that allow for correlated neighbours."""
 
 import math
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -12,6 +13,9 @@ from numpy.typing import ArrayLike, NDArray
 Array = NDArray[np.float64]
 
 FEWEST = 3  # values that an error is computed from
+POWER = 0.8  # of a sample that suffices
+MOST = 1_000_000  # values of a sample that is worth a number
+LIKE_NORMAL = 400  # degrees of freedom: with more, Student's t hardly changes
 
 
 @dataclass(frozen=True)
@@ -223,6 +227,50 @@ def t_quantile(probability: float, df: int) -> float:
         else:
             high = middle
     return (low + high) / 2
+
+
+def t_power(shift: float, df: int, level: float) -> float:
+    """The power of a one-sided t test: P(T > quantile) of the noncentral t, T = (Z + shift) / S.
+
+    shift: mean of the differences in standard errors; level: the test's
+
+    S² is chi² / df. The sum runs over 100 values of S, closest near 0.
+    """
+    critical = t_quantile(1 - level, df)
+    root = (np.arange(100) + 0.5) / 100
+    spread = root**2 * (1 + 8 / math.sqrt(df))
+    logs = (df - 1) * np.log(spread) - df * spread**2 / 2
+    density = root * np.exp(logs - logs.max())
+    normal = NormalDist()
+    above = [normal.cdf(shift - critical * one) for one in spread.tolist()]
+    return float(np.average(above, weights=density))
+
+
+def values_needed(estimate: Estimate, distance: float, level: float) -> int | None:
+    """How many values would find a distance with probability POWER; None for no number.
+
+    distance: of the mean from the value that it is tested against, were it the true one
+    level: of the one-sided t test
+
+    Degrees of freedom grow as n^(2/3), those of `mean_of` and `mean_of_blocks`, or are n - 1.
+    """
+    stderr = estimate.stderr
+    if not stderr or not distance:
+        return None
+    growth = 1 if estimate.df == estimate.n - 1 else 2 / 3
+
+    def suffices(n: int) -> bool:
+        times = n / estimate.n
+        df = math.floor((estimate.df + 1) * times**growth) - 1
+        shift = abs(distance) / stderr * math.sqrt(times)
+        return t_power(shift, max(1, min(df, LIKE_NORMAL)), level) >= POWER
+
+    most = FEWEST
+    while not suffices(most):
+        most *= 2
+        if most > MOST:
+            return None
+    return FEWEST + bisect_left(range(FEWEST, most), True, key=suffices)
 
 
 def perplexity_of(loss: float) -> float | None:

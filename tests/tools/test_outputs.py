@@ -16,6 +16,7 @@ RUN = "{run} --lengths 64"
 COMMANDS = {
     "a.md": "tools/compare.py {input} -o",
     "a.json": "tools/compare.py {input} -o",
+    "claims.md": "tools/claims.py kerple {input} -o",
     "a.png": "tools/show_results.py {input} -o",
     "a.svg": "tools/show_results.py {input} -o",
     "a.pdf": "tools/show_results.py {input} -o",

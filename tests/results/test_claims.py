@@ -1,0 +1,291 @@
+"""Claims: grammar, the rows that answer them, and verdicts in simulations of known truth."""
+
+import math
+
+import numpy as np
+import pytest
+
+from megatron.errors import UserError
+from megatron.results.claims import GRAMMAR, claim_of, judged, read_claims, table_of
+from megatron.results.statistics import Estimate, mean_of_blocks, t_quantile, values_needed
+from tests.results.rows import row, row_of_blocks, rows
+from tests.results.test_statistics import correlated
+from tests.support import ROOT
+
+FILES = sorted((ROOT / "configs" / "claims").glob("*.yml"))
+# Seeds for a power of 0.8 of a paired t, two-sided 0.05, by Cohen's d: G*Power
+GPOWER = {0.2: 199, 0.5: 34, 0.8: 15}
+
+
+def seeds(name, losses, **facts):
+    """A row for each seed and length: {length: the loss of each seed}, all on one text."""
+    found = []
+    for length, values in losses.items():
+        for seed, loss in enumerate(values, start=1):
+            (one,) = rows(name, {length: math.exp(loss)}, seed=seed, config_hash=f"{name}{seed}")
+            found.append({**one, "text": "ab12", "checkpoint": f"{name}-{seed}", **facts})
+    return found
+
+
+def task_rows(name, accuracies, length=64, windows=100, **facts):
+    """A row of the task copy for each seed: the share of windows whose whole answer is right."""
+    found = seeds(name, {length: [1.0] * len(accuracies)}, protocol="task", corpus="task:copy")
+    for one, accuracy in zip(found, accuracies, strict=True):
+        right = round(accuracy * windows)
+        one |= {"train_length": 16, "windows": windows, "tokens": 10 * windows, "part": "test"}
+        one |= {"accuracy": accuracy, "token_accuracy": (right + (windows - right) / 2) / windows}
+        one["window_accuracies"] = [1.0] * right + [0.5] * (windows - right)
+        one |= facts
+    return found
+
+
+def only(text, found):
+    """The one verdict on a claim."""
+    (verdict,) = judged([claim_of(text)], found)
+    return verdict
+
+
+# --- The grammar ---
+
+
+@pytest.mark.parametrize(
+    ("text", "sign", "size", "quantity"),
+    [
+        ("kerple_log < alibi, perplexity from 2048 (github, tail)", -1, 0, "perplexity"),
+        ("rotary loses 20 % from 512 to 4096", 1, math.log(1.2), "perplexity"),
+        ("fox > alibi, accuracy at 4 L (recall)", 1, 0, "accuracy"),
+        ("a < b by 5 %, loss at 2 L", -1, -math.log(0.95), "loss"),
+        ("a > b (window 512) by 5 %, token accuracy at L", 1, 0.05, "token accuracy"),
+        ("a loses 20 %, accuracy from L to 4L", -1, 0.2, "accuracy"),
+        ("a loses at most 5 % from L to 4L", -1, -math.log(1.05), "perplexity"),
+        ("a gains, longppl from L to 4L", -1, 0, "longppl"),
+    ],
+)
+def test_a_line_is_a_direction_and_a_size(text, sign, size, quantity):
+    claim = claim_of(text)
+    assert (claim.sign, claim.quantity) == (sign, quantity)
+    assert claim.size == pytest.approx(size)
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("a < b, perplexity", "does not say where"),
+        ("a < b, perplexty at 512", "no such quantity: perplexty"),
+        ("a is better than b, loss at 512", "is no claim"),
+        ("a rises from 512", "a change without two lengths"),
+        ("a falls 100 % from 512 to 1024", "fall by 100 % or more"),
+    ],
+)
+def test_a_bad_line_is_one_message_with_file_line_and_grammar(text, problem, tmp_path):
+    path = tmp_path / "mine.yml"
+    head = "source: {paper: p, section: s, url: u}\nclaims:\n  - a < b, loss at 512\n"
+    path.write_text(f"{head}  - {text}\n")
+    with pytest.raises(UserError) as fault:
+        read_claims(path)
+    assert f"{path}, line 4: {text!r}" in str(fault.value)
+    assert problem in str(fault.value)
+    assert str(fault.value).endswith(GRAMMAR)
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+def test_every_shipped_file_has_claims_and_their_source(path):
+    source, claims = read_claims(path)
+    assert "https://" in source
+    assert claims
+
+
+# --- Which rows answer ---
+
+
+def test_a_claim_is_judged_in_each_setting_that_has_its_rows():
+    found = []
+    for corpus, gap in (("github", 0.1), ("arxiv", -0.1)):
+        found += seeds("a", {512: [3, 3.1, 3.2]}, corpus=corpus)
+        found += seeds("b", {512: [3 + gap, 3.101 + gap, 3.202 + gap]}, corpus=corpus)
+    verdicts = judged([claim_of("a < b, loss at L")], found)
+    assert [(one.example["corpus"], one.word) for one in verdicts] == [
+        ("github", "holds"),
+        ("arxiv", "fails"),
+    ]
+    assert only("a < b, loss at L (arxiv)", found).word == "fails"
+    text = table_of(verdicts, "a source").text()
+    assert "arxiv valid: equal_tokens" in text
+    assert "-9.61 %" in table_of(judged([claim_of("a < b at L (github)")], found), "").text()
+
+
+def test_a_window_answers_only_claims_that_name_it():
+    found = seeds("a", {1024: [3, 3.1, 3.2]})
+    found += seeds("a", {1024: [2, 2.1, 2.2001]}, window="train_length")
+    assert only("a < a, loss at 2 L", found).effect.estimate.mean == 0
+    assert only("a (window train_length) < a, loss at 2 L", found).word == "holds"
+    assert only("a (window 512) < a, loss at 2 L", found).word == "holds"
+    assert only("a > a (window 512) by 60 %, perplexity at 2 L", found).word == "holds"
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("rotray < b, loss at 512", "rotray: no row with this encoding"),
+        ("a < b, loss at 512 (tail)", "a: no row with tail"),
+        ("a < b, accuracy at 512", "a: no row with accuracy"),
+        ("a < b, loss at 4096", "a: no row with length 4096"),
+        ("c < b, loss at 512", "c at 512: too long"),
+        ("d < b, loss at 512", "share no corpus, protocol"),
+        ("two < b, loss at 512", "several kinds of rows"),
+    ],
+)
+def test_missing_rows_are_named_and_no_fault(text, reason):
+    found = seeds("a", {512: [3, 3, 3]}) + seeds("b", {512: [3, 3, 3]})
+    (refused,) = rows("c", {512: None}, reason="too long", text="ab12")
+    found += [refused, *seeds("d", {512: [3, 3, 3]}, step=7)]
+    found += seeds("two", {512: [3.0]}) + seeds("two", {512: [3.0]}, pos_emb_args={"base": 7})
+    verdict = only(text, found)
+    assert verdict.word == "no rows"
+    assert reason in verdict.reason
+    assert reason in table_of([verdict], "").text()
+
+
+def test_one_seed_is_about_these_weights():
+    noise = np.random.default_rng(0).standard_normal(64) / 100
+    found = [row("a", 3 + noise), row("b", np.full(64, 3.1))]
+    verdict = only("a < b, loss at L", found)
+    assert (verdict.word, verdict.effect.unit) == ("holds", "windows")
+    assert "holds*" in table_of([verdict], "").text()
+
+
+def test_a_change_is_paired_block_by_block_of_the_same_text():
+    blocks = np.random.default_rng(1).standard_normal((64, 1))
+    found = [row_of_blocks("a", 3 + blocks)]
+    longer = np.random.default_rng(2).standard_normal((64, 1)) / 100 + 3.3 + blocks
+    found.append(row_of_blocks("a", longer.reshape(16, 4)))
+    verdict = only("a loses 20 % from L to 4 L", found)
+    assert (verdict.word, verdict.effect.unit, verdict.effect.length) == ("holds", "blocks", 2048)
+    assert only("a loses 50 % from L to 4 L", found).word == "fails"
+    assert only("a loses at most 50 % from L to 4 L", found).word == "holds"
+    assert only("a falls from L to 4 L", found).word == "fails"
+
+
+def test_at_every_length_the_claim_must_hold():
+    lower, higher = [3, 3.1, 3.2], [3.5, 3.601, 3.702]
+    found = seeds("a", {512: lower, 1024: lower}) + seeds("b", {512: higher, 1024: higher})
+    assert only("a < b, loss from 512", found).word == "holds"
+    found += seeds("a", {2048: lower}) + seeds("b", {2048: [3, 3.2, 3.1]})
+    assert only("a < b, loss from 512", found).word == "undecided"
+    assert only("a < b, loss from 512 to 1024", found).word == "holds"
+    found += seeds("a", {4096: higher}) + seeds("b", {4096: lower})
+    verdict = only("a < b, loss from 512", found)
+    assert (verdict.word, verdict.effect.length) == ("fails", 4096)
+
+
+def test_accuracies_of_tasks():
+    found = task_rows("fox", [0.99, 0.97, 0.98]) + task_rows("alibi", [0.2, 0.21, 0.19])
+    assert only("fox > alibi, accuracy at 4 L (copy)", found).word == "holds"
+    assert only("fox > alibi by 90 %, accuracy at 4 L (task:copy)", found).word == "fails"
+    assert only("fox > alibi, token accuracy at 64 (copy, test)", found).word == "holds"
+    one_seed = [one for one in found if one["seed"] == 1]
+    assert only("fox > alibi, accuracy at 4 L (copy)", one_seed).effect.unit == "windows"
+    assert only("fox > alibi, accuracy at 4 L (copy)", one_seed).effect.estimate.mean == 0.79
+    # The windows of a task are other ones at each length.
+    found += task_rows("fox", [1.0, 0.99, 0.98], length=16, text="cd34")
+    assert only("fox loses at most 10 %, accuracy from L to 4 L (copy)", found).word == "holds"
+    # All or nothing has no spread over seeds. One answer more with each of three may be chance.
+    clear = task_rows("a", [1.0, 1.0, 1.0]) + task_rows("b", [0.0, 0.0, 0.0])
+    assert only("a > b, accuracy at 64", clear).word == "holds"
+    close = task_rows("a", [1.0, 1.0, 1.0]) + task_rows("b", [0.99, 0.99, 0.99])
+    assert only("a > b, accuracy at 64", close).word == "undecided"
+
+
+def test_longppl_compares_the_same_key_tokens():
+    keys = {"protocol": "longppl", "key_text": "ef56", "window_losses": [3.0]}
+    found = seeds("a", {512: [3, 3.1, 3.2]}, **keys) + seeds("b", {512: [4, 4.101, 4.202]}, **keys)
+    assert only("a < b, longppl at L", found).word == "holds"
+    assert only("a < b, perplexity at L", found).reason == "a: no row with perplexity"
+    found[0]["key_text"] = "own"
+    assert "scored on other text" in only("a < b, longppl at L", found).reason
+
+
+# --- Rates ---
+
+
+def test_verdicts_have_their_nominal_rate_where_nothing_is_true():
+    # Four claims, one of them over two lengths, whose truth lies on their border.
+    generator = np.random.default_rng(3)
+    texts = ["b < a, loss at 512", "c > a, loss at 512", "d < a by 10 %, loss at 512"]
+    claims = [claim_of(text) for text in (*texts, "b < a, loss from 512")]
+    wrong = 0
+    for _ in range(200):
+        found = []
+        for name, shift in {"a": 0, "b": 0, "c": 0, "d": math.log(0.9)}.items():
+            values = 3 + shift + generator.standard_normal((2, 4)) / 10
+            found += seeds(name, {512: values[0], 1024: values[1]})
+        words = [one.word for one in judged(claims, found)]
+        wrong += words != ["undecided"] * 4
+    assert 0 < wrong / 200 <= 0.05 + 3 * math.sqrt(0.05 * 0.95 / 200)
+
+
+def test_a_false_claim_over_several_lengths_rarely_holds_and_a_true_one_rarely_fails():
+    # It is true at 512 and on the border, where both verdicts are wrong, at four longer lengths.
+    generator = np.random.default_rng(4)
+    wrong = {"holds": 0, "fails": 0}
+    for _ in range(200):
+        found = []
+        for name, shift in {"a": -1, "b": 0}.items():
+            losses = 3 + generator.standard_normal((5, 4)) / 10
+            losses[0] += shift
+            found += seeds(name, dict(zip((512, 1024, 2048, 4096, 8192), losses, strict=True)))
+        wrong["holds"] += only("a < b, loss from 512 to 1024", found).word == "holds"
+        wrong["fails"] += only("a < b, loss from 512", found).word == "fails"
+    for count in wrong.values():
+        assert 0 < count / 200 <= 0.025 + 3 * math.sqrt(0.025 * 0.975 / 200)
+
+
+@pytest.mark.parametrize("rho", [0.0, 0.4])
+def test_verdicts_about_a_text_have_their_nominal_rate(rho):
+    claim = claim_of("a < b, loss at L")
+    decided = 0
+    flat = row_of_blocks("b", np.full((128, 1), 3.0))
+    for values in correlated(np.random.default_rng(5), 200, 128, rho):
+        found = [row_of_blocks("a", 3 + values[:, None] / 10), flat]
+        decided += judged([claim], found)[0].word != "undecided"
+    assert 0 < decided / 200 <= 0.05 + 3 * math.sqrt(0.05 * 0.95 / 200)
+
+
+@pytest.mark.parametrize("effect", GPOWER)
+def test_the_sample_needed_is_that_of_g_power(effect):
+    n = 10
+    seen = Estimate(effect, 1 / math.sqrt(n), n - 1, n, 1, n)
+    assert values_needed(seen, effect, 0.025) == GPOWER[effect]
+
+
+def test_the_seeds_that_a_verdict_asks_for_decide_with_a_power_of_80_percent():
+    # Two claims of three stay open, so Holm's next level is that of two.
+    effect, spread = 0.1, 0.1
+    flat = [3.0, 3.0, 3.0]
+    seen = seeds("a", {512: 3 - effect + spread * np.array([-1, 0, 1])})
+    seen += seeds("b", {512: flat}) + seeds("c", {512: [3, 3.3, 2.7]})
+    claims = [claim_of(f"{name} < b, loss at 512") for name in "ac"]
+    verdicts = judged(claims, seen)
+    needed = verdicts[0].needed
+    assert (verdicts[0].word, verdicts[1].needed) == ("undecided", None)
+    generator = np.random.default_rng(6)
+    found = 0
+    for _ in range(300):
+        rows_of_all = seeds("a", {512: generator.normal(3 - effect, spread, needed)})
+        rows_of_all += seeds("b", {512: [3.0] * needed})
+        rows_of_all += seeds("c", {512: [3.3, 2.7] * (needed // 2) + [3.0] * (needed % 2)})
+        found += judged(claims, rows_of_all)[0].word == "holds"
+    assert abs(found / 300 - 0.8) < 3 * math.sqrt(0.8 * 0.2 / 300) + 0.03  # whole seeds
+
+
+def test_the_blocks_that_a_verdict_asks_for_decide_with_a_power_of_80_percent():
+    generator = np.random.default_rng(7)
+    now = mean_of_blocks(generator.standard_normal(64), [1] * 64)
+    seen = Estimate(0.15, 1 / 8, now.df, 64, 1, 64)
+    needed = values_needed(seen, 0.15, 0.025)
+    assert 350 < needed < 450  # a normal test needs (1.96 + 0.84)² / 0.15² = 349
+    found = 0
+    for values in generator.normal(0.15, 1, (400, needed)):
+        estimate = mean_of_blocks(values, [1] * needed)
+        found += estimate.mean > t_quantile(0.975, estimate.df) * estimate.stderr
+    assert abs(found / 400 - 0.8) < 3 * math.sqrt(0.8 * 0.2 / 400)

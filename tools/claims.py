@@ -1,0 +1,43 @@
+"""Claims about encodings, and what results say of each: holds, fails, undecided or no rows.
+
+python tools/claims.py FILE RESULTS… [-o out.md]
+
+FILE is YAML, or the name of one in configs/claims: `source` (paper, section, url) and `claims`.
+From three common seeds on, a claim is tested over seeds, with fewer over blocks of the text, which
+is about these weights only. For what is undecided, the sample that would decide is named.
+
+"""
+
+import sys
+from pathlib import Path
+
+from megatron.cli_errors import command_parser, guarded
+from megatron.files import ROOT, write_output
+from megatron.results.claims import GRAMMAR, judged, read_claims, table_of
+from megatron.results.files import read_results
+
+MARK = b"<!-- by tools/claims.py -->"
+SHIPPED = ROOT / "configs" / "claims"
+
+
+@guarded
+def main(argv: list[str] | None = None) -> int:
+    parser = command_parser(f"{__doc__}{GRAMMAR}")
+    parser.add_argument("file", help="a .yml, or a name in configs/claims")
+    parser.add_argument("results", type=Path, nargs="+", help="JSON lines of evaluate.py")
+    parser.add_argument(
+        "-o", "--output", type=Path, metavar="FILE", help="a Markdown file to write too"
+    )
+    options = parser.parse_args(argv)
+    shipped = SHIPPED / f"{options.file}.yml"
+    source, claims = read_claims(shipped if shipped.is_file() else Path(options.file))
+    table = table_of(judged(claims, read_results(options.results)), source)
+    print(table.text())
+    if options.output:
+        content = MARK + f"\n\n{table.markdown()}\n".encode()
+        write_output(options.output, content, MARK)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
