@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 
 from megatron.cli_errors import command_parser, guarded
+from megatron.errors import visible
 from megatron.files import ROOT, write_output
 from megatron.results.claims import GRAMMAR, judged, read_claims, table_of
 from megatron.results.files import read_results
@@ -32,7 +33,7 @@ def main(argv: list[str] | None = None) -> int:
     shipped = SHIPPED / f"{options.file}.yml"
     source, claims = read_claims(shipped if shipped.is_file() else Path(options.file))
     table = table_of(judged(claims, read_results(options.results)), source)
-    print(table.text())
+    print(visible(table.text()))
     if options.output:
         content = MARK + f"\n\n{table.markdown()}\n".encode()
         write_output(options.output, content, MARK)

@@ -199,10 +199,10 @@ def claim_of(text: str, source: str = "") -> Claim:
     ours = Side(name, own + shared, last if verb else first, longest)
     theirs = Side(other or name, others + shared, first, first if verb else longest)
     return Claim(
-        text=text,
-        source=source,
-        ours=ours,
-        theirs=theirs,
+        text,
+        source,
+        ours,
+        theirs,
         is_change=verb is not None,
         sign=sign,
         size=size,
@@ -291,7 +291,7 @@ def judged(claims: Sequence[Claim], rows: Sequence[Row]) -> list[Verdict]:
     return verdicts
 
 
-def _chosen(rows: Sequence[Row], side: Side, quantity: str) -> list[Row]:
+def _chosen(rows: Sequence[Row], side: Side, quantity: str) -> Sequence[Row]:
     """The rows of one side; NoRows names the first demand that none fulfils."""
     keys = {condition.partition(" ")[0] for condition in side.conditions}
     usual = [key for key in ATTENTION_INPUTS if key not in keys]
@@ -318,7 +318,7 @@ def _chosen(rows: Sequence[Row], side: Side, quantity: str) -> list[Row]:
         rows = [row for row in rows if demand(row)]
         if not rows:
             raise NoRows(f"{side.encoding}: no row with {name}")
-    return list(rows)
+    return rows
 
 
 def _verdict(claim: Claim, ours: Sequence[Row], theirs: Sequence[Row]) -> Verdict:
