@@ -71,9 +71,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     if given.output and given.output.suffix in PICTURES:
         parser.error("--output: names the folder of the pictures - give it without a suffix")
     if given.output and len(given.checkpoint) > 1 and given.figure != "effective_length":
-        parser.error("--output: would hold several runs - give one --checkpoint, or no --output")
+        raise UserError("--output: would hold several runs - give one --checkpoint, or no --output")
     if given.figure == "training" and not given.checkpoint:
-        parser.error("--figure training: give --checkpoint, the run whose numbers were learned")
+        raise UserError("--figure training: is of a run - give its folder as --checkpoint")
     suffix = "" if given.figure == "shape" else f"-{given.figure}"
     panels_of = derivative_panels if given.figure == "derivative" else panels
 
