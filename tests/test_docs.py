@@ -73,6 +73,7 @@ ELSEWHERE = {  # pages whose commands other tests run, and one that holds the pa
     "first_gpu": "test_gpu_check.py",
     "importing": "interop/test_huggingface.py",
     "recipes": "training/test_recipes.py",
+    "tasks": "training/test_task.py",
 }
 
 

@@ -10,10 +10,12 @@ import numpy as np
 import pytest
 
 from megatron.config import load
+from megatron.data import tasks
 from megatron.data.loader import batches
 from megatron.data.parts import open_parts
 from megatron.data.tasks import PADDING, TASKS, TaskText
 from prepare_data import run
+from tests.support import ROOT
 
 CASES = [
     *((name, {}) for name in TASKS),
@@ -169,6 +171,26 @@ def test_the_vocabulary_is_the_words_that_occur():
         used = np.unique(np.stack([text.samples("train", 160, 0)[i][0] for i in range(200)]))
         if name != "flip_flop":  # without w, r or i at its ends
             assert len(used) == len(text.words)
+
+
+def test_the_guide_shows_a_problem_of_each_task_and_how_to_add_one():
+    guide = (ROOT / "docs/tasks.md").read_text(encoding="utf-8")
+    shown = re.findall(r"^\| `(\w+)` \| `(.*)` \| `(.*)` \|$", guide, re.MULTILINE)
+    assert [name for name, *_ in shown] == list(TASKS)
+    for name, asked, answers in shown:
+        answer = iter(answers.split())
+        words = [next(answer) if word == "_" else word for word in asked.split()]
+        places = [place for place, word in enumerate(asked.split()) if word == "_"]
+        assert SOLVERS[name](words) == {place: words[place] for place in places}
+    (code,) = re.findall(r"```python\n(.*?)```", guide, re.DOTALL)
+    try:
+        exec(code, vars(tasks) | {})
+        (line,) = TaskText("first_letter", {"repeats": 2}).lines("train", 9, 0, 1)
+    finally:
+        TASKS.pop("first_letter")
+    problem = json.loads(line)
+    assert problem["question"].endswith(" = _ _")
+    assert problem["answer"] == " ".join(problem["question"][0] * 2)
 
 
 # --- Parts and seeds ---

@@ -37,6 +37,20 @@ def test_the_cost_is_of_what_is_missing(sweep):
     assert cost(sweep, [DONE, DONE]) == (0, 0)
 
 
+def test_a_task_costs_its_own_vocabulary_and_windows_and_lacks_no_data(tmp_path):
+    path = tmp_path / "mine.yml"
+    task = "data_path: task:word_problem, task_args: {group: S3}, make_vocab_size_divisible_by: 8"
+    options = "{protocol: task, windows: 6, lengths: [32, 64]}"
+    path.write_text(f"{TEXT.replace('data_path: text', task)}evaluate: {{answers: {options}}}")
+    mine = load_sweep(path, tmp_path / "runs")
+    config, states = mine.cells[0].config, [State("waiting"), DONE]
+    of_token = [forward_flops(config, 8, length) for length in (32, 64)]  # S3 has six elements
+    trained = State("trained", step=10, missing=tuple(mine.cells[0].evaluations))
+    assert cost(mine, [trained, DONE]) == (0, 6 * 32 * of_token[0] + 6 * 64 * of_token[1])
+    assert cost(mine, states) == (10 * 4 * 32, 3 * 10 * 4 * 32 * of_token[0])
+    assert not absent_data(mine, states)
+
+
 def test_a_plan_can_be_priced_for_another_device(sweep):
     text = plan(sweep, [HALF, DONE], None, "a100")
     assert "on 1 x a100 (assumed: 35% of 312 TFLOP/s, its data sheet's bf16 peak)" in text

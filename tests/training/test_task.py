@@ -1,5 +1,8 @@
 """A training on a task: the loss of answers alone, and the problems that it goes on with."""
 
+import re
+import shlex
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -12,6 +15,7 @@ from megatron.model import from_config
 from megatron.training.batches import Batches, open_text
 from megatron.training.loop import train, train_step
 from megatron.training.trainer import Trainer
+from tests.support import ROOT, call
 from tests.training.conftest import interrupted, records, tiny
 
 OWN = [word for word in tiny() if not word.startswith("tokenizer_type")]
@@ -75,3 +79,23 @@ def test_a_task_resumes_to_the_last_bit_and_not_with_other_problems(grid, tmp_pa
     weights = load_file(broken / "global_step4/model.safetensors")
     for name, tensor in load_file(straight / "global_step4/model.safetensors").items():
         assert torch.equal(weights[name], tensor), name
+
+
+def test_the_commands_of_the_guide_run(grid, tmp_path, monkeypatch):
+    """docs/tasks.md, with two steps and two problems."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "configs").symlink_to(ROOT / "configs")
+    guide = (ROOT / "docs/tasks.md").read_text(encoding="utf-8")
+    blocks = re.findall(r"```sh\n(.*?)```", guide, flags=re.DOTALL)
+    smaller = {
+        "train.py": ["train_iters=2", "eval_interval=2", "train_micro_batch_size_per_gpu=2"],
+        "evaluate.py": ["--windows", "2", "--lengths", "32", "64"],
+        "prepare_data.py": ["--documents", "2"],
+    }
+    for command in "".join(blocks).splitlines():
+        _, script, *words = shlex.split(command)
+        done = call(script, *words, *smaller[script])
+        assert done.returncode == 0, done.stderr
+        assert script != "evaluate.py" or "% of answer tokens right on task:copy" in done.stdout
+    assert (tmp_path / "data/recall/recall.jsonl").exists()
+    assert (tmp_path / "runs/s3/global_step2").is_dir()
