@@ -15,7 +15,6 @@ from tqdm import tqdm
 from megatron.checkpoints.saved import find, step_of
 from megatron.config import Config
 from megatron.config.schema import as_list
-from megatron.data.tasks import TaskText
 from megatron.data.tokens import TokenFile
 from megatron.errors import UserError
 from megatron.evaluation.loaded_run import (
@@ -27,7 +26,13 @@ from megatron.evaluation.loaded_run import (
 )
 from megatron.evaluation.options import DTYPES, VARIED, Options
 from megatron.evaluation.perplexity import measured
-from megatron.evaluation.protocols import OF_DOCUMENTS, PROTOCOLS, Request, WithoutText
+from megatron.evaluation.protocols import (
+    OF_DOCUMENTS,
+    PROTOCOLS,
+    Request,
+    WithoutText,
+    usual_protocol,
+)
 from megatron.files import check_output
 from megatron.folder_lock import owned_file
 from megatron.model import AttentionSettings, positions_from_config
@@ -89,10 +94,13 @@ def evaluate(config: Config | None, options: Options) -> MeasuredRows:
             judge="self" if judge is run else judge.name,
         )
         lengths = request.ordered_lengths
-        is_task = isinstance(tokens, TaskText)
-        protocols = dict.fromkeys(options.protocol or (["task"] if is_task else ["equal_tokens"]))
-        if is_task and set(protocols) != {"task"}:
-            raise UserError(f"--protocol: {tokens.prefix} is a task - leave the protocol out")
+        usual = usual_protocol(tokens.prefix)
+        protocols = dict.fromkeys(options.protocol or [usual])
+        if usual == "task" and set(protocols) != {"task"}:
+            raise UserError(
+                f"--protocol: {tokens.prefix} is a task, which protocol task alone measures"
+                " - leave --protocol out, also train_iters: 0"
+            )
         windows_of = {protocol: PROTOCOLS[protocol](request) for protocol in protocols}
         for several in windows_of.values():
             for windows in several:
@@ -182,7 +190,7 @@ def check_options(config: Config, options: Options) -> None:
         stride=options.stride,
         rule=options.key_rule(config.model.seq_length),
     )
-    for protocol in options.protocol or ("equal_tokens",):
+    for protocol in options.protocol or [usual_protocol(config.data.data_path)]:
         if protocol not in OF_DOCUMENTS:
             PROTOCOLS[protocol](request)
 

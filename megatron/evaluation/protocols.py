@@ -5,12 +5,13 @@ import logging
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from megatron.data.samples import build_split, split_documents
-from megatron.data.tasks import TaskText
+from megatron.data.tasks import PREFIX, TaskText
 from megatron.data.tokens import TokenFile
 from megatron.errors import UserError
 from megatron.results.row import BLOCK
@@ -371,6 +372,12 @@ def longppl(request: Request) -> list[Windows]:
 
 OF_DOCUMENTS = ("paper", "within_document", "task")
 """Protocols that need more of a text than its region."""
+
+
+def usual_protocol(prefix: Path | str | None) -> str:
+    """The protocol of a text or a task, where none is asked for."""
+    return "task" if str(prefix).startswith(PREFIX) else "equal_tokens"
+
 
 PROTOCOLS: dict[str, Callable[[Request], list[Windows]]] = {
     "equal_tokens": equal_tokens,

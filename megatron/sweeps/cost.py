@@ -12,7 +12,7 @@ import torch
 from megatron.config import Config
 from megatron.config.schema import as_list
 from megatron.errors import UserError
-from megatron.evaluation.protocols import Request
+from megatron.evaluation.protocols import Request, usual_protocol
 from megatron.model import Architecture, size
 from megatron.results.row import ATTENTION_INPUTS
 from megatron.sweeps.cells import State, Sweep
@@ -72,7 +72,7 @@ def evaluation_flops(options: Mapping[str, Any], config: Config, vocab: int) -> 
     """
     measured = config.evaluation
     lengths = as_list(options.get("lengths", options.get("eval_lengths", measured.eval_lengths)))
-    protocols = as_list(options.get("protocol", "equal_tokens"))
+    protocols = as_list(options.get("protocol", usual_protocol(config.data.data_path)))
     varied = [options[key] for key in ATTENTION_INPUTS if options.get(key) is not None]
     variants = math.prod(len(as_list(values)) for values in varied)
     total = 0.0

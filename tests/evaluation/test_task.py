@@ -95,7 +95,10 @@ def test_a_row_says_which_problems_and_has_the_loss_of_the_plain_formula(trained
 @pytest.mark.parametrize(
     ("command", "message"),
     [
-        ("evaluate.py --protocol tail", "--protocol: task:flip_flop is a task - leave"),
+        (
+            "evaluate.py --protocol tail",
+            "--protocol: task:flip_flop is a task, which protocol task",
+        ),
         ("evaluate.py data_path=task:copy", "data_path: task:copy was written by task"),
         ("evaluate.py --lengths 2", "a window of 2 tokens is too short for task:flip_flop, whose"),
         ("evaluate.py --tasks x", "learned a task, which has no tokenizer for texts"),

@@ -40,7 +40,7 @@ def test_the_cost_is_of_what_is_missing(sweep):
 def test_a_task_costs_its_own_vocabulary_and_windows_and_lacks_no_data(tmp_path):
     path = tmp_path / "mine.yml"
     task = "data_path: task:word_problem, task_args: {group: S3}, make_vocab_size_divisible_by: 8"
-    options = "{protocol: task, windows: 6, lengths: [32, 64]}"
+    options = "{windows: 6, lengths: [32, 64], eval_tokens: 40}"  # too few for a text
     path.write_text(f"{TEXT.replace('data_path: text', task)}evaluate: {{answers: {options}}}")
     mine = load_sweep(path, tmp_path / "runs")
     config, states = mine.cells[0].config, [State("waiting"), DONE]
