@@ -32,6 +32,7 @@ from megatron.harness.tasks import Tasks, evaluate_tasks
 from megatron.harness.tasks import table as table_of_tasks
 from megatron.parallel.grid import here
 from megatron.results.comparison_table import two_by_two
+from megatron.results.gain import table_of_gains
 from megatron.results.row import Row
 from megatron.results.table import by_length, table, with_bits
 
@@ -79,7 +80,7 @@ def main(config: Config | None, arguments: argparse.Namespace) -> None:
         return
     evaluation = evaluate(config, options)
     if here().first:
-        show(evaluation)
+        show(evaluation, repairs=options.two_by_two)
 
 
 def as_published(config: Config) -> None:
@@ -89,8 +90,8 @@ def as_published(config: Config) -> None:
             show(evaluation)
 
 
-def show(evaluation: MeasuredRows) -> None:
-    """Print a table for each protocol, and the files of the rows."""
+def show(evaluation: MeasuredRows, *, repairs: bool = False) -> None:
+    """Print tables for each protocol, and the files of the rows; repairs: of --two-by-two."""
     by_protocol: dict[str, list[Row]] = {}
     for rows in evaluation.rows.values():
         for row in by_length(rows, evaluation.lengths):
@@ -99,8 +100,9 @@ def show(evaluation: MeasuredRows) -> None:
         print(table(rows), end="\n\n")
         if known := with_bits(rows):
             print(table(known, bits_per_byte=True), end="\n\n")
-        if found := two_by_two(rows):
-            print(found.text(), end="\n\n")
+        for found in (two_by_two(rows) if repairs else None, table_of_gains(rows)):
+            if found:
+                print(found.text(), end="\n\n")
     for file in evaluation.rows:
         print(f"written to {file}")
 

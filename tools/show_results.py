@@ -11,6 +11,8 @@ from pathlib import Path
 from megatron.cli_errors import command_parser, guarded
 from megatron.report.curves import plot_results
 from megatron.results.files import read_results
+from megatron.results.gain import table_of_gains
+from megatron.results.labels import sections
 from megatron.results.table import table
 
 
@@ -26,6 +28,9 @@ def main(argv: list[str] | None = None) -> int:
             markdown=options.markdown,
         )
     )
+    for heading, of_text in sections(rows).items():
+        if gains := table_of_gains(of_text):
+            print(f"\n{heading}\n{gains.text()}")
     if options.output:
         plot_results(rows, options.output, over_seeds=options.over_seeds)
         print(f"\nplot: {options.output}")

@@ -134,6 +134,10 @@ def evaluate(config: Config | None, options: Options) -> MeasuredRows:
                 # Means between other positions are another answer.
                 edges = {"position_edges": list(windows.edges)} if windows.edges else {}
                 kept = answered(asked | edges, existing)
+                keeps = options.keep_losses and not windows.rule
+                keep = windows.whole(options.keep_losses) if keeps else 0
+                if kept and kept["loss"] and keep not in (0, len(kept.get("token_losses", []))):
+                    kept = None
                 row, spent = kept, "kept from an earlier call"
                 if row is None:
                     total = None if windows.rule else len(windows.ids)
@@ -142,6 +146,7 @@ def evaluate(config: Config | None, options: Options) -> MeasuredRows:
                             model,
                             windows,
                             judge=None if judge is run else judge.model,
+                            keep=keep,
                             batch_tokens=config.evaluation.eval_batch_tokens,
                             grid=grid,
                             advance=bar.update,
@@ -152,6 +157,8 @@ def evaluate(config: Config | None, options: Options) -> MeasuredRows:
                     row.get("bytes_from") != EXACT and not windows.rule
                 ):  # the tokenizer may have been absent before
                     row = with_facts(row, run.bytes_of_text(tokens, windows, row["loss"]))
+                if keep and not row.get("token_texts"):
+                    row = with_facts(row, run.texts_of_targets(tokens, windows, keep))
                 if grid.first and row != kept:
                     write_results(output, [row])  # at once: the longest length may fail
                 if grid.first:

@@ -19,6 +19,7 @@ from megatron.config import Config
 from megatron.config.load import DATA_PATHS
 from megatron.data.parts import Part, name_of, open_parts
 from megatron.data.tokenizers.build import build_tokenizer, needs_files
+from megatron.data.tokenizers.tokenizer import Tokenizer
 from megatron.data.tokens import TokenFile
 from megatron.errors import CONTROL, UserError
 from megatron.evaluation.protocols import Windows
@@ -28,6 +29,7 @@ from megatron.positions.layers import name_of_layers
 from megatron.results.row import ATTENTION_INPUTS, EXACT, MEAN, Facts
 from megatron.results.statistics import bits_per_byte
 
+TEXTS = 2048  # targets whose text a row has
 BESIDE_TOKENS = "tokenizer.json"  # what prepare_data.py writes beside the tokens
 TokenizerFiles = tuple[str, str | None, str | None]  # tokenizer_type, vocab_file, merge_file
 PREPARE = "prepare that text with the checkpoint's tokenizer"
@@ -173,7 +175,8 @@ class LoadedRun(LoadedModel):
         count = int(windows.counts.sum())
         size, way = 0, EXACT
         writer = tokens.meta.get("tokenizer") or self.tokenizer
-        sizes = _token_bytes(tuple(self.tokenizer_files([tokens.prefix])), writer.get("hash"))
+        tokenizer = _tokenizer(tuple(self.tokenizer_files([tokens.prefix])), writer.get("hash"))
+        sizes = None if tokenizer is None else tokenizer.token_bytes()
         if sizes is not None:
             for targets in windows.targets:
                 known = targets[targets < len(sizes)]  # rows of the embedding may be padded
@@ -185,17 +188,35 @@ class LoadedRun(LoadedModel):
         bits = None if loss is None else bits_per_byte(loss, count, size)
         return {"bytes": size, "bytes_from": way, "bits_per_byte": bits}
 
+    def texts_of_targets(self, tokens: TokenFile, windows: Windows, count: int) -> Facts:
+        """token_texts of the first targets, as far as they read on a page; {} without tokenizer.
+
+        A control character is shown by its picture, such as ␊ for a line break.
+        """
+        writer = tokens.meta.get("tokenizer") or self.tokenizer
+        tokenizer = _tokenizer(tuple(self.tokenizer_files([tokens.prefix])), writer.get("hash"))
+        if tokenizer is None:
+            return {}
+        texts = []
+        for ids, places in zip(windows.ids, windows.scored, strict=True):
+            for place in places[: min(count, TEXTS) - len(texts)].tolist():
+                # Some tokenizers lose the space before a token that stands alone.
+                before, both = ids[place : place + 1].tolist(), ids[place : place + 2].tolist()
+                text = tokenizer.decode(both)[len(tokenizer.decode(before)) :]
+                texts.append(CONTROL.sub(lambda found: chr(0x2400 + ord(found[0]) % 0x40), text))
+        return {"token_texts": texts}
+
 
 @cache
-def _token_bytes(places: Sequence[TokenizerFiles], expected: str | None) -> np.ndarray | None:
-    """The bytes of each id, [vocab]; or None if the tokenizer of that hash is not at hand."""
+def _tokenizer(places: Sequence[TokenizerFiles], expected: str | None) -> Tokenizer | None:
+    """The tokenizer of that hash, or None if it is not at hand."""
     for place in places:
         try:
             tokenizer = build_tokenizer(*place)
         except UserError:  # an evaluation needs no tokenizer, so its faults are none of it
             continue
         if tokenizer.hash == expected:
-            return tokenizer.token_bytes()
+            return tokenizer
     return None
 
 

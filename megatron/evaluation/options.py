@@ -21,6 +21,7 @@ from megatron.positions import fingerprint
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 MOST = 10**12
 LONGEST_FACTORS = 10**6  # bytes of a file of factors
+MOST_KEPT = 2**20  # losses in a row
 TOKENS = (1, 2**24)  # beyond, positions are not exact in float32
 VARIED = ("window", "logn_scale", "paper_precision", "sinks", "clip_distance", "method")
 """Settings of attention of which an evaluation may try several values on the same weights."""
@@ -54,6 +55,7 @@ class Options(Asked):
     protocol: names in PROTOCOLS; empty for equal_tokens
     window, logn_scale, …, method: values of settings of attention, each on the same weights; empty
         for that of the configuration
+    keep_losses: scored targets, at most, whose own losses a row has too
     two_by_two: the variants that tell untrained distances from untrained numbers of keys, in place
         of values of these settings
     dtype: of the model's matrices, a name in DTYPES
@@ -71,6 +73,7 @@ class Options(Asked):
     clip_distance: Sequence[int | None] = ()
     method: Sequence[str | None] = ()
     two_by_two: bool = False
+    keep_losses: int = 0
     dtype: str = "fp32"
     windows: int = Request.windows
     start: int = Request.start
@@ -116,6 +119,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     sliding = "longppl: tokens that short contexts move by; default: a quarter of --trunc-len"
     add("--sliding-window", type=number(*TOKENS), metavar="N", help=sliding)
     add_attention(parser, nargs="+", action="extend", default=[])
+    keep = "losses of the first N targets in each row: which gain by context; default: none"
+    add("--keep-losses", type=number(0, MOST_KEPT), default=0, metavar="N", help=keep)
     two_by_two = (
         "with distances clipped or not, and numbers of keys scaled or not: which of the two breaks"
         " long texts (docs/longer_texts.md)"

@@ -30,6 +30,7 @@ def measured(
     windows: Windows,
     *,
     judge: nn.Module | None = None,
+    keep: int = 0,
     batch_tokens: int = 16384,
     grid: Grid | None = None,
     advance: Callable[[int], object] = int,
@@ -39,6 +40,7 @@ def measured(
     model: model(ids [batch, length], labels [batch, length]) -> losses [batch, length], and without
         labels, for answers of a task, logits [batch, length, vocab]
     judge: the model that says which targets are key tokens by `windows.rule`; None: the same
+    keep: losses of single targets in the result, those of the first windows; 0: none
     batch_tokens: tokens of a forward pass; one window at least
     grid: the processes that share the windows. Each of them calls this and gets the same result.
     advance: called with the number of windows that are finished since the last call
@@ -55,7 +57,11 @@ def measured(
         losses = found(model, windows)
         rule = windows.rule
         if rule is None:
-            return numbers_of(windows, losses, time.perf_counter() - started)
+            numbers = numbers_of(windows, losses, time.perf_counter() - started)
+            if keep and numbers["loss"] is not None:
+                single = np.concatenate([of_window[0] for of_window in losses])
+                numbers["token_losses"] = single[: windows.whole(keep)].round(DIGITS).tolist()
+            return numbers
         judged = losses if judge is None else found(judge, windows)
         judge = judge or model
         short = [found(judge, pieces) for pieces in rule.short_windows(windows)]

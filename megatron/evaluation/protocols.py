@@ -75,6 +75,11 @@ class Windows:
             digest.update(targets.astype("<i8").tobytes())
         return digest.hexdigest()[:16]
 
+    def whole(self, targets: int) -> int:
+        """So many targets that they fill windows, at least the first: `targets` or fewer."""
+        ends = self.counts.cumsum()
+        return int(max(ends[0], ends[ends <= targets].max(initial=0)))
+
     @property
     def block_starts(self) -> list[int]:
         """Numbers of the scored targets that begin a block of 512, in text order.

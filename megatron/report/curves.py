@@ -24,6 +24,7 @@ from matplotlib.transforms import ScaledTranslation
 from megatron.errors import UserError
 from megatron.files import write_output
 from megatron.results.files import PICTURES
+from megatron.results.gain import gains_of
 from megatron.results.labels import kinds, runs, sections
 from megatron.results.row import TASK, Row, trained_length
 from megatron.results.statistics import half_octaves
@@ -162,7 +163,8 @@ def draw_perplexity(*texts: Groups, without: Collection[str] = (), title: str = 
     for groups in texts:
         kept = groups.keys() - without
         curves.append({label: perplexities(groups[label]) for label in kept})
-    return _draw(texts, curves, "evaluation length (tokens)", "perplexity", title)
+    places = ["evaluation length (tokens)"] * len(texts)
+    return _draw(texts, curves, places, "perplexity", title)
 
 
 def draw_by_position(groups: Groups, minus: str, without: Collection[str] = ()) -> Figure:
@@ -177,20 +179,42 @@ def draw_by_position(groups: Groups, minus: str, without: Collection[str] = ()) 
             if at in subtracted
         }
     quantity = "difference in loss (nats per token)"
-    return _draw([groups], [curves], "position (tokens)", quantity, f"Loss minus that of {minus}")
+    title = f"Loss minus that of {minus}"
+    return _draw([groups], [curves], ["position (tokens)"], quantity, title)
+
+
+def draw_gains(groups: Groups) -> Figure:
+    """Percentages of targets that gain, and that lose, more than so many nats by far context."""
+    steps = [2.0 ** (half / 2) for half in range(-10, 7)]
+    curves: dict[int, dict[str, Points]] = {1: {}, -1: {}}
+    for label, rows in groups.items():
+        for of_run in runs(rows).values():
+            for gain in gains_of(of_run)[-1:]:
+                for sign, points_of in curves.items():
+                    points = points_of.setdefault(label, {})
+                    for least in steps:
+                        share = 100 * float((sign * gain.gains > least).mean())
+                        if share:
+                            points.setdefault(least, []).append(share)
+    places = ["gain of more than (nats)", "loss of more than (nats)"]
+    title = "Targets that far context helps, and harms"
+    return _draw([groups] * 2, list(curves.values()), places, "targets (%)", title, of_length=False)
 
 
 def _draw(
     texts: Sequence[Groups],
     curves: Sequence[Mapping[str, Points]],
-    place: str,
+    places: Sequence[str],
     quantity: str,
     title: str,
+    *,
+    of_length: bool = True,
 ) -> Figure:
     """Means over seeds, bands of one standard deviation, and legends with the last values.
 
     texts, curves: for each panel all rows, which give looks, and the points of curves, by label
-    place, quantity: what the axes show
+    places, quantity: what the axes show
+    of_length: places are tokens, so that the training length is one of them
 
     Width and text sizes are the same in every figure. The height grows with the legends.
     """
@@ -198,7 +222,7 @@ def _draw(
     figure.suptitle(title, x=0.01, ha="left", fontsize=12, wrap=True)
     height = 0.0
     panels = figure.subplots(len(texts), squeeze=False)[:, 0]
-    for axes, groups, points_of in zip(panels, texts, curves, strict=True):
+    for axes, groups, points_of, place in zip(panels, texts, curves, places, strict=True):
         furthest = max((at for points in points_of.values() for at in points), default=0)
         last_values = {}
         values = [statistics.fmean(of) for points in points_of.values() for of in points.values()]
@@ -228,7 +252,7 @@ def _draw(
                     at, low, means + stds, color=look["color"], alpha=0.2, linewidth=0
                 )
         axes.set_xscale("log", base=2)
-        axes.xaxis.set_major_formatter("{x:.0f}")
+        axes.xaxis.set_major_formatter("{x:.0f}" if of_length else "{x:g}")
         axes.set_ylabel(quantity)
         if logarithmic:
             axes.set_ylabel(f"{quantity}, log scale")
@@ -241,7 +265,7 @@ def _draw(
         axes.set_axisbelow(True)
         axes.spines[["top", "right"]].set_visible(False)
         rows = [row for group in groups.values() for row in group]
-        trained = sorted({trained_length(row) or 0 for row in rows} - {0})
+        trained = sorted({trained_length(row) or 0 for row in rows if of_length} - {0})
         for length in trained:
             axes.axvline(length, color=GREY, linestyle=(0, (4, 3)), linewidth=1, zorder=1)
         axes.set_xlabel(place)

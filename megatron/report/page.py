@@ -18,12 +18,20 @@ from megatron.checkpoints.read import load_model, read_meta
 from megatron.errors import UserError
 from megatron.files import check_output, write_output
 from megatron.model import GPT
-from megatron.report.curves import draw_accuracy, draw_by_position, draw_perplexity, style, write
+from megatron.report.curves import (
+    draw_accuracy,
+    draw_by_position,
+    draw_gains,
+    draw_perplexity,
+    style,
+    write,
+)
 from megatron.report.encoding_figures import figures_of_model
 from megatron.results.comparison import compared
 from megatron.results.comparison_table import how_made, tables_of, two_by_two
 from megatron.results.files import PICTURES, read_results
-from megatron.results.labels import kinds, labels_of, matching, sections, select
+from megatron.results.gain import THRESHOLDS, gains_of, table_of_gains
+from megatron.results.labels import kinds, labels_of, matching, runs, sections, select
 from megatron.results.probes import ProbeRow, is_of_probes, read_probes, tables_of_probes
 from megatron.results.row import (
     COLUMNS,
@@ -58,6 +66,7 @@ class PageSection:
 
     tables: perplexity and, if rows have them, bits per byte; or the accuracy of a task
     figures: their names by what they show
+    coloured: texts of one run of each encoding, window by window: tokens with class and gain
     compared: differences from the reference, with notes; reason: why there are none
     """
 
@@ -65,6 +74,7 @@ class PageSection:
     protocol: str
     tables: list[Table]
     figures: dict[str, str] = field(default_factory=dict)
+    coloured: dict[str, list[list[tuple[str, str, str]]]] = field(default_factory=dict)
     compared: list[Table] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     reason: str = ""
@@ -222,6 +232,19 @@ def _add_text(page: Page, heading: str, members: Sequence[Row], against: str | N
             figures["perplexity-near"] = draw_perplexity(groups, without=far)
     if reference and any(row.get("position_losses") for row in rows):
         figures["position"] = draw_by_position(groups, reference, far)
+    if gains := table_of_gains(members):
+        section.tables.append(gains)
+        figures["gain"] = draw_gains(kinds(members))
+        for label, of_kind in kinds(members).items():
+            first_run, *_ = runs(of_kind).values()
+            for gain in gains_of(first_run)[-1:]:
+                texts = iter(gain.long.get("token_texts", []))
+                nats = iter(gain.gains.tolist())
+                title = f"{label}, {gain.short['length']} to {gain.long['length']}"
+                section.coloured[title] = [
+                    [_coloured(text, next(nats)) for text in itertools.islice(texts, size)]
+                    for size in gain.sizes
+                ]
     for kind, figure in figures.items():
         section.figures[kind] = f"{prefix}{kind}"
         page.figures[f"{prefix}{kind}"] = figure
@@ -240,6 +263,13 @@ def _add_text(page: Page, heading: str, members: Sequence[Row], against: str | N
                 reason = row.get("reason") or "no number"
                 page.gaps.append((f"{heading}, {label} at {row['length']}", reason))
     page.sections.append(section)
+
+
+def _coloured(text: str, gain: float) -> tuple[str, str, str]:
+    """A token with the class of its gain, which page.css colours, and the gain in words."""
+    level = sum(abs(gain) > least for least in THRESHOLDS)
+    kind = "gain" if gain > 0 else "lose"
+    return text.replace("␊", "↵\n"), f"{kind}{level}", f"{gain:+.2f}"
 
 
 def reference_of(groups: Mapping[str, Sequence[Row]], against: str | None) -> str | None:

@@ -42,7 +42,7 @@ SHIPPED = ROOT / "configs" / "sweeps"
 LONGEST_NAME = 200  # characters of a cell's folder; most disks take 255
 # Options of evaluate.py in a sweep, which gives checkpoint, step and output itself.
 OPTIONS = ("protocol", "lengths", "windows", "start", "tail", "stride", "dtype")
-OPTIONS += ("sinks", "clip_distance", "method", "two_by_two")
+OPTIONS += ("keep_losses", "sinks", "clip_distance", "method", "two_by_two")
 OPTIONS += ("judge", "alpha", "beta", "trunc_len", "sliding_window")
 Values = dict[str, Any]  # a point of the grid: {axis: value}
 Label = Annotated[str, StringConstraints(pattern=r"^[\w.+-]{1,100}$")]  # it names a file

@@ -367,6 +367,36 @@ def test_two_by_two_measures_each_repair_and_shows_them_in_one_table(
         ]
 
 
+def test_a_row_has_losses_and_texts_of_single_targets_if_they_are_asked_for(folder, home, capsys):
+    tokenizer = build_tokenizer("CharLevelTokenizer")
+    for file in folder.glob("run/*/c*"):
+        content = file.read_text().replace("aaaa", tokenizer.hash)
+        file.write_text(content.replace(str(home), str(folder)))
+    text(folder / "text", ends=True, tokenizer={**TOKENIZER, "hash": tokenizer.hash})
+    words = [f"--checkpoint {folder}/run", "tokenizer_type=CharLevelTokenizer"]
+    words += ["--lengths 16 64 --protocol tail --tail 12 eval_tokens=256"]
+    output = folder / "a.jsonl"
+    without = rows_of(output, *words)
+    rows = rows_of(output, *words, "--keep-losses 30")
+    assert "gain by far context" in capsys.readouterr().out
+    reference = model(configuration(home, "seed=7")).double().eval()
+    region = held_out(folder, 257)
+    for row, before in zip(rows, without, strict=True):
+        assert "token_losses" not in before
+        assert row["block_losses"] == before["block_losses"]
+        expected, shown = [], ""
+        for end in (64, 80):  # two ends of 12 are 24 of the 30
+            window = region[end - row["length"] : end + 1]
+            losses = F.cross_entropy(reference(window[None, :-1])[0], window[1:], reduction="none")
+            expected += losses[-12:].tolist()
+            shown += "".join(map(chr, window[-12:]))
+        np.testing.assert_allclose(row["token_losses"], expected, atol=1e-5)
+        pictures = {code: chr(0x2400 + code) for code in range(32)}
+        assert "".join(row["token_texts"]) == shown.translate(pictures)
+    assert rows_of(output, *words, "--keep-losses 30") == rows, "kept"
+    assert len(rows_of(output, *words, "--keep-losses 40")[0]["token_losses"]) == 36
+
+
 # --- Asked again ---
 
 

@@ -145,6 +145,27 @@ def test_tasks_come_first_as_heatmaps_that_are_spoken_and_have_tables():
     assert "of the largest size that fits" in shown
 
 
+def test_the_text_of_a_section_is_coloured_by_what_far_context_gains():
+    losses = {64: [3.0, 3.0, 3.0, 3.0], 512: [1.5, 2.8, 3.0, 4.5]}
+    facts = {"protocol": "tail", "tail": 2, "tokens": 4, "windows": 2, "text": "ab"}
+    found = []
+    for length, of_targets in losses.items():
+        facts["token_losses"] = of_targets
+        facts["token_texts"] = ["x", " <b>", "␊", "y"]
+        found += rows("mep", {length: 10.0}, **facts)
+    page = page_of_rows(found)
+    shown = page.html("t")
+    assert '<span class="gain2" title="+1.50">x</span>' in shown
+    assert '<span class="gain1" title="+0.20"> &lt;b&gt;</span></p>' in shown  # ends its window
+    assert '<span class="lose0" title="+0.00">↵\n</span>' in shown
+    assert '<span class="lose2" title="-1.50">y</span></p>' in shown
+    table = next(table for table in tables_of(shown) if "mean gain" in table[0])
+    assert table[1][:3] == ["mep", "64 to 512", "4"]
+    gain, lose = page.figures["gain"].axes
+    assert dict(zip(*gain.lines[0].get_data(), strict=True))[1.0] == 25  # percent gain more than 1
+    assert max(gain.lines[0].get_xdata()) < 1.5 <= max(lose.lines[0].get_xdata()) * 2**0.5
+
+
 def test_probes_of_each_model_have_tables():
     shared = {"pos_emb": "mep", "seed": 1, "step": 10, "corpus": "stdlib", "part": "valid"}
     shared |= {"config_hash": "a", "length": 512}
