@@ -40,7 +40,9 @@ A claim is one line:
   A > B [by N %], QUANTITY WHERE [(CONDITIONS)]         fox > alibi, accuracy at 4 L (recall)
   A VERB [N %][, QUANTITY] from X to Y [(CONDITIONS)]   rotary loses 20 % from 512 to 4096
 
-  A, B        an encoding, with conditions of its own: rotary (window 512) < rotary, …
+  A, B        an encoding, of layers that differ such as rotary/none, with conditions of its own:
+              rotary (fraction 0.5) > rotary, …  and  rotary (window 512) < rotary, …
+              Of several kinds of rows, a name alone means the one with default options.
   VERB        rises, falls: the number; loses, gains, loses at most: the quality
   N %         of a perplexity, also where the quantity is loss or bits; points of an accuracy
   QUANTITY    perplexity (the default), longppl, loss, bits per byte, accuracy, token accuracy
@@ -57,14 +59,18 @@ GROUP = (*SETTING, "stride", "train_length", "step")  # equal on both sides of a
 LONGEST = "1000000000000"  # tokens, of a claim without a limit
 LARGEST = 1 << 20  # bytes of a file of claims
 
-_SIDE = r"([a-z]\w*)(?: \(([^()]+)\))?"
-_LENGTH = r"(\d+(?: ?L)?|L)"
-_N = r"(\d+(?:\.\d+)?) ?%"
+_NAME = r"[a-z]\w*(?:/[a-z]\w*)*"
+_CONDITIONS = r"[^()]+"
+_PERCENT = r"\d+(?:\.\d+)?"
+_LENGTH = r"\d+(?: ?L)?|L"
 CLAIM = re.compile(
-    rf"{_SIDE} (?:([<>]) {_SIDE}(?: by {_N})?"
-    rf"|(rises|falls|loses|gains)( at most)?(?: {_N})?)"
-    rf"(?:, ({'|'.join(QUANTITIES)}))?"
-    rf" (at|from) {_LENGTH}(?: to {_LENGTH})?(?: \(([^()]+)\))?"
+    rf"(?P<name>{_NAME})(?: \((?P<own>{_CONDITIONS})\))? "
+    rf"(?:(?P<order>[<>]) (?P<other>{_NAME})(?: \((?P<others>{_CONDITIONS})\))?"
+    rf"(?: by (?P<by>{_PERCENT}) ?%)?"
+    rf"|(?P<verb>rises|falls|loses|gains)(?P<at_most> at most)?(?: (?P<change>{_PERCENT}) ?%)?)"
+    rf"(?:, (?P<quantity>{'|'.join(QUANTITIES)}))?"
+    rf" (?:at (?P<at>{_LENGTH})|from (?P<first>{_LENGTH})(?: to (?P<last>{_LENGTH}))?)"
+    rf"(?: \((?P<shared>{_CONDITIONS})\))?"
 )
 
 
@@ -129,8 +135,7 @@ class Claim:
 def read_claims(path: Path) -> tuple[str, list[Claim]]:
     """The source and the claims of a file; UserError for a fault."""
     try:
-        content = read_small(path, LARGEST).decode()
-        file = File.model_validate(yaml.safe_load(content))
+        file = File.model_validate(yaml.safe_load(read_small(path, LARGEST).decode()))
     except ValidationError as fault:
         first = fault.errors()[0]
         place = ".".join(map(str, first["loc"]))
@@ -141,13 +146,12 @@ def read_claims(path: Path) -> tuple[str, list[Claim]]:
     except (OSError, yaml.YAMLError, UnicodeDecodeError) as fault:
         raise UserError(f"{path}: is no YAML file of claims: {in_words(fault)}") from None
     claims = []
-    for one in file.claims:
+    for number, one in enumerate(file.claims, 1):
         text, source = (one, "") if isinstance(one, str) else (one.claim, one.source)
         try:
             claims.append(claim_of(text, source))
         except ValueError as fault:
-            line = content[: content.find(text[:20])].count("\n") + 1
-            raise UserError(f"{path}, line {line}: {text!r} {fault}\n\n{GRAMMAR}") from None
+            raise UserError(f"{path}: claim {number}: {text!r} {fault}\n\n{GRAMMAR}") from None
     return ", ".join(file.source.model_dump().values()), claims
 
 
@@ -161,41 +165,29 @@ def claim_of(text: str, source: str = "") -> Claim:
         if given and given[1] not in QUANTITIES:
             raise ValueError(f"has no such quantity: {given[1]} - use {', '.join(QUANTITIES)}")
         raise ValueError("is no claim - write A < B or A loses 20 %, and see the grammar")
-    (
-        name,
-        own,
-        order,
-        other,
-        others,
-        by,
-        verb,
-        at_most,
-        change,
-        quantity,
-        at,
-        first,
-        last,
-        shared,
-    ) = match.groups()
-    quantity = quantity or PERPLEXITIES[0]
+    quantity = match["quantity"] or PERPLEXITIES[0]
     is_accuracy = quantity in ACCURACIES
-    percent = float(by or change or 0)
+    percent = float(match["by"] or match["change"] or 0)
+    verb, last = match["verb"], match["last"]
     if verb and not last:
         raise ValueError("is a change without two lengths - end with from 512 to 4096")
 
     better = 1 if is_accuracy else -1
     signs = {">": 1, "<": -1, "rises": 1, "falls": -1, "gains": better, "loses": -better}
-    sign = signs[order or verb]
+    sign = signs[match["order"] or verb]
     if sign * percent <= -100 and not is_accuracy:
         raise ValueError("lets a perplexity fall by 100 % or more - write less")
     size = percent / 100 if is_accuracy else sign * math.log1p(sign * percent / 100)
-    if at_most:
+    if match["at_most"]:
         sign, size = -sign, -size
 
-    longest = first if at == "at" else last or LONGEST
+    first = match["at"] or match["first"]
+    longest = match["at"] or last or LONGEST
     own, others, shared = (
-        tuple(words.split(", ")) if words else () for words in (own, others, shared)
+        tuple(words.split(", ")) if words else ()
+        for words in match.group("own", "others", "shared")
     )
+    name, other = match.group("name", "other")
     ours = Side(name, own + shared, last if verb else first, longest)
     theirs = Side(other or name, others + shared, first, first if verb else longest)
     return Claim(
@@ -306,7 +298,8 @@ def _chosen(rows: Sequence[Row], side: Side, quantity: str) -> Sequence[Row]:
         key = quantity.replace(" ", "_")
         return of_key_tokens if key == "longppl" else key in row and not of_key_tokens
 
-    demands = {"this encoding": lambda row: row["pos_emb"] == side.encoding}
+    pos_emb = side.encoding.replace("/", ", ")
+    demands = {"this encoding": lambda row: row["pos_emb"] == pos_emb}
     for word in side.conditions:
         demands[word] = lambda row, word=word: fulfils(row, word)
     demands["usual attention (or name window, method, …)"] = lambda row: all(
@@ -327,9 +320,7 @@ def _verdict(claim: Claim, ours: Sequence[Row], theirs: Sequence[Row]) -> Verdic
     Of several lengths the largest p counts for the claim. Against it counts the smallest of k,
     times k.
     """
-    for side in (ours, theirs):
-        if len(labels := kinds(side)) > 1:
-            raise NoRows(f"several kinds of rows, add a condition: {'; '.join(labels)}")
+    ours, theirs = _of_one_kind(ours), _of_one_kind(theirs)
     effects = []
     for length in sorted({row["length"] for row in ours}):
         mine = [row for row in ours if row["length"] == length]
@@ -344,6 +335,18 @@ def _verdict(claim: Claim, ours: Sequence[Row], theirs: Sequence[Row]) -> Verdic
     k = len(effects)
     p = min(1.0, 2 * k * (1 - effect.p_holds))
     return Verdict(claim, "fails", effect=effect, p=p, level=ALPHA / 2 / k)
+
+
+def _of_one_kind(rows: Sequence[Row]) -> Sequence[Row]:
+    """The rows; of several kinds the one whose options are the defaults."""
+    several = kinds(rows)
+    if len(several) == 1:
+        return rows
+    usual = kinds([row for row in rows if not row.get("pos_emb_args")])
+    if len(usual) != 1:
+        raise NoRows(f"several kinds of rows, add a condition: {'; '.join(several)}")
+    (found,) = usual.values()
+    return found
 
 
 def _effect(claim: Claim, length: int, ours: Sequence[Row], theirs: Sequence[Row]) -> Effect:

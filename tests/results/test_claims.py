@@ -75,15 +75,17 @@ def test_a_line_is_a_direction_and_a_size(text, sign, size, quantity):
         ("a is better than b, loss at 512", "is no claim"),
         ("a rises from 512", "a change without two lengths"),
         ("a falls 100 % from 512 to 1024", "fall by 100 % or more"),
+        ("a < b, loss at 512 to 1024", "is no claim"),
+        ("a < b, loss at 512 and 1024", "is no claim"),
     ],
 )
-def test_a_bad_line_is_one_message_with_file_line_and_grammar(text, problem, tmp_path):
+def test_a_bad_line_is_one_message_with_file_number_and_grammar(text, problem, tmp_path):
     path = tmp_path / "mine.yml"
     head = "source: {paper: p, section: s, url: u}\nclaims:\n  - a < b, loss at 512\n"
     path.write_text(f"{head}  - {text}\n")
     with pytest.raises(UserError) as fault:
         read_claims(path)
-    assert f"{path}, line 4: {text!r}" in str(fault.value)
+    assert f"{path}: claim 2: {text!r}" in str(fault.value)
     assert problem in str(fault.value)
     assert str(fault.value).endswith(GRAMMAR)
 
@@ -123,6 +125,19 @@ def test_a_window_answers_only_claims_that_name_it():
     assert only("a > a (window 512) by 60 %, perplexity at 2 L", found).word == "holds"
 
 
+def test_a_bare_name_means_the_default_options():
+    found = task_rows("none", [0.5, 0.51, 0.52]) + task_rows("rotary", [0.2, 0.21, 0.19])
+    for name, share, options in (("rotary", 0.8, {"fraction": 0.5}), ("rotary, none", 0.7, {})):
+        several = task_rows(name, [share, share + 0.01, share + 0.03])
+        for seed, one in enumerate(several):
+            facts = {"config_hash": f"{name}{options}{seed}", "pos_emb_args": options}
+            found.append(one | facts | {"cell": {"encoding": f"{name} {options}"}})
+    assert only("none > rotary, accuracy at 4 L (copy)", found).word == "holds"
+    assert only("none > rotary (fraction 0.5), accuracy at 4 L (copy)", found).word == "fails"
+    assert only("rotary (fraction 0.5) > rotary, accuracy at 4 L", found).word == "holds"
+    assert only("rotary/none > none, accuracy at 4 L", found).word == "holds"
+
+
 @pytest.mark.parametrize(
     ("text", "reason"),
     [
@@ -139,7 +154,8 @@ def test_missing_rows_are_named_and_no_fault(text, reason):
     found = seeds("a", {512: [3, 3, 3]}) + seeds("b", {512: [3, 3, 3]})
     (refused,) = rows("c", {512: None}, reason="too long", text="ab12")
     found += [refused, *seeds("d", {512: [3, 3, 3]}, step=7)]
-    found += seeds("two", {512: [3.0]}) + seeds("two", {512: [3.0]}, pos_emb_args={"base": 7})
+    for base in (7, 8):
+        found += seeds("two", {512: [3.0]}, pos_emb_args={"base": base})
     verdict = only(text, found)
     assert verdict.word == "no rows"
     assert reason in verdict.reason
