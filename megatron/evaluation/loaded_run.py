@@ -165,6 +165,11 @@ class LoadedRun(LoadedModel):
             "protocol": protocol,
         }
 
+    def tokenizer_of(self, tokens: TokenFile) -> Tokenizer | None:
+        """The tokenizer that wrote a text, or None if it is not at hand."""
+        writer = tokens.meta.get("tokenizer") or self.tokenizer
+        return _tokenizer(tuple(self.tokenizer_files([tokens.prefix])), writer.get("hash"))
+
     def bytes_of_text(self, tokens: TokenFile, windows: Windows, loss: float | None) -> Facts:
         """bytes, bytes_from and bits_per_byte of the scored targets; {} if nothing is known.
 
@@ -174,8 +179,7 @@ class LoadedRun(LoadedModel):
         """
         count = int(windows.counts.sum())
         size, way = 0, EXACT
-        writer = tokens.meta.get("tokenizer") or self.tokenizer
-        tokenizer = _tokenizer(tuple(self.tokenizer_files([tokens.prefix])), writer.get("hash"))
+        tokenizer = self.tokenizer_of(tokens)
         sizes = None if tokenizer is None else tokenizer.token_bytes()
         if sizes is not None:
             for targets in windows.targets:
@@ -193,8 +197,7 @@ class LoadedRun(LoadedModel):
 
         A control character is shown by its picture, such as ␊ for a line break.
         """
-        writer = tokens.meta.get("tokenizer") or self.tokenizer
-        tokenizer = _tokenizer(tuple(self.tokenizer_files([tokens.prefix])), writer.get("hash"))
+        tokenizer = self.tokenizer_of(tokens)
         if tokenizer is None:
             return {}
         texts = []
