@@ -180,13 +180,12 @@ def addition(random: RandomState, size: int, order: str = "reversed") -> Problem
 # --- Recall among other tokens (2312.04927, 2312.00752, 2404.06654) ---
 
 
-@task(words=lambda: ("=", ".", *LETTERS), least=lambda letters: letters)
+@task(words=lambda: ("=", ".", *LETTERS), least=lambda letters: _number("letters", letters, 1, 64))
 def selective_copy(random: RandomState, size: int, letters: int = 8) -> Problem:
     """Repeat a few letters that stand among `size` tokens, mostly blanks (2312.00752, 4.1.1).
 
     letters: 16 of 4,096 tokens there
     """
-    _number("letters", letters, 1, 64)
     marked = drawn(random, LETTERS, letters)
     pieces = [question(letter) for letter in marked]
     problem = scattered(random, pieces, ["."] * (size - letters))
@@ -301,12 +300,14 @@ def word_problem(random: RandomState, size: int, group: str = "S5") -> Problem:
     return question(*elements, "=") + answer(product)
 
 
-def _number(name: str, value: Any, least: float, most: float) -> None:
+def _number(name: str, value: Any, least: float, most: float) -> Any:
+    """The value of an option, if it is a number from least to most."""
     wanted = type(value) is int or (type(value) is float and type(most) is float)
     if not wanted or not least <= value <= most:
         raise UserError(
             f"task_args.{name}: {value!r} is not a number from {least} to {most} - give another"
         )
+    return value
 
 
 def _one_of(name: str, value: Any, choices: Sequence[str]) -> None:

@@ -153,9 +153,8 @@ def evaluate(config: Config | None, options: Options) -> MeasuredRows:
                         )
                     row = cast(Row, asked | numbers)
                     spent = f"{numbers['seconds']:.1f} s"
-                if (
-                    row.get("bytes_from") != EXACT and not windows.rule
-                ):  # the tokenizer may have been absent before
+                # The tokenizer may have been absent before.
+                if row.get("bytes_from") != EXACT and not windows.rule:
                     row = with_facts(row, run.bytes_of_text(tokens, windows, row["loss"]))
                 if keep and not row.get("token_texts"):
                     row = with_facts(row, run.texts_of_targets(tokens, windows, keep))

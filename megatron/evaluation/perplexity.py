@@ -84,22 +84,24 @@ def measured(
         stretches=range(len(keys)),
     )
     kept: list[np.ndarray] | str = [losses[number][:, keys[number]] for number in keys]
-    if not keys:
+    loss = float(all_losses.mean())
+    if not math.isfinite(loss):
+        kept = f"the loss over all targets is {loss}"
+    elif not keys:
         kept = (
             f"no key token: no target at a loss below {-rule.beta:g} gains more than {rule.alpha:g}"
             f" by the context before the last {rule.trunc_len} tokens"
         )
     facts = numbers_of(scored, kept, time.perf_counter() - started)
-    if not np.isfinite(all_losses).all():
-        return facts | {"reason": "a loss is not finite", "loss": None, "perplexity": None}
+    facts["windows"] = len(windows.ids)
+    facts["all_tokens"] = len(all_losses)
+    facts["all_loss"] = loss if math.isfinite(loss) else None
+    facts["all_perplexity"] = perplexity_of(loss)
     if keys:
         every_place = np.concatenate([number * windows.length + keys[number] for number in keys])
         facts["key_text"] = hashlib.sha256(every_place.tobytes()).hexdigest()[:16]
         facts["window_tokens"] = scored.counts.tolist()
-    loss = float(all_losses.mean())
-    perplexity = perplexity_of(loss)
-    every = {"all_tokens": len(all_losses), "all_loss": loss, "all_perplexity": perplexity}
-    return facts | every | {"windows": len(windows.ids)}
+    return facts
 
 
 def losses_of_targets(

@@ -323,10 +323,10 @@ def draw_accuracy(texts: Mapping[str, Groups], title: str = "") -> Figure:
                 for column, length in enumerate(lengths):
                     of_seeds = [row for row in groups.get(label, ()) if row["length"] == length]
                     mean, std = mean_and_std([TOKENS_RIGHT.of(row) for row in of_seeds])
-                    words, spread = "n/a" if of_seeds else "", ""
-                    ink = "black"
+                    words, spread, ink = "", "", "black"
+                    if of_seeds:
+                        words = "n/a" if mean is None else f"{mean:.0f}"
                     if mean is not None:
-                        words = f"{mean:.0f}"
                         colours[column] = to_hex(matplotlib.colormaps[SHADES](mean / 100))
                         ink = "white" if mean > DARK else "black"
                     if std is not None:
@@ -336,9 +336,9 @@ def draw_accuracy(texts: Mapping[str, Groups], title: str = "") -> Figure:
                     for text, align, size in ((words, side, 7.5), (spread, "left", 5.5)):
                         drawn = axes.text(column, line, text, ha=align, fontsize=size, color=ink)
                         drawn.set(va="center_baseline", in_layout=False)
-                label = f"{label}: {', '.join(spoken)}"
                 at = range(len(lengths))
-                axes.bar(at, 1, 1, line - 0.5, color=colours, edgecolor="white", label=label)
+                name = f"{label}: {', '.join(spoken)}"
+                axes.bar(at, 1, 1, line - 0.5, color=colours, edgecolor="white", label=name)
             ground = axes.axhspan(-0.5, len(labels) - 0.5, fill=False, linewidth=0, zorder=0)
             ground.set(hatch="/////", edgecolor="#D0D0D0")  # shows where cells are empty
             axes.set_xlim(-0.5, len(lengths) - 0.5)
@@ -348,9 +348,10 @@ def draw_accuracy(texts: Mapping[str, Groups], title: str = "") -> Figure:
             axes.tick_params(length=0, labelleft=number % across == 0)
             axes.spines[:].set_visible(False)
             axes.set_xlabel("length (tokens), * in training")
-            guess = GUESSES.get(rows[0].get("corpus") or "")
-            name = heading.removeprefix("task:")
-            axes.set_title(f"{name} (guessing: {guess} %)" if guess else name, loc="left")
+            words = heading.removeprefix("task:")
+            if guess := GUESSES.get(rows[0].get("corpus") or ""):
+                words = f"{words} (guessing: {guess} %)"
+            axes.set_title(words, loc="left")
         letters = max(len(line) for label in shown for line in label.split("\n"))
         lines = max(label.count("\n") for label in shown) + 1
         width = LETTER * letters + across * (CELL * columns + 0.25)

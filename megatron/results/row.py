@@ -130,7 +130,7 @@ class Row(Question, Pieces, Answers, Collected, total=False):
     loss_stderr: float | None  # from the windows, allowing for correlated neighbours
     reason: str | None
     all_tokens: int  # longppl: all targets, key tokens or not
-    all_loss: float  # longppl: mean over them
+    all_loss: float | None  # longppl: mean over them
     all_perplexity: float | None  # longppl: exp(all_loss)
     bytes: float  # UTF-8 bytes of the scored targets; the end of a document has none
     bytes_from: str  # tokenizer: counted exactly; card: tokens times the corpus's bytes per token

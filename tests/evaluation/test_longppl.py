@@ -10,10 +10,11 @@ from megatron.errors import UserError
 from megatron.evaluation.perplexity import measured
 from megatron.evaluation.protocols import KeyRule, Windows
 from megatron.results.comparison import compared
-from megatron.results.files import read_results
+from megatron.results.files import read_results, write_results
 from megatron.results.labels import kinds
 from tests.evaluation.test_evaluate import configuration, evaluate, held_out, home, model, rows_of
 from tests.positions.golden import load
+from tests.results.rows import rows
 
 VARIANTS = ("same", "two_tokenizers", "loose", "none")
 every_variant = pytest.mark.parametrize("variant", VARIANTS)
@@ -79,6 +80,20 @@ def test_the_perplexities_are_those_of_the_authors_code(variant):
         assert row["perplexity"] is None
         assert row["tokens"] == 0
         assert row["reason"].startswith("no key token: no target at a loss below 2 gains more than")
+
+
+def test_a_loss_that_is_not_finite_leaves_a_row_that_can_be_read(tmp_path):
+    golden = load("longppl", "same")
+    losses = golden.numbers["loss_model"].clone()
+    losses[-1] = torch.nan
+    windows = Windows(len(losses) - 1, [np.arange(len(losses))], [0], rule=rule_of(golden))
+    judge = Losses(golden.numbers["loss_long"], golden.numbers["loss_short"])
+    facts = measured(Losses(losses), windows, judge=judge)
+    (row,) = rows("a", {windows.length: None}, **facts)
+    assert row["reason"] == "the loss over all targets is nan"
+    assert [row[key] for key in ("loss", "perplexity", "all_loss", "window_losses")] == [None] * 4
+    write_results(tmp_path / "a.jsonl", [row])
+    assert read_results([tmp_path / "a.jsonl"]) == [row]
 
 
 OPTIONS = ["--protocol", "longppl", "--alpha", "0.02", "--beta", "-6", "eval_tokens=64"]
