@@ -20,7 +20,6 @@ from pathlib import Path
 
 from megatron.cli_errors import guarded
 from megatron.config.schema import Training
-from megatron.config.yaml_files import parse
 from megatron.data import tasks
 from megatron.data.corpora.hub_stream import HubStream
 from megatron.data.corpora.recipes import MADE_HERE, corpus_names, gpt2_files, listing, named
@@ -32,6 +31,7 @@ from megatron.errors import UserError
 from megatron.files import write_output
 from megatron.parallel.machine import total_memory
 from megatron.splits import PARTS
+from megatron.strict_yaml import parse
 
 HUB = "hf:"  # before the name of a data set
 OF_HUB = ("split", "config", "revision")

@@ -14,7 +14,7 @@ from megatron.positions import ALIASES, REGISTRY
 ROOT = Path(__file__).resolve().parent.parent
 # Arrows only downward: a file may import from its own part and from parts further up in this list.
 LEVELS = [
-    {"errors", "commit", "strict_json"},
+    {"errors", "commit", "strict_json", "strict_yaml"},
     {"files"},
     {"folder_lock", "cli_errors"},
     {"positions", "attention", "results", "splits"},

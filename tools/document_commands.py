@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from megatron.cli_errors import guarded
-from megatron.config.yaml_files import parse
 from megatron.errors import UserError
 from megatron.files import ROOT, write_text
+from megatron.strict_yaml import parse
 
 PAGES = ROOT / "docs" / "commands"
 FILES = ("tiny.yml", "published.yml")  # of docs/commands, which commands of the session read

@@ -6,8 +6,7 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import yaml
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel, Field, ValidationError
 
 from megatron.errors import UserError, in_words
 from megatron.files import read_small
@@ -32,6 +31,7 @@ from megatron.results.statistics import (
     values_needed,
 )
 from megatron.results.table import Table
+from megatron.strict_yaml import parse
 
 GRAMMAR = """\
 A claim is one line:
@@ -60,9 +60,9 @@ LONGEST = "1000000000000"  # tokens, of a claim without a limit
 LARGEST = 1 << 20  # bytes of a file of claims
 
 _NAME = r"[a-z]\w*(?:/[a-z]\w*)*"
-_CONDITIONS = r"[^()]+"
-_PERCENT = r"\d+(?:\.\d+)?"
-_LENGTH = r"\d+(?: ?L)?|L"
+_CONDITIONS = r"[^()\n\t]+"
+_PERCENT = r"\d{1,9}(?:\.\d+)?"
+_LENGTH = r"\d{1,12}(?: ?L)?|L"
 CLAIM = re.compile(
     rf"(?P<name>{_NAME})(?: \((?P<own>{_CONDITIONS})\))? "
     rf"(?:(?P<order>[<>]) (?P<other>{_NAME})(?: \((?P<others>{_CONDITIONS})\))?"
@@ -93,7 +93,7 @@ class File(BaseModel, extra="forbid"):
     """A file of claims."""
 
     source: Source
-    claims: list[str | OwnSource]
+    claims: list[str | OwnSource] = Field(min_length=1)
 
 
 @dataclass(frozen=True)
@@ -135,24 +135,26 @@ class Claim:
 def read_claims(path: Path) -> tuple[str, list[Claim]]:
     """The source and the claims of a file; UserError for a fault."""
     try:
-        file = File.model_validate(yaml.safe_load(read_small(path, LARGEST).decode()))
+        file = File.model_validate(parse(read_small(path, LARGEST).decode()))
     except ValidationError as fault:
         first = fault.errors()[0]
-        place = ".".join(map(str, first["loc"]))
+        place = ".".join(map(str, first["loc"])) or "the file"
         raise UserError(
             f"{path}: {place}: {first['msg']} - write source (paper, section, url) and claims,"
             " a list of lines"
         ) from None
-    except (OSError, yaml.YAMLError, UnicodeDecodeError) as fault:
-        raise UserError(f"{path}: is no YAML file of claims: {in_words(fault)}") from None
-    claims = []
+    except (OSError, ValueError) as fault:
+        raise UserError(f"{path}: cannot be read as claims: {in_words(fault)}") from None
+    claims: dict[str, Claim] = {}
     for number, one in enumerate(file.claims, 1):
         text, source = (one, "") if isinstance(one, str) else (one.claim, one.source)
         try:
-            claims.append(claim_of(text, source))
+            if text in claims:
+                raise ValueError("is given twice, which makes all others harder - keep one")
+            claims[text] = claim_of(text, source)
         except ValueError as fault:
             raise UserError(f"{path}: claim {number}: {text!r} {fault}\n\n{GRAMMAR}") from None
-    return ", ".join(file.source.model_dump().values()), claims
+    return ", ".join(file.source.model_dump().values()), [*claims.values()]
 
 
 def claim_of(text: str, source: str = "") -> Claim:

@@ -25,6 +25,7 @@ LARGEST = 1 << 30  # bytes of a file: a log of a million steps has 250 MB
 WHOLE = 2**63  # whole numbers are smaller
 ROUNDING = 2e-6  # losses of windows and blocks are written with six digits
 adapter = cache(TypeAdapter)  # of the kinds of lines
+ACCURACIES = ("accuracy", "token_accuracy")
 COUNTS = ("length", "tokens", "windows")  # at least one of each
 
 
@@ -218,12 +219,23 @@ def _disagreement(row: Mapping[str, Any]) -> str | None:
         windows = f"{row['windows']} windows of {row['length']}"
         return f"its tokens are {row['tokens']:,}, but its {windows} score {scored:,}"
     if loss is None:
-        return None if perplexity is None else f"its loss is null, its perplexity {perplexity:g}"
+        numbers = (key for key in ("perplexity", *ACCURACIES) if row.get(key) is not None)
+        return next((f"its loss is null, its {key} {row[key]:g}" for key in numbers), None)
     if loss < 0:
         return f"its loss is {loss:g}, below 0"
     expected = perplexity_of(loss)
     if not math.isclose(perplexity or math.inf, expected or math.inf):
         return f"its perplexity is {perplexity}, but exp({loss:g}) is {expected}"
+    shares = row.get("window_accuracies") or []
+    if shares and len(shares) != row["windows"]:
+        return f"it has {len(shares)} window_accuracies of {row['windows']} windows"
+    every = [*shares, *(row.get(key) or 0 for key in ACCURACIES)]
+    if not all(0 <= share <= 1 for share in every):
+        return f"it has accuracies from {min(every):g} to {max(every):g}, which are not 0 to 1"
+    right = sum(share == 1 for share in shares)
+    accuracy = row.get("accuracy") or 0
+    if shares and not math.isclose(accuracy * len(shares), right, abs_tol=0.01):
+        return f"its accuracy is {accuracy:g}, but {right} of {len(shares)} answers are right"
     windows = row.get("window_losses") or []
     blocks = row.get("block_losses") or []
     positions = row.get("position_losses") or []

@@ -18,6 +18,7 @@ from megatron.errors import UserError, did_you_mean
 from megatron.files import read_small
 from megatron.results.row import ATTENTION_INPUTS, CORPUS_AXIS, Row, value_of
 from megatron.results.table import in_columns, variant_of
+from megatron.strict_yaml import parse
 
 TABLES = Path(__file__).parent / "published"
 LARGEST = 1 << 20  # bytes; the largest table here has a few thousand
@@ -68,7 +69,7 @@ def published(name: str) -> Published:
         raise UserError(f"{message} - give a .yml or one of {', '.join(published_tables())}")
     try:
         text = read_small(path, LARGEST).decode()
-        facts = yaml.safe_load(text)
+        facts = parse(text)
         if isinstance(facts, dict):
             facts["name"] = path.stem
             # As text: 3.40 stays "3.40".
@@ -80,8 +81,8 @@ def published(name: str) -> Published:
         raise UserError(
             f"{path}: {place}: {first['msg']} - take a table of {TABLES} as an example"
         ) from None
-    except (OSError, yaml.YAMLError, UnicodeDecodeError) as fault:
-        raise UserError(f"{path}: is not YAML: {fault}") from None
+    except (OSError, ValueError) as fault:
+        raise UserError(f"{path}: cannot be read as a table: {fault}") from None
 
 
 # --- Ours beside a paper's ---

@@ -456,6 +456,7 @@ SHAPES_NO_LOSS = {
     "process.py",
     "results",
     "strict_json.py",
+    "strict_yaml.py",
 }
 
 
