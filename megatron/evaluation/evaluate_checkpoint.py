@@ -173,7 +173,10 @@ def judge_of(run: LoadedRun, options: Options) -> LoadedModel:
     """The model that says which tokens are key tokens: another checkpoint, or the run's own."""
     if options.judge is None:
         return run
-    judge = loaded_model(None, options.judge, None)
+    try:
+        judge = loaded_model(None, options.judge, None)
+    except UserError as fault:
+        raise UserError(f"--judge: {fault}") from None
     hashes = judge.tokenizer.get("hash"), run.tokenizer.get("hash")
     if all(hashes) and hashes[0] != hashes[1]:
         raise UserError(

@@ -62,11 +62,14 @@ def measured(
                 single = np.concatenate([of_window[0] for of_window in losses])
                 numbers["token_losses"] = single[: windows.whole(keep)].round(DIGITS).tolist()
             return numbers
+    except Refusal as fault:
+        return numbers_of(windows, str(fault), time.perf_counter() - started)
+    try:
         judged = losses if judge is None else found(judge, windows)
         judge = judge or model
         short = [found(judge, pieces) for pieces in rule.short_windows(windows)]
     except Refusal as fault:
-        return numbers_of(windows, str(fault), time.perf_counter() - started)
+        return numbers_of(windows, f"--judge: {fault}", time.perf_counter() - started)
 
     # Of all targets, the key tokens are kept. A block never crosses from one window to the next.
     all_losses = np.concatenate([of_window[0] for of_window in losses])
@@ -92,6 +95,10 @@ def measured(
             f"no key token: no target at a loss below {-rule.beta:g} gains more than {rule.alpha:g}"
             f" by the context before the last {rule.trunc_len} tokens"
         )
+        if rule.trunc_len >= windows.length:
+            kept = (
+                f"--trunc-len {rule.trunc_len}: windows of {windows.length} are no longer context"
+            )
     facts = numbers_of(scored, kept, time.perf_counter() - started)
     facts["windows"] = len(windows.ids)
     facts["all_tokens"] = len(all_losses)
