@@ -220,9 +220,13 @@ def variants(
         if asked:
             values[key] = asked
     if options.two_by_two:
-        if values:
-            given = ", ".join("--" + key.replace("_", "-") for key in values)
-            raise UserError(f"--two-by-two: sets what is varied by itself - leave out {given}")
+        given = ["--" + key.replace("_", "-") for key in values]
+        given += [key for key in VARIED if key != "paper_precision" and getattr(attention, key)]
+        if given:
+            raise UserError(
+                "--two-by-two: varies windows, log n and distances of a model that has none"
+                f" of these - leave out {', '.join(given)}"
+            )
         # Rotations are clipped by ReRoPE, tables by their last value; others have no distance.
         last = train_length - 1
         clips = [{"method": f"rerope,window={last}"}, {"clip_distance": last}]

@@ -96,9 +96,7 @@ def measured(
             f" by the context before the last {rule.trunc_len} tokens"
         )
         if rule.trunc_len >= windows.length:
-            kept = (
-                f"--trunc-len {rule.trunc_len}: windows of {windows.length} are no longer context"
-            )
+            kept = f"--trunc-len {rule.trunc_len}: a window of {windows.length} is no longer"
     facts = numbers_of(scored, kept, time.perf_counter() - started)
     facts["windows"] = len(windows.ids)
     facts["all_tokens"] = len(all_losses)

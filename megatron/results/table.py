@@ -18,6 +18,7 @@ from megatron.results.row import (
     USUAL,
     VARIANT,
     Row,
+    identity,
     plain,
     text_of,
     trained_length,
@@ -26,7 +27,8 @@ from megatron.results.row import (
 )
 from megatron.results.statistics import perplexity_of, prefix_curve
 
-OPTIONS = ("tail", "stride", "start", "judge", "alpha", "beta", "trunc_len", "sliding_window")
+OPTIONS = ("tail", "stride", "start", "task_args", "judge")
+OPTIONS += ("alpha", "beta", "trunc_len", "sliding_window")
 """Options of protocols."""
 # Protocols that score other text at each length.
 OTHER_TEXT = ("paper", "position")
@@ -385,10 +387,10 @@ def setting(rows: Sequence[Row]) -> str:
     if protocol:
         facts.append(f"protocol {protocol}")
     for key in OPTIONS:
-        values = {row.get(key) for row in rows}
+        values = {identity(row, (key,)) for row in rows}
         value = first.get(key)
-        if len(values) == 1 and value:
-            facts.append(f"{key} {value}")
+        if len(values) == 1 and value is not None and (key, value) != ("start", 0):
+            facts.append(f"{key} {plain(value)}")
     facts += variant_of(rows)
     return ", ".join(facts)
 
