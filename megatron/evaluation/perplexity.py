@@ -53,6 +53,7 @@ def measured(
     def found(model: nn.Module, windows: Windows) -> list[np.ndarray]:
         return losses_of_targets(model, windows, batch_tokens, grid or Grid(), advance)
 
+    where = ""
     try:
         losses = found(model, windows)
         rule = windows.rule
@@ -62,14 +63,12 @@ def measured(
                 single = np.concatenate([of_window[0] for of_window in losses])
                 numbers["token_losses"] = single[: windows.whole(keep)].round(DIGITS).tolist()
             return numbers
-    except Refusal as fault:
-        return numbers_of(windows, str(fault), time.perf_counter() - started)
-    try:
+        where = "--judge: " if judge else ""
         judged = losses if judge is None else found(judge, windows)
         judge = judge or model
         short = [found(judge, pieces) for pieces in rule.short_windows(windows)]
     except Refusal as fault:
-        return numbers_of(windows, f"--judge: {fault}", time.perf_counter() - started)
+        return numbers_of(windows, f"{where}{fault}", time.perf_counter() - started)
 
     # Of all targets, the key tokens are kept. A block never crosses from one window to the next.
     all_losses = np.concatenate([of_window[0] for of_window in losses])
@@ -96,7 +95,7 @@ def measured(
             f" by the context before the last {rule.trunc_len} tokens"
         )
         if rule.trunc_len >= windows.length:
-            kept = f"--trunc-len {rule.trunc_len}: a window of {windows.length} is no longer"
+            kept = f"no key token: no context is longer than --trunc-len {rule.trunc_len}"
     facts = numbers_of(scored, kept, time.perf_counter() - started)
     facts["windows"] = len(windows.ids)
     facts["all_tokens"] = len(all_losses)

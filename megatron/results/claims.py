@@ -259,7 +259,9 @@ def judged(claims: Sequence[Claim], rows: Sequence[Row]) -> list[Verdict]:
                     groups.setdefault(identity(row, GROUP), ([], []))[number].append(row)
             answers = [pair for pair in groups.values() if all(pair)]
             if not answers:
-                raise NoRows("the two sides share no corpus, protocol, train_length and step")
+                raise NoRows(
+                    "the two sides share no corpus, protocol and its options, train_length and step"
+                )
         except NoRows as missing:
             verdicts.append(Verdict(claim, "no rows", reason=str(missing)))
             continue
@@ -298,7 +300,10 @@ def _chosen(rows: Sequence[Row], side: Side, quantity: str) -> Sequence[Row]:
     def has_quantity(row: Row) -> bool:
         of_key_tokens = row.get("protocol") == "longppl"
         key = quantity.replace(" ", "_")
-        return of_key_tokens if key == "longppl" else key in row and not of_key_tokens
+        if key == "longppl" or of_key_tokens:
+            return of_key_tokens and key == "longppl"
+        has_bytes = row["loss"] is None or row.get("bits_per_byte") is not None
+        return has_bytes if key == "bits_per_byte" else key in row
 
     pos_emb = side.encoding.replace("/", ", ")
     demands = {"this encoding": lambda row: row["pos_emb"] == pos_emb}

@@ -220,6 +220,8 @@ def why_not_paired(ours: Sequence[Row], theirs: Sequence[Row], reference: str) -
         if not row.get("window_losses") or not row.get("text"):
             return f"{name}: no losses by window in its results - measure it again with evaluate.py"
     if {row.get("text") for row in ours} != {row.get("text") for row in theirs}:
+        if "judge" in ours[0]:
+            return f"its key tokens are not those of {reference} - give both the same --judge"
         return (
             f"it was scored on other text than {reference}"
             " - evaluate both on the same data_path, split and lengths"

@@ -215,27 +215,17 @@ def _disagreement(row: Mapping[str, Any]) -> str | None:
     scored = first + (row["windows"] - 1) * further
     if row.get("protocol") == "task":  # answers alone are scored
         scored = min(max(row["tokens"], row["windows"]), scored)
-    if row["tokens"] != scored and "all_tokens" not in row:
+    if row.get("all_tokens", row["tokens"]) != scored or row["tokens"] > scored:
         windows = f"{row['windows']} windows of {row['length']}"
         return f"its tokens are {row['tokens']:,}, but its {windows} score {scored:,}"
     if loss is None:
-        numbers = (key for key in ("perplexity", *ACCURACIES) if row.get(key) is not None)
-        return next((f"its loss is null, its {key} {row[key]:g}" for key in numbers), None)
+        known = [key for key in ("perplexity", *ACCURACIES) if row.get(key) is not None]
+        return f"its loss is null, its {known[0]} {row[known[0]]:g}" if known else None
     if loss < 0:
         return f"its loss is {loss:g}, below 0"
     expected = perplexity_of(loss)
     if not math.isclose(perplexity or math.inf, expected or math.inf):
         return f"its perplexity is {perplexity}, but exp({loss:g}) is {expected}"
-    shares = row.get("window_accuracies") or []
-    if shares and len(shares) != row["windows"]:
-        return f"it has {len(shares)} window_accuracies of {row['windows']} windows"
-    every = [*shares, *(row.get(key) or 0 for key in ACCURACIES)]
-    if not all(0 <= share <= 1 for share in every):
-        return f"it has accuracies from {min(every):g} to {max(every):g}, which are not 0 to 1"
-    right = sum(share == 1 for share in shares)
-    accuracy = row.get("accuracy") or 0
-    if shares and not math.isclose(accuracy * len(shares), right, abs_tol=0.01):
-        return f"its accuracy is {accuracy:g}, but {right} of {len(shares)} answers are right"
     windows = row.get("window_losses") or []
     blocks = row.get("block_losses") or []
     positions = row.get("position_losses") or []
@@ -243,8 +233,16 @@ def _disagreement(row: Mapping[str, Any]) -> str | None:
     of_blocks = row.get("block_tokens") or [BLOCK] * len(blocks)
     of_positions = np.diff(row.get("position_edges") or [0])
     some_are_empty = "all_tokens" in row and len(windows) < row["windows"]
-    if windows and len(windows) != row["windows"] and not some_are_empty:
-        return f"it has {len(windows)} window_losses of {row['windows']} windows"
+    shares = row.get("window_accuracies") or []
+    for key, parts in (("window_losses", windows), ("window_accuracies", shares)):
+        if parts and len(parts) != row["windows"] and not some_are_empty:
+            return f"it has {len(parts)} {key} of {row['windows']} windows"
+    accuracies = [row.get(key) or 0 for key in ACCURACIES]
+    if not all(0 <= share <= 1 for share in (*accuracies, *shares)):
+        return "it has an accuracy that is not between 0 and 1"
+    right = shares.count(1)
+    if shares and not math.isclose(accuracies[0] * len(shares), right, abs_tol=0.01):
+        return f"its accuracy is {accuracies[0]:g}, but {right} of {len(shares)} answers are right"
     if blocks and sum(of_blocks) != row["tokens"]:
         return f"its blocks have {sum(of_blocks)} tokens, the row {row['tokens']}"
     for key, losses, tokens in (
