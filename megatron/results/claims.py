@@ -281,9 +281,10 @@ def judged(claims: Sequence[Claim], rows: Sequence[Row]) -> list[Verdict]:
         one.p = p
         if p >= ALPHA:
             one.word = "undecided"
-            estimate = one.effect.estimate
+            estimate, unit = one.effect.estimate, one.effect.unit
             excess = one.claim.sign * estimate.mean - one.claim.size
-            one.needed = values_needed(estimate, excess, one.level / undecided)  # Holm's next step
+            level = one.level / undecided  # Holm's next step
+            one.needed = values_needed(estimate, excess, level, unit)
     return verdicts
 
 

@@ -67,10 +67,8 @@ def mean_of(values: ArrayLike, weights: ArrayLike | None = None) -> Estimate:
     batches = sums / block
     scale = n * block / ((n - block + 1) * (n - block))
     long_run = float(scale * (batches**2).sum())
-    df = math.floor(1.5 * (n / block - 1))
-    df = max(1, min(n - 1, df))
     own = float(deviation.var(ddof=1))
-    return _estimate(mean, long_run, df, n, block, own)
+    return _estimate(mean, long_run, df_of_batches(n), n, block, own)
 
 
 def mean_of_blocks(
@@ -177,6 +175,12 @@ def block_length(n: int) -> int:
     return max(1, min(round(2 * n ** (1 / 3)), n // 4))
 
 
+def df_of_batches(n: int) -> int:
+    """Degrees of freedom of n values in overlapping batches."""
+    df = math.floor(1.5 * (n / block_length(n) - 1))
+    return max(1, min(n - 1, df))
+
+
 def holm(p_values: Sequence[float]) -> list[float]:
     """Holm's adjusted p, in the order given.
 
@@ -246,22 +250,25 @@ def t_power(shift: float, df: int, level: float) -> float:
     return float(np.average(above, weights=density))
 
 
-def values_needed(estimate: Estimate, distance: float, level: float) -> int | None:
+def values_needed(estimate: Estimate, distance: float, level: float, unit: str) -> int | None:
     """How many values would find a distance with probability POWER; None for no number.
 
     distance: of the mean from the value that it is tested against, were it the true one
     level: of the one-sided t test
-
-    Degrees of freedom grow as n^(2/3), those of `mean_of` and `mean_of_blocks`, or are n - 1.
+    unit: seeds, windows or blocks; degrees of freedom are those of `mean_over_seeds` and `mean_of`,
+        of blocks they grow as n^(2/3)
     """
     stderr = estimate.stderr
     if not stderr or not distance:
         return None
-    growth = 1 if estimate.df == estimate.n - 1 else 2 / 3
 
     def suffices(n: int) -> bool:
         times = n / estimate.n
-        df = math.floor((estimate.df + 1) * times**growth) - 1
+        df = n - 1
+        if unit == "windows":
+            df = df_of_batches(n)
+        elif unit == "blocks":
+            df = math.floor((estimate.df + 1) * times ** (2 / 3)) - 1
         shift = abs(distance) / stderr * math.sqrt(times)
         return t_power(shift, max(1, min(df, LIKE_NORMAL)), level) >= POWER
 

@@ -7,7 +7,7 @@ import pytest
 
 from megatron.errors import UserError
 from megatron.results.claims import GRAMMAR, claim_of, judged, read_claims, table_of
-from megatron.results.statistics import Estimate, mean_of_blocks, t_quantile, values_needed
+from megatron.results.statistics import Estimate, mean_of, mean_of_blocks, t_quantile, values_needed
 from tests.results.rows import row, row_of_blocks, rows
 from tests.results.test_statistics import correlated
 from tests.support import ROOT
@@ -271,7 +271,7 @@ def test_verdicts_about_a_text_have_their_nominal_rate(rho):
 def test_the_sample_needed_is_that_of_g_power(effect):
     n = 10
     seen = Estimate(effect, 1 / math.sqrt(n), n - 1, n, 1, n)
-    assert values_needed(seen, effect, 0.025) == GPOWER[effect]
+    assert values_needed(seen, effect, 0.025, "seeds") == GPOWER[effect]
 
 
 def test_the_seeds_that_a_verdict_asks_for_decide_with_a_power_of_80_percent():
@@ -294,14 +294,23 @@ def test_the_seeds_that_a_verdict_asks_for_decide_with_a_power_of_80_percent():
     assert abs(found / 300 - 0.8) < 3 * math.sqrt(0.8 * 0.2 / 300) + 0.03  # whole seeds
 
 
-def test_the_blocks_that_a_verdict_asks_for_decide_with_a_power_of_80_percent():
+# A normal test needs (1.96 + 0.84)² / effect².
+@pytest.mark.parametrize(
+    ("unit", "n", "effect", "most"), [("blocks", 64, 0.15, 450), ("windows", 8, 0.5, 60)]
+)
+def test_the_pieces_of_text_that_a_verdict_asks_for_decide_with_a_power_of_80_percent(
+    unit, n, effect, most
+):
+    def mean_of_pieces(values):
+        return mean_of(values) if unit == "windows" else mean_of_blocks(values, [1] * len(values))
+
     generator = np.random.default_rng(7)
-    now = mean_of_blocks(generator.standard_normal(64), [1] * 64)
-    seen = Estimate(0.15, 1 / 8, now.df, 64, 1, 64)
-    needed = values_needed(seen, 0.15, 0.025)
-    assert 350 < needed < 450  # a normal test needs (1.96 + 0.84)² / 0.15² = 349
+    now = mean_of_pieces(generator.standard_normal(n))
+    seen = Estimate(effect, 1 / math.sqrt(n), now.df, n, now.block, n)
+    needed = values_needed(seen, effect, 0.025, unit)
+    assert (2.8 / effect) ** 2 < needed < most
     found = 0
-    for values in generator.normal(0.15, 1, (400, needed)):
-        estimate = mean_of_blocks(values, [1] * needed)
+    for values in generator.normal(effect, 1, (400, needed)):
+        estimate = mean_of_pieces(values)
         found += estimate.mean > t_quantile(0.975, estimate.df) * estimate.stderr
     assert abs(found / 400 - 0.8) < 3 * math.sqrt(0.8 * 0.2 / 400)
