@@ -89,7 +89,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         title = f"{name}, seed {seed}, step {meta['step']}"
         if given.figure == "effective_length":
             for one in model.placed:
-                compared[f"{checkpoint.parent.name} {one.label}".rstrip()] = one.position
+                compared[f"{run} {one.label}".rstrip()] = one.position
             continue
         if given.figure == "training":
             log = Path(config.logging.log_dir or checkpoint.parent) / "metrics.jsonl"
