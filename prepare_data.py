@@ -19,7 +19,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megatron.cli_errors import guarded
-from megatron.config.schema import Training
 from megatron.data import tasks
 from megatron.data.corpora.hub_stream import HubStream
 from megatron.data.corpora.recipes import MADE_HERE, corpus_names, gpt2_files, listing, named
@@ -146,6 +145,8 @@ def _kind(options: argparse.Namespace) -> str:
 
 def _write_problems(options: argparse.Namespace) -> str:
     """Write problems of a task as JSON lines, those that a training with the default seed reads."""
+    from megatron.config.schema import Training  # imports torch, which no corpus needs
+
     try:
         task_args = dict(parse(options.task_args or "{}"))
     except (TypeError, ValueError) as fault:
