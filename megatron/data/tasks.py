@@ -33,6 +33,7 @@ PADDING = "<pad>"
 ENDLESS = 1 << 40  # problems
 HELD_OUT = {0: "test", 1: "valid"}  # of eight problems; the others are trained on
 MOST_DRAWS = 10_000  # for one problem of a part
+DRAWS = 10  # for each problem of a measurement, where many are drawn twice
 
 Problem = list[tuple[str, bool]]  # words, and whether each belongs to an answer
 
@@ -431,11 +432,18 @@ class TaskText:
     def windows(self, part: str, length: int, count: int) -> NDArray[np.int64]:
         """The first problems of the largest size, for measurements: [count, 2, length + 1].
 
-        They are the same for every model.
+        They are the same for every model, and none stands there twice. Fewer, where that leaves
+        fewer of so many draws.
         """
         largest = self.largest(length)
         samples = TaskSamples(self, part, 0, length, range(largest, largest + 1))
-        return np.stack([samples[number] for number in range(count)])
+        windows = {}
+        for number in range(DRAWS * count):
+            window = samples[number]
+            windows.setdefault(window.tobytes(), window)
+            if len(windows) == count:
+                break
+        return np.stack(list(windows.values()))
 
     def lines(self, part: str, length: int, seed: int, count: int) -> Iterator[str]:
         """The first problems of a training, in JSON: question, with _ for each word of the answer.

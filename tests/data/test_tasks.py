@@ -163,6 +163,13 @@ def test_a_window_has_the_largest_problem_that_fits_and_too_short_ones_are_refus
     assert found == {smallest + more * step for step in range(len(sizes))}
 
 
+def test_no_problem_is_measured_twice():
+    windows = TaskText("parity").windows("valid", 8, 320)  # of 7 bits: 128 problems in all parts
+    assert len({window.tobytes() for window in windows}) == len(windows)
+    assert 8 < len(windows) < 32
+    assert len(TaskText("parity").windows("valid", 32, 320)) == 320
+
+
 def test_the_vocabulary_is_the_words_that_occur():
     for name in TASKS:
         text = TaskText(name)
