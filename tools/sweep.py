@@ -4,6 +4,7 @@ python tools/sweep.py run configs/sweeps/cpu.yml --dry-run   the plan and what i
 python tools/sweep.py run kerple-table3 --dry-run --device a100 --jobs 8   on eight A100
 python tools/sweep.py run configs/sweeps/cpu.yml             run the missing cells; may be repeated
 python tools/sweep.py status configs/sweeps/cpu.yml
+python tools/sweep.py collect configs/sweeps/cpu.yml         the rows so far, also during a run
 """
 
 import collections
@@ -39,7 +40,7 @@ from megatron.training.fits import FLOAT32, needs
 def main(argv: list[str] | None = None) -> int:
     parser = command_parser(__doc__)
     add = parser.add_argument
-    add("what", choices=("run", "status"))
+    add("what", choices=("run", "status", "collect"))
     add("file", help="a file as in configs/sweeps, or the name of one there")
     add("--folder", type=Path, metavar="DIR", help="where the runs are; default: runs/sweeps/NAME")
     only = "AXIS=VALUE[,VALUE]"
@@ -51,6 +52,9 @@ def main(argv: list[str] | None = None) -> int:
     add("--device", metavar="NAME", help=devices)
     options = parser.parse_args(argv)
 
+    if options.what == "collect":
+        print(collected(options.file, options.folder))
+        return 0
     sweep = load_sweep(options.file, options.folder, options.only)
     states = [state_of(cell) for cell in sweep.cells]
     if options.what == "status":
@@ -68,9 +72,7 @@ def main(argv: list[str] | None = None) -> int:
 
     runner = Runner(places_of(options.jobs), lambda text: print(text, flush=True))
     runner.run(sweep)
-    # Of all cells, not of those of --only: rows of the others must stay.
-    whole = load_sweep(options.file, options.folder)
-    print(f"{len(collect(whole))} rows in {whole.results}")
+    print(collected(options.file, options.folder))
     missing = []
     for cell in sweep.cells:
         state = state_of(cell)
@@ -82,6 +84,12 @@ def main(argv: list[str] | None = None) -> int:
     if runner.stopping:
         return 130
     return int(bool(missing))
+
+
+def collected(file: str, folder: Path | None) -> str:
+    """Write the rows of all cells: those outside --only must stay."""
+    whole = load_sweep(file, folder)
+    return f"{len(collect(whole))} rows in {whole.results}"
 
 
 def status(sweep: Sweep, states: Sequence[State]) -> list[str]:

@@ -37,6 +37,11 @@ def test_a_run_that_fails_is_shown_with_its_reason_and_the_others_go_on(file, wh
     _, good, absent = status.stdout.splitlines()
     assert good == "good-1    done"
     assert "_of_nobody" in absent
+    results, before = folder / "results.jsonl", rows(folder)
+    results.unlink()
+    collected = call("tools/sweep.py", "collect", file, "--folder", folder)
+    assert collected.stdout == f"6 rows in {results}\n"
+    assert rows(folder) == before
     # A finished cell keeps its weights and no optimizer states.
     kept = {path.name for path in (folder / f"good-1/global_step{STEPS}").iterdir()}
     assert kept == {"checkpoint.json", "config.yml", "model.safetensors"}
