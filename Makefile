@@ -17,7 +17,7 @@ INSTALLED := $(VENV)/installed
 export PATH := $(CURDIR)/$(VENV)/bin:$(PATH)
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: demo demo-data demo-mep_free demo-rotary test test-docs gpu-check fuzz faults results encodings lint format docs clean
+.PHONY: demo demo-data demo-mep_free demo-rotary test test-docs gpu-check fuzz faults results results-cpu results-tasks encodings lint format docs clean
 
 # Everything goes through the commands that a user types. The results are in demo/; an interrupted demo continues where
 # it was. Both encodings are trained at the same time, each on its share of the cores.
@@ -76,12 +76,19 @@ faults: $(INSTALLED)
 	CAMPAIGN=1 KILLS=$(KILLS) $(PY) -m pytest -v -n 2 -m campaign tests
 	KILLS=$(KILLS) $(PY) -m pytest -v -n 2 -m "not campaign" tests/faults tests/bad_inputs tests/parallel tests/test_files.py
 
-# What docs/results shows of the corpus `environment`: train, measure and probe eight encodings: the runs take five hours of one
-# CPU core. The same command goes on where it was stopped.
-SWEEP = runs/sweeps/cpu
+# What docs/results shows, in parts: train, measure, and make a page in runs/sweeps/PART. The same command goes on where it
+# was stopped.
+#   make results PART=cpu     (the default) eight encodings on the corpus `environment`, with probes: five hours of one core
+#   make results PART=tasks   fourteen encodings on nine tasks: seven hours of one core
+#   make results PART="cpu tasks"
+PART ?= cpu
+SWEEP = runs/sweeps/$(@:results-%=%)
 PROBE = $(PY) tools/probe.py --lengths 512 2048 8192 --depths 3 --trials 4
+REPORT = $(PY) tools/report.py -o $(SWEEP)/report.html --plots $(SWEEP)/plots $(SWEEP)/results.jsonl
 
-results: $(INSTALLED)
+results: $(PART:%=results-%)
+
+results-cpu: $(INSTALLED)
 	$(PY) prepare_data.py environment --vocab-size 1024
 	$(PY) tools/sweep.py run configs/sweeps/cpu.yml --jobs 2
 	mkdir -p $(SWEEP)/probes
@@ -91,7 +98,11 @@ results: $(INSTALLED)
 		$(PROBE) --checkpoint $$run -o $$rows.unfinished.jsonl || exit; \
 		mv $$rows.unfinished.jsonl $$rows.jsonl; \
 	done
-	$(PY) tools/report.py $(SWEEP)/results.jsonl $(SWEEP)/probes/*.jsonl -o $(SWEEP)/report.html --plots $(SWEEP)/plots
+	$(REPORT) $(SWEEP)/probes/*.jsonl
+
+results-tasks: $(INSTALLED)
+	$(PY) tools/sweep.py run configs/sweeps/tasks.yml --jobs 2
+	$(REPORT)
 
 # The table of every encoding's speed and memory in docs/performance.md, in about ten minutes on an idle core.
 encodings: $(INSTALLED)

@@ -51,9 +51,15 @@ def test_a_failed_installation_leaves_no_stamp(tmp_path):
 
 
 def test_the_results_are_made_by_scripts_of_this_project_and_probe_runs_of_the_sweep():
-    done = subprocess.run(["make", "-n", "results"], cwd=ROOT, capture_output=True, text=True)
-    for script in re.findall(r"(?:tools/)?\w+\.py", done.stdout):
-        assert (ROOT / script).is_file(), script
-    [pattern] = re.findall(r"for run in (\S+);", done.stdout)
+    printed = {}
+    for part in ("cpu", "tasks"):
+        words = ["make", "-n", "results", f"PART={part}"]
+        printed[part] = subprocess.run(words, cwd=ROOT, capture_output=True, text=True).stdout
+        assert f"configs/sweeps/{part}.yml" in printed[part]
+        for path in re.findall(r"[\w/]+\.(?:py|yml)\b", printed[part]):
+            assert (ROOT / path).is_file(), path
+    default = subprocess.run(["make", "-n", "results"], cwd=ROOT, capture_output=True, text=True)
+    assert default.stdout == printed["cpu"]
+    [pattern] = re.findall(r"for run in (\S+);", printed["cpu"])
     runs = [cell.folder for cell in load_sweep(ROOT / "configs/sweeps/cpu.yml").cells]
     assert len([run for run in runs if run.match(pattern)]) == 8
