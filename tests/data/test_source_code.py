@@ -1,6 +1,7 @@
 """Corpora of installed source: the same text everywhere, checked against the recipe."""
 
 import importlib.metadata
+import itertools
 import random
 import sysconfig
 from pathlib import Path
@@ -12,6 +13,7 @@ from megatron.data.corpora.source_code import (
     FOREIGN,
     Environment,
     Package,
+    Repeats,
     StandardLibrary,
     digest_of,
     documents_of,
@@ -28,6 +30,18 @@ def test_stdlib_is_the_running_pythons_own_source_in_an_order_that_is_always_the
     files.sort()
     random.Random(1234).shuffle(files)
     assert StandardLibrary(limit=20).files == files[:20]
+
+
+def test_a_document_of_repeats_is_a_few_random_words_again_and_again_the_same_everywhere():
+    first, again = (list(itertools.islice(Repeats().documents(), 300)) for _ in range(2))
+    assert first == again
+    periods = set()
+    for document in first:
+        words = document.split()
+        [period] = [n for n in (4, 8, 16, 32, 64, 128) if words[n:] == words[:-n]][:1]
+        periods.add(period)
+        assert len(words) == 200
+    assert periods == {4, 8, 16, 32, 64, 128}
 
 
 def test_files_are_decoded_as_python_does_and_those_it_cannot_decode_are_counted(tmp_path):

@@ -10,7 +10,7 @@ from pathlib import Path
 from pydantic import BaseModel, ConfigDict
 
 from megatron.data.corpora.download import DownloadFault, Remote, Source, download, fetch, matching
-from megatron.data.corpora.source_code import Environment, Package, StandardLibrary
+from megatron.data.corpora.source_code import Environment, Package, Repeats, StandardLibrary
 from megatron.data.readers import Corpus, Files, Keep, Limits
 from megatron.errors import UserError, did_you_mean
 from megatron.files import ROOT, atomic_write, sha256_of
@@ -22,7 +22,11 @@ log = logging.getLogger(__name__)
 RECIPES = ROOT / "configs" / "corpora"
 GPT2 = ROOT / "configs" / "tokenizers" / "gpt2.yml"
 DOWNLOADS = "download"  # the folder in -d that keeps what was downloaded
-MADE_HERE = ("stdlib", "environment")  # these need no download
+WITHOUT_RECIPE = {
+    "stdlib": (StandardLibrary, "the source of Python's standard library"),
+    "repeats": (Repeats, "random words again and again, to be mixed into other text"),
+}
+MADE_HERE = ("environment", *WITHOUT_RECIPE)  # these need no download
 
 
 class Recipe(BaseModel):
@@ -76,7 +80,7 @@ def read_recipe(name: str) -> Recipe:
 
 
 def corpus_names() -> list[str]:
-    return sorted({"stdlib", *(path.stem for path in RECIPES.glob("*.yml"))})
+    return sorted({*WITHOUT_RECIPE, *(path.stem for path in RECIPES.glob("*.yml"))})
 
 
 def named(
@@ -102,11 +106,10 @@ def named(
             f" your own text use --input FILE --name {name}"
         )
     if name in MADE_HERE and (from_dir or documents):
-        raise UserError(
-            f"{name}: is made from what is installed - leave --from-dir and --documents away"
-        )
-    if name == "stdlib":
-        return StandardLibrary()
+        raise UserError(f"{name}: is made here, whole - leave --from-dir and --documents away")
+    if name in WITHOUT_RECIPE:
+        make, _ = WITHOUT_RECIPE[name]
+        return make()
     recipe = read_recipe(name)
     if recipe.packages:
         return Environment(name, recipe.packages)
@@ -119,8 +122,8 @@ def listing() -> str:
     width = max(map(len, names))
     lines = []
     for name in names:
-        if name == "stdlib":
-            about = "made here | the source of Python's standard library | no download"
+        if name in WITHOUT_RECIPE:
+            about = f"made here | {WITHOUT_RECIPE[name][1]} | no download"
         elif (recipe := read_recipe(name)).packages:
             sizes = [package.bytes for package in recipe.packages.values()]
             size = in_bytes(sum(sizes))

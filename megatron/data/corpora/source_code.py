@@ -1,16 +1,18 @@
 """Corpora that everybody can make without a download: Python source that is installed.
 
 `environment` is the packages of its recipe, fixed by version and sha256, so two machines have the
-same text. `stdlib` is this Python's own library.
+same text. `stdlib` is this Python's own library. `repeats` is no source code but random words.
 """
 
 import hashlib
 import importlib.metadata
 import io
+import itertools
 import os
 import platform
 import random
 import re
+import string
 import sysconfig
 import tokenize
 from collections.abc import Iterable, Iterator, Mapping
@@ -24,6 +26,8 @@ from megatron.data.readers import Corpus
 from megatron.errors import UserError
 
 ORDER_SEED = 1234
+REPEATS = 50_000  # documents of `repeats`
+PERIODS = (4, 8, 16, 32, 64, 128)  # words
 FOREIGN = {"site-packages", "dist-packages", "__pycache__"}
 SHORTEST = 400  # bytes: what is shorter is an empty __init__.py, or a list of imports
 BEGINNING = 1_000  # bytes in which a file says that a program wrote it
@@ -97,6 +101,32 @@ def decoded(content: bytes) -> str:
     """The text of a source file, as Python reads it; its line ends become line feeds."""
     encoding, _ = tokenize.detect_encoding(io.BytesIO(content).readline)
     return io.TextIOWrapper(io.BytesIO(content), encoding).read()
+
+
+class Repeats(Corpus):
+    """Random words: a document has a few of them, again and again, so that copying predicts it.
+
+    As a part of the text it lets small models learn to copy within minutes (docs/experiments.md).
+    """
+
+    def __init__(self) -> None:
+        super().__init__("repeats")
+
+    def documents(self) -> Iterator[str]:
+        """200 words each, of one to three letters."""
+        drawn = random.Random(ORDER_SEED)
+        for _ in range(REPEATS):
+            words: list[str] = []
+            for _ in range(drawn.choice(PERIODS)):
+                letters = drawn.choices(string.ascii_lowercase, k=drawn.randint(1, 3))
+                words.append("".join(letters))
+            yield " ".join(itertools.islice(itertools.cycle(words), 200))
+
+    def sources(self) -> list[dict[str, Any]]:
+        digest = hashlib.sha256()
+        for text in self.documents():
+            digest.update(text.encode())
+        return [{"documents": REPEATS, "seed": ORDER_SEED, "sha256": digest.hexdigest()}]
 
 
 # --- Installed packages ---
