@@ -32,7 +32,8 @@ def text(tmp_path):
 
 @pytest.fixture
 def small_stdlib(monkeypatch):
-    monkeypatch.setattr(recipes, "StandardLibrary", lambda: StandardLibrary(limit=12))
+    short = (lambda: StandardLibrary(limit=12), "")
+    monkeypatch.setitem(recipes.WITHOUT_RECIPE, "stdlib", short)
 
 
 def own(text, folder, *more):
