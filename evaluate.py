@@ -100,9 +100,10 @@ def show(evaluation: MeasuredRows, *, repairs: bool = False) -> None:
         print(table(rows), end="\n\n")
         if known := with_bits(rows):
             print(table(known, bits_per_byte=True), end="\n\n")
-        for found in (two_by_two(rows) if repairs else None, table_of_gains(rows)):
-            if found:
-                print(found.text(), end="\n\n")
+        if repairs and (found := two_by_two(rows)):
+            print(found.text(), end="\n\n")
+        if gains := table_of_gains(rows):
+            print(gains.text(), end="\n\n")
     for file in evaluation.rows:
         print(f"written to {file}")
 

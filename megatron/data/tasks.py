@@ -173,8 +173,11 @@ def addition(random: RandomState, size: int, order: str = "reversed") -> Problem
         carry, digit = divmod(int(one) + int(other) + carry, 10)
         result.append(str(digit))
     result.append(str(carry))
-    for digits in (first, second) if order == "reversed" else (result,):
-        digits.reverse()
+    if order == "reversed":
+        first.reverse()
+        second.reverse()
+    else:
+        result.reverse()
     return question(*first, "+", *second, "=") + answer(*result)
 
 
@@ -303,8 +306,8 @@ def word_problem(random: RandomState, size: int, group: str = "S5") -> Problem:
 
 def _number(name: str, value: Any, least: float, most: float) -> Any:
     """The value of an option, if it is a number from least to most."""
-    wanted = type(value) is int or (type(value) is float and type(most) is float)
-    if not wanted or not least <= value <= most:
+    kinds = (int, float) if type(most) is float else (int,)
+    if type(value) not in kinds or not least <= value <= most:
         raise UserError(
             f"task_args.{name}: {value!r} is not a number from {least} to {most} - give another"
         )
@@ -450,7 +453,7 @@ class TaskText:
 
         The answer to `a b = _ _` is `a b`.
         """
-        sizes = range(self.least, self.largest(length) + 1)
+        sizes = self.samples(part, length, seed).sizes
         for number in range(count):
             problem = self.problem(part, seed, number, sizes)
             asked = ["_" if is_answer else word for word, is_answer in problem]

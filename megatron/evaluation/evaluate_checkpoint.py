@@ -44,6 +44,7 @@ from megatron.results.files import LINES, existing_results, write_results
 from megatron.results.row import (
     ATTENTION_INPUTS,
     EXACT,
+    TASK,
     Question,
     Row,
     agrees,
@@ -96,7 +97,7 @@ def evaluate(config: Config | None, options: Options) -> MeasuredRows:
         lengths = request.ordered_lengths
         usual = usual_protocol(tokens.prefix)
         protocols = dict.fromkeys(options.protocol or [usual])
-        if usual == "task" and set(protocols) != {"task"}:
+        if usual == TASK and set(protocols) != {TASK}:
             raise UserError(
                 f"--protocol: {tokens.prefix} is a task, which protocol task alone measures"
                 " - leave --protocol out, also train_iters: 0"
@@ -134,10 +135,13 @@ def evaluate(config: Config | None, options: Options) -> MeasuredRows:
                 # Means between other positions are another answer.
                 edges = {"position_edges": list(windows.edges)} if windows.edges else {}
                 kept = answered(asked | edges, existing)
-                keeps = options.keep_losses and not windows.rule
-                keep = windows.whole(options.keep_losses) if keeps else 0
-                if kept and kept["loss"] and keep not in (0, len(kept.get("token_losses", []))):
-                    kept = None
+                keep = 0
+                if options.keep_losses and not windows.rule:
+                    keep = windows.whole(options.keep_losses)
+                    # A row without a loss has no others either.
+                    if kept and kept["loss"] is not None:
+                        losses = kept.get("token_losses", [])
+                        kept = kept if len(losses) == keep else None
                 row, spent = kept, "kept from an earlier call"
                 if row is None:
                     total = None if windows.rule else len(windows.ids)
@@ -229,14 +233,15 @@ def variants(
             )
         # Rotations are clipped by ReRoPE, tables by their last value; others have no distance.
         last = train_length - 1
-        clips = [{"method": f"rerope,window={last}"}, {"clip_distance": last}]
-        for clip in clips:
-            wrong = list(faults_of(replace(attention, **clip), positions, train_length))
-            if not wrong:
+        clip: dict[str, Any] = {}
+        refused: list[str] = []
+        for way in ({"method": f"rerope,window={last}"}, {"clip_distance": last}):
+            refused = list(faults_of(replace(attention, **way), positions, train_length))
+            if not refused:
+                clip = way
                 break
-        else:
-            clip = {}
-            logger.warning("--two-by-two: distances are not clipped: %s", wrong[0])
+        if not clip:
+            logger.warning("--two-by-two: distances are not clipped: %s", refused[0])
         scaled = {"logn_scale": True}
         window = {"window": train_length, "window_layers": ()}
         cells = ({}, clip, scaled, clip | scaled, window)

@@ -201,7 +201,8 @@ class LoadedRun(LoadedModel):
         if tokenizer is None:
             return {}
         texts = []
-        for ids, places in zip(windows.ids, windows.scored, strict=True):
+        for ids, scored in zip(windows.ids, windows.scored, strict=True):
+            places = np.arange(windows.length)[scored]
             for place in places[: min(count, TEXTS) - len(texts)].tolist():
                 # Some tokenizers lose the space before a token that stands alone.
                 before, both = ids[place : place + 1].tolist(), ids[place : place + 2].tolist()

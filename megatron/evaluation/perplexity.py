@@ -40,7 +40,7 @@ def measured(
     model: model(ids [batch, length], labels [batch, length]) -> losses [batch, length], and without
         labels, for answers of a task, logits [batch, length, vocab]
     judge: the model that says which targets are key tokens by `windows.rule`; None: the same
-    keep: losses of single targets in the result, those of the first windows; 0: none
+    keep: losses of single targets in the result, the first so many; 0: none
     batch_tokens: tokens of a forward pass; one window at least
     grid: the processes that share the windows. Each of them calls this and gets the same result.
     advance: called with the number of windows that are finished since the last call
@@ -61,7 +61,7 @@ def measured(
             numbers = numbers_of(windows, losses, time.perf_counter() - started)
             if keep and numbers["loss"] is not None:
                 single = np.concatenate([of_window[0] for of_window in losses])
-                numbers["token_losses"] = single[: windows.whole(keep)].round(DIGITS).tolist()
+                numbers["token_losses"] = single[:keep].round(DIGITS).tolist()
             return numbers
         where = "--judge: " if judge else ""
         judged = losses if judge is None else found(judge, windows)

@@ -14,7 +14,7 @@ from megatron.data.samples import build_split, split_documents
 from megatron.data.tasks import PREFIX, TaskText
 from megatron.data.tokens import TokenFile
 from megatron.errors import UserError
-from megatron.results.row import BLOCK
+from megatron.results.row import BLOCK, TASK
 
 logger = logging.getLogger(__name__)
 
@@ -47,22 +47,24 @@ class Windows:
     rule: "KeyRule | None" = None
 
     @cached_property
-    def scored(self) -> Sequence[np.ndarray]:
-        """The positions of the scored targets: [windows] of [count]."""
+    def scored(self) -> Sequence[np.ndarray | slice]:
+        """The positions of the scored targets: [windows], slices where they follow each other."""
         if self.answers:
             return self.answers
-        return [np.arange(first, self.length) for first in self.first_scored]
+        return [slice(first, self.length) for first in self.first_scored]
 
     @cached_property
     def counts(self) -> np.ndarray:
         """The scored targets of each window: [windows] int64."""
-        return np.array([len(positions) for positions in self.scored], dtype=np.int64)
+        if self.answers:
+            return np.array([len(positions) for positions in self.answers], dtype=np.int64)
+        return self.length - np.asarray(self.first_scored, dtype=np.int64)
 
     @property
     def targets(self) -> Iterable[np.ndarray]:
         """The scored targets of each window: [windows] of [count] tokens."""
         for ids, positions in zip(self.ids, self.scored, strict=True):
-            yield ids[1 + positions]
+            yield ids[1:][positions]
 
     @cached_property
     def text(self) -> str:
@@ -375,13 +377,13 @@ def longppl(request: Request) -> list[Windows]:
     return by_length
 
 
-OF_DOCUMENTS = ("paper", "within_document", "task")
+OF_DOCUMENTS = ("paper", "within_document", TASK)
 """Protocols that need more of a text than its region."""
 
 
 def usual_protocol(prefix: Path | str | None) -> str:
     """The protocol of a text or a task, where none is asked for."""
-    return "task" if str(prefix).startswith(PREFIX) else "equal_tokens"
+    return TASK if str(prefix).startswith(PREFIX) else "equal_tokens"
 
 
 PROTOCOLS: dict[str, Callable[[Request], list[Windows]]] = {
@@ -392,7 +394,7 @@ PROTOCOLS: dict[str, Callable[[Request], list[Windows]]] = {
     "sliding": sliding,
     "within_document": within_document,
     "longppl": longppl,
-    "task": task,
+    TASK: task,
 }
 
 

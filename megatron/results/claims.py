@@ -17,6 +17,7 @@ from megatron.results.row import (
     ATTENTION_INPUTS,
     DEFAULTS,
     SETTING,
+    TASK,
     Row,
     identity,
     text_of,
@@ -54,7 +55,7 @@ A claim is one line:
 PERPLEXITIES = ("perplexity", "longppl")
 ACCURACIES = ("accuracy", "token accuracy")
 QUANTITIES = (*PERPLEXITIES, "loss", "bits per byte", *ACCURACIES)
-OWN_TEXT = ("paper", "task")  # protocols that draw other windows at each length
+OWN_TEXT = ("paper", TASK)  # protocols that draw other windows at each length
 GROUP = (*SETTING, "stride", "train_length", "step")  # equal on both sides of a claim
 LONGEST = "1000000000000"  # tokens, of a claim without a limit
 LARGEST = 1 << 20  # bytes of a file of claims

@@ -14,7 +14,7 @@ from typing_extensions import TypedDict
 
 from megatron.errors import CONTROL, UserError
 from megatron.files import read_small, stream, write_output
-from megatron.results.row import BLOCK, Facts, Row, measurement_of, with_facts
+from megatron.results.row import BLOCK, TASK, Facts, Row, measurement_of, with_facts
 from megatron.results.statistics import perplexity_of
 from megatron.strict_json import parse
 
@@ -213,9 +213,10 @@ def _disagreement(row: Mapping[str, Any]) -> str | None:
     first = row.get("tail") or row["length"]
     further = row.get("tail") or row.get("stride") or row["length"]
     scored = first + (row["windows"] - 1) * further
-    if row.get("protocol") == "task":  # answers alone are scored
-        scored = min(max(row["tokens"], row["windows"]), scored)
-    if row.get("all_tokens", row["tokens"]) != scored or row["tokens"] > scored:
+    fits = row.get("all_tokens", row["tokens"]) == scored and row["tokens"] <= scored
+    if row.get("protocol") == TASK:  # answers alone are scored, at least a token of each
+        fits = row["windows"] <= row["tokens"] <= scored
+    if not fits:
         windows = f"{row['windows']} windows of {row['length']}"
         return f"its tokens are {row['tokens']:,}, but its {windows} score {scored:,}"
     if loss is None:

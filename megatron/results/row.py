@@ -88,9 +88,7 @@ class Pieces(TypedDict, total=False):
     # [windows], mean loss of each that has scored targets; None if loss is None
     window_losses: list[float] | None
     window_tokens: list[int]  # [windows], scored targets of each, if these differ
-    token_losses: list[
-        float
-    ]  # of the first targets, those of whole windows, if they were asked for
+    token_losses: list[float]  # of the targets of the first windows, if they were asked for
     token_texts: list[str]  # of the first of these
     block_losses: list[float]  # [blocks], mean loss of consecutive blocks of up to 512 targets
     block_tokens: list[int]  # [blocks], scored targets of each, if not every block has 512

@@ -14,7 +14,7 @@ from megatron.config.schema import as_list
 from megatron.errors import UserError
 from megatron.evaluation.protocols import Request, usual_protocol
 from megatron.model import Architecture, size
-from megatron.results.row import ATTENTION_INPUTS
+from megatron.results.row import ATTENTION_INPUTS, TASK
 from megatron.sweeps.cells import State, Sweep
 from megatron.training.batches import likely_rows, windows_per_step
 from megatron.training.metrics import peak_of
@@ -78,7 +78,7 @@ def evaluation_flops(options: Mapping[str, Any], config: Config, vocab: int) -> 
     total = 0.0
     for protocol, length in itertools.product(protocols, lengths):
         tokens = options.get("eval_tokens", measured.eval_tokens)
-        if protocol in ("paper", "task"):
+        if protocol in ("paper", TASK):
             tokens = options.get("windows", Request.windows) * length
         if protocol != "position" or length == max(lengths):
             total += variants * tokens * forward_flops(config, vocab, length)

@@ -98,4 +98,4 @@ def test_the_commands_of_the_guide_run(grid, tmp_path, monkeypatch):
         assert done.returncode == 0, done.stderr
         assert script != "evaluate.py" or "% of answer tokens right on task:copy" in done.stdout
     assert (tmp_path / "data/recall/recall.jsonl").exists()
-    assert (tmp_path / "runs/s3/global_step2").is_dir()
+    assert (tmp_path / "runs/recall/global_step2").is_dir()
