@@ -67,7 +67,7 @@ def _model(model: Model) -> Faults:
     )
 
 
-def _encoding(model: Model, position: Position, attention: Attention) -> Faults:
+def _encoding(model: Model, position: Position, attention: Attention, parallel: Parallel) -> Faults:
     """Build the encoding, which alone knows its options and what it can do."""
     default = type(position).model_fields["pos_emb"].default
     other = "pos_emb" if position.pos_emb != default else "pos_emb_args"
@@ -115,6 +115,8 @@ def _encoding(model: Model, position: Position, attention: Attention) -> Faults:
                 encoding.use_paper_precision(True)
             if attention.reset_attention_mask:
                 encoding.check_documents(restart=attention.reset_position_ids)
+            if parallel.context_parallel_size > 1:
+                encoding.check_parts(training=True)
     except UserError as fault:
         yield True, str(fault)
     except RuntimeError as fault:  # a tensor that no memory holds
@@ -134,6 +136,27 @@ def _training(training: Training, parallel: Parallel) -> Faults:
         training.torch_compile and parallel.zero_stage == 3,
         "torch_compile: compiles again for every hook of ZeRO stage 3 until it gives up;"
         " use stage 2, or set false",
+    )
+
+
+def _context(model: Model, data: Data, training: Training, parallel: Parallel) -> Faults:
+    size, heads = parallel.context_parallel_size, model.num_attention_heads
+    lengths = {"seq_length": model.seq_length, "seq_length_val": data.seq_length_val}
+    for key, length in lengths.items():
+        yield (
+            length % size,
+            f"context_parallel_size: {size} ranks cannot share {key} = {length} equally; take a"
+            " length that it divides",
+        )
+    yield (
+        parallel.cp_comm_type == "a2a" and heads % size,
+        f"context_parallel_size: {size} ranks cannot share num_attention_heads = {heads} equally;"
+        " set cp_comm_type: all_gather, which shares no heads",
+    )
+    yield (
+        size > 1 and training.torch_compile,
+        "torch_compile: compiles no exchange between the ranks of context_parallel_size; set it to"
+        " false",
     )
 
 
@@ -254,6 +277,7 @@ CHECKS: tuple[Callable[..., Faults], ...] = (
     _model,
     _encoding,
     _training,
+    _context,
     _checkpoint,
     _optimizer,
     _data,

@@ -420,13 +420,19 @@ class ZeroOptimization(Section):
 
 
 class Parallel(Section):
-    """Several devices; data parallel only."""
+    """Several devices. None of these keys changes what is computed."""
 
     zero_optimization: ZeroOptimization = Field(default_factory=ZeroOptimization)
     pipe_parallel_size: Annotated[Int, Field(ge=0, le=1)] = 1
     """Only 0 or 1: both mean no pipeline stages."""
     model_parallel_size: Annotated[Int, Field(ge=1, le=1)] = 1
     """Only 1: there is no tensor parallelism."""
+    context_parallel_size: Positive = 1
+    """How many neighbouring ranks share each text, for windows that one device does not hold: each
+    computes a part of its tokens. They count as one for the batch (docs/parallel.md)."""
+    cp_comm_type: Literal["a2a", "all_gather"] = "a2a"
+    """How they exchange, by Megatron-core's names. a2a: each rank attends to the whole text with a
+    share of the heads, which they must divide; all_gather: each collects all keys and values."""
     distributed_backend: Literal["nccl", "gloo"] | None = None
     """Unset: nccl on CUDA. Without CUDA always gloo."""
 

@@ -37,6 +37,7 @@ from megatron.files import check_output
 from megatron.folder_lock import owned_file
 from megatron.model import AttentionSettings, positions_from_config
 from megatron.model.methods import faults_of, method_of
+from megatron.parallel.context import context_of
 from megatron.parallel.grid import here, owned_by_first
 from megatron.parallel.threads import count_parameters, use_threads
 from megatron.positions import Position
@@ -71,12 +72,27 @@ def evaluate(config: Config | None, options: Options) -> MeasuredRows:
     """
     run = loaded_run(config, options.checkpoint, options.step)
     config, model, grid = run.config, run.model, here()
+    # A run whose texts were shared may be measured by fewer processes, which share none.
+    size = config.parallel.context_parallel_size
+    if grid.ranks % size == 0:
+        grid = grid.sharing_texts(size)
 
     # Each protocol on each variant of each text, with the file of its rows.
     positions = [placed.position for placed in model.placed]
     attention = AttentionSettings.of(config.attention)
     attentions = variants(attention, options, positions, model.train_length)
     judge = judge_of(run, options) if "longppl" in options.protocol else run
+    if grid.context_ranks > 1:
+        for measuring in dict.fromkeys([model, judge.model]):
+            for placed in measuring.placed:
+                placed.position.check_parts(training=False)
+        moved = [one for one in attentions if one.method is not None or one.sinks is not None]
+        if moved:
+            raise UserError(
+                f"context_parallel_size: {size} ranks share no text under --method or --sinks,"
+                " which move tokens - set it to 1"
+            )
+    context = context_of(grid, config.parallel.cp_comm_type)
     jobs = []
     lengths: list[int] = []
     for tokens in run.texts.files:
@@ -153,6 +169,7 @@ def evaluate(config: Config | None, options: Options) -> MeasuredRows:
                             keep=keep,
                             batch_tokens=config.evaluation.eval_batch_tokens,
                             grid=grid,
+                            context=context,
                             advance=bar.update,
                         )
                     row = cast(Row, asked | numbers)

@@ -13,6 +13,8 @@ from torch import nn
 
 from megatron.errors import UserError
 from megatron.evaluation.protocols import Windows
+from megatron.model import GPT
+from megatron.parallel.context import Context
 from megatron.parallel.grid import Grid
 from megatron.results.row import BLOCK, Facts
 from megatron.results.statistics import mean_of, perplexity_of
@@ -33,6 +35,7 @@ def measured(
     keep: int = 0,
     batch_tokens: int = 16384,
     grid: Grid | None = None,
+    context: Context | None = None,
     advance: Callable[[int], object] = int,
 ) -> Facts:
     """The numbers of one length, named as in megatron.results.row.
@@ -43,6 +46,8 @@ def measured(
     keep: losses of single targets in the result, the first so many; 0: none
     batch_tokens: tokens of a forward pass; one window at least
     grid: the processes that share the windows. Each of them calls this and gets the same result.
+    context: the processes that share each window, where they divide its length; None: no window is
+        shared
     advance: called with the number of windows that are finished since the last call
 
     A length that a model refuses with a UserError has that reason in place of a loss.
@@ -51,7 +56,7 @@ def measured(
     started = time.perf_counter()
 
     def found(model: nn.Module, windows: Windows) -> list[np.ndarray]:
-        return losses_of_targets(model, windows, batch_tokens, grid or Grid(), advance)
+        return losses_of_targets(model, windows, batch_tokens, grid or Grid(), context, advance)
 
     where = ""
     try:
@@ -113,6 +118,7 @@ def losses_of_targets(
     windows: Windows,
     batch_tokens: int,
     grid: Grid,
+    context: Context | None,
     advance: Callable[[int], object],
 ) -> list[np.ndarray]:
     """Losses of targets, and of answers which are right: [windows] of [1 or 2, count] float64.
@@ -127,23 +133,35 @@ def losses_of_targets(
     refusal = None
     training = model.training
     model.eval()
+    place, places = grid.rank, grid.ranks
+    own_targets = slice(None)
+    if context is not None and windows.length % context.ranks == 0:
+        place, places = grid.data_rank, grid.data_ranks
+        own_targets = context.part(windows.length)
+    else:
+        context = None
+    if isinstance(model, GPT):
+        model.context = context
     try:
-        for batch in batches[grid.rank :: grid.ranks]:
+        for batch in batches[place::places]:
             tokens = np.stack([windows.ids[number] for number in batch]).astype(np.int64)
             ids = torch.from_numpy(tokens).to(device)
             inputs, labels = ids[:, :-1], ids[:, 1:]
             with torch.inference_mode():
                 if windows.answers:
                     logits = model(inputs).float()
+                    labels = labels[:, own_targets]
                     losses = F.cross_entropy(logits.transpose(1, 2), labels, reduction="none")
                     right = logits.argmax(dim=-1) == labels
                     found = torch.stack([losses, right], dim=1)
                 else:
                     found = model(inputs, labels)[:, None]
+                if context is not None:
+                    found = context.gather(found)
             rows = found.float().cpu().numpy()  # [batch, 1, length]; 2 with what is right
             for number, row in zip(batch, rows, strict=True):
                 own[number] = row[:, windows.scored[number]].astype(np.float64)
-            advance(len(batch) * grid.ranks)  # the other processes are about as far as this one
+            advance(len(batch) * places)  # the other processes are about as far as this one
     except UserError as fault:
         refusal = str(fault)
     except torch.OutOfMemoryError:

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -14,6 +14,18 @@ from megatron.model.documents import Documents, by_document
 from megatron.model.methods import Method, Text, attention_by_method, for_each_query_head
 from megatron.model.settings import Architecture
 from megatron.positions import Position
+
+
+class Context(Protocol):
+    """How the parts of a text attend to each other, where others compute the other parts."""
+
+    def part(self, length: int) -> slice:
+        """The places of the own tokens in a text of `length`."""
+        ...
+
+    def attention(self, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, **options) -> Tensor:
+        """megatron.attention.attention for the own queries, with keys and values of all parts."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -27,6 +39,7 @@ class AttentionInputs:
     options: of megatron.attention.attention, such as window and backend;
     documents: where they lie, if attention keeps them apart;
     cache: keys, values and more of earlier tokens; None to keep nothing
+    context: the other parts of the text; None if x has all of it
     """
 
     position: Position
@@ -37,6 +50,7 @@ class AttentionInputs:
     query_scale: Tensor | None = None
     documents: Documents | None = None
     cache: LayerCache | None = None
+    context: Context | None = None
 
 
 def normalisation(features: int, model: Architecture) -> nn.Module:
@@ -104,8 +118,10 @@ class SelfAttention(nn.Module):
         if method is None:
             k = for_each_query_head(k, self.group)
             v = for_each_query_head(v, self.group)
-            out = attention(q, k, v, inputs.bias, **options)
+            attend = attention if inputs.context is None else inputs.context.attention
+            out = attend(q, k, v, inputs.bias, **options)
         else:
+            assert inputs.context is None  # evaluation refuses it
             text = Text(position, q, k, v, inputs.bias, inputs.query_scale, options)
             out = attention_by_method(method, text)
         return self.dense(out.transpose(1, 2).reshape(batch, length, -1))

@@ -14,14 +14,15 @@ class Documents:
     """The documents of a batch; a token of its own ends each, and belongs to it (Megatron-LM).
 
     ends [batch, keys] bool: whether a token is the last one of its document. Tokens of a cached
-        text come first; the last `length` of the keys are new
+        text come first
     numbers [batch, keys] int64: the number of each token's document in its row
+    new: which of the tokens are computed: the last ones, or a part of them
     restart: whether positions begin again at each document
     """
 
     ends: Tensor
     numbers: Tensor
-    length: int
+    new: slice
     restart: bool = False
 
     @classmethod
@@ -34,7 +35,8 @@ class Documents:
             ends = torch.cat([earlier, ends], dim=1)
         counts = ends.long()
         numbers = counts.cumsum(dim=1) - counts
-        return cls(ends, numbers, ids.shape[1], restart)
+        new = slice(ends.shape[1] - ids.shape[1], ends.shape[1])
+        return cls(ends, numbers, new, restart)
 
     @cached_property
     def places(self) -> Tensor:
@@ -43,7 +45,7 @@ class Documents:
         after_an_end = torch.zeros_like(self.ends)
         after_an_end[:, 1:] = self.ends[:, :-1]
         first = torch.where(after_an_end, index, 0).cummax(dim=1).values
-        return (index - first)[:, -self.length :]
+        return (index - first)[:, self.new]
 
     def scale(self, by_place: Tensor) -> Tensor:
         """Values for the new queries: by_place [places] -> [batch, 1, length]."""

@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 from megatron.attention import Choice, Needs, choose, joined
 from megatron.errors import UserError
-from megatron.model.block import AttentionInputs, Block, normalisation
+from megatron.model.block import AttentionInputs, Block, Context, normalisation
 from megatron.model.cache import Cache, LayerCache
 from megatron.model.documents import Documents, by_document
 from megatron.model.head import mean_loss, token_losses
@@ -31,6 +31,9 @@ class GPT(nn.Module):
     position_names: what they are called, where layers differ;
     vocab: rows of the embedding, padding included;
     end_of_document: the token that ends a document, for reset_attention_mask
+
+    context: set where each of several processes computes a part of every text. Then `forward` is
+    given the whole text, and returns what belongs to the own part.
     """
 
     def __init__(
@@ -51,6 +54,7 @@ class GPT(nn.Module):
         self.train_length = model.seq_length
         self.dropout = model.hidden_dropout
         self.checkpoint_activations = False
+        self.context: Context | None = None
         self.word_embeddings = nn.Embedding(vocab, hidden)
         self.layers = nn.ModuleList()
         for _ in range(model.num_layers):
@@ -88,6 +92,10 @@ class GPT(nn.Module):
         x = self.features(ids, cache)
         if labels is None:
             return F.linear(x, self.output_matrix)
+        if self.context is not None:
+            own = self.context.part(ids.shape[1])
+            labels = labels[:, own]
+            counted = None if counted is None else counted[:, own]
         if mean:
             marked = None if counted is None else counted.flatten()
             return mean_loss(x.flatten(0, 1), self.output_matrix, labels.flatten(), marked)
@@ -98,9 +106,9 @@ class GPT(nn.Module):
         if ids.dim() != 2:
             raise UserError(f"ids: {list(ids.shape)} must be [batch, length]")
         start = 0 if cache is None else cache.length
-        length = ids.shape[1]
+        length = start + ids.shape[1]  # of the whole text
         for position in self._positions:
-            position.prepare(start + length)
+            position.prepare(length)
         if cache is not None and not cache.layers:
             cache.layers = [LayerCache() for _ in self.layers]
         documents = None
@@ -116,6 +124,10 @@ class GPT(nn.Module):
             documents = Documents.of(ids, self.end_of_document, earlier=earlier, restart=restart)
             if cache is not None:
                 cache.document_ends = documents.ends
+        if self.context is not None:
+            own = self.context.part(length)
+            ids, start = ids[:, own], own.start
+            documents = None if documents is None else replace(documents, new=own)
 
         x = self.word_embeddings(ids)
         acts_on_embeddings = self.position.has("on_embeddings")
@@ -124,7 +136,7 @@ class GPT(nn.Module):
         else:
             x = self.position.on_embeddings(x, start)
         x = F.dropout(x, self.dropout, self.training)
-        inputs_of_layers = self._attention_inputs(start, length, cache, documents)
+        inputs_of_layers = self._attention_inputs(start, x.shape[1], length, cache, documents)
         recompute = self.checkpoint_activations and torch.is_grad_enabled()
         for block, inputs in zip(self.layers, inputs_of_layers, strict=True):
             if recompute:
@@ -132,7 +144,7 @@ class GPT(nn.Module):
             else:
                 x = block(x, inputs)
         if cache is not None:
-            cache.length += length
+            cache.length = length
         return self.norm(x)
 
     def check_length(self, length: int) -> None:
@@ -144,25 +156,32 @@ class GPT(nn.Module):
         self.position.on_embeddings(last_token, length - 1)
 
     def _attention_inputs(
-        self, start: int, length: int, cache: Cache | None, documents: Documents | None
+        self,
+        start: int,
+        count: int,
+        length: int,
+        cache: Cache | None,
+        documents: Documents | None,
     ) -> list[AttentionInputs]:
-        """Inputs of each layer's attention beside x; tables are computed once per encoding."""
+        """Inputs of each layer's attention beside x; tables are computed once per encoding.
+
+        start, count: the place of x's first token, and how many it has; length: of the whole text
+        """
         settings = self.attention
         scale = None
         if settings.logn_scale and documents is not None and documents.restart:
-            scale = documents.scale(self.position.log_n_scale(0, start + length))
+            scale = documents.scale(self.position.log_n_scale(0, length))
         elif settings.logn_scale:
-            scale = self.position.log_n_scale(start, length)
-        columns = start + length
+            scale = self.position.log_n_scale(start, count)
         tables: dict[Position, tuple[Tensor | None, Tensor | None]] = {}
         inputs: dict[tuple[Position, int | None], AttentionInputs] = {}
         for position, window in dict.fromkeys(self._layers):
             method = self._method_of(position, window)
             if position not in tables:
-                count = columns if method is None else method.table_length(columns)
+                columns = length if method is None else method.table_length(length)
                 tables[position] = (
-                    clipped(position.distance_bias(count), settings.clip_distance),
-                    clipped(position.distance_weight(count), settings.clip_distance),
+                    clipped(position.distance_bias(columns), settings.clip_distance),
+                    clipped(position.distance_weight(columns), settings.clip_distance),
                 )
             query_scale = scale
             if scale is not None and window is not None:  # a query sees at most that many tokens
@@ -184,6 +203,7 @@ class GPT(nn.Module):
                 start=start,
                 query_scale=query_scale,
                 documents=documents,
+                context=self.context,
             )
         of_layers = [inputs[layer] for layer in self._layers]
         if cache is None:

@@ -10,7 +10,7 @@ import socket
 import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from ipaddress import ip_address
 from typing import Any
 
@@ -44,16 +44,42 @@ PAUSE = 0.2  # seconds between two looks
 
 @dataclass(frozen=True)
 class Grid:
-    """This process's rank, the number of ranks, and its device. `Grid()` is a process alone."""
+    """This process's rank, the number of ranks, and its device. `Grid()` is a process alone.
+
+    context_ranks: how many neighbouring ranks share each text (`context_parallel_size`)
+    """
 
     rank: int = 0
     ranks: int = 1
     device: torch.device = CPU
+    context_ranks: int = 1
 
     @property
     def first(self) -> bool:
         """Whether this process writes files and logs."""
         return self.rank == 0
+
+    @property
+    def data_rank(self) -> int:
+        """Which texts this process has: ranks that share texts have one number."""
+        return self.rank // self.context_ranks
+
+    @property
+    def data_ranks(self) -> int:
+        """How many texts are at work at a time."""
+        return self.ranks // self.context_ranks
+
+    def sharing_texts(self, size: int) -> "Grid":
+        """The same process where `size` neighbours share each text.
+
+        Raises UserError if they do not divide the ranks.
+        """
+        if self.ranks % size:
+            raise UserError(
+                f"context_parallel_size: texts shared by {size} ranks need a multiple of {size}"
+                f" ranks, and this run has {self.ranks} - start it with deepy.py, num_gpus={size}"
+            )
+        return replace(self, context_ranks=size)
 
     def mean(self, value: Tensor) -> Tensor:
         """The mean of a tensor over all ranks; any shape, kept."""

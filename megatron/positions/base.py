@@ -58,6 +58,9 @@ class Position(Float32Module):
     rotates: on_queries_keys makes q·k depend on the distance, and on_queries_keys_at can be asked
     stretches: on_queries_keys_at knows `stretch`, and use_scaling other options than none
     draws: numbers per head that KERPLE's constructor draws from U(0, high); they are options too
+    sums_over_tokens: score_bias gives as w a sum over the tokens up to each key, so that parts of a
+        text can be summed apart (`running_sum`)
+    draws_positions: `prepare` draws positions at random in training
     claims: some of "zero_at_0", "never_rises" and "conditionally_positive_definite", as KERPLE's
         kernels are; tools/check_encoding.py holds the bias to them
     bounds: intervals of learned parameters; `bounded` and `learned` give the values within them
@@ -75,6 +78,8 @@ class Position(Float32Module):
     score_width: int = 1
     rotates: bool = False
     stretches: bool = False
+    sums_over_tokens: bool = False
+    draws_positions: bool = False
     draws: ClassVar[dict[str, float]] = {}
     claims: ClassVar[tuple[str, ...]] = ()
     rows_are_positions: ClassVar[tuple[str, ...]] = ()
@@ -196,6 +201,24 @@ class Position(Float32Module):
                 f"reset_position_ids: {name} cannot begin again at each document, because its bias"
                 " depends on the index of the query, which is one for all windows of a batch; set"
                 " it to false (reset_attention_mask keeps documents apart without it)"
+            )
+
+    def check_parts(self, *, training: bool) -> None:
+        """Raises UserError if processes that have one part of a text each cannot compute this."""
+        reason = None
+        if self.has("on_scores"):
+            reason = "on_scores needs all scores at once"
+        elif self.has("on_queries_keys_by_content"):
+            reason = "on_queries_keys_by_content reads the tokens before"
+        elif self.has("score_bias") and not self.sums_over_tokens:
+            reason = "score_bias does not say that its w is a sum (sums_over_tokens)"
+        elif training and self.draws_positions:
+            reason = "each process would draw positions of its own"
+        if reason is not None:
+            raise UserError(
+                f"context_parallel_size: {type(self).__name__} cannot be computed in parts of a"
+                f" text, because {reason}; set it to 1 (checkpoint_activations: true and ZeRO stage"
+                " 3 need less memory too)"
             )
 
     def use_paper_precision(self, on: bool) -> None:

@@ -21,6 +21,7 @@ class Cable(Position):
     """
 
     per_layer = True
+    sums_over_tokens = True
 
     def __init__(self, shape: Shape, *, init_std: float = 0.02) -> None:
         super().__init__(shape)

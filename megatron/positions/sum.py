@@ -39,6 +39,9 @@ class Sum(Position):
         crossing = [part.crosses_documents for part in self._parts if part.crosses_documents]
         self.crosses_documents = next(iter(crossing), None)
         self.grouped_queries = all(part.grouped_queries for part in self._parts)
+        by_product = [part for part in self._parts if part.has("score_bias")]
+        self.sums_over_tokens = all(part.sums_over_tokens for part in by_product)
+        self.draws_positions = any(part.draws_positions for part in self._parts)
         self.score_width = self._parts[0].score_width
         rotating = [part for part in self._parts if part.rotates]
         self.rotates = bool(rotating)

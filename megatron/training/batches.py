@@ -137,7 +137,7 @@ class Batches:
     ) -> None:
         self.config, self.grid, self.parts, self.used = config, grid, parts, used
         training, length = config.training, config.model.seq_length
-        self.per_step = windows_per_step(config) * grid.ranks
+        self.per_step = windows_per_step(config) * grid.data_ranks
         if training.train_epochs is not None:
             samples = parts["train"].epoch(length, training.seed)
         else:
@@ -160,15 +160,17 @@ class Batches:
     def validation(self) -> Iterator[Tensor]:
         """Batches [micro_batch, length + 1] of the valid part, the same at each call."""
         training, length = self.config.training, self.config.data.seq_length_val
-        windows = training.eval_iters * training.train_micro_batch_size_per_gpu * self.grid.ranks
+        windows = (
+            training.eval_iters * training.train_micro_batch_size_per_gpu * self.grid.data_ranks
+        )
         return self._batches(self.parts["valid"].samples(length, training.seed, windows))
 
     def _batches(self, samples: Indexable, used: int = 0) -> Iterator[Tensor]:
         return batches(
             samples,
             self.config.training.train_micro_batch_size_per_gpu,
-            rank=self.grid.rank,
-            ranks=self.grid.ranks,
+            rank=self.grid.data_rank,
+            ranks=self.grid.data_ranks,
             start=used,
             repeat=True,
             num_workers=self.config.data.num_workers,

@@ -69,6 +69,7 @@ def needs(config: Config, vocab: int, ranks: int, device: torch.device) -> Train
     if config.training.checkpoint_activations:
         of_layers = model.num_layers * model.hidden_size + of_layer
     tokens = config.training.train_micro_batch_size_per_gpu * config.model.seq_length
+    tokens //= config.parallel.context_parallel_size
     activations = number * tokens * (of_layers + 4 * model.hidden_size)
     activations += FLOAT32 * vocab * model.hidden_size
     activations += 3 * FLOAT32 * min(tokens, tokens_at_once(device)) * vocab

@@ -81,9 +81,10 @@ def train(config: Config, grid: Grid) -> Path | None:
         # Open: the text, and the checkpoint that the run goes on from.
         with shared_faults(grid):
             config = with_parent(config)
-            config.check_batch(grid.ranks)
+            grid = grid.sharing_texts(config.parallel.context_parallel_size)
+            config.check_batch(grid.data_ranks)
             parts, facts = open_text(config)
-            config = with_epochs(config, parts["train"], grid.ranks)
+            config = with_epochs(config, parts["train"], grid.data_ranks)
         start = starting_point(config, facts, grid)
         config = with_schedule(config, start)
         training, logs_as, vocab = config.training, config.logging, facts["vocab"]
@@ -177,6 +178,7 @@ def train(config: Config, grid: Grid) -> Path | None:
                 "windows": batches.used,
                 "windows_per_step": batches.per_step,
                 "ranks": grid.ranks,
+                "data_ranks": grid.data_ranks,
                 "threads": torch.get_num_threads(),
                 "pending_losses": [loss.item() for loss in losses.means],
                 "skipped": losses.skipped,

@@ -173,9 +173,11 @@ def starting_point(config: Config, facts: dict[str, Any], grid: Grid) -> Start:
 
     # Another number of ranks may change the windows of a step if train_batch_size says so.
     ranks, windows = record.get("ranks", grid.ranks), record.get("windows_per_step")
-    windows_here = windows_per_step(config) * grid.ranks
+    windows_here = windows_per_step(config) * grid.data_ranks
     is_meant = config.training.train_batch_size is not None
-    if ranks != grid.ranks and windows not in (None, windows_here) and not is_meant:
+    data_ranks = record.get("data_ranks", ranks)
+    others = data_ranks != grid.data_ranks and windows not in (None, windows_here)
+    if others and not is_meant:
         raise UserError(
             f"load: a step of {path} took {windows} windows on {ranks} rank(s), here it would take"
             f" {windows_here} on {grid.ranks} - change gradient_accumulation_steps to keep it, or"

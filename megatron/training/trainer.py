@@ -17,6 +17,7 @@ from megatron.config import Config
 from megatron.config.config import deepspeed_config
 from megatron.errors import UserError
 from megatron.model import GPT
+from megatron.parallel.context import context_of
 from megatron.parallel.grid import Grid
 from megatron.positions import Position
 from megatron.training.noise_scale import NoiseScale, own_gradients
@@ -44,6 +45,8 @@ class Trainer:
         self.skips = config.training.skip_nonfinite > 0
         self.noise: NoiseScale | None = None
         self.norm: Tensor | float | None = None
+        self.context = context_of(grid, config.parallel.cp_comm_type)
+        model.context = self.context
         model.to(grid.device)
         if config.training.torch_compile:
             compile_layers(model, grid.device)
@@ -85,13 +88,21 @@ class Trainer:
         """Cross entropy of each next token in float32, or with `mean` their mean, [].
 
         batch [micro_batch, length + 1] int64 -> [micro_batch, length]
+
+        Where ranks share a text, the losses are those of this rank's part, and the mean over ranks
+        of what is returned with `mean` is the mean over the text.
         """
         batch = batch.to(self.grid.device, non_blocking=True)
         ids, counted = self._split(batch)
         inputs, labels = ids[:, :-1], ids[:, 1:]
         if not mean:
             return self.engine(inputs, labels=labels)
-        return self.engine(inputs, labels=labels, mean=True, counted=counted)
+        loss = self.engine(inputs, labels=labels, mean=True, counted=counted)
+        if self.context is not None and counted is not None:
+            of_part = counted[:, self.context.part(counted.shape[1])]
+            share = of_part.sum() / counted.sum().clamp(min=1)
+            loss = loss * share * self.context.ranks
+        return loss
 
     def _split(self, batch: Tensor) -> tuple[Tensor, Tensor | None]:
         """The ids, and the targets whose loss counts, None for all.
@@ -189,9 +200,13 @@ class Trainer:
             part_size = max(1, len(batch) * self.config.model.seq_length // length)
             losses = torch.cat([self.losses(part) for part in batch.split(part_size)]).double()
             _, counted = self._split(batch.to(losses.device))
+            targets = len(batch) * length
             if counted is not None:
+                targets = int(counted.sum())
+                if self.context is not None:
+                    counted = counted[:, self.context.part(length)]
                 losses = losses[counted]
-            total += losses.sum() / max(1, losses.numel())
+            total += losses.sum() * self.grid.context_ranks / max(1, targets)
             if stops():
                 return None
         return self.grid.mean(total / count).item()

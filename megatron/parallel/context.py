@@ -1,0 +1,147 @@
+"""Context parallelism: one text over several processes, each of which has a part of its tokens."""
+
+from collections.abc import Callable
+from typing import Any, cast
+
+import torch
+import torch.distributed
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.distributed import ProcessGroup
+
+from megatron.attention import attention
+from megatron.errors import UserError
+from megatron.parallel.grid import Grid
+
+
+class Context:
+    """The processes that share a text, and how their attention meets.
+
+    Rank c of N has the tokens c·length/N … (c + 1)·length/N - 1. With `a2a` (DeepSpeed-Ulysses,
+    arXiv 2309.14509) each rank attends to the whole text with its share of the heads. With
+    `all_gather` it attends with its own queries, and all heads, to the keys up to them.
+
+    Every rank calls `attention` at the same time.
+    """
+
+    def __init__(self, group: ProcessGroup, comm_type: str) -> None:
+        self.group, self.comm_type = group, comm_type
+        self.rank, self.ranks = group.rank(), group.size()
+        self.by_heads: Callable[..., Tensor] | None = None
+        if comm_type == "a2a":
+            from deepspeed.sequence.layer import DistributedAttention
+
+            layer: Any = attention_of_length_first
+            self.by_heads = DistributedAttention(layer, group, scatter_idx=2, gather_idx=1)
+
+    def part(self, length: int) -> slice:
+        """The places of this rank's tokens in a text of `length`.
+
+        Raises UserError if the ranks cannot have parts of one size.
+        """
+        if length % self.ranks:
+            raise UserError(
+                f"context_parallel_size: {self.ranks} ranks cannot share {length} tokens equally"
+                f" - take a length that is a multiple of {self.ranks}"
+            )
+        size = length // self.ranks
+        return slice(self.rank * size, (self.rank + 1) * size)
+
+    def attention(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        bias: Tensor | None = None,
+        *,
+        weight: Tensor | None = None,
+        segments: Tensor | None = None,
+        index_bias: Callable[[Tensor, Tensor], Tensor] | None = None,
+        score_bias: tuple[Tensor | None, Tensor] | None = None,
+        **options: Any,
+    ) -> Tensor:
+        """megatron.attention.attention of the whole text, for the queries of this rank.
+
+        q, k, v [batch, heads, own tokens, features]; bias, weight [heads, whole length]; segments
+        [batch, whole length]; index_bias takes places in the whole text. score_bias (u, w): of the
+        own tokens, where w is a sum over the tokens up to each key (`Position.sums_over_tokens`)
+
+        Returns [batch, heads, own tokens, features].
+        """
+        length = q.shape[2] * self.ranks
+        whole_text = slice(0, length)
+        own_heads = slice(None)
+        if self.by_heads is not None:
+            heads = q.shape[1] // self.ranks
+            own_heads = slice(self.rank * heads, (self.rank + 1) * heads)
+        else:
+            whole_text = slice(0, self.part(length).stop)  # later keys are masked
+
+        if score_bias is not None:
+            u, w = score_bias
+            totals = self.gather(w[:, :, -1:])  # [batch, heads, ranks] and its rank
+            w = w + totals[:, :, : self.rank].sum(dim=2, keepdim=True)
+            w = self.gather(w)[:, own_heads, whole_text]
+            if u is not None and self.by_heads is not None:
+                u = self.gather(u)[:, own_heads]
+            options["score_bias"] = (u, w)
+        if index_bias is not None:
+            options["index_bias"] = lambda queries, keys: index_bias(queries, keys)[own_heads]
+        options["weight"] = None if weight is None else weight[own_heads]
+        options["segments"] = None if segments is None else segments[:, whole_text]
+        bias = None if bias is None else bias[own_heads]
+
+        if self.by_heads is None:
+            k, v = self.gather(k)[:, :, whole_text], self.gather(v)[:, :, whole_text]
+            return attention(q, k, v, bias, **options)
+        length_first = [tensor.transpose(1, 2) for tensor in (q, k, v)]
+        out = self.by_heads(*length_first, batch_dim_idx=0, bias=bias, **options)
+        return out.transpose(1, 2)
+
+    def gather(self, part: Tensor) -> Tensor:
+        """The parts of all ranks: [batch, heads, own tokens, …] -> [batch, heads, length, …]."""
+        return cast(Tensor, Gather.apply(part, self.group))
+
+
+def attention_of_length_first(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+    """attention of [batch, length, heads, features], as DeepSpeed's layer has them."""
+    heads_first = [tensor.transpose(1, 2) for tensor in (q, k, v)]
+    return attention(*heads_first, **options).transpose(1, 2)
+
+
+class Gather(torch.autograd.Function):
+    """Parts of all ranks, joined along dimension 2. The gradient of a part is the sum over ranks,
+    because the loss is, up to a factor, the sum of the ranks' losses.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, part: Tensor, group: ProcessGroup) -> Tensor:
+        ctx.group = group
+        parts = [torch.empty_like(part, memory_format=torch.contiguous_format)]
+        parts += [torch.empty_like(parts[0]) for _ in range(group.size() - 1)]
+        torch.distributed.all_gather(parts, part.contiguous(), group=group)
+        return torch.cat(parts, dim=2)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        parts = [part.contiguous() for part in gradients[0].chunk(ctx.group.size(), dim=2)]
+        own = torch.empty_like(parts[0])
+        torch.distributed.reduce_scatter(own, parts, group=ctx.group)
+        return own, None
+
+
+def context_of(grid: Grid, comm_type: str) -> Context | None:
+    """The context of this process, or None where each has texts of its own.
+
+    Every rank calls this: a group of processes is made by all of them.
+    """
+    size = grid.context_ranks
+    if size == 1:
+        return None
+    own = None
+    for first in range(0, grid.ranks, size):
+        group = torch.distributed.new_group(range(first, first + size))
+        if first <= grid.rank < first + size:
+            own = group
+    return Context(cast(ProcessGroup, own), comm_type)

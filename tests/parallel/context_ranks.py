@@ -1,0 +1,129 @@
+"""What two ranks that share each text compute, beside one process alone: run on both ranks.
+
+context_ranks.py FILE writes for each case how far losses and gradients differ.
+"""
+
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+
+from megatron.config import load
+from megatron.errors import UserError
+from megatron.model import GPT, from_config
+from megatron.parallel.context import context_of
+from megatron.parallel.grid import connect
+from megatron.positions import REGISTRY
+from megatron.training.loop import train_step
+from megatron.training.trainer import Trainer
+from tests.support import of_encoding
+
+LENGTH, END = 32, 0
+SHAPE = [
+    *("num_layers=2", "hidden_size=32", "num_attention_heads=4", f"seq_length={LENGTH}"),
+    *("tokenizer_type=CharLevelTokenizer", "hidden_dropout=0"),
+]
+ENGINE = [
+    *("train_iters=9", "optimizer.params.lr=3e-3", "gradient_clipping=0.05", "precision=fp32"),
+    *("eval_interval=0", "eod_mask_loss=true"),
+]
+ENGINES = [
+    *(("fox", "a2a", stage) for stage in range(4)),
+    *(("mep_param", "all_gather", stage) for stage in range(4)),
+]
+OPTIONS = {
+    "documents": ["pos_emb=rotary", "reset_attention_mask=true", "reset_position_ids=true"],
+    "documents of a table": ["pos_emb=mep_param", "reset_attention_mask=true"],
+    "log-n": ["pos_emb=kerple_log", "logn_scale=true"],
+    "grouped queries": ["pos_emb=rotary", "num_key_value_heads=2"],
+    "windows": ["pos_emb_layers=[rotary, fox]", "window_layers=[8, null]"],
+    "recomputed": ["pos_emb=fox", "checkpoint_activations=true"],
+}
+
+
+def text(count: int, seed: int = 0) -> torch.Tensor:
+    """[count, LENGTH + 1] ids, some of which end a document."""
+    draw = torch.Generator().manual_seed(seed)
+    ids = torch.randint(1, 61, (count, LENGTH + 1), generator=draw)
+    return ids.masked_fill(torch.rand(ids.shape, generator=draw) < 0.1, END)
+
+
+def model_of(words: list[str]) -> GPT:
+    torch.manual_seed(0)
+    model = from_config(load([], [*SHAPE, *words]), 61, END)
+    draw = torch.Generator().manual_seed(1)
+    for parameter in model.parameters():  # so that no number of an encoding is at a special value
+        parameter.data += 0.05 * torch.randn(parameter.shape, generator=draw)
+    return model
+
+
+def gap(ours: torch.Tensor, theirs: torch.Tensor) -> float:
+    """The largest difference, beside the largest number."""
+    scale = theirs.abs().max().clamp(min=1e-3)
+    return float(((ours - theirs).abs().max() / scale).item())
+
+
+def cases() -> Iterator[tuple[str, list[str]]]:
+    for name in sorted(REGISTRY):
+        yield name, of_encoding(name)
+    yield from OPTIONS.items()
+
+
+def compare_models(grid, found: dict) -> None:
+    contexts = {kind: context_of(grid, kind) for kind in ("a2a", "all_gather")}
+    ids = text(2)
+    for case, words in cases():
+        try:
+            load([], [*SHAPE, *words, "context_parallel_size=2"])
+        except UserError as fault:
+            found["refused"][case] = str(fault)
+            continue
+        alone = model_of(words)
+        # A mean over the text: parts have as many targets each.
+        loss = alone(ids[:, :-1], ids[:, 1:], mean=True)
+        loss.backward()
+        for kind, context in contexts.items():
+            shared = model_of(words)
+            shared.context = context
+            own_loss = shared(ids[:, :-1], ids[:, 1:], mean=True)
+            own_loss.backward()
+            differences = [gap(grid.mean(own_loss.detach()), loss.detach())]
+            for ours, theirs in zip(shared.parameters(), alone.parameters(), strict=True):
+                assert (ours.grad is None) == (theirs.grad is None)
+                if theirs.grad is not None:
+                    differences.append(gap(grid.mean(ours.grad), theirs.grad))
+            found["models"][f"{case}, {kind}"] = max(differences)
+
+
+def compare_engines(grid, found: dict) -> None:
+    """Losses and norms of three steps at each ZeRO stage."""
+    for name, kind, stage in ENGINES:
+        words = [f"zero_optimization.stage={stage}", f"cp_comm_type={kind}"]
+        found["engines"][f"{name}, {kind}, stage {stage}"] = steps(
+            grid, [f"pos_emb={name}", "context_parallel_size=2", *words]
+        )
+
+
+def steps(grid, words: list[str]) -> list[float]:
+    """Loss, norm of the gradient before clipping, and the validation's loss after three steps."""
+    words = [*ENGINE, *words]
+    run = Trainer(load([], [*SHAPE, *words]), model_of(words), grid)
+    numbers = []
+    for step in range(3):
+        result = train_step(run, [text(2, seed=step)])
+        numbers += [grid.mean(result["loss"]).item(), float(result["grad_norm"])]
+    numbers.append(run.validate(iter([text(2, seed=9)]), 1))
+    run.engine.destroy()
+    return numbers
+
+
+if __name__ == "__main__":
+    grid = connect().sharing_texts(2)
+    torch.set_num_threads(1)
+    found: dict = {"refused": {}, "models": {}, "engines": {}}
+    compare_models(grid, found)
+    compare_engines(grid, found)
+    if grid.first:
+        Path(sys.argv[1]).write_text(json.dumps(found))

@@ -1,0 +1,99 @@
+"""Two ranks that share each text compute what one process does."""
+
+import json
+import math
+
+import pytest
+
+from megatron.config import load
+from megatron.errors import UserError
+from megatron.parallel.grid import Grid
+from megatron.positions import REGISTRY
+from tests.parallel import context_ranks as ranks
+from tests.support import ROOT
+from tests.training.conftest import grid, records, tiny  # noqa: F401
+
+EXACT = 1e-5
+REFUSED = {"cope", "dape", "dape_v2", "stick_breaking", "selective_rope", "randomized"}
+
+
+@pytest.mark.distributed
+def test_two_ranks_have_the_losses_and_gradients_of_one(forks, grid, tmp_path):  # noqa: F811
+    file, log = tmp_path / "found.json", tmp_path / "log"
+    script = ROOT / "tests" / "parallel" / "context_ranks.py"
+    pids = forks.start_ranks(2, script, file, log=log)
+    assert not any([forks.wait(pid) for pid in pids]), log.read_text()
+    found = json.loads(file.read_text())
+    assert found["refused"].keys() == REFUSED
+    computed = len(REGISTRY) - len(REFUSED) + len(ranks.OPTIONS)
+    assert len(found["models"]) == 2 * computed
+    for case, difference in found["models"].items():
+        assert difference <= EXACT, case
+    alone = {}
+    for name, kind, stage in ranks.ENGINES:
+        if name not in alone:
+            alone[name] = ranks.steps(grid, [f"pos_emb={name}"])
+        numbers = found["engines"][f"{name}, {kind}, stage {stage}"]
+        assert numbers == pytest.approx(alone[name], rel=EXACT), (name, kind, stage)
+
+
+@pytest.mark.distributed
+def test_a_run_goes_on_and_is_measured_with_other_ranks(forks, corpus, tmp_path):
+    """One rank, then two that share texts at stage 3, then one again: as without interruption."""
+
+    def run(script, save, load_from, ranks, *more):
+        words = [f"data_path={corpus}", f"save={tmp_path / save}", "hidden_dropout=0"]
+        words += [f"load={load_from}"] if load_from else []
+        log = tmp_path / "log"
+        pids = forks.start_ranks(ranks, script, *tiny(*words, "pos_emb=fox", *more), log=log)
+        assert not any([forks.wait(pid) for pid in pids]), log.read_text()
+        return tmp_path / save
+
+    shared = ["context_parallel_size=2", "zero_optimization.stage=3"]
+    whole = run("train.py", "whole", None, 1, "train_iters=6", "save_interval=2")
+    first = whole / "global_step2"
+    two = run("train.py", "two", first, 2, "train_iters=6", "exit_interval=4", *shared)
+    one = run("train.py", "one", two / "global_step4", 1, "train_iters=6")
+    expected = records(whole)
+    for step, record in (records(two) | records(one)).items():
+        assert record["loss"] == pytest.approx(expected[step]["loss"], abs=EXACT)
+
+    rows = {}
+    for ranks_of, more in ((1, []), (2, ["context_parallel_size=2"])):
+        output = tmp_path / f"{ranks_of}.jsonl"
+        words = ["--checkpoint", whole, "--output", output, "--lengths", "64", "256", "75"]
+        words += ["eval_tokens=512", *more]
+        log = tmp_path / "log"
+        pids = forks.start_ranks(ranks_of, "evaluate.py", *words, log=log)
+        assert not any([forks.wait(pid) for pid in pids]), log.read_text()
+        rows[ranks_of] = [json.loads(line) for line in output.read_text().splitlines()]
+    for alone, together in zip(rows[1], rows[2], strict=True):
+        assert math.isclose(alone["loss"], together["loss"], rel_tol=1e-6)
+        assert together["block_losses"] == pytest.approx(alone["block_losses"], abs=2e-6)
+
+
+def test_what_ranks_cannot_share_is_refused_before_a_run():
+    def fault_of(*words):
+        with pytest.raises(UserError) as fault:
+            load([], tiny(*words))
+        return str(fault.value)
+
+    three = "context_parallel_size=3"
+    assert "3 ranks cannot share seq_length = 64 equally; take" in fault_of(three, "seq_length=64")
+    shape = ["seq_length=48", "num_attention_heads=4", "hidden_size=32"]
+    message = fault_of(three, *shape)
+    assert (
+        "3 ranks cannot share num_attention_heads = 4 equally; set cp_comm_type: all_g" in message
+    )
+    shared = load([], tiny(three, *shape, "cp_comm_type=all_gather"))
+    assert shared.hash == load([], tiny(*shape)).hash
+    two = "context_parallel_size=2"
+    assert "torch_compile: compiles no exchange" in fault_of(two, "torch_compile=true")
+    for name, reason in {
+        "cope": "CoPE cannot be computed in parts of a text, because on_scores needs all scores",
+        "selective_rope": "because on_queries_keys_by_content reads the tokens before",
+        "randomized": "Randomized cannot be computed in parts of a text, because each process",
+    }.items():
+        assert reason in fault_of(two, f"pos_emb={name}")
+    with pytest.raises(UserError, match="need a multiple of 2 ranks, and this run has 3 - start"):
+        Grid(0, 3).sharing_texts(2)
