@@ -6,6 +6,8 @@ Per device, for P learned numbers, N ranks and e bytes of a number (4 in fp32, e
                   4 P; ZeRO 1 divides Adam and masters by N, 2 also gradients, 3 also weights
     activations   e tokens (layers * one + 4 hidden), one = 17 hidden for the papers' GPT; with
                   checkpoint_activations e tokens (layers * hidden + one + 4 hidden)
+                  tokens: of a window, those of one rank of context_parallel_size; all_gather keeps
+                  keys and values of the others, 2 hidden in each layer, too
     head          4 vocab hidden for the gradient of the output matrix, and three blocks of logits
 
 The state is a lower bound. The rest is an estimate: the peaks of four small fp32 steps on the CPU
@@ -68,9 +70,13 @@ def needs(config: Config, vocab: int, ranks: int, device: torch.device) -> Train
     of_layers = model.num_layers * of_layer
     if config.training.checkpoint_activations:
         of_layers = model.num_layers * model.hidden_size + of_layer
-    tokens = config.training.train_micro_batch_size_per_gpu * config.model.seq_length
-    tokens //= config.parallel.context_parallel_size
+    parallel = config.parallel
+    whole_text = config.training.train_micro_batch_size_per_gpu * config.model.seq_length
+    tokens = whole_text // parallel.context_parallel_size
     activations = number * tokens * (of_layers + 4 * model.hidden_size)
+    if parallel.cp_comm_type == "all_gather":  # keys and values of the other parts
+        layers = 1 if config.training.checkpoint_activations else model.num_layers
+        activations += number * (whole_text - tokens) * layers * 2 * model.attention_width
     activations += FLOAT32 * vocab * model.hidden_size
     activations += 3 * FLOAT32 * min(tokens, tokens_at_once(device)) * vocab
     interval, most = config.checkpoint.save_interval, config.checkpoint.keep_last_n_checkpoints
