@@ -118,6 +118,7 @@ def evaluate(config: Config | None, options: Options) -> MeasuredRows:
                 f"--protocol: {tokens.prefix} is a task, which protocol task alone measures"
                 " - leave --protocol out, also train_iters: 0"
             )
+        options.check_read_by(protocols)
         windows_of = {protocol: PROTOCOLS[protocol](request) for protocol in protocols}
         for several in windows_of.values():
             for windows in several:
@@ -220,7 +221,9 @@ def check_options(config: Config, options: Options) -> None:
         stride=options.stride,
         rule=options.key_rule(config.model.seq_length),
     )
-    for protocol in options.protocol or [usual_protocol(config.data.data_path)]:
+    protocols = options.protocol or [usual_protocol(config.data.data_path)]
+    options.check_read_by(protocols)
+    for protocol in protocols:
         if protocol not in OF_DOCUMENTS:
             PROTOCOLS[protocol](request)
 

@@ -4,7 +4,7 @@ import argparse
 import contextlib
 import json
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, NoReturn, Self
@@ -25,6 +25,14 @@ MOST_KEPT = 2**20  # losses in a row
 TOKENS = (1, 2**24)  # beyond, positions are not exact in float32
 VARIED = ("window", "logn_scale", "paper_precision", "sinks", "clip_distance", "method")
 """Settings of attention of which an evaluation may try several values on the same weights."""
+READ_BY = {
+    "windows": ("paper", "task"),
+    "start": ("paper",),
+    "tail": ("tail",),
+    "stride": ("sliding",),
+    **dict.fromkeys(("judge", "alpha", "beta", "trunc_len", "sliding_window"), ("longppl",)),
+}
+"""The protocols that read an option."""
 
 
 @dataclass(frozen=True)
@@ -84,6 +92,16 @@ class Options(Asked):
     beta: float = -2.0
     trunc_len: int | None = None
     sliding_window: int | None = None
+
+    def check_read_by(self, protocols: Collection[str]) -> None:
+        """Raises UserError for an option that is given and that none of these protocols reads."""
+        for name, readers in READ_BY.items():
+            if getattr(self, name) != getattr(Options, name) and not set(readers) & set(protocols):
+                option = "--" + name.replace("_", "-")
+                raise UserError(
+                    f"{option}: is read by --protocol {' or '.join(readers)} alone, and measured"
+                    f" is {', '.join(protocols)} - name that protocol too, or leave {option} out"
+                )
 
     def key_rule(self, train_length: int) -> KeyRule:
         """The rule of protocol longppl; in the paper the short context has 4096 tokens or more."""

@@ -101,7 +101,7 @@ def test_a_checkpoint_that_cannot_be_continued_says_why(corpus, trained, here):
     shutil.copytree(trained, "copy")
     step = here / "copy/global_step4"
     record = read_record(step)
-    write_record(step, record | {"ranks": 2, "windows_per_step": 8})
+    write_record(step, record | {"ranks": 2, "data_ranks": 2, "windows_per_step": 8})
     check(
         "{resume}",
         "load: a step of copy/global_step4 took 8 windows on 2 rank(s), here it would take 4 on 1"

@@ -57,7 +57,8 @@ def test_every_cell_of_every_shipped_sweep_is_a_training_of_its_own(path):
 def test_axes_are_settings_files_or_settings_under_a_name(tmp_path):
     grid = "{pos_emb: [alibi, t5], size: {small: {}, wide: {hidden_size: 128}}, seed: [1, 2]}"
     rule = "exclude: [{pos_emb: t5, seed: 2}]"
-    evaluate = "evaluate: {a: {protocol: paper, eval_tokens: 64}, b: {tail: 8, only: {seed: 2}}}"
+    second = "b: {protocol: paper, windows: 8, only: {seed: 2}}"
+    evaluate = f"evaluate: {{a: {{protocol: paper, eval_tokens: 64}}, {second}}}"
     text = f"{TINY}grid: {grid}\n{rule}\n{evaluate}"
     sweep = sweep_of(tmp_path, text)
     cells = {cell.name: cell for cell in sweep.cells}
@@ -70,7 +71,9 @@ def test_axes_are_settings_files_or_settings_under_a_name(tmp_path):
     assert config["save"] == config["load"] == str(tmp_path / "runs/alibi-wide-2")
     (one,) = cells["alibi-small-1"].evaluations
     assert one.words == ("--protocol", "paper", "eval_tokens=64")
-    assert [one.words for one in last.evaluations][1] == ("--tail", "8")
+    assert [one.words for one in last.evaluations][1] == (
+        *("--protocol", "paper", "--windows", "8"),
+    )
     some = sweep_of(tmp_path, text, only=["size=wide", "seed=1"])
     assert [cell.name for cell in some.cells] == ["alibi-wide-1", "t5-wide-1"]
 
