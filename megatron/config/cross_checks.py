@@ -117,6 +117,8 @@ def _encoding(model: Model, position: Position, attention: Attention, parallel: 
                 encoding.check_documents(restart=attention.reset_position_ids)
             if parallel.context_parallel_size > 1:
                 encoding.check_parts(training=True)
+            if parallel.model_parallel_size > 1:
+                encoding.check_shares()
     except UserError as fault:
         yield True, str(fault)
     except RuntimeError as fault:  # a tensor that no memory holds
@@ -141,6 +143,7 @@ def _training(training: Training, parallel: Parallel) -> Faults:
 
 def _context(model: Model, data: Data, training: Training, parallel: Parallel) -> Faults:
     size, heads = parallel.context_parallel_size, model.num_attention_heads
+    is_cut = parallel.model_parallel_size > 1
     lengths = {"seq_length": model.seq_length, "seq_length_val": data.seq_length_val}
     for key, length in lengths.items():
         yield (
@@ -154,9 +157,14 @@ def _context(model: Model, data: Data, training: Training, parallel: Parallel) -
         " set cp_comm_type: all_gather, which shares no heads",
     )
     yield (
-        size > 1 and training.torch_compile,
-        "torch_compile: compiles no exchange between the ranks of context_parallel_size; set it to"
-        " false",
+        (size > 1 or is_cut) and training.torch_compile,
+        "torch_compile: compiles no exchange between the ranks of context_parallel_size or"
+        " model_parallel_size; set it to false",
+    )
+    yield (
+        size > 1 and is_cut,
+        f"context_parallel_size: {size} ranks that share a text do not share layers too; set it or"
+        " model_parallel_size to 1",
     )
 
 

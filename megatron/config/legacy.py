@@ -29,6 +29,7 @@ NAMES = {key for key in OLD if "." not in key}
 """Every key that is none of today's."""
 CORPORA = ("train_data_paths", "valid_data_paths", "test_data_paths")  # lists of prefixes
 FULL_ATTENTION = {"global", "flash", "all"}  # words of attention_config
+GATED = ("swiglu",)  # activations
 ABSENT = object()
 
 
@@ -179,6 +180,21 @@ def fold(merged: dict[str, Any], options: set[str], report: Report) -> None:
         report.note(f"rms_norm_epsilon: {epsilon} means layernorm_epsilon, as norm is rmsnorm")
     elif epsilon is not None:
         report.no_effect("rms_norm_epsilon", "norm is not rmsnorm")
+
+    multiple, width = merged.pop("mlp_multiple_of", None), merged.get("intermediate_size")
+    if isinstance(multiple, int) and isinstance(width, int) and merged.get("activation") in GATED:
+        # A gate is a second matrix of that width, and both have two thirds of the numbers.
+        of_each = int(width * 2 / 3) // 2
+        merged["intermediate_size"] = -(-of_each // multiple) * multiple
+        report.note(
+            f"intermediate_size: {width} with mlp_multiple_of: {multiple} means"
+            f" {merged['intermediate_size']}, which GPT-NeoX makes of it where there is a gate"
+        )
+    elif multiple is not None:
+        report.fault(
+            f"mlp_multiple_of: {multiple} is read beside intermediate_size and activation: swiglu"
+            " alone; write the intermediate_size that it leads to, and drop it"
+        )
 
     name = merged.get("pos_emb")
     args = merged.get("pos_emb_args") or {}

@@ -31,8 +31,8 @@ class Context:
         if comm_type == "a2a":
             from deepspeed.sequence.layer import DistributedAttention
 
-            layer: Any = attention_of_length_first
-            self.by_heads = DistributedAttention(layer, group, scatter_idx=2, gather_idx=1)
+            inputs: tuple[Any, ...] = (attention_of_length_first, group)
+            self.by_heads = DistributedAttention(*inputs, scatter_idx=2, gather_idx=1)
 
     def part(self, length: int) -> slice:
         """The places of this rank's tokens in a text of `length`.

@@ -60,6 +60,7 @@ class Position(Float32Module):
     draws: numbers per head that KERPLE's constructor draws from U(0, high); they are options too
     sums_over_tokens: score_bias gives as w a sum over the tokens up to each key, so that parts of a
         text can be summed apart (`running_sum`)
+    heads_alike: on_queries_keys does the same to every head, so that it can be given some of them
     draws_positions: `prepare` draws positions at random in training
     claims: some of "zero_at_0", "never_rises" and "conditionally_positive_definite", as KERPLE's
         kernels are; tools/check_encoding.py holds the bias to them
@@ -79,6 +80,7 @@ class Position(Float32Module):
     rotates: bool = False
     stretches: bool = False
     sums_over_tokens: bool = False
+    heads_alike: bool = False
     draws_positions: bool = False
     draws: ClassVar[dict[str, float]] = {}
     claims: ClassVar[tuple[str, ...]] = ()
@@ -219,6 +221,21 @@ class Position(Float32Module):
                 f"context_parallel_size: {type(self).__name__} cannot be computed in parts of a"
                 f" text, because {reason}; set it to 1 (checkpoint_activations: true and ZeRO stage"
                 " 3 need less memory too)"
+            )
+
+    def check_shares(self) -> None:
+        """Raises UserError if processes that have some of the heads each cannot compute this."""
+        reason = None
+        if self.has("on_scores"):
+            reason = "on_scores is given all heads"
+        elif self.has("on_queries_keys_by_content"):
+            reason = "on_queries_keys_by_content is given all heads"
+        elif self.has("on_queries_keys") and not self.heads_alike:
+            reason = "its on_queries_keys does not say that it does the same to all (heads_alike)"
+        if reason is not None:
+            raise UserError(
+                f"model_parallel_size: {type(self).__name__} cannot be computed for some of the"
+                f" heads, because {reason}; set it to 1 (ZeRO stage 3 divides the model too)"
             )
 
     def use_paper_precision(self, on: bool) -> None:

@@ -53,6 +53,7 @@ class Rotary(Turning):
     """
 
     published = True
+    heads_alike = True
     reference_names = {"inv_freq": "inv_freq"}
     inv_freq: Tensor
     short_inv_freq: Tensor

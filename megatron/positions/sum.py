@@ -41,6 +41,8 @@ class Sum(Position):
         self.grouped_queries = all(part.grouped_queries for part in self._parts)
         by_product = [part for part in self._parts if part.has("score_bias")]
         self.sums_over_tokens = all(part.sums_over_tokens for part in by_product)
+        turning = [part for part in self._parts if part.has("on_queries_keys")]
+        self.heads_alike = all(part.heads_alike for part in turning)
         self.draws_positions = any(part.draws_positions for part in self._parts)
         self.score_width = self._parts[0].score_width
         rotating = [part for part in self._parts if part.rotates]

@@ -97,7 +97,7 @@ def save(trainer: Trainer, folder: Path, facts: dict[str, Any]) -> Path:
             remove(partial)  # if only this cannot be removed, what it holds must not be mixed in
     check_faults()
 
-    weights = full_weights(engine, keep=grid.first)
+    weights = full_weights(trainer, keep=grid.first)
     files: list[Path] = []
     with keeping_faults():
         if grid.first:
@@ -154,19 +154,21 @@ def not_finite(engine: Any) -> list[str]:
     return names
 
 
-def full_weights(engine: Any, *, keep: bool = True) -> dict[str, Tensor]:
+def full_weights(trainer: Trainer, *, keep: bool = True) -> dict[str, Tensor]:
     """The whole model's weights in float32 on the CPU, from the optimizer's master copy if any.
 
     Every rank calls this, as with ZeRO each holds a part; ranks without `keep` get none.
     """
     from deepspeed.utils import safe_get_full_fp32_param
 
+    engine = trainer.engine
     weights = {}
     for name, parameter in engine.module.named_parameters():
         master = safe_get_full_fp32_param(parameter) if engine.zero_optimization() else None
+        part = parameter if master is None else master
+        weight = trainer.tensor.whole(name, part.detach())
         if keep:
-            weight = parameter if master is None else master
-            weights[name] = weight.detach().float().cpu().contiguous()
+            weights[name] = weight.float().cpu().contiguous()
     return weights
 
 
@@ -199,7 +201,7 @@ def resume(trainer: Trainer, path: Path, written_by: Engine) -> None:
     now = Engine.of(trainer.config, trainer.grid.ranks)
     if trainer.config.checkpoint.no_load_optim:
         with safe_open(path / WEIGHTS, framework="pt") as weights:
-            give(engine, weights.get_tensor)
+            give(trainer, weights.get_tensor)
         engine.global_steps = step
         logger.info("no_load_optim: continuing at step %d with a fresh optimizer", step)
     else:
@@ -209,7 +211,7 @@ def resume(trainer: Trainer, path: Path, written_by: Engine) -> None:
                     engine.load_checkpoint(str(path.parent), tag=path.name)
                 else:
                     logger.info("%s was written with %s; continuing with %s", path, written_by, now)
-                    restore(engine, path, written_by)
+                    restore(trainer, path, written_by)
                     engine.global_steps = step
         except torch.OutOfMemoryError:
             raise

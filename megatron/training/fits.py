@@ -2,7 +2,8 @@
 
 Per device, for P learned numbers, N ranks and e bytes of a number (4 in fp32, else 2):
 
-    state         weights e P, gradients e P, Adam's averages 8 P, in bf16 and fp16 float32 masters
+    state         P without what other ranks of model_parallel_size have;
+                  weights e P, gradients e P, Adam's averages 8 P, in bf16 and fp16 float32 masters
                   4 P; ZeRO 1 divides Adam and masters by N, 2 also gradients, 3 also weights
     activations   e tokens (layers * one + 4 hidden), one = 17 hidden for the papers' GPT; with
                   checkpoint_activations e tokens (layers * hidden + one + 4 hidden)
@@ -58,15 +59,21 @@ def needs(config: Config, vocab: int, ranks: int, device: torch.device) -> Train
     stage = config.parallel.zero_stage
     number = FLOAT32 if config.precision.dtype == "fp32" else 2
     masters = 0 if config.precision.dtype == "fp32" else FLOAT32
-    state = number * whole // (ranks if stage == 3 else 1)
-    state += number * whole // (ranks if stage >= 2 else 1)
-    state += (ADAM + masters) * whole // (ranks if stage >= 1 else 1)
+    # Ranks that share layers have the embedding whole.
+    shares = config.parallel.model_parallel_size
+    embedding = vocab * config.model.hidden_size
+    own = embedding + (whole - embedding) // shares
+    ranks //= shares
+    state = number * own // (ranks if stage == 3 else 1)
+    state += number * own // (ranks if stage >= 2 else 1)
+    state += (ADAM + masters) * own // (ranks if stage >= 1 else 1)
 
     # Numbers that backward needs, per token: 5 of the residual stream, 4 of the heads (queries,
     # keys, values and output), 2 of the MLP's width before and after the activation, 4 with a gate.
     model = Architecture.of(config.model)
-    of_layer = 5 * model.hidden_size + 4 * model.attention_width
-    of_layer += (4 if model.widened > model.mlp_width else 2) * model.mlp_width
+    of_heads = 4 * model.attention_width
+    of_mlp = (4 if model.widened > model.mlp_width else 2) * model.mlp_width
+    of_layer = 5 * model.hidden_size + (of_heads + of_mlp) // shares
     of_layers = model.num_layers * of_layer
     if config.training.checkpoint_activations:
         of_layers = model.num_layers * model.hidden_size + of_layer

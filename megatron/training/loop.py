@@ -81,7 +81,8 @@ def train(config: Config, grid: Grid) -> Path | None:
         # Open: the text, and the checkpoint that the run goes on from.
         with shared_faults(grid):
             config = with_parent(config)
-            grid = grid.sharing_texts(config.parallel.context_parallel_size)
+            parallel = config.parallel
+            grid = grid.sharing_texts(parallel.context_parallel_size, parallel.model_parallel_size)
             config.check_batch(grid.data_ranks)
             parts, facts = open_text(config)
             config = with_epochs(config, parts["train"], grid.data_ranks)

@@ -119,5 +119,5 @@ def own_gradients(parameters: Iterable[Any], grid: Grid) -> Iterator[Tensor]:
             if fragment.numel() != address.numel:  # DeepSpeed's bf16 engine keeps all of it
                 fragment = fragment.narrow(0, address.start, address.numel)
             yield fragment
-        elif grid.first and parameter.grad is not None:  # all ranks have all of it
+        elif grid.rank < grid.tensor_ranks and parameter.grad is not None:  # others have the same
             yield parameter.grad

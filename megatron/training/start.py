@@ -329,7 +329,7 @@ def load_matching_weights(trainer: Trainer, found: ParentWeights) -> None:
             rows = found.rows[name]
             return torch.cat([taken[:rows], found.initial[name][rows:]])
 
-        give(trainer.engine, weight)
+        give(trainer, weight)
     trainer.restore_exact_positions()
 
 

@@ -10,15 +10,16 @@ from io import StringIO
 from typing import Any, cast
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from megatron.attention import TRUSTED
 from megatron.config import Config
 from megatron.config.config import deepspeed_config
 from megatron.errors import UserError
-from megatron.model import GPT
+from megatron.model import GPT, Architecture
 from megatron.parallel.context import context_of
 from megatron.parallel.grid import Grid
+from megatron.parallel.tensor import Shares, TensorRanks
 from megatron.positions import Position
 from megatron.training.noise_scale import NoiseScale, own_gradients
 from megatron.training.optimizer import build_optimizer, learning_rate
@@ -50,16 +51,18 @@ class Trainer:
         model.to(grid.device)
         if config.training.torch_compile:
             compile_layers(model, grid.device)
+        shares = shares_of(config)
         with quiet_deepspeed():
             import deepspeed
 
             engine, *_ = deepspeed.initialize(
                 model=model,
                 optimizer=build_optimizer(model, config.optimizer, grid.device),
-                config=deepspeed_config(config),
+                config=deepspeed_config(config) | shares.deepspeed_config(),
                 dist_init_required=False,
             )
         self.engine: Any = engine
+        self.tensor = TensorRanks(grid, shares, model)
         self.restore_exact_positions()
         if config.training.torch_compile and not self.model.backends <= set(TRUSTED):
             # A backend is compared with eager at its first use, which compiled code leaves out.
@@ -75,10 +78,12 @@ class Trainer:
         """Set the step's learning rate, which is returned, and its seed.
 
         The seed follows from configuration, step and rank alone: a resumed run draws the same.
+        Ranks that share layers draw the same.
         """
         self.engine.train()
         seed = self.config.training.seed * 1_000_003 + self.step
-        torch.manual_seed(seed * self.grid.ranks + self.grid.rank)
+        drawing, own = self.grid.ranks // self.tensor.ranks, self.grid.rank // self.tensor.ranks
+        torch.manual_seed(seed * drawing + own)
         lr = learning_rate(self.step, self.config.optimizer)
         for group in self.engine.optimizer.param_groups:
             group["lr"] = lr
@@ -137,10 +142,10 @@ class Trainer:
         unscaled = None  # the norm of the whole gradient before clipping, without ZeRO
         if self.engine.is_gradient_accumulation_boundary():
             if not self.engine.zero_optimization():
-                gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
-                unscaled = nn.utils.get_total_norm(gradients)
+                unscaled = self.tensor.gradient_norm(self.model)
             if self.noise is not None:
-                self.noise.add(own_gradients(self.model.parameters(), self.grid))
+                parameters = self.tensor.counted_once(self.model)
+                self.noise.add(own_gradients(parameters, self.grid))
         self.norm = unscaled
         hook = None
         optimizer = self.engine.optimizer
@@ -223,13 +228,28 @@ class Trainer:
 
         for position in cast(Iterable[Position], self.model.positions):
             for module, name, parameter in position.own_parameters():
-                if parameter_size(parameter) <= SMALL:
+                size = getattr(parameter, "ds_numel", parameter.numel())  # ZeRO 3 divides it
+                if size <= SMALL:
                     module.exact[name] = cast(Tensor, safe_get_full_fp32_param(parameter))
 
 
-def parameter_size(parameter: Tensor) -> int:
-    """Numbers of a parameter, also of one that ZeRO 3 has taken apart."""
-    return getattr(parameter, "ds_numel", parameter.numel())
+def shares_of(config: Config) -> Shares:
+    """How `model_parallel_size` cuts the model of a configuration.
+
+    Raises UserError if the ranks cannot have parts of one size.
+    """
+    size, model = config.parallel.model_parallel_size, Architecture.of(config.model)
+    for key, count in {
+        "num_attention_heads": model.num_attention_heads,
+        "num_key_value_heads": model.key_heads,
+        "intermediate_size": model.mlp_width,
+    }.items():
+        if count % size:
+            raise UserError(
+                f"model_parallel_size: {size} ranks cannot share {key} = {count} equally - take a"
+                " number that divides it"
+            )
+    return Shares(size, gated=model.widened > model.mlp_width)
 
 
 def compile_layers(model: GPT, device: torch.device) -> None:

@@ -8,8 +8,9 @@ DeepSpeed's own conversion (ds_to_universal) is not used: it has none for stage 
 full, and its loading at stage 3 gives every group of parameters the weight decay of the first.
 """
 
+import itertools
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,8 +21,9 @@ from torch import Tensor, nn
 
 from megatron.checkpoints.manifest import WEIGHTS
 from megatron.config import Config
+from megatron.parallel.tensor import Shares
 from megatron.training.optimizer import named_groups
-from megatron.training.trainer import parameter_size
+from megatron.training.trainer import Trainer, shares_of
 
 AVERAGES = ("exp_avg", "exp_avg_sq")
 """Names of Adam's two averages, in torch and in NVIDIA's apex."""
@@ -31,45 +33,49 @@ AVERAGES = ("exp_avg", "exp_avg_sq")
 class Engine:
     """Facts that DeepSpeed's files of a checkpoint depend on.
 
-    ranks: 1 at stage 0, whose files do not depend on it
+    ranks: those of each part of the model; 1 at stage 0, whose files do not depend on it
+    shares: the parts
     encoding_decays: pos_emb_weight_decay, which decides the order of parameters
     """
 
     precision: str
     stage: int
     ranks: int
+    shares: Shares
     encoding_decays: bool
 
     @classmethod
     def of(cls, config: Config, ranks: int) -> "Engine":
         """The engine of a configuration on so many ranks."""
-        stage = config.parallel.zero_stage
+        stage, shares = config.parallel.zero_stage, shares_of(config)
+        of_each_part = ranks // shares.ranks if stage else 1
         decays = config.optimizer.pos_emb_weight_decay
-        return cls(config.precision.dtype, stage, ranks if stage else 1, decays)
+        return cls(config.precision.dtype, stage, of_each_part, shares, decays)
 
 
 class AdamState(NamedTuple):
-    """How many updates Adam has made, and its averages by (parameter, key): flat pieces by rank."""
+    """How many updates Adam has made, and the whole average of a (parameter, key)."""
 
     step: float
-    pieces: dict[tuple[str, str], list[Tensor]]
+    average: Callable[[str, str], Tensor]
 
 
-def restore(engine: Any, path: Path, written_by: Engine) -> None:
+def restore(trainer: Trainer, path: Path, written_by: Engine) -> None:
     """Give an engine the weights and Adam's state of a folder global_stepN.
 
     Every rank calls this, inside a context where torch loads plain data alone.
-    engine: of a model that has not been trained yet
+    trainer: of a model that has not been trained yet
     written_by: the engine that wrote the folder
     Raises what torch does for files that are damaged or incomplete.
     """
-    adam = _read(path, written_by, engine.module)
     with safe_open(path / WEIGHTS, framework="pt") as weights:
-        give(engine, weights.get_tensor, adam)
+        shapes = {name: weights.get_slice(name).get_shape() for name in weights.keys()}  # noqa: SIM118
+        adam = _read(path, written_by, trainer.model, shapes)
+        give(trainer, weights.get_tensor, adam)
 
 
 @torch.no_grad()
-def give(engine: Any, weight: Callable[[str], Tensor], adam: AdamState | None = None) -> None:
+def give(trainer: Trainer, weight: Callable[[str], Tensor], adam: AdamState | None = None) -> None:
     """Give an engine weights in float32 and Adam's state. Every rank calls this.
 
     weight: the whole tensor of a name, also for parameters that ZeRO has divided
@@ -83,6 +89,7 @@ def give(engine: Any, weight: Callable[[str], Tensor], adam: AdamState | None = 
         safe_set_local_optimizer_state,
     )
 
+    engine, tensor = trainer.engine, trainer.tensor
     stage = engine.zero_optimization_stage()
     parameters = list(engine.module.named_parameters())
     optimizer = engine.optimizer.optimizer if stage else engine.optimizer
@@ -106,29 +113,29 @@ def give(engine: Any, weight: Callable[[str], Tensor], adam: AdamState | None = 
             engine.optimizer._lazy_init_hp_params_optimizer_state()
 
     for name, parameter in parameters:
-        whole = {}
+        given = tensor.own(name, weight(name))
+        averages = {}
         if adam is not None:
-            whole = {key: torch.cat(adam.pieces[name, key]) for key in AVERAGES}
+            averages = {key: tensor.own(name, adam.average(name, key)) for key in AVERAGES}
         if stage == 3:
             # DeepSpeed's own call cannot pad the last rank's piece.
-            given = weight(name)
             with deepspeed.zero.GatheredParameters([parameter], modifier_rank=0):
                 parameter.data.copy_(given)
             size = parameter.ds_tensor.numel()
-            start = engine.global_rank * size
+            start = engine.global_rank // tensor.ranks * size
             pieces = []
-            for tensor in (given, *whole.values()):
-                piece = tensor.flatten()[start : start + size]
+            for number in (given, *averages.values()):
+                piece = number.flatten()[start : start + size]
                 pieces.append(nn.functional.pad(piece, (0, size - piece.numel())))
             safe_set_local_fp32_param(parameter, pieces[0])
-            for key, piece in zip(whole, pieces[1:], strict=True):
+            for key, piece in zip(averages, pieces[1:], strict=True):
                 safe_set_local_optimizer_state(parameter, piece, key)
             continue
         if stage == 0:
-            parameter.data.copy_(weight(name))
+            parameter.data.copy_(given)
         else:
-            safe_set_full_fp32_param(parameter, weight(name))
-        for key, average in whole.items():
+            safe_set_full_fp32_param(parameter, given)
+        for key, average in averages.items():
             if stage == 0:
                 optimizer.state[parameter][key].copy_(average.view(parameter.shape))
             else:
@@ -140,26 +147,30 @@ def give(engine: Any, weight: Callable[[str], Tensor], adam: AdamState | None = 
 # --- reading the files of an engine ---------------------------------------------------------------
 
 
-def _read(path: Path, written_by: Engine, model: nn.Module) -> AdamState:
-    """Raises ValueError if a piece is missing."""
-    pieces: dict[tuple[str, str], list[Tensor]] = defaultdict(list)
-    for rank in range(written_by.ranks):
+def _read(
+    path: Path, written_by: Engine, model: nn.Module, shapes: Mapping[str, Sequence[int]]
+) -> AdamState:
+    """shapes: of whole parameters. Raises ValueError if a piece is missing."""
+    shares = written_by.shares
+    # Flat pieces of (the tensor rank's part, parameter, key), by data rank.
+    pieces: dict[tuple[int, str, str], list[Tensor]] = defaultdict(list)
+    for owner, rank in itertools.product(range(shares.ranks), range(written_by.ranks)):
         if written_by.stage == 0:
             # One file with the optimizer's own state, whose parameters have numbers, no names.
-            optimizer = _load(path / "mp_rank_00_model_states.pt")["optimizer"]
+            optimizer = _load(path / f"mp_rank_{owner:02d}_model_states.pt")["optimizer"]
             decayed, exempt = named_groups(model, encoding_decays=written_by.encoding_decays)
             numbered = enumerate([*decayed, *exempt])
             parts = [(number, name, slice(None)) for number, (name, _) in numbered]
         else:
             prefix = "bf16_" if written_by.precision == "bf16" else ""
-            of_rank = f"zero_pp_rank_{rank}_mp_rank_00"
+            of_rank = f"zero_pp_rank_{rank}_mp_rank_{owner:02d}"
             saved = _load(path / f"{prefix}{of_rank}_optim_states.pt")["optimizer_state_dict"]
             parts = []  # (group, parameter, where it is in the flat group) of this rank
             if written_by.stage == 3:
                 # Each parameter is cut in equal pieces, the last ones padded.
-                shapes = _load(path / f"{of_rank}_model_states.pt")["param_shapes"]
+                groups = _load(path / f"{of_rank}_model_states.pt")["param_shapes"]
                 optimizer = saved["optimizer_state_dict"]
-                for group, of_group in enumerate(shapes):
+                for group, of_group in enumerate(groups):
                     start = 0
                     for name, shape in of_group.items():
                         size = -(-shape.numel() // written_by.ranks)
@@ -174,15 +185,23 @@ def _read(path: Path, written_by: Engine, model: nn.Module) -> AdamState:
                         parts.append((group, name, part))
         for group, name, part in parts:
             for key in AVERAGES:
-                pieces[name, key].append(optimizer["state"][group][key].flatten()[part])
-    for name, parameter in model.named_parameters():
-        for key in AVERAGES:
-            size = sum(piece.numel() for piece in pieces[name, key])
-            if size != parameter_size(parameter):
+                piece = optimizer["state"][group][key].flatten()[part]
+                pieces[owner, name, key].append(piece)
+    shape_of_part = {}
+    for name, shape in shapes.items():
+        shape_of_part[name] = shares.part(name, torch.empty(shape, device="meta"), 0).shape
+        for owner, key in itertools.product(range(shares.ranks), AVERAGES):
+            size = sum(piece.numel() for piece in pieces[owner, name, key])
+            if size != shape_of_part[name].numel():
                 raise ValueError(f"{name}: {size} numbers of {key}")
+
+    def average(name: str, key: str) -> Tensor:
+        flat = [torch.cat(pieces[owner, name, key]) for owner in range(shares.ranks)]
+        return shares.joined(name, [part.view(shape_of_part[name]) for part in flat])
+
     first_state = next(iter(optimizer["state"].values()))
     step = first_state.get("step") or optimizer["param_groups"][0]["step"]  # there apex counts
-    return AdamState(float(step), pieces)
+    return AdamState(float(step), average)
 
 
 def _load(file: Path) -> Any:

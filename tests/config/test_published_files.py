@@ -1,5 +1,6 @@
 """All 30 files of KERPLE and all 777 of MEP load, and nothing about their mixtures is guessed."""
 
+import json
 import os
 import sys
 from collections import Counter
@@ -9,6 +10,7 @@ import pytest
 
 import deepy
 from megatron.config import Config, load
+from megatron.errors import UserError
 from megatron.positions import REGISTRY, options_of
 from tests.config.small import loaded
 from tests.published import KERPLE, MEP, Experiment, experiments, files_of, one_of_each, write_bases
@@ -130,3 +132,20 @@ def test_deepy_makes_no_training_steps_an_evaluation(bases, monkeypatch):
         with pytest.raises(SystemExit):
             deepy.main(["1.5", "train.py", *map(str, files_of(SOME[0], bases, position))])
     assert started == ["train.py", "evaluate.py"]
+
+
+def test_the_width_of_llamas_mlp_is_that_of_the_published_models(tmp_path):
+    """GPT-NeoX's files of Llama, whose models have these widths on Hugging Face."""
+    for hidden, width, multiple, published in (
+        (4096, 32768, 256, 11008),
+        (6656, 53248, 256, 17920),
+        (8192, 86016, 4096, 28672),
+    ):
+        file = tmp_path / "llama.yml"
+        keys = {"num_layers": 1, "hidden_size": hidden, "num_attention_heads": 32}
+        keys |= {"intermediate_size": width, "mlp_multiple_of": multiple, "activation": "swiglu"}
+        file.write_text(json.dumps(keys | {"seq_length": 64}))
+        assert load([file]).model.intermediate_size == published
+    file.write_text(json.dumps(keys | {"seq_length": 64, "activation": "gelu"}))
+    with pytest.raises(UserError, match="mlp_multiple_of: 4096 is read beside intermediate_size"):
+        load([file])

@@ -95,5 +95,5 @@ def test_what_ranks_cannot_share_is_refused_before_a_run():
         "randomized": "Randomized cannot be computed in parts of a text, because each process",
     }.items():
         assert reason in fault_of(two, f"pos_emb={name}")
-    with pytest.raises(UserError, match="need a multiple of 2 ranks, and this run has 3 - start"):
+    with pytest.raises(UserError, match="share need a multiple of 2 ranks, and this run has 3 - "):
         Grid(0, 3).sharing_texts(2)

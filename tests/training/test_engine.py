@@ -48,7 +48,7 @@ def test_learned_kernels_act_with_their_float32_values_although_the_engine_round
     run = trainer(grid, f"pos_emb={name}", "precision=bf16", f"zero_optimization.stage={stage}")
     losses(run, 5)
     exact = from_config(run.config, VOCAB)
-    exact.load_state_dict(full_weights(run.engine))
+    exact.load_state_dict(full_weights(run))
     for hook in ("distance_bias", "distance_weight"):
         trained, evaluated = (
             getattr(run.model.position, hook)(16384),

@@ -165,7 +165,7 @@ def batch(*, poison: bool) -> torch.Tensor:
 
 def state(trainer: Trainer) -> dict[str, torch.Tensor]:
     """Weights, numbers that the encoding computes with, and the optimizer's averages."""
-    found = {name: weight.clone() for name, weight in full_weights(trainer.engine).items()}
+    found = {name: weight.clone() for name, weight in full_weights(trainer).items()}
     found |= {f"learned {name}": one.clone() for name, one in trainer.model.learned().items()}
     optimizer = trainer.engine.optimizer
     while hasattr(optimizer, "optimizer"):
