@@ -70,8 +70,8 @@ def main(argv: list[str] | None = None) -> int:
         others = "or take the cells that have their data: tools/sweep.py run --only AXIS=VALUE"
         raise UserError("\n".join([*absent, others]))
 
-    runner = Runner(places_of(options.jobs), lambda text: print(text, flush=True))
-    runner.run(sweep)
+    runner = Runner(lambda text: print(f"{text}\n", end="", flush=True))  # whole lines of threads
+    runner.run_here(sweep.cells, places_of(options.jobs))
     print(collected(options.file, options.folder))
     missing = []
     for cell in sweep.cells:

@@ -1,13 +1,15 @@
-"""Do what is missing of a sweep, one process per device."""
+"""Do what is missing of a sweep: on this machine, or through an engine that others wrote."""
 
 import contextlib
 import errno
 import os
+import queue
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import torch
@@ -17,10 +19,10 @@ from megatron.checkpoints.saved import keep_weights_only
 from megatron.errors import UserError, visible
 from megatron.files import ROOT, write_text
 from megatron.parallel.die_with_parent import die_with_parent
-from megatron.sweeps.cells import Cell, Sweep, state_of
+from megatron.sweeps.cells import Cell, state_of
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-PAUSE = 0.1  # seconds between two looks at the processes
+PAUSE = 0.1  # seconds between two looks at a process
 
 
 def places_of(jobs: int | None) -> list[dict[str, str]]:
@@ -42,43 +44,123 @@ def places_of(jobs: int | None) -> list[dict[str, str]]:
 
 @dataclass
 class Runner:
-    """Works on cells, one at each place at a time.
+    """Works on cells; an engine decides which cell is next, and where.
 
-    places: what the environment of the processes of each place says
     say: shows a line
     stopping: whether a signal has come
     disk_full: whether a cell failed for that: then no other is begun
     """
 
-    places: Sequence[dict[str, str]]
     say: Callable[[str], None]
     stopping: bool = False
     disk_full: bool = False
 
-    def run(self, sweep: Sweep) -> None:
-        """Until nothing is left to begin; after a signal, until running cells have saved."""
-        under_nohup = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+    def work(self, cell: Cell, place: dict[str, str]) -> None:
+        """Train a cell and evaluate it, as far as that is missing.
+
+        The scripts end with this process, however it ends. The thread that calls must live as long.
+        place: variables for the environment of the scripts
+        """
+        if self.stopping or self.disk_full:
+            return
+        try:
+            cell.folder.mkdir(parents=True, exist_ok=True)
+            with cell.lock:
+                state = state_of(cell)
+                if state.kind == "done":
+                    return
+                if state.kind in ("foreign", "damaged"):
+                    raise UserError(f"{state.note} - move it away, or give another --folder")
+                (cell.folder / "failure.txt").unlink(missing_ok=True)
+                settings = cell.folder / "cell.yml"
+                cell.config.save(settings)
+                if state.step < cell.steps:
+                    if not self._ended_well(cell, ["train.py", str(settings)], place):
+                        return
+                    if state_of(cell).step < cell.steps:  # the optimizer's state must stay
+                        raise UserError(
+                            "training ended early, as exit_interval or exit_duration says"
+                        )
+                keep_weights_only(cell.folder)
+                for evaluation in state.missing:
+                    unfinished = cell.file(evaluation, finished=False)
+                    words = ["--step", str(cell.steps), "--output", str(unfinished)]
+                    command = ["evaluate.py", str(settings), *evaluation.words, *words]
+                    if not self._ended_well(cell, command, place):
+                        return
+                    os.replace(unfinished, cell.file(evaluation))
+                self._tell(f"{cell.name}: done")
+        except Timeout:
+            self._tell(f"{cell.name}: another process is at work on it")
+        except (UserError, OSError) as fault:
+            # A damaged file, a script that failed, a full disk: the caller goes on.
+            self.disk_full |= os.strerror(errno.ENOSPC) in str(fault)
+            with contextlib.suppress(OSError):  # a full disk; the next line says it
+                write_text(cell.folder / "failure.txt", f"{fault}\n")
+            log = cell.folder / "sweep.log"
+            self._tell(f"{cell.name}: failed: {fault} (all of it: {log})")
+
+    def _ended_well(self, cell: Cell, words: list[str], place: dict[str, str]) -> bool:
+        """Run one of our scripts; False if it was stopped. Raises UserError if it failed."""
+        if self.stopping:
+            return False
+        device = place.get("CUDA_VISIBLE_DEVICES")
+        where = "" if device is None else f" on device {device}"
+        self._tell(f"{cell.name}: {words[0]}{where}")
+        log = cell.folder / "sweep.log"
+        command = die_with_parent([sys.executable, str(ROOT / words[0]), *words[1:]])
+        with log.open("ab") as output:
+            start = output.tell()
+            # In a group of its own: what a terminal signals, it gets once, from here.
+            process = subprocess.Popen(
+                command,
+                env={**os.environ, **place},
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                process_group=0,
+            )
+        terminated = False
+        while process.poll() is None:
+            if self.stopping and not terminated:
+                process.terminate()  # once: a second ctrl-C would end train.py without saving
+                terminated = True
+            time.sleep(PAUSE)
+        status = process.returncode
+        if status and not self.stopping:
+            text = log.read_bytes()[start:].decode(errors="replace")
+            lines = [line.strip() for line in text.splitlines() if line.strip()]
+            reason = visible(lines[-1]) if lines else f"{words[0]} ended with status {status}"
+            if status < 0:
+                reason = f"killed by {signal.Signals(-status).name}; {reason}"
+            raise UserError(reason)
+        return status == 0
+
+    def run_here(self, cells: Sequence[Cell], places: Sequence[dict[str, str]]) -> None:
+        """On this machine, a cell at each place at a time; after a signal, until all have saved."""
+        free: queue.SimpleQueue[dict[str, str]] = queue.SimpleQueue()
+        for place in places:
+            free.put(place)
+
+        def work_somewhere(cell: Cell) -> None:
+            place = free.get()
+            try:
+                self.work(cell, place)
+            finally:
+                free.put(place)
+
+        with self._signals(), ThreadPoolExecutor(len(places)) as pool:
+            list(pool.map(work_somewhere, cells))  # raises what a thread raised
+
+    @contextlib.contextmanager
+    def _signals(self) -> Iterator[None]:
+        """Meanwhile a signal only asks to stop."""
         caught = list(SIGNALS)
-        if under_nohup:
+        if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:  # under nohup
             caught.remove(signal.SIGHUP)
         handlers_before = {number: signal.signal(number, self._stop) for number in caught}
-        waiting = iter(sweep.cells)
-        running: dict[Iterator[subprocess.Popen], subprocess.Popen | None] = {}
-        for place in self.places:
-            running[self._work(waiting, place)] = None
-        terminated: set[subprocess.Popen] = set()
         try:
-            while running:
-                for worker, process in list(running.items()):
-                    if process is None or process.poll() is not None:
-                        running[worker] = next(worker, None)
-                        if running[worker] is None:
-                            del running[worker]
-                    elif self.stopping and process not in terminated:
-                        # Each once: a second ctrl-C would end train.py without saving.
-                        terminated.add(process)
-                        process.terminate()
-                time.sleep(PAUSE)
+            yield
         finally:
             for number, handler in handlers_before.items():
                 signal.signal(number, handler)
@@ -91,85 +173,3 @@ class Runner:
     def _tell(self, text: str) -> None:
         with contextlib.suppress(OSError):  # a terminal that is gone
             self.say(text)
-
-    def _work(self, waiting: Iterator[Cell], place: dict[str, str]) -> Iterator[subprocess.Popen]:
-        """Work on waiting cells, one after another; yields each process, to go on at its end."""
-        for cell in waiting:
-            if self.stopping or self.disk_full:
-                return
-            try:
-                cell.folder.mkdir(parents=True, exist_ok=True)
-                with cell.lock:
-                    yield from self._do(cell, place)
-            except Timeout:
-                self._tell(f"{cell.name}: another process is at work on it")
-            except (UserError, OSError) as fault:
-                # A damaged file or a full disk: the other cells go on.
-                self._fail(cell, str(fault))
-
-    def _do(self, cell: Cell, place: dict[str, str]) -> Iterator[subprocess.Popen]:
-        """Train a cell and evaluate it, as far as that is missing."""
-        state = state_of(cell)
-        if state.kind == "done":
-            return
-        if state.kind in ("foreign", "damaged"):
-            raise UserError(f"{state.note} - move it away, or give another --folder")
-        (cell.folder / "failure.txt").unlink(missing_ok=True)
-        settings = cell.folder / "cell.yml"
-        cell.config.save(settings)
-        if state.step < cell.steps:
-            command = ["train.py", str(settings)]
-            ended_well = yield from self._call(cell, command, place)
-            if not ended_well:
-                return
-            if state_of(cell).step < cell.steps:  # only then may the optimizer's state go
-                raise UserError("training ended early, as exit_interval or exit_duration says")
-        keep_weights_only(cell.folder)
-        for evaluation in state.missing:
-            unfinished = cell.file(evaluation, finished=False)
-            words = ["--step", str(cell.steps), "--output", str(unfinished)]
-            command = ["evaluate.py", str(settings), *evaluation.words, *words]
-            ended_well = yield from self._call(cell, command, place)
-            if not ended_well:
-                return
-            os.replace(unfinished, cell.file(evaluation))
-        self._tell(f"{cell.name}: done")
-
-    def _call(
-        self, cell: Cell, words: list[str], place: dict[str, str]
-    ) -> Generator[subprocess.Popen, None, bool]:
-        """Whether one of our scripts ended well. It ends with the sweep, however that ends."""
-        if self.stopping:
-            return False
-        device = place.get("CUDA_VISIBLE_DEVICES")
-        where = "" if device is None else f" on device {device}"
-        self._tell(f"{cell.name}: {words[0]}{where}")
-        log = cell.folder / "sweep.log"
-        command = die_with_parent([sys.executable, str(ROOT / words[0]), *words[1:]])
-        with log.open("ab") as output:
-            start = output.tell()
-            # In a group of its own: what a terminal signals, it gets once, by `run`.
-            process = subprocess.Popen(
-                command,
-                env={**os.environ, **place},
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=output,
-                process_group=0,
-            )
-        yield process
-        status = process.returncode
-        if status and not self.stopping:
-            text = log.read_bytes()[start:].decode(errors="replace")
-            lines = [line.strip() for line in text.splitlines() if line.strip()]
-            reason = visible(lines[-1]) if lines else f"{words[0]} ended with status {status}"
-            if status < 0:
-                reason = f"killed by {signal.Signals(-status).name}; {reason}"
-            self._fail(cell, reason)
-        return status == 0
-
-    def _fail(self, cell: Cell, note: str) -> None:
-        self.disk_full |= os.strerror(errno.ENOSPC) in note
-        with contextlib.suppress(OSError):  # a full disk; the next line says it
-            write_text(cell.folder / "failure.txt", note + "\n")
-        self._tell(f"{cell.name}: failed: {note} (all of it: {cell.folder / 'sweep.log'})")
