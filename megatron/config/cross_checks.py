@@ -181,7 +181,20 @@ def _checkpoint(checkpoint: Checkpoint) -> Faults:
     )
 
 
-def _optimizer(optimizer: Optimizer) -> Faults:
+def _optimizer(optimizer: Optimizer, precision: Precision, parallel: Parallel) -> Faults:
+    choice = optimizer.optimizer
+    is_muon = choice.type == "Muon"
+    is_cut = precision.dtype != "fp32" or parallel.zero_stage > 0
+    yield (
+        is_muon and is_cut,
+        "optimizer.type: Muon turns whole matrices, and ZeRO, with which bf16 and fp16 run, cuts"
+        " them; set zero_optimization.stage: 0 and precision: fp32, or type: Adam",
+    )
+    yield (
+        not is_muon and choice.params.momentum != type(choice.params)().momentum,
+        f"optimizer.params.momentum: is Muon's, and optimizer.type is {choice.type}; drop it, or"
+        " give betas",
+    )
     yield (
         optimizer.min_lr > optimizer.lr,
         f"min_lr: {optimizer.min_lr:g} is more than optimizer.params.lr = {optimizer.lr:g};"

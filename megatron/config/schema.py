@@ -328,21 +328,26 @@ class Training(Section):
     accepted: exit_duration_in_mins."""
 
 
-class AdamParams(Section):
+class OptimizerParams(Section):
     lr: Scale = 6e-4
-    """Peak learning rate."""
+    """Peak learning rate. With Muon it is of Adam's order, for all parameters."""
     betas: Annotated[
         tuple[BelowOne, ...], BeforeValidator(as_tuple), Field(min_length=2, max_length=2)
     ] = (0.9, 0.999)
     """Decay of Adam's two averages."""
     eps: Small = 1e-8
     """Added to Adam's denominator."""
+    momentum: BelowOne = 0.95
+    """Decay of Muon's average of gradients, with Nesterov's step. Only with type: Muon."""
 
 
 class OptimizerChoice(Section):
-    type: Literal["Adam", "AdamW"] = "Adam"
-    """Both mean Adam with decoupled weight decay, because DeepSpeed and the forks read Adam so."""
-    params: AdamParams = Field(default_factory=AdamParams)
+    type: Literal["Adam", "AdamW", "Muon"] = "Adam"
+    """Adam and AdamW both mean Adam with decoupled weight decay, because DeepSpeed and the forks
+    read Adam so. Muon: torch.optim.Muon for the matrices of the layers, with steps of the size of
+    Adam's (match_rms_adamw, arXiv 2502.16982), and AdamW for the rest: embedding, output matrix,
+    norms, biases, encoding. It needs precision: fp32 and ZeRO stage 0."""
+    params: OptimizerParams = Field(default_factory=OptimizerParams)
 
 
 class Optimizer(Section):

@@ -1,4 +1,4 @@
-"""The optimizer, Adam, fused; and its learning rate by step."""
+"""The optimizer, Adam or Muon; and its learning rate by step."""
 
 import importlib
 import importlib.util
@@ -41,22 +41,56 @@ def learning_rate(step: int, optimizer: Optimizer) -> float:
 def build_optimizer(
     model: nn.Module, settings: Optimizer, device: torch.device
 ) -> torch.optim.Optimizer:
-    """Adam with decoupled weight decay; `settings` is the configuration's section `optimizer`.
+    """Adam with decoupled weight decay, or Muon beside it; settings: the section `optimizer`.
 
     Weight decay acts on matrices, not on norms and biases. On what an encoding learns it acts
     only with pos_emb_weight_decay.
     """
     decayed, exempt = named_groups(model, encoding_decays=settings.pos_emb_weight_decay)
+    is_muon = settings.optimizer.type == "Muon"
+    turned: list[nn.Parameter] = []
+    others: list[nn.Parameter] = []
+    for name, parameter in decayed:
+        is_matrix = name.startswith("layers.") and parameter.dim() == 2
+        group = turned if is_muon and is_matrix else others
+        group.append(parameter)
     groups = [
-        {"params": [parameter for _, parameter in decayed], "weight_decay": settings.weight_decay},
+        {"params": others, "weight_decay": settings.weight_decay},
         {"params": [parameter for _, parameter in exempt], "weight_decay": 0.0},
     ]
     adam = settings.optimizer.params
     options: dict[str, Any] = {"lr": adam.lr, "betas": tuple(adam.betas), "eps": adam.eps}
+    if is_muon:
+        muon = torch.optim.Muon(
+            turned,
+            lr=adam.lr,
+            weight_decay=settings.weight_decay,
+            momentum=adam.momentum,
+            adjust_lr_fn="match_rms_adamw",
+        )
+        return MuonBesideAdam(muon, torch.optim.AdamW(groups, fused=True, **options))
     # NVIDIA's apex where its kernels are installed; PyPI's apex, another package, has no amp_C.
     if device.type == "cuda" and importlib.util.find_spec("amp_C"):
         return importlib.import_module("apex.optimizers").FusedAdam(groups, **options)
     return torch.optim.AdamW(groups, fused=True, **options)
+
+
+class MuonBesideAdam(torch.optim.Optimizer):
+    """Two optimizers of torch as one: the first group of parameters is Muon's, the others Adam's.
+
+    Groups and state are theirs, in one list and one dictionary, so that the engine sets rates,
+    saves and loads them as those of any optimizer.
+    """
+
+    def __init__(self, muon: torch.optim.Muon, adam: torch.optim.AdamW) -> None:
+        super().__init__([*muon.param_groups, *adam.param_groups], {})
+        self.muon, self.adam = muon, adam
+
+    def step(self, closure: None = None) -> None:
+        groups = self.param_groups  # others after a checkpoint was loaded, as is the state
+        for part, own in ((self.muon, groups[:1]), (self.adam, groups[1:])):
+            part.param_groups, part.state = own, self.state
+            part.step()
 
 
 Named = list[tuple[str, nn.Parameter]]

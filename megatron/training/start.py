@@ -19,7 +19,7 @@ from megatron.checkpoints.manifest import WEIGHTS, Damaged, engine_files, faults
 from megatron.checkpoints.read import READ_BY_EVALUATION, read_meta
 from megatron.checkpoints.saved import checkpoint_to_continue, latest_step
 from megatron.config import Config
-from megatron.config.schema import Model
+from megatron.config.schema import Model, Optimizer
 from megatron.errors import UserError
 from megatron.model import GPT, Architecture, positions_from_config
 from megatron.parallel.grid import Grid, shared_faults
@@ -184,13 +184,26 @@ def starting_point(config: Config, facts: dict[str, Any], grid: Grid) -> Start:
             f" set train_batch_size={windows_here} if that is meant"
         )
     unfinished = record["step"] < config.training.train_iters
-    if unfinished and not keys.no_load_optim and not engine_files(path, record):
+    here, there = _state_of(config.optimizer), _state_of(trained.optimizer)
+    holds = None
+    if not engine_files(path, record):
+        holds = "weights only"
+    elif here != there:
+        holds = f"the state of {there}, not of {here}"
+    if unfinished and not keys.no_load_optim and holds is not None:
         raise UserError(
-            f"{path}: holds weights only, training cannot continue from it"
-            " - finetune=true starts a new run from them, no_load_optim=true goes on with a fresh"
-            " optimizer"
+            f"{path}: holds {holds}, training cannot continue from it"
+            " - finetune=true starts a new run from its weights, no_load_optim=true goes on with a"
+            " fresh optimizer"
         )
     return Start(before=saved)
+
+
+def _state_of(optimizer: Optimizer) -> str:
+    """Whose averages an optimizer has. Adam's are read by name, Muon's stand in its own order."""
+    if optimizer.optimizer.type != "Muon":
+        return "Adam"
+    return f"Muon with pos_emb_weight_decay: {str(optimizer.pos_emb_weight_decay).lower()}"
 
 
 def _differences(now: Mapping[str, Any], then: Mapping[str, Any]) -> str:

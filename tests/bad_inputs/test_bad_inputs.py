@@ -114,7 +114,7 @@ def test_a_checkpoint_that_cannot_be_continued_says_why(corpus, trained, here):
     check(
         "{resume}",
         "copy/global_step4: holds weights only, training cannot continue from it - finetune=true"
-        " starts a new run from them, no_load_optim=true goes on with a fresh optimizer",
+        " starts a new run from its weights, no_load_optim=true goes on with a fresh optimizer",
         places,
     )
     del record["files"], record["sha256"]  # an old checkpoint, without sums

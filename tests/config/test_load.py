@@ -93,7 +93,18 @@ FAULTS = {
     "min_lr=1": "min_lr: 1 is more than optimizer.params.lr = 0.0006; lower it",
     "eval_lengths=[]": "eval_lengths: must be a list of at least 1, got []",
     "optimizer=5": "optimizer: must be a mapping such as {key: value}, got 5",
-    "optimizer.type=SGD": ("optimizer.type: must be Adam or AdamW, got 'SGD'"),
+    "optimizer.type=SGD": "optimizer.type: must be Adam, AdamW or Muon, got 'SGD'",
+    "optimizer.type=Muon precision=bf16": (
+        "optimizer.type: Muon turns whole matrices, and ZeRO, with which bf16 and fp16 run, cuts"
+        " them; set zero_optimization.stage: 0 and precision: fp32, or type: Adam"
+    ),
+    "optimizer.params.momentum=0.9": (
+        "optimizer.params.momentum: is Muon's, and optimizer.type is Adam; drop it, or give betas"
+    ),
+    "optimizer.type=Muon optimizer.params.muon_lr=0.02": (
+        "optimizer.params.muon_lr: Muon's steps have the size of Adam's here, so"
+        " optimizer.params.lr, such as 6e-4, serves both; set it to false or drop it"
+    ),
     "window=all": "window: must be a whole number or train_length, got 'all'",
     "save=[a]": "save: must be a text; put it in quotes, got ['a']",
     "attention_dropout=0.1": (

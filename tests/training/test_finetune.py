@@ -33,7 +33,9 @@ def weights_at(folder: Path, step: int) -> dict[str, torch.Tensor]:
     return load_file(folder / f"global_step{step}" / WEIGHTS)
 
 
-@pytest.mark.parametrize("how", ["precision=fp32", "precision=bf16", "zero_optimization.stage=3"])
+@pytest.mark.parametrize(
+    "how", ["optimizer.type=Muon", "precision=bf16", "zero_optimization.stage=3"]
+)
 def test_it_starts_from_the_parents_weights_to_the_last_bit_with_all_else_fresh(
     grid, corpus, trained, tmp_path, how
 ):

@@ -1,9 +1,13 @@
-"""Both schedules at their ends and in between."""
+"""Schedules at their ends and in between, and steps of Muon."""
 
 import pytest
+import torch
 
 from megatron.config import load
+from megatron.model import from_config
+from megatron.training.loop import train_step
 from megatron.training.optimizer import learning_rate
+from tests.training.conftest import VOCAB, text, trainer
 
 SHAPE = ["num_layers=1", "hidden_size=8", "num_attention_heads=1", "seq_length=8"]
 
@@ -28,3 +32,48 @@ def test_the_standard_schedule_never_wastes_a_step(style):
 def test_constant_stays_at_its_peak_and_the_floor_holds_everywhere():
     assert set(rates("lr_decay_style=constant", "warmup=0")) == {1.0}
     assert min(rates("lr_schedule=neox-2022", "min_lr=0.3")) == 0.3
+
+
+MATRICES = {
+    "query_key_value.weight",
+    "dense.weight",
+    "dense_h_to_4h.weight",
+    "dense_4h_to_h.weight",
+}
+
+
+def test_muon_takes_the_steps_of_torch_for_the_layers_matrices_and_adam_those_of_the_rest(grid):
+    words = ["pos_emb=mep_param", "optimizer.type=Muon", "optimizer.params.momentum=0.9"]
+    words += ["lr_decay_style=constant", "warmup=0", "weight_decay=0.1", "gradient_clipping=0"]
+    run = trainer(grid, *words)
+    plain = from_config(run.config, VOCAB)
+    plain.load_state_dict(run.model.state_dict())
+
+    by_kind: dict[str, list[torch.Tensor]] = {"matrices": [], "tables": [], "rest": []}
+    for name, parameter in plain.named_parameters():
+        is_table = name in ("word_embeddings.weight", "final_linear.weight")
+        is_matrix = ".".join(name.split(".")[-2:]) in MATRICES
+        kind = "tables" if is_table else "matrices" if is_matrix else "rest"
+        by_kind[kind].append(parameter)
+    assert len(by_kind["matrices"]) == 8
+    optimizers = [
+        torch.optim.Muon(
+            by_kind["matrices"],
+            lr=3e-3,
+            momentum=0.9,
+            weight_decay=0.1,
+            adjust_lr_fn="match_rms_adamw",
+        ),
+        torch.optim.AdamW(by_kind["tables"], lr=3e-3, weight_decay=0.1, fused=True),
+        torch.optim.AdamW(by_kind["rest"], lr=3e-3, weight_decay=0.0, fused=True),
+    ]
+    for batch in text(3):
+        loss = train_step(run, [batch])["loss"]
+        expected = plain(batch[:, :-1], labels=batch[:, 1:], mean=True)
+        expected.backward()
+        assert loss == expected
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    for name, weight in plain.state_dict().items():
+        assert torch.equal(run.model.state_dict()[name], weight), name

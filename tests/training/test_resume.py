@@ -34,8 +34,9 @@ DOCUMENTS = ["reset_attention_mask=true", "reset_position_ids=true", "eod_mask_l
         ["zero_optimization.stage=3", *LLAMA],
         ["precision=bf16", "zero_optimization.stage=3"],
         ["checkpoint_activations=true", *DOCUMENTS],
+        ["optimizer.type=Muon"],
     ],
-    ids=["fp32", "bf16", "zero2", "zero3-llama", "bf16-zero3", "documents"],
+    ids=["fp32", "bf16", "zero2", "zero3-llama", "bf16-zero3", "documents", "muon"],
 )
 def test_a_resumed_run_repeats_the_uninterrupted_one_to_the_last_bit(grid, corpus, tmp_path, how):
     """Each way has dropout and a learned encoding, validations and lines between checkpoints."""
@@ -231,6 +232,21 @@ def test_weight_decay_of_the_encoding_can_change(grid, corpus, tmp_path):
     new = tmp_path / "new"
     train(load([], recipe(corpus, new, 0, *more, source=tmp_path / "run")), grid)
     assert losses(new) == pytest.approx(losses(tmp_path / "run"), abs=1e-3)
+
+
+def test_another_optimizer_or_order_of_its_state_is_refused_or_starts_fresh(
+    grid, corpus, trained, tmp_path
+):
+    muon = "optimizer.type=Muon"
+    folder = copy_of(trained, tmp_path)
+    with pytest.raises(UserError, match=r"holds the state of Adam, not of Muon with pos_emb_weig"):
+        train(settings(corpus, folder, muon), grid)
+    train(settings(corpus, folder, muon, "train_iters=5", "no_load_optim=true"), grid)
+    states = "Muon with pos_emb_weight_decay: false, not of Muon with pos_emb_weight_decay: true"
+    with pytest.raises(UserError, match=f"global_step5: holds the state of {states}, training"):
+        train(settings(corpus, folder, muon, "pos_emb_weight_decay=true"), grid)
+    with pytest.raises(UserError, match=r"holds the state of Muon with pos_emb_.*, not of Adam, "):
+        train(settings(corpus, folder, "zero_optimization.stage=1"), grid)
 
 
 def test_a_checkpoint_continues_at_every_other_zero_stage(grid, corpus, tmp_path):
