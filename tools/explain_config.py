@@ -51,12 +51,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         raise UserError(f"--mfu: {options.mfu:g} is not a share - give more than 0 and at most 1")
     files, overrides = split_words(options.words, options.conf_dir)
     config = load(files, overrides)
-    devices = (config.launch.num_gpus or 1) * (config.launch.num_nodes or 1)
+    shared = config.parallel.context_parallel_size * config.parallel.model_parallel_size
+    groups = (config.launch.num_gpus or 1) * (config.launch.num_nodes or 1) // shared or 1
     if config.training.train_batch_size:
-        devices = config.training.train_batch_size // windows_per_step(config)
+        groups = config.training.train_batch_size // windows_per_step(config)
+    devices = groups * shared
     if config.training.train_epochs:
         part = open_parts(config.data, ["train"])["train"]
-        config = with_epochs(config, part, devices)
+        config = with_epochs(config, part, groups)
 
     lines = [] if options.brief else [*key_lines(config, only_given=options.given)]
     vocab = likely_rows(config)
@@ -64,13 +66,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     kind = "cpu" if options.gpu == "cpu" else "cuda"  # where blocks of logits are larger
     need = needs(config, vocab, devices, torch.device(kind))
     evaluated = evaluation_flops({}, config, vocab)
-    flops = training_flops(config, devices)
+    flops = training_flops(config, groups)
     lines += [
         f"this run (hash {config.hash}, encoding {name_of_layers(config.position)})",
         f"  parameters          {counted.whole:,}",
         f"    in the encoding   {counted.positions:,}",
         f"  vocabulary          {vocab:,} rows, by the data, or GPT-2's if there are none",
-        f"  tokens              {training_tokens(config, devices):,}",
+        f"  tokens              {training_tokens(config, groups):,}",
         f"  FLOP of training    {flops:.3g}",
         f"  FLOP to evaluate    {evaluated:.3g}, eval_tokens at every length",
         f"  memory to train     {in_bytes(need.memory)} on each of {devices} device(s)",
@@ -89,16 +91,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def training_tokens(config: Config, devices: int) -> int:
+def training_tokens(config: Config, groups: int) -> int:
     """Tokens of the whole training."""
-    windows = config.training.train_iters * windows_per_step(config) * devices
+    windows = config.training.train_iters * windows_per_step(config) * groups
     return windows * config.model.seq_length
 
 
-def training_flops(config: Config, devices: int) -> float:
+def training_flops(config: Config, groups: int) -> float:
     """Operations of the whole training, forward and backward."""
     of_token = forward_flops(config, likely_rows(config), config.model.seq_length)
-    return BACKWARD * of_token * training_tokens(config, devices)
+    return BACKWARD * of_token * training_tokens(config, groups)
 
 
 def key_lines(config: Config, *, only_given: bool) -> Iterator[str]:

@@ -116,7 +116,12 @@ def _encoding(model: Model, position: Position, attention: Attention, parallel: 
             if attention.reset_attention_mask:
                 encoding.check_documents(restart=attention.reset_position_ids)
             if parallel.context_parallel_size > 1:
-                encoding.check_parts(training=True)
+                encoding.check_parts()
+                if attention.paper_precision:
+                    raise UserError(
+                        "paper_precision: sums that ranks share would be rounded in another order"
+                        " than one rank's; set it to false, or context_parallel_size to 1"
+                    )
             if parallel.model_parallel_size > 1:
                 encoding.check_shares()
     except UserError as fault:

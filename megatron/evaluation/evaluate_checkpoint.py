@@ -72,10 +72,14 @@ def evaluate(config: Config | None, options: Options) -> MeasuredRows:
     """
     run = loaded_run(config, options.checkpoint, options.step)
     config, model, grid = run.config, run.model, here()
-    # A run whose texts were shared may be measured by fewer processes, which share none.
     size = config.parallel.context_parallel_size
     if grid.ranks % size == 0:
         grid = grid.sharing_texts(size)
+    elif grid.first:
+        logger.info(
+            f"context_parallel_size: {size} does not divide {grid.ranks} process(es), so each"
+            " computes whole windows"
+        )
 
     # Each protocol on each variant of each text, with the file of its rows.
     positions = [placed.position for placed in model.placed]
@@ -85,14 +89,14 @@ def evaluate(config: Config | None, options: Options) -> MeasuredRows:
     if grid.context_ranks > 1:
         for measuring in dict.fromkeys([model, judge.model]):
             for placed in measuring.placed:
-                placed.position.check_parts(training=False)
+                placed.position.check_parts()
         moved = [one for one in attentions if one.method is not None or one.sinks is not None]
         if moved:
             raise UserError(
                 f"context_parallel_size: {size} ranks share no text under --method or --sinks,"
                 " which move tokens - set it to 1"
             )
-    context = context_of(grid, config.parallel.cp_comm_type)
+    context = context_of(grid, "all_gather")  # a judge may have another number of heads
     jobs = []
     lengths: list[int] = []
     for tokens in run.texts.files:

@@ -140,9 +140,11 @@ def losses_of_targets(
         own_targets = context.part(windows.length)
     else:
         context = None
-    if isinstance(model, GPT):
-        model.context = context
     try:
+        if context is not None and isinstance(model, GPT):
+            # Else the last rank alone would find out, and the others wait for it.
+            model.check_length(windows.length)
+            model.context = context
         for batch in batches[place::places]:
             tokens = np.stack([windows.ids[number] for number in batch]).astype(np.int64)
             ids = torch.from_numpy(tokens).to(device)
@@ -171,6 +173,8 @@ def losses_of_targets(
         ) from None
     finally:
         model.train(training)
+        if isinstance(model, GPT):
+            model.context = None
     gathered = grid.gather((own, refusal))
     refusal = next((reason for _, reason in gathered if reason is not None), None)
     everywhere: dict[int, np.ndarray] = {}

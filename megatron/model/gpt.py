@@ -153,6 +153,9 @@ class GPT(nn.Module):
         last_token = weight.new_zeros(1, 1, weight.shape[1])
         for position in self._positions:
             position.prepare(length)
+            shape = position.shape
+            last_query = weight.new_zeros(1, shape.heads, 1, shape.head_dim)
+            position.on_queries_keys(last_query, last_query, length - 1)
         self.position.on_embeddings(last_token, length - 1)
 
     def _attention_inputs(

@@ -205,7 +205,7 @@ class Position(Float32Module):
                 " it to false (reset_attention_mask keeps documents apart without it)"
             )
 
-    def check_parts(self, *, training: bool) -> None:
+    def check_parts(self) -> None:
         """Raises UserError if processes that have one part of a text each cannot compute this."""
         reason = None
         if self.has("on_scores"):
@@ -214,7 +214,7 @@ class Position(Float32Module):
             reason = "on_queries_keys_by_content reads the tokens before"
         elif self.has("score_bias") and not self.sums_over_tokens:
             reason = "score_bias does not say that its w is a sum (sums_over_tokens)"
-        elif training and self.draws_positions:
+        elif self.draws_positions:
             reason = "each process would draw positions of its own"
         if reason is not None:
             raise UserError(

@@ -7,6 +7,7 @@ import pytest
 
 from megatron.config import load
 from megatron.errors import UserError
+from megatron.model import from_config
 from megatron.parallel.grid import Grid
 from megatron.positions import REGISTRY
 from tests.parallel import context_ranks as ranks
@@ -39,7 +40,7 @@ def test_two_ranks_have_the_losses_and_gradients_of_one(forks, grid, tmp_path): 
 
 @pytest.mark.distributed
 def test_a_run_goes_on_and_is_measured_with_other_ranks(forks, corpus, tmp_path):
-    """One rank, then two that share texts at stage 3, then one again: as without interruption."""
+    """One rank, then four that share texts at stage 3, then one again: as without interruption."""
 
     def run(script, save, load_from, ranks, *more):
         words = [f"data_path={corpus}", f"save={tmp_path / save}", "hidden_dropout=0"]
@@ -52,7 +53,9 @@ def test_a_run_goes_on_and_is_measured_with_other_ranks(forks, corpus, tmp_path)
     shared = ["context_parallel_size=2", "zero_optimization.stage=3"]
     whole = run("train.py", "whole", None, 1, "train_iters=6", "save_interval=2")
     first = whole / "global_step2"
-    two = run("train.py", "two", first, 2, "train_iters=6", "exit_interval=4", *shared)
+    # Two groups of two ranks, each with one of two micro batches of a window.
+    shared += ["train_micro_batch_size_per_gpu=1", "gradient_accumulation_steps=2"]
+    two = run("train.py", "two", first, 4, "train_iters=6", "exit_interval=4", *shared)
     one = run("train.py", "one", two / "global_step4", 1, "train_iters=6")
     expected = records(whole)
     for step, record in (records(two) | records(one)).items():
@@ -89,6 +92,8 @@ def test_what_ranks_cannot_share_is_refused_before_a_run():
     assert shared.hash == load([], tiny(*shape)).hash
     two = "context_parallel_size=2"
     assert "torch_compile: compiles no exchange" in fault_of(two, "torch_compile=true")
+    rounded = fault_of(two, "paper_precision=true", "pos_emb=alibi")
+    assert "paper_precision: sums that ranks share would be rounded" in rounded
     for name, reason in {
         "cope": "CoPE cannot be computed in parts of a text, because on_scores needs all scores",
         "selective_rope": "because on_queries_keys_by_content reads the tokens before",
@@ -97,3 +102,11 @@ def test_what_ranks_cannot_share_is_refused_before_a_run():
         assert reason in fault_of(two, f"pos_emb={name}")
     with pytest.raises(UserError, match="share need a multiple of 2 ranks, and this run has 3 - "):
         Grid(0, 3).sharing_texts(2)
+
+
+def test_a_length_that_the_last_rank_alone_would_refuse_is_refused_before(grid):  # noqa: F811
+    for words in (["pos_emb=learned"], ["pos_emb=xpos"]):
+        model = from_config(load([], tiny(*words)), 61)
+        model.check_length(64)
+        with pytest.raises(UserError, match="100000"):
+            model.check_length(100_000)
