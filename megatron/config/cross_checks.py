@@ -205,6 +205,22 @@ def _optimizer(optimizer: Optimizer, precision: Precision, parallel: Parallel) -
         f"min_lr: {optimizer.min_lr:g} is more than optimizer.params.lr = {optimizer.lr:g};"
         " lower it",
     )
+    is_wsd = optimizer.lr_decay_style == "wsd"
+    yield (
+        is_wsd and optimizer.lr_schedule != "standard",
+        "lr_decay_style: wsd is none of lr_schedule: neox-2022; set lr_schedule: standard",
+    )
+    for key in ("lr_wsd_decay_iters", "lr_wsd_decay_style"):
+        yield (
+            not is_wsd and getattr(optimizer, key) != type(optimizer).model_fields[key].default,
+            f"{key}: belongs to lr_decay_style: wsd; set that, or drop this",
+        )
+    steps, decay = optimizer.lr_decay_iters, optimizer.lr_wsd_decay_iters
+    yield (
+        is_wsd and steps and decay + optimizer.warmup * steps > steps,
+        f"lr_wsd_decay_iters: {decay} steps of decay and the warm-up are more than lr_decay_iters ="
+        f" {steps}; lower one of them",
+    )
 
 
 def _data(data: Data, training: Training) -> Faults:

@@ -363,8 +363,15 @@ class Optimizer(Section):
     """Largest norm of the whole gradient, to which a larger one is scaled. 0: no clipping."""
     min_lr: Scale = 0.0
     """The learning rate never falls below this."""
-    lr_decay_style: Literal["cosine", "linear", "constant"] = "cosine"
-    """Shape of the decay after the warm-up. (GPT-NeoX's default is linear.)"""
+    lr_decay_style: Literal["cosine", "linear", "constant", "wsd"] = "cosine"
+    """Shape of the decay after the warm-up; wsd: the peak rate, then a decay in the last
+    lr_wsd_decay_iters steps, so that decays of several lengths branch from one run. (GPT-NeoX's
+    default is linear.)"""
+    lr_wsd_decay_iters: Count = 0
+    """With wsd: steps of the decay, the last ones of lr_decay_iters. 0: none, the stable run."""
+    lr_wsd_decay_style: Literal["exponential", "linear", "cosine", "minus_sqrt"] = "exponential"
+    """Shape of that decay, by Megatron-LM's names, at a share r of its steps; exponential:
+    2 * 0.5^r - 1; minus_sqrt: 1 - sqrt(r)."""
     lr_decay_iters: Count
     """Steps over which the learning rate decays."""
     warmup: Fraction = 0.01

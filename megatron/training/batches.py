@@ -129,20 +129,26 @@ class Batches:
 
     parts: train, and valid if the run validates
     used: windows that all ranks together have used for training
+    planned: windows for which the order was drawn, which fewer do not change
     Raises UserError if the data do not suffice.
     """
 
     def __init__(
-        self, config: Config, grid: Grid, parts: Mapping[str, Part], used: int = 0
+        self,
+        config: Config,
+        grid: Grid,
+        parts: Mapping[str, Part],
+        used: int = 0,
+        planned: int = 0,
     ) -> None:
         self.config, self.grid, self.parts, self.used = config, grid, parts, used
         training, length = config.training, config.model.seq_length
         self.per_step = windows_per_step(config) * grid.data_ranks
+        self.planned = max(planned, training.train_iters * self.per_step)
         if training.train_epochs is not None:
             samples = parts["train"].epoch(length, training.seed)
         else:
-            count = training.train_iters * self.per_step
-            samples = parts["train"].samples(length, training.seed, count)
+            samples = parts["train"].samples(length, training.seed, self.planned)
         self.train_windows = self._batches(samples, used)
 
     def next_step(self) -> list[Tensor]:

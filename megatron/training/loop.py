@@ -106,7 +106,7 @@ def train(config: Config, grid: Grid) -> Path | None:
         whole, of_encoding = need.parameters
         logger.info(f"{whole:,} parameters: {need}")
         model = from_config(config, vocab, facts["tokenizer"].get("eod"))
-        batches = Batches(config, grid, parts, start.windows)
+        batches = Batches(config, grid, parts, start.windows, start.planned)
         validates = bool(training.eval_interval and training.eval_iters)
         if validates:  # what cannot be validated is refused now
             one_window = torch.zeros(1, config.data.seq_length_val, config.model.hidden_size)
@@ -177,6 +177,7 @@ def train(config: Config, grid: Grid) -> Path | None:
             record = facts | keeper.facts
             record |= {
                 "windows": batches.used,
+                "planned": batches.planned,
                 "windows_per_step": batches.per_step,
                 "ranks": grid.ranks,
                 "data_ranks": grid.data_ranks,

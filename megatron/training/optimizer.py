@@ -17,6 +17,7 @@ def learning_rate(step: int, optimizer: Optimizer) -> float:
     """The learning rate of a step (the first is 0) by the configuration's section `optimizer`.
 
     Standard: linear warm-up, then a decay that would reach the floor one step after the last.
+    wsd: between them the rate stays at its peak (arXiv 2404.06395; shapes as in Megatron-LM).
     neox-2022: as GPT-NeoX computed it when KERPLE and MEP were made (learning_rates.py at 738b87e).
     The first step has rate 0. The decay is divided by the whole length, not by what the warm-up
     leaves, so the rate stays constant in the last `warmup` steps.
@@ -28,13 +29,25 @@ def learning_rate(step: int, optimizer: Optimizer) -> float:
     reached = min(step, steps - warmup) if old else step + 1
     if reached < warmup:
         return max(floor, peak * reached / warmup)
-    left = steps if old else steps + 1 - warmup
-    progress = min(1.0, (reached - warmup) / left)
+    start = warmup
+    if optimizer.lr_decay_style == "wsd":
+        start = steps - optimizer.lr_wsd_decay_iters
+        if reached <= start or not optimizer.lr_wsd_decay_iters:
+            return peak
+    left = steps if old else steps + 1 - start
+    progress = min(1.0, (reached - start) / left)
+    style = optimizer.lr_decay_style
+    if style == "wsd":
+        style = optimizer.lr_wsd_decay_style
     shape = 1.0
-    if optimizer.lr_decay_style == "cosine":
+    if style == "cosine":
         shape = (math.cos(math.pi * progress) + 1) / 2
-    elif optimizer.lr_decay_style == "linear":
+    elif style == "linear":
         shape = 1 - progress
+    elif style == "exponential":
+        shape = 2 * 0.5**progress - 1
+    elif style == "minus_sqrt":
+        shape = 1 - math.sqrt(progress)
     return max(floor, peak * shape if old else floor + (peak - floor) * shape)
 
 

@@ -45,7 +45,10 @@ MAY_CHANGE = {
 """Keys of the section `model` that neither shape the parent's weights nor what is computed from
 them; the rows of the embedding are the parent's whatever the last one says."""
 NO_TEXT = ("corpus", "path", "weight")  # a corpus may be moved, renamed and weighed anew
-SCHEDULE = ("min_lr", "lr_decay_style", "lr_decay_iters", "warmup", "lr_schedule")
+SCHEDULE = (
+    *("min_lr", "lr_decay_style", "lr_decay_iters", "warmup", "lr_schedule"),
+    *("lr_wsd_decay_iters", "lr_wsd_decay_style"),
+)
 """Keys of the section `optimizer` that shape the learning rate, beside optimizer.params.lr."""
 
 
@@ -86,6 +89,15 @@ class Start:
             return 0
         of_step = windows_per_step(self.before.config) * self.record.get("ranks", 1)
         return self.record.get("windows", self.step * of_step)
+
+    @property
+    def planned(self) -> int:
+        """Windows for which the order of the text was drawn, where a branch of wsd keeps it."""
+        if self.before is None or self.before.config.optimizer.lr_decay_style != "wsd":
+            return 0
+        ranks = self.record.get("data_ranks", self.record.get("ranks", 1))
+        whole = self.before.config.training.train_iters * windows_per_step(self.before.config)
+        return self.record.get("planned", whole * ranks)
 
     @property
     def parent_model(self) -> str | None:
@@ -241,6 +253,10 @@ def with_schedule(config: Config, start: Start) -> Config:
         return replace(config, optimizer=optimizer.model_copy(update=update))
     now, then = optimizer.lr_decay_iters, there.lr_decay_iters
     is_meant = "lr_decay_iters" in config.given or config.checkpoint.override_lr_scheduler
+    # A decay branches from the stable part, or that becomes longer: the rate makes no jump.
+    of_wsd = [one.lr_decay_style == "wsd" for one in (optimizer, there)]
+    stable = [one.lr_decay_iters - one.lr_wsd_decay_iters for one in (optimizer, there)]
+    is_meant = is_meant or (all(of_wsd) and start.step <= min(stable))
     if now != then and not is_meant:
         raise UserError(
             f"lr_decay_iters: follows train_iters = {steps} and was {then} when step {start.step}"

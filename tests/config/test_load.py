@@ -98,6 +98,16 @@ FAULTS = {
         "optimizer.type: Muon turns whole matrices, and ZeRO, with which bf16 and fp16 run, cuts"
         " them; set zero_optimization.stage: 0 and precision: fp32, or type: Adam"
     ),
+    "lr_decay_style=WSD lr_schedule=neox-2022": (
+        "lr_decay_style: wsd is none of lr_schedule: neox-2022; set lr_schedule: standard"
+    ),
+    "lr_wsd_decay_iters=5": (
+        "lr_wsd_decay_iters: belongs to lr_decay_style: wsd; set that, or drop this"
+    ),
+    "lr_decay_style=wsd lr_decay_iters=10 lr_wsd_decay_iters=10": (
+        "lr_wsd_decay_iters: 10 steps of decay and the warm-up are more than lr_decay_iters = 10;"
+        " lower one of them"
+    ),
     "optimizer.params.momentum=0.9": (
         "optimizer.params.momentum: is Muon's, and optimizer.type is Adam; drop it, or give betas"
     ),

@@ -34,6 +34,20 @@ def test_constant_stays_at_its_peak_and_the_floor_holds_everywhere():
     assert min(rates("lr_schedule=neox-2022", "min_lr=0.3")) == 0.3
 
 
+def test_wsd_stays_at_its_peak_and_decays_by_the_shapes_of_megatron_lm():
+    stable = rates("lr_decay_style=wsd")
+    assert set(stable[99:]) == {1.0}
+    halves = {"linear": 0.5, "cosine": 0.5, "exponential": 2 * 0.5**0.5 - 1}
+    halves["minus_sqrt"] = 1 - 0.5**0.5
+    for style, half in halves.items():
+        words = ["lr_decay_style=wsd", "lr_wsd_decay_iters=199", f"lr_wsd_decay_style={style}"]
+        found = rates(*words)
+        assert found[:801] == stable[:801]
+        assert found[801] < 1
+        assert found[900] == pytest.approx(half)  # the 100th of 199 steps, and the 200th has 0
+        assert found[801:] == sorted(found[801:], reverse=True)
+
+
 MATRICES = {
     "query_key_value.weight",
     "dense.weight",

@@ -149,6 +149,26 @@ def test_more_steps_ask_whether_the_schedule_is_stretched(caplog):
         scheduled("override_lr_scheduler=true", "use_checkpoint_lr_scheduler=true")
 
 
+def test_a_decay_branches_from_a_stable_run_and_has_its_losses_up_to_the_decay(
+    grid, corpus, tmp_path
+):
+    stable, branch = tmp_path / "stable", tmp_path / "branch"
+    wsd = ["lr_decay_style=wsd", "warmup=0", "override_lr_scheduler=false"]
+    train(settings(corpus, stable, *wsd), grid)
+    words = [f"load={stable / 'global_step4'}", "train_iters=7", "lr_wsd_decay_iters=2"]
+    train(settings(corpus, branch, *wsd, *words), grid)
+    parent, found = records(stable), records(branch)
+    for step in (5, 6):  # a loss is that before its step's update
+        assert found[step]["loss"] == parent[step]["loss"]
+    rates = [found[step]["lr"] / 3e-3 for step in (5, 6, 7)]
+    assert rates == pytest.approx([1, 2 * 0.5 ** (1 / 3) - 1, 2 * 0.5 ** (2 / 3) - 1])
+    assert found[7]["loss"] != parent[7]["loss"]
+    # The order of the text is the stable run's, also for whoever continues the branch.
+    assert read_record(branch / "global_step7")["planned"] == 8 * 4
+    with pytest.raises(UserError, match=r"lr_decay_iters: follows train_iters = 9 and was 7 "):
+        train(settings(corpus, branch, *wsd, "train_iters=9", "lr_wsd_decay_iters=1"), grid)
+
+
 def test_the_checkpoints_schedule_is_kept_if_that_is_said():
     given = ["use_checkpoint_lr_scheduler=true", "optimizer.params.lr=0.9", "warmup=0.5"]
     config = continued(scheduled(*given, "weight_decay=0.3", "lr_decay_style=linear"), 4)
