@@ -71,7 +71,7 @@ def main(argv: list[str] | None = None) -> int:
         raise UserError("\n".join([*absent, others]))
 
     runner = Runner(lambda text: print(f"{text}\n", end="", flush=True))  # whole lines of threads
-    runner.run_here(sweep.cells, places_of(options.jobs))
+    runner.run(sweep.cells, places_of(options.jobs))
     print(collected(options.file, options.folder))
     missing = []
     for cell in sweep.cells:

@@ -146,7 +146,7 @@ def _training(training: Training, parallel: Parallel) -> Faults:
     )
 
 
-def _context(model: Model, data: Data, training: Training, parallel: Parallel) -> Faults:
+def _sharing(model: Model, data: Data, training: Training, parallel: Parallel) -> Faults:
     size, heads = parallel.context_parallel_size, model.num_attention_heads
     is_cut = parallel.model_parallel_size > 1
     lengths = {"seq_length": model.seq_length, "seq_length_val": data.seq_length_val}
@@ -319,7 +319,7 @@ CHECKS: tuple[Callable[..., Faults], ...] = (
     _model,
     _encoding,
     _training,
-    _context,
+    _sharing,
     _checkpoint,
     _optimizer,
     _data,

@@ -432,7 +432,7 @@ class ZeroOptimization(Section):
 
 
 class Parallel(Section):
-    """Several devices. None of these keys changes what is computed."""
+    """Several devices. None of these keys changes what is computed, apart from dropout's masks."""
 
     zero_optimization: ZeroOptimization = Field(default_factory=ZeroOptimization)
     pipe_parallel_size: Annotated[Int, Field(ge=0, le=1)] = 1

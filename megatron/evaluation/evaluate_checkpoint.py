@@ -74,7 +74,7 @@ def evaluate(config: Config | None, options: Options) -> MeasuredRows:
     config, model, grid = run.config, run.model, here()
     size = config.parallel.context_parallel_size
     if grid.ranks % size == 0:
-        grid = grid.sharing_texts(size)
+        grid = grid.sharing(size)
     elif grid.first:
         logger.info(
             f"context_parallel_size: {size} does not divide {grid.ranks} process(es), so each"
@@ -87,9 +87,11 @@ def evaluate(config: Config | None, options: Options) -> MeasuredRows:
     attentions = variants(attention, options, positions, model.train_length)
     judge = judge_of(run, options) if "longppl" in options.protocol else run
     if grid.context_ranks > 1:
-        for measuring in dict.fromkeys([model, judge.model]):
-            for placed in measuring.placed:
+        for placed in judge.model.placed:  # the run's own are checked with its configuration
+            try:
                 placed.position.check_parts()
+            except UserError as fault:
+                raise UserError(f"--judge: {fault}") from None
         moved = [one for one in attentions if one.method is not None or one.sinks is not None]
         if moved:
             raise UserError(

@@ -109,6 +109,8 @@ class GPT(nn.Module):
         length = start + ids.shape[1]  # of the whole text
         for position in self._positions:
             position.prepare(length)
+            if start:
+                position.check_cached(start, length)
         if cache is not None and not cache.layers:
             cache.layers = [LayerCache() for _ in self.layers]
         documents = None

@@ -10,7 +10,6 @@ from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
 from megatron.attention import attention
-from megatron.errors import UserError
 from megatron.parallel.grid import Grid
 
 
@@ -25,7 +24,7 @@ class Context:
     """
 
     def __init__(self, group: ProcessGroup, comm_type: str) -> None:
-        self.group, self.comm_type = group, comm_type
+        self.group = group
         self.rank, self.ranks = group.rank(), group.size()
         self.by_heads: Callable[..., Tensor] | None = None
         if comm_type == "a2a":
@@ -35,15 +34,8 @@ class Context:
             self.by_heads = DistributedAttention(*inputs, scatter_idx=2, gather_idx=1)
 
     def part(self, length: int) -> slice:
-        """The places of this rank's tokens in a text of `length`.
-
-        Raises UserError if the ranks cannot have parts of one size.
-        """
-        if length % self.ranks:
-            raise UserError(
-                f"context_parallel_size: {self.ranks} ranks cannot share {length} tokens equally"
-                f" - take a length that is a multiple of {self.ranks}"
-            )
+        """This rank's places of `length` tokens, or heads, which the ranks divide."""
+        assert length % self.ranks == 0
         size = length // self.ranks
         return slice(self.rank * size, (self.rank + 1) * size)
 
@@ -68,31 +60,28 @@ class Context:
 
         Returns [batch, heads, own tokens, features].
         """
-        length = q.shape[2] * self.ranks
-        whole_text = slice(0, length)
-        own_heads = slice(None)
+        heads, length = q.shape[1], q.shape[2] * self.ranks
         if self.by_heads is not None:
-            heads = q.shape[1] // self.ranks
-            own_heads = slice(self.rank * heads, (self.rank + 1) * heads)
+            own_heads, visible = self.part(heads), slice(0, length)
         else:
-            whole_text = slice(0, self.part(length).stop)  # later keys are masked
+            own_heads, visible = slice(0, heads), slice(0, self.part(length).stop)
 
         if score_bias is not None:
             u, w = score_bias
             totals = self.gather(w[:, :, -1:])  # [batch, heads, ranks] and its rank
             w = w + totals[:, :, : self.rank].sum(dim=2, keepdim=True)
-            w = self.gather(w)[:, own_heads, whole_text]
+            w = self.gather(w)[:, own_heads, visible]
             if u is not None and self.by_heads is not None:
                 u = self.gather(u)[:, own_heads]
             options["score_bias"] = (u, w)
         if index_bias is not None:
             options["index_bias"] = lambda queries, keys: index_bias(queries, keys)[own_heads]
         options["weight"] = None if weight is None else weight[own_heads]
-        options["segments"] = None if segments is None else segments[:, whole_text]
+        options["segments"] = None if segments is None else segments[:, visible]
         bias = None if bias is None else bias[own_heads]
 
         if self.by_heads is None:
-            k, v = self.gather(k)[:, :, whole_text], self.gather(v)[:, :, whole_text]
+            k, v = self.gather(k)[:, :, visible], self.gather(v)[:, :, visible]
             return attention(q, k, v, bias, **options)
         length_first = [tensor.transpose(1, 2) for tensor in (q, k, v)]
         out = self.by_heads(*length_first, batch_dim_idx=0, bias=bias, **options)
@@ -117,9 +106,9 @@ class Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, part: Tensor, group: ProcessGroup) -> Tensor:
         ctx.group = group
-        parts = [torch.empty_like(part, memory_format=torch.contiguous_format)]
-        parts += [torch.empty_like(parts[0]) for _ in range(group.size() - 1)]
-        torch.distributed.all_gather(parts, part.contiguous(), group=group)
+        part = part.contiguous()
+        parts = [torch.empty_like(part) for _ in range(group.size())]
+        torch.distributed.all_gather(parts, part, group=group)
         return torch.cat(parts, dim=2)
 
     @staticmethod

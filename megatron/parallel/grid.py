@@ -71,7 +71,7 @@ class Grid:
         """How many texts are at work at a time."""
         return self.ranks // (self.context_ranks * self.tensor_ranks)
 
-    def sharing_texts(self, context_ranks: int, tensor_ranks: int = 1) -> "Grid":
+    def sharing(self, context_ranks: int, tensor_ranks: int = 1) -> "Grid":
         """The same process where so many neighbours share each text, or each layer.
 
         Raises UserError if they do not divide the ranks.

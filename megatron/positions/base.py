@@ -61,7 +61,7 @@ class Position(Float32Module):
     sums_over_tokens: score_bias gives as w a sum over the tokens up to each key, so that parts of a
         text can be summed apart (`running_sum`)
     heads_alike: on_queries_keys does the same to every head, so that it can be given some of them
-    draws_positions: `prepare` draws positions at random in training
+    draws_positions: `prepare`, where an encoding has its own, draws at random in training
     claims: some of "zero_at_0", "never_rises" and "conditionally_positive_definite", as KERPLE's
         kernels are; tools/check_encoding.py holds the bias to them
     bounds: intervals of learned parameters; `bounded` and `learned` give the values within them
@@ -81,7 +81,7 @@ class Position(Float32Module):
     stretches: bool = False
     sums_over_tokens: bool = False
     heads_alike: bool = False
-    draws_positions: bool = False
+    draws_positions: bool = True
     draws: ClassVar[dict[str, float]] = {}
     claims: ClassVar[tuple[str, ...]] = ()
     rows_are_positions: ClassVar[tuple[str, ...]] = ()
@@ -205,22 +205,32 @@ class Position(Float32Module):
                 " it to false (reset_attention_mask keeps documents apart without it)"
             )
 
+    def check_cached(self, before: int, length: int) -> None:
+        """Raises UserError if cached keys of `before` tokens do not serve a text of `length`."""
+        for part in self.modules():
+            if isinstance(part, Position) and part is not self:
+                part.check_cached(before, length)
+
     def check_parts(self) -> None:
         """Raises UserError if processes that have one part of a text each cannot compute this."""
+        encodings = [part for part in self.modules() if isinstance(part, Position)]
+        preparing = [one for one in encodings if type(one).prepare is not Position.prepare]
         reason = None
         if self.has("on_scores"):
             reason = "on_scores needs all scores at once"
         elif self.has("on_queries_keys_by_content"):
             reason = "on_queries_keys_by_content reads the tokens before"
+        elif self.crosses_documents is not None:
+            reason = f"{self.crosses_documents} reads the text before"
         elif self.has("score_bias") and not self.sums_over_tokens:
             reason = "score_bias does not say that its w is a sum (sums_over_tokens)"
-        elif self.draws_positions:
-            reason = "each process would draw positions of its own"
+        elif any(one.draws_positions for one in preparing):
+            reason = "each process would draw for itself in prepare (draws_positions)"
         if reason is not None:
             raise UserError(
                 f"context_parallel_size: {type(self).__name__} cannot be computed in parts of a"
-                f" text, because {reason}; set it to 1 (checkpoint_activations: true and ZeRO stage"
-                " 3 need less memory too)"
+                f" text, because {reason}; set it to 1 (in training, checkpoint_activations: true"
+                " and ZeRO stage 3 need less memory too)"
             )
 
     def check_shares(self) -> None:

@@ -21,8 +21,6 @@ class Randomized(Around):
     of: name of the encoding; args: its options; range: the paper's L, by default 4 · seq_length
     """
 
-    draws_positions = True
-
     def __init__(
         self,
         shape: Shape,

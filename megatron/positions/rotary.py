@@ -54,6 +54,7 @@ class Rotary(Turning):
 
     published = True
     heads_alike = True
+    draws_positions = False
     reference_names = {"inv_freq": "inv_freq"}
     inv_freq: Tensor
     short_inv_freq: Tensor
@@ -136,16 +137,13 @@ class Rotary(Turning):
         """Choose the frequencies for a text of that many tokens."""
         self.is_short = length <= self.short_length
 
-    def on_queries_keys(self, q: Tensor, k: Tensor, start: int = 0) -> Pair:
-        """[batch, heads, length, head_dim] each -> same; angles and products in float32."""
-        length = q.shape[-2]
-        if 0 < start <= self.short_length < start + length:
+    def check_cached(self, before: int, length: int) -> None:
+        if before <= self.short_length < length:
             raise UserError(
                 f"pos_emb: rotary with scaling: longrope has other frequencies beyond"
                 f" {self.short_length} tokens, so cached keys of a shorter text cannot be used;"
                 " compute the text without a cache"
             )
-        return super().on_queries_keys(q, k, start)
 
     def on_queries_keys_at(
         self,

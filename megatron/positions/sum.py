@@ -24,6 +24,8 @@ class Sum(Position):
     parts: a list of encodings, each a name or {name: {options}}; they act in this order
     """
 
+    draws_positions = False  # each part says it of itself
+
     def __init__(self, shape: Shape, *, parts: Sequence[Any]) -> None:
         super().__init__(shape)
         self.parts = nn.ModuleList()
@@ -43,7 +45,6 @@ class Sum(Position):
         self.sums_over_tokens = all(part.sums_over_tokens for part in by_product)
         turning = [part for part in self._parts if part.has("on_queries_keys")]
         self.heads_alike = all(part.heads_alike for part in turning)
-        self.draws_positions = any(part.draws_positions for part in self._parts)
         self.score_width = self._parts[0].score_width
         rotating = [part for part in self._parts if part.rotates]
         self.rotates = bool(rotating)

@@ -1,4 +1,4 @@
-"""Do what is missing of a sweep: on this machine, or through an engine that others wrote."""
+"""Do what is missing of a sweep, one process per device."""
 
 import contextlib
 import errno
@@ -44,7 +44,7 @@ def places_of(jobs: int | None) -> list[dict[str, str]]:
 
 @dataclass
 class Runner:
-    """Works on cells; an engine decides which cell is next, and where.
+    """Works on cells, one at each place at a time.
 
     say: shows a line
     stopping: whether a signal has come
@@ -136,8 +136,8 @@ class Runner:
             raise UserError(reason)
         return status == 0
 
-    def run_here(self, cells: Sequence[Cell], places: Sequence[dict[str, str]]) -> None:
-        """On this machine, a cell at each place at a time; after a signal, until all have saved."""
+    def run(self, cells: Sequence[Cell], places: Sequence[dict[str, str]]) -> None:
+        """Until nothing is left to begin; after a signal, until running cells have saved."""
         free: queue.SimpleQueue[dict[str, str]] = queue.SimpleQueue()
         for place in places:
             free.put(place)

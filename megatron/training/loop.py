@@ -82,7 +82,7 @@ def train(config: Config, grid: Grid) -> Path | None:
         with shared_faults(grid):
             config = with_parent(config)
             parallel = config.parallel
-            grid = grid.sharing_texts(parallel.context_parallel_size, parallel.model_parallel_size)
+            grid = grid.sharing(parallel.context_parallel_size, parallel.model_parallel_size)
             config.check_batch(grid.data_ranks)
             parts, facts = open_text(config)
             config = with_epochs(config, parts["train"], grid.data_ranks)

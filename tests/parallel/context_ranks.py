@@ -37,6 +37,11 @@ OPTIONS = {
     "documents": ["pos_emb=rotary", "reset_attention_mask=true", "reset_position_ids=true"],
     "documents of a table": ["pos_emb=mep_param", "reset_attention_mask=true"],
     "log-n": ["pos_emb=kerple_log", "logn_scale=true"],
+    "longrope": [
+        "pos_emb=rotary",
+        "pos_emb_args={scaling: longrope, original_length: 24, long_factor: [2, 2, 3, 4],"
+        " short_factor: [1, 1, 1, 1]}",
+    ],
     "grouped queries": ["pos_emb=rotary", "num_key_value_heads=2"],
     "windows": ["pos_emb_layers=[rotary, fox]", "window_layers=[8, null]"],
     "recomputed": ["pos_emb=fox", "checkpoint_activations=true"],
@@ -120,7 +125,7 @@ def steps(grid, words: list[str]) -> list[float]:
 
 
 if __name__ == "__main__":
-    grid = connect().sharing_texts(2)
+    grid = connect().sharing(2)
     torch.set_num_threads(1)
     found: dict = {"refused": {}, "models": {}, "engines": {}}
     compare_models(grid, found)

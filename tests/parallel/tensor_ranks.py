@@ -177,7 +177,7 @@ def rounded(grid: Grid) -> list[bool]:
 if __name__ == "__main__":
     torch.set_num_threads(1)
     whole_grid = connect()
-    grid = whole_grid.sharing_texts(1, 2)
+    grid = whole_grid.sharing(1, 2)
     file, corpus, source, folder = sys.argv[1:]
     found: dict = {"differences": {}, "refused": {}}
     for case, words in cases():

@@ -4,12 +4,14 @@ import json
 import math
 
 import pytest
+import torch
 
 from megatron.config import load
 from megatron.errors import UserError
 from megatron.model import from_config
 from megatron.parallel.grid import Grid
-from megatron.positions import REGISTRY
+from megatron.positions import REGISTRY, Shape
+from megatron.positions.base import Position
 from tests.parallel import context_ranks as ranks
 from tests.support import ROOT
 from tests.training.conftest import grid, records, tiny  # noqa: F401
@@ -100,11 +102,29 @@ def test_what_ranks_cannot_share_is_refused_before_a_run():
         "randomized": "Randomized cannot be computed in parts of a text, because each process",
     }.items():
         assert reason in fault_of(two, f"pos_emb={name}")
+
+    class Convolving(Position):
+        crosses_documents = "its convolution over tokens"
+
+    class Drawing(Position):
+        def prepare(self, length: int) -> None:
+            self.shift = torch.rand(())
+
+    reasons = {
+        Convolving: "its convolution over tokens reads the text",
+        Drawing: "for itself in prep",
+    }
+    for encoding, reason in reasons.items():
+        with pytest.raises(UserError, match=reason):
+            encoding(Shape(2, 8, 16, 64)).check_parts()
     with pytest.raises(UserError, match="share need a multiple of 2 ranks, and this run has 3 - "):
-        Grid(0, 3).sharing_texts(2)
+        Grid(0, 3).sharing(2)
 
 
 def test_a_length_that_the_last_rank_alone_would_refuse_is_refused_before(grid):  # noqa: F811
+    factors = "long_factor: [2, 2, 2, 2], short_factor: [1, 1, 1, 1]"
+    stretched = f"pos_emb_args={{scaling: longrope, original_length: 64, {factors}}}"
+    from_config(load([], tiny("pos_emb=rotary", stretched)), 61).check_length(65)
     for words in (["pos_emb=learned"], ["pos_emb=xpos"]):
         model = from_config(load([], tiny(*words)), 61)
         model.check_length(64)

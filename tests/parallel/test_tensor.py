@@ -77,7 +77,7 @@ def test_what_ranks_cannot_share_is_refused(grid):  # noqa: F811
         ("pipe_parallel_size=4",): "must be <= 1, got 4; there are no pipeline stages: to divide",
     }.items():
         assert message in fault_of(lambda words=words: load([], tiny(*words)))
-    message = fault_of(lambda: Grid(0, 4).sharing_texts(1, 3))
+    message = fault_of(lambda: Grid(0, 4).sharing(1, 3))
     assert message.startswith("model_parallel_size: 3 ranks that share need a multiple of 3 ranks")
     shared = load([], tiny(three))
     message = fault_of(lambda: shares_of(shared))

@@ -82,12 +82,15 @@ def test_rotary_turns_as_hugging_face_does(part, start, tolerance):
 
 
 def test_longrope_refuses_keys_that_were_cached_with_other_frequencies():
-    ours, x = build("rotary", SHAPE, scaling="longrope", **LONGROPE), torch.ones(1, 4, 1, 64)
-    for start in (0, 511, 600):
-        ours.prepare(start + 1)
-        ours.on_queries_keys(x, x, start=start)
-    with pytest.raises(UserError, match="other frequencies beyond 512 tokens, so cached keys"):
-        ours.on_queries_keys(x, x, start=512)
+    options = {"scaling": "longrope", **LONGROPE}
+    for ours in (
+        build("rotary", SHAPE, **options),
+        build("sum", SHAPE, parts=[{"rotary": options}]),
+    ):
+        for before in (1, 511, 600):
+            ours.check_cached(before, before + 1)
+        with pytest.raises(UserError, match="other frequencies beyond 512 tokens, so cached keys"):
+            ours.check_cached(512, 513)
 
 
 def torchscale(x: Tensor, start: int, *, downscale: bool) -> Tensor:

@@ -74,7 +74,7 @@ def test_a_sweep_killed_at_random_moments_has_the_results_of_an_undisturbed_one(
         assert in_time, "too fast for this test"
     assert kills >= 10
     sweep = load_sweep(file, folder)
-    Runner(lambda text: None).run_here(sweep.cells, [{}])
+    Runner(lambda text: None).run(sweep.cells, [{}])
     collect(sweep)
     assert rows(folder) == rows(whole[0])
     assert losses(folder) == losses(whole[0])
@@ -151,7 +151,7 @@ def test_a_cell_that_fails_is_named_and_the_others_are_tried_unless_the_disk_is_
         sweep = load_sweep(file, tmp_path / str(tried))
         with monkeypatch.context() as patch:
             patch.setattr(type(sweep.cells[0].config), "save", failing(fault))
-            Runner(messages.append).run_here(sweep.cells, [{}])
+            Runner(messages.append).run(sweep.cells, [{}])
         names = [message.split(":")[0] for message in messages if f": failed: {fault}" in message]
         assert names == ["good-1", "absent-1"][:tried]
         assert state_of(sweep.cells[0]).kind == "failed"
