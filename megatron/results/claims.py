@@ -19,6 +19,7 @@ from megatron.results.row import (
     SETTING,
     TASK,
     Row,
+    encoding_of,
     identity,
     text_of,
     value_of,
@@ -308,7 +309,7 @@ def _chosen(rows: Sequence[Row], side: Side, quantity: str) -> Sequence[Row]:
         return has_bytes if key == "bits_per_byte" else key in row
 
     pos_emb = side.encoding.replace("/", ", ")
-    demands = {"this encoding": lambda row: row["pos_emb"] == pos_emb}
+    demands = {"this encoding": lambda row: pos_emb in (row["pos_emb"], encoding_of(row))}
     for word in side.conditions:
         demands[word] = lambda row, word=word: fulfils(row, word)
     demands["usual attention (or name window, method, …)"] = lambda row: all(

@@ -19,6 +19,7 @@ from megatron.results.row import (
     Question,
     Row,
     by_text,
+    encoding_of,
     identity,
     plain,
     run_of,
@@ -130,7 +131,7 @@ def labels_of(
     """
     if axes is None:
         axes = axes_of(rows)
-    labels = list(names or [row["pos_emb"] for row in rows])
+    labels = list(names or map(encoding_of, rows))
     measured = [key for key in keys if key not in BOOKKEEPING]
     bookkeeping = [key for key in keys if key in BOOKKEEPING]
     for key in (*measured, *axes, *bookkeeping):
@@ -172,7 +173,7 @@ def matching(against: str, kinds: Mapping[str, Sequence[Question]]) -> list[str]
             text = against
             for fact in sorted(facts_of(row), key=len, reverse=True):
                 text = text.replace(f", {fact}", "", 1)
-            if text == row["pos_emb"]:
+            if text in (row["pos_emb"], encoding_of(row)):
                 found.append(label)
                 break
     return found

@@ -13,6 +13,9 @@ from typing_extensions import TypedDict  # pydantic checks rows by these types
 
 Facts = dict[str, Any]  # some keys of a row
 CORPUS_AXIS = "data"  # the axis of a sweep that names the corpus to train on
+ENCODING_AXIS = (
+    "encoding"  # the axis of a sweep whose names stand for encodings in tables and figures
+)
 TASK = "task"  # the protocol of problems whose answers are counted
 TRAINED = "trained "  # before the name of an axis that evaluation may change, such as window
 
@@ -270,6 +273,11 @@ def agrees(row: Mapping[str, Any], question: Mapping[str, Any]) -> bool:
 def text_of(row: Question) -> str:
     """The name of the text that was scored, such as "github valid"."""
     return " ".join(word for word in (row.get("corpus"), row.get("part")) if word)
+
+
+def encoding_of(row: Question) -> str:
+    """The encoding's name in tables and figures, such as p_rope: a sweep's own, or `pos_emb`."""
+    return (row.get("cell") or {}).get(ENCODING_AXIS) or row["pos_emb"]
 
 
 def trained_length(row: Question) -> int | None:

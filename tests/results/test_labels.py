@@ -33,6 +33,16 @@ def test_runs_of_one_encoding_differ_in_the_first_thing_that_differs():
         assert list(found) == [*(f"rotary, {words}" for words in labels), "alibi"]
 
 
+def test_a_sweep_gives_its_encodings_their_names():
+    half = one(pos_emb_args={"fraction": 0.5}, cell={"encoding": "p_rope"})
+    layers = one("rotary, none", window="8,none", cell={"encoding": "rnope_swa"})
+    usual = one(cell={"encoding": "rotary"})
+    found = kinds([half, layers, usual])
+    assert list(found) == ["p_rope", "rnope_swa, window 8,none", "rotary"]
+    assert select("p_rope", found) == "p_rope"
+    assert select("rotary, fraction 0.5", found) == "p_rope"
+
+
 def test_what_is_unknown_adds_no_word_and_loses_no_row():
     known, unknown = one(seed=7), one(seed=None)
     assert runs([known, unknown]) == {"rotary, seed 7": [known], "rotary": [unknown]}
