@@ -76,7 +76,7 @@ def status_of(command: Callable[[], int | None]) -> int:
                     os.close(nowhere)
         if isinstance(fault, BrokenPipeError) and fault.filename is None:
             return READER_HAS_GONE
-        text = explained(fault) or _internal(fault)
+        text = message_of(fault)
         rank = os.environ.get("RANK", "0")
         if rank != "0":
             time.sleep(HEAD_START)
@@ -115,8 +115,10 @@ def explained(fault: Exception) -> str | None:
     return None
 
 
-def _internal(fault: Exception) -> str:
-    """The message for a fault of ours, whose traceback is in a file now, if a folder takes one."""
+def message_of(fault: Exception) -> str:
+    """The message for any fault; the traceback of one of ours is in a file now, if a folder takes it."""
+    if text := explained(fault):
+        return text
     version = sys.version.split()[0]
     lines = traceback.format_exception(fault)
     details = f"{sys.argv[0]}, commit {commit() or 'unknown'}, python {version}\n\n{''.join(lines)}"

@@ -133,7 +133,7 @@ def load_configuration(
         step = getattr(options, "step", None)
         folder = find(checkpoint, None if step is None else int(step))
         files = [str(folder / "config.yml")]
-    config = load(files, overrides)
+    config = load(files, overrides, trains=purpose != "evaluate")
     if purpose and not checkpoint:
         config.require_for(purpose)
     return config

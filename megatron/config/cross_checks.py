@@ -36,11 +36,15 @@ Faults = Iterator[tuple[Any, str]]
 """Conditions, which mean a fault if they are true, and messages."""
 
 
-def check_together(sections: Mapping[str, Section], report: Report) -> None:
-    """Report what does not fit together; a check is left out if one of its sections is missing."""
+def check_together(sections: Mapping[str, Section], report: Report, *, trains: bool = True) -> None:
+    """Report what does not fit together; a check is left out if one of its sections is missing.
+
+    trains: False leaves out what only a training cannot do
+    """
     for check in CHECKS:
         needed = signature(check).parameters
-        if needed.keys() <= sections.keys():
+        concerns = trains or check is not _sharing
+        if concerns and needed.keys() <= sections.keys():
             for is_fault, message in check(*(sections[name] for name in needed)):
                 if is_fault:
                     report.fault(message)
@@ -147,6 +151,7 @@ def _training(training: Training, parallel: Parallel) -> Faults:
 
 
 def _sharing(model: Model, data: Data, training: Training, parallel: Parallel) -> Faults:
+    """An evaluation compiles nothing, exchanges by all_gather, and may have whole windows."""
     size, heads = parallel.context_parallel_size, model.num_attention_heads
     is_cut = parallel.model_parallel_size > 1
     lengths = {"seq_length": model.seq_length, "seq_length_val": data.seq_length_val}

@@ -38,9 +38,12 @@ INSTEAD = {
 Source = tuple[str, dict[str, Any]]  # the name of a file or COMMAND_LINE, and what it sets
 
 
-def load(paths: Sequence[str | Path], overrides: Sequence[str] = ()) -> Config:
+def load(
+    paths: Sequence[str | Path], overrides: Sequence[str] = (), *, trains: bool = True
+) -> Config:
     """Merge YAML files from left to right and lay `key=value` words over them.
 
+    trains: False for an evaluation, which may have what only a training cannot do
     Raises UserError with every fault at once.
     """
     report = Report()
@@ -98,7 +101,7 @@ def load(paths: Sequence[str | Path], overrides: Sequence[str] = ()) -> Config:
     if code is None and merged.get(USER_FILE) and not is_registered:
         # The user's file has a fault, which is reported. What it would register is unknown.
         sections.pop("position", None)
-    check_together(sections, report)
+    check_together(sections, report, trains=trains)
     if report.faults:
         raise bad_configuration(names, report.faults)
 

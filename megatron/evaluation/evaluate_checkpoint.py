@@ -38,7 +38,7 @@ from megatron.folder_lock import owned_file
 from megatron.model import AttentionSettings, positions_from_config
 from megatron.model.methods import faults_of, method_of
 from megatron.parallel.context import context_of
-from megatron.parallel.grid import here, owned_by_first
+from megatron.parallel.grid import ended_together, here, owned_by_first
 from megatron.parallel.threads import count_parameters, use_threads
 from megatron.positions import Position
 from megatron.results.files import LINES, existing_results, write_results
@@ -73,9 +73,9 @@ def evaluate(config: Config | None, options: Options) -> MeasuredRows:
     run = loaded_run(config, options.checkpoint, options.step)
     config, model, grid = run.config, run.model, here()
     size = config.parallel.context_parallel_size
-    if grid.ranks % size == 0:
+    if grid.ranks % size == 0 or "context_parallel_size" in config.given:
         grid = grid.sharing(size)
-    elif grid.first:
+    elif grid.first:  # the checkpoint's training had other processes
         logger.info(
             f"context_parallel_size: {size} does not divide {grid.ranks} process(es), so each"
             " computes whole windows"
@@ -142,7 +142,8 @@ def evaluate(config: Config | None, options: Options) -> MeasuredRows:
     # A bar for each length, which a log renews every half minute.
     seconds = 0.1 if sys.stderr.isatty() else 30.0
     bars = {"mininterval": seconds, "delay": seconds, "leave": False, "disable": not grid.first}
-    with owned_by_first(grid, *(owned_file(output, "--output") for output in rows)):
+    owned = [owned_file(output, "--output") for output in rows]
+    with owned_by_first(grid, *owned), ended_together(grid):
         for one in (model, judge.model):
             one.to(grid.device, DTYPES[options.dtype])
         use_threads(count_parameters(model), grid.device)

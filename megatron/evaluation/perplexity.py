@@ -129,10 +129,6 @@ def losses_of_targets(
     order = range(len(windows.ids))
     batch_size = max(1, batch_tokens // windows.length)
     batches = [order[first : first + batch_size] for first in order[::batch_size]]
-    own: dict[int, np.ndarray] = {}
-    refusal = None
-    training = model.training
-    model.eval()
     place, places = grid.rank, grid.ranks
     own_targets = slice(None)
     if context is not None and windows.length % context.ranks == 0:
@@ -140,10 +136,18 @@ def losses_of_targets(
         own_targets = context.part(windows.length)
     else:
         context = None
-    try:
-        if context is not None and isinstance(model, GPT):
-            # Else the last rank alone would find out, and the others wait for it.
+    if context is not None and isinstance(model, GPT):
+        try:  # else the last rank alone would find out
             model.check_length(windows.length)
+        except UserError as fault:
+            raise Refusal(str(fault)) from None
+
+    own: dict[int, np.ndarray] = {}
+    refusal = None
+    training = model.training
+    model.eval()
+    try:
+        if isinstance(model, GPT):
             model.context = context
         for batch in batches[place::places]:
             tokens = np.stack([windows.ids[number] for number in batch]).astype(np.int64)
@@ -165,6 +169,8 @@ def losses_of_targets(
                 own[number] = row[:, windows.scored[number]].astype(np.float64)
             advance(len(batch) * places)  # the other processes are about as far as this one
     except UserError as fault:
+        if context is not None:  # the others are inside an exchange
+            raise
         refusal = str(fault)
     except torch.OutOfMemoryError:
         raise UserError(

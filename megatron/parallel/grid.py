@@ -7,6 +7,7 @@ torch's own store and gloo listen on every interface, and ask nobody who connect
 import logging
 import os
 import socket
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
@@ -18,9 +19,16 @@ import torch
 import torch.distributed
 from torch import Tensor
 
-# torch documents these three, but its __all__ lacks them.
-from torch.distributed import HashStore, Store, TCPStore  # pyright: ignore[reportPrivateImportUsage]
+# torch documents these four, but its __all__ lacks them.
+from torch.distributed import (  # pyright: ignore[reportPrivateImportUsage]
+    HashStore,
+    PrefixStore,
+    Store,
+    TCPStore,
+)
+from torch.distributed.distributed_c10d import _get_default_store
 
+from megatron.cli_errors import message_of, print_line
 from megatron.errors import UserError, cannot_write, in_words
 
 logger = logging.getLogger(__name__)
@@ -263,8 +271,7 @@ def left_at_the_end() -> Iterator[None]:
         yield
         completed = True
     except RuntimeError as fault:
-        lost = any(words in str(fault) for words in LOST)
-        if not (lost and torch.distributed.is_initialized()):
+        if not (_says_lost(fault) and torch.distributed.is_initialized()):
             raise
         time.sleep(HEAD_START)
         raise UserError(
@@ -277,6 +284,10 @@ def left_at_the_end() -> Iterator[None]:
             import deepspeed  # its own groups must be destroyed too
 
             deepspeed.comm.destroy_process_group()
+
+
+def _says_lost(fault: Exception) -> bool:
+    return any(words in str(fault) for words in LOST)
 
 
 def _environment_of_scheduler() -> dict[str, str]:
@@ -339,3 +350,45 @@ def owned_by_first(grid: Grid, *places: AbstractContextManager[None]) -> Iterato
                 for place in places:
                     stack.enter_context(place)
         yield
+
+
+@contextmanager
+def ended_together(grid: Grid) -> Iterator[None]:
+    """A block in which a fault of any rank ends all of them with one message; every rank enters it.
+
+    The others may be inside an exchange, which nothing interrupts: a thread of each looks for the
+    message, and ends its process.
+    """
+    if grid.ranks == 1:
+        yield
+        return
+    store = PrefixStore("fault", _get_default_store().clone())
+    over = threading.Event()
+
+    def watch() -> None:
+        try:
+            while not store.check(["message"]):
+                if over.wait(PAUSE):
+                    return
+            message = store.get("message").decode()
+        except RuntimeError:  # the first process has gone, and its store: the exchange says so
+            return
+        if grid.first:
+            print_line(message)
+        else:  # a launcher asks the first that ends for its message
+            time.sleep(HEAD_START)
+        time.sleep(HEAD_START)
+        os._exit(1)
+
+    watching = threading.Thread(target=watch, daemon=True)
+    watching.start()
+    try:
+        yield
+    except Exception as fault:
+        if not _says_lost(fault):
+            place = "" if grid.first else f"rank {grid.rank}: "
+            store.set("message", place + message_of(fault))
+            watching.join()
+        raise
+    finally:
+        over.set()

@@ -1,0 +1,42 @@
+"""Several evaluations by two ranks that share each window.
+
+evaluation_ranks.py FILE WORDS writes rows of each, or why it is refused; WORDS is JSON, by a name.
+"""
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+from evaluate import add_all_options
+from megatron.entry import load_configuration, settings_first
+from megatron.errors import UserError
+from megatron.evaluation.evaluate_checkpoint import evaluate
+from megatron.evaluation.options import Options
+from megatron.parallel.grid import here, left_at_the_end
+
+SHARED = ["context_parallel_size=2"]
+
+
+def results(cases: dict[str, list[str]], *more: str) -> dict[str, list[dict] | str]:
+    """What evaluate.py finds for the words of each case."""
+    found: dict[str, list[dict] | str] = {}
+    for name, words in cases.items():
+        parser = argparse.ArgumentParser()
+        parser.add_argument("words", nargs="*")
+        add_all_options(parser)
+        given = parser.parse_intermixed_args(settings_first([*words, *more]))
+        try:
+            config = load_configuration([], given.words, given, "evaluate", needed=False)
+            [rows] = evaluate(config, Options.of(given)).rows.values()
+            found[name] = [dict(row) for row in rows]
+        except UserError as fault:
+            found[name] = str(fault)
+    return found
+
+
+if __name__ == "__main__":
+    with left_at_the_end():
+        found = results(json.loads(sys.argv[2]), *SHARED)
+        if here().first:
+            Path(sys.argv[1]).write_text(json.dumps(found))
