@@ -159,6 +159,10 @@ class Model(Section):
     qk_norm: bool = False
     """Normalise each head's queries and keys before the encoding acts on them (Qwen 3); all heads
     of a layer have the same weights."""
+    attention_gate: Literal["head", "element"] | None = None
+    """Multiply what each head reads by the sigmoid of a projection of the layer's input (arXiv
+    2505.06708): head: one number for a head; element: one for each of its features (Qwen3-Next).
+    The gates are rows of the queries' projection, with its bias."""
     activation: Literal["gelu", "gelu_new", "relu", "silu", "swiglu"] = "gelu"
     """Activation of the MLP; gelu_new: GPT-2's approximation by tanh; swiglu: silu(gate) * up, with
     gate and up from one matrix (Llama)."""

@@ -50,12 +50,14 @@ class Family:
     only: Mapping[str, Any] = field(default_factory=dict)
     written: Mapping[str, Any] = field(default_factory=dict)
     layered: Sequence[str] = ()
+    unused: Sequence[str] = ()
 
     @property
     def known_keys(self) -> set[str]:
         """Keys of config.json that this family reads."""
         of_encoding = () if self.rotary == "none" else TABLE["rope_keys"]
-        return {*self.keys, *self.only, *self.layered, "vocab_size", *of_encoding}
+        own = {*self.keys, *self.only, *self.layered, *self.unused}
+        return {*own, "vocab_size", *of_encoding}
 
     def settings_of(self, config: Mapping[str, Any]) -> dict[str, Any]:
         """Our keys and values for a config.json; UserError for what we do not compute."""
@@ -239,7 +241,7 @@ def function_of(config: Config) -> dict[str, Any]:
 class MatrixForm(NamedTuple):
     """The way from matrices [rows, columns] of theirs, and their biases, to one of ours, and back.
 
-    Every form only moves numbers, so ours -> theirs -> ours is equal bit for bit.
+    Every form but `above_one` only moves numbers, so ours -> theirs -> ours is equal bit for bit.
     """
 
     ours: Callable[[Sequence[Tensor], Architecture], Tensor]
@@ -247,17 +249,25 @@ class MatrixForm(NamedTuple):
 
 
 def fused(parts: Sequence[Tensor], model: Architecture) -> Tensor:
-    """Queries, keys and values, each [heads, head_dim], as ours: fused by key head."""
-    by_key_head = [part.unflatten(0, (model.key_heads, -1)) for part in parts]
-    return torch.cat(by_key_head, dim=1).flatten(0, 1)
+    """Queries, keys and values, each [heads, head_dim], as ours: fused by key head.
+
+    Gates stand after the queries of their head in theirs, of their key head in ours.
+    """
+    queries, keys, values = (part.unflatten(0, (model.key_heads, -1)) for part in parts)
+    of_heads = queries.unflatten(1, (model.num_attention_heads // model.key_heads, -1))
+    queries, gates = of_heads.tensor_split([model.features_of_head], dim=2)
+    rows = [queries.flatten(1, 2), gates.flatten(1, 2), keys, values]
+    return torch.cat(rows, dim=1).flatten(0, 1)
 
 
 def parted(tensor: Tensor, model: Architecture) -> list[Tensor]:
-    """Queries, keys and values of ours, one after the other."""
-    features = model.features_of_head
-    queries = model.num_attention_heads // model.key_heads * features
+    """Queries with their gates, keys and values of ours, one after the other."""
     by_key_head = tensor.unflatten(0, (model.key_heads, -1))
-    return [part.flatten(0, 1) for part in by_key_head.split([queries, features, features], dim=1)]
+    queries, gates, keys, values = by_key_head.split(model.widths_of_key_head, dim=1)
+    group = model.num_attention_heads // model.key_heads
+    of_heads = [part.unflatten(1, (group, part.shape[1] // group)) for part in (queries, gates)]
+    queries = torch.cat(of_heads, dim=2).flatten(1, 2)
+    return [part.flatten(0, 1) for part in (queries, keys, values)]
 
 
 def turned(tensor: Tensor) -> Tensor:
@@ -271,6 +281,7 @@ FORMS = {
     "stacked": MatrixForm(
         lambda parts, _: torch.cat(list(parts)), lambda tensor, _: tensor.chunk(2)
     ),
+    "above_one": MatrixForm(lambda parts, _: parts[0] + 1, lambda tensor, _: [tensor - 1]),
     "heads": MatrixForm(fused, parted),
     "columns_of_heads": MatrixForm(
         lambda parts, model: fused(turned(parts[0]).chunk(3), model),

@@ -68,6 +68,8 @@ class SelfAttention(nn.Module):
 
     The fused projection is ordered [key heads, (q of each head of the group, k, v), head_dim]; with
     one query head for each key head that is GPT-NeoX's [heads, (q, k, v), head_dim].
+    attention_gate (arXiv 2505.06708): what a head reads is multiplied by sigmoid(x W), one number
+    or one for each feature; the rows of W stand between q and k, as in the authors' code.
     """
 
     def __init__(self, model: Architecture) -> None:
@@ -75,6 +77,9 @@ class SelfAttention(nn.Module):
         hidden, width = model.hidden_size, model.attention_width
         self.key_heads = model.key_heads
         self.group = model.num_attention_heads // model.key_heads
+        self.features = model.features_of_head
+        self.widths = model.widths_of_key_head
+        self.gated = model.attention_gate is not None
         self.query_key_value = nn.Linear(
             hidden, model.projected_width, bias=model.use_bias_in_attn_linear
         )
@@ -87,8 +92,9 @@ class SelfAttention(nn.Module):
     def forward(self, x: Tensor, inputs: AttentionInputs) -> Tensor:
         """x [batch, length, hidden] -> same."""
         batch, length, _ = x.shape
-        fused = self.query_key_value(x).view(batch, length, self.key_heads, self.group + 2, -1)
-        q, k, v = fused.split([self.group, 1, 1], dim=3)
+        fused = self.query_key_value(x).view(batch, length, self.key_heads, -1)
+        q, gate, k, v = fused.split(self.widths, dim=3)
+        q, k, v = (part.unflatten(3, (-1, self.features)) for part in (q, k, v))
         if self.query_norm is not None and self.key_norm is not None:
             q, k = self.query_norm(q), self.key_norm(k)
         # [batch, heads or key heads, length, head_dim]
@@ -124,7 +130,10 @@ class SelfAttention(nn.Module):
             assert inputs.context is None  # evaluation refuses it
             text = Text(position, q, k, v, inputs.bias, inputs.query_scale, options)
             out = attention_by_method(method, text)
-        return self.dense(out.transpose(1, 2).reshape(batch, length, -1))
+        out = out.transpose(1, 2)  # [batch, length, heads, head_dim]
+        if self.gated:
+            out = out * gate.reshape(batch, length, out.shape[2], -1).sigmoid()
+        return self.dense(out.reshape(batch, length, -1))
 
 
 def swiglu(x: Tensor) -> Tensor:

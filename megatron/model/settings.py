@@ -29,6 +29,7 @@ class Architecture:
     norm: Literal["layernorm", "rmsnorm"] = "layernorm"
     layernorm_epsilon: float = 1e-5
     qk_norm: bool = False
+    attention_gate: Literal["head", "element"] | None = None
     activation: str = "gelu"
     parallel_residual: bool = False
     use_bias_in_norms: bool = True
@@ -62,9 +63,16 @@ class Architecture:
         return self.num_attention_heads * self.features_of_head
 
     @property
+    def widths_of_key_head(self) -> list[int]:
+        """Features of the queries that share one key head, of their gates, its key and value."""
+        group, features = self.num_attention_heads // self.key_heads, self.features_of_head
+        gates = {None: 0, "head": group, "element": group * features}
+        return [group * features, gates[self.attention_gate], features, features]
+
+    @property
     def projected_width(self) -> int:
-        """Features of a token's queries, keys and values together."""
-        return (self.num_attention_heads + 2 * self.key_heads) * self.features_of_head
+        """Features of a token's queries, gates, keys and values together."""
+        return self.key_heads * sum(self.widths_of_key_head)
 
     @property
     def mlp_width(self) -> int:

@@ -106,6 +106,7 @@ SIZES = {
 }
 GROUPED = {**SIZES, "num_key_value_heads": 2}
 GPT_2 = {"vocab_size": VOCAB, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 320}
+DENSE = {"num_experts": 0, "layer_types": ["full_attention"] * 2}
 BIASES = {"attention_bias": True, "mlp_bias": True}
 LLAMA_3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "rope_theta": 500000.0}
 YARN = {"beta_fast": 16.0, "truncate": False, "attention_factor": 1.2}
@@ -163,6 +164,10 @@ CASES = {
     "qwen3": (
         "Qwen3",
         {**SIZES, "num_key_value_heads": 1, "head_dim": 24, "attention_bias": True},
+    ),
+    "qwen3 next": (
+        "Qwen3Next",
+        {**GROUPED, **DENSE, "head_dim": 24, "attention_bias": True},
     ),
 }
 HEAD = {"GPT2": "LMHeadModel"}

@@ -73,11 +73,14 @@ def test_logits_and_gradients_are_those_of_hugging_face(case, folder):
     gradients = {
         name.replace("lm_head", family.head[0]): one.grad for name, one in theirs.named_parameters()
     }
-    expected_gradients = read_weights(family, gradients, Architecture.of(config.model))
+    architecture = Architecture.of(config.model)
+    expected_gradients = read_weights(family, gradients, architecture)
+    zeros = {name: torch.zeros_like(one) for name, one in gradients.items()}
+    constants = read_weights(family, zeros, architecture)  # 1 in norms of Qwen3-Next
     for name, parameter in ours.named_parameters():
-        size = expected_gradients[name].abs().max()
-        difference = (parameter.grad - expected_gradients[name]).abs().max()
-        assert difference <= 1e-4 * size, name
+        expected_gradient = expected_gradients[name] - constants[name]
+        difference = (parameter.grad - expected_gradient).abs().max()
+        assert difference <= 1e-4 * expected_gradient.abs().max(), name
 
 
 @torch.no_grad()
@@ -106,7 +109,10 @@ def test_ours_goes_back_bit_for_bit(case, folder):
     back = write_weights(family, model.state_dict(), Architecture.of(config.model))
     there = load_file(folder(case) / "model.safetensors")
     assert back.keys() == there.keys()
-    assert all(torch.equal(back[name], there[name]) for name in there)
+    for name, weight in there.items():
+        # Qwen3-Next's norms are 1 + weight, which rounds.
+        atol = 1e-7 if case == "qwen3 next" and name.endswith("norm.weight") else 0
+        torch.testing.assert_close(back[name], weight, rtol=0, atol=atol)
     assert vocab == VOCAB == padded_vocab(VOCAB, config.model.make_vocab_size_divisible_by)
     theirs = getattr(transformers, f"{CASES[case][0]}Config")
     written = theirs(**family.config_of(config, vocab)).to_dict()
@@ -193,6 +199,8 @@ REFUSED = (
     ("llama", {"num_hidden_layers": 1}, r"model.layers.1.* left over"),
     ("llama", {"tie_word_embeddings": True}, "lm_head.weight differs from the embedding"),
     ("llama", {"mlp_bias": True}, r"mlp.gate_proj.bias missing"),
+    ("qwen3 next", {"num_experts": 512}, "num_experts: 512 changes what the model computes"),
+    ("qwen3 next", {"layer_types": None}, "layer_types: must name sliding_attention or full_att"),
 )
 
 

@@ -42,7 +42,7 @@ OPTIONS = {
         "pos_emb_args={scaling: longrope, original_length: 24, long_factor: [2, 2, 3, 4],"
         " short_factor: [1, 1, 1, 1]}",
     ],
-    "grouped queries": ["pos_emb=rotary", "num_key_value_heads=2"],
+    "grouped queries": ["pos_emb=rotary", "num_key_value_heads=2", "attention_gate=head"],
     "windows": ["pos_emb_layers=[rotary, fox]", "window_layers=[8, null]"],
     "recomputed": ["pos_emb=fox", "checkpoint_activations=true"],
 }
