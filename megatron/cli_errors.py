@@ -116,7 +116,7 @@ def explained(fault: Exception) -> str | None:
 
 
 def message_of(fault: Exception) -> str:
-    """The message for any fault; the traceback of one of ours is in a file now, if a folder takes it."""
+    """The message for any fault; one of ours has its traceback in a file, if a folder takes it."""
     if text := explained(fault):
         return text
     version = sys.version.split()[0]

@@ -19,14 +19,9 @@ import torch
 import torch.distributed
 from torch import Tensor
 
-# torch documents these four, but its __all__ lacks them.
-from torch.distributed import (  # pyright: ignore[reportPrivateImportUsage]
-    HashStore,
-    PrefixStore,
-    Store,
-    TCPStore,
-)
-from torch.distributed.distributed_c10d import _get_default_store
+# torch documents these three, but its __all__ lacks them.
+from torch.distributed import HashStore, Store, TCPStore  # pyright: ignore[reportPrivateImportUsage]
+from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
 
 from megatron.cli_errors import message_of, print_line
 from megatron.errors import UserError, cannot_write, in_words
@@ -362,7 +357,8 @@ def ended_together(grid: Grid) -> Iterator[None]:
     if grid.ranks == 1:
         yield
         return
-    store = PrefixStore("fault", _get_default_store().clone())
+    joined: Any = _get_default_store()
+    store = PrefixStore("fault", joined.clone())  # one for the thread, which torch asks for
     over = threading.Event()
 
     def watch() -> None:
