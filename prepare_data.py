@@ -5,6 +5,7 @@ python prepare_data.py openwebtext2
 python prepare_data.py arxiv --from-dir downloads
 python prepare_data.py hf:HuggingFaceFW/fineweb-edu --config sample-10BT --documents 100000
 python prepare_data.py --input texts more.jsonl.zst --name mytext --vocab-size 8192
+python prepare_data.py --input texts --name mytext --vocab-file tokenizer.json --part 1/4
 python prepare_data.py task:copy --documents 1000
 
 A task needs no preparation (docs/tasks.md). The last command writes problems to read them or to use
@@ -39,9 +40,9 @@ OF_TOKENIZER = ("tokenizer_type", "vocab_file", "merge_file", "vocab_size")
 # Options that mean nothing for a kind of corpus.
 NOT_FOR = {
     "--input": ("from_dir", "documents", *OF_HUB, *OF_TASK),
-    "a data set of the hub": ("from_dir", *OF_TASK),
+    "a data set of the hub": ("from_dir", "part", *OF_TASK),
     "a corpus that is known by name": ("name", "text_key", *OF_HUB, *OF_TASK),
-    "a task": ("from_dir", "text_key", "config", "revision", *OF_TOKENIZER),
+    "a task": ("from_dir", "part", "text_key", "config", "revision", *OF_TOKENIZER),
 }
 LENGTH = 64  # tokens
 MARK = b'"question": '  # in every file of problems
@@ -86,7 +87,17 @@ def run(words: Sequence[str]) -> str:
     kind = _kind(options)
     if kind == "a task":
         return _write_problems(options)
-    corpus = _corpus(options, kind)
+    number, parts = 1, 1
+    if options.part is not None:
+        if written := re.fullmatch(r"(\d{1,6})/(\d{1,6})", options.part):
+            number, parts = int(written[1]), int(written[2])
+        if not written or not 1 <= number <= parts:
+            raise UserError(
+                f"--part: {options.part!r} is no part - write --part 2/4 for the second of four"
+            )
+        if options.documents:
+            raise UserError("--part: is of all documents - leave --documents out")
+    corpus = _corpus(options, kind, (number, parts))
 
     of_user = (options.tokenizer_type, options.vocab_file, options.merge_file, options.vocab_size)
     if options.corpus and options.corpus not in MADE_HERE and not any(of_user):
@@ -98,6 +109,11 @@ def run(words: Sequence[str]) -> str:
         merge_file=options.merge_file,
         vocab_size=options.vocab_size or TokenizerChoice.vocab_size,
     )
+    if options.part is not None and choice.trained:
+        raise UserError(
+            "--part: each part would train another tokenizer - train one before, with"
+            " tools/train_tokenizer.py, and give it as --vocab-file"
+        )
     if options.vocab_size and not choice.trained:
         raise UserError(
             f"--vocab-size: is for a tokenizer that is trained here, {choice.kind} has its own "
@@ -166,14 +182,15 @@ def _write_problems(options: argparse.Namespace) -> str:
     return f"{file}: {count:,} {part} problems of {text.prefix}"
 
 
-def _corpus(options: argparse.Namespace, kind: str) -> Corpus:
+def _corpus(options: argparse.Namespace, kind: str, part: tuple[int, int]) -> Corpus:
     limits = Limits(options.max_document_mb * MB, options.max_unpack_ratio)
     if kind == "--input":
         if not options.name:
             raise UserError(
                 "--name: is missing - with --input give the corpus a name, such as --name mytext"
             )
-        return Files(options.name, options.input, options.text_key or ["text"], limits)
+        keys = options.text_key or ["text"]
+        return Files(options.name, options.input, keys, limits, part=part)
     if kind == "a data set of the hub":
         owner, _, dataset = options.corpus.removeprefix(HUB).partition("/")
         if not owner or not dataset or "/" in dataset:
@@ -187,6 +204,7 @@ def _corpus(options: argparse.Namespace, kind: str) -> Corpus:
         from_dir=options.from_dir,
         documents=options.documents,
         limits=limits,
+        part=part,
     )
 
 
@@ -212,6 +230,11 @@ def _parser() -> argparse.ArgumentParser:
     add("--from-dir", type=Path, metavar="DIR", help=what)
     what = "take the first N documents, and download no more files than they need"
     add("--documents", type=int, metavar="N", help=what)
+    what = (
+        "only the I-th of N parts, in DIR/NAME-I-of-N; tools/merge_data.py makes them one"
+        " (docs/data.md)"
+    )
+    add("--part", metavar="I/N", help=what)
     add("--split", help="hf: which split; a task: which part (default: train)")
     add("--config", help="hf: which configuration of the data set")
     add("--revision", help="hf: a branch, tag or commit (default: main)")

@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, Any, NamedTuple
+from typing import IO, Any, NamedTuple, TypeVar
 
 import zstandard
 
@@ -32,6 +32,7 @@ WINDOW = 1 << 31  # zstd's largest: the Pile was compressed with long windows
 FREE = 256 * MB  # unpacked bytes before the ratio counts: a small file may be very uniform
 ROWS = 16  # of a Parquet file that are in memory at a time
 PYTHONS_CACHE = "__pycache__"
+AnyFile = TypeVar("AnyFile")  # here, or at a source
 
 
 class Corpus:
@@ -41,7 +42,10 @@ class Corpus:
     to_train_on: so many of its first documents are not held out; None: the split decides that
     skips: how many entries or files the last `documents()` left out, by reason
     is_here: whether `sources` can be said without a download
+    part: (number, parts): which part this is, of how many; see `files_of_part`
     """
+
+    part = (1, 1)
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -91,6 +95,7 @@ class Files(Corpus):
     inputs: files and folders
     keys: what holds the text in JSON lines and tables; the first that an entry has
     keep: which entries of JSON lines are documents of this corpus (all without it)
+    part: as of `files_of_part`
     Raises UserError for what is missing or cannot be read as text.
     """
 
@@ -101,9 +106,11 @@ class Files(Corpus):
         keys: Sequence[str] = ("text",),
         limits: Limits | None = None,
         keep: Keep | None = None,
+        part: tuple[int, int] = (1, 1),
     ):
         super().__init__(name)
-        self.paths = list_files(inputs)
+        self.part = part
+        self.paths = files_of_part(list_files(inputs), part)
         self.keys = keys
         self.limits = limits or Limits()
         self.keep = keep
@@ -344,6 +351,23 @@ def list_files(inputs: Sequence[str | Path]) -> list[Path]:
             *(len(unknown), unknown[0]),
         )
     return files
+
+
+def files_of_part(files: Sequence[AnyFile], part: tuple[int, int]) -> Sequence[AnyFile]:
+    """The files of one of several parts of a corpus, which one after the other are all of it.
+
+    part: (number, parts), such as (1, 4) for the first of four
+    Raises UserError for more parts than files.
+    """
+    number, parts = part
+    count = len(files)
+    if 1 < parts > count:
+        raise UserError(
+            f"--part: {parts} parts need as many files, for none is cut, and this corpus has"
+            f" {count} - take fewer parts, or cut JSON lines before, such as with"
+            f" `split -n l/{parts} FILE --additional-suffix .jsonl`"
+        )
+    return files[(number - 1) * count // parts : number * count // parts]
 
 
 def text_of(entry: Any, keys: Sequence[str], where: str) -> str:

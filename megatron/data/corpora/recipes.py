@@ -11,7 +11,7 @@ from pydantic import BaseModel, ConfigDict
 
 from megatron.data.corpora.download import DownloadFault, Remote, Source, download, fetch, matching
 from megatron.data.corpora.source_code import Environment, Package, Repeats, StandardLibrary
-from megatron.data.readers import Corpus, Files, Keep, Limits
+from megatron.data.readers import Corpus, Files, Keep, Limits, files_of_part
 from megatron.errors import UserError, did_you_mean
 from megatron.files import ROOT, atomic_write, sha256_of
 from megatron.folder_lock import owned_file
@@ -90,12 +90,14 @@ def named(
     from_dir: Path | None = None,
     documents: int | None = None,
     limits: Limits | None = None,
+    part: tuple[int, int] = (1, 1),
 ) -> Corpus:
     """The corpus of a name; UserError for one that is not known.
 
     data_dir: where its downloads are kept
     from_dir: take files from here, and download nothing
     documents: take so many at most, and download no more files than they need
+    part: as of `files_of_part`; the files of others are not downloaded
     """
     known = corpus_names()
     if name not in known:
@@ -105,15 +107,17 @@ def named(
             " Hugging Face hub write hf:OWNER/NAME; for"
             f" your own text use --input FILE --name {name}"
         )
-    if name in MADE_HERE and (from_dir or documents):
-        raise UserError(f"{name}: is made here, whole - leave --from-dir and --documents away")
+    if name in MADE_HERE and (from_dir or documents or part != (1, 1)):
+        raise UserError(
+            f"{name}: is made here, whole - leave --from-dir, --documents and --part away"
+        )
     if name in WITHOUT_RECIPE:
         make, _ = WITHOUT_RECIPE[name]
         return make()
     recipe = read_recipe(name)
     if recipe.packages:
         return Environment(name, recipe.packages)
-    return FromRecipe(name, recipe, data_dir, from_dir, documents, limits)
+    return FromRecipe(name, recipe, data_dir, from_dir, documents, limits, part)
 
 
 def listing() -> str:
@@ -154,10 +158,12 @@ class FromRecipe(Files):
         from_dir: Path | None = None,
         documents: int | None = None,
         limits: Limits | None = None,
+        part: tuple[int, int] = (1, 1),
     ) -> None:
         keep = next((Keep(key, value) for key, value in recipe.keep.items()), None)
         super().__init__(name, [], [recipe.text_key], limits, keep)
         self.recipe = recipe
+        self.part = part
         self.downloads = data_dir / DOWNLOADS
         self.from_dir = from_dir
         self.limit = documents
@@ -173,7 +179,9 @@ class FromRecipe(Files):
     def needed(self) -> Iterator[Path]:
         """The files on this machine; with a limit each is downloaded when it is its turn."""
         if self.from_dir is not None:
-            self.paths = self.paths or at_hand(self.name, self.recipe, self.from_dir)
+            if not self.paths:
+                found = at_hand(self.name, self.recipe, self.from_dir)
+                self.paths = files_of_part(found, self.part)
             yield from self.paths
             return
         source, remotes = self._chosen
@@ -184,7 +192,7 @@ class FromRecipe(Files):
                 raise self._no_source([f"{source.title}: {fault}"]) from None
 
     @cached_property
-    def _chosen(self) -> tuple[Source, list[Remote]]:
+    def _chosen(self) -> tuple[Source, Sequence[Remote]]:
         """The first source that can be used, and all that it lists.
 
         All of it is downloaded; with a limit the first file, and no other source is taken later:
@@ -193,7 +201,7 @@ class FromRecipe(Files):
         reasons = []
         for source in self.recipe.sources:
             try:
-                remotes = source.listing(self.downloads)
+                remotes = files_of_part(source.listing(self.downloads), self.part)
                 first = remotes if self.limit is None else remotes[:1]
                 download(source, first, self.downloads)
                 return source, remotes
