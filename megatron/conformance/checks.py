@@ -4,6 +4,7 @@ import copy
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -323,6 +324,32 @@ def cached_is_full(subject: Subject) -> Finding:
     return at_most(1e-4, worst)
 
 
+@torch.no_grad()
+def parts_sum_to_the_whole(subject: Subject) -> Finding:
+    """Sums of the parts of a text give the bias by content of the whole.
+
+    So processes that have a part each exchange the last sums alone (`context_parallel_size`).
+    """
+    position = subject.position().double()
+    if not position.has("score_bias"):
+        return Finding(NOT_APPLICABLE, "it has no score_bias")
+    position.check_parts()
+    torch.manual_seed(1)
+    x = torch.randn(2, subject.train_length, position.shape.hidden, dtype=torch.float64)
+    whole = position.score_bias(x, {})
+    of_parts = [position.score_bias(part, {}) for part in x.split(subject.train_length // 3, dim=1)]
+    total = torch.zeros(())
+    sums = []
+    for _, w in of_parts:
+        sums.append(total + w)
+        total = sums[-1][:, :, -1:]
+    worst = largest_difference(torch.cat(sums, dim=2), whole[1])
+    if whole[0] is not None:
+        factors = torch.cat([cast(Tensor, u) for u, _ in of_parts], dim=2)
+        worst = max(worst, largest_difference(factors, whole[0]))
+    return at_most(1e-9, worst)
+
+
 def _in_pieces(gpt: GPT, ids: Tensor, piece: int) -> Tensor:
     """Logits of a text that is read piece by piece: [batch, length, vocab]."""
     cache = Cache()
@@ -505,6 +532,7 @@ CHECKS: tuple[Check, ...] = (
     survives_saving,
     later_tokens_change_nothing,
     cached_is_full,
+    parts_sum_to_the_whole,
     backends_agree,
     finite_losses,
     gradients_match_finite_differences,

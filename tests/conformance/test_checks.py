@@ -12,6 +12,7 @@ from megatron.conformance.checks import CHECKS, SIZES, examine, smallest_eigenva
 from megatron.conformance.subject import FACT, FAILS, HOLDS, NOT_APPLICABLE, Subject
 from megatron.errors import UserError
 from megatron.positions import REGISTRY, DistanceBias, Position, register
+from megatron.positions.fox import Fox
 from megatron.positions.rotary import Rotary
 
 pytestmark = pytest.mark.usefixtures("own_registry")
@@ -93,6 +94,34 @@ def test_claims_hold_for_other_first_values(monkeypatch):
             assert not smallest_eigenvalues(bias, sum_is_zero=True).any(), name
     monkeypatch.setattr(REGISTRY["t5"], "claims", (claim,))
     assert checks.conditionally_positive_definite(Subject("t5")).verdict == FAILS
+
+
+class Averaging(Fox):
+    """A mean over the tokens up to each key, which says that it is a sum."""
+
+    def score_bias(self, x, memory):
+        u, w = super().score_bias(x, memory)
+        return u, w / torch.arange(1, w.shape[-1] + 1)
+
+
+class Looking(Fox):
+    """A factor of the query that reads the first token of the text."""
+
+    def score_bias(self, x, memory):
+        _, w = super().score_bias(x, memory)
+        return torch.ones_like(w) * x[:, :1, :1].double(), w
+
+
+def test_what_says_that_it_sums_over_tokens_is_held_to_it():
+    for name in ("fox", "cable"):
+        assert checks.parts_sum_to_the_whole(Subject(name)).verdict == HOLDS
+    both = Subject("sum", {"parts": ["rotary", "fox"]})
+    assert checks.parts_sum_to_the_whole(both).verdict == HOLDS
+    for encoding in (Averaging, Looking):
+        register(encoding.__name__.lower())(encoding)
+        finding = checks.parts_sum_to_the_whole(Subject(encoding.__name__.lower()))
+        assert finding.verdict == FAILS, encoding
+    assert checks.parts_sum_to_the_whole(Subject("alibi")).detail == "it has no score_bias"
 
 
 class OneNumber(DistanceBias):
