@@ -26,7 +26,7 @@ HOOKS = (
     "score_bias",
     "on_scores",
 )
-TRAITS = ("per_layer", "grouped_queries", "score_width")
+TRAITS = ("per_layer", "grouped_queries", "heads_per_query", "score_width")
 
 
 def signature(name: str) -> tuple[object, ...]:

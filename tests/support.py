@@ -17,6 +17,8 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+from megatron.positions import REGISTRY
+
 ROOT = Path(__file__).resolve().parents[1]
 NEEDED = {
     "mep": {"kernels": ["exp", "kerple_log"]},
@@ -76,7 +78,8 @@ def modules() -> list[str]:
 
 def of_encoding(name: str) -> list[str]:
     """The settings of an encoding by its name, with the options that it needs."""
-    return [f"pos_emb={name}", f"pos_emb_args={json.dumps(NEEDED.get(name, {}))}"]
+    words = [f"pos_emb={name}", f"pos_emb_args={json.dumps(NEEDED.get(name, {}))}"]
+    return [*words, f"heads_per_query={REGISTRY[name].heads_per_query}"]
 
 
 def fill(module: Any, values: Mapping[str, Any]) -> None:

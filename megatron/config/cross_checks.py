@@ -27,7 +27,7 @@ from megatron.config.schema import (
 from megatron.errors import UserError
 from megatron.files import place_of
 from megatron.positions import Shape, options_of
-from megatron.positions.base import check_key_heads
+from megatron.positions.base import check_heads
 from megatron.positions.layers import build_entry, entries_of, name_of_layers
 from megatron.positions.outline import Outline
 from megatron.splits import PARTS, parse_split
@@ -57,10 +57,18 @@ def _model(model: Model) -> Faults:
         f"hidden_size: {hidden} cannot be split over num_attention_heads = {heads};"
         f" try hidden_size = {max(hidden // heads, 1) * heads}",
     )
-    kv_heads = model.num_key_value_heads or heads
+    per_query = model.heads_per_query
     yield (
-        heads % kv_heads,
-        f"num_key_value_heads: {kv_heads} do not divide num_attention_heads = {heads};"
+        heads % per_query,
+        f"heads_per_query: {per_query} does not divide num_attention_heads = {heads};"
+        " give a number that does",
+    )
+    queries = max(1, heads // per_query)
+    kv_heads = min(model.num_key_value_heads or heads, queries)
+    each = f" / heads_per_query = {queries}" if per_query > 1 else f" = {heads}"
+    yield (
+        queries % kv_heads,
+        f"num_key_value_heads: {kv_heads} do not divide num_attention_heads{each};"
         " give a number that does",
     )
     rows, length = model.max_position_embeddings, model.seq_length
@@ -114,7 +122,8 @@ def _encoding(model: Model, position: Position, attention: Attention, parallel: 
                     f"pos_emb_layers: {entry} adds positions to the embeddings, which all layers"
                     " read; give all layers this encoding, or leave it out"
                 )
-            check_key_heads(encoding, model.num_key_value_heads or heads)
+            kv_heads = min(model.num_key_value_heads or heads, heads // model.heads_per_query)
+            check_heads(encoding, kv_heads, model.heads_per_query)
             if attention.paper_precision:
                 encoding.use_paper_precision(True)
             if attention.reset_attention_mask:

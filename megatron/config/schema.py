@@ -122,6 +122,10 @@ class Model(Section):
     num_key_value_heads: UpTo4096 | None = None
     """Heads of keys and values (grouped queries): query head h uses the keys of head h //
     (num_attention_heads / num_key_value_heads). Tables are those of the query heads."""
+    heads_per_query: UpTo4096 = 1
+    """Neighbouring heads that have one query, and so half as many queries for 2. pos_emb: rope_pp
+    needs 2, for a real and an imaginary head; no other encoding takes it. num_key_value_heads is
+    then at most the number of queries."""
     head_dim: Width | None = None
     """Features of a head; unset: hidden_size / num_attention_heads."""
     intermediate_size: Length | None = None

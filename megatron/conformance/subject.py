@@ -87,6 +87,7 @@ class Subject:
             hidden_size=self.heads * self.head_dim,
             num_layers=layers,
             num_attention_heads=self.heads,
+            heads_per_query=positions[0].heads_per_query,
             seq_length=self.train_length,
             init_method_std=0.2,  # large, so that attention is far from uniform
             output_layer_init_method="normal",

@@ -70,6 +70,7 @@ class SelfAttention(nn.Module):
     one query head for each key head that is GPT-NeoX's [heads, (q, k, v), head_dim].
     attention_gate (arXiv 2505.06708): what a head reads is multiplied by sigmoid(x W), one number
     or one for each feature; the rows of W stand between q and k, as in the authors' code.
+    heads_per_query: so many neighbouring heads have one q, which the encoding changes for each.
     """
 
     def __init__(self, model: Architecture) -> None:
@@ -80,6 +81,7 @@ class SelfAttention(nn.Module):
         self.features = model.features_of_head
         self.widths = model.widths_of_key_head
         self.gated = model.attention_gate is not None
+        self.heads_per_query = model.heads_per_query
         self.query_key_value = nn.Linear(
             hidden, model.projected_width, bias=model.use_bias_in_attn_linear
         )
@@ -99,6 +101,7 @@ class SelfAttention(nn.Module):
             q, k = self.query_norm(q), self.key_norm(k)
         # [batch, heads or key heads, length, head_dim]
         q, k, v = (part.flatten(2, 3).transpose(1, 2) for part in (q, k, v))
+        q = for_each_query_head(q, self.heads_per_query)
 
         position, documents, method = inputs.position, inputs.documents, inputs.method
         if documents is not None and documents.restart and not position.by_distance:

@@ -18,7 +18,7 @@ from megatron.model.head import mean_loss, token_losses
 from megatron.model.methods import Method, chosen_method, clipped, faults_of
 from megatron.model.settings import Architecture, AttentionSettings, initialize
 from megatron.positions import Position
-from megatron.positions.base import check_key_heads
+from megatron.positions.base import check_heads
 from megatron.positions.layers import Placed
 
 
@@ -70,7 +70,7 @@ class GPT(nn.Module):
         self.position_of_layer = list(position_of_layer)
         self.position_names = list(position_names)
         for position in self._positions:
-            check_key_heads(position, model.key_heads)
+            check_heads(position, model.key_heads, model.heads_per_query)
         self.use_attention(attention)
 
     def forward(

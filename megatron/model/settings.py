@@ -24,6 +24,7 @@ class Architecture:
     num_attention_heads: int
     seq_length: int
     num_key_value_heads: int | None = None
+    heads_per_query: int = 1
     head_dim: int | None = None
     intermediate_size: int | None = None
     norm: Literal["layernorm", "rmsnorm"] = "layernorm"
@@ -54,12 +55,17 @@ class Architecture:
 
     @property
     def key_heads(self) -> int:
-        """num_key_value_heads, also where it is not set."""
-        return self.num_key_value_heads or self.num_attention_heads
+        """num_key_value_heads, also where it is not set; at most one for each query."""
+        return min(self.num_key_value_heads or self.num_attention_heads, self.query_heads)
+
+    @property
+    def query_heads(self) -> int:
+        """Heads of the queries that are projected: one for every `heads_per_query` heads."""
+        return self.num_attention_heads // self.heads_per_query
 
     @property
     def attention_width(self) -> int:
-        """Features of all heads' queries together."""
+        """Features of all heads' outputs together."""
         return self.num_attention_heads * self.features_of_head
 
     @property
@@ -67,7 +73,8 @@ class Architecture:
         """Features of the queries that share one key head, of their gates, its key and value."""
         group, features = self.num_attention_heads // self.key_heads, self.features_of_head
         gates = {None: 0, "head": group, "element": group * features}
-        return [group * features, gates[self.attention_gate], features, features]
+        queries = group // self.heads_per_query
+        return [queries * features, gates[self.attention_gate], features, features]
 
     @property
     def projected_width(self) -> int:

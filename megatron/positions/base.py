@@ -54,6 +54,7 @@ class Position(Float32Module):
     crosses_documents: what carries the text of one document into the next although attention
         masks its keys, such as "its convolution over keys"; None: nothing
     grouped_queries: whether the model may have fewer key heads than heads
+    heads_per_query: how many neighbouring heads get the same query from the model
     score_width: how many times as wide as values on_queries_keys makes queries and keys
     rotates: on_queries_keys makes q·k depend on the distance, and on_queries_keys_at can be asked
     stretches: on_queries_keys_at knows `stretch`, and use_scaling other options than none
@@ -76,6 +77,7 @@ class Position(Float32Module):
     by_distance: bool = True
     crosses_documents: str | None = None
     grouped_queries: bool = True
+    heads_per_query: int = 1
     score_width: int = 1
     rotates: bool = False
     stretches: bool = False
@@ -344,9 +346,14 @@ class Position(Float32Module):
                     yield theirs, getattr(module, ours)
 
 
-def check_key_heads(position: Position, key_heads: int) -> None:
-    """Raises UserError if key heads are fewer than the encoding needs."""
+def check_heads(position: Position, key_heads: int, heads_per_query: int) -> None:
+    """Raises UserError if the encoding needs more key heads, or other queries."""
     heads = position.shape.heads
+    if position.heads_per_query != heads_per_query:
+        raise UserError(
+            f"heads_per_query: {heads_per_query} does not fit {type(position).__name__};"
+            f" set it to {position.heads_per_query}"
+        )
     if not position.grouped_queries and key_heads < heads:
         raise UserError(
             f"num_key_value_heads: {key_heads} is less than num_attention_heads = {heads}, but"

@@ -47,6 +47,7 @@ class Dape(Around):
         self.inner, _ = build_inside(shape, of, args, example="kerple_log")
         self.by_distance = self.inner.by_distance and not self.inner.has("index_bias")
         self.grouped_queries = self.inner.grouped_queries
+        self.heads_per_query = self.inner.heads_per_query
         self.has_bias = self.inner.has("index_bias") or self.inner.distance_bias(1) is not None
         inputs = 2 * shape.heads if self.has_bias else shape.heads
         hidden = whole("width", width, most=MOST_WIDTH)

@@ -18,7 +18,7 @@ SCALINGS = ("none", "linear", "ntk", "by_parts", "yarn", "llama3", "longrope")
 LEAST_BASE = 1.001  # at 1 all features would turn alike
 EFFECTIVE = {
     "factor": SCALINGS[1:],
-    "attention_factor": ("yarn", "longrope"),
+    "attention_factor": ("yarn", "llama3", "longrope"),
     "long_factor": ("longrope",),
     "short_factor": ("longrope",),
 }

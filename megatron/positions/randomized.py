@@ -42,6 +42,7 @@ class Randomized(Around):
         self.by_distance = self.inner.by_distance
         self.rotates, self.stretches = self.inner.rotates, self.inner.stretches
         self.grouped_queries = self.inner.grouped_queries
+        self.heads_per_query = self.inner.heads_per_query
         self.heads_alike = self.inner.heads_alike
 
     def has(self, hook: str) -> bool:

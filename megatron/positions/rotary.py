@@ -44,8 +44,8 @@ class Rotary(Turning):
         original_length stay as they are, those with less than beta_slow turns are stretched fully,
         the others in part
     truncate: for by_parts and yarn; whether the ramp between them begins and ends at whole features
-    attention_factor: multiplies queries and keys; for yarn, by default 0.1 ln(factor) + 1, and for
-        longrope, by default √(1 + ln(factor) / ln(original_length))
+    attention_factor: multiplies queries and keys; for yarn, by default 0.1 ln(factor) + 1, for
+        longrope, by default √(1 + ln(factor) / ln(original_length)), and for llama3 1
     high_freq_factor, low_freq_factor: for llama3; as beta_fast and beta_slow for by_parts, with a
         ramp that is linear in the number of turns
     long_factor: for longrope; divisors of the frequencies in texts longer than original_length

@@ -41,6 +41,7 @@ class Sum(Position):
         crossing = [part.crosses_documents for part in self._parts if part.crosses_documents]
         self.crosses_documents = next(iter(crossing), None)
         self.grouped_queries = all(part.grouped_queries for part in self._parts)
+        self.heads_per_query = max(part.heads_per_query for part in self._parts)
         by_product = [part for part in self._parts if part.has("score_bias")]
         self.sums_over_tokens = all(part.sums_over_tokens for part in by_product)
         turning = [part for part in self._parts if part.has("on_queries_keys")]

@@ -51,6 +51,7 @@ ACCEPTED = {
     **{name: {"sinks", "lm_infinite"} for name in NO_POSITIONS},
     **{name: set() for name in REFUSE_ALL},
     "rotary": {"sinks", "lm_infinite", *NEAR, *MOVING},
+    "rope_pp": {"sinks", "lm_infinite", *NEAR, *MOVING},
     "randomized": {"sinks", "lm_infinite", *NEAR, *MOVING},
     "xpos": {"sinks", "lm_infinite", *MOVING},
     "pope": {"sinks", "lm_infinite", *MOVING},

@@ -94,7 +94,9 @@ def gpt(name: str) -> GPT:
 
 def test_every_encoding_starts_from_the_same_weights():
     weights_without_encoding = gpt("none").state_dict()
-    for name in REGISTRY:
+    for name, encoding in REGISTRY.items():
+        if encoding.heads_per_query > 1:
+            continue  # its model has smaller matrices
         weights = gpt(name).state_dict()
         for path, expected in weights_without_encoding.items():
             assert torch.equal(weights[path], expected), f"{name}: {path}"

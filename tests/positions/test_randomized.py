@@ -71,8 +71,9 @@ def test_biases_are_those_of_the_drawn_distances():
 
 def test_evaluation_is_the_encoding_inside():
     for of in WITHIN:
-        gpt = model(f"pos_emb_args.of={of}")
-        plain = model(f"pos_emb={of}", "max_position_embeddings=256")
+        heads = f"heads_per_query={REGISTRY[of].heads_per_query}"
+        gpt = model(f"pos_emb_args.of={of}", heads)
+        plain = model(f"pos_emb={of}", "max_position_embeddings=256", heads)
         weights = gpt.state_dict().items()
         plain.load_state_dict({name.replace(".inner.", "."): value for name, value in weights})
         ids = torch.randint(50, (2, 150))

@@ -17,7 +17,7 @@ from megatron.positions import REGISTRY, Shape, build
 from tests.encodings import SAMPLE
 
 CPU = ["--device", "cpu", "--threads", "1", "--rounds", "3"]
-SIZE = {"hidden": 24, "layers": 2, "heads": 3, "vocab": 40, "train_length": 16}
+SIZE = {"hidden": 32, "layers": 2, "heads": 4, "vocab": 40, "train_length": 16}
 MODEL = [word for name, size in SIZE.items() for word in (f"--{name}", str(size))]
 
 
@@ -131,7 +131,7 @@ def test_palms_operations_are_those_that_torch_counts_on_the_dense_way(training)
 
 def test_a_step_trains_the_weights_and_the_encoding_whose_turn_it_is_alone():
     calls = [candidate(pos_emb=name).prepare() for name in ("kerple_log", "t5")]
-    model, _ = bench_step.trunk(candidate().size)
+    model, _ = bench_step.trunk(candidate().size, candidate().architecture)
     encodings = []
     for call in calls:
         call()

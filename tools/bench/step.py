@@ -14,7 +14,7 @@ has the options of its file in configs/pos_emb. --trace profiles one step of the
 
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -41,6 +41,7 @@ from megatron.model import GPT
 from megatron.model.settings import Architecture, AttentionSettings
 from megatron.model.size import BACKWARD, forward_flops
 from megatron.positions import REGISTRY, Shape, build, options_of
+from megatron.positions.registry import encoding_called
 
 BEGIN, END = "<!-- table of encodings -->", "<!-- end of the table -->"
 SIZES = {"hidden": 768, "layers": 12, "heads": 12, "vocab": 50304, "train_length": 512}
@@ -95,9 +96,14 @@ class GPTCandidate:
         return f"{self.pos_emb}, {self.backend}"
 
     @property
+    def architecture(self) -> Architecture:
+        per_query = encoding_called(self.pos_emb).heads_per_query
+        return replace(self.size.architecture, heads_per_query=per_query)
+
+    @property
     def chosen_backend(self) -> str:
         """The name of the attention backend."""
-        model, _ = trunk(self.size)
+        model, _ = trunk(self.size, self.architecture)
         model.positions = self.positions()
         model.use_attention(AttentionSettings(attention_backend=self.backend))
         return model.resolved_backend
@@ -115,7 +121,7 @@ class GPTCandidate:
     @property
     def flops(self) -> float:
         """Of a step or window as PaLM counts, with every pair of tokens."""
-        token = forward_flops(self.size.architecture, self.size.vocab, self.length)
+        token = forward_flops(self.architecture, self.size.vocab, self.length)
         forward = self.batch * self.length * token
         return BACKWARD * forward if self.training else forward
 
@@ -134,7 +140,7 @@ class GPTCandidate:
 
         Candidates share the weights and put their encoding into the model in turn.
         """
-        model, optimizer = trunk(self.size)
+        model, optimizer = trunk(self.size, self.architecture)
         positions = self.positions()
         shape = (self.batch, self.length + 1)
         ids = torch.randint(1, self.size.vocab, shape).to(self.device)
@@ -159,11 +165,11 @@ class GPTCandidate:
 
 
 @cache
-def trunk(size: Size) -> tuple[GPT, torch.optim.Optimizer]:
+def trunk(size: Size, architecture: Architecture) -> tuple[GPT, torch.optim.Optimizer]:
     """The model without an encoding, and its optimizer with a second group for the encoding's."""
     torch.manual_seed(0)
     settings = AttentionSettings()
-    model = GPT(size.architecture, settings, positions=[], vocab=size.vocab, end_of_document=0)
+    model = GPT(architecture, settings, positions=[], vocab=size.vocab, end_of_document=0)
     model = model.to(size.device, getattr(torch, size.dtype))
     if size.compiled:
         from megatron.training.trainer import compile_layers  # needs DeepSpeed and pydantic

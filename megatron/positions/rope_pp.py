@@ -1,0 +1,39 @@
+"""RoPE++: rotary whose queries serve a real and an imaginary head (arXiv 2512.07525)."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron.positions.base import Pair
+from megatron.positions.registry import register
+from megatron.positions.rotary import Rotary
+
+
+@register("rope_pp")
+class RopePP(Rotary):
+    """Rotary; every second head has the query of the head before it, turned back by π/2.
+
+    The first of the two is rotary's head. The score of the other, the imaginary head, is minus the
+    imaginary part of the product whose real part is rotary's: at distance d and pair (x, y), (q_x
+    k_x + q_y k_y) sin(dθ) - (q_x k_y - q_y k_x) cos(dθ). Both have one key and one value.
+
+    `heads_per_query: 2` is needed. Then half of rotary's queries, keys and values are projected,
+    and the cache is half: the paper's RoPE++ with equal heads. For equal cache give twice as many
+    heads of the same size, `num_attention_heads: 24` and `head_dim: 64` beside rotary's 12 heads of
+    64. Options are rotary's; features that do not turn are the same in both heads.
+    """
+
+    heads_per_query = 2
+    published = False
+    reference_names = {}
+
+    def on_queries_keys_at(
+        self, q: Tensor, k: Tensor, query: Tensor, key: Tensor, **place: Any
+    ) -> Pair:
+        q, k = super().on_queries_keys_at(q, k, query, key, **place)
+        real, imaginary = q.unflatten(1, (-1, 2)).unbind(2)
+        cos = torch.zeros_like(self.inv_freq)
+        sin = cos - 1  # of -π/2
+        imaginary = self.turn(imaginary, cos, sin)
+        return torch.stack([real, imaginary], dim=2).flatten(1, 2), k

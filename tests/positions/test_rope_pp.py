@@ -1,0 +1,105 @@
+"""RoPE++: heads of its authors' code, and whole layers with equal heads and with equal cache."""
+
+import math
+
+import pytest
+from torch import nn
+
+from megatron.attention import attention
+from megatron.config import load as load_config
+from megatron.errors import UserError
+from megatron.interop.families import fused, parted
+from megatron.model import Architecture
+from megatron.model.block import AttentionInputs, SelfAttention
+from megatron.positions import Shape, build
+from tests.positions.golden import load
+from tests.positions.test_authors import close, lower_triangle
+
+YARN = {"high_freq_factor": 32.0, "low_freq_factor": 1.0, "original_length": 4096}
+OPTIONS = {"weight": None, "window": None, "score_bias": None, "backend": "eager"}
+SHAPE = ["num_layers=1", "hidden_size=24", "num_attention_heads=6", "seq_length=16"]
+
+
+@pytest.mark.parametrize("variant", ["core", "core_yarn"])
+def test_real_and_imaginary_heads_have_the_scores_of_the_authors(variant):
+    golden = load("rope_pp", variant)
+    options = {}
+    if variant == "core_yarn":  # whose ramp is that of Llama 3.1
+        factor = golden.param("factor")
+        options = {**YARN, "scaling": "llama3", "factor": factor}
+        options["attention_factor"] = 0.1 * math.log(factor) + 1
+    position = build("rope_pp", Shape(6, 8, 24, 512), **options).double()
+    for length in golden.lengths:
+        expected = golden.of_length(length)
+        q, k, v = (golden.inputs[f"{length}.{one}"].double() for one in "qkv")
+        for one in (q, k, v):
+            one.requires_grad_()
+        both_q, turned_k = position.on_queries_keys(q.repeat_interleave(2, 1), k)
+        both_k, both_v = (one.repeat_interleave(2, 1) for one in (turned_k, v))
+        scores = both_q @ both_k.mT / 8**0.5
+        out = attention(both_q, both_k, both_v, backend="eager")
+        if "scores" in expected:
+            wanted = expected["scores"]
+            close(lower_triangle(scores)[: len(wanted)], wanted, 2e-5)
+        close(out, expected["out"], 2e-5)
+        if "grad_q" in expected:
+            (out * expected["dout"]).sum().backward()
+            for name, tensor in {"grad_q": q, "grad_k": k, "grad_v": v}.items():
+                close(tensor.grad, expected[name], 1e-4)
+
+
+@pytest.mark.parametrize("variant", ["ec", "ec_gqa", "eh", "eh_gqa"])
+def test_a_layer_is_that_of_the_authors(variant):
+    """Equal heads have half of the queries and keys, equal cache has twice as many heads."""
+    golden = load("rope_pp", variant)
+    projections = ("q_proj", "k_proj", "v_proj")
+    q, k, v = (golden.numbers[f"param.{one}.weight"].double() for one in projections)
+    out = golden.numbers["param.o_proj.weight"].double()
+    hidden, width = out.shape
+    heads = width // 8
+    model = Architecture(
+        hidden_size=hidden,
+        num_layers=1,
+        num_attention_heads=heads,
+        num_key_value_heads=len(k) // 8,
+        heads_per_query=2,
+        head_dim=8,
+        seq_length=16,
+        use_bias_in_attn_linear=False,
+    )
+    layer = SelfAttention(model).double()
+    layer.query_key_value.weight = nn.Parameter(fused([q, k, v], model))
+    layer.dense.weight = nn.Parameter(out)
+    position = build("rope_pp", Shape(heads, 8, hidden, 16)).double()
+    for length in (one for one in golden.numbers if one.endswith("layer_out")):
+        expected = golden.of_length(length.split(".")[0])
+        x = golden.inputs[f"{length.split('.')[0]}.x"].double().requires_grad_()
+        found = layer(x, AttentionInputs(position, None, OPTIONS))
+        close(found, expected["layer_out"], 2e-5)
+        if "grad_x" not in expected:
+            continue
+        layer.zero_grad()
+        dout = load("rope_pp", "layer").numbers[f"{length.split('.')[0]}.dout"]
+        (found * dout).sum().backward()
+        close(x.grad, expected["grad_x"], 1e-4)
+        gradients = parted(layer.query_key_value.weight.grad, model)
+        for name, gradient in zip(projections, gradients, strict=True):
+            close(gradient, expected[f"grad.{name}.weight"], 1e-4)
+        close(layer.dense.weight.grad, expected["grad.o_proj.weight"], 1e-4)
+
+
+def test_an_encoding_and_a_model_agree_on_the_heads_of_a_query():
+    for words, message in (
+        (["pos_emb=rope_pp"], "heads_per_query: 1 does not fit RopePP; set it to 2"),
+        (["pos_emb=rotary", "heads_per_query=2"], "2 does not fit Rotary; set it to 1"),
+        (["pos_emb_layers=[rope_pp, none]", "heads_per_query=2"], "2 does not fit NoPosition"),
+        (["pos_emb=rope_pp", "heads_per_query=4"], "4 does not divide num_attention_heads = 6"),
+        (
+            ["pos_emb=rope_pp", "heads_per_query=2", "num_key_value_heads=2"],
+            "num_key_value_heads: 2 do not divide num_attention_heads / heads_per_query = 3",
+        ),
+    ):
+        with pytest.raises(UserError, match=message):
+            load_config([], [*SHAPE, *words])
+    parts = "pos_emb_args={parts: [rope_pp, kerple_log]}"
+    load_config([], [*SHAPE, "pos_emb=sum", parts, "heads_per_query=2"])
