@@ -144,7 +144,7 @@ def _encoding(model: Model, position: Position, attention: Attention, parallel: 
         yield True, f"pos_emb: {name_of_layers(position)} cannot be built: {reason}"
 
 
-def _training(training: Training, parallel: Parallel) -> Faults:
+def _training(model: Model, data: Data, training: Training, parallel: Parallel) -> Faults:
     whole = training.train_batch_size or 0
     part = training.train_micro_batch_size_per_gpu * training.gradient_accumulation_steps
     yield (
@@ -157,14 +157,40 @@ def _training(training: Training, parallel: Parallel) -> Faults:
         "torch_compile: compiles again for every hook of ZeRO stage 3 until it gives up;"
         " use stage 2, or set false",
     )
+    key, before = "seq_length_schedule", 0
+    for length, last in training.seq_length_schedule:
+        yield (
+            model.seq_length % length,
+            f"{key}: {length} does not divide seq_length = {model.seq_length}, whose windows are"
+            " cut into equal ones; give a length that does",
+        )
+        yield (
+            last <= before,
+            f"{key}: a stage until step {last} stands after one until {before}; give rising steps",
+        )
+        before = last
+    yield (
+        0 < training.train_iters <= before,
+        f"{key}: lasts until step {before} of train_iters = {training.train_iters}, so no step has"
+        " seq_length; end it earlier",
+    )
+    yield (
+        before and (data.data_path or "").startswith("task:"),
+        f"{key}: cuts windows, and a window of a task is one problem; drop it",
+    )
+    yield (
+        before and training.torch_compile,
+        f"{key}: torch_compile compiles for one length; drop one of them",
+    )
 
 
 def _sharing(model: Model, data: Data, training: Training, parallel: Parallel) -> Faults:
     """An evaluation compiles nothing, exchanges by all_gather, and may have whole windows."""
     size, heads = parallel.context_parallel_size, model.num_attention_heads
     is_cut = parallel.model_parallel_size > 1
-    lengths = {"seq_length": model.seq_length, "seq_length_val": data.seq_length_val}
-    for key, length in lengths.items():
+    lengths = [("seq_length", model.seq_length), ("seq_length_val", data.seq_length_val)]
+    lengths += [("seq_length_schedule", length) for length, _ in training.seq_length_schedule]
+    for key, length in lengths:
         yield (
             length % size,
             f"context_parallel_size: {size} ranks cannot share {key} = {length} equally; take a"

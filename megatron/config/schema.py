@@ -71,6 +71,7 @@ Weights = Annotated[
 EncodingsOfLayers = Annotated[
     tuple[str | dict[str, Any], ...], BeforeValidator(as_list), Field(max_length=1000)
 ]
+Pair = Annotated[tuple[Positive, ...], BeforeValidator(as_tuple), Field(min_length=2, max_length=2)]
 WindowsOfLayers = Annotated[
     tuple[Length | Literal["train_length"] | None, ...],
     BeforeValidator(as_list),
@@ -302,6 +303,10 @@ class Training(Section):
     train_epochs: Positive | None = None
     """Instead of train_iters: number of passes over the training text. All passes have the same
     order. Several corpora take turns in proportion to their windows."""
+    seq_length_schedule: Annotated[tuple[Pair, ...], BeforeValidator(as_list)] = ()
+    """Shorter windows at first (SkyLadder, arXiv 2503.15450): length and last step of each stage,
+    such as `[[64, 200], [128, 600]]`; then seq_length. A length divides seq_length: each window is
+    cut into equal ones, so tokens per step and the order of the text stay."""
     train_micro_batch_size_per_gpu: Positive = 4
     """Windows in one forward pass on one device."""
     gradient_accumulation_steps: Positive = 1

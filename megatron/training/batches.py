@@ -95,6 +95,14 @@ def windows_per_step(config: Config) -> int:
     return training.train_micro_batch_size_per_gpu * training.gradient_accumulation_steps
 
 
+def length_of_step(config: Config, step: int) -> int:
+    """Tokens of a window in a step, the first of which is 1."""
+    for length, last in config.training.seq_length_schedule:
+        if step <= last:
+            return length
+    return config.model.seq_length
+
+
 def with_epochs(config: Config, part: Part, ranks: int) -> Config:
     """The configuration with the train_iters that train_epochs means; without it, unchanged.
 
@@ -151,8 +159,12 @@ class Batches:
             samples = parts["train"].samples(length, training.seed, self.planned)
         self.train_windows = self._batches(samples, used)
 
-    def next_step(self) -> list[Tensor]:
-        """The next step's batches of this rank: [micro_batch, length + 1] each."""
+    def next_step(self, length: int) -> list[Tensor]:
+        """The next step's batches of this rank: [micro_batch, seq_length + 1] each.
+
+        Windows are cut into those of a shorter `length`: the last target of one is the first input
+        of the next, so inputs and targets stay. [micro_batch * seq_length / length, length + 1]
+        """
         accumulated = self.config.training.gradient_accumulation_steps
         try:
             micro_batches = [next(self.train_windows) for _ in range(accumulated)]
@@ -161,7 +173,9 @@ class Batches:
             time.sleep(WAIT_FOR_REPORT)
             raise
         self.used += self.per_step
-        return micro_batches
+        if length == self.config.model.seq_length:
+            return micro_batches
+        return [batch.unfold(1, length + 1, length).flatten(0, 1) for batch in micro_batches]
 
     def validation(self) -> Iterator[Tensor]:
         """Batches [micro_batch, length + 1] of the valid part, the same at each call."""

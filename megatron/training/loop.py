@@ -22,7 +22,7 @@ from megatron.parallel.grid import Grid, owned_by_first, shared_faults
 from megatron.parallel.threads import count_parameters, local_processes, use_threads
 from megatron.positions.layers import name_of_layers
 from megatron.training import checkpoint
-from megatron.training.batches import Batches, open_text, with_epochs
+from megatron.training.batches import Batches, length_of_step, open_text, with_epochs
 from megatron.training.fits import check_fits
 from megatron.training.metrics import (
     Metrics,
@@ -50,6 +50,7 @@ SHOWN = 4  # learned numbers of the encoding in a line of the console
 SHOWN_NUMBERS = {
     "loss": "loss {:.4f}",
     "lr": "lr {:.2e}",
+    "seq_length": "length {}",
     "grad_norm": "grad norm {:.3f}",
     "noise_scale": "noise scale {:.3g} windows",
     "tokens_per_second": "{:,.0f} tokens/s",
@@ -156,7 +157,6 @@ def train(config: Config, grid: Grid) -> Path | None:
         stop = Stop(grid, steps=training.exit_interval, minutes=training.exit_duration)
         profiling = Profiling(logs_as, folder_of_logs, grid, done=start.step)
         progress = Progress(start.step, steps)
-        flops = flops_per_token(config.model, vocab)
         peak = logs_as.peak_theoretical_tflops
         if peak is None and grid.device.type == "cuda":
             peak = peak_of(torch.cuda.get_device_name(grid.device), config.precision.dtype)
@@ -200,8 +200,9 @@ def train(config: Config, grid: Grid) -> Path | None:
             peak_memory(grid.device)  # so that the first line's peak leaves out the engine's start
 
             for step in range(start.step + 1, steps + 1):
+                length_now = length_of_step(config, step)
                 with profiling.step(step):
-                    result = train_step(trainer, batches.next_step())
+                    result = train_step(trainer, batches.next_step(length_now))
                 losses.add(step, result)
 
                 stops = step < steps and stop.wanted(step)
@@ -223,6 +224,10 @@ def train(config: Config, grid: Grid) -> Path | None:
                     seconds = progress.advance(step)
                     speed = batches.per_step * length / seconds
                     numbers |= {"tokens_per_second": speed, "seconds_per_step": seconds}
+                    if training.seq_length_schedule:
+                        numbers["seq_length"] = length_now
+                    model_now = config.model.model_copy(update={"seq_length": length_now})
+                    flops = flops_per_token(model_now, vocab)
                     numbers |= utilisation(flops, speed / grid.ranks, peak)
                     numbers["peak_memory_gib"] = peak_memory(grid.device) / 2**30
                     numbers["tokens"] = batches.used * length

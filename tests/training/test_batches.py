@@ -1,4 +1,4 @@
-"""The text of a run: blends, epochs, documents apart, and what is refused before the first step."""
+"""The text of a run: blends, epochs, short windows, documents apart, what is refused at once."""
 
 import json
 import logging
@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from megatron.checkpoints.read import read_meta
 from megatron.checkpoints.saved import find
@@ -16,9 +17,10 @@ from megatron.config import load
 from megatron.data.parts import open_parts
 from megatron.data.tokens import TokenWriter
 from megatron.errors import UserError
-from megatron.model import GPT, from_config
+from megatron.interop import open_model
+from megatron.model import GPT, AttentionSettings, from_config
 from megatron.parallel.grid import Grid
-from megatron.training.batches import Batches, open_text
+from megatron.training.batches import Batches, length_of_step, open_text
 from megatron.training.loop import train, train_step
 from megatron.training.trainer import Trainer
 from tests.training.conftest import MODEL, VOCAB, interrupted, records, tiny
@@ -82,9 +84,9 @@ def test_ranks_divide_the_windows_of_a_blend(texts, tmp_path):
     config = blended(texts, tmp_path / "run", "train_micro_batch_size_per_gpu=2")
     parts = open_parts(config.data)
     whole = Batches(blended(texts, tmp_path / "run"), Grid(), parts)
-    steps = [whole.next_step()[0] for _ in range(3)]
+    steps = [whole.next_step(64)[0] for _ in range(3)]
     ranks = [Batches(config, Grid(rank, 2), parts, used=4) for rank in (0, 1)]
-    resumed = [rank.next_step()[0] for rank in ranks]
+    resumed = [rank.next_step(64)[0] for rank in ranks]
     np.testing.assert_array_equal(np.concatenate(resumed), steps[1])
 
 
@@ -129,6 +131,69 @@ def test_text_that_does_not_fit_is_refused_with_its_key(grid, texts, tmp_path):
     path = write(tmp_path, "named", 80, named)
     words = [f"data_path={path}", "tokenizer_type=HFGPT2Tokenizer"]
     assert open_text(load([], [*OWN, *words]))[1]["tokenizer"] == named
+
+
+# --- short windows first --------------------------------------------------------------------------
+
+STAGES = ["seq_length_schedule=[[16, 1], [32, 2]]", "train_iters=3", "eval_iters=1"]
+
+
+def test_short_windows_have_the_loss_of_skyladders_mask(grid, tmp_path):
+    """SkyLadder (arXiv 2503.15450) masks keys of other parts of the window, and of documents."""
+    corpus, eod, steps = write(tmp_path, "short", 20), TOKENIZER["eod"], range(1, 4)
+    shape = LlamaConfig(
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        intermediate_size=48,
+        vocab_size=257,
+    )
+    theirs = LlamaForCausalLM(shape).eval()
+    theirs.save_pretrained(tmp_path / "llama")
+    for apart in (False, True):
+        words = [f"reset_attention_mask={apart}", f"eod_mask_loss={apart}", "split=1,0,0"]
+        config = load([], [*OWN, *STAGES, *words, f"data_path={corpus}"])
+        ours, _ = open_model(tmp_path / "llama")
+        ours.end_of_document = eod
+        ours.use_attention(AttentionSettings.of(config.attention))
+        run = Trainer(config, ours, grid)
+        short, whole = (Batches(config, Grid(), open_parts(config.data, ["train"])) for _ in "ab")
+        for step, length in zip(steps, (16, 32, 64), strict=True):
+            [cut], [batch] = short.next_step(length_of_step(config, step)), whole.next_step(64)
+            assert cut.shape == (4 * 64 // length, length + 1)
+            inputs, labels = batch[:, :-1], batch[:, 1:]
+            ends = inputs == eod
+            document = ends.cumsum(1) - ends.long()
+            part = torch.arange(64) // length
+            visible = (part[:, None] == part).tril().expand(4, 1, 64, 64)
+            counted = torch.ones_like(ends)
+            if apart:
+                visible = visible & (document[:, None, :, None] == document[:, None, None, :])
+                counted = ~ends
+            mask = torch.zeros(visible.shape).masked_fill(~visible, torch.finfo().min)
+            with torch.no_grad():
+                logits = theirs(inputs, attention_mask=mask).logits
+                found = run.losses(cut, mean=True).item()
+            losses = F.cross_entropy(logits.transpose(1, 2), labels, reduction="none")
+            assert found == pytest.approx(losses[counted].mean().item(), rel=1e-6)
+
+
+def test_the_log_says_the_length_of_a_step_and_validations_keep_theirs(
+    grid, texts, tmp_path, caplog
+):
+    config = blended(texts, tmp_path, *STAGES, "peak_theoretical_tflops=1")
+    with caplog.at_level(logging.INFO):
+        train(config, grid)
+    logged = list(records(tmp_path).values())
+    assert [one["seq_length"] for one in logged] == [16, 32, 64]
+    assert [one["tokens"] for one in logged] == [256, 512, 768]
+    assert re.search(r"step 2/3 .* length 32 ", caplog.text)
+    [valid] = records(tmp_path, "valid").values()
+    assert valid["length"] == 64
+    operations = [one["model_tflops_per_second"] * one["seconds_per_step"] for one in logged]
+    attention = 3 * 4 * 2 * 32 * 256 / 1e12  # of one key for each token of a step
+    assert operations[2] - operations[1] == pytest.approx(32 * attention)
+    assert operations[1] - operations[0] == pytest.approx(16 * attention)
 
 
 # --- documents apart ------------------------------------------------------------------------------

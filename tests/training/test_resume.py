@@ -35,8 +35,9 @@ DOCUMENTS = ["reset_attention_mask=true", "reset_position_ids=true", "eod_mask_l
         ["precision=bf16", "zero_optimization.stage=3"],
         ["checkpoint_activations=true", *DOCUMENTS],
         ["optimizer.type=Muon"],
+        ["seq_length_schedule=[[16, 3], [32, 6]]"],
     ],
-    ids=["fp32", "bf16", "zero2", "zero3-llama", "bf16-zero3", "documents", "muon"],
+    ids=["fp32", "bf16", "zero2", "zero3-llama", "bf16-zero3", "documents", "muon", "lengths"],
 )
 def test_a_resumed_run_repeats_the_uninterrupted_one_to_the_last_bit(grid, corpus, tmp_path, how):
     """Each way has dropout and a learned encoding, validations and lines between checkpoints."""
@@ -49,7 +50,8 @@ def test_a_resumed_run_repeats_the_uninterrupted_one_to_the_last_bit(grid, corpu
         first, second = records(straight, kind), records(broken, kind)
         assert first.keys() == second.keys() == steps
         for step in first:
-            for key in first[step].keys() & {"loss", "grad_norm", "lr", "position", "tokens"}:
+            same = {"loss", "grad_norm", "lr", "position", "tokens", "seq_length"}
+            for key in first[step].keys() & same:
                 assert first[step][key] == second[step][key], (step, key)
     weights = load_file(broken / "global_step8" / "model.safetensors")
     for name, tensor in load_file(straight / "global_step8" / "model.safetensors").items():

@@ -44,7 +44,7 @@ def test_a_step_has_the_loss_and_gradient_of_the_answers_alone(grid, tmp_path):
     assert facts["vocab"] == 128
     run = Trainer(config, from_config(config, facts["vocab"]), grid)
     batches = Batches(config, grid, parts)
-    step = batches.next_step()
+    step = batches.next_step(config.model.seq_length)
     samples = TaskText("recall").samples("train", 24, config.training.seed)
     assert [window.tolist() for batch in step for window in batch] == [
         samples[number].tolist() for number in range(8)
