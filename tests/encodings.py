@@ -24,6 +24,7 @@ HOOKS = (
     "distance_weight",
     "index_bias",
     "score_bias",
+    "block_scores",
     "on_scores",
 )
 TRAITS = ("per_layer", "grouped_queries", "heads_per_query", "score_width")

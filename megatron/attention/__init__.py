@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from megatron.attention.documents import TOGETHER, by_document, stretches_of
-from megatron.attention.eager import ScoreBias, eager
+from megatron.attention.eager import BlockScores, ScoreBias, eager
 from megatron.attention.sdpa import sdpa
 from megatron.attention.self_check import check
 from megatron.attention.triton_kernel import refusal as triton_refusal
@@ -37,6 +37,7 @@ def attention(
     index_bias: Callable[[Tensor, Tensor], Tensor] | None = None,
     on_scores: Callable[[Tensor], Tensor] | None = None,
     score_bias: tuple[Tensor | None, Tensor] | None = None,
+    block_scores: BlockScores | None = None,
     backend: str = "auto",
     self_check: bool = True,
 ) -> Tensor:
@@ -55,6 +56,7 @@ def attention(
     on_scores [batch, heads, queries, keys] -> same: after all biases, where content decides;
     score_bias (u, w): adds u·w by content, u [batch, heads, queries] or None for ones, w
     [batch, heads, keys]; a last dimension of both is a rank above one. w may be float64;
+    block_scores: the scores themselves, in place of q·k/√head_dim (`Position.block_scores`);
     backend: see `choose`;
     self_check: compare a compiled backend with the definition at its first use of a kind.
 
@@ -100,6 +102,7 @@ def attention(
         masked=window is not None or chunk is not None or segments is not None,
         index_bias=index_bias is not None,
         on_scores=on_scores is not None,
+        block_scores=block_scores is not None,
         content_rank=0 if content is None else content.w.shape[3],
         narrow_values=k.shape != v.shape,
     )
@@ -108,7 +111,8 @@ def attention(
     # On the CPU a call for each document costs little. Chunks are counted from the window's start,
     # and a compiler would begin anew for each batch.
     one_by_one = name == "sdpa" and k.device.type == "cpu" and k.shape[2] > TOGETHER
-    one_by_one = one_by_one and chunk is None and not torch.compiler.is_compiling()
+    one_by_one = one_by_one and chunk is None and block_scores is None
+    one_by_one = one_by_one and not torch.compiler.is_compiling()
     if segments is not None and one_by_one:
         rows = stretches_of(segments)
         if rows is not None:
@@ -125,6 +129,8 @@ def attention(
     options["index_bias"] = index_bias
     if on_scores is not None:
         options["on_scores"] = on_scores
+    if block_scores is not None:
+        options["block_scores"] = block_scores
     return BACKENDS[name](q, k, v, bias, **options)
 
 
@@ -137,6 +143,7 @@ class Needs:
     masked: a window, chunk or segments mask keys before the query;
     index_bias: a bias depends on indices;
     on_scores: the encoding changes the scores themselves;
+    block_scores: the encoding gives the scores, block by block;
     content_rank: the rank of a bias by content, 0 for none;
     narrow_values: values have fewer features than queries and keys
     """
@@ -146,6 +153,7 @@ class Needs:
     masked: bool = False
     index_bias: bool = False
     on_scores: bool = False
+    block_scores: bool = False
     content_rank: int = 0
     narrow_values: bool = False
 
@@ -192,6 +200,8 @@ def choose(backend: str, needs: Needs) -> Choice:
 def _best(needs: Needs) -> Choice:
     if needs.on_scores:
         return Choice("eager", "the encoding looks at content")
+    if needs.block_scores:
+        return Choice("sdpa", "the encoding gives scores by content")
     if needs.q.device.type != "cuda":
         return Choice("sdpa", f"on the {needs.q.device.type.upper()}")
     present = {
@@ -218,6 +228,8 @@ def refusal(backend: str, needs: Needs) -> str | None:
         return "the encoding looks at content"
     if backend != "triton":
         return None
+    if needs.block_scores:
+        return "the encoding gives scores by content"
     if needs.narrow_values:
         return "queries and keys are wider than values"
     return triton_refusal(needs.q, index_bias=needs.index_bias, content_rank=needs.content_rank)

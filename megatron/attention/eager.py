@@ -1,12 +1,16 @@
 """The definition of attention with distance tables: all scores at once, in float32 or float64."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
+
+BlockOfScores = Callable[[Sequence[Tensor], int, int], tuple[Tensor, Tensor, Tensor]]
+BlockScores = tuple[BlockOfScores, Sequence[Tensor]]
+"""See `Position.block_scores`."""
 
 
 @dataclass(frozen=True)
@@ -93,6 +97,7 @@ def all_scores(
     index_bias: Callable[[Tensor, Tensor], Tensor] | None,
     on_scores: Callable[[Tensor], Tensor] | None = None,
     score_bias: ScoreBias | None = None,
+    block_scores: BlockScores | None = None,
 ) -> Tensor:
     """Scores, -inf where masked: [batch, heads, queries, keys], at least float32."""
     dtype = torch.promote_types(q.dtype, torch.float32)
@@ -101,8 +106,13 @@ def all_scores(
     query = key[keys - queries :]
     distance = (query[:, None] - key).clamp(min=0)  # [queries, keys]
 
-    products = q.to(dtype) @ k.to(dtype).transpose(-1, -2)  # [batch, heads, queries, keys]
-    scores = products / math.sqrt(q.shape[-1])
+    if block_scores is None:
+        products = q.to(dtype) @ k.to(dtype).transpose(-1, -2)  # [batch, heads, queries, keys]
+        scores = products / math.sqrt(q.shape[-1])
+    else:
+        function, tensors = block_scores
+        far_q, far_k, own = function(tensors, 0, queries)
+        scores = torch.cat([far_q @ far_k.mT, own], dim=-1)
     if weight is not None:
         scores = scores * weight[:, distance]
     if bias is not None:

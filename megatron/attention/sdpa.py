@@ -16,8 +16,9 @@ from torch.autograd.function import once_differentiable
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from megatron.attention.blocked_gradients import gradients
-from megatron.attention.eager import ScoreBias, product
+from megatron.attention.eager import BlockScores, ScoreBias, product
 from megatron.attention.first_keys import FirstKeys, first_keys, groups_of_heads
+from megatron.attention.moved import attend_moved
 from megatron.attention.scope import BLOCK, Inputs, Scope, of_heads
 
 MOST_SCORES = 2**23
@@ -42,6 +43,7 @@ def sdpa(
     segments: Tensor | None,
     index_bias: Callable[[Tensor, Tensor], Tensor] | None,
     score_bias: ScoreBias | None = None,
+    block_scores: BlockScores | None = None,
 ) -> Tensor:
     """See megatron.attention.attention.
 
@@ -52,6 +54,10 @@ def sdpa(
         window = None  # it masks nothing
     if chunk is not None and 2 * chunk >= keys:
         chunk = None
+    if block_scores is not None:
+        more = {"weight": weight, "window": window, "chunk": chunk, "segments": segments}
+        more |= {"index_bias": index_bias, "score_bias": score_bias}
+        return attend_moved(q, k, v, bias, block_scores, **more)
     options = (bias, weight, window, chunk, segments, index_bias, score_bias)
     plain_causal = all(option is None for option in options)
     if plain_causal:

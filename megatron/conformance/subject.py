@@ -134,6 +134,8 @@ def scores(
             options["score_bias"] = ScoreBias.of(position.score_bias(x, {}))
         if position.has("on_scores"):
             options["on_scores"] = lambda scores: position.on_scores(scores, x, {})
+        if position.has("block_scores"):
+            options["block_scores"] = position.block_scores(q, k, x, {})
     by_name = tables(position, q.shape[2])
     weight = by_name.get("weight")
     return all_scores(q, k, by_name.get("bias"), weight=weight, **options)[0].tril()
@@ -159,6 +161,10 @@ def effects_before(position: Position, end: int) -> dict[str, Tensor]:
         score_bias = ScoreBias.of(position.score_bias(x, {}))
         assert score_bias is not None
         effects["content bias"] = score_bias.bias(torch.arange(CHUNK))[0].float().tril()
+    if position.has("block_scores"):
+        function, tensors = position.block_scores(q, k, x, {})
+        _, _, own = function(tensors, 0, CHUNK)
+        effects["block of scores"] = own.tril()
     if position.has("on_scores"):
         no_scores = torch.zeros(1, shape.heads, CHUNK, CHUNK)
         effects["content score"] = position.on_scores(no_scores, x, {}).tril()

@@ -46,7 +46,7 @@ def attention_by_distance(model: GPT, windows: Sequence[np.ndarray]) -> tuple[Te
 
     def recording(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, **more: Any) -> Tensor:
         blocks: list[Tensor] = []  # probabilities of the last queries: [heads, queries, keys] each
-        if "on_scores" in more:
+        if "on_scores" in more or "block_scores" in more:
             p = probabilities(q, k, bias, **more)
             out = (p @ v.to(p.dtype)).to(q.dtype)
             blocks.append(p[0, :, -QUERIES:])

@@ -112,10 +112,15 @@ class SelfAttention(nn.Module):
         q, k = position.on_queries_keys_by_content(q, k, x, memory)
         if inputs.query_scale is not None and method is None:
             q = (q * inputs.query_scale[..., None]).to(q.dtype)
+        block_scores = None
+        if position.has("block_scores"):
+            block_scores = position.block_scores(q, k, x, memory)
         if inputs.cache is not None:
             k, v = inputs.cache.append(k, v)
 
         options = dict(inputs.options)
+        if block_scores is not None:
+            options["block_scores"] = block_scores
         if documents is not None:
             options["segments"] = documents.numbers
         if position.has("index_bias"):

@@ -302,6 +302,7 @@ class GPT(nn.Module):
                 masked=window is not None or settings.blockwise or settings.reset_attention_mask,
                 index_bias=has("index_bias"),
                 on_scores=has("on_scores"),
+                block_scores=has("block_scores"),
                 content_rank=int(has("score_bias")),
                 narrow_values=position.score_width != 1,
             )
@@ -332,8 +333,9 @@ class GPT(nn.Module):
 
     @property
     def looks_at_scores(self) -> bool:
-        """Whether an encoding needs the whole matrix of scores."""
-        return any(position.has("on_scores") for position in self._positions)
+        """Whether an encoding changes or gives the scores themselves."""
+        hooks = ("on_scores", "block_scores")
+        return any(position.has(hook) for position in self._positions for hook in hooks)
 
     @property
     def _layers(self) -> list[tuple[Position, int | None]]:

@@ -167,6 +167,8 @@ class Method:
             return None
         if has("on_scores"):
             return "it changes all scores of a query by their content"
+        if has("block_scores"):
+            return "its scores depend on the tokens between query and key"
         if has("on_embeddings"):
             return "it adds positions to the embeddings, where they stay"
         if has("index_bias"):

@@ -2,7 +2,7 @@
 
 import inspect
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -16,6 +16,10 @@ EXACT = 2**24
 """Positions from here on are no longer exact in float32."""
 Pair = tuple[Tensor, Tensor]
 """Queries and keys, or cosines and sines."""
+BlockScores = tuple[
+    Callable[[Sequence[Tensor], int, int], tuple[Tensor, Tensor, Tensor]], Sequence[Tensor]
+]
+"""See `Position.block_scores`."""
 Memory = dict[str, Tensor]
 """The tensors that a layer keeps of a cached text, by name; the first dimension is the batch."""
 NO_ATTENTION = -1e9
@@ -42,11 +46,11 @@ class WrongEncoding(UserError):
 
 
 class Position(Float32Module):
-    """A positional encoding: override any of eight hooks. Its numbers stay in float32.
+    """A positional encoding: override any of its hooks. Its numbers stay in float32.
 
     The hooks are `prepare`, `on_embeddings`, `on_queries_keys`, `distance_bias`,
-    `distance_weight`, `index_bias`, `score_bias` and `on_scores`; docs/add_an_encoding.md has an
-    example of each.
+    `distance_weight`, `index_bias`, `score_bias`, `block_scores` and `on_scores`;
+    docs/add_an_encoding.md has an example of each.
 
     per_layer: every layer needs parameters of its own, whatever `pos_emb_shared` says
     by_distance: whether positions count by their differences alone, apart from what is added to
@@ -174,6 +178,23 @@ class Position(Float32Module):
         """
         raise NotImplementedError
 
+    def block_scores(self, q: Tensor, k: Tensor, x: Tensor, memory: Memory) -> BlockScores:
+        """The scores in place of q·k/√head_dim, by blocks of queries: (function, tensors).
+
+        q, k [batch, heads, length, head_dim] of the new tokens, x [batch, length, hidden] the input
+        of this layer's attention, memory as for on_scores: keep earlier keys there.
+
+        function(tensors, start, end) is asked for the queries start … end - 1. It returns far_q
+        [batch, heads, rows, features] and far_k [batch, heads, keys, features], whose products are
+        the scores of all keys before the query `start`, cached ones too; and the scores of the
+        block's own keys [batch, heads, rows, rows], any finite number for keys after a query. All
+        are divided by √head_dim and at least float32. Gradients compute the blocks again, so
+        function must depend on nothing that learns but its tensors, of which it may be given
+        copies. start is a multiple of 256. One that reads few tensors of a long text for each block
+        is faster, because gradients of a slice are as long as the whole.
+        """
+        raise NotImplementedError
+
     def on_scores(self, scores: Tensor, x: Tensor, memory: Memory) -> Tensor:
         """Change the scores by the content of the text; attention is then `eager`.
 
@@ -222,6 +243,8 @@ class Position(Float32Module):
             reason = "on_scores needs all scores at once"
         elif self.has("on_queries_keys_by_content"):
             reason = "on_queries_keys_by_content reads the tokens before"
+        elif self.has("block_scores"):
+            reason = "block_scores reads the tokens between query and key"
         elif self.crosses_documents is not None:
             reason = f"{self.crosses_documents} reads the text before"
         elif self.has("score_bias") and not self.sums_over_tokens:
@@ -242,6 +265,8 @@ class Position(Float32Module):
             reason = "on_scores is given all heads"
         elif self.has("on_queries_keys_by_content"):
             reason = "on_queries_keys_by_content is given all heads"
+        elif self.has("block_scores"):
+            reason = "block_scores is given all heads"
         elif self.has("on_queries_keys") and not self.heads_alike:
             reason = "its on_queries_keys does not say that it does the same to all (heads_alike)"
         if reason is not None:
@@ -285,7 +310,7 @@ class Position(Float32Module):
     @property
     def looks_at_content(self) -> bool:
         """Whether scores depend on the text besides q and k."""
-        hooks = ("on_queries_keys_by_content", "score_bias", "on_scores")
+        hooks = ("on_queries_keys_by_content", "score_bias", "block_scores", "on_scores")
         return any(self.has(hook) for hook in hooks)
 
     def distances(self, length: int) -> Tensor:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron.errors import UserError
-from megatron.positions.base import Memory, Pair, Position, Shape
+from megatron.positions.base import BlockScores, Memory, Pair, Position, Shape
 from megatron.positions.registry import build, listed, named, register
 
 MOST_PARTS = 8
@@ -50,6 +50,8 @@ class Sum(Position):
         rotating = [part for part in self._parts if part.rotates]
         self.rotates = bool(rotating)
         self.stretches = bool(rotating) and all(part.stretches for part in rotating)
+        if sum(part.has("block_scores") for part in self._parts) > 1:
+            raise UserError("parts: only one part can give the scores themselves; name one path")
         for part in self._parts[1:]:
             if part.score_width != 1:
                 raise UserError(
@@ -128,6 +130,11 @@ class Sum(Position):
             us.append(u if u.dim() == 4 else u[..., None])
             ws.append(w)
         return torch.cat(us, dim=-1), torch.cat(ws, dim=-1)
+
+    def block_scores(self, q: Tensor, k: Tensor, x: Tensor, memory: Memory) -> BlockScores:
+        number = [part.has("block_scores") for part in self._parts].index(True)
+        with _own(memory, number) as own:
+            return self._parts[number].block_scores(q, k, x, own)
 
     def on_scores(self, scores: Tensor, x: Tensor, memory: Memory) -> Tensor:
         for number, part in enumerate(self._parts):

@@ -41,6 +41,7 @@ COSTS = {
     "distance_weight": "a table that multiplies the scores; on the CPU without a fused kernel",
     "index_bias": "a bias for each pair of tokens: time grows with length²",
     "score_bias": "a number for each key and head",
+    "block_scores": "two to three times plain attention; cached keys change with every token",
     "on_scores": "eager attention: time and memory grow with length²",
     "on_queries_keys": "queries and keys change: time grows with length",
     "on_queries_keys_by_content": "queries and keys change: time grows with length",

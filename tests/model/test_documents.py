@@ -13,7 +13,7 @@ from tests.model import test_cache
 END, VOCAB = 0, 50
 MASK = "reset_attention_mask=true"
 RESTART = "reset_position_ids=true"
-CROSSING = ("dape_v2", "selective_rope", "stick_breaking")
+CROSSING = ("dape_v2", "path", "path_fox", "selective_rope", "stick_breaking")
 """Convolutions read the tokens before, and a remainder all of them."""
 NO_RESTART = (*CROSSING, "fire")
 FROM_THE_BEGINNING = ("fire", "learned", "sinusoidal", "ssmax")

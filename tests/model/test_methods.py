@@ -45,7 +45,10 @@ TABLES = {
     *("mep", "mep_free", "mep_param", "mep_param_t5", "sandwich", "scaled_distance", "t5", "tanh"),
 }
 NO_POSITIONS = {"none", "cable", "fox", "selective_rope", "ssmax"}
-REFUSE_ALL = {"cope", "dape", "dape_v2", "fire", "learned", "sinusoidal", "stick_breaking"}
+REFUSE_ALL = {
+    *("cope", "dape", "dape_v2", "fire", "learned", "path", "path_fox", "sinusoidal"),
+    "stick_breaking",
+}
 ACCEPTED = {
     **{name: {"sinks", "lm_infinite", "clip_distance"} for name in TABLES},
     **{name: {"sinks", "lm_infinite"} for name in NO_POSITIONS},

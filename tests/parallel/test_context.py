@@ -17,7 +17,10 @@ from tests.support import ROOT
 from tests.training.conftest import grid, records, tiny  # noqa: F401
 
 EXACT = 1e-5
-REFUSED = {"cope", "dape", "dape_v2", "stick_breaking", "selective_rope", "randomized"}
+REFUSED = {
+    *("cope", "dape", "dape_v2", "path", "path_fox", "randomized", "selective_rope"),
+    "stick_breaking",
+}
 
 
 @pytest.mark.distributed
@@ -101,6 +104,7 @@ def test_what_ranks_cannot_share_is_refused_before_a_run():
     for name, reason in {
         "cope": "CoPE cannot be computed in parts of a text, because on_scores needs all scores",
         "selective_rope": "because on_queries_keys_by_content reads the tokens before",
+        "path": "Path cannot be computed in parts of a text, because block_scores reads the tokens",
         "randomized": "Randomized cannot be computed in parts of a text, because each process",
     }.items():
         assert reason in fault_of(two, f"pos_emb={name}")

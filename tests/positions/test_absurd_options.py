@@ -37,6 +37,9 @@ def tables(position, length):
         yield from (position.distance_bias(length), position.distance_weight(length))
         if position.has("index_bias"):
             yield position.index_bias(indices, indices)
+        if position.has("block_scores"):
+            function, tensors = position.block_scores(q, q, x, {})
+            yield from function(tensors, 0, length)
         if position.has("on_scores"):
             yield position.on_scores(torch.zeros(1, SHAPE.heads, length, length), x, {})
 

@@ -10,7 +10,10 @@ from megatron.positions import REGISTRY, Position, Shape, build
 from tests.encodings import SAMPLE
 
 SHAPE = Shape(heads=4, head_dim=8, hidden=32, train_length=64)
-EXCLUDING = ("on_scores", "score_bias", "on_queries_keys_by_content", "distance_weight")
+EXCLUDING = (
+    *("on_scores", "block_scores", "score_bias", "on_queries_keys_by_content"),
+    "distance_weight",
+)
 WITHIN = [
     name
     for name in (*SAMPLE, "ssmax")

@@ -1,0 +1,134 @@
+"""PaTH against its authors' numbers, and against the product of its matrices, one by one."""
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from megatron.attention import attention
+from megatron.attention.eager import all_scores
+from megatron.errors import UserError
+from megatron.positions import Shape, build
+from tests.positions.golden import FOLDER
+from tests.positions.test_authors import close, lower_triangle
+
+SHAPE = Shape(heads=3, head_dim=8, hidden=24, train_length=64)
+NOTHING = dict.fromkeys(("weight", "window", "chunk", "segments", "index_bias"))
+
+
+def given(name: str, w: Tensor, beta: Tensor, log_f: Tensor | None):
+    """The encoding with these numbers in place of those that it maps from its input."""
+    position = build(name, SHAPE).double()
+    position.transitions = lambda x, memory: (w, beta)
+    position.log_gates = lambda x: log_f
+    return position
+
+
+def score_by_score(q: Tensor, k: Tensor, w: Tensor, beta: Tensor, log_f: Tensor | None) -> Tensor:
+    """(k_jᵀ H_(j+1) … H_i q_i + Σ log f) / √head_dim: [batch, heads, length, length], later 0."""
+    length, head_dim = q.shape[2:]
+    scores = q.new_zeros(*q.shape[:3], length)
+    moved, fallen = q.clone(), q.new_zeros(q.shape[:3])  # of every query so far
+    for j in reversed(range(length)):
+        later = slice(j, length)
+        products = (moved[:, :, later] * k[:, :, j, None]).sum(-1)
+        scores[:, :, later, j] = (products + fallen[:, :, later]) / head_dim**0.5
+        along_w = (moved[:, :, later] * w[:, :, j, None]).sum(-1)
+        moved[:, :, later] -= (beta[:, :, j, None] * along_w)[..., None] * w[:, :, j, None]
+        if log_f is not None:
+            fallen[:, :, later] += log_f[:, :, j, None]
+    return scores
+
+
+@pytest.mark.parametrize("backend", ["eager", "sdpa"])
+@pytest.mark.parametrize("name", ["path", "path_fox"])
+def test_path_gives_the_numbers_of_its_authors(name, backend):
+    path = FOLDER / "path.safetensors"
+    if not path.exists():
+        pytest.skip(f"{path} is not there")
+    numbers, inputs = load_file(path), load_file(FOLDER / "inputs.safetensors")
+    lengths = [length for length in ("L16", "L48") if f"{length}.q" in inputs]
+    assert lengths
+    for length in lengths:
+        own = ("w", "beta", "log_f") if name == "path_fox" else ("w", "beta")
+        leaves = {one: inputs[f"{length}.{one}"].double() for one in ("q", "k", "v")}
+        leaves |= {one: numbers[f"{length}.{one}"].double() for one in own}
+        for leaf in leaves.values():
+            leaf.requires_grad_()
+        q, k, v = leaves["q"], leaves["k"], leaves["v"]
+        position = given(name, leaves["w"], leaves["beta"], leaves.get("log_f"))
+        block_scores = position.block_scores(q, k, inputs[f"{length}.x"].double(), {})
+
+        scores = all_scores(q, k, None, **NOTHING, block_scores=block_scores)
+        wanted = numbers.get(f"{name}.{length}.scores")
+        if wanted is not None:
+            # The softmax ignores what is the same for all keys of a query.
+            expected = torch.zeros(*wanted.shape[:2], *scores.shape[2:]).double()
+            rows, columns = torch.tril_indices(*scores.shape[2:])
+            expected[..., rows, columns] = wanted.double()
+            found = (scores - scores[..., :1])[: len(wanted)]
+            close(lower_triangle(found), lower_triangle(expected - expected[..., :1]), 2e-5)
+        out = attention(q, k, v, block_scores=block_scores, backend=backend)
+        close(out, numbers[f"{name}.{length}.out"], 2e-5)
+        (out * inputs[f"{length}.dout"].double()).sum().backward()
+        for one, leaf in leaves.items():
+            if f"{name}.{length}.grad_{one}" in numbers:
+                close(leaf.grad, numbers[f"{name}.{length}.grad_{one}"], 1e-4)
+
+
+@pytest.mark.parametrize("name", ["path", "path_fox"])
+def test_blocks_and_pieces_give_the_product_of_all_matrices(name):
+    """Over several chunks and blocks of attention, whole and as a cached text, in float32."""
+    length = 333
+    torch.manual_seed(0)
+    q, k, v = torch.randn(3, 1, 3, length, 8, dtype=torch.float64)
+    x = torch.randn(1, length, 24)
+    position = build(name, SHAPE)
+    with torch.no_grad():
+        w, beta = position.transitions(x, {})
+        log_f = position.log_gates(x) if name == "path_fox" else None
+        later = torch.ones(length, length, dtype=torch.bool).triu(1)
+        numbers = (w.double(), beta.double(), None if log_f is None else log_f.double())
+        expected = score_by_score(q, k, *numbers).masked_fill(later, -torch.inf).softmax(-1) @ v
+
+        memory, begin = {}, 0
+        q, k, v = q.float(), k.float(), v.float()
+        for end in (70, 71, 72, length):
+            new = slice(begin, end)
+            block_scores = position.block_scores(q[:, :, new], k[:, :, new], x[:, new], memory)
+            own_q, visible_k, visible_v = q[:, :, new], k[:, :, :end], v[:, :, :end]
+            found = attention(own_q, visible_k, visible_v, block_scores=block_scores)
+            close(found, expected[:, :, new], 2e-5)
+            begin = end
+        found = attention(q, k, v, block_scores=position.block_scores(q, k, x, {}))
+        close(found, expected, 2e-5)
+
+
+def test_masks_and_biases_act_in_blocks_as_on_all_scores():
+    length = 300
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(1, 3, length, 8, requires_grad=True) for _ in range(3))
+    x, position = torch.randn(1, length, 24), build("path", SHAPE, taps=1)
+    total = torch.rand(1, 3, length, dtype=torch.float64).cumsum(2)
+    options = {
+        "window": {"window": 100},
+        "chunks": {"chunk": 110},
+        "documents": {"segments": torch.arange(length)[None] // 140},
+        "table": {"bias": -torch.rand(3, length)},
+        "content": {"score_bias": (None, total)},
+    }
+    for option in options.values():
+        results = []
+        for backend in ("eager", "sdpa"):
+            block_scores = position.block_scores(q, k, x, {})
+            out = attention(q, k, v, block_scores=block_scores, backend=backend, **option)
+            gradients = torch.autograd.grad(out.square().sum(), [q, k, v])
+            results.append((out, *gradients))
+        for found, expected in zip(*results, strict=True):
+            close(found, expected, 2e-5)
+
+
+def test_one_part_alone_gives_the_scores():
+    with pytest.raises(UserError, match="parts: only one part can give the scores themselves"):
+        build("sum", SHAPE, parts=["path", "path_fox"])
+    assert build("sum", SHAPE, parts=["rotary", "path"]).has("block_scores")
