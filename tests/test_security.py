@@ -1,6 +1,7 @@
 """What a run must not give away: secrets of its user, and ports to other machines."""
 
 import os
+import socket
 
 import pytest
 
@@ -49,7 +50,11 @@ def test_ranks_of_one_machine_use_its_loopback_interface_and_no_others(monkeypat
     assert chosen("127.0.0.1", 8) == {"lo"}
     assert chosen("node1", 8, LOCAL_WORLD_SIZE="8") == {"lo"}
     assert chosen("node1", 8, SLURM_NNODES="1") == {"lo"}
-    assert chosen("node1", 16, LOCAL_WORLD_SIZE="8") == {None}
+    for own_address in ("192.0.2.9", "127.0.1.1"):
+        monkeypatch.setattr(socket, "gethostbyname", {"": own_address}.get)
+        monkeypatch.setattr(socket, "gethostname", str)
+        assert chosen("node1.invalid", 16, LOCAL_WORLD_SIZE="8") == {None}
+    monkeypatch.setattr(socket, "gethostbyname", lambda name: "192.0.2.9")
     assert chosen("192.0.2.1", 16) == {None}
     own = {"GLOO_SOCKET_IFNAME": "eth0", "NCCL_SOCKET_IFNAME": "ib0"}
     assert chosen("node1", 1, **own) == {"eth0", "ib0"}

@@ -4,13 +4,15 @@ Processes of one machine meet on its loopback interface, where no other machine 
 torch's own store and gloo listen on every interface, and ask nobody who connects for a password.
 """
 
+import fcntl
 import logging
 import os
 import socket
+import struct
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from ipaddress import ip_address
 from typing import Any
@@ -38,6 +40,7 @@ LOST = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", 
 """How gloo says that another rank has ended or no longer answers."""
 LOCAL_RANKS = ("LOCAL_WORLD_SIZE", "LOCAL_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE")
 """Ranks of this machine, as launchers say it."""
+ADDRESS_OF_INTERFACE = 0x8915  # Linux's SIOCGIFADDR
 INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 HEAD_START = 3.0  # seconds in which a launcher that knows more ends this process
 MEETING = 300.0  # seconds in which all processes must come
@@ -196,10 +199,29 @@ def stay_inside() -> None:
     inside = ranks in ("1", *(os.environ.get(name) for name in LOCAL_RANKS))
     inside = inside or os.environ.get("SLURM_NNODES") == "1"
     if not (inside or _is_loopback(os.environ.get("MASTER_ADDR", ""))):
+        _reach_others()
         return
     if "lo" in {name for _, name in socket.if_nameindex()}:
         for name in INTERFACES:
             os.environ.setdefault(name, "lo")
+
+
+def _reach_others() -> None:
+    """Let gloo use the interface that leads to MASTER_ADDR where this machine's name is loopback's.
+
+    Debian writes such a name into /etc/hosts. gloo listens at the address of the name, where no
+    other machine can reach it.
+    """
+    with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        if not _is_loopback(socket.gethostbyname(socket.gethostname())):
+            return
+        probe.connect((os.environ["MASTER_ADDR"], 9))  # sends nothing; any port will do
+        own = socket.inet_aton(probe.getsockname()[0])
+        for _, name in socket.if_nameindex():
+            with suppress(OSError):  # an interface without address
+                answer = fcntl.ioctl(probe, ADDRESS_OF_INTERFACE, struct.pack("40s", name.encode()))
+                if answer[20:24] == own:
+                    os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
 
 
 def _is_loopback(host: str) -> bool:

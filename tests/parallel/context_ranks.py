@@ -1,8 +1,10 @@
 """What two ranks that share each text compute, beside one process alone: run on both ranks.
 
-context_ranks.py FILE writes for each case how far losses and gradients differ.
+context_ranks.py FILE [stages] writes for each case how far losses and gradients differ; with
+`stages` for every encoding at every ZeRO stage.
 """
 
+import itertools
 import json
 import sys
 from collections.abc import Iterator
@@ -18,6 +20,8 @@ from megatron.parallel.grid import connect
 from megatron.positions import REGISTRY
 from megatron.training.loop import train_step
 from megatron.training.trainer import Trainer
+from tests.encodings import SAMPLE
+from tests.parallel import tensor_ranks
 from tests.support import of_encoding
 
 LENGTH, END = 32, 0
@@ -111,6 +115,31 @@ def compare_engines(grid, found: dict) -> None:
         )
 
 
+def shared(name: str) -> bool:
+    """Whether ranks can share the texts of an encoding."""
+    try:
+        load([], [*SHAPE, *of_encoding(name), "context_parallel_size=2"])
+    except UserError:
+        return False
+    return True
+
+
+def compare_stages(grid, found: dict, *, everything: bool) -> None:
+    """Losses, norms and gradients of steps with clipping, beside torch alone.
+
+    everything: every encoding with each exchange at each stage; else one of them for each signature
+    """
+    names = [name for name in (sorted(REGISTRY) if everything else SAMPLE) if shared(name)]
+    for index, name in enumerate(names):
+        several = list(itertools.product(("a2a", "all_gather"), range(4)))
+        for kind, stage in several if everything else [several[index % 8]]:
+            words = [f"zero_optimization.stage={stage}", f"cp_comm_type={kind}"]
+            words += [*of_encoding(name), "context_parallel_size=2"]
+            config = load([], [*tensor_ranks.SHAPE, *words])
+            differences = tensor_ranks.compare(grid, config)
+            found["stages"][f"{name}, {kind}, stage {stage}"] = differences
+
+
 def steps(grid, words: list[str]) -> list[float]:
     """Loss, norm of the gradient before clipping, and the validation's loss after three steps."""
     words = [*ENGINE, *words]
@@ -127,8 +156,11 @@ def steps(grid, words: list[str]) -> list[float]:
 if __name__ == "__main__":
     grid = connect().sharing(2)
     torch.set_num_threads(1)
-    found: dict = {"refused": {}, "models": {}, "engines": {}}
-    compare_models(grid, found)
-    compare_engines(grid, found)
+    found: dict = {"refused": {}, "models": {}, "engines": {}, "stages": {}}
+    everything = "stages" in sys.argv
+    compare_stages(grid, found, everything=everything)
+    if not everything:
+        compare_models(grid, found)
+        compare_engines(grid, found)
     if grid.first:
         Path(sys.argv[1]).write_text(json.dumps(found))

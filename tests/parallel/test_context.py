@@ -12,6 +12,7 @@ from megatron.model import from_config
 from megatron.parallel.grid import Grid
 from megatron.positions import REGISTRY, Shape
 from megatron.positions.base import Position
+from tests.encodings import SAMPLE
 from tests.parallel import context_ranks as ranks
 from tests.support import ROOT
 from tests.training.conftest import grid, records, tiny  # noqa: F401
@@ -35,12 +36,34 @@ def test_two_ranks_have_the_losses_and_gradients_of_one(forks, grid, tmp_path): 
     assert len(found["models"]) == 2 * computed
     for case, difference in found["models"].items():
         assert difference <= EXACT, case
+    assert len(found["stages"]) == len(set(SAMPLE) - REFUSED)
+    check_stages(found["stages"])
     alone = {}
     for name, kind, stage in ranks.ENGINES:
         if name not in alone:
             alone[name] = ranks.steps(grid, [f"pos_emb={name}"])
         numbers = found["engines"][f"{name}, {kind}, stage {stage}"]
         assert numbers == pytest.approx(alone[name], rel=EXACT), (name, kind, stage)
+
+
+def check_stages(found):
+    for case, differences in found.items():
+        assert (
+            len(differences) > 20
+        )  # gradients of the first step, and of all steps losses and norms
+        assert max(differences.values()) <= EXACT, (case, differences)
+
+
+@pytest.mark.distributed
+@pytest.mark.campaign
+def test_every_encoding_trains_at_every_stage_as_on_one_rank(forks, tmp_path):
+    file, log = tmp_path / "found.json", tmp_path / "log"
+    script = ROOT / "tests" / "parallel" / "context_ranks.py"
+    pids = forks.start_ranks(2, script, file, "stages", log=log)
+    assert not any([forks.wait(pid, timeout=3600) for pid in pids]), log.read_text()
+    found = json.loads(file.read_text())["stages"]
+    assert len(found) == 2 * 4 * (len(REGISTRY) - len(REFUSED))
+    check_stages(found)
 
 
 @pytest.mark.distributed
