@@ -3,9 +3,11 @@
 import re
 
 import pytest
+import torch
 
 from megatron.config import load
 from megatron.entry import split_words
+from megatron.model import position_from_config
 from tests.support import ROOT
 
 GUIDE = (ROOT / "docs" / "recipes.md").read_text(encoding="utf-8")
@@ -30,5 +32,13 @@ def test_every_recipe_loads_over_a_model_and_is_in_the_guide(path):
     assert config.checkpoint.finetune
     assert f"`{path.name}`" in GUIDE
     config.require_for("train")
-    is_scaled = "scaling" in config["pos_emb_args"]
-    assert is_scaled == (config["optimizer"].params.lr < 6e-4), "a rate of its own"
+    is_stretched = bool(config["pos_emb"] == "rotary" and config["pos_emb_args"])
+    assert is_stretched == (config["optimizer"].params.lr < 6e-4), "a rate of its own"
+
+
+def test_longropes_recipe_has_the_frequencies_of_ntk():
+    frequencies = []
+    for name in ("ntk", "longrope"):
+        files = [ROOT / f"configs/{one}.yml" for one in ("125M", f"recipes/{name}")]
+        frequencies.append(position_from_config(load(files)).inv_freq)
+    torch.testing.assert_close(*frequencies, rtol=1e-3, atol=0)
