@@ -97,7 +97,10 @@ def run(words: Sequence[str]) -> str:
             )
         if options.documents:
             raise UserError("--part: is of all documents - leave --documents out")
-    corpus = _corpus(options, kind, (number, parts))
+    corpus = _corpus(options, kind)
+    if options.part is not None and not isinstance(corpus, Files):
+        raise UserError(f"--part: {corpus.name} has no files to divide - leave it out")
+    corpus.part = (number, parts)
 
     of_user = (options.tokenizer_type, options.vocab_file, options.merge_file, options.vocab_size)
     if options.corpus and options.corpus not in MADE_HERE and not any(of_user):
@@ -182,15 +185,14 @@ def _write_problems(options: argparse.Namespace) -> str:
     return f"{file}: {count:,} {part} problems of {text.prefix}"
 
 
-def _corpus(options: argparse.Namespace, kind: str, part: tuple[int, int]) -> Corpus:
+def _corpus(options: argparse.Namespace, kind: str) -> Corpus:
     limits = Limits(options.max_document_mb * MB, options.max_unpack_ratio)
     if kind == "--input":
         if not options.name:
             raise UserError(
                 "--name: is missing - with --input give the corpus a name, such as --name mytext"
             )
-        keys = options.text_key or ["text"]
-        return Files(options.name, options.input, keys, limits, part=part)
+        return Files(options.name, options.input, options.text_key or ["text"], limits)
     if kind == "a data set of the hub":
         owner, _, dataset = options.corpus.removeprefix(HUB).partition("/")
         if not owner or not dataset or "/" in dataset:
@@ -204,7 +206,6 @@ def _corpus(options: argparse.Namespace, kind: str, part: tuple[int, int]) -> Co
         from_dir=options.from_dir,
         documents=options.documents,
         limits=limits,
-        part=part,
     )
 
 

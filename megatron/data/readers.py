@@ -42,10 +42,10 @@ class Corpus:
     to_train_on: so many of its first documents are not held out; None: the split decides that
     skips: how many entries or files the last `documents()` left out, by reason
     is_here: whether `sources` can be said without a download
-    part: (number, parts): which part this is, of how many; see `files_of_part`
+    part: (number, parts): which part of its files this is, and of how many
     """
 
-    part = (1, 1)
+    part: tuple[int, int] = (1, 1)
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -95,7 +95,6 @@ class Files(Corpus):
     inputs: files and folders
     keys: what holds the text in JSON lines and tables; the first that an entry has
     keep: which entries of JSON lines are documents of this corpus (all without it)
-    part: as of `files_of_part`
     Raises UserError for what is missing or cannot be read as text.
     """
 
@@ -106,11 +105,9 @@ class Files(Corpus):
         keys: Sequence[str] = ("text",),
         limits: Limits | None = None,
         keep: Keep | None = None,
-        part: tuple[int, int] = (1, 1),
     ):
         super().__init__(name)
-        self.part = part
-        self.paths = files_of_part(list_files(inputs), part)
+        self.paths = list_files(inputs)
         self.keys = keys
         self.limits = limits or Limits()
         self.keep = keep
@@ -119,7 +116,7 @@ class Files(Corpus):
 
     def needed(self) -> Iterator[Path]:
         """The files in the order in which they are read."""
-        yield from self.paths
+        yield from files_of_part(self.paths, self.part)
 
     def documents(self) -> Iterator[str]:
         """The text of every document: files as given, folders by name.

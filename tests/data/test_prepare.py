@@ -189,7 +189,7 @@ def test_parts_that_make_no_sense_are_refused(tmp_path, text):
         "arxiv --documents 5": "--part: is of all documents - leave",
         "hf:one/two": "--part: is not for a data set of the hub",
         "task:copy": "--part: is not for a task",
-        "stdlib -t CharLevelTokenizer": "leave --from-dir, --documents and --part away",
+        "stdlib -t CharLevelTokenizer": "--part: stdlib has no files to divide - leave",
     }.items():
         with pytest.raises(UserError, match=message):
             run([*words.split(), "-d", str(tmp_path / "data"), "--part", "1/2"])

@@ -54,8 +54,9 @@ def write(monkeypatch, tmp_path):
     def corpus(sources, *, from_dir=None, limit=None, part=(1, 1), **more):
         facts = {"about": "a test", "licence": "none", "sources": sources} | more
         (folder / "mine.yml").write_text(yaml.safe_dump(facts))
-        recipe = read_recipe("mine")
-        return FromRecipe("mine", recipe, tmp_path / "data", from_dir, limit, part=part)
+        made = FromRecipe("mine", read_recipe("mine"), tmp_path / "data", from_dir, limit)
+        made.part = part
+        return made
 
     return corpus
 

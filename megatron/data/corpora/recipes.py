@@ -90,14 +90,12 @@ def named(
     from_dir: Path | None = None,
     documents: int | None = None,
     limits: Limits | None = None,
-    part: tuple[int, int] = (1, 1),
 ) -> Corpus:
     """The corpus of a name; UserError for one that is not known.
 
     data_dir: where its downloads are kept
     from_dir: take files from here, and download nothing
     documents: take so many at most, and download no more files than they need
-    part: as of `files_of_part`; the files of others are not downloaded
     """
     known = corpus_names()
     if name not in known:
@@ -107,17 +105,15 @@ def named(
             " Hugging Face hub write hf:OWNER/NAME; for"
             f" your own text use --input FILE --name {name}"
         )
-    if name in MADE_HERE and (from_dir or documents or part != (1, 1)):
-        raise UserError(
-            f"{name}: is made here, whole - leave --from-dir, --documents and --part away"
-        )
+    if name in MADE_HERE and (from_dir or documents):
+        raise UserError(f"{name}: is made here, whole - leave --from-dir and --documents away")
     if name in WITHOUT_RECIPE:
         make, _ = WITHOUT_RECIPE[name]
         return make()
     recipe = read_recipe(name)
     if recipe.packages:
         return Environment(name, recipe.packages)
-    return FromRecipe(name, recipe, data_dir, from_dir, documents, limits, part)
+    return FromRecipe(name, recipe, data_dir, from_dir, documents, limits)
 
 
 def listing() -> str:
@@ -158,12 +154,10 @@ class FromRecipe(Files):
         from_dir: Path | None = None,
         documents: int | None = None,
         limits: Limits | None = None,
-        part: tuple[int, int] = (1, 1),
     ) -> None:
         keep = next((Keep(key, value) for key, value in recipe.keep.items()), None)
         super().__init__(name, [], [recipe.text_key], limits, keep)
         self.recipe = recipe
-        self.part = part
         self.downloads = data_dir / DOWNLOADS
         self.from_dir = from_dir
         self.limit = documents
@@ -179,10 +173,8 @@ class FromRecipe(Files):
     def needed(self) -> Iterator[Path]:
         """The files on this machine; with a limit each is downloaded when it is its turn."""
         if self.from_dir is not None:
-            if not self.paths:
-                found = at_hand(self.name, self.recipe, self.from_dir)
-                self.paths = files_of_part(found, self.part)
-            yield from self.paths
+            self.paths = self.paths or at_hand(self.name, self.recipe, self.from_dir)
+            yield from super().needed()
             return
         source, remotes = self._chosen
         for remote in remotes:
